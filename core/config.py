@@ -1,0 +1,100 @@
+"""Strict, frozen configuration objects and TOML recipes with `--set section.key=value` overrides."""
+
+from __future__ import annotations
+
+import difflib
+import tomllib
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from penjing.core.errors import ConfigError
+
+C = TypeVar("C", bound="Config")
+
+
+class Config(BaseModel):
+    """Base of every configuration: frozen, and an unknown key is an error that lists the valid ones."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+
+def parse_config(config_type: type[C], values: dict[str, Any], source: str) -> C:
+    """Validate `values` as `config_type`.
+
+    Raises:
+        ConfigError: one line for every wrong key or value, with the valid keys; `source` names the origin.
+    """
+    try:
+        return config_type.model_validate(values)
+    except ValidationError as error:
+        lines = [_explain(config_type, entry) for entry in error.errors()]
+        raise ConfigError(f"{source}: " + "; ".join(lines)) from None
+
+
+def load_recipe(config_type: type[C], path: Path, overrides: list[str] | None = None) -> C:
+    """Read a TOML recipe and apply `section.key=value` overrides (values are TOML; a bare word is a string).
+
+    Raises:
+        ConfigError: unreadable file, TOML syntax, unknown or invalid key.
+    """
+    try:
+        values = tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(f"recipe {path} does not exist; see recipes/ for examples") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"recipe {path} cannot be read: {error}") from None
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"recipe {path} is not valid TOML: {error}") from None
+    for override in overrides or []:
+        _apply_override(values, override)
+    return parse_config(config_type, values, str(path))
+
+
+def _apply_override(values: dict[str, Any], override: str) -> None:
+    key, equals, text = override.partition("=")
+    if not equals or not key.strip():
+        raise ConfigError(f"--set {override!r}: write section.key=value, for example --set quantize.alpha=0.5")
+    *sections, name = key.strip().split(".")
+    for section in sections:
+        values = values.setdefault(section, {})
+        if not isinstance(values, dict):
+            raise ConfigError(f"--set {override!r}: {section!r} is a value, not a section")
+    values[name] = _parse_value(text)
+
+
+def _parse_value(text: str) -> Any:
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text
+
+
+def _explain(config_type: type[BaseModel], entry: Any) -> str:
+    location = [str(part) for part in entry["loc"]]
+    where = ".".join(location)
+    if entry["type"] != "extra_forbidden":
+        message = entry["msg"][:1].lower() + entry["msg"][1:]
+        return f"{where}: {message}" + ("" if entry["type"] == "missing" else f" (got {_short(entry['input'])})")
+    owner: Any = config_type
+    for part in location[:-1]:
+        owner = _field_type(owner, part)
+    valid = sorted(owner.model_fields) if owner is not None else []
+    near = difflib.get_close_matches(location[-1], valid, n=1)
+    hint = f"; did you mean {near[0]!r}?" if near else ""
+    return f"unknown key {where!r}{hint} Valid keys: {', '.join(valid)}"
+
+
+def _field_type(owner: Any, name: str) -> Any:
+    field = getattr(owner, "model_fields", {}).get(name) if owner is not None else None
+    candidates = [field.annotation, *getattr(field.annotation, "__args__", ())] if field is not None else []
+    for candidate in candidates:
+        if isinstance(candidate, type) and issubclass(candidate, BaseModel):
+            return candidate
+    return None
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."

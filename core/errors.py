@@ -1,0 +1,40 @@
+"""What penjing raises for a user: every message names the value, the rule and the next step.
+
+PenjingError
+├── ConfigError       a recipe, a setting or a flag is wrong
+├── InputError        a file or folder that was handed in is missing, damaged or of another kind
+├── RequestError      a generation request is invalid (names the field and its range)
+├── OverloadedError   the engine's limits are reached; try again later
+├── SetupError        the machine lacks something (libpython, glibc, a free port, disk space, a network)
+└── ServerError       a server did not answer, or answered with an error
+"""
+
+
+class PenjingError(Exception):
+    """Base of all errors meant for a user; the CLI prints it as one line and exits with `exit_code`."""
+
+    exit_code = 1
+
+
+class ConfigError(PenjingError):
+    exit_code = 2
+
+
+class InputError(PenjingError):
+    exit_code = 3
+
+
+class RequestError(PenjingError):
+    exit_code = 4
+
+
+class OverloadedError(PenjingError):
+    exit_code = 5
+
+
+class SetupError(PenjingError):
+    exit_code = 6
+
+
+class ServerError(PenjingError):
+    exit_code = 7
