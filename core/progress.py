@@ -1,4 +1,4 @@
-"""What long work tells the user: one progress object passed down, drawn with rich on a terminal, plain lines elsewhere."""
+"""What long work tells the user: one object passed down, a rich bar on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
