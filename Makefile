@@ -1,0 +1,62 @@
+# penjing: `make demo` runs the main job, `make test` the tests; both set everything up.
+# Needs Python ≥ 3.11 with venv and a shared libpython, glibc ≥ 2.35 for the embedded Triton server, and a package index.
+# A C++ compiler (g++ ≥ 11) gives the fast CPU kernels; without one penjing says so and runs on torch.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+# Tests run in two processes; each keeps its kernels on one core.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest
+PACKAGES := kernels core compress serve model_repository
+CPU_SOURCES := $(wildcard kernels/cpu/*.cpp kernels/cpu/*.h)
+
+.PHONY: help demo test test-full lint format bench image image-test clean
+
+help: ## show this list
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "make %-12s %s\n", $$1, $$2}'
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo 'error: penjing needs Python >= 3.11; call make PYTHON=python3.11'; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+
+# torch first: the pinned CPU build keeps later packages from choosing one with gigabytes of CUDA.
+$(STAMP): pyproject.toml constraints.txt setup.py $(CPU_SOURCES) | $(BIN)/python
+	$(BIN)/python -m pip install -q -c constraints.txt torch
+	$(BIN)/python -m pip install -q -c constraints.txt -e '.[dev]'
+	@mkdir -p build/src/penjing
+	@for folder in $(PACKAGES); do ln -sfn ../../../$$folder build/src/penjing/$$folder; done
+	@touch $@
+
+install: $(STAMP) ## make the environment (.venv)
+
+demo: $(STAMP) ## import SmolLM2-135M, compress it to INT8, serve it from Triton server, stream answers
+	$(BIN)/python recipes/demo.py
+
+test: $(STAMP) ## the tests (two processes)
+	$(PYTEST) -n 2 --dist loadgroup
+
+test-full: $(STAMP) ## the tests with their long variants
+	$(PYTEST) -n 2 --dist loadgroup --run-full
+
+lint: $(STAMP) ## ruff, format, types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright --warnings
+
+format: $(STAMP) ## rewrite the sources in the house format
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(STAMP) ## measure the engine against transformers and through Triton server; appends rows
+	$(BIN)/python benchmarks/run_engine.py
+	$(BIN)/python benchmarks/run_server.py
+
+image: ## build the container image (docker, else buildah)
+	bash docker/build.sh
+
+image-test: ## start the image's server and stream a token
+	bash docker/test.sh
+
+clean: ## remove what make built
+	rm -rf build $(VENV)
