@@ -37,7 +37,7 @@ test: $(STAMP) ## the tests (two processes)
 	$(PYTEST) -n 2 --dist loadgroup
 
 test-full: $(STAMP) ## the tests with their long variants
-	$(PYTEST) -n 2 --dist loadgroup --run-full
+	$(PYTEST) -n 2 --dist loadgroup -m ""
 
 lint: $(STAMP) ## ruff, format, types
 	$(BIN)/ruff check .

@@ -241,7 +241,7 @@ def _run(arguments: list[str]) -> int:
 
 
 def _fail(error: BaseException, message: str, exit_code: int) -> int:
-    if os.environ.get("PENJING_DEBUG"):
+    if os.environ.get("PENJING_DEBUG", "0") != "0":
         import traceback
 
         traceback.print_exception(error)

@@ -1,0 +1,75 @@
+import subprocess
+import sys
+
+import pytest
+
+from penjing.core import cli
+from penjing.core.errors import InputError
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", "from penjing.core.cli import main; main()", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60)
+
+
+def test_help_lists_every_command_and_imports_nothing_heavy():
+    script = (
+        "import sys\nfrom penjing.core import cli\n"
+        "code = cli._run(['--help'])\n"
+        "heavy = {'torch', 'numpy', 'onnx', 'matplotlib', 'tritonclient', 'tokenizers', 'jinja2'} & set(sys.modules)\n"
+        "print('heavy:', sorted(heavy)); sys.exit(code)"
+    )
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    assert result.returncode == 0, result.stderr
+    assert "heavy: []" in result.stdout
+    for command in ("import", "compress", "generate", "serve", "stop", "chat", "server", "bench", "info"):
+        assert f" {command} " in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["bogus"], "No such command 'bogus'"),
+        (["serve"], "Missing argument"),
+        (["serve", "x", "--grpc-port", "99999999"], "--grpc-port"),
+        (["generate", "x", "y", "--temperature", "hot"], "--temperature"),
+    ],
+)
+def test_wrong_usage_is_one_line(arguments, message):
+    result = run(*arguments)
+    assert result.returncode == 2
+    assert message in result.stderr
+    assert result.stderr.count("\n") == 1
+    assert "Traceback" not in result.stderr
+
+
+def test_an_error_is_one_line_and_debug_shows_where(monkeypatch, capsys):
+    def fail(*_: object, **__: object) -> None:
+        raise InputError("model x is missing; run penjing import")
+
+    monkeypatch.setattr("penjing.core.importer.import_model", fail)
+    monkeypatch.delenv("PENJING_DEBUG", raising=False)
+    assert cli._run(["import", "a", "b"]) == InputError.exit_code
+    assert capsys.readouterr().err == "error: model x is missing; run penjing import\n"
+    monkeypatch.setenv("PENJING_DEBUG", "0")  # restored after the test; --debug overwrites it
+    assert cli._run(["--debug", "import", "a", "b"]) == InputError.exit_code
+    assert "Traceback" in capsys.readouterr().err
+
+
+def test_an_unexpected_error_is_one_line_too(monkeypatch, capsys):
+    def fail(*_: object, **__: object) -> None:
+        raise ZeroDivisionError("division by zero")
+
+    monkeypatch.setattr("penjing.core.importer.import_model", fail)
+    monkeypatch.delenv("PENJING_DEBUG", raising=False)
+    assert cli._run(["import", "a", "b"]) == 70
+    assert capsys.readouterr().err.startswith("error: unexpected ZeroDivisionError")
+
+
+def test_interrupt_exits_130(monkeypatch, capsys):
+    def fail(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("penjing.core.importer.import_model", fail)
+    assert cli._run(["import", "a", "b"]) == 130
+    assert capsys.readouterr().err == "interrupted\n"

@@ -1,0 +1,87 @@
+import pytest
+
+from penjing.core.config import Config, load_recipe, parse_config
+from penjing.core.errors import ConfigError
+from penjing.core.models.config import DecoderConfig
+
+SIZES = {
+    "vocab_size": 320,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 512,
+}
+
+
+class Section(Config):
+    alpha: float = 0.5
+    scheme: str = "w8a8"
+
+
+class Recipe(Config):
+    name: str
+    quantize: Section = Section()
+
+
+@pytest.fixture
+def recipe(tmp_path):
+    path = tmp_path / "recipe.toml"
+    path.write_text('name = "x"\n[quantize]\nalpha = 0.25\n')
+    return path
+
+
+def test_override_beats_recipe_and_bare_words_are_strings(recipe):
+    loaded = load_recipe(Recipe, recipe, ["quantize.alpha=0.75", "quantize.scheme=w8a16"])
+    assert loaded.quantize == Section(alpha=0.75, scheme="w8a16")
+    assert load_recipe(Recipe, recipe).quantize.alpha == 0.25
+
+
+def test_unknown_key_lists_valid_ones_and_the_nearest(recipe):
+    with pytest.raises(ConfigError, match=r"'quantize.alhpa'; did you mean 'alpha'\? Valid keys: alpha, scheme"):
+        load_recipe(Recipe, recipe, ["quantize.alhpa=1"])
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("quantize.alpha", "section.key=value"),
+        ("=3", "section.key=value"),
+        ("name.deep=1", "is a value, not a section"),
+        ("quantize.alpha=high", "valid number"),
+        ("quantize.alpha=nan", "finite"),
+    ],
+)
+def test_bad_override_names_itself(recipe, override, message):
+    with pytest.raises(ConfigError, match=message):
+        load_recipe(Recipe, recipe, [override])
+
+
+def test_missing_and_malformed_recipes(tmp_path):
+    with pytest.raises(ConfigError, match="does not exist"):
+        load_recipe(Recipe, tmp_path / "none.toml")
+    (tmp_path / "bad.toml").write_text("name = ")
+    with pytest.raises(ConfigError, match="not valid TOML"):
+        load_recipe(Recipe, tmp_path / "bad.toml")
+    (tmp_path / "binary.toml").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        load_recipe(Recipe, tmp_path / "binary.toml")
+
+
+def test_configs_are_frozen():
+    with pytest.raises(ValueError, match="frozen"):
+        Section().alpha = 1.0  # type: ignore[misc]
+
+
+def test_heads_must_divide():
+    with pytest.raises(ConfigError, match="num_attention_heads=4 is not a multiple of num_key_value_heads=3"):
+        parse_config(DecoderConfig, {**SIZES, "num_key_value_heads": 3}, "config.json")
+
+
+def test_layer_window():
+    config = DecoderConfig(**SIZES, sliding_window=8, sliding_window_layers=(1,))
+    assert [config.layer_window(layer) for layer in range(2)] == [None, 8]
+    assert DecoderConfig(**SIZES, sliding_window=8).layer_window(0) == 8
+    assert DecoderConfig(**SIZES).layer_window(0) is None
