@@ -1,0 +1,42 @@
+"""The engine's settings: what `penjing serve --set NAME=VALUE` can change."""
+
+from __future__ import annotations
+
+from pydantic import Field, model_validator
+
+from penjing.core.config import Config
+
+
+class EngineConfig(Config):
+    """Limits and sizes of one engine; None is resolved once, when the engine is built."""
+
+    block_size: int = Field(default=16, ge=1, le=512)
+    """Tokens in a block of the KV cache: smaller shares and wastes less, larger reads faster."""
+    num_blocks: int | None = Field(default=None, ge=2)
+    """Blocks of the KV cache, the reserved null block included. None: from `kv_cache_bytes`."""
+    kv_cache_bytes: int | None = Field(default=None, gt=0)
+    """Bytes of the KV cache. None: a share of the memory that is available, and no more than can be used."""
+    max_model_len: int | None = Field(default=None, ge=2)
+    """Longest prompt plus answer in tokens. None: the model's context, or what the KV cache holds if that is less."""
+    max_num_batched_tokens: int = Field(default=512, ge=1)
+    """Token budget of a step: a longer prompt is computed in chunks beside the running answers."""
+    max_num_sequences: int = Field(default=64, ge=1, le=4096)
+    """Sequences that run at once; more wait."""
+    max_waiting_requests: int = Field(default=1024, ge=1)
+    """Requests that may wait; one more is refused as overloaded."""
+    max_waiting_tokens: int = Field(default=1_000_000, ge=1)
+    """Prompt tokens that may wait in all; a prompt is always accepted when nothing waits."""
+    enable_prefix_caching: bool = True
+    """Reuse the KV blocks of a shared prefix."""
+    watermark: float = Field(default=0.05, ge=0, lt=1)
+    """Share of the KV blocks that admission leaves free for running answers to grow into: fewer preemptions."""
+
+    @model_validator(mode="after")
+    def _every_running_sequence_steps(self) -> EngineConfig:
+        if self.max_num_batched_tokens < self.max_num_sequences:
+            raise ValueError(
+                f"max_num_batched_tokens={self.max_num_batched_tokens} is below "
+                f"max_num_sequences={self.max_num_sequences}: a running answer would miss its token; "
+                f"raise the first or lower the second"
+            )
+        return self
