@@ -8,7 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 
-from penjing.core.errors import OverloadedError, RequestError, ServerError
+from penjing.core.errors import RequestError, ServerError
 from penjing.serve.engine import LLMEngine, PreparedRequest
 from penjing.serve.request import Request, RequestOutput
 from penjing.serve.stats import EngineStats
@@ -24,9 +24,9 @@ log = logging.getLogger(__name__)
 class EngineLoop:
     """Runs `engine.step()` while there is work.
 
-    `on_outputs` runs on the loop's thread with what one step gave one request: it must hand the outputs over (to a queue)
-    and return. Each request gets exactly one final output per sequence (`finish_reason` set), also when it is cancelled,
-    fails, or the loop stops.
+    `on_outputs` runs on the loop's thread with what one step gave one request: it must hand the outputs over (to a
+    queue) and return. Each request gets exactly one final output per sequence (`finish_reason` set), also when it is
+    cancelled, fails, or the loop stops.
 
     `heartbeat` is the `time.monotonic()` of the last pass. A pass that takes long, or a loop that gave up (`failure` is
     set), shows in its age: that is what readiness should look at.

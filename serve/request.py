@@ -99,11 +99,6 @@ class SamplingParams(BaseModel):
         return self
 
     @property
-    def is_greedy(self) -> bool:
-        """Whether the most likely token is taken and nothing touches the logits before."""
-        return self.temperature == 0 and not self.has_penalties and not self.logit_bias and self.min_tokens == 0
-
-    @property
     def has_penalties(self) -> bool:
         return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
 
@@ -200,12 +195,12 @@ class Logprob(NamedTuple):
 class RequestOutput:
     """What one step added to one of a request's `n` sequences.
 
-    `text` and `token_ids` are the new part only: joined over all outputs of an index they are the whole answer. Text that
-    could still become a stop string or is an incomplete UTF-8 sequence is held back, so `text` may be empty while
+    `text` and `token_ids` are the new part only: joined over all outputs of an index they are the whole answer. Text
+    that could still become a stop string or is an incomplete UTF-8 sequence is held back, so `text` may be empty while
     `token_ids` is not. `finish_reason` is set on the last output of an index and only there; with "error", `error` says
-    why. `num_output_tokens` counts all tokens of the index so far, `num_cached_tokens` the prompt tokens that the prefix
-    cache supplied. `logprobs` holds a dictionary by token id for each of `token_ids` (the chosen token included), when
-    asked for.
+    why. `num_output_tokens` counts all tokens of the index so far, `num_cached_tokens` the prompt tokens that the
+    prefix cache supplied. `logprobs` holds a dictionary by token id for each of `token_ids` (the chosen token
+    included), when asked for.
     """
 
     request_id: str
