@@ -1,0 +1,115 @@
+"""Load a checkpoint or an INT8 artifact as a decoder that is ready to run."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from penjing.core.batch_invariant import apply_batch_invariance
+from penjing.core.chat import ChatTemplate
+from penjing.core.checkpoint import Checkpoint, open_checkpoint
+from penjing.core.errors import InputError
+from penjing.core.manifest import Manifest, verify
+from penjing.core.models.config import DecoderConfig
+from penjing.core.models.decoder import Decoder
+from penjing.core.models.rope import inverse_frequencies
+from penjing.core.quantized import apply_int8, int8_modules
+from penjing.core.tokenizer import Tokenizer
+
+EMBEDDING = "model.embed_tokens.weight"
+# Older Hugging Face checkpoints store the rotary frequencies, which follow from config.json.
+DERIVED = ("rotary_emb.inv_freq",)
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model and what came with it."""
+
+    model: Decoder
+    config: DecoderConfig
+    tokenizer: Tokenizer
+    chat_template: ChatTemplate | None
+    manifest: Manifest | None  # None: a plain Hugging Face folder
+    scheme: Literal["fp32", "int8"]
+
+
+def load_model(folder: Path, device: str | torch.device = "cpu") -> LoadedModel:
+    """Load `folder`, a checkpoint or an artifact, for inference.
+
+    Hashes are checked first where there is a manifest. Tensors are taken one at a time, on the CPU as views of the
+    mapped file where no conversion is needed: peak memory is about that of the model. Everything runs in float32
+    except INT8 layers; an embedding that is not tied to the LM head stays in its stored type.
+
+    Raises:
+        InputError: a missing, damaged or unknown file, a missing or unexpected tensor, a scheme penjing does not run.
+    """
+    checkpoint = open_checkpoint(folder)
+    if checkpoint.manifest is not None:
+        verify(folder)
+    model, scheme = _build(checkpoint, torch.device(device))
+    return LoadedModel(
+        model=model,
+        config=checkpoint.config,
+        tokenizer=Tokenizer.from_folder(folder),
+        chat_template=ChatTemplate.from_folder(folder),
+        manifest=checkpoint.manifest,
+        scheme=scheme,
+    )
+
+
+def _build(checkpoint: Checkpoint, device: torch.device) -> tuple[Decoder, Literal["fp32", "int8"]]:
+    config, available = checkpoint.config, set(checkpoint.tensor_names)
+    taken: set[str] = set()
+
+    def take(name: str) -> Tensor:
+        if name not in available:
+            raise InputError(f"{checkpoint.folder}: tensor {name} is missing; config.json promises it. Import it again")
+        taken.add(name)
+        return checkpoint.get(name).to(device)
+
+    with torch.device("meta"):
+        model = Decoder(config)
+    quantization = _quantization_config(checkpoint.folder)
+    if quantization is not None:
+        linear_names = [name for name, layer in model.named_modules() if isinstance(layer, nn.Linear)]
+        quantized = int8_modules(quantization, linear_names)
+        if config.tie_word_embeddings and "lm_head" in quantized:
+            raise InputError(
+                f"{checkpoint.folder}: lm_head is quantized but tied to the embedding; "
+                "list it under quantization_config.ignore or set tie_word_embeddings to false"
+            )
+        apply_int8(model, quantized, take)
+
+    for name, parameter in list(model.named_parameters()):
+        value = take(name)
+        if value.shape != parameter.shape or not value.is_floating_point():
+            raise InputError(
+                f"{checkpoint.folder}: {name} has shape {tuple(value.shape)} and {value.dtype}; "
+                f"config.json asks for floating {tuple(parameter.shape)}"
+            )
+        if name != EMBEDDING or config.tie_word_embeddings:
+            value = value.to(torch.float32)
+        owner, _, leaf = name.rpartition(".")
+        setattr(model.get_submodule(owner), leaf, nn.Parameter(value, requires_grad=False))
+    if config.tie_word_embeddings:
+        model.lm_head.weight = model.model.embed_tokens.weight
+        taken.add("lm_head.weight")  # some writers store the tied copy too
+    model.model.inverse_frequency = inverse_frequencies(config).to(device)
+
+    unexpected = sorted(name for name in available - taken if not name.endswith(DERIVED))
+    if unexpected:
+        raise InputError(
+            f"{checkpoint.folder}: {len(unexpected)} tensors have no place in a {config.model_type} decoder as "
+            f"config.json describes it, the first is {unexpected[0]}"
+        )
+    apply_batch_invariance(model)
+    return model.eval(), "int8" if quantization is not None else "fp32"
+
+
+def _quantization_config(folder: Path) -> dict[str, Any] | None:
+    return json.loads((folder / "config.json").read_text(encoding="utf-8")).get("quantization_config")

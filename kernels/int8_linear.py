@@ -1,0 +1,120 @@
+"""W8A8 linear layer: INT8 weights with a scale a channel, activations quantized on the fly with a scale a token."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+import torch
+
+from penjing.kernels.quantize import quantize_per_token_torch
+
+_int_mm = torch.ops.aten._int_mm.default
+# 1040 products of two 7-bit magnitudes stay below 2^24, where float32 counts exactly.
+EXACT_FLOAT32_K = 1024
+
+
+@dataclass(frozen=True)
+class PackedInt8:
+    """An INT8 weight made ready once, at load."""
+
+    weight_NK: torch.Tensor  # noqa: N815  int8, contiguous
+    scale_N: torch.Tensor  # noqa: N815  float32
+    bias_N: torch.Tensor | None  # noqa: N815  float32
+    in_features: int
+    out_features: int
+    packed: Any = field(default=None, repr=False, compare=False)  # the C++ extension's layout of weight_NK
+
+
+def prepack_int8(weight_NK: torch.Tensor, scale_N: torch.Tensor, bias_N: torch.Tensor | None = None) -> PackedInt8:
+    """Check an INT8 weight and lay it out for `int8_linear`.
+
+    Args:
+        weight_NK: (out_features, in_features) int8.
+        scale_N: (N,) or (N, 1) floating; y ≈ x · (weight × scale)ᵀ.
+        bias_N: (N,) floating or None.
+
+    Raises:
+        ValueError: a wrong shape, dtype or device.
+    """
+    if weight_NK.dim() != 2 or weight_NK.dtype != torch.int8 or 0 in weight_NK.shape:
+        raise ValueError(f"weight_NK has shape {tuple(weight_NK.shape)} and {weight_NK.dtype}; int8 (N, K) is needed")
+    out_features, in_features = weight_NK.shape
+    vectors = [("scale_N", scale_N)] + ([("bias_N", bias_N)] if bias_N is not None else [])
+    for name, vector in vectors:
+        if vector.numel() != out_features or not vector.is_floating_point():
+            raise ValueError(
+                f"{name} has shape {tuple(vector.shape)} and {vector.dtype}; {out_features} floating values are needed"
+            )
+        if vector.device != weight_NK.device:
+            raise ValueError(f"{name} is on {vector.device}, weight_NK on {weight_NK.device}")
+    return PackedInt8(
+        weight_NK=weight_NK.contiguous(),
+        scale_N=scale_N.detach().reshape(out_features).to(torch.float32),
+        bias_N=None if bias_N is None else bias_N.detach().reshape(out_features).to(torch.float32),
+        in_features=in_features,
+        out_features=out_features,
+    )
+
+
+def int8_linear(x_MK: torch.Tensor, packed: PackedInt8) -> torch.Tensor:
+    """y_MN = (q_MK · weight_NKᵀ) × scale_M × scale_N + bias_N with q, scale_M = quantize_per_token(x).
+
+    The sum runs in int32 and is exact, so row i of the result depends on row i of `x_MK` alone, bit by bit.
+
+    Args:
+        x_MK: (M, in_features) floating; M may be 0.
+
+    Returns:
+        (M, out_features) float32.
+
+    Raises:
+        ValueError: a wrong shape, dtype or device.
+    """
+    if x_MK.dim() != 2 or x_MK.shape[1] != packed.in_features or not x_MK.is_floating_point():
+        raise ValueError(
+            f"x_MK has shape {tuple(x_MK.shape)} and {x_MK.dtype}; floating (M, {packed.in_features}) is needed"
+        )
+    if x_MK.device != packed.weight_NK.device:
+        raise ValueError(f"x_MK is on {x_MK.device}, the weight on {packed.weight_NK.device}")
+    return int8_linear_torch(x_MK, packed)
+
+
+def int8_linear_torch(x_MK: torch.Tensor, packed: PackedInt8) -> torch.Tensor:
+    """The reference of `int8_linear`."""
+    q_MK, scale_M = quantize_per_token_torch(x_MK)
+    y_MN = int8_matmul(q_MK, packed.weight_NK).to(torch.float32)
+    y_MN.mul_(scale_M[:, None]).mul_(packed.scale_N)
+    return y_MN if packed.bias_N is None else y_MN.add_(packed.bias_N)
+
+
+def int8_matmul(q_MK: torch.Tensor, weight_NK: torch.Tensor) -> torch.Tensor:
+    """acc_MN int32 = q_MK · weight_NKᵀ of two int8 matrices, exact (K ≤ 133 000 keeps it inside int32)."""
+    if q_MK.shape[0] == 0:
+        return torch.zeros(0, weight_NK.shape[0], dtype=torch.int32, device=q_MK.device)
+    if q_MK.device.type == "cpu":
+        return _int_mm(q_MK, weight_NK.t()) if _int_mm_is_exact() else _float32_matmul(q_MK, weight_NK)
+    # cuBLAS: M > 16, and K and N multiples of 8.
+    rows, columns = q_MK.shape[0], weight_NK.shape[0]
+    pad_rows, pad_k, pad_columns = max(17 - rows, 0), -q_MK.shape[1] % 8, -columns % 8
+    q_MK = torch.nn.functional.pad(q_MK, (0, pad_k, 0, pad_rows))
+    weight_NK = torch.nn.functional.pad(weight_NK, (0, pad_k, 0, pad_columns))
+    return _int_mm(q_MK, weight_NK.t())[:rows, :columns]
+
+
+@cache
+def _int_mm_is_exact() -> bool:
+    # Before VNNI, multiply-add instructions saturate at 16 bits; such a processor fails on these extremes.
+    ones = torch.ones(32, 256, dtype=torch.int8)
+    extremes = torch.cat([ones * 127, ones * -127, ones * -128])
+    expected = extremes.long() @ extremes.long().t()
+    return all(
+        torch.equal(_int_mm(rows, extremes.t()).long(), expected[: len(rows)])
+        for rows in (extremes, extremes[:1], extremes[:33])
+    )
+
+
+def _float32_matmul(q_MK: torch.Tensor, weight_NK: torch.Tensor) -> torch.Tensor:
+    chunks = zip(q_MK.split(EXACT_FLOAT32_K, dim=1), weight_NK.split(EXACT_FLOAT32_K, dim=1), strict=True)
+    return sum((q.float() @ weight.float().t()).to(torch.int32) for q, weight in chunks)  # pyright: ignore

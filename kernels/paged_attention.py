@@ -1,0 +1,296 @@
+"""Causal attention over a paged key-value cache: grouped heads, sliding window, many sequences a call.
+
+A row's result is bit-equal whatever shares the call. Rows are tiled by absolute position (query tiles of G × Q rows,
+key tiles of TILE_KEYS), so each matrix product has one shape; the online softmax (Milakov and Gimelshein,
+https://arxiv.org/abs/1805.02867) walks the key tiles in order, and a tile a row may not see leaves it unchanged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+
+TILE_KEYS = 128
+TILE_ROWS = 16  # query positions × heads of a group, at most (or one position)
+
+# (index of the key tile, number of problems) → keys and values, (problems or 1, TILE_KEYS, head_dim) float32
+KeyTile = Callable[[int, int], tuple[torch.Tensor, torch.Tensor]]
+
+
+def write_kv(
+    k_TKD: torch.Tensor, v_TKD: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, slot_T: torch.Tensor
+) -> None:
+    """Store the keys and values of T tokens in one layer's pages.
+
+    Args:
+        k_TKD, v_TKD: (T, num_kv_heads, head_dim).
+        k_cache, v_cache: (num_blocks, num_kv_heads, block_size, head_dim); written in place.
+        slot_T: (T,) int64, block × block_size + offset; −1 skips the token. Slots of one call are distinct.
+
+    Raises:
+        ValueError: a wrong shape or dtype, or a slot outside the cache.
+    """
+    _check_cache(k_cache, v_cache)
+    num_blocks, num_kv_heads, block_size, head_dim = k_cache.shape
+    if k_TKD.shape != v_TKD.shape or k_TKD.shape != (slot_T.shape[0], num_kv_heads, head_dim):
+        raise ValueError(
+            f"k has shape {tuple(k_TKD.shape)}, v {tuple(v_TKD.shape)}; "
+            f"({slot_T.shape[0]}, {num_kv_heads}, {head_dim}) is needed"
+        )
+    if slot_T.dtype != torch.int64:
+        raise ValueError(f"slot_T is {slot_T.dtype}; int64 is needed")
+    if slot_T.numel() == 0:
+        return
+    low, high = (int(value) for value in torch.aminmax(slot_T))
+    if low < -1 or high >= num_blocks * block_size:
+        raise ValueError(f"slots {low} … {high} are outside the cache of {num_blocks} blocks × {block_size}")
+    if low < 0:
+        kept = slot_T >= 0
+        slot_T, k_TKD, v_TKD = slot_T[kept], k_TKD[kept], v_TKD[kept]
+    block_T, offset_T = slot_T // block_size, slot_T % block_size
+    k_cache[block_T, :, offset_T] = k_TKD.to(k_cache.dtype)
+    v_cache[block_T, :, offset_T] = v_TKD.to(v_cache.dtype)
+
+
+def paged_attention(
+    q_THD: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    cu_query_S1: torch.Tensor,
+    context_len_S: torch.Tensor,
+    block_table_SB: torch.Tensor,
+    scale: float,
+    window: int | None = None,
+) -> torch.Tensor:
+    """Attention of the newest tokens of S sequences to their cached keys.
+
+    Sequence s owns query rows cu_query[s] : cu_query[s + 1]; they are the last rows of its context_len[s] keys. A row
+    at position p sees the keys p − window + 1 … p (0 … p without a window).
+
+    Args:
+        q_THD: (T, num_heads, head_dim) float32.
+        k_cache, v_cache: (num_blocks, num_kv_heads, block_size, head_dim).
+        cu_query_S1: (S + 1,) int32, 0 first, T last.
+        context_len_S: (S,) int32, keys of each sequence, its new tokens included.
+        block_table_SB: (S, B) int32, block of the keys b × block_size …; entries no row sees are not read.
+        scale: factor of the scores, usually head_dim ** −0.5.
+        window: keys a row sees, itself included; None for all.
+
+    Returns:
+        (T, num_heads, head_dim), dtype of `q_THD`.
+
+    Raises:
+        ValueError: a wrong shape, dtype or length, or a block id outside the cache.
+    """
+    _check_cache(k_cache, v_cache)
+    cu_query, context_len = _check_sequences(q_THD, k_cache, cu_query_S1, context_len_S, block_table_SB, window)
+    return paged_attention_torch(q_THD, k_cache, v_cache, cu_query, context_len, block_table_SB, scale, window)
+
+
+def paged_attention_torch(
+    q_THD: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    cu_query: list[int],
+    context_len: list[int],
+    block_table_SB: torch.Tensor,
+    scale: float,
+    window: int | None,
+) -> torch.Tensor:
+    """`paged_attention` on torch, after its checks; float32 inside, blocks that no row sees are not read."""
+    out_THD = torch.empty_like(q_THD)
+    tile_queries = max(1, TILE_ROWS // (q_THD.shape[1] // k_cache.shape[1]))
+    short: list[_QueryTile] = []  # the only tile of its sequence: these share their matrix products
+    for sequence, (start, end) in enumerate(pairwise(cu_query)):
+        last = context_len[sequence] - 1
+        first = last - (end - start) + 1
+        tiles = [
+            _QueryTile(sequence, tile * tile_queries, start, first, last)
+            for tile in range(last // tile_queries, first // tile_queries - 1, -1)
+            if start < end
+        ]
+        if len(tiles) == 1:
+            short += tiles
+        elif tiles:
+            _attend(tiles, True, q_THD, out_THD, k_cache, v_cache, block_table_SB, tile_queries, scale, window)
+    if short:
+        short.sort(key=lambda tile: -tile.last)
+        _attend(short, False, q_THD, out_THD, k_cache, v_cache, block_table_SB, tile_queries, scale, window)
+    return out_THD
+
+
+@dataclass(frozen=True)
+class _QueryTile:
+    sequence: int
+    base: int  # absolute position of the tile's first row, a multiple of the tile's size
+    start: int  # row of q_THD that holds position `first`
+    first: int  # positions of the sequence's new tokens
+    last: int
+
+
+def _attend(
+    tiles: list[_QueryTile],
+    one_sequence: bool,
+    q_THD: torch.Tensor,
+    out_THD: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_table_SB: torch.Tensor,
+    tile_queries: int,
+    scale: float,
+    window: int | None,
+) -> None:
+    """Fill the rows of `out_THD` that `tiles` cover; they come in falling order of their last position."""
+    device, (_, num_heads, head_dim), num_kv_heads = q_THD.device, q_THD.shape, k_cache.shape[1]
+    group = num_heads // num_kv_heads
+    fields = torch.tensor([[t.sequence, t.base, t.start, t.first, t.last] for t in tiles], device=device)
+    sequence_I, base_I, start_I, first_I, last_I = fields.unbind(1)
+
+    # Rows of a tile that are not new tokens repeat the nearest new one; their results are dropped.
+    position_IQ = base_I[:, None] + torch.arange(tile_queries, device=device)
+    new_IQ = (position_IQ >= first_I[:, None]) & (position_IQ <= last_I[:, None])
+    position_IQ = position_IQ.clamp(first_I[:, None], last_I[:, None])
+    row_IQ = start_I[:, None] + position_IQ - first_I[:, None]
+    q = q_THD[row_IQ].to(torch.float32) * scale
+    q = q.view(len(tiles), tile_queries, num_kv_heads, group, head_dim).transpose(1, 2)
+    q = q.reshape(len(tiles), num_kv_heads, tile_queries * group, head_dim)
+    position_IR = position_IQ.repeat_interleave(group, dim=1)
+
+    keys = slice(0, 1) if one_sequence else slice(None)
+    low_I = first_I[keys] - window + 1 if window is not None else torch.zeros_like(first_I[keys])
+    begin = max(int(low_I.min()), 0) // TILE_KEYS
+    pages = _Pages(k_cache, v_cache, block_table_SB[sequence_I[keys]], low_I, last_I[keys], begin, tiles[0].last)
+    highest = [min(t.base + tile_queries - 1, t.last) for t in tiles]
+    counts = [
+        sum(high >= tile * TILE_KEYS for high in highest) for tile in range(begin, tiles[0].last // TILE_KEYS + 1)
+    ]
+    if one_sequence:
+        heads = [
+            _walk(q[:, head], position_IR, begin, counts, pages.head(head), window) for head in range(num_kv_heads)
+        ]
+        out = torch.stack(heads, dim=1)
+    else:
+        position_PR = position_IR.repeat_interleave(num_kv_heads, dim=0)
+        counts = [count * num_kv_heads for count in counts]
+        out = _walk(q.flatten(0, 1), position_PR, begin, counts, pages.all_heads(), window)
+    out = out.view(len(tiles), num_kv_heads, tile_queries, group, head_dim).transpose(1, 2)
+    out_THD[row_IQ[new_IQ]] = out.reshape(len(tiles), tile_queries, num_heads, head_dim)[new_IQ].to(out_THD.dtype)
+
+
+class _Pages:
+    """Keys and values of some sequences, gathered a key tile at a time."""
+
+    def __init__(
+        self,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        block_table_SB: torch.Tensor,
+        low_S: torch.Tensor,
+        last_S: torch.Tensor,
+        begin: int,
+        last: int,
+    ):
+        num_blocks, self.num_kv_heads, block_size, head_dim = k_cache.shape
+        position_K = torch.arange(begin * TILE_KEYS, (last // TILE_KEYS + 1) * TILE_KEYS, device=k_cache.device)
+        # A key that no row sees is replaced by the last one, so that stale pages (NaN, freed ids) are never read.
+        seen_SK = (position_K >= low_S[:, None]) & (position_K <= last_S[:, None])
+        position_SK = torch.where(seen_SK, position_K, last_S[:, None])
+        block_SK = block_table_SB.to(torch.int64).gather(1, position_SK // block_size)
+        low, high = (int(value) for value in torch.aminmax(block_SK))
+        if low < 0 or high >= num_blocks:
+            raise ValueError(f"the block table holds block {low if low < 0 else high}; the cache has {num_blocks}")
+        head_1H1 = torch.arange(self.num_kv_heads, device=k_cache.device)[None, :, None]
+        row_SHK = (block_SK[:, None] * self.num_kv_heads + head_1H1) * block_size + (position_SK % block_size)[:, None]
+        self.row_SHJK = row_SHK.unflatten(2, (-1, TILE_KEYS))
+        self.k_rows, self.v_rows = k_cache.view(-1, head_dim), v_cache.view(-1, head_dim)
+
+    def head(self, head: int) -> KeyTile:
+        """Tile → (1, TILE_KEYS, head_dim) of the first sequence, for any number of query tiles."""
+        return lambda tile, count: self._gather(self.row_SHJK[:1, head, tile])
+
+    def all_heads(self) -> KeyTile:
+        """Tile → (count, TILE_KEYS, head_dim) of the first count / num_kv_heads sequences."""
+        return lambda tile, count: self._gather(self.row_SHJK[: count // self.num_kv_heads, :, tile].flatten(0, 1))
+
+    def _gather(self, row_PK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        k, v = (rows.index_select(0, row_PK.reshape(-1)) for rows in (self.k_rows, self.v_rows))
+        return k.to(torch.float32).unflatten(0, row_PK.shape), v.to(torch.float32).unflatten(0, row_PK.shape)
+
+
+def _walk(
+    q_PRD: torch.Tensor, position_PR: torch.Tensor, begin: int, counts: list[int], key_tile: KeyTile, window: int | None
+) -> torch.Tensor:
+    """Online softmax of P problems over the key tiles from `begin` on; the first counts[i] of them see the i-th."""
+    num_problems, num_rows, _ = q_PRD.shape
+    peak = q_PRD.new_full((num_problems, num_rows, 1), -torch.inf)
+    total, out = torch.zeros_like(peak), torch.zeros_like(q_PRD)
+    for tile, count in enumerate(counts):
+        k, v = key_tile(tile, count)
+        score = torch.bmm(q_PRD[:count], k.expand(count, -1, -1).transpose(1, 2))
+        position_K = (begin + tile) * TILE_KEYS + torch.arange(TILE_KEYS, device=q_PRD.device)
+        position_PR1 = position_PR[:count, :, None]
+        hidden = position_K > position_PR1
+        if window is not None:
+            hidden |= position_K <= position_PR1 - window
+        score.masked_fill_(hidden, -torch.inf)
+        new_peak = torch.maximum(peak[:count], score.amax(-1, keepdim=True))
+        # A row that has seen no key yet has peak −inf; 0 in its place keeps exp(−inf − peak) = 0.
+        reference = new_peak.masked_fill(new_peak == -torch.inf, 0.0)
+        weight = score.sub_(reference).exp_()
+        decay = (peak[:count] - reference).exp_()
+        total[:count] = total[:count] * decay + weight.sum(-1, keepdim=True)
+        out[:count] = out[:count] * decay + torch.bmm(weight, v.expand(count, -1, -1))
+        peak[:count] = new_peak
+    return out / total
+
+
+def _check_cache(k_cache: torch.Tensor, v_cache: torch.Tensor) -> None:
+    if k_cache.dim() != 4 or k_cache.shape != v_cache.shape or k_cache.dtype != v_cache.dtype:
+        raise ValueError(
+            f"k_cache is {tuple(k_cache.shape)} {k_cache.dtype}, v_cache {tuple(v_cache.shape)} {v_cache.dtype}; "
+            "both must be (num_blocks, num_kv_heads, block_size, head_dim) of one dtype"
+        )
+    if not (k_cache.is_contiguous() and v_cache.is_contiguous()):
+        raise ValueError("k_cache and v_cache must be contiguous")
+
+
+def _check_sequences(
+    q_THD: torch.Tensor,
+    k_cache: torch.Tensor,
+    cu_query_S1: torch.Tensor,
+    context_len_S: torch.Tensor,
+    block_table_SB: torch.Tensor,
+    window: int | None,
+) -> tuple[list[int], list[int]]:
+    if q_THD.dim() != 3 or q_THD.shape[2] != k_cache.shape[3] or q_THD.shape[1] % k_cache.shape[1]:
+        raise ValueError(
+            f"q has shape {tuple(q_THD.shape)}; (T, num_heads, {k_cache.shape[3]}) with num_heads a multiple of "
+            f"{k_cache.shape[1]} is needed"
+        )
+    num_sequences = context_len_S.shape[0]
+    for name, tensor, shape in (
+        ("cu_query_S1", cu_query_S1, (num_sequences + 1,)),
+        ("context_len_S", context_len_S, (num_sequences,)),
+        ("block_table_SB", block_table_SB, (num_sequences, *block_table_SB.shape[1:])),
+    ):
+        if tensor.shape != shape or tensor.dtype != torch.int32:
+            raise ValueError(f"{name} has shape {tuple(tensor.shape)} and {tensor.dtype}; int32 {shape} is needed")
+    if block_table_SB.dim() != 2:
+        raise ValueError(f"block_table_SB has {block_table_SB.dim()} dimensions; (S, B) is needed")
+    if window is not None and window < 1:
+        raise ValueError(f"window={window}; at least 1 key, or None for all")
+    cu_query, context_len = cu_query_S1.tolist(), context_len_S.tolist()
+    if cu_query[0] != 0 or cu_query[-1] != q_THD.shape[0]:
+        raise ValueError(f"cu_query runs from {cu_query[0]} to {cu_query[-1]}; 0 to T = {q_THD.shape[0]} is needed")
+    room = block_table_SB.shape[1] * k_cache.shape[2]
+    for sequence, context in enumerate(context_len):
+        num_queries = cu_query[sequence + 1] - cu_query[sequence]
+        if num_queries < 0 or context < num_queries or context > room:
+            raise ValueError(
+                f"sequence {sequence} has {num_queries} queries and {context} keys; "
+                f"0 ≤ queries ≤ keys ≤ {room} (the block table) is needed"
+            )
+    return cu_query, context_len

@@ -1,0 +1,35 @@
+"""Dynamic symmetric INT8 quantization of activations, one scale a token."""
+
+from __future__ import annotations
+
+import torch
+
+from penjing.kernels.rounding import INT8_LIMIT, round_clamp_
+
+
+def quantize_per_token(x_MK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Quantize each row by its largest magnitude.
+
+    scale = amax / 127 (1 where that is zero), q = clamp(round_half_even(x / scale), −127, 127), in float32.
+    A row that holds inf or NaN gets a scale that is not finite, so the damage stays visible downstream.
+
+    Args:
+        x_MK: (M, K) floating; half types are widened first.
+
+    Returns:
+        q_MK int8 and scale_M float32.
+
+    Raises:
+        ValueError: not a floating matrix with at least one column.
+    """
+    if x_MK.dim() != 2 or x_MK.shape[1] == 0 or not x_MK.is_floating_point():
+        raise ValueError(f"x_MK has shape {tuple(x_MK.shape)} and {x_MK.dtype}; a floating (M, K ≥ 1) is needed")
+    return quantize_per_token_torch(x_MK)
+
+
+def quantize_per_token_torch(x_MK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The reference of `quantize_per_token`."""
+    x_MK = x_MK.to(torch.float32)
+    scale_M = torch.linalg.vector_norm(x_MK, ord=torch.inf, dim=1) / INT8_LIMIT
+    scale_M.masked_fill_(scale_M == 0, 1.0)
+    return round_clamp_(x_MK / scale_M[:, None]).to(torch.int8), scale_M
