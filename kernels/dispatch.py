@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-CPP_OPERATIONS = ("int8_linear", "quantize_per_token", "paged_attention", "write_kv")
-TORCH_OPERATIONS = ("linear", "rms_norm", "rotary", "swiglu")
+CPP_OPERATIONS: tuple[str, ...] = ("int8_linear", "quantize_per_token", "paged_attention", "write_kv")
+TORCH_OPERATIONS: tuple[str, ...] = ("linear", "rms_norm", "rotary", "swiglu")
 
 _forced: ContextVar[bool] = ContextVar("penjing_force_torch", default=os.environ.get("PENJING_KERNELS") == "torch")
 

@@ -11,7 +11,7 @@ import torch
 from penjing.kernels.quantize import quantize_per_token_torch
 
 _int_mm = torch.ops.aten._int_mm.default
-# 1040 products of two 7-bit magnitudes stay below 2^24, where float32 counts exactly.
+# 1024 products of magnitudes up to 128 reach 2^24 at most: float32 counts that far.
 EXACT_FLOAT32_K = 1024
 
 
@@ -116,5 +116,8 @@ def _int_mm_is_exact() -> bool:
 
 
 def _float32_matmul(q_MK: torch.Tensor, weight_NK: torch.Tensor) -> torch.Tensor:
-    chunks = zip(q_MK.split(EXACT_FLOAT32_K, dim=1), weight_NK.split(EXACT_FLOAT32_K, dim=1), strict=True)
-    return sum((q.float() @ weight.float().t()).to(torch.int32) for q, weight in chunks)  # pyright: ignore
+    acc_MN = torch.zeros(q_MK.shape[0], weight_NK.shape[0], dtype=torch.int32)
+    for start in range(0, q_MK.shape[1], EXACT_FLOAT32_K):
+        part = slice(start, start + EXACT_FLOAT32_K)
+        acc_MN += (q_MK[:, part].float() @ weight_NK[:, part].float().t()).to(torch.int32)
+    return acc_MN

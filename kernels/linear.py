@@ -1,7 +1,8 @@
 """Batch-invariant float32 linear layer: a row's result does not depend on how many rows come with it.
 
-A BLAS picks its loop order by the shape, so one row alone and the same row among 32 differ in the last bits (measured:
-every M below 12). Here every call to it has the same shape: tiles of TILE_M rows, the last one padded.
+A BLAS picks its loop order by the shape, so one row alone and the same row among 32 differ in the last bits (MKL:
+every M below 12). Here every call to it has the same shape: tiles of TILE_M rows, the last one padded. Fewer than
+LEAST_N columns are padded too: up to 8 of them take a path of MKL that depends on a row's alignment.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+LEAST_N = 16
 TILE_M = 16  # 8 to 64 were equally invariant; 16 costs one row 2–3 × a plain product, and 512 rows 2 ×
 
 
@@ -34,9 +36,14 @@ def linear(x_MK: torch.Tensor, weight_NK: torch.Tensor, bias_N: torch.Tensor | N
 
 def linear_torch(x_MK: torch.Tensor, weight_NK: torch.Tensor, bias_N: torch.Tensor | None = None) -> torch.Tensor:
     """`linear` on torch."""
+    out_features = weight_NK.shape[0]
+    if out_features < LEAST_N:
+        missing = LEAST_N - out_features
+        bias_N = None if bias_N is None else F.pad(bias_N, (0, missing))
+        return linear_torch(x_MK, F.pad(weight_NK, (0, 0, 0, missing)), bias_N)[:, :out_features]
     num_rows, in_features = x_MK.shape
     whole = num_rows - num_rows % TILE_M
-    y_MN = x_MK.new_empty(num_rows, weight_NK.shape[0])
+    y_MN = x_MK.new_empty(num_rows, out_features)
     for start in range(0, whole, TILE_M):
         y_MN[start : start + TILE_M] = F.linear(x_MK[start : start + TILE_M], weight_NK, bias_N)
     if whole < num_rows:

@@ -14,7 +14,8 @@ def rms_norm(x_MK: torch.Tensor, weight_K: torch.Tensor, eps: float) -> torch.Te
         eps: added to the mean of squares, > 0.
 
     Returns:
-        The shape and dtype of `x_MK` (promoted with the weight's).
+        The shape and dtype of `x_MK` (promoted with the weight's). A row is bit-equal whatever rows come with it, for
+        K < 32 768: torch splits a longer sum among threads, when it is the only one.
 
     Raises:
         ValueError: shapes that do not fit.
