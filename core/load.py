@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -74,7 +73,7 @@ def _build(checkpoint: Checkpoint, device: torch.device) -> tuple[Decoder, Liter
 
     with torch.device("meta"):
         model = Decoder(config)
-    quantization = _quantization_config(checkpoint.folder)
+    quantization = checkpoint.config_json.get("quantization_config")
     if quantization is not None:
         linear_names = [name for name, layer in model.named_modules() if isinstance(layer, nn.Linear)]
         quantized = int8_modules(quantization, linear_names)
@@ -109,7 +108,3 @@ def _build(checkpoint: Checkpoint, device: torch.device) -> tuple[Decoder, Liter
         )
     apply_batch_invariance(model)
     return model.eval(), "int8" if quantization is not None else "fp32"
-
-
-def _quantization_config(folder: Path) -> dict[str, Any] | None:
-    return json.loads((folder / "config.json").read_text(encoding="utf-8")).get("quantization_config")

@@ -1,0 +1,138 @@
+"""The shape of the code base: imports point down, no circles, no bare names, files stay short."""
+
+from __future__ import annotations
+
+import ast
+import re
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+MAY_IMPORT = {
+    "kernels": {"kernels"},
+    "core": {"kernels", "core"},
+    "train": {"kernels", "core", "train"},
+    "compress": {"kernels", "core", "train", "compress"},
+    "serve": {"kernels", "core", "serve"},
+    "model_repository": {"core", "serve"},
+}
+COMMAND_LINE = "penjing.core.cli"  # imports the stages, inside its functions
+MAX_LINES = 400
+MAX_ADAPTER_LINES = 60
+SCRIPTS = ("benchmarks", "recipes", "tests")
+
+
+def sources(*folders: str) -> list[Path]:
+    return sorted(path for folder in folders for path in (ROOT / folder).rglob("*.py"))
+
+
+def module_name(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(("penjing", *parts)).removesuffix(".__init__")
+
+
+@cache
+def imports(path: Path) -> list[tuple[str, bool]]:
+    """(imported module or name, whether the import stands at the top level) of each import in a file."""
+    tree = ast.parse(path.read_text(encoding="utf-8"), str(path))
+    lazy = {
+        id(node)
+        for function in ast.walk(tree)
+        if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+        for node in ast.walk(function)
+    }
+    typing_only = {
+        id(node)
+        for block in ast.walk(tree)
+        if isinstance(block, ast.If) and ast.unparse(block.test).endswith("TYPE_CHECKING")
+        for node in ast.walk(block)
+    }
+    found = []
+    for node in ast.walk(tree):
+        top_level = id(node) not in lazy and id(node) not in typing_only
+        if isinstance(node, ast.Import):
+            found += [(alias.name, top_level) for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}:{node.lineno}: relative import; write the full name"
+            found += [(f"{node.module}.{alias.name}", top_level) for alias in node.names]
+    return found
+
+
+MODULES = {module_name(path): path for path in sources(*MAY_IMPORT)}
+
+
+def own_modules(path: Path, top_level_only: bool = False) -> set[str]:
+    """Modules of penjing that a file imports."""
+    found = set()
+    for name, top_level in imports(path):
+        if name.startswith("penjing.") and (top_level or not top_level_only):
+            found.add(name if name in MODULES else name.rpartition(".")[0])
+    return found
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_imports_point_down(module: str) -> None:
+    path = MODULES[module]
+    stage = module.split(".")[1]
+    for imported in own_modules(path):
+        assert imported in MODULES or imported == "penjing", f"{path}: {imported} does not exist"
+        if module != COMMAND_LINE:
+            assert imported.split(".")[1] in MAY_IMPORT[stage], f"{path} imports {imported}: imports point down"
+
+
+def test_the_command_line_imports_stages_lazily() -> None:
+    for imported in own_modules(MODULES[COMMAND_LINE], top_level_only=True):
+        assert imported.split(".")[1] == "core", f"core/cli.py imports {imported} at its top level"
+
+
+def test_only_the_command_line_reaches_up() -> None:
+    assert any(imported.startswith("penjing.serve") for imported in own_modules(MODULES[COMMAND_LINE]))
+
+
+def test_modules_import_in_no_circle() -> None:
+    graph = {module: own_modules(path) - {module} for module, path in MODULES.items()}
+    finished: set[str] = set()
+
+    def visit(module: str, trail: tuple[str, ...]) -> None:
+        assert module not in trail, "circle: " + " → ".join((*trail[trail.index(module) :], module))
+        if module in finished:
+            return
+        for imported in graph.get(module, ()):
+            visit(imported, (*trail, module))
+        finished.add(module)
+
+    for module in graph:
+        visit(module, ())
+
+
+@pytest.mark.parametrize("path", sources(*MAY_IMPORT, *SCRIPTS), ids=lambda path: str(path.relative_to(ROOT)))
+def test_no_bare_imports(path: Path) -> None:
+    for name, _ in imports(path):
+        first = name.split(".")[0]
+        assert first not in MAY_IMPORT, f"{path} imports {name}: write penjing.{name}"
+        assert first not in ("pickle", "cloudpickle", "dill"), f"{path} imports {first}: no pickle is read"
+
+
+@pytest.mark.parametrize("path", sources(*MAY_IMPORT), ids=lambda path: str(path.relative_to(ROOT)))
+def test_files_are_short(path: Path) -> None:
+    limit = MAX_ADAPTER_LINES if path.match("model_repository/*/1/model.py") else MAX_LINES
+    assert len(path.read_text(encoding="utf-8").splitlines()) <= limit
+
+
+def test_models_know_one_device_and_no_quantization() -> None:
+    for path in sources("core/models"):
+        for name, _ in imports(path):
+            assert not re.search(r"torch\.distributed|int8|quant", name), f"{path} imports {name}"
+
+
+def test_scheduling_is_free_of_torch() -> None:
+    for name in ("request", "sequence", "blocks", "scheduler"):
+        path = ROOT / "serve" / f"{name}.py"
+        assert path.exists()
+        assert not any(imported.split(".")[0] == "torch" for imported, _ in imports(path)), f"{path} imports torch"
+
+
+def test_no_folder_shadows_the_package() -> None:
+    assert not (ROOT / "penjing").exists()
