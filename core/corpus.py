@@ -1,0 +1,70 @@
+"""Text that every Python has: CPython's help topics (prose) and its standard library (code), as tokens."""
+
+from __future__ import annotations
+
+import sysconfig
+from pathlib import Path
+
+import torch
+
+from penjing.core.errors import InputError
+from penjing.core.tokenizer import Tokenizer
+
+TOPIC_GAP = "\n\n"
+
+
+def heldout_text() -> str:
+    """Every second help topic: for evaluation only. About 230 kB."""
+    return _topics(1)
+
+
+def calibration_text() -> str:
+    """The other help topics: for calibration, disjoint from `heldout_text`. About 230 kB."""
+    return _topics(0)
+
+
+def code_text(num_chars: int) -> str:
+    """The first `num_chars` characters of the standard library's modules in alphabetical order.
+
+    Raises:
+        InputError: the library has less.
+    """
+    texts: list[str] = []
+    missing = num_chars
+    for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
+        texts.append(path.read_text(encoding="utf-8")[:missing])
+        missing -= len(texts[-1])
+        if missing <= 0:
+            return "".join(texts)
+    raise InputError(f"the standard library's modules are {missing} characters short of {num_chars}; ask for fewer")
+
+
+def heldout_tokens(tokenizer: Tokenizer, num_tokens: int) -> torch.Tensor:
+    """The first `num_tokens` tokens of `heldout_text` as (num_tokens,) int64, without begin-of-text.
+
+    Raises:
+        InputError: the text has fewer tokens.
+    """
+    return _tokens(tokenizer, heldout_text(), num_tokens)
+
+
+def calibration_tokens(tokenizer: Tokenizer, num_tokens: int) -> torch.Tensor:
+    """The first `num_tokens` tokens of `calibration_text` as (num_tokens,) int64, without begin-of-text.
+
+    Raises:
+        InputError: the text has fewer tokens.
+    """
+    return _tokens(tokenizer, calibration_text(), num_tokens)
+
+
+def _topics(remainder: int) -> str:
+    from pydoc_data.topics import topics
+
+    return TOPIC_GAP.join(topics[name] for index, name in enumerate(sorted(topics)) if index % 2 == remainder)
+
+
+def _tokens(tokenizer: Tokenizer, text: str, num_tokens: int) -> torch.Tensor:
+    ids = tokenizer.encode(text, allow_special=False, add_special=False)
+    if len(ids) < num_tokens:
+        raise InputError(f"the text has {len(ids)} tokens, {num_tokens} were asked for; ask for fewer")
+    return torch.tensor(ids[:num_tokens], dtype=torch.int64)

@@ -1,0 +1,194 @@
+"""Atomic files and folders: a result appears under its final name when it is complete, or not at all."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import hashlib
+import os
+import secrets
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from penjing.core.errors import InputError, SetupError
+
+_NEXT_STEP = {
+    errno.ENOSPC: "the disk is full; free some space and run again",
+    errno.EDQUOT: "the disk quota is used up; free some space and run again",
+    errno.EFBIG: "the file-size limit is reached; raise it (ulimit -f) and run again",
+    errno.EACCES: "permission is denied; choose a folder you may write to",
+    errno.EPERM: "permission is denied; choose a folder you may write to",
+    errno.EROFS: "the file system is read-only; choose a folder you may write to",
+    errno.ENOTDIR: "a part of the path is a file, not a folder; choose another path",
+    errno.ENAMETOOLONG: "the name is too long; choose a shorter one",
+}
+_RENAME_EXCHANGE = 2  # renameat2(2)
+_AT_FDCWD = -100
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Turn the operating system's refusal to write `path` (full disk, permission …) into a `SetupError`."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in _NEXT_STEP:
+            raise
+        raise SetupError(f"cannot write {path}: {_NEXT_STEP[error.errno]}") from error
+
+
+@contextmanager
+def publish_folder(final: Path, *, replace: bool = False, marker: str = "penjing.json") -> Iterator[Path]:
+    """Yield a temporary sibling of `final` to fill; rename it to `final` when the block ends well, else remove it.
+
+    Every file is flushed to disk before the rename, and siblings left by killed processes are removed at the start.
+
+    Args:
+        final: folder to appear; it must not exist (an empty folder counts as absent) unless `replace`.
+        replace: swap an existing `final` for the new one and delete the old one after.
+        marker: a file that the existing folder must hold to be replaced, so that a mistyped path costs no data.
+
+    Raises:
+        InputError: `final` exists and may not be replaced.
+        SetupError: disk full, no permission.
+    """
+    final = final.absolute()
+    _check_replaceable(final, replace, marker)
+    with writing(final):
+        final.parent.mkdir(parents=True, exist_ok=True)
+        _remove_stale(final)
+        partial, lock = _make_partial(final)
+    try:
+        with writing(final):
+            yield partial
+            _sync_tree(partial)
+            _move_into_place(partial, final, replace, marker)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+        os.close(lock)
+
+
+def atomic_write_bytes(path: Path, data: bytes) -> None:
+    """Write `data` to `path` so that a reader sees the old content or all of the new.
+
+    Raises:
+        SetupError: disk full, no permission.
+    """
+    partial = path.with_name(f".{path.name}.partial-{os.getpid()}-{secrets.token_hex(4)}")
+    with writing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            with open(partial, "xb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(partial, path)
+            _sync(path.parent)
+        finally:
+            partial.unlink(missing_ok=True)
+
+
+def atomic_write_text(path: Path, text: str) -> None:
+    """`atomic_write_bytes` of `text` as UTF-8."""
+    atomic_write_bytes(path, text.encode("utf-8"))
+
+
+def sha256_file(path: Path) -> str:
+    """Hexadecimal SHA-256 of a file's content, read in pieces.
+
+    Raises:
+        InputError: the file is missing or unreadable.
+    """
+    try:
+        with open(path, "rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        raise InputError(f"cannot read {path}: {error.strerror}") from error
+
+
+def _check_replaceable(final: Path, replace: bool, marker: str) -> None:
+    if not final.exists() or (final.is_dir() and not any(final.iterdir())):
+        return
+    if not final.is_dir():
+        raise InputError(f"{final} is a file; choose another output folder")
+    if not replace:
+        raise InputError(f"{final} already exists; replace it with --force, or choose another output folder")
+    if not (final / marker).exists():
+        raise InputError(
+            f"{final} holds no {marker}, so it is not replaced; delete it yourself or choose another output"
+        )
+
+
+def _make_partial(final: Path) -> tuple[Path, int]:
+    # The lock is on the folder itself: the kernel drops it when the process dies, whatever kills it.
+    while True:
+        partial = final.with_name(f".{final.name}.partial-{os.getpid()}-{secrets.token_hex(4)}")
+        partial.mkdir()
+        lock = os.open(partial, os.O_RDONLY | os.O_DIRECTORY)
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if partial.exists():  # else another process took it for stale between mkdir and flock
+            return partial, lock
+        os.close(lock)
+
+
+def _remove_stale(final: Path) -> None:
+    for sibling in final.parent.glob(f".{_glob_escape(final.name)}.partial-*"):
+        try:
+            lock = os.open(sibling, os.O_RDONLY | os.O_DIRECTORY)
+        except (FileNotFoundError, NotADirectoryError):
+            continue
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(sibling, ignore_errors=True)
+        except BlockingIOError:
+            continue  # its writer lives
+        finally:
+            os.close(lock)
+
+
+def _glob_escape(name: str) -> str:
+    return "".join(f"[{letter}]" if letter in "*?[" else letter for letter in name)
+
+
+def _move_into_place(partial: Path, final: Path, replace: bool, marker: str) -> None:
+    _check_replaceable(final, replace, marker)  # again: another process may have finished first
+    if final.exists() and any(final.iterdir()):
+        _exchange(partial, final)
+    else:
+        os.rename(partial, final)
+    _sync(final.parent)
+
+
+def _exchange(partial: Path, final: Path) -> None:
+    """Swap two folders in one atomic step; where the file system cannot, in two renames."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    source, target = os.fsencode(partial), os.fsencode(final)
+    if libc.renameat2(_AT_FDCWD, source, _AT_FDCWD, target, _RENAME_EXCHANGE) == 0:
+        return
+    code = ctypes.get_errno()
+    if code not in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP):
+        raise OSError(code, os.strerror(code), str(final))
+    old = final.with_name(f"{partial.name}-old")
+    os.rename(final, old)
+    os.rename(partial, final)
+    os.rename(old, partial)  # the caller removes what is left under the partial name
+
+
+def _sync_tree(folder: Path) -> None:
+    for root, _, names in os.walk(folder):
+        for name in names:
+            _sync(Path(root) / name)
+        _sync(Path(root))
+
+
+def _sync(path: Path) -> None:
+    if path.is_symlink():
+        return
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

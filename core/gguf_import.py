@@ -1,0 +1,277 @@
+"""Reads a Llama-family `.gguf` file: its architecture, and its weights under Hugging Face names, dequantized to fp32.
+
+Sources: the GGUF specification (ggml-org/ggml, docs/gguf.md) for names; llama.cpp stores the rows of q and k of the
+architecture `llama` in the order of interleaved rotary pairs, which is undone here (Hugging Face rotates halves).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from penjing.core.config import parse_config
+from penjing.core.errors import ConfigError, InputError
+from penjing.core.models.config import DecoderConfig, RopeScaling
+from penjing.core.models.tensor_names import tensor_shapes
+
+SUPPORTED_ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3")
+_MAGIC = b"GGUF"
+_TOP_LEVEL = {
+    "token_embd.weight": "model.embed_tokens.weight",
+    "output_norm.weight": "model.norm.weight",
+    "output.weight": "lm_head.weight",
+}
+_IN_LAYER = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+_ROPE_FACTORS = "rope_freqs.weight"  # frequency divisors; recomputed from the configuration, so not a weight
+
+
+class GgufFile:
+    """A `.gguf` file opened for reading (memory-mapped).
+
+    Attributes:
+        path: the file.
+        fields: metadata, key → value (numbers, text, lists).
+        config: the architecture.
+
+    Raises:
+        InputError: missing, truncated, not GGUF, of another architecture (named), or with tensors missing.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        reader = _read(path)
+        self.fields: dict[str, Any] = {name: _contents(path, field) for name, field in reader.fields.items()}
+        self._tensors = {tensor.name: tensor for tensor in reader.tensors}
+        self._architecture = _check_architecture(path, self.fields)
+        self.config = self._read_config()
+        self._gguf_name = self._match_names()
+
+    @property
+    def license(self) -> str:
+        """SPDX-like name of the weights' license, or "unknown"."""
+        return str(self.fields.get("general.license", "unknown"))
+
+    @property
+    def num_tensors(self) -> int:
+        """Number of weights that `tensors` yields."""
+        return len(self._gguf_name)
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield (Hugging Face name, float32 tensor), dequantized one at a time.
+
+        Raises:
+            InputError: a tensor has a quantization type that the gguf package cannot read (named).
+        """
+        import gguf
+
+        for name, gguf_name in self._gguf_name.items():
+            tensor = self._tensors[gguf_name]
+            try:
+                values = gguf.dequantize(tensor.data, tensor.tensor_type)
+            except NotImplementedError:
+                kind = tensor.tensor_type.name
+                raise InputError(
+                    f"{self.path}: {gguf_name} has the type {kind}, which the gguf package cannot dequantize; "
+                    "get the file in another type, for example Q8_0 or F16"
+                ) from None
+            # a copy: F32 data is a view of the read-only map
+            weight = torch.from_numpy(np.array(values, dtype=np.float32))
+            yield name, self._unpermute(name, weight)
+
+    def _unpermute(self, name: str, weight: torch.Tensor) -> torch.Tensor:
+        if self._architecture not in ("llama", "mistral"):
+            return weight
+        if ".q_proj." in name:
+            heads = self.config.num_attention_heads
+        elif ".k_proj." in name:
+            heads = self.config.num_key_value_heads
+        else:
+            return weight
+        pairs = weight.reshape(heads, self.config.head_dim // 2, 2, *weight.shape[1:])
+        return pairs.transpose(1, 2).reshape(weight.shape).contiguous()
+
+    def _read_config(self) -> DecoderConfig:
+        layers, heads = self._number("block_count"), self._number("attention.head_count")
+        hidden = self._number("embedding_length")
+        head_dim = self._number("attention.key_length", hidden // max(heads, 1))
+        rotary = self._number("rope.dimension_count", head_dim)
+        if rotary != head_dim:
+            raise InputError(f"{self.path}: rotates {rotary} of {head_dim} elements a head; only all are supported")
+        if self._number("attention.value_length", head_dim) != head_dim:
+            raise InputError(f"{self.path}: keys and values of different length are not supported")
+        if self._number("expert_count", 0):
+            raise InputError(f"{self.path}: a mixture of experts is not supported; take a dense model")
+        window = self._number("attention.sliding_window", 0) or None
+        bias = "blk.0.attn_q.bias" in self._tensors
+        values = {
+            "model_type": self._model_type(window),
+            "vocab_size": self._vocab_size(),
+            "hidden_size": hidden,
+            "intermediate_size": self._number("feed_forward_length"),
+            "num_hidden_layers": layers,
+            "num_attention_heads": heads,
+            "num_key_value_heads": self._number("attention.head_count_kv", heads),
+            "head_dim": head_dim,
+            "max_position_embeddings": self._number("context_length"),
+            "rms_norm_eps": self._eps(),
+            "rope_theta": float(self._field("rope.freq_base", 10000.0)),
+            "rope_scaling": self._rope_scaling(head_dim),
+            "tie_word_embeddings": "output.weight" not in self._tensors,
+            "attention_bias": bias,
+            "attention_output_bias": "blk.0.attn_output.bias" in self._tensors,
+            "mlp_bias": "blk.0.ffn_gate.bias" in self._tensors,
+            "qk_norm": self._architecture == "qwen3",
+            "sliding_window": window,
+            "bos_token_id": self.fields.get("tokenizer.ggml.bos_token_id"),
+            "eos_token_ids": self._stops(),
+            "pad_token_id": self.fields.get("tokenizer.ggml.padding_token_id"),
+        }
+        try:
+            return parse_config(DecoderConfig, values, str(self.path))
+        except ConfigError as error:
+            raise InputError(str(error)) from None
+
+    def _model_type(self, window: int | None) -> str:
+        if self._architecture in ("llama", "mistral"):
+            return "mistral" if window else "llama"
+        if window:
+            raise InputError(f"{self.path}: a sliding window for {self._architecture} is not supported")
+        return self._architecture
+
+    def _eps(self) -> float:
+        # 1e-5 is stored as float32; its shortest decimal is what config.json said
+        eps = np.float32(self._field("attention.layer_norm_rms_epsilon"))
+        return float(str(eps))
+
+    def _vocab_size(self) -> int:
+        embedding = self._tensors.get("token_embd.weight")
+        if embedding is None or len(embedding.shape) != 2:
+            raise InputError(f"{self.path} has no token_embd.weight; it is not a complete language model")
+        return int(embedding.shape[1])  # GGUF lists the fastest dimension first
+
+    def _stops(self) -> tuple[int, ...]:
+        keys = ("eos_token_id", "eot_token_id", "eom_token_id")
+        ids = [self.fields.get(f"tokenizer.ggml.{key}") for key in keys]
+        return tuple(dict.fromkeys(int(stop) for stop in ids if stop is not None))
+
+    def _rope_scaling(self, head_dim: int) -> RopeScaling:
+        kind = self._field("rope.scaling.type", "none")
+        factors = self._tensors.get(_ROPE_FACTORS)
+        if factors is not None:
+            return self._llama3_scaling(np.array(factors.data, dtype=np.float64), head_dim)
+        if kind == "linear":
+            return RopeScaling(rope_type="linear", factor=float(self._field("rope.scaling.factor")))
+        if kind != "none":
+            raise InputError(f"{self.path}: rotary scaling {kind!r} is not supported; supported: none, linear, llama3")
+        return RopeScaling()
+
+    def _llama3_scaling(self, factors: np.ndarray, head_dim: int) -> RopeScaling:
+        """Llama 3.1's settings from the divisors: every published model uses 1, 4 and 8192 and differs in `factor`."""
+        scaling = RopeScaling(rope_type="llama3", factor=max(float(factors.max()), 1.0))
+        theta = float(self._field("rope.freq_base", 10000.0))
+        wavelength = 2 * math.pi * theta ** (np.arange(0, head_dim, 2) / head_dim)
+        turns = scaling.original_max_position_embeddings / wavelength
+        smooth = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+        expected = 1 / ((1 - smooth.clip(0, 1)) / scaling.factor + smooth.clip(0, 1))
+        if factors.shape != expected.shape or not np.allclose(factors, expected, rtol=1e-4):
+            raise InputError(f"{self.path}: its rotary factors are not Llama 3's; this scaling is not supported")
+        return scaling
+
+    def _match_names(self) -> dict[str, str]:
+        shapes = tensor_shapes(self.config)
+        known = {_hf_name(name): name for name in self._tensors if name != _ROPE_FACTORS}
+        if unknown := [name for hf_name, name in known.items() if hf_name not in shapes]:
+            raise InputError(f"{self.path}: tensor {unknown[0]!r} has no place in a {self._architecture} model")
+        for name, shape in shapes.items():
+            if name not in known:
+                raise InputError(f"{self.path} lacks {name}; the file is not complete: get it again")
+            stored = tuple(int(size) for size in reversed(self._tensors[known[name]].shape))
+            if stored != shape:
+                raise InputError(f"{self.path}: {known[name]} has the shape {stored}, its metadata says {shape}")
+        return {name: known[name] for name in shapes}
+
+    def _field(self, key: str, default: Any = None) -> Any:
+        value = self.fields.get(f"{self._architecture}.{key}", default)
+        if value is None:
+            raise InputError(f"{self.path} lacks the metadata {self._architecture}.{key}; get a complete file")
+        return value
+
+    def _number(self, key: str, default: int | None = None) -> int:
+        value = self._field(key, default)
+        if isinstance(value, list):
+            if len(set(value)) != 1:
+                raise InputError(f"{self.path}: {key} differs from layer to layer, which is not supported")
+            value = value[0]
+        if not isinstance(value, int):
+            raise InputError(f"{self.path}: {key} must be a whole number (got {value!r})")
+        return value
+
+
+def is_gguf(path: Path) -> bool:
+    """Whether `path` is a file that begins as GGUF does."""
+    if not path.is_file():
+        return False
+    with open(path, "rb") as file:
+        return file.read(len(_MAGIC)) == _MAGIC
+
+
+def _read(path: Path) -> Any:
+    if not path.exists():
+        raise InputError(f"{path} does not exist; give the path of a .gguf file")
+    try:
+        recognised = is_gguf(path)
+    except OSError as error:
+        raise InputError(f"cannot read {path}: {error.strerror}") from error
+    if not recognised:
+        raise InputError(f"{path} is not a GGUF file (it does not begin with 'GGUF'); give a .gguf model")
+    import gguf
+
+    try:
+        return gguf.GGUFReader(path)
+    except Exception as error:  # the parser trusts the file: a damaged one fails in any way (index, value, memory …)
+        raise InputError(f"{path} is truncated or damaged ({type(error).__name__}: {error}); get it again") from error
+
+
+def _contents(path: Path, field: Any) -> Any:
+    try:
+        return field.contents()
+    except (ValueError, IndexError, TypeError, KeyError) as error:
+        raise InputError(f"{path}: the metadata {field.name!r} is damaged ({error}); get the file again") from error
+
+
+def _check_architecture(path: Path, fields: dict[str, Any]) -> str:
+    architecture = fields.get("general.architecture")
+    if architecture not in SUPPORTED_ARCHITECTURES:
+        raise InputError(
+            f"{path} has the architecture {architecture!r}, which is not supported; "
+            f"supported: {', '.join(SUPPORTED_ARCHITECTURES)}"
+        )
+    return architecture
+
+
+def _hf_name(name: str) -> str:
+    if name in _TOP_LEVEL:
+        return _TOP_LEVEL[name]
+    prefix, _, rest = name.partition(".")
+    layer, _, rest = rest.partition(".")
+    part, _, kind = rest.partition(".")
+    if prefix == "blk" and layer.isdecimal() and part in _IN_LAYER:
+        return f"model.layers.{layer}.{_IN_LAYER[part]}.{kind}"
+    return name

