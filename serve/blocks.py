@@ -138,14 +138,6 @@ class BlockManager:
         sequence.num_windowed_blocks = 0
         sequence.table_version += 1
 
-    def forget_prefixes(self) -> None:
-        """Empty the prefix cache; blocks that sequences hold stay with them."""
-        self.by_hash.clear()
-        self.hashes = [None] * self.num_blocks
-        self.tokens = [()] * self.num_blocks
-        self.free_blank.extend(self.free_cached)
-        self.free_cached.clear()
-
     def _hash_of(self, sequence: Sequence, i: int) -> bytes:
         hashes, size = sequence.block_hashes, self.block_size
         while len(hashes) <= i:

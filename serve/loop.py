@@ -37,7 +37,7 @@ class EngineLoop:
         self.heartbeat = time.monotonic()
         self.failure: str | None = None
         self._wake = threading.Condition()
-        self._inbox: deque[tuple[PreparedRequest, OnOutputs]] = deque()
+        self._inbox: deque[PreparedRequest] = deque()
         self._cancelled: deque[str] = deque()
         self._callbacks: dict[str, OnOutputs] = {}
         self._draining = False
@@ -69,10 +69,10 @@ class EngineLoop:
             self.engine.check_admission(
                 prepared,
                 pending_requests=len(self._inbox),
-                pending_tokens=sum(len(queued.prompt_ids) for queued, _ in self._inbox),
+                pending_tokens=sum(len(queued.prompt_ids) for queued in self._inbox),
             )
             self._callbacks[request.request_id] = on_outputs
-            self._inbox.append((prepared, on_outputs))
+            self._inbox.append(prepared)
             self._wake.notify()
 
     def cancel(self, request_id: str) -> None:
@@ -106,16 +106,15 @@ class EngineLoop:
 
     def _run(self) -> None:
         checked = True
-        while True:
+        while not self.failure:
             self.heartbeat = time.monotonic()
             with self._wake:
-                if not (self._inbox or self._cancelled or self._stopping or self.engine.has_work()):
-                    self._wake.wait(IDLE_WAIT_SECONDS)
+                woken = self._has_work() or self._wake.wait(IDLE_WAIT_SECONDS)
                 arrived, cancelled = list(self._inbox), list(self._cancelled)
                 self._inbox.clear()
                 self._cancelled.clear()
                 stopping = self._stopping
-            for prepared, _ in arrived:
+            for prepared in arrived:
                 self.engine.add_prepared(prepared)
             for request_id in cancelled:
                 self._deliver(self.engine.abort(request_id))
@@ -125,11 +124,29 @@ class EngineLoop:
             if self.engine.has_work():
                 self._step()
                 checked = False
-                if self.failure:
-                    return
-            elif not checked:
-                self.engine.check_idle()
+            elif not checked and not woken:
                 checked = True
+                self._check_idle()
+
+    def _has_work(self) -> bool:
+        return bool(self._inbox or self._cancelled or self._stopping or self.engine.has_work())
+
+    def _check_idle(self) -> None:
+        broken = self.engine.broken_invariants()
+        if broken:
+            self._fail(f"the scheduler's state is inconsistent: {'; '.join(broken)}")
+
+    def _fail(self, reason: str) -> None:
+        """Give up: readiness goes, and whoever still waits is told."""
+        log.error("the engine loop stops: %s", reason)
+        with self._wake:
+            self.failure = reason
+            arrived = list(self._inbox)
+            self._inbox.clear()
+            self._wake.notify_all()
+        for prepared in arrived:
+            self.engine.add_prepared(prepared)
+        self._deliver(self.engine.abort_all("error", f"the engine has failed: {reason}"))
 
     def _step(self) -> None:
         try:
@@ -138,9 +155,9 @@ class EngineLoop:
         except Exception as error:  # a defect of ours: fail what runs, keep serving the next request
             log.exception("an engine step failed")
             self._consecutive_failures += 1
-            if self._consecutive_failures >= MAX_CONSECUTIVE_FAILURES:
-                self.failure = f"{MAX_CONSECUTIVE_FAILURES} steps in a row failed, the last with: {error}"
             outputs = self.engine.abort_all("error", f"the engine step failed: {error}")
+            if self._consecutive_failures >= MAX_CONSECUTIVE_FAILURES:
+                self._fail(f"{MAX_CONSECUTIVE_FAILURES} steps in a row failed, the last with: {error}")
         self._deliver(outputs)
 
     def _deliver(self, outputs: Iterable[RequestOutput]) -> None:

@@ -174,11 +174,16 @@ def _explain(cls: type[SamplingParams], entry: Any) -> str:
 
 @dataclass(frozen=True)
 class Request:
-    """One generation request. `prompt` is text or token ids; `arrival_time` is in seconds of `time.monotonic`."""
+    """One generation request.
+
+    `prompt` is text or token ids; `add_special` puts begin-of-text before a text where the model's tokenizer does so
+    (off for rendered chat templates, which write it themselves). `arrival_time` is in seconds of `time.monotonic`.
+    """
 
     request_id: str
     prompt: str | Sequence[int]
     params: SamplingParams = field(default_factory=SamplingParams)
+    add_special: bool = True
     arrival_time: float = field(default_factory=time.monotonic)
 
 

@@ -1,8 +1,8 @@
 """Scheduler and block manager driven without a model: the KV cache is a list that remembers which text each slot holds.
 
-Every slot stores a key of all tokens up to its own, as keys and values of a real model depend on them. A step checks that
-each computed token sees, in every slot of its context, the key that its own text asks for: a stale, shared or freed block
-shows at once. Which number comes next is a function of the text, so that whole answers can be compared too.
+Every slot stores a key of all tokens up to its own, as keys and values of a real model depend on them. A step checks
+that each computed token sees, in every slot of its context, the key that its own text asks for: a stale, shared or
+freed block shows at once. Which number comes next is a function of the text, so that whole answers can be compared too.
 """
 
 from __future__ import annotations

@@ -65,11 +65,8 @@ class SchedulerMachine(RuleBasedStateMachine):
                 self._step()
             elif choice < 0.96:
                 self._abort(random.randrange(8))
-            elif choice < 0.99:
-                self._failed_step(random.randrange(8))
             else:
-                self.harness.blocks.forget_prefixes()
-                self._count()
+                self._failed_step(random.randrange(8))
             self.harness.check()
 
     @invariant()

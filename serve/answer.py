@@ -1,0 +1,132 @@
+"""One sequence's answer: which token it takes, what text that makes, and when it ends."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from penjing.core.detokenizer import IncrementalDetokenizer
+from penjing.core.tokenizer import Tokenizer
+from penjing.serve.request import FinishReason, Logprob, RequestOutput, SamplingParams
+from penjing.serve.sampler import GREEDY_BELOW, TokenCounts, sample, top_logprobs
+from penjing.serve.sequence import Sequence
+from penjing.serve.stop import StopStrings
+
+PROMPT_TAIL = 8  # prompt tokens that the detokenizer sees, for the space before the first word
+
+
+class Answer:
+    """The output side of a sequence; the scheduler does not know of it."""
+
+    __slots__ = (
+        "_counts",
+        "_detokenizer",
+        "_forbidden",
+        "_greedy",
+        "_max_output_tokens",
+        "_params",
+        "_seed",
+        "_stop_ids",
+        "_stops",
+        "_tokenizer",
+        "arrival_time",
+        "last_token_time",
+        "sequence",
+    )
+
+    def __init__(
+        self,
+        sequence: Sequence,
+        params: SamplingParams,
+        seed: int,
+        tokenizer: Tokenizer,
+        max_model_len: int,
+        arrival_time: float,
+    ) -> None:
+        self.sequence = sequence
+        self.arrival_time = arrival_time
+        self.last_token_time: float | None = None
+        self._params = params
+        self._seed = seed
+        self._tokenizer = tokenizer
+        self._detokenizer = IncrementalDetokenizer(
+            tokenizer,
+            skip_special=params.skip_special_tokens,
+            prompt_tail=tuple(sequence.token_ids[-PROMPT_TAIL:]),
+        )
+        self._stops = StopStrings(params.stop, params.include_stop_str_in_output)
+        self._stop_ids = frozenset(params.stop_token_ids) | (
+            frozenset() if params.ignore_eos else frozenset(tokenizer.eos_token_ids)
+        )
+        room = max_model_len - sequence.num_prompt_tokens
+        self._max_output_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
+        self._counts = TokenCounts(sequence.token_ids) if params.has_penalties else None
+        self._forbidden = (
+            np.array(sorted(self._stop_ids), dtype=np.int64) if params.min_tokens and self._stop_ids else None
+        )
+        self._greedy = params.temperature < GREEDY_BELOW and not (params.has_penalties or params.logit_bias)
+
+    def choose(self, logits_V: np.ndarray, best: int) -> int:
+        """The next token, from the row of logits (V float32) and its most likely token."""
+        position = self.sequence.num_output_tokens
+        forbidden = self._forbidden if position < self._params.min_tokens else None
+        if self._greedy and forbidden is None:
+            return best
+        return sample(logits_V, self._params, self._seed, self.sequence.index, position, self._counts, forbidden)
+
+    def push(self, token_id: int, logits_V: np.ndarray) -> RequestOutput:
+        """Append `token_id` to the sequence; the output that shows it, with a `finish_reason` if it was the last."""
+        sequence, params = self.sequence, self._params
+        sequence.token_ids.append(token_id)
+        num_output_tokens = sequence.num_output_tokens
+        if self._counts is not None:
+            self._counts.add(token_id)
+        output = self._output()
+        output.token_ids.append(token_id)
+        if params.logprobs is not None:
+            output.logprobs = [self._logprobs(logits_V, token_id, params.logprobs)]
+        if token_id in self._stop_ids and num_output_tokens >= params.min_tokens:
+            # The text of a stop token is shown on demand, like that of a stop string.
+            text = self._detokenizer.push(token_id) if params.include_stop_str_in_output else ""
+            self._finish(output, "stop", text)
+            return output
+        text = self._detokenizer.push(token_id)
+        met = False
+        if num_output_tokens >= params.min_tokens:
+            text, met = self._stops.push(text)
+        if met:
+            output.text, output.finish_reason = text, "stop"
+        elif num_output_tokens >= self._max_output_tokens:
+            output.text = text
+            self._finish(output, "length", "")
+        else:
+            output.text = text
+        return output
+
+    def end(self, reason: FinishReason, error: str | None = None) -> RequestOutput:
+        """The last output of an answer that ends from outside (cancelled or failed)."""
+        output = self._output()
+        output.error = error
+        self._finish(output, reason, "")
+        return output
+
+    def _finish(self, output: RequestOutput, reason: FinishReason, text: str) -> None:
+        """Add `text` and what detokenizer and stop strings still hold back."""
+        shown, met = self._stops.push(text + self._detokenizer.flush())
+        output.text += shown if met else shown + self._stops.flush()
+        output.finish_reason = "stop" if met else reason
+
+    def _output(self) -> RequestOutput:
+        sequence = self.sequence
+        return RequestOutput(
+            sequence.request_id,
+            sequence.index,
+            num_prompt_tokens=sequence.num_prompt_tokens,
+            num_output_tokens=sequence.num_output_tokens,
+            num_cached_tokens=sequence.num_cached_tokens,
+        )
+
+    def _logprobs(self, logits_V: np.ndarray, chosen: int, count: int) -> dict[int, Logprob]:
+        return {
+            token: Logprob(logprob, rank, self._tokenizer.decode([token], skip_special=False))
+            for token, logprob, rank in top_logprobs(logits_V, chosen, count)
+        }

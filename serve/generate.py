@@ -1,0 +1,62 @@
+"""Generation in this process: `penjing generate`."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from penjing.core.errors import InputError, ServerError
+from penjing.serve.config import EngineConfig
+from penjing.serve.engine import LLMEngine
+from penjing.serve.request import Request, RequestOutput, SamplingParams
+
+
+def generate_stream(
+    folder: Path,
+    prompt: str,
+    params: SamplingParams | None = None,
+    engine_config: EngineConfig | None = None,
+    chat: bool = False,
+) -> Iterator[RequestOutput]:
+    """Load `folder` and yield outputs as they come; `chat` wraps the prompt in the model's template.
+
+    Raises:
+        InputError: the folder is not a model, or has no chat template and `chat` is set.
+        RequestError: the prompt or the parameters do not fit the model.
+        ServerError: the model failed on this request.
+    """
+    engine = LLMEngine.from_folder(folder, engine_config or EngineConfig(max_num_sequences=16))
+    if chat:
+        if engine.loaded.chat_template is None:
+            raise InputError(f"{folder} has no chat template; leave out --chat or use an instruct model")
+        prompt = engine.loaded.chat_template.render([{"role": "user", "content": prompt}])
+    engine.add(Request("generate", prompt, params or SamplingParams(), add_special=not chat))
+    while engine.has_work():
+        for output in engine.step():
+            if output.finish_reason == "error":
+                raise ServerError(str(output.error))
+            yield output
+
+
+def generate_to_terminal(model: Path, text: str, sampling: dict[str, Any], chat: bool = False) -> None:
+    """Stream the answer to standard output; speed and the reason of its end to standard error."""
+    params = SamplingParams.from_json(sampling)
+    started = time.monotonic()
+    first_token_time, last = None, None
+    for output in generate_stream(model, text, params, chat=chat):
+        first_token_time = first_token_time or time.monotonic()
+        last = output
+        sys.stdout.write(output.text)
+        sys.stdout.flush()
+    sys.stdout.write("\n")
+    if last is not None and first_token_time is not None:
+        seconds = time.monotonic() - first_token_time
+        rate = f"{(last.num_output_tokens - 1) / seconds:.1f} tokens/s" if last.num_output_tokens > 1 else "one token"
+        print(
+            f"[{last.num_prompt_tokens} prompt + {last.num_output_tokens} new tokens, {rate}, first after "
+            f"{first_token_time - started:.2f} s with loading, ended by {last.finish_reason}]",
+            file=sys.stderr,
+        )

@@ -1,0 +1,102 @@
+"""A random model of a few thousand parameters with a byte-level tokenizer: every mode of the engine in milliseconds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from tokenizers import AddedToken, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer as Backend
+
+from penjing.core.batch_invariant import apply_batch_invariance
+from penjing.core.load import LoadedModel
+from penjing.core.models.config import DecoderConfig
+from penjing.core.models.decoder import Decoder
+from penjing.core.quantized import apply_int8
+from penjing.core.tokenizer import Tokenizer
+from penjing.serve.config import EngineConfig
+from penjing.serve.engine import LLMEngine
+from penjing.serve.request import Request, RequestOutput, SamplingParams
+
+EOS = 256
+VOCAB_SIZE = 258
+CONTEXT = 256
+
+
+def tiny_config(**changes: Any) -> DecoderConfig:
+    values = {
+        "vocab_size": VOCAB_SIZE,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "max_position_embeddings": CONTEXT,
+        "eos_token_ids": (EOS,),
+    }
+    return DecoderConfig.model_validate(values | changes)
+
+
+def byte_tokenizer() -> Tokenizer:
+    """Token i is byte i; 256 ends a text, 257 is another control token."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in printable]
+    letters = {byte: chr(byte) for byte in printable} | {byte: chr(256 + i) for i, byte in enumerate(others)}
+    backend: Any = Backend(models.BPE(vocab={letters[byte]: byte for byte in range(256)}, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens([AddedToken("<|end|>", special=True), AddedToken("<|pad|>", special=True)])
+    return Tokenizer(backend, eos_token_ids=(EOS,))
+
+
+def tiny_model(seed: int = 0, int8: bool = False, **changes: Any) -> LoadedModel:
+    config = tiny_config(**changes)
+    torch.manual_seed(seed)
+    model = Decoder(config).requires_grad_(False).eval()
+    for name, parameter in model.named_parameters():
+        if "norm" not in name:
+            parameter.normal_(std=0.3)  # the default is so small that every row has nearly the same logits
+    if int8:
+        names = [name for name, layer in model.named_modules() if isinstance(layer, torch.nn.Linear)]
+        tensors: dict[str, torch.Tensor] = {}
+        for name in names:
+            weight = model.get_parameter(f"{name}.weight")
+            scale = weight.abs().amax(1, keepdim=True) / 127
+            tensors[f"{name}.weight"] = (weight / scale).round().to(torch.int8)
+            tensors[f"{name}.weight_scale"] = scale
+        apply_int8(model, names, tensors.__getitem__)
+    apply_batch_invariance(model)
+    return LoadedModel(model, config, byte_tokenizer(), None, None, "int8" if int8 else "fp32")
+
+
+def tiny_engine(loaded: LoadedModel | None = None, **settings: Any) -> LLMEngine:
+    defaults = {"block_size": 4, "num_blocks": 200, "max_num_batched_tokens": 64, "max_num_sequences": 32}
+    return LLMEngine(loaded or tiny_model(), EngineConfig.model_validate(defaults | settings))
+
+
+def run_all(engine: LLMEngine, requests: Iterable[Request]) -> dict[tuple[str, int], list[RequestOutput]]:
+    """Add every request, step to the end, and give the outputs of each sequence in order."""
+    outputs: dict[tuple[str, int], list[RequestOutput]] = {}
+    for request in requests:
+        engine.add(request)
+    while engine.has_work():
+        for output in engine.step():
+            outputs.setdefault((output.request_id, output.index), []).append(output)
+        assert engine.broken_invariants() == []
+    return outputs
+
+
+def text_of(outputs: list[RequestOutput]) -> str:
+    return "".join(output.text for output in outputs)
+
+
+def ids_of(outputs: list[RequestOutput]) -> list[int]:
+    return [token_id for output in outputs for token_id in output.token_ids]
+
+
+def generate(engine: LLMEngine, prompt: str | list[int], **params: Any) -> list[RequestOutput]:
+    """The outputs of one request, alone."""
+    (outputs,) = run_all(engine, [Request("only", prompt, SamplingParams(**params))]).values()
+    return outputs
