@@ -80,15 +80,19 @@ def int8_modules(quantization_config: dict[str, Any], linear_names: Iterable[str
         )
     if quantization_config.get("kv_cache_scheme") is not None:
         raise InputError("kv_cache_scheme is set: penjing keeps keys and values in float32; export without it")
-    groups = quantization_config.get("config_groups") or {}
+    groups = quantization_config.get("config_groups")
+    if not isinstance(groups, dict) or not groups:
+        raise InputError(f"config_groups is {groups!r}: an object of schemes and their targets is needed")
     targets: list[str] = []
     for group_name, group in groups.items():
+        if not isinstance(group, dict):
+            raise InputError(f"config_groups.{group_name} is {group!r}: an object is needed")
         _require(f"{group_name}.weights", group.get("weights"), WEIGHT_FIELDS)
         _require(f"{group_name}.input_activations", group.get("input_activations"), ACTIVATION_FIELDS)
         if group.get("output_activations") is not None:
             raise InputError(f"{group_name}.output_activations is set: penjing leaves outputs in float32")
-        targets += group.get("targets", [])
-    ignore = quantization_config.get("ignore") or []
+        targets += _names(f"{group_name}.targets", group.get("targets"))
+    ignore = _names("ignore", quantization_config.get("ignore") or [])
     return [
         name
         for name in linear_names
@@ -96,8 +100,14 @@ def int8_modules(quantization_config: dict[str, Any], linear_names: Iterable[str
     ]
 
 
-def _require(where: str, scheme: dict[str, Any] | None, fields: dict[str, Any]) -> None:
-    if scheme is None:
+def _names(where: str, value: Any) -> list[str]:
+    if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
+        raise InputError(f"{where} is {value!r}: a list of module names, classes or re:patterns is needed")
+    return value
+
+
+def _require(where: str, scheme: Any, fields: dict[str, Any]) -> None:
+    if not isinstance(scheme, dict):
         raise InputError(f"{where} is missing: penjing runs W8A8, weights and activations in INT8")
     for key, wanted in fields.items():
         value = scheme.get(key, False if key == "dynamic" else None)
@@ -108,5 +118,8 @@ def _require(where: str, scheme: dict[str, Any] | None, fields: dict[str, Any]) 
 def _matches(target: str, name: str) -> bool:
     """compressed-tensors' rule: a class name, a module name, or a regular expression after `re:`."""
     if target.startswith("re:"):
-        return re.match(target.removeprefix("re:"), name) is not None
+        try:
+            return re.match(target.removeprefix("re:"), name) is not None
+        except re.error as error:
+            raise InputError(f"quantization_config: {target} is no regular expression: {error}") from None
     return target in ("Linear", name)

@@ -12,7 +12,7 @@ from penjing.core.batch_invariant import apply_batch_invariance
 from penjing.core.models.config import DecoderConfig
 from penjing.core.models.decoder import Decoder
 from penjing.core.models.hf_config import decoder_config_from_hf
-from penjing.kernels.paged_attention import paged_attention, write_kv
+from tests.core.paged_decoder import Pages
 
 SMALL = {
     "vocab_size": 131,
@@ -95,35 +95,6 @@ def test_positions_shift_the_rotation(family: str) -> None:
     expected = reference(ids, position_ids=positions, attention_mask=additive).logits
     assert (model(ids, positions) - expected).abs().max() <= 1e-4
     assert (model(ids) - expected).abs().max() > 1e-3
-
-
-class Pages:
-    """A paged cache for every layer, and the `Attend` of one step over it."""
-
-    def __init__(self, config: DecoderConfig, num_blocks: int, block_size: int):
-        self.config = config
-        shape = (config.num_hidden_layers, 2, num_blocks, config.num_key_value_heads, block_size, config.head_dim)
-        self.pool = torch.full(shape, torch.nan)
-
-    def run(self, model: Decoder, steps: list[tuple[Tensor, int, list[int]]]) -> Tensor:
-        """Logits of all rows of one step; each sequence gives (new ids, tokens before them, blocks)."""
-        block_size = self.pool.shape[4]
-        positions = [torch.arange(past, past + len(ids)) for ids, past, _ in steps]
-        tables = [torch.tensor(blocks) for _, _, blocks in steps]
-        slots = torch.cat(
-            [table[p // block_size] * block_size + p % block_size for table, p in zip(tables, positions, strict=True)]
-        )
-        cu_query = torch.tensor([0] + [len(ids) for ids, _, _ in steps]).cumsum(0).to(torch.int32)
-        context = torch.tensor([past + len(ids) for ids, past, _ in steps], dtype=torch.int32)
-        table = torch.nn.utils.rnn.pad_sequence(tables, batch_first=True).to(torch.int32)
-
-        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            k_cache, v_cache = self.pool[layer]
-            write_kv(k, v, k_cache, v_cache, slots)
-            window = self.config.layer_window(layer)
-            return paged_attention(q, k_cache, v_cache, cu_query, context, table, q.shape[-1] ** -0.5, window)
-
-        return model(torch.cat([ids for ids, _, _ in steps]), torch.cat(positions), attend)
 
 
 @pytest.mark.parametrize("family", ["llama3", "smollm2", "mistral", "qwen2", "qwen3"])
