@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from penjing.serve.blocks import chain_hash
 from penjing.serve.invariants import Snapshot, check_invariants
-from penjing.serve.sequence import Sequence
+from penjing.serve.sequence import Batch, Sequence
 from tests.serve.harness import Harness, Setup, expected_answer
 
 
@@ -133,6 +133,8 @@ def test_nothing_is_admitted_in_a_step_that_preempts() -> None:
     harness = Harness(Setup(num_blocks=7, block_size=2, max_num_sequences=4))
     for token in range(3):
         harness.add([token], 7)
+    admitted: list[Sequence] = []
+    batch = Batch([], 0)
     while not harness.scheduler.num_preemptions:
         admitted = list(harness.scheduler.running)
         batch = harness.step()
