@@ -6,6 +6,7 @@ import codecs
 import json
 import re
 from collections.abc import Iterable
+from functools import lru_cache
 from typing import Protocol
 
 from penjing.core.tokenizer import Tokenizer
@@ -96,6 +97,7 @@ class _Windowed:
         return text
 
 
+@lru_cache(maxsize=8)  # serializing a tokenizer takes 40 ms, and every answer has a detokenizer
 def _is_byte_level(tokenizer: Tokenizer) -> bool:
     decoder = json.loads(tokenizer.backend.to_str())["decoder"] or {}
     steps = decoder.get("decoders", [decoder])
