@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 # Tests run in two processes; each keeps its kernels on one core.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest
-PACKAGES := kernels core compress serve model_repository
+PACKAGES := kernels core train compress serve model_repository
 CPU_SOURCES := $(wildcard kernels/cpu/*.cpp kernels/cpu/*.h)
 
 .PHONY: help demo test test-full lint format bench image image-test clean

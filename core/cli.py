@@ -61,6 +61,27 @@ def import_(
 
 
 @app.command()
+def train(
+    recipe: Annotated[Path, typer.Argument(help="A TOML recipe; see `recipes/`.", show_default=False)],
+    overrides: Overrides = None,
+    resume: Annotated[
+        str, typer.Option(help="`auto`: from the newest intact checkpoint, if any; or a checkpoint's path.")
+    ] = "never",
+    profile: Annotated[bool, typer.Option("--profile", help="Record a few steps with torch's profiler.")] = False,
+    force: Force = False,
+) -> None:
+    """Train a model as a recipe says; `torchrun -m penjing.train RECIPE` does so with many processes.
+
+    Example: `penjing train recipes/decoder-tiny.toml --set steps=200`
+    """
+    from penjing.core.progress import progress_bar
+    from penjing.train.run import train as run
+
+    with progress_bar() as progress:
+        run(recipe, overrides or [], resume=resume, force=force, profile=profile, progress=progress)
+
+
+@app.command()
 def compress(
     recipe: Annotated[Path, typer.Argument(help="A TOML recipe; see `recipes/`.", show_default=False)],
     overrides: Overrides = None,

@@ -1,0 +1,111 @@
+"""Alarms: rules over the records of a run, each with a threshold, patience and an action, "log" or "stop"."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from pydantic import Field
+
+from penjing.core.config import Config
+from penjing.core.errors import PenjingError
+
+Action = Literal["off", "log", "stop"]
+
+
+class AlarmError(PenjingError):
+    """An alarm whose action is "stop" rang: the run ended before its last step; its checkpoints are intact."""
+
+
+class AlarmConfig(Config):
+    """What each alarm does and when it rings; `patience`: records in a row before a slow alarm (use, memory, wait)
+    rings."""
+
+    nonfinite: Action = "stop"
+    loss_spike: Action = "log"
+    gpu_use: Action = "log"
+    memory: Action = "log"
+    io_wait: Action = "log"
+    loss_spike_deviations: float = Field(default=6.0, gt=0)
+    gpu_use_below: float = Field(default=0.70, gt=0, le=1)
+    memory_above: float = Field(default=0.85, gt=0, le=1)
+    io_wait_above: float = Field(default=0.05, gt=0, le=1)
+    patience: int = Field(default=3, ge=1)
+
+
+@dataclass(frozen=True)
+class Alarm:
+    """One alarm that rang: its name, what happened, and "log" or "stop"."""
+
+    name: str
+    message: str
+    action: Action
+
+
+class Alarms:
+    """Watches a run's steps and records."""
+
+    warm_up = 20  # losses before a spike can be told from the start of training
+    memory = 0.98
+
+    def __init__(self, config: AlarmConfig) -> None:
+        self.config = config
+        self._num_losses = 0
+        self._mean = 0.0
+        self._variance = 0.0
+        self._in_a_row: dict[str, int] = {}
+
+    def on_step(self, loss: float, nonfinite: bool) -> list[Alarm]:
+        """Watch one step. `nonfinite`: loss or gradients are not finite, and the loss scale is not the cause."""
+        if nonfinite or not math.isfinite(loss):
+            message = f"the loss is {loss}" if not math.isfinite(loss) else "a gradient is not finite"
+            advice = "lower the learning rate, or set precision.mode to 'fp32' to see where it begins"
+            return self._ring("nonfinite", f"{message}; the update was skipped; {advice}")
+        rung: list[Alarm] = []
+        deviation = math.sqrt(self._variance)
+        edge = self._mean + self.config.loss_spike_deviations * max(deviation, 1e-3 * abs(self._mean))
+        spike = self._num_losses >= self.warm_up and loss > edge
+        if spike:
+            rung = self._ring(
+                "loss_spike",
+                f"the loss {loss:.4f} is above {edge:.4f}, its running mean {self._mean:.4f} + "
+                f"{self.config.loss_spike_deviations:g} deviations",
+            )
+        value = edge if spike else loss
+        weight = max(1.0 - self.memory, 1.0 / (self._num_losses + 1))
+        delta = value - self._mean
+        self._mean += weight * delta
+        self._variance = (1.0 - weight) * (self._variance + weight * delta * delta)
+        self._num_losses += 1
+        return rung
+
+    def on_record(self, record: Mapping[str, Any]) -> list[Alarm]:
+        """Watch the slow quantities of a record: gpu_use, memory_share, io_wait, each a share of 1 and optional."""
+        config = self.config
+        rung: list[Alarm] = []
+        for name, key, bad, rule in (
+            ("gpu_use", "gpu_use", lambda value: value < config.gpu_use_below, f"below {config.gpu_use_below:.0%}"),
+            ("memory", "memory_share", lambda value: value > config.memory_above, f"above {config.memory_above:.0%}"),
+            ("io_wait", "io_wait", lambda value: value > config.io_wait_above, f"above {config.io_wait_above:.0%}"),
+        ):
+            if record.get(key) is None:
+                continue
+            self._in_a_row[name] = self._in_a_row.get(name, 0) + 1 if bad(record[key]) else 0
+            if self._in_a_row[name] == config.patience:
+                rung += self._ring(name, f"{key} is {record[key]:.0%}, {rule} for {config.patience} records")
+        return rung
+
+    def _ring(self, name: str, message: str) -> list[Alarm]:
+        action: Action = getattr(self.config, name)
+        return [] if action == "off" else [Alarm(name, message, action)]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain values for a checkpoint."""
+        return {"num_losses": self._num_losses, "mean": self._mean, "variance": self._variance}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Undo `state_dict`."""
+        self._num_losses = int(state["num_losses"])
+        self._mean, self._variance = float(state["mean"]), float(state["variance"])

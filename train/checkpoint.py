@@ -1,0 +1,133 @@
+"""Training state on disk, for resume only: complete, hashed and named, or not there.
+
+A checkpoint is a folder `step-000001000` with `state.safetensors` (tensors), `state.json` (the tree around them and
+plain values) and `complete.json` (schema version, step, SHA-256 of both). It is filled under a temporary name,
+flushed, renamed; then the file `latest` names it, and the oldest beyond `keep` are deleted. Copying the state out of
+the model's way is all that the loop waits for: writing and hashing run in a thread. A model for others to load is
+exported apart (run.py)."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+from penjing.core.errors import InputError
+from penjing.core.files import atomic_write_text, publish_folder, sha256_file
+from penjing.core.manifest import read_json_object
+from penjing.train.state import Tree, join_tree, snapshot, split_tree
+
+SCHEMA_VERSION = 1
+_TENSORS, _TREE, _COMPLETE, _LATEST = "state.safetensors", "state.json", "complete.json", "latest"
+
+
+class Checkpoints:
+    """The checkpoints of one run in `folder`; `keep` of them stay.
+
+    Attributes:
+        stall_s: seconds that the last `save` held up the loop.
+    """
+
+    def __init__(self, folder: Path, keep: int = 3) -> None:
+        self.folder = folder
+        self.keep = keep
+        self.stall_s = 0.0
+        self._writer: threading.Thread | None = None
+        self._failure: BaseException | None = None
+
+    def save(self, step: int, tree: Tree, *, wait: bool = False) -> None:
+        """Save the state after `step` updates; returns when it has been copied, or, with `wait`, when it is on disk.
+
+        Raises:
+            SetupError: this or the checkpoint before it could not be written (full disk, permission).
+        """
+        began = time.perf_counter()
+        self.wait()
+        copied = snapshot(tree)
+        self._writer = threading.Thread(target=self._write_safely, args=(step, copied), name="checkpoint")
+        self._writer.start()
+        if wait:
+            self.wait()
+        self.stall_s = time.perf_counter() - began
+
+    def wait(self) -> None:
+        """Wait until nothing is being written.
+
+        Raises:
+            SetupError: the write failed; nothing is left of it.
+        """
+        if self._writer is not None:
+            self._writer.join()
+            self._writer = None
+        if self._failure is not None:
+            failure, self._failure = self._failure, None
+            raise failure
+
+    def steps(self) -> list[int]:
+        """Steps that have a folder, whether intact or not, in order."""
+        return sorted(
+            int(path.name.partition("-")[2]) for path in self.folder.glob("step-*") if path.name[5:].isdecimal()
+        )
+
+    def load_newest(self, note: Callable[[str], None] = lambda line: None) -> tuple[int, Tree] | None:
+        """The newest intact checkpoint as (step, tree), None when there is none; damaged ones are reported to
+        `note`."""
+        for step in reversed(self.steps()):
+            try:
+                return self.load(self.path(step))
+            except InputError as error:
+                note(f"{error}; trying the checkpoint before it")
+        return None
+
+    @staticmethod
+    def load(path: Path) -> tuple[int, Tree]:
+        """Read one checkpoint folder, checking every hash.
+
+        Raises:
+            InputError: missing, incomplete, changed, or of a newer schema.
+        """
+        seal = read_json_object(path / _COMPLETE)
+        if seal.get("schema_version") != SCHEMA_VERSION:
+            raise InputError(
+                f"{path / _COMPLETE} has schema_version {seal.get('schema_version')}, this penjing reads "
+                f"{SCHEMA_VERSION}"
+            )
+        for name in (_TENSORS, _TREE):
+            if sha256_file(path / name) != seal.get("sha256", {}).get(name):
+                raise InputError(f"checkpoint {path}: {name} is not what was written; it is damaged")
+        try:
+            tensors = load_file(path / _TENSORS)
+        except (SafetensorError, OSError) as error:
+            raise InputError(f"checkpoint {path}: {_TENSORS} cannot be read: {error}") from error
+        return int(seal["step"]), join_tree(tensors, read_json_object(path / _TREE))
+
+    def path(self, step: int) -> Path:
+        """The folder of `step`."""
+        return self.folder / f"step-{step:09d}"
+
+    def _write_safely(self, step: int, tree: Tree) -> None:
+        try:
+            self._write(step, tree)
+        except BaseException as error:  # the thread's failure is the loop's: raised by the next save or wait
+            self._failure = error
+
+    def _write(self, step: int, tree: Tree) -> None:
+        final = self.path(step)
+        if final.exists():  # damaged, or of a run that went on from an earlier step
+            shutil.rmtree(final)
+        tensors, plain = split_tree(tree)
+        with publish_folder(final) as partial:
+            save_file(tensors, partial / _TENSORS)
+            (partial / _TREE).write_text(json.dumps(plain), encoding="utf-8")
+            hashes = {name: sha256_file(partial / name) for name in (_TENSORS, _TREE)}
+            seal = {"schema_version": SCHEMA_VERSION, "kind": "training state", "step": step, "sha256": hashes}
+            (partial / _COMPLETE).write_text(json.dumps(seal), encoding="utf-8")
+        atomic_write_text(self.folder / _LATEST, final.name + "\n")
+        for old in self.steps()[: -self.keep]:
+            shutil.rmtree(self.path(old))

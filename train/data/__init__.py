@@ -1,0 +1,1 @@
+"""What the loop learns from: token shards, images, and the streams that turn them into batches."""

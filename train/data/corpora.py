@@ -1,0 +1,72 @@
+"""Sources of text: folders of text files, and the two corpora that every Python carries."""
+
+from __future__ import annotations
+
+import hashlib
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+
+from penjing.core.errors import InputError
+
+Document = tuple[str, str]  # (name, text)
+TEXT_SUFFIXES = (".txt", ".md", ".rst", ".py", ".c", ".h", ".cpp", ".rs", ".go", ".js", ".java", ".html", ".tex")
+
+
+def documents(source: str) -> Iterator[Document]:
+    """The documents of `source` in a fixed order.
+
+    Args:
+        source: "builtin:prose" (CPython's help topics, 0.5 MB), "builtin:code" (the standard library's modules without
+            tests, about 12 MB), or a file or folder of UTF-8 text (suffixes `TEXT_SUFFIXES`).
+
+    Raises:
+        InputError: no such source, nothing in it, or a file that is not UTF-8.
+    """
+    if source == "builtin:prose":
+        return _prose()
+    if source == "builtin:code":
+        return _code()
+    if source.startswith("builtin:"):
+        raise InputError(f"data.sources: {source!r} is unknown; choose builtin:prose, builtin:code or a folder")
+    return _files(Path(source))
+
+
+def is_held_out(name: str, share: float) -> bool:
+    """Whether the document `name` belongs to the held-out `share`: decided by its hash, so that it never changes
+    sides."""
+    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") < share * 2**64
+
+
+def _prose() -> Iterator[Document]:
+    from pydoc_data.topics import topics
+
+    for name in sorted(topics):
+        yield f"builtin:prose/{name}", topics[name]
+
+
+def _code() -> Iterator[Document]:
+    library = Path(sysconfig.get_path("stdlib"))
+    for path in sorted(library.rglob("*.py")):
+        inside = path.relative_to(library)
+        if {"site-packages", "test", "tests", "idle_test", "lib2to3", "pydoc_data"} & set(inside.parts):
+            continue
+        try:
+            yield f"builtin:code/{inside}", path.read_text(encoding="utf-8")
+        except UnicodeDecodeError:
+            continue  # the library's own samples of other encodings
+
+
+def _files(source: Path) -> Iterator[Document]:
+    if not source.exists():
+        raise InputError(f"data.sources: {source} does not exist; name a text file or a folder of them")
+    paths = [source] if source.is_file() else sorted(path for path in source.rglob("*") if path.suffix in TEXT_SUFFIXES)
+    if not paths:
+        raise InputError(f"data.sources: {source} holds no text file ({', '.join(TEXT_SUFFIXES)})")
+    for path in paths:
+        try:
+            text = path.read_text(encoding="utf-8")
+        except (UnicodeDecodeError, OSError) as error:
+            raise InputError(f"data.sources: {path} cannot be read as UTF-8 text: {error}") from error
+        if text:
+            yield path.relative_to(source.parent).as_posix(), text

@@ -1,0 +1,126 @@
+"""The order of samples: an endless sequence of shuffled epochs that every process computes alone, from any position.
+
+Position p of the sequence is sample `permutation of epoch p // n` at `p mod n`. Step s takes positions [s·batch,
+(s+1)·batch), so which samples a step sees does not depend on micro-batches or the number of processes; only who
+computes them does."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penjing.core.errors import ConfigError, InputError
+
+_ROUNDS = 4
+
+
+def mix(values: NDArray[np.uint64], key: int) -> NDArray[np.uint64]:
+    """A well-mixed 64-bit hash of each value under `key` (splitmix64's finaliser)."""
+    with np.errstate(over="ignore"):
+        z = values + np.uint64((key * 0x9E3779B97F4A7C15 + 0x632BE59BD9B4E019) & 0xFFFFFFFFFFFFFFFF)
+        z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return z ^ (z >> np.uint64(31))
+
+
+def permute(index: NDArray[np.uint64], size: int, key: int) -> NDArray[np.int64]:
+    """Where each index (0 ≤ index < size) goes in a pseudo-random permutation of `size` things; needs no table.
+
+    A Feistel network over the next even number of bits, walked until it lands inside (Black and Rogaway, 2002).
+    """
+    half = max((size - 1).bit_length() + 1, 2) // 2
+    mask = np.uint64((1 << half) - 1)
+    result = index.astype(np.uint64)
+    outside = np.ones(result.shape, dtype=bool)
+    while outside.any():
+        left, right = result[outside] >> np.uint64(half), result[outside] & mask
+        for round_ in range(_ROUNDS):
+            left, right = right, left ^ (mix(right, key * _ROUNDS + round_) & mask)
+        result[outside] = (left << np.uint64(half)) | right
+        outside &= result >= size
+    return result.astype(np.int64)
+
+
+class Order:
+    """Which samples this process takes next, micro-batch by micro-batch.
+
+    Args:
+        num_samples: samples of an epoch.
+        batch_size: samples of a step over all processes.
+        micro_batch: samples of one micro-batch of one process.
+        rank, world_size: this process and how many there are.
+        shuffle: False keeps the stored order in every epoch.
+
+    Raises:
+        ConfigError: `batch_size` is not a multiple of micro_batch × world_size.
+        InputError: no samples.
+    """
+
+    def __init__(
+        self,
+        num_samples: int,
+        batch_size: int,
+        micro_batch: int,
+        rank: int,
+        world_size: int,
+        seed: int,
+        shuffle: bool = True,
+    ) -> None:
+        if num_samples < 1:
+            raise InputError("the data hold no complete sample; give more data, or lower data.sequence_length")
+        if micro_batch < 1 or batch_size % (micro_batch * world_size):
+            raise ConfigError(
+                f"data.batch_size={batch_size} is not a multiple of data.micro_batch={micro_batch} × {world_size} "
+                "processes; "
+                f"take {micro_batch * world_size * max(round(batch_size / max(micro_batch * world_size, 1)), 1)}"
+            )
+        self.num_samples = num_samples
+        self.batch_size = batch_size
+        self.micro_batch = micro_batch
+        self.accumulation = batch_size // (micro_batch * world_size)
+        self._rank = rank
+        self._world_size = world_size
+        self._seed = seed
+        self._shuffle = shuffle
+        self._taken = 0  # samples that all processes together have taken
+
+    def next(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """(epochs, samples), each (micro_batch,) int64, of the next micro-batch."""
+        begin = self._taken + self._rank * self.micro_batch
+        self._taken += self.micro_batch * self._world_size
+        position = np.arange(begin, begin + self.micro_batch, dtype=np.uint64)
+        epochs = (position // np.uint64(self.num_samples)).astype(np.int64)
+        index = position % np.uint64(self.num_samples)
+        if not self._shuffle:
+            return epochs, index.astype(np.int64)
+        samples = np.empty(self.micro_batch, dtype=np.int64)
+        for epoch in np.unique(epochs):
+            here = epochs == epoch
+            samples[here] = permute(index[here], self.num_samples, self._seed * 1_000_003 + int(epoch))
+        return epochs, samples
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position in the sequence, and what the sequence depends on."""
+        return {
+            "taken": self._taken,
+            "num_samples": self.num_samples,
+            "batch_size": self.batch_size,
+            "seed": self._seed,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where `state_dict` was taken, at the end of a step.
+
+        Raises:
+            InputError: the data or the batch size have changed, so that the sequence would be another.
+        """
+        mine = self.state_dict()
+        for name in ("num_samples", "batch_size", "seed"):
+            if state[name] != mine[name]:
+                raise InputError(
+                    f"the checkpoint was made with {name}={state[name]}, this run has {mine[name]}; "
+                    "set [data] and seed as they were, or start a new run"
+                )
+        self._taken = int(state["taken"])

@@ -1,0 +1,181 @@
+"""Token shards: memory-mapped files of token ids, with an index that says what they are.
+
+A folder holds `index.json` (schema version, vocabulary, dtype, and for every split its files with token counts and
+SHA-256), raw little-endian `SPLIT-00000.bin` files, and the tokenizer's files. Documents follow one another, each
+ended by the end-of-text token."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import Field
+
+from penjing.core.config import Config, parse_config
+from penjing.core.errors import ConfigError, InputError
+from penjing.core.files import atomic_write_text, sha256_file
+from penjing.core.manifest import check_inside, read_json_object
+
+INDEX_NAME = "index.json"
+SHARD_TOKENS = 1 << 26
+
+
+class ShardFile(Config):
+    """One file: its name in the folder, tokens, SHA-256."""
+
+    name: str
+    tokens: int = Field(ge=0)
+    sha256: str
+
+
+class ShardIndex(Config):
+    """Content of `index.json`."""
+
+    schema_version: Literal[1] = 1
+    kind: Literal["token shards"] = "token shards"
+    dtype: Literal["uint16", "uint32"]
+    vocab_size: int = Field(gt=0)
+    end_of_text: int
+    source: dict[str, Any] = Field(default_factory=dict)
+    splits: dict[str, tuple[ShardFile, ...]]
+
+
+class ShardWriter:
+    """Writes the files of one split; `close` gives their entries for the index."""
+
+    def __init__(self, folder: Path, split: str, vocab_size: int, shard_tokens: int = SHARD_TOKENS) -> None:
+        self._folder = folder
+        self._split = split
+        self._dtype = np.dtype(shard_dtype(vocab_size)).newbyteorder("<")
+        self._vocab_size = vocab_size
+        self._shard_tokens = shard_tokens
+        self._pending: list[NDArray[Any]] = []
+        self._num_pending = 0
+        self._files: list[ShardFile] = []
+
+    def add(self, token_ids: Iterable[int]) -> None:
+        """Append one document's tokens, end-of-text included.
+
+        Raises:
+            InputError: an id outside the vocabulary.
+        """
+        ids = np.asarray(token_ids if isinstance(token_ids, list) else list(token_ids), dtype=np.int64)
+        if ids.size and (ids.min() < 0 or ids.max() >= self._vocab_size):
+            raise InputError(
+                f"token id {ids.max()} is outside the vocabulary of {self._vocab_size}; use the matching tokenizer"
+            )
+        self._pending.append(ids.astype(self._dtype))
+        self._num_pending += ids.size
+        while self._num_pending >= self._shard_tokens:
+            self._flush(self._shard_tokens)
+
+    def close(self) -> tuple[ShardFile, ...]:
+        """Write what is left."""
+        if self._num_pending:
+            self._flush(self._num_pending)
+        return tuple(self._files)
+
+    def _flush(self, num_tokens: int) -> None:
+        everything = np.concatenate(self._pending)
+        data = everything[:num_tokens].tobytes()
+        name = f"{self._split}-{len(self._files):05d}.bin"
+        (self._folder / name).write_bytes(data)
+        self._files.append(ShardFile(name=name, tokens=num_tokens, sha256=hashlib.sha256(data).hexdigest()))
+        self._pending, self._num_pending = [everything[num_tokens:]], everything.size - num_tokens
+
+
+def shard_dtype(vocab_size: int) -> Literal["uint16", "uint32"]:
+    """The smallest of the two that holds every id."""
+    return "uint16" if vocab_size <= 1 << 16 else "uint32"
+
+
+def write_index(folder: Path, index: ShardIndex) -> None:
+    """Write `index.json`, last of all."""
+    atomic_write_text(folder / INDEX_NAME, json.dumps(index.model_dump(), indent=2) + "\n")
+
+
+def read_index(folder: Path) -> ShardIndex:
+    """Read `index.json`.
+
+    Raises:
+        InputError: missing or malformed.
+    """
+    path = folder / INDEX_NAME
+    if not path.exists():
+        raise InputError(f"{folder} holds no {INDEX_NAME}; it is no folder of token shards: check data.shards")
+    try:
+        return parse_config(ShardIndex, read_json_object(path), str(path))
+    except ConfigError as error:
+        raise InputError(f"{error}; the file is damaged: make the shards again") from None
+
+
+class TokenShards:
+    """One split of a folder of shards, as one long sequence of tokens.
+
+    Raises:
+        InputError: a file is missing, truncated or too long; the split is not there, or empty.
+    """
+
+    def __init__(self, folder: Path, split: str) -> None:
+        self.folder = folder
+        self.index = read_index(folder)
+        self.split = split
+        if split not in self.index.splits:
+            raise InputError(f"{folder} has no split {split!r}; it has {', '.join(self.index.splits)}")
+        dtype = np.dtype(self.index.dtype).newbyteorder("<")
+        self._maps: list[NDArray[Any]] = []
+        for file in self.index.splits[split]:
+            check_inside(folder / INDEX_NAME, file.name)
+            path = folder / file.name
+            size = path.stat().st_size if path.exists() else -1
+            if size != file.tokens * dtype.itemsize or size == 0:
+                found = "is missing" if size < 0 else f"has {size:,} bytes, not {file.tokens * dtype.itemsize:,}"
+                raise InputError(f"shard {path} {found}: it is empty or truncated; make the shards again")
+            self._maps.append(np.memmap(path, dtype=dtype, mode="r"))
+        self._ends = np.cumsum([len(shard) for shard in self._maps], dtype=np.int64)
+        if not self._maps:
+            raise InputError(f"split {split!r} of {folder} has no tokens; give it more text")
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the split."""
+        return int(self._ends[-1])
+
+    def read(self, begin: int, num_tokens: int) -> NDArray[np.int64]:
+        """Tokens begin … begin + num_tokens - 1 as (num_tokens,) int64, across files where need be.
+
+        Raises:
+            InputError: an id outside the vocabulary.
+        """
+        parts: list[NDArray[Any]] = []
+        shard = int(np.searchsorted(self._ends, begin, side="right"))
+        offset = begin - (int(self._ends[shard - 1]) if shard else 0)
+        missing = num_tokens
+        while missing > 0:
+            part = self._maps[shard][offset : offset + missing]
+            parts.append(part)
+            missing -= len(part)
+            shard, offset = shard + 1, 0
+        tokens = np.concatenate(parts).astype(np.int64)
+        if tokens.max() >= self.index.vocab_size:
+            raise InputError(
+                f"{self.folder}, split {self.split!r}: token id {tokens.max()} near token {begin:,} is outside the "
+                "vocabulary of "
+                f"{self.index.vocab_size}; a shard is damaged: make the shards again"
+            )
+        return tokens
+
+    def verify(self) -> None:
+        """Check the SHA-256 of every file.
+
+        Raises:
+            InputError: names the first file that was changed.
+        """
+        for file in self.index.splits[self.split]:
+            if sha256_file(self.folder / file.name) != file.sha256:
+                raise InputError(f"shard {self.folder / file.name} is not what was written; make the shards again")

@@ -1,0 +1,321 @@
+"""The loop: it wires model, objective, stream, precision, optimiser, checkpoints and monitor, and knows none of them
+closely.
+
+One step: fetch the micro-batches, count their terms over the world, backward each with the loss divided by that
+count, reduce in the last, measure the norm, clip, update. So an update depends on the samples of the step alone, not
+on how they were cut. All randomness of a step comes from (seed, step, rank), so there is no generator state to save.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from penjing.core.errors import InputError, PenjingError
+from penjing.train.alarms import AlarmConfig, Alarms
+from penjing.train.checkpoint import Checkpoints
+from penjing.train.data.stream import Stream
+from penjing.train.gradients import ClipConfig, GradientNorms, global_norm, gradients_of, scale_gradients
+from penjing.train.loss_scale import LossScale
+from penjing.train.monitor import ActivationRanges, Monitor
+from penjing.train.objective import Batch, Loss, Objective
+from penjing.train.optimizer import AveragedWeights, load_optimizer_state, optimizer_state, set_learning_rate
+from penjing.train.precision import Precision, PrecisionConfig
+from penjing.train.schedule import LearningRate
+from penjing.train.state import Tree
+from penjing.train.world import World
+
+
+class InterruptedRunError(PenjingError):
+    """The run was asked to stop (SIGTERM, SIGINT); its state is saved."""
+
+    exit_code = 143
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Held-out data, `batches()` being this process's share of one pass, judged by `objective` every `every` steps."""
+
+    batches: Callable[[], Iterable[Batch]]
+    objective: Objective
+    every: int
+
+
+@dataclass
+class Trainer:
+    """A run. The first five fields are needed; the others do nothing special by default.
+
+    Attributes: accumulation: micro-batches of one step in each process. after_update: called with the step's number
+        (from 1) after each update: proximal steps, router biases, profilers. stop_requested: asked once a step; when
+        true in any process, all save and stop. settings: plain values that a resumed run wants to know, saved as
+        "run". step: updates done so far."""
+
+    model: nn.Module
+    objective: Objective
+    stream: Stream
+    optimizer: torch.optim.Optimizer
+    steps: int
+    rate: LearningRate = field(default_factory=LearningRate)
+    accumulation: int = 1
+    seed: int = 0
+    world: World = field(default_factory=World)
+    precision: Precision | None = None
+    norms: GradientNorms = field(default_factory=lambda: GradientNorms(ClipConfig(norm=None)))
+    loss_scale: LossScale = field(default_factory=lambda: LossScale(enabled=False))
+    average: AveragedWeights | None = None
+    checkpoints: Checkpoints | None = None
+    checkpoint_every: int = 1000
+    monitor: Monitor = field(default_factory=lambda: Monitor(Alarms(AlarmConfig())))
+    evaluation: Evaluation | None = None
+    after_update: tuple[Callable[[int], None], ...] = ()
+    stop_requested: Callable[[], bool] = lambda: False
+    settings: dict[str, Any] = field(default_factory=dict)
+    step: int = 0
+
+    def __post_init__(self) -> None:
+        if self.precision is None:
+            self.precision = Precision(self.model, PrecisionConfig(), self.world.device)
+
+    def fit(self) -> dict[str, float]:
+        """Train up to `steps`, then evaluate; the result is that evaluation's (empty without one).
+
+        Raises:
+            InterruptedRunError: a stop was requested; the state is saved.
+            AlarmError: an alarm stopped the run.
+            InputError: the data hold NaN, or nothing to learn from.
+            SetupError: a checkpoint could not be written.
+        """
+        replica = self.world.replicate(self.model)
+        self.model.train()
+        self.monitor.start(self.step, self.steps)
+        results: dict[str, float] = {}
+        try:
+            while self.step < self.steps:
+                stop = self._advance(replica)
+                last = self.step == self.steps
+                if self.evaluation is not None and (last or self.step % self.evaluation.every == 0):
+                    results = self.evaluate()
+                    self.monitor.on_values(self.step, {f"eval/{name}": value for name, value in results.items()})
+                if stop or last or self.step % self.checkpoint_every == 0:
+                    self.save(wait=stop or last)
+                if stop and not last:
+                    raise InterruptedRunError(f"stopped at step {self.step} as asked; --resume auto goes on from there")
+        finally:
+            if self.checkpoints is not None:
+                self.checkpoints.wait()
+        return results
+
+    def _advance(self, replica: nn.Module) -> bool:
+        """One step; True when some process was asked to stop."""
+        assert self.precision is not None
+        torch.manual_seed(_mix(self.seed, self.step, self.world.rank))
+        self.precision.switch(self.step, self.steps)
+        self.loss_scale.enabled = self.precision.mode == "fp16"
+        set_learning_rate(self.optimizer, rate := self.rate.at(self.step, self.steps))
+        began = time.perf_counter()
+        micro_batches = [next(self.stream) for _ in range(self.accumulation)]
+        waited_s = time.perf_counter() - began
+        count = self._count(micro_batches)
+        watch = self.monitor.activations_every and self.step % self.monitor.activations_every == 0
+        ranges = ActivationRanges(self.model) if watch else None
+        if ranges is not None:
+            with ranges:
+                sums = self._backward(replica, micro_batches, count)
+        else:
+            sums = self._backward(replica, micro_batches, count)
+
+        gradients = gradients_of(self.model.parameters())
+        scale = self.loss_scale.value
+        norm = float(global_norm(gradients)) / scale
+        flags = {"_stop": float(self.stop_requested()), "_nonfinite": float(not math.isfinite(norm))}
+        totals = self._sum_over_world(sums | flags)
+        stop, nonfinite = totals.pop("_stop") > 0, totals.pop("_nonfinite") > 0
+        limit = self.norms.limit()
+        outlier = False
+        if not nonfinite:
+            outlier = self.norms.observe(norm)
+            scale_gradients(gradients, min(1.0, limit / max(norm, 1e-12)) / scale)
+            self.optimizer.step()
+            if self.average is not None:
+                self.average.update()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.loss_scale.update(overflow=nonfinite)
+        self.step += 1
+        for hook in self.after_update:
+            hook(self.step)
+
+        means = {name: total / count for name, total in totals.items()}
+        if nonfinite and not (self.loss_scale.enabled and math.isfinite(means["loss"])):
+            _check_finite(micro_batches, self.step)
+        values = means | {
+            "learning_rate": rate,
+            "gradient_norm": norm,
+            "gradient_limit": limit,
+            "gradient_outlier": int(outlier),
+            "gradient_outliers": self.norms.num_outliers,
+            "gradient_log_mean": self.norms.log_mean,
+            "gradient_log_deviation": self.norms.log_deviation,
+            "loss_scale": scale,
+            "loss_scale_changes": self.loss_scale.num_changes,
+            "precision": self.precision.mode,
+            "count": count,
+        }
+        values |= ranges.values if ranges is not None else {}
+        unexplained = nonfinite and (not self.loss_scale.enabled or self.loss_scale.exhausted)
+        self.monitor.on_step(self.step, self.steps, values, count, waited_s, unexplained)
+        return stop
+
+    def _count(self, micro_batches: list[Batch]) -> int:
+        counted = torch.tensor(sum(self.objective.count(batch) for batch in micro_batches), dtype=torch.int64)
+        count = int(self.world.sum(counted))
+        if count == 0:
+            raise InputError(
+                f"step {self.step + 1}: every target of the batch is ignored; check the data for empty samples"
+            )
+        return count
+
+    def _backward(self, replica: nn.Module, micro_batches: list[Batch], count: int) -> dict[str, float]:
+        """Accumulate gradients of scale × loss / count; this process's sums of the loss and the metrics."""
+        totals: dict[str, torch.Tensor] = {}
+        for index, batch in enumerate(micro_batches):
+            with self.world.reducing(replica, now=index == len(micro_batches) - 1):
+                loss = self.objective(replica, self._on_device(batch))
+                (loss.total * (self.loss_scale.value / count)).backward()
+            _add(totals, loss)
+        return {name: float(total) for name, total in totals.items()}
+
+    def evaluate(self) -> dict[str, float]:
+        """Means over one pass of the held-out data, in float32, with the averaged weights if there are any.
+
+        Raises:
+            InputError: there is no held-out data to judge by.
+        """
+        assert self.evaluation is not None
+        assert self.precision is not None
+        paused_at = self.monitor.pause()
+        totals: dict[str, torch.Tensor] = {"count": torch.zeros((), dtype=torch.float64)}
+        if self.average is not None:
+            self.average.exchange()
+        self.model.eval()
+        try:
+            with torch.no_grad(), self.precision.evaluation():
+                for batch in self.evaluation.batches():
+                    totals["count"] += self.evaluation.objective.count(batch)
+                    _add(totals, self.evaluation.objective(self.model, self._on_device(batch)))
+        finally:
+            self.model.train()
+            if self.average is not None:
+                self.average.exchange()
+        sums = self._sum_over_world({name: float(total) for name, total in totals.items()})
+        self.monitor.resume(paused_at)
+        count = sums.pop("count")
+        if count == 0:
+            raise InputError("the held-out data is empty; give evaluation more samples, or set evaluation.every = 0")
+        return {name: total / count for name, total in sums.items()}
+
+    def save(self, *, wait: bool = False) -> None:
+        """Save the state, without holding up the loop unless `wait`; only the main process writes."""
+        if self.checkpoints is None or not self.world.is_main:
+            return
+        paused_at = self.monitor.pause()
+        self.checkpoints.save(self.step, self.state_dict(), wait=wait)
+        self.monitor.resume(paused_at)
+
+    def state_dict(self) -> dict[str, Tree]:
+        """Everything that the rest of the run depends on, the same in every process."""
+        return {
+            "step": self.step,
+            "run": self.settings,
+            "model": model_state(self.model),
+            "optimizer": optimizer_state(self.optimizer, self.model),
+            "average": None if self.average is None else self.average.state_dict(),
+            "loss_scale": self.loss_scale.state_dict(),
+            "norms": self.norms.state_dict(),
+            "alarms": self.monitor.alarms.state_dict(),
+            "stream": self.stream.state_dict(),
+        }
+
+    def load_state_dict(self, state: dict[str, Tree]) -> None:
+        """Undo `state_dict`.
+
+        Raises:
+            InputError: the state is of another model, or of a run with other settings of `average`.
+        """
+        load_model_state(self.model, state["model"])
+        load_optimizer_state(self.optimizer, self.model, state["optimizer"])
+        if (self.average is None) != (state["average"] is None):
+            raise InputError(
+                "optimizer.average: the saved run and this one differ in whether weights are averaged; set it as before"
+            )
+        if self.average is not None:
+            self.average.load_state_dict(state["average"])
+        self.loss_scale.load_state_dict(state["loss_scale"])
+        self.norms.load_state_dict(state["norms"])
+        self.monitor.alarms.load_state_dict(state["alarms"])
+        self.stream.load_state_dict(state["stream"])
+        self.step = int(state["step"])
+
+    def _on_device(self, batch: Batch) -> Batch:
+        return {name: tensor.to(self.world.device, non_blocking=True) for name, tensor in batch.items()}
+
+    def _sum_over_world(self, values: dict[str, float]) -> dict[str, float]:
+        summed = self.world.sum(torch.tensor(list(values.values()), dtype=torch.float64))
+        return dict(zip(values, summed.tolist(), strict=True))
+
+
+def model_state(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Name → every parameter (tied ones once) and every persistent buffer."""
+    parameters = dict(model.named_parameters())
+    kept = model.state_dict(keep_vars=True)
+    buffers = {name: buffer for name, buffer in model.named_buffers() if name in kept}
+    return {**parameters, **buffers}
+
+
+@torch.no_grad()
+def load_model_state(model: nn.Module, state: dict[str, torch.Tensor]) -> None:
+    """Copy `state` into the tensors of `model`.
+
+    Raises:
+        InputError: another model: names the first tensor that is missing, extra, or of another shape.
+    """
+    tensors = model_state(model)
+    for name in sorted(tensors.keys() ^ state.keys()):
+        where = "lacks" if name in tensors else "has"
+        raise InputError(
+            f"the checkpoint {where} the tensor {name!r}, unlike this model; it is of another model: check [model]"
+        )
+    for name, tensor in tensors.items():
+        if tensor.shape != state[name].shape:
+            raise InputError(
+                f"the checkpoint's {name!r} has shape {tuple(state[name].shape)}, this model's {tuple(tensor.shape)}; "
+                "it is of another model: check [model]"
+            )
+        tensor.copy_(state[name])
+
+
+def _add(totals: dict[str, torch.Tensor], loss: Loss) -> None:
+    for name, value in {"loss": loss.total.detach(), **loss.metrics}.items():
+        totals[name] = totals[name] + value if name in totals else value
+
+
+def _check_finite(micro_batches: list[Batch], step: int) -> None:
+    for batch in micro_batches:
+        for name, tensor in batch.items():
+            if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
+                raise InputError(
+                    f"step {step}: the data hold NaN or infinity ({name!r} of the batch); check what [data] names"
+                )
+
+
+def _mix(seed: int, step: int, rank: int) -> int:
+    """A well-mixed 63-bit seed (splitmix64's finaliser)."""
+    value = (seed * 0x9E3779B97F4A7C15 + step * 0xBF58476D1CE4E5B9 + rank * 0x94D049BB133111EB) & 0xFFFFFFFFFFFFFFFF
+    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & 0xFFFFFFFFFFFFFFFF
+    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & 0xFFFFFFFFFFFFFFFF
+    return (value ^ (value >> 31)) >> 1

@@ -1,0 +1,83 @@
+"""What a run minimises: an objective is a value that the loop calls, never a branch inside it.
+
+An objective returns the *sum* of its loss over what it counts (tokens, images), not the mean: the loop divides by the
+count of the whole step over the whole world, which makes the update independent of accumulation, padding and the
+number of processes. The count is asked for before the forward pass, so that the loss is scaled before it enters the
+backward pass."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from penjing.core.errors import ConfigError
+
+Batch = dict[str, torch.Tensor]
+IGNORED = -100  # a target with this value counts for nothing (padding)
+
+
+@dataclass
+class Loss:
+    """`total`: float32 scalar, the sum of the loss over the counted terms, differentiable.
+
+    `metrics`: name → sum over the counted terms (detached float32 scalar); the loop reports sum / count.
+    """
+
+    total: torch.Tensor
+    metrics: dict[str, torch.Tensor] = field(default_factory=dict)
+
+
+class Objective(Protocol):
+    """The contract of the loop with everything that can be learnt."""
+
+    def count(self, batch: Batch) -> int:
+        """How many terms the loss of `batch` sums over: known from the batch alone, ≥ 0."""
+        ...
+
+    def __call__(self, model: nn.Module, batch: Batch) -> Loss:
+        """Run `model` on `batch`; called with gradients enabled (training) or not (evaluation)."""
+        ...
+
+
+@dataclass(frozen=True)
+class CrossEntropy:
+    """Cross-entropy of `model(batch[inputs])` against `batch["targets"]`, computed in float32.
+
+    Logits are (…, classes); targets (…) int64, `IGNORED` counts for nothing.
+
+    Attributes:
+        inputs: the batch's entry that the model takes: "tokens" (B, T) int64, or "images" (B, C, H, W) float32.
+        label_smoothing: share of the target's probability spread over all classes, [0, 1).
+        accuracy: also report the share of targets whose logit is the largest.
+    """
+
+    inputs: Literal["tokens", "images"] = "tokens"
+    label_smoothing: float = 0.0
+    accuracy: bool = False
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.label_smoothing < 1.0:
+            raise ConfigError(f"label_smoothing={self.label_smoothing}: it must be in [0, 1)")
+
+    def count(self, batch: Batch) -> int:
+        """The targets that are not ignored."""
+        return int((batch["targets"] != IGNORED).sum())
+
+    def __call__(self, model: nn.Module, batch: Batch) -> Loss:
+        """See the class."""
+        targets = batch["targets"].flatten()
+        logits = model(batch[self.inputs]).flatten(0, -2).to(torch.float32)
+        total = F.cross_entropy(
+            logits, targets, ignore_index=IGNORED, reduction="sum", label_smoothing=self.label_smoothing
+        )
+        if not self.accuracy:
+            return Loss(total)
+        return Loss(total, {"accuracy": (logits.detach().argmax(-1) == targets).sum().to(torch.float32)})
+
+    def evaluation(self) -> CrossEntropy:
+        """The plain cross-entropy that held-out data is judged by: no smoothing."""
+        return CrossEntropy(self.inputs, 0.0, self.accuracy)

@@ -1,0 +1,44 @@
+"""`--profile`: a few steps under torch's profiler, as a trace for Perfetto or chrome://tracing and a table."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from torch.profiler import ProfilerActivity, profile, schedule
+
+from penjing.core.files import atomic_write_text, writing
+from penjing.core.progress import Progress
+from penjing.train.world import World
+
+_SKIPPED, _WARM_UP, _RECORDED = 2, 1, 3
+
+
+@contextmanager
+def profiling(folder: Path, world: World, progress: Progress) -> Iterator[Callable[[int], None]]:
+    """Yield what to call after each step; steps 4 to 6 of this process are recorded.
+
+    Writes trace-RANK.json and table-RANK.txt into `folder`.
+    """
+    with writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+    on_cuda = world.device.type == "cuda"
+    activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if on_cuda else [])
+
+    def save(recorded: profile) -> None:
+        trace = folder / f"trace-{world.rank}.json"
+        recorded.export_chrome_trace(str(trace))
+        order = "self_cuda_time_total" if on_cuda else "self_cpu_time_total"
+        table = recorded.key_averages().table(sort_by=order, row_limit=25)
+        atomic_write_text(folder / f"table-{world.rank}.txt", table)
+        progress.note(f"profile of {_RECORDED} steps: {trace}\n{table}")
+
+    plan = schedule(skip_first=_SKIPPED, wait=0, warmup=_WARM_UP, active=_RECORDED, repeat=1)
+    with profile(
+        activities=activities, schedule=plan, on_trace_ready=save, record_shapes=True, profile_memory=True
+    ) as active:
+        yield lambda step: active.step()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()

@@ -1,0 +1,145 @@
+"""What a training recipe says: one frozen section for each seam."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field, field_validator
+
+from penjing.core.config import Config
+from penjing.core.models.config import DecoderConfig
+from penjing.train.alarms import AlarmConfig
+from penjing.train.gradients import ClipConfig
+from penjing.train.monitor import MonitorConfig
+from penjing.train.optimizer import OptimizerConfig
+from penjing.train.precision import PrecisionConfig
+from penjing.train.recompute import Recompute, RecomputeRule
+from penjing.train.schedule import LearningRate
+
+_UNITS = {"": 1, "B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "KB": 10**3, "MB": 10**6, "GB": 10**9}
+
+
+class DecoderModel(DecoderConfig):
+    """A decoder language model; token ids of begin and end come from the tokenizer."""
+
+    architecture: Literal["decoder"] = "decoder"
+    init_std: float = Field(default=0.02, gt=0)
+
+
+class DataConfig(Config):
+    """`batch_size`: samples of one update over all processes; `micro_batch`: of one forward pass of one process.
+
+    micro_batch: None takes batch_size / processes, "auto" times what fits into memory and takes the fastest.
+    """
+
+    batch_size: int = Field(gt=0)
+    micro_batch: int | Literal["auto"] | None = None
+    prefetch: int = Field(default=4, ge=1)
+
+    @field_validator("micro_batch")
+    @classmethod
+    def _positive(cls, value: int | str | None) -> int | str | None:
+        if isinstance(value, int) and value < 1:
+            raise ValueError("must be 1 or more, or 'auto'")
+        return value
+
+
+class TextData(DataConfig):
+    """Packed sequences of `sequence_length` tokens, from text `sources` (see data/corpora.py) or ready `shards`."""
+
+    kind: Literal["text"]
+    sources: tuple[str, ...] = ()
+    shards: Path | None = None
+    tokenizer: Path | None = None
+    sequence_length: int = Field(gt=0)
+    held_out: float = Field(default=0.02, gt=0, lt=1)
+
+
+class FashionData(DataConfig):
+    """Fashion-MNIST with random crops after `pad`, flips, and erased squares."""
+
+    kind: Literal["fashion-mnist"]
+    pad: int = Field(default=0, ge=0)
+    flip: bool = False
+    erase: int = Field(default=0, ge=0)
+
+
+class ObjectiveConfig(Config):
+    """What cross-entropy is told."""
+
+    label_smoothing: float = Field(default=0.0, ge=0, lt=1)
+
+
+class MemoryConfig(Config):
+    """`limit`: bytes of one process, such as "6GiB"; None: 90 % of what is free."""
+
+    recompute: Recompute = "none"
+    recompute_rules: tuple[RecomputeRule, ...] = ()
+    limit: str | None = None
+
+    @field_validator("limit")
+    @classmethod
+    def _is_size(cls, value: str | None) -> str | None:
+        if value is not None:
+            parse_size(value)
+        return value
+
+
+class CheckpointConfig(Config):
+    """Every `every` steps; the newest `keep` stay."""
+
+    every: int = Field(default=1000, ge=1)
+    keep: int = Field(default=3, ge=1)
+
+
+class EvaluationConfig(Config):
+    """Every `every` steps and at the end (0: never), on at most `samples` held-out samples."""
+
+    every: int = Field(default=500, ge=0)
+    samples: int = Field(default=256, ge=1)
+
+
+class TrainRecipe(Config):
+    """A run: where it writes, how long, and its parts."""
+
+    output: Path
+    run: Path | None = None  # checkpoints, metrics; OUTPUT-run by default
+    steps: int = Field(gt=0)
+    seed: int = Field(default=0, ge=0)
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    compile: bool = False
+    initial: Path | None = None  # a checkpoint whose weights the run begins with
+    average: float | None = Field(
+        default=None, gt=0, lt=1
+    )  # decay of averaged weights, which are evaluated and exported
+    model: DecoderModel
+    data: Annotated[TextData | FashionData, Field(discriminator="kind")]
+    objective: ObjectiveConfig = ObjectiveConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    learning_rate: LearningRate = LearningRate()
+    clip: ClipConfig = ClipConfig()
+    precision: PrecisionConfig = PrecisionConfig()
+    memory: MemoryConfig = MemoryConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    evaluation: EvaluationConfig = EvaluationConfig()
+    monitor: MonitorConfig = MonitorConfig()
+    alarms: AlarmConfig = AlarmConfig()
+
+    @property
+    def run_folder(self) -> Path:
+        """Where checkpoints and metrics of the run go."""
+        return self.run or self.output.with_name(f"{self.output.name}-run")
+
+
+def parse_size(text: str) -> int:
+    """Bytes of "6GiB", "500 MB", "1024".
+
+    Raises:
+        ValueError: not a size.
+    """
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
+    if match is None or match[2] not in _UNITS:
+        raise ValueError(f"{text!r} is no size; write for example 6GiB ({', '.join(unit for unit in _UNITS if unit)})")
+    return int(float(match[1]) * _UNITS[match[2]])

@@ -1,0 +1,129 @@
+"""Where records go: JSON lines, TensorBoard, a Prometheus endpoint. A record is one flat dictionary with a "step"."""
+
+from __future__ import annotations
+
+import json
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any, Protocol
+
+from penjing.core.errors import SetupError
+from penjing.core.files import atomic_write_text, writing
+
+Record = dict[str, Any]
+
+
+class Sink(Protocol):
+    """Takes records; `close` flushes."""
+
+    def write(self, record: Record) -> None:
+        """Take one record."""
+        ...
+
+    def close(self) -> None:
+        """No more records come."""
+        ...
+
+
+class JsonLines:
+    """One JSON object a line in `path`, flushed each time. Lines of steps that a resumed run does again are dropped
+    first."""
+
+    def __init__(self, path: Path, first_step: int = 0) -> None:
+        self.path = path
+        kept = []
+        if path.exists():
+            for line in path.read_text(encoding="utf-8").splitlines():
+                try:
+                    record = json.loads(line)
+                except ValueError:
+                    continue  # the line that a killed process was writing
+                if record["step"] <= first_step:
+                    kept.append(line)
+        atomic_write_text(path, "".join(f"{line}\n" for line in kept))
+        self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115 closed by close()
+
+    def write(self, record: Record) -> None:
+        """Append one line."""
+        with writing(self.path):
+            self._file.write(json.dumps(record) + "\n")
+            self._file.flush()
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+class TensorBoard:
+    """Scalars for TensorBoard, under train/ and eval/.
+
+    Raises:
+        SetupError: the package `tensorboard` is not installed.
+    """
+
+    def __init__(self, folder: Path, first_step: int = 0) -> None:
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError as error:
+            raise SetupError(
+                "monitor.tensorboard = true needs the package tensorboard: pip install 'penjing[train]', or set it "
+                "to false"
+            ) from error
+        self._writer = SummaryWriter(str(folder), purge_step=first_step + 1)
+
+    def write(self, record: Record) -> None:
+        """Write each number of the record."""
+        for name, value in record.items():
+            if isinstance(value, int | float) and name != "step":
+                self._writer.add_scalar(name if "/" in name else f"train/{name}", value, record["step"])
+
+    def close(self) -> None:
+        """Flush and close."""
+        self._writer.close()
+
+
+class Prometheus:
+    """The newest record as gauges on http://127.0.0.1:`port`/metrics.
+
+    Raises:
+        SetupError: the port is in use.
+    """
+
+    def __init__(self, port: int) -> None:
+        self._text = ""
+        sink = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                body = sink._text.encode()
+                self.send_response(200)
+                self.send_header("Content-Type", "text/plain; version=0.0.4")
+                self.send_header("Content-Length", str(len(body)))
+                self.end_headers()
+                self.wfile.write(body)
+
+            def log_message(self, format: str, *args: Any) -> None: ...
+
+        try:
+            self._server = ThreadingHTTPServer(("127.0.0.1", port), Handler)
+        except OSError as error:
+            raise SetupError(f"monitor.prometheus_port = {port}: {error.strerror}; choose another port") from error
+        self.port = self._server.server_address[1]
+        self._thread = threading.Thread(target=self._server.serve_forever, name="prometheus", daemon=True)
+        self._thread.start()
+
+    def write(self, record: Record) -> None:
+        """Replace the gauges."""
+        lines = []
+        for name, value in record.items():
+            if isinstance(value, int | float):
+                gauge = "penjing_train_" + name.replace("/", "_").replace(".", "_")
+                lines += [f"# TYPE {gauge} gauge", f"{gauge} {value}"]
+        self._text = "\n".join(lines) + "\n"
+
+    def close(self) -> None:
+        """Stop answering."""
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()

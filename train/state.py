@@ -1,0 +1,62 @@
+"""A tree of tensors and plain values ⇄ one dictionary of tensors and one JSON value: no pickle anywhere.
+
+The JSON keeps the shape of the tree; a tensor is replaced in it by {"tensor": its name in the dictionary}.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from penjing.core.errors import InputError
+
+Tree = Any  # nested dict (string keys) / list / tuple of tensors, numbers, strings, booleans and None
+
+
+def split_tree(tree: Tree) -> tuple[dict[str, torch.Tensor], Any]:
+    """Tensors by path, and the JSON value of the rest.
+
+    Raises:
+        TypeError: a value that is neither.
+    """
+    tensors: dict[str, torch.Tensor] = {}
+    return tensors, _split(tree, "", tensors)
+
+
+def join_tree(tensors: dict[str, torch.Tensor], plain: Any) -> Tree:
+    """Undo `split_tree`; tuples come back as lists.
+
+    Raises:
+        InputError: a tensor that the JSON names is not there.
+    """
+    if isinstance(plain, dict):
+        if set(plain) == {"tensor"}:
+            if plain["tensor"] not in tensors:
+                raise InputError(f"the saved state lacks the tensor {plain['tensor']!r}; it is damaged")
+            return tensors[plain["tensor"]]
+        return {key: join_tree(tensors, value) for key, value in plain.items()}
+    return [join_tree(tensors, value) for value in plain] if isinstance(plain, list) else plain
+
+
+def snapshot(tree: Tree) -> Tree:
+    """A copy of `tree` on the CPU that later changes of its tensors do not reach."""
+    if isinstance(tree, torch.Tensor):
+        return tree.detach().to("cpu", copy=True).contiguous()
+    if isinstance(tree, dict):
+        return {key: snapshot(value) for key, value in tree.items()}
+    return [snapshot(value) for value in tree] if isinstance(tree, list | tuple) else tree
+
+
+def _split(tree: Tree, path: str, tensors: dict[str, torch.Tensor]) -> Any:
+    if isinstance(tree, torch.Tensor):
+        tensors[path] = tree
+        return {"tensor": path}
+    if isinstance(tree, dict):
+        assert all(isinstance(key, str) for key in tree), f"{path}: keys must be strings"
+        return {key: _split(value, f"{path}/{key}" if path else key, tensors) for key, value in tree.items()}
+    if isinstance(tree, list | tuple):
+        return [_split(value, f"{path}/{index}", tensors) for index, value in enumerate(tree)]
+    if tree is None or isinstance(tree, bool | int | float | str):
+        return tree
+    raise TypeError(f"{path}: a {type(tree).__name__} cannot be saved")

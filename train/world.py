@@ -1,0 +1,111 @@
+"""The processes of a run: who this one is, small sums and maxima over all, and the replicas of a model.
+
+`World()` is one process and costs nothing. `join_world()` reads what torchrun set in the environment. A mesh with
+more dimensions than data parallelism offers the same methods; the loop asks for nothing else."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from penjing.core.errors import ConfigError, SetupError
+
+
+@dataclass(frozen=True)
+class World:
+    """`rank` of `size` processes that each see their own share of a batch, on `device`."""
+
+    rank: int = 0
+    size: int = 1
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+
+    @property
+    def is_main(self) -> bool:
+        """True in the one process that writes files and speaks to the user."""
+        return self.rank == 0
+
+    def sum(self, values: torch.Tensor) -> torch.Tensor:
+        """Sum `values` over all processes, in place."""
+        if self.size > 1:
+            dist.all_reduce(values, dist.ReduceOp.SUM)
+        return values
+
+    def barrier(self) -> None:
+        """Wait until every process is here."""
+        if self.size > 1:
+            dist.barrier()
+
+    def replicate(self, model: nn.Module) -> nn.Module:
+        """What the objective calls: `model` itself, or a replica whose backward *sums* gradients over the world.
+
+        Gradients are summed, not averaged: the loop divides the loss by the token count of the whole world, so that
+        every token weighs the same whichever process saw it."""
+        if self.size == 1:
+            return model
+        replica = DistributedDataParallel(model, device_ids=[self.device] if self.device.type == "cuda" else None)
+        replica.register_comm_hook(None, _sum_bucket)
+        return replica
+
+    def reducing(self, replica: nn.Module, now: bool) -> AbstractContextManager[None]:
+        """A context for one micro-batch: gradients are reduced in its backward only when `now`, the last of a step."""
+        if now or not isinstance(replica, DistributedDataParallel):
+            return nullcontext()
+        return replica.no_sync()
+
+
+def _sum_bucket(state: None, bucket: Any) -> torch.futures.Future[torch.Tensor]:
+    work = dist.all_reduce(bucket.buffer(), dist.ReduceOp.SUM, async_op=True)
+    assert work is not None
+    return work.get_future().then(lambda done: done.value()[0])
+
+
+@contextmanager
+def join_world(device: str = "auto", timeout_s: float = 600.0) -> Iterator[World]:
+    """Join the processes that torchrun started (one process without it); leave them at the end.
+
+    Args:
+        device: "cpu", "cuda", or "auto": CUDA where there is one.
+        timeout_s: how long a process waits for the others before it gives up.
+
+    Raises:
+        ConfigError: "cuda" where there is none.
+        SetupError: the other processes do not answer, or a port is in use.
+    """
+    size, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
+    chosen = _choose_device(device)
+    if chosen.type == "cuda":
+        torch.cuda.set_device(chosen)
+    if size == 1:
+        yield World(device=chosen)
+        return
+    try:
+        backend = "cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo"
+        dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
+    except (dist.DistError, ValueError, RuntimeError) as error:
+        address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+        raise SetupError(
+            f"rank {rank} of {size} cannot join the others at {address}: {error}; start all with torchrun"
+        ) from error
+    try:
+        yield World(rank, size, chosen)
+    finally:
+        dist.destroy_process_group()
+
+
+def _choose_device(device: str) -> torch.device:
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cuda":
+        if not torch.cuda.is_available():
+            raise ConfigError("device = 'cuda': torch finds no CUDA device here; write device = 'cpu' or 'auto'")
+        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    return torch.device(device)
