@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import pairwise, takewhile
 
 import torch
 
@@ -123,12 +123,25 @@ def paged_attention_torch(
 
 
 @dataclass(frozen=True)
+class _Step:
+    """One key tile of a walk; the problems come in falling order of their last positions."""
+
+    first_key: int
+    count: int  # leading problems that reach the tile
+    clear: int  # leading problems whose every row sees all of it
+
+
+@dataclass(frozen=True)
 class _QueryTile:
     sequence: int
     base: int  # absolute position of the tile's first row, a multiple of the tile's size
     start: int  # row of q_THD that holds position `first`
     first: int  # positions of the sequence's new tokens
     last: int
+
+    @property
+    def lowest(self) -> int:
+        return max(self.base, self.first)
 
 
 def _attend(
@@ -164,18 +177,23 @@ def _attend(
     begin = max(int(low_I.min()), 0) // TILE_KEYS
     pages = _Pages(k_cache, v_cache, block_table_SB[sequence_I[keys]], low_I, last_I[keys], begin, tiles[0].last)
     highest = [min(t.base + tile_queries - 1, t.last) for t in tiles]
-    counts = [
-        sum(high >= tile * TILE_KEYS for high in highest) for tile in range(begin, tiles[0].last // TILE_KEYS + 1)
+    steps = [
+        _Step(
+            first_key=tile * TILE_KEYS,
+            count=sum(high >= tile * TILE_KEYS for high in highest),
+            clear=sum(1 for _ in takewhile(lambda t, last=(tile + 1) * TILE_KEYS - 1: t.lowest >= last, tiles))
+            if window is None
+            else 0,
+        )
+        for tile in range(begin, tiles[0].last // TILE_KEYS + 1)
     ]
     if one_sequence:
-        heads = [
-            _walk(q[:, head], position_IR, begin, counts, pages.head(head), window) for head in range(num_kv_heads)
-        ]
+        heads = [_walk(q[:, head], position_IR, steps, pages.head(head), window) for head in range(num_kv_heads)]
         out = torch.stack(heads, dim=1)
     else:
         position_PR = position_IR.repeat_interleave(num_kv_heads, dim=0)
-        counts = [count * num_kv_heads for count in counts]
-        out = _walk(q.flatten(0, 1), position_PR, begin, counts, pages.all_heads(), window)
+        steps = [_Step(s.first_key, s.count * num_kv_heads, s.clear * num_kv_heads) for s in steps]
+        out = _walk(q.flatten(0, 1), position_PR, steps, pages.all_heads(), window)
     out = out.view(len(tiles), num_kv_heads, tile_queries, group, head_dim).transpose(1, 2)
     out_THD[row_IQ[new_IQ]] = out.reshape(len(tiles), tile_queries, num_heads, head_dim)[new_IQ].to(out_THD.dtype)
 
@@ -221,28 +239,30 @@ class _Pages:
 
 
 def _walk(
-    q_PRD: torch.Tensor, position_PR: torch.Tensor, begin: int, counts: list[int], key_tile: KeyTile, window: int | None
+    q_PRD: torch.Tensor, position_PR: torch.Tensor, steps: list[_Step], key_tile: KeyTile, window: int | None
 ) -> torch.Tensor:
-    """Online softmax of P problems over the key tiles from `begin` on; the first counts[i] of them see the i-th."""
+    """Online softmax of P problems over the key tiles `steps`; problem p has the rows position_PR[p]."""
     num_problems, num_rows, _ = q_PRD.shape
     peak = q_PRD.new_full((num_problems, num_rows, 1), -torch.inf)
     total, out = torch.zeros_like(peak), torch.zeros_like(q_PRD)
-    for tile, count in enumerate(counts):
+    for tile, step in enumerate(steps):
+        count = step.count
         k, v = key_tile(tile, count)
         score = torch.bmm(q_PRD[:count], k.expand(count, -1, -1).transpose(1, 2))
-        position_K = (begin + tile) * TILE_KEYS + torch.arange(TILE_KEYS, device=q_PRD.device)
-        position_PR1 = position_PR[:count, :, None]
-        hidden = position_K > position_PR1
-        if window is not None:
-            hidden |= position_K <= position_PR1 - window
-        score.masked_fill_(hidden, -torch.inf)
+        if step.clear < count:
+            position_K = torch.arange(step.first_key, step.first_key + TILE_KEYS, device=q_PRD.device)
+            position_PR1 = position_PR[step.clear : count, :, None]
+            hidden = position_K > position_PR1
+            if window is not None:
+                hidden |= position_K <= position_PR1 - window
+            score[step.clear :].masked_fill_(hidden, -torch.inf)
         new_peak = torch.maximum(peak[:count], score.amax(-1, keepdim=True))
         # A row that has seen no key yet has peak −inf; 0 in its place keeps exp(−inf − peak) = 0.
         reference = new_peak.masked_fill(new_peak == -torch.inf, 0.0)
         weight = score.sub_(reference).exp_()
         decay = (peak[:count] - reference).exp_()
-        total[:count] = total[:count] * decay + weight.sum(-1, keepdim=True)
-        out[:count] = out[:count] * decay + torch.bmm(weight, v.expand(count, -1, -1))
+        total[:count].mul_(decay).add_(weight.sum(-1, keepdim=True))
+        out[:count].mul_(decay).add_(torch.bmm(weight, v.expand(count, -1, -1)))
         peak[:count] = new_peak
     return out / total
 

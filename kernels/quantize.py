@@ -30,6 +30,7 @@ def quantize_per_token(x_MK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def quantize_per_token_torch(x_MK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The reference of `quantize_per_token`."""
     x_MK = x_MK.to(torch.float32)
-    scale_M = torch.linalg.vector_norm(x_MK, ord=torch.inf, dim=1) / INT8_LIMIT
+    # Two reductions: the infinity norm is one and takes nine times as long.
+    scale_M = torch.maximum(x_MK.amax(dim=1), -x_MK.amin(dim=1)) / INT8_LIMIT
     scale_M.masked_fill_(scale_M == 0, 1.0)
     return round_clamp_(x_MK / scale_M[:, None]).to(torch.int8), scale_M

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 
 
 def swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
@@ -13,7 +14,10 @@ def swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     """
     if gate.shape != up.shape:
         raise ValueError(f"gate has shape {tuple(gate.shape)}, up {tuple(up.shape)}; they must be equal")
-    # Not F.silu: its vector and its scalar loop differ in the last bit, so an element's result would depend on where it
-    # lies; these four operations round alike everywhere.
+    if torch.is_grad_enabled() and (gate.requires_grad or up.requires_grad):
+        return F.silu(gate) * up
+    # The vector and the scalar loop of F.silu differ in the last bit, so an element's result would depend on where it
+    # lies; these operations round alike everywhere.
     wide = gate.to(torch.float32)
-    return (wide / (1 + torch.exp(-wide)) * up).to(gate.dtype)
+    denominator = torch.neg(wide).exp_().add_(1)
+    return torch.div(wide, denominator, out=denominator).mul_(up).to(gate.dtype)

@@ -46,6 +46,12 @@ def test_mixed_batch(block_size: int, head_dim: int) -> None:
     check_against_float64(sequences, Cache(sequences, block_size, seed=2).attend_new(sequences, None), None)
 
 
+def test_a_query_tile_that_straddles_key_tiles_beside_a_later_start() -> None:
+    # 3 heads a group make query tiles of 5: rows 125 … 129 see part of the keys 0 … 127, the single row 128 all.
+    sequences = draw([(5, 130), (1, 129), (2, 130), (4, 129)], HEADS["gqa"], 16, seed=20)
+    check_against_float64(sequences, Cache(sequences, 16, seed=20).attend_new(sequences, None), None)
+
+
 @pytest.mark.parametrize("window", [1, 15, 16, 17, 127, 128, 129, 400, 1000])
 def test_windows(window: int) -> None:
     sequences = draw([(1, 500), (77, 300), (200, 200), (3, 20)], (4, 2), 16, seed=3)
