@@ -6,7 +6,6 @@ import logging
 import math
 import secrets
 import time
-from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -72,12 +71,14 @@ class LLMEngine:
             max_sequences=self.config.max_num_sequences,
             max_model_len=self.max_model_len,
         )
+        # No token is longer; Unicode normalization may shrink a text, hardly to a quarter.
+        self._max_prompt_chars = 4 * self.max_model_len * max(map(len, loaded.tokenizer.backend.get_vocab()))
         self._answers: dict[Sequence, Answer] = {}
         self._active: dict[str, list[Sequence]] = {}  # unfinished sequences of each request
         self._num_prompt_tokens = 0
         self._num_generated_tokens = 0
         self._num_steps = 0
-        self._finished: Counter[str] = Counter()
+        self._finished: dict[FinishReason, int] = {"stop": 0, "length": 0, "abort": 0, "error": 0}
         self._tokens_per_second = 0.0  # a running mean, for the back-off hint
 
     @classmethod
@@ -175,6 +176,8 @@ class LLMEngine:
             broken, self.scheduler = self.scheduler, self._new_scheduler()
             self.scheduler.num_preemptions = broken.num_preemptions
             self.scheduler.prefix_queries, self.scheduler.prefix_hits = broken.prefix_queries, broken.prefix_hits
+            for sequence in self._answers:  # what they hold belongs to the old one
+                sequence.block_table, sequence.forks = [], []
         return self._end_all([s for sequences in self._active.values() for s in sequences], reason, error)
 
     def is_active(self, request_id: str) -> bool:
@@ -219,7 +222,7 @@ class LLMEngine:
             prompt_tokens=self._num_prompt_tokens,
             generation_tokens=self._num_generated_tokens,
             num_steps=self._num_steps,
-            request_success=dict(self._finished),
+            request_success={str(reason): count for reason, count in self._finished.items()},
         )
 
     def broken_invariants(self) -> list[str]:
@@ -239,6 +242,11 @@ class LLMEngine:
 
     def _tokenize(self, prompt: object, add_special: bool) -> list[int]:
         if isinstance(prompt, str):
+            if len(prompt) > self._max_prompt_chars:  # tokenizing it would take seconds, in vain
+                raise RequestError(
+                    f"the prompt has {len(prompt)} characters, more than the context of {self.max_model_len} tokens "
+                    "can hold: shorten it"
+                )
             try:
                 prompt.encode("utf-8")
             except UnicodeEncodeError as error:

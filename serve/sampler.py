@@ -11,6 +11,8 @@ import numpy as np
 from penjing.serve.request import SamplingParams
 
 GREEDY_BELOW = 1e-5  # a temperature below it would overflow float32 logits; vLLM's bound too
+# Parameters and penalized logits stay finite in float32: ∞ − ∞ and 0 ÷ 0 would make the weights NaN.
+SMALLEST, LARGEST = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
 _MASK64 = (1 << 64) - 1
 
 
@@ -43,8 +45,8 @@ def apply_penalties(logits_V: np.ndarray, params: SamplingParams, counts: TokenC
     if params.repetition_penalty != 1:
         seen = np.fromiter(counts.prompt.union(counts.output), dtype=np.int64)
         values = logits_V[seen]
-        penalty = np.float32(params.repetition_penalty)
-        logits_V[seen] = np.where(values > 0, values / penalty, values * penalty)
+        penalty = np.float32(min(max(params.repetition_penalty, SMALLEST), LARGEST))
+        logits_V[seen] = np.clip(np.where(values > 0, values / penalty, values * penalty), -LARGEST, LARGEST)
     if counts.output and (params.presence_penalty or params.frequency_penalty):
         tokens = np.fromiter(counts.output, dtype=np.int64)
         occurrences = np.fromiter(counts.output.values(), dtype=np.float32)
@@ -69,7 +71,7 @@ def keep_top(logits_V: np.ndarray, params: SamplingParams) -> tuple[np.ndarray, 
         threshold = np.partition(logits_V, -params.top_k)[-params.top_k]
         ids = np.flatnonzero(logits_V >= threshold)
         kept = logits_V[ids]
-    weights = np.exp((kept - kept.max()) / np.float32(params.temperature))
+    weights = np.exp((kept - kept.max()) / np.float32(min(params.temperature, LARGEST)))
     if params.top_p < 1:
         ids, weights = _select(ids, weights, weights >= _nucleus_threshold(weights, params.top_p))
     if params.min_p > 0:
@@ -130,14 +132,15 @@ def sample(
     be chosen (what would end the answer before `min_tokens`).
     """
     logits_V = logits_V.copy()
-    if counts is not None:
-        apply_penalties(logits_V, params, counts)
-    apply_bias(logits_V, params)
-    if forbidden is not None:
-        logits_V[forbidden] = -np.inf
-    if params.temperature < GREEDY_BELOW:
-        return int(logits_V.argmax())
-    ids, weights = keep_top(logits_V, params)
+    with np.errstate(over="ignore", divide="ignore"):  # extreme parameters: an overflow to −∞ is a weight of 0
+        if counts is not None:
+            apply_penalties(logits_V, params, counts)
+        apply_bias(logits_V, params)
+        if forbidden is not None:
+            logits_V[forbidden] = -np.inf
+        if params.temperature < GREEDY_BELOW:
+            return int(logits_V.argmax())
+        ids, weights = keep_top(logits_V, params)
     return draw(ids, weights, uniform(seed, index, position))
 
 

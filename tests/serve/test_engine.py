@@ -183,6 +183,8 @@ def test_a_text_prompt_is_tokenized(engine: LLMEngine) -> None:
         (b"bytes", "text or a list of token ids"),
         ("\ud800", "not valid Unicode"),
         ([1] * CONTEXT, f"at most {CONTEXT - 1}"),
+        ("a" * CONTEXT, f"at most {CONTEXT - 1}"),
+        ("a" * 10_000_000, "10000000 characters, more than the context of 256"),
     ],
 )
 def test_a_bad_prompt_is_refused_with_its_rule(engine: LLMEngine, prompt: Any, rule: str) -> None:
@@ -246,7 +248,7 @@ def test_abort_frees_blocks_at_once_wherever_the_request_is() -> None:
     assert engine.abort("running") == []
     assert engine.stats().num_blocks_used == 0
     assert not engine.has_work()
-    assert engine.stats().request_success == {"abort": 4}
+    assert engine.stats().request_success["abort"] == 4
 
 
 def test_logits_that_are_not_numbers_end_their_request_alone() -> None:
@@ -293,12 +295,26 @@ def test_a_failure_in_sampling_costs_only_its_request(monkeypatch: pytest.Monkey
     assert outputs["ok", 0][-1].finish_reason == "length"
 
 
+def test_a_defect_resets_the_scheduler_with_blocks_held_and_forks_waiting() -> None:
+    engine = tiny_engine(max_num_batched_tokens=4, max_num_sequences=2)
+    requests = [Request(name, PROMPT, SamplingParams(n=3, ignore_eos=True)) for name in "ab"]
+    for request in requests:
+        engine.add(request)
+    engine.step()
+    assert engine.stats().num_blocks_used > 0
+    outputs = engine.abort_all("error", "a defect")
+    assert sorted((output.request_id, output.index) for output in outputs) == [(n, i) for n in "ab" for i in range(3)]
+    assert engine.broken_invariants() == []
+    assert (engine.stats().num_blocks_used, engine.stats().num_requests_waiting) == (0, 0)
+    assert len(run_all(engine, requests)) == 6
+
+
 def test_statistics_count_tokens_steps_and_reasons() -> None:
     engine = tiny_engine()
     run_all(engine, [Request(str(i), PROMPT, SamplingParams(max_tokens=4, ignore_eos=True)) for i in range(3)])
     stats, samples = engine.stats(), engine.samples.take()
     assert (stats.prompt_tokens, stats.generation_tokens) == (3 * len(PROMPT), 12)
-    assert stats.request_success == {"length": 3}
+    assert stats.request_success == {"stop": 0, "length": 3, "abort": 0, "error": 0}
     assert (stats.num_requests_running, stats.num_requests_waiting, stats.kv_cache_usage_perc) == (0, 0, 0.0)
     assert len(samples["time_to_first_token_seconds"]) == 3
     assert len(samples["time_per_output_token_seconds"]) == 9

@@ -168,3 +168,29 @@ def test_logprobs_equal_log_softmax(seed: int, count: int, chosen: int) -> None:
     for token, logprob, rank in rows:
         assert math.isclose(logprob, expected[token], rel_tol=1e-9)
         assert logits_V[order[rank - 1]] == logits_V[token]
+
+
+extremes = st.sampled_from([1e-300, 1e-45, 1e-10, 0.5, 1.0, 2.0, 1e10, 1e38, 1e300])
+
+
+@given(
+    st.integers(0, 2**32),
+    st.sampled_from([1e-30, 1.0, 1e4, 1e30]),
+    st.sampled_from([0.0, 1e-5, 1e-300, 0.5, 1e30, 1e300]),
+    extremes,
+    st.sampled_from([1e-300, 0.5, 1.0]),
+    st.sampled_from([0, 1, 2, VOCAB, 10**9]),
+    st.sampled_from([0.0, 1e-300, 1.0]),
+)
+def test_extreme_parameters_give_a_token(
+    seed: int, scale: float, temperature: float, penalty: float, top_p: float, top_k: int, min_p: float
+) -> None:
+    params = SamplingParams(
+        temperature=temperature, repetition_penalty=penalty, top_p=top_p, top_k=top_k, min_p=min_p,
+        frequency_penalty=2.0, presence_penalty=-2.0, logit_bias={3: 100.0, 4: -100.0},
+    )  # fmt: skip
+    counts = TokenCounts([1, 2, 3])
+    counts.add(5)
+    token = sample(logits_of(seed, scale=scale), params, seed, 0, 0, counts, np.array([7, 8]))
+    assert 0 <= token < VOCAB
+    assert token not in (7, 8)
