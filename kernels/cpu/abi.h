@@ -1,0 +1,79 @@
+// Structures and constants shared with Python (`kernels/cpu/abi.py` mirrors them field by field).
+#pragma once
+
+#include <cstdint>
+
+extern "C" {
+
+// Element type of a float weight, embedding or norm.
+enum PjDtype : int32_t { PJ_F32 = 0, PJ_BF16 = 1, PJ_F16 = 2, PJ_INT8 = 3 };
+
+// A linear layer y = x · Wᵀ + bias. INT8: panels as `pack.h` describes them; float: row-major (n, k), used in place.
+struct PjLinear {
+    const void* weight;
+    const float* scale;   // INT8: (columns) factor of each column, in packed order
+    const float* bias;    // INT8: (columns) in packed order, always present; float: (n) or null
+    const int32_t* comp;  // INT8: (columns) 128 × the column's sum of weights
+    int64_t n;            // output features (of a SwiGLU pair: of the product)
+    int64_t k;            // input features
+    int32_t dtype;        // PjDtype
+    int32_t width;        // INT8: columns of a panel, a multiple of 16, at most 64
+    int32_t swiglu;       // INT8: gate and up columns alternate in groups of 16; the output is silu(gate) × up
+    int32_t unused;
+};
+
+// One decoder layer. A fused projection has its product in the first slot and count 1; else q, k, v (gate, up) apart.
+struct PjLayer {
+    PjLinear qkv[3];
+    PjLinear out;
+    PjLinear gate_up[2];
+    PjLinear down;
+    const float* input_norm;   // (hidden)
+    const float* post_norm;    // (hidden)
+    const float* q_norm;       // (head_dim) or null
+    const float* k_norm;       // (head_dim) or null
+    int64_t window;            // keys a query sees, itself included; 0: all
+    int32_t num_qkv;           // 1 or 3
+    int32_t num_gate_up;       // 1 or 2
+};
+
+struct PjModel {
+    const PjLayer* layers;
+    const void* embedding;    // (vocab, hidden)
+    const float* final_norm;  // (hidden)
+    PjLinear head;
+    const float* cos;  // (positions, head_dim / 2)
+    const float* sin;
+    int64_t num_layers;
+    int64_t vocab;
+    int64_t hidden;
+    int64_t intermediate;
+    int64_t num_heads;
+    int64_t num_kv_heads;
+    int64_t head_dim;
+    int64_t num_positions;  // rows of cos and sin
+    float eps;
+    float attention_scale;
+    int32_t embedding_dtype;
+    int32_t unused;
+};
+
+// Sequences of one attention call. `cu_query` (s + 1), `context_len` (s), `block_table` (s, table_stride).
+struct PjSequences {
+    const int32_t* cu_query;
+    const int32_t* context_len;
+    const int32_t* block_table;
+    int64_t table_stride;
+    int64_t num_sequences;
+};
+
+// One layer's pages: (num_blocks, num_kv_heads, block_size, head_dim) float32.
+struct PjPages {
+    float* k;
+    float* v;
+    int64_t num_blocks;
+    int64_t block_size;
+    int64_t num_kv_heads;
+    int64_t head_dim;
+};
+}

@@ -1,0 +1,73 @@
+// The functions that Python calls through ctypes. Shapes and ranges are checked there; what only a walk over the data
+// finds (a block id outside the cache) comes back as a negative number.
+#include <cstdlib>
+
+#include "attention.h"
+#include "decoder.h"
+#include "linear.h"
+#include "memory.h"
+#include "ops.h"
+#include "pool.h"
+
+#define PJ_API extern "C" __attribute__((visibility("default")))
+
+using namespace penjing;
+
+// Raised with every change of a structure or a function below.
+PJ_API int32_t pj_abi_version() { return 1; }
+
+PJ_API const char* pj_isa() { return ops().name; }
+PJ_API int32_t pj_select_isa(const char* name) { return select_ops(name); }
+PJ_API int32_t pj_num_threads() { return num_threads(); }
+PJ_API void pj_set_num_threads(int32_t count) { set_num_threads(count); }
+
+PJ_API void* pj_allocate(uint64_t bytes) { return allocate_pages(bytes); }
+PJ_API void pj_free(void* memory, uint64_t bytes) { free_pages(memory, bytes); }
+
+PJ_API uint64_t pj_packed_bytes(int64_t n, int64_t k, int32_t swiglu) { return packed_bytes(n, k, swiglu != 0); }
+PJ_API void pj_pack_int8(const int8_t* weight, const float* scale, const float* bias, int64_t n, int64_t k,
+                         int32_t swiglu, void* memory, PjLinear* linear) {
+    pack_int8(weight, scale, bias, n, k, swiglu != 0, num_threads(), memory, linear);
+}
+PJ_API int32_t pj_linear(const PjLinear* linear, const float* x, int64_t rows, float* out) {
+    return run_linear(*linear, x, rows, out) ? 0 : -1;
+}
+
+PJ_API void pj_quantize(const float* x, int64_t rows, int64_t k, int8_t* q, float* scale) {
+    const Ops& kernels = ops();
+    uint8_t* out = reinterpret_cast<uint8_t*>(q);
+    for (int64_t row = 0; row < rows; ++row) kernels.quantize_row(x + row * k, k, out + row * k, scale + row, 0);
+}
+PJ_API void pj_rms_norm(const float* x, const float* weight, int64_t rows, int64_t k, float eps, float* out) {
+    const Ops& kernels = ops();
+    for (int64_t row = 0; row < rows; ++row) kernels.rms_norm_row(x + row * k, weight, k, eps, out + row * k);
+}
+PJ_API void pj_swiglu(const float* gate, const float* up, int64_t count, float* out) {
+    ops().swiglu_row(gate, up, count, out);
+}
+// In place on (tokens, heads, head_dim); cos and sin are (tokens, head_dim / 2).
+PJ_API void pj_rotate(float* x, const float* cos, const float* sin, int64_t tokens, int64_t heads, int64_t head_dim) {
+    const Ops& kernels = ops();
+    for (int64_t token = 0; token < tokens; ++token)
+        for (int64_t head = 0; head < heads; ++head)
+            kernels.rotate_head(x + (token * heads + head) * head_dim, cos + token * (head_dim / 2),
+                                sin + token * (head_dim / 2), head_dim);
+}
+
+// k and v are (tokens, num_kv_heads, head_dim); slots of −1 are skipped.
+PJ_API void pj_write_kv(const float* k, const float* v, const int64_t* slots, int64_t tokens, const PjPages* pages) {
+    for (int64_t token = 0; token < tokens; ++token)
+        for (int64_t head = 0; slots[token] >= 0 && head < pages->num_kv_heads; ++head) {
+            const int64_t from = (token * pages->num_kv_heads + head) * pages->head_dim;
+            store_key_value(*pages, slots[token], head, k + from, v + from);
+        }
+}
+
+PJ_API int32_t pj_attention(const float* q, float* out, const PjPages* pages, const PjSequences* sequences,
+                            int64_t num_heads, float scale, int64_t window) {
+    return run_attention(q, out, *pages, *sequences, {num_heads, pages->num_kv_heads, pages->head_dim}, scale, window);
+}
+
+PJ_API void* pj_make_decoder(const PjModel* model) { return make_decoder(*model); }
+PJ_API void pj_free_decoder(void* decoder) { free_decoder(static_cast<Decoder*>(decoder)); }
+PJ_API int32_t pj_step(void* decoder, const StepInput* input) { return run_step(*static_cast<Decoder*>(decoder), *input); }

@@ -1,0 +1,279 @@
+#include "attention.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+
+#include "memory.h"
+
+namespace penjing {
+namespace {
+
+constexpr int64_t QUERY_ROWS = 96;  // query tokens × heads of a group that share the packing of a key tile
+constexpr float LOG2_E = 1.44269504f;
+
+int64_t tokens_of_block(const AttentionShape& shape) {
+    const int64_t group = shape.num_heads / shape.num_kv_heads;
+    return std::max<int64_t>(1, QUERY_ROWS / group);
+}
+
+struct Working {
+    float* q;
+    float* keys;
+    float* out;
+    float* peak;
+    float* total;
+    int32_t* low;
+    int32_t* high;
+    const float** k_rows;
+    const float** v_rows;
+    size_t floats;
+};
+
+Working carve(float* scratch, int64_t rows, int64_t head_dim) {
+    Carver carver(scratch);
+    Working w{};
+    const size_t count = static_cast<size_t>(rows * head_dim), r = static_cast<size_t>(rows);
+    w.q = carver.take<float>(count);
+    w.keys = carver.take<float>(static_cast<size_t>(TILE_KEYS * head_dim));
+    w.out = carver.take<float>(count);
+    w.peak = carver.take<float>(r);
+    w.total = carver.take<float>(r);
+    w.low = carver.take<int32_t>(r);
+    w.high = carver.take<int32_t>(r);
+    w.k_rows = carver.take<const float*>(TILE_KEYS);
+    w.v_rows = carver.take<const float*>(TILE_KEYS);
+    w.floats = carver.used() / sizeof(float);
+    return w;
+}
+
+void clear_state(float* peak, float* total, float* out, int64_t rows, int64_t head_dim) {
+    std::fill(peak, peak + rows, -INFINITY);
+    std::fill(total, total + rows, 0.0f);
+    std::fill(out, out + rows * head_dim, 0.0f);
+}
+
+// A tile's state among a unit's partial ones: peaks, totals, outputs.
+struct Partial {
+    float* peak;
+    float* total;
+    float* out;
+};
+Partial partial_of(float* base, int64_t tile, int64_t rows, int64_t head_dim) {
+    float* peak = base + tile * rows * (head_dim + 2);
+    return {peak, peak + rows, peak + 2 * rows};
+}
+
+// Attends the item's rows to one tile, into the given running state. False when no row sees the tile.
+bool attend(const Ops& ops, const AttentionPlan& plan, const AttentionCall& call, const AttentionPlan::Item& item,
+            int64_t tile, const Working& w, float* peak, float* total, float* out) {
+    const AttentionShape& shape = plan.shape();
+    const int64_t group = shape.num_heads / shape.num_kv_heads, start = tile * TILE_KEYS;
+    const auto low_of = [&](int64_t token) {
+        return call.window ? std::max<int64_t>(0, item.position + token - call.window + 1 - start) : 0;
+    };
+    const auto high_of = [&](int64_t token) {
+        return std::min<int64_t>(TILE_KEYS, item.position + token + 1 - start);
+    };
+    // Positions rise with the token: the rows that see the tile are a range.
+    const int64_t first = std::max<int64_t>(0, start - item.position);
+    int64_t last = item.num_tokens;
+    if (call.window) last = std::min(last, start + TILE_KEYS - 1 + call.window - item.position);
+    if (first >= last) return false;
+    for (int64_t token = first; token < last; ++token) {
+        for (int64_t head = 0; head < group; ++head) {
+            w.low[token * group + head] = static_cast<int32_t>(low_of(token));
+            w.high[token * group + head] = static_cast<int32_t>(high_of(token));
+        }
+    }
+
+    const PjPages& pages = call.pages;
+    const int64_t key_begin = low_of(first), key_end = high_of(last - 1);
+    const int32_t* table = plan.sequences().block_table + item.sequence * plan.sequences().table_stride;
+    const int64_t page_stride = pages.num_kv_heads * pages.block_size * pages.head_dim;
+    const int64_t head_offset = item.kv_head * pages.block_size * pages.head_dim;
+    int64_t page = -1, page_end = -1, offset = 0;
+    for (int64_t key = key_begin; key < key_end; ++key) {
+        if (start + key >= page_end) {
+            page = (start + key) / pages.block_size;
+            page_end = (page + 1) * pages.block_size;
+            offset = static_cast<int64_t>(table[page]) * page_stride + head_offset - page * pages.block_size * pages.head_dim;
+        }
+        w.k_rows[key] = pages.k + offset + (start + key) * pages.head_dim;
+        w.v_rows[key] = pages.v + offset + (start + key) * pages.head_dim;
+    }
+    // Keys before the window may lie in pages that were given away: the first visible one stands in.
+    for (int64_t key = 0; key < key_begin; ++key) w.k_rows[key] = w.k_rows[key_begin];
+    ops.pack_keys(w.k_rows, static_cast<int>(key_end), static_cast<int>(shape.head_dim), w.keys);
+
+    const int64_t row = first * group;
+    ops.attend_tile({w.q + row * shape.head_dim, w.keys, w.v_rows, w.low + row, w.high + row, peak + row, total + row,
+                     out + row * shape.head_dim, static_cast<int>((last - first) * group),
+                     static_cast<int>(shape.head_dim)});
+    return true;
+}
+
+void finish(const Ops& ops, const AttentionPlan& plan, const AttentionCall& call, const AttentionPlan::Item& item,
+            const Working& w) {
+    const AttentionShape& shape = plan.shape();
+    const int64_t group = shape.num_heads / shape.num_kv_heads;
+    for (int64_t row = 0; row < item.num_tokens * group; ++row) {
+        const int64_t head = item.kv_head * group + row % group;
+        float* to = call.out + (item.first_row + row / group) * call.ldo + head * shape.head_dim;
+        ops.scale_row(w.out + row * shape.head_dim, 1.0f / w.total[row], shape.head_dim, to);
+    }
+}
+
+struct Call {
+    const Ops& ops;
+    const AttentionPlan& plan;
+    const AttentionCall& call;
+    float* scratch;
+    size_t scratch_floats;
+    std::atomic<size_t> next{0};
+};
+
+void attention_member(const Team& team, void* context) {
+    Call& c = *static_cast<Call*>(context);
+    float* scratch = c.scratch + static_cast<size_t>(team.member) * c.scratch_floats;
+    for (size_t item; (item = c.next.fetch_add(1)) < c.plan.items().size();)
+        run_attention_item(c.ops, c.plan, c.call, item, scratch);
+}
+
+}  // namespace
+
+bool AttentionPlan::build(const PjSequences& sequences, const AttentionShape& shape, int64_t num_blocks,
+                          int64_t block_size, int64_t window, int threads) {
+    sequences_ = sequences;
+    shape_ = shape;
+    items_.clear();
+    units_.clear();
+    partial_floats_ = 0;
+    max_rows_ = 0;
+    const int64_t group = shape.num_heads / shape.num_kv_heads, block_tokens = tokens_of_block(shape);
+
+    struct Span {
+        int32_t sequence, first_row, num_tokens, position, tile_begin, tile_end;
+    };
+    std::vector<Span> spans;
+    int64_t work = 0;  // rows × tiles
+    for (int64_t s = 0; s < sequences.num_sequences; ++s) {
+        const int64_t begin = sequences.cu_query[s], tokens = sequences.cu_query[s + 1] - begin;
+        if (tokens == 0) continue;
+        const int64_t first_position = sequences.context_len[s] - tokens;
+        const int64_t first_key = window ? std::max<int64_t>(0, first_position - window + 1) : 0;
+        for (int64_t page = first_key / block_size; page <= (sequences.context_len[s] - 1) / block_size; ++page) {
+            const int32_t id = sequences.block_table[s * sequences.table_stride + page];
+            if (id < 0 || id >= num_blocks) return false;
+        }
+        for (int64_t token = 0; token < tokens; token += block_tokens) {
+            const int64_t count = std::min(block_tokens, tokens - token), position = first_position + token;
+            const int64_t low = window ? std::max<int64_t>(0, position - window + 1) : 0;
+            const Span span{static_cast<int32_t>(s), static_cast<int32_t>(begin + token), static_cast<int32_t>(count),
+                            static_cast<int32_t>(position), static_cast<int32_t>(low / TILE_KEYS),
+                            static_cast<int32_t>((position + count - 1) / TILE_KEYS + 1)};
+            spans.push_back(span);
+            work += count * group * (span.tile_end - span.tile_begin) * shape.num_kv_heads;
+            max_rows_ = std::max(max_rows_, count * group);
+        }
+    }
+
+    const int64_t fair = work / (4 * threads);  // rows × tiles of a piece, at most
+    for (const Span& span : spans) {
+        const int64_t rows = span.num_tokens * group, tiles = span.tile_end - span.tile_begin;
+        const int64_t piece = threads == 1 ? tiles : std::max<int64_t>(1, fair / rows);
+        const int64_t pieces = (tiles + piece - 1) / piece;
+        for (int32_t head = 0; head < shape.num_kv_heads; ++head) {
+            for (int64_t i = 0; i < pieces; ++i) {
+                items_.push_back({span.sequence, head, span.first_row, span.num_tokens, span.position,
+                                  static_cast<int32_t>(span.tile_begin + tiles * i / pieces),
+                                  static_cast<int32_t>(span.tile_begin + tiles * (i + 1) / pieces),
+                                  static_cast<int32_t>(units_.size())});
+            }
+            units_.push_back({static_cast<int32_t>(pieces), static_cast<int32_t>(tiles), partial_floats_});
+            if (pieces > 1) partial_floats_ += rows * tiles * (shape.head_dim + 2);
+        }
+    }
+    // The longest first, so that none is left alone at the end.
+    std::stable_sort(items_.begin(), items_.end(), [](const Item& a, const Item& b) {
+        return int64_t{a.num_tokens} * (a.tile_end - a.tile_begin) > int64_t{b.num_tokens} * (b.tile_end - b.tile_begin);
+    });
+    return true;
+}
+
+size_t attention_scratch_floats(const AttentionPlan& plan) {
+    return carve(nullptr, plan.max_rows(), plan.shape().head_dim).floats;
+}
+
+void run_attention_item(const Ops& ops, const AttentionPlan& plan, const AttentionCall& call, size_t index,
+                        float* scratch) {
+    const AttentionPlan::Item& item = plan.items()[index];
+    const AttentionPlan::Unit& unit = plan.units()[static_cast<size_t>(item.unit)];
+    const AttentionShape& shape = plan.shape();
+    const int64_t group = shape.num_heads / shape.num_kv_heads, rows = item.num_tokens * group;
+    const int64_t head_dim = shape.head_dim;
+    const Working w = carve(scratch, plan.max_rows(), head_dim);
+    for (int64_t row = 0; row < rows; ++row) {
+        const int64_t head = item.kv_head * group + row % group;
+        const float* from = call.q + (item.first_row + row / group) * call.ldq + head * head_dim;
+        ops.scale_row(from, call.scale * LOG2_E, head_dim, w.q + row * head_dim);
+    }
+
+    if (unit.pieces == 1) {
+        clear_state(w.peak, w.total, w.out, rows, head_dim);
+        for (int64_t tile = item.tile_begin; tile < item.tile_end; ++tile)
+            attend(ops, plan, call, item, tile, w, w.peak, w.total, w.out);
+        finish(ops, plan, call, item, w);
+        return;
+    }
+
+    // Partial states lie by tile, counted from the unit's first.
+    const int64_t last_tile = (item.position + item.num_tokens - 1) / TILE_KEYS, base_tile = last_tile + 1 - unit.tiles;
+    float* base = call.partial + unit.partial;
+    for (int64_t tile = item.tile_begin; tile < item.tile_end; ++tile) {
+        const Partial state = partial_of(base, tile - base_tile, rows, head_dim);
+        clear_state(state.peak, state.total, state.out, rows, head_dim);
+        attend(ops, plan, call, item, tile, w, state.peak, state.total, state.out);
+    }
+    std::atomic<int32_t>& unfinished = call.unfinished[item.unit];
+    if (unfinished.fetch_sub(1, std::memory_order_acq_rel) != 1) return;
+    unfinished.store(unit.pieces, std::memory_order_relaxed);
+    clear_state(w.peak, w.total, w.out, rows, head_dim);
+    for (int64_t tile = 0; tile < unit.tiles; ++tile) {
+        const Partial state = partial_of(base, tile, rows, head_dim);
+        ops.merge_tile(state.peak, state.total, state.out, static_cast<int>(rows), static_cast<int>(head_dim), w.peak,
+                       w.total, w.out);
+    }
+    finish(ops, plan, call, item, w);
+}
+
+void store_key_value(const PjPages& pages, int64_t slot, int64_t kv_head, const float* key, const float* value) {
+    const int64_t page = slot / pages.block_size, offset = slot % pages.block_size;
+    const int64_t at = ((page * pages.num_kv_heads + kv_head) * pages.block_size + offset) * pages.head_dim;
+    const size_t bytes = static_cast<size_t>(pages.head_dim) * sizeof(float);
+    if (key) memcpy(pages.k + at, key, bytes);
+    if (value) memcpy(pages.v + at, value, bytes);
+}
+
+int run_attention(const float* q, float* out, const PjPages& pages, const PjSequences& sequences,
+                  const AttentionShape& shape, float scale, int64_t window) {
+    const int threads = num_threads();
+    AttentionPlan plan;
+    if (!plan.build(sequences, shape, pages.num_blocks, pages.block_size, window, threads)) return -2;
+    if (plan.items().empty()) return 0;
+    static thread_local Scratch scratch;
+    const size_t own = attention_scratch_floats(plan);
+    float* memory = static_cast<float*>(
+        scratch.reserve((own * static_cast<size_t>(threads) + static_cast<size_t>(plan.partial_floats())) * 4));
+    if (memory == nullptr) return -1;
+    std::vector<std::atomic<int32_t>> unfinished(plan.units().size());
+    for (size_t i = 0; i < unfinished.size(); ++i) unfinished[i].store(plan.units()[i].pieces);
+    const int64_t stride = shape.num_heads * shape.head_dim;
+    const AttentionCall call{q, out, stride, stride, pages, scale, window, memory + own * static_cast<size_t>(threads),
+                             unfinished.data()};
+    Call context{ops(), plan, call, memory, own};
+    run_team(attention_member, &context, threads);
+    return 0;
+}
+
+}  // namespace penjing

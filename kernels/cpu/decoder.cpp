@@ -1,0 +1,306 @@
+#include "decoder.h"
+
+#include <algorithm>
+#include <atomic>
+#include <cstring>
+#include <vector>
+
+#include "attention.h"
+#include "linear.h"
+#include "memory.h"
+#include "ops.h"
+#include "pool.h"
+
+namespace penjing {
+namespace {
+
+// Up to this many rows every member quantizes all of them for itself: cheaper than a barrier.
+constexpr int64_t OWN_ROWS = 8;
+// From this many rows a member on, rows are shared out and not columns: two barriers a layer, activations stay in cache.
+constexpr int64_t ROWS_A_MEMBER = 48;
+
+// Working memory for some rows on their way through a layer.
+struct Buffers {
+    Rows rows;   // input of the next linear layer
+    float* act;  // (rows, intermediate), or (rows, 2 × intermediate) when gate and up are apart
+};
+
+}  // namespace
+
+class Decoder {
+public:
+    explicit Decoder(const PjModel& model) : model_(model), layers_(model.layers, model.layers + model.num_layers) {
+        for (const PjLayer& layer : layers_) {
+            whole_gate_ = whole_gate_ && layer.num_gate_up == 1;
+            widest_ = std::max({widest_, layer.window == 0 ? INT64_MAX : layer.window});
+        }
+    }
+    int run(const StepInput& input);
+
+private:
+    friend void step_member(const Team& team, void* context);
+
+    int64_t q_size() const { return model_.num_heads * model_.head_dim; }
+    int64_t kv_size() const { return model_.num_kv_heads * model_.head_dim; }
+    int64_t qkv_size() const { return q_size() + 2 * kv_size(); }
+    int64_t act_size() const { return whole_gate_ ? model_.intermediate : 2 * model_.intermediate; }
+    int64_t input_size() const { return std::max({model_.hidden, q_size(), model_.intermediate}); }
+
+    Buffers carve_buffers(Carver& carver, int64_t rows) const {
+        Buffers b{};
+        const size_t r = static_cast<size_t>(rows);
+        b.rows.x = carver.take<float>(r * static_cast<size_t>(input_size()));
+        b.rows.q = carver.take<uint8_t>(r * static_cast<size_t>(padded_k(input_size())));
+        b.rows.row_scale = carver.take<float>(r);
+        b.act = carver.take<float>(r * static_cast<size_t>(act_size()));
+        return b;
+    }
+    size_t carve(void* memory);
+
+    void member(const Team& team);
+    void by_columns(const Team& team, const Buffers& own);
+    void by_rows(const Team& team, const Buffers& own);
+    void attention(const Team& team, int64_t layer);
+    void logits(const Team& team, const Buffers& own);
+
+    void embed(int64_t begin, int64_t end);
+    void head(const Team& team, int64_t layer, int64_t row, int64_t count, const Buffers& b);
+    void tail(const Team& team, const PjLayer& layer, float* hidden, const float* attended, int64_t count,
+              const Buffers& b);
+    void store_rotated(int64_t layer, int64_t row, int64_t part);
+    PjPages pages(int64_t layer) const;
+
+    // Runs `prepare(i)` for each row: all of them on every member where the buffers are the member's own, else shared
+    // out and followed by a barrier.
+    template <typename Prepare>
+    void each_row(const Team& team, int64_t count, Prepare prepare) const {
+        const bool own = count <= OWN_ROWS || team.members == 1;
+        const int64_t begin = own ? 0 : share(count, team.member, team.members);
+        const int64_t end = own ? count : share(count, team.member + 1, team.members);
+        for (int64_t i = begin; i < end; ++i) prepare(i);
+        if (!own) team.sync();
+    }
+    void quantize(const Rows& rows, int64_t row, int64_t k) const {
+        quantize_for_panels(*ops_, rows.x + row * k, k, rows.q + row * padded_k(k), rows.row_scale + row);
+    }
+
+    PjModel model_;
+    std::vector<PjLayer> layers_;
+    bool whole_gate_ = true;
+    int64_t widest_ = 0;  // keys that the widest window sees
+
+    // Of the step that runs.
+    const Ops* ops_ = nullptr;
+    StepInput in_{};
+    int threads_ = 1;
+    AttentionPlan plan_;
+    Scratch scratch_;
+    float *hidden_ = nullptr, *qkv_ = nullptr, *attended_ = nullptr, *partial_ = nullptr;
+    float *last_hidden_ = nullptr, *last_attended_ = nullptr;
+    Buffers shared_{};
+    std::vector<Buffers> own_;
+    std::vector<float*> attention_scratch_;
+    std::vector<std::atomic<int32_t>> unfinished_;
+    std::vector<std::atomic<int64_t>> next_;  // one counter a phase
+};
+
+void step_member(const Team& team, void* context) { static_cast<Decoder*>(context)->member(team); }
+
+size_t Decoder::carve(void* memory) {
+    Carver carver(memory);
+    const size_t rows = static_cast<size_t>(in_.rows), logits = static_cast<size_t>(in_.num_logits);
+    hidden_ = carver.take<float>(rows * static_cast<size_t>(model_.hidden));
+    qkv_ = carver.take<float>(rows * static_cast<size_t>(qkv_size()));
+    attended_ = carver.take<float>(rows * static_cast<size_t>(q_size()));
+    last_hidden_ = carver.take<float>(logits * static_cast<size_t>(model_.hidden));
+    last_attended_ = carver.take<float>(logits * static_cast<size_t>(q_size()));
+    partial_ = carver.take<float>(static_cast<size_t>(plan_.partial_floats()));
+    const bool split_rows = in_.rows >= ROWS_A_MEMBER * threads_;
+    shared_ = carve_buffers(carver, std::max(split_rows ? 0 : in_.rows, in_.num_logits));
+    const int64_t own_rows = split_rows ? std::max(OWN_ROWS, row_chunk(input_size())) : OWN_ROWS;
+    own_.resize(static_cast<size_t>(threads_));
+    attention_scratch_.resize(static_cast<size_t>(threads_));
+    for (int i = 0; i < threads_; ++i) {
+        own_[static_cast<size_t>(i)] = carve_buffers(carver, own_rows);
+        attention_scratch_[static_cast<size_t>(i)] = carver.take<float>(attention_scratch_floats(plan_));
+    }
+    return carver.used();
+}
+
+int Decoder::run(const StepInput& input) {
+    in_ = input;
+    ops_ = &ops();
+    threads_ = num_threads();
+    const AttentionShape shape{model_.num_heads, model_.num_kv_heads, model_.head_dim};
+    const int64_t window = widest_ == INT64_MAX ? 0 : widest_;
+    if (!plan_.build(in_.sequences, shape, in_.num_blocks, in_.block_size, window, threads_)) return -2;
+    void* memory = scratch_.reserve(carve(nullptr));
+    if (memory == nullptr) return -1;
+    carve(memory);
+    if (unfinished_.size() < plan_.units().size())
+        unfinished_ = std::vector<std::atomic<int32_t>>(plan_.units().size() * 2);
+    for (size_t i = 0; i < plan_.units().size(); ++i) unfinished_[i].store(plan_.units()[i].pieces);
+    if (next_.empty()) next_ = std::vector<std::atomic<int64_t>>(static_cast<size_t>(2 * model_.num_layers + 2));
+    for (std::atomic<int64_t>& counter : next_) counter.store(0);
+    run_team(step_member, this, threads_);
+    return 0;
+}
+
+void Decoder::member(const Team& team) {
+    const Buffers& own = own_[static_cast<size_t>(team.member)];
+    if (in_.rows >= ROWS_A_MEMBER * team.members) by_rows(team, own);
+    else by_columns(team, own);
+    if (in_.num_logits > 0) logits(team, own);
+}
+
+void Decoder::by_columns(const Team& team, const Buffers& own) {
+    Buffers b = in_.rows <= OWN_ROWS ? own : shared_;
+    b.act = shared_.act;
+    embed(share(in_.rows, team.member, team.members), share(in_.rows, team.member + 1, team.members));
+    team.sync();
+    for (int64_t layer = 0; layer < model_.num_layers; ++layer) {
+        head(team, layer, 0, in_.rows, b);
+        attention(team, layer);
+        if (layer + 1 < model_.num_layers)
+            tail(team, layers_[static_cast<size_t>(layer)], hidden_, attended_, in_.rows, b);
+    }
+}
+
+void Decoder::by_rows(const Team& team, const Buffers& own) {
+    const Team alone{0, 1, nullptr};
+    const int64_t even = (in_.rows + team.members - 1) / team.members;
+    const int64_t chunk = std::min(row_chunk(input_size()), even);
+    for (int64_t layer = 0; layer < model_.num_layers; ++layer) {
+        std::atomic<int64_t>& next = next_[static_cast<size_t>(2 * layer)];
+        for (int64_t row; (row = next.fetch_add(chunk)) < in_.rows;) {
+            const int64_t count = std::min(chunk, in_.rows - row);
+            if (layer == 0) {
+                embed(row, row + count);
+            } else {
+                tail(alone, layers_[static_cast<size_t>(layer - 1)], hidden_ + row * model_.hidden,
+                     attended_ + row * q_size(), count, own);
+            }
+            head(alone, layer, row, count, own);
+        }
+        team.sync();
+        attention(team, layer);
+    }
+}
+
+PjPages Decoder::pages(int64_t layer) const {
+    const int64_t half = in_.num_blocks * in_.block_size * kv_size();
+    float* k = in_.pool + layer * 2 * half;
+    return {k, k + half, in_.num_blocks, in_.block_size, model_.num_kv_heads, model_.head_dim};
+}
+
+// Ends with a barrier.
+void Decoder::attention(const Team& team, int64_t layer) {
+    const AttentionCall call{qkv_, attended_, qkv_size(), q_size(), pages(layer), model_.attention_scale,
+                             layers_[static_cast<size_t>(layer)].window, partial_, unfinished_.data()};
+    std::atomic<int64_t>& next = next_[static_cast<size_t>(2 * layer + 1)];
+    const int64_t count = static_cast<int64_t>(plan_.items().size());
+    for (int64_t item; (item = next.fetch_add(1)) < count;)
+        run_attention_item(*ops_, plan_, call, static_cast<size_t>(item),
+                           attention_scratch_[static_cast<size_t>(team.member)]);
+    team.sync();
+}
+
+void Decoder::embed(int64_t begin, int64_t end) {
+    const int64_t bytes = model_.hidden * (model_.embedding_dtype == PJ_F32 ? 4 : 2);
+    for (int64_t row = begin; row < end; ++row) {
+        const char* from = static_cast<const char*>(model_.embedding) + in_.tokens[row] * bytes;
+        ops_->widen_row(from, model_.embedding_dtype, model_.hidden, hidden_ + row * model_.hidden);
+    }
+}
+
+// Norm, projections, head norms, rotation, keys and values into their pages. Ends with a barrier.
+void Decoder::head(const Team& team, int64_t index, int64_t row, int64_t count, const Buffers& b) {
+    const PjLayer& layer = layers_[static_cast<size_t>(index)];
+    const int64_t hidden = model_.hidden;
+    each_row(team, count, [&](int64_t i) {
+        ops_->rms_norm_row(hidden_ + (row + i) * hidden, layer.input_norm, hidden, model_.eps, b.rows.x + i * hidden);
+        quantize(b.rows, i, hidden);
+    });
+    float* out = qkv_ + row * qkv_size();
+    for (int i = 0; i < layer.num_qkv; ++i) {
+        apply_linear(*ops_, layer.qkv[i], b.rows, count, team.member, team.members, out, qkv_size(), false);
+        out += layer.qkv[i].n;
+    }
+    team.sync();
+    const int64_t parts = model_.num_heads + 2 * model_.num_kv_heads, total = count * parts;
+    for (int64_t i = share(total, team.member, team.members); i < share(total, team.member + 1, team.members); ++i)
+        store_rotated(index, row + i / parts, i % parts);
+    team.sync();
+}
+
+// One head of one token: parts are the query heads, then keys, then values.
+void Decoder::store_rotated(int64_t index, int64_t row, int64_t part) {
+    const PjLayer& layer = layers_[static_cast<size_t>(index)];
+    const int64_t head_dim = model_.head_dim;
+    const bool is_value = part >= model_.num_heads + model_.num_kv_heads;
+    float* x = qkv_ + row * qkv_size() + part * head_dim;
+    const bool is_query = part < model_.num_heads;
+    if (!is_value) {
+        const float* norm = is_query ? layer.q_norm : layer.k_norm;
+        if (norm) ops_->rms_norm_row(x, norm, head_dim, model_.eps, x);
+        const int64_t angle = in_.positions[row] * (head_dim / 2);
+        ops_->rotate_head(x, model_.cos + angle, model_.sin + angle, head_dim);
+    }
+    const int64_t slot = in_.slots[row];
+    if (is_query || slot < 0) return;
+    const int64_t kv_head = (part - model_.num_heads) % model_.num_kv_heads;
+    store_key_value(pages(index), slot, kv_head, is_value ? nullptr : x, is_value ? x : nullptr);
+}
+
+// Output projection, norm and MLP, each added to `hidden`. Ends with a barrier.
+void Decoder::tail(const Team& team, const PjLayer& layer, float* hidden, const float* attended, int64_t count,
+                   const Buffers& b) {
+    const int64_t width = model_.hidden, inner = model_.intermediate, heads = q_size();
+    each_row(team, count, [&](int64_t i) {
+        memcpy(b.rows.x + i * heads, attended + i * heads, static_cast<size_t>(heads) * sizeof(float));
+        quantize(b.rows, i, heads);
+    });
+    apply_linear(*ops_, layer.out, b.rows, count, team.member, team.members, hidden, width, true);
+    team.sync();
+    each_row(team, count, [&](int64_t i) {
+        ops_->rms_norm_row(hidden + i * width, layer.post_norm, width, model_.eps, b.rows.x + i * width);
+        quantize(b.rows, i, width);
+    });
+    const int64_t stride = layer.num_gate_up == 1 ? inner : 2 * inner;
+    for (int i = 0; i < layer.num_gate_up; ++i)
+        apply_linear(*ops_, layer.gate_up[i], b.rows, count, team.member, team.members, b.act + i * inner, stride, false);
+    team.sync();
+    each_row(team, count, [&](int64_t i) {
+        const float* act = b.act + i * stride;
+        if (layer.num_gate_up == 2) ops_->swiglu_row(act, act + inner, inner, b.rows.x + i * inner);
+        else memcpy(b.rows.x + i * inner, act, static_cast<size_t>(inner) * sizeof(float));
+        quantize(b.rows, i, inner);
+    });
+    apply_linear(*ops_, layer.down, b.rows, count, team.member, team.members, hidden, width, true);
+    team.sync();
+}
+
+// The last layer's tail, the final norm and the head, for the rows whose logits are wanted.
+void Decoder::logits(const Team& team, const Buffers& own) {
+    const int64_t count = in_.num_logits, width = model_.hidden, heads = q_size();
+    Buffers b = count <= OWN_ROWS ? own : shared_;
+    b.act = shared_.act;
+    for (int64_t i = share(count, team.member, team.members); i < share(count, team.member + 1, team.members); ++i) {
+        const int64_t row = in_.logit_rows[i];
+        memcpy(last_hidden_ + i * width, hidden_ + row * width, static_cast<size_t>(width) * sizeof(float));
+        memcpy(last_attended_ + i * heads, attended_ + row * heads, static_cast<size_t>(heads) * sizeof(float));
+    }
+    team.sync();
+    tail(team, layers_.back(), last_hidden_, last_attended_, count, b);
+    each_row(team, count, [&](int64_t i) {
+        ops_->rms_norm_row(last_hidden_ + i * width, model_.final_norm, width, model_.eps, b.rows.x + i * width);
+        quantize(b.rows, i, width);
+    });
+    apply_linear(*ops_, model_.head, b.rows, count, team.member, team.members, in_.logits, model_.vocab, false);
+}
+
+Decoder* make_decoder(const PjModel& model) { return new (std::nothrow) Decoder(model); }
+void free_decoder(Decoder* decoder) { delete decoder; }
+int run_step(Decoder& decoder, const StepInput& input) { return decoder.run(input); }
+
+}  // namespace penjing

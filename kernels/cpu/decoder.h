@@ -1,0 +1,29 @@
+// A whole decoder step in one call: embedding, layers over the paged cache, final norm, LM head on chosen rows.
+#pragma once
+
+#include "abi.h"
+
+namespace penjing {
+
+struct StepInput {
+    const int32_t* tokens;     // (rows)
+    const int32_t* positions;  // (rows)
+    const int64_t* slots;      // (rows) page × block_size + offset, −1: not stored
+    const int32_t* logit_rows; // (num_logits)
+    int64_t rows;
+    int64_t num_logits;
+    PjSequences sequences;
+    float* pool;  // (num_layers, 2, num_blocks, num_kv_heads, block_size, head_dim)
+    int64_t num_blocks;
+    int64_t block_size;
+    float* logits;  // (num_logits, vocab)
+};
+
+class Decoder;
+
+Decoder* make_decoder(const PjModel& model);
+void free_decoder(Decoder* decoder);
+// 0 when done, −1 without memory, −2 for a block id outside the cache. One step at a time.
+int run_step(Decoder& decoder, const StepInput& input);
+
+}  // namespace penjing

@@ -1,0 +1,175 @@
+"""Find and open the compiled library and declare its functions; the structures mirror abi.h field by field."""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import POINTER, c_char_p, c_float, c_int32, c_int64, c_uint64, c_void_p
+from importlib.machinery import EXTENSION_SUFFIXES
+from pathlib import Path
+
+ABI_VERSION = 1
+DTYPES = {"float32": 0, "bfloat16": 1, "float16": 2, "int8": 3}
+
+
+class MissingLibrary(Exception):  # noqa: N818  a state that is handled, not a failure
+    """The library is not built, cannot be opened, or was built from other sources."""
+
+
+class Linear(ctypes.Structure):
+    """PjLinear."""
+
+    _fields_ = (
+        ("weight", c_void_p),
+        ("scale", c_void_p),
+        ("bias", c_void_p),
+        ("comp", c_void_p),
+        ("n", c_int64),
+        ("k", c_int64),
+        ("dtype", c_int32),
+        ("width", c_int32),
+        ("swiglu", c_int32),
+        ("unused", c_int32),
+    )
+
+
+class Layer(ctypes.Structure):
+    """PjLayer."""
+
+    _fields_ = (
+        ("qkv", Linear * 3),
+        ("out", Linear),
+        ("gate_up", Linear * 2),
+        ("down", Linear),
+        ("input_norm", c_void_p),
+        ("post_norm", c_void_p),
+        ("q_norm", c_void_p),
+        ("k_norm", c_void_p),
+        ("window", c_int64),
+        ("num_qkv", c_int32),
+        ("num_gate_up", c_int32),
+    )
+
+
+class Model(ctypes.Structure):
+    """PjModel."""
+
+    _fields_ = (
+        ("layers", POINTER(Layer)),
+        ("embedding", c_void_p),
+        ("final_norm", c_void_p),
+        ("head", Linear),
+        ("cos", c_void_p),
+        ("sin", c_void_p),
+        ("num_layers", c_int64),
+        ("vocab", c_int64),
+        ("hidden", c_int64),
+        ("intermediate", c_int64),
+        ("num_heads", c_int64),
+        ("num_kv_heads", c_int64),
+        ("head_dim", c_int64),
+        ("num_positions", c_int64),
+        ("eps", c_float),
+        ("attention_scale", c_float),
+        ("embedding_dtype", c_int32),
+        ("unused", c_int32),
+    )
+
+
+class Sequences(ctypes.Structure):
+    """PjSequences."""
+
+    _fields_ = (
+        ("cu_query", c_void_p),
+        ("context_len", c_void_p),
+        ("block_table", c_void_p),
+        ("table_stride", c_int64),
+        ("num_sequences", c_int64),
+    )
+
+
+class Pages(ctypes.Structure):
+    """PjPages."""
+
+    _fields_ = (
+        ("k", c_void_p),
+        ("v", c_void_p),
+        ("num_blocks", c_int64),
+        ("block_size", c_int64),
+        ("num_kv_heads", c_int64),
+        ("head_dim", c_int64),
+    )
+
+
+class StepInput(ctypes.Structure):
+    """StepInput of decoder.h."""
+
+    _fields_ = (
+        ("tokens", c_void_p),
+        ("positions", c_void_p),
+        ("slots", c_void_p),
+        ("logit_rows", c_void_p),
+        ("rows", c_int64),
+        ("num_logits", c_int64),
+        ("sequences", Sequences),
+        ("pool", c_void_p),
+        ("num_blocks", c_int64),
+        ("block_size", c_int64),
+        ("logits", c_void_p),
+    )
+
+
+# name → (result, arguments)
+_FUNCTIONS = {
+    "pj_abi_version": (c_int32, []),
+    "pj_isa": (c_char_p, []),
+    "pj_select_isa": (c_int32, [c_char_p]),
+    "pj_num_threads": (c_int32, []),
+    "pj_set_num_threads": (None, [c_int32]),
+    "pj_allocate": (c_void_p, [c_uint64]),
+    "pj_free": (None, [c_void_p, c_uint64]),
+    "pj_packed_bytes": (c_uint64, [c_int64, c_int64, c_int32]),
+    "pj_pack_int8": (
+        None,
+        [c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_int32, c_void_p, POINTER(Linear)],
+    ),
+    "pj_linear": (c_int32, [POINTER(Linear), c_void_p, c_int64, c_void_p]),
+    "pj_quantize": (None, [c_void_p, c_int64, c_int64, c_void_p, c_void_p]),
+    "pj_rms_norm": (None, [c_void_p, c_void_p, c_int64, c_int64, c_float, c_void_p]),
+    "pj_swiglu": (None, [c_void_p, c_void_p, c_int64, c_void_p]),
+    "pj_rotate": (None, [c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_int64]),
+    "pj_write_kv": (None, [c_void_p, c_void_p, c_void_p, c_int64, POINTER(Pages)]),
+    "pj_attention": (c_int32, [c_void_p, c_void_p, POINTER(Pages), POINTER(Sequences), c_int64, c_float, c_int64]),
+    "pj_make_decoder": (c_void_p, [POINTER(Model)]),
+    "pj_free_decoder": (None, [c_void_p]),
+    "pj_step": (c_int32, [c_void_p, POINTER(StepInput)]),
+}
+
+
+def library_path() -> Path | None:
+    """The compiled library beside this file, or None."""
+    folder = Path(__file__).parent
+    return next((path for suffix in EXTENSION_SUFFIXES if (path := folder / f"_cpu{suffix}").exists()), None)
+
+
+def load_library() -> ctypes.CDLL:
+    """Open the library and declare its functions.
+
+    Raises:
+        MissingLibrary: it is not there, does not open, or has another version than these declarations.
+    """
+    path = library_path()
+    if path is None:
+        raise MissingLibrary(
+            "the C++ kernels are not built (install a C++17 compiler such as g++ 11, then run pip install -e . again)"
+        )
+    try:
+        library = ctypes.CDLL(str(path))
+        version = library.pj_abi_version()
+    except (OSError, AttributeError) as error:
+        raise MissingLibrary(f"the C++ kernels in {path} do not load ({error})") from None
+    if version != ABI_VERSION:
+        raise MissingLibrary(f"{path} was built from other sources; run pip install -e . again")
+    for name, (result, arguments) in _FUNCTIONS.items():
+        function = getattr(library, name)
+        function.restype, function.argtypes = result, arguments
+    return library

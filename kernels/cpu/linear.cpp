@@ -1,0 +1,166 @@
+#include "linear.h"
+
+#include <atomic>
+#include <cstring>
+#include <initializer_list>
+
+#include "memory.h"
+
+namespace penjing {
+namespace {
+
+// Row of `weight` behind a packed column, or −1 in the padding.
+int64_t source_row(int64_t column, int64_t n, bool swiglu) {
+    if (!swiglu) return column < n ? column : -1;
+    const int64_t group = column / 16, at = group / 2 * 16 + column % 16;
+    if (at >= n) return -1;
+    return group % 2 == 0 ? at : n + at;
+}
+
+int best_width(int64_t columns, bool swiglu, int threads) {
+    int best = PANEL;
+    int64_t least = INT64_MAX;
+    for (int width : {64, 48, 32}) {
+        if (swiglu && width % 32 != 0) continue;
+        const int64_t panels = (columns + width - 1) / width;
+        const int64_t columns_of_one = (panels + threads - 1) / threads * width;
+        if (columns_of_one < least) {
+            least = columns_of_one;
+            best = width;
+        }
+    }
+    return best;
+}
+
+struct LinearCall {
+    const PjLinear& linear;
+    const Ops& ops;
+    const float* x;
+    int64_t rows;
+    float* out;
+    Rows buffer;
+    bool by_rows;
+    int64_t chunk;
+    std::atomic<int64_t> next{0};
+};
+
+void linear_member(const Team& team, void* context) {
+    LinearCall& call = *static_cast<LinearCall*>(context);
+    const PjLinear& linear = call.linear;
+    const bool int8 = linear.dtype == PJ_INT8;
+    Rows rows = call.buffer;
+    if (!call.by_rows) {
+        if (int8) {
+            quantize_rows(call.ops, call.x, linear.k, linear.k, share(call.rows, team.member, team.members),
+                          share(call.rows, team.member + 1, team.members), rows);
+            team.sync();
+        }
+        apply_linear(call.ops, linear, rows, call.rows, team.member, team.members, call.out, linear.n, false);
+        return;
+    }
+    for (;;) {
+        const int64_t begin = call.next.fetch_add(call.chunk), left = call.rows - begin;
+        if (left <= 0) return;
+        const int64_t count = left < call.chunk ? left : call.chunk;
+        Rows part{rows.x + begin * linear.k, rows.q + begin * padded_k(linear.k), rows.row_scale + begin};
+        if (int8) quantize_rows(call.ops, call.x + begin * linear.k, linear.k, linear.k, 0, count, part);
+        apply_linear(call.ops, linear, part, count, 0, 1, call.out + begin * linear.n, linear.n, false);
+    }
+}
+
+}  // namespace
+
+size_t packed_bytes(int64_t n, int64_t k, bool swiglu) {
+    PjLinear linear{};
+    linear.n = n;
+    linear.swiglu = swiglu;
+    const size_t columns = static_cast<size_t>(padded_columns(linear));
+    return columns * static_cast<size_t>(padded_k(k)) + 3 * columns * 4;
+}
+
+void pack_int8(const int8_t* weight, const float* scale, const float* bias, int64_t n, int64_t k, bool swiglu,
+               int threads, void* memory, PjLinear* linear) {
+    *linear = PjLinear{};
+    linear->n = n;
+    linear->k = k;
+    linear->dtype = PJ_INT8;
+    linear->swiglu = swiglu;
+    const int64_t columns = padded_columns(*linear), groups = padded_k(k) / 4;
+    linear->width = best_width(columns, swiglu, threads);
+
+    int8_t* panels = static_cast<int8_t*>(memory);
+    int32_t* comp = reinterpret_cast<int32_t*>(panels + columns * groups * 4);
+    float* scales = reinterpret_cast<float*>(comp + columns);
+    float* biases = scales + columns;
+    memset(memory, 0, packed_bytes(n, k, swiglu));
+    for (int64_t first = 0; first < columns; first += linear->width) {
+        const int64_t width = columns - first < linear->width ? columns - first : linear->width;
+        for (int64_t c = 0; c < width; ++c) {
+            const int64_t row = source_row(first + c, n, swiglu);
+            if (row < 0) continue;
+            const int8_t* from = weight + row * k;
+            int8_t* to = panels + first * groups * 4 + 4 * c;
+            uint32_t sum = 0;
+            for (int64_t i = 0; i < k; ++i) {
+                to[i / 4 * width * 4 + i % 4] = from[i];
+                sum += static_cast<uint32_t>(static_cast<int32_t>(from[i]));
+            }
+            comp[first + c] = static_cast<int32_t>(128u * sum);
+            scales[first + c] = scale[row];
+            biases[first + c] = bias ? bias[row] : 0.0f;
+        }
+    }
+    linear->weight = panels;
+    linear->comp = comp;
+    linear->scale = scales;
+    linear->bias = biases;
+}
+
+void quantize_rows(const Ops& ops, const float* x, int64_t ldx, int64_t k, int64_t begin, int64_t end, Rows rows) {
+    for (int64_t row = begin; row < end; ++row)
+        quantize_for_panels(ops, x + row * ldx, k, rows.q + row * padded_k(k), rows.row_scale + row);
+}
+
+void apply_linear(const Ops& ops, const PjLinear& linear, const Rows& rows, int64_t count, int member, int members,
+                  float* out, int64_t ldo, bool add) {
+    if (linear.dtype == PJ_INT8) {
+        const int64_t panels = num_panels(linear);
+        const Int8Rows task{rows.q, rows.row_scale, out, padded_k(linear.k), ldo, static_cast<int>(count), add};
+        for (int64_t panel = share(panels, member, members); panel < share(panels, member + 1, members); ++panel)
+            ops.int8_panel(linear, panel, task);
+        return;
+    }
+    // Shares of whole cache lines of output.
+    const int64_t lines = (linear.n + 15) / 16;
+    const int64_t n0 = share(lines, member, members) * 16, n1 = share(lines, member + 1, members) * 16;
+    const int64_t end = n1 < linear.n ? n1 : linear.n;
+    if (n0 < end) ops.float_linear(linear, rows.x, linear.k, count, n0, end, out, ldo, add);
+}
+
+int64_t row_chunk(int64_t k) {
+    const int64_t fitting = (int64_t{512} << 10) / (k > 0 ? k : 1) / 24 * 24;
+    return fitting < 24 ? 24 : fitting > 96 ? 96 : fitting;
+}
+
+bool run_linear(const PjLinear& linear, const float* x, int64_t rows, float* out) {
+    if (rows == 0) return true;
+    const int threads = num_threads();
+    static thread_local Scratch scratch;
+    Carver sizes(nullptr);
+    const bool int8 = linear.dtype == PJ_INT8;
+    const size_t quantized = int8 ? static_cast<size_t>(rows * padded_k(linear.k)) : 0;
+    sizes.take<uint8_t>(quantized);
+    sizes.take<float>(static_cast<size_t>(rows));
+    Carver memory(scratch.reserve(sizes.used() + 64));
+    Rows buffer{const_cast<float*>(x), memory.take<uint8_t>(quantized), memory.take<float>(static_cast<size_t>(rows))};
+    if (buffer.q == nullptr) return false;
+
+    int64_t chunk = row_chunk(linear.k);
+    const int64_t even = (rows + threads - 1) / threads;
+    if (even < chunk) chunk = even;
+    LinearCall call{linear, ops(), x, rows, out, buffer, rows >= 48 * threads && threads > 0, chunk};
+    run_team(linear_member, &call, threads);
+    return true;
+}
+
+}  // namespace penjing

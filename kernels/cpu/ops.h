@@ -1,0 +1,92 @@
+// What an instruction set provides: the inner kernels behind a table of functions, one table each for AVX-512 VNNI,
+// AVX2 and plain C++. Everything above the table (threads, blocking, paging) is compiled once for any processor.
+#pragma once
+
+#include "abi.h"
+
+namespace penjing {
+
+constexpr int TILE_KEYS = 64;  // keys of an attention tile; tiles start at multiples of it (absolute positions)
+constexpr int PANEL = 64;      // most columns of an INT8 panel
+constexpr int MAX_VECTOR = 16;
+
+// Where the rows of an INT8 product go.
+struct Int8Rows {
+    const uint8_t* x;        // (rows, k rounded up to 4) activations + 128
+    const float* row_scale;  // (rows)
+    float* out;              // (rows, n)
+    int64_t ldx;
+    int64_t ldo;
+    int rows;
+    bool add;  // out += instead of out =
+};
+
+struct AttentionTile {
+    const float* q;             // (rows, head_dim), times scale × log2(e)
+    const float* k;             // packed by pack_keys
+    const float* const* v;      // TILE_KEYS rows of head_dim
+    const int32_t* low;         // (rows) keys [low, high) of the tile are visible; at least one is
+    const int32_t* high;
+    float* peak;                // (rows) running maximum of the scores, −inf at first
+    float* total;               // (rows) running sum of weights
+    float* out;                 // (rows, head_dim) running weighted sum, not yet divided by total
+    int rows;
+    int head_dim;
+};
+
+struct Ops {
+    const char* name;
+
+    // q = clamp(round_half_even(x / scale)) with scale = amax / 127 (1 where that is 0); bytes XOR flip.
+    void (*quantize_row)(const float* x, int64_t k, uint8_t* q, float* scale, uint8_t flip);
+
+    // One panel (columns first … of the packed order) of an INT8 linear layer for some rows.
+    void (*int8_panel)(const PjLinear& linear, int64_t panel, const Int8Rows& rows);
+
+    // Outputs [n0, n1) of a float linear layer.
+    void (*float_linear)(const PjLinear& linear, const float* x, int64_t ldx, int64_t rows, int64_t n0, int64_t n1,
+                         float* out, int64_t ldo, bool add);
+
+    void (*rms_norm_row)(const float* x, const float* weight, int64_t k, float eps, float* out);
+    void (*rotate_head)(float* x, const float* cos, const float* sin, int64_t head_dim);
+    void (*swiglu_row)(const float* gate, const float* up, int64_t n, float* out);
+    void (*widen_row)(const void* x, int32_t dtype, int64_t k, float* out);
+    void (*scale_row)(const float* x, float factor, int64_t k, float* out);
+
+    // Transposes the first `keys` rows of a tile into groups of one vector: out[group][dimension][lane].
+    void (*pack_keys)(const float* const* k, int keys, int head_dim, float* out);
+    // Attention of some rows to one tile, merged into their running state.
+    void (*attend_tile)(const AttentionTile& tile);
+    // Merges the state of a tile (peak −inf: nothing seen) into a running state, as attend_tile does itself.
+    void (*merge_tile)(const float* peak, const float* total, const float* out, int rows, int head_dim,
+                       float* running_peak, float* running_total, float* running_out);
+};
+
+const Ops& scalar_ops();
+#if defined(__x86_64__)
+const Ops& avx2_ops();
+const Ops& avx512_ops();
+#endif
+
+// The best table this processor runs, or the one forced by `select_ops`.
+const Ops& ops();
+// 0 when done; −1: unknown name; −2: this processor cannot run it.
+int select_ops(const char* name);
+
+// Panels of an INT8 layer and where each lies.
+inline int64_t padded_columns(const PjLinear& linear) {
+    const int64_t half = (linear.n + 15) / 16 * 16;
+    return linear.swiglu ? 2 * half : half;
+}
+inline int64_t num_panels(const PjLinear& linear) {
+    return (padded_columns(linear) + linear.width - 1) / linear.width;
+}
+inline int64_t padded_k(int64_t k) { return (k + 3) / 4 * 4; }
+
+// One row in the form that int8_panel reads: activations + 128, padded to whole groups of 4.
+inline void quantize_for_panels(const Ops& ops, const float* x, int64_t k, uint8_t* q, float* scale) {
+    ops.quantize_row(x, k, q, scale, 0x80);
+    for (int64_t i = k; i < padded_k(k); ++i) q[i] = 0x80;
+}
+
+}  // namespace penjing

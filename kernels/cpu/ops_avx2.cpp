@@ -1,0 +1,74 @@
+// AVX2 with FMA and F16C (Haswell, Zen 1 and later).
+#if defined(__x86_64__)
+#include <immintrin.h>
+
+#include <cmath>
+#include <cstdint>
+
+#include "ops.h"
+
+#if defined(__clang__)
+#pragma clang attribute push(__attribute__((target("avx2,fma,f16c"))), apply_to = function)
+#else
+#pragma GCC target("avx2,fma,f16c")
+#endif
+
+#include "simd_avx2.h"
+
+namespace {
+
+// Without VNNI the byte multiply-add saturates at 16 bits: widen both sides to 16 bits and sum pairs into 32.
+template <int MR>
+inline void int8_tile(const uint8_t* x, int64_t ldx, const int8_t* w, int64_t groups, int64_t width, int32_t* acc) {
+    VI low[MR], high[MR];  // columns 0–3 and 4–7, two partial sums each
+    for (int m = 0; m < MR; ++m) low[m] = high[m] = _mm256_setzero_si256();
+    for (int64_t g = 0; g < groups; ++g, w += width * 4) {
+        const VI w_low = _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(w)));
+        const VI w_high = _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(w + 16)));
+        for (int m = 0; m < MR; ++m) {
+            int32_t four;
+            __builtin_memcpy(&four, x + m * ldx + 4 * g, 4);
+            const VI broadcast = _mm256_cvtepu8_epi16(_mm_set1_epi32(four));
+            low[m] = _mm256_add_epi32(low[m], _mm256_madd_epi16(broadcast, w_low));
+            high[m] = _mm256_add_epi32(high[m], _mm256_madd_epi16(broadcast, w_high));
+        }
+    }
+    for (int m = 0; m < MR; ++m) {
+        const VI sum = _mm256_permute4x64_epi64(_mm256_hadd_epi32(low[m], high[m]), 0xd8);
+        _mm256_storeu_si256(reinterpret_cast<VI*>(acc + m * penjing::PANEL), sum);
+    }
+}
+
+constexpr int int8_rows(int) { return 4; }
+
+inline void int8_block(int rows, int columns, const uint8_t* x, int64_t ldx, const int8_t* w, int64_t groups,
+                       int32_t* acc) {
+    for (int column = 0; column < columns; column += 8) {
+        const int8_t* start = w + 4 * column;
+        switch (rows) {
+            case 1: int8_tile<1>(x, ldx, start, groups, columns, acc + column); break;
+            case 2: int8_tile<2>(x, ldx, start, groups, columns, acc + column); break;
+            case 3: int8_tile<3>(x, ldx, start, groups, columns, acc + column); break;
+            default: int8_tile<4>(x, ldx, start, groups, columns, acc + column); break;
+        }
+    }
+}
+
+constexpr int FLOAT_ROWS = 3, FLOAT_COLUMNS = 4;
+constexpr int ATTENTION_ROWS = 6, ATTENTION_VECTORS = 2;
+
+}  // namespace
+
+#include "ops_impl.h"
+
+namespace penjing {
+const Ops& avx2_ops() {
+    static constexpr Ops table = make_table("avx2");
+    return table;
+}
+}  // namespace penjing
+
+#if defined(__clang__)
+#pragma clang attribute pop
+#endif
+#endif

@@ -1,0 +1,96 @@
+// AVX-512 with VNNI (Cascade Lake, Ice Lake, Zen 4 and later).
+#if defined(__x86_64__)
+#include <immintrin.h>
+
+#include <cmath>
+#include <cstdint>
+
+#include "ops.h"
+
+// Standard headers come first: what they define inline may run on any processor.
+#if defined(__clang__)
+#pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma,f16c"))), \
+                             apply_to = function)
+#else
+#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma,f16c")
+#endif
+
+#include "simd_avx512.h"
+
+namespace {
+
+// rows × NR·16 sums of u8 × s8 products over all of k; a micro-tile stays in registers.
+template <int MR, int NR>
+inline void int8_tile(const uint8_t* x, int64_t ldx, const int8_t* w, int64_t groups, int64_t width, int32_t* acc) {
+    VI sum[MR][NR];
+    for (int m = 0; m < MR; ++m)
+        for (int n = 0; n < NR; ++n) sum[m][n] = _mm512_setzero_si512();
+    const int64_t step = width * 4;
+    for (int64_t g = 0; g < groups; ++g) {
+        VI weight[NR];
+#pragma GCC unroll 4
+        for (int n = 0; n < NR; ++n) {
+            weight[n] = _mm512_loadu_si512(w + 64 * n);
+            // A row alone is bound by memory: ask for what comes 2 KiB later (the hardware stops at each 4 KiB page).
+            if (MR == 1) _mm_prefetch(reinterpret_cast<const char*>(w + 64 * n + 2048), _MM_HINT_T0);
+        }
+#pragma GCC unroll 8
+        for (int m = 0; m < MR; ++m) {
+            int32_t four;
+            __builtin_memcpy(&four, x + m * ldx + 4 * g, 4);
+            const VI broadcast = _mm512_set1_epi32(four);
+#pragma GCC unroll 4
+            for (int n = 0; n < NR; ++n) sum[m][n] = _mm512_dpbusd_epi32(sum[m][n], broadcast, weight[n]);
+        }
+        w += step;
+    }
+    for (int m = 0; m < MR; ++m)
+        for (int n = 0; n < NR; ++n) _mm512_storeu_si512(acc + m * penjing::PANEL + 16 * n, sum[m][n]);
+}
+
+// Micro-tiles of 24 accumulators leave room for the weights and a broadcast in 32 registers.
+constexpr int int8_rows(int nr) { return nr == 4 ? 6 : 8; }
+
+template <int NR>
+inline void int8_rows_of(int rows, const uint8_t* x, int64_t ldx, const int8_t* w, int64_t groups, int64_t width,
+                         int32_t* acc) {
+    switch (rows) {
+        case 1: return int8_tile<1, NR>(x, ldx, w, groups, width, acc);
+        case 2: return int8_tile<2, NR>(x, ldx, w, groups, width, acc);
+        case 3: return int8_tile<3, NR>(x, ldx, w, groups, width, acc);
+        case 4: return int8_tile<4, NR>(x, ldx, w, groups, width, acc);
+        case 5: return int8_tile<5, NR>(x, ldx, w, groups, width, acc);
+        case 6: return int8_tile<6, NR>(x, ldx, w, groups, width, acc);
+        case 7: return int8_tile<7, NR <= 3 ? NR : 3>(x, ldx, w, groups, width, acc);
+        default: return int8_tile<8, NR <= 3 ? NR : 3>(x, ldx, w, groups, width, acc);
+    }
+}
+
+inline void int8_block(int rows, int columns, const uint8_t* x, int64_t ldx, const int8_t* w, int64_t groups,
+                       int32_t* acc) {
+    switch (columns / 16) {
+        case 1: return int8_rows_of<1>(rows, x, ldx, w, groups, columns, acc);
+        case 2: return int8_rows_of<2>(rows, x, ldx, w, groups, columns, acc);
+        case 3: return int8_rows_of<3>(rows, x, ldx, w, groups, columns, acc);
+        default: return int8_rows_of<4>(rows, x, ldx, w, groups, columns, acc);
+    }
+}
+
+constexpr int FLOAT_ROWS = 6, FLOAT_COLUMNS = 4;  // accumulators of a float micro-tile
+constexpr int ATTENTION_ROWS = 6, ATTENTION_VECTORS = 4;
+
+}  // namespace
+
+#include "ops_impl.h"
+
+namespace penjing {
+const Ops& avx512_ops() {
+    static constexpr Ops table = make_table("avx512_vnni");
+    return table;
+}
+}  // namespace penjing
+
+#if defined(__clang__)
+#pragma clang attribute pop
+#endif
+#endif

@@ -1,0 +1,147 @@
+// Float kernels over one instruction set's lanes: linear layers on weights in place, norms, rotation, gates.
+#pragma once
+
+namespace {
+
+template <int DTYPE>
+inline V load_weight(const void* w, int64_t at, int n) {
+    if (DTYPE == PJ_F32) {
+        const float* p = static_cast<const float*>(w) + at;
+        return n == W ? v_load(p) : v_load_n(p, n);
+    }
+    const uint16_t* p = static_cast<const uint16_t*>(w) + at;
+    return DTYPE == PJ_BF16 ? v_load_bf16_n(p, n) : v_load_f16_n(p, n);
+}
+
+// MR rows × NR outputs. Each output is W running sums over k, then one fixed tree: no row depends on its neighbours.
+template <int DTYPE, int MR, int NR>
+inline void float_tile(const PjLinear& linear, const float* x, int64_t ldx, int64_t n0, float* out, int64_t ldo,
+                       bool add) {
+    V sum[MR][NR];
+    for (int m = 0; m < MR; ++m)
+        for (int n = 0; n < NR; ++n) sum[m][n] = v_zero();
+    const int64_t k = linear.k, whole = k - k % W;
+    for (int64_t i = 0; i < whole; i += W) {
+        V row[MR];
+#pragma GCC unroll 8
+        for (int m = 0; m < MR; ++m) row[m] = v_load(x + m * ldx + i);
+#pragma GCC unroll 8
+        for (int n = 0; n < NR; ++n) {
+            const V weight = load_weight<DTYPE>(linear.weight, (n0 + n) * k + i, W);
+#pragma GCC unroll 8
+            for (int m = 0; m < MR; ++m) sum[m][n] = v_fma(row[m], weight, sum[m][n]);
+        }
+    }
+    if (whole < k) {
+        const int rest = static_cast<int>(k - whole);
+        for (int n = 0; n < NR; ++n) {
+            const V weight = load_weight<DTYPE>(linear.weight, (n0 + n) * k + whole, rest);
+            for (int m = 0; m < MR; ++m) sum[m][n] = v_fma(v_load_n(x + m * ldx + whole, rest), weight, sum[m][n]);
+        }
+    }
+    for (int m = 0; m < MR; ++m) {
+        for (int n = 0; n < NR; ++n) {
+            const float value = v_sum(sum[m][n]) + (linear.bias ? linear.bias[n0 + n] : 0.0f);
+            float* at = out + m * ldo + n0 + n;
+            *at = add ? *at + value : value;
+        }
+    }
+}
+
+template <int DTYPE, int NR>
+inline void float_rows(int rows, const PjLinear& linear, const float* x, int64_t ldx, int64_t n0, float* out,
+                       int64_t ldo, bool add) {
+    switch (rows) {
+        case 1: return float_tile<DTYPE, 1, NR>(linear, x, ldx, n0, out, ldo, add);
+        case 2: return float_tile<DTYPE, FLOAT_ROWS < 2 ? 1 : 2, NR>(linear, x, ldx, n0, out, ldo, add);
+        case 3: return float_tile<DTYPE, FLOAT_ROWS < 3 ? 1 : 3, NR>(linear, x, ldx, n0, out, ldo, add);
+        case 4: return float_tile<DTYPE, FLOAT_ROWS < 4 ? 1 : 4, NR>(linear, x, ldx, n0, out, ldo, add);
+        case 5: return float_tile<DTYPE, FLOAT_ROWS < 5 ? 1 : 5, NR>(linear, x, ldx, n0, out, ldo, add);
+        default: return float_tile<DTYPE, FLOAT_ROWS < 6 ? 1 : 6, NR>(linear, x, ldx, n0, out, ldo, add);
+    }
+}
+
+template <int DTYPE>
+inline void float_linear_typed(const PjLinear& linear, const float* x, int64_t ldx, int64_t rows, int64_t n0,
+                               int64_t n1, float* out, int64_t ldo, bool add) {
+    const int64_t blocks = (rows + FLOAT_ROWS - 1) / FLOAT_ROWS;
+    for (int64_t n = n0; n < n1;) {
+        const bool wide = n + FLOAT_COLUMNS <= n1;
+        for (int64_t block = 0; block < blocks; ++block) {
+            const int64_t begin = rows * block / blocks, end = rows * (block + 1) / blocks;
+            const int count = static_cast<int>(end - begin);
+            if (wide)
+                float_rows<DTYPE, FLOAT_COLUMNS>(count, linear, x + begin * ldx, ldx, n, out + begin * ldo, ldo, add);
+            else
+                float_rows<DTYPE, 1>(count, linear, x + begin * ldx, ldx, n, out + begin * ldo, ldo, add);
+        }
+        n += wide ? FLOAT_COLUMNS : 1;
+    }
+}
+
+inline void float_linear(const PjLinear& linear, const float* x, int64_t ldx, int64_t rows, int64_t n0, int64_t n1,
+                         float* out, int64_t ldo, bool add) {
+    switch (linear.dtype) {
+        case PJ_BF16: return float_linear_typed<PJ_BF16>(linear, x, ldx, rows, n0, n1, out, ldo, add);
+        case PJ_F16: return float_linear_typed<PJ_F16>(linear, x, ldx, rows, n0, n1, out, ldo, add);
+        default: return float_linear_typed<PJ_F32>(linear, x, ldx, rows, n0, n1, out, ldo, add);
+    }
+}
+
+inline void rms_norm_row(const float* x, const float* weight, int64_t k, float eps, float* out) {
+    V sum = v_zero();
+    int64_t i = 0;
+    for (; i + W <= k; i += W) {
+        const V value = v_load(x + i);
+        sum = v_fma(value, value, sum);
+    }
+    if (i < k) {
+        const V value = v_load_n(x + i, static_cast<int>(k - i));
+        sum = v_fma(value, value, sum);
+    }
+    const V factor = v_set(1.0f / sqrtf(v_sum(sum) / static_cast<float>(k) + eps));
+    for (i = 0; i + W <= k; i += W) v_store(out + i, v_mul(v_mul(v_load(x + i), factor), v_load(weight + i)));
+    if (i < k) {
+        const int n = static_cast<int>(k - i);
+        v_store_n(out + i, v_mul(v_mul(v_load_n(x + i, n), factor), v_load_n(weight + i, n)), n);
+    }
+}
+
+// In place; dimension i is paired with i + head_dim / 2.
+inline void rotate_head(float* x, const float* cos, const float* sin, int64_t head_dim) {
+    const int64_t half = head_dim / 2;
+    for (int64_t i = 0; i < half; i += W) {
+        const int n = half - i < W ? static_cast<int>(half - i) : W;
+        const V left = v_load_n(x + i, n), right = v_load_n(x + half + i, n);
+        const V c = v_load_n(cos + i, n), s = v_load_n(sin + i, n);
+        v_store_n(x + i, v_sub(v_mul(left, c), v_mul(right, s)), n);
+        v_store_n(x + half + i, v_add(v_mul(right, c), v_mul(left, s)), n);
+    }
+}
+
+inline void swiglu_row(const float* gate, const float* up, int64_t n, float* out) {
+    for (int64_t i = 0; i < n; i += W) {
+        const int count = n - i < W ? static_cast<int>(n - i) : W;
+        v_store_n(out + i, v_silu_mul(v_load_n(gate + i, count), v_load_n(up + i, count)), count);
+    }
+}
+
+inline void widen_row(const void* x, int32_t dtype, int64_t k, float* out) {
+    for (int64_t i = 0; i < k; i += W) {
+        const int n = k - i < W ? static_cast<int>(k - i) : W;
+        const V value = dtype == PJ_F32    ? load_weight<PJ_F32>(x, i, n)
+                        : dtype == PJ_BF16 ? load_weight<PJ_BF16>(x, i, n)
+                                           : load_weight<PJ_F16>(x, i, n);
+        v_store_n(out + i, value, n);
+    }
+}
+
+inline void scale_row(const float* x, float factor, int64_t k, float* out) {
+    const V by = v_set(factor);
+    for (int64_t i = 0; i < k; i += W) {
+        const int n = k - i < W ? static_cast<int>(k - i) : W;
+        v_store_n(out + i, v_mul(v_load_n(x + i, n), by), n);
+    }
+}
+
+}  // namespace

@@ -1,0 +1,18 @@
+// The kernels of one instruction set, over the lanes that a simd_*.h header gives. Included once by each ops_*.cpp.
+#pragma once
+
+// Order matters: each may use the ones before.
+#include "ops_math.h"
+
+#include "ops_attention.h"
+#include "ops_float.h"
+#include "ops_int8.h"
+
+namespace {
+
+constexpr penjing::Ops make_table(const char* name) {
+    return {name,       quantize_row, int8_panel, float_linear, rms_norm_row, rotate_head, swiglu_row,
+            widen_row,  scale_row,    pack_keys,  attend_tile,  merge_tile};
+}
+
+}  // namespace

@@ -1,0 +1,78 @@
+// Per-token quantization and the INT8 linear layer's epilogue, over one instruction set's lanes.
+#pragma once
+
+namespace {
+
+inline void quantize_row(const float* x, int64_t k, uint8_t* q, float* scale, uint8_t flip) {
+    VI peak = vi_zero();
+    int64_t i = 0;
+    for (; i + W <= k; i += W) peak = vi_abs_max(peak, v_load(x + i));
+    if (i < k) peak = vi_abs_max(peak, v_load_n(x + i, static_cast<int>(k - i)));
+    const uint32_t bits = vi_largest(peak);
+    float largest;
+    __builtin_memcpy(&largest, &bits, 4);
+    const float divisor = largest / 127.0f == 0.0f ? 1.0f : largest / 127.0f;
+    *scale = divisor;
+    const V by = v_set(divisor), high = v_set(127.0f), low = v_set(-127.0f);
+    for (i = 0; i < k; i += W) {
+        const int n = k - i < W ? static_cast<int>(k - i) : W;
+        const V value = v_round(v_div(n == W ? v_load(x + i) : v_load_n(x + i, n), by));
+        v_store_bytes(q + i, v_max(low, v_min(high, value)), flip, n);
+    }
+}
+
+// y = acc × row_scale × column_scale + bias, each product rounded, as the torch reference does.
+inline V dequantize(const PjLinear& linear, const int32_t* acc, int64_t column, V row_scale) {
+    const V sum = v_from_int(vi_sub(vi_load(acc), vi_load(linear.comp + column)));
+    const V scaled = v_mul(v_mul(sum, row_scale), v_load(linear.scale + column));
+    return v_add(scaled, v_load(linear.bias + column));
+}
+
+inline void put(float* out, V value, int64_t valid, bool add) {
+    if (valid >= W) {
+        v_store(out, add ? v_add(v_load(out), value) : value);
+    } else if (valid > 0) {
+        const int n = static_cast<int>(valid);
+        v_store_n(out, add ? v_add(v_load_n(out, n), value) : value, n);
+    }
+}
+
+inline void int8_panel(const PjLinear& linear, int64_t panel, const penjing::Int8Rows& rows) {
+    const int64_t groups = penjing::padded_k(linear.k) / 4, first = panel * linear.width;
+    const int64_t left = penjing::padded_columns(linear) - first;
+    const int columns = left < linear.width ? static_cast<int>(left) : linear.width;
+    const int8_t* weight = static_cast<const int8_t*>(linear.weight) + first * groups * 4;
+    alignas(64) int32_t acc[8 * penjing::PANEL];
+
+    const int most = int8_rows(columns / 16);
+    const int blocks = (rows.rows + most - 1) / most;
+    for (int block = 0; block < blocks; ++block) {
+        // Blocks of nearly equal height: 16 rows run as 6 + 5 + 5, not 6 + 6 + 4.
+        const int begin = static_cast<int>(static_cast<int64_t>(rows.rows) * block / blocks);
+        const int end = static_cast<int>(static_cast<int64_t>(rows.rows) * (block + 1) / blocks);
+        int8_block(end - begin, columns, rows.x + begin * rows.ldx, rows.ldx, weight, groups, acc);
+        for (int row = begin; row < end; ++row) {
+            const int32_t* sums = acc + (row - begin) * penjing::PANEL;
+            const V row_scale = v_set(rows.row_scale[row]);
+            float* out = rows.out + row * rows.ldo;
+            if (linear.swiglu) {
+                for (int column = 0; column < columns; column += 32) {
+                    for (int lane = 0; lane < 16; lane += W) {
+                        const int gate_at = column + lane, up_at = gate_at + 16;
+                        const V gate = dequantize(linear, sums + gate_at, first + gate_at, row_scale);
+                        const V up = dequantize(linear, sums + up_at, first + up_at, row_scale);
+                        const int64_t at = (first + column) / 2 + lane;
+                        put(out + at, v_silu_mul(gate, up), linear.n - at, rows.add);
+                    }
+                }
+            } else {
+                for (int column = 0; column < columns; column += W) {
+                    const int64_t at = first + column;
+                    put(out + at, dequantize(linear, sums + column, at, row_scale), linear.n - at, rows.add);
+                }
+            }
+        }
+    }
+}
+
+}  // namespace

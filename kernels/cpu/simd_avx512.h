@@ -1,0 +1,100 @@
+// Sixteen float32 lanes. The including file has set the compiler's target; every function is local to it.
+#pragma once
+
+namespace {
+
+constexpr int W = 16;
+using V = __m512;
+using VI = __m512i;
+
+inline __mmask16 lanes_below(int n) { return static_cast<__mmask16>((1u << n) - 1u); }
+
+inline V v_zero() { return _mm512_setzero_ps(); }
+inline V v_set(float x) { return _mm512_set1_ps(x); }
+inline V v_load(const float* p) { return _mm512_loadu_ps(p); }
+inline V v_load_n(const float* p, int n) { return _mm512_maskz_loadu_ps(lanes_below(n), p); }
+inline void v_store(float* p, V x) { _mm512_storeu_ps(p, x); }
+inline void v_store_n(float* p, V x, int n) { _mm512_mask_storeu_ps(p, lanes_below(n), x); }
+inline V v_add(V a, V b) { return _mm512_add_ps(a, b); }
+inline V v_sub(V a, V b) { return _mm512_sub_ps(a, b); }
+inline V v_mul(V a, V b) { return _mm512_mul_ps(a, b); }
+inline V v_div(V a, V b) { return _mm512_div_ps(a, b); }
+inline V v_fma(V a, V b, V c) { return _mm512_fmadd_ps(a, b, c); }
+inline V v_fnma(V a, V b, V c) { return _mm512_fnmadd_ps(a, b, c); }
+inline V v_max(V a, V b) { return _mm512_max_ps(a, b); }  // b where either is NaN
+inline V v_min(V a, V b) { return _mm512_min_ps(a, b); }
+inline V v_round(V x) { return _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+// p × 2^n for whole n in [−160, 128]; below the smallest subnormal: 0
+inline V v_scale2(V p, V n) { return _mm512_scalef_ps(p, n); }
+inline V v_from_int(VI x) { return _mm512_cvtepi32_ps(x); }
+inline VI vi_load(const int32_t* p) { return _mm512_loadu_si512(p); }
+inline VI vi_sub(VI a, VI b) { return _mm512_sub_epi32(a, b); }
+
+inline float v_sum(V x) {
+    const __m256 low = _mm256_add_ps(_mm512_castps512_ps256(x), _mm512_extractf32x8_ps(x, 1));
+    __m128 half = _mm_add_ps(_mm256_castps256_ps128(low), _mm256_extractf128_ps(low, 1));
+    half = _mm_add_ps(half, _mm_movehl_ps(half, half));
+    return _mm_cvtss_f32(_mm_add_ss(half, _mm_movehdup_ps(half)));
+}
+
+inline float v_largest(V x) {
+    const __m256 low = _mm256_max_ps(_mm512_castps512_ps256(x), _mm512_extractf32x8_ps(x, 1));
+    __m128 half = _mm_max_ps(_mm256_castps256_ps128(low), _mm256_extractf128_ps(low, 1));
+    half = _mm_max_ps(half, _mm_movehl_ps(half, half));
+    return _mm_cvtss_f32(_mm_max_ss(half, _mm_movehdup_ps(half)));
+}
+
+// Lanes [first, last) of x, −inf elsewhere.
+inline V v_keep(V x, int first, int last) {
+    const int low = first < 0 ? 0 : first, high = last > W ? W : last;
+    const unsigned kept = low < high ? ((1u << high) - 1u) & ~((1u << low) - 1u) : 0u;
+    return _mm512_mask_blend_ps(static_cast<__mmask16>(kept), _mm512_set1_ps(-INFINITY), x);
+}
+
+// Bits of |x|, greatest over all lanes: orders as the floats do, with NaN above infinity.
+inline VI vi_abs_max(VI peak, V x) {
+    return _mm512_max_epu32(peak, _mm512_and_si512(_mm512_castps_si512(x), _mm512_set1_epi32(0x7fffffff)));
+}
+inline VI vi_zero() { return _mm512_setzero_si512(); }
+inline uint32_t vi_largest(VI x) { return _mm512_reduce_max_epu32(x); }
+
+// Whole numbers in [−127, 127] to bytes, the bits of `flip` inverted.
+inline void v_store_bytes(uint8_t* p, V x, uint8_t flip, int n) {
+    const __m128i bytes = _mm512_cvtsepi32_epi8(_mm512_cvtps_epi32(x));
+    _mm_mask_storeu_epi8(p, lanes_below(n), _mm_xor_si128(bytes, _mm_set1_epi8(static_cast<char>(flip))));
+}
+
+inline V v_load_bf16_n(const uint16_t* p, int n) {
+    const __m256i half = _mm256_maskz_loadu_epi16(lanes_below(n), p);
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(half), 16));
+}
+inline V v_load_f16_n(const uint16_t* p, int n) {
+    return _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(lanes_below(n), p));
+}
+
+// Transpose 16 rows × 16 floats: out[c × 16 + r] = rows[r][c].
+inline void v_transpose(const float* const* rows, int column, float* out) {
+    V r[16], t[16];
+    for (int i = 0; i < 4; ++i) {
+        // Rows i, i+4, i+8, i+12 meet by quarters, so that two rounds of shuffles within 128 bits finish.
+        for (int quarter = 0; quarter < 4; ++quarter) {
+            V x = _mm512_castps128_ps512(_mm_loadu_ps(rows[i] + column + 4 * quarter));
+            x = _mm512_insertf32x4(x, _mm_loadu_ps(rows[i + 4] + column + 4 * quarter), 1);
+            x = _mm512_insertf32x4(x, _mm_loadu_ps(rows[i + 8] + column + 4 * quarter), 2);
+            r[4 * quarter + i] = _mm512_insertf32x4(x, _mm_loadu_ps(rows[i + 12] + column + 4 * quarter), 3);
+        }
+    }
+    for (int quarter = 0; quarter < 4; ++quarter) {
+        const V* x = r + 4 * quarter;
+        V* y = t + 4 * quarter;
+        const V low01 = _mm512_unpacklo_ps(x[0], x[1]), high01 = _mm512_unpackhi_ps(x[0], x[1]);
+        const V low23 = _mm512_unpacklo_ps(x[2], x[3]), high23 = _mm512_unpackhi_ps(x[2], x[3]);
+        y[0] = _mm512_shuffle_ps(low01, low23, 0x44);
+        y[1] = _mm512_shuffle_ps(low01, low23, 0xee);
+        y[2] = _mm512_shuffle_ps(high01, high23, 0x44);
+        y[3] = _mm512_shuffle_ps(high01, high23, 0xee);
+    }
+    for (int i = 0; i < 16; ++i) _mm512_store_ps(out + 16 * i, t[i]);
+}
+
+}  // namespace

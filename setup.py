@@ -1,0 +1,46 @@
+"""Builds the C++ CPU kernels, which are optional: without a compiler penjing installs and runs on torch."""
+
+import os
+import platform
+import shutil
+from pathlib import Path
+
+from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
+
+
+class BuildKernels(build_ext):
+    """Compiles the files side by side and puts the library in place by renaming: a running process keeps its own."""
+
+    def build_extension(self, ext: Extension) -> None:
+        self.parallel = os.cpu_count()
+        super().build_extension(ext)
+
+    def copy_file(self, infile, outfile, *args, **kwargs):  # type: ignore[override]
+        temporary = f"{outfile}.{os.getpid()}.partial"
+        shutil.copy2(infile, temporary)
+        os.replace(temporary, outfile)
+        return outfile, 1
+
+
+def kernels() -> list[Extension]:
+    if platform.system() != "Linux":  # futex, madvise
+        return []
+    return [
+        Extension(
+            "penjing.kernels.cpu._cpu",
+            sources=sorted(str(path) for path in Path("kernels/cpu").glob("*.cpp")),
+            depends=sorted(str(path) for path in Path("kernels/cpu").glob("*.h")),
+            # No contraction: the order of roundings is part of the result. No errno: square roots stay inline.
+            extra_compile_args=[
+                *("-std=c++17", "-O3", "-ffp-contract=off", "-fno-math-errno", "-fvisibility=hidden"),
+                *("-Wno-uninitialized", "-Wno-maybe-uninitialized"),  # GCC 12 warns about its own AVX-512 headers
+            ],
+            extra_link_args=["-pthread"],
+            language="c++",
+            optional=True,
+        )
+    ]
+
+
+setup(ext_modules=kernels(), cmdclass={"build_ext": BuildKernels})
