@@ -8,11 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from penjing.core.errors import ConfigError, OverloadedError, RequestError
 from penjing.serve.engine import LLMEngine
 from penjing.serve.request import Request, RequestOutput, SamplingParams
 from penjing.serve.sequence import Batch
+from tests.serve.test_stop import cut
 from tests.serve.tiny import (
     CONTEXT,
     EOS,
@@ -36,8 +39,8 @@ def engine() -> LLMEngine:
 class Scripted:
     """Stands in for a runner: every sequence answers the bytes of one text. The engine around it is real."""
 
-    def __init__(self, engine: LLMEngine, tokens: list[int]) -> None:
-        self.engine, self.tokens = engine, tokens
+    def __init__(self, tokens: list[int]) -> None:
+        self.tokens = tokens
 
     def run(self, batch: Batch) -> tuple[Any, list[Any]]:
         ready = [s for s, count in batch.chunks if s.num_computed_tokens + count == s.num_tokens]
@@ -47,10 +50,12 @@ class Scripted:
         return logits_RV, ready
 
 
+SCRIPTED = tiny_engine()
+
+
 def scripted(tokens: list[int], **params: Any) -> list[RequestOutput]:
-    engine = tiny_engine()
-    engine.runner = Scripted(engine, tokens)  # type: ignore[assignment]
-    return generate(engine, PROMPT, temperature=0, **params)
+    SCRIPTED.runner = Scripted(tokens)  # type: ignore[assignment]
+    return generate(SCRIPTED, PROMPT, temperature=0, **params)
 
 
 def test_length_is_the_reason_after_max_tokens(engine: LLMEngine) -> None:
@@ -107,6 +112,15 @@ def test_stop_strings_across_tokens_and_utf8_bytes(text: str, stop: str, shown: 
     with_stop = scripted(list(text.encode()), max_tokens=200, stop=[stop], include_stop_str_in_output=True)
     assert text_of(with_stop) == shown + stop
     assert all("\ufffd" not in output.text for output in outputs)
+
+
+@given(st.text("ab é盆🌳", min_size=1, max_size=20), st.lists(st.text("ab é盆🌳", min_size=1, max_size=3), max_size=2))
+def test_any_text_and_stop_strings_in_bytes(text: str, stops: list[str]) -> None:
+    """The answer is the text, one byte a token, cut as the definition says."""
+    tokens = list(text.encode())
+    outputs = scripted(tokens, max_tokens=len(tokens), stop=stops)
+    shown, stopped = cut(text, tuple(stops), include=False)
+    assert (text_of(outputs), outputs[-1].finish_reason) == (shown, "stop" if stopped else "length")
 
 
 def test_text_held_for_a_stop_string_comes_out_at_the_end() -> None:
