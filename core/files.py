@@ -22,7 +22,6 @@ _NEXT_STEP = {
     errno.EACCES: "permission is denied; choose a folder you may write to",
     errno.EPERM: "permission is denied; choose a folder you may write to",
     errno.EROFS: "the file system is read-only; choose a folder you may write to",
-    errno.ENOTDIR: "a part of the path is a file, not a folder; choose another path",
     errno.ENAMETOOLONG: "the name is too long; choose a shorter one",
 }
 _RENAME_EXCHANGE = 2  # renameat2(2)
@@ -52,7 +51,7 @@ def publish_folder(final: Path, *, replace: bool = False, marker: str = "penjing
         marker: a file that the existing folder must hold to be replaced, so that a mistyped path costs no data.
 
     Raises:
-        InputError: `final` exists and may not be replaced.
+        InputError: `final` exists and may not be replaced, or its path leads through a file.
         SetupError: disk full, no permission.
     """
     final = final.absolute()
@@ -110,6 +109,8 @@ def sha256_file(path: Path) -> str:
 
 
 def _check_replaceable(final: Path, replace: bool, marker: str) -> None:
+    if file := next((parent for parent in final.parents if parent.is_file()), None):
+        raise InputError(f"{file} is a file, so {final} cannot lie in it; choose another output folder")
     if not final.exists() or (final.is_dir() and not any(final.iterdir())):
         return
     if not final.is_dir():

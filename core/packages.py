@@ -15,6 +15,7 @@ from penjing.core.files import publish_folder, sha256_file
 from penjing.core.progress import Progress
 
 DOWNLOAD_SECONDS = 1800
+RETRIES = 2
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,15 @@ def fetch_package(package: Package, progress: Progress) -> Path:
 def _download(package: Package, folder: Path) -> Path:
     pinned = f"{package.name}=={package.version}"
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--no-cache-dir"]
-    command += ["--disable-pip-version-check", "--quiet", "--retries=2", "--timeout=20", "--dest", str(folder), pinned]
+    command += [
+        "--disable-pip-version-check",
+        "--quiet",
+        f"--retries={RETRIES}",
+        "--timeout=20",
+        "--dest",
+        str(folder),
+        pinned,
+    ]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=DOWNLOAD_SECONDS, check=False)
     except subprocess.TimeoutExpired:

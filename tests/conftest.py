@@ -88,6 +88,7 @@ def tiny_tokenizer_fields(pre: str = "gpt-2") -> dict[str, Any]:
         "tokenizer.ggml.merges": [f"{word[0]} {word[1]}" for word in words],
         "tokenizer.ggml.bos_token_id": 0,
         "tokenizer.ggml.eos_token_id": 2,
+        "tokenizer.ggml.padding_token_id": 2,
         "tokenizer.chat_template": CHATML,
     }
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any
 
 from penjing.core.config import parse_config
 from penjing.core.errors import ConfigError, InputError
@@ -23,7 +23,11 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     "qwen3": {"max_position_embeddings": 32768, "num_key_value_heads": 32, "sliding_window": 4096, "head_dim": 128},
 }
 _REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-_LLAMA3_FIELDS = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+_SCALING_FIELDS = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+}
 
 
 def decoder_config_from_hf(values: dict[str, Any], source: str) -> DecoderConfig:
@@ -125,11 +129,11 @@ def token_ids(value: Any) -> tuple[int, ...]:
     return tuple(value) if isinstance(value, list) else (value,)
 
 
-def _check_architecture(values: dict[str, Any], source: str) -> Literal["llama", "mistral", "qwen2", "qwen3"]:
+def _check_architecture(values: dict[str, Any], source: str) -> str:
     model_type, architectures = values.get("model_type"), values.get("architectures") or []
     named = ", ".join(map(str, architectures)) if isinstance(architectures, list) else str(architectures)
     supported = ", ".join(SUPPORTED_MODEL_TYPES)
-    if model_type not in _ARCHITECTURES:
+    if not isinstance(model_type, str) or model_type not in _ARCHITECTURES:
         raise InputError(
             f"{source}: architecture {model_type!r}{f' ({named})' if named else ''} is not supported; "
             f"supported: {supported}"
@@ -159,16 +163,17 @@ def _rope_values(values: dict[str, Any], source: str) -> dict[str, Any]:
 
 def _rope_scaling(rope: dict[str, Any], source: str) -> dict[str, Any]:
     rope_type = rope.get("rope_type", "default")
-    used = {"default": (), "linear": ("factor",), "llama3": _LLAMA3_FIELDS}.get(rope_type)
-    if used is None:
-        raise InputError(f"{source}: rotary scaling {rope_type!r} is not supported; supported: default, linear, llama3")
+    if not isinstance(rope_type, str) or rope_type not in _SCALING_FIELDS:
+        known = ", ".join(_SCALING_FIELDS)
+        raise InputError(f"{source}: rotary scaling {rope_type!r} is not supported; supported: {known}")
+    used = _SCALING_FIELDS[rope_type]
     if missing := [name for name in used if name not in rope]:
         raise InputError(f"{source}: rotary scaling {rope_type!r} lacks {', '.join(missing)}")
     return {"rope_type": rope_type, **{name: rope[name] for name in used}}
 
 
 def _rope_scaling_to_hf(scaling: RopeScaling) -> dict[str, Any]:
-    used = {"default": (), "linear": ("factor",), "llama3": _LLAMA3_FIELDS}[scaling.rope_type]
+    used = _SCALING_FIELDS[scaling.rope_type]
     return {"rope_type": scaling.rope_type, **{name: getattr(scaling, name) for name in used}}
 
 

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+from penjing.core.errors import InputError
 from penjing.core.models.config import DecoderConfig
+
+MAX_LAYERS = 10_000  # a damaged number must not fill the memory with names
 
 
 def tensor_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
     """Name → shape of every weight of `config`, in the order of computation; a linear weight is (out, in).
 
     Tied embeddings appear once, as `model.embed_tokens.weight`.
+
+    Raises:
+        InputError: more layers than any model has.
     """
+    if config.num_hidden_layers > MAX_LAYERS:
+        raise InputError(f"num_hidden_layers={config.num_hidden_layers} is above {MAX_LAYERS}; the file is damaged")
     hidden = config.hidden_size
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config.vocab_size, hidden)}
     for layer in range(config.num_hidden_layers):
