@@ -11,7 +11,7 @@ from functools import cache
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from penjing.kernels.cpu.extension import CpuExtension
+    from penjing.kernels.cpu.functions import CpuExtension
 
 
 @cache
@@ -21,7 +21,7 @@ def extension() -> CpuExtension | None:
     Raises:
         ValueError: PENJING_CPU_ISA or PENJING_CPU_THREADS holds a value that does not fit this processor.
     """
-    from penjing.kernels.cpu.extension import CpuExtension
+    from penjing.kernels.cpu.functions import CpuExtension
     from penjing.kernels.cpu.library import MissingLibrary, load_library
 
     try:
