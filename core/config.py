@@ -48,11 +48,16 @@ def load_recipe(config_type: type[C], path: Path, overrides: list[str] | None = 
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"recipe {path} is not valid TOML: {error}") from None
     for override in overrides or []:
-        _apply_override(values, override)
+        apply_override(values, override)
     return parse_config(config_type, values, str(path))
 
 
-def _apply_override(values: dict[str, Any], override: str) -> None:
+def apply_override(values: dict[str, Any], override: str) -> None:
+    """Set one value of a nested dictionary from the text `section.key=value`.
+
+    Raises:
+        ConfigError: the text has another form.
+    """
     key, equals, text = override.partition("=")
     if not equals or not key.strip():
         raise ConfigError(f"--set {override!r}: write section.key=value, for example --set quantize.alpha=0.5")

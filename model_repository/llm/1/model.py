@@ -1,0 +1,22 @@
+"""The entry point of Triton server's Python backend: penjing's engine behind the names that the backend calls."""
+
+import triton_python_backend_utils as pb_utils  # pyright: ignore[reportMissingImports] (Triton server brings it)
+
+from penjing.core.errors import PenjingError
+from penjing.serve.triton.adapter import LLMAdapter
+
+
+class TritonPythonModel:
+    """One instance of the model `llm`."""
+
+    def initialize(self, args: dict[str, str]) -> None:
+        try:
+            self.adapter = LLMAdapter(args, pb_utils)
+        except PenjingError as error:
+            raise pb_utils.TritonModelException(str(error)) from error
+
+    def execute(self, requests: list) -> None:
+        self.adapter.execute(requests)
+
+    def finalize(self) -> None:
+        self.adapter.finalize()

@@ -1,0 +1,218 @@
+"""The engine as a model of Triton server's Python backend; `model_repository/llm/1/model.py` calls this."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from penjing.core.config import parse_config
+from penjing.core.errors import ConfigError, InputError, OverloadedError, PenjingError, RequestError, ServerError
+from penjing.serve.config import EngineConfig
+from penjing.serve.engine import LLMEngine
+from penjing.serve.loop import EngineLoop
+from penjing.serve.request import Request, RequestOutput, SamplingParams
+from penjing.serve.triton.metrics import EngineMetrics
+from penjing.serve.triton.pulse import Command, Phase, Pulse
+from penjing.serve.triton.reply import Outbox, Reply, send_error
+from penjing.serve.triton.tensors import read_call
+from penjing.serve.triton.variables import ENGINE_VARIABLE, MODEL_VARIABLE, PING, PULSE_VARIABLE
+
+BEAT_SECONDS = 0.05
+POLL_SECONDS = 0.01  # between two looks for clients that left; a step of a real model takes longer
+POLL_SHARE = 0.1  # and never more than this share of a thread: a look costs 30 to 100 µs a request
+METRICS_SECONDS = 0.25
+CANARY_SECONDS = 120.0
+
+log = logging.getLogger(__name__)
+
+
+class LLMAdapter:
+    """Serves one model: `execute` queues requests and returns, three threads do the rest (engine, sender, watch).
+
+    The model's folder and the engine's settings (JSON) come from the parameters `model` and `engine` of the model's
+    configuration, else from the environment variables PENJING_MODEL and PENJING_ENGINE.
+
+    Raises:
+        PenjingError: the model cannot be loaded, or does not generate.
+    """
+
+    def __init__(self, args: dict[str, str], pb_utils: Any) -> None:
+        logging.basicConfig(level=logging.INFO, format="%(levelname)s %(asctime)s %(name)s: %(message)s")
+        self._pb_utils = pb_utils
+        self._parent = os.getppid()
+        self._phase = Phase.LOADING
+        self._loop: EngineLoop | None = None
+        self._metrics: EngineMetrics | None = None
+        self._live: dict[str, Reply] = {}
+        self._num_requests = 0
+        self._stopping = threading.Event()
+        pulse = os.environ.get(PULSE_VARIABLE)
+        self._pulse = Pulse(Path(pulse)) if pulse else None
+        self._watcher = threading.Thread(target=self._watch, name="penjing-watch", daemon=True)
+        self._watcher.start()
+        folder, config = _settings(json.loads(args["model_config"]))
+        engine = LLMEngine.from_folder(folder, config)
+        self._chat_template = engine.loaded.chat_template
+        loop = EngineLoop(engine)
+        loop.start()
+        _generate_one_token(loop)
+        loop.take_samples()
+        self._outbox = Outbox(pb_utils, self._ended)
+        self._metrics = _metrics(pb_utils, args["model_name"], loop)
+        self._loop = loop
+        self._phase = Phase.SERVING
+        log.info("serving %s with %s", folder, engine.config)
+
+    def execute(self, requests: list[Any]) -> None:
+        """Queue each request; whatever is wrong with one becomes its error response."""
+        for request in requests:
+            sender = request.get_response_sender()
+            try:
+                self._accept(request, sender)
+            except PenjingError as error:
+                send_error(self._pb_utils, sender, error)
+            except Exception as error:  # a defect of ours, in one request
+                log.exception("a request could not be read")
+                send_error(self._pb_utils, sender, ServerError(f"{type(error).__name__}: {error}"))
+
+    def finalize(self) -> None:
+        """Called when the model is unloaded; Triton server has then waited for the running answers."""
+        if self._loop is not None:
+            self._loop.stop()
+            self._outbox.stop()
+        self._stopping.set()
+        self._watcher.join(10)
+
+    def _accept(self, request: Any, sender: Any) -> None:
+        # Tensors live in memory that the server takes back when `execute` returns: everything is read here.
+        assert self._loop is not None, "execute is called after __init__"
+        parameters = request.parameters()
+        if parameters and json.loads(parameters).get(PING) is True:
+            return self._answer_ping(sender)
+        inputs = {tensor.name(): np.asarray(tensor.as_numpy()) for tensor in request.inputs()}
+        call = read_call(inputs, parameters)
+        if call.messages is not None and self._chat_template is None:
+            raise RequestError("this model has no chat template; send text_input instead of messages")
+        if call.messages is not None:
+            assert self._chat_template is not None
+            prompt = self._chat_template.render(call.messages)
+        else:
+            prompt = call.prompt or ""
+        self._num_requests += 1
+        reply = Reply(str(self._num_requests), call, prompt, sender, request.timeout())
+        self._live[reply.request_id] = reply
+        try:
+            self._loop.submit(
+                Request(reply.request_id, prompt, call.params, add_special=call.messages is None),
+                lambda outputs: self._outbox.put(reply, outputs),
+            )
+        except ServerError as error:  # it drains or has failed: another server, or this one later, can answer
+            del self._live[reply.request_id]
+            raise OverloadedError(str(error)) from None
+        except BaseException:
+            del self._live[reply.request_id]
+            raise
+
+    def _answer_ping(self, sender: Any) -> None:
+        assert self._loop is not None
+        if self._phase is not Phase.SERVING or self._loop.failure:
+            raise OverloadedError(f"the engine takes no requests: {self._loop.failure or 'it is shutting down'}")
+        tensor = self._pb_utils.Tensor("text_output", np.array([b""], dtype=np.object_))
+        response = self._pb_utils.InferenceResponse(output_tensors=[tensor])
+        sender.send(response, flags=self._pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
+
+    def _ended(self, reply: Reply) -> None:
+        del self._live[reply.request_id]
+
+    def _watch(self) -> None:
+        """Signs of life, clients that left, timeouts, metrics, the supervisor's commands; all off the step's path."""
+        next_beat = next_metrics = 0.0
+        while not self._stopping.is_set():
+            if os.getppid() != self._parent:
+                os._exit(1)  # Triton server is gone; the stub alone would notice only after minutes
+            now = time.monotonic()
+            if now >= next_beat:
+                self._beat()
+                next_beat = now + BEAT_SECONDS
+            if now >= next_metrics and self._metrics is not None and self._loop is not None:
+                self._metrics.update(self._loop.stats(), self._loop.take_samples())
+                next_metrics = now + METRICS_SECONDS
+            started = time.monotonic()
+            self._drop_ended()
+            self._stopping.wait(max(POLL_SECONDS, (time.monotonic() - started) / POLL_SHARE))
+
+    def _beat(self) -> None:
+        loop, pulse = self._loop, self._pulse
+        if loop is not None and loop.failure:
+            self._phase = Phase.FAILED
+        if pulse is None:
+            return
+        command = pulse.command
+        if loop is not None and command is not Command.SERVE and self._phase is not Phase.FAILED:
+            if command is Command.ABORT:
+                loop.stop(timeout=0)
+            else:
+                loop.drain(timeout=0)
+            if not self._live:
+                self._phase = Phase.DRAINED
+        beat = time.monotonic() if loop is None else loop.heartbeat
+        pulse.beat(loop_beat=beat, phase=self._phase, unanswered=len(self._live))
+
+    def _drop_ended(self) -> None:
+        loop = self._loop
+        if loop is None:
+            return
+        for reply in list(self._live.values()):
+            if reply.client_left or reply.ended_by is not None:
+                continue
+            if reply.sender.is_cancelled():
+                reply.client_left = True
+                loop.cancel(reply.request_id)
+            elif reply.deadline is not None and time.monotonic() > reply.deadline:
+                reply.ended_by = OverloadedError("the request's timeout passed before the answer was complete")
+                loop.cancel(reply.request_id)
+
+
+def _settings(model_config: dict[str, Any]) -> tuple[Path, EngineConfig]:
+    parameters = {name: entry["string_value"] for name, entry in model_config.get("parameters", {}).items()}
+    folder = parameters.get("model") or os.environ.get(MODEL_VARIABLE)
+    if not folder:
+        raise InputError(f"no model is named: set {MODEL_VARIABLE}, or the parameter model in config.pbtxt")
+    text = parameters.get("engine") or os.environ.get(ENGINE_VARIABLE) or "{}"
+    try:
+        values = json.loads(text)
+    except ValueError as error:
+        raise ConfigError(f"{ENGINE_VARIABLE} is not valid JSON: {error}") from None
+    return Path(folder), parse_config(EngineConfig, values, "engine settings")
+
+
+def _generate_one_token(loop: EngineLoop) -> None:
+    """Prove that the engine generates, before Triton server calls the model ready."""
+    outputs: list[RequestOutput] = []
+    done = threading.Event()
+
+    def take(group: list[RequestOutput]) -> None:
+        outputs.extend(group)
+        if any(output.finish_reason for output in group):
+            done.set()
+
+    loop.submit(Request("canary", [0], SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)), take)
+    if not done.wait(CANARY_SECONDS):
+        raise ServerError(f"the model gave no token within {CANARY_SECONDS:.0f} s of being loaded")
+    if outputs[-1].finish_reason == "error":
+        raise ServerError(f"the model does not generate: {outputs[-1].error}")
+
+
+def _metrics(pb_utils: Any, model_name: str, loop: EngineLoop) -> EngineMetrics | None:
+    try:
+        return EngineMetrics(pb_utils, model_name, loop.stats())
+    except pb_utils.TritonModelException as error:
+        log.warning("Triton server takes no metrics (started with --allow-metrics=false?): %s", error)
+        return None

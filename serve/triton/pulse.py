@@ -1,0 +1,89 @@
+"""A page of memory that the served model and its supervisor share: signs of life one way, a command the other.
+
+Health of Triton server says nothing about the Python process behind a model, which may be dead or stuck. That process
+writes here what only it can know; the supervisor reads it twenty times a second without asking anybody.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import time
+from enum import IntEnum
+from pathlib import Path
+
+_STUB_PID, _BEAT, _LOOP_BEAT, _PHASE, _COMMAND, _UNANSWERED = range(6)
+_SIZE = 64  # eight numbers of 64 bits; an aligned one is read and written whole
+
+
+class Phase(IntEnum):
+    """Where the served model stands."""
+
+    LOADING = 0
+    SERVING = 1
+    DRAINED = 2
+    FAILED = 3
+
+
+class Command(IntEnum):
+    """What the supervisor wants."""
+
+    SERVE = 0
+    DRAIN = 1
+    ABORT = 2
+
+
+class Pulse:
+    """The page. Times are seconds of `time.monotonic`, which all processes of a machine share."""
+
+    def __init__(self, path: Path, *, create: bool = False) -> None:
+        descriptor = os.open(path, os.O_RDWR | (os.O_CREAT | os.O_TRUNC if create else 0), 0o600)
+        try:
+            if create:
+                os.ftruncate(descriptor, _SIZE)
+            self._memory = mmap.mmap(descriptor, _SIZE)
+        finally:
+            os.close(descriptor)
+        self._numbers = memoryview(self._memory).cast("q")
+
+    def close(self) -> None:
+        self._numbers.release()
+        self._memory.close()
+
+    def beat(self, *, loop_beat: float, phase: Phase, unanswered: int) -> None:
+        """The model lives: `loop_beat` is when its engine loop last passed, `unanswered` how many requests it owes."""
+        numbers = self._numbers
+        numbers[_LOOP_BEAT] = int(loop_beat * 1e9)
+        numbers[_UNANSWERED] = unanswered
+        numbers[_PHASE] = phase
+        numbers[_BEAT] = time.monotonic_ns()
+        numbers[_STUB_PID] = os.getpid()
+
+    @property
+    def stub_pid(self) -> int:
+        """Process that hosts the model; 0 until its first beat."""
+        return self._numbers[_STUB_PID]
+
+    @property
+    def phase(self) -> Phase:
+        return Phase(self._numbers[_PHASE])
+
+    @property
+    def unanswered(self) -> int:
+        return self._numbers[_UNANSWERED]
+
+    def beat_age(self) -> float:
+        """Seconds since the model's process last showed life."""
+        return (time.monotonic_ns() - self._numbers[_BEAT]) / 1e9
+
+    def loop_age(self) -> float:
+        """Seconds since the engine loop last passed."""
+        return (time.monotonic_ns() - self._numbers[_LOOP_BEAT]) / 1e9
+
+    @property
+    def command(self) -> Command:
+        return Command(self._numbers[_COMMAND])
+
+    @command.setter
+    def command(self, command: Command) -> None:
+        self._numbers[_COMMAND] = command

@@ -1,0 +1,162 @@
+"""What is known of a served port: `cache/run/PORT.*`, one set of files a supervisor, held by a lock while it lives."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from penjing.core.cache import cache_dir
+from penjing.core.errors import SetupError
+from penjing.core.files import atomic_write_text, writing
+
+SHM_FOLDER = Path("/dev/shm")
+
+
+@dataclass(frozen=True)
+class ServerState:
+    """What a supervisor last wrote. `state`: starting, ready, not ready, restarting, draining, failed."""
+
+    state: str
+    model: str
+    host: str
+    grpc_port: int
+    http_port: int
+    metrics_port: int
+    supervisor_pid: int
+    server_pid: int = 0
+    stub_pid: int = 0
+    restarts: int = 0
+    message: str = ""
+    log: str = ""
+
+
+def run_folder() -> Path:
+    """Where the files lie."""
+    return cache_dir() / "run"
+
+
+def state_path(grpc_port: int) -> Path:
+    return run_folder() / f"{grpc_port}.json"
+
+
+def log_path(grpc_port: int) -> Path:
+    return run_folder() / f"{grpc_port}.log"
+
+
+def errors_path(grpc_port: int) -> Path:
+    """What a supervisor in the background says."""
+    return run_folder() / f"{grpc_port}.supervisor.log"
+
+
+def pulse_path(grpc_port: int) -> Path:
+    return run_folder() / f"{grpc_port}.pulse"
+
+
+def drain_path(grpc_port: int) -> Path:
+    """Holds how many seconds whoever asked for the stop gives running answers."""
+    return run_folder() / f"{grpc_port}.drain"
+
+
+def shm_prefix(grpc_port: int) -> str:
+    """How the names of the server's shared-memory regions begin."""
+    return f"penjing-{grpc_port}-"
+
+
+@contextmanager
+def owning(grpc_port: int) -> Iterator[None]:
+    """Hold the port's lock; what a killed supervisor left (processes, shared memory, files) is removed first.
+
+    Raises:
+        SetupError: a living supervisor holds it.
+    """
+    folder = run_folder()
+    with writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = open(folder / f"{grpc_port}.lock", "w")  # noqa: SIM115 (the with below)
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise SetupError(
+                f"a penjing server has gRPC port {grpc_port} already; stop it with 'penjing stop --grpc-port "
+                f"{grpc_port}', or choose another port with --grpc-port"
+            ) from None
+        clean_up(grpc_port)
+        try:
+            yield
+        finally:
+            clean_up(grpc_port)
+
+
+def clean_up(grpc_port: int) -> None:
+    """End the processes that the state names, if they are still a Triton server's, and remove its files but the log."""
+    state = read_state(grpc_port)
+    if state is not None:
+        for pid, name in ((state.server_pid, "tritonserver"), (state.stub_pid, "triton_python_b")):
+            if pid and _process_name(pid) == name:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+    remove_shared_memory(grpc_port)
+    for path in (state_path(grpc_port), pulse_path(grpc_port), drain_path(grpc_port)):
+        path.unlink(missing_ok=True)
+
+
+def remove_shared_memory(grpc_port: int) -> None:
+    """Remove the regions that a killed server left."""
+    for region in SHM_FOLDER.glob(f"{shm_prefix(grpc_port)}*"):
+        region.unlink(missing_ok=True)
+
+
+def is_running(grpc_port: int) -> bool:
+    """Whether a living supervisor holds the port's lock."""
+    try:
+        with open(run_folder() / f"{grpc_port}.lock") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except FileNotFoundError:
+        return False
+    except BlockingIOError:
+        return True
+    return False
+
+
+def running_ports() -> list[int]:
+    """gRPC ports whose supervisor lives."""
+    ports = sorted(int(path.stem) for path in run_folder().glob("*.lock") if path.stem.isdigit())
+    return [port for port in ports if is_running(port)]
+
+
+def write_state(state: ServerState) -> None:
+    atomic_write_text(state_path(state.grpc_port), json.dumps(asdict(state), indent=2) + "\n")
+
+
+def read_state(grpc_port: int) -> ServerState | None:
+    """What was last written; None when there is nothing that can be read."""
+    try:
+        values: Any = json.loads(state_path(grpc_port).read_text(encoding="utf-8"))
+        return ServerState(**{field.name: values[field.name] for field in fields(ServerState)})
+    except (FileNotFoundError, ValueError, KeyError, TypeError):
+        return None
+
+
+def tail(path: Path, lines: int = 20) -> str:
+    """The last lines of a log, without the tables that Triton server prints."""
+    try:
+        text = path.read_text(encoding="utf-8", errors="replace")
+    except FileNotFoundError:
+        return ""
+    kept = [line for line in text.splitlines() if line.strip() and line[0] not in "+|"]
+    return "\n".join(kept[-lines:])
+
+
+def _process_name(pid: int) -> str | None:
+    try:
+        return Path(f"/proc/{pid}/comm").read_text().strip()
+    except (FileNotFoundError, ProcessLookupError):
+        return None

@@ -1,0 +1,358 @@
+"""`penjing serve` and `stop`: keeps a Triton server with a living engine behind it, or none at all.
+
+Triton server neither restarts a dead Python process nor says that it is gone: its health stays good. So the supervisor
+watches that process and its pulse (pulse.py), and kills and restarts the server when either is bad: clients see a
+broken connection and a closed port, both of which they know how to handle, and no request hangs.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from penjing.core.config import apply_override, parse_config
+from penjing.core.errors import PenjingError, ServerError
+from penjing.core.files import writing
+from penjing.core.progress import Progress, Silent, print_table, progress_bar
+from penjing.serve.config import EngineConfig
+from penjing.serve.triton import state
+from penjing.serve.triton.install import ServerInstall, install
+from penjing.serve.triton.process import ServeConfig, ServerProcess, check_ports
+from penjing.serve.triton.pulse import Command, Phase
+
+POLL_SECONDS = 0.05
+CANARY_SECONDS = 30.0
+STABLE_SECONDS = 60.0  # after which a crash is news and not a loop
+MAX_BACKOFF_SECONDS = 30.0
+FLUSH_SECONDS = 0.2  # for the last responses to leave the server's buffers
+READY, NOT_READY = "ready", "not ready"
+
+
+def serve(
+    model: Path,
+    config: ServeConfig | None = None,
+    *,
+    detach: bool = False,
+    engine_overrides: list[str] | None = None,
+) -> None:
+    """Serve `model`; returns when the server was told to stop, or with `detach` when it is ready.
+
+    Raises:
+        InputError: `model` is not a checkpoint or artifact.
+        ConfigError: a wrong engine setting, two equal ports.
+        SetupError: a port is in use, the machine cannot run Triton server, another supervisor has this port.
+        ServerError: the model could not be loaded, or the server keeps dying; the message has the log's end.
+    """
+    from penjing.core.checkpoint import open_checkpoint
+
+    config = config or ServeConfig()
+    values: dict[str, Any] = {}
+    for override in engine_overrides or []:
+        apply_override(values, override)
+    engine_json = parse_config(EngineConfig, values, "--set").model_dump_json(exclude_unset=True)
+    model = open_checkpoint(model).folder.absolute()
+    if state.is_running(config.grpc_port):
+        with state.owning(config.grpc_port):  # raises, with the right words
+            pass
+    check_ports(config)
+    with progress_bar() as progress:
+        server = install(progress)
+        if detach:
+            _detach(model, config, engine_json, progress)
+        else:
+            with state.owning(config.grpc_port):
+                _Supervisor(server, model, config, engine_json, progress).run()
+
+
+def stop(grpc_port: int = 8001, *, timeout: float = 30.0) -> None:
+    """Drain and end the server on `grpc_port`; after `timeout` seconds it ends at once.
+
+    Raises:
+        ServerError: it did not end.
+    """
+    found = state.read_state(grpc_port)
+    if found is None or not state.is_running(grpc_port):
+        state.clean_up(grpc_port)
+        print(f"no penjing server runs on gRPC port {grpc_port}", file=sys.stderr)
+        return
+    from penjing.core.files import atomic_write_text
+
+    atomic_write_text(state.drain_path(grpc_port), f"{timeout}\n")
+    for number, patience in ((signal.SIGTERM, timeout + 15.0), (signal.SIGTERM, 10.0), (signal.SIGKILL, 5.0)):
+        with suppress(ProcessLookupError):
+            os.kill(found.supervisor_pid, number)
+        deadline = time.monotonic() + patience
+        while time.monotonic() < deadline:
+            if not state.is_running(grpc_port):
+                state.clean_up(grpc_port)
+                print(f"the server on gRPC port {grpc_port} has stopped", file=sys.stderr)
+                return
+            time.sleep(0.05)
+    raise ServerError(f"the server on gRPC port {grpc_port} (process {found.supervisor_pid}) does not end; kill it")
+
+
+def status_to_terminal() -> None:
+    """`penjing server status`: what would run, and what runs."""
+    from penjing.serve.triton.install import status
+
+    table: dict[str, Any] = {"installed": status()}
+    for port in state.running_ports():
+        found = state.read_state(port)
+        if found is not None:
+            table[f"port {port}"] = {
+                "state": found.state + (f" ({found.message})" if found.message else ""),
+                "model": found.model,
+                "endpoints": f"gRPC {found.grpc_port}, HTTP {found.http_port}, metrics {found.metrics_port}",
+                "restarts": found.restarts,
+                "log": found.log,
+            }
+    print_table(table)
+
+
+class _Supervisor:
+    """Runs servers one after the other until it is told to stop."""
+
+    def __init__(
+        self, install: ServerInstall, model: Path, config: ServeConfig, engine_json: str, progress: Progress
+    ) -> None:
+        self.install, self.model, self.config = install, model, config
+        self.engine_json, self.progress = engine_json, progress
+        self.stops = 0  # signals received: one drains, two end at once
+        self.state = state.ServerState(
+            state="starting",
+            model=str(model),
+            host=config.host,
+            grpc_port=config.grpc_port,
+            http_port=config.http_port,
+            metrics_port=config.metrics_port,
+            supervisor_pid=os.getpid(),
+            log=str(state.log_path(config.grpc_port)),
+        )
+
+    def run(self) -> None:
+        """Returns after a stop; raises ServerError if the first start fails."""
+        state.log_path(self.config.grpc_port).unlink(missing_ok=True)
+        self.progress.start(f"loading {self.model.name}", 1)
+        with self._signals() as self.wake_fd:
+            try:
+                self._run_servers()
+            except PenjingError as error:
+                self._note("failed", str(error))
+                raise
+
+    def _run_servers(self) -> None:
+        backoff, was_ready = 0.0, False
+        while not self.stops:
+            self._note("starting" if not was_ready else "restarting", self.state.message)
+            server = ServerProcess.start(self.install, self.config, self.model, self.engine_json)
+            self._note(self.state.state, self.state.message, server_pid=server.process.pid)
+            ready_at = None
+            try:
+                failure = self._wait_ready(server)
+                if failure is None and not self.stops:
+                    ready_at = time.monotonic()
+                    self._announce(server, first=not was_ready)
+                    was_ready = True
+                    failure = self._watch(server)
+                if failure is None:
+                    self._drain(server)
+                    return
+            finally:
+                server.kill()
+            if not was_ready:
+                raise ServerError(f"{failure}; the end of {self.state.log}:\n{state.tail(Path(self.state.log))}")
+            stable = ready_at is not None and time.monotonic() - ready_at > STABLE_SECONDS
+            backoff = 0.0 if stable else backoff
+            self._note("restarting", str(failure), restarts=self.state.restarts + 1, server_pid=0, stub_pid=0)
+            self.progress.note(f"{failure}; restarting" + (f" in {backoff:.0f} s" if backoff else ""))
+            self._sleep(backoff)
+            backoff = min(max(1.0, 2 * backoff), MAX_BACKOFF_SECONDS)
+
+    def _wait_ready(self, server: ServerProcess) -> str | None:
+        """None once the whole path from gRPC to the engine has given a token, or a stop was asked; else what failed."""
+        deadline = time.monotonic() + self.config.start_timeout
+        while not self.stops:
+            if (failure := server.wait(POLL_SECONDS, self.wake_fd)) is not None:
+                return failure
+            if time.monotonic() > deadline:
+                return f"the model was not ready within {self.config.start_timeout:.0f} s"
+            if server.pulse.phase is Phase.SERVING and self._accepts_connections():
+                return self._canary()
+        return None
+
+    def _watch(self, server: ServerProcess) -> str | None:
+        """Watch a server that is ready; None when a stop was asked, else what is wrong with it."""
+        config, pulse = self.config, server.pulse
+        looked = time.monotonic()
+        while not self.stops:
+            if (failure := server.wait(POLL_SECONDS, self.wake_fd)) is not None:
+                return failure
+            now = time.monotonic()
+            stalled, looked = now - looked, now
+            if pulse.phase is Phase.FAILED:
+                return "the engine gave up (see the log)"
+            if stalled > config.freeze_after:  # this process was asleep too: a suspended machine, say
+                continue
+            if (age := pulse.beat_age()) > config.hang_timeout:
+                return f"the model's process has hung for {age:.1f} s"
+            if (age := pulse.loop_age()) > config.step_timeout:
+                return f"a step of the engine has taken {age:.0f} s"
+            if pulse.beat_age() > config.freeze_after and not server.frozen:
+                server.freeze()
+                self._note(NOT_READY, "the model's process shows no sign of life")
+            elif server.frozen and pulse.beat_age() <= config.freeze_after:
+                server.thaw()
+                self._note(READY, "")
+        return None
+
+    def _drain(self, server: ServerProcess) -> None:
+        """Finish what runs, refuse what comes, end the server."""
+        timeout = self._drain_seconds()
+        self._note("draining", "")
+        server.thaw()
+        if server.pulse.stub_pid and server.pulse.phase is Phase.SERVING:
+            owed = server.pulse.unanswered
+            self.progress.note(f"stopping: {owed} running answers have {timeout:.0f} s; Ctrl-C again ends them now")
+            server.pulse.command = Command.DRAIN
+            if not self._drained(server, timeout):
+                server.pulse.command = Command.ABORT
+                self._drained(server, 2.0, cut_short=False)
+            time.sleep(FLUSH_SECONDS)
+        server.exit()
+
+    def _drained(self, server: ServerProcess, timeout: float, cut_short: bool = True) -> bool:
+        deadline = time.monotonic() + timeout
+        while server.pulse.phase is not Phase.DRAINED:
+            ended = server.wait(POLL_SECONDS, self.wake_fd) is not None
+            if ended or time.monotonic() > deadline or (cut_short and self.stops > 1):
+                return False
+        return True
+
+    def _drain_seconds(self) -> float:
+        try:
+            return float(state.drain_path(self.config.grpc_port).read_text())
+        except (FileNotFoundError, ValueError):
+            return self.config.drain_timeout
+
+    def _announce(self, server: ServerProcess, first: bool) -> None:
+        self._note(READY, "", stub_pid=server.pulse.stub_pid)
+        if first:
+            self.progress.advance()
+        self.progress.note(f"{self.model.name} is ready: {_endpoints(self.config)}")
+
+    def _accepts_connections(self) -> bool:
+        try:
+            socket.create_connection((self.config.host, self.config.grpc_port), timeout=1).close()
+        except OSError:
+            return False
+        return True
+
+    def _canary(self) -> str | None:
+        """Generate a token as a client would; what failed, in words."""
+        from penjing.serve.client import Client
+
+        with Client(f"{self.config.host}:{self.config.grpc_port}", retries=0) as client:
+            try:
+                client.generate("a", max_tokens=1, temperature=0.0, ignore_eos=True, timeout=CANARY_SECONDS)
+            except PenjingError as error:
+                return f"the server generates no token: {error}"
+        return None
+
+    def _note(self, name: str, message: str, **changes: Any) -> None:
+        self.state = replace(self.state, state=name, message=message, **changes)
+        state.write_state(self.state)
+
+    def _sleep(self, seconds: float) -> None:
+        deadline = time.monotonic() + seconds
+        while not self.stops and time.monotonic() < deadline:
+            time.sleep(POLL_SECONDS)
+
+    @contextmanager
+    def _signals(self) -> Iterator[int]:
+        """Count SIGINT and SIGTERM; yields a descriptor that becomes readable when one comes."""
+        reader, writer = os.pipe()
+        os.set_blocking(writer, False)
+
+        def count(*_: Any) -> None:
+            self.stops += 1
+            with suppress(BlockingIOError):
+                os.write(writer, b"x")
+
+        previous = {number: signal.signal(number, count) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+        try:
+            yield reader
+        finally:
+            for number, handler in previous.items():
+                signal.signal(number, handler)
+            os.close(reader)
+            os.close(writer)
+
+
+def _detach(model: Path, config: ServeConfig, engine_json: str, progress: Progress) -> None:
+    """Start a supervisor in the background and wait until its server is ready."""
+    command = [
+        sys.executable,
+        "-m",
+        "penjing.serve.triton.supervisor",
+        str(model),
+        config.model_dump_json(),
+        engine_json,
+    ]
+    progress.start(f"loading {model.name}", 1)
+    port = config.grpc_port
+    errors = state.errors_path(port)
+    with writing(errors):
+        errors.parent.mkdir(parents=True, exist_ok=True)
+        with open(errors, "wb") as stderr:
+            process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=stderr, stderr=stderr, start_new_session=True
+            )
+    try:
+        while True:
+            found = state.read_state(port)
+            if found is not None and found.supervisor_pid == process.pid and found.state == READY:
+                break
+            if process.poll() is not None:
+                reason = errors.read_text(encoding="utf-8", errors="replace").strip()
+                raise ServerError(reason.removeprefix("error: ") or "the supervisor ended without a word")
+            time.sleep(POLL_SECONDS)
+    except KeyboardInterrupt:
+        process.terminate()
+        raise
+    progress.advance()
+    flag = "" if port == 8001 else f" --grpc-port {port}"
+    progress.note(f"{model.name} is ready: {_endpoints(config)}; end it with 'penjing stop{flag}'")
+
+
+def _endpoints(config: ServeConfig) -> str:
+    host = config.host
+    return (
+        f"gRPC {host}:{config.grpc_port}, HTTP {host}:{config.http_port}, metrics {host}:{config.metrics_port}/metrics"
+    )
+
+
+def _main(arguments: list[str]) -> int:
+    """The background supervisor: its first error goes to whoever detached it, and to the state file."""
+    model, config_json, engine_json = arguments
+    config = ServeConfig.model_validate(json.loads(config_json))
+    try:
+        with state.owning(config.grpc_port):
+            _Supervisor(install(), Path(model), config, engine_json, Silent()).run()
+    except PenjingError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(_main(sys.argv[1:]))

@@ -1,0 +1,11 @@
+"""Names on which the served model, its supervisor and its clients agree."""
+
+MODEL_VARIABLE = "PENJING_MODEL"
+"""Environment variable: the folder of the checkpoint or artifact."""
+ENGINE_VARIABLE = "PENJING_ENGINE"
+"""Environment variable: the engine's settings as JSON."""
+PULSE_VARIABLE = "PENJING_PULSE"
+"""Environment variable: the file of the pulse (pulse.py); absent: the model runs without a supervisor."""
+
+PING = "ping"
+"""Request parameter of a call that asks the served model for a sign of life and no text."""
