@@ -56,6 +56,7 @@ private:
         return b;
     }
     size_t carve(void* memory);
+    int check() const;
 
     void member(const Team& team);
     void by_columns(const Team& team, const Buffers& own);
@@ -93,6 +94,7 @@ private:
     const Ops* ops_ = nullptr;
     StepInput in_{};
     int threads_ = 1;
+    bool split_rows_ = false;
     AttentionPlan plan_;
     Scratch scratch_;
     float *hidden_ = nullptr, *qkv_ = nullptr, *attended_ = nullptr, *partial_ = nullptr;
@@ -115,9 +117,9 @@ size_t Decoder::carve(void* memory) {
     last_hidden_ = carver.take<float>(logits * static_cast<size_t>(model_.hidden));
     last_attended_ = carver.take<float>(logits * static_cast<size_t>(q_size()));
     partial_ = carver.take<float>(static_cast<size_t>(plan_.partial_floats()));
-    const bool split_rows = in_.rows >= ROWS_A_MEMBER * threads_;
-    shared_ = carve_buffers(carver, std::max(split_rows ? 0 : in_.rows, in_.num_logits));
-    const int64_t own_rows = split_rows ? std::max(OWN_ROWS, row_chunk(input_size())) : OWN_ROWS;
+    split_rows_ = in_.rows >= ROWS_A_MEMBER * threads_;
+    shared_ = carve_buffers(carver, std::max(split_rows_ ? 0 : in_.rows, in_.num_logits));
+    const int64_t own_rows = split_rows_ ? std::max(OWN_ROWS, row_chunk(input_size())) : OWN_ROWS;
     own_.resize(static_cast<size_t>(threads_));
     attention_scratch_.resize(static_cast<size_t>(threads_));
     for (int i = 0; i < threads_; ++i) {
@@ -127,8 +129,26 @@ size_t Decoder::carve(void* memory) {
     return carver.used();
 }
 
+int Decoder::check() const {
+    for (int64_t row = 0; row < in_.rows; ++row) {
+        if (in_.tokens[row] < 0 || in_.tokens[row] >= model_.vocab) return -3;
+        if (in_.positions[row] < 0 || in_.positions[row] >= model_.num_positions) return -4;
+        if (in_.slots[row] < -1 || in_.slots[row] >= in_.num_blocks * in_.block_size) return -5;
+    }
+    for (int64_t i = 0; i < in_.num_logits; ++i)
+        if (in_.logit_rows[i] < 0 || in_.logit_rows[i] >= in_.rows) return -6;
+    const PjSequences& s = in_.sequences;
+    if (s.cu_query[0] != 0 || s.cu_query[s.num_sequences] != in_.rows) return -7;
+    for (int64_t i = 0; i < s.num_sequences; ++i) {
+        const int64_t queries = int64_t{s.cu_query[i + 1]} - s.cu_query[i], keys = s.context_len[i];
+        if (queries < 1 || queries > keys || keys > s.table_stride * in_.block_size) return -7;
+    }
+    return 0;
+}
+
 int Decoder::run(const StepInput& input) {
     in_ = input;
+    if (const int problem = check()) return problem;
     ops_ = &ops();
     threads_ = num_threads();
     const AttentionShape shape{model_.num_heads, model_.num_kv_heads, model_.head_dim};
@@ -148,7 +168,7 @@ int Decoder::run(const StepInput& input) {
 
 void Decoder::member(const Team& team) {
     const Buffers& own = own_[static_cast<size_t>(team.member)];
-    if (in_.rows >= ROWS_A_MEMBER * team.members) by_rows(team, own);
+    if (split_rows_) by_rows(team, own);
     else by_columns(team, own);
     if (in_.num_logits > 0) logits(team, own);
 }

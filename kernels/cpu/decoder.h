@@ -23,7 +23,8 @@ class Decoder;
 
 Decoder* make_decoder(const PjModel& model);
 void free_decoder(Decoder* decoder);
-// 0 when done, −1 without memory, −2 for a block id outside the cache. One step at a time.
+// 0 when done, or the first problem found before anything is computed: −1 no memory, −2 block id, −3 token, −4 position,
+// −5 slot, −6 logit row, −7 lengths of the sequences. One step at a time.
 int run_step(Decoder& decoder, const StepInput& input);
 
 }  // namespace penjing

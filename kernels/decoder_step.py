@@ -1,0 +1,338 @@
+"""A whole decoder step in one call of the C++ extension: embedding, layers over the paged cache, norm, LM head.
+
+One call releases the GIL once and dispatches nothing from Python: at 135M parameters a step is a few milliseconds, of
+which some hundred calls of torch would be most.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import weakref
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from penjing.kernels.cpu import library as abi
+from penjing.kernels.cpu.functions import CpuExtension, Int8Panels, float_linear
+from penjing.kernels.int8_linear import PackedInt8
+from penjing.kernels.rotary import rotary_cos_sin
+
+# Rows of the rotary table at first; it doubles when a position lies beyond.
+FIRST_POSITIONS = 4096
+PROBLEMS = {
+    -1: "there is no memory for the working buffers",
+    -2: "the block table holds an id outside the cache",
+    -3: "a token id lies outside the vocabulary",
+    -4: "a position is negative or lies beyond the longest context",
+    -5: "a slot lies outside the cache",
+    -6: "a logit row lies outside the step's rows",
+    -7: "cu_query_S1 must rise from 0 to T, with 1 ≤ queries ≤ context_len ≤ the keys that the block table holds",
+}
+
+
+@dataclass(frozen=True)
+class FloatLinear:
+    """A linear layer in float32, bfloat16 or float16; the weight is used in place."""
+
+    weight_NK: Tensor  # noqa: N815
+    bias_N: Tensor | None = None  # noqa: N815
+
+
+AnyLinear = PackedInt8 | FloatLinear
+
+
+@dataclass(frozen=True)
+class LayerWeights:
+    """One decoder layer. Norm weights are (hidden,), head norms (head_dim,) or None; window in keys, None: all."""
+
+    q: AnyLinear
+    k: AnyLinear
+    v: AnyLinear
+    out: AnyLinear
+    gate: AnyLinear
+    up: AnyLinear
+    down: AnyLinear
+    input_norm: Tensor
+    post_norm: Tensor
+    q_norm: Tensor | None = None
+    k_norm: Tensor | None = None
+    window: int | None = None
+
+
+class DecoderStep:
+    """A decoder laid out for the C++ extension: INT8 weights are packed into one block, float ones used in place.
+
+    Not for two threads at once. After a fork the child may use it too, unless a step was running in the parent.
+    """
+
+    def __init__(
+        self,
+        extension: CpuExtension,
+        layers: Sequence[LayerWeights],
+        embedding_VE: Tensor,
+        final_norm: Tensor,
+        lm_head: AnyLinear,
+        *,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        eps: float,
+        inverse_frequency_F: Tensor,
+        max_positions: int,
+    ):
+        """Pack the weights.
+
+        Args:
+            embedding_VE: (vocab, hidden) float32, bfloat16 or float16.
+            final_norm: (hidden,).
+            inverse_frequency_F: (head_dim / 2,) float32, radians a token.
+            max_positions: positions 0 … max_positions − 1 may occur.
+
+        Raises:
+            ValueError: shapes or dtypes that do not fit.
+        """
+        self.vocab, self.hidden = embedding_VE.shape
+        self.num_layers, self.max_positions = len(layers), max_positions
+        self._extension, self._inverse_frequency = extension, inverse_frequency_F.detach().float()
+        self._kept: list[object] = []  # whatever the structures point to
+        self._pool_shape = (self.num_layers, 2, None, num_kv_heads, None, head_dim)
+        _check_layers(layers, self.hidden, num_heads * head_dim, num_kv_heads * head_dim)
+        if _size(lm_head) != (self.vocab, self.hidden):
+            raise ValueError(f"the LM head has shape {_size(lm_head)}; {(self.vocab, self.hidden)} is needed")
+        if inverse_frequency_F.shape != (head_dim // 2,):
+            raise ValueError(f"inverse_frequency_F has shape {tuple(inverse_frequency_F.shape)}")
+
+        packer = _Packer(extension, self._kept, [*_groups(layers), [lm_head]])
+        c_layers = (abi.Layer * len(layers))()
+        for c_layer, layer in zip(c_layers, layers, strict=True):
+            self._fill_layer(c_layer, layer, packer)
+        embedding = float_linear(embedding_VE.detach(), None)
+        model = abi.Model(
+            layers=c_layers,
+            embedding=embedding.weight,
+            final_norm=self._vector(final_norm, self.hidden),
+            head=packer.pack([lm_head]),
+            num_layers=len(layers),
+            vocab=self.vocab,
+            hidden=self.hidden,
+            intermediate=_size(layers[0].gate)[0],
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            eps=eps,
+            attention_scale=head_dim**-0.5,
+            embedding_dtype=embedding.dtype,
+        )
+        self._kept += [c_layers, embedding_VE]
+        self._model = model
+        self._logits = torch.empty(0, self.vocab)
+        self._decoder: int | None = None
+        self._release: weakref.finalize | None = None
+        self._grow_positions(min(FIRST_POSITIONS, max_positions))
+
+    def step(
+        self,
+        token_ids_T: Tensor,
+        positions_T: Tensor,
+        slot_T: Tensor,
+        cu_query_S1: Tensor,
+        context_len_S: Tensor,
+        block_table_SB: Tensor,
+        logit_rows_R: Tensor,
+        kv_pool: Tensor,
+    ) -> Tensor:
+        """Compute T tokens of S sequences: store their keys and values, return the logits of R of them.
+
+        Each row's logits are bit-equal whatever rows, sequences, chunks and blocks share the step.
+
+        Args:
+            token_ids_T, positions_T: (T,) int32.
+            slot_T: (T,) int64, block × block_size + offset where the token's key is stored; −1: not stored.
+            cu_query_S1: (S + 1,) int32, first row of each sequence, then T.
+            context_len_S: (S,) int32, keys of each sequence, its new tokens included.
+            block_table_SB: (S, B) int32; entries no row sees are not read.
+            logit_rows_R: (R,) int32, rows whose logits are wanted; R may be 0.
+            kv_pool: (num_layers, 2, num_blocks, num_kv_heads, block_size, head_dim) float32, written in place.
+
+        Returns:
+            logits_RV float32, valid until the next call.
+
+        Raises:
+            ValueError: a wrong shape, dtype, layout or value; nothing was computed.
+        """
+        num_rows, num_sequences, num_logits = token_ids_T.shape[0], context_len_S.shape[0], logit_rows_R.shape[0]
+        addresses = [
+            _address("token_ids_T", token_ids_T, torch.int32, (num_rows,)),
+            _address("positions_T", positions_T, torch.int32, (num_rows,)),
+            _address("slot_T", slot_T, torch.int64, (num_rows,)),
+            _address("logit_rows_R", logit_rows_R, torch.int32, (num_logits,)),
+            _address("cu_query_S1", cu_query_S1, torch.int32, (num_sequences + 1,)),
+            _address("context_len_S", context_len_S, torch.int32, (num_sequences,)),
+            _address("block_table_SB", block_table_SB, torch.int32, (num_sequences, None)),
+            _address("kv_pool", kv_pool, torch.float32, self._pool_shape),
+        ]
+        if num_rows == 0 or 0 in kv_pool.shape:
+            raise ValueError(f"a step of {num_rows} tokens on a cache of shape {tuple(kv_pool.shape)}")
+        if num_logits > self._logits.shape[0]:
+            self._logits = torch.empty(num_logits, self.vocab)
+        tokens, positions, slots, rows, cu_query, context_len, table, pool = addresses
+        step = abi.StepInput(
+            tokens=tokens,
+            positions=positions,
+            slots=slots,
+            logit_rows=rows,
+            rows=num_rows,
+            num_logits=num_logits,
+            sequences=abi.Sequences(cu_query, context_len, table, block_table_SB.shape[1], num_sequences),
+            pool=pool,
+            num_blocks=kv_pool.shape[2],
+            block_size=kv_pool.shape[4],
+            logits=self._logits.data_ptr(),
+        )
+        result = self._extension.library.pj_step(self._decoder, ctypes.byref(step))
+        if result == -4 and self._model.num_positions < self.max_positions:
+            longest = int(positions_T.max()) + 1
+            if self._model.num_positions < longest <= self.max_positions:
+                self._grow_positions(min(max(longest, 2 * self._model.num_positions), self.max_positions))
+                result = self._extension.library.pj_step(self._decoder, ctypes.byref(step))
+        if result == -1:
+            raise MemoryError(PROBLEMS[result])
+        if result:
+            raise ValueError(PROBLEMS[result])
+        return self._logits[:num_logits]
+
+    def _grow_positions(self, count: int) -> None:
+        cos, sin = rotary_cos_sin(self._inverse_frequency, torch.arange(count))
+        self._tables = (cos.contiguous(), sin.contiguous())
+        self._model.cos, self._model.sin = (table.data_ptr() for table in self._tables)
+        self._model.num_positions = count
+        if self._release is not None:
+            self._release()
+        library = self._extension.library
+        self._decoder = library.pj_make_decoder(ctypes.byref(self._model))
+        if not self._decoder:
+            raise MemoryError("no memory for the decoder")
+        self._release = weakref.finalize(self, library.pj_free_decoder, self._decoder)
+
+    def _fill_layer(self, out: abi.Layer, layer: LayerWeights, packer: _Packer) -> None:
+        out.num_qkv = _fill_group(out.qkv, (layer.q, layer.k, layer.v), packer)
+        out.out = packer.pack([layer.out])
+        out.num_gate_up = _fill_group(out.gate_up, (layer.gate, layer.up), packer)
+        out.down = packer.pack([layer.down])
+        out.input_norm = self._vector(layer.input_norm, self.hidden)
+        out.post_norm = self._vector(layer.post_norm, self.hidden)
+        head_dim = self._pool_shape[-1]
+        out.q_norm = None if layer.q_norm is None else self._vector(layer.q_norm, head_dim)
+        out.k_norm = None if layer.k_norm is None else self._vector(layer.k_norm, head_dim)
+        if layer.window is not None and layer.window < 1:
+            raise ValueError(f"window={layer.window}: at least 1 key is needed")
+        out.window = layer.window or 0
+
+    def _vector(self, tensor: Tensor, size: int | None) -> int:
+        if tensor.shape != (size,):
+            raise ValueError(f"a norm has shape {tuple(tensor.shape)}; ({size},) is needed")
+        vector = tensor.detach().float().contiguous()
+        self._kept.append(vector)
+        return vector.data_ptr()
+
+
+class _Packer:
+    """Packs INT8 layers one behind the other, in the order they are used: the processor prefetches across layers."""
+
+    def __init__(self, extension: CpuExtension, kept: list[object], groups: Iterable[Sequence[AnyLinear]]):
+        self.extension, self.kept, self.used = extension, kept, 0
+        total = 0
+        for group in groups:
+            if all(isinstance(linear, PackedInt8) for linear in group):
+                total += self._needed(group, len(group) == 2)
+            else:
+                total += sum(self._needed([linear], False) for linear in group if isinstance(linear, PackedInt8))
+        self.memory = extension.empty_pages((total,), torch.uint8)
+        kept.append(self.memory)
+
+    def pack(self, group: Sequence[AnyLinear], swiglu: bool = False) -> abi.Linear:
+        """The layers of `group`, their outputs one behind the other, as one; a float layer comes alone."""
+        (first, *_) = group
+        if isinstance(first, FloatLinear):
+            weight = first.weight_NK.detach()
+            bias = None if first.bias_N is None else first.bias_N.detach().float().contiguous()
+            self.kept += [weight, bias]
+            return float_linear(weight, bias)
+        needed = self._needed(group, swiglu)
+        memory = self.memory[self.used : self.used + needed]
+        self.used += needed
+        packed = [linear for linear in group if isinstance(linear, PackedInt8)]
+        bias = None
+        if any(linear.bias_N is not None for linear in packed):
+            bias = torch.cat([torch.zeros(p.out_features) if p.bias_N is None else p.bias_N for p in packed])
+        panels: Int8Panels = self.extension.prepack_int8(
+            torch.cat([linear.weight_NK for linear in packed]),
+            torch.cat([linear.scale_N for linear in packed]),
+            bias,
+            swiglu=swiglu,
+            memory=memory,
+        )
+        return panels.linear
+
+    def _needed(self, group: Sequence[AnyLinear], swiglu: bool) -> int:
+        out_features = sum(_size(linear)[0] for linear in group)
+        return self.extension.packed_bytes(out_features // 2 if swiglu else out_features, _size(group[0])[1], swiglu)
+
+
+def _fill_group(slots: ctypes.Array[abi.Linear], group: Sequence[AnyLinear], packer: _Packer) -> int:
+    """Projections of one input as one packed layer where all are INT8 (gate and up as SwiGLU); the slots used."""
+    if all(isinstance(linear, PackedInt8) for linear in group):
+        slots[0] = packer.pack(group, swiglu=len(group) == 2)
+        return 1
+    for i, linear in enumerate(group):
+        slots[i] = packer.pack([linear])
+    return len(group)
+
+
+def _groups(layers: Sequence[LayerWeights]) -> Iterable[Sequence[AnyLinear]]:
+    for layer in layers:
+        yield from ((layer.q, layer.k, layer.v), (layer.gate, layer.up), (layer.out,), (layer.down,))
+
+
+def _size(linear: AnyLinear) -> tuple[int, int]:
+    if isinstance(linear, PackedInt8):
+        return linear.out_features, linear.in_features
+    return linear.weight_NK.shape[0], linear.weight_NK.shape[1]
+
+
+def _check_layers(layers: Sequence[LayerWeights], hidden: int, q_size: int, kv_size: int) -> None:
+    if not layers:
+        raise ValueError("a decoder without layers")
+    inner = _size(layers[0].gate)[0]
+    for index, layer in enumerate(layers):
+        shapes = {
+            "q": (q_size, hidden),
+            "k": (kv_size, hidden),
+            "v": (kv_size, hidden),
+            "out": (hidden, q_size),
+            "gate": (inner, hidden),
+            "up": (inner, hidden),
+            "down": (hidden, inner),
+        }
+        for name, shape in shapes.items():
+            if _size(getattr(layer, name)) != shape:
+                raise ValueError(f"layer {index}: {name} has shape {_size(getattr(layer, name))}; {shape} is needed")
+
+
+def _address(name: str, tensor: Tensor, dtype: torch.dtype, shape: tuple[int | None, ...]) -> int:
+    sizes = tensor.shape
+    if (
+        len(sizes) != len(shape)
+        or tensor.dtype != dtype
+        or not tensor.is_contiguous()
+        or any(want is not None and want != have for want, have in zip(shape, sizes, strict=True))
+        or tensor.device.type != "cpu"
+    ):
+        wanted = ", ".join("*" if size is None else str(size) for size in shape)
+        raise ValueError(
+            f"{name} has shape {tuple(sizes)}, {tensor.dtype}, strides {tensor.stride()} on {tensor.device}; "
+            f"contiguous {dtype} ({wanted}) on the CPU is needed"
+        )
+    return tensor.data_ptr()
