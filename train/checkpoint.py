@@ -4,7 +4,8 @@ A checkpoint is a folder `step-000001000` with `state.safetensors` (tensors), `s
 plain values) and `complete.json` (schema version, step, SHA-256 of both). It is filled under a temporary name,
 flushed, renamed; then the file `latest` names it, and the oldest beyond `keep` are deleted. Copying the state out of
 the model's way is all that the loop waits for: writing and hashing run in a thread. A model for others to load is
-exported apart (run.py)."""
+exported apart (run.py).
+"""
 
 from __future__ import annotations
 

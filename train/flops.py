@@ -25,7 +25,8 @@ def forward_flops(model: nn.Module, objective: Objective, batch: Batch) -> float
     it runs.
 
     The full square of causal attention is counted, as is usual. Training costs three times this; recomputation is not
-    counted."""
+    counted.
+    """
     training = model.training
     model.eval()  # the statistics of batch norms stay
     try:

@@ -1,7 +1,8 @@
 """A linear layer in 8-bit floating point (Micikevicius et al., https://arxiv.org/abs/2209.05433).
 
 Activations and weights are rounded to E4M3, gradients to E5M2, each tensor with its own scale from its current
-largest magnitude; products accumulate in float32. Weights stay float32 masters."""
+largest magnitude; products accumulate in float32. Weights stay float32 masters.
+"""
 
 from __future__ import annotations
 

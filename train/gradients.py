@@ -2,7 +2,8 @@
 limit.
 
 Gradient norms of a healthy run are close to log-normal; the fit is an exponential moving mean and variance of the
-logarithm."""
+logarithm.
+"""
 
 from __future__ import annotations
 

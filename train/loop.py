@@ -54,7 +54,8 @@ class Trainer:
     Attributes: accumulation: micro-batches of one step in each process. after_update: called with the step's number
         (from 1) after each update: proximal steps, router biases, profilers. stop_requested: asked once a step; when
         true in any process, all save and stop. settings: plain values that a resumed run wants to know, saved as
-        "run". step: updates done so far."""
+        "run". step: updates done so far.
+    """
 
     model: nn.Module
     objective: Objective

@@ -11,6 +11,9 @@ from typing import Any
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from penjing.core.errors import ConfigError
 from penjing.train.objective import Batch, Objective
@@ -122,21 +125,33 @@ def memory_limit(device: torch.device, num_local: int = 1) -> int:
 
 
 def _saved_bytes(model: nn.Module, objective: Objective, batch: Batch) -> int:
-    known = {_storage(tensor) for tensor in (*model.parameters(), *model.buffers())}
-    saved: dict[int, torch.UntypedStorage] = {}
-
-    def keep(tensor: torch.Tensor) -> Any:
-        if _storage(tensor) not in known:
-            saved[_storage(tensor)] = tensor.untyped_storage()
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda packed: packed):
+    with _Alive() as alive:
         loss = objective(model, batch)
-    # The backward pass begins with the gradient of what it ends with, the logits: their largest tensors once more.
-    largest = max((storage.nbytes() for storage in saved.values()), default=0)
+        # The backward pass begins at the logits: their gradient, as large as the largest tensor, comes on top.
+        total = sum(alive.sizes()) + max(alive.sizes(), default=0)
     del loss
-    return sum(storage.nbytes() for storage in saved.values()) + largest
+    return total
 
 
-def _storage(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+class _Alive(TorchDispatchMode):
+    """Which storages made inside are still alive: whatever holds them, autograd or the cache of a recomputed block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._made: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        output = func(*args, **(kwargs or {}))
+        given = {tensor.untyped_storage()._cdata for tensor in tree_leaves((args, kwargs)) if _is_tensor(tensor)}
+        for tensor in tree_leaves(output):
+            if _is_tensor(tensor) and (storage := tensor.untyped_storage())._cdata not in given:  # else a view
+                self._made[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
+        return output
+
+    def sizes(self) -> list[int]:
+        """Bytes of each storage that is alive."""
+        return [size for reference, size in self._made.values() if not reference.expired()]
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, torch.Tensor)

@@ -3,7 +3,8 @@
 An objective returns the *sum* of its loss over what it counts (tokens, images), not the mean: the loop divides by the
 count of the whole step over the whole world, which makes the update independent of accumulation, padding and the
 number of processes. The count is asked for before the forward pass, so that the loss is scaled before it enters the
-backward pass."""
+backward pass.
+"""
 
 from __future__ import annotations
 

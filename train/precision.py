@@ -153,6 +153,7 @@ class Precision:
         self._model = model
         self._device = device
         self._mode: Mode | None = None
+        self._in_evaluation = False
         for rule in config.policy:
             if rule.match not in GROUPS and not any(
                 fnmatch.fnmatch(name, rule.match) for name, _ in model.named_modules()
@@ -178,24 +179,23 @@ class Precision:
     def evaluation(self) -> Iterator[None]:
         """Everything inside computes in IEEE float32."""
         before = self.mode
-        self._enter("fp32", ())
+        self._enter("fp32", in_evaluation=True)
         try:
             yield
         finally:
-            self._mode = None
             self._enter(before)
 
-    def _enter(self, mode: Mode, policy: tuple[Rule, ...] | None = None) -> None:
-        if mode == self._mode:
+    def _enter(self, mode: Mode, in_evaluation: bool = False) -> None:
+        if (mode, in_evaluation) == (self._mode, self._in_evaluation):
             return
-        self._mode = mode
+        self._mode, self._in_evaluation = mode, in_evaluation
         if self._device.type == "cuda":
             matmul_precision = "tf32" if mode == "tf32" else "ieee"
             torch.backends.cuda.matmul.fp32_precision = matmul_precision
             torch.backends.cudnn.conv.fp32_precision = matmul_precision  # pyright: ignore[reportAttributeAccessIssue]
-        rules = (
-            ((*_HYBRID, *self.config.policy) if mode == "hybrid" else self.config.policy) if policy is None else policy
-        )
+        rules = () if in_evaluation else self.config.policy
+        if mode == "hybrid":
+            rules = (*_HYBRID, *rules)
         set_formats(self._model, _BASE[mode], rules, self._device.type)
 
 
@@ -203,8 +203,9 @@ def set_formats(model: nn.Module, base: Format, rules: tuple[Rule, ...], device_
     """Make every module of `model` compute in the format of the last rule that matches it or a module around it.
 
     A module whose format differs from that of the module around it gets a subclass of its own class, whose forward
-    opens a `torch.autocast` region; the same call with other rules changes or removes the regions."""
-    softmax = next((rule.compute for rule in reversed(rules) if rule.match == "softmax"), base)
+    opens a `torch.autocast` region; the same call with other rules changes or removes the regions.
+    """
+    softmax = next((rule.compute for rule in reversed(rules) if rule.match == "softmax"), None)
     chosen: dict[str, tuple[int, Format]] = {}
     for name, module in model.named_modules():
         inherited = chosen[name.rpartition(".")[0]] if name else (-1, base)
@@ -214,7 +215,7 @@ def set_formats(model: nn.Module, base: Format, rules: tuple[Rule, ...], device_
         compute = None if chosen[name][1] == around else chosen[name][1]
         # On the attention module, not on the root: a block that is recomputed must find it again.
         wide_softmax = softmax == "fp32" and chosen[name][1] != "fp32" and _matches("attention", name, module)
-        _set_region(module, (compute, device_type, wide_softmax))
+        _set_region(module, (compute, device_type, around == "fp32", wide_softmax))
 
 
 def _matches(match: str, name: str, module: nn.Module) -> bool:
@@ -234,9 +235,9 @@ def _matches(match: str, name: str, module: nn.Module) -> bool:
     return match != "softmax" and fnmatch.fnmatch(name, match)
 
 
-def _set_region(module: nn.Module, region: tuple[Format | None, str, bool]) -> None:
+def _set_region(module: nn.Module, region: tuple[Format | None, str, bool, bool]) -> None:
     if not hasattr(module, "_penjing_region"):
-        if region[0] is None and not region[2]:
+        if region[0] is None and not region[3]:
             return
         module.__class__ = _with_region(type(module))
     module._penjing_region = region  # pyright: ignore[reportArgumentType]
@@ -246,13 +247,16 @@ def _set_region(module: nn.Module, region: tuple[Format | None, str, bool]) -> N
 def _with_region(original: type[nn.Module]) -> type[nn.Module]:
     # A subclass, not a wrapped forward: a deep copy (a distillation teacher) then computes with its own weights.
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        compute, device_type, wide_softmax = self._penjing_region
-        if compute == "fp8" and isinstance(self, nn.Linear):
-            return fp8_linear(args[0], self.weight, self.bias)
+        compute, device_type, in_fp32, wide_softmax = self._penjing_region
         if compute == "fp32":
             args, kwargs = _widen(args), _widen(kwargs)
-        with _region(compute, device_type), _Fp32Softmax(device_type) if wide_softmax else nullcontext():
-            return original.forward(self, *args, **kwargs)
+        if compute == "fp8" and isinstance(self, nn.Linear):
+            output = fp8_linear(args[0], self.weight, self.bias)
+        else:
+            with _region(compute, device_type), _Fp32Softmax(device_type) if wide_softmax else nullcontext():
+                output = original.forward(self, *args, **kwargs)
+        # What is around computes in float32 without autocast, and would refuse another format.
+        return _widen(output) if compute not in (None, "fp32") and in_fp32 else output
 
     return type(original.__name__, (original,), {"forward": forward, "__module__": original.__module__})
 

@@ -14,7 +14,8 @@ class LearningRate(Config):
     """Linear warm-up to `peak`, then `kind`: "cosine" decay, "wsd" (warm-up, stable, linear decay) or "constant".
 
     Shares are of the run's steps. WSD: Hu et al., https://arxiv.org/abs/2404.06395; cosine:
-    https://arxiv.org/abs/1608.03983."""
+    https://arxiv.org/abs/1608.03983.
+    """
 
     kind: Literal["cosine", "wsd", "constant"] = "cosine"
     peak: float = Field(default=1e-3, gt=0)

@@ -1,7 +1,8 @@
 """The processes of a run: who this one is, small sums and maxima over all, and the replicas of a model.
 
 `World()` is one process and costs nothing. `join_world()` reads what torchrun set in the environment. A mesh with
-more dimensions than data parallelism offers the same methods; the loop asks for nothing else."""
+more dimensions than data parallelism offers the same methods; the loop asks for nothing else.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +49,8 @@ class World:
         """What the objective calls: `model` itself, or a replica whose backward *sums* gradients over the world.
 
         Gradients are summed, not averaged: the loop divides the loss by the token count of the whole world, so that
-        every token weighs the same whichever process saw it."""
+        every token weighs the same whichever process saw it.
+        """
         if self.size == 1:
             return model
         replica = DistributedDataParallel(model, device_ids=[self.device] if self.device.type == "cuda" else None)

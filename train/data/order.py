@@ -2,7 +2,8 @@
 
 Position p of the sequence is sample `permutation of epoch p // n` at `p mod n`. Step s takes positions [s·batch,
 (s+1)·batch), so which samples a step sees does not depend on micro-batches or the number of processes; only who
-computes them does."""
+computes them does.
+"""
 
 from __future__ import annotations
 

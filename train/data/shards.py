@@ -2,7 +2,8 @@
 
 A folder holds `index.json` (schema version, vocabulary, dtype, and for every split its files with token counts and
 SHA-256), raw little-endian `SPLIT-00000.bin` files, and the tokenizer's files. Documents follow one another, each
-ended by the end-of-text token."""
+ended by the end-of-text token.
+"""
 
 from __future__ import annotations
 
