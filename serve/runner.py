@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from penjing.core.fused import fuse_decoder
 from penjing.core.models.decoder import Decoder
 from penjing.kernels.paged_attention import paged_attention, write_kv
 from penjing.serve.kv_pool import allocate_pool
@@ -23,6 +24,7 @@ class Runner:
     ) -> None:
         self.model = model
         self.block_size = block_size
+        self.fused = fuse_decoder(model)  # the whole step in one call; None: the model's own layers on torch
         self.kv_pool = allocate_pool(model.config, num_blocks, block_size)
         self._scale = model.config.head_dim**-0.5
         self._windows = [model.config.layer_window(layer) for layer in range(model.config.num_hidden_layers)]
@@ -45,13 +47,18 @@ class Runner:
         """
         ready = self._fill(batch)
         num_tokens, num_sequences = batch.num_tokens, len(batch.chunks)
-        token_ids = torch.from_numpy(self._token_ids[:num_tokens]).long()
-        positions = torch.from_numpy(self._positions[:num_tokens]).long()
+        token_ids = torch.from_numpy(self._token_ids[:num_tokens])
+        positions = torch.from_numpy(self._positions[:num_tokens])
         slots = torch.from_numpy(self._slots[:num_tokens])
         cu_query = torch.from_numpy(self._cu_query[: num_sequences + 1])
         context_len = torch.from_numpy(self._context_len[:num_sequences])
         block_table = torch.from_numpy(self._block_table[:num_sequences])
-        logit_rows = torch.from_numpy(self._logit_rows[: len(ready)]).long()
+        logit_rows = torch.from_numpy(self._logit_rows[: len(ready)])
+        if self.fused is not None:
+            logits_RV = self.fused.step(
+                token_ids, positions, slots, cu_query, context_len, block_table, logit_rows, self.kv_pool
+            )
+            return logits_RV.numpy(), ready
 
         def attend(layer: int, q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor) -> torch.Tensor:
             k_cache, v_cache = self.kv_pool[layer]
@@ -61,7 +68,7 @@ class Runner:
             )
 
         with torch.inference_mode():
-            logits_RV = self.model(token_ids, positions, attend, logit_rows)
+            logits_RV = self.model(token_ids.long(), positions.long(), attend, logit_rows.long())
         return logits_RV.numpy(), ready
 
     def _fill(self, batch: Batch) -> list[Sequence]:

@@ -3,6 +3,7 @@ answers are those of transformers."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from random import Random
 from typing import Any
 
@@ -20,9 +21,14 @@ SAMPLED = {"temperature": 0.9, "top_p": 0.95, "seed": 5, "repetition_penalty": 1
 Answers = dict[str, list[tuple[int, Any]]]
 
 
-@pytest.fixture(scope="module", params=["fp32", "int8", "window"])
-def loaded(request: pytest.FixtureRequest) -> LoadedModel:
-    return tiny_model(int8=request.param == "int8", sliding_window=12 if request.param == "window" else None)
+@pytest.fixture(scope="module", params=["fp32", "int8", "window", "fp32-torch", "int8-torch"])
+def loaded(request: pytest.FixtureRequest) -> Iterator[LoadedModel]:
+    """A model for each path through the runner: one fused call where the C++ extension is there, and torch."""
+    with pytest.MonkeyPatch.context() as patch:
+        if request.param.endswith("-torch"):
+            patch.setattr("penjing.serve.runner.fuse_decoder", lambda model: None)
+        window = 12 if request.param == "window" else None
+        yield tiny_model(int8=request.param.startswith("int8"), sliding_window=window)
 
 
 def requests_of(params: dict[str, Any]) -> list[Request]:
