@@ -9,12 +9,23 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
-CPP_OPERATIONS: tuple[str, ...] = ("int8_linear", "quantize_per_token", "paged_attention", "write_kv")
-TORCH_OPERATIONS: tuple[str, ...] = ("linear", "rms_norm", "rotary", "swiglu")
+if TYPE_CHECKING:
+    from penjing.kernels.cpu.functions import CpuExtension
+
+CPP_OPERATIONS: tuple[str, ...] = (
+    "int8_linear",
+    "linear",
+    "quantize_per_token",
+    "paged_attention",
+    "write_kv",
+    "rms_norm",
+    "swiglu",
+)
+TORCH_OPERATIONS: tuple[str, ...] = ("rotary",)
 
 _forced: ContextVar[bool] = ContextVar("penjing_force_torch", default=os.environ.get("PENJING_KERNELS") == "torch")
 
@@ -29,9 +40,11 @@ def force_torch() -> Iterator[None]:
         _forced.reset(token)
 
 
-def cpu_extension(*tensors: torch.Tensor) -> Any | None:
-    """The C++ extension if it is built, not switched off, and all `tensors` lie on the CPU; else None."""
+def cpu_extension(*tensors: torch.Tensor) -> CpuExtension | None:
+    """The C++ extension, if it is built, not switched off, and can take `tensors`: on the CPU, no gradient wanted."""
     if _forced.get() or any(tensor.device.type != "cpu" for tensor in tensors):
+        return None
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
         return None
     from penjing.kernels.cpu import extension
 
@@ -42,8 +55,8 @@ def describe() -> dict[str, str]:
     """Operation → the implementation chosen for CPU tensors, and why."""
     if _forced.get():
         chosen = "torch (PENJING_KERNELS=torch or force_torch)"
-    elif cpu_extension() is None:
+    elif (extension := cpu_extension()) is None:
         chosen = "torch (the C++ extension is not built)"
     else:
-        chosen = "C++ extension"
-    return dict.fromkeys(CPP_OPERATIONS, chosen) | dict.fromkeys(TORCH_OPERATIONS, "torch")
+        chosen = f"C++ ({extension.isa}, {extension.num_threads} threads)"
+    return dict.fromkeys(CPP_OPERATIONS, chosen) | dict.fromkeys(TORCH_OPERATIONS, "torch (the decoder step fuses it)")

@@ -2,29 +2,41 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from functools import cache
-from typing import Any
+from dataclasses import dataclass
+from functools import cache, cached_property
+from typing import TYPE_CHECKING
 
 import torch
 
+from penjing.kernels.dispatch import cpu_extension
 from penjing.kernels.quantize import quantize_per_token_torch
+
+if TYPE_CHECKING:
+    from penjing.kernels.cpu.functions import Int8Panels
 
 _int_mm = torch.ops.aten._int_mm.default
 # 1024 products of magnitudes up to 128 reach 2^24 at most: float32 counts that far.
 EXACT_FLOAT32_K = 1024
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class PackedInt8:
-    """An INT8 weight made ready once, at load."""
+    """An INT8 weight, checked once at load."""
 
     weight_NK: torch.Tensor  # noqa: N815  int8, contiguous
     scale_N: torch.Tensor  # noqa: N815  float32
     bias_N: torch.Tensor | None  # noqa: N815  float32
     in_features: int
     out_features: int
-    packed: Any = field(default=None, repr=False, compare=False)  # the C++ extension's layout of weight_NK
+
+    @cached_property
+    def panels(self) -> Int8Panels:
+        """The weight as the C++ extension wants it, a copy made at the first use (a `DecoderStep` has its own)."""
+        from penjing.kernels.cpu import extension
+
+        cpp = extension()
+        assert cpp is not None  # asked for by the extension's own path
+        return cpp.prepack_int8(self.weight_NK, self.scale_N, self.bias_N)
 
 
 def prepack_int8(weight_NK: torch.Tensor, scale_N: torch.Tensor, bias_N: torch.Tensor | None = None) -> PackedInt8:
@@ -51,8 +63,8 @@ def prepack_int8(weight_NK: torch.Tensor, scale_N: torch.Tensor, bias_N: torch.T
             raise ValueError(f"{name} is on {vector.device}, weight_NK on {weight_NK.device}")
     return PackedInt8(
         weight_NK=weight_NK.contiguous(),
-        scale_N=scale_N.detach().reshape(out_features).to(torch.float32),
-        bias_N=None if bias_N is None else bias_N.detach().reshape(out_features).to(torch.float32),
+        scale_N=scale_N.detach().reshape(out_features).to(torch.float32).contiguous(),
+        bias_N=None if bias_N is None else bias_N.detach().reshape(out_features).to(torch.float32).contiguous(),
         in_features=in_features,
         out_features=out_features,
     )
@@ -78,7 +90,8 @@ def int8_linear(x_MK: torch.Tensor, packed: PackedInt8) -> torch.Tensor:
         )
     if x_MK.device != packed.weight_NK.device:
         raise ValueError(f"x_MK is on {x_MK.device}, the weight on {packed.weight_NK.device}")
-    return int8_linear_torch(x_MK, packed)
+    extension = cpu_extension(x_MK)
+    return int8_linear_torch(x_MK, packed) if extension is None else extension.int8_linear(x_MK, packed.panels)
 
 
 def int8_linear_torch(x_MK: torch.Tensor, packed: PackedInt8) -> torch.Tensor:

@@ -10,6 +10,8 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from penjing.kernels.dispatch import cpu_extension
+
 LEAST_N = 16
 TILE_M = 16  # 8 to 64 were equally invariant; 16 costs one row 2–3 × a plain product, and 512 rows 2 ×
 
@@ -31,7 +33,11 @@ def linear(x_MK: torch.Tensor, weight_NK: torch.Tensor, bias_N: torch.Tensor | N
         raise ValueError(f"bias has shape {tuple(bias_N.shape)}; ({weight_NK.shape[0]},) is needed")
     if not x_MK.dtype == weight_NK.dtype == (weight_NK.dtype if bias_N is None else bias_N.dtype) == torch.float32:
         raise ValueError(f"x is {x_MK.dtype} and weight {weight_NK.dtype}; float32 is needed")
-    return linear_torch(x_MK, weight_NK, bias_N)
+    extension = cpu_extension(x_MK, weight_NK)
+    if extension is None or 0 in weight_NK.shape:
+        return linear_torch(x_MK, weight_NK, bias_N)
+    bias_N = None if bias_N is None else bias_N.detach().contiguous()
+    return extension.linear(x_MK, weight_NK.detach().contiguous(), bias_N)
 
 
 def linear_torch(x_MK: torch.Tensor, weight_NK: torch.Tensor, bias_N: torch.Tensor | None = None) -> torch.Tensor:

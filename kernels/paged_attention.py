@@ -13,6 +13,8 @@ from itertools import pairwise, takewhile
 
 import torch
 
+from penjing.kernels.dispatch import cpu_extension
+
 TILE_KEYS = 128
 TILE_ROWS = 16  # query positions × heads of a group, at most (or one position)
 
@@ -44,6 +46,12 @@ def write_kv(
         raise ValueError(f"slot_T is {slot_T.dtype}; int64 is needed")
     if slot_T.numel() == 0:
         return
+    extension = cpu_extension(k_TKD, v_TKD, k_cache, slot_T)
+    if extension is not None and k_TKD.dtype == v_TKD.dtype == k_cache.dtype == torch.float32:
+        extension.write_kv(
+            k_TKD.detach().contiguous(), v_TKD.detach().contiguous(), k_cache, v_cache, slot_T.contiguous()
+        )
+        return
     low, high = (int(value) for value in torch.aminmax(slot_T))
     if low < -1 or high >= num_blocks * block_size:
         raise ValueError(f"slots {low} … {high} are outside the cache of {num_blocks} blocks × {block_size}")
@@ -74,7 +82,7 @@ def paged_attention(
         q_THD: (T, num_heads, head_dim) float32.
         k_cache, v_cache: (num_blocks, num_kv_heads, block_size, head_dim).
         cu_query_S1: (S + 1,) int32, 0 first, T last.
-        context_len_S: (S,) int32, keys of each sequence, its new tokens included.
+        context_len_S: (S,) int32, keys of each sequence, at least 1, its new tokens included.
         block_table_SB: (S, B) int32, block of the keys b × block_size …; entries no row sees are not read.
         scale: factor of the scores, usually head_dim ** −0.5.
         window: keys a row sees, itself included; None for all.
@@ -87,6 +95,10 @@ def paged_attention(
     """
     _check_cache(k_cache, v_cache)
     cu_query, context_len = _check_sequences(q_THD, k_cache, cu_query_S1, context_len_S, block_table_SB, window)
+    extension = cpu_extension(q_THD, k_cache, block_table_SB)
+    if extension is not None and q_THD.dtype == k_cache.dtype == torch.float32 and k_cache.numel():
+        lengths = cu_query_S1.contiguous(), context_len_S.contiguous(), block_table_SB.contiguous()
+        return extension.paged_attention(q_THD.detach().contiguous(), k_cache, v_cache, *lengths, scale, window)
     return paged_attention_torch(q_THD, k_cache, v_cache, cu_query, context_len, block_table_SB, scale, window)
 
 
@@ -308,9 +320,9 @@ def _check_sequences(
     room = block_table_SB.shape[1] * k_cache.shape[2]
     for sequence, context in enumerate(context_len):
         num_queries = cu_query[sequence + 1] - cu_query[sequence]
-        if num_queries < 0 or context < num_queries or context > room:
+        if num_queries < 0 or context < max(num_queries, 1) or context > room:
             raise ValueError(
                 f"sequence {sequence} has {num_queries} queries and {context} keys; "
-                f"0 ≤ queries ≤ keys ≤ {room} (the block table) is needed"
+                f"0 ≤ queries ≤ keys and 1 ≤ keys ≤ {room} (the block table) is needed"
             )
     return cu_query, context_len

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from penjing.kernels.dispatch import cpu_extension
+
 
 def rms_norm(x_MK: torch.Tensor, weight_K: torch.Tensor, eps: float) -> torch.Tensor:
     """x / sqrt(mean(x²) + eps) × weight over the last dimension, computed in float32.
@@ -22,7 +24,11 @@ def rms_norm(x_MK: torch.Tensor, weight_K: torch.Tensor, eps: float) -> torch.Te
     """
     if weight_K.dim() != 1 or x_MK.dim() == 0 or x_MK.shape[-1] != weight_K.shape[0]:
         raise ValueError(f"x has shape {tuple(x_MK.shape)}, weight {tuple(weight_K.shape)}; (…, K) and (K,) are needed")
-    return rms_norm_torch(x_MK, weight_K, eps)
+    extension = cpu_extension(x_MK, weight_K)
+    if extension is None or x_MK.dtype != torch.float32 or weight_K.dtype != torch.float32 or x_MK.shape[-1] == 0:
+        return rms_norm_torch(x_MK, weight_K, eps)
+    rows = x_MK.reshape(-1, x_MK.shape[-1])
+    return extension.rms_norm(rows, weight_K.detach().contiguous(), eps).view(x_MK.shape)
 
 
 def rms_norm_torch(x_MK: torch.Tensor, weight_K: torch.Tensor, eps: float) -> torch.Tensor:

@@ -15,7 +15,7 @@ MAY_IMPORT = {
     "core": {"kernels", "core"},
     "train": {"kernels", "core", "train"},
     "compress": {"kernels", "core", "train", "compress"},
-    "serve": {"kernels", "core", "serve"},
+    "serve": {"kernels", "core", "serve", "model_repository"},  # the last holds the files that Triton server reads
     "model_repository": {"core", "serve"},
 }
 COMMAND_LINE = "penjing.core.cli"  # imports the stages, inside its functions

@@ -11,6 +11,7 @@ from penjing.kernels.rms_norm import rms_norm
 from penjing.kernels.rotary import apply_rotary, rotary_cos_sin
 from penjing.kernels.swiglu import swiglu
 
+pytestmark = pytest.mark.usefixtures("implementation")
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 ATOL = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
 

@@ -9,6 +9,7 @@ from penjing.kernels.dispatch import force_torch
 from penjing.kernels.int8_linear import PackedInt8, int8_linear, int8_matmul, prepack_int8
 from penjing.kernels.quantize import quantize_per_token
 
+pytestmark = pytest.mark.usefixtures("implementation")
 SHAPES = [
     (1, 1, 1),
     (1, 576, 1536),
@@ -42,6 +43,17 @@ def test_accumulators_are_exact(m: int, k: int, n: int) -> None:
     acc = int8_matmul(q, weight)
     assert acc.dtype == torch.int32
     np.testing.assert_array_equal(acc.numpy(), exact(q, weight))
+
+
+@pytest.mark.parametrize(("m", "k", "n"), SHAPES)
+@pytest.mark.parametrize("low", [-128, 127])
+def test_accumulators_behind_the_layer_are_exact(m: int, k: int, n: int, low: int) -> None:
+    # Rows of integers that reach 127 are their own quantization, and scales of 1 leave the accumulator as it is.
+    x = random_int8(m, k, seed=k).clamp_min(-127)
+    x[:, 0] = 127
+    weight = random_int8(n, k, seed=n).clamp_min(low)
+    y = int8_linear(x.float(), prepack_int8(weight, torch.ones(n)))
+    np.testing.assert_array_equal(y.numpy(), exact(x, weight).astype(np.float32))
 
 
 @pytest.mark.parametrize("signs", [(127, 127), (127, -128), (-128, -128), (-128, 127)])

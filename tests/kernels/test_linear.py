@@ -6,6 +6,8 @@ import torch.nn.functional as F
 
 from penjing.kernels.linear import linear
 
+pytestmark = pytest.mark.usefixtures("implementation")
+
 
 @pytest.mark.parametrize(("m", "k", "n"), [(1, 1, 1), (3, 17, 5), (16, 64, 64), (33, 577, 100), (100, 31, 1025)])
 @pytest.mark.parametrize("bias", [False, True])

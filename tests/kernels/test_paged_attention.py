@@ -8,6 +8,7 @@ from penjing.kernels.dispatch import force_torch
 from penjing.kernels.paged_attention import paged_attention, write_kv
 from tests.kernels.paging import Cache, Sequence, dense_attention, draw_sequence
 
+pytestmark = pytest.mark.usefixtures("implementation")
 HEADS = {"mha": (4, 4), "gqa": (9, 3), "mqa": (8, 1)}
 
 
@@ -105,7 +106,7 @@ def test_blocks_before_the_window_are_not_read() -> None:
     expected = cache.attend_new(sequences, 30)[0]
     cache.table[0, : (200 - 30) // 16] = -1
     assert torch.equal(cache.attend_new(sequences, 30)[0], expected)
-    with pytest.raises(ValueError, match="block -1"):
+    with pytest.raises(ValueError, match="the block table holds"):
         cache.attend_new(sequences, None)
 
 
@@ -200,8 +201,8 @@ def test_write_refuses(slots: Tensor, message: str) -> None:
         ({"context_len_S": int32(0, 9)}, "sequence 0 has 1 queries and 0 keys"),
         ({"context_len_S": int32(33, 9)}, "keys ≤ 32"),
         ({"block_table_SB": int32(0, 1)}, "block_table_SB"),
-        ({"block_table_SB": torch.tensor([[0, 4], [1, 2]], dtype=torch.int32)}, "block 4; the cache has 4"),
-        ({"block_table_SB": torch.tensor([[0, -7], [1, 2]], dtype=torch.int32)}, "block -7"),
+        ({"block_table_SB": torch.tensor([[0, 4], [1, 2]], dtype=torch.int32)}, "the block table holds"),
+        ({"block_table_SB": torch.tensor([[0, -7], [1, 2]], dtype=torch.int32)}, "the block table holds"),
         ({"window": 0}, "window=0"),
     ],
 )

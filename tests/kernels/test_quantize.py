@@ -9,6 +9,7 @@ from penjing.kernels.dispatch import force_torch
 from penjing.kernels.quantize import quantize_per_token
 from penjing.kernels.rounding import round_clamp
 
+pytestmark = pytest.mark.usefixtures("implementation")
 SHAPES = [(1, 1), (1, 576), (3, 17), (31, 129), (5, 4097), (64, 33)]
 
 
