@@ -12,7 +12,7 @@ from penjing.compress.layer import Rotations, quantized_tensors
 from penjing.compress.quantize import ROWS_AT_ONCE, ErrorMeter, LinearError, QuantizedWeight, quantize_per_channel
 from penjing.compress.recipe import Recipe
 from penjing.compress.rotate import rotate_input
-from penjing.compress.smoothquant import input_magnitude, smoothing_scale
+from penjing.compress.smoothquant import channel_magnitude, input_magnitude, smoothing_scale
 from penjing.compress.stream import EMBEDDING, FINAL_NORM, HEAD, LayerStream, Weights
 from penjing.core.errors import InputError
 
@@ -38,7 +38,7 @@ def compress_embedding(stream: LayerStream, recipe: Recipe, rotations: Rotations
     Raises:
         InputError: a value does not fit the dtype.
     """
-    table_VE = stream.checkpoint.get(EMBEDDING)
+    table_VE = stream.stored(EMBEDDING)
     stored_VE = torch.empty(table_VE.shape, dtype=DTYPES[recipe.quantize.embedding_dtype])
     for rows_RE, stored_RE in zip(table_VE.split(ROWS_AT_ONCE), stored_VE.split(ROWS_AT_ONCE), strict=True):
         stored_RE.copy_(rows_RE if rotations is None else rotate_input(rows_RE, rotations.residual_EE))
@@ -66,7 +66,7 @@ def compress_head(
         sample_ME: some of the calibration text's (rotated) hidden states after the last layer.
     """
     stored_VE = stream.head_weight()
-    norm_E = stream.checkpoint.get(FINAL_NORM).to(torch.float32)
+    norm_E = stream.stored(FINAL_NORM).to(torch.float32)
     folded_E = torch.ones_like(norm_E) if rotations is None else norm_E  # moves into the head, before the rotation
     new_norm_E = norm_E.clone() if rotations is None else torch.ones_like(norm_E)
 
@@ -79,7 +79,7 @@ def compress_head(
     scale_E = torch.ones_like(norm_E)
     if recipe.transform.smooth_norm > 0:
         magnitude_E = torch.stack([input_magnitude(rows(start)) for start in starts]).amax(dim=0)
-        scale_E = smoothing_scale(x_ME.abs().amax(dim=0), magnitude_E, recipe.transform.smooth_norm)
+        scale_E = smoothing_scale(channel_magnitude(x_ME), magnitude_E, recipe.transform.smooth_norm)
     tensors: Weights = {FINAL_NORM: new_norm_E / scale_E}
     if not unties(recipe) and stream.config.tie_word_embeddings:
         return CompressedHead(tensors, None)

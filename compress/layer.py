@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from penjing.compress.rotate import rotate_layer, rotation_matrix
 from penjing.compress.smoothquant import smooth_linears
 from penjing.compress.stream import LayerStream, Weights
 
-SAMPLE_ROWS = 256  # calibration tokens on which a layer's output error is measured
+SAMPLE_ROWS = 512  # calibration tokens whose activations are kept, for smoothing scales and output errors
 # Linear layers that read the same activations, by the first of them.
 SAME_INPUT = {
     "self_attn.q_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
@@ -23,23 +23,23 @@ SAME_INPUT = {
 }
 
 
-@dataclass
 class Activations:
-    """What calibration saw at the input of each group of linear layers."""
+    """Rows of what calibration saw at the input of each group of linear layers, evenly spread over the text."""
 
-    largest: dict[str, Tensor] = field(default_factory=dict)  # group → (K,) largest magnitude of each channel
-    sample: dict[str, list[Tensor]] = field(default_factory=dict)  # group → some rows, (rows, K) each
-    rows_per_window: int = 1
+    def __init__(self, num_windows: int) -> None:
+        self._rows_per_window = max(1, SAMPLE_ROWS // num_windows)
+        self._rows: dict[str, list[Tensor]] = {}
 
     def observe(self, name: str, x: Tensor) -> None:
         """Take in one window's activations (1, T, K) at linear layer `name`."""
-        if name not in SAME_INPUT:
-            return
-        x_TK = x.flatten(0, -2)
-        largest = x_TK.abs().amax(dim=0)
-        self.largest[name] = torch.maximum(self.largest[name], largest) if name in self.largest else largest
-        step = max(1, x_TK.shape[0] // self.rows_per_window)
-        self.sample.setdefault(name, []).append(x_TK[step // 2 :: step].clone())
+        if name in SAME_INPUT:
+            x_TK = x.flatten(0, -2)
+            step = max(1, x_TK.shape[0] // self._rows_per_window)
+            self._rows.setdefault(name, []).append(x_TK[step // 2 :: step].clone())
+
+    def samples(self) -> dict[str, Tensor]:
+        """Group → (M, K) float32."""
+        return {name: torch.cat(rows) for name, rows in self._rows.items()}
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,6 @@ class CompressedLayer:
 
     tensors: Weights
     errors: dict[str, LinearError]
-    choices: dict[str, float]  # group → the smoothing alpha that was chosen
 
 
 @torch.no_grad()
@@ -74,22 +73,21 @@ def compress_layer(
     weights = stream.weights(layer)
     if rotations is not None:
         rotate_layer(weights, stream.config, rotations.residual_EE, rotations.head_DD)
-    seen = Activations(rows_per_window=max(1, SAMPLE_ROWS // hidden_WTE.shape[0]))
+    seen = Activations(num_windows=hidden_WTE.shape[0])
     stream.run(layer, weights, hidden_WTE, seen.observe)
-    scales = smooth_linears(weights, seen.largest, stream.config, recipe.transform)
+    samples = seen.samples()
+    scales = smooth_linears(weights, samples, stream.config, recipe.transform)
 
     tensors, errors = dict(weights), {}
     for group, linears in SAME_INPUT.items():
-        x_MK = torch.cat(seen.sample[group])
-        if group in scales:
-            x_MK = x_MK / scales[group]
+        x_MK = samples[group] / scales[group] if group in scales else samples[group]
         for linear in linears:
             if recipe.quantize.keeps(f"model.layers.{layer}.{linear}"):
                 continue
             quantized = quantize_per_channel(weights[f"{linear}.weight"])
             errors[linear] = linear_error(weights[f"{linear}.weight"], quantized, x_MK)
             tensors |= quantized_tensors(linear, quantized)
-    return CompressedLayer(tensors, errors, {})
+    return CompressedLayer(tensors, errors)
 
 
 def quantized_tensors(module: str, quantized: QuantizedWeight) -> Weights:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Literal
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -12,7 +15,9 @@ from penjing.core.artifact import FAKE_QUANTIZED, INT8_RUNTIME, Parity, ParityDi
 from penjing.core.artifact import logprob_difference as compare_logprobs
 from penjing.core.checkpoint import Checkpoint
 from penjing.core.load import LoadedModel
+from penjing.core.models.decoder import Decoder
 from penjing.core.progress import Progress, Silent
+from penjing.kernels.rotary import rotary_cos_sin
 
 PROMPTS = (
     "The capital of France is",
@@ -40,7 +45,8 @@ def measure_parity(checkpoint: Checkpoint, loaded: LoadedModel, progress: Progre
         progress.advance()
     # Right padding: attention is causal, so what follows a sequence does not reach it.
     padded_WT = nn.utils.rnn.pad_sequence([torch.tensor(ids) for ids in sequences], batch_first=True)
-    fake_WTV = fake_quantized_logits(checkpoint, padded_WT)
+    layers = _LayerGaps(loaded.model)
+    fake_WTV = fake_quantized_logits(checkpoint, padded_WT, layers.compare)
     fake_logits = [fake_TV[: len(ids)] for fake_TV, ids in zip(fake_WTV, sequences, strict=True)]
 
     lengths = [len(prompt.token_ids) for prompt in inputs]
@@ -50,22 +56,46 @@ def measure_parity(checkpoint: Checkpoint, loaded: LoadedModel, progress: Progre
     }
     gaps = torch.cat([(one - other).abs().flatten() for one, other in zip(fake_logits, runtime_logits, strict=True)])
     logprobs = compare_logprobs((FAKE_QUANTIZED, INT8_RUNTIME), outputs[FAKE_QUANTIZED], outputs[INT8_RUNTIME])
-    logits = ParityDifference(
+    differences = (_difference("layer_outputs", torch.cat(layers.gaps)), _difference("logits", gaps), logprobs)
+    return Parity(inputs=tuple(inputs), outputs=outputs, differences=differences)
+
+
+class _LayerGaps:
+    """Sends what a fake-quantized layer got through the INT8 runtime's layer too."""
+
+    def __init__(self, model: Decoder) -> None:
+        self._model = model
+        self.gaps: list[Tensor] = []
+
+    def compare(self, layer: int, before_WTE: Tensor, after_WTE: Tensor) -> None:
+        positions_1T = torch.arange(before_WTE.shape[1])[None]
+        cos, sin = rotary_cos_sin(self._model.model.inverse_frequency, positions_1T)
+        for before_TE, after_TE in zip(before_WTE, after_WTE, strict=True):
+            runtime_TE = self._model.model.layers[layer](before_TE[None], cos, sin, self._model.causal_attention)[0]
+            size_T1 = after_TE.square().mean(dim=1, keepdim=True).sqrt()
+            self.gaps.append(((runtime_TE - after_TE).abs() / size_T1).flatten())
+
+
+def _difference(quantity: Literal["layer_outputs", "logits"], gaps: Tensor) -> ParityDifference:
+    return ParityDifference(
         between=(FAKE_QUANTIZED, INT8_RUNTIME),
-        quantity="logits",
+        quantity=quantity,
         num_values=gaps.numel(),
         largest=float(gaps.max()),
         mean=float(gaps.mean()),
-        same_tokens=logprobs.same_tokens,
     )
-    return Parity(inputs=tuple(inputs), outputs=outputs, differences=(logits, logprobs))
 
 
 @torch.no_grad()
-def fake_quantized_logits(checkpoint: Checkpoint, windows_WT: Tensor) -> Tensor:
+def fake_quantized_logits(
+    checkpoint: Checkpoint, windows_WT: Tensor, each_layer: Callable[[int, Tensor, Tensor], None] | None = None
+) -> Tensor:
     """(W, T) token ids → (W, T, V) float32 logits, with weights and activations rounded to INT8 and widened again.
 
-    One layer is in memory at a time; an artifact in which nothing is quantized runs as it is.
+    One layer is in memory at a time; a model in which nothing is quantized runs as it is.
+
+    Args:
+        each_layer: called with the layer's number and its input and output, (W, T, E) float32.
     """
     stream = LayerStream(checkpoint)
     stored = set(checkpoint.tensor_names)
@@ -77,12 +107,15 @@ def fake_quantized_logits(checkpoint: Checkpoint, windows_WT: Tensor) -> Tensor:
         def rounded(name: str, x: Tensor, prefix: str = prefix) -> Tensor | None:
             return fake_quantize_activation(x) if f"{prefix}{name}.weight_scale" in stored else None
 
+        before_WTE = hidden_WTE.clone()
         stream.run(layer, weights, hidden_WTE, rounded)
+        if each_layer is not None:
+            each_layer(layer, before_WTE, hidden_WTE)
     x_WTE = stream.final_norm(hidden_WTE)
     head_VE = stream.head_weight()
     if f"{HEAD}_scale" not in stored:
         return F.linear(x_WTE, head_VE.to(torch.float32))
-    scale_V1 = checkpoint.get(f"{HEAD}_scale")
+    scale_V1 = stream.stored(f"{HEAD}_scale")
     x_WTE = fake_quantize_activation(x_WTE)
     blocks = zip(head_VE.split(ROWS_AT_ONCE), scale_V1.split(ROWS_AT_ONCE), strict=True)
     return torch.cat([F.linear(x_WTE, QuantizedWeight(*block).dequantize()) for block in blocks], dim=-1)
@@ -96,7 +129,7 @@ def _dequantize(weights: Weights, checkpoint: Checkpoint, prefix: str) -> Weight
     }
 
 
-def _continue_greedily(model: nn.Module, ids: list[int]) -> list[int]:
+def _continue_greedily(model: Decoder, ids: list[int]) -> list[int]:
     for _ in range(CONTINUATION):
         logits_RV = model(torch.tensor([ids]), logit_rows=torch.tensor([len(ids) - 1]))
         ids = [*ids, int(logits_RV[0].argmax())]

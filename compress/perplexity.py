@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from penjing.compress.stream import LOGIT_ROWS, LayerStream
 from penjing.core.corpus import code_text, heldout_tokens
 from penjing.core.errors import InputError
+from penjing.core.models.decoder import Decoder
 from penjing.core.progress import Progress, Silent
 from penjing.core.tokenizer import Tokenizer
 
@@ -34,18 +37,20 @@ def evaluation_windows(tokenizer: Tokenizer, prose_tokens: int, code_tokens: int
 
 
 @torch.no_grad()
-def perplexity(model: nn.Module, windows_WT: Tensor, progress: Progress | None = None) -> float:
-    """Perplexity of `model` (token ids (1, T) → logits (1, T, V)); the first token of each window is context only.
+def perplexity(model: Decoder, windows_WT: Tensor, progress: Progress | None = None) -> float:
+    """Perplexity of a loaded model; the first token of each window is context only.
 
     Args:
         windows_WT: (W, T) int64, T ≥ 2.
     """
     progress = progress or Silent()
-    total = 0.0
+    positions_1T = torch.arange(windows_WT.shape[1])[None]
+    losses: list[float] = []
     for window_T in windows_WT:
-        total += _negative_log_likelihood(model(window_T[None])[0, :-1], window_T[1:])
+        hidden_TE = model.model(window_T[None], positions_1T, model.causal_attention)[0]
+        losses.append(_negative_log_likelihood(hidden_TE, window_T, model.lm_head))
         progress.advance()
-    return math.exp(total / (windows_WT.shape[0] * (windows_WT.shape[1] - 1)))
+    return math.exp(math.fsum(losses) / (windows_WT.shape[0] * (windows_WT.shape[1] - 1)))
 
 
 @torch.no_grad()
@@ -67,23 +72,18 @@ def streamed_perplexity(
         stream.run(layer, stream.weights(layer), hidden_WTE)
         progress.advance()
     head_VE = stream.head_weight().to(torch.float32)
-    losses_W = torch.tensor(
-        [
-            sum(
-                _negative_log_likelihood(F.linear(stream.final_norm(rows_RE), head_VE), targets_R)
-                for rows_RE, targets_R in zip(
-                    hidden_TE[:-1].split(LOGIT_ROWS), window_T[1:].split(LOGIT_ROWS), strict=True
-                )
-            )
-            for hidden_TE, window_T in zip(hidden_WTE, windows_WT, strict=True)
-        ],
-        dtype=torch.float64,
-    )
-    parts = losses_W.split([len(part) for part in windows.values()])
-    means = [float(part.sum()) / (len(part) * (windows_WT.shape[1] - 1)) for part in parts]
-    return {name: math.exp(mean) for name, mean in zip(windows, means, strict=True)}
+    losses = [
+        _negative_log_likelihood(stream.final_norm(hidden_TE), window_T, partial(F.linear, weight=head_VE))
+        for hidden_TE, window_T in zip(hidden_WTE, windows_WT, strict=True)
+    ]
+    found: dict[str, float] = {}
+    for name, part in windows.items():
+        share, losses = losses[: len(part)], losses[len(part) :]
+        found[name] = math.exp(math.fsum(share) / (len(part) * (windows_WT.shape[1] - 1)))
+    return found
 
 
-def _negative_log_likelihood(logits_RV: Tensor, targets_R: Tensor) -> float:
-    chunks = zip(logits_RV.split(LOGIT_ROWS), targets_R.split(LOGIT_ROWS), strict=True)
-    return sum(float(F.cross_entropy(logits.float(), targets, reduction="sum")) for logits, targets in chunks)
+def _negative_log_likelihood(hidden_TE: Tensor, window_T: Tensor, head: Callable[[Tensor], Tensor]) -> float:
+    """Of all tokens of a window but the first, summed; logits for LOGIT_ROWS positions at a time."""
+    chunks = zip(hidden_TE[:-1].split(LOGIT_ROWS), window_T[1:].split(LOGIT_ROWS), strict=True)
+    return sum(float(F.cross_entropy(head(rows_RE), targets_R, reduction="sum")) for rows_RE, targets_R in chunks)

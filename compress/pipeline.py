@@ -26,7 +26,8 @@ from penjing.compress.preflight import (
     preflight,
 )
 from penjing.compress.recipe import Recipe, recipe_toml, run_key
-from penjing.compress.report import make_report, report_page, summary_line
+from penjing.compress.report import make_report, summary_line
+from penjing.compress.report_page import report_page
 from penjing.compress.steps import WorkFolder
 from penjing.compress.stream import LayerStream
 from penjing.core.artifact import (
@@ -151,10 +152,7 @@ class _Run:
         self.work.save(_layer_name(layer), compressed.tensors)
         self.work.save(_hidden_name(layer), {"hidden": hidden_WTE})
         self._hidden_WTE = hidden_WTE
-        return {
-            "errors": {name: error.as_dict() for name, error in compressed.errors.items()},
-            "choices": compressed.choices,
-        }
+        return {"errors": {name: error.as_dict() for name, error in compressed.errors.items()}}
 
     def _hidden_after(self, layer: int) -> Tensor:
         if self._hidden_WTE is not None:

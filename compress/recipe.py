@@ -19,8 +19,8 @@ class Transform(Config):
     rotate: bool = True
     rotate_seed: int = Field(default=0, ge=0, lt=2**31)
     smooth_norm: float = Field(default=0.0, ge=0, le=1)  # norm → q, k, v and gate, up; last norm → head
-    smooth_down: float = Field(default=0.5, ge=0, le=1)  # up_proj → down_proj
-    smooth_output: float = Field(default=0.0, ge=0, le=1)  # v_proj → o_proj
+    smooth_down: float = Field(default=0.6, ge=0, le=1)  # up_proj → down_proj
+    smooth_output: float = Field(default=0.6, ge=0, le=1)  # v_proj → o_proj
 
 
 class Quantize(Config):

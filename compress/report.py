@@ -52,7 +52,6 @@ def make_report(
             {"name": step.name, "seconds": step.seconds, "peak_memory_bytes": step.peak_memory_bytes} for step in steps
         ],
         "steps_resumed": num_resumed,
-        "choices": {step.name: step.result["choices"] for step in steps if step.result.get("choices")},
         "recipe": recipe.settings(),
         "command": command,
         "versions": versions(),
@@ -75,7 +74,3 @@ def summary_line(report: dict[str, Any]) -> str:
 
 def _full_name(step: str, linear: str) -> str:
     return f"model.layers.{int(step.removeprefix('layer_'))}.{linear}" if step.startswith("layer_") else linear
-
-
-def report_page(report: dict[str, Any]) -> str:
-    return "<html></html>"

