@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -30,6 +31,7 @@ Force = Annotated[bool, typer.Option("--force", help="Replace an existing output
 Overrides = Annotated[
     list[str] | None, typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Change one value of the recipe.")
 ]
+Runs = Annotated[int, typer.Option(min=1, help="Runs after a warm-up; medians are shown.")]
 Json = Annotated[Path | None, typer.Option("--json", help="Also write the result to this file.")]
 
 
@@ -190,29 +192,36 @@ def server_status() -> None:
 
 
 @bench_app.command("engine")
-def bench_engine(model: Model, json_file: Json = None) -> None:
+def bench_engine(model: Model, runs: Runs = 5, json_file: Json = None) -> None:
     """Measure the engine in this process: prefill, one stream, 16 streams.
 
     Example: `penjing bench engine build/smollm2-int8 --json bench.json`
     """
+    from penjing.core.progress import progress_bar
     from penjing.serve.bench_engine import bench_engine as run
 
-    _show(run(model), json_file)
+    with progress_bar() as progress:
+        result = run(model, runs=runs, progress=progress)
+    _show(result, json_file)
 
 
 @bench_app.command("server")
 def bench_server(
     model: Model,
     server: Annotated[str, typer.Option(help="host:port of the gRPC endpoint.")] = "localhost:8001",
+    runs: Runs = 5,
     json_file: Json = None,
 ) -> None:
     """Measure a running server from outside with the same prompts; MODEL gives the tokenizer.
 
     Example: `penjing bench server build/smollm2-int8 --server localhost:8001`
     """
+    from penjing.core.progress import progress_bar
     from penjing.serve.bench_server import bench_server as run
 
-    _show(run(model, server), json_file)
+    with progress_bar() as progress:
+        result = run(model, server, runs=runs, progress=progress)
+    _show(result, json_file)
 
 
 @app.command()
@@ -243,8 +252,13 @@ def main() -> None:
 
 
 def _run(arguments: list[str]) -> int:
+    return guarded(lambda: app(arguments, prog_name="penjing", standalone_mode=False) or 0)
+
+
+def guarded(work: Callable[[], int]) -> int:
+    """The exit code of `work`; what it raises becomes one line on standard error."""
     try:
-        return app(arguments, prog_name="penjing", standalone_mode=False) or 0
+        return work()
     except PenjingError as error:
         return _fail(error, str(error), error.exit_code)
     except TyperException as error:
@@ -258,7 +272,9 @@ def _run(arguments: list[str]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     except Exception as error:  # the edge of the program: one line, and the way to see more
-        return _fail(error, f"unexpected {type(error).__name__}: {error} (penjing --debug … shows where)", 70)
+        return _fail(
+            error, f"unexpected {type(error).__name__}: {error} (PENJING_DEBUG=1 or penjing --debug … shows where)", 70
+        )
 
 
 def _fail(error: BaseException, message: str, exit_code: int) -> int:

@@ -23,7 +23,7 @@ from penjing.core.cli import guarded
 from penjing.core.files import atomic_write_text
 from penjing.core.importer import import_model
 from penjing.core.info import processor, versions
-from penjing.core.progress import Progress, progress_bar
+from penjing.core.progress import progress_bar
 from penjing.serve.bench_engine import bench_engine
 from penjing.serve.bench_server import bench_server
 from penjing.serve.client import Client
@@ -165,7 +165,7 @@ def show(summary: dict[str, Any]) -> None:
     console.print(table)
     console.print()
     console.print(speeds)
-    console.print(f"\n{SUMMARY} has all figures, {RECIPE.stem} its report in build/{RECIPE.stem}/report.html.")
+    console.print(f"\nAll figures: {SUMMARY}; the report of the compression: build/smollm2-int8/report.html")
     console.print(f"{summary['seconds']:.0f} s on {len(os.sched_getaffinity(0))} cores.")
 
 
