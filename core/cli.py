@@ -26,6 +26,8 @@ bench_app = typer.Typer(help="Tokens per second, latency and memory: a table and
 app.add_typer(server_app, name="server")
 app.add_typer(bench_app, name="bench")
 
+INTERRUPTED = 130
+
 Model = Annotated[Path, typer.Argument(help="A checkpoint or artifact folder.", show_default=False)]
 Force = Annotated[bool, typer.Option("--force", help="Replace an existing output.")]
 Overrides = Annotated[
@@ -252,7 +254,10 @@ def main() -> None:
 
 
 def _run(arguments: list[str]) -> int:
-    return guarded(lambda: app(arguments, prog_name="penjing", standalone_mode=False) or 0)
+    code = guarded(lambda: app(arguments, prog_name="penjing", standalone_mode=False) or 0)
+    if code == INTERRUPTED:  # typer turns Ctrl-C into this exit code without a word
+        print("interrupted", file=sys.stderr)
+    return code
 
 
 def guarded(work: Callable[[], int]) -> int:
@@ -264,10 +269,7 @@ def guarded(work: Callable[[], int]) -> int:
     except TyperException as error:
         return _fail(error, f"{error.format_message().rstrip('.')}. Try 'penjing --help'.", ConfigError.exit_code)
     except (KeyboardInterrupt, typer.Abort):
-        print("interrupted", file=sys.stderr)
-        return 130
-    except typer.Exit as error:
-        return error.exit_code
+        return INTERRUPTED
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
