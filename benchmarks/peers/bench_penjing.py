@@ -1,0 +1,26 @@
+"""bench_penjing.py MODEL PROMPTS RUNS THREADS: this project's engine in process, run exactly as its peers are."""
+
+import sys
+from pathlib import Path
+
+from figures import measure, read_prompts, report
+
+from penjing.core.info import versions
+from penjing.serve.bench_engine import run_prompts
+from penjing.serve.config import EngineConfig
+from penjing.serve.engine import LLMEngine
+
+
+def main(model: str, prompts_path: str, runs: int) -> None:
+    prompts = read_prompts(prompts_path)
+    config = EngineConfig(enable_prefix_caching=False, max_num_sequences=len(prompts["p16"]))
+    engine = LLMEngine.from_folder(Path(model), config)
+
+    def seconds(batch, new):
+        return run_prompts(engine, batch, new).seconds
+
+    report(f"penjing {versions()['penjing']} {engine.loaded.scheme.upper()}", measure(seconds, prompts, runs))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2], int(sys.argv[3]))  # threads: OMP_NUM_THREADS, which run_engine.py sets

@@ -1,0 +1,95 @@
+"""Measure penjing's engine against its peers: interleaved rounds, a process for each run, medians; appends rows.
+
+    python benchmarks/run_engine.py                     # against transformers FP32 eager
+    python benchmarks/run_engine.py --peers all         # and llama_cpp, openvino, ort_genai, vllm (made on first use)
+    python benchmarks/run_engine.py --through-server    # also through Triton server, in the same rounds
+
+The figures are defined in peers/figures.py; every contestant gets the same prompts, threads and rounds.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from contestants import METRICS, Outcome, choose, peers, penjing, penjing_server, prepare, run_rounds
+from models import add_arguments, make_models, make_prompts, say
+from rows import RESULTS, Row, append, new_row
+from run_server import server_rows
+
+from penjing.core.cli import run_guarded
+from penjing.core.errors import SetupError
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_arguments(parser)
+    parser.add_argument("--peers", default="transformers", help="names joined by commas, all, or none")
+    parser.add_argument("--through-server", action="store_true", help="also measure through Triton server")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the rows")
+    arguments = parser.parse_args()
+
+    checkpoint, artifact = make_models(arguments.checkpoint, arguments.model)
+    known = peers(checkpoint, artifact)
+    contestants = [penjing(artifact)]
+    unmade: dict[str, str] = {}
+    for name in choose(arguments.peers, list(known)):
+        try:
+            say(f"{name}: environment and model files")
+            prepare(known[name], checkpoint)
+            contestants.append(known[name])
+        except SetupError as error:
+            unmade[name] = str(error)
+            say(f"{name} is left out: {error}")
+    if arguments.through_server:
+        contestants.append(penjing_server(artifact))
+
+    outcome = run_rounds(
+        contestants,
+        make_prompts(artifact),
+        rounds=arguments.rounds,
+        runs=arguments.runs,
+        threads=arguments.threads,
+        say=say,
+    )
+    outcome.missing |= unmade
+    runs = arguments.rounds * arguments.runs
+    append("engine", engine_rows(outcome, runs), arguments.results)
+    if arguments.through_server:
+        append("server", server_rows(outcome, runs), arguments.results)
+
+
+def engine_rows(outcome: Outcome, runs: int) -> list[Row]:
+    """A row for each figure and peer: our value, and its ratio to the peer's. A failed peer has a row that says so.
+
+    Raises:
+        SetupError: our own engine failed.
+    """
+    if "penjing" in outcome.missing:
+        raise SetupError(outcome.missing["penjing"])
+    ours = {metric: outcome.median("penjing", metric) for metric in METRICS}
+    rivals = [name for name in outcome.results if not name.startswith("penjing")]
+    rows = [
+        new_row(
+            "engine",
+            metric,
+            ours[metric],
+            "tok/s",
+            runs=runs,
+            baseline=outcome.label(name),
+            baseline_value=outcome.median(name, metric),
+        )
+        for name in rivals
+        for metric in METRICS
+    ]
+    if not rivals:
+        rows = [new_row("engine", metric, ours[metric], "tok/s", runs=runs) for metric in METRICS]
+    for name, reason in outcome.missing.items():
+        if not name.startswith("penjing"):
+            line = reason.splitlines()[0]
+            rows.append(new_row("engine", "all", None, "tok/s", runs=0, baseline=name, reason=line))
+    return rows
+
+
+if __name__ == "__main__":
+    run_guarded(main)

@@ -1,0 +1,98 @@
+"""smoke.py CHECK …: what test.sh runs inside the container, as its user, against the container's server.
+
+stream   an answer comes token by token
+user     nobody runs as root: this process, the supervisor, the server, the model's process
+recover  after SIGKILL of the model's process the health check fails, and is good again within 30 s
+drain    SIGTERM to the supervisor: the running answer is finished, the health check says so, new requests are refused
+"""
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+from healthcheck import problem
+
+from penjing.core.errors import PenjingError
+from penjing.serve.client import Client
+from penjing.serve.triton import state
+
+LONG_ANSWER = 400  # tokens
+
+
+def found() -> state.ServerState:
+    (port,) = state.running_ports()
+    server = state.read_state(port)
+    assert server is not None
+    return server
+
+
+def connect() -> Client:
+    return Client(f"127.0.0.1:{found().grpc_port}", retries=0, timeout=60)
+
+
+def expect(condition: bool, message: str) -> None:
+    if not condition:
+        sys.exit(f"failed: {message}")
+
+
+def wait_for(healthy: bool, seconds: float) -> float:
+    """Seconds until the health check says `healthy`."""
+    started = time.monotonic()
+    while (problem() is None) != healthy:
+        wanted = "healthy" if healthy else "unhealthy"
+        expect(time.monotonic() - started < seconds, f"not {wanted} within {seconds:.0f} s: {problem()}")
+        time.sleep(0.1)
+    return time.monotonic() - started
+
+
+def stream() -> None:
+    with connect() as client, client.stream("Once upon a time", max_tokens=16, ignore_eos=True) as answer:
+        chunks = list(answer)
+    tokens = answer.result.num_output_tokens
+    expect(tokens == 16, f"16 tokens were asked for, {tokens} came")
+    expect(len(chunks) > 1, "the answer came in one piece")
+    print(f"streamed {tokens} tokens in {len(chunks)} chunks: {answer.result.text!r}")
+
+
+def user() -> None:
+    server = found()
+    for pid in (os.getpid(), server.supervisor_pid, server.server_pid, server.stub_pid):
+        status = Path(f"/proc/{pid}/status").read_text()
+        uids = next(line for line in status.splitlines() if line.startswith("Uid:")).split()[1:]
+        expect("0" not in uids, f"process {pid} runs as root")
+    expect(not os.access("/opt/penjing/lib", os.W_OK), "the program's files can be written")
+    print(f"user {os.getuid()}")
+
+
+def recover() -> None:
+    os.kill(found().stub_pid, signal.SIGKILL)
+    noticed = wait_for(False, 5)
+    back = wait_for(True, 30)
+    print(f"the model's process was killed: unhealthy after {noticed:.1f} s, healthy again {back:.1f} s later")
+
+
+def drain() -> None:
+    supervisor = found().supervisor_pid
+    with connect() as client, client.stream("A long story:", max_tokens=LONG_ANSWER, ignore_eos=True) as answer:
+        next(answer)
+        os.kill(supervisor, signal.SIGTERM)
+        wait_for(False, 5)
+        try:
+            with connect() as late:
+                late.generate("Too late", max_tokens=1)
+        except PenjingError as error:
+            refused = str(error)
+        else:
+            sys.exit("failed: a request was taken after SIGTERM")
+        chunks = list(answer)
+    reason = chunks[-1].finish_reason if chunks else None
+    expect(reason == "length", f"the running answer ended with {reason!r}")
+    expect(answer.result.num_output_tokens == LONG_ANSWER, "the running answer was cut")
+    print(f"SIGTERM: the running answer was finished ({LONG_ANSWER} tokens); a new one was refused: {refused}")
+
+
+if __name__ == "__main__":
+    for name in sys.argv[1:]:
+        {"stream": stream, "user": user, "recover": recover, "drain": drain}[name]()

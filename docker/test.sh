@@ -1,0 +1,64 @@
+#!/usr/bin/env bash
+# test.sh: starts the image's server on a model and proves that it streams, is not root, tells the truth about its health,
+# recovers, and drains on SIGTERM. Called by `make image-test`.
+#   IMAGE=penjing:cpu  MODEL=build/smollm2-int8  ENGINE=docker|buildah
+source "$(dirname "$0")/common.sh"
+MODEL=$(realpath -m "${MODEL:-build/smollm2-int8}")
+ENGINE=$(engine)
+[ -e "$MODEL/penjing.json" ] || fail "$MODEL is no model; make one with 'make demo' or set MODEL"
+log=build/docker/test.log
+mkdir -p build/docker
+started=$SECONDS
+
+# With buildah the container shares the host's network, so the ports must be free ones.
+ports=$(python3 -c '
+import socket
+held = [socket.create_server(("127.0.0.1", 0)) for _ in range(3)]
+print(*(one.getsockname()[1] for one in held))')
+read -r grpc http metrics <<<"$ports"
+arguments=(serve /model --host 127.0.0.1 --grpc-port "$grpc" --http-port "$http" --metrics-port "$metrics")
+container= server=
+
+if [ "$ENGINE" = docker ]; then
+  container=$(docker run -d --read-only --tmpfs /tmp --tmpfs /opt/penjing/cache/run:uid=10001,gid=10001 --cap-drop ALL \
+    --security-opt no-new-privileges -v "$MODEL:/model:ro" -v "$PWD/docker:/smoke:ro" "$IMAGE" "${arguments[@]}")
+  inside() { docker exec "$container" "$@"; }
+  running() { [ "$(docker inspect --format '{{.State.Running}}' "$container")" = true ]; }
+  exit_code() { docker wait "$container"; }
+  logs() { docker logs "$container"; }
+  remove() { docker rm -f "$container" >/dev/null; }
+else
+  container=$(buildah from "$IMAGE")
+  # what an engine takes from the image, read from the image
+  entrypoint=$(buildah inspect --format '{{join .OCIv1.Config.Entrypoint " "}}' "$container")
+  mounts=(--volume "$MODEL:/model:ro" --volume "$PWD/docker:/smoke:ro")
+  inside() { buildah run "${mounts[@]}" "$container" -- "$@"; }
+  # shellcheck disable=SC2086 # the entrypoint is a list of words
+  buildah run "${mounts[@]}" "$container" -- $entrypoint "${arguments[@]}" >"$log" 2>&1 &
+  server=$!
+  running() { kill -0 "$server" 2>/dev/null; }
+  exit_code() { wait "$server" && echo 0 || echo $?; }
+  logs() { cat "$log"; }
+  remove() {
+    if running; then
+      inside penjing stop --grpc-port "$grpc" --timeout 1 >/dev/null 2>&1 || true
+      wait "$server" || true
+    fi
+    buildah rm "$container" >/dev/null
+  }
+fi
+trap remove EXIT
+show_logs() { logs 2>&1 | tail -n 20 >&2; }
+healthy() { inside python3 /opt/penjing/healthcheck.py >/dev/null 2>&1; }
+
+if healthy; then fail "healthy before the model is loaded"; fi
+until healthy; do
+  running || { show_logs; fail "the container ended before it was healthy"; }
+  [ $((SECONDS - started)) -lt 180 ] || { show_logs; fail "not healthy within 180 s"; }
+  sleep 1
+done
+say "healthy after $((SECONDS - started)) s"
+inside env PYTHONPATH=/smoke python3 /smoke/smoke.py user stream recover stream drain || { show_logs; fail "smoke.py"; }
+code=$(exit_code)
+[ "$code" = 0 ] || { show_logs; fail "the container ended with exit code $code"; }
+say "drained, exit code 0; all passed in $((SECONDS - started)) s"
