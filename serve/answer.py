@@ -113,7 +113,7 @@ class Answer:
         """Add `text` and what detokenizer and stop strings still hold back."""
         shown, met = self._stops.push(text + self._detokenizer.flush())
         output.text += shown if met else shown + self._stops.flush()
-        output.finish_reason = "stop" if met else reason
+        output.finish_reason = "stop" if met and reason == "length" else reason
 
     def _output(self) -> RequestOutput:
         sequence = self.sequence
