@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic.fields import FieldInfo
 
 from penjing.core.errors import ConfigError
 
@@ -77,27 +78,44 @@ def _parse_value(text: str) -> Any:
 
 
 def _explain(config_type: type[BaseModel], entry: Any) -> str:
-    location = [str(part) for part in entry["loc"]]
-    where = ".".join(location)
+    where, owner = _locate(config_type, [str(part) for part in entry["loc"]])
     if entry["type"] != "extra_forbidden":
         message = entry["msg"][:1].lower() + entry["msg"][1:]
         return f"{where}: {message}" + ("" if entry["type"] == "missing" else f" (got {_short(entry['input'])})")
-    owner: Any = config_type
-    for part in location[:-1]:
-        owner = _field_type(owner, part)
     valid = sorted(owner.model_fields) if owner is not None else []
-    near = difflib.get_close_matches(location[-1], valid, n=1)
+    near = difflib.get_close_matches(where.rpartition(".")[2], valid, n=1)
     hint = f"; did you mean {near[0]!r}?" if near else ""
     return f"unknown key {where!r}{hint} Valid keys: {', '.join(valid)}"
 
 
-def _field_type(owner: Any, name: str) -> Any:
-    field = getattr(owner, "model_fields", {}).get(name) if owner is not None else None
-    candidates = [field.annotation, *getattr(field.annotation, "__args__", ())] if field is not None else []
-    for candidate in candidates:
-        if isinstance(candidate, type) and issubclass(candidate, BaseModel):
-            return candidate
-    return None
+def _locate(config_type: type[BaseModel], location: list[str]) -> tuple[str, type[BaseModel] | None]:
+    """The dotted name of a key as the recipe spells it, and the section that holds it.
+
+    Where a section has several forms, told apart by one of its keys, pydantic puts that key's value into the location.
+    """
+    names: list[str] = []
+    forms: list[type[BaseModel]] = [config_type]
+    owner: type[BaseModel] | None = None
+    for part in location:
+        if len(forms) > 1:
+            forms = [form for form in forms if any(part in _literals(field) for field in form.model_fields.values())]
+            continue
+        names.append(part)
+        owner = forms[0] if forms else None
+        field = owner.model_fields.get(part) if owner is not None else None
+        forms = _sections(field.annotation) if field is not None else []
+    return ".".join(names), owner
+
+
+def _sections(annotation: Any) -> list[type[BaseModel]]:
+    """The configuration classes that an annotation allows."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    return [form for argument in getattr(annotation, "__args__", ()) for form in _sections(argument)]
+
+
+def _literals(field: FieldInfo) -> tuple[Any, ...]:
+    return getattr(field.annotation, "__args__", ())
 
 
 def _short(value: Any) -> str:

@@ -17,16 +17,16 @@ import time
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from typing import Any
 
-from penjing.core.errors import ConfigError, PenjingError, RequestError, ServerError
+from penjing.core.errors import ConfigError, RequestError, ServerError
 from penjing.serve.wire import (
     CHANNEL_OPTIONS,
-    METADATA,
+    CallFailedError,
     Chunk,
     Result,
+    broken,
     build_ping,
     build_request,
     read_response,
-    to_error,
 )
 
 Messages = Sequence[Mapping[str, Any]]
@@ -57,15 +57,20 @@ class _Settings:
         timeout = self.timeout if timeout is None else timeout
         return None if timeout is None else time.monotonic() + timeout
 
-    def delay_before_retry(self, error: Any, attempt: int, deadline: float | None) -> float | None:
-        """Seconds to wait before another attempt; None when there shall be none: it is not UNAVAILABLE, the retries
-        are used up, or the deadline would pass."""
-        import grpc
+    def delay_before_retry(
+        self, failure: CallFailedError, chunks: list[Chunk], attempt: int, deadline: float | None
+    ) -> float:
+        """Seconds to wait before another attempt.
 
-        if error.code() is not grpc.StatusCode.UNAVAILABLE or attempt >= self.retries:
-            return None
-        delay = min(FIRST_DELAY * 2**attempt, MAX_DELAY) * random.uniform(0.75, 1.25)
-        return None if deadline is not None and time.monotonic() + delay >= deadline else delay
+        Raises:
+            PenjingError: there shall be none: the failure is not transient, something has come already, the retries are
+                used up, or the deadline would pass.
+        """
+        if failure.transient and not chunks and attempt < self.retries:
+            delay = min(FIRST_DELAY * 2**attempt, MAX_DELAY) * random.uniform(0.75, 1.25)
+            if deadline is None or time.monotonic() + delay < deadline:
+                return delay
+        raise failure.error
 
 
 def _remaining(deadline: float | None) -> float | None:
@@ -130,7 +135,7 @@ class Client:
         it stays good when the model's process is dead."""
         import grpc
 
-        call = self._stub.ModelStreamInfer(iter([build_ping(self._settings.model)]), timeout=timeout, metadata=METADATA)
+        call = self._stub.ModelStreamInfer(iter([build_ping(self._settings.model)]), timeout=timeout)
         try:
             return all(not message.error_message for message in call)
         except grpc.RpcError:
@@ -192,14 +197,12 @@ class Stream:
         self.close()
 
     def _start(self) -> None:
-        self._call = self._stub.ModelStreamInfer(
-            iter([self._request]), timeout=_remaining(self._deadline), metadata=METADATA
-        )
+        self._call = self._stub.ModelStreamInfer(iter([self._request]), timeout=_remaining(self._deadline))
 
     def _run(self) -> Iterator[Chunk]:
         import grpc
 
-        attempt = 0
+        attempt, settings = 0, self._settings
         while True:
             try:
                 for message in self._call:
@@ -210,13 +213,12 @@ class Stream:
             except grpc.RpcError as error:
                 if self._closed:
                     return
-                delay = None if self._chunks else self._settings.delay_before_retry(error, attempt, self._deadline)
-                if delay is None:
-                    raise _error(error, self._settings, self._chunks) from None
-            except GeneratorExit:
-                self.close()
-                raise
-            time.sleep(delay)
+                failure = broken(error, settings.server, sum(chunk.num_tokens for chunk in self._chunks))
+            except CallFailedError as error:
+                failure = error
+            finally:
+                self._call.cancel()
+            time.sleep(settings.delay_before_retry(failure, self._chunks, attempt, self._deadline))
             attempt += 1
             self._start()
 
@@ -264,9 +266,7 @@ class AsyncClient:
         import grpc
 
         try:
-            call = self._stub.ModelStreamInfer(
-                iter([build_ping(self._settings.model)]), timeout=timeout, metadata=METADATA
-            )
+            call = self._stub.ModelStreamInfer(iter([build_ping(self._settings.model)]), timeout=timeout)
             return all([not message.error_message async for message in call])
         except grpc.RpcError:
             return False
@@ -284,10 +284,10 @@ class AsyncClient:
     async def _run(self, request: Any, deadline: float | None) -> AsyncIterator[Chunk]:
         import grpc
 
-        attempt = 0
+        attempt, settings = 0, self._settings
         chunks: list[Chunk] = []
         while True:
-            call = self._stub.ModelStreamInfer(iter([request]), timeout=_remaining(deadline), metadata=METADATA)
+            call = self._stub.ModelStreamInfer(iter([request]), timeout=_remaining(deadline))
             try:
                 async for message in call:
                     for chunk in read_response(message):
@@ -295,14 +295,10 @@ class AsyncClient:
                         yield chunk
                 return
             except grpc.RpcError as error:
-                delay = None if chunks else self._settings.delay_before_retry(error, attempt, deadline)
-                if delay is None:
-                    raise _error(error, self._settings, chunks) from None
+                failure = broken(error, settings.server, sum(chunk.num_tokens for chunk in chunks))
+            except CallFailedError as error:
+                failure = error
             finally:
                 call.cancel()
-            await asyncio.sleep(delay)
+            await asyncio.sleep(settings.delay_before_retry(failure, chunks, attempt, deadline))
             attempt += 1
-
-
-def _error(error: Any, settings: _Settings, chunks: list[Chunk]) -> PenjingError:
-    return to_error(error, settings.server, sum(chunk.num_tokens for chunk in chunks))

@@ -113,11 +113,11 @@ class LLMAdapter:
                 Request(reply.request_id, prompt, call.params, add_special=call.messages is None),
                 lambda outputs: self._outbox.put(reply, outputs),
             )
-        except ServerError as error:  # it drains or has failed: another server, or this one later, can answer
+        except Exception as error:
+            reply.close()
             del self._live[reply.request_id]
-            raise OverloadedError(str(error)) from None
-        except BaseException:
-            del self._live[reply.request_id]
+            if isinstance(error, ServerError):  # it drains or has failed: another server, or this one later, can answer
+                raise OverloadedError(str(error)) from None
             raise
 
     def _answer_ping(self, sender: Any) -> None:
@@ -172,7 +172,7 @@ class LLMAdapter:
         for reply in list(self._live.values()):
             if reply.client_left or reply.ended_by is not None:
                 continue
-            if reply.sender.is_cancelled():
+            if reply.is_cancelled():
                 reply.client_left = True
                 loop.cancel(reply.request_id)
             elif reply.deadline is not None and time.monotonic() > reply.deadline:

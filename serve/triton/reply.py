@@ -12,6 +12,7 @@ from typing import Any
 from penjing.core.errors import InputError, OverloadedError, PenjingError, RequestError, ServerError
 from penjing.serve.request import RequestOutput
 from penjing.serve.triton.tensors import Call, OutputTensors
+from penjing.serve.triton.variables import INTERNAL, INVALID, UNAVAILABLE
 
 log = logging.getLogger(__name__)
 
@@ -30,6 +31,19 @@ class Reply:
         self._tensors = OutputTensors(call, prompt)
         self._unfinished = call.params.n
         self._kept: list[RequestOutput] = []
+        self._closing = threading.Lock()
+        self._closed = False
+
+    def close(self) -> None:
+        """Before the FINAL response: from now on the sender is not asked anything."""
+        with self._closing:
+            self._closed = True
+
+    def is_cancelled(self) -> bool:
+        """Whether the client has left. Triton server frees what this reads when FINAL is sent, and a look after that
+        ends it with a segmentation fault; hence the lock."""
+        with self._closing:
+            return not self._closed and self.sender.is_cancelled()
 
     def take(self, outputs: list[RequestOutput]) -> list[RequestOutput]:
         """The outputs to send now: all that gathered, or none before the end when the client does not stream."""
@@ -99,6 +113,8 @@ class Outbox:
         if not outputs:
             return
         failure = _failure(reply, outputs) if reply.finished else None
+        if reply.finished:
+            reply.close()
         try:
             if failure is not None or (reply.finished and reply.client_left):
                 send_error(self._pb_utils, reply.sender, failure)
@@ -126,13 +142,11 @@ def send_error(pb_utils: Any, sender: Any, error: BaseException | None) -> None:
     codes = pb_utils.TritonError
     if error is None:
         code, message = codes.CANCELLED, "the request was cancelled"
+    elif isinstance(error, RequestError | InputError):
+        code, message = codes.INVALID_ARG, f"{INVALID}: {error}"
+    elif isinstance(error, OverloadedError):
+        code, message = codes.UNAVAILABLE, f"{UNAVAILABLE}: {error}"
     else:
-        message = str(error)
-        if isinstance(error, RequestError | InputError):
-            code = codes.INVALID_ARG
-        elif isinstance(error, OverloadedError):
-            code = codes.UNAVAILABLE
-        else:
-            code = codes.INTERNAL
+        code, message = codes.INTERNAL, f"{INTERNAL}: {error}"
     response = pb_utils.InferenceResponse(error=pb_utils.TritonError(message, code))
     sender.send(response, flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)

@@ -9,3 +9,6 @@ PULSE_VARIABLE = "PENJING_PULSE"
 
 PING = "ping"
 """Request parameter of a call that asks the served model for a sign of life and no text."""
+
+INVALID, UNAVAILABLE, INTERNAL = "INVALID_ARGUMENT", "UNAVAILABLE", "INTERNAL"
+"""How the message of an error response begins: a gRPC stream carries it without its code."""
