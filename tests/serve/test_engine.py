@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from penjing.core.errors import ConfigError, OverloadedError, RequestError
 from penjing.serve.engine import LLMEngine
 from penjing.serve.request import Request, RequestOutput, SamplingParams
-from penjing.serve.sequence import Batch
+from penjing.serve.sequence import Batch, Sequence
 from tests.serve.test_stop import cut
 from tests.serve.tiny import (
     CONTEXT,
@@ -272,11 +272,13 @@ def test_logits_that_are_not_numbers_end_their_request_alone() -> None:
     engine = tiny_engine(loaded)
     params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logit_bias={200: -100})
     expected = ids_of(run_all(engine, [Request("r", PROMPT, params)])["r", 0])
-    outputs = run_all(engine, [Request(name, [*PROMPT, *tail], params) for name, tail in [("bad", [200]), ("ok", [])]])
+    bad = [200, *PROMPT]
+    outputs = run_all(engine, [Request("bad", bad, params), Request("ok", PROMPT, params)])
     assert outputs["bad", 0][-1].finish_reason == "error"
     assert "not finite" in str(outputs["bad", 0][-1].error)
     assert ids_of(outputs["ok", 0]) == expected
     assert engine.stats().num_blocks_used == 0
+    assert engine.scheduler.blocks.find_prefix(Sequence("again", bad)) == [], "its keys and values are not shared"
 
 
 def test_a_batch_that_fails_costs_only_the_request_at_fault() -> None:
