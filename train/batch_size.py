@@ -43,7 +43,9 @@ def fastest_micro_batch(
     if not fitting:
         check_memory(estimate(1), limit)
     rates = torch.zeros(len(fitting), dtype=torch.float64)
-    model = build_model().to(world.device)
+    model = build_model()
+    task.initialize(model)
+    model = model.to(world.device)
     Precision(model, recipe.precision, world.device)
     for index, size in enumerate(fitting):
         rates[index] = _samples_per_s(model, task, size, world)

@@ -75,7 +75,7 @@ def train(
             return run.train(resume, force, profile, stop_requested, began, str(recipe_path))
     except PenjingError:
         if not is_main:
-            time.sleep(2)  # the same error in the main process comes first, and torchrun then ends this one
+            time.sleep(10)  # the main process says the same first, and torchrun then ends this one
         raise
 
 
@@ -97,7 +97,10 @@ class _Run:
         world.barrier()
         saved = self._find(checkpoints, resume)
         micro_batch = self._micro_batch(None if saved is None else saved[1]["run"]["micro_batch"])
-        model = self._model().to(world.device)
+        model = self._model()
+        if saved is None:
+            self.task.initialize(model)
+        model = model.to(world.device)
         if recipe.compile:
             model.compile()
         with ExitStack() as stack:

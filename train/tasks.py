@@ -33,7 +33,11 @@ class Task(Protocol):
     objective: CrossEntropy
 
     def build_model(self) -> nn.Module:
-        """A new model with its initial weights, on the CPU in float32; the same for the same recipe."""
+        """A new model in float32 on the CPU; its weights mean nothing yet."""
+        ...
+
+    def initialize(self, model: nn.Module) -> None:
+        """Give `model` the weights that the run begins with; the same for the same recipe."""
         ...
 
     def example(self, micro_batch: int) -> Batch:
@@ -106,12 +110,14 @@ class LanguageModeling:
 
     def build_model(self) -> nn.Module:
         """See `Task`."""
+        return Decoder(self.config)
+
+    def initialize(self, model: nn.Module) -> None:
+        """See `Task`."""
         torch.manual_seed(self._recipe.seed)
-        model = Decoder(self.config)
-        initialize_decoder(model, self._recipe.model.init_std)
+        initialize_decoder(model, self._recipe.model.init_std, self.config.num_hidden_layers)
         if self._recipe.initial is not None:
             load_initial(model, self._recipe.initial)
-        return model
 
     def example(self, micro_batch: int) -> Batch:
         """See `Task`."""
@@ -149,7 +155,7 @@ class LanguageModeling:
 
 
 @torch.no_grad()
-def initialize_decoder(model: Decoder, std: float) -> None:
+def initialize_decoder(model: nn.Module, std: float, num_layers: int) -> None:
     """Normal weights of deviation `std`; those that add to the residual are divided by sqrt(2 × layers), as in
     GPT-2."""
     for name, parameter in model.named_parameters():
@@ -157,9 +163,7 @@ def initialize_decoder(model: Decoder, std: float) -> None:
             parameter.fill_(0.0 if name.endswith("bias") else 1.0)
         else:
             into_residual = name.endswith(("o_proj.weight", "down_proj.weight"))
-            nn.init.normal_(
-                parameter, 0.0, std / math.sqrt(2 * model.config.num_hidden_layers) if into_residual else std
-            )
+            nn.init.normal_(parameter, 0.0, std / math.sqrt(2 * num_layers) if into_residual else std)
 
 
 @torch.no_grad()

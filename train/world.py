@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -64,7 +63,8 @@ class World:
         return replica.no_sync()
 
 
-def _sum_bucket(state: None, bucket: Any) -> torch.futures.Future[torch.Tensor]:
+# Without annotations: torch compares them with its classes, and postponed ones are strings.
+def _sum_bucket(state, bucket):
     work = dist.all_reduce(bucket.buffer(), dist.ReduceOp.SUM, async_op=True)
     assert work is not None
     return work.get_future().then(lambda done: done.value()[0])

@@ -27,7 +27,7 @@ from tests.train.conftest import ListStream, token_batch
 def tiny_decoder(**overrides: object) -> Decoder:
     torch.manual_seed(7)
     model = Decoder(tiny_config(**overrides))
-    initialize_decoder(model, 0.05)
+    initialize_decoder(model, 0.05, model.config.num_hidden_layers)
     return model
 
 
@@ -178,21 +178,21 @@ def test_nan_in_the_data_is_named() -> None:
     trainer = hostile_trainer([1.0, math.nan])
     with pytest.raises(InputError, match=r"step 2: the data hold NaN or infinity \('x' of the batch\)"):
         trainer.fit()
-    assert trainer.model.weight.tolist() == [0.0, 0.0]  # the good update only
+    assert trainer.model.get_parameter("weight").tolist() == [0.0, 0.0]  # the good update only
 
 
 def test_a_gradient_that_overflows_skips_the_update_and_stops_the_run() -> None:
     trainer = hostile_trainer([1.0, 3e38])
     with pytest.raises(AlarmError, match=r"alarm nonfinite at step 2: .*alarms.nonfinite = 'stop'"):
         trainer.fit()
-    assert trainer.model.weight.tolist() == [0.0, 0.0]
+    assert trainer.model.get_parameter("weight").tolist() == [0.0, 0.0]
 
 
 def test_an_alarm_that_only_logs_lets_the_run_go_on() -> None:
     trainer = hostile_trainer([1.0, 3e38, 1.0], action="log")
     trainer.fit()
     assert trainer.step == 3
-    assert trainer.model.weight.tolist() == [-1.0, -1.0]
+    assert trainer.model.get_parameter("weight").tolist() == [-1.0, -1.0]
 
 
 def test_evaluation_is_plain_averaged_and_in_evaluation_mode() -> None:

@@ -44,7 +44,7 @@ def measured_peak(recompute: str, mode: str, rows: int) -> int:
     now = peak = 0
     for event in recorded.profiler.kineto_results.events():  # type: ignore[union-attr]
         if event.name() == "[memory]":
-            now += event.nbytes()
+            now += event.nbytes()  # pyright: ignore[reportAttributeAccessIssue]
             peak = max(peak, now)
     return peak
 

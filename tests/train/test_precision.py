@@ -202,7 +202,8 @@ def test_fp8_scales_follow_the_largest_value() -> None:
 
 def test_fp8_is_a_format_of_linear_modules() -> None:
     torch.manual_seed(0)
-    linear = nn.Sequential(nn.Linear(32, 16))
+    inner = nn.Linear(32, 16)
+    linear = nn.Sequential(inner)
     x = torch.randn(16, 32)
     set_formats(linear, "fp32", (Rule(match="linears", compute="fp8"),), "cpu")
-    assert torch.equal(linear(x), fp8_linear(x, linear[0].weight, linear[0].bias))
+    assert torch.equal(linear(x), fp8_linear(x, inner.weight, inner.bias))

@@ -1,0 +1,269 @@
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from penjing.core.errors import ConfigError, InputError, SetupError
+from penjing.core.manifest import verify
+from penjing.train.loop import InterruptedRunError
+from penjing.train.run import train
+
+Losses = Callable[[Path], dict[int, float]]
+
+
+class Notes:
+    """A progress that keeps what was noted."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def start(self, task: str, total: int) -> None: ...
+
+    def advance(self, parts: int = 1) -> None: ...
+
+    def note(self, message: str) -> None:
+        self.lines.append(message)
+
+
+def launch(recipe: Path, *flags: str, processes: int = 0) -> subprocess.Popen[str]:
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)] if processes else []
+    return subprocess.Popen(
+        [sys.executable, *torchrun, "-m", "penjing.train", str(recipe), *flags],
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+
+
+def wait_for_step(run: Path, step: int, process: subprocess.Popen[str]) -> None:
+    deadline = time.monotonic() + 90
+    while time.monotonic() < deadline:
+        assert process.poll() is None, process.communicate()[0]
+        path = run / "metrics.jsonl"
+        if path.exists() and len(path.read_text().splitlines()) > step:
+            return
+        time.sleep(0.02)
+    process.kill()
+    raise AssertionError("the run did not begin in 90 s: " + process.communicate()[0])
+
+
+def test_a_recipe_becomes_a_checkpoint_that_transformers_loads(recipe: Path, tmp_path: Path, losses: Losses) -> None:
+    from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+
+    notes = Notes()
+    results = train(recipe, ["steps=60", "learning_rate.peak=0.01", "average=0.8"], progress=notes)
+    curve = losses(tmp_path / "out-run")
+    assert curve[60] < curve[1] - 1.0
+    assert any(re.match(r"step 60/60 loss .* tokens/s MFU .* left 0:00", line) for line in notes.lines)
+    assert any(line.startswith("memory of a process:") for line in notes.lines)
+    verify(tmp_path / "out")
+    theirs = LlamaForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(tmp_path / "out")
+    text = "The import statement"
+    ids = tokenizer(text, return_tensors="pt")["input_ids"]
+    assert tokenizer.decode(ids[0]) == text
+    with torch.no_grad():
+        loss = theirs(ids, labels=ids).loss
+    assert 2.0 < loss < 5.77  # of 320 tokens: better than chance, which is ln 320
+    saved = load_file(tmp_path / "out-run/checkpoints/step-000000060/state.safetensors")
+    exported = load_file(tmp_path / "out/model.safetensors")
+    assert torch.equal(exported["model.norm.weight"], saved["average/model.norm.weight"])
+    manifest = json.loads((tmp_path / "out/penjing.json").read_text())
+    assert manifest["created_by"]["evaluation"] == results
+
+
+def test_a_killed_run_resumes_to_the_same_losses(recipe: Path, tmp_path: Path, losses: Losses) -> None:
+    settings = ["steps=160", "checkpoint.every=20", "evaluation.every=0", "precision.mode=fp16", "average=0.9"]
+    train(recipe, [*settings, f"output={tmp_path}/whole"])
+    expected = losses(tmp_path / "whole-run")
+
+    flags = [flag for setting in settings for flag in ("--set", setting)]
+    process = launch(recipe, *flags)
+    wait_for_step(tmp_path / "out-run", 45, process)
+    process.kill()
+    process.wait()
+    assert not (tmp_path / "out").exists()
+    newest = max((tmp_path / "out-run/checkpoints").glob("step-*"))
+    (newest / "state.safetensors").write_bytes(b"damaged")  # and the one before it is used
+
+    notes = Notes()
+    train(recipe, settings, resume="auto", progress=notes)
+    assert losses(tmp_path / "out-run") == expected
+    assert any("damaged; trying the checkpoint before it" in line for line in notes.lines)
+    assert any(re.search(r"resumed from .*; recovered in \d+\.\d s", line) for line in notes.lines)
+    whole, resumed = (load_file(tmp_path / name / "model.safetensors") for name in ("whole", "out"))
+    assert all(torch.equal(whole[name], resumed[name]) for name in whole)
+
+
+def test_sigterm_saves_and_exits(recipe: Path, tmp_path: Path) -> None:
+    process = launch(recipe, "--set", "steps=100000", "--set", "checkpoint.every=100000")
+    wait_for_step(tmp_path / "out-run", 5, process)
+    process.send_signal(signal.SIGTERM)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 143, output
+    stopped = re.search(r"error: stopped at step (\d+) as asked; --resume auto goes on from there", output)
+    assert stopped is not None, output
+    saved = list((tmp_path / "out-run/checkpoints").glob("step-*"))
+    assert [path.name for path in saved] == [f"step-{int(stopped[1]):09d}"]
+
+
+def test_two_processes_train_as_one(recipe: Path, tmp_path: Path, losses: Losses) -> None:
+    settings = ["steps=12", "data.micro_batch=2", "learning_rate.peak=0.005"]
+    train(recipe, [*settings, f"output={tmp_path}/one"])
+    process = launch(recipe, *[flag for setting in settings for flag in ("--set", setting)], processes=2)
+    output, _ = process.communicate(timeout=240)
+    assert process.returncode == 0, output
+    one, two = losses(tmp_path / "one-run"), losses(tmp_path / "out-run")
+    assert one.keys() == two.keys()
+    assert max(abs(one[step] - two[step]) for step in one) < 1e-5
+    a, b = (load_file(tmp_path / name / "model.safetensors") for name in ("one", "out"))
+    assert max((a[name] - b[name]).abs().max().item() for name in a) < 1e-4
+    evaluations = [json.loads((tmp_path / name / "penjing.json").read_text()) for name in ("one", "out")]
+    first, second = (manifest["created_by"]["evaluation"]["loss"] for manifest in evaluations)
+    assert abs(first - second) < 1e-5
+    assert "2 processes on cpu, batch 8 = 2 × 2 × 2 accumulated" in output
+
+
+def test_an_impossible_batch_ends_every_process_at_once(recipe: Path) -> None:
+    began = time.monotonic()
+    process = launch(recipe, "--set", "data.batch_size=7", processes=2)
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode != 0
+    assert output.count("error: data.batch_size=7 is not a multiple of the 2 processes; take 6") == 1
+    assert time.monotonic() - began < 60
+
+
+def test_an_interrupt_in_this_process_is_an_error_of_its_own(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from penjing.train import run
+
+    monkeypatch.setattr(run.Prefetched, "__next__", _interrupting(run.Prefetched.__next__))
+    with pytest.raises(InterruptedRunError, match="stopped at step 3"):
+        train(recipe)
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+
+def _interrupting(real: Callable[..., object]) -> Callable[..., object]:
+    calls = []
+
+    def next_(self: object) -> object:
+        calls.append(1)
+        if len(calls) == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return real(self)
+
+    return next_
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "says"),
+    [
+        (
+            ["data.sequence_lenght=3"],
+            ConfigError,
+            "unknown key 'data.sequence_lenght'; did you mean 'sequence_length'",
+        ),
+        (["model.hidden=3"], ConfigError, "unknown key 'model.hidden'"),
+        (["steps=0"], ConfigError, "steps: input should be greater than 0"),
+        (
+            ["model.vocab_size=256"],
+            ConfigError,
+            "have a vocabulary of 320, model.vocab_size is 256; set model.vocab_size = 320",
+        ),
+        (["data.sequence_length=65"], ConfigError, "more than model.max_position_embeddings=64"),
+        (["data.shards=/nonexistent"], InputError, "holds no index.json.*check data.shards"),
+        (["data.micro_batch=3"], ConfigError, "batch_size=8 is not a multiple of data.micro_batch=3"),
+        (["data.micro_batch=0"], ConfigError, "micro_batch.*must be 1 or more, or 'auto'"),
+        (["precision.mode=tf32"], ConfigError, "'tf32' needs an NVIDIA GPU"),
+        (["precision.policy=[{match='linears', compute='fp8'}]"], ConfigError, "asks for fp8"),
+        (["precision.mode=int4"], ConfigError, "precision.mode"),
+        (["device=cuda"], ConfigError, "torch finds no CUDA device here"),
+        (["memory.limit=100KiB"], ConfigError, "only 0 MiB may be used .memory.limit.; the model alone is too large"),
+        (["memory.limit=lots"], ConfigError, "'lots' is no size"),
+        (["memory.recompute_rules=[{match='x', recompute='full'}]"], ConfigError, "'x' matches no block"),
+        (["initial=/nonexistent"], InputError, "/nonexistent does not exist"),
+        (["learning_rate.kind=wsd", "learning_rate.warmup=0.9"], ConfigError, "more than the whole run"),
+        (["data.kind=fashion-mnist"], ConfigError, r"unknown key 'data.sequence_length' Valid keys: batch_size, erase"),
+    ],
+)
+def test_bad_settings_are_one_clear_error(
+    recipe: Path, tmp_path: Path, settings: list[str], error: type[Exception], says: str
+) -> None:
+    with pytest.raises(error, match=says) as raised:
+        train(recipe, settings)
+    assert "\n" not in str(raised.value)
+    assert not (tmp_path / "out").exists()
+    assert not list(tmp_path.glob(".*partial*"))
+
+
+def test_work_that_is_there_is_not_overwritten(recipe: Path, tmp_path: Path) -> None:
+    train(recipe)
+    with pytest.raises(InputError, match=r"output .*out already exists; replace it with --force"):
+        train(recipe)
+    (tmp_path / "out").rename(tmp_path / "kept")
+    with pytest.raises(InputError, match=r"holds checkpoints of an earlier run; go on with --resume auto"):
+        train(recipe)
+    with pytest.raises(
+        InputError, match=r"'model.embed_tokens.weight' has shape \(320, 32\), this model's \(320, 40\)"
+    ):
+        train(recipe, ["model.hidden_size=40", "model.head_dim=10"], resume="auto")
+    with pytest.raises(InputError, match="made with batch_size=8, this run has 4"):
+        train(recipe, ["data.batch_size=4"], resume="auto")
+    with pytest.raises(InputError, match=r"complete.json does not exist"):
+        train(recipe, resume=str(tmp_path / "nowhere"))
+    train(recipe, ["model.hidden_size=40", "model.head_dim=10"], force=True)
+    train(recipe, ["model.hidden_size=40", "model.head_dim=10", "steps=10"], resume="auto")
+    assert json.loads((tmp_path / "out/config.json").read_text())["hidden_size"] == 40
+
+
+def test_a_full_disk_while_saving_ends_the_run(recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import errno
+
+    from penjing.train import checkpoint
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(checkpoint, "save_file", full)
+    with pytest.raises(SetupError, match=r"cannot write .*step-000000002: the disk is full"):
+        train(recipe)
+    assert not (tmp_path / "out").exists()
+    assert list((tmp_path / "out-run/checkpoints").iterdir()) == []
+
+
+def test_auto_micro_batch_is_measured_and_kept(recipe: Path, tmp_path: Path) -> None:
+    notes = Notes()
+    train(recipe, ["data.micro_batch=auto"], progress=notes)
+    found = next(match for line in notes.lines if (match := re.match(r"micro-batch (\d+) \(samples/s.*8: .*1: ", line)))
+    state = json.loads((tmp_path / "out-run/checkpoints/step-000000008/state.json").read_text())
+    assert state["run"]["micro_batch"] == int(found[1])
+
+
+def test_training_starts_from_given_weights(recipe: Path, tmp_path: Path, losses: Losses) -> None:
+    train(recipe, ["steps=40", "learning_rate.peak=0.01"])
+    train(recipe, ["steps=1", f"initial={tmp_path}/out", f"output={tmp_path}/next"])
+    before, after = losses(tmp_path / "out-run"), losses(tmp_path / "next-run")
+    assert after[1] < before[1] - 0.5
+
+
+def test_profile_writes_a_trace_and_a_table(recipe: Path, tmp_path: Path) -> None:
+    train(recipe, profile=True)
+    trace = json.loads((tmp_path / "out-run/profile/trace-0.json").read_text())
+    assert any("addmm" in event.get("name", "") or "mm" in event.get("name", "") for event in trace["traceEvents"])
+    assert "aten::mm" in (tmp_path / "out-run/profile/table-0.txt").read_text()
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # dynamo looks at every tensor
+def test_compiled_steps_give_the_same_losses(recipe: Path, tmp_path: Path, losses: Losses) -> None:
+    train(recipe, ["steps=3", f"output={tmp_path}/plain"])
+    train(recipe, ["steps=3", "compile=true"])
+    plain, compiled = losses(tmp_path / "plain-run"), losses(tmp_path / "out-run")
+    assert max(abs(plain[step] - compiled[step]) for step in plain) < 1e-5
