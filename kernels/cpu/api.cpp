@@ -16,6 +16,13 @@ using namespace penjing;
 // Raised with every change of a structure or a function below.
 PJ_API int32_t pj_abi_version() { return 1; }
 
+// Bytes of a structure, so that a test can hold Python's copy against it.
+PJ_API uint64_t pj_struct_bytes(int32_t which) {
+    constexpr uint64_t bytes[] = {sizeof(PjLinear),    sizeof(PjLayer), sizeof(PjModel),
+                                  sizeof(PjSequences), sizeof(PjPages), sizeof(StepInput)};
+    return which >= 0 && which < 6 ? bytes[which] : 0;
+}
+
 PJ_API const char* pj_isa() { return ops().name; }
 PJ_API int32_t pj_select_isa(const char* name) { return select_ops(name); }
 PJ_API int32_t pj_num_threads() { return num_threads(); }

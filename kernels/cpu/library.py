@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 from ctypes import POINTER, c_char_p, c_float, c_int32, c_int64, c_uint64, c_void_p
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
@@ -118,9 +119,12 @@ class StepInput(ctypes.Structure):
     )
 
 
+STRUCTURES = (Linear, Layer, Model, Sequences, Pages, StepInput)  # in the order of pj_struct_bytes
+
 # name → (result, arguments)
 _FUNCTIONS = {
     "pj_abi_version": (c_int32, []),
+    "pj_struct_bytes": (c_uint64, [c_int32]),
     "pj_isa": (c_char_p, []),
     "pj_select_isa": (c_int32, [c_char_p]),
     "pj_num_threads": (c_int32, []),
@@ -146,7 +150,9 @@ _FUNCTIONS = {
 
 
 def library_path() -> Path | None:
-    """The compiled library beside this file, or None."""
+    """The compiled library beside this file (or PENJING_CPU_LIBRARY, for a build with sanitizers), or None."""
+    if other := os.environ.get("PENJING_CPU_LIBRARY"):
+        return Path(other)
     folder = Path(__file__).parent
     return next((path for suffix in EXTENSION_SUFFIXES if (path := folder / f"_cpu{suffix}").exists()), None)
 

@@ -68,6 +68,50 @@ void linear_member(const Team& team, void* context) {
     }
 }
 
+struct Packing {
+    const PjLinear& linear;
+    const int8_t* weight;
+    const float* scale;
+    const float* bias;
+    int8_t* panels;
+    int32_t* comp;
+    float* scales;
+    float* biases;
+};
+
+void pack_panel(const Packing& p, int64_t panel) {
+    const int64_t k = p.linear.k, groups = padded_k(k) / 4, whole = k / 4, first = panel * p.linear.width;
+    const int64_t left = padded_columns(p.linear) - first, width = left < p.linear.width ? left : p.linear.width;
+    int8_t* to = p.panels + first * groups * 4;
+    memset(to, 0, static_cast<size_t>(width * groups * 4));
+    const int8_t* from[PANEL];
+    for (int64_t c = 0; c < width; ++c) {
+        const int64_t row = source_row(first + c, p.linear.n, p.linear.swiglu != 0);
+        from[c] = row < 0 ? nullptr : p.weight + row * k;
+        uint32_t sum = 0;
+        for (int64_t i = 0; row >= 0 && i < k; ++i) sum += static_cast<uint32_t>(int32_t{from[c][i]});
+        p.comp[first + c] = static_cast<int32_t>(128u * sum);
+        p.scales[first + c] = row < 0 ? 0.0f : p.scale[row];
+        p.biases[first + c] = row < 0 || p.bias == nullptr ? 0.0f : p.bias[row];
+    }
+    // A cache line of each row at a time: 16 groups of 64 columns are 4 KiB of the panel.
+    for (int64_t block = 0; block < whole; block += 16) {
+        const int64_t end = block + 16 < whole ? block + 16 : whole;
+        for (int64_t c = 0; c < width; ++c)
+            for (int64_t g = block; from[c] && g < end; ++g) memcpy(to + (g * width + c) * 4, from[c] + 4 * g, 4);
+    }
+    for (int64_t c = 0; c < width; ++c)
+        for (int64_t i = 4 * whole; from[c] && i < k; ++i) to[(whole * width + c) * 4 + i % 4] = from[c][i];
+}
+
+void pack_member(const Team& team, void* context) {
+    const Packing& packing = *static_cast<Packing*>(context);
+    const int64_t panels = num_panels(packing.linear);
+    for (int64_t panel = share(panels, team.member, team.members); panel < share(panels, team.member + 1, team.members);
+         ++panel)
+        pack_panel(packing, panel);
+}
+
 }  // namespace
 
 size_t packed_bytes(int64_t n, int64_t k, bool swiglu) {
@@ -92,24 +136,8 @@ void pack_int8(const int8_t* weight, const float* scale, const float* bias, int6
     int32_t* comp = reinterpret_cast<int32_t*>(panels + columns * groups * 4);
     float* scales = reinterpret_cast<float*>(comp + columns);
     float* biases = scales + columns;
-    memset(memory, 0, packed_bytes(n, k, swiglu));
-    for (int64_t first = 0; first < columns; first += linear->width) {
-        const int64_t width = columns - first < linear->width ? columns - first : linear->width;
-        for (int64_t c = 0; c < width; ++c) {
-            const int64_t row = source_row(first + c, n, swiglu);
-            if (row < 0) continue;
-            const int8_t* from = weight + row * k;
-            int8_t* to = panels + first * groups * 4 + 4 * c;
-            uint32_t sum = 0;
-            for (int64_t i = 0; i < k; ++i) {
-                to[i / 4 * width * 4 + i % 4] = from[i];
-                sum += static_cast<uint32_t>(static_cast<int32_t>(from[i]));
-            }
-            comp[first + c] = static_cast<int32_t>(128u * sum);
-            scales[first + c] = scale[row];
-            biases[first + c] = bias ? bias[row] : 0.0f;
-        }
-    }
+    Packing packing{*linear, weight, scale, bias, panels, comp, scales, biases};
+    run_team(pack_member, &packing, threads);
     linear->weight = panels;
     linear->comp = comp;
     linear->scale = scales;

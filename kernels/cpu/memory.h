@@ -29,7 +29,7 @@ private:
 // Hands out aligned pieces of a block; with a null block it only counts.
 class Carver {
 public:
-    explicit Carver(void* block) : block_(static_cast<char*>(block)) {}
+    explicit Carver(void* block) : block_(reinterpret_cast<uintptr_t>(block)) {}
     template <typename T>
     T* take(size_t count) {
         T* piece = reinterpret_cast<T*>(block_ + used_);
@@ -39,7 +39,7 @@ public:
     size_t used() const { return used_; }
 
 private:
-    char* block_;
+    uintptr_t block_;
     size_t used_ = 0;
 };
 

@@ -25,7 +25,6 @@ inline V v_sub(V a, V b) { return _mm256_sub_ps(a, b); }
 inline V v_mul(V a, V b) { return _mm256_mul_ps(a, b); }
 inline V v_div(V a, V b) { return _mm256_div_ps(a, b); }
 inline V v_fma(V a, V b, V c) { return _mm256_fmadd_ps(a, b, c); }
-inline V v_fnma(V a, V b, V c) { return _mm256_fnmadd_ps(a, b, c); }
 inline V v_max(V a, V b) { return _mm256_max_ps(a, b); }  // b where either is NaN
 inline V v_min(V a, V b) { return _mm256_min_ps(a, b); }
 inline V v_round(V x) { return _mm256_round_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }

@@ -20,7 +20,6 @@ inline V v_sub(V a, V b) { return _mm512_sub_ps(a, b); }
 inline V v_mul(V a, V b) { return _mm512_mul_ps(a, b); }
 inline V v_div(V a, V b) { return _mm512_div_ps(a, b); }
 inline V v_fma(V a, V b, V c) { return _mm512_fmadd_ps(a, b, c); }
-inline V v_fnma(V a, V b, V c) { return _mm512_fnmadd_ps(a, b, c); }
 inline V v_max(V a, V b) { return _mm512_max_ps(a, b); }  // b where either is NaN
 inline V v_min(V a, V b) { return _mm512_min_ps(a, b); }
 inline V v_round(V x) { return _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }

@@ -1,4 +1,5 @@
-// One float32 lane: plain C++ for any processor, the slow path and the readable reference.
+// Eight float32 lanes in plain C++ for any processor: arrays and loops, which compilers turn into what vectors there are.
+// Several lanes also keep sums as accurate as on the wide paths.
 #pragma once
 
 #include <cmath>
@@ -6,65 +7,97 @@
 
 namespace {
 
-constexpr int W = 1;
-using V = float;
-using VI = int32_t;
+constexpr int W = 8;
+struct V {
+    float lane[W];
+};
+struct VI {
+    int32_t lane[W];
+};
 
-inline V v_zero() { return 0.0f; }
-inline V v_set(float x) { return x; }
-inline V v_load(const float* p) { return *p; }
-inline V v_load_n(const float* p, int) { return *p; }
-inline void v_store(float* p, V x) { *p = x; }
-inline void v_store_n(float* p, V x, int) { *p = x; }
-inline V v_add(V a, V b) { return a + b; }
-inline V v_sub(V a, V b) { return a - b; }
-inline V v_mul(V a, V b) { return a * b; }
-inline V v_div(V a, V b) { return a / b; }
-inline V v_fma(V a, V b, V c) { return a * b + c; }
-inline V v_fnma(V a, V b, V c) { return c - a * b; }
-inline V v_max(V a, V b) { return a > b ? a : b; }
-inline V v_min(V a, V b) { return a < b ? a : b; }
-inline V v_round(V x) { return nearbyintf(x); }
-inline V v_scale2(V p, V n) { return n == n ? ldexpf(p, static_cast<int>(n)) : n; }
-inline V v_from_int(VI x) { return static_cast<float>(x); }
-inline VI vi_load(const int32_t* p) { return *p; }
-// 128 × sum and the biased sum may wrap; their difference does not.
-inline VI vi_sub(VI a, VI b) { return static_cast<int32_t>(static_cast<uint32_t>(a) - static_cast<uint32_t>(b)); }
-inline float v_sum(V x) { return x; }
-inline float v_largest(V x) { return x; }
-inline V v_keep(V x, int first, int last) { return first <= 0 && last > 0 ? x : -INFINITY; }
+// result.lane[i] = EXPRESSION for every lane i
+#define PJ_LANES(TYPE, EXPRESSION)                       \
+    TYPE result;                                         \
+    for (int i = 0; i < W; ++i) result.lane[i] = EXPRESSION; \
+    return result
 
-inline VI vi_abs_max(VI peak, V x) {
+inline V v_set(float x) { PJ_LANES(V, x); }
+inline V v_zero() { return v_set(0.0f); }
+inline V v_load(const float* p) { PJ_LANES(V, p[i]); }
+inline V v_load_n(const float* p, int n) { PJ_LANES(V, i < n ? p[i] : 0.0f); }
+inline void v_store(float* p, V x) { memcpy(p, x.lane, sizeof(x.lane)); }
+inline void v_store_n(float* p, V x, int n) { memcpy(p, x.lane, static_cast<size_t>(n) * sizeof(float)); }
+inline V v_add(V a, V b) { PJ_LANES(V, a.lane[i] + b.lane[i]); }
+inline V v_sub(V a, V b) { PJ_LANES(V, a.lane[i] - b.lane[i]); }
+inline V v_mul(V a, V b) { PJ_LANES(V, a.lane[i] * b.lane[i]); }
+inline V v_div(V a, V b) { PJ_LANES(V, a.lane[i] / b.lane[i]); }
+inline V v_fma(V a, V b, V c) { PJ_LANES(V, a.lane[i] * b.lane[i] + c.lane[i]); }
+inline V v_max(V a, V b) { PJ_LANES(V, a.lane[i] > b.lane[i] ? a.lane[i] : b.lane[i]); }  // b where either is NaN
+inline V v_min(V a, V b) { PJ_LANES(V, a.lane[i] < b.lane[i] ? a.lane[i] : b.lane[i]); }
+inline V v_round(V x) { PJ_LANES(V, nearbyintf(x.lane[i])); }
+inline float scale2(float p, float n) { return n == n ? ldexpf(p, static_cast<int>(n)) : n; }
+inline V v_scale2(V p, V n) { PJ_LANES(V, scale2(p.lane[i], n.lane[i])); }
+inline V v_from_int(VI x) { PJ_LANES(V, static_cast<float>(x.lane[i])); }
+inline VI vi_load(const int32_t* p) { PJ_LANES(VI, p[i]); }
+inline VI vi_zero() { PJ_LANES(VI, 0); }
+// The biased sum and its compensation may wrap; their difference does not.
+inline int32_t wrapping_sub(int32_t a, int32_t b) {
+    return static_cast<int32_t>(static_cast<uint32_t>(a) - static_cast<uint32_t>(b));
+}
+inline VI vi_sub(VI a, VI b) { PJ_LANES(VI, wrapping_sub(a.lane[i], b.lane[i])); }
+inline V v_keep(V x, int first, int last) { PJ_LANES(V, first <= i && i < last ? x.lane[i] : -INFINITY); }
+
+inline float v_sum(V x) {
+    for (int step = W / 2; step > 0; step /= 2)
+        for (int i = 0; i < step; ++i) x.lane[i] += x.lane[i + step];
+    return x.lane[0];
+}
+inline float v_largest(V x) {
+    float largest = x.lane[0];
+    for (int i = 1; i < W; ++i) largest = x.lane[i] > largest ? x.lane[i] : largest;
+    return largest;
+}
+
+inline int32_t abs_bits(float x) {
     int32_t bits;
     memcpy(&bits, &x, 4);
-    bits &= 0x7fffffff;
-    return bits > peak ? bits : peak;
+    return bits & 0x7fffffff;
 }
-inline VI vi_zero() { return 0; }
-inline uint32_t vi_largest(VI x) { return static_cast<uint32_t>(x); }
-
-inline void v_store_bytes(uint8_t* p, V x, uint8_t flip, int) {
-    *p = x == x ? static_cast<uint8_t>(static_cast<int8_t>(x)) ^ flip : flip;
+inline int32_t greater(int32_t a, int32_t b) { return a > b ? a : b; }
+inline VI vi_abs_max(VI peak, V x) { PJ_LANES(VI, greater(peak.lane[i], abs_bits(x.lane[i]))); }
+inline uint32_t vi_largest(VI x) {
+    for (int i = 1; i < W; ++i) x.lane[0] = greater(x.lane[0], x.lane[i]);
+    return static_cast<uint32_t>(x.lane[0]);
 }
 
-inline V v_load_bf16_n(const uint16_t* p, int) {
-    const uint32_t bits = static_cast<uint32_t>(*p) << 16;
+inline void v_store_bytes(uint8_t* p, V x, uint8_t flip, int n) {
+    for (int i = 0; i < n; ++i) {
+        const float value = x.lane[i] == x.lane[i] ? x.lane[i] : 0.0f;
+        p[i] = static_cast<uint8_t>(static_cast<int8_t>(value)) ^ flip;
+    }
+}
+
+inline float from_bits(uint32_t bits) {
     float x;
     memcpy(&x, &bits, 4);
     return x;
 }
-inline V v_load_f16_n(const uint16_t* p, int) {
-    const uint32_t sign = (*p & 0x8000u) << 16, exponent = (*p >> 10) & 31u, fraction = *p & 1023u;
-    float x;
+inline float from_f16(uint16_t half) {
+    const uint32_t sign = (half & 0x8000u) << 16, exponent = (half >> 10) & 31u, fraction = half & 1023u;
     if (exponent == 0) {
-        x = ldexpf(static_cast<float>(fraction), -24);
+        const float x = ldexpf(static_cast<float>(fraction), -24);
         return sign ? -x : x;
     }
-    const uint32_t bits = sign | (exponent == 31 ? 0x7f800000u : (exponent + 112) << 23) | (fraction << 13);
-    memcpy(&x, &bits, 4);
-    return x;
+    return from_bits(sign | (exponent == 31 ? 0x7f800000u : (exponent + 112) << 23) | (fraction << 13));
 }
+inline V v_load_bf16_n(const uint16_t* p, int n) { PJ_LANES(V, i < n ? from_bits(uint32_t{p[i]} << 16) : 0.0f); }
+inline V v_load_f16_n(const uint16_t* p, int n) { PJ_LANES(V, i < n ? from_f16(p[i]) : 0.0f); }
 
-inline void v_transpose(const float* const* rows, int column, float* out) { *out = rows[0][column]; }
+#undef PJ_LANES
+
+inline void v_transpose(const float* const* rows, int column, float* out) {
+    for (int c = 0; c < W; ++c)
+        for (int r = 0; r < W; ++r) out[c * W + r] = rows[r][column + c];
+}
 
 }  // namespace

@@ -5,7 +5,9 @@ from collections.abc import Iterator
 import pytest
 
 from penjing.kernels.cpu import extension
+from penjing.kernels.cpu.functions import ISAS, CpuExtension
 from penjing.kernels.dispatch import force_torch
+from tests.kernels.cpu import the_extension
 
 
 @pytest.fixture(params=["torch", "cpp"])
@@ -18,3 +20,23 @@ def implementation(request: pytest.FixtureRequest) -> Iterator[str]:
         pytest.skip("the C++ extension is not built")
     else:
         yield request.param
+
+
+@pytest.fixture(params=ISAS)
+def isa(request: pytest.FixtureRequest) -> Iterator[CpuExtension]:
+    """The extension on each instruction set in turn."""
+    kernels, before = the_extension(), the_extension().isa
+    try:
+        kernels.select_isa(request.param)
+    except ValueError as error:
+        pytest.skip(str(error))
+    yield kernels
+    kernels.select_isa(before)
+
+
+@pytest.fixture
+def threads() -> Iterator[CpuExtension]:
+    """The extension; its number of threads is restored afterwards."""
+    kernels, before = the_extension(), the_extension().num_threads
+    yield kernels
+    kernels.set_num_threads(before)
