@@ -19,8 +19,9 @@ from jinja2.parser import Parser
 from jinja2.runtime import Context, Undefined
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-MAX_CHARS = 4_000_000  # of all text a rendering makes: far above any context window
-MAX_STEPS = 1_000_000  # loop rounds and calls of a rendering; a long chat needs a few thousand
+# All text a rendering makes; a message is counted about four times on its way. A million tokens is ~4 M characters.
+MAX_CHARS = 20_000_000
+MAX_STEPS = 300_000  # loop rounds and calls, about a second; a long chat takes a few thousand
 MAX_INTEGER_BITS = 4096
 # fmt: off
 _FILTERS = (
@@ -29,7 +30,7 @@ _FILTERS = (
     "safe", "select", "selectattr", "sort", "sum", "title", "trim", "unique", "upper",
 )
 # fmt: on
-_GROWING_METHODS = frozenset(["ljust", "rjust", "center", "zfill", "expandtabs", "format", "format_map", "translate"])
+_GROWING_METHODS = frozenset(["ljust", "rjust", "center", "zfill", "expandtabs", "translate"])
 
 
 class TemplateRefusedError(Exception):
@@ -127,6 +128,8 @@ class _Sandbox(ImmutableSandboxedEnvironment):
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805 (as Jinja)
         _budget.get().spend(steps=1)
         owner, name = getattr(__obj, "__self__", None), getattr(__obj, "__name__", "")
+        if name in ("format", "format_map"):  # the base class wraps these, so that their owner is hidden
+            raise TemplateRefusedError(f"the method {name} is not allowed")
         if isinstance(owner, str | bytes):
             if name in _GROWING_METHODS:
                 raise TemplateRefusedError(f"the method {name} is not allowed")
@@ -160,7 +163,7 @@ def _replace_concatenations(node: nodes.Node) -> None:
                 continue
             _replace_concatenations(child)
             if isinstance(child, nodes.Concat):
-                items = nodes.List(child.nodes, "load", lineno=child.lineno)
+                items = nodes.List(child.nodes, lineno=child.lineno)
                 children[index] = _filtered(items, "_joined")
         setattr(node, field, children if isinstance(value, list) else children[0])
 
@@ -172,7 +175,7 @@ def _size(value: Any, limit: int) -> int:
     total, stack = 0, [value]
     while stack and total <= limit:
         item = stack.pop()
-        total += len(item) if isinstance(item, str | bytes) else 8
+        total += len(item) if isinstance(item, str | bytes) else 64  # so that counting stays short
         if isinstance(item, dict):
             stack.extend(item.keys())
             stack.extend(item.values())

@@ -32,6 +32,7 @@ class IncrementalDetokenizer:
         )
         for token_id in prompt_tail:
             self.push(token_id)
+        self._decoding.end_prompt()
 
     def push(self, token_id: int) -> str:
         """Text that is certain after this token; "" while a character is incomplete."""
@@ -44,6 +45,8 @@ class IncrementalDetokenizer:
 
 class _Decoding(Protocol):
     def push(self, token_id: int) -> str: ...
+
+    def end_prompt(self) -> None: ...
 
     def flush(self) -> str: ...
 
@@ -58,6 +61,9 @@ class _ByteLevel:
     def push(self, token_id: int) -> str:
         token = self._tokenizer.id_to_token(token_id)
         return "" if token is None else self._decoder.decode(_token_bytes(token))
+
+    def end_prompt(self) -> None:
+        """Whole characters are out already; bytes of an incomplete one wait for the answer's."""
 
     def flush(self) -> str:
         return self._decoder.decode(b"", final=True)
@@ -81,6 +87,10 @@ class _Windowed:
             return ""
         self._pending.append(token_id)
         return "" if _BYTE_TOKEN.fullmatch(token) else self._settle(keep_incomplete=True)
+
+    def end_prompt(self) -> None:
+        """Byte tokens that end the prompt are its own text, unless they end inside a character."""
+        self._settle(keep_incomplete=True)
 
     def flush(self) -> str:
         return self._settle(keep_incomplete=False)

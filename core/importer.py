@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from functools import cached_property
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -28,12 +28,14 @@ _DERIVED = ("rotary_emb.inv_freq",)  # older checkpoints store what config.json 
 
 
 class _Source(Protocol):
-    """A model to import; nothing large is read until `tensors` is consumed."""
+    """A model to import. `identity` reads its bytes only; everything else parses and checks it first."""
 
-    config: DecoderConfig
+    def identity(self) -> dict[str, Any]: ...
+
+    def facts(self) -> dict[str, Any]: ...
 
     @property
-    def facts(self) -> dict[str, Any]: ...
+    def config(self) -> DecoderConfig: ...
 
     @property
     def num_tensors(self) -> int: ...
@@ -62,10 +64,11 @@ def import_model(
     if dtype not in _TORCH_DTYPES:
         raise ConfigError(f"dtype {dtype!r} is not one of {', '.join(_TORCH_DTYPES)}")
     model = _open_source(source, progress)
-    created_by = {"command": "penjing import", "penjing": version("penjing"), **model.facts, "dtype": dtype}
+    created_by = {"command": "penjing import", "penjing": version("penjing"), "dtype": dtype, **model.identity()}
     if not force and _is_complete(out, created_by):
         progress.note(f"{out} already holds {source}: kept (--force makes it again)")
         return out
+    created_by |= model.facts()
     with publish_folder(out, replace=force) as partial:
         model.write_tokenizer(partial)
         num_tokens = Tokenizer.from_folder(partial).vocab_size
@@ -95,10 +98,14 @@ def _open_source(source: str, progress: Progress) -> _Source:
 
 
 def _is_complete(out: Path, created_by: dict[str, Any]) -> bool:
-    if not (out / MANIFEST_NAME).is_file() or read_manifest(out).created_by != created_by:
+    if not (out / MANIFEST_NAME).is_file() or created_by != _part(read_manifest(out).created_by, created_by):
         return False
     verify(out)
     return True
+
+
+def _part(values: dict[str, Any], keys: Iterable[str]) -> dict[str, Any]:
+    return {key: values.get(key) for key in keys}
 
 
 def _converted(model: _Source, dtype: torch.dtype, progress: Progress) -> Iterator[tuple[str, torch.Tensor]]:
@@ -109,19 +116,22 @@ def _converted(model: _Source, dtype: torch.dtype, progress: Progress) -> Iterat
 
 class _GgufSource:
     def __init__(self, path: Path, described: str) -> None:
-        self._file = GgufFile(path)
+        self._path = path
         self._described = described
-        self.config = self._file.config
+
+    @cached_property
+    def _file(self) -> GgufFile:
+        return GgufFile(self._path)
+
+    def identity(self) -> dict[str, Any]:
+        return {"source": self._described, "source_format": "gguf", "source_sha256": sha256_file(self._path)}
+
+    def facts(self) -> dict[str, Any]:
+        return {"source_name": str(self._file.fields.get("general.name", "")), "license": self._file.license}
 
     @property
-    def facts(self) -> dict[str, Any]:
-        return {
-            "source": self._described,
-            "source_sha256": sha256_file(self._file.path),
-            "source_format": "gguf",
-            "source_name": str(self._file.fields.get("general.name", "")),
-            "license": self._file.license,
-        }
+    def config(self) -> DecoderConfig:
+        return self._file.config
 
     @property
     def num_tensors(self) -> int:
@@ -141,7 +151,6 @@ class _FolderSource:
     def __init__(self, folder: Path) -> None:
         self._checkpoint: Checkpoint = open_checkpoint(folder)
         self._folder = folder
-        self.config = self._checkpoint.config
         if "quantization_config" in self._checkpoint.config_json:
             raise InputError(f"{folder} is quantized already; import the original, or serve it as it is")
         if not (folder / "tokenizer.json").is_file():
@@ -152,16 +161,18 @@ class _FolderSource:
         self._shapes = tensor_shapes(self.config)
         self._check_tensors()
 
-    @property
-    def facts(self) -> dict[str, Any]:
+    def identity(self) -> dict[str, Any]:
         folder = self._folder
         names = sorted(path.name for path in folder.iterdir() if path.suffix in (".json", ".safetensors", ".jinja"))
-        return {
-            "source": folder.resolve().name,
-            "source_sha256": {name: sha256_file(folder / name) for name in names if name != MANIFEST_NAME},
-            "source_format": "safetensors",
-            "license": _license_of_card(folder / "README.md"),
-        }
+        hashes = {name: sha256_file(folder / name) for name in names if name != MANIFEST_NAME}
+        return {"source": folder.resolve().name, "source_format": "safetensors", "source_sha256": hashes}
+
+    def facts(self) -> dict[str, Any]:
+        return {"license": _license_of_card(self._folder / "README.md")}
+
+    @property
+    def config(self) -> DecoderConfig:
+        return self._checkpoint.config
 
     @property
     def num_tensors(self) -> int:
@@ -198,5 +209,5 @@ def _license_of_card(card: Path) -> str:
     _, _, head = card.read_text(encoding="utf-8", errors="replace").partition("---\n")
     for line in head.partition("\n---")[0].splitlines():
         if line.startswith("license:"):
-            return json.dumps(line.removeprefix("license:").strip()).strip('"') or "unknown"
+            return line.removeprefix("license:").strip(" '\"") or "unknown"
     return "unknown"

@@ -54,7 +54,9 @@ class Tokenizer:
         stops += [] if end is None else [end]
         first = begin if begin is not None else model.get("bos_token_id")
         for token_id in [*stops, *([] if first is None else [first])]:
-            if not isinstance(token_id, int) or backend.id_to_token(token_id) is None:
+            # a bool is an int to Python, and the backend takes 32 bits
+            valid = type(token_id) is int and 0 <= token_id < 1 << 32
+            if not valid or backend.id_to_token(token_id) is None:
                 raise InputError(f"{folder}: begin- or end-of-text token {token_id!r} is not in {path.name}")
         return cls(backend, stops, first)
 

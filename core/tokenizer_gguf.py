@@ -45,7 +45,7 @@ def tokenizer_from_gguf(fields: dict[str, Any], source: str) -> dict[str, str]:
     """
     model = fields.get("tokenizer.ggml.model")
     builders = {"gpt2": _byte_level, "llama": _sentencepiece}
-    if model not in builders:
+    if not isinstance(model, str) or model not in builders:
         raise InputError(f"{source}: the tokenizer model {model!r} is not supported; supported: {', '.join(builders)}")
     tokens = _tokens(fields, source)
     try:

