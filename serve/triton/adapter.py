@@ -146,7 +146,8 @@ class LLMAdapter:
                 next_metrics = now + METRICS_SECONDS
             started = time.monotonic()
             self._drop_ended()
-            self._stopping.wait(max(POLL_SECONDS, (time.monotonic() - started) / POLL_SHARE))
+            pause = max(POLL_SECONDS, (time.monotonic() - started) / POLL_SHARE)
+            self._stopping.wait(min(pause, BEAT_SECONDS))
 
     def _beat(self) -> None:
         loop, pulse = self._loop, self._pulse

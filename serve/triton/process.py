@@ -148,12 +148,11 @@ class ServerProcess:
             os.kill(self.process.pid, signal.SIGCONT)
 
     def exit(self) -> None:
-        """Ask the server to end, with nothing running any more; kill it if that takes too long."""
+        """Ask the server to end, with nothing running any more; `kill` is to follow."""
         self.thaw()
         self.process.terminate()
         with suppress(subprocess.TimeoutExpired):
             self.process.wait(EXIT_SECONDS + 3)
-        self.kill()
 
     def kill(self) -> None:
         """End server and model at once (connections break, so no client waits in vain) and clean up behind them."""

@@ -1,0 +1,245 @@
+"""What the supervisor promises when things die, hang or are told to stop, with a real server."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penjing.core.errors import ConfigError, InputError, OverloadedError, PenjingError, ServerError, SetupError
+from penjing.serve.client import Client
+from penjing.serve.triton import state, supervisor
+from penjing.serve.triton.process import ServeConfig, check_ports
+from tests.serve.triton.serving import Served, alive, free_ports, leftovers, serving, wait_until
+
+pytestmark = [pytest.mark.server, pytest.mark.xdist_group("triton")]
+GREEDY: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True}
+
+
+class Asking:
+    """Streams that run in threads; what each got, and when it ended."""
+
+    def __init__(self, served: Served, count: int, max_tokens: int) -> None:
+        self.texts: list[str | None] = [None] * count
+        self.errors: list[Exception | None] = [None] * count
+        self.started = threading.Barrier(count + 1)
+        self._client = served.client()
+        self._threads = [threading.Thread(target=self._ask, args=(i, max_tokens)) for i in range(count)]
+        for thread in self._threads:
+            thread.start()
+        self.started.wait(30)
+
+    def _ask(self, index: int, max_tokens: int) -> None:
+        stream = self._client.stream("a tree " * (index + 1), max_tokens=max_tokens, **GREEDY)
+        next(stream)
+        self.started.wait(30)
+        try:
+            for _ in stream:
+                pass
+            result = stream.result
+            assert result.finish_reason == "length"
+            assert result.num_output_tokens == max_tokens
+            self.texts[index] = result.text
+        except (PenjingError, AssertionError) as error:
+            self.errors[index] = error
+
+    def join(self, seconds: float) -> None:
+        """Fails if a stream has not ended after `seconds`."""
+        deadline = time.monotonic() + seconds
+        for thread in self._threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+            assert not thread.is_alive(), "a request hangs"
+        self._client.close()
+
+
+def test_a_killed_stub_is_noticed_at_once_and_the_server_comes_back(tiny_long: Path) -> None:
+    with serving(tiny_long) as served:
+        with served.client() as client:
+            before = client.generate("the same", max_tokens=12, **GREEDY).text
+        for restarts in (1, 2):
+            asking = Asking(served, 4, max_tokens=4000)
+            os.kill(served.stub_pid, signal.SIGKILL)
+            wait_until(lambda: served.health() != 200, 1.0, "not ready after SIGKILL")
+            asking.join(5)
+            assert all(isinstance(error, ServerError) and "broke after" in str(error) for error in asking.errors)
+            assert served.wait_ready(restarts) < 30
+            assert served.health() == 200
+            with served.client() as client:
+                assert client.generate("the same", max_tokens=12, **GREEDY).text == before
+        found = served.state
+        assert found is not None
+        assert found.restarts == 2
+        os.kill(found.server_pid, signal.SIGKILL)  # the server itself may die too
+        with served.client(retries=20) as client:
+            assert client.generate("the same", max_tokens=12, **GREEDY).text == before  # found no server at first
+    assert leftovers(served.config.grpc_port) == []
+
+
+def test_a_stopped_stub_is_not_ready_and_a_short_stop_costs_nothing(tiny_long: Path) -> None:
+    with serving(tiny_long, hang_timeout=20.0) as served:
+        asking = Asking(served, 3, max_tokens=4000)
+        os.kill(served.stub_pid, signal.SIGSTOP)
+        wait_until(lambda: served.health() != 200, 1.5, "not ready after SIGSTOP")
+        assert served.health() == 0
+        with served.client() as client:
+            assert not client.is_ready()
+        os.kill(served.stub_pid, signal.SIGCONT)
+        wait_until(lambda: served.health() == 200, 5, "ready after SIGCONT")
+        asking.join(60)
+        assert asking.errors == [None] * 3
+        found = served.state
+        assert found is not None
+        assert found.restarts == 0
+
+
+def test_a_hung_stub_is_replaced(tiny_long: Path) -> None:
+    with serving(tiny_long, hang_timeout=2.0) as served:
+        asking = Asking(served, 2, max_tokens=4000)
+        stub = served.stub_pid
+        os.kill(stub, signal.SIGSTOP)
+        asking.join(10)
+        assert all(isinstance(error, ServerError) for error in asking.errors)
+        assert served.wait_ready(restarts=1) < 30
+        assert not alive(stub)
+        with served.client() as client:
+            assert client.generate("a", max_tokens=2, **GREEDY).num_output_tokens == 2
+
+
+def test_sigterm_finishes_running_answers_and_refuses_new_ones(tiny_long: Path) -> None:
+    with serving(tiny_long) as served:
+        alone = Asking(served, 3, max_tokens=1500)
+        alone.join(120)
+        asking = Asking(served, 3, max_tokens=1500)
+        served.process.send_signal(signal.SIGTERM)
+        wait_until(lambda: served.state is not None and served.state.state == "draining", 2, "draining")
+        with served.client() as client:
+            wait_until(lambda: not client.is_ready(), 2, "the refusal of new requests")
+        with served.client() as client, pytest.raises(OverloadedError, match="takes no requests"):
+            client.generate("late", max_tokens=1)
+        asking.join(120)
+        assert asking.errors == [None] * 3
+        assert asking.texts == alone.texts
+        assert served.process.wait(20) == 0
+        assert leftovers(served.config.grpc_port) == []
+
+
+def test_a_second_signal_ends_at_once(tiny_long: Path) -> None:
+    with serving(tiny_long) as served:
+        asking = Asking(served, 2, max_tokens=4000)
+        served.process.send_signal(signal.SIGINT)
+        time.sleep(0.1)
+        served.process.send_signal(signal.SIGINT)
+        asking.join(10)
+        assert all(isinstance(error, OverloadedError) and "shuts down" in str(error) for error in asking.errors)
+        assert served.process.wait(20) == 0, served.errors()
+
+
+def test_a_killed_supervisor_takes_its_server_along(tiny_long: Path) -> None:
+    with serving(tiny_long) as served:
+        found = served.state
+        assert found is not None
+        served.process.kill()
+        served.process.wait()
+        wait_until(lambda: not alive(found.server_pid) and not alive(found.stub_pid), 5, "the end of the server")
+        assert state.read_state(served.config.grpc_port) is not None
+        assert not state.is_running(served.config.grpc_port)
+        with state.owning(served.config.grpc_port):
+            assert leftovers(served.config.grpc_port) == []
+        check_ports(served.config)
+
+
+def test_a_model_that_does_not_load_says_why(tiny_long: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "damaged"
+    folder.mkdir()
+    for file in tiny_long.iterdir():
+        (folder / file.name).write_bytes(file.read_bytes())
+    weights = bytearray((folder / "model.safetensors").read_bytes())
+    weights[-1] ^= 1
+    (folder / "model.safetensors").write_bytes(weights)
+    served = Served(folder)
+    assert served.process.wait(60) == ServerError.exit_code
+    assert "model.safetensors" in served.errors()
+    assert "Traceback" not in served.errors()
+    assert leftovers(served.config.grpc_port) == []
+    served.end()
+
+
+def test_detach_status_and_stop(tiny_long: Path) -> None:
+    grpc_port, http_port, metrics_port = map(str, free_ports(3))
+    command = [str(Path(sys.executable).parent / "penjing"), "serve", str(tiny_long), "--detach"]
+    command += ["--grpc-port", grpc_port, "--http-port", http_port, "--metrics-port", metrics_port]
+    started = subprocess.run([*command, "--set", "num_blocks=64"], capture_output=True, text=True, timeout=100)
+    try:
+        assert started.returncode == 0, started.stderr
+        assert f"penjing stop --grpc-port {grpc_port}" in started.stderr
+        with Client(f"localhost:{grpc_port}") as client:
+            assert client.generate("a", max_tokens=3, **GREEDY).num_output_tokens == 3
+        again = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        assert again.returncode == SetupError.exit_code
+        assert "penjing stop" in again.stderr
+        status = subprocess.run([command[0], "server", "status"], capture_output=True, text=True, timeout=60)
+        assert grpc_port in status.stdout + status.stderr
+    finally:
+        stopped = subprocess.run(
+            [command[0], "stop", "--grpc-port", grpc_port], capture_output=True, text=True, timeout=60
+        )
+    assert stopped.returncode == 0
+    assert "has stopped" in stopped.stderr
+    assert not state.is_running(int(grpc_port))
+    assert leftovers(int(grpc_port)) == []
+
+
+def test_wrong_settings_are_refused_before_anything_starts(tiny_long: Path, tmp_path: Path) -> None:
+    grpc_port, http_port, metrics_port = free_ports(3)
+    config = ServeConfig(grpc_port=grpc_port, http_port=http_port, metrics_port=metrics_port)
+    with pytest.raises(InputError, match="nothing"):
+        supervisor.serve(tmp_path / "nothing", config)
+    with pytest.raises(ConfigError, match=r"max_num_sequence.*did you mean"):
+        supervisor.serve(tiny_long, config, engine_overrides=["max_num_sequence=3"])
+    with pytest.raises(ConfigError, match="--grpc-port and --http-port are both"):
+        check_ports(ServeConfig(grpc_port=http_port, http_port=http_port, metrics_port=metrics_port))
+    with pytest.raises(SetupError, match="--host 'nowhere'"):
+        check_ports(ServeConfig(host="nowhere"))
+    assert state.read_state(grpc_port) is None
+
+
+@pytest.mark.parametrize("flag", ["grpc", "http", "metrics"])
+def test_a_port_in_use_is_named_with_its_flag(tiny_long: Path, flag: str) -> None:
+    import socket
+
+    grpc_port, http_port, metrics_port = free_ports(3)
+    ports = {"grpc": grpc_port, "http": http_port, "metrics": metrics_port}
+    config = ServeConfig(grpc_port=grpc_port, http_port=http_port, metrics_port=metrics_port)
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", ports[flag]))
+        taken.listen()
+        with pytest.raises(SetupError, match=f"port {ports[flag]} .--{flag}-port.*in use"):
+            supervisor.serve(tiny_long, config)
+
+
+def test_stale_files_are_removed_and_strangers_are_not_killed() -> None:
+    port = free_ports(1)[0]
+    with subprocess.Popen(["sleep", "60"]) as stranger:  # now has the number of a server long gone
+        state.run_folder().mkdir(parents=True, exist_ok=True)
+        old = state.ServerState("ready", "m", "127.0.0.1", port, 1, 2, stranger.pid, stranger.pid, stranger.pid)
+        state.write_state(old)
+        (state.SHM_FOLDER / f"{state.shm_prefix(port)}old").write_bytes(b"x")
+        with state.owning(port):
+            assert leftovers(port) == []
+            with pytest.raises(SetupError, match="penjing stop"), state.owning(port):
+                pass
+        assert stranger.poll() is None
+        stranger.kill()
+    supervisor.stop(port)  # nothing there: says so
+    state_file = state.state_path(port)
+    state_file.write_text(json.dumps({"state": "ready"}))
+    assert state.read_state(port) is None
+    state_file.unlink()
