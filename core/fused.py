@@ -53,7 +53,7 @@ def unsupported(model: Decoder) -> str | None:
     if cpu_extension() is None:
         return "the C++ extension is not built or switched off"
     for name, module in model.named_modules():
-        if type(module) in (nn.Linear, BatchInvariantLinear):
+        if isinstance(module, nn.Linear) and type(module) in (nn.Linear, BatchInvariantLinear):
             if _unusable(module.weight):
                 return f"{name}.weight is {module.weight.dtype} with strides {module.weight.stride()}"
         elif name.endswith("_proj") or name == "lm_head":

@@ -1,0 +1,195 @@
+"""The fused step by itself: what it refuses, rotary tables that grow, logits independent of company and threads."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from penjing.kernels.cpu.functions import CpuExtension
+from penjing.kernels.decoder_step import FIRST_POSITIONS, DecoderStep, FloatLinear, LayerWeights
+from penjing.kernels.int8_linear import prepack_int8
+from tests.kernels.cpu import needs_extension, the_extension
+
+pytestmark = needs_extension
+VOCAB, HIDDEN, INNER, HEADS, KV_HEADS, HEAD_DIM, LAYERS = 100, 48, 80, 4, 2, 8, 3
+BLOCK_SIZE, NUM_BLOCKS = 4, 64
+
+
+def make_step(int8: bool, windows: tuple[int | None, ...] = (None, 11, 5), **changes: Any) -> DecoderStep:
+    generator = torch.Generator().manual_seed(0)
+
+    def linear(n: int, k: int) -> Any:
+        weight = torch.randn(n, k, generator=generator) / k**0.5
+        if not int8:
+            return FloatLinear(weight)
+        scale = weight.abs().amax(1) / 127
+        return prepack_int8(torch.round(weight / scale[:, None]).to(torch.int8), scale)
+
+    def layer(window: int | None) -> LayerWeights:
+        q_size, kv_size = HEADS * HEAD_DIM, KV_HEADS * HEAD_DIM
+        qkv = linear(q_size, HIDDEN), linear(kv_size, HIDDEN), linear(kv_size, HIDDEN)
+        mlp = linear(INNER, HIDDEN), linear(INNER, HIDDEN), linear(HIDDEN, INNER)
+        return LayerWeights(*qkv, linear(HIDDEN, q_size), *mlp, torch.ones(HIDDEN), torch.ones(HIDDEN), window=window)
+
+    arguments: dict[str, Any] = {
+        "layers": [layer(window) for window in windows],
+        "embedding_VE": torch.randn(VOCAB, HIDDEN, generator=generator),
+        "final_norm": torch.ones(HIDDEN),
+        "lm_head": linear(VOCAB, HIDDEN),
+        "num_heads": HEADS,
+        "num_kv_heads": KV_HEADS,
+        "head_dim": HEAD_DIM,
+        "eps": 1e-5,
+        "inverse_frequency_F": 10000.0 ** -(torch.arange(HEAD_DIM // 2) / (HEAD_DIM // 2)),
+        "max_positions": 10_000,
+    }
+    return DecoderStep(the_extension(), **(arguments | changes))
+
+
+def new_pool() -> Tensor:
+    return torch.full((LAYERS, 2, NUM_BLOCKS, KV_HEADS, BLOCK_SIZE, HEAD_DIM), torch.nan)
+
+
+def inputs(parts: list[tuple[Tensor, int, list[int]]], pool: Tensor, first_position: int = 0) -> dict[str, Tensor]:
+    """Arguments of `step` for (new ids, tokens before them, blocks) of each sequence; logits of all rows."""
+    positions = [torch.arange(past, past + len(ids)) for ids, past, _ in parts]
+    tables = [torch.tensor(blocks) for _, _, blocks in parts]
+    slots = [t[p // BLOCK_SIZE] * BLOCK_SIZE + p % BLOCK_SIZE for t, p in zip(tables, positions, strict=True)]
+    num_rows = sum(map(len, positions))
+    return {
+        "token_ids_T": torch.cat([ids for ids, _, _ in parts]).int(),
+        "positions_T": (torch.cat(positions) + first_position).int(),
+        "slot_T": torch.cat(slots),
+        "cu_query_S1": torch.tensor([0] + [len(ids) for ids, _, _ in parts]).cumsum(0).int(),
+        "context_len_S": torch.tensor([past + len(ids) for ids, past, _ in parts]).int(),
+        "block_table_SB": torch.nn.utils.rnn.pad_sequence(tables, batch_first=True, padding_value=-1).int(),
+        "logit_rows_R": torch.arange(num_rows).int(),
+        "kv_pool": pool,
+    }
+
+
+def draw_ids(count: int, seed: int = 0) -> Tensor:
+    return torch.randint(0, VOCAB, (count,), generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("int8", [True, False], ids=["int8", "float"])
+def test_logits_do_not_depend_on_chunks_company_blocks_or_threads(
+    isa: CpuExtension, threads: CpuExtension, int8: bool
+) -> None:
+    step, ids, other = make_step(int8), draw_ids(120), draw_ids(40, seed=1)
+    whole = step.step(**inputs([(ids, 0, list(range(30)))], new_pool())).clone()
+    assert whole.isfinite().all()
+    for chunk, count in ((1, 1), (7, 2), (50, 3), (96, 1)):
+        threads.set_num_threads(count)
+        pool, blocks, rows = new_pool(), torch.randperm(NUM_BLOCKS).tolist(), []
+        for start in range(0, 120, chunk):
+            end = min(start + chunk, 120)
+            parts = [(ids[start:end], start, blocks[:30])]
+            if start % 2 == 0 and end <= 40:
+                parts.insert(0, (other[start:end], start, blocks[30:40]))
+            rows.append(step.step(**inputs(parts, pool))[-(end - start) :].clone())
+        assert torch.equal(torch.cat(rows), whole)
+
+
+def test_blocks_that_left_the_window_may_be_given_away() -> None:
+    # Every layer has a window here, so that what lies before is not needed and its table entries may be stale.
+    for windows in ((11, 11, 11), (3, 11, 5)):
+        step = make_step(False, windows=windows)
+        ids, pool = draw_ids(40), new_pool()
+        expected = step.step(**inputs([(ids, 0, list(range(10)))], new_pool()))[-1].clone()
+        step.step(**inputs([(ids[:39], 0, list(range(10)))], pool))
+        pool[:, :, :7] = torch.nan  # the last token sees positions 29 … 39
+        given_away = [-1, 10_000, *[-1] * 5, 7, 8, 9]
+        last = inputs([(ids[39:], 39, [0] * 7 + [7, 8, 9])], pool)
+        last["block_table_SB"] = torch.tensor([given_away], dtype=torch.int32)
+        assert torch.equal(step.step(**last)[-1], expected)
+
+
+def test_rotary_tables_grow_with_the_positions() -> None:
+    short, long = make_step(True, max_positions=40_000), make_step(True, max_positions=40_000)
+    far = inputs([(draw_ids(5), 0, [0, 1])], new_pool(), first_position=30_000)
+    near = inputs([(draw_ids(5), 0, [0, 1])], new_pool(), first_position=FIRST_POSITIONS - 5)
+    expected_near, expected_far = short.step(**near).clone(), short.step(**far).clone()
+    assert torch.equal(long.step(**far), expected_far)
+    assert torch.equal(long.step(**near), expected_near)
+    with pytest.raises(ValueError, match="position"):
+        short.step(**inputs([(draw_ids(5), 0, [0, 1])], new_pool(), first_position=40_000 - 4))
+
+
+def test_skipped_slots_are_not_stored() -> None:
+    step, pool = make_step(False), new_pool()
+    arguments = inputs([(draw_ids(3), 0, [1])], pool)
+    pool[:, :, 1] = 0  # the skipped token's key is read all the same
+    step.step(**(arguments | {"slot_T": torch.tensor([4, -1, 6])}))
+    stored = pool[:, :, 1].ne(0).any(dim=(0, 1, 2, 4))
+    assert stored.tolist() == [True, False, True, False]
+    assert pool[:, :, [0, *range(2, NUM_BLOCKS)]].isnan().all()
+
+
+def int32(*values: int) -> Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"token_ids_T": int32(1, 2, VOCAB)}, "token id"),
+        ({"token_ids_T": int32(1, -2, 3)}, "token id"),
+        ({"token_ids_T": torch.tensor([1, 2, 3])}, "token_ids_T.*int32"),
+        ({"token_ids_T": int32(1, 2)}, "positions_T"),
+        ({"positions_T": int32(0, 1, -2)}, "position"),
+        ({"slot_T": torch.tensor([0, 1, NUM_BLOCKS * BLOCK_SIZE])}, "slot"),
+        ({"slot_T": torch.tensor([0, 1, -2])}, "slot"),
+        ({"logit_rows_R": int32(3)}, "logit row"),
+        ({"logit_rows_R": int32(-1)}, "logit row"),
+        ({"cu_query_S1": int32(0, 2)}, "cu_query_S1"),
+        ({"cu_query_S1": int32(1, 3)}, "cu_query_S1"),
+        (
+            {"cu_query_S1": int32(0, 3, 3), "context_len_S": int32(3, 1), "block_table_SB": int32(0, 1).view(2, 1)},
+            "1 ≤",
+        ),
+        ({"context_len_S": int32(2)}, "context_len"),
+        ({"context_len_S": int32(9)}, "block table"),
+        ({"block_table_SB": int32(NUM_BLOCKS, 0).view(1, 2)}, "outside the cache"),
+        ({"block_table_SB": int32(-1, 0).view(1, 2)}, "outside the cache"),
+        ({"block_table_SB": int32(0, 1, 2, 3).view(1, 4)[:, ::2]}, "contiguous"),
+        ({"kv_pool": torch.zeros(LAYERS, 2, NUM_BLOCKS, KV_HEADS, BLOCK_SIZE, HEAD_DIM + 1)}, "kv_pool"),
+        ({"kv_pool": torch.zeros(LAYERS, 2, NUM_BLOCKS, KV_HEADS, BLOCK_SIZE, HEAD_DIM).half()}, "kv_pool"),
+        ({"kv_pool": torch.zeros(LAYERS, 2, 0, KV_HEADS, BLOCK_SIZE, HEAD_DIM)}, "cache of shape"),
+    ],
+)
+def test_refuses_before_it_computes(changed: dict[str, Tensor], message: str) -> None:
+    step, pool = make_step(True), new_pool()
+    arguments = inputs([(draw_ids(3), 0, [0, 1])], pool)
+    with pytest.raises(ValueError, match=message):
+        step.step(**(arguments | changed))
+    assert pool.isnan().all()
+    assert step.step(**arguments).isfinite().all()
+
+
+def test_no_tokens() -> None:
+    empty = torch.empty(0, dtype=torch.int32)
+    with pytest.raises(ValueError, match="0 tokens"):
+        make_step(True).step(
+            empty, empty, empty.long(), int32(0), empty, torch.empty(0, 1, dtype=torch.int32), empty, new_pool()
+        )
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"layers": []}, "without layers"),
+        ({"final_norm": torch.ones(HIDDEN + 1)}, "norm"),
+        ({"embedding_VE": torch.ones(VOCAB + 1, HIDDEN)}, "LM head"),
+        ({"embedding_VE": torch.ones(VOCAB, HIDDEN + 2)}, "layer 0: q"),
+        ({"embedding_VE": torch.ones(VOCAB, HIDDEN, dtype=torch.float64)}, "float64"),
+        ({"num_heads": 8}, r"layer 0: q"),
+        ({"inverse_frequency_F": torch.ones(3)}, "inverse_frequency_F"),
+    ],
+)
+def test_construction_refuses(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make_step(True, **changes)
