@@ -51,15 +51,15 @@ def penjing_server(model: Path) -> Contestant:
     return Contestant("penjing_server", Path(sys.executable), model)
 
 
-def peers(checkpoint: Path, artifact: Path) -> dict[str, Contestant]:
-    """By the name that `--peers` takes. vLLM loads our INT8 artifact, the others what is made of the checkpoint."""
+def peers(checkpoint: Path) -> dict[str, Contestant]:
+    """By the name that `--peers` takes. Each runs what its script makes of `checkpoint`, or the checkpoint."""
     home = ROOT / "build" / "peers"
     models = {
         "transformers": checkpoint,
         "llama_cpp": home / "llama_cpp" / "q8_0.gguf",
         "openvino": home / "openvino" / "model",
         "ort_genai": home / "ort_genai" / "model",
-        "vllm": artifact,
+        "vllm": home / "vllm" / "model",
     }
     return {name: Contestant(name, home / name / "venv" / "bin" / "python", model) for name, model in models.items()}
 

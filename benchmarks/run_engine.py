@@ -10,6 +10,7 @@ The figures are defined in peers/figures.py; every contestant gets the same prom
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
 
 from contestants import METRICS, Outcome, choose, peers, penjing, penjing_server, prepare, run_rounds
@@ -17,11 +18,11 @@ from models import add_arguments, make_models, make_prompts, say
 from rows import RESULTS, Row, append, new_row
 from run_server import server_rows
 
-from penjing.core.cli import run_guarded
+from penjing.core.cli import guarded
 from penjing.core.errors import SetupError
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_arguments(parser)
     parser.add_argument("--peers", default="transformers", help="names joined by commas, all, or none")
@@ -30,7 +31,7 @@ def main() -> None:
     arguments = parser.parse_args()
 
     checkpoint, artifact = make_models(arguments.checkpoint, arguments.model)
-    known = peers(checkpoint, artifact)
+    known = peers(checkpoint)
     contestants = [penjing(artifact)]
     unmade: dict[str, str] = {}
     for name in choose(arguments.peers, list(known)):
@@ -57,6 +58,7 @@ def main() -> None:
     append("engine", engine_rows(outcome, runs), arguments.results)
     if arguments.through_server:
         append("server", server_rows(outcome, runs), arguments.results)
+    return 0
 
 
 def engine_rows(outcome: Outcome, runs: int) -> list[Row]:
@@ -92,4 +94,4 @@ def engine_rows(outcome: Outcome, runs: int) -> list[Row]:
 
 
 if __name__ == "__main__":
-    run_guarded(main)
+    sys.exit(guarded(main))

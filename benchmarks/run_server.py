@@ -6,17 +6,18 @@ python benchmarks/run_server.py
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
 
 from contestants import METRICS, Outcome, penjing, penjing_server, run_rounds
 from models import add_arguments, make_models, make_prompts, say
 from rows import RESULTS, Row, append, new_row
 
-from penjing.core.cli import run_guarded
+from penjing.core.cli import guarded
 from penjing.core.errors import SetupError
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_arguments(parser)
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the rows")
@@ -32,6 +33,7 @@ def main() -> None:
         say=say,
     )
     append("server", server_rows(outcome, arguments.rounds * arguments.runs), arguments.results)
+    return 0
 
 
 def server_rows(outcome: Outcome, runs: int) -> list[Row]:
@@ -57,4 +59,4 @@ def server_rows(outcome: Outcome, runs: int) -> list[Row]:
 
 
 if __name__ == "__main__":
-    run_guarded(main)
+    sys.exit(guarded(main))

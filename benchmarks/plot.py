@@ -1,0 +1,100 @@
+"""Draw docs/figures/*.svg from benchmarks/results/*.jsonl: small files, readable on light and dark pages.
+
+python benchmarks/plot.py
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+from rows import RESULTS, Row, kind, latest, read
+
+from penjing.core.cli import guarded
+from penjing.core.errors import InputError
+
+FIGURES = Path(__file__).resolve().parents[1] / "docs" / "figures"
+OURS, OTHERS, INK = "#2f9e6e", "#828c9a", "#7d8590"  # each at least 3:1 on white and on GitHub's dark page (#0d1117)
+TITLES = {
+    "prefill_512": "Prefill\n512-token prompt",
+    "one_stream": "One stream\ndecode",
+    "streams_16": "16 streams\n128 prompt + 64 new each",
+}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the rows")
+    parser.add_argument("--out", type=Path, default=FIGURES, help="folder of the figures")
+    arguments = parser.parse_args()
+    print(draw_engine(read("engine", arguments.results), read("server", arguments.results), arguments.out))
+    return 0
+
+
+def draw_engine(engine: list[Row], server: list[Row], out: Path) -> Path:
+    """`out/engine.svg`: tokens per second of the engine, of the engine through Triton server, and of the peers.
+
+    Raises:
+        InputError: there are no measured rows of the engine.
+    """
+    panels = {metric: engine_bars(engine, server, metric) for metric in TITLES}
+    if not all(panels.values()):
+        raise InputError("no engine rows to draw; run: python benchmarks/run_engine.py --peers all --through-server")
+    newest = max((row for row in engine if row.value is not None), key=lambda row: row.date)
+    plot, figure, axes = _panels(len(panels), max(len(bars) for bars in panels.values()))
+    for axis, (metric, bars) in zip(axes, panels.items(), strict=True):
+        names, values = [name for name, _ in bars], [value for _, value in bars]
+        drawn = axis.barh(names, values, color=[OURS if name.startswith("penjing") else OTHERS for name in names])
+        axis.bar_label(drawn, labels=[f"{value:,.0f}" for value in values], padding=3, color=INK, fontsize=9)
+        axis.set_title(TITLES[metric], loc="left", fontsize=10, color=INK)
+        axis.set_xlim(0, 1.22 * max(values))  # room for the labels
+    caption = f"new tokens per second (prefill: prompt tokens) · {newest.device}, {newest.cores} cores"
+    figure.supxlabel(caption, fontsize=9, color=INK)
+    return _save(plot, figure, out / "engine.svg")
+
+
+def engine_bars(engine: list[Row], server: list[Row], metric: str) -> list[tuple[str, float]]:
+    """(name, tokens/s), the slowest first; a peer's speed is ours ÷ the ratio of the same run."""
+    ours = [row for row in engine if row.metric == metric and row.value is not None]
+    if not ours:
+        return []
+    bars = {"penjing INT8": max(ours, key=lambda row: row.date).value}
+    for row in latest([row for row in server if row.metric == metric and row.value is not None]):
+        bars["penjing via Triton server"] = row.value
+    for row in latest(ours):
+        if row.baseline and row.ratio and row.value:
+            bars[kind(row.baseline)] = row.value / row.ratio
+    return sorted(((name, value) for name, value in bars.items() if value is not None), key=lambda bar: bar[1])
+
+
+def _panels(count: int, num_bars: int) -> tuple[Any, Any, Any]:
+    """(pyplot, figure, axes) in a style that suits any background."""
+    import matplotlib
+
+    matplotlib.use("svg")
+    from matplotlib import pyplot
+
+    # text stays text: the page's sans-serif, a tenth of the bytes of outlines; the salt makes equal rows equal files
+    matplotlib.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "penjing", "font.family": "sans-serif"})
+    figure, axes = pyplot.subplots(1, count, figsize=(10.5, 1.2 + 0.28 * num_bars), layout="constrained", squeeze=False)
+    figure.patch.set_alpha(0)
+    for axis in axes[0]:
+        axis.set_facecolor("none")
+        axis.tick_params(axis="y", colors=INK, labelsize=9, length=0)
+        axis.xaxis.set_visible(False)
+        for spine in axis.spines.values():
+            spine.set_visible(False)
+    return pyplot, figure, axes[0]
+
+
+def _save(pyplot: Any, figure: Any, path: Path) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, transparent=True, metadata={"Date": None})
+    pyplot.close(figure)
+    return path
+
+
+if __name__ == "__main__":
+    sys.exit(guarded(main))

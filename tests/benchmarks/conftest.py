@@ -1,0 +1,6 @@
+"""The benchmarks are scripts beside each other, not a package: their folder is on the path, as when one is run."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
