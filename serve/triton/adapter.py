@@ -48,6 +48,7 @@ class LLMAdapter:
         self._pb_utils = pb_utils
         self._parent = os.getppid()
         self._phase = Phase.LOADING
+        self._refusing = False
         self._loop: EngineLoop | None = None
         self._metrics: EngineMetrics | None = None
         self._live: dict[str, Reply] = {}
@@ -122,7 +123,7 @@ class LLMAdapter:
 
     def _answer_ping(self, sender: Any) -> None:
         assert self._loop is not None
-        if self._phase is not Phase.SERVING or self._loop.failure:
+        if self._refusing or self._loop.failure:
             raise OverloadedError(f"the engine takes no requests: {self._loop.failure or 'it is shutting down'}")
         tensor = self._pb_utils.Tensor("text_output", np.array([b""], dtype=np.object_))
         response = self._pb_utils.InferenceResponse(output_tensors=[tensor])
@@ -157,6 +158,7 @@ class LLMAdapter:
             return
         command = pulse.command
         if loop is not None and command is not Command.SERVE and self._phase is not Phase.FAILED:
+            self._refusing = True
             if command is Command.ABORT:
                 loop.stop(timeout=0)
             else:

@@ -1,0 +1,295 @@
+"""The adapter beside a stand-in for Triton server's Python module: what the server would be sent, and when."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from penjing.core.errors import InputError
+from penjing.serve.engine import LLMEngine
+from penjing.serve.triton.adapter import LLMAdapter
+from penjing.serve.triton.metrics import COUNTERS, GAUGES, HISTOGRAMS
+from penjing.serve.triton.pulse import Command, Phase, Pulse
+from penjing.serve.triton.variables import ENGINE_VARIABLE, MODEL_VARIABLE, PULSE_VARIABLE
+from tests.serve.triton.serving import wait_until
+
+FINAL = 1
+STEP_SECONDS = 0.03  # of a model of some size; the adapter looks for clients that left every 0.01 s
+GREEDY = {"temperature": 0, "ignore_eos": True}
+
+
+class Sender:
+    """What a request got; fails on a use that ends Triton server."""
+
+    def __init__(self) -> None:
+        self.responses: list[Any] = []
+        self.finals = 0
+        self.cancelled = False
+        self.done = threading.Event()
+        self.slow = 0.0
+
+    def send(self, response: Any, flags: int = 0) -> None:
+        assert not self.finals, "nothing may follow FINAL"
+        time.sleep(self.slow)
+        self.responses.append(response)
+        self.finals += flags == FINAL
+        if self.finals:
+            self.done.set()
+
+    def is_cancelled(self) -> bool:
+        assert not self.finals, "asked after FINAL: Triton server would crash"
+        return self.cancelled
+
+    def text(self) -> str:
+        return "".join(response.tensors["text_output"][0].decode() for response in self.responses)
+
+    def error(self) -> Any:
+        return self.responses[-1].error
+
+
+class Metric:
+    def __init__(self) -> None:
+        self.value, self.samples = 0.0, []
+
+    def set(self, value: float) -> None:
+        self.value = value
+
+    def increment(self, value: float) -> None:
+        assert value > 0
+        self.value += value
+
+    def observe(self, value: float) -> None:
+        self.samples.append(value)
+
+
+class Module:
+    """The part of `triton_python_backend_utils` that the adapter uses."""
+
+    TRITONSERVER_RESPONSE_COMPLETE_FINAL = FINAL
+    TritonModelException = RuntimeError
+
+    def __init__(self) -> None:
+        metrics: dict[str, Metric] = {}
+        self.metrics = metrics
+
+        class Family:
+            COUNTER, GAUGE, HISTOGRAM = range(3)
+
+            def __init__(self, name: str, description: str, kind: int) -> None:
+                self.name = name
+
+            def Metric(self, labels: dict[str, str], buckets: Any = None) -> Metric:  # noqa: N802 (its name there)
+                metric = metrics[self.name + labels.get("finished_reason", "")] = Metric()
+                return metric
+
+        class TritonError(Exception):
+            INVALID_ARG, UNAVAILABLE, INTERNAL, CANCELLED = "invalid", "unavailable", "internal", "cancelled"
+
+            def __init__(self, message: str, code: str) -> None:
+                super().__init__(message)
+                self.code = code
+
+        self.MetricFamily, self.TritonError = Family, TritonError
+
+    @staticmethod
+    def Tensor(name: str, value: np.ndarray) -> Any:  # noqa: N802
+        return name, value
+
+    @staticmethod
+    def InferenceResponse(output_tensors: Any = (), error: Any = None) -> Any:  # noqa: N802
+        return SimpleNamespace(tensors=dict(output_tensors), error=error)
+
+
+def request(timeout_us: int = 0, parameters: dict[str, Any] | None = None, **inputs: Any) -> Any:
+    sender = Sender()
+    tensors = []
+    for name, value in inputs.items():
+        value = json.dumps(value) if isinstance(value, dict) else value
+        array = np.array([value.encode()], np.object_) if isinstance(value, str) else np.array([value])
+        tensors.append(SimpleNamespace(name=lambda name=name: name, as_numpy=lambda array=array: array))
+    return SimpleNamespace(
+        sender=sender,
+        get_response_sender=lambda: sender,
+        inputs=lambda: tensors,
+        parameters=lambda: json.dumps(parameters or {}),
+        timeout=lambda: timeout_us,
+    )
+
+
+class Adapted:
+    """An adapter whose engine takes `STEP_SECONDS` a step when asked to."""
+
+    def __init__(self, pulse_path: Path) -> None:
+        self.module = Module()
+        self.pulse = Pulse(pulse_path, create=True)
+        self.adapter = LLMAdapter({"model_config": "{}", "model_name": "llm"}, self.module)
+        assert self.adapter._loop is not None
+        self.engine: LLMEngine = self.adapter._loop.engine
+
+    def ask(self, **arguments: Any) -> Sender:
+        asked = request(**arguments)
+        self.adapter.execute([asked])
+        return asked.sender
+
+
+@pytest.fixture
+def adapted(tiny_long: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Adapted]:
+    monkeypatch.setenv(MODEL_VARIABLE, str(tiny_long))
+    monkeypatch.setenv(ENGINE_VARIABLE, '{"num_blocks": 256}')
+    monkeypatch.setenv(PULSE_VARIABLE, str(tmp_path / "pulse"))
+    adapted = Adapted(tmp_path / "pulse")
+    yield adapted
+    adapted.adapter.finalize()
+
+
+@pytest.fixture
+def slow(adapted: Adapted, monkeypatch: pytest.MonkeyPatch) -> Adapted:
+    step = adapted.engine.step
+
+    def slow_step() -> Any:
+        time.sleep(STEP_SECONDS)
+        return step()
+
+    monkeypatch.setattr(adapted.engine, "step", slow_step)
+    return adapted
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_blocks_are_free_two_steps_after_the_client_left(slow: Adapted, stream: bool) -> None:
+    sender = slow.ask(text_input="a b c", stream=stream, sampling_parameters={"max_tokens": 2000, **GREEDY})
+    wait_until(lambda: slow.engine.stats().num_steps > 5, 10, "some steps")
+    sender.cancelled = True
+    steps = slow.engine.stats().num_steps
+    wait_until(lambda: slow.engine.stats().num_blocks_used == 0, 10, "the end of the request")
+    assert slow.engine.stats().num_steps - steps <= 2
+    assert sender.done.wait(5)
+    assert sender.finals == 1
+    assert sender.error().code == "cancelled"
+
+
+def test_tokens_are_joined_when_sending_is_slower_than_the_engine(adapted: Adapted) -> None:
+    quick = adapted.ask(text_input="a tree", stream=True, sampling_parameters={"max_tokens": 60, **GREEDY})
+    assert quick.done.wait(20)
+    laggard = request(text_input="a tree", stream=True, sampling_parameters={"max_tokens": 60, **GREEDY})
+    laggard.sender.slow = 0.05
+    adapted.adapter.execute([laggard])
+    assert laggard.sender.done.wait(20)
+    assert laggard.sender.text() == quick.text()
+    assert len(laggard.sender.responses) < 40
+    assert laggard.sender.finals == quick.finals == 1
+
+
+def test_errors_have_codes_and_end_the_request(adapted: Adapted) -> None:
+    cases = [
+        ({"text_input": "a", "sampling_parameters": {"top_k": -7}}, "invalid", "INVALID_ARGUMENT: "),
+        ({"text_input": "a", "parameters": {"top_k": -7}}, "invalid", "top_k must be"),
+        ({"text_input": np.float32(3)}, "invalid", "text_input must be a TYPE_STRING tensor"),
+        ({"text_input": "a", "stream": [True, False]}, "invalid", "stream must hold one element"),
+        ({"messages": '[{"role": "user", "content": "hi"}, {"role": 1, "content": ""}]'}, "invalid", r"messages[1]"),
+    ]
+    for inputs, code, words in cases:
+        sender = adapted.ask(**inputs)
+        assert sender.done.wait(5)
+        assert sender.finals == len(sender.responses) == 1
+        assert sender.error().code == code
+        assert words in str(sender.error())
+    assert adapted.pulse.unanswered == 0
+
+
+def test_a_defect_in_one_request_stays_there(adapted: Adapted) -> None:
+    broken = request(text_input="a")
+    broken.inputs = lambda: 1 / 0
+    adapted.adapter.execute([broken])
+    assert broken.sender.error().code == "internal"
+    assert "ZeroDivisionError" in str(broken.sender.error())
+    sender = adapted.ask(text_input="a", sampling_parameters={"max_tokens": 1, **GREEDY})
+    assert sender.done.wait(5)
+    assert sender.error() is None
+
+
+def test_what_cannot_be_sent_does_not_stop_the_sender(adapted: Adapted) -> None:
+    broken = request(text_input="a", sampling_parameters={"max_tokens": 1, **GREEDY})
+    failed = threading.Event()
+
+    def fail(*_: Any, **__: Any) -> None:
+        failed.set()
+        raise RuntimeError("the server is gone")
+
+    broken.sender.send = fail
+    adapted.adapter.execute([broken])
+    assert failed.wait(5)
+    assert adapted.ask(text_input="a", sampling_parameters={"max_tokens": 1, **GREEDY}).done.wait(5)
+
+
+def test_a_request_whose_time_is_up_is_ended(slow: Adapted) -> None:
+    sender = slow.ask(text_input="a", timeout_us=200_000, sampling_parameters={"max_tokens": 2000, **GREEDY})
+    assert sender.done.wait(5)
+    assert sender.error().code == "unavailable"
+    assert slow.engine.stats().num_blocks_used == 0
+
+
+def test_the_pulse_tells_life_and_takes_commands(slow: Adapted) -> None:
+    pulse = slow.pulse
+    wait_until(lambda: pulse.phase is Phase.SERVING, 5, "serving")
+    assert pulse.stub_pid > 0
+    assert pulse.beat_age() < 2
+    assert pulse.loop_age() < 2
+    assert slow.ask(parameters={"ping": True}).error() is None
+    sender = slow.ask(text_input="a", stream=True, sampling_parameters={"max_tokens": 20, **GREEDY})
+    wait_until(lambda: pulse.unanswered == 1, 5, "the count of what is owed")
+    pulse.command = Command.DRAIN
+    wait_until(lambda: slow.ask(parameters={"ping": True}).error() is not None, 5, "the refusal of pings")
+    assert slow.ask(text_input="late").error().code == "unavailable"
+    assert pulse.phase is not Phase.DRAINED
+    assert sender.done.wait(10)
+    assert sender.responses[-1].error is None  # not truncated
+    wait_until(lambda: pulse.phase is Phase.DRAINED, 5, "drained")
+
+
+def test_abort_ends_what_runs(slow: Adapted) -> None:
+    sender = slow.ask(text_input="a", stream=True, sampling_parameters={"max_tokens": 2000, **GREEDY})
+    slow.pulse.command = Command.ABORT
+    assert sender.done.wait(5)
+    assert sender.error().code == "unavailable"
+    assert "shuts down" in str(sender.error())
+    wait_until(lambda: slow.pulse.phase is Phase.DRAINED, 5, "drained")
+
+
+def test_every_metric_is_registered_and_follows_the_engine(adapted: Adapted) -> None:
+    metrics = adapted.module.metrics
+    names = {*GAUGES, *COUNTERS, *HISTOGRAMS} | {f"request_success{reason}" for reason in ("stop", "length", "abort")}
+    assert {f"penjing:{name}" for name in names} <= set(metrics)
+    assert metrics["penjing:generation_tokens"].value == 0  # the canary does not count
+    assert adapted.ask(text_input="ab", sampling_parameters={"max_tokens": 5, **GREEDY}).done.wait(5)
+    wait_until(lambda: metrics["penjing:generation_tokens"].value == 5, 5, "the metrics")
+    assert metrics["penjing:prompt_tokens"].value == 2
+    assert len(metrics["penjing:time_to_first_token_seconds"].samples) == 1
+    assert len(metrics["penjing:time_per_output_token_seconds"].samples) == 4
+    assert metrics["penjing:iteration_tokens_total"].samples == [2, 1, 1, 1, 1]
+
+
+def test_the_model_must_be_named_and_there(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for variable in (MODEL_VARIABLE, ENGINE_VARIABLE, PULSE_VARIABLE):
+        monkeypatch.delenv(variable, raising=False)
+    arguments = {"model_config": "{}", "model_name": "llm"}
+    with pytest.raises(InputError, match=MODEL_VARIABLE):
+        LLMAdapter(arguments, Module())
+    arguments["model_config"] = json.dumps({"parameters": {"model": {"string_value": str(tmp_path / "nowhere")}}})
+    with pytest.raises(InputError, match="nowhere"):
+        LLMAdapter(arguments, Module())
+
+
+def test_model_py_is_short() -> None:
+    import penjing.model_repository
+
+    lines: Callable[[Path], int] = lambda path: len(path.read_text().splitlines())  # noqa: E731
+    for file in Path(penjing.model_repository.__path__[0]).glob("*/1/model.py"):
+        assert lines(file) < 60
