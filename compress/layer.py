@@ -46,8 +46,8 @@ class Activations:
 class Rotations:
     """The orthogonal matrices of a run, float64; None: the recipe does not rotate."""
 
-    residual_EE: Tensor
-    head_DD: Tensor
+    residual_EE: Tensor  # noqa: N815
+    head_DD: Tensor  # noqa: N815
 
     @classmethod
     def of(cls, recipe: Recipe, hidden_size: int, head_dim: int) -> Rotations | None:
@@ -74,7 +74,7 @@ def compress_layer(
     if rotations is not None:
         rotate_layer(weights, stream.config, rotations.residual_EE, rotations.head_DD)
     seen = Activations(num_windows=hidden_WTE.shape[0])
-    stream.run(layer, weights, hidden_WTE, seen.observe)
+    stream.run(stream.float_layer(layer, weights), hidden_WTE, seen.observe)
     samples = seen.samples()
     scales = smooth_linears(weights, samples, stream.config, recipe.transform)
 

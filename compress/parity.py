@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from penjing.compress.quantize import ROWS_AT_ONCE, QuantizedWeight, fake_quantize_activation
-from penjing.compress.stream import HEAD, LayerStream, Weights
+from penjing.compress.stream import HEAD, LayerStream
 from penjing.core.artifact import FAKE_QUANTIZED, INT8_RUNTIME, Parity, ParityDifference, ParityInput, ParityOutput
 from penjing.core.artifact import logprob_difference as compare_logprobs
 from penjing.core.checkpoint import Checkpoint
@@ -98,35 +98,24 @@ def fake_quantized_logits(
         each_layer: called with the layer's number and its input and output, (W, T, E) float32.
     """
     stream = LayerStream(checkpoint)
-    stored = set(checkpoint.tensor_names)
     hidden_WTE = stream.embed(windows_WT)
     for layer in range(stream.config.num_hidden_layers):
-        prefix = f"model.layers.{layer}."
-        weights = _dequantize(stream.weights(layer), checkpoint, prefix)
 
-        def rounded(name: str, x: Tensor, prefix: str = prefix) -> Tensor | None:
-            return fake_quantize_activation(x) if f"{prefix}{name}.weight_scale" in stored else None
+        def rounded(name: str, x: Tensor, prefix: str = f"model.layers.{layer}.") -> Tensor | None:
+            return fake_quantize_activation(x) if stream.is_int8(prefix + name) else None
 
         before_WTE = hidden_WTE.clone()
-        stream.run(layer, weights, hidden_WTE, rounded)
+        stream.run(stream.float_layer(layer, stream.weights(layer)), hidden_WTE, rounded)
         if each_layer is not None:
             each_layer(layer, before_WTE, hidden_WTE)
     x_WTE = stream.final_norm(hidden_WTE)
     head_VE = stream.head_weight()
-    if f"{HEAD}_scale" not in stored:
+    if not stream.is_int8("lm_head"):
         return F.linear(x_WTE, head_VE.to(torch.float32))
     scale_V1 = stream.stored(f"{HEAD}_scale")
     x_WTE = fake_quantize_activation(x_WTE)
     blocks = zip(head_VE.split(ROWS_AT_ONCE), scale_V1.split(ROWS_AT_ONCE), strict=True)
     return torch.cat([F.linear(x_WTE, QuantizedWeight(*block).dequantize()) for block in blocks], dim=-1)
-
-
-def _dequantize(weights: Weights, checkpoint: Checkpoint, prefix: str) -> Weights:
-    stored = set(checkpoint.tensor_names)
-    return {
-        name: tensor * checkpoint.get(f"{prefix}{name}_scale") if f"{prefix}{name}_scale" in stored else tensor
-        for name, tensor in weights.items()
-    }
 
 
 def _continue_greedily(model: Decoder, ids: list[int]) -> list[int]:

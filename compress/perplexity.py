@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -13,10 +12,10 @@ from torch import Tensor
 from penjing.compress.stream import LOGIT_ROWS, LayerStream
 from penjing.core.corpus import code_text, heldout_tokens
 from penjing.core.errors import InputError
-from penjing.core.models.decoder import Decoder
 from penjing.core.progress import Progress, Silent
 from penjing.core.tokenizer import Tokenizer
 
+LARGEST_LOSS = 100.0  # guessing blindly among all tokens costs ln(vocabulary), about 12
 CHARS_PER_CODE_TOKEN = 16  # generous: source code has 2 to 5
 
 
@@ -37,50 +36,44 @@ def evaluation_windows(tokenizer: Tokenizer, prose_tokens: int, code_tokens: int
 
 
 @torch.no_grad()
-def perplexity(model: Decoder, windows_WT: Tensor, progress: Progress | None = None) -> float:
-    """Perplexity of a loaded model; the first token of each window is context only.
-
-    Args:
-        windows_WT: (W, T) int64, T ≥ 2.
-    """
-    progress = progress or Silent()
-    positions_1T = torch.arange(windows_WT.shape[1])[None]
-    losses: list[float] = []
-    for window_T in windows_WT:
-        hidden_TE = model.model(window_T[None], positions_1T, model.causal_attention)[0]
-        losses.append(_negative_log_likelihood(hidden_TE, window_T, model.lm_head))
-        progress.advance()
-    return math.exp(math.fsum(losses) / (windows_WT.shape[0] * (windows_WT.shape[1] - 1)))
-
-
-@torch.no_grad()
 def streamed_perplexity(
     stream: LayerStream, windows: dict[str, Tensor], progress: Progress | None = None
 ) -> dict[str, float]:
-    """`perplexity` of a floating checkpoint with one layer in memory at a time.
+    """Perplexity of a checkpoint, or of an artifact in the INT8 runtime, with one layer in memory at a time.
+
+    The first token of each window is context only.
 
     Args:
-        windows: text name → (W, T) int64, all with the same T.
+        windows: text name → (W, T) int64, T ≥ 2 and the same for all.
 
     Returns:
         Text name → perplexity.
+
+    Raises:
+        InputError: the loss is so large that there is no finite perplexity: the model is damaged.
     """
     progress = progress or Silent()
     windows_WT = torch.cat(list(windows.values()))
     hidden_WTE = stream.embed(windows_WT)
     for layer in range(stream.config.num_hidden_layers):
-        stream.run(layer, stream.weights(layer), hidden_WTE)
+        stream.run(stream.stored_layer(layer), hidden_WTE)
         progress.advance()
-    head_VE = stream.head_weight().to(torch.float32)
+    head = stream.stored_head()
     losses = [
-        _negative_log_likelihood(stream.final_norm(hidden_TE), window_T, partial(F.linear, weight=head_VE))
+        _negative_log_likelihood(stream.final_norm(hidden_TE), window_T, head)
         for hidden_TE, window_T in zip(hidden_WTE, windows_WT, strict=True)
     ]
     found: dict[str, float] = {}
     for name, part in windows.items():
         share, losses = losses[: len(part)], losses[len(part) :]
-        found[name] = math.exp(math.fsum(share) / (len(part) * (windows_WT.shape[1] - 1)))
+        found[name] = _exponential(math.fsum(share) / (len(part) * (windows_WT.shape[1] - 1)), name)
     return found
+
+
+def _exponential(loss: float, text: str) -> float:
+    if not loss < LARGEST_LOSS:  # NaN too
+        raise InputError(f"the model's loss on {text} is {loss:.3g} a token: it is damaged, or its training diverged")
+    return math.exp(loss)
 
 
 def _negative_log_likelihood(hidden_TE: Tensor, window_T: Tensor, head: Callable[[Tensor], Tensor]) -> float:

@@ -15,7 +15,7 @@ from torch import Tensor
 from penjing.compress.head import compress_embedding, compress_head, embed_for_calibration, unties
 from penjing.compress.layer import SAMPLE_ROWS, Rotations, compress_layer
 from penjing.compress.parity import PROMPTS, measure_parity
-from penjing.compress.perplexity import evaluation_windows, perplexity, streamed_perplexity
+from penjing.compress.perplexity import evaluation_windows, streamed_perplexity
 from penjing.compress.preflight import (
     check_finite,
     check_model,
@@ -200,10 +200,9 @@ class _Run:
         self.progress.advance()
 
     def _int8(self) -> dict[str, Any]:
-        windows = self._evaluation()
-        self.progress.start("perplexity of the artifact", sum(len(part) for part in windows.values()))
-        model = load_model(self.work.path / "artifact").model
-        return {name: perplexity(model, part, self.progress) for name, part in windows.items()}
+        self.progress.start("perplexity of the artifact", self.config.num_hidden_layers)
+        made = LayerStream(open_checkpoint(self.work.path / "artifact"))
+        return streamed_perplexity(made, self._evaluation(), self.progress)
 
     def _parity(self) -> dict[str, Any]:
         self.progress.start("parity with the fake-quantized model", len(PROMPTS))

@@ -17,8 +17,8 @@ ROWS_AT_ONCE = 8192  # of an embedding or LM head: bounds what float temporaries
 class QuantizedWeight:
     """weight ≈ weight_NK × scale_N1: int8 in [−127, 127] and float32, as compressed-tensors stores them."""
 
-    weight_NK: Tensor
-    scale_N1: Tensor
+    weight_NK: Tensor  # noqa: N815
+    scale_N1: Tensor  # noqa: N815
 
     def dequantize(self) -> Tensor:
         """(N, K) float32."""

@@ -21,7 +21,7 @@ import torch
 from safetensors.torch import load_file
 from safetensors.torch import save as to_bytes
 
-from penjing.compress.memory import PeakMemory
+from penjing.compress.memory import PeakMemory, release_unused
 from penjing.core.errors import SetupError
 from penjing.core.files import atomic_write_bytes, atomic_write_text, writing
 
@@ -90,6 +90,7 @@ class WorkFolder:
         """Do `work`, whose result is JSON-ready, unless the step is complete already."""
         if (done := self.record(name)) is not None:
             return done
+        release_unused()
         began = time.monotonic()
         with writing(self.path), PeakMemory() as memory:
             result = work()

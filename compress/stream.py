@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from penjing.core.checkpoint import Checkpoint, open_checkpoint
 from penjing.core.models.decoder import Decoder, DecoderLayer
 from penjing.core.models.rope import inverse_frequencies
+from penjing.core.quantized import Int8Linear, apply_int8, int8_modules
 from penjing.kernels.rms_norm import rms_norm
 from penjing.kernels.rotary import rotary_cos_sin
 
@@ -25,10 +27,10 @@ Observe = Callable[[str, Tensor], Tensor | None]
 
 
 class LayerStream:
-    """The layers of a checkpoint, run one after the other on hidden states that the caller keeps.
+    """The layers of a checkpoint or an INT8 artifact, run one after the other on hidden states that the caller keeps.
 
     Args:
-        checkpoint: floating weights under Hugging Face names.
+        checkpoint: weights under Hugging Face names.
     """
 
     def __init__(self, checkpoint: Checkpoint):
@@ -36,6 +38,9 @@ class LayerStream:
         with torch.device("meta"):
             self._decoder = Decoder(self.config)
         self._inverse_frequency = inverse_frequencies(self.config)
+        quantization = checkpoint.config_json.get("quantization_config")
+        linears = [name for name, layer in self._decoder.named_modules() if isinstance(layer, nn.Linear)]
+        self._int8_modules = set(int8_modules(quantization, linears)) if quantization is not None else set[str]()
 
     def stored(self, name: str) -> Tensor:
         """The tensor `name` as it is stored: a view of the file, which stays mapped while the view lives.
@@ -49,17 +54,39 @@ class LayerStream:
         return F.embedding(windows_WT, self.stored(EMBEDDING)).to(torch.float32)
 
     def weights(self, layer: int) -> Weights:
-        """The float32 tensors of `layer`; a copy that may be changed."""
-        names = self._layer(layer).state_dict().keys()
+        """The float32 tensors of `layer`, dequantized where they are INT8; a copy that may be changed."""
+        names = self._decoder.model.layers[layer].state_dict().keys()
+        source, prefix = open_checkpoint(self.checkpoint.folder), f"model.layers.{layer}."
+        found: Weights = {}
+        for name in names:
+            found[name] = source.get(prefix + name).to(torch.float32, copy=True)
+            if self.is_int8(prefix + name.removesuffix(".weight")):
+                found[name] *= source.get(f"{prefix}{name}_scale")
+        return found
+
+    def is_int8(self, module: str) -> bool:
+        """Whether the linear layer `module` ("model.layers.0.mlp.up_proj", "lm_head") is stored in INT8."""
+        return module in self._int8_modules
+
+    def float_layer(self, layer: int, weights: Weights) -> DecoderLayer:
+        """The layer in float32 with `weights`."""
+        module = self._empty_layer(layer)
+        module.load_state_dict(weights, assign=True)
+        return module
+
+    def stored_layer(self, layer: int) -> DecoderLayer:
+        """The layer as it runs: what is stored in INT8 through the INT8 runtime, the rest in float32."""
+        module, prefix = self._empty_layer(layer), f"model.layers.{layer}."
         source = open_checkpoint(self.checkpoint.folder)
-        stored = {name: source.get(f"model.layers.{layer}.{name}") for name in names}
-        return {name: tensor.to(torch.float32, copy=True) for name, tensor in stored.items()}
+        quantized = [name.removeprefix(prefix) for name in sorted(self._int8_modules) if name.startswith(prefix)]
+        apply_int8(module, quantized, lambda name: source.get(prefix + name))
+        floats = {name: source.get(prefix + name).to(torch.float32) for name in module.state_dict()}
+        module.load_state_dict(floats, assign=True)
+        return module
 
     @torch.no_grad()
-    def run(self, layer: int, weights: Weights, hidden_WTE: Tensor, observe: Observe | None = None) -> None:
-        """Send `hidden_WTE` through `layer` with `weights`, window by window, in place."""
-        module = self._layer(layer)
-        module.load_state_dict(weights, assign=True)
+    def run(self, module: DecoderLayer, hidden_WTE: Tensor, observe: Observe | None = None) -> None:
+        """Send `hidden_WTE` through a layer, window by window, in place."""
         handles = [] if observe is None else _hook_linears(module, observe)
         cos, sin = rotary_cos_sin(self._inverse_frequency, torch.arange(hidden_WTE.shape[1]))
         try:
@@ -68,21 +95,25 @@ class LayerStream:
         finally:
             for handle in handles:
                 handle.remove()
-            module.to_empty(device="meta")
 
     def head_weight(self) -> Tensor:
         """(V, E) weight of the LM head as it is stored: the embedding where they are tied."""
         tied = self.config.tie_word_embeddings
         return self.stored(EMBEDDING if tied else HEAD)
 
+    def stored_head(self) -> Callable[[Tensor], Tensor]:
+        """The LM head as it runs: (R, E) float32 → (R, V) float32."""
+        if self.is_int8("lm_head"):
+            return Int8Linear(self.stored(HEAD), self.stored(f"{HEAD}_scale"))
+        return partial(F.linear, weight=self.head_weight().to(torch.float32))
+
     def final_norm(self, hidden_TE: Tensor) -> Tensor:
         """The last norm, (…, E) → (…, E)."""
         return rms_norm(hidden_TE, self.stored(FINAL_NORM).to(torch.float32), self.config.rms_norm_eps)
 
-    def _layer(self, layer: int) -> DecoderLayer:
-        module = self._decoder.model.layers[layer]
-        assert isinstance(module, DecoderLayer)
-        return module
+    def _empty_layer(self, layer: int) -> DecoderLayer:
+        with torch.device("meta"):
+            return DecoderLayer(self.config, layer)
 
 
 def _hook_linears(module: nn.Module, observe: Observe) -> list[Any]:
