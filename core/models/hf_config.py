@@ -7,6 +7,7 @@ from typing import Any
 from penjing.core.config import parse_config
 from penjing.core.errors import ConfigError, InputError
 from penjing.core.models.config import DecoderConfig, RopeScaling
+from penjing.core.models.tensor_names import check_layers
 
 _ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
@@ -49,6 +50,7 @@ def decoder_config_from_hf(values: dict[str, Any], source: str) -> DecoderConfig
     for name in (*_REQUIRED, "num_key_value_heads", "head_dim"):
         if not isinstance(values.get(name, 1), int) or isinstance(values.get(name), bool) or values.get(name, 1) < 1:
             raise InputError(f"{source}: {name} must be a positive whole number (got {values[name]!r})")
+    check_layers(values["num_hidden_layers"], source)
     rope = _rope_values(values, source)
     heads = values["num_attention_heads"]
     attention_bias = model_type == "qwen2" or (model_type != "mistral" and bool(values.get("attention_bias", False)))
@@ -131,7 +133,9 @@ def token_ids(value: Any) -> tuple[int, ...]:
 
 def _check_architecture(values: dict[str, Any], source: str) -> str:
     model_type, architectures = values.get("model_type"), values.get("architectures") or []
-    named = ", ".join(map(str, architectures)) if isinstance(architectures, list) else str(architectures)
+    if not isinstance(architectures, list):
+        architectures = [architectures]
+    named = ", ".join(map(str, architectures))
     supported = ", ".join(SUPPORTED_MODEL_TYPES)
     if not isinstance(model_type, str) or model_type not in _ARCHITECTURES:
         raise InputError(
@@ -187,8 +191,11 @@ def _window(values: dict[str, Any], model_type: str, source: str) -> dict[str, A
     types = values.get("layer_types")
     if types is None:
         first = values.get("max_window_layers", 28)
+        if not isinstance(first, int):
+            raise InputError(f"{source}: max_window_layers must be a whole number (got {first!r})")
         types = ["sliding_attention" if layer >= first else "full_attention" for layer in range(layers)]
-    if not isinstance(types, list) or len(types) != layers or set(types) - {"sliding_attention", "full_attention"}:
+    known = ("sliding_attention", "full_attention")
+    if not isinstance(types, list) or len(types) != layers or any(kind not in known for kind in types):
         raise InputError(f"{source}: layer_types must name sliding_attention or full_attention for {layers} layers")
     chosen = tuple(layer for layer, kind in enumerate(types) if kind == "sliding_attention")
     return {"sliding_window": window, "sliding_window_layers": chosen} if chosen else {}

@@ -8,6 +8,16 @@ from penjing.core.models.config import DecoderConfig
 MAX_LAYERS = 10_000  # a damaged number must not fill the memory with names
 
 
+def check_layers(num_hidden_layers: int, source: str) -> None:
+    """Refuse more layers than any model has.
+
+    Raises:
+        InputError: names `source`.
+    """
+    if num_hidden_layers > MAX_LAYERS:
+        raise InputError(f"{source}: num_hidden_layers={num_hidden_layers} is above {MAX_LAYERS}; the file is damaged")
+
+
 def tensor_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
     """Name → shape of every weight of `config`, in the order of computation; a linear weight is (out, in).
 
@@ -16,8 +26,7 @@ def tensor_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
     Raises:
         InputError: more layers than any model has.
     """
-    if config.num_hidden_layers > MAX_LAYERS:
-        raise InputError(f"num_hidden_layers={config.num_hidden_layers} is above {MAX_LAYERS}; the file is damaged")
+    check_layers(config.num_hidden_layers, config.model_type)
     hidden = config.hidden_size
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config.vocab_size, hidden)}
     for layer in range(config.num_hidden_layers):
