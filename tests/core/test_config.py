@@ -81,7 +81,7 @@ def test_heads_must_divide():
 
 
 def test_layer_window():
-    config = DecoderConfig(**SIZES, sliding_window=8, sliding_window_layers=(1,))
+    config = DecoderConfig.model_validate({**SIZES, "sliding_window": 8, "sliding_window_layers": (1,)})
     assert [config.layer_window(layer) for layer in range(2)] == [None, 8]
-    assert DecoderConfig(**SIZES, sliding_window=8).layer_window(0) == 8
-    assert DecoderConfig(**SIZES).layer_window(0) is None
+    assert DecoderConfig.model_validate({**SIZES, "sliding_window": 8}).layer_window(0) == 8
+    assert DecoderConfig.model_validate(SIZES).layer_window(0) is None
