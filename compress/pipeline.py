@@ -28,7 +28,7 @@ from penjing.compress.preflight import (
 from penjing.compress.recipe import Recipe, recipe_toml, run_key
 from penjing.compress.report import make_report, summary_line
 from penjing.compress.report_page import report_page
-from penjing.compress.steps import WorkFolder
+from penjing.compress.steps import StepRecord, WorkFolder
 from penjing.compress.stream import LayerStream
 from penjing.core.artifact import (
     PARITY_FILE,
@@ -91,7 +91,7 @@ def compress(
         preflight(recipe, plan, work.path, progress)
         if work.num_resumed:
             progress.note(f"going on after {work.last_step}: {work.num_resumed} steps were complete")
-        _Run(recipe, LayerStream(checkpoint), work, progress).all_steps(command)
+        _Run(recipe, LayerStream(checkpoint), work, progress).all_steps(command, force)
         work.remove()
     return recipe.output
 
@@ -123,20 +123,20 @@ class _Run:
         self.rotations = Rotations.of(recipe, self.config.hidden_size, self.config.head_dim)
         self._hidden_WTE: Tensor | None = None  # of the calibration text, after the last layer that this run did
 
-    def all_steps(self, command: str) -> None:
+    def all_steps(self, command: str, force: bool) -> None:
         num_layers = self.config.num_hidden_layers
-        names = {name: self.work.run(name, step) for name, step in (("check", self._check), ("fp32", self._fp32))}
+        records = {name: self.work.run(name, step) for name, step in (("check", self._check), ("fp32", self._fp32))}
         self.progress.start("compressing layers", num_layers)
         for layer in range(num_layers):
             name = _layer_name(layer)
-            names[name] = self.work.run(name, lambda layer=layer: self._layer(layer))
+            records[name] = self.work.run(name, lambda layer=layer: self._layer(layer))
             if layer:
                 self.work.discard(_hidden_name(layer - 1))
             self.progress.advance()
         last = (("head", self._head), ("assemble", self._assemble), ("int8", self._int8), ("parity", self._parity))
         for name, step in last:
-            names[name] = self.work.run(name, step)
-        self._publish(command, list(names.values()))
+            records[name] = self.work.run(name, step)
+        self._publish(command, list(records.values()), force)
 
     def _check(self) -> dict[str, Any]:
         check_finite(self.stream.checkpoint, self.progress)
@@ -210,11 +210,11 @@ class _Run:
         parity = measure_parity(open_checkpoint(folder), load_model(folder), self.progress)
         return parity.model_dump(mode="json")
 
-    def _publish(self, command: str, steps: list[Any]) -> None:
+    def _publish(self, command: str, steps: list[StepRecord], force: bool) -> None:
         parity = next(step.result for step in steps if step.name == "parity")
         report = make_report(self.recipe, self.stream.checkpoint, steps, command, self.work.num_resumed)
         made = self.work.path / "artifact"
-        with publish_folder(self.recipe.output, replace=True) as partial:
+        with publish_folder(self.recipe.output, replace=force) as partial:
             for path in sorted(made.iterdir()):
                 if path.name != MANIFEST_NAME:
                     _link_or_copy(path, partial / path.name)

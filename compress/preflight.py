@@ -32,7 +32,6 @@ class Plan:
     artifact_bytes: int
     disk_bytes: int
     memory_bytes: int
-    layer_disk_bytes: int
 
 
 def check_model(checkpoint: Checkpoint) -> None:
@@ -152,7 +151,6 @@ def make_plan(recipe: Recipe, config: DecoderConfig) -> Plan:
         artifact_bytes=artifact,
         disk_bytes=2 * artifact + 2 * calibration,
         memory_bytes=memory,
-        layer_disk_bytes=layers,
     )
 
 

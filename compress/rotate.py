@@ -14,9 +14,8 @@ import math
 import torch
 from torch import Tensor
 
+from penjing.compress.stream import Weights
 from penjing.core.models.config import DecoderConfig
-
-Weights = dict[str, Tensor]  # a layer's tensors by their names inside the layer: "self_attn.q_proj.weight"
 
 
 def rotation_matrix(size: int, seed: int) -> Tensor:

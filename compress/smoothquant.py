@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from penjing.compress.recipe import Transform
+from penjing.compress.stream import Weights
 from penjing.core.models.config import DecoderConfig
 
 QUANTILE = 0.99  # over tokens: the attention-sink tokens are too few to decide, and too large to be typical
 SMALLEST = 1e-5  # of the largest magnitude: a channel that is never active must not blow up its weights
 
-Weights = dict[str, Tensor]  # a layer's tensors by their names inside the layer
 NORM_READERS = {
     "input_layernorm": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
     "post_attention_layernorm": ("mlp.gate_proj", "mlp.up_proj"),
