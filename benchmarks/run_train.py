@@ -31,14 +31,14 @@ from penjing.train.data.prefetch import Prefetched
 from penjing.train.data.shards import ShardIndex, ShardWriter, TokenShards, write_index
 from penjing.train.data.tokens import TokenStream
 from penjing.train.gradients import ClipConfig, GradientNorms
+from penjing.train.language import initialize_decoder
 from penjing.train.loop import Trainer
 from penjing.train.memory import estimate_memory
 from penjing.train.objective import Batch, CrossEntropy
 from penjing.train.optimizer import OptimizerConfig, build_optimizer
 from penjing.train.precision import Precision, PrecisionConfig
-from penjing.train.recipe import TextData, TrainRecipe
+from penjing.train.recipe import DecoderModel, TextData, TrainRecipe
 from penjing.train.recompute import apply_recompute
-from penjing.train.tasks import initialize_decoder
 
 ROOT = Path(__file__).resolve().parent.parent
 CPU = torch.device("cpu")
@@ -54,6 +54,7 @@ def main() -> None:
     arguments = parser.parse_args()
     recipe = load_recipe(TrainRecipe, ROOT / "recipes" / "decoder-tiny.toml")
     assert isinstance(recipe.data, TextData)
+    assert isinstance(recipe.model, DecoderModel)
     config = DecoderConfig.model_validate(recipe.model.model_dump(exclude={"architecture", "init_std"}))
     with tempfile.TemporaryDirectory() as scratch:
         shards = make_shards(Path(scratch) / "shards", config.vocab_size)

@@ -24,8 +24,20 @@ _UNITS = {"": 1, "B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "KB": 10**3, 
 class DecoderModel(DecoderConfig):
     """A decoder language model; token ids of begin and end come from the tokenizer."""
 
-    architecture: Literal["decoder"] = "decoder"
+    architecture: Literal["decoder"]
     init_std: float = Field(default=0.02, gt=0)
+
+
+class ResNetModel(Config):
+    """A residual network: "cifar" for small images (depth 6·n + 2), "imagenet" (18, 34, 50); classes come from the
+    data."""
+
+    architecture: Literal["resnet"]
+    variant: Literal["cifar", "imagenet"] = "cifar"
+    depth: int
+    width: int = Field(default=16, gt=0)  # cifar: channels of the first stage
+    groups: int = Field(default=1, gt=0)  # imagenet: of a bottleneck's 3×3 convolution (ResNeXt)
+    width_per_group: int = Field(default=64, gt=0)
 
 
 class DataConfig(Config):
@@ -114,7 +126,7 @@ class TrainRecipe(Config):
     average: float | None = Field(
         default=None, gt=0, lt=1
     )  # decay of averaged weights, which are evaluated and exported
-    model: DecoderModel
+    model: Annotated[DecoderModel | ResNetModel, Field(discriminator="architecture")]
     data: Annotated[TextData | FashionData, Field(discriminator="kind")]
     objective: ObjectiveConfig = ObjectiveConfig()
     optimizer: OptimizerConfig = OptimizerConfig()

@@ -2,27 +2,19 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
-import torch
 from torch import nn
 
-from penjing.core.checkpoint import open_checkpoint, save_checkpoint
-from penjing.core.errors import ConfigError, InputError
-from penjing.core.manifest import write_manifest
-from penjing.core.models.config import DecoderConfig
-from penjing.core.models.decoder import Decoder
-from penjing.core.models.tensor_names import tensor_shapes
+from penjing.core.errors import ConfigError
 from penjing.core.progress import Progress
-from penjing.train.data.pack import prepare_tokens
-from penjing.train.data.shards import TokenShards
 from penjing.train.data.stream import Stream
-from penjing.train.data.tokens import TokenStream, held_out_tokens
+from penjing.train.language import LanguageModeling
 from penjing.train.objective import Batch, CrossEntropy
-from penjing.train.recipe import TextData, TrainRecipe
+from penjing.train.recipe import DecoderModel, FashionData, ResNetModel, TextData, TrainRecipe
+from penjing.train.vision import ImageClassification
 from penjing.train.world import World
 
 
@@ -63,122 +55,12 @@ def build_task(recipe: TrainRecipe, progress: Progress) -> Task:
     Raises:
         ConfigError, InputError, SetupError: whatever is wrong with the data or does not fit the model.
     """
-    if not isinstance(recipe.data, TextData):
-        raise ConfigError(
-            f"data.kind = {recipe.data.kind!r} does not fit model.architecture = 'decoder'; use kind = 'text'"
-        )
-    return LanguageModeling(recipe, recipe.data, progress)
-
-
-class LanguageModeling:
-    """A decoder on packed text."""
-
-    unit = "tokens"
-
-    def __init__(self, recipe: TrainRecipe, data: TextData, progress: Progress) -> None:
-        self._recipe = recipe
-        self._data = data
-        if data.sequence_length > recipe.model.max_position_embeddings:
-            raise ConfigError(
-                f"data.sequence_length={data.sequence_length} is more than model.max_position_embeddings="
-                f"{recipe.model.max_position_embeddings}; raise that"
-            )
-        self.folder = data.shards or self._prepare(data, progress)
-        self._shards = TokenShards(self.folder, "train")
-        index = self._shards.index
-        if index.vocab_size > recipe.model.vocab_size:
-            raise ConfigError(
-                f"the shards in {self.folder} have a vocabulary of {index.vocab_size}, model.vocab_size is "
-                f"{recipe.model.vocab_size}; "
-                f"set model.vocab_size = {index.vocab_size} or more, or make shards with a smaller tokenizer"
-            )
-        self.config = DecoderConfig.model_validate(
-            recipe.model.model_dump(exclude={"architecture", "init_std"}) | {"eos_token_ids": (index.end_of_text,)}
-        )
-        self.objective = CrossEntropy("tokens", recipe.objective.label_smoothing)
-
-    def _prepare(self, data: TextData, progress: Progress) -> Path:
-        if not data.sources:
-            raise ConfigError("data needs sources (for example ['builtin:prose']) or shards")
-        return prepare_tokens(
-            data.sources,
-            self._recipe.model.vocab_size,
-            held_out=data.held_out,
-            tokenizer=data.tokenizer,
-            progress=progress,
-        )
-
-    def build_model(self) -> nn.Module:
-        """See `Task`."""
-        return Decoder(self.config)
-
-    def initialize(self, model: nn.Module) -> None:
-        """See `Task`."""
-        torch.manual_seed(self._recipe.seed)
-        initialize_decoder(model, self._recipe.model.init_std, self.config.num_hidden_layers)
-        if self._recipe.initial is not None:
-            load_initial(model, self._recipe.initial)
-
-    def example(self, micro_batch: int) -> Batch:
-        """See `Task`."""
-        return next(iter(self.stream(micro_batch, World(size=self._data.batch_size // micro_batch))))
-
-    def stream(self, micro_batch: int, world: World) -> Stream:
-        """See `Task`."""
-        return TokenStream(
-            self._shards,
-            self._data.sequence_length,
-            batch_size=self._data.batch_size,
-            micro_batch=micro_batch,
-            rank=world.rank,
-            world_size=world.size,
-            seed=self._recipe.seed,
-        )
-
-    def held_out(self, micro_batch: int, world: World) -> Iterator[Batch]:
-        """See `Task`."""
-        return held_out_tokens(
-            TokenShards(self.folder, "held_out"),
-            self._data.sequence_length,
-            micro_batch=micro_batch,
-            max_samples=self._recipe.evaluation.samples,
-            rank=world.rank,
-            world_size=world.size,
-        )
-
-    def export(self, model: nn.Module, folder: Path, created_by: dict[str, Any]) -> None:
-        """See `Task`."""
-        parameters = dict(model.named_parameters())
-        tensors = ((name, parameters[name].detach().cpu()) for name in tensor_shapes(self.config))
-        save_checkpoint(folder, self.config, tensors, tokenizer_from=self.folder)
-        write_manifest(folder, "checkpoint", created_by)
-
-
-@torch.no_grad()
-def initialize_decoder(model: nn.Module, std: float, num_layers: int) -> None:
-    """Normal weights of deviation `std`; those that add to the residual are divided by sqrt(2 × layers), as in
-    GPT-2."""
-    for name, parameter in model.named_parameters():
-        if parameter.dim() < 2:
-            parameter.fill_(0.0 if name.endswith("bias") else 1.0)
-        else:
-            into_residual = name.endswith(("o_proj.weight", "down_proj.weight"))
-            nn.init.normal_(parameter, 0.0, std / math.sqrt(2 * num_layers) if into_residual else std)
-
-
-@torch.no_grad()
-def load_initial(model: nn.Module, folder: Path) -> None:
-    """Copy the weights of a checkpoint into `model`.
-
-    Raises:
-        InputError: a tensor is missing or of another shape.
-    """
-    checkpoint = open_checkpoint(folder)
-    for name, parameter in model.named_parameters():
-        if checkpoint.shape(name) != tuple(parameter.shape):
-            raise InputError(
-                f"initial = {folder}: {name} has shape {checkpoint.shape(name)}, this model's is "
-                f"{tuple(parameter.shape)}; "
-                "make [model] equal to its config.json"
-            )
-        parameter.copy_(checkpoint.get(name))
+    model, data = recipe.model, recipe.data
+    if isinstance(model, DecoderModel) and isinstance(data, TextData):
+        return LanguageModeling(recipe, model, data, progress)
+    if isinstance(model, ResNetModel) and isinstance(data, FashionData):
+        return ImageClassification(recipe, model, data, progress)
+    fitting = "text" if isinstance(model, DecoderModel) else "fashion-mnist"
+    raise ConfigError(
+        f"data.kind = {data.kind!r} does not fit model.architecture = {model.architecture!r}; use kind = {fitting!r}"
+    )

@@ -20,6 +20,7 @@ seed = 3
 device = "cpu"
 
 [model]
+architecture = "decoder"
 vocab_size = 320
 hidden_size = 32
 intermediate_size = 48

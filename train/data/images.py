@@ -38,6 +38,10 @@ class ImageSet:
                 "check data and model.num_classes"
             )
 
+    def first(self, count: int) -> ImageSet:
+        """The first `count` images, or all."""
+        return ImageSet(self.images[:count], self.labels[:count], self.num_classes)
+
     def statistics(self) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
         """Mean and standard deviation of each channel, (C,) each, of values in [0, 1]."""
         values = self.images.astype(np.float32) / 255

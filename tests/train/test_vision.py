@@ -1,0 +1,99 @@
+"""An image classifier from recipe to checkpoint, on small made-up images in place of Fashion-MNIST."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from penjing.core.errors import ConfigError, InputError
+from penjing.core.vision_checkpoint import load_vision_checkpoint
+from penjing.train import vision
+from penjing.train.data.fashion import load_fashion
+from penjing.train.data.images import ImageSet, held_out_images
+from penjing.train.run import train
+
+RECIPE = """
+output = "{folder}/out"
+steps = 50
+device = "cpu"
+[model]
+architecture = "resnet"
+depth = 8
+width = 4
+[data]
+kind = "fashion-mnist"
+batch_size = 32
+erase = 2
+[optimizer]
+name = "sgd"
+weight_decay = 5e-4
+[learning_rate]
+peak = 0.1
+[objective]
+label_smoothing = 0.05
+[evaluation]
+every = 50
+samples = 100
+[monitor]
+tensorboard = false
+"""
+
+
+def made_up(split: str, progress: object = None) -> ImageSet:
+    """Noise on a texture that is the class's."""
+    generator = np.random.default_rng({"train": 0, "test": 1}[split])
+    labels = generator.integers(0, 10, 320, dtype=np.uint8)
+    textures = np.random.default_rng(7).integers(0, 150, (10, 1, 12, 12), dtype=np.uint8)
+    images = textures[labels] + generator.integers(0, 100, (320, 1, 12, 12), dtype=np.uint8)
+    return ImageSet(images, labels, 10)
+
+
+@pytest.fixture
+def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(vision, "load_fashion", made_up)
+    path = tmp_path / "recipe.toml"
+    path.write_text(RECIPE.format(folder=tmp_path))
+    return path
+
+
+@pytest.mark.parametrize("settings", [[], ["data.micro_batch=16"], ["precision.mode=bf16", "memory.recompute=full"]])
+def test_a_classifier_learns_and_is_loaded_with_its_accuracy(recipe: Path, tmp_path: Path, settings: list[str]) -> None:
+    results = train(recipe, settings)
+    assert results["accuracy"] > 0.5
+    model, config = load_vision_checkpoint(tmp_path / "out")
+    data = made_up("test").first(100)
+    mean, std = np.array(config.mean, np.float32), np.array(config.std, np.float32)
+    (batch,) = held_out_images(data, mean, std, batch=100)
+    with torch.no_grad():
+        right = (model(batch["images"]).argmax(1) == batch["targets"]).float().mean()
+    assert right.item() == pytest.approx(results["accuracy"], abs=1e-6)
+    assert config.labels[9] == "Ankle boot"
+    records = [json.loads(line) for line in (tmp_path / "out-run/metrics.jsonl").read_text().splitlines()]
+    assert records[-2]["images_per_s"] > 0
+
+
+def test_training_goes_on_from_a_classifier(recipe: Path, tmp_path: Path) -> None:
+    first = train(recipe)
+    again = train(recipe, [f"output={tmp_path}/next", f"initial={tmp_path}/out", "learning_rate.peak=1e-6", "steps=1"])
+    assert again["accuracy"] == pytest.approx(first["accuracy"], abs=0.1)
+    with pytest.raises(InputError, match=r"initial = .* is of another architecture than \[model\]"):
+        train(recipe, [f"output={tmp_path}/other", f"initial={tmp_path}/out", "model.width=8"])
+
+
+def test_models_and_data_must_fit(recipe: Path) -> None:
+    with pytest.raises(ConfigError, match=r"model.depth=9 is not 6·n \+ 2; take 8, 14"):
+        train(recipe, ["model.depth=9"])
+    with pytest.raises(ConfigError, match=r"data.kind = 'text' does not fit model.architecture = 'resnet'"):
+        train(recipe, ['data={kind="text", sequence_length=8, batch_size=4}'])
+
+
+@pytest.mark.full
+def test_fashion_mnist_is_what_its_authors_say() -> None:
+    train_set, test_set = load_fashion("train"), load_fashion("test")
+    assert train_set.images.shape == (60000, 1, 28, 28)
+    assert np.bincount(train_set.labels).tolist() == [6000] * 10
+    assert np.bincount(test_set.labels).tolist() == [1000] * 10

@@ -1,0 +1,136 @@
+"""The task of training an image classifier."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from penjing.core.errors import ConfigError, InputError
+from penjing.core.models.resnet import Block, ResNet
+from penjing.core.models.resnet_config import ResNetConfig, cifar_resnet, imagenet_resnet
+from penjing.core.progress import Progress
+from penjing.core.vision_checkpoint import VisionConfig, load_vision_checkpoint, save_vision_checkpoint
+from penjing.train.data.fashion import CLASSES, load_fashion
+from penjing.train.data.images import ImageStream, held_out_images
+from penjing.train.data.stream import Stream
+from penjing.train.objective import Batch, CrossEntropy
+from penjing.train.recipe import FashionData, ResNetModel, TrainRecipe
+from penjing.train.world import World
+
+_EVALUATION_BATCH = 500
+
+
+class ImageClassification:
+    """A ResNet on Fashion-MNIST, normalised by the statistics of the training images."""
+
+    unit = "images"
+
+    def __init__(self, recipe: TrainRecipe, model: ResNetModel, data: FashionData, progress: Progress) -> None:
+        self._recipe = recipe
+        self._data = data
+        self._train, self._test = load_fashion("train", progress), load_fashion("test", progress)
+        self._mean, self._std = self._train.statistics()
+        self.config = _resnet_config(model, self._train.num_classes, self._train.images.shape[1])
+        self.objective = CrossEntropy("images", recipe.objective.label_smoothing, accuracy=True)
+
+    def build_model(self) -> nn.Module:
+        """See `Task`."""
+        return ResNet(self.config)
+
+    def initialize(self, model: nn.Module) -> None:
+        """See `Task`."""
+        torch.manual_seed(self._recipe.seed)
+        initialize_resnet(model)
+        if self._recipe.initial is not None:
+            _load_initial(model, self._recipe.initial, self.config)
+
+    def example(self, micro_batch: int) -> Batch:
+        """See `Task`."""
+        return next(iter(self.stream(micro_batch, World(size=self._data.batch_size // micro_batch))))
+
+    def stream(self, micro_batch: int, world: World) -> Stream:
+        """See `Task`."""
+        return ImageStream(
+            self._train,
+            self._mean,
+            self._std,
+            batch_size=self._data.batch_size,
+            micro_batch=micro_batch,
+            rank=world.rank,
+            world_size=world.size,
+            seed=self._recipe.seed,
+            pad=self._data.pad,
+            flip=self._data.flip,
+            erase=self._data.erase,
+        )
+
+    def held_out(self, micro_batch: int, world: World) -> Iterator[Batch]:
+        """See `Task`: the first `evaluation.samples` test images."""
+        return held_out_images(
+            self._test.first(self._recipe.evaluation.samples),
+            self._mean,
+            self._std,
+            batch=_EVALUATION_BATCH,
+            rank=world.rank,
+            world_size=world.size,
+        )
+
+    def export(self, model: nn.Module, folder: Path, created_by: dict[str, Any]) -> None:
+        """See `Task`."""
+        height, width = self._train.images.shape[2:]
+        config = VisionConfig(
+            model=self.config,
+            image_size=(height, width),
+            mean=tuple(float(value) for value in self._mean),
+            std=tuple(float(value) for value in self._std),
+            labels=CLASSES,
+        )
+        save_vision_checkpoint(folder, config, model, created_by)
+
+
+@torch.no_grad()
+def initialize_resnet(model: nn.Module) -> None:
+    """He's normal weights; the last norm of each residual starts at zero, so that blocks start as their shortcuts.
+
+    https://arxiv.org/abs/1502.01852, https://arxiv.org/abs/1706.02677 section 5.1.
+    """
+    for module in model.modules():
+        if isinstance(module, nn.Conv2d):
+            nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
+        elif isinstance(module, nn.BatchNorm2d):
+            module.reset_parameters()
+        elif isinstance(module, nn.Linear):
+            nn.init.normal_(module.weight, 0.0, 0.01)
+            nn.init.zeros_(module.bias)
+    for module in model.modules():
+        if isinstance(module, Block):
+            last = module.layers[-1].norm
+            assert isinstance(last, nn.BatchNorm2d)
+            nn.init.zeros_(last.weight)
+
+
+def _resnet_config(model: ResNetModel, num_classes: int, in_channels: int) -> ResNetConfig:
+    try:
+        if model.variant == "cifar":
+            return cifar_resnet(model.depth, num_classes, width=model.width, in_channels=in_channels)
+        return imagenet_resnet(
+            model.depth,
+            num_classes,
+            groups=model.groups,
+            width_per_group=model.width_per_group,
+            in_channels=in_channels,
+        )
+    except ValueError as error:
+        raise ConfigError(f"model.{error}") from None
+
+
+@torch.no_grad()
+def _load_initial(model: nn.Module, folder: Path, config: ResNetConfig) -> None:
+    given, found = load_vision_checkpoint(folder)
+    if found.model != config:
+        raise InputError(f"initial = {folder} is of another architecture than [model]; make them equal")
+    model.load_state_dict(given.state_dict())
