@@ -65,7 +65,7 @@ local_base() {
 say "building $IMAGE with $ENGINE"
 if [ "$ENGINE" = docker ]; then
   DOCKER_BUILDKIT=1 docker build "${options[@]}" -f docker/cpu.Dockerfile -t "$IMAGE" .
-  size=$(docker image inspect --format '{{.Size}}' "$IMAGE")
+  size=$(docker images --format '{{.Size}}' "$IMAGE")
 else
   base=docker.io/library/$BASE_PINNED
   if ! buildah inspect --type image "$base" >/dev/null 2>&1 && ! timeout 60 buildah pull -q "$base" >/dev/null 2>&1; then
@@ -75,4 +75,4 @@ else
   buildah build --layers --format docker --build-arg "BASE=$base" "${options[@]}" -f docker/cpu.Dockerfile -t "$IMAGE" .
   size=$(buildah images --json "$IMAGE" | "$PYTHON" -c 'import json, sys; print(json.load(sys.stdin)[0]["size"])')
 fi
-say "$IMAGE is ready: $size bytes, $((SECONDS - started)) s"
+say "$IMAGE is ready: $size, $((SECONDS - started)) s"

@@ -25,12 +25,15 @@ RUN --mount=type=bind,source=docker/wheels,target=/wheels \
     && /opt/penjing/bin/pip install --find-links /wheels -c constraints.txt -r /tmp/dependencies.txt \
     && rm -rf /opt/penjing/lib/python3.11/site-packages/torch/include /opt/penjing/lib/python3.11/site-packages/torch/share
 COPY . .
-ENV PENJING_CACHE=/opt/penjing/cache
+# The server is fetched into a cache that outlives the build, and copied: a change of penjing's code does not fetch it again.
 RUN --mount=type=cache,target=/root/.cache/pip \
+    --mount=type=cache,target=/var/cache/penjing \
     --mount=type=secret,id=pip_config,target=/etc/pip.conf \
     --mount=type=secret,id=certificates,target=/etc/ssl/certs/ca-certificates.crt \
     /opt/penjing/bin/pip install --no-deps . \
-    && /opt/penjing/bin/penjing server install
+    && PENJING_CACHE=/var/cache/penjing /opt/penjing/bin/penjing server install \
+    && mkdir /opt/penjing/cache \
+    && cp -a /var/cache/penjing/server /opt/penjing/cache/
 
 FROM ${BASE}
 RUN apt-get update \

@@ -24,20 +24,20 @@ if [ "$ENGINE" = docker ]; then
     --security-opt no-new-privileges -v "$MODEL:/model:ro" -v "$PWD/docker:/smoke:ro" "$IMAGE" "${arguments[@]}")
   inside() { docker exec "$container" "$@"; }
   running() { [ "$(docker inspect --format '{{.State.Running}}' "$container")" = true ]; }
-  exit_code() { docker wait "$container"; }
+  await_exit() { code=$(docker wait "$container"); }
   logs() { docker logs "$container"; }
   remove() { docker rm -f "$container" >/dev/null; }
 else
   container=$(buildah from "$IMAGE")
-  # what an engine takes from the image, read from the image
-  entrypoint=$(buildah inspect --format '{{join .OCIv1.Config.Entrypoint " "}}' "$container")
+  # what an engine takes from the image, read from the image; tini is process 1 only where an engine makes it so
+  entrypoint=$(buildah inspect --format '{{range .OCIv1.Config.Entrypoint}}{{.}} {{end}}' "$container")
   mounts=(--volume "$MODEL:/model:ro" --volume "$PWD/docker:/smoke:ro")
   inside() { buildah run "${mounts[@]}" "$container" -- "$@"; }
   # shellcheck disable=SC2086 # the entrypoint is a list of words
-  buildah run "${mounts[@]}" "$container" -- $entrypoint "${arguments[@]}" >"$log" 2>&1 &
+  buildah run --env TINI_SUBREAPER=1 "${mounts[@]}" "$container" -- $entrypoint "${arguments[@]}" >"$log" 2>&1 &
   server=$!
   running() { kill -0 "$server" 2>/dev/null; }
-  exit_code() { wait "$server" && echo 0 || echo $?; }
+  await_exit() { wait "$server" || code=$?; }
   logs() { cat "$log"; }
   remove() {
     if running; then
@@ -59,6 +59,7 @@ until healthy; do
 done
 say "healthy after $((SECONDS - started)) s"
 inside env PYTHONPATH=/smoke python3 /smoke/smoke.py user stream recover stream drain || { show_logs; fail "smoke.py"; }
-code=$(exit_code)
+code=0
+await_exit
 [ "$code" = 0 ] || { show_logs; fail "the container ended with exit code $code"; }
 say "drained, exit code 0; all passed in $((SECONDS - started)) s"
