@@ -28,7 +28,7 @@ from penjing.train.objective import Batch, Loss, Objective
 from penjing.train.optimizer import AveragedWeights, load_optimizer_state, optimizer_state, set_learning_rate
 from penjing.train.precision import Precision, PrecisionConfig
 from penjing.train.schedule import LearningRate
-from penjing.train.state import Tree
+from penjing.train.state import Tree, load_model_state, model_state
 from penjing.train.world import World
 
 
@@ -107,6 +107,8 @@ class Trainer:
                     self.save(wait=stop or last)
                 if stop and not last:
                     raise InterruptedRunError(f"stopped at step {self.step} as asked; --resume auto goes on from there")
+            if not results and self.evaluation is not None:  # a run that was complete already
+                results = self.evaluate()
         finally:
             if self.checkpoints is not None:
                 self.checkpoints.wait()
@@ -124,11 +126,7 @@ class Trainer:
         waited_s = time.perf_counter() - began
         count = self._count(micro_batches)
         watch = self.monitor.activations_every and self.step % self.monitor.activations_every == 0
-        ranges = ActivationRanges(self.model) if watch else None
-        if ranges is not None:
-            with ranges:
-                sums = self._backward(replica, micro_batches, count)
-        else:
+        with ActivationRanges(self.model if watch else None) as ranges:
             sums = self._backward(replica, micro_batches, count)
 
         gradients = gradients_of(self.model.parameters())
@@ -167,7 +165,7 @@ class Trainer:
             "precision": self.precision.mode,
             "count": count,
         }
-        values |= ranges.values if ranges is not None else {}
+        values |= ranges.values
         unexplained = nonfinite and (not self.loss_scale.enabled or self.loss_scale.exhausted)
         self.monitor.on_step(self.step, self.steps, values, count, waited_s, unexplained)
         return stop
@@ -268,36 +266,6 @@ class Trainer:
     def _sum_over_world(self, values: dict[str, float]) -> dict[str, float]:
         summed = self.world.sum(torch.tensor(list(values.values()), dtype=torch.float64))
         return dict(zip(values, summed.tolist(), strict=True))
-
-
-def model_state(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Name → every parameter (tied ones once) and every persistent buffer."""
-    parameters = dict(model.named_parameters())
-    kept = model.state_dict(keep_vars=True)
-    buffers = {name: buffer for name, buffer in model.named_buffers() if name in kept}
-    return {**parameters, **buffers}
-
-
-@torch.no_grad()
-def load_model_state(model: nn.Module, state: dict[str, torch.Tensor]) -> None:
-    """Copy `state` into the tensors of `model`.
-
-    Raises:
-        InputError: another model: names the first tensor that is missing, extra, or of another shape.
-    """
-    tensors = model_state(model)
-    for name in sorted(tensors.keys() ^ state.keys()):
-        where = "lacks" if name in tensors else "has"
-        raise InputError(
-            f"the checkpoint {where} the tensor {name!r}, unlike this model; it is of another model: check [model]"
-        )
-    for name, tensor in tensors.items():
-        if tensor.shape != state[name].shape:
-            raise InputError(
-                f"the checkpoint's {name!r} has shape {tuple(state[name].shape)}, this model's {tuple(tensor.shape)}; "
-                "it is of another model: check [model]"
-            )
-        tensor.copy_(state[name])
 
 
 def _add(totals: dict[str, torch.Tensor], loss: Loss) -> None:

@@ -153,11 +153,12 @@ class Monitor:
 class ActivationRanges:
     """Watches the largest magnitude and the root mean square of each block's output during one forward pass.
 
-    A context manager; afterwards `values` maps "activation/BLOCK/amax" and "…/rms" to floats.
+    A context manager, which watches nothing without a model; afterwards `values` maps "activation/BLOCK/amax" and
+    "…/rms" to floats.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        self._blocks = blocks(model)
+    def __init__(self, model: nn.Module | None) -> None:
+        self._blocks = {} if model is None else blocks(model)
         self._handles: list[Any] = []
         self.values: dict[str, float] = {}
 

@@ -175,7 +175,9 @@ class _Run:
     def _monitor(self, model: nn.Module, first_step: int) -> Monitor:
         recipe, world = self.recipe, self.world
         if not world.is_main:
-            return Monitor(Alarms(recipe.alarms), every=recipe.monitor.every, device=world.device, unit=self.task.unit)
+            # Only the main process may stop the run for what it alone sees; losses are the same everywhere.
+            same = recipe.alarms.model_copy(update={"gpu_use": "off", "memory": "off", "io_wait": "off"})
+            return Monitor(Alarms(same), every=recipe.monitor.every, device=world.device, unit=self.task.unit)
         example = {name: tensor.to(world.device) for name, tensor in self.task.example(1).items()}
         flops = forward_flops(model, self.task.objective, example) / self.task.objective.count(example)
         half = recipe.precision.mode in ("bf16", "fp16", "hybrid")
@@ -213,14 +215,15 @@ class _Run:
         recipe, world = self.recipe, self.world
 
         def build() -> nn.Module:
-            model = self._model()
-            Precision(model, recipe.precision, torch.device("cpu")) if world.device.type == "cpu" else None
+            with world.device:  # tensors without data cannot be moved
+                model = self._model()
+            Precision(model, recipe.precision, world.device)
             return model
 
         return estimate_memory(
             build,
             self.task.objective,
-            self.task.example(micro_batch),
+            {name: tensor.to(world.device) for name, tensor in self.task.example(micro_batch).items()},
             optimizer=recipe.optimizer.name,
             averaged=recipe.average is not None,
             replicated=world.size > 1,

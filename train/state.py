@@ -1,4 +1,4 @@
-"""A tree of tensors and plain values ⇄ one dictionary of tensors and one JSON value: no pickle anywhere.
+"""The state of a model, and a tree of state ⇄ one dictionary of tensors and one JSON value: no pickle anywhere.
 
 The JSON keeps the shape of the tree; a tensor is replaced in it by {"tensor": its name in the dictionary}.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import nn
 
 from penjing.core.errors import InputError
 
@@ -46,6 +47,36 @@ def snapshot(tree: Tree) -> Tree:
     if isinstance(tree, dict):
         return {key: snapshot(value) for key, value in tree.items()}
     return [snapshot(value) for value in tree] if isinstance(tree, list | tuple) else tree
+
+
+def model_state(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Name → every parameter (tied ones once) and every persistent buffer."""
+    parameters = dict(model.named_parameters())
+    kept = model.state_dict(keep_vars=True)
+    buffers = {name: buffer for name, buffer in model.named_buffers() if name in kept}
+    return {**parameters, **buffers}
+
+
+@torch.no_grad()
+def load_model_state(model: nn.Module, state: dict[str, torch.Tensor]) -> None:
+    """Copy `state` into the tensors of `model`.
+
+    Raises:
+        InputError: another model: names the first tensor that is missing, extra, or of another shape.
+    """
+    tensors = model_state(model)
+    for name in sorted(tensors.keys() ^ state.keys()):
+        where = "lacks" if name in tensors else "has"
+        raise InputError(
+            f"the checkpoint {where} the tensor {name!r}, unlike this model; it is of another model: check [model]"
+        )
+    for name, tensor in tensors.items():
+        if tensor.shape != state[name].shape:
+            raise InputError(
+                f"the checkpoint's {name!r} has shape {tuple(state[name].shape)}, this model's {tuple(tensor.shape)}; "
+                "it is of another model: check [model]"
+            )
+        tensor.copy_(state[name])
 
 
 def _split(tree: Tree, path: str, tensors: dict[str, torch.Tensor]) -> Any:

@@ -13,13 +13,14 @@ from penjing.core.models.decoder import Decoder
 from penjing.train.alarms import AlarmConfig, AlarmError, Alarms
 from penjing.train.gradients import ClipConfig, GradientNorms
 from penjing.train.language import initialize_decoder
-from penjing.train.loop import Evaluation, Trainer, load_model_state, model_state
+from penjing.train.loop import Evaluation, Trainer
 from penjing.train.loss_scale import LossScale
 from penjing.train.monitor import Monitor
 from penjing.train.objective import IGNORED, Batch, CrossEntropy, Loss
 from penjing.train.optimizer import AveragedWeights, OptimizerConfig, build_optimizer
 from penjing.train.recompute import apply_recompute
 from penjing.train.schedule import LearningRate
+from penjing.train.state import load_model_state, model_state
 from tests.conftest import tiny_config
 from tests.train.conftest import ListStream, token_batch
 

@@ -205,7 +205,8 @@ def test_bad_settings_are_one_clear_error(
 
 
 def test_work_that_is_there_is_not_overwritten(recipe: Path, tmp_path: Path) -> None:
-    train(recipe)
+    results = train(recipe)
+    assert train(recipe, resume="auto") == results  # nothing left to do, and the answer is the same
     with pytest.raises(InputError, match=r"output .*out already exists; replace it with --force"):
         train(recipe)
     (tmp_path / "out").rename(tmp_path / "kept")
