@@ -50,6 +50,15 @@ def make_prompts(folder: Path) -> Path:
     return path
 
 
+def warn_if_busy() -> None:
+    """Figures of a busy machine are worth nothing: threads that wait for each other lose tenfold."""
+    load, cores = os.getloadavg()[0], len(os.sched_getaffinity(0))
+    if load > 0.25 * cores:
+        say(
+            f"warning: a load of {load:.1f} on {cores} cores; wait until the machine is idle, or do not trust the figures"
+        )
+
+
 def say(line: str) -> None:
     """Progress goes to standard error: standard output ends with the JSON line."""
     print(line, file=sys.stderr, flush=True)

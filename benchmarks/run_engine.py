@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 
 from contestants import METRICS, Outcome, choose, peers, penjing, penjing_server, prepare, run_rounds
-from models import add_arguments, make_models, make_prompts, say
+from models import add_arguments, make_models, make_prompts, say, warn_if_busy
 from rows import RESULTS, Row, append, new_row
 from run_server import server_rows
 
@@ -45,6 +45,7 @@ def main() -> int:
     if arguments.through_server:
         contestants.append(penjing_server(artifact))
 
+    warn_if_busy()
     outcome = run_rounds(
         contestants,
         make_prompts(artifact),

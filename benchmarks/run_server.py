@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 from contestants import METRICS, Outcome, penjing, penjing_server, run_rounds
-from models import add_arguments, make_models, make_prompts, say
+from models import add_arguments, make_models, make_prompts, say, warn_if_busy
 from rows import RESULTS, Row, append, new_row
 
 from penjing.core.cli import guarded
@@ -24,6 +24,7 @@ def main() -> int:
     arguments = parser.parse_args()
 
     _, artifact = make_models(arguments.checkpoint, arguments.model)
+    warn_if_busy()
     outcome = run_rounds(
         [penjing(artifact), penjing_server(artifact)],
         make_prompts(artifact),

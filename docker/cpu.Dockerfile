@@ -6,12 +6,12 @@ ARG BASE=debian:12-slim
 
 # Versions of Debian packages float with the release's security updates; Python's are pinned by constraints.txt.
 # hadolint global ignore=DL3008
-FROM ${BASE} AS build
+FROM ${BASE} AS dependencies
 RUN apt-get update \
     && apt-get install -y --no-install-recommends ca-certificates g++ libpython3.11 python3-dev python3-venv \
     && rm -rf /var/lib/apt/lists/*
 WORKDIR /src
-# Dependencies alone, so that a change of penjing's code keeps this layer. Secrets (optional): pip's configuration and the
+# Apart from penjing, so that a change of its code keeps this layer. Secrets (optional): pip's configuration and the
 # certificates that it names. Wheels in docker/wheels are preferred: torch's CPU build is a tenth of the default one.
 COPY pyproject.toml constraints.txt ./
 COPY docker/dependencies.py docker/
@@ -24,16 +24,21 @@ RUN --mount=type=bind,source=docker/wheels,target=/wheels \
     && /opt/penjing/bin/pip install --find-links /wheels -c constraints.txt torch \
     && /opt/penjing/bin/pip install --find-links /wheels -c constraints.txt -r /tmp/dependencies.txt \
     && rm -rf /opt/penjing/lib/python3.11/site-packages/torch/include /opt/penjing/lib/python3.11/site-packages/torch/share
+
+# penjing itself into /opt/app, which the image lays over the dependencies. The server is fetched into a cache that outlives
+# the build: a change of penjing's code does not fetch it again.
+FROM dependencies AS build
 COPY . .
-# The server is fetched into a cache that outlives the build, and copied: a change of penjing's code does not fetch it again.
 RUN --mount=type=cache,target=/root/.cache/pip \
     --mount=type=cache,target=/var/cache/penjing \
     --mount=type=secret,id=pip_config,target=/etc/pip.conf \
     --mount=type=secret,id=certificates,target=/etc/ssl/certs/ca-certificates.crt \
-    /opt/penjing/bin/pip install --no-deps . \
-    && PENJING_CACHE=/var/cache/penjing /opt/penjing/bin/penjing server install \
-    && mkdir /opt/penjing/cache \
-    && cp -a /var/cache/penjing/server /opt/penjing/cache/
+    /opt/penjing/bin/pip install --no-deps --prefix /opt/app . \
+    && cp docker/healthcheck.py /opt/app/ \
+    && export PYTHONPATH=/opt/app/lib/python3.11/site-packages PENJING_CACHE=/var/cache/penjing \
+    && /opt/app/bin/penjing server install \
+    && mkdir -p /opt/cache \
+    && cp -a /var/cache/penjing/server /opt/cache/
 
 FROM ${BASE}
 RUN apt-get update \
@@ -41,8 +46,10 @@ RUN apt-get update \
     && rm -rf /var/lib/apt/lists/* \
     && useradd --uid 10001 --user-group --create-home --shell /usr/sbin/nologin penjing \
     && install -d -o penjing -g penjing /opt/penjing/cache/run /opt/penjing/cache/models
-COPY --from=build /opt/penjing /opt/penjing
-COPY docker/healthcheck.py /opt/penjing/
+# what changes least comes first: an upgrade of penjing fetches the last layer alone
+COPY --from=dependencies /opt/penjing /opt/penjing
+COPY --from=build /opt/cache /opt/penjing/cache
+COPY --from=build /opt/app /opt/penjing
 ENV PATH=/opt/penjing/bin:$PATH PENJING_CACHE=/opt/penjing/cache PYTHONUNBUFFERED=1
 USER 10001:10001
 WORKDIR /home/penjing

@@ -23,6 +23,8 @@ def measure(
 
     prefill_16, full_16 = middle(prompts["p16"], 1), middle(prompts["p16"], NEW_16)
     first, full = middle([prompts["p32"]], 1), middle([prompts["p32"]], NEW_1)
+    if full <= first or full_16 <= prefill_16:
+        raise SystemExit("error: more tokens took less time; something else uses this machine")
     streams = len(prompts["p16"])
     return {
         "prefill_512": len(prompts["p512"]) / middle([prompts["p512"]], 1),

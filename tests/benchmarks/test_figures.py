@@ -18,6 +18,12 @@ def test_figures_of_a_machine_whose_speed_is_known():
     }
 
 
+def test_noise_larger_than_the_signal_is_an_error():
+    prompts = {"p32": [0] * 32, "p512": [0] * 512, "p16": [[0] * 128] * 16}
+    with pytest.raises(SystemExit, match="something else uses this machine"):
+        measure(lambda batch, new: 1.0, prompts)
+
+
 def test_prompts_have_the_lengths_that_the_figures_name(smollm2):
     prompts = make_prompts(smollm2)
     assert [len(prompts["p32"]), len(prompts["p512"]), *map(len, prompts["p16"])] == [32, 512, *[128] * 16]
