@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -23,6 +24,7 @@ import torch.nn.functional as F
 from rows import Row, append, new_row
 from torch import nn
 
+from penjing.core.cli import guarded
 from penjing.core.config import load_recipe
 from penjing.core.models.config import DecoderConfig
 from penjing.core.models.decoder import Decoder
@@ -46,7 +48,7 @@ STEPS = 2  # of one turn
 Run = Callable[[int], object]  # trains so many steps
 
 
-def main() -> None:
+def main() -> int:
     """Measure and append the rows."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--turns", type=int, default=7, help="turns of each contestant")
@@ -67,6 +69,7 @@ def main() -> None:
         for metric, unit in (("mfu_1b_bf16", "share"), ("fp8_gain", "×"), ("bf16_vs_fp32_gpu", "×"))
     ]
     append("train", rows)
+    return 0
 
 
 class Bench:
@@ -286,4 +289,4 @@ def make_shards(folder: Path, vocab_size: int) -> Path:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(guarded(main))

@@ -1,0 +1,59 @@
+"""Train one recipe in each precision mode from the same start: final loss and step time against fp32, curves overlaid.
+
+python benchmarks/run_precision.py --steps 200     # rows in benchmarks/results/precision.jsonl
+                                                   # docs/figures/train-precision.svg
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import tempfile
+from pathlib import Path
+
+from plot import FIGURES
+from plot_train import draw, read_curve
+from rows import append, new_row
+
+from penjing.core.cli import guarded
+from penjing.core.progress import progress_bar
+from penjing.train.run import train
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--recipe", type=Path, default=ROOT / "recipes" / "decoder-tiny.toml")
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument(
+        "--modes", nargs="+", default=["fp32", "bf16", "fp16", "hybrid"], help="the first is the baseline"
+    )
+    parser.add_argument("--figure", type=Path, default=FIGURES / "train-precision.svg")
+    arguments = parser.parse_args()
+    losses: dict[str, float] = {}
+    seconds: dict[str, float] = {}
+    curves = {}
+    with tempfile.TemporaryDirectory() as scratch, progress_bar() as progress:
+        for mode in arguments.modes:
+            output = Path(scratch) / mode
+            settings = [f"output={output}", f"steps={arguments.steps}", f"precision.mode={mode}"]
+            settings += ["evaluation.every=1000000", "monitor.every=2", "monitor.tensorboard=false"]
+            losses[mode] = train(arguments.recipe, settings, progress=progress)["loss"]
+            run = output.with_name(f"{mode}-run")
+            curves[mode] = read_curve(run, "loss")
+            seconds[mode] = statistics.median(read_curve(run, "step_s")[1])
+    baseline = arguments.modes[0]
+    rows = []
+    for mode in arguments.modes:
+        for metric, unit, values in (("loss", "nats", losses), ("step", "s", seconds)):
+            against = {} if mode == baseline else {"baseline": baseline, "baseline_value": values[baseline]}
+            rows.append(new_row("precision", f"{metric}_{mode}", values[mode], unit, runs=1, **against))  # pyright: ignore[reportArgumentType]
+    append("precision", rows)
+    draw(curves, arguments.figure)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(guarded(main))
