@@ -54,9 +54,7 @@ def warn_if_busy() -> None:
     """Figures of a busy machine are worth nothing: threads that wait for each other lose tenfold."""
     load, cores = os.getloadavg()[0], len(os.sched_getaffinity(0))
     if load > 0.25 * cores:
-        say(
-            f"warning: a load of {load:.1f} on {cores} cores; wait until the machine is idle, or do not trust the figures"
-        )
+        say(f"warning: a load of {load:.1f} on {cores} cores: do not trust these figures")
 
 
 def say(line: str) -> None:

@@ -20,7 +20,7 @@ OURS, OTHERS, INK = "#2f9e6e", "#828c9a", "#7d8590"  # each at least 3:1 on whit
 TITLES = {
     "prefill_512": "Prefill\n512-token prompt",
     "one_stream": "One stream\ndecode",
-    "streams_16": "16 streams\n128 prompt + 64 new each",
+    "streams_16": "16 streams\nwith their prompts of 128",
 }
 
 
@@ -44,9 +44,12 @@ def draw_engine(engine: list[Row], server: list[Row], out: Path) -> Path:
         raise InputError("no engine rows to draw; run: python benchmarks/run_engine.py --peers all --through-server")
     newest = max((row for row in engine if row.value is not None), key=lambda row: row.date)
     plot, figure, axes = _panels(len(panels), max(len(bars) for bars in panels.values()))
+    names = [name for name, _ in panels["streams_16"]]
+    colours = [OURS if name.startswith("penjing") else OTHERS for name in names]
     for axis, (metric, bars) in zip(axes, panels.items(), strict=True):
-        names, values = [name for name, _ in bars], [value for _, value in bars]
-        drawn = axis.barh(names, values, color=[OURS if name.startswith("penjing") else OTHERS for name in names])
+        speeds = dict(bars)
+        values = [speeds.get(name, 0.0) for name in names]
+        drawn = axis.barh(names, values, color=colours)
         axis.bar_label(drawn, labels=[f"{value:,.0f}" for value in values], padding=3, color=INK, fontsize=9)
         axis.set_title(TITLES[metric], loc="left", fontsize=10, color=INK)
         axis.set_xlim(0, 1.22 * max(values))  # room for the labels
@@ -78,15 +81,16 @@ def _panels(count: int, num_bars: int) -> tuple[Any, Any, Any]:
 
     # text stays text: the page's sans-serif, a tenth of the bytes of outlines; the salt makes equal rows equal files
     matplotlib.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "penjing", "font.family": "sans-serif"})
-    figure, axes = pyplot.subplots(1, count, figsize=(10.5, 1.2 + 0.28 * num_bars), layout="constrained", squeeze=False)
+    size = (10, 1.2 + 0.28 * num_bars)
+    figure, axes = pyplot.subplots(1, count, figsize=size, layout="constrained", sharey=True)
     figure.patch.set_alpha(0)
-    for axis in axes[0]:
+    for axis in axes:
         axis.set_facecolor("none")
         axis.tick_params(axis="y", colors=INK, labelsize=9, length=0)
         axis.xaxis.set_visible(False)
         for spine in axis.spines.values():
             spine.set_visible(False)
-    return pyplot, figure, axes[0]
+    return pyplot, figure, axes
 
 
 def _save(pyplot: Any, figure: Any, path: Path) -> Path:

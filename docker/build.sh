@@ -72,7 +72,7 @@ else
     local_base
     base=$BASE_LOCAL
   fi
-  buildah build --layers --format docker --build-arg "BASE=$base" "${options[@]}" -f docker/cpu.Dockerfile -t "$IMAGE" .
+  buildah build --layers --force-rm --format docker --build-arg "BASE=$base" "${options[@]}" -f docker/cpu.Dockerfile -t "$IMAGE" .
   size=$(buildah images --json "$IMAGE" | "$PYTHON" -c 'import json, sys; print(json.load(sys.stdin)[0]["size"])')
 fi
 say "$IMAGE is ready: $size, $((SECONDS - started)) s"

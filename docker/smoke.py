@@ -18,7 +18,7 @@ from penjing.core.errors import PenjingError
 from penjing.serve.client import Client
 from penjing.serve.triton import state
 
-LONG_ANSWER = 400  # tokens
+LONG_ANSWER = 200  # tokens
 REFUSE_SECONDS = 10  # generous: a request on a loaded machine takes a second or two itself
 
 
@@ -30,7 +30,7 @@ def found() -> state.ServerState:
 
 
 def connect() -> Client:
-    return Client(f"127.0.0.1:{found().grpc_port}", retries=0, timeout=60)
+    return Client(f"127.0.0.1:{found().grpc_port}", retries=0, timeout=120)
 
 
 def expect(condition: bool, message: str) -> None:

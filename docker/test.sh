@@ -7,6 +7,7 @@ MODEL=$(realpath -m "${MODEL:-build/smollm2-int8}")
 ENGINE=$(engine)
 [ -e "$MODEL/penjing.json" ] || fail "$MODEL is no model; make one with 'make demo' or set MODEL"
 log=build/docker/test.log
+# One thread (OMP_NUM_THREADS): this proves that it works, and threads that wait for each other stall on a busy machine.
 mkdir -p build/docker
 started=$SECONDS
 
@@ -21,7 +22,8 @@ container= server=
 
 if [ "$ENGINE" = docker ]; then
   container=$(docker run -d --read-only --tmpfs /tmp --tmpfs /opt/penjing/cache/run:uid=10001,gid=10001 --cap-drop ALL \
-    --security-opt no-new-privileges -v "$MODEL:/model:ro" -v "$PWD/docker:/smoke:ro" "$IMAGE" "${arguments[@]}")
+    --security-opt no-new-privileges --env OMP_NUM_THREADS=1 \
+    -v "$MODEL:/model:ro" -v "$PWD/docker:/smoke:ro" "$IMAGE" "${arguments[@]}")
   inside() { docker exec "$container" "$@"; }
   running() { [ "$(docker inspect --format '{{.State.Running}}' "$container")" = true ]; }
   await_exit() { code=$(docker wait "$container"); }
@@ -34,7 +36,8 @@ else
   mounts=(--volume "$MODEL:/model:ro" --volume "$PWD/docker:/smoke:ro")
   inside() { buildah run "${mounts[@]}" "$container" -- "$@"; }
   # shellcheck disable=SC2086 # the entrypoint is a list of words
-  buildah run --env TINI_SUBREAPER=1 "${mounts[@]}" "$container" -- $entrypoint "${arguments[@]}" >"$log" 2>&1 &
+  buildah run --env TINI_SUBREAPER=1 --env OMP_NUM_THREADS=1 "${mounts[@]}" "$container" -- \
+    $entrypoint "${arguments[@]}" >"$log" 2>&1 &
   server=$!
   running() { kill -0 "$server" 2>/dev/null; }
   await_exit() { wait "$server" || code=$?; }
