@@ -13,7 +13,7 @@ from penjing.core.models.decoder import Decoder
 from penjing.train.alarms import AlarmConfig, AlarmError, Alarms
 from penjing.train.gradients import ClipConfig, GradientNorms
 from penjing.train.language import initialize_decoder
-from penjing.train.loop import Evaluation, Trainer
+from penjing.train.loop import Evaluation, InterruptedRunError, Trainer
 from penjing.train.loss_scale import LossScale
 from penjing.train.monitor import Monitor
 from penjing.train.objective import IGNORED, Batch, CrossEntropy, Loss
@@ -21,6 +21,7 @@ from penjing.train.optimizer import AveragedWeights, OptimizerConfig, build_opti
 from penjing.train.recompute import apply_recompute
 from penjing.train.schedule import LearningRate
 from penjing.train.state import load_model_state, model_state
+from penjing.train.world import World
 from tests.conftest import tiny_config
 from tests.train.conftest import ListStream, token_batch
 
@@ -249,3 +250,64 @@ def test_float16_skips_overflows_and_finds_a_scale_that_works() -> None:
     assert scale.num_changes >= 2
     assert scale.value < 2.0**24
     assert not torch.equal(before, model.lm_head.weight)
+
+
+class OtherProcess(World):
+    """A world whose other process always reports one flag: -1 the overflow of a gradient, -2 the wish to stop."""
+
+    flag: int
+
+    def sum(self, values: torch.Tensor) -> torch.Tensor:
+        if values.dtype == torch.float64 and values.numel() > 2:
+            values[self.flag] += 1
+        return values
+
+
+def test_an_overflow_in_another_process_skips_the_update_here() -> None:
+    from penjing.train.precision import Precision, PrecisionConfig
+
+    model, world = tiny_decoder(), OtherProcess()
+    object.__setattr__(world, "flag", -1)
+    scale = LossScale(64.0)
+    before = model.lm_head.weight.detach().clone()
+    precision = Precision(model, PrecisionConfig(mode="fp16"), torch.device("cpu"))
+    optimizer = torch.optim.SGD(model.parameters(), 1.0)
+    trainer_of(
+        model, [token_batch(2, 16, 0)], 3, optimizer=optimizer, loss_scale=scale, world=world, precision=precision
+    ).fit()
+    assert scale.value == 8.0
+    assert torch.equal(before, model.lm_head.weight)
+
+
+def test_a_stop_asked_of_another_process_stops_this_one() -> None:
+    world = OtherProcess()
+    object.__setattr__(world, "flag", -2)
+    trainer = trainer_of(tiny_decoder(), [token_batch(2, 16, 0)], 3, world=world)
+    with pytest.raises(InterruptedRunError, match="stopped at step 1 as asked"):
+        trainer.fit()
+
+
+def test_dropout_resumes_with_the_same_dice() -> None:
+    def trainer(steps: int) -> tuple[Trainer, list[float]]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.5), nn.Linear(8, 3))
+        batches = [{"images": torch.randn(4, 6), "targets": torch.tensor([0, 1, 2, 0])} for _ in range(3)]
+        losses: list[float] = []
+        monitor = Monitor(Alarms(AlarmConfig()))
+        monitor.on_step = lambda step, steps, values, *rest: losses.append(values["loss"])  # type: ignore[method-assign]
+        optimizer = torch.optim.AdamW(model.parameters())
+        made = Trainer(model, CrossEntropy("images"), ListStream(batches), optimizer, 9, monitor=monitor, seed=5)
+        made.steps, made.rate = steps, LearningRate(kind="constant", warmup=0)
+        return made, losses
+
+    whole, expected = trainer(9)
+    whole.fit()
+    first, early = trainer(4)
+    first.fit()
+    state = copy.deepcopy(first.state_dict())
+    torch.manual_seed(999)
+    second, late = trainer(9)
+    second.load_state_dict(state)
+    second.fit()
+    assert early + late == expected
+    assert len(set(expected)) == 9

@@ -63,6 +63,9 @@ def test_a_recipe_becomes_a_checkpoint_that_transformers_loads(recipe: Path, tmp
     results = train(recipe, ["steps=60", "learning_rate.peak=0.01", "average=0.8"], progress=notes)
     curve = losses(tmp_path / "out-run")
     assert curve[60] < curve[1] - 1.0
+    first = json.loads((tmp_path / "out-run/metrics.jsonl").read_text().splitlines()[0])
+    assert first["activation/model.layers.1/amax"] > first["activation/model.layers.1/rms"] > 0
+    assert {"gradient_log_deviation", "loss_scale_changes", "mfu", "io_wait", "memory_share"} <= first.keys()
     assert any(re.match(r"step 60/60 loss .* tokens/s MFU .* left 0:00", line) for line in notes.lines)
     assert any(line.startswith("memory of a process:") for line in notes.lines)
     verify(tmp_path / "out")
