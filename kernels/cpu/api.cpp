@@ -1,6 +1,6 @@
 // The functions that Python calls through ctypes. Shapes and ranges are checked there; what only a walk over the data
 // finds (a block id outside the cache) comes back as a negative number.
-#include <cstdlib>
+#include <atomic>
 
 #include "attention.h"
 #include "decoder.h"
@@ -30,6 +30,27 @@ PJ_API void pj_set_num_threads(int32_t count) { set_num_threads(count); }
 
 PJ_API void* pj_allocate(uint64_t bytes) { return allocate_pages(bytes); }
 PJ_API void pj_free(void* memory, uint64_t bytes) { free_pages(memory, bytes); }
+
+namespace {
+struct Reading {
+    const uint32_t* words;
+    int64_t count;
+    std::atomic<uint32_t> sum{0};
+};
+void read_member(const Team& team, void* context) {
+    Reading& reading = *static_cast<Reading*>(context);
+    const int64_t begin = share(reading.count, team.member, team.members);
+    const int64_t end = share(reading.count, team.member + 1, team.members);
+    reading.sum += ops().sum_words(reading.words + begin, end - begin);
+}
+}  // namespace
+
+// Sum of 32-bit words, read by the whole team: measures the bandwidth of memory.
+PJ_API uint32_t pj_read(const uint32_t* words, int64_t count) {
+    Reading reading{words, count};
+    run_team(read_member, &reading, num_threads());
+    return reading.sum;
+}
 
 PJ_API uint64_t pj_packed_bytes(int64_t n, int64_t k, int32_t swiglu) { return packed_bytes(n, k, swiglu != 0); }
 PJ_API void pj_pack_int8(const int8_t* weight, const float* scale, const float* bias, int64_t n, int64_t k,

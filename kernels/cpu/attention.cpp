@@ -9,13 +9,18 @@
 namespace penjing {
 namespace {
 
-constexpr int64_t QUERY_ROWS = 96;  // query tokens × heads of a group that share the packing of a key tile
+constexpr int64_t QUERY_ROWS = 192;  // query tokens × heads of a group that share the packing of a key tile
 constexpr float LOG2_E = 1.44269504f;
 
 int64_t tokens_of_block(const AttentionShape& shape) {
     const int64_t group = shape.num_heads / shape.num_kv_heads;
     return std::max<int64_t>(1, QUERY_ROWS / group);
 }
+
+struct TileRows {
+    const float* k[TILE_KEYS];
+    const float* v[TILE_KEYS];
+};
 
 struct Working {
     float* q;
@@ -25,8 +30,7 @@ struct Working {
     float* total;
     int32_t* low;
     int32_t* high;
-    const float** k_rows;
-    const float** v_rows;
+    TileRows* rows;  // two: of the tile that is computed and of the next
     size_t floats;
 };
 
@@ -41,8 +45,7 @@ Working carve(float* scratch, int64_t rows, int64_t head_dim) {
     w.total = carver.take<float>(r);
     w.low = carver.take<int32_t>(r);
     w.high = carver.take<int32_t>(r);
-    w.k_rows = carver.take<const float*>(TILE_KEYS);
-    w.v_rows = carver.take<const float*>(TILE_KEYS);
+    w.rows = carver.take<TileRows>(2);
     w.floats = carver.used() / sizeof(float);
     return w;
 }
@@ -64,53 +67,72 @@ Partial partial_of(float* base, int64_t tile, int64_t rows, int64_t head_dim) {
     return {peak, peak + rows, peak + 2 * rows};
 }
 
-// Attends the item's rows to one tile, into the given running state. False when no row sees the tile.
-bool attend(const Ops& ops, const AttentionPlan& plan, const AttentionCall& call, const AttentionPlan::Item& item,
-            int64_t tile, const Working& w, float* peak, float* total, float* out) {
-    const AttentionShape& shape = plan.shape();
-    const int64_t group = shape.num_heads / shape.num_kv_heads, start = tile * TILE_KEYS;
-    const auto low_of = [&](int64_t token) {
-        return call.window ? std::max<int64_t>(0, item.position + token - call.window + 1 - start) : 0;
-    };
-    const auto high_of = [&](int64_t token) {
-        return std::min<int64_t>(TILE_KEYS, item.position + token + 1 - start);
-    };
-    // Positions rise with the token: the rows that see the tile are a range.
-    const int64_t first = std::max<int64_t>(0, start - item.position);
-    int64_t last = item.num_tokens;
-    if (call.window) last = std::min(last, start + TILE_KEYS - 1 + call.window - item.position);
-    if (first >= last) return false;
-    for (int64_t token = first; token < last; ++token) {
-        for (int64_t head = 0; head < group; ++head) {
-            w.low[token * group + head] = static_cast<int32_t>(low_of(token));
-            w.high[token * group + head] = static_cast<int32_t>(high_of(token));
-        }
-    }
+// What the rows of an item see of one tile.
+struct Sight {
+    int64_t first, last;  // tokens of the item that see any of it: positions rise, so they are a range
+    int64_t key_begin, key_end;
+};
+
+int64_t low_of(const AttentionCall& call, const AttentionPlan::Item& item, int64_t token, int64_t start) {
+    return call.window ? std::max<int64_t>(0, item.position + token - call.window + 1 - start) : 0;
+}
+int64_t high_of(const AttentionPlan::Item& item, int64_t token, int64_t start) {
+    return std::min<int64_t>(TILE_KEYS, item.position + token + 1 - start);
+}
+
+// Finds the rows of keys and values of a tile. False when no row of the item sees it.
+bool locate(const AttentionPlan& plan, const AttentionCall& call, const AttentionPlan::Item& item, int64_t tile,
+            TileRows& rows, Sight& sight) {
+    const int64_t start = tile * TILE_KEYS;
+    sight.first = std::max<int64_t>(0, start - item.position);
+    sight.last = item.num_tokens;
+    if (call.window) sight.last = std::min(sight.last, start + TILE_KEYS - 1 + call.window - item.position);
+    if (sight.first >= sight.last) return false;
+    sight.key_begin = low_of(call, item, sight.first, start);
+    sight.key_end = high_of(item, sight.last - 1, start);
 
     const PjPages& pages = call.pages;
-    const int64_t key_begin = low_of(first), key_end = high_of(last - 1);
     const int32_t* table = plan.sequences().block_table + item.sequence * plan.sequences().table_stride;
     const int64_t page_stride = pages.num_kv_heads * pages.block_size * pages.head_dim;
     const int64_t head_offset = item.kv_head * pages.block_size * pages.head_dim;
-    int64_t page = -1, page_end = -1, offset = 0;
-    for (int64_t key = key_begin; key < key_end; ++key) {
+    int64_t page_end = -1, offset = 0;
+    for (int64_t key = sight.key_begin; key < sight.key_end; ++key) {
         if (start + key >= page_end) {
-            page = (start + key) / pages.block_size;
+            const int64_t page = (start + key) / pages.block_size;
             page_end = (page + 1) * pages.block_size;
-            offset = static_cast<int64_t>(table[page]) * page_stride + head_offset - page * pages.block_size * pages.head_dim;
+            // Ids are widened before they are multiplied: large caches have more than 2^31 elements.
+            offset = static_cast<int64_t>(table[page]) * page_stride + head_offset -
+                     page * pages.block_size * pages.head_dim;
         }
-        w.k_rows[key] = pages.k + offset + (start + key) * pages.head_dim;
-        w.v_rows[key] = pages.v + offset + (start + key) * pages.head_dim;
+        rows.k[key] = pages.k + offset + (start + key) * pages.head_dim;
+        rows.v[key] = pages.v + offset + (start + key) * pages.head_dim;
     }
-    // Keys before the window may lie in pages that were given away: the first visible one stands in.
-    for (int64_t key = 0; key < key_begin; ++key) w.k_rows[key] = w.k_rows[key_begin];
-    ops.pack_keys(w.k_rows, static_cast<int>(key_end), static_cast<int>(shape.head_dim), w.keys);
-
-    const int64_t row = first * group;
-    ops.attend_tile({w.q + row * shape.head_dim, w.keys, w.v_rows, w.low + row, w.high + row, peak + row, total + row,
-                     out + row * shape.head_dim, static_cast<int>((last - first) * group),
-                     static_cast<int>(shape.head_dim)});
+    // Keys outside may lie in pages that were given away or do not exist: visible ones stand in.
+    for (int64_t key = 0; key < sight.key_begin; ++key) {
+        rows.k[key] = rows.k[sight.key_begin];
+        rows.v[key] = rows.v[sight.key_begin];
+    }
+    for (int64_t key = sight.key_end; key < TILE_KEYS; ++key) rows.k[key] = rows.k[sight.key_end - 1];
     return true;
+}
+
+// Attends the item's rows to one tile, into the given running state.
+void attend(const Ops& ops, const AttentionPlan& plan, const AttentionCall& call, const AttentionPlan::Item& item,
+            int64_t tile, const Working& w, const TileRows& rows, const Sight& sight, const float* const* ahead,
+            float* peak, float* total, float* out) {
+    const AttentionShape& shape = plan.shape();
+    const int64_t group = shape.num_heads / shape.num_kv_heads, start = tile * TILE_KEYS;
+    for (int64_t token = sight.first; token < sight.last; ++token) {
+        for (int64_t head = 0; head < group; ++head) {
+            w.low[token * group + head] = static_cast<int32_t>(low_of(call, item, token, start));
+            w.high[token * group + head] = static_cast<int32_t>(high_of(item, token, start));
+        }
+    }
+    ops.pack_keys(rows.k, rows.v, static_cast<int>(sight.key_end), static_cast<int>(shape.head_dim), w.keys);
+    const int64_t row = sight.first * group;
+    ops.attend_tile({w.q + row * shape.head_dim, w.keys, rows.v, ahead, w.low + row, w.high + row, peak + row,
+                     total + row, out + row * shape.head_dim, static_cast<int>((sight.last - sight.first) * group),
+                     static_cast<int>(shape.head_dim)});
 }
 
 void finish(const Ops& ops, const AttentionPlan& plan, const AttentionCall& call, const AttentionPlan::Item& item,
@@ -130,14 +152,13 @@ struct Call {
     const AttentionCall& call;
     float* scratch;
     size_t scratch_floats;
-    std::atomic<size_t> next{0};
+    std::atomic<int64_t> next{0};
 };
 
 void attention_member(const Team& team, void* context) {
     Call& c = *static_cast<Call*>(context);
     float* scratch = c.scratch + static_cast<size_t>(team.member) * c.scratch_floats;
-    for (size_t item; (item = c.next.fetch_add(1)) < c.plan.items().size();)
-        run_attention_item(c.ops, c.plan, c.call, item, scratch);
+    run_attention_items(c.ops, c.plan, c.call, nullptr, c.next, scratch);
 }
 
 }  // namespace
@@ -205,46 +226,76 @@ size_t attention_scratch_floats(const AttentionPlan& plan) {
     return carve(nullptr, plan.max_rows(), plan.shape().head_dim).floats;
 }
 
-void run_attention_item(const Ops& ops, const AttentionPlan& plan, const AttentionCall& call, size_t index,
-                        float* scratch) {
-    const AttentionPlan::Item& item = plan.items()[index];
+namespace {
+
+void run_item(const Ops& ops, const AttentionPlan& plan, const AttentionCall& call, const AttentionPlan::Item& item,
+              const AttentionPlan::Item* following, const Working& w) {
     const AttentionPlan::Unit& unit = plan.units()[static_cast<size_t>(item.unit)];
     const AttentionShape& shape = plan.shape();
     const int64_t group = shape.num_heads / shape.num_kv_heads, rows = item.num_tokens * group;
     const int64_t head_dim = shape.head_dim;
-    const Working w = carve(scratch, plan.max_rows(), head_dim);
-    for (int64_t row = 0; row < rows; ++row) {
-        const int64_t head = item.kv_head * group + row % group;
-        const float* from = call.q + (item.first_row + row / group) * call.ldq + head * head_dim;
-        ops.scale_row(from, call.scale * LOG2_E, head_dim, w.q + row * head_dim);
+    // The heads of a group lie side by side.
+    for (int64_t token = 0; token < item.num_tokens; ++token) {
+        const float* from = call.q + (item.first_row + token) * call.ldq + item.kv_head * group * head_dim;
+        for (int64_t i = 0; i < group * head_dim; i += 16) __builtin_prefetch(from + 4 * call.ldq + i);
+        ops.scale_row(from, call.scale * LOG2_E, group * head_dim, w.q + token * group * head_dim);
     }
 
-    if (unit.pieces == 1) {
-        clear_state(w.peak, w.total, w.out, rows, head_dim);
-        for (int64_t tile = item.tile_begin; tile < item.tile_end; ++tile)
-            attend(ops, plan, call, item, tile, w, w.peak, w.total, w.out);
-        finish(ops, plan, call, item, w);
-        return;
-    }
-
-    // Partial states lie by tile, counted from the unit's first.
+    // A unit in pieces keeps a state for each tile, counted from the unit's first.
     const int64_t last_tile = (item.position + item.num_tokens - 1) / TILE_KEYS, base_tile = last_tile + 1 - unit.tiles;
+    const bool whole = unit.pieces == 1;
     float* base = call.partial + unit.partial;
+    if (whole) clear_state(w.peak, w.total, w.out, rows, head_dim);
+    Sight sight{}, next_sight{};
+    bool seen = locate(plan, call, item, item.tile_begin, w.rows[item.tile_begin % 2], sight);
     for (int64_t tile = item.tile_begin; tile < item.tile_end; ++tile) {
-        const Partial state = partial_of(base, tile - base_tile, rows, head_dim);
-        clear_state(state.peak, state.total, state.out, rows, head_dim);
-        attend(ops, plan, call, item, tile, w, state.peak, state.total, state.out);
+        Partial state{w.peak, w.total, w.out};
+        if (!whole) {
+            state = partial_of(base, tile - base_tile, rows, head_dim);
+            clear_state(state.peak, state.total, state.out, rows, head_dim);
+        }
+        TileRows& next_rows = w.rows[(tile + 1) % 2];
+        const bool more = tile + 1 < item.tile_end;
+        bool next_seen = false;
+        if (more) next_seen = locate(plan, call, item, tile + 1, next_rows, next_sight);
+        else if (following) next_seen = locate(plan, call, *following, following->tile_begin, next_rows, next_sight);
+        if (seen)
+            attend(ops, plan, call, item, tile, w, w.rows[tile % 2], sight, next_seen ? next_rows.k : nullptr,
+                   state.peak, state.total, state.out);
+        seen = next_seen;
+        sight = next_sight;
     }
-    std::atomic<int32_t>& unfinished = call.unfinished[item.unit];
-    if (unfinished.fetch_sub(1, std::memory_order_acq_rel) != 1) return;
-    unfinished.store(unit.pieces, std::memory_order_relaxed);
-    clear_state(w.peak, w.total, w.out, rows, head_dim);
-    for (int64_t tile = 0; tile < unit.tiles; ++tile) {
-        const Partial state = partial_of(base, tile, rows, head_dim);
-        ops.merge_tile(state.peak, state.total, state.out, static_cast<int>(rows), static_cast<int>(head_dim), w.peak,
-                       w.total, w.out);
+    if (!whole) {
+        std::atomic<int32_t>& unfinished = call.unfinished[item.unit];
+        if (unfinished.fetch_sub(1, std::memory_order_acq_rel) != 1) return;
+        unfinished.store(unit.pieces, std::memory_order_relaxed);
+        clear_state(w.peak, w.total, w.out, rows, head_dim);
+        for (int64_t tile = 0; tile < unit.tiles; ++tile) {
+            const Partial state = partial_of(base, tile, rows, head_dim);
+            ops.merge_tile(state.peak, state.total, state.out, static_cast<int>(rows), static_cast<int>(head_dim),
+                           w.peak, w.total, w.out);
+        }
     }
     finish(ops, plan, call, item, w);
+}
+
+}  // namespace
+
+void run_attention_items(const Ops& ops, const AttentionPlan& plan, const AttentionCall& call, const uint8_t* wanted,
+                         std::atomic<int64_t>& next, float* scratch) {
+    const int64_t count = static_cast<int64_t>(plan.items().size());
+    const Working w = carve(scratch, plan.max_rows(), plan.shape().head_dim);
+    const auto take = [&]() -> const AttentionPlan::Item* {
+        for (int64_t i; (i = next.fetch_add(1)) < count;)
+            if (wanted == nullptr || wanted[i]) return &plan.items()[static_cast<size_t>(i)];
+        return nullptr;
+    };
+    // One item is taken ahead, so that its first keys are fetched while the one before it is computed.
+    for (const AttentionPlan::Item* item = take(); item != nullptr;) {
+        const AttentionPlan::Item* following = take();
+        run_item(ops, plan, call, *item, following, w);
+        item = following;
+    }
 }
 
 void store_key_value(const PjPages& pages, int64_t slot, int64_t kv_head, const float* key, const float* value) {

@@ -72,8 +72,10 @@ struct AttentionCall {
 
 // Floats of working memory for one member.
 size_t attention_scratch_floats(const AttentionPlan& plan);
-void run_attention_item(const Ops& ops, const AttentionPlan& plan, const AttentionCall& call, size_t item,
-                        float* scratch);
+// Takes items from `next` until none is left. `wanted` (items, or null: all) marks those whose results are needed; the
+// pieces of a unit are all wanted or none.
+void run_attention_items(const Ops& ops, const AttentionPlan& plan, const AttentionCall& call, const uint8_t* wanted,
+                         std::atomic<int64_t>& next, float* scratch);
 
 // Copies one head's key and value (null: leaves it) to the page and offset of `slot`.
 void store_key_value(const PjPages& pages, int64_t slot, int64_t kv_head, const float* key, const float* value);

@@ -57,6 +57,7 @@ private:
     }
     size_t carve(void* memory);
     int check() const;
+    void mark_wanted();
 
     void member(const Team& team);
     void by_columns(const Team& team, const Buffers& own);
@@ -103,6 +104,7 @@ private:
     std::vector<Buffers> own_;
     std::vector<float*> attention_scratch_;
     std::vector<std::atomic<int32_t>> unfinished_;
+    std::vector<uint8_t> wanted_;  // items of attention that the last layer needs: those with logit rows
     std::vector<std::atomic<int64_t>> next_;  // one counter a phase
 };
 
@@ -119,7 +121,7 @@ size_t Decoder::carve(void* memory) {
     partial_ = carver.take<float>(static_cast<size_t>(plan_.partial_floats()));
     split_rows_ = in_.rows >= ROWS_A_MEMBER * threads_;
     shared_ = carve_buffers(carver, std::max(split_rows_ ? 0 : in_.rows, in_.num_logits));
-    const int64_t own_rows = split_rows_ ? std::max(OWN_ROWS, row_chunk(input_size())) : OWN_ROWS;
+    const int64_t own_rows = split_rows_ ? std::max(OWN_ROWS, most_chunk_rows(input_size())) : OWN_ROWS;
     own_.resize(static_cast<size_t>(threads_));
     attention_scratch_.resize(static_cast<size_t>(threads_));
     for (int i = 0; i < threads_; ++i) {
@@ -146,6 +148,16 @@ int Decoder::check() const {
     return 0;
 }
 
+void Decoder::mark_wanted() {
+    std::vector<uint8_t> rows(static_cast<size_t>(in_.rows), 0);
+    for (int64_t i = 0; i < in_.num_logits; ++i) rows[static_cast<size_t>(in_.logit_rows[i])] = 1;
+    wanted_.clear();
+    for (const AttentionPlan::Item& item : plan_.items()) {
+        const auto begin = rows.begin() + item.first_row;
+        wanted_.push_back(std::find(begin, begin + item.num_tokens, 1) != begin + item.num_tokens);
+    }
+}
+
 int Decoder::run(const StepInput& input) {
     in_ = input;
     if (const int problem = check()) return problem;
@@ -157,6 +169,7 @@ int Decoder::run(const StepInput& input) {
     void* memory = scratch_.reserve(carve(nullptr));
     if (memory == nullptr) return -1;
     carve(memory);
+    mark_wanted();
     if (unfinished_.size() < plan_.units().size())
         unfinished_ = std::vector<std::atomic<int32_t>>(plan_.units().size() * 2);
     for (size_t i = 0; i < plan_.units().size(); ++i) unfinished_[i].store(plan_.units()[i].pieces);
@@ -188,8 +201,7 @@ void Decoder::by_columns(const Team& team, const Buffers& own) {
 
 void Decoder::by_rows(const Team& team, const Buffers& own) {
     const Team alone{0, 1, nullptr};
-    const int64_t even = (in_.rows + team.members - 1) / team.members;
-    const int64_t chunk = std::min(row_chunk(input_size()), even);
+    const int64_t chunk = row_chunk(in_.rows, input_size(), team.members);
     for (int64_t layer = 0; layer < model_.num_layers; ++layer) {
         std::atomic<int64_t>& next = next_[static_cast<size_t>(2 * layer)];
         for (int64_t row; (row = next.fetch_add(chunk)) < in_.rows;) {
@@ -218,10 +230,8 @@ void Decoder::attention(const Team& team, int64_t layer) {
     const AttentionCall call{qkv_, attended_, qkv_size(), q_size(), pages(layer), model_.attention_scale,
                              layers_[static_cast<size_t>(layer)].window, partial_, unfinished_.data()};
     std::atomic<int64_t>& next = next_[static_cast<size_t>(2 * layer + 1)];
-    const int64_t count = static_cast<int64_t>(plan_.items().size());
-    for (int64_t item; (item = next.fetch_add(1)) < count;)
-        run_attention_item(*ops_, plan_, call, static_cast<size_t>(item),
-                           attention_scratch_[static_cast<size_t>(team.member)]);
+    const bool last = layer + 1 == model_.num_layers;
+    run_attention_items(*ops_, plan_, call, last ? wanted_.data() : nullptr, next, attention_scratch_[static_cast<size_t>(team.member)]);
     team.sync();
 }
 

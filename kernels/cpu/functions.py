@@ -69,6 +69,12 @@ class CpuExtension:
         """A zeroed tensor on huge pages where the system grants them, for weights and key-value pools."""
         return empty_pages(self.library, shape, dtype)
 
+    def read(self, memory: Tensor) -> int:
+        """Sum, modulo 2³², of a contiguous tensor's 32-bit words, read by all threads: measures memory bandwidth."""
+        if not memory.is_contiguous() or memory.device.type != "cpu":
+            raise ValueError("memory is not a contiguous CPU tensor")
+        return self.library.pj_read(memory.data_ptr(), memory.numel() * memory.element_size() // 4)
+
     def packed_bytes(self, out_features: int, in_features: int, swiglu: bool = False) -> int:
         """Bytes that `prepack_int8` needs for a layer."""
         return self.library.pj_packed_bytes(out_features, in_features, swiglu)

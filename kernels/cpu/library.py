@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
-from ctypes import POINTER, c_char_p, c_float, c_int32, c_int64, c_uint64, c_void_p
+from ctypes import POINTER, c_char_p, c_float, c_int32, c_int64, c_uint32, c_uint64, c_void_p
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
@@ -131,6 +131,7 @@ _FUNCTIONS = {
     "pj_set_num_threads": (None, [c_int32]),
     "pj_allocate": (c_void_p, [c_uint64]),
     "pj_free": (None, [c_void_p, c_uint64]),
+    "pj_read": (c_uint32, [c_void_p, c_int64]),
     "pj_packed_bytes": (c_uint64, [c_int64, c_int64, c_int32]),
     "pj_pack_int8": (
         None,

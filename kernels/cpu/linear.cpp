@@ -165,9 +165,14 @@ void apply_linear(const Ops& ops, const PjLinear& linear, const Rows& rows, int6
     if (n0 < end) ops.float_linear(linear, rows.x, linear.k, count, n0, end, out, ldo, add);
 }
 
-int64_t row_chunk(int64_t k) {
-    const int64_t fitting = (int64_t{512} << 10) / (k > 0 ? k : 1) / 24 * 24;
+int64_t most_chunk_rows(int64_t k) {
+    const int64_t fitting = (int64_t{512} << 10) / k;
     return fitting < 24 ? 24 : fitting > 96 ? 96 : fitting;
+}
+
+int64_t row_chunk(int64_t rows, int64_t k, int members) {
+    const int64_t most = most_chunk_rows(k), rounds = (rows + most * members - 1) / (most * members);
+    return (rows + rounds * members - 1) / (rounds * members);
 }
 
 bool run_linear(const PjLinear& linear, const float* x, int64_t rows, float* out) {
@@ -183,10 +188,7 @@ bool run_linear(const PjLinear& linear, const float* x, int64_t rows, float* out
     Rows buffer{const_cast<float*>(x), memory.take<uint8_t>(quantized), memory.take<float>(static_cast<size_t>(rows))};
     if (buffer.q == nullptr) return false;
 
-    int64_t chunk = row_chunk(linear.k);
-    const int64_t even = (rows + threads - 1) / threads;
-    if (even < chunk) chunk = even;
-    LinearCall call{linear, ops(), x, rows, out, buffer, rows >= 48 * threads && threads > 0, chunk};
+    LinearCall call{linear, ops(), x, rows, out, buffer, rows >= 48 * threads, row_chunk(rows, linear.k, threads)};
     run_team(linear_member, &call, threads);
     return true;
 }

@@ -34,7 +34,9 @@ void apply_linear(const Ops& ops, const PjLinear& linear, const Rows& rows, int6
 // A whole layer on float input (rows, k), with a team of its own. False when there is no memory.
 bool run_linear(const PjLinear& linear, const float* x, int64_t rows, float* out);
 
-// Rows that one member takes at a time when rows are shared out: they and a panel stay in a 1 MiB second-level cache.
-int64_t row_chunk(int64_t k);
+// Rows that a member takes at a time when `rows` are shared out: so many that they and a panel stay in a 1 MiB
+// second-level cache, and that all members get equally many pieces. At most `most_chunk_rows(k)`.
+int64_t row_chunk(int64_t rows, int64_t k, int members);
+int64_t most_chunk_rows(int64_t k);
 
 }  // namespace penjing

@@ -25,6 +25,7 @@ struct AttentionTile {
     const float* q;             // (rows, head_dim), times scale × log2(e)
     const float* k;             // packed by pack_keys
     const float* const* v;      // TILE_KEYS rows of head_dim
+    const float* const* ahead;  // TILE_KEYS rows that the next tile starts with, to be fetched meanwhile; or null
     const int32_t* low;         // (rows) keys [low, high) of the tile are visible; at least one is
     const int32_t* high;
     float* peak;                // (rows) running maximum of the scores, −inf at first
@@ -53,8 +54,12 @@ struct Ops {
     void (*widen_row)(const void* x, int32_t dtype, int64_t k, float* out);
     void (*scale_row)(const float* x, float factor, int64_t k, float* out);
 
-    // Transposes the first `keys` rows of a tile into groups of one vector: out[group][dimension][lane].
-    void (*pack_keys)(const float* const* k, int keys, int head_dim, float* out);
+    // Sum of the 32-bit words of some memory: the reading speed that other kernels are measured against.
+    uint32_t (*sum_words)(const uint32_t* words, int64_t count);
+
+    // Transposes the first `keys` rows of a tile into groups of one vector: out[group][dimension][lane]. Meanwhile the
+    // rows `ahead`, as many, are fetched.
+    void (*pack_keys)(const float* const* k, const float* const* ahead, int keys, int head_dim, float* out);
     // Attention of some rows to one tile, merged into their running state.
     void (*attend_tile)(const AttentionTile& tile);
     // Merges the state of a tile (peak −inf: nothing seen) into a running state, as attend_tile does itself.

@@ -9,13 +9,21 @@ using penjing::TILE_KEYS;
 
 constexpr int KEY_GROUPS = TILE_KEYS / W;
 
-inline void pack_keys(const float* const* k, int keys, int head_dim, float* out) {
+// Keys and values of other sequences and layers are cold, and 4 KiB pages are short for the hardware's prefetcher: the
+// values are fetched while keys are packed, and the next tile's keys while values are summed.
+inline void fetch_row(const float* row, int head_dim) {
+    for (int d = 0; d < head_dim; d += 16) __builtin_prefetch(row + d, 0, 2);
+}
+
+inline void pack_keys(const float* const* k, const float* const* ahead, int keys, int head_dim, float* out) {
     for (int group = 0; group * W < keys; ++group) {
         const float* rows[W];
         // Past the last key the first stands in; its scores are masked.
         for (int lane = 0; lane < W; ++lane) rows[lane] = k[group * W + lane < keys ? group * W + lane : 0];
         float* to = out + static_cast<int64_t>(group) * head_dim * W;
         int d = 0;
+        for (int lane = 0; lane < W; ++lane)
+            if (group * W + lane < keys) fetch_row(ahead[group * W + lane], head_dim);
         for (; d + W <= head_dim; d += W) v_transpose(rows, d, to + d * W);
         for (; d < head_dim; ++d)
             for (int lane = 0; lane < W; ++lane) to[d * W + lane] = rows[lane][d];
@@ -46,10 +54,11 @@ inline void scores(const float* q, const float* k, int head_dim, int group, floa
 
 template <int MR, int NR, bool TAIL>
 inline void weighted_values(const float* weight, const float* const* v, int first, int last, int d, int rest,
-                            V (&sum)[MR][NR]) {
+                            const float* const* ahead, int head_dim, V (&sum)[MR][NR]) {
     for (int m = 0; m < MR; ++m)
         for (int n = 0; n < NR; ++n) sum[m][n] = v_zero();
     for (int key = first; key < last; ++key) {
+        if (ahead) fetch_row(ahead[key], head_dim);
         V value[NR];
 #pragma GCC unroll 4
         for (int n = 0; n < NR; ++n) value[n] = TAIL ? v_load_n(v[key] + d, rest) : v_load(v[key] + d + n * W);
@@ -137,17 +146,20 @@ inline void attend_rows(const AttentionTile& tile, int row) {
     meet<MR>(peak, total, tile.peak + row, tile.total + row, keep, take);
 
     float* out = tile.out + static_cast<int64_t>(row) * head_dim;
+    const float* const* ahead = row == 0 ? tile.ahead : nullptr;
     constexpr int NR = ATTENTION_VECTORS;
     int d = 0;
     for (; d + NR * W <= head_dim; d += NR * W) {
         V sum[MR][NR];
-        weighted_values<MR, NR, false>(weight, tile.v, first, last, d, 0, sum);
+        weighted_values<MR, NR, false>(weight, tile.v, first, last, d, 0, ahead, head_dim, sum);
+        ahead = nullptr;
         merge_values<MR, NR, false>(sum, keep, take, out + d, head_dim, 0);
     }
     for (; d < head_dim; d += W) {
         V sum[MR][1];
         const int rest = head_dim - d < W ? head_dim - d : W;
-        weighted_values<MR, 1, true>(weight, tile.v, first, last, d, rest, sum);
+        weighted_values<MR, 1, true>(weight, tile.v, first, last, d, rest, ahead, head_dim, sum);
+        ahead = nullptr;
         merge_values<MR, 1, true>(sum, keep, take, out + d, head_dim, rest);
     }
 }

@@ -19,10 +19,12 @@ namespace {
 
 // Without VNNI the byte multiply-add saturates at 16 bits: widen both sides to 16 bits and sum pairs into 32.
 template <int MR>
-inline void int8_tile(const uint8_t* x, int64_t ldx, const int8_t* w, int64_t groups, int64_t width, int32_t* acc) {
+inline void int8_tile(const uint8_t* x, int64_t ldx, const int8_t* w, int64_t ahead, int64_t groups, int64_t width,
+                      int32_t* acc) {
     VI low[MR], high[MR];  // columns 0–3 and 4–7, two partial sums each
     for (int m = 0; m < MR; ++m) low[m] = high[m] = _mm256_setzero_si256();
     for (int64_t g = 0; g < groups; ++g, w += width * 4) {
+        _mm_prefetch(reinterpret_cast<const char*>(w + ahead), _MM_HINT_T1);
         const VI w_low = _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(w)));
         const VI w_high = _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(w + 16)));
         for (int m = 0; m < MR; ++m) {
@@ -41,15 +43,15 @@ inline void int8_tile(const uint8_t* x, int64_t ldx, const int8_t* w, int64_t gr
 
 constexpr int int8_rows(int) { return 4; }
 
-inline void int8_block(int rows, int columns, const uint8_t* x, int64_t ldx, const int8_t* w, int64_t groups,
-                       int32_t* acc) {
+inline void int8_block(int rows, int columns, const uint8_t* x, int64_t ldx, const int8_t* w, int64_t ahead,
+                       int64_t groups, int32_t* acc) {
     for (int column = 0; column < columns; column += 8) {
         const int8_t* start = w + 4 * column;
         switch (rows) {
-            case 1: int8_tile<1>(x, ldx, start, groups, columns, acc + column); break;
-            case 2: int8_tile<2>(x, ldx, start, groups, columns, acc + column); break;
-            case 3: int8_tile<3>(x, ldx, start, groups, columns, acc + column); break;
-            default: int8_tile<4>(x, ldx, start, groups, columns, acc + column); break;
+            case 1: int8_tile<1>(x, ldx, start, ahead, groups, columns, acc + column); break;
+            case 2: int8_tile<2>(x, ldx, start, ahead, groups, columns, acc + column); break;
+            case 3: int8_tile<3>(x, ldx, start, ahead, groups, columns, acc + column); break;
+            default: int8_tile<4>(x, ldx, start, ahead, groups, columns, acc + column); break;
         }
     }
 }

@@ -21,7 +21,8 @@ namespace {
 
 // rows × NR·16 sums of u8 × s8 products over all of k; a micro-tile stays in registers.
 template <int MR, int NR>
-inline void int8_tile(const uint8_t* x, int64_t ldx, const int8_t* w, int64_t groups, int64_t width, int32_t* acc) {
+inline void int8_tile(const uint8_t* x, int64_t ldx, const int8_t* w, int64_t ahead, int64_t groups, int64_t width,
+                      int32_t* acc) {
     VI sum[MR][NR];
     for (int m = 0; m < MR; ++m)
         for (int n = 0; n < NR; ++n) sum[m][n] = _mm512_setzero_si512();
@@ -31,8 +32,7 @@ inline void int8_tile(const uint8_t* x, int64_t ldx, const int8_t* w, int64_t gr
 #pragma GCC unroll 4
         for (int n = 0; n < NR; ++n) {
             weight[n] = _mm512_loadu_si512(w + 64 * n);
-            // A row alone is bound by memory: ask for what comes 2 KiB later (the hardware stops at each 4 KiB page).
-            if (MR == 1) _mm_prefetch(reinterpret_cast<const char*>(w + 64 * n + 2048), _MM_HINT_T0);
+            _mm_prefetch(reinterpret_cast<const char*>(w + 64 * n + ahead), _MM_HINT_T1);
         }
 #pragma GCC unroll 8
         for (int m = 0; m < MR; ++m) {
@@ -52,27 +52,27 @@ inline void int8_tile(const uint8_t* x, int64_t ldx, const int8_t* w, int64_t gr
 constexpr int int8_rows(int nr) { return nr == 4 ? 6 : 8; }
 
 template <int NR>
-inline void int8_rows_of(int rows, const uint8_t* x, int64_t ldx, const int8_t* w, int64_t groups, int64_t width,
-                         int32_t* acc) {
+inline void int8_rows_of(int rows, const uint8_t* x, int64_t ldx, const int8_t* w, int64_t ahead, int64_t groups,
+                         int64_t width, int32_t* acc) {
     switch (rows) {
-        case 1: return int8_tile<1, NR>(x, ldx, w, groups, width, acc);
-        case 2: return int8_tile<2, NR>(x, ldx, w, groups, width, acc);
-        case 3: return int8_tile<3, NR>(x, ldx, w, groups, width, acc);
-        case 4: return int8_tile<4, NR>(x, ldx, w, groups, width, acc);
-        case 5: return int8_tile<5, NR>(x, ldx, w, groups, width, acc);
-        case 6: return int8_tile<6, NR>(x, ldx, w, groups, width, acc);
-        case 7: return int8_tile<7, NR <= 3 ? NR : 3>(x, ldx, w, groups, width, acc);
-        default: return int8_tile<8, NR <= 3 ? NR : 3>(x, ldx, w, groups, width, acc);
+        case 1: return int8_tile<1, NR>(x, ldx, w, ahead, groups, width, acc);
+        case 2: return int8_tile<2, NR>(x, ldx, w, ahead, groups, width, acc);
+        case 3: return int8_tile<3, NR>(x, ldx, w, ahead, groups, width, acc);
+        case 4: return int8_tile<4, NR>(x, ldx, w, ahead, groups, width, acc);
+        case 5: return int8_tile<5, NR>(x, ldx, w, ahead, groups, width, acc);
+        case 6: return int8_tile<6, NR>(x, ldx, w, ahead, groups, width, acc);
+        case 7: return int8_tile<7, NR <= 3 ? NR : 3>(x, ldx, w, ahead, groups, width, acc);
+        default: return int8_tile<8, NR <= 3 ? NR : 3>(x, ldx, w, ahead, groups, width, acc);
     }
 }
 
-inline void int8_block(int rows, int columns, const uint8_t* x, int64_t ldx, const int8_t* w, int64_t groups,
-                       int32_t* acc) {
+inline void int8_block(int rows, int columns, const uint8_t* x, int64_t ldx, const int8_t* w, int64_t ahead,
+                       int64_t groups, int32_t* acc) {
     switch (columns / 16) {
-        case 1: return int8_rows_of<1>(rows, x, ldx, w, groups, columns, acc);
-        case 2: return int8_rows_of<2>(rows, x, ldx, w, groups, columns, acc);
-        case 3: return int8_rows_of<3>(rows, x, ldx, w, groups, columns, acc);
-        default: return int8_rows_of<4>(rows, x, ldx, w, groups, columns, acc);
+        case 1: return int8_rows_of<1>(rows, x, ldx, w, ahead, groups, columns, acc);
+        case 2: return int8_rows_of<2>(rows, x, ldx, w, ahead, groups, columns, acc);
+        case 3: return int8_rows_of<3>(rows, x, ldx, w, ahead, groups, columns, acc);
+        default: return int8_rows_of<4>(rows, x, ldx, w, ahead, groups, columns, acc);
     }
 }
 

@@ -136,6 +136,15 @@ inline void widen_row(const void* x, int32_t dtype, int64_t k, float* out) {
     }
 }
 
+inline uint32_t sum_words(const uint32_t* words, int64_t count) {
+    uint32_t sums[64] = {};
+    for (int64_t i = 0; i + 64 <= count; i += 64)
+        for (int lane = 0; lane < 64; ++lane) sums[lane] += words[i + lane];
+    for (int64_t i = count / 64 * 64; i < count; ++i) sums[0] += words[i];
+    for (int lane = 1; lane < 64; ++lane) sums[0] += sums[lane];
+    return sums[0];
+}
+
 inline void scale_row(const float* x, float factor, int64_t k, float* out) {
     const V by = v_set(factor);
     for (int64_t i = 0; i < k; i += W) {

@@ -37,6 +37,10 @@ inline void put(float* out, V value, int64_t valid, bool add) {
     }
 }
 
+// Bytes ahead that the first rows of a panel ask memory for: the hardware's prefetcher stops at each 4 KiB page. The
+// second rows, whose panel is in the cache, ask for the next panel, which lies behind this one; further rows for nothing.
+constexpr int64_t NEXT_LINES = 2048;
+
 inline void int8_panel(const PjLinear& linear, int64_t panel, const penjing::Int8Rows& rows) {
     const int64_t groups = penjing::padded_k(linear.k) / 4, first = panel * linear.width;
     const int64_t left = penjing::padded_columns(linear) - first;
@@ -50,7 +54,8 @@ inline void int8_panel(const PjLinear& linear, int64_t panel, const penjing::Int
         // Blocks of nearly equal height: 16 rows run as 6 + 5 + 5, not 6 + 6 + 4.
         const int begin = static_cast<int>(static_cast<int64_t>(rows.rows) * block / blocks);
         const int end = static_cast<int>(static_cast<int64_t>(rows.rows) * (block + 1) / blocks);
-        int8_block(end - begin, columns, rows.x + begin * rows.ldx, rows.ldx, weight, groups, acc);
+        const int64_t ahead = block == 0 ? NEXT_LINES : block == 1 ? columns * groups * 4 : 0;
+        int8_block(end - begin, columns, rows.x + begin * rows.ldx, rows.ldx, weight, ahead, groups, acc);
         for (int row = begin; row < end; ++row) {
             const int32_t* sums = acc + (row - begin) * penjing::PANEL;
             const V row_scale = v_set(rows.row_scale[row]);

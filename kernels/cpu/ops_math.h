@@ -3,17 +3,16 @@
 
 namespace {
 
-// 2^x to about one unit in the last place: x = n + f with |f| ≤ ½, Taylor series of 2^f. exp2(0) is exactly 1.
+// 2^x to 1.5 units in the last place: x = n + f with |f| ≤ ½, a minimax polynomial of 2^f whose constant is 1, so that
+// 2^0 is exactly 1. −inf gives 0, NaN gives NaN.
 inline V v_exp2(V x) {
-    x = v_min(v_set(128.0f), v_max(v_set(-160.0f), x));
-    const V n = v_round(x), f = v_sub(x, n);
-    V p = v_set(1.52527338e-5f);
-    p = v_fma(p, f, v_set(1.54035304e-4f));
-    p = v_fma(p, f, v_set(1.33335581e-3f));
-    p = v_fma(p, f, v_set(9.61812911e-3f));
-    p = v_fma(p, f, v_set(5.55041087e-2f));
-    p = v_fma(p, f, v_set(2.40226507e-1f));
-    p = v_fma(p, f, v_set(6.93147181e-1f));
+    V n;
+    const V f = v_fraction(x, n);
+    V p = v_set(1.3264708791e-3f);
+    p = v_fma(p, f, v_set(9.6715114712e-3f));
+    p = v_fma(p, f, v_set(5.5507337765e-2f));
+    p = v_fma(p, f, v_set(2.4022242104e-1f));
+    p = v_fma(p, f, v_set(6.9314697759e-1f));
     p = v_fma(p, f, v_set(1.0f));
     return v_scale2(p, n);
 }

@@ -28,6 +28,12 @@ inline V v_fma(V a, V b, V c) { return _mm256_fmadd_ps(a, b, c); }
 inline V v_max(V a, V b) { return _mm256_max_ps(a, b); }  // b where either is NaN
 inline V v_min(V a, V b) { return _mm256_min_ps(a, b); }
 inline V v_round(V x) { return _mm256_round_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+// x, cut to what v_scale2 takes, minus the nearest whole number, which becomes n.
+inline V v_fraction(V x, V& n) {
+    x = v_min(v_set(128.0f), v_max(v_set(-160.0f), x));
+    n = v_round(x);
+    return v_sub(x, n);
+}
 // p × 2^n for whole n in [−160, 128], in two steps that each stay in the exponent's range
 inline V v_scale2(V p, V n) {
     const VI whole = _mm256_cvtps_epi32(n), half = _mm256_srai_epi32(whole, 1);

@@ -23,7 +23,12 @@ inline V v_fma(V a, V b, V c) { return _mm512_fmadd_ps(a, b, c); }
 inline V v_max(V a, V b) { return _mm512_max_ps(a, b); }  // b where either is NaN
 inline V v_min(V a, V b) { return _mm512_min_ps(a, b); }
 inline V v_round(V x) { return _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
-// p × 2^n for whole n in [−160, 128]; below the smallest subnormal: 0
+// x minus the nearest whole number, which becomes n; together with v_scale2 right for every x.
+inline V v_fraction(V x, V& n) {
+    const V f = _mm512_reduce_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    n = _mm512_sub_ps(x, f);
+    return f;
+}
 inline V v_scale2(V p, V n) { return _mm512_scalef_ps(p, n); }
 inline V v_from_int(VI x) { return _mm512_cvtepi32_ps(x); }
 inline VI vi_load(const int32_t* p) { return _mm512_loadu_si512(p); }

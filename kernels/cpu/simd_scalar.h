@@ -35,6 +35,12 @@ inline V v_fma(V a, V b, V c) { PJ_LANES(V, a.lane[i] * b.lane[i] + c.lane[i]); 
 inline V v_max(V a, V b) { PJ_LANES(V, a.lane[i] > b.lane[i] ? a.lane[i] : b.lane[i]); }  // b where either is NaN
 inline V v_min(V a, V b) { PJ_LANES(V, a.lane[i] < b.lane[i] ? a.lane[i] : b.lane[i]); }
 inline V v_round(V x) { PJ_LANES(V, nearbyintf(x.lane[i])); }
+// x, cut to what v_scale2 takes, minus the nearest whole number, which becomes n.
+inline V v_fraction(V x, V& n) {
+    x = v_min(v_set(128.0f), v_max(v_set(-160.0f), x));
+    n = v_round(x);
+    return v_sub(x, n);
+}
 inline float scale2(float p, float n) { return n == n ? ldexpf(p, static_cast<int>(n)) : n; }
 inline V v_scale2(V p, V n) { PJ_LANES(V, scale2(p.lane[i], n.lane[i])); }
 inline V v_from_int(VI x) { PJ_LANES(V, static_cast<float>(x.lane[i])); }
