@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Literal
 
 import torch
@@ -13,11 +14,10 @@ from penjing.compress.quantize import ROWS_AT_ONCE, QuantizedWeight, fake_quanti
 from penjing.compress.stream import HEAD, LayerStream
 from penjing.core.artifact import FAKE_QUANTIZED, INT8_RUNTIME, Parity, ParityDifference, ParityInput, ParityOutput
 from penjing.core.artifact import logprob_difference as compare_logprobs
-from penjing.core.checkpoint import Checkpoint
-from penjing.core.load import LoadedModel
+from penjing.core.checkpoint import Checkpoint, open_checkpoint
+from penjing.core.load import load_model
 from penjing.core.models.decoder import Decoder
 from penjing.core.progress import Progress, Silent
-from penjing.kernels.rotary import rotary_cos_sin
 
 PROMPTS = (
     "The capital of France is",
@@ -28,14 +28,14 @@ CONTINUATION = 12  # greedy tokens a prompt
 
 
 @torch.no_grad()
-def measure_parity(checkpoint: Checkpoint, loaded: LoadedModel, progress: Progress | None = None) -> Parity:
+def measure_parity(folder: Path, progress: Progress | None = None) -> Parity:
     """Continue each prompt with the INT8 runtime, then read the same tokens with the fake-quantized model.
 
     Args:
-        checkpoint: the artifact, opened for its tensors.
-        loaded: the artifact, loaded in the INT8 runtime.
+        folder: the artifact, so far without its parity record.
     """
     progress = progress or Silent()
+    loaded = load_model(folder)
     inputs = [ParityInput(text=text, token_ids=tuple(loaded.tokenizer.encode(text))) for text in PROMPTS]
     sequences, runtime_logits = [], []
     for prompt in inputs:
@@ -45,7 +45,9 @@ def measure_parity(checkpoint: Checkpoint, loaded: LoadedModel, progress: Progre
         progress.advance()
     # Right padding: attention is causal, so what follows a sequence does not reach it.
     padded_WT = nn.utils.rnn.pad_sequence([torch.tensor(ids) for ids in sequences], batch_first=True)
-    layers = _LayerGaps(loaded.model)
+    del loaded  # the second half streams: both together would be the peak of a whole run
+    checkpoint = open_checkpoint(folder)
+    layers = _LayerGaps(LayerStream(checkpoint))
     fake_WTV = fake_quantized_logits(checkpoint, padded_WT, layers.compare)
     fake_logits = [fake_TV[: len(ids)] for fake_TV, ids in zip(fake_WTV, sequences, strict=True)]
 
@@ -63,17 +65,15 @@ def measure_parity(checkpoint: Checkpoint, loaded: LoadedModel, progress: Progre
 class _LayerGaps:
     """Sends what a fake-quantized layer got through the INT8 runtime's layer too."""
 
-    def __init__(self, model: Decoder) -> None:
-        self._model = model
+    def __init__(self, stream: LayerStream) -> None:
+        self._stream = stream
         self.gaps: list[Tensor] = []
 
     def compare(self, layer: int, before_WTE: Tensor, after_WTE: Tensor) -> None:
-        positions_1T = torch.arange(before_WTE.shape[1])[None]
-        cos, sin = rotary_cos_sin(self._model.model.inverse_frequency, positions_1T)
-        for before_TE, after_TE in zip(before_WTE, after_WTE, strict=True):
-            runtime_TE = self._model.model.layers[layer](before_TE[None], cos, sin, self._model.causal_attention)[0]
-            size_T1 = after_TE.square().mean(dim=1, keepdim=True).sqrt()
-            self.gaps.append(((runtime_TE - after_TE).abs() / size_T1).flatten())
+        runtime_WTE = before_WTE.clone()
+        self._stream.run(self._stream.stored_layer(layer), runtime_WTE)
+        size_WT1 = after_WTE.square().mean(dim=-1, keepdim=True).sqrt()
+        self.gaps.append(((runtime_WTE - after_WTE).abs() / size_WT1).flatten())
 
 
 def _difference(quantity: Literal["layer_outputs", "logits"], gaps: Tensor) -> ParityDifference:

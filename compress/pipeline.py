@@ -43,7 +43,6 @@ from penjing.core.config import load_recipe
 from penjing.core.corpus import calibration_tokens
 from penjing.core.errors import InputError
 from penjing.core.files import atomic_write_text, publish_folder
-from penjing.core.load import load_model
 from penjing.core.manifest import MANIFEST_NAME, read_manifest, write_manifest
 from penjing.core.progress import Progress, Silent
 from penjing.core.tokenizer import Tokenizer
@@ -206,9 +205,7 @@ class _Run:
 
     def _parity(self) -> dict[str, Any]:
         self.progress.start("parity with the fake-quantized model", len(PROMPTS))
-        folder = self.work.path / "artifact"
-        parity = measure_parity(open_checkpoint(folder), load_model(folder), self.progress)
-        return parity.model_dump(mode="json")
+        return measure_parity(self.work.path / "artifact", self.progress).model_dump(mode="json")
 
     def _publish(self, command: str, steps: list[StepRecord], force: bool) -> None:
         parity = next(step.result for step in steps if step.name == "parity")
