@@ -7,6 +7,7 @@ import logging
 import os
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,15 +27,17 @@ from penjing.serve.triton.variables import ENGINE_VARIABLE, MODEL_VARIABLE, PING
 
 BEAT_SECONDS = 0.05
 POLL_SECONDS = 0.01  # between two looks for clients that left; a step of a real model takes longer
-POLL_SHARE = 0.1  # and never more than this share of a thread: a look costs 30 to 100 µs a request
 METRICS_SECONDS = 0.25
+WORK_SHARE = 0.1  # of a thread's time: a look costs 30 to 100 µs a request, an observation 20 µs
+MAX_PAUSE_SECONDS = 0.5
 CANARY_SECONDS = 120.0
 
 log = logging.getLogger(__name__)
 
 
 class LLMAdapter:
-    """Serves one model: `execute` queues requests and returns, three threads do the rest (engine, sender, watch).
+    """Serves one model: `execute` queues requests and returns, threads do the rest: the engine, the sender of answers,
+    the watch for clients that left, the metrics, and the pulse, which never waits for the server.
 
     The model's folder and the engine's settings (JSON) come from the parameters `model` and `engine` of the model's
     configuration, else from the environment variables PENJING_MODEL and PENJING_ENGINE.
@@ -56,8 +59,25 @@ class LLMAdapter:
         self._stopping = threading.Event()
         pulse = os.environ.get(PULSE_VARIABLE)
         self._pulse = Pulse(Path(pulse)) if pulse else None
-        self._watcher = threading.Thread(target=self._watch, name="penjing-watch", daemon=True)
-        self._watcher.start()
+        self._threads = [
+            threading.Thread(target=self._repeat, args=(work, pause), name=f"penjing-{name}", daemon=True)
+            for name, work, pause in (
+                ("pulse", self._beat, BEAT_SECONDS),
+                ("watch", self._drop_ended, POLL_SECONDS),
+                ("metrics", self._show_metrics, METRICS_SECONDS),
+            )
+        ]
+        for thread in self._threads:
+            thread.start()
+        try:
+            self._load(args)
+        except BaseException:
+            self._phase = Phase.FAILED
+            self._stop_threads()
+            self._beat()  # a last word to the supervisor: Triton server can take long to give up
+            raise
+
+    def _load(self, args: dict[str, str]) -> None:
         folder, config = _settings(json.loads(args["model_config"]))
         engine = LLMEngine.from_folder(folder, config)
         self._chat_template = engine.loaded.chat_template
@@ -65,8 +85,8 @@ class LLMAdapter:
         loop.start()
         _generate_one_token(loop)
         loop.take_samples()
-        self._outbox = Outbox(pb_utils, self._ended)
-        self._metrics = _metrics(pb_utils, args["model_name"], loop)
+        self._outbox = Outbox(self._pb_utils, self._ended)
+        self._metrics = _metrics(self._pb_utils, args["model_name"], loop)
         self._loop = loop
         self._phase = Phase.SERVING
         log.info("serving %s with %s", folder, engine.config)
@@ -88,8 +108,7 @@ class LLMAdapter:
         if self._loop is not None:
             self._loop.stop()
             self._outbox.stop()
-        self._stopping.set()
-        self._watcher.join(10)
+        self._stop_threads()
 
     def _accept(self, request: Any, sender: Any) -> None:
         # Tensors live in memory that the server takes back when `execute` returns: everything is read here.
@@ -116,6 +135,7 @@ class LLMAdapter:
             )
         except Exception as error:
             reply.close()
+            reply.sender = None
             del self._live[reply.request_id]
             if isinstance(error, ServerError):  # it drains or has failed: another server, or this one later, can answer
                 raise OverloadedError(str(error)) from None
@@ -132,25 +152,25 @@ class LLMAdapter:
     def _ended(self, reply: Reply) -> None:
         del self._live[reply.request_id]
 
-    def _watch(self) -> None:
-        """Signs of life, clients that left, timeouts, metrics, the supervisor's commands; all off the step's path."""
-        next_beat = next_metrics = 0.0
+    def _stop_threads(self) -> None:
+        self._stopping.set()
+        for thread in self._threads:
+            thread.join(2)
+
+    def _repeat(self, work: Callable[[], None], pause: float) -> None:
+        """Do `work` again and again, with a pause of at least `pause` seconds and nine times what it took."""
         while not self._stopping.is_set():
-            if os.getppid() != self._parent:
-                os._exit(1)  # Triton server is gone; the stub alone would notice only after minutes
-            now = time.monotonic()
-            if now >= next_beat:
-                self._beat()
-                next_beat = now + BEAT_SECONDS
-            if now >= next_metrics and self._metrics is not None and self._loop is not None:
-                self._metrics.update(self._loop.stats(), self._loop.take_samples())
-                next_metrics = now + METRICS_SECONDS
             started = time.monotonic()
-            self._drop_ended()
-            pause = max(POLL_SECONDS, (time.monotonic() - started) / POLL_SHARE)
-            self._stopping.wait(min(pause, BEAT_SECONDS))
+            try:
+                work()
+            except Exception:  # one failed look or observation must not be the last
+                log.exception("%s failed", work.__name__)
+            self._stopping.wait(max(pause, min((time.monotonic() - started) / WORK_SHARE, MAX_PAUSE_SECONDS)))
 
     def _beat(self) -> None:
+        """Tell the supervisor that this process lives, and do as it says."""
+        if os.getppid() != self._parent:
+            os._exit(1)  # Triton server is gone; the stub alone would notice only after minutes
         loop, pulse = self._loop, self._pulse
         if loop is not None and loop.failure:
             self._phase = Phase.FAILED
@@ -168,7 +188,13 @@ class LLMAdapter:
         beat = time.monotonic() if loop is None else loop.heartbeat
         pulse.beat(loop_beat=beat, phase=self._phase, unanswered=len(self._live))
 
+    def _show_metrics(self) -> None:
+        # Once drained nothing is asked of the server: while it unloads the model, a call would never return.
+        if self._metrics is not None and self._loop is not None and self._phase is not Phase.DRAINED:
+            self._metrics.update(self._loop.stats(), self._loop.take_samples())
+
     def _drop_ended(self) -> None:
+        """Cancel the requests whose client has left or whose time is up."""
         loop = self._loop
         if loop is None:
             return

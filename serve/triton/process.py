@@ -135,6 +135,14 @@ class ServerProcess:
                 return f"{name} ended unexpectedly"
         return None
 
+    def stub_is_stopped(self) -> bool:
+        """Whether the model's process is stopped by a signal."""
+        try:
+            stat = Path(f"/proc/{self.pulse.stub_pid}/stat").read_text()
+        except (FileNotFoundError, ProcessLookupError):
+            return False
+        return stat.rsplit(")", 1)[1].split()[0] == "T"
+
     def freeze(self) -> None:
         """Stop answering, health checks included, without ending anything: a short hang costs no request."""
         if not self.frozen:

@@ -23,7 +23,7 @@ class Reply:
     def __init__(self, request_id: str, call: Call, prompt: str, sender: Any, timeout_us: int) -> None:
         self.request_id = request_id
         self.call = call
-        self.sender = sender
+        self.sender: Any = sender
         self.deadline = time.monotonic() + timeout_us / 1e6 if timeout_us else None
         self.ended_by: PenjingError | None = None
         """Why we ended it early: the client left (None is sent), its timeout passed."""
@@ -92,22 +92,23 @@ class Outbox:
         self._thread.join(10)
 
     def _run(self) -> None:
-        going = True
-        while going:
-            gathered: dict[Reply, list[RequestOutput]] = {}
-            entry = self._queue.get()
-            while True:
-                if entry is None:
-                    going = False
-                    break
-                reply, outputs = entry
-                gathered.setdefault(reply, []).extend(outputs)
-                try:
-                    entry = self._queue.get_nowait()
-                except queue.Empty:
-                    break
-            for reply, outputs in gathered.items():
-                self._send(reply, reply.take(outputs))
+        while self._send_gathered():
+            pass
+
+    def _send_gathered(self) -> bool:
+        """Wait for outputs, then send all that are there; False at the end."""
+        gathered: dict[Reply, list[RequestOutput]] = {}
+        entry = self._queue.get()
+        while entry is not None:
+            reply, outputs = entry
+            gathered.setdefault(reply, []).extend(outputs)
+            try:
+                entry = self._queue.get_nowait()
+            except queue.Empty:
+                break
+        for reply, outputs in gathered.items():
+            self._send(reply, reply.take(outputs))
+        return entry is not None
 
     def _send(self, reply: Reply, outputs: list[RequestOutput]) -> None:
         if not outputs:
@@ -125,6 +126,7 @@ class Outbox:
         except Exception:  # one reply that cannot be sent must not end the thread that sends all others
             log.exception("sending a response of request %s failed", reply.request_id)
         if reply.finished:
+            reply.sender = None  # of a cancelled request it would keep Triton server from unloading the model
             self._on_ended(reply)
 
 

@@ -9,6 +9,7 @@ import signal
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, fields
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -143,6 +144,12 @@ def read_state(grpc_port: int) -> ServerState | None:
         return ServerState(**{field.name: values[field.name] for field in fields(ServerState)})
     except (FileNotFoundError, ValueError, KeyError, TypeError):
         return None
+
+
+def append_log(grpc_port: int, line: str) -> None:
+    """Add a line of the supervisor's to the server's log."""
+    with writing(log_path(grpc_port)), open(log_path(grpc_port), "a", encoding="utf-8") as log:
+        log.write(f"SUPERVISOR {datetime.now():%Y-%m-%d %H:%M:%S} {line}\n")
 
 
 def tail(path: Path, lines: int = 20) -> str:

@@ -29,11 +29,13 @@ from penjing.serve.triton import state
 from penjing.serve.triton.install import ServerInstall, install
 from penjing.serve.triton.process import ServeConfig, ServerProcess, check_ports
 from penjing.serve.triton.pulse import Command, Phase
+from penjing.serve.triton.vigil import Vigil
 
 POLL_SECONDS = 0.05
 CANARY_SECONDS = 30.0
 STABLE_SECONDS = 60.0  # after which a crash is news and not a loop
 MAX_BACKOFF_SECONDS = 30.0
+GIVE_UP_SECONDS = 3.0
 FLUSH_SECONDS = 0.2  # for the last responses to leave the server's buffers
 READY, NOT_READY = "ready", "not ready"
 
@@ -159,7 +161,9 @@ class _Supervisor:
             ready_at = None
             try:
                 failure = self._wait_ready(server)
-                if failure is None and not self.stops:
+                if failure is None and self.stops:
+                    return  # it was loading: nobody waits for an answer
+                if failure is None:
                     ready_at = time.monotonic()
                     self._announce(server, first=not was_ready)
                     was_ready = True
@@ -174,7 +178,9 @@ class _Supervisor:
             stable = ready_at is not None and time.monotonic() - ready_at > STABLE_SECONDS
             backoff = 0.0 if stable else backoff
             self._note("restarting", str(failure), restarts=self.state.restarts + 1, server_pid=0, stub_pid=0)
-            self.progress.note(f"{failure}; restarting" + (f" in {backoff:.0f} s" if backoff else ""))
+            line = f"{failure}; restarting" + (f" in {backoff:.0f} s" if backoff else "")
+            self.progress.note(line)
+            state.append_log(self.config.grpc_port, line)
             self._sleep(backoff)
             backoff = min(max(1.0, 2 * backoff), MAX_BACKOFF_SECONDS)
 
@@ -184,6 +190,8 @@ class _Supervisor:
         while not self.stops:
             if (failure := server.wait(POLL_SECONDS, self.wake_fd)) is not None:
                 return failure
+            if server.pulse.phase is Phase.FAILED:  # the reason is on its way to the log
+                return server.wait(GIVE_UP_SECONDS, self.wake_fd) or "the model could not be loaded"
             if time.monotonic() > deadline:
                 return f"the model was not ready within {self.config.start_timeout:.0f} s"
             if server.pulse.phase is Phase.SERVING and self._accepts_connections():
@@ -194,6 +202,7 @@ class _Supervisor:
         """Watch a server that is ready; None when a stop was asked, else what is wrong with it."""
         config, pulse = self.config, server.pulse
         looked = time.monotonic()
+        vigil = Vigil(config)
         while not self.stops:
             if (failure := server.wait(POLL_SECONDS, self.wake_fd)) is not None:
                 return failure
@@ -207,10 +216,11 @@ class _Supervisor:
                 return f"the model's process has hung for {age:.1f} s"
             if (age := pulse.loop_age()) > config.step_timeout:
                 return f"a step of the engine has taken {age:.0f} s"
-            if pulse.beat_age() > config.freeze_after and not server.frozen:
+            silent = vigil.should_be_silent(now, pulse.beat_age(), server.stub_is_stopped())
+            if silent and not server.frozen:
                 server.freeze()
                 self._note(NOT_READY, "the model's process shows no sign of life")
-            elif server.frozen and pulse.beat_age() <= config.freeze_after:
+            elif server.frozen and not silent:
                 server.thaw()
                 self._note(READY, "")
         return None
@@ -261,7 +271,8 @@ class _Supervisor:
         """Generate a token as a client would; what failed, in words."""
         from penjing.serve.client import Client
 
-        with Client(f"{self.config.host}:{self.config.grpc_port}", retries=0) as client:
+        host = f"[{self.config.host}]" if ":" in self.config.host else self.config.host
+        with Client(f"{host}:{self.config.grpc_port}", retries=0) as client:
             try:
                 client.generate("a", max_tokens=1, temperature=0.0, ignore_eos=True, timeout=CANARY_SECONDS)
             except PenjingError as error:

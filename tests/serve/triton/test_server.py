@@ -31,23 +31,24 @@ from tests.serve.triton.serving import Served, wait_until
 pytestmark = [pytest.mark.server, pytest.mark.xdist_group("triton")]
 GREEDY: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True}
 PROMPT = "the bonsai"
+NUM_TOKENS = 600  # the tiny model gives a token in 0.2 ms: fewer would leave in one response
 
 
 @pytest.fixture(scope="module")
 def expected(tiny_long: Path) -> str:
-    """40 greedy tokens after PROMPT, from the engine in this process."""
-    params = SamplingParams(max_tokens=40, **GREEDY)
+    """NUM_TOKENS greedy tokens after PROMPT, from the engine in this process."""
+    params = SamplingParams(max_tokens=NUM_TOKENS, **GREEDY)
     return "".join(output.text for output in generate_stream(tiny_long, PROMPT, params, EngineConfig(num_blocks=64)))
 
 
 def test_streamed_answer_is_the_engines(server: Served, expected: str) -> None:
-    with server.client() as client, client.stream(PROMPT, max_tokens=40, **GREEDY) as stream:
+    with server.client() as client, client.stream(PROMPT, max_tokens=NUM_TOKENS, **GREEDY) as stream:
         chunks = list(stream)
         assert len(chunks) > 1
         assert "".join(chunk.text for chunk in chunks) == expected
         assert [chunk.finish_reason for chunk in chunks if chunk.finish_reason] == ["length"]
         assert chunks[-1].finish_reason == "length"
-        assert stream.result.num_output_tokens == 40
+        assert stream.result.num_output_tokens == NUM_TOKENS
         assert stream.result.num_input_tokens == client.generate(PROMPT, max_tokens=1, **GREEDY).num_input_tokens > 0
 
 
@@ -67,7 +68,9 @@ def test_names_of_the_vllm_backend(server: Served, expected: str) -> None:
     inputs = [
         _tensor("text_input", PROMPT),
         _tensor("stream", True),
-        _tensor("sampling_parameters", json.dumps({"max_tokens": "40", "temperature": "0", "ignore_eos": "true"})),
+        _tensor(
+            "sampling_parameters", json.dumps({"max_tokens": str(NUM_TOKENS), "temperature": "0", "ignore_eos": "true"})
+        ),
         _tensor("return_finish_reason", True),
         _tensor("return_cumulative_logprob", True),
         _tensor("return_num_input_tokens", True),
@@ -88,7 +91,7 @@ def test_names_of_the_vllm_backend(server: Served, expected: str) -> None:
         if result.get_response().parameters["triton_final_response"].bool_param:
             break
     client.stop_stream()
-    assert (text, tokens, reasons[-1], set(reasons[:-1])) == (expected, 40, "length", {"None"})
+    assert (text, tokens, reasons[-1], set(reasons[:-1])) == (expected, NUM_TOKENS, "length", {"None"})
 
 
 def test_several_answers_logprobs_and_chat(server: Served) -> None:
@@ -107,7 +110,7 @@ def test_several_answers_logprobs_and_chat(server: Served) -> None:
 
 def test_http_generate_and_stream(server: Served, expected: str) -> None:
     """As curl does it: sampling parameters beside the tensors, server-sent events back."""
-    body = {"text_input": PROMPT, "stream": True, "max_tokens": 40, "temperature": 0, "ignore_eos": True}
+    body = {"text_input": PROMPT, "stream": True, "max_tokens": NUM_TOKENS, "temperature": 0, "ignore_eos": True}
     with _post(server, "generate_stream", body) as answer:
         assert answer.headers["content-type"].startswith("text/event-stream")
         events = [json.loads(line[6:]) for line in answer.read().decode().splitlines() if line.startswith("data: ")]
