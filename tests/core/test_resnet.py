@@ -33,12 +33,12 @@ def test_outputs_equal_transformers_on_copied_weights(depth: int) -> None:
 
     config = imagenet_resnet(depth, 11)
     theirs = ResNetForImageClassification(
-        TheirConfig(  # pyright: ignore[reportCallIssue]
+        TheirConfig(
             embedding_size=64,
             hidden_sizes=[stage.channels for stage in config.stages],
             depths=[len(stage.blocks) for stage in config.stages],
             layer_type=config.block,
-            num_labels=11,
+            num_labels=11,  # pyright: ignore[reportCallIssue]
         )
     ).eval()
     randomize(theirs)
