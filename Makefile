@@ -42,7 +42,7 @@ test-full: $(STAMP) ## the tests with their long variants
 lint: $(STAMP) ## ruff, format, types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/pyright --warnings
+	$(BIN)/pyright --warnings --pythonpath $(BIN)/python
 
 format: $(STAMP) ## rewrite the sources in the house format
 	$(BIN)/ruff check --fix .
