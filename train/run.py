@@ -75,7 +75,7 @@ def train(
             return run.train(resume, force, profile, stop_requested, began, str(recipe_path))
     except PenjingError:
         if not is_main:
-            time.sleep(10)  # the main process says the same first, and torchrun then ends this one
+            time.sleep(20)  # the main process says the same first, and torchrun then ends this one
         raise
 
 

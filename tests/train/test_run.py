@@ -41,7 +41,17 @@ def launch(recipe: Path, *flags: str, processes: int = 0) -> subprocess.Popen[st
     return subprocess.Popen(
         [sys.executable, *torchrun, "-m", "penjing.train", str(recipe), *flags],
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"},
+        start_new_session=True,
     )  # fmt: skip
+
+
+def finish(process: subprocess.Popen[str], timeout: float) -> str:
+    """What the process printed; it and its children are killed when it takes longer than `timeout` seconds."""
+    try:
+        return process.communicate(timeout=timeout)[0]
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        raise
 
 
 def wait_for_step(run: Path, step: int, process: subprocess.Popen[str]) -> None:
@@ -111,7 +121,7 @@ def test_sigterm_saves_and_exits(recipe: Path, tmp_path: Path) -> None:
     process = launch(recipe, "--set", "steps=100000", "--set", "checkpoint.every=100000")
     wait_for_step(tmp_path / "out-run", 5, process)
     process.send_signal(signal.SIGTERM)
-    output, _ = process.communicate(timeout=60)
+    output = finish(process, 60)
     assert process.returncode == 143, output
     stopped = re.search(r"error: stopped at step (\d+) as asked; --resume auto goes on from there", output)
     assert stopped is not None, output
@@ -123,7 +133,7 @@ def test_two_processes_train_as_one(recipe: Path, tmp_path: Path, losses: Losses
     settings = ["steps=12", "data.micro_batch=2", "learning_rate.peak=0.005"]
     train(recipe, [*settings, f"output={tmp_path}/one"])
     process = launch(recipe, *[flag for setting in settings for flag in ("--set", setting)], processes=2)
-    output, _ = process.communicate(timeout=240)
+    output = finish(process, 240)
     assert process.returncode == 0, output
     one, two = losses(tmp_path / "one-run"), losses(tmp_path / "out-run")
     assert one.keys() == two.keys()
@@ -139,7 +149,7 @@ def test_two_processes_train_as_one(recipe: Path, tmp_path: Path, losses: Losses
 def test_an_impossible_batch_ends_every_process_at_once(recipe: Path) -> None:
     began = time.monotonic()
     process = launch(recipe, "--set", "data.batch_size=7", processes=2)
-    output, _ = process.communicate(timeout=120)
+    output = finish(process, 120)
     assert process.returncode != 0
     assert output.count("error: data.batch_size=7 is not a multiple of the 2 processes; take 6") == 1
     assert time.monotonic() - began < 60
