@@ -126,6 +126,11 @@ class DecoderStep:
             embedding_dtype=embedding.dtype,
         )
         self._kept += [c_layers, embedding_VE]
+        floats = [
+            linear for group in (*_groups(layers), (lm_head,)) for linear in group if isinstance(linear, FloatLinear)
+        ]
+        self.weight_bytes = packer.used + sum(linear.weight_NK.nbytes for linear in floats)
+        """Bytes of weights that a step reads at least."""
         self._model = model
         self._logits = torch.empty(0, self.vocab)
         self._decoder: int | None = None

@@ -112,7 +112,10 @@ bool locate(const AttentionPlan& plan, const AttentionCall& call, const Attentio
         rows.k[key] = rows.k[sight.key_begin];
         rows.v[key] = rows.v[sight.key_begin];
     }
-    for (int64_t key = sight.key_end; key < TILE_KEYS; ++key) rows.k[key] = rows.k[sight.key_end - 1];
+    for (int64_t key = sight.key_end; key < TILE_KEYS; ++key) {
+        rows.k[key] = rows.k[sight.key_end - 1];
+        rows.v[key] = rows.v[sight.key_end - 1];
+    }
     return true;
 }
 

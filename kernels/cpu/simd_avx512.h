@@ -78,27 +78,27 @@ inline V v_load_f16_n(const uint16_t* p, int n) {
 
 // Transpose 16 rows × 16 floats: out[c × 16 + r] = rows[r][c].
 inline void v_transpose(const float* const* rows, int column, float* out) {
-    V r[16], t[16];
-    for (int i = 0; i < 4; ++i) {
-        // Rows i, i+4, i+8, i+12 meet by quarters, so that two rounds of shuffles within 128 bits finish.
-        for (int quarter = 0; quarter < 4; ++quarter) {
-            V x = _mm512_castps128_ps512(_mm_loadu_ps(rows[i] + column + 4 * quarter));
-            x = _mm512_insertf32x4(x, _mm_loadu_ps(rows[i + 4] + column + 4 * quarter), 1);
-            x = _mm512_insertf32x4(x, _mm_loadu_ps(rows[i + 8] + column + 4 * quarter), 2);
-            r[4 * quarter + i] = _mm512_insertf32x4(x, _mm_loadu_ps(rows[i + 12] + column + 4 * quarter), 3);
-        }
+    V x[16], y[16];
+    for (int i = 0; i < 16; ++i) x[i] = _mm512_loadu_ps(rows[i] + column);
+    // Within 128 bits: y[4i + j] holds, in each quarter q, column 4q + j of rows 4i … 4i + 3.
+    for (int i = 0; i < 16; i += 4) {
+        const V low01 = _mm512_unpacklo_ps(x[i], x[i + 1]), high01 = _mm512_unpackhi_ps(x[i], x[i + 1]);
+        const V low23 = _mm512_unpacklo_ps(x[i + 2], x[i + 3]), high23 = _mm512_unpackhi_ps(x[i + 2], x[i + 3]);
+        y[i] = _mm512_shuffle_ps(low01, low23, 0x44);
+        y[i + 1] = _mm512_shuffle_ps(low01, low23, 0xee);
+        y[i + 2] = _mm512_shuffle_ps(high01, high23, 0x44);
+        y[i + 3] = _mm512_shuffle_ps(high01, high23, 0xee);
     }
-    for (int quarter = 0; quarter < 4; ++quarter) {
-        const V* x = r + 4 * quarter;
-        V* y = t + 4 * quarter;
-        const V low01 = _mm512_unpacklo_ps(x[0], x[1]), high01 = _mm512_unpackhi_ps(x[0], x[1]);
-        const V low23 = _mm512_unpacklo_ps(x[2], x[3]), high23 = _mm512_unpackhi_ps(x[2], x[3]);
-        y[0] = _mm512_shuffle_ps(low01, low23, 0x44);
-        y[1] = _mm512_shuffle_ps(low01, low23, 0xee);
-        y[2] = _mm512_shuffle_ps(high01, high23, 0x44);
-        y[3] = _mm512_shuffle_ps(high01, high23, 0xee);
+    // Across quarters, a 4 × 4 transpose of 128-bit pieces for each j.
+    for (int j = 0; j < 4; ++j) {
+        const V even01 = _mm512_shuffle_f32x4(y[j], y[j + 4], 0x88), odd01 = _mm512_shuffle_f32x4(y[j], y[j + 4], 0xdd);
+        const V even23 = _mm512_shuffle_f32x4(y[j + 8], y[j + 12], 0x88);
+        const V odd23 = _mm512_shuffle_f32x4(y[j + 8], y[j + 12], 0xdd);
+        _mm512_store_ps(out + 16 * j, _mm512_shuffle_f32x4(even01, even23, 0x88));
+        _mm512_store_ps(out + 16 * (j + 4), _mm512_shuffle_f32x4(odd01, odd23, 0x88));
+        _mm512_store_ps(out + 16 * (j + 8), _mm512_shuffle_f32x4(even01, even23, 0xdd));
+        _mm512_store_ps(out + 16 * (j + 12), _mm512_shuffle_f32x4(odd01, odd23, 0xdd));
     }
-    for (int i = 0; i < 16; ++i) _mm512_store_ps(out + 16 * i, t[i]);
 }
 
 }  // namespace
