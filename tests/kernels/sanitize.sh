@@ -1,0 +1,28 @@
+#!/usr/bin/env bash
+# Builds the C++ kernels with AddressSanitizer and UndefinedBehaviorSanitizer and runs their tests on that build, and the
+# thread pool under ThreadSanitizer. Needs g++ (or $CXX) and the environment's python (or $PYTHON).
+set -euo pipefail
+cd "$(dirname "$0")/../.."
+PYTHON=${PYTHON:-.venv/bin/python}
+CXX=${CXX:-g++}
+work=$(mktemp -d)
+trap 'rm -rf "$work"' EXIT
+
+flags=(-std=c++17 -fPIC -ffp-contract=off -fno-math-errno -w -g1 -pthread)
+# -O1: the register tiles need inlining, and the tests must end within a minute.
+for source in kernels/cpu/*.cpp; do
+  "$CXX" "${flags[@]}" -O1 -fsanitize=address,undefined -fno-sanitize-recover=all \
+    -c "$source" -o "$work/$(basename "$source").o" &
+done
+"$CXX" "${flags[@]}" -O1 -fsanitize=thread -Ikernels/cpu tests/kernels/pool_race.cpp kernels/cpu/pool.cpp -o "$work/race" &
+for job in $(jobs -p); do wait "$job"; done
+"$CXX" -shared -fsanitize=address,undefined -pthread "$work"/*.o -o "$work/_cpu.so"
+
+"$work/race"
+
+# Python itself is not instrumented: its runtime goes first, and what it never frees is not our leak.
+runtime=$("$CXX" -print-file-name=libasan.so):$("$CXX" -print-file-name=libubsan.so)
+LD_PRELOAD=$runtime ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 PENJING_CPU_LIBRARY=$work/_cpu.so \
+  "$PYTHON" -m pytest -q -p no:cacheprovider -m "" \
+  tests/kernels/test_cpu_linear.py tests/kernels/test_cpu_attention.py tests/kernels/test_decoder_step.py \
+  --deselect tests/kernels/test_cpu_attention.py::test_pages_beyond_two_billion_elements "$@"
