@@ -53,7 +53,7 @@ class Calibration(Config):
 class Evaluate(Config):
     """Held-out text for perplexity before and after, in windows that start afresh."""
 
-    prose_tokens: int = Field(default=12288, ge=64)
+    prose_tokens: int = Field(default=8192, ge=64)
     code_tokens: int = Field(default=4096, ge=0)  # 0: prose alone
     window: int = Field(default=512, ge=16)
 
