@@ -33,7 +33,7 @@ def kernels() -> list[Extension]:
             depends=sorted(str(path) for path in Path("kernels/cpu").glob("*.h")),
             # No contraction: the order of roundings is part of the result. No errno: square roots stay inline.
             extra_compile_args=[
-                *("-std=c++17", "-O3", "-ffp-contract=off", "-fno-math-errno", "-fvisibility=hidden"),
+                *("-std=c++17", "-O3", "-ffp-contract=off", "-fno-math-errno", "-fvisibility=hidden", "-g0"),
                 *("-Wno-uninitialized", "-Wno-maybe-uninitialized"),  # GCC 12 warns about its own AVX-512 headers
             ],
             extra_link_args=["-pthread"],
