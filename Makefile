@@ -10,7 +10,7 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest
 PACKAGES := kernels core train compress serve model_repository
 CPU_SOURCES := $(wildcard kernels/cpu/*.cpp kernels/cpu/*.h)
 
-.PHONY: help demo test test-full lint format bench image image-test clean
+.PHONY: help install demo test test-full test-gpu sanitize lint format bench bench-gpu image image-test clean links
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "make %-12s %s\n", $$1, $$2}'
@@ -24,8 +24,7 @@ $(BIN)/python:
 $(STAMP): pyproject.toml constraints.txt setup.py $(CPU_SOURCES) | $(BIN)/python
 	$(BIN)/python -m pip install -q -c constraints.txt torch
 	$(BIN)/python -m pip install -q -c constraints.txt -e '.[dev]'
-	@mkdir -p build/src/penjing
-	@for folder in $(PACKAGES); do ln -sfn ../../../$$folder build/src/penjing/$$folder; done
+	@$(MAKE) --no-print-directory links
 	@touch $@
 
 install: $(STAMP) ## make the environment (.venv)
@@ -39,6 +38,21 @@ test: $(STAMP) ## the tests (two processes)
 test-full: $(STAMP) ## the tests with their long variants
 	$(PYTEST) -n 2 --dist loadgroup -m ""
 
+sanitize: $(STAMP) ## the C++ kernels' tests under Address-, UndefinedBehavior- and ThreadSanitizer
+	PYTHON=$(BIN)/python bash tests/kernels/sanitize.sh
+
+# On a GPU machine penjing need not be installed: torch, the Triton language, numpy and pytest are enough.
+GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
+GPU := PYTHONPATH=build/src $(GPU_PYTHON)
+
+links:
+	@mkdir -p build/src/penjing
+	@for folder in $(PACKAGES); do ln -sfn ../../../$$folder build/src/penjing/$$folder; done
+
+test-gpu: links ## the Triton-language kernels on a real GPU (TRITON_INTERPRET=1: in the interpreter)
+	$(GPU) -m pytest -q -c /dev/null --rootdir . --confcutdir tests/kernels/gpu --import-mode importlib \
+	  -p no:cacheprovider tests/kernels/gpu
+
 lint: $(STAMP) ## ruff, format, types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -48,9 +62,13 @@ format: $(STAMP) ## rewrite the sources in the house format
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: $(STAMP) ## measure the engine against transformers and through Triton server; appends rows
+bench: $(STAMP) ## measure the engine against transformers, through Triton server and beside its kernels; appends rows
 	$(BIN)/python benchmarks/run_engine.py
 	$(BIN)/python benchmarks/run_server.py
+	$(BIN)/python benchmarks/run_overhead.py
+
+bench-gpu: test-gpu ## check the GPU kernels, then measure them against torch and the machine's ceilings; appends rows
+	$(GPU) benchmarks/run_kernels_gpu.py
 
 image: ## build the container image (docker, else buildah)
 	bash docker/build.sh

@@ -39,9 +39,10 @@ def check_model(checkpoint: Checkpoint) -> None:
 
     Raises:
         InputError: names the first tensor that is missing, has no place, or has another shape or dtype; or says that
-            the model is quantized already.
+            the model is quantized already, or of a kind that compression does not handle.
     """
     folder = checkpoint.folder
+    _check_kind(checkpoint.config, folder)
     quantized = checkpoint.config_json.get("quantization_config")
     if quantized is not None or (checkpoint.manifest is not None and checkpoint.manifest.kind == "artifact"):
         method = quantized.get("quant_method") if isinstance(quantized, dict) else "compressed"
@@ -63,6 +64,19 @@ def check_model(checkpoint: Checkpoint) -> None:
         raise InputError(
             f"{folder}: {len(extra)} tensors have no place in the {checkpoint.config.model_type} decoder of "
             f"config.json, the first is {extra[0]}; import the model again"
+        )
+
+
+def _check_kind(config: DecoderConfig, folder: Path) -> None:
+    kinds = {
+        "experts (moe)": config.moe is not None,
+        "latent attention": config.latent_attention is not None,
+        "shared layers": config.shared_layers > 1,
+    }
+    if found := [name for name, present in kinds.items() if present]:
+        raise InputError(
+            f"{folder} has {' and '.join(found)}, and compression handles plain decoder layers only; serve it in "
+            f"float32 as it is ('penjing serve {folder}'), or compress a model without them"
         )
 
 

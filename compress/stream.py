@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from penjing.core.checkpoint import Checkpoint, open_checkpoint
+from penjing.core.models.attention import causal_attention
 from penjing.core.models.decoder import Decoder, DecoderLayer
 from penjing.core.models.rope import inverse_frequencies
 from penjing.core.quantized import Int8Linear, apply_int8, int8_modules
@@ -91,7 +92,7 @@ class LayerStream:
         cos, sin = rotary_cos_sin(self._inverse_frequency, torch.arange(hidden_WTE.shape[1]))
         try:
             for window_TE in hidden_WTE:
-                window_TE.copy_(module(window_TE[None], cos, sin, self._decoder.causal_attention)[0])
+                window_TE.copy_(module(window_TE[None], cos, sin, causal_attention(self._decoder.config))[0])
         finally:
             for handle in handles:
                 handle.remove()

@@ -16,6 +16,7 @@ from penjing.core.files import atomic_write_text
 from penjing.core.manifest import MANIFEST_NAME, Manifest, check_inside, read_json_object, read_manifest
 from penjing.core.models.config import DecoderConfig
 from penjing.core.models.hf_config import decoder_config_from_hf, decoder_config_to_hf, token_ids
+from penjing.core.models.tensor_names import model_name, stored_name
 from penjing.core.safetensors_writer import MAX_SHARD_BYTES, SafetensorsWriter
 
 TOKENIZER_FILES = (
@@ -36,7 +37,7 @@ class Checkpoint:
         config: the architecture.
         config_json: `config.json` as it stands (for example its `quantization_config`).
         manifest: `penjing.json`, or None for a plain Hugging Face folder. Hashes are not checked here.
-        tensor_names: names of all stored tensors, in file order.
+        tensor_names: names of all stored tensors in the model, in file order.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -49,7 +50,7 @@ class Checkpoint:
         self.manifest: Manifest | None = read_manifest(folder) if (folder / MANIFEST_NAME).exists() else None
         self._readers: dict[str, Any] = {}
         self._file_of = self._locate_tensors()
-        self.tensor_names = tuple(self._file_of)
+        self.tensor_names = tuple(model_name(self.config, name) for name in self._file_of)
 
     def get(self, name: str) -> torch.Tensor:
         """The tensor `name` in its stored dtype and shape, read from disk now.
@@ -57,24 +58,30 @@ class Checkpoint:
         Raises:
             InputError: there is no such tensor, or its file cannot be read.
         """
-        reader = self._reader(self._file(name))
+        reader, stored = self._locate(name)
         try:
-            return reader.get_tensor(name)
+            return reader.get_tensor(stored)
         except SafetensorError as error:
-            raise InputError(f"{self.folder / self._file_of[name]}: cannot read {name}: {error}") from error
+            raise InputError(f"{self.folder / self._file_of[stored]}: cannot read {stored}: {error}") from error
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Shape of the tensor `name`, without reading its data."""
-        return tuple(self._reader(self._file(name)).get_slice(name).get_shape())
+        reader, stored = self._locate(name)
+        return tuple(reader.get_slice(stored).get_shape())
 
     def dtype(self, name: str) -> str:
         """Stored dtype of the tensor `name` as safetensors spells it ("F32", "BF16", "I8" …)."""
-        return self._reader(self._file(name)).get_slice(name).get_dtype()
+        reader, stored = self._locate(name)
+        return reader.get_slice(stored).get_dtype()
 
-    def _file(self, name: str) -> str:
-        if name not in self._file_of:
-            raise InputError(f"{self.folder} holds no tensor {name!r}; it is not complete, or of another architecture")
-        return self._file_of[name]
+    def _locate(self, name: str) -> tuple[Any, str]:
+        """The open file that holds the tensor `name`, and its name there."""
+        stored = stored_name(self.config, name)
+        if stored not in self._file_of:
+            raise InputError(
+                f"{self.folder} holds no tensor {stored!r}; it is not complete, or of another architecture"
+            )
+        return self._reader(self._file_of[stored]), stored
 
     def _locate_tensors(self) -> dict[str, str]:
         if (self.folder / _INDEX).exists() and not (self.folder / _WEIGHTS).exists():
@@ -141,7 +148,7 @@ def save_checkpoint(
         copy_tokenizer(tokenizer_from, folder)
     with SafetensorsWriter(folder, max_shard_bytes) as writer:
         for name, tensor in tensors:
-            writer.add(name, tensor)
+            writer.add(stored_name(config, name), tensor)
     return writer.total_bytes
 
 

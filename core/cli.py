@@ -6,9 +6,10 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
+from typer.core import TyperGroup
 from typer.exceptions import TyperException
 
 from penjing.core.errors import ConfigError, PenjingError
@@ -23,6 +24,23 @@ app = typer.Typer(
 )
 server_app = typer.Typer(help="The embedded Triton server: install it once, see what is there.", no_args_is_help=True)
 bench_app = typer.Typer(help="Tokens per second, latency and memory: a table and JSON.", no_args_is_help=True)
+
+
+class RecipeOrCommand(TyperGroup):
+    """`penjing compress RECIPE` beside `penjing compress inspect …`: what is no command goes to `run`."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        if args and args[0] not in self.commands and args[0] not in ctx.help_option_names:
+            args = ["run", *args]
+        return super().parse_args(ctx, args)
+
+
+compress_app = typer.Typer(
+    cls=RecipeOrCommand,
+    help="Compress a checkpoint: `penjing compress RECIPE` (short for `penjing compress run RECIPE`), or look at one.",
+    no_args_is_help=True,
+)
+app.add_typer(compress_app, name="compress")
 app.add_typer(server_app, name="server")
 app.add_typer(bench_app, name="bench")
 
@@ -34,6 +52,10 @@ Overrides = Annotated[
     list[str] | None, typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Change one value of the recipe.")
 ]
 Runs = Annotated[int, typer.Option(min=1, help="Runs after a warm-up; medians are shown.")]
+KvDtype = Annotated[
+    Literal["float32", "int8"],
+    typer.Option(help="How the KV cache is kept: int8 holds nearly four times the tokens, long contexts run faster."),
+]
 Json = Annotated[Path | None, typer.Option("--json", help="Also write the result to this file.")]
 
 
@@ -74,9 +96,14 @@ def train(
     profile: Annotated[bool, typer.Option("--profile", help="Record a few steps with torch's profiler.")] = False,
     force: Force = False,
 ) -> None:
-    """Train a model as a recipe says; `torchrun -m penjing.train RECIPE` does so with many processes.
+    """Train a model as a recipe says: a checkpoint folder, and beside it FOLDER-run with metrics and training state.
 
-    Example: `penjing train recipes/decoder-tiny.toml --set steps=200`
+    Examples:
+
+    - `penjing train recipes/decoder-tiny.toml --set steps=200 --set precision.mode=fp32`
+    - `penjing train recipes/decoder-tiny.toml --resume auto` goes on after Ctrl-C, a kill or a crash
+    - `torchrun --nproc-per-node 2 -m penjing.train recipes/resnet-fashion.toml` shares the batch between two processes
+    - `tensorboard --logdir build/decoder-tiny-run` shows the curves
     """
     from penjing.core.progress import progress_bar
     from penjing.train.run import train as run
@@ -85,7 +112,7 @@ def train(
         run(recipe, overrides or [], resume=resume, force=force, profile=profile, progress=progress)
 
 
-@app.command()
+@compress_app.command("run")
 def compress(
     recipe: Annotated[Path, typer.Argument(help="A TOML recipe; see `recipes/`.", show_default=False)],
     overrides: Overrides = None,
@@ -102,6 +129,24 @@ def compress(
         run(recipe, overrides or [], force=force, progress=progress)
 
 
+@compress_app.command("inspect")
+def compress_inspect(
+    checkpoint: Annotated[Path, typer.Argument(help="A checkpoint folder.", show_default=False)],
+    json_file: Json = None,
+) -> None:
+    """Show each layer's shape, bytes and multiply-accumulates, and what pruning can take: channels, heads, features.
+
+    Example: `penjing compress inspect build/smollm2 --json inspect.json`
+    """
+    from penjing.compress.prune.inspect import inspect_checkpoint, print_inspection
+    from penjing.core.progress import progress_bar
+
+    with progress_bar() as progress:
+        result = inspect_checkpoint(checkpoint, progress)
+    print_inspection(result)
+    _write_json(result, json_file)
+
+
 @app.command()
 def generate(
     model: Model,
@@ -113,6 +158,7 @@ def generate(
     seed: Annotated[int | None, typer.Option(help="Makes sampling repeatable.")] = None,
     stop: Annotated[list[str] | None, typer.Option(help="Stop before this text; may be repeated.")] = None,
     chat: Annotated[bool, typer.Option("--chat", help="Wrap the prompt in the model's chat template.")] = False,
+    kv_dtype: KvDtype = "float32",
 ) -> None:
     """Generate text in this process, streaming it as it comes.
 
@@ -123,7 +169,7 @@ def generate(
     sampling: dict[str, Any] = {"max_tokens": max_tokens, "temperature": temperature, "top_p": top_p, "top_k": top_k}
     sampling |= {"stop": stop or [], **({} if seed is None else {"seed": seed})}
     text = sys.stdin.read() if prompt == "-" else prompt
-    generate_to_terminal(model, text, sampling, chat=chat)
+    generate_to_terminal(model, text, sampling, chat=chat, kv_dtype=kv_dtype)
 
 
 @app.command()
@@ -134,6 +180,7 @@ def serve(
     http_port: Annotated[int, typer.Option(min=1, max=65535, help="HTTP.")] = 8000,
     metrics_port: Annotated[int, typer.Option(min=1, max=65535, help="Prometheus metrics.")] = 8002,
     detach: Annotated[bool, typer.Option("--detach", help="Return when ready; `penjing stop` ends it.")] = False,
+    kv_dtype: KvDtype = "float32",
     overrides: Annotated[
         list[str] | None,
         typer.Option("--set", metavar="KEY=VALUE", help="An engine setting, for example max_num_sequences=64."),
@@ -147,7 +194,7 @@ def serve(
     from penjing.serve.triton.supervisor import serve as run
 
     config = ServeConfig(host=host, grpc_port=grpc_port, http_port=http_port, metrics_port=metrics_port)
-    run(model, config, detach=detach, engine_overrides=overrides or [])
+    run(model, config, detach=detach, engine_overrides=[f"kv_dtype={kv_dtype}", *(overrides or [])])
 
 
 @app.command()
@@ -194,7 +241,7 @@ def server_status() -> None:
 
 
 @bench_app.command("engine")
-def bench_engine(model: Model, runs: Runs = 5, json_file: Json = None) -> None:
+def bench_engine(model: Model, runs: Runs = 5, kv_dtype: KvDtype = "float32", json_file: Json = None) -> None:
     """Measure the engine in this process: prefill, one stream, 16 streams.
 
     Example: `penjing bench engine build/smollm2-int8 --json bench.json`
@@ -203,7 +250,7 @@ def bench_engine(model: Model, runs: Runs = 5, json_file: Json = None) -> None:
     from penjing.serve.bench_engine import bench_engine as run
 
     with progress_bar() as progress:
-        result = run(model, runs=runs, progress=progress)
+        result = run(model, runs=runs, progress=progress, kv_dtype=kv_dtype)
     _show(result, json_file)
 
 
@@ -227,20 +274,42 @@ def bench_server(
 
 
 @app.command()
-def info() -> None:
-    """Show versions, the device and which implementation of each kernel runs here."""
-    from penjing.core.info import collect
+def info(
+    kernels: Annotated[
+        bool, typer.Option("--kernels", help="Compile the GPU kernels for sm_90: registers, spills, shared memory.")
+    ] = False,
+    full: Annotated[bool, typer.Option("--full", help="With --kernels: rare configurations too.")] = False,
+    json_file: Json = None,
+) -> None:
+    """Show versions, the device and which implementation of each kernel runs here, and why.
 
-    _show(collect(), None)
+    Example: `penjing info --kernels` (needs no GPU)
+    """
+    from penjing.core.info import collect, compiled_kernels, print_kernels
+    from penjing.core.progress import print_table, progress_bar
+
+    if not kernels:
+        result = collect()
+        print_table(result)
+    else:
+        with progress_bar() as progress:
+            result = compiled_kernels(progress, full=full)
+        print_kernels(result)
+    _write_json(result, json_file)
 
 
 def _show(result: dict[str, Any], json_file: Path | None) -> None:
-    import json
-
-    from penjing.core.files import atomic_write_text
     from penjing.core.progress import print_table
 
     print_table(result)
+    _write_json(result, json_file)
+
+
+def _write_json(result: Any, json_file: Path | None) -> None:
+    import json
+
+    from penjing.core.files import atomic_write_text
+
     text = json.dumps(result, indent=2)
     if json_file is not None:
         atomic_write_text(json_file, text + "\n")
@@ -267,7 +336,8 @@ def guarded(work: Callable[[], int]) -> int:
     except PenjingError as error:
         return _fail(error, str(error), error.exit_code)
     except TyperException as error:
-        return _fail(error, f"{error.format_message().rstrip('.')}. Try 'penjing --help'.", ConfigError.exit_code)
+        command = getattr(getattr(error, "ctx", None), "command_path", "penjing")
+        return _fail(error, f"{error.format_message().rstrip('.')}. Try '{command} --help'.", ConfigError.exit_code)
     except (KeyboardInterrupt, typer.Abort):
         return INTERRUPTED
     except BrokenPipeError:

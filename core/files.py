@@ -22,6 +22,7 @@ _NEXT_STEP = {
     errno.EACCES: "permission is denied; choose a folder you may write to",
     errno.EPERM: "permission is denied; choose a folder you may write to",
     errno.EROFS: "the file system is read-only; choose a folder you may write to",
+    errno.ENOENT: "no folder can be made there; choose another",
     errno.ENAMETOOLONG: "the name is too long; choose a shorter one",
 }
 _RENAME_EXCHANGE = 2  # renameat2(2)
@@ -34,7 +35,8 @@ def writing(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno not in _NEXT_STEP:
+        missing = error.errno == errno.ENOENT  # a file that is read may be missing too: that is another matter
+        if error.errno not in _NEXT_STEP or (missing and not path.absolute().is_relative_to(str(error.filename))):
             raise
         raise SetupError(f"cannot write {path}: {_NEXT_STEP[error.errno]}") from error
 

@@ -8,7 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from penjing.core.batch_invariant import BatchInvariantLinear
-from penjing.core.models.decoder import MLP, Attention, Backbone, Decoder, DecoderLayer, RMSNorm
+from penjing.core.models.attention import Attention
+from penjing.core.models.decoder import Backbone, Decoder, DecoderLayer
+from penjing.core.models.mlp import MLP
+from penjing.core.models.norm import RMSNorm
 from penjing.core.quantized import Int8Linear
 from penjing.kernels.decoder_step import AnyLinear, DecoderStep, FloatLinear, LayerWeights
 from penjing.kernels.dispatch import cpu_extension
@@ -74,6 +77,8 @@ def _layer_weights(model: Decoder, index: int) -> LayerWeights:
     layer = model.model.layers[index]
     assert isinstance(layer, DecoderLayer)
     attention, mlp = layer.self_attn, layer.mlp
+    assert isinstance(attention, Attention)
+    assert isinstance(mlp, MLP)
     return LayerWeights(
         q=_linear(attention.q_proj),
         k=_linear(attention.k_proj),

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from penjing.core.batch_invariant import apply_batch_invariance
 from penjing.core.chat import ChatTemplate
@@ -40,38 +42,55 @@ class LoadedModel:
 def load_model(folder: Path, device: str | torch.device = "cpu") -> LoadedModel:
     """Load `folder`, a checkpoint or an artifact, for inference.
 
-    Hashes are checked first where there is a manifest. Tensors are taken one at a time, on the CPU as views of the
-    mapped file where no conversion is needed: peak memory is about that of the model. Everything runs in float32
-    except INT8 layers; an embedding that is not tied to the LM head stays in its stored type.
+    Hashes are checked meanwhile where there is a manifest; nothing is returned before they are. Tensors are taken one
+    at a time, on the CPU as views of the mapped file where no conversion is needed: peak memory is about that of the
+    model. INT8 weights are views of a mapping of their own, which ends with the last of them. Everything runs in
+    float32 except INT8 layers; an embedding that is not tied to the LM head stays in its stored type.
 
     Raises:
         InputError: a missing, damaged or unknown file, a missing or unexpected tensor, a scheme penjing does not run.
     """
     checkpoint = open_checkpoint(folder)
-    if checkpoint.manifest is not None:
-        verify(folder)
-    model, scheme = _build(checkpoint, torch.device(device))
-    return LoadedModel(
-        model=model,
-        config=checkpoint.config,
-        tokenizer=Tokenizer.from_folder(folder),
-        chat_template=ChatTemplate.from_folder(folder),
-        manifest=checkpoint.manifest,
-        scheme=scheme,
-    )
+    with ThreadPoolExecutor(1) as thread:
+        verified = None if checkpoint.manifest is None else thread.submit(verify, folder)
+        try:
+            model, scheme = _build(checkpoint, torch.device(device))
+            loaded = LoadedModel(
+                model=model,
+                config=checkpoint.config,
+                tokenizer=Tokenizer.from_folder(folder),
+                chat_template=ChatTemplate.from_folder(folder),
+                manifest=checkpoint.manifest,
+                scheme=scheme,
+            )
+        finally:
+            if verified is not None:
+                verified.result()  # a damaged file explains whatever else went wrong with it
+    return loaded
+
+
+class _NoRandomWeights(TorchFunctionMode):
+    """Leaves out random fills of the weights that are about to be replaced: on the meta device torch runs them through
+    Python decompositions, whose imports take 1.5 s."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        named = kwargs or {}
+        if func in (nn.init.normal_, nn.init.uniform_, nn.init.kaiming_uniform_):
+            return named["tensor"] if "tensor" in named else args[0]
+        return func(*args, **named)
 
 
 def _build(checkpoint: Checkpoint, device: torch.device) -> tuple[Decoder, Literal["fp32", "int8"]]:
     config, available = checkpoint.config, set(checkpoint.tensor_names)
     taken: set[str] = set()
 
-    def take(name: str) -> Tensor:
+    def take(name: str, source: Checkpoint = checkpoint) -> Tensor:
         if name not in available:
             raise InputError(f"{checkpoint.folder}: tensor {name} is missing; config.json promises it. Import it again")
         taken.add(name)
-        return checkpoint.get(name).to(device)
+        return source.get(name).to(device)
 
-    with torch.device("meta"):
+    with torch.device("meta"), _NoRandomWeights():
         model = Decoder(config)
     quantization = checkpoint.config_json.get("quantization_config")
     if quantization is not None:
@@ -82,7 +101,8 @@ def _build(checkpoint: Checkpoint, device: torch.device) -> tuple[Decoder, Liter
                 f"{checkpoint.folder}: lm_head is quantized but tied to the embedding; "
                 "list it under quantization_config.ignore or set tie_word_embeddings to false"
             )
-        apply_int8(model, quantized, take)
+        mapping = open_checkpoint(checkpoint.folder)
+        apply_int8(model, quantized, lambda name: take(name, mapping))
 
     for name, parameter in list(model.named_parameters()):
         value = take(name)
@@ -95,8 +115,8 @@ def _build(checkpoint: Checkpoint, device: torch.device) -> tuple[Decoder, Liter
             value = value.to(torch.float32)
         owner, _, leaf = name.rpartition(".")
         setattr(model.get_submodule(owner), leaf, nn.Parameter(value, requires_grad=False))
+    model.tie_weights()
     if config.tie_word_embeddings:
-        model.lm_head.weight = model.model.embed_tokens.weight
         taken.add("lm_head.weight")  # some writers store the tied copy too
     model.model.inverse_frequency = inverse_frequencies(config).to(device)
 

@@ -20,6 +20,10 @@ class Progress(Protocol):
         """`parts` more of the current task are done."""
         ...
 
+    def status(self, text: str) -> None:
+        """How the current task stands: shown beside the bar in place of the time to go, which `text` then holds."""
+        ...
+
     def note(self, message: str) -> None:
         """Show one line that stays: a result, a decision, a step that was skipped."""
         ...
@@ -32,15 +36,20 @@ class Silent:
 
     def advance(self, parts: int = 1) -> None: ...
 
+    def status(self, text: str) -> None: ...
+
     def note(self, message: str) -> None: ...
 
 
 class PlainProgress:
-    """For pipes and logs: a line when a task ends, with its seconds."""
+    """For pipes and logs: a line when a task ends, with its seconds; statuses at most every `every_s` seconds."""
 
-    def __init__(self) -> None:
+    def __init__(self, every_s: float = 10.0) -> None:
+        self.every_s = every_s
         self._task: str | None = None
         self._began = 0.0
+        self._held: str | None = None  # the newest status, not shown yet
+        self._shown_at = -every_s
 
     def start(self, task: str, total: int) -> None:
         self.finish()
@@ -48,42 +57,66 @@ class PlainProgress:
 
     def advance(self, parts: int = 1) -> None: ...
 
+    def status(self, text: str) -> None:
+        self._held = text
+        if time.monotonic() - self._shown_at >= self.every_s:
+            self._show_status()
+
     def note(self, message: str) -> None:
-        self.finish()
+        self._show_status()
         print(message, file=sys.stderr, flush=True)
 
     def finish(self) -> None:
+        self._show_status()
         if self._task is not None:
             print(f"{self._task}: {time.monotonic() - self._began:.1f} s", file=sys.stderr, flush=True)
         self._task = None
 
+    def _show_status(self) -> None:
+        if self._held is not None:
+            print(self._held, file=sys.stderr, flush=True)
+            self._held, self._shown_at = None, time.monotonic()
+
 
 class TerminalProgress:
-    """A rich bar with share done, elapsed time and time to go."""
+    """A rich bar with share done and elapsed time, then the task's status or the time to go."""
 
     def __init__(self) -> None:
         from rich.console import Console
-        from rich.progress import BarColumn, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+        from rich.progress import BarColumn, ProgressColumn, Task, TaskProgressColumn, TextColumn
         from rich.progress import Progress as RichProgress
+        from rich.text import Text
+
+        class Status(ProgressColumn):
+            def render(self, task: Task) -> Text:
+                left = "-:--" if task.time_remaining is None else clock(task.time_remaining)
+                return Text(task.fields["status"] or f"left {left}", no_wrap=True, overflow="ellipsis")
+
+        class Elapsed(ProgressColumn):
+            def render(self, task: Task) -> Text:
+                return Text(clock(task.finished_time or task.elapsed or 0.0), style="progress.elapsed")
 
         self.bar = RichProgress(
             TextColumn("{task.description}"),
-            BarColumn(),
+            BarColumn(bar_width=16),
             TaskProgressColumn(),
-            TimeElapsedColumn(),
-            TextColumn("left"),
-            TimeRemainingColumn(),
+            Elapsed(),
+            Status(),
             console=Console(stderr=True),
         )
         self._task: Any = None
 
     def start(self, task: str, total: int) -> None:
         self.finish()
-        self._task = self.bar.add_task(task, total=total)
+        self._task = self.bar.add_task(task, total=total, status="")
 
     def advance(self, parts: int = 1) -> None:
         if self._task is not None:
             self.bar.advance(self._task, parts)
+
+    def status(self, text: str) -> None:
+        if self._task is not None:
+            self.bar.update(self._task, status=text)
 
     def note(self, message: str) -> None:
         self.bar.console.print(message, highlight=False, markup=False)
@@ -106,6 +139,13 @@ def progress_bar() -> Iterator[Progress]:
         plain = PlainProgress()
         yield plain
         plain.finish()
+
+
+def clock(seconds: float) -> str:
+    """`seconds` as 0:07, 12:34 or 1:02:03."""
+    minutes, whole = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{whole:02d}" if hours else f"{minutes}:{whole:02d}"
 
 
 def print_table(values: dict[str, Any]) -> None:

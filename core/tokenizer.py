@@ -18,6 +18,7 @@ class Tokenizer:
 
     Attributes:
         vocab_size: largest token id + 1 (the embedding may have more rows).
+        longest_token: characters of the longest token, as the vocabulary spells it.
         eos_token_ids: ids that end a text, of the model and of the tokenizer.
         bos_token_id: id that begins a text, or None.
         special_ids: ids of control tokens, left out of decoded text.
@@ -27,7 +28,9 @@ class Tokenizer:
         self.backend = backend
         backend.no_truncation()
         backend.no_padding()
-        self.vocab_size = max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+        vocab = backend.get_vocab(with_added_tokens=True)
+        self.vocab_size = max(vocab.values(), default=-1) + 1
+        self.longest_token = max(map(len, vocab), default=0)
         self.eos_token_ids = tuple(dict.fromkeys(eos_token_ids))
         self.bos_token_id = bos_token_id
         added = backend.get_added_tokens_decoder()

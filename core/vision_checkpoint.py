@@ -7,8 +7,9 @@ import json
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
 from pydantic import Field
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
 
@@ -48,15 +49,48 @@ def load_vision_checkpoint(folder: Path) -> tuple[ResNet, VisionConfig]:
     Raises:
         InputError: missing, damaged, or of another kind.
     """
-    values = read_json_object(folder / "config.json")
-    if values.get("task") != "image-classification":
-        raise InputError(f"{folder} is no image classifier (its config.json has task {values.get('task')!r})")
+    config = vision_config(folder)
     verify(folder)
     try:
-        config = parse_config(VisionConfig, values, str(folder / "config.json"))
         tensors = load_file(folder / _WEIGHTS)
         model = ResNet(config.model)
         model.load_state_dict(tensors)
-    except (ConfigError, SafetensorError, OSError, RuntimeError) as error:
+    except (SafetensorError, OSError, RuntimeError) as error:
         raise InputError(f"{folder} cannot be loaded: {error}; make it again") from error
     return model.eval(), config
+
+
+def vision_config(folder: Path) -> VisionConfig:
+    """The content of a classifier's `config.json`.
+
+    Raises:
+        InputError: missing, damaged, or of another kind.
+    """
+    values = read_json_object(folder / "config.json")
+    if values.get("task") != "image-classification":
+        raise InputError(f"{folder} is no image classifier (its config.json has task {values.get('task')!r})")
+    try:
+        return parse_config(VisionConfig, values, str(folder / "config.json"))
+    except ConfigError as error:
+        raise InputError(f"{folder} cannot be loaded: {error}; make it again") from error
+
+
+def vision_skeleton(folder: Path) -> tuple[ResNet, VisionConfig]:
+    """The model without storage (device "meta"), in evaluation mode, and its config; no weight is read.
+
+    Raises:
+        InputError: missing, damaged, of another kind, or with other tensors than `config.json` promises.
+    """
+    config = vision_config(folder)
+    try:
+        with safe_open(folder / _WEIGHTS, framework="pt") as file:
+            stored = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118 (no dict)
+    except (SafetensorError, OSError) as error:
+        raise InputError(f"{folder} cannot be loaded: {error}; make it again") from error
+    with torch.device("meta"):
+        model = ResNet(config.model).eval()
+    expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    if odd := sorted(name for name in stored.keys() | expected.keys() if stored.get(name) != expected.get(name)):
+        shapes = f"{stored.get(odd[0], 'missing')}, config.json asks for {expected.get(odd[0], 'none')}"
+        raise InputError(f"{folder}: {odd[0]} is {shapes}; make it again")
+    return model, config

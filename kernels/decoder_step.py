@@ -7,6 +7,7 @@ which some hundred calls of torch would be most.
 from __future__ import annotations
 
 import ctypes
+import time
 import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -17,10 +18,12 @@ from torch import Tensor
 from penjing.kernels.cpu import library as abi
 from penjing.kernels.cpu.functions import CpuExtension, Int8Panels, float_linear
 from penjing.kernels.int8_linear import PackedInt8
+from penjing.kernels.kv_layout import check_int8_head_dim
 from penjing.kernels.rotary import rotary_cos_sin
 
 # Rows of the rotary table at first; it doubles when a position lies beyond.
 FIRST_POSITIONS = 4096
+MAX_TOP = 1024
 PROBLEMS = {
     -1: "there is no memory for the working buffers",
     -2: "the block table holds an id outside the cache",
@@ -131,6 +134,8 @@ class DecoderStep:
         ]
         self.weight_bytes = packer.used + sum(linear.weight_NK.nbytes for linear in floats)
         """Bytes of weights that a step reads at least."""
+        self.seconds = 0.0
+        """Wall time that calls of the extension have taken so far."""
         self._model = model
         self._logits = torch.empty(0, self.vocab)
         self._decoder: int | None = None
@@ -147,6 +152,7 @@ class DecoderStep:
         block_table_SB: Tensor,
         logit_rows_R: Tensor,
         kv_pool: Tensor,
+        kv_scale: Tensor | None = None,
     ) -> Tensor:
         """Compute T tokens of S sequences: store their keys and values, return the logits of R of them.
 
@@ -159,7 +165,9 @@ class DecoderStep:
             context_len_S: (S,) int32, keys of each sequence, its new tokens included.
             block_table_SB: (S, B) int32; entries no row sees are not read.
             logit_rows_R: (R,) int32, rows whose logits are wanted; R may be 0.
-            kv_pool: (num_layers, 2, num_blocks, num_kv_heads, block_size, head_dim) float32, written in place.
+            kv_pool: (num_layers, 2, num_blocks, num_kv_heads, block_size, head_dim) float32, or int8 with scales;
+                written in place.
+            kv_scale: (num_layers, 2, num_blocks, num_kv_heads, block_size) float32 of an INT8 pool, see `kv_layout`.
 
         Returns:
             logits_RV float32, valid until the next call.
@@ -167,7 +175,41 @@ class DecoderStep:
         Raises:
             ValueError: a wrong shape, dtype, layout or value; nothing was computed.
         """
+        num_logits = logit_rows_R.shape[0]
+        if num_logits > self._logits.shape[0]:
+            self._logits = torch.empty(num_logits, self.vocab)
+        inputs = token_ids_T, positions_T, slot_T, cu_query_S1, context_len_S, block_table_SB, logit_rows_R, kv_pool
+        self._run(inputs, kv_scale, 0, self._logits, None)
+        return self._logits[:num_logits]
+
+    def step_top(self, top: int, *inputs: Tensor, kv_scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """`step`, but only the `top` largest logits of each row; the others are compared and not written down.
+
+        Args:
+            top: 1 … 1024.
+            inputs, kv_scale: the arguments of `step`, in its order.
+
+        Returns:
+            logits_RK float32 in descending order and ids_RK int32, K = top; equal logits by ascending id, (−inf, −1)
+            beyond the vocabulary. A row with a NaN anywhere has a NaN first.
+
+        Raises:
+            ValueError: see `step`.
+        """
+        if not 1 <= top <= MAX_TOP:
+            raise ValueError(f"top={top}: 1 to {MAX_TOP} is possible")
+        num_logits = inputs[6].shape[0]
+        logits_RK, ids_RK = torch.empty(num_logits, top), torch.empty(num_logits, top, dtype=torch.int32)
+        self._run(inputs, kv_scale, top, logits_RK, ids_RK)
+        return logits_RK, ids_RK
+
+    def _run(
+        self, inputs: tuple[Tensor, ...], kv_scale: Tensor | None, top: int, logits: Tensor, top_ids_RK: Tensor | None
+    ) -> None:
+        token_ids_T, positions_T, slot_T, cu_query_S1, context_len_S, block_table_SB, logit_rows_R, kv_pool = inputs
         num_rows, num_sequences, num_logits = token_ids_T.shape[0], context_len_S.shape[0], logit_rows_R.shape[0]
+        if kv_scale is None and kv_pool.dtype == torch.int8:
+            raise ValueError("an INT8 pool needs kv_scale")
         addresses = [
             _address("token_ids_T", token_ids_T, torch.int32, (num_rows,)),
             _address("positions_T", positions_T, torch.int32, (num_rows,)),
@@ -176,13 +218,14 @@ class DecoderStep:
             _address("cu_query_S1", cu_query_S1, torch.int32, (num_sequences + 1,)),
             _address("context_len_S", context_len_S, torch.int32, (num_sequences,)),
             _address("block_table_SB", block_table_SB, torch.int32, (num_sequences, None)),
-            _address("kv_pool", kv_pool, torch.float32, self._pool_shape),
+            _address("kv_pool", kv_pool, torch.float32 if kv_scale is None else torch.int8, self._pool_shape),
         ]
+        if kv_scale is not None:
+            check_int8_head_dim(kv_pool.shape[-1])
+            addresses.append(_address("kv_scale", kv_scale, torch.float32, tuple(kv_pool.shape[:-1])))
         if num_rows == 0 or 0 in kv_pool.shape:
             raise ValueError(f"a step of {num_rows} tokens on a cache of shape {tuple(kv_pool.shape)}")
-        if num_logits > self._logits.shape[0]:
-            self._logits = torch.empty(num_logits, self.vocab)
-        tokens, positions, slots, rows, cu_query, context_len, table, pool = addresses
+        tokens, positions, slots, rows, cu_query, context_len, table, pool, *scales = addresses
         step = abi.StepInput(
             tokens=tokens,
             positions=positions,
@@ -192,21 +235,29 @@ class DecoderStep:
             num_logits=num_logits,
             sequences=abi.Sequences(cu_query, context_len, table, block_table_SB.shape[1], num_sequences),
             pool=pool,
+            pool_scale=scales[0] if scales else None,
             num_blocks=kv_pool.shape[2],
             block_size=kv_pool.shape[4],
-            logits=self._logits.data_ptr(),
+            top=top,
+            logits=logits.data_ptr(),
+            top_ids=None if top_ids_RK is None else top_ids_RK.data_ptr(),
         )
-        result = self._extension.library.pj_step(self._decoder, ctypes.byref(step))
+        result = self._call(step)
         if result == -4 and self._model.num_positions < self.max_positions:
             longest = int(positions_T.max()) + 1
             if self._model.num_positions < longest <= self.max_positions:
                 self._grow_positions(min(max(longest, 2 * self._model.num_positions), self.max_positions))
-                result = self._extension.library.pj_step(self._decoder, ctypes.byref(step))
+                result = self._call(step)
         if result == -1:
             raise MemoryError(PROBLEMS[result])
         if result:
             raise ValueError(PROBLEMS[result])
-        return self._logits[:num_logits]
+
+    def _call(self, step: abi.StepInput) -> int:
+        started = time.perf_counter()
+        result = self._extension.library.pj_step(self._decoder, ctypes.byref(step))
+        self.seconds += time.perf_counter() - started
+        return result
 
     def _grow_positions(self, count: int) -> None:
         cos, sin = rotary_cos_sin(self._inverse_frequency, torch.arange(count))
@@ -269,16 +320,8 @@ class _Packer:
         memory = self.memory[self.used : self.used + needed]
         self.used += needed
         packed = [linear for linear in group if isinstance(linear, PackedInt8)]
-        bias = None
-        if any(linear.bias_N is not None for linear in packed):
-            bias = torch.cat([torch.zeros(p.out_features) if p.bias_N is None else p.bias_N for p in packed])
-        panels: Int8Panels = self.extension.prepack_int8(
-            torch.cat([linear.weight_NK for linear in packed]),
-            torch.cat([linear.scale_N for linear in packed]),
-            bias,
-            swiglu=swiglu,
-            memory=memory,
-        )
+        parts = [(linear.weight_NK, linear.scale_N, linear.bias_N) for linear in packed]
+        panels: Int8Panels = self.extension.prepack_parts(parts, swiglu=swiglu, memory=memory)
         return panels.linear
 
     def _needed(self, group: Sequence[AnyLinear], swiglu: bool) -> int:

@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from penjing.kernels.dispatch import cpu_extension
-from penjing.kernels.quantize import quantize_per_token_torch
+from penjing.kernels.dispatch import cpu_extension, gpu_kernels
+from penjing.kernels.quantize import quantize_per_token, quantize_per_token_torch
+from penjing.kernels.rounding import round_clamp_
+from penjing.kernels.swiglu import swiglu_torch
 
 if TYPE_CHECKING:
     from penjing.kernels.cpu.functions import Int8Panels
@@ -84,14 +86,20 @@ def int8_linear(x_MK: torch.Tensor, packed: PackedInt8) -> torch.Tensor:
     Raises:
         ValueError: a wrong shape, dtype or device.
     """
+    _check_input(x_MK, packed)
+    if gpu_kernels("int8_matmul", x_MK, packed.weight_NK) is not None:
+        return scaled_int8_matmul(*quantize_per_token(x_MK), packed)
+    extension = cpu_extension(x_MK)
+    return int8_linear_torch(x_MK, packed) if extension is None else extension.int8_linear(x_MK, packed.panels)
+
+
+def _check_input(x_MK: torch.Tensor, packed: PackedInt8) -> None:
     if x_MK.dim() != 2 or x_MK.shape[1] != packed.in_features or not x_MK.is_floating_point():
         raise ValueError(
             f"x_MK has shape {tuple(x_MK.shape)} and {x_MK.dtype}; floating (M, {packed.in_features}) is needed"
         )
     if x_MK.device != packed.weight_NK.device:
         raise ValueError(f"x_MK is on {x_MK.device}, the weight on {packed.weight_NK.device}")
-    extension = cpu_extension(x_MK)
-    return int8_linear_torch(x_MK, packed) if extension is None else extension.int8_linear(x_MK, packed.panels)
 
 
 def int8_linear_torch(x_MK: torch.Tensor, packed: PackedInt8) -> torch.Tensor:
@@ -102,10 +110,105 @@ def int8_linear_torch(x_MK: torch.Tensor, packed: PackedInt8) -> torch.Tensor:
     return y_MN if packed.bias_N is None else y_MN.add_(packed.bias_N)
 
 
+def scaled_int8_matmul(
+    q_MK: torch.Tensor,
+    scale_M: torch.Tensor,
+    packed: PackedInt8,
+    *,
+    residual_MN: torch.Tensor | None = None,
+    swiglu: bool = False,
+    output_scale: torch.Tensor | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> torch.Tensor:
+    """y_MN = (q_MK · weight_NKᵀ) × scale_M × scale_N + bias_N, and what follows it, in one pass on a GPU.
+
+    Args:
+        q_MK, scale_M: from `quantize_per_token`.
+        residual_MN: added to the result in float32; of type `dtype`.
+        swiglu: the weight's first half are the rows of the gate, the second those of `up`; y = silu(gate) × up.
+        output_scale: (1,) float32: y / output_scale is rounded to INT8 (a static scale; a dynamic one needs the
+            whole row first: quantize the result).
+        dtype: of the result, float32, float16 or bfloat16.
+
+    Returns:
+        (M, N) or (M, N / 2) of `dtype`, or int8.
+
+    Raises:
+        ValueError: a wrong shape, dtype or device.
+    """
+    columns = packed.out_features // 2 if swiglu else packed.out_features
+    _check_scaled(q_MK, scale_M, packed, residual_MN, output_scale, swiglu, dtype)
+    weight_NK, scale_N, bias_N = packed.weight_NK, packed.scale_N, packed.bias_N
+    gpu = gpu_kernels("int8_matmul", q_MK, weight_NK)
+    if gpu is not None and gpu.takes(q_MK, weight_NK):
+        residual = None if residual_MN is None else residual_MN.contiguous()
+        vectors = scale_M.contiguous(), weight_NK, scale_N, bias_N
+        return gpu.scaled_int8_matmul(q_MK, *vectors, residual, swiglu, output_scale, dtype)
+    y_MN = int8_matmul(q_MK, weight_NK).to(torch.float32).mul_(scale_M[:, None]).mul_(scale_N)
+    if bias_N is not None:
+        y_MN.add_(bias_N)
+    if swiglu:
+        y_MN = swiglu_torch(y_MN[:, :columns], y_MN[:, columns:])
+    if residual_MN is not None:
+        y_MN = y_MN + residual_MN
+    return y_MN.to(dtype) if output_scale is None else round_clamp_(y_MN / output_scale).to(torch.int8)
+
+
+def _check_scaled(
+    q_MK: torch.Tensor,
+    scale_M: torch.Tensor,
+    packed: PackedInt8,
+    residual_MN: torch.Tensor | None,
+    output_scale: torch.Tensor | None,
+    swiglu: bool,
+    dtype: torch.dtype,
+) -> None:
+    rows, columns = len(q_MK), packed.out_features // 2 if swiglu else packed.out_features
+    if q_MK.dtype != torch.int8 or q_MK.dim() != 2 or q_MK.shape[1] != packed.in_features:
+        raise ValueError(f"q_MK is {tuple(q_MK.shape)} {q_MK.dtype}; int8 (M, {packed.in_features}) is needed")
+    if swiglu and packed.out_features % 2:
+        raise ValueError(f"swiglu needs an even number of outputs, the weight has {packed.out_features}")
+    if dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        raise ValueError(f"dtype is {dtype}; float32, float16 or bfloat16 is needed")
+    wanted = [("scale_M", scale_M, (rows,), torch.float32), ("output_scale", output_scale, (1,), torch.float32)]
+    for name, tensor, shape, kind in [*wanted, ("residual_MN", residual_MN, (rows, columns), dtype)]:
+        if tensor is not None and (tensor.shape != shape or tensor.dtype != kind or tensor.device != q_MK.device):
+            raise ValueError(
+                f"{name} is {tuple(tensor.shape)} {tensor.dtype} on {tensor.device}; {shape} {kind} on "
+                f"{q_MK.device} is needed"
+            )
+
+
+def int8_weight_linear(x_MK: torch.Tensor, packed: PackedInt8) -> torch.Tensor:
+    """y_MN = x_MK · (weight_NK × scale_N)ᵀ + bias_N with activations as they are: W8A16.
+
+    For a few rows reading the weight takes the time: a GPU reads it in INT8 (up to 16 rows of float16 or bfloat16;
+    otherwise it is widened first).
+
+    Args:
+        x_MK: (M, in_features) floating.
+
+    Returns:
+        (M, out_features), dtype of `x_MK`.
+
+    Raises:
+        ValueError: a wrong shape, dtype or device.
+    """
+    _check_input(x_MK, packed)
+    gpu = gpu_kernels("int8_matmul", x_MK, packed.weight_NK)
+    if gpu is not None and gpu.takes_gemv(x_MK):
+        return gpu.int8_weight_linear(x_MK, packed.weight_NK, packed.scale_N, packed.bias_N)
+    y_MN = x_MK.to(torch.float32) @ (packed.weight_NK.to(torch.float32) * packed.scale_N[:, None]).t()
+    return (y_MN if packed.bias_N is None else y_MN + packed.bias_N).to(x_MK.dtype)
+
+
 def int8_matmul(q_MK: torch.Tensor, weight_NK: torch.Tensor) -> torch.Tensor:
     """acc_MN int32 = q_MK · weight_NKᵀ of two int8 matrices, exact (K ≤ 133 000 keeps it inside int32)."""
     if q_MK.shape[0] == 0:
         return torch.zeros(0, weight_NK.shape[0], dtype=torch.int32, device=q_MK.device)
+    gpu = gpu_kernels("int8_matmul", q_MK, weight_NK)
+    if gpu is not None and gpu.takes(q_MK, weight_NK):
+        return gpu.int8_matmul(q_MK, weight_NK)
     if q_MK.device.type == "cpu":
         return _int_mm(q_MK, weight_NK.t()) if _int_mm_is_exact() else _float32_matmul(q_MK, weight_NK)
     # cuBLAS: M > 16, and K and N multiples of 8.

@@ -13,54 +13,14 @@ from itertools import pairwise, takewhile
 
 import torch
 
-from penjing.kernels.dispatch import cpu_extension
+from penjing.kernels.dispatch import cpu_extension, gpu_kernels
+from penjing.kernels.kv_layout import LayerCache, check_cache, is_native
 
 TILE_KEYS = 128
 TILE_ROWS = 16  # query positions × heads of a group, at most (or one position)
 
 # (index of the key tile, number of problems) → keys and values, (problems or 1, TILE_KEYS, head_dim) float32
 KeyTile = Callable[[int, int], tuple[torch.Tensor, torch.Tensor]]
-
-
-def write_kv(
-    k_TKD: torch.Tensor, v_TKD: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, slot_T: torch.Tensor
-) -> None:
-    """Store the keys and values of T tokens in one layer's pages.
-
-    Args:
-        k_TKD, v_TKD: (T, num_kv_heads, head_dim).
-        k_cache, v_cache: (num_blocks, num_kv_heads, block_size, head_dim); written in place.
-        slot_T: (T,) int64, block × block_size + offset; −1 skips the token. Slots of one call are distinct.
-
-    Raises:
-        ValueError: a wrong shape or dtype, or a slot outside the cache.
-    """
-    _check_cache(k_cache, v_cache)
-    num_blocks, num_kv_heads, block_size, head_dim = k_cache.shape
-    if k_TKD.shape != v_TKD.shape or k_TKD.shape != (slot_T.shape[0], num_kv_heads, head_dim):
-        raise ValueError(
-            f"k has shape {tuple(k_TKD.shape)}, v {tuple(v_TKD.shape)}; "
-            f"({slot_T.shape[0]}, {num_kv_heads}, {head_dim}) is needed"
-        )
-    if slot_T.dtype != torch.int64:
-        raise ValueError(f"slot_T is {slot_T.dtype}; int64 is needed")
-    if slot_T.numel() == 0:
-        return
-    extension = cpu_extension(k_TKD, v_TKD, k_cache, slot_T)
-    if extension is not None and k_TKD.dtype == v_TKD.dtype == k_cache.dtype == torch.float32:
-        extension.write_kv(
-            k_TKD.detach().contiguous(), v_TKD.detach().contiguous(), k_cache, v_cache, slot_T.contiguous()
-        )
-        return
-    low, high = (int(value) for value in torch.aminmax(slot_T))
-    if low < -1 or high >= num_blocks * block_size:
-        raise ValueError(f"slots {low} … {high} are outside the cache of {num_blocks} blocks × {block_size}")
-    if low < 0:
-        kept = slot_T >= 0
-        slot_T, k_TKD, v_TKD = slot_T[kept], k_TKD[kept], v_TKD[kept]
-    block_T, offset_T = slot_T // block_size, slot_T % block_size
-    k_cache[block_T, :, offset_T] = k_TKD.to(k_cache.dtype)
-    v_cache[block_T, :, offset_T] = v_TKD.to(v_cache.dtype)
 
 
 def paged_attention(
@@ -72,6 +32,8 @@ def paged_attention(
     block_table_SB: torch.Tensor,
     scale: float,
     window: int | None = None,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attention of the newest tokens of S sequences to their cached keys.
 
@@ -80,32 +42,44 @@ def paged_attention(
 
     Args:
         q_THD: (T, num_heads, head_dim) float32.
-        k_cache, v_cache: (num_blocks, num_kv_heads, block_size, head_dim).
+        k_cache, v_cache: (num_blocks, num_kv_heads, block_size, head_dim), floating or int8.
         cu_query_S1: (S + 1,) int32, 0 first, T last.
         context_len_S: (S,) int32, keys of each sequence, at least 1, its new tokens included.
         block_table_SB: (S, B) int32, block of the keys b × block_size …; entries no row sees are not read.
         scale: factor of the scores, usually head_dim ** −0.5.
         window: keys a row sees, itself included; None for all.
+        k_scale, v_scale: (num_blocks, num_kv_heads, block_size) float32 of an INT8 cache, see `kv_layout`.
+
+    On CUDA the Triton language computes it (pages of q's dtype or INT8, head sizes up to 256; torch does the rest) and
+    the host does not wait: lengths are not checked there, and a block id outside the cache makes its rows NaN.
 
     Returns:
         (T, num_heads, head_dim), dtype of `q_THD`.
 
     Raises:
-        ValueError: a wrong shape, dtype or length, or a block id outside the cache.
+        ValueError: a wrong shape, dtype or length, an INT8 cache without scales, or a block id outside the cache.
     """
-    _check_cache(k_cache, v_cache)
+    check_cache(k_cache, v_cache, k_scale, v_scale)
+    gpu = gpu_kernels("paged_attention", q_THD, k_cache, cu_query_S1, context_len_S, block_table_SB)
+    if gpu is not None:
+        _check_shapes(q_THD, k_cache, cu_query_S1, context_len_S, block_table_SB, window)
+        if gpu.supports(q_THD, k_cache):
+            lengths = cu_query_S1.contiguous(), context_len_S.contiguous(), block_table_SB
+            return gpu.paged_attention(q_THD, k_cache, v_cache, *lengths, scale, window, k_scale, v_scale)
     cu_query, context_len = _check_sequences(q_THD, k_cache, cu_query_S1, context_len_S, block_table_SB, window)
     extension = cpu_extension(q_THD, k_cache, block_table_SB)
-    if extension is not None and q_THD.dtype == k_cache.dtype == torch.float32 and k_cache.numel():
+    if extension is not None and q_THD.dtype == torch.float32 and is_native(k_cache):
         lengths = cu_query_S1.contiguous(), context_len_S.contiguous(), block_table_SB.contiguous()
-        return extension.paged_attention(q_THD.detach().contiguous(), k_cache, v_cache, *lengths, scale, window)
-    return paged_attention_torch(q_THD, k_cache, v_cache, cu_query, context_len, block_table_SB, scale, window)
+        return extension.paged_attention(
+            q_THD.detach().contiguous(), k_cache, v_cache, *lengths, scale, window, k_scale, v_scale
+        )
+    cache = LayerCache(k_cache, v_cache, k_scale, v_scale)
+    return paged_attention_torch(q_THD, cache, cu_query, context_len, block_table_SB, scale, window)
 
 
 def paged_attention_torch(
     q_THD: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
+    cache: LayerCache,
     cu_query: list[int],
     context_len: list[int],
     block_table_SB: torch.Tensor,
@@ -114,7 +88,7 @@ def paged_attention_torch(
 ) -> torch.Tensor:
     """`paged_attention` on torch, after its checks; float32 inside, blocks that no row sees are not read."""
     out_THD = torch.empty_like(q_THD)
-    tile_queries = max(1, TILE_ROWS // (q_THD.shape[1] // k_cache.shape[1]))
+    tile_queries = max(1, TILE_ROWS // (q_THD.shape[1] // cache.k.shape[1]))
     short: list[_QueryTile] = []  # the only tile of its sequence: these share their matrix products
     for sequence, (start, end) in enumerate(pairwise(cu_query)):
         last = context_len[sequence] - 1
@@ -127,10 +101,10 @@ def paged_attention_torch(
         if len(tiles) == 1:
             short += tiles
         elif tiles:
-            _attend(tiles, True, q_THD, out_THD, k_cache, v_cache, block_table_SB, tile_queries, scale, window)
+            _attend(tiles, True, q_THD, out_THD, cache, block_table_SB, tile_queries, scale, window)
     if short:
         short.sort(key=lambda tile: -tile.last)
-        _attend(short, False, q_THD, out_THD, k_cache, v_cache, block_table_SB, tile_queries, scale, window)
+        _attend(short, False, q_THD, out_THD, cache, block_table_SB, tile_queries, scale, window)
     return out_THD
 
 
@@ -161,15 +135,14 @@ def _attend(
     one_sequence: bool,
     q_THD: torch.Tensor,
     out_THD: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
+    cache: LayerCache,
     block_table_SB: torch.Tensor,
     tile_queries: int,
     scale: float,
     window: int | None,
 ) -> None:
     """Fill the rows of `out_THD` that `tiles` cover; they come in falling order of their last position."""
-    device, (_, num_heads, head_dim), num_kv_heads = q_THD.device, q_THD.shape, k_cache.shape[1]
+    device, (_, num_heads, head_dim), num_kv_heads = q_THD.device, q_THD.shape, cache.k.shape[1]
     group = num_heads // num_kv_heads
     fields = torch.tensor([[t.sequence, t.base, t.start, t.first, t.last] for t in tiles], device=device)
     sequence_I, base_I, start_I, first_I, last_I = fields.unbind(1)
@@ -187,7 +160,7 @@ def _attend(
     keys = slice(0, 1) if one_sequence else slice(None)
     low_I = first_I[keys] - window + 1 if window is not None else torch.zeros_like(first_I[keys])
     begin = max(int(low_I.min()), 0) // TILE_KEYS
-    pages = _Pages(k_cache, v_cache, block_table_SB[sequence_I[keys]], low_I, last_I[keys], begin, tiles[0].last)
+    pages = _Pages(cache, block_table_SB[sequence_I[keys]], low_I, last_I[keys], begin, tiles[0].last)
     highest = [min(t.base + tile_queries - 1, t.last) for t in tiles]
     steps = [
         _Step(
@@ -215,16 +188,16 @@ class _Pages:
 
     def __init__(
         self,
-        k_cache: torch.Tensor,
-        v_cache: torch.Tensor,
+        cache: LayerCache,
         block_table_SB: torch.Tensor,
         low_S: torch.Tensor,
         last_S: torch.Tensor,
         begin: int,
         last: int,
     ):
-        num_blocks, self.num_kv_heads, block_size, head_dim = k_cache.shape
-        position_K = torch.arange(begin * TILE_KEYS, (last // TILE_KEYS + 1) * TILE_KEYS, device=k_cache.device)
+        self.cache = cache
+        num_blocks, self.num_kv_heads, block_size, _ = cache.k.shape
+        position_K = torch.arange(begin * TILE_KEYS, (last // TILE_KEYS + 1) * TILE_KEYS, device=cache.k.device)
         # A key that no row sees is replaced by the last one, so that stale pages (NaN, freed ids) are never read.
         seen_SK = (position_K >= low_S[:, None]) & (position_K <= last_S[:, None])
         position_SK = torch.where(seen_SK, position_K, last_S[:, None])
@@ -232,10 +205,9 @@ class _Pages:
         low, high = (int(value) for value in torch.aminmax(block_SK))
         if low < 0 or high >= num_blocks:
             raise ValueError(f"the block table holds block {low if low < 0 else high}; the cache has {num_blocks}")
-        head_1H1 = torch.arange(self.num_kv_heads, device=k_cache.device)[None, :, None]
+        head_1H1 = torch.arange(self.num_kv_heads, device=cache.k.device)[None, :, None]
         row_SHK = (block_SK[:, None] * self.num_kv_heads + head_1H1) * block_size + (position_SK % block_size)[:, None]
         self.row_SHJK = row_SHK.unflatten(2, (-1, TILE_KEYS))
-        self.k_rows, self.v_rows = k_cache.view(-1, head_dim), v_cache.view(-1, head_dim)
 
     def head(self, head: int) -> KeyTile:
         """Tile → (1, TILE_KEYS, head_dim) of the first sequence, for any number of query tiles."""
@@ -246,8 +218,8 @@ class _Pages:
         return lambda tile, count: self._gather(self.row_SHJK[: count // self.num_kv_heads, :, tile].flatten(0, 1))
 
     def _gather(self, row_PK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        k, v = (rows.index_select(0, row_PK.reshape(-1)) for rows in (self.k_rows, self.v_rows))
-        return k.to(torch.float32).unflatten(0, row_PK.shape), v.to(torch.float32).unflatten(0, row_PK.shape)
+        k, v = self.cache.gather(row_PK.reshape(-1))
+        return k.unflatten(0, row_PK.shape), v.unflatten(0, row_PK.shape)
 
 
 def _walk(
@@ -279,25 +251,20 @@ def _walk(
     return out / total
 
 
-def _check_cache(k_cache: torch.Tensor, v_cache: torch.Tensor) -> None:
-    if k_cache.dim() != 4 or k_cache.shape != v_cache.shape or k_cache.dtype != v_cache.dtype:
-        raise ValueError(
-            f"k_cache is {tuple(k_cache.shape)} {k_cache.dtype}, v_cache {tuple(v_cache.shape)} {v_cache.dtype}; "
-            "both must be (num_blocks, num_kv_heads, block_size, head_dim) of one dtype"
-        )
-    if not (k_cache.is_contiguous() and v_cache.is_contiguous()):
-        raise ValueError("k_cache and v_cache must be contiguous")
-
-
-def _check_sequences(
+def _check_shapes(
     q_THD: torch.Tensor,
     k_cache: torch.Tensor,
     cu_query_S1: torch.Tensor,
     context_len_S: torch.Tensor,
     block_table_SB: torch.Tensor,
     window: int | None,
-) -> tuple[list[int], list[int]]:
-    if q_THD.dim() != 3 or q_THD.shape[2] != k_cache.shape[3] or q_THD.shape[1] % k_cache.shape[1]:
+) -> None:
+    if (
+        q_THD.dim() != 3
+        or q_THD.shape[2] != k_cache.shape[3]
+        or 0 in (q_THD.shape[1], k_cache.shape[1])
+        or q_THD.shape[1] % k_cache.shape[1]
+    ):
         raise ValueError(
             f"q has shape {tuple(q_THD.shape)}; (T, num_heads, {k_cache.shape[3]}) with num_heads a multiple of "
             f"{k_cache.shape[1]} is needed"
@@ -314,6 +281,17 @@ def _check_sequences(
         raise ValueError(f"block_table_SB has {block_table_SB.dim()} dimensions; (S, B) is needed")
     if window is not None and window < 1:
         raise ValueError(f"window={window}; at least 1 key, or None for all")
+
+
+def _check_sequences(
+    q_THD: torch.Tensor,
+    k_cache: torch.Tensor,
+    cu_query_S1: torch.Tensor,
+    context_len_S: torch.Tensor,
+    block_table_SB: torch.Tensor,
+    window: int | None,
+) -> tuple[list[int], list[int]]:
+    _check_shapes(q_THD, k_cache, cu_query_S1, context_len_S, block_table_SB, window)
     cu_query, context_len = cu_query_S1.tolist(), context_len_S.tolist()
     if cu_query[0] != 0 or cu_query[-1] != q_THD.shape[0]:
         raise ValueError(f"cu_query runs from {cu_query[0]} to {cu_query[-1]}; 0 to T = {q_THD.shape[0]} is needed")

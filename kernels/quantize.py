@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from penjing.kernels.dispatch import cpu_extension
+from penjing.kernels.dispatch import cpu_extension, gpu_kernels
 from penjing.kernels.rounding import INT8_LIMIT, round_clamp_
 
 
@@ -25,6 +25,9 @@ def quantize_per_token(x_MK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """
     if x_MK.dim() != 2 or x_MK.shape[1] == 0 or not x_MK.is_floating_point():
         raise ValueError(f"x_MK has shape {tuple(x_MK.shape)} and {x_MK.dtype}; a floating (M, K ≥ 1) is needed")
+    gpu = gpu_kernels("quantize", x_MK)
+    if gpu is not None and gpu.takes(x_MK):
+        return gpu.quantize_per_token(x_MK)
     extension = cpu_extension(x_MK)
     return quantize_per_token_torch(x_MK) if extension is None else extension.quantize_per_token(x_MK)
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from penjing.kernels.dispatch import cpu_extension
+from penjing.kernels.dispatch import cpu_extension, gpu_kernels
+from penjing.kernels.quantize import quantize_per_token
 
 
 def swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
@@ -16,10 +17,37 @@ def swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     """
     if gate.shape != up.shape:
         raise ValueError(f"gate has shape {tuple(gate.shape)}, up {tuple(up.shape)}; they must be equal")
+    gpu = gpu_kernels("swiglu", gate, up)
+    if gpu is not None and gpu.takes(gate, up):
+        return gpu.swiglu(gate, up)
     extension = cpu_extension(gate, up)
     if extension is None or gate.dtype != torch.float32 or up.dtype != torch.float32:
         return swiglu_torch(gate, up)
     return extension.swiglu(gate.detach().contiguous(), up.detach().contiguous())
+
+
+def swiglu_quantize(gate_MK: torch.Tensor, up_MK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """`quantize_per_token(swiglu(gate_MK, up_MK))`: on a GPU in one pass over matrices of up to 32 768 columns.
+
+    Args:
+        gate_MK, up_MK: (M, K) floating, of one dtype.
+
+    Returns:
+        q_MK int8 and scale_M float32.
+
+    Raises:
+        ValueError: different shapes or types, or no matrices.
+    """
+    if gate_MK.shape != up_MK.shape or gate_MK.dtype != up_MK.dtype or gate_MK.dim() != 2:
+        raise ValueError(
+            f"gate has shape {tuple(gate_MK.shape)} and {gate_MK.dtype}, up {tuple(up_MK.shape)} and {up_MK.dtype}; "
+            "two matrices of one shape and dtype are needed"
+        )
+    gpu = gpu_kernels("swiglu", gate_MK, up_MK)
+    if gpu is not None and gpu.takes_rows(gate_MK, up_MK):
+        return gpu.swiglu_quantize(gate_MK, up_MK)
+    with torch.no_grad():
+        return quantize_per_token(swiglu(gate_MK, up_MK))
 
 
 def swiglu_torch(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:

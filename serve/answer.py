@@ -7,10 +7,19 @@ import numpy as np
 from penjing.core.detokenizer import IncrementalDetokenizer
 from penjing.core.tokenizer import Tokenizer
 from penjing.serve.request import FinishReason, Logprob, RequestOutput, SamplingParams
-from penjing.serve.sampler import GREEDY_BELOW, TokenCounts, sample, top_logprobs
+from penjing.serve.sampler import (
+    GREEDY_BELOW,
+    TokenCounts,
+    sample,
+    sample_top_k,
+    top_k_is_settled,
+    top_logprobs,
+)
 from penjing.serve.sequence import Sequence
 from penjing.serve.stop import StopStrings
 
+MAX_TOP_K = 64  # up to it the largest logits alone are asked for
+TIES = 8  # and so many more, since what ties with the last one is kept too
 PROMPT_TAIL = 8  # prompt tokens that the detokenizer sees, for the space before the first word
 
 
@@ -23,6 +32,7 @@ class Answer:
         "_forbidden",
         "_greedy",
         "_max_output_tokens",
+        "_num_largest",
         "_params",
         "_seed",
         "_stop_ids",
@@ -63,17 +73,31 @@ class Answer:
         self._forbidden = (
             np.array(sorted(self._stop_ids), dtype=np.int64) if params.min_tokens and self._stop_ids else None
         )
-        self._greedy = params.temperature < GREEDY_BELOW and not (params.has_penalties or params.logit_bias)
+        plain = not (params.has_penalties or params.logit_bias)
+        self._greedy = plain and params.temperature < GREEDY_BELOW
+        self._num_largest = 1 if self._greedy else params.top_k + TIES if plain and 0 < params.top_k <= MAX_TOP_K else 0
 
-    def choose(self, logits_V: np.ndarray, best: int) -> int:
-        """The next token, from the row of logits (V float32) and its most likely token."""
-        position = self.sequence.num_output_tokens
-        forbidden = self._forbidden if position < self._params.min_tokens else None
+    def num_largest(self) -> int:
+        """How many of the largest logits suffice for the next token; 0: all are needed."""
+        return 0 if self._params.logprobs is not None or self._forbidden_now() is not None else self._num_largest
+
+    def is_settled(self, values_K: np.ndarray, ids_K: np.ndarray) -> bool:
+        """Whether the largest logits, as many as were asked for, suffice indeed: a tie may go on beyond them."""
+        return self._greedy or top_k_is_settled(values_K, ids_K, self._params.top_k)
+
+    def choose(self, logits_V: np.ndarray | None, values_K: np.ndarray, ids_K: np.ndarray) -> int:
+        """The next token, from the row of logits (V float32, None if not needed) and its largest (see `Scores`)."""
+        position, forbidden = self.sequence.num_output_tokens, self._forbidden_now()
         if self._greedy and forbidden is None:
-            return best
+            return int(ids_K[0])
+        if logits_V is None:
+            return sample_top_k(values_K, ids_K, self._params, self._seed, self.sequence.index, position)
         return sample(logits_V, self._params, self._seed, self.sequence.index, position, self._counts, forbidden)
 
-    def push(self, token_id: int, logits_V: np.ndarray) -> RequestOutput:
+    def _forbidden_now(self) -> np.ndarray | None:
+        return self._forbidden if self.sequence.num_output_tokens < self._params.min_tokens else None
+
+    def push(self, token_id: int, logits_V: np.ndarray | None) -> RequestOutput:
         """Append `token_id` to the sequence; the output that shows it, with a `finish_reason` if it was the last."""
         sequence, params = self.sequence, self._params
         sequence.token_ids.append(token_id)
@@ -83,6 +107,7 @@ class Answer:
         output = self._output()
         output.token_ids.append(token_id)
         if params.logprobs is not None:
+            assert logits_V is not None, "asked for by num_largest"
             output.logprobs = [self._logprobs(logits_V, token_id, params.logprobs)]
         if token_id in self._stop_ids and num_output_tokens >= params.min_tokens:
             # The text of a stop token is shown on demand, like that of a stop string.

@@ -14,7 +14,7 @@ from typing import Any
 from penjing.core.corpus import heldout_tokens
 from penjing.core.errors import InputError
 from penjing.core.progress import Progress, Silent
-from penjing.serve.config import EngineConfig
+from penjing.serve.config import EngineConfig, KvDtype
 from penjing.serve.engine import LLMEngine
 from penjing.serve.request import Request, SamplingParams
 
@@ -33,7 +33,9 @@ class Timing:
     cache_waste: float = 0.0  # share of the held token slots that held no token, when most were held
 
 
-def bench_engine(folder: Path, runs: int = RUNS, progress: Progress | None = None) -> dict[str, Any]:
+def bench_engine(
+    folder: Path, runs: int = RUNS, progress: Progress | None = None, kv_dtype: KvDtype = "float32"
+) -> dict[str, Any]:
     """Load `folder` and measure.
 
     The figures, tokens per second unless named otherwise: `prefill_512` = 512 ÷ time of a 512-token prompt with one new
@@ -44,7 +46,8 @@ def bench_engine(folder: Path, runs: int = RUNS, progress: Progress | None = Non
     Raises:
         InputError: the folder is no model, or its context or KV cache is shorter than 513 tokens.
     """
-    engine = LLMEngine.from_folder(folder, EngineConfig(enable_prefix_caching=False, max_num_sequences=NUM_STREAMS))
+    config = EngineConfig(enable_prefix_caching=False, max_num_sequences=NUM_STREAMS, kv_dtype=kv_dtype)
+    engine = LLMEngine.from_folder(folder, config)
     return bench(engine, runs, progress or Silent()) | {"model": str(folder)}
 
 
@@ -89,12 +92,13 @@ def bench(engine: LLMEngine, runs: int, progress: Progress) -> dict[str, Any]:
             "streams_16": _percentiles([value for timing in crowd for value in timing.inter_token_seconds]),
         },
         "kv_cache": {
+            "dtype": engine.config.kv_dtype,
             "bytes": engine.config.kv_cache_bytes,
             "largest_share_used": max(timing.largest_cache_share for timing in crowd),
             "waste": max(timing.cache_waste for timing in crowd),
         },
         "runs": runs,
-        "scheme": engine.loaded.scheme,
+        "scheme": engine.scheme,
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "processor": platform.machine(),
     }

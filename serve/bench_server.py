@@ -71,7 +71,7 @@ def bench_server(
         },
         "runs": runs,
         "model": str(folder),
-        "scheme": engine.loaded.scheme,
+        "scheme": engine.scheme,
         "server": server,
     }
 

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from pydantic import Field, model_validator
 
 from penjing.core.config import Config
+
+KvDtype = Literal["float32", "int8"]
 
 
 class EngineConfig(Config):
@@ -16,6 +20,9 @@ class EngineConfig(Config):
     """Blocks of the KV cache, the reserved null block included. None: from `kv_cache_bytes`."""
     kv_cache_bytes: int | None = Field(default=None, gt=0)
     """Bytes of the KV cache. None: a share of the memory that is available, and no more than can be used."""
+    kv_dtype: KvDtype = "float32"
+    """How keys and values are kept. int8, with a scale for each token and head: nearly four times the tokens in the
+    same bytes and faster answers to long prompts, for a small loss of accuracy."""
     max_model_len: int | None = Field(default=None, ge=2)
     """Longest prompt plus answer in tokens. None: the model's context, or what the KV cache holds if that is less."""
     max_num_batched_tokens: int = Field(default=512, ge=1)
@@ -30,6 +37,11 @@ class EngineConfig(Config):
     """Reuse the KV blocks of a shared prefix."""
     watermark: float = Field(default=0.05, ge=0, lt=1)
     """Share of the KV blocks that admission leaves free for running answers to grow into: fewer preemptions."""
+
+    stream_interval: float = Field(default=0.02, ge=0, le=1)
+    """Seconds between two responses of a server's stream, at least; what comes meanwhile is joined. The first token and
+    the end of an answer never wait. A response costs about a millisecond of processor time; 0 sends each token at
+    once."""
 
     @model_validator(mode="after")
     def _every_running_sequence_steps(self) -> EngineConfig:

@@ -20,7 +20,6 @@ from penjing.serve.invariants import Snapshot, check_invariants
 from penjing.serve.kv_pool import available_memory, largest_window, resolve
 from penjing.serve.request import FinishReason, Request, RequestOutput
 from penjing.serve.runner import Runner
-from penjing.serve.sampler import greedy_tokens
 from penjing.serve.scheduler import Scheduler
 from penjing.serve.sequence import Batch, Sequence
 from penjing.serve.stats import EngineStats, Samples
@@ -52,14 +51,23 @@ class LLMEngine:
     def __init__(self, loaded: LoadedModel, config: EngineConfig | None = None) -> None:
         """Build an engine around a loaded model; "auto" settings are decided here, see `config`.
 
+        The model itself is not kept where its weights are packed for the C++ step: without `loaded` they are held once.
+
         Raises:
             ConfigError: the settings contradict each other, the model or the memory.
         """
         self.config = resolve(config or EngineConfig(), loaded.config, available_memory())
         assert self.config.num_blocks is not None
         assert self.config.max_model_len is not None
-        self.loaded = loaded
-        self.tokenizer = loaded.tokenizer
+        self.model_config, self.scheme = loaded.config, loaded.scheme
+        types = [loaded.config.layer_type(layer) for layer in range(loaded.config.num_hidden_layers)]
+        if hashed := [str(layer) for layer, kind in enumerate(types) if kind == "lsh_attention"]:
+            log.warning(
+                "layers %s were trained with LSH attention; they are served with full attention, which sees all that "
+                "LSH attention would find and more",
+                ", ".join(hashed),
+            )
+        self.tokenizer, self.chat_template = loaded.tokenizer, loaded.chat_template
         self.max_model_len: int = self.config.max_model_len
         self.samples = Samples()
         self.scheduler = self._new_scheduler()
@@ -70,9 +78,10 @@ class LLMEngine:
             max_tokens=self.config.max_num_batched_tokens,
             max_sequences=self.config.max_num_sequences,
             max_model_len=self.max_model_len,
+            kv_dtype=self.config.kv_dtype,
         )
         # No token is longer; Unicode normalization may shrink a text, hardly to a quarter.
-        self._max_prompt_chars = 4 * self.max_model_len * max(map(len, loaded.tokenizer.backend.get_vocab()))
+        self._max_prompt_chars = 4 * self.max_model_len * loaded.tokenizer.longest_token
         self._answers: dict[Sequence, Answer] = {}
         self._active: dict[str, list[Sequence]] = {}  # unfinished sequences of each request
         self._num_prompt_tokens = 0
@@ -103,7 +112,7 @@ class LLMEngine:
                 f"the prompt has {len(prompt_ids)} tokens; with a context of {self.max_model_len} at most "
                 f"{self.max_model_len - 1} leave room for an answer: shorten it"
             )
-        params, last_id = request.params, self.loaded.config.vocab_size - 1
+        params, last_id = request.params, self.model_config.vocab_size - 1
         for name, ids in (("stop_token_ids", params.stop_token_ids), ("logit_bias", params.logit_bias or ())):
             if any(token_id > last_id for token_id in ids):
                 raise RequestError(f"sampling parameter {name} has token id {max(ids)}; ids go from 0 to {last_id}")
@@ -237,7 +246,7 @@ class LLMEngine:
             max_num_batched_tokens=config.max_num_batched_tokens,
             max_num_sequences=config.max_num_sequences,
             watermark=config.watermark,
-            window=largest_window(self.loaded.config),
+            window=largest_window(self.model_config),
         )
 
     def _tokenize(self, prompt: object, add_special: bool) -> list[int]:
@@ -253,7 +262,7 @@ class LLMEngine:
                 raise RequestError(f"the prompt is not valid Unicode text: {error}") from None
             prompt_ids = self.tokenizer.encode(prompt, add_special=add_special)
         elif isinstance(prompt, list | tuple):
-            vocab_size = self.loaded.config.vocab_size
+            vocab_size = self.model_config.vocab_size
             for token_id in prompt:
                 if not isinstance(token_id, int) or isinstance(token_id, bool) or not 0 <= token_id < vocab_size:
                     raise RequestError(
@@ -267,8 +276,13 @@ class LLMEngine:
         return prompt_ids
 
     def _compute(self, batch: Batch) -> list[RequestOutput]:
-        logits_RV, ready = self.runner.run(batch)
-        best_R, finite_R = greedy_tokens(logits_RV) if ready else ([], [])
+        top = self._num_largest(batch)
+        scores, ready = self.runner.run(batch, top)
+        answers = [self._answers[sequence] for sequence in ready]
+        rows = zip(answers, scores.values_RK, scores.ids_RK, strict=True)
+        if scores.logits_RV is None and top > 1 and not all(answer.is_settled(*row) for answer, *row in rows):
+            scores, ready = self.runner.run(batch, 0)  # the same keys and values again, and all logits
+        finite_R = scores.finite_rows()
         outputs: list[RequestOutput] = []
         if not all(finite_R):
             failed = {sequence for sequence, finite in zip(ready, finite_R, strict=True) if not finite}
@@ -280,8 +294,20 @@ class LLMEngine:
         now = time.monotonic()
         for row, sequence in enumerate(ready):
             if finite_R[row]:
-                outputs.append(self._take_token(sequence, logits_RV[row], best_R[row], now))
+                logits_V = None if scores.logits_RV is None else scores.logits_RV[row]
+                outputs.append(self._take_token(sequence, logits_V, scores.values_RK[row], scores.ids_RK[row], now))
         return outputs
+
+    def _num_largest(self, batch: Batch) -> int:
+        """How many of the largest logits of each row suffice for all of `batch`; 0: all are needed."""
+        most = 1
+        for sequence, num_tokens in batch.chunks:
+            if sequence.num_computed_tokens + num_tokens == len(sequence.token_ids):
+                wanted = self._answers[sequence].num_largest()
+                if wanted == 0:
+                    return 0
+                most = max(most, wanted)
+        return most
 
     def _compute_separately(self, batch: Batch, error: Exception) -> list[RequestOutput]:
         """Find whose fault a failed batch was: what fails alone too ends with an error."""
@@ -296,10 +322,12 @@ class LLMEngine:
             log.error("no sequence of the batch could be computed alone; the first failure was: %s", error)
         return outputs
 
-    def _take_token(self, sequence: Sequence, logits_V: np.ndarray, best: int, now: float) -> RequestOutput:
+    def _take_token(
+        self, sequence: Sequence, logits_V: np.ndarray | None, values_K: np.ndarray, ids_K: np.ndarray, now: float
+    ) -> RequestOutput:
         answer = self._answers[sequence]
         try:
-            output = answer.push(answer.choose(logits_V, best), logits_V)
+            output = answer.push(answer.choose(logits_V, values_K, ids_K), logits_V)
         except Exception as error:  # sampling or detokenizing one answer must not end the others
             log.exception("sampling for request %s failed", sequence.request_id)
             return self._end_all([sequence], "error", f"sampling failed: {type(error).__name__}: {error}")[0]

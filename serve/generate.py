@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from penjing.core.errors import InputError, ServerError
-from penjing.serve.config import EngineConfig
+from penjing.serve.config import EngineConfig, KvDtype
 from penjing.serve.engine import LLMEngine
 from penjing.serve.request import Request, RequestOutput, SamplingParams
+
+NUM_SEQUENCES = 16
 
 
 def generate_stream(
@@ -28,11 +30,11 @@ def generate_stream(
         RequestError: the prompt or the parameters do not fit the model.
         ServerError: the model failed on this request.
     """
-    engine = LLMEngine.from_folder(folder, engine_config or EngineConfig(max_num_sequences=16))
+    engine = LLMEngine.from_folder(folder, engine_config or EngineConfig(max_num_sequences=NUM_SEQUENCES))
     if chat:
-        if engine.loaded.chat_template is None:
+        if engine.chat_template is None:
             raise InputError(f"{folder} has no chat template; leave out --chat or use an instruct model")
-        prompt = engine.loaded.chat_template.render([{"role": "user", "content": prompt}])
+        prompt = engine.chat_template.render([{"role": "user", "content": prompt}])
     engine.add(Request("generate", prompt, params or SamplingParams(), add_special=not chat))
     while engine.has_work():
         for output in engine.step():
@@ -41,12 +43,15 @@ def generate_stream(
             yield output
 
 
-def generate_to_terminal(model: Path, text: str, sampling: dict[str, Any], chat: bool = False) -> None:
+def generate_to_terminal(
+    model: Path, text: str, sampling: dict[str, Any], chat: bool = False, kv_dtype: KvDtype = "float32"
+) -> None:
     """Stream the answer to standard output; speed and the reason of its end to standard error."""
     params = SamplingParams.from_json(sampling)
     started = time.monotonic()
     first_token_time, last = None, None
-    for output in generate_stream(model, text, params, chat=chat):
+    config = EngineConfig(max_num_sequences=NUM_SEQUENCES, kv_dtype=kv_dtype)
+    for output in generate_stream(model, text, params, config, chat=chat):
         first_token_time = first_token_time or time.monotonic()
         last = output
         sys.stdout.write(output.text)

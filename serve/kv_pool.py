@@ -1,4 +1,4 @@
-"""The memory of the KV cache: how much there may be, and the tensor itself."""
+"""The memory of the KV cache: how much there may be, and the tensors themselves."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ import torch
 
 from penjing.core.errors import ConfigError
 from penjing.core.models.config import DecoderConfig
-from penjing.serve.config import EngineConfig
+from penjing.kernels.kv_layout import check_int8_head_dim
+from penjing.serve.config import EngineConfig, KvDtype
 
 AVAILABLE_SHARE = 0.4  # of the memory that is free when the engine starts
 MAX_AUTO_BYTES = 4 << 30
-ITEM_BYTES = 4  # float32
+SCALE_BYTES = 4  # float32
 
 
 def resolve(config: EngineConfig, model: DecoderConfig, available_bytes: int) -> EngineConfig:
@@ -28,8 +29,13 @@ def resolve(config: EngineConfig, model: DecoderConfig, available_bytes: int) ->
     size, context = config.block_size, model.max_position_embeddings
     if config.max_model_len is not None and config.max_model_len > context:
         raise ConfigError(f"max_model_len={config.max_model_len} is above the model's context of {context} tokens")
+    if config.kv_dtype == "int8":
+        try:
+            check_int8_head_dim(model.head_dim)
+        except ValueError as error:
+            raise ConfigError(f"kv_dtype=int8 does not fit this model: {error}") from None
     longest = config.max_model_len or context
-    block_bytes = bytes_per_block(model, size)
+    block_bytes = bytes_per_block(model, size, config.kv_dtype)
     # A null block, and one sequence's last block beyond `longest` tokens of every sequence that may run.
     useful_blocks = 1 + config.max_num_sequences * _peak_blocks(config, model, longest)
     if config.num_blocks is not None:
@@ -81,19 +87,32 @@ def pool_shape(model: DecoderConfig, num_blocks: int, block_size: int) -> tuple[
     return model.num_hidden_layers, 2, num_blocks, model.num_key_value_heads, block_size, model.head_dim
 
 
-def bytes_per_block(model: DecoderConfig, block_size: int) -> int:
-    return math.prod(pool_shape(model, 1, block_size)) * ITEM_BYTES
+def bytes_per_block(model: DecoderConfig, block_size: int, kv_dtype: KvDtype) -> int:
+    """Of all layers, scales included."""
+    *rows, head_dim = pool_shape(model, 1, block_size)
+    return math.prod(rows) * (head_dim + SCALE_BYTES if kv_dtype == "int8" else head_dim * 4)
 
 
-def allocate_pool(model: DecoderConfig, num_blocks: int, block_size: int) -> torch.Tensor:
-    """A float32 tensor of zeros, `pool_shape`. The system hands out its pages when they are first written."""
+def allocate_pool(
+    model: DecoderConfig, num_blocks: int, block_size: int, kv_dtype: KvDtype
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Zeros of `pool_shape` in `kv_dtype`; for int8 also the float32 scales, without the last dimension.
+
+    The system hands out their pages when they are first written.
+    """
     shape = pool_shape(model, num_blocks, block_size)
-    memory = mmap.mmap(-1, math.prod(shape) * ITEM_BYTES)
+    if kv_dtype == "int8":
+        return _zeros(shape, torch.int8), _zeros(shape[:-1], torch.float32)
+    return _zeros(shape, torch.float32), None
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    memory = mmap.mmap(-1, math.prod(shape) * dtype.itemsize)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         # A kernel without transparent huge pages refuses; the cache works, its address translation is slower.
         with suppress(OSError):
             memory.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(memory, dtype=torch.float32).view(shape)
+    return torch.frombuffer(memory, dtype=dtype).view(shape)
 
 
 def available_memory() -> int:

@@ -7,8 +7,12 @@ import torch
 
 from penjing.core.fused import fuse_decoder
 from penjing.core.models.decoder import Decoder
-from penjing.kernels.paged_attention import paged_attention, write_kv
+from penjing.core.models.latent_attention import pad_values
+from penjing.kernels.kv_cache import write_kv
+from penjing.kernels.paged_attention import paged_attention
+from penjing.serve.config import KvDtype
 from penjing.serve.kv_pool import allocate_pool
+from penjing.serve.sampler import Scores
 from penjing.serve.sequence import Batch, Sequence
 
 
@@ -20,12 +24,19 @@ class Runner:
     """
 
     def __init__(
-        self, model: Decoder, num_blocks: int, block_size: int, max_tokens: int, max_sequences: int, max_model_len: int
+        self,
+        model: Decoder,
+        num_blocks: int,
+        block_size: int,
+        max_tokens: int,
+        max_sequences: int,
+        max_model_len: int,
+        kv_dtype: KvDtype = "float32",
     ) -> None:
-        self.model = model
         self.block_size = block_size
         self.fused = fuse_decoder(model)  # the whole step in one call; None: the model's own layers on torch
-        self.kv_pool = allocate_pool(model.config, num_blocks, block_size)
+        self.model = model if self.fused is None else None  # the fused step has packed weights of its own
+        self.kv_pool, self.kv_scale = allocate_pool(model.config, num_blocks, block_size, kv_dtype)
         self._scale = model.config.head_dim**-0.5
         self._windows = [model.config.layer_window(layer) for layer in range(model.config.num_hidden_layers)]
         self._token_ids = np.zeros(max_tokens, dtype=np.int32)
@@ -38,12 +49,15 @@ class Runner:
         # What each row of the block table holds: sequence, version and length. Steps mostly append to it.
         self._table_rows: list[tuple[Sequence | None, int, int]] = [(None, 0, 0)] * max_sequences
 
-    def run(self, batch: Batch) -> tuple[np.ndarray, list[Sequence]]:
-        """Compute the tokens of `batch` into the KV cache.
+    def run(self, batch: Batch, top: int = 0) -> tuple[Scores, list[Sequence]]:
+        """Compute the tokens of `batch` into the KV cache; doing so again changes nothing.
+
+        Args:
+            batch: the tokens.
+            top: how many of the largest logits of each row suffice; 0: all are wanted. More may come.
 
         Returns:
-            logits_RV float32 and the R sequences, those whose last token was computed. The logits are valid until the
-            next call.
+            The scores of R sequences, those whose last token was computed, and the sequences.
         """
         ready = self._fill(batch)
         num_tokens, num_sequences = batch.num_tokens, len(batch.chunks)
@@ -55,21 +69,34 @@ class Runner:
         block_table = torch.from_numpy(self._block_table[:num_sequences])
         logit_rows = torch.from_numpy(self._logit_rows[: len(ready)])
         if self.fused is not None:
-            logits_RV = self.fused.step(
-                token_ids, positions, slots, cu_query, context_len, block_table, logit_rows, self.kv_pool
-            )
-            return logits_RV.numpy(), ready
+            inputs = token_ids, positions, slots, cu_query, context_len, block_table, logit_rows, self.kv_pool
+            if top:
+                values_RK, ids_RK = self.fused.step_top(top, *inputs, kv_scale=self.kv_scale)
+                return Scores(None, values_RK.numpy(), ids_RK.numpy()), ready
+            return Scores.of_logits(self.fused.step(*inputs, self.kv_scale).numpy()), ready
+
+        assert self.model is not None
 
         def attend(layer: int, q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor) -> torch.Tensor:
             k_cache, v_cache = self.kv_pool[layer]
-            write_kv(k_TKD, v_TKD, k_cache, v_cache, slots)
+            k_scale, v_scale = (None, None) if self.kv_scale is None else self.kv_scale[layer]
+            write_kv(k_TKD, v_TKD, k_cache, v_cache, slots, k_scale, v_scale)
             return paged_attention(
-                q_THD, k_cache, v_cache, cu_query, context_len, block_table, self._scale, self._windows[layer]
+                q_THD,
+                k_cache,
+                v_cache,
+                cu_query,
+                context_len,
+                block_table,
+                self._scale,
+                self._windows[layer],
+                k_scale,
+                v_scale,
             )
 
         with torch.inference_mode():
-            logits_RV = self.model(token_ids.long(), positions.long(), attend, logit_rows.long())
-        return logits_RV.numpy(), ready
+            logits_RV = self.model(token_ids.long(), positions.long(), pad_values(attend), logit_rows.long())
+        return Scores.of_logits(logits_RV.numpy()), ready
 
     def _fill(self, batch: Batch) -> list[Sequence]:
         """Write the step's inputs into the buffers; the sequences whose logits are wanted, in order."""

@@ -6,6 +6,8 @@ is a pure function of (seed, index, position), so a preempted or re-batched sequ
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 
 from penjing.serve.request import SamplingParams
@@ -14,6 +16,27 @@ GREEDY_BELOW = 1e-5  # a temperature below it would overflow float32 logits; vLL
 # Parameters and penalized logits stay finite in float32: ∞ − ∞ and 0 ÷ 0 would make the weights NaN.
 SMALLEST, LARGEST = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
 _MASK64 = (1 << 64) - 1
+
+
+class Scores(NamedTuple):
+    """What a step says about the next tokens of R sequences: float32 logits, valid until the next step."""
+
+    logits_RV: np.ndarray | None  # noqa: N815
+    """All logits, where they were asked for."""
+    values_RK: np.ndarray  # noqa: N815
+    """The K ≥ 1 largest of each row in descending order, equals by ascending id; a row with a NaN has a NaN first."""
+    ids_RK: np.ndarray  # noqa: N815
+    """Their token ids; −1, with a value of −∞, beyond the vocabulary."""
+
+    @classmethod
+    def of_logits(cls, logits_RV: np.ndarray) -> Scores:
+        """From all logits: K = 1. A NaN anywhere in a row is its maximum to numpy, so one pass finds both."""
+        ids_R1 = logits_RV.argmax(axis=1)[:, None]
+        return cls(logits_RV, np.take_along_axis(logits_RV, ids_R1, axis=1), ids_R1)
+
+    def finite_rows(self) -> list[bool]:
+        """Whether the maximum of each row is a finite number."""
+        return np.isfinite(self.values_RK[:, 0]).tolist()
 
 
 def uniform(seed: int, index: int, position: int) -> float:
@@ -71,12 +94,17 @@ def keep_top(logits_V: np.ndarray, params: SamplingParams) -> tuple[np.ndarray, 
         threshold = np.partition(logits_V, -params.top_k)[-params.top_k]
         ids = np.flatnonzero(logits_V >= threshold)
         kept = logits_V[ids]
+    ids, weights = _weigh(ids, kept, params)
+    return np.arange(len(logits_V)) if ids is None else ids, weights
+
+
+def _weigh(ids: np.ndarray | None, kept: np.ndarray, params: SamplingParams) -> tuple[np.ndarray | None, np.ndarray]:
     weights = np.exp((kept - kept.max()) / np.float32(min(params.temperature, LARGEST)))
     if params.top_p < 1:
         ids, weights = _select(ids, weights, weights >= _nucleus_threshold(weights, params.top_p))
     if params.min_p > 0:
         ids, weights = _select(ids, weights, weights >= params.min_p)
-    return np.arange(len(logits_V)) if ids is None else ids, weights
+    return ids, weights
 
 
 def _nucleus_threshold(weights: np.ndarray, top_p: float) -> np.float32:
@@ -144,14 +172,23 @@ def sample(
     return draw(ids, weights, uniform(seed, index, position))
 
 
-def greedy_tokens(logits_RV: np.ndarray) -> tuple[list[int], list[bool]]:
-    """The most likely token of each row (of equals the smallest id), and whether the row's maximum is a finite number.
+def top_k_is_settled(values_K: np.ndarray, ids_K: np.ndarray, top_k: int) -> bool:
+    """Whether the largest logits hold all that top-k keeps: no tie with the last one kept goes on beyond them."""
+    return bool(ids_K[-1] < 0 or values_K[-1] < values_K[top_k - 1])
 
-    A NaN anywhere in a row is its maximum to numpy, so one pass finds both.
-    """
-    best_R = logits_RV.argmax(axis=1)
-    finite_R = np.isfinite(logits_RV[np.arange(len(best_R)), best_R])
-    return best_R.tolist(), finite_R.tolist()
+
+def sample_top_k(
+    values_K: np.ndarray, ids_K: np.ndarray, params: SamplingParams, seed: int, index: int, position: int
+) -> int:
+    """`sample` from the largest logits alone (see `Scores`), for parameters with `top_k` and without penalties, bias
+    and forbidden tokens: the same token from the same numbers."""
+    assert top_k_is_settled(values_K, ids_K, params.top_k)
+    count = min(int((values_K >= values_K[params.top_k - 1]).sum()), int((ids_K >= 0).sum()))
+    order = np.argsort(ids_K[:count])
+    with np.errstate(over="ignore", divide="ignore"):
+        ids, weights = _weigh(ids_K[:count][order], values_K[:count][order], params)
+    assert ids is not None
+    return draw(ids, weights, uniform(seed, index, position))
 
 
 def top_logprobs(logits_V: np.ndarray, chosen: int, count: int) -> list[tuple[int, float, int]]:

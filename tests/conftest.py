@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import json
+import os
 import re
 import shutil
 from collections.abc import Callable, Iterator
@@ -23,6 +24,10 @@ from penjing.core.manifest import write_manifest
 from penjing.core.models.config import DecoderConfig
 from penjing.core.models.tensor_names import tensor_shapes
 from penjing.core.tokenizer_gguf import tokenizer_from_gguf
+
+# Read when the Triton language is first imported: its kernels run in the interpreter where there is no GPU.
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 ROOT = Path(__file__).parent.parent
 CORE = ROOT / "core"

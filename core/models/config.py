@@ -1,35 +1,119 @@
-"""Architecture of a Llama-family decoder, under the field names of Hugging Face `config.json`."""
+"""Architecture of a decoder, under the field names of Hugging Face `config.json`."""
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
 from penjing.core.config import Config
 
+MAX_HEAD_DIM = 2**16  # no model comes near; the rotary frequencies are computed before any weight is looked at
+
 
 class RopeScaling(Config):
-    """Rotary frequency scaling: Llama 3 (`llama3`), `linear`, or none (`default`)."""
+    """Rotary frequency scaling: Llama 3 (`llama3`), `linear`, `yarn` (latent attention only), or none (`default`)."""
 
-    rope_type: Literal["default", "linear", "llama3"] = "default"
+    rope_type: Literal["default", "linear", "llama3", "yarn"] = "default"
     factor: float = Field(default=1.0, gt=0)
-    low_freq_factor: float = Field(default=1.0, gt=0)
-    high_freq_factor: float = Field(default=4.0, gt=0)
+    low_freq_factor: float = Field(default=1.0, gt=0)  # llama3
+    high_freq_factor: float = Field(default=4.0, gt=0)  # llama3
     original_max_position_embeddings: int = Field(default=8192, gt=0)
+    beta_fast: float = Field(default=32.0, gt=0)  # yarn: turns within the original context from which nothing changes
+    beta_slow: float = Field(default=1.0, gt=0)  # yarn: turns up to which all is divided by the factor
+    mscale: float = Field(default=0.0, ge=0)  # yarn: growth of rotated queries and keys with log(factor)
+    mscale_all_dim: float = Field(default=0.0, ge=0)  # yarn: growth of the logits' scale with log(factor)
+
+
+class MoEConfig(Config):
+    """Routed experts in place of a layer's MLP.
+
+    A router scores all experts for each token and sends it to `num_experts_per_tok` of them; the sum of their outputs
+    is weighted by their scores. Mixtral: https://arxiv.org/abs/2401.04088, DeepSeek-V3: https://arxiv.org/abs/2412.19437.
+    """
+
+    num_experts: int = Field(gt=0, le=4096)
+    num_experts_per_tok: int = Field(gt=0)
+    moe_intermediate_size: int = Field(gt=0)  # of one expert
+    scoring_func: Literal["softmax", "sigmoid"] = "softmax"
+    norm_topk_prob: bool = True  # the chosen scores are divided by their sum
+    routed_scaling_factor: float = Field(default=1.0, gt=0)
+    n_group: int = Field(default=1, gt=0)  # experts stand in groups; a token looks at `topk_group` of them
+    topk_group: int = Field(default=1, gt=0)
+    shared_expert_intermediate_size: int = Field(default=0, ge=0)  # an MLP that every token takes; 0: none
+    shared_expert_gate: bool = False  # its output times sigmoid(gate · x) (Qwen2-MoE)
+    router_bias: bool = False  # added to the scores for the choice alone; load balancing moves it (DeepSeek-V3)
+    mlp_only_layers: tuple[int, ...] = ()  # layers that keep the plain MLP
+
+    @model_validator(mode="after")
+    def _choices_exist(self) -> MoEConfig:
+        if self.num_experts_per_tok > self.num_experts:
+            raise ValueError(f"num_experts_per_tok={self.num_experts_per_tok} is above num_experts={self.num_experts}")
+        if self.num_experts % self.n_group or self.topk_group > self.n_group:
+            raise ValueError(
+                f"n_group={self.n_group} must divide num_experts={self.num_experts}, and topk_group={self.topk_group} "
+                "must not be above it"
+            )
+        in_group = self.num_experts // self.n_group
+        if self.topk_group * in_group < self.num_experts_per_tok or (self.n_group > 1 and in_group < 2):
+            raise ValueError(
+                f"{self.topk_group} groups of {in_group} experts are too few to choose {self.num_experts_per_tok}; "
+                "raise topk_group or lower n_group"
+            )
+        if self.shared_expert_gate and not self.shared_expert_intermediate_size:
+            raise ValueError("shared_expert_gate needs a shared_expert_intermediate_size above 0")
+        return self
+
+
+class LatentAttentionConfig(Config):
+    """Multi-head latent attention (DeepSeek-V2, https://arxiv.org/abs/2405.04434): keys and values come from one small
+    vector a token, and the position is carried by extra dimensions that all heads share."""
+
+    kv_lora_rank: int = Field(gt=0)
+    q_lora_rank: int | None = Field(default=None, gt=0)  # None: queries come from the hidden state directly
+    qk_nope_head_dim: int = Field(gt=0)
+    qk_rope_head_dim: int = Field(gt=0, le=MAX_HEAD_DIM)
+    v_head_dim: int = Field(gt=0)
+    rope_interleave: bool = True  # dimensions 2i and 2i + 1 rotate together, not i and i + D/2
+
+
+LayerType = Literal["full_attention", "sliding_attention", "lsh_attention"]
+
+
+class LSH(Config):
+    """Attention among tokens whose keys hash alike (`kernels/lsh_attention.py`)."""
+
+    chunk_size: int = Field(default=64, gt=0)  # tokens that attend together, and to the chunk before
+    rounds: int = Field(default=2, gt=0)  # hashings; a pair attends when one of them brings it together
+    seed: int = Field(
+        default=0, ge=0, lt=2**15
+    )  # of the random rotations, which differ from layer to layer and are fixed
 
 
 class DecoderConfig(Config):
     """Everything that fixes a decoder's computation; sizes in elements, positions in tokens."""
 
-    model_type: Literal["llama", "mistral", "qwen2", "qwen3"] = "llama"
+    # "penjing": any combination, in a config.json that only penjing reads
+    model_type: Literal[
+        "llama",
+        "mistral",
+        "qwen2",
+        "qwen3",
+        "mixtral",
+        "qwen2_moe",
+        "qwen3_moe",
+        "dots1",
+        "deepseek_v2",
+        "deepseek_v3",
+        "penjing",
+    ] = "llama"
     vocab_size: int = Field(gt=0)
     hidden_size: int = Field(gt=0)
     intermediate_size: int = Field(gt=0)
     num_hidden_layers: int = Field(gt=0)
     num_attention_heads: int = Field(gt=0)
     num_key_value_heads: int = Field(gt=0)
-    head_dim: int = Field(gt=0)
+    head_dim: int = Field(gt=0, le=MAX_HEAD_DIM)
     max_position_embeddings: int = Field(gt=0)
     rms_norm_eps: float = Field(default=1e-6, gt=0)
     rope_theta: float = Field(default=10000.0, gt=0)
@@ -40,10 +124,26 @@ class DecoderConfig(Config):
     mlp_bias: bool = False
     qk_norm: bool = False  # RMSNorm over head_dim on q and k before the rotary embedding (Qwen3)
     sliding_window: int | None = Field(default=None, gt=0)  # keys a query sees, itself included
-    sliding_window_layers: tuple[int, ...] | None = None  # None: every layer, when sliding_window is set
+    layer_types: tuple[LayerType, ...] | None = None  # a shorter list repeats; None: all slide if sliding_window is set
+    lsh: LSH = LSH()
+    moe: MoEConfig | None = None
+    latent_attention: LatentAttentionConfig | None = None
+    shared_layers: int = Field(default=1, ge=1)  # the first so many layers use one set of weights
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
     pad_token_id: int | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _repeat_layer_types(cls, values: Any) -> Any:
+        if not isinstance(values, dict):
+            return values
+        types, layers = values.get("layer_types"), values.get("num_hidden_layers")
+        if not isinstance(types, list | tuple) or not types or not isinstance(layers, int):
+            return values
+        types = tuple(types[layer % len(types)] for layer in range(layers)) if len(types) < layers else tuple(types)
+        implied = "full_attention" if values.get("sliding_window") is None else "sliding_attention"
+        return values | {"layer_types": None if types == (implied,) * layers else types}
 
     @model_validator(mode="after")
     def _heads_divide(self) -> DecoderConfig:
@@ -56,10 +156,67 @@ class DecoderConfig(Config):
             raise ValueError(f"head_dim={self.head_dim} must be even for the rotary embedding")
         return self
 
+    @model_validator(mode="after")
+    def _layer_types_fit(self) -> DecoderConfig:
+        if self.layer_types is None:
+            return self
+        if len(self.layer_types) != self.num_hidden_layers:
+            raise ValueError(
+                f"layer_types names {len(self.layer_types)} layers, num_hidden_layers is {self.num_hidden_layers}"
+            )
+        slides = "sliding_attention" in self.layer_types
+        if slides and self.sliding_window is None:
+            raise ValueError("layer_types names sliding_attention; set sliding_window to the tokens that a query sees")
+        if not slides and self.sliding_window is not None:
+            raise ValueError(f"sliding_window={self.sliding_window}, but layer_types names no sliding_attention")
+        return self
+
+    def layer_type(self, layer: int) -> LayerType:
+        """Which tokens a query of `layer` may see."""
+        if self.layer_types is not None:
+            return self.layer_types[layer]
+        return "full_attention" if self.sliding_window is None else "sliding_attention"
+
+    @model_validator(mode="after")
+    def _variants_fit(self) -> DecoderConfig:
+        latent, moe = self.latent_attention, self.moe
+        if latent is None and self.rope_scaling.rope_type == "yarn":
+            raise ValueError("rope_scaling of type 'yarn' is only supported with latent_attention")
+        if latent is not None:
+            whole = latent.qk_nope_head_dim + latent.qk_rope_head_dim
+            if self.head_dim != whole or self.num_key_value_heads != self.num_attention_heads:
+                raise ValueError(
+                    f"latent_attention needs head_dim = qk_nope_head_dim + qk_rope_head_dim = {whole} and "
+                    f"num_key_value_heads = num_attention_heads (got {self.head_dim} and {self.num_key_value_heads})"
+                )
+            if latent.qk_rope_head_dim % 2 or latent.v_head_dim > whole:
+                raise ValueError(
+                    f"qk_rope_head_dim={latent.qk_rope_head_dim} must be even and v_head_dim={latent.v_head_dim} at "
+                    f"most {whole}"
+                )
+            if self.attention_bias or self.attention_output_bias or self.qk_norm:
+                raise ValueError("latent_attention has no attention_bias, attention_output_bias or qk_norm")
+            if self.sliding_window is not None or self.layer_types is not None:
+                raise ValueError("latent_attention is full attention: leave out sliding_window and layer_types")
+        if moe is not None and self.mlp_bias:
+            raise ValueError("moe has no mlp_bias")
+        if moe is not None and any(layer not in range(self.num_hidden_layers) for layer in moe.mlp_only_layers):
+            raise ValueError(f"moe.mlp_only_layers={moe.mlp_only_layers} names layers that do not exist")
+        if self.shared_layers > self.num_hidden_layers:
+            raise ValueError(f"shared_layers={self.shared_layers} is above num_hidden_layers={self.num_hidden_layers}")
+        if len({self.is_moe(layer) for layer in range(self.shared_layers)}) > 1:
+            raise ValueError(f"the first shared_layers={self.shared_layers} must be all in mlp_only_layers, or none")
+        return self
+
+    def is_moe(self, layer: int) -> bool:
+        """Whether `layer` has experts in place of an MLP."""
+        return self.moe is not None and layer not in self.moe.mlp_only_layers
+
+    @property
+    def rotary_dim(self) -> int:
+        """Dimensions of a head that are rotated."""
+        return self.head_dim if self.latent_attention is None else self.latent_attention.qk_rope_head_dim
+
     def layer_window(self, layer: int) -> int | None:
-        """The sliding window of `layer` in tokens, or None for full attention."""
-        if self.sliding_window is None:
-            return None
-        if self.sliding_window_layers is not None and layer not in self.sliding_window_layers:
-            return None
-        return self.sliding_window
+        """The sliding window of `layer` in tokens, or None where there is none."""
+        return self.sliding_window if self.layer_type(layer) == "sliding_attention" else None

@@ -1,88 +1,38 @@
-"""The decoder of the Llama family on one device: Llama 2/3, SmolLM2, Mistral, Qwen2/2.5, Qwen3.
+"""The decoder on one device: Llama 2/3, SmolLM2, Mistral, Qwen2/2.5, Qwen3; Mixtral, Qwen2/3-MoE, dots.llm1,
+DeepSeek-V2/V3.
 
-Parameter names are those of Hugging Face checkpoints. Shapes: B sequences, T tokens, E hidden, H heads, KV key-value
-heads, D head_dim, V vocabulary. Leading dimensions are free: (B, T) for a batch, (T,) for the flat tokens of many
-sequences, whose keys and values an `Attend` keeps elsewhere.
+Parameter names are those of Hugging Face checkpoints, up to `tensor_names.stored_name`. Shapes: B sequences, T tokens,
+E hidden, H heads, KV key-value heads, D head_dim, V vocabulary. Leading dimensions are free: (B, T) for a batch, (T,)
+for the flat tokens of many sequences, whose keys and values an `Attend` keeps elsewhere.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
+from penjing.core.models.attention import Attend, Attention, causal_attention, document_positions
 from penjing.core.models.config import DecoderConfig
+from penjing.core.models.latent_attention import LatentAttention
+from penjing.core.models.mlp import MLP
+from penjing.core.models.moe import MoE
+from penjing.core.models.norm import RMSNorm
 from penjing.core.models.rope import inverse_frequencies
-from penjing.kernels.rms_norm import rms_norm
-from penjing.kernels.rotary import apply_rotary, rotary_cos_sin
-from penjing.kernels.swiglu import swiglu
-
-# (layer, q (…, T, H, D), k (…, T, KV, D), v (…, T, KV, D)) → (…, T, H, D); q and k are rotated.
-Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
-
-
-class RMSNorm(nn.Module):
-    """`kernels.rms_norm` with its weight."""
-
-    def __init__(self, size: int, eps: float):
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(size))
-        self.eps = eps
-
-    def forward(self, x: Tensor) -> Tensor:
-        return rms_norm(x, self.weight, self.eps)
-
-
-class Attention(nn.Module):
-    """Projections, optional head norms (Qwen3) and rotation around an `Attend`."""
-
-    def __init__(self, config: DecoderConfig, layer: int):
-        super().__init__()
-        hidden, heads, kv_heads = config.hidden_size, config.num_attention_heads, config.num_key_value_heads
-        self.layer = layer
-        self.head_dim = config.head_dim
-        self.q_proj = nn.Linear(hidden, heads * config.head_dim, bias=config.attention_bias)
-        self.k_proj = nn.Linear(hidden, kv_heads * config.head_dim, bias=config.attention_bias)
-        self.v_proj = nn.Linear(hidden, kv_heads * config.head_dim, bias=config.attention_bias)
-        self.o_proj = nn.Linear(heads * config.head_dim, hidden, bias=config.attention_output_bias)
-        if config.qk_norm:
-            self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
-            self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
-        self.qk_norm = config.qk_norm
-
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
-        q, k, v = (
-            projection(x).unflatten(-1, (-1, self.head_dim)) for projection in (self.q_proj, self.k_proj, self.v_proj)
-        )
-        if self.qk_norm:
-            q, k = self.q_norm(q), self.k_norm(k)
-        q, k = apply_rotary(q, cos, sin), apply_rotary(k, cos, sin)
-        return self.o_proj(attend(self.layer, q, k, v).flatten(-2))
-
-
-class MLP(nn.Module):
-    """down(silu(gate(x)) × up(x))."""
-
-    def __init__(self, config: DecoderConfig):
-        super().__init__()
-        hidden, inner, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
-        self.gate_proj = nn.Linear(hidden, inner, bias=bias)
-        self.up_proj = nn.Linear(hidden, inner, bias=bias)
-        self.down_proj = nn.Linear(inner, hidden, bias=bias)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(swiglu(self.gate_proj(x), self.up_proj(x)))
+from penjing.kernels.cross_entropy import linear_cross_entropy
+from penjing.kernels.rotary import rotary_cos_sin
 
 
 class DecoderLayer(nn.Module):
-    """Attention and MLP, each behind a norm and added to the residual."""
+    """Attention and MLP (or experts), each behind a norm and added to the residual."""
 
     def __init__(self, config: DecoderConfig, layer: int):
         super().__init__()
-        self.self_attn = Attention(config, layer)
-        self.mlp = MLP(config)
+        latent = config.latent_attention is not None
+        self.self_attn = LatentAttention(config, layer) if latent else Attention(config, layer)
+        if config.moe is not None and config.is_moe(layer):
+            self.mlp = MoE(config.hidden_size, config.moe)
+        else:
+            self.mlp = MLP(config.hidden_size, config.intermediate_size, config.mlp_bias)
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
@@ -120,8 +70,17 @@ class Decoder(nn.Module):
         self.config = config
         self.model = Backbone(config)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-        if config.tie_word_embeddings:
+        self.tie_weights()
+
+    def tie_weights(self) -> None:
+        """Share the parameters that the configuration shares: call it after parameters were replaced."""
+        if self.config.tie_word_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight
+        first, *others = self.model.layers[: self.config.shared_layers]
+        for layer in others:
+            for name, parameter in first.named_parameters():
+                owner, _, leaf = name.rpartition(".")
+                setattr(layer.get_submodule(owner), leaf, parameter)
 
     def forward(
         self,
@@ -129,8 +88,11 @@ class Decoder(nn.Module):
         positions: Tensor | None = None,
         attend: Attend | None = None,
         logit_rows: Tensor | None = None,
+        documents: Tensor | None = None,
+        targets: Tensor | None = None,
+        label_smoothing: float = 0.0,
     ) -> Tensor:
-        """Logits of the next token.
+        """Logits of the next token, or with `targets` their summed loss, for which logits never exist all at once.
 
         Args:
             token_ids: (…, T) int64.
@@ -138,32 +100,31 @@ class Decoder(nn.Module):
             attend: attention over whatever cache the caller keeps; causal (windowed) attention among the T tokens of
                 each leading index when None.
             logit_rows: (R,) int64 rows of the flattened (…, T) tokens whose logits are wanted; all when None.
+            documents: (…, T) int64, equal where neighbours are of one document: without `attend`, nothing sees beyond
+                its document; without `positions`, they count from each document's beginning.
+            targets: (…, T) or, with `logit_rows`, (R,) int64 next tokens, −100 for none.
+            label_smoothing: of the loss.
 
         Returns:
-            (…, T, V), or (R, V) with `logit_rows`; dtype of the parameters.
+            (…, T, V), or (R, V) with `logit_rows`; dtype of the parameters. With `targets` a float32 scalar.
 
         Raises:
             ValueError: no tokens, or shapes that do not fit.
         """
         if token_ids.dim() == 0 or token_ids.numel() == 0:
             raise ValueError(f"token_ids has shape {tuple(token_ids.shape)}; at least one token is needed")
-        if positions is None:
+        if documents is not None and documents.shape != token_ids.shape:
+            raise ValueError(f"documents has shape {tuple(documents.shape)}, token_ids {tuple(token_ids.shape)}")
+        if positions is None and documents is not None:
+            positions = document_positions(documents)
+        elif positions is None:
             positions = torch.arange(token_ids.shape[-1], device=token_ids.device).expand(token_ids.shape)
         elif positions.shape != token_ids.shape:
             raise ValueError(f"positions has shape {tuple(positions.shape)}, token_ids {tuple(token_ids.shape)}")
-        hidden = self.model(token_ids, positions, attend or self.causal_attention)
+        hidden = self.model(token_ids, positions, attend or causal_attention(self.config, documents))
         if logit_rows is not None:
             hidden = hidden.flatten(0, -2)[logit_rows]
+        if targets is not None:
+            rows, weight = hidden.flatten(0, -2), self.lm_head.weight
+            return linear_cross_entropy(rows, weight, targets.flatten(), label_smoothing=label_smoothing)
         return self.lm_head(hidden)
-
-    def causal_attention(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """The `Attend` without a cache: each token sees itself and the tokens before it, within the layer's window."""
-        q, k, v = (x.transpose(-3, -2) for x in (q, k, v))
-        window = self.config.layer_window(layer)
-        num_tokens = q.shape[-2]
-        mask = None
-        if window is not None and window < num_tokens:
-            mask = torch.ones(num_tokens, num_tokens, dtype=torch.bool, device=q.device).tril()
-            mask &= ~mask.tril(-window)
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=True)
-        return out.transpose(-3, -2)

@@ -7,13 +7,30 @@ from typing import Any
 from penjing.core.config import parse_config
 from penjing.core.errors import ConfigError, InputError
 from penjing.core.models.config import DecoderConfig, RopeScaling
+from penjing.core.models.hf_variants import (
+    LATENT_TYPES,
+    MOE_TYPES,
+    check_variants,
+    latent_from_hf,
+    latent_to_hf,
+    moe_from_hf,
+    moe_to_hf,
+)
 from penjing.core.models.tensor_names import check_layers
 
+NATIVE = "penjing"  # the type of what no Hugging Face architecture expresses: its fields are those of DecoderConfig
 _ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
     "mistral": "MistralForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
+    "mixtral": "MixtralForCausalLM",
+    "qwen2_moe": "Qwen2MoeForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+    "dots1": "Dots1ForCausalLM",
+    "deepseek_v2": "DeepseekV2ForCausalLM",
+    "deepseek_v3": "DeepseekV3ForCausalLM",
+    NATIVE: "PenjingForCausalLM",
 }
 SUPPORTED_MODEL_TYPES = tuple(_ARCHITECTURES)
 # What transformers assumes when a config.json leaves the field out.
@@ -22,13 +39,31 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     "mistral": {"max_position_embeddings": 131072, "num_key_value_heads": 8, "sliding_window": 4096},
     "qwen2": {"max_position_embeddings": 32768, "num_key_value_heads": 32, "sliding_window": 4096},
     "qwen3": {"max_position_embeddings": 32768, "num_key_value_heads": 32, "sliding_window": 4096, "head_dim": 128},
+    "mixtral": {"max_position_embeddings": 131072, "num_key_value_heads": 8, "rope_theta": 1e6, "rms_norm_eps": 1e-5},
+    "qwen2_moe": {"max_position_embeddings": 32768, "num_key_value_heads": 16, "sliding_window": 4096},
+    "qwen3_moe": {"max_position_embeddings": 32768, "num_key_value_heads": 4, "sliding_window": 4096},
+    "dots1": {"max_position_embeddings": 2048, "sliding_window": 4096},
+    "deepseek_v2": {"max_position_embeddings": 2048},
+    "deepseek_v3": {"max_position_embeddings": 4096},
 }
+_QK_NORM = ("qwen3", "qwen3_moe", "dots1")
+_QKV_BIAS = ("qwen2", "qwen2_moe")  # biases on q, k and v, none on the output
+_NO_BIAS = ("mistral", "mixtral", *LATENT_TYPES)
 _REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 _SCALING_FIELDS = {
     "default": (),
     "linear": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    "yarn": (
+        "factor",
+        "original_max_position_embeddings",
+        "beta_fast",
+        "beta_slow",
+        "mscale",
+        "mscale_all_dim",
+    ),
 }
+_SCALING_OPTIONAL = ("beta_fast", "beta_slow", "mscale", "mscale_all_dim")
 
 
 def decoder_config_from_hf(values: dict[str, Any], source: str) -> DecoderConfig:
@@ -42,8 +77,11 @@ def decoder_config_from_hf(values: dict[str, Any], source: str) -> DecoderConfig
         InputError: an unsupported architecture (named), rotary scaling or activation; a field missing or invalid.
     """
     model_type = _check_architecture(values, source)
-    # null means "the default", but for sliding_window, where it means full attention
-    given = {key: value for key, value in values.items() if value is not None or key == "sliding_window"}
+    if model_type == NATIVE:
+        return _native(values, source)
+    # null means "the default", but here: full attention, and queries that are not compressed
+    kept = ("sliding_window", "q_lora_rank")
+    given = {key: value for key, value in values.items() if value is not None or key in kept}
     values = _DEFAULTS[model_type] | given
     if missing := [name for name in _REQUIRED if name not in values]:
         raise InputError(f"{source} lacks {', '.join(missing)}; get the complete config.json of the model")
@@ -53,20 +91,26 @@ def decoder_config_from_hf(values: dict[str, Any], source: str) -> DecoderConfig
     check_layers(values["num_hidden_layers"], source)
     rope = _rope_values(values, source)
     heads = values["num_attention_heads"]
-    attention_bias = model_type == "qwen2" or (model_type != "mistral" and bool(values.get("attention_bias", False)))
+    attention_bias = _attention_bias(values, model_type)
+    latent = latent_from_hf(values, model_type, source)
+    head_dim = values.get("head_dim", max(values["hidden_size"] // heads, 1))
+    if latent is not None:
+        head_dim = latent["qk_nope_head_dim"] + latent["qk_rope_head_dim"]
     fields = {name: values[name] for name in _REQUIRED} | {
         "model_type": model_type,
         "num_key_value_heads": values.get("num_key_value_heads", heads),
-        "head_dim": values.get("head_dim", max(values["hidden_size"] // heads, 1)),
+        "head_dim": head_dim,
         "max_position_embeddings": values["max_position_embeddings"],
         "rms_norm_eps": values.get("rms_norm_eps", 1e-6),
         "rope_theta": rope.get("rope_theta", 10000.0),
-        "rope_scaling": _rope_scaling(rope, source),
+        "rope_scaling": _rope_scaling(rope, model_type, source),
         "tie_word_embeddings": values.get("tie_word_embeddings", False),
         "attention_bias": attention_bias,
-        "attention_output_bias": attention_bias and model_type != "qwen2",
-        "mlp_bias": model_type == "llama" and values.get("mlp_bias", False),
-        "qk_norm": model_type == "qwen3",
+        "attention_output_bias": attention_bias and model_type not in _QKV_BIAS,
+        "mlp_bias": model_type in ("llama", "deepseek_v2") and values.get("mlp_bias", False),
+        "qk_norm": model_type in _QK_NORM,
+        "moe": moe_from_hf(values, model_type, source),
+        "latent_attention": latent,
         "bos_token_id": _first(values.get("bos_token_id")),
         "eos_token_ids": token_ids(values.get("eos_token_id")),
         "pad_token_id": values.get("pad_token_id"),
@@ -85,8 +129,10 @@ def decoder_config_to_hf(config: DecoderConfig, dtype: str = "float32") -> dict[
         dtype: of the stored weights: "float32", "bfloat16" or "float16".
 
     Raises:
-        InputError: the combination of biases, norms or windows has no Hugging Face architecture of this type.
+        InputError: the combination of biases, norms, windows or variants has no Hugging Face architecture of this type.
     """
+    if config.model_type == NATIVE:
+        return {"architectures": [_ARCHITECTURES[NATIVE]], "dtype": dtype, **config.model_dump(mode="json")}
     _check_expressible(config)
     rope: dict[str, Any] = {"rope_theta": config.rope_theta} | _rope_scaling_to_hf(config.rope_scaling)
     values: dict[str, Any] = {
@@ -107,21 +153,24 @@ def decoder_config_to_hf(config: DecoderConfig, dtype: str = "float32") -> dict[
     }
     if config.rope_scaling.rope_type != "default":
         values["rope_scaling"] = _rope_scaling_to_hf(config.rope_scaling)
-    if config.model_type in ("llama", "qwen3"):
+    if config.model_type in ("llama", *_QK_NORM):
         values["attention_bias"] = config.attention_bias
     if config.model_type == "llama":
         values["mlp_bias"] = config.mlp_bias
-    if config.model_type == "mistral":
+    if config.model_type == "qwen2_moe":
+        values["qkv_bias"] = config.attention_bias
+    if config.model_type in ("mistral", "mixtral", "dots1"):
         values["sliding_window"] = config.sliding_window
     if config.model_type in ("qwen2", "qwen3"):
-        windows = [config.layer_window(layer) is not None for layer in range(config.num_hidden_layers)]
+        types = _layer_types(config)
+        slides = "sliding_attention" in types
         values |= {
-            "use_sliding_window": any(windows),
+            "use_sliding_window": slides,
             "sliding_window": config.sliding_window,
-            "max_window_layers": windows.index(True) if any(windows) else config.num_hidden_layers,
-            "layer_types": ["sliding_attention" if window else "full_attention" for window in windows],
+            "max_window_layers": types.index("sliding_attention") if slides else config.num_hidden_layers,
+            "layer_types": types,
         }
-    return values
+    return values | moe_to_hf(config) | latent_to_hf(config)
 
 
 def token_ids(value: Any) -> tuple[int, ...]:
@@ -150,6 +199,26 @@ def _check_architecture(values: dict[str, Any], source: str) -> str:
     return model_type
 
 
+def _native(values: dict[str, Any], source: str) -> DecoderConfig:
+    layers = values.get("num_hidden_layers")
+    if isinstance(layers, int):
+        check_layers(layers, source)
+    apart = ("architectures", "dtype", "transformers_version", "quantization_config")
+    fields = {name: value for name, value in values.items() if name not in apart}
+    try:
+        return parse_config(DecoderConfig, fields, source)
+    except ConfigError as error:
+        raise InputError(str(error)) from None
+
+
+def _attention_bias(values: dict[str, Any], model_type: str) -> bool:
+    if model_type in _NO_BIAS:
+        return False
+    if model_type in _QKV_BIAS:
+        return model_type == "qwen2" or bool(values.get("qkv_bias", True))
+    return bool(values.get("attention_bias", False))
+
+
 def _rope_values(values: dict[str, Any], source: str) -> dict[str, Any]:
     """Rotary settings under the names of transformers 5, from either spelling."""
     rope = {"rope_theta": values["rope_theta"]} if "rope_theta" in values else {}
@@ -165,13 +234,19 @@ def _rope_values(values: dict[str, Any], source: str) -> dict[str, Any]:
     return rope
 
 
-def _rope_scaling(rope: dict[str, Any], source: str) -> dict[str, Any]:
+def _rope_scaling(rope: dict[str, Any], model_type: str, source: str) -> dict[str, Any]:
     rope_type = rope.get("rope_type", "default")
-    if not isinstance(rope_type, str) or rope_type not in _SCALING_FIELDS:
-        known = ", ".join(_SCALING_FIELDS)
+    kinds = [kind for kind in _SCALING_FIELDS if kind != "yarn" or model_type in LATENT_TYPES]
+    if not isinstance(rope_type, str) or rope_type not in kinds:
+        known = ", ".join(kinds)
         raise InputError(f"{source}: rotary scaling {rope_type!r} is not supported; supported: {known}")
-    used = _SCALING_FIELDS[rope_type]
-    if missing := [name for name in used if name not in rope]:
+    if rope_type == "yarn" and (
+        odd := [name for name in ("attention_factor", "truncate") if rope.get(name) is not None]
+    ):
+        raise InputError(f"{source}: rotary scaling 'yarn' with {odd[0]} is not supported")
+    given = {name for name in rope if rope[name] is not None}
+    used = [name for name in _SCALING_FIELDS[rope_type] if name in given or name not in _SCALING_OPTIONAL]
+    if missing := [name for name in used if name not in given]:
         raise InputError(f"{source}: rotary scaling {rope_type!r} lacks {', '.join(missing)}")
     return {"rope_type": rope_type, **{name: rope[name] for name in used}}
 
@@ -182,10 +257,15 @@ def _rope_scaling_to_hf(scaling: RopeScaling) -> dict[str, Any]:
 
 
 def _window(values: dict[str, Any], model_type: str, source: str) -> dict[str, Any]:
-    if model_type == "llama" or (model_type != "mistral" and not values.get("use_sliding_window", False)):
-        return {}
     window = values.get("sliding_window")
     layers = values["num_hidden_layers"]
+    if model_type in MOE_TYPES:
+        types = values.get("layer_types")
+        if values.get("use_sliding_window") or (isinstance(types, list) and "sliding_attention" in types):
+            raise InputError(f"{source}: sliding windows of {model_type} are not supported")
+        return {"sliding_window": window} if model_type == "mixtral" else {}
+    if model_type == "llama" or (model_type != "mistral" and not values.get("use_sliding_window", False)):
+        return {}
     if model_type == "mistral":
         return {"sliding_window": window}
     types = values.get("layer_types")
@@ -197,23 +277,31 @@ def _window(values: dict[str, Any], model_type: str, source: str) -> dict[str, A
     known = ("sliding_attention", "full_attention")
     if not isinstance(types, list) or len(types) != layers or any(kind not in known for kind in types):
         raise InputError(f"{source}: layer_types must name sliding_attention or full_attention for {layers} layers")
-    chosen = tuple(layer for layer, kind in enumerate(types) if kind == "sliding_attention")
-    return {"sliding_window": window, "sliding_window_layers": chosen} if chosen else {}
+    return {"sliding_window": window, "layer_types": types} if "sliding_attention" in types else {}
+
+
+def _layer_types(config: DecoderConfig) -> list[str]:
+    return [config.layer_type(layer) for layer in range(config.num_hidden_layers)]
 
 
 def _check_expressible(config: DecoderConfig) -> None:
     kind = config.model_type
+    biases = (False,) if kind in _NO_BIAS else (True,) if kind == "qwen2" else (True, False)
     rules = {
-        "qk_norm": config.qk_norm == (kind == "qwen3"),
-        "attention_bias": config.attention_bias in {"mistral": (False,), "qwen2": (True,)}.get(kind, (True, False)),
-        "attention_output_bias": config.attention_output_bias == (config.attention_bias and kind != "qwen2"),
+        "qk_norm": config.qk_norm == (kind in _QK_NORM),
+        "attention_bias": config.attention_bias in biases,
+        "attention_output_bias": config.attention_output_bias == (config.attention_bias and kind not in _QKV_BIAS),
         "mlp_bias": not config.mlp_bias or kind == "llama",
-        "sliding_window": config.sliding_window is None or kind != "llama",
-        "sliding_window_layers": config.sliding_window_layers is None or kind in ("qwen2", "qwen3"),
+        "sliding_window": config.sliding_window is None or kind in ("mistral", "qwen2", "qwen3", "mixtral"),
+        "layer_types": config.layer_types is None
+        or (kind in ("qwen2", "qwen3") and "lsh_attention" not in config.layer_types),
     }
-    if wrong := [name for name, holds in rules.items() if not holds]:
-        stated = ", ".join(f"{name}={getattr(config, name)}" for name in wrong)
-        raise InputError(f"no Hugging Face architecture of type {kind!r} has {stated}; choose another model_type")
+    wrong = [f"{name}={getattr(config, name)}" for name, holds in rules.items() if not holds] + check_variants(config)
+    if wrong:
+        raise InputError(
+            f"no Hugging Face architecture of type {kind!r} has {', '.join(wrong)}; choose another model_type "
+            f"({NATIVE!r} has everything, but only penjing reads it)"
+        )
 
 
 def _first(value: Any) -> Any:

@@ -6,29 +6,64 @@ import math
 
 import torch
 
-from penjing.core.models.config import DecoderConfig
+from penjing.core.models.config import DecoderConfig, RopeScaling
 from penjing.kernels.rotary import rotary_cos_sin
 
 
 def inverse_frequencies(config: DecoderConfig) -> torch.Tensor:
-    """Radians a token for each pair of dimensions, (head_dim / 2,) float32.
+    """Radians a token for each pair of rotated dimensions, (rotary_dim / 2,) float32.
 
-    `linear` divides all by the factor. `llama3` (Llama 3.1, https://arxiv.org/abs/2407.21783) divides only those whose
-    wavelength is long against the original context, and blends between.
+    `linear` divides all by the factor. `llama3` (Llama 3.1, https://arxiv.org/abs/2407.21783) and `yarn`
+    (https://arxiv.org/abs/2309.00071) divide only those whose wavelength is long against the original context, and
+    blend between: by the number of turns, or by the index of the pair.
     """
-    exponent = torch.arange(0, config.head_dim, 2, dtype=torch.int64).to(torch.float32) / config.head_dim
+    size = config.rotary_dim
+    # On the CPU also while a model is made on the meta device, whose arange imports sympy: a second of start-up.
+    steps = torch.arange(0, size, 2, dtype=torch.int64, device="cpu")
+    exponent = steps.to(torch.float32) / size
     frequency = 1.0 / (config.rope_theta**exponent)
     scaling = config.rope_scaling
     if scaling.rope_type == "default":
         return frequency
     if scaling.rope_type == "linear":
         return frequency / scaling.factor
-    turns = scaling.original_max_position_embeddings * frequency / (2 * math.pi)
-    span = scaling.high_freq_factor - scaling.low_freq_factor
-    kept = ((turns - scaling.low_freq_factor) / span).clamp(0.0, 1.0)
+    if scaling.rope_type == "yarn":
+        kept = _yarn_kept(config, size)
+    else:
+        turns = scaling.original_max_position_embeddings * frequency / (2 * math.pi)
+        span = scaling.high_freq_factor - scaling.low_freq_factor
+        kept = ((turns - scaling.low_freq_factor) / span).clamp(0.0, 1.0)
     return (1 - kept) * frequency / scaling.factor + kept * frequency
 
 
+def _yarn_kept(config: DecoderConfig, size: int) -> torch.Tensor:
+    """Share of each pair's frequency that stays, falling from 1 to 0 between the pairs that turn `beta_fast` and
+    `beta_slow` times within the original context."""
+    scaling = config.rope_scaling
+
+    def pair_of(turns: float) -> float:
+        wavelengths = scaling.original_max_position_embeddings / (turns * 2 * math.pi)
+        return size * math.log(wavelengths) / (2 * math.log(config.rope_theta))
+
+    low, high = max(math.floor(pair_of(scaling.beta_fast)), 0), min(math.ceil(pair_of(scaling.beta_slow)), size - 1)
+    pairs = torch.arange(size // 2, dtype=torch.float32, device="cpu")
+    ramp = (pairs - low) / max(high - low, 0.001)
+    return 1 - ramp.clamp(0.0, 1.0)
+
+
+def yarn_magnitudes(scaling: RopeScaling) -> tuple[float, float]:
+    """(factor of rotated queries and keys, factor of all queries) under `yarn`; ones otherwise."""
+    if scaling.rope_type != "yarn":
+        return 1.0, 1.0
+
+    def growth(mscale: float) -> float:
+        return 0.1 * mscale * math.log(scaling.factor) + 1.0 if scaling.factor > 1 else 1.0
+
+    both = scaling.mscale and scaling.mscale_all_dim
+    rotated = growth(scaling.mscale) / growth(scaling.mscale_all_dim) if both else growth(1.0)
+    return rotated, growth(scaling.mscale_all_dim) ** 2
+
+
 def cos_sin_table(config: DecoderConfig, length: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """cos and sin of positions 0 … length − 1, each (length, head_dim / 2) float32."""
+    """cos and sin of positions 0 … length − 1, each (length, rotary_dim / 2) float32."""
     return rotary_cos_sin(inverse_frequencies(config), torch.arange(length))

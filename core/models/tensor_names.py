@@ -1,4 +1,4 @@
-"""Names and shapes of a decoder's weights, as Hugging Face stores them."""
+"""Names and shapes of a decoder's weights, in the model and as Hugging Face stores them."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from penjing.core.errors import InputError
 from penjing.core.models.config import DecoderConfig
 
 MAX_LAYERS = 10_000  # a damaged number must not fill the memory with names
+MAX_EXPERTS = 200_000  # over all layers; DeepSeek-V3 has 14 848
 
 
 def check_layers(num_hidden_layers: int, source: str) -> None:
@@ -18,43 +19,112 @@ def check_layers(num_hidden_layers: int, source: str) -> None:
         raise InputError(f"{source}: num_hidden_layers={num_hidden_layers} is above {MAX_LAYERS}; the file is damaged")
 
 
-def tensor_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
-    """Name → shape of every weight of `config`, in the order of computation; a linear weight is (out, in).
+def stored_name(config: DecoderConfig, name: str) -> str:
+    """The name under which a checkpoint of this type stores the tensor `name` of the model."""
+    for ours, theirs in _renamed(config):
+        name = name.replace(ours, theirs)
+    return name
 
-    Tied embeddings appear once, as `model.embed_tokens.weight`.
+
+def model_name(config: DecoderConfig, stored: str) -> str:
+    """Undo `stored_name`."""
+    for ours, theirs in _renamed(config):
+        stored = stored.replace(theirs, ours)
+    return stored
+
+
+def _renamed(config: DecoderConfig) -> tuple[tuple[str, str], ...]:
+    if config.model_type == "mixtral":
+        return (
+            (".mlp.", ".block_sparse_moe."),
+            (".gate_proj.", ".w1."),
+            (".down_proj.", ".w2."),
+            (".up_proj.", ".w3."),
+        )
+    if config.model_type == "qwen2_moe":
+        return ((".mlp.shared_experts.", ".mlp.shared_expert."),)
+    return ((".mlp.e_score_correction_bias", ".mlp.gate.e_score_correction_bias"),)
+
+
+def tensor_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
+    """Name in the model → shape of every weight of `config`, in the order of computation; a linear weight is (out, in).
+
+    Tied embeddings appear once, as `model.embed_tokens.weight`; shared layers once, as `model.layers.0`.
 
     Raises:
-        InputError: more layers than any model has.
+        InputError: more layers or experts than any model has.
     """
     check_layers(config.num_hidden_layers, config.model_type)
+    num_experts = config.num_hidden_layers * (config.moe.num_experts if config.moe is not None else 0)
+    if num_experts > MAX_EXPERTS:
+        raise InputError(f"{config.model_type}: {num_experts} experts are above {MAX_EXPERTS}; the file is damaged")
     hidden = config.hidden_size
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config.vocab_size, hidden)}
-    for layer in range(config.num_hidden_layers):
-        shapes |= {f"model.layers.{layer}.{name}": shape for name, shape in _layer_shapes(config).items()}
+    for layer in (0, *range(config.shared_layers, config.num_hidden_layers)):
+        names = _attention_shapes(config) | _mlp_shapes(config, layer)
+        ordered = {"input_layernorm.weight": (hidden,)} | names | {"post_attention_layernorm.weight": (hidden,)}
+        shapes |= {f"model.layers.{layer}.{name}": shape for name, shape in ordered.items()}
     shapes["model.norm.weight"] = (hidden,)
     if not config.tie_word_embeddings:
         shapes["lm_head.weight"] = (config.vocab_size, hidden)
     return shapes
 
 
-def _layer_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
-    hidden, inner, head_dim = config.hidden_size, config.intermediate_size, config.head_dim
-    query, key = config.num_attention_heads * head_dim, config.num_key_value_heads * head_dim
-    shapes: dict[str, tuple[int, ...]] = {"input_layernorm.weight": (hidden,)}
-    linears = {
-        "self_attn.q_proj": (query, hidden, config.attention_bias),
-        "self_attn.k_proj": (key, hidden, config.attention_bias),
-        "self_attn.v_proj": (key, hidden, config.attention_bias),
-        "self_attn.o_proj": (hidden, query, config.attention_output_bias),
-        "mlp.gate_proj": (inner, hidden, config.mlp_bias),
-        "mlp.up_proj": (inner, hidden, config.mlp_bias),
-        "mlp.down_proj": (hidden, inner, config.mlp_bias),
-    }
-    for name, (rows, columns, bias) in linears.items():
-        shapes[f"{name}.weight"] = (rows, columns)
-        if bias:
-            shapes[f"{name}.bias"] = (rows,)
+def _attention_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
+    hidden, heads, head_dim = config.hidden_size, config.num_attention_heads, config.head_dim
+    if (latent := config.latent_attention) is not None:
+        rank, expanded = latent.kv_lora_rank, latent.qk_nope_head_dim + latent.v_head_dim
+        if latent.q_lora_rank is None:
+            query = {"q_proj": (heads * head_dim, hidden)}
+        else:
+            query = {
+                "q_a_proj": (latent.q_lora_rank, hidden),
+                "q_a_layernorm": (latent.q_lora_rank,),
+                "q_b_proj": (heads * head_dim, latent.q_lora_rank),
+            }
+        key_value = {
+            "kv_a_proj_with_mqa": (rank + latent.qk_rope_head_dim, hidden),
+            "kv_a_layernorm": (rank,),
+            "kv_b_proj": (heads * expanded, rank),
+            "o_proj": (hidden, heads * latent.v_head_dim),
+        }
+        return {f"self_attn.{name}.weight": shape for name, shape in (query | key_value).items()}
+    query, key, bias = heads * head_dim, config.num_key_value_heads * head_dim, config.attention_bias
+    shapes = (
+        _linear("self_attn.q_proj", query, hidden, bias)
+        | _linear("self_attn.k_proj", key, hidden, bias)
+        | _linear("self_attn.v_proj", key, hidden, bias)
+        | _linear("self_attn.o_proj", hidden, query, config.attention_output_bias)
+    )
     if config.qk_norm:
         shapes |= {"self_attn.q_norm.weight": (head_dim,), "self_attn.k_norm.weight": (head_dim,)}
-    shapes["post_attention_layernorm.weight"] = (hidden,)
     return shapes
+
+
+def _mlp_shapes(config: DecoderConfig, layer: int) -> dict[str, tuple[int, ...]]:
+    hidden = config.hidden_size
+    if config.moe is None or not config.is_moe(layer):
+        return _gated("mlp", hidden, config.intermediate_size, config.mlp_bias)
+    moe = config.moe
+    shapes: dict[str, tuple[int, ...]] = {"mlp.gate.weight": (moe.num_experts, hidden)}
+    if moe.router_bias:
+        shapes["mlp.e_score_correction_bias"] = (moe.num_experts,)
+    for expert in range(moe.num_experts):
+        shapes |= _gated(f"mlp.experts.{expert}", hidden, moe.moe_intermediate_size)
+    if moe.shared_expert_intermediate_size:
+        shapes |= _gated("mlp.shared_experts", hidden, moe.shared_expert_intermediate_size)
+    if moe.shared_expert_gate:
+        shapes["mlp.shared_expert_gate.weight"] = (1, hidden)
+    return shapes
+
+
+def _gated(name: str, hidden: int, inner: int, bias: bool = False) -> dict[str, tuple[int, ...]]:
+    return (
+        _linear(f"{name}.gate_proj", inner, hidden, bias)
+        | _linear(f"{name}.up_proj", inner, hidden, bias)
+        | _linear(f"{name}.down_proj", hidden, inner, bias)
+    )
+
+
+def _linear(name: str, rows: int, columns: int, bias: bool) -> dict[str, tuple[int, ...]]:
+    return {f"{name}.weight": (rows, columns)} | ({f"{name}.bias": (rows,)} if bias else {})

@@ -22,6 +22,14 @@ struct PjLinear {
     int32_t unused;
 };
 
+// Rows of an INT8 weight as they are stored, one of the layers that are packed as one.
+struct PjPart {
+    const int8_t* weight;  // (rows, k)
+    const float* scale;    // (rows)
+    const float* bias;     // (rows) or null
+    int64_t rows;
+};
+
 // One decoder layer. A fused projection has its product in the first slot and count 1; else q, k, v (gate, up) apart.
 struct PjLayer {
     PjLinear qkv[3];
@@ -67,10 +75,13 @@ struct PjSequences {
     int64_t num_sequences;
 };
 
-// One layer's pages: (num_blocks, num_kv_heads, block_size, head_dim) float32.
+// One layer's pages: (num_blocks, num_kv_heads, block_size, head_dim), float32 without scales and int8 with. Scales are
+// (num_blocks, num_kv_heads, block_size): apart, so that rows stay aligned and scales of neighbours share cache lines.
 struct PjPages {
-    float* k;
-    float* v;
+    void* k;
+    void* v;
+    float* k_scale;  // both or none
+    float* v_scale;
     int64_t num_blocks;
     int64_t block_size;
     int64_t num_kv_heads;

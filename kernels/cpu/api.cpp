@@ -14,13 +14,13 @@
 using namespace penjing;
 
 // Raised with every change of a structure or a function below.
-PJ_API int32_t pj_abi_version() { return 1; }
+PJ_API int32_t pj_abi_version() { return 4; }
 
 // Bytes of a structure, so that a test can hold Python's copy against it.
 PJ_API uint64_t pj_struct_bytes(int32_t which) {
-    constexpr uint64_t bytes[] = {sizeof(PjLinear),    sizeof(PjLayer), sizeof(PjModel),
-                                  sizeof(PjSequences), sizeof(PjPages), sizeof(StepInput)};
-    return which >= 0 && which < 6 ? bytes[which] : 0;
+    constexpr uint64_t bytes[] = {sizeof(PjLinear), sizeof(PjLayer),   sizeof(PjModel), sizeof(PjSequences),
+                                  sizeof(PjPages),  sizeof(StepInput), sizeof(PjPart)};
+    return which >= 0 && which < 7 ? bytes[which] : 0;
 }
 
 PJ_API const char* pj_isa() { return ops().name; }
@@ -53,18 +53,55 @@ PJ_API uint32_t pj_read(const uint32_t* words, int64_t count) {
 }
 
 PJ_API uint64_t pj_packed_bytes(int64_t n, int64_t k, int32_t swiglu) { return packed_bytes(n, k, swiglu != 0); }
-PJ_API void pj_pack_int8(const int8_t* weight, const float* scale, const float* bias, int64_t n, int64_t k,
-                         int32_t swiglu, void* memory, PjLinear* linear) {
-    pack_int8(weight, scale, bias, n, k, swiglu != 0, num_threads(), memory, linear);
+PJ_API void pj_pack_int8(const PjPart* parts, int32_t num_parts, int64_t n, int64_t k, int32_t swiglu, void* memory,
+                         PjLinear* linear) {
+    pack_int8(parts, num_parts, n, k, swiglu != 0, num_threads(), memory, linear);
 }
 PJ_API int32_t pj_linear(const PjLinear* linear, const float* x, int64_t rows, float* out) {
     return run_linear(*linear, x, rows, out) ? 0 : -1;
 }
 
-PJ_API void pj_quantize(const float* x, int64_t rows, int64_t k, int8_t* q, float* scale) {
+namespace {
+// Rows that become INT8; a norm or gate before it goes through the member's own part of `scratch`, which stays in cache.
+struct Quantizing {
+    const float* x;
+    const float* second;  // norm: weight (k); SwiGLU: up (rows, k); null: x as it is
+    bool gated;
+    int64_t rows, k;
+    float eps;
+    float* scratch;  // (members, k)
+    uint8_t* q;
+    float* scale;
+};
+void quantize_member(const Team& team, void* context) {
+    const Quantizing& c = *static_cast<Quantizing*>(context);
     const Ops& kernels = ops();
-    uint8_t* out = reinterpret_cast<uint8_t*>(q);
-    for (int64_t row = 0; row < rows; ++row) kernels.quantize_row(x + row * k, k, out + row * k, scale + row, 0);
+    float* own = c.scratch + team.member * c.k;
+    const int64_t end = share(c.rows, team.member + 1, team.members);
+    for (int64_t row = share(c.rows, team.member, team.members); row < end; ++row) {
+        const float* x = c.x + row * c.k;
+        if (c.gated) kernels.swiglu_row(x, c.second + row * c.k, c.k, own);
+        else if (c.second) kernels.rms_norm_row(x, c.second, c.k, c.eps, own);
+        kernels.quantize_row(c.second ? own : x, c.k, c.q + row * c.k, c.scale + row, 0);
+    }
+}
+void quantize_all(Quantizing call, int members) {
+    // Below about 20 µs of work a barrier costs more than it gains.
+    run_team(quantize_member, &call, call.rows * call.k < 16384 ? 1 : members);
+}
+}  // namespace
+
+PJ_API void pj_quantize(const float* x, int64_t rows, int64_t k, int8_t* q, float* scale) {
+    quantize_all({x, nullptr, false, rows, k, 0, nullptr, reinterpret_cast<uint8_t*>(q), scale}, num_threads());
+}
+// scratch is (members, k).
+PJ_API void pj_rms_norm_quantize(const float* x, const float* weight, int64_t rows, int64_t k, float eps,
+                                 float* scratch, int32_t members, int8_t* q, float* scale) {
+    quantize_all({x, weight, false, rows, k, eps, scratch, reinterpret_cast<uint8_t*>(q), scale}, members);
+}
+PJ_API void pj_swiglu_quantize(const float* gate, const float* up, int64_t rows, int64_t k, float* scratch,
+                               int32_t members, int8_t* q, float* scale) {
+    quantize_all({gate, up, true, rows, k, 0, scratch, reinterpret_cast<uint8_t*>(q), scale}, members);
 }
 PJ_API void pj_rms_norm(const float* x, const float* weight, int64_t rows, int64_t k, float eps, float* out) {
     const Ops& kernels = ops();
@@ -84,10 +121,11 @@ PJ_API void pj_rotate(float* x, const float* cos, const float* sin, int64_t toke
 
 // k and v are (tokens, num_kv_heads, head_dim); slots of −1 are skipped.
 PJ_API void pj_write_kv(const float* k, const float* v, const int64_t* slots, int64_t tokens, const PjPages* pages) {
+    const Ops& kernels = ops();
     for (int64_t token = 0; token < tokens; ++token)
         for (int64_t head = 0; slots[token] >= 0 && head < pages->num_kv_heads; ++head) {
             const int64_t from = (token * pages->num_kv_heads + head) * pages->head_dim;
-            store_key_value(*pages, slots[token], head, k + from, v + from);
+            store_key_value(kernels, *pages, slots[token], head, k + from, v + from);
         }
 }
 

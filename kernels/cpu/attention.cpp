@@ -18,12 +18,15 @@ int64_t tokens_of_block(const AttentionShape& shape) {
 }
 
 struct TileRows {
-    const float* k[TILE_KEYS];
-    const float* v[TILE_KEYS];
+    const void* k[TILE_KEYS];
+    const void* v[TILE_KEYS];
+    float k_scale[TILE_KEYS];  // of INT8 pages
+    float v_scale[TILE_KEYS];
 };
 
 struct Working {
-    float* q;
+    void* q;  // floats, or 16-bit whole numbers with `q_scale`
+    float* q_scale;
     float* keys;
     float* out;
     float* peak;
@@ -39,6 +42,7 @@ Working carve(float* scratch, int64_t rows, int64_t head_dim) {
     Working w{};
     const size_t count = static_cast<size_t>(rows * head_dim), r = static_cast<size_t>(rows);
     w.q = carver.take<float>(count);
+    w.q_scale = carver.take<float>(r);
     w.keys = carver.take<float>(static_cast<size_t>(TILE_KEYS * head_dim));
     w.out = carver.take<float>(count);
     w.peak = carver.take<float>(r);
@@ -67,6 +71,27 @@ Partial partial_of(float* base, int64_t tile, int64_t rows, int64_t head_dim) {
     return {peak, peak + rows, peak + 2 * rows};
 }
 
+// Where the keys of an item lie. Ids are widened before they are multiplied: caches have more than 2^31 elements.
+class PageRows {
+public:
+    PageRows(const PjPages& pages, const PjSequences& sequences, const AttentionPlan::Item& item)
+        : pages_(pages), table_(sequences.block_table + item.sequence * sequences.table_stride), head_(item.kv_head),
+          row_bytes_(pages.head_dim * (pages.k_scale ? 1 : static_cast<int64_t>(sizeof(float)))) {}
+    int64_t left_in_page(int64_t position) const { return pages_.block_size - position % pages_.block_size; }
+    int64_t row(int64_t position) const {
+        const int64_t page = table_[position / pages_.block_size];
+        return (page * pages_.num_kv_heads + head_) * pages_.block_size + position % pages_.block_size;
+    }
+    const void* key(int64_t row) const { return static_cast<const char*>(pages_.k) + row * row_bytes_; }
+    const void* value(int64_t row) const { return static_cast<const char*>(pages_.v) + row * row_bytes_; }
+
+private:
+    const PjPages& pages_;
+    const int32_t* table_;
+    int64_t head_;
+    int64_t row_bytes_;
+};
+
 // What the rows of an item see of one tile.
 struct Sight {
     int64_t first, last;  // tokens of the item that see any of it: positions rise, so they are a range
@@ -92,36 +117,66 @@ bool locate(const AttentionPlan& plan, const AttentionCall& call, const Attentio
     sight.key_end = high_of(item, sight.last - 1, start);
 
     const PjPages& pages = call.pages;
-    const int32_t* table = plan.sequences().block_table + item.sequence * plan.sequences().table_stride;
-    const int64_t page_stride = pages.num_kv_heads * pages.block_size * pages.head_dim;
-    const int64_t head_offset = item.kv_head * pages.block_size * pages.head_dim;
-    int64_t page_end = -1, offset = 0;
-    for (int64_t key = sight.key_begin; key < sight.key_end; ++key) {
-        if (start + key >= page_end) {
-            const int64_t page = (start + key) / pages.block_size;
-            page_end = (page + 1) * pages.block_size;
-            // Ids are widened before they are multiplied: large caches have more than 2^31 elements.
-            offset = static_cast<int64_t>(table[page]) * page_stride + head_offset -
-                     page * pages.block_size * pages.head_dim;
+    const PageRows page_rows(pages, plan.sequences(), item);
+    for (int64_t key = sight.key_begin; key < sight.key_end;) {
+        const int64_t left = page_rows.left_in_page(start + key), count = std::min(left, sight.key_end - key);
+        const int64_t row = page_rows.row(start + key);
+        for (int64_t i = 0; i < count; ++i) {
+            rows.k[key + i] = page_rows.key(row + i);
+            rows.v[key + i] = page_rows.value(row + i);
         }
-        rows.k[key] = pages.k + offset + (start + key) * pages.head_dim;
-        rows.v[key] = pages.v + offset + (start + key) * pages.head_dim;
+        if (pages.k_scale) {
+            memcpy(rows.k_scale + key, pages.k_scale + row, static_cast<size_t>(count) * sizeof(float));
+            memcpy(rows.v_scale + key, pages.v_scale + row, static_cast<size_t>(count) * sizeof(float));
+        }
+        key += count;
     }
-    // Keys outside may lie in pages that were given away or do not exist: visible ones stand in.
-    for (int64_t key = 0; key < sight.key_begin; ++key) {
-        rows.k[key] = rows.k[sight.key_begin];
-        rows.v[key] = rows.v[sight.key_begin];
+    // The next tile's scales are read before its keys are fetched: ask for them now.
+    const int64_t next_end = std::min<int64_t>(start + 2 * TILE_KEYS, item.position + item.num_tokens);
+    for (int64_t key = start + TILE_KEYS; pages.k_scale && key < next_end;) {
+        const int64_t count = page_rows.left_in_page(key), row = page_rows.row(key);
+        for (int64_t i = 0; i < std::min(count, next_end - key); i += 16) {
+            __builtin_prefetch(pages.k_scale + row + i);
+            __builtin_prefetch(pages.v_scale + row + i);
+        }
+        key += count;
     }
-    for (int64_t key = sight.key_end; key < TILE_KEYS; ++key) {
-        rows.k[key] = rows.k[sight.key_end - 1];
-        rows.v[key] = rows.v[sight.key_end - 1];
-    }
+    // Keys outside may lie in pages that were given away or do not exist: visible ones stand in. Scales need none: masked
+    // scores are replaced, and weights outside are not read.
+    const auto stand_in = [&](int64_t key, int64_t by) {
+        rows.k[key] = rows.k[by];
+        rows.v[key] = rows.v[by];
+    };
+    for (int64_t key = 0; key < sight.key_begin; ++key) stand_in(key, sight.key_begin);
+    for (int64_t key = sight.key_end; key < TILE_KEYS; ++key) stand_in(key, sight.key_end - 1);
     return true;
+}
+
+int64_t query_bytes(const PjPages& pages) {
+    return static_cast<int64_t>(pages.k_scale ? sizeof(int16_t) : sizeof(float));
+}
+
+// The item's queries, times scale × log2(e); the heads of a group lie side by side.
+void take_queries(const Ops& ops, const AttentionPlan& plan, const AttentionCall& call, const AttentionPlan::Item& item,
+                  const Working& w) {
+    const int64_t head_dim = plan.shape().head_dim, group = plan.shape().num_heads / plan.shape().num_kv_heads;
+    const float factor = call.scale * LOG2_E;
+    for (int64_t token = 0; token < item.num_tokens; ++token) {
+        const float* from = call.q + (item.first_row + token) * call.ldq + item.kv_head * group * head_dim;
+        for (int64_t i = 0; i < group * head_dim; i += 16) __builtin_prefetch(from + 4 * call.ldq + i);
+        if (!call.pages.k_scale) {
+            ops.scale_row(from, factor, group * head_dim, static_cast<float*>(w.q) + token * group * head_dim);
+            continue;
+        }
+        for (int64_t row = token * group; row < (token + 1) * group; ++row, from += head_dim)
+            ops.quantize_query(from, factor, static_cast<int>(head_dim), static_cast<int16_t*>(w.q) + row * head_dim,
+                               w.q_scale + row);
+    }
 }
 
 // Attends the item's rows to one tile, into the given running state.
 void attend(const Ops& ops, const AttentionPlan& plan, const AttentionCall& call, const AttentionPlan::Item& item,
-            int64_t tile, const Working& w, const TileRows& rows, const Sight& sight, const float* const* ahead,
+            int64_t tile, const Working& w, const TileRows& rows, const Sight& sight, const void* const* ahead,
             float* peak, float* total, float* out) {
     const AttentionShape& shape = plan.shape();
     const int64_t group = shape.num_heads / shape.num_kv_heads, start = tile * TILE_KEYS;
@@ -131,11 +186,14 @@ void attend(const Ops& ops, const AttentionPlan& plan, const AttentionCall& call
             w.high[token * group + head] = static_cast<int32_t>(high_of(item, token, start));
         }
     }
-    ops.pack_keys(rows.k, rows.v, static_cast<int>(sight.key_end), static_cast<int>(shape.head_dim), w.keys);
+    const bool int8 = call.pages.k_scale != nullptr;
+    const int head_dim = static_cast<int>(shape.head_dim);
+    ops.pack_keys(rows.k, rows.v, static_cast<int>(sight.key_end), int8 ? head_dim / 4 : head_dim, w.keys);
     const int64_t row = sight.first * group;
-    ops.attend_tile({w.q + row * shape.head_dim, w.keys, rows.v, ahead, w.low + row, w.high + row, peak + row,
-                     total + row, out + row * shape.head_dim, static_cast<int>((sight.last - sight.first) * group),
-                     static_cast<int>(shape.head_dim)});
+    const char* q = static_cast<const char*>(w.q) + row * head_dim * query_bytes(call.pages);
+    ops.attend_tile({q, w.q_scale + row, w.keys, int8 ? rows.k_scale : nullptr, rows.v_scale, rows.v, ahead,
+                     w.low + row, w.high + row, peak + row, total + row, out + row * head_dim,
+                     static_cast<int>((sight.last - sight.first) * group), head_dim});
 }
 
 void finish(const Ops& ops, const AttentionPlan& plan, const AttentionCall& call, const AttentionPlan::Item& item,
@@ -237,12 +295,7 @@ void run_item(const Ops& ops, const AttentionPlan& plan, const AttentionCall& ca
     const AttentionShape& shape = plan.shape();
     const int64_t group = shape.num_heads / shape.num_kv_heads, rows = item.num_tokens * group;
     const int64_t head_dim = shape.head_dim;
-    // The heads of a group lie side by side.
-    for (int64_t token = 0; token < item.num_tokens; ++token) {
-        const float* from = call.q + (item.first_row + token) * call.ldq + item.kv_head * group * head_dim;
-        for (int64_t i = 0; i < group * head_dim; i += 16) __builtin_prefetch(from + 4 * call.ldq + i);
-        ops.scale_row(from, call.scale * LOG2_E, group * head_dim, w.q + token * group * head_dim);
-    }
+    take_queries(ops, plan, call, item, w);
 
     // A unit in pieces keeps a state for each tile, counted from the unit's first.
     const int64_t last_tile = (item.position + item.num_tokens - 1) / TILE_KEYS, base_tile = last_tile + 1 - unit.tiles;
@@ -301,12 +354,16 @@ void run_attention_items(const Ops& ops, const AttentionPlan& plan, const Attent
     }
 }
 
-void store_key_value(const PjPages& pages, int64_t slot, int64_t kv_head, const float* key, const float* value) {
-    const int64_t page = slot / pages.block_size, offset = slot % pages.block_size;
-    const int64_t at = ((page * pages.num_kv_heads + kv_head) * pages.block_size + offset) * pages.head_dim;
-    const size_t bytes = static_cast<size_t>(pages.head_dim) * sizeof(float);
-    if (key) memcpy(pages.k + at, key, bytes);
-    if (value) memcpy(pages.v + at, value, bytes);
+void store_key_value(const Ops& ops, const PjPages& pages, int64_t slot, int64_t kv_head, const float* key,
+                     const float* value) {
+    const int64_t page = slot / pages.block_size, offset = slot % pages.block_size, head_dim = pages.head_dim;
+    const int64_t row = (page * pages.num_kv_heads + kv_head) * pages.block_size + offset;
+    const auto store = [&](const float* x, void* to, float* scale) {
+        if (scale) ops.quantize_row(x, head_dim, static_cast<uint8_t*>(to) + row * head_dim, scale + row, 0);
+        else memcpy(static_cast<float*>(to) + row * head_dim, x, static_cast<size_t>(head_dim) * sizeof(float));
+    };
+    if (key) store(key, pages.k, pages.k_scale);
+    if (value) store(value, pages.v, pages.v_scale);
 }
 
 int run_attention(const float* q, float* out, const PjPages& pages, const PjSequences& sequences,

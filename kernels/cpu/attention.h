@@ -77,8 +77,8 @@ size_t attention_scratch_floats(const AttentionPlan& plan);
 void run_attention_items(const Ops& ops, const AttentionPlan& plan, const AttentionCall& call, const uint8_t* wanted,
                          std::atomic<int64_t>& next, float* scratch);
 
-// Copies one head's key and value (null: leaves it) to the page and offset of `slot`.
-void store_key_value(const PjPages& pages, int64_t slot, int64_t kv_head, const float* key, const float* value);
+// Writes one head's key and value (null: leaves it) to the page and offset of `slot`, quantized where pages are INT8.
+void store_key_value(const Ops& ops, const PjPages& pages, int64_t slot, int64_t kv_head, const float* key, const float* value);
 
 // A whole call with a team of its own. 0 when done, −1 without memory, −2 for a block id outside the cache.
 int run_attention(const float* q, float* out, const PjPages& pages, const PjSequences& sequences,

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "attention.h"
+#include "head.h"
 #include "linear.h"
 #include "memory.h"
 #include "ops.h"
@@ -68,22 +69,33 @@ private:
     void embed(int64_t begin, int64_t end);
     void head(const Team& team, int64_t layer, int64_t row, int64_t count, const Buffers& b);
     void tail(const Team& team, const PjLayer& layer, float* hidden, const float* attended, int64_t count,
-              const Buffers& b);
+              const Buffers& b, const PjLinear& after);
     void store_rotated(int64_t layer, int64_t row, int64_t part);
     PjPages pages(int64_t layer) const;
 
     // Runs `prepare(i)` for each row: all of them on every member where the buffers are the member's own, else shared
     // out and followed by a barrier.
     template <typename Prepare>
-    void each_row(const Team& team, int64_t count, Prepare prepare) const {
+    void each_row(const Team& team, int64_t count, const PjLinear& linear, Prepare prepare) const {
         const bool own = count <= OWN_ROWS || team.members == 1;
         const int64_t begin = own ? 0 : share(count, team.member, team.members);
         const int64_t end = own ? count : share(count, team.member + 1, team.members);
         for (int64_t i = begin; i < end; ++i) prepare(i);
-        if (!own) team.sync();
+        if (!own) sync(team, linear);
     }
-    void quantize(const Rows& rows, int64_t row, int64_t k) const {
-        quantize_for_panels(*ops_, rows.x + row * k, k, rows.q + row * padded_k(k), rows.row_scale + row);
+    // A barrier before `linear`.
+    static void sync(const Team& team, const PjLinear& linear) {
+        team.sync(first_panels(linear, team.member, team.members));
+    }
+    void quantize(const Rows& rows, int64_t row, int64_t k) const { quantize(rows, row, k, rows.x + row * k); }
+    void quantize(const Rows& rows, int64_t row, int64_t k, const float* x) const {
+        quantize_for_panels(*ops_, x, k, rows.q + row * padded_k(k), rows.row_scale + row);
+    }
+    // Makes x a row of the input of `linear`; it may stand there already.
+    void enter(const PjLinear& linear, const Rows& rows, int64_t row, const float* x) const {
+        float* at = rows.x + row * linear.k;
+        if (linear.dtype == PJ_INT8) quantize(rows, row, linear.k, x);
+        else if (at != x) memcpy(at, x, static_cast<size_t>(linear.k) * sizeof(float));
     }
 
     PjModel model_;
@@ -103,6 +115,7 @@ private:
     Buffers shared_{};
     std::vector<Buffers> own_;
     std::vector<float*> attention_scratch_;
+    std::vector<TopBuffer> top_;
     std::vector<std::atomic<int32_t>> unfinished_;
     std::vector<uint8_t> wanted_;  // items of attention that the last layer needs: those with logit rows
     std::vector<std::atomic<int64_t>> next_;  // one counter a phase
@@ -124,9 +137,11 @@ size_t Decoder::carve(void* memory) {
     const int64_t own_rows = split_rows_ ? std::max(OWN_ROWS, most_chunk_rows(input_size())) : OWN_ROWS;
     own_.resize(static_cast<size_t>(threads_));
     attention_scratch_.resize(static_cast<size_t>(threads_));
+    top_.resize(static_cast<size_t>(threads_));
     for (int i = 0; i < threads_; ++i) {
         own_[static_cast<size_t>(i)] = carve_buffers(carver, own_rows);
         attention_scratch_[static_cast<size_t>(i)] = carver.take<float>(attention_scratch_floats(plan_));
+        if (in_.top > 0) top_[static_cast<size_t>(i)] = carve_top(carver, in_.num_logits, static_cast<int>(in_.top));
     }
     return carver.used();
 }
@@ -195,7 +210,8 @@ void Decoder::by_columns(const Team& team, const Buffers& own) {
         head(team, layer, 0, in_.rows, b);
         attention(team, layer);
         if (layer + 1 < model_.num_layers)
-            tail(team, layers_[static_cast<size_t>(layer)], hidden_, attended_, in_.rows, b);
+            tail(team, layers_[static_cast<size_t>(layer)], hidden_, attended_, in_.rows, b,
+                 layers_[static_cast<size_t>(layer + 1)].qkv[0]);
     }
 }
 
@@ -210,7 +226,7 @@ void Decoder::by_rows(const Team& team, const Buffers& own) {
                 embed(row, row + count);
             } else {
                 tail(alone, layers_[static_cast<size_t>(layer - 1)], hidden_ + row * model_.hidden,
-                     attended_ + row * q_size(), count, own);
+                     attended_ + row * q_size(), count, own, layers_[static_cast<size_t>(layer)].qkv[0]);
             }
             head(alone, layer, row, count, own);
         }
@@ -220,9 +236,12 @@ void Decoder::by_rows(const Team& team, const Buffers& own) {
 }
 
 PjPages Decoder::pages(int64_t layer) const {
-    const int64_t half = in_.num_blocks * in_.block_size * kv_size();
-    float* k = in_.pool + layer * 2 * half;
-    return {k, k + half, in_.num_blocks, in_.block_size, model_.num_kv_heads, model_.head_dim};
+    const int64_t rows = in_.num_blocks * in_.block_size * model_.num_kv_heads;
+    const int64_t bytes = rows * model_.head_dim * (in_.pool_scale ? 1 : static_cast<int64_t>(sizeof(float)));
+    char* k = static_cast<char*>(in_.pool) + layer * 2 * bytes;
+    float* scale = in_.pool_scale ? in_.pool_scale + layer * 2 * rows : nullptr;
+    return {k, k + bytes, scale, scale ? scale + rows : nullptr, in_.num_blocks, in_.block_size, model_.num_kv_heads,
+            model_.head_dim};
 }
 
 // Ends with a barrier.
@@ -231,8 +250,9 @@ void Decoder::attention(const Team& team, int64_t layer) {
                              layers_[static_cast<size_t>(layer)].window, partial_, unfinished_.data()};
     std::atomic<int64_t>& next = next_[static_cast<size_t>(2 * layer + 1)];
     const bool last = layer + 1 == model_.num_layers;
-    run_attention_items(*ops_, plan_, call, last ? wanted_.data() : nullptr, next, attention_scratch_[static_cast<size_t>(team.member)]);
-    team.sync();
+    run_attention_items(*ops_, plan_, call, last ? wanted_.data() : nullptr, next,
+                        attention_scratch_[static_cast<size_t>(team.member)]);
+    sync(team, layers_[static_cast<size_t>(layer)].out);
 }
 
 void Decoder::embed(int64_t begin, int64_t end) {
@@ -247,7 +267,7 @@ void Decoder::embed(int64_t begin, int64_t end) {
 void Decoder::head(const Team& team, int64_t index, int64_t row, int64_t count, const Buffers& b) {
     const PjLayer& layer = layers_[static_cast<size_t>(index)];
     const int64_t hidden = model_.hidden;
-    each_row(team, count, [&](int64_t i) {
+    each_row(team, count, layer.qkv[0], [&](int64_t i) {
         ops_->rms_norm_row(hidden_ + (row + i) * hidden, layer.input_norm, hidden, model_.eps, b.rows.x + i * hidden);
         quantize(b.rows, i, hidden);
     });
@@ -256,11 +276,11 @@ void Decoder::head(const Team& team, int64_t index, int64_t row, int64_t count, 
         apply_linear(*ops_, layer.qkv[i], b.rows, count, team.member, team.members, out, qkv_size(), false);
         out += layer.qkv[i].n;
     }
-    team.sync();
+    sync(team, layer.out);
     const int64_t parts = model_.num_heads + 2 * model_.num_kv_heads, total = count * parts;
     for (int64_t i = share(total, team.member, team.members); i < share(total, team.member + 1, team.members); ++i)
         store_rotated(index, row + i / parts, i % parts);
-    team.sync();
+    sync(team, layer.out);
 }
 
 // One head of one token: parts are the query heads, then keys, then values.
@@ -279,35 +299,34 @@ void Decoder::store_rotated(int64_t index, int64_t row, int64_t part) {
     const int64_t slot = in_.slots[row];
     if (is_query || slot < 0) return;
     const int64_t kv_head = (part - model_.num_heads) % model_.num_kv_heads;
-    store_key_value(pages(index), slot, kv_head, is_value ? nullptr : x, is_value ? x : nullptr);
+    store_key_value(*ops_, pages(index), slot, kv_head, is_value ? nullptr : x, is_value ? x : nullptr);
 }
 
 // Output projection, norm and MLP, each added to `hidden`. Ends with a barrier.
 void Decoder::tail(const Team& team, const PjLayer& layer, float* hidden, const float* attended, int64_t count,
-                   const Buffers& b) {
+                   const Buffers& b, const PjLinear& after) {
     const int64_t width = model_.hidden, inner = model_.intermediate, heads = q_size();
-    each_row(team, count, [&](int64_t i) {
-        memcpy(b.rows.x + i * heads, attended + i * heads, static_cast<size_t>(heads) * sizeof(float));
-        quantize(b.rows, i, heads);
-    });
+    each_row(team, count, layer.out, [&](int64_t i) { enter(layer.out, b.rows, i, attended + i * heads); });
     apply_linear(*ops_, layer.out, b.rows, count, team.member, team.members, hidden, width, true);
-    team.sync();
-    each_row(team, count, [&](int64_t i) {
+    sync(team, layer.gate_up[0]);
+    each_row(team, count, layer.gate_up[0], [&](int64_t i) {
         ops_->rms_norm_row(hidden + i * width, layer.post_norm, width, model_.eps, b.rows.x + i * width);
         quantize(b.rows, i, width);
     });
     const int64_t stride = layer.num_gate_up == 1 ? inner : 2 * inner;
     for (int i = 0; i < layer.num_gate_up; ++i)
         apply_linear(*ops_, layer.gate_up[i], b.rows, count, team.member, team.members, b.act + i * inner, stride, false);
-    team.sync();
-    each_row(team, count, [&](int64_t i) {
+    sync(team, layer.down);
+    each_row(team, count, layer.down, [&](int64_t i) {
         const float* act = b.act + i * stride;
-        if (layer.num_gate_up == 2) ops_->swiglu_row(act, act + inner, inner, b.rows.x + i * inner);
-        else memcpy(b.rows.x + i * inner, act, static_cast<size_t>(inner) * sizeof(float));
-        quantize(b.rows, i, inner);
+        if (layer.num_gate_up == 2) {
+            ops_->swiglu_row(act, act + inner, inner, b.rows.x + i * inner);
+            act = b.rows.x + i * inner;
+        }
+        enter(layer.down, b.rows, i, act);
     });
     apply_linear(*ops_, layer.down, b.rows, count, team.member, team.members, hidden, width, true);
-    team.sync();
+    sync(team, after);
 }
 
 // The last layer's tail, the final norm and the head, for the rows whose logits are wanted.
@@ -321,12 +340,20 @@ void Decoder::logits(const Team& team, const Buffers& own) {
         memcpy(last_attended_ + i * heads, attended_ + row * heads, static_cast<size_t>(heads) * sizeof(float));
     }
     team.sync();
-    tail(team, layers_.back(), last_hidden_, last_attended_, count, b);
-    each_row(team, count, [&](int64_t i) {
+    tail(team, layers_.back(), last_hidden_, last_attended_, count, b, model_.head);
+    each_row(team, count, model_.head, [&](int64_t i) {
         ops_->rms_norm_row(last_hidden_ + i * width, model_.final_norm, width, model_.eps, b.rows.x + i * width);
         quantize(b.rows, i, width);
     });
-    apply_linear(*ops_, model_.head, b.rows, count, team.member, team.members, in_.logits, model_.vocab, false);
+    if (in_.top == 0) {
+        apply_linear(*ops_, model_.head, b.rows, count, team.member, team.members, in_.logits, model_.vocab, false);
+        return;
+    }
+    const int k = static_cast<int>(in_.top);
+    top_of_columns(*ops_, model_.head, b.rows, count, team.member, team.members, k, top_[static_cast<size_t>(team.member)]);
+    team.sync();
+    for (int64_t i = share(count, team.member, team.members); i < share(count, team.member + 1, team.members); ++i)
+        merge_top(top_.data(), team.members, i, k, in_.logits + i * k, in_.top_ids + i * k);
 }
 
 Decoder* make_decoder(const PjModel& model) { return new (std::nothrow) Decoder(model); }

@@ -13,10 +13,13 @@ struct StepInput {
     int64_t rows;
     int64_t num_logits;
     PjSequences sequences;
-    float* pool;  // (num_layers, 2, num_blocks, num_kv_heads, block_size, head_dim)
+    void* pool;         // (num_layers, 2, num_blocks, num_kv_heads, block_size, head_dim) float32, or int8 with scales
+    float* pool_scale;  // null, or (num_layers, 2, num_blocks, num_kv_heads, block_size)
     int64_t num_blocks;
     int64_t block_size;
-    float* logits;  // (num_logits, vocab)
+    int64_t top;       // 0: all logits are wanted; else the largest ones, as many, in descending order
+    float* logits;     // (num_logits, vocab), or (num_logits, top)
+    int32_t* top_ids;  // (num_logits, top), −1 beyond the vocabulary; equal logits by ascending id
 };
 
 class Decoder;

@@ -10,9 +10,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from penjing.kernels.cpu.library import DTYPES, Linear, Pages, Sequences
+from penjing.kernels.cpu.library import DTYPES, Linear, Pages, Part, Sequences
 from penjing.kernels.cpu.pages import empty_pages
 from penjing.kernels.cpu.threads import default_threads
+from penjing.kernels.kv_layout import check_cache
 
 ISAS = ("avx512_vnni", "avx2", "scalar")
 
@@ -100,13 +101,31 @@ class CpuExtension:
         Raises:
             ValueError: a wrong shape, dtype or layout.
         """
-        _check("weight_NK", weight_NK, torch.int8, (None, None))
-        num_rows, in_features = weight_NK.shape
-        if 0 in weight_NK.shape or (swiglu and num_rows % 2):
-            raise ValueError(f"weight_NK has shape {tuple(weight_NK.shape)}; non-empty (N, K) is needed")
-        _check("scale_N", scale_N, torch.float32, (num_rows,))
-        if bias_N is not None:
-            _check("bias_N", bias_N, torch.float32, (num_rows,))
+        return self.prepack_parts([(weight_NK, scale_N, bias_N)], swiglu=swiglu, memory=memory)
+
+    def prepack_parts(
+        self,
+        parts: Sequence[tuple[Tensor, Tensor, Tensor | None]],
+        *,
+        swiglu: bool = False,
+        memory: Tensor | None = None,
+    ) -> Int8Panels:
+        """`prepack_int8` of several (weight_NK, scale_N, bias_N) as if they were one, the first one's outputs first.
+
+        Raises:
+            ValueError: a wrong shape, dtype or layout.
+        """
+        in_features = parts[0][0].shape[-1]
+        for weight_NK, scale_N, bias_N in parts:
+            _check("weight_NK", weight_NK, torch.int8, (None, in_features))
+            if 0 in weight_NK.shape:
+                raise ValueError(f"weight_NK has shape {tuple(weight_NK.shape)}; non-empty (N, K) is needed")
+            _check("scale_N", scale_N, torch.float32, (weight_NK.shape[0],))
+            if bias_N is not None:
+                _check("bias_N", bias_N, torch.float32, (weight_NK.shape[0],))
+        num_rows = sum(weight_NK.shape[0] for weight_NK, _, _ in parts)
+        if swiglu and num_rows % 2:
+            raise ValueError(f"weight_NK has {num_rows} rows; gate and up have as many each")
         out_features = num_rows // 2 if swiglu else num_rows
         needed = self.packed_bytes(out_features, in_features, swiglu)
         if memory is None:
@@ -114,16 +133,13 @@ class CpuExtension:
         _check("memory", memory, torch.uint8, (needed,))
         if memory.data_ptr() % 64:
             raise ValueError("memory is not aligned to 64 bytes")
+        c_parts = (Part * len(parts))()
+        for c_part, (weight_NK, scale_N, bias_N) in zip(c_parts, parts, strict=True):
+            c_part.weight, c_part.scale, c_part.rows = weight_NK.data_ptr(), scale_N.data_ptr(), weight_NK.shape[0]
+            c_part.bias = None if bias_N is None else bias_N.data_ptr()
         linear = Linear()
         self.library.pj_pack_int8(
-            weight_NK.data_ptr(),
-            scale_N.data_ptr(),
-            0 if bias_N is None else bias_N.data_ptr(),
-            out_features,
-            in_features,
-            swiglu,
-            memory.data_ptr(),
-            ctypes.byref(linear),
+            c_parts, len(parts), out_features, in_features, swiglu, memory.data_ptr(), ctypes.byref(linear)
         )
         return Int8Panels(linear, memory, in_features, out_features)
 
@@ -156,6 +172,43 @@ class CpuExtension:
         self.library.pj_quantize(x_MK.data_ptr(), *x_MK.shape, q_MK.data_ptr(), scale_M.data_ptr())
         return q_MK, scale_M
 
+    def rms_norm_quantize(self, x_MK: Tensor, weight_K: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        """`rms_norm`, then `quantize_per_token`, without the normalized rows' way through memory; bits are the same."""
+        _check("weight_K", weight_K, torch.float32, (None,))
+        x_MK = _rows("x_MK", x_MK, weight_K.shape[0])
+        q_MK, scale_M = torch.empty(x_MK.shape, dtype=torch.int8), torch.empty(x_MK.shape[0])
+        scratch = torch.empty(self.num_threads, x_MK.shape[1])
+        self.library.pj_rms_norm_quantize(
+            x_MK.data_ptr(),
+            weight_K.data_ptr(),
+            *x_MK.shape,
+            eps,
+            scratch.data_ptr(),
+            scratch.shape[0],
+            q_MK.data_ptr(),
+            scale_M.data_ptr(),
+        )
+        return q_MK, scale_M
+
+    def swiglu_quantize(self, gate_MK: Tensor, up_MK: Tensor) -> tuple[Tensor, Tensor]:
+        """`swiglu`, then `quantize_per_token`, without the products' way through memory; bits are the same."""
+        gate_MK = _rows("gate_MK", gate_MK, None)
+        up_MK = _rows("up_MK", up_MK, gate_MK.shape[1])
+        if up_MK.shape != gate_MK.shape:
+            raise ValueError(f"up_MK has shape {tuple(up_MK.shape)}; gate_MK's {tuple(gate_MK.shape)} is needed")
+        q_MK, scale_M = torch.empty(gate_MK.shape, dtype=torch.int8), torch.empty(gate_MK.shape[0])
+        scratch = torch.empty(self.num_threads, gate_MK.shape[1])
+        self.library.pj_swiglu_quantize(
+            gate_MK.data_ptr(),
+            up_MK.data_ptr(),
+            *gate_MK.shape,
+            scratch.data_ptr(),
+            scratch.shape[0],
+            q_MK.data_ptr(),
+            scale_M.data_ptr(),
+        )
+        return q_MK, scale_M
+
     def rms_norm(self, x_MK: Tensor, weight_K: Tensor, eps: float) -> Tensor:
         """x / sqrt(mean(x²) + eps) × weight for each row, float32."""
         _check("weight_K", weight_K, torch.float32, (None,))
@@ -182,9 +235,18 @@ class CpuExtension:
         self.library.pj_rotate(out.data_ptr(), cos_TF.data_ptr(), sin_TF.data_ptr(), num_tokens, num_heads, head_dim)
         return out
 
-    def write_kv(self, k_TKD: Tensor, v_TKD: Tensor, k_cache: Tensor, v_cache: Tensor, slot_T: Tensor) -> None:
-        """Store keys and values in their pages; see `kernels.paged_attention`."""
-        pages = _pages(k_cache, v_cache)
+    def write_kv(
+        self,
+        k_TKD: Tensor,
+        v_TKD: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        slot_T: Tensor,
+        k_scale: Tensor | None = None,
+        v_scale: Tensor | None = None,
+    ) -> None:
+        """Store keys and values in their pages; see `kernels.kv_cache`."""
+        pages = _pages(k_cache, v_cache, k_scale, v_scale)
         _check("slot_T", slot_T, torch.int64, (None,))
         shape = (slot_T.shape[0], k_cache.shape[1], k_cache.shape[3])
         _check("k_TKD", k_TKD, torch.float32, shape)
@@ -204,9 +266,11 @@ class CpuExtension:
         block_table_SB: Tensor,
         scale: float,
         window: int | None = None,
+        k_scale: Tensor | None = None,
+        v_scale: Tensor | None = None,
     ) -> Tensor:
         """(T, num_heads, head_dim) float32; see `kernels.paged_attention`."""
-        pages = _pages(k_cache, v_cache)
+        pages = _pages(k_cache, v_cache, k_scale, v_scale)
         num_kv_heads, head_dim = k_cache.shape[1], k_cache.shape[3]
         _check("q_THD", q_THD, torch.float32, (None, None, head_dim))
         if q_THD.shape[1] == 0 or q_THD.shape[1] % num_kv_heads:
@@ -292,13 +356,16 @@ def raise_for(result: int, num_blocks: int) -> None:
         raise ValueError(f"the block table holds an id outside the cache of {num_blocks} blocks")
 
 
-def _pages(k_cache: Tensor, v_cache: Tensor) -> Pages:
-    _check("k_cache", k_cache, torch.float32, (None, None, None, None))
-    _check("v_cache", v_cache, torch.float32, tuple(k_cache.shape))
+def _pages(k_cache: Tensor, v_cache: Tensor, k_scale: Tensor | None, v_scale: Tensor | None) -> Pages:
+    check_cache(k_cache, v_cache, k_scale, v_scale)
+    dtype = torch.int8 if k_scale is not None else torch.float32
+    _check("k_cache", k_cache, dtype, (None, None, None, None))
+    _check("v_cache", v_cache, dtype, tuple(k_cache.shape))
     if 0 in k_cache.shape:
         raise ValueError(f"k_cache has shape {tuple(k_cache.shape)}; no dimension may be 0")
     num_blocks, num_kv_heads, block_size, head_dim = k_cache.shape
-    return Pages(k_cache.data_ptr(), v_cache.data_ptr(), num_blocks, block_size, num_kv_heads, head_dim)
+    scales = [None if scale is None else scale.data_ptr() for scale in (k_scale, v_scale)]
+    return Pages(k_cache.data_ptr(), v_cache.data_ptr(), *scales, num_blocks, block_size, num_kv_heads, head_dim)
 
 
 def _rows(name: str, x_MK: Tensor, columns: int | None) -> Tensor:

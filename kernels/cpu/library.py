@@ -8,7 +8,7 @@ from ctypes import POINTER, c_char_p, c_float, c_int32, c_int64, c_uint32, c_uin
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
-ABI_VERSION = 1
+ABI_VERSION = 4
 DTYPES = {"float32": 0, "bfloat16": 1, "float16": 2, "int8": 3}
 
 
@@ -94,6 +94,8 @@ class Pages(ctypes.Structure):
     _fields_ = (
         ("k", c_void_p),
         ("v", c_void_p),
+        ("k_scale", c_void_p),
+        ("v_scale", c_void_p),
         ("num_blocks", c_int64),
         ("block_size", c_int64),
         ("num_kv_heads", c_int64),
@@ -113,13 +115,27 @@ class StepInput(ctypes.Structure):
         ("num_logits", c_int64),
         ("sequences", Sequences),
         ("pool", c_void_p),
+        ("pool_scale", c_void_p),
         ("num_blocks", c_int64),
         ("block_size", c_int64),
+        ("top", c_int64),
         ("logits", c_void_p),
+        ("top_ids", c_void_p),
     )
 
 
-STRUCTURES = (Linear, Layer, Model, Sequences, Pages, StepInput)  # in the order of pj_struct_bytes
+class Part(ctypes.Structure):
+    """PjPart."""
+
+    _fields_ = (
+        ("weight", c_void_p),
+        ("scale", c_void_p),
+        ("bias", c_void_p),
+        ("rows", c_int64),
+    )
+
+
+STRUCTURES = (Linear, Layer, Model, Sequences, Pages, StepInput, Part)  # in the order of pj_struct_bytes
 
 # name → (result, arguments)
 _FUNCTIONS = {
@@ -135,10 +151,15 @@ _FUNCTIONS = {
     "pj_packed_bytes": (c_uint64, [c_int64, c_int64, c_int32]),
     "pj_pack_int8": (
         None,
-        [c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_int32, c_void_p, POINTER(Linear)],
+        [POINTER(Part), c_int32, c_int64, c_int64, c_int32, c_void_p, POINTER(Linear)],
     ),
     "pj_linear": (c_int32, [POINTER(Linear), c_void_p, c_int64, c_void_p]),
     "pj_quantize": (None, [c_void_p, c_int64, c_int64, c_void_p, c_void_p]),
+    "pj_rms_norm_quantize": (
+        None,
+        [c_void_p, c_void_p, c_int64, c_int64, c_float, c_void_p, c_int32, c_void_p, c_void_p],
+    ),
+    "pj_swiglu_quantize": (None, [c_void_p, c_void_p, c_int64, c_int64, c_void_p, c_int32, c_void_p, c_void_p]),
     "pj_rms_norm": (None, [c_void_p, c_void_p, c_int64, c_int64, c_float, c_void_p]),
     "pj_swiglu": (None, [c_void_p, c_void_p, c_int64, c_void_p]),
     "pj_rotate": (None, [c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_int64]),

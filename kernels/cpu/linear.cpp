@@ -70,14 +70,28 @@ void linear_member(const Team& team, void* context) {
 
 struct Packing {
     const PjLinear& linear;
-    const int8_t* weight;
-    const float* scale;
-    const float* bias;
+    const PjPart* parts;
+    int num_parts;
     int8_t* panels;
     int32_t* comp;
     float* scales;
     float* biases;
 };
+
+struct PackedRow {
+    const int8_t* weight;  // null in the padding
+    float scale;
+    float bias;
+};
+
+PackedRow find_row(const Packing& p, int64_t row) {
+    for (int i = 0; row >= 0 && i < p.num_parts; row -= p.parts[i++].rows) {
+        const PjPart& part = p.parts[i];
+        if (row >= part.rows) continue;
+        return {part.weight + row * p.linear.k, part.scale[row], part.bias ? part.bias[row] : 0.0f};
+    }
+    return {nullptr, 0.0f, 0.0f};
+}
 
 void pack_panel(const Packing& p, int64_t panel) {
     const int64_t k = p.linear.k, groups = padded_k(k) / 4, whole = k / 4, first = panel * p.linear.width;
@@ -86,13 +100,13 @@ void pack_panel(const Packing& p, int64_t panel) {
     memset(to, 0, static_cast<size_t>(width * groups * 4));
     const int8_t* from[PANEL];
     for (int64_t c = 0; c < width; ++c) {
-        const int64_t row = source_row(first + c, p.linear.n, p.linear.swiglu != 0);
-        from[c] = row < 0 ? nullptr : p.weight + row * k;
+        const PackedRow row = find_row(p, source_row(first + c, p.linear.n, p.linear.swiglu != 0));
+        from[c] = row.weight;
         uint32_t sum = 0;
-        for (int64_t i = 0; row >= 0 && i < k; ++i) sum += static_cast<uint32_t>(int32_t{from[c][i]});
+        for (int64_t i = 0; from[c] && i < k; ++i) sum += static_cast<uint32_t>(int32_t{from[c][i]});
         p.comp[first + c] = static_cast<int32_t>(128u * sum);
-        p.scales[first + c] = row < 0 ? 0.0f : p.scale[row];
-        p.biases[first + c] = row < 0 || p.bias == nullptr ? 0.0f : p.bias[row];
+        p.scales[first + c] = row.scale;
+        p.biases[first + c] = row.bias;
     }
     // A cache line of each row at a time: 16 groups of 64 columns are 4 KiB of the panel.
     for (int64_t block = 0; block < whole; block += 16) {
@@ -122,8 +136,8 @@ size_t packed_bytes(int64_t n, int64_t k, bool swiglu) {
     return columns * static_cast<size_t>(padded_k(k)) + 3 * columns * 4;
 }
 
-void pack_int8(const int8_t* weight, const float* scale, const float* bias, int64_t n, int64_t k, bool swiglu,
-               int threads, void* memory, PjLinear* linear) {
+void pack_int8(const PjPart* parts, int num_parts, int64_t n, int64_t k, bool swiglu, int threads, void* memory,
+               PjLinear* linear) {
     *linear = PjLinear{};
     linear->n = n;
     linear->k = k;
@@ -136,7 +150,7 @@ void pack_int8(const int8_t* weight, const float* scale, const float* bias, int6
     int32_t* comp = reinterpret_cast<int32_t*>(panels + columns * groups * 4);
     float* scales = reinterpret_cast<float*>(comp + columns);
     float* biases = scales + columns;
-    Packing packing{*linear, weight, scale, bias, panels, comp, scales, biases};
+    Packing packing{*linear, parts, num_parts, panels, comp, scales, biases};
     run_team(pack_member, &packing, threads);
     linear->weight = panels;
     linear->comp = comp;
@@ -163,6 +177,14 @@ void apply_linear(const Ops& ops, const PjLinear& linear, const Rows& rows, int6
     const int64_t n0 = share(lines, member, members) * 16, n1 = share(lines, member + 1, members) * 16;
     const int64_t end = n1 < linear.n ? n1 : linear.n;
     if (n0 < end) ops.float_linear(linear, rows.x, linear.k, count, n0, end, out, ldo, add);
+}
+
+Soon first_panels(const PjLinear& linear, int member, int members) {
+    if (linear.dtype != PJ_INT8) return {};
+    const int64_t panels = num_panels(linear), bytes = linear.width * padded_k(linear.k);
+    const int64_t begin = share(panels, member, members), end = share(panels, member + 1, members);
+    const int64_t most = int64_t{128} << 10, mine = (end - begin) * bytes;  // the cache holds activations too
+    return {static_cast<const char*>(linear.weight) + begin * bytes, mine < most ? mine : most};
 }
 
 int64_t most_chunk_rows(int64_t k) {

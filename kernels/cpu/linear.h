@@ -18,11 +18,12 @@ struct Rows {
 // Bytes of a packed INT8 layer: panels, then 128 × column sums, scales and biases.
 size_t packed_bytes(int64_t n, int64_t k, bool swiglu);
 
-// Lays out weight (n, k) (SwiGLU: (2n, k), gate above up) at `memory` and describes it in `linear`. Column c of a panel
+// Lays out a weight (n, k) (SwiGLU: (2n, k), gate above up), given as parts one above the other, at `memory` and describes
+// it in `linear`. Column c of a panel
 // keeps k-groups of 4 bytes at [group][c]: what one VNNI instruction multiplies. The panel's width is the one that
 // divides most evenly among `threads`.
-void pack_int8(const int8_t* weight, const float* scale, const float* bias, int64_t n, int64_t k, bool swiglu,
-               int threads, void* memory, PjLinear* linear);
+void pack_int8(const PjPart* parts, int num_parts, int64_t n, int64_t k, bool swiglu, int threads, void* memory,
+               PjLinear* linear);
 
 // Quantizes rows [begin, end) of x (row stride ldx) into `rows`, whose row 0 is x's row 0.
 void quantize_rows(const Ops& ops, const float* x, int64_t ldx, int64_t k, int64_t begin, int64_t end, Rows rows);
@@ -30,6 +31,9 @@ void quantize_rows(const Ops& ops, const float* x, int64_t ldx, int64_t k, int64
 // The member's share of the outputs of `linear` for the first `count` rows; a float layer reads rows.x with stride k.
 void apply_linear(const Ops& ops, const PjLinear& linear, const Rows& rows, int64_t count, int member, int members,
                   float* out, int64_t ldo, bool add);
+
+// The beginning of what the member reads of an INT8 layer in `apply_linear`.
+Soon first_panels(const PjLinear& linear, int member, int members);
 
 // A whole layer on float input (rows, k), with a team of its own. False when there is no memory.
 bool run_linear(const PjLinear& linear, const float* x, int64_t rows, float* out);

@@ -21,11 +21,22 @@ struct Int8Rows {
     bool add;  // out += instead of out =
 };
 
+// Keys and values are float32, or INT8 with a scale for each: then queries are 16-bit, so that scores are exact sums of
+// integers and only the cache itself costs accuracy.
+// Memory that a product asks for meanwhile: so many cache lines for each of its k-groups, from `at` on.
+struct Ahead {
+    const int8_t* at;
+    int lines;
+};
+
 struct AttentionTile {
-    const float* q;             // (rows, head_dim), times scale × log2(e)
-    const float* k;             // packed by pack_keys
-    const float* const* v;      // TILE_KEYS rows of head_dim
-    const float* const* ahead;  // TILE_KEYS rows that the next tile starts with, to be fetched meanwhile; or null
+    const void* q;             // (rows, head_dim), times scale × log2(e): float, or of quantize_query
+    const float* q_scale;      // INT8: (rows)
+    const float* k;            // packed by pack_keys
+    const float* k_scale;      // INT8: (TILE_KEYS); null: float32
+    const float* v_scale;      // the same
+    const void* const* v;      // TILE_KEYS rows of head_dim
+    const void* const* ahead;  // TILE_KEYS rows that the next tile starts with, to be fetched meanwhile; or null
     const int32_t* low;         // (rows) keys [low, high) of the tile are visible; at least one is
     const int32_t* high;
     float* peak;                // (rows) running maximum of the scores, −inf at first
@@ -57,9 +68,11 @@ struct Ops {
     // Sum of the 32-bit words of some memory: the reading speed that other kernels are measured against.
     uint32_t (*sum_words)(const uint32_t* words, int64_t count);
 
-    // Transposes the first `keys` rows of a tile into groups of one vector: out[group][dimension][lane]. Meanwhile the
-    // rows `ahead`, as many, are fetched.
-    void (*pack_keys)(const float* const* k, const float* const* ahead, int keys, int head_dim, float* out);
+    // Transposes the first `keys` rows of a tile into groups of one vector: out[group][word][lane]. A row has `words` of
+    // 32 bits: a float, or four dimensions in INT8. Meanwhile the rows `ahead`, as many, are fetched.
+    void (*pack_keys)(const void* const* k, const void* const* ahead, int keys, int words, float* out);
+    // x × factor in 16 bits with one scale, amax / 32767. Of each four dimensions the even ones come first.
+    void (*quantize_query)(const float* x, float factor, int head_dim, int16_t* q, float* scale);
     // Attention of some rows to one tile, merged into their running state.
     void (*attend_tile)(const AttentionTile& tile);
     // Merges the state of a tile (peak −inf: nothing seen) into a running state, as attend_tile does itself.

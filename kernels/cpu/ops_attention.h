@@ -1,5 +1,6 @@
 // Attention of a few rows to one tile of TILE_KEYS keys. Each score is one chain of multiply-adds over the dimensions
 // and each output one chain over the keys, so a row's bits depend neither on its neighbours nor on how rows are blocked.
+// INT8 keys and values are never written out as floats: a key's scale multiplies its score, a value's scale its weight.
 #pragma once
 
 namespace {
@@ -11,29 +12,60 @@ constexpr int KEY_GROUPS = TILE_KEYS / W;
 
 // Keys and values of other sequences and layers are cold, and 4 KiB pages are short for the hardware's prefetcher: the
 // values are fetched while keys are packed, and the next tile's keys while values are summed.
-inline void fetch_row(const float* row, int head_dim) {
-    for (int d = 0; d < head_dim; d += 16) __builtin_prefetch(row + d, 0, 2);
+inline void fetch_row(const void* row, int bytes) {
+    for (int at = 0; at < bytes; at += 64) __builtin_prefetch(static_cast<const char*>(row) + at, 0, 2);
 }
 
 // A little at a time: bursts of requests fill the first-level cache's miss buffers and stall (27 against 37 GB/s).
-inline void pack_keys(const float* const* k, const float* const* ahead, int keys, int head_dim, float* out) {
+inline void pack_keys(const void* const* k, const void* const* ahead, int keys, int words, float* out) {
     for (int group = 0; group * W < keys; ++group) {
         const float* rows[W];
         // Past the last key the first stands in; its scores are masked.
-        for (int lane = 0; lane < W; ++lane) rows[lane] = k[group * W + lane < keys ? group * W + lane : 0];
-        float* to = out + static_cast<int64_t>(group) * head_dim * W;
+        for (int lane = 0; lane < W; ++lane)
+            rows[lane] = static_cast<const float*>(k[group * W + lane < keys ? group * W + lane : 0]);
+        float* to = out + static_cast<int64_t>(group) * words * W;
         int d = 0;
-        for (; d + W <= head_dim; d += W) {
-            for (int lane = 0; lane < W; ++lane) __builtin_prefetch(ahead[group * W + lane] + d, 0, 2);
+        for (; d + W <= words; d += W) {
+            for (int lane = 0; lane < W; ++lane)
+                __builtin_prefetch(static_cast<const float*>(ahead[group * W + lane]) + d, 0, 2);
             v_transpose(rows, d, to + d * W);
         }
-        for (; d < head_dim; ++d)
-            for (int lane = 0; lane < W; ++lane) to[d * W + lane] = rows[lane][d];
+        // Bytes, not floats: a word may be four dimensions.
+        for (; d < words; ++d)
+            for (int lane = 0; lane < W; ++lane) __builtin_memcpy(to + d * W + lane, rows[lane] + d, sizeof(float));
+    }
+}
+
+inline void quantize_query(const float* x, float factor, int head_dim, int16_t* q, float* scale) {
+    VI peak = vi_zero();
+    const V by = v_set(factor);
+    for (int d = 0; d < head_dim; d += W) {
+        const int n = head_dim - d < W ? head_dim - d : W;
+        peak = vi_abs_max(peak, v_mul(v_load_n(x + d, n), by));
+    }
+    const uint32_t bits = vi_largest(peak);
+    float largest;
+    __builtin_memcpy(&largest, &bits, 4);
+    const float divisor = largest / 32767.0f == 0.0f ? 1.0f : largest / 32767.0f;
+    *scale = divisor;
+    for (int d = 0; d < head_dim; d += W) {
+        const int n = head_dim - d < W ? head_dim - d : W;
+        const V whole = v_round(v_div(v_mul(v_load_n(x + d, n), by), v_set(divisor)));
+        alignas(64) float lane[W];
+        v_store(lane, v_max(v_set(-32767.0f), v_min(v_set(32767.0f), whole)));
+        for (int i = 0; i < n; i += 4) {  // head_dim is a multiple of 4
+            q[d + i] = static_cast<int16_t>(lane[i]);
+            q[d + i + 1] = static_cast<int16_t>(lane[i + 2]);
+            q[d + i + 2] = static_cast<int16_t>(lane[i + 1]);
+            q[d + i + 3] = static_cast<int16_t>(lane[i + 3]);
+        }
     }
 }
 
 template <int MR, int NR>
-inline void scores(const float* q, const float* k, int head_dim, int group, float* out) {
+inline void scores(const AttentionTile& tile, int row, int group, float* out) {
+    const int head_dim = tile.head_dim;
+    const float *q = static_cast<const float*>(tile.q) + static_cast<int64_t>(row) * head_dim, *k = tile.k;
     V sum[MR][NR];
     for (int m = 0; m < MR; ++m)
         for (int n = 0; n < NR; ++n) sum[m][n] = v_zero();
@@ -54,16 +86,60 @@ inline void scores(const float* q, const float* k, int head_dim, int group, floa
         for (int n = 0; n < NR; ++n) v_store(out + m * TILE_KEYS + (group + n) * W, sum[m][n]);
 }
 
-template <int MR, int NR, bool TAIL>
-inline void weighted_values(const float* weight, const float* const* v, int first, int last, int d, int rest,
-                            const float* const* ahead, int head_dim, V (&sum)[MR][NR]) {
+// The same for INT8 keys: whole sums of 16 × 8-bit products, two dimensions at a time, then the scales.
+template <int MR, int NR>
+inline void scores_int8(const AttentionTile& tile, int row, int group, float* out) {
+    VI sum[MR][NR];
+    for (int m = 0; m < MR; ++m)
+        for (int n = 0; n < NR; ++n) sum[m][n] = vi_zero();
+    const int words = tile.head_dim / 4;
+    const float* keys = tile.k + static_cast<int64_t>(group) * words * W;
+    const int16_t* q = static_cast<const int16_t*>(tile.q) + static_cast<int64_t>(row) * tile.head_dim;
+    for (int word = 0; word < words; ++word) {
+        VI even[NR], odd[NR];
+#pragma GCC unroll 4
+        for (int n = 0; n < NR; ++n) {
+            const VI four = vi_load(keys + static_cast<int64_t>(n) * words * W + word * W);
+            even[n] = vi_even_bytes(four);
+            odd[n] = vi_odd_bytes(four);
+        }
+#pragma GCC unroll 8
+        for (int m = 0; m < MR; ++m) {
+            // Two copies of 4 bytes: one of 8 goes through general registers, which broadcast slowly.
+            int32_t first, second;
+            __builtin_memcpy(&first, q + m * tile.head_dim + word * 4, sizeof(first));
+            __builtin_memcpy(&second, q + m * tile.head_dim + word * 4 + 2, sizeof(second));
+            const VI even_query = vi_set(first), odd_query = vi_set(second);
+#pragma GCC unroll 4
+            for (int n = 0; n < NR; ++n)
+                sum[m][n] = vi_dot16(vi_dot16(sum[m][n], even_query, even[n]), odd_query, odd[n]);
+        }
+    }
+    for (int m = 0; m < MR; ++m) {
+        const V by = v_set(tile.q_scale[row + m]);
+        for (int n = 0; n < NR; ++n) {
+            const V scaled = v_mul(v_mul(v_from_int(sum[m][n]), by), v_load(tile.k_scale + (group + n) * W));
+            v_store(out + m * TILE_KEYS + (group + n) * W, scaled);
+        }
+    }
+}
+
+template <bool TAIL>
+inline V load_value(const float* p, int n) { return TAIL ? v_load_n(p, n) : v_load(p); }
+template <bool TAIL>
+inline V load_value(const int8_t* p, int n) { return TAIL ? v_load_int8_n(p, n) : v_load_int8(p); }
+
+template <int MR, int NR, bool TAIL, typename T>
+inline void weighted_values(const float* weight, const void* const* v, int first, int last, int d, int rest,
+                            const void* const* ahead, int head_dim, V (&sum)[MR][NR]) {
     for (int m = 0; m < MR; ++m)
         for (int n = 0; n < NR; ++n) sum[m][n] = v_zero();
     for (int key = first; key < last; ++key) {
-        if (ahead) fetch_row(ahead[key], head_dim);
+        if (ahead) fetch_row(ahead[key], head_dim * static_cast<int>(sizeof(T)));
+        const T* row = static_cast<const T*>(v[key]) + d;
         V value[NR];
 #pragma GCC unroll 4
-        for (int n = 0; n < NR; ++n) value[n] = TAIL ? v_load_n(v[key] + d, rest) : v_load(v[key] + d + n * W);
+        for (int n = 0; n < NR; ++n) value[n] = load_value<TAIL>(row + n * W, rest);
 #pragma GCC unroll 8
         for (int m = 0; m < MR; ++m) {
             const V by = v_set(weight[m * TILE_KEYS + key]);
@@ -107,7 +183,7 @@ inline void meet(const float* peak, const float* total, float* running_peak, flo
     }
 }
 
-template <int MR>
+template <int MR, typename T>
 inline void attend_rows(const AttentionTile& tile, int row) {
     alignas(64) float weight[MR * TILE_KEYS];
     float peak[MR], total[MR], keep[MR], take[MR];
@@ -119,12 +195,17 @@ inline void attend_rows(const AttentionTile& tile, int row) {
         last = high[m] > last ? high[m] : last;
     }
 
-    const float* q = tile.q + static_cast<int64_t>(row) * head_dim;
+    constexpr bool INT8 = sizeof(T) == 1;
     const int begin = first / W, end = (last + W - 1) / W;
     int group = begin;
-    for (; group + ATTENTION_VECTORS <= end; group += ATTENTION_VECTORS)
-        scores<MR, ATTENTION_VECTORS>(q, tile.k, head_dim, group, weight);
-    for (; group < end; ++group) scores<MR, 1>(q, tile.k, head_dim, group, weight);
+    for (; group + ATTENTION_VECTORS <= end; group += ATTENTION_VECTORS) {
+        if (INT8) scores_int8<MR, ATTENTION_VECTORS>(tile, row, group, weight);
+        else scores<MR, ATTENTION_VECTORS>(tile, row, group, weight);
+    }
+    for (; group < end; ++group) {
+        if (INT8) scores_int8<MR, 1>(tile, row, group, weight);
+        else scores<MR, 1>(tile, row, group, weight);
+    }
 
     for (int m = 0; m < MR; ++m) {
         float* p = weight + m * TILE_KEYS;
@@ -140,7 +221,7 @@ inline void attend_rows(const AttentionTile& tile, int row) {
         peak[m] = v_largest(most);
         for (group = begin; group < end; ++group) {
             const V part = v_exp2(v_sub(v_load(p + group * W), v_set(peak[m])));
-            v_store(p + group * W, part);
+            v_store(p + group * W, INT8 ? v_mul(part, v_load(tile.v_scale + group * W)) : part);
             sum = v_add(sum, part);
         }
         total[m] = v_sum(sum);
@@ -148,37 +229,43 @@ inline void attend_rows(const AttentionTile& tile, int row) {
     meet<MR>(peak, total, tile.peak + row, tile.total + row, keep, take);
 
     float* out = tile.out + static_cast<int64_t>(row) * head_dim;
-    const float* const* ahead = row == 0 ? tile.ahead : nullptr;
+    const void* const* ahead = row == 0 ? tile.ahead : nullptr;
     constexpr int NR = ATTENTION_VECTORS;
     int d = 0;
     for (; d + NR * W <= head_dim; d += NR * W) {
         V sum[MR][NR];
-        weighted_values<MR, NR, false>(weight, tile.v, first, last, d, 0, ahead, head_dim, sum);
+        weighted_values<MR, NR, false, T>(weight, tile.v, first, last, d, 0, ahead, head_dim, sum);
         ahead = nullptr;
         merge_values<MR, NR, false>(sum, keep, take, out + d, head_dim, 0);
     }
     for (; d < head_dim; d += W) {
         V sum[MR][1];
         const int rest = head_dim - d < W ? head_dim - d : W;
-        weighted_values<MR, 1, true>(weight, tile.v, first, last, d, rest, ahead, head_dim, sum);
+        weighted_values<MR, 1, true, T>(weight, tile.v, first, last, d, rest, ahead, head_dim, sum);
         ahead = nullptr;
         merge_values<MR, 1, true>(sum, keep, take, out + d, head_dim, rest);
     }
 }
 
-inline void attend_tile(const AttentionTile& tile) {
+template <typename T>
+inline void attend_blocks(const AttentionTile& tile) {
     const int blocks = (tile.rows + ATTENTION_ROWS - 1) / ATTENTION_ROWS;
     for (int block = 0; block < blocks; ++block) {
         const int begin = tile.rows * block / blocks, end = tile.rows * (block + 1) / blocks;
         switch (end - begin) {
-            case 1: attend_rows<1>(tile, begin); break;
-            case 2: attend_rows<2>(tile, begin); break;
-            case 3: attend_rows<3>(tile, begin); break;
-            case 4: attend_rows<4>(tile, begin); break;
-            case 5: attend_rows<ATTENTION_ROWS < 5 ? 4 : 5>(tile, begin); break;
-            default: attend_rows<ATTENTION_ROWS < 6 ? 4 : 6>(tile, begin); break;
+            case 1: attend_rows<1, T>(tile, begin); break;
+            case 2: attend_rows<2, T>(tile, begin); break;
+            case 3: attend_rows<3, T>(tile, begin); break;
+            case 4: attend_rows<4, T>(tile, begin); break;
+            case 5: attend_rows<ATTENTION_ROWS < 5 ? 4 : 5, T>(tile, begin); break;
+            default: attend_rows<ATTENTION_ROWS < 6 ? 4 : 6, T>(tile, begin); break;
         }
     }
+}
+
+inline void attend_tile(const AttentionTile& tile) {
+    if (tile.k_scale) attend_blocks<int8_t>(tile);
+    else attend_blocks<float>(tile);
 }
 
 inline void merge_tile(const float* peak, const float* total, const float* out, int rows, int head_dim,

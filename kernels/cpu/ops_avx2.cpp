@@ -19,12 +19,12 @@ namespace {
 
 // Without VNNI the byte multiply-add saturates at 16 bits: widen both sides to 16 bits and sum pairs into 32.
 template <int MR>
-inline void int8_tile(const uint8_t* x, int64_t ldx, const int8_t* w, int64_t ahead, int64_t groups, int64_t width,
-                      int32_t* acc) {
+inline void int8_tile(const uint8_t* x, int64_t ldx, const int8_t* w, const int8_t* ahead, int64_t step, int64_t groups,
+                      int64_t width, int32_t* acc) {
     VI low[MR], high[MR];  // columns 0–3 and 4–7, two partial sums each
     for (int m = 0; m < MR; ++m) low[m] = high[m] = _mm256_setzero_si256();
-    for (int64_t g = 0; g < groups; ++g, w += width * 4) {
-        _mm_prefetch(reinterpret_cast<const char*>(w + ahead), _MM_HINT_T1);
+    for (int64_t g = 0; g < groups; ++g, w += width * 4, ahead += step) {
+        _mm_prefetch(reinterpret_cast<const char*>(ahead), _MM_HINT_T1);
         const VI w_low = _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(w)));
         const VI w_high = _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(w + 16)));
         for (int m = 0; m < MR; ++m) {
@@ -43,15 +43,21 @@ inline void int8_tile(const uint8_t* x, int64_t ldx, const int8_t* w, int64_t ah
 
 constexpr int int8_rows(int) { return 4; }
 
-inline void int8_block(int rows, int columns, const uint8_t* x, int64_t ldx, const int8_t* w, int64_t ahead,
+// The next panel: one line a k-group during as many of the narrow column tiles as it has lines.
+constexpr int64_t int8_near(int64_t panel_bytes) { return panel_bytes; }
+
+inline void int8_block(int rows, int columns, const uint8_t* x, int64_t ldx, const int8_t* w, penjing::Ahead ahead,
                        int64_t groups, int32_t* acc) {
     for (int column = 0; column < columns; column += 8) {
         const int8_t* start = w + 4 * column;
+        const int tile = column / 8;
+        const int64_t step = tile < ahead.lines ? 64 : 0;
+        const int8_t* at = ahead.at + (step ? tile * groups * 64 : 0);
         switch (rows) {
-            case 1: int8_tile<1>(x, ldx, start, ahead, groups, columns, acc + column); break;
-            case 2: int8_tile<2>(x, ldx, start, ahead, groups, columns, acc + column); break;
-            case 3: int8_tile<3>(x, ldx, start, ahead, groups, columns, acc + column); break;
-            default: int8_tile<4>(x, ldx, start, ahead, groups, columns, acc + column); break;
+            case 1: int8_tile<1>(x, ldx, start, at, step, groups, columns, acc + column); break;
+            case 2: int8_tile<2>(x, ldx, start, at, step, groups, columns, acc + column); break;
+            case 3: int8_tile<3>(x, ldx, start, at, step, groups, columns, acc + column); break;
+            default: int8_tile<4>(x, ldx, start, at, step, groups, columns, acc + column); break;
         }
     }
 }

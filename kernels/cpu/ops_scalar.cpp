@@ -8,9 +8,10 @@
 namespace {
 
 constexpr int int8_rows(int) { return 1; }
+constexpr int64_t int8_near(int64_t) { return 0; }
 
-inline void int8_block(int, int columns, const uint8_t* x, int64_t, const int8_t* w, int64_t, int64_t groups,
-                       int32_t* acc) {
+inline void int8_block(int, int columns, const uint8_t* x, int64_t, const int8_t* w, penjing::Ahead,
+                       int64_t groups, int32_t* acc) {
     uint32_t sum[penjing::PANEL] = {};
     for (int64_t g = 0; g < groups; ++g, w += 4 * columns) {
         for (int column = 0; column < columns; ++column) {

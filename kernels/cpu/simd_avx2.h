@@ -43,7 +43,8 @@ inline V v_scale2(V p, V n) {
     return _mm256_mul_ps(_mm256_mul_ps(p, first), second);
 }
 inline V v_from_int(VI x) { return _mm256_cvtepi32_ps(x); }
-inline VI vi_load(const int32_t* p) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)); }
+inline VI vi_load(const void* p) { return _mm256_loadu_si256(static_cast<const __m256i*>(p)); }
+inline VI vi_set(int32_t x) { return _mm256_set1_epi32(x); }
 inline VI vi_sub(VI a, VI b) { return _mm256_sub_epi32(a, b); }
 
 inline float v_sum(V x) {
@@ -87,6 +88,20 @@ inline void v_store_bytes(uint8_t* p, V x, uint8_t flip, int n) {
     _mm_store_si128(reinterpret_cast<__m128i*>(lanes), bytes);
     for (int i = 0; i < n; ++i) p[i] = lanes[i];
 }
+
+inline V v_load_int8(const int8_t* p) {
+    return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))));
+}
+inline V v_load_int8_n(const int8_t* p, int n) {
+    if (n >= W) return v_load_int8(p);
+    alignas(8) int8_t lanes[8] = {};
+    for (int i = 0; i < n; ++i) lanes[i] = p[i];
+    return v_load_int8(lanes);
+}
+// Two signed bytes of each word in 16 bits, and sums of two 16-bit products onto each 32-bit lane.
+inline VI vi_even_bytes(VI x) { return _mm256_srai_epi16(_mm256_slli_epi16(x, 8), 8); }
+inline VI vi_odd_bytes(VI x) { return _mm256_srai_epi16(x, 8); }
+inline VI vi_dot16(VI sum, VI a, VI b) { return _mm256_add_epi32(sum, _mm256_madd_epi16(a, b)); }
 
 inline __m128i load_halves(const uint16_t* p, int n) {
     if (n >= W) return _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));

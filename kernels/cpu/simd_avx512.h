@@ -31,7 +31,8 @@ inline V v_fraction(V x, V& n) {
 }
 inline V v_scale2(V p, V n) { return _mm512_scalef_ps(p, n); }
 inline V v_from_int(VI x) { return _mm512_cvtepi32_ps(x); }
-inline VI vi_load(const int32_t* p) { return _mm512_loadu_si512(p); }
+inline VI vi_load(const void* p) { return _mm512_loadu_si512(p); }
+inline VI vi_set(int32_t x) { return _mm512_set1_epi32(x); }
 inline VI vi_sub(VI a, VI b) { return _mm512_sub_epi32(a, b); }
 
 inline float v_sum(V x) {
@@ -67,6 +68,17 @@ inline void v_store_bytes(uint8_t* p, V x, uint8_t flip, int n) {
     const __m128i bytes = _mm512_cvtsepi32_epi8(_mm512_cvtps_epi32(x));
     _mm_mask_storeu_epi8(p, lanes_below(n), _mm_xor_si128(bytes, _mm_set1_epi8(static_cast<char>(flip))));
 }
+
+inline V v_load_int8(const int8_t* p) {
+    return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
+}
+inline V v_load_int8_n(const int8_t* p, int n) {
+    return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_maskz_loadu_epi8(lanes_below(n), p)));
+}
+// Two signed bytes of each word in 16 bits, and sums of two 16-bit products onto each 32-bit lane.
+inline VI vi_even_bytes(VI x) { return _mm512_srai_epi16(_mm512_slli_epi16(x, 8), 8); }
+inline VI vi_odd_bytes(VI x) { return _mm512_srai_epi16(x, 8); }
+inline VI vi_dot16(VI sum, VI a, VI b) { return _mm512_dpwssd_epi32(sum, a, b); }
 
 inline V v_load_bf16_n(const uint16_t* p, int n) {
     const __m256i half = _mm256_maskz_loadu_epi16(lanes_below(n), p);

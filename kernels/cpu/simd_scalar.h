@@ -44,7 +44,12 @@ inline V v_fraction(V x, V& n) {
 inline float scale2(float p, float n) { return n == n ? ldexpf(p, static_cast<int>(n)) : n; }
 inline V v_scale2(V p, V n) { PJ_LANES(V, scale2(p.lane[i], n.lane[i])); }
 inline V v_from_int(VI x) { PJ_LANES(V, static_cast<float>(x.lane[i])); }
-inline VI vi_load(const int32_t* p) { PJ_LANES(VI, p[i]); }
+inline VI vi_load(const void* p) {
+    VI x;
+    memcpy(x.lane, p, sizeof(x.lane));
+    return x;
+}
+inline VI vi_set(int32_t x) { PJ_LANES(VI, x); }
 inline VI vi_zero() { PJ_LANES(VI, 0); }
 // The biased sum and its compensation may wrap; their difference does not.
 inline int32_t wrapping_sub(int32_t a, int32_t b) {
@@ -83,6 +88,17 @@ inline void v_store_bytes(uint8_t* p, V x, uint8_t flip, int n) {
     }
 }
 
+// Two signed bytes of each word in 16 bits, and sums of two 16-bit products onto each 32-bit lane.
+inline int32_t byte_of(int32_t word, int at) { return static_cast<int8_t>(static_cast<uint32_t>(word) >> (8 * at)); }
+inline int32_t half_of(int32_t word, int at) { return static_cast<int16_t>(static_cast<uint32_t>(word) >> (16 * at)); }
+inline int32_t pair_of(int32_t low, int32_t high) {
+    return static_cast<int32_t>((static_cast<uint32_t>(low) & 0xffffu) | (static_cast<uint32_t>(high) << 16));
+}
+inline VI vi_even_bytes(VI x) { PJ_LANES(VI, pair_of(byte_of(x.lane[i], 0), byte_of(x.lane[i], 2))); }
+inline VI vi_odd_bytes(VI x) { PJ_LANES(VI, pair_of(byte_of(x.lane[i], 1), byte_of(x.lane[i], 3))); }
+inline int32_t dot16(int32_t a, int32_t b) { return half_of(a, 0) * half_of(b, 0) + half_of(a, 1) * half_of(b, 1); }
+inline VI vi_dot16(VI sum, VI a, VI b) { PJ_LANES(VI, sum.lane[i] + dot16(a.lane[i], b.lane[i])); }
+
 inline float from_bits(uint32_t bits) {
     float x;
     memcpy(&x, &bits, 4);
@@ -96,6 +112,8 @@ inline float from_f16(uint16_t half) {
     }
     return from_bits(sign | (exponent == 31 ? 0x7f800000u : (exponent + 112) << 23) | (fraction << 13));
 }
+inline V v_load_int8(const int8_t* p) { PJ_LANES(V, static_cast<float>(p[i])); }
+inline V v_load_int8_n(const int8_t* p, int n) { PJ_LANES(V, i < n ? static_cast<float>(p[i]) : 0.0f); }
 inline V v_load_bf16_n(const uint16_t* p, int n) { PJ_LANES(V, i < n ? from_bits(uint32_t{p[i]} << 16) : 0.0f); }
 inline V v_load_f16_n(const uint16_t* p, int n) { PJ_LANES(V, i < n ? from_f16(p[i]) : 0.0f); }
 

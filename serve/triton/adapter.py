@@ -80,12 +80,12 @@ class LLMAdapter:
     def _load(self, args: dict[str, str]) -> None:
         folder, config = _settings(json.loads(args["model_config"]))
         engine = LLMEngine.from_folder(folder, config)
-        self._chat_template = engine.loaded.chat_template
+        self._chat_template = engine.chat_template
         loop = EngineLoop(engine)
         loop.start()
         _generate_one_token(loop)
         loop.take_samples()
-        self._outbox = Outbox(self._pb_utils, self._ended)
+        self._outbox = Outbox(self._pb_utils, self._ended, engine.config.stream_interval)
         self._metrics = _metrics(self._pb_utils, args["model_name"], loop)
         self._loop = loop
         self._phase = Phase.SERVING

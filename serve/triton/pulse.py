@@ -12,8 +12,18 @@ import time
 from enum import IntEnum
 from pathlib import Path
 
+from penjing.serve.triton.variables import PULSE_VARIABLE
+
 _STUB_PID, _BEAT, _LOOP_BEAT, _PHASE, _COMMAND, _UNANSWERED = range(6)
 _SIZE = 64  # eight numbers of 64 bits; an aligned one is read and written whole
+
+
+def announce() -> None:
+    """Show life for the first time. Cheap, so that a model can call it before imports that take seconds: then a process
+    that does not start at all is told from one that takes its time."""
+    path = os.environ.get(PULSE_VARIABLE)
+    if path:
+        Pulse(Path(path)).beat(loop_beat=time.monotonic(), phase=Phase.LOADING, unanswered=0)
 
 
 class Phase(IntEnum):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import queue
 import threading
 import time
 from collections.abc import Callable
@@ -13,6 +12,9 @@ from penjing.core.errors import InputError, OverloadedError, PenjingError, Reque
 from penjing.serve.request import RequestOutput
 from penjing.serve.triton.tensors import Call, OutputTensors
 from penjing.serve.triton.variables import INTERNAL, INVALID, UNAVAILABLE
+
+SENDING_SHARE = 0.05
+MAX_INTERVAL = 0.1  # seconds that a token may wait for others
 
 log = logging.getLogger(__name__)
 
@@ -28,6 +30,8 @@ class Reply:
         self.ended_by: PenjingError | None = None
         """Why we ended it early: the client left (None is sent), its timeout passed."""
         self.client_left = False
+        self.started = False
+        """Whether outputs have been sent."""
         self._tensors = OutputTensors(call, prompt)
         self._unfinished = call.params.n
         self._kept: list[RequestOutput] = []
@@ -52,7 +56,12 @@ class Reply:
         if not self.finished and not (self.call.stream and self._worth_sending()):
             return []
         gathered, self._kept = self._kept, []
+        self.started = True
         return gathered
+
+    def is_urgent(self, outputs: list[RequestOutput]) -> bool:
+        """Whether `outputs`, which just came, are the first or the last ones of an answer."""
+        return (self.call.stream and not self.started) or any(output.finish_reason for output in outputs)
 
     @property
     def finished(self) -> bool:
@@ -71,44 +80,57 @@ class Reply:
 class Outbox:
     """A thread that builds and sends responses, so that the engine never waits for the server.
 
-    `send` takes 50 to 250 µs. When a step's responses are not yet all sent as the next step's come, those of one
-    request are joined: a slow client or a busy server gets fewer and longer responses.
+    The first token of a request and its end are sent at once. Other tokens go out together, a response a request, at
+    most every `interval` seconds, and less often where sending would take more than `SENDING_SHARE` of the time:
+    client, server and sender share the processor with the kernels.
     """
 
-    def __init__(self, pb_utils: Any, on_ended: Callable[[Reply], None]) -> None:
+    def __init__(self, pb_utils: Any, on_ended: Callable[[Reply], None], interval: float) -> None:
         self._pb_utils = pb_utils
         self._on_ended = on_ended
-        self._queue: queue.SimpleQueue[tuple[Reply, list[RequestOutput]] | None] = queue.SimpleQueue()
+        self._interval = interval
+        self._wake = threading.Condition()
+        self._gathered: dict[Reply, list[RequestOutput]] = {}
+        self._urgent: set[Reply] = set()
+        self._stopping = False
         self._thread = threading.Thread(target=self._run, name="penjing-sender", daemon=True)
         self._thread.start()
 
     def put(self, reply: Reply, outputs: list[RequestOutput]) -> None:
         """Hand over what a step gave one request."""
-        self._queue.put((reply, outputs))
+        with self._wake:
+            self._gathered.setdefault(reply, []).extend(outputs)
+            if reply.is_urgent(outputs):
+                self._urgent.add(reply)
+            if self._urgent or len(self._gathered) == 1:
+                self._wake.notify()
 
     def stop(self) -> None:
         """Send what is queued and end the thread."""
-        self._queue.put(None)
+        with self._wake:
+            self._stopping = True
+            self._wake.notify()
         self._thread.join(10)
 
     def _run(self) -> None:
-        while self._send_gathered():
-            pass
-
-    def _send_gathered(self) -> bool:
-        """Wait for outputs, then send all that are there; False at the end."""
-        gathered: dict[Reply, list[RequestOutput]] = {}
-        entry = self._queue.get()
-        while entry is not None:
-            reply, outputs = entry
-            gathered.setdefault(reply, []).extend(outputs)
-            try:
-                entry = self._queue.get_nowait()
-            except queue.Empty:
-                break
-        for reply, outputs in gathered.items():
-            self._send(reply, reply.take(outputs))
-        return entry is not None
+        due = 0.0
+        while True:
+            with self._wake:
+                while not (self._urgent or self._stopping or (self._gathered and time.monotonic() >= due)):
+                    self._wake.wait(max(due - time.monotonic(), 0) if self._gathered else None)
+                started = time.monotonic()
+                everything = self._stopping or started >= due
+                replies = list(self._gathered) if everything else self._urgent
+                batch = {reply: self._gathered.pop(reply) for reply in replies}
+                self._urgent = set()
+                stopping = self._stopping
+            for reply, outputs in batch.items():
+                self._send(reply, reply.take(outputs))
+            if stopping:
+                return
+            if everything and self._interval > 0:
+                needed = (time.monotonic() - started) / SENDING_SHARE
+                due = started + max(self._interval, min(needed, MAX_INTERVAL))
 
     def _send(self, reply: Reply, outputs: list[RequestOutput]) -> None:
         if not outputs:

@@ -36,6 +36,9 @@ CANARY_SECONDS = 30.0
 STABLE_SECONDS = 60.0  # after which a crash is news and not a loop
 MAX_BACKOFF_SECONDS = 30.0
 GIVE_UP_SECONDS = 3.0
+FIRST_BEAT_SECONDS = 60.0  # from the server's start to the model's process: 1 s, more where the disk is slow
+LOADING_BEAT_SECONDS = 60.0  # without a sign of life while the model is loaded
+MAX_LOST_STARTS = 3
 FLUSH_SECONDS = 0.2  # for the last responses to leave the server's buffers
 READY, NOT_READY = "ready", "not ready"
 
@@ -121,6 +124,10 @@ def status_to_terminal() -> None:
     print_table(table)
 
 
+class _NotStartedError(Exception):
+    """The model's process shows no life, and no error either; Triton server itself would wait for it without an end."""
+
+
 class _Supervisor:
     """Runs servers one after the other until it is told to stop."""
 
@@ -153,12 +160,13 @@ class _Supervisor:
                 raise
 
     def _run_servers(self) -> None:
-        backoff, was_ready = 0.0, False
+        backoff, was_ready, lost_starts = 0.0, False, 0
         while not self.stops:
             self._note("starting" if not was_ready else "restarting", self.state.message)
             server = ServerProcess.start(self.install, self.config, self.model, self.engine_json)
             self._note(self.state.state, self.state.message, server_pid=server.process.pid)
             ready_at = None
+            try_again = was_ready
             try:
                 failure = self._wait_ready(server)
                 if failure is None and self.stops:
@@ -166,14 +174,17 @@ class _Supervisor:
                 if failure is None:
                     ready_at = time.monotonic()
                     self._announce(server, first=not was_ready)
-                    was_ready = True
+                    was_ready = try_again = True
                     failure = self._watch(server)
                 if failure is None:
                     self._drain(server)
                     return
+            except _NotStartedError as error:
+                failure, lost_starts = str(error), lost_starts + 1
+                try_again = was_ready or lost_starts < MAX_LOST_STARTS
             finally:
                 server.kill()
-            if not was_ready:
+            if not try_again:
                 raise ServerError(f"{failure}; the end of {self.state.log}:\n{state.tail(Path(self.state.log))}")
             stable = ready_at is not None and time.monotonic() - ready_at > STABLE_SECONDS
             backoff = 0.0 if stable else backoff
@@ -186,13 +197,18 @@ class _Supervisor:
 
     def _wait_ready(self, server: ServerProcess) -> str | None:
         """None once the whole path from gRPC to the engine has given a token, or a stop was asked; else what failed."""
-        deadline = time.monotonic() + self.config.start_timeout
+        started = time.monotonic()
         while not self.stops:
             if (failure := server.wait(POLL_SECONDS, self.wake_fd)) is not None:
                 return failure
             if server.pulse.phase is Phase.FAILED:  # the reason is on its way to the log
                 return server.wait(GIVE_UP_SECONDS, self.wake_fd) or "the model could not be loaded"
-            if time.monotonic() > deadline:
+            seconds = time.monotonic() - started
+            if seconds > FIRST_BEAT_SECONDS and not server.pulse.stub_pid:
+                raise _NotStartedError(f"the model's process did not start within {FIRST_BEAT_SECONDS:.0f} s")
+            if seconds > LOADING_BEAT_SECONDS < server.pulse.beat_age():
+                raise _NotStartedError(f"the model's process has hung for {LOADING_BEAT_SECONDS:.0f} s as it loaded")
+            if seconds > self.config.start_timeout:
                 return f"the model was not ready within {self.config.start_timeout:.0f} s"
             if server.pulse.phase is Phase.SERVING and self._accepts_connections():
                 return self._canary()

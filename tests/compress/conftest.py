@@ -24,6 +24,8 @@ class Notes:
 
     def advance(self, parts: int = 1) -> None: ...
 
+    def status(self, text: str) -> None: ...
+
     def note(self, message: str) -> None:
         self.lines.append(message)
 

@@ -7,7 +7,9 @@ from torch import Tensor
 
 from penjing.core.models.config import DecoderConfig
 from penjing.core.models.decoder import Decoder
-from penjing.kernels.paged_attention import paged_attention, write_kv
+from penjing.core.models.latent_attention import pad_values
+from penjing.kernels.kv_cache import write_kv
+from penjing.kernels.paged_attention import paged_attention
 
 
 class Pages:
@@ -36,4 +38,4 @@ class Pages:
             window = self.config.layer_window(layer)
             return paged_attention(q, k_cache, v_cache, cu_query, context, table, q.shape[-1] ** -0.5, window)
 
-        return model(torch.cat([ids for ids, _, _ in steps]), torch.cat(positions), attend)
+        return model(torch.cat([ids for ids, _, _ in steps]), torch.cat(positions), pad_values(attend))

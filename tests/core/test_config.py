@@ -81,7 +81,32 @@ def test_heads_must_divide():
 
 
 def test_layer_window():
-    config = DecoderConfig.model_validate({**SIZES, "sliding_window": 8, "sliding_window_layers": (1,)})
+    config = DecoderConfig.model_validate(
+        {**SIZES, "sliding_window": 8, "layer_types": ("full_attention", "sliding_attention")}
+    )
     assert [config.layer_window(layer) for layer in range(2)] == [None, 8]
     assert DecoderConfig.model_validate({**SIZES, "sliding_window": 8}).layer_window(0) == 8
     assert DecoderConfig.model_validate(SIZES).layer_window(0) is None
+
+
+def test_layer_types_repeat_and_are_checked():
+    mixed = {
+        **SIZES,
+        "num_hidden_layers": 5,
+        "sliding_window": 8,
+        "layer_types": ["sliding_attention", "lsh_attention"],
+    }
+    config = DecoderConfig.model_validate(mixed)
+    expected = ["sliding_attention", "lsh_attention", "sliding_attention", "lsh_attention", "sliding_attention"]
+    assert [config.layer_type(layer) for layer in range(5)] == expected
+    assert [config.layer_window(layer) for layer in range(5)] == [8, None, 8, None, 8]
+    plain = DecoderConfig.model_validate({**SIZES, "layer_types": ["full_attention"]})
+    assert plain == DecoderConfig.model_validate(SIZES)  # what is implied is not stated
+    for changes, message in (
+        ({"sliding_window": None}, "set sliding_window"),
+        ({"layer_types": ["lsh_attention"]}, "names no sliding_attention"),
+        ({"num_hidden_layers": 1}, "names 2 layers"),
+        ({"layer_types": ["local"]}, "layer_types"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            parse_config(DecoderConfig, mixed | changes, "recipe")

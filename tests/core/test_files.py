@@ -210,3 +210,11 @@ def test_cache_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     assert cache_dir() == Path("/b/penjing")
     monkeypatch.setenv("XDG_CACHE_HOME", "relative")
     assert cache_dir() == Path("/home/me/.cache/penjing")
+
+
+def test_a_folder_that_cannot_be_made_is_said_so_and_a_missing_input_is_not(tmp_path: Path) -> None:
+    message = "cannot write /proc/none/out: no folder can be made there"
+    with pytest.raises(SetupError, match=message), publish_folder(Path("/proc/none/out")):
+        pass
+    with pytest.raises(FileNotFoundError), publish_folder(tmp_path / "out"):
+        (tmp_path / "input").read_text()

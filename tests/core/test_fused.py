@@ -32,7 +32,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "model_type": "qwen2",
         "attention_bias": True,
         "sliding_window": 20,
-        "sliding_window_layers": (1,),
+        "layer_types": ("full_attention", "sliding_attention"),
     },
     "odd": {
         "hidden_size": 50,

@@ -91,6 +91,22 @@ def test_a_damaged_number_of_layers_does_not_fill_the_memory() -> None:
         tensor_shapes(tiny_config(num_hidden_layers=4_000_000_000))
 
 
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        {"layer_types": ["lsh_attention"], "lsh": {"chunk_size": 32, "rounds": 3, "seed": 5}},
+        {"layer_types": ["sliding_attention", "lsh_attention"], "sliding_window": 16},
+        {"qk_norm": True, "layer_types": ["full_attention", "lsh_attention"]},
+    ],
+)
+def test_lsh_layers_are_read_back_and_refused_by_transformers(overrides: dict[str, Any]) -> None:
+    config = DecoderConfig.model_validate(tiny_config().model_dump() | overrides | {"model_type": "penjing"})
+    values = json.loads(json.dumps(decoder_config_to_hf(config)))
+    assert decoder_config_from_hf(values, "config.json") == config
+    with pytest.raises(Exception, match="penjing"):
+        AutoConfig.for_model(**values)
+
+
 @pytest.mark.parametrize("scaling", [{"rope_type": "linear", "factor": 4.0}, LLAMA3])
 def test_the_old_spelling_of_rotary_settings(scaling: dict[str, Any]) -> None:
     old: dict[str, Any] = {
@@ -167,6 +183,8 @@ def test_what_is_not_supported_is_named(changes: dict[str, Any], message: str) -
         {"model_type": "qwen3"},
         {"model_type": "mistral", "mlp_bias": True},
         {"sliding_window": 16},
+        {"layer_types": ["lsh_attention"]},
+        {"model_type": "qwen3", "qk_norm": True, "layer_types": ["full_attention", "lsh_attention"]},
     ],
 )
 def test_a_config_without_an_architecture_is_refused(overrides: dict[str, Any]) -> None:
@@ -189,4 +207,12 @@ FIELDS = [*sorted(decoder_config_to_hf(from_hf(THEIRS["qwen2-window"]))), "atten
 def test_any_json_is_a_config_or_an_input_error(model_type: str, changes: dict[str, Any]) -> None:
     values = {"model_type": model_type, **SIZES, **HEADS} | changes
     with contextlib.suppress(InputError):
+        decoder_config_from_hf(values, "config.json")
+
+
+def test_a_head_larger_than_any_model_has() -> None:
+    """Refused as a number: the rotary frequencies of such a head would take all memory before a weight is read."""
+    config = tiny_config()
+    values = decoder_config_to_hf(config) | {"head_dim": 10**12}
+    with pytest.raises(InputError, match="head_dim"):
         decoder_config_from_hf(values, "config.json")

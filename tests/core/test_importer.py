@@ -37,6 +37,8 @@ class Recorder:
     def advance(self, parts: int = 1) -> None:
         self.done += parts
 
+    def status(self, text: str) -> None: ...
+
     def note(self, message: str) -> None:
         self.notes.append(message)
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,9 +17,11 @@ from torch import Tensor, nn
 
 from penjing.core.batch_invariant import BatchInvariantLinear
 from penjing.core.errors import InputError
+from penjing.core.fused import fuse_decoder
 from penjing.core.load import load_model
 from penjing.core.quantized import Int8Linear
 from tests.core.int8_artifact import quantization_config, write_int8_artifact
+from tests.kernels.cpu import needs_extension
 
 
 def tokens(vocab_size: int, *shape: int) -> Tensor:
@@ -194,3 +199,37 @@ def test_changed_weights_fail_their_hash(tiny_checkpoint: Path, tmp_path: Path) 
     weights.write_bytes(content)
     with pytest.raises(InputError, match="SHA-256"):
         load_model(folder)
+
+
+def test_weights_damaged_in_their_header_are_reported_as_changed(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    """The hash is checked while the model is built; it explains what the builder stumbles over."""
+    folder = tmp_path / "damaged"
+    shutil.copytree(tiny_checkpoint, folder)
+    tokenizer = folder / "tokenizer.json"
+    tokenizer.write_text(tokenizer.read_text()[:-20])
+    with pytest.raises(InputError, match=r"tokenizer.json has SHA-256 .*changed or damaged"):
+        load_model(folder)
+
+
+def test_loading_imports_no_symbolic_algebra(tiny_checkpoint: Path) -> None:
+    """torch fills weights on the meta device through code whose imports take more than a second."""
+    code = "import sys\nfrom pathlib import Path\nfrom penjing.core.load import load_model\n"
+    code += f"load_model(Path({str(tiny_checkpoint)!r}))\nsys.exit('sympy' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@needs_extension
+@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="looks at the mappings of the process")
+def test_stored_int8_weights_are_let_go_once_they_are_packed(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    artifact = write_int8_artifact(tiny_checkpoint, tmp_path / "int8", quantize_head=True)
+
+    def mappings() -> int:
+        return Path("/proc/self/maps").read_text().count(str(artifact))
+
+    loaded = load_model(artifact)
+    both = mappings()
+    step = fuse_decoder(loaded.model)
+    del loaded
+    gc.collect()
+    assert step is not None
+    assert (both, mappings()) == (2, 1)  # what is left holds the embedding, which is read in place

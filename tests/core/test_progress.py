@@ -1,4 +1,9 @@
-from penjing.core.progress import PlainProgress, _flatten, print_table
+import io
+import re
+
+from rich.console import Console
+
+from penjing.core.progress import PlainProgress, TerminalProgress, _flatten, clock, print_table
 
 
 def test_plain_progress_prints_one_line_a_task(capsys):
@@ -10,7 +15,33 @@ def test_plain_progress_prints_one_line_a_task(capsys):
     progress.note("kept")
     progress.finish()
     lines = capsys.readouterr().err.splitlines()
-    assert [line.split(":")[0] for line in lines] == ["import", "hash", "kept"]
+    assert [line.split(":")[0] for line in lines] == ["import", "kept", "hash"]
+
+
+def test_plain_progress_shows_a_status_now_and_then_and_the_last(capsys):
+    progress = PlainProgress(every_s=1000.0)
+    progress.start("training", 3)
+    for step in range(3):
+        progress.advance()
+        progress.status(f"step {step + 1}/3")
+    progress.finish()
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[:2] == ["step 1/3", "step 3/3"]
+    assert lines[2].startswith("training: ")
+
+
+def test_a_terminal_shows_the_status_in_place_of_the_time_to_go():
+    progress = TerminalProgress()
+    progress.start("training", 10)
+    progress.advance(4)
+    progress.status("step 4/10 left 0:06 loss 1.2345")
+    shown = io.StringIO()
+    Console(file=shown, width=100).print(progress.bar.get_renderable())
+    assert re.search(r"training .*40%.* 0:00 step 4/10 left 0:06 loss 1.2345", shown.getvalue())
+
+
+def test_clock():
+    assert [clock(seconds) for seconds in (7.9, 754, 3723)] == ["0:07", "12:34", "1:02:03"]
 
 
 def test_tables_go_to_standard_error(capsys):

@@ -8,7 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from penjing.kernels.paged_attention import paged_attention, write_kv
+from penjing.kernels.kv_cache import write_kv
+from penjing.kernels.paged_attention import paged_attention
 
 
 @dataclass
@@ -32,21 +33,28 @@ def draw_sequence(context: int, num_queries: int, heads: int, kv_heads: int, hea
 
 
 class Cache:
-    """One layer's pages with the sequences written to blocks drawn at random; unwritten memory is NaN."""
+    """One layer's pages with the sequences written to blocks drawn at random; unwritten memory (scales) is NaN."""
 
-    def __init__(self, sequences: list[Sequence], block_size: int, seed: int, spare_blocks: int = 3):
+    def __init__(
+        self, sequences: list[Sequence], block_size: int, seed: int, spare_blocks: int = 3, int8: bool = False
+    ):
         _, kv_heads, head_dim = sequences[0].k.shape
         needed = [-(-sequence.context // block_size) for sequence in sequences]
         num_blocks = sum(needed) + spare_blocks
         self.block_size = block_size
-        self.k = torch.full((num_blocks, kv_heads, block_size, head_dim), torch.nan)
-        self.v = torch.full_like(self.k, torch.nan)
+        shape = num_blocks, kv_heads, block_size, head_dim
+        if int8:
+            self.k, self.v = (torch.full(shape, -128, dtype=torch.int8) for _ in range(2))
+            self.scales = torch.full(shape[:3], torch.nan), torch.full(shape[:3], torch.nan)
+        else:
+            self.k, self.v, self.scales = torch.full(shape, torch.nan), torch.full(shape, torch.nan), ()
         free = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(seed)).tolist()
         # Entries past a sequence's last block must not be read: −1 would be refused.
         self.table = torch.full((len(sequences), max(needed) + 1), -1, dtype=torch.int32)
         for row, (sequence, count) in enumerate(zip(sequences, needed, strict=True)):
             self.table[row, :count] = torch.tensor([free.pop() for _ in range(count)], dtype=torch.int32)
-            write_kv(sequence.k, sequence.v, self.k, self.v, self.slots(row, 0, sequence.context))
+            slots = self.slots(row, 0, sequence.context)
+            write_kv(sequence.k, sequence.v, self.k, self.v, slots, *self.scales)
 
     def slots(self, row: int, start: int, end: int) -> Tensor:
         position = torch.arange(start, end)
@@ -64,6 +72,7 @@ class Cache:
             self.table[[row for row, _, _ in queries]],
             self.k.shape[3] ** -0.5,
             window,
+            *self.scales,
         )
         return list(out.split(lengths[1:].tolist()))
 

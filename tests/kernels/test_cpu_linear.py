@@ -50,6 +50,34 @@ def test_quantization_equals_torch(isa: CpuExtension, k: int) -> None:
     assert torch.equal(q, expected_q)
 
 
+def test_quantization_near_halves_equals_torch(isa: CpuExtension) -> None:
+    g = generator(0)
+    amax = torch.rand(200, 1, generator=g) * torch.logspace(-30, 30, 200)[:, None]
+    x = torch.randint(-127, 127, (200, 600), generator=g).add(0.5) * (amax / 127)
+    x = (x.view(torch.int32) + torch.randint(-4, 5, x.shape, generator=g, dtype=torch.int32)).view(torch.float32)
+    x[:, :1] = amax
+    q, scale = isa.quantize_per_token(x)
+    expected_q, expected_scale = quantize_per_token_torch(x)
+    assert torch.equal(scale, expected_scale)
+    assert torch.equal(q, expected_q)
+
+
+@pytest.mark.parametrize(("m", "k"), [(1, 576), (3, 1), (50, 577), (7, 5000), (0, 64)])
+def test_fused_quantization_equals_its_parts(isa: CpuExtension, m: int, k: int) -> None:
+    g = generator(m)
+    x, other, weight = torch.randn(m, k, generator=g) * 5, torch.randn(m, k, generator=g), torch.rand(k, generator=g)
+    fused = isa.rms_norm_quantize(x, weight, 1e-5), isa.swiglu_quantize(x, other)
+    parts = isa.rms_norm(x, weight, 1e-5), isa.swiglu(x, other)
+    for (q, scale), y in zip(fused, parts, strict=True):
+        expected_q, expected_scale = quantize_per_token_torch(y)
+        assert torch.equal(scale, expected_scale)
+        assert torch.equal(q, expected_q)
+    with pytest.raises(ValueError, match="up_MK"):
+        isa.swiglu_quantize(x, torch.zeros(m + 1, k))
+    with pytest.raises(ValueError, match="x_MK"):
+        isa.rms_norm_quantize(x, torch.zeros(k + 1), 1e-5)
+
+
 @pytest.mark.parametrize("damage", [torch.nan, torch.inf, -torch.inf])
 @pytest.mark.parametrize("at", [0, 37])
 def test_a_damaged_row_harms_no_other(isa: CpuExtension, damage: float, at: int) -> None:
@@ -101,6 +129,19 @@ def test_swiglu_epilogue(isa: CpuExtension, m: int, k: int, inner: int) -> None:
     expected = F.silu(gate) * up
     y = isa.int8_linear(x, isa.prepack_int8(weight, scale, bias, swiglu=True))
     assert ((y - expected).abs() <= expected.abs() * (1e-6 + 1e-7 * gate.abs()) + 1e-34).all()
+
+
+@pytest.mark.parametrize("swiglu", [False, True])
+def test_parts_are_packed_as_one(isa: CpuExtension, swiglu: bool) -> None:
+    whole = random_layer(90, 38)
+    rows = [45, 45] if swiglu else [64, 1, 25]
+    parts = list(zip(*(tensor.split(rows) for tensor in whole), strict=True))
+    expected = isa.prepack_int8(*whole, swiglu=swiglu)
+    assert torch.equal(isa.prepack_parts(parts, swiglu=swiglu).memory, expected.memory)
+    x = torch.randn(3, 38, generator=generator(3))
+    some = isa.prepack_parts([(weight, scale, None if i else bias) for i, (weight, scale, bias) in enumerate(parts)])
+    bias = torch.cat([whole[2][: rows[0]], torch.zeros(90 - rows[0])])
+    assert torch.equal(isa.int8_linear(x, some), int8_linear_torch(x, prepack_int8(*whole[:2], bias)))
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 5])
@@ -184,7 +225,7 @@ def test_other_float_types_are_widened() -> None:
     [
         (torch.ones(4, 3), torch.ones(4), None, False, "weight_NK.*int8"),
         (torch.ones(0, 3).char(), torch.ones(0), None, False, "non-empty"),
-        (torch.ones(3, 3).char(), torch.ones(3), None, True, "non-empty"),
+        (torch.ones(3, 3).char(), torch.ones(3), None, True, "as many each"),
         (torch.ones(4, 3).char(), torch.ones(3), None, False, "scale_N"),
         (torch.ones(4, 3).char(), torch.ones(4).double(), None, False, "scale_N"),
         (torch.ones(4, 3).char(), torch.ones(4), torch.ones(5), False, "bias_N"),

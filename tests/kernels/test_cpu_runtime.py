@@ -62,6 +62,25 @@ assert [os.waitpid(child, 0)[1] for child in children] == [0, 0, 0]
 
 
 @needs_extension
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core")
+def test_workers_stay_off_the_core_of_the_caller() -> None:
+    code = """
+kernels.set_num_threads(2)
+allowed, others = os.sched_getaffinity(0), set(os.listdir("/proc/self/task"))
+panels = kernels.prepack_int8(weight, torch.ones(256))
+for core in (None, *sorted(allowed)[:4]):
+    os.sched_setaffinity(0, allowed if core is None else {core})
+    for _ in range(200):  # more than the pool works alone on a busy machine
+        kernels.int8_linear(x, panels)
+    (worker,) = set(os.listdir("/proc/self/task")) - others
+    assert core is None or os.sched_getaffinity(int(worker)) == allowed - {core}
+assert os.sched_getaffinity(0) == {core}  # the caller's own is left alone
+"""
+    done = run(code)
+    assert done.returncode == 0, done.stderr
+
+
+@needs_extension
 def test_calls_from_many_threads_take_turns(threads: CpuExtension) -> None:
     threads.set_num_threads(2)
     g = torch.Generator().manual_seed(1)

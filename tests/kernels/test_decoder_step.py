@@ -16,13 +16,19 @@ from tests.kernels.cpu import needs_extension, the_extension
 pytestmark = needs_extension
 VOCAB, HIDDEN, INNER, HEADS, KV_HEADS, HEAD_DIM, LAYERS = 100, 48, 80, 4, 2, 8, 3
 BLOCK_SIZE, NUM_BLOCKS = 4, 64
+INT8_POOL = torch.ones(LAYERS, 2, NUM_BLOCKS, KV_HEADS, BLOCK_SIZE, HEAD_DIM, dtype=torch.int8)
 
 
-def make_step(int8: bool, windows: tuple[int | None, ...] = (None, 11, 5), **changes: Any) -> DecoderStep:
+def make_step(
+    int8: bool, windows: tuple[int | None, ...] = (None, 11, 5), vocab_repeats: int = 1, **changes: Any
+) -> DecoderStep:
+    """A random step; with `vocab_repeats` the rows of the LM head repeat, so that logits tie."""
     generator = torch.Generator().manual_seed(0)
 
     def linear(n: int, k: int) -> Any:
         weight = torch.randn(n, k, generator=generator) / k**0.5
+        if n == VOCAB:
+            weight = weight[: n // vocab_repeats].repeat(vocab_repeats, 1)
         if not int8:
             return FloatLinear(weight)
         scale = weight.abs().amax(1) / 127
@@ -94,6 +100,37 @@ def test_logits_do_not_depend_on_chunks_company_blocks_or_threads(
         assert torch.equal(torch.cat(rows), whole)
 
 
+def new_int8_pool() -> dict[str, Tensor]:
+    pages = torch.full((LAYERS, 2, NUM_BLOCKS, KV_HEADS, BLOCK_SIZE, HEAD_DIM), -128, dtype=torch.int8)
+    return {"kv_pool": pages, "kv_scale": torch.full(pages.shape[:-1], torch.nan)}
+
+
+def test_int8_cache(isa: CpuExtension, threads: CpuExtension) -> None:
+    """Near what a float32 cache gives, the same bits in any chunks and blocks, and the bytes that `write_kv` stores."""
+    step, ids = make_step(False), draw_ids(100)
+    floats = step.step(**inputs([(ids, 0, list(range(25)))], new_pool())).clone()
+    pool = new_int8_pool()
+    whole = step.step(**inputs([(ids, 0, list(range(25)))], pool["kv_pool"]) | pool).clone()
+    difference = (whole - floats).abs().max() / floats.std()
+    assert 1e-4 < difference < 0.1
+    for chunk, count in ((7, 2), (1, 1)):
+        threads.set_num_threads(count)
+        chunked, blocks, rows = new_int8_pool(), torch.randperm(NUM_BLOCKS).tolist(), []
+        for start in range(0, 100, chunk):
+            part = [(ids[start : start + chunk], start, blocks[:25])]
+            rows.append(step.step(**inputs(part, chunked["kv_pool"]) | chunked).clone())
+        assert torch.equal(torch.cat(rows), whole)
+        for stored, expected in zip(chunked.values(), pool.values(), strict=True):
+            assert torch.equal(stored[:, :, blocks[:25]], expected[:, :, :25])
+    scale, pages = pool["kv_scale"], pool["kv_pool"]
+    assert scale[:, :, 25:].isnan().all()
+    assert (pages[:, :, 25:] == -128).all()
+    # The first layer's keys come from the embedding alone: both caches hold the same ones.
+    first = new_pool()
+    step.step(**inputs([(ids, 0, list(range(25)))], first))
+    assert torch.equal(scale[0, :, :25], first[0, :, :25].abs().amax(-1) / 127)
+
+
 def test_blocks_that_left_the_window_may_be_given_away() -> None:
     # Every layer has a window here, so that what lies before is not needed and its table entries may be stale.
     for windows in ((11, 11, 11), (3, 11, 5)):
@@ -159,6 +196,10 @@ def int32(*values: int) -> Tensor:
         ({"kv_pool": torch.zeros(LAYERS, 2, NUM_BLOCKS, KV_HEADS, BLOCK_SIZE, HEAD_DIM + 1)}, "kv_pool"),
         ({"kv_pool": torch.zeros(LAYERS, 2, NUM_BLOCKS, KV_HEADS, BLOCK_SIZE, HEAD_DIM).half()}, "kv_pool"),
         ({"kv_pool": torch.zeros(LAYERS, 2, 0, KV_HEADS, BLOCK_SIZE, HEAD_DIM)}, "cache of shape"),
+        ({"kv_pool": INT8_POOL}, "INT8 pool needs kv_scale"),
+        ({"kv_scale": INT8_POOL[..., 0].float()}, "kv_pool.*int8"),
+        ({"kv_pool": INT8_POOL, "kv_scale": INT8_POOL[..., 0].half()}, "kv_scale.*float16"),
+        ({"kv_pool": INT8_POOL, "kv_scale": torch.ones(LAYERS, 2, NUM_BLOCKS)}, "kv_scale has shape"),
     ],
 )
 def test_refuses_before_it_computes(changed: dict[str, Tensor], message: str) -> None:
@@ -193,3 +234,31 @@ def test_no_tokens() -> None:
 def test_construction_refuses(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make_step(True, **changes)
+
+
+@pytest.mark.parametrize("int8", [True, False], ids=["int8", "float"])
+@pytest.mark.parametrize("top", [1, 5, VOCAB, VOCAB + 3])
+def test_largest_logits_are_those_of_all(isa: CpuExtension, threads: CpuExtension, int8: bool, top: int) -> None:
+    step, ids = make_step(int8, vocab_repeats=2 if int8 else 1), draw_ids(30)
+    arguments = inputs([(ids, 0, list(range(8)))], new_pool())
+    for count in (1, 2, 3):
+        threads.set_num_threads(count)
+        every = step.step(**arguments).clone()
+        values, tokens = step.step_top(top, *arguments.values())
+        order = every.sort(dim=1, descending=True, stable=True)  # equals by ascending id
+        known = min(top, VOCAB)
+        assert torch.equal(values[:, :known], order.values[:, :known])
+        assert torch.equal(tokens[:, :known].long(), order.indices[:, :known])
+        assert (values[:, known:] == -torch.inf).all()
+        assert (tokens[:, known:] == -1).all()
+
+
+def test_a_row_with_a_nan_says_so_first() -> None:
+    embedding = torch.randn(VOCAB, HIDDEN, generator=torch.Generator().manual_seed(0))
+    embedding[7] = torch.nan
+    step = make_step(True, embedding_VE=embedding)
+    arguments = inputs([(torch.tensor([token]), 0, [block]) for block, token in enumerate((3, 7, 4))], new_pool())
+    values, _ = step.step_top(4, *arguments.values())
+    assert values[:, 0].isnan().tolist() == [False, True, False]
+    with pytest.raises(ValueError, match="top=0"):
+        step.step_top(0, *arguments.values())

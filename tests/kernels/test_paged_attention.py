@@ -5,7 +5,8 @@ import torch
 from torch import Tensor
 
 from penjing.kernels.dispatch import force_torch
-from penjing.kernels.paged_attention import paged_attention, write_kv
+from penjing.kernels.kv_cache import write_kv
+from penjing.kernels.paged_attention import paged_attention
 from tests.kernels.paging import Cache, Sequence, dense_attention, draw_sequence
 
 pytestmark = pytest.mark.usefixtures("implementation")

@@ -1,5 +1,8 @@
-"""What a request gets is bit-equal whatever happens around it: batches, chunks, cache hits, preemption; and greedy
-answers are those of transformers."""
+"""What a request gets is bit-equal whatever happens around it: batches, chunks, cache hits, preemption.
+
+Every test here takes ``loaded``, whose settings hold as long as this file's tests run: one that does not take it would
+run under those of whichever path came before.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +11,10 @@ from random import Random
 from typing import Any
 
 import pytest
-import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from penjing.core.load import LoadedModel
 from penjing.serve.request import Request, SamplingParams
-from tests.serve.tiny import CONTEXT, VOCAB_SIZE, ids_of, run_all, tiny_engine, tiny_model
+from tests.serve.tiny import CONTEXT, DEFAULTS, ids_of, run_all, tiny_engine, tiny_model
 
 GREEDY = {"temperature": 0.0}
 SAMPLED = {"temperature": 0.9, "top_p": 0.95, "seed": 5, "repetition_penalty": 1.2}
@@ -21,13 +22,18 @@ SAMPLED = {"temperature": 0.9, "top_p": 0.95, "seed": 5, "repetition_penalty": 1
 Answers = dict[str, list[tuple[int, Any]]]
 
 
-@pytest.fixture(scope="module", params=["fp32", "int8", "window", "fp32-torch", "int8-torch"])
+PATHS = ["fp32", "int8", "window", "fp32-torch", "int8-torch", "kv-int8", "kv-int8-window", "kv-int8-torch"]
+
+
+@pytest.fixture(scope="module", params=PATHS)
 def loaded(request: pytest.FixtureRequest) -> Iterator[LoadedModel]:
     """A model for each path through the runner: one fused call where the C++ extension is there, and torch."""
     with pytest.MonkeyPatch.context() as patch:
         if request.param.endswith("-torch"):
             patch.setattr("penjing.serve.runner.fuse_decoder", lambda model: None)
-        window = 12 if request.param == "window" else None
+        if request.param.startswith("kv-int8"):
+            patch.setitem(DEFAULTS, "kv_dtype", "int8")
+        window = 12 if request.param.endswith("window") else None
         yield tiny_model(int8=request.param.startswith("int8"), sliding_window=window)
 
 
@@ -117,47 +123,3 @@ def test_forks_sample_what_separate_requests_would(loaded: LoadedModel) -> None:
     for index in range(4):
         assert ids_of(quiet["n", index]) == ids_of(crowd["n", index])
     assert len({tuple(ids_of(outputs)) for outputs in quiet.values()}) == 4
-
-
-@pytest.mark.parametrize("window", [None, 12])
-def test_greedy_answers_equal_transformers_generate(window: int | None) -> None:
-    loaded = tiny_model(seed=1, sliding_window=window, model_type="llama" if window is None else "mistral")
-    reference = _transformers_model(loaded, window)
-    engine = tiny_engine(loaded, max_num_batched_tokens=32)
-    random = Random(1)
-    for length in (1, 40, 90):
-        prompt = [random.randrange(256) for _ in range(length)]
-        ids = torch.tensor([prompt])
-        expected = reference.generate(
-            ids, attention_mask=torch.ones_like(ids), max_new_tokens=24, do_sample=False, pad_token_id=0
-        )[0, length:].tolist()
-        (outputs,) = run_all(
-            engine, [Request("r", prompt, SamplingParams(temperature=0, max_tokens=24, ignore_eos=True))]
-        ).values()
-        assert ids_of(outputs) == expected
-
-
-def _transformers_model(loaded: LoadedModel, window: int | None) -> Any:
-    config = loaded.config
-    common = {
-        "vocab_size": VOCAB_SIZE,
-        "hidden_size": config.hidden_size,
-        "intermediate_size": config.intermediate_size,
-        "num_hidden_layers": config.num_hidden_layers,
-        "num_attention_heads": config.num_attention_heads,
-        "num_key_value_heads": config.num_key_value_heads,
-        "head_dim": config.head_dim,
-        "max_position_embeddings": CONTEXT,
-        "rms_norm_eps": config.rms_norm_eps,
-        "tie_word_embeddings": False,
-        "bos_token_id": None,
-        "eos_token_id": None,
-    }
-    if window is None:
-        model: Any = LlamaForCausalLM(LlamaConfig(**common))
-    else:
-        from transformers import MistralConfig, MistralForCausalLM
-
-        model = MistralForCausalLM(MistralConfig(**common, sliding_window=window))
-    model.load_state_dict(loaded.model.state_dict())
-    return model.eval()

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from penjing.core.errors import ConfigError, OverloadedError, RequestError
 from penjing.serve.engine import LLMEngine
 from penjing.serve.request import Request, RequestOutput, SamplingParams
+from penjing.serve.sampler import Scores
 from penjing.serve.sequence import Batch, Sequence
 from tests.serve.test_stop import cut
 from tests.serve.tiny import (
@@ -42,12 +43,12 @@ class Scripted:
     def __init__(self, tokens: list[int]) -> None:
         self.tokens = tokens
 
-    def run(self, batch: Batch) -> tuple[Any, list[Any]]:
+    def run(self, batch: Batch, top: int) -> tuple[Any, list[Any]]:
         ready = [s for s, count in batch.chunks if s.num_computed_tokens + count == s.num_tokens]
         logits_RV = torch.full((len(ready), VOCAB_SIZE), -5.0).numpy()
         for row, sequence in enumerate(ready):
             logits_RV[row, self.tokens[sequence.num_output_tokens % len(self.tokens)]] = 5.0
-        return logits_RV, ready
+        return Scores.of_logits(logits_RV), ready
 
 
 SCRIPTED = tiny_engine()
@@ -56,6 +57,17 @@ SCRIPTED = tiny_engine()
 def scripted(tokens: list[int], **params: Any) -> list[RequestOutput]:
     SCRIPTED.runner = Scripted(tokens)  # type: ignore[assignment]
     return generate(SCRIPTED, PROMPT, temperature=0, **params)
+
+
+def test_lsh_layers_are_served_with_full_attention_and_said_so(caplog: pytest.LogCaptureFixture) -> None:
+    hashed = tiny_model(model_type="penjing", layer_types=["lsh_attention", "full_attention"])
+    with caplog.at_level("WARNING"):
+        found = tiny_engine(hashed)
+        expected = tiny_engine(tiny_model())
+    (record,) = caplog.records
+    assert "layers 0 were trained with LSH attention; they are served with full attention" in record.getMessage()
+    answers = [ids_of(generate(engine, PROMPT, max_tokens=8, temperature=0.0)) for engine in (found, expected)]
+    assert answers[0] == answers[1]
 
 
 def test_length_is_the_reason_after_max_tokens(engine: LLMEngine) -> None:
@@ -142,7 +154,7 @@ def test_logprobs_are_those_of_the_raw_logits(engine: LLMEngine) -> None:
     outputs = generate(engine, PROMPT, max_tokens=4, temperature=0.3, seed=1, logprobs=3, ignore_eos=True)
     ids = PROMPT + ids_of(outputs)
     with torch.inference_mode():
-        expected = torch.log_softmax(engine.loaded.model(torch.tensor([ids]))[0].double(), -1)
+        expected = torch.log_softmax(tiny_model().model(torch.tensor([ids]))[0].double(), -1)
     for i, output in enumerate(outputs):
         assert output.logprobs is not None
         (logprobs,) = output.logprobs
@@ -287,10 +299,10 @@ def test_a_batch_that_fails_costs_only_the_request_at_fault() -> None:
     expected = ids_of(run_all(engine, [Request("r", PROMPT, params)])["r", 0])
     run = engine.runner.run
 
-    def failing(batch: Batch) -> Any:
+    def failing(batch: Batch, top: int) -> Any:
         if any(chunk.sequence.request_id == "bad" for chunk in batch.chunks):
             raise ValueError("boom")
-        return run(batch)
+        return run(batch, top)
 
     engine.runner.run = failing  # type: ignore[method-assign]
     outputs = run_all(engine, [Request(name, PROMPT, params) for name in ("first", "bad", "last")])
@@ -357,3 +369,55 @@ def test_auto_settings_hold_what_can_run_and_shrink_the_context_to_the_cache() -
     assert engine.config.num_blocks == 1 + 3 * CONTEXT // 4
     assert engine.max_model_len == CONTEXT
     assert tiny_engine(num_blocks=11).max_model_len == 40
+
+
+def test_an_int8_cache_holds_more_tokens_in_the_same_bytes() -> None:
+    budget = {"num_blocks": None, "kv_cache_bytes": 1 << 16}
+    floats, int8 = tiny_engine(**budget), tiny_engine(**budget, kv_dtype="int8")
+    # Heads of 8: 32 bytes against 8 and a scale of 4.
+    assert floats.config.num_blocks == (1 << 16) // (2 * 2 * 2 * 4 * 32)
+    assert int8.config.num_blocks == (1 << 16) // (2 * 2 * 2 * 4 * 12)
+    assert int8.max_model_len > floats.max_model_len
+    for engine in (floats, int8):
+        pool, scale = engine.runner.kv_pool, engine.runner.kv_scale
+        assert pool.nbytes + (0 if scale is None else scale.nbytes) == engine.config.kv_cache_bytes
+    assert int8.runner.kv_pool.dtype == torch.int8
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_an_int8_cache_answers_nearly_as_a_float_cache(fused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not fused:
+        monkeypatch.setattr("penjing.serve.runner.fuse_decoder", lambda model: None)
+    params = {"temperature": 0.0, "max_tokens": 1, "logprobs": 5, "ignore_eos": True}
+    answers = []
+    for kind in ("float32", "int8"):
+        (output,) = generate(tiny_engine(kv_dtype=kind), list(range(40)), **params)
+        assert output.logprobs is not None
+        answers.append((output.token_ids[0], output.logprobs[0][output.token_ids[0]].logprob))
+    assert answers[0] != answers[1]
+    assert answers[0] == pytest.approx(answers[1], abs=0.1)
+
+
+def test_heads_that_an_int8_cache_does_not_hold_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"kv_dtype=int8 does not fit this model: .*head_dim=6"):
+        tiny_engine(tiny_model(head_dim=6), kv_dtype="int8")
+
+
+def test_tokens_chosen_from_the_largest_logits_are_those_chosen_from_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    requests = [
+        Request("greedy", PROMPT, SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)),
+        *(
+            Request(f"top-{top_k}", PROMPT, SamplingParams(top_k=top_k, top_p=0.9, seed=top_k, max_tokens=20))
+            for top_k in (1, 3, 64)
+        ),
+    ]
+
+    def answers() -> dict[tuple[str, int], list[int]]:
+        engine = tiny_engine(tiny_model(int8=True))
+        return {name: ids_of(outputs) for name, outputs in run_all(engine, requests).items()}
+
+    some = answers()
+    monkeypatch.setattr("penjing.serve.answer.TIES", 0)  # the last one kept is the last one there: never settled
+    unsettled = answers()
+    monkeypatch.setattr("penjing.serve.answer.Answer.num_largest", lambda self: 0)
+    assert some == unsettled == answers()

@@ -19,12 +19,14 @@ from transformers.generation.logits_process import (
 
 from penjing.serve.request import SamplingParams
 from penjing.serve.sampler import (
+    Scores,
     TokenCounts,
     apply_penalties,
     draw,
-    greedy_tokens,
     keep_top,
     sample,
+    sample_top_k,
+    top_k_is_settled,
     top_logprobs,
     uniform,
 )
@@ -150,9 +152,42 @@ def test_greedy_takes_the_smallest_of_equals_and_flags_rows_that_are_not_finite(
     logits_RV[1, 17] = np.nan
     logits_RV[2, 3] = np.inf
     logits_RV[3] = -np.inf
-    tokens, finite = greedy_tokens(logits_RV)
-    assert tokens[0] == 9
-    assert finite == [True, False, False, False, True]
+    scores = Scores.of_logits(logits_RV)
+    assert scores.ids_RK[0] == 9
+    assert scores.finite_rows() == [True, False, False, False, True]
+
+
+@given(
+    st.integers(0, 2**32),
+    st.sampled_from([3.0, 1e30]),
+    st.integers(1, 12),
+    st.sampled_from([0.3, 1.0, 1e30]),
+    st.sampled_from([0.3, 0.9, 1.0]),
+    st.sampled_from([0.0, 0.1]),
+    st.integers(0, 1000),
+)
+def test_the_largest_logits_give_the_token_that_all_give(
+    seed: int, scale: float, top_k: int, temperature: float, top_p: float, min_p: float, position: int
+) -> None:
+    logits_V = logits_of(seed, scale=scale)
+    logits_V = np.round(logits_V) if seed % 2 else logits_V  # rounded: ties
+    order = np.lexsort((np.arange(VOCAB), -logits_V))[: top_k + 8]
+    params = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
+    values_K, ids_K = logits_V[order], order.astype(np.int32)
+    settled = int((logits_V >= values_K[top_k - 1]).sum()) < top_k + 8
+    assert top_k_is_settled(values_K, ids_K, top_k) == settled
+    if settled:
+        token = sample(logits_V, params, seed, 1, position, None, None)
+        assert sample_top_k(values_K, ids_K, params, seed, 1, position) == token
+
+
+def test_a_vocabulary_smaller_than_the_largest_logits() -> None:
+    values_K, ids_K = np.array([3, 1, -np.inf], dtype=np.float32), np.array([1, 0, -1], dtype=np.int32)
+    params = SamplingParams(temperature=0.5, top_k=2)
+    assert top_k_is_settled(values_K, ids_K, 2)
+    for position in range(20):
+        whole = sample(np.array([1, 3], dtype=np.float32), params, 0, 0, position, None, None)
+        assert sample_top_k(values_K, ids_K, params, 0, 0, position) == whole
 
 
 @given(st.integers(0, 2**32), st.integers(0, 20), st.integers(0, VOCAB - 1))

@@ -22,6 +22,7 @@ from penjing.serve.request import Request, RequestOutput, SamplingParams
 EOS = 256
 VOCAB_SIZE = 258
 CONTEXT = 256
+DEFAULTS = {"block_size": 4, "num_blocks": 200, "max_num_batched_tokens": 64, "max_num_sequences": 32}
 
 
 def tiny_config(**changes: Any) -> DecoderConfig:
@@ -72,8 +73,7 @@ def tiny_model(seed: int = 0, int8: bool = False, **changes: Any) -> LoadedModel
 
 
 def tiny_engine(loaded: LoadedModel | None = None, **settings: Any) -> LLMEngine:
-    defaults = {"block_size": 4, "num_blocks": 200, "max_num_batched_tokens": 64, "max_num_sequences": 32}
-    return LLMEngine(loaded or tiny_model(), EngineConfig.model_validate(defaults | settings))
+    return LLMEngine(loaded or tiny_model(), EngineConfig.model_validate(DEFAULTS | settings))
 
 
 def run_all(engine: LLMEngine, requests: Iterable[Request]) -> dict[tuple[str, int], list[RequestOutput]]:

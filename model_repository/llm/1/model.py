@@ -1,9 +1,13 @@
 """The entry point of Triton server's Python backend: penjing's engine behind the names that the backend calls."""
 
-import triton_python_backend_utils as pb_utils  # pyright: ignore[reportMissingImports] (Triton server brings it)
+from penjing.serve.triton.pulse import announce
 
-from penjing.core.errors import PenjingError
-from penjing.serve.triton.adapter import LLMAdapter
+announce()  # before the imports, which take seconds
+
+import triton_python_backend_utils as pb_utils  # noqa: E402  # pyright: ignore[reportMissingImports] (the server's)
+
+from penjing.core.errors import PenjingError  # noqa: E402
+from penjing.serve.triton.adapter import LLMAdapter  # noqa: E402
 
 
 class TritonPythonModel:

@@ -15,11 +15,14 @@ from typing import Any
 
 import pytest
 
+import penjing.model_repository
 from penjing.core.errors import ConfigError, InputError, OverloadedError, PenjingError, ServerError, SetupError
 from penjing.core.progress import Silent
 from penjing.serve.client import Client
 from penjing.serve.triton import state, supervisor
 from penjing.serve.triton.process import ServeConfig, check_ports
+from penjing.serve.triton.pulse import Phase, Pulse, announce
+from penjing.serve.triton.variables import PULSE_VARIABLE
 from penjing.serve.triton.vigil import Vigil
 from tests.serve.triton.serving import Served, alive, free_ports, leftovers, serving, wait_until
 
@@ -231,6 +234,68 @@ def test_a_crash_loop_is_slowed_down(monkeypatch: pytest.MonkeyPatch, tiny_long:
         looping.run()
         assert pauses[:11] == [0, 1, 2, 4, 8, 16, 30, 30, 30, 0, 1]
         assert looping.state.restarts == len(pauses)
+
+
+class Lost:
+    """A server whose model's process shows no life; half a minute passes with every look at it."""
+
+    process = SimpleNamespace(pid=0)
+
+    def __init__(self, clock: list[float], lives: bool) -> None:
+        self.clock, self.lives, self.killed = clock, lives, False
+        phase = Phase.SERVING if lives else Phase.LOADING
+        self.pulse = SimpleNamespace(stub_pid=int(lives), phase=phase, beat_age=lambda: 0.0 if lives else 1e9)
+
+    def wait(self, seconds: float, wake_fd: int) -> None:
+        self.clock[0] += 30.0
+
+    def kill(self) -> None:
+        self.killed = True
+
+
+@pytest.mark.parametrize("num_lost", [2, 3])
+def test_a_model_process_that_never_lives_is_started_anew(
+    monkeypatch: pytest.MonkeyPatch, tiny_long: Path, num_lost: int
+) -> None:
+    clock, servers = [0.0], list[Lost]()
+
+    def start(*_: Any) -> Lost:
+        servers.append(Lost(clock, lives=len(servers) == num_lost))
+        return servers[-1]
+
+    def watch(self: Any, server: Any) -> str:
+        self.stops = 1
+        return "stopped"
+
+    monkeypatch.setattr(supervisor.ServerProcess, "start", start)
+    monkeypatch.setattr(supervisor._Supervisor, "_accepts_connections", lambda self: True)
+    monkeypatch.setattr(supervisor._Supervisor, "_canary", lambda self: None)
+    monkeypatch.setattr(supervisor._Supervisor, "_watch", watch)
+    monkeypatch.setattr(supervisor._Supervisor, "_sleep", lambda self, seconds: None)
+    monkeypatch.setattr(supervisor.time, "monotonic", lambda: clock[0])
+    port = free_ports(1)[0]
+    with state.owning(port):
+        found: Any = None  # what is installed does not matter: nothing is started
+        starting = supervisor._Supervisor(found, tiny_long, ServeConfig(grpc_port=port), "{}", Silent())
+        if num_lost == supervisor.MAX_LOST_STARTS:
+            with pytest.raises(ServerError, match="did not start within 60 s"):
+                starting.run()
+        else:
+            starting.run()
+    assert len(servers) == 3
+    assert all(server.killed for server in servers)
+
+
+def test_a_model_shows_life_before_it_imports(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    pulse = Pulse(tmp_path / "pulse", create=True)
+    assert not pulse.stub_pid
+    announce()  # without a supervisor: nothing to tell
+    monkeypatch.setenv(PULSE_VARIABLE, str(tmp_path / "pulse"))
+    announce()
+    assert (pulse.stub_pid, pulse.phase) == (os.getpid(), Phase.LOADING)
+    assert pulse.beat_age() < 60
+    text = (Path(penjing.model_repository.__path__[0]) / "llm" / "1" / "model.py").read_text()
+    assert text.index("announce()") < text.index("import triton_python_backend_utils") < text.index("LLMAdapter")
 
 
 def test_the_server_is_silent_while_the_model_is() -> None:

@@ -1,0 +1,131 @@
+"""The attention of a decoder layer, and causal attention among the tokens of a batch, without a cache.
+
+Shapes: T tokens, E hidden, H heads, KV key-value heads, D head_dim; leading dimensions are free.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from penjing.core.models.config import DecoderConfig
+from penjing.core.models.norm import RMSNorm
+from penjing.kernels.dispatch import gpu_kernels
+from penjing.kernels.flash_attention import flash_attention, flash_attention_packed
+from penjing.kernels.lsh_attention import lsh_attention, rotations
+from penjing.kernels.rotary import apply_rotary
+from penjing.kernels.sliding_attention import sliding_attention
+
+# (layer, q (…, T, H, D), k (…, T, KV, D), v (…, T, KV, D)) → (…, T, H, D); q and k are rotated.
+Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+
+
+class Attention(nn.Module):
+    """Projections, optional head norms (Qwen3) and rotation around an `Attend`."""
+
+    def __init__(self, config: DecoderConfig, layer: int):
+        super().__init__()
+        hidden, heads, kv_heads = config.hidden_size, config.num_attention_heads, config.num_key_value_heads
+        self.layer = layer
+        self.head_dim = config.head_dim
+        self.q_proj = nn.Linear(hidden, heads * config.head_dim, bias=config.attention_bias)
+        self.k_proj = nn.Linear(hidden, kv_heads * config.head_dim, bias=config.attention_bias)
+        self.v_proj = nn.Linear(hidden, kv_heads * config.head_dim, bias=config.attention_bias)
+        self.o_proj = nn.Linear(heads * config.head_dim, hidden, bias=config.attention_output_bias)
+        if config.qk_norm:
+            self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
+            self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
+        self.qk_norm = config.qk_norm
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
+        q, k, v = (
+            projection(x).unflatten(-1, (-1, self.head_dim)) for projection in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        if self.qk_norm:
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k = apply_rotary(q, cos, sin), apply_rotary(k, cos, sin)
+        return self.o_proj(attend(self.layer, q, k, v).flatten(-2))
+
+
+def causal_attention(config: DecoderConfig, documents: Tensor | None = None) -> Attend:
+    """The `Attend` without a cache: each token sees itself and, of the tokens before it, those that the layer's type
+    lets it see.
+
+    Args:
+        documents: (…, T) int64, equal where neighbours are of one document; nothing sees beyond its own. Every document
+            then runs by itself, so that attention costs what the documents cost, not what the row does.
+    """
+
+    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        leading = q.shape[:-3]
+        if _on_gpu(config, layer, q, k, v):
+            rows = (x.reshape(-1, *x.shape[-3:]) for x in (q, k, v))
+            return flash_attention(*rows, window=config.layer_window(layer)).view(q.shape)
+        q, k, v = (x.transpose(-3, -2).reshape(-1, x.shape[-2], x.shape[-3], x.shape[-1]) for x in (q, k, v))
+        window = config.layer_window(layer)
+        if window is not None:
+            out = sliding_attention(q, k, v, window)
+        elif config.layer_type(layer) == "lsh_attention":
+            lsh = config.lsh
+            table = rotations((lsh.seed << 16) + layer, k.shape[1], k.shape[3], lsh.rounds, k.device)
+            out = lsh_attention(q, k, v, table, lsh.chunk_size)
+        else:
+            out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        out = out.transpose(1, 2)
+        return out.reshape(*leading, *out.shape[1:])
+
+    if documents is None:
+        return attend
+    runs = _document_runs(documents)
+    longest = max(size for _, size in runs)
+    ends = torch.tensor([0, *(size for count, size in runs for _ in range(count))]).cumsum(0)
+    ends = ends.to(documents.device, torch.int32)
+
+    def attend_inside(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        if _on_gpu(config, layer, q, k, v):
+            q_TH, k_TK, v_TK = (x.flatten(0, -3) for x in (q, k, v))
+            window = config.layer_window(layer)
+            out = flash_attention_packed(q_TH, k_TK, v_TK, ends, ends, longest, longest, window=window)
+            return out.view(q.shape)
+        parts = zip(*(x.flatten(0, -3).split([count * size for count, size in runs]) for x in (q, k, v)), strict=True)
+        done = [
+            attend(layer, *(x.unflatten(0, run) for x in part)).flatten(0, 1)
+            for run, part in zip(runs, parts, strict=True)
+        ]
+        return torch.cat(done).view(*q.shape[:-1], v.shape[-1])
+
+    return attend_inside
+
+
+def _on_gpu(config: DecoderConfig, layer: int, q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Whether the Triton language computes the layer; it wants values as wide as keys."""
+    exact = config.layer_type(layer) != "lsh_attention" and q.shape[-1] == v.shape[-1]
+    return exact and gpu_kernels("flash_attention", q, k, v) is not None
+
+
+def document_positions(documents: Tensor) -> Tensor:
+    """(…, T) int64: the place of each token in its document, from 0; see `causal_attention`."""
+    places = torch.arange(documents.shape[-1], device=documents.device).expand(documents.shape)
+    return places - torch.where(_begins(documents), places, 0).cummax(-1).values
+
+
+def _begins(documents: Tensor) -> Tensor:
+    return torch.cat((torch.ones_like(documents[..., :1]), documents.diff(dim=-1)), -1) != 0
+
+
+def _document_runs(documents: Tensor) -> list[tuple[int, int]]:
+    """(count, tokens of each) of neighbouring documents of equal length, which run together."""
+    flat = _begins(documents).flatten()
+    ends = torch.cat((flat.nonzero().flatten()[1:], torch.tensor([flat.numel()], device=flat.device)))
+    runs: list[tuple[int, int]] = []
+    begin = 0
+    for end in ends.tolist():
+        size, begin = end - begin, end
+        if runs and runs[-1][1] == size:
+            runs[-1] = (runs[-1][0] + 1, size)
+        else:
+            runs.append((1, size))
+    return runs

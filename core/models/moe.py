@@ -1,0 +1,155 @@
+"""Mixture of experts: a router sends each token to a few of many MLPs.
+
+Tokens are sorted by expert, so each expert is one call on its own rows: no capacity, and no token is dropped. Shapes: T
+tokens, E hidden, N experts, K of them for each token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from penjing.core.models.config import MoEConfig
+from penjing.core.models.mlp import MLP
+from penjing.kernels.dispatch import gpu_kernels
+from penjing.kernels.moe import experts_mlp, sorted_by_expert
+
+
+@dataclass(frozen=True)
+class Routing:
+    """One MoE layer's choice for T tokens, in the order of the flattened input.
+
+    Attributes:
+        probabilities: (T, N) float32, the scores as shares of one; differentiable.
+        experts: (T, K) int64, the experts of each token, the best first.
+    """
+
+    probabilities: Tensor
+    experts: Tensor
+
+    def load(self, counted_T: Tensor | None = None) -> Tensor:
+        """(N,) float32: how many of the `counted_T` (bool; all when None) tokens each expert got."""
+        chosen_TK = torch.ones_like(self.experts, dtype=torch.float32)
+        if counted_T is not None:
+            chosen_TK *= counted_T[:, None]
+        load_N = chosen_TK.new_zeros(self.probabilities.shape[1])
+        return load_N.index_add(0, self.experts.flatten(), chosen_TK.flatten())
+
+
+_watchers: list[list[Routing]] = []
+
+
+@contextmanager
+def watch_routing() -> Iterator[list[Routing]]:
+    """Collect the `Routing` of every MoE layer that runs inside, in their order.
+
+    Leave it before the backward pass: blocks that are recomputed there would route once more.
+    """
+    seen: list[Routing] = []
+    _watchers.append(seen)
+    try:
+        yield seen
+    finally:
+        _watchers.pop()
+
+
+class MoE(nn.Module):
+    """Routed experts and, where there are any, shared ones: (…, E) → (…, E)."""
+
+    def __init__(self, hidden: int, config: MoEConfig):
+        super().__init__()
+        self.config = config
+        self.gate = nn.Linear(hidden, config.num_experts, bias=False)
+        self.experts = nn.ModuleList(MLP(hidden, config.moe_intermediate_size) for _ in range(config.num_experts))
+        if config.router_bias:  # no gradient: load balancing sets it
+            self.e_score_correction_bias = nn.Parameter(torch.zeros(config.num_experts), requires_grad=False)
+        if config.shared_expert_intermediate_size:
+            self.shared_experts = MLP(hidden, config.shared_expert_intermediate_size)
+        if config.shared_expert_gate:
+            self.shared_expert_gate = nn.Linear(hidden, 1, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x_TE = x.flatten(0, -2)
+        weight_TK, expert_TK = self.route(x_TE)
+        y_TE = self.dispatch(x_TE, weight_TK, expert_TK)
+        if self.config.shared_expert_intermediate_size:
+            shared_TE = self.shared_experts(x_TE)
+            if self.config.shared_expert_gate:
+                shared_TE = _sigmoid(self.shared_expert_gate(x_TE)) * shared_TE
+            y_TE = y_TE + shared_TE
+        return y_TE.view(x.shape)
+
+    def route(self, x_TE: Tensor) -> tuple[Tensor, Tensor]:
+        """(T, K) float32 weights and int64 experts of each token."""
+        config = self.config
+        logits_TN = self.gate(x_TE).to(torch.float32)
+        softmax = config.scoring_func == "softmax"
+        score_TN = logits_TN.softmax(-1) if softmax else _sigmoid(logits_TN)
+        choice_TN = score_TN.detach()
+        if config.router_bias:
+            choice_TN = choice_TN + self.e_score_correction_bias
+        if config.n_group > 1:
+            choice_TN = self._within_groups(choice_TN)
+        expert_TK = choice_TN.topk(config.num_experts_per_tok, dim=-1).indices
+        weight_TK = score_TN.gather(-1, expert_TK)
+        if config.norm_topk_prob:
+            weight_TK = weight_TK / (weight_TK.sum(-1, keepdim=True) + 1e-20)
+        if _watchers or torch.is_grad_enabled():  # unwatched too: a recomputed block must repeat every operation
+            share_TN = score_TN if softmax else score_TN / (score_TN.sum(-1, keepdim=True) + 1e-20)
+            if _watchers:
+                _watchers[-1].append(Routing(share_TN, expert_TK))
+        return weight_TK * config.routed_scaling_factor, expert_TK
+
+    def dispatch(self, x_TE: Tensor, weight_TK: Tensor, expert_TK: Tensor) -> Tensor:
+        """The experts' outputs for their tokens, weighted and summed: (T, E)."""
+        device = x_TE.device.type
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x_TE.dtype
+        if dtype != torch.float32 and gpu_kernels("moe", x_TE) is not None and self._plain():
+            weights = (
+                [expert.get_parameter(f"{name}.weight").to(dtype) for expert in self.experts]
+                for name in ("gate_proj", "up_proj", "down_proj")
+            )
+            return experts_mlp(x_TE.to(dtype), weight_TK, expert_TK, *weights)
+        sizes = self._sizes(expert_TK)
+        return sorted_by_expert(x_TE, weight_TK, expert_TK, sizes, lambda index, part: self.experts[index](part))
+
+    def _plain(self) -> bool:
+        """Every expert is an MLP as it was made: not quantized, and with no format of its own."""
+        return all(type(part) in (MLP, nn.Linear) for expert in self.experts for part in expert.modules())
+
+    def _within_groups(self, choice_TN: Tensor) -> Tensor:
+        """Minus infinity for experts outside the best `topk_group` groups. A group is as good as its best expert under
+        softmax (DeepSeek-V2), as its two best together under sigmoid scores (DeepSeek-V3)."""
+        config = self.config
+        choice_TGN = choice_TN.unflatten(-1, (config.n_group, -1))
+        best = 1 if config.scoring_func == "softmax" else 2
+        group_TG = choice_TGN.topk(best, dim=-1).values.sum(-1)
+        kept = group_TG.topk(config.topk_group, dim=-1).indices
+        outside_TG = torch.ones_like(group_TG, dtype=torch.bool).scatter(-1, kept, False)
+        return choice_TGN.masked_fill(outside_TG[..., None], -torch.inf).flatten(-2)
+
+    def _sizes(self, expert_TK: Tensor) -> list[int]:
+        """Rows of each expert."""
+        num_experts = self.config.num_experts
+        if expert_TK.is_meta or isinstance(expert_TK, FakeTensor):  # no data, to estimate memory: as if balanced
+            each, rest = divmod(expert_TK.numel(), num_experts)
+            return [each + (index < rest) for index in range(num_experts)]
+        return expert_TK.flatten().bincount(minlength=num_experts).tolist()
+
+
+def keep_out_of_graphs() -> None:
+    """Let torch.compile go around the experts: their sizes follow the data, and each new size would compile again."""
+    if not getattr(MoE.forward, "_torchdynamo_disable", False):
+        MoE.forward = torch.compiler.disable(MoE.forward)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _sigmoid(x: Tensor) -> Tensor:
+    if torch.is_grad_enabled():
+        return x.sigmoid()
+    # The vector and the scalar loop of torch's differ in the last bit, so a row would depend on the others.
+    return x.neg().exp_().add_(1).reciprocal_()

@@ -1,0 +1,91 @@
+#include "head.h"
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+
+namespace penjing {
+namespace {
+
+constexpr int64_t TILE = 256;  // columns at a time: a whole number of panels, and 16 rows of it stay in first-level cache
+
+// Columns [begin, end) of a layer as a layer; INT8: `begin` is the first of a panel.
+PjLinear columns_of(const PjLinear& linear, int64_t begin, int64_t end) {
+    PjLinear part = linear;
+    const int64_t bytes = linear.dtype == PJ_INT8 ? padded_k(linear.k) : linear.k * (linear.dtype == PJ_F32 ? 4 : 2);
+    part.weight = static_cast<const char*>(linear.weight) + begin * bytes;
+    part.n = end - begin;
+    if (linear.scale) part.scale += begin;
+    if (linear.comp) part.comp += begin;
+    if (linear.bias) part.bias += begin;
+    return part;
+}
+
+// Also true for a NaN.
+bool exceeds(const float* x, int64_t count, float bound) {
+    int found = 0;
+    for (int64_t i = 0; i < count; ++i) found |= !(x[i] <= bound);
+    return found != 0;
+}
+
+}  // namespace
+
+void TopList::clear() {
+    std::fill_n(value, k, -std::numeric_limits<float>::infinity());
+    std::fill_n(id, k, -1);
+}
+
+void TopList::add(float v, int32_t column) {
+    if (std::isnan(v)) nan = true;
+    if (!(v > value[k - 1])) return;
+    int at = k - 1;
+    for (; at > 0 && v > value[at - 1]; --at) {
+        value[at] = value[at - 1];
+        id[at] = id[at - 1];
+    }
+    value[at] = v;
+    id[at] = column;
+}
+
+TopBuffer carve_top(Carver& carver, int64_t rows, int k) {
+    const size_t r = static_cast<size_t>(rows), entries = r * static_cast<size_t>(k);
+    return {carver.take<float>(r * TILE), carver.take<float>(entries), carver.take<int32_t>(entries),
+            carver.take<uint8_t>(r)};
+}
+
+void top_of_columns(const Ops& ops, const PjLinear& linear, const Rows& rows, int64_t count, int member, int members,
+                    int k, const TopBuffer& buffer) {
+    for (int64_t row = 0; row < count; ++row) {
+        TopList{buffer.value + row * k, buffer.id + row * k, k}.clear();
+        buffer.nan[row] = 0;
+    }
+    // Shares begin at panels, as those of `apply_linear` do; a float layer is cut into cache lines of output.
+    const int64_t unit = linear.dtype == PJ_INT8 ? linear.width : 16, units = (linear.n + unit - 1) / unit;
+    const int64_t first = share(units, member, members) * unit;
+    const int64_t last = std::min(share(units, member + 1, members) * unit, linear.n);
+    const int64_t step = std::max(TILE / unit, int64_t{1}) * unit;
+    for (int64_t begin = first; begin < last; begin += step) {
+        const int64_t end = std::min(begin + step, last), width = end - begin;
+        apply_linear(ops, columns_of(linear, begin, end), rows, count, 0, 1, buffer.tile, TILE, false);
+        for (int64_t row = 0; row < count; ++row) {
+            const float* x = buffer.tile + row * TILE;
+            TopList list{buffer.value + row * k, buffer.id + row * k, k};
+            if (!exceeds(x, width, list.value[k - 1])) continue;
+            for (int64_t i = 0; i < width; ++i) list.add(x[i], static_cast<int32_t>(begin + i));
+            buffer.nan[row] |= list.nan;
+        }
+    }
+}
+
+void merge_top(const TopBuffer* buffers, int members, int64_t row, int k, float* value, int32_t* id) {
+    TopList merged{value, id, k};
+    merged.clear();
+    for (int member = 0; member < members; ++member) {
+        const TopBuffer& from = buffers[member];
+        for (int64_t i = row * k; i < (row + 1) * k && from.id[i] >= 0; ++i) merged.add(from.value[i], from.id[i]);
+        merged.nan |= from.nan[row] != 0;
+    }
+    if (merged.nan) value[0] = std::numeric_limits<float>::quiet_NaN();
+}
+
+}  // namespace penjing

@@ -1,0 +1,289 @@
+# pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
+# Launches and constants of the Triton language are outside its type hints.
+"""Paged attention in the Triton language: one kernel for decode and chunked prefill, and one that joins split keys.
+
+A block takes BLOCK_M rows (query positions × heads of a group) of one sequence, found by binary search, and walks the
+keys through the block table. Keys are cut into segments at fixed absolute positions: a segment is attended on its own
+(online softmax, base 2) and then joined with the sum of those before it. A call of single tokens gives each segment to
+a block of its own and joins them in a second kernel, by the same arithmetic in the same order, so that a row's result
+depends on its own sequence alone. INT8 keys are multiplied as they are: their scales go to the scores and the weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+import triton
+import triton.language as tl
+
+from penjing.kernels.gpu.flash_attention import LOG2_E
+from penjing.kernels.gpu.registry import Variant
+
+# One tile for all calls: rows must round alike in decode and prefill. 64 rows fill a warp group; memory is the limit.
+BLOCK_M, BLOCK_N = 64, 64
+WARPS, STAGES = 4, 2
+SEGMENT_KEYS = 512  # of the deterministic mode, whatever the batch
+MAX_HEAD_DIM = 256
+QUERY_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+
+@triton.jit
+def _find_sequence(cu_query, tile, num_sequences, BLOCK_Q: tl.constexpr):
+    """The sequence whose tiles include `tile`: sequence s begins at tile cu_query[s] // BLOCK_Q + s."""
+    low, high = tl.cast(tile * 0, tl.int32), tl.cast(tile * 0 + num_sequences, tl.int32)
+    while low < high:
+        middle = (low + high) // 2
+        if tl.load(cu_query + middle) // BLOCK_Q + middle <= tile:
+            low = middle + 1
+        else:
+            high = middle
+    return low - 1
+
+
+@triton.jit
+def _join(acc, peak, total, part, part_peak, part_total):
+    """The sum of two softmaxes, each with its own peak (log2); a part without keys has peak −∞ and changes no bit."""
+    new_peak = tl.maximum(peak, part_peak)
+    reference = tl.where(new_peak == float("-inf"), 0.0, new_peak)
+    keep, take = tl.exp2(peak - reference), tl.exp2(part_peak - reference)
+    return acc * keep[:, None] + part * take[:, None], new_peak, total * keep + part_total * take
+
+
+@triton.jit
+def _segment(
+    q, position_M, lowest, highest, begin, end, table, k_cache, v_cache, k_scale, v_scale, kv_head, kv_heads,
+    num_blocks, scale_log2, window, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, PAGE: tl.constexpr, WINDOWED: tl.constexpr, INT8: tl.constexpr,
+):  # fmt: skip
+    """(Weighted values, peak, sum of weights) of the keys begin … end − 1; the other keys are not read."""
+    acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+    peak = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+    total = tl.zeros((BLOCK_M,), tl.float32)
+    column = tl.arange(0, BLOCK_D)
+    for first in range(begin, end, BLOCK_N):
+        key_N = first + tl.arange(0, BLOCK_N)
+        wanted = (key_N <= highest) & (key_N < end)
+        if WINDOWED:
+            wanted = wanted & (key_N > lowest - window)
+        page = tl.load(table + key_N // PAGE, mask=wanted, other=0)
+        inside = (page >= 0) & (page < num_blocks)
+        # int64 before the product: a pool passes 2³¹ values.
+        row = (tl.cast(page, tl.int64) * kv_heads + kv_head) * PAGE + key_N % PAGE
+        mask = (wanted & inside)[:, None] & (column < HEAD_DIM)[None, :]
+        k = tl.load(k_cache + row[:, None] * HEAD_DIM + column[None, :], mask=mask, other=0)
+        score = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee") * scale_log2
+        if INT8:
+            score = score * tl.load(k_scale + row, mask=wanted & inside, other=0.0)[None, :]
+        seen = wanted[None, :] & (key_N[None, :] <= position_M[:, None])
+        if WINDOWED:
+            seen = seen & (key_N[None, :] > position_M[:, None] - window)
+        score = tl.where(seen, score, float("-inf"))
+        # A block id outside the cache cannot raise here: the row becomes NaN, which the sampler reports.
+        score = tl.where(seen & (inside == 0)[None, :], float("nan"), score)
+        new_peak = tl.maximum(peak, tl.max(score, 1))
+        reference = tl.where(new_peak == float("-inf"), 0.0, new_peak)
+        weight = tl.exp2(score - reference[:, None])
+        decay = tl.exp2(peak - reference)
+        total = total * decay + tl.sum(weight, 1)
+        v = tl.load(v_cache + row[:, None] * HEAD_DIM + column[None, :], mask=mask, other=0)
+        if INT8:
+            weight = weight * tl.load(v_scale + row, mask=wanted & inside, other=0.0)[None, :]
+        acc = tl.dot(weight.to(q.dtype), v.to(q.dtype), acc * decay[:, None], input_precision="ieee")
+        peak = new_peak
+    return acc, peak, total
+
+
+@triton.jit
+def _attend(
+    q_ptr, k_cache, v_cache, k_scale, v_scale, out_ptr, peak_ptr, total_ptr, cu_query, context_len, block_table,
+    q_row, q_head, table_row, num_heads, kv_heads, num_blocks, num_sequences, num_segments, segment_keys,
+    scale_log2, window, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, GROUP: tl.constexpr, PAGE: tl.constexpr, WINDOWED: tl.constexpr,
+    INT8: tl.constexpr, SPLIT: tl.constexpr,
+):  # fmt: skip
+    BLOCK_Q: tl.constexpr = BLOCK_M // GROUP
+    tile, kv_head = tl.program_id(0), tl.cast(tl.program_id(1), tl.int64)
+    sequence = _find_sequence(cu_query, tile, num_sequences, BLOCK_Q)
+    start = tl.load(cu_query + sequence)
+    length = tl.load(cu_query + sequence + 1) - start
+    first = (tile - (start // BLOCK_Q + sequence)) * BLOCK_Q
+    if first >= length:
+        return
+    context = tl.load(context_len + sequence)
+    index = tl.arange(0, BLOCK_M)
+    query_M = first + index // GROUP
+    head_M = kv_head * GROUP + index % GROUP
+    inside_M = (index < BLOCK_Q * GROUP) & (query_M < length)
+    lowest = context - length + first
+    highest = context - length + tl.minimum(first + BLOCK_Q, length) - 1
+    position_M = context - length + query_M
+    row_M = tl.cast(start + query_M, tl.int64)
+    column = tl.arange(0, BLOCK_D)
+    mask = inside_M[:, None] & (column < HEAD_DIM)[None, :]
+    q = tl.load(q_ptr + (row_M * q_row + head_M * q_head)[:, None] + column[None, :], mask=mask, other=0.0)
+    table = block_table + tl.cast(sequence, tl.int64) * table_row
+
+    begin = 0
+    if WINDOWED:
+        begin = tl.maximum(lowest - window + 1, 0) // BLOCK_N * BLOCK_N
+    if SPLIT:
+        segment = tl.program_id(2)
+        from_key = tl.maximum(segment * segment_keys, begin)
+        to_key = tl.minimum((segment + 1) * segment_keys, highest + 1)
+        acc, peak, total = _segment(
+            q, position_M, lowest, highest, from_key, to_key, table, k_cache, v_cache, k_scale, v_scale, kv_head,
+            kv_heads, num_blocks, scale_log2, window, HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, PAGE, WINDOWED, INT8,
+        )  # fmt: skip
+        place_M = (row_M * num_heads + head_M) * num_segments + segment
+        tl.store(peak_ptr + place_M, peak, mask=inside_M)
+        tl.store(total_ptr + place_M, total, mask=inside_M)
+        tl.store(out_ptr + place_M[:, None] * HEAD_DIM + column[None, :], acc, mask=mask)
+    else:
+        acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+        peak = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+        total = tl.zeros((BLOCK_M,), tl.float32)
+        for segment in range(begin // segment_keys, tl.cdiv(highest + 1, segment_keys)):
+            from_key = tl.maximum(segment * segment_keys, begin)
+            to_key = tl.minimum((segment + 1) * segment_keys, highest + 1)
+            part, part_peak, part_total = _segment(
+                q, position_M, lowest, highest, from_key, to_key, table, k_cache, v_cache, k_scale, v_scale, kv_head,
+                kv_heads, num_blocks, scale_log2, window, HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, PAGE, WINDOWED, INT8,
+            )  # fmt: skip
+            acc, peak, total = _join(acc, peak, total, part, part_peak, part_total)
+        place_M = row_M * num_heads + head_M
+        acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+        out = out_ptr + place_M[:, None] * HEAD_DIM + column[None, :]
+        tl.store(out, acc.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _reduce(
+    part_ptr, peak_ptr, total_ptr, out_ptr, num_rows, num_segments,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    row = tl.cast(tl.program_id(0), tl.int64) * ROWS + tl.arange(0, ROWS)
+    column = tl.arange(0, BLOCK_D)
+    inside = row < num_rows
+    mask = inside[:, None] & (column < HEAD_DIM)[None, :]
+    acc = tl.zeros((ROWS, BLOCK_D), tl.float32)
+    peak = tl.full((ROWS,), float("-inf"), tl.float32)
+    total = tl.zeros((ROWS,), tl.float32)
+    for segment in range(num_segments):
+        place = row * num_segments + segment
+        part_peak = tl.load(peak_ptr + place, mask=inside, other=float("-inf"))
+        part_total = tl.load(total_ptr + place, mask=inside, other=0.0)
+        part = tl.load(part_ptr + place[:, None] * HEAD_DIM + column[None, :], mask=mask, other=0.0)
+        acc, peak, total = _join(acc, peak, total, part, part_peak, part_total)
+    acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+    tl.store(out_ptr + row[:, None] * HEAD_DIM + column[None, :], acc.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+def supports(q: torch.Tensor, k_cache: torch.Tensor) -> bool:
+    """Dtypes, head sizes and groups that the kernels take; others run on torch."""
+    cache_fits = k_cache.dtype in (q.dtype, torch.int8)
+    group = q.shape[1] // k_cache.shape[1]
+    return q.dtype in QUERY_DTYPES and cache_fits and q.shape[2] <= MAX_HEAD_DIM and group <= BLOCK_M
+
+
+def segment_keys_for(num_sequences: int, kv_heads: int, max_context: int, num_processors: int) -> int:
+    """Keys of a segment that give every multiprocessor two blocks: the fast mode, whose bits depend on the batch."""
+    segments = max(1, -(-2 * num_processors // max(num_sequences * kv_heads, 1)))
+    keys = -(-max_context // segments)
+    return max(-(-keys // BLOCK_N) * BLOCK_N, 2 * BLOCK_N)
+
+
+def paged_attention(
+    q_THD: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    cu_query_S1: torch.Tensor,
+    context_len_S: torch.Tensor,
+    block_table_SB: torch.Tensor,
+    scale: float,
+    window: int | None = None,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
+    *,
+    segment_keys: int = SEGMENT_KEYS,
+) -> torch.Tensor:
+    """`kernels.paged_attention` on tensors that passed its checks of shapes. Nothing waits for the device, so lengths
+    are not checked and a block id outside the cache gives NaN. `segment_keys`, a multiple of BLOCK_N, is part of the
+    result's bits.
+    """
+    num_tokens, num_heads, head_dim = q_THD.shape
+    num_blocks, kv_heads, page, _ = k_cache.shape
+    num_sequences, num_pages = block_table_SB.shape
+    if segment_keys < BLOCK_N or segment_keys % BLOCK_N:
+        raise ValueError(f"segment_keys={segment_keys}; a multiple of {BLOCK_N} is needed")
+    q = q_THD if q_THD.stride(2) == 1 else q_THD.contiguous()
+    table = block_table_SB if block_table_SB.stride(1) == 1 else block_table_SB.contiguous()
+    out = torch.empty(q_THD.shape, dtype=q.dtype, device=q.device)
+    if out.numel() == 0:
+        return out
+    group, block_d = num_heads // kv_heads, max(triton.next_power_of_2(head_dim), 16)
+    num_segments = triton.cdiv(num_pages * page, segment_keys)
+    # Single tokens: few blocks without a split. Sequences without new tokens do not matter.
+    split = num_tokens <= num_sequences and num_segments > 1
+    parts, peak, total = out, out, out
+    if split:
+        statistics = torch.empty((2, num_tokens, num_heads, num_segments), dtype=torch.float32, device=q.device)
+        peak, total = statistics.unbind()
+        parts = torch.empty((num_tokens, num_heads, num_segments, head_dim), dtype=torch.float32, device=q.device)
+    tiles = num_tokens // (BLOCK_M // group) + num_sequences
+    _attend[(tiles, kv_heads, num_segments if split else 1)](
+        q, k_cache, v_cache, k_scale, v_scale, parts, peak, total, cu_query_S1, context_len_S, table,
+        q.stride(0), q.stride(1), table.stride(0), num_heads, kv_heads, num_blocks, num_sequences, num_segments,
+        segment_keys, scale * LOG2_E, window or 0,
+        HEAD_DIM=head_dim, BLOCK_D=block_d, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, GROUP=group, PAGE=page,
+        WINDOWED=window is not None, INT8=k_scale is not None, SPLIT=split, num_warps=WARPS, num_stages=STAGES,
+    )  # fmt: skip
+    if split:
+        num_rows = num_tokens * num_heads
+        _reduce[(triton.cdiv(num_rows, 4),)](
+            parts, peak, total, out, num_rows, num_segments, HEAD_DIM=head_dim, BLOCK_D=block_d, ROWS=4
+        )
+    return out
+
+
+def variants() -> Iterator[Variant]:
+    """Decode and prefill with half-precision and INT8 pages; other head sizes and page sizes as rarer ones."""
+    cases = [(128, "bf16", int8, split, False, 16) for int8 in (False, True) for split in (False, True)]
+    quick = {*cases}
+    cases += [(64, "bf16", True, True, False, 16), (64, "fp16", False, True, True, 32)]
+    cases += [
+        (256, "bf16", False, True, False, 512),
+        (96, "bf16", False, False, True, 128),
+        (192, "bf16", True, True, False, 64),
+    ]
+    for head_dim, dtype, int8, split, windowed, page in cases:
+        scales = ("k_scale", "v_scale")
+        pages = dict.fromkeys(("k_cache", "v_cache"), "*i8:16" if int8 else f"*{dtype}:16")
+        integers = ("num_heads", "kv_heads", "num_blocks", "num_sequences", "num_segments", "window", "table_row")
+        yield Variant(
+            label=f"{'decode' if split else 'prefill'} hd{head_dim} {dtype}{' int8 pages' * int8}"
+            f"{' window' * windowed} block size {page}",
+            kernel=_attend,
+            arguments={"q_ptr": f"*{dtype}:16", "out_ptr": "*fp32:16" if split else f"*{dtype}:16"}
+            | pages
+            | (dict.fromkeys(scales, "*fp32:16") if int8 else {})
+            | dict.fromkeys(("peak_ptr", "total_ptr"), "*fp32:16" if split else f"*{dtype}:16")
+            | dict.fromkeys(("cu_query", "context_len", "block_table"), "*i32:16")
+            | dict.fromkeys(("q_row", "q_head", "segment_keys"), "i32:16")
+            | dict.fromkeys(integers, "i32")
+            | {"scale_log2": "fp32"},
+            constants=({} if int8 else dict.fromkeys(scales))
+            | {"HEAD_DIM": head_dim, "BLOCK_D": triton.next_power_of_2(head_dim), "BLOCK_M": BLOCK_M}
+            | {"BLOCK_N": BLOCK_N, "GROUP": 4, "PAGE": page, "WINDOWED": windowed, "INT8": int8, "SPLIT": split},
+            num_warps=WARPS,
+            num_stages=STAGES,
+            hot=split and head_dim <= 128,
+            full=(head_dim, dtype, int8, split, windowed, page) not in quick,
+        )
+    yield Variant(
+        label="join hd128 bf16",
+        kernel=_reduce,
+        arguments=dict.fromkeys(("part_ptr", "peak_ptr", "total_ptr"), "*fp32:16")
+        | {"out_ptr": "*bf16:16", "num_rows": "i32", "num_segments": "i32"},
+        constants={"HEAD_DIM": 128, "BLOCK_D": 128, "ROWS": 4},
+    )
