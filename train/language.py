@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +15,10 @@ from penjing.core.errors import ConfigError, InputError
 from penjing.core.manifest import write_manifest
 from penjing.core.models.config import DecoderConfig
 from penjing.core.models.decoder import Decoder
+from penjing.core.models.hf_config import decoder_config_to_hf
 from penjing.core.models.tensor_names import tensor_shapes
 from penjing.core.progress import Progress
+from penjing.train.balancing import Balanced, BalancingConfig
 from penjing.train.data.pack import prepare_tokens
 from penjing.train.data.shards import TokenShards
 from penjing.train.data.stream import Stream
@@ -52,7 +54,14 @@ class LanguageModeling:
         self.config = DecoderConfig.model_validate(
             model.model_dump(exclude={"architecture", "init_std"}) | {"eos_token_ids": (index.end_of_text,)}
         )
-        self.objective = CrossEntropy("tokens", recipe.objective.label_smoothing)
+        decoder_config_to_hf(self.config)  # a model that no config.json can state is refused before the run
+        if data.document_mask and recipe.compile:
+            raise ConfigError(
+                "data.document_mask and compile exclude each other: every batch has documents of other lengths, and a "
+                "compiled model would be compiled again for each; set one of them to false"
+            )
+        self._balanced = _balanced(recipe, self.config)
+        self.objective: CrossEntropy | Balanced = self._balanced or _cross_entropy(recipe)
 
     def _prepare(self, data: TextData, progress: Progress) -> Path:
         if not data.sources:
@@ -78,7 +87,9 @@ class LanguageModeling:
 
     def example(self, micro_batch: int) -> Batch:
         """See `Task`."""
-        return next(iter(self.stream(micro_batch, World(size=self._data.batch_size // micro_batch))))
+        batch = next(iter(self.stream(micro_batch, World(size=self._data.batch_size // micro_batch))))
+        batch.pop("documents", None)  # whole rows are the upper bound of time and memory
+        return batch
 
     def stream(self, micro_batch: int, world: World) -> Stream:
         """See `Task`."""
@@ -90,6 +101,7 @@ class LanguageModeling:
             rank=world.rank,
             world_size=world.size,
             seed=self._recipe.seed,
+            document_mask=self._data.document_mask,
         )
 
     def held_out(self, micro_batch: int, world: World) -> Iterator[Batch]:
@@ -101,7 +113,14 @@ class LanguageModeling:
             max_samples=self._recipe.evaluation.samples,
             rank=world.rank,
             world_size=world.size,
+            document_mask=self._data.document_mask,
         )
+
+    def after_update(self, model: nn.Module, world: World) -> tuple[Callable[[int], None], ...]:
+        """See `Task`: router biases."""
+        if self._balanced is None or not self._balanced.config.bias_rate:
+            return ()
+        return (self._balanced.bias_update(model, world),)
 
     def export(self, model: nn.Module, folder: Path, created_by: dict[str, Any]) -> None:
         """See `Task`."""
@@ -109,6 +128,29 @@ class LanguageModeling:
         tensors = ((name, parameters[name].detach().cpu()) for name in tensor_shapes(self.config))
         save_checkpoint(folder, self.config, tensors, tokenizer_from=self.folder)
         write_manifest(folder, "checkpoint", created_by)
+
+    def next_command(self, folder: Path) -> str:
+        """See `Task`."""
+        return f'penjing generate {folder} "The import statement"'
+
+
+def _cross_entropy(recipe: TrainRecipe) -> CrossEntropy:
+    return CrossEntropy("tokens", recipe.objective.label_smoothing)
+
+
+def _balanced(recipe: TrainRecipe, config: DecoderConfig) -> Balanced | None:
+    """The objective of a decoder with experts; None for one without."""
+    balancing = recipe.balancing
+    if config.moe is None:
+        if balancing != BalancingConfig():
+            raise ConfigError("[balancing] is for experts, and the model has none; add [model.moe] or leave it out")
+        return None
+    if balancing.bias_rate and not config.moe.router_bias:
+        raise ConfigError(
+            f"balancing.bias_rate={balancing.bias_rate} moves router biases, and the model has none; set "
+            "model.moe.router_bias = true, or use balancing.auxiliary_loss"
+        )
+    return Balanced(_cross_entropy(recipe), balancing)
 
 
 @torch.no_grad()

@@ -198,6 +198,7 @@ class Trainer:
         assert self.evaluation is not None
         assert self.precision is not None
         paused_at = self.monitor.pause()
+        self.world.average_buffers(self.model)
         totals: dict[str, torch.Tensor] = {"count": torch.zeros((), dtype=torch.float64)}
         if self.average is not None:
             self.average.exchange()
@@ -219,7 +220,8 @@ class Trainer:
         return {name: total / count for name, total in sums.items()}
 
     def save(self, *, wait: bool = False) -> None:
-        """Save the state, without holding up the loop unless `wait`; only the main process writes."""
+        """Save the state, without holding up the loop unless `wait`; all processes call it, the main one writes."""
+        self.world.average_buffers(self.model)
         if self.checkpoints is None or not self.world.is_main:
             return
         paused_at = self.monitor.pause()

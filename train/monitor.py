@@ -14,7 +14,7 @@ from pydantic import Field
 from torch import nn
 
 from penjing.core.config import Config
-from penjing.core.progress import Progress, Silent
+from penjing.core.progress import Progress, Silent, clock
 from penjing.train.alarms import Alarm, AlarmError, Alarms
 from penjing.train.memory import memory_use
 from penjing.train.recompute import blocks
@@ -31,7 +31,11 @@ class MonitorConfig(Config):
 
 
 class Monitor:
-    """Collects one run's steps. Only the main process has sinks and a progress that shows anything."""
+    """Collects one run's steps. Only the main process has sinks and a progress that shows anything.
+
+    Attributes: last: the newest record of training. count, seconds: what this process's run has counted, and the
+        time of its steps, pauses left out.
+    """
 
     def __init__(
         self,
@@ -55,10 +59,11 @@ class Monitor:
         self._flops_per_unit = flops_per_unit
         self._peak_flops = peak_flops
         self.progress: Progress = progress or Silent()
+        self.last: Record = {}
+        self.count, self.seconds = 0, 0.0
         self._since = time.perf_counter()
         self._steps = self._count = 0
         self._waited = 0.0
-        self._nonfinite_rung = False
 
     def start(self, first: int, steps: int) -> None:
         """The run goes from step `first` to `steps`; the clock of the rates starts."""
@@ -80,7 +85,8 @@ class Monitor:
             record: Record = {"step": step, **values, **self._rates()}
             rung += self.alarms.on_record(record)
             self._write(record)
-            self.progress.note(self._line(record, steps))
+            self.progress.status(self._line(record, steps))
+            self.last = record
             self._reset()
         self.progress.advance()
         self._tell(step, rung)
@@ -103,6 +109,10 @@ class Monitor:
         """Let the clock go on as if no time had passed since `pause`."""
         self._since += time.perf_counter() - paused_at
 
+    def mfu(self, rate: float) -> float:
+        """Model FLOPs utilisation at `rate` units a second."""
+        return 3 * self._flops_per_unit * rate / self._peak_flops
+
     def close(self) -> None:
         """Flush and close the sinks."""
         for sink in self._sinks:
@@ -116,11 +126,13 @@ class Monitor:
     def _rates(self) -> Record:
         seconds = max(time.perf_counter() - self._since, 1e-9)
         rate = self._count / seconds
+        self.count += self._count
+        self.seconds += seconds
         used, total = memory_use(self._device)
         rates: Record = {
             f"{self._unit}_per_s": rate,
             "step_s": seconds / self._steps,
-            "mfu": 3 * self._flops_per_unit * rate / self._peak_flops,
+            "mfu": self.mfu(rate),
             "io_wait": self._waited / seconds,
             "memory_bytes": used,
             "memory_share": used / total,
@@ -130,11 +142,10 @@ class Monitor:
         return rates
 
     def _line(self, record: Record, steps: int) -> str:
-        left = int((steps - record["step"]) * record["step_s"])
         return (
-            f"step {record['step']}/{steps} loss {record['loss']:.4f} norm {record['gradient_norm']:.3f} "
-            f"{record[f'{self._unit}_per_s']:,.0f} {self._unit}/s MFU {record['mfu']:.0%} wait {record['io_wait']:.1%} "
-            f"left {left // 60}:{left % 60:02d}"
+            f"step {record['step']}/{steps} left {clock((steps - record['step']) * record['step_s'])} "
+            f"loss {record['loss']:.4f} lr {record['learning_rate']:.1e} "
+            f"{record[f'{self._unit}_per_s']:,.0f} {self._unit}/s MFU {record['mfu']:.0%}"
         )
 
     def _write(self, record: Record) -> None:

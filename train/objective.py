@@ -12,10 +12,12 @@ from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from penjing.core.errors import ConfigError
+from penjing.core.models.decoder import Decoder
+from penjing.kernels.dispatch import gpu_kernels
+from penjing.train.cross_entropy import cross_entropy_sum
 
 Batch = dict[str, torch.Tensor]
 IGNORED = -100  # a target with this value counts for nothing (padding)
@@ -51,7 +53,8 @@ class CrossEntropy:
     Logits are (…, classes); targets (…) int64, `IGNORED` counts for nothing.
 
     Attributes:
-        inputs: the batch's entry that the model takes: "tokens" (B, T) int64, or "images" (B, C, H, W) float32.
+        inputs: the batch's entry that the model takes: "tokens" (B, T) int64, or "images" (B, C, H, W) float32. Where
+            the batch has "documents" (B, T), the model is given them too.
         label_smoothing: share of the target's probability spread over all classes, [0, 1).
         accuracy: also report the share of targets whose logit is the largest.
     """
@@ -71,10 +74,11 @@ class CrossEntropy:
     def __call__(self, model: nn.Module, batch: Batch) -> Loss:
         """See the class."""
         targets = batch["targets"].flatten()
-        logits = model(batch[self.inputs]).flatten(0, -2).to(torch.float32)
-        total = F.cross_entropy(
-            logits, targets, ignore_index=IGNORED, reduction="sum", label_smoothing=self.label_smoothing
-        )
+        inside = {"documents": batch["documents"]} if "documents" in batch else {}
+        if not self.accuracy and makes_loss_itself(model, targets):
+            return Loss(model(batch["tokens"], targets=targets, label_smoothing=self.label_smoothing, **inside))
+        logits = model(batch[self.inputs], **inside).flatten(0, -2)
+        total = cross_entropy_sum(logits, targets, ignored=IGNORED, label_smoothing=self.label_smoothing)
         if not self.accuracy:
             return Loss(total)
         return Loss(total, {"accuracy": (logits.detach().argmax(-1) == targets).sum().to(torch.float32)})
@@ -82,3 +86,11 @@ class CrossEntropy:
     def evaluation(self) -> CrossEntropy:
         """The plain cross-entropy that held-out data is judged by: no smoothing."""
         return CrossEntropy(self.inputs, 0.0, self.accuracy)
+
+
+def makes_loss_itself(model: nn.Module, targets: torch.Tensor) -> bool:
+    """Whether `model` is a decoder on a GPU whose head and loss may be one operation, which never holds all logits: a
+    plain head in the format of what is around it."""
+    decoder = getattr(model, "module", model)
+    plain = isinstance(decoder, Decoder) and type(decoder.lm_head) is nn.Linear
+    return plain and gpu_kernels("cross_entropy", targets) is not None

@@ -10,7 +10,7 @@ fp32      IEEE float32
 tf32      TensorFloat-32 matrix products (NVIDIA Ampere or newer)
 bf16      bfloat16 matrix products and convolutions
 fp16      float16 matrix products and convolutions, with dynamic loss scaling
-hybrid    bf16, but embeddings, norms, softmax and the output head in float32
+hybrid    bf16, but embeddings, norms, softmax, routers of experts and the output head in float32
 The loss is computed in float32 always, evaluation in float32 altogether.
 """
 
@@ -57,7 +57,7 @@ class Phase(Config):
     mode: Mode
 
 
-_HYBRID = tuple(Rule(match=group, compute="fp32") for group in ("embeddings", "norms", "softmax", "head"))
+_HYBRID = tuple(Rule(match=group, compute="fp32") for group in ("embeddings", "norms", "softmax", "*.mlp.gate", "head"))
 
 
 class PrecisionConfig(Config):

@@ -11,6 +11,7 @@ from pydantic import Field, field_validator
 from penjing.core.config import Config
 from penjing.core.models.config import DecoderConfig
 from penjing.train.alarms import AlarmConfig
+from penjing.train.balancing import BalancingConfig
 from penjing.train.gradients import ClipConfig
 from penjing.train.monitor import MonitorConfig
 from penjing.train.optimizer import OptimizerConfig
@@ -59,13 +60,17 @@ class DataConfig(Config):
 
 
 class TextData(DataConfig):
-    """Packed sequences of `sequence_length` tokens, from text `sources` (see data/corpora.py) or ready `shards`."""
+    """Packed sequences of `sequence_length` tokens, from text `sources` (see data/corpora.py) or ready `shards`.
+
+    document_mask: attention stays inside a document, whose positions count from 0; else a row is one context.
+    """
 
     kind: Literal["text"]
     sources: tuple[str, ...] = ()
     shards: Path | None = None
     tokenizer: Path | None = None
     sequence_length: int = Field(gt=0)
+    document_mask: bool = False
     held_out: float = Field(default=0.02, gt=0, lt=1)
 
 
@@ -129,6 +134,7 @@ class TrainRecipe(Config):
     model: Annotated[DecoderModel | ResNetModel, Field(discriminator="architecture")]
     data: Annotated[TextData | FashionData, Field(discriminator="kind")]
     objective: ObjectiveConfig = ObjectiveConfig()
+    balancing: BalancingConfig = BalancingConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     learning_rate: LearningRate = LearningRate()
     clip: ClipConfig = ClipConfig()

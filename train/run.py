@@ -18,6 +18,7 @@ from torch import nn
 from penjing.core.config import load_recipe
 from penjing.core.errors import ConfigError, InputError, PenjingError
 from penjing.core.files import publish_folder, writing
+from penjing.core.models.moe import keep_out_of_graphs
 from penjing.core.progress import Progress, Silent
 from penjing.train.alarms import Alarms
 from penjing.train.batch_size import fastest_micro_batch
@@ -35,6 +36,7 @@ from penjing.train.profile import profiling
 from penjing.train.recipe import TrainRecipe, parse_size
 from penjing.train.recompute import apply_recompute
 from penjing.train.state import Tree
+from penjing.train.summary import summary
 from penjing.train.tasks import Task, build_task
 from penjing.train.world import World, join_world
 
@@ -86,6 +88,8 @@ class _Run:
         self.world = world
         self.progress = progress
         check_hardware(recipe.precision, world.device)
+        if "fp16" in recipe.precision.modes and world.device.type == "cpu":
+            progress.note("precision.mode = 'fp16' is up to 100 times slower than 'bf16' on most CPUs: it is for GPUs")
 
     def train(
         self, resume: str, force: bool, profile: bool, stop_requested: Callable[[], bool], began: float, source: str
@@ -102,6 +106,7 @@ class _Run:
             self.task.initialize(model)
         model = model.to(world.device)
         if recipe.compile:
+            keep_out_of_graphs()
             model.compile()
         with ExitStack() as stack:
             trainer = self._trainer(
@@ -121,6 +126,19 @@ class _Run:
             trainer.average.exchange()
         self._export(model, force or resume != "never", source, results)
         world.barrier()
+        seconds = time.perf_counter() - began
+        self.progress.note(
+            summary(
+                recipe.output,
+                recipe.run_folder,
+                recipe.steps,
+                seconds,
+                trainer.monitor,
+                self.task.unit,
+                results,
+                self.task.next_command(recipe.output),
+            )
+        )
         return results
 
     def _trainer(
@@ -168,6 +186,7 @@ class _Run:
             checkpoint_every=recipe.checkpoint.every,
             monitor=monitor,
             evaluation=evaluation,
+            after_update=task.after_update(model, world),
             stop_requested=stop_requested,
             settings={"micro_batch": micro_batch},
         )
@@ -263,7 +282,6 @@ class _Run:
         }
         with publish_folder(self.recipe.output, replace=replace) as partial:
             self.task.export(model, partial, created_by)
-        self.progress.note(f"wrote {self.recipe.output}")
 
 
 def _check_output(recipe: TrainRecipe, resume: str, force: bool) -> None:

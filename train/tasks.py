@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -10,6 +10,7 @@ from torch import nn
 
 from penjing.core.errors import ConfigError
 from penjing.core.progress import Progress
+from penjing.train.balancing import Balanced
 from penjing.train.data.stream import Stream
 from penjing.train.language import LanguageModeling
 from penjing.train.objective import Batch, CrossEntropy
@@ -22,7 +23,7 @@ class Task(Protocol):
     """Everything that depends on the kind of data and model."""
 
     unit: str  # what the objective counts, in the plural
-    objective: CrossEntropy
+    objective: CrossEntropy | Balanced
 
     def build_model(self) -> nn.Module:
         """A new model in float32 on the CPU; its weights mean nothing yet."""
@@ -44,8 +45,16 @@ class Task(Protocol):
         """This process's share of one pass over the held-out data."""
         ...
 
+    def after_update(self, model: nn.Module, world: World) -> tuple[Callable[[int], None], ...]:
+        """What the loop calls with the step's number after each update of `model`."""
+        ...
+
     def export(self, model: nn.Module, folder: Path, created_by: dict[str, Any]) -> None:
         """Write the checkpoint that other stages read into `folder`, not yet published."""
+        ...
+
+    def next_command(self, folder: Path) -> str:
+        """What to type once the checkpoint lies in `folder`; empty if there is nothing to suggest."""
         ...
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from penjing.core.models.resnet import Block, ResNet
 from penjing.core.models.resnet_config import ResNetConfig, cifar_resnet, imagenet_resnet
 from penjing.core.progress import Progress
 from penjing.core.vision_checkpoint import VisionConfig, load_vision_checkpoint, save_vision_checkpoint
+from penjing.train.balancing import Balanced
 from penjing.train.data.fashion import CLASSES, load_fashion
 from penjing.train.data.images import ImageStream, held_out_images
 from penjing.train.data.stream import Stream
@@ -35,11 +36,18 @@ class ImageClassification:
         self._train, self._test = load_fashion("train", progress), load_fashion("test", progress)
         self._mean, self._std = self._train.statistics()
         self.config = _resnet_config(model, self._train.num_classes, self._train.images.shape[1])
-        self.objective = CrossEntropy("images", recipe.objective.label_smoothing, accuracy=True)
+        self.objective: CrossEntropy | Balanced = CrossEntropy(
+            "images", recipe.objective.label_smoothing, accuracy=True
+        )
 
     def build_model(self) -> nn.Module:
-        """See `Task`."""
-        return ResNet(self.config)
+        """See `Task`; convolutions with channels last, which a CPU computes 1.2× faster in bfloat16."""
+        model = ResNet(self.config)
+        convolutions = [module for module in model.modules() if isinstance(module, nn.Conv2d)]
+        if not any(_overruns(convolution) for convolution in convolutions):
+            for module in convolutions:  # not model.to(), which the tensors without data of preflight refuse
+                module.weight = nn.Parameter(module.weight.detach().contiguous(memory_format=torch.channels_last))
+        return model
 
     def initialize(self, model: nn.Module) -> None:
         """See `Task`."""
@@ -79,6 +87,10 @@ class ImageClassification:
             world_size=world.size,
         )
 
+    def after_update(self, model: nn.Module, world: World) -> tuple[Callable[[int], None], ...]:
+        """See `Task`: nothing."""
+        return ()
+
     def export(self, model: nn.Module, folder: Path, created_by: dict[str, Any]) -> None:
         """See `Task`."""
         height, width = self._train.images.shape[2:]
@@ -90,6 +102,15 @@ class ImageClassification:
             labels=CLASSES,
         )
         save_vision_checkpoint(folder, config, model, created_by)
+
+    def next_command(self, folder: Path) -> str:
+        """See `Task`."""
+        return f"tensorboard --logdir {self._recipe.run_folder}" if self._recipe.monitor.tensorboard else ""
+
+
+def _overruns(convolution: nn.Conv2d) -> bool:
+    """With channels last, oneDNN (torch 2.13, AVX2 alone) writes past the end of its weights' gradient."""
+    return convolution.kernel_size == (1, 1) and convolution.stride != (1, 1) and convolution.in_channels < 8
 
 
 @torch.no_grad()

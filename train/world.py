@@ -44,6 +44,16 @@ class World:
         if self.size > 1:
             dist.barrier()
 
+    @torch.no_grad()
+    def average_buffers(self, model: nn.Module) -> None:
+        """Give the floating-point buffers of `model`, such as running statistics, their mean over all processes."""
+        buffers = [buffer for buffer in model.buffers() if buffer.is_floating_point()]
+        if self.size == 1 or not buffers:
+            return
+        means = self.sum(torch.cat([buffer.flatten().to(torch.float32) for buffer in buffers])) / self.size
+        for buffer, mean in zip(buffers, means.split([buffer.numel() for buffer in buffers]), strict=True):
+            buffer.copy_(mean.view_as(buffer))
+
     def replicate(self, model: nn.Module) -> nn.Module:
         """What the objective calls: `model` itself, or a replica whose backward *sums* gradients over the world.
 
@@ -52,7 +62,8 @@ class World:
         """
         if self.size == 1:
             return model
-        replica = DistributedDataParallel(model, device_ids=[self.device] if self.device.type == "cuda" else None)
+        devices = [self.device] if self.device.type == "cuda" else None
+        replica = DistributedDataParallel(model, devices, broadcast_buffers=False)  # see average_buffers
         replica.register_comm_hook(None, _sum_bucket)
         return replica
 

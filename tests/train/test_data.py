@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penjing.core.errors import ConfigError, InputError
+from penjing.core.models.attention import document_positions
 from penjing.core.progress import Silent
 from penjing.core.tokenizer import Tokenizer
 from penjing.train.data.corpora import documents, is_held_out
@@ -148,6 +149,16 @@ def test_targets_are_the_next_tokens(tmp_path: Path) -> None:
     batch = next(stream)
     assert torch.equal(batch["targets"], batch["tokens"] + 1)
     assert sorted(batch["tokens"][:, 0].tolist()) == [0, 8, 16, 24, 32]  # an epoch has every row once
+
+
+def test_documents_end_with_their_end_of_text(tmp_path: Path) -> None:
+    shards = TokenShards(write_shards(tmp_path / "x", [7, 0, 5, 6, 0, 0, 8, 9, 0, 4]), "train")
+    stream = TokenStream(shards, 9, batch_size=1, micro_batch=1, document_mask=True)
+    batch = next(stream)
+    assert batch["tokens"].tolist() == [[7, 0, 5, 6, 0, 0, 8, 9, 0]]
+    assert batch["documents"].tolist() == [[0, 0, 1, 1, 1, 2, 3, 3, 3]]
+    positions = document_positions(batch["documents"])
+    assert positions.tolist() == [[0, 1, 0, 1, 2, 0, 0, 1, 2]]
 
 
 def test_held_out_rows_come_once_whatever_the_world(tmp_path: Path) -> None:

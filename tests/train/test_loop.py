@@ -287,6 +287,39 @@ def test_a_stop_asked_of_another_process_stops_this_one() -> None:
         trainer.fit()
 
 
+class MeanOfTwo(World):
+    """Two processes, the other of which has ones wherever this one sums."""
+
+    def sum(self, values: torch.Tensor) -> torch.Tensor:
+        return values.add_(1)
+
+
+def test_running_statistics_are_averaged_over_processes_before_they_are_used() -> None:
+    norm = nn.BatchNorm2d(2)
+    buffers = dict(norm.named_buffers())
+    buffers["running_mean"].fill_(3.0)
+    buffers["num_batches_tracked"].fill_(9)
+    MeanOfTwo(size=2).average_buffers(nn.Sequential(nn.Conv2d(1, 2, 3), norm))
+    assert buffers["running_mean"].tolist() == [2.0, 2.0]
+    assert buffers["running_var"].tolist() == [1.0, 1.0]
+    assert buffers["num_batches_tracked"] == 9
+
+    class Seen(World):
+        def average_buffers(self, model: nn.Module) -> None:
+            calls.append("average")
+
+    calls: list[str] = []
+    batch = token_batch(2, 16, 0)
+
+    def held_out() -> list[Batch]:
+        calls.append("evaluate")
+        return [batch]
+
+    evaluation = Evaluation(held_out, CrossEntropy(), 1)
+    trainer_of(tiny_decoder(), [batch], 1, world=Seen(), evaluation=evaluation).fit()
+    assert calls == ["average", "evaluate", "average"]  # before evaluation, and before the checkpoint
+
+
 def test_dropout_resumes_with_the_same_dice() -> None:
     def trainer(steps: int) -> tuple[Trainer, list[float]]:
         torch.manual_seed(0)

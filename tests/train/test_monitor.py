@@ -32,7 +32,7 @@ class Kept:
 
 
 def values(loss: float) -> Record:
-    return {"loss": loss, "gradient_norm": 1.0}
+    return {"loss": loss, "gradient_norm": 1.0, "learning_rate": 1e-3}
 
 
 def test_records_carry_rates_every_so_often() -> None:

@@ -9,12 +9,16 @@ import numpy as np
 import pytest
 import torch
 
+from penjing.core.config import load_recipe
 from penjing.core.errors import ConfigError, InputError
+from penjing.core.progress import Silent
 from penjing.core.vision_checkpoint import load_vision_checkpoint
 from penjing.train import vision
 from penjing.train.data.fashion import load_fashion
 from penjing.train.data.images import ImageSet, held_out_images
+from penjing.train.recipe import TrainRecipe
 from penjing.train.run import train
+from penjing.train.tasks import build_task
 
 RECIPE = """
 output = "{folder}/out"
@@ -97,3 +101,12 @@ def test_fashion_mnist_is_what_its_authors_say() -> None:
     assert train_set.images.shape == (60000, 1, 28, 28)
     assert np.bincount(train_set.labels).tolist() == [6000] * 10
     assert np.bincount(test_set.labels).tolist() == [1000] * 10
+
+
+@pytest.mark.parametrize(("width", "expected"), [(4, False), (8, True)])
+def test_convolutions_have_channels_last_where_that_is_safe(recipe: Path, width: int, expected: bool) -> None:
+    """Width 4 has a strided 1×1 convolution of 4 channels, whose gradient corrupts memory in that layout."""
+    task = build_task(load_recipe(TrainRecipe, recipe, [f"model.width={width}"]), Silent())
+    weights = [module.weight for module in task.build_model().modules() if isinstance(module, torch.nn.Conv2d)]
+    wide = [weight for weight in weights if weight.shape[1] > 1 and weight.shape[2] > 1]
+    assert [weight.is_contiguous(memory_format=torch.channels_last) for weight in wide] == [expected] * len(wide)

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 
 from penjing.core.errors import ConfigError
 from penjing.train.data.order import Order
@@ -17,6 +18,7 @@ from penjing.train.objective import IGNORED, Batch
 class TokenStream:
     """Endless micro-batches {"tokens": (B, T), "targets": (B, T)}, int64; targets are the tokens one place on.
 
+    With `document_mask`, "documents" (B, T) int64 too: how many documents ended in the row before each token.
     Sample i is the shards' tokens i·T … i·T + T, so that every token but the first is a target once an epoch.
 
     Raises:
@@ -34,8 +36,10 @@ class TokenStream:
         rank: int = 0,
         world_size: int = 1,
         seed: int = 0,
+        document_mask: bool = False,
     ) -> None:
         self._shards = shards
+        self._document_mask = document_mask
         self._length = sequence_length
         num_samples = (shards.num_tokens - 1) // sequence_length
         self.order = Order(num_samples, batch_size, micro_batch, rank, world_size, seed)
@@ -45,7 +49,7 @@ class TokenStream:
 
     def __next__(self) -> Batch:
         _, samples = self.order.next()
-        return _batch(self._shards, samples, self._length)
+        return _batch(self._shards, samples, self._length, self._document_mask)
 
     def state_dict(self) -> dict[str, Any]:
         """The position; see `Order`."""
@@ -57,7 +61,14 @@ class TokenStream:
 
 
 def held_out_tokens(
-    shards: TokenShards, sequence_length: int, *, micro_batch: int, max_samples: int, rank: int = 0, world_size: int = 1
+    shards: TokenShards,
+    sequence_length: int,
+    *,
+    micro_batch: int,
+    max_samples: int,
+    rank: int = 0,
+    world_size: int = 1,
+    document_mask: bool = False,
 ) -> Iterator[Batch]:
     """One pass over the first `max_samples` sequences: this process's share, at least one batch, padded with ignored
     targets.
@@ -75,11 +86,15 @@ def held_out_tokens(
     for begin in range(rank * micro_batch, -(-num_samples // per_round) * per_round, per_round):
         samples = np.arange(begin, begin + micro_batch)
         real = samples < num_samples
-        batch = _batch(shards, np.where(real, samples, 0), sequence_length)
+        batch = _batch(shards, np.where(real, samples, 0), sequence_length, document_mask)
         batch["targets"][torch.from_numpy(~real)] = IGNORED
         yield batch
 
 
-def _batch(shards: TokenShards, samples: np.ndarray[Any, Any], length: int) -> Batch:
+def _batch(shards: TokenShards, samples: np.ndarray[Any, Any], length: int, document_mask: bool) -> Batch:
     rows = torch.from_numpy(np.stack([shards.read(int(sample) * length, length + 1) for sample in samples]))
-    return {"tokens": rows[:, :-1].contiguous(), "targets": rows[:, 1:].contiguous()}
+    batch = {"tokens": rows[:, :-1].contiguous(), "targets": rows[:, 1:].contiguous()}
+    if document_mask:
+        ended = (batch["tokens"] == shards.index.end_of_text).cumsum(1)
+        batch["documents"] = F.pad(ended[:, :-1], (1, 0))
+    return batch
