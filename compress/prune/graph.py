@@ -1,0 +1,223 @@
+"""The dependency graph: which slices of which weights can leave a network, and what has to leave with them.
+
+The network is exported at ATen level with example inputs (`torch.export`), labels run through it once (see labels.py),
+and units that touch the same dimensions of the same weights form a group. The idea of coupled groups is that of
+DepGraph (Fang et al., https://arxiv.org/abs/2301.12900); here indices run forward through every operation, and an
+operation without a rule is refused.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.export.graph_signature import InputKind
+from torch.fx import Node
+
+from penjing.compress.prune import rules_layers, rules_shape  # noqa: F401  (they register rules)
+from penjing.compress.prune.labels import NONE, Label, Labeler
+from penjing.compress.prune.rules import RULES, Call, UnknownOperation
+from penjing.compress.prune.units import FROZEN
+from penjing.core.errors import InputError
+from penjing.kernels.dispatch import force_torch
+
+
+@dataclass(frozen=True, order=True)
+class Place:
+    """One dimension of one parameter or buffer."""
+
+    tensor: str
+    dim: int
+
+    def __str__(self) -> str:
+        return f"{self.tensor}[dim {self.dim}]"
+
+
+@dataclass(frozen=True)
+class Group:
+    """Units of one kind: each takes its own indices of the same places.
+
+    Attributes:
+        places: the dimensions that get shorter together.
+        units: for each unit, the indices it takes of each place, in the order of `places`.
+    """
+
+    places: tuple[Place, ...]
+    units: tuple[tuple[np.ndarray, ...], ...]
+
+    @property
+    def name(self) -> str:
+        """The place that tells groups apart: the first output dimension, or the first place."""
+        outputs = [place for place in self.places if place.dim == 0 and place.tensor.endswith("weight")]
+        return str((outputs or list(self.places))[0])
+
+    @cached_property
+    def indices_of_unit(self) -> int:
+        """The fewest indices that a unit takes of a place: 1 for channels, the head size for heads."""
+        return min(len(indices) for unit in self.units for indices in unit)
+
+    def __len__(self) -> int:
+        return len(self.units)
+
+    def __str__(self) -> str:
+        lines = [f"{len(self)} units, each takes"]
+        for index, place in enumerate(self.places):
+            counts = sorted({len(unit[index]) for unit in self.units})
+            lines.append(f"  {'–'.join(map(str, counts))} of {place}")
+        return "\n".join(lines)
+
+
+@dataclass
+class DependencyGraph:
+    """All groups of a network, and what is kept."""
+
+    groups: tuple[Group, ...]
+    frozen: frozenset[Place] = field(default_factory=frozenset)
+
+    def group_of(self, tensor: str, dim: int) -> Group:
+        """The first group with that place.
+
+        Raises:
+            InputError: nothing of it can be removed.
+        """
+        place = Place(tensor, dim)
+        for group in self.groups:
+            if place in group.places:
+                return group
+        raise InputError(f"no unit can leave {place}: it is fixed by an input, an output or a constant of the network")
+
+    def __str__(self) -> str:
+        return "\n".join(f"group {index}: {group}" for index, group in enumerate(self.groups))
+
+
+def dependency_graph(
+    model: nn.Module, example: tuple[Any, ...], *, keyword: dict[str, Any] | None = None, protect: Iterable[str] = ()
+) -> DependencyGraph:
+    """Analyse `model`; it is left as it is.
+
+    Args:
+        model: any network that `torch.export` takes; its results are kept whole.
+        example: inputs that show it; batch sizes and lengths of two or more, so that no dimension is mistaken for 1.
+        keyword: keyword inputs.
+        protect: shell patterns of parameter names whose units stay.
+
+    Raises:
+        InputError: the network cannot be exported, or has an operation without a rule; both are named.
+    """
+    program = _export(model, example, keyword or {})
+    labeler = Labeler()
+    labels: dict[Node, Any] = {}
+    tensors = _stored_tensors(program, model)
+    held: dict[str, Label] = {}
+    for node in program.graph.nodes:
+        if node.op == "placeholder":
+            name = tensors.get(node.name)
+            if name is None:
+                labels[node] = NONE
+                continue
+            if name not in held:
+                held[name] = labeler.fresh(tuple(node.meta["val"].shape))
+            labels[node] = held[name]
+        elif node.op == "call_function":
+            labels[node] = _apply(labeler, node, labels)
+        elif node.op == "output":
+            for result in node.all_input_nodes:
+                labeler.freeze(labels[result])
+        else:
+            raise InputError(f"the exported network has a {node.op} node ({node.name}), which pruning does not know")
+    for name, label in held.items():
+        if any(fnmatchcase(name, pattern) for pattern in protect):
+            labeler.freeze(label)
+    labeler.settle()
+    return _collect(labeler, held)
+
+
+def _export(model: nn.Module, example: tuple[Any, ...], keyword: dict[str, Any]) -> Any:
+    training = model.training
+    model.eval()
+    try:
+        with force_torch():
+            return torch.export.export(model, example, keyword, strict=False)
+    except Exception as error:
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        raise InputError(
+            f"{type(model).__name__} cannot be exported for analysis: {lines[0]}; pruning needs a network whose "
+            "control flow does not depend on values"
+        ) from error
+    finally:
+        model.train(training)
+
+
+def _stored_tensors(program: Any, model: nn.Module) -> dict[str, str]:
+    """Placeholder → name in the model: parameters, and the statistics of batch norms. Tied ones share a name."""
+    statistics = {
+        f"{prefix}.{name}" if prefix else name
+        for prefix, module in model.named_modules()
+        if isinstance(module, nn.modules.batchnorm._NormBase)
+        for name in ("running_mean", "running_var")
+    }
+    first: dict[int, str] = {}
+    names: dict[str, str] = {}
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    for spec in program.graph_signature.input_specs:
+        target = spec.target
+        if spec.kind is InputKind.PARAMETER:
+            names[spec.arg.name] = first.setdefault(id(parameters[target]), target)
+        elif spec.kind is InputKind.BUFFER and target in statistics:
+            names[spec.arg.name] = target
+    return names
+
+
+def _apply(labeler: Labeler, node: Node, labels: dict[Node, Any]) -> Any:
+    target = node.target
+    name = "getitem" if target is operator.getitem else str(target)
+    if isinstance(target, torch._ops.OpOverload):
+        name = target._schema.name.removeprefix("aten::")
+    rule = RULES.get(name) or RULES.get(name.removesuffix("_"))  # in place: as its namesake
+    try:
+        if rule is not None:
+            return rule(labeler, Call(name, node, labels))
+        if any(labels[argument] for argument in node.all_input_nodes):
+            raise UnknownOperation("it has no rule")
+    except UnknownOperation as error:
+        where = list((node.meta.get("nn_module_stack") or {"": ("",)}).values())[-1][0]
+        raise InputError(
+            f"pruning does not know what {target} in {where or 'the network'} does to channels ({error}); write a rule "
+            "for it in compress/prune/rules*.py, or leave that part out of the network that is pruned"
+        ) from None
+    # Nothing in it can be removed, so nothing in its results can.
+    value = node.meta.get("val")
+    return [NONE] * len(value) if isinstance(value, (tuple, list)) else NONE
+
+
+def _collect(labeler: Labeler, held: dict[str, Label]) -> DependencyGraph:
+    """Units by the set of places they touch."""
+    taken: dict[int, dict[Place, np.ndarray]] = defaultdict(dict)
+    frozen = set()
+    for name, label in held.items():
+        for factor in label:
+            dim = int(np.argmax(factor.shape))
+            roots = labeler.units.find(factor).reshape(-1)
+            order = np.argsort(roots, kind="stable")
+            units, starts = np.unique(roots[order], return_index=True)
+            for unit, indices in zip(units.tolist(), np.split(order, starts[1:]), strict=True):
+                if unit == FROZEN:
+                    frozen.add(Place(name, dim))
+                else:
+                    taken[unit][Place(name, dim)] = indices
+    kinds: dict[tuple[Place, ...], list[tuple[np.ndarray, ...]]] = defaultdict(list)
+    for unit in sorted(taken):
+        places = tuple(sorted(taken[unit]))
+        kinds[places].append(tuple(taken[unit][place] for place in places))
+    order = {name: position for position, name in enumerate(held)}
+    groups = [Group(places, tuple(units)) for places, units in kinds.items() if len(units) > 1]
+    groups.sort(key=lambda group: min(order[place.tensor] for place in group.places))
+    return DependencyGraph(tuple(groups), frozenset(frozen))

@@ -1,0 +1,159 @@
+"""`penjing compress inspect`: what a checkpoint is made of, layer by layer, and what pruning could take from it."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from penjing.compress.preflight import check_model
+from penjing.compress.prune.graph import DependencyGraph, Group, dependency_graph
+from penjing.core.checkpoint import open_checkpoint
+from penjing.core.manifest import read_json_object
+from penjing.core.models.decoder import Decoder
+from penjing.core.models.resnet import ResNet
+from penjing.core.progress import Progress, Silent
+from penjing.core.vision_checkpoint import vision_skeleton
+
+BATCH, TOKENS = 2, 16  # what the analysis runs on; sizes of 1 would be mistaken for broadcasts
+
+
+def inspect_checkpoint(folder: Path, progress: Progress | None = None) -> dict[str, Any]:
+    """Sizes of each layer and the groups of channels, heads and features that can leave together; JSON-ready.
+
+    Weights are not read: the architecture is built without storage. `macs` are multiply-accumulates for one image or
+    one token (attention among `TOKENS` tokens included), `bytes` those of FP32 weights.
+
+    Raises:
+        InputError: the folder is no checkpoint, or its network cannot be analysed.
+    """
+    model, example, inputs = skeleton(folder)
+    progress = progress or Silent()
+    progress.start("analysing the network", 2)
+    graph = dependency_graph(model, example)
+    progress.advance()
+    macs = count_macs(model, example)
+    progress.advance()
+    layers = []
+    for name, module in model.named_modules():
+        weights = sum(parameter.numel() for parameter in module.parameters(recurse=False))
+        if not weights:
+            continue
+        shape = next(iter(module.parameters(recurse=False))).shape
+        layers.append(
+            {
+                "name": name,
+                "kind": type(module).__name__,
+                "shape": list(shape),
+                "parameters": weights,
+                "bytes": 4 * weights,
+                "macs": macs.get(name, 0) // inputs,
+            }
+        )
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    return {
+        "schema_version": 1,
+        "checkpoint": str(folder),
+        "model_type": type(model).__name__,
+        "parameters": parameters,
+        "bytes": 4 * parameters,
+        "macs": sum(layer["macs"] for layer in layers),
+        "macs_per": "image" if isinstance(model, ResNet) else "token",
+        "layers": layers,
+        "groups": _groups(graph),
+    }
+
+
+def skeleton(folder: Path) -> tuple[nn.Module, tuple[torch.Tensor, ...], int]:
+    """The network of a checkpoint without storage (device "meta"), example inputs, and how many images or tokens
+    these are.
+
+    Raises:
+        InputError: the folder is no checkpoint, or its tensors are not those of its `config.json`.
+    """
+    is_vision = (folder / "config.json").is_file() and "task" in read_json_object(folder / "config.json")
+    with torch.device("meta"):
+        if is_vision:
+            classifier, config = vision_skeleton(folder)
+            return classifier, (torch.empty(BATCH, config.model.in_channels, *config.image_size),), BATCH
+        checkpoint = open_checkpoint(folder)
+        check_model(checkpoint)  # sizes that the files do not bear out could be any
+        model = Decoder(checkpoint.config).to("meta").eval()
+        return model, (torch.zeros(BATCH, TOKENS, dtype=torch.int64),), BATCH * TOKENS
+
+
+def count_macs(model: nn.Module, example: tuple[torch.Tensor, ...]) -> dict[str, int]:
+    """Multiply-accumulates of matrix products and convolutions under each module that has weights of its own."""
+    counter = FlopCounterMode(display=False)
+    with counter, torch.no_grad():
+        model(*example)
+    root = type(model).__name__
+    return {
+        name.removeprefix(f"{root}."): sum(operations.values()) // 2
+        for name, operations in counter.get_flop_counts().items()
+    }
+
+
+def print_inspection(result: dict[str, Any]) -> None:
+    """Two tables on standard error: layers, layers of the same shape as one line each; and groups."""
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(stderr=True)
+    layers = Table(box=None, pad_edge=False)
+    layers.add_column("layer", overflow="fold", min_width=24)
+    layers.add_column("shape", no_wrap=True)
+    for column in ("×", "parameters", "MB in FP32", f"MACs per {result['macs_per']}"):
+        layers.add_column(column, justify="right")
+    for alike in _alike(result["layers"]):
+        first, total = alike[0], {key: sum(row[key] for row in alike) for key in ("parameters", "bytes", "macs")}
+        shape = " × ".join(map(str, first["shape"]))
+        numbers = (f"{total['parameters']:,}", f"{total['bytes'] / 1e6:,.1f}", f"{total['macs']:,}")
+        name = first["name"] if len(alike) == 1 else _without_numbers(first["name"])
+        layers.add_row(name, shape, str(len(alike)), *numbers)
+    layers.add_row(
+        "all", "", "", "", f"{result['parameters']:,}", f"{result['bytes'] / 1e6:,.1f}", f"{result['macs']:,}"
+    )
+    console.print(layers)
+    groups = Table("what can leave together", box=None, pad_edge=False)
+    for column in ("groups", "units", "indices a unit"):
+        groups.add_column(column, justify="right")
+    for group in result["groups"]:
+        groups.add_row(", ".join(group["pattern"]), str(group["count"]), str(group["units"]), str(group["indices"]))
+    console.print()
+    console.print(groups)
+
+
+def _alike(layers: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
+    """Layers whose names differ in numbers only, and that have one shape."""
+    found: dict[tuple[Any, ...], list[dict[str, Any]]] = defaultdict(list)
+    for layer in layers:
+        found[_without_numbers(layer["name"]), *layer["shape"]].append(layer)
+    return list(found.values())
+
+
+def _groups(graph: DependencyGraph) -> list[dict[str, Any]]:
+    """Groups of the same build as one row, so that a deep network stays readable."""
+    alike: dict[tuple[Any, ...], list[Group]] = defaultdict(list)
+    for group in graph.groups:
+        pattern = tuple(sorted({_without_numbers(str(place)) for place in group.places}))
+        alike[pattern, len(group), group.indices_of_unit].append(group)
+    return [
+        {
+            "name": members[0].name,
+            "count": len(members),
+            "units": units,
+            "indices": indices,
+            "pattern": list(pattern),
+            "members": [group.name for group in members],
+        }
+        for (pattern, units, indices), members in alike.items()
+    ]
+
+
+def _without_numbers(name: str) -> str:
+    return ".".join("N" if part.isdigit() else part for part in name.split("."))

@@ -1,0 +1,121 @@
+"""Which units go: the least important ones, under a share or a budget, in numbers that hardware likes.
+
+Ranking `local` takes the share from every group; `global` compares units of all groups by their score per parameter,
+each group's scores over their mean; `isomorphic` does so only among groups of the same build (Fang et al.,
+https://arxiv.org/abs/2407.04616).
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from math import gcd
+from typing import Literal
+
+import numpy as np
+
+from penjing.compress.prune.graph import Group
+from penjing.compress.prune.importance import Scores
+from penjing.core.errors import ConfigError, InputError
+
+Scope = Literal["local", "global", "isomorphic"]
+Choice = list[tuple[Group, list[int]]]
+
+
+def select(
+    groups: Sequence[Group],
+    scores: Scores,
+    share: float,
+    *,
+    scope: Scope = "local",
+    round_to: int = 8,
+    max_share: float = 0.9,
+) -> Choice:
+    """The units to remove.
+
+    Args:
+        scores: for each group, (units,); the smallest go first.
+        share: of the units, over the groups that are compared with each other; 0 ≤ share < 1.
+        round_to: what stays is rounded up to a multiple of it, in indices: of units that take 8 each, any number fits.
+        max_share: no group loses more than this.
+
+    Returns:
+        (group, ascending units) for each group that loses some.
+
+    Raises:
+        ConfigError: `share`, `max_share` or `round_to` out of range.
+        InputError: scores that are no numbers.
+    """
+    if not 0 <= share < 1:
+        raise ConfigError(f"share={share}: at least 0 and below 1, as 0.3 for 30 % of the channels")
+    if not 0 <= max_share < 1:
+        raise ConfigError(f"max_share={max_share}: at least 0 and below 1")
+    if round_to < 1:
+        raise ConfigError(f"round_to={round_to}: 1 or more")
+    for group, values in zip(groups, scores, strict=True):
+        if not np.isfinite(values).all():
+            raise InputError(f"the importance of {group.name} holds NaN or infinity: its weights or gradients do")
+    result: Choice = []
+    for members in _compared(groups, scope):
+        for index, count in _shares([groups[i] for i in members], [scores[i] for i in members], share, scope).items():
+            group = groups[members[index]]
+            kept = _rounded(group, len(group) - min(count, int(max_share * len(group))), round_to)
+            if kept < len(group):
+                order = np.argsort(scores[members[index]], kind="stable")
+                result.append((group, sorted(order[: len(group) - kept].tolist())))
+    return result
+
+
+def meet(target: float, measure: Callable[[float], float], *, steps: int = 12, tolerance: float = 0.005) -> float:
+    """The smallest share for which `measure(share)` ≤ `target`, by bisection.
+
+    Args:
+        measure: what is left at a share (parameters, multiplications, bytes, seconds), as a part of the whole; falls
+            as the share grows.
+        tolerance: stop when this close below the target.
+
+    Raises:
+        InputError: even the largest share does not reach the target; says what it reaches.
+    """
+    low, high = 0.0, 0.95
+    if measure(low) <= target:
+        return low
+    if (least := measure(high)) > target:
+        raise InputError(f"pruning cannot reach {target:.1%}: at most {least:.1%} stay; protect less or aim higher")
+    for _ in range(steps):
+        middle = (low + high) / 2
+        value = measure(middle)
+        low, high = (low, middle) if value <= target else (middle, high)
+        if target - tolerance <= value <= target:
+            break
+    return high
+
+
+def _compared(groups: Sequence[Group], scope: Scope) -> list[list[int]]:
+    """Groups whose units are ranked against each other, as indices."""
+    if scope == "global":
+        return [list(range(len(groups)))]
+    if scope == "local":
+        return [[index] for index in range(len(groups))]
+    alike: dict[tuple[object, ...], list[int]] = defaultdict(list)
+    for index, group in enumerate(groups):
+        build = tuple(sorted((place.tensor.rpartition(".")[2], place.dim) for place in group.places))
+        alike[(build, len(group))].append(index)
+    return list(alike.values())
+
+
+def _shares(groups: Sequence[Group], scores: Scores, share: float, scope: Scope) -> dict[int, int]:
+    """How many units each group loses."""
+    if scope == "local":
+        return {index: int(share * len(group)) for index, group in enumerate(groups)}
+    # Layers differ in scale: over the group's mean, units of different groups can be compared.
+    relative = [values / max(values.mean(), 1e-30) for values in scores]
+    flat = np.concatenate(relative)
+    owner = np.repeat(np.arange(len(groups)), [len(group) for group in groups])
+    gone = np.argsort(flat, kind="stable")[: int(share * flat.size)]
+    return {index: int((owner[gone] == index).sum()) for index in range(len(groups))}
+
+
+def _rounded(group: Group, kept: int, round_to: int) -> int:
+    step = round_to // gcd(round_to, group.indices_of_unit)
+    return min(len(group), -(-max(kept, 1) // step) * step)
