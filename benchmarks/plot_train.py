@@ -24,6 +24,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path, help="the SVG to write")
     parser.add_argument("runs", nargs="+", metavar="NAME=FOLDER", help="a name for the legend and a run's folder")
+    parser.add_argument("--label", default="loss (nats per token)", help="of the vertical axis")
     arguments = parser.parse_args()
     curves: dict[str, Curve] = {}
     for given in arguments.runs:
@@ -33,7 +34,7 @@ def main() -> int:
         curves[f"{name}, training"] = read_curve(Path(folder), "loss")
         if held_out := read_curve(Path(folder), "eval/loss")[0]:
             curves[f"{name}, held out"] = (held_out, read_curve(Path(folder), "eval/loss")[1])
-    print(draw(curves, arguments.out))
+    print(draw(curves, arguments.out, arguments.label))
     return 0
 
 

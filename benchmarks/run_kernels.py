@@ -82,6 +82,7 @@ def main() -> int:
     say(f"{kernels.isa}, {kernels.num_threads} threads")
     with torch.inference_mode():
         rows = [*gemv_rows(kernels, arguments.rounds), *gemm_rows(kernels, arguments.rounds)]
+        rows += elementwise_rows(kernels, arguments.rounds)
         rows += [*decode_rows(kernels, arguments.rounds), *prefill_rows(kernels, arguments.rounds)]
         if arguments.model is not None:
             rows += step_rows(kernels, arguments.model, arguments.rounds)
@@ -122,25 +123,49 @@ def reading(kernels: CpuExtension) -> Case:
 
 
 def gemv_rows(kernels: CpuExtension, rounds: int) -> list[Row]:
-    """INT8 layers of few rows, against the speed of reading memory."""
+    """INT8 layers of few rows on weights from memory, against the speed of reading it and the rate of a large product.
+
+    The limit of m rows is whichever of the two comes first: a weight read is multiplied m times.
+    """
     small_pages = torch.empty(COLD_BYTES, dtype=torch.uint8).random_(0, 256)
     k = 2048
     panels = kernels.prepack_int8(random_int8(COLD_BYTES // k, k, seed=0), torch.rand(COLD_BYTES // k))
-    cases = {READ: reading(kernels), "small": Case(lambda: kernels.read(small_pages), COLD_BYTES / 1e9, 4)}
-    for m in (1, 2, 4):
+    q, w = random_int8(512, k, seed=1), random_int8(k, k, seed=2)
+    cases = {
+        READ: reading(kernels),
+        "small": Case(lambda: kernels.read(small_pages), COLD_BYTES / 1e9, 4),
+        PEER_MM: Case(lambda: int_mm(q, w.t()), 2e-9 * 512 * k * k, 2),
+    }
+    few = (1, 2, 4, 16)
+    for m in few:
         x = torch.randn(m, k)
         cases[str(m)] = Case(lambda x=x: kernels.int8_linear(x, panels), COLD_BYTES / 1e9, 4)
     rate = Rounds(cases, rounds).rate
-    limit = rate[READ]
-    small = rate["small"]
-    return [
-        row("read_bandwidth", limit, "GB/s", rounds),
-        row("read_bandwidth_4k_pages", small, "GB/s", rounds, share_of_limit=small / limit),
-        *(
-            row(f"int8_linear_{m}_rows", rate[m], "GB/s", rounds, READ, limit, share_of_limit=rate[m] / limit)
-            for m in ("1", "2", "4")
-        ),
+    read = rate[READ]
+    rows = [
+        row("read_bandwidth", read, "GB/s", rounds),
+        row("read_bandwidth_4k_pages", rate["small"], "GB/s", rounds, share_of_limit=rate["small"] / read),
     ]
+    for m in few:
+        limit = min(read, rate[PEER_MM] / (2 * m))
+        rows.append(row(f"int8_linear_{m}_rows", rate[str(m)], "GB/s", rounds, READ, read, rate[str(m)] / limit))
+    return rows
+
+
+def elementwise_rows(kernels: CpuExtension, rounds: int) -> list[Row]:
+    """A norm or a gate, fused with quantization, in bytes read and written, against copying memory."""
+    hidden, inner = 576, 1536
+    x, gate, up = (torch.randn(COLD_BYTES // 4 // k, k) for k in (hidden, inner, inner))
+    weight, copy = torch.rand(hidden), torch.empty_like(x)
+    copying = f"torch copy_ {torch.__version__}"
+    cases = {
+        copying: Case(lambda: copy.copy_(x), 8 * x.numel() / 1e9, 2),
+        "rms_norm_quantize": Case(lambda: kernels.rms_norm_quantize(x, weight, 1e-5), 5 * x.numel() / 1e9, 2),
+        "swiglu_quantize": Case(lambda: kernels.swiglu_quantize(gate, up), 9 * gate.numel() / 1e9, 2),
+    }
+    rate = Rounds(cases, rounds).rate
+    limit = rate.pop(copying)
+    return [row(name, value, "GB/s", rounds, copying, limit, value / limit) for name, value in rate.items()]
 
 
 def gemm_rows(kernels: CpuExtension, rounds: int) -> list[Row]:

@@ -1,6 +1,6 @@
 """Train one recipe in each precision mode from the same start: final loss and step time against fp32, curves overlaid.
 
-python benchmarks/run_precision.py --steps 200     # rows in benchmarks/results/precision.jsonl
+python benchmarks/run_precision.py --steps 120     # rows in benchmarks/results/precision.jsonl
                                                    # docs/figures/train-precision.svg
 """
 
@@ -12,6 +12,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+import torch
 from plot import FIGURES
 from plot_train import draw, read_curve
 from rows import append, new_row
@@ -22,14 +23,22 @@ from penjing.train.run import train
 
 ROOT = Path(__file__).resolve().parents[1]
 
+NOT_ON_A_CPU = {
+    "tf32": "needs an NVIDIA GPU",
+    "fp16": "needs a GPU: torch's float16 products on a CPU without AVX512-FP16 take 100 times as long as float32's",
+}
+
+
+def modes_here() -> list[str]:
+    """The modes that this machine can train in."""
+    return ["fp32", "bf16", "hybrid", *(NOT_ON_A_CPU if torch.cuda.is_available() else ())]
+
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--recipe", type=Path, default=ROOT / "recipes" / "decoder-tiny.toml")
-    parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument(
-        "--modes", nargs="+", default=["fp32", "bf16", "fp16", "hybrid"], help="the first is the baseline"
-    )
+    parser.add_argument("--steps", type=int, default=120)
+    parser.add_argument("--modes", nargs="+", default=modes_here(), help="the first is the baseline")
     parser.add_argument("--figure", type=Path, default=FIGURES / "train-precision.svg")
     arguments = parser.parse_args()
     losses: dict[str, float] = {}
@@ -50,6 +59,12 @@ def main() -> int:
         for metric, unit, values in (("loss", "nats", losses), ("step", "s", seconds)):
             against = {} if mode == baseline else {"baseline": baseline, "baseline_value": values[baseline]}
             rows.append(new_row("precision", f"{metric}_{mode}", values[mode], unit, runs=1, **against))  # pyright: ignore[reportArgumentType]
+    rows += [
+        new_row("precision", f"{metric}_{mode}", None, unit, runs=0, reason=reason)
+        for mode, reason in NOT_ON_A_CPU.items()
+        if mode not in arguments.modes
+        for metric, unit in (("loss", "nats"), ("step", "s"))
+    ]
     append("precision", rows)
     draw(curves, arguments.figure)
     return 0

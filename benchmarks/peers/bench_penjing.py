@@ -19,7 +19,7 @@ def main(model: str, prompts_path: str, runs: int) -> None:
     def seconds(batch, new):
         return run_prompts(engine, batch, new).seconds
 
-    report(f"penjing {versions()['penjing']} {engine.loaded.scheme.upper()}", measure(seconds, prompts, runs))
+    report(f"penjing {versions()['penjing']} {engine.scheme.upper()}", measure(seconds, prompts, runs))
 
 
 if __name__ == "__main__":

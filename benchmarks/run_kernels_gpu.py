@@ -1,0 +1,244 @@
+"""Measure the Triton-language attention kernels on a GPU beside torch's own and beside ceilings of the same run.
+
+    python benchmarks/run_kernels_gpu.py [--out rows.jsonl] [--budget seconds]
+
+Needs torch and the Triton language alone (`PYTHONPATH=build/src` where penjing is not installed) and downloads nothing.
+Contestants take turns on random data, medians count; the table comes last. Without a GPU each row says that it could
+not be measured. Ceilings: `Tensor.copy_` for bandwidth, a bf16 product of 8192³ for the tensor cores.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import shlex
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.attention
+import torch.nn.functional as F
+
+from penjing.kernels.dispatch import cuda_refusal
+from penjing.kernels.flash_attention import flash_attention
+
+RESULTS = Path(__file__).resolve().parent / "results" / "kernels_gpu.jsonl"
+COPY, PRODUCT = "copy bandwidth", "bf16 product 8192³"
+
+
+@dataclass(frozen=True)
+class Metric:
+    """What is measured: `run` does `work` (floating operations, or bytes) in one call."""
+
+    name: str
+    unit: str
+    work: float
+    ceiling: str | None
+    setup: Callable[[], dict[str, Callable[[], Any]]]  # contestant → call; the first is ours, made where there is a GPU
+
+
+def attention_metrics(batch: int, tokens: int, heads: int, kv_heads: int, head_dim: int) -> Iterator[Metric]:
+    """Causal forward and backward passes; 4 and 10 operations a score and dimension, half of the scores unseen."""
+    flops = 2 * batch * heads * tokens * tokens * head_dim
+
+    def draw() -> list[torch.Tensor]:
+        shape = batch, tokens
+        sizes = ((heads, head_dim), (kv_heads, head_dim), (kv_heads, head_dim))
+        return [torch.randn(*shape, *s, device="cuda", dtype=torch.bfloat16, requires_grad=True) for s in sizes]
+
+    def torch_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+
+    def forward() -> dict[str, Callable[[], Any]]:
+        q, k, v = (x.detach() for x in draw())
+        calls: dict[str, Callable[[], Any]] = {"penjing": lambda: flash_attention(q, k, v)}
+        backends = torch.nn.attention.SDPBackend
+        for backend in (backends.FLASH_ATTENTION, backends.CUDNN_ATTENTION):
+
+            def call(backend: Any = backend) -> Any:
+                with torch.nn.attention.sdpa_kernel(backend):
+                    return torch_attention(q, k, v)
+
+            calls[f"torch {backend.name.lower()}"] = call
+        return calls
+
+    def backward() -> dict[str, Callable[[], Any]]:
+        inputs = draw()
+        grad = torch.randn(batch, tokens, heads, head_dim, device="cuda", dtype=torch.bfloat16)
+        ours, theirs = flash_attention(*inputs), torch_attention(*inputs)
+        return {
+            "penjing": lambda: torch.autograd.grad(ours, inputs, grad, retain_graph=True),
+            "torch": lambda: torch.autograd.grad(theirs, inputs, grad.transpose(1, 2), retain_graph=True),
+        }
+
+    name = f"causal hd{head_dim} {tokens // 1024}k {heads}/{kv_heads} heads"
+    yield Metric(f"attention forward {name}", "TFLOP/s", flops, PRODUCT, forward)
+    yield Metric(f"attention backward {name}", "TFLOP/s", 2.5 * flops, PRODUCT, backward)
+
+
+def window_metric(tokens: int, window: int) -> Metric:
+    """A window's operations alone count: no loss per operation against causal attention is the aim."""
+    heads, head_dim = 16, 128
+    scores = window * (window + 1) // 2 + (tokens - window) * window
+
+    def setup() -> dict[str, Callable[[], Any]]:
+        shape = 1, tokens, heads, head_dim
+        q, k, v = (torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+        return {"penjing": lambda: flash_attention(q, k, v, window=window)}
+
+    name = f"attention forward window {window} hd{head_dim} {tokens // 1024}k"
+    return Metric(name, "TFLOP/s", 4 * heads * scores * head_dim, PRODUCT, setup)
+
+
+def decode_metric(batch: int, context: int, int8: bool) -> Metric:
+    """One token a sequence; the bytes of the keys, values and scales that it must read."""
+    heads, kv_heads, head_dim, page = 32, 8, 128, 16
+    token_bytes = 2 * kv_heads * (head_dim + 4 if int8 else 2 * head_dim)
+
+    def setup() -> dict[str, Callable[[], Any]]:
+        from penjing.kernels.gpu.paged_attention import paged_attention, segment_keys_for
+
+        pages = context // page
+        shape = batch * pages, kv_heads, page, head_dim
+        scales: list[torch.Tensor] = []
+        if int8:
+            k, v = (torch.randint(-127, 128, shape, device="cuda", dtype=torch.int8) for _ in range(2))
+            scales = [torch.rand(shape[:3], device="cuda") / 127 for _ in range(2)]
+        else:
+            k, v = (torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+        table = torch.randperm(batch * pages, device="cuda").to(torch.int32).view(batch, pages)
+        cu_query = torch.arange(batch + 1, device="cuda", dtype=torch.int32)
+        lengths = torch.full((batch,), context, device="cuda", dtype=torch.int32)
+        q = torch.randn(batch, heads, head_dim, device="cuda", dtype=torch.bfloat16)
+        arguments = (q, k, v, cu_query, lengths, table, head_dim**-0.5, None, *scales)
+        processors = torch.cuda.get_device_properties(0).multi_processor_count
+        keys = segment_keys_for(batch, kv_heads, context, processors)
+        return {
+            "penjing": lambda: paged_attention(*arguments),  # pyright: ignore[reportArgumentType]
+            "penjing, splits by batch": lambda: paged_attention(*arguments, segment_keys=keys),  # pyright: ignore
+        }
+
+    name = f"paged decode {'INT8' if int8 else 'bf16'} batch {batch} context {context}"
+    return Metric(name, "GB/s", batch * context * token_bytes, COPY, setup)
+
+
+def metrics() -> Iterator[Metric]:
+    """Ceilings first: the others are shares of them."""
+
+    def copy() -> dict[str, Callable[[], Any]]:
+        source = torch.randn(2**28, device="cuda")
+        target = torch.empty_like(source)
+        return {"torch": lambda: target.copy_(source)}
+
+    def product() -> dict[str, Callable[[], Any]]:
+        a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+        return {"torch": lambda: a @ b}
+
+    yield Metric(COPY, "GB/s", 2 * 4 * 2**28, None, copy)
+    yield Metric(PRODUCT, "TFLOP/s", 2 * 8192**3, None, product)
+    yield from attention_metrics(1, 16384, 16, 16, 128)
+    yield from attention_metrics(1, 16384, 32, 32, 64)
+    yield from attention_metrics(2, 8192, 32, 8, 128)
+    yield window_metric(16384, 1024)
+    for batch, context in ((1, 32768), (64, 4096), (256, 1024)):
+        for int8 in (False, True):
+            yield decode_metric(batch, context, int8)
+
+
+def measure(
+    calls: dict[str, Callable[[], Any]], seconds: float = 2.0, rounds: int = 20
+) -> dict[str, tuple[float, int]]:
+    """Contestant → (median seconds of a call, calls), in turns for `seconds`; those that cannot run are left out."""
+    times: dict[str, list[float]] = {}
+    for name, call in calls.items():
+        try:
+            for _ in range(3):
+                call()
+            torch.cuda.synchronize()
+        except RuntimeError as error:
+            if name.startswith("penjing"):
+                raise
+            sys.stderr.write(f"{name} cannot run here: {str(error).splitlines()[0]}\n")
+        else:
+            times[name] = []
+    began = time.perf_counter()
+    for turn in range(rounds):
+        if turn >= 3 and time.perf_counter() - began > seconds:
+            break
+        for name, found in times.items():
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            calls[name]()
+            end.record()
+            torch.cuda.synchronize()
+            found.append(start.elapsed_time(end) / 1e3)
+    return {name: (statistics.median(found), len(found)) for name, found in times.items()}
+
+
+def rows(seconds: float) -> Iterator[dict[str, Any]]:
+    """One row a contestant that is ours and a ceiling; unmeasured ones carry the reason."""
+    reason = cuda_refusal()
+    ceilings: dict[str, float] = {}
+    device = platform.machine() if reason else torch.cuda.get_device_name()
+    common = {
+        "device": device,
+        "cores": len(os.sched_getaffinity(0)),
+        "versions": {"python": platform.python_version(), "torch": torch.__version__},
+        "command": shlex.join(["python", "benchmarks/run_kernels_gpu.py"]),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+    }
+    for metric in metrics():
+        row = {"benchmark": "kernels_gpu", "metric": metric.name, "unit": metric.unit}
+        if reason is not None:
+            yield row | {"value": None, "reason": f"not measured: {reason}", "runs": 0} | common
+            continue
+        factor = 1e12 if metric.unit == "TFLOP/s" else 1e9
+        found = measure(metric.setup(), seconds)
+        rate = {name: metric.work / median / factor for name, (median, _) in found.items()}
+        peers = {name: value for name, value in rate.items() if name.startswith("torch")}
+        if metric.ceiling is None:
+            ceilings[metric.name] = rate["torch"]
+        best = max(peers, key=lambda name: peers[name], default=None)
+        for name, value in rate.items():
+            if name.startswith("torch") and metric.ceiling is not None:
+                continue
+            mode = name.partition(", ")[2]
+            found_row = row | {"metric": f"{metric.name} ({mode})" if mode else metric.name, "value": round(value, 3)}
+            if metric.ceiling is not None:
+                found_row["share_of_limit"] = round(value / ceilings[metric.ceiling], 4)
+                if best is not None:
+                    found_row |= {"baseline": f"{best} {torch.__version__}", "ratio": round(value / peers[best], 4)}
+            yield found_row | {"runs": found[name][1]} | common
+        torch.cuda.empty_cache()
+
+
+def main() -> None:
+    """Append the rows and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=RESULTS, help="the file of rows to append to")
+    parser.add_argument("--budget", type=float, default=120.0, help="seconds of measuring, all in all")
+    options = parser.parse_args()
+    torch.manual_seed(0)
+    found = list(rows(options.budget / sum(1 for _ in metrics())))
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    with options.out.open("a", encoding="utf-8") as file:
+        file.writelines(json.dumps(row) + "\n" for row in found)
+    width = max(len(row["metric"]) for row in found)
+    for row in found:
+        value = row["reason"] if row["value"] is None else f"{row['value']:10.1f} {row['unit']}"
+        share = f"{row['share_of_limit']:7.0%} of ceiling" if "share_of_limit" in row else ""
+        ratio = f"  {row['ratio']:5.2f}× {row['baseline']}" if "ratio" in row else ""
+        print(f"{row['metric']:{width}}  {value}{share}{ratio}")
+
+
+if __name__ == "__main__":
+    main()
