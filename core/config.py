@@ -40,6 +40,15 @@ def load_recipe(config_type: type[C], path: Path, overrides: list[str] | None = 
     Raises:
         ConfigError: unreadable file, TOML syntax, unknown or invalid key.
     """
+    return parse_config(config_type, read_recipe(path, overrides), str(path))
+
+
+def read_recipe(path: Path, overrides: list[str] | None = None) -> dict[str, Any]:
+    """The values of a TOML recipe after its overrides, not validated yet.
+
+    Raises:
+        ConfigError: unreadable file, TOML syntax, an override of another form.
+    """
     try:
         values = tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -50,11 +59,12 @@ def load_recipe(config_type: type[C], path: Path, overrides: list[str] | None = 
         raise ConfigError(f"recipe {path} is not valid TOML: {error}") from None
     for override in overrides or []:
         apply_override(values, override)
-    return parse_config(config_type, values, str(path))
+    return values
 
 
 def apply_override(values: dict[str, Any], override: str) -> None:
-    """Set one value of a nested dictionary from the text `section.key=value`.
+    """Set one value of a nested dictionary from the text `section.key=value`; entries of a list count from 0, as in
+    `steps.0.ratio=0.2`.
 
     Raises:
         ConfigError: the text has another form.
@@ -63,11 +73,21 @@ def apply_override(values: dict[str, Any], override: str) -> None:
     if not equals or not key.strip():
         raise ConfigError(f"--set {override!r}: write section.key=value, for example --set quantize.alpha=0.5")
     *sections, name = key.strip().split(".")
+    inner: Any = values
     for section in sections:
-        values = values.setdefault(section, {})
-        if not isinstance(values, dict):
+        inner = inner[_place(inner, section, override)] if isinstance(inner, list) else inner.setdefault(section, {})
+        if not isinstance(inner, dict | list):
             raise ConfigError(f"--set {override!r}: {section!r} is a value, not a section")
-    values[name] = _parse_value(text)
+    if isinstance(inner, list):
+        inner[_place(inner, name, override)] = _parse_value(text)
+    else:
+        inner[name] = _parse_value(text)
+
+
+def _place(entries: list[Any], text: str, override: str) -> int:
+    if not text.isdecimal() or int(text) >= len(entries):
+        raise ConfigError(f"--set {override!r}: {text!r} is no place in a list of {len(entries)}; they count from 0")
+    return int(text)
 
 
 def _parse_value(text: str) -> Any:
@@ -78,7 +98,7 @@ def _parse_value(text: str) -> Any:
 
 
 def _explain(config_type: type[BaseModel], entry: Any) -> str:
-    where, owner = _locate(config_type, [str(part) for part in entry["loc"]])
+    where, owner = _locate(config_type, entry["loc"])
     if entry["type"] != "extra_forbidden":
         message = entry["msg"][:1].lower() + entry["msg"][1:]
         return f"{where}: {message}" + ("" if entry["type"] == "missing" else f" (got {_short(entry['input'])})")
@@ -88,7 +108,7 @@ def _explain(config_type: type[BaseModel], entry: Any) -> str:
     return f"unknown key {where!r}{hint} Valid keys: {', '.join(valid)}"
 
 
-def _locate(config_type: type[BaseModel], location: list[str]) -> tuple[str, type[BaseModel] | None]:
+def _locate(config_type: type[BaseModel], location: tuple[int | str, ...]) -> tuple[str, type[BaseModel] | None]:
     """The dotted name of a key as the recipe spells it, and the section that holds it.
 
     Where a section has several forms, told apart by one of its keys, pydantic puts that key's value into the location.
@@ -97,6 +117,9 @@ def _locate(config_type: type[BaseModel], location: list[str]) -> tuple[str, typ
     forms: list[type[BaseModel]] = [config_type]
     owner: type[BaseModel] | None = None
     for part in location:
+        if isinstance(part, int):  # a place in a list
+            names.append(str(part))
+            continue
         if len(forms) > 1:
             forms = [form for form in forms if any(part in _literals(field) for field in form.model_fields.values())]
             continue

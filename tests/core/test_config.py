@@ -1,4 +1,7 @@
+from typing import Annotated, Literal
+
 import pytest
+from pydantic import Field
 
 from penjing.core.config import Config, load_recipe, parse_config
 from penjing.core.errors import ConfigError
@@ -37,6 +40,48 @@ def test_override_beats_recipe_and_bare_words_are_strings(recipe):
     loaded = load_recipe(Recipe, recipe, ["quantize.alpha=0.75", "quantize.scheme=w8a16"])
     assert loaded.quantize == Section(alpha=0.75, scheme="w8a16")
     assert load_recipe(Recipe, recipe).quantize.alpha == 0.25
+
+
+class Trim(Config):
+    kind: Literal["trim"]
+    ratio: float
+
+
+class Teach(Config):
+    kind: Literal["teach", "tune"]
+    epochs: int = 1
+
+
+class Steps(Config):
+    steps: tuple[Annotated[Trim | Teach, Field(discriminator="kind")], ...]
+
+
+@pytest.fixture
+def listed(tmp_path):
+    path = tmp_path / "steps.toml"
+    path.write_text('[[steps]]\nkind = "trim"\nratio = 0.5\n[[steps]]\nkind = "tune"\n')
+    return path
+
+
+def test_override_reaches_into_lists(listed):
+    loaded = load_recipe(Steps, listed, ["steps.0.ratio=0.25", "steps.1.epochs=3"])
+    assert loaded.steps == (Trim(kind="trim", ratio=0.25), Teach(kind="tune", epochs=3))
+    assert load_recipe(Steps, listed, ['steps.1={kind="trim", ratio=1.0}']).steps[1] == Trim(kind="trim", ratio=1.0)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("steps.2.ratio=1", "'2' is no place in a list of 2; they count from 0"),
+        ("steps.first.ratio=1", "'first' is no place in a list of 2"),
+        ("steps.0.ratoi=1", r"unknown key 'steps.0.ratoi'; did you mean 'ratio'\? Valid keys: kind, ratio$"),
+        ("steps.1.ratio=1", r"unknown key 'steps.1.ratio' Valid keys: epochs, kind$"),
+        ("steps.0.kind=trimm", "steps.0: input tag 'trimm' found using 'kind' does not match"),
+    ],
+)
+def test_wrong_entries_of_lists_are_named(listed, override, message):
+    with pytest.raises(ConfigError, match=message):
+        load_recipe(Steps, listed, [override])
 
 
 def test_unknown_key_lists_valid_ones_and_the_nearest(recipe):
