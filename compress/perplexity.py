@@ -35,11 +35,24 @@ def evaluation_windows(tokenizer: Tokenizer, prose_tokens: int, code_tokens: int
     return windows
 
 
-@torch.no_grad()
 def streamed_perplexity(
     stream: LayerStream, windows: dict[str, Tensor], progress: Progress | None = None
 ) -> dict[str, float]:
-    """Perplexity of a checkpoint, or of an artifact in the INT8 runtime, with one layer in memory at a time.
+    """Perplexity of each text; see `streamed_losses`.
+
+    Raises:
+        InputError: the loss is so large that there is no finite perplexity: the model is damaged.
+    """
+    losses = streamed_losses(stream, windows, progress)
+    return {name: exponential(math.fsum(part) / len(part), name) for name, part in losses.items()}
+
+
+@torch.no_grad()
+def streamed_losses(
+    stream: LayerStream, windows: dict[str, Tensor], progress: Progress | None = None
+) -> dict[str, list[float]]:
+    """Mean negative log-likelihood a token of each window, of a checkpoint or of an artifact in the INT8 runtime, with
+    one layer in memory at a time.
 
     The first token of each window is context only.
 
@@ -47,10 +60,7 @@ def streamed_perplexity(
         windows: text name → (W, T) int64, T ≥ 2 and the same for all.
 
     Returns:
-        Text name → perplexity.
-
-    Raises:
-        InputError: the loss is so large that there is no finite perplexity: the model is damaged.
+        Text name → W losses in nats.
     """
     progress = progress or Silent()
     windows_WT = torch.cat(list(windows.values()))
@@ -60,17 +70,21 @@ def streamed_perplexity(
         progress.advance()
     head = stream.stored_head()
     losses = [
-        _negative_log_likelihood(stream.final_norm(hidden_TE), window_T, head)
+        _negative_log_likelihood(stream.final_norm(hidden_TE), window_T, head) / (len(window_T) - 1)
         for hidden_TE, window_T in zip(hidden_WTE, windows_WT, strict=True)
     ]
-    found: dict[str, float] = {}
+    found: dict[str, list[float]] = {}
     for name, part in windows.items():
-        share, losses = losses[: len(part)], losses[len(part) :]
-        found[name] = _exponential(math.fsum(share) / (len(part) * (windows_WT.shape[1] - 1)), name)
+        found[name], losses = losses[: len(part)], losses[len(part) :]
     return found
 
 
-def _exponential(loss: float, text: str) -> float:
+def exponential(loss: float, text: str) -> float:
+    """The perplexity of a mean loss in nats.
+
+    Raises:
+        InputError: it is so large that there is no finite perplexity: the model is damaged.
+    """
     if not loss < LARGEST_LOSS:  # NaN too
         raise InputError(f"the model's loss on {text} is {loss:.3g} a token: it is damaged, or its training diverged")
     return math.exp(loss)
