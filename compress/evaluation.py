@@ -15,16 +15,16 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from torch import nn
 
 from penjing.compress.bootstrap import interval, resampled_means
+from penjing.compress.data import fitting_images, is_classifier
 from penjing.compress.perplexity import evaluation_windows, exponential, streamed_losses
 from penjing.compress.recipe import Evaluate
 from penjing.compress.stream import LayerStream
 from penjing.core.checkpoint import open_checkpoint
 from penjing.core.errors import ConfigError, InputError
-from penjing.core.manifest import MANIFEST_NAME, read_json_object, verify
+from penjing.core.manifest import verify
 from penjing.core.progress import Progress, Silent
 from penjing.core.tokenizer import Tokenizer
 from penjing.core.vision_checkpoint import VisionConfig, load_vision_checkpoint
-from penjing.train.data import fashion
 from penjing.train.data.images import ImageSet, normalise
 
 BATCH = 500
@@ -131,7 +131,7 @@ def evaluate_checkpoint(
     settings, progress = settings or EvaluateSettings(), progress or Silent()
     if is_classifier(folder):
         model, config = load_vision_checkpoint(folder)
-        data = held_out_images(config, settings.images, folder, progress)
+        data = fitting_images(folder, config, "test", progress).first(settings.images)
         progress.start("accuracy on held-out images", -(-len(data.images) // BATCH))
         return accuracy(right_answers(model, config, data, progress), settings)
     checkpoint = open_checkpoint(folder)
@@ -146,37 +146,6 @@ def evaluate_checkpoint(
     windows = evaluation_windows(tokenizer, settings.prose_tokens, settings.code_tokens, settings.window)
     progress.start("perplexity on held-out text", checkpoint.config.num_hidden_layers)
     return perplexity(streamed_losses(LayerStream(checkpoint), windows, progress), settings)
-
-
-def is_classifier(folder: Path) -> bool:
-    """Whether `folder` holds an image classifier and not a decoder.
-
-    Raises:
-        InputError: no `config.json`, or none that can be read.
-    """
-    if not folder.is_dir():
-        raise InputError(f"{folder} is no folder; give a checkpoint folder")
-    if (folder / MANIFEST_NAME).is_file() and not (folder / "config.json").is_file():
-        raise InputError(f"{folder} has no config.json; give a checkpoint folder")
-    return "task" in read_json_object(folder / "config.json")
-
-
-def held_out_images(config: VisionConfig, count: int, folder: Path, progress: Progress) -> ImageSet:
-    """The first `count` test images of Fashion-MNIST.
-
-    Raises:
-        InputError: the classifier was made for other images; `folder` names it.
-        SetupError: they cannot be fetched.
-    """
-    data = fashion.load_fashion("test", progress).first(count)
-    given = (config.model.in_channels, *config.image_size, len(config.labels), config.model.num_classes)
-    wanted = (*data.images.shape[1:], data.num_classes, data.num_classes)
-    if given != wanted:
-        raise InputError(
-            f"{folder} classifies images of {' × '.join(map(str, given[:3]))} into {given[3]} classes, Fashion-MNIST "
-            f"has {' × '.join(map(str, wanted[:3]))} and {wanted[3]}; evaluate a classifier of these"
-        )
-    return data
 
 
 @torch.no_grad()

@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
+from penjing.compress import data
 from penjing.compress.bootstrap import interval, resampled_means
 from penjing.compress.evaluation import (
     EvaluateSettings,
@@ -28,7 +29,6 @@ from penjing.core.errors import ConfigError, InputError
 from penjing.core.models.resnet_config import imagenet_resnet
 from penjing.core.tokenizer import Tokenizer
 from penjing.core.vision_checkpoint import load_vision_checkpoint
-from penjing.train.data import fashion
 from tests.compress.classifiers import made_up_images, write_classifier
 
 SMALL = EvaluateSettings(prose_tokens=384, code_tokens=128, window=64)
@@ -36,7 +36,7 @@ SMALL = EvaluateSettings(prose_tokens=384, code_tokens=128, window=64)
 
 @pytest.fixture
 def classifier(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(fashion, "load_fashion", made_up_images)
+    monkeypatch.setattr(data, "load_fashion", made_up_images)
     return write_classifier(tmp_path / "classifier")
 
 
@@ -86,10 +86,10 @@ def test_a_record_gives_the_outcomes_back(right: list[bool]) -> None:
 
 def test_accuracy_equals_a_plain_loop(classifier: Path) -> None:
     model, config = load_vision_checkpoint(classifier)
-    data = made_up_images("test")
+    images = made_up_images("test")
     right = []
     with torch.no_grad():
-        for image, label in zip(data.images, data.labels, strict=True):
+        for image, label in zip(images.images, images.labels, strict=True):
             x = (torch.from_numpy(image.copy()).double() / 255 - config.mean[0]) / config.std[0]
             right.append(int(model(x[None].float()).argmax()) == label)
     found = evaluate_checkpoint(classifier)
@@ -144,12 +144,14 @@ def test_what_was_measured_on_other_samples_is_not_compared() -> None:
 
 
 def test_bad_checkpoints(tmp_path: Path, classifier: Path, tiny_checkpoint: Path) -> None:
-    with pytest.raises(InputError, match="no folder"):
+    with pytest.raises(InputError, match="there is no folder"):
         evaluate_checkpoint(tmp_path / "missing")
     with pytest.raises(ConfigError, match=r"evaluate\.window=1024 is longer than the context .* 512 tokens"):
         evaluate_checkpoint(tiny_checkpoint, EvaluateSettings(prose_tokens=1024, code_tokens=0, window=1024))
     other = write_classifier(tmp_path / "other", model=imagenet_resnet(18, 10), image_size=(64, 64))
-    with pytest.raises(InputError, match="3 × 64 × 64 into 10 classes, Fashion-MNIST has 1 × 12 × 12 and 10"):
+    with pytest.raises(
+        InputError, match=r"takes images of \(3, 64, 64\) in 10 classes, Fashion-MNIST has \(1, 12, 12\)"
+    ):
         evaluate_checkpoint(other)
     (classifier / "model.safetensors").write_bytes(b"")
     with pytest.raises(InputError, match="SHA-256"):
