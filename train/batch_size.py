@@ -12,7 +12,7 @@ from torch import nn
 from penjing.core.progress import Progress
 from penjing.train.memory import MemoryEstimate, check_memory
 from penjing.train.precision import Precision
-from penjing.train.recipe import TrainRecipe
+from penjing.train.recipe import RunRecipe
 from penjing.train.tasks import Task
 from penjing.train.world import World
 
@@ -26,7 +26,7 @@ def fastest_micro_batch(
     estimate: Callable[[int], MemoryEstimate],
     share: int,
     limit: int,
-    recipe: TrainRecipe,
+    recipe: RunRecipe,
     world: World,
     progress: Progress,
 ) -> int:

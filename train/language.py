@@ -23,17 +23,24 @@ from penjing.train.data.pack import prepare_tokens
 from penjing.train.data.shards import TokenShards
 from penjing.train.data.stream import Stream
 from penjing.train.data.tokens import TokenStream, held_out_tokens
-from penjing.train.objective import Batch, CrossEntropy
-from penjing.train.recipe import DecoderModel, TextData, TrainRecipe
+from penjing.train.objective import Batch, CrossEntropy, TaskObjective
+from penjing.train.recipe import DecoderModel, RunRecipe, TextData
 from penjing.train.world import World
 
 
 class LanguageModeling:
-    """A decoder on packed text."""
+    """A decoder on packed text.
+
+    Args:
+        model: a recipe's section, whose end of text is the tokenizer's; or the config of a ready model, whose weights
+            are those of `recipe.initial` and whose tokenizer `data` names: both go on into what is exported.
+    """
 
     unit = "tokens"
 
-    def __init__(self, recipe: TrainRecipe, model: DecoderModel, data: TextData, progress: Progress) -> None:
+    def __init__(
+        self, recipe: RunRecipe, model: DecoderModel | DecoderConfig, data: TextData, progress: Progress
+    ) -> None:
         self._recipe = recipe
         self._model = model
         self._data = data
@@ -51,9 +58,7 @@ class LanguageModeling:
                 f"{model.vocab_size}; "
                 f"set model.vocab_size = {index.vocab_size} or more, or make shards with a smaller tokenizer"
             )
-        self.config = DecoderConfig.model_validate(
-            model.model_dump(exclude={"architecture", "init_std"}) | {"eos_token_ids": (index.end_of_text,)}
-        )
+        self.config = _decoder_config(model, index.end_of_text)
         decoder_config_to_hf(self.config)  # a model that no config.json can state is refused before the run
         if data.document_mask and recipe.compile:
             raise ConfigError(
@@ -61,7 +66,7 @@ class LanguageModeling:
                 "compiled model would be compiled again for each; set one of them to false"
             )
         self._balanced = _balanced(recipe, self.config)
-        self.objective: CrossEntropy | Balanced = self._balanced or _cross_entropy(recipe)
+        self.objective: TaskObjective = self._balanced or _cross_entropy(recipe)
 
     def _prepare(self, data: TextData, progress: Progress) -> Path:
         if not data.sources:
@@ -81,7 +86,8 @@ class LanguageModeling:
     def initialize(self, model: nn.Module) -> None:
         """See `Task`."""
         torch.manual_seed(self._recipe.seed)
-        initialize_decoder(model, self._model.init_std, self.config.num_hidden_layers)
+        if isinstance(self._model, DecoderModel):
+            initialize_decoder(model, self._model.init_std, self.config.num_hidden_layers)
         if self._recipe.initial is not None:
             load_initial(model, self._recipe.initial)
 
@@ -126,7 +132,7 @@ class LanguageModeling:
         """See `Task`."""
         parameters = dict(model.named_parameters())
         tensors = ((name, parameters[name].detach().cpu()) for name in tensor_shapes(self.config))
-        save_checkpoint(folder, self.config, tensors, tokenizer_from=self.folder)
+        save_checkpoint(folder, self.config, tensors, tokenizer_from=self._data.tokenizer or self.folder)
         write_manifest(folder, "checkpoint", created_by)
 
     def next_command(self, folder: Path) -> str:
@@ -134,11 +140,18 @@ class LanguageModeling:
         return f'penjing generate {folder} "The import statement"'
 
 
-def _cross_entropy(recipe: TrainRecipe) -> CrossEntropy:
+def _decoder_config(model: DecoderModel | DecoderConfig, end_of_text: int) -> DecoderConfig:
+    if not isinstance(model, DecoderModel):
+        return model
+    values = model.model_dump(exclude={"architecture", "init_std"})
+    return DecoderConfig.model_validate(values | {"eos_token_ids": (end_of_text,)})
+
+
+def _cross_entropy(recipe: RunRecipe) -> CrossEntropy:
     return CrossEntropy("tokens", recipe.objective.label_smoothing)
 
 
-def _balanced(recipe: TrainRecipe, config: DecoderConfig) -> Balanced | None:
+def _balanced(recipe: RunRecipe, config: DecoderConfig) -> Balanced | None:
     """The objective of a decoder with experts; None for one without."""
     balancing = recipe.balancing
     if config.moe is None:

@@ -46,6 +46,14 @@ class Objective(Protocol):
         ...
 
 
+class TaskObjective(Objective, Protocol):
+    """What a task learns by, and what its held-out data is judged by."""
+
+    def evaluation(self) -> Objective:
+        """The objective of held-out data: plain, so that runs with other objectives compare."""
+        ...
+
+
 @dataclass(frozen=True)
 class CrossEntropy:
     """Cross-entropy of `model(batch[inputs])` against `batch["targets"]`, computed in float32.

@@ -118,8 +118,8 @@ class EvaluationConfig(Config):
     samples: int = Field(default=256, ge=1)
 
 
-class TrainRecipe(Config):
-    """A run: where it writes, how long, and its parts."""
+class RunRecipe(Config):
+    """A run of any task: where it writes, how long, and its parts; only the model is the task's own."""
 
     output: Path
     run: Path | None = None  # checkpoints, metrics; OUTPUT-run by default
@@ -131,7 +131,6 @@ class TrainRecipe(Config):
     average: float | None = Field(
         default=None, gt=0, lt=1
     )  # decay of averaged weights, which are evaluated and exported
-    model: Annotated[DecoderModel | ResNetModel, Field(discriminator="architecture")]
     data: Annotated[TextData | FashionData, Field(discriminator="kind")]
     objective: ObjectiveConfig = ObjectiveConfig()
     balancing: BalancingConfig = BalancingConfig()
@@ -149,6 +148,12 @@ class TrainRecipe(Config):
     def run_folder(self) -> Path:
         """Where checkpoints and metrics of the run go."""
         return self.run or self.output.with_name(f"{self.output.name}-run")
+
+
+class TrainRecipe(RunRecipe):
+    """What `penjing train` reads: a run and the model that it makes."""
+
+    model: Annotated[DecoderModel | ResNetModel, Field(discriminator="architecture")]
 
 
 def parse_size(text: str) -> int:

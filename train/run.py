@@ -33,7 +33,7 @@ from penjing.train.monitor import Monitor, open_sinks
 from penjing.train.optimizer import AveragedWeights, build_optimizer
 from penjing.train.precision import Precision, apply_environment, check_hardware
 from penjing.train.profile import profiling
-from penjing.train.recipe import TrainRecipe, parse_size
+from penjing.train.recipe import RunRecipe, TrainRecipe, parse_size
 from penjing.train.recompute import apply_recompute
 from penjing.train.state import Tree
 from penjing.train.summary import summary
@@ -64,17 +64,47 @@ def train(
     Raises:
         PenjingError: see `core.errors`; one line that names the setting.
     """
-    began = time.perf_counter()
     recipe = load_recipe(TrainRecipe, recipe_path, overrides)
     recipe = recipe.model_copy(update={"precision": apply_environment(recipe.precision)})
+    return train_task(
+        recipe,
+        lambda progress: build_task(recipe, progress),
+        resume=resume,
+        force=force,
+        profile=profile,
+        progress=progress,
+        command=f"penjing train {recipe_path}",
+    )
+
+
+def train_task(
+    recipe: RunRecipe,
+    build: Callable[[Progress], Task],
+    *,
+    command: str,
+    resume: str = "never",
+    force: bool = False,
+    profile: bool = False,
+    progress: Progress | None = None,
+) -> dict[str, float]:
+    """`train` for a task of the caller's own: distillation and quantization-aware training run the same loop.
+
+    Args:
+        build: makes the task, and its data, before processes join.
+        command: what the exported checkpoint says made it.
+
+    Returns:
+        The last evaluation; the checkpoint lies in `recipe.output`.
+    """
+    began = time.perf_counter()
     is_main = os.environ.get("RANK", "0") == "0"
     progress = progress if progress is not None and is_main else Silent()
     try:
         _check_output(recipe, resume, force)
-        task = build_task(recipe, progress)
+        task = build(progress)
         with join_world(recipe.device) as world, _stop_signals() as stop_requested:
             run = _Run(recipe, task, world, progress)
-            return run.train(resume, force, profile, stop_requested, began, str(recipe_path))
+            return run.train(resume, force, profile, stop_requested, began, command)
     except PenjingError:
         if not is_main:
             time.sleep(20)  # the main process says the same first, and torchrun then ends this one
@@ -82,7 +112,7 @@ def train(
 
 
 class _Run:
-    def __init__(self, recipe: TrainRecipe, task: Task, world: World, progress: Progress) -> None:
+    def __init__(self, recipe: RunRecipe, task: Task, world: World, progress: Progress) -> None:
         self.recipe = recipe
         self.task = task
         self.world = world
@@ -92,7 +122,7 @@ class _Run:
             progress.note("precision.mode = 'fp16' is up to 100 times slower than 'bf16' on most CPUs: it is for GPUs")
 
     def train(
-        self, resume: str, force: bool, profile: bool, stop_requested: Callable[[], bool], began: float, source: str
+        self, resume: str, force: bool, profile: bool, stop_requested: Callable[[], bool], began: float, command: str
     ) -> dict[str, float]:
         recipe, world = self.recipe, self.world
         checkpoints = Checkpoints(recipe.run_folder / "checkpoints", recipe.checkpoint.keep)
@@ -124,7 +154,7 @@ class _Run:
             results = trainer.fit()
         if trainer.average is not None:
             trainer.average.exchange()
-        self._export(model, force or resume != "never", source, results)
+        self._export(model, force or resume != "never", command, results)
         world.barrier()
         seconds = time.perf_counter() - began
         self.progress.note(
@@ -198,7 +228,8 @@ class _Run:
             same = recipe.alarms.model_copy(update={"gpu_use": "off", "memory": "off", "io_wait": "off"})
             return Monitor(Alarms(same), every=recipe.monitor.every, device=world.device, unit=self.task.unit)
         example = {name: tensor.to(world.device) for name, tensor in self.task.example(1).items()}
-        flops = forward_flops(model, self.task.objective, example) / self.task.objective.count(example)
+        # Of the plain objective: a teacher's passes are no work of this model.
+        flops = forward_flops(model, self.task.objective.evaluation(), example) / self.task.objective.count(example)
         half = recipe.precision.mode in ("bf16", "fp16", "hybrid")
         peak, origin = peak_flops(world.device, torch.bfloat16 if half else torch.float32)
         self.progress.note(
@@ -271,11 +302,11 @@ class _Run:
         check_memory(estimate, limit)
         return micro_batch
 
-    def _export(self, model: nn.Module, replace: bool, source: str, results: dict[str, float]) -> None:
+    def _export(self, model: nn.Module, replace: bool, command: str, results: dict[str, float]) -> None:
         if not self.world.is_main:
             return
         created_by = {
-            "command": f"penjing train {source}",
+            "command": command,
             "recipe": self.recipe.model_dump(mode="json"),
             "evaluation": results,
             "versions": {"torch": torch.__version__, "python": platform.python_version()},
@@ -284,7 +315,7 @@ class _Run:
             self.task.export(model, partial, created_by)
 
 
-def _check_output(recipe: TrainRecipe, resume: str, force: bool) -> None:
+def _check_output(recipe: RunRecipe, resume: str, force: bool) -> None:
     if resume == "never" and not force:
         if (recipe.output / "penjing.json").exists():
             raise InputError(

@@ -10,10 +10,9 @@ from torch import nn
 
 from penjing.core.errors import ConfigError
 from penjing.core.progress import Progress
-from penjing.train.balancing import Balanced
 from penjing.train.data.stream import Stream
 from penjing.train.language import LanguageModeling
-from penjing.train.objective import Batch, CrossEntropy
+from penjing.train.objective import Batch, TaskObjective
 from penjing.train.recipe import DecoderModel, FashionData, ResNetModel, TextData, TrainRecipe
 from penjing.train.vision import ImageClassification
 from penjing.train.world import World
@@ -23,7 +22,7 @@ class Task(Protocol):
     """Everything that depends on the kind of data and model."""
 
     unit: str  # what the objective counts, in the plural
-    objective: CrossEntropy | Balanced
+    objective: TaskObjective
 
     def build_model(self) -> nn.Module:
         """A new model in float32 on the CPU; its weights mean nothing yet."""

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -14,31 +15,36 @@ from penjing.core.models.resnet import Block, ResNet
 from penjing.core.models.resnet_config import ResNetConfig, cifar_resnet, imagenet_resnet
 from penjing.core.progress import Progress
 from penjing.core.vision_checkpoint import VisionConfig, load_vision_checkpoint, save_vision_checkpoint
-from penjing.train.balancing import Balanced
 from penjing.train.data.fashion import CLASSES, load_fashion
-from penjing.train.data.images import ImageStream, held_out_images
+from penjing.train.data.images import ImageSet, ImageStream, held_out_images
 from penjing.train.data.stream import Stream
-from penjing.train.objective import Batch, CrossEntropy
-from penjing.train.recipe import FashionData, ResNetModel, TrainRecipe
+from penjing.train.objective import Batch, CrossEntropy, TaskObjective
+from penjing.train.recipe import FashionData, ResNetModel, RunRecipe
 from penjing.train.world import World
 
 _EVALUATION_BATCH = 500
 
 
 class ImageClassification:
-    """A ResNet on Fashion-MNIST, normalised by the statistics of the training images."""
+    """A ResNet on Fashion-MNIST.
+
+    Args:
+        model: a recipe's section: classes, size and normalisation are those of the training images; or the config of a
+            ready model, whose weights are those of `recipe.initial` and which keeps its normalisation.
+    """
 
     unit = "images"
 
-    def __init__(self, recipe: TrainRecipe, model: ResNetModel, data: FashionData, progress: Progress) -> None:
+    def __init__(
+        self, recipe: RunRecipe, model: ResNetModel | VisionConfig, data: FashionData, progress: Progress
+    ) -> None:
         self._recipe = recipe
         self._data = data
         self._train, self._test = load_fashion("train", progress), load_fashion("test", progress)
-        self._mean, self._std = self._train.statistics()
-        self.config = _resnet_config(model, self._train.num_classes, self._train.images.shape[1])
-        self.objective: CrossEntropy | Balanced = CrossEntropy(
-            "images", recipe.objective.label_smoothing, accuracy=True
-        )
+        self.checkpoint = _fitting(model, self._train) if isinstance(model, VisionConfig) else _new(model, self._train)
+        self.config = self.checkpoint.model
+        self._mean, self._std = (np.array(x, np.float32) for x in (self.checkpoint.mean, self.checkpoint.std))
+        self.objective: TaskObjective = CrossEntropy("images", recipe.objective.label_smoothing, accuracy=True)
 
     def build_model(self) -> nn.Module:
         """See `Task`; convolutions with channels last, which a CPU computes 1.2× faster in bfloat16."""
@@ -93,15 +99,7 @@ class ImageClassification:
 
     def export(self, model: nn.Module, folder: Path, created_by: dict[str, Any]) -> None:
         """See `Task`."""
-        height, width = self._train.images.shape[2:]
-        config = VisionConfig(
-            model=self.config,
-            image_size=(height, width),
-            mean=tuple(float(value) for value in self._mean),
-            std=tuple(float(value) for value in self._std),
-            labels=CLASSES,
-        )
-        save_vision_checkpoint(folder, config, model, created_by)
+        save_vision_checkpoint(folder, self.checkpoint, model, created_by)
 
     def next_command(self, folder: Path) -> str:
         """See `Task`."""
@@ -132,6 +130,35 @@ def initialize_resnet(model: nn.Module) -> None:
             last = module.layers[-1].norm
             assert isinstance(last, nn.BatchNorm2d)
             nn.init.zeros_(last.weight)
+
+
+def _new(model: ResNetModel, data: ImageSet) -> VisionConfig:
+    mean, std = data.statistics()
+    _, channels, height, width = data.images.shape
+    return VisionConfig(
+        model=_resnet_config(model, data.num_classes, channels),
+        image_size=(height, width),
+        mean=tuple(float(value) for value in mean),
+        std=tuple(float(value) for value in std),
+        labels=CLASSES,
+    )
+
+
+def _fitting(config: VisionConfig, data: ImageSet) -> VisionConfig:
+    """`config`, if it fits the data.
+
+    Raises:
+        InputError: other classes, channels or sizes.
+    """
+    wanted = {
+        "classes": (config.model.num_classes, data.num_classes),
+        "channels": (config.model.in_channels, data.images.shape[1]),
+        "image size": (config.image_size, data.images.shape[2:]),
+    }
+    for name, (ours, theirs) in wanted.items():
+        if ours != theirs:
+            raise InputError(f"the model has {name} {ours}, the data {theirs}; give the data that it was trained on")
+    return config
 
 
 def _resnet_config(model: ResNetModel, num_classes: int, in_channels: int) -> ResNetConfig:

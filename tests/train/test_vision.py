@@ -11,14 +11,17 @@ import torch
 
 from penjing.core.config import load_recipe
 from penjing.core.errors import ConfigError, InputError
+from penjing.core.models.resnet import ResNet
+from penjing.core.models.resnet_config import BlockConfig, ResNetConfig, StageConfig
 from penjing.core.progress import Silent
-from penjing.core.vision_checkpoint import load_vision_checkpoint
+from penjing.core.vision_checkpoint import VisionConfig, load_vision_checkpoint, save_vision_checkpoint
 from penjing.train import vision
-from penjing.train.data.fashion import load_fashion
+from penjing.train.data.fashion import CLASSES, load_fashion
 from penjing.train.data.images import ImageSet, held_out_images
-from penjing.train.recipe import TrainRecipe
-from penjing.train.run import train
+from penjing.train.recipe import FashionData, TrainRecipe
+from penjing.train.run import train, train_task
 from penjing.train.tasks import build_task
+from penjing.train.vision import ImageClassification
 
 RECIPE = """
 output = "{folder}/out"
@@ -110,3 +113,26 @@ def test_convolutions_have_channels_last_where_that_is_safe(recipe: Path, width:
     weights = [module.weight for module in task.build_model().modules() if isinstance(module, torch.nn.Conv2d)]
     wide = [weight for weight in weights if weight.shape[1] > 1 and weight.shape[2] > 1]
     assert [weight.is_contiguous(memory_format=torch.channels_last) for weight in wide] == [expected] * len(wide)
+
+
+def test_a_ready_classifier_trains_on_with_its_widths_and_normalisation(recipe: Path, tmp_path: Path) -> None:
+    run = load_recipe(TrainRecipe, recipe, ["steps=1"])
+    data = run.data
+    assert isinstance(data, FashionData)
+    model = ResNetConfig(
+        in_channels=1,
+        num_classes=10,
+        stem="cifar",
+        stem_channels=3,
+        block="basic",
+        stages=(StageConfig(channels=3, blocks=(BlockConfig(hidden=(5,)),)),),
+    )
+    config = VisionConfig(model=model, image_size=(12, 12), mean=(0.25,), std=(0.5,), labels=CLASSES)
+    (tmp_path / "given").mkdir()
+    save_vision_checkpoint(tmp_path / "given", config, ResNet(model), {})
+    ready = run.model_copy(update={"initial": tmp_path / "given"})
+    train_task(ready, lambda progress: ImageClassification(ready, config, data, progress), command="tests")
+    assert load_vision_checkpoint(tmp_path / "out")[1] == config
+    other = config.model_copy(update={"image_size": (28, 28)})
+    with pytest.raises(InputError, match=r"the model has image size \(28, 28\), the data \(12, 12\)"):
+        ImageClassification(ready, other, data, Silent())
