@@ -1,0 +1,1 @@
+"""Files that other engines read: ONNX with explicit Q/DQ, GGUF."""

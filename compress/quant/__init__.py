@@ -1,0 +1,1 @@
+"""Quantization that is trained or calibrated: formats, observers, fake quantization, placement."""
