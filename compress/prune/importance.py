@@ -23,10 +23,15 @@ from penjing.core.errors import InputError
 
 Kind = Literal["l1", "l2", "taylor", "activation", "random"]
 Scores = list[np.ndarray]  # for each group, (units,) float64
+Weights = Callable[[str], Tensor | None]  # a parameter by its name; None for a statistic
 
 
-def magnitude(model: nn.Module, groups: Sequence[Group], power: Literal[1, 2] = 1) -> Scores:
-    """L1 or L2 norm of the slices of weights and biases that each unit takes."""
+def magnitude(model: nn.Module | Weights, groups: Sequence[Group], power: Literal[1, 2] = 1) -> Scores:
+    """L1 or L2 norm of the slices of weights and biases that each unit takes.
+
+    Args:
+        model: the network, or a function that reads its weights one at a time, so that it is never in memory whole.
+    """
     return _summed(groups, lambda place: _slices(_parameter(model, place), place, lambda w: w.abs() ** power), power)
 
 
@@ -76,8 +81,10 @@ def random(groups: Sequence[Group], seed: int) -> Scores:
     return [generator.random(len(group)) for group in groups]
 
 
-def _parameter(model: nn.Module, place: Place) -> Tensor | None:
+def _parameter(model: nn.Module | Weights, place: Place) -> Tensor | None:
     """The parameter of a place; None for a statistic."""
+    if not isinstance(model, nn.Module):
+        return model(place.tensor)
     path, _, leaf = place.tensor.rpartition(".")
     value = getattr(model.get_submodule(path), leaf)
     return value if isinstance(value, nn.Parameter) else None

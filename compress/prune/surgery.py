@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,15 +18,46 @@ Selection = Sequence[tuple[Group, Sequence[int]]]  # units, by their place in th
 
 
 @dataclass(frozen=True)
-class _Cut:
+class Cut:
     """What stays of one tensor: indices for each dimension that gets shorter."""
 
     kept: dict[int, Tensor]
 
     def of(self, tensor: Tensor) -> Tensor:
+        """What stays of `tensor`, contiguous."""
         for dim, indices in self.kept.items():
             tensor = tensor.index_select(dim, indices.to(tensor.device))
         return tensor.contiguous()
+
+    def shape(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """The shape of what stays of a tensor of `shape`."""
+        return tuple(self.kept[dim].numel() if dim in self.kept else size for dim, size in enumerate(shape))
+
+
+def cuts_of(selection: Selection, shapes: Mapping[str, Sequence[int]]) -> dict[str, Cut]:
+    """For each tensor that loses something, what stays of it.
+
+    Args:
+        shapes: of all tensors by name, statistics too.
+
+    Raises:
+        InputError: a dimension would vanish.
+    """
+    gone: dict[Place, list[np.ndarray]] = defaultdict(list)
+    for group, units in selection:
+        for unit in units:
+            for place, indices in zip(group.places, group.units[unit], strict=True):
+                gone[place].append(indices)
+    cuts: dict[str, Cut] = defaultdict(lambda: Cut({}))
+    for place, indices in gone.items():
+        size = shapes[place.tensor][place.dim]
+        stays = np.setdiff1d(np.arange(size), np.concatenate(indices))
+        if not stays.size:
+            raise InputError(
+                f"{place.tensor} would lose all {size} of its dimension {place.dim}; remove less of it, or protect it"
+            )
+        cuts[place.tensor].kept[place.dim] = torch.from_numpy(stays)
+    return dict(cuts)
 
 
 def remove(model: nn.Module, selection: Selection, optimizer: Optimizer | None = None) -> None:
@@ -38,25 +69,10 @@ def remove(model: nn.Module, selection: Selection, optimizer: Optimizer | None =
     Raises:
         InputError: a dimension would vanish.
     """
-    gone: dict[Place, list[np.ndarray]] = defaultdict(list)
-    for group, units in selection:
-        for unit in units:
-            for place, indices in zip(group.places, group.units[unit], strict=True):
-                gone[place].append(indices)
     parameters = dict(model.named_parameters(remove_duplicate=False))
     tensors: dict[str, Tensor] = {**parameters, **dict(model.named_buffers(remove_duplicate=False))}
-    cuts: dict[int, _Cut] = {}
-    for name, dims in _by_tensor(gone).items():
-        kept = {}
-        for dim, indices in dims.items():
-            size = tensors[name].shape[dim]
-            stays = np.setdiff1d(np.arange(size), np.concatenate(indices))
-            if not stays.size:
-                raise InputError(
-                    f"{name} would lose all {size} of its dimension {dim}; remove less of it, or protect it"
-                )
-            kept[dim] = torch.from_numpy(stays)
-        cuts[id(tensors[name])] = _Cut(kept)
+    named = cuts_of(selection, {name: tensor.shape for name, tensor in tensors.items()})
+    cuts = {id(tensors[name]): cut for name, cut in named.items()}
     _replace(model, tensors, parameters, cuts, optimizer)
     for module in model.modules():
         _resize(module)
@@ -72,18 +88,11 @@ def mask(model: nn.Module, selection: Selection) -> None:
                     tensors[place.tensor].index_fill_(place.dim, torch.from_numpy(indices), 0)
 
 
-def _by_tensor(gone: dict[Place, list[np.ndarray]]) -> dict[str, dict[int, list[np.ndarray]]]:
-    result: dict[str, dict[int, list[np.ndarray]]] = defaultdict(dict)
-    for place, indices in gone.items():
-        result[place.tensor][place.dim] = indices
-    return result
-
-
 def _replace(
     model: nn.Module,
     tensors: dict[str, Tensor],
     parameters: dict[str, nn.Parameter],
-    cuts: dict[int, _Cut],
+    cuts: dict[int, Cut],
     optimizer: Optimizer | None,
 ) -> None:
     made: dict[int, Tensor] = {}  # one new tensor for all names of a tied one
@@ -99,7 +108,7 @@ def _replace(
         _slice_optimizer(optimizer, cuts, made)
 
 
-def _slice_optimizer(optimizer: Optimizer, cuts: dict[int, _Cut], made: dict[int, Tensor]) -> None:
+def _slice_optimizer(optimizer: Optimizer, cuts: dict[int, Cut], made: dict[int, Tensor]) -> None:
     for group in optimizer.param_groups:
         for index, old in enumerate(group["params"]):
             if id(old) not in made:

@@ -110,6 +110,7 @@ class DecoderConfig(Config):
     vocab_size: int = Field(gt=0)
     hidden_size: int = Field(gt=0)
     intermediate_size: int = Field(gt=0)
+    intermediate_sizes: tuple[int, ...] | None = None  # one for each layer, as pruning leaves them; None: all alike
     num_hidden_layers: int = Field(gt=0)
     num_attention_heads: int = Field(gt=0)
     num_key_value_heads: int = Field(gt=0)
@@ -170,6 +171,26 @@ class DecoderConfig(Config):
         if not slides and self.sliding_window is not None:
             raise ValueError(f"sliding_window={self.sliding_window}, but layer_types names no sliding_attention")
         return self
+
+    @model_validator(mode="after")
+    def _intermediate_sizes_fit(self) -> DecoderConfig:
+        sizes = self.intermediate_sizes
+        if sizes is None:
+            return self
+        if len(sizes) != self.num_hidden_layers or min(sizes) < 1 or max(sizes) != self.intermediate_size:
+            raise ValueError(
+                f"intermediate_sizes={list(sizes)}: one positive width for each of the {self.num_hidden_layers} layers,"
+                f" the largest of them intermediate_size={self.intermediate_size}"
+            )
+        if self.moe is not None or self.shared_layers > 1:
+            raise ValueError(
+                "intermediate_sizes are for layers of their own without experts: leave out moe and shared_layers"
+            )
+        return self
+
+    def ffn_size(self, layer: int) -> int:
+        """Inner width of the MLP of `layer`."""
+        return self.intermediate_size if self.intermediate_sizes is None else self.intermediate_sizes[layer]
 
     def layer_type(self, layer: int) -> LayerType:
         """Which tokens a query of `layer` may see."""

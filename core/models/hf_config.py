@@ -292,6 +292,7 @@ def _check_expressible(config: DecoderConfig) -> None:
         "attention_bias": config.attention_bias in biases,
         "attention_output_bias": config.attention_output_bias == (config.attention_bias and kind not in _QKV_BIAS),
         "mlp_bias": not config.mlp_bias or kind == "llama",
+        "intermediate_sizes": config.intermediate_sizes is None,
         "sliding_window": config.sliding_window is None or kind in ("mistral", "qwen2", "qwen3", "mixtral"),
         "layer_types": config.layer_types is None
         or (kind in ("qwen2", "qwen3") and "lsh_attention" not in config.layer_types),

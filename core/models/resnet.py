@@ -42,7 +42,7 @@ class Block(nn.Module):
                 ConvNorm(second, outputs, 1),
             ]
         self.layers = nn.ModuleList(layers)
-        same = inputs == outputs and config.stride == 1
+        same = inputs == outputs and config.stride == 1 and not config.projection
         self.shortcut = nn.Identity() if same else ConvNorm(inputs, outputs, 1, config.stride)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ class BlockConfig(Config):
 
     hidden: tuple[int, ...] = Field(min_length=1, max_length=2)
     stride: Literal[1, 2] = 1
+    projection: bool = False  # a convolution in the shortcut though the shape stays: pruning may make widths equal
 
 
 class StageConfig(Config):

@@ -104,7 +104,7 @@ def _attention_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
 def _mlp_shapes(config: DecoderConfig, layer: int) -> dict[str, tuple[int, ...]]:
     hidden = config.hidden_size
     if config.moe is None or not config.is_moe(layer):
-        return _gated("mlp", hidden, config.intermediate_size, config.mlp_bias)
+        return _gated("mlp", hidden, config.ffn_size(layer), config.mlp_bias)
     moe = config.moe
     shapes: dict[str, tuple[int, ...]] = {"mlp.gate.weight": (moe.num_experts, hidden)}
     if moe.router_bias:

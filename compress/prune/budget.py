@@ -1,0 +1,150 @@
+"""Budgets: what a pruned network would cost, counted or timed, before it is made."""
+
+from __future__ import annotations
+
+import copy
+import statistics
+import time
+from collections.abc import Callable
+from math import prod
+from typing import Any
+
+import torch
+from pydantic import Field, model_validator
+from torch import Tensor, nn
+
+from penjing.compress.prune.inspect import count_macs
+from penjing.compress.prune.ranking import Choice, meet
+from penjing.compress.prune.subject import Shapes, Subject, shapes_of
+from penjing.compress.prune.surgery import cuts_of
+from penjing.core.config import Config
+from penjing.core.errors import ConfigError
+from penjing.core.progress import Progress
+
+RUNS = 9  # timed passes of each network, in turns
+TIMED_IMAGES, TIMED_WINDOWS = 16, 1
+LATENCY_STEPS, LATENCY_TOLERANCE = 7, 0.02  # a median of 9 repeats to about 2 %
+
+
+class Target(Config):
+    """One quantity that the pruned network may have: below 1 as a part of what the given network has, else in
+    absolute numbers (`latency`: milliseconds)."""
+
+    parameters: float | None = Field(default=None, gt=0)
+    macs: float | None = Field(default=None, gt=0)
+    bytes: float | None = Field(default=None, gt=0)
+    latency: float | None = Field(default=None, gt=0)
+
+    @model_validator(mode="after")
+    def _one(self) -> Target:
+        given = [name for name, value in self if value is not None]
+        if len(given) != 1:
+            raise ValueError(f"name one of parameters, macs, bytes, latency (got {', '.join(given) or 'none'})")
+        return self
+
+    def quantity(self) -> tuple[str, float]:
+        """Its name and number."""
+        return next((name, value) for name, value in self if value is not None)
+
+
+def sizes(subject: Subject, model: nn.Module, shapes: Shapes) -> dict[str, int]:
+    """`parameters`, `bytes` of all tensors as they are stored, and `macs` for one image or token."""
+    macs = count_macs(model, subject.example)
+    stored = model.state_dict()
+    return {
+        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+        "bytes": sum(prod(shape) * subject.item_bytes(name) for name, shape in shapes.items() if name in stored),
+        "macs": macs["Global"] // subject.inputs,
+    }
+
+
+def shapes_after(subject: Subject, choice: Choice) -> dict[str, tuple[int, ...]]:
+    """Of every tensor when the chosen units are gone."""
+    shapes = shapes_of(subject.model)
+    cuts = cuts_of(choice, shapes)
+    return {name: cuts[name].shape(shape) if name in cuts else shape for name, shape in shapes.items()}
+
+
+def candidate(subject: Subject, choice: Choice) -> nn.Module:
+    """The network without the chosen units, without storage."""
+    with torch.device("meta"):
+        return subject.build(subject.config_of(shapes_after(subject, choice)))
+
+
+def share_for(
+    target: Target, subject: Subject, choose: Callable[[float], Choice], inputs: Tensor | None, progress: Progress
+) -> float:
+    """The smallest share of units that meets `target`.
+
+    Args:
+        choose: share → units.
+        inputs: what the networks are timed on; only a latency needs it.
+
+    Raises:
+        ConfigError: an absolute target that the network meets as it is.
+        InputError: no share reaches it.
+    """
+    name, value = target.quantity()
+    progress.start(f"searching the share for {name}", 1)
+    if name == "latency":
+        assert inputs is not None
+        part = value if value < 1 else value / 1e3 / latency(subject.dense, subject.dense, inputs)["dense_s"]
+        _check_below(name, value, part)
+
+        def timed(share: float) -> float:
+            return latency(subject.dense, candidate(subject, choose(share)), inputs)["ratio"]
+
+        return meet(part, timed, steps=LATENCY_STEPS, tolerance=LATENCY_TOLERANCE)
+    whole = sizes(subject, subject.dense, _dense_shapes(subject))[name]
+    part = value if value < 1 else value / whole
+    _check_below(name, value, part)
+
+    def counted(share: float) -> float:
+        choice = choose(share)
+        return sizes(subject, candidate(subject, choice), shapes_after(subject, choice))[name] / whole
+
+    return meet(part, counted)
+
+
+def dense_sizes(subject: Subject) -> dict[str, int]:
+    """`sizes` of the network as it was given."""
+    return sizes(subject, subject.dense, _dense_shapes(subject))
+
+
+def latency(dense: nn.Module, pruned: nn.Module, inputs: Tensor) -> dict[str, Any]:
+    """Median seconds of a forward pass of both, timed in turns on the CPU with torch's present threads.
+
+    Args:
+        dense, pruned: only their shapes matter: they are filled with one small number.
+        inputs: images (B, C, H, W) or tokens (B, T); the first 16 images or the first window are taken.
+    """
+    inputs = inputs[: TIMED_WINDOWS if inputs.dim() == 2 else TIMED_IMAGES]
+    seconds: dict[str, list[float]] = {"dense": [], "pruned": []}
+    networks = {"dense": _filled(dense), "pruned": _filled(pruned)}
+    with torch.inference_mode():
+        for turn in range(RUNS + 2):
+            for name, network in networks.items():
+                began = time.perf_counter()
+                network(inputs)
+                if turn >= 2:  # the first two passes choose kernels and fill caches
+                    seconds[name].append(time.perf_counter() - began)
+    dense_s, pruned_s = (statistics.median(seconds[name]) for name in networks)
+    return {"dense_s": dense_s, "pruned_s": pruned_s, "ratio": pruned_s / dense_s, "inputs": list(inputs.shape)}
+
+
+def _filled(model: nn.Module) -> nn.Module:
+    """A copy with storage, whose activations neither overflow nor vanish."""
+    copied = copy.deepcopy(model).to_empty(device="cpu")
+    with torch.no_grad():
+        for tensor in (*copied.parameters(), *copied.buffers()):
+            tensor.fill_(1e-3 if tensor.is_floating_point() else 0)
+    return copied.eval()
+
+
+def _dense_shapes(subject: Subject) -> Shapes:
+    return shapes_of(subject.dense)
+
+
+def _check_below(name: str, value: float, part: float) -> None:
+    if part >= 1:
+        raise ConfigError(f"target.{name}={value:g} is not below what the network has already; aim lower")

@@ -1,0 +1,100 @@
+"""A residual network's checkpoint as what pruning takes; every block has widths of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from penjing.compress.prune.graph import Group
+from penjing.compress.prune.inspect import BATCH
+from penjing.compress.prune.subject import Part, Shapes
+from penjing.compress.prune.surgery import Cut
+from penjing.core.errors import InputError
+from penjing.core.models.resnet import Block, ConvNorm, ResNet
+from penjing.core.models.resnet_config import BlockConfig, ResNetConfig, StageConfig
+from penjing.core.vision_checkpoint import load_vision_checkpoint, save_vision_checkpoint, vision_skeleton
+
+
+class ResNetSubject:
+    """See `Subject`.
+
+    Raises:
+        InputError: the folder is no checkpoint of a classifier, is damaged, or holds NaN; names the tensor.
+    """
+
+    unit: Literal["image", "token"] = "image"
+    inputs = BATCH
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.dense: nn.Module
+        self.dense, self._vision = vision_skeleton(folder)
+        self.model: nn.Module = self.dense
+        self._loaded, _ = load_vision_checkpoint(folder)
+        for name, tensor in self._loaded.state_dict().items():
+            if not torch.isfinite(tensor).all():
+                raise InputError(
+                    f"{folder}: {name} holds NaN or infinity; its training diverged: take an earlier checkpoint"
+                )
+        self._stored = self._loaded.state_dict()
+        self._parameters = dict(self._loaded.named_parameters())
+        self.example = (torch.empty(BATCH, self._config.in_channels, *self._vision.image_size, device="meta"),)
+
+    @property
+    def _config(self) -> ResNetConfig:
+        return self._vision.model
+
+    def weights(self, name: str) -> Tensor | None:
+        """See `Subject`."""
+        return self._parameters.get(name)
+
+    def network(self) -> nn.Module:
+        """See `Subject`."""
+        return self._loaded
+
+    def parts(self, groups: Sequence[Group]) -> dict[Part, list[Group]]:
+        """See `Subject`: everything is channels."""
+        return {"channels": list(groups)}
+
+    def config_of(self, shapes: Shapes) -> ResNetConfig:
+        """See `Subject`."""
+        dense = self._loaded
+        width = shapes["stem.conv.weight"][0]
+        stages, index, stem = [], 0, width
+        for stage in self._config.stages:
+            blocks = []
+            for block in stage.blocks:
+                name, module = f"blocks.{index}", dense.blocks[index]
+                assert isinstance(module, Block)
+                *hidden, channels = (
+                    shapes[f"{name}.layers.{layer}.conv.weight"][0] for layer in range(len(module.layers))
+                )
+                # Widths that pruning made equal must not turn the shortcut's convolution into nothing.
+                projection = isinstance(module.shortcut, ConvNorm) and width == channels and block.stride == 1
+                blocks.append(BlockConfig(hidden=tuple(hidden), stride=block.stride, projection=projection))
+                width, index = channels, index + 1
+            stages.append(StageConfig(channels=width, blocks=tuple(blocks)))
+        return ResNetConfig.model_validate(
+            self._config.model_dump() | {"stem_channels": stem, "stages": [stage.model_dump() for stage in stages]}
+        )
+
+    def build(self, config: ResNetConfig) -> nn.Module:
+        """See `Subject`."""
+        return ResNet(config).eval()
+
+    def item_bytes(self, name: str) -> int:
+        """See `Subject`."""
+        return self._stored[name].element_size()
+
+    def write(self, partial: Path, config: Any, cuts: Mapping[str, Cut], created_by: dict[str, Any]) -> None:
+        """See `Subject`."""
+        with torch.device("meta"):
+            pruned = ResNet(config)
+        kept = {name: cuts[name].of(tensor) if name in cuts else tensor for name, tensor in self._stored.items()}
+        pruned.load_state_dict(kept, assign=True)
+        vision = self._vision.model_copy(update={"model": config})
+        save_vision_checkpoint(partial, vision, pruned, created_by)
