@@ -1,0 +1,1 @@
+"""Planning a distributed run before it runs: pipeline schedules, balance, memory, time, strategy."""
