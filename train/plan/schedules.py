@@ -141,7 +141,9 @@ def _single(schedule: Schedule, ranks: int, micro_batches: int) -> Order:
 def _works(actions: list[Any]) -> tuple[Work, ...]:
     works: list[Work] = []
     for action in actions:
-        name = None if action is None else action.computation_type.name
+        if action is None:  # a wait
+            continue
+        name = action.computation_type.name
         if name == "OVERLAP_F_B":
             forward, backward = action.sub_actions
             works += [Work(forward.stage_index, "F", forward.microbatch_index, True), *_works([backward])]
