@@ -1,10 +1,10 @@
 """Dynamic micro-batches: watches the times of pipeline stages and chooses the size that makes a step shortest.
 
 Smaller micro-batches fill the pipeline sooner (the bubble shrinks with their number) but pay a fixed price each:
-launches, Python, matrix products too small for the machine. Neither is known before it is measured, and both drift. So the
-balancer fits, for every stage, seconds = fixed + rate × samples to what it sees, simulates the schedule for every size
-that divides the batch, and moves to the best one. The tokens of a step, and so its gradient, stay the same: sizes are
-equal within a step because torch's stages receive into buffers of one shape.
+launches, Python, matrix products too small for the machine. Neither is known before it is measured, and both drift.
+So the balancer fits, for every stage, seconds = fixed + rate × samples to what it sees, simulates the schedule for
+every size that divides the batch, and moves to the best one. The tokens of a step, and so its gradient, stay the same:
+sizes are equal within a step because torch's stages receive into buffers of one shape.
 
 Everything is a pure function of the observations: ranks that are handed the same times decide the same, so gather them.
 """
