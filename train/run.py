@@ -31,7 +31,14 @@ from penjing.train.loss_scale import LossScale, initial_scale
 from penjing.train.memory import MemoryEstimate, check_memory, estimate_memory, memory_limit
 from penjing.train.monitor import Monitor, open_sinks
 from penjing.train.optimizer import AveragedWeights, build_optimizer
-from penjing.train.precision import Precision, apply_environment, check_hardware
+from penjing.train.precision import (
+    Precision,
+    apply_environment,
+    check_hardware,
+    for_device,
+    multiplies_bfloat16,
+    slow_modes,
+)
 from penjing.train.profile import profiling
 from penjing.train.recipe import RunRecipe, TrainRecipe, parse_size
 from penjing.train.recompute import apply_recompute
@@ -113,13 +120,13 @@ def train_task(
 
 class _Run:
     def __init__(self, recipe: RunRecipe, task: Task, world: World, progress: Progress) -> None:
-        self.recipe = recipe
+        self.recipe = recipe.model_copy(update={"precision": for_device(recipe.precision, world.device)})
         self.task = task
         self.world = world
         self.progress = progress
         check_hardware(recipe.precision, world.device)
-        if "fp16" in recipe.precision.modes and world.device.type == "cpu":
-            progress.note("precision.mode = 'fp16' is up to 100 times slower than 'bf16' on most CPUs: it is for GPUs")
+        if slow := slow_modes(recipe.precision, world.device):
+            progress.note(slow)
 
     def train(
         self, resume: str, force: bool, profile: bool, stop_requested: Callable[[], bool], began: float, command: str
@@ -230,7 +237,8 @@ class _Run:
         example = {name: tensor.to(world.device) for name, tensor in self.task.example(1).items()}
         # Of the plain objective: a teacher's passes are no work of this model.
         flops = forward_flops(model, self.task.objective.evaluation(), example) / self.task.objective.count(example)
-        half = recipe.precision.mode in ("bf16", "fp16", "hybrid")
+        # Without instructions for 16 bits the ceiling is float32's, and measuring the other would take a minute.
+        half = recipe.precision.mode in ("bf16", "fp16", "hybrid") and multiplies_bfloat16(world.device)
         peak, origin = peak_flops(world.device, torch.bfloat16 if half else torch.float32)
         self.progress.note(
             f"MFU counts {3 * flops:.3g} FLOP/{self.task.unit[:-1]} against {peak:.3g} FLOP/s ({origin})"

@@ -11,8 +11,18 @@ from torch.overrides import TorchFunctionMode
 
 from penjing.core.errors import ConfigError
 from penjing.core.models.decoder import Decoder
+from penjing.train import precision
 from penjing.train.fp8 import fp8_linear
-from penjing.train.precision import Phase, Precision, PrecisionConfig, Rule, apply_environment, set_formats
+from penjing.train.precision import (
+    Phase,
+    Precision,
+    PrecisionConfig,
+    Rule,
+    apply_environment,
+    for_device,
+    set_formats,
+    slow_modes,
+)
 from penjing.train.recompute import apply_recompute
 from tests.conftest import tiny_config
 
@@ -154,7 +164,7 @@ def test_the_environment_overrides_the_recipe() -> None:
     ("variable", "value", "says"),
     [
         ("PENJING_AMP_ENABLED", "yes", "write 0 or 1"),
-        ("PENJING_PRECISION_MODE", "fp4", "choose one of fp32, tf32, bf16, fp16, hybrid"),
+        ("PENJING_PRECISION_MODE", "fp4", "choose one of auto, fp32, tf32, bf16, fp16, hybrid"),
         ("PENJING_LOSS_SCALE_WINDOW", "0", "a number of steps"),
     ],
 )
@@ -207,3 +217,15 @@ def test_fp8_is_a_format_of_linear_modules() -> None:
     x = torch.randn(16, 32)
     set_formats(linear, "fp32", (Rule(match="linears", compute="fp8"),), "cpu")
     assert torch.equal(linear(x), fp8_linear(x, inner.weight, inner.bias))
+
+
+def test_auto_is_what_the_device_multiplies(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = PrecisionConfig(mode="auto", schedule=(Phase(until=0.5, mode="auto"), Phase(until=0.7, mode="fp16")))
+    for supported, expected in ((True, "bf16"), (False, "fp32")):
+        monkeypatch.setattr(precision, "multiplies_bfloat16", lambda device, supported=supported: supported)
+        chosen = for_device(config, CPU)
+        assert (chosen.mode, [phase.mode for phase in chosen.schedule]) == (expected, [expected, "fp16"])
+        assert Precision(model_of_three(), PrecisionConfig(mode="auto"), CPU).mode == expected
+        slow = slow_modes(PrecisionConfig(mode="hybrid"), CPU)
+        assert slow == "" if supported else "precision.mode = 'hybrid' is up to 100 times slower" in slow
+        assert "'fp16'" in slow_modes(chosen, CPU)

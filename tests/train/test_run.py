@@ -131,13 +131,13 @@ def test_an_alarm_stops_a_run_and_leaves_its_checkpoints(recipe: Path, tmp_path:
 
 
 def test_a_killed_run_resumes_to_the_same_losses(recipe: Path, tmp_path: Path, losses: Losses) -> None:
-    settings = ["steps=160", "checkpoint.every=20", "evaluation.every=0", "precision.mode=fp16", "average=0.9"]
+    settings = ["steps=48", "checkpoint.every=6", "evaluation.every=0", "precision.mode=fp16", "average=0.9"]
     train(recipe, [*settings, f"output={tmp_path}/whole"])
     expected = losses(tmp_path / "whole-run")
 
     flags = [flag for setting in settings for flag in ("--set", setting)]
     process = launch(recipe, *flags)
-    wait_for_step(tmp_path / "out-run", 45, process)
+    wait_for_step(tmp_path / "out-run", 16, process)
     process.kill()
     process.wait()
     assert not (tmp_path / "out").exists()

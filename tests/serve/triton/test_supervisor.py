@@ -76,7 +76,7 @@ def test_a_killed_stub_is_noticed_at_once_and_the_server_comes_back(tiny_long: P
         asking.join(5)
         assert all(isinstance(error, ServerError) and "broke after" in str(error) for error in asking.errors)
         assert served.wait_ready(restarts=1) < 30
-        assert served.health() == 200
+        wait_until(lambda: served.health() == 200, 5, "an answer to the health check")
         with served.client() as client:
             assert client.generate("the same", max_tokens=12, **GREEDY).text == before
         found = served.state
