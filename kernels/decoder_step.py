@@ -120,7 +120,7 @@ class DecoderStep:
             num_layers=len(layers),
             vocab=self.vocab,
             hidden=self.hidden,
-            intermediate=_size(layers[0].gate)[0],
+            intermediate=max(_size(layer.gate)[0] for layer in layers),
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
             head_dim=head_dim,
@@ -353,8 +353,8 @@ def _size(linear: AnyLinear) -> tuple[int, int]:
 def _check_layers(layers: Sequence[LayerWeights], hidden: int, q_size: int, kv_size: int) -> None:
     if not layers:
         raise ValueError("a decoder without layers")
-    inner = _size(layers[0].gate)[0]
     for index, layer in enumerate(layers):
+        inner = _size(layer.gate)[0]
         shapes = {
             "q": (q_size, hidden),
             "k": (kv_size, hidden),

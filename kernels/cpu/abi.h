@@ -55,7 +55,7 @@ struct PjModel {
     int64_t num_layers;
     int64_t vocab;
     int64_t hidden;
-    int64_t intermediate;
+    int64_t intermediate;  // of the widest layer; a layer's own is its down.k
     int64_t num_heads;
     int64_t num_kv_heads;
     int64_t head_dim;

@@ -305,7 +305,7 @@ void Decoder::store_rotated(int64_t index, int64_t row, int64_t part) {
 // Output projection, norm and MLP, each added to `hidden`. Ends with a barrier.
 void Decoder::tail(const Team& team, const PjLayer& layer, float* hidden, const float* attended, int64_t count,
                    const Buffers& b, const PjLinear& after) {
-    const int64_t width = model_.hidden, inner = model_.intermediate, heads = q_size();
+    const int64_t width = model_.hidden, inner = layer.down.k, heads = q_size();
     each_row(team, count, layer.out, [&](int64_t i) { enter(layer.out, b.rows, i, attended + i * heads); });
     apply_linear(*ops_, layer.out, b.rows, count, team.member, team.members, hidden, width, true);
     sync(team, layer.gate_up[0]);
