@@ -1,0 +1,96 @@
+"""A small builder of ONNX graphs: nodes in order, each value named after what it is."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import onnx
+import torch
+from onnx import TensorProto, helper, numpy_helper
+from torch import Tensor
+
+from penjing.compress.quant.fake_quantize import ActivationQuantizer
+from penjing.compress.quant.modules import Folded
+
+OPSET = 21  # the first with 16-bit types and blocks; per-channel INT8 and FP8 are in it
+IR_VERSION = 10
+_ZERO_TYPES = {"int8": np.int8, "uint8": np.uint8}
+
+
+class GraphBuilder:
+    """Adds nodes and constants; `model` makes an ONNX model of them."""
+
+    def __init__(self) -> None:
+        self._nodes: list[onnx.NodeProto] = []
+        self._constants: dict[str, onnx.TensorProto] = {}
+
+    def constant(self, name: str, value: np.ndarray | Tensor) -> str:
+        """Store a tensor (also float8_e4m3fn) once under `name`."""
+        if name not in self._constants:
+            self._constants[name] = _tensor(name, value)
+        return name
+
+    def node(self, operator: str, inputs: list[str], output: str, **attributes: Any) -> str:
+        """Add a node; returns `output`."""
+        self._nodes.append(helper.make_node(operator, inputs, [output], name=f"{output}/{operator}", **attributes))
+        return output
+
+    def quantize(self, x: str, quantizer: ActivationQuantizer, output: str) -> str:
+        """Q and DQ of an activation; returns the floating value."""
+        scale = self.constant(f"{quantizer.name}/scale", quantizer.positive_scale().detach())
+        if quantizer.format.name == "fp8":
+            zero = self.constant(f"{quantizer.name}/zero", torch.zeros(()).to(torch.float8_e4m3fn))
+        else:
+            kind = _ZERO_TYPES[quantizer.format.name]
+            zero = self.constant(f"{quantizer.name}/zero", quantizer.zero_point.numpy().astype(kind))
+        stored = self.node("QuantizeLinear", [x, scale, zero], f"{output}/quantized")
+        return self.node("DequantizeLinear", [stored, scale, zero], output)
+
+    def weight(self, name: str, folded: Folded) -> str:
+        """A layer's weight: floating, or stored in its format and widened by a DQ with a scale for each channel."""
+        if folded.scale is None:
+            return self.constant(f"{name}.weight", folded.weight)
+        stored = self.constant(f"{name}.weight", folded.weight)
+        scale = self.constant(f"{name}.weight/scale", folded.scale)
+        zero = self.constant(f"{name}.weight/zero", torch.zeros(len(folded.scale)).to(folded.weight.dtype))
+        return self.node("DequantizeLinear", [stored, scale, zero], f"{name}.weight/dequantized", axis=0)
+
+    def bias(self, name: str, folded: Folded, input_scale: Tensor | None) -> str:
+        """A layer's bias: INT32 in steps of input_scale · weight scale if the former is given, else floating."""
+        if input_scale is None or folded.scale is None:
+            return self.constant(f"{name}.bias", folded.bias)
+        step = (input_scale * folded.scale).to(torch.float32)
+        integers = (folded.bias.double() / step.double()).round().to(torch.int32)
+        stored = self.constant(f"{name}.bias", integers)
+        scale = self.constant(f"{name}.bias/scale", step)
+        return self.node("DequantizeLinear", [stored, scale], f"{name}.bias/dequantized", axis=0)
+
+    def model(self, inputs: dict[str, list[Any]], outputs: dict[str, list[Any]], about: dict[str, str]) -> Any:
+        """The checked model; shapes hold numbers and names of dynamic sizes.
+
+        Raises:
+            onnx.checker.ValidationError: the graph is not valid ONNX, a bug here.
+        """
+        graph = helper.make_graph(
+            self._nodes,
+            "penjing",
+            [helper.make_tensor_value_info(name, TensorProto.FLOAT, shape) for name, shape in inputs.items()],
+            [helper.make_tensor_value_info(name, TensorProto.FLOAT, shape) for name, shape in outputs.items()],
+            list(self._constants.values()),
+        )
+        model = helper.make_model(
+            graph, opset_imports=[helper.make_opsetid("", OPSET)], ir_version=IR_VERSION, producer_name="penjing"
+        )
+        helper.set_model_props(model, about)
+        onnx.checker.check_model(model, full_check=True)
+        return model
+
+
+def _tensor(name: str, value: np.ndarray | Tensor) -> onnx.TensorProto:
+    if isinstance(value, Tensor):
+        if value.dtype == torch.float8_e4m3fn:
+            data = value.detach().contiguous().view(torch.uint8).numpy().tobytes()
+            return helper.make_tensor(name, TensorProto.FLOAT8E4M3FN, list(value.shape), data, raw=True)
+        value = value.detach().contiguous().numpy()
+    return numpy_helper.from_array(np.ascontiguousarray(value).reshape(value.shape), name)
