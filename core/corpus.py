@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sysconfig
+from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -11,6 +13,7 @@ from penjing.core.errors import InputError
 from penjing.core.tokenizer import Tokenizer
 
 TOPIC_GAP = "\n\n"
+CODE_PACKAGES = ("email", "json")  # 350 kB; `code_text` reads modules that lie in no package
 
 
 def heldout_text() -> str:
@@ -20,9 +23,21 @@ def heldout_text() -> str:
 
 def calibration_text() -> str:
     """The other help topics, for calibration, without the paragraphs that `heldout_text` has too. About 200 kB."""
-    held = {_normal(paragraph) for paragraph in _topics(1).split(TOPIC_GAP)}
-    # CPython repeats whole sections in several topics: 15 % of the held-out lines were in both halves
-    return TOPIC_GAP.join(paragraph for paragraph in _topics(0).split(TOPIC_GAP) if _normal(paragraph) not in held)
+    return TOPIC_GAP.join(_calibration_paragraphs(_topics(0)))
+
+
+def calibration_documents() -> Iterator[tuple[str, str]]:
+    """(Name, text) of what a model may be trained on before it is evaluated on `heldout_text` and `code_text`: the
+    help topics of `calibration_text` one by one, and modules of a few packages. About 550 kB."""
+    from pydoc_data.topics import topics
+
+    for name in sorted(topics)[::2]:
+        if text := TOPIC_GAP.join(_calibration_paragraphs(topics[name])):
+            yield f"prose/{name}", text
+    for package in CODE_PACKAGES:
+        for path in sorted((Path(sysconfig.get_path("stdlib")) / package).rglob("*.py")):
+            if text := path.read_text(encoding="utf-8"):
+                yield f"code/{package}/{path.stem}", text
 
 
 def code_text(num_chars: int) -> str:
@@ -57,6 +72,17 @@ def calibration_tokens(tokenizer: Tokenizer, num_tokens: int) -> torch.Tensor:
         InputError: the text has fewer tokens.
     """
     return _tokens(tokenizer, calibration_text(), num_tokens)
+
+
+def _calibration_paragraphs(text: str) -> Iterator[str]:
+    # CPython repeats whole sections in several topics: 15 % of the held-out lines were in both halves
+    held = _heldout_paragraphs()
+    return (paragraph for paragraph in text.split(TOPIC_GAP) if _normal(paragraph) not in held)
+
+
+@cache
+def _heldout_paragraphs() -> frozenset[str]:
+    return frozenset(_normal(paragraph) for paragraph in heldout_text().split(TOPIC_GAP))
 
 
 def _topics(remainder: int) -> str:

@@ -5,7 +5,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from penjing.core.corpus import calibration_text, calibration_tokens, code_text, heldout_text, heldout_tokens
+from penjing.core.corpus import (
+    calibration_documents,
+    calibration_text,
+    calibration_tokens,
+    code_text,
+    heldout_text,
+    heldout_tokens,
+)
 from penjing.core.errors import InputError
 from penjing.core.tokenizer import Tokenizer
 
@@ -15,6 +22,18 @@ def test_the_halves_share_no_topic() -> None:
     shared = {line for line in held & calibration if len(line) > 60}
     assert len(shared) < 0.02 * len(held)  # a few formulas of the language's grammar occur in several topics
     assert min(len(heldout_text()), len(calibration_text())) > 100_000
+
+
+def test_documents_for_training_hold_nothing_that_is_evaluated() -> None:
+    documents = dict(calibration_documents())
+    prose = "\n\n".join(text for name, text in documents.items() if name.startswith("prose/"))
+    code = "".join(text for name, text in documents.items() if name.startswith("code/"))
+    assert min(len(prose), len(code)) > 150_000
+    held = {" ".join(paragraph.split()) for paragraph in heldout_text().split("\n\n")} - {""}
+    assert not held & {" ".join(paragraph.split()) for paragraph in prose.split("\n\n")}
+    evaluated = {line for line in code_text(1_000_000).splitlines() if len(line) > 60}
+    shared = evaluated & {line for line in code.splitlines() if len(line) > 60}
+    assert len(shared) < 0.005 * len(evaluated)  # a common import or comment
 
 
 def test_tokens_begin_the_text(smollm2: Path) -> None:

@@ -7,6 +7,7 @@ import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 
+from penjing.core.corpus import calibration_documents
 from penjing.core.errors import InputError
 
 Document = tuple[str, str]  # (name, text)
@@ -18,7 +19,8 @@ def documents(source: str) -> Iterator[Document]:
 
     Args:
         source: "builtin:prose" (CPython's help topics, 0.5 MB), "builtin:code" (the standard library's modules without
-            tests, about 12 MB), or a file or folder of UTF-8 text (suffixes `TEXT_SUFFIXES`).
+            tests, about 12 MB), "builtin:calibration" (0.5 MB of both that `penjing compress` never evaluates on), or
+            a file or folder of UTF-8 text (suffixes `TEXT_SUFFIXES`).
 
     Raises:
         InputError: no such source, nothing in it, or a file that is not UTF-8.
@@ -27,8 +29,12 @@ def documents(source: str) -> Iterator[Document]:
         return _prose()
     if source == "builtin:code":
         return _code()
+    if source == "builtin:calibration":
+        return ((f"{source}/{name}", text) for name, text in calibration_documents())
     if source.startswith("builtin:"):
-        raise InputError(f"data.sources: {source!r} is unknown; choose builtin:prose, builtin:code or a folder")
+        raise InputError(
+            f"data.sources: {source!r} is unknown; choose builtin:prose, builtin:code, builtin:calibration or a folder"
+        )
     return _files(Path(source))
 
 
