@@ -16,6 +16,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any
 
+import torch
 from pydantic import AwareDatetime, Field, model_validator
 
 from penjing.core.config import Config, parse_config
@@ -84,7 +85,7 @@ def new_row(
         "baseline": baseline,
         "ratio": _significant(ratio),
         "share_of_limit": _significant(share_of_limit),
-        "device": here["name"],
+        "device": f"{here['name']}, {torch.backends.cpu.get_cpu_capability()}",
         "cores": here["cores"],
         "versions": versions() | (more_versions or {}),
         "runs": runs,

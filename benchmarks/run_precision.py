@@ -19,19 +19,30 @@ from rows import append, new_row
 
 from penjing.core.cli import guarded
 from penjing.core.progress import progress_bar
+from penjing.train.precision import MODES, multiplies_bfloat16
 from penjing.train.run import train
 
 ROOT = Path(__file__).resolve().parents[1]
 
-NOT_ON_A_CPU = {
+WITHOUT_A_GPU = {
     "tf32": "needs an NVIDIA GPU",
     "fp16": "needs a GPU: torch's float16 products on a CPU without AVX512-FP16 take 100 times as long as float32's",
 }
 
 
+SLOW_HERE = dict.fromkeys(("bf16", "hybrid"), "this processor has no instructions for bfloat16 products")
+
+
+def not_here() -> dict[str, str]:
+    """The modes that this machine cannot train in, or only at a hundredth of the speed, and why."""
+    if torch.cuda.is_available():
+        return {}
+    return WITHOUT_A_GPU | ({} if multiplies_bfloat16(torch.device("cpu")) else SLOW_HERE)
+
+
 def modes_here() -> list[str]:
     """The modes that this machine can train in."""
-    return ["fp32", "bf16", "hybrid", *(NOT_ON_A_CPU if torch.cuda.is_available() else ())]
+    return [mode for mode in MODES if mode != "auto" and mode not in not_here()]
 
 
 def main() -> int:
@@ -61,7 +72,7 @@ def main() -> int:
             rows.append(new_row("precision", f"{metric}_{mode}", values[mode], unit, runs=1, **against))  # pyright: ignore[reportArgumentType]
     rows += [
         new_row("precision", f"{metric}_{mode}", None, unit, runs=0, reason=reason)
-        for mode, reason in NOT_ON_A_CPU.items()
+        for mode, reason in not_here().items()
         if mode not in arguments.modes
         for metric, unit in (("loss", "nats"), ("step", "s"))
     ]

@@ -17,6 +17,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import torch
 from rows import Row, append, new_row, show
 from torch import nn
 from train_contestants import DecoderBench, ImageBench, Run, interleave, make_shards, steps_of
@@ -30,10 +31,12 @@ from penjing.train.checkpoint import Checkpoints
 from penjing.train.data.prefetch import Prefetched
 from penjing.train.memory import estimate_memory
 from penjing.train.objective import Batch, CrossEntropy
+from penjing.train.precision import multiplies_bfloat16
 from penjing.train.recipe import DecoderModel, TextData, TrainRecipe
 from penjing.train.recompute import apply_recompute
 from penjing.train.vision import ImageClassification
 
+NO_BFLOAT16 = "this processor has no instructions for bfloat16 products"
 ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -70,6 +73,7 @@ class Bench:
         self.scratch = scratch
         self.turns = turns
         self.progress = progress
+        self.modes = ("fp32", "bf16") if multiplies_bfloat16(torch.device("cpu")) else ("fp32",)
 
     def interleave(self, task: str, contestants: dict[str, Run], steps: int) -> dict[str, float]:
         """See `train_contestants.interleave`."""
@@ -85,45 +89,56 @@ class Bench:
         import transformers
 
         bench = self.bench
-        contestants: dict[str, Run] = {
-            "fp32": steps_of(bench.trainer()),
-            "bf16": steps_of(bench.trainer("bf16")),
-            "hybrid": steps_of(bench.trainer("hybrid")),
-            "plain fp32": bench.plain(bench.model()),
-            "plain bf16": bench.plain(bench.model(), "bf16"),
-            "transformers fp32": bench.plain(bench.transformers_model()),
-            "transformers bf16": bench.plain(bench.transformers_model(), "bf16"),
-        }
+        contestants: dict[str, Run] = {}
+        for mode in self.modes:
+            contestants[mode] = steps_of(bench.trainer(mode))
+            contestants[f"plain {mode}"] = bench.plain(bench.model(), mode)
+            contestants[f"transformers {mode}"] = bench.plain(bench.transformers_model(), mode)
+        best = self.modes[-1]
+        if best == "bf16":
+            contestants["hybrid"] = steps_of(bench.trainer("hybrid"))
         if compiled:
-            contestants["bf16 compiled"] = steps_of(bench.trainer("bf16", compiled=True))
+            contestants[f"{best} compiled"] = steps_of(bench.trainer(best, compiled=True))
         times = self.interleave("decoder", contestants, 2)
         llama = f"plain loop, transformers {transformers.__version__} Llama"
-        pairs = [
-            ("decoder_fp32", "fp32", "plain loop, same model", "plain fp32"),
-            ("decoder_fp32", "fp32", llama, "transformers fp32"),
-            ("decoder_bf16", "bf16", "plain loop, same model", "plain bf16"),
-            ("decoder_bf16", "bf16", llama, "transformers bf16"),
-            ("decoder_bf16", "bf16", "penjing fp32", "fp32"),
-            ("decoder_hybrid", "hybrid", "penjing fp32", "fp32"),
-        ]
+        pairs: list[tuple[str, str, str, str]] = []
+        for mode in self.modes:
+            pairs.append((f"decoder_{mode}", mode, "plain loop, same model", f"plain {mode}"))
+            pairs.append((f"decoder_{mode}", mode, llama, f"transformers {mode}"))
+        if best == "bf16":
+            pairs.append(("decoder_bf16", "bf16", "penjing fp32", "fp32"))
+            pairs.append(("decoder_hybrid", "hybrid", "penjing fp32", "fp32"))
         if compiled:
-            pairs.append(("decoder_bf16_compiled", "bf16 compiled", "penjing bf16", "bf16"))
+            pairs.append((f"decoder_{best}_compiled", f"{best} compiled", f"penjing {best}", best))
+            pairs.append((f"decoder_{best}_compiled", f"{best} compiled", "plain loop, same model", f"plain {best}"))
         rate = {name: self.tokens / seconds for name, seconds in times.items()}
-        return [self.row(metric, rate[name], "tok/s", baseline, rate[other]) for metric, name, baseline, other in pairs]
+        rows = [self.row(metric, rate[name], "tok/s", baseline, rate[other]) for metric, name, baseline, other in pairs]
+        return rows + self.unmeasured("decoder_bf16", "decoder_hybrid", unit="tok/s")
 
     def resnet(self) -> list[Row]:
         """Images a second of the ResNet recipe beside a plain loop, in float32 and bfloat16."""
         recipe = load_recipe(TrainRecipe, ROOT / "recipes" / "resnet-fashion.toml")
         task = ImageClassification(recipe, recipe.model, recipe.data, Silent())  # pyright: ignore[reportArgumentType]
         bench = ImageBench(task.build_model, (recipe.data.batch_size, 1, 28, 28))
-        contestants = {mode: steps_of(bench.trainer(mode)) for mode in ("fp32", "bf16")}
-        contestants |= {f"plain {mode}": bench.plain(mode) for mode in ("fp32", "bf16")}
+        contestants = {mode: steps_of(bench.trainer(mode)) for mode in self.modes}
+        contestants |= {f"plain {mode}": bench.plain(mode) for mode in self.modes}
         times = self.interleave("resnet", contestants, 5)
         rate = {name: recipe.data.batch_size / seconds for name, seconds in times.items()}
+        rows = [
+            self.row(f"resnet_{mode}", rate[mode], "img/s", "plain loop, same model", rate[f"plain {mode}"])
+            for mode in self.modes
+        ]
+        if "bf16" in self.modes:
+            rows.append(self.row("resnet_bf16", rate["bf16"], "img/s", "penjing fp32", rate["fp32"]))
+        return rows + self.unmeasured("resnet_bf16", unit="img/s")
+
+    def unmeasured(self, *metrics: str, unit: str) -> list[Row]:
+        """Rows without a value for bfloat16 where the processor does not multiply it."""
+        if "bf16" in self.modes:
+            return []
         return [
-            self.row("resnet_fp32", rate["fp32"], "img/s", "plain loop, same model", rate["plain fp32"]),
-            self.row("resnet_bf16", rate["bf16"], "img/s", "plain loop, same model", rate["plain bf16"]),
-            self.row("resnet_bf16", rate["bf16"], "img/s", "penjing fp32", rate["fp32"]),
+            new_row("train", metric, None, unit, runs=0, baseline="penjing fp32", reason=NO_BFLOAT16)
+            for metric in metrics
         ]
 
     def recomputation(self) -> list[Row]:
@@ -172,7 +187,7 @@ class Bench:
         """Tokens a second that the loader delivers, and the share of a step that the loop waits for it."""
         self.progress.start("loader", 1)
         stream = self.bench.stream()
-        trainer = self.bench.trainer("bf16")
+        trainer = self.bench.trainer(self.modes[-1])
         waits = Waits(Prefetched(self.bench.stream()))
         trainer.stream = waits
         began = time.perf_counter()
