@@ -2,36 +2,17 @@
 
 from __future__ import annotations
 
-import io
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from jinja2 import Environment, StrictUndefined
-from markupsafe import Markup
-
+from penjing.compress.page import AFTER, BEFORE, figure, render
 from penjing.compress.preflight import megabytes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-BEFORE, AFTER = "#9aa5b1", "#2f6f4f"
 KINDS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
-TEMPLATE = """<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><title>{{ report.model }} in INT8</title>
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<style>
-body { font: 16px/1.5 system-ui, sans-serif; max-width: 62rem; margin: 2rem auto; padding: 0 1rem; color: #1f2933; }
-table { border-collapse: collapse; margin: 1rem 0; }
-th, td { padding: .25rem .8rem; text-align: right; border-bottom: 1px solid #d9e2ec; }
-th:first-child, td:first-child { text-align: left; }
-code, pre { background: #f0f4f8; padding: .1rem .3rem; }
-pre { padding: .8rem; overflow-x: auto; }
-svg { max-width: 100%; height: auto; }
-.figures { display: flex; flex-wrap: wrap; gap: 1rem; }
-</style></head><body>
-<h1>{{ report.model }} in INT8</h1>
-<p>{{ "{:,}".format(report.parameters) }} parameters, {{ report.bytes_fp32 | megabytes }} in FP32 →
+TEMPLATE = """<p>{{ "{:,}".format(report.parameters) }} parameters, {{ report.bytes_fp32 | megabytes }} in FP32 →
 <strong>{{ report.bytes_int8 | megabytes }}</strong>
 ({{ "%.1f" | format(report.bytes_fp32 / report.bytes_int8) }} times smaller), in
 {{ "%.0f" | format(report.seconds) }} s with {{ report.peak_memory_bytes | megabytes }} of memory at most
@@ -71,23 +52,21 @@ rounding that differs turns into other INT8 roundings layer by layer, so logits 
 <table>{% for name, version in report.versions.items() %}<tr><td>{{ name }}</td><td>{{ version }}</td></tr>{% endfor %}
 <tr><td>processor</td><td>{{ report.processor.name }}, {{ report.processor.cores }} cores,
 {{ report.processor.memory_bytes | megabytes }}</td></tr></table>
-</body></html>
 """
 
 
 def report_page(report: dict[str, Any]) -> str:
     """The HTML of `report.json`'s content; needs no other file and no network."""
-    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True)
-    environment.filters["megabytes"] = megabytes
     steps = _steps(report)
     figures = {
-        "size": _figure(lambda axes: _draw_size(axes, report), 4, 3),
-        "perplexity": _figure(lambda axes: _draw_perplexity(axes, report), 4, 3),
-        "errors": _figure(lambda axes: _draw_errors(axes, report), 9, 3.6),
-        "steps": _figure(lambda axes: _draw_steps(axes, steps), 9, 2.6),
+        "size": figure(lambda axes: _draw_size(axes, report), 4, 3),
+        "perplexity": figure(lambda axes: _draw_perplexity(axes, report), 4, 3),
+        "errors": figure(lambda axes: _draw_errors(axes, report), 9, 3.6),
+        "steps": figure(lambda axes: _draw_steps(axes, steps), 9, 2.6),
     }
     worst = sorted(report["linears"], key=lambda row: -row["output"])[:10]
-    return environment.from_string(TEMPLATE).render(report=report, figures=figures, worst=worst, steps=steps)
+    values = {"report": report, "figures": figures, "worst": worst, "steps": steps}
+    return render(f"{report['model']} in INT8", TEMPLATE, values)
 
 
 def _steps(report: dict[str, Any]) -> list[dict[str, Any]]:
@@ -101,23 +80,6 @@ def _steps(report: dict[str, Any]) -> list[dict[str, Any]]:
         else:
             steps.append({**step, "name": name})
     return steps
-
-
-def _figure(draw: Callable[[Axes], None], width: float, height: float) -> Markup:
-    """An inline SVG of `width` × `height` inches."""
-    from matplotlib import rc_context
-    from matplotlib.figure import Figure
-
-    # hashsalt and no date: the same report gives the same page
-    with rc_context({"svg.hashsalt": "penjing", "svg.fonttype": "none", "font.family": "sans-serif", "font.size": 9}):
-        figure = Figure(figsize=(width, height), layout="constrained")
-        axes = figure.add_subplot()
-        axes.spines[["top", "right"]].set_visible(False)
-        draw(axes)
-        out = io.StringIO()
-        figure.savefig(out, format="svg", metadata={"Date": None})
-    text = out.getvalue()
-    return Markup(text[text.index("<svg") :])
 
 
 def _draw_size(axes: Axes, report: dict[str, Any]) -> None:
