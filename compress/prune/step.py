@@ -146,7 +146,7 @@ def _open(
     """The checkpoint, and the influence of its layers where these were ranked."""
     if step.needs_data() and data is None:
         raise ConfigError(
-            "this pruning step looks at calibration data (method, latency or a number of layers): give it"
+            "this pruning step needs calibration data, for its method, its latency or its number of layers; give some"
         )
     if "task" in read_json_object(source / "config.json"):
         if step.parts is not None:

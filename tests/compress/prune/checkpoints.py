@@ -92,10 +92,10 @@ def resnet(folder: Path, config: ResNetConfig | None = None) -> ResNet:
     return model
 
 
-def prune(source: Path, target: Path, data: Data | None = None, **step: Any) -> dict[str, Any]:
-    """Prune `source` into the new folder `target`."""
-    target.mkdir()
-    return prune_checkpoint(source, target, PruneStep.model_validate(step), data, Silent())
+def prune(source: Path, into: Path, data: Data | None = None, /, **step: Any) -> dict[str, Any]:
+    """Prune `source` into the new folder `into`."""
+    into.mkdir()
+    return prune_checkpoint(source, into, PruneStep.model_validate(step), data, Silent())
 
 
 def masked(model: Any, record: dict[str, Any], groups: Any) -> Any:
