@@ -53,8 +53,11 @@ Overrides = Annotated[
 ]
 Runs = Annotated[int, typer.Option(min=1, help="Runs after a warm-up; medians are shown.")]
 KvDtype = Annotated[
-    Literal["float32", "int8"],
+    Literal["auto", "float32", "float16", "bfloat16", "int8"],
     typer.Option(help="How the KV cache is kept: int8 holds nearly four times the tokens, long contexts run faster."),
+]
+Device = Annotated[
+    Literal["auto", "cpu", "cuda"], typer.Option(help="Where the model runs; `auto`: on CUDA where there is a GPU.")
 ]
 Json = Annotated[Path | None, typer.Option("--json", help="Also write the result to this file.")]
 
@@ -158,7 +161,8 @@ def generate(
     seed: Annotated[int | None, typer.Option(help="Makes sampling repeatable.")] = None,
     stop: Annotated[list[str] | None, typer.Option(help="Stop before this text; may be repeated.")] = None,
     chat: Annotated[bool, typer.Option("--chat", help="Wrap the prompt in the model's chat template.")] = False,
-    kv_dtype: KvDtype = "float32",
+    kv_dtype: KvDtype = "auto",
+    device: Device = "cpu",
 ) -> None:
     """Generate text in this process, streaming it as it comes.
 
@@ -169,7 +173,7 @@ def generate(
     sampling: dict[str, Any] = {"max_tokens": max_tokens, "temperature": temperature, "top_p": top_p, "top_k": top_k}
     sampling |= {"stop": stop or [], **({} if seed is None else {"seed": seed})}
     text = sys.stdin.read() if prompt == "-" else prompt
-    generate_to_terminal(model, text, sampling, chat=chat, kv_dtype=kv_dtype)
+    generate_to_terminal(model, text, sampling, chat=chat, kv_dtype=kv_dtype, device=device)
 
 
 @app.command()
@@ -180,7 +184,8 @@ def serve(
     http_port: Annotated[int, typer.Option(min=1, max=65535, help="HTTP.")] = 8000,
     metrics_port: Annotated[int, typer.Option(min=1, max=65535, help="Prometheus metrics.")] = 8002,
     detach: Annotated[bool, typer.Option("--detach", help="Return when ready; `penjing stop` ends it.")] = False,
-    kv_dtype: KvDtype = "float32",
+    kv_dtype: KvDtype = "auto",
+    device: Device = "cpu",
     overrides: Annotated[
         list[str] | None,
         typer.Option("--set", metavar="KEY=VALUE", help="An engine setting, for example max_num_sequences=64."),
@@ -194,7 +199,7 @@ def serve(
     from penjing.serve.triton.supervisor import serve as run
 
     config = ServeConfig(host=host, grpc_port=grpc_port, http_port=http_port, metrics_port=metrics_port)
-    run(model, config, detach=detach, engine_overrides=[f"kv_dtype={kv_dtype}", *(overrides or [])])
+    run(model, config, detach=detach, engine_overrides=[f"kv_dtype={kv_dtype}", f"device={device}", *(overrides or [])])
 
 
 @app.command()
@@ -241,7 +246,9 @@ def server_status() -> None:
 
 
 @bench_app.command("engine")
-def bench_engine(model: Model, runs: Runs = 5, kv_dtype: KvDtype = "float32", json_file: Json = None) -> None:
+def bench_engine(
+    model: Model, runs: Runs = 5, kv_dtype: KvDtype = "auto", device: Device = "cpu", json_file: Json = None
+) -> None:
     """Measure the engine in this process: prefill, one stream, 16 streams.
 
     Example: `penjing bench engine build/smollm2-int8 --json bench.json`
@@ -250,7 +257,7 @@ def bench_engine(model: Model, runs: Runs = 5, kv_dtype: KvDtype = "float32", js
     from penjing.serve.bench_engine import bench_engine as run
 
     with progress_bar() as progress:
-        result = run(model, runs=runs, progress=progress, kv_dtype=kv_dtype)
+        result = run(model, runs=runs, progress=progress, kv_dtype=kv_dtype, device=device)
     _show(result, json_file)
 
 

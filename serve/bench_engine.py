@@ -14,7 +14,7 @@ from typing import Any
 from penjing.core.corpus import heldout_tokens
 from penjing.core.errors import InputError
 from penjing.core.progress import Progress, Silent
-from penjing.serve.config import EngineConfig, KvDtype
+from penjing.serve.config import Device, EngineConfig, KvDtype
 from penjing.serve.engine import LLMEngine
 from penjing.serve.request import Request, SamplingParams
 
@@ -34,7 +34,11 @@ class Timing:
 
 
 def bench_engine(
-    folder: Path, runs: int = RUNS, progress: Progress | None = None, kv_dtype: KvDtype = "float32"
+    folder: Path,
+    runs: int = RUNS,
+    progress: Progress | None = None,
+    kv_dtype: KvDtype = "auto",
+    device: Device = "cpu",
 ) -> dict[str, Any]:
     """Load `folder` and measure.
 
@@ -46,7 +50,7 @@ def bench_engine(
     Raises:
         InputError: the folder is no model, or its context or KV cache is shorter than 513 tokens.
     """
-    config = EngineConfig(enable_prefix_caching=False, max_num_sequences=NUM_STREAMS, kv_dtype=kv_dtype)
+    config = EngineConfig(enable_prefix_caching=False, max_num_sequences=NUM_STREAMS, kv_dtype=kv_dtype, device=device)
     engine = LLMEngine.from_folder(folder, config)
     return bench(engine, runs, progress or Silent()) | {"model": str(folder)}
 
@@ -99,6 +103,8 @@ def bench(engine: LLMEngine, runs: int, progress: Progress) -> dict[str, Any]:
         },
         "runs": runs,
         "scheme": engine.scheme,
+        "device": engine.config.device,
+        "dtype": engine.config.dtype,
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "processor": platform.machine(),
     }

@@ -8,21 +8,29 @@ from pydantic import Field, model_validator
 
 from penjing.core.config import Config
 
-KvDtype = Literal["float32", "int8"]
+KvDtype = Literal["auto", "float32", "float16", "bfloat16", "int8"]
+Device = Literal["auto", "cpu", "cuda"]
 
 
 class EngineConfig(Config):
     """Limits and sizes of one engine; None is resolved once, when the engine is built."""
 
+    device: Device = "cpu"
+    """Where the model runs. cuda: the Triton-language kernels, with CUDA graphs for decode. auto: cuda where there is
+    one."""
+    dtype: Literal["auto", "float32", "float16", "bfloat16"] = "auto"
+    """Activations and float weights. auto: float32 on a CPU, which knows no other, and bfloat16 on CUDA."""
+    cuda_graphs: bool = True
+    """Capture decode steps of 1, 2, 4 … sequences at start (some seconds) and replay them: a step costs one launch."""
     block_size: int = Field(default=16, ge=1, le=512)
     """Tokens in a block of the KV cache: smaller shares and wastes less, larger reads faster."""
     num_blocks: int | None = Field(default=None, ge=2)
     """Blocks of the KV cache, the reserved null block included. None: from `kv_cache_bytes`."""
     kv_cache_bytes: int | None = Field(default=None, gt=0)
     """Bytes of the KV cache. None: a share of the memory that is available, and no more than can be used."""
-    kv_dtype: KvDtype = "float32"
-    """How keys and values are kept. int8, with a scale for each token and head: nearly four times the tokens in the
-    same bytes and faster answers to long prompts, for a small loss of accuracy."""
+    kv_dtype: KvDtype = "auto"
+    """How keys and values are kept. auto: in `dtype`. int8, with a scale for each token and head: nearly four times
+    the tokens of float32 in the same bytes and faster answers to long prompts, for a small loss of accuracy."""
     max_model_len: int | None = Field(default=None, ge=2)
     """Longest prompt plus answer in tokens. None: the model's context, or what the KV cache holds if that is less."""
     max_num_batched_tokens: int = Field(default=512, ge=1)

@@ -16,10 +16,11 @@ from penjing.core.load import LoadedModel, load_model
 from penjing.serve.answer import Answer
 from penjing.serve.blocks import BlockManager
 from penjing.serve.config import EngineConfig
+from penjing.serve.device import find_device, free_device_memory, resolve_device
 from penjing.serve.invariants import Snapshot, check_invariants
 from penjing.serve.kv_pool import available_memory, largest_window, resolve
 from penjing.serve.request import FinishReason, Request, RequestOutput
-from penjing.serve.runner import Runner
+from penjing.serve.runner import make_runner
 from penjing.serve.scheduler import Scheduler
 from penjing.serve.sequence import Batch, Sequence
 from penjing.serve.stats import EngineStats, Samples
@@ -56,7 +57,9 @@ class LLMEngine:
         Raises:
             ConfigError: the settings contradict each other, the model or the memory.
         """
-        self.config = resolve(config or EngineConfig(), loaded.config, available_memory())
+        config = resolve_device(config or EngineConfig(), loaded.config)
+        available = available_memory() if config.device == "cpu" else free_device_memory(loaded.model, config)
+        self.config = resolve(config, loaded.config, available)
         assert self.config.num_blocks is not None
         assert self.config.max_model_len is not None
         self.model_config, self.scheme = loaded.config, loaded.scheme
@@ -71,15 +74,7 @@ class LLMEngine:
         self.max_model_len: int = self.config.max_model_len
         self.samples = Samples()
         self.scheduler = self._new_scheduler()
-        self.runner = Runner(
-            loaded.model,
-            num_blocks=self.config.num_blocks,
-            block_size=self.config.block_size,
-            max_tokens=self.config.max_num_batched_tokens,
-            max_sequences=self.config.max_num_sequences,
-            max_model_len=self.max_model_len,
-            kv_dtype=self.config.kv_dtype,
-        )
+        self.runner = make_runner(loaded.model, self.config)
         # No token is longer; Unicode normalization may shrink a text, hardly to a quarter.
         self._max_prompt_chars = 4 * self.max_model_len * loaded.tokenizer.longest_token
         self._answers: dict[Sequence, Answer] = {}
@@ -98,6 +93,8 @@ class LLMEngine:
             InputError: the folder is missing, damaged or of another kind.
             ConfigError: see the constructor.
         """
+        if config is not None:
+            find_device(config.device)  # before the weights are read
         return cls(load_model(folder), config)
 
     def prepare(self, request: Request) -> PreparedRequest:

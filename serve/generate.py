@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from penjing.core.errors import InputError, ServerError
-from penjing.serve.config import EngineConfig, KvDtype
+from penjing.serve.config import Device, EngineConfig, KvDtype
 from penjing.serve.engine import LLMEngine
 from penjing.serve.request import Request, RequestOutput, SamplingParams
 
@@ -44,13 +44,18 @@ def generate_stream(
 
 
 def generate_to_terminal(
-    model: Path, text: str, sampling: dict[str, Any], chat: bool = False, kv_dtype: KvDtype = "float32"
+    model: Path,
+    text: str,
+    sampling: dict[str, Any],
+    chat: bool = False,
+    kv_dtype: KvDtype = "auto",
+    device: Device = "cpu",
 ) -> None:
     """Stream the answer to standard output; speed and the reason of its end to standard error."""
     params = SamplingParams.from_json(sampling)
     started = time.monotonic()
     first_token_time, last = None, None
-    config = EngineConfig(max_num_sequences=NUM_SEQUENCES, kv_dtype=kv_dtype)
+    config = EngineConfig(max_num_sequences=NUM_SEQUENCES, kv_dtype=kv_dtype, device=device)
     for output in generate_stream(model, text, params, config, chat=chat):
         first_token_time = first_token_time or time.monotonic()
         last = output

@@ -14,18 +14,21 @@ from penjing.core.errors import ConfigError
 from penjing.core.models.config import DecoderConfig
 from penjing.kernels.kv_layout import check_int8_head_dim
 from penjing.serve.config import EngineConfig, KvDtype
+from penjing.serve.device import DTYPES, resolve_device
 
 AVAILABLE_SHARE = 0.4  # of the memory that is free when the engine starts
 MAX_AUTO_BYTES = 4 << 30
+DEVICE_SHARE = 0.9  # of a GPU's memory beside model and workspace: nothing else lives there
 SCALE_BYTES = 4  # float32
 
 
 def resolve(config: EngineConfig, model: DecoderConfig, available_bytes: int) -> EngineConfig:
-    """`config` with `num_blocks`, `kv_cache_bytes` and `max_model_len` decided for `model`.
+    """`config` with `num_blocks`, `kv_cache_bytes` and `max_model_len` decided for `model`; see also `resolve_device`.
 
     Raises:
         ConfigError: the settings contradict each other, the model or the memory; says by how much.
     """
+    config = resolve_device(config, model)
     size, context = config.block_size, model.max_position_embeddings
     if config.max_model_len is not None and config.max_model_len > context:
         raise ConfigError(f"max_model_len={config.max_model_len} is above the model's context of {context} tokens")
@@ -43,7 +46,10 @@ def resolve(config: EngineConfig, model: DecoderConfig, available_bytes: int) ->
     elif config.kv_cache_bytes is not None:
         num_blocks = config.kv_cache_bytes // block_bytes
     else:
-        num_blocks = min(int(min(AVAILABLE_SHARE * available_bytes, MAX_AUTO_BYTES)) // block_bytes, useful_blocks)
+        room = DEVICE_SHARE * available_bytes
+        if config.device == "cpu":
+            room = min(AVAILABLE_SHARE * available_bytes, MAX_AUTO_BYTES)
+        num_blocks = min(int(room) // block_bytes, useful_blocks)
     if num_blocks < 2:
         raise ConfigError(
             f"the KV cache holds {num_blocks} blocks of {block_bytes} bytes and needs at least 2; "
@@ -90,23 +96,25 @@ def pool_shape(model: DecoderConfig, num_blocks: int, block_size: int) -> tuple[
 def bytes_per_block(model: DecoderConfig, block_size: int, kv_dtype: KvDtype) -> int:
     """Of all layers, scales included."""
     *rows, head_dim = pool_shape(model, 1, block_size)
-    return math.prod(rows) * (head_dim + SCALE_BYTES if kv_dtype == "int8" else head_dim * 4)
+    return math.prod(rows) * (head_dim + SCALE_BYTES if kv_dtype == "int8" else head_dim * DTYPES[kv_dtype].itemsize)
 
 
 def allocate_pool(
-    model: DecoderConfig, num_blocks: int, block_size: int, kv_dtype: KvDtype
+    model: DecoderConfig, num_blocks: int, block_size: int, kv_dtype: KvDtype, device: str = "cpu"
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Zeros of `pool_shape` in `kv_dtype`; for int8 also the float32 scales, without the last dimension.
 
-    The system hands out their pages when they are first written.
+    On the CPU the system hands out their pages when they are first written.
     """
     shape = pool_shape(model, num_blocks, block_size)
     if kv_dtype == "int8":
-        return _zeros(shape, torch.int8), _zeros(shape[:-1], torch.float32)
-    return _zeros(shape, torch.float32), None
+        return _zeros(shape, torch.int8, device), _zeros(shape[:-1], torch.float32, device)
+    return _zeros(shape, DTYPES[kv_dtype], device), None
 
 
-def _zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> torch.Tensor:
+    if device != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
     memory = mmap.mmap(-1, math.prod(shape) * dtype.itemsize)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         # A kernel without transparent huge pages refuses; the cache works, its address translation is slower.

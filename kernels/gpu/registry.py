@@ -13,6 +13,7 @@ OPERATIONS: tuple[str, ...] = (  # modules of this folder with `variants()`
     "flash_attention",
     "flash_attention_backward",
     "int8_matmul",
+    "linear",
     "moe",
     "paged_attention",
     "quantize",

@@ -54,7 +54,7 @@ def serve(
 
     Raises:
         InputError: `model` is not a checkpoint or artifact.
-        ConfigError: a wrong engine setting, two equal ports.
+        ConfigError: a wrong engine setting, a device that is not there, two equal ports.
         SetupError: a port is in use, the machine cannot run Triton server, another supervisor has this port.
         ServerError: the model could not be loaded, or the server keeps dying; the message has the log's end.
     """
@@ -64,8 +64,14 @@ def serve(
     values: dict[str, Any] = {}
     for override in engine_overrides or []:
         apply_override(values, override)
-    engine_json = parse_config(EngineConfig, values, "--set").model_dump_json(exclude_unset=True)
-    model = open_checkpoint(model).folder.absolute()
+    engine = parse_config(EngineConfig, values, "--set")
+    engine_json = engine.model_dump_json(exclude_unset=True)
+    checkpoint = open_checkpoint(model)
+    model = checkpoint.folder.absolute()
+    if engine.device != "cpu":  # this process needs no torch but for this
+        from penjing.serve.device import resolve_device
+
+        resolve_device(engine, checkpoint.config)
     if state.is_running(config.grpc_port):
         with state.owning(config.grpc_port):  # raises, with the right words
             pass

@@ -43,7 +43,8 @@ def test_no_rows() -> None:
         (torch.ones(3), torch.ones(4, 3), None, "do not fit"),
         (torch.ones(2, 3), torch.ones(4, 5), None, "do not fit"),
         (torch.ones(2, 3), torch.ones(4, 3), torch.ones(3), "bias"),
-        (torch.ones(2, 3).half(), torch.ones(4, 3).half(), None, "float32"),
+        (torch.ones(2, 3).half(), torch.ones(4, 3), None, "float32"),
+        (torch.ones(2, 3).double(), torch.ones(4, 3).double(), None, "float32"),
     ],
 )
 def test_refuses(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, message: str) -> None:

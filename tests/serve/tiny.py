@@ -67,6 +67,8 @@ def tiny_model(seed: int = 0, int8: bool = False, **changes: Any) -> LoadedModel
             scale = weight.abs().amax(1, keepdim=True) / 127
             tensors[f"{name}.weight"] = (weight / scale).round().to(torch.int8)
             tensors[f"{name}.weight_scale"] = scale
+            if (bias := model.get_submodule(name).bias) is not None:
+                tensors[f"{name}.bias"] = bias  # type: ignore[assignment]
         apply_int8(model, names, tensors.__getitem__)
     apply_batch_invariance(model)
     return LoadedModel(model, config, byte_tokenizer(), None, None, "int8" if int8 else "fp32")
