@@ -65,6 +65,8 @@ class LanguageModeling:
                 "data.document_mask and compile exclude each other: every batch has documents of other lengths, and a "
                 "compiled model would be compiled again for each; set one of them to false"
             )
+        if recipe.evaluation.every:
+            next(self.held_out(1, World()))  # text too short to evaluate on is refused before the run
         self._balanced = _balanced(recipe, self.config)
         self.objective: TaskObjective = self._balanced or _cross_entropy(recipe)
 

@@ -327,3 +327,13 @@ def test_compiled_steps_give_the_same_losses(recipe: Path, tmp_path: Path, losse
     train(recipe, ["steps=3", "compile=true"])
     plain, compiled = losses(tmp_path / "plain-run"), losses(tmp_path / "out-run")
     assert max(abs(plain[step] - compiled[step]) for step in plain) < 1e-5
+
+
+def test_text_too_short_to_evaluate_on_is_refused_before_the_run(recipe: Path, tmp_path: Path) -> None:
+    (tmp_path / "one.txt").write_text("A single document is training text or held-out text, never both. " * 20)
+    settings = [f"data.sources=['{tmp_path / 'one.txt'}']", "data.held_out=0.01", "model.vocab_size=320"]
+    text = re.sub(r"shards = .*", "sources = []", recipe.read_text())
+    recipe.write_text(text)
+    with pytest.raises(InputError, match=r"has no split 'held_out', only train; .*data.held_out .* higher"):
+        train(recipe, settings)
+    assert not (tmp_path / "out-run").exists()

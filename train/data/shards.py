@@ -127,7 +127,10 @@ class TokenShards:
         self.index = read_index(folder)
         self.split = split
         if split not in self.index.splits:
-            raise InputError(f"{folder} has no split {split!r}; it has {', '.join(self.index.splits)}")
+            raise InputError(
+                f"{folder} has no split {split!r}, only {', '.join(self.index.splits)}; give it more text, or set "
+                "data.held_out (the share kept for evaluation) higher, or evaluation.every = 0"
+            )
         dtype = np.dtype(self.index.dtype).newbyteorder("<")
         self._maps: list[NDArray[Any]] = []
         for file in self.index.splits[split]:
