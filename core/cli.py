@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
-from typer.core import TyperGroup
 from typer.exceptions import TyperException
 
+from penjing.core.cli_shared import Force, Json, Overrides, RecipeOrCommand, write_json
+from penjing.core.cli_train import train_app
 from penjing.core.errors import ConfigError, PenjingError
 
 app = typer.Typer(
@@ -26,20 +27,12 @@ server_app = typer.Typer(help="The embedded Triton server: install it once, see 
 bench_app = typer.Typer(help="Tokens per second, latency and memory: a table and JSON.", no_args_is_help=True)
 
 
-class RecipeOrCommand(TyperGroup):
-    """`penjing compress RECIPE` beside `penjing compress inspect …`: what is no command goes to `run`."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        if args and args[0] not in self.commands and args[0] not in ctx.help_option_names:
-            args = ["run", *args]
-        return super().parse_args(ctx, args)
-
-
 compress_app = typer.Typer(
     cls=RecipeOrCommand,
     help="Compress a checkpoint: `penjing compress RECIPE` (short for `penjing compress run RECIPE`), or look at one.",
     no_args_is_help=True,
 )
+app.add_typer(train_app, name="train")
 app.add_typer(compress_app, name="compress")
 app.add_typer(server_app, name="server")
 app.add_typer(bench_app, name="bench")
@@ -47,10 +40,6 @@ app.add_typer(bench_app, name="bench")
 INTERRUPTED = 130
 
 Model = Annotated[Path, typer.Argument(help="A checkpoint or artifact folder.", show_default=False)]
-Force = Annotated[bool, typer.Option("--force", help="Replace an existing output.")]
-Overrides = Annotated[
-    list[str] | None, typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Change one value of the recipe.")
-]
 Runs = Annotated[int, typer.Option(min=1, help="Runs after a warm-up; medians are shown.")]
 KvDtype = Annotated[
     Literal["auto", "float32", "float16", "bfloat16", "int8"],
@@ -59,7 +48,6 @@ KvDtype = Annotated[
 Device = Annotated[
     Literal["auto", "cpu", "cuda"], typer.Option(help="Where the model runs; `auto`: on CUDA where there is a GPU.")
 ]
-Json = Annotated[Path | None, typer.Option("--json", help="Also write the result to this file.")]
 
 
 @app.callback()
@@ -87,32 +75,6 @@ def import_(
 
     with progress_bar() as progress:
         import_model(source, out, force=force, progress=progress)
-
-
-@app.command()
-def train(
-    recipe: Annotated[Path, typer.Argument(help="A TOML recipe; see `recipes/`.", show_default=False)],
-    overrides: Overrides = None,
-    resume: Annotated[
-        str, typer.Option(help="`auto`: from the newest intact checkpoint, if any; or a checkpoint's path.")
-    ] = "never",
-    profile: Annotated[bool, typer.Option("--profile", help="Record a few steps with torch's profiler.")] = False,
-    force: Force = False,
-) -> None:
-    """Train a model as a recipe says: a checkpoint folder, and beside it FOLDER-run with metrics and training state.
-
-    Examples:
-
-    - `penjing train recipes/decoder-tiny.toml --set steps=200 --set precision.mode=fp32`
-    - `penjing train recipes/decoder-tiny.toml --resume auto` goes on after Ctrl-C, a kill or a crash
-    - `torchrun --nproc-per-node 2 -m penjing.train recipes/resnet-fashion.toml` shares the batch between two processes
-    - `tensorboard --logdir build/decoder-tiny-run` shows the curves
-    """
-    from penjing.core.progress import progress_bar
-    from penjing.train.run import train as run
-
-    with progress_bar() as progress:
-        run(recipe, overrides or [], resume=resume, force=force, profile=profile, progress=progress)
 
 
 @compress_app.command("run")
@@ -147,7 +109,7 @@ def compress_inspect(
     with progress_bar() as progress:
         result = inspect_checkpoint(checkpoint, progress)
     print_inspection(result)
-    _write_json(result, json_file)
+    write_json(result, json_file)
 
 
 @app.command()
@@ -302,26 +264,14 @@ def info(
         with progress_bar() as progress:
             result = compiled_kernels(progress, full=full)
         print_kernels(result)
-    _write_json(result, json_file)
+    write_json(result, json_file)
 
 
 def _show(result: dict[str, Any], json_file: Path | None) -> None:
     from penjing.core.progress import print_table
 
     print_table(result)
-    _write_json(result, json_file)
-
-
-def _write_json(result: Any, json_file: Path | None) -> None:
-    import json
-
-    from penjing.core.files import atomic_write_text
-
-    text = json.dumps(result, indent=2)
-    if json_file is not None:
-        atomic_write_text(json_file, text + "\n")
-    elif not sys.stdout.isatty():
-        print(text)
+    write_json(result, json_file)
 
 
 def main() -> None:

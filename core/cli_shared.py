@@ -1,0 +1,38 @@
+"""What the files of the command line share: kinds of options, and the group whose default is a recipe."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+Force = Annotated[bool, typer.Option("--force", help="Replace an existing output.")]
+Overrides = Annotated[
+    list[str] | None, typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Change one value of the recipe.")
+]
+Json = Annotated[Path | None, typer.Option("--json", help="Also write the result to this file.")]
+
+
+class RecipeOrCommand(TyperGroup):
+    """`penjing compress RECIPE` beside `penjing compress inspect …`: what is no command goes to `run`."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        if args and args[0] not in self.commands and args[0] not in ctx.help_option_names:
+            args = ["run", *args]
+        return super().parse_args(ctx, args)
+
+
+def write_json(result: Any, json_file: Path | None) -> None:
+    """Write `result` to the file, or print it where standard output is no terminal."""
+    import json
+
+    from penjing.core.files import atomic_write_text
+
+    text = json.dumps(result, indent=2)
+    if json_file is not None:
+        atomic_write_text(json_file, text + "\n")
+    elif not sys.stdout.isatty():
+        print(text)
