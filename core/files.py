@@ -65,7 +65,7 @@ def publish_folder(final: Path, *, replace: bool = False, marker: str = "penjing
     try:
         with writing(final):
             yield partial
-            _sync_tree(partial)
+            sync_tree(partial)
             _move_into_place(partial, final, replace, marker)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
@@ -180,7 +180,8 @@ def _exchange(partial: Path, final: Path) -> None:
     os.rename(old, partial)  # the caller removes what is left under the partial name
 
 
-def _sync_tree(folder: Path) -> None:
+def sync_tree(folder: Path) -> None:
+    """Flush every file of `folder` to the disk."""
     for root, _, names in os.walk(folder):
         for name in names:
             _sync(Path(root) / name)

@@ -104,6 +104,6 @@ def _check_residual(x_MK: torch.Tensor, residual_MK: torch.Tensor) -> None:
 
 def rms_norm_torch(x_MK: torch.Tensor, weight_K: torch.Tensor, eps: float) -> torch.Tensor:
     """The reference of `rms_norm`; differentiable."""
-    wide = x_MK.to(torch.float32)
+    wide = x_MK.to(torch.promote_types(x_MK.dtype, torch.float32))
     wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     return weight_K * wide.to(x_MK.dtype)

@@ -15,16 +15,19 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from penjing.core.errors import InputError
-from penjing.core.files import atomic_write_text, publish_folder, sha256_file
+from penjing.core.errors import InputError, SetupError
+from penjing.core.files import atomic_write_text, publish_folder, sha256_file, sync_tree, writing
 from penjing.core.manifest import read_json_object
 from penjing.train.state import Tree, join_tree, snapshot, split_tree
+from penjing.train.state_shards import ShardedTree, index_name, read_shards
+from penjing.train.world import World
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION, SHARDED_VERSION = 1, 2
 _TENSORS, _TREE, _COMPLETE, _LATEST = "state.safetensors", "state.json", "complete.json", "latest"
 
 
@@ -34,6 +37,8 @@ class Checkpoints:
     Attributes:
         stall_s: seconds that the last `save` held up the loop.
     """
+
+    sharded = False  # only the main process saves
 
     def __init__(self, folder: Path, keep: int = 3) -> None:
         self.folder = folder
@@ -50,7 +55,8 @@ class Checkpoints:
         """
         began = time.perf_counter()
         self.wait()
-        copied = snapshot(tree)
+        self._prepare(step)
+        copied = self._copy(tree)
         self._writer = threading.Thread(target=self._write_safely, args=(step, copied), name="checkpoint")
         self._writer.start()
         if wait:
@@ -94,6 +100,8 @@ class Checkpoints:
             InputError: missing, incomplete, changed, or of a newer schema.
         """
         seal = read_json_object(path / _COMPLETE)
+        if seal.get("schema_version") == SHARDED_VERSION:
+            return int(seal["step"]), read_shards(path, seal["sha256"])
         if seal.get("schema_version") != SCHEMA_VERSION:
             raise InputError(
                 f"{path / _COMPLETE} has schema_version {seal.get('schema_version')}, this penjing reads "
@@ -112,7 +120,13 @@ class Checkpoints:
         """The folder of `step`."""
         return self.folder / f"step-{step:09d}"
 
-    def _write_safely(self, step: int, tree: Tree) -> None:
+    def _prepare(self, step: int) -> None:
+        pass
+
+    def _copy(self, tree: Tree) -> Any:
+        return snapshot(tree)
+
+    def _write_safely(self, step: int, tree: Any) -> None:
         try:
             self._write(step, tree)
         except BaseException as error:  # the thread's failure is the loop's: raised by the next save or wait
@@ -129,6 +143,63 @@ class Checkpoints:
             hashes = {name: sha256_file(partial / name) for name in (_TENSORS, _TREE)}
             seal = {"schema_version": SCHEMA_VERSION, "kind": "training state", "step": step, "sha256": hashes}
             (partial / _COMPLETE).write_text(json.dumps(seal), encoding="utf-8")
+        self._publish(final)
+
+    def _publish(self, final: Path) -> None:
         atomic_write_text(self.folder / _LATEST, final.name + "\n")
         for old in self.steps()[: -self.keep]:
             shutil.rmtree(self.path(old))
+
+
+class ShardedCheckpoints(Checkpoints):
+    """Checkpoints of a run whose processes each hold a part of the state: all save, on a file system that they share.
+
+    A checkpoint holds two files of each process (state_shards.py) and `complete.json`, which the main process writes
+    when it has seen all of them. Any mesh reads it.
+    """
+
+    sharded = True
+
+    def __init__(self, folder: Path, keep: int, world: World, timeout_s: float = 600.0) -> None:
+        super().__init__(folder, keep)
+        self._world = world
+        self._timeout_s = timeout_s
+
+    def _prepare(self, step: int) -> None:
+        partial = self._partial(step)
+        if self._world.is_main:
+            with writing(partial):
+                shutil.rmtree(partial, ignore_errors=True)
+                partial.mkdir(parents=True)
+        self._world.barrier()
+
+    def _copy(self, tree: Tree) -> Any:
+        return ShardedTree(tree)
+
+    def _write(self, step: int, tree: Any) -> None:
+        partial, final = self._partial(step), self.path(step)
+        with writing(partial):
+            tree.write(partial, self._world.rank)
+        if not self._world.is_main:
+            return
+        indices = [index_name(rank) for rank in range(self._world.size)]
+        deadline = time.monotonic() + self._timeout_s
+        while late := [name for name in indices if not (partial / name).exists()]:
+            if time.monotonic() > deadline:
+                raise SetupError(
+                    f"checkpoint {partial}: {late[0]} was not written within {self._timeout_s:.0f} s; all processes "
+                    "must see one file system, and have room on it"
+                )
+            time.sleep(0.02)
+        hashes = {name: sha256_file(partial / name) for name in indices}
+        seal = {"schema_version": SHARDED_VERSION, "kind": "training state", "step": step, "sha256": hashes}
+        with writing(final):
+            atomic_write_text(partial / _COMPLETE, json.dumps(seal))
+            if final.exists():
+                shutil.rmtree(final)
+            sync_tree(partial)
+            partial.rename(final)
+            self._publish(final)
+
+    def _partial(self, step: int) -> Path:
+        return self.folder / f".step-{step:09d}.partial"

@@ -19,7 +19,7 @@ _LARGE_BLOCK = 2**27  # elsewhere memory is what counts, and each block costs la
 def cross_entropy_sum(
     logits_NV: torch.Tensor, targets_N: torch.Tensor, *, ignored: int, label_smoothing: float = 0.0
 ) -> torch.Tensor:
-    """Sum over rows of the cross-entropy: `F.cross_entropy(…, reduction="sum")`, computed in float32.
+    """Sum over rows of the cross-entropy: `F.cross_entropy(…, reduction="sum")`, computed in float32 or more.
 
     Args:
         logits_NV: (N, V) floating.
@@ -27,7 +27,7 @@ def cross_entropy_sum(
         label_smoothing: share of the target's probability spread over all classes, [0, 1).
 
     Returns:
-        A float32 scalar, differentiable once; the gradient has the dtype of the logits.
+        A scalar, float32 or the wider type of the logits, differentiable once; the gradient has the logits' dtype.
 
     Raises:
         RuntimeError: a target outside [0, V), on a CPU.
@@ -41,9 +41,10 @@ class _CrossEntropySum(torch.autograd.Function):
         counted = targets != ignored
         index = torch.where(counted, targets, 0)[:, None]
         total = torch.zeros((), dtype=torch.float64, device=logits.device)
-        normaliser = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
+        precise = torch.promote_types(logits.dtype, torch.float32)
+        normaliser = torch.empty(len(logits), dtype=precise, device=logits.device)
         for rows in _blocks(logits):
-            wide = logits[rows].to(torch.float32)
+            wide = logits[rows].to(precise)
             normaliser[rows] = torch.logsumexp(wide, -1)
             wanted = wide.gather(1, index[rows])[:, 0]
             if smoothing:
@@ -51,7 +52,7 @@ class _CrossEntropySum(torch.autograd.Function):
             total += torch.where(counted[rows], normaliser[rows] - wanted, 0.0).sum(dtype=torch.float64)
         ctx.save_for_backward(logits, normaliser, index, counted)
         ctx.smoothing = smoothing
-        return total.to(torch.float32)
+        return total.to(precise)
 
     @staticmethod
     @once_differentiable

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from pydantic import Field
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from penjing.core.config import Config
 
@@ -88,13 +89,20 @@ class GradientNorms:
 
 
 def gradients_of(parameters: Iterable[nn.Parameter]) -> list[torch.Tensor]:
-    """The gradients that exist."""
-    return [parameter.grad for parameter in parameters if parameter.grad is not None]
+    """The gradients that exist: of a sharded parameter, this process's shard."""
+    gradients = (parameter.grad for parameter in parameters)
+    return [
+        gradient.to_local() if isinstance(gradient, DTensor) else gradient
+        for gradient in gradients
+        if gradient is not None
+    ]
 
 
 def global_norm(gradients: list[torch.Tensor]) -> torch.Tensor:
-    """Euclidean norm of all gradients together: float32 scalar, NaN or infinite as soon as one element is."""
-    return nn.utils.get_total_norm(gradients, foreach=True).to(torch.float32)
+    """Euclidean norm of all gradients together: a float32 (or wider) scalar, NaN or infinite as soon as one element
+    is."""
+    norm = nn.utils.get_total_norm(gradients, foreach=True)
+    return norm.to(torch.promote_types(norm.dtype, torch.float32))
 
 
 @torch.no_grad()

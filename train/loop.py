@@ -21,7 +21,7 @@ from penjing.core.errors import InputError, PenjingError
 from penjing.train.alarms import AlarmConfig, Alarms
 from penjing.train.checkpoint import Checkpoints
 from penjing.train.data.stream import Stream
-from penjing.train.gradients import ClipConfig, GradientNorms, global_norm, gradients_of, scale_gradients
+from penjing.train.gradients import ClipConfig, GradientNorms, gradients_of, scale_gradients
 from penjing.train.loss_scale import LossScale
 from penjing.train.monitor import ActivationRanges, Monitor
 from penjing.train.objective import Batch, Loss, Objective
@@ -51,7 +51,8 @@ class Evaluation:
 class Trainer:
     """A run. The first five fields are needed; the others do nothing special by default.
 
-    Attributes: accumulation: micro-batches of one step in each process. after_update: called with the step's number
+    Attributes: accumulation: micro-batches of one step in each process. after_backward: called when the
+        gradients of a step are summed, to finish what is left of that. after_update: called with the step's number
         (from 1) after each update: proximal steps, router biases, profilers. stop_requested: asked once a step; when
         true in any process, all save and stop. settings: plain values that a resumed run wants to know, saved as
         "run". step: updates done so far.
@@ -74,6 +75,7 @@ class Trainer:
     checkpoint_every: int = 1000
     monitor: Monitor = field(default_factory=lambda: Monitor(Alarms(AlarmConfig())))
     evaluation: Evaluation | None = None
+    after_backward: tuple[Callable[[], None], ...] = ()
     after_update: tuple[Callable[[int], None], ...] = ()
     stop_requested: Callable[[], bool] = lambda: False
     settings: dict[str, Any] = field(default_factory=dict)
@@ -117,7 +119,7 @@ class Trainer:
     def _advance(self, replica: nn.Module) -> bool:
         """One step; True when some process was asked to stop."""
         assert self.precision is not None
-        torch.manual_seed(_mix(self.seed, self.step, self.world.rank))
+        torch.manual_seed(_mix(self.seed, self.step, self.world.data.rank))
         self.precision.switch(self.step, self.steps)
         self.loss_scale.enabled = self.precision.mode == "fp16"
         set_learning_rate(self.optimizer, rate := self.rate.at(self.step, self.steps))
@@ -129,11 +131,13 @@ class Trainer:
         with ActivationRanges(self.model if watch else None) as ranges:
             sums = self._backward(replica, micro_batches, count)
 
+        for hook in self.after_backward:
+            hook()
         gradients = gradients_of(self.model.parameters())
         scale = self.loss_scale.value
-        norm = float(global_norm(gradients)) / scale
+        norm = float(self.world.global_norm(self.model)) / scale
         flags = {"_stop": float(self.stop_requested()), "_nonfinite": float(not math.isfinite(norm))}
-        totals = self._sum_over_world(sums | flags)
+        totals = self._sum_over_world(self._share(sums) | flags)
         stop, nonfinite = totals.pop("_stop") > 0, totals.pop("_nonfinite") > 0
         limit = self.norms.limit()
         outlier = False
@@ -171,7 +175,8 @@ class Trainer:
         return stop
 
     def _count(self, micro_batches: list[Batch]) -> int:
-        counted = torch.tensor(sum(self.objective.count(batch) for batch in micro_batches), dtype=torch.int64)
+        mine = sum(self.objective.count(batch) for batch in micro_batches) if self.world.speaks else 0
+        counted = torch.tensor(mine, dtype=torch.int64)
         count = int(self.world.sum(counted))
         if count == 0:
             raise InputError(
@@ -210,9 +215,10 @@ class Trainer:
                     _add(totals, self.evaluation.objective(self.model, self._on_device(batch)))
         finally:
             self.model.train()
+            self.world.reshard(self.model)
             if self.average is not None:
                 self.average.exchange()
-        sums = self._sum_over_world({name: float(total) for name, total in totals.items()})
+        sums = self._sum_over_world(self._share({name: float(total) for name, total in totals.items()}))
         self.monitor.resume(paused_at)
         count = sums.pop("count")
         if count == 0:
@@ -220,9 +226,10 @@ class Trainer:
         return {name: total / count for name, total in sums.items()}
 
     def save(self, *, wait: bool = False) -> None:
-        """Save the state, without holding up the loop unless `wait`; all processes call it, the main one writes."""
+        """Save the state, without holding up the loop unless `wait`; all processes call it, and the main one writes, or
+        each its part."""
         self.world.average_buffers(self.model)
-        if self.checkpoints is None or not self.world.is_main:
+        if self.checkpoints is None or not (self.world.is_main or self.checkpoints.sharded):
             return
         paused_at = self.monitor.pause()
         self.checkpoints.save(self.step, self.state_dict(), wait=wait)
@@ -264,6 +271,10 @@ class Trainer:
 
     def _on_device(self, batch: Batch) -> Batch:
         return {name: tensor.to(self.world.device, non_blocking=True) for name, tensor in batch.items()}
+
+    def _share(self, values: dict[str, float]) -> dict[str, float]:
+        """What this process adds to sums over the world: nothing where another adds the same."""
+        return values if self.world.speaks else dict.fromkeys(values, 0.0)
 
     def _sum_over_world(self, values: dict[str, float]) -> dict[str, float]:
         summed = self.world.sum(torch.tensor(list(values.values()), dtype=torch.float64))

@@ -15,6 +15,7 @@ from penjing.train.balancing import BalancingConfig
 from penjing.train.gradients import ClipConfig
 from penjing.train.monitor import MonitorConfig
 from penjing.train.optimizer import OptimizerConfig
+from penjing.train.parallel.config import ParallelConfig
 from penjing.train.precision import PrecisionConfig
 from penjing.train.recompute import Recompute, RecomputeRule
 from penjing.train.schedule import LearningRate
@@ -139,6 +140,7 @@ class RunRecipe(Config):
     clip: ClipConfig = ClipConfig()
     precision: PrecisionConfig = PrecisionConfig()
     memory: MemoryConfig = MemoryConfig()
+    parallel: ParallelConfig = ParallelConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     monitor: MonitorConfig = MonitorConfig()

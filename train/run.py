@@ -22,7 +22,7 @@ from penjing.core.models.moe import keep_out_of_graphs
 from penjing.core.progress import Progress, Silent
 from penjing.train.alarms import Alarms
 from penjing.train.batch_size import fastest_micro_batch
-from penjing.train.checkpoint import Checkpoints
+from penjing.train.checkpoint import Checkpoints, ShardedCheckpoints
 from penjing.train.data.prefetch import Prefetched
 from penjing.train.flops import forward_flops, peak_flops
 from penjing.train.gradients import GradientNorms
@@ -31,6 +31,8 @@ from penjing.train.loss_scale import LossScale, initial_scale
 from penjing.train.memory import MemoryEstimate, check_memory, estimate_memory, memory_limit
 from penjing.train.monitor import Monitor, open_sinks
 from penjing.train.optimizer import AveragedWeights, build_optimizer
+from penjing.train.parallel.apply import check_recipe, form_mesh, gather, parallelize, share_of
+from penjing.train.parallel.mesh import MeshWorld
 from penjing.train.precision import (
     Precision,
     apply_environment,
@@ -108,9 +110,10 @@ def train_task(
     progress = progress if progress is not None and is_main else Silent()
     try:
         _check_output(recipe, resume, force)
+        check_recipe(recipe, int(os.environ.get("WORLD_SIZE", "1")))
         task = build(progress)
         with join_world(recipe.device) as world, _stop_signals() as stop_requested:
-            run = _Run(recipe, task, world, progress)
+            run = _Run(recipe, task, form_mesh(world, recipe.parallel, progress), progress)
             return run.train(resume, force, profile, stop_requested, began, command)
     except PenjingError:
         if not is_main:
@@ -133,6 +136,8 @@ class _Run:
     ) -> dict[str, float]:
         recipe, world = self.recipe, self.world
         checkpoints = Checkpoints(recipe.run_folder / "checkpoints", recipe.checkpoint.keep)
+        if isinstance(world, MeshWorld):
+            checkpoints = ShardedCheckpoints(checkpoints.folder, checkpoints.keep, world)
         if world.is_main and force and resume == "never" and recipe.run_folder.exists():
             shutil.rmtree(recipe.run_folder)
         world.barrier()
@@ -161,7 +166,7 @@ class _Run:
             results = trainer.fit()
         if trainer.average is not None:
             trainer.average.exchange()
-        self._export(model, force or resume != "never", command, results)
+        self._export(trainer.model, force or resume != "never", command, results)
         world.barrier()
         seconds = time.perf_counter() - began
         self.progress.note(
@@ -188,22 +193,23 @@ class _Run:
         first_step: int,
     ) -> Trainer:
         recipe, world, task = self.recipe, self.world, self.task
-        stream = Prefetched(task.stream(micro_batch, world), recipe.data.prefetch, pin=world.device.type == "cuda")
+        stream = Prefetched(task.stream(micro_batch, world.data), recipe.data.prefetch, pin=world.device.type == "cuda")
         stack.callback(stream.close)
-        precision = Precision(model, recipe.precision, world.device)
         evaluation = None
         if recipe.evaluation.every:
             every = recipe.evaluation.every
-            evaluation = Evaluation(lambda: task.held_out(micro_batch, world), task.objective.evaluation(), every)
+            evaluation = Evaluation(lambda: task.held_out(micro_batch, world.data), task.objective.evaluation(), every)
         num_parameters = sum(parameter.numel() for parameter in model.parameters())
         scale = recipe.precision.loss_scale or initial_scale(num_parameters)
         monitor = self._monitor(model, first_step)
         stack.callback(monitor.close)
+        spread = parallelize(model, world)
+        model, data_size = spread.model, world.data.size
         self.progress.note(
             f"{num_parameters:,} parameters, {world.size} process{'es' if world.size > 1 else ''} on "
             f"{world.device.type}, "
-            f"batch {recipe.data.batch_size} = {world.size} × {micro_batch} × "
-            f"{recipe.data.batch_size // (micro_batch * world.size)} accumulated, {recipe.precision.mode}"
+            f"batch {recipe.data.batch_size} = {data_size} × {micro_batch} × "
+            f"{recipe.data.batch_size // (micro_batch * data_size)} accumulated, {recipe.precision.mode}"
         )
         return Trainer(
             model=model,
@@ -212,10 +218,10 @@ class _Run:
             optimizer=build_optimizer(model, recipe.optimizer, recipe.learning_rate.peak),
             steps=recipe.steps,
             rate=recipe.learning_rate,
-            accumulation=recipe.data.batch_size // (micro_batch * world.size),
+            accumulation=recipe.data.batch_size // (micro_batch * data_size),
             seed=recipe.seed,
             world=world,
-            precision=precision,
+            precision=Precision(model, recipe.precision, world.device),
             norms=GradientNorms(recipe.clip),
             loss_scale=LossScale(scale, recipe.precision.loss_scale_window, enabled=False),
             average=None if recipe.average is None else AveragedWeights(model, recipe.average),
@@ -223,6 +229,7 @@ class _Run:
             checkpoint_every=recipe.checkpoint.every,
             monitor=monitor,
             evaluation=evaluation,
+            after_backward=spread.after_backward,
             after_update=task.after_update(model, world),
             stop_requested=stop_requested,
             settings={"micro_batch": micro_batch},
@@ -278,7 +285,7 @@ class _Run:
             Precision(model, recipe.precision, world.device)
             return model
 
-        return estimate_memory(
+        estimate = estimate_memory(
             build,
             self.task.objective,
             {name: tensor.to(world.device) for name, tensor in self.task.example(micro_batch).items()},
@@ -286,16 +293,19 @@ class _Run:
             averaged=recipe.average is not None,
             replicated=world.size > 1,
         )
+        return share_of(estimate, world)
 
     def _micro_batch(self, saved: int | None) -> int:
         """The micro-batch of the run, once for all processes; refuses what cannot fit."""
         recipe, world = self.recipe, self.world
-        if recipe.data.batch_size % world.size:
+        parts = world.data.size
+        if recipe.data.batch_size % parts:
+            sharing = f"{parts} processes" if parts == world.size else f"{parts} groups of processes (parallel.dp)"
             raise ConfigError(
-                f"data.batch_size={recipe.data.batch_size} is not a multiple of the {world.size} processes; "
-                f"take {recipe.data.batch_size // world.size * world.size or world.size}"
+                f"data.batch_size={recipe.data.batch_size} is not a multiple of the {sharing}; "
+                f"take {recipe.data.batch_size // parts * parts or parts}"
             )
-        share = recipe.data.batch_size // world.size
+        share = recipe.data.batch_size // parts
         num_local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         limit = parse_size(recipe.memory.limit) if recipe.memory.limit else memory_limit(world.device, num_local)
         wanted = recipe.data.micro_batch
@@ -311,6 +321,8 @@ class _Run:
         return micro_batch
 
     def _export(self, model: nn.Module, replace: bool, command: str, results: dict[str, float]) -> None:
+        if isinstance(self.world, MeshWorld):
+            model = gather(model, self.world, self.task.build_model if self.world.is_main else None)
         if not self.world.is_main:
             return
         created_by = {

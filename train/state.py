@@ -5,10 +5,13 @@ The JSON keeps the shape of the tree; a tensor is replaced in it by {"tensor": i
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from penjing.core.errors import InputError
 
@@ -49,15 +52,29 @@ def snapshot(tree: Tree) -> Tree:
     return [snapshot(value) for value in tree] if isinstance(tree, list | tuple) else tree
 
 
+def named_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """The parameters of `model` under the names of the whole model: a stage of a pipeline may hold a copy of one that
+    is at home in another stage, and says so in `copies` (name here → name there)."""
+    copies: dict[str, str] = getattr(model, "copies", {})
+    for name, parameter in model.named_parameters():
+        yield copies.get(name, name), parameter
+
+
 def model_state(model: nn.Module) -> dict[str, torch.Tensor]:
     """Name → every parameter (tied ones once) and every persistent buffer."""
-    parameters = dict(model.named_parameters())
+    parameters = dict(named_parameters(model))
     kept = model.state_dict(keep_vars=True)
     buffers = {name: buffer for name, buffer in model.named_buffers() if name in kept}
     return {**parameters, **buffers}
 
 
 @torch.no_grad()
+def fill(tensor: torch.Tensor, saved: Any) -> None:
+    """Copy into `tensor`, or this process's part of it, what `saved` (a tensor, or a `SavedTensor`) has there."""
+    local, region = local_part(tensor)
+    local.copy_(saved[region])
+
+
 def load_model_state(model: nn.Module, state: dict[str, torch.Tensor]) -> None:
     """Copy `state` into the tensors of `model`.
 
@@ -65,18 +82,43 @@ def load_model_state(model: nn.Module, state: dict[str, torch.Tensor]) -> None:
         InputError: another model: names the first tensor that is missing, extra, or of another shape.
     """
     tensors = model_state(model)
-    for name in sorted(tensors.keys() ^ state.keys()):
+    different = tensors.keys() - state.keys() if is_stage(model) else tensors.keys() ^ state.keys()
+    for name in sorted(different):
         where = "lacks" if name in tensors else "has"
         raise InputError(
             f"the checkpoint {where} the tensor {name!r}, unlike this model; it is of another model: check [model]"
         )
     for name, tensor in tensors.items():
-        if tensor.shape != state[name].shape:
+        if tensor.shape != tuple(state[name].shape):
             raise InputError(
                 f"the checkpoint's {name!r} has shape {tuple(state[name].shape)}, this model's {tuple(tensor.shape)}; "
                 "it is of another model: check [model]"
             )
-        tensor.copy_(state[name])
+        fill(tensor, state[name])
+
+
+def is_stage(model: nn.Module) -> bool:
+    """Whether `model` is a part of a model: a stage of a pipeline."""
+    return hasattr(model, "copies")
+
+
+def local_part(tensor: torch.Tensor) -> tuple[torch.Tensor, tuple[slice, ...]]:
+    """What this process holds of `tensor`, sharing its memory, and where that lies in the whole."""
+    if not isinstance(tensor, DTensor):
+        return tensor, tuple(slice(0, size) for size in tensor.shape)
+    local = tensor.to_local()
+    shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    assert tuple(local.shape) == tuple(shape)
+    return local, tuple(slice(begin, begin + size) for begin, size in zip(offset, shape, strict=True))
+
+
+def first_to_hold(tensor: torch.Tensor) -> bool:
+    """Whether this process is the first of those that hold the same part of `tensor`."""
+    if not isinstance(tensor, DTensor):
+        return True
+    place = tensor.device_mesh.get_coordinate()
+    assert place is not None
+    return all(index == 0 or placement.is_shard() for index, placement in zip(place, tensor.placements, strict=True))
 
 
 def _split(tree: Tree, path: str, tensors: dict[str, torch.Tensor]) -> Any:

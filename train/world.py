@@ -18,6 +18,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from penjing.core.errors import ConfigError, SetupError
+from penjing.train.gradients import global_norm, gradients_of
 
 
 @dataclass(frozen=True)
@@ -33,11 +34,28 @@ class World:
         """True in the one process that writes files and speaks to the user."""
         return self.rank == 0
 
+    @property
+    def data(self) -> World:
+        """Which share of the batch is this process's: a world of as many as there are shares."""
+        return self
+
+    @property
+    def speaks(self) -> bool:
+        """True in one of the processes that see the same tokens: the one whose sums count."""
+        return True
+
+    def global_norm(self, model: nn.Module) -> torch.Tensor:
+        """Euclidean norm of the whole gradient of `model`; NaN or infinite as soon as one element is."""
+        return global_norm(gradients_of(model.parameters()))
+
     def sum(self, values: torch.Tensor) -> torch.Tensor:
         """Sum `values` over all processes, in place."""
         if self.size > 1:
             dist.all_reduce(values, dist.ReduceOp.SUM)
         return values
+
+    def reshard(self, model: nn.Module) -> None:
+        """Let go of what a forward pass without a backward pass has gathered of `model`."""
 
     def barrier(self) -> None:
         """Wait until every process is here."""

@@ -1,0 +1,172 @@
+"""What each process of a spawned world runs: a list of cases, each a mesh compared with one process.
+
+Started by `worlds.py` as a script: RANK, WORLD_SIZE and a folder with cases.json; rank 0 leaves results.json there.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import traceback
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from penjing.core.models.config import DecoderConfig
+from penjing.core.models.decoder import Decoder
+from penjing.train.gradients import ClipConfig, GradientNorms
+from penjing.train.language import initialize_decoder
+from penjing.train.loop import Evaluation, Trainer
+from penjing.train.objective import IGNORED, Batch, CrossEntropy
+from penjing.train.optimizer import OptimizerConfig, build_optimizer
+from penjing.train.parallel.apply import form_mesh, parallelize
+from penjing.train.parallel.config import ParallelConfig
+from penjing.train.recompute import apply_recompute
+from penjing.train.schedule import LearningRate
+from penjing.train.state import named_parameters
+from penjing.train.world import World
+
+ROWS, LENGTH, VOCAB = 12, 8, 64
+
+
+class Silent:
+    def note(self, message: str) -> None: ...
+
+
+def batch(step: int, ragged: bool) -> Batch:
+    generator = torch.Generator().manual_seed(step)
+    tokens = torch.randint(0, VOCAB, (ROWS, LENGTH + 1), generator=generator)
+    targets = tokens[:, 1:].clone()
+    if ragged:
+        for row in range(ROWS):
+            targets[row, 1 + (row * 5 + step) % LENGTH :] = IGNORED
+    return {"tokens": tokens[:, :-1].contiguous(), "targets": targets}
+
+
+class Rows:
+    """Endless micro-batches: this share's rows of each step."""
+
+    def __init__(self, share: int, shares: int, accumulation: int, ragged: bool) -> None:
+        self.share, self.shares, self.accumulation, self.ragged = share, shares, accumulation, ragged
+        self.taken = 0
+
+    def __iter__(self) -> Rows:
+        return self
+
+    def __next__(self) -> Batch:
+        step, index = divmod(self.taken, self.accumulation)
+        self.taken += 1
+        whole = batch(step, self.ragged)
+        cut = self.shares * self.accumulation
+        return {name: tensor.chunk(cut)[index * self.shares + self.share] for name, tensor in whole.items()}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"taken": self.taken}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.taken = state["taken"]
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).detach().clone()  # type: ignore[operator]
+
+
+def model_of(case: dict[str, Any]) -> Decoder:
+    values = {
+        "vocab_size": VOCAB, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 4,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 4, "max_position_embeddings": 32,
+        "qk_norm": True, "model_type": "qwen3", "tie_word_embeddings": True,
+    }  # fmt: skip
+    torch.manual_seed(5)
+    model = Decoder(DecoderConfig(**values | case.get("model", {})))
+    initialize_decoder(model, 0.2, 4)
+    return model.double() if case.get("double") else model
+
+
+def train(case: dict[str, Any], world: World) -> dict[str, Any]:
+    """Losses, gradient norms, full gradients and weights of a few steps, and the evaluation, in this process."""
+    model = model_of(case)
+    apply_recompute(model, case.get("recompute", "none"))
+    spread = parallelize(model, world)
+    name = case.get("optimizer", "sgd")
+    optimizer = build_optimizer(spread.model, OptimizerConfig(name=name), 0.05)
+    accumulation, ragged = case.get("accumulation", 1), case.get("ragged", False)
+    data = world.data
+    gradients: list[dict[str, torch.Tensor]] = []
+    records: list[dict[str, float]] = []
+    update = optimizer.step
+
+    def step(*args: Any) -> None:
+        gradients.append({n: whole(p.grad) for n, p in named_parameters(spread.model) if p.grad is not None})
+        update()
+
+    optimizer.step = step  # type: ignore[method-assign]
+    trainer = Trainer(
+        spread.model, CrossEntropy(), Rows(data.rank, data.size, accumulation, ragged), optimizer, 3,
+        rate=LearningRate(peak=0.05 if name == "sgd" else 1e-3), accumulation=accumulation, world=world,
+        norms=GradientNorms(ClipConfig(norm=case.get("clip"))), after_backward=spread.after_backward,
+        evaluation=Evaluation(
+            lambda: [{k: v.chunk(data.size)[data.rank] for k, v in batch(99, ragged).items()}], CrossEntropy(), 3
+        ),
+    )  # fmt: skip
+    trainer.monitor.on_step = lambda step, steps, values, *rest: records.append(values)  # type: ignore[method-assign]
+    evaluation = trainer.fit()
+    return {
+        "losses": [record["loss"] for record in records],
+        "norms": [record["gradient_norm"] for record in records],
+        "gradients": gradients,
+        "weights": {n: whole(p) for n, p in named_parameters(spread.model)},
+        "evaluation": evaluation["loss"],
+    }
+
+
+def compare(case: dict[str, Any], rank: int, size: int) -> dict[str, Any]:
+    alone = train({**case, "accumulation": 1, "recompute": "none"}, World())
+    world = form_mesh(World(rank, size), ParallelConfig(**case["parallel"]), Silent())  # type: ignore[arg-type]
+    here = train(case, world)
+    names = sorted(here["weights"])
+    everyone: list[Any] = [None] * size
+    dist.all_gather_object(everyone, names)
+    missing = set(alone["weights"]) - {name for names in everyone for name in names}
+    differences = {
+        key: max(abs(a - b) for a, b in zip(here[key], alone[key], strict=True)) for key in ("losses", "norms")
+    }
+    differences["evaluation"] = abs(here["evaluation"] - alone["evaluation"])
+    differences["gradients"] = max(
+        (mine[name] - reference[name]).abs().max().item()
+        for mine, reference in zip(here["gradients"], alone["gradients"], strict=True)
+        for name in mine
+    )
+    differences["weights"] = max((here["weights"][name] - alone["weights"][name]).abs().max().item() for name in names)
+    worst = torch.tensor([float("nan") if d != d else d for d in differences.values()], dtype=torch.float64)
+    dist.all_reduce(worst, dist.ReduceOp.MAX)
+    size_of_gradient = max(g.abs().max().item() for g in alone["gradients"][0].values())
+    return {
+        **dict(zip(differences, worst.tolist(), strict=True)),
+        "missing": sorted(missing),
+        "scale": size_of_gradient,
+    }
+
+
+def main(folder: Path) -> None:
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=size)
+    results = {}
+    for name, case in json.loads((folder / "cases.json").read_text()).items():
+        try:
+            results[name] = compare(case, rank, size)
+        except Exception:
+            print(f"case {name} on rank {rank}", flush=True)
+            traceback.print_exc()
+            os._exit(1)  # the others wait in a collective: whoever started them ends them
+    if rank == 0:
+        (folder / "results.json").write_text(json.dumps(results))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

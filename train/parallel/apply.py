@@ -1,0 +1,110 @@
+"""Everything that [parallel] does to a model, in order: the model itself knows one device."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from penjing.core.errors import ConfigError
+from penjing.core.progress import Progress
+from penjing.train.memory import MemoryEstimate
+from penjing.train.parallel.config import ParallelConfig, check_parallel
+from penjing.train.parallel.mesh import MeshWorld, build_mesh, describe
+from penjing.train.parallel.shard import apply_fsdp
+from penjing.train.parallel.tensor import apply_tensor_parallel, sum_partial
+from penjing.train.recipe import RunRecipe
+from penjing.train.state import model_state
+from penjing.train.world import World
+
+
+@dataclass(frozen=True)
+class Parallelized:
+    """A model spread over a mesh, as the loop wants it.
+
+    Attributes: model: what this process trains. after_backward: see `Trainer`.
+    """
+
+    model: nn.Module
+    after_backward: tuple[Callable[[], None], ...] = ()
+
+
+def check_recipe(recipe: RunRecipe, world_size: int) -> None:
+    """Refuse a recipe whose [parallel] does not fit its model, or `world_size` processes.
+
+    Raises:
+        ConfigError: see `check_parallel`.
+    """
+    if recipe.parallel == ParallelConfig():
+        return
+    length = getattr(recipe.data, "sequence_length", None)
+    check_parallel(recipe.parallel, getattr(recipe, "model", None), world_size, length, recipe.compile)
+    if not recipe.parallel.is_plain and recipe.data.micro_batch == "auto":
+        raise ConfigError("data.micro_batch = 'auto' is measured on a whole model; give a number with this [parallel]")
+
+
+def form_mesh(world: World, config: ParallelConfig, progress: Progress) -> World:
+    """`world` as the mesh that `config` asks for; as it is when that is data parallelism alone."""
+    if config.is_plain or world.size == 1:
+        return world
+    mesh = build_mesh(world, config)
+    progress.note(describe(mesh))
+    return mesh
+
+
+def parallelize(model: nn.Module, world: World) -> Parallelized:
+    """Spread `model`, the same in every process, over the mesh of `world`, if it is one; recomputation is applied
+    before, precision and optimisers come after."""
+    if not isinstance(world, MeshWorld):
+        return Parallelized(model)
+    config, mesh = world.config, world.mesh
+    after: list[Callable[[], None]] = []
+    if config.tp > 1:
+        partial = apply_tensor_parallel(model, mesh["tensor"], sequence=config.sequence)
+        after.append(functools.partial(sum_partial, model, partial, mesh.get_group("tensor")))
+    apply_fsdp(model, world.fsdp, config.zero)
+    return Parallelized(model, tuple(after))
+
+
+@torch.no_grad()
+def gather(model: nn.Module, world: MeshWorld, build: Callable[[], nn.Module] | None) -> nn.Module:
+    """The whole model in the main process, which alone gives `build`, a tensor at a time; all processes call it.
+
+    Returns:
+        The built model with the weights of `model`; in the other processes `model`.
+    """
+    whole = None if build is None else build()
+    wanted = {} if whole is None else model_state(whole)
+    for name, tensor in model_state(model).items():
+        full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        if whole is not None:
+            wanted[name].copy_(full)
+    return model if whole is None else whole
+
+
+def share_of(estimate: MemoryEstimate, world: World) -> MemoryEstimate:
+    """What is left of a whole model's `estimate` for one process of the mesh.
+
+    Layers are taken as equal. A stage of a pipeline keeps the activations of as many micro-batches as it has stages
+    after it, itself included: the first, which this is, of all.
+    """
+    if not isinstance(world, MeshWorld):
+        return estimate
+    config, data = world.config, world.data.size * world.config.cp
+    parts = config.tp * config.pp
+
+    def spread(size: int, from_zero: int) -> int:
+        return -(-size // (parts * (data if config.zero >= from_zero else 1)))
+
+    return MemoryEstimate(
+        parameters=spread(estimate.parameters, 3),
+        gradients=spread(estimate.gradients, 2),
+        optimizer=spread(estimate.optimizer, 1),
+        average=spread(estimate.average, 1),
+        reduction=spread(estimate.reduction, 4),
+        activations=-(-estimate.activations // (config.tp * config.cp)),
+    )

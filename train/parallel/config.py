@@ -1,0 +1,125 @@
+"""The recipe's [parallel]: how many processes share what, and whether a model and a world allow it."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from penjing.core.config import Config
+from penjing.core.errors import ConfigError
+from penjing.core.models.config import DecoderConfig
+
+Schedule = Literal["gpipe", "1f1b", "interleaved", "zbv", "dualpipev"]
+
+
+class ParallelConfig(Config):
+    """`dp` × `pp` × `cp` × `tp` processes; experts spread over `ep` of the `dp`.
+
+    dp: groups that each see their own share of the batch; None: as many as the processes allow.
+    zero: what data parallelism spreads instead of copying (https://arxiv.org/abs/1910.02054). 0: nothing; 1: optimiser
+        state; 2: and gradients; 3: and parameters.
+    sequence: between its matrix products, tensor parallelism also splits the tokens (https://arxiv.org/abs/2205.05198).
+    micro_batches: of one pass through the pipeline; None: all of a step.
+    """
+
+    dp: int | None = Field(default=None, ge=1)
+    zero: Literal[0, 1, 2, 3] = 0
+    tp: int = Field(default=1, ge=1)
+    sequence: bool = False
+    pp: int = Field(default=1, ge=1)
+    schedule: Schedule = "1f1b"
+    micro_batches: int | None = Field(default=None, ge=1)
+    cp: int = Field(default=1, ge=1)
+    ep: int = Field(default=1, ge=1)
+
+    @property
+    def is_plain(self) -> bool:
+        """Data parallelism alone, as without this section."""
+        return self.zero == 0 and self.tp == self.pp == self.cp == self.ep == 1
+
+    def data_size(self, world_size: int) -> int:
+        """How many groups of processes see their own share of the batch.
+
+        Raises:
+            ConfigError: the mesh does not fill the world.
+        """
+        rest = self.tp * self.pp * self.cp
+        dp = self.dp or max(world_size // rest, 1)
+        if dp * rest != world_size:
+            sizes = f"parallel.dp={self.dp or 'auto'} × pp={self.pp} × cp={self.cp} × tp={self.tp}"
+            wanted = f"{dp * rest}" if self.dp else f"a multiple of {rest}"
+            raise ConfigError(
+                f"{sizes} needs {wanted} processes, this run has {world_size}; start {dp * rest} "
+                f"(--launch {dp * rest}, or torchrun --nproc-per-node) or change the mesh"
+            )
+        return dp
+
+
+def check_parallel(
+    config: ParallelConfig, model: object, world_size: int, sequence_length: int | None, compiled: bool
+) -> None:
+    """Refuse a mesh that the model or the number of processes does not allow.
+
+    Args:
+        model: the recipe's model; anything but a `DecoderConfig` allows data parallelism and ZeRO alone.
+        sequence_length: tokens of a sample; None without tokens.
+        compiled: torch.compile is wanted.
+
+    Raises:
+        ConfigError: names the setting of [parallel] and the one that it collides with.
+    """
+    dp = config.data_size(world_size)
+    if config.sequence and config.tp == 1:
+        raise ConfigError("parallel.sequence = true splits tokens among parallel.tp processes; set parallel.tp above 1")
+    if compiled and not config.is_plain:
+        raise ConfigError(
+            "compile = true works with data parallelism alone; leave out parallel.zero, tp, pp, cp and ep, or set "
+            "compile = false"
+        )
+    if isinstance(model, DecoderConfig):
+        _check_decoder(config, model, dp, sequence_length or 0)
+    elif config.tp * config.pp * config.cp * config.ep > 1:
+        raise ConfigError("parallel.tp, pp, cp and ep are for decoders; this model takes parallel.dp and parallel.zero")
+
+
+def _check_decoder(config: ParallelConfig, model: DecoderConfig, dp: int, length: int) -> None:
+    tp, pp, cp, ep = config.tp, config.pp, config.cp, config.ep
+    if tp > 1:
+        for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size"):
+            _divides("tp", tp, f"model.{name}", getattr(model, name))
+        if model.latent_attention is not None or model.moe is not None:
+            raise ConfigError(f"parallel.tp={tp}: latent attention and experts are not split by it; use zero = 3 or ep")
+        if "lsh_attention" in (model.layer_types or ()):
+            raise ConfigError(f"parallel.tp={tp}: lsh_attention hashes all heads together; use zero = 3")
+    if config.sequence:
+        _divides("tp", tp, "data.sequence_length (parallel.sequence)", length)
+    if model.shared_layers > 1 and not config.is_plain:
+        raise ConfigError("model.shared_layers: layers that share weights allow data parallelism alone (zero = 0)")
+    if pp > 1:
+        stages = pp * (1 if config.schedule in ("gpipe", "1f1b") else 2)
+        if stages > model.num_hidden_layers:
+            layers = model.num_hidden_layers
+            raise ConfigError(
+                f"parallel.pp={pp} ({stages} stages with schedule {config.schedule!r}) is more than "
+                f"model.num_hidden_layers={layers}; take pp = {layers * pp // stages} or less"
+            )
+        if model.moe is not None:
+            raise ConfigError(f"parallel.pp={pp}: experts are not pipelined; use ep, or zero = 3")
+    if cp > 1:
+        _divides("cp", cp, "data.sequence_length", length)
+        if config.sequence:
+            _divides("cp × tp", cp * tp, "data.sequence_length (parallel.sequence)", length)
+        if "lsh_attention" in (model.layer_types or ()):
+            raise ConfigError(f"parallel.cp={cp}: lsh_attention hashes the whole sequence; use cp = 1")
+    if ep > 1:
+        if model.moe is None:
+            raise ConfigError(f"parallel.ep={ep} spreads experts, and the model has none; set parallel.ep = 1")
+        _divides("ep", ep, "model.moe.num_experts", model.moe.num_experts)
+        _divides("ep", ep, "parallel.dp", dp)
+
+
+def _divides(name: str, parts: int, whole_name: str, whole: int) -> None:
+    if whole % parts:
+        fitting = ", ".join(str(size) for size in range(1, min(whole, 64) + 1) if whole % size == 0)
+        raise ConfigError(f"parallel.{name}={parts} does not divide {whole_name}={whole}; take one of {fitting}")

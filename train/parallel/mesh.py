@@ -1,0 +1,140 @@
+"""The processes of a run as a grid, and the grid as the loop's `World`.
+
+Ranks count tensor parallelism fastest, then context, pipeline, data: what talks most sits closest. Tensor parallelism
+exchanges activations twice a layer, context parallelism keys and values once a layer, a pipeline activations between
+two layers, and data parallelism gradients once a step, behind the backward pass.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from penjing.train.parallel.config import ParallelConfig
+from penjing.train.world import World
+
+# Outermost first. FSDP shards over "shard", copies over "replicate"; either is 1.
+DIMENSIONS = ("pipeline", "replicate", "shard", "context", "tensor")
+
+
+@dataclass(frozen=True)
+class MeshWorld(World):
+    """The `World` of a run whose processes share more than the batch; every process has the whole mesh.
+
+    Attributes: mesh: of `DIMENSIONS`. config: what it was made from. fsdp: (shards) or (copies, shards).
+    """
+
+    mesh: DeviceMesh = None  # type: ignore[assignment]  # the fields before it have defaults
+    config: ParallelConfig = field(default_factory=ParallelConfig)
+    fsdp: DeviceMesh = None  # type: ignore[assignment]
+
+    @property
+    def data(self) -> World:
+        """Which share of the batch is this process's; processes that share a sample have the same."""
+        size = self._size("replicate") * self._size("shard")
+        rank = self._rank("replicate") * self._size("shard") + self._rank("shard")
+        return World(rank, size, self.device)
+
+    @property
+    def speaks(self) -> bool:
+        """True in one process for each share of the tokens: the one whose loss counts."""
+        return self._rank("tensor") == 0 and self._rank("pipeline") == self._size("pipeline") - 1
+
+    def average_buffers(self, model: nn.Module) -> None:
+        """See `World`; decoders have no statistics, and their stages no common buffers."""
+        if self.config.tp * self.config.pp * self.config.cp == 1:
+            super().average_buffers(model)
+
+    def global_norm(self, model: nn.Module) -> torch.Tensor:
+        """See `World`: each process adds the squares of what it holds, over the number of processes that hold it."""
+        total = torch.zeros((), dtype=torch.float64, device=self.device)
+        stages = self._size("pipeline")
+        copies: frozenset[str] = getattr(model, "copies", frozenset())
+        for name, parameter in model.named_parameters():
+            gradient = parameter.grad
+            if gradient is None or name in copies:
+                continue
+            parts, shard = 1, gradient
+            if isinstance(gradient, DTensor):
+                shard = gradient.to_local()
+                for size, placement in zip(gradient.device_mesh.shape, gradient.placements, strict=True):
+                    assert not placement.is_partial(), "a gradient was not reduced"
+                    parts *= size if placement.is_shard() else 1
+            # float32 norm of a shard, then float64 between shards: as good as torch's norm of norms
+            norm = torch.linalg.vector_norm(shard, dtype=torch.promote_types(shard.dtype, torch.float32))
+            total += norm.to(torch.float64).square() * (parts * stages / self.size)
+        return self.sum(total).sqrt()
+
+    def reshard(self, model: nn.Module) -> None:
+        """See `World`: without it the parameters seen from outside would be the gathered ones."""
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+
+    def replicate(self, model: nn.Module) -> nn.Module:
+        """See `World`; FSDP has made the replica already."""
+        return model
+
+    def reducing(self, replica: nn.Module, now: bool) -> AbstractContextManager[None]:
+        """See `World`. With parallel.zero of 2 and 3 every micro-batch reduces, so that no process keeps a whole
+        gradient."""
+        return (
+            self._reducing(replica, now or self.config.zero >= 2) if isinstance(replica, FSDPModule) else nullcontext()
+        )
+
+    @contextmanager
+    def _reducing(self, replica: FSDPModule, now: bool) -> Iterator[None]:
+        replica.set_requires_gradient_sync(now)
+        yield
+
+    def _size(self, name: str) -> int:
+        return self.mesh.size(DIMENSIONS.index(name))
+
+    def _rank(self, name: str) -> int:
+        return self.mesh.get_local_rank(name)
+
+
+def build_mesh(world: World, config: ParallelConfig) -> MeshWorld:
+    """The grid of `config` over the processes of `world`; all processes call it.
+
+    Raises:
+        ConfigError: see `ParallelConfig.data_size`.
+    """
+    dp = config.data_size(world.size)
+    replicate, shard = (dp, 1) if config.zero == 0 else (1, dp)
+    ranks = torch.arange(world.size).view(replicate, shard, config.pp, config.cp, config.tp).permute(2, 0, 1, 3, 4)
+    mesh = DeviceMesh(world.device.type, ranks.contiguous(), mesh_dim_names=DIMENSIONS)
+    return MeshWorld(world.rank, world.size, world.device, mesh, config, _fsdp_mesh(mesh, config))
+
+
+def _fsdp_mesh(mesh: DeviceMesh, config: ParallelConfig) -> DeviceMesh:
+    """Processes of one context see other tokens with the same weights: to FSDP they are data parallel too."""
+    if config.zero == 0:
+        return mesh["replicate", "context"]
+    return mesh["shard"] if config.cp == 1 else mesh["shard", "context"]._flatten("shard_context")
+
+
+def describe(world: MeshWorld) -> str:
+    """One line: the mesh, who sits next to whom, and why."""
+    config, dp = world.config, world.data.size
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", str(world.size)))
+    inside = [name for name, reach in (
+        ("tensor", config.tp),
+        ("context", config.tp * config.cp),
+        ("pipeline", config.tp * config.cp * config.pp),
+        ("data", world.size),
+    ) if local % reach == 0 or (reach <= local and world.size <= local)]  # fmt: skip
+    names = ", ".join(inside) or "nothing"
+    return (
+        f"mesh: data {dp} × pipeline {config.pp} × context {config.cp} × tensor {config.tp}, ZeRO {config.zero}"
+        f"{f', experts over {config.ep}' if config.ep > 1 else ''}; neighbouring ranks share tensors first, then "
+        f"context, pipeline, data, since they talk most in that order; inside a node of {local}: {names}"
+    )
