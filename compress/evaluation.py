@@ -22,8 +22,10 @@ from penjing.compress.stream import LayerStream
 from penjing.core.checkpoint import open_checkpoint
 from penjing.core.errors import ConfigError, InputError
 from penjing.core.manifest import verify
+from penjing.core.onnx_runtime import run_session
 from penjing.core.progress import Progress, Silent
 from penjing.core.tokenizer import Tokenizer
+from penjing.core.vision_artifact import VisionArtifact, is_vision_artifact, open_vision_artifact
 from penjing.core.vision_checkpoint import VisionConfig, load_vision_checkpoint
 from penjing.train.data.images import ImageSet, normalise
 
@@ -120,8 +122,9 @@ def evaluate_checkpoint(
 ) -> Quality:
     """Accuracy of an image classifier on Fashion-MNIST's test images, perplexity of a decoder on held-out text.
 
-    The classifier's own mean and standard deviation normalise the images. A decoder, also an INT8 artifact, runs with
-    one layer in memory at a time; hashes are checked where there is a manifest.
+    The classifier's own mean and standard deviation normalise the images; its INT8 artifact runs in ONNX
+    Runtime. A decoder, also an INT8 artifact, runs with one layer in memory at a time; hashes are checked where there
+    is a manifest.
 
     Raises:
         ConfigError: windows longer than the model's context.
@@ -130,7 +133,11 @@ def evaluate_checkpoint(
     """
     settings, progress = settings or EvaluateSettings(), progress or Silent()
     if is_classifier(folder):
-        model, config = load_vision_checkpoint(folder)
+        if is_vision_artifact(folder):
+            artifact = open_vision_artifact(folder)
+            model, config = OnnxClassifier(artifact), artifact.config
+        else:
+            model, config = load_vision_checkpoint(folder)
         data = fitting_images(folder, config, "test", progress).first(settings.images)
         progress.start("accuracy on held-out images", -(-len(data.images) // BATCH))
         return accuracy(right_answers(model, config, data, progress), settings)
@@ -146,6 +153,18 @@ def evaluate_checkpoint(
     windows = evaluation_windows(tokenizer, settings.prose_tokens, settings.code_tokens, settings.window)
     progress.start("perplexity on held-out text", checkpoint.config.num_hidden_layers)
     return perplexity(streamed_losses(LayerStream(checkpoint), windows, progress), settings)
+
+
+class OnnxClassifier(nn.Module):
+    """A quantized classifier in ONNX Runtime with as many threads as torch uses; (N, C, H, W) → (N, classes)."""
+
+    def __init__(self, artifact: VisionArtifact) -> None:
+        super().__init__()
+        self._session = artifact.session(torch.get_num_threads())
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        """See the class."""
+        return torch.from_numpy(run_session(self._session, images.numpy()))
 
 
 @torch.no_grad()

@@ -37,10 +37,15 @@ class VisionConfig(Config):
 def save_vision_checkpoint(folder: Path, config: VisionConfig, model: nn.Module, created_by: dict[str, Any]) -> None:
     """Fill `folder`, not yet published (see `publish_folder`); tensors are stored contiguous, under the module's
     names."""
-    atomic_write_text(folder / "config.json", json.dumps(config.model_dump(), indent=2) + "\n")
+    save_vision_config(folder, config)
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()}
     save_file(tensors, folder / _WEIGHTS)
     write_manifest(folder, "checkpoint", created_by)
+
+
+def save_vision_config(folder: Path, config: VisionConfig) -> None:
+    """Write `config.json`."""
+    atomic_write_text(folder / "config.json", json.dumps(config.model_dump(), indent=2) + "\n")
 
 
 def load_vision_checkpoint(folder: Path) -> tuple[ResNet, VisionConfig]:

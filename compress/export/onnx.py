@@ -11,15 +11,14 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from penjing.compress.export.graph import OPSET, GraphBuilder
+from penjing.compress.export.graph import GraphBuilder
 from penjing.compress.quant.fake_quantize import ActivationQuantizer
 from penjing.compress.quant.modules import Folded, QuantizedBlock, QuantizedConvNorm, QuantizedLinear
 from penjing.compress.quant.targets import TARGETS, Target, TargetName
 from penjing.core.errors import InputError
 from penjing.core.files import atomic_write_bytes
 from penjing.core.models.resnet import Block, ConvNorm, ResNet
-
-INPUT, OUTPUT = "images", "logits"
+from penjing.core.onnx_runtime import INPUT, OUTPUT
 
 
 def export_onnx(model: ResNet, image_size: tuple[int, int], target: TargetName, path: Path) -> int:
@@ -140,6 +139,3 @@ def integer_weights(path: Path) -> dict[str, torch.Tensor]:
         for constant in model.graph.initializer
         if constant.name.endswith(".weight") and constant.data_type == onnx.TensorProto.INT8
     }
-
-
-__all__ = ["INPUT", "OPSET", "OUTPUT", "export_onnx", "integer_weights"]
