@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from penjing.core.cli_shared import Force, Overrides, RecipeOrCommand
+from penjing.core.cli_shared import Force, Json, Overrides, RecipeOrCommand, write_json
 
 train_app = typer.Typer(
     cls=RecipeOrCommand,
@@ -41,3 +41,32 @@ def train(
 
     with progress_bar() as progress:
         run(recipe, overrides or [], resume=resume, force=force, profile=profile, progress=progress)
+
+
+@train_app.command("simulate")
+def simulate(
+    recipe: Recipe,
+    stages: Annotated[int, typer.Option(min=1, help="Ranks of the pipeline.")],
+    schedule: Annotated[str, typer.Option(help="gpipe, 1f1b, interleaved, zb, zbv or dualpipev.")] = "1f1b",
+    micro_batches: Annotated[int | None, typer.Option(min=1, help="Of a step; 4 for each rank by default.")] = None,
+    chunks: Annotated[int | None, typer.Option(min=1, help="Model chunks of a rank: interleaved and zb.")] = None,
+    device: Annotated[str, typer.Option(help="Turns FLOPs into seconds: a100, h100, h200 or l40s.")] = "h100",
+    measure: Annotated[bool, typer.Option("--measure", help="Time the layers on this machine instead.")] = False,
+    out: Annotated[Path | None, typer.Option(help="Draw the timeline into this SVG.")] = None,
+    overrides: Overrides = None,
+    json_file: Json = None,
+) -> None:
+    """Simulate a pipeline schedule on the recipe's layers: bubble, seconds, activations; needs no GPU.
+
+    Example: `penjing train simulate recipes/decoder-1b.toml --stages 32 --schedule interleaved --out timeline.svg`
+    """
+    from penjing.core.progress import print_table, progress_bar
+    from penjing.train.plan.simulation import simulate_recipe
+
+    with progress_bar() as progress:
+        result = simulate_recipe(
+            recipe, overrides, stages=stages, schedule=schedule, micro_batches=micro_batches, chunks=chunks,
+            device=device, measure=measure, out=out, progress=progress,
+        )  # fmt: skip
+    print_table(result)
+    write_json(result, json_file)
