@@ -25,6 +25,7 @@ from penjing.train.data.stream import Stream
 from penjing.train.data.tokens import TokenStream, held_out_tokens
 from penjing.train.objective import Batch, CrossEntropy, TaskObjective
 from penjing.train.recipe import DecoderModel, RunRecipe, TextData
+from penjing.train.state import check_finite
 from penjing.train.world import World
 
 
@@ -181,18 +182,21 @@ def initialize_decoder(model: nn.Module, std: float, num_layers: int) -> None:
 
 
 @torch.no_grad()
-def load_initial(model: nn.Module, folder: Path) -> None:
-    """Copy the weights of a checkpoint into `model`.
+def load_initial(model: nn.Module, folder: Path, role: str = "initial") -> None:
+    """Copy the weights of a checkpoint into `model`; `role` is what messages call it.
 
     Raises:
-        InputError: a tensor is missing or of another shape.
+        InputError: a tensor is missing, of another shape, or not finite; or the checkpoint is quantized.
     """
     checkpoint = open_checkpoint(folder)
+    if "quantization_config" in checkpoint.config_json:
+        raise InputError(f"{role} = {folder} is quantized; take the checkpoint that it was made from")
     for name, parameter in model.named_parameters():
         if checkpoint.shape(name) != tuple(parameter.shape):
             raise InputError(
-                f"initial = {folder}: {name} has shape {checkpoint.shape(name)}, this model's is "
+                f"{role} = {folder}: {name} has shape {checkpoint.shape(name)}, this model's is "
                 f"{tuple(parameter.shape)}; "
                 "make [model] equal to its config.json"
             )
         parameter.copy_(checkpoint.get(name))
+    check_finite(dict(model.named_parameters()), f"{role} = {folder}")

@@ -5,7 +5,7 @@ The JSON keeps the shape of the tree; a tensor is replaced in it by {"tensor": i
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -119,6 +119,17 @@ def first_to_hold(tensor: torch.Tensor) -> bool:
     place = tensor.device_mesh.get_coordinate()
     assert place is not None
     return all(index == 0 or placement.is_shard() for index, placement in zip(place, tensor.placements, strict=True))
+
+
+def check_finite(state: Mapping[str, torch.Tensor], origin: str) -> None:
+    """Refuse weights that training could only spread.
+
+    Raises:
+        InputError: `origin` holds NaN or infinity; names the tensor.
+    """
+    for name, tensor in state.items():
+        if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
+            raise InputError(f"{origin}: {name} holds NaN or infinity; get or make the checkpoint again")
 
 
 def _split(tree: Tree, path: str, tensors: dict[str, torch.Tensor]) -> Any:

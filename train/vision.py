@@ -20,6 +20,7 @@ from penjing.train.data.images import ImageSet, ImageStream, held_out_images
 from penjing.train.data.stream import Stream
 from penjing.train.objective import Batch, CrossEntropy, TaskObjective
 from penjing.train.recipe import FashionData, ResNetModel, RunRecipe
+from penjing.train.state import check_finite
 from penjing.train.world import World
 
 _EVALUATION_BATCH = 500
@@ -181,4 +182,5 @@ def _load_initial(model: nn.Module, folder: Path, config: ResNetConfig) -> None:
     given, found = load_vision_checkpoint(folder)
     if found.model != config:
         raise InputError(f"initial = {folder} is of another architecture than [model]; make them equal")
+    check_finite(given.state_dict(), f"initial = {folder}")
     model.load_state_dict(given.state_dict())

@@ -112,7 +112,7 @@ def join_world(device: str = "auto", timeout_s: float = 600.0) -> Iterator[World
         SetupError: the other processes do not answer, or a port is in use.
     """
     size, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
-    chosen = _choose_device(device)
+    chosen = choose_device(device)
     if chosen.type == "cuda":
         torch.cuda.set_device(chosen)
     if size == 1:
@@ -132,7 +132,8 @@ def join_world(device: str = "auto", timeout_s: float = 600.0) -> Iterator[World
         dist.destroy_process_group()
 
 
-def _choose_device(device: str) -> torch.device:
+def choose_device(device: str) -> torch.device:
+    """The device of this process: see `join_world`."""
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cuda":

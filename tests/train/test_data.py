@@ -302,7 +302,9 @@ def test_crops_and_flips_move_pixels_only() -> None:
     stream = ImageStream(data, zero, one, batch_size=20, micro_batch=20, pad=2, flip=True)
     order = Order(20, 20, 20, 0, 1, 0)
     _, samples = order.next()
-    for image, sample in zip(next(stream)["images"].numpy()[:, 0], samples, strict=True):
+    images = next(stream)["images"]
+    assert images.stride() == (36, 36, 6, 1)  # else torch takes one channel for channels last
+    for image, sample in zip(images.numpy()[:, 0], samples, strict=True):
         original = np.pad(data.images[sample, 0].astype(np.float32) / 255, 2)
         candidates = [original[r : r + 6, c : c + 6] for r in range(5) for c in range(5)]
         assert any(np.allclose(image, x) or np.allclose(image, x[:, ::-1]) for x in candidates)

@@ -122,7 +122,8 @@ class ImageStream:
             in_rows = np.abs(np.arange(height) - top) <= self._erase // 2
             in_columns = np.abs(np.arange(width) - left) <= self._erase // 2
             result = np.where((in_rows[:, None, :, None] & in_columns[:, None, None, :]), np.float32(0), result)
-        return np.ascontiguousarray(result, dtype=np.float32)
+        # Copied even where numpy sees one layout: strides of a single channel tell torch channels last.
+        return np.array(result, dtype=np.float32, order="C")
 
 
 def held_out_images(

@@ -1,0 +1,47 @@
+"""Tiny teachers and students, and their data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penjing.compress.distill.step import DistillStep
+from penjing.train import vision
+from tests.compress.classifiers import made_up_images
+
+STEPS = {"steps": 30, "batch_size": 16, "evaluation_samples": 100, "checkpoint_every": 5, "device": "cpu"}
+
+
+@pytest.fixture
+def small_images(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Made-up images in place of Fashion-MNIST."""
+    monkeypatch.setattr(vision, "load_fashion", made_up_images)
+
+
+@pytest.fixture(scope="session")
+def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of help topics."""
+    from pydoc_data.topics import topics
+
+    folder = tmp_path_factory.mktemp("texts")
+    for name in sorted(topics)[:20]:
+        (folder / f"{name}.txt").write_text(topics[name], encoding="utf-8")
+    return folder
+
+
+@pytest.fixture
+def text_step(texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., DistillStep]:
+    """A step on short sequences of `texts`; keyword arguments change it."""
+    monkeypatch.setenv("PENJING_CACHE", str(tmp_path / "cache"))
+
+    def make(**changes: Any) -> DistillStep:
+        values = STEPS | {
+            "kind": "distill", "sources": (str(texts),), "sequence_length": 16, "held_out": 0.2,
+            "evaluation_samples": 32, "learning_rate": {"peak": 5e-3},
+        }  # fmt: skip
+        return DistillStep.model_validate(values | changes)
+
+    return make
