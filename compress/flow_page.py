@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 MOST_BARS = 60  # more layers than this cannot be told apart: those that changed are shown
 
-TEMPLATE = """<p>{{ first.size.bytes | megabytes }} → <strong>{{ last.size.bytes | megabytes }}</strong>
+TEMPLATE = """<p>{{ first.size.bytes | volume }} → <strong>{{ last.size.bytes | volume }}</strong>
 ({{ "%.2f" | format(first.size.bytes / last.size.bytes) }} times smaller), {{ first.quality.name }}
 {{ quality(first) }} → <strong>{{ quality(last) }}</strong>.</p>
 <div class="figures">{{ figures.bytes }}{{ figures.speed }}</div>
@@ -25,11 +25,11 @@ TEMPLATE = """<p>{{ first.size.bytes | megabytes }} → <strong>{{ last.size.byt
 <div class="wide"><table><tr><th>stage</th><th>parameters</th><th>weights</th><th>of the first</th><th>MACs</th>
 <th>of the first</th><th>{{ first.quality.name }}</th><th>lost</th><th>took</th><th>peak memory</th></tr>
 {% for stage in report.stages %}<tr><td>{{ stage.name }}</td><td>{{ stage.size.parameters | count }}</td>
-<td>{{ stage.size.bytes | megabytes }}</td><td>{{ share(stage.size.bytes, first.size.bytes) }}</td>
+<td>{{ stage.size.bytes | volume }}</td><td>{{ share(stage.size.bytes, first.size.bytes) }}</td>
 <td>{{ stage.size.macs | count if stage.size.macs else "" }}</td>
 <td>{{ share(stage.size.macs, first.size.macs) }}</td><td>{{ quality(stage) }}</td>
 <td>{{ lost(stage) if not loop.first else "" }}</td><td>{{ stage.seconds | duration if stage.seconds else "" }}</td>
-<td>{{ stage.peak_memory_bytes | megabytes if stage.peak_memory_bytes else "" }}</td></tr>
+<td>{{ stage.peak_memory_bytes | volume if stage.peak_memory_bytes else "" }}</td></tr>
 {% endfor %}</table></div>
 <p>{{ first.quality.name | capitalize }} on {{ first.quality.samples }} {{ samples }} of held-out data, in brackets the
 95 % interval of a bootstrap over them. “Lost” is against the first stage on the same samples, with its own

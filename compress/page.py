@@ -41,10 +41,16 @@ def render(title: str, template: str, values: dict[str, Any]) -> str:
     """A page: the Jinja `template` filled with `values`, every one escaped unless it is `Markup`."""
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True)
     environment.filters["megabytes"] = megabytes
+    environment.filters["volume"] = volume
     environment.filters["count"] = count
     environment.filters["duration"] = duration
     body = Markup(environment.from_string(template).render(values))
     return environment.from_string(FRAME).render(title=title, body=body)
+
+
+def volume(size: float) -> str:
+    """Bytes for people, in three digits: "280 kB", "1.23 MB", "538 MB"."""
+    return f"{count(size)}B" if size >= 1000 else f"{size:.0f} B"
 
 
 def count(number: float) -> str:

@@ -159,6 +159,4 @@ def _of_artifact(values: dict[str, Any], source: str) -> dict[str, Any]:
         recipe = {"model": values["model"], **common["recipe"]}
         return common | {"recipe": recipe, "device": values["processor"], "stages": stages}
     except (KeyError, TypeError, AttributeError, ValueError, ZeroDivisionError) as error:
-        raise InputError(
-            f"the report has neither stages nor an artifact's figures ({error!r}); make it again"
-        ) from None
+        raise InputError(f"{source} has neither stages nor an artifact's figures ({error!r}); make it again") from None

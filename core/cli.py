@@ -112,6 +112,48 @@ def compress_inspect(
     write_json(result, json_file)
 
 
+@compress_app.command("sensitivity")
+def compress_sensitivity(
+    checkpoint: Annotated[Path, typer.Argument(help="A checkpoint folder.", show_default=False)],
+    data: Annotated[Literal["calibration", "held-out"], typer.Option(help="What is measured on.")] = "calibration",
+    ratios: Annotated[str, typer.Option(help="Shares of a group's units to remove.")] = "0.1,0.3,0.5",
+    method: Annotated[Literal["l1", "l2", "random"], typer.Option(help="Which units go first.")] = "l1",
+    images: Annotated[int, typer.Option(min=1, help="Of a classifier's data.")] = 512,
+    windows: Annotated[int, typer.Option(min=1, help="Of 256 tokens, of a decoder's data.")] = 8,
+    out: Annotated[Path | None, typer.Option(help="The folder to make; CHECKPOINT-sensitivity if left out.")] = None,
+    force: Force = False,
+    json_file: Json = None,
+) -> None:
+    """Prune one group of layers after the other and show what it costs; goes on after a kill where it stopped.
+
+    Example: `penjing compress sensitivity build/resnet-fashion --ratios 0.2,0.4,0.6`
+    """
+    from penjing.compress.sensitivity import sensitivity, settings_of
+    from penjing.compress.sensitivity_page import print_sensitivity
+    from penjing.core.progress import progress_bar
+
+    values = {"data": data, "ratios": ratios, "method": method, "images": images, "windows": windows}
+    with progress_bar() as progress:
+        result = sensitivity(checkpoint, settings_of(values), out=out, force=force, progress=progress)
+    print_sensitivity(result)
+    write_json(result, json_file)
+
+
+@app.command("report")
+def report(
+    runs: Annotated[list[Path], typer.Argument(help="Folders that `penjing compress` made.", show_default=False)],
+    out: Annotated[Path | None, typer.Option(help="Also write a page with Pareto plots to this file.")] = None,
+    json_file: Json = None,
+) -> None:
+    """Compare compression runs: sizes, quality, speed and what each step cost, stage by stage.
+
+    Example: `penjing report build/resnet-fashion-pruned build/resnet-fashion-mild --out runs.html`
+    """
+    from penjing.compress.comparison import report_runs
+
+    write_json(report_runs(runs, out), json_file)
+
+
 @app.command()
 def generate(
     model: Model,

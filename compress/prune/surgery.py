@@ -127,7 +127,7 @@ def _resize(module: nn.Module) -> None:
     if isinstance(module, nn.modules.conv._ConvNd):
         transposed = isinstance(module, nn.modules.conv._ConvTransposeNd)
         first, second = module.weight.shape[:2]
-        if module.groups == module.in_channels and not transposed:  # depthwise: a group for each input
+        if module.groups == module.in_channels > 1 and not transposed:  # depthwise: a group for each input
             module.groups = first * module.groups // module.out_channels
         module.in_channels = first if transposed else second * module.groups
         module.out_channels = second * module.groups if transposed else first

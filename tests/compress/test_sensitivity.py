@@ -1,0 +1,169 @@
+"""Sensitivity: cells equal what removal gives, a killed run keeps its cells, bad input is named."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from penjing.compress import data
+from penjing.compress import sensitivity as module
+from penjing.compress.prune.graph import dependency_graph
+from penjing.compress.prune.importance import magnitude
+from penjing.compress.prune.ranking import select
+from penjing.compress.prune.resnet_subject import ResNetSubject
+from penjing.compress.prune.step import PruneStep, prune_checkpoint
+from penjing.compress.prune.surgery import remove
+from penjing.compress.sensitivity import SensitivitySettings, masked, sensitivity, settings_of
+from penjing.core import cli
+from penjing.core.errors import ConfigError, InputError
+from penjing.core.load import load_model
+from penjing.core.progress import Silent
+from penjing.core.tokenizer import Tokenizer
+from penjing.core.vision_checkpoint import load_vision_checkpoint
+from penjing.train.data.images import normalise
+from tests.compress.classifiers import made_up_images, write_classifier
+
+SMALL = SensitivitySettings(ratios=(0.25, 0.5), images=96, windows=2, window=32)
+
+
+@pytest.fixture
+def classifier(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(data, "load_fashion", made_up_images)
+    monkeypatch.setattr(module, "fitting_images", data.fitting_images)
+    return write_classifier(tmp_path / "classifier")
+
+
+def test_cells_of_a_classifier_equal_removal(classifier: Path) -> None:
+    result = sensitivity(classifier, SMALL)
+    written = classifier.with_name("classifier-sensitivity")
+    assert json.loads((written / "sensitivity.json").read_text()) == result
+    page = (written / "sensitivity.html").read_text()
+    assert "http" not in page
+    assert page.count("<svg") >= 1
+    assert not list(classifier.parent.glob(".*"))  # nothing is left over
+    subject = ResNetSubject(classifier)
+    groups = dependency_graph(subject.model, subject.example).groups
+    assert [row["name"] for row in result["groups"]] == [group.name for group in groups]
+    images = made_up_images("train").first(96)
+    _, config = load_vision_checkpoint(classifier)
+    inputs = torch.from_numpy(normalise(images.images, np.array(config.mean, "f4"), np.array(config.std, "f4")))
+    for place in (0, 2, len(groups) - 1):
+        group, cell = groups[place], result["groups"][place]["cells"][1]
+        model, _ = load_vision_checkpoint(classifier)
+        choice = select([group], magnitude(subject.weights, [group]), 0.5, round_to=1)
+        remove(model, choice)
+        with torch.no_grad():
+            right = (model(inputs).argmax(1).numpy() == images.labels).mean()
+        assert cell["value"] == pytest.approx(right)
+        assert cell["removed"] == len(group) // 2
+    assert len({cell["value"] for row in result["groups"] for cell in row["cells"]}) > 3
+
+
+def test_cells_of_a_decoder_equal_a_pruned_checkpoint(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    result = sensitivity(tiny_checkpoint, SMALL, out=tmp_path / "out")
+    rows = {row["name"]: row for row in result["groups"]}
+    assert len(rows) == 5  # hidden width; key-value heads and MLP channels of two layers
+    pruned = tmp_path / "pruned"
+    pruned.mkdir()
+    step = PruneStep(ratio=0.5, parts=("hidden",), round_to=1)
+    record = prune_checkpoint(tiny_checkpoint, pruned, step, None, Silent())
+    (name,) = (row["name"] for row in record["groups"])
+    windows = data.calibration_tokens(Tokenizer.from_folder(tiny_checkpoint), 64).view(2, 32)
+    with torch.no_grad():
+        wanted = load_model(pruned).model(windows[:, :-1], targets=windows[:, 1:]) / 62
+    assert rows[name]["cells"][1]["loss"] == pytest.approx(float(wanted), rel=1e-4)
+    with torch.no_grad():
+        wanted = load_model(tiny_checkpoint).model(windows[:, :-1], targets=windows[:, 1:]) / 62
+    assert result["baseline"]["loss"] == pytest.approx(float(wanted), rel=1e-5)
+
+
+def test_a_killed_run_goes_on_with_the_cells_it_has(classifier: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Killed(BaseException):
+        pass
+
+    judge, calls = module._judge, 0
+
+    def dies(*arguments: object, **named: object) -> dict[str, object]:
+        nonlocal calls
+        calls += 1
+        if calls == 4:
+            raise Killed
+        return judge(*arguments, **named)  # type: ignore[arg-type]
+
+    settings = SensitivitySettings(ratios=(0.5,), images=48)
+    whole = sensitivity(classifier, settings, out=classifier.with_name("whole"))
+    monkeypatch.setattr(module, "_judge", dies)
+    out = classifier.with_name("out")
+    with pytest.raises(Killed):
+        sensitivity(classifier, settings, out=out)
+    assert not out.exists()
+    again = sensitivity(classifier, settings, out=out)
+    cells = sum(len(row["cells"]) for row in again["groups"])
+    assert calls == 4 + cells - 2  # the baseline and two cells were kept
+    assert again["groups"] == whole["groups"]
+    before = calls
+    assert sensitivity(classifier, settings, out=out) == again
+    assert calls == before
+
+
+def test_masking_is_undone_whatever_happens(classifier: Path) -> None:
+    model, _ = load_vision_checkpoint(classifier)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    subject = ResNetSubject(classifier)
+    group = dependency_graph(subject.model, subject.example).groups[0]
+    try:
+        with masked(model, [(group, [0, 2])]):
+            assert not torch.equal(model.stem.conv.weight, before["stem.conv.weight"])
+            raise ZeroDivisionError
+    except ZeroDivisionError:
+        pass
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    ("ratios", "message"),
+    [
+        ("0.1,x", "numbers with commas"),
+        ("0,0.5", "above 0 and below 1"),
+        ("1.5", "above 0 and below 1"),
+        ("0.5,0.1", "growing"),
+        ("-0.1", "above 0 and below 1"),
+    ],
+)
+def test_bad_ratios(ratios: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        settings_of({"ratios": ratios})
+
+
+def test_bad_folders(classifier: Path, tmp_path: Path, tiny_checkpoint: Path) -> None:
+    with pytest.raises(InputError, match="there is no folder"):
+        sensitivity(tmp_path / "missing")
+    out = tmp_path / "mine"
+    out.mkdir()
+    (out / "thesis.txt").write_text("years of work")
+    with pytest.raises(InputError, match=r"holds no sensitivity\.json"):
+        sensitivity(classifier, SMALL, out=out)
+    sensitivity(classifier, SMALL, out=tmp_path / "done")
+    with pytest.raises(InputError, match="another checkpoint or settings"):
+        sensitivity(classifier, SensitivitySettings(images=50), out=tmp_path / "done")
+    with pytest.raises(ConfigError, match="window=1024 is longer"):
+        sensitivity(tiny_checkpoint, SensitivitySettings(window=1024, data="held-out"), out=tmp_path / "new")
+    broken = write_classifier(tmp_path / "broken", scale=float("nan"))
+    with pytest.raises(InputError, match=r"fc\.weight holds NaN"):
+        sensitivity(broken, SMALL)
+
+
+def test_the_command(classifier: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out, rows = tmp_path / "out", tmp_path / "rows.json"
+    command = ["compress", "sensitivity", str(classifier), "--data", "held-out", "--ratios", "0.5", "--images", "64"]
+    assert cli._run([*command, "--out", str(out), "--json", str(rows)]) == 0
+    shown = capsys.readouterr().err
+    assert "cells, left" in shown
+    result = json.loads(rows.read_text())
+    assert all(group["name"] in shown for group in result["groups"])
+    assert result["baseline"]["samples"] == 64
+    assert result["settings"]["data"] == "held-out"
