@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Iterator
 from importlib.metadata import version
@@ -28,7 +27,7 @@ from penjing.compress.preflight import (
 from penjing.compress.recipe import Recipe, recipe_toml, run_key
 from penjing.compress.report import make_report, summary_line
 from penjing.compress.report_page import report_page
-from penjing.compress.steps import StepRecord, WorkFolder
+from penjing.compress.steps import StepRecord, WorkFolder, already_made, link_or_copy
 from penjing.compress.stream import LayerStream
 from penjing.core.artifact import (
     PARITY_FILE,
@@ -41,9 +40,8 @@ from penjing.core.artifact import (
 from penjing.core.checkpoint import open_checkpoint, save_checkpoint
 from penjing.core.config import load_recipe
 from penjing.core.corpus import calibration_tokens
-from penjing.core.errors import InputError
 from penjing.core.files import atomic_write_text, publish_folder
-from penjing.core.manifest import MANIFEST_NAME, read_manifest, write_manifest
+from penjing.core.manifest import MANIFEST_NAME, write_manifest
 from penjing.core.progress import Progress, Silent
 from penjing.core.tokenizer import Tokenizer
 
@@ -82,7 +80,7 @@ def compress(
     check_model(checkpoint)
     check_recipe(recipe, checkpoint.config)
     key = run_key(recipe, input_hashes(checkpoint), f"{version('penjing')}/{SCHEMA}")
-    if _is_done(recipe.output, key, force, progress):
+    if already_made(recipe.output, key, force, open_artifact, progress):
         return recipe.output
     command = " ".join(["penjing compress", str(recipe_path), *(f"--set {text}" for text in overrides or [])])
     with WorkFolder(recipe.output, key) as work:
@@ -93,23 +91,6 @@ def compress(
         _Run(recipe, LayerStream(checkpoint), work, progress).all_steps(command, force)
         work.remove()
     return recipe.output
-
-
-def _is_done(output: Path, key: str, force: bool, progress: Progress) -> bool:
-    """Whether `output` already is this run's result; refuse now what publishing would refuse at the end."""
-    if not output.exists() or (output.is_dir() and not any(output.iterdir())):
-        return False
-    if not (output / MANIFEST_NAME).is_file():
-        raise InputError(f"{output} exists and is no penjing folder, so it is not replaced; choose another output")
-    if force:
-        return False
-    if read_manifest(output).extra.get("key") != key:
-        raise InputError(
-            f"{output} was made from another recipe, input or version; replace it with --force, or set another output"
-        )
-    open_artifact(output)
-    progress.note(f"{output} is already done: kept (--force makes it again)")
-    return True
 
 
 class _Run:
@@ -214,7 +195,7 @@ class _Run:
         with publish_folder(self.recipe.output, replace=force) as partial:
             for path in sorted(made.iterdir()):
                 if path.name != MANIFEST_NAME:
-                    _link_or_copy(path, partial / path.name)
+                    link_or_copy(path, partial / path.name)
             atomic_write_text(partial / RECIPE_FILE, recipe_toml(self.recipe))
             atomic_write_text(partial / PARITY_FILE, json.dumps(parity, indent=2) + "\n")
             atomic_write_text(partial / REPORT_FILE, json.dumps(report, indent=2) + "\n")
@@ -234,10 +215,3 @@ def _layer_name(layer: int) -> str:
 
 def _hidden_name(layer: int) -> str:
     return f"hidden_{layer:03d}"
-
-
-def _link_or_copy(source: Path, target: Path) -> None:
-    try:
-        os.link(source, target)
-    except OSError:  # a file system without hard links
-        shutil.copyfile(source, target)

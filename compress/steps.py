@@ -22,8 +22,10 @@ from safetensors.torch import load_file
 from safetensors.torch import save as to_bytes
 
 from penjing.compress.memory import PeakMemory, release_unused
-from penjing.core.errors import SetupError
+from penjing.core.errors import InputError, SetupError
 from penjing.core.files import atomic_write_bytes, atomic_write_text, writing
+from penjing.core.manifest import MANIFEST_NAME, read_manifest
+from penjing.core.progress import Progress
 
 KEY_FILE = "key.txt"
 
@@ -98,6 +100,10 @@ class WorkFolder:
         atomic_write_text(self.path / f"{name}.json", json.dumps(asdict(record), indent=2) + "\n")
         return record
 
+    def forget(self, name: str) -> None:
+        """Let the step `name` be done again."""
+        (self.path / f"{name}.json").unlink(missing_ok=True)
+
     def save(self, name: str, tensors: dict[str, torch.Tensor]) -> None:
         """Keep tensors of a step under `name`; complete on disk when this returns."""
         data = to_bytes({key: tensor.contiguous() for key, tensor in tensors.items()})
@@ -114,3 +120,35 @@ class WorkFolder:
     def remove(self) -> None:
         """Delete the folder: the run is published."""
         shutil.rmtree(self.path)
+
+
+def already_made(output: Path, key: str, force: bool, check: Callable[[Path], object], progress: Progress) -> bool:
+    """Whether `output` already is the result of the run `key`; refuses now what publishing would refuse at the end.
+
+    Args:
+        check: raises if the folder is not whole.
+
+    Raises:
+        InputError: it is something else, damaged, or made by another run and not to be replaced (`force`).
+    """
+    if not output.exists() or (output.is_dir() and not any(output.iterdir())):
+        return False
+    if not (output / MANIFEST_NAME).is_file():
+        raise InputError(f"{output} exists and is no penjing folder, so it is not replaced; choose another output")
+    if force:
+        return False
+    if read_manifest(output).extra.get("key") != key:
+        raise InputError(
+            f"{output} was made from another recipe, input or version; replace it with --force, or set another output"
+        )
+    check(output)
+    progress.note(f"{output} is already done: kept (--force makes it again)")
+    return True
+
+
+def link_or_copy(source: Path, target: Path) -> None:
+    """`target` becomes the file `source`, without a second copy on disk where that can be."""
+    try:
+        os.link(source, target)
+    except OSError:  # another file system, or one without hard links
+        shutil.copyfile(source, target)

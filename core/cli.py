@@ -81,17 +81,23 @@ def import_(
 def compress(
     recipe: Annotated[Path, typer.Argument(help="A TOML recipe; see `recipes/`.", show_default=False)],
     overrides: Overrides = None,
+    out: Annotated[Path | None, typer.Option(help="Write here instead of to the recipe's output.")] = None,
     force: Force = False,
 ) -> None:
-    """Compress a checkpoint as a recipe says; the artifact carries a report and a parity record.
+    """Compress a checkpoint as a recipe says: prune and train it step by step, or make it an INT8 artifact.
 
-    Example: `penjing compress recipes/smollm2-int8.toml --set quantize.lm_head=keep`
+    What is made carries a report; a run that was killed goes on after its last complete step.
+
+    Examples:
+
+    - `penjing compress recipes/resnet-fashion-pruned.toml --set steps.0.ratio=0.2`
+    - `penjing compress recipes/smollm2-int8.toml --set quantize.lm_head=keep`
     """
-    from penjing.compress.pipeline import compress as run
+    from penjing.compress.command import compress_recipe
     from penjing.core.progress import progress_bar
 
     with progress_bar() as progress:
-        run(recipe, overrides or [], force=force, progress=progress)
+        compress_recipe(recipe, overrides or [], out=out, force=force, progress=progress)
 
 
 @compress_app.command("inspect")

@@ -1,0 +1,49 @@
+"""The folders that a run reads, whole and hashed before it begins."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from penjing.compress import preflight
+from penjing.compress.data import is_classifier
+from penjing.compress.flow.kinds import teacher_of
+from penjing.compress.flow.recipe import Distill, FlowRecipe
+from penjing.core.checkpoint import open_checkpoint
+from penjing.core.errors import ConfigError
+from penjing.core.manifest import verify
+from penjing.core.vision_checkpoint import vision_skeleton
+
+
+def input_hashes(recipe: FlowRecipe) -> dict[str, dict[str, str]]:
+    """SHA-256 of the files of the model ("model") and of each other teacher (its path); tensors' names and shapes are
+    checked on the way.
+
+    Raises:
+        ConfigError: a teacher of another kind of network.
+        InputError: missing, damaged, quantized already, or of another kind.
+    """
+    found = {"model": folder_hashes(recipe.model)}
+    for place, step in enumerate(recipe.steps):
+        teacher = teacher_of(step, recipe) if isinstance(step, Distill) else None
+        if teacher is None or teacher == recipe.model:
+            continue
+        found[str(teacher)] = folder_hashes(teacher)
+        if is_classifier(teacher) != is_classifier(recipe.model):
+            raise ConfigError(
+                f"steps.{place}.teacher={teacher} is another kind of network than {recipe.model}; name one of its kind"
+            )
+    return found
+
+
+def folder_hashes(folder: Path) -> dict[str, str]:
+    """Of the files that a checkpoint consists of.
+
+    Raises:
+        InputError: missing, damaged, quantized already, or of another kind.
+    """
+    if folder.is_dir() and is_classifier(folder):
+        vision_skeleton(folder)
+        return verify(folder).sha256
+    checkpoint = open_checkpoint(folder)
+    preflight.check_model(checkpoint)
+    return preflight.input_hashes(checkpoint)

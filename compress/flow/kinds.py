@@ -1,0 +1,72 @@
+"""What each kind of step does: from a checkpoint folder to a checkpoint folder."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from penjing.compress.batch_norm import reestimate_batch_norms
+from penjing.compress.data import Calibrate, is_classifier, open_data
+from penjing.compress.distill.step import DistillStep, distill_checkpoint
+from penjing.compress.flow.recipe import Distill, FlowRecipe, Prune, Step
+from penjing.compress.prune.step import prune_checkpoint
+from penjing.core.manifest import read_manifest
+from penjing.core.progress import Progress
+from penjing.core.vision_checkpoint import load_vision_checkpoint, save_vision_checkpoint
+
+
+@dataclass(frozen=True)
+class Places:
+    """Where a step reads and writes: `scratch` is its own and outlives a kill."""
+
+    source: Path
+    partial: Path
+    scratch: Path
+
+
+def run_step(step: Step, recipe: FlowRecipe, places: Places, progress: Progress) -> dict[str, Any]:
+    """Fill `places.partial` with the checkpoint that `step` makes of `places.source`.
+
+    Returns:
+        What it decided and measured, JSON-ready.
+
+    Raises:
+        PenjingError: as the kinds say.
+    """
+    if isinstance(step, Prune):
+        data = open_data(places.source, recipe.calibrate, progress) if step.needs_data() else None
+        record = prune_checkpoint(places.source, places.partial, step, data, progress)
+        if step.batch_norm and is_classifier(places.partial):
+            record["batch_norms"] = refresh_batch_norms(places.partial, recipe.calibrate, progress)
+        return record
+    settings = DistillStep.model_validate(_own(step))
+    return distill_checkpoint(
+        places.source, teacher_of(step, recipe), places.partial, settings, places.scratch, progress
+    )
+
+
+def _own(step: Step) -> dict[str, Any]:
+    """What the kind itself is told: training begins anew when a setting changes, which the guard is not."""
+    return step.model_dump(exclude_unset=True, exclude={"guard", "teacher"})
+
+
+def teacher_of(step: Distill, recipe: FlowRecipe) -> Path | None:
+    """The network that a distill learns from: its own `teacher`, else the model that the run begins with."""
+    if step.kind == "finetune":
+        return None
+    return step.teacher or recipe.model
+
+
+def refresh_batch_norms(folder: Path, calibrate: Calibrate, progress: Progress) -> int:
+    """Estimate the batch norms' statistics of the classifier in `folder`, not yet published, from training images.
+
+    Returns:
+        How many batch norms it has.
+    """
+    model, config = load_vision_checkpoint(folder)
+    progress.start("statistics of batch norms", 1)
+    count = reestimate_batch_norms(model, open_data(folder, calibrate, progress).inputs())
+    save_vision_checkpoint(folder, config, model, read_manifest(folder).created_by)
+    progress.advance()
+    return count
