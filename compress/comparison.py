@@ -41,8 +41,8 @@ class Run:
 
     def cases(self) -> list[str]:
         """What was timed in every stage, in order."""
-        cases = [_case(row) for row in self.report.stages[0].latency]
-        return [case for case in cases if all(case in _speedups(stage) for stage in self.report.stages)]
+        first, *others = (stage.by_case() for stage in self.report.stages)
+        return [case for case in first if all(case in other for other in others)]
 
 
 def report_runs(folders: Sequence[Path], page: Path | None = None) -> list[dict[str, Any]]:
@@ -113,7 +113,7 @@ def comparison(runs: Sequence[Run]) -> list[dict[str, Any]]:
 def table(runs: Sequence[Run]) -> tuple[list[str], list[list[str]]]:
     """Column names, and a row of text for each stage of each run."""
     quality = runs[0].report.stages[0].quality.name
-    cases = list(dict.fromkeys(case for run in runs for case in run.cases()))
+    cases = list(dict.fromkeys(case for run in runs for stage in run.report.stages for case in stage.by_case()))
     timed = [case.replace(", ", "\n") for case in cases]
     columns = ["run", "stage", "weights", "MACs", quality, "lost", *timed, "took"]
     rows = []
@@ -171,12 +171,8 @@ def comparison_page(runs: Sequence[Run]) -> str:
     return render("Compression runs compared", TEMPLATE, values)
 
 
-def _case(row: Any) -> str:
-    return f"{row.runtime}, {row.case}"
-
-
 def _speedups(stage: Stage) -> dict[str, float]:
-    return {_case(row): row.speedup for row in stage.latency}
+    return {case: row.speedup for case, row in stage.by_case().items()}
 
 
 def _macs_ratio(stage: Stage, first: Stage) -> float | None:

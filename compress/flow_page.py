@@ -42,12 +42,13 @@ interval; less than zero is a gain. MACs: multiply-accumulates for one {{ "image
 {% if cases %}
 <h2>Speed</h2>
 <div class="wide"><table><tr><th>stage</th>{% for case in cases %}<th colspan="3">{{ case }}</th>{% endfor %}</tr>
-{% for stage in report.stages %}<tr><td>{{ stage.name }}</td>{% for row in stage.latency %}
-<td>{{ row.seconds | duration }}</td><td>{{ row.throughput | count }} {{ row.unit }}/s</td>
+{% for stage in report.stages %}{% set timed = stage.by_case() %}<tr><td>{{ stage.name }}</td>
+{% for case in cases %}{% set row = timed.get(case) %}{% if row %}<td>{{ row.seconds | duration }}</td>
+<td>{{ row.throughput | count }} {{ row.unit }}/s</td>
 <td>{{ "%.2f×" | format(row.speedup) }} ({{ "%.2f–%.2f" | format(row.speedup_low, row.speedup_high) }})</td>
-{% endfor %}</tr>{% endfor %}</table></div>
+{% else %}<td colspan="3"></td>{% endif %}{% endfor %}</tr>{% endfor %}</table></div>
 <p>All stages measured in turns in one run on {{ report.device.name }}, {{ report.device.cores }} cores; medians of
-{{ first.latency[0].runs }} rounds. In brackets the slowest and the fastest round's ratio to the first stage.</p>
+{{ rounds }} rounds. In brackets the slowest and the fastest round's ratio to the first stage.</p>
 {% endif %}
 {% if figures.widths %}
 <h2>Widths</h2>
@@ -82,8 +83,8 @@ def flow_page(report: Report) -> str:
     """The HTML of a report; needs no other file and no network."""
     first, last = report.stages[0], report.stages[-1]
     before, after, hidden = changed_widths(first.widths, last.widths)
-    cases = [f"{row.runtime}, {row.case}" for row in first.latency]
-    speed, label = speed_points(report.stages, cases)
+    cases = list(dict.fromkeys(case for stage in report.stages for case in stage.by_case()))
+    speed, label = speed_points(report.stages)
     size = [Point(stage.name, stage.size.bytes / 1e6, stage.quality) for stage in report.stages]
     figures = {
         "bytes": figure(lambda axes: draw_pareto(axes, size, "weights, MB"), 4.6, 3.4),
@@ -95,7 +96,8 @@ def flow_page(report: Report) -> str:
         "first": first,
         "last": last,
         "figures": figures,
-        "cases": cases if all(len(stage.latency) == len(cases) for stage in report.stages) else [],
+        "cases": cases,
+        "rounds": max((row.runs for stage in report.stages for row in stage.latency), default=0),
         "parts": [part.name for part in first.quality.parts],
         "images": first.quality.name == "accuracy",
         "samples": "images" if first.quality.name == "accuracy" else "windows of text",
@@ -108,12 +110,14 @@ def flow_page(report: Report) -> str:
     return render(f"{report.recipe.get('model', 'a model')}, compressed", TEMPLATE, values)
 
 
-def speed_points(stages: Sequence[Stage], cases: Sequence[str]) -> tuple[list[Point], str]:
-    """Each stage's speed-up in the last case that was measured (the largest batch; decoding), and what it is."""
-    if not cases or any(len(stage.latency) != len(cases) for stage in stages):
+def speed_points(stages: Sequence[Stage]) -> tuple[list[Point], str]:
+    """Each stage's speed-up in the last case that all have (the largest batch; decoding), and what it is."""
+    common = [case for case in stages[0].by_case() if all(case in stage.by_case() for stage in stages)]
+    if not common:
         return [], ""
-    points = [Point(stage.name, stage.latency[-1].speedup, stage.quality, larger=True) for stage in stages]
-    return points, f"speed against {stages[0].name} ({cases[-1]})"
+    case = common[-1]
+    points = [Point(stage.name, stage.by_case()[case].speedup, stage.quality, larger=True) for stage in stages]
+    return points, f"speed against {stages[0].name} ({case})"
 
 
 def changed_widths(before: dict[str, int], after: dict[str, int]) -> tuple[dict[str, int], dict[str, int], int]:

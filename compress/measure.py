@@ -26,8 +26,11 @@ from penjing.core.errors import InputError, SetupError
 from penjing.core.load import load_model
 from penjing.core.models.attention import causal_attention
 from penjing.core.models.decoder import Decoder
+from penjing.core.models.resnet import ResNet
+from penjing.core.onnx_runtime import INPUT, OUTPUT, open_session, run_session
 from penjing.core.progress import Progress, Silent
-from penjing.core.vision_checkpoint import load_vision_checkpoint, vision_skeleton
+from penjing.core.vision_artifact import is_vision_artifact, open_vision_artifact
+from penjing.core.vision_checkpoint import load_vision_checkpoint, vision_config, vision_skeleton
 
 
 class MeasureSettings(Config):
@@ -55,7 +58,8 @@ def measure(
 ) -> list[dict[str, Any]]:
     """Sizes and times of checkpoints of one kind, the first of which is what the others are compared with; JSON-ready.
 
-    All are held in memory at once and take turns (`interleaved`), in torch; classifiers also in ONNX Runtime.
+    All are held in memory at once and take turns (`interleaved`), in torch; classifiers also in ONNX Runtime, their
+    quantized artifacts there alone.
 
     Returns:
         For each folder `kind` ("classifier" or "decoder"), `size` {parameters, bytes (of the weights on disk), macs,
@@ -82,10 +86,12 @@ def measure(
     progress.start("timing", settings.rounds * sum(len(of_case) for of_case in calls.values()))
     with torch.no_grad():
         for case, of_case in calls.items():
-            times = interleaved(of_case, rounds=settings.rounds, seconds=settings.seconds, done=progress.advance)
-            for row, own in zip(found, times, strict=True):
+            turns = list(of_case.values())
+            times = interleaved(turns, rounds=settings.rounds, seconds=settings.seconds, done=progress.advance)
+            for index, own in zip(of_case, times, strict=True):
                 figures = summarise(own, times[0], case.amount)
-                row["latency"].append({"runtime": case.runtime, "case": case.name, "unit": case.unit, **figures})
+                row = {"runtime": case.runtime, "case": case.name, "unit": case.unit, **figures}
+                found[index]["latency"].append(row)
     return found
 
 
@@ -95,7 +101,7 @@ def weight_bytes(folder: Path) -> int:
 
 
 def size_of(folder: Path) -> dict[str, Any]:
-    """`kind`, `size` and `widths` of a checkpoint or decoder artifact, as in `measure`; no weight is read.
+    """`kind`, `size` and `widths` of a checkpoint or artifact, as in `measure`; no weight is read.
 
     Raises:
         InputError: the folder is neither, or damaged.
@@ -103,7 +109,8 @@ def size_of(folder: Path) -> dict[str, Any]:
     classifier = is_classifier(folder)
     with torch.device("meta"):
         if classifier:
-            model, config = vision_skeleton(folder)
+            config = vision_config(folder)
+            model = ResNet(config.model).eval() if is_vision_artifact(folder) else vision_skeleton(folder)[0]
             example, count = torch.empty(BATCH, config.model.in_channels, *config.image_size), BATCH
         else:
             model = Decoder(open_checkpoint(folder).config).to("meta").eval()
@@ -123,23 +130,32 @@ def size_of(folder: Path) -> dict[str, Any]:
     }
 
 
-Calls = dict[Case, list[Callable[[], object]]]
+Calls = dict[Case, dict[int, Callable[[], object]]]  # of each case: place among the folders → what is timed
 
 
 def _classifiers(folders: Sequence[Path], settings: MeasureSettings) -> Calls:
-    loaded = [load_vision_checkpoint(folder) for folder in folders]
-    sessions = [onnx_session(model, _images(config, 2)) for model, config in loaded] if settings.onnxruntime else []
+    in_torch: dict[int, nn.Module] = {}
+    in_onnx: dict[int, Any] = {}
+    for index, folder in enumerate(folders):
+        if is_vision_artifact(folder):
+            in_onnx[index] = open_vision_artifact(folder).session(torch.get_num_threads())
+        else:
+            in_torch[index], config = load_vision_checkpoint(folder)
+            if settings.onnxruntime:
+                in_onnx[index] = onnx_session(in_torch[index], _images(config, 2))
+    configs = [vision_config(folder) for folder in folders]
     calls: Calls = {}
     for batch in settings.batches:
-        inputs = [_images(config, batch) for _, config in loaded]
-        of_torch = [partial(model, images) for (model, _), images in zip(loaded, inputs, strict=True)]
-        calls[Case("torch", f"batch {batch}", batch, "images")] = list(of_torch)
-        if sessions:
-            of_onnx = [
-                partial(session.run, None, {"images": images.numpy()})
-                for session, images in zip(sessions, inputs, strict=True)
-            ]
-            calls[Case("onnxruntime", f"batch {batch}", batch, "images")] = list(of_onnx)
+        images = [_images(config, batch) for config in configs]
+        name = f"batch {batch}"
+        if in_torch:
+            calls[Case("torch", name, batch, "images")] = {
+                index: partial(model, images[index]) for index, model in in_torch.items()
+            }
+        if in_onnx:
+            calls[Case("onnxruntime", name, batch, "images")] = {
+                index: partial(run_session, session, images[index].numpy()) for index, session in in_onnx.items()
+            }
     return calls
 
 
@@ -149,38 +165,33 @@ def _images(config: Any, batch: int) -> Tensor:
 
 
 def onnx_session(model: nn.Module, images: Tensor) -> Any:
-    """`model` as an ONNX Runtime session on the CPU, "images" (N, C, H, W) float32 → "logits".
+    """`model` as an ONNX Runtime session on the CPU, any number of images like `images` (N, C, H, W) float32 → logits.
 
     It folds batch norms and uses as many threads as torch does.
     """
-    import onnxruntime
-
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the newer exporter needs a package (onnxscript) that we do not
-        axes = {"images": {0: "batch"}, "logits": {0: "batch"}}
-        names = {"input_names": ["images"], "output_names": ["logits"], "dynamic_axes": axes}
+        axes = {INPUT: {0: "batch"}, OUTPUT: {0: "batch"}}
+        names = {"input_names": [INPUT], "output_names": [OUTPUT], "dynamic_axes": axes}
         written = Path(folder) / "model.onnx"
         torch.onnx.export(model, (images,), written, dynamo=False, **names)
-        exported = written.read_bytes()
-    options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads = torch.get_num_threads()
-    return onnxruntime.InferenceSession(exported, options, providers=["CPUExecutionProvider"])
+        return open_session(written, threads=torch.get_num_threads())
 
 
 def _decoders(folders: Sequence[Path], settings: MeasureSettings) -> Calls:
     models = [load_model(folder).model for folder in folders]
     length = settings.prefill_tokens
-    prefill, decode = [], []
-    for folder, model in zip(folders, models, strict=True):
+    prefill: dict[int, Callable[[], object]] = {}
+    decode: dict[int, Callable[[], object]] = {}
+    for index, (folder, model) in enumerate(zip(folders, models, strict=True)):
         if length >= model.config.max_position_embeddings:
             raise InputError(
                 f"{folder} has a context of {model.config.max_position_embeddings} tokens, too few for prefill_tokens="
                 f"{length} and one more; measure with fewer"
             )
         prompt = torch.arange(length)[None] % model.config.vocab_size
-        step = DecodeStep(model, prompt)
-        prefill.append(partial(model, prompt, logit_rows=torch.tensor([length - 1])))
-        decode.append(step)
+        prefill[index] = partial(model, prompt, logit_rows=torch.tensor([length - 1]))
+        decode[index] = DecodeStep(model, prompt)
     return {
         Case("torch", f"prefill {length} tokens", length, "tokens"): prefill,
         Case("torch", f"decode after {length} tokens", 1, "tokens"): decode,

@@ -63,6 +63,10 @@ class Stage(_Read):
     seconds: float = Field(default=0.0, ge=0)
     peak_memory_bytes: int = Field(default=0, ge=0)
 
+    def by_case(self) -> dict[str, Latency]:
+        """What was timed by its name, such as "torch, batch 64", in the order of measurement."""
+        return {f"{row.runtime}, {row.case}": row for row in self.latency}
+
 
 class Decision(_Read):
     """What the guard found after some steps, and what it did."""

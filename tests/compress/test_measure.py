@@ -9,14 +9,17 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from penjing.compress.data import ImageData
 from penjing.compress.measure import DecodeStep, MeasureSettings, measure, onnx_session, size_of
 from penjing.compress.prune.inspect import inspect_checkpoint
+from penjing.compress.quant.artifact import ArtifactSettings, quantize_checkpoint
 from penjing.compress.timing import interleaved, summarise
 from penjing.core.errors import InputError
+from penjing.core.files import publish_folder
 from penjing.core.load import load_model
 from penjing.core.models.resnet_config import cifar_resnet
 from penjing.core.vision_checkpoint import load_vision_checkpoint
-from tests.compress.classifiers import write_classifier
+from tests.compress.classifiers import MEAN, STD, made_up_images, write_classifier
 
 QUICK = MeasureSettings(rounds=2, seconds=0, batches=(1, 3), prefill_tokens=8)
 
@@ -77,6 +80,22 @@ def test_classifiers(tmp_path: Path) -> None:
         assert 0 < row["low"] <= row["seconds"] <= row["high"]
         assert row["runs"] == 2
     assert size_of(narrow) | {"latency": second["latency"]} == second
+
+
+def test_a_quantized_classifier_runs_in_onnx_runtime_alone(tmp_path: Path) -> None:
+    dense, int8 = write_classifier(tmp_path / "dense"), tmp_path / "int8"
+    images = ImageData(made_up_images("train").first(64), (MEAN,), (STD,), 32)
+    with publish_folder(int8) as partial:
+        quantize_checkpoint(dense, partial, ArtifactSettings(parity_bound=10), images)
+    first, second = measure([dense, int8], QUICK)
+    assert [(row["runtime"], row["case"]) for row in second["latency"]] == [
+        ("onnxruntime", "batch 1"),
+        ("onnxruntime", "batch 3"),
+    ]
+    assert len(first["latency"]) == 4
+    assert second["widths"] == first["widths"]
+    assert second["size"]["macs"] == first["size"]["macs"]
+    assert second["size"]["bytes"] == (int8 / "model.onnx").stat().st_size
 
 
 def test_onnx_runtime_computes_what_torch_does(tmp_path: Path) -> None:
