@@ -70,3 +70,33 @@ def simulate(
         )  # fmt: skip
     print_table(result)
     write_json(result, json_file)
+
+
+@train_app.command("plan")
+def plan(
+    recipe: Recipe,
+    gpus: Annotated[int, typer.Option(help="GPUs of the cluster.")],
+    memory: Annotated[str, typer.Option(help="Of a GPU, for example 80GiB.")],
+    gpus_per_node: Annotated[int, typer.Option(help="GPUs of a node, joined by its fast links.")] = 8,
+    device: Annotated[str, typer.Option(help="a100, h100, h200 or l40s.")] = "h100",
+    out: Annotated[Path | None, typer.Option("--out", help="Write the best as a recipe into this TOML.")] = None,
+    overrides: Overrides = None,
+    json_file: Json = None,
+) -> None:
+    """Search mesh, ZeRO, micro-batch and recomputation for a cluster by predicted time and memory; needs no GPU.
+
+    Example: `penjing train plan recipes/decoder-1b.toml --gpus 64 --memory 80GiB --out build/decoder-1b-64.toml`
+    """
+    from penjing.train.plan.planner import as_rows, plan_recipe, print_plan
+
+    found = plan_recipe(
+        recipe, overrides, gpus=gpus, memory=memory, gpus_per_node=gpus_per_node, device=device, out=out
+    )
+    print_plan(found, memory, device)
+    write_json(as_rows(found), json_file)
+    if out is not None:
+        each = min(gpus, gpus_per_node)
+        launch = (
+            f"torchrun --nnodes {gpus // each} --nproc-per-node {each} --rdzv-backend c10d --rdzv-endpoint HOST:29500"
+        )
+        typer.echo(f"next: {launch} -m penjing.train {out}", err=True)

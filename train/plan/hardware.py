@@ -36,15 +36,15 @@ class Hardware:
 _DGX = "https://docs.nvidia.com/dgx"
 _HARDWARE = {
     "a100": Hardware(
-        "a100", 312e12, 0.60, 80 * GIB, 2.0e12, 300e9, 25e9, 0.8,
+        "a100", 312e12, 0.68, 80 * GIB, 2.0e12, 300e9, 25e9, 0.8,
         f"data sheet of the A100 80 GB SXM: 312 TFLOP/s, NVLink 600 GB/s in all; {_DGX}/dgxa100-user-guide: 200 Gb/s",
     ),
     "h100": Hardware(
-        "h100", 989e12, 0.52, 80 * GIB, 3.35e12, 450e9, 50e9, 0.8,
+        "h100", 989e12, 0.56, 80 * GIB, 3.35e12, 450e9, 50e9, 0.8,
         f"data sheet of the H100 SXM: 989 TFLOP/s, NVLink 900 GB/s in all; {_DGX}/dgxh100-user-guide: 400 Gb/s",
     ),
     "h200": Hardware(
-        "h200", 989e12, 0.52, 141 * 10**9, 4.8e12, 450e9, 50e9, 0.8,
+        "h200", 989e12, 0.72, 141 * 10**9, 4.8e12, 450e9, 50e9, 0.8,
         f"data sheet of the H200 SXM: 989 TFLOP/s, NVLink 900 GB/s in all; {_DGX}/dgxh200-user-guide: 400 Gb/s",
     ),
     "l40s": Hardware(

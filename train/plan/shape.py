@@ -47,7 +47,7 @@ class LayerShape:
         return 2 * (self.dense + self.active) + self.attend * keys
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # looked up by identity: plans ask thousands of times
 class ModelShape:
     """A decoder: its layers, and the table at either end."""
 

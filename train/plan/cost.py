@@ -1,0 +1,165 @@
+"""Seconds of a training step of a distributed run, from numbers alone: arithmetic, communication, bubble.
+
+Arithmetic runs at the GPU's efficiency, less for narrow models and for attention. Communication moves the
+bytes of ring collectives over the link that an axis crosses: tensor and context parallelism wait for theirs, data
+parallelism hides its own behind the backward pass as far as that reaches, and pipeline sends pass beside the work.
+The bubble comes from the papers' formulas for the heaviest stage.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import ceil, log2
+
+from penjing.train.plan.hardware import Hardware
+from penjing.train.plan.memory import Run, layers_of
+from penjing.train.plan.shape import LayerShape, ModelShape
+
+# Products of width h take h² and what lies between them h: at this width the one costs as much time as the other.
+_NARROW = 1500
+_ATTENTION = 0.5  # speed of attention against wide products (FlashAttention-2, https://arxiv.org/abs/2307.08691)
+_LATENCY = 15e-6  # seconds of a collective's step
+_HIDDEN = 0.8  # of the arithmetic it runs beside, the share that data-parallel communication can hide behind
+_AGAIN = {"none": 0.0, "selective": 0.05, "full": 1.0}  # forward passes repeated in the backward pass
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of one step of the slowest rank, by part, and what follows."""
+
+    compute: float
+    tensor: float
+    context: float
+    expert: float
+    bubble: float
+    data: float
+    optimizer: float
+    tokens: float  # of the step, over all ranks
+    gpus: int
+    model_flops: float  # of the step
+    peak: float  # FLOP/s of a GPU
+
+    @property
+    def total(self) -> float:
+        """The step."""
+        return sum((self.compute, self.tensor, self.context, self.expert, self.bubble, self.data, self.optimizer))
+
+    @property
+    def tokens_per_gpu(self) -> float:
+        """Tokens a second and GPU."""
+        return self.tokens / self.total / self.gpus
+
+    @property
+    def mfu(self) -> float:
+        """Model FLOPs utilisation: recomputation is not counted, causal attention as a whole square."""
+        return self.model_flops / (self.total * self.gpus * self.peak)
+
+
+def step_time(
+    shape: ModelShape, run: Run, gpu: Hardware, gpus_per_node: int = 8, *, linear_gain: float = 1.0
+) -> StepTime:
+    """How long a step takes.
+
+    Args:
+        linear_gain: how much faster matrix products with weights are than in bfloat16 (float8).
+    """
+    parallel = run.parallel
+    tp, cp, pp, ep, dp = parallel.tp, parallel.cp, parallel.pp, parallel.ep, run.dp
+    stages = layers_of(shape, pp, parallel.schedule, run.length)
+    rate = gpu.flops * gpu.efficiency * shape.hidden / (shape.hidden + _NARROW)
+    forward = [_forward(shape.layers[index], run, rate, linear_gain) for layers in stages for index in layers]
+    head = 2 * shape.table * run.tokens / tp / rate
+    sums = _stage_sums(forward, [len(layers) for layers in stages])
+    chunk = max([*sums[:-1], sums[-1] + head])  # the heaviest stage paces the pipeline
+    chunks = len(stages) // pp
+    passes = 3 + _AGAIN[run.recompute]
+    compute = chunk * chunks * passes
+
+    layers = ceil(len(shape.layers) / pp)
+    near = _link(gpu, 1, tp, gpus_per_node)
+    hidden_bytes = 2 * run.tokens * shape.hidden
+    # all-gather and reduce-scatter around attention and around the MLP, again in each further pass
+    repeats = 2 + (1 if run.recompute == "full" else 0)
+    tensor = 4 * repeats * layers * _ring(hidden_bytes, tp, near)
+    kept = max(layer.key_values for layer in shape.layers)
+    context = 2 * repeats * layers * _ring(2 * run.tokens * cp * kept / tp, cp, _link(gpu, tp, cp, gpus_per_node))
+    routed = max(layer.routed for layer in shape.layers)
+    inner = tp * cp * pp
+    expert = 2 * repeats * layers * _ring(hidden_bytes * routed, ep, _link(gpu, inner, ep, gpus_per_node))
+    one = compute + tensor + context + expert
+    micro = run.micro_batches
+
+    data = _data(shape, run, gpu, gpus_per_node, stages, one * micro)
+    held = max(sum(shape.layers[index].parameters for index in layers) for layers in stages) * chunks + shape.table
+    optimizer = 28 * held / tp / ep / run.shards / gpu.memory_bandwidth  # 16 bytes read and 12 written a parameter
+    return StepTime(
+        compute=compute * micro,
+        tensor=tensor * micro,
+        context=context * micro,
+        expert=expert * micro,
+        bubble=_bubble(run, one, chunks),
+        data=data,
+        optimizer=optimizer,
+        tokens=float(dp * micro * run.micro_batch * run.length),
+        gpus=dp * tp * pp * cp,
+        model_flops=shape.model_flops(run.length) * dp * micro * run.micro_batch * run.length,
+        peak=gpu.flops,
+    )
+
+
+def _forward(layer: LayerShape, run: Run, rate: float, linear_gain: float) -> float:
+    linear = 2 * (layer.dense + layer.active)
+    attention = layer.forward_flops(run.length, causal=True) - linear
+    return (linear / linear_gain + attention / _ATTENTION) * run.tokens / run.parallel.tp / rate
+
+
+def _stage_sums(values: list[float], lengths: list[int]) -> list[float]:
+    sums, start = [], 0
+    for length in lengths:
+        sums.append(sum(values[start : start + length]))
+        start += length
+    return sums
+
+
+def _link(gpu: Hardware, inner: int, size: int, gpus_per_node: int) -> float:
+    """Bytes/s of each rank along an axis of `size` ranks that lie `inner` apart: ranks of a node share its way out."""
+    if size == 1 or inner * size <= gpus_per_node:
+        return gpu.node_link * gpu.link_share
+    together = max(1, gpus_per_node // inner)
+    return min(gpu.node_link, gpu.network * together) * gpu.link_share
+
+
+def _ring(size: float, ranks: int, link: float) -> float:
+    """Seconds of an all-gather, reduce-scatter or all-to-all after which each rank has seen `size` bytes."""
+    return size * (ranks - 1) / ranks / link + _LATENCY * log2(ranks) if ranks > 1 else 0.0
+
+
+def _bubble(run: Run, one: float, chunks: int) -> float:
+    """Idle seconds; `one`: a rank's work on one micro-batch, a third of it a forward pass."""
+    third = one / 3 / chunks
+    idle = {
+        "gpipe": 3 * third,
+        "1f1b": 3 * third,
+        "interleaved": 3 * third,
+        "zb": third,
+        "zbv": third,  # the ranks begin in turn
+        "dualpipev": third,
+    }[run.parallel.schedule]
+    return (run.parallel.pp - 1) * idle
+
+
+def _data(
+    shape: ModelShape, run: Run, gpu: Hardware, gpus_per_node: int, stages: tuple[tuple[int, ...], ...], work: float
+) -> float:
+    """Seconds of gradient and parameter traffic that the arithmetic does not hide."""
+    parallel, ranks = run.parallel, run.dp * run.parallel.cp
+    if ranks == 1:
+        return 0.0
+    chunks = len(stages) // parallel.pp
+    held = max(sum(shape.layers[index].parameters for index in layers) for layers in stages) * chunks
+    held = (held + shape.table * (1 if parallel.pp > 1 or shape.tied else 2)) / parallel.tp / parallel.ep
+    link = _link(gpu, parallel.tp * (1 if parallel.cp > 1 else parallel.pp), ranks, gpus_per_node)
+    reduces = run.micro_batches if parallel.zero >= 2 else 1
+    gathers = {0: 1, 1: 1, 2: 1, 3: 2 * run.micro_batches}[parallel.zero]  # 0: the other half of an all-reduce
+    traffic = (reduces + gathers) * _ring(4 * held, ranks, link)
+    return max(traffic - _HIDDEN * work, 0.05 * traffic)  # the first gather and the last reduction are alone

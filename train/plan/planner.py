@@ -1,0 +1,141 @@
+"""`penjing train plan`: the ten best ways to run a recipe on a cluster, and the recipe with the best of them."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+from typing import Any
+
+from penjing.core.config import apply_override, load_recipe
+from penjing.core.errors import ConfigError
+from penjing.core.files import atomic_write_text
+from penjing.core.models.config import DecoderConfig
+from penjing.train.plan.hardware import hardware
+from penjing.train.plan.search import Candidate, Plan, describe, search
+from penjing.train.recipe import TextData, TrainRecipe, parse_size
+
+
+def plan_recipe(
+    recipe_path: Path,
+    overrides: list[str] | None = None,
+    *,
+    gpus: int,
+    memory: str,
+    gpus_per_node: int = 8,
+    device: str = "h100",
+    out: Path | None = None,
+) -> Plan:
+    """Search, and write the recipe of the best.
+
+    Args:
+        memory: of a GPU, such as "80GiB".
+        out: a TOML file for the recipe.
+
+    Raises:
+        ConfigError: a recipe without decoder or text, a wrong size, an unknown device, or a cluster that cannot run it.
+    """
+    recipe = load_recipe(TrainRecipe, recipe_path, overrides)
+    if not isinstance(recipe.model, DecoderConfig) or not isinstance(recipe.data, TextData):
+        raise ConfigError("planning is for decoders on text; give a recipe with model.architecture = 'decoder'")
+    if out is not None and out.suffix != ".toml":
+        raise ConfigError(f"--out {out}: the plan is a recipe; name a file that ends in .toml")
+    try:
+        limit = parse_size(memory)
+    except ValueError as error:
+        raise ConfigError(f"--memory {error}") from None
+    found = search(
+        recipe.model, hardware(device), gpus=gpus, memory=limit, gpus_per_node=min(gpus_per_node, gpus),
+        batch_size=recipe.data.batch_size, length=recipe.data.sequence_length,
+    )  # fmt: skip
+    if out is not None:
+        atomic_write_text(out, recipe_text(recipe_path, overrides or [], found.best[0], gpus))
+        load_recipe(TrainRecipe, out)  # what was written is a recipe
+    return found
+
+
+def recipe_text(recipe_path: Path, overrides: list[str], best: Candidate, gpus: int) -> str:
+    """The recipe as TOML with the settings of `best`."""
+    values = tomllib.loads(recipe_path.read_text(encoding="utf-8"))
+    for override in overrides:
+        apply_override(values, override)
+    run, parallel = best.run, best.run.parallel
+    chosen: dict[str, Any] = {"dp": run.dp, "zero": parallel.zero}
+    chosen |= {name: getattr(parallel, name) for name in ("tp", "pp", "cp", "ep") if getattr(parallel, name) > 1}
+    if parallel.tp > 1:
+        chosen["sequence"] = parallel.sequence
+    if parallel.pp > 1:
+        chosen["schedule"] = parallel.schedule
+    values["parallel"] = chosen
+    values["data"]["micro_batch"] = run.micro_batch
+    values.setdefault("memory", {})["recompute"] = run.recompute
+    head = (
+        f"# {describe(run)}\n# predicted for {gpus} GPUs: {best.time.total:.3g} s a step, MFU {best.time.mfu:.0%}, "
+        f"{best.memory.total / 2**30:.1f} GiB a rank\n"
+    )
+    return head + "\n".join(_toml(values, "")) + "\n"
+
+
+def _toml(values: dict[str, Any], prefix: str) -> list[str]:
+    lines = [f"{_key(name)} = {_value(value)}" for name, value in values.items() if not isinstance(value, dict)]
+    for name, value in values.items():
+        if isinstance(value, dict):
+            path = f"{prefix}{_key(name)}"
+            lines += ["", f"[{path}]", *_toml(value, f"{path}.")]
+    return lines
+
+
+def _key(name: str) -> str:
+    plain = name.replace("_", "").replace("-", "")
+    return name if plain.isascii() and plain.isalnum() else _value(name)
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, str):
+        escaped = value.replace("\\", "\\\\").replace('"', '\\"')
+        return '"' + "".join(c if c >= " " and c != "\x7f" else f"\\u{ord(c):04x}" for c in escaped) + '"'
+    if isinstance(value, list):
+        return "[" + ", ".join(_value(item) for item in value) + "]"
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{_key(name)} = {_value(item)}" for name, item in value.items()) + "}"
+    return repr(value)
+
+
+def print_plan(plan: Plan, memory: str, device: str) -> None:
+    """Show the ten best as a table, and what fell out and why."""
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(stderr=True, width=None if Console().is_terminal else 150)
+    table = Table("", "mesh and settings")
+    for header in ("step s", "tokens/s/GPU", "MFU", "GiB a rank", "bubble", "waiting for others"):
+        table.add_column(header, justify="right")
+    for place, found in enumerate(plan.best, 1):
+        time = found.time
+        waits = time.tensor + time.context + time.expert + time.data
+        table.add_row(
+            str(place), describe(found.run), f"{time.total:.3g}", f"{time.tokens_per_gpu:,.0f}", f"{time.mfu:.1%}",
+            f"{found.memory.total / 2**30:.1f}", f"{time.bubble / time.total:.1%}", f"{waits / time.total:.1%}",
+        )  # fmt: skip
+    console.print(table)
+    reasons = "; ".join(f"{why}: {count}" for why, count in plan.rejected.items()) or "none"
+    console.print(
+        f"{plan.considered} settings considered on {device} with {memory}; fell out: {reasons}", highlight=False
+    )
+    console.print(f"the best needs {plan.best[0].memory}", highlight=False)
+
+
+def as_rows(plan: Plan) -> list[dict[str, Any]]:
+    """The ten best as plain values, for JSON."""
+    return [
+        {
+            "settings": describe(found.run),
+            "step_s": found.time.total,
+            "tokens_per_s_per_gpu": found.time.tokens_per_gpu,
+            "mfu": found.time.mfu,
+            "bytes": found.memory.total,
+            "bytes_by_part": dict(found.memory.__dict__),
+        }
+        for found in plan.best
+    ]
