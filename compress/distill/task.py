@@ -1,4 +1,4 @@
-"""A task of train's loop with a teacher: the student's own task, and what distillation adds to it."""
+"""Tasks of train's loop around the own task of a checkpoint: they change what is learnt, not from what."""
 
 from __future__ import annotations
 
@@ -18,7 +18,40 @@ from penjing.train.world import World
 PROJECTIONS = "distill_projections"  # a submodule of the student while it learns
 
 
-class Distilled:
+class WrappedTask:
+    """`task` as it is; see `Task` for every method."""
+
+    def __init__(self, task: Task) -> None:
+        self._task = task
+        self.unit = task.unit
+        self.objective: TaskObjective = task.objective
+
+    def build_model(self) -> nn.Module:
+        return self._task.build_model()
+
+    def initialize(self, model: nn.Module) -> None:
+        self._task.initialize(model)
+
+    def example(self, micro_batch: int) -> Batch:
+        return self._task.example(micro_batch)
+
+    def stream(self, micro_batch: int, world: World) -> Stream:
+        return self._task.stream(micro_batch, world)
+
+    def held_out(self, micro_batch: int, world: World) -> Iterator[Batch]:
+        return self._task.held_out(micro_batch, world)
+
+    def after_update(self, model: nn.Module, world: World) -> tuple[Callable[[int], None], ...]:
+        return self._task.after_update(model, world)
+
+    def export(self, model: nn.Module, folder: Path, created_by: dict[str, Any]) -> None:
+        self._task.export(model, folder, created_by)
+
+    def next_command(self, folder: Path) -> str:
+        return ""  # the pipeline goes on by itself
+
+
+class Distilled(WrappedTask):
     """`task`, learnt by `objective`.
 
     Args:
@@ -27,21 +60,16 @@ class Distilled:
     """
 
     def __init__(
-        self,
-        task: Task,
-        objective: Distillation,
-        seed: int,
-        projections: Callable[[], nn.Module] | None = None,
+        self, task: Task, objective: Distillation, seed: int, projections: Callable[[], nn.Module] | None = None
     ) -> None:
-        self._task = task
+        super().__init__(task)
         self._seed = seed
         self._projections = projections
-        self.unit = task.unit
         self.objective: TaskObjective = objective
 
     def build_model(self) -> nn.Module:
         """See `Task`."""
-        model = self._task.build_model()
+        model = super().build_model()
         if self._projections is not None:
             model.add_module(PROJECTIONS, self._projections())
         return model
@@ -49,37 +77,17 @@ class Distilled:
     def initialize(self, model: nn.Module) -> None:
         """See `Task`; projections begin as the identity, or as a random rotation where widths differ."""
         if self._projections is None:
-            return self._task.initialize(model)
+            return super().initialize(model)
         projections = model.get_submodule(PROJECTIONS)
         delattr(model, PROJECTIONS)  # what reads a checkpoint looks for all parameters there
-        self._task.initialize(model)
+        super().initialize(model)
         torch.manual_seed(self._seed)
         for weight in projections.parameters():
             (nn.init.eye_ if weight.shape[0] == weight.shape[1] else nn.init.orthogonal_)(weight)
         model.add_module(PROJECTIONS, projections)
 
-    def example(self, micro_batch: int) -> Batch:
-        """See `Task`."""
-        return self._task.example(micro_batch)
-
-    def stream(self, micro_batch: int, world: World) -> Stream:
-        """See `Task`."""
-        return self._task.stream(micro_batch, world)
-
-    def held_out(self, micro_batch: int, world: World) -> Iterator[Batch]:
-        """See `Task`."""
-        return self._task.held_out(micro_batch, world)
-
-    def after_update(self, model: nn.Module, world: World) -> tuple[Callable[[int], None], ...]:
-        """See `Task`."""
-        return self._task.after_update(model, world)
-
     def export(self, model: nn.Module, folder: Path, created_by: dict[str, Any]) -> None:
         """See `Task`; without the projections."""
         if self._projections is not None:
             delattr(model, PROJECTIONS)
-        self._task.export(model, folder, created_by)
-
-    def next_command(self, folder: Path) -> str:
-        """See `Task`: the pipeline goes on by itself."""
-        return ""
+        super().export(model, folder, created_by)
