@@ -15,6 +15,7 @@ import torch
 
 from penjing.kernels.dispatch import cpu_extension, gpu_kernels
 from penjing.kernels.kv_layout import LayerCache, check_cache, is_native
+from penjing.kernels.selected_attention import selected_attention_torch
 
 TILE_KEYS = 128
 TILE_ROWS = 16  # query positions × heads of a group, at most (or one position)
@@ -34,6 +35,7 @@ def paged_attention(
     window: int | None = None,
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
+    selected_SN: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attention of the newest tokens of S sequences to their cached keys.
 
@@ -49,6 +51,9 @@ def paged_attention(
         scale: factor of the scores, usually head_dim ** −0.5.
         window: keys a row sees, itself included; None for all.
         k_scale, v_scale: (num_blocks, num_kv_heads, block_size) float32 of an INT8 cache, see `kv_layout`.
+        selected_SN: (S, N) int32, with a window: blocks of each sequence, by their place in its row of the block table,
+            whose keys before the window are seen too; −1 for none. A block stands once in a row and, where it holds
+            keys before the window, has a page.
 
     On CUDA the Triton language computes it (pages of q's dtype or INT8, head sizes up to 256; torch does the rest) and
     the host does not wait: lengths are not checked there, and a block id outside the cache makes its rows NaN.
@@ -60,20 +65,26 @@ def paged_attention(
         ValueError: a wrong shape, dtype or length, an INT8 cache without scales, or a block id outside the cache.
     """
     check_cache(k_cache, v_cache, k_scale, v_scale)
+    if selected_SN is not None:
+        _check_selected(selected_SN, block_table_SB, window)
     gpu = gpu_kernels("paged_attention", q_THD, k_cache, cu_query_S1, context_len_S, block_table_SB)
     if gpu is not None:
         _check_shapes(q_THD, k_cache, cu_query_S1, context_len_S, block_table_SB, window)
         if gpu.supports(q_THD, k_cache):
             lengths = cu_query_S1.contiguous(), context_len_S.contiguous(), block_table_SB
-            return gpu.paged_attention(q_THD, k_cache, v_cache, *lengths, scale, window, k_scale, v_scale)
+            return gpu.paged_attention(q_THD, k_cache, v_cache, *lengths, scale, window, k_scale, v_scale, selected_SN)
     cu_query, context_len = _check_sequences(q_THD, k_cache, cu_query_S1, context_len_S, block_table_SB, window)
+    cache = LayerCache(k_cache, v_cache, k_scale, v_scale)
+    if selected_SN is not None:
+        assert window is not None
+        _check_listed_once(selected_SN, block_table_SB.shape[1])
+        return selected_attention_torch(q_THD, cache, cu_query, context_len, block_table_SB, scale, window, selected_SN)
     extension = cpu_extension(q_THD, k_cache, block_table_SB)
     if extension is not None and q_THD.dtype == torch.float32 and is_native(k_cache):
         lengths = cu_query_S1.contiguous(), context_len_S.contiguous(), block_table_SB.contiguous()
         return extension.paged_attention(
             q_THD.detach().contiguous(), k_cache, v_cache, *lengths, scale, window, k_scale, v_scale
         )
-    cache = LayerCache(k_cache, v_cache, k_scale, v_scale)
     return paged_attention_torch(q_THD, cache, cu_query, context_len, block_table_SB, scale, window)
 
 
@@ -249,6 +260,26 @@ def _walk(
         out[:count].mul_(decay).add_(torch.bmm(weight, v.expand(count, -1, -1)))
         peak[:count] = new_peak
     return out / total
+
+
+def _check_selected(selected_SN: torch.Tensor, block_table_SB: torch.Tensor, window: int | None) -> None:
+    if selected_SN.dim() != 2 or len(selected_SN) != len(block_table_SB) or selected_SN.dtype != torch.int32:
+        raise ValueError(
+            f"selected_SN is {tuple(selected_SN.shape)} {selected_SN.dtype}; int32 ({len(block_table_SB)}, N) is needed"
+        )
+    if window is None:
+        raise ValueError("selected_SN adds blocks of keys to a window; give one")
+    if selected_SN.device != block_table_SB.device:
+        raise ValueError(f"selected_SN is on {selected_SN.device}, the block table on {block_table_SB.device}")
+
+
+def _check_listed_once(selected_SN: torch.Tensor, num_table_blocks: int) -> None:
+    for sequence, row in enumerate(selected_SN.tolist()):
+        chosen = [block for block in row if block >= 0]
+        if len({*chosen}) < len(chosen) or any(block >= num_table_blocks for block in chosen):
+            raise ValueError(
+                f"sequence {sequence} selects the blocks {row}; each once, from 0 to {num_table_blocks - 1}, is needed"
+            )
 
 
 def _check_shapes(

@@ -58,7 +58,7 @@ def load_rows(
     index = tl.arange(0, BLOCK)
     column = tl.arange(0, BLOCK_D)
     # The first row is int64: a row times its stride can pass 2³¹; within a block it cannot.
-    pointers = base + tl.cast(row, tl.int64) * stride + index[:, None] * stride + column[None, :]
+    pointers = (base + tl.cast(row, tl.int64) * stride) + (index[:, None] * stride + column[None, :])
     if MASKED:
         return tl.load(pointers, mask=((row + index) < LENGTH)[:, None] & (column < HEAD_DIM)[None, :], other=0.0)
     if HEAD_DIM < BLOCK_D:

@@ -4,8 +4,8 @@
 
 Three kernels: δ = rowsum(output × its gradient); the gradients of keys and values, a block of keys walking the rows of
 every query head that shares them, so that nothing is added atomically and sums have one order; the gradient of queries,
-a block of rows walking the keys. Weights are recomputed from the forward pass's row statistics. As there, only blocks
-at the diagonal, the window's edge and the ends carry masks.
+a block of rows walking the keys. Weights are recomputed from the forward pass's row statistics. For queries, as there,
+only blocks at the diagonal, the window's edge and the ends carry masks.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from penjing.kernels.gpu.registry import Variant
 
 # Padded head size → tile on sm_90, for keys and values, and for queries.
 TILES_KEY = {
-    16: Tile(32, 128, 8, 2),
-    32: Tile(32, 128, 8, 2),
-    64: Tile(32, 128, 8, 2),
+    16: Tile(64, 128, 8, 2),
+    32: Tile(64, 128, 8, 2),
+    64: Tile(64, 128, 8, 2),
     128: Tile(32, 128, 8, 2),
-    256: Tile(32, 64, 8, 1),
+    256: Tile(32, 64, 8, 2),
 }
 TILES_QUERY = {
     16: Tile(128, 64, 8, 2),
@@ -58,34 +58,6 @@ def _delta(
 
 
 @triton.jit
-def _walk_rows(
-    grad_k, grad_v, k, v, q_base, grad_base, lse_base, delta_base, stride_q, stride_grad, begin, end,
-    key_N, length_q, length_k, shift, scale_log2, window,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
-    CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, MASKED: tl.constexpr,
-):  # fmt: skip
-    for row in range(begin, end, BLOCK_M):
-        q = load_rows(q_base, row, stride_q, length_q, HEAD_DIM, BLOCK_D, BLOCK_M, MASKED)
-        grad = load_rows(grad_base, row, stride_grad, length_q, HEAD_DIM, BLOCK_D, BLOCK_M, MASKED)
-        row_M, inside_M = span(row, length_q, BLOCK_M)
-        if MASKED:
-            lse = tl.load(lse_base + row_M, mask=inside_M, other=float("inf"))
-            delta = tl.load(delta_base + row_M, mask=inside_M, other=0.0)
-        else:
-            lse, delta = tl.load(lse_base + row_M), tl.load(delta_base + row_M)
-        score = tl.dot(k, tl.trans(q), input_precision="ieee") * scale_log2  # (keys, rows)
-        if MASKED:
-            seen = visible((row_M + shift)[None, :], key_N[:, None], length_k, window, CAUSAL, WINDOWED)
-            score = tl.where(seen, score, float("-inf"))
-        weight = tl.exp2(score - lse[None, :])
-        grad_v = tl.dot(weight.to(grad.dtype), grad, grad_v, input_precision="ieee")
-        grad_weight = tl.dot(v, tl.trans(grad), input_precision="ieee")
-        grad_score = weight * (grad_weight - delta[None, :])
-        grad_k = tl.dot(grad_score.to(q.dtype), q, grad_k, input_precision="ieee")
-    return grad_k, grad_v
-
-
-@triton.jit
 def _gradient_key(
     q_ptr, k_ptr, v_ptr, grad_ptr, lse_ptr, delta_ptr, grad_k_ptr, grad_v_ptr, cu_query, cu_key,
     q_batch, q_row, q_head, k_batch, k_row, k_head, v_batch, v_row, v_head, grad_batch, grad_row, grad_head,
@@ -114,38 +86,33 @@ def _gradient_key(
     grad_k = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
     grad_v = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
 
-    # Keys past the end need no mask: their gradients are not stored. Rows past the end do.
     begin, end = 0, length_q
-    clear_begin, clear_end = 0, length_q // BLOCK_M * BLOCK_M
     if CAUSAL:
         begin = tl.maximum(first - shift, 0) // BLOCK_M * BLOCK_M
-        clear_begin = tl.cdiv(tl.maximum(last - shift, 0), BLOCK_M) * BLOCK_M
     if WINDOWED:
         end = tl.maximum(tl.minimum(length_q, last - shift + window), 0)
-        clear_end = tl.maximum(tl.minimum(length_q, first - shift + window), 0) // BLOCK_M * BLOCK_M
-    clear_begin = tl.minimum(clear_begin, tl.cdiv(end, BLOCK_M) * BLOCK_M)
-    clear_end = tl.maximum(clear_begin, clear_end)
 
     for member in range(group):
         head = kv_head * group + member
         q_base, grad_base = q_ptr + head * q_head, grad_ptr + head * grad_head
         lse_base, delta_base = lse_ptr + head * lse_head, delta_ptr + head * lse_head
-        if CAUSAL:
-            grad_k, grad_v = _walk_rows(
-                grad_k, grad_v, k, v, q_base, grad_base, lse_base, delta_base, q_row, grad_row,
-                begin, tl.minimum(clear_begin, end), key_N, length_q, length_k, shift, scale_log2, window,
-                HEAD_DIM, BLOCK_D, BLOCK_M, CAUSAL, WINDOWED, True,
-            )  # fmt: skip
-        grad_k, grad_v = _walk_rows(
-            grad_k, grad_v, k, v, q_base, grad_base, lse_base, delta_base, q_row, grad_row,
-            clear_begin, clear_end, key_N, length_q, length_k, shift, scale_log2, window,
-            HEAD_DIM, BLOCK_D, BLOCK_M, CAUSAL, WINDOWED, False,
-        )  # fmt: skip
-        grad_k, grad_v = _walk_rows(
-            grad_k, grad_v, k, v, q_base, grad_base, lse_base, delta_base, q_row, grad_row,
-            clear_end, end, key_N, length_q, length_k, shift, scale_log2, window,
-            HEAD_DIM, BLOCK_D, BLOCK_M, CAUSAL, WINDOWED, True,
-        )  # fmt: skip
+        # One loop masks every block: with another one for the blocks that need none, registers spill (80 to 170 bytes).
+        for row in range(begin, end, BLOCK_M):
+            q = load_rows(q_base, row, q_row, length_q, HEAD_DIM, BLOCK_D, BLOCK_M, True)
+            grad = load_rows(grad_base, row, grad_row, length_q, HEAD_DIM, BLOCK_D, BLOCK_M, True)
+            row_M, inside_M = span(row, length_q, BLOCK_M)
+            # Rows past the end have weight 0 by their statistics; keys past the end are not stored.
+            lse = tl.load(lse_base + row_M, mask=inside_M, other=float("inf"))
+            delta = tl.load(delta_base + row_M, mask=inside_M, other=0.0)
+            weight = tl.exp2(tl.dot(k, tl.trans(q), input_precision="ieee") * scale_log2 - lse[None, :])  # (keys, rows)
+            if CAUSAL:
+                weight = tl.where(key_N[:, None] <= (row_M + shift)[None, :], weight, 0.0)
+            if WINDOWED:
+                weight = tl.where(key_N[:, None] > (row_M + shift - window)[None, :], weight, 0.0)
+            grad_v = tl.dot(weight.to(grad.dtype), grad, grad_v, input_precision="ieee")
+            grad_weight = tl.dot(v, tl.trans(grad), input_precision="ieee")
+            grad_score = weight * (grad_weight - delta[None, :])
+            grad_k = tl.dot(grad_score.to(q.dtype), q, grad_k, input_precision="ieee")
 
     column = tl.arange(0, BLOCK_D)
     offset = out_offset + tl.cast(key_N, tl.int64)[:, None] * gk_row + column[None, :]
@@ -315,7 +282,8 @@ def variants() -> Iterator[Variant]:
                 | ({} if packed_window else dict.fromkeys(lengths)),
                 num_warps=tile.warps,
                 num_stages=tile.stages,
-                hot=side == "gq" and not exact and not packed_window,  # dK dV still spills at 128: 168 bytes
+                # dQ with a window spills 40 bytes, dK dV beyond 128 dimensions 64.
+                hot=not exact and (not packed_window if side == "gq" else head_dim <= 128),
                 full=full,
             )
         if not packed_window:

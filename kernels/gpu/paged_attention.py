@@ -7,6 +7,7 @@ keys through the block table. Keys are cut into segments at fixed absolute posit
 (online softmax, base 2) and then joined with the sum of those before it. A call of single tokens gives each segment to
 a block of its own and joins them in a second kernel, by the same arithmetic in the same order, so that a row's result
 depends on its own sequence alone. INT8 keys are multiplied as they are: their scales go to the scores and the weights.
+With selected blocks of keys beside a window, the list is cut into segments too, which come after those of the window.
 """
 
 from __future__ import annotations
@@ -20,10 +21,13 @@ import triton.language as tl
 from penjing.kernels.gpu.flash_attention import LOG2_E
 from penjing.kernels.gpu.registry import Variant
 
-# One tile for all calls: rows must round alike in decode and prefill. 64 rows fill a warp group; memory is the limit.
-BLOCK_M, BLOCK_N = 64, 64
+# One tile for all calls: rows must round alike in decode and prefill. 64 rows fill a warp group; with 64 keys prefill
+# spills 136 bytes, and decode takes 148 KB of shared memory: one block a multiprocessor, not two.
+BLOCK_M, BLOCK_N = 64, 32
 WARPS, STAGES = 4, 2
+LEAST_SEGMENT = 128
 SEGMENT_KEYS = 512  # of the deterministic mode, whatever the batch
+REDUCE_HEADS = 4  # of one token, joined by one program
 MAX_HEAD_DIM = 256
 QUERY_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
@@ -52,20 +56,29 @@ def _join(acc, peak, total, part, part_peak, part_total):
 
 @triton.jit
 def _segment(
-    q, position_M, lowest, highest, begin, end, table, k_cache, v_cache, k_scale, v_scale, kv_head, kv_heads,
+    q, position_M, lowest, highest, begin, end, table, selected, k_cache, v_cache, k_scale, v_scale, kv_head, kv_heads,
     num_blocks, scale_log2, window, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, PAGE: tl.constexpr, WINDOWED: tl.constexpr, INT8: tl.constexpr,
+    BLOCK_N: tl.constexpr, PAGE: tl.constexpr, WINDOWED: tl.constexpr, INT8: tl.constexpr, LISTED: tl.constexpr,
 ):  # fmt: skip
-    """(Weighted values, peak, sum of weights) of the keys begin … end − 1; the other keys are not read."""
+    """(Weighted values, peak, sum of weights) of the keys begin … end − 1; the other keys are not read.
+
+    LISTED: begin … end − 1 count the keys of the blocks `selected`, of which those before a row's window are seen.
+    """
     acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
     peak = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     total = tl.zeros((BLOCK_M,), tl.float32)
     column = tl.arange(0, BLOCK_D)
     for first in range(begin, end, BLOCK_N):
         key_N = first + tl.arange(0, BLOCK_N)
-        wanted = (key_N <= highest) & (key_N < end)
-        if WINDOWED:
-            wanted = wanted & (key_N > lowest - window)
+        wanted = key_N < end
+        if LISTED:
+            block = tl.load(selected + key_N // PAGE, mask=wanted, other=-1)
+            key_N = block * PAGE + key_N % PAGE
+            wanted = wanted & (block >= 0) & (key_N <= highest - window)
+        else:
+            wanted = wanted & (key_N <= highest)
+            if WINDOWED:
+                wanted = wanted & (key_N > lowest - window)
         page = tl.load(table + key_N // PAGE, mask=wanted, other=0)
         inside = (page >= 0) & (page < num_blocks)
         # int64 before the product: a pool passes 2³¹ values.
@@ -75,9 +88,12 @@ def _segment(
         score = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee") * scale_log2
         if INT8:
             score = score * tl.load(k_scale + row, mask=wanted & inside, other=0.0)[None, :]
-        seen = wanted[None, :] & (key_N[None, :] <= position_M[:, None])
-        if WINDOWED:
-            seen = seen & (key_N[None, :] > position_M[:, None] - window)
+        if LISTED:
+            seen = wanted[None, :] & (key_N[None, :] <= position_M[:, None] - window)
+        else:
+            seen = wanted[None, :] & (key_N[None, :] <= position_M[:, None])
+            if WINDOWED:
+                seen = seen & (key_N[None, :] > position_M[:, None] - window)
         score = tl.where(seen, score, float("-inf"))
         # A block id outside the cache cannot raise here: the row becomes NaN, which the sampler reports.
         score = tl.where(seen & (inside == 0)[None, :], float("nan"), score)
@@ -97,8 +113,8 @@ def _segment(
 @triton.jit
 def _attend(
     q_ptr, k_cache, v_cache, k_scale, v_scale, out_ptr, peak_ptr, total_ptr, cu_query, context_len, block_table,
-    q_row, q_head, table_row, num_heads, kv_heads, num_blocks, num_sequences, num_segments, segment_keys,
-    scale_log2, window, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
+    selected, q_row, q_head, table_row, num_heads, kv_heads, num_blocks, num_sequences, num_segments, num_selected,
+    segment_keys, scale_log2, window, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, GROUP: tl.constexpr, PAGE: tl.constexpr, WINDOWED: tl.constexpr,
     INT8: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
@@ -123,22 +139,43 @@ def _attend(
     mask = inside_M[:, None] & (column < HEAD_DIM)[None, :]
     q = tl.load(q_ptr + (row_M * q_row + head_M * q_head)[:, None] + column[None, :], mask=mask, other=0.0)
     table = block_table + tl.cast(sequence, tl.int64) * table_row
+    LISTS: tl.constexpr = selected is not None
+    chosen = block_table
+    list_keys = 0
+    if LISTS:
+        chosen = selected + tl.cast(sequence, tl.int64) * num_selected
+        list_keys = num_selected * PAGE
 
     begin = 0
     if WINDOWED:
         begin = tl.maximum(lowest - window + 1, 0) // BLOCK_N * BLOCK_N
     if SPLIT:
         segment = tl.program_id(2)
-        from_key = tl.maximum(segment * segment_keys, begin)
-        to_key = tl.minimum((segment + 1) * segment_keys, highest + 1)
-        acc, peak, total = _segment(
-            q, position_M, lowest, highest, from_key, to_key, table, k_cache, v_cache, k_scale, v_scale, kv_head,
-            kv_heads, num_blocks, scale_log2, window, HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, PAGE, WINDOWED, INT8,
-        )  # fmt: skip
-        place_M = (row_M * num_heads + head_M) * num_segments + segment
-        tl.store(peak_ptr + place_M, peak, mask=inside_M)
-        tl.store(total_ptr + place_M, total, mask=inside_M)
-        tl.store(out_ptr + place_M[:, None] * HEAD_DIM + column[None, :], acc, mask=mask)
+        if segment < num_segments:
+            from_key = tl.maximum(segment * segment_keys, begin)
+            to_key = tl.minimum((segment + 1) * segment_keys, highest + 1)
+            if from_key >= to_key:  # no row sees a key of it: `_reduce` passes over it
+                return
+            acc, peak, total = _segment(
+                q, position_M, lowest, highest, from_key, to_key, table, chosen, k_cache, v_cache, k_scale, v_scale,
+                kv_head, kv_heads, num_blocks, scale_log2, window, HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, PAGE, WINDOWED,
+                INT8, False,
+            )  # fmt: skip
+            _store_part(
+                out_ptr, peak_ptr, total_ptr, acc, peak, total, row_M, head_M, inside_M, num_heads, segment,
+                tl.num_programs(2), HEAD_DIM, BLOCK_D,
+            )  # fmt: skip
+        else:
+            from_key = (segment - num_segments) * segment_keys
+            acc, peak, total = _segment(
+                q, position_M, lowest, highest, from_key, tl.minimum(from_key + segment_keys, list_keys), table, chosen,
+                k_cache, v_cache, k_scale, v_scale, kv_head, kv_heads, num_blocks, scale_log2, window, HEAD_DIM,
+                BLOCK_D, BLOCK_M, BLOCK_N, PAGE, WINDOWED, INT8, LISTS,
+            )  # fmt: skip
+            _store_part(
+                out_ptr, peak_ptr, total_ptr, acc, peak, total, row_M, head_M, inside_M, num_heads, segment,
+                tl.num_programs(2), HEAD_DIM, BLOCK_D,
+            )  # fmt: skip
     else:
         acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
         peak = tl.full((BLOCK_M,), float("-inf"), tl.float32)
@@ -147,10 +184,19 @@ def _attend(
             from_key = tl.maximum(segment * segment_keys, begin)
             to_key = tl.minimum((segment + 1) * segment_keys, highest + 1)
             part, part_peak, part_total = _segment(
-                q, position_M, lowest, highest, from_key, to_key, table, k_cache, v_cache, k_scale, v_scale, kv_head,
-                kv_heads, num_blocks, scale_log2, window, HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, PAGE, WINDOWED, INT8,
+                q, position_M, lowest, highest, from_key, to_key, table, chosen, k_cache, v_cache, k_scale, v_scale,
+                kv_head, kv_heads, num_blocks, scale_log2, window, HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, PAGE, WINDOWED,
+                INT8, False,
             )  # fmt: skip
             acc, peak, total = _join(acc, peak, total, part, part_peak, part_total)
+        if LISTS:
+            for from_key in range(0, list_keys, segment_keys):
+                part, part_peak, part_total = _segment(
+                    q, position_M, lowest, highest, from_key, tl.minimum(from_key + segment_keys, list_keys), table,
+                    chosen, k_cache, v_cache, k_scale, v_scale, kv_head, kv_heads, num_blocks, scale_log2, window,
+                    HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, PAGE, WINDOWED, INT8, True,
+                )  # fmt: skip
+                acc, peak, total = _join(acc, peak, total, part, part_peak, part_total)
         place_M = row_M * num_heads + head_M
         acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
         out = out_ptr + place_M[:, None] * HEAD_DIM + column[None, :]
@@ -158,23 +204,62 @@ def _attend(
 
 
 @triton.jit
-def _reduce(
-    part_ptr, peak_ptr, total_ptr, out_ptr, num_rows, num_segments,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr,
+def _store_part(
+    out_ptr, peak_ptr, total_ptr, acc, peak, total, row_M, head_M, inside_M, num_heads, segment, num_parts,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    row = tl.cast(tl.program_id(0), tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK_D)
-    inside = row < num_rows
+    place_M = (row_M * num_heads + head_M) * num_parts + segment
+    tl.store(peak_ptr + place_M, peak, mask=inside_M)
+    tl.store(total_ptr + place_M, total, mask=inside_M)
+    mask = inside_M[:, None] & (column < HEAD_DIM)[None, :]
+    tl.store(out_ptr + place_M[:, None] * HEAD_DIM + column[None, :], acc, mask=mask)
+
+
+@triton.jit
+def _join_part(acc, peak, total, part_ptr, peak_ptr, total_ptr, place, inside, mask, column, HEAD_DIM: tl.constexpr):
+    part_peak = tl.load(peak_ptr + place, mask=inside, other=float("-inf"))
+    part_total = tl.load(total_ptr + place, mask=inside, other=0.0)
+    part = tl.load(part_ptr + place[:, None] * HEAD_DIM + column[None, :], mask=mask, other=0.0)
+    return _join(acc, peak, total, part, part_peak, part_total)
+
+
+@triton.jit
+def _reduce(
+    part_ptr, peak_ptr, total_ptr, out_ptr, cu_query, context_len, num_sequences, num_heads, num_segments, num_parts,
+    segment_keys, window,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr, WINDOWED: tl.constexpr,
+):  # fmt: skip
+    """Join the parts of ROWS heads of one token: the segments that it sees, then the selected blocks'."""
+    token = tl.program_id(0)
+    low, high = tl.cast(token * 0, tl.int32), tl.cast(token * 0 + num_sequences, tl.int32)
+    while low < high:  # the sequence whose rows include `token`: the last that begins at or before it
+        middle = (low + high) // 2
+        if tl.load(cu_query + middle) <= token:
+            low = middle + 1
+        else:
+            high = middle
+    sequence = low - 1
+    position = tl.load(context_len + sequence) - tl.load(cu_query + sequence + 1) + token
+    head = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    column = tl.arange(0, BLOCK_D)
+    inside = head < num_heads
     mask = inside[:, None] & (column < HEAD_DIM)[None, :]
+    row = tl.cast(token, tl.int64) * num_heads + head
     acc = tl.zeros((ROWS, BLOCK_D), tl.float32)
     peak = tl.full((ROWS,), float("-inf"), tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
-    for segment in range(num_segments):
-        place = row * num_segments + segment
-        part_peak = tl.load(peak_ptr + place, mask=inside, other=float("-inf"))
-        part_total = tl.load(total_ptr + place, mask=inside, other=0.0)
-        part = tl.load(part_ptr + place[:, None] * HEAD_DIM + column[None, :], mask=mask, other=0.0)
-        acc, peak, total = _join(acc, peak, total, part, part_peak, part_total)
+    begin = 0
+    if WINDOWED:
+        begin = tl.maximum(position - window + 1, 0) // segment_keys
+    for segment in range(begin, position // segment_keys + 1):
+        acc, peak, total = _join_part(
+            acc, peak, total, part_ptr, peak_ptr, total_ptr, row * num_parts + segment, inside, mask, column, HEAD_DIM
+        )
+    for segment in range(num_segments, num_parts):
+        acc, peak, total = _join_part(
+            acc, peak, total, part_ptr, peak_ptr, total_ptr, row * num_parts + segment, inside, mask, column, HEAD_DIM
+        )
     acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
     tl.store(out_ptr + row[:, None] * HEAD_DIM + column[None, :], acc.to(out_ptr.dtype.element_ty), mask=mask)
 
@@ -190,7 +275,7 @@ def segment_keys_for(num_sequences: int, kv_heads: int, max_context: int, num_pr
     """Keys of a segment that give every multiprocessor two blocks: the fast mode, whose bits depend on the batch."""
     segments = max(1, -(-2 * num_processors // max(num_sequences * kv_heads, 1)))
     keys = -(-max_context // segments)
-    return max(-(-keys // BLOCK_N) * BLOCK_N, 2 * BLOCK_N)
+    return max(-(-keys // BLOCK_N) * BLOCK_N, LEAST_SEGMENT)
 
 
 def paged_attention(
@@ -204,6 +289,7 @@ def paged_attention(
     window: int | None = None,
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
+    selected_SN: torch.Tensor | None = None,
     *,
     segment_keys: int = SEGMENT_KEYS,
 ) -> torch.Tensor:
@@ -223,26 +309,30 @@ def paged_attention(
         return out
     group, block_d = num_heads // kv_heads, max(triton.next_power_of_2(head_dim), 16)
     num_segments = triton.cdiv(num_pages * page, segment_keys)
+    num_selected = 0 if selected_SN is None else selected_SN.shape[1]
+    num_parts = num_segments + triton.cdiv(num_selected * page, segment_keys)
     # Single tokens: few blocks without a split. Sequences without new tokens do not matter.
-    split = num_tokens <= num_sequences and num_segments > 1
+    split = num_tokens <= num_sequences and num_parts > 1
     parts, peak, total = out, out, out
     if split:
-        statistics = torch.empty((2, num_tokens, num_heads, num_segments), dtype=torch.float32, device=q.device)
+        statistics = torch.empty((2, num_tokens, num_heads, num_parts), dtype=torch.float32, device=q.device)
         peak, total = statistics.unbind()
-        parts = torch.empty((num_tokens, num_heads, num_segments, head_dim), dtype=torch.float32, device=q.device)
+        parts = torch.empty((num_tokens, num_heads, num_parts, head_dim), dtype=torch.float32, device=q.device)
     tiles = num_tokens // (BLOCK_M // group) + num_sequences
-    _attend[(tiles, kv_heads, num_segments if split else 1)](
+    _attend[(tiles, kv_heads, num_parts if split else 1)](
         q, k_cache, v_cache, k_scale, v_scale, parts, peak, total, cu_query_S1, context_len_S, table,
+        selected_SN.contiguous() if selected_SN is not None and num_selected else None,
         q.stride(0), q.stride(1), table.stride(0), num_heads, kv_heads, num_blocks, num_sequences, num_segments,
-        segment_keys, scale * LOG2_E, window or 0,
+        num_selected, segment_keys, scale * LOG2_E, window or 0,
         HEAD_DIM=head_dim, BLOCK_D=block_d, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, GROUP=group, PAGE=page,
         WINDOWED=window is not None, INT8=k_scale is not None, SPLIT=split, num_warps=WARPS, num_stages=STAGES,
     )  # fmt: skip
     if split:
-        num_rows = num_tokens * num_heads
-        _reduce[(triton.cdiv(num_rows, 4),)](
-            parts, peak, total, out, num_rows, num_segments, HEAD_DIM=head_dim, BLOCK_D=block_d, ROWS=4
-        )
+        _reduce[(num_tokens, triton.cdiv(num_heads, REDUCE_HEADS))](
+            parts, peak, total, out, cu_query_S1, context_len_S, num_sequences, num_heads, num_segments, num_parts,
+            segment_keys, window or 0,
+            HEAD_DIM=head_dim, BLOCK_D=block_d, ROWS=REDUCE_HEADS, WINDOWED=window is not None,
+        )  # fmt: skip
     return out
 
 
@@ -256,13 +346,17 @@ def variants() -> Iterator[Variant]:
         (96, "bf16", False, False, True, 128),
         (192, "bf16", True, True, False, 64),
     ]
-    for head_dim, dtype, int8, split, windowed, page in cases:
+    listed = [(128, "bf16", False, True, True, 16), (128, "bf16", False, False, True, 64)]
+    for (head_dim, dtype, int8, split, windowed, page), lists in [
+        *((case, False) for case in cases),
+        *((case, True) for case in listed),
+    ]:
         scales = ("k_scale", "v_scale")
         pages = dict.fromkeys(("k_cache", "v_cache"), "*i8:16" if int8 else f"*{dtype}:16")
-        integers = ("num_heads", "kv_heads", "num_blocks", "num_sequences", "num_segments", "window", "table_row")
+        integers = ("num_heads", "kv_heads", "num_blocks", "num_sequences", "num_segments", "num_selected", "window")
         yield Variant(
             label=f"{'decode' if split else 'prefill'} hd{head_dim} {dtype}{' int8 pages' * int8}"
-            f"{' window' * windowed} block size {page}",
+            f"{' window' * windowed}{' and selected blocks' * lists} block size {page}",
             kernel=_attend,
             arguments={"q_ptr": f"*{dtype}:16", "out_ptr": "*fp32:16" if split else f"*{dtype}:16"}
             | pages
@@ -270,20 +364,24 @@ def variants() -> Iterator[Variant]:
             | dict.fromkeys(("peak_ptr", "total_ptr"), "*fp32:16" if split else f"*{dtype}:16")
             | dict.fromkeys(("cu_query", "context_len", "block_table"), "*i32:16")
             | dict.fromkeys(("q_row", "q_head", "segment_keys"), "i32:16")
-            | dict.fromkeys(integers, "i32")
+            | dict.fromkeys((*integers, "table_row"), "i32")
+            | ({"selected": "*i32:16"} if lists else {})
             | {"scale_log2": "fp32"},
             constants=({} if int8 else dict.fromkeys(scales))
+            | ({} if lists else {"selected": None})
             | {"HEAD_DIM": head_dim, "BLOCK_D": triton.next_power_of_2(head_dim), "BLOCK_M": BLOCK_M}
             | {"BLOCK_N": BLOCK_N, "GROUP": 4, "PAGE": page, "WINDOWED": windowed, "INT8": int8, "SPLIT": split},
             num_warps=WARPS,
             num_stages=STAGES,
-            hot=split and head_dim <= 128,
+            hot=head_dim <= 128,  # decode with 192 dimensions and INT8 pages spills 24 bytes
             full=(head_dim, dtype, int8, split, windowed, page) not in quick,
         )
     yield Variant(
         label="join hd128 bf16",
         kernel=_reduce,
         arguments=dict.fromkeys(("part_ptr", "peak_ptr", "total_ptr"), "*fp32:16")
-        | {"out_ptr": "*bf16:16", "num_rows": "i32", "num_segments": "i32"},
-        constants={"HEAD_DIM": 128, "BLOCK_D": 128, "ROWS": 4},
+        | dict.fromkeys(("cu_query", "context_len"), "*i32:16")
+        | dict.fromkeys(("num_sequences", "num_heads", "num_segments", "num_parts", "window"), "i32")
+        | {"out_ptr": "*bf16:16", "segment_keys": "i32:16"},
+        constants={"HEAD_DIM": 128, "BLOCK_D": 128, "ROWS": REDUCE_HEADS, "WINDOWED": False},
     )
