@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 import typer
 from typer.exceptions import TyperException
 
+from penjing.core.cli_export import add_commands
 from penjing.core.cli_shared import Force, Json, Overrides, RecipeOrCommand, write_json
 from penjing.core.cli_train import train_app
 from penjing.core.errors import ConfigError, PenjingError
@@ -36,6 +37,7 @@ app.add_typer(train_app, name="train")
 app.add_typer(compress_app, name="compress")
 app.add_typer(server_app, name="server")
 app.add_typer(bench_app, name="bench")
+add_commands(app, compress_app)
 
 INTERRUPTED = 130
 

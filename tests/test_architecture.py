@@ -18,7 +18,11 @@ MAY_IMPORT = {
     "serve": {"kernels", "core", "serve", "model_repository"},  # the last holds the files that Triton server reads
     "model_repository": {"core", "serve"},
 }
-COMMAND_LINE = ("penjing.core.cli", "penjing.core.cli_train")  # import the stages, inside their functions
+COMMAND_LINE = (
+    "penjing.core.cli",
+    "penjing.core.cli_train",
+    "penjing.core.cli_export",
+)  # import the stages, inside their functions
 MAX_LINES = 400
 MAX_ADAPTER_LINES = 60
 SCRIPTS = ("benchmarks", "recipes", "tests")

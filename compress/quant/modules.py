@@ -62,7 +62,8 @@ class QuantizedConvNorm(nn.Module):
     def train(self, mode: bool = True) -> QuantizedConvNorm:
         """As of every module, but frozen statistics stay frozen."""
         super().train(mode)
-        if self.frozen:
+        # Tensors without data, on which a run's memory is estimated, are of another class and cannot be asked.
+        if type(self.frozen) is Tensor and self.frozen.device.type != "meta" and bool(self.frozen):
             self.norm.eval()
         return self
 

@@ -29,7 +29,7 @@ def apply_quantization(model: ResNet, target: TargetName, settings: QuantizeSett
 
     Raises:
         ConfigError: the target cannot express the settings; a pattern of `keep` names no layer.
-        InputError: a weight is NaN or infinite; the model is quantized already, or of another kind.
+        InputError: the model is quantized already, or of another kind.
     """
     settings = settings or QuantizeSettings()
     if not isinstance(model, ResNet):
@@ -45,8 +45,11 @@ def calibrate(model: nn.Module, batches: Iterable[tuple[Tensor, ...]]) -> None:
     """Find every range by running the floating model over `batches` (arguments of the model), then round.
 
     Raises:
-        InputError: an activation holds NaN or infinity, or nothing was seen; the layer is named.
+        InputError: a weight or an activation holds NaN or infinity, or nothing was seen; the layer is named.
     """
+    for name, parameter in model.named_parameters():
+        if not bool(parameter.isfinite().all()):
+            raise InputError(f"the weight {name} holds NaN or infinity; the checkpoint is damaged, train it again")
     was_training = model.training
     model.eval()
     set_mode(model, "observe")
@@ -108,9 +111,6 @@ class _Placement:
 
     def apply(self) -> None:
         model = self.model
-        for name, parameter in model.named_parameters():
-            if not bool(parameter.isfinite().all()):
-                raise InputError(f"the weight {name} holds NaN or infinity; the checkpoint is damaged, train it again")
         model.stem = self._conv("stem", model.stem, before=True)  # type: ignore[assignment]
         last = len(model.blocks) - 1
         for index, block in enumerate(model.blocks):

@@ -148,7 +148,7 @@ def test_bad_weights_activations_and_data_are_refused_by_name() -> None:
     model = random_resnet(basic())
     model.blocks[1].layers[0].conv.weight[0, 0, 0, 0] = float("nan")  # type: ignore[index, union-attr]
     with pytest.raises(InputError, match=r"blocks\.1\.layers\.0\.conv\.weight holds NaN"):
-        apply_quantization(model, "onnxruntime-cpu")
+        calibrate(apply_quantization(model, "onnxruntime-cpu"), [(images(basic()),)])
     model = random_resnet(basic())
     model.blocks[0].layers[0].norm.running_var.fill_(-1.0)  # type: ignore[union-attr]
     with pytest.raises(InputError, match=r"activation blocks\.0\.layers\.1\.input holds NaN"):
