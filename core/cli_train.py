@@ -26,6 +26,9 @@ def train(
     ] = "never",
     profile: Annotated[bool, typer.Option("--profile", help="Record a few steps with torch's profiler.")] = False,
     force: Force = False,
+    launch: Annotated[
+        int, typer.Option(help="Processes to start on this machine, by torchrun; see [parallel].", show_default=False)
+    ] = 0,
 ) -> None:
     """Train a model as a recipe says: a checkpoint folder, and beside it FOLDER-run with metrics and training state.
 
@@ -33,9 +36,16 @@ def train(
 
     - `penjing train recipes/decoder-tiny.toml --set steps=200 --set precision.mode=fp32`
     - `penjing train recipes/decoder-tiny.toml --resume auto` goes on after Ctrl-C, a kill or a crash
-    - `torchrun --nproc-per-node 2 -m penjing.train recipes/resnet-fashion.toml` shares the batch between two processes
+    - `penjing train recipes/resnet-fashion.toml --launch 2` shares the batch between two processes
+    - `penjing train recipes/decoder-tiny.toml --set parallel.pp=2 --set parallel.zero=3 --launch 4` shares the model
+    - `torchrun --nnodes 4 --nproc-per-node 8 … -m penjing.train recipes/decoder-tiny.toml` runs on many nodes
     - `tensorboard --logdir build/decoder-tiny-run` shows the curves
     """
+    if launch:
+        from penjing.train.parallel.launch import launch as start
+
+        flags = ["--resume", resume] + ["--profile"] * profile + ["--force"] * force
+        raise typer.Exit(start(launch, recipe, overrides or [], flags))
     from penjing.core.progress import progress_bar
     from penjing.train.run import train as run
 

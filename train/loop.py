@@ -26,6 +26,7 @@ from penjing.train.loss_scale import LossScale
 from penjing.train.monitor import ActivationRanges, Monitor
 from penjing.train.objective import Batch, Loss, Objective
 from penjing.train.optimizer import AveragedWeights, load_optimizer_state, optimizer_state, set_learning_rate
+from penjing.train.parallel.pipeline import Pipeline
 from penjing.train.precision import Precision, PrecisionConfig
 from penjing.train.schedule import LearningRate
 from penjing.train.state import Tree, load_model_state, model_state
@@ -51,7 +52,8 @@ class Evaluation:
 class Trainer:
     """A run. The first five fields are needed; the others do nothing special by default.
 
-    Attributes: accumulation: micro-batches of one step in each process. after_backward: called when the
+    Attributes: accumulation: micro-batches of one step in each process. pipeline: runs `model`, the stages of this
+        process, with those of others. after_backward: called when the
         gradients of a step are summed, to finish what is left of that. after_update: called with the step's number
         (from 1) after each update: proximal steps, router biases, profilers. stop_requested: asked once a step; when
         true in any process, all save and stop. settings: plain values that a resumed run wants to know, saved as
@@ -75,6 +77,7 @@ class Trainer:
     checkpoint_every: int = 1000
     monitor: Monitor = field(default_factory=lambda: Monitor(Alarms(AlarmConfig())))
     evaluation: Evaluation | None = None
+    pipeline: Pipeline | None = None
     after_backward: tuple[Callable[[], None], ...] = ()
     after_update: tuple[Callable[[int], None], ...] = ()
     stop_requested: Callable[[], bool] = lambda: False
@@ -187,6 +190,10 @@ class Trainer:
     def _backward(self, replica: nn.Module, micro_batches: list[Batch], count: int) -> dict[str, float]:
         """Accumulate gradients of scale × loss / count; this process's sums of the loss and the metrics."""
         totals: dict[str, torch.Tensor] = {}
+        if self.pipeline is not None:
+            batches = [self._on_device(batch) for batch in micro_batches]
+            totals = self.pipeline.backward(self.objective, batches, self.loss_scale.value / count)
+            return {name: float(total) for name, total in totals.items()}
         for index, batch in enumerate(micro_batches):
             with self.world.reducing(replica, now=index == len(micro_batches) - 1):
                 loss = self.objective(replica, self._on_device(batch))
@@ -212,7 +219,7 @@ class Trainer:
             with torch.no_grad(), self.precision.evaluation():
                 for batch in self.evaluation.batches():
                     totals["count"] += self.evaluation.objective.count(batch)
-                    _add(totals, self.evaluation.objective(self.model, self._on_device(batch)))
+                    _add(totals, self._judge(self.evaluation.objective, self._on_device(batch)))
         finally:
             self.model.train()
             self.world.reshard(self.model)
@@ -224,6 +231,11 @@ class Trainer:
         if count == 0:
             raise InputError("the held-out data is empty; give evaluation more samples, or set evaluation.every = 0")
         return {name: total / count for name, total in sums.items()}
+
+    def _judge(self, objective: Objective, batch: Batch) -> Loss:
+        if self.pipeline is not None:
+            return self.pipeline.evaluate(objective, batch)
+        return objective(self.model, batch)
 
     def save(self, *, wait: bool = False) -> None:
         """Save the state, without holding up the loop unless `wait`; all processes call it, and the main one writes, or

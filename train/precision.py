@@ -228,7 +228,8 @@ class Precision:
         rules = () if in_evaluation else self.config.policy
         if mode == "hybrid":
             rules = (*_HYBRID, *rules)
-        set_formats(self._model, _BASE[mode], rules, self._device.type)
+        for part in getattr(self._model, "parts", [self._model]):  # a pipeline calls each of its stages
+            set_formats(part, _BASE[mode], rules, self._device.type)
 
 
 def set_formats(model: nn.Module, base: Format, rules: tuple[Rule, ...], device_type: str) -> None:

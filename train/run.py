@@ -229,6 +229,7 @@ class _Run:
             checkpoint_every=recipe.checkpoint.every,
             monitor=monitor,
             evaluation=evaluation,
+            pipeline=spread.pipeline,
             after_backward=spread.after_backward,
             after_update=task.after_update(model, world),
             stop_requested=stop_requested,

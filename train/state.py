@@ -53,11 +53,10 @@ def snapshot(tree: Tree) -> Tree:
 
 
 def named_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """The parameters of `model` under the names of the whole model: a stage of a pipeline may hold a copy of one that
-    is at home in another stage, and says so in `copies` (name here → name there)."""
-    copies: dict[str, str] = getattr(model, "copies", {})
+    """The parameters of `model` under the names of the whole model: stages of a pipeline have a table of them."""
+    names: dict[str, str] = getattr(model, "names", {})
     for name, parameter in model.named_parameters():
-        yield copies.get(name, name), parameter
+        yield names.get(name, name), parameter
 
 
 def model_state(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -99,7 +98,7 @@ def load_model_state(model: nn.Module, state: dict[str, torch.Tensor]) -> None:
 
 def is_stage(model: nn.Module) -> bool:
     """Whether `model` is a part of a model: a stage of a pipeline."""
-    return hasattr(model, "copies")
+    return hasattr(model, "names")
 
 
 def local_part(tensor: torch.Tensor) -> tuple[torch.Tensor, tuple[slice, ...]]:
@@ -118,7 +117,9 @@ def first_to_hold(tensor: torch.Tensor) -> bool:
         return True
     place = tensor.device_mesh.get_coordinate()
     assert place is not None
-    return all(index == 0 or placement.is_shard() for index, placement in zip(place, tensor.placements, strict=True))
+    return all(
+        index == 0 or not placement.is_replicate() for index, placement in zip(place, tensor.placements, strict=True)
+    )
 
 
 def check_finite(state: Mapping[str, torch.Tensor], origin: str) -> None:

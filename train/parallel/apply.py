@@ -5,18 +5,23 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from penjing.core.errors import ConfigError
+from penjing.core.models.decoder import Decoder
 from penjing.core.progress import Progress
 from penjing.train.memory import MemoryEstimate
 from penjing.train.parallel.config import ParallelConfig, check_parallel
 from penjing.train.parallel.mesh import MeshWorld, build_mesh, describe
+from penjing.train.parallel.pipeline import LocalStages, Pipeline, split_stages, sum_tied
 from penjing.train.parallel.shard import apply_fsdp
 from penjing.train.parallel.tensor import apply_tensor_parallel, sum_partial
+from penjing.train.precision import GROUPS
 from penjing.train.recipe import RunRecipe
 from penjing.train.state import model_state
 from penjing.train.world import World
@@ -26,10 +31,11 @@ from penjing.train.world import World
 class Parallelized:
     """A model spread over a mesh, as the loop wants it.
 
-    Attributes: model: what this process trains. after_backward: see `Trainer`.
+    Attributes: model: what this process trains. pipeline, after_backward: see `Trainer`.
     """
 
     model: nn.Module
+    pipeline: Pipeline | None = None
     after_backward: tuple[Callable[[], None], ...] = ()
 
 
@@ -43,6 +49,18 @@ def check_recipe(recipe: RunRecipe, world_size: int) -> None:
         return
     length = getattr(recipe.data, "sequence_length", None)
     check_parallel(recipe.parallel, getattr(recipe, "model", None), world_size, length, recipe.compile)
+    groups = ", ".join(GROUPS)
+    if recipe.parallel.pp > 1 and any(rule.match not in GROUPS for rule in recipe.precision.policy):
+        raise ConfigError(f"precision.policy with parallel.pp above 1 takes groups only, no module names: {groups}")
+    if (
+        recipe.parallel.pp > 1
+        and recipe.parallel.schedule in ("zbv", "dualpipev")
+        and recipe.memory.recompute != "none"
+    ):
+        raise ConfigError(
+            f"parallel.schedule = {recipe.parallel.schedule!r} splits the backward pass, and would recompute twice; "
+            "set memory.recompute = 'none', or use '1f1b' or 'interleaved'"
+        )
     if not recipe.parallel.is_plain and recipe.data.micro_batch == "auto":
         raise ConfigError("data.micro_batch = 'auto' is measured on a whole model; give a number with this [parallel]")
 
@@ -63,11 +81,34 @@ def parallelize(model: nn.Module, world: World) -> Parallelized:
         return Parallelized(model)
     config, mesh = world.config, world.mesh
     after: list[Callable[[], None]] = []
+    rank = mesh.get_local_rank("pipeline")
+    if config.pp > 1:
+        assert isinstance(model, Decoder)
+        model = split_stages(model, config, rank)
     if config.tp > 1:
         partial = apply_tensor_parallel(model, mesh["tensor"], sequence=config.sequence)
         after.append(functools.partial(sum_partial, model, partial, mesh.get_group("tensor")))
     apply_fsdp(model, world.fsdp, config.zero)
-    return Parallelized(model, tuple(after))
+    if not isinstance(model, LocalStages):
+        return Parallelized(model, after_backward=tuple(after))
+    if (tied := _tied_group(world)) is not None and model.parts[0].config.tie_word_embeddings:  # type: ignore[union-attr]
+        after.append(functools.partial(sum_tied, model, tied))
+    return Parallelized(model, Pipeline(model, config, rank, mesh.get_group("pipeline"), world.device), tuple(after))
+
+
+def _tied_group(world: MeshWorld) -> dist.ProcessGroup | None:
+    """The processes of this one's pipeline with the first and the last stage, if it is one of them; all call it."""
+    config = world.config
+    ends = sorted({config.owner(0), config.owner(config.num_stages - 1)})
+    pipelines = world.mesh.mesh.flatten(1)  # (pipeline, everything else)
+    own = None
+    for column in range(pipelines.shape[1]):
+        ranks = [int(pipelines[end, column]) for end in ends]
+        group = dist.new_group(ranks)
+        if world.rank in ranks:
+            own = group
+    assert not isinstance(own, int)
+    return own
 
 
 @torch.no_grad()
@@ -79,10 +120,26 @@ def gather(model: nn.Module, world: MeshWorld, build: Callable[[], nn.Module] | 
     """
     whole = None if build is None else build()
     wanted = {} if whole is None else model_state(whole)
-    for name, tensor in model_state(model).items():
-        full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-        if whole is not None:
-            wanted[name].copy_(full)
+    ranks = world.mesh.mesh
+    stage, stages = world.mesh.get_local_rank("pipeline"), ranks.shape[0]
+    here = model_state(model)
+    for source in range(stages):
+        # What the stage has, by all of its processes; its first hands it to the main process.
+        first = int(ranks[source].flatten()[0])
+        names: list[Any] = [list(here)]
+        if stages > 1:
+            dist.broadcast_object_list(names, src=first)
+        for name in names[0]:
+            full = torch.empty(0)
+            if source == stage:
+                full = here[name]
+                full = full.full_tensor() if isinstance(full, DTensor) else full
+                if world.rank == first != 0:
+                    dist.send(full.cpu(), 0)
+            if whole is not None:
+                if first != 0:
+                    dist.recv(full := torch.empty_like(wanted[name]), first)
+                wanted[name].copy_(full)
     return model if whole is None else whole
 
 

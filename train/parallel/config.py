@@ -20,6 +20,7 @@ class ParallelConfig(Config):
     zero: what data parallelism spreads instead of copying (https://arxiv.org/abs/1910.02054). 0: nothing; 1: optimiser
         state; 2: and gradients; 3: and parameters.
     sequence: between its matrix products, tensor parallelism also splits the tokens (https://arxiv.org/abs/2205.05198).
+    stage_layers: layers of each stage, in order; None: even.
     micro_batches: of one pass through the pipeline; None: all of a step.
     """
 
@@ -29,6 +30,7 @@ class ParallelConfig(Config):
     sequence: bool = False
     pp: int = Field(default=1, ge=1)
     schedule: Schedule = "1f1b"
+    stage_layers: tuple[int, ...] | None = None
     micro_batches: int | None = Field(default=None, ge=1)
     cp: int = Field(default=1, ge=1)
     ep: int = Field(default=1, ge=1)
@@ -37,6 +39,26 @@ class ParallelConfig(Config):
     def is_plain(self) -> bool:
         """Data parallelism alone, as without this section."""
         return self.zero == 0 and self.tp == self.pp == self.cp == self.ep == 1
+
+    @property
+    def stages_per_process(self) -> int:
+        """Stages of the pipeline in one process."""
+        return 1 if self.schedule in ("gpipe", "1f1b") else 2
+
+    @property
+    def num_stages(self) -> int:
+        """Stages of the pipeline."""
+        return self.pp * self.stages_per_process
+
+    def stages_of(self, rank: int) -> list[int]:
+        """The stages of process `rank` of a pipeline: its own and, in a V, its mirror image, else one a round."""
+        if self.stages_per_process == 1:
+            return [rank]
+        return [rank, 2 * self.pp - 1 - rank if self.schedule in ("zbv", "dualpipev") else self.pp + rank]
+
+    def owner(self, stage: int) -> int:
+        """The process of a pipeline that has `stage`."""
+        return next(rank for rank in range(self.pp) if stage in self.stages_of(rank))
 
     def data_size(self, world_size: int) -> int:
         """How many groups of processes see their own share of the batch.
@@ -97,12 +119,23 @@ def _check_decoder(config: ParallelConfig, model: DecoderConfig, dp: int, length
     if model.shared_layers > 1 and not config.is_plain:
         raise ConfigError("model.shared_layers: layers that share weights allow data parallelism alone (zero = 0)")
     if pp > 1:
-        stages = pp * (1 if config.schedule in ("gpipe", "1f1b") else 2)
+        stages = config.num_stages
         if stages > model.num_hidden_layers:
             layers = model.num_hidden_layers
             raise ConfigError(
                 f"parallel.pp={pp} ({stages} stages with schedule {config.schedule!r}) is more than "
                 f"model.num_hidden_layers={layers}; take pp = {layers * pp // stages} or less"
+            )
+        counts = config.stage_layers
+        if counts is not None and (len(counts) != stages or sum(counts) != model.num_hidden_layers or min(counts) < 1):
+            raise ConfigError(
+                f"parallel.stage_layers={list(counts)}: {stages} numbers of 1 or more are needed, in all "
+                f"model.num_hidden_layers={model.num_hidden_layers}"
+            )
+        if model.tie_word_embeddings and config.schedule in ("zbv", "dualpipev"):
+            raise ConfigError(
+                f"parallel.schedule = {config.schedule!r} puts the first and the last stage into one process, which "
+                "model.tie_word_embeddings = true does not allow; set it to false, or use '1f1b' or 'interleaved'"
             )
         if model.moe is not None:
             raise ConfigError(f"parallel.pp={pp}: experts are not pipelined; use ep, or zero = 3")

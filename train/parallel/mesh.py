@@ -46,7 +46,8 @@ class MeshWorld(World):
     @property
     def speaks(self) -> bool:
         """True in one process for each share of the tokens: the one whose loss counts."""
-        return self._rank("tensor") == 0 and self._rank("pipeline") == self._size("pipeline") - 1
+        last = self.config.owner(self.config.num_stages - 1)
+        return self._rank("tensor") == 0 and self._rank("pipeline") == last
 
     def average_buffers(self, model: nn.Module) -> None:
         """See `World`; decoders have no statistics, and their stages no common buffers."""
@@ -57,17 +58,17 @@ class MeshWorld(World):
         """See `World`: each process adds the squares of what it holds, over the number of processes that hold it."""
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         stages = self._size("pipeline")
-        copies: frozenset[str] = getattr(model, "copies", frozenset())
+        repeated: frozenset[str] = getattr(model, "repeated", frozenset())
         for name, parameter in model.named_parameters():
             gradient = parameter.grad
-            if gradient is None or name in copies:
+            if gradient is None or name in repeated:
                 continue
             parts, shard = 1, gradient
             if isinstance(gradient, DTensor):
                 shard = gradient.to_local()
                 for size, placement in zip(gradient.device_mesh.shape, gradient.placements, strict=True):
                     assert not placement.is_partial(), "a gradient was not reduced"
-                    parts *= size if placement.is_shard() else 1
+                    parts *= 1 if placement.is_replicate() else size
             # float32 norm of a shard, then float64 between shards: as good as torch's norm of norms
             norm = torch.linalg.vector_norm(shard, dtype=torch.promote_types(shard.dtype, torch.float32))
             total += norm.to(torch.float64).square() * (parts * stages / self.size)

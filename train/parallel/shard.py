@@ -30,10 +30,11 @@ def apply_fsdp(model: nn.Module, mesh: DeviceMesh, zero: int) -> None:
     """
     # The loss is computed from a model's output out of place, as the warning asks.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view", category=UserWarning)
-    for block in blocks(model).values():
-        fully_shard(block, mesh=mesh, reshard_after_forward=zero == 3)
-    # The root's own parameters (embedding, head) are needed again as soon as the backward pass begins.
-    fully_shard(model, mesh=mesh, reshard_after_forward=False)
+    for part in getattr(model, "parts", [model]):  # a pipeline calls each of its stages
+        for block in blocks(part).values():
+            fully_shard(block, mesh=mesh, reshard_after_forward=zero == 3)
+        # The root's own parameters (embedding, head) are needed again as soon as the backward pass begins.
+        fully_shard(part, mesh=mesh, reshard_after_forward=False)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)

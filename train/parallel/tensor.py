@@ -45,7 +45,7 @@ def apply_tensor_parallel(model: nn.Module, mesh: DeviceMesh, *, sequence: bool 
             _split_layer(layer, mesh, between)
         elif name.rpartition(".")[2] == "embed_tokens":
             parallelize_module(layer, mesh, RowwiseParallel(input_layouts=Replicate(), output_layouts=between))
-        elif name == "lm_head":
+        elif name.rpartition(".")[2] == "lm_head":
             layer.__class__ = SplitHead
             parallelize_module(layer, mesh, ColwiseParallel(input_layouts=between, output_layouts=Replicate()))
     for module in model.modules():

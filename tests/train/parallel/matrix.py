@@ -17,9 +17,10 @@ import torch.distributed as dist
 
 from penjing.core.models.config import DecoderConfig
 from penjing.core.models.decoder import Decoder
+from penjing.train.checkpoint import Checkpoints, ShardedCheckpoints
 from penjing.train.gradients import ClipConfig, GradientNorms
 from penjing.train.language import initialize_decoder
-from penjing.train.loop import Evaluation, Trainer
+from penjing.train.loop import Evaluation, InterruptedRunError, Trainer
 from penjing.train.objective import IGNORED, Batch, CrossEntropy
 from penjing.train.optimizer import OptimizerConfig, build_optimizer
 from penjing.train.parallel.apply import form_mesh, parallelize
@@ -86,8 +87,13 @@ def model_of(case: dict[str, Any]) -> Decoder:
     return model.double() if case.get("double") else model
 
 
-def train(case: dict[str, Any], world: World) -> dict[str, Any]:
-    """Losses, gradient norms, full gradients and weights of a few steps, and the evaluation, in this process."""
+def train(
+    case: dict[str, Any], world: World, checkpoints: Checkpoints | None = None, stop: bool = False, resume: bool = False
+) -> dict[str, Any]:
+    """Losses, gradient norms, full gradients and weights of a few steps, and the evaluation, in this process.
+
+    With `checkpoints`, `stop` after the second step, or `resume` from there.
+    """
     model = model_of(case)
     apply_recompute(model, case.get("recompute", "none"))
     spread = parallelize(model, world)
@@ -107,12 +113,27 @@ def train(case: dict[str, Any], world: World) -> dict[str, Any]:
     trainer = Trainer(
         spread.model, CrossEntropy(), Rows(data.rank, data.size, accumulation, ragged), optimizer, 3,
         rate=LearningRate(peak=0.05 if name == "sgd" else 1e-3), accumulation=accumulation, world=world,
+        pipeline=spread.pipeline,
         norms=GradientNorms(ClipConfig(norm=case.get("clip"))), after_backward=spread.after_backward,
         evaluation=Evaluation(
             lambda: [{k: v.chunk(data.size)[data.rank] for k, v in batch(99, ragged).items()}], CrossEntropy(), 3
         ),
     )  # fmt: skip
     trainer.monitor.on_step = lambda step, steps, values, *rest: records.append(values)  # type: ignore[method-assign]
+    trainer.checkpoints = checkpoints
+    if resume:
+        assert checkpoints is not None
+        found = checkpoints.load_newest()
+        assert found is not None
+        assert found[0] == 2
+        trainer.load_state_dict(found[1])
+    if stop:
+        trainer.stop_requested = lambda: trainer.step == 1
+        try:
+            trainer.fit()
+        except InterruptedRunError:
+            world.barrier()
+            return {}
     evaluation = trainer.fit()
     return {
         "losses": [record["loss"] for record in records],
@@ -126,7 +147,15 @@ def train(case: dict[str, Any], world: World) -> dict[str, Any]:
 def compare(case: dict[str, Any], rank: int, size: int) -> dict[str, Any]:
     alone = train({**case, "accumulation": 1, "recompute": "none"}, World())
     world = form_mesh(World(rank, size), ParallelConfig(**case["parallel"]), Silent())  # type: ignore[arg-type]
-    here = train(case, world)
+    if "saved_by" in case:
+        saving = form_mesh(World(rank, size), ParallelConfig(**case["saved_by"]), Silent())  # type: ignore[arg-type]
+        folder = Path(os.environ["FOLDER"]) / case["folder"]
+        train(case, saving, ShardedCheckpoints(folder, 3, saving), stop=True)
+        here = train(case, world, ShardedCheckpoints(folder, 3, world), resume=True)
+        for key in ("losses", "norms", "gradients"):
+            alone[key] = alone[key][2:]
+    else:
+        here = train(case, world)
     names = sorted(here["weights"])
     everyone: list[Any] = [None] * size
     dist.all_gather_object(everyone, names)
@@ -143,11 +172,11 @@ def compare(case: dict[str, Any], rank: int, size: int) -> dict[str, Any]:
     differences["weights"] = max((here["weights"][name] - alone["weights"][name]).abs().max().item() for name in names)
     worst = torch.tensor([float("nan") if d != d else d for d in differences.values()], dtype=torch.float64)
     dist.all_reduce(worst, dist.ReduceOp.MAX)
-    size_of_gradient = max(g.abs().max().item() for g in alone["gradients"][0].values())
+    scale = max(gradient.abs().max().item() for gradient in alone["gradients"][0].values())
     return {
         **dict(zip(differences, worst.tolist(), strict=True)),
         "missing": sorted(missing),
-        "scale": size_of_gradient,
+        "scale": scale,
     }
 
 

@@ -22,7 +22,8 @@ def run_world(folder: Path, size: int, cases: dict[str, Any], timeout_s: float =
     processes = [
         subprocess.Popen(
             [sys.executable, str(SCRIPT), str(folder)], stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
-            env=os.environ | {"RANK": str(rank), "WORLD_SIZE": str(size), "OMP_NUM_THREADS": "1"},
+            env=os.environ
+            | {"RANK": str(rank), "WORLD_SIZE": str(size), "OMP_NUM_THREADS": "1", "FOLDER": str(folder)},
         )
         for rank, log in enumerate(logs)
     ]  # fmt: skip

@@ -1,0 +1,55 @@
+"""Impossible meshes are one line that names the setting."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from penjing.core.errors import ConfigError
+from penjing.train.parallel.config import ParallelConfig, check_parallel
+from tests.conftest import tiny_config
+
+MOE = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+
+
+@pytest.mark.parametrize(
+    ("parallel", "model", "world", "message"),
+    [
+        ({"dp": 2, "tp": 2, "pp": 2}, {}, 9, r"parallel\.dp=2 × pp=2 × cp=1 × tp=2 needs 8 processes, this run has 9"),
+        ({"tp": 2}, {}, 3, "needs a multiple of 2 processes, this run has 3"),
+        ({"tp": 3}, {}, 3, r"parallel\.tp=3 does not divide model\.num_attention_heads=4; take one of 1, 2, 4"),
+        ({"tp": 4}, {}, 4, r"parallel\.tp=4 does not divide model\.num_key_value_heads=2"),
+        ({"tp": 2}, {"vocab_size": 321}, 2, r"parallel\.tp=2 does not divide model\.vocab_size=321"),
+        ({"tp": 2, "sequence": True}, {}, 2, r"parallel\.tp=2 does not divide data\.sequence_length"),
+        ({"sequence": True}, {}, 2, r"set parallel\.tp above 1"),
+        ({"pp": 3}, {}, 3, r"parallel\.pp=3 \(3 stages with schedule '1f1b'\) is more than .*=2; take pp = 2 or less"),
+        ({"pp": 2, "schedule": "interleaved"}, {}, 2, r"parallel\.pp=2 \(4 stages .* take pp = 1 or less"),
+        ({"pp": 2, "schedule": "zbv"}, {"num_hidden_layers": 4}, 2, "tie_word_embeddings = true does not allow"),
+        ({"pp": 2, "stage_layers": (2, 1)}, {}, 2, r"parallel\.stage_layers=\[2, 1\]: 2 numbers of 1 or more"),
+        ({"ep": 2}, {}, 2, r"parallel\.ep=2 spreads experts, and the model has none"),
+        ({"ep": 4}, {"moe": MOE, "model_type": "mixtral"}, 4, r"parallel\.ep=4 does not divide .*num_experts=6"),
+        ({"zero": 3}, {"shared_layers": 2}, 2, "layers that share weights"),
+    ],
+)  # fmt: skip
+def test_an_impossible_mesh_is_refused(
+    parallel: dict[str, Any], model: dict[str, Any], world: int, message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        check_parallel(ParallelConfig(**parallel), tiny_config(**model), world, 25, compiled=False)
+
+
+def test_what_is_no_decoder_is_spread_by_data_alone() -> None:
+    check_parallel(ParallelConfig(zero=3), None, 2, None, compiled=False)
+    with pytest.raises(ConfigError, match="for decoders"):
+        check_parallel(ParallelConfig(tp=2), None, 2, None, compiled=False)
+    with pytest.raises(ConfigError, match="compile = true"):
+        check_parallel(ParallelConfig(zero=3), None, 2, None, compiled=True)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zbv", "dualpipev"])
+def test_every_stage_has_one_owner(schedule: Any) -> None:
+    config = ParallelConfig(pp=4, schedule=schedule)
+    owned = sorted(stage for rank in range(4) for stage in config.stages_of(rank))
+    assert owned == list(range(config.num_stages))
+    assert all(stage in config.stages_of(config.owner(stage)) for stage in owned)
