@@ -66,7 +66,7 @@ class DecoderStage(nn.Module):
 
     def forward(self, x: torch.Tensor, documents: torch.Tensor | None = None) -> torch.Tensor:
         """See the class; documents (B, T) as `Decoder` takes them."""
-        layers = [self.model.layers[index] for index in self.layers_here]  # pyright: ignore[reportIndexIssue]
+        layers: list[Any] = [self.model.get_submodule(f"layers.{index}") for index in self.layers_here]
         length = x.shape[1] * (1 if self.is_first else self.sequence_parts)
         if documents is None:
             positions = torch.arange(length, device=x.device).expand(x.shape[0], length)

@@ -29,7 +29,7 @@ def variants(meshes: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
     return cases
 
 
-# Stopped on one mesh after two steps, resumed on another, and read by one process too.
+# Stopped on one mesh after two steps, resumed on another.
 MOVED: dict[str, dict[str, Any]] = {
     "zero 3 to tp 2": {"saved_by": {"zero": 3}, "parallel": {"tp": 2}, "optimizer": "adamw"},
     "tp 2 to zero 1": {"saved_by": {"tp": 2, "sequence": True}, "parallel": {"zero": 1}},
