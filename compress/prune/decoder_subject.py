@@ -16,6 +16,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from penjing.compress.memory import release_unused
 from penjing.compress.preflight import check_finite, check_model
 from penjing.compress.prune.graph import Group, Place
 from penjing.compress.prune.inspect import BATCH, TOKENS
@@ -83,6 +84,7 @@ class DecoderSubject:
 
     def network(self) -> nn.Module:
         """See `Subject`."""
+        release_unused()  # what the analysis held: 0.3 of SmolLM2-135M
         with torch.device("meta"):
             model = self.build(self._config)
         for name, _ in list(model.named_parameters()):

@@ -8,12 +8,14 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from fnmatch import fnmatchcase
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+import torch
 from pydantic import Field, field_validator, model_validator
 from torch import Tensor, nn
 
@@ -33,6 +35,7 @@ from penjing.core.errors import ConfigError, InputError
 from penjing.core.manifest import read_json_object
 from penjing.core.progress import Progress
 
+LOGIT_STRIDE = 64
 DECODER_PARTS = ("ffn", "heads", "hidden", "layers")
 
 
@@ -180,6 +183,12 @@ def _choose(
     if not graph.groups:
         raise InputError(f"{subject.folder}: nothing is left to prune; protect less (protect={list(step.protect)})")
     parts = subject.parts(graph.groups)
+    if "ffn" in parts and step.method in ("l1", "l2"):
+        progress.note(
+            f"{step.method} looks at weights alone, and a language model may rest on a few small ones: 20 % of the MLP "
+            "channels of SmolLM2-135M take its perplexity from 15 to above 1 000 000, by activation to 19; consider "
+            'method = "activation"'
+        )
     progress.start(f"importance by {step.method}", 1)
     scores = {part: _scores(subject, groups, step, data) for part, groups in parts.items()}
 
@@ -223,7 +232,7 @@ def _scores(subject: Subject, groups: list[Group], step: PruneStep, data: Compre
     assert data is not None
     model = subject.network()
     if step.method == "activation":
-        return activation(model, groups, data.inputs())
+        return activation(model, groups, _few_logits(data) if subject.unit == "token" else data.inputs())
     model.requires_grad_(True)
     for loss in data.losses(model):
         loss.backward()
@@ -239,6 +248,14 @@ def _summary(values: np.ndarray, removed: list[int]) -> dict[str, float]:
         "largest": float(values.max()),
         "removed": float(values[removed].sum()) / total if total else 0.0,
     }
+
+
+def _few_logits(data: CompressData) -> Iterator[tuple[Any, ...]]:
+    """Arguments of a decoder, one window at a time with one row of logits in 64: those of 2048 tokens would be 0.7 of
+    SmolLM2's size."""
+    for (tokens_BT,) in data.inputs():
+        for window_1T in tokens_BT.split(1):
+            yield window_1T, None, None, torch.arange(0, window_1T.numel(), LOGIT_STRIDE)
 
 
 def _first(data: CompressData) -> Tensor:

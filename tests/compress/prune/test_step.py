@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +12,18 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
 
+from penjing.compress.pipeline import compress
 from penjing.compress.prune.graph import dependency_graph
 from penjing.core.checkpoint import open_checkpoint
+from penjing.core.load import load_model
 from penjing.core.manifest import verify
 from penjing.core.models.decoder import Decoder
 from penjing.core.models.resnet_config import BlockConfig, ResNetConfig, StageConfig
+from penjing.core.progress import Silent
 from penjing.core.vision_checkpoint import load_vision_checkpoint
+from penjing.train.data.pack import pack
+from penjing.train.run import train
+from tests.compress.conftest import write_recipe
 from tests.compress.prune.checkpoints import decoder, images, masked, prune, resnet, tokens
 
 PROMPT = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6, 5, 3]])
@@ -159,3 +166,34 @@ def test_widths_made_equal_keep_the_shortcuts_convolution(tmp_path: Path, groups
     x = torch.randn(2, 1, 12, 12)
     expected = output(masked(dense, record, dependency_graph(dense, (x,)).groups), x)
     assert (output(pruned, x) - expected).abs().max() <= 1e-5 * expected.abs().max()
+
+
+def test_a_pruned_decoder_is_quantized_and_trained_on(
+    make_tiny_checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    """INT8 and the training loop take widths that differ from layer to layer."""
+    source = make_tiny_checkpoint(num_hidden_layers=3, intermediate_size=192)
+    prune(source, tmp_path / "pruned", rank="global", ratio=0.3, round_to=1)
+    config = open_checkpoint(tmp_path / "pruned").config
+    assert config.intermediate_sizes is not None
+    artifact = compress(write_recipe(tmp_path, tmp_path / "pruned", tmp_path / "int8"))
+    assert load_model(artifact).config.intermediate_sizes == config.intermediate_sizes
+
+    texts = tmp_path / "texts"
+    texts.mkdir()
+    for number in range(20):
+        (texts / f"{number}.txt").write_text(f"It never rains but it pours on day {number}. " * 20)
+    (tmp_path / "shards").mkdir()
+    pack(tmp_path / "shards", (str(texts),), 320, held_out=0.2, tokenizer=source, progress=Silent())
+    sizes = config.model_dump(mode="json", exclude={"bos_token_id", "eos_token_ids", "pad_token_id"}, exclude_none=True)
+    model = "\n".join(f"{key} = {json.dumps(value)}" for key, value in sizes.items() if not isinstance(value, dict))
+    (tmp_path / "train.toml").write_text(
+        f'output = "{tmp_path}/trained"\nsteps = 1\ninitial = "{tmp_path}/pruned"\ndevice = "cpu"\n'
+        f'[model]\narchitecture = "decoder"\n{model}\n[monitor]\ntensorboard = false\n'
+        f'[data]\nkind = "text"\nshards = "{tmp_path}/shards"\nsequence_length = 32\nbatch_size = 4\n'
+    )
+    train(tmp_path / "train.toml")
+    trained, before = load(tmp_path / "trained"), load(tmp_path / "pruned")
+    assert trained.config.intermediate_sizes == config.intermediate_sizes
+    change = [(a - b).abs().max() for a, b in zip(trained.parameters(), before.parameters(), strict=True)]
+    assert 0 < max(change) < 1e-2

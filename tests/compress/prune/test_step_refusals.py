@@ -35,7 +35,7 @@ def test_a_target_is_met_and_not_by_far(tmp_path: Path, name: str, make: Any) ->
 
 
 def test_a_latency_is_met_by_the_clock(tmp_path: Path) -> None:
-    sizes = {"hidden_size": 256, "intermediate_size": 4096, "num_hidden_layers": 1}
+    sizes: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 4096, "num_hidden_layers": 1}
     decoder(tmp_path / "dense", **sizes)
     record = prune(tmp_path / "dense", tmp_path / "pruned", tokens(), target={"latency": 0.7})
     assert record["latency"]["ratio"] < 0.9  # the clock of a busy machine: 0.7 is what was asked for
