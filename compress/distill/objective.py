@@ -51,9 +51,14 @@ class Matcher(Protocol):
         student, teacher: names of the modules, as many of both, that are compared pair by pair.
     """
 
-    name: str
-    student: tuple[str, ...]
-    teacher: tuple[str, ...]
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def student(self) -> tuple[str, ...]: ...
+
+    @property
+    def teacher(self) -> tuple[str, ...]: ...
 
     def loss(self, model: nn.Module, seen: list[Tensor], taught: list[Tensor], batch: Batch) -> Tensor:
         """Sum over the counted terms of `batch`: a scalar.

@@ -11,8 +11,9 @@ from typing import Any, Literal
 from pydantic import Field, model_validator
 
 from penjing.compress.data import is_classifier
+from penjing.compress.distill.features import AttentionRelations, HiddenStates
 from penjing.compress.distill.networks import identity, load_teacher
-from penjing.compress.distill.objective import Distillation, DistillWeights, Teacher
+from penjing.compress.distill.objective import Distillation, DistillWeights, Matcher, Teacher
 from penjing.compress.distill.task import Distilled
 from penjing.core.checkpoint import open_checkpoint
 from penjing.core.config import Config
@@ -20,6 +21,7 @@ from penjing.core.errors import ConfigError
 from penjing.core.files import atomic_write_text, writing
 from penjing.core.manifest import MANIFEST_NAME, read_manifest
 from penjing.core.models.config import DecoderConfig
+from penjing.core.models.resnet_config import ResNetConfig
 from penjing.core.progress import Progress
 from penjing.core.vision_checkpoint import VisionConfig, vision_config
 from penjing.train.gradients import ClipConfig
@@ -83,6 +85,7 @@ class DistillStep(TrainingStep):
     kind: Literal["distill", "finetune"]
     temperature: float = Field(default=1.0, gt=0)
     weights: DistillWeights = DistillWeights()
+    relation_heads: int | None = Field(default=None, gt=0)  # of weights.relations; None: as many as fit
     label_smoothing: float = Field(default=0.0, ge=0, lt=1)  # of the cross-entropy
 
     @model_validator(mode="after")
@@ -236,8 +239,21 @@ def _distilled(task: Task, recipe: RunRecipe, student: Path, teacher: Path, step
             f"sequence_length={recipe.data.sequence_length} is longer than the context of {limit} tokens of teacher "
             f"{teacher}; lower it"
         )
-    answers = Teacher(model, plain.inputs, choose_device(recipe.device), recipe.precision.mode)
-    return Distilled(task, Distillation(plain, answers, step.weights, step.temperature), recipe.seed)
+    small = vision_config(student).model if is_classifier(student) else open_checkpoint(student).config
+    large = model.config
+    assert isinstance(large, DecoderConfig | ResNetConfig)
+    matchers: list[tuple[Matcher, float]] = []
+    projections = None
+    if step.weights.hidden:
+        hidden = HiddenStates(small, large)
+        matchers.append((hidden, step.weights.hidden))
+        projections = hidden.projections
+    if step.weights.relations:
+        matchers.append((AttentionRelations.between(small, large, step.relation_heads), step.weights.relations))
+    names = tuple(name for matcher, _ in matchers for name in matcher.teacher)
+    answers = Teacher(model, plain.inputs, choose_device(recipe.device), recipe.precision.mode, names)
+    objective = Distillation(plain, answers, step.weights, step.temperature, tuple(matchers))
+    return Distilled(task, objective, recipe.seed, projections)
 
 
 def _claim(work: Path, step: TrainingStep, names: dict[str, Path], progress: Progress) -> None:
