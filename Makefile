@@ -67,7 +67,7 @@ bench: $(STAMP) ## measure the engine against transformers, through Triton serve
 	$(BIN)/python benchmarks/run_server.py
 	$(BIN)/python benchmarks/run_overhead.py
 
-bench-gpu: test-gpu ## check the GPU kernels, then measure them against torch and the machine's ceilings; appends rows
+bench-gpu: test-gpu ## check the GPU kernels, then measure them and the engine against torch and the ceilings; appends rows
 	$(GPU) benchmarks/run_kernels_gpu.py
 
 image: ## build the container image (docker, else buildah)

@@ -9,8 +9,10 @@ that). Data are random, medians are taken, operands are larger than the L2 cache
 from __future__ import annotations
 
 import argparse
+import math
 import statistics
 import sys
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -251,10 +253,15 @@ def measure(runs: dict[str, Run], rounds: int) -> dict[str, float]:
     return {name: statistics.median(values) for name, values in samples.items()}
 
 
-def measured_rows(rounds: int) -> list[Row]:
+def measured_rows(rounds: int, seconds: float) -> list[Row]:
     """A row of each case: its rate, the share of its ceiling, and the ratio to torch in the same run."""
     limits, found = ceilings(), []
+    began = time.perf_counter()
     for case in cases("cuda"):
+        if time.perf_counter() - began > seconds:
+            why = f"the budget of {seconds:.0f} s was spent"
+            found.append(new_row("kernels_gpu", case.name, None, UNITS[case.limit], runs=0, reason=why))
+            continue
         ceiling_work, ceiling_run = limits[COPY if case.limit == COPY else PRODUCT]
         runs = {"kernel": case.run, "ceiling": ceiling_run} | ({"peer": case.peer} if case.peer else {})
         seconds = measure(runs, rounds)
@@ -276,11 +283,11 @@ def measured_rows(rounds: int) -> list[Row]:
     return found
 
 
-def op_rows(rounds: int = 11) -> list[Row]:
-    """The rows of all cases; without a device that runs the kernels they hold the reason and no value."""
+def op_rows(rounds: int = 11, seconds: float = math.inf) -> list[Row]:
+    """The rows of all cases; without a device that runs the kernels, or after `seconds`, with the reason alone."""
     reason = cuda_refusal()
     if reason is None:
-        return measured_rows(rounds)
+        return measured_rows(rounds, seconds)
     return [
         new_row("kernels_gpu", case.name, None, UNITS[case.limit], runs=0, reason=reason)
         for case in cases("cpu", small=True)

@@ -2,6 +2,7 @@
 
     python benchmarks/run_kernels.py --device cpu
     python benchmarks/run_kernels.py --device cpu --model build/smollm2-int8    # decoder steps too
+    python benchmarks/run_kernels.py --device cuda
 
 Operands are random (zeros run faster) and, where memory is the limit, larger than the last-level cache. Quantization of
 the activations is part of the time of every INT8 layer, and not of torch._int_mm's.
@@ -17,6 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import run_kernels_gpu
 import torch
 import torch.nn.functional as F
 from models import say, warn_if_busy
@@ -69,11 +71,14 @@ class Rounds:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", choices=["cpu"], default="cpu")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="cuda: run_kernels_gpu.py")
     parser.add_argument("--rounds", type=int, default=11)
     parser.add_argument("--model", type=Path, help="an artifact whose decoder steps are measured too")
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the rows")
     arguments = parser.parse_args()
+    if arguments.device == "cuda":
+        run_kernels_gpu.main(["--out", str(arguments.results / run_kernels_gpu.RESULTS.name)])
+        return 0
     kernels = extension()
     if kernels is None:
         raise SetupError("the C++ kernels are not built; install a C++17 compiler and run pip install -e . again")

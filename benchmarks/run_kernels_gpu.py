@@ -1,6 +1,9 @@
-"""Measure the Triton-language attention kernels on a GPU beside torch's own and beside ceilings of the same run.
+"""Measure the Triton-language kernels and the engine on a GPU beside torch's own and beside ceilings of the same run.
 
     python benchmarks/run_kernels_gpu.py [--out rows.jsonl] [--budget seconds]
+
+Attention is here, the other operations in kernels_gpu_ops.py, the engine in engine_gpu.py; each part has its share of
+the budget, and what it has no time for becomes a row that says so.
 
 Needs torch and the Triton language alone (`PYTHONPATH=build/src` where penjing is not installed) and downloads nothing.
 Contestants take turns on random data, medians count; the table comes last. Without a GPU each row says that it could
@@ -17,7 +20,7 @@ import shlex
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -26,9 +29,10 @@ from typing import Any
 import torch
 import torch.nn.attention
 import torch.nn.functional as F
+from engine_gpu import engine_rows
 
 from penjing.kernels.dispatch import cuda_refusal
-from penjing.kernels.flash_attention import flash_attention
+from penjing.kernels.flash_attention import flash_attention, flash_attention_packed
 
 RESULTS = Path(__file__).resolve().parent / "results" / "kernels_gpu.jsonl"
 COPY, PRODUCT = "copy bandwidth", "bf16 product 8192³"
@@ -93,10 +97,39 @@ def window_metric(tokens: int, window: int) -> Metric:
     def setup() -> dict[str, Callable[[], Any]]:
         shape = 1, tokens, heads, head_dim
         q, k, v = (torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(3))
-        return {"penjing": lambda: flash_attention(q, k, v, window=window)}
+        return {"penjing": lambda: flash_attention(q, k, v, window=window)} | flex_attention(q, k, v, window)
 
     name = f"attention forward window {window} hd{head_dim} {tokens // 1024}k"
     return Metric(name, "TFLOP/s", 4 * heads * scores * head_dim, PRODUCT, setup)
+
+
+def flex_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int) -> dict[str, Callable[[], Any]]:
+    """torch's FlexAttention with the same mask, compiled at its first call."""
+    from torch.nn.attention import flex_attention as flex
+
+    def seen(batch: Any, head: Any, row: Any, key: Any) -> Any:
+        return (key <= row) & (key > row - window)
+
+    tokens = q.shape[1]
+    mask = flex.create_block_mask(seen, None, None, tokens, tokens, device="cuda")
+    compiled = torch.compile(flex.flex_attention)
+    q, k, v = (x.transpose(1, 2).contiguous() for x in (q, k, v))
+    return {"torch flex_attention": lambda: compiled(q, k, v, block_mask=mask)}
+
+
+def packed_metric(lengths: Sequence[int]) -> Metric:
+    """Sequences of many lengths in one call: no loss per operation against one long one is the aim."""
+    heads, head_dim = 16, 128
+
+    def setup() -> dict[str, Callable[[], Any]]:
+        q, k, v = (torch.randn(sum(lengths), heads, head_dim, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+        ends = torch.tensor([0, *lengths], device="cuda").cumsum(0).to(torch.int32)
+        longest = max(lengths)
+        return {"penjing": lambda: flash_attention_packed(q, k, v, ends, ends, longest, longest)}
+
+    work = sum(2 * heads * length * length * head_dim for length in lengths)
+    name = f"attention forward packed {min(lengths)} … {max(lengths)} tokens hd128"
+    return Metric(name, "TFLOP/s", work, PRODUCT, setup)
 
 
 def decode_metric(batch: int, context: int, int8: bool) -> Metric:
@@ -149,6 +182,7 @@ def metrics() -> Iterator[Metric]:
     yield from attention_metrics(1, 16384, 32, 32, 64)
     yield from attention_metrics(2, 8192, 32, 8, 128)
     yield window_metric(16384, 1024)
+    yield packed_metric([1024 * i + 7 for i in range(1, 9)])
     for batch, context in ((1, 32768), (64, 4096), (256, 1024)):
         for int8 in (False, True):
             yield decode_metric(batch, context, int8)
@@ -184,22 +218,27 @@ def measure(
     return {name: (statistics.median(found), len(found)) for name, found in times.items()}
 
 
-def rows(seconds: float) -> Iterator[dict[str, Any]]:
-    """One row a contestant that is ours and a ceiling; unmeasured ones carry the reason."""
-    reason = cuda_refusal()
-    ceilings: dict[str, float] = {}
-    device = platform.machine() if reason else torch.cuda.get_device_name()
-    common = {
-        "device": device,
+def common() -> dict[str, Any]:
+    """What every row says about where it was made."""
+    return {
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine(),
         "cores": len(os.sched_getaffinity(0)),
         "versions": {"python": platform.python_version(), "torch": torch.__version__},
         "command": shlex.join(["python", "benchmarks/run_kernels_gpu.py"]),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
     }
+
+
+def attention_rows(budget: float, reason: str | None) -> Iterator[dict[str, Any]]:
+    """One row a contestant that is ours and a ceiling; unmeasured ones carry the reason."""
+    ceilings: dict[str, float] = {}
+    seconds, began = budget / 2 / sum(1 for _ in metrics()), time.perf_counter()  # compiling takes the other half
     for metric in metrics():
-        row = {"benchmark": "kernels_gpu", "metric": metric.name, "unit": metric.unit}
-        if reason is not None:
-            yield row | {"value": None, "reason": f"not measured: {reason}", "runs": 0} | common
+        row = {"metric": metric.name, "unit": metric.unit}
+        late = time.perf_counter() - began > budget
+        if reason is not None or late:
+            why = reason or f"the budget of {budget:.0f} s was spent"
+            yield row | {"value": None, "reason": f"not measured: {why}", "runs": 0}
             continue
         factor = 1e12 if metric.unit == "TFLOP/s" else 1e9
         found = measure(metric.setup(), seconds)
@@ -217,18 +256,36 @@ def rows(seconds: float) -> Iterator[dict[str, Any]]:
                 found_row["share_of_limit"] = round(value / ceilings[metric.ceiling], 4)
                 if best is not None:
                     found_row |= {"baseline": f"{best} {torch.__version__}", "ratio": round(value / peers[best], 4)}
-            yield found_row | {"runs": found[name][1]} | common
+            yield found_row | {"runs": found[name][1]}
         torch.cuda.empty_cache()
 
 
-def main() -> None:
+def other_rows(budget: float, reason: str | None) -> Iterator[dict[str, Any]]:
+    """The rows of kernels_gpu_ops.py, which needs pydantic for them; a bare machine may not have it."""
+    try:
+        from kernels_gpu_ops import op_rows
+    except ImportError as error:
+        why = reason or f"kernels_gpu_ops.py needs {error.name}, which is not installed"
+        yield {"metric": "other operations", "unit": "GB/s", "value": None, "reason": f"not measured: {why}", "runs": 0}
+        return
+    for row in op_rows(seconds=budget):
+        yield json.loads(row.model_dump_json(exclude_none=True)) | {"value": row.value}
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
     """Append the rows and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=RESULTS, help="the file of rows to append to")
-    parser.add_argument("--budget", type=float, default=120.0, help="seconds of measuring, all in all")
-    options = parser.parse_args()
+    parser.add_argument("--budget", type=float, default=300.0, help="seconds of measuring and compiling, all in all")
+    options = parser.parse_args(arguments)
     torch.manual_seed(0)
-    found = list(rows(options.budget / sum(1 for _ in metrics())))
+    reason = cuda_refusal()
+    parts = [
+        attention_rows(0.5 * options.budget, reason),
+        other_rows(0.3 * options.budget, reason),
+        engine_rows(reason),
+    ]
+    found = [{"benchmark": "kernels_gpu"} | common() | row for part in parts for row in part]
     options.out.parent.mkdir(parents=True, exist_ok=True)
     with options.out.open("a", encoding="utf-8") as file:
         file.writelines(json.dumps(row) + "\n" for row in found)
