@@ -1,0 +1,130 @@
+"""What the planner predicts, ZeRO's shrinking, errors against published ones, bubbles with and without balance.
+
+    python benchmarks/run_parallel_plan.py
+    python benchmarks/run_parallel_plan.py --ranks 8      # a smaller pipeline, quicker
+
+All of it is computed, nothing is measured on GPUs; `runs` is 0 in every row.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from rows import RESULTS, Row, append, new_row
+
+from penjing.core.cli import guarded
+from penjing.core.config import load_recipe
+from penjing.train.parallel.config import ParallelConfig
+from penjing.train.plan.balancer import MicroBatchBalancer, Observation
+from penjing.train.plan.memory import Run, parallel_memory
+from penjing.train.plan.published import published
+from penjing.train.plan.schedules import Schedule, stage_ranks
+from penjing.train.plan.shape import decoder_shape
+from penjing.train.plan.simulate import StageTimes, simulate
+from penjing.train.plan.split import equal_split, split_layers, stage_costs
+from penjing.train.recipe import TrainRecipe
+
+NAME = "parallel_plan"
+RECIPE = Path(__file__).resolve().parents[1] / "recipes" / "decoder-1b.toml"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=32, help="ranks of the simulated pipelines")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="the folder for the rows")
+    arguments = parser.parse_args()
+    append(NAME, [*zero_rows(), *published_rows(), *bubble_rows(arguments.ranks)], arguments.results)
+    return 0
+
+
+def zero_rows(dp: int = 8) -> list[Row]:
+    """Parameters, gradients and optimiser of a rank (the article's 4× is ZeRO 1 at many ranks), and all its memory."""
+    shape = decoder_shape(load_recipe(TrainRecipe, RECIPE).model)
+    sizes = {
+        zero: parallel_memory(shape, Run(ParallelConfig(dp=dp, zero=zero), dp, 2, 4, 4096, "selective"))
+        for zero in (0, 1, 2, 3)
+    }
+    rows = []
+    for zero, size in sizes.items():
+        against = {"baseline": "ZeRO 0"} if zero else {}
+        state, total = sizes[0].model_state if zero else None, sizes[0].total if zero else None
+        name = f"zero_{zero}_dp_{dp}"
+        rows += [
+            _row(f"{name}_model_state", size.model_state / 2**30, "GiB", baseline_value=_gib(state), **against),
+            _row(f"{name}_rank", size.total / 2**30, "GiB", baseline_value=_gib(total), **against),
+        ]
+    return rows
+
+
+def published_rows() -> list[Row]:
+    """Predicted speed and memory beside the reported ones."""
+    rows = []
+    for row in published():
+        predicted, reported = row.speed()
+        unit = "tok/s/GPU" if row.tokens is not None else "TFLOP/s/GPU"
+        source = ("torchtitan" if row.tokens is not None else "Megatron-LM") + (" (fitted)" if row.fitted else "")
+        rows.append(_row(f"speed: {row.name}", predicted, unit, baseline=source, baseline_value=reported))
+        memory = row.memory()
+        if memory is not None:
+            rows.append(_row(f"memory: {row.name}", memory[0], "GiB", baseline="torchtitan", baseline_value=memory[1]))
+    return rows
+
+
+def bubble_rows(ranks: int) -> list[Row]:
+    """Bubbles of two uneven models: of Llama 3.1 405B's shape, and one whose middle layers were pruned by 30 %."""
+    batch, size, layers = 26 * ranks, 8, 4 * ranks - 2
+    large = [0.01, *[1.0] * layers, 0.66]
+    pruned = [0.7 + 0.3 * abs(2 * layer / (layers - 1) - 1) for layer in range(layers)] + [0.66]
+    rows: list[Row] = []
+    for model, costs in (("405B shape", large), ("pruned middle", pruned)):
+        fixed = 0.05 * sum(costs) / ranks  # of a stage, for every micro-batch: 5 % of a sample
+        for schedule in ("1f1b", "interleaved"):
+            rows += _balanced(model, schedule, ranks, costs, batch, size, fixed)
+    return rows
+
+
+def _balanced(
+    model: str, schedule: Schedule, ranks: int, costs: list[float], batch: int, size: int, fixed: float
+) -> list[Row]:
+    stages = len(stage_ranks(schedule, ranks))
+    equal = stage_costs(costs, equal_split(len(costs), stages))
+    rates = stage_costs(costs, split_layers(costs, stages))
+    balancer = MicroBatchBalancer(schedule, ranks, batch, size)
+    start = balancer.decide().size
+    times = StageTimes.of_costs([fixed + rate * start for rate in equal])
+    before = simulate(schedule, ranks, times, [1.0] * (batch // start))
+    for _ in range(3):
+        chosen = balancer.decide().size
+        seen = Observation(
+            chosen, tuple(fixed + rate * chosen for rate in rates), tuple(2 * (fixed + rate * chosen) for rate in rates)
+        )
+        balancer = balancer.observe(seen)
+    split, after = balancer.predict(start), balancer.predict(balancer.size)
+    name, base = f"bubble: {model}, {schedule}, {ranks} ranks", f"equal split, micro-batch {start}"
+    return [
+        _row(f"{name}, {base}", before.bubble, "share"),
+        _row(f"{name}, split by cost", split.bubble, "share", baseline=base, baseline_value=before.bubble),
+        _row(
+            f"{name}, micro-batch {balancer.size}", after.bubble, "share", baseline=base, baseline_value=before.bubble
+        ),
+        _row(
+            f"step: {model}, {schedule}, {ranks} ranks, balanced", after.makespan, "s", baseline=base,
+            baseline_value=before.makespan,
+        ),
+    ]  # fmt: skip
+
+
+def _gib(size: float | None) -> float | None:
+    return None if size is None else size / 2**30
+
+
+def _row(
+    metric: str, value: float, unit: str, *, baseline: str | None = None, baseline_value: float | None = None
+) -> Row:
+    return new_row(NAME, metric, value, unit, runs=0, baseline=baseline, baseline_value=baseline_value)
+
+
+if __name__ == "__main__":
+    sys.exit(guarded(main))
