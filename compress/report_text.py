@@ -25,4 +25,4 @@ def loss_text(report: Report, stage: Stage) -> str:
             return f"{100 * (before.value - after.value):+.2f} points"
         return f"{100 * (after.value / before.value - 1):+.2f} %"
     unit = "points" if before.name == "accuracy" else "%"
-    return f"{100 * change.value:+.2f} {unit} ({100 * change.low:+.2f} to {100 * change.high:+.2f})"
+    return f"{100 * change.value:+.2f} {unit} ({100 * change.low:+.2f}…{100 * change.high:+.2f})"
