@@ -7,7 +7,7 @@ from pathlib import Path
 from penjing.compress import preflight
 from penjing.compress.data import is_classifier
 from penjing.compress.flow.kinds import teacher_of
-from penjing.compress.flow.recipe import Distill, FlowRecipe
+from penjing.compress.flow.recipe import Distill, FlowRecipe, Quantize
 from penjing.core.checkpoint import open_checkpoint
 from penjing.core.errors import ConfigError
 from penjing.core.manifest import verify
@@ -24,7 +24,7 @@ def input_hashes(recipe: FlowRecipe) -> dict[str, dict[str, str]]:
     """
     found = {"model": folder_hashes(recipe.model)}
     for place, step in enumerate(recipe.steps):
-        teacher = teacher_of(step, recipe) if isinstance(step, Distill) else None
+        teacher = teacher_of(step, recipe) if isinstance(step, Distill | Quantize) else None
         if teacher is None or teacher == recipe.model:
             continue
         found[str(teacher)] = folder_hashes(teacher)

@@ -7,10 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from penjing.compress.batch_norm import reestimate_batch_norms
-from penjing.compress.data import Calibrate, is_classifier, open_data
+from penjing.compress.data import Calibrate, ImageData, is_classifier, open_data
 from penjing.compress.distill.step import DistillStep, distill_checkpoint
-from penjing.compress.flow.recipe import Distill, FlowRecipe, Prune, Step
+from penjing.compress.flow.recipe import Distill, FlowRecipe, Prune, Quantize, Step
 from penjing.compress.prune.step import prune_checkpoint
+from penjing.compress.quant.step import QuantizeStep, quantize_step
+from penjing.core.errors import ConfigError
 from penjing.core.manifest import read_manifest
 from penjing.core.progress import Progress
 from penjing.core.vision_checkpoint import load_vision_checkpoint, save_vision_checkpoint
@@ -40,6 +42,13 @@ def run_step(step: Step, recipe: FlowRecipe, places: Places, progress: Progress)
         if step.batch_norm and is_classifier(places.partial):
             record["batch_norms"] = refresh_batch_norms(places.partial, recipe.calibrate, progress)
         return record
+    if isinstance(step, Quantize):
+        if not is_classifier(places.source):
+            raise ConfigError(f"{recipe.model} is a decoder: a recipe without steps quantizes it; leave out this step")
+        images = open_data(places.source, recipe.calibrate, progress)
+        assert isinstance(images, ImageData)
+        quantize = QuantizeStep.model_validate(_own(step) | {"teacher": step.teacher})
+        return quantize_step(places.source, places.partial, quantize, images, places.scratch, progress)
     settings = DistillStep.model_validate(_own(step))
     return distill_checkpoint(
         places.source, teacher_of(step, recipe), places.partial, settings, places.scratch, progress
@@ -51,8 +60,11 @@ def _own(step: Step) -> dict[str, Any]:
     return step.model_dump(exclude_unset=True, exclude={"guard", "teacher"})
 
 
-def teacher_of(step: Distill, recipe: FlowRecipe) -> Path | None:
-    """The network that a distill learns from: its own `teacher`, else the model that the run begins with."""
+def teacher_of(step: Distill | Quantize, recipe: FlowRecipe) -> Path | None:
+    """The network that a distill learns from: its own `teacher`, else the model that the run begins with; a quantize
+    has none unless it names one."""
+    if isinstance(step, Quantize):
+        return step.teacher
     if step.kind == "finetune":
         return None
     return step.teacher or recipe.model

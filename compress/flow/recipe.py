@@ -30,6 +30,7 @@ from penjing.compress.distill.step import DistillStep
 from penjing.compress.evaluation import EvaluateSettings
 from penjing.compress.measure import MeasureSettings
 from penjing.compress.prune.step import PruneStep
+from penjing.compress.quant.step import QuantizeStep
 from penjing.core.config import Config, parse_config, read_recipe
 from penjing.core.errors import ConfigError
 
@@ -54,7 +55,13 @@ class Distill(DistillStep):
     guard: bool | None = None
 
 
-Step = Prune | Distill
+class Quantize(QuantizeStep):
+    """INT8 for an image classifier, the last step: calibrated, or trained if `steps` says so."""
+
+    guard: bool | None = None
+
+
+Step = Prune | Distill | Quantize
 HEALING = ("distill", "finetune")
 
 
@@ -140,6 +147,8 @@ def check_order(steps: tuple[Step, ...]) -> None:
             )
         if step.kind == "finetune" and _own_teacher(step) is not None:
             raise ConfigError(f"steps.{place}: finetune has no teacher; leave it out, or write kind = 'distill'")
+        if step.kind == "quantize" and place + 1 < len(steps):
+            raise ConfigError(f"steps.{place}: nothing can follow a quantize, which makes an artifact; put it last")
         if isinstance(step, Prune) and step.rounds > 1 and (step.ratio is None or step.layers is not None):
             raise ConfigError(
                 f"steps.{place}.rounds={step.rounds} divides a ratio of units: give ratio, no target and no layers"

@@ -20,6 +20,7 @@ from penjing.compress.preflight import megabytes
 from penjing.compress.steps import WorkFolder
 from penjing.core.info import processor, versions
 from penjing.core.progress import Progress
+from penjing.core.vision_artifact import is_vision_artifact
 
 SCHEMA_VERSION = 1
 
@@ -29,9 +30,9 @@ def measured_stages(
 ) -> list[dict[str, Any]]:
     """Sizes and times of each stage (`measure`), taken in turns within one run.
 
-    Stages of one architecture are measured once: training changes no shape.
+    Stages of one architecture and format are measured once: training changes no shape.
     """
-    configs = [(stage.folder / "config.json").read_bytes() for stage in stages]
+    configs = [((stage.folder / "config.json").read_bytes(), is_vision_artifact(stage.folder)) for stage in stages]
     firsts = [configs.index(config) for config in configs]
     distinct = sorted(set(firsts))
     keys = [stages[index].key for index in distinct]

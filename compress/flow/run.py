@@ -27,6 +27,7 @@ from penjing.core.errors import ConfigError, InputError
 from penjing.core.files import atomic_write_text, publish_folder
 from penjing.core.manifest import MANIFEST_NAME, read_manifest, verify, write_manifest
 from penjing.core.progress import Progress, Silent
+from penjing.core.vision_artifact import is_vision_artifact
 
 DECISIONS_FILE = "decisions.jsonl"  # in the work folder: what a run that was stopped had decided
 
@@ -166,7 +167,12 @@ def _publish(run: _Run, command: str, key: str, force: bool) -> None:
         atomic_write_text(partial / RECIPE_FILE, flow_toml(recipe))
         write_reports(partial, report)
         created_by = {"command": command, "penjing": version("penjing"), "model": str(recipe.model)}
-        write_manifest(partial, "checkpoint", created_by, _extra(last) | {"key": key})
+        write_manifest(
+            partial,
+            "artifact" if is_vision_artifact(partial) else "checkpoint",
+            created_by,
+            _extra(last) | {"key": key},
+        )
     run.progress.note(summary_line(report))
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from penjing.compress.evaluation import Quality, evaluate_checkpoint, quality_from_json
 from penjing.compress.flow.kinds import Places, run_step, teacher_of
-from penjing.compress.flow.recipe import Distill, FlowRecipe, Planned, Prune, key_of
+from penjing.compress.flow.recipe import Distill, FlowRecipe, Planned, Prune, Quantize, key_of
 from penjing.compress.steps import StepRecord, WorkFolder
 from penjing.core.files import publish_folder
 from penjing.core.progress import Progress
@@ -93,8 +93,10 @@ class Stages:
         if isinstance(step, Prune):
             return key_of(source.key, settings, recipe.calibrate.model_dump(mode="json"))
         teacher = None
-        if isinstance(step, Distill) and (path := teacher_of(step, recipe)) is not None:
+        if isinstance(step, Distill | Quantize) and (path := teacher_of(step, recipe)) is not None:
             teacher = self.hashes["model" if path == recipe.model else str(path)]
+        if isinstance(step, Quantize):
+            return key_of(source.key, settings, teacher, recipe.calibrate.model_dump(mode="json"))
         return key_of(source.key, settings, teacher)
 
     def _quality(self, name: str, folder: Path) -> Quality:
