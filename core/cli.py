@@ -175,16 +175,28 @@ def generate(
     chat: Annotated[bool, typer.Option("--chat", help="Wrap the prompt in the model's chat template.")] = False,
     kv_dtype: KvDtype = "auto",
     device: Device = "cpu",
+    samples: Annotated[int, typer.Option(min=0, help="Write so many texts to --out, each sampled by itself.")] = 0,
+    out: Annotated[Path | None, typer.Option(help="Folder of the --samples: a source of training text.")] = None,
 ) -> None:
-    """Generate text in this process, streaming it as it comes.
+    """Generate text in this process, streaming it as it comes; or many texts to distil from.
 
     Example: `penjing generate build/smollm2-int8 "Once upon a time" --max-tokens 64`
     """
+    from penjing.core.progress import progress_bar
+    from penjing.serve.config import EngineConfig
     from penjing.serve.generate import generate_to_terminal
+    from penjing.serve.samples import sample_texts
 
     sampling: dict[str, Any] = {"max_tokens": max_tokens, "temperature": temperature, "top_p": top_p, "top_k": top_k}
     sampling |= {"stop": stop or [], **({} if seed is None else {"seed": seed})}
     text = sys.stdin.read() if prompt == "-" else prompt
+    if (samples > 0) != (out is not None):
+        raise ConfigError("--samples and --out belong together: how many texts, and the folder for them")
+    if out is not None:
+        with progress_bar() as progress:
+            config = EngineConfig(kv_dtype=kv_dtype, device=device)
+            sample_texts(model, text, sampling, samples, out, progress, chat=chat, engine_config=config)
+        return
     generate_to_terminal(model, text, sampling, chat=chat, kv_dtype=kv_dtype, device=device)
 
 

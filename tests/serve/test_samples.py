@@ -1,0 +1,57 @@
+"""`penjing generate --samples`: many texts, each by its number alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from penjing.core.cli import _run
+from penjing.core.errors import ConfigError, InputError
+from penjing.core.progress import Silent
+from penjing.serve.config import EngineConfig
+from penjing.serve.generate import generate_stream
+from penjing.serve.request import SamplingParams
+from penjing.serve.samples import sample_texts
+from penjing.train.data.corpora import documents
+from tests.serve.tiny import text_of
+
+SAMPLING = {"temperature": 1.0, "max_tokens": 12, "seed": 5}
+FEW = EngineConfig(max_num_sequences=3)
+
+
+def test_samples_are_those_of_the_engine_and_a_source_of_text(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    out = tmp_path / "texts"
+    assert sample_texts(tiny_checkpoint, "in the", SAMPLING, 5, out, Silent(), engine_config=FEW) == 5
+    texts = [text for _, text in documents(str(out))]
+    assert len(texts) == len(set(texts)) == 5
+    params = SamplingParams.from_json(SAMPLING | {"seed": 5 + 3})
+    expected = "in the" + text_of(list(generate_stream(tiny_checkpoint, "in the", params)))
+    assert texts[3] == expected
+
+
+def test_a_run_goes_on_where_it_stopped(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    sample_texts(tiny_checkpoint, "in", SAMPLING, 4, whole, Silent(), engine_config=FEW)
+    sample_texts(tiny_checkpoint, "in", SAMPLING, 2, parts, Silent(), engine_config=FEW)
+    assert sample_texts(tiny_checkpoint, "in", SAMPLING, 4, parts, Silent(), engine_config=FEW) == 2
+    assert sample_texts(tiny_checkpoint, "in", SAMPLING, 4, parts, Silent(), engine_config=FEW) == 0
+    names = sorted(path.name for path in whole.iterdir())
+    assert names == sorted(path.name for path in parts.iterdir())
+    assert all((whole / name).read_bytes() == (parts / name).read_bytes() for name in names)
+    with pytest.raises(InputError, match="samples of another model, prompt or setting"):
+        sample_texts(tiny_checkpoint, "on", SAMPLING, 4, parts, Silent())
+    with pytest.raises(InputError, match="holds something else"):
+        sample_texts(tiny_checkpoint, "in", SAMPLING, 4, tmp_path, Silent())
+    with pytest.raises(ConfigError, match="gives the same text each time; add --temperature"):
+        sample_texts(tiny_checkpoint, "in", {"temperature": 0.0}, 4, tmp_path / "x", Silent())
+
+
+def test_the_command_writes_the_folder(
+    tiny_checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["generate", str(tiny_checkpoint), "in", "--max-tokens", "4", "--temperature", "1", "--samples", "2"]
+    assert _run([*arguments, "--out", str(tmp_path / "texts")]) == 0
+    assert len(list((tmp_path / "texts").glob("*.txt"))) == 2
+    assert _run(arguments) == 2
+    assert "--samples and --out belong together" in capsys.readouterr().err
