@@ -127,7 +127,7 @@ class Trainer:
         self.loss_scale.enabled = self.precision.mode == "fp16"
         set_learning_rate(self.optimizer, rate := self.rate.at(self.step, self.steps))
         began = time.perf_counter()
-        micro_batches = [next(self.stream) for _ in range(self.accumulation)]
+        micro_batches = [self.world.part(next(self.stream)) for _ in range(self.accumulation)]
         waited_s = time.perf_counter() - began
         count = self._count(micro_batches)
         watch = self.monitor.activations_every and self.step % self.monitor.activations_every == 0
@@ -217,7 +217,7 @@ class Trainer:
         self.model.eval()
         try:
             with torch.no_grad(), self.precision.evaluation():
-                for batch in self.evaluation.batches():
+                for batch in map(self.world.part, self.evaluation.batches()):
                     totals["count"] += self.evaluation.objective.count(batch)
                     _add(totals, self._judge(self.evaluation.objective, self._on_device(batch)))
         finally:

@@ -54,6 +54,10 @@ class World:
             dist.all_reduce(values, dist.ReduceOp.SUM)
         return values
 
+    def part(self, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """What this process computes of a micro-batch of its share: all of it."""
+        return batch
+
     def reshard(self, model: nn.Module) -> None:
         """Let go of what a forward pass without a backward pass has gathered of `model`."""
 

@@ -17,6 +17,7 @@ from penjing.core.models.decoder import Decoder
 from penjing.core.progress import Progress
 from penjing.train.memory import MemoryEstimate
 from penjing.train.parallel.config import ParallelConfig, check_parallel
+from penjing.train.parallel.context import Context
 from penjing.train.parallel.mesh import MeshWorld, build_mesh, describe
 from penjing.train.parallel.pipeline import LocalStages, Pipeline, split_stages, sum_tied
 from penjing.train.parallel.shard import apply_fsdp
@@ -49,6 +50,8 @@ def check_recipe(recipe: RunRecipe, world_size: int) -> None:
         return
     length = getattr(recipe.data, "sequence_length", None)
     check_parallel(recipe.parallel, getattr(recipe, "model", None), world_size, length, recipe.compile)
+    if recipe.parallel.cp > 1 and getattr(recipe.data, "document_mask", False):
+        raise ConfigError("data.document_mask = true is not for parallel.cp above 1; set one of them back")
     groups = ", ".join(GROUPS)
     if recipe.parallel.pp > 1 and any(rule.match not in GROUPS for rule in recipe.precision.policy):
         raise ConfigError(f"precision.policy with parallel.pp above 1 takes groups only, no module names: {groups}")
@@ -84,7 +87,10 @@ def parallelize(model: nn.Module, world: World) -> Parallelized:
     rank = mesh.get_local_rank("pipeline")
     if config.pp > 1:
         assert isinstance(model, Decoder)
-        model = split_stages(model, config, rank)
+        model = split_stages(model, config, rank, world.context)
+    elif (context := world.context) is not None:
+        assert isinstance(model, Decoder)
+        model.register_forward_pre_hook(functools.partial(_in_context, context), with_kwargs=True)
     if config.tp > 1:
         partial = apply_tensor_parallel(model, mesh["tensor"], sequence=config.sequence)
         after.append(functools.partial(sum_partial, model, partial, mesh.get_group("tensor")))
@@ -94,6 +100,13 @@ def parallelize(model: nn.Module, world: World) -> Parallelized:
     if (tied := _tied_group(world)) is not None and model.parts[0].config.tie_word_embeddings:  # type: ignore[union-attr]
         after.append(functools.partial(sum_tied, model, tied))
     return Parallelized(model, Pipeline(model, config, rank, mesh.get_group("pipeline"), world.device), tuple(after))
+
+
+def _in_context(context: Context, model: Decoder, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """What a decoder is called with, and where its stretch of the sequence lies."""
+    rows, length = args[0].shape
+    positions = context.positions(rows, length, args[0].device)
+    return args, kwargs | {"positions": positions, "attend": context.attention(model.config)}
 
 
 def _tied_group(world: MeshWorld) -> dist.ProcessGroup | None:

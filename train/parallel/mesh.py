@@ -19,6 +19,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from penjing.train.parallel.config import ParallelConfig
+from penjing.train.parallel.context import Context
 from penjing.train.world import World
 
 # Outermost first. FSDP shards over "shard", copies over "replicate"; either is 1.
@@ -73,6 +74,17 @@ class MeshWorld(World):
             norm = torch.linalg.vector_norm(shard, dtype=torch.promote_types(shard.dtype, torch.float32))
             total += norm.to(torch.float64).square() * (parts * stages / self.size)
         return self.sum(total).sqrt()
+
+    @property
+    def context(self) -> Context | None:
+        """This process's stretch of each sequence; None: all of it."""
+        if self.config.cp == 1:
+            return None
+        return Context(self._rank("context"), self.config.cp, self.mesh.get_group("context"))
+
+    def part(self, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """See `World`: the stretch of context parallelism."""
+        return batch if self.context is None else self.context.part(batch)
 
     def reshard(self, model: nn.Module) -> None:
         """See `World`: without it the parameters seen from outside would be the gathered ones."""

@@ -27,6 +27,7 @@ from penjing.kernels.rotary import rotary_cos_sin
 from penjing.train.gradients import gradients_of
 from penjing.train.objective import Batch, CrossEntropy, Loss, Objective
 from penjing.train.parallel.config import ParallelConfig
+from penjing.train.parallel.context import Context
 
 _SCHEDULES = {
     "gpipe": ScheduleGPipe,
@@ -44,12 +45,13 @@ class DecoderStage(nn.Module):
     logits (B, T, V).
     """
 
-    def __init__(self, decoder: Decoder, layers: range, sequence_parts: int) -> None:
+    def __init__(self, decoder: Decoder, layers: range, sequence_parts: int, context: Context | None) -> None:
         super().__init__()
         backbone = decoder.model
         self.config = decoder.config
         self.is_first = layers.start == 0
         self.is_last = layers.stop == len(backbone.layers)
+        self.context = context
         self.sequence_parts = sequence_parts  # hidden states hold one of so many parts of the tokens
         self.model = nn.Module()
         if self.is_first:
@@ -68,14 +70,18 @@ class DecoderStage(nn.Module):
         """See the class; documents (B, T) as `Decoder` takes them."""
         layers: list[Any] = [self.model.get_submodule(f"layers.{index}") for index in self.layers_here]
         length = x.shape[1] * (1 if self.is_first else self.sequence_parts)
-        if documents is None:
+        attend = (
+            causal_attention(self.config, documents) if self.context is None else self.context.attention(self.config)
+        )
+        if self.context is not None:
+            positions = self.context.positions(x.shape[0], length, x.device)
+        elif documents is None:
             positions = torch.arange(length, device=x.device).expand(x.shape[0], length)
         else:
             positions = document_positions(documents)
         if self.is_first:
             x = self.model.embed_tokens(x).to(layers[0].input_layernorm.weight.dtype)  # pyright: ignore[reportCallIssue]
         cos, sin = rotary_cos_sin(self.inverse_frequency, positions)  # pyright: ignore[reportArgumentType]
-        attend = causal_attention(self.config, documents)
         for layer in layers:
             x = layer(x, cos, sin, attend)
         return self.lm_head(self.model.norm(x)) if self.is_last else x  # pyright: ignore[reportCallIssue]
@@ -108,7 +114,7 @@ class LocalStages(nn.Module):
         )
 
 
-def split_stages(decoder: Decoder, config: ParallelConfig, rank: int) -> LocalStages:
+def split_stages(decoder: Decoder, config: ParallelConfig, rank: int, context: Context | None) -> LocalStages:
     """The stages of process `rank` of a pipeline; the rest of `decoder` is let go.
 
     Layers are shared out evenly, the fuller stages last, unless parallel.stage_layers says how many each stage has.
@@ -118,7 +124,10 @@ def split_stages(decoder: Decoder, config: ParallelConfig, rank: int) -> LocalSt
     begins = [sum(counts[:stage]) for stage in range(total + 1)]
     parts = config.tp if config.sequence else 1
     return LocalStages(
-        [DecoderStage(decoder, range(begins[stage], begins[stage + 1]), parts) for stage in config.stages_of(rank)]
+        [
+            DecoderStage(decoder, range(begins[stage], begins[stage + 1]), parts, context)
+            for stage in config.stages_of(rank)
+        ]
     )
 
 

@@ -10,6 +10,11 @@ from tests.train.parallel.worlds import run_world
 
 UNEVEN = {"accumulation": 3, "ragged": True, "clip": 0.5}
 TWO: dict[str, dict[str, Any]] = {
+    "cp 2": {"parallel": {"cp": 2}},
+    "cp 2, zero 3, sliding": {
+        "parallel": {"cp": 2, "zero": 3},
+        "model": {"sliding_window": 3, "model_type": "penjing"},
+    },
     "pp 2": {"parallel": {"pp": 2}, "accumulation": 3},
     "pp 2, gpipe": {"parallel": {"pp": 2, "schedule": "gpipe"}, "accumulation": 1},
     "zero 1": {"parallel": {"zero": 1}},
@@ -44,6 +49,9 @@ FOUR: dict[str, dict[str, Any]] = {
         "accumulation": 1,
         "model": {"tie_word_embeddings": False},
     },
+    "cp 2, tp 2 with sequence": {"parallel": {"cp": 2, "tp": 2, "sequence": True}},
+    "cp 2, pp 2": {"parallel": {"cp": 2, "pp": 2}, "accumulation": 3},
+    "dp 2, cp 2, zero 2": {"parallel": {"dp": 2, "cp": 2, "zero": 2}},
     "dp 2, tp 2": {"parallel": {"dp": 2, "tp": 2}},
     "zero 3, tp 2 with sequence": {"parallel": {"dp": 2, "zero": 3, "tp": 2, "sequence": True}},
     "dp 2, pp 2": {"parallel": {"dp": 2, "pp": 2}, "accumulation": 3},
