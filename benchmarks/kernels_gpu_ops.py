@@ -253,13 +253,13 @@ def measure(runs: dict[str, Run], rounds: int) -> dict[str, float]:
     return {name: statistics.median(values) for name, values in samples.items()}
 
 
-def measured_rows(rounds: int, seconds: float) -> list[Row]:
+def measured_rows(rounds: int, budget: float) -> list[Row]:
     """A row of each case: its rate, the share of its ceiling, and the ratio to torch in the same run."""
     limits, found = ceilings(), []
     began = time.perf_counter()
     for case in cases("cuda"):
-        if time.perf_counter() - began > seconds:
-            why = f"the budget of {seconds:.0f} s was spent"
+        if time.perf_counter() - began > budget:
+            why = f"the budget of {budget:.0f} s was spent"
             found.append(new_row("kernels_gpu", case.name, None, UNITS[case.limit], runs=0, reason=why))
             continue
         ceiling_work, ceiling_run = limits[COPY if case.limit == COPY else PRODUCT]

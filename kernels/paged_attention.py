@@ -56,7 +56,8 @@ def paged_attention(
             keys before the window, has a page.
 
     On CUDA the Triton language computes it (pages of q's dtype or INT8, head sizes up to 256; torch does the rest) and
-    the host does not wait: lengths are not checked there, and a block id outside the cache makes its rows NaN.
+    the host does not wait: lengths are not checked there; a row beyond the block table, and one that sees a block id
+    outside the cache, is NaN, a row without keys 0.
 
     Returns:
         (T, num_heads, head_dim), dtype of `q_THD`.

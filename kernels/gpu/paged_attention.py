@@ -74,7 +74,7 @@ def _segment(
         if LISTED:
             block = tl.load(selected + key_N // PAGE, mask=wanted, other=-1)
             key_N = block * PAGE + key_N % PAGE
-            wanted = wanted & (block >= 0) & (key_N <= highest - window)
+            wanted = wanted & (block >= 0) & (block <= highest // PAGE) & (key_N <= highest - window)
         else:
             wanted = wanted & (key_N <= highest)
             if WINDOWED:
@@ -113,9 +113,9 @@ def _segment(
 @triton.jit
 def _attend(
     q_ptr, k_cache, v_cache, k_scale, v_scale, out_ptr, peak_ptr, total_ptr, cu_query, context_len, block_table,
-    selected, q_row, q_head, table_row, num_heads, kv_heads, num_blocks, num_sequences, num_segments, num_selected,
-    segment_keys, scale_log2, window, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, GROUP: tl.constexpr, PAGE: tl.constexpr, WINDOWED: tl.constexpr,
+    selected, q_row, q_head, table_row, num_heads, kv_heads, num_blocks, table_keys, num_sequences, num_segments,
+    num_selected, segment_keys, scale_log2, window, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP: tl.constexpr, PAGE: tl.constexpr, WINDOWED: tl.constexpr,
     INT8: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
     BLOCK_Q: tl.constexpr = BLOCK_M // GROUP
@@ -132,7 +132,7 @@ def _attend(
     head_M = kv_head * GROUP + index % GROUP
     inside_M = (index < BLOCK_Q * GROUP) & (query_M < length)
     lowest = context - length + first
-    highest = context - length + tl.minimum(first + BLOCK_Q, length) - 1
+    highest = tl.minimum(context - length + tl.minimum(first + BLOCK_Q, length), table_keys) - 1
     position_M = context - length + query_M
     row_M = tl.cast(start + query_M, tl.int64)
     column = tl.arange(0, BLOCK_D)
@@ -199,6 +199,8 @@ def _attend(
                 acc, peak, total = _join(acc, peak, total, part, part_peak, part_total)
         place_M = row_M * num_heads + head_M
         acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+        # A row beyond the block table is NaN too.
+        acc = tl.where((position_M < table_keys)[:, None], acc, float("nan"))
         out = out_ptr + place_M[:, None] * HEAD_DIM + column[None, :]
         tl.store(out, acc.to(out_ptr.dtype.element_ty), mask=mask)
 
@@ -227,7 +229,7 @@ def _join_part(acc, peak, total, part_ptr, peak_ptr, total_ptr, place, inside, m
 @triton.jit
 def _reduce(
     part_ptr, peak_ptr, total_ptr, out_ptr, cu_query, context_len, num_sequences, num_heads, num_segments, num_parts,
-    segment_keys, window,
+    segment_keys, table_keys, window,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr, WINDOWED: tl.constexpr,
 ):  # fmt: skip
     """Join the parts of ROWS heads of one token: the segments that it sees, then the selected blocks'."""
@@ -252,7 +254,7 @@ def _reduce(
     begin = 0
     if WINDOWED:
         begin = tl.maximum(position - window + 1, 0) // segment_keys
-    for segment in range(begin, position // segment_keys + 1):
+    for segment in range(begin, tl.minimum(tl.cdiv(position + 1, segment_keys), num_segments)):
         acc, peak, total = _join_part(
             acc, peak, total, part_ptr, peak_ptr, total_ptr, row * num_parts + segment, inside, mask, column, HEAD_DIM
         )
@@ -261,6 +263,7 @@ def _reduce(
             acc, peak, total, part_ptr, peak_ptr, total_ptr, row * num_parts + segment, inside, mask, column, HEAD_DIM
         )
     acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+    acc = tl.where(position < table_keys, acc, float("nan"))
     tl.store(out_ptr + row[:, None] * HEAD_DIM + column[None, :], acc.to(out_ptr.dtype.element_ty), mask=mask)
 
 
@@ -322,15 +325,15 @@ def paged_attention(
     _attend[(tiles, kv_heads, num_parts if split else 1)](
         q, k_cache, v_cache, k_scale, v_scale, parts, peak, total, cu_query_S1, context_len_S, table,
         selected_SN.contiguous() if selected_SN is not None and num_selected else None,
-        q.stride(0), q.stride(1), table.stride(0), num_heads, kv_heads, num_blocks, num_sequences, num_segments,
-        num_selected, segment_keys, scale * LOG2_E, window or 0,
+        q.stride(0), q.stride(1), table.stride(0), num_heads, kv_heads, num_blocks, num_pages * page, num_sequences,
+        num_segments, num_selected, segment_keys, scale * LOG2_E, window or 0,
         HEAD_DIM=head_dim, BLOCK_D=block_d, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, GROUP=group, PAGE=page,
         WINDOWED=window is not None, INT8=k_scale is not None, SPLIT=split, num_warps=WARPS, num_stages=STAGES,
     )  # fmt: skip
     if split:
         _reduce[(num_tokens, triton.cdiv(num_heads, REDUCE_HEADS))](
             parts, peak, total, out, cu_query_S1, context_len_S, num_sequences, num_heads, num_segments, num_parts,
-            segment_keys, window or 0,
+            segment_keys, num_pages * page, window or 0,
             HEAD_DIM=head_dim, BLOCK_D=block_d, ROWS=REDUCE_HEADS, WINDOWED=window is not None,
         )  # fmt: skip
     return out
@@ -364,7 +367,7 @@ def variants() -> Iterator[Variant]:
             | dict.fromkeys(("peak_ptr", "total_ptr"), "*fp32:16" if split else f"*{dtype}:16")
             | dict.fromkeys(("cu_query", "context_len", "block_table"), "*i32:16")
             | dict.fromkeys(("q_row", "q_head", "segment_keys"), "i32:16")
-            | dict.fromkeys((*integers, "table_row"), "i32")
+            | dict.fromkeys((*integers, "table_row", "table_keys"), "i32")
             | ({"selected": "*i32:16"} if lists else {})
             | {"scale_log2": "fp32"},
             constants=({} if int8 else dict.fromkeys(scales))
@@ -381,7 +384,7 @@ def variants() -> Iterator[Variant]:
         kernel=_reduce,
         arguments=dict.fromkeys(("part_ptr", "peak_ptr", "total_ptr"), "*fp32:16")
         | dict.fromkeys(("cu_query", "context_len"), "*i32:16")
-        | dict.fromkeys(("num_sequences", "num_heads", "num_segments", "num_parts", "window"), "i32")
+        | dict.fromkeys(("num_sequences", "num_heads", "num_segments", "num_parts", "table_keys", "window"), "i32")
         | {"out_ptr": "*bf16:16", "segment_keys": "i32:16"},
         constants={"HEAD_DIM": 128, "BLOCK_D": 128, "ROWS": REDUCE_HEADS, "WINDOWED": False},
     )
