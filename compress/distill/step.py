@@ -166,6 +166,15 @@ def train_checkpoint(
     }
 
 
+def check_training(source: Path, step: TrainingStep) -> None:
+    """Refuse settings that do not fit the network in `source`, before anything is done.
+
+    Raises:
+        ConfigError: settings of the other kind of data, or no text.
+    """
+    _recipe(source, step, source)
+
+
 def _recipe(source: Path, step: TrainingStep, work: Path) -> RunRecipe:
     """The run of a step: the seams of a training recipe, and the data that fits the checkpoint.
 

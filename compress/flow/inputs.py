@@ -1,4 +1,4 @@
-"""The folders that a run reads, whole and hashed before it begins."""
+"""The folders that a run reads, whole and hashed before it begins, and whether the steps fit them."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ from pathlib import Path
 
 from penjing.compress import preflight
 from penjing.compress.data import is_classifier
+from penjing.compress.distill.step import check_training
 from penjing.compress.flow.kinds import teacher_of
-from penjing.compress.flow.recipe import Distill, FlowRecipe, Quantize
+from penjing.compress.flow.recipe import Distill, FlowRecipe, Prune, Quantize
 from penjing.core.checkpoint import open_checkpoint
 from penjing.core.errors import ConfigError
 from penjing.core.manifest import verify
@@ -33,6 +34,27 @@ def input_hashes(recipe: FlowRecipe) -> dict[str, dict[str, str]]:
                 f"steps.{place}.teacher={teacher} is another kind of network than {recipe.model}; name one of its kind"
             )
     return found
+
+
+def check_fit(recipe: FlowRecipe) -> None:
+    """What a later step would refuse after hours of earlier ones.
+
+    Raises:
+        ConfigError: the output would replace the model, or a step is told what another kind of network needs.
+    """
+    if recipe.output.resolve() == recipe.model.resolve():
+        raise ConfigError(f"output = {recipe.output} is the model itself; choose another output")
+    classifier = is_classifier(recipe.model)
+    for place, step in enumerate(recipe.steps):
+        if not isinstance(step, Prune):
+            try:
+                check_training(recipe.model, step)
+            except ConfigError as error:
+                raise ConfigError(f"steps.{place}: {error}") from None
+        elif classifier and step.parts is not None:
+            raise ConfigError(
+                f"steps.{place}.parts={list(step.parts)} are of decoders; {recipe.model} is a classifier: leave them out"
+            )
 
 
 def folder_hashes(folder: Path) -> dict[str, str]:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from penjing.compress.flow.guard import decision, judge
-from penjing.compress.flow.inputs import input_hashes
+from penjing.compress.flow.inputs import check_fit, input_hashes
 from penjing.compress.flow.preflight import flow_preflight
 from penjing.compress.flow.recipe import FlowRecipe, Planned, flow_toml, key_of, load_flow, milder, plan, stretches
 from penjing.compress.flow.report import measured_stages, report_of, summary_line
@@ -62,6 +62,7 @@ def compress_steps(
     if out is not None:
         recipe = recipe.model_copy(update={"output": out})
     hashes = input_hashes(recipe)
+    check_fit(recipe)
     code = f"{version('penjing')}/{SCHEMA}"
     key = key_of(recipe.settings(), hashes, code)
     if already_made(recipe.output, key, force, verify, progress):

@@ -20,13 +20,14 @@ from torch import nn
 from penjing.compress import data
 from penjing.compress.flow.recipe import load_flow
 from penjing.core.cli import app
-from penjing.core.errors import InputError, SetupError
+from penjing.core.errors import ConfigError, InputError, SetupError
 from penjing.core.load import load_model
 from penjing.core.manifest import read_manifest, verify
 from penjing.core.vision_checkpoint import load_vision_checkpoint
 from penjing.train import vision
 from penjing.train.data.images import ImageSet, normalise
 from penjing.train.run import train
+from tests.compress.flow.fakes import tiny_classifier
 
 ROOT = Path(__file__).parents[3]
 TRAIN = """
@@ -271,11 +272,27 @@ def test_the_recipes_of_the_repository_are_valid(name: str) -> None:
 
 
 def test_bad_input_is_one_line_and_nothing_appears(tmp_path: Path, tiny_checkpoint: Path) -> None:
-    recipe = write(tmp_path / "recipe.toml", DECODER, folder=tmp_path, model=tmp_path / "missing")
+    recipe = write(tmp_path / "recipe.toml", DECODER, folder=tmp_path, model=tiny_checkpoint)
     for override, message in (
-        ("evaluate.images=10", r"missing does not exist"),
-        (f"model={tiny_checkpoint}/config.json", r"is a file, not a model folder|not a folder|no folder"),
+        (f"model={tmp_path}/missing", r"missing does not exist|there is no folder .*missing"),
+        (f"model={tiny_checkpoint}/config.json", r"is a file, not a model folder"),
+        (f"output={tiny_checkpoint}", r"is the model itself; choose another output"),
+        ("steps.1.pad=2", r"steps.1: .* is a decoder, which has no use for pad; leave it out"),
+        ("steps.1.sources=[]", r"steps.1: .* is a decoder: give the step sources"),
+        ("evaluate.window=1024", r"window=1024"),
     ):
-        with pytest.raises(InputError, match=message):
-            penjing("compress", recipe, "--set", override)
+        with pytest.raises((InputError, ConfigError), match=message) as found:
+            penjing("compress", recipe, "--set", override, "--force")
+        assert "\n" not in str(found.value)
+    assert verify(tiny_checkpoint)
     assert not (tmp_path / "small").exists()
+
+
+def test_what_only_decoders_have_is_refused_before_the_first_step(tmp_path: Path) -> None:
+    tiny_classifier(tmp_path / "resnet")
+    recipe = write(tmp_path / "recipe.toml", CLASSIFIER, folder=tmp_path)
+    with open(recipe, "a") as file:
+        file.write('[[steps]]\nkind = "prune"\nratio = 0.1\nparts = ["heads"]\n')
+    with pytest.raises(ConfigError, match=r"steps.2.parts=\['heads'\] are of decoders"):
+        penjing("compress", recipe)
+    assert not list(tmp_path.glob(".*"))
