@@ -8,7 +8,7 @@ from penjing.compress import preflight
 from penjing.compress.data import is_classifier
 from penjing.compress.distill.step import check_training
 from penjing.compress.flow.kinds import teacher_of
-from penjing.compress.flow.recipe import Distill, FlowRecipe, Prune, Quantize
+from penjing.compress.flow.recipe import Distill, FlowRecipe, Prune, Quantize, Sparsify
 from penjing.core.checkpoint import open_checkpoint
 from penjing.core.errors import ConfigError
 from penjing.core.manifest import verify
@@ -46,15 +46,21 @@ def check_fit(recipe: FlowRecipe) -> None:
         raise ConfigError(f"output = {recipe.output} is the model itself; choose another output")
     classifier = is_classifier(recipe.model)
     for place, step in enumerate(recipe.steps):
-        if not isinstance(step, Prune):
-            try:
-                check_training(recipe.model, step)
-            except ConfigError as error:
-                raise ConfigError(f"steps.{place}: {error}") from None
-        elif classifier and step.parts is not None:
+        if classifier and isinstance(step, Prune | Sparsify) and step.parts is not None:
             raise ConfigError(
-                f"steps.{place}.parts={list(step.parts)} are of decoders; {recipe.model} is a classifier: leave them out"
+                f"steps.{place}.parts={list(step.parts)}: decoders have parts, {recipe.model} is a classifier; "
+                "leave them out"
             )
+        if isinstance(step, Quantize) and not classifier:
+            raise ConfigError(
+                f"steps.{place}: {recipe.model} is a decoder: a recipe without steps quantizes it; leave this one out"
+            )
+        if isinstance(step, Prune) or not step.steps:
+            continue
+        try:
+            check_training(recipe.model, step)
+        except ConfigError as error:
+            raise ConfigError(f"steps.{place}: {error}") from None
 
 
 def folder_hashes(folder: Path) -> dict[str, str]:

@@ -8,11 +8,11 @@ from typing import Any
 
 from penjing.compress.batch_norm import reestimate_batch_norms
 from penjing.compress.data import Calibrate, ImageData, is_classifier, open_data
+from penjing.compress.distill.sparsify import SparsifyStep, sparsify_checkpoint
 from penjing.compress.distill.step import DistillStep, distill_checkpoint
 from penjing.compress.flow.recipe import Distill, FlowRecipe, Prune, Quantize, Step
 from penjing.compress.prune.step import prune_checkpoint
 from penjing.compress.quant.step import QuantizeStep, quantize_step
-from penjing.core.errors import ConfigError
 from penjing.core.manifest import read_manifest
 from penjing.core.progress import Progress
 from penjing.core.vision_checkpoint import load_vision_checkpoint, save_vision_checkpoint
@@ -43,16 +43,17 @@ def run_step(step: Step, recipe: FlowRecipe, places: Places, progress: Progress)
             record["batch_norms"] = refresh_batch_norms(places.partial, recipe.calibrate, progress)
         return record
     if isinstance(step, Quantize):
-        if not is_classifier(places.source):
-            raise ConfigError(f"{recipe.model} is a decoder: a recipe without steps quantizes it; leave out this step")
         images = open_data(places.source, recipe.calibrate, progress)
         assert isinstance(images, ImageData)
         quantize = QuantizeStep.model_validate(_own(step) | {"teacher": step.teacher})
         return quantize_step(places.source, places.partial, quantize, images, places.scratch, progress)
-    settings = DistillStep.model_validate(_own(step))
-    return distill_checkpoint(
-        places.source, teacher_of(step, recipe), places.partial, settings, places.scratch, progress
-    )
+    if isinstance(step, Distill):
+        settings = DistillStep.model_validate(_own(step))
+        return distill_checkpoint(
+            places.source, teacher_of(step, recipe), places.partial, settings, places.scratch, progress
+        )
+    settings = SparsifyStep.model_validate(_own(step))
+    return sparsify_checkpoint(places.source, places.partial, settings, places.scratch, progress)
 
 
 def _own(step: Step) -> dict[str, Any]:

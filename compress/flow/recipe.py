@@ -26,6 +26,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from penjing.compress.data import Calibrate
+from penjing.compress.distill.sparsify import SparsifyStep
 from penjing.compress.distill.step import DistillStep
 from penjing.compress.evaluation import EvaluateSettings
 from penjing.compress.measure import MeasureSettings
@@ -47,6 +48,12 @@ class Prune(PruneStep):
     guard: bool | None = None
 
 
+class Sparsify(SparsifyStep):
+    """Training that drives whole groups to zero, for a prune after it."""
+
+    guard: bool | None = None
+
+
 class Distill(DistillStep):
     """Training with a teacher, or without one (finetune); the teacher is the model that the run begins with, unless
     another is named."""
@@ -61,7 +68,7 @@ class Quantize(QuantizeStep):
     guard: bool | None = None
 
 
-Step = Prune | Distill | Quantize
+Step = Prune | Sparsify | Distill | Quantize
 HEALING = ("distill", "finetune")
 
 
@@ -133,8 +140,8 @@ def check_order(steps: tuple[Step, ...]) -> None:
     """Refuse steps that cannot do what they are for.
 
     Raises:
-        ConfigError: no steps; a distill whose student is its teacher; a finetune with one; rounds of a prune that has
-            no ratio.
+        ConfigError: no steps; a distill whose student is its teacher; a finetune with one; a sparsify that no prune
+            follows; rounds of a prune that has no ratio.
     """
     if not steps:
         raise ConfigError("steps is empty; add a [[steps]] section with kind = 'prune'")
@@ -149,6 +156,11 @@ def check_order(steps: tuple[Step, ...]) -> None:
             raise ConfigError(f"steps.{place}: finetune has no teacher; leave it out, or write kind = 'distill'")
         if step.kind == "quantize" and place + 1 < len(steps):
             raise ConfigError(f"steps.{place}: nothing can follow a quantize, which makes an artifact; put it last")
+        if step.kind == "sparsify" and not any(later.kind == "prune" for later in steps[place + 1 :]):
+            raise ConfigError(
+                f"steps.{place}: no prune follows this sparsify, so that nothing removes what it drives to zero; "
+                "put a prune after it"
+            )
         if isinstance(step, Prune) and step.rounds > 1 and (step.ratio is None or step.layers is not None):
             raise ConfigError(
                 f"steps.{place}.rounds={step.rounds} divides a ratio of units: give ratio, no target and no layers"

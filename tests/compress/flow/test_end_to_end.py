@@ -164,6 +164,22 @@ def test_a_classifier_is_pruned_taught_and_reported(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("images")
+def test_a_sparse_classifier_loses_its_zeros_without_a_loss(tmp_path: Path) -> None:
+    train(write(tmp_path / "train.toml", TRAIN, folder=tmp_path))
+    head, prune, _ = CLASSIFIER.split("[[steps]]")
+    sparsify = (
+        '[[steps]]\nkind = "sparsify"\nsteps = 30\nbatch_size = 32\nstrength = 1.0\ndevice = "cpu"\n'
+        'optimizer = {{ name = "sgd", weight_decay = 0 }}\nlearning_rate = {{ peak = 0.02, kind = "constant" }}\n'
+    )
+    recipe = write(tmp_path / "recipe.toml", f"{head}{sparsify}[[steps]]{prune}", folder=tmp_path)
+    penjing("compress", recipe, "--set", "guard.accuracy_points=100", "--set", "steps.1.batch_norm=false")
+    _, sparse, pruned = report_of(tmp_path / "pruned")["stages"]
+    assert sparse["record"]["zero_share"] > 0.3
+    assert pruned["size"]["parameters"] < sparse["size"]["parameters"]
+    assert pruned["quality"]["record"] == sparse["quality"]["record"]  # the same answer on every image
+
+
+@pytest.mark.usefixtures("images")
 def test_statistics_after_a_prune_are_those_of_the_pruned_network(tmp_path: Path) -> None:
     train(write(tmp_path / "train.toml", TRAIN, folder=tmp_path), ["steps=2"])
     recipe = write(tmp_path / "recipe.toml", CLASSIFIER.partition('[[steps]]\nkind = "distill"')[0], folder=tmp_path)
@@ -293,6 +309,6 @@ def test_what_only_decoders_have_is_refused_before_the_first_step(tmp_path: Path
     recipe = write(tmp_path / "recipe.toml", CLASSIFIER, folder=tmp_path)
     with open(recipe, "a") as file:
         file.write('[[steps]]\nkind = "prune"\nratio = 0.1\nparts = ["heads"]\n')
-    with pytest.raises(ConfigError, match=r"steps.2.parts=\['heads'\] are of decoders"):
+    with pytest.raises(ConfigError, match=r"steps.2.parts=\['heads'\]: decoders have parts"):
         penjing("compress", recipe)
     assert not list(tmp_path.glob(".*"))

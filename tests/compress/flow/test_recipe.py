@@ -26,6 +26,7 @@ HEAD = 'model = "m"\noutput = "o"\n'
 PRUNE = '[[steps]]\nkind = "prune"\nratio = 0.3\n'
 DISTILL = '[[steps]]\nkind = "distill"\nsteps = 5\n'
 FINETUNE = '[[steps]]\nkind = "finetune"\nsteps = 5\n'
+SPARSIFY = '[[steps]]\nkind = "sparsify"\nsteps = 5\nstrength = 0.1\n'
 
 
 def read(folder: Path, text: str, *overrides: str) -> FlowRecipe:
@@ -47,6 +48,7 @@ def read(folder: Path, text: str, *overrides: str) -> FlowRecipe:
         (PRUNE, "guard.perplexity_ratio=0.9", r"guard.perplexity_ratio: .*greater than or equal to 1"),
         ("steps = []", "guard.retries=1", r"steps is empty; add a \[\[steps\]\] section"),
         (DISTILL + PRUNE, "guard.retries=1", r"steps.0: nothing was changed before this distill"),
+        (PRUNE + SPARSIFY, "guard.retries=1", r"steps.1: no prune follows this sparsify"),
         (PRUNE + FINETUNE, "steps.1.teacher=other", r"steps.1: finetune has no teacher"),
         (
             '[[steps]]\nkind="prune"\nrounds=2\ntarget={macs=0.5}\n',
@@ -75,6 +77,8 @@ def test_guards_stand_after_healing_and_at_the_end(tmp_path: Path) -> None:
         tmp_path, FINETUNE + PRUNE + DISTILL + PRUNE, "steps.0.guard=false", "steps.1.guard=true", "steps.2.guard=false"
     )
     assert [len(stretch) for stretch in stretches(plan(changed.steps))] == [2, 2]
+    sparse = read(tmp_path, SPARSIFY + PRUNE + DISTILL)
+    assert [len(stretch) for stretch in stretches(plan(sparse.steps))] == [3]
     last = read(tmp_path, PRUNE + FINETUNE, "steps.1.guard=false")
     assert [each.guarded for each in plan(last.steps)] == [False, False]
     assert [len(stretch) for stretch in stretches(plan(last.steps))] == [2]
