@@ -1,0 +1,205 @@
+"""INT8 of image classifiers: accuracy, throughput in ONNX Runtime against FP32 in the same run, export time and size.
+
+python benchmarks/run_int8.py                                     # ResNet-50's shape, synthetic weights
+python benchmarks/run_int8.py --model build/resnet-fashion --recipe recipes/resnet-fashion-int8.toml
+                                                                  # and Fashion-MNIST: PTQ, the recipe's artifact
+
+Rows in benchmarks/results/int8.jsonl. Contestants take turns (`interleaved`); medians.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+import time
+from functools import partial
+from pathlib import Path
+from statistics import median
+
+import numpy as np
+import onnxruntime
+import torch
+from rows import Row, append, new_row
+from torch import nn
+
+from penjing.compress.data import Calibrate, ImageData, open_data
+from penjing.compress.evaluation import EvaluateSettings, evaluate_checkpoint
+from penjing.compress.export.onnx import export_onnx
+from penjing.compress.flow.run import compress_steps
+from penjing.compress.quant.artifact import ArtifactSettings, quantize_checkpoint
+from penjing.compress.quant.targets import TargetName
+from penjing.compress.timing import interleaved
+from penjing.core.cli import guarded
+from penjing.core.files import publish_folder
+from penjing.core.models.resnet import ResNet
+from penjing.core.models.resnet_config import BlockConfig, ResNetConfig, StageConfig, cifar_resnet, imagenet_resnet
+from penjing.core.onnx_runtime import INPUT, open_session
+from penjing.core.progress import Silent
+from penjing.core.vision_artifact import open_vision_artifact
+from penjing.core.vision_checkpoint import VisionConfig, load_vision_checkpoint, save_vision_checkpoint
+from penjing.train.data.images import ImageSet
+
+RUNTIME = f"ONNX Runtime {onnxruntime.__version__} FP32, unpruned"
+TARGETS: tuple[TargetName, ...] = ("onnxruntime-cpu", "onnxruntime-avx2")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, help="a Fashion-MNIST checkpoint of 'penjing train'")
+    parser.add_argument("--recipe", type=Path, help="a recipe with a quantize step, run on --model")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--seconds", type=float, default=2.0, help="of one turn")
+    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--threads", type=int, default=0, help="of ONNX Runtime; 0: one for each core")
+    parser.add_argument("--images", type=int, default=10_000, help="test images of Fashion-MNIST")
+    parser.add_argument("--tiny", action="store_true", help="a small network in place of ResNet-50, to try the script")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as scratch:
+        rows = shape_rows(Path(scratch), arguments)
+        if arguments.model is not None:
+            rows += fashion_rows(Path(scratch), arguments)
+    append("int8", rows)
+    return 0
+
+
+def shape_rows(scratch: Path, arguments: argparse.Namespace) -> list[Row]:
+    """ResNet-50's shape and the same with a quarter of its channels gone; weights are synthetic."""
+    config = cifar_resnet(8, 10, width=16, in_channels=3) if arguments.tiny else imagenet_resnet(50)
+    name, side = ("tiny", 32) if arguments.tiny else ("resnet50", 224)
+    full, narrow = synthetic(config, side), synthetic(narrower(config), side)
+    data = ImageData(
+        ImageSet(np.random.default_rng(0).integers(0, 256, (16, 3, side, side), np.uint8), np.zeros(16, np.uint8), 10),
+        (0.5,) * 3,
+        (0.25,) * 3,
+        8,
+    )
+    rows, files, options = [], {}, {}
+    files["fp32"] = scratch / f"{name}.onnx"
+    size = export_onnx(full[0], (side, side), "onnxruntime-cpu", files["fp32"])
+    files["fp32_narrow"] = scratch / f"{name}-narrow.onnx"
+    export_onnx(narrow[0], (side, side), "onnxruntime-cpu", files["fp32_narrow"])
+    for label, (model, vision) in (("int8", full), ("int8_narrow", narrow)):
+        source = scratch / f"{name}-{label}-fp32"
+        with publish_folder(source) as partial_folder:
+            save_vision_checkpoint(partial_folder, vision, model, {"command": "benchmark"})
+        for target in TARGETS:
+            began = time.monotonic()
+            folder = scratch / f"{name}-{label}-{target}"
+            with publish_folder(folder) as partial_folder:
+                # synthetic weights tell images apart less than trained ones, so roundings weigh more
+                settings = ArtifactSettings(target=target, parity_bound=1000.0, parity_images=2)
+                quantize_checkpoint(source, partial_folder, settings, data)
+            seconds = time.monotonic() - began
+            key = f"{label}/{target}"
+            files[key] = folder / "model.onnx"
+            options[key] = open_vision_artifact(folder).quantization.session_options
+            if label == "int8":
+                rows.append(new_row("int8", f"{name}/{target}/fold_quantize_export", seconds, "s", runs=1))
+                smaller = files[key].stat().st_size
+                rows.append(
+                    new_row(
+                        "int8", f"{name}/{target}/size", smaller, "B", runs=1, baseline="FP32 ONNX", baseline_value=size
+                    )
+                )
+    images = np.random.default_rng(1).standard_normal((arguments.batch, 3, side, side)).astype(np.float32)
+    return rows + throughput_rows(name, files, options, images, arguments)
+
+
+def fashion_rows(scratch: Path, arguments: argparse.Namespace) -> list[Row]:
+    """Accuracy of post-training quantization with each observer, and of the recipe's artifact; throughput."""
+    evaluate = EvaluateSettings(images=arguments.images)
+    before = evaluate_checkpoint(arguments.model, evaluate).value
+    model, config = load_vision_checkpoint(arguments.model)
+    files, options = {"fp32": scratch / "fashion.onnx"}, {}
+    export_onnx(model, config.image_size, "onnxruntime-cpu", files["fp32"])
+    rows = [new_row("int8", "fashion/fp32/accuracy", before, "share", runs=1)]
+    data = open_data(arguments.model, Calibrate(images=2048), Silent())
+    assert isinstance(data, ImageData)
+    folders: dict[str, Path] = {}
+    for observer in ("minmax", "percentile", "mse", "entropy"):
+        folders[f"ptq_{observer}"] = scratch / f"fashion-{observer}"
+        with publish_folder(folders[f"ptq_{observer}"]) as partial_folder:
+            quantize_checkpoint(arguments.model, partial_folder, ArtifactSettings(observer=observer), data)
+    if arguments.recipe is not None:
+        folders["recipe"] = compress_steps(
+            arguments.recipe, [f"model={arguments.model}"], out=scratch / "fashion-recipe", progress=Silent()
+        )
+    for label, folder in folders.items():
+        after = evaluate_checkpoint(folder, evaluate).value
+        peer = "FP32 checkpoint"
+        rows.append(
+            new_row("int8", f"fashion/{label}/accuracy", after, "share", runs=1, baseline=peer, baseline_value=before)
+        )
+        if label in ("ptq_minmax", "recipe"):
+            files[label] = folder / "model.onnx"
+            options[label] = open_vision_artifact(folder).quantization.session_options
+    shape = (64, config.model.in_channels, *config.image_size)
+    images = np.random.default_rng(2).standard_normal(shape).astype(np.float32)
+    return rows + throughput_rows("fashion", files, options, images, arguments)
+
+
+def throughput_rows(
+    name: str,
+    files: dict[str, Path],
+    options: dict[str, dict[str, str]],
+    images: np.ndarray,
+    arguments: argparse.Namespace,
+) -> list[Row]:
+    """Images a second of each file, in turns; "fp32" is what the others are compared with."""
+    sessions = {
+        label: open_session(path, options.get(label, {}), threads=arguments.threads) for label, path in files.items()
+    }
+    calls = [partial(session.run, None, {INPUT: images}) for session in sessions.values()]
+    times = interleaved(calls, rounds=arguments.rounds, seconds=arguments.seconds)
+    rates = {label: len(images) / median(each) for label, each in zip(sessions, times, strict=True)}
+    return [
+        new_row(
+            "int8",
+            f"{name}/{label}/throughput",
+            rate,
+            "images/s",
+            runs=arguments.rounds,
+            baseline=None if label == "fp32" else RUNTIME,
+            baseline_value=None if label == "fp32" else rates["fp32"],
+        )
+        for label, rate in rates.items()
+    ]
+
+
+def synthetic(config: ResNetConfig, side: int) -> tuple[ResNet, VisionConfig]:
+    """A network with random weights, and statistics of norms that keep its activations of order one."""
+    torch.manual_seed(0)
+    model = ResNet(config)
+    for module in model.modules():
+        if isinstance(module, nn.Conv2d):
+            nn.init.kaiming_normal_(module.weight, mode="fan_in", nonlinearity="relu")
+        elif isinstance(module, nn.BatchNorm2d):
+            nn.init.uniform_(module.weight, 0.5, 1.0)
+            nn.init.normal_(module.bias, 0.0, 0.2)
+    labels = tuple(str(index) for index in range(config.num_classes))
+    vision = VisionConfig(model=config, image_size=(side, side), mean=(0.5,) * 3, std=(0.25,) * 3, labels=labels)
+    return model.eval(), vision
+
+
+def narrower(config: ResNetConfig, share: float = 0.75) -> ResNetConfig:
+    """Every width times `share`, rounded to multiples of 8."""
+
+    def scaled(width: int) -> int:
+        return max(8, int(width * share) // 8 * 8)
+
+    stages = tuple(
+        StageConfig(
+            channels=scaled(stage.channels),
+            blocks=tuple(
+                BlockConfig(hidden=tuple(scaled(width) for width in block.hidden), stride=block.stride)
+                for block in stage.blocks
+            ),
+        )
+        for stage in config.stages
+    )
+    return config.model_copy(update={"stem_channels": scaled(config.stem_channels), "stages": stages})
+
+
+if __name__ == "__main__":
+    sys.exit(guarded(main))
