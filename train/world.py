@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from penjing.core.errors import ConfigError, SetupError
 from penjing.train.gradients import global_norm, gradients_of
+from penjing.train.parallel.compressed import compress_ddp
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,7 @@ class World:
     rank: int = 0
     size: int = 1
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    gradients: str = "float32"  # how they travel: see compressed.py
 
     @property
     def is_main(self) -> bool:
@@ -86,7 +88,10 @@ class World:
             return model
         devices = [self.device] if self.device.type == "cuda" else None
         replica = DistributedDataParallel(model, devices, broadcast_buffers=False)  # see average_buffers
-        replica.register_comm_hook(None, _sum_bucket)
+        if self.gradients == "float32":
+            replica.register_comm_hook(None, _sum_bucket)
+        else:
+            compress_ddp(replica, self.gradients)
         return replica
 
     def reducing(self, replica: nn.Module, now: bool) -> AbstractContextManager[None]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -71,7 +71,7 @@ def check_recipe(recipe: RunRecipe, world_size: int) -> None:
 def form_mesh(world: World, config: ParallelConfig, progress: Progress) -> World:
     """`world` as the mesh that `config` asks for; as it is when that is data parallelism alone."""
     if config.is_plain or world.size == 1:
-        return world
+        return replace(world, gradients=config.gradients)
     mesh = build_mesh(world, config)
     progress.note(describe(mesh))
     return mesh
@@ -94,7 +94,7 @@ def parallelize(model: nn.Module, world: World) -> Parallelized:
     if config.tp > 1:
         partial = apply_tensor_parallel(model, mesh["tensor"], sequence=config.sequence)
         after.append(functools.partial(sum_partial, model, partial, mesh.get_group("tensor")))
-    apply_fsdp(model, world.fsdp, config.zero)
+    apply_fsdp(model, world.fsdp, config.zero, packed=config.gradients == "int8")
     if not isinstance(model, LocalStages):
         return Parallelized(model, after_backward=tuple(after))
     if (tied := _tied_group(world)) is not None and model.parts[0].config.tie_word_embeddings:  # type: ignore[union-attr]

@@ -20,6 +20,7 @@ class ParallelConfig(Config):
     zero: what data parallelism spreads instead of copying (https://arxiv.org/abs/1910.02054). 0: nothing; 1: optimiser
         state; 2: and gradients; 3: and parameters.
     sequence: between its matrix products, tensor parallelism also splits the tokens (https://arxiv.org/abs/2205.05198).
+    gradients: how data parallelism sends them; "int8" with zero ≥ 1, or "int8" and "powersgd" with dp alone.
     stage_layers: layers of each stage, in order; None: even.
     micro_batches: of one pass through the pipeline; None: all of a step.
     """
@@ -29,6 +30,7 @@ class ParallelConfig(Config):
     tp: int = Field(default=1, ge=1)
     sequence: bool = False
     pp: int = Field(default=1, ge=1)
+    gradients: Literal["float32", "int8", "powersgd"] = "float32"
     schedule: Schedule = "1f1b"
     stage_layers: tuple[int, ...] | None = None
     micro_batches: int | None = Field(default=None, ge=1)
@@ -94,6 +96,10 @@ def check_parallel(
     dp = config.data_size(world_size)
     if config.sequence and config.tp == 1:
         raise ConfigError("parallel.sequence = true splits tokens among parallel.tp processes; set parallel.tp above 1")
+    if config.gradients == "powersgd" and not config.is_plain:
+        raise ConfigError("parallel.gradients = 'powersgd' is for parallel.dp alone; use 'int8' with parallel.zero")
+    if config.gradients == "int8" and not config.is_plain and config.zero == 0:
+        raise ConfigError("parallel.gradients = 'int8' beside tp, pp, cp or ep needs parallel.zero of 1 or more")
     if compiled and not config.is_plain:
         raise ConfigError(
             "compile = true works with data parallelism alone; leave out parallel.zero, tp, pp, cp and ep, or set "

@@ -125,7 +125,7 @@ def build_mesh(world: World, config: ParallelConfig) -> MeshWorld:
     replicate, shard = (dp, 1) if config.zero == 0 else (1, dp)
     ranks = torch.arange(world.size).view(replicate, shard, config.pp, config.cp, config.tp).permute(2, 0, 1, 3, 4)
     mesh = DeviceMesh(world.device.type, ranks.contiguous(), mesh_dim_names=DIMENSIONS)
-    return MeshWorld(world.rank, world.size, world.device, mesh, config, _fsdp_mesh(mesh, config))
+    return MeshWorld(world.rank, world.size, world.device, config.gradients, mesh, config, _fsdp_mesh(mesh, config))
 
 
 def _fsdp_mesh(mesh: DeviceMesh, config: ParallelConfig) -> DeviceMesh:

@@ -18,15 +18,17 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
+from penjing.train.parallel.compressed import compress_fsdp
 from penjing.train.recompute import blocks
 
 
-def apply_fsdp(model: nn.Module, mesh: DeviceMesh, zero: int) -> None:
+def apply_fsdp(model: nn.Module, mesh: DeviceMesh, zero: int, *, packed: bool = False) -> None:
     """Share `model`'s parameters over `mesh`, a block at a time; parameters become DTensors.
 
     Args:
         mesh: (shards) or (copies, shards).
         zero: see the module.
+        packed: gradients travel in 8 bits.
     """
     # The loss is computed from a model's output out of place, as the warning asks.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view", category=UserWarning)
@@ -39,3 +41,5 @@ def apply_fsdp(model: nn.Module, mesh: DeviceMesh, zero: int) -> None:
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
+            if packed:
+                compress_fsdp(module)
