@@ -1,4 +1,4 @@
-"""What the planner predicts, ZeRO's shrinking, errors against published ones, bubbles with and without balance.
+"""What the planner predicts: ZeRO's shrinking, errors against published runs, bubbles with and without balance.
 
     python benchmarks/run_parallel_plan.py
     python benchmarks/run_parallel_plan.py --ranks 8      # a smaller pipeline, quicker
