@@ -144,6 +144,11 @@ def _of_artifact(values: dict[str, Any], source: str) -> dict[str, Any]:
     Raises:
         InputError: it is not one.
     """
+    if values.get("kind") == "classifier":
+        raise InputError(
+            f"{source} is of an artifact made by itself, which measures no accuracy; give the result of a recipe whose "
+            "last step is quantize"
+        )
     try:
         evaluate = values["recipe"]["evaluate"]
         tokens = {"prose": evaluate["prose_tokens"], "code": evaluate["code_tokens"]}

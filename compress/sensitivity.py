@@ -159,6 +159,10 @@ class _Study:
         cells = [
             (group, values, ratio) for group, values in zip(groups, scores, strict=True) for ratio in settings.ratios
         ]
+        progress.note(
+            f"{self.folder}: {len(groups)} groups, {len(cells)} cells of {baseline['samples']} samples each, kept in "
+            f"{self.work.path.name} until all are measured ({self.work.num_resumed} are there)"
+        )
         progress.start(f"pruning {len(groups)} groups one by one", len(cells))
         remaining = _Remaining(len(cells))
         for number, (group, values, ratio) in enumerate(cells):

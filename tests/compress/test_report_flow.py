@@ -114,6 +114,7 @@ def damaged(change: Any) -> dict[str, Any]:
         (lambda v: v["decisions"][0].pop("loss"), r"decisions\.0\.loss: Field required"),
         (lambda v: v.update(schema_version=2), "schema_version 2, this penjing reads 1; upgrade"),
         (lambda v: v.update(schema_version="one"), "schema_version"),
+        (lambda v: (v.pop("stages"), v.update(kind="classifier")), "made by itself, which measures no accuracy"),
         (lambda v: v.pop("stages"), "neither stages nor an artifact's figures"),
     ],
 )
