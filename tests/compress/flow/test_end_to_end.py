@@ -165,7 +165,7 @@ def test_a_classifier_is_pruned_taught_and_reported(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("images")
 def test_a_sparse_classifier_loses_its_zeros_without_a_loss(tmp_path: Path) -> None:
-    train(write(tmp_path / "train.toml", TRAIN, folder=tmp_path))
+    train(write(tmp_path / "train.toml", TRAIN, folder=tmp_path), ["steps=5"])
     head, prune, _ = CLASSIFIER.split("[[steps]]")
     sparsify = (
         '[[steps]]\nkind = "sparsify"\nsteps = 30\nbatch_size = 32\nstrength = 1.0\ndevice = "cpu"\n'
