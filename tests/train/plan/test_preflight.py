@@ -1,0 +1,47 @@
+"""Memory of a rank by the recipe's own settings."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from penjing.core.config import load_recipe
+from penjing.core.errors import ConfigError
+from penjing.train.plan.planner import plan_recipe
+from penjing.train.plan.preflight import check_rank_memory, recipe_run
+from penjing.train.recipe import TrainRecipe
+
+LARGE = Path(__file__).parents[3] / "recipes" / "decoder-1b.toml"
+GIB = 2**30
+
+
+def test_a_planned_recipe_needs_what_the_plan_says(tmp_path):
+    out = tmp_path / "planned.toml"
+    best = plan_recipe(LARGE, gpus=16, memory="80GiB", out=out).best[0]
+    recipe = load_recipe(TrainRecipe, out)
+    assert recipe_run(recipe, 16) == best.run
+    assert check_rank_memory(recipe, 16, 80 * GIB) == best.memory
+
+
+@pytest.mark.parametrize(
+    ("overrides", "processes", "limit", "message"),
+    [
+        ([], 1, 12 * GIB, "the model's state alone is too large: raise parallel.zero"),
+        (["data.micro_batch=8"], 1, 30 * GIB, "lower data.micro_batch to"),
+        (["parallel.tp=2", "parallel.pp=2"], 9, 80 * GIB, "needs a multiple of 4 processes, this run has 9"),
+        ([], 3, 80 * GIB, "data.batch_size=256 is not divisible by the 3"),
+        (["data.micro_batch=3"], 1, 80 * GIB, "data.micro_batch=3 does not divide"),
+    ],
+)
+def test_what_does_not_fit_is_one_line(overrides, processes, limit, message):
+    recipe = load_recipe(TrainRecipe, LARGE, overrides)
+    with pytest.raises(ConfigError, match=message.replace(".", r"\.")) as caught:
+        check_rank_memory(recipe, processes, limit)
+    assert "\n" not in str(caught.value)
+
+
+def test_only_text_is_counted():
+    recipe = load_recipe(TrainRecipe, LARGE.parent / "resnet-fashion.toml")
+    with pytest.raises(ConfigError, match="decoders"):
+        check_rank_memory(recipe, 1, GIB)
