@@ -68,7 +68,7 @@ def serve(
     engine_json = engine.model_dump_json(exclude_unset=True)
     checkpoint = open_checkpoint(model)
     model = checkpoint.folder.absolute()
-    if engine.device != "cpu":  # this process needs no torch but for this
+    if engine.device != "cpu" or engine.dtype != "auto":  # this process needs no torch but for this
         from penjing.serve.device import resolve_device
 
         resolve_device(engine, checkpoint.config)

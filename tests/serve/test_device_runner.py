@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from penjing.core.cli import main
 from penjing.core.errors import ConfigError
 from penjing.core.load import LoadedModel
 from penjing.kernels.dispatch import force_triton_language
@@ -253,3 +256,18 @@ def test_settings_that_do_not_fit_the_machine(settings: dict[str, Any], message:
 def test_auto_is_the_cpu_without_a_gpu() -> None:
     config: EngineConfig = tiny_engine(device="auto").config
     assert (config.device, config.dtype, config.kv_dtype) == ("cpu", "float32", "float32")
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="there is a GPU")
+@pytest.mark.parametrize("command", [["generate", "MODEL", "hi"], ["bench", "engine", "MODEL"], ["serve", "MODEL"]])
+def test_the_command_line_says_that_there_is_no_gpu(
+    command: list[str], tiny_checkpoint: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = [str(tiny_checkpoint) if word == "MODEL" else word for word in command]
+    monkeypatch.setattr(sys, "argv", ["penjing", *words, "--device", "cuda"])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code not in (0, None)
+    error = capsys.readouterr().err
+    assert error.startswith("error: device=cuda cannot run here: no CUDA device")
+    assert error.count("\n") == 1
