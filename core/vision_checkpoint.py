@@ -20,7 +20,7 @@ from penjing.core.manifest import read_json_object, verify, write_manifest
 from penjing.core.models.resnet import ResNet
 from penjing.core.models.resnet_config import ResNetConfig
 
-_WEIGHTS = "model.safetensors"
+WEIGHTS = "model.safetensors"
 
 
 class VisionConfig(Config):
@@ -39,7 +39,7 @@ def save_vision_checkpoint(folder: Path, config: VisionConfig, model: nn.Module,
     names."""
     save_vision_config(folder, config)
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()}
-    save_file(tensors, folder / _WEIGHTS)
+    save_file(tensors, folder / WEIGHTS)
     write_manifest(folder, "checkpoint", created_by)
 
 
@@ -57,7 +57,7 @@ def load_vision_checkpoint(folder: Path) -> tuple[ResNet, VisionConfig]:
     config = vision_config(folder)
     verify(folder)
     try:
-        tensors = load_file(folder / _WEIGHTS)
+        tensors = load_file(folder / WEIGHTS)
         model = ResNet(config.model)
         model.load_state_dict(tensors)
     except (SafetensorError, OSError, RuntimeError) as error:
@@ -88,7 +88,7 @@ def vision_skeleton(folder: Path) -> tuple[ResNet, VisionConfig]:
     """
     config = vision_config(folder)
     try:
-        with safe_open(folder / _WEIGHTS, framework="pt") as file:
+        with safe_open(folder / WEIGHTS, framework="pt") as file:
             stored = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118 (no dict)
     except (SafetensorError, OSError) as error:
         raise InputError(f"{folder} cannot be loaded: {error}; make it again") from error

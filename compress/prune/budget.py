@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import copy
 import statistics
-import time
 from collections.abc import Callable
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -17,11 +17,12 @@ from penjing.compress.prune.inspect import count_macs
 from penjing.compress.prune.ranking import Choice, meet
 from penjing.compress.prune.subject import Shapes, Subject, shapes_of
 from penjing.compress.prune.surgery import cuts_of
+from penjing.compress.timing import interleaved
 from penjing.core.config import Config
 from penjing.core.errors import ConfigError
 from penjing.core.progress import Progress
 
-RUNS = 9  # timed passes of each network, in turns
+RUNS = 9  # passes of each network, in turns
 TIMED_IMAGES, TIMED_WINDOWS = 16, 1
 LATENCY_STEPS, LATENCY_TOLERANCE = 7, 0.02  # a median of 9 repeats to about 2 %
 
@@ -119,16 +120,10 @@ def latency(dense: nn.Module, pruned: nn.Module, inputs: Tensor) -> dict[str, An
         inputs: images (B, C, H, W) or tokens (B, T); the first 16 images or the first window are taken.
     """
     inputs = inputs[: TIMED_WINDOWS if inputs.dim() == 2 else TIMED_IMAGES]
-    seconds: dict[str, list[float]] = {"dense": [], "pruned": []}
-    networks = {"dense": _filled(dense), "pruned": _filled(pruned)}
+    networks = (_filled(dense), _filled(pruned))
     with torch.inference_mode():
-        for turn in range(RUNS + 2):
-            for name, network in networks.items():
-                began = time.perf_counter()
-                network(inputs)
-                if turn >= 2:  # the first two passes choose kernels and fill caches
-                    seconds[name].append(time.perf_counter() - began)
-    dense_s, pruned_s = (statistics.median(seconds[name]) for name in networks)
+        times = interleaved([partial(network, inputs) for network in networks], rounds=RUNS, seconds=0.0)
+    dense_s, pruned_s = map(statistics.median, times)
     return {"dense_s": dense_s, "pruned_s": pruned_s, "ratio": pruned_s / dense_s, "inputs": list(inputs.shape)}
 
 

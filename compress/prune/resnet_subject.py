@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from safetensors import safe_open
 from torch import Tensor, nn
 
 from penjing.compress.prune.graph import Group
@@ -14,9 +15,10 @@ from penjing.compress.prune.inspect import BATCH
 from penjing.compress.prune.subject import Part, Shapes
 from penjing.compress.prune.surgery import Cut
 from penjing.core.errors import InputError
+from penjing.core.manifest import verify
 from penjing.core.models.resnet import Block, ConvNorm, ResNet
 from penjing.core.models.resnet_config import BlockConfig, ResNetConfig, StageConfig
-from penjing.core.vision_checkpoint import load_vision_checkpoint, save_vision_checkpoint, vision_skeleton
+from penjing.core.vision_checkpoint import WEIGHTS, load_vision_checkpoint, save_vision_checkpoint, vision_skeleton
 
 
 class ResNetSubject:
@@ -34,14 +36,13 @@ class ResNetSubject:
         self.dense: nn.Module
         self.dense, self._vision = vision_skeleton(folder)
         self.model: nn.Module = self.dense
-        self._loaded, _ = load_vision_checkpoint(folder)
-        for name, tensor in self._loaded.state_dict().items():
-            if not torch.isfinite(tensor).all():
+        verify(folder)
+        for name in self.dense.state_dict():
+            if not torch.isfinite(self._stored(name)).all():
                 raise InputError(
                     f"{folder}: {name} holds NaN or infinity; its training diverged: take an earlier checkpoint"
                 )
-        self._stored = self._loaded.state_dict()
-        self._parameters = dict(self._loaded.named_parameters())
+        self._parameters = {name for name, _ in self.dense.named_parameters()}
         self.example = (torch.empty(BATCH, self._config.in_channels, *self._vision.image_size, device="meta"),)
 
     @property
@@ -50,11 +51,11 @@ class ResNetSubject:
 
     def weights(self, name: str) -> Tensor | None:
         """See `Subject`."""
-        return self._parameters.get(name)
+        return self._stored(name) if name in self._parameters else None
 
     def network(self) -> nn.Module:
         """See `Subject`."""
-        return self._loaded
+        return load_vision_checkpoint(self.folder)[0]
 
     def parts(self, groups: Sequence[Group]) -> dict[Part, list[Group]]:
         """See `Subject`: everything is channels."""
@@ -62,7 +63,8 @@ class ResNetSubject:
 
     def config_of(self, shapes: Shapes) -> ResNetConfig:
         """See `Subject`."""
-        dense = self._loaded
+        dense = self.dense
+        assert isinstance(dense, ResNet)
         width = shapes["stem.conv.weight"][0]
         stages, index, stem = [], 0, width
         for stage in self._config.stages:
@@ -88,13 +90,19 @@ class ResNetSubject:
 
     def item_bytes(self, name: str) -> int:
         """See `Subject`."""
-        return self._stored[name].element_size()
+        return self._stored(name).element_size()
 
     def write(self, partial: Path, config: Any, cuts: Mapping[str, Cut], created_by: dict[str, Any]) -> None:
         """See `Subject`."""
         with torch.device("meta"):
             pruned = ResNet(config)
-        kept = {name: cuts[name].of(tensor) if name in cuts else tensor for name, tensor in self._stored.items()}
+        stored = ((name, self._stored(name)) for name in pruned.state_dict())
+        kept = {name: cuts[name].of(tensor) if name in cuts else tensor for name, tensor in stored}
         pruned.load_state_dict(kept, assign=True)
         vision = self._vision.model_copy(update={"model": config})
         save_vision_checkpoint(partial, vision, pruned, created_by)
+
+    def _stored(self, name: str) -> Tensor:
+        """Read now: one tensor is in memory at a time."""
+        with safe_open(self.folder / WEIGHTS, framework="pt") as file:
+            return file.get_tensor(name)
