@@ -21,7 +21,7 @@ from penjing.train.state import check_finite
 
 
 def load_teacher(student: Path, teacher: Path) -> nn.Module:
-    """The teacher's network on the CPU, float32, once it is clear that the student can learn from it.
+    """The teacher's network on the CPU in float32, once it is clear that the student can learn from it.
 
     Raises:
         InputError: damaged, NaN in the weights, another kind of network, other classes or tokens, other images, or
@@ -32,7 +32,7 @@ def load_teacher(student: Path, teacher: Path) -> nn.Module:
             f"{student} and teacher {teacher} are networks of different kinds; give the checkpoint that the student "
             "was pruned from"
         )
-    return _classifier(student, teacher) if is_classifier(teacher) else _decoder(student, teacher)
+    return _classifier(student, teacher) if is_classifier(teacher) else decoder(check_decoder(student, teacher))
 
 
 def _classifier(student: Path, teacher: Path) -> nn.Module:
@@ -49,7 +49,8 @@ def _classifier(student: Path, teacher: Path) -> nn.Module:
     return model.to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
 
 
-def _decoder(student: Path, teacher: Path) -> nn.Module:
+def check_decoder(student: Path, teacher: Path) -> Checkpoint:
+    """The teacher, opened, if the decoder `student` can learn from it; see `load_teacher`."""
     small, large = open_checkpoint(student), open_checkpoint(teacher)
     if small.config.vocab_size != large.config.vocab_size:
         raise InputError(
@@ -63,7 +64,7 @@ def _decoder(student: Path, teacher: Path) -> nn.Module:
         )
     with torch.device("meta"):
         _check_widths(Decoder(small.config), Decoder(large.config), teacher)
-    return decoder(large)
+    return large
 
 
 def decoder(checkpoint: Checkpoint) -> Decoder:

@@ -11,10 +11,12 @@ from typing import Any, Literal
 from pydantic import Field, model_validator
 
 from penjing.compress.data import is_classifier
+from penjing.compress.distill.cache import Answer, TeacherCache
 from penjing.compress.distill.features import AttentionRelations, HiddenStates
-from penjing.compress.distill.networks import identity, load_teacher
+from penjing.compress.distill.networks import check_decoder, decoder, identity, load_teacher
 from penjing.compress.distill.objective import Distillation, DistillWeights, Matcher, Teacher
 from penjing.compress.distill.task import Distilled
+from penjing.core.cache import cache_dir
 from penjing.core.checkpoint import open_checkpoint
 from penjing.core.config import Config
 from penjing.core.errors import ConfigError
@@ -87,11 +89,17 @@ class DistillStep(TrainingStep):
     weights: DistillWeights = DistillWeights()
     relation_heads: int | None = Field(default=None, gt=0)  # of weights.relations; None: as many as fit
     label_smoothing: float = Field(default=0.0, ge=0, lt=1)  # of the cross-entropy
+    cache_top_k: int | None = Field(default=None, gt=0)  # decoders: the teacher answers once, see cache.py
+    cache_folder: Path | None = None  # of all such caches; None: in penjing's cache
 
     @model_validator(mode="after")
     def _fits_kind(self) -> DistillStep:
         if self.kind == "finetune" and (self.weights != DistillWeights() or self.temperature != 1.0):
             raise ValueError("finetune has no teacher: leave out weights and temperature, or write kind = 'distill'")
+        if self.cache_top_k is not None and (self.weights.hidden or self.weights.relations or not self.weights.logits):
+            raise ValueError(
+                "cache_top_k keeps logits alone: set weights.hidden and weights.relations to 0, or drop it"
+            )
         return self
 
 
@@ -119,7 +127,7 @@ def distill_checkpoint(
     names = {"student": student} | ({} if teacher is None else {"teacher": teacher})
 
     def build(task: Task, recipe: RunRecipe) -> Task:
-        return task if teacher is None else _distilled(task, recipe, student, teacher, step)
+        return task if teacher is None else _distilled(task, recipe, student, teacher, step, progress)
 
     return train_checkpoint(student, partial, step, work, progress, build, names)
 
@@ -237,20 +245,20 @@ def _own_task(source: Path, recipe: RunRecipe, progress: Progress) -> Task:
     return LanguageModeling(recipe, config, recipe.data, progress)
 
 
-def _distilled(task: Task, recipe: RunRecipe, student: Path, teacher: Path, step: DistillStep) -> Task:
+def _distilled(
+    task: Task, recipe: RunRecipe, student: Path, teacher: Path, step: DistillStep, progress: Progress
+) -> Task:
     plain = task.objective.evaluation()
     assert isinstance(plain, CrossEntropy)
     plain = CrossEntropy(plain.inputs, step.label_smoothing, plain.accuracy)
+    if step.cache_top_k is not None:
+        return _cached(task, recipe, plain, student, teacher, step, progress)
     model = load_teacher(student, teacher)
-    limit = getattr(getattr(model, "config", None), "max_position_embeddings", None)
-    if isinstance(recipe.data, TextData) and limit is not None and recipe.data.sequence_length > limit:
-        raise ConfigError(
-            f"sequence_length={recipe.data.sequence_length} is longer than the context of {limit} tokens of teacher "
-            f"{teacher}; lower it"
-        )
     small = vision_config(student).model if is_classifier(student) else open_checkpoint(student).config
     large = model.config
     assert isinstance(large, DecoderConfig | ResNetConfig)
+    if isinstance(large, DecoderConfig):
+        _check_context(step, large, teacher)
     matchers: list[tuple[Matcher, float]] = []
     projections = None
     if step.weights.hidden:
@@ -263,6 +271,50 @@ def _distilled(task: Task, recipe: RunRecipe, student: Path, teacher: Path, step
     answers = Teacher(model, plain.inputs, choose_device(recipe.device), recipe.precision.mode, names)
     objective = Distillation(plain, answers, step.weights, step.temperature, tuple(matchers))
     return Distilled(task, objective, recipe.seed, projections)
+
+
+def _cached(
+    task: Task,
+    recipe: RunRecipe,
+    plain: CrossEntropy,
+    student: Path,
+    teacher: Path,
+    step: DistillStep,
+    progress: Progress,
+) -> Task:
+    """Distillation from the teacher's cache, which is filled first where it is not complete."""
+    if not isinstance(task, LanguageModeling) or is_classifier(teacher):
+        raise ConfigError("cache_top_k is for decoders: images are cut anew in every epoch; leave it out")
+    large = check_decoder(student, teacher)
+    _check_context(step, large.config, teacher)
+    assert step.cache_top_k is not None
+    cache = TeacherCache(
+        base=step.cache_folder or cache_dir() / "teacher",
+        teacher=identity(teacher),
+        shards=task.folder,
+        sequence_length=step.sequence_length,
+        document_mask=step.document_mask,
+        top_k=min(step.cache_top_k, large.config.vocab_size),
+        temperature=step.temperature,
+        mode=recipe.precision.mode,
+    )
+    device = choose_device(recipe.device)
+
+    def load() -> Answer:
+        answers = Teacher(decoder(large), plain.inputs, device, recipe.precision.mode)
+        return lambda batch: answers({name: tensor.to(device) for name, tensor in batch.items()})[0]
+
+    cache.fill(load, progress)
+    objective = Distillation(plain, None, step.weights, step.temperature)
+    return Distilled(task, objective, recipe.seed, cache=cache)
+
+
+def _check_context(step: DistillStep, config: DecoderConfig, teacher: Path) -> None:
+    if step.sequence_length > config.max_position_embeddings:
+        raise ConfigError(
+            f"sequence_length={step.sequence_length} is longer than the context of {config.max_position_embeddings} "
+            f"tokens of teacher {teacher}; lower it"
+        )
 
 
 def _claim(work: Path, step: TrainingStep, names: dict[str, Path], progress: Progress) -> None:

@@ -6,11 +6,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
+from penjing.compress.distill.cache import CachedStream, TeacherCache
 from penjing.compress.distill.objective import Distillation
 from penjing.train.data.stream import Stream
+from penjing.train.data.tokens import TokenStream
 from penjing.train.objective import Batch, TaskObjective
 from penjing.train.tasks import Task
 from penjing.train.world import World
@@ -57,12 +60,19 @@ class Distilled(WrappedTask):
     Args:
         projections: makes the parameters that the objective itself trains: part of the run and its checkpoints, never
             of the exported network. None: there are none.
+        cache: what the teacher said of each sample, instead of the teacher.
     """
 
     def __init__(
-        self, task: Task, objective: Distillation, seed: int, projections: Callable[[], nn.Module] | None = None
+        self,
+        task: Task,
+        objective: Distillation,
+        seed: int,
+        projections: Callable[[], nn.Module] | None = None,
+        cache: TeacherCache | None = None,
     ) -> None:
         super().__init__(task)
+        self._cache = cache
         self._seed = seed
         self._projections = projections
         self.objective: TaskObjective = objective
@@ -85,6 +95,19 @@ class Distilled(WrappedTask):
         for weight in projections.parameters():
             (nn.init.eye_ if weight.shape[0] == weight.shape[1] else nn.init.orthogonal_)(weight)
         model.add_module(PROJECTIONS, projections)
+
+    def example(self, micro_batch: int) -> Batch:
+        """See `Task`."""
+        batch = super().example(micro_batch)
+        return batch if self._cache is None else batch | self._cache.read(np.zeros(micro_batch, dtype=np.int64))
+
+    def stream(self, micro_batch: int, world: World) -> Stream:
+        """See `Task`."""
+        stream = super().stream(micro_batch, world)
+        if self._cache is None:
+            return stream
+        assert isinstance(stream, TokenStream)
+        return CachedStream(stream, self._cache)
 
     def export(self, model: nn.Module, folder: Path, created_by: dict[str, Any]) -> None:
         """See `Task`; without the projections."""

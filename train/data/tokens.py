@@ -42,14 +42,15 @@ class TokenStream:
         self._document_mask = document_mask
         self._length = sequence_length
         num_samples = (shards.num_tokens - 1) // sequence_length
+        self.samples = np.empty(0, dtype=np.int64)  # those of the last batch
         self.order = Order(num_samples, batch_size, micro_batch, rank, world_size, seed)
 
     def __iter__(self) -> Iterator[Batch]:
         return self
 
     def __next__(self) -> Batch:
-        _, samples = self.order.next()
-        return _batch(self._shards, samples, self._length, self._document_mask)
+        _, self.samples = self.order.next()
+        return token_batch(self._shards, self.samples, self._length, self._document_mask)
 
     def state_dict(self) -> dict[str, Any]:
         """The position; see `Order`."""
@@ -86,12 +87,13 @@ def held_out_tokens(
     for begin in range(rank * micro_batch, -(-num_samples // per_round) * per_round, per_round):
         samples = np.arange(begin, begin + micro_batch)
         real = samples < num_samples
-        batch = _batch(shards, np.where(real, samples, 0), sequence_length, document_mask)
+        batch = token_batch(shards, np.where(real, samples, 0), sequence_length, document_mask)
         batch["targets"][torch.from_numpy(~real)] = IGNORED
         yield batch
 
 
-def _batch(shards: TokenShards, samples: np.ndarray[Any, Any], length: int, document_mask: bool) -> Batch:
+def token_batch(shards: TokenShards, samples: np.ndarray[Any, Any], length: int, document_mask: bool) -> Batch:
+    """The sequences `samples` as `TokenStream` gives them."""
     rows = torch.from_numpy(np.stack([shards.read(int(sample) * length, length + 1) for sample in samples]))
     batch = {"tokens": rows[:, :-1].contiguous(), "targets": rows[:, 1:].contiguous()}
     if document_mask:
