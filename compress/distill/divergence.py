@@ -1,9 +1,10 @@
 """Kullback-Leibler divergence from a teacher's distribution to a student's, without full-size float32 copies.
 
 Both distributions are softened by a temperature T and the divergence is multiplied by T², so that its gradient keeps
-its size whatever T is (Hinton et al., https://arxiv.org/abs/1503.02531). Rows go through float32 a block at a time, as
-in `train/cross_entropy.py`: at a vocabulary of 49 152 the plain way keeps five arrays of the logits' size, this one
-the two logits and the gradient.
+its size whatever T is (Hinton et al., https://arxiv.org/abs/1503.02531).
+
+Rows go through float32 a block at a time, as in `train/cross_entropy.py`: beside the two logits, the plain way takes
+five arrays of their size (measured at a vocabulary of 49 152), this one the gradient.
 """
 
 from __future__ import annotations
