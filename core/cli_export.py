@@ -58,12 +58,15 @@ def verify(artifact: Artifact, json_file: Json = None) -> None:
 def export(
     artifact: Artifact,
     out: Annotated[Path, typer.Argument(help="The file to write.", show_default=False)],
-    to: Annotated[Literal["onnx"], typer.Option(help="onnx: the Q/DQ file of a classifier.")],
+    to: Annotated[Literal["onnx", "gguf"], typer.Option(help="onnx: of a classifier; gguf: Q8_0 of a decoder.")],
     force: Force = False,
 ) -> None:
-    """Write an artifact in the form that another engine reads; its parity is checked first.
+    """Write an artifact in the form that another engine reads; it is checked first.
 
-    Example: `penjing export build/resnet-fashion-int8 resnet.onnx --to onnx`
+    Examples:
+
+    - `penjing export build/resnet-fashion-int8 resnet.onnx --to onnx`
+    - `penjing export build/smollm2-int8 smollm2.gguf --to gguf` for llama.cpp
     """
     from penjing.compress.export.run import export_artifact
     from penjing.core.progress import progress_bar

@@ -1,0 +1,71 @@
+"""GGUF files of decoder artifacts: the gguf package and our importer read the artifact's own integers back."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+import torch
+
+from penjing.compress.export.gguf import _check, q8_0
+from penjing.core.checkpoint import open_checkpoint
+from penjing.core.cli import _run
+from penjing.core.errors import InputError
+from penjing.core.importer import import_model
+from penjing.core.load import load_model
+from penjing.core.models.config import DecoderConfig
+from penjing.core.tokenizer import Tokenizer
+from tests.conftest import tiny_config
+
+
+def test_integers_are_the_artifact_s_and_the_model_is_the_same(tiny_int8: Path, tmp_path: Path) -> None:
+    out = tmp_path / "model.gguf"
+    assert _run(["export", str(tiny_int8), str(out), "--to", "gguf"]) == 0
+    checkpoint = open_checkpoint(tiny_int8)
+    reader = {tensor.name: tensor for tensor in gguf.GGUFReader(out).tensors}
+    down = reader["blk.1.ffn_down.weight"]
+    assert down.tensor_type == gguf.GGMLQuantizationType.Q8_0
+    stored = checkpoint.get("model.layers.1.mlp.down_proj.weight")
+    blocks = np.array(down.data).reshape(stored.shape[0], -1, 34)
+    assert np.array_equal(blocks[:, :, 2:].reshape(stored.shape).view(np.int8), stored.numpy())
+
+    import_model(str(out), tmp_path / "back")
+    back = open_checkpoint(tmp_path / "back")
+    for name in back.tensor_names:
+        expected = checkpoint.get(name).to(torch.float32)
+        if f"{name}_scale" in checkpoint.tensor_names:
+            expected = expected * checkpoint.get(f"{name}_scale")
+        torch.testing.assert_close(back.get(name), expected, rtol=2**-10, atol=1e-6)
+    text = "The quick brown fox\n  jumps: 1234 <|im_end|>"
+    ids = Tokenizer.from_folder(tiny_int8).encode(text)
+    assert Tokenizer.from_folder(tmp_path / "back").encode(text) == ids
+    tokens = torch.tensor([ids[:24]])
+    with torch.no_grad():
+        ours, theirs = load_model(tiny_int8).model(tokens), load_model(tmp_path / "back").model(tokens)
+    assert (ours - theirs).square().mean().sqrt() < 0.1 * ours.std()  # activations are INT8 in one of them
+
+
+def test_blocks_are_those_of_the_gguf_package() -> None:
+    generator = np.random.default_rng(0)
+    weight = generator.integers(-127, 128, (5, 96)).astype(np.int8)
+    scale = generator.uniform(1e-3, 1e-2, 5).astype(np.float16).astype(np.float32)
+    back = gguf.dequantize(q8_0(weight, scale), gguf.GGMLQuantizationType.Q8_0)
+    assert np.array_equal(back, weight.astype(np.float32) * scale[:, None])
+
+
+def test_what_q8_0_cannot_hold_is_refused(tiny_int8: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(InputError, match="needs a multiple of 32"):
+        q8_0(np.zeros((2, 40), np.int8), np.ones(2, np.float32))
+    with pytest.raises(InputError, match="no normal float16"):
+        q8_0(np.zeros((2, 32), np.int8), np.array([1.0, 1e-9], np.float32))
+    assert _run(["export", str(tiny_int8), str(tmp_path / "x.onnx"), "--to", "onnx"]) == 3
+    assert "onnx is for classifiers" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_network_without_metadata_in_gguf_is_refused_by_field(tmp_path: Path) -> None:
+    config = DecoderConfig.model_validate(tiny_config().model_dump() | {"sliding_window": 8})
+    with pytest.raises(InputError, match="sliding_window=8 is not written"):
+        _check(config, tmp_path)
