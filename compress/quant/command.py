@@ -9,7 +9,6 @@ from typing import Any
 from pydantic import Field
 
 from penjing.compress.data import Calibrate, ImageData, is_classifier, open_data
-from penjing.compress.preflight import megabytes
 from penjing.compress.quant.artifact import ArtifactSettings, quantize_checkpoint
 from penjing.compress.quant.targets import TargetName, resolve
 from penjing.core.config import apply_override, parse_config
@@ -55,7 +54,7 @@ def quantize_to_folder(
         report = quantize_checkpoint(source, partial, settings, data, progress)
     worst = report["parity"][0]["largest"]
     progress.note(
-        f"{out}: {megabytes(report['bytes_fp32'])} → {megabytes(report['bytes_int8'])}, the class of FP32 on "
+        f"{out}: {report['bytes_fp32'] / 1e3:.0f} → {report['bytes_int8'] / 1e3:.0f} kB, the class of FP32 on "
         f"{report['same_class_as_fp32']:.2%} of the calibration images, ONNX Runtime within {worst:.2g} of the "
         f"logits' spread, {time.monotonic() - began:.0f} s"
     )
