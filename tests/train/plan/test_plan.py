@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -18,12 +19,13 @@ from penjing.train.objective import CrossEntropy
 from penjing.train.parallel.config import ParallelConfig
 from penjing.train.plan.cost import step_time
 from penjing.train.plan.hardware import hardware
-from penjing.train.plan.memory import PENJING, TORCHTITAN, Accounting, Run, live_chunks, parallel_memory
+from penjing.train.plan.memory import PENJING, TORCHTITAN, Run, live_chunks, parallel_memory
 from penjing.train.plan.published import published
 from penjing.train.plan.schedules import SCHEDULES, stage_ranks
 from penjing.train.plan.search import search
 from penjing.train.plan.shape import decoder_shape
 from penjing.train.plan.simulate import StageTimes, simulate
+from penjing.train.precision import Precision, PrecisionConfig
 from penjing.train.recipe import TrainRecipe
 from penjing.train.recompute import apply_recompute
 from tests.conftest import tiny_config
@@ -49,25 +51,29 @@ def test_the_mean_error_is_what_the_log_says():
     assert sum(errors) / len(errors) < 0.08
 
 
+@pytest.mark.parametrize("mode", ["fp32", "bf16"])
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
-def test_one_process_needs_what_the_preflight_finds(recompute):
+def test_one_process_needs_what_the_preflight_finds(recompute, mode):
     config = tiny_config(num_hidden_layers=4)
 
     def build():
         model = Decoder(config)
         apply_recompute(model, recompute)
+        Precision(model, PrecisionConfig(mode=mode), torch.device("cpu"))
         return model
 
     found = estimate_memory(
         build, CrossEntropy(), token_batch(16, 64, 0), optimizer="adamw", averaged=False, replicated=False
     )
     run = Run(ParallelConfig(), 1, 16, 1, 64, recompute)
-    predicted = parallel_memory(decoder_shape(config), run, Accounting(kept=4))
+    predicted = parallel_memory(decoder_shape(config), run, PENJING)
     buffers = found.parameters - predicted.parameters
     assert 0 <= buffers < 1024  # the rotary frequencies
     assert (predicted.gradients, predicted.optimizer) == (found.gradients, found.optimizer)
     # the preflight looks at the end of the forward pass; while a block is recomputed, its insides come on top
     working = 0.6 if recompute == "full" else 0.35
+    if (recompute, mode) == ("selective", "bf16"):
+        working = 0.8  # products are kept in two bytes there, four are counted: too much rather than too little
     assert 0.65 < (predicted.activations + predicted.logits) / found.activations < 1 + working
 
 
