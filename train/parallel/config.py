@@ -156,6 +156,9 @@ def _check_decoder(config: ParallelConfig, model: DecoderConfig, dp: int, length
             raise ConfigError(f"parallel.ep={ep} spreads experts, and the model has none; set parallel.ep = 1")
         _divides("ep", ep, "model.moe.num_experts", model.moe.num_experts)
         _divides("ep", ep, "parallel.dp", dp)
+        raise ConfigError(
+            f"parallel.ep={ep}: experts cannot be spread yet; set ep = 1 and share them by parallel.zero = 3"
+        )
 
 
 def _divides(name: str, parts: int, whole_name: str, whole: int) -> None:

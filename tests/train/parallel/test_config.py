@@ -29,6 +29,7 @@ MOE = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
         ({"pp": 2, "stage_layers": (2, 1)}, {}, 2, r"parallel\.stage_layers=\[2, 1\]: 2 numbers of 1 or more"),
         ({"ep": 2}, {}, 2, r"parallel\.ep=2 spreads experts, and the model has none"),
         ({"ep": 4}, {"moe": MOE, "model_type": "mixtral"}, 4, r"parallel\.ep=4 does not divide .*num_experts=6"),
+        ({"ep": 2}, {"moe": MOE, "model_type": "mixtral"}, 2, "experts cannot be spread yet"),
         ({"zero": 3}, {"shared_layers": 2}, 2, "layers that share weights"),
     ],
 )  # fmt: skip

@@ -41,6 +41,14 @@ PACKED: dict[str, dict[str, Any]] = {
     "zero 2 in int8": {"parallel": {"zero": 2, "gradients": "int8"}, "limit": 2e-2, "accumulation": 3},
     "dp 2 by PowerSGD, which begins later": {"parallel": {"dp": 2, "gradients": "powersgd"}},
 }
+# Routing is in float32, and so few tokens leave experts idle in one process or the other.
+_MOE = {"num_experts": 8, "num_experts_per_tok": 1, "moe_intermediate_size": 16}
+EXPERTS: dict[str, dict[str, Any]] = {
+    "zero 3 with experts": {
+        "parallel": {"zero": 3}, "accumulation": 6, "ragged": True,
+        "model": {"moe": _MOE, "model_type": "mixtral", "qk_norm": False},
+    },
+}  # fmt: skip
 # Stopped on one mesh after two steps, resumed on another.
 MOVED: dict[str, dict[str, Any]] = {
     "zero 3 to tp 2": {"saved_by": {"zero": 3}, "parallel": {"tp": 2}, "optimizer": "adamw"},
@@ -91,7 +99,7 @@ EIGHT: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="session")
 def two(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    return run_world(tmp_path_factory.mktemp("two"), 2, variants(TWO) | MOVED | PACKED)
+    return run_world(tmp_path_factory.mktemp("two"), 2, variants(TWO) | MOVED | PACKED | EXPERTS)
 
 
 @pytest.fixture(scope="session")
@@ -119,6 +127,11 @@ def check(result: dict[str, Any], case: dict[str, Any]) -> None:
 @pytest.mark.parametrize("name", variants(TWO))
 def test_two_processes_are_as_one(two: dict[str, Any], name: str) -> None:
     check(dict(two[name]), variants(TWO)[name])
+
+
+@pytest.mark.parametrize("name", EXPERTS)
+def test_idle_experts_do_not_matter(two: dict[str, Any], name: str) -> None:
+    check(dict(two[name]), EXPERTS[name])
 
 
 @pytest.mark.parametrize("name", PACKED)
