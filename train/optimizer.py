@@ -120,8 +120,9 @@ class AveragedWeights:
 
 
 def _loaded(saved: Any, parameter: nn.Parameter) -> torch.Tensor:
-    """What was saved of a parameter's state: spread as the parameter is, unless it is a number."""
-    if not isinstance(parameter, DTensor) or tuple(saved.shape) != tuple(parameter.shape):
+    """What was saved of a parameter's state: spread and laid out in memory as the parameter is, which fused optimisers
+    take for granted, unless it is a number."""
+    if tuple(saved.shape) != tuple(parameter.shape):
         return saved[tuple(slice(0, size) for size in saved.shape)].to(parameter.device)
     tensor = torch.zeros_like(parameter.detach())
     fill(tensor, saved)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from penjing.core.config import load_recipe
 from penjing.core.errors import ConfigError, InputError
@@ -136,3 +138,15 @@ def test_a_ready_classifier_trains_on_with_its_widths_and_normalisation(recipe: 
     other = config.model_copy(update={"image_size": (28, 28)})
     with pytest.raises(InputError, match=r"the model has image size \(28, 28\), the data \(12, 12\)"):
         ImageClassification(ready, other, data, Silent())
+
+
+@pytest.mark.parametrize("width", [4, 8])
+def test_a_resumed_classifier_is_the_one_that_was_not_stopped(recipe: Path, tmp_path: Path, width: int) -> None:
+    settings = ["steps=9", "checkpoint.every=5", "evaluation.every=0", "average=0.9", f"model.width={width}"]
+    train(recipe, [*settings, f"output={tmp_path}/whole"])
+    train(recipe, settings)
+    newest = tmp_path / "out-run/checkpoints/step-000000009"
+    shutil.rmtree(newest)
+    train(recipe, settings, resume="auto", force=True)
+    whole, resumed = (load_file(tmp_path / name / "model.safetensors") for name in ("whole", "out"))
+    assert max((whole[name] - resumed[name]).abs().max() for name in whole) == 0
