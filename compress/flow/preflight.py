@@ -50,10 +50,7 @@ def estimate(recipe: FlowRecipe, planned: list[Planned]) -> Needs:
     passes = sum(_samples(step, size["macs_per"]) * (TRAINING + (step.kind == "distill") * FORWARD) for step in trains)
     evaluated = recipe.evaluate.images
     if size["macs_per"] == "token":
-        passes = sum(
-            _samples(step, size["macs_per"]) * (TRAINING + (step.kind == "distill") * FORWARD) for step in trains
-        )
-    evaluated = recipe.evaluate.prose_tokens + recipe.evaluate.code_tokens
+        evaluated = recipe.evaluate.prose_tokens + recipe.evaluate.code_tokens
     return Needs(
         memory_bytes=weights * (4 + bool(teachers) if trains else 2),
         disk_bytes=len(planned) * size["bytes"] + (4 * weights if trains else 0),
