@@ -185,7 +185,7 @@ def test_a_resumed_run_is_the_same_and_the_biases_are_exported(
     exported = load_model(tmp_path / "out").model
     biases = [module.e_score_correction_bias for module in exported.modules() if isinstance(module, MoE)]
     assert len(biases) == 2
-    assert all(float(bias.detach().abs().max()) >= 0.01 for bias in biases)
+    assert all(float(bias.detach().abs().max()) > 0.009 for bias in biases)
     for step in (6, 8):
         shutil.rmtree(tmp_path / "out-run" / "checkpoints" / f"step-{step:09d}")
     train(path, resume="auto")

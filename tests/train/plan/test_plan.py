@@ -149,7 +149,7 @@ def test_a_large_model_is_split_and_a_small_one_is_not():
     assert found.best[0].run.dp == 8
 
 
-def test_experts_are_spread():
+def test_meshes_that_training_refuses_are_counted_and_not_proposed():
     moe = [
         "model.moe.num_experts=64",
         "model.moe.moe_intermediate_size=2048",
@@ -157,7 +157,8 @@ def test_experts_are_spread():
     ]
     model = load_recipe(TrainRecipe, RECIPES / "decoder-moe-tiny.toml", [*moe, "model.hidden_size=2048"]).model
     found = search(model, hardware("h100"), gpus=16, memory=80 * 2**30, gpus_per_node=8, batch_size=64, length=4096)  # type: ignore[arg-type]
-    assert {candidate.run.parallel.ep for candidate in found.best} > {1}
+    assert {candidate.run.parallel.ep for candidate in found.best} == {1}
+    assert found.rejected["impossible: parallel.ep"] > 0
 
 
 @pytest.mark.parametrize(
