@@ -32,11 +32,13 @@ install: $(STAMP) ## make the environment (.venv)
 demo: $(STAMP) ## import SmolLM2-135M, compress it to INT8, serve it from Triton server, stream answers
 	$(BIN)/python recipes/demo.py
 
-test: $(STAMP) ## the tests (two processes)
-	$(PYTEST) -n 2 --dist loadgroup
+test: $(STAMP) ## the tests (two processes; then, alone, those that time a real server)
+	$(PYTEST) -n 2 --dist loadgroup --ignore tests/serve/triton
+	$(PYTEST) tests/serve/triton
 
 test-full: $(STAMP) ## the tests with their long variants
-	$(PYTEST) -n 2 --dist loadgroup -m ""
+	$(PYTEST) -n 2 --dist loadgroup -m "" --ignore tests/serve/triton
+	$(PYTEST) -m "" tests/serve/triton
 
 sanitize: $(STAMP) ## the C++ kernels' tests under Address-, UndefinedBehavior- and ThreadSanitizer
 	PYTHON=$(BIN)/python bash tests/kernels/sanitize.sh

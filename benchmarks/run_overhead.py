@@ -97,10 +97,12 @@ def measure_in_process(artifact: Path) -> dict[str, float]:
     from penjing.serve.config import EngineConfig
     from penjing.serve.engine import LLMEngine
     from penjing.serve.request import Request, SamplingParams
+    from penjing.serve.runner import Runner
 
     torch.empty(1)
     before = resident_bytes()
     engine = LLMEngine.from_folder(artifact, EngineConfig(enable_prefix_caching=False, max_num_sequences=16))
+    assert isinstance(engine.runner, Runner)  # the CPU's
     fused = engine.runner.fused
     if fused is None:
         raise SetupError("the C++ extension is not built; there is nothing to compare with")

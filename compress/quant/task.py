@@ -32,7 +32,8 @@ class QuantizedTask:
         self, task: Task, source: Path, target: TargetName, settings: QuantizeSettings, data: ImageData, freeze_at: int
     ) -> None:
         self._task, self._source, self._data = task, source, data
-        self._target, self._settings = target, settings
+        self._target: TargetName = target
+        self._settings = settings
         self._freeze_at = freeze_at
         self.unit = task.unit
         self.objective: TaskObjective = task.objective
