@@ -149,7 +149,7 @@ def compare(case: dict[str, Any], rank: int, size: int) -> dict[str, Any]:
     world = form_mesh(World(rank, size), ParallelConfig(**case["parallel"]), Silent())  # type: ignore[arg-type]
     if "saved_by" in case:
         saving = form_mesh(World(rank, size), ParallelConfig(**case["saved_by"]), Silent())  # type: ignore[arg-type]
-        folder = Path(os.environ["FOLDER"]) / case["folder"]
+        folder = Path(os.environ["FOLDER"]) / f"{case['folder']}-{'float64' if case.get('double') else 'float32'}"
         train(case, saving, ShardedCheckpoints(folder, 3, saving), stop=True)
         here = train(case, world, ShardedCheckpoints(folder, 3, world), resume=True)
         for key in ("losses", "norms", "gradients"):
