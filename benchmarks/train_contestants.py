@@ -20,7 +20,7 @@ from penjing.train.data.shards import ShardIndex, ShardWriter, TokenShards, writ
 from penjing.train.data.stream import Stream
 from penjing.train.data.tokens import TokenStream
 from penjing.train.gradients import ClipConfig, GradientNorms
-from penjing.train.language import initialize_decoder
+from penjing.train.initial import decoder_weights, fill_weights
 from penjing.train.loop import Trainer
 from penjing.train.objective import CrossEntropy
 from penjing.train.optimizer import OptimizerConfig, build_optimizer
@@ -44,10 +44,9 @@ class DecoderBench:
         self.device = device or torch.device("cpu")
 
     def model(self) -> Decoder:
-        """The decoder, initialised the same each time."""
-        torch.manual_seed(0)
+        """The decoder, with the same weights each time."""
         model = Decoder(self.config)
-        initialize_decoder(model, 0.02, self.config.num_hidden_layers)
+        fill_weights(model, decoder_weights(0.02, self.config.num_hidden_layers, seed=0))
         return model.to(self.device)
 
     def transformers_model(self) -> nn.Module:

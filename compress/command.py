@@ -6,18 +6,26 @@ from pathlib import Path
 
 from penjing.core.config import read_recipe
 from penjing.core.progress import Progress
+from penjing.core.text_tokenizer import is_encoder
 
 
 def compress_recipe(recipe: Path, overrides: list[str], *, out: Path | None, force: bool, progress: Progress) -> Path:
-    """Run a recipe: one with `[[steps]]` step by step (`flow.run`), any other into an INT8 artifact (`pipeline`).
+    """Run a recipe: one with `[[steps]]` step by step (`flow.run`), any other into an INT8 artifact: of a text
+    encoder (`encoder.run`) or of a decoder (`pipeline`).
 
     Raises:
         PenjingError: as these say.
     """
-    if "steps" in read_recipe(recipe, overrides):
+    values = read_recipe(recipe, overrides)
+    if "steps" in values:
         from penjing.compress.flow.run import compress_steps
 
         return compress_steps(recipe, overrides, out=out, force=force, progress=progress)
+    model = values.get("model")
+    if isinstance(model, str) and (Path(model) / "config.json").is_file() and is_encoder(Path(model)):
+        from penjing.compress.encoder.run import compress_encoder
+
+        return compress_encoder(recipe, overrides, out=out, force=force, progress=progress)
     from penjing.compress.pipeline import compress
 
     return compress(recipe, overrides, out=out, force=force, progress=progress)

@@ -14,6 +14,7 @@ from penjing.compress.report_schema import Report, Stage, read_report
 from penjing.compress.report_text import loss_text, quality_text
 from penjing.core.errors import InputError
 from penjing.core.files import atomic_write_text
+from penjing.core.progress import error_console
 
 TEMPLATE = """<div class="figures">{{ figures | join }}</div>
 <div class="wide"><table><tr>{% for name in columns %}<th>{{ name }}</th>{% endfor %}</tr>
@@ -138,17 +139,15 @@ def table(runs: Sequence[Run]) -> tuple[list[str], list[list[str]]]:
 
 def print_comparison(runs: Sequence[Run]) -> None:
     """The table on standard error."""
-    from rich.console import Console
     from rich.table import Table
-    from rich.text import Text
 
     columns, rows = table(runs)
     shown = Table(box=None, pad_edge=False)
     for place, column in enumerate(columns):
         shown.add_column(column, justify="left" if place < 2 else "right", overflow="fold")
     for row in rows:
-        shown.add_row(*map(Text, row))
-    console = Console(stderr=True, width=None if sys.stderr.isatty() else WIDTH)
+        shown.add_row(*row)
+    console = error_console(width=None if sys.stderr.isatty() else WIDTH)
     console.print(shown)
     console.print(NOTE, style="dim")
 

@@ -26,8 +26,10 @@ from penjing.core.manifest import read_json_object
 from penjing.core.progress import Progress
 from penjing.core.tokenizer import Tokenizer
 from penjing.core.vision_checkpoint import VisionConfig, vision_config
+from penjing.train.cross_entropy import cross_entropy_sum
 from penjing.train.data.fashion import load_fashion
 from penjing.train.data.images import ImageSet, normalise
+from penjing.train.objective import IGNORED
 
 
 class Calibrate(Config):
@@ -54,7 +56,7 @@ class CompressData(Protocol):
         ...
 
     def losses(self, model: nn.Module) -> Iterator[Tensor]:
-        """The network's mean cross-entropy on each batch, with a graph: call `backward` before the next one."""
+        """The network's mean cross-entropy on a few samples each, with a graph: call `backward` before the next one."""
         ...
 
 
@@ -82,7 +84,7 @@ class ImageData:
 
 @dataclass(frozen=True)
 class TokenData:
-    """Windows of text (W, T) int64; the loss is that of each next token."""
+    """Windows of text (W, T) int64; the loss is that of each next token, a window at a time: logits are large."""
 
     windows: Tensor
     batch: int
@@ -94,9 +96,10 @@ class TokenData:
 
     def losses(self, model: nn.Module) -> Iterator[Tensor]:
         """See `CompressData`."""
-        for (tokens_BT,) in self.inputs():
-            logits_BTV = model(tokens_BT)
-            yield F.cross_entropy(logits_BTV[:, :-1].flatten(0, 1), tokens_BT[:, 1:].flatten())
+        for tokens_1T in self.windows.split(1):
+            logits_TV = model(tokens_1T)[0]
+            targets_T = torch.cat([tokens_1T[0, 1:], torch.tensor([IGNORED])])
+            yield cross_entropy_sum(logits_TV, targets_T, ignored=IGNORED) / (len(targets_T) - 1)
 
 
 def is_classifier(folder: Path) -> bool:

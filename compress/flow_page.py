@@ -13,7 +13,7 @@ from penjing.compress.report_text import loss_text, quality_text
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-    from penjing.compress.report_schema import Report, Stage
+    from penjing.compress.report_schema import LayerError, Report, Stage
 
 MOST_BARS = 60  # more layers than this cannot be told apart: those that changed are shown
 
@@ -57,6 +57,26 @@ interval; less than zero is a gain. MACs: multiply-accumulates for one {{ "image
 {% if hidden_layers %}{{ hidden_layers }} layers that did not change, or changed as another one did, are left out.
 {% endif %}After whole layers were dropped, the others are numbered anew.</p>
 {% endif %}
+{% if quantized %}
+<h2>INT8</h2>
+<p>For {{ quantized.target }}: activations in {{ quantized.formats.activations }}, weights in
+{{ quantized.formats.weights }}, {{ "%.2f" | format(quantized.effective_bits) }} bits a weight on average,
+{{ quantized.training_steps }} steps of training. On {{ "%.2f %%" | format(100 * quantized.same_class_as_fp32) }} of the
+calibration images it chooses the class of the network before it was quantized.</p>
+{{ figures.errors }}
+<p>‖y − ŷ‖ / ‖y‖ of each layer, given the same input, its own weight and activations rounded; and of the weight
+alone.</p>
+<div class="wide"><table><tr><th>layer</th><th>weight</th><th>output error</th><th>weight error</th></tr>
+{% for row in quantized.layers %}<tr><td><code>{{ row.name }}</code></td><td>{{ row.format }}</td>
+<td>{{ "%.2f %%" | format(100 * row.output) }}</td><td>{{ "%.2f %%" | format(100 * row.weight) }}</td></tr>
+{% endfor %}</table></div>
+<table><tr><th>parity between</th><th>largest</th><th>mean</th><th>same class</th></tr>
+{% for row in quantized.parity %}<tr><td>{{ row.between | join(", ") }}</td><td>{{ "%.3g" | format(row.largest) }}</td>
+<td>{{ "%.3g" | format(row.mean) }}</td><td>{{ "%.2f %%" | format(100 * row.same_class) }}</td></tr>
+{% endfor %}{% for name, reason in quantized.parity_unmeasured.items() %}<tr><td>{{ name }}</td>
+<td colspan="3">not measured: {{ reason }}</td></tr>{% endfor %}</table>
+<p>Differences of logits in units of how much they vary between images.</p>
+{% endif %}
 {% if report.decisions %}
 <h2>Decisions of the guard</h2>
 <div class="wide"><table><tr><th>after</th><th>attempt</th><th>loss</th><th>95 %</th><th>budget</th><th></th>
@@ -86,15 +106,18 @@ def flow_page(report: Report) -> str:
     cases = list(dict.fromkeys(case for stage in report.stages for case in stage.by_case()))
     speed, label = speed_points(report.stages)
     size = [Point(stage.name, stage.size.bytes / 1e6, stage.quality) for stage in report.stages]
+    quantized = last.quantized()
     figures = {
         "bytes": figure(lambda axes: draw_pareto(axes, size, "weights, MB"), 4.6, 3.4),
         "speed": figure(lambda axes: draw_pareto(axes, speed, label), 4.6, 3.4) if speed else "",
         "widths": figure(lambda axes: _draw_widths(axes, before, after), 9.5, 3.8) if before else "",
+        "errors": figure(lambda axes: _draw_errors(axes, quantized.layers), 9.5, 3.4) if quantized else "",
     }
     values = {
         "report": report,
         "first": first,
         "last": last,
+        "quantized": quantized,
         "figures": figures,
         "cases": cases,
         "rounds": max((row.runs for stage in report.stages for row in stage.latency), default=0),
@@ -140,6 +163,16 @@ def changed_widths(before: dict[str, int], after: dict[str, int]) -> tuple[dict[
         seen.append(pairs)
         shown += names
     return {name: before[name] for name in shown}, after, len(before) - len(shown)
+
+
+def _draw_errors(axes: Axes, layers: Sequence[LayerError]) -> None:
+    places = range(len(layers))
+    axes.bar(places, [100 * row.output for row in layers], color=AFTER, width=0.8, label="output")
+    axes.plot(places, [100 * row.weight for row in layers], "_", color=BEFORE, label="weight")
+    axes.set_xticks(places, [row.name for row in layers], rotation=90, fontsize=7 if len(layers) <= MOST_BARS else 5)
+    axes.set_ylabel("error, %")
+    axes.margins(x=0.01)
+    axes.legend(frameon=False, fontsize=8)
 
 
 def _draw_widths(axes: Axes, before: dict[str, int], after: dict[str, int]) -> None:

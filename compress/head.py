@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from penjing.compress.layer import Rotations, quantized_tensors
-from penjing.compress.quantize import ROWS_AT_ONCE, ErrorMeter, LinearError, QuantizedWeight, quantize_per_channel
+from penjing.compress.layer import ERROR_ROWS, Rotations, quantized_tensors, weight_rule
+from penjing.compress.quantize import ROWS_AT_ONCE, ErrorMeter, LinearError, QuantizedWeight
 from penjing.compress.recipe import Recipe
 from penjing.compress.rotate import rotate_input
 from penjing.compress.smoothquant import channel_magnitude, input_magnitude, smoothing_scale
@@ -88,11 +88,12 @@ def compress_head(
         for start in starts:
             kept_VE[start : start + ROWS_AT_ONCE] = rows(start) * scale_E
         return CompressedHead(tensors | {HEAD: kept_VE}, None)
-    meter, blocks = ErrorMeter(), []
+    meter, blocks, rule = ErrorMeter(), [], weight_rule(recipe, x_ME / scale_E)
+    few_ME = x_ME[:: max(1, len(x_ME) // ERROR_ROWS)] / scale_E
     for start in starts:
         rows_RE = rows(start) * scale_E
-        blocks.append(quantize_per_channel(rows_RE))
-        meter.add(rows_RE, blocks[-1], x_ME / scale_E)
+        blocks.append(rule(rows_RE))
+        meter.add(rows_RE, blocks[-1], few_ME)
     quantized = QuantizedWeight(
         torch.cat([block.weight_NK for block in blocks]), torch.cat([block.scale_N1 for block in blocks])
     )

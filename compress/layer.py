@@ -2,18 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from penjing.compress.quantize import LinearError, QuantizedWeight, linear_error, quantize_per_channel
+from penjing.compress.compensate import error_spread, quantize_compensated
+from penjing.compress.quantize import (
+    LinearError,
+    QuantizedWeight,
+    fake_quantize_activation,
+    linear_error,
+    quantize_per_channel,
+)
 from penjing.compress.recipe import Recipe
 from penjing.compress.rotate import rotate_layer, rotation_matrix
-from penjing.compress.smoothquant import smooth_linears
+from penjing.compress.smooth_search import Search
+from penjing.compress.smoothquant import FindScale, by_alpha, smooth_linears
 from penjing.compress.stream import LayerStream, Weights
+from penjing.core.errors import InputError
+from penjing.kernels.rounding import INT8_LIMIT
 
-SAMPLE_ROWS = 512  # calibration tokens whose activations are kept, for smoothing scales and output errors
+SAMPLE_ROWS = 4096  # calibration tokens whose activations are kept while their layer is done
+ERROR_ROWS = 512  # of them, for output errors
 # Linear layers that read the same activations, by the first of them.
 SAME_INPUT = {
     "self_attn.q_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
@@ -40,6 +52,39 @@ class Activations:
     def samples(self) -> dict[str, Tensor]:
         """Group → (M, K) float32."""
         return {name: torch.cat(rows) for name, rows in self._rows.items()}
+
+    def rows_of(self, hidden_WTE: Tensor) -> Tensor:
+        """(M, E) the hidden states of the tokens that are kept."""
+        step = max(1, hidden_WTE.shape[1] // self._rows_per_window)
+        return hidden_WTE[:, step // 2 :: step].flatten(0, 1)
+
+
+class LargestKV:
+    """The largest keys and values of a layer, for one static scale each (compressed-tensors' kv_cache_scheme)."""
+
+    def __init__(self) -> None:
+        self._key, self._value_CD = torch.zeros(()), torch.zeros(())
+
+    def observe(self, k: Tensor, v: Tensor) -> None:
+        """Take in one window's keys and values (1, T, KV, D)."""
+        self._key = torch.maximum(self._key, k.abs().amax())
+        self._value_CD = torch.maximum(self._value_CD, v.abs().flatten(0, -3).amax(dim=0))
+
+    def scales(self, divided_K: Tensor | None) -> Weights:
+        """`self_attn.k_scale` and `v_scale`, (1,) float32; 1 where all is zero.
+
+        Args:
+            divided_K: (H·D,) what smoothing divides the input of o_proj by: the values, that is.
+        """
+        value_CD = self._value_CD
+        if divided_K is not None:  # the query heads of a value head share its scales
+            num_heads, head_dim = value_CD.shape
+            value_CD = value_CD / divided_K.view(num_heads, -1, head_dim)[:, 0]
+        found = {}
+        for name, largest in (("k_scale", self._key), ("v_scale", value_CD.amax())):
+            scale = largest.to(torch.float32).view(1) / INT8_LIMIT
+            found[f"self_attn.{name}"] = scale.masked_fill(scale == 0, 1.0)
+        return found
 
 
 @dataclass(frozen=True)
@@ -74,20 +119,52 @@ def compress_layer(
     if rotations is not None:
         rotate_layer(weights, stream.config, rotations.residual_EE, rotations.head_DD)
     seen = Activations(num_windows=hidden_WTE.shape[0])
-    stream.run(stream.float_layer(layer, weights), hidden_WTE, seen.observe)
+    largest = LargestKV()
+    stream.run(stream.float_layer(layer, weights), hidden_WTE, seen.observe, largest.observe)
     samples = seen.samples()
-    scales = smooth_linears(weights, samples, stream.config, recipe.transform)
+    _check_finite(samples, layer)
+    scales = smooth_linears(weights, samples, stream.config, recipe.transform, _rule(recipe, seen.rows_of(hidden_WTE)))
 
     tensors, errors = dict(weights), {}
     for group, linears in SAME_INPUT.items():
+        quantized_here = [name for name in linears if not recipe.quantize.keeps(f"model.layers.{layer}.{name}")]
+        if not quantized_here:
+            continue
         x_MK = samples[group] / scales[group] if group in scales else samples[group]
-        for linear in linears:
-            if recipe.quantize.keeps(f"model.layers.{layer}.{linear}"):
-                continue
-            quantized = quantize_per_channel(weights[f"{linear}.weight"])
-            errors[linear] = linear_error(weights[f"{linear}.weight"], quantized, x_MK)
+        rule = weight_rule(recipe, x_MK)
+        for linear in quantized_here:
+            quantized = rule(weights[f"{linear}.weight"])
+            few_MK = x_MK[:: max(1, len(x_MK) // ERROR_ROWS)]
+            errors[linear] = linear_error(weights[f"{linear}.weight"], quantized, few_MK)
             tensors |= quantized_tensors(linear, quantized)
+    if recipe.quantize.kv_cache == "int8":
+        tensors |= largest.scales(scales.get("self_attn.o_proj"))
     return CompressedLayer(tensors, errors)
+
+
+def weight_rule(recipe: Recipe, x_MK: Tensor) -> Callable[[Tensor], QuantizedWeight]:
+    """How the recipe rounds the weights that read the activations `x_MK`."""
+    if recipe.quantize.rounding == "nearest":
+        return quantize_per_channel
+    spread_KK = error_spread(fake_quantize_activation(x_MK))
+    return lambda weight_NK: quantize_compensated(weight_NK, spread_KK)
+
+
+def _rule(recipe: Recipe, hidden_ME: Tensor) -> FindScale:
+    """How the recipe finds smoothing scales; an error counts by the size of the residual stream that it is added to."""
+    if recipe.transform.search_steps == 0:
+        return by_alpha
+    token_M = 1 / hidden_ME.square().mean(dim=1).clamp(min=torch.finfo(torch.float32).tiny)
+    return Search(token_M / token_M.mean(), recipe.transform.search_steps)
+
+
+def _check_finite(samples: dict[str, Tensor], layer: int) -> None:
+    for group, x_MK in samples.items():
+        if bad := int((~torch.isfinite(x_MK)).any(dim=1).sum()):
+            raise InputError(
+                f"model.layers.{layer}.{group}: its input is NaN or infinite for {bad} of {len(x_MK)} calibration "
+                "tokens; the weights are finite, so the model overflows: it is damaged, or its training diverged"
+            )
 
 
 def quantized_tensors(module: str, quantized: QuantizedWeight) -> Weights:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Literal
 
@@ -15,6 +15,7 @@ from penjing.compress.stream import HEAD, LayerStream
 from penjing.core.artifact import FAKE_QUANTIZED, INT8_RUNTIME, Parity, ParityDifference, ParityInput, ParityOutput
 from penjing.core.artifact import logprob_difference as compare_logprobs
 from penjing.core.checkpoint import Checkpoint, open_checkpoint
+from penjing.core.errors import InputError
 from penjing.core.load import load_model
 from penjing.core.models.decoder import Decoder
 from penjing.core.progress import Progress, Silent
@@ -24,6 +25,7 @@ PROMPTS = (
     "def fibonacci(n):\n    ",
     "Once upon a time, in a small village by the sea, there lived",
 )
+LAYER_BOUND = 0.05  # mean difference of a layer's output, of the hidden state's root mean square
 CONTINUATION = 12  # greedy tokens a prompt
 
 
@@ -100,12 +102,8 @@ def fake_quantized_logits(
     stream = LayerStream(checkpoint)
     hidden_WTE = stream.embed(windows_WT)
     for layer in range(stream.config.num_hidden_layers):
-
-        def rounded(name: str, x: Tensor, prefix: str = f"model.layers.{layer}.") -> Tensor | None:
-            return fake_quantize_activation(x) if stream.is_int8(prefix + name) else None
-
         before_WTE = hidden_WTE.clone()
-        stream.run(stream.float_layer(layer, stream.weights(layer)), hidden_WTE, rounded)
+        run_fake_quantized(stream, layer, (hidden_WTE,))
         if each_layer is not None:
             each_layer(layer, before_WTE, hidden_WTE)
     x_WTE = stream.final_norm(hidden_WTE)
@@ -116,6 +114,31 @@ def fake_quantized_logits(
     x_WTE = fake_quantize_activation(x_WTE)
     blocks = zip(head_VE.split(ROWS_AT_ONCE), scale_V1.split(ROWS_AT_ONCE), strict=True)
     return torch.cat([F.linear(x_WTE, QuantizedWeight(*block).dequantize()) for block in blocks], dim=-1)
+
+
+def run_fake_quantized(stream: LayerStream, layer: int, hidden: Iterable[Tensor]) -> None:
+    """Send each of `hidden`, (W, T, E) float32, through a layer whose weights and activations are rounded, in place."""
+
+    def rounded(name: str, x: Tensor) -> Tensor | None:
+        return fake_quantize_activation(x) if stream.is_int8(f"model.layers.{layer}.{name}") else None
+
+    module = stream.float_layer(layer, stream.weights(layer))
+    for hidden_WTE in hidden:
+        stream.run(module, hidden_WTE, rounded)
+
+
+def check_parity(parity: Parity) -> None:
+    """The gate of a decoder's artifact: what each layer does with the same input.
+
+    Raises:
+        InputError: the INT8 runtime differs from the fake-quantized model by more than LAYER_BOUND.
+    """
+    layers = next(each for each in parity.differences if each.quantity == "layer_outputs")
+    if not layers.mean <= LAYER_BOUND:  # NaN fails too
+        raise InputError(
+            f"parity: the INT8 runtime's layers differ from the fake-quantized ones by {layers.mean:.3g} of their "
+            f"inputs' size on average, the bound is {LAYER_BOUND}; see 'penjing info' for the kernels that run here"
+        )
 
 
 def _continue_greedily(model: Decoder, ids: list[int]) -> list[int]:

@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
+from penjing.compress.bits_budget import kept_by_budget
 from penjing.compress.head import compress_embedding, compress_head, embed_for_calibration, unties
 from penjing.compress.layer import SAMPLE_ROWS, Rotations, compress_layer
 from penjing.compress.parity import PROMPTS, measure_parity
@@ -39,13 +40,13 @@ from penjing.core.artifact import (
 )
 from penjing.core.checkpoint import open_checkpoint, save_checkpoint
 from penjing.core.config import load_recipe
-from penjing.core.corpus import calibration_tokens
+from penjing.core.corpus import calibration_windows
 from penjing.core.files import atomic_write_text, publish_folder
 from penjing.core.manifest import MANIFEST_NAME, write_manifest
 from penjing.core.progress import Progress, Silent
 from penjing.core.tokenizer import Tokenizer
 
-SCHEMA = "1"  # raise when the artifact made from the same recipe and input changes
+SCHEMA = "2"  # raise when the artifact made from the same recipe and input changes
 
 
 def compress(
@@ -78,6 +79,7 @@ def compress(
         recipe = recipe.model_copy(update={"output": out})
     checkpoint = open_checkpoint(recipe.model)
     check_model(checkpoint)
+    recipe = kept_by_budget(recipe)
     check_recipe(recipe, checkpoint.config)
     key = run_key(recipe, input_hashes(checkpoint), f"{version('penjing')}/{SCHEMA}")
     if already_made(recipe.output, key, force, open_artifact, progress):
@@ -93,6 +95,17 @@ def compress(
     return recipe.output
 
 
+def make_weights(recipe: Recipe, work: WorkFolder, progress: Progress) -> tuple[Path, list[StepRecord]]:
+    """Transform and quantize without measuring anything: a checkpoint folder inside the work folder, and its steps.
+
+    It is an artifact without its records; a floating checkpoint where the recipe keeps every layer. A killed run goes
+    on at its last complete step.
+    """
+    stream = LayerStream(open_checkpoint(recipe.model))
+    records = _Run(recipe, stream, work, progress).make()
+    return work.path / "artifact", records
+
+
 class _Run:
     """The steps of one run, in order."""
 
@@ -104,19 +117,24 @@ class _Run:
         self._hidden_WTE: Tensor | None = None  # of the calibration text, after the last layer that this run did
 
     def all_steps(self, command: str, force: bool) -> None:
-        num_layers = self.config.num_hidden_layers
-        records = {name: self.work.run(name, step) for name, step in (("check", self._check), ("fp32", self._fp32))}
+        check = self.work.run("check", self._check)
+        before = self.work.run("fp32", self._fp32)
+        made = self.make()
+        after = [self.work.run(name, step) for name, step in (("int8", self._int8), ("parity", self._parity))]
+        self._publish(command, [check, before, *made, *after], force)
+
+    def make(self) -> list[StepRecord]:
+        """The weights of the artifact, in the folder `artifact` of the work folder."""
+        num_layers, records = self.config.num_hidden_layers, []
         self.progress.start("compressing layers", num_layers)
         for layer in range(num_layers):
             name = _layer_name(layer)
-            records[name] = self.work.run(name, lambda layer=layer: self._layer(layer))
+            records.append(self.work.run(name, lambda layer=layer: self._layer(layer)))
             if layer:
                 self.work.discard(_hidden_name(layer - 1))
             self.progress.advance()
-        last = (("head", self._head), ("assemble", self._assemble), ("int8", self._int8), ("parity", self._parity))
-        for name, step in last:
-            records[name] = self.work.run(name, step)
-        self._publish(command, list(records.values()), force)
+        records += [self.work.run(name, step) for name, step in (("head", self._head), ("assemble", self._assemble))]
+        return records
 
     def _check(self) -> dict[str, Any]:
         check_finite(self.stream.checkpoint, self.progress)
@@ -140,8 +158,8 @@ class _Run:
         if layer >= 0:
             return self.work.load(_hidden_name(layer))["hidden"]
         calibration = self.recipe.calibration
-        tokens = calibration_tokens(self.tokenizer, calibration.num_tokens)
-        return embed_for_calibration(self.stream, self.rotations, tokens.view(-1, calibration.window))
+        windows = calibration_windows(self.tokenizer, calibration.num_tokens, calibration.window, calibration.code)
+        return embed_for_calibration(self.stream, self.rotations, windows)
 
     def _head(self) -> dict[str, Any]:
         self.progress.start("compressing the head", 1)
@@ -157,16 +175,19 @@ class _Run:
         folder = self.work.path / "artifact"
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir()
-        keep = [name for name in linear_modules(self.config) if self.recipe.quantize.keeps(name)]
+        linears = linear_modules(self.config)
+        keep = [name for name in linears if self.recipe.quantize.keeps(name)]
+        kv_scales = self.recipe.quantize.kv_cache == "int8"
+        quantized = {} if keep == linears else {"quantization_config": quantization_config(keep, kv_scales=kv_scales)}
         tied = self.config.tie_word_embeddings and not unties(self.recipe)
         total = save_checkpoint(
             folder,
             self.config.model_copy(update={"tie_word_embeddings": tied}),
             self._tensors(),
             tokenizer_from=self.recipe.model,
-            extra_config={"quantization_config": quantization_config(keep)},
+            extra_config=quantized,
         )
-        write_manifest(folder, "artifact", {"command": "penjing compress"})
+        write_manifest(folder, "artifact" if quantized else "checkpoint", {"command": "penjing compress"})
         return {"bytes": total}
 
     def _tensors(self) -> Iterator[tuple[str, Tensor]]:

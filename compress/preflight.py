@@ -197,5 +197,7 @@ def preflight(recipe: Recipe, plan: Plan, work: Path, progress: Progress) -> Non
 
 
 def megabytes(count: int) -> str:
-    """Bytes for people: "538 MB", "14.2 GB"."""
+    """Bytes for people: "1.23 MB", "538 MB", "14.2 GB"."""
+    if 10**4 <= count < 10**7:
+        return f"{count / 1e6:.2f} MB"
     return f"{count / 1e9:.1f} GB" if count >= 10**10 else f"{count / 1e6:.0f} MB"

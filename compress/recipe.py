@@ -21,6 +21,7 @@ class Transform(Config):
     smooth_norm: float = Field(default=0.0, ge=0, le=1)  # norm → q, k, v and gate, up; last norm → head
     smooth_down: float = Field(default=0.6, ge=0, le=1)  # up_proj → down_proj
     smooth_output: float = Field(default=0.6, ge=0, le=1)  # v_proj → o_proj
+    search_steps: int = Field(default=60, ge=0, le=10_000)  # for each channel's scale (smooth_search.py); 0: the alphas
 
 
 class Quantize(Config):
@@ -28,7 +29,19 @@ class Quantize(Config):
 
     lm_head: Literal["int8", "keep"] = "int8"
     embedding_dtype: Literal["float32", "bfloat16", "float16"] = "float16"  # also of a head that is kept
+    rounding: Literal["compensated", "nearest"] = "compensated"  # of weights, see compensate.py
+    kv_cache: Literal["none", "int8"] = "none"  # int8: also store a calibrated scale of keys and values for each layer
+    effective_bits: float | None = Field(
+        default=None, ge=8, le=32
+    )  # a weight, on average: the most sensitive stay float
+    sensitivity: Path | None = None  # what `penjing compress sensitivity --bits` made, for effective_bits
     keep: tuple[str, ...] = ()  # shell patterns of module names, such as "*.down_proj" or "model.layers.0.*"
+
+    @model_validator(mode="after")
+    def _budget(self) -> Quantize:
+        if (self.effective_bits is None) != (self.sensitivity is None):
+            raise ValueError("effective_bits and sensitivity go together: a budget, and whom to spend it on")
+        return self
 
     def keeps(self, module: str) -> bool:
         """Whether the linear layer `module` stays in floating point."""
@@ -38,10 +51,14 @@ class Quantize(Config):
 
 
 class Calibration(Config):
-    """Text that shows which activation channels are large; never text that is evaluated on."""
+    """Text that shows which activation channels are large; never text that is evaluated on.
+
+    `code`: share of the windows that are source code, the others are prose.
+    """
 
     num_tokens: int = Field(default=4096, ge=64)
     window: int = Field(default=512, ge=16)
+    code: float = Field(default=0.5, ge=0, le=1)
 
     @model_validator(mode="after")
     def _whole_windows(self) -> Calibration:
@@ -86,9 +103,9 @@ def run_key(recipe: Recipe, input_hashes: dict[str, str], code_version: str) -> 
     return hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()
 
 
-def recipe_toml(recipe: Recipe) -> str:
-    """The recipe with every default and override written out, as TOML that `penjing compress` reads again."""
-    values = recipe.model_dump(mode="json")
+def recipe_toml(recipe: Config) -> str:
+    """A recipe without steps, every default and override written out, as TOML that `penjing compress` reads again."""
+    values = recipe.model_dump(mode="json", exclude_none=True)
     lines = [f"{key} = {_toml(value)}" for key, value in values.items() if not isinstance(value, dict)]
     for section, content in values.items():
         if isinstance(content, dict):

@@ -50,6 +50,37 @@ class Latency(_Read):
     runs: int = Field(ge=1)
 
 
+class LayerError(_Read):
+    """Relative root-mean-square errors of a quantized layer's weight and of its outputs; see `quant.errors`."""
+
+    name: str
+    format: str
+    weight: float = Field(ge=0)
+    output: float = Field(ge=0)
+
+
+class ParityRow(_Read):
+    """How far two implementations are apart; see `LogitDifference`."""
+
+    between: tuple[str, str]
+    largest: float = Field(ge=0)
+    mean: float = Field(ge=0)
+    same_class: float = Field(ge=0, le=1)
+
+
+class Quantized(_Read):
+    """What a quantize step recorded."""
+
+    target: str
+    formats: dict[str, str]
+    effective_bits: float = Field(default=8.0, gt=0)
+    training_steps: int = Field(default=0, ge=0)
+    same_class_as_fp32: float = Field(ge=0, le=1)
+    layers: tuple[LayerError, ...]
+    parity: tuple[ParityRow, ...]
+    parity_unmeasured: dict[str, str] = {}
+
+
 class Stage(_Read):
     """A checkpoint of the run; a quality without a `record` has no interval either: its report has none."""
 
@@ -62,6 +93,16 @@ class Stage(_Read):
     widths: dict[str, int] = {}
     seconds: float = Field(default=0.0, ge=0)
     peak_memory_bytes: int = Field(default=0, ge=0)
+
+    def quantized(self) -> Quantized | None:
+        """What a quantize step recorded; None of other steps.
+
+        Raises:
+            ValidationError: the record is damaged.
+        """
+        # a decoder's record has none of these
+        is_classifiers = self.kind == "quantize" and not self.record.keys().isdisjoint(("target", "formats", "layers"))
+        return Quantized.model_validate(self.record) if is_classifiers else None
 
     def by_case(self) -> dict[str, Latency]:
         """What was timed by its name, such as "torch, batch 64", in the order of measurement."""
@@ -119,6 +160,7 @@ def parse_report(values: dict[str, Any], source: str) -> Report:
                     f"{source}: its stages have both {stage.quality.name} and another quality; make it again"
                 )
             report.lost(stage)
+            stage.quantized()
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"]))
@@ -144,6 +186,8 @@ def _of_artifact(values: dict[str, Any], source: str) -> dict[str, Any]:
     Raises:
         InputError: it is not one.
     """
+    if values.get("kind") == "encoder":
+        raise InputError(f"{source} is of a text encoder, which has a page of its own: open report.html beside it")
     if values.get("kind") == "classifier":
         raise InputError(
             f"{source} is of an artifact made by itself, which measures no accuracy; give the result of a recipe whose "

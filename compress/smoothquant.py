@@ -7,6 +7,9 @@ what produces x can absorb it: a norm's weight, the rows of `up_proj` (the gated
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Protocol
+
 import torch
 from torch import Tensor
 
@@ -54,8 +57,56 @@ def input_magnitude(*weights_NK: Tensor) -> Tensor:
     return torch.stack([weight_NK.abs().amax(dim=0) for weight_NK in weights_NK]).amax(dim=0)
 
 
+class FindScale(Protocol):
+    """Which scale an input gets."""
+
+    def __call__(self, x_MK: Tensor, weight_NK: Tensor, alpha: float, heads: Heads | None) -> Tensor:
+        """(K,) positive; with `heads` one value for each channel of the value heads.
+
+        Args:
+            x_MK: (M, K) activations.
+            weight_NK: (N, K) all weights that read them.
+            alpha: of the recipe, above 0.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class Heads:
+    """How o_proj's input, (query heads · head_dim), maps to the value heads that make it."""
+
+    num_value_heads: int
+    head_dim: int
+
+    def of_values(self, value_K: Tensor) -> Tensor:
+        """(H·D,) → (KV·D,): the largest over the query heads that read one value head."""
+        return value_K.view(self.num_value_heads, -1, self.head_dim).amax(dim=1).flatten()
+
+    def of_queries(self, value_C: Tensor, num_channels: int) -> Tensor:
+        """(KV·D,) → (H·D,) = (num_channels,): every query head gets the values of the value head it reads."""
+        groups = num_channels // value_C.numel()
+        return value_C.view(self.num_value_heads, 1, -1).expand(-1, groups, -1).flatten()
+
+
+def by_alpha(x_MK: Tensor, weight_NK: Tensor, alpha: float, heads: Heads | None) -> Tensor:
+    """`FindScale` as the paper has it."""
+    return smoothing_scale(*magnitudes(x_MK, weight_NK, heads), alpha)
+
+
+def magnitudes(x_MK: Tensor, weight_NK: Tensor, heads: Heads | None) -> tuple[Tensor, Tensor]:
+    """(K,) each, of the activations and of the weights; with `heads` one value for each channel of the value heads."""
+    activation_K, weight_K = channel_magnitude(x_MK), input_magnitude(weight_NK)
+    if heads is None:
+        return activation_K, weight_K
+    return heads.of_values(activation_K), heads.of_values(weight_K)
+
+
 def smooth_linears(
-    weights: Weights, samples: dict[str, Tensor], config: DecoderConfig, transform: Transform
+    weights: Weights,
+    samples: dict[str, Tensor],
+    config: DecoderConfig,
+    transform: Transform,
+    find: FindScale = by_alpha,
 ) -> dict[str, Tensor]:
     """Smooth one layer in place, as far as `transform` asks.
 
@@ -70,24 +121,22 @@ def smooth_linears(
     if transform.smooth_norm > 0:
         for norm, readers in NORM_READERS.items():
             names = [f"{reader}.weight" for reader in readers]
-            magnitude_K = input_magnitude(*(weights[name] for name in names))
-            scale_K = smoothing_scale(channel_magnitude(samples[readers[0]]), magnitude_K, transform.smooth_norm)
+            weight_NK = torch.cat([weights[name] for name in names])
+            scale_K = find(samples[readers[0]], weight_NK, transform.smooth_norm, None)
             weights[f"{norm}.weight"].div_(scale_K)
             for name in names:
                 weights[name].mul_(scale_K)
             scales[readers[0]] = scale_K
     if transform.smooth_down > 0:
-        magnitude_K = input_magnitude(weights["mlp.down_proj.weight"])
-        scale_K = smoothing_scale(channel_magnitude(samples["mlp.down_proj"]), magnitude_K, transform.smooth_down)
+        scale_K = find(samples["mlp.down_proj"], weights["mlp.down_proj.weight"], transform.smooth_down, None)
         _divide_outputs(weights, "mlp.up_proj", scale_K)
         weights["mlp.down_proj.weight"].mul_(scale_K)
         scales["mlp.down_proj"] = scale_K
     if transform.smooth_output > 0:
-        activation_C = _over_query_heads(channel_magnitude(samples["self_attn.o_proj"]), config)
-        magnitude_C = _over_query_heads(input_magnitude(weights["self_attn.o_proj.weight"]), config)
-        scale_C = smoothing_scale(activation_C, magnitude_C, transform.smooth_output)
+        heads, weight_NK = Heads(config.num_key_value_heads, config.head_dim), weights["self_attn.o_proj.weight"]
+        scale_C = find(samples["self_attn.o_proj"], weight_NK, transform.smooth_output, heads)
         _divide_outputs(weights, "self_attn.v_proj", scale_C)
-        scale_K = _to_query_heads(scale_C, config)
+        scale_K = heads.of_queries(scale_C, weight_NK.shape[1])
         weights["self_attn.o_proj.weight"].mul_(scale_K)
         scales["self_attn.o_proj"] = scale_K
     return scales
@@ -102,14 +151,3 @@ def _divide_outputs(weights: Weights, linear: str, scale_N: Tensor) -> None:
     weights[f"{linear}.weight"].div_(scale_N[:, None])
     if f"{linear}.bias" in weights:
         weights[f"{linear}.bias"].div_(scale_N)
-
-
-def _over_query_heads(value_HD: Tensor, config: DecoderConfig) -> Tensor:
-    """(H·D,) of o_proj's input → (KV·D,): the largest over the query heads that read one value head."""
-    return value_HD.view(config.num_key_value_heads, -1, config.head_dim).amax(dim=1).flatten()
-
-
-def _to_query_heads(value_C: Tensor, config: DecoderConfig) -> Tensor:
-    """(KV·D,) → (H·D,): every query head gets the values of the value head it reads."""
-    groups = config.num_attention_heads // config.num_key_value_heads
-    return value_C.view(config.num_key_value_heads, 1, -1).expand(-1, groups, -1).flatten()

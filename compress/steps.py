@@ -24,7 +24,7 @@ from safetensors.torch import save as to_bytes
 from penjing.compress.memory import PeakMemory, release_unused
 from penjing.core.errors import InputError, SetupError
 from penjing.core.files import atomic_write_bytes, atomic_write_text, writing
-from penjing.core.manifest import MANIFEST_NAME, read_manifest
+from penjing.core.manifest import MANIFEST_NAME, read_json_object, read_manifest, verify
 from penjing.core.progress import Progress
 
 KEY_FILE = "key.txt"
@@ -86,7 +86,12 @@ class WorkFolder:
     def record(self, name: str) -> StepRecord | None:
         """The record of a completed step, else None."""
         path = self.path / f"{name}.json"
-        return StepRecord(**json.loads(path.read_text(encoding="utf-8"))) if path.exists() else None
+        if not path.exists():
+            return None
+        try:
+            return StepRecord(**read_json_object(path))
+        except (TypeError, InputError):
+            raise InputError(f"{path} is no record of a step; delete it, and the step is done again") from None
 
     def run(self, name: str, work: Callable[[], dict[str, Any]]) -> StepRecord:
         """Do `work`, whose result is JSON-ready, unless the step is complete already."""
@@ -144,6 +149,21 @@ def already_made(output: Path, key: str, force: bool, check: Callable[[Path], ob
     check(output)
     progress.note(f"{output} is already done: kept (--force makes it again)")
     return True
+
+
+def check_kept(folder: Path) -> None:
+    """Refuse what an earlier run left in a work folder and what was changed since.
+
+    Raises:
+        InputError: names the file, and says what to do.
+    """
+    if not (folder / MANIFEST_NAME).exists():
+        return
+    try:
+        verify(folder)
+    except InputError as error:
+        said = str(error).partition(";")[0]
+        raise InputError(f"{said}; delete {folder}, and the same command makes it again") from None
 
 
 def link_or_copy(source: Path, target: Path) -> None:

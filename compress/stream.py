@@ -26,6 +26,9 @@ Weights = dict[str, Tensor]  # a layer's tensors by their names inside the layer
 # replaces the input.
 Observe = Callable[[str, Tensor], Tensor | None]
 
+# Called with the keys (as they are cached: rotated) and values of each window, (1, T, KV, D).
+ObserveKV = Callable[[Tensor, Tensor], None]
+
 
 class LayerStream:
     """The layers of a checkpoint or an INT8 artifact, run one after the other on hidden states that the caller keeps.
@@ -86,13 +89,26 @@ class LayerStream:
         return module
 
     @torch.no_grad()
-    def run(self, module: DecoderLayer, hidden_WTE: Tensor, observe: Observe | None = None) -> None:
+    def run(
+        self,
+        module: DecoderLayer,
+        hidden_WTE: Tensor,
+        observe: Observe | None = None,
+        observe_kv: ObserveKV | None = None,
+    ) -> None:
         """Send `hidden_WTE` through a layer, window by window, in place."""
+        attend = causal_attention(self._decoder.config)
+
+        def watched(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            if observe_kv is not None:
+                observe_kv(k, v)
+            return attend(layer, q, k, v)
+
         handles = [] if observe is None else _hook_linears(module, observe)
         cos, sin = rotary_cos_sin(self._inverse_frequency, torch.arange(hidden_WTE.shape[1]))
         try:
             for window_TE in hidden_WTE:
-                window_TE.copy_(module(window_TE[None], cos, sin, causal_attention(self._decoder.config))[0])
+                window_TE.copy_(module(window_TE[None], cos, sin, watched)[0])
         finally:
             for handle in handles:
                 handle.remove()

@@ -6,22 +6,21 @@ from pathlib import Path
 from typing import Any
 
 from penjing.compress.data import is_classifier
-from penjing.compress.parity import measure_parity
+from penjing.compress.encoder.parity import rerun_parity as rerun_encoder_parity
+from penjing.compress.parity import LAYER_BOUND, check_parity, measure_parity
 from penjing.compress.quant.parity import rerun_parity
 from penjing.core.artifact import open_artifact
-from penjing.core.errors import InputError
-from penjing.core.progress import Progress, Silent
-from penjing.core.vision_artifact import open_vision_artifact
-
-LAYER_BOUND = 0.05  # decoders: mean difference of a layer's output, of the hidden state's root mean square
+from penjing.core.encoder_artifact import is_encoder_artifact, open_encoder_artifact
+from penjing.core.progress import Progress, Silent, error_console
+from penjing.core.vision_artifact import FAKE_QUANTIZED, open_vision_artifact
 
 
 def verify_artifact(folder: Path, progress: Progress | None = None) -> dict[str, Any]:
     """Check every hash and run the parity gate again; JSON-ready.
 
-    A classifier is held to the bound of its recipe. A decoder runs its prompts through the fake-quantized model and
-    the INT8 runtime; dynamic quantization is chaotic end to end, so the gate is on what each layer does with the same
-    input.
+    A classifier and a text encoder are held to the bound of their recipe. A decoder runs its prompts through the
+    fake-quantized model and the INT8 runtime; dynamic quantization is chaotic end to end, so the gate is on what each
+    layer does with the same input.
 
     Raises:
         InputError: damaged, of another kind, or beyond the bound.
@@ -41,26 +40,41 @@ def verify_artifact(folder: Path, progress: Progress | None = None) -> dict[str,
             "differences": [difference.model_dump() for difference in differences],
             "unmeasured": artifact.parity.unmeasured,
         }
+    if is_encoder_artifact(folder):
+        return _verify_encoder(folder, progress)
     open_artifact(folder)
     progress.start("parity", 3)
-    found = {difference.quantity: difference for difference in measure_parity(folder, progress).differences}
-    layers = found["layer_outputs"]
-    if not layers.mean <= LAYER_BOUND:  # NaN fails too
-        raise InputError(
-            f"parity: the INT8 runtime's layers differ from the fake-quantized ones by {layers.mean:.3g} of their "
-            f"inputs' size on average, the bound is {LAYER_BOUND}; see 'penjing info' for the kernels that run here"
-        )
+    parity = measure_parity(folder, progress)
+    check_parity(parity)
     return {
         "artifact": str(folder),
         "kind": "decoder",
         "bound": LAYER_BOUND,
-        "differences": [difference.model_dump() for difference in found.values()],
+        "differences": [difference.model_dump() for difference in parity.differences],
+    }
+
+
+def _verify_encoder(folder: Path, progress: Progress) -> dict[str, Any]:
+    artifact = open_encoder_artifact(folder)
+    progress.start("parity", 1)
+    smallest, mean = rerun_encoder_parity(artifact)
+    progress.advance()
+    differences = [
+        {"between": (FAKE_QUANTIZED, name), "quantity": "1 - cosine", "largest": 1 - value, "mean": 1 - mean[name]}
+        for name, value in smallest.items()
+    ]
+    return {
+        "artifact": str(folder),
+        "kind": "encoder",
+        "target": artifact.quantization.target,
+        "bound": 1 - artifact.parity.bound,
+        "texts": len(artifact.parity.texts),
+        "differences": differences,
     }
 
 
 def print_verification(result: dict[str, Any]) -> None:
     """Show the differences on standard error."""
-    from rich.console import Console
     from rich.table import Table
 
     table = Table("between", "", "what", box=None, pad_edge=False)
@@ -75,8 +89,10 @@ def print_verification(result: dict[str, Any]) -> None:
             f"{each['mean']:.3g}",
             "" if same is None else f"{same:.1%}",
         )
-    console = Console(stderr=True, soft_wrap=True)
+    console = error_console(soft_wrap=True)
     console.print(table)
     for name, reason in result.get("unmeasured", {}).items():
         console.print(f"{name}: not measured here: {reason}")
+    if "same_bits" in result:
+        console.print(f"served and local logits are {'equal bit for bit' if result['same_bits'] else 'not equal'}")
     console.print(f"{result['artifact']} is intact and within its bound of {result['bound']:g}")

@@ -24,7 +24,7 @@ from penjing.core.config import Config, parse_config
 from penjing.core.errors import ConfigError, InputError
 from penjing.core.files import atomic_write_text
 from penjing.core.manifest import Manifest, read_json_object, verify
-from penjing.core.quantized import ACTIVATION_FIELDS, WEIGHT_FIELDS
+from penjing.core.quantized import ACTIVATION_FIELDS, KV_CACHE_FIELDS, WEIGHT_FIELDS
 
 RECIPE_FILE, REPORT_FILE, REPORT_PAGE, PARITY_FILE = "recipe.toml", "report.json", "report.html", "parity.json"
 FAKE_QUANTIZED, INT8_RUNTIME, SERVED = "fake_quantized", "int8_runtime", "served_endpoint"
@@ -93,13 +93,17 @@ def open_artifact(folder: Path) -> Artifact:
     return Artifact(checkpoint, manifest, read_json_object(folder / REPORT_FILE), read_parity(folder))
 
 
-def quantization_config(keep: list[str]) -> dict[str, Any]:
-    """`quantization_config` of `config.json`: W8A8 for every linear layer but the modules `keep`."""
+def quantization_config(keep: list[str], *, kv_scales: bool = False) -> dict[str, Any]:
+    """`quantization_config` of `config.json`: W8A8 for every linear layer but the modules `keep`.
+
+    Args:
+        kv_scales: each layer has calibrated `self_attn.k_scale` and `self_attn.v_scale`.
+    """
     return {
         "quant_method": "compressed-tensors",
         "format": "int-quantized",
         "quantization_status": "compressed",
-        "kv_cache_scheme": None,
+        "kv_cache_scheme": KV_CACHE_FIELDS if kv_scales else None,
         "ignore": keep,
         "config_groups": {
             "group_0": {

@@ -128,22 +128,22 @@ def compress_sensitivity(
     method: Annotated[Literal["l1", "l2", "random"], typer.Option(help="Which units go first.")] = "l1",
     images: Annotated[int, typer.Option(min=1, help="Of a classifier's data.")] = 512,
     windows: Annotated[int, typer.Option(min=1, help="Of 256 tokens, of a decoder's data.")] = 8,
-    out: Annotated[Path | None, typer.Option(help="The folder to make; CHECKPOINT-sensitivity if left out.")] = None,
+    bits: Annotated[bool, typer.Option("--bits", help="Round each layer instead of pruning it.")] = False,
+    widths: Annotated[str, typer.Option(help="In bits, with --bits.")] = "8,6,4",
+    out: Annotated[
+        Path | None, typer.Option(help="The folder to make; CHECKPOINT-sensitivity or -bits if left out.")
+    ] = None,
     force: Force = False,
     json_file: Json = None,
 ) -> None:
-    """Prune one group of layers after the other and show what it costs; goes on after a kill where it stopped.
+    """Prune, or with --bits round, one layer after the other and show what it costs; goes on after a kill.
 
     Example: `penjing compress sensitivity build/resnet-fashion --ratios 0.2,0.4,0.6`
     """
-    from penjing.compress.sensitivity import sensitivity, settings_of
-    from penjing.compress.sensitivity_page import print_sensitivity
-    from penjing.core.progress import progress_bar
+    from penjing.compress.sensitivity.command import run_sensitivity
 
-    values = {"data": data, "ratios": ratios, "method": method, "images": images, "windows": windows}
-    with progress_bar() as progress:
-        result = sensitivity(checkpoint, settings_of(values), out=out, force=force, progress=progress)
-    print_sensitivity(result)
+    flags = {"data": data, "ratios": ratios, "method": method, "images": images, "windows": windows, "widths": widths}
+    result = run_sensitivity(checkpoint, flags, bits=bits, out=out, force=force)
     write_json(result, json_file)
 
 
@@ -212,18 +212,29 @@ def serve(
     device: Device = "cpu",
     overrides: Annotated[
         list[str] | None,
-        typer.Option("--set", metavar="KEY=VALUE", help="An engine setting, for example max_num_sequences=64."),
+        typer.Option(
+            "--set",
+            metavar="KEY=VALUE",
+            help="A setting: max_num_sequences=64 of a decoder's engine, max_batch_size=128 of a classifier.",
+        ),
     ] = None,
 ) -> None:
-    """Serve a model from a real Triton server; Ctrl-C drains: running answers are finished first.
+    """Serve a decoder, or a classifier's artifact, from a real Triton server; Ctrl-C lets running answers finish.
 
-    Example: `penjing serve build/smollm2-int8 --detach`
+    Examples:
+
+    - `penjing serve build/smollm2-int8 --detach`
+    - `penjing serve build/resnet-fashion-int8 --set max_queue_delay=0.002`, for
+      `penjing.serve.client.Client().classify(images)`, or any Triton client: model `classifier`, input `pixels`
+      (UINT8) or `images` (FP32), output `logits`
     """
     from penjing.serve.triton.supervisor import ServeConfig
     from penjing.serve.triton.supervisor import serve as run
 
     config = ServeConfig(host=host, grpc_port=grpc_port, http_port=http_port, metrics_port=metrics_port)
-    run(model, config, detach=detach, engine_overrides=[f"kv_dtype={kv_dtype}", f"device={device}", *(overrides or [])])
+    flags = {"kv_dtype": (kv_dtype, "auto"), "device": (device, "cpu")}  # of decoders; their defaults say nothing
+    chosen = [f"{name}={value}" for name, (value, default) in flags.items() if value != default]
+    run(model, config, detach=detach, engine_overrides=[*chosen, *(overrides or [])])
 
 
 @app.command()
@@ -292,12 +303,24 @@ def bench_server(
     runs: Runs = 5,
     json_file: Json = None,
 ) -> None:
-    """Measure a running server from outside with the same prompts; MODEL gives the tokenizer.
+    """Measure a running server from outside, and in turns MODEL, which it serves, in this process.
 
-    Example: `penjing bench server build/smollm2-int8 --server localhost:8001`
+    Examples:
+
+    - `penjing bench server build/smollm2-int8 --server localhost:8001`: tokens a second, latencies
+    - `penjing bench server build/resnet-fashion-int8`: images a second beside ONNX Runtime
+    - `penjing bench server build/minilm-int8`: texts a second beside ONNX Runtime
     """
+    from penjing.core.encoder_artifact import is_encoder_artifact
     from penjing.core.progress import progress_bar
-    from penjing.serve.bench_server import bench_server as run
+    from penjing.core.vision_artifact import is_vision_artifact
+
+    if is_encoder_artifact(model):
+        from penjing.serve.bench_encoder import bench_encoder as run
+    elif is_vision_artifact(model):
+        from penjing.serve.bench_classifier import bench_classifier as run
+    else:
+        from penjing.serve.bench_server import bench_server as run
 
     with progress_bar() as progress:
         result = run(model, server, runs=runs, progress=progress)

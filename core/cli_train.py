@@ -44,7 +44,7 @@ def train(
     if launch:
         from penjing.train.parallel.launch import launch as start
 
-        flags = ["--resume", resume] + ["--profile"] * profile + ["--force"] * force
+        flags = ["--resume", resume] * (resume != "never") + ["--profile"] * profile + ["--force"] * force
         raise typer.Exit(start(launch, recipe, overrides or [], flags))
     from penjing.core.progress import progress_bar
     from penjing.train.run import train as run

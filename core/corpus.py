@@ -74,6 +74,24 @@ def calibration_tokens(tokenizer: Tokenizer, num_tokens: int) -> torch.Tensor:
     return _tokens(tokenizer, calibration_text(), num_tokens)
 
 
+def calibration_windows(tokenizer: Tokenizer, num_tokens: int, window: int, code: float) -> torch.Tensor:
+    """(num_tokens / window, window) int64: windows of `calibration_text`, then of code, a share `code` of all.
+
+    Args:
+        num_tokens: a multiple of `window`.
+        code: of the windows, rounded to whole ones.
+
+    Raises:
+        InputError: a text has fewer tokens.
+    """
+    num_code = round(code * (num_tokens // window)) * window
+    parts = [calibration_tokens(tokenizer, num_tokens - num_code)]
+    if num_code:
+        source = "".join(text for name, text in calibration_documents() if name.startswith("code/"))
+        parts.append(_tokens(tokenizer, source, num_code))
+    return torch.cat(parts).view(-1, window)
+
+
 def _calibration_paragraphs(text: str) -> Iterator[str]:
     # CPython repeats whole sections in several topics: 15 % of the held-out lines were in both halves
     held = _heldout_paragraphs()

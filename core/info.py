@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from penjing.core.errors import SetupError
-from penjing.core.progress import Progress
+from penjing.core.progress import Progress, error_console
 
 PACKAGES = ("penjing", "torch", "triton", "numpy", "safetensors", "tokenizers", "onnxruntime", "tritonclient")
 
@@ -72,7 +72,6 @@ def compiled_kernels(progress: Progress, *, full: bool = False) -> list[dict[str
 
 def print_kernels(usages: list[dict[str, Any]]) -> None:
     """Print what `compiled_kernels` found, on standard error."""
-    from rich.console import Console
     from rich.table import Table
 
     table = Table("operation", "configuration", "warps", "stages", box=None, pad_edge=False)
@@ -81,4 +80,4 @@ def print_kernels(usages: list[dict[str, Any]]) -> None:
     for usage in usages:
         columns = ("operation", "label", "num_warps", "num_stages", "registers", "spill_bytes", "shared_bytes")
         table.add_row(*(str(usage[name]) for name in columns))
-    Console(stderr=True).print(table)
+    error_console().print(table)

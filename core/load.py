@@ -80,6 +80,12 @@ class _NoRandomWeights(TorchFunctionMode):
         return func(*args, **named)
 
 
+def _check_kv_scale(scale: Tensor, where: str) -> None:
+    """Calibrated scales are for other engines: ours takes one for each token and head as it writes the cache."""
+    if scale.numel() != 1 or not scale.is_floating_point() or not 0 < float(scale) < float("inf"):
+        raise InputError(f"{where} has shape {tuple(scale.shape)}, {scale.dtype}: one positive number is needed")
+
+
 def _build(checkpoint: Checkpoint, device: torch.device) -> tuple[Decoder, Literal["fp32", "int8"]]:
     config, available = checkpoint.config, set(checkpoint.tensor_names)
     taken: set[str] = set()
@@ -103,6 +109,11 @@ def _build(checkpoint: Checkpoint, device: torch.device) -> tuple[Decoder, Liter
             )
         mapping = open_checkpoint(checkpoint.folder)
         apply_int8(model, quantized, lambda name: take(name, mapping))
+
+        if quantization.get("kv_cache_scheme") is not None:
+            for layer in range(config.num_hidden_layers):
+                for scale in ("k_scale", "v_scale"):
+                    _check_kv_scale(take(f"model.layers.{layer}.self_attn.{scale}"), f"{checkpoint.folder}: {scale}")
 
     for name, parameter in list(model.named_parameters()):
         value = take(name)

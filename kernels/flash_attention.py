@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from penjing.kernels.dispatch import gpu_kernels
+from penjing.kernels.dispatch import autocast_together, gpu_kernels
 
 MAX_HEAD_DIM = 256  # of the Triton-language kernels
 GPU_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -50,7 +50,7 @@ def flash_attention(
     Raises:
         ValueError: shapes, dtypes or options that do not fit.
     """
-    q_BTHD, k_BSGD, v_BSGD = _autocast(q_BTHD, k_BSGD, v_BSGD)
+    q_BTHD, k_BSGD, v_BSGD = autocast_together(q_BTHD, k_BSGD, v_BSGD)
     _check(q_BTHD, k_BSGD, v_BSGD, 4, causal, window, scale)
     if q_BTHD.shape[0] != k_BSGD.shape[0]:
         raise ValueError(f"q has batch {q_BTHD.shape[0]}, k {k_BSGD.shape[0]}; they must be equal")
@@ -89,7 +89,7 @@ def flash_attention_packed(
     Raises:
         ValueError: shapes, dtypes or options that do not fit; on a CPU also lengths that do not.
     """
-    q_THD, k_SGD, v_SGD = _autocast(q_THD, k_SGD, v_SGD)
+    q_THD, k_SGD, v_SGD = autocast_together(q_THD, k_SGD, v_SGD)
     _check(q_THD, k_SGD, v_SGD, 3, causal, window, scale)
     for name, lengths in (("cu_query", cu_query_N1), ("cu_key", cu_key_N1)):
         if lengths.dtype != torch.int32 or lengths.dim() != 1 or lengths.shape != cu_query_N1.shape or not len(lengths):
@@ -173,14 +173,6 @@ def _on_gpu(q: Tensor, k: Tensor, v: Tensor, num_sequences: int) -> bool:
     fits = q.dtype in GPU_DTYPES and q.shape[-1] <= MAX_HEAD_DIM and q.shape[-1] % 8 == 0
     fits = fits and max(q.shape[-2], num_sequences) <= MAX_GRID
     return fits and gpu_kernels("flash_attention", q, k, v) is not None
-
-
-def _autocast(*tensors: Tensor) -> list[Tensor]:
-    device = tensors[0].device.type
-    if not torch.is_autocast_enabled(device):
-        return list(tensors)
-    dtype = torch.get_autocast_dtype(device)
-    return [x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in tensors]
 
 
 def _unit_stride(*tensors: Tensor) -> list[Tensor]:

@@ -16,7 +16,7 @@ in time, but a longer text may bring a query other keys.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -25,11 +25,10 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from penjing.kernels.block_sparse_attention import BLOCK_SIZES, block_sparse_attention
-from penjing.kernels.dispatch import gpu_kernels
+from penjing.kernels.dispatch import SCORES_AT_ONCE, autocast_together, gpu_kernels
 
 _FACTOR_BITS = 4  # one argmax tells 16 buckets apart; more bits take more of them: O(log T) work a token
 _MAX_BITS = 32
-_SCORES_AT_ONCE = 1 << 22  # 16 MiB in float32, of which backward holds three
 
 
 def lsh_attention(q_BHTD: Tensor, k_BKTD: Tensor, v_BKTD: Tensor, rotations_KDRF: Tensor, chunk_size: int) -> Tensor:
@@ -58,9 +57,7 @@ def lsh_attention(q_BHTD: Tensor, k_BKTD: Tensor, v_BKTD: Tensor, rotations_KDRF
         )
     if num_tokens <= 2 * chunk_size:
         return F.scaled_dot_product_attention(q_BHTD, k_BKTD, v_BKTD, is_causal=True, enable_gqa=True)
-    if torch.is_autocast_enabled(q_BHTD.device.type):
-        dtype = torch.get_autocast_dtype(q_BHTD.device.type)
-        q_BHTD, k_BKTD, v_BKTD = q_BHTD.to(dtype), k_BKTD.to(dtype), v_BKTD.to(dtype)
+    q_BHTD, k_BKTD, v_BKTD = autocast_together(q_BHTD, k_BKTD, v_BKTD)
     with torch.no_grad():
         factors = bucket_factors(num_tokens, chunk_size)
         order_BKRN, place_BKRN = _sort(hash_keys(k_BKTD, rotations_KDRF, factors), chunk_size)
@@ -144,25 +141,27 @@ class _Attend(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, order: Tensor, place: Tensor, chunk_size: int) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         rows, group, num_tokens, _ = q.shape
-        out = torch.empty(rows, group, num_tokens, v.shape[-1], dtype=v.dtype, device=v.device)
-        total = torch.empty(rows, group, num_tokens, device=q.device)
+        places, one_round = order.shape[2], order.shape[1] == 1
+        out, total = None, None
         with torch.autocast(q.device.type, enabled=False):
-            for piece in _pieces(rows, group * order.shape[-1] * 2 * chunk_size):
-                done, log_sum = None, None
-                for one in _rounds(order[piece], place[piece], chunk_size, num_tokens):
-                    score = one.scores(q[piece], k[piece])
-                    log_round = score.logsumexp(-1, keepdim=True)
-                    value = torch.exp(score - log_round).to(v.dtype) @ one.with_chunk_before(v[piece])
-                    value, log_round = one.queries_back(value.to(torch.float32)), one.queries_back(log_round)
-                    if done is None or log_sum is None:
-                        done, log_sum = value, log_round
-                    else:
-                        both = torch.logaddexp(log_sum, log_round)
-                        done = done * torch.exp(log_sum - both) + value * torch.exp(log_round - both)
-                        log_sum = both
-                assert done is not None
-                assert log_sum is not None
-                out[piece], total[piece] = done.to(v.dtype), log_sum.squeeze(-1)
+            for round_ in range(order.shape[1]):
+                value = q.new_empty(rows, group, places, v.shape[-1], dtype=v.dtype if one_round else _wide(v))
+                log_sum = q.new_empty(rows, group, places, 1, dtype=_wide(q))
+                for piece in _pieces(q, order, place, round_, chunk_size):
+                    score = piece.scores(q, k)
+                    log_piece = score.logsumexp(-1, keepdim=True)
+                    piece.put(value, score.sub_(log_piece).exp_().to(v.dtype) @ piece.keys(v))
+                    piece.put(log_sum, log_piece)
+                value, log_sum = (_take(x, place[:, round_, :num_tokens]) for x in (value, log_sum))
+                if out is None or total is None:
+                    out, total = value, log_sum
+                else:
+                    both = torch.logaddexp(total, log_sum)
+                    out = out.mul_(torch.exp(total - both)).add_(value.mul_(torch.exp(log_sum - both)))
+                    total = both
+        assert out is not None
+        assert total is not None
+        out = out.to(v.dtype)
         ctx.save_for_backward(q, k, v, order, place, out, total)
         ctx.chunk_size = chunk_size
         return out
@@ -171,38 +170,51 @@ class _Attend(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         q, k, v, order, place, out, total = ctx.saved_tensors
-        grad_q, grad_k, grad_v = (torch.zeros_like(x, dtype=torch.float32) for x in (q, k, v))
-        delta = (gradient.to(torch.float32) * out.to(torch.float32)).sum(-1, keepdim=True)
-        scale = q.shape[-1] ** -0.5
+        gradient = gradient.contiguous()  # or each piece would copy all of it
+        rows, group, num_tokens, size = q.shape
+        places, one_round = order.shape[2], order.shape[1] == 1
+        gradients: list[Tensor] | None = None
         with torch.autocast(q.device.type, enabled=False):
-            for piece in _pieces(q.shape[0], q.shape[1] * order.shape[-1] * 2 * ctx.chunk_size):
-                for one in _rounds(order[piece], place[piece], ctx.chunk_size, q.shape[2]):
-                    probability = torch.exp(one.scores(q[piece], k[piece]) - one.queries(total[piece][..., None]))
-                    grad_out = one.queries(gradient[piece])
-                    grad_v[piece] += one.keys_back(probability.to(v.dtype).transpose(-1, -2) @ grad_out)
-                    change = (grad_out @ one.with_chunk_before(v[piece]).transpose(-1, -2)).to(torch.float32)
-                    change = (probability * (change - one.queries(delta[piece])) * scale).to(q.dtype)
-                    grad_q[piece] += one.queries_back(change @ one.with_chunk_before(k[piece]))
-                    grad_k[piece] += one.keys_back(change.transpose(-1, -2) @ one.queries(q[piece]))
-        return grad_q.to(q.dtype), grad_k.to(k.dtype), grad_v.to(v.dtype), None, None, None
+            for round_ in range(order.shape[1]):
+                grad_q = q.new_empty(rows, group, places, size, dtype=q.dtype if one_round else _wide(q))
+                grad_k = k.new_zeros(rows, places, size, dtype=_wide(k))
+                grad_v = v.new_zeros(rows, places, v.shape[-1], dtype=_wide(v))
+                for piece in _pieces(q, order, place, round_, ctx.chunk_size):
+                    probability = piece.scores(q, k).sub_(piece.queries(total)).exp_()
+                    grad_out = piece.queries(gradient)
+                    piece.add_keys(grad_v, probability.to(v.dtype).mT @ grad_out)
+                    change = (grad_out @ piece.keys(v).mT).to(probability.dtype)
+                    change -= (grad_out.to(change.dtype) * piece.queries(out)).sum(-1, keepdim=True)
+                    change = change.mul_(probability).mul_(size**-0.5).to(q.dtype)
+                    piece.put(grad_q, change @ piece.keys(k))
+                    piece.add_keys(grad_k, change.mT @ piece.queries(q))
+                index = place[:, round_, :num_tokens]
+                grad_k, grad_v = (_take(x[:, None], index)[:, 0] for x in (grad_k, grad_v))
+                found = [_take(grad_q, index), grad_k, grad_v]
+                gradients = found if gradients is None else [x.add_(y) for x, y in zip(gradients, found, strict=True)]
+        assert gradients is not None
+        return *(x.to(like.dtype) for x, like in zip(gradients, (q, k, v), strict=True)), None, None, None
 
 
-class _Round:
-    """One round of a piece: moves tensors between the order of tokens and that of chunks.
+class _Piece:
+    """Some chunks of one round: moves tensors from the order of tokens to that of places, where chunks lie together.
 
     S rows (sequence × key head), G queries a key, T tokens, N places, C chunks of m.
     """
 
-    def __init__(self, order_SRN: Tensor, place_SRN: Tensor, index: int, chunk_size: int, num_tokens: int) -> None:
-        self._order = order_SRN[:, index]
-        self._place = place_SRN[:, index, :num_tokens]
-        self._places = place_SRN
-        self._size = chunk_size
+    def __init__(
+        self, rows: slice, chunks: range, order_SRN: Tensor, place_SRN: Tensor, round_: int, size: int
+    ) -> None:
+        self._rows = rows
+        self._chunks = chunks
+        self._size = size
+        self._order = order_SRN[rows, round_]
+        self._places = place_SRN[rows]
 
     def scores(self, q_SGTD: Tensor, k_STD: Tensor) -> Tensor:
-        """(S, C, G · m, 2m) float32: scaled products − log N, N the rounds in which the pair meets; −∞ for the
-        future."""
-        score = (self.queries(q_SGTD) @ self.with_chunk_before(k_STD).transpose(-1, -2)).to(torch.float32)
+        """(S, C, G · m, 2m) float32 or wider: scaled products − log N, N the rounds in which the pair meets; −∞ for
+        the future."""
+        score = (self.queries(q_SGTD) @ self.keys(k_STD).mT).to(_wide(q_SGTD))
         num_tokens = k_STD.shape[1]
         bias = self._pairs(
             self._order, lambda query, key: torch.where((query >= key) & (query < num_tokens), 0.0, -torch.inf)
@@ -214,32 +226,49 @@ class _Round:
                 chunk_SN = place_SN.gather(-1, self._order).to(torch.int32) // self._size
                 met = met + self._pairs(chunk_SN, lambda query, key: (query - key) % num_chunks <= 1)
             bias = bias - met.to(torch.float32).log()
-        return score.mul_(q_SGTD.shape[-1] ** -0.5).add_(bias.repeat(1, 1, q_SGTD.shape[1], 1))
+        each_head = score.mul_(q_SGTD.shape[-1] ** -0.5).unflatten(2, (-1, self._size))
+        each_head += bias[:, :, None]
+        return score
 
     def queries(self, x_SGTD: Tensor) -> Tensor:
         """→ (S, C, G · m, D)."""
-        index = self._order.clamp(max=x_SGTD.shape[2] - 1)  # what does not exist reads the last token; nobody sees it
-        return _take(x_SGTD, index).unflatten(2, (-1, self._size)).transpose(1, 2).flatten(2, 3)
+        index = self._own(self._order).clamp(max=x_SGTD.shape[2] - 1)  # what does not exist reads the last token
+        return _take(x_SGTD[self._rows], index).unflatten(2, (-1, self._size)).transpose(1, 2).flatten(2, 3)
 
-    def queries_back(self, x_SCQD: Tensor) -> Tensor:
-        """(S, C, G · m, D) → (S, G, T, D) in the order of tokens."""
-        return _take(x_SCQD.unflatten(2, (-1, self._size)).transpose(1, 2).flatten(2, 3), self._place)
-
-    def with_chunk_before(self, x_STD: Tensor) -> Tensor:
+    def keys(self, x_STD: Tensor) -> Tensor:
         """→ (S, C, 2m, D): the chunk before, then the own one."""
-        index = self._order.clamp(max=x_STD.shape[1] - 1)
-        x_SCMD = _take(x_STD[:, None], index)[:, 0].unflatten(1, (-1, self._size))
-        return torch.cat((x_SCMD.roll(1, 1), x_SCMD), 2)
+        index = self._with_chunk_before(self._order).clamp(max=x_STD.shape[1] - 1)
+        x_SCMD = _take(x_STD[self._rows, None], index)[:, 0].unflatten(1, (-1, self._size))
+        return torch.cat((x_SCMD[:, :-1], x_SCMD[:, 1:]), 2)
 
-    def keys_back(self, x_SCLD: Tensor) -> Tensor:
-        """(S, C, 2m, D) gradients of `with_chunk_before` → (S, T, D)."""
+    def put(self, out_SGND: Tensor, x_SCQD: Tensor) -> None:
+        """Write (S, C, G · m, D) to its places."""
+        x = x_SCQD.unflatten(2, (-1, self._size)).transpose(1, 2)
+        self._own(out_SGND[self._rows], 2).unflatten(2, (-1, self._size)).copy_(x)
+
+    def add_keys(self, out_SND: Tensor, x_SCLD: Tensor) -> None:
+        """Add the gradients of `keys`, (S, C, 2m, D), to their places."""
         before, own = x_SCLD.chunk(2, 2)
-        return _take((own + before.roll(-1, 1)).flatten(1, 2)[:, None], self._place)[:, 0]
+        out_SCMD = out_SND[self._rows].unflatten(1, (-1, self._size))
+        out_SCMD[:, self._chunks.start : self._chunks.stop] += own
+        if self._chunks.start == 0:
+            out_SCMD[:, -1] += before[:, 0]
+            before = before[:, 1:]
+        first = max(self._chunks.start - 1, 0)
+        out_SCMD[:, first : first + before.shape[1]] += before
 
     def _pairs(self, x_SN: Tensor, relation: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
         """(S, C, m, 2m): `relation` of each query's value and each of its keys'."""
-        own = x_SN.unflatten(-1, (-1, self._size))
-        return relation(own[..., None], torch.cat((own.roll(1, 1), own), -1)[..., None, :])
+        both = self._with_chunk_before(x_SN).unflatten(-1, (-1, self._size))
+        return relation(both[:, 1:, :, None], torch.cat((both[:, :-1], both[:, 1:]), -1)[..., None, :])
+
+    def _own(self, x: Tensor, dim: int = 1) -> Tensor:
+        return x.narrow(dim, self._chunks.start * self._size, len(self._chunks) * self._size)
+
+    def _with_chunk_before(self, x_SN: Tensor) -> Tensor:
+        if self._chunks.start:
+            return x_SN[:, (self._chunks.start - 1) * self._size : self._chunks.stop * self._size]
+        return torch.cat((x_SN[:, -self._size :], self._own(x_SN)), 1)
 
 
 def _take(x_SGTD: Tensor, index_SN: Tensor) -> Tensor:
@@ -250,10 +279,17 @@ def _take(x_SGTD: Tensor, index_SN: Tensor) -> Tensor:
     return x_SGTD.reshape(-1, size).index_select(0, index).view(rows, group, -1, size)
 
 
-def _rounds(order_SRN: Tensor, place_SRN: Tensor, chunk_size: int, num_tokens: int) -> list[_Round]:
-    return [_Round(order_SRN, place_SRN, index, chunk_size, num_tokens) for index in range(order_SRN.shape[1])]
+def _wide(x: Tensor) -> torch.dtype:
+    return torch.promote_types(x.dtype, torch.float32)
 
 
-def _pieces(rows: int, scores_per_row: int) -> list[slice]:
-    size = max(1, _SCORES_AT_ONCE // scores_per_row)
-    return [slice(begin, begin + size) for begin in range(0, rows, size)]
+def _pieces(q_SGTD: Tensor, order_SRN: Tensor, place_SRN: Tensor, round_: int, chunk_size: int) -> Iterator[_Piece]:
+    """Several rows at once, or a part of one."""
+    rows, num_chunks = order_SRN.shape[0], order_SRN.shape[2] // chunk_size
+    scores = SCORES_AT_ONCE.get(q_SGTD.device.type, SCORES_AT_ONCE["cpu"])
+    most = scores // (q_SGTD.shape[1] * 2 * chunk_size**2)  # chunks
+    step_rows, step_chunks = max(1, most // num_chunks), min(max(1, most), num_chunks)
+    for row in range(0, rows, step_rows):
+        for chunk in range(0, num_chunks, step_chunks):
+            chunks = range(chunk, min(chunk + step_chunks, num_chunks))
+            yield _Piece(slice(row, row + step_rows), chunks, order_SRN, place_SRN, round_, chunk_size)

@@ -69,33 +69,42 @@ def experts_mlp_torch(
     def expert(index: int, part: torch.Tensor) -> torch.Tensor:
         return swiglu_torch(part @ gates[index].t(), part @ ups[index].t()) @ downs[index].t()
 
-    return sorted_by_expert(x_TE, weight_TK, expert_TK, sizes, expert)
+    return sorted_by_expert(x_TE, weight_TK, expert_TK, lambda x_RE: one_by_one(x_RE, sizes, expert))
 
 
 def sorted_by_expert(
     x_TE: torch.Tensor,
     weight_TK: torch.Tensor,
     expert_TK: torch.Tensor,
-    sizes: Sequence[int],
-    expert: Callable[[int, torch.Tensor], torch.Tensor],
+    outputs: Callable[[torch.Tensor], torch.Tensor],
 ) -> torch.Tensor:
-    """Σ_k weight[t, k] × expert(expert[t, k], x[t]): each expert is one call on its own rows, side by side.
+    """Σ_k weight[t, k] × the output of expert[t, k] for x[t].
 
     Args:
         x_TE: (T, E); weight_TK: (T, K) floating; expert_TK: (T, K) int64.
-        sizes: rows of each expert, T × K in all.
-        expert: (index, (rows, E)) → (rows, E). With gradients an expert without rows runs too: its gradients are
-            zero, not missing, for who reduces them.
+        outputs: (R, E), the copies of x for each of its experts in the order of the experts → (R, E).
 
     Returns:
-        (T, E), dtype of what `expert` returns.
+        (T, E), dtype of what `outputs` returns.
     """
     num_chosen = expert_TK.shape[1]
     order_R = expert_TK.flatten().argsort(stable=True)
-    parts = x_TE.index_select(0, order_R // num_chosen).split(list(sizes))
-    outputs = [expert(index, part) for index, part in enumerate(parts) if part.shape[0] or torch.is_grad_enabled()]
-    y_TKE = torch.cat(outputs).index_select(0, order_R.argsort()).unflatten(0, (-1, num_chosen))
+    y_RE = outputs(x_TE.index_select(0, order_R // num_chosen))
+    y_TKE = y_RE.index_select(0, order_R.argsort()).unflatten(0, (-1, num_chosen))
     return (y_TKE * weight_TK[..., None].to(y_TKE.dtype)).sum(1)
+
+
+def one_by_one(
+    x_RE: torch.Tensor, sizes: Sequence[int], expert: Callable[[int, torch.Tensor], torch.Tensor]
+) -> torch.Tensor:
+    """(R, E) rows in the order of the experts, `sizes` of each → (R, E): each expert is one call, (index, (rows, E)) →
+    (rows, E).
+
+    With gradients an expert without rows runs too: its gradients are zero, not missing, for who reduces them.
+    """
+    every = torch.is_grad_enabled() or not len(x_RE)
+    parts = enumerate(x_RE.split(list(sizes)))
+    return torch.cat([expert(index, part) for index, part in parts if every or part.shape[0]])
 
 
 def _check(

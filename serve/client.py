@@ -6,18 +6,28 @@
             for chunk in stream:
                 print(chunk.text, end="")
 
-Keyword arguments are those of `penjing.serve.request.SamplingParams`. Leaving a stream early cancels its request.
+        print(client.classify(images).classes)  # of a served classifier: uint8 pixels, or normalised floats
+        vectors = client.embed(["one text", "another"])  # of a served text encoder
+
+Keyword arguments of texts are those of `penjing.serve.request.SamplingParams`. Leaving a stream early cancels its
+request.
 """
 
 from __future__ import annotations
 
 import asyncio
-import random
+import threading
 import time
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import suppress
 from typing import Any
 
-from penjing.core.errors import ConfigError, RequestError, ServerError
+import numpy as np
+
+from penjing.core.errors import ServerError
+from penjing.serve import batch_calls
+from penjing.serve.call_settings import DECODER, CallSettings, Messages, remaining
+from penjing.serve.tensor_wire import Classification
 from penjing.serve.wire import (
     CHANNEL_OPTIONS,
     CallFailedError,
@@ -25,56 +35,11 @@ from penjing.serve.wire import (
     Result,
     broken,
     build_ping,
-    build_request,
+    is_last,
     read_response,
 )
 
-Messages = Sequence[Mapping[str, Any]]
-FIRST_DELAY, MAX_DELAY = 0.25, 5.0
-
-
-class _Settings:
-    """What both clients share: where to ask, and when to ask again."""
-
-    def __init__(self, server: str, model: str, timeout: float | None, retries: int) -> None:
-        host, colon, port = server.rpartition(":")
-        if not colon or not host or not port.isdigit():
-            raise ConfigError(f"server {server!r} must be host:port, such as localhost:8001")
-        self.server = server
-        self.model = model
-        self.timeout = timeout
-        self.retries = retries
-
-    def request(
-        self, prompt: str | None, messages: Messages | None, sampling: Mapping[str, Any], *, stream: bool
-    ) -> Any:
-        try:
-            return build_request(self.model, prompt, messages, sampling, stream=stream)
-        except TypeError as error:
-            raise RequestError(f"a sampling parameter or message cannot be sent: {error}") from None
-
-    def deadline(self, timeout: float | None) -> float | None:
-        timeout = self.timeout if timeout is None else timeout
-        return None if timeout is None else time.monotonic() + timeout
-
-    def delay_before_retry(
-        self, failure: CallFailedError, chunks: list[Chunk], attempt: int, deadline: float | None
-    ) -> float:
-        """Seconds to wait before another attempt.
-
-        Raises:
-            PenjingError: there shall be none: the failure is not transient, something has come already, the retries are
-                used up, or the deadline would pass.
-        """
-        if failure.transient and not chunks and attempt < self.retries:
-            delay = min(FIRST_DELAY * 2**attempt, MAX_DELAY) * random.uniform(0.75, 1.25)
-            if deadline is None or time.monotonic() + delay < deadline:
-                return delay
-        raise failure.error
-
-
-def _remaining(deadline: float | None) -> float | None:
-    return None if deadline is None else max(0.0, deadline - time.monotonic())
+END_SECONDS = 5.0  # between the last message of a call and its end; a server takes milliseconds
 
 
 class Client:
@@ -82,7 +47,7 @@ class Client:
 
     Args:
         server: host:port of the gRPC endpoint.
-        model: the model's name on the server.
+        model: the model's name on the server; None takes the one that 'penjing serve' gives its kind.
         timeout: seconds for a whole request, unless the call gives its own; None waits as long as it takes.
         retries: how often a request that found no server, or an overloaded one, is tried again. Once a token has come
             nothing is tried again.
@@ -94,12 +59,17 @@ class Client:
     """
 
     def __init__(
-        self, server: str = "localhost:8001", *, model: str = "llm", timeout: float | None = None, retries: int = 4
+        self,
+        server: str = "localhost:8001",
+        *,
+        model: str | None = None,
+        timeout: float | None = None,
+        retries: int = 4,
     ) -> None:
         import grpc
         from tritonclient.grpc import service_pb2_grpc
 
-        self._settings = _Settings(server, model, timeout, retries)
+        self._settings = CallSettings(server, model, timeout, retries)
         self._channel = grpc.insecure_channel(server, options=CHANNEL_OPTIONS)
         self._stub: Any = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
 
@@ -130,14 +100,31 @@ class Client:
         request = settings.request(prompt, messages, sampling, stream=True)
         return Stream(self._stub, settings, request, settings.deadline(timeout))
 
+    def classify(self, images: Any, *, timeout: float | None = None) -> Classification:
+        """Classify (N, C, H, W) images: uint8, which the server normalises, or floating, normalised by the caller."""
+        return batch_calls.classify(self._stub, self._settings, images, timeout)
+
+    def embed(self, texts: str | Sequence[str], *, timeout: float | None = None) -> np.ndarray:
+        """(N, hidden) float32 embeddings of length 1 of N texts, by a served text encoder."""
+        return batch_calls.embed(self._stub, self._settings, texts, timeout)
+
     def is_ready(self, timeout: float = 1.0) -> bool:
         """Whether the model behind the server answers within `timeout` seconds. Triton server's own health knows less:
         it stays good when the model's process is dead."""
+
+        deadline = time.monotonic() + timeout
+        if self._decoder_answers(deadline):
+            return True
+        return batch_calls.answers(self._stub, self._settings, deadline)
+
+    def _decoder_answers(self, deadline: float) -> bool:
         import grpc
 
-        call = self._stub.ModelStreamInfer(iter([build_ping(self._settings.model)]), timeout=timeout)
+        ping = build_ping(self._settings.model or DECODER)
+        call = self._stub.ModelStreamInfer(iter([ping]), timeout=remaining(deadline))
         try:
-            return all(not message.error_message for message in call)
+            # All messages are read, to the end of the call: see `Stream._end_call`.
+            return not [message for message in call if message.error_message]
         except grpc.RpcError:
             return False
 
@@ -167,7 +154,7 @@ class Client:
 class Stream:
     """An answer on its way: iterate over its chunks. `close`, or leaving a `with` block, cancels what is left."""
 
-    def __init__(self, stub: Any, settings: _Settings, request: Any, deadline: float | None) -> None:
+    def __init__(self, stub: Any, settings: CallSettings, request: Any, deadline: float | None) -> None:
         self._stub, self._settings, self._request, self._deadline = stub, settings, request, deadline
         self._chunks: list[Chunk] = []
         self._closed = False
@@ -182,7 +169,7 @@ class Stream:
     def close(self) -> None:
         """Cancel the request unless it has ended. Any thread may call it."""
         self._closed = True
-        self._call.cancel()
+        self._end_call()
 
     def __iter__(self) -> Iterator[Chunk]:
         return self
@@ -197,7 +184,16 @@ class Stream:
         self.close()
 
     def _start(self) -> None:
-        self._call = self._stub.ModelStreamInfer(iter([self._request]), timeout=_remaining(self._deadline))
+        self._answered = False
+        self._call = self._stub.ModelStreamInfer(iter([self._request]), timeout=remaining(self._deadline))
+
+    def _end_call(self) -> None:
+        # A call that is cancelled between its last message and its end makes Triton server 24.10 keep the request for
+        # ever, and with it the model, which cannot be unloaded any more.
+        ended = threading.Event()
+        if self._answered and self._call.add_callback(ended.set):
+            ended.wait(END_SECONDS)
+        self._call.cancel()
 
     def _run(self) -> Iterator[Chunk]:
         import grpc
@@ -206,6 +202,7 @@ class Stream:
         while True:
             try:
                 for message in self._call:
+                    self._answered = is_last(message)
                     for chunk in read_response(message):
                         self._chunks.append(chunk)
                         yield chunk
@@ -217,7 +214,7 @@ class Stream:
             except CallFailedError as error:
                 failure = error
             finally:
-                self._call.cancel()
+                self._end_call()
             time.sleep(settings.delay_before_retry(failure, self._chunks, attempt, self._deadline))
             attempt += 1
             self._start()
@@ -228,12 +225,17 @@ class AsyncClient:
     cancelling the task cancels the request. Make it inside the event loop that uses it."""
 
     def __init__(
-        self, server: str = "localhost:8001", *, model: str = "llm", timeout: float | None = None, retries: int = 4
+        self,
+        server: str = "localhost:8001",
+        *,
+        model: str | None = None,
+        timeout: float | None = None,
+        retries: int = 4,
     ) -> None:
         import grpc.aio
         from tritonclient.grpc import service_pb2_grpc
 
-        self._settings = _Settings(server, model, timeout, retries)
+        self._settings = CallSettings(server, model, timeout, retries)
         self._channel = grpc.aio.insecure_channel(server, options=CHANNEL_OPTIONS)
         self._stub: Any = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
 
@@ -261,12 +263,28 @@ class AsyncClient:
         request = self._settings.request(prompt, messages, sampling, stream=True)
         return self._run(request, self._settings.deadline(timeout))
 
+    async def classify(self, images: Any, *, timeout: float | None = None) -> Classification:
+        """Classify (N, C, H, W) images: uint8, which the server normalises, or floating, normalised by the caller."""
+        return await batch_calls.classify_async(self._stub, self._settings, images, timeout)
+
+    async def embed(self, texts: str | Sequence[str], *, timeout: float | None = None) -> np.ndarray:
+        """(N, hidden) float32 embeddings of length 1 of N texts, by a served text encoder."""
+        return await batch_calls.embed_async(self._stub, self._settings, texts, timeout)
+
     async def is_ready(self, timeout: float = 1.0) -> bool:
         """Whether the model behind the server answers within `timeout` seconds."""
+
+        deadline = time.monotonic() + timeout
+        if await self._decoder_answers(deadline):
+            return True
+        return await batch_calls.answers_async(self._stub, self._settings, deadline)
+
+    async def _decoder_answers(self, deadline: float) -> bool:
         import grpc
 
+        ping = build_ping(self._settings.model or DECODER)
         try:
-            call = self._stub.ModelStreamInfer(iter([build_ping(self._settings.model)]), timeout=timeout)
+            call = self._stub.ModelStreamInfer(iter([ping]), timeout=remaining(deadline))
             return all([not message.error_message async for message in call])
         except grpc.RpcError:
             return False
@@ -287,9 +305,10 @@ class AsyncClient:
         attempt, settings = 0, self._settings
         chunks: list[Chunk] = []
         while True:
-            call = self._stub.ModelStreamInfer(iter([request]), timeout=_remaining(deadline))
+            call, answered = self._stub.ModelStreamInfer(iter([request]), timeout=remaining(deadline)), False
             try:
                 async for message in call:
+                    answered = is_last(message)
                     for chunk in read_response(message):
                         chunks.append(chunk)
                         yield chunk
@@ -299,6 +318,9 @@ class AsyncClient:
             except CallFailedError as error:
                 failure = error
             finally:
+                if answered:  # as in `Stream._end_call`
+                    with suppress(TimeoutError):
+                        await asyncio.wait_for(call.code(), END_SECONDS)
                 call.cancel()
             await asyncio.sleep(settings.delay_before_retry(failure, chunks, attempt, deadline))
             attempt += 1

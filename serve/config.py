@@ -1,8 +1,8 @@
-"""The engine's settings: what `penjing serve --set NAME=VALUE` can change."""
+"""What `penjing serve --set NAME=VALUE` can change: the engine's settings, and those of models that are batched."""
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
@@ -58,5 +58,34 @@ class EngineConfig(Config):
                 f"max_num_batched_tokens={self.max_num_batched_tokens} is below "
                 f"max_num_sequences={self.max_num_sequences}: a running answer would miss its token; "
                 f"raise the first or lower the second"
+            )
+        return self
+
+
+class BatchConfig(Config):
+    """How requests for a model without a state of its own (tensors in, tensors out) are joined, and how many may wait.
+
+    Triton server does both; what comes while a batch runs makes up the next one.
+    """
+
+    max_batch_size: int = Field(default=64, ge=1, le=4096)
+    """Rows that run at once; a request with more is refused."""
+    preferred_batch_sizes: tuple[Annotated[int, Field(ge=1)], ...] = ()
+    """A batch of such a size leaves at once; others wait for `max_queue_delay`. Empty: the largest alone."""
+    max_queue_delay: float = Field(default=0.0, ge=0, le=1)
+    """Seconds that a request waits for others while nothing runs."""
+    max_queue_size: int = Field(default=1024, ge=1)
+    """Requests that may wait; one more is refused as overloaded."""
+    queue_timeout: float = Field(default=30.0, gt=0, le=3600)
+    """Seconds that a request may wait before it is refused; a request's own timeout counts if it is shorter."""
+    threads: int = Field(default=0, ge=0, le=1024)
+    """Threads of ONNX Runtime; 0: one for each core."""
+
+    @model_validator(mode="after")
+    def _preferred_sizes_can_occur(self) -> BatchConfig:
+        if too_large := [size for size in self.preferred_batch_sizes if size > self.max_batch_size]:
+            raise ValueError(
+                f"preferred_batch_sizes has {too_large[0]}, more than max_batch_size={self.max_batch_size}; "
+                f"lower the first or raise the second"
             )
         return self

@@ -137,6 +137,11 @@ def read_response(message: Any) -> list[Chunk]:
     return chunks
 
 
+def is_last(message: Any) -> bool:
+    """Whether the server sends nothing after this `ModelStreamInferResponse`."""
+    return bool(message.error_message) or message.infer_response.parameters["triton_final_response"].bool_param
+
+
 def _read(datatype: str, data: bytes) -> list[Any]:
     if datatype in _NUMBERS:
         return list(struct.unpack(f"<{len(data) // 4}{_NUMBERS[datatype]}", data))

@@ -1,14 +1,16 @@
-"""Finds a micro-batch: of those that divide the batch and fit into memory, the one that trains the most samples a
-second."""
+"""How the batch of a step is cut into micro-batches; of those that divide it and fit into memory, the one that trains
+the most samples a second."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import nn
 
+from penjing.core.errors import ConfigError
 from penjing.core.progress import Progress
 from penjing.train.memory import MemoryEstimate, check_memory
 from penjing.train.precision import Precision
@@ -18,6 +20,73 @@ from penjing.train.world import World
 
 _TRIALS = 5  # sizes tried, from the largest that fits down
 _TARGET_S = 2.0  # time given to one size
+
+
+@dataclass(frozen=True)
+class Cut:
+    """`batch_size` samples of a step, shared by `shares` groups of processes in micro-batches of `micro_batch`."""
+
+    batch_size: int
+    shares: int
+    micro_batch: int
+
+    @property
+    def accumulation(self) -> int:
+        """Micro-batches of a group in a step."""
+        return -(-self.batch_size // (self.micro_batch * self.shares))
+
+    @property
+    def filled(self) -> int:
+        """Samples of a step with those that fill up the last micro-batches and do not count."""
+        return self.accumulation * self.micro_batch * self.shares
+
+    def __str__(self) -> str:
+        empty = self.filled - self.batch_size
+        return (
+            f"batch {self.batch_size} = {self.shares} × {self.micro_batch} × {self.accumulation} accumulated"
+            f"{f' less {empty}' if empty else ''}"
+        )
+
+    def check(self) -> Cut:
+        """This cut, if nothing has to be filled up.
+
+        Raises:
+            ConfigError: the batch is not a multiple; names one that is.
+        """
+        if self.filled != self.batch_size:
+            step = self.micro_batch * self.shares
+            raise ConfigError(
+                f"data.batch_size={self.batch_size} is not a multiple of data.micro_batch={self.micro_batch} × "
+                f"{self.shares} processes; take {step * max(round(self.batch_size / step), 1)}"
+            )
+        return self
+
+
+def check_shares(batch_size: int, shares: int, processes: int) -> None:
+    """Refuse a batch that `shares` groups of `processes` cannot share evenly.
+
+    Raises:
+        ConfigError: names one that they can.
+    """
+    if batch_size % shares:
+        sharing = f"{shares} processes" if shares == processes else f"{shares} groups of processes (parallel.dp)"
+        raise ConfigError(
+            f"data.batch_size={batch_size} is not a multiple of the {sharing}; "
+            f"take {batch_size // shares * shares or shares}"
+        )
+
+
+def recut(batch_size: int, shares: int, largest: int, multiple: int = 1) -> Cut:
+    """The cut of a resumed run, whose batch stays what it was, whatever the number of processes.
+
+    Args:
+        largest: the micro-batch of the run so far; smaller ones are taken where it does not divide a share.
+        multiple: of which the micro-batches of a step should be one.
+    """
+    share = -(-batch_size // shares)
+    fitting = (size for size in range(min(largest, share), 0, -1) if -(-share // size) % multiple == 0)
+    passes = -(-share // next(fitting, 1))
+    return Cut(batch_size, shares, -(-share // passes))
 
 
 def fastest_micro_batch(

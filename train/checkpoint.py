@@ -17,14 +17,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
 from penjing.core.errors import InputError, SetupError
 from penjing.core.files import atomic_write_text, publish_folder, sha256_file, sync_tree, writing
 from penjing.core.manifest import read_json_object
-from penjing.train.state import Tree, join_tree, snapshot, split_tree
-from penjing.train.state_shards import ShardedTree, index_name, read_shards
+from penjing.train.parallel.watch import WORK_FACTOR
+from penjing.train.state import Tree, snapshot, split_tree
+from penjing.train.state_shards import ShardedTree, index_name, read_shards, read_tensors
 from penjing.train.world import World
 
 SCHEMA_VERSION, SHARDED_VERSION = 1, 2
@@ -94,7 +94,7 @@ class Checkpoints:
 
     @staticmethod
     def load(path: Path) -> tuple[int, Tree]:
-        """Read one checkpoint folder, checking every hash.
+        """Read one checkpoint folder, checking every hash; its tensors are `SavedTensor`s, read when they are wanted.
 
         Raises:
             InputError: missing, incomplete, changed, or of a newer schema.
@@ -110,11 +110,7 @@ class Checkpoints:
         for name in (_TENSORS, _TREE):
             if sha256_file(path / name) != seal.get("sha256", {}).get(name):
                 raise InputError(f"checkpoint {path}: {name} is not what was written; it is damaged")
-        try:
-            tensors = load_file(path / _TENSORS)
-        except (SafetensorError, OSError) as error:
-            raise InputError(f"checkpoint {path}: {_TENSORS} cannot be read: {error}") from error
-        return int(seal["step"]), join_tree(tensors, read_json_object(path / _TREE))
+        return int(seal["step"]), read_tensors(path / _TENSORS, read_json_object(path / _TREE))
 
     def path(self, step: int) -> Path:
         """The folder of `step`."""
@@ -155,15 +151,16 @@ class ShardedCheckpoints(Checkpoints):
     """Checkpoints of a run whose processes each hold a part of the state: all save, on a file system that they share.
 
     A checkpoint holds two files of each process (state_shards.py) and `complete.json`, which the main process writes
-    when it has seen all of them. Any mesh reads it.
+    when it has seen all of them, for which it waits as long as the watch would for one that waits for a disk: ten
+    times `timeout_s`, the recipe's parallel.timeout. Any mesh reads it.
     """
 
     sharded = True
 
-    def __init__(self, folder: Path, keep: int, world: World, timeout_s: float = 600.0) -> None:
+    def __init__(self, folder: Path, keep: int, world: World, timeout_s: float = 60.0) -> None:
         super().__init__(folder, keep)
         self._world = world
-        self._timeout_s = timeout_s
+        self._timeout_s = WORK_FACTOR * timeout_s
 
     def _prepare(self, step: int) -> None:
         partial = self._partial(step)
@@ -174,7 +171,7 @@ class ShardedCheckpoints(Checkpoints):
         self._world.barrier()
 
     def _copy(self, tree: Tree) -> Any:
-        return ShardedTree(tree)
+        return ShardedTree(tree if self._world.saves else {})
 
     def _write(self, step: int, tree: Any) -> None:
         partial, final = self._partial(step), self.path(step)
@@ -187,8 +184,8 @@ class ShardedCheckpoints(Checkpoints):
         while late := [name for name in indices if not (partial / name).exists()]:
             if time.monotonic() > deadline:
                 raise SetupError(
-                    f"checkpoint {partial}: {late[0]} was not written within {self._timeout_s:.0f} s; all processes "
-                    "must see one file system, and have room on it"
+                    f"checkpoint {partial}: {late[0]} was not written within {self._timeout_s:.0f} s "
+                    f"({WORK_FACTOR} × parallel.timeout); all processes must see one file system, and have room on it"
                 )
             time.sleep(0.02)
         hashes = {name: sha256_file(partial / name) for name in indices}

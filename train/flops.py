@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop
 
+from penjing.kernels.dispatch import force_torch
 from penjing.train.objective import Batch, Objective
 
 # Dense bfloat16 peaks from NVIDIA's data sheets, FLOP/s; the names are parts of torch's device names.
@@ -35,6 +38,13 @@ def forward_flops(model: nn.Module, objective: Objective, batch: Batch) -> float
     finally:
         model.train(training)
     return float(counter.get_total_flops())
+
+
+def model_flops(build_model: Callable[[], nn.Module], objective: Objective, batch: Batch) -> float:
+    """`forward_flops` of a model that is never made: on tensors without data."""
+    with force_torch(), FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        fake: Batch = {name: mode.from_tensor(tensor) for name, tensor in batch.items()}
+        return forward_flops(build_model(), objective, fake)
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> tuple[float, str]:

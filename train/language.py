@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
-from penjing.core.checkpoint import open_checkpoint, save_checkpoint
-from penjing.core.errors import ConfigError, InputError
+from penjing.core.checkpoint import save_checkpoint
+from penjing.core.errors import ConfigError
 from penjing.core.manifest import write_manifest
 from penjing.core.models.config import DecoderConfig
 from penjing.core.models.decoder import Decoder
@@ -23,9 +21,9 @@ from penjing.train.data.pack import prepare_tokens
 from penjing.train.data.shards import TokenShards
 from penjing.train.data.stream import Stream
 from penjing.train.data.tokens import TokenStream, held_out_tokens
+from penjing.train.initial import Weights, checkpoint_weights, decoder_weights, fill_weights
 from penjing.train.objective import Batch, CrossEntropy, TaskObjective
 from penjing.train.recipe import DecoderModel, RunRecipe, TextData
-from penjing.train.state import check_finite
 from penjing.train.world import World
 
 
@@ -88,11 +86,14 @@ class LanguageModeling:
 
     def initialize(self, model: nn.Module) -> None:
         """See `Task`."""
-        torch.manual_seed(self._recipe.seed)
-        if isinstance(self._model, DecoderModel):
-            initialize_decoder(model, self._model.init_std, self.config.num_hidden_layers)
+        fill_weights(model, self.weights())
+
+    def weights(self) -> Weights:
+        """See `Task`."""
         if self._recipe.initial is not None:
-            load_initial(model, self._recipe.initial)
+            return checkpoint_weights(self._recipe.initial)
+        assert isinstance(self._model, DecoderModel), "a ready model has `initial` weights"
+        return decoder_weights(self._model.init_std, self.config.num_hidden_layers, self._recipe.seed)
 
     def example(self, micro_batch: int) -> Batch:
         """See `Task`."""
@@ -127,7 +128,10 @@ class LanguageModeling:
 
     def after_update(self, model: nn.Module, world: World) -> tuple[Callable[[int], None], ...]:
         """See `Task`: router biases."""
-        if self._balanced is None or not self._balanced.config.bias_rate:
+        if self._balanced is None:
+            return ()
+        self._balanced.world = world
+        if not self._balanced.config.bias_rate:
             return ()
         return (self._balanced.bias_update(model, world),)
 
@@ -167,36 +171,3 @@ def _balanced(recipe: RunRecipe, config: DecoderConfig) -> Balanced | None:
             "model.moe.router_bias = true, or use balancing.auxiliary_loss"
         )
     return Balanced(_cross_entropy(recipe), balancing)
-
-
-@torch.no_grad()
-def initialize_decoder(model: nn.Module, std: float, num_layers: int) -> None:
-    """Normal weights of deviation `std`; those that add to the residual are divided by sqrt(2 × layers), as in
-    GPT-2."""
-    for name, parameter in model.named_parameters():
-        if parameter.dim() < 2:
-            parameter.fill_(0.0 if name.endswith("bias") else 1.0)
-        else:
-            into_residual = name.endswith(("o_proj.weight", "down_proj.weight"))
-            nn.init.normal_(parameter, 0.0, std / math.sqrt(2 * num_layers) if into_residual else std)
-
-
-@torch.no_grad()
-def load_initial(model: nn.Module, folder: Path, role: str = "initial") -> None:
-    """Copy the weights of a checkpoint into `model`; `role` is what messages call it.
-
-    Raises:
-        InputError: a tensor is missing, of another shape, or not finite; or the checkpoint is quantized.
-    """
-    checkpoint = open_checkpoint(folder)
-    if "quantization_config" in checkpoint.config_json:
-        raise InputError(f"{role} = {folder} is quantized; take the checkpoint that it was made from")
-    for name, parameter in model.named_parameters():
-        if checkpoint.shape(name) != tuple(parameter.shape):
-            raise InputError(
-                f"{role} = {folder}: {name} has shape {checkpoint.shape(name)}, this model's is "
-                f"{tuple(parameter.shape)}; "
-                "make [model] equal to its config.json"
-            )
-        parameter.copy_(checkpoint.get(name))
-    check_finite(dict(model.named_parameters()), f"{role} = {folder}")

@@ -127,8 +127,10 @@ class Trainer:
         self.loss_scale.enabled = self.precision.mode == "fp16"
         set_learning_rate(self.optimizer, rate := self.rate.at(self.step, self.steps))
         began = time.perf_counter()
+        self.world.at(f"step {self.step + 1}, reading its data")
         micro_batches = [self.world.part(next(self.stream)) for _ in range(self.accumulation)]
         waited_s = time.perf_counter() - began
+        self.world.at(f"step {self.step + 1}")
         count = self._count(micro_batches)
         watch = self.monitor.activations_every and self.step % self.monitor.activations_every == 0
         with ActivationRanges(self.model if watch else None) as ranges:
@@ -173,6 +175,8 @@ class Trainer:
             "count": count,
         }
         values |= ranges.values
+        if self.pipeline is not None:
+            values |= self.pipeline.values
         unexplained = nonfinite and (not self.loss_scale.enabled or self.loss_scale.exhausted)
         self.monitor.on_step(self.step, self.steps, values, count, waited_s, unexplained)
         return stop
@@ -198,6 +202,7 @@ class Trainer:
             with self.world.reducing(replica, now=index == len(micro_batches) - 1):
                 loss = self.objective(replica, self._on_device(batch))
                 (loss.total * (self.loss_scale.value / count)).backward()
+            self.world.at(f"step {self.step + 1}, micro-batch {index + 1} of {len(micro_batches)}")
             _add(totals, loss)
         return {name: float(total) for name, total in totals.items()}
 
@@ -209,6 +214,7 @@ class Trainer:
         """
         assert self.evaluation is not None
         assert self.precision is not None
+        self.world.at(f"the evaluation after step {self.step}")
         paused_at = self.monitor.pause()
         self.world.average_buffers(self.model)
         totals: dict[str, torch.Tensor] = {"count": torch.zeros((), dtype=torch.float64)}
@@ -220,6 +226,7 @@ class Trainer:
                 for batch in map(self.world.part, self.evaluation.batches()):
                     totals["count"] += self.evaluation.objective.count(batch)
                     _add(totals, self._judge(self.evaluation.objective, self._on_device(batch)))
+                    self.world.at(f"the evaluation after step {self.step}", everywhere=False)
         finally:
             self.model.train()
             self.world.reshard(self.model)
@@ -240,6 +247,7 @@ class Trainer:
     def save(self, *, wait: bool = False) -> None:
         """Save the state, without holding up the loop unless `wait`; all processes call it, and the main one writes, or
         each its part."""
+        self.world.at(f"the checkpoint of step {self.step}")
         self.world.average_buffers(self.model)
         if self.checkpoints is None or not (self.world.is_main or self.checkpoints.sharded):
             return

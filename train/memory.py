@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 from penjing.core.errors import ConfigError
 from penjing.train.objective import Batch, Objective
 
-_STATE_PER_PARAMETER = {"adamw": 2, "sgd": 1}
+STATE_PER_PARAMETER = {"adamw": 2, "sgd": 1}  # what an optimiser keeps, of the size of the parameters
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ def estimate_memory(
     return MemoryEstimate(
         parameters=parameters + sum(buffer.nbytes for buffer in model.buffers()),
         gradients=trainable,
-        optimizer=trainable * _STATE_PER_PARAMETER[optimizer],
+        optimizer=trainable * STATE_PER_PARAMETER[optimizer],
         average=trainable if averaged else 0,
         reduction=trainable if replicated else 0,
         activations=activations,

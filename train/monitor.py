@@ -97,6 +97,11 @@ class Monitor:
         shown = " ".join(f"{name} {value:.4f}" for name, value in values.items() if isinstance(value, float))
         self.progress.note(f"step {step}: {shown}")
 
+    def on_resume(self, checkpoint: Path, step: int, seconds: float) -> None:
+        """The run goes on from `checkpoint`, `seconds` after its command began: a record `recovered_s`, and a line."""
+        self._write({"step": step, "recovered_s": seconds})
+        self.progress.note(f"resumed from {checkpoint} (step {step}); recovered in {seconds:.1f} s")
+
     def note(self, line: str) -> None:
         """Show one line."""
         self.progress.note(line)

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from penjing.core.config import Config
 from penjing.core.errors import InputError
-from penjing.train.state import fill, is_stage, named_parameters
+from penjing.train.state import fill, is_part, named_parameters
 
 
 class OptimizerConfig(Config):
@@ -74,7 +74,7 @@ def load_optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module, sta
     """
     parameters = dict(named_parameters(model))
     for name, values in state.items():
-        if name not in parameters and is_stage(model):
+        if name not in parameters and is_part(model):
             continue
         if name not in parameters:
             raise InputError(f"the saved optimiser state has {name!r}, which this model lacks; it is of another model")

@@ -1,4 +1,8 @@
-"""`--profile`: a few steps under torch's profiler, as a trace for Perfetto or chrome://tracing and a table."""
+"""`--profile`: a few steps under torch's profiler, as a trace for Perfetto or chrome://tracing and a table.
+
+With several processes it also says what they exchanged, how much of it hid behind arithmetic, and what share of the
+bandwidth of the links the gradients reached.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +15,9 @@ from torch.profiler import ProfilerActivity, profile, schedule
 
 from penjing.core.files import atomic_write_text, writing
 from penjing.core.progress import Progress
+from penjing.train.parallel.mesh import MeshWorld
+from penjing.train.parallel.probe import all_reduce_bandwidth, gradient_group
+from penjing.train.parallel.traffic import read_trace
 from penjing.train.world import World
 
 _SKIPPED, _WARM_UP, _RECORDED = 2, 1, 3
@@ -24,6 +31,10 @@ def profiling(folder: Path, world: World, progress: Progress) -> Iterator[Callab
     """
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
+    limits = all_reduce_bandwidth(world)
+    if limits:
+        shown = ", ".join(f"{limit / 1e9:.2f} GB/s with {size // 1024} KiB" for size, limit in limits.items())
+        progress.note(f"all-reduce over {gradient_group(world)[1]} processes with nothing else to do: {shown}")
     on_cuda = world.device.type == "cuda"
     activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if on_cuda else [])
 
@@ -34,6 +45,8 @@ def profiling(folder: Path, world: World, progress: Progress) -> Iterator[Callab
         table = recorded.key_averages().table(sort_by=order, row_limit=25)
         atomic_write_text(folder / f"table-{world.rank}.txt", table)
         progress.note(f"profile of {_RECORDED} steps: {trace}\n{table}")
+        if world.size > 1:
+            progress.note("\n".join(_communication(trace, world, limits)))
 
     plan = schedule(skip_first=_SKIPPED, wait=0, warmup=_WARM_UP, active=_RECORDED, repeat=1)
     with profile(
@@ -42,3 +55,14 @@ def profiling(folder: Path, world: World, progress: Progress) -> Iterator[Callab
         yield lambda step: active.step()
     if torch.cuda.is_available():
         torch.cuda.synchronize()
+
+
+def _communication(trace: Path, world: World, limits: dict[int, float]) -> list[str]:
+    traffic = read_trace(trace)
+    lines = [f"communication of process {world.rank}:", *traffic.lines(_RECORDED)]
+    split = isinstance(world, MeshWorld) and world.config.tp * world.config.cp * world.config.pp > 1
+    reached = None if split or not limits else traffic.bandwidth(world.data.size)
+    if reached is not None:  # reductions of other dimensions of the mesh cannot be told from those of gradients
+        best = max(limits.values())
+        lines.append(f"gradients: {reached / 1e9:.2f} GB/s, {reached / best:.0%} of the fastest all-reduce measured")
+    return lines

@@ -9,30 +9,41 @@ import shutil
 import signal
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 
 import torch
 from torch import nn
 
 from penjing.core.config import load_recipe
-from penjing.core.errors import ConfigError, InputError, PenjingError
+from penjing.core.errors import InputError
 from penjing.core.files import publish_folder, writing
 from penjing.core.models.moe import keep_out_of_graphs
 from penjing.core.progress import Progress, Silent
 from penjing.train.alarms import Alarms
-from penjing.train.batch_size import fastest_micro_batch
+from penjing.train.batch_size import Cut, check_shares, fastest_micro_batch, recut
 from penjing.train.checkpoint import Checkpoints, ShardedCheckpoints
 from penjing.train.data.prefetch import Prefetched
-from penjing.train.flops import forward_flops, peak_flops
+from penjing.train.flops import model_flops, peak_flops
 from penjing.train.gradients import GradientNorms
+from penjing.train.initial import fill_weights, materialize, without_data
 from penjing.train.loop import Evaluation, Trainer
 from penjing.train.loss_scale import LossScale, initial_scale
 from penjing.train.memory import MemoryEstimate, check_memory, estimate_memory, memory_limit
 from penjing.train.monitor import Monitor, open_sinks
 from penjing.train.optimizer import AveragedWeights, build_optimizer
-from penjing.train.parallel.apply import check_recipe, form_mesh, gather, parallelize, share_of
+from penjing.train.parallel.apply import (
+    Parallelized,
+    check_recipe,
+    form_mesh,
+    gather,
+    measured,
+    parallelize,
+    share_of,
+)
 from penjing.train.parallel.mesh import MeshWorld
+from penjing.train.parallel.watch import watching
+from penjing.train.plan.preflight import check_run
 from penjing.train.precision import (
     Precision,
     apply_environment,
@@ -108,17 +119,15 @@ def train_task(
     began = time.perf_counter()
     is_main = os.environ.get("RANK", "0") == "0"
     progress = progress if progress is not None and is_main else Silent()
-    try:
+    with watching(recipe.parallel.timeout) as watch:
         _check_output(recipe, resume, force)
         check_recipe(recipe, int(os.environ.get("WORLD_SIZE", "1")))
+        if watch is not None:
+            watch.at("its data")
         task = build(progress)
-        with join_world(recipe.device) as world, _stop_signals() as stop_requested:
-            run = _Run(recipe, task, form_mesh(world, recipe.parallel, progress), progress)
+        with join_world(recipe.device, watch) as world, _stop_signals() as stop_requested:
+            run = _Run(recipe, task, form_mesh(world, measured(recipe, world, progress), progress), progress)
             return run.train(resume, force, profile, stop_requested, began, command)
-    except PenjingError:
-        if not is_main:
-            time.sleep(20)  # the main process says the same first, and torchrun then ends this one
-        raise
 
 
 class _Run:
@@ -137,33 +146,26 @@ class _Run:
         recipe, world = self.recipe, self.world
         checkpoints = Checkpoints(recipe.run_folder / "checkpoints", recipe.checkpoint.keep)
         if isinstance(world, MeshWorld):
-            checkpoints = ShardedCheckpoints(checkpoints.folder, checkpoints.keep, world)
+            checkpoints = ShardedCheckpoints(checkpoints.folder, checkpoints.keep, world, recipe.parallel.timeout)
         if world.is_main and force and resume == "never" and recipe.run_folder.exists():
             shutil.rmtree(recipe.run_folder)
         world.barrier()
+        world.at("reading the checkpoint to resume from")
         saved = self._find(checkpoints, resume)
-        micro_batch = self._micro_batch(None if saved is None else saved[1]["run"]["micro_batch"])
-        model = self._model()
-        if saved is None:
-            self.task.initialize(model)
-        model = model.to(world.device)
-        if recipe.compile:
-            keep_out_of_graphs()
-            model.compile()
+        cut, largest = self._cut(None if saved is None else saved[1]["run"])
+        world.at("building the model")
+        spread = self._spread(is_new=saved is None)
         with ExitStack() as stack:
-            trainer = self._trainer(
-                model, micro_batch, checkpoints, stop_requested, stack, 0 if saved is None else saved[0]
-            )
+            trainer = self._trainer(spread, cut, checkpoints, stop_requested, stack, 0 if saved is None else saved[0])
+            trainer.settings = {"micro_batch": largest, "shares": cut.shares}
             if saved is not None:
                 trainer.load_state_dict(saved[1])
-                seconds = time.perf_counter() - began
-                self.progress.note(
-                    f"resumed from {checkpoints.path(saved[0])} (step {saved[0]}); recovered in {seconds:.1f} s"
-                )
+                trainer.monitor.on_resume(checkpoints.path(saved[0]), saved[0], time.perf_counter() - began)
             if profile:
                 step = stack.enter_context(profiling(recipe.run_folder / "profile", world, self.progress))
                 trainer.after_update = (*trainer.after_update, step)
             results = trainer.fit()
+        world.at("writing the trained model")
         if trainer.average is not None:
             trainer.average.exchange()
         self._export(trainer.model, force or resume != "never", command, results)
@@ -185,31 +187,28 @@ class _Run:
 
     def _trainer(
         self,
-        model: nn.Module,
-        micro_batch: int,
+        spread: Parallelized,
+        cut: Cut,
         checkpoints: Checkpoints,
         stop_requested: Callable[[], bool],
         stack: ExitStack,
         first_step: int,
     ) -> Trainer:
         recipe, world, task = self.recipe, self.world, self.task
+        micro_batch = cut.micro_batch
         stream = Prefetched(task.stream(micro_batch, world.data), recipe.data.prefetch, pin=world.device.type == "cuda")
         stack.callback(stream.close)
         evaluation = None
         if recipe.evaluation.every:
             every = recipe.evaluation.every
             evaluation = Evaluation(lambda: task.held_out(micro_batch, world.data), task.objective.evaluation(), every)
-        num_parameters = sum(parameter.numel() for parameter in model.parameters())
+        model, num_parameters = spread.model, spread.num_parameters
         scale = recipe.precision.loss_scale or initial_scale(num_parameters)
-        monitor = self._monitor(model, first_step)
+        monitor = self._monitor(first_step)
         stack.callback(monitor.close)
-        spread = parallelize(model, world)
-        model, data_size = spread.model, world.data.size
         self.progress.note(
             f"{num_parameters:,} parameters, {world.size} process{'es' if world.size > 1 else ''} on "
-            f"{world.device.type}, "
-            f"batch {recipe.data.batch_size} = {data_size} × {micro_batch} × "
-            f"{recipe.data.batch_size // (micro_batch * data_size)} accumulated, {recipe.precision.mode}"
+            f"{world.device.type}, {cut}, {recipe.precision.mode}"
         )
         return Trainer(
             model=model,
@@ -218,7 +217,7 @@ class _Run:
             optimizer=build_optimizer(model, recipe.optimizer, recipe.learning_rate.peak),
             steps=recipe.steps,
             rate=recipe.learning_rate,
-            accumulation=recipe.data.batch_size // (micro_batch * data_size),
+            accumulation=cut.accumulation,
             seed=recipe.seed,
             world=world,
             precision=Precision(model, recipe.precision, world.device),
@@ -233,10 +232,9 @@ class _Run:
             after_backward=spread.after_backward,
             after_update=task.after_update(model, world),
             stop_requested=stop_requested,
-            settings={"micro_batch": micro_batch},
         )
 
-    def _monitor(self, model: nn.Module, first_step: int) -> Monitor:
+    def _monitor(self, first_step: int) -> Monitor:
         recipe, world = self.recipe, self.world
         if not world.is_main:
             # Only the main process may stop the run for what it alone sees; losses are the same everywhere.
@@ -244,7 +242,8 @@ class _Run:
             return Monitor(Alarms(same), every=recipe.monitor.every, device=world.device, unit=self.task.unit)
         example = {name: tensor.to(world.device) for name, tensor in self.task.example(1).items()}
         # Of the plain objective: a teacher's passes are no work of this model.
-        flops = forward_flops(model, self.task.objective.evaluation(), example) / self.task.objective.count(example)
+        flops = model_flops(self._model_on_device, self.task.objective.evaluation(), example)
+        flops /= self.task.objective.count(example)
         # Without instructions for 16 bits the ceiling is float32's, and measuring the other would take a minute.
         half = recipe.precision.mode in ("bf16", "fp16", "hybrid") and multiplies_bfloat16(world.device)
         peak, origin = peak_flops(world.device, torch.bfloat16 if half else torch.float32)
@@ -272,6 +271,29 @@ class _Run:
             return checkpoints.load_newest(self.progress.note)
         return Checkpoints.load(Path(resume))
 
+    def _spread(self, *, is_new: bool) -> Parallelized:
+        """The model, each process's part of it, with the weights that a new run begins with."""
+        weights = self.task.weights()
+        with nullcontext() if weights is None else without_data():
+            model = self._model()
+        if weights is None:
+            if is_new:
+                self.task.initialize(model)
+            model = model.to(self.world.device)
+        if self.recipe.compile:
+            keep_out_of_graphs()
+            model.compile()
+        spread = parallelize(model, self.world, self.progress.note)
+        if weights is not None:
+            materialize(spread.model, self.world.device)
+            if is_new:
+                fill_weights(spread.model, weights)
+        return spread
+
+    def _model_on_device(self) -> nn.Module:
+        with self.world.device:  # tensors without data cannot be moved
+            return self._model()
+
     def _model(self) -> nn.Module:
         model = self.task.build_model()
         apply_recompute(model, self.recipe.memory.recompute, self.recipe.memory.recompute_rules)
@@ -281,8 +303,7 @@ class _Run:
         recipe, world = self.recipe, self.world
 
         def build() -> nn.Module:
-            with world.device:  # tensors without data cannot be moved
-                model = self._model()
+            model = self._model_on_device()
             Precision(model, recipe.precision, world.device)
             return model
 
@@ -294,32 +315,39 @@ class _Run:
             averaged=recipe.average is not None,
             replicated=world.size > 1,
         )
-        return share_of(estimate, world)
+        return share_of(estimate, world, getattr(recipe, "model", None))
 
-    def _micro_batch(self, saved: int | None) -> int:
-        """The micro-batch of the run, once for all processes; refuses what cannot fit."""
+    def _cut(self, saved: Tree | None) -> tuple[Cut, int]:
+        """How steps are cut, the same in all processes, and the largest micro-batch that a resumed run may take;
+        refuses what cannot fit. `saved`: the settings of the run that goes on, whose batch may have been shared by
+        another number of processes."""
         recipe, world = self.recipe, self.world
-        parts = world.data.size
-        if recipe.data.batch_size % parts:
-            sharing = f"{parts} processes" if parts == world.size else f"{parts} groups of processes (parallel.dp)"
-            raise ConfigError(
-                f"data.batch_size={recipe.data.batch_size} is not a multiple of the {sharing}; "
-                f"take {recipe.data.batch_size // parts * parts or parts}"
-            )
-        share = recipe.data.batch_size // parts
+        batch, parts = recipe.data.batch_size, world.data.size
         num_local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         limit = parse_size(recipe.memory.limit) if recipe.memory.limit else memory_limit(world.device, num_local)
         wanted = recipe.data.micro_batch
-        if wanted == "auto" and saved is None:
-            micro_batch = fastest_micro_batch(
-                self.task, self._model, self._estimate, share, limit, recipe, world, self.progress
-            )
+        if saved is not None:
+            largest = int(wanted) if isinstance(wanted, int) else int(saved["micro_batch"])
+            cut = recut(batch, parts, largest, recipe.parallel.micro_batches or 1)
+            if (before := saved.get("shares", parts)) != parts:
+                self.progress.note(f"planned anew: data parallelism {before} → {parts}, {cut}")
+            data = recipe.data.model_copy(update={"batch_size": cut.filled, "micro_batch": cut.micro_batch})
+            check_run(recipe.model_copy(update={"data": data}), world.size, limit)
         else:
-            micro_batch = saved if wanted == "auto" and saved is not None else int(wanted or share)
-        estimate = self._estimate(min(micro_batch, share))
+            check_shares(batch, parts, world.size)
+            check_run(recipe, world.size, limit)
+            share = batch // parts
+            if wanted == "auto":
+                largest = fastest_micro_batch(
+                    self.task, self._model, self._estimate, share, limit, recipe, world, self.progress
+                )
+            else:
+                largest = int(wanted or recipe.parallel.default_micro_batch(share))
+            cut = Cut(batch, parts, largest).check()
+        estimate = self._estimate(cut.micro_batch)
         self.progress.note(str(estimate))
         check_memory(estimate, limit)
-        return micro_batch
+        return cut, largest
 
     def _export(self, model: nn.Module, replace: bool, command: str, results: dict[str, float]) -> None:
         if isinstance(self.world, MeshWorld):

@@ -81,7 +81,7 @@ def load_model_state(model: nn.Module, state: dict[str, torch.Tensor]) -> None:
         InputError: another model: names the first tensor that is missing, extra, or of another shape.
     """
     tensors = model_state(model)
-    different = tensors.keys() - state.keys() if is_stage(model) else tensors.keys() ^ state.keys()
+    different = tensors.keys() - state.keys() if is_part(model) else tensors.keys() ^ state.keys()
     for name in sorted(different):
         where = "lacks" if name in tensors else "has"
         raise InputError(
@@ -96,9 +96,9 @@ def load_model_state(model: nn.Module, state: dict[str, torch.Tensor]) -> None:
         fill(tensor, state[name])
 
 
-def is_stage(model: nn.Module) -> bool:
-    """Whether `model` is a part of a model: a stage of a pipeline."""
-    return hasattr(model, "names")
+def is_part(model: nn.Module) -> bool:
+    """Whether `model` is a part of a model: a stage of a pipeline, or without the experts of other processes."""
+    return getattr(model, "is_part", False)
 
 
 def local_part(tensor: torch.Tensor) -> tuple[torch.Tensor, tuple[slice, ...]]:

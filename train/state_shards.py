@@ -104,14 +104,33 @@ def read_shards(folder: Path, hashes: dict[str, str]) -> Tree:
         value = read_json_object(index)
         if sha256_file(tensors) != value["sha256"]:
             raise InputError(f"checkpoint {folder}: {tensors.name} is not what was written; it is damaged")
-        try:
-            file = safe_open(tensors, framework="pt").__enter__()
-        except (SafetensorError, OSError) as error:
-            raise InputError(f"checkpoint {folder}: {tensors.name} cannot be read: {error}") from error
+        file = _open(tensors)
         for path, region in value["regions"].items():
             saved.setdefault(path, SavedTensor(path, tuple(region["shape"]))).add(file, region["offset"])
         plain = _merge(plain, value["tree"])
     return join_tree(saved, plain)  # type: ignore[arg-type]  # what is joined need not be a tensor
+
+
+def read_tensors(path: Path, plain: Any) -> Tree:
+    """The tree around `plain` whose tensors, `SavedTensor`s, lie whole in the safetensors file `path`.
+
+    Raises:
+        InputError: it cannot be read, or lacks a tensor.
+    """
+    file = _open(path)
+    saved: dict[str, SavedTensor] = {}
+    for name in file.keys():  # noqa: SIM118  # no dictionary
+        shape = file.get_slice(name).get_shape()
+        saved[name] = SavedTensor(name, tuple(shape))
+        saved[name].add(file, [0] * len(shape))
+    return join_tree(saved, plain)  # type: ignore[arg-type]
+
+
+def _open(path: Path) -> Any:
+    try:
+        return safe_open(path, framework="pt").__enter__()
+    except (SafetensorError, OSError) as error:
+        raise InputError(f"checkpoint {path.parent}: {path.name} cannot be read: {error}") from error
 
 
 def _names(folder: Path, rank: int) -> tuple[Path, Path]:

@@ -11,6 +11,7 @@ from torch import nn
 from penjing.core.errors import ConfigError
 from penjing.core.progress import Progress
 from penjing.train.data.stream import Stream
+from penjing.train.initial import Weights
 from penjing.train.language import LanguageModeling
 from penjing.train.objective import Batch, TaskObjective
 from penjing.train.recipe import DecoderModel, FashionData, ResNetModel, TextData, TrainRecipe
@@ -30,6 +31,11 @@ class Task(Protocol):
 
     def initialize(self, model: nn.Module) -> None:
         """Give `model` the weights that the run begins with; the same for the same recipe."""
+        ...
+
+    def weights(self) -> Weights | None:
+        """What `initialize` gives, a part at a time: a process that holds a part of the model fills only that. None
+        where the whole is needed: every process then builds it, before it is shared."""
         ...
 
     def example(self, micro_batch: int) -> Batch:

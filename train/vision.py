@@ -63,6 +63,9 @@ class ImageClassification:
         if self._recipe.initial is not None:
             _load_initial(model, self._recipe.initial, self.config)
 
+    def weights(self) -> None:
+        """See `Task`."""
+
     def example(self, micro_batch: int) -> Batch:
         """See `Task`."""
         return next(iter(self.stream(micro_batch, World(size=self._data.batch_size // micro_batch))))

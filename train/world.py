@@ -7,6 +7,7 @@ more dimensions than data parallelism offers the same methods; the loop asks for
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -20,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from penjing.core.errors import ConfigError, SetupError
 from penjing.train.gradients import global_norm, gradients_of
 from penjing.train.parallel.compressed import compress_ddp
+from penjing.train.parallel.watch import WORK_FACTOR, Watch
 
 
 @dataclass(frozen=True)
@@ -30,6 +32,7 @@ class World:
     size: int = 1
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     gradients: str = "float32"  # how they travel: see compressed.py
+    watch: Watch | None = field(default=None, compare=False)
 
     @property
     def is_main(self) -> bool:
@@ -46,6 +49,12 @@ class World:
         """True in one of the processes that see the same tokens: the one whose sums count."""
         return True
 
+    @property
+    def saves(self) -> bool:
+        """Whether this process's tensors belong into a checkpoint that many write: False in one that holds the same as
+        another, where the tensors do not say so (a DTensor does)."""
+        return True
+
     def global_norm(self, model: nn.Module) -> torch.Tensor:
         """Euclidean norm of the whole gradient of `model`; NaN or infinite as soon as one element is."""
         return global_norm(gradients_of(model.parameters()))
@@ -56,12 +65,21 @@ class World:
             dist.all_reduce(values, dist.ReduceOp.SUM)
         return values
 
+    def sum_tokens(self, values: torch.Tensor) -> torch.Tensor:
+        """Sum `values` over the processes that have the same layers and see other tokens, in place."""
+        return self.sum(values)
+
     def part(self, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """What this process computes of a micro-batch of its share: all of it."""
         return batch
 
     def reshard(self, model: nn.Module) -> None:
         """Let go of what a forward pass without a backward pass has gathered of `model`."""
+
+    def at(self, doing: str, *, everywhere: bool = True) -> None:
+        """Tell the watch over a run's processes what this one begins: see `Watch.at`."""
+        if self.watch is not None:
+            self.watch.at(doing, everywhere=everywhere)
 
     def barrier(self) -> None:
         """Wait until every process is here."""
@@ -87,6 +105,8 @@ class World:
         if self.size == 1:
             return model
         devices = [self.device] if self.device.type == "cuda" else None
+        # torch 2.13 would have it called forward_sync_buffers, which 2.11 does not know.
+        warnings.filterwarnings("ignore", message="`broadcast_buffers` is deprecated", category=FutureWarning)
         replica = DistributedDataParallel(model, devices, broadcast_buffers=False)  # see average_buffers
         if self.gradients == "float32":
             replica.register_comm_hook(None, _sum_bucket)
@@ -109,36 +129,39 @@ def _sum_bucket(state, bucket):
 
 
 @contextmanager
-def join_world(device: str = "auto", timeout_s: float = 600.0) -> Iterator[World]:
-    """Join the processes that torchrun started (one process without it); leave them at the end.
+def join_world(device: str = "auto", watch: Watch | None = None) -> Iterator[World]:
+    """Join the processes of `watch` (one process without it); leave them at the end.
 
     Args:
         device: "cpu", "cuda", or "auto": CUDA where there is one.
-        timeout_s: how long a process waits for the others before it gives up.
 
     Raises:
         ConfigError: "cuda" where there is none.
-        SetupError: the other processes do not answer, or a port is in use.
+        SetupError: the processes do not reach each other.
     """
-    size, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
     chosen = choose_device(device)
     if chosen.type == "cuda":
         torch.cuda.set_device(chosen)
-    if size == 1:
+    if watch is None:
         yield World(device=chosen)
         return
+    watch.meet()
+    rank, size = watch.rank, watch.size
     try:
-        backend = "cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo"
-        dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo",
+            store=watch.group_store(),
+            rank=rank,
+            world_size=size,
+            timeout=timedelta(seconds=WORK_FACTOR * watch.timeout_s),  # the watch is quicker, and says more
+        )
     except (dist.DistError, ValueError, RuntimeError) as error:
-        address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
         raise SetupError(
-            f"rank {rank} of {size} cannot join the others at {address}: {error}; start all with torchrun"
+            f"rank {rank} of {size} cannot join the others: {error}; GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME choose "
+            "the network interface"
         ) from error
-    try:
-        yield World(rank, size, chosen)
-    finally:
-        dist.destroy_process_group()
+    yield World(rank, size, chosen, watch=watch)
+    dist.destroy_process_group()  # not after an error: the others may never come
 
 
 def choose_device(device: str) -> torch.device:

@@ -126,7 +126,13 @@ class TeacherCache:
         try:
             if part not in self._open:
                 self._open[part] = safe_open(path, framework="pt").__enter__()
-            return {name: self._open[part].get_slice(name)[row] for name in ("index", "top", "rest")}
+            found = {name: self._open[part].get_slice(name)[row] for name in ("index", "top", "rest")}
+            for name, tensor in found.items():
+                shape = (self.sequence_length,) if name == "rest" else (self.sequence_length, self.top_k)
+                dtype = torch.int32 if name == "index" else torch.float32
+                if tensor.shape != shape or tensor.dtype != dtype:
+                    raise ValueError(f"{name} is {tuple(tensor.shape)} {tensor.dtype}, not {shape} {dtype}")
+            return found
         except (SafetensorError, OSError, ValueError) as error:
             raise InputError(f"{path} cannot be read ({error}); delete it, and the teacher answers anew") from error
 

@@ -16,7 +16,7 @@ from penjing.core.files import sha256_file
 from penjing.core.manifest import MANIFEST_NAME, read_json_object, read_manifest
 from penjing.core.models.decoder import Decoder
 from penjing.core.vision_checkpoint import load_vision_checkpoint, vision_skeleton
-from penjing.train.language import load_initial
+from penjing.train.initial import checkpoint_weights, fill_weights
 from penjing.train.state import check_finite
 
 
@@ -74,7 +74,7 @@ def decoder(checkpoint: Checkpoint) -> Decoder:
         InputError: quantized, damaged, or NaN in the weights.
     """
     model = Decoder(checkpoint.config)
-    load_initial(model, checkpoint.folder, role="teacher")
+    fill_weights(model, checkpoint_weights(checkpoint.folder, role="teacher"))
     return model.eval()
 
 

@@ -16,6 +16,7 @@ from penjing.compress.distill.features import AttentionRelations, HiddenStates
 from penjing.compress.distill.networks import check_decoder, decoder, identity, load_teacher
 from penjing.compress.distill.objective import Distillation, DistillWeights, Matcher, Teacher
 from penjing.compress.distill.task import Distilled
+from penjing.compress.steps import check_kept
 from penjing.core.cache import cache_dir
 from penjing.core.checkpoint import open_checkpoint
 from penjing.core.config import Config
@@ -150,6 +151,7 @@ def train_checkpoint(
     began = time.perf_counter()
     recipe = _recipe(source, step, work)
     _claim(work, step, names, progress)
+    check_kept(work / _TRAINED)
     if not (work / _TRAINED / MANIFEST_NAME).is_file():
         try:
             train_task(

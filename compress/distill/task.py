@@ -35,6 +35,9 @@ class WrappedTask:
     def initialize(self, model: nn.Module) -> None:
         self._task.initialize(model)
 
+    def weights(self) -> None:
+        """What wraps a task changes what its model begins with."""
+
     def example(self, micro_batch: int) -> Batch:
         return self._task.example(micro_batch)
 

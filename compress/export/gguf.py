@@ -70,6 +70,25 @@ def write_gguf(folder: Path, out: Path, progress: Progress) -> None:
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+    _check_written(checkpoint, out)
+
+
+def _check_written(checkpoint: Checkpoint, path: Path) -> None:
+    """Read the file with the gguf package: every tensor is as it was made of the artifact.
+
+    Raises:
+        InputError: names the first tensor that is not; it lies in bad memory or on a bad disk, or is a bug here.
+    """
+    import gguf
+
+    tensors = {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}
+    for name in checkpoint.tensor_names:
+        if name.endswith("_scale"):
+            continue
+        written, _ = _tensor(checkpoint, name, checkpoint.config)
+        tensor = tensors.get(_gguf_name(name))
+        if tensor is None or tensor.data.shape != written.shape or (tensor.data != written).any():
+            raise InputError(f"{path}: {name} does not read back as it was written; export again to another disk")
 
 
 def q8_0(weight: NDArray[np.int8], scale: NDArray[np.float32]) -> NDArray[np.uint8]:

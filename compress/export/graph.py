@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from pathlib import Path
+from typing import Any, BinaryIO
 
 import numpy as np
 import onnx
@@ -15,20 +16,31 @@ from penjing.compress.quant.modules import Folded
 
 OPSET = 21  # the first with 16-bit types and blocks; per-channel INT8 and FP8 are in it
 IR_VERSION = 10
+EXTERNAL_BYTES = 1 << 16  # smaller constants stay in the model's own file
+EXTERNAL_ALIGNMENT = 1 << 16  # ONNX Runtime maps a tensor that begins on an allocation unit of the system
 _ZERO_TYPES = {"int8": np.int8, "uint8": np.uint8}
 
 
 class GraphBuilder:
-    """Adds nodes and constants; `model` makes an ONNX model of them."""
+    """Adds nodes and constants; `model` makes an ONNX model of them.
 
-    def __init__(self) -> None:
+    Args:
+        data: an open file beside the model, which large constants are appended to as they come, so that they are never
+            in memory together (and a model may be larger than protobuf's 2 GB).
+    """
+
+    def __init__(self, data: BinaryIO | None = None) -> None:
         self._nodes: list[onnx.NodeProto] = []
         self._constants: dict[str, onnx.TensorProto] = {}
+        self._data = data
 
     def constant(self, name: str, value: np.ndarray | Tensor) -> str:
         """Store a tensor (also float8_e4m3fn) once under `name`."""
         if name not in self._constants:
-            self._constants[name] = _tensor(name, value)
+            tensor = _tensor(name, value)
+            if self._data is not None and len(tensor.raw_data) >= EXTERNAL_BYTES:
+                _append(tensor, self._data)
+            self._constants[name] = tensor
         return name
 
     def node(self, operator: str, inputs: list[str], output: str, **attributes: Any) -> str:
@@ -66,16 +78,26 @@ class GraphBuilder:
         scale = self.constant(f"{name}.bias/scale", step)
         return self.node("DequantizeLinear", [stored, scale], f"{name}.bias/dequantized", axis=0)
 
-    def model(self, inputs: dict[str, list[Any]], outputs: dict[str, list[Any]], about: dict[str, str]) -> Any:
-        """The checked model; shapes hold numbers and names of dynamic sizes.
+    def model(
+        self,
+        inputs: dict[str, list[Any]],
+        outputs: dict[str, list[Any]],
+        about: dict[str, str],
+        integers: tuple[str, ...] = (),
+    ) -> Any:
+        """The model, checked unless its constants lie in another file; shapes hold numbers and names of dynamic sizes.
+
+        Args:
+            integers: the inputs that are int64; all others are float32.
 
         Raises:
             onnx.checker.ValidationError: the graph is not valid ONNX, a bug here.
         """
+        kinds = dict.fromkeys(inputs, TensorProto.FLOAT) | dict.fromkeys(integers, TensorProto.INT64)
         graph = helper.make_graph(
             self._nodes,
             "penjing",
-            [helper.make_tensor_value_info(name, TensorProto.FLOAT, shape) for name, shape in inputs.items()],
+            [helper.make_tensor_value_info(name, kinds[name], shape) for name, shape in inputs.items()],
             [helper.make_tensor_value_info(name, TensorProto.FLOAT, shape) for name, shape in outputs.items()],
             list(self._constants.values()),
         )
@@ -83,7 +105,8 @@ class GraphBuilder:
             graph, opset_imports=[helper.make_opsetid("", OPSET)], ir_version=IR_VERSION, producer_name="penjing"
         )
         helper.set_model_props(model, about)
-        onnx.checker.check_model(model, full_check=True)
+        if self._data is None:
+            onnx.checker.check_model(model, full_check=True)
         return model
 
 
@@ -94,3 +117,13 @@ def _tensor(name: str, value: np.ndarray | Tensor) -> onnx.TensorProto:
             return helper.make_tensor(name, TensorProto.FLOAT8E4M3FN, list(value.shape), data, raw=True)
         value = value.detach().contiguous().numpy()
     return numpy_helper.from_array(np.ascontiguousarray(value).reshape(value.shape), name)
+
+
+def _append(tensor: onnx.TensorProto, file: BinaryIO) -> None:
+    """Move the content of `tensor` to the end of `file`, which it then refers to by name."""
+    file.seek(-(-file.tell() // EXTERNAL_ALIGNMENT) * EXTERNAL_ALIGNMENT)
+    place = {"location": Path(file.name).name, "offset": str(file.tell()), "length": str(len(tensor.raw_data))}
+    file.write(tensor.raw_data)
+    tensor.ClearField("raw_data")
+    tensor.data_location = TensorProto.EXTERNAL
+    tensor.external_data.extend(onnx.StringStringEntryProto(key=key, value=value) for key, value in place.items())

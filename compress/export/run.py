@@ -1,46 +1,150 @@
-"""`penjing export`: an artifact in the form that another engine reads."""
+"""`penjing export`: an artifact in the form that another engine reads, which passes the parity gate there."""
 
 from __future__ import annotations
 
-import os
+import json
 from pathlib import Path
-from typing import Literal
 
 from penjing.compress.data import is_classifier
+from penjing.compress.encoder.export import export_text_encoder
+from penjing.compress.export import compressed_tensors, decoder_gate
+from penjing.compress.export.classifier import export_classifier
+from penjing.compress.export.decoder_onnx import write_decoder_onnx
+from penjing.compress.export.decoder_runtime import read_layers
 from penjing.compress.export.gguf import write_gguf
-from penjing.compress.verify import verify_artifact
-from penjing.core.errors import InputError
-from penjing.core.files import atomic_write_bytes, writing
+from penjing.compress.export.record import RECORD_FILE, ExportRecord, Form, publish_file, source_of, write_record
+from penjing.compress.quant.targets import TARGETS, TargetName
+from penjing.compress.verify import LAYER_BOUND
+from penjing.core.artifact import Artifact, open_artifact
+from penjing.core.checkpoint import copy_tokenizer
+from penjing.core.errors import ConfigError, InputError
+from penjing.core.files import atomic_write_text, publish_folder
 from penjing.core.progress import Progress
-from penjing.core.vision_artifact import MODEL_FILE
+from penjing.core.text_tokenizer import is_encoder
 
-Form = Literal["onnx", "gguf"]
+CLASSIFIER_FORMS: tuple[Form, ...] = ("onnx", "tensorrt")
+ENCODER_FORMS: tuple[Form, ...] = ("onnx",)
+DECODER_FORMS: tuple[Form, ...] = ("onnx", "compressed-tensors", "gguf")
+ONNX_RUNTIME = "onnxruntime"
+EXACT_EVERYWHERE: TargetName = "onnxruntime-avx2"  # a decoder's default: right with any session options, any processor
 
 
-def export_artifact(folder: Path, form: Form, out: Path, *, force: bool, progress: Progress) -> Path:
-    """Write the artifact in `folder` as `form` to the file `out`, which appears when it is complete.
+def export_artifact(
+    folder: Path, form: Form, out: Path, *, target: TargetName | None = None, force: bool, progress: Progress
+) -> ExportRecord:
+    """Write the artifact in `folder` as `form` to `out`, which appears when it is complete and has passed its gate.
 
-    "onnx" is for classifiers: the file of the artifact, after its parity was measured again here. "gguf" is for
-    decoders: Q8_0 with the artifact's own integers, after its hashes were checked.
+    "onnx" of a classifier or a text encoder, "tensorrt" and "gguf" are files, with a record beside them (`OUT.json`);
+    "onnx" of a decoder and "compressed-tensors" are folders that hold it.
+
+    Args:
+        target: the engine that an ONNX file is for; None takes the artifact's own, for a decoder a form that is exact
+            on every processor.
 
     Raises:
+        ConfigError: the target cannot express the artifact, or the form has no targets.
         InputError: damaged, of a kind that has no such form, beyond its parity bound, or `out` exists.
+        SetupError: TensorRT or a GPU is missing; disk full, no permission.
     """
+    classifier, encoder = is_classifier(folder), is_encoder(folder)
+    forms = CLASSIFIER_FORMS if classifier else ENCODER_FORMS if encoder else DECODER_FORMS
+    if form not in forms:
+        kind = "an image classifier" if classifier else "a text encoder" if encoder else "a decoder"
+        raise InputError(f"{folder} is {kind}, which is not written as {form}; {' and '.join(forms)} are its forms")
+    if target is not None and form != "onnx":
+        raise ConfigError(f"--target is for '--to onnx'; {form} has one form")
+    if out.absolute().is_relative_to(folder.absolute()):
+        raise InputError(f"{out} lies in the artifact, whose files are fixed by their hashes; choose another place")
+    if classifier or encoder or form == "gguf":
+        _check_file(out, force, form)
+    if encoder:
+        return export_text_encoder(folder, out, target, progress)
+    if classifier:
+        return export_classifier(folder, form, out, target, progress)
+    artifact = open_artifact(folder)
+    if form == "gguf":
+        return _gguf(artifact, out, progress)
+    with publish_folder(out, replace=force, marker=RECORD_FILE) as partial:
+        make = _decoder_onnx if form == "onnx" else _compressed_tensors
+        record = make(artifact, target or EXACT_EVERYWHERE, partial, progress)
+        write_record(partial / RECORD_FILE, record)
+    return record
+
+
+def _check_file(out: Path, force: bool, form: Form) -> None:
     if out.is_dir():
-        raise InputError(f"{out} is a folder; give the name of the file to write, such as {out / f'model.{form}'}")
+        name = {"tensorrt": "model.engine"}.get(form, f"model.{form}")
+        raise InputError(f"{out} is a folder; give the name of the file to write, such as {out / name}")
+    if file := next((parent for parent in out.absolute().parents if parent.is_file()), None):
+        raise InputError(f"{file} is a file, so {out} cannot lie in it; choose another place")
     if out.exists() and not force:
         raise InputError(f"{out} already exists; replace it with --force, or choose another file")
-    if is_classifier(folder) != (form == "onnx"):
-        raise InputError(f"{folder} cannot be written as {form}: onnx is for classifiers, gguf for decoders")
-    if form == "gguf":
-        partial = out.with_name(f".{out.name}.partial-{os.getpid()}")
-        with writing(out):
-            try:
-                write_gguf(folder, partial, progress)
-                os.replace(partial, out)
-            finally:
-                partial.unlink(missing_ok=True)
-        return out
-    verify_artifact(folder, progress)
-    atomic_write_bytes(out, (folder / MODEL_FILE).read_bytes())
-    return out
+
+
+def _decoder_onnx(artifact: Artifact, target: TargetName, partial: Path, progress: Progress) -> ExportRecord:
+    checkpoint = artifact.checkpoint
+    write_decoder_onnx(checkpoint, target, partial, progress)
+    config = {key: value for key, value in checkpoint.config_json.items() if key != "quantization_config"}
+    atomic_write_text(partial / "config.json", json.dumps(config, indent=2) + "\n")
+    copy_tokenizer(checkpoint.folder, partial)
+    progress.start("parity", 1)
+    options = TARGETS[target].session_options
+    readings = read_layers(partial, checkpoint.config, options, decoder_gate.sequences(artifact))
+    differences = decoder_gate.measure(artifact, ONNX_RUNTIME, readings)
+    progress.advance()
+    notes = ("weights have the zero point 128",) if not options else ("without VNNI the session option is needed",)
+    return ExportRecord(
+        form="onnx",
+        target=target,
+        **source_of(checkpoint.folder),
+        session_options=options,
+        differences=differences,
+        bound=LAYER_BOUND,
+        notes=notes,
+    )
+
+
+def _compressed_tensors(artifact: Artifact, _: TargetName, partial: Path, progress: Progress) -> ExportRecord:
+    compressed_tensors.write_compressed_tensors(artifact, partial)
+    record = ExportRecord(form="compressed-tensors", **source_of(artifact.checkpoint.folder), bound=LAYER_BOUND)
+    if not compressed_tensors.can_read():
+        return record.model_copy(update={"unmeasured": {compressed_tensors.LOADER: compressed_tensors.NOT_INSTALLED}})
+    progress.start("parity", 1)
+    readings = compressed_tensors.read_layers(partial, decoder_gate.sequences(artifact))
+    differences = decoder_gate.measure(artifact, compressed_tensors.LOADER, readings)
+    progress.advance()
+    return record.model_copy(update={"differences": differences})
+
+
+def _gguf(artifact: Artifact, out: Path, progress: Progress) -> ExportRecord:
+    record = ExportRecord(
+        form="gguf",
+        **source_of(artifact.checkpoint.folder),
+        unmeasured={"llama.cpp": "it is not part of penjing; the gguf package read the file back"},
+        notes=(
+            "integers are the artifact's, scales rounded to float16",
+            "llama.cpp rounds activations to 8 bits block by block, not token by token",
+        ),
+    )
+    publish_file(out, record, lambda partial: write_gguf(artifact.checkpoint.folder, partial, progress))
+    return record
+
+
+def print_export(out: Path, record: ExportRecord) -> None:
+    """Say on standard error what was written, how far it is, and what it needs."""
+    from rich.console import Console
+
+    files = [out] if out.is_file() else [path for path in out.rglob("*") if path.is_file()]
+    console = Console(stderr=True, soft_wrap=True, highlight=False, markup=False)
+    console.print(f"wrote {out} ({sum(path.stat().st_size for path in files) / 1e6:.1f} MB)")
+    for each in record.differences:
+        what, same = (
+            getattr(each, "quantity", "logits"),
+            getattr(each, "same_tokens", getattr(each, "same_class", None)),
+        )
+        end = "" if same is None else f", {same:.1%} the same"
+        console.print(f"  {each.between[1]} against {each.between[0]}, {what}: mean {each.mean:.2g}{end}")
+    for name, reason in record.unmeasured.items():
+        console.print(f"  {name}: not measured here: {reason}")
+    for key, value in record.session_options.items():
+        console.print(f"  session option {key} = {value}: exact integers on x64 processors without VNNI")

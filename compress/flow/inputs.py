@@ -7,8 +7,9 @@ from pathlib import Path
 from penjing.compress import preflight
 from penjing.compress.data import is_classifier
 from penjing.compress.distill.step import check_training
-from penjing.compress.flow.kinds import teacher_of
+from penjing.compress.flow.kinds import decoder_step, teacher_of
 from penjing.compress.flow.recipe import Distill, FlowRecipe, Prune, Quantize, Sparsify
+from penjing.compress.qat_step import check_decoder_step
 from penjing.core.checkpoint import open_checkpoint
 from penjing.core.errors import ConfigError
 from penjing.core.manifest import verify
@@ -52,9 +53,12 @@ def check_fit(recipe: FlowRecipe) -> None:
                 "leave them out"
             )
         if isinstance(step, Quantize) and not classifier:
-            raise ConfigError(
-                f"steps.{place}: {recipe.model} is a decoder: a recipe without steps quantizes it; leave this one out"
-            )
+            try:
+                check_decoder_step(recipe.model, decoder_step(step))
+            except ConfigError as error:
+                raise ConfigError(f"steps.{place}: {error}") from None
+        if isinstance(step, Quantize) and classifier and step.int8 is not None:
+            raise ConfigError(f"steps.{place}.int8 is for decoders, {recipe.model} is a classifier; leave it out")
         if isinstance(step, Prune) or not step.steps:
             continue
         try:

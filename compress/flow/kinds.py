@@ -12,7 +12,9 @@ from penjing.compress.distill.sparsify import SparsifyStep, sparsify_checkpoint
 from penjing.compress.distill.step import DistillStep, distill_checkpoint
 from penjing.compress.flow.recipe import Distill, FlowRecipe, Prune, Quantize, Step
 from penjing.compress.prune.step import prune_checkpoint
+from penjing.compress.qat_step import DecoderQuantizeStep, quantize_decoder
 from penjing.compress.quant.step import QuantizeStep, quantize_step
+from penjing.core.errors import ConfigError
 from penjing.core.manifest import read_manifest
 from penjing.core.progress import Progress
 from penjing.core.vision_checkpoint import load_vision_checkpoint, save_vision_checkpoint
@@ -42,6 +44,10 @@ def run_step(step: Step, recipe: FlowRecipe, places: Places, progress: Progress)
         if step.batch_norm and is_classifier(places.partial):
             record["batch_norms"] = refresh_batch_norms(places.partial, recipe.calibrate, progress)
         return record
+    if isinstance(step, Quantize) and not is_classifier(places.source):
+        teacher = teacher_of(step, recipe) or recipe.model
+        settings = decoder_step(step)
+        return quantize_decoder(places.source, teacher, places.partial, settings, places.scratch, progress)
     if isinstance(step, Quantize):
         images = open_data(places.source, recipe.calibrate, progress)
         assert isinstance(images, ImageData)
@@ -58,14 +64,31 @@ def run_step(step: Step, recipe: FlowRecipe, places: Places, progress: Progress)
 
 def _own(step: Step) -> dict[str, Any]:
     """What the kind itself is told: training begins anew when a setting changes, which the guard is not."""
-    return step.model_dump(exclude_unset=True, exclude={"guard", "teacher"})
+    return step.model_dump(exclude_unset=True, exclude={"guard", "teacher", "int8"})
+
+
+def decoder_step(step: Quantize) -> DecoderQuantizeStep:
+    """What a decoder's quantize is told.
+
+    Raises:
+        ConfigError: a setting for classifiers.
+    """
+    own = step.model_dump(exclude_unset=True, exclude={"kind", "guard", "teacher"})
+    wrong = sorted(own.keys() - DecoderQuantizeStep.model_fields.keys())
+    if wrong:
+        raise ConfigError(
+            f"{', '.join(wrong)}: for image classifiers; a decoder's quantize has [steps.int8.transform], "
+            "[steps.int8.quantize] and [steps.int8.calibration]"
+        )
+    return DecoderQuantizeStep.model_validate({"steps": step.steps, **own})
 
 
 def teacher_of(step: Distill | Quantize, recipe: FlowRecipe) -> Path | None:
     """The network that a distill learns from: its own `teacher`, else the model that the run begins with; a quantize
-    has none unless it names one."""
+    has none unless it names one, but a decoder that is trained in INT8 learns from that model too."""
     if isinstance(step, Quantize):
-        return step.teacher
+        own = step.steps > 0 and not is_classifier(recipe.model)
+        return step.teacher or (recipe.model if own else None)
     if step.kind == "finetune":
         return None
     return step.teacher or recipe.model

@@ -31,6 +31,7 @@ from penjing.compress.distill.step import DistillStep
 from penjing.compress.evaluation import EvaluateSettings
 from penjing.compress.measure import MeasureSettings
 from penjing.compress.prune.step import PruneStep
+from penjing.compress.qat_step import DecoderInt8
 from penjing.compress.quant.step import QuantizeStep
 from penjing.core.config import Config, parse_config, read_recipe
 from penjing.core.errors import ConfigError
@@ -63,8 +64,13 @@ class Distill(DistillStep):
 
 
 class Quantize(QuantizeStep):
-    """INT8 for an image classifier, the last step: calibrated, or trained if `steps` says so."""
+    """INT8, the last step: calibrated, or trained if `steps` says so.
 
+    A decoder is told by `int8` (and learns from the model that the run begins with, unless a teacher is named); a
+    classifier by all the rest.
+    """
+
+    int8: DecoderInt8 | None = None
     guard: bool | None = None
 
 

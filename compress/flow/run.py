@@ -12,7 +12,7 @@ import shutil
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from penjing.compress.flow.guard import decision, judge
 from penjing.compress.flow.inputs import check_fit, input_hashes
@@ -27,7 +27,6 @@ from penjing.core.errors import ConfigError, InputError
 from penjing.core.files import atomic_write_text, publish_folder
 from penjing.core.manifest import MANIFEST_NAME, read_manifest, verify, write_manifest
 from penjing.core.progress import Progress, Silent
-from penjing.core.vision_artifact import is_vision_artifact
 
 DECISIONS_FILE = "decisions.jsonl"  # in the work folder: what a run that was stopped had decided
 
@@ -170,7 +169,7 @@ def _publish(run: _Run, command: str, key: str, force: bool) -> None:
         created_by = {"command": command, "penjing": version("penjing"), "model": str(recipe.model)}
         write_manifest(
             partial,
-            "artifact" if is_vision_artifact(partial) else "checkpoint",
+            _kind(last),
             created_by,
             _extra(last) | {"key": key},
         )
@@ -180,6 +179,11 @@ def _publish(run: _Run, command: str, key: str, force: bool) -> None:
 def _extra(stage: Stage) -> dict[str, Any]:
     """What the last step's own manifest says beside hashes."""
     return read_manifest(stage.folder).extra if (stage.folder / MANIFEST_NAME).exists() else {}
+
+
+def _kind(stage: Stage) -> Literal["checkpoint", "artifact"]:
+    manifest = read_manifest(stage.folder) if (stage.folder / MANIFEST_NAME).exists() else None
+    return "artifact" if manifest is not None and manifest.kind == "artifact" else "checkpoint"
 
 
 def _said(stage: Stage) -> str:

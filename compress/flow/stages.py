@@ -16,7 +16,7 @@ from typing import Any
 from penjing.compress.evaluation import Quality, evaluate_checkpoint, quality_from_json
 from penjing.compress.flow.kinds import Places, run_step, teacher_of
 from penjing.compress.flow.recipe import Distill, FlowRecipe, Planned, Prune, Quantize, key_of
-from penjing.compress.steps import StepRecord, WorkFolder
+from penjing.compress.steps import StepRecord, WorkFolder, check_kept
 from penjing.core.files import publish_folder
 from penjing.core.progress import Progress
 
@@ -73,6 +73,8 @@ class Stages:
         if not folder.exists():
             self.work.forget(name)
             self._drop_others(planned.number)
+        else:
+            check_kept(folder)
         record = self.work.run(name, lambda: self._run(planned, source, folder))
         shutil.rmtree(self._scratch(folder), ignore_errors=True)
         return Stage(name, folder, key, record, self._quality(name, folder))

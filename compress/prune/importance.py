@@ -2,7 +2,7 @@
 
 - `l1`, `l2`: magnitude of everything the unit takes (Li et al., https://arxiv.org/abs/1608.08710, over coupled slices).
 - `taylor`: |Σ weight × gradient|, the change of the loss in first order (Molchanov et al.,
-  https://arxiv.org/abs/1906.10771); needs gradients in the parameters.
+  https://arxiv.org/abs/1906.10771); needs calibration losses.
 - `activation`: mean |input| of the layers that read the unit, times the magnitude of their weights for it (after
   Minitron, https://arxiv.org/abs/2407.14679, and Wanda, https://arxiv.org/abs/2306.11695); needs calibration inputs.
 - `random`: a baseline.
@@ -32,25 +32,57 @@ def magnitude(model: nn.Module | Weights, groups: Sequence[Group], power: Litera
     Args:
         model: the network, or a function that reads its weights one at a time, so that it is never in memory whole.
     """
-    return _summed(groups, lambda place: _slices(_parameter(model, place), place, lambda w: w.abs() ** power), power)
+
+    def norm(place: Place) -> np.ndarray | None:
+        parameter = _parameter(model, place)
+        return None if parameter is None else _slices(parameter, place.dim, lambda w: w.abs() ** power)
+
+    return _summed(groups, norm, power)
 
 
-def taylor(model: nn.Module, groups: Sequence[Group]) -> Scores:
-    """First-order change of the loss when a unit goes, from the gradients that the parameters hold.
+def taylor(model: nn.Module, groups: Sequence[Group], losses: Iterable[Tensor]) -> Scores:
+    """First-order change of the summed losses when a unit goes.
+
+    Only tensors of the groups get gradients, each gone once its products are summed: a network's worth of them would
+    double the memory.
+
+    Args:
+        losses: of `model`, in evaluation mode, each with its graph; made one after the other.
 
     Raises:
-        InputError: a parameter has no gradient.
+        InputError: there are no losses, or one does not depend on a tensor of the groups.
     """
+    parameters = {id(parameter): parameter for parameter in model.parameters()}
+    dims: dict[int, set[int]] = {id(parameter): set() for parameter in parameters.values()}
+    for group in groups:
+        for place in group.places:
+            if (parameter := _parameter(model, place)) is not None:
+                dims[id(parameter)].add(place.dim)
+    products: dict[tuple[int, int], np.ndarray] = {}
+
+    def take(parameter: Tensor) -> None:
+        gradient = parameter.grad
+        assert gradient is not None
+        for dim in dims[id(parameter)]:
+            key = (id(parameter), dim)
+            products[key] = products.get(key, 0.0) + _slices(parameter, dim, lambda w: w * gradient)
+        parameter.grad = None
 
     def change(place: Place) -> np.ndarray | None:
         parameter = _parameter(model, place)
         if parameter is None:
             return None
-        if parameter.grad is None:
-            raise InputError(f"{place.tensor} has no gradient; run the loss backward over some batches first")
-        gradient = parameter.grad
-        return _slices(parameter, place, lambda w: w * gradient)
+        if (id(parameter), place.dim) not in products:
+            raise InputError(f"no calibration batch gives {place.tensor} a gradient; give calibration data")
+        return products[id(parameter), place.dim]
 
+    with ExitStack() as stack:
+        for key, parameter in parameters.items():
+            parameter.requires_grad_(bool(dims[key]))
+            if dims[key]:
+                stack.callback(parameter.register_post_accumulate_grad_hook(take).remove)
+        for loss in losses:
+            loss.backward()
     return [np.abs(scores) for scores in _summed(groups, change, 1)]
 
 
@@ -69,8 +101,7 @@ def activation(model: nn.Module, groups: Sequence[Group], batches: Iterable[tupl
         parameter, mean = _parameter(model, place), means.get(place.tensor.removesuffix(".weight"))
         if parameter is None or place.dim != 1 or mean is None or len(mean) != parameter.shape[1]:
             return None
-        weights = _slices(parameter, place, torch.abs)
-        return None if weights is None else weights * mean
+        return _slices(parameter, place.dim, torch.abs) * mean
 
     return _summed(groups, read, 1)
 
@@ -90,13 +121,11 @@ def _parameter(model: nn.Module | Weights, place: Place) -> Tensor | None:
     return value if isinstance(value, nn.Parameter) else None
 
 
-def _slices(tensor: Tensor | None, place: Place, function: Callable[[Tensor], Tensor]) -> np.ndarray | None:
-    """Σ function(tensor) for each index of the place's dimension."""
-    if tensor is None:
-        return None
-    others = [dim for dim in range(tensor.dim()) if dim != place.dim]
-    values = function(tensor.detach().double())
-    return (values.sum(others) if others else values).cpu().numpy()
+def _slices(tensor: Tensor, dim: int, function: Callable[[Tensor], Tensor]) -> np.ndarray:
+    """Σ function(tensor) for each index of dimension `dim`, summed in float64."""
+    others = [other for other in range(tensor.dim()) if other != dim]
+    values = function(tensor.detach().to(torch.promote_types(tensor.dtype, torch.float32)))
+    return (values.sum(others, dtype=torch.float64) if others else values.double()).cpu().numpy()
 
 
 def _summed(groups: Sequence[Group], of_place: Callable[[Place], np.ndarray | None], power: int) -> Scores:

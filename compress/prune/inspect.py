@@ -16,7 +16,7 @@ from penjing.core.checkpoint import open_checkpoint
 from penjing.core.manifest import read_json_object
 from penjing.core.models.decoder import Decoder
 from penjing.core.models.resnet import ResNet
-from penjing.core.progress import Progress, Silent
+from penjing.core.progress import Progress, Silent, error_console
 from penjing.core.vision_checkpoint import vision_skeleton
 
 BATCH, TOKENS = 2, 16  # what the analysis runs on; sizes of 1 would be mistaken for broadcasts
@@ -100,10 +100,9 @@ def count_macs(model: nn.Module, example: tuple[torch.Tensor, ...]) -> dict[str,
 
 def print_inspection(result: dict[str, Any]) -> None:
     """Two tables on standard error: layers, layers of the same shape as one line each; and groups."""
-    from rich.console import Console
     from rich.table import Table
 
-    console = Console(stderr=True)
+    console = error_console()
     layers = Table(box=None, pad_edge=False)
     layers.add_column("layer", overflow="fold", min_width=24)
     layers.add_column("shape", no_wrap=True)

@@ -34,6 +34,7 @@ from penjing.core.config import Config
 from penjing.core.errors import ConfigError, InputError
 from penjing.core.manifest import read_json_object
 from penjing.core.progress import Progress
+from penjing.train.recompute import apply_recompute, blocks
 
 LOGIT_STRIDE = 64
 DECODER_PARTS = ("ffn", "heads", "hidden", "layers")
@@ -233,10 +234,9 @@ def _scores(subject: Subject, groups: list[Group], step: PruneStep, data: Compre
     model = subject.network()
     if step.method == "activation":
         return activation(model, groups, _few_logits(data) if subject.unit == "token" else data.inputs())
-    model.requires_grad_(True)
-    for loss in data.losses(model):
-        loss.backward()
-    return taylor(model, groups)
+    if blocks(model):
+        apply_recompute(model, "full")  # what a whole network keeps for its gradients can be ten times its size
+    return taylor(model, groups, data.losses(model))
 
 
 def _summary(values: np.ndarray, removed: list[int]) -> dict[str, float]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import time
 from itertools import islice
@@ -18,9 +17,11 @@ from penjing.compress.data import ImageData
 from penjing.compress.export.graph import OPSET
 from penjing.compress.export.onnx import export_onnx
 from penjing.compress.quant.errors import layer_errors
+from penjing.compress.quant.fisher import effective_bits, within_bits
 from penjing.compress.quant.parity import measure_parity
-from penjing.compress.quant.placement import activation_quantizers, apply_quantization, calibrate
-from penjing.compress.quant.targets import QuantizeSettings, TargetName, resolve
+from penjing.compress.quant.placement import activation_quantizers, apply_quantization
+from penjing.compress.quant.prepare import prepare
+from penjing.compress.quant.targets import ClassifierSettings, TargetName, resolve
 from penjing.core.errors import InputError
 from penjing.core.files import atomic_write_text
 from penjing.core.info import processor, versions
@@ -32,11 +33,11 @@ from penjing.core.vision_checkpoint import VisionConfig, load_vision_checkpoint,
 
 PIXEL_BYTES = 1 << 18  # of the images in the parity record
 X64_REASON = (
-    "x64 processors without VNNI otherwise add products of u8 and s8 in 16 bits, which saturate; no effect elsewhere"
+    "x64 processors without VNNI otherwise add products of u8 and s8 in 16 bits, which saturate; leave it out with VNNI"
 )
 
 
-class ArtifactSettings(QuantizeSettings):
+class ArtifactSettings(ClassifierSettings):
     """How a classifier is quantized and what its artifact must pass.
 
     Attributes:
@@ -68,11 +69,11 @@ def quantize_checkpoint(
     """
     progress = progress or Silent()
     began = time.monotonic()
-    model, config = load_vision_checkpoint(source)
-    floating = copy.deepcopy(model)
+    floating, config = load_vision_checkpoint(source)
     progress.start("calibrating", 2)
-    apply_quantization(model, settings.target, settings)
-    calibrate(model, data.inputs())
+    settings = within_bits(floating, settings.target, settings, data)
+    model = apply_quantization(ResNet(config.model).eval(), settings.target, settings)
+    prepare(model, floating, settings, data)
     progress.advance()
     report = write_artifact(partial, model, floating, config, settings, data, {"training_steps": 0})
     progress.advance()
@@ -121,6 +122,7 @@ def write_artifact(
         "kind": "classifier",
         "target": settings.target,
         "formats": {"activations": activations, "weights": weights},
+        "effective_bits": effective_bits(model),
         "parameters": parameters,
         "bytes_fp32": 4 * parameters,
         "bytes_int8": size,

@@ -15,6 +15,7 @@ from penjing.core.errors import InputError
 from penjing.core.onnx_runtime import open_session, run_session
 from penjing.core.vision_artifact import (
     FAKE_QUANTIZED,
+    MODEL_FILE,
     ONNX_RUNTIME,
     ONNX_RUNTIME_DEFAULT,
     ONNX_RUNTIME_FLOAT,
@@ -63,8 +64,13 @@ def measure_parity(
     return record
 
 
-def rerun_parity(artifact: VisionArtifact) -> tuple[LogitDifference, ...]:
+def rerun_parity(
+    artifact: VisionArtifact, file: Path | None = None, quantization: Quantization | None = None
+) -> tuple[LogitDifference, ...]:
     """Run the record's images through the artifact's file again, here and now.
+
+    Args:
+        file, quantization: of an export, which takes the place of the artifact's own.
 
     Raises:
         InputError: ONNX Runtime on this machine is further from the fake-quantized model than the record's bound.
@@ -72,7 +78,7 @@ def rerun_parity(artifact: VisionArtifact) -> tuple[LogitDifference, ...]:
     record = artifact.parity
     images = normalised(record.pixels(), artifact.config)
     logits: dict[str, NDArray[Any]] = {FAKE_QUANTIZED: np.array(record.logits[FAKE_QUANTIZED], np.float64)}
-    logits |= _in_onnx_runtime(artifact.folder / "model.onnx", artifact.quantization, images)
+    logits |= _in_onnx_runtime(file or artifact.folder / MODEL_FILE, quantization or artifact.quantization, images)
     differences = _differences(logits)
     gate(differences, record.bound)
     return differences

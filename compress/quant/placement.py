@@ -47,17 +47,12 @@ def calibrate(model: nn.Module, batches: Iterable[tuple[Tensor, ...]]) -> None:
     Raises:
         InputError: a weight or an activation holds NaN or infinity, or nothing was seen; the layer is named.
     """
-    for name, parameter in model.named_parameters():
-        if not bool(parameter.isfinite().all()):
-            raise InputError(f"the weight {name} holds NaN or infinity; the checkpoint is damaged, train it again")
+    check_weights(model)
     was_training = model.training
     model.eval()
     set_mode(model, "observe")
     try:
-        for arguments in batches:
-            model(*arguments)
-    except RuntimeError as error:  # torch names no layer for a wrong shape
-        raise InputError(f"calibration: the data do not fit the model ({str(error).splitlines()[0]})") from error
+        look(model, batches)
     finally:
         set_mode(model, "off")
         model.train(was_training)
@@ -67,6 +62,30 @@ def calibrate(model: nn.Module, batches: Iterable[tuple[Tensor, ...]]) -> None:
         if layer.weight_quantizer is not None:
             weight = layer.conv.weight if isinstance(layer, QuantizedConvNorm) else layer.weight
             layer.weight_quantizer.calibrate(weight)
+
+
+def check_weights(model: nn.Module) -> None:
+    """Refuse a damaged network.
+
+    Raises:
+        InputError: a weight holds NaN or infinity.
+    """
+    for name, parameter in model.named_parameters():
+        if not bool(parameter.isfinite().all()):
+            raise InputError(f"the weight {name} holds NaN or infinity; the checkpoint is damaged, train it again")
+
+
+def look(model: nn.Module, batches: Iterable[tuple[Tensor, ...]]) -> None:
+    """Run `model` over calibration data for what its hooks or observers see.
+
+    Raises:
+        InputError: the data do not fit the model.
+    """
+    try:
+        for arguments in batches:
+            model(*arguments)
+    except RuntimeError as error:  # torch names no layer for a wrong shape
+        raise InputError(f"calibration: the data do not fit the model ({str(error).splitlines()[0]})") from error
 
 
 def set_mode(model: nn.Module, mode: Mode) -> None:

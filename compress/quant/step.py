@@ -15,6 +15,7 @@ from penjing.compress.distill.objective import Distillation, DistillWeights, Tea
 from penjing.compress.distill.step import TrainingStep, train_checkpoint
 from penjing.compress.distill.task import Distilled
 from penjing.compress.quant.artifact import ArtifactSettings, quantize_checkpoint, write_artifact
+from penjing.compress.quant.fisher import within_bits
 from penjing.compress.quant.placement import apply_quantization, set_mode
 from penjing.compress.quant.targets import resolve
 from penjing.compress.quant.task import QuantizedTask
@@ -72,6 +73,8 @@ def quantize_step(
     if step.steps == 0:
         return quantize_checkpoint(source, partial, step, data, progress)
     began = time.monotonic()
+    floating, config = load_vision_checkpoint(source)
+    step = within_bits(floating, step.target, step, data)
 
     def wrap(task: Task, recipe: RunRecipe) -> Task:
         inner = task if step.teacher is None else _with_teacher(task, recipe, source, step.teacher, step)
@@ -80,7 +83,6 @@ def quantize_step(
     names = {"student": source} | ({} if step.teacher is None else {"teacher": step.teacher})
     trained = work / _TRAINED
     record = train_checkpoint(source, trained, step, work, progress, wrap, names)
-    floating, config = load_vision_checkpoint(source)
     model = apply_quantization(ResNet(config.model), step.target, step)
     model.load_state_dict(load_file(trained / "model.safetensors"))
     set_mode(model, "on")

@@ -3,7 +3,7 @@
 - ONNX Runtime on CPUs has integer kernels for u8 activations × s8 weights, adds and pools integers, and fuses a
   convolution only if its bias is INT32. On x64 without VNNI these kernels add pairs of products in 16 bits, which
   saturate (measured: 70 % of the outputs of a 3 × 3 convolution differ, by up to 14 steps). Either the session option
-  `session.x64quantprecision` (slower there, without effect elsewhere) or weights within ±63 avoid that.
+  `session.x64quantprecision` (slower, with VNNI too: `open_graph` sets it only without) or weights within ±63 avoid it.
 - TensorRT 10 and 11 take explicit Q/DQ, signed and symmetric; biases stay floating. A convolution takes the addition
   and ReLU after it into its own kernel, so the *other* input of the addition is the one to quantize. Products with
   fewer than 16 rows or columns have no INT8 kernel worth its conversions.
@@ -19,6 +19,7 @@ from penjing.compress.quant.formats import FormatName
 from penjing.compress.quant.observers import Method
 from penjing.core.config import Config
 from penjing.core.errors import ConfigError
+from penjing.core.onnx_runtime import EXACT_PRODUCTS
 
 TargetName = Literal["onnxruntime-cpu", "onnxruntime-avx2", "tensorrt"]
 
@@ -47,7 +48,7 @@ TARGETS: dict[TargetName, Target] = {
             pooling=True,
             smallest_product=0,
             bias="int32",
-            session_options={"session.x64quantprecision": "1"},
+            session_options={EXACT_PRODUCTS: "1"},
         ),
         Target(
             name="onnxruntime-avx2",
@@ -89,6 +90,21 @@ class QuantizeSettings(Config):
     learn_activations: bool = True
     learn_weights: bool = False
     keep: tuple[str, ...] = ()
+
+
+class ClassifierSettings(QuantizeSettings):
+    """What can be done about outliers of a residual network besides.
+
+    Attributes:
+        effective_bits: mixed precision: the layers that lose most by rounding (`fisher.py`) stay floating too, as many
+            as keep the mean bits of a weight within this; None: none.
+        equalize: channels are brought to similar ranges first (`equalize.py`).
+        correct_bias: what rounding shifts on average is taken out of biases (`bias_correction.py`).
+    """
+
+    effective_bits: float | None = Field(default=None, gt=8, lt=32)
+    equalize: bool = False
+    correct_bias: bool = False
 
 
 def resolve(target_name: TargetName, settings: QuantizeSettings) -> tuple[Target, FormatName, FormatName]:

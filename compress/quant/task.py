@@ -9,8 +9,9 @@ from typing import Any
 from torch import nn
 
 from penjing.compress.data import ImageData
-from penjing.compress.quant.placement import apply_quantization, calibrate, freeze_statistics, set_mode
-from penjing.compress.quant.targets import QuantizeSettings, TargetName
+from penjing.compress.quant.placement import apply_quantization, freeze_statistics, set_mode
+from penjing.compress.quant.prepare import prepare
+from penjing.compress.quant.targets import ClassifierSettings, TargetName
 from penjing.core.models.resnet import ResNet
 from penjing.core.vision_checkpoint import load_vision_checkpoint
 from penjing.train.data.stream import Stream
@@ -29,7 +30,13 @@ class QuantizedTask:
     """
 
     def __init__(
-        self, task: Task, source: Path, target: TargetName, settings: QuantizeSettings, data: ImageData, freeze_at: int
+        self,
+        task: Task,
+        source: Path,
+        target: TargetName,
+        settings: ClassifierSettings,
+        data: ImageData,
+        freeze_at: int,
     ) -> None:
         self._task, self._source, self._data = task, source, data
         self._target: TargetName = target
@@ -47,10 +54,11 @@ class QuantizedTask:
 
     def initialize(self, model: nn.Module) -> None:
         """See `Task`: the weights of the checkpoint, and calibrated ranges."""
-        floating, _ = load_vision_checkpoint(self._source)
-        unknown = model.load_state_dict(floating.state_dict(), strict=False).unexpected_keys
-        assert not unknown, f"the quantized network lacks {unknown}"
-        calibrate(model, self._data.inputs())
+        assert isinstance(model, ResNet)
+        prepare(model, load_vision_checkpoint(self._source)[0], self._settings, self._data)
+
+    def weights(self) -> None:
+        """See `Task`."""
 
     def example(self, micro_batch: int) -> Batch:
         """See `Task`."""

@@ -6,7 +6,7 @@ tokens, E hidden, N experts, K of them for each token.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from penjing.core.models.config import MoEConfig
 from penjing.core.models.mlp import MLP
 from penjing.kernels.dispatch import gpu_kernels
-from penjing.kernels.moe import experts_mlp, sorted_by_expert
+from penjing.kernels.moe import experts_mlp, one_by_one, sorted_by_expert
 
 
 @dataclass(frozen=True)
@@ -58,6 +58,63 @@ def watch_routing() -> Iterator[list[Routing]]:
         _watchers.pop()
 
 
+Compute = Callable[[Tensor, Tensor, Tensor], Tensor]  # (x_TE, weight_TK, expert_TK) → (T, E)
+
+
+class Experts(nn.ModuleList):
+    """The routed experts of one layer: the weighted sum of the outputs of each token's experts.
+
+    Attributes:
+        here: which of the experts are in this model; the others are placeholders that keep the names.
+        exchange: given from outside when not all are here: it takes the tokens to where their experts are, calls what
+            it is given with the tokens that came, and brings the outputs back.
+    """
+
+    def __init__(self, hidden: int, config: MoEConfig):
+        super().__init__(MLP(hidden, config.moe_intermediate_size) for _ in range(config.num_experts))
+        self.here = range(config.num_experts)
+        self.exchange: Callable[[Tensor, Tensor, Tensor, Compute], Tensor] | None = None
+
+    def forward(self, x_TE: Tensor, weight_TK: Tensor, expert_TK: Tensor) -> Tensor:
+        """(T, E), (T, K) floating and (T, K) int64 → (T, E)."""
+        dtype = self._compute_dtype(x_TE)
+        if self.exchange is not None:
+            return self.exchange(x_TE.to(dtype) if self._plain() else x_TE, weight_TK, expert_TK, self.compute)
+        return self.compute(x_TE, weight_TK, expert_TK)
+
+    def compute(self, x_TE: Tensor, weight_TK: Tensor, expert_TK: Tensor) -> Tensor:
+        """`forward` for the experts that are here, of which the first is number 0."""
+        experts, dtype = [self[index] for index in self.here], self._compute_dtype(x_TE)
+        if dtype != torch.float32 and len(x_TE) and gpu_kernels("moe", x_TE) is not None and self._plain():
+            weights = (
+                [expert.get_parameter(f"{name}.weight").to(dtype) for expert in experts]
+                for name in ("gate_proj", "up_proj", "down_proj")
+            )
+            return experts_mlp(x_TE.to(dtype), weight_TK, expert_TK, *weights)
+        sizes = self._sizes(expert_TK)
+
+        def outputs(x_RE: Tensor) -> Tensor:
+            return one_by_one(x_RE, sizes, lambda index, part: experts[index](part))
+
+        return sorted_by_expert(x_TE, weight_TK, expert_TK, outputs)
+
+    def _compute_dtype(self, x_TE: Tensor) -> torch.dtype:
+        device = x_TE.device.type
+        return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x_TE.dtype
+
+    def _plain(self) -> bool:
+        """Every expert is an MLP as it was made: not quantized, and with no format of its own."""
+        return all(type(part) in (MLP, nn.Linear) for index in self.here for part in self[index].modules())
+
+    def _sizes(self, expert_TK: Tensor) -> list[int]:
+        """Rows of each expert."""
+        num_experts = len(self.here)
+        if expert_TK.is_meta or isinstance(expert_TK, FakeTensor):  # no data, to estimate memory: as if balanced
+            each, rest = divmod(expert_TK.numel(), num_experts)
+            return [each + (index < rest) for index in range(num_experts)]
+        return expert_TK.flatten().bincount(minlength=num_experts).tolist()
+
+
 class MoE(nn.Module):
     """Routed experts and, where there are any, shared ones: (…, E) → (…, E)."""
 
@@ -65,7 +122,7 @@ class MoE(nn.Module):
         super().__init__()
         self.config = config
         self.gate = nn.Linear(hidden, config.num_experts, bias=False)
-        self.experts = nn.ModuleList(MLP(hidden, config.moe_intermediate_size) for _ in range(config.num_experts))
+        self.experts = Experts(hidden, config)
         if config.router_bias:  # no gradient: load balancing sets it
             self.e_score_correction_bias = nn.Parameter(torch.zeros(config.num_experts), requires_grad=False)
         if config.shared_expert_intermediate_size:
@@ -76,7 +133,7 @@ class MoE(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x_TE = x.flatten(0, -2)
         weight_TK, expert_TK = self.route(x_TE)
-        y_TE = self.dispatch(x_TE, weight_TK, expert_TK)
+        y_TE = self.experts(x_TE, weight_TK, expert_TK)
         if self.config.shared_expert_intermediate_size:
             shared_TE = self.shared_experts(x_TE)
             if self.config.shared_expert_gate:
@@ -105,23 +162,6 @@ class MoE(nn.Module):
                 _watchers[-1].append(Routing(share_TN, expert_TK))
         return weight_TK * config.routed_scaling_factor, expert_TK
 
-    def dispatch(self, x_TE: Tensor, weight_TK: Tensor, expert_TK: Tensor) -> Tensor:
-        """The experts' outputs for their tokens, weighted and summed: (T, E)."""
-        device = x_TE.device.type
-        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x_TE.dtype
-        if dtype != torch.float32 and gpu_kernels("moe", x_TE) is not None and self._plain():
-            weights = (
-                [expert.get_parameter(f"{name}.weight").to(dtype) for expert in self.experts]
-                for name in ("gate_proj", "up_proj", "down_proj")
-            )
-            return experts_mlp(x_TE.to(dtype), weight_TK, expert_TK, *weights)
-        sizes = self._sizes(expert_TK)
-        return sorted_by_expert(x_TE, weight_TK, expert_TK, sizes, lambda index, part: self.experts[index](part))
-
-    def _plain(self) -> bool:
-        """Every expert is an MLP as it was made: not quantized, and with no format of its own."""
-        return all(type(part) in (MLP, nn.Linear) for expert in self.experts for part in expert.modules())
-
     def _within_groups(self, choice_TN: Tensor) -> Tensor:
         """Minus infinity for experts outside the best `topk_group` groups. A group is as good as its best expert under
         softmax (DeepSeek-V2), as its two best together under sigmoid scores (DeepSeek-V3)."""
@@ -132,14 +172,6 @@ class MoE(nn.Module):
         kept = group_TG.topk(config.topk_group, dim=-1).indices
         outside_TG = torch.ones_like(group_TG, dtype=torch.bool).scatter(-1, kept, False)
         return choice_TGN.masked_fill(outside_TG[..., None], -torch.inf).flatten(-2)
-
-    def _sizes(self, expert_TK: Tensor) -> list[int]:
-        """Rows of each expert."""
-        num_experts = self.config.num_experts
-        if expert_TK.is_meta or isinstance(expert_TK, FakeTensor):  # no data, to estimate memory: as if balanced
-            each, rest = divmod(expert_TK.numel(), num_experts)
-            return [each + (index < rest) for index in range(num_experts)]
-        return expert_TK.flatten().bincount(minlength=num_experts).tolist()
 
 
 def keep_out_of_graphs() -> None:

@@ -13,8 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from penjing.core.config import parse_config
-from penjing.core.errors import ConfigError, InputError, OverloadedError, PenjingError, RequestError, ServerError
+from penjing.core.errors import OverloadedError, PenjingError, RequestError, ServerError
 from penjing.serve.config import EngineConfig
 from penjing.serve.engine import LLMEngine
 from penjing.serve.loop import EngineLoop
@@ -22,8 +21,9 @@ from penjing.serve.request import Request, RequestOutput, SamplingParams
 from penjing.serve.triton.metrics import EngineMetrics
 from penjing.serve.triton.pulse import Command, Phase, Pulse
 from penjing.serve.triton.reply import Outbox, Reply, send_error
+from penjing.serve.triton.settings import read_settings
 from penjing.serve.triton.tensors import read_call
-from penjing.serve.triton.variables import ENGINE_VARIABLE, MODEL_VARIABLE, PING, PULSE_VARIABLE
+from penjing.serve.triton.variables import PING, PULSE_VARIABLE
 
 BEAT_SECONDS = 0.05
 POLL_SECONDS = 0.01  # between two looks for clients that left; a step of a real model takes longer
@@ -78,7 +78,7 @@ class LLMAdapter:
             raise
 
     def _load(self, args: dict[str, str]) -> None:
-        folder, config = _settings(json.loads(args["model_config"]))
+        folder, config = read_settings(args, EngineConfig)
         engine = LLMEngine.from_folder(folder, config)
         self._chat_template = engine.chat_template
         loop = EngineLoop(engine)
@@ -207,19 +207,6 @@ class LLMAdapter:
             elif reply.deadline is not None and time.monotonic() > reply.deadline:
                 reply.ended_by = OverloadedError("the request's timeout passed before the answer was complete")
                 loop.cancel(reply.request_id)
-
-
-def _settings(model_config: dict[str, Any]) -> tuple[Path, EngineConfig]:
-    parameters = {name: entry["string_value"] for name, entry in model_config.get("parameters", {}).items()}
-    folder = parameters.get("model") or os.environ.get(MODEL_VARIABLE)
-    if not folder:
-        raise InputError(f"no model is named: set {MODEL_VARIABLE}, or the parameter model in config.pbtxt")
-    text = parameters.get("engine") or os.environ.get(ENGINE_VARIABLE) or "{}"
-    try:
-        values = json.loads(text)
-    except ValueError as error:
-        raise ConfigError(f"{ENGINE_VARIABLE} is not valid JSON: {error}") from None
-    return Path(folder), parse_config(EngineConfig, values, "engine settings")
 
 
 def _generate_one_token(loop: EngineLoop) -> None:

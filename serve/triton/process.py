@@ -13,19 +13,19 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-import penjing.model_repository
 from penjing.core.config import Config
 from penjing.core.errors import ConfigError, SetupError
 from penjing.core.files import writing
 from penjing.serve.triton.install import ServerInstall
+from penjing.serve.triton.kinds import Kind
 from penjing.serve.triton.pulse import Pulse
 from penjing.serve.triton.state import log_path, pulse_path, remove_shared_memory, shm_prefix
 from penjing.serve.triton.variables import ENGINE_VARIABLE, MODEL_VARIABLE, PULSE_VARIABLE
 
-MODEL_NAME = "llm"
 RESTRICTED = "shared-memory,model-repository,trace,logging"
 """APIs that need a key which nobody gets: a server of 2.51 lets their callers read and write its memory."""
 EXIT_SECONDS = 5
+QUEUE_SECONDS = 24 * 3600  # of a queue in the server: the supervisor decides how long it may take
 _PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None)
 
@@ -88,7 +88,9 @@ class ServerProcess:
     frozen: bool = False
 
     @classmethod
-    def start(cls, install: ServerInstall, config: ServeConfig, model: Path, engine_json: str) -> ServerProcess:
+    def start(
+        cls, install: ServerInstall, config: ServeConfig, kind: Kind, repository: Path, model: Path, engine_json: str
+    ) -> ServerProcess:
         """Start the server in a session of its own, so that the terminal's Ctrl-C reaches the supervisor alone."""
         port = config.grpc_port
         remove_shared_memory(port)
@@ -103,7 +105,7 @@ class ServerProcess:
 
         with writing(log_path(port)), open(log_path(port), "ab") as log:
             process = subprocess.Popen(
-                command_line(install, config),
+                command_line(install, config, kind, repository),
                 env=install.environment() | names,
                 # The embedded Python takes no PYTHONPATH; its sys.path starts with the working directory.
                 cwd=install.numpy_folder or install.binary.parent,
@@ -155,10 +157,14 @@ class ServerProcess:
             self.frozen = False
             os.kill(self.process.pid, signal.SIGCONT)
 
-    def exit(self) -> None:
-        """Ask the server to end, with nothing running any more; `kill` is to follow."""
+    def ask_to_end(self) -> None:
+        """Triton server refuses what comes, answers what it has queued, and ends."""
         self.thaw()
         self.process.terminate()
+
+    def exit(self) -> None:
+        """Ask the server to end, with nothing running any more; `kill` is to follow."""
+        self.ask_to_end()
         with suppress(subprocess.TimeoutExpired):
             self.process.wait(EXIT_SECONDS + 3)
 
@@ -174,16 +180,15 @@ class ServerProcess:
         remove_shared_memory(self.config.grpc_port)
 
 
-def command_line(install: ServerInstall, config: ServeConfig) -> list[str]:
+def command_line(install: ServerInstall, config: ServeConfig, kind: Kind, repository: Path) -> list[str]:
     """The tritonserver command: one model, explicit control, sensitive APIs closed."""
-    repository = Path(penjing.model_repository.__path__[0])
     closed = f"{RESTRICTED}:{secrets.token_hex(8)}={secrets.token_hex(16)}"
     return [
         str(install.binary),
         f"--model-repository={repository}",
         f"--backend-directory={install.backends}",
         "--model-control-mode=explicit",
-        f"--load-model={MODEL_NAME}",
+        f"--load-model={kind.name}",
         "--disable-auto-complete-config",
         f"--grpc-address={config.host}",
         f"--http-address={config.host}",
@@ -195,7 +200,7 @@ def command_line(install: ServerInstall, config: ServeConfig) -> list[str]:
         f"--http-restricted-api={closed}",
         f"--backend-config=python,shm-region-prefix-name={shm_prefix(config.grpc_port)}",
         f"--backend-config=python,stub-timeout-seconds={int(config.start_timeout)}",
-        f"--exit-timeout-secs={EXIT_SECONDS}",
+        f"--exit-timeout-secs={QUEUE_SECONDS if kind.queued_by_server else EXIT_SECONDS}",
         "--pinned-memory-pool-byte-size=0",
         "--allow-cpu-metrics=false",
         "--allow-gpu-metrics=false",

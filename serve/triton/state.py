@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import shutil
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -65,6 +66,11 @@ def drain_path(grpc_port: int) -> Path:
     return run_folder() / f"{grpc_port}.drain"
 
 
+def repository_path(grpc_port: int) -> Path:
+    """The model repository that was made for this server."""
+    return run_folder() / f"{grpc_port}.models"
+
+
 def shm_prefix(grpc_port: int) -> str:
     """How the names of the server's shared-memory regions begin."""
     return f"penjing-{grpc_port}-"
@@ -107,6 +113,7 @@ def clean_up(grpc_port: int) -> None:
     remove_shared_memory(grpc_port)
     for path in (state_path(grpc_port), pulse_path(grpc_port), drain_path(grpc_port)):
         path.unlink(missing_ok=True)
+    shutil.rmtree(repository_path(grpc_port), ignore_errors=True)
 
 
 def remove_shared_memory(grpc_port: int) -> None:

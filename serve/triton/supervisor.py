@@ -20,19 +20,18 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from penjing.core.config import apply_override, parse_config
+from penjing.core.config import parse_config
 from penjing.core.errors import PenjingError, ServerError
 from penjing.core.files import writing
 from penjing.core.progress import Progress, Silent, print_table, progress_bar
-from penjing.serve.config import EngineConfig
 from penjing.serve.triton import state
 from penjing.serve.triton.install import ServerInstall, install
-from penjing.serve.triton.process import ServeConfig, ServerProcess, check_ports
+from penjing.serve.triton.kinds import canary, check_model, kind_of, prepare_repository, read_overrides
+from penjing.serve.triton.process import EXIT_SECONDS, ServeConfig, ServerProcess, check_ports
 from penjing.serve.triton.pulse import Command, Phase
 from penjing.serve.triton.vigil import Vigil
 
 POLL_SECONDS = 0.05
-CANARY_SECONDS = 30.0
 STABLE_SECONDS = 60.0  # after which a crash is news and not a loop
 MAX_BACKOFF_SECONDS = 30.0
 GIVE_UP_SECONDS = 3.0
@@ -58,20 +57,11 @@ def serve(
         SetupError: a port is in use, the machine cannot run Triton server, another supervisor has this port.
         ServerError: the model could not be loaded, or the server keeps dying; the message has the log's end.
     """
-    from penjing.core.checkpoint import open_checkpoint
-
     config = config or ServeConfig()
-    values: dict[str, Any] = {}
-    for override in engine_overrides or []:
-        apply_override(values, override)
-    engine = parse_config(EngineConfig, values, "--set")
-    engine_json = engine.model_dump_json(exclude_unset=True)
-    checkpoint = open_checkpoint(model)
-    model = checkpoint.folder.absolute()
-    if engine.device != "cpu" or engine.dtype != "auto":  # this process needs no torch but for this
-        from penjing.serve.device import resolve_device
-
-        resolve_device(engine, checkpoint.config)
+    kind = kind_of(model)
+    settings = read_overrides(kind, engine_overrides or [])
+    engine_json = settings.model_dump_json(exclude_unset=True)
+    model = check_model(kind, model, settings)
     if state.is_running(config.grpc_port):
         with state.owning(config.grpc_port):  # raises, with the right words
             pass
@@ -142,6 +132,8 @@ class _Supervisor:
     ) -> None:
         self.install, self.model, self.config = install, model, config
         self.engine_json, self.progress = engine_json, progress
+        self.kind = kind_of(model)
+        self.settings = parse_config(self.kind.settings, json.loads(engine_json), "--set")
         self.stops = 0  # signals received: one drains, two end at once
         self.state = state.ServerState(
             state="starting",
@@ -169,7 +161,9 @@ class _Supervisor:
         backoff, was_ready, lost_starts = 0.0, False, 0
         while not self.stops:
             self._note("starting" if not was_ready else "restarting", self.state.message)
-            server = ServerProcess.start(self.install, self.config, self.model, self.engine_json)
+            scratch = state.repository_path(self.config.grpc_port)
+            repository = prepare_repository(self.kind, self.model, self.settings, scratch)
+            server = ServerProcess.start(self.install, self.config, self.kind, repository, self.model, self.engine_json)
             self._note(self.state.state, self.state.message, server_pid=server.process.pid)
             ready_at = None
             try_again = was_ready
@@ -252,6 +246,8 @@ class _Supervisor:
         timeout = self._drain_seconds()
         self._note("draining", "")
         server.thaw()
+        if self.kind.queued_by_server:
+            return self._drain_queue(server, timeout)
         if server.pulse.stub_pid and server.pulse.phase is Phase.SERVING:
             owed = server.pulse.unanswered
             self.progress.note(f"stopping: {owed} running answers have {timeout:.0f} s; Ctrl-C again ends them now")
@@ -261,6 +257,19 @@ class _Supervisor:
                 self._drained(server, 2.0, cut_short=False)
             time.sleep(FLUSH_SECONDS)
         server.exit()
+
+    def _drain_queue(self, server: ServerProcess, timeout: float) -> None:
+        """Let Triton server, which holds the queue, answer it. For a request that it has lost, as it may when a client
+        cancels, it would wait without an end: seconds without a batch say that nothing else is left."""
+        self.progress.note(f"stopping: running requests have {timeout:.0f} s; Ctrl-C again ends them now")
+        server.ask_to_end()
+        busy_at = now = time.monotonic()
+        deadline = now + timeout
+        while server.process.poll() is None and self.stops < 2 and now < min(deadline, busy_at + EXIT_SECONDS):
+            time.sleep(POLL_SECONDS)
+            now = time.monotonic()
+            if server.pulse.unanswered:
+                busy_at = now
 
     def _drained(self, server: ServerProcess, timeout: float, cut_short: bool = True) -> bool:
         deadline = time.monotonic() + timeout
@@ -283,23 +292,21 @@ class _Supervisor:
         self.progress.note(f"{self.model.name} is ready: {_endpoints(self.config)}")
 
     def _accepts_connections(self) -> bool:
+        """Whether every port is open: Triton server opens them one after the other."""
         try:
-            socket.create_connection((self.config.host, self.config.grpc_port), timeout=1).close()
+            for port in self.config.ports().values():
+                socket.create_connection((self.config.host, port), timeout=1).close()
         except OSError:
             return False
         return True
 
     def _canary(self) -> str | None:
-        """Generate a token as a client would; what failed, in words."""
+        """Ask the model as a client would; what failed, in words."""
         from penjing.serve.client import Client
 
         host = f"[{self.config.host}]" if ":" in self.config.host else self.config.host
         with Client(f"{host}:{self.config.grpc_port}", retries=0) as client:
-            try:
-                client.generate("a", max_tokens=1, temperature=0.0, ignore_eos=True, timeout=CANARY_SECONDS)
-            except PenjingError as error:
-                return f"the server generates no token: {error}"
-        return None
+            return canary(self.kind, client)
 
     def _note(self, name: str, message: str, **changes: Any) -> None:
         self.state = replace(self.state, state=name, message=message, **changes)

@@ -11,13 +11,21 @@ from penjing.core.models.resnet_config import imagenet_resnet
 
 
 def test_rows_of_a_small_network(tmp_path: Path) -> None:
-    arguments = argparse.Namespace(tiny=True, rounds=1, seconds=0.0, batch=2, threads=1)
+    arguments = argparse.Namespace(tiny=True, sizes=False, rounds=1, seconds=0.0, batch=2, threads=1)
     rows = {row.metric: row for row in shape_rows(tmp_path, arguments)}
-    assert rows["tiny/onnxruntime-cpu/size"].ratio is not None
-    assert rows["tiny/onnxruntime-cpu/size"].ratio < 0.4
+    size, narrow = (rows[f"tiny/{label}/onnxruntime-cpu/size"].ratio for label in ("int8", "int8_narrow"))
+    assert size is not None
+    assert narrow is not None
+    assert narrow < size < 0.4
     assert rows["tiny/int8_narrow/onnxruntime-avx2/throughput"].baseline is not None
     assert rows["tiny/fp32/throughput"].baseline is None
     assert rows["tiny/onnxruntime-avx2/fold_quantize_export"].unit == "s"
+
+
+def test_sizes_alone(tmp_path: Path) -> None:
+    rows = shape_rows(tmp_path, argparse.Namespace(tiny=True, sizes=True, rounds=1, seconds=0.0, batch=2, threads=1))
+    assert {row.unit for row in rows} == {"B"}
+    assert len(rows) == 5
 
 
 def test_a_quarter_of_the_channels_goes() -> None:

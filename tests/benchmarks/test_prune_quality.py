@@ -20,7 +20,9 @@ from tests.compress.reports import made_up_report
 
 def test_rows_of_a_classifier_are_means_over_seeds() -> None:
     reports = [parse_report(made_up_report(right=right), "x") for right in ((190, 150, 188), (186, 160, 180))]
-    rows = {row.metric: row for row in [*dense_rows({"l1": reports}), *classifier_rows("l1", reports)]}
+    rows = {
+        row.metric: row for row in [*dense_rows("fashion", {"l1": reports}), *classifier_rows("fashion", "l1", reports)]
+    }
     assert rows["fashion_dense_accuracy"].value == pytest.approx(94)
     assert rows["fashion_dense_accuracy_sd"].value == pytest.approx(np.sqrt(2), rel=1e-3)
     assert rows["fashion_l1_removed_accuracy"].value == pytest.approx(77.5)

@@ -48,6 +48,7 @@ def switch_activation_quantization_off(model: nn.Module) -> None:
             module.quantization_scheme.input_activations = None  # pyright: ignore
 
 
+@pytest.mark.timeout(900)  # whoever comes first compresses SmolLM2, on one core
 @pytest.mark.parametrize("fixture", ["tiny_int8", "smollm2_int8"])
 def test_weights_and_logits_without_activation_quantization_are_equal(
     fixture: str, request: pytest.FixtureRequest

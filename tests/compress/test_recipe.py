@@ -34,7 +34,7 @@ def test_an_override_reaches_a_section(tmp_path: Path) -> None:
     [
         (
             "quantize.lm_heat=keep",
-            "unknown key 'quantize.lm_heat'; did you mean 'lm_head'.*embedding_dtype, keep, lm_head",
+            "unknown key 'quantize.lm_heat'; did you mean 'lm_head'.*keep, kv_cache, lm_head, rounding",
         ),
         ("smooth.alpha=0.5", "unknown key 'smooth'.*calibration, evaluate, model, output, quantize, transform"),
         ("quantize.lm_head=int4", "quantize.lm_head: input should be 'int8' or 'keep'.*got 'int4'"),

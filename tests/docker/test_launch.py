@@ -41,7 +41,7 @@ def test_the_indexed_job_finds_its_first_pod():
     assert (arguments.nnodes, arguments.rdzv_backend, arguments.module) == ("4", "c10d", True)
     assert int(arguments.nproc_per_node) == container["resources"]["limits"]["nvidia.com/gpu"]
     assert arguments.training_script == "penjing.train"
-    assert arguments.training_script_args == ["/work/decoder-1b.toml", "--resume=auto"]
+    assert arguments.training_script_args == ["/data/decoder-1b.toml", "--resume=auto"]
     assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in pod["volumes"]}
 
 

@@ -35,7 +35,7 @@ def pairs_that_meet(k: torch.Tensor, table: torch.Tensor, chunk_size: int) -> to
 def test_equals_attention_under_a_dense_mask_with_gradients(
     num_tokens: int, chunk_size: int, rounds: int, heads: int, kv_heads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("penjing.kernels.lsh_attention._SCORES_AT_ONCE", 3000)  # several pieces
+    monkeypatch.setattr("penjing.kernels.lsh_attention.SCORES_AT_ONCE", {"cpu": 3000})  # several pieces
     torch.manual_seed(num_tokens)
     q, k, v = (torch.randn(2, count, num_tokens, 8, requires_grad=True) for count in (heads, kv_heads, kv_heads))
     table = rotations(3, kv_heads, 8, rounds, CPU)

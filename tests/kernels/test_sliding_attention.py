@@ -49,3 +49,10 @@ def test_shapes_that_do_not_fit_are_refused() -> None:
         sliding_attention(q, k, k, 4)
     with pytest.raises(ValueError, match="window 0"):
         sliding_attention(k, k, k, 0)
+
+
+def test_tensors_without_data_have_the_shapes_that_data_would() -> None:
+    q, k, v = (torch.empty(1, count, 300, 8, device="meta", requires_grad=True) for count in (4, 2, 2))
+    out = sliding_attention(q, k, v, 16)
+    out.sum().backward()
+    assert (out.shape, k.grad.shape) == (q.shape, k.shape)  # type: ignore[union-attr]

@@ -30,6 +30,7 @@ class Script(service_pb2_grpc.GRPCInferenceServiceServicer):
         self.answers: list[Answer] = []
         self.requests: list[Any] = []
         self.cancelled = threading.Event()
+        self.ended = list[bool]()
         self.address = ""
 
     def ModelStreamInfer(self, request_iterator: Iterator[Any], context: Any) -> Iterator[Any]:  # noqa: N802 (its gRPC name)
@@ -74,6 +75,17 @@ def _bytes(piece: str) -> bytes:
 
 def refuse(error_message: str) -> Answer:
     return lambda script, context: iter([service_pb2.ModelStreamInferResponse(error_message=error_message)])
+
+
+def ends_late(last: Any) -> Answer:
+    """Gives `last` and ends a little later; notes whether the client waited for that."""
+
+    def answer(script: Script, context: Any) -> Iterator[Any]:
+        yield last
+        time.sleep(0.2)
+        script.ended.append(context.is_active())
+
+    return answer
 
 
 def fail(code: Any, *first: str) -> Answer:
@@ -205,6 +217,32 @@ def test_another_thread_may_close_a_stream(script: Script) -> None:
         threading.Timer(0.2, stream.close).start()
         assert len(list(stream)) > 1
         assert script.cancelled.wait(5)
+
+
+def test_what_is_answered_is_not_cancelled(script: Script) -> None:
+    """Triton server keeps a request for ever whose call is cancelled between its last message and its end."""
+    error = service_pb2.ModelStreamInferResponse(error_message="INVALID_ARGUMENT: no")
+    final = message("a", "stop")
+    final.infer_response.parameters["triton_final_response"].bool_param = True
+    script.answers = [ends_late(error), ends_late(error), ends_late(final), ends_late(error), ends_late(final)]
+    with Client(script.address) as client:
+        with pytest.raises(RequestError):
+            client.generate("hi")
+        assert not client.is_ready()
+        with client.stream("hi") as stream:
+            assert next(stream).finish_reason == "stop"
+
+    async def run() -> None:
+        async with AsyncClient(script.address) as client:
+            with pytest.raises(RequestError):
+                await client.generate("hi")
+            stream: Any = client.stream("hi")
+            async with aclosing(stream) as chunks:
+                async for _ in chunks:
+                    break
+
+    asyncio.run(run())
+    assert script.ended == [True] * 5
 
 
 def test_leaving_an_async_stream_or_cancelling_its_task_cancels_it(script: Script) -> None:

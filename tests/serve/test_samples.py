@@ -47,6 +47,28 @@ def test_a_run_goes_on_where_it_stopped(tiny_checkpoint: Path, tmp_path: Path) -
         sample_texts(tiny_checkpoint, "in", {"temperature": 0.0}, 4, tmp_path / "x", Silent())
 
 
+def test_what_a_killed_run_leaves_is_whole_samples(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    class Killed(Silent):
+        num_written = 0
+
+        def advance(self, parts: int = 1) -> None:
+            self.num_written += parts
+            if self.num_written == 2:
+                raise KeyboardInterrupt
+
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    sample_texts(tiny_checkpoint, "in", SAMPLING, 4, whole, Silent(), engine_config=FEW)
+    with pytest.raises(KeyboardInterrupt):
+        sample_texts(tiny_checkpoint, "in", SAMPLING, 4, killed, Killed(), engine_config=FEW)
+    left = sorted(path.name for path in killed.iterdir())
+    assert len(left) == 3
+    assert all((killed / name).read_bytes() == (whole / name).read_bytes() for name in left)
+    (killed / ".sample-000003.txt.partial-1-ab").write_text("half")  # as SIGKILL may leave it
+    assert [len(list(documents(str(folder)))) for folder in (killed, whole)] == [2, 4]
+    assert sample_texts(tiny_checkpoint, "in", SAMPLING, 4, killed, Silent(), engine_config=FEW) == 2
+    assert [text for _, text in documents(str(killed))] == [text for _, text in documents(str(whole))]
+
+
 def test_the_command_writes_the_folder(
     tiny_checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

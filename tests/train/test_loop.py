@@ -12,7 +12,7 @@ from penjing.core.errors import InputError
 from penjing.core.models.decoder import Decoder
 from penjing.train.alarms import AlarmConfig, AlarmError, Alarms
 from penjing.train.gradients import ClipConfig, GradientNorms
-from penjing.train.language import initialize_decoder
+from penjing.train.initial import decoder_weights, fill_weights
 from penjing.train.loop import Evaluation, InterruptedRunError, Trainer
 from penjing.train.loss_scale import LossScale
 from penjing.train.monitor import Monitor
@@ -27,9 +27,8 @@ from tests.train.conftest import ListStream, token_batch
 
 
 def tiny_decoder(**overrides: object) -> Decoder:
-    torch.manual_seed(7)
     model = Decoder(tiny_config(**overrides))
-    initialize_decoder(model, 0.05, model.config.num_hidden_layers)
+    fill_weights(model, decoder_weights(0.05, model.config.num_hidden_layers, seed=7))
     return model
 
 

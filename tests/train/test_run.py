@@ -20,6 +20,7 @@ from penjing.serve.generate import generate_stream
 from penjing.serve.request import SamplingParams
 from penjing.train.alarms import AlarmError
 from penjing.train.loop import InterruptedRunError
+from penjing.train.parallel.traffic import read_trace
 from penjing.train.run import train
 
 Losses = Callable[[Path], dict[int, float]]
@@ -165,10 +166,13 @@ def test_sigterm_saves_and_exits(recipe: Path, tmp_path: Path) -> None:
     assert [path.name for path in saved] == [f"step-{int(stopped[1]):09d}"]
 
 
-def test_two_processes_train_as_one(recipe: Path, tmp_path: Path, losses: Losses) -> None:
-    settings = ["steps=12", "data.micro_batch=2", "learning_rate.peak=0.005"]
+def test_two_processes_train_as_one_and_a_profile_tells_of_their_gradients(
+    recipe: Path, tmp_path: Path, losses: Losses
+) -> None:
+    settings = ["steps=12", "data.micro_batch=2", "learning_rate.peak=0.005", "evaluation.every=12"]
     train(recipe, [*settings, f"output={tmp_path}/one"])
-    process = launch(recipe, *[flag for setting in settings for flag in ("--set", setting)], processes=2)
+    flags = [flag for setting in settings for flag in ("--set", setting)]
+    process = launch(recipe, *flags, "--profile", processes=2)
     output = finish(process, 240)
     assert process.returncode == 0, output
     one, two = losses(tmp_path / "one-run"), losses(tmp_path / "out-run")
@@ -180,8 +184,16 @@ def test_two_processes_train_as_one(recipe: Path, tmp_path: Path, losses: Losses
     first, second = (manifest["created_by"]["evaluation"]["loss"] for manifest in evaluations)
     assert abs(first - second) < 1e-5
     assert "2 processes on cpu, batch 8 = 2 × 2 × 2 accumulated" in output
+    assert re.search(r"all-reduce over 2 processes with nothing else to do: [\d.]+ GB/s with 64 KiB", output)
+    assert re.search(r"gradients: [\d.]+ GB/s, \d+% of the fastest all-reduce measured", output)
+    traffic = read_trace(tmp_path / "out-run" / "profile" / "trace-0.json")
+    embedding, attention, mlp = 320 * 32, 32 * (32 + 16 + 16 + 32) + 64, 3 * 32 * 48
+    whole = 4 * (embedding + 2 * (attention + mlp) + 32)
+    assert sum(one.size for one in traffic.reductions) == 3 * whole  # of three steps
+    assert 0 <= (traffic.overlap or 0) <= 1
 
 
+@pytest.mark.full  # test_watch.py has it without a run
 def test_an_impossible_batch_is_one_error_of_all_processes(recipe: Path) -> None:
     process = launch(recipe, "--set", "data.batch_size=7", processes=2)
     output = finish(process, 120)
@@ -323,8 +335,9 @@ def test_profile_writes_a_trace_and_a_table(recipe: Path, tmp_path: Path) -> Non
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # dynamo looks at every tensor
 def test_compiled_steps_give_the_same_losses(recipe: Path, tmp_path: Path, losses: Losses) -> None:
-    train(recipe, ["steps=3", f"output={tmp_path}/plain"])
-    train(recipe, ["steps=3", "compile=true"])
+    small = ["steps=3", "model.num_hidden_layers=1"]  # compiling takes its time
+    train(recipe, [*small, f"output={tmp_path}/plain"])
+    train(recipe, [*small, "compile=true"])
     plain, compiled = losses(tmp_path / "plain-run"), losses(tmp_path / "out-run")
     assert max(abs(plain[step] - compiled[step]) for step in plain) < 1e-5
 

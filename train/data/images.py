@@ -89,10 +89,8 @@ class ImageStream:
             images = self._augment(
                 images, mix(samples.astype(np.uint64) + (epochs.astype(np.uint64) << np.uint64(40)), self._seed)
             )
-        return {
-            "images": torch.from_numpy(images),
-            "targets": torch.from_numpy(self._data.labels[samples].astype(np.int64)),
-        }
+        targets = np.where(self.order.real, self._data.labels[samples].astype(np.int64), IGNORED)
+        return {"images": torch.from_numpy(images), "targets": torch.from_numpy(targets)}
 
     def state_dict(self) -> dict[str, Any]:
         """The position; see `Order`."""

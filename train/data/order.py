@@ -2,7 +2,8 @@
 
 Position p of the sequence is sample `permutation of epoch p // n` at `p mod n`. Step s takes positions [s·batch,
 (s+1)·batch), so which samples a step sees does not depend on micro-batches or the number of processes; only who
-computes them does.
+computes them does. Where micro-batches of equal size do not divide the batch, the last of a step are filled up with
+samples that do not count.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from penjing.core.errors import ConfigError, InputError
+from penjing.core.errors import InputError
 
 _ROUNDS = 4
 
@@ -54,8 +55,11 @@ class Order:
         rank, world_size: this process and how many there are.
         shuffle: False keeps the stored order in every epoch.
 
+    Attributes:
+        accumulation: micro-batches of this process in a step.
+        real: (micro_batch,) bool, which samples of the last micro-batch count.
+
     Raises:
-        ConfigError: `batch_size` is not a multiple of micro_batch × world_size.
         InputError: no samples.
     """
 
@@ -71,16 +75,11 @@ class Order:
     ) -> None:
         if num_samples < 1:
             raise InputError("the data hold no complete sample; give more data, or lower data.sequence_length")
-        if micro_batch < 1 or batch_size % (micro_batch * world_size):
-            raise ConfigError(
-                f"data.batch_size={batch_size} is not a multiple of data.micro_batch={micro_batch} × {world_size} "
-                "processes; "
-                f"take {micro_batch * world_size * max(round(batch_size / max(micro_batch * world_size, 1)), 1)}"
-            )
         self.num_samples = num_samples
         self.batch_size = batch_size
         self.micro_batch = micro_batch
-        self.accumulation = batch_size // (micro_batch * world_size)
+        self.accumulation = -(-batch_size // (micro_batch * world_size))
+        self.real = np.ones(micro_batch, dtype=bool)
         self._rank = rank
         self._world_size = world_size
         self._seed = seed
@@ -89,9 +88,12 @@ class Order:
 
     def next(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """(epochs, samples), each (micro_batch,) int64, of the next micro-batch."""
+        end = (self._taken // self.batch_size + 1) * self.batch_size  # of the step
         begin = self._taken + self._rank * self.micro_batch
-        self._taken += self.micro_batch * self._world_size
+        self._taken = min(self._taken + self.micro_batch * self._world_size, end)
         position = np.arange(begin, begin + self.micro_batch, dtype=np.uint64)
+        self.real = position < end
+        position = np.minimum(position, np.uint64(end - 1))
         epochs = (position // np.uint64(self.num_samples)).astype(np.int64)
         index = position % np.uint64(self.num_samples)
         if not self._shuffle:

@@ -23,7 +23,6 @@ class TokenStream:
 
     Raises:
         InputError: fewer than T + 1 tokens.
-        ConfigError: see `Order`.
     """
 
     def __init__(
@@ -50,7 +49,9 @@ class TokenStream:
 
     def __next__(self) -> Batch:
         _, self.samples = self.order.next()
-        return token_batch(self._shards, self.samples, self._length, self._document_mask)
+        batch = token_batch(self._shards, self.samples, self._length, self._document_mask)
+        batch["targets"][torch.from_numpy(~self.order.real)] = IGNORED
+        return batch
 
     def state_dict(self) -> dict[str, Any]:
         """The position; see `Order`."""

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import functools
+import itertools
+import logging
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -13,17 +16,21 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from penjing.core.errors import ConfigError
+from penjing.core.models.config import DecoderConfig
 from penjing.core.models.decoder import Decoder
 from penjing.core.progress import Progress
 from penjing.train.memory import MemoryEstimate
+from penjing.train.parallel.balance import Balance, split_by_cost
 from penjing.train.parallel.config import ParallelConfig, check_parallel
 from penjing.train.parallel.context import Context
+from penjing.train.parallel.experts import apply_expert_parallel
 from penjing.train.parallel.mesh import MeshWorld, build_mesh, describe
 from penjing.train.parallel.pipeline import LocalStages, Pipeline, split_stages, sum_tied
 from penjing.train.parallel.shard import apply_fsdp
 from penjing.train.parallel.tensor import apply_tensor_parallel, sum_partial
+from penjing.train.plan.shape import decoder_shape
 from penjing.train.precision import GROUPS
-from penjing.train.recipe import RunRecipe
+from penjing.train.recipe import RunRecipe, TextData
 from penjing.train.state import model_state
 from penjing.train.world import World
 
@@ -32,10 +39,12 @@ from penjing.train.world import World
 class Parallelized:
     """A model spread over a mesh, as the loop wants it.
 
-    Attributes: model: what this process trains. pipeline, after_backward: see `Trainer`.
+    Attributes: model: what this process trains. num_parameters: of the whole model. pipeline, after_backward: see
+        `Trainer`.
     """
 
     model: nn.Module
+    num_parameters: int
     pipeline: Pipeline | None = None
     after_backward: tuple[Callable[[], None], ...] = ()
 
@@ -53,8 +62,12 @@ def check_recipe(recipe: RunRecipe, world_size: int) -> None:
     if recipe.parallel.cp > 1 and getattr(recipe.data, "document_mask", False):
         raise ConfigError("data.document_mask = true is not for parallel.cp above 1; set one of them back")
     groups = ", ".join(GROUPS)
-    if recipe.parallel.pp > 1 and any(rule.match not in GROUPS for rule in recipe.precision.policy):
-        raise ConfigError(f"precision.policy with parallel.pp above 1 takes groups only, no module names: {groups}")
+    if recipe.parallel.pp * recipe.parallel.ep > 1 and any(
+        rule.match not in GROUPS for rule in recipe.precision.policy
+    ):
+        raise ConfigError(
+            f"precision.policy with parallel.pp or ep above 1 takes groups only, no module names: {groups}"
+        )
     if (
         recipe.parallel.pp > 1
         and recipe.parallel.schedule in ("zbv", "dualpipev")
@@ -68,6 +81,19 @@ def check_recipe(recipe: RunRecipe, world_size: int) -> None:
         raise ConfigError("data.micro_batch = 'auto' is measured on a whole model; give a number with this [parallel]")
 
 
+def measured(recipe: RunRecipe, world: World, progress: Progress) -> ParallelConfig:
+    """The recipe's [parallel] with what it leaves to a measurement; all processes call it."""
+    config = recipe.parallel
+    if config.stage_layers != "cost":
+        return config
+    model, data = getattr(recipe, "model", None), recipe.data
+    assert isinstance(model, DecoderConfig), "check_recipe refuses others"
+    assert isinstance(data, TextData)
+    share = data.batch_size // config.data_size(world.size)
+    samples = config.default_micro_batch(share) if data.micro_batch is None else int(data.micro_batch)
+    return split_by_cost(config, model, data.sequence_length, samples, world.device, progress)
+
+
 def form_mesh(world: World, config: ParallelConfig, progress: Progress) -> World:
     """`world` as the mesh that `config` asks for; as it is when that is data parallelism alone."""
     if config.is_plain or world.size == 1:
@@ -77,11 +103,13 @@ def form_mesh(world: World, config: ParallelConfig, progress: Progress) -> World
     return mesh
 
 
-def parallelize(model: nn.Module, world: World) -> Parallelized:
+def parallelize(model: nn.Module, world: World, note: Callable[[str], None] = lambda line: None) -> Parallelized:
     """Spread `model`, the same in every process, over the mesh of `world`, if it is one; recomputation is applied
-    before, precision and optimisers come after."""
+    before, precision and optimisers come after. Parameters may be without data (see initial.py). `note` shows a line to
+    the user."""
+    num_parameters = sum(parameter.numel() for parameter in model.parameters())
     if not isinstance(world, MeshWorld):
-        return Parallelized(model)
+        return Parallelized(model, num_parameters)
     config, mesh = world.config, world.mesh
     after: list[Callable[[], None]] = []
     rank = mesh.get_local_rank("pipeline")
@@ -91,15 +119,25 @@ def parallelize(model: nn.Module, world: World) -> Parallelized:
     elif (context := world.context) is not None:
         assert isinstance(model, Decoder)
         model.register_forward_pre_hook(functools.partial(_in_context, context), with_kwargs=True)
+    if world.experts is not None:
+        apply_expert_parallel(
+            model, world.experts.get_local_rank("expert"), config.ep, world.experts.get_group("expert")
+        )
     if config.tp > 1:
-        partial = apply_tensor_parallel(model, mesh["tensor"], sequence=config.sequence)
+        experts = None if world.experts is None else world.experts["tensor"]
+        partial, repeated = apply_tensor_parallel(model, mesh["tensor"], sequence=config.sequence, experts=experts)
         after.append(functools.partial(sum_partial, model, partial, mesh.get_group("tensor")))
-    apply_fsdp(model, world.fsdp, config.zero, packed=config.gradients == "int8")
+        if config.gradients == "int8":  # rounded beside other values in each, what all have would drift apart
+            after.append(functools.partial(sum_partial, model, repeated, mesh.get_group("tensor"), 1 / config.tp))
+    packed = config.gradients == "int8"
+    apply_fsdp(model, world.fsdp, config.zero, experts=world.expert_fsdp, packed=packed, copies=world.copies)
     if not isinstance(model, LocalStages):
-        return Parallelized(model, after_backward=tuple(after))
+        return Parallelized(model, num_parameters, after_backward=tuple(after))
     if (tied := _tied_group(world)) is not None and model.parts[0].config.tie_word_embeddings:  # type: ignore[union-attr]
         after.append(functools.partial(sum_tied, model, tied))
-    return Parallelized(model, Pipeline(model, config, rank, mesh.get_group("pipeline"), world.device), tuple(after))
+    balance = Balance(config, world.device, note) if config.balance else None
+    pipeline = Pipeline(model, config, rank, mesh.get_group("pipeline"), world.device, balance)
+    return Parallelized(model, num_parameters, pipeline, tuple(after))
 
 
 def _in_context(context: Context, model: Decoder, args: Any, kwargs: Any) -> tuple[Any, Any]:
@@ -133,18 +171,23 @@ def gather(model: nn.Module, world: MeshWorld, build: Callable[[], nn.Module] | 
     """
     whole = None if build is None else build()
     wanted = {} if whole is None else model_state(whole)
-    ranks = world.mesh.mesh
-    stage, stages = world.mesh.get_local_rank("pipeline"), ranks.shape[0]
+    # It warns that gathering over two dimensions is slow, in every process: this happens once.
+    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
+    config = world.config
+    ranks = world.mesh.mesh.flatten(1)  # (pipeline, everything else)
+    stage, stages = world.mesh.get_local_rank("pipeline"), len(ranks)
     here = model_state(model)
-    for source in range(stages):
-        # What the stage has, by all of its processes; its first hands it to the main process.
-        first = int(ranks[source].flatten()[0])
-        names: list[Any] = [list(here)]
-        if stages > 1:
+    sent: set[str] = set()
+    for source, part in itertools.product(range(stages), range(config.ep)):
+        # What a stage has, then the experts of the next processes in it; the first to have it hands it on.
+        first = int(ranks[source, part * config.cp * config.tp])
+        names: list[Any] = [[name for name in here if name not in sent]]
+        if stages * config.ep > 1:
             dist.broadcast_object_list(names, src=first)
+        sent.update(names[0])
         for name in names[0]:
             full = torch.empty(0)
-            if source == stage:
+            if source == stage and name in here:
                 full = here[name]
                 full = full.full_tensor() if isinstance(full, DTensor) else full
                 if world.rank == first != 0:
@@ -156,8 +199,8 @@ def gather(model: nn.Module, world: MeshWorld, build: Callable[[], nn.Module] | 
     return model if whole is None else whole
 
 
-def share_of(estimate: MemoryEstimate, world: World) -> MemoryEstimate:
-    """What is left of a whole model's `estimate` for one process of the mesh.
+def share_of(estimate: MemoryEstimate, world: World, model: object = None) -> MemoryEstimate:
+    """What is left of a whole model's `estimate` for one process of the mesh; `model` is the recipe's.
 
     Layers are taken as equal. A stage of a pipeline keeps the activations of as many micro-batches as it has stages
     after it, itself included: the first, which this is, of all.
@@ -166,9 +209,13 @@ def share_of(estimate: MemoryEstimate, world: World) -> MemoryEstimate:
         return estimate
     config, data = world.config, world.data.size * world.config.cp
     parts = config.tp * config.pp
+    whole = 1.0  # what a process has where ZeRO spreads nothing: less if others have experts in its place
+    if config.ep > 1:
+        shape = decoder_shape(model)
+        whole -= sum(layer.experts for layer in shape.layers) / shape.parameters * (1 - 1 / config.ep)
 
     def spread(size: int, from_zero: int) -> int:
-        return -(-size // (parts * (data if config.zero >= from_zero else 1)))
+        return math.ceil(size / parts * (1 / data if config.zero >= from_zero else whole))
 
     return MemoryEstimate(
         parameters=spread(estimate.parameters, 3),

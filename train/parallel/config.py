@@ -20,9 +20,13 @@ class ParallelConfig(Config):
     zero: what data parallelism spreads instead of copying (https://arxiv.org/abs/1910.02054). 0: nothing; 1: optimiser
         state; 2: and gradients; 3: and parameters.
     sequence: between its matrix products, tensor parallelism also splits the tokens (https://arxiv.org/abs/2205.05198).
-    gradients: how data parallelism sends them; "int8" with zero ≥ 1, or "int8" and "powersgd" with dp alone.
-    stage_layers: layers of each stage, in order; None: even.
+    gradients: how data parallelism sends them; "powersgd" with dp alone.
+    stage_layers: layers of each stage, in order; None: even; "cost": by the measured seconds of each layer.
+    balance: measure the stages while training, and resize micro-batches so that a step is shortest; data.micro_batch is
+        the largest.
     micro_batches: of one pass through the pipeline; None: all of a step.
+    timeout: seconds that a process may be silent, or all of them idle, before the run ends; one that works may be
+        without progress for ten times as long (see watch.py).
     """
 
     dp: int | None = Field(default=None, ge=1)
@@ -32,10 +36,12 @@ class ParallelConfig(Config):
     pp: int = Field(default=1, ge=1)
     gradients: Literal["float32", "int8", "powersgd"] = "float32"
     schedule: Schedule = "1f1b"
-    stage_layers: tuple[int, ...] | None = None
+    stage_layers: tuple[int, ...] | Literal["cost"] | None = None
+    balance: bool = False
     micro_batches: int | None = Field(default=None, ge=1)
     cp: int = Field(default=1, ge=1)
     ep: int = Field(default=1, ge=1)
+    timeout: float = Field(default=60.0, ge=1)
 
     @property
     def is_plain(self) -> bool:
@@ -62,6 +68,14 @@ class ParallelConfig(Config):
         """The process of a pipeline that has `stage`."""
         return next(rank for rank in range(self.pp) if stage in self.stages_of(rank))
 
+    def default_micro_batch(self, share: int) -> int:
+        """Samples of a micro-batch where the recipe leaves it open: all of a group's `share` of the batch, or in a
+        pipeline so few that there are two micro-batches for each stage (one where `balance` goes on from there)."""
+        wanted = self.micro_batches or self.num_stages * (1 if self.balance else 2)
+        if self.pp == 1:
+            return share
+        return max((size for size in range(1, share + 1) if share % size == 0 and share // size >= wanted), default=1)
+
     def data_size(self, world_size: int) -> int:
         """How many groups of processes see their own share of the batch.
 
@@ -73,9 +87,10 @@ class ParallelConfig(Config):
         if dp * rest != world_size:
             sizes = f"parallel.dp={self.dp or 'auto'} × pp={self.pp} × cp={self.cp} × tp={self.tp}"
             wanted = f"{dp * rest}" if self.dp else f"a multiple of {rest}"
+            follow = ", or leave parallel.dp out, which then follows the processes" if self.dp else ""
             raise ConfigError(
                 f"{sizes} needs {wanted} processes, this run has {world_size}; start {dp * rest} "
-                f"(--launch {dp * rest}, or torchrun --nproc-per-node) or change the mesh"
+                f"(--launch {dp * rest}, or torchrun --nproc-per-node) or change the mesh{follow}"
             )
         return dp
 
@@ -96,10 +111,10 @@ def check_parallel(
     dp = config.data_size(world_size)
     if config.sequence and config.tp == 1:
         raise ConfigError("parallel.sequence = true splits tokens among parallel.tp processes; set parallel.tp above 1")
+    if config.pp == 1 and (config.balance or config.stage_layers is not None):
+        raise ConfigError("parallel.balance and parallel.stage_layers are for pipelines; set parallel.pp above 1")
     if config.gradients == "powersgd" and not config.is_plain:
-        raise ConfigError("parallel.gradients = 'powersgd' is for parallel.dp alone; use 'int8' with parallel.zero")
-    if config.gradients == "int8" and not config.is_plain and config.zero == 0:
-        raise ConfigError("parallel.gradients = 'int8' beside tp, pp, cp or ep needs parallel.zero of 1 or more")
+        raise ConfigError("parallel.gradients = 'powersgd' is for parallel.dp alone; use 'int8'")
     if compiled and not config.is_plain:
         raise ConfigError(
             "compile = true works with data parallelism alone; leave out parallel.zero, tp, pp, cp and ep, or set "
@@ -116,8 +131,11 @@ def _check_decoder(config: ParallelConfig, model: DecoderConfig, dp: int, length
     if tp > 1:
         for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size"):
             _divides("tp", tp, f"model.{name}", getattr(model, name))
-        if model.latent_attention is not None or model.moe is not None:
-            raise ConfigError(f"parallel.tp={tp}: latent attention and experts are not split by it; use zero = 3 or ep")
+        if model.latent_attention is not None:
+            raise ConfigError(f"parallel.tp={tp}: latent attention is not split by it; use zero = 3")
+        if model.moe is not None:
+            for name in ("moe_intermediate_size", "shared_expert_intermediate_size"):
+                _divides("tp", tp, f"model.moe.{name}", getattr(model.moe, name) or 0)
         if "lsh_attention" in (model.layer_types or ()):
             raise ConfigError(f"parallel.tp={tp}: lsh_attention hashes all heads together; use zero = 3")
     if config.sequence:
@@ -133,7 +151,9 @@ def _check_decoder(config: ParallelConfig, model: DecoderConfig, dp: int, length
                 f"model.num_hidden_layers={layers}; take pp = {layers * pp // stages} or less"
             )
         counts = config.stage_layers
-        if counts is not None and (len(counts) != stages or sum(counts) != model.num_hidden_layers or min(counts) < 1):
+        if isinstance(counts, tuple) and (
+            len(counts) != stages or sum(counts) != model.num_hidden_layers or min(counts) < 1
+        ):
             raise ConfigError(
                 f"parallel.stage_layers={list(counts)}: {stages} numbers of 1 or more are needed, in all "
                 f"model.num_hidden_layers={model.num_hidden_layers}"
@@ -143,8 +163,16 @@ def _check_decoder(config: ParallelConfig, model: DecoderConfig, dp: int, length
                 f"parallel.schedule = {config.schedule!r} puts the first and the last stage into one process, which "
                 "model.tie_word_embeddings = true does not allow; set it to false, or use '1f1b' or 'interleaved'"
             )
-        if model.moe is not None:
-            raise ConfigError(f"parallel.pp={pp}: experts are not pipelined; use ep, or zero = 3")
+        if model.moe is not None and config.schedule in ("zbv", "dualpipev"):
+            raise ConfigError(
+                f"parallel.schedule = {config.schedule!r} splits the backward pass, which experts do not; use "
+                "'1f1b' or 'interleaved'"
+            )
+        if model.moe is not None and config.balance:
+            raise ConfigError(
+                "parallel.balance = true resizes micro-batches, and the load of experts is judged in each; set it to "
+                "false"
+            )
     if cp > 1:
         _divides("cp", cp, "data.sequence_length", length)
         if config.sequence:
@@ -156,9 +184,8 @@ def _check_decoder(config: ParallelConfig, model: DecoderConfig, dp: int, length
             raise ConfigError(f"parallel.ep={ep} spreads experts, and the model has none; set parallel.ep = 1")
         _divides("ep", ep, "model.moe.num_experts", model.moe.num_experts)
         _divides("ep", ep, "parallel.dp", dp)
-        raise ConfigError(
-            f"parallel.ep={ep}: experts cannot be spread yet; set ep = 1 and share them by parallel.zero = 3"
-        )
+        if config.gradients == "int8":
+            raise ConfigError(f"parallel.ep={ep}: gradients of experts are not packed; set gradients = 'float32'")
 
 
 def _divides(name: str, parts: int, whole_name: str, whole: int) -> None:

@@ -12,7 +12,8 @@ from pathlib import Path
 from penjing.core.config import load_recipe
 from penjing.core.errors import ConfigError
 from penjing.train.parallel.apply import check_recipe
-from penjing.train.recipe import TrainRecipe
+from penjing.train.plan.preflight import check_run
+from penjing.train.recipe import TrainRecipe, parse_size
 
 
 def launch(num_processes: int, recipe: Path, overrides: list[str], flags: Sequence[str]) -> int:
@@ -22,21 +23,25 @@ def launch(num_processes: int, recipe: Path, overrides: list[str], flags: Sequen
     so that they save their state.
 
     Returns:
-        The exit status: 0, or that of the process that failed first.
+        The exit status: 0, or that of the process that failed first (128 + the signal that ended it).
 
     Raises:
-        ConfigError: not even one process, this is one of torchrun's already, or the recipe wants another number.
+        ConfigError: not even one process, this is one of torchrun's already, the recipe wants another number, or one
+            would need more than its memory.limit.
     """
     if num_processes < 1:
         raise ConfigError(f"--launch {num_processes}: at least 1 process is needed")
     if "TORCHELASTIC_RUN_ID" in os.environ:
         raise ConfigError("--launch starts torchrun, which has started this process already: leave one of them out")
-    check_recipe(load_recipe(TrainRecipe, recipe, overrides), num_processes)
+    asked = load_recipe(TrainRecipe, recipe, overrides)
+    check_recipe(asked, num_processes)
+    if asked.memory.limit and "--resume" not in flags:  # else each process finds out what is free, or how to go on
+        check_run(asked, num_processes, parse_size(asked.memory.limit))
     arguments = [str(recipe), *(flag for override in overrides for flag in ("--set", override)), *flags]
     threads = str(max((os.cpu_count() or 1) // num_processes, 1))
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_processes)]
+    command = [sys.executable, "-m", "penjing.train.parallel.agent", "--standalone"]
     process = subprocess.Popen(
-        [*command, "-m", "penjing.train", *arguments],
+        [*command, "--nproc-per-node", str(num_processes), "-m", "penjing.train", *arguments],
         env={"OMP_NUM_THREADS": threads} | os.environ,
         start_new_session=True,  # else Ctrl-C would reach each process twice: from the terminal and from torchrun
     )

@@ -13,6 +13,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
@@ -24,6 +25,7 @@ from penjing.train.world import World
 
 # Outermost first. FSDP shards over "shard", copies over "replicate"; either is 1.
 DIMENSIONS = ("pipeline", "replicate", "shard", "context", "tensor")
+_INNER = ("pipeline", "context", "tensor")
 
 
 @dataclass(frozen=True)
@@ -31,11 +33,20 @@ class MeshWorld(World):
     """The `World` of a run whose processes share more than the batch; every process has the whole mesh.
 
     Attributes: mesh: of `DIMENSIONS`. config: what it was made from. fsdp: (shards) or (copies, shards).
+        tokens: the processes with the same layers and other tokens; None: all.
+        copies: where fsdp is this process alone, the processes with the same of the model: their gradients are packed,
+            which FSDP's own all-reduce cannot do.
+        experts: the same processes with data parallelism cut in two, ("outer", "expert"); None when not spread.
+        expert_fsdp: as fsdp, for the experts of this process.
     """
 
     mesh: DeviceMesh = None  # type: ignore[assignment]  # the fields before it have defaults
     config: ParallelConfig = field(default_factory=ParallelConfig)
     fsdp: DeviceMesh = None  # type: ignore[assignment]
+    tokens: dist.ProcessGroup | None = None
+    copies: dist.ProcessGroup | None = None
+    experts: DeviceMesh | None = None
+    expert_fsdp: DeviceMesh | None = None
 
     @property
     def data(self) -> World:
@@ -49,6 +60,18 @@ class MeshWorld(World):
         """True in one process for each share of the tokens: the one whose loss counts."""
         last = self.config.owner(self.config.num_stages - 1)
         return self._rank("tensor") == 0 and self._rank("pipeline") == last
+
+    def sum_tokens(self, values: torch.Tensor) -> torch.Tensor:
+        """See `World`."""
+        if self.tokens is None:
+            return self.sum(values)
+        dist.all_reduce(values, group=self.tokens)
+        return values
+
+    @property
+    def saves(self) -> bool:
+        """See `World`."""
+        return self.copies is None or self.copies.rank() == 0
 
     def average_buffers(self, model: nn.Module) -> None:
         """See `World`; decoders have no statistics, and their stages no common buffers."""
@@ -64,12 +87,13 @@ class MeshWorld(World):
             gradient = parameter.grad
             if gradient is None or name in repeated:
                 continue
-            parts, shard = 1, gradient
+            parts, shard = 1, gradient  # of how many the whole gradient consists
             if isinstance(gradient, DTensor):
                 shard = gradient.to_local()
                 for size, placement in zip(gradient.device_mesh.shape, gradient.placements, strict=True):
                     assert not placement.is_partial(), "a gradient was not reduced"
                     parts *= 1 if placement.is_replicate() else size
+                parts *= self.config.ep if _is_of_experts(gradient.device_mesh) else 1
             # float32 norm of a shard, then float64 between shards: as good as torch's norm of norms
             norm = torch.linalg.vector_norm(shard, dtype=torch.promote_types(shard.dtype, torch.float32))
             total += norm.to(torch.float64).square() * (parts * stages / self.size)
@@ -125,14 +149,32 @@ def build_mesh(world: World, config: ParallelConfig) -> MeshWorld:
     replicate, shard = (dp, 1) if config.zero == 0 else (1, dp)
     ranks = torch.arange(world.size).view(replicate, shard, config.pp, config.cp, config.tp).permute(2, 0, 1, 3, 4)
     mesh = DeviceMesh(world.device.type, ranks.contiguous(), mesh_dim_names=DIMENSIONS)
-    return MeshWorld(world.rank, world.size, world.device, config.gradients, mesh, config, _fsdp_mesh(mesh, config))
+    fsdp, copies = _fsdp_mesh(mesh, "shard" if config.zero else "replicate", config), None
+    if config.zero == 0 and config.gradients == "int8":
+        fsdp, copies = mesh["shard"], mesh["replicate", "context"]._flatten("copies").get_group()
+    tokens = None
+    if config.pp * config.tp > 1:
+        tokens = mesh["replicate", "shard", "context"]._flatten("tokens").get_group()
+    experts = expert_fsdp = None
+    if config.ep > 1:
+        ranks = torch.arange(world.size).view(dp // config.ep, config.ep, config.pp, config.cp, config.tp)
+        experts = DeviceMesh(world.device.type, ranks, mesh_dim_names=("outer", "expert", *_INNER))
+        expert_fsdp = _fsdp_mesh(experts, "outer", config)
+    return MeshWorld(
+        world.rank, world.size, world.device, config.gradients, world.watch, mesh, config, fsdp,
+        tokens, copies, experts, expert_fsdp,
+    )  # fmt: skip
 
 
-def _fsdp_mesh(mesh: DeviceMesh, config: ParallelConfig) -> DeviceMesh:
+def _is_of_experts(mesh: DeviceMesh) -> bool:
+    return any(name.startswith("outer") for name in mesh.mesh_dim_names or ())
+
+
+def _fsdp_mesh(mesh: DeviceMesh, data: str, config: ParallelConfig) -> DeviceMesh:
     """Processes of one context see other tokens with the same weights: to FSDP they are data parallel too."""
     if config.zero == 0:
-        return mesh["replicate", "context"]
-    return mesh["shard"] if config.cp == 1 else mesh["shard", "context"]._flatten("shard_context")
+        return mesh[data, "context"]
+    return mesh[data] if config.cp == 1 else mesh[data, "context"]._flatten(f"{data}_context")
 
 
 def describe(world: MeshWorld) -> str:

@@ -8,6 +8,8 @@ divided by the number of micro-batches (`scale_grads=False`).
 
 from __future__ import annotations
 
+import time
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -23,9 +25,12 @@ from torch.distributed.pipelining.schedules import (
 from penjing.core.errors import ConfigError
 from penjing.core.models.attention import causal_attention, document_positions
 from penjing.core.models.decoder import Decoder
+from penjing.core.models.moe import watch_routing
 from penjing.kernels.rotary import rotary_cos_sin
+from penjing.train.balancing import Balanced, StageBalancing
 from penjing.train.gradients import gradients_of
-from penjing.train.objective import Batch, CrossEntropy, Loss, Objective
+from penjing.train.objective import IGNORED, Batch, CrossEntropy, Loss, Objective
+from penjing.train.parallel.balance import Balance, TimedStage
 from penjing.train.parallel.config import ParallelConfig
 from penjing.train.parallel.context import Context
 
@@ -43,7 +48,11 @@ class DecoderStage(nn.Module):
 
     Parameters keep their names. The first stage takes tokens (B, T) int64, the others hidden states; the last gives
     logits (B, T, V).
+
+    Attributes: balancing: of its experts, in a training step.
     """
+
+    balancing: StageBalancing | None = None
 
     def __init__(self, decoder: Decoder, layers: range, sequence_parts: int, context: Context | None) -> None:
         super().__init__()
@@ -65,9 +74,12 @@ class DecoderStage(nn.Module):
             self.lm_head = decoder.lm_head
         self.register_buffer("inverse_frequency", backbone.inverse_frequency, persistent=False)
         self.layers_here = layers
+        self.has_experts = any(self.config.is_moe(layer) for layer in layers)
 
-    def forward(self, x: torch.Tensor, documents: torch.Tensor | None = None) -> torch.Tensor:
-        """See the class; documents (B, T) as `Decoder` takes them."""
+    def forward(
+        self, x: torch.Tensor, documents: torch.Tensor | None = None, counted: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """See the class; documents (B, T) as `Decoder` takes them, counted (B, T) bool where `balancing` needs it."""
         layers: list[Any] = [self.model.get_submodule(f"layers.{index}") for index in self.layers_here]
         length = x.shape[1] * (1 if self.is_first else self.sequence_parts)
         attend = (
@@ -82,8 +94,11 @@ class DecoderStage(nn.Module):
         if self.is_first:
             x = self.model.embed_tokens(x).to(layers[0].input_layernorm.weight.dtype)  # pyright: ignore[reportCallIssue]
         cos, sin = rotary_cos_sin(self.inverse_frequency, positions)  # pyright: ignore[reportArgumentType]
-        for layer in layers:
-            x = layer(x, cos, sin, attend)
+        with watch_routing() as routings:
+            for layer in layers:
+                x = layer(x, cos, sin, attend)
+        if self.balancing is not None and counted is not None:
+            x = self.balancing(x, routings, counted.flatten())
         return self.lm_head(self.model.norm(x)) if self.is_last else x  # pyright: ignore[reportCallIssue]
 
 
@@ -93,6 +108,8 @@ class LocalStages(nn.Module):
     Attributes: names: parameter's name here → in the whole model. repeated: names here of copies of parameters that
         are at home in another process.
     """
+
+    is_part = True  # see state.py
 
     def __init__(self, parts: list[DecoderStage]) -> None:
         super().__init__()
@@ -120,6 +137,7 @@ def split_stages(decoder: Decoder, config: ParallelConfig, rank: int, context: C
     Layers are shared out evenly, the fuller stages last, unless parallel.stage_layers says how many each stage has.
     """
     total, layers = config.num_stages, decoder.config.num_hidden_layers
+    assert config.stage_layers != "cost", "split_by_cost comes before"
     counts = config.stage_layers or [layers * (s + 1) // total - layers * s // total for s in range(total)]
     begins = [sum(counts[:stage]) for stage in range(total + 1)]
     parts = config.tp if config.sequence else 1
@@ -137,20 +155,26 @@ class Pipeline:
     Args:
         local: split over tensors, shared by FSDP.
         rank, group: of this process in its pipeline.
+        balance: resizes micro-batches between steps.
     """
 
     def __init__(
-        self, local: LocalStages, config: ParallelConfig, rank: int, group: dist.ProcessGroup, device: torch.device
+        self,
+        local: LocalStages,
+        config: ParallelConfig,
+        rank: int,
+        group: dist.ProcessGroup,
+        device: torch.device,
+        balance: Balance | None = None,
     ) -> None:
         self._parts: dict[int, DecoderStage] = dict(zip(config.stages_of(rank), local.parts, strict=True))  # type: ignore[arg-type]
         self._config = config
         self._rank = rank
         self._group = group
         self._device = device
-        self._stages = [
-            PipelineStage(part, index, config.num_stages, device, group=group) for index, part in self._parts.items()
-        ]
-        self._schedules: dict[int, Any] = {}
+        self._balance = balance
+        self._num = 0  # micro-batches that `_made` is for
+        self._made: Any = None
         self._objective: Objective = CrossEntropy()
         self._factor = 1.0
 
@@ -163,6 +187,12 @@ class Pipeline:
         """
         self._objective, self._factor = objective, factor
         total = torch.zeros((), dtype=torch.float64)
+        began_s = time.perf_counter()
+        if isinstance(objective, Balanced):
+            for index, part in self._parts.items():
+                if part.has_experts:
+                    layers = sum(map(part.config.is_moe, range(part.config.num_hidden_layers)))
+                    part.balancing = StageBalancing(objective, index, layers, factor)
         at_once = self._config.micro_batches or len(micro_batches)
         if len(micro_batches) % at_once:
             raise ConfigError(
@@ -171,7 +201,18 @@ class Pipeline:
             )
         for begin in range(0, len(micro_batches), at_once):
             total += self._pass(micro_batches[begin : begin + at_once])
-        return {"loss": total / factor}
+        if self._balance is not None:
+            self._balance.after_step(began_s)
+        loss = total / factor
+        if not isinstance(objective, Balanced):
+            return {"loss": loss}
+        stages = [part.balancing for part in self._parts.values() if part.balancing is not None]
+        return objective.totals(loss, stages, len(micro_batches), self._group, self._device)
+
+    @property
+    def values(self) -> dict[str, float]:
+        """What the balancer has seen of the last step, for its record."""
+        return {} if self._balance is None else self._balance.values
 
     def evaluate(self, objective: Objective, batch: Batch) -> Loss:
         """The loss of one batch, stage after stage, in the process that holds the last; zero elsewhere. No gradient."""
@@ -197,26 +238,50 @@ class Pipeline:
         tokens = (batch["tokens"],) if 0 in self._parts else ()
         target = batch["targets"] if self._config.num_stages - 1 in self._parts else None
         inside = {"documents": batch["documents"]} if "documents" in batch else {}
+        balancings = [part.balancing for part in self._parts.values() if part.balancing is not None]
+        if balancings:
+            inside["counted"] = batch["targets"] != IGNORED
         losses: list[torch.Tensor] | None = None if target is None else []
-        self._schedule(len(micro_batches)).step(*tokens, target=target, losses=losses, return_outputs=False, **inside)
-        return sum(float(loss) for loss in losses or ())
+        num = len(micro_batches)
+        if self._balance is not None:
+            rows = len(batch["targets"])
+            num = rows // self._balance.size(rows, rows // num)
+        self._schedule(num).step(*tokens, target=target, losses=losses, return_outputs=False, **inside)
+        for balancing in balancings:
+            balancing.end_pass(num)
+        return sum(float(loss.detach()) for loss in losses or ())
 
     def _schedule(self, num: int) -> Any:
-        if num not in self._schedules:
-            make = _SCHEDULES[self._config.schedule]
-            stages = self._stages if self._config.stages_per_process > 1 else self._stages[0]
-            try:
-                self._schedules[num] = make(stages, num, loss_fn=self._loss, scale_grads=False)  # type: ignore[arg-type]
-            except ValueError as error:
-                raise ConfigError(
-                    f"parallel.schedule = {self._config.schedule!r} with pp={self._config.pp} cannot run {num} "
-                    f"micro-batches ({error}); lower data.micro_batch, raise data.batch_size, or use 'gpipe'"
-                ) from error
-        return self._schedules[num]
+        """torch's schedule of `num` micro-batches, and stages for it: their buffers have the shape of one."""
+        if num == self._num:
+            return self._made
+        stages = [
+            (PipelineStage if self._balance is None else TimedStage)(
+                part, index, self._config.num_stages, self._device, group=self._group
+            )
+            for index, part in self._parts.items()
+        ]
+        for stage in stages:
+            if isinstance(stage, TimedStage):
+                assert self._balance is not None
+                stage.clock = self._balance.clock
+        made: Any = _SCHEDULES[self._config.schedule]
+        try:
+            self._made = made(
+                stages if self._config.stages_per_process > 1 else stages[0], num, loss_fn=self._loss, scale_grads=False
+            )
+        except ValueError as error:
+            raise ConfigError(
+                f"parallel.schedule = {self._config.schedule!r} with pp={self._config.pp} cannot run {num} "
+                f"micro-batches ({error}); lower data.micro_batch, raise data.batch_size, or use 'gpipe'"
+            ) from error
+        self._num = num
+        return self._made
 
     def _loss(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         # Also called when torch tries shapes out: what it returns is all that may be counted.
-        return self._objective(nn.Identity(), {"tokens": logits, "targets": targets}).total * self._factor
+        with nullcontext() if self._balance is None else self._balance.clock.piece(self._config.num_stages - 1, "loss"):
+            return self._objective(nn.Identity(), {"tokens": logits, "targets": targets}).total * self._factor
 
     def _empty_hidden(self, part: DecoderStage, tokens: torch.Tensor) -> torch.Tensor:
         rows, length = tokens.shape

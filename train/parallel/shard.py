@@ -13,28 +13,45 @@ divide factor of 1 *and* plain sums, since the default premultiplies, which gloo
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
+from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
+from penjing.core.errors import SetupError
+from penjing.core.models.moe import Experts
 from penjing.train.parallel.compressed import compress_fsdp
 from penjing.train.recompute import blocks
 
 
-def apply_fsdp(model: nn.Module, mesh: DeviceMesh, zero: int, *, packed: bool = False) -> None:
+def apply_fsdp(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    zero: int,
+    *,
+    experts: DeviceMesh | None = None,
+    packed: bool = False,
+    copies: dist.ProcessGroup | None = None,
+) -> None:
     """Share `model`'s parameters over `mesh`, a block at a time; parameters become DTensors.
 
     Args:
         mesh: (shards) or (copies, shards).
+        experts: the same for the routed experts, where fewer processes have each.
         zero: see the module.
         packed: gradients travel in 8 bits.
+        copies: the processes that these gradients are summed over, where `mesh` is of one process.
     """
     # The loss is computed from a model's output out of place, as the warning asks.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view", category=UserWarning)
+    place = None if experts is None else _placement(model, experts)
     for part in getattr(model, "parts", [model]):  # a pipeline calls each of its stages
         for block in blocks(part).values():
-            fully_shard(block, mesh=mesh, reshard_after_forward=zero == 3)
+            fully_shard(block, mesh=mesh, reshard_after_forward=zero == 3, shard_placement_fn=place)
         # The root's own parameters (embedding, head) are needed again as soon as the backward pass begins.
         fully_shard(part, mesh=mesh, reshard_after_forward=False)
     for module in model.modules():
@@ -42,4 +59,24 @@ def apply_fsdp(model: nn.Module, mesh: DeviceMesh, zero: int, *, packed: bool = 
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
             if packed:
-                compress_fsdp(module)
+                compress_fsdp(module, copies)
+
+
+def _placement(model: nn.Module, mesh: DeviceMesh) -> Callable[[nn.Parameter], Any]:
+    """What tells `fully_shard` to share routed experts over `mesh`. The experts have no FSDP module of their own: one
+    inside a block would gather in the middle of what is recomputed.
+
+    Raises:
+        SetupError: torch before 2.12 has one mesh a block.
+    """
+    try:
+        from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo, ShardPlacementResult
+    except ImportError as error:
+        raise SetupError(
+            f"parallel.ep above 1 needs torch 2.12 or newer, this is {torch.__version__}; set parallel.ep = 1"
+        ) from error
+    routed = {
+        parameter for module in model.modules() if isinstance(module, Experts) for parameter in module.parameters()
+    }
+    info = FSDPMeshInfo(mesh, 0) if mesh.ndim == 1 else HSDPMeshInfo(mesh, shard_mesh_dim=1, replicate_mesh_dim=0)
+    return lambda parameter: ShardPlacementResult(None, info) if parameter in routed else None

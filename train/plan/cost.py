@@ -76,6 +76,7 @@ def step_time(
     compute = chunk * chunks * passes
 
     layers = ceil(len(shape.layers) / pp)
+    routing = ceil(sum(layer.routed > 0 for layer in shape.layers) / pp)  # layers with experts
     near = _link(gpu, 1, tp, gpus_per_node)
     hidden_bytes = 2 * run.tokens * shape.hidden
     # all-gather and reduce-scatter around attention and around the MLP, again in each further pass
@@ -85,13 +86,15 @@ def step_time(
     context = 2 * repeats * layers * _ring(2 * run.tokens * cp * kept / tp, cp, _link(gpu, tp, cp, gpus_per_node))
     routed = max(layer.routed for layer in shape.layers)
     inner = tp * cp * pp
-    expert = 2 * repeats * layers * _ring(hidden_bytes * routed, ep, _link(gpu, inner, ep, gpus_per_node))
+    # there and back, each token to each of its experts
+    expert = 2 * repeats * routing * _ring(hidden_bytes * routed, ep, _link(gpu, inner, ep, gpus_per_node))
     one = compute + tensor + context + expert
     micro = run.micro_batches
 
     data = _data(shape, run, gpu, gpus_per_node, stages, one * micro)
-    held = max(sum(shape.layers[index].parameters for index in layers) for layers in stages) * chunks + shape.table
-    optimizer = 28 * held / tp / ep / run.shards / gpu.memory_bandwidth  # 16 bytes read and 12 written a parameter
+    dense, experts = _held(shape, run, stages)
+    updated = (dense + shape.table / tp) / run.shards + experts / (run.shards / ep if parallel.zero else 1)
+    optimizer = 28 * updated / gpu.memory_bandwidth  # 16 bytes read and 12 written a parameter
     return StepTime(
         compute=compute * micro,
         tensor=tensor * micro,
@@ -155,11 +158,22 @@ def _data(
     parallel, ranks = run.parallel, run.dp * run.parallel.cp
     if ranks == 1:
         return 0.0
-    chunks = len(stages) // parallel.pp
-    held = max(sum(shape.layers[index].parameters for index in layers) for layers in stages) * chunks
-    held = (held + shape.table * (1 if parallel.pp > 1 or shape.tied else 2)) / parallel.tp / parallel.ep
+    dense, experts = _held(shape, run, stages)
+    dense += shape.table * (1 if parallel.pp > 1 or shape.tied else 2) / parallel.tp
     link = _link(gpu, parallel.tp * (1 if parallel.cp > 1 else parallel.pp), ranks, gpus_per_node)
     reduces = run.micro_batches if parallel.zero >= 2 else 1
     gathers = {0: 1, 1: 1, 2: 1, 3: 2 * run.micro_batches}[parallel.zero]  # 0: the other half of an all-reduce
-    traffic = (reduces + gathers) * _ring(4 * held, ranks, link)
+    exchanged = _ring(4 * dense, ranks, link)
+    if experts:  # fewer ranks have each
+        exchanged += _ring(4 * experts, ranks // parallel.ep, link)
+    traffic = (reduces + gathers) * exchanged
     return max(traffic - _HIDDEN * work, 0.05 * traffic)  # the first gather and the last reduction are alone
+
+
+def _held(shape: ModelShape, run: Run, stages: tuple[tuple[int, ...], ...]) -> tuple[float, float]:
+    """Parameters of the layers of a rank before ZeRO: of the stage with most, (all but experts, experts)."""
+    parallel = run.parallel
+    chunks = len(stages) // parallel.pp
+    layers = max(([shape.layers[i] for i in stage] for stage in stages), key=lambda s: sum(x.parameters for x in s))
+    dense, experts = sum(layer.dense for layer in layers), sum(layer.experts for layer in layers)
+    return chunks * dense / parallel.tp, chunks * experts / parallel.tp / parallel.ep

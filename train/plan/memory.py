@@ -88,8 +88,16 @@ class ParallelMemory:
         return self.parameters + self.gradients + self.optimizer
 
     def __str__(self) -> str:
-        parts = ", ".join(f"{name} {size / 2**30:.1f}" for name, size in self.__dict__.items() if size >= 2**25)
-        return f"{self.total / 2**30:.1f} GiB ({parts})"
+        parts = [f"{name} {show_bytes(size)}" for name, size in self.__dict__.items() if size >= self.total / 50]
+        return f"{show_bytes(self.total)} ({', '.join(parts)})"
+
+
+def show_bytes(size: float) -> str:
+    """`size` in the largest unit of which there is one."""
+    for unit, name in ((2**30, "GiB"), (2**20, "MiB")):
+        if size >= unit:
+            return f"{size / unit:.1f} {name}"
+    return f"{size / 2**10:.1f} KiB"
 
 
 def parallel_memory(shape: ModelShape, run: Run, accounting: Accounting = PENJING) -> ParallelMemory:
@@ -132,11 +140,11 @@ def _rank(shape: ModelShape, run: Run, rank: int, accounting: Accounting) -> Par
     tables = shape.table * (1 if ends == 2 and shape.tied else ends) / parallel.tp
     tables += shape.hidden if len(stages) - 1 in mine else 0  # the last norm
     dense = sum(layer.dense for layer in layers) / parallel.tp + tables
-    experts = sum(layer.experts for layer in layers) / parallel.ep
+    experts = sum(layer.experts for layer in layers) / (parallel.tp * parallel.ep)
     # A rank's share of the experts is spread over dp / ep: all in all as the rest
     sharded = dense / run.shards + (experts * parallel.ep / run.shards if run.shards > 1 else experts)
     whole = dense + experts
-    block = max(layer.dense / parallel.tp + layer.experts / parallel.ep for layer in layers)
+    block = max(layer.dense + layer.experts / parallel.ep for layer in layers) / parallel.tp
     zero, one_pass = parallel.zero, run.micro_batches == 1
     gathered = {0: 0.0, 1: whole, 2: whole, 3: min(2 * block + tables, whole)}[zero]
     summed = sharded if zero >= 2 or (zero == 1 and one_pass) else whole

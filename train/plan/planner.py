@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from penjing.core.config import apply_override, load_recipe
 from penjing.core.errors import ConfigError
 from penjing.core.files import atomic_write_text
 from penjing.core.models.config import DecoderConfig
+from penjing.core.progress import error_console
 from penjing.train.plan.hardware import hardware
 from penjing.train.plan.search import Candidate, Plan, describe, search
 from penjing.train.recipe import TextData, TrainRecipe, parse_size
@@ -59,7 +61,7 @@ def recipe_text(recipe_path: Path, overrides: list[str], best: Candidate, gpus: 
     for override in overrides:
         apply_override(values, override)
     run, parallel = best.run, best.run.parallel
-    chosen: dict[str, Any] = {"dp": run.dp, "zero": parallel.zero}
+    chosen: dict[str, Any] = {"zero": parallel.zero}  # dp follows the processes, so that their number may change
     chosen |= {name: getattr(parallel, name) for name in ("tp", "pp", "cp", "ep") if getattr(parallel, name) > 1}
     if parallel.tp > 1:
         chosen["sequence"] = parallel.sequence
@@ -104,10 +106,9 @@ def _value(value: Any) -> str:
 
 def print_plan(plan: Plan, memory: str, device: str) -> None:
     """Show the ten best as a table, and what fell out and why."""
-    from rich.console import Console
     from rich.table import Table
 
-    console = Console(stderr=True, width=None if Console().is_terminal else 150)
+    console = error_console(width=None if sys.stderr.isatty() else 150)
     table = Table("", "mesh and settings")
     for header in ("step s", "tokens/s/GPU", "MFU", "GiB a rank", "bubble", "waiting for others"):
         table.add_column(header, justify="right")

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from penjing.core.errors import ConfigError
+from penjing.core.models.config import DecoderConfig
+from penjing.train.memory import STATE_PER_PARAMETER
 from penjing.train.parallel.config import check_parallel
-from penjing.train.plan.memory import ParallelMemory, Run, parallel_memory
+from penjing.train.plan.memory import ParallelMemory, Run, parallel_memory, show_bytes
 from penjing.train.plan.shape import decoder_shape
-from penjing.train.recipe import TextData, TrainRecipe
+from penjing.train.recipe import RunRecipe, TextData, TrainRecipe
 
 
 def recipe_run(recipe: TrainRecipe, processes: int) -> Run:
@@ -23,27 +27,46 @@ def recipe_run(recipe: TrainRecipe, processes: int) -> Run:
     if data.batch_size % dp:
         raise ConfigError(f"data.batch_size={data.batch_size} is not divisible by the {dp} data-parallel groups")
     share = data.batch_size // dp
-    micro_batch = 1 if data.micro_batch == "auto" else data.micro_batch or share
+    micro_batch = 1 if data.micro_batch == "auto" else data.micro_batch or parallel.default_micro_batch(share)
     if share % micro_batch:
         raise ConfigError(f"data.micro_batch={micro_batch} does not divide the {share} samples of a group")
     passes = parallel.micro_batches or share // micro_batch
     return Run(parallel, dp, micro_batch, passes, data.sequence_length, recipe.memory.recompute)
 
 
+def check_run(recipe: RunRecipe, processes: int, limit: int) -> None:
+    """`check_rank_memory` of a run in many processes, if it is of those that it counts: decoders on text, without
+    shared layers and with one kind of recomputation.
+
+    Raises:
+        ConfigError: see `check_rank_memory`.
+    """
+    if processes == 1 or not isinstance(recipe, TrainRecipe) or not isinstance(recipe.model, DecoderConfig):
+        return
+    if recipe.model.shared_layers == 1 and not recipe.memory.recompute_rules:
+        check_rank_memory(recipe, processes, limit)
+
+
 def check_rank_memory(recipe: TrainRecipe, processes: int, limit: int) -> ParallelMemory:
-    """The memory of the rank that needs most.
+    """The memory of the rank that needs most; averaged weights count as the optimiser's.
 
     Raises:
         ConfigError: more than `limit` bytes; says what to change first.
     """
-    need = parallel_memory(decoder_shape(recipe.model), recipe_run(recipe, processes))
+    run = recipe_run(recipe, processes)
+    need = parallel_memory(decoder_shape(recipe.model), run)
+    states = STATE_PER_PARAMETER[recipe.optimizer.name] + (recipe.average is not None)
+    need = replace(need, optimizer=need.optimizer * states / STATE_PER_PARAMETER["adamw"])
     if need.total <= limit:
         return need
-    state = need.model_state + need.gathered
+    state = need.total - need.activations - need.logits
     if state > limit:
         advice = "the model's state alone is too large: raise parallel.zero, parallel.tp, parallel.pp or the processes"
+    elif run.micro_batch > 1:
+        advice = f"lower data.micro_batch to {(limit - state) / (need.total - state):.0%} of it, or recompute"
     else:
-        advice = f"lower data.micro_batch to {max((limit - state) / (need.total - state), 0):.0%} of it, or recompute"
+        advice = "set memory.recompute = 'full', or raise parallel.tp, parallel.cp or parallel.pp"
     raise ConfigError(
-        f"a rank needs {need}, only {limit / 2**30:.1f} GiB may be used; {advice} (penjing train plan searches)"
+        f"a rank needs {need}, only {show_bytes(limit)} may be used (memory.limit); {advice} (penjing train plan "
+        "searches)"
     )

@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import save
 
 from penjing.compress.distill import step as step_module
 from penjing.compress.distill.step import DistillStep, distill_checkpoint
@@ -79,9 +81,11 @@ def test_a_cache_is_filled_once_and_goes_on_after_a_kill(
     assert learn("c", cache_top_k=16)["losses"] == first["losses"]
     with pytest.raises(AssertionError, match="the teacher was loaded"):
         learn("d", cache_top_k=16, temperature=1.0)  # another distribution
-    parts[0].write_bytes(b"damaged")
-    with pytest.raises(InputError, match=r"part-000000.safetensors cannot be read .*delete it"):
-        learn("e", cache_top_k=16, steps=40)
+    strange = save({name: torch.zeros(64, 3, dtype=torch.int8) for name in ("index", "top", "rest")})
+    for name, damaged in (("e", b"damaged"), ("f", strange)):
+        parts[0].write_bytes(damaged)
+        with pytest.raises(InputError, match=r"part-000000.safetensors cannot be read .*delete it"):
+            learn(name, cache_top_k=16, steps=40)
 
 
 def test_what_cannot_be_cached_is_refused(

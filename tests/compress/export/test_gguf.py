@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
 from pathlib import Path
 
 import gguf
 import numpy as np
+import onnx
 import pytest
 import torch
+from onnx import numpy_helper
 
-from penjing.compress.export.gguf import _check, q8_0
+from penjing.compress.export.compressed_tensors import write_compressed_tensors
+from penjing.compress.export.decoder_onnx import write_decoder_onnx
+from penjing.compress.export.gguf import _check, _gguf_name, q8_0, write_gguf
+from penjing.core.artifact import open_artifact
 from penjing.core.checkpoint import open_checkpoint
 from penjing.core.cli import _run
 from penjing.core.errors import InputError
 from penjing.core.importer import import_model
 from penjing.core.load import load_model
 from penjing.core.models.config import DecoderConfig
+from penjing.core.progress import Silent
 from penjing.core.tokenizer import Tokenizer
-from tests.conftest import tiny_config
+from tests.conftest import ROOT, tiny_config
 
 
 def test_integers_are_the_artifact_s_and_the_model_is_the_same(tiny_int8: Path, tmp_path: Path) -> None:
@@ -47,6 +55,61 @@ def test_integers_are_the_artifact_s_and_the_model_is_the_same(tiny_int8: Path, 
     assert (ours - theirs).square().mean().sqrt() < 0.1 * ours.std()  # activations are INT8 in one of them
 
 
+def test_integers_are_identical_in_every_export(tiny_int8: Path, tmp_path: Path) -> None:
+    """ONNX stores them transposed, GGUF in blocks of 32 with the rows of q and k in another order."""
+    artifact = open_artifact(tiny_int8)
+    for name in ("onnx", "compressed"):
+        (tmp_path / name).mkdir()
+    write_decoder_onnx(artifact.checkpoint, "onnxruntime-avx2", tmp_path / "onnx", Silent())
+    write_compressed_tensors(artifact, tmp_path / "compressed")
+    write_gguf(tiny_int8, tmp_path / "model.gguf", Silent())
+    model = onnx.load(str(tmp_path / "onnx" / "model.onnx"))
+    constants = {constant.name: numpy_helper.to_array(constant) for constant in model.graph.initializer}
+    blocks = {tensor.name: np.array(tensor.data) for tensor in gguf.GGUFReader(tmp_path / "model.gguf").tensors}
+    checkpoint, compared = open_checkpoint(tmp_path / "compressed"), 0
+    for name in checkpoint.tensor_names:
+        if checkpoint.dtype(name) != "I8":
+            continue
+        stored = checkpoint.get(name).numpy()
+        assert np.array_equal(constants[name].astype(np.int16).T - 128, stored), name
+        rows = blocks[_gguf_name(name)].reshape(len(stored), -1, 34)[:, :, 2:].reshape(stored.shape).view(np.int8)
+        turned = name.endswith(("q_proj.weight", "k_proj.weight"))
+        assert np.array_equal(np.sort(rows, axis=0) if turned else rows, np.sort(stored, axis=0) if turned else stored)
+        compared += 1
+    assert compared == 15
+
+
+def test_llama_cpp_runs_the_file(tiny_int8: Path, tmp_path: Path) -> None:
+    tool = ROOT / "build/peers/llama_cpp/build/bin/llama-bench"
+    if not tool.is_file():
+        pytest.skip("llama.cpp is not built; benchmarks/peers/llama_cpp.sh CHECKPOINT builds it")
+    out = tmp_path / "model.gguf"
+    assert _run(["export", str(tiny_int8), str(out), "--to", "gguf"]) == 0
+    command = [str(tool), "-m", str(out), "-t", "1", "-p", "8", "-n", "4", "-r", "1", "-o", "jsonl"]
+    lines = subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()
+    rows = [json.loads(line) for line in lines if line.startswith("{")]
+    assert {(row["n_prompt"], row["n_gen"]) for row in rows} == {(8, 0), (0, 4)}
+    assert all("Q8_0" in row["model_type"] for row in rows)
+
+
+def test_a_file_that_reads_back_otherwise_is_refused(
+    tiny_int8: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    real = gguf.GGUFWriter.write_tensors_to_file
+
+    def flip(writer: gguf.GGUFWriter) -> None:
+        real(writer)
+        assert writer.fout is not None
+        writer.fout[0].flush()
+        writer.fout[0].seek(-100, 2)
+        writer.fout[0].write(b"\x55")
+
+    monkeypatch.setattr(gguf.GGUFWriter, "write_tensors_to_file", flip)
+    assert _run(["export", str(tiny_int8), str(tmp_path / "model.gguf"), "--to", "gguf"]) == 3
+    assert "does not read back" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
 def test_blocks_are_those_of_the_gguf_package() -> None:
     generator = np.random.default_rng(0)
     weight = generator.integers(-127, 128, (5, 96)).astype(np.int8)
@@ -60,8 +123,10 @@ def test_what_q8_0_cannot_hold_is_refused(tiny_int8: Path, tmp_path: Path, capsy
         q8_0(np.zeros((2, 40), np.int8), np.ones(2, np.float32))
     with pytest.raises(InputError, match="no normal float16"):
         q8_0(np.zeros((2, 32), np.int8), np.array([1.0, 1e-9], np.float32))
-    assert _run(["export", str(tiny_int8), str(tmp_path / "x.onnx"), "--to", "onnx"]) == 3
-    assert "onnx is for classifiers" in capsys.readouterr().err
+    (tmp_path / "file").write_text("")
+    assert _run(["export", str(tiny_int8), str(tmp_path / "file" / "x.gguf"), "--to", "gguf"]) == 3
+    assert "is a file, so" in capsys.readouterr().err
+    (tmp_path / "file").unlink()
     assert not list(tmp_path.iterdir())
 
 

@@ -62,8 +62,7 @@ def test_taylor_foresees_the_change_of_the_loss() -> None:
             parameter.index_copy_(place.dim, where, 1e-4 * parameter.index_select(place.dim, where))
     x, y = torch.randn(32, 4, dtype=torch.float64), torch.randn(32, 3, dtype=torch.float64)
     loss = nn.functional.mse_loss(model(x), y)
-    loss.backward()
-    (scores,) = taylor(model, [group])
+    (scores,) = taylor(model, [group], [nn.functional.mse_loss(model(x), y)])
     without = copy.deepcopy(model)
     mask(without, [(group, [2])])
     change = abs((nn.functional.mse_loss(without(x), y) - loss).item())
@@ -72,10 +71,28 @@ def test_taylor_foresees_the_change_of_the_loss() -> None:
     assert scores[2] == scores.min()
 
 
-def test_taylor_wants_gradients() -> None:
+def test_taylor_sums_products_over_losses_and_keeps_no_gradient() -> None:
+    model, batches = two_layers(), torch.randn(3, 8, 4)
+    group = group_of(model)
+    (scores,) = taylor(model, [group], (model(x).square().mean() for x in batches))
+    assert all(parameter.grad is None for parameter in model.parameters())
+    whole = copy.deepcopy(model).requires_grad_(True)
+    torch.stack([whole(x).square().mean() for x in batches]).sum().backward()
+    for unit in range(6):
+        wanted = 0.0
+        for place, index in zip(group.places, group.units[unit], strict=True):
+            parameter = whole.get_parameter(place.tensor)
+            assert parameter.grad is not None
+            product = (parameter * parameter.grad).detach().double()
+            wanted += float(product.index_select(place.dim, torch.from_numpy(index)).sum())
+        assert scores[unit] == pytest.approx(abs(wanted), rel=1e-4)
+
+
+def test_taylor_wants_losses_that_reach_the_groups() -> None:
     model = two_layers()
-    with pytest.raises(InputError, match="no gradient"):
-        taylor(model, [group_of(model)])
+    for losses in ([], [model.second(torch.randn(2, 6)).sum()]):
+        with pytest.raises(InputError, match=r"no calibration batch gives first\.bias a gradient"):
+            taylor(model, [group_of(model)], losses)
 
 
 def test_activation_sees_what_the_data_never_uses() -> None:

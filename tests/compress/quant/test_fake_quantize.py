@@ -59,9 +59,9 @@ def test_the_gradient_of_a_learned_scale_is_torch_s(zero: int) -> None:
     x = x[not_at_ties(x, scale) & ~ends]  # torch counts the outermost level as clipped, the paper does not
     upstream = torch.randn(len(x), generator=torch.Generator().manual_seed(4))
     ours, theirs = scale.clone().requires_grad_(), scale.clone().requires_grad_()
-    fake_quantize(x, ours, torch.tensor(float(zero)), INT8_ACTIVATION, 0.25).backward(upstream)
+    fake_quantize(x, ours, torch.tensor(float(zero)), INT8_ACTIVATION).backward(upstream)
     learnable = getattr(torch, "_fake_quantize_learnable_per_tensor_affine")  # noqa: B009 (not public)
-    learnable(x, theirs, torch.tensor([float(zero)]), -128, 127, 0.25).backward(upstream)
+    learnable(x, theirs, torch.tensor([float(zero)]), -128, 127, 1.0).backward(upstream)
     torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-3, atol=1e-3)
 
 
@@ -113,13 +113,33 @@ def test_a_quantizer_that_saw_nothing_is_refused_by_name() -> None:
         ActivationQuantizer("blocks.3.input", UINT8).calibrate()
 
 
-def test_a_zero_channel_and_negative_scales_stay_finite() -> None:
+def test_a_zero_channel_and_steps_of_any_length_stay_finite() -> None:
     weight = torch.randn(3, 8, generator=torch.Generator().manual_seed(6))
     weight[1] = 0
     quantizer = WeightQuantizer(3, INT8_WEIGHT, learned=True)
     quantizer.calibrate(weight)
-    with torch.no_grad():
-        quantizer.scale.mul_(-1)  # an optimiser may step over zero
-    y = quantizer(weight)
-    assert bool(torch.isfinite(y).all())
-    assert not bool(y[1].any())
+    assert quantizer.growth is not None
+    for growth in (-1e6, -1.0, 1.0, 1e6):
+        with torch.no_grad():
+            quantizer.growth.fill_(growth)
+        y = quantizer(weight)
+        assert bool(torch.isfinite(y).all())
+        assert bool((quantizer.scales(weight) > 0).all())
+        assert not bool(y[1].any())
+
+
+@pytest.mark.parametrize("size", [1e-3, 1e3])
+def test_a_step_changes_a_scale_by_a_share_of_itself(size: float) -> None:
+    """AdamW's steps are as long as the rate: a scale of 1e-5 must not become 1e-3, nor one of 10 stay as it is."""
+    quantizer = ActivationQuantizer("x", UINT8, learned=True)
+    quantizer.mode = "observe"
+    x = torch.rand(1000, generator=torch.Generator().manual_seed(8)) * size
+    quantizer(x)
+    quantizer.calibrate()
+    before = float(quantizer.positive_scale().detach())
+    optimizer = torch.optim.AdamW(quantizer.parameters(), lr=1e-2, weight_decay=0.0)
+    for _ in range(5):
+        optimizer.zero_grad()
+        quantizer(x * 2).sum().backward()  # clipped: a larger scale gives a larger sum, and is stepped away from
+        optimizer.step()
+    assert 0.94 < float(quantizer.positive_scale().detach()) / before < 0.96

@@ -10,8 +10,9 @@ import pytest
 from penjing.compress import data
 from penjing.compress.flow.recipe import load_flow
 from penjing.compress.flow.run import compress_steps
+from penjing.compress.report_schema import parse_report
 from penjing.compress.verify import verify_artifact
-from penjing.core.errors import ConfigError
+from penjing.core.errors import ConfigError, InputError
 from penjing.core.vision_artifact import open_vision_artifact
 from penjing.train import vision
 from tests.compress.quant.folders import vision_folder
@@ -68,7 +69,20 @@ def test_prune_and_train_in_int8(recipe: Path, tmp_path: Path) -> None:
     assert stages[2]["size"]["bytes"] < 0.6 * stages[0]["size"]["bytes"]  # small layers: names outweigh numbers
     assert stages[2]["record"]["training_steps"] == 4
     assert {row["runtime"] for row in stages[2]["latency"]} == {"onnxruntime"}
+    page = (out / "report.html").read_text()
+    assert all(f"<code>{row['name']}</code>" in page for row in stages[2]["record"]["layers"])
+    assert "fake_quantized, onnxruntime</td>" in page
+    assert "8.00 bits a weight" in page
     assert compress_steps(recipe) == out
+    report = json.loads((out / "report.json").read_text())
+    report["stages"][2]["record"]["layers"][0]["output"] = "much"
+    with pytest.raises(InputError, match=r"report\.json: layers\.0\.output"):
+        parse_report(report, "report.json")
+    del report["stages"][2]["record"]["target"]
+    with pytest.raises(InputError, match=r"report\.json: target"):
+        parse_report(report, "report.json")
+    with pytest.raises(InputError, match="of a text encoder, which has a page of its own"):
+        parse_report({"kind": "encoder"}, "report.json")
 
 
 def test_quantize_comes_last_and_the_recipe_in_the_repository_is_one(recipe: Path) -> None:

@@ -98,7 +98,12 @@ def test_training_learns_weights_scales_and_norms_and_freezes_late() -> None:
         losses.append(float(loss.detach()))
     assert losses[-1] < 0.6 * losses[0]
     after = model.state_dict()
-    for name in ("stem.conv.weight", "blocks.0.input_quantizer.scale", "stem.weight_quantizer.scale", "stem.norm.bias"):
+    for name in (
+        "stem.conv.weight",
+        "blocks.0.input_quantizer.growth",
+        "stem.weight_quantizer.growth",
+        "stem.norm.bias",
+    ):
         assert not torch.equal(before[name], after[name]), name
     assert torch.equal(model.stem.norm.running_mean, statistics)  # type: ignore[arg-type]
     loaded = apply_quantization(ResNet(basic()), "onnxruntime-cpu", QuantizeSettings(learn_weights=True))

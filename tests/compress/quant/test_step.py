@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from penjing.compress.quant.modules import QuantizedConvNorm
 from penjing.compress.quant.placement import layers
@@ -92,21 +93,34 @@ def test_a_killed_training_goes_on_to_the_same_artifact(
     assert np.abs(once - untrained).max() > 0.3 * once.std()  # so that the bound above means something
 
 
-def test_statistics_are_frozen_late(source: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    seen: list[list[bool]] = []
+def test_statistics_are_frozen_late_and_are_those_of_the_artifact(
+    source: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    training: list[list[bool]] = []
+    statistics: list[torch.Tensor] = []
+    weights: list[torch.Tensor] = []
     original = QuantizedTask.after_update
 
-    def watching(self: QuantizedTask, model: Any, world: Any) -> Any:
+    def watching(self: QuantizedTask, model: torch.nn.Module, world: Any) -> Any:
         def watch(step: int) -> None:
             norms = [layer.norm for _, layer in layers(model) if isinstance(layer, QuantizedConvNorm)]
-            seen.append([norm.training for norm in norms])
+            training.append([norm.training for norm in norms])
+            statistics.append(torch.cat([value.float().flatten() for norm in norms for value in norm.buffers()]))
+            weights.append(torch.cat([norm.weight.detach().clone() for norm in norms]))
 
         return (*original(self, model, world), watch)
 
     monkeypatch.setattr(QuantizedTask, "after_update", watching)
-    make(source, tmp_path / "out", **(TRAIN | {"steps": 4}), **RATE, freeze_statistics=0.5)
-    assert [all(step) for step in seen] == [True, False, False, False]
-    assert [any(step) for step in seen] == [True, False, False, False]
+    make(source, tmp_path / "out", **(TRAIN | {"steps": 4, "evaluation_samples": 0}), **RATE, freeze_statistics=0.5)
+    assert [all(step) for step in training] == [True, False, False, False]
+    assert [any(step) for step in training] == [True, False, False, False]
+    assert not torch.equal(statistics[0], statistics[1])
+    assert torch.equal(statistics[1], statistics[2])
+    assert torch.equal(statistics[2], statistics[3])
+    assert not torch.equal(weights[2], weights[3])  # the rest of the norm goes on learning
+    stored = load_file(tmp_path / "out.scratch/quantized/model.safetensors")
+    kept = torch.cat([stored[f"{name}.norm.running_mean"] for name in ("stem", "blocks.2.layers.1")])
+    assert all((value == statistics[3]).any() for value in kept)
 
 
 def test_a_teacher_guides(source: Path, tmp_path: Path) -> None:
@@ -139,3 +153,18 @@ def test_damaged_weights_are_refused_by_name(tmp_path: Path, monkeypatch: pytest
     source = vision_folder(tmp_path / "fp32", model)
     with pytest.raises(InputError, match=r"blocks\.2\.layers\.1\.conv\.weight holds NaN or infinity"):
         make(source, tmp_path / "out")
+
+
+def test_outliers_are_dealt_with_on_the_way_to_the_artifact(source: Path, tmp_path: Path) -> None:
+    settings = {"equalize": True, "correct_bias": True, "effective_bits": 16.0}
+    make(source, tmp_path / "plain")
+    for training in ({}, TRAIN | RATE | {"steps": 2, "evaluation_samples": 0}):
+        out = tmp_path / f"out-{len(training)}"
+        report = make(source, out, **settings, **training)
+        floating = [layer["name"] for layer in report["layers"] if layer["format"] == "float32"]
+        assert floating
+        assert report["settings"]["keep"] == floating
+        assert 8 < report["effective_bits"] <= 16
+        logits = open_vision_artifact(out).parity.logits
+        other = open_vision_artifact(tmp_path / "plain").parity.logits
+        assert np.abs(np.array(logits["onnxruntime"]) - np.array(other["onnxruntime"])).max() > 0

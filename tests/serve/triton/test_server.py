@@ -139,12 +139,12 @@ def test_cancelled_requests_free_their_blocks(server: Served) -> None:
             assert next(stream).index == 0
         held = server.metrics()
         assert held["kv_cache_usage_perc"] > 0
-        assert held["num_requests_running"] > 0  # all 6, unless the machine is so busy that some are through
+        assert held["num_requests_running"] == 6
         for stream in streams:
             stream.close()
         after = _idle(server)
     aborted = 'request_success{finished_reason="abort"}'
-    assert after[aborted] > before[aborted]
+    assert after[aborted] == before[aborted] + 6
     assert after["kv_cache_usage_perc"] == 0
     assert after["generation_tokens"] - before["generation_tokens"] < 6 * 3900
 
@@ -175,7 +175,7 @@ def test_more_than_may_wait_is_refused_and_the_rest_is_answered(server: Served) 
 
     with server.client() as client, ThreadPoolExecutor(32) as pool:
         answers = {answer for answer in pool.map(ask, range(32)) if answer is not None}
-    assert 0 < len(refused) < 32  # how many, the machine's speed decides
+    assert 8 <= len(refused) < 32
     assert all("max_waiting_requests=8" in message and "retry in" in message for message in refused)
     assert len(answers) == 1
 
@@ -363,10 +363,8 @@ def _send(server: Served, request: Any, timeout: float = 10) -> str | None:
     """What became of one raw request: None for an answer, the error message otherwise."""
     with grpc.insecure_channel(server.address, options=wire.CHANNEL_OPTIONS) as channel:
         stub: Any = service_pb2_grpc.GRPCInferenceServiceStub(channel)
-        for message in stub.ModelStreamInfer(iter([request]), timeout=timeout):
-            if message.error_message:
-                return message.error_message
-    return None
+        messages = list(stub.ModelStreamInfer(iter([request]), timeout=timeout))
+    return next((message.error_message for message in messages if message.error_message), None)
 
 
 def _post(server: Served, operation: str, body: dict[str, Any]) -> Any:

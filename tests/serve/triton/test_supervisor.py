@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +18,15 @@ from typing import Any
 import pytest
 
 import penjing.model_repository
-from penjing.core.errors import ConfigError, InputError, OverloadedError, PenjingError, ServerError, SetupError
+from penjing.core.errors import (
+    ConfigError,
+    InputError,
+    OverloadedError,
+    PenjingError,
+    RequestError,
+    ServerError,
+    SetupError,
+)
 from penjing.core.progress import Silent
 from penjing.serve.client import Client
 from penjing.serve.triton import state, supervisor
@@ -76,7 +86,7 @@ def test_a_killed_stub_is_noticed_at_once_and_the_server_comes_back(tiny_long: P
         asking.join(5)
         assert all(isinstance(error, ServerError) and "broke after" in str(error) for error in asking.errors)
         assert served.wait_ready(restarts=1) < 30
-        wait_until(lambda: served.health() == 200, 5, "an answer to the health check")
+        assert served.health() == 200
         with served.client() as client:
             assert client.generate("the same", max_tokens=12, **GREEDY).text == before
         found = served.state
@@ -117,6 +127,9 @@ def test_a_stopped_stub_is_not_ready_and_a_short_stop_costs_nothing(tiny_long: P
 
 def test_sigterm_finishes_running_answers_and_refuses_new_ones(tiny_long: Path) -> None:
     with serving(tiny_long) as served:
+        with served.client() as client:
+            for stream in [client.stream("left at once", max_tokens=4000, **GREEDY) for _ in range(8)]:
+                stream.close()
         alone = Asking(served, 3, max_tokens=1500)
         alone.join(120)
         asking = Asking(served, 3, max_tokens=1500)
@@ -130,18 +143,29 @@ def test_sigterm_finishes_running_answers_and_refuses_new_ones(tiny_long: Path) 
         assert asking.errors == [None] * 3
         assert asking.texts == alone.texts
         assert served.process.wait(20) == 0
+        log = state.log_path(served.config.grpc_port).read_text()
+        assert "successfully unloaded 'llm'" in log
+        assert "Exit timeout expired" not in log  # nothing of a cancelled request kept the model
         assert leftovers(served.config.grpc_port) == []
 
 
-def test_requests_that_were_left_do_not_keep_the_server_from_ending(tiny_long: Path) -> None:
-    """Triton server 24.10 sometimes holds on to a model (docs/LOG.md): it is given five seconds, then it goes."""
+def test_requests_that_were_left_or_refused_do_not_keep_the_server_from_ending(tiny_long: Path) -> None:
     with serving(tiny_long) as served:
         with served.client() as client:
             for stream in [client.stream("left at once", max_tokens=4000, **GREEDY) for _ in range(8)]:
                 stream.close()
+            for _ in range(50):
+                with pytest.raises(RequestError):
+                    client.generate("refused", temperature=-1)
+                with client.stream("left at its end", max_tokens=2, **GREEDY) as stream:
+                    while next(stream).finish_reason is None:
+                        pass
             assert client.generate("answered", max_tokens=2, **GREEDY).num_output_tokens == 2
         served.process.send_signal(signal.SIGTERM)
         assert served.process.wait(20) == 0
+        log = state.log_path(served.config.grpc_port).read_text()
+        assert "successfully unloaded 'llm'" in log
+        assert "Exit timeout expired" not in log
         assert leftovers(served.config.grpc_port) == []
 
 
@@ -304,6 +328,19 @@ def test_a_model_shows_life_before_it_imports(monkeypatch: pytest.MonkeyPatch, t
     assert text.index("announce()") < text.index("import triton_python_backend_utils") < text.index("LLMAdapter")
 
 
+def test_a_server_takes_connections_when_all_its_ports_are_open(tiny_long: Path) -> None:
+    grpc_port, http_port, metrics_port = free_ports(3)
+    config = ServeConfig(grpc_port=grpc_port, http_port=http_port, metrics_port=metrics_port)
+    found: Any = None  # what is installed does not matter: nothing is started
+    starting = supervisor._Supervisor(found, tiny_long, config, "{}", Silent())
+    accepts = []
+    with ExitStack() as listening:
+        for port in config.ports().values():
+            listening.enter_context(socket.create_server(("127.0.0.1", port)))
+            accepts.append(starting._accepts_connections())
+    assert accepts == [False, False, True]
+
+
 def test_the_server_is_silent_while_the_model_is() -> None:
     vigil = Vigil(ServeConfig(freeze_after=0.7, hang_timeout=5.0))
 
@@ -339,8 +376,6 @@ def test_wrong_settings_are_refused_before_anything_starts(tiny_long: Path, tmp_
 
 @pytest.mark.parametrize("flag", ["grpc", "http", "metrics"])
 def test_a_port_in_use_is_named_with_its_flag(tiny_long: Path, flag: str) -> None:
-    import socket
-
     grpc_port, http_port, metrics_port = free_ports(3)
     ports = {"grpc": grpc_port, "http": http_port, "metrics": metrics_port}
     config = ServeConfig(grpc_port=grpc_port, http_port=http_port, metrics_port=metrics_port)

@@ -5,10 +5,13 @@ Started by `worlds.py` as a script: RANK, WORLD_SIZE and a folder with cases.jso
 
 from __future__ import annotations
 
+import hashlib
 import json
+import math
 import os
 import sys
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +20,10 @@ import torch.distributed as dist
 
 from penjing.core.models.config import DecoderConfig
 from penjing.core.models.decoder import Decoder
+from penjing.train.balancing import Balanced, BalancingConfig
 from penjing.train.checkpoint import Checkpoints, ShardedCheckpoints
 from penjing.train.gradients import ClipConfig, GradientNorms
-from penjing.train.language import initialize_decoder
+from penjing.train.initial import decoder_weights, fill_weights, materialize, without_data
 from penjing.train.loop import Evaluation, InterruptedRunError, Trainer
 from penjing.train.objective import IGNORED, Batch, CrossEntropy
 from penjing.train.optimizer import OptimizerConfig, build_optimizer
@@ -27,10 +31,11 @@ from penjing.train.parallel.apply import form_mesh, parallelize
 from penjing.train.parallel.config import ParallelConfig
 from penjing.train.recompute import apply_recompute
 from penjing.train.schedule import LearningRate
-from penjing.train.state import named_parameters
+from penjing.train.state import local_part, named_parameters
 from penjing.train.world import World
 
 ROWS, LENGTH, VOCAB = 12, 8, 64
+LOADS = ("language_loss", "balance_loss", "expert_load_max", "expert_load_min")
 
 
 class Silent:
@@ -71,50 +76,72 @@ class Rows:
         self.taken = state["taken"]
 
 
-def whole(tensor: torch.Tensor) -> torch.Tensor:
-    return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).detach().clone()  # type: ignore[operator]
+Part = tuple[torch.Tensor, tuple[slice, ...]]
+
+
+def part(tensor: torch.Tensor) -> Part:
+    """What this process holds of `tensor`, and where that lies in the whole."""
+    local, region = local_part(tensor.detach())
+    return local.clone().contiguous(), region
+
+
+def furthest(parts: dict[str, Part], whole: dict[str, Part]) -> float:
+    """The largest difference of `parts` from the same of `whole`."""
+    distances = [(mine - whole[name][0][region]).abs() for name, (mine, region) in parts.items()]
+    return max(distance.max().item() if distance.numel() else 0.0 for distance in distances)
 
 
 def model_of(case: dict[str, Any]) -> Decoder:
+    """Without data, as `train.run` builds it."""
     values = {
         "vocab_size": VOCAB, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 4,
         "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 4, "max_position_embeddings": 32,
         "qk_norm": True, "model_type": "qwen3", "tie_word_embeddings": True,
     }  # fmt: skip
-    torch.manual_seed(5)
-    model = Decoder(DecoderConfig(**values | case.get("model", {})))
-    initialize_decoder(model, 0.2, 4)
+    with without_data():
+        model = Decoder(DecoderConfig(**values | case.get("model", {})))
     return model.double() if case.get("double") else model
 
 
 def train(
     case: dict[str, Any], world: World, checkpoints: Checkpoints | None = None, stop: bool = False, resume: bool = False
 ) -> dict[str, Any]:
-    """Losses, gradient norms, full gradients and weights of a few steps, and the evaluation, in this process.
+    """Losses, gradient norms, gradients and weights of a few steps, and the evaluation, in this process.
 
     With `checkpoints`, `stop` after the second step, or `resume` from there.
     """
     model = model_of(case)
     apply_recompute(model, case.get("recompute", "none"))
     spread = parallelize(model, world)
+    materialize(spread.model, world.device)
+    fill_weights(spread.model, decoder_weights(0.2, 4, seed=5))
+    initial = {n: part(p) for n, p in named_parameters(spread.model)}
     name = case.get("optimizer", "sgd")
     optimizer = build_optimizer(spread.model, OptimizerConfig(name=name), 0.05)
     accumulation, ragged = case.get("accumulation", 1), case.get("ragged", False)
     data = world.data
-    gradients: list[dict[str, torch.Tensor]] = []
+    objective: CrossEntropy | Balanced = CrossEntropy()
+    after_update: tuple[Callable[[int], None], ...] = ()
+    if "balancing" in case:
+        objective = Balanced(CrossEntropy(), BalancingConfig(**case["balancing"]))
+        objective.world = world
+        if "bias_rate" in case["balancing"]:
+            after_update = (objective.bias_update(spread.model, world),)
+    gradients: list[dict[str, Part]] = []
     records: list[dict[str, float]] = []
     update = optimizer.step
 
     def step(*args: Any) -> None:
-        gradients.append({n: whole(p.grad) for n, p in named_parameters(spread.model) if p.grad is not None})
+        gradients.append({n: part(p.grad) for n, p in named_parameters(spread.model) if p.grad is not None})
         update()
 
     optimizer.step = step  # type: ignore[method-assign]
     trainer = Trainer(
-        spread.model, CrossEntropy(), Rows(data.rank, data.size, accumulation, ragged), optimizer, 3,
+        spread.model, objective, Rows(data.rank, data.size, accumulation, ragged), optimizer, 3,
         rate=LearningRate(peak=0.05 if name == "sgd" else 1e-3), accumulation=accumulation, world=world,
         pipeline=spread.pipeline,
         norms=GradientNorms(ClipConfig(norm=case.get("clip"))), after_backward=spread.after_backward,
+        after_update=after_update,
         evaluation=Evaluation(
             lambda: [{k: v.chunk(data.size)[data.rank] for k, v in batch(99, ragged).items()}], CrossEntropy(), 3
         ),
@@ -136,16 +163,21 @@ def train(
             return {}
     evaluation = trainer.fit()
     return {
+        "sizes": sorted({record["micro_batch"] for record in records if "micro_batch" in record}),
+        "initial": initial,
         "losses": [record["loss"] for record in records],
         "norms": [record["gradient_norm"] for record in records],
+        "experts": [record[name] for record in records for name in LOADS if name in record],
         "gradients": gradients,
-        "weights": {n: whole(p) for n, p in named_parameters(spread.model)},
+        "weights": {n: part(p) for n, p in named_parameters(spread.model)},
         "evaluation": evaluation["loss"],
     }
 
 
 def compare(case: dict[str, Any], rank: int, size: int) -> dict[str, Any]:
-    alone = train({**case, "accumulation": 1, "recompute": "none"}, World())
+    # The load of experts is judged in each micro-batch; all else depends on the whole step.
+    accumulation = case["accumulation"] if "balancing" in case else 1
+    alone = train({**case, "accumulation": accumulation, "recompute": "none"}, World())
     world = form_mesh(World(rank, size), ParallelConfig(**case["parallel"]), Silent())  # type: ignore[arg-type]
     if "saved_by" in case:
         saving = form_mesh(World(rank, size), ParallelConfig(**case["saved_by"]), Silent())  # type: ignore[arg-type]
@@ -156,26 +188,34 @@ def compare(case: dict[str, Any], rank: int, size: int) -> dict[str, Any]:
             alone[key] = alone[key][2:]
     else:
         here = train(case, world)
-    names = sorted(here["weights"])
+    bits = {
+        (name, tuple((one.start, one.stop) for one in region)): hashlib.sha256(mine.numpy().tobytes()).hexdigest()
+        for name, (mine, region) in here["weights"].items() if mine.numel()
+    }  # fmt: skip
     everyone: list[Any] = [None] * size
-    dist.all_gather_object(everyone, names)
-    missing = set(alone["weights"]) - {name for names in everyone for name in names}
+    dist.all_gather_object(everyone, bits)
+    held = {key: {other[key] for other in everyone if key in other} for other in everyone for key in other}
+    found = dict.fromkeys(alone["weights"], 0)
+    for name, region in held:
+        found[name] += math.prod(stop - start for start, stop in region)
     differences = {
-        key: max(abs(a - b) for a, b in zip(here[key], alone[key], strict=True)) for key in ("losses", "norms")
+        key: max((abs(a - b) for a, b in zip(here[key], alone[key], strict=True)), default=0.0)
+        for key in ("losses", "norms", "experts")
     }
+    differences["initial"] = furthest(here["initial"], alone["initial"])
     differences["evaluation"] = abs(here["evaluation"] - alone["evaluation"])
     differences["gradients"] = max(
-        (mine[name] - reference[name]).abs().max().item()
-        for mine, reference in zip(here["gradients"], alone["gradients"], strict=True)
-        for name in mine
+        furthest(mine, reference) for mine, reference in zip(here["gradients"], alone["gradients"], strict=True)
     )
-    differences["weights"] = max((here["weights"][name] - alone["weights"][name]).abs().max().item() for name in names)
+    differences["weights"] = furthest(here["weights"], alone["weights"])
     worst = torch.tensor([float("nan") if d != d else d for d in differences.values()], dtype=torch.float64)
     dist.all_reduce(worst, dist.ReduceOp.MAX)
-    scale = max(gradient.abs().max().item() for gradient in alone["gradients"][0].values())
+    scale = max(gradient.abs().max().item() for gradient, _ in alone["gradients"][0].values())
     return {
         **dict(zip(differences, worst.tolist(), strict=True)),
-        "missing": sorted(missing),
+        "missing": sorted(name for name, (whole, _) in alone["weights"].items() if found[name] != whole.numel()),
+        "apart": sorted({name for (name, _), copies in held.items() if len(copies) > 1}),
+        "sizes": here["sizes"],
         "scale": scale,
     }
 

@@ -27,9 +27,18 @@ MOE = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
         ({"pp": 2, "schedule": "interleaved"}, {}, 2, r"parallel\.pp=2 \(4 stages .* take pp = 1 or less"),
         ({"pp": 2, "schedule": "zbv"}, {"num_hidden_layers": 4}, 2, "tie_word_embeddings = true does not allow"),
         ({"pp": 2, "stage_layers": (2, 1)}, {}, 2, r"parallel\.stage_layers=\[2, 1\]: 2 numbers of 1 or more"),
+        ({"balance": True}, {}, 2, r"parallel\.balance .* set parallel\.pp above 1"),
+        ({"stage_layers": "cost"}, {}, 2, r"parallel\.stage_layers are for pipelines"),
         ({"ep": 2}, {}, 2, r"parallel\.ep=2 spreads experts, and the model has none"),
         ({"ep": 4}, {"moe": MOE, "model_type": "mixtral"}, 4, r"parallel\.ep=4 does not divide .*num_experts=6"),
-        ({"ep": 2}, {"moe": MOE, "model_type": "mixtral"}, 2, "experts cannot be spread yet"),
+        ({"ep": 2}, {"moe": MOE, "model_type": "mixtral"}, 3, r"parallel\.ep=2 does not divide parallel\.dp=3"),
+        ({"ep": 2, "gradients": "int8", "zero": 1}, {"moe": MOE, "model_type": "mixtral"}, 2, "gradients = 'float32'"),
+        ({"tp": 2}, {"moe": MOE | {"moe_intermediate_size": 15}, "model_type": "mixtral"}, 2, "intermediate_size=15"),
+        ({"pp": 2, "balance": True}, {"moe": MOE, "model_type": "mixtral"}, 2, r"balance = true .* load of experts"),
+        (
+            {"pp": 2, "schedule": "zbv"}, {"moe": MOE, "model_type": "penjing", "num_hidden_layers": 4,
+            "tie_word_embeddings": False}, 2, "splits the backward pass, which experts do not",
+        ),
         ({"zero": 3}, {"shared_layers": 2}, 2, "layers that share weights"),
     ],
 )  # fmt: skip
@@ -54,3 +63,19 @@ def test_every_stage_has_one_owner(schedule: Any) -> None:
     owned = sorted(stage for rank in range(4) for stage in config.stages_of(rank))
     assert owned == list(range(config.num_stages))
     assert all(stage in config.stages_of(config.owner(stage)) for stage in owned)
+
+
+@pytest.mark.parametrize(
+    ("parallel", "share", "size"),
+    [
+        ({}, 16, 16),
+        ({"pp": 2}, 16, 4),
+        ({"pp": 2}, 6, 1),  # 3 would leave two micro-batches, which is as many as stages
+        ({"pp": 2, "balance": True}, 6, 3),
+        ({"pp": 2, "schedule": "zbv"}, 16, 2),
+        ({"pp": 8}, 4, 1),
+        ({"pp": 2, "micro_batches": 2}, 16, 8),
+    ],
+)
+def test_a_pipeline_gets_several_micro_batches_by_itself(parallel: dict[str, Any], share: int, size: int) -> None:
+    assert ParallelConfig(**parallel).default_micro_batch(share) == size

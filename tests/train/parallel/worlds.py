@@ -14,14 +14,16 @@ from typing import Any
 SCRIPT = Path(__file__).with_name("matrix.py")
 
 
-def run_world(folder: Path, size: int, cases: dict[str, Any], timeout_s: float = 240.0) -> dict[str, Any]:
-    """Results of `cases` by name, from `size` processes; their output is raised when one fails."""
+def run_world(
+    folder: Path, size: int, cases: dict[str, Any], timeout_s: float = 240.0, script: Path = SCRIPT
+) -> dict[str, Any]:
+    """Results of `cases` by name, from `size` processes of `script`; their output is raised when one fails."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "cases.json").write_text(json.dumps(cases))
     logs = [open(folder / f"log-{rank}", "w") for rank in range(size)]  # noqa: SIM115
     processes = [
         subprocess.Popen(
-            [sys.executable, str(SCRIPT), str(folder)], stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
+            [sys.executable, str(script), str(folder)], stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
             env=os.environ
             | {"RANK": str(rank), "WORLD_SIZE": str(size), "OMP_NUM_THREADS": "1", "FOLDER": str(folder)},
         )

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from penjing.core import cli
 from penjing.core.config import load_recipe
 from penjing.core.errors import ConfigError
+from penjing.core.models.config import MoEConfig
 from penjing.core.models.decoder import Decoder
 from penjing.train.memory import estimate_memory
 from penjing.train.objective import CrossEntropy
@@ -128,7 +129,8 @@ def test_the_command_plans_and_writes_a_recipe_that_loads(tmp_path, capsys):
     assert [row["step_s"] for row in rows] == sorted(row["step_s"] for row in rows)
     assert all(row["bytes"] < 80 * 2**30 for row in rows)
     planned, given_recipe = load_recipe(TrainRecipe, out), load_recipe(TrainRecipe, LARGE)
-    assert planned.parallel.data_size(64) == planned.parallel.dp
+    assert planned.parallel.dp is None  # it follows the processes
+    assert f"dp {planned.parallel.data_size(64)}" in out.read_text().partition("\n")[0]
     assert planned.data.sequence_length == 2048  # type: ignore[union-attr]
     assert (planned.model, planned.steps, planned.optimizer) == (
         given_recipe.model,
@@ -157,8 +159,33 @@ def test_meshes_that_training_refuses_are_counted_and_not_proposed():
     ]
     model = load_recipe(TrainRecipe, RECIPES / "decoder-moe-tiny.toml", [*moe, "model.hidden_size=2048"]).model
     found = search(model, hardware("h100"), gpus=16, memory=80 * 2**30, gpus_per_node=8, batch_size=64, length=4096)  # type: ignore[arg-type]
-    assert {candidate.run.parallel.ep for candidate in found.best} == {1}
-    assert found.rejected["impossible: parallel.ep"] > 0
+    assert {candidate.run.parallel.ep for candidate in found.best} == {2, 4, 8, 16}
+    meshes = {(candidate.run.parallel.tp, candidate.run.parallel.pp) for candidate in found.best}
+    assert meshes == {(1, 1), (2, 1), (1, 2)}
+    assert {candidate.run.parallel.schedule for candidate in found.best} == {"1f1b", "interleaved"}
+    assert found.rejected["impossible: parallel.tp"] > 0  # four heads
+    assert found.rejected["impossible: parallel.pp"] > 0  # four layers
+    assert found.rejected["impossible: parallel.schedule"] > 0  # experts do not split the backward pass
+
+
+def test_experts_in_fewer_ranks_cost_tokens_on_the_way_and_save_memory():
+    moe = {"num_experts": 64, "num_experts_per_tok": 6, "moe_intermediate_size": 512, "mlp_only_layers": (0,)}
+    model = load_recipe(TrainRecipe, LARGE).model.model_copy(update={"moe": MoEConfig(**moe)})  # type: ignore[union-attr]
+    shape, gpu = decoder_shape(model), hardware("h100")
+    layers = model.num_hidden_layers - 1  # type: ignore[union-attr]
+    experts = layers * 64 * 3 * model.hidden_size * 512  # type: ignore[union-attr]
+    runs = [Run(ParallelConfig(dp=8, ep=ep), 8, 2, 1, 4096) for ep in (1, 8)]
+    needs = [parallel_memory(shape, run) for run in runs]
+    assert needs[0].parameters - needs[1].parameters == 4 * experts * (1 - 1 / 8)
+    assert needs[0].optimizer - needs[1].optimizer == 8 * experts * (1 - 1 / 8)
+    times = [step_time(shape, run, gpu) for run in runs]
+    # Sent and fetched, forward and backward: each of 8192 tokens to 6 experts, seven of eight times elsewhere.
+    moved = 2 * 2 * layers * 2 * 8192 * 6 * model.hidden_size * 7 / 8  # type: ignore[union-attr]
+    assert times[0].expert == 0
+    assert times[1].expert == pytest.approx(moved / (gpu.node_link * gpu.link_share), rel=0.2)
+    assert times[1].data < times[0].data
+    sharded = [parallel_memory(shape, Run(ParallelConfig(dp=8, ep=ep, zero=3), 8, 2, 1, 4096)) for ep in (1, 8)]
+    assert sharded[0].parameters == sharded[1].parameters  # ZeRO spreads either as far
 
 
 @pytest.mark.parametrize(

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from penjing.core.config import load_recipe
 from penjing.core.errors import ConfigError
+from penjing.train import run
+from penjing.train.parallel.launch import launch
 from penjing.train.plan.planner import plan_recipe
 from penjing.train.plan.preflight import check_rank_memory, recipe_run
 from penjing.train.recipe import TrainRecipe
+from penjing.train.world import World
 
 LARGE = Path(__file__).parents[3] / "recipes" / "decoder-1b.toml"
 GIB = 2**30
@@ -20,7 +25,8 @@ def test_a_planned_recipe_needs_what_the_plan_says(tmp_path):
     out = tmp_path / "planned.toml"
     best = plan_recipe(LARGE, gpus=16, memory="80GiB", out=out).best[0]
     recipe = load_recipe(TrainRecipe, out)
-    assert recipe_run(recipe, 16) == best.run
+    run = recipe_run(recipe, 16)  # dp is left open in the recipe
+    assert replace(run, parallel=run.parallel.model_copy(update={"dp": best.run.dp})) == best.run
     assert check_rank_memory(recipe, 16, 80 * GIB) == best.memory
 
 
@@ -45,3 +51,39 @@ def test_only_text_is_counted():
     recipe = load_recipe(TrainRecipe, LARGE.parent / "resnet-fashion.toml")
     with pytest.raises(ConfigError, match="decoders"):
         check_rank_memory(recipe, 1, GIB)
+
+
+def test_averaged_weights_and_sgd_count():
+    needs = [
+        check_rank_memory(load_recipe(TrainRecipe, LARGE, overrides), 4, 80 * GIB).optimizer
+        for overrides in ([], ["average=0.9"], ["optimizer.name=sgd"])
+    ]
+    assert needs[1] == 1.5 * needs[0] == 3 * needs[2]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "limit", "advice"),
+    [
+        ([], "200KiB", r"the model's state alone is too large: raise parallel.zero"),
+        (["parallel.zero=3"], "500KiB", r"lower data.micro_batch to \d\d% of it, or recompute"),
+        (["parallel.pp=2", "data.micro_batch=1"], "300KiB", "set memory.recompute = 'full', or raise parallel.tp"),
+    ],
+)
+def test_what_cannot_fit_is_refused_before_processes_start(recipe, overrides, limit, advice):
+    with pytest.raises(ConfigError, match=rf"a rank needs \d.*, only {limit[:3]}.0 KiB .*memory.limit.*; {advice}"):
+        launch(2, recipe, [*overrides, f"memory.limit={limit}"], [])
+
+
+def test_each_process_refuses_it_too(recipe, monkeypatch):
+    class Lonely(World):
+        def barrier(self):
+            pass
+
+    @contextmanager
+    def join(device, watch):
+        yield Lonely(0, 2)
+
+    monkeypatch.setattr(run, "join_world", join)
+    monkeypatch.setattr(run, "memory_limit", lambda device, num_local: 200 * 2**10)
+    with pytest.raises(ConfigError, match=r"a rank needs .*raise parallel\.zero"):
+        run.train(recipe)

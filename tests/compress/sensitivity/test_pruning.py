@@ -10,14 +10,14 @@ import pytest
 import torch
 
 from penjing.compress import data
-from penjing.compress import sensitivity as module
 from penjing.compress.prune.graph import dependency_graph
 from penjing.compress.prune.importance import magnitude
 from penjing.compress.prune.ranking import select
 from penjing.compress.prune.resnet_subject import ResNetSubject
 from penjing.compress.prune.step import PruneStep, prune_checkpoint
 from penjing.compress.prune.surgery import remove
-from penjing.compress.sensitivity import SensitivitySettings, masked, sensitivity, settings_of
+from penjing.compress.sensitivity import pruning as module
+from penjing.compress.sensitivity.pruning import SensitivitySettings, masked, sensitivity, settings_of
 from penjing.core import cli
 from penjing.core.errors import ConfigError, InputError
 from penjing.core.load import load_model
@@ -33,7 +33,6 @@ SMALL = SensitivitySettings(ratios=(0.25, 0.5), images=96, windows=2, window=32)
 @pytest.fixture
 def classifier(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(data, "load_fashion", made_up_images)
-    monkeypatch.setattr(module, "fitting_images", data.fitting_images)
     return write_classifier(tmp_path / "classifier")
 
 

@@ -6,7 +6,9 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from penjing.compress.page import AFTER, OTHERS, figure, render
+from penjing.compress.page import figure, render
+from penjing.compress.sensitivity.plot import draw_lines
+from penjing.core.progress import error_console
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -44,19 +46,17 @@ def sensitivity_page(result: dict[str, Any]) -> str:
 
 def print_sensitivity(result: dict[str, Any]) -> None:
     """The table on standard error, groups in the network's order."""
-    from rich.console import Console
     from rich.table import Table
-    from rich.text import Text
 
-    console = Console(stderr=True, width=None if sys.stderr.isatty() else 160)
+    console = error_console(width=None if sys.stderr.isatty() else 160)
     table = Table(box=None, pad_edge=False)
-    table.add_column("group", overflow="fold", min_width=24)  # Text: "[dim 0]" would be taken for markup
+    table.add_column("group", overflow="fold", min_width=24)
     table.add_column("units", justify="right")
     for ratio in result["settings"]["ratios"]:
         table.add_column(f"{100 * ratio:g} % removed", justify="right")
     for group in result["groups"]:
         cells = (f"{_value(result, cell['value'])} ({_change(result, cell)})" for cell in group["cells"])
-        table.add_row(Text(group["name"]), str(group["units"]), *cells)
+        table.add_row(group["name"], str(group["units"]), *cells)
     console.print(table)
     console.print(
         f"{result['quality']} of the whole network: {_value(result, result['baseline']['value'])} on "
@@ -89,14 +89,10 @@ def _kinds(result: dict[str, Any]) -> list[list[dict[str, Any]]]:
 def _draw(axes: Axes, result: dict[str, Any], groups: Sequence[dict[str, Any]]) -> None:
     accuracy = result["quality"] == "accuracy"
     scale = 100 if accuracy else 1
-    for place, ratio in enumerate(result["settings"]["ratios"]):
-        values = [scale * group["cells"][place]["value"] for group in groups]
-        color = [AFTER, *OTHERS][place % (1 + len(OTHERS))]
-        axes.plot(range(len(groups)), values, marker="o", markersize=4, color=color, label=f"{100 * ratio:g} % removed")
-    axes.axhline(scale * result["baseline"]["value"], color="#9aa5b1", linewidth=1, linestyle="--", label="whole")
+    lines = {
+        f"{100 * ratio:g} % removed": [scale * group["cells"][place]["value"] for group in groups]
+        for place, ratio in enumerate(result["settings"]["ratios"])
+    }
     names = [group["name"].removesuffix(".weight[dim 0]") for group in groups]
-    axes.set_xticks(range(len(groups)), names, rotation=90, fontsize=6)
-    axes.set_ylabel("accuracy, %" if accuracy else "perplexity")
-    if not accuracy:
-        axes.set_yscale("log")
-    axes.legend(frameon=False, fontsize=8)
+    label, whole = "accuracy, %" if accuracy else "perplexity", scale * result["baseline"]["value"]
+    draw_lines(axes, names, lines, label, whole=whole, log=not accuracy)

@@ -3,11 +3,8 @@ alone."""
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -17,10 +14,12 @@ from typing import Any, Literal
 import numpy as np
 import torch
 import torch.nn.functional as F
+from numpy.typing import NDArray
 from pydantic import Field, field_validator
 from torch import nn
 
-from penjing.compress.data import Calibrate, ImageData, TokenData, fitting_images, is_classifier, open_data
+from penjing.compress.data import Calibrate, ImageData, TokenData, is_classifier, open_data
+from penjing.compress.flow.recipe import key_of
 from penjing.compress.perplexity import LARGEST_LOSS, evaluation_windows
 from penjing.compress.preflight import input_hashes
 from penjing.compress.prune.decoder_subject import DecoderSubject
@@ -30,20 +29,15 @@ from penjing.compress.prune.ranking import select
 from penjing.compress.prune.resnet_subject import ResNetSubject
 from penjing.compress.prune.subject import Subject
 from penjing.compress.prune.surgery import Selection, mask
-from penjing.compress.sensitivity_page import sensitivity_page
+from penjing.compress.sensitivity.pruning_page import sensitivity_page
+from penjing.compress.sensitivity.study import Samples, about, measure_cells, run_study, study_images
 from penjing.compress.steps import WorkFolder
 from penjing.core.checkpoint import open_checkpoint
 from penjing.core.config import Config, parse_config
 from penjing.core.errors import ConfigError, InputError
-from penjing.core.files import atomic_write_text, publish_folder
-from penjing.core.info import processor, versions
-from penjing.core.manifest import read_json_object, verify
-from penjing.core.progress import Progress, Silent, clock
+from penjing.core.manifest import verify
+from penjing.core.progress import Progress, Silent
 from penjing.core.tokenizer import Tokenizer
-from penjing.core.vision_checkpoint import vision_config
-
-RESULT_FILE, PAGE_FILE = "sensitivity.json", "sensitivity.html"
-SCHEMA_VERSION = 1
 
 
 class SensitivitySettings(Config):
@@ -55,7 +49,7 @@ class SensitivitySettings(Config):
 
     ratios: tuple[float, ...] = Field(default=(0.1, 0.3, 0.5), min_length=1)
     method: Literal["l1", "l2", "random"] = "l1"
-    data: Literal["calibration", "held-out"] = "calibration"
+    data: Samples = "calibration"
     images: int = Field(default=512, ge=1)
     windows: int = Field(default=8, ge=1)
     window: int = Field(default=256, ge=16)  # tokens
@@ -112,29 +106,12 @@ def sensitivity(
     settings, progress = settings or SensitivitySettings(), progress or Silent()
     out = out or folder.with_name(f"{folder.resolve().name}-sensitivity")
     hashes = verify(folder).sha256 if is_classifier(folder) else input_hashes(open_checkpoint(folder))
-    what = {"settings": settings.model_dump(mode="json"), "input": hashes, "code": f"{version('penjing')}/1"}
-    key = hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()
-    if (done := _already(out, key, force)) is not None:
-        progress.note(f"{out} is already done: kept (--force makes it again)")
-        return done
-    with WorkFolder(out, key) as work:
-        result = _Study(folder, settings, work, progress).run() | {"key": key}
-        with publish_folder(out, replace=force, marker=RESULT_FILE) as partial:
-            atomic_write_text(partial / RESULT_FILE, json.dumps(result, indent=2) + "\n")
-            atomic_write_text(partial / PAGE_FILE, sensitivity_page(result))
-        work.remove()
-    return result
+    key = key_of(settings.model_dump(mode="json"), hashes, f"{version('penjing')}/pruning/2")
 
+    def measure(work: WorkFolder) -> dict[str, Any]:
+        return _Study(folder, settings, work, progress).run() | about(folder, settings)
 
-def _already(out: Path, key: str, force: bool) -> dict[str, Any] | None:
-    if not out.exists() or (out.is_dir() and not any(out.iterdir())) or force:
-        return None
-    if not (out / RESULT_FILE).is_file():
-        raise InputError(f"{out} exists and holds no {RESULT_FILE}, so it is not replaced; choose another --out")
-    found = read_json_object(out / RESULT_FILE)
-    if found.get("key") != key:
-        raise InputError(f"{out} was made from another checkpoint or settings; replace it with --force, or set --out")
-    return found
+    return run_study(out, key, measure, sensitivity_page, force=force, progress=progress)
 
 
 @dataclass
@@ -155,66 +132,43 @@ class _Study:
         scores = _scores(subject, groups, settings)
         model = subject.network()
         baseline = self.work.run("baseline", lambda: _judge(model, data, self.folder)).result
-        rows: list[dict[str, Any]] = []
-        cells = [
-            (group, values, ratio) for group, values in zip(groups, scores, strict=True) for ratio in settings.ratios
-        ]
+        num_cells = len(groups) * len(settings.ratios)
         progress.note(
-            f"{self.folder}: {len(groups)} groups, {len(cells)} cells of {baseline['samples']} samples each, kept in "
+            f"{self.folder}: {len(groups)} groups, {num_cells} cells of {baseline['samples']} samples each, kept in "
             f"{self.work.path.name} until all are measured ({self.work.num_resumed} are there)"
         )
-        progress.start(f"pruning {len(groups)} groups one by one", len(cells))
-        remaining = _Remaining(len(cells))
-        for number, (group, values, ratio) in enumerate(cells):
-            if number % len(settings.ratios) == 0:
-                rows.append({"name": group.name, "units": len(group), "cells": []})
-            name = f"cell_{number // len(settings.ratios):04d}_{ratio:g}"
-            is_kept = self.work.record(name) is not None
-            choice = select([group], [values], ratio, round_to=1)
-            removed = sum(len(units) for _, units in choice)
-            with remaining.timed(is_kept):
-                cell = self.work.run(name, lambda choice=choice: self._cell(model, choice, data, baseline))
-            rows[-1]["cells"].append({"ratio": ratio, "removed": removed, **cell.result})
-            progress.advance()
-            progress.status(f"{number + 1} of {len(cells)} cells, left {remaining}")
-        return {
-            "schema_version": SCHEMA_VERSION,
-            "checkpoint": str(self.folder),
-            "quality": "accuracy" if isinstance(data, ImageData) else "perplexity",
-            "baseline": baseline,
-            "groups": rows,
-            "settings": settings.model_dump(mode="json"),
-            "versions": versions(),
-            "device": processor(),
+        cells = {
+            f"cell_{number:04d}_{ratio:g}": self._cell(model, group, values, ratio, data, baseline)
+            for number, (group, values) in enumerate(zip(groups, scores, strict=True))
+            for ratio in settings.ratios
         }
+        results = iter(measure_cells(self.work, f"pruning {len(groups)} groups one by one", cells, progress))
+        rows = [
+            {"name": group.name, "units": len(group), "cells": [next(results) for _ in settings.ratios]}
+            for group in groups
+        ]
+        quality = "accuracy" if isinstance(data, ImageData) else "perplexity"
+        return {"quality": quality, "baseline": baseline, "groups": rows}
 
     def _cell(
-        self, model: nn.Module, choice: Selection, data: ImageData | TokenData, baseline: dict[str, Any]
-    ) -> dict[str, Any]:
-        if not choice:  # the share of a few units is less than one
-            return {key: baseline[key] for key in ("value", "loss")}
-        with masked(model, choice):
-            found = _judge(model, data, self.folder, limit=False)
-        return {key: found[key] for key in ("value", "loss")}
+        self,
+        model: nn.Module,
+        group: Group,
+        values: NDArray[Any],
+        ratio: float,
+        data: ImageData | TokenData,
+        baseline: dict[str, Any],
+    ) -> Callable[[], dict[str, Any]]:
+        def measure() -> dict[str, Any]:
+            choice = select([group], [values], ratio, round_to=1)
+            found = baseline
+            if choice:  # the share of a few units may be less than one
+                with masked(model, choice):
+                    found = _judge(model, data, self.folder, limit=False)
+            removed = sum(len(units) for _, units in choice)
+            return {"ratio": ratio, "removed": removed, "value": found["value"], "loss": found["loss"]}
 
-
-class _Remaining:
-    """Time to go, by the mean of the cells that were measured in this run."""
-
-    def __init__(self, cells: int) -> None:
-        self._left, self._measured, self._seconds = cells, 0, 0.0
-
-    @contextmanager
-    def timed(self, is_kept: bool) -> Iterator[None]:
-        began = time.monotonic()
-        yield
-        self._left -= 1
-        if not is_kept:
-            self._measured += 1
-            self._seconds += time.monotonic() - began
-
-    def __str__(self) -> str:
-        return clock(self._left * self._seconds / self._measured) if self._measured else "-:--"
+        return measure
 
 
 @contextmanager
@@ -244,18 +198,16 @@ def _scores(subject: Subject, groups: Sequence[Group], settings: SensitivitySett
 
 def _data(folder: Path, settings: SensitivitySettings, progress: Progress) -> ImageData | TokenData:
     tokens, held_out = settings.windows * settings.window, settings.data == "held-out"
-    if held_out and is_classifier(folder):
-        config = vision_config(folder)
-        images = fitting_images(folder, config, "test", progress).first(settings.images)
-        return ImageData(images, config.mean, config.std, batch=256)
+    if is_classifier(folder):
+        return study_images(folder, settings.data, settings.images, progress)
     if held_out:
         context = open_checkpoint(folder).config.max_position_embeddings
         if settings.window > context:
             raise ConfigError(f"window={settings.window} is longer than the context of {folder}, {context} tokens")
         return TokenData(evaluation_windows(Tokenizer.from_folder(folder), tokens, 0, settings.window)["prose"], 1)
-    calibrate = Calibrate(images=settings.images, tokens=tokens, window=settings.window, batch_windows=1)
+    calibrate = Calibrate(tokens=tokens, window=settings.window, batch_windows=1)
     data = open_data(folder, calibrate, progress)
-    assert isinstance(data, ImageData | TokenData)
+    assert isinstance(data, TokenData)
     return data
 
 

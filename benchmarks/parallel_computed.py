@@ -1,23 +1,20 @@
 """What the planner predicts: ZeRO's shrinking, errors against published runs, bubbles with and without balance.
 
-    python benchmarks/run_parallel_plan.py
-    python benchmarks/run_parallel_plan.py --ranks 8      # a smaller pipeline, quicker
-
-All of it is computed, nothing is measured on GPUs; `runs` is 0 in every row.
+All of it is computed, nothing is measured; `runs` is 0 in every row. Run by run_parallel.py.
 """
 
 from __future__ import annotations
 
-import argparse
-import sys
+import statistics
+from itertools import product
 from pathlib import Path
 
-from rows import RESULTS, Row, append, new_row
+from rows import Row, new_row
 
-from penjing.core.cli import guarded
 from penjing.core.config import load_recipe
 from penjing.train.parallel.config import ParallelConfig
 from penjing.train.plan.balancer import MicroBatchBalancer, Observation
+from penjing.train.plan.formulas import closed_bubble
 from penjing.train.plan.memory import Run, parallel_memory
 from penjing.train.plan.published import published
 from penjing.train.plan.schedules import Schedule, stage_ranks
@@ -26,17 +23,8 @@ from penjing.train.plan.simulate import StageTimes, simulate
 from penjing.train.plan.split import equal_split, split_layers, stage_costs
 from penjing.train.recipe import TrainRecipe
 
-NAME = "parallel_plan"
+NAME = "parallel"
 RECIPE = Path(__file__).resolve().parents[1] / "recipes" / "decoder-1b.toml"
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=int, default=32, help="ranks of the simulated pipelines")
-    parser.add_argument("--results", type=Path, default=RESULTS, help="the folder for the rows")
-    arguments = parser.parse_args()
-    append(NAME, [*zero_rows(), *published_rows(), *bubble_rows(arguments.ranks)], arguments.results)
-    return 0
 
 
 def zero_rows(dp: int = 8) -> list[Row]:
@@ -59,17 +47,40 @@ def zero_rows(dp: int = 8) -> list[Row]:
 
 
 def published_rows() -> list[Row]:
-    """Predicted speed and memory beside the reported ones."""
+    """Predicted speed and memory beside the reported ones, and the errors of those that no constant was fitted to."""
     rows = []
+    errors: dict[str, list[float]] = {"speed": [], "memory": []}
     for row in published():
         predicted, reported = row.speed()
         unit = "tok/s/GPU" if row.tokens is not None else "TFLOP/s/GPU"
+        if not row.fitted:
+            errors["speed"].append(abs(predicted / reported - 1))
         source = ("torchtitan" if row.tokens is not None else "Megatron-LM") + (" (fitted)" if row.fitted else "")
         rows.append(_row(f"speed: {row.name}", predicted, unit, baseline=source, baseline_value=reported))
         memory = row.memory()
         if memory is not None:
+            errors["memory"].append(abs(memory[0] / memory[1] - 1))
             rows.append(_row(f"memory: {row.name}", memory[0], "GiB", baseline="torchtitan", baseline_value=memory[1]))
+    for what, found in errors.items():
+        rows.append(_row(f"error of {what}, mean of {len(found)} published runs", statistics.mean(found), "share"))
+        rows.append(_row(f"error of {what}, worst of {len(found)} published runs", max(found), "share"))
     return rows
+
+
+def formula_rows(ranks: int = 8, micro_batches: int = 64) -> list[Row]:
+    """The largest difference between simulated idle time and the papers' formulas, as a share of the step."""
+    worst = 0.0
+    schedules: tuple[Schedule, ...] = ("gpipe", "1f1b", "interleaved", "zb", "zbv", "dualpipev")
+    for schedule, weight in product(schedules, (1.0, 0.5)):
+        if schedule == "zbv" and weight != 1.0:
+            continue  # its formula is for equal thirds
+        stages = len(stage_ranks(schedule, ranks))
+        times = StageTimes((1.0,) * stages, (1.0,) * stages, (weight,) * stages)
+        line = simulate(schedule, ranks, times, [1.0] * micro_batches)
+        span = line.longest_span if schedule == "zbv" else line.makespan
+        idle = span - max(line.busy)
+        worst = max(worst, abs(idle - closed_bubble(schedule, ranks, 1.0, 1.0, weight)) / span)
+    return [_row(f"simulated bubble against closed formulas, {len(schedules)} schedules", worst, "share of a step")]
 
 
 def bubble_rows(ranks: int) -> list[Row]:
@@ -124,7 +135,3 @@ def _row(
     metric: str, value: float, unit: str, *, baseline: str | None = None, baseline_value: float | None = None
 ) -> Row:
     return new_row(NAME, metric, value, unit, runs=0, baseline=baseline, baseline_value=baseline_value)
-
-
-if __name__ == "__main__":
-    sys.exit(guarded(main))

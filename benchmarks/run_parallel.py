@@ -1,0 +1,135 @@
+"""Measure parallel training: traffic, memory, bubbles, overlap, overhead, recovery, curves; check the planner.
+
+    python benchmarks/run_parallel.py                       # all pieces; appends to benchmarks/results/parallel.jsonl
+    python benchmarks/run_parallel.py traffic memory        # these pieces
+    python benchmarks/run_parallel.py --quick pipeline      # shorter, shows the rows and writes none
+    python benchmarks/run_parallel.py --list
+
+Bytes and simulations are exact wherever this runs. Times of several processes on one machine's cores say what penjing
+adds, not what a cluster gains; only `pipeline`, whose layers sleep, shows true bubbles.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from parallel_commands import curves, overhead, overlap, recovery
+from parallel_computed import bubble_rows, formula_rows, published_rows, zero_rows
+from parallel_ranks import run_ranks, settled
+from rows import RESULTS, Row, append, new_row, show
+
+from penjing.core.cli import guarded
+from penjing.core.errors import ConfigError
+from penjing.train.parallel.config import Schedule
+from penjing.train.plan.simulate import StageTimes, simulate
+
+NAME = "parallel"
+
+
+def main() -> int:
+    """Run the pieces that were asked for and append their rows."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("pieces", nargs="*", help=f"of {', '.join(PIECES)}; all by default")
+    parser.add_argument("--quick", action="store_true", help="shorter runs, rows are not written")
+    parser.add_argument("--list", action="store_true", help="say what the pieces measure, and stop")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="the folder for the rows")
+    arguments = parser.parse_args()
+    if arguments.list:
+        print("\n".join(f"{name:10} {(piece.__doc__ or '').splitlines()[0]}" for name, piece in PIECES.items()))
+        return 0
+    for name in arguments.pieces:
+        if name not in PIECES:
+            raise ConfigError(f"piece {name!r} is unknown; choose of {', '.join(PIECES)}")
+    rows = [row for name in arguments.pieces or PIECES for row in PIECES[name](arguments.quick)]
+    if arguments.quick:
+        show(rows)
+    else:
+        append(NAME, rows, arguments.results)
+    return 0
+
+
+def planner(quick: bool) -> list[Row]:
+    """The planner's predictions beside published runs, with their errors; ZeRO's shrinking; closed formulas."""
+    return [*published_rows(), *zero_rows(), *formula_rows()]
+
+
+def bubble(quick: bool) -> list[Row]:
+    """Simulated bubbles of 32 stages, with equal layers, split by cost, and with micro-batches resized."""
+    return bubble_rows(8 if quick else 32)
+
+
+def traffic(quick: bool) -> list[Row]:
+    """Bytes of gradients that a process sends in a step, counted: float32, 8 bits, PowerSGD."""
+    rows = []
+    for mesh, ways in (({"dp": 2}, ("float32", "int8", "powersgd")), ({"zero": 2}, ("float32", "int8"))):
+        plain: float | None = None
+        for way in ways:
+            sent = run_ranks(2, {"kind": "traffic", "parallel": mesh | {"gradients": way}})["bytes"]
+            name = f"traffic: {' '.join(f'{key} {value}' for key, value in mesh.items())}, {way}"
+            baseline = None if plain is None else "float32"
+            rows.append(new_row(NAME, name, sent, "bytes", runs=1, baseline=baseline, baseline_value=plain))
+            plain = plain or sent
+    return rows
+
+
+def memory(quick: bool) -> list[Row]:
+    """Bytes of parameters, gradients and AdamW's state that a process of four holds at an update, by ZeRO level."""
+    rows, whole = [], None
+    for zero in (0, 1, 2, 3):
+        held = run_ranks(4, {"kind": "memory", "parallel": {"dp": 4, "zero": zero, "tp": 1, "pp": 1}})
+        total = float(sum(held.values()))
+        baseline = None if whole is None else "ZeRO 0"
+        name = f"memory: ZeRO {zero}, 4 processes, held at an update"
+        rows.append(new_row(NAME, name, total, "bytes", runs=1, baseline=baseline, baseline_value=whole))
+        whole = whole or total
+    return rows
+
+
+def pipeline(quick: bool) -> list[Row]:
+    """Four real stages with sleeping layers: steps beside the simulator's, bubbles before and after resizing."""
+    rows, rates, fixed = [], (0.004, 0.0044, 0.0036, 0.004), 0.0004
+    stages = 4
+    schedules: tuple[Schedule, ...] = ("1f1b",) if quick else ("gpipe", "1f1b")
+    for schedule in schedules:
+        batch, size = (32, 4) if quick else (80, 8)
+        job = {
+            "kind": "pipeline", "rates": rates, "fixed": fixed, "micro_batch": size, "micro_batches": batch // size,
+            "steps": 6 if quick else 10, "parallel": {"pp": stages, "schedule": schedule, "balance": True},
+        }  # fmt: skip
+        found = run_ranks(stages, job)
+        # The first step tries shapes out; the second is of the first size too.
+        before, after, last = found["bubble"][1], settled(found["bubble"]), found["micro_batch"][-1]
+        times = StageTimes.of_costs([fixed + rate * size for rate in rates])
+        line = simulate(schedule, stages, times, [1.0] * (batch // size))
+        what, base = f"{schedule}, 4 stages of sleeping layers", f"micro-batch {size}, measured"
+        rows += [
+            _pipeline(f"step: {what}, micro-batch {size}", found["seconds"][1], "s", "simulated", line.makespan),
+            _pipeline(f"bubble: {what}, micro-batch {size}", before, "share", "simulated", line.bubble),
+            _pipeline(f"bubble: {what}, resized to {last}", after, "share", base, before),
+            _pipeline(f"step: {what}, resized to {last}", settled(found["seconds"]), "s", base, found["seconds"][1]),
+        ]
+    return rows
+
+
+def _pipeline(metric: str, value: float, unit: str, baseline: str, baseline_value: float) -> Row:
+    return new_row(NAME, metric, value, unit, runs=1, baseline=baseline, baseline_value=baseline_value)
+
+
+PIECES: dict[str, Callable[[bool], list[Row]]] = {
+    "planner": planner,
+    "bubble": bubble,
+    "traffic": traffic,
+    "memory": memory,
+    "pipeline": pipeline,
+    "overlap": overlap,
+    "overhead": overhead,
+    "recovery": recovery,
+    "curves": curves,
+}
+
+
+if __name__ == "__main__":
+    sys.exit(guarded(main))

@@ -1,0 +1,92 @@
+"""Measure what Triton server costs a classifier: images a second through it and in ONNX Runtime alone, in turns.
+
+python benchmarks/run_vision_server.py                                  # Fashion-MNIST's ResNet, random weights
+python benchmarks/run_vision_server.py --model build/resnet-fashion-int8
+
+Rows in benchmarks/results/vision_server.jsonl; `ratio` is the share of ONNX Runtime's throughput.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnxruntime
+from models import warn_if_busy
+from rows import RESULTS, Row, append, new_row
+from run_int8 import synthetic
+
+from penjing.compress.data import ImageData
+from penjing.compress.quant.artifact import ArtifactSettings, quantize_checkpoint
+from penjing.core.cli import guarded
+from penjing.core.files import publish_folder
+from penjing.core.models.resnet_config import cifar_resnet
+from penjing.core.vision_checkpoint import save_vision_checkpoint
+from penjing.serve.bench_classifier import bench_classifier
+from penjing.serve.triton.temporary import temporary_server
+from penjing.train.data.images import ImageSet
+
+SIDE = 28
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, help="a classifier's INT8 artifact")
+    parser.add_argument("--runs", type=int, default=7)
+    parser.add_argument("--images", type=int, default=8192, help="of one turn")
+    parser.add_argument(
+        "--threads", type=int, default=0, help="of ONNX Runtime, alone and served; 0: one for each core"
+    )
+    parser.add_argument("--quick", action="store_true", help="one short run, to try the script")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the rows")
+    arguments = parser.parse_args()
+    if arguments.quick:
+        arguments.runs, arguments.images = 1, 512
+    warn_if_busy()
+    with tempfile.TemporaryDirectory() as scratch:
+        model = arguments.model or synthetic_artifact(Path(scratch), 8 if arguments.quick else 32)
+        with temporary_server(model, [f"threads={arguments.threads}"]) as server:
+            found = bench_classifier(model, server, arguments.runs, images=arguments.images, threads=arguments.threads)
+    name = "random" if arguments.model is None else arguments.model.name
+    append("vision_server", server_rows(name, found), arguments.results)
+    return 0
+
+
+def server_rows(name: str, found: dict[str, Any]) -> list[Row]:
+    """A row for each kind of input; the baseline is ONNX Runtime on floats in the same run."""
+    speeds = found["images_per_second"]
+    return [
+        new_row(
+            "vision_server",
+            f"{name}/{kind}",
+            speeds[f"server_{kind}"],
+            "images/s",
+            runs=found["runs"],
+            baseline=f"ONNX Runtime {onnxruntime.__version__} in process, batches of 64",
+            baseline_value=speeds["onnxruntime"],
+        )
+        for kind in ("floats", "pixels")
+    ]
+
+
+def synthetic_artifact(scratch: Path, width: int) -> Path:
+    """A ResNet-8 for 28 × 28 grey images with random weights, in INT8."""
+    model, config = synthetic(cifar_resnet(8, 10, width=width, in_channels=1), SIDE)
+    config = config.model_copy(update={"mean": (0.5,), "std": (0.25,)})
+    images = np.random.default_rng(0).integers(0, 256, (64, 1, SIDE, SIDE), np.uint8)
+    data = ImageData(ImageSet(images, np.zeros(64, np.uint8), 10), (0.5,), (0.25,), 32)
+    with publish_folder(scratch / "fp32") as partial:
+        save_vision_checkpoint(partial, config, model, {"command": "benchmark"})
+    with publish_folder(scratch / "int8") as partial:
+        # synthetic weights tell images apart less than trained ones, so roundings weigh more
+        settings = ArtifactSettings(parity_bound=1000.0, parity_images=2)
+        quantize_checkpoint(scratch / "fp32", partial, settings, data)
+    return scratch / "int8"
+
+
+if __name__ == "__main__":
+    sys.exit(guarded(main))

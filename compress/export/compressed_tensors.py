@@ -1,0 +1,86 @@
+"""A decoder artifact as transformers, vLLM and SGLang read it: compressed-tensors, without what penjing alone reads.
+
+The weights are the artifact's own files. The gate loads them with transformers and compressed-tensors, where these are
+installed; they divide activations by amax / 127.5 and may reach −128, our kernels by amax / 127, so layers agree to
+that difference of rounding and not to the last bit.
+"""
+
+from __future__ import annotations
+
+import shutil
+from contextlib import redirect_stderr
+from importlib.util import find_spec
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from penjing.compress.export.decoder_gate import Reading
+from penjing.core.artifact import Artifact
+from penjing.core.checkpoint import TOKENIZER_FILES
+from penjing.core.errors import InputError
+
+LOADER = "transformers"
+NOT_INSTALLED = "transformers and compressed-tensors are not installed: pip install transformers compressed-tensors"
+
+
+def write_compressed_tensors(artifact: Artifact, folder: Path) -> None:
+    """Fill `folder`, not yet published, with the configuration, the weights and the tokenizer.
+
+    Raises:
+        InputError: an architecture that only penjing reads.
+    """
+    source = artifact.checkpoint.folder
+    if artifact.checkpoint.config.model_type == "penjing":
+        raise InputError(
+            f"{source} is an architecture that transformers does not know (layers of different widths, or another "
+            "combination of its own); serve it with penjing, or prune with uniform widths"
+        )
+    names = [name for name in artifact.manifest.sha256 if name.endswith((".safetensors", ".safetensors.index.json"))]
+    for name in ["config.json", *names, *TOKENIZER_FILES]:
+        if (source / name).is_file():
+            shutil.copyfile(source / name, folder / name)
+
+
+def can_read() -> bool:
+    """Whether the loader is installed."""
+    return find_spec("transformers") is not None and find_spec("compressed_tensors") is not None
+
+
+@torch.no_grad()
+def read_layers(folder: Path, sequences: list[tuple[list[int], int]]) -> list[Reading]:
+    """Read each sequence with transformers in float32, a whole sequence at a time.
+
+    Raises:
+        InputError: it cannot load the folder.
+    """
+    from transformers import AutoModelForCausalLM
+
+    try:
+        with redirect_stderr(StringIO()):  # progress bars of five steps
+            model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    except (ValueError, OSError, KeyError, RuntimeError) as error:
+        raise InputError(f"transformers cannot load the export ({str(error).splitlines()[0][:200]})") from error
+    return [_read(model, ids) for ids, _ in sequences]
+
+
+def _read(model: Any, ids: list[int]) -> Reading:
+    hidden: list[Tensor] = []
+
+    def before(_: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        if not hidden:
+            hidden.append(inputs[0][0].clone())
+
+    def after(_: nn.Module, inputs: tuple[Tensor, ...], output: Any) -> None:
+        hidden.append((output[0] if isinstance(output, tuple) else output)[0].clone())
+
+    handles = [model.model.layers[0].register_forward_pre_hook(before)]
+    handles += [layer.register_forward_hook(after) for layer in model.model.layers]
+    try:
+        logits_TV = model(torch.tensor([ids]), use_cache=False).logits[0]
+    finally:
+        for handle in handles:
+            handle.remove()
+    return Reading(hidden, logits_TV)

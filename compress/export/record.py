@@ -1,0 +1,83 @@
+"""What an export says of itself: `export.json` in a folder, `NAME.json` beside a file."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field
+
+from penjing.core.artifact import ParityDifference
+from penjing.core.config import Config
+from penjing.core.files import atomic_write_text, sha256_file, sync_tree, writing
+from penjing.core.info import versions
+from penjing.core.manifest import MANIFEST_NAME
+from penjing.core.vision_artifact import LogitDifference
+
+RECORD_FILE = "export.json"
+Form = Literal["onnx", "tensorrt", "compressed-tensors", "gguf"]
+
+
+class ExportRecord(Config):
+    """How an export was made, and how far its own loader is from the fake-quantized model.
+
+    Attributes:
+        manifest: SHA-256 of the artifact's manifest, which holds those of its files.
+        session_options: of ONNX Runtime, which the file needs for exact integers on every processor.
+        bound: of `differences`: of a decoder's layers the mean, of a classifier's logits in ONNX Runtime the largest.
+        unmeasured: loader → why it did not run here.
+    """
+
+    schema_version: Literal[1] = 1
+    form: Form
+    target: str | None = None
+    artifact: str
+    manifest: str
+    session_options: dict[str, str] = Field(default_factory=dict)
+    differences: tuple[ParityDifference | LogitDifference, ...] = ()
+    bound: float | None = None
+    unmeasured: dict[str, str] = Field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+    versions: dict[str, str] = Field(default_factory=versions)
+
+
+def source_of(folder: Path) -> dict[str, Any]:
+    """The fields of a record that say which artifact it is of."""
+    return {"artifact": folder.name, "manifest": sha256_file(folder / MANIFEST_NAME)}
+
+
+def beside(file: Path) -> Path:
+    """Where the record of an export that is one file lies."""
+    return file.with_name(f"{file.name}.json")
+
+
+def write_record(path: Path, record: ExportRecord) -> None:
+    """Write `record` to the file `path`."""
+    atomic_write_text(path, json.dumps(record.model_dump(mode="json"), indent=2) + "\n")
+
+
+def publish_file(out: Path, record: ExportRecord, write: Callable[[Path], object]) -> None:
+    """Make the file `out`, and `record` beside it; neither has its name before both are complete on the disk.
+
+    Args:
+        write: fills the path that it is given.
+
+    Raises:
+        SetupError: disk full, no permission.
+    """
+    folder = out.with_name(f".{out.name}.partial-{os.getpid()}")
+    with writing(out):
+        out.parent.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(exist_ok=True)
+        try:
+            write(folder / out.name)
+            write_record(beside(folder / out.name), record)
+            sync_tree(folder)
+            os.replace(beside(folder / out.name), beside(out))
+            os.replace(folder / out.name, out)
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)

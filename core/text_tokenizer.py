@@ -1,0 +1,99 @@
+"""Folders of text encoders, as far as a server needs them: configuration and tokenizer; without torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from tokenizers import Tokenizer as Backend
+
+from penjing.core.errors import InputError
+from penjing.core.manifest import read_json_object
+from penjing.core.models.encoder_config import MODEL_TYPE, EncoderConfig, encoder_config_from_hf
+
+TOKENIZER, LIMITS = "tokenizer.json", "sentence_bert_config.json"
+
+
+@dataclass(frozen=True)
+class TextTokens:
+    """Token ids and mask of a batch of texts, (batch, seq) int64 both; the mask is 0 where padding is."""
+
+    ids: NDArray[np.int64]
+    mask: NDArray[np.int64]
+
+    def tensors(self) -> tuple[Any, Any]:
+        """The arguments of an `Encoder`."""
+        import torch
+
+        return torch.from_numpy(self.ids), torch.from_numpy(self.mask)
+
+
+class TextTokenizer:
+    """Texts → padded batches; longer texts are cut at `max_tokens`, as sentence-transformers does.
+
+    Raises:
+        InputError: `tokenizer.json` is missing, malformed, or names tokens that the model has no embedding for.
+    """
+
+    def __init__(self, folder: Path, config: EncoderConfig) -> None:
+        path = folder / TOKENIZER
+        read_json_object(path)
+        try:
+            self._backend = Backend.from_file(str(path))
+        except Exception as error:  # the tokenizers library reports everything as a bare Exception
+            raise InputError(f"{path} is not a tokenizer ({error}); get or make it again") from error
+        largest = max(self._backend.get_vocab(with_added_tokens=True).values(), default=-1)
+        if largest >= config.vocab_size:
+            raise InputError(
+                f"{path} has a token {largest}, the model's embedding only {config.vocab_size} rows; "
+                "the files do not belong together"
+            )
+        self.max_tokens = _longest_text(folder, config)
+        self._backend.enable_truncation(self.max_tokens)
+        self._backend.no_padding()
+
+    def __call__(self, texts: list[str]) -> TextTokens:
+        """Raises InputError for an empty list: there would be nothing to run."""
+        if not texts:
+            raise InputError("there is no text to embed; give one or more")
+        rows = [encoding.ids for encoding in self._backend.encode_batch(texts)]
+        longest = max(map(len, rows))
+        ids, mask = np.zeros((2, len(rows), longest), np.int64)
+        for index, row in enumerate(rows):
+            ids[index, : len(row)] = row
+            mask[index, : len(row)] = 1
+        return TextTokens(ids, mask)
+
+
+def is_encoder(folder: Path) -> bool:
+    """Whether a folder's `config.json` is that of a text encoder; nothing else is checked.
+
+    Raises:
+        InputError: there is no readable `config.json`.
+    """
+    return read_json_object(folder / "config.json").get("model_type") == MODEL_TYPE
+
+
+def encoder_config(folder: Path) -> EncoderConfig:
+    """The content of an encoder's `config.json`.
+
+    Raises:
+        InputError: missing, damaged, or of another kind.
+    """
+    path = folder / "config.json"
+    return encoder_config_from_hf(read_json_object(path), str(path))
+
+
+def _longest_text(folder: Path, config: EncoderConfig) -> int:
+    path = folder / LIMITS
+    if not path.exists():
+        return config.max_position_embeddings
+    longest = read_json_object(path).get("max_seq_length") or config.max_position_embeddings
+    if type(longest) is not int or not 3 <= longest <= config.max_position_embeddings:
+        raise InputError(
+            f"{path}: max_seq_length={longest!r} must be 3 … {config.max_position_embeddings}, the model's positions"
+        )
+    return longest

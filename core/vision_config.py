@@ -1,0 +1,47 @@
+"""`config.json` of an image classifier's checkpoint or artifact: architecture, labels, normalisation. Without torch, so
+that serving an artifact needs none."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field
+
+from penjing.core.config import Config, parse_config
+from penjing.core.errors import ConfigError, InputError
+from penjing.core.files import atomic_write_text
+from penjing.core.manifest import read_json_object
+from penjing.core.models.resnet_config import ResNetConfig
+
+
+class VisionConfig(Config):
+    """Content of `config.json`. An image enters the model as (pixel / 255 - mean) / std, per channel."""
+
+    task: Literal["image-classification"] = "image-classification"
+    model: ResNetConfig
+    image_size: tuple[int, int]  # height, width
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    labels: tuple[str, ...] = Field(min_length=1)
+
+
+def save_vision_config(folder: Path, config: VisionConfig) -> None:
+    """Write `config.json`."""
+    atomic_write_text(folder / "config.json", json.dumps(config.model_dump(), indent=2) + "\n")
+
+
+def vision_config(folder: Path) -> VisionConfig:
+    """The content of a classifier's `config.json`.
+
+    Raises:
+        InputError: missing, damaged, or of another kind.
+    """
+    values = read_json_object(folder / "config.json")
+    if values.get("task") != "image-classification":
+        raise InputError(f"{folder} is no image classifier (its config.json has task {values.get('task')!r})")
+    try:
+        return parse_config(VisionConfig, values, str(folder / "config.json"))
+    except ConfigError as error:
+        raise InputError(f"{folder} cannot be loaded: {error}; make it again") from error

@@ -1,0 +1,26 @@
+"""The entry point of Triton server's Python backend: a model whose requests are batched, behind the names it calls."""
+
+from penjing.serve.triton.pulse import announce
+
+announce()  # before the imports, which take seconds
+
+import triton_python_backend_utils as pb_utils  # noqa: E402  # pyright: ignore[reportMissingImports] (the server's)
+
+from penjing.core.errors import PenjingError  # noqa: E402
+from penjing.serve.triton.batch_adapter import BatchAdapter  # noqa: E402
+
+
+class TritonPythonModel:
+    """One instance of a classifier."""
+
+    def initialize(self, args: dict[str, str]) -> None:
+        try:
+            self.adapter = BatchAdapter(args, pb_utils)
+        except PenjingError as error:
+            raise pb_utils.TritonModelException(str(error)) from error
+
+    def execute(self, requests: list) -> list:
+        return self.adapter.execute(requests)
+
+    def finalize(self) -> None:
+        self.adapter.finalize()

@@ -1,0 +1,83 @@
+"""An INT8 image classifier behind a server: ONNX Runtime with the options of its artifact."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penjing.core.errors import RequestError
+from penjing.core.onnx_runtime import INPUT, OUTPUT, run_session
+from penjing.core.vision_artifact import VisionArtifact, normalised, open_vision_artifact
+from penjing.serve.batch_model import Arrays, Signature, TensorSpec
+
+NAME = "classifier"
+PIXELS = "pixels"
+
+
+def signature(artifact: VisionArtifact) -> Signature:
+    """Either `images`, the model's own float tensor, or `pixels`, which are normalised here, gives `logits`."""
+    shape = (artifact.config.model.in_channels, *artifact.config.image_size)
+    labels = artifact.config.labels
+    return Signature(
+        name=NAME,
+        inputs=(
+            TensorSpec(INPUT, "FP32", shape, optional=True),
+            TensorSpec(PIXELS, "UINT8", shape, optional=True),
+        ),
+        file_inputs=(TensorSpec(INPUT, "FP32", shape),),
+        outputs=(TensorSpec(OUTPUT, "FP32", (len(labels),), labels=labels),),
+    )
+
+
+class Classifier:
+    """A `BatchModel`.
+
+    Args:
+        folder: the artifact; every hash is checked.
+        threads: of ONNX Runtime; 0 takes one for each core.
+
+    Raises:
+        InputError: damaged, or of another kind.
+    """
+
+    def __init__(self, folder: Path, threads: int = 0) -> None:
+        self._artifact = open_vision_artifact(folder)
+        self._session = self._artifact.session(threads)
+        config = self._artifact.config
+        self._shape = (config.model.in_channels, *config.image_size)
+
+    def prepare(self, inputs: Arrays) -> NDArray[np.float32]:
+        """(N, C, H, W) float32, normalised and finite."""
+        given = [name for name in (INPUT, PIXELS) if name in inputs]
+        if len(given) != 1:
+            raise RequestError(
+                f"give {INPUT} (FP32, normalised) or {PIXELS} (UINT8), " + ("not both" if given else "one of them")
+            )
+        (name,) = given
+        array = inputs[name]
+        dtype = np.float32 if name == INPUT else np.uint8
+        if array.dtype != dtype or array.ndim != 4 or array.shape[1:] != self._shape or len(array) == 0:
+            raise RequestError(
+                f"{name} must be {np.dtype(dtype)} of shape (N, {', '.join(map(str, self._shape))}) with N ≥ 1, got "
+                f"{array.dtype} of shape {array.shape}"
+            )
+        if name == PIXELS:
+            return normalised(array, self._artifact.config)
+        if not np.isfinite(array).all():  # quantized, NaN would become some integer and the answer look like one
+            row = int(np.argmin(np.isfinite(array).reshape(len(array), -1).all(1)))
+            raise RequestError(f"{INPUT}[{row}] holds NaN or infinity; give finite values")
+        return array
+
+    def run(self, requests: Sequence[NDArray[np.float32]]) -> list[dict[str, np.ndarray]]:
+        """`logits` (N, classes) float32 for each request."""
+        images = requests[0] if len(requests) == 1 else np.concatenate(requests)
+        logits = run_session(self._session, images)
+        ends = np.cumsum([len(request) for request in requests])
+        return [{OUTPUT: part} for part in np.split(logits, ends[:-1])]
+
+    def warm_up(self) -> None:
+        """Classify one black image."""
+        self.run([self.prepare({PIXELS: np.zeros((1, *self._shape), np.uint8)})])

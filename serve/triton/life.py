@@ -1,0 +1,58 @@
+"""The pulse of a model that Triton server calls with one batch after the other: a thread that shows life."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from penjing.serve.triton.pulse import Phase, Pulse
+from penjing.serve.triton.variables import PULSE_VARIABLE
+
+BEAT_SECONDS = 0.05
+
+
+class Life:
+    """Beats from the start on, and tells since when a batch has been running."""
+
+    def __init__(self) -> None:
+        self.phase = Phase.LOADING
+        self._parent = os.getppid()
+        self._busy_since: float | None = None
+        self._num_busy = 0
+        pulse = os.environ.get(PULSE_VARIABLE)
+        self._pulse = Pulse(Path(pulse)) if pulse else None
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="penjing-pulse", daemon=True)
+        self._thread.start()
+
+    @contextmanager
+    def running(self, num_requests: int) -> Iterator[None]:
+        """A batch runs: if it takes too long, the supervisor acts."""
+        self._busy_since, self._num_busy = time.monotonic(), num_requests
+        try:
+            yield
+        finally:
+            self._busy_since, self._num_busy = None, 0
+
+    def end(self, phase: Phase) -> None:
+        """A last beat with `phase`."""
+        self._stopping.set()
+        self._thread.join(2)
+        self.phase = phase
+        self._beat()
+
+    def _run(self) -> None:
+        while not self._stopping.wait(BEAT_SECONDS):
+            self._beat()
+
+    def _beat(self) -> None:
+        if os.getppid() != self._parent:
+            os._exit(1)  # Triton server is gone; the stub alone would notice only after minutes
+        if self._pulse is not None:
+            busy_since = self._busy_since
+            loop_beat = time.monotonic() if busy_since is None else busy_since
+            self._pulse.beat(loop_beat=loop_beat, phase=self.phase, unanswered=self._num_busy)

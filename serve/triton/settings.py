@@ -1,0 +1,53 @@
+"""Where a model in Triton server learns what to load, and how."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TypeVar
+
+from penjing.core.config import Config, parse_config
+from penjing.core.errors import ConfigError, InputError
+from penjing.serve.triton.variables import ENGINE_VARIABLE, MODEL_VARIABLE
+
+C = TypeVar("C", bound=Config)
+
+
+def read_settings(args: Mapping[str, str], kind: type[C]) -> tuple[Path, C]:
+    """The model's folder and the settings (JSON), from what Triton server gives a model's `initialize`.
+
+    They are the parameters `model` and `engine` of the model's configuration, else the environment variables
+    PENJING_MODEL and PENJING_ENGINE. A relative folder lies in the model's own folder in the repository.
+
+    Raises:
+        InputError: no folder is named.
+        ConfigError: the settings are not JSON, or unknown.
+    """
+    config = json.loads(args["model_config"])
+    parameters = {name: entry["string_value"] for name, entry in config.get("parameters", {}).items()}
+    folder = parameters.get("model") or os.environ.get(MODEL_VARIABLE)
+    if not folder:
+        raise InputError(f"no model is named: set {MODEL_VARIABLE}, or the parameter model in config.pbtxt")
+    text = parameters.get("engine") or os.environ.get(ENGINE_VARIABLE) or "{}"
+    try:
+        values = json.loads(text)
+    except ValueError as error:
+        raise ConfigError(f"{ENGINE_VARIABLE} is not valid JSON: {error}") from None
+    found = _reachable(Path(args.get("model_repository", "")) / folder)
+    return found, parse_config(kind, values, "engine settings")
+
+
+def _reachable(folder: Path) -> Path:
+    """The Python inside Triton server takes file names for ASCII. Those with other letters reach it as escapes that C++
+    and Rust libraries refuse, and that end the process when they are part of an error's message."""
+    text = str(folder)
+    if text.isascii() or sys.getfilesystemencoding() == "utf-8":
+        return folder
+    try:
+        descriptor = os.open(text.encode("utf-8", "surrogateescape"), os.O_PATH | os.O_DIRECTORY)
+    except OSError as error:
+        raise InputError(f"the model's folder {text!a} cannot be opened: {error.strerror}") from None
+    return Path(f"/proc/self/fd/{descriptor}")

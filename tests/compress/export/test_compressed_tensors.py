@@ -1,0 +1,104 @@
+"""The compressed-tensors export: read by transformers with the compressed-tensors package, neither of them ours."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from penjing.compress.export import compressed_tensors
+from penjing.compress.export.decoder_gate import Reading, measure, sequences
+from penjing.compress.export.run import export_artifact
+from penjing.core.artifact import open_artifact
+from penjing.core.checkpoint import open_checkpoint
+from penjing.core.cli import _run
+from penjing.core.errors import InputError
+from penjing.core.load import load_model
+from penjing.core.progress import Silent
+
+
+@pytest.fixture(scope="module")
+def export(tiny_int8: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("export") / "compressed"
+    export_artifact(tiny_int8, "compressed-tensors", out, force=False, progress=Silent())
+    return out
+
+
+def test_it_holds_what_other_loaders_read_and_a_record(export: Path, tiny_int8: Path) -> None:
+    names = {path.name for path in export.iterdir()}
+    assert names == {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json", "export.json"}
+    for name in names - {"export.json"}:
+        assert (export / name).read_bytes() == (tiny_int8 / name).read_bytes()
+        assert (export / name).stat().st_ino != (tiny_int8 / name).stat().st_ino  # a change leaves the artifact alone
+    record = json.loads((export / "export.json").read_text())
+    layers, answers = record["differences"]
+    assert layers["between"] == ["fake_quantized", "transformers"]
+    assert 0 < layers["mean"] < record["bound"]  # 127.5 against 127: never equal to the last bit
+    assert answers["mean"] < 0.2
+    assert record["unmeasured"] == {}
+
+
+def test_the_integers_are_the_artifact_s_and_weights_give_equal_logits(export: Path, tiny_int8: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    theirs = AutoModelForCausalLM.from_pretrained(export, dtype=torch.float32).eval()
+    checkpoint, compared = open_checkpoint(tiny_int8), 0
+    for name, layer in theirs.named_modules():
+        if isinstance(layer, nn.Linear):
+            assert torch.equal(layer.weight, checkpoint.get(f"{name}.weight")), name
+            layer.quantization_scheme.input_activations = None  # pyright: ignore
+            compared += 1
+    assert compared == 15
+    ids = torch.tensor([sequences(open_artifact(tiny_int8))[0][0]])
+    ours = load_model(tiny_int8).model
+    for layer in ours.modules():  # the same integers with activations as they are
+        if hasattr(layer, "packed"):
+            widened = layer.packed.weight_NK.float() * layer.packed.scale_N[:, None]  # type: ignore[union-attr]
+            layer.forward = lambda x, weight=widened: nn.functional.linear(x, weight)  # type: ignore[method-assign]
+    with torch.no_grad():
+        wanted, found = theirs(ids).logits, ours(ids)
+    assert (found - wanted).abs().max() < 1e-4 * wanted.abs().max()
+
+
+def test_it_loads_in_penjing_again_without_a_manifest(export: Path, tiny_int8: Path) -> None:
+    ids = torch.tensor([[5, 17, 40, 99]])
+    with torch.no_grad():
+        assert torch.equal(load_model(export).model(ids), load_model(tiny_int8).model(ids))
+
+
+def test_without_the_packages_the_record_says_so(
+    tiny_int8: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(compressed_tensors, "can_read", lambda: False)
+    assert _run(["export", str(tiny_int8), str(tmp_path / "out"), "--to", "compressed-tensors"]) == 0
+    assert "pip install transformers compressed-tensors" in capsys.readouterr().err
+    assert json.loads((tmp_path / "out" / "export.json").read_text())["differences"] == []
+
+
+def test_the_gate_refuses_other_layers_and_nan(tiny_int8: Path) -> None:
+    artifact = open_artifact(tiny_int8)
+    pairs = sequences(artifact)
+    for value, message in ((1.5, "loader's layers differ"), (float("nan"), "nan")):
+        readings = [
+            Reading(
+                [torch.ones(len(ids), 64), torch.full((len(ids), 64), value), torch.ones(len(ids), 64)],
+                torch.zeros(len(ids), 320),
+            )
+            for ids, _ in pairs
+        ]
+        with pytest.raises(InputError, match=message):
+            measure(artifact, "loader", readings)
+
+
+def test_an_architecture_of_our_own_is_refused(
+    tiny_int8: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    artifact = open_artifact(tiny_int8)
+    config = artifact.checkpoint.config.model_copy(update={"model_type": "penjing"})
+    monkeypatch.setattr(artifact.checkpoint, "config", config)
+    with pytest.raises(InputError, match="transformers does not know"):
+        compressed_tensors.write_compressed_tensors(artifact, tmp_path)
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,158 @@
+"""Bits a layer: cells and scores against what rounding does, a killed run goes on, a budget becomes an artifact."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from transformers import AutoModelForCausalLM
+
+from penjing.compress.bits_budget import choose_kept
+from penjing.compress.pipeline import compress
+from penjing.compress.quantize import fake_quantize_activation, quantize_per_channel
+from penjing.compress.recipe import Transform
+from penjing.compress.sensitivity import decoder_bits as module
+from penjing.compress.sensitivity.decoder_bits import DecoderBits, fisher_scores, rounded, sensitivity_to_bits
+from penjing.compress.sensitivity.widths import parse_widths, round_rows
+from penjing.core.checkpoint import open_checkpoint
+from penjing.core.errors import ConfigError, InputError
+from penjing.core.load import load_model
+from tests.compress.conftest import write_recipe
+
+SMALL = DecoderBits.model_validate(
+    {
+        "widths": (8, 4),
+        "windows": 2,
+        "window": 32,
+        "transform": Transform(search_steps=2),
+        "calibration": {"num_tokens": 128, "window": 64},
+    }
+)
+
+
+def test_eight_bits_are_the_runtimes() -> None:
+    x = torch.randn(9, 33, generator=torch.Generator().manual_seed(0))
+    x[2] = 0
+    assert torch.equal(round_rows(x, 8), fake_quantize_activation(x))
+    assert torch.equal(round_rows(x, 8), quantize_per_channel(x).dequantize())
+    assert round_rows(x, 4).unique().numel() <= 15 * 9
+
+
+def test_scores_are_squared_directional_derivatives(tiny_checkpoint: Path) -> None:
+    model, name = load_model(tiny_checkpoint).model, "model.layers.1.mlp.up_proj"
+    tokens = torch.randint(0, 256, (1, 9), generator=torch.Generator().manual_seed(1))
+    found = fisher_scores(model, tokens, [name], (8, 4))[name]
+    layer, seen = model.get_submodule(name), {}
+
+    def loss(row: int, step: float) -> float:
+        """With `step` of the error of 4 bits added to one token's output."""
+
+        def hook(_: object, inputs: tuple[torch.Tensor, ...], y: torch.Tensor) -> torch.Tensor:
+            assert isinstance(layer, torch.nn.Linear)
+            seen["error"] = F.linear(round_rows(inputs[0], 4), round_rows(layer.weight, 4)) - y
+            moved = y.clone()
+            moved[0, row] += step * seen["error"][0, row]
+            return moved
+
+        handle = layer.register_forward_hook(hook)
+        with torch.no_grad():
+            value = F.cross_entropy(model(tokens[:, :-1])[0].double(), tokens[0, 1:], reduction="sum")
+        handle.remove()
+        return float(value)
+
+    slopes = [(loss(row, 0.05) - loss(row, -0.05)) / 0.1 for row in range(8)]
+    assert found["4"] == pytest.approx(sum(slope**2 for slope in slopes) / 2 / 8, rel=0.05)
+    assert found["8"] < 0.05 * found["4"]  # a sixteenth of the error, squared
+
+
+def test_a_result_holds_every_layer_and_goes_on_after_a_kill(
+    tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    judged: list[int] = []
+    judge = module._judge
+
+    def dying(*args: torch.Tensor) -> object:
+        judged.append(1)
+        if len(judged) == 4:
+            raise KeyboardInterrupt
+        return judge(*args)  # type: ignore[arg-type]  # pyright: ignore
+
+    monkeypatch.setattr(module, "_judge", dying)
+    out = tmp_path / "bits"
+    with pytest.raises(KeyboardInterrupt):
+        sensitivity_to_bits(tiny_checkpoint, SMALL, out=out)
+    assert not out.exists()
+    result = sensitivity_to_bits(tiny_checkpoint, SMALL, out=out)
+    assert len(judged) == 4 + 4  # a baseline and six cells; one was lost
+    assert [row["name"] for row in result["layers"]] == ["model.layers.0", "model.layers.1", "lm_head"]
+    assert len(result["linears"]) == 15
+    for row in result["layers"]:
+        eight, four = (cell["loss"] - result["baseline"]["loss"] for cell in row["cells"])
+        assert abs(eight) < abs(four)
+        assert row["scores"]["8"] < row["scores"]["4"]
+    assert json.loads((out / "sensitivity.json").read_text()) == result
+    page = (out / "sensitivity.html").read_text()
+    assert "<svg" in page
+    assert "model.layers.1.mlp.down_proj" in page
+    assert sensitivity_to_bits(tiny_checkpoint, SMALL, out=out) == result  # kept
+    assert len(judged) == 8
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_rounding_is_undone(tiny_checkpoint: Path) -> None:
+    model, tokens = load_model(tiny_checkpoint).model, torch.arange(16)[None]
+    with torch.no_grad():
+        before = model(tokens)
+        with rounded(model, ["model.layers.0.mlp.up_proj"], 3):
+            assert (model(tokens) - before).abs().max() > 1e-3
+        assert torch.equal(model(tokens), before)
+
+
+def test_a_budget_goes_to_the_most_sensitive_for_their_size() -> None:
+    rows = [("a", 100, 5.0), ("b", 1000, 20.0), ("c", 100, 1.0), ("d", 800, 0.1)]
+    result = {"linears": [{"name": n, "parameters": size, "scores": {"8": score}} for n, size, score in rows]}
+    assert choose_kept(result, 8) == []
+    assert choose_kept(result, 32) == ["a", "b", "c", "d"]
+    assert choose_kept(result, 8 + 24 * 100 / 2000) == ["a"]
+    assert choose_kept(result, 8 + 24 * 300 / 2000) == ["a", "c"]  # b does not fit
+
+
+def test_a_budget_makes_an_artifact_that_everyone_loads(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    bits = tmp_path / "bits"
+    result = sensitivity_to_bits(tiny_checkpoint, SMALL, out=bits)
+    recipe = write_recipe(tmp_path, tiny_checkpoint, tmp_path / "mixed")
+    overrides = ["quantize.effective_bits=12", f'quantize.sensitivity="{bits}"']
+    out = compress(recipe, overrides)
+    config = open_checkpoint(out).config_json["quantization_config"]
+    assert config["ignore"]
+    assert sorted(config["ignore"]) == choose_kept(result, 12)
+    model = load_model(out).model
+    for name in config["ignore"]:
+        assert isinstance(model.get_submodule(name), torch.nn.Linear)
+    ids = torch.randint(3, 256, (2, 24), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        theirs = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32).eval()(ids).logits
+        ours = model(ids)
+    assert (ours - theirs).square().mean().sqrt() < 0.1 * theirs.std()
+    for changes, said in (
+        ({"input": {}}, "another model"),
+        ({"kind": "pruning"}, "no scores of 8 bits"),
+    ):
+        (tmp_path / "other.json").write_text(json.dumps(result | changes))
+        with pytest.raises(ConfigError, match=said):
+            compress(recipe, [overrides[0], f'quantize.sensitivity="{tmp_path / "other.json"}"'])
+    with pytest.raises(ConfigError, match="with 'penjing compress sensitivity"):
+        compress(recipe, [overrides[0], 'quantize.sensitivity="nowhere"'])
+    with pytest.raises(ConfigError, match="go together"):
+        compress(recipe, overrides[:1])
+
+
+def test_wrong_flags_and_networks_are_refused(tiny_int8: Path) -> None:
+    for widths in ("8,8", "4,8", "1", "eight"):
+        with pytest.raises(ConfigError, match="width"):
+            parse_widths(DecoderBits, {"widths": widths})
+    with pytest.raises(InputError, match="quantized already"):
+        sensitivity_to_bits(tiny_int8, SMALL)

@@ -1,0 +1,174 @@
+"""Model repositories that are written: Triton server's own schema reads them, and a server runs one as it stands."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnxruntime
+import pytest
+from google.protobuf import text_format
+from tritonclient.grpc import model_config_pb2
+
+from penjing.core.cli import _run
+from penjing.core.errors import ConfigError, InputError
+from penjing.core.vision_artifact import normalised, open_vision_artifact
+from penjing.serve.config import BatchConfig
+from penjing.serve.triton.batch_adapter import BatchAdapter
+from penjing.serve.triton.export import export_repository
+from penjing.serve.triton.settings import read_settings
+from tests.serve.triton.classifiers import classifier_artifact, pixels
+from tests.serve.triton.test_adapter import Module
+
+
+@pytest.fixture(scope="module")
+def artifact(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return classifier_artifact(tmp_path_factory.mktemp("repository"))
+
+
+def read(folder: Path) -> Any:
+    messages: Any = model_config_pb2
+    return text_format.Parse((folder / "config.pbtxt").read_text(), messages.ModelConfig())
+
+
+def test_onnxruntime_form(artifact: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    settings = ["max_batch_size=32", "preferred_batch_sizes=[8, 16]", "max_queue_delay=0.002", "max_queue_size=7"]
+    flags = [word for each in [*settings, "queue_timeout=1.5", "threads=3"] for word in ("--set", each)]
+    assert _run(["export", str(artifact), str(tmp_path / "models"), "--to", "model-repository", *flags]) == 0
+    assert "cannot set" in capsys.readouterr().err  # the option that the artifact asks for
+    folder = tmp_path / "models" / "classifier"
+    config = read(folder)
+    assert (config.name, config.backend, config.max_batch_size) == ("classifier", "onnxruntime", 32)
+    assert [(each.name, list(each.dims), each.optional) for each in config.input] == [("images", [1, 12, 12], False)]
+    assert [(each.name, list(each.dims)) for each in config.output] == [("logits", [10])]
+    assert (folder / config.output[0].label_filename).read_text().split() == [str(index) for index in range(10)]
+    batching = config.dynamic_batching
+    assert list(batching.preferred_batch_size) == [8, 16]
+    assert batching.max_queue_delay_microseconds == 2000
+    policy = batching.default_queue_policy
+    assert (policy.max_queue_size, policy.default_timeout_microseconds) == (7, 1_500_000)
+    assert policy.allow_timeout_override
+    assert config.parameters["intra_op_thread_count"].string_value == "3"
+    session = onnxruntime.InferenceSession(folder / "1" / "model.onnx", providers=["CPUExecutionProvider"])
+    assert [(each.name, each.shape[1:]) for each in session.get_inputs()] == [("images", [1, 12, 12])]
+
+
+def test_python_form_holds_all_it_needs(artifact: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is loaded as the server does it, after the artifact that it was made of is gone from the environment."""
+    monkeypatch.delenv("PENJING_MODEL", raising=False)
+    out = export_repository(artifact, tmp_path / "models", "python", overrides=["threads=1", "max_batch_size=4"])
+    config = read(out)
+    assert {each.name: (each.data_type, each.optional) for each in config.input} == {
+        "images": (config.input[0].data_type, True),
+        "pixels": (config.input[1].data_type, True),
+    }
+    parameters = {key: {"string_value": value.string_value} for key, value in config.parameters.items()}
+    arguments = {"model_config": json.dumps({"parameters": parameters}), "model_repository": str(out)}
+    adapter = BatchAdapter(arguments, Module())
+    images = pixels(3)
+    good, also = (
+        Request(pixels=images[:2]),
+        Request(images=normalised(images[2:], open_vision_artifact(artifact).config)),
+    )
+    bad = Request(pixels=images[:0])
+    first, refused, second = adapter.execute([good, bad, also])
+    expected = open_vision_artifact(artifact)
+    logits = expected.logits(expected.session(1), images)
+    assert np.array_equal(np.concatenate([first.tensors["logits"], second.tensors["logits"]]), logits)
+    assert refused.error.code == "invalid"
+    assert "N ≥ 1" in str(refused.error)
+    monkeypatch.setattr(adapter._model, "run", lambda _: 1 / 0)
+    answers = adapter.execute([good, bad, also])
+    assert [answer.error.code for answer in answers] == ["internal", "invalid", "internal"]
+    adapter.finalize()
+
+
+def test_a_decoders_repository(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    out = export_repository(tiny_checkpoint, tmp_path / "models", overrides=["num_blocks=64"])
+    config = read(out)
+    assert (out.name, config.backend, config.model_transaction_policy.decoupled) == ("llm", "python", True)
+    assert (out / config.parameters["model"].string_value / "model.safetensors").is_file()
+    assert json.loads(config.parameters["engine"].string_value) == {"num_blocks": 64}
+    with pytest.raises(ConfigError, match="--form"):
+        export_repository(tiny_checkpoint, tmp_path / "other", "onnxruntime")
+    assert not (tmp_path / "other").exists()
+
+
+def test_what_is_refused_leaves_nothing(artifact: Path, tmp_path: Path) -> None:
+    out = tmp_path / "models"
+    with pytest.raises(ConfigError, match="unknown key 'device'"):
+        export_repository(artifact, out, overrides=["device=cuda"])
+    with pytest.raises(ConfigError, match="preferred_batch_sizes has 128, more than max_batch_size=64"):
+        export_repository(artifact, out, overrides=["preferred_batch_sizes=[128]"])
+    with pytest.raises(InputError):
+        export_repository(tmp_path / "nowhere", out)
+    assert not out.exists()
+    out.mkdir()
+    (out / "precious").touch()
+    for force in (False, True):
+        with pytest.raises(InputError):
+            export_repository(artifact, out, force=force)
+    assert [path.name for path in out.iterdir()] == ["precious"]
+    assert export_repository(artifact, tmp_path / "mine") == export_repository(artifact, tmp_path / "mine", force=True)
+
+
+def test_a_damaged_artifact_is_refused(artifact: Path, tmp_path: Path) -> None:
+    copy = export_repository(artifact, tmp_path / "models", "python") / "1" / "artifact"
+    (copy / "model.onnx").write_bytes((copy / "model.onnx").read_bytes()[:-9])
+    with pytest.raises(InputError, match="SHA-256"):
+        export_repository(copy, tmp_path / "other")
+    with pytest.raises(InputError, match="SHA-256"):
+        BatchAdapter({"model_config": json.dumps({"parameters": {"model": {"string_value": str(copy)}}})}, Module())
+
+
+@pytest.mark.parametrize("escaped", [False, True])
+def test_folders_with_any_letters(
+    artifact: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, escaped: bool
+) -> None:
+    """As the Python inside Triton server sees them, whose file names are ASCII with escapes."""
+    folder = tmp_path / "größe 盆景"
+    folder.symlink_to(artifact, target_is_directory=True)
+    monkeypatch.setattr(sys, "getfilesystemencoding", lambda: "ascii")
+    name = str(folder).encode().decode("ascii", "surrogateescape") if escaped else str(folder)
+    found, _ = read_settings(
+        {"model_config": json.dumps({"parameters": {"model": {"string_value": name}}})}, BatchConfig
+    )
+    assert str(found).isascii()
+    assert open_vision_artifact(found).manifest == open_vision_artifact(artifact).manifest
+    gone = {"model": {"string_value": name + "x"}}
+    with pytest.raises(InputError, match="cannot be opened") as error:
+        read_settings({"model_config": json.dumps({"parameters": gone})}, BatchConfig)
+    assert str(error.value).isascii()
+
+
+def test_the_checkpoint_of_a_classifier_is_not_served_but_what_to_do_is_said(artifact: Path, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="penjing compress quantize"):
+        export_repository(artifact.parent / "fp32", tmp_path / "models")
+
+
+@pytest.mark.parametrize("values", [{"max_batch_size": 0}, {"queue_timeout": 0}, {"max_queue_delay": -1}])
+def test_settings_have_ranges(values: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=next(iter(values))):
+        BatchConfig(**values)
+
+
+class Request:
+    def __init__(self, **tensors: np.ndarray) -> None:
+        self._tensors = tensors
+
+    def inputs(self) -> list[Any]:
+        return [_Tensor(name, array) for name, array in self._tensors.items()]
+
+
+class _Tensor:
+    def __init__(self, name: str, array: np.ndarray) -> None:
+        self._name, self._array = name, array
+
+    def name(self) -> str:
+        return self._name
+
+    def as_numpy(self) -> np.ndarray:
+        return self._array
