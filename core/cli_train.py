@@ -27,8 +27,9 @@ def train(
     profile: Annotated[bool, typer.Option("--profile", help="Record a few steps with torch's profiler.")] = False,
     force: Force = False,
     launch: Annotated[
-        int, typer.Option(help="Processes to start on this machine, by torchrun; see [parallel].", show_default=False)
-    ] = 0,
+        int | None,
+        typer.Option(help="Processes to start on this machine, by torchrun; see [parallel].", show_default=False),
+    ] = None,
 ) -> None:
     """Train a model as a recipe says: a checkpoint folder, and beside it FOLDER-run with metrics and training state.
 
@@ -41,7 +42,7 @@ def train(
     - `torchrun --nnodes 4 --nproc-per-node 8 … -m penjing.train recipes/decoder-tiny.toml` runs on many nodes
     - `tensorboard --logdir build/decoder-tiny-run` shows the curves
     """
-    if launch:
+    if launch is not None:
         from penjing.train.parallel.launch import launch as start
 
         flags = ["--resume", resume] * (resume != "never") + ["--profile"] * profile + ["--force"] * force

@@ -1,0 +1,33 @@
+"""What is typed wrong at `penjing train --launch` is one line that names the setting, before anything is started."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from penjing.core import cli
+from penjing.core.errors import ConfigError
+
+RECIPES = Path(__file__).parents[3] / "recipes"
+
+
+@pytest.mark.parametrize(
+    ("recipe", "processes", "settings", "message"),
+    [
+        ("decoder-tiny", 9, ("dp=2", "tp=2", "pp=2"), "parallel.dp=2 × pp=2 × cp=1 × tp=2 needs 8 processes"),
+        ("decoder-tiny", 2, ("tp=2",), "parallel.tp=2 does not divide model.num_attention_heads=3; take one of 1, 3"),
+        ("decoder-tiny", 8, ("pp=8",), "parallel.pp=8 (8 stages with schedule '1f1b') is more than "),
+        ("decoder-moe-tiny", 3, ("ep=3",), "parallel.ep=3 does not divide model.moe.num_experts=8; take one of 1"),
+        ("decoder-tiny", 0, (), "--launch 0: at least 1 process is needed"),
+    ],
+)  # fmt: skip
+def test_an_impossible_mesh_is_one_line(
+    capsys: pytest.CaptureFixture[str], recipe: str, processes: int, settings: tuple[str, ...], message: str
+) -> None:
+    given = [flag for setting in settings for flag in ("--set", f"parallel.{setting}")]
+    arguments = ["train", str(RECIPES / f"{recipe}.toml"), "--launch", str(processes), *given]
+    assert cli._run(arguments) == ConfigError.exit_code
+    error = capsys.readouterr().err
+    assert error.startswith(f"error: {message}")
+    assert error.count("\n") == 1
