@@ -3,6 +3,7 @@
     python benchmarks/run_parallel.py                       # all pieces; appends to benchmarks/results/parallel.jsonl
     python benchmarks/run_parallel.py traffic memory        # these pieces
     python benchmarks/run_parallel.py --quick pipeline      # shorter, shows the rows and writes none
+    python benchmarks/run_parallel.py curves --keep build/curves   # goes on with the runs that are there
     python benchmarks/run_parallel.py --list
 
 Bytes and simulations are exact wherever this runs. Times of several processes on one machine's cores say what penjing
@@ -14,6 +15,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from parallel_commands import curves, overhead, overlap, recovery
@@ -35,6 +37,9 @@ def main() -> int:
     parser.add_argument("pieces", nargs="*", help=f"of {', '.join(PIECES)}; all by default")
     parser.add_argument("--quick", action="store_true", help="shorter runs, rows are not written")
     parser.add_argument("--list", action="store_true", help="say what the pieces measure, and stop")
+    parser.add_argument(
+        "--keep", type=Path, help="the folder for the runs of `curves`, which go on when it is run again"
+    )
     parser.add_argument("--results", type=Path, default=RESULTS, help="the folder for the rows")
     arguments = parser.parse_args()
     if arguments.list:
@@ -43,7 +48,8 @@ def main() -> int:
     for name in arguments.pieces:
         if name not in PIECES:
             raise ConfigError(f"piece {name!r} is unknown; choose of {', '.join(PIECES)}")
-    rows = [row for name in arguments.pieces or PIECES for row in PIECES[name](arguments.quick)]
+    pieces = PIECES | {"curves": partial(curves, keep=arguments.keep)}
+    rows = [row for name in arguments.pieces or pieces for row in pieces[name](arguments.quick)]
     if arguments.quick:
         show(rows)
     else:

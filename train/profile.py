@@ -6,6 +6,7 @@ bandwidth of the links the gradients reached.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,7 +18,7 @@ from penjing.core.files import atomic_write_text, writing
 from penjing.core.progress import Progress
 from penjing.train.parallel.mesh import MeshWorld
 from penjing.train.parallel.probe import all_reduce_bandwidth, gradient_group
-from penjing.train.parallel.traffic import read_trace
+from penjing.train.parallel.traffic import Traffic, read_trace
 from penjing.train.world import World
 
 _SKIPPED, _WARM_UP, _RECORDED = 2, 1, 3
@@ -27,7 +28,8 @@ _SKIPPED, _WARM_UP, _RECORDED = 2, 1, 3
 def profiling(folder: Path, world: World, progress: Progress) -> Iterator[Callable[[int], None]]:
     """Yield what to call after each step; steps 4 to 6 of this process are recorded.
 
-    Writes trace-RANK.json and table-RANK.txt into `folder`.
+    Writes trace-RANK.json and table-RANK.txt into `folder`, with several processes communication-RANK.json: the
+    `overlap` of reductions with arithmetic, bytes/s of `gradients`, and of each size of `all_reduce` alone.
     """
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
@@ -46,7 +48,17 @@ def profiling(folder: Path, world: World, progress: Progress) -> Iterator[Callab
         atomic_write_text(folder / f"table-{world.rank}.txt", table)
         progress.note(f"profile of {_RECORDED} steps: {trace}\n{table}")
         if world.size > 1:
-            progress.note("\n".join(_communication(trace, world, limits)))
+            traffic = read_trace(trace)
+            reached = _gradient_bandwidth(traffic, world, limits)
+            atomic_write_text(
+                folder / f"communication-{world.rank}.json",
+                json.dumps({"overlap": traffic.overlap, "gradients": reached, "all_reduce": limits}),
+            )
+            lines = [f"communication of process {world.rank}:", *traffic.lines(_RECORDED)]
+            if reached is not None:
+                share = reached / max(limits.values())
+                lines.append(f"gradients: {reached / 1e9:.2f} GB/s, {share:.0%} of the fastest all-reduce measured")
+            progress.note("\n".join(lines))
 
     plan = schedule(skip_first=_SKIPPED, wait=0, warmup=_WARM_UP, active=_RECORDED, repeat=1)
     with profile(
@@ -57,12 +69,7 @@ def profiling(folder: Path, world: World, progress: Progress) -> Iterator[Callab
         torch.cuda.synchronize()
 
 
-def _communication(trace: Path, world: World, limits: dict[int, float]) -> list[str]:
-    traffic = read_trace(trace)
-    lines = [f"communication of process {world.rank}:", *traffic.lines(_RECORDED)]
+def _gradient_bandwidth(traffic: Traffic, world: World, limits: dict[int, float]) -> float | None:
+    """Bytes/s; None where reductions of other dimensions of the mesh cannot be told from those of gradients."""
     split = isinstance(world, MeshWorld) and world.config.tp * world.config.cp * world.config.pp > 1
-    reached = None if split or not limits else traffic.bandwidth(world.data.size)
-    if reached is not None:  # reductions of other dimensions of the mesh cannot be told from those of gradients
-        best = max(limits.values())
-        lines.append(f"gradients: {reached / 1e9:.2f} GB/s, {reached / best:.0%} of the fastest all-reduce measured")
-    return lines
+    return None if split or not limits else traffic.bandwidth(world.data.size)

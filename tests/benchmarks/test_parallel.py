@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import parallel_computed as bench
+import pytest
+from parallel_commands import compare
 from parallel_ranks import run_ranks, settled
 
 
@@ -43,3 +48,17 @@ def test_a_quarter_of_the_bytes_leaves_with_8_bits():
         for way in ("float32", "int8")
     )
     assert 0.25 <= packed / plain < 0.26
+
+
+def test_curves_are_compared_with_the_first(tmp_path: Path):
+    runs = {"one process": [3.0, 2.0], "eight": [3.5, 1.75]}
+    for name, losses in runs.items():
+        records = [{"step": step + 1, "loss": loss} for step, loss in enumerate(losses)]
+        records[-1]["eval/loss"] = losses[-1] + 1
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "metrics.jsonl").write_text("".join(f"{json.dumps(record)}\n" for record in records))
+    figure = tmp_path / "figure.svg"
+    first, second, *differences = compare({name: tmp_path / name for name in runs}, figure)
+    assert (first.value, second.value, second.baseline) == (3.0, 2.75, "one process")
+    assert [row.value for row in differences] == pytest.approx([-0.25, 0.125, 0.5])
+    assert "eight" in figure.read_text()

@@ -187,6 +187,10 @@ def test_two_processes_train_as_one_and_a_profile_tells_of_their_gradients(
     assert re.search(r"all-reduce over 2 processes with nothing else to do: [\d.]+ GB/s with 64 KiB", output)
     assert re.search(r"gradients: [\d.]+ GB/s, \d+% of the fastest all-reduce measured", output)
     traffic = read_trace(tmp_path / "out-run" / "profile" / "trace-0.json")
+    communication = json.loads((tmp_path / "out-run" / "profile" / "communication-0.json").read_text())
+    assert communication["overlap"] == traffic.overlap
+    assert communication["gradients"] == traffic.bandwidth(2)
+    assert communication["all_reduce"].keys() == {"65536", "1048576", "16777216"}
     embedding, attention, mlp = 320 * 32, 32 * (32 + 16 + 16 + 32) + 64, 3 * 32 * 48
     whole = 4 * (embedding + 2 * (attention + mlp) + 32)
     assert sum(one.size for one in traffic.reductions) == 3 * whole  # of three steps
