@@ -26,7 +26,7 @@ RECIPE = ROOT / "recipes" / "decoder-tiny.toml"
 FIGURE = ROOT / "docs" / "figures" / "parallel.svg"
 HEADS = {"num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 32}  # two halves for parallel.tp = 2
 MESH = {"dp": 2, "tp": 2, "pp": 2}
-CURVE_STEPS = 200  # of the recipe's 1200: eight processes on two cores take minutes for them
+CURVE_STEPS = 100  # of the recipe's 1200: eight processes on two cores take minutes for them
 
 
 def _flags(output: Path, steps: int, parallel: dict[str, Any], settings: dict[str, Any]) -> list[str]:

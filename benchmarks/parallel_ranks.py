@@ -162,7 +162,7 @@ class _Sleep(torch.autograd.Function):
 
 
 def pipeline(job: dict[str, Any]) -> dict[str, Any]:
-    """Seconds, bubble and micro-batch of each step of a pipeline whose layer i takes fixed + rates[i] × samples seconds
+    """Seconds, bubble and micro-batch of each step of a pipeline: layer i takes rates[i] × (fixed + samples) seconds
     forward and twice that backward."""
     rates, fixed = job["rates"], job["fixed"]
     values = _TINY | {"hidden_size": 16, "intermediate_size": 16, "head_dim": 4, "vocab_size": 64}
@@ -192,7 +192,7 @@ def pipeline(job: dict[str, Any]) -> dict[str, Any]:
 
 def _put_to_sleep(layer: nn.Module, fixed: float, rate: float) -> None:
     inner = layer.forward
-    layer.forward = lambda x, *rest: _Sleep.apply(inner(x, *rest), fixed + rate * len(x))  # type: ignore[method-assign]
+    layer.forward = lambda x, *rest: _Sleep.apply(inner(x, *rest), rate * (fixed + len(x)))  # type: ignore[method-assign]
 
 
 def run_ranks(size: int, job: dict[str, Any]) -> dict[str, Any]:

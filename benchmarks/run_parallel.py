@@ -16,6 +16,7 @@ import argparse
 import sys
 from collections.abc import Callable
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 
 from parallel_commands import curves, overhead, overlap, recovery
@@ -27,6 +28,7 @@ from penjing.core.cli import guarded
 from penjing.core.errors import ConfigError
 from penjing.train.parallel.config import Schedule
 from penjing.train.plan.simulate import StageTimes, simulate
+from penjing.train.plan.split import equal_split, split_layers, stage_costs
 
 NAME = "parallel"
 
@@ -95,27 +97,40 @@ def memory(quick: bool) -> list[Row]:
 
 
 def pipeline(quick: bool) -> list[Row]:
-    """Four real stages with sleeping layers: steps beside the simulator's, bubbles before and after resizing."""
-    rows, rates, fixed = [], (0.004, 0.0044, 0.0036, 0.004), 0.0004
-    stages = 4
+    """Four real stages of sleeping layers, some twice as heavy: split equally, by cost, and resized."""
+    rates, fixed, stages = (0.004,) * 4 + (0.002,) * 8, 0.05, 4
+    batch, size = (32, 8) if quick else (160, 16)
     schedules: tuple[Schedule, ...] = ("1f1b",) if quick else ("gpipe", "1f1b")
+    bounds = {"equal layers": equal_split(len(rates), stages), "split by cost": split_layers(rates, stages)}
+    rows = []
     for schedule in schedules:
-        batch, size = (32, 4) if quick else (80, 8)
-        job = {
-            "kind": "pipeline", "rates": rates, "fixed": fixed, "micro_batch": size, "micro_batches": batch // size,
-            "steps": 6 if quick else 10, "parallel": {"pp": stages, "schedule": schedule, "balance": True},
-        }  # fmt: skip
-        found = run_ranks(stages, job)
-        # The first step tries shapes out; the second is of the first size too.
-        before, after, last = found["bubble"][1], settled(found["bubble"]), found["micro_batch"][-1]
-        times = StageTimes.of_costs([fixed + rate * size for rate in rates])
-        line = simulate(schedule, stages, times, [1.0] * (batch // size))
-        what, base = f"{schedule}, 4 stages of sleeping layers", f"micro-batch {size}, measured"
+        shown = f"{schedule}, 4 stages of sleeping layers"
+        first: tuple[str, float, float] | None = None
+        for split, cut in bounds.items():
+            job = {
+                "kind": "pipeline", "rates": rates, "fixed": fixed, "micro_batch": size,
+                "micro_batches": batch // size, "steps": 2 if split == "equal layers" else 8,
+                "parallel": {
+                    "pp": stages, "schedule": schedule, "balance": True,
+                    "stage_layers": [end - begin for begin, end in pairwise(cut)],
+                },
+            }  # fmt: skip
+            found = run_ranks(stages, job)
+            times = StageTimes.of_costs([(fixed + size) * cost for cost in stage_costs(rates, cut)])
+            line = simulate(schedule, stages, times, [1.0] * (batch // size))
+            # The first step tries shapes out; the second is of the first size too.
+            seconds, bubble = found["seconds"][1], found["bubble"][1]
+            what = f"{shown}, {split}, micro-batch {size}"
+            rows += [
+                _pipeline(f"step: {what}", seconds, "s", "simulated", line.makespan),
+                _pipeline(f"bubble: {what}", bubble, "share", "simulated", line.bubble),
+            ]
+            first = first or (f"{split}, micro-batch {size}", seconds, bubble)
+        assert first is not None
+        what = f"{shown}, split by cost, resized to {found['micro_batch'][-1]}"
         rows += [
-            _pipeline(f"step: {what}, micro-batch {size}", found["seconds"][1], "s", "simulated", line.makespan),
-            _pipeline(f"bubble: {what}, micro-batch {size}", before, "share", "simulated", line.bubble),
-            _pipeline(f"bubble: {what}, resized to {last}", after, "share", base, before),
-            _pipeline(f"step: {what}, resized to {last}", settled(found["seconds"]), "s", base, found["seconds"][1]),
+            _pipeline(f"bubble: {what}", settled(found["bubble"]), "share", first[0], first[2]),
+            _pipeline(f"step: {what}", settled(found["seconds"]), "s", first[0], first[1]),
         ]
     return rows
 

@@ -32,7 +32,7 @@ def test_bubbles_shrink_when_balanced():
 
 def test_a_running_pipeline_resizes_itself_and_its_bubble_shrinks():
     job = {
-        "kind": "pipeline", "rates": (0.01, 0.01), "fixed": 0.001, "micro_batch": 6, "micro_batches": 2, "steps": 6,
+        "kind": "pipeline", "rates": (0.01, 0.01), "fixed": 0.1, "micro_batch": 6, "micro_batches": 2, "steps": 6,
         "parallel": {"pp": 2, "balance": True},
     }  # fmt: skip
     found = run_ranks(2, job)

@@ -41,7 +41,7 @@ class ParallelConfig(Config):
     micro_batches: int | None = Field(default=None, ge=1)
     cp: int = Field(default=1, ge=1)
     ep: int = Field(default=1, ge=1)
-    timeout: float = Field(default=60.0, ge=1)
+    timeout: float = Field(default=50.0, ge=1)  # ten seconds to notice, tell and end make it a minute
 
     @property
     def is_plain(self) -> bool:

@@ -7,6 +7,7 @@ that later processes have more to do: the last of n does (2n − 1) / n times th
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,6 +39,8 @@ class Context:
 
     def attention(self, config: DecoderConfig) -> Attend:
         """Causal attention of the stretch to all that comes before it, and to itself; with the layer's window."""
+        # torch 2.13 would have them called …_single, which 2.11 does not know.
+        warnings.filterwarnings("ignore", r".*(all_gather|reduce_scatter)_tensor` is deprecated", FutureWarning)
 
         def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
             length, window = q.shape[-3], config.layer_window(layer)

@@ -1,6 +1,7 @@
 """The whole parity matrix: every mesh × accumulation × unequal token counts × recomputation, as one process.
 
-Three updates each: SGD in float64 and in float32, then AdamW in float32; float64 for experts (`spread_variants`).
+Three updates each: SGD in float64 and AdamW in float32, for experts the other way round (see `spread_variants`).
+A pipeline of two stages takes two micro-batches at once; what is accumulated are such passes.
 """
 
 from __future__ import annotations
@@ -15,35 +16,29 @@ from tests.train.parallel.worlds import run_world
 
 MESHES: dict[int, dict[str, dict[str, Any]]] = {
     2: {
-        **{f"{name} 2": {"parallel": {name: 2}} for name in ("dp", "tp", "pp", "cp")},
-        "ep 2": {"parallel": {"ep": 2}, "model": SPREAD["ep 2"]["model"]},
-        **{f"zero {level}": {"parallel": {"zero": level}} for level in (1, 2, 3)},
+        **{f"{name} 2": {name: 2} for name in ("dp", "tp", "pp", "cp", "ep")},
+        **{f"zero {level}": {"zero": level} for level in (1, 2, 3)},
     },
-    4: {
-        f"{one} 2, {other} 2": {"parallel": {one: 2, other: 2}}
-        for one, other in (("dp", "tp"), ("dp", "pp"), ("tp", "pp"))
-    },
-    8: {"dp 2, tp 2, pp 2": {"parallel": {"dp": 2, "tp": 2, "pp": 2}}},
+    4: {f"{one} 2, {other} 2": {one: 2, other: 2} for one, other in (("dp", "tp"), ("dp", "pp"), ("tp", "pp"))},
+    8: {"dp 2, tp 2, pp 2": {"dp": 2, "tp": 2, "pp": 2}},
 }
-UPDATES = {
-    "SGD, float64": {"double": True},
-    "SGD, float32": {},
-    "AdamW, float32": {"optimizer": "adamw"},
-    "AdamW, float64": {"optimizer": "adamw", "double": True},
-}
+UPDATES = {"SGD, float64": {"double": True}, "AdamW, float32": {"optimizer": "adamw"}}
+EXPERT_UPDATES = {"AdamW, float64": {"double": True, "optimizer": "adamw"}, "SGD, float32": {}}
 
 
 def product(size: int) -> dict[str, dict[str, Any]]:
     """The cases of `size` processes by name."""
     cases = {}
-    for (mesh, case), accumulation, ragged, recompute, (update, how) in itertools.product(
-        MESHES[size].items(), (1, 3), (False, True), ("none", "full"), UPDATES.items()
+    for (mesh, parallel), accumulation, ragged, recompute, update in itertools.product(
+        MESHES[size].items(), (1, 3), (False, True), ("none", "full"), (0, 1)
     ):
-        if update == ("AdamW, float32" if mesh == "ep 2" else "AdamW, float64"):
-            continue
+        at_once = 2 if "pp" in parallel else 1
+        how, details = list((EXPERT_UPDATES if "ep" in parallel else UPDATES).items())[update]
         counts = "unequal" if ragged else "equal"
-        cases[f"{mesh}, {accumulation} accumulated, {counts}, recompute {recompute}, {update}"] = {
-            "accumulation": accumulation, "ragged": ragged, "recompute": recompute, **how, **case,
+        cases[f"{mesh}, {accumulation} accumulated, {counts}, recompute {recompute}, {how}"] = {
+            **details, "parallel": parallel | ({"micro_batches": 2} if at_once == 2 else {}), "ragged": ragged,
+            "accumulation": accumulation * at_once, "recompute": recompute,
+            "model": {"num_hidden_layers": 2, **(SPREAD["ep 2"]["model"] if "ep" in parallel else {})},
         }  # fmt: skip
     return cases
 
