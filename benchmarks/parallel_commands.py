@@ -174,24 +174,25 @@ def _last_step(metrics: Path) -> int:
 
 
 def curves(quick: bool, keep: Path | None = None) -> list[Row]:
-    """Losses of decoder-tiny in one process, on 2 × 2 × 2, and there with 8-bit gradients; and their figure.
+    """Losses of decoder-tiny in one process, on 2 × 2 × 2, there with 8-bit gradients, and of rounding; their figure.
 
     Runs are kept in the folder `keep`: those that are complete are read, others go on from their newest checkpoint.
     """
     steps, settings = (4, _short(True)) if quick else (CURVE_STEPS, {})
     settings |= {"evaluation.every": steps, "checkpoint.every": 20, "checkpoint.keep": 1}
-    wanted: dict[str, tuple[dict[str, Any], int]] = {
-        "one process": ({}, 1),
-        "2 × 2 × 2": (MESH, 8),
-        "2 × 2 × 2, 8-bit gradients": (MESH | {"zero": 1, "gradients": "int8"}, 8),
+    wanted: dict[str, tuple[dict[str, Any], int, dict[str, Any]]] = {
+        "one process": ({}, 1, {}),
+        "one process, gradients added in another order": ({}, 1, {"data.micro_batch": 1}),  # what rounding alone does
+        "2 × 2 × 2": (MESH, 8, {}),
+        "2 × 2 × 2, 8-bit gradients": (MESH | {"zero": 1, "gradients": "int8"}, 8, {}),
     }
     with tempfile.TemporaryDirectory() as scratch:
         runs = {}
-        for name, (parallel, processes) in wanted.items():
+        for name, (parallel, processes, more) in wanted.items():
             output = (keep or Path(scratch)) / re.sub("[^a-z0-9]+", "-", name)
             runs[name] = output.with_name(f"{output.name}-run")
             if not (output / "penjing.json").exists():
-                train(output, steps, parallel, processes, settings, "--resume", "auto")
+                train(output, steps, parallel, processes, settings | more, "--resume", "auto")
         figure = Path(scratch) / "parallel.svg"
         rows = compare(runs, figure)
         if not quick:
