@@ -105,7 +105,7 @@ def pipeline(quick: bool) -> list[Row]:
     rows = []
     for schedule in schedules:
         shown = f"{schedule}, 4 stages of sleeping layers"
-        first: tuple[str, float, float] | None = None
+        first, found = ("", 0.0, 0.0), {}
         for split, cut in bounds.items():
             job = {
                 "kind": "pipeline", "rates": rates, "fixed": fixed, "micro_batch": size,
@@ -125,8 +125,8 @@ def pipeline(quick: bool) -> list[Row]:
                 _pipeline(f"step: {what}", seconds, "s", "simulated", line.makespan),
                 _pipeline(f"bubble: {what}", bubble, "share", "simulated", line.bubble),
             ]
-            first = first or (f"{split}, micro-batch {size}", seconds, bubble)
-        assert first is not None
+            if split == "equal layers":
+                first = f"{split}, micro-batch {size}", seconds, bubble
         what = f"{shown}, split by cost, resized to {found['micro_batch'][-1]}"
         rows += [
             _pipeline(f"bubble: {what}", settled(found["bubble"]), "share", first[0], first[2]),
