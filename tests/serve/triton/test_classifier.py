@@ -239,7 +239,7 @@ def test_a_request_waits_no_longer_than_it_wants(served: ServedClassifier) -> No
 def test_a_killed_process_is_told_at_once_and_comes_back(served: ServedClassifier) -> None:
     with served.client() as client:
         assert client.is_ready()
-        assert served.health() == 200
+        wait_until(lambda: served.health() == 200, 10, "ready")
         before = served.arrived()
         with ThreadPoolExecutor(4) as pool:
             running = [pool.submit(client.classify, pixels(MAX_BATCH_SIZE)) for _ in range(4)]
