@@ -1,69 +1,76 @@
-"""Rows of a compression: size, perplexity before and after, time and memory, as the artifact's report has them.
+"""Rows of a decoder's compression: size, perplexity before and after, time and memory, as the result's report has them.
 
-python benchmarks/run_compress.py                   # recipes/smollm2-int8.toml; an artifact that is there is kept
-python benchmarks/run_compress.py RECIPE --force    # compress again, to time it
+    python benchmarks/run_compress.py                   # recipes/smollm2-int8.toml; an artifact that is there is kept
+    python benchmarks/run_compress.py RECIPE --force    # compress again, to time it
+
+A recipe with steps names its rows RECIPE/METRIC. Its report keeps the loss of each window, so that there is a row of
+the rise of perplexity over the same windows too, and of the ends of its 95 % interval.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 
-from rows import RESULTS, append, new_row
+from rows import RESULTS, Row, append, new_row
 
-from penjing.compress.pipeline import compress
+from penjing.compress.command import compress_recipe
+from penjing.compress.evaluation import Change, EvaluateSettings, Quality, compare, perplexity
+from penjing.compress.report_schema import Report, read_report
 from penjing.core.cli import guarded
 from penjing.core.progress import progress_bar
+
+ORIGINAL = "the FP32 checkpoint"
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("recipe", type=Path, nargs="?", default=Path("recipes/smollm2-int8.toml"))
     parser.add_argument("--force", action="store_true", help="compress again")
+    parser.add_argument("--set", dest="overrides", action="append", default=[], metavar="SECTION.KEY=VALUE")
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the rows")
     arguments = parser.parse_args()
     with progress_bar() as progress:
-        artifact = compress(arguments.recipe, force=arguments.force, progress=progress)
-    report = json.loads((artifact / "report.json").read_text())
-    original = "the FP32 checkpoint"
-    rows = [
-        new_row(
-            "compress",
-            "size",
-            report["bytes_int8"],
-            "bytes",
-            runs=1,
-            baseline=original,
-            baseline_value=report["bytes_fp32"],
+        made = compress_recipe(
+            arguments.recipe, arguments.overrides, out=None, force=arguments.force, progress=progress
         )
-    ]
-    rows += [
-        new_row(
-            "compress",
-            f"perplexity_{text}",
-            found["int8"],
-            "perplexity",
-            runs=1,
-            baseline=original,
-            baseline_value=found["fp32"],
-        )
-        for text, found in report["perplexity"].items()
-    ]
-    rows += [
-        new_row("compress", "seconds", report["seconds"], "s", runs=1),
-        new_row(
-            "compress",
-            "peak_memory",
-            report["peak_memory_bytes"],
-            "bytes",
-            runs=1,
-            baseline=original,
-            baseline_value=report["bytes_fp32"],
-        ),
-    ]
-    append("compress", rows, arguments.results)
+    append("compress", report_rows(read_report(made), arguments.recipe.stem), arguments.results)
     return 0
+
+
+def report_rows(report: Report, name: str) -> list[Row]:
+    """The rows of a report; `name` is the recipe's."""
+    first, last = report.stages[0], report.stages[-1]
+    made = report.stages[1:]
+    has_steps = bool(first.quality.record)
+    prefix = f"{name}/" if has_steps else ""
+
+    def row(metric: str, value: float, unit: str, original: float | None = None) -> Row:
+        baseline = None if original is None else ORIGINAL
+        return new_row("compress", prefix + metric, value, unit, runs=1, baseline=baseline, baseline_value=original)
+
+    rows = [row("size", last.size.bytes, "bytes", first.size.bytes)]
+    for before, after in zip(first.quality.parts, last.quality.parts, strict=True):
+        rows.append(row(f"perplexity_{before.name}", after.value, "perplexity", before.value))
+    if has_steps:
+        for text, change in rises(first.quality, last.quality).items():
+            rows += [
+                row(f"perplexity_{text}_rise{end}", 100 * value, "%")
+                for end, value in (("", change.value), ("_low", change.low), ("_high", change.high))
+            ]
+    rows.append(row("seconds", sum(stage.seconds for stage in made), "s"))
+    peak = max(stage.peak_memory_bytes for stage in made)
+    rows.append(row("peak_memory", peak, "bytes", first.size.bytes))
+    return rows
+
+
+def rises(before: Quality, after: Quality) -> dict[str, Change]:
+    """How much the perplexity of each text by itself rises, over the same windows."""
+    settings, found = EvaluateSettings(), dict[str, Change]()
+    for part, *losses in zip(before.parts, before.outcomes(), after.outcomes(), strict=True):
+        old, new = (perplexity({part.name: each.tolist()}, settings) for each in losses)
+        found[part.name] = compare(old, new)
+    return found
 
 
 if __name__ == "__main__":
