@@ -3,7 +3,9 @@
 python benchmarks/run_vision_server.py                                  # Fashion-MNIST's ResNet, random weights
 python benchmarks/run_vision_server.py --model build/resnet-fashion-int8
 
-Rows in benchmarks/results/vision_server.jsonl; `ratio` is the share of ONNX Runtime's throughput.
+Requests carry the 64 images that ONNX Runtime runs at once alone, then 16, then one, which the server gathers. Rows in
+benchmarks/results/vision_server.jsonl; `ratio` is the share of ONNX Runtime's throughput. Client and server share the
+machine's cores: `client_cores` is what the client keeps of them.
 """
 
 from __future__ import annotations
@@ -31,6 +33,7 @@ from penjing.serve.triton.temporary import temporary_server
 from penjing.train.data.images import ImageSet
 
 SIDE = 28
+REQUEST_IMAGES = (64, 16, 1)
 
 
 def main() -> int:
@@ -50,19 +53,30 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as scratch:
         model = arguments.model or synthetic_artifact(Path(scratch), 8 if arguments.quick else 32)
         with temporary_server(model, [f"threads={arguments.threads}"]) as server:
-            found = bench_classifier(model, server, arguments.runs, images=arguments.images, threads=arguments.threads)
+            found = [
+                bench_classifier(
+                    model,
+                    server,
+                    arguments.runs,
+                    images=arguments.images,
+                    threads=arguments.threads,
+                    request_images=request_images,
+                )
+                for request_images in REQUEST_IMAGES
+            ]
     name = "random" if arguments.model is None else arguments.model.name
-    append("vision_server", server_rows(name, found), arguments.results)
+    append("vision_server", [row for each in found for row in server_rows(name, each)], arguments.results)
     return 0
 
 
 def server_rows(name: str, found: dict[str, Any]) -> list[Row]:
-    """A row for each kind of input; the baseline is ONNX Runtime on floats in the same run."""
+    """A row for each kind of input, beside ONNX Runtime on floats in the same run, and what the client used."""
     speeds = found["images_per_second"]
-    return [
+    case = f"{name}/requests_of_{found['request_images']}"
+    rows = [
         new_row(
             "vision_server",
-            f"{name}/{kind}",
+            f"{case}/{kind}",
             speeds[f"server_{kind}"],
             "images/s",
             runs=found["runs"],
@@ -71,6 +85,7 @@ def server_rows(name: str, found: dict[str, Any]) -> list[Row]:
         )
         for kind in ("floats", "pixels")
     ]
+    return [*rows, new_row("vision_server", f"{case}/client_cores", found["client_cores"], "cores", runs=found["runs"])]
 
 
 def synthetic_artifact(scratch: Path, width: int) -> Path:

@@ -18,6 +18,7 @@ from penjing.serve.bench_requests import REQUEST_SECONDS, run_requests
 from penjing.serve.client import AsyncClient, Client
 
 REQUEST_TEXTS = 16
+STREAMS = 16  # requests under way at once
 SAME = 0.99  # cosine; the server pads otherwise than this process, which turns values near a tie
 
 
@@ -67,7 +68,7 @@ def bench_encoder(
         started = time.perf_counter()
         artifact.embed(session, given)
         alone = time.perf_counter() - started
-        over, seconds = asyncio.run(run_requests(server, ask, requests))
+        over, seconds = asyncio.run(run_requests(server, ask, requests, STREAMS))
         if turn > 0:  # the first turn warms memory up
             rates["onnxruntime"].append(len(given) / alone)
             rates["server"].append(len(given) / over)

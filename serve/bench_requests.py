@@ -8,14 +8,13 @@ from collections.abc import Awaitable, Callable
 
 from penjing.serve.client import AsyncClient
 
-STREAMS = 16  # requests under way at once
 REQUEST_SECONDS = 120.0  # until a request has failed
 
 
 async def run_requests(
-    server: str, ask: Callable[[AsyncClient, int], Awaitable[object]], requests: int
+    server: str, ask: Callable[[AsyncClient, int], Awaitable[object]], requests: int, streams: int
 ) -> tuple[float, list[float]]:
-    """Send `requests` requests, each as soon as one of the sixteen streams is free.
+    """Send `requests` requests, each as soon as one of the `streams` that are always under way is answered.
 
     Args:
         server: host:port of the gRPC endpoint.
@@ -36,5 +35,5 @@ async def run_requests(
     async with AsyncClient(server) as client:
         await client.is_ready()  # connects
         started = time.perf_counter()
-        await asyncio.gather(*(stream() for _ in range(STREAMS)))
+        await asyncio.gather(*(stream() for _ in range(streams)))
         return time.perf_counter() - started, seconds

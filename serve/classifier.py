@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,9 +13,11 @@ from penjing.core.errors import RequestError
 from penjing.core.onnx_runtime import INPUT, OUTPUT, run_session
 from penjing.core.vision_artifact import VisionArtifact, normalised, open_vision_artifact
 from penjing.serve.batch_model import Arrays, Signature, TensorSpec
+from penjing.serve.row_threads import RowThreads
 
 NAME = "classifier"
 PIXELS = "pixels"
+PART = 16  # images that one thread runs at once
 
 
 def signature(artifact: VisionArtifact) -> Signature:
@@ -45,12 +48,12 @@ class Classifier:
 
     def __init__(self, folder: Path, threads: int = 0) -> None:
         self._artifact = open_vision_artifact(folder)
-        self._session = self._artifact.session(threads)
+        self._threads = RowThreads(self._artifact.session, threads)
         config = self._artifact.config
         self._shape = (config.model.in_channels, *config.image_size)
 
-    def prepare(self, inputs: Arrays) -> NDArray[np.float32]:
-        """(N, C, H, W) float32, normalised and finite."""
+    def prepare(self, inputs: Arrays) -> NDArray[Any]:
+        """(N, C, H, W): uint8 pixels, or float32, normalised and finite."""
         given = [name for name in (INPUT, PIXELS) if name in inputs]
         if len(given) != 1:
             raise RequestError(
@@ -64,19 +67,28 @@ class Classifier:
                 f"{name} must be {np.dtype(dtype)} of shape (N, {', '.join(map(str, self._shape))}) with N ≥ 1, got "
                 f"{array.dtype} of shape {array.shape}"
             )
-        if name == PIXELS:
-            return normalised(array, self._artifact.config)
-        if not np.isfinite(array).all():  # quantized, NaN would become some integer and the answer look like one
+        # Quantized, NaN would become some integer and the answer look like one.
+        if name == INPUT and not np.isfinite(array).all():
             row = int(np.argmin(np.isfinite(array).reshape(len(array), -1).all(1)))
             raise RequestError(f"{INPUT}[{row}] holds NaN or infinity; give finite values")
         return array
 
-    def run(self, requests: Sequence[NDArray[np.float32]]) -> list[dict[str, np.ndarray]]:
+    def run(self, requests: Sequence[NDArray[Any]]) -> list[dict[str, np.ndarray]]:
         """`logits` (N, classes) float32 for each request."""
+        if len({request.dtype for request in requests}) > 1:
+            requests = [self._floats(request) for request in requests]
         images = requests[0] if len(requests) == 1 else np.concatenate(requests)
-        logits = run_session(self._session, images)
+
+        def classify(session: Any, part: slice) -> NDArray[np.float32]:
+            return run_session(session, self._floats(images[part]))
+
+        parts = self._threads.parts(len(images), PART)
+        logits = np.concatenate(self._threads.run(classify, parts))
         ends = np.cumsum([len(request) for request in requests])
         return [{OUTPUT: part} for part in np.split(logits, ends[:-1])]
+
+    def _floats(self, images: NDArray[Any]) -> NDArray[np.float32]:
+        return normalised(images, self._artifact.config) if images.dtype == np.uint8 else images
 
     def warm_up(self) -> None:
         """Classify one black image."""

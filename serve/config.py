@@ -79,7 +79,8 @@ class BatchConfig(Config):
     queue_timeout: float = Field(default=30.0, gt=0, le=3600)
     """Seconds that a request may wait before it is refused; a request's own timeout counts if it is shorter."""
     threads: int = Field(default=0, ge=0, le=1024)
-    """Threads of ONNX Runtime; 0: one for each core."""
+    """Parts of a batch run beside each other, one on each thread; fewer rows share all threads. 0: one for each core.
+    In an export for the onnxruntime backend: threads of ONNX Runtime."""
 
     @model_validator(mode="after")
     def _preferred_sizes_can_occur(self) -> BatchConfig:

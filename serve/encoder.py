@@ -4,15 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from penjing.core.encoder_artifact import IDS, MASK, OUTPUT, EncoderArtifact, open_encoder_artifact
 from penjing.core.errors import RequestError
 from penjing.serve.batch_model import Arrays, Signature, TensorSpec
+from penjing.serve.row_threads import RowThreads
 
 NAME = "encoder"
 TEXT = "text"
+PART = 4  # texts of similar length that one thread runs at once: what pads a longer one is computed too
 MAX_TEXT_BYTES = 1 << 20  # of one text, of which the tokenizer keeps the beginning
 
 
@@ -39,7 +43,7 @@ class TextEncoder:
 
     def __init__(self, folder: Path, threads: int = 0) -> None:
         self._artifact = open_encoder_artifact(folder)
-        self._session = self._artifact.session(threads)
+        self._threads = RowThreads(self._artifact.session, threads)
 
     def prepare(self, inputs: Arrays) -> list[str]:
         """The texts of a request."""
@@ -51,7 +55,14 @@ class TextEncoder:
 
     def run(self, requests: Sequence[list[str]]) -> list[dict[str, np.ndarray]]:
         """`embedding` (N, hidden) float32 for each request."""
-        rows = self._artifact.embed(self._session, [text for request in requests for text in request])
+        texts = [text for request in requests for text in request]
+        order = sorted(range(len(texts)), key=lambda index: len(texts[index]), reverse=True)  # the longest begin
+
+        def embed(session: Any, part: slice) -> NDArray[np.float32]:
+            return self._artifact.embed(session, [texts[index] for index in order[part]])
+
+        rows = np.empty((len(texts), self._artifact.config.hidden_size), np.float32)
+        rows[order] = np.concatenate(self._threads.run(embed, self._threads.parts(len(texts), PART)))
         ends = np.cumsum([len(request) for request in requests])
         return [{OUTPUT: part} for part in np.split(rows, ends[:-1])]
 

@@ -22,7 +22,8 @@ class Life:
         self.phase = Phase.LOADING
         self._parent = os.getppid()
         self._busy_since: float | None = None
-        self._num_busy = 0
+        self._unanswered = 0
+        self._counting = threading.Lock()
         pulse = os.environ.get(PULSE_VARIABLE)
         self._pulse = Pulse(Path(pulse)) if pulse else None
         self._stopping = threading.Event()
@@ -30,13 +31,22 @@ class Life:
         self._thread.start()
 
     @contextmanager
-    def running(self, num_requests: int) -> Iterator[None]:
+    def running(self) -> Iterator[None]:
         """A batch runs: if it takes too long, the supervisor acts."""
-        self._busy_since, self._num_busy = time.monotonic(), num_requests
+        self._busy_since = time.monotonic()
         try:
             yield
         finally:
-            self._busy_since, self._num_busy = None, 0
+            self._busy_since = None
+
+    def owe(self, num_requests: int) -> None:
+        """Count requests that came."""
+        with self._counting:
+            self._unanswered += num_requests
+
+    def answered(self, num_requests: int) -> None:
+        """Count requests that have their answers."""
+        self.owe(-num_requests)
 
     def end(self, phase: Phase) -> None:
         """A last beat with `phase`."""
@@ -55,4 +65,4 @@ class Life:
         if self._pulse is not None:
             busy_since = self._busy_since
             loop_beat = time.monotonic() if busy_since is None else busy_since
-            self._pulse.beat(loop_beat=loop_beat, phase=self.phase, unanswered=self._num_busy)
+            self._pulse.beat(loop_beat=loop_beat, phase=self.phase, unanswered=self._unanswered)

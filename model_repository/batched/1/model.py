@@ -19,8 +19,8 @@ class TritonPythonModel:
         except PenjingError as error:
             raise pb_utils.TritonModelException(str(error)) from error
 
-    def execute(self, requests: list) -> list:
-        return self.adapter.execute(requests)
+    def execute(self, requests: list) -> None:
+        self.adapter.execute(requests)
 
     def finalize(self) -> None:
         self.adapter.finalize()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,7 @@ from penjing.serve.triton.batch_adapter import BatchAdapter
 from penjing.serve.triton.export import export_repository
 from penjing.serve.triton.settings import read_settings
 from tests.serve.triton.classifiers import classifier_artifact, pixels
-from tests.serve.triton.test_adapter import Module
+from tests.serve.triton.test_adapter import Module, Sender
 
 
 @pytest.fixture(scope="module")
@@ -74,16 +76,45 @@ def test_python_form_holds_all_it_needs(artifact: Path, tmp_path: Path, monkeypa
         Request(images=normalised(images[2:], open_vision_artifact(artifact).config)),
     )
     bad = Request(pixels=images[:0])
-    first, refused, second = adapter.execute([good, bad, also])
+    first, refused, second = answers(adapter, [good, bad, also])
     expected = open_vision_artifact(artifact)
     logits = expected.logits(expected.session(1), images)
     assert np.array_equal(np.concatenate([first.tensors["logits"], second.tensors["logits"]]), logits)
     assert refused.error.code == "invalid"
     assert "N ≥ 1" in str(refused.error)
     monkeypatch.setattr(adapter._model, "run", lambda _: 1 / 0)
-    answers = adapter.execute([good, bad, also])
-    assert [answer.error.code for answer in answers] == ["internal", "invalid", "internal"]
+    failed = answers(adapter, [Request(pixels=images), Request(pixels=images[:0]), Request(pixels=images)])
+    assert [answer.error.code for answer in failed] == ["internal", "invalid", "internal"]
     adapter.finalize()
+
+
+def test_a_batch_is_taken_over_when_it_runs_and_answered_in_the_end(
+    artifact: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While one batch runs the next waits in `execute`: by then the server's instance is idle again."""
+    monkeypatch.delenv("PENJING_MODEL", raising=False)
+    arguments = {"model_config": json.dumps({"parameters": {"model": {"string_value": str(artifact)}}})}
+    adapter = BatchAdapter(arguments, Module())
+    run, gate = adapter._model.run, threading.Semaphore(0)
+
+    def gated(requests: Any) -> Any:
+        assert gate.acquire(timeout=60)
+        return run(requests)
+
+    monkeypatch.setattr(adapter._model, "run", gated)
+    batches = [[Request(pixels=pixels(1)), Request(pixels=pixels(2))] for _ in range(3)]
+    adapter.execute(batches[0])  # returns: it runs
+    with ThreadPoolExecutor(1) as pool:
+        second = pool.submit(adapter.execute, batches[1])
+        assert not batches[0][0].sender.done.is_set()
+        assert not second.done()
+        gate.release()
+        assert all(request.sender.done.wait(10) for request in batches[0])
+        second.result(timeout=10)
+        gate.release(2)
+        adapter.execute(batches[2])
+        adapter.finalize()
+    assert [len(request.sender.responses[0].tensors["logits"]) for batch in batches for request in batch] == [1, 2] * 3
 
 
 def test_a_decoders_repository(tiny_checkpoint: Path, tmp_path: Path) -> None:
@@ -155,9 +186,20 @@ def test_settings_have_ranges(values: dict[str, Any]) -> None:
         BatchConfig(**values)
 
 
+def answers(adapter: BatchAdapter, requests: list[Request]) -> list[Any]:
+    adapter.execute(requests)
+    assert all(request.sender.done.wait(10) for request in requests)
+    assert all(request.sender.finals == len(request.sender.responses) == 1 for request in requests)
+    return [request.sender.responses[0] for request in requests]
+
+
 class Request:
     def __init__(self, **tensors: np.ndarray) -> None:
         self._tensors = tensors
+        self.sender = Sender()
+
+    def get_response_sender(self) -> Sender:
+        return self.sender
 
     def inputs(self) -> list[Any]:
         return [_Tensor(name, array) for name, array in self._tensors.items()]
