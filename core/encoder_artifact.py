@@ -11,7 +11,7 @@ penjing.json       kind "artifact", SHA-256 of each file above
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -24,11 +24,11 @@ from penjing.core.errors import ConfigError, InputError
 from penjing.core.manifest import Manifest, read_json_object, verify
 from penjing.core.models.encoder_config import EncoderConfig
 from penjing.core.onnx_runtime import open_graph
-from penjing.core.text_tokenizer import TextTokenizer, TextTokens, encoder_config, is_encoder
+from penjing.core.text_tokenizer import TextTokenizer, TextTokens, encoder_config, is_encoder, pad
 from penjing.core.vision_artifact import MODEL_FILE, PARITY_FILE, QUANTIZATION_FILE, REPORT_FILE, Quantization
 
 IDS, MASK, OUTPUT = "input_ids", "attention_mask", "embedding"
-BATCH = 32  # texts in one run of `EncoderArtifact.embed`, of similar length
+BATCH_TOKENS = 512  # with padding, in one run of `EncoderArtifact.embed`: what lies between layers stays in cache
 
 
 class EncoderParity(Config):
@@ -79,19 +79,29 @@ def embed_texts(session: Any, tokenizer: TextTokenizer, texts: list[str]) -> NDA
 def embed_in_batches(
     tokenizer: TextTokenizer, texts: list[str], run: Callable[[TextTokens], NDArray[np.float32]]
 ) -> NDArray[np.float32]:
-    """(texts, hidden) in the order of `texts`; those of similar length go through `run` together, `BATCH` at a time.
+    """(texts, hidden) in the order of `texts`; those of similar length go through `run` together.
+
+    As many as `BATCH_TOKENS` hold, at least one.
 
     Raises:
         InputError: there is no text.
     """
+    rows = tokenizer.rows(texts)
     found: dict[int, NDArray[np.float32]] = {}
-    order = sorted(range(len(texts)), key=lambda index: len(texts[index]))
-    for begin in range(0, len(order), BATCH):
-        chosen = order[begin : begin + BATCH]
-        found |= dict(zip(chosen, run(tokenizer([texts[index] for index in chosen])), strict=True))
-    if not found:
-        raise InputError("there is no text to embed; give one or more")
+    for chosen in similar_lengths([len(row) for row in rows]):
+        found |= dict(zip(chosen, run(pad([rows[index] for index in chosen])), strict=True))
     return np.stack([found[index] for index in range(len(texts))])
+
+
+def similar_lengths(lengths: list[int]) -> Iterator[list[int]]:
+    """Indices of `lengths`, the shortest first, in batches that padded hold at most `BATCH_TOKENS`, or one text."""
+    batch: list[int] = []
+    for index in sorted(range(len(lengths)), key=lengths.__getitem__):
+        if batch and (len(batch) + 1) * lengths[index] > BATCH_TOKENS:
+            yield batch
+            batch = []
+        batch.append(index)
+    yield batch
 
 
 def is_encoder_artifact(folder: Path) -> bool:

@@ -57,15 +57,26 @@ class TextTokenizer:
 
     def __call__(self, texts: list[str]) -> TextTokens:
         """Raises InputError for an empty list: there would be nothing to run."""
+        return pad(self.rows(texts))
+
+    def rows(self, texts: list[str]) -> list[list[int]]:
+        """The token ids of each text, without padding.
+
+        Raises:
+            InputError: there is no text.
+        """
         if not texts:
             raise InputError("there is no text to embed; give one or more")
-        rows = [encoding.ids for encoding in self._backend.encode_batch(texts)]
-        longest = max(map(len, rows))
-        ids, mask = np.zeros((2, len(rows), longest), np.int64)
-        for index, row in enumerate(rows):
-            ids[index, : len(row)] = row
-            mask[index, : len(row)] = 1
-        return TextTokens(ids, mask)
+        return [encoding.ids for encoding in self._backend.encode_batch(texts)]
+
+
+def pad(rows: list[list[int]]) -> TextTokens:
+    """One batch of `rows`, padded to the longest."""
+    ids, mask = np.zeros((2, len(rows), max(map(len, rows))), np.int64)
+    for index, row in enumerate(rows):
+        ids[index, : len(row)] = row
+        mask[index, : len(row)] = 1
+    return TextTokens(ids, mask)
 
 
 def is_encoder(folder: Path) -> bool:

@@ -20,11 +20,11 @@ Embeddings = NDArray[np.float32]
 
 @torch.no_grad()
 def embed_with(model: Encoder, tokenizer: TextTokenizer, texts: list[str], progress: Progress) -> Embeddings:
-    """(texts, hidden) in the order of `texts`; one step of progress for each batch."""
+    """(texts, hidden) in the order of `texts`; one step of progress for each text."""
 
     def run(batch: TextTokens) -> Embeddings:
         rows = model(*batch.tensors()).numpy()
-        progress.advance()
+        progress.advance(len(rows))
         return rows
 
     return embed_in_batches(tokenizer, texts, run)

@@ -8,10 +8,11 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from penjing.compress.encoder.biases import absorb_biases
 from penjing.compress.encoder.onnx import export_encoder
 from penjing.compress.encoder.page import encoder_page
 from penjing.compress.encoder.parity import measure_parity
-from penjing.compress.encoder.placement import apply_quantization, round_biases
+from penjing.compress.encoder.placement import apply_quantization
 from penjing.compress.encoder.quality import compare, embed_with
 from penjing.compress.encoder.recipe import EncoderRecipe
 from penjing.compress.encoder.smooth import smooth
@@ -26,7 +27,7 @@ from penjing.compress.recipe import recipe_toml
 from penjing.compress.steps import already_made
 from penjing.core.artifact import RECIPE_FILE, REPORT_PAGE
 from penjing.core.config import load_recipe
-from penjing.core.encoder_artifact import BATCH, embed_texts, open_encoder_artifact, open_encoder_session
+from penjing.core.encoder_artifact import embed_texts, open_encoder_artifact, open_encoder_session
 from penjing.core.encoder_checkpoint import WEIGHTS, read_encoder, write_encoder_files
 from penjing.core.errors import InputError
 from penjing.core.files import atomic_write_text, publish_folder, sha256_file
@@ -36,7 +37,7 @@ from penjing.core.progress import Progress
 from penjing.core.text_tokenizer import TextTokenizer
 from penjing.core.vision_artifact import MODEL_FILE, PARITY_FILE, QUANTIZATION_FILE, REPORT_FILE, Quantization
 
-SCHEMA = "1"  # raise when the artifact made from the same recipe and input changes
+SCHEMA = "2"  # raise when the artifact made from the same recipe and input changes
 PARITY_TEXTS = 32
 ERROR_TEXTS = 8  # on which each layer is compared with its floating self
 
@@ -91,15 +92,14 @@ class _Run:
         target, activations, weights = resolve(settings.target, settings)
         retrieval = retrieval_set(recipe.texts.evaluate)
         texts = retrieval.queries + retrieval.documents
-        self.progress.start("embedding with the FP32 model", -(-len(texts) // BATCH))
+        self.progress.start("embedding with the FP32 model", len(texts))
         before = embed_with(model, self.tokenizer, texts, self.progress)
         parameters = sum(parameter.numel() for parameter in model.parameters())
         calibration = calibration_paragraphs(recipe.texts.calibrate)
         self.progress.start("calibrating", len(calibration) * (1 + settings.smooth))
+        absorb_biases(model)
         factors = smooth(model, self._watched(calibration), settings) if settings.smooth else {}
         calibrate(apply_quantization(model, settings, factors), self._watched(calibration))
-        if target.bias == "int32":
-            round_biases(model)
         quantization = Quantization(
             target=settings.target,
             activations=activations,

@@ -59,14 +59,19 @@ class GraphBuilder:
         stored = self.node("QuantizeLinear", [x, scale, zero], f"{output}/quantized")
         return self.node("DequantizeLinear", [stored, scale, zero], output)
 
-    def weight(self, name: str, folded: Folded) -> str:
-        """A layer's weight: floating, or stored in its format and widened by a DQ with a scale for each channel."""
+    def weight(self, name: str, folded: Folded, axis: int = 0) -> str:
+        """A layer's weight: floating, or stored in its format and widened by a DQ with a scale for each channel.
+
+        Args:
+            axis: 1 stores a matrix transposed, (inputs, outputs), as MatMul takes it.
+        """
+        weight = folded.weight.t() if axis else folded.weight
         if folded.scale is None:
-            return self.constant(f"{name}.weight", folded.weight)
-        stored = self.constant(f"{name}.weight", folded.weight)
+            return self.constant(f"{name}.weight", weight)
+        stored = self.constant(f"{name}.weight", weight)
         scale = self.constant(f"{name}.weight/scale", folded.scale)
         zero = self.constant(f"{name}.weight/zero", torch.zeros(len(folded.scale)).to(folded.weight.dtype))
-        return self.node("DequantizeLinear", [stored, scale, zero], f"{name}.weight/dequantized", axis=0)
+        return self.node("DequantizeLinear", [stored, scale, zero], f"{name}.weight/dequantized", axis=axis)
 
     def bias(self, name: str, folded: Folded, input_scale: Tensor | None) -> str:
         """A layer's bias: INT32 in steps of input_scale · weight scale if the former is given, else floating."""

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from transformers import BertModel
 
+from penjing.core.encoder_artifact import similar_lengths
 from penjing.core.encoder_checkpoint import read_encoder
 from penjing.core.errors import ConfigError, InputError
 from penjing.core.importer import import_model
@@ -52,6 +53,12 @@ def test_padding_and_company_change_nothing(source: Path) -> None:
         together = model(*tokenize(TEXTS).tensors())
         for index, text in enumerate(TEXTS):
             assert torch.allclose(model(*tokenize([text]).tensors())[0], together[index], atol=1e-6)
+
+
+def test_batches_hold_texts_of_similar_length() -> None:
+    lengths = [450, 3, 250, 200, 4, 300, 2000, 150]
+    batches = list(similar_lengths(lengths))
+    assert batches == [[1, 4, 7], [3, 2], [5], [0], [6]]  # 3 × 150, 2 × 250, then one text each, however long
 
 
 def test_import_gives_a_folder_that_transformers_reads(source: Path, tmp_path: Path) -> None:
