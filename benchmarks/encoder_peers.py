@@ -7,6 +7,7 @@ exported in that form: it becomes Attention, SkipLayerNormalization, BiasGelu an
 from __future__ import annotations
 
 import math
+import warnings
 from pathlib import Path
 
 import torch
@@ -63,16 +64,18 @@ def export_fused(encoder: Encoder, out: Path) -> None:
     plain = out.with_suffix(".plain.onnx")
     example = torch.ones((3, 17), dtype=torch.int64)
     sizes = {IDS: {0: "batch", 1: "sequence"}, MASK: {0: "batch", 1: "sequence"}, OUTPUT: {0: "batch"}}
-    torch.onnx.export(
-        StepByStep(encoder),
-        (example, example),
-        str(plain),
-        dynamo=False,  # the optimiser's patterns are those of this exporter
-        opset_version=17,
-        input_names=[IDS, MASK],
-        output_names=[OUTPUT],
-        dynamic_axes=sizes,
-    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of the tracer: deprecated, and sizes it takes for constant, which are
+        torch.onnx.export(
+            StepByStep(encoder),
+            (example, example),
+            str(plain),
+            dynamo=False,  # the optimiser's patterns are those of this exporter
+            opset_version=17,
+            input_names=[IDS, MASK],
+            output_names=[OUTPUT],
+            dynamic_axes=sizes,
+        )
     config = encoder.config
     fused = optimize_model(
         str(plain), "bert", num_heads=config.num_attention_heads, hidden_size=config.hidden_size, opt_level=0
