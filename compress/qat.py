@@ -20,9 +20,12 @@ from penjing.compress.quantize import QuantizedWeight
 from penjing.kernels.quantize import quantize_per_token_torch
 from penjing.kernels.rounding import INT8_LIMIT
 
-SCALE_RATE = 10.0  # a step of 1e-5 changes a scale by 1e-4 of itself, as it changes a weight of 0.1
-LARGEST = INT8_LIMIT - 1e-3  # steps: beyond the limit the largest weight of a row would count as clipped, and not learn
-INSIDE = 0.49  # of a step: how far a weight may begin from the integer that it begins with
+UNIT = 0.005  # a usual scale: an update of 1e-5 moves a weight by 0.002 of its row's scale
+SCALE_RATE = 10.0  # an update of 1e-5 changes a scale by 1e-4 of itself: the largest weight by 0.013 of it
+LARGEST = (
+    INT8_LIMIT - 1e-3
+)  # scales: beyond the limit the largest weight of a row would count as clipped, and not learn
+INSIDE = 0.49  # of a scale: how far a weight may begin from the integer that it begins with
 
 
 class _PerToken(torch.autograd.Function):
@@ -42,36 +45,44 @@ class FakeInt8Linear(nn.Linear):
     """`Int8Linear` for training; (…, in_features) → (…, out_features).
 
     Attributes:
+        weight: (out_features, in_features) weights over the scales that they began with, times UNIT.
         log_scale: (out_features,) logarithms of the scales over SCALE_RATE.
+        begun_scale: (out_features, 1) the scales that training began with.
     """
+
+    begun_scale: Tensor
 
     def __init__(self, in_features: int, out_features: int, bias: bool, device: torch.device | None = None) -> None:
         super().__init__(in_features, out_features, bias, device)
         self.log_scale = nn.Parameter(torch.zeros(out_features, device=device))
+        self.register_buffer("begun_scale", torch.ones(out_features, 1, device=device))
 
     def scale(self) -> Tensor:
         """(out_features, 1) float32."""
         return (self.log_scale * SCALE_RATE).exp()[:, None]
 
+    def float_weight(self) -> Tensor:
+        """(out_features, in_features): what `forward` rounds."""
+        return self.weight * (self.begun_scale / UNIT)
+
     @torch.no_grad()
     def begin(self, weight_NK: Tensor, quantized: QuantizedWeight) -> None:
         """Take the float weights as far as they round to the integers of `quantized`, and its scales."""
+        self.begun_scale.copy_(quantized.scale_N1)
         self.log_scale.copy_(quantized.scale_N1[:, 0].log() / SCALE_RATE)
-        scale_N1 = self.scale()
-        begun_NK = quantized.weight_NK * scale_N1
-        reach_N1, limit_N1 = INSIDE * scale_N1, LARGEST * scale_N1
-        near_NK = begun_NK + (weight_NK - begun_NK).clamp(-reach_N1, reach_N1)
-        self.weight.copy_(near_NK.clamp(-limit_N1, limit_N1))
+        apart_NK = weight_NK / quantized.scale_N1 - quantized.weight_NK
+        near_NK = quantized.weight_NK + apart_NK.clamp(-INSIDE, INSIDE)
+        self.weight.copy_(near_NK.clamp(-LARGEST, LARGEST) * UNIT)
 
     @torch.no_grad()
     def quantized(self) -> QuantizedWeight:
         """The integers and scales whose products `forward` multiplies with."""
         scale_N1 = self.scale()
-        return QuantizedWeight(INT8_WEIGHT.store(self.weight / scale_N1).to(torch.int8), scale_N1)
+        return QuantizedWeight(INT8_WEIGHT.store(self.float_weight() / scale_N1).to(torch.int8), scale_N1)
 
     def forward(self, input: Tensor) -> Tensor:
         scale_N1 = self.scale()
-        weight_NK = fake_quantize(self.weight, scale_N1, torch.zeros_like(scale_N1), INT8_WEIGHT)
+        weight_NK = fake_quantize(self.float_weight(), scale_N1, torch.zeros_like(scale_N1), INT8_WEIGHT)
         return F.linear(_PerToken.apply(input), weight_NK, self.bias)  # pyright: ignore[reportArgumentType]
 
 

@@ -12,14 +12,18 @@ from penjing.core.checkpoint import Checkpoint
 from penjing.core.info import processor, versions
 from penjing.core.models.tensor_names import tensor_shapes
 
+MEASURES = ("fp32", "int8")
+"""The steps that measure perplexity, and make nothing."""
+
 
 def make_report(
     recipe: Recipe, checkpoint: Checkpoint, steps: list[StepRecord], command: str, num_resumed: int
 ) -> dict[str, Any]:
     """Everything `report.json` holds, JSON-ready.
 
-    Sizes are of the weights in bytes, times in seconds, `peak_memory_bytes` the largest resident memory above what the
-    process held before the first step; `perplexity.*.change` is (int8 − fp32) / fp32.
+    Sizes are of the weights in bytes, times in seconds: `seconds` of all steps, `seconds_measuring` of `MEASURES` among
+    them. `peak_memory_bytes` is the largest resident memory above what the process held before the first step,
+    `perplexity.*.change` (int8 − fp32) / fp32.
     """
     results = {step.name: step.result for step in steps}
     parameters = sum(math.prod(shape) for shape in tensor_shapes(checkpoint.config).values())
@@ -46,6 +50,7 @@ def make_report(
         "parity": results["parity"]["differences"],
         "linears": linears,
         "seconds": sum(step.seconds for step in steps),
+        "seconds_measuring": sum(step.seconds for step in steps if step.name in MEASURES),
         "peak_memory_bytes": peak,
         "peak_memory_of_fp32": peak / (4 * parameters),
         "steps": [
@@ -68,7 +73,8 @@ def summary_line(report: dict[str, Any]) -> str:
     return (
         f"{megabytes(report['bytes_fp32'])} → {megabytes(report['bytes_int8'])} "
         f"({report['bytes_fp32'] / report['bytes_int8']:.1f}×), {texts}, "
-        f"{report['seconds']:.0f} s, peak memory {megabytes(report['peak_memory_bytes'])}"
+        f"{report['seconds']:.0f} s ({report['seconds_measuring']:.0f} s for measuring perplexity), "
+        f"peak memory {megabytes(report['peak_memory_bytes'])}"
     )
 
 

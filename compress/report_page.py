@@ -15,7 +15,8 @@ KINDS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_p
 TEMPLATE = """<p>{{ "{:,}".format(report.parameters) }} parameters, {{ report.bytes_fp32 | megabytes }} in FP32 →
 <strong>{{ report.bytes_int8 | megabytes }}</strong>
 ({{ "%.1f" | format(report.bytes_fp32 / report.bytes_int8) }} times smaller), in
-{{ "%.0f" | format(report.seconds) }} s with {{ report.peak_memory_bytes | megabytes }} of memory at most
+{{ "%.0f" | format(report.seconds) }} s ({{ "%.0f" | format(report.seconds_measuring) }} s of them measured perplexity)
+with {{ report.peak_memory_bytes | megabytes }} of memory at most
 ({{ "%.2f" | format(report.peak_memory_of_fp32) }} of the FP32 model).</p>
 <div class="figures">{{ figures.size }}{{ figures.perplexity }}</div>
 <h2>Perplexity on held-out text</h2>

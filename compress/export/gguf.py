@@ -1,9 +1,9 @@
 """A decoder artifact as GGUF for llama.cpp: INT8 layers as Q8_0 with the artifact's own integers.
 
 Q8_0 stores 32 values a block with a float16 scale. A row's scale is repeated for each of its blocks, so the integers
-are those of the artifact; only scales are rounded, to 11 bits. Activations are llama.cpp's affair: it rounds them to 8
-bits block by block where the artifact's own runtime does so token by token. Sources: the GGUF specification
-(ggml-org/ggml, docs/gguf.md); `core/gguf_import.py` and `core/tokenizer_gguf.py` read the same back.
+are those of the artifact; only scales are rounded, to 11 bits (small ones to 9). Activations are llama.cpp's affair: it
+rounds them to 8 bits block by block where the artifact's own runtime does so token by token. Sources: the GGUF
+specification (ggml-org/ggml, docs/gguf.md); `core/gguf_import.py` and `core/tokenizer_gguf.py` read the same back.
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ from penjing.core.progress import Progress
 
 BLOCK = 32
 Q8_0_FILE = 7  # general.file_type: mostly Q8_0
-SMALLEST_SCALE = 2.0**-14  # of normal float16 numbers
+SMALLEST_SCALE = (
+    2.0**-16
+)  # subnormal, but within 2⁻⁹ of a float16: SmolLM2's first v_proj, its norm folded in, has 2.4e-5
 _NAMES = {
     "input_layernorm": "attn_norm",
     "self_attn.q_proj": "attn_q",
@@ -95,14 +97,18 @@ def q8_0(weight: NDArray[np.int8], scale: NDArray[np.float32]) -> NDArray[np.uin
     """(rows, K) int8 and (rows,) → (rows, K / 32 · 34) bytes of Q8_0 blocks: float16 scale, 32 integers.
 
     Raises:
-        InputError: K is no multiple of 32, or a scale has no normal float16.
+        InputError: K is no multiple of 32, or a scale is too large or too small for float16.
     """
     rows, columns = weight.shape
     if columns % BLOCK:
         raise InputError(f"a layer has {columns} inputs; Q8_0 needs a multiple of {BLOCK}: prune with round_to = 32")
-    halves = scale.astype(np.float16)
+    with np.errstate(over="ignore"):
+        halves = scale.astype(np.float16)
     if not np.isfinite(halves).all() or (scale < SMALLEST_SCALE).any():
-        raise InputError(f"a scale of {scale.min():g} … {scale.max():g} has no normal float16, as Q8_0 stores scales")
+        raise InputError(
+            f"scales of {scale.min():g} … {scale.max():g} are too large or too small for float16, as Q8_0 stores them: "
+            "export --to onnx or compressed-tensors keeps them as they are"
+        )
     blocks = np.empty((rows, columns // BLOCK, 2 + BLOCK), np.uint8)
     blocks[:, :, :2] = halves.view(np.uint8).reshape(rows, 1, 2)
     blocks[:, :, 2:] = weight.view(np.uint8).reshape(rows, columns // BLOCK, BLOCK)

@@ -83,6 +83,8 @@ def test_report_has_what_the_summary_needs(tiny_int8: Path) -> None:
     assert [step["name"] for step in report["steps"]] == [
         "check", "fp32", "layer_000", "layer_001", "head", "assemble", "int8", "parity",
     ]  # fmt: skip
+    seconds = {step["name"]: step["seconds"] for step in report["steps"]}
+    assert report["seconds_measuring"] == pytest.approx(seconds["fp32"] + seconds["int8"])
     assert report["versions"]["torch"] == torch.__version__
     assert report["command"].startswith("penjing compress ")
 

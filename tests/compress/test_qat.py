@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from penjing.compress import qat
 from penjing.compress.flow.run import compress_steps
 from penjing.compress.parity import fake_quantized_logits
-from penjing.compress.qat import SCALE_RATE, FakeInt8Linear
+from penjing.compress.qat import SCALE_RATE, UNIT, FakeInt8Linear
 from penjing.compress.quant.formats import SignedInteger
 from penjing.compress.quantize import quantize_per_channel
 from penjing.compress.verify import verify_artifact
@@ -92,7 +92,7 @@ def test_a_layer_computes_what_the_runtime_computes_of_its_integers() -> None:
     runtime = Int8Linear(quantized.weight_NK, quantized.scale_N1, made.bias)
     with torch.no_grad():
         assert torch.allclose(made(x), runtime(x), rtol=1e-5, atol=1e-5)
-        assert (made(x) - F.linear(x, made.weight, made.bias)).abs().max() > 1e-3  # it does round
+        assert (made(x) - F.linear(x, made.float_weight(), made.bias)).abs().max() > 1e-3  # it does round
 
 
 def test_a_layer_begins_with_the_integers_it_is_given() -> None:
@@ -102,15 +102,29 @@ def test_a_layer_begins_with_the_integers_it_is_given() -> None:
     made = FakeInt8Linear(24, 10, bias=False)
     made.begin(weight, given)
     assert torch.equal(made.quantized().weight_NK, given.weight_NK)
-    near = (made.weight - weight).abs() < 1e-6
+    near = (made.float_weight() - weight).abs() < 1e-6
     assert near[:, 1::3].float().mean() > 0.9  # the others keep their float values
+
+
+def test_an_update_moves_small_and_large_rows_by_the_same_share_of_their_scales() -> None:
+    weight = torch.randn(2, 64, generator=torch.Generator().manual_seed(1)) * torch.tensor([[1e-4], [1.0]])
+    made = FakeInt8Linear(64, 2, bias=False)
+    made.begin(weight, quantize_per_channel(weight))
+    before = made.float_weight() / made.begun_scale
+    optimizer = torch.optim.Adam([made.weight], lr=1e-5)
+    (made(torch.randn(8, 64)) * torch.tensor([1e4, 1.0])).square().sum().backward()
+    optimizer.step()
+    moved = (made.float_weight() / made.begun_scale - before).abs()
+    inside = before.abs() < 126.9
+    torch.testing.assert_close(moved[inside], torch.full_like(moved[inside], 1e-5 / UNIT), rtol=0.02, atol=0)
 
 
 def test_gradients_are_those_of_learned_steps() -> None:
     made, x = layer(), torch.randn(6, 24)
     made.weight.data[0, 0] = 1e3  # clipped
     made(x).square().sum().backward()
-    weight, log_scale = made.weight.detach().clone().requires_grad_(), made.log_scale.detach().clone().requires_grad_()
+    weight = made.float_weight().detach().clone().requires_grad_()
+    log_scale = made.log_scale.detach().clone().requires_grad_()
     scale = (log_scale * SCALE_RATE).exp()[:, None]
     real = weight / scale
     real = real.clamp(-127, 127)
@@ -123,7 +137,8 @@ def test_gradients_are_those_of_learned_steps() -> None:
     assert log_scale.grad is not None
     inside = torch.arange(10 * 24).view(10, 24) != 0  # the explicit graph leaks its scale's factor where it clips
     assert made.weight.grad[0, 0] == 0
-    assert torch.allclose(made.weight.grad[inside], weight.grad[inside], rtol=1e-3, atol=1e-3)
+    gradient = made.weight.grad * UNIT / made.begun_scale
+    assert torch.allclose(gradient[inside], weight.grad[inside], rtol=1e-3, atol=1e-3)
     assert torch.allclose(made.log_scale.grad, log_scale.grad, rtol=1e-3, atol=1e-2)
 
 
@@ -147,7 +162,7 @@ def test_a_scale_s_gradient_is_the_paper_s_and_where_all_is_clipped_a_finite_dif
 
     losses().sum().backward()
     scale = made.scale().detach().double()
-    real = made.weight.detach().double() / scale
+    real = made.float_weight().detach().double() / scale
     inside = real.abs() <= 127
     assert not inside[0].any()
     assert 0.5 < inside[1:].double().mean() < 0.99
@@ -156,7 +171,8 @@ def test_a_scale_s_gradient_is_the_paper_s_and_where_all_is_clipped_a_finite_dif
     assert made.log_scale.grad is not None
     assert made.weight.grad is not None
     torch.testing.assert_close(made.log_scale.grad.double(), expected, rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(made.weight.grad, upstream.t() * inside, rtol=1e-5, atol=1e-6)
+    gradient = made.weight.grad * UNIT / made.begun_scale
+    torch.testing.assert_close(gradient, upstream.t() * inside, rtol=1e-5, atol=1e-6)
     moved = []
     for step in (1e-3, -2e-3):
         with torch.no_grad():
@@ -193,11 +209,11 @@ def taught(tiny_checkpoint: Path) -> torch.nn.Module:
     return model.requires_grad_(False)
 
 
-@pytest.mark.parametrize(("bits", "rate", "share"), [(8, 5e-5, 0.9), (3, 1e-3, 0.6)])
+@pytest.mark.parametrize(("bits", "rate", "share"), [(8, 5e-5, 0.9), (3, 1e-4, 0.4)])
 def test_training_beats_the_calibrated_start_on_what_it_never_saw(
     bits: int, rate: float, share: float, taught: torch.nn.Module, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nats a token from the floating network's answers; measured: 0.80 of the start at 8 bits, 0.45 at 3."""
+    """Nats a token from the floating network's answers; measured: 0.80 of the start at 8 bits, 0.30 at 3."""
     limit = 2 ** (bits - 1) - 1
     monkeypatch.setattr(qat, "INT8_WEIGHT", SignedInteger("int8", -limit, limit))
     monkeypatch.setattr(qat, "LARGEST", limit - 1e-3)
@@ -229,7 +245,7 @@ def test_learning_takes_error_off_that_rounding_to_nearest_leaves() -> None:
     weight = torch.randn(10, 24, generator=generator)
     made = FakeInt8Linear(24, 10, bias=False)
     made.begin(weight, quantize_per_channel(weight))
-    adam = torch.optim.Adam(made.parameters(), lr=3e-4)
+    adam = torch.optim.Adam(made.parameters(), lr=1e-4)
     errors = []
     for _ in range(100):
         error = (made(x) - x @ weight.t()).square().mean()

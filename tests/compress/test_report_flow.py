@@ -149,6 +149,7 @@ def test_an_artifacts_report_is_two_stages(tiny_int8: Path) -> None:
     assert int8.quality.value == pytest.approx(np.exp(pooled))
     assert int8.quality.samples == 3
     assert report.lost(int8) is None
+    assert int8.seconds == pytest.approx(own["seconds"] - own["seconds_measuring"])  # as a step's: without measurement
 
 
 @given(st.lists(st.tuples(st.integers(1, 9), st.integers(0, 10)), min_size=1, max_size=12))

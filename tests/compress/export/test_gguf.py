@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 from pathlib import Path
 
@@ -79,17 +78,36 @@ def test_integers_are_identical_in_every_export(tiny_int8: Path, tmp_path: Path)
     assert compared == 15
 
 
-def test_llama_cpp_runs_the_file(tiny_int8: Path, tmp_path: Path) -> None:
-    tool = ROOT / "build/peers/llama_cpp/build/bin/llama-bench"
+def test_llama_cpp_answers_as_the_artifact(tiny_int8: Path, tmp_path: Path) -> None:
+    tool = ROOT / "build/peers/llama_cpp/build/bin/llama-perplexity"
     if not tool.is_file():
         pytest.skip("llama.cpp is not built; benchmarks/peers/llama_cpp.sh CHECKPOINT builds it")
-    out = tmp_path / "model.gguf"
+    out, text, saved = tmp_path / "model.gguf", tmp_path / "text.txt", tmp_path / "logits.bin"
     assert _run(["export", str(tiny_int8), str(out), "--to", "gguf"]) == 0
-    command = [str(tool), "-m", str(out), "-t", "1", "-p", "8", "-n", "4", "-r", "1", "-o", "jsonl"]
-    lines = subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()
-    rows = [json.loads(line) for line in lines if line.startswith("{")]
-    assert {(row["n_prompt"], row["n_gen"]) for row in rows} == {(8, 0), (0, 4)}
-    assert all("Q8_0" in row["model_type"] for row in rows)
+    text.write_text("".join(f"Line {number}: the quick brown fox says “ö” {number**3} times\n" for number in range(40)))
+    options = f"-t 1 -c 32 -b 32 --chunks 6 --save-all-logits {saved}".split()
+    subprocess.run([str(tool), "-m", str(out), "-f", str(text), *options], check=True, capture_output=True)
+    found, tokens_WT = read_logits(saved)
+    ids = Tokenizer.from_folder(tiny_int8).encode(text.read_text())
+    assert tokens_WT.flatten().tolist() == ids[: tokens_WT.numel()]
+    with torch.no_grad():
+        expected = load_model(tiny_int8).model(tokens_WT)[:, 16:-1].log_softmax(-1)
+    # llama.cpp rounds activations in blocks of 32, the artifact's runtime whole tokens
+    assert (found - expected).square().mean().sqrt() < 0.1 * expected.std(-1).mean()
+    assert (found.argmax(-1) == expected.argmax(-1)).float().mean() > 0.9
+
+
+def read_logits(path: Path) -> tuple[torch.Tensor, torch.Tensor]:
+    """What `llama-perplexity --save-all-logits` writes: log probabilities behind the second half of each window of
+    tokens, as 16-bit steps from the least, and the tokens."""
+    data = path.read_bytes()
+    assert data[:8] == b"_logits_"
+    length, vocabulary, windows = np.frombuffer(data, np.int32, 3, 8)
+    tokens = np.frombuffer(data, np.int32, windows * length, 20).reshape(windows, length)
+    width = 2 * ((vocabulary + 1) // 2) + 4
+    rows = np.frombuffer(data, np.uint16, offset=20 + tokens.nbytes).reshape(windows, length - 1 - length // 2, width)
+    step, least = np.ascontiguousarray(rows[..., :4]).view(np.float32).transpose(2, 0, 1)[..., None]
+    return torch.from_numpy(rows[..., 4 : 4 + vocabulary] * step + least), torch.from_numpy(tokens.astype(np.int64))
 
 
 def test_a_file_that_reads_back_otherwise_is_refused(
@@ -118,11 +136,18 @@ def test_blocks_are_those_of_the_gguf_package() -> None:
     assert np.array_equal(back, weight.astype(np.float32) * scale[:, None])
 
 
+def test_scales_that_folded_norms_make_small_are_written() -> None:
+    weight, scale = np.full((64, 32), 127, np.int8), np.geomspace(2.0**-16, 2.0**-13, 64).astype(np.float32)
+    back = gguf.dequantize(q8_0(weight, scale), gguf.GGMLQuantizationType.Q8_0)
+    assert np.allclose(back, weight * scale[:, None], rtol=2**-9, atol=0)
+
+
 def test_what_q8_0_cannot_hold_is_refused(tiny_int8: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(InputError, match="needs a multiple of 32"):
         q8_0(np.zeros((2, 40), np.int8), np.ones(2, np.float32))
-    with pytest.raises(InputError, match="no normal float16"):
-        q8_0(np.zeros((2, 32), np.int8), np.array([1.0, 1e-9], np.float32))
+    for wrong in (1e-9, 1e5):
+        with pytest.raises(InputError, match="too large or too small for float16"):
+            q8_0(np.zeros((2, 32), np.int8), np.array([1.0, wrong], np.float32))
     (tmp_path / "file").write_text("")
     assert _run(["export", str(tiny_int8), str(tmp_path / "file" / "x.gguf"), "--to", "gguf"]) == 3
     assert "is a file, so" in capsys.readouterr().err
