@@ -22,6 +22,7 @@ from penjing.compress.smooth_search import Search
 from penjing.compress.smoothquant import FindScale, by_alpha, smooth_linears
 from penjing.compress.stream import LayerStream, Weights
 from penjing.core.errors import InputError
+from penjing.kernels.hadamard import hadamard
 from penjing.kernels.rounding import INT8_LIMIT
 
 SAMPLE_ROWS = 4096  # calibration tokens whose activations are kept while their layer is done
@@ -124,13 +125,17 @@ def compress_layer(
     samples = seen.samples()
     _check_finite(samples, layer)
     scales = smooth_linears(weights, samples, stream.config, recipe.transform, _rule(recipe, seen.rows_of(hidden_WTE)))
+    inputs = {name: x_MK / scales[name] if name in scales else x_MK for name, x_MK in samples.items()}
+    if block := recipe.transform.hadamard_down:
+        inputs["mlp.down_proj"] = hadamard(inputs["mlp.down_proj"], block)
+        weights["mlp.down_proj.weight"] = hadamard(weights["mlp.down_proj.weight"], block)
 
     tensors, errors = dict(weights), {}
     for group, linears in SAME_INPUT.items():
         quantized_here = [name for name in linears if not recipe.quantize.keeps(f"model.layers.{layer}.{name}")]
         if not quantized_here:
             continue
-        x_MK = samples[group] / scales[group] if group in scales else samples[group]
+        x_MK = inputs[group]
         rule = weight_rule(recipe, x_MK)
         for linear in quantized_here:
             quantized = rule(weights[f"{linear}.weight"])

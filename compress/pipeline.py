@@ -24,6 +24,7 @@ from penjing.compress.preflight import (
     linear_modules,
     make_plan,
     preflight,
+    transformed,
 )
 from penjing.compress.recipe import Recipe, recipe_toml, run_key
 from penjing.compress.report import make_report, summary_line
@@ -182,7 +183,7 @@ class _Run:
         tied = self.config.tie_word_embeddings and not unties(self.recipe)
         total = save_checkpoint(
             folder,
-            self.config.model_copy(update={"tie_word_embeddings": tied}),
+            transformed(self.config, self.recipe.transform).model_copy(update={"tie_word_embeddings": tied}),
             self._tensors(),
             tokenizer_from=self.recipe.model,
             extra_config=quantized,

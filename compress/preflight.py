@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from pydantic import ValidationError
 
 from penjing.compress.head import DTYPES, unties
 from penjing.compress.memory import available_bytes
-from penjing.compress.recipe import Recipe
+from penjing.compress.recipe import Recipe, Transform
 from penjing.core.checkpoint import Checkpoint, open_checkpoint
 from penjing.core.errors import ConfigError, InputError, SetupError
 from penjing.core.files import sha256_file
@@ -72,6 +73,7 @@ def _check_kind(config: DecoderConfig, folder: Path) -> None:
         "experts (moe)": config.moe is not None,
         "latent attention": config.latent_attention is not None,
         "shared layers": config.shared_layers > 1,
+        "a Hadamard transform": config.mlp_hadamard > 0,
     }
     if found := [name for name, present in kinds.items() if present]:
         raise InputError(
@@ -104,8 +106,10 @@ def check_recipe(recipe: Recipe, config: DecoderConfig) -> None:
     """The recipe fits the model.
 
     Raises:
-        ConfigError: a window is longer than the model's context, or a `keep` pattern matches nothing.
+        ConfigError: a window is longer than the model's context, a `keep` pattern matches nothing, or the MLPs are not
+            as wide as `transform.hadamard_down` needs.
     """
+    transformed(config, recipe.transform)
     for section in ("calibration", "evaluate"):
         window = getattr(recipe, section).window
         if window > config.max_position_embeddings:
@@ -119,6 +123,22 @@ def check_recipe(recipe: Recipe, config: DecoderConfig) -> None:
             raise ConfigError(
                 f"quantize.keep: {pattern!r} matches no linear layer; their names look like {modules[0]!r}"
             )
+
+
+def transformed(config: DecoderConfig, transform: Transform) -> DecoderConfig:
+    """The network that a recipe's transforms make of `config`: another one only where they cannot be absorbed.
+
+    Raises:
+        ConfigError: `hadamard_down` does not divide the width of every MLP.
+    """
+    if not transform.hadamard_down:
+        return config
+    values = config.model_dump() | {"model_type": "penjing", "mlp_hadamard": transform.hadamard_down}
+    try:
+        return DecoderConfig.model_validate(values)
+    except ValidationError as error:
+        why = error.errors()[0]["msg"].removeprefix("Value error, ")
+        raise ConfigError(f"transform.hadamard_down: {why}") from None
 
 
 def linear_modules(config: DecoderConfig) -> list[str]:

@@ -14,13 +14,17 @@ from penjing.core.config import Config
 
 
 class Transform(Config):
-    """Changes of the weights that leave the function as it is; each alpha of 0 switches its smoothing off."""
+    """Changes of the weights that leave the function as it is; each alpha of 0 switches its smoothing off.
+
+    `hadamard_down` alone cannot be absorbed: the network gets `mlp_hadamard`, which penjing and its ONNX files compute.
+    """
 
     rotate: bool = True
     rotate_seed: int = Field(default=0, ge=0, lt=2**31)
     smooth_norm: float = Field(default=0.0, ge=0, le=1)  # norm → q, k, v and gate, up; last norm → head
     smooth_down: float = Field(default=0.6, ge=0, le=1)  # up_proj → down_proj
     smooth_output: float = Field(default=0.6, ge=0, le=1)  # v_proj → o_proj
+    hadamard_down: int = Field(default=0, ge=0)  # block that is transformed before down_proj, e.g. 64; 0: none
     search_steps: int = Field(default=60, ge=0, le=10_000)  # for each channel's scale (smooth_search.py); 0: the alphas
 
 

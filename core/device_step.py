@@ -19,6 +19,7 @@ from penjing.core.models.decoder import Decoder, DecoderLayer
 from penjing.core.models.mlp import MLP
 from penjing.core.models.norm import RMSNorm
 from penjing.core.quantized import Int8Linear
+from penjing.kernels.hadamard import hadamard
 from penjing.kernels.int8_linear import PackedInt8, prepack_int8, scaled_int8_matmul
 from penjing.kernels.linear import linear
 from penjing.kernels.paged_attention import paged_attention
@@ -102,6 +103,7 @@ class _Layer:
     out: _Int8 | _Float
     gate_up: _Int8 | _Float | _Mixed
     down: _Int8 | _Float
+    hadamard: int
     input_norm: Tensor
     post_norm: Tensor
     head_norms: tuple[Tensor, Tensor] | None
@@ -174,7 +176,8 @@ class DeviceStep:
             lengths = cu_query_S1, context_len_S, block_table_SB
             seen = paged_attention(q, *cache, *lengths, config.head_dim**-0.5, layer.window, *scales)
             x = layer.out(seen.flatten(1), x)
-            x = layer.down(layer.gate_up.of_norm(x, layer.post_norm, eps), x)
+            inner = layer.gate_up.of_norm(x, layer.post_norm, eps)
+            x = layer.down(hadamard(inner, layer.hadamard).to(inner.dtype) if layer.hadamard else inner, x)
         if logit_rows_R is not None:
             x = x.index_select(0, logit_rows_R)
         return self._head.of_norm(x, self._norm, eps)
@@ -194,6 +197,7 @@ class DeviceStep:
             out=self._projection(attention.o_proj),
             gate_up=gate_up,
             down=self._projection(mlp.down_proj),
+            hadamard=mlp.hadamard,
             input_norm=self._norm_before(qkv, layer.input_layernorm),
             post_norm=self._norm_before(gate_up, layer.post_attention_layernorm),
             head_norms=(head_norms[0], head_norms[1]) if head_norms else None,

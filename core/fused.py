@@ -92,6 +92,7 @@ def _layer_weights(model: Decoder, index: int) -> LayerWeights:
         q_norm=attention.q_norm.weight if attention.qk_norm else None,
         k_norm=attention.k_norm.weight if attention.qk_norm else None,
         window=model.config.layer_window(index),
+        hadamard=mlp.hadamard,
     )
 
 

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from penjing.kernels.cpu import library as abi
 from penjing.kernels.cpu.functions import CpuExtension, Int8Panels, float_linear
+from penjing.kernels.hadamard import check_block
 from penjing.kernels.int8_linear import PackedInt8
 from penjing.kernels.kv_layout import check_int8_head_dim
 from penjing.kernels.rotary import rotary_cos_sin
@@ -62,6 +63,8 @@ class LayerWeights:
     q_norm: Tensor | None = None
     k_norm: Tensor | None = None
     window: int | None = None
+    hadamard: int = 0
+    """Block of the transform of the input of `down` (`kernels.hadamard`); 0: none."""
 
 
 class DecoderStep:
@@ -285,6 +288,9 @@ class DecoderStep:
         if layer.window is not None and layer.window < 1:
             raise ValueError(f"window={layer.window}: at least 1 key is needed")
         out.window = layer.window or 0
+        if layer.hadamard:
+            check_block(layer.hadamard, _size(layer.down)[1])
+        out.hadamard = layer.hadamard
 
     def _vector(self, tensor: Tensor, size: int | None) -> int:
         if tensor.shape != (size,):

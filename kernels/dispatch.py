@@ -27,6 +27,7 @@ CPP_OPERATIONS: tuple[str, ...] = (
     "write_kv",
     "rms_norm",
     "swiglu",
+    "hadamard",
 )
 TORCH_OPERATIONS: tuple[str, ...] = ("rotary",)
 # Of attention in pieces: 4 MiB of float32, which caches hold, and 256 MiB; other devices take what the CPU does.

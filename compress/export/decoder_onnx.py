@@ -35,6 +35,7 @@ from penjing.core.errors import ConfigError, InputError
 from penjing.core.models.rope import inverse_frequencies
 from penjing.core.progress import Progress
 from penjing.core.quantized import int8_modules
+from penjing.kernels.hadamard import hadamard
 
 MODEL_FILE, DATA_FILE = "model.onnx", "model.onnx.data"
 EMBEDDED = "embedding"  # the hidden state before the first layer; `layer_output` names those after
@@ -191,9 +192,18 @@ class _Writer:
         gate = self._linear(normed, f"{module}.mlp.gate_proj", f"{name}/gate")
         up = self._linear(normed, f"{module}.mlp.up_proj", f"{name}/up")
         silu = node("Mul", [gate, node("Sigmoid", [gate], f"{name}/sigmoid")], f"{name}/silu")
-        inner = node("Mul", [silu, up], f"{name}/inner")
+        inner = self._hadamard(node("Mul", [silu, up], f"{name}/inner"), name)
         down = self._linear(inner, f"{module}.mlp.down_proj", f"{name}/down")
         return node("Add", [x, down], layer_output(layer))
+
+    def _hadamard(self, inner: str, name: str) -> str:
+        block, number = self.config.mlp_hadamard, self._number
+        if not block:
+            return inner
+        blocks = self.graph.node("Reshape", [inner, number([0, 0, -1, block])], f"{name}/blocks")
+        matrix = self.graph.constant("hadamard", hadamard(torch.eye(block), block))
+        spread = self.graph.node("MatMul", [blocks, matrix], f"{name}/hadamard")
+        return self.graph.node("Reshape", [spread, number([0, 0, -1])], f"{name}/spread")
 
     def _attention(self, layer: int, x: str, module: str, name: str) -> str:
         node, number, config = self.graph.node, self._number, self.config

@@ -62,6 +62,11 @@ def export_artifact(
     if classifier:
         return export_classifier(folder, form, out, target, progress)
     artifact = open_artifact(folder)
+    if form != "onnx" and artifact.checkpoint.config.mlp_hadamard:
+        raise InputError(
+            f"{folder} has a Hadamard transform, which {form} does not: penjing and its ONNX files compute it. For "
+            "another engine compress with transform.hadamard_down=0"
+        )
     if form == "gguf":
         return _gguf(artifact, out, progress)
     with publish_folder(out, replace=force, marker=RECORD_FILE) as partial:

@@ -123,6 +123,7 @@ class DecoderConfig(Config):
     attention_bias: bool = False  # bias on q, k, v (Qwen2: true)
     attention_output_bias: bool = False  # bias on the output projection (Llama with attention_bias: true)
     mlp_bias: bool = False
+    mlp_hadamard: int = Field(default=0, ge=0)  # block of down_proj's input that kernels.hadamard transforms; 0: none
     qk_norm: bool = False  # RMSNorm over head_dim on q and k before the rotary embedding (Qwen3)
     sliding_window: int | None = Field(default=None, gt=0)  # keys a query sees, itself included
     layer_types: tuple[LayerType, ...] | None = None  # a shorter list repeats; None: all slide if sliding_window is set
@@ -186,6 +187,18 @@ class DecoderConfig(Config):
             raise ValueError(
                 "intermediate_sizes are for layers of their own without experts: leave out moe and shared_layers"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _hadamard_fits(self) -> DecoderConfig:
+        block = self.mlp_hadamard
+        if not block:
+            return self
+        if self.model_type != "penjing" or self.moe is not None:
+            raise ValueError("mlp_hadamard is of the model_type 'penjing', without experts")
+        for size in self.intermediate_sizes or (self.intermediate_size,):
+            if block & (block - 1) or not 2 <= block <= 256 or size % block:
+                raise ValueError(f"mlp_hadamard={block}: a power of two from 2 to 256 is needed that divides {size}")
         return self
 
     def ffn_size(self, layer: int) -> int:

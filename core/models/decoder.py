@@ -32,7 +32,7 @@ class DecoderLayer(nn.Module):
         if config.moe is not None and config.is_moe(layer):
             self.mlp = MoE(config.hidden_size, config.moe)
         else:
-            self.mlp = MLP(config.hidden_size, config.ffn_size(layer), config.mlp_bias)
+            self.mlp = MLP(config.hidden_size, config.ffn_size(layer), config.mlp_bias, config.mlp_hadamard)
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 

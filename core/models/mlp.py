@@ -4,17 +4,24 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
+from penjing.kernels.hadamard import hadamard
 from penjing.kernels.swiglu import swiglu
 
 
 class MLP(nn.Module):
-    """down(silu(gate(x)) × up(x)): (…, hidden) → (…, hidden)."""
+    """down(silu(gate(x)) × up(x)): (…, hidden) → (…, hidden).
 
-    def __init__(self, hidden: int, inner: int, bias: bool = False):
+    Args:
+        hadamard: block of the transform of what `down` reads, which its weight undoes (`kernels.hadamard`); 0: none.
+    """
+
+    def __init__(self, hidden: int, inner: int, bias: bool = False, hadamard: int = 0):
         super().__init__()
+        self.hadamard = hadamard
         self.gate_proj = nn.Linear(hidden, inner, bias=bias)
         self.up_proj = nn.Linear(hidden, inner, bias=bias)
         self.down_proj = nn.Linear(inner, hidden, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(swiglu(self.gate_proj(x), self.up_proj(x)))
+        inner = swiglu(self.gate_proj(x), self.up_proj(x))
+        return self.down_proj(hadamard(inner, self.hadamard).to(inner.dtype) if self.hadamard else inner)

@@ -41,6 +41,7 @@ struct PjLayer {
     const float* q_norm;       // (head_dim) or null
     const float* k_norm;       // (head_dim) or null
     int64_t window;            // keys a query sees, itself included; 0: all
+    int64_t hadamard;          // block of the Hadamard transform before `down`, see ops.h; 0: none
     int32_t num_qkv;           // 1 or 3
     int32_t num_gate_up;       // 1 or 2
 };

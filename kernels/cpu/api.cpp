@@ -14,7 +14,7 @@
 using namespace penjing;
 
 // Raised with every change of a structure or a function below.
-PJ_API int32_t pj_abi_version() { return 5; }
+PJ_API int32_t pj_abi_version() { return 6; }
 
 // Bytes of a structure, so that a test can hold Python's copy against it.
 PJ_API uint64_t pj_struct_bytes(int32_t which) {
@@ -109,6 +109,10 @@ PJ_API void pj_rms_norm(const float* x, const float* weight, int64_t rows, int64
 }
 PJ_API void pj_swiglu(const float* gate, const float* up, int64_t count, float* out) {
     ops().swiglu_row(gate, up, count, out);
+}
+PJ_API void pj_hadamard(const float* x, int64_t rows, int64_t k, int64_t block, float* out) {
+    const Ops& kernels = ops();
+    for (int64_t row = 0; row < rows; ++row) kernels.hadamard_row(x + row * k, k, block, out + row * k);
 }
 // In place on (tokens, heads, head_dim); cos and sin are (tokens, head_dim / 2).
 PJ_API void pj_rotate(float* x, const float* cos, const float* sin, int64_t tokens, int64_t heads, int64_t head_dim) {

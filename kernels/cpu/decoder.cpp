@@ -323,6 +323,10 @@ void Decoder::tail(const Team& team, const PjLayer& layer, float* hidden, const 
             ops_->swiglu_row(act, act + inner, inner, b.rows.x + i * inner);
             act = b.rows.x + i * inner;
         }
+        if (layer.hadamard > 0) {
+            ops_->hadamard_row(act, inner, layer.hadamard, b.rows.x + i * inner);
+            act = b.rows.x + i * inner;
+        }
         enter(layer.down, b.rows, i, act);
     });
     apply_linear(*ops_, layer.down, b.rows, count, team.member, team.members, hidden, width, true);

@@ -225,6 +225,13 @@ class CpuExtension:
         self.library.pj_swiglu(gate.data_ptr(), up.data_ptr(), gate.numel(), out.data_ptr())
         return out
 
+    def hadamard(self, x_MK: Tensor, block: int) -> Tensor:
+        """Each block of `block` columns times a Hadamard matrix, float32; see `kernels.hadamard`."""
+        _check("x_MK", x_MK, torch.float32, (None, None))
+        out_MK = torch.empty_like(x_MK)
+        self.library.pj_hadamard(x_MK.data_ptr(), *x_MK.shape, block, out_MK.data_ptr())
+        return out_MK
+
     def rotate(self, x_THD: Tensor, cos_TF: Tensor, sin_TF: Tensor) -> Tensor:
         """Rotary embedding of (T, heads, head_dim) by (T, head_dim / 2) cos and sin, float32."""
         _check("x_THD", x_THD, torch.float32, (None, None, None))

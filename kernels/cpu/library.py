@@ -8,7 +8,7 @@ from ctypes import POINTER, c_char_p, c_float, c_int32, c_int64, c_uint32, c_uin
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
-ABI_VERSION = 5
+ABI_VERSION = 6
 DTYPES = {"float32": 0, "bfloat16": 1, "float16": 2, "int8": 3}
 
 
@@ -46,6 +46,7 @@ class Layer(ctypes.Structure):
         ("q_norm", c_void_p),
         ("k_norm", c_void_p),
         ("window", c_int64),
+        ("hadamard", c_int64),
         ("num_qkv", c_int32),
         ("num_gate_up", c_int32),
     )
@@ -162,6 +163,7 @@ _FUNCTIONS = {
     "pj_swiglu_quantize": (None, [c_void_p, c_void_p, c_int64, c_int64, c_void_p, c_int32, c_void_p, c_void_p]),
     "pj_rms_norm": (None, [c_void_p, c_void_p, c_int64, c_int64, c_float, c_void_p]),
     "pj_swiglu": (None, [c_void_p, c_void_p, c_int64, c_void_p]),
+    "pj_hadamard": (None, [c_void_p, c_int64, c_int64, c_int64, c_void_p]),
     "pj_rotate": (None, [c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_int64]),
     "pj_write_kv": (None, [c_void_p, c_void_p, c_void_p, c_int64, POINTER(Pages)]),
     "pj_attention": (c_int32, [c_void_p, c_void_p, POINTER(Pages), POINTER(Sequences), c_int64, c_float, c_int64]),

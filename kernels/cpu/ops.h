@@ -9,6 +9,7 @@ namespace penjing {
 constexpr int TILE_KEYS = 64;  // keys of an attention tile; tiles start at multiples of it (absolute positions)
 constexpr int PANEL = 64;      // most columns of an INT8 panel
 constexpr int MAX_VECTOR = 16;
+constexpr int MAX_HADAMARD = 256;
 
 // Where the rows of an INT8 product go.
 struct Int8Rows {
@@ -62,6 +63,8 @@ struct Ops {
     void (*rms_norm_row)(const float* x, const float* weight, int64_t k, float eps, float* out);
     void (*rotate_head)(float* x, const float* cos, const float* sin, int64_t head_dim);
     void (*swiglu_row)(const float* gate, const float* up, int64_t n, float* out);
+    // x · H in blocks of `block` (a power of two up to MAX_HADAMARD that divides k), H orthogonal; out may be x.
+    void (*hadamard_row)(const float* x, int64_t k, int64_t block, float* out);
     void (*widen_row)(const void* x, int32_t dtype, int64_t k, float* out);
     void (*scale_row)(const float* x, float factor, int64_t k, float* out);
 

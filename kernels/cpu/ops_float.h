@@ -126,6 +126,35 @@ inline void swiglu_row(const float* gate, const float* up, int64_t n, float* out
     }
 }
 
+// One stage: pairs that lie `half` apart become their sum and their difference.
+template <int HALF>
+inline void butterfly(float* x, int64_t block) {
+    for (int64_t i = 0; i < block; i += 2 * HALF) {
+        for (int j = 0; j < HALF; ++j) {
+            const float a = x[i + j], b = x[i + j + HALF];
+            x[i + j] = a + b;
+            x[i + j + HALF] = a - b;
+        }
+    }
+}
+
+inline void hadamard_row(const float* x, int64_t k, int64_t block, float* out) {
+    alignas(64) float own[penjing::MAX_HADAMARD];
+    const float factor = static_cast<float>(1.0 / sqrt(static_cast<double>(block)));
+    for (int64_t at = 0; at < k; at += block) {
+        __builtin_memcpy(own, x + at, static_cast<size_t>(block) * sizeof(float));
+        if (block > 128) butterfly<128>(own, block);
+        if (block > 64) butterfly<64>(own, block);
+        if (block > 32) butterfly<32>(own, block);
+        if (block > 16) butterfly<16>(own, block);
+        if (block > 8) butterfly<8>(own, block);
+        if (block > 4) butterfly<4>(own, block);
+        if (block > 2) butterfly<2>(own, block);
+        butterfly<1>(own, block);
+        for (int64_t i = 0; i < block; ++i) out[at + i] = own[i] * factor;
+    }
+}
+
 inline void widen_row(const void* x, int32_t dtype, int64_t k, float* out) {
     for (int64_t i = 0; i < k; i += W) {
         const int n = k - i < W ? static_cast<int>(k - i) : W;

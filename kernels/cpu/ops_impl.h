@@ -12,7 +12,7 @@ namespace {
 
 constexpr penjing::Ops make_table(const char* name) {
     return {name,       quantize_row, int8_panel, float_linear, rms_norm_row, rotate_head, swiglu_row,
-            widen_row,  scale_row,    sum_words,    pack_keys,  quantize_query, attend_tile, merge_tile};
+            hadamard_row, widen_row, scale_row, sum_words, pack_keys, quantize_query, attend_tile, merge_tile};
 }
 
 }  // namespace

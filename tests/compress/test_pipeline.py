@@ -19,8 +19,10 @@ from safetensors.torch import load_file, save_file
 
 from penjing.compress.pipeline import compress
 from penjing.compress.steps import WorkFolder
+from penjing.compress.verify import verify_artifact
 from penjing.core.artifact import open_artifact
 from penjing.core.checkpoint import open_checkpoint
+from penjing.core.cli import _run
 from penjing.core.errors import ConfigError, InputError, SetupError
 from penjing.core.load import load_model
 from penjing.core.manifest import read_manifest
@@ -129,6 +131,34 @@ def test_a_tied_head_that_is_kept_stays_tied(tiny_int8: Path, tmp_path: Path) ->
     assert checkpoint.config.tie_word_embeddings
     assert "lm_head.weight" not in checkpoint.tensor_names
     load_model(out)
+
+
+def test_a_hadamard_transform_stays_in_the_network(
+    tiny_checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = compress(write_recipe(tmp_path, tiny_checkpoint, tmp_path / "out"), ["transform.hadamard_down=32"])
+    config = json.loads((out / "config.json").read_text())
+    assert (config["model_type"], config["mlp_hadamard"]) == ("penjing", 32)
+    ids = torch.randint(0, 320, (2, 24), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        ours, floating = load_model(out).model(ids), load_model(tiny_checkpoint).model(ids)
+    assert (ours - floating).square().mean().sqrt() < 0.1 * floating.std()
+    verify_artifact(out)
+    assert _run(["export", str(out), str(tmp_path / "onnx"), "--to", "onnx"]) == 0  # its gate has compared them
+    for form in ("gguf", "compressed-tensors"):
+        assert _run(["export", str(out), str(tmp_path / "refused"), "--to", form]) == 3
+        said = " ".join(capsys.readouterr().err.split())
+        assert f"has a Hadamard transform, which {form} does not" in said
+        assert "transform.hadamard_down=0" in said
+        assert not (tmp_path / "refused").exists()
+
+
+def test_a_network_with_such_a_transform_is_not_compressed_again(
+    make_tiny_checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    model = make_tiny_checkpoint(model_type="penjing", mlp_hadamard=32)
+    with pytest.raises(InputError, match="has a Hadamard transform"):
+        compress(write_recipe(tmp_path, model, tmp_path / "out"))
 
 
 def test_layers_can_be_kept(tiny_int8: Path, tmp_path: Path) -> None:
@@ -326,6 +356,8 @@ def test_an_embedding_beyond_float16_is_refused(make_tiny_checkpoint: Callable[.
     [
         ("evaluate.window=2048", "evaluate.*2048"),
         ('quantize.keep=["*.down_prj"]', r"quantize.keep: '\*.down_prj' matches no linear layer"),
+        ("transform.hadamard_down=64", "hadamard_down: .* needed that divides 96"),
+        ("transform.hadamard_down=3", "hadamard_down: .* power of two"),
     ],
 )
 def test_a_recipe_that_does_not_fit_the_model_is_refused(

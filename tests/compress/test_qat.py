@@ -278,6 +278,14 @@ def test_a_step_trains_an_artifact_that_others_load(write: Any, tmp_path: Path) 
     assert (ours - fake_quantized_logits(folder, ids)).abs().median() < 1e-5
 
 
+def test_training_goes_through_a_hadamard_transform(write: Any) -> None:
+    out = compress_steps(write("hadamard", 8, "[steps.int8.transform]\nhadamard_down = 32\n"))
+    verify_artifact(out)
+    losses = json.loads((out / "report.json").read_text())["stages"][-1]["record"]["training"]["losses"]
+    assert losses["first"]["divergence"] < 0.01
+    assert open_checkpoint(out).config.mlp_hadamard == 32
+
+
 def test_without_training_it_is_the_artifact_of_a_recipe_without_steps(write: Any) -> None:
     from penjing.compress.pipeline import compress
 

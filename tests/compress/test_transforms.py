@@ -10,6 +10,7 @@ import torch
 
 from penjing.compress.head import compress_embedding, compress_head, embed_for_calibration
 from penjing.compress.layer import Rotations, compress_layer
+from penjing.compress.preflight import transformed as network_after
 from penjing.compress.quantize import fake_quantize_activation
 from penjing.compress.recipe import Recipe
 from penjing.compress.rotate import rotation_matrix
@@ -17,6 +18,7 @@ from penjing.compress.smoothquant import channel_magnitude, smoothing_scale
 from penjing.compress.stream import LayerStream
 from penjing.core.checkpoint import open_checkpoint
 from penjing.core.models.decoder import Decoder
+from penjing.kernels.hadamard import hadamard
 
 ARCHITECTURES = {
     "llama": {},
@@ -31,6 +33,7 @@ TRANSFORMS = {
     "rotate": {"rotate": True, "smooth_norm": 0, "smooth_down": 0, "smooth_output": 0},
     "smooth": {"rotate": False, "smooth_norm": 0.5, "smooth_down": 0.5, "smooth_output": 0.5},
     "all": {"rotate": True, "smooth_norm": 0.7, "smooth_down": 0.6, "smooth_output": 0.6},
+    "hadamard": {"rotate": True, "smooth_down": 0.6, "smooth_output": 0.6, "hadamard_down": 32},
 }
 
 
@@ -58,7 +61,7 @@ def transformed(folder: Path, transform: dict[str, object]) -> tuple[Decoder, De
     before = Decoder(config)
     names = stream.checkpoint.tensor_names
     before.load_state_dict({name: stream.checkpoint.get(name) for name in names}, strict=False)
-    after = Decoder(config.model_copy(update={"tie_word_embeddings": False}))
+    after = Decoder(network_after(config, recipe.transform).model_copy(update={"tie_word_embeddings": False}))
     after.load_state_dict(tensors)
     return before, after, token_ids
 
@@ -68,7 +71,8 @@ def transformed(folder: Path, transform: dict[str, object]) -> tuple[Decoder, De
 def test_logits_stay_equal_to_rounding(
     make_tiny_checkpoint: Callable[..., Path], architecture: str, transform: str
 ) -> None:
-    folder = make_tiny_checkpoint(**ARCHITECTURES[architecture])
+    sizes = {"intermediate_size": 96} if transform == "hadamard" else {}  # whole blocks
+    folder = make_tiny_checkpoint(**ARCHITECTURES[architecture] | sizes)
     before, after, token_ids = transformed(folder, TRANSFORMS[transform])
     with torch.no_grad():
         wanted, found = before(token_ids), after(token_ids)
@@ -92,6 +96,15 @@ def test_a_rotation_makes_an_outlier_channel_harmless() -> None:
     plain = (fake_quantize_activation(x) - x).norm()
     rotated = (fake_quantize_activation(x @ matrix) - x @ matrix).norm()
     assert rotated < 0.25 * plain
+
+
+def test_a_hadamard_transform_makes_outliers_of_single_tokens_harmless() -> None:
+    """No scale of a channel helps there: each token has its outlier elsewhere."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(96, 96, generator=generator) * 0.1 + 10 * torch.eye(96)
+    spread = hadamard(x, 32)
+    plain = (fake_quantize_activation(x) - x).norm()
+    assert (fake_quantize_activation(spread) - spread).norm() < 0.3 * plain
 
 
 def test_smoothing_scale_follows_the_formula() -> None:

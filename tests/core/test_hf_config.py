@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pydantic import ValidationError
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -190,6 +191,20 @@ def test_what_is_not_supported_is_named(changes: dict[str, Any], message: str) -
 def test_a_config_without_an_architecture_is_refused(overrides: dict[str, Any]) -> None:
     with pytest.raises(InputError, match="no Hugging Face architecture of type"):
         decoder_config_to_hf(tiny_config(**overrides))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ({"mlp_hadamard": 32}, "of the model_type 'penjing'"),
+        ({"model_type": "penjing", "mlp_hadamard": 64}, "needed that divides 96"),
+        ({"model_type": "penjing", "mlp_hadamard": 24}, "a power of two"),
+        ({"model_type": "penjing", "mlp_hadamard": 32, "intermediate_sizes": (96, 80)}, "needed that divides 80"),
+    ],
+)
+def test_a_transform_that_does_not_fit_is_refused(overrides: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValidationError, match=message):
+        tiny_config(**overrides)
 
 
 JSON = st.recursive(

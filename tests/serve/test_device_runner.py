@@ -75,8 +75,9 @@ PROMPTS = [list(range(40, 61)), [7]]  # the first takes two chunks
     [
         ({"int8": True, "qk_norm": True, "attention_bias": True}, {"kv_dtype": "int8"}),
         ({"sliding_window": 6, "tie_word_embeddings": True}, {}),
+        ({"int8": True, "model_type": "penjing", "mlp_hadamard": 16}, {}),
     ],
-    ids=["int8 weights and cache, head norms, biases", "float, window, tied"],
+    ids=["int8 weights and cache, head norms, biases", "float, window, tied", "a Hadamard transform"],
 )
 def test_logits_are_those_of_the_cpu_path(changes: dict[str, Any], settings: dict[str, Any]) -> None:
     loaded = tiny_model(**changes)
