@@ -28,13 +28,14 @@ def main() -> int:
     parser.add_argument("recipe", type=Path, nargs="?", default=Path("recipes/smollm2-int8.toml"))
     parser.add_argument("--force", action="store_true", help="compress again")
     parser.add_argument("--set", dest="overrides", action="append", default=[], metavar="SECTION.KEY=VALUE")
+    parser.add_argument("--name", help="of the rows; by default the recipe's")
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the rows")
     arguments = parser.parse_args()
     with progress_bar() as progress:
         made = compress_recipe(
             arguments.recipe, arguments.overrides, out=None, force=arguments.force, progress=progress
         )
-    append("compress", report_rows(read_report(made), arguments.recipe.stem), arguments.results)
+    append("compress", report_rows(read_report(made), arguments.name or arguments.recipe.stem), arguments.results)
     return 0
 
 

@@ -91,6 +91,6 @@ def summary_line(report: dict[str, Any]) -> str:
     if first["quality"]["name"] == "accuracy":
         quality = f"accuracy {before:.2%} → {after:.2%} ({100 * (after - before):+.2f} points)"
     else:
-        quality = f"perplexity {before:.2f} → {after:.2f} ({after / before - 1:+.1%})"
+        quality = f"perplexity {before:.2f} → {after:.2f} ({after / before - 1:+.2%})"
     seconds = sum(stage["seconds"] for stage in report["stages"])
     return f"{sizes}, {macs:.0%} of the multiply-accumulates, {quality}, {seconds:.0f} s for the steps"

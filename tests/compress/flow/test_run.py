@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from penjing.compress.flow.guard import Verdict
 from penjing.compress.flow.run import compress_steps
 from penjing.compress.steps import WorkFolder
 from penjing.core.errors import ConfigError, InputError, SetupError
@@ -293,3 +294,8 @@ def test_a_run_that_is_stopped_anywhere_ends_as_one_that_is_not(
             break
         outcomes.append((result, done))
     assert outcomes[0] == outcomes[1]
+
+
+def test_a_small_rise_of_perplexity_can_be_read() -> None:
+    verdict = Verdict(1.00214, 1.00082, 1.00347, 1.01, "times the perplexity")
+    assert str(verdict) == "1.002 times the perplexity (95 %: 1.001 … 1.003), budget 1.01"
