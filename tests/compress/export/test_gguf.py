@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 from pathlib import Path
 
 import gguf
@@ -24,7 +23,7 @@ from penjing.core.load import load_model
 from penjing.core.models.config import DecoderConfig
 from penjing.core.progress import Silent
 from penjing.core.tokenizer import Tokenizer
-from tests.conftest import ROOT, tiny_config
+from tests.conftest import tiny_config
 
 
 def test_integers_are_the_artifact_s_and_the_model_is_the_same(tiny_int8: Path, tmp_path: Path) -> None:
@@ -76,38 +75,6 @@ def test_integers_are_identical_in_every_export(tiny_int8: Path, tmp_path: Path)
         assert np.array_equal(np.sort(rows, axis=0) if turned else rows, np.sort(stored, axis=0) if turned else stored)
         compared += 1
     assert compared == 15
-
-
-def test_llama_cpp_answers_as_the_artifact(tiny_int8: Path, tmp_path: Path) -> None:
-    tool = ROOT / "build/peers/llama_cpp/build/bin/llama-perplexity"
-    if not tool.is_file():
-        pytest.skip("llama.cpp is not built; benchmarks/peers/llama_cpp.sh CHECKPOINT builds it")
-    out, text, saved = tmp_path / "model.gguf", tmp_path / "text.txt", tmp_path / "logits.bin"
-    assert _run(["export", str(tiny_int8), str(out), "--to", "gguf"]) == 0
-    text.write_text("".join(f"Line {number}: the quick brown fox says “ö” {number**3} times\n" for number in range(40)))
-    options = f"-t 1 -c 32 -b 32 --chunks 6 --save-all-logits {saved}".split()
-    subprocess.run([str(tool), "-m", str(out), "-f", str(text), *options], check=True, capture_output=True)
-    found, tokens_WT = read_logits(saved)
-    ids = Tokenizer.from_folder(tiny_int8).encode(text.read_text())
-    assert tokens_WT.flatten().tolist() == ids[: tokens_WT.numel()]
-    with torch.no_grad():
-        expected = load_model(tiny_int8).model(tokens_WT)[:, 16:-1].log_softmax(-1)
-    # llama.cpp rounds activations in blocks of 32, the artifact's runtime whole tokens
-    assert (found - expected).square().mean().sqrt() < 0.1 * expected.std(-1).mean()
-    assert (found.argmax(-1) == expected.argmax(-1)).float().mean() > 0.9
-
-
-def read_logits(path: Path) -> tuple[torch.Tensor, torch.Tensor]:
-    """What `llama-perplexity --save-all-logits` writes: log probabilities behind the second half of each window of
-    tokens, as 16-bit steps from the least, and the tokens."""
-    data = path.read_bytes()
-    assert data[:8] == b"_logits_"
-    length, vocabulary, windows = np.frombuffer(data, np.int32, 3, 8)
-    tokens = np.frombuffer(data, np.int32, windows * length, 20).reshape(windows, length)
-    width = 2 * ((vocabulary + 1) // 2) + 4
-    rows = np.frombuffer(data, np.uint16, offset=20 + tokens.nbytes).reshape(windows, length - 1 - length // 2, width)
-    step, least = np.ascontiguousarray(rows[..., :4]).view(np.float32).transpose(2, 0, 1)[..., None]
-    return torch.from_numpy(rows[..., 4 : 4 + vocabulary] * step + least), torch.from_numpy(tokens.astype(np.int64))
 
 
 def test_a_file_that_reads_back_otherwise_is_refused(
