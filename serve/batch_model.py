@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -36,7 +36,7 @@ class Signature:
 
 
 class BatchModel(Protocol):
-    """A loaded model. `prepare` is called for each request, `run` once for those that came together."""
+    """A loaded model. `prepare` is called for each request, `start` once for those that came together."""
 
     def prepare(self, inputs: Arrays) -> Any:
         """Check and convert one request's tensors (rows, …).
@@ -46,8 +46,17 @@ class BatchModel(Protocol):
         """
         ...
 
-    def run(self, requests: Sequence[Any]) -> list[dict[str, np.ndarray]]:
-        """The answer of each of `requests`, as `prepare` returned them. A row's answer depends on that row alone."""
+    def start(self, requests: Sequence[Any], begun: Callable[[], None]) -> Callable[[], list[dict[str, np.ndarray]]]:
+        """Begin to compute the answers of `requests`, as `prepare` returned them; several batches may be under way.
+
+        A row's answer depends on that row alone.
+
+        Args:
+            begun: is called, from another thread, when the first row is computed.
+
+        Returns:
+            A function that waits and gives the answer of each request; batches are finished in the order of `start`.
+        """
         ...
 
     def warm_up(self) -> None:

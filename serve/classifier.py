@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -73,8 +73,10 @@ class Classifier:
             raise RequestError(f"{INPUT}[{row}] holds NaN or infinity; give finite values")
         return array
 
-    def run(self, requests: Sequence[NDArray[Any]]) -> list[dict[str, np.ndarray]]:
-        """`logits` (N, classes) float32 for each request."""
+    def start(
+        self, requests: Sequence[NDArray[Any]], begun: Callable[[], None]
+    ) -> Callable[[], list[dict[str, np.ndarray]]]:
+        """`logits` (N, classes) float32 for each request; see `BatchModel`."""
         if len({request.dtype for request in requests}) > 1:
             requests = [self._floats(request) for request in requests]
         images = requests[0] if len(requests) == 1 else np.concatenate(requests)
@@ -82,14 +84,13 @@ class Classifier:
         def classify(session: Any, part: slice) -> NDArray[np.float32]:
             return run_session(session, self._floats(images[part]))
 
-        parts = self._threads.parts(len(images), PART)
-        logits = np.concatenate(self._threads.run(classify, parts))
+        wait = self._threads.start(classify, self._threads.parts(len(images), PART), begun)
         ends = np.cumsum([len(request) for request in requests])
-        return [{OUTPUT: part} for part in np.split(logits, ends[:-1])]
+        return lambda: [{OUTPUT: part} for part in np.split(np.concatenate(wait()), ends[:-1])]
 
     def _floats(self, images: NDArray[Any]) -> NDArray[np.float32]:
         return normalised(images, self._artifact.config) if images.dtype == np.uint8 else images
 
     def warm_up(self) -> None:
         """Classify one black image."""
-        self.run([self.prepare({PIXELS: np.zeros((1, *self._shape), np.uint8)})])
+        self.start([self.prepare({PIXELS: np.zeros((1, *self._shape), np.uint8)})], lambda: None)()

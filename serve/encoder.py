@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -53,22 +53,29 @@ class TextEncoder:
             raise RequestError(f"{TEXT} must have the shape (N, 1) with N ≥ 1, one text a row, got {shape}")
         return [_text(value, row) for row, value in enumerate(array[:, 0])]
 
-    def run(self, requests: Sequence[list[str]]) -> list[dict[str, np.ndarray]]:
-        """`embedding` (N, hidden) float32 for each request."""
+    def start(
+        self, requests: Sequence[list[str]], begun: Callable[[], None]
+    ) -> Callable[[], list[dict[str, np.ndarray]]]:
+        """`embedding` (N, hidden) float32 for each request; see `BatchModel`."""
         texts = [text for request in requests for text in request]
         order = sorted(range(len(texts)), key=lambda index: len(texts[index]), reverse=True)  # the longest begin
 
         def embed(session: Any, part: slice) -> NDArray[np.float32]:
             return self._artifact.embed(session, [texts[index] for index in order[part]])
 
-        rows = np.empty((len(texts), self._artifact.config.hidden_size), np.float32)
-        rows[order] = np.concatenate(self._threads.run(embed, self._threads.parts(len(texts), PART)))
+        wait = self._threads.start(embed, self._threads.parts(len(texts), PART), begun)
         ends = np.cumsum([len(request) for request in requests])
-        return [{OUTPUT: part} for part in np.split(rows, ends[:-1])]
+
+        def finish() -> list[dict[str, np.ndarray]]:
+            rows = np.empty((len(texts), self._artifact.config.hidden_size), np.float32)
+            rows[order] = np.concatenate(wait())
+            return [{OUTPUT: part} for part in np.split(rows, ends[:-1])]
+
+        return finish
 
     def warm_up(self) -> None:
         """Embed one word."""
-        self.run([["word"]])
+        self.start([["word"]], lambda: None)()
 
 
 def _text(value: bytes | str, row: int) -> str:

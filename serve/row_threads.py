@@ -1,7 +1,8 @@
-"""Independent rows on all cores: parts of a batch run beside each other, each on one thread.
+"""Independent rows on all cores: parts of batches run beside each other, each on one thread.
 
 ONNX Runtime's own threads share the work of every node and meet after it; one that loses its core for a moment, to the
-server or to a client on the same machine, holds all others up, dozens of times a batch. Parts meet once.
+server or to a client on the same machine, holds all others up, dozens of times a batch. Parts never meet: a thread that
+is done with one batch goes on with the next.
 """
 
 from __future__ import annotations
@@ -9,7 +10,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from itertools import pairwise
 from typing import Any, TypeVar
 
@@ -40,8 +40,23 @@ class RowThreads:
         ends = [rows * index // count for index in range(count + 1)]
         return [slice(begin, end) for begin, end in pairwise(ends)]
 
-    def run(self, work: Callable[[Any, Part], Result], parts: Sequence[Part]) -> list[Result]:
-        """`work(session, part)` for each part, in order: a single part has all threads, several have one each."""
-        if len(parts) == 1:
-            return [work(self._together, parts[0])]
-        return list(self._pool.map(partial(work, self._alone), parts))
+    def start(
+        self, work: Callable[[Any, Part], Result], parts: Sequence[Part], begun: Callable[[], None]
+    ) -> Callable[[], list[Result]]:
+        """Begin `work(session, part)` for each part: a single part has all threads, several have one each.
+
+        Args:
+            begun: is called when the first part runs, behind what was started before.
+
+        Returns:
+            A function that waits and gives the results, in order.
+        """
+        session = self._together if len(parts) == 1 else self._alone
+
+        def first(part: Part) -> Result:
+            begun()
+            return work(session, part)
+
+        futures = [self._pool.submit(first, parts[0])]
+        futures += [self._pool.submit(work, session, part) for part in parts[1:]]
+        return lambda: [future.result() for future in futures]

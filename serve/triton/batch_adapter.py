@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import logging
+import math
 import queue
 import threading
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from penjing.core.errors import PenjingError, RequestError, ServerError
+from penjing.core.errors import OverloadedError, PenjingError, RequestError, ServerError
 from penjing.serve.batch_model import BatchModel
 from penjing.serve.config import BatchConfig
 from penjing.serve.triton.kinds import load_batched
@@ -23,20 +26,29 @@ log = logging.getLogger(__name__)
 
 
 @dataclass
+class _Waiting:
+    """A request that is not computed yet; `until` is when it has waited too long (monotonic seconds)."""
+
+    sender: Any
+    prepared: Any
+    until: float
+
+
+@dataclass
 class _Batch:
-    """`answers` are at first what the model made of each request, or the error that answers it."""
+    """`wait` gives an answer, or an error, for each of `senders`."""
 
     senders: list[Any]
-    answers: list[Any]
-    begun: threading.Event = field(default_factory=threading.Event)
+    wait: Callable[[], Sequence[Any]]
 
 
 class BatchAdapter:
-    """Serves one model: Triton server queues and gathers requests, `execute` takes a batch over when it begins to run.
+    """Serves one model: `execute` queues requests, a thread gathers and starts batches, another sends the answers.
 
-    So the next batch is at hand when one is done, and the server's instance is idle when answers leave. That matters:
-    with limits on its queue, Triton server looks whether an instance is idle when a request comes, and else twice a
-    second (core's `WaitForPayloadSlotAvailable`). Requests that clients send on an answer are to find it idle.
+    Triton server's own queue would do, but not with limits: then it looks whether an instance is idle when a request
+    comes, and else twice a second (core's `WaitForPayloadSlotAvailable`), so that the last of a burst wait seconds for
+    work of milliseconds. Without limits it holds nothing back: `execute` returns at once, and the limits are kept here.
+    The next batch stands behind the one that runs, so no core waits between them; a third is gathered meanwhile.
 
     The artifact's folder and the settings come from where those of an engine do (`settings.py`).
 
@@ -49,14 +61,15 @@ class BatchAdapter:
         self._pb_utils = pb_utils
         self._life = Life()
         try:
-            folder, config = read_settings(args, BatchConfig)
-            self._model: BatchModel = load_batched(folder, config)
+            folder, self._config = read_settings(args, BatchConfig)
+            self._model: BatchModel = load_batched(folder, self._config)
             self._model.warm_up()
-            self._waiting: queue.SimpleQueue[_Batch | None] = queue.SimpleQueue()
-            self._computed: queue.SimpleQueue[_Batch | None] = queue.SimpleQueue()
+            self._waiting: deque[_Waiting] = deque()
+            self._changed, self._finalizing = threading.Condition(), False
+            self._started: queue.SimpleQueue[_Batch | None] = queue.SimpleQueue()
             self._threads = [
                 threading.Thread(target=work, name=f"penjing-{name}", daemon=True)
-                for name, work in (("model", self._compute_batches), ("sender", self._send_answers))
+                for name, work in (("batcher", self._start_batches), ("sender", self._send_answers))
             ]
             for thread in self._threads:
                 thread.start()
@@ -64,42 +77,85 @@ class BatchAdapter:
             self._life.end(Phase.FAILED)  # a last word to the supervisor: Triton server can take long to give up
             raise
         self._life.phase = Phase.SERVING
-        log.info("serving %s with %s", folder, config)
+        log.info("serving %s with %s", folder, self._config)
 
     def execute(self, requests: Sequence[Any]) -> None:
-        """Take the requests over and return when they run; what is wrong with one is that one's alone."""
-        senders = [request.get_response_sender() for request in requests]
-        batch = _Batch(senders, [self._prepare(request) for request in requests])
+        """Take the requests over, at once; what is wrong with one is that one's alone."""
         self._life.owe(len(requests))
-        self._waiting.put(batch)
-        batch.begun.wait()
+        for request in requests:
+            sender, prepared = request.get_response_sender(), self._prepare(request)
+            if isinstance(prepared, PenjingError):
+                self._refuse(sender, prepared)
+                continue
+            seconds = min(self._config.queue_timeout, (request.timeout() or math.inf) / 1e6)
+            with self._changed:
+                is_full = len(self._waiting) >= self._config.max_queue_size
+                if not is_full:
+                    self._waiting.append(_Waiting(sender, prepared, time.monotonic() + seconds))
+                    self._changed.notify()
+            if is_full:
+                self._refuse(sender, OverloadedError(f"the queue is full: {self._config.max_queue_size} requests wait"))
 
     def finalize(self) -> None:
         """Called when the model is unloaded: what it took over is answered."""
-        self._waiting.put(None)
+        with self._changed:
+            self._finalizing = True
+            self._changed.notify()
         for thread in self._threads:
             thread.join()
         self._life.end(Phase.DRAINED)
 
-    def _compute_batches(self) -> None:
-        while (batch := self._waiting.get()) is not None:
-            with self._life.running():
-                batch.begun.set()
-                good = [index for index, answer in enumerate(batch.answers) if not isinstance(answer, PenjingError)]
-                if good:
-                    for index, answer in zip(good, self._run([batch.answers[index] for index in good]), strict=True):
-                        batch.answers[index] = answer
-            self._computed.put(batch)
-        self._computed.put(None)
+    def _refuse(self, sender: Any, error: PenjingError) -> None:
+        """Now, from whichever thread: answers of batches that run are not waited for."""
+        self._send(sender, error)
+        self._life.answered(1)
+
+    def _send(self, sender: Any, answer: dict[str, np.ndarray] | PenjingError) -> None:
+        try:
+            sender.send(self._response(answer), flags=self._pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
+        except Exception:  # one answer that cannot be sent must not end the thread that sends all others
+            log.exception("an answer could not be sent")
+
+    def _start_batches(self) -> None:
+        while (batch := self._next_batch()) is not None:
+            begun = threading.Event()
+
+            def on_begun(begun: threading.Event = begun) -> None:
+                self._life.began()
+                begun.set()
+
+            wait = self._start([each.prepared for each in batch], on_begun)
+            self._started.put(_Batch([each.sender for each in batch], wait))
+            begun.wait()
+        self._started.put(None)
+
+    def _next_batch(self) -> list[_Waiting] | None:
+        """As many of the requests that wait as make up a batch; None when the model is unloaded and none is left."""
+        with self._changed:
+            while True:
+                self._changed.wait_for(lambda: self._waiting or self._finalizing)
+                if not self._waiting:
+                    return None
+                batch: list[_Waiting] = []
+                rows = 0
+                while self._waiting and (
+                    not batch or rows + len(self._waiting[0].prepared) <= self._config.max_batch_size
+                ):
+                    waited = self._waiting.popleft()
+                    if time.monotonic() > waited.until:
+                        self._refuse(waited.sender, OverloadedError("timeout expired: the request has waited too long"))
+                    else:
+                        batch.append(waited)
+                        rows += len(waited.prepared)
+                if batch:
+                    return batch
 
     def _send_answers(self) -> None:
-        while (batch := self._computed.get()) is not None:
-            for sender, answer in zip(batch.senders, batch.answers, strict=True):
-                try:
-                    final = self._pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
-                    sender.send(self._response(answer), flags=final)
-                except Exception:  # one answer that cannot be sent must not end the thread that sends all others
-                    log.exception("an answer could not be sent")
+        while (batch := self._started.get()) is not None:
+            answers = batch.wait()
+            self._life.ended()
+            for sender, answer in zip(batch.senders, answers, strict=True):
+                self._send(sender, answer)
             self._life.answered(len(batch.senders))
 
     def _prepare(self, request: Any) -> Any:
@@ -113,18 +169,33 @@ class BatchAdapter:
             log.exception("a request could not be read")
             return ServerError(f"{type(error).__name__}: {error}")
 
-    def _run(self, prepared: list[Any]) -> Sequence[Any]:
+    def _start(self, prepared: list[Any], begun: Callable[[], None]) -> Callable[[], Sequence[Any]]:
+        """`BatchModel.start`, with errors for answers where it fails."""
         try:
-            return self._model.run(prepared)
+            wait = self._model.start(prepared, begun)
         except Exception as error:
-            log.exception("a batch of %d requests failed", len(prepared))
-            failure = error if isinstance(error, PenjingError) else ServerError(f"{type(error).__name__}: {error}")
-            return [failure] * len(prepared)
+            failures = _failures(error, len(prepared))
+            begun()
+            return lambda: failures
+
+        def answers() -> Sequence[Any]:
+            try:
+                return wait()
+            except Exception as error:
+                return _failures(error, len(prepared))
+
+        return answers
 
     def _response(self, answer: dict[str, np.ndarray] | PenjingError) -> Any:
         if isinstance(answer, PenjingError):
             codes = self._pb_utils.TritonError
-            code = codes.INVALID_ARG if isinstance(answer, RequestError) else codes.INTERNAL
+            kinds = {RequestError: codes.INVALID_ARG, OverloadedError: codes.UNAVAILABLE}
+            code = next((code for kind, code in kinds.items() if isinstance(answer, kind)), codes.INTERNAL)
             return self._pb_utils.InferenceResponse(error=codes(str(answer), code))
         tensors = [self._pb_utils.Tensor(name, array) for name, array in answer.items()]
         return self._pb_utils.InferenceResponse(output_tensors=tensors)
+
+
+def _failures(error: Exception, requests: int) -> list[PenjingError]:
+    log.error("a batch of %d requests failed", requests, exc_info=error)
+    return [error if isinstance(error, PenjingError) else ServerError(f"{type(error).__name__}: {error}")] * requests

@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections import deque
 from pathlib import Path
 
 from penjing.serve.triton.pulse import Phase, Pulse
@@ -21,7 +20,7 @@ class Life:
     def __init__(self) -> None:
         self.phase = Phase.LOADING
         self._parent = os.getppid()
-        self._busy_since: float | None = None
+        self._running: deque[float] = deque()  # since when; batches end in the order in which they begin
         self._unanswered = 0
         self._counting = threading.Lock()
         pulse = os.environ.get(PULSE_VARIABLE)
@@ -30,14 +29,13 @@ class Life:
         self._thread = threading.Thread(target=self._run, name="penjing-pulse", daemon=True)
         self._thread.start()
 
-    @contextmanager
-    def running(self) -> Iterator[None]:
+    def began(self) -> None:
         """A batch runs: if it takes too long, the supervisor acts."""
-        self._busy_since = time.monotonic()
-        try:
-            yield
-        finally:
-            self._busy_since = None
+        self._running.append(time.monotonic())
+
+    def ended(self) -> None:
+        """The oldest batch that runs is done."""
+        self._running.popleft()
 
     def owe(self, num_requests: int) -> None:
         """Count requests that came."""
@@ -63,6 +61,5 @@ class Life:
         if os.getppid() != self._parent:
             os._exit(1)  # Triton server is gone; the stub alone would notice only after minutes
         if self._pulse is not None:
-            busy_since = self._busy_since
-            loop_beat = time.monotonic() if busy_since is None else busy_since
-            self._pulse.beat(loop_beat=loop_beat, phase=self.phase, unanswered=self._unanswered)
+            oldest = [*self._running][:1]
+            self._pulse.beat(loop_beat=(oldest or [time.monotonic()])[0], phase=self.phase, unanswered=self._unanswered)

@@ -88,12 +88,8 @@ def _write_config(
         "dynamic_batching {\n"
         + (f"  preferred_batch_size: [ {preferred} ]\n" if preferred else "")
         + f"  max_queue_delay_microseconds: {round(config.max_queue_delay * 1e6)}\n"
-        + "  default_queue_policy {\n"
-        + "    timeout_action: REJECT\n"
-        + f"    default_timeout_microseconds: {round(config.queue_timeout * 1e6)}\n"
-        + "    allow_timeout_override: true\n"
-        + f"    max_queue_size: {config.max_queue_size}\n"
-        + "  }\n}\n"
+        + (_queue_policy(config) if backend == "onnxruntime" else "")  # else the adapter's, see `BatchAdapter`
+        + "}\n"
     )
     text = (
         f"name: {_quoted(name)}\nbackend: {_quoted(backend)}\nmax_batch_size: {config.max_batch_size}\n"
@@ -104,6 +100,17 @@ def _write_config(
         + _parameters(parameters)
     )
     (folder / "config.pbtxt").write_text(text, encoding="utf-8")
+
+
+def _queue_policy(config: BatchConfig) -> str:
+    return (
+        "  default_queue_policy {\n"
+        "    timeout_action: REJECT\n"
+        f"    default_timeout_microseconds: {round(config.queue_timeout * 1e6)}\n"
+        "    allow_timeout_override: true\n"
+        f"    max_queue_size: {config.max_queue_size}\n"
+        "  }\n"
+    )
 
 
 def _tensors(specs: tuple[TensorSpec, ...]) -> str:

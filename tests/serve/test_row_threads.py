@@ -29,6 +29,9 @@ def test_rows_are_cut_evenly_for_all_threads(threads: int, rows: int, sizes: lis
     assert [row for part in parts for row in range(rows)[part]] == list(range(rows))
 
 
+def nothing() -> None: ...
+
+
 def test_one_part_has_all_threads_and_several_have_one_each() -> None:
     together = threading.Barrier(2)
 
@@ -38,11 +41,27 @@ def test_one_part_has_all_threads_and_several_have_one_each() -> None:
 
     row_threads = RowThreads(lambda threads: threads, 2)
     parts = row_threads.parts(32, largest=16)
-    assert row_threads.run(work, parts) == [(1, part) for part in parts]
-    assert row_threads.run(lambda session, _: session, parts[:1]) == [2]
+    assert row_threads.start(work, parts, nothing)() == [(1, part) for part in parts]
+    assert row_threads.start(lambda session, _: session, parts[:1], nothing)() == [2]
+
+
+def test_a_thread_that_is_done_goes_on_with_the_next_batch() -> None:
+    """The first part of the first batch ends only when the second batch has begun on the other thread."""
+    row_threads, second = RowThreads(lambda threads: threads, 2), threading.Event()
+
+    def work(_: int, part: slice) -> int:
+        if part.start == 0:
+            assert second.wait(60)
+        return part.start
+
+    first = row_threads.start(work, row_threads.parts(4, largest=2), nothing)
+    assert not second.is_set()
+    other = row_threads.start(lambda _, part: part.stop, row_threads.parts(4, largest=2), second.set)
+    assert (first(), other()) == ([0, 2], [2, 4])
 
 
 def test_an_error_of_a_part_is_the_callers() -> None:
     row_threads = RowThreads(lambda threads: threads, 2)
+    wait = row_threads.start(lambda _, part: 1 // part.start, row_threads.parts(4, largest=2), nothing)
     with pytest.raises(ZeroDivisionError):
-        row_threads.run(lambda _, part: 1 // part.start, row_threads.parts(4, largest=2))
+        wait()

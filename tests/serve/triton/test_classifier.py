@@ -215,7 +215,7 @@ def test_a_full_queue_refuses_and_answers_what_it_holds(served: ServedClassifier
 
     with served.client() as client, ThreadPoolExecutor(31) as pool:
         found = list(pool.map(ask, range(31)))
-    refused = [text for text in found if "maximum queue size" in text]
+    refused = [text for text in found if "the queue is full" in text]
     assert 0 < len(refused) < 31
     assert len(refused) + found.count(f"({MAX_BATCH_SIZE}, 10)") == 31
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -15,14 +16,17 @@ import pytest
 from google.protobuf import text_format
 from tritonclient.grpc import model_config_pb2
 
+from penjing.core import onnx_runtime
 from penjing.core.cli import _run
 from penjing.core.errors import ConfigError, InputError
 from penjing.core.vision_artifact import normalised, open_vision_artifact
+from penjing.serve import classifier
 from penjing.serve.config import BatchConfig
 from penjing.serve.triton.batch_adapter import BatchAdapter
 from penjing.serve.triton.export import export_repository
 from penjing.serve.triton.settings import read_settings
 from tests.serve.triton.classifiers import classifier_artifact, pixels
+from tests.serve.triton.serving import wait_until
 from tests.serve.triton.test_adapter import Module, Sender
 
 
@@ -82,39 +86,103 @@ def test_python_form_holds_all_it_needs(artifact: Path, tmp_path: Path, monkeypa
     assert np.array_equal(np.concatenate([first.tensors["logits"], second.tensors["logits"]]), logits)
     assert refused.error.code == "invalid"
     assert "N ≥ 1" in str(refused.error)
-    monkeypatch.setattr(adapter._model, "run", lambda _: 1 / 0)
-    failed = answers(adapter, [Request(pixels=images), Request(pixels=images[:0]), Request(pixels=images)])
-    assert [answer.error.code for answer in failed] == ["internal", "invalid", "internal"]
+
+    def late(_: Any, begun: Callable[[], None]) -> Callable[[], Any]:
+        begun()
+        return lambda: 1 / 0
+
+    for fails in (lambda *_: 1 / 0, late):
+        monkeypatch.setattr(adapter._model, "start", fails)
+        failed = answers(adapter, [Request(pixels=images), Request(pixels=images[:0]), Request(pixels=images)])
+        assert [answer.error.code for answer in failed] == ["internal", "invalid", "internal"]
+    assert not adapter._life._running
     adapter.finalize()
 
 
-def test_a_batch_is_taken_over_when_it_runs_and_answered_in_the_end(
-    artifact: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """While one batch runs the next waits in `execute`: by then the server's instance is idle again."""
-    monkeypatch.delenv("PENJING_MODEL", raising=False)
-    arguments = {"model_config": json.dumps({"parameters": {"model": {"string_value": str(artifact)}}})}
-    adapter = BatchAdapter(arguments, Module())
-    run, gate = adapter._model.run, threading.Semaphore(0)
+class Gate:
+    """Lets parts of batches through one by one, and says how many rows each had."""
 
-    def gated(requests: Any) -> Any:
-        assert gate.acquire(timeout=60)
-        return run(requests)
+    def __init__(self) -> None:
+        self._run, self._go, self.rows = onnx_runtime.run_session, threading.Semaphore(0), list[int]()
 
-    monkeypatch.setattr(adapter._model, "run", gated)
-    batches = [[Request(pixels=pixels(1)), Request(pixels=pixels(2))] for _ in range(3)]
-    adapter.execute(batches[0])  # returns: it runs
+    def __call__(self, session: Any, images: Any) -> Any:
+        self.rows.append(len(images))
+        assert self._go.acquire(timeout=60)
+        return self._run(session, images)
+
+    def release(self, count: int) -> None:
+        self._go.release(count)
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> Gate:
+    made = Gate()
+    monkeypatch.setattr(classifier, "run_session", made)
+    return made
+
+
+def gated_adapter(artifact: Path, gate: Gate, **settings: Any) -> BatchAdapter:
+    """On one thread; nothing runs before `gate` says so, but for the warm-up."""
+    gate.release(1)
+    parameters = {"model": str(artifact), "engine": json.dumps({"threads": 1} | settings)}
+    values = {"parameters": {name: {"string_value": value} for name, value in parameters.items()}}
+    adapter = BatchAdapter({"model_config": json.dumps(values)}, Module())
+    gate.rows.clear()
+    return adapter
+
+
+def test_batches_are_gathered_while_one_runs_and_nothing_waits_for_them(artifact: Path, gate: Gate) -> None:
+    adapter = gated_adapter(artifact, gate, max_batch_size=4)
+    first = Request(pixels=pixels(1))
+    adapter.execute([first])
+    wait_until(lambda: gate.rows == [1], 10, "the first batch")
+    later = [Request(pixels=pixels(rows)) for rows in (2, 1, 1, 3, 2)]
+    adapter.execute(later[:3])  # returns at once
+    adapter.execute(later[3:])
+    gate.release(5)
+    assert all(request.sender.done.wait(10) for request in (first, *later))
+    adapter.finalize()
+    sizes = [len(request.sender.responses[0].tensors["logits"]) for request in (first, *later)]
+    assert sizes == [1, 2, 1, 1, 3, 2]
+    assert sum(gate.rows) == 10
+    assert max(gate.rows) <= 4
+    assert len(gate.rows) <= 5
+
+
+def test_a_full_queue_refuses_at_once_and_what_waits_too_long_is_not_computed(artifact: Path, gate: Gate) -> None:
+    adapter = gated_adapter(artifact, gate, max_batch_size=1, max_queue_size=3, queue_timeout=60)
+    running = [Request(pixels=pixels(1)) for _ in range(2)]
+    for count, request in enumerate(running, 1):  # one runs, one stands behind it
+        adapter.execute([request])
+        wait_until(lambda: len(adapter._waiting) == 0, 10, f"batch {count}")
+    late, good, also, refused = (Request(pixels=pixels(1), microseconds=us) for us in (1, 0, 10**9, 0))
+    adapter.execute([late, good, also, refused])
+    assert refused.sender.done.wait(10)
+    assert (refused.sender.error().code, str(refused.sender.error())) == (
+        "unavailable", "the queue is full: 3 requests wait",
+    )  # fmt: skip
+    gate.release(4)
+    everyone = [*running, late, good, also]
+    assert all(request.sender.done.wait(10) for request in everyone)
+    adapter.finalize()
+    assert "timeout expired" in str(late.sender.error())
+    assert late.sender.error().code == "unavailable"
+    assert [len(request.sender.responses[0].tensors["logits"]) for request in (*running, good, also)] == [1] * 4
+    assert gate.rows == [1] * 4
+    assert adapter._life._unanswered == 0
+    assert not adapter._life._running
+
+
+def test_what_was_taken_over_is_answered_before_the_end(artifact: Path, gate: Gate) -> None:
+    adapter = gated_adapter(artifact, gate, max_batch_size=2)
+    requests = [Request(pixels=pixels(2)) for _ in range(4)]
+    adapter.execute(requests)
     with ThreadPoolExecutor(1) as pool:
-        second = pool.submit(adapter.execute, batches[1])
-        assert not batches[0][0].sender.done.is_set()
-        assert not second.done()
-        gate.release()
-        assert all(request.sender.done.wait(10) for request in batches[0])
-        second.result(timeout=10)
-        gate.release(2)
-        adapter.execute(batches[2])
-        adapter.finalize()
-    assert [len(request.sender.responses[0].tensors["logits"]) for batch in batches for request in batch] == [1, 2] * 3
+        end = pool.submit(adapter.finalize)
+        assert not requests[0].sender.done.is_set()
+        gate.release(4)
+        end.result(timeout=10)
+    assert all(request.sender.done.is_set() for request in requests)
 
 
 def test_a_decoders_repository(tiny_checkpoint: Path, tmp_path: Path) -> None:
@@ -194,12 +262,15 @@ def answers(adapter: BatchAdapter, requests: list[Request]) -> list[Any]:
 
 
 class Request:
-    def __init__(self, **tensors: np.ndarray) -> None:
-        self._tensors = tensors
+    def __init__(self, microseconds: int = 0, **tensors: np.ndarray) -> None:
+        self._tensors, self.microseconds = tensors, microseconds
         self.sender = Sender()
 
     def get_response_sender(self) -> Sender:
         return self.sender
+
+    def timeout(self) -> int:
+        return self.microseconds
 
     def inputs(self) -> list[Any]:
         return [_Tensor(name, array) for name, array in self._tensors.items()]
