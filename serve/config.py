@@ -65,7 +65,8 @@ class EngineConfig(Config):
 class BatchConfig(Config):
     """How requests for a model without a state of its own (tensors in, tensors out) are joined, and how many may wait.
 
-    Triton server does both; what comes while a batch runs makes up the next one.
+    What comes while a batch runs makes up the next one. The model's process sees to that and to the limits, Triton
+    server only to `preferred_batch_sizes` and `max_queue_delay`; in an export for the onnxruntime backend to all.
     """
 
     max_batch_size: int = Field(default=64, ge=1, le=4096)

@@ -71,6 +71,7 @@ def test_python_form_holds_all_it_needs(artifact: Path, tmp_path: Path, monkeypa
         "images": (config.input[0].data_type, True),
         "pixels": (config.input[1].data_type, True),
     }
+    assert not config.dynamic_batching.HasField("default_queue_policy")  # with one the last of a burst wait for seconds
     parameters = {key: {"string_value": value.string_value} for key, value in config.parameters.items()}
     arguments = {"model_config": json.dumps({"parameters": parameters}), "model_repository": str(out)}
     adapter = BatchAdapter(arguments, Module())
