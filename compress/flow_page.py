@@ -82,7 +82,7 @@ alone.</p>
 <div class="wide"><table><tr><th>after</th><th>attempt</th><th>loss</th><th>95 %</th><th>budget</th><th></th>
 <th>then</th><th>pruned</th></tr>
 {% for each in report.decisions %}<tr><td>{{ each.steps | join(", ") }}</td><td>{{ each.attempt }}</td>
-<td>{{ "%.4g" | format(each.loss) }}</td><td>{{ "%.4g … %.4g" | format(each.loss_low, each.loss_high) }}</td>
+<td>{{ "%.5g" | format(each.loss) }}</td><td>{{ "%.5g … %.5g" | format(each.loss_low, each.loss_high) }}</td>
 <td>{{ "%g" | format(each.budget) }}</td><td>{{ each.unit }}</td><td>{{ each.outcome }}</td>
 <td><code>{{ json(each.prunes) }}</code>{% if each.prunes_next %} → <code>{{ json(each.prunes_next) }}</code>{% endif %}
 </td></tr>{% endfor %}</table></div>

@@ -34,7 +34,7 @@ class Verdict:
         return self.loss <= self.budget
 
     def __str__(self) -> str:
-        return f"{self.loss:.4g} {self.unit} (95 %: {self.low:.4g} … {self.high:.4g}), budget {self.budget:g}"
+        return f"{self.loss:.5g} {self.unit} (95 %: {self.low:.5g} … {self.high:.5g}), budget {self.budget:g}"
 
 
 def judge(before: Quality, after: Quality, guard: Guard, settings: EvaluateSettings) -> Verdict:

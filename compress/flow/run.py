@@ -197,6 +197,6 @@ def _decision_line(entry: dict[str, Any]) -> str:
     """What a decision says on the terminal."""
     then = f": {entry['prunes']} → {entry['prunes_next']}" if entry["prunes_next"] else ""
     return (
-        f"guard after {entry['steps'][-1]}, attempt {entry['attempt']}: {entry['loss']:.4g} {entry['unit']} "
-        f"({entry['loss_low']:.4g} … {entry['loss_high']:.4g}), budget {entry['budget']:g} → {entry['outcome']}{then}"
+        f"guard after {entry['steps'][-1]}, attempt {entry['attempt']}: {entry['loss']:.5g} {entry['unit']} "
+        f"({entry['loss_low']:.5g} … {entry['loss_high']:.5g}), budget {entry['budget']:g} → {entry['outcome']}{then}"
     )

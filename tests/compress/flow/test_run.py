@@ -298,4 +298,4 @@ def test_a_run_that_is_stopped_anywhere_ends_as_one_that_is_not(
 
 def test_a_small_rise_of_perplexity_can_be_read() -> None:
     verdict = Verdict(1.00214, 1.00082, 1.00347, 1.01, "times the perplexity")
-    assert str(verdict) == "1.002 times the perplexity (95 %: 1.001 … 1.003), budget 1.01"
+    assert str(verdict) == "1.0021 times the perplexity (95 %: 1.0008 … 1.0035), budget 1.01"
