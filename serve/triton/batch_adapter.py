@@ -23,6 +23,7 @@ from penjing.serve.triton.pulse import Phase
 from penjing.serve.triton.settings import read_settings
 
 log = logging.getLogger(__name__)
+EXPIRY_SECONDS = 0.1  # while a batch runs, requests that have waited too long are looked for so often
 
 
 @dataclass
@@ -82,19 +83,20 @@ class BatchAdapter:
     def execute(self, requests: Sequence[Any]) -> None:
         """Take the requests over, at once; what is wrong with one is that one's alone."""
         self._life.owe(len(requests))
+        most = self._config.max_queue_size
         for request in requests:
-            sender, prepared = request.get_response_sender(), self._prepare(request)
+            sender = request.get_response_sender()
+            if len(self._waiting) >= most:  # nobody else adds; refused before its tensors are copied
+                self._refuse(sender, OverloadedError(f"the queue is full: {most} requests wait"))
+                continue
+            prepared = self._prepare(request)
             if isinstance(prepared, PenjingError):
                 self._refuse(sender, prepared)
                 continue
             seconds = min(self._config.queue_timeout, (request.timeout() or math.inf) / 1e6)
             with self._changed:
-                is_full = len(self._waiting) >= self._config.max_queue_size
-                if not is_full:
-                    self._waiting.append(_Waiting(sender, prepared, time.monotonic() + seconds))
-                    self._changed.notify()
-            if is_full:
-                self._refuse(sender, OverloadedError(f"the queue is full: {self._config.max_queue_size} requests wait"))
+                self._waiting.append(_Waiting(sender, prepared, time.monotonic() + seconds))
+                self._changed.notify()
 
     def finalize(self) -> None:
         """Called when the model is unloaded: what it took over is answered."""
@@ -126,29 +128,37 @@ class BatchAdapter:
 
             wait = self._start([each.prepared for each in batch], on_begun)
             self._started.put(_Batch([each.sender for each in batch], wait))
-            begun.wait()
+            while not begun.wait(EXPIRY_SECONDS):
+                self._refuse_late()
         self._started.put(None)
 
     def _next_batch(self) -> list[_Waiting] | None:
         """As many of the requests that wait as make up a batch; None when the model is unloaded and none is left."""
-        with self._changed:
-            while True:
+        while True:
+            with self._changed:
                 self._changed.wait_for(lambda: self._waiting or self._finalizing)
                 if not self._waiting:
                     return None
-                batch: list[_Waiting] = []
-                rows = 0
-                while self._waiting and (
-                    not batch or rows + len(self._waiting[0].prepared) <= self._config.max_batch_size
-                ):
-                    waited = self._waiting.popleft()
-                    if time.monotonic() > waited.until:
-                        self._refuse(waited.sender, OverloadedError("timeout expired: the request has waited too long"))
-                    else:
-                        batch.append(waited)
-                        rows += len(waited.prepared)
-                if batch:
-                    return batch
+            self._refuse_late()
+            batch: list[_Waiting] = []
+            rows = 0
+            with self._changed:
+                while self._waiting:
+                    rows += len(self._waiting[0].prepared)
+                    if batch and rows > self._config.max_batch_size:
+                        break
+                    batch.append(self._waiting.popleft())
+            if batch:
+                return batch
+
+    def _refuse_late(self) -> None:
+        with self._changed:
+            now = time.monotonic()
+            late = [each for each in self._waiting if now > each.until]
+            if late:
+                self._waiting = deque(each for each in self._waiting if now <= each.until)
+        for each in late:
+            self._refuse(each.sender, OverloadedError("timeout expired: the request has waited too long"))
 
     def _send_answers(self) -> None:
         while (batch := self._started.get()) is not None:

@@ -159,6 +159,8 @@ def test_a_full_queue_refuses_at_once_and_what_waits_too_long_is_not_computed(ar
     late, good, also, refused = (Request(pixels=pixels(1), microseconds=us) for us in (1, 0, 10**9, 0))
     adapter.execute([late, good, also, refused])
     assert refused.sender.done.wait(10)
+    assert late.sender.done.wait(10)  # although the batch before it still runs
+    assert not running[0].sender.done.is_set()
     assert (refused.sender.error().code, str(refused.sender.error())) == (
         "unavailable", "the queue is full: 3 requests wait",
     )  # fmt: skip
