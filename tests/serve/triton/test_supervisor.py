@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import socket
@@ -384,23 +383,3 @@ def test_a_port_in_use_is_named_with_its_flag(tiny_long: Path, flag: str) -> Non
         taken.listen()
         with pytest.raises(SetupError, match=f"port {ports[flag]} .--{flag}-port.*in use"):
             supervisor.serve(tiny_long, config)
-
-
-def test_stale_files_are_removed_and_strangers_are_not_killed() -> None:
-    port = free_ports(1)[0]
-    with subprocess.Popen(["sleep", "60"]) as stranger:  # now has the number of a server long gone
-        state.run_folder().mkdir(parents=True, exist_ok=True)
-        old = state.ServerState("ready", "m", "127.0.0.1", port, 1, 2, stranger.pid, stranger.pid, stranger.pid)
-        state.write_state(old)
-        (state.SHM_FOLDER / f"{state.shm_prefix(port)}old").write_bytes(b"x")
-        with state.owning(port):
-            assert leftovers(port) == []
-            with pytest.raises(SetupError, match="penjing stop"), state.owning(port):
-                pass
-        assert stranger.poll() is None
-        stranger.kill()
-    supervisor.stop(port)  # nothing there: says so
-    state_file = state.state_path(port)
-    state_file.write_text(json.dumps({"state": "ready"}))
-    assert state.read_state(port) is None
-    state_file.unlink()
