@@ -1,7 +1,9 @@
 """Measure what Triton server costs a classifier: images a second through it and in ONNX Runtime alone, in turns.
 
-python benchmarks/run_vision_server.py                                  # Fashion-MNIST's ResNet, random weights
-python benchmarks/run_vision_server.py --model build/resnet-fashion-int8
+    python benchmarks/run_vision_server.py                  # Fashion-MNIST's ResNet, random weights
+    python benchmarks/run_vision_server.py --model build/resnet-fashion-int8
+
+    python benchmarks/run_vision_server.py --only burst     # the last answer of eight requests that come at once
 
 Requests carry the 64 images that ONNX Runtime runs at once alone, then 16, then one, which the server gathers. Rows in
 benchmarks/results/vision_server.jsonl; `ratio` is the share of ONNX Runtime's throughput. Client and server share the
@@ -11,9 +13,11 @@ machine's cores: `client_cores` is what the client keeps of them.
 from __future__ import annotations
 
 import argparse
+import asyncio
 import sys
 import tempfile
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import numpy as np
@@ -27,13 +31,17 @@ from penjing.compress.quant.artifact import ArtifactSettings, quantize_checkpoin
 from penjing.core.cli import guarded
 from penjing.core.files import publish_folder
 from penjing.core.models.resnet_config import cifar_resnet
+from penjing.core.vision_artifact import open_vision_artifact
 from penjing.core.vision_checkpoint import save_vision_checkpoint
 from penjing.serve.bench_classifier import bench_classifier
+from penjing.serve.bench_requests import REQUEST_SECONDS, run_requests
+from penjing.serve.client import AsyncClient
 from penjing.serve.triton.temporary import temporary_server
 from penjing.train.data.images import ImageSet
 
 SIDE = 28
 REQUEST_IMAGES = (64, 16, 1)
+BURST = 8  # requests
 
 
 def main() -> int:
@@ -44,6 +52,7 @@ def main() -> int:
     parser.add_argument(
         "--threads", type=int, default=0, help="of ONNX Runtime, alone and served; 0: one for each core"
     )
+    parser.add_argument("--only", choices=("throughput", "burst"))
     parser.add_argument("--quick", action="store_true", help="one short run, to try the script")
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the rows")
     arguments = parser.parse_args()
@@ -53,20 +62,37 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as scratch:
         model = arguments.model or synthetic_artifact(Path(scratch), 8 if arguments.quick else 32)
         with temporary_server(model, [f"threads={arguments.threads}"]) as server:
-            found = [
-                bench_classifier(
-                    model,
-                    server,
-                    arguments.runs,
-                    images=arguments.images,
-                    threads=arguments.threads,
-                    request_images=request_images,
-                )
-                for request_images in REQUEST_IMAGES
-            ]
-    name = "random" if arguments.model is None else arguments.model.name
-    append("vision_server", [row for each in found for row in server_rows(name, each)], arguments.results)
+            name, rows = "random" if arguments.model is None else arguments.model.name, list[Row]()
+            if arguments.only != "burst":
+                for request_images in REQUEST_IMAGES:
+                    found = bench_classifier(
+                        model,
+                        server,
+                        arguments.runs,
+                        images=arguments.images,
+                        threads=arguments.threads,
+                        request_images=request_images,
+                    )
+                    rows += server_rows(name, found)
+            if arguments.only != "throughput":
+                rows += burst_rows(name, model, server, arguments.runs)
+    append("vision_server", rows, arguments.results)
     return 0
+
+
+def burst_rows(name: str, model: Path, server: str, runs: int) -> list[Row]:
+    """How long the last of BURST requests waits that come at once, and then nothing: the median burst and the worst."""
+    config = open_vision_artifact(model).config
+    shape = (max(REQUEST_IMAGES), config.model.in_channels, *config.image_size)
+    images = np.random.default_rng(0).integers(0, 256, shape, np.uint8)
+
+    async def ask(client: AsyncClient, _: int) -> None:
+        await client.classify(images, timeout=REQUEST_SECONDS)
+
+    last = [1000 * max(asyncio.run(run_requests(server, ask, BURST, BURST))[1]) for _ in range(runs + 1)][1:]
+    case = f"{name}/burst_of_{BURST}_requests_of_{len(images)}"
+    values = {"last": median(last), "last_at_worst": max(last)}
+    return [new_row("vision_server", f"{case}/{what}", value, "ms", runs=runs) for what, value in values.items()]
 
 
 def server_rows(name: str, found: dict[str, Any]) -> list[Row]:
