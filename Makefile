@@ -30,7 +30,7 @@ $(STAMP): pyproject.toml constraints.txt setup.py $(CPU_SOURCES) | $(BIN)/python
 install: $(STAMP) ## make the environment (.venv)
 
 demo: $(STAMP) ## import SmolLM2-135M, compress it to INT8, serve it from Triton server, stream answers
-	$(BIN)/python recipes/demo.py
+	$(BIN)/python docs/examples/demo.py
 
 test: $(STAMP) ## the tests (two processes; then, alone, those that time a real server)
 	$(PYTEST) -n 2 --dist loadgroup --ignore tests/serve/triton

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 if TYPE_CHECKING:
-    from penjing.core.load import LoadedModel
+    from penjing.core.checkpoint.load import LoadedModel
 
 STREAMS, PROMPT, NEW = 256, 128, 64
 SMOLLM2 = {
@@ -51,12 +51,12 @@ def random_model(shape: dict[str, Any]) -> LoadedModel:
     from tokenizers import Tokenizer as Backend
     from tokenizers import decoders, models
 
-    from penjing.core.batch_invariant import apply_batch_invariance
-    from penjing.core.load import LoadedModel
+    from penjing.core.checkpoint.load import LoadedModel
     from penjing.core.models.config import DecoderConfig
     from penjing.core.models.decoder import Decoder
-    from penjing.core.quantized import apply_int8
-    from penjing.core.tokenizer import Tokenizer
+    from penjing.core.runtime.batch_invariant import apply_batch_invariance
+    from penjing.core.runtime.quantized import apply_int8
+    from penjing.core.text.tokenizer import Tokenizer
 
     config = DecoderConfig.model_validate(shape)
     torch.manual_seed(0)
@@ -85,9 +85,9 @@ def decode_rate(
 ) -> float:
     """Tokens per second of `streams` answers after their first tokens: streams × (new − 1) ÷ (time of `new` tokens −
     time of one), medians of `runs` after a warm-up."""
-    from penjing.serve.bench_engine import run_prompts
-    from penjing.serve.config import EngineConfig
-    from penjing.serve.engine import LLMEngine
+    from penjing.serve.bench.engine import run_prompts
+    from penjing.serve.engine.config import EngineConfig
+    from penjing.serve.engine.engine import LLMEngine
 
     config = EngineConfig.model_validate(
         {"max_num_sequences": streams, "max_num_batched_tokens": max(2048, streams), "enable_prefix_caching": False}

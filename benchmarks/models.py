@@ -29,8 +29,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def make_models(checkpoint: Path, artifact: Path) -> tuple[Path, Path]:
     """Both folders, absolute; SmolLM2's are made where they are missing."""
-    from penjing.compress.pipeline import compress
-    from penjing.core.importer import import_model
+    from penjing.compress.decoder.pipeline import compress
+    from penjing.core.imports.importer import import_model
 
     checkpoint, artifact = checkpoint.absolute(), artifact.absolute()
     with progress_bar() as progress:

@@ -13,14 +13,14 @@ from rows import Row, new_row
 
 from penjing.core.config import load_recipe
 from penjing.train.parallel.config import ParallelConfig
-from penjing.train.plan.balancer import MicroBatchBalancer, Observation
+from penjing.train.pipeline.balancer import MicroBatchBalancer, Observation
+from penjing.train.pipeline.schedules import Schedule, stage_ranks
+from penjing.train.pipeline.shape import decoder_shape
+from penjing.train.pipeline.simulate import StageTimes, simulate
+from penjing.train.pipeline.split import equal_split, split_layers, stage_costs
 from penjing.train.plan.formulas import closed_bubble
 from penjing.train.plan.memory import Run, parallel_memory
 from penjing.train.plan.published import published
-from penjing.train.plan.schedules import Schedule, stage_ranks
-from penjing.train.plan.shape import decoder_shape
-from penjing.train.plan.simulate import StageTimes, simulate
-from penjing.train.plan.split import equal_split, split_layers, stage_costs
 from penjing.train.recipe import TrainRecipe
 
 NAME = "parallel"

@@ -25,11 +25,11 @@ from penjing.core.models.config import DecoderConfig
 from penjing.core.models.decoder import Decoder
 from penjing.core.progress import Silent
 from penjing.train.loop import Trainer
-from penjing.train.objective import Batch, CrossEntropy
-from penjing.train.optimizer import OptimizerConfig, build_optimizer
+from penjing.train.objective.objective import Batch, CrossEntropy
+from penjing.train.optim.optimizer import OptimizerConfig, build_optimizer
 from penjing.train.parallel.apply import form_mesh, parallelize
 from penjing.train.parallel.config import ParallelConfig
-from penjing.train.world import World
+from penjing.train.parallel.world import World
 
 _SMALL = 4096  # bytes: the loop's own sums
 _TINY = {

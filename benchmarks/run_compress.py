@@ -15,8 +15,8 @@ from pathlib import Path
 from rows import RESULTS, Row, append, new_row
 
 from penjing.compress.command import compress_recipe
-from penjing.compress.evaluation import Change, EvaluateSettings, Quality, compare, perplexity
-from penjing.compress.report_schema import Report, read_report
+from penjing.compress.measure.evaluate import Change, EvaluateSettings, Quality, compare, perplexity
+from penjing.compress.report.schema import Report, read_report
 from penjing.core.cli import guarded
 from penjing.core.progress import progress_bar
 

@@ -28,16 +28,16 @@ from onnxruntime.quantization import QuantType, quantize_dynamic
 from onnxruntime.quantization.shape_inference import quant_pre_process
 from rows import RESULTS, Row, append, new_row
 
-from penjing.compress.encoder.onnx import export_encoder
-from penjing.compress.encoder.quality import compare
-from penjing.compress.encoder.texts import Retrieval, retrieval_set
-from penjing.compress.timing import interleaved
+from penjing.compress.export.onnx_encoder import export_encoder
+from penjing.compress.measure.retrieval import compare
+from penjing.compress.measure.texts import Retrieval, retrieval_set
+from penjing.compress.measure.timing import interleaved
+from penjing.core.artifact.classifier import MODEL_FILE
+from penjing.core.artifact.encoder import EncoderArtifact, embed_texts, open_encoder_artifact, open_encoder_session
+from penjing.core.checkpoint.encoder import read_encoder
 from penjing.core.cli import guarded
-from penjing.core.encoder_artifact import EncoderArtifact, embed_texts, open_encoder_artifact, open_encoder_session
-from penjing.core.encoder_checkpoint import read_encoder
-from penjing.core.vision_artifact import MODEL_FILE
-from penjing.serve.bench_encoder import bench_encoder, mixed_texts
-from penjing.serve.triton.temporary import temporary_server
+from penjing.serve.bench.encoder import bench_encoder, mixed_texts
+from penjing.serve.supervisor.temporary import temporary_server
 
 FP32 = ("fp32", "fp32_fused")  # our graph, and ONNX Runtime's transformer optimiser's
 OURS, DYNAMIC = "int8", "onnxruntime_dynamic"

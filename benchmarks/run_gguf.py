@@ -27,11 +27,11 @@ from rows import RESULTS, Row, append, new_row
 from torch import Tensor
 
 from penjing.compress.export.run import export_artifact
+from penjing.core.checkpoint.load import load_model
 from penjing.core.cli import guarded
-from penjing.core.corpus import code_text, heldout_text
 from penjing.core.errors import SetupError
-from penjing.core.load import load_model
 from penjing.core.progress import Silent
+from penjing.core.text.corpus import code_text, heldout_text
 
 PEER = Path("build/peers/llama_cpp")
 TOOL, FP32, Q8_0 = PEER / "build/bin/llama-perplexity", PEER / "f32.gguf", PEER / "q8_0.gguf"

@@ -25,20 +25,20 @@ from models import warn_if_busy
 from rows import RESULTS, Row, append, new_row
 from torch import nn
 
-from penjing.compress.data import Calibrate, ImageData, open_data
-from penjing.compress.evaluation import EvaluateSettings, evaluate_checkpoint
-from penjing.compress.export.onnx import export_onnx
-from penjing.compress.quant.artifact import ArtifactSettings, quantize_checkpoint
-from penjing.compress.quant.targets import TargetName
-from penjing.compress.timing import interleaved
+from penjing.compress.export.onnx_classifier import export_onnx
+from penjing.compress.measure.data import Calibrate, ImageData, open_data
+from penjing.compress.measure.evaluate import EvaluateSettings, evaluate_checkpoint
+from penjing.compress.measure.timing import interleaved
+from penjing.compress.quantize.artifact import ArtifactSettings, quantize_checkpoint
+from penjing.compress.quantize.targets import TargetName
+from penjing.core.artifact.classifier import open_vision_artifact
+from penjing.core.checkpoint.classifier import VisionConfig, load_vision_checkpoint, save_vision_checkpoint
 from penjing.core.cli import guarded
 from penjing.core.files import publish_folder
 from penjing.core.models.resnet import ResNet
 from penjing.core.models.resnet_config import BlockConfig, ResNetConfig, StageConfig, cifar_resnet, imagenet_resnet
-from penjing.core.onnx_runtime import INPUT, open_session
 from penjing.core.progress import Silent
-from penjing.core.vision_artifact import open_vision_artifact
-from penjing.core.vision_checkpoint import VisionConfig, load_vision_checkpoint, save_vision_checkpoint
+from penjing.core.runtime.onnx_runtime import INPUT, open_session
 from penjing.train.data.images import ImageSet
 
 RUNTIME = f"ONNX Runtime {onnxruntime.__version__} FP32, unpruned"

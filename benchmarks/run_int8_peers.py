@@ -6,7 +6,7 @@ python benchmarks/run_int8_peers.py --quick                          # trains a 
 All see the same FP32 network, the same training images for calibration and the same test images of Fashion-MNIST, and
 run in ONNX Runtime with the same options, in turns (`interleaved`). Accuracy, agreement with FP32 and KL are those of
 the file as it is written, Q/DQ pairs in floating point: the same on any processor. `agreement_here` is that of the
-integer kernels of this one, whose products may saturate without VNNI (see `compress/quant/targets.py`). NNCF has an
+integer kernels of this one, whose products may saturate without VNNI (see `compress/quantize/targets.py`). NNCF has an
 environment of its own, which peers/nncf.sh makes. Rows in benchmarks/results/int8_peers.jsonl.
 """
 
@@ -32,17 +32,17 @@ from onnxruntime.quantization import CalibrationDataReader, QuantType, quantize_
 from onnxruntime.quantization.shape_inference import quant_pre_process
 from rows import RESULTS, Row, append, new_row
 
-from penjing.compress.data import Calibrate, ImageData, fitting_images, open_data
-from penjing.compress.export.onnx import export_onnx
-from penjing.compress.quant.artifact import ArtifactSettings, quantize_checkpoint
-from penjing.compress.quant.targets import TARGETS
-from penjing.compress.timing import interleaved
+from penjing.compress.export.onnx_classifier import export_onnx
+from penjing.compress.measure.data import Calibrate, ImageData, fitting_images, open_data
+from penjing.compress.measure.timing import interleaved
+from penjing.compress.quantize.artifact import ArtifactSettings, quantize_checkpoint
+from penjing.compress.quantize.targets import TARGETS
+from penjing.core.checkpoint.classifier import load_vision_checkpoint
 from penjing.core.cli import guarded
 from penjing.core.errors import SetupError
 from penjing.core.files import publish_folder
-from penjing.core.onnx_runtime import INPUT, open_session
 from penjing.core.progress import Silent
-from penjing.core.vision_checkpoint import load_vision_checkpoint
+from penjing.core.runtime.onnx_runtime import INPUT, open_session
 from penjing.train.data.images import normalise
 from penjing.train.run import train
 

@@ -22,8 +22,8 @@ from pathlib import Path
 from rows import Row, append, new_row, show
 from run_prune_quality import Studies, study_parser
 
-from penjing.compress.measure import weight_bytes
-from penjing.compress.report_schema import Report
+from penjing.compress.measure.cost import weight_bytes
+from penjing.compress.report.schema import Report
 from penjing.core.cli import guarded
 from penjing.core.errors import ConfigError
 from penjing.core.manifest import MANIFEST_NAME

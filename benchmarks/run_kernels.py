@@ -25,10 +25,10 @@ from models import say, warn_if_busy
 from rows import RESULTS, Row, append, new_row
 from torch import Tensor
 
+from penjing.core.checkpoint.load import load_model
 from penjing.core.cli import guarded
 from penjing.core.errors import SetupError
-from penjing.core.fused import fuse_decoder
-from penjing.core.load import load_model
+from penjing.core.runtime.fused import fuse_decoder
 from penjing.kernels.cpu import extension
 from penjing.kernels.cpu.functions import CpuExtension
 

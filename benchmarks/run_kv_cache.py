@@ -21,17 +21,17 @@ from rows import RESULTS, Row, append, new_row
 from run_kernels import BLOCK_SIZE, HEAD_DIM, HEADS, KV_HEADS, READ, Case, Rounds, reading
 from torch import Tensor
 
+from penjing.core.checkpoint.load import LoadedModel, load_model
 from penjing.core.cli import guarded
-from penjing.core.corpus import heldout_tokens
 from penjing.core.errors import InputError, SetupError
-from penjing.core.fused import fuse_decoder
-from penjing.core.load import LoadedModel, load_model
 from penjing.core.models.config import DecoderConfig
+from penjing.core.runtime.fused import fuse_decoder
+from penjing.core.text.corpus import heldout_tokens
 from penjing.kernels.cpu import extension
 from penjing.kernels.cpu.functions import CpuExtension
 from penjing.kernels.decoder_step import DecoderStep
-from penjing.serve.config import KvDtype
-from penjing.serve.kv_pool import allocate_pool, bytes_per_block
+from penjing.serve.engine.config import KvDtype
+from penjing.serve.runner.kv_pool import allocate_pool, bytes_per_block
 
 DTYPES: tuple[KvDtype, KvDtype] = ("float32", "int8")
 FLOAT_CACHE = "float32 cache"

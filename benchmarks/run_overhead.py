@@ -94,10 +94,10 @@ def measure_in_process(artifact: Path) -> dict[str, float]:
     """Memory that the weights add, and milliseconds of a decode step in all and inside C++, by case."""
     import torch
 
-    from penjing.serve.config import EngineConfig
-    from penjing.serve.engine import LLMEngine
-    from penjing.serve.request import Request, SamplingParams
-    from penjing.serve.runner import Runner
+    from penjing.serve.engine.config import EngineConfig
+    from penjing.serve.engine.engine import LLMEngine
+    from penjing.serve.engine.request import Request, SamplingParams
+    from penjing.serve.runner.runner import Runner
 
     torch.empty(1)
     before = resident_bytes()

@@ -27,8 +27,8 @@ from rows import RESULTS, Row, append, new_row, show
 from penjing.core.cli import guarded
 from penjing.core.errors import ConfigError
 from penjing.train.parallel.config import Schedule
-from penjing.train.plan.simulate import StageTimes, simulate
-from penjing.train.plan.split import equal_split, split_layers, stage_costs
+from penjing.train.pipeline.simulate import StageTimes, simulate
+from penjing.train.pipeline.split import equal_split, split_layers, stage_costs
 
 NAME = "parallel"
 

@@ -24,7 +24,7 @@ from rows import append, new_row
 
 from penjing.core.cli import guarded
 from penjing.core.progress import progress_bar
-from penjing.train.precision import MODES, multiplies_bfloat16
+from penjing.train.numerics.precision import MODES, multiplies_bfloat16
 from penjing.train.run import train
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -23,15 +23,16 @@ import torch
 from rows import Row, append, new_row, show
 from torch import nn
 
-from penjing.compress.data import TokenData
-from penjing.compress.measure import MeasureSettings, measure, weight_bytes
-from penjing.compress.memory import PeakMemory, release_unused
+from penjing.compress.measure.cost import MeasureSettings, measure, weight_bytes
+from penjing.compress.measure.data import TokenData
+from penjing.compress.measure.memory import PeakMemory, release_unused
 from penjing.compress.prune.graph import dependency_graph
 from penjing.compress.prune.importance import Kind, magnitude
 from penjing.compress.prune.ranking import select
-from penjing.compress.prune.step import PruneStep, prune_checkpoint
 from penjing.compress.prune.surgery import remove
-from penjing.core.checkpoint import save_checkpoint
+from penjing.compress.steps.prune import PruneStep, prune_checkpoint
+from penjing.core.checkpoint.classifier import VisionConfig, load_vision_checkpoint, save_vision_checkpoint
+from penjing.core.checkpoint.decoder import save_checkpoint
 from penjing.core.cli import guarded
 from penjing.core.files import publish_folder
 from penjing.core.manifest import write_manifest
@@ -40,7 +41,6 @@ from penjing.core.models.resnet import ResNet
 from penjing.core.models.resnet_config import ResNetConfig, cifar_resnet, imagenet_resnet
 from penjing.core.models.tensor_names import tensor_shapes
 from penjing.core.progress import Silent
-from penjing.core.vision_checkpoint import VisionConfig, load_vision_checkpoint, save_vision_checkpoint
 
 RATIO = 0.3
 QUARTER = 0.25  # of whole widths a whole number: Torch-Pruning rounds what stays down, we round it up

@@ -27,16 +27,16 @@ from prune_peer import NAME as TORCH_PRUNING
 from prune_peer import prune_by_torch_pruning
 from rows import RESULTS, Row, append, new_row, show
 
-from penjing.compress.flow.recipe import FlowRecipe, flow_toml
-from penjing.compress.flow.run import compress_steps
-from penjing.compress.measure import MeasureSettings, measure
-from penjing.compress.prune.step import PruneStep, prune_checkpoint
-from penjing.compress.report_schema import Report, Stage, read_report
+from penjing.compress.measure.cost import MeasureSettings, measure
+from penjing.compress.recipe import FlowRecipe, flow_toml
+from penjing.compress.report.schema import Report, Stage, read_report
+from penjing.compress.run import compress_steps
+from penjing.compress.steps.prune import PruneStep, prune_checkpoint
 from penjing.core.cli import guarded
 from penjing.core.config import parse_config, read_recipe
 from penjing.core.errors import ConfigError
 from penjing.core.files import atomic_write_text, publish_folder
-from penjing.core.importer import import_model
+from penjing.core.imports.importer import import_model
 from penjing.core.manifest import MANIFEST_NAME
 from penjing.core.progress import Progress, progress_bar
 from penjing.train.run import train

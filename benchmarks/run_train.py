@@ -27,14 +27,14 @@ from penjing.core.config import load_recipe
 from penjing.core.models.config import DecoderConfig
 from penjing.core.models.decoder import Decoder
 from penjing.core.progress import Progress, Silent, progress_bar
-from penjing.train.checkpoint import Checkpoints
 from penjing.train.data.prefetch import Prefetched
-from penjing.train.memory import estimate_memory
-from penjing.train.objective import Batch, CrossEntropy
-from penjing.train.precision import multiplies_bfloat16
+from penjing.train.families.classifier import ImageClassification
+from penjing.train.monitor.memory import estimate_memory
+from penjing.train.numerics.precision import multiplies_bfloat16
+from penjing.train.numerics.recompute import apply_recompute
+from penjing.train.objective.objective import Batch, CrossEntropy
 from penjing.train.recipe import DecoderModel, TextData, TrainRecipe
-from penjing.train.recompute import apply_recompute
-from penjing.train.vision import ImageClassification
+from penjing.train.state.checkpoint import Checkpoints
 
 NO_BFLOAT16 = "this processor has no instructions for bfloat16 products"
 ROOT = Path(__file__).resolve().parent.parent

@@ -19,8 +19,8 @@ from train_contestants import DecoderBench, interleave, make_shards, steps_of
 
 from penjing.core.cli import guarded
 from penjing.core.models.config import DecoderConfig
-from penjing.train.flops import forward_flops, peak_flops
-from penjing.train.objective import CrossEntropy
+from penjing.train.monitor.flops import forward_flops, peak_flops
+from penjing.train.objective.objective import CrossEntropy
 
 LENGTH, BATCH, STEPS = 2048, 8, 4
 MODEL = {

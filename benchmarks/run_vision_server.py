@@ -26,17 +26,17 @@ from models import warn_if_busy
 from rows import RESULTS, Row, append, new_row
 from run_int8 import synthetic
 
-from penjing.compress.data import ImageData
-from penjing.compress.quant.artifact import ArtifactSettings, quantize_checkpoint
+from penjing.compress.measure.data import ImageData
+from penjing.compress.quantize.artifact import ArtifactSettings, quantize_checkpoint
+from penjing.core.artifact.classifier import open_vision_artifact
+from penjing.core.checkpoint.classifier import save_vision_checkpoint
 from penjing.core.cli import guarded
 from penjing.core.files import publish_folder
 from penjing.core.models.resnet_config import cifar_resnet
-from penjing.core.vision_artifact import open_vision_artifact
-from penjing.core.vision_checkpoint import save_vision_checkpoint
-from penjing.serve.bench_classifier import bench_classifier
-from penjing.serve.bench_requests import REQUEST_SECONDS, run_requests
-from penjing.serve.client import AsyncClient
-from penjing.serve.triton.temporary import temporary_server
+from penjing.serve.bench.classifier import bench_classifier
+from penjing.serve.bench.requests import REQUEST_SECONDS, run_requests
+from penjing.serve.client.client import AsyncClient
+from penjing.serve.supervisor.temporary import temporary_server
 from penjing.train.data.images import ImageSet
 
 SIDE = 28

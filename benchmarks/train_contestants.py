@@ -19,14 +19,14 @@ from penjing.core.models.decoder import Decoder
 from penjing.train.data.shards import ShardIndex, ShardWriter, TokenShards, write_index
 from penjing.train.data.stream import Stream
 from penjing.train.data.tokens import TokenStream
-from penjing.train.gradients import ClipConfig, GradientNorms
-from penjing.train.initial import decoder_weights, fill_weights
 from penjing.train.loop import Trainer
-from penjing.train.objective import CrossEntropy
-from penjing.train.optimizer import OptimizerConfig, build_optimizer
-from penjing.train.precision import Precision, PrecisionConfig
-from penjing.train.recompute import apply_recompute
-from penjing.train.world import World
+from penjing.train.numerics.precision import Precision, PrecisionConfig
+from penjing.train.numerics.recompute import apply_recompute
+from penjing.train.objective.objective import CrossEntropy
+from penjing.train.optim.gradients import ClipConfig, GradientNorms
+from penjing.train.optim.optimizer import OptimizerConfig, build_optimizer
+from penjing.train.parallel.world import World
+from penjing.train.state.initial import decoder_weights, fill_weights
 
 Run = Callable[[int], object]  # trains so many steps
 

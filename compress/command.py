@@ -6,7 +6,7 @@ from pathlib import Path
 
 from penjing.core.config import read_recipe
 from penjing.core.progress import Progress
-from penjing.core.text_tokenizer import is_encoder
+from penjing.core.text.text_tokenizer import is_encoder
 
 
 def compress_recipe(recipe: Path, overrides: list[str], *, out: Path | None, force: bool, progress: Progress) -> Path:
@@ -18,14 +18,14 @@ def compress_recipe(recipe: Path, overrides: list[str], *, out: Path | None, for
     """
     values = read_recipe(recipe, overrides)
     if "steps" in values:
-        from penjing.compress.flow.run import compress_steps
+        from penjing.compress.run import compress_steps
 
         return compress_steps(recipe, overrides, out=out, force=force, progress=progress)
     model = values.get("model")
     if isinstance(model, str) and (Path(model) / "config.json").is_file() and is_encoder(Path(model)):
-        from penjing.compress.encoder.run import compress_encoder
+        from penjing.compress.steps.encoder_run import compress_encoder
 
         return compress_encoder(recipe, overrides, out=out, force=force, progress=progress)
-    from penjing.compress.pipeline import compress
+    from penjing.compress.decoder.pipeline import compress
 
     return compress(recipe, overrides, out=out, force=force, progress=progress)

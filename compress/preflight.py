@@ -1,223 +1,115 @@
-"""Before anything is done: is the input a floating model that is whole, and do memory and disk suffice?"""
+"""Before the first step: what a run will read and write, and about how much memory, disk and time it takes."""
 
 from __future__ import annotations
 
-import math
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from pydantic import ValidationError
 
-from penjing.compress.head import DTYPES, unties
-from penjing.compress.memory import available_bytes
-from penjing.compress.recipe import Recipe, Transform
-from penjing.core.checkpoint import Checkpoint, open_checkpoint
-from penjing.core.errors import ConfigError, InputError, SetupError
-from penjing.core.files import sha256_file
-from penjing.core.manifest import verify
-from penjing.core.models.config import DecoderConfig
-from penjing.core.models.tensor_names import tensor_shapes
-from penjing.core.progress import Progress
+from penjing.compress.decoder.check import megabytes
+from penjing.compress.measure.cost import size_of
+from penjing.compress.measure.data import open_data
+from penjing.compress.measure.memory import available_bytes
+from penjing.compress.recipe import FlowRecipe, Planned, Prune, plan
+from penjing.compress.steps.distill import TrainingStep
+from penjing.core.errors import SetupError
+from penjing.core.progress import Progress, clock
+from penjing.train.monitor.flops import peak_flops
 
-FLOATING = ("F32", "F16", "BF16", "F64")
-DERIVED = ("rotary_emb.inv_freq",)  # older checkpoints store what config.json determines
+USE = 0.4  # of the rate of a large matrix product: training reached 0.3 to 0.6 of it, SmolLM2 with its teacher 0.6
+TRAINING, FORWARD = 3, 1  # passes' worth of multiply-accumulates
 
 
 @dataclass(frozen=True)
-class Plan:
-    """What a run will need and make, in bytes."""
+class Needs:
+    """Estimates from shapes: bytes, and multiply-accumulates by what they are for."""
 
-    fp32_bytes: int
-    artifact_bytes: int
-    disk_bytes: int
     memory_bytes: int
+    disk_bytes: int
+    training_macs: int
+    evaluation_macs: int
+
+    def seconds(self, flops: float) -> float:
+        """Time at a share `USE` of `flops` (floating-point operations a second; a multiply-accumulate is two)."""
+        return 2 * (self.training_macs + self.evaluation_macs) / (USE * flops)
 
 
-def check_model(checkpoint: Checkpoint) -> None:
-    """Names, shapes and dtypes of all tensors, from the file headers alone.
+def estimate(recipe: FlowRecipe, planned: list[Planned]) -> Needs:
+    """What the steps take if none is repeated; pruned networks are counted at full size.
 
-    Raises:
-        InputError: names the first tensor that is missing, has no place, or has another shape or dtype; or says that
-            the model is quantized already, or of a kind that compression does not handle.
+    Memory: weights, gradients and two moments of the student in float32, and the teacher's weights; activations come
+    on top. Disk: every step's checkpoint and the training state of the step that runs. Time: samples × passes ×
+    multiply-accumulates of the model.
     """
-    folder = checkpoint.folder
-    _check_kind(checkpoint.config, folder)
-    quantized = checkpoint.config_json.get("quantization_config")
-    if quantized is not None or (checkpoint.manifest is not None and checkpoint.manifest.kind == "artifact"):
-        method = quantized.get("quant_method") if isinstance(quantized, dict) else "compressed"
-        raise InputError(f"{folder} is quantized already ({method}); compress the checkpoint it was made from")
-    expected = tensor_shapes(checkpoint.config)
-    stored = set(checkpoint.tensor_names)
-    for name, shape in expected.items():
-        if name not in stored:
-            raise InputError(f"{folder} lacks {name}, which config.json promises; import the model again")
-        if checkpoint.shape(name) != shape:
-            raise InputError(
-                f"{folder}: {name} has shape {checkpoint.shape(name)}, config.json asks for {shape}; import it again"
-            )
-        if checkpoint.dtype(name) not in FLOATING:
-            raise InputError(f"{folder}: {name} is {checkpoint.dtype(name)}; compression starts from floating weights")
-    tied_copy = {"lm_head.weight"} if checkpoint.config.tie_word_embeddings else set()
-    extra = sorted(name for name in stored - expected.keys() - tied_copy if not name.endswith(DERIVED))
-    if extra:
-        raise InputError(
-            f"{folder}: {len(extra)} tensors have no place in the {checkpoint.config.model_type} decoder of "
-            f"config.json, the first is {extra[0]}; import the model again"
-        )
-
-
-def _check_kind(config: DecoderConfig, folder: Path) -> None:
-    kinds = {
-        "experts (moe)": config.moe is not None,
-        "latent attention": config.latent_attention is not None,
-        "shared layers": config.shared_layers > 1,
-        "a Hadamard transform": config.mlp_hadamard > 0,
-    }
-    if found := [name for name, present in kinds.items() if present]:
-        raise InputError(
-            f"{folder} has {' and '.join(found)}, and compression handles plain decoder layers only; serve it in "
-            f"float32 as it is ('penjing serve {folder}'), or compress a model without them"
-        )
-
-
-def check_finite(checkpoint: Checkpoint, progress: Progress) -> None:
-    """Every weight is a number.
-
-    Raises:
-        InputError: names the first tensor with NaN or infinity.
-    """
-    names = list(tensor_shapes(checkpoint.config))
-    progress.start("checking the weights", len(names))
-    for name in names:
-        # A sum is finite if all terms are, unless it overflows: then look at each.
-        tensor = open_checkpoint(checkpoint.folder).get(name)  # opened anew: mapped pages count as memory
-        if not math.isfinite(float(tensor.sum(dtype=torch.float64))):
-            bad = int((~torch.isfinite(tensor)).sum())
-            raise InputError(
-                f"{checkpoint.folder}: {name} holds {bad} values that are NaN or infinite; "
-                "the model is damaged or its training diverged: get another copy"
-            )
-        progress.advance()
-
-
-def check_recipe(recipe: Recipe, config: DecoderConfig) -> None:
-    """The recipe fits the model.
-
-    Raises:
-        ConfigError: a window is longer than the model's context, a `keep` pattern matches nothing, or the MLPs are not
-            as wide as `transform.hadamard_down` needs.
-    """
-    transformed(config, recipe.transform)
-    for section in ("calibration", "evaluate"):
-        window = getattr(recipe, section).window
-        if window > config.max_position_embeddings:
-            raise ConfigError(
-                f"{section}.window={window} is longer than the model's context of {config.max_position_embeddings} "
-                "tokens; use a smaller one"
-            )
-    modules = linear_modules(config)
-    for pattern in recipe.quantize.keep:
-        if not any(recipe.quantize.model_copy(update={"keep": (pattern,)}).keeps(module) for module in modules):
-            raise ConfigError(
-                f"quantize.keep: {pattern!r} matches no linear layer; their names look like {modules[0]!r}"
-            )
-
-
-def transformed(config: DecoderConfig, transform: Transform) -> DecoderConfig:
-    """The network that a recipe's transforms make of `config`: another one only where they cannot be absorbed.
-
-    Raises:
-        ConfigError: `hadamard_down` does not divide the width of every MLP.
-    """
-    if not transform.hadamard_down:
-        return config
-    values = config.model_dump() | {"model_type": "penjing", "mlp_hadamard": transform.hadamard_down}
-    try:
-        return DecoderConfig.model_validate(values)
-    except ValidationError as error:
-        why = error.errors()[0]["msg"].removeprefix("Value error, ")
-        raise ConfigError(f"transform.hadamard_down: {why}") from None
-
-
-def linear_modules(config: DecoderConfig) -> list[str]:
-    """Names of all linear layers, the LM head last."""
-    names = [name.removesuffix(".weight") for name in tensor_shapes(config) if name.endswith("_proj.weight")]
-    return [*names, "lm_head"]
-
-
-def input_hashes(checkpoint: Checkpoint) -> dict[str, str]:
-    """SHA-256 of each file the result depends on, verified where the folder has a manifest.
-
-    Raises:
-        InputError: a file differs from its manifest.
-    """
-    if checkpoint.manifest is not None:
-        return verify(checkpoint.folder).sha256
-    patterns = ("config.json", "*.safetensors", "tokenizer*.json", "generation_config.json", "chat_template.jinja")
-    files = sorted({path for pattern in patterns for path in checkpoint.folder.glob(pattern)})
-    return {path.name: sha256_file(path) for path in files}
-
-
-def make_plan(recipe: Recipe, config: DecoderConfig) -> Plan:
-    """Estimate sizes from shapes alone."""
-    shapes = tensor_shapes(config)
-    numbers = {name: math.prod(shape) for name, shape in shapes.items()}
-    table = config.vocab_size * config.hidden_size
-    half = DTYPES[recipe.quantize.embedding_dtype].itemsize
-    layers = head = 0
-    for name, count in numbers.items():
-        module = name.removesuffix(".weight")
-        if ".layers." in name:
-            linear = name.endswith("_proj.weight") and not recipe.quantize.keeps(module)
-            layers += count + 4 * shapes[name][0] if linear else 4 * count
-    if not config.tie_word_embeddings or unties(recipe):
-        head = table * half if recipe.quantize.keeps("lm_head") else table + 4 * config.vocab_size
-    artifact = layers + head + table * half
-    calibration = 4 * recipe.calibration.num_tokens * config.hidden_size
-    evaluation = 4 * (recipe.evaluate.prose_tokens + recipe.evaluate.code_tokens) * config.hidden_size
-    largest_layer = sum(4 * numbers[name] for name in numbers if name.startswith("model.layers.0."))
-    # Two FP32 copies of a layer, or one table and its float64 blocks, or the artifact while it is measured.
-    memory = calibration + evaluation + max(3 * largest_layer, 6 * table, 2 * artifact)
-    return Plan(
-        fp32_bytes=4 * sum(numbers.values()),
-        artifact_bytes=artifact,
-        disk_bytes=2 * artifact + 2 * calibration,
-        memory_bytes=memory,
+    size = size_of(recipe.model)["size"]
+    weights = 4 * size["parameters"]
+    trains = [each.step for each in planned if not isinstance(each.step, Prune)]
+    teachers = sum(step.kind == "distill" for step in trains)
+    passes = sum(_samples(step, size["macs_per"]) * (TRAINING + (step.kind == "distill") * FORWARD) for step in trains)
+    evaluated = recipe.evaluate.images
+    if size["macs_per"] == "token":
+        evaluated = recipe.evaluate.prose_tokens + recipe.evaluate.code_tokens
+    return Needs(
+        memory_bytes=weights * (4 + bool(teachers) if trains else 2),
+        disk_bytes=len(planned) * size["bytes"] + (4 * weights if trains else 0),
+        training_macs=passes * size["macs"],
+        evaluation_macs=(len(planned) + 1) * evaluated * size["macs"],
     )
 
 
-def preflight(recipe: Recipe, plan: Plan, work: Path, progress: Progress) -> None:
+def _samples(step: TrainingStep, unit: str) -> int:
+    """Images or tokens that a training step sees."""
+    return step.steps * step.batch_size * (step.sequence_length if unit == "token" else 1)
+
+
+def flow_preflight(recipe: FlowRecipe, work: Path, progress: Progress) -> None:
     """Say what will happen, and refuse what cannot end well.
 
     Raises:
-        SetupError: too little memory or disk.
+        ConfigError: the calibration windows do not fit the model.
+        InputError: the calibration images do not fit it.
+        SetupError: too little memory or disk; the images cannot be fetched.
     """
+    if any(isinstance(step, Prune) and step.needs_data() for step in recipe.steps):
+        open_data(recipe.model, recipe.calibrate, progress)  # now, and not after an hour of training
+    planned = plan(recipe.steps)
+    needs = estimate(recipe, planned)
     parent = work.parent
     while not parent.exists():
         parent = parent.parent
     disk, memory = shutil.disk_usage(parent).free, available_bytes()
+    held = sum(path.stat().st_size for path in work.rglob("*") if path.is_file())
+    flops, _ = peak_flops(torch.device("cpu"), torch.float32)
+    names, checks = ([each.name for each in planned if each.guarded or not only] for only in (False, True))
     progress.note(
-        f"{recipe.model} ({megabytes(plan.fp32_bytes)} in FP32) → {recipe.output} (about "
-        f"{megabytes(plan.artifact_bytes)}, INT8); steps are kept in {work.name} beside it. Needs about "
-        f"{megabytes(plan.memory_bytes)} of memory ({megabytes(memory)} available) and "
-        f"{megabytes(plan.disk_bytes)} of disk ({megabytes(disk)} free)"
+        f"{recipe.model} → {', '.join(names)} → {recipe.output}; the checkpoint of each step is kept in {work.name} "
+        "beside it until the end"
     )
-    if disk < plan.disk_bytes:
+    progress.note(f"guard after {', '.join(checks) or 'no step'}: {_budget(recipe)}")
+    progress.note(
+        f"needs about {megabytes(needs.memory_bytes)} of memory and the activations ({megabytes(memory)} available), "
+        f"{megabytes(needs.disk_bytes)} of disk ({megabytes(disk)} free; as much again for each repeat), and "
+        f"{clock(needs.seconds(flops))} without repeats: multiply-accumulates of all passes at {USE:.0%} of the "
+        f"{flops / 1e9:.0f} GFLOP/s that a matrix product reached just now"
+    )
+    if disk + held < needs.disk_bytes:
         raise SetupError(
-            f"{parent} has {megabytes(disk)} free, compression needs {megabytes(plan.disk_bytes)}; "
-            "free some space or set another output"
+            f"{parent} has {megabytes(disk)} free, the steps need {megabytes(needs.disk_bytes)}; free some space or "
+            "set another output"
         )
-    if 0 < memory < plan.memory_bytes:
+    if 0 < memory < needs.memory_bytes:
         raise SetupError(
-            f"{megabytes(memory)} of memory are available, compression needs about {megabytes(plan.memory_bytes)}; "
-            "end other programs, or lower evaluate.prose_tokens and calibration.num_tokens"
+            f"{megabytes(memory)} of memory are available, the steps need about {megabytes(needs.memory_bytes)}; end "
+            "other programs, or take a smaller model"
         )
 
 
-def megabytes(count: int) -> str:
-    """Bytes for people: "1.23 MB", "538 MB", "14.2 GB"."""
-    if 10**4 <= count < 10**7:
-        return f"{count / 1e6:.2f} MB"
-    return f"{count / 1e9:.1f} GB" if count >= 10**10 else f"{count / 1e6:.0f} MB"
+def _budget(recipe: FlowRecipe) -> str:
+    guard = recipe.guard
+    against = "the model" if guard.against == "model" else "the result before"
+    return (
+        f"at most {guard.accuracy_points:g} accuracy points or {guard.perplexity_ratio:g} times the perplexity of "
+        f"{against}, {guard.retries} milder repeats, then {guard.otherwise}"
+    )

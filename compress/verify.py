@@ -5,14 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from penjing.compress.data import is_classifier
-from penjing.compress.encoder.parity import rerun_parity as rerun_encoder_parity
-from penjing.compress.parity import LAYER_BOUND, check_parity, measure_parity
-from penjing.compress.quant.parity import rerun_parity
-from penjing.core.artifact import open_artifact
-from penjing.core.encoder_artifact import is_encoder_artifact, open_encoder_artifact
+from penjing.compress.decoder.parity import LAYER_BOUND, check_parity, measure_parity
+from penjing.compress.measure.data import is_classifier
+from penjing.compress.quantize.encoder_parity import rerun_parity as rerun_encoder_parity
+from penjing.compress.quantize.parity import rerun_parity
+from penjing.core.artifact.classifier import FAKE_QUANTIZED, open_vision_artifact
+from penjing.core.artifact.decoder import open_artifact
+from penjing.core.artifact.encoder import is_encoder_artifact, open_encoder_artifact
 from penjing.core.progress import Progress, Silent, error_console
-from penjing.core.vision_artifact import FAKE_QUANTIZED, open_vision_artifact
 
 
 def verify_artifact(folder: Path, progress: Progress | None = None) -> dict[str, Any]:

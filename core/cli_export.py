@@ -36,7 +36,7 @@ def quantize(
 
     Example: `penjing compress quantize build/resnet-fashion build/resnet-fashion-int8 --set observer=mse`
     """
-    from penjing.compress.quant.command import quantize_to_folder
+    from penjing.compress.steps.quantize_command import quantize_to_folder
     from penjing.core.progress import progress_bar
 
     with progress_bar() as progress:
@@ -66,8 +66,8 @@ def verify(
     with progress_bar() as progress:
         result: dict[str, Any] = verify_artifact(artifact, progress)
     if served or server:
-        from penjing.serve.served_parity import served_parity
-        from penjing.serve.triton.temporary import temporary_server
+        from penjing.serve.parity import served_parity
+        from penjing.serve.supervisor.temporary import temporary_server
 
         with nullcontext(server) if server else temporary_server(artifact) as address:
             found = served_parity(artifact, address)
@@ -121,7 +121,7 @@ def export(
     if to == "model-repository":
         if target:
             raise ConfigError("--target is for --to onnx; a model repository takes the artifact's")
-        from penjing.serve.triton.export import export_repository
+        from penjing.serve.supervisor.export import export_repository
 
         with progress_bar() as progress:
             made = export_repository(artifact, out, form, overrides=overrides, force=force, progress=progress)

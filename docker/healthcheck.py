@@ -5,8 +5,8 @@ Triton server's own health endpoint cannot be used: it stays good when the model
 
 import sys
 
-from penjing.serve.client import Client
-from penjing.serve.triton import state
+from penjing.serve.client.client import Client
+from penjing.serve.supervisor import state
 
 ANSWER_SECONDS = 5.0
 

@@ -15,8 +15,8 @@ from pathlib import Path
 from healthcheck import problem
 
 from penjing.core.errors import PenjingError
-from penjing.serve.client import Client
-from penjing.serve.triton import state
+from penjing.serve.client.client import Client
+from penjing.serve.supervisor import state
 
 STREAMED, LONG_ANSWER = 48, 200  # tokens; several come in one piece when the client is slower than the engine
 REFUSE_SECONDS = 10  # generous: a request on a loaded machine takes a second or two itself

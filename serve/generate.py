@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from penjing.core.errors import InputError, ServerError
-from penjing.serve.config import Device, EngineConfig, KvDtype
-from penjing.serve.engine import LLMEngine
-from penjing.serve.request import Request, RequestOutput, SamplingParams
+from penjing.serve.engine.config import Device, EngineConfig, KvDtype
+from penjing.serve.engine.engine import LLMEngine
+from penjing.serve.engine.request import Request, RequestOutput, SamplingParams
 
 NUM_SEQUENCES = 16
 

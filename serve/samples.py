@@ -14,9 +14,9 @@ from typing import Any
 from penjing.core.errors import ConfigError, InputError, ServerError
 from penjing.core.files import atomic_write_text, sha256_file
 from penjing.core.progress import Progress
-from penjing.serve.config import EngineConfig
-from penjing.serve.engine import LLMEngine
-from penjing.serve.request import Request, SamplingParams
+from penjing.serve.engine.config import EngineConfig
+from penjing.serve.engine.engine import LLMEngine
+from penjing.serve.engine.request import Request, SamplingParams
 
 _FACTS = "samples.json"
 

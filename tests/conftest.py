@@ -17,13 +17,13 @@ import pytest
 import torch
 
 from penjing.core.cache import cache_dir
-from penjing.core.checkpoint import save_checkpoint
+from penjing.core.checkpoint.decoder import save_checkpoint
 from penjing.core.files import atomic_write_text, publish_folder
-from penjing.core.importer import import_model
+from penjing.core.imports.gguf_tokenizer import tokenizer_from_gguf
+from penjing.core.imports.importer import import_model
 from penjing.core.manifest import write_manifest
 from penjing.core.models.config import DecoderConfig
 from penjing.core.models.tensor_names import tensor_shapes
-from penjing.core.tokenizer_gguf import tokenizer_from_gguf
 
 # Read when the Triton language is first imported: its kernels run in the interpreter where there is no GPU.
 if not torch.cuda.is_available():
@@ -31,8 +31,22 @@ if not torch.cuda.is_available():
 
 ROOT = Path(__file__).parent.parent
 CORE = ROOT / "core"
-IMPORT_CODE = ("importer", "gguf_import", "tokenizer_gguf", "safetensors_writer", "checkpoint", "models/hf_config")
-COMPRESS_CODE = ("checkpoint", "safetensors_writer", "artifact", "corpus", "models/decoder", "models/hf_config")
+IMPORT_CODE = (
+    "imports/importer",
+    "imports/gguf",
+    "imports/gguf_tokenizer",
+    "checkpoint/safetensors_writer",
+    "checkpoint/decoder",
+    "models/hf_config",
+)
+COMPRESS_CODE = (
+    "checkpoint/decoder",
+    "checkpoint/safetensors_writer",
+    "artifact/decoder",
+    "text/corpus",
+    "models/decoder",
+    "models/hf_config",
+)
 CHATML = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
@@ -147,10 +161,10 @@ def make_tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[.
 def smollm2_int8(smollm2: Path) -> Path:
     """SmolLM2 in INT8 as the recipe in the repository makes it, calibrated and measured on less text; kept until code
     changes."""
-    from penjing.compress.pipeline import compress
+    from penjing.compress.decoder.pipeline import compress
 
     recipe = ROOT / "recipes" / "smollm2-int8.toml"
-    sources = sorted((ROOT / "compress").glob("*.py")) + [CORE / f"{name}.py" for name in COMPRESS_CODE]
+    sources = sorted((ROOT / "compress" / "decoder").glob("*.py")) + [CORE / f"{name}.py" for name in COMPRESS_CODE]
     less = ["calibration.num_tokens=2048", "evaluate.prose_tokens=2048", "evaluate.code_tokens=512"]
     parts = [path.read_bytes() for path in [recipe, *sources]]
     code = hashlib.sha256(b"".join([*parts, json.dumps(less).encode()])).hexdigest()

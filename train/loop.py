@@ -18,19 +18,19 @@ import torch
 from torch import nn
 
 from penjing.core.errors import InputError, PenjingError
-from penjing.train.alarms import AlarmConfig, Alarms
-from penjing.train.checkpoint import Checkpoints
 from penjing.train.data.stream import Stream
-from penjing.train.gradients import ClipConfig, GradientNorms, gradients_of, scale_gradients
-from penjing.train.loss_scale import LossScale
-from penjing.train.monitor import ActivationRanges, Monitor
-from penjing.train.objective import Batch, Loss, Objective
-from penjing.train.optimizer import AveragedWeights, load_optimizer_state, optimizer_state, set_learning_rate
-from penjing.train.parallel.pipeline import Pipeline
-from penjing.train.precision import Precision, PrecisionConfig
-from penjing.train.schedule import LearningRate
-from penjing.train.state import Tree, load_model_state, model_state
-from penjing.train.world import World
+from penjing.train.monitor.alarms import AlarmConfig, Alarms
+from penjing.train.monitor.monitor import ActivationRanges, Monitor
+from penjing.train.numerics.precision import Precision, PrecisionConfig
+from penjing.train.objective.objective import Batch, Loss, Objective
+from penjing.train.optim.gradients import ClipConfig, GradientNorms, gradients_of, scale_gradients
+from penjing.train.optim.loss_scale import LossScale
+from penjing.train.optim.optimizer import AveragedWeights, load_optimizer_state, optimizer_state, set_learning_rate
+from penjing.train.optim.schedule import LearningRate
+from penjing.train.parallel.world import World
+from penjing.train.pipeline.pipeline import Pipeline
+from penjing.train.state.checkpoint import Checkpoints
+from penjing.train.state.state import Tree, load_model_state, model_state
 
 
 class InterruptedRunError(PenjingError):

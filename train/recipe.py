@@ -10,15 +10,15 @@ from pydantic import Field, field_validator
 
 from penjing.core.config import Config
 from penjing.core.models.config import DecoderConfig
-from penjing.train.alarms import AlarmConfig
-from penjing.train.balancing import BalancingConfig
-from penjing.train.gradients import ClipConfig
-from penjing.train.monitor import MonitorConfig
-from penjing.train.optimizer import OptimizerConfig
+from penjing.train.monitor.alarms import AlarmConfig
+from penjing.train.monitor.monitor import MonitorConfig
+from penjing.train.numerics.precision import PrecisionConfig
+from penjing.train.numerics.recompute import Recompute, RecomputeRule
+from penjing.train.objective.balancing import BalancingConfig
+from penjing.train.optim.gradients import ClipConfig
+from penjing.train.optim.optimizer import OptimizerConfig
+from penjing.train.optim.schedule import LearningRate
 from penjing.train.parallel.config import ParallelConfig
-from penjing.train.precision import PrecisionConfig
-from penjing.train.recompute import Recompute, RecomputeRule
-from penjing.train.schedule import LearningRate
 
 _UNITS = {"": 1, "B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 

@@ -20,18 +20,29 @@ from penjing.core.errors import InputError
 from penjing.core.files import publish_folder, writing
 from penjing.core.models.moe import keep_out_of_graphs
 from penjing.core.progress import Progress, Silent
-from penjing.train.alarms import Alarms
 from penjing.train.batch_size import Cut, check_shares, fastest_micro_batch, recut
-from penjing.train.checkpoint import Checkpoints, ShardedCheckpoints
 from penjing.train.data.prefetch import Prefetched
-from penjing.train.flops import model_flops, peak_flops
-from penjing.train.gradients import GradientNorms
-from penjing.train.initial import fill_weights, materialize, without_data
+from penjing.train.families.base import Task, build_task
+from penjing.train.launch.watch import watching
 from penjing.train.loop import Evaluation, Trainer
-from penjing.train.loss_scale import LossScale, initial_scale
-from penjing.train.memory import MemoryEstimate, check_memory, estimate_memory, memory_limit
-from penjing.train.monitor import Monitor, open_sinks
-from penjing.train.optimizer import AveragedWeights, build_optimizer
+from penjing.train.monitor.alarms import Alarms
+from penjing.train.monitor.flops import model_flops, peak_flops
+from penjing.train.monitor.memory import MemoryEstimate, check_memory, estimate_memory, memory_limit
+from penjing.train.monitor.monitor import Monitor, open_sinks
+from penjing.train.monitor.profile import profiling
+from penjing.train.monitor.summary import summary
+from penjing.train.numerics.precision import (
+    Precision,
+    apply_environment,
+    check_hardware,
+    for_device,
+    multiplies_bfloat16,
+    slow_modes,
+)
+from penjing.train.numerics.recompute import apply_recompute
+from penjing.train.optim.gradients import GradientNorms
+from penjing.train.optim.loss_scale import LossScale, initial_scale
+from penjing.train.optim.optimizer import AveragedWeights, build_optimizer
 from penjing.train.parallel.apply import (
     Parallelized,
     check_recipe,
@@ -42,23 +53,12 @@ from penjing.train.parallel.apply import (
     share_of,
 )
 from penjing.train.parallel.mesh import MeshWorld
-from penjing.train.parallel.watch import watching
+from penjing.train.parallel.world import World, join_world
 from penjing.train.plan.preflight import check_run
-from penjing.train.precision import (
-    Precision,
-    apply_environment,
-    check_hardware,
-    for_device,
-    multiplies_bfloat16,
-    slow_modes,
-)
-from penjing.train.profile import profiling
 from penjing.train.recipe import RunRecipe, TrainRecipe, parse_size
-from penjing.train.recompute import apply_recompute
-from penjing.train.state import Tree
-from penjing.train.summary import summary
-from penjing.train.tasks import Task, build_task
-from penjing.train.world import World, join_world
+from penjing.train.state.checkpoint import Checkpoints, ShardedCheckpoints
+from penjing.train.state.initial import fill_weights, materialize, without_data
+from penjing.train.state.state import Tree
 
 
 def train(

@@ -6,9 +6,9 @@ from pathlib import Path
 from figures import measure, read_prompts, report
 
 from penjing.core.info import versions
-from penjing.serve.bench_engine import run_prompts
-from penjing.serve.config import EngineConfig
-from penjing.serve.engine import LLMEngine
+from penjing.serve.bench.engine import run_prompts
+from penjing.serve.engine.config import EngineConfig
+from penjing.serve.engine.engine import LLMEngine
 
 
 def main(model: str, prompts_path: str, runs: int) -> None:

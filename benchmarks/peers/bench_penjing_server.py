@@ -13,8 +13,8 @@ from pathlib import Path
 from figures import measure, read_prompts, report
 
 from penjing.core.info import versions
-from penjing.core.tokenizer import Tokenizer
-from penjing.serve.client import AsyncClient
+from penjing.core.text.tokenizer import Tokenizer
+from penjing.serve.client.client import AsyncClient
 
 
 def penjing(*arguments: str) -> None:

@@ -32,7 +32,7 @@ from penjing.core.files import atomic_write_bytes, atomic_write_text, sha256_fil
 from penjing.core.progress import Progress
 from penjing.train.data.shards import INDEX_NAME, TokenShards
 from penjing.train.data.tokens import TokenStream, token_batch
-from penjing.train.objective import Batch
+from penjing.train.objective.objective import Batch
 
 SAMPLES = 64  # of a part
 _TOGETHER = 4  # sequences in one pass of the teacher

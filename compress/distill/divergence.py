@@ -3,8 +3,8 @@
 Both distributions are softened by a temperature T and the divergence is multiplied by T², so that its gradient keeps
 its size whatever T is (Hinton et al., https://arxiv.org/abs/1503.02531).
 
-Rows go through float32 a block at a time, as in `train/cross_entropy.py`: beside the two logits, the plain way takes
-five arrays of their size (measured at a vocabulary of 49 152), this one the gradient.
+Rows go through float32 a block at a time, as in `train/objective/cross_entropy.py`: beside the two logits, the plain
+way takes five arrays of their size (measured at a vocabulary of 49 152), this one the gradient.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch.autograd.function import once_differentiable
 
 from penjing.core.errors import InputError
 
-_BLOCK = {"cpu": 2**18}  # elements; see train/cross_entropy.py
+_BLOCK = {"cpu": 2**18}  # elements; see train/objective/cross_entropy.py
 _LARGE_BLOCK = 2**26  # two logits of it are widened at a time
 
 

@@ -17,7 +17,7 @@ from penjing.compress.distill.task import PROJECTIONS
 from penjing.core.errors import ConfigError, InputError
 from penjing.core.models.config import DecoderConfig
 from penjing.core.models.resnet_config import ResNetConfig
-from penjing.train.objective import IGNORED, Batch
+from penjing.train.objective.objective import IGNORED, Batch
 
 Architecture = DecoderConfig | ResNetConfig
 

@@ -9,15 +9,15 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from penjing.compress.data import is_classifier
-from penjing.core.checkpoint import Checkpoint, open_checkpoint
+from penjing.compress.measure.data import is_classifier
+from penjing.core.checkpoint.classifier import load_vision_checkpoint, vision_skeleton
+from penjing.core.checkpoint.decoder import Checkpoint, open_checkpoint
 from penjing.core.errors import InputError
 from penjing.core.files import sha256_file
 from penjing.core.manifest import MANIFEST_NAME, read_json_object, read_manifest
 from penjing.core.models.decoder import Decoder
-from penjing.core.vision_checkpoint import load_vision_checkpoint, vision_skeleton
-from penjing.train.initial import checkpoint_weights, fill_weights
-from penjing.train.state import check_finite
+from penjing.train.state.initial import checkpoint_weights, fill_weights
+from penjing.train.state.state import check_finite
 
 
 def load_teacher(student: Path, teacher: Path) -> nn.Module:

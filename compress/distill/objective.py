@@ -1,7 +1,7 @@
 """What a student learns from its teacher: an objective of train's loop, whose parts are weighted settings.
 
-Every part is a sum over the counted terms (tokens with a target, images), as `train/objective.py` asks, so that
-accumulation and the number of processes do not change an update.
+Every part is a sum over the counted terms (tokens with a target, images), as `train/objective/objective.py` asks, so
+that accumulation and the number of processes do not change an update.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from penjing.compress.distill.divergence import divergence_sum, top_divergence_sum
 from penjing.core.config import Config
 from penjing.kernels.dispatch import force_torch
-from penjing.train.cross_entropy import cross_entropy_sum
-from penjing.train.objective import IGNORED, Batch, CrossEntropy, Loss
-from penjing.train.precision import Mode, Precision, PrecisionConfig
+from penjing.train.numerics.precision import Mode, Precision, PrecisionConfig
+from penjing.train.objective.cross_entropy import cross_entropy_sum
+from penjing.train.objective.objective import IGNORED, Batch, CrossEntropy, Loss
 
 
 class DistillWeights(Config):

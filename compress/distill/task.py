@@ -14,9 +14,9 @@ from penjing.compress.distill.cache import CachedStream, TeacherCache
 from penjing.compress.distill.objective import Distillation
 from penjing.train.data.stream import Stream
 from penjing.train.data.tokens import TokenStream
-from penjing.train.objective import Batch, TaskObjective
-from penjing.train.tasks import Task
-from penjing.train.world import World
+from penjing.train.families.base import Task
+from penjing.train.objective.objective import Batch, TaskObjective
+from penjing.train.parallel.world import World
 
 PROJECTIONS = "distill_projections"  # a submodule of the student while it learns
 

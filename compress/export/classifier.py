@@ -9,16 +9,12 @@ import numpy as np
 import onnx
 
 from penjing.compress.export.convert import convert
-from penjing.compress.export.engine import build_engine, check_machine, run_engine
 from penjing.compress.export.record import ExportRecord, Form, publish_file, source_of
+from penjing.compress.export.tensorrt import build_engine, check_machine, run_engine
 from penjing.compress.export.tensorrt_rules import check_tensorrt
-from penjing.compress.quant.parity import rerun_parity
-from penjing.compress.quant.targets import TARGETS, TargetName
-from penjing.core.errors import InputError
-from penjing.core.files import writing
-from penjing.core.onnx_runtime import check_external_data
-from penjing.core.progress import Progress
-from penjing.core.vision_artifact import (
+from penjing.compress.quantize.parity import rerun_parity
+from penjing.compress.quantize.targets import TARGETS, TargetName
+from penjing.core.artifact.classifier import (
     FAKE_QUANTIZED,
     MODEL_FILE,
     LogitDifference,
@@ -27,6 +23,10 @@ from penjing.core.vision_artifact import (
     normalised,
     open_vision_artifact,
 )
+from penjing.core.errors import InputError
+from penjing.core.files import writing
+from penjing.core.progress import Progress
+from penjing.core.runtime.onnx_runtime import check_external_data
 
 TENSORRT: TargetName = "tensorrt"
 

@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from penjing.compress.export.decoder_gate import Reading
-from penjing.core.artifact import Artifact
-from penjing.core.checkpoint import TOKENIZER_FILES
+from penjing.compress.export.gate import Reading
+from penjing.core.artifact.decoder import Artifact
+from penjing.core.checkpoint.decoder import TOKENIZER_FILES
 from penjing.core.errors import InputError
 
 LOADER = "transformers"

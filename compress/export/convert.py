@@ -14,11 +14,11 @@ from numpy.typing import NDArray
 from onnx import helper, numpy_helper
 
 from penjing.compress.export.tensorrt_rules import Graph
-from penjing.compress.quant.formats import INT7_WEIGHT
-from penjing.compress.quant.modules import LARGEST_BIAS
-from penjing.compress.quant.targets import TargetName
+from penjing.compress.quantize.formats import INT7_WEIGHT
+from penjing.compress.quantize.modules import LARGEST_BIAS
+from penjing.compress.quantize.targets import TargetName
+from penjing.core.artifact.classifier import Quantization
 from penjing.core.errors import ConfigError
-from penjing.core.vision_artifact import Quantization
 
 FLOATING_ADDITIONS = (
     "converted: additions run in floating point, which ONNX Runtime does not fuse; for full speed quantize for {target}"

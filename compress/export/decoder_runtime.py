@@ -12,10 +12,10 @@ import torch
 from numpy.typing import NDArray
 from onnx import TensorProto, helper
 
-from penjing.compress.export.decoder_gate import Reading
-from penjing.compress.export.decoder_onnx import EMBEDDED, MODEL_FILE, cache_names, layer_output
+from penjing.compress.export.gate import Reading
+from penjing.compress.export.onnx_decoder import EMBEDDED, MODEL_FILE, cache_names, layer_output
 from penjing.core.models.config import DecoderConfig
-from penjing.core.onnx_runtime import open_graph
+from penjing.core.runtime.onnx_runtime import open_graph
 
 _PROBE = ".probe.onnx"
 

@@ -3,7 +3,7 @@
 Q8_0 stores 32 values a block with a float16 scale. A row's scale is repeated for each of its blocks, so the integers
 are those of the artifact; only scales are rounded, to 11 bits (small ones to 9). Activations are llama.cpp's affair: it
 rounds them to 8 bits block by block where the artifact's own runtime does so token by token. Sources: the GGUF
-specification (ggml-org/ggml, docs/gguf.md); `core/gguf_import.py` and `core/tokenizer_gguf.py` read the same back.
+specification (ggml-org/ggml, docs/gguf.md); `core/imports/gguf.py` and `gguf_tokenizer.py` read the same back.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from penjing.core.artifact import open_artifact
-from penjing.core.checkpoint import Checkpoint
+from penjing.core.artifact.decoder import open_artifact
+from penjing.core.checkpoint.decoder import Checkpoint
 from penjing.core.errors import InputError
 from penjing.core.manifest import read_json_object
 from penjing.core.models.config import DecoderConfig

@@ -11,12 +11,12 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from penjing.core.artifact import ParityDifference
+from penjing.core.artifact.classifier import LogitDifference
+from penjing.core.artifact.decoder import ParityDifference
 from penjing.core.config import Config
 from penjing.core.files import atomic_write_text, sha256_file, sync_tree, writing
 from penjing.core.info import versions
 from penjing.core.manifest import MANIFEST_NAME
-from penjing.core.vision_artifact import LogitDifference
 
 RECORD_FILE = "export.json"
 Form = Literal["onnx", "tensorrt", "compressed-tensors", "gguf"]

@@ -5,22 +5,23 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from penjing.compress.data import is_classifier
-from penjing.compress.encoder.export import export_text_encoder
-from penjing.compress.export import compressed_tensors, decoder_gate
+from penjing.compress.export import compressed_tensors
+from penjing.compress.export import gate as decoder_gate
 from penjing.compress.export.classifier import export_classifier
-from penjing.compress.export.decoder_onnx import write_decoder_onnx
 from penjing.compress.export.decoder_runtime import read_layers
 from penjing.compress.export.gguf import write_gguf
+from penjing.compress.export.onnx_decoder import write_decoder_onnx
 from penjing.compress.export.record import RECORD_FILE, ExportRecord, Form, publish_file, source_of, write_record
-from penjing.compress.quant.targets import TARGETS, TargetName
+from penjing.compress.export.text_encoder import export_text_encoder
+from penjing.compress.measure.data import is_classifier
+from penjing.compress.quantize.targets import TARGETS, TargetName
 from penjing.compress.verify import LAYER_BOUND
-from penjing.core.artifact import Artifact, open_artifact
-from penjing.core.checkpoint import copy_tokenizer
+from penjing.core.artifact.decoder import Artifact, open_artifact
+from penjing.core.checkpoint.decoder import copy_tokenizer
 from penjing.core.errors import ConfigError, InputError
 from penjing.core.files import atomic_write_text, publish_folder
 from penjing.core.progress import Progress
-from penjing.core.text_tokenizer import is_encoder
+from penjing.core.text.text_tokenizer import is_encoder
 
 CLASSIFIER_FORMS: tuple[Form, ...] = ("onnx", "tensorrt")
 ENCODER_FORMS: tuple[Form, ...] = ("onnx",)

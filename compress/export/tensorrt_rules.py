@@ -12,7 +12,7 @@ import onnx
 from numpy.typing import NDArray
 from onnx import TensorProto, numpy_helper
 
-from penjing.compress.quant.targets import TARGETS
+from penjing.compress.quantize.targets import TARGETS
 from penjing.core.errors import InputError
 
 OPERATORS = {

@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from penjing.compress.stream import LayerStream
-from penjing.core.checkpoint import open_checkpoint
+from penjing.compress.decoder.stream import LayerStream
+from penjing.core.checkpoint.decoder import open_checkpoint
 from penjing.core.errors import InputError
 from penjing.core.progress import Progress
 

@@ -10,14 +10,14 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from penjing.compress.preflight import check_model
+from penjing.compress.decoder.check import check_model
 from penjing.compress.prune.graph import DependencyGraph, Group, dependency_graph
-from penjing.core.checkpoint import open_checkpoint
+from penjing.core.checkpoint.classifier import vision_skeleton
+from penjing.core.checkpoint.decoder import open_checkpoint
 from penjing.core.manifest import read_json_object
 from penjing.core.models.decoder import Decoder
 from penjing.core.models.resnet import ResNet
 from penjing.core.progress import Progress, Silent, error_console
-from penjing.core.vision_checkpoint import vision_skeleton
 
 BATCH, TOKENS = 2, 16  # what the analysis runs on; sizes of 1 would be mistaken for broadcasts
 

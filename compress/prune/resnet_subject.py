@@ -14,11 +14,11 @@ from penjing.compress.prune.graph import Group
 from penjing.compress.prune.inspect import BATCH
 from penjing.compress.prune.subject import Part, Shapes
 from penjing.compress.prune.surgery import Cut
+from penjing.core.checkpoint.classifier import WEIGHTS, load_vision_checkpoint, save_vision_checkpoint, vision_skeleton
 from penjing.core.errors import InputError
 from penjing.core.manifest import verify
 from penjing.core.models.resnet import Block, ConvNorm, ResNet
 from penjing.core.models.resnet_config import BlockConfig, ResNetConfig, StageConfig
-from penjing.core.vision_checkpoint import WEIGHTS, load_vision_checkpoint, save_vision_checkpoint, vision_skeleton
 
 
 class ResNetSubject:

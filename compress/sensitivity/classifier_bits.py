@@ -21,18 +21,18 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor, nn
 
-from penjing.compress.data import ImageData
-from penjing.compress.flow.recipe import key_of
-from penjing.compress.perplexity import LARGEST_LOSS
+from penjing.compress.measure.data import ImageData
+from penjing.compress.measure.perplexity import LARGEST_LOSS
 from penjing.compress.prune.resnet_subject import ResNetSubject
+from penjing.compress.recipe import key_of
 from penjing.compress.sensitivity.classifier_bits_page import classifier_bits_page
 from penjing.compress.sensitivity.study import about, measure_cells, run_study, study_images
 from penjing.compress.sensitivity.widths import Widths, round_rows
-from penjing.compress.steps import WorkFolder
+from penjing.compress.work import WorkFolder
+from penjing.core.artifact.classifier import is_vision_artifact
 from penjing.core.errors import InputError
 from penjing.core.manifest import verify
 from penjing.core.progress import Progress, Silent
-from penjing.core.vision_artifact import is_vision_artifact
 
 BASELINE = "baseline"
 

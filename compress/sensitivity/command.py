@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from penjing.compress.data import is_classifier
+from penjing.compress.measure.data import is_classifier
 from penjing.core.progress import progress_bar
 
 

@@ -21,23 +21,23 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor, nn
 
-from penjing.compress.data import is_classifier
-from penjing.compress.flow.recipe import key_of
-from penjing.compress.perplexity import LARGEST_LOSS, evaluation_windows
-from penjing.compress.pipeline import make_weights
-from penjing.compress.preflight import check_model, input_hashes, linear_modules
-from penjing.compress.recipe import Calibration, Quantize, Recipe, Transform
+from penjing.compress.decoder.check import check_model, input_hashes, linear_modules
+from penjing.compress.decoder.pipeline import make_weights
+from penjing.compress.decoder.settings import Calibration, Quantize, Recipe, Transform
+from penjing.compress.measure.data import is_classifier
+from penjing.compress.measure.perplexity import LARGEST_LOSS, evaluation_windows
+from penjing.compress.recipe import key_of
 from penjing.compress.sensitivity.decoder_bits_page import decoder_bits_page
 from penjing.compress.sensitivity.study import about, measure_cells, run_study
 from penjing.compress.sensitivity.widths import Widths, round_rows
-from penjing.compress.steps import WorkFolder
-from penjing.core.checkpoint import open_checkpoint
-from penjing.core.corpus import calibration_windows
+from penjing.compress.work import WorkFolder
+from penjing.core.checkpoint.decoder import open_checkpoint
+from penjing.core.checkpoint.load import load_model
 from penjing.core.errors import ConfigError, InputError
-from penjing.core.load import load_model
 from penjing.core.models.decoder import Decoder
 from penjing.core.progress import Progress, Silent
-from penjing.core.tokenizer import Tokenizer
+from penjing.core.text.corpus import calibration_windows
+from penjing.core.text.tokenizer import Tokenizer
 
 FLOATS = Quantize(lm_head="keep", embedding_dtype="float32", keep=("*",), rounding="nearest")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, Any
 
-from penjing.compress.page import figure, render
+from penjing.compress.report.page import figure, render
 from penjing.compress.sensitivity.plot import draw_lines
 
 if TYPE_CHECKING:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from penjing.compress.page import AFTER, OTHERS
+from penjing.compress.report.page import AFTER, OTHERS
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -18,10 +18,9 @@ from numpy.typing import NDArray
 from pydantic import Field, field_validator
 from torch import nn
 
-from penjing.compress.data import Calibrate, ImageData, TokenData, is_classifier, open_data
-from penjing.compress.flow.recipe import key_of
-from penjing.compress.perplexity import LARGEST_LOSS, evaluation_windows
-from penjing.compress.preflight import input_hashes
+from penjing.compress.decoder.check import input_hashes
+from penjing.compress.measure.data import Calibrate, ImageData, TokenData, is_classifier, open_data
+from penjing.compress.measure.perplexity import LARGEST_LOSS, evaluation_windows
 from penjing.compress.prune.decoder_subject import DecoderSubject
 from penjing.compress.prune.graph import Group, dependency_graph
 from penjing.compress.prune.importance import Scores, magnitude, random
@@ -29,15 +28,16 @@ from penjing.compress.prune.ranking import select
 from penjing.compress.prune.resnet_subject import ResNetSubject
 from penjing.compress.prune.subject import Subject
 from penjing.compress.prune.surgery import Selection, mask
+from penjing.compress.recipe import key_of
 from penjing.compress.sensitivity.pruning_page import sensitivity_page
 from penjing.compress.sensitivity.study import Samples, about, measure_cells, run_study, study_images
-from penjing.compress.steps import WorkFolder
-from penjing.core.checkpoint import open_checkpoint
+from penjing.compress.work import WorkFolder
+from penjing.core.checkpoint.decoder import open_checkpoint
 from penjing.core.config import Config, parse_config
 from penjing.core.errors import ConfigError, InputError
 from penjing.core.manifest import verify
 from penjing.core.progress import Progress, Silent
-from penjing.core.tokenizer import Tokenizer
+from penjing.core.text.tokenizer import Tokenizer
 
 
 class SensitivitySettings(Config):

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from penjing.compress.page import figure, render
+from penjing.compress.report.page import figure, render
 from penjing.compress.sensitivity.plot import draw_lines
 from penjing.core.progress import error_console
 

@@ -9,15 +9,15 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
-from penjing.compress.data import ImageData, fitting_images
-from penjing.compress.steps import WorkFolder
+from penjing.compress.measure.data import ImageData, fitting_images
+from penjing.compress.work import WorkFolder
+from penjing.core.checkpoint.classifier import vision_config
 from penjing.core.config import Config
 from penjing.core.errors import InputError
 from penjing.core.files import atomic_write_text, publish_folder
 from penjing.core.info import processor, versions
 from penjing.core.manifest import read_json_object
 from penjing.core.progress import Progress, clock
-from penjing.core.vision_checkpoint import vision_config
 
 RESULT_FILE, PAGE_FILE = "sensitivity.json", "sensitivity.html"
 BATCH_IMAGES = 256

@@ -14,16 +14,16 @@ from typing import Any
 import numpy as np
 
 from penjing.core.errors import OverloadedError, PenjingError, RequestError, ServerError
-from penjing.serve.config import EngineConfig
-from penjing.serve.engine import LLMEngine
-from penjing.serve.loop import EngineLoop
-from penjing.serve.request import Request, RequestOutput, SamplingParams
+from penjing.serve.engine.config import EngineConfig
+from penjing.serve.engine.engine import LLMEngine
+from penjing.serve.engine.loop import EngineLoop
+from penjing.serve.engine.request import Request, RequestOutput, SamplingParams
+from penjing.serve.protocol import PING, PULSE_VARIABLE
 from penjing.serve.triton.metrics import EngineMetrics
 from penjing.serve.triton.pulse import Command, Phase, Pulse
 from penjing.serve.triton.reply import Outbox, Reply, send_error
 from penjing.serve.triton.settings import read_settings
 from penjing.serve.triton.tensors import read_call
-from penjing.serve.triton.variables import PING, PULSE_VARIABLE
 
 BEAT_SECONDS = 0.05
 POLL_SECONDS = 0.01  # between two looks for clients that left; a step of a real model takes longer

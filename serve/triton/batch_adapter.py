@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 
 from penjing.core.errors import OverloadedError, PenjingError, RequestError, ServerError
-from penjing.serve.batch_model import BatchModel
-from penjing.serve.config import BatchConfig
-from penjing.serve.triton.kinds import load_batched
-from penjing.serve.triton.life import Life
+from penjing.serve.engine.config import BatchConfig
+from penjing.serve.families.base import BatchModel
+from penjing.serve.families.kinds import load_batched
+from penjing.serve.triton.lifecycle import Life
 from penjing.serve.triton.pulse import Phase
 from penjing.serve.triton.settings import read_settings
 

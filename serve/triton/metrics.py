@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from penjing.serve.stats import EngineStats
+from penjing.serve.engine.stats import EngineStats
 
 PREFIX = "penjing:"
 GAUGES = {

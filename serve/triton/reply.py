@@ -9,9 +9,9 @@ from collections.abc import Callable
 from typing import Any
 
 from penjing.core.errors import InputError, OverloadedError, PenjingError, RequestError, ServerError
-from penjing.serve.request import RequestOutput
+from penjing.serve.engine.request import RequestOutput
+from penjing.serve.protocol import INTERNAL, INVALID, UNAVAILABLE
 from penjing.serve.triton.tensors import Call, OutputTensors
-from penjing.serve.triton.variables import INTERNAL, INVALID, UNAVAILABLE
 
 SENDING_SHARE = 0.05
 MAX_INTERVAL = 0.1  # seconds that a token may wait for others

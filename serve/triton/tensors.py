@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from penjing.core.errors import RequestError
-from penjing.serve.request import RequestOutput, SamplingParams
+from penjing.serve.engine.request import RequestOutput, SamplingParams
 
 RETURNS = (
     "return_finish_reason",

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import run_compress
 
-from penjing.compress.evaluation import EvaluateSettings, Quality, perplexity
-from penjing.compress.report_schema import Report, Stage
+from penjing.compress.measure.evaluate import EvaluateSettings, Quality, perplexity
+from penjing.compress.report.schema import Report, Stage
 
 
 def quality(shift: float) -> Quality:

@@ -9,9 +9,9 @@ import pytest
 from run_encoder import encoder_rows
 
 from penjing.compress.command import compress_recipe
-from penjing.core.importer import import_model
+from penjing.core.imports.importer import import_model
 from penjing.core.progress import Silent
-from tests.core.encoders import write_sentence_transformer
+from tests.core.models.encoders import write_sentence_transformer
 
 
 @pytest.fixture(scope="module")

@@ -9,11 +9,11 @@ import pytest
 import run_gguf
 import torch
 
-from penjing.compress.pipeline import compress
+from penjing.compress.decoder.pipeline import compress
+from penjing.core.checkpoint.load import load_model
 from penjing.core.cli import _run
 from penjing.core.errors import SetupError
-from penjing.core.load import load_model
-from penjing.core.tokenizer import Tokenizer
+from penjing.core.text.tokenizer import Tokenizer
 from tests.compress.conftest import write_recipe
 from tests.conftest import ROOT
 

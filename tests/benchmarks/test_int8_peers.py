@@ -11,12 +11,12 @@ import run_int8_peers
 from run_int8 import synthetic
 from run_int8_peers import peer_rows, quality
 
-from penjing.compress.data import ImageData
-from penjing.compress.quant.artifact import ArtifactSettings
+from penjing.compress.measure.data import ImageData
+from penjing.compress.quantize.artifact import ArtifactSettings
+from penjing.core.checkpoint.classifier import save_vision_checkpoint
 from penjing.core.errors import SetupError
 from penjing.core.files import publish_folder
 from penjing.core.models.resnet_config import cifar_resnet
-from penjing.core.vision_checkpoint import save_vision_checkpoint
 from penjing.train.data.images import ImageSet
 
 SIDE = 12

@@ -12,10 +12,10 @@ import run_int8_quality
 from run_int8_quality import Int8Study, quality_rows
 from run_prune_quality import Studies
 
-from penjing.compress.report_schema import Report, parse_report
+from penjing.compress.report.schema import Report, parse_report
 from penjing.core.errors import ConfigError
 from penjing.core.progress import Silent
-from tests.compress.reports import made_up_report
+from tests.compress.report.reports import made_up_report
 
 
 def report(before: int, after: int) -> Report:

@@ -11,11 +11,11 @@ import pytest
 from prune_peer import NAME, prune_by_torch_pruning
 from run_prune_quality import classifier_rows, decoder_rows, dense_rows
 
-from penjing.compress.evaluation import EvaluateSettings, perplexity
-from penjing.compress.report_schema import Report, parse_report
-from penjing.core.checkpoint import open_checkpoint
+from penjing.compress.measure.evaluate import EvaluateSettings, perplexity
+from penjing.compress.report.schema import Report, parse_report
+from penjing.core.checkpoint.decoder import open_checkpoint
 from penjing.core.progress import Silent
-from tests.compress.reports import made_up_report
+from tests.compress.report.reports import made_up_report
 
 
 def test_rows_of_a_classifier_are_means_over_seeds() -> None:

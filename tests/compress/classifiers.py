@@ -7,10 +7,10 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from penjing.core.checkpoint.classifier import VisionConfig, save_vision_checkpoint
 from penjing.core.files import publish_folder
 from penjing.core.models.resnet import ResNet
 from penjing.core.models.resnet_config import ResNetConfig, cifar_resnet
-from penjing.core.vision_checkpoint import VisionConfig, save_vision_checkpoint
 from penjing.train.data.fashion import CLASSES
 from penjing.train.data.images import ImageSet, normalise
 

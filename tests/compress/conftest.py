@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from penjing.compress.pipeline import compress
+from penjing.compress.decoder.pipeline import compress
 
 WriteRecipe = Callable[[Path, Path], Path]
 

@@ -1,65 +1,139 @@
-"""Recipes: strict keys, checked values, a key that changes with what matters, and TOML that reads back."""
+"""Recipes with steps: strict, in a sensible order, with rounds written out and milder repeats."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from penjing.compress.recipe import Recipe, recipe_toml, run_key
-from penjing.core.config import load_recipe
+from penjing.compress.recipe import (
+    FlowRecipe,
+    Guard,
+    Planned,
+    Prune,
+    Step,
+    flow_toml,
+    load_flow,
+    milder,
+    plan,
+    stretches,
+)
 from penjing.core.errors import ConfigError
 
-RECIPES = Path(__file__).parent.parent.parent / "recipes"
+HEAD = 'model = "m"\noutput = "o"\n'
+PRUNE = '[[steps]]\nkind = "prune"\nratio = 0.3\n'
+DISTILL = '[[steps]]\nkind = "distill"\nsteps = 5\n'
+FINETUNE = '[[steps]]\nkind = "finetune"\nsteps = 5\n'
+SPARSIFY = '[[steps]]\nkind = "sparsify"\nsteps = 5\nstrength = 0.1\n'
 
 
-def recipe(**values: object) -> Recipe:
-    return Recipe.model_validate({"model": "in", "output": "out"} | values)
-
-
-def test_the_recipe_in_the_repository_is_valid_and_makes_everything_int8() -> None:
-    loaded = load_recipe(Recipe, RECIPES / "smollm2-int8.toml")
-    assert not loaded.quantize.keeps("lm_head")
-    assert not loaded.quantize.keeps("model.layers.3.mlp.down_proj")
-
-
-def test_an_override_reaches_a_section(tmp_path: Path) -> None:
-    loaded = load_recipe(Recipe, RECIPES / "smollm2-int8.toml", ["quantize.lm_head=keep", "transform.smooth_down=0.25"])
-    assert loaded.quantize.keeps("lm_head")
-    assert loaded.transform.smooth_down == 0.25
+def read(folder: Path, text: str, *overrides: str) -> FlowRecipe:
+    path = folder / "recipe.toml"
+    path.write_text(HEAD + text)
+    return load_flow(path, list(overrides))
 
 
 @pytest.mark.parametrize(
-    ("override", "message"),
+    ("text", "override", "message"),
     [
+        (PRUNE, "steps.0.ratio=0", r"steps.0.ratio: input should be greater than 0 \(got 0\)"),
+        (PRUNE, "steps.0.ratio=1", r"steps.0.ratio: input should be less than 1 \(got 1\)"),
+        (PRUNE, "steps.0.ratio=-0.5", r"steps.0.ratio: input should be greater than 0"),
+        (PRUNE, "steps.0.raito=0.2", r"unknown key 'steps.0.raito'; did you mean 'ratio'\? Valid keys: .*rounds"),
+        (PRUNE + DISTILL, "steps.1.ratio=0.2", r"unknown key 'steps.1.ratio'.*Valid keys: .*teacher"),
+        (PRUNE, "steps.0.kind=prunes", r"steps.0: input tag 'prunes' found using 'kind' does not match"),
+        (PRUNE, "guard.otherwise=ignore", r"guard.otherwise: input should be 'stop' or 'skip'"),
+        (PRUNE, "guard.perplexity_ratio=0.9", r"guard.perplexity_ratio: .*greater than or equal to 1"),
+        ("steps = []", "guard.retries=1", r"steps is empty; add a \[\[steps\]\] section"),
+        (DISTILL + PRUNE, "guard.retries=1", r"steps.0: nothing was changed before this distill"),
+        (PRUNE + SPARSIFY, "guard.retries=1", r"steps.1: no prune follows this sparsify"),
+        (PRUNE + FINETUNE, "steps.1.teacher=other", r"steps.1: finetune has no teacher"),
         (
-            "quantize.lm_heat=keep",
-            "unknown key 'quantize.lm_heat'; did you mean 'lm_head'.*keep, kv_cache, lm_head, rounding",
+            '[[steps]]\nkind="prune"\nrounds=2\ntarget={macs=0.5}\n',
+            "guard.retries=1",
+            r"steps.0.rounds=2 divides a ratio of units",
         ),
-        ("smooth.alpha=0.5", "unknown key 'smooth'.*calibration, evaluate, model, output, quantize, transform"),
-        ("quantize.lm_head=int4", "quantize.lm_head: input should be 'int8' or 'keep'.*got 'int4'"),
-        ("transform.smooth_down=1.5", "transform.smooth_down.*less than or equal to 1"),
-        ("calibration.num_tokens=1000", "num_tokens=1000 is not a multiple of window=512"),
-        ("evaluate.code_tokens=100", "code_tokens=100 is not a multiple of window=512"),
     ],
 )
-def test_wrong_values_name_the_key_and_the_rule(override: str, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        load_recipe(Recipe, RECIPES / "smollm2-int8.toml", [override])
+def test_what_makes_no_sense_is_one_clear_line(tmp_path: Path, text: str, override: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as found:
+        read(tmp_path, text, override)
+    assert "\n" not in str(found.value)
 
 
-def test_toml_reads_back_to_the_same_recipe(tmp_path: Path) -> None:
-    original = recipe(quantize={"keep": ["*.down_proj", 'odd "name"'], "lm_head": "keep"}, transform={"rotate": False})
-    (tmp_path / "recipe.toml").write_text(recipe_toml(original))
-    assert load_recipe(Recipe, tmp_path / "recipe.toml") == original
+def test_a_distill_with_a_teacher_and_a_finetune_may_come_first(tmp_path: Path) -> None:
+    read(tmp_path, DISTILL + PRUNE, "steps.0.teacher=other")
+    read(tmp_path, FINETUNE + PRUNE)
 
 
-def test_the_key_depends_on_settings_input_and_code_and_not_on_places() -> None:
-    base = run_key(recipe(), {"model.safetensors": "1"}, "1")
-    assert run_key(recipe(model="elsewhere", output="there"), {"model.safetensors": "1"}, "1") == base
-    others = [
-        run_key(recipe(quantize={"lm_head": "keep"}), {"model.safetensors": "1"}, "1"),
-        run_key(recipe(), {"model.safetensors": "2"}, "1"),
-        run_key(recipe(), {"model.safetensors": "1"}, "2"),
-    ]
-    assert len({base, *others}) == 4
+def test_guards_stand_after_healing_and_at_the_end(tmp_path: Path) -> None:
+    recipe = read(tmp_path, FINETUNE + PRUNE + DISTILL + PRUNE)
+    planned = plan(recipe.steps)
+    assert [each.name for each in planned] == ["01-finetune", "02-prune", "03-distill", "04-prune"]
+    assert [len(stretch) for stretch in stretches(planned)] == [1, 2, 1]
+    changed = read(
+        tmp_path, FINETUNE + PRUNE + DISTILL + PRUNE, "steps.0.guard=false", "steps.1.guard=true", "steps.2.guard=false"
+    )
+    assert [len(stretch) for stretch in stretches(plan(changed.steps))] == [2, 2]
+    sparse = read(tmp_path, SPARSIFY + PRUNE + DISTILL)
+    assert [len(stretch) for stretch in stretches(plan(sparse.steps))] == [3]
+    last = read(tmp_path, PRUNE + FINETUNE, "steps.1.guard=false")
+    assert [each.guarded for each in plan(last.steps)] == [False, False]
+    assert [len(stretch) for stretch in stretches(plan(last.steps))] == [2]
+
+
+@given(ratio=st.floats(0.01, 0.95), rounds=st.integers(1, 12))
+def test_rounds_together_remove_the_ratio(ratio: float, rounds: int) -> None:
+    planned = plan((Prune(ratio=ratio, rounds=rounds),))
+    stays = 1.0
+    for each in planned:
+        assert isinstance(each.step, Prune)
+        assert each.step.ratio is not None
+        stays *= 1 - each.step.ratio
+    assert len(planned) == rounds
+    assert stays == pytest.approx(1 - ratio, abs=1e-6)
+
+
+def test_rounds_repeat_what_heals_and_nothing_after(tmp_path: Path) -> None:
+    recipe = read(tmp_path, PRUNE + DISTILL + FINETUNE + PRUNE + PRUNE, "steps.0.rounds=2", "steps.3.rounds=2")
+    planned = plan(recipe.steps)
+    assert [each.step.kind for each in planned] == ["prune", "distill"] * 2 + ["finetune"] + ["prune"] * 3
+    assert [each.number for each in planned] == list(range(1, 9))
+    assert [each.place for each in planned] == [0, 1, 0, 1, 2, 3, 3, 4]
+
+
+def stretch_of(*steps: Step) -> list[Planned]:
+    return [Planned(number, number - 1, step, False) for number, step in enumerate(steps, 1)]
+
+
+def test_milder_goes_down_to_the_floor_and_ends() -> None:
+    guard = Guard(milder=0.5, floor=0.1)
+    stretch: list[Planned] | None = stretch_of(Prune(ratio=0.5))
+    ratios = []
+    while stretch is not None:
+        assert isinstance(stretch[0].step, Prune)
+        ratios.append(stretch[0].step.ratio)
+        stretch = milder(stretch, guard)
+    assert ratios == [0.5, 0.25, 0.125, 0.1]
+
+
+def test_milder_of_targets_and_layers(tmp_path: Path) -> None:
+    def once(text: str) -> Prune | None:
+        found = milder(list(plan(read(tmp_path, '[[steps]]\nkind="prune"\n' + text).steps)), Guard())
+        return found[0].step if found is not None else None  # type: ignore[return-value]
+
+    assert once("target={macs=0.5}").target.quantity() == ("macs", 0.75)  # type: ignore[union-attr]
+    assert once("target={parameters=1e6}") is None
+    assert once('parts=["layers"]\nlayers=5').layers == 2  # type: ignore[union-attr]
+    assert once('parts=["layers"]\nlayers=[9, 3, 4]').layers == (9,)  # type: ignore[union-attr]
+    assert once('parts=["layers"]\nlayers=1') is None
+
+
+def test_the_recipe_written_out_is_the_recipe(tmp_path: Path) -> None:
+    text = '[guard]\nretries = 1\n[calibrate]\ntokens = 512\n[[steps]]\nkind="prune"\ntarget={macs=0.5}\n' + DISTILL
+    recipe = read(tmp_path, text, "steps.1.guard=true")
+    path = tmp_path / "again.toml"
+    path.write_text(flow_toml(recipe))
+    assert load_flow(path) == recipe

@@ -47,7 +47,7 @@ def test_an_error_is_one_line_and_debug_shows_where(monkeypatch, capsys):
     def fail(*_: object, **__: object) -> None:
         raise InputError("model x is missing; run penjing import")
 
-    monkeypatch.setattr("penjing.core.importer.import_model", fail)
+    monkeypatch.setattr("penjing.core.imports.importer.import_model", fail)
     monkeypatch.delenv("PENJING_DEBUG", raising=False)
     assert cli._run(["import", "a", "b"]) == InputError.exit_code
     assert capsys.readouterr().err == "error: model x is missing; run penjing import\n"
@@ -60,7 +60,7 @@ def test_an_unexpected_error_is_one_line_too(monkeypatch, capsys):
     def fail(*_: object, **__: object) -> None:
         raise ZeroDivisionError("division by zero")
 
-    monkeypatch.setattr("penjing.core.importer.import_model", fail)
+    monkeypatch.setattr("penjing.core.imports.importer.import_model", fail)
     monkeypatch.delenv("PENJING_DEBUG", raising=False)
     assert cli._run(["import", "a", "b"]) == 70
     assert capsys.readouterr().err.startswith("error: unexpected ZeroDivisionError")
@@ -70,6 +70,6 @@ def test_interrupt_exits_130(monkeypatch, capsys):
     def fail(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("penjing.core.importer.import_model", fail)
+    monkeypatch.setattr("penjing.core.imports.importer.import_model", fail)
     assert cli._run(["import", "a", "b"]) == 130
     assert capsys.readouterr().err == "interrupted\n"

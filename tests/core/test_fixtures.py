@@ -2,9 +2,9 @@
 
 from pathlib import Path
 
-from penjing.core.checkpoint import open_checkpoint
+from penjing.core.checkpoint.decoder import open_checkpoint
 from penjing.core.manifest import verify
-from penjing.core.tokenizer import Tokenizer
+from penjing.core.text.tokenizer import Tokenizer
 
 
 def test_smollm2_is_complete(smollm2: Path) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from penjing.serve.triton import state
+from penjing.serve.supervisor import state
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "docker"))
 import healthcheck

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from penjing.serve.triton.process import ServeConfig
+from penjing.serve.supervisor.process import ServeConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCKER = ROOT / "docker"

@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Sequence as Ids
 from dataclasses import dataclass
 
-from penjing.serve.blocks import BlockManager
-from penjing.serve.invariants import Snapshot, check_invariants
-from penjing.serve.scheduler import Scheduler
-from penjing.serve.sequence import Batch, Sequence
+from penjing.serve.engine.blocks import BlockManager
+from penjing.serve.engine.invariants import Snapshot, check_invariants
+from penjing.serve.engine.scheduler import Scheduler
+from penjing.serve.engine.sequence import Batch, Sequence
 
 NUM_TOKENS = 3  # a small vocabulary, so that different sequences often share their beginnings
 

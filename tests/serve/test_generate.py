@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from penjing.core.errors import InputError, RequestError
-from penjing.serve.bench_engine import bench_engine
-from penjing.serve.config import EngineConfig
-from penjing.serve.engine import LLMEngine
+from penjing.serve.bench.engine import bench_engine
+from penjing.serve.engine.config import EngineConfig
+from penjing.serve.engine.engine import LLMEngine
+from penjing.serve.engine.request import Request, SamplingParams
 from penjing.serve.generate import generate_stream, generate_to_terminal
-from penjing.serve.request import Request, SamplingParams
 from tests.serve.tiny import ids_of, run_all, text_of
 
 PROMPTS = ["The bonsai tree", "def fibonacci(n):\n", "Q: What is the capital of France?\nA:"]

@@ -9,9 +9,9 @@ import pytest
 from penjing.core.cli import _run
 from penjing.core.errors import ConfigError, InputError
 from penjing.core.progress import Silent
-from penjing.serve.config import EngineConfig
+from penjing.serve.engine.config import EngineConfig
+from penjing.serve.engine.request import SamplingParams
 from penjing.serve.generate import generate_stream
-from penjing.serve.request import SamplingParams
 from penjing.serve.samples import sample_texts
 from penjing.train.data.corpora import documents
 from tests.serve.tiny import text_of

@@ -9,15 +9,15 @@ import torch
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
-from penjing.core.batch_invariant import apply_batch_invariance
-from penjing.core.load import LoadedModel
+from penjing.core.checkpoint.load import LoadedModel
 from penjing.core.models.config import DecoderConfig
 from penjing.core.models.decoder import Decoder
-from penjing.core.quantized import apply_int8
-from penjing.core.tokenizer import Tokenizer
-from penjing.serve.config import EngineConfig
-from penjing.serve.engine import LLMEngine
-from penjing.serve.request import Request, RequestOutput, SamplingParams
+from penjing.core.runtime.batch_invariant import apply_batch_invariance
+from penjing.core.runtime.quantized import apply_int8
+from penjing.core.text.tokenizer import Tokenizer
+from penjing.serve.engine.config import EngineConfig
+from penjing.serve.engine.engine import LLMEngine
+from penjing.serve.engine.request import Request, RequestOutput, SamplingParams
 
 EOS = 256
 VOCAB_SIZE = 258

@@ -11,7 +11,7 @@ import torch
 
 from penjing.core.progress import Silent
 from penjing.train.data.pack import pack
-from penjing.train.objective import IGNORED, Batch
+from penjing.train.objective.objective import IGNORED, Batch
 
 RECIPE = """
 output = "{folder}/out"

@@ -10,18 +10,18 @@ from torch import nn
 
 from penjing.core.errors import InputError
 from penjing.core.models.decoder import Decoder
-from penjing.train.alarms import AlarmConfig, AlarmError, Alarms
-from penjing.train.gradients import ClipConfig, GradientNorms
-from penjing.train.initial import decoder_weights, fill_weights
 from penjing.train.loop import Evaluation, InterruptedRunError, Trainer
-from penjing.train.loss_scale import LossScale
-from penjing.train.monitor import Monitor
-from penjing.train.objective import IGNORED, Batch, CrossEntropy, Loss
-from penjing.train.optimizer import AveragedWeights, OptimizerConfig, build_optimizer
-from penjing.train.recompute import apply_recompute
-from penjing.train.schedule import LearningRate
-from penjing.train.state import load_model_state, model_state
-from penjing.train.world import World
+from penjing.train.monitor.alarms import AlarmConfig, AlarmError, Alarms
+from penjing.train.monitor.monitor import Monitor
+from penjing.train.numerics.recompute import apply_recompute
+from penjing.train.objective.objective import IGNORED, Batch, CrossEntropy, Loss
+from penjing.train.optim.gradients import ClipConfig, GradientNorms
+from penjing.train.optim.loss_scale import LossScale
+from penjing.train.optim.optimizer import AveragedWeights, OptimizerConfig, build_optimizer
+from penjing.train.optim.schedule import LearningRate
+from penjing.train.parallel.world import World
+from penjing.train.state.initial import decoder_weights, fill_weights
+from penjing.train.state.state import load_model_state, model_state
 from tests.conftest import tiny_config
 from tests.train.conftest import ListStream, token_batch
 
@@ -236,7 +236,7 @@ def test_the_state_of_another_model_is_refused() -> None:
 
 
 def test_float16_skips_overflows_and_finds_a_scale_that_works() -> None:
-    from penjing.train.precision import Precision, PrecisionConfig
+    from penjing.train.numerics.precision import Precision, PrecisionConfig
 
     model = tiny_decoder()
     scale = LossScale(2.0**24, window=2)
@@ -263,7 +263,7 @@ class OtherProcess(World):
 
 
 def test_an_overflow_in_another_process_skips_the_update_here() -> None:
-    from penjing.train.precision import Precision, PrecisionConfig
+    from penjing.train.numerics.precision import Precision, PrecisionConfig
 
     model, world = tiny_decoder(), OtherProcess()
     object.__setattr__(world, "flag", -1)

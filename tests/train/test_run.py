@@ -16,10 +16,10 @@ from safetensors.torch import load_file
 
 from penjing.core.errors import ConfigError, InputError, SetupError
 from penjing.core.manifest import verify
+from penjing.serve.engine.request import SamplingParams
 from penjing.serve.generate import generate_stream
-from penjing.serve.request import SamplingParams
-from penjing.train.alarms import AlarmError
 from penjing.train.loop import InterruptedRunError
+from penjing.train.monitor.alarms import AlarmError
 from penjing.train.parallel.traffic import read_trace
 from penjing.train.run import train
 
@@ -293,7 +293,7 @@ def test_work_that_is_there_is_not_overwritten(recipe: Path, tmp_path: Path) -> 
 def test_a_full_disk_while_saving_ends_the_run(recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import errno
 
-    from penjing.train import checkpoint
+    from penjing.train.state import checkpoint
 
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")

@@ -7,8 +7,8 @@ import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 
-from penjing.core.corpus import calibration_documents
 from penjing.core.errors import InputError
+from penjing.core.text.corpus import calibration_documents
 
 Document = tuple[str, str]  # (name, text)
 TEXT_SUFFIXES = (".txt", ".md", ".rst", ".py", ".c", ".h", ".cpp", ".rs", ".go", ".js", ".java", ".html", ".tex")

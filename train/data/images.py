@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from penjing.core.errors import InputError
 from penjing.train.data.order import Order, mix
-from penjing.train.objective import IGNORED, Batch
+from penjing.train.objective.objective import IGNORED, Batch
 
 
 @dataclass(frozen=True)

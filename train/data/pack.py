@@ -16,11 +16,11 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from penjing.core.cache import cache_dir
-from penjing.core.checkpoint import copy_tokenizer
+from penjing.core.checkpoint.decoder import copy_tokenizer
 from penjing.core.errors import ConfigError, InputError
 from penjing.core.files import publish_folder, writing
 from penjing.core.progress import Progress, Silent
-from penjing.core.tokenizer import Tokenizer
+from penjing.core.text.tokenizer import Tokenizer
 from penjing.train.data.corpora import Document, documents, is_held_out
 from penjing.train.data.shards import INDEX_NAME, ShardIndex, ShardWriter, shard_dtype, write_index
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from penjing.train.data.stream import Stream
-from penjing.train.objective import Batch
+from penjing.train.objective.objective import Batch
 
 
 class Prefetched:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, Protocol
 
-from penjing.train.objective import Batch
+from penjing.train.objective.objective import Batch
 
 
 class Stream(Protocol):

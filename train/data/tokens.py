@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from penjing.core.errors import ConfigError
 from penjing.train.data.order import Order
 from penjing.train.data.shards import TokenShards
-from penjing.train.objective import IGNORED, Batch
+from penjing.train.objective.objective import IGNORED, Batch
 
 
 class TokenStream:

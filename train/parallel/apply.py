@@ -19,20 +19,20 @@ from penjing.core.errors import ConfigError
 from penjing.core.models.config import DecoderConfig
 from penjing.core.models.decoder import Decoder
 from penjing.core.progress import Progress
-from penjing.train.memory import MemoryEstimate
-from penjing.train.parallel.balance import Balance, split_by_cost
+from penjing.train.monitor.memory import MemoryEstimate
+from penjing.train.numerics.precision import GROUPS
 from penjing.train.parallel.config import ParallelConfig, check_parallel
 from penjing.train.parallel.context import Context
 from penjing.train.parallel.experts import apply_expert_parallel
 from penjing.train.parallel.mesh import MeshWorld, build_mesh, describe
-from penjing.train.parallel.pipeline import LocalStages, Pipeline, split_stages, sum_tied
 from penjing.train.parallel.shard import apply_fsdp
 from penjing.train.parallel.tensor import apply_tensor_parallel, sum_partial
-from penjing.train.plan.shape import decoder_shape
-from penjing.train.precision import GROUPS
+from penjing.train.parallel.world import World
+from penjing.train.pipeline.balance import Balance, split_by_cost
+from penjing.train.pipeline.pipeline import LocalStages, Pipeline, split_stages, sum_tied
+from penjing.train.pipeline.shape import decoder_shape
 from penjing.train.recipe import RunRecipe, TextData
-from penjing.train.state import model_state
-from penjing.train.world import World
+from penjing.train.state.state import model_state
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from torch.distributed._functional_collectives import all_gather_tensor, reduce_
 
 from penjing.core.models.attention import Attend
 from penjing.core.models.config import DecoderConfig
-from penjing.train.objective import Batch
+from penjing.train.objective.objective import Batch
 
 
 @dataclass(frozen=True)

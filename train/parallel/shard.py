@@ -24,8 +24,8 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from penjing.core.errors import SetupError
 from penjing.core.models.moe import Experts
+from penjing.train.numerics.recompute import blocks
 from penjing.train.parallel.compressed import compress_fsdp
-from penjing.train.recompute import blocks
 
 
 def apply_fsdp(

@@ -11,9 +11,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import ceil, log2
 
+from penjing.train.pipeline.shape import LayerShape, ModelShape
 from penjing.train.plan.hardware import Hardware
 from penjing.train.plan.memory import Run, layers_of
-from penjing.train.plan.shape import LayerShape, ModelShape
 
 # Products of width h take h² and what lies between them h: at this width the one costs as much time as the other.
 _NARROW = 1500

@@ -14,7 +14,7 @@ dualpipev    (p − 1)(F&B + B − 3W)           https://github.com/deepseek-ai/
 from __future__ import annotations
 
 from penjing.core.errors import ConfigError
-from penjing.train.plan.schedules import Schedule
+from penjing.train.pipeline.schedules import Schedule
 
 
 def closed_bubble(

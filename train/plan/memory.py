@@ -18,11 +18,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
+from penjing.train.numerics.recompute import Recompute
 from penjing.train.parallel.config import ParallelConfig
-from penjing.train.plan.schedules import Schedule, chunks_of, stage_ranks
-from penjing.train.plan.shape import ModelShape
-from penjing.train.plan.split import split_layers
-from penjing.train.recompute import Recompute
+from penjing.train.pipeline.schedules import Schedule, chunks_of, stage_ranks
+from penjing.train.pipeline.shape import ModelShape
+from penjing.train.pipeline.split import split_layers
 
 _LOGIT_CHUNK = 4 * 2**27  # bytes of the blocks of logits that kernels/cross_entropy.py makes on a GPU
 

@@ -6,10 +6,10 @@ from dataclasses import replace
 
 from penjing.core.errors import ConfigError
 from penjing.core.models.config import DecoderConfig
-from penjing.train.memory import STATE_PER_PARAMETER
+from penjing.train.monitor.memory import STATE_PER_PARAMETER
 from penjing.train.parallel.config import check_parallel
+from penjing.train.pipeline.shape import decoder_shape
 from penjing.train.plan.memory import ParallelMemory, Run, parallel_memory, show_bytes
-from penjing.train.plan.shape import decoder_shape
 from penjing.train.recipe import RunRecipe, TextData, TrainRecipe
 
 

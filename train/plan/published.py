@@ -16,12 +16,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from penjing.core.models.config import DecoderConfig
+from penjing.train.numerics.recompute import Recompute
 from penjing.train.parallel.config import ParallelConfig
+from penjing.train.pipeline.shape import ModelShape, decoder_shape
 from penjing.train.plan.cost import step_time
 from penjing.train.plan.hardware import hardware
 from penjing.train.plan.memory import TORCHTITAN, Run, parallel_memory
-from penjing.train.plan.shape import ModelShape, decoder_shape
-from penjing.train.recompute import Recompute
 
 FLOAT8_GAIN = 1.45  # of products with weights; fitted to the second row
 

@@ -11,13 +11,13 @@ from dataclasses import dataclass
 
 from penjing.core.errors import ConfigError
 from penjing.core.models.config import DecoderConfig
+from penjing.train.numerics.recompute import Recompute
 from penjing.train.parallel.config import ParallelConfig, check_parallel
+from penjing.train.pipeline.schedules import chunks_of
+from penjing.train.pipeline.shape import ModelShape, decoder_shape
 from penjing.train.plan.cost import StepTime, step_time
 from penjing.train.plan.hardware import Hardware
 from penjing.train.plan.memory import ParallelMemory, Run, parallel_memory
-from penjing.train.plan.schedules import chunks_of
-from penjing.train.plan.shape import ModelShape, decoder_shape
-from penjing.train.recompute import Recompute
 
 _HEADROOM = 0.92  # of the memory may be planned: allocators lose the rest to fragments
 _MICRO_BATCHES = (1, 2, 4, 8, 16)

@@ -8,13 +8,13 @@ from typing import Any
 from penjing.core.config import load_recipe
 from penjing.core.errors import ConfigError
 from penjing.core.progress import Progress, Silent
+from penjing.train.pipeline.measure import measure_layers
+from penjing.train.pipeline.schedules import Schedule, chunks_of, known_schedule
+from penjing.train.pipeline.shape import decoder_shape
+from penjing.train.pipeline.simulate import StageTimes, Timeline, simulate
+from penjing.train.pipeline.split import equal_split, split_layers, stage_costs
 from penjing.train.plan.formulas import closed_bubble
 from penjing.train.plan.hardware import hardware
-from penjing.train.plan.measure import measure_layers
-from penjing.train.plan.schedules import Schedule, chunks_of, known_schedule
-from penjing.train.plan.shape import decoder_shape
-from penjing.train.plan.simulate import StageTimes, Timeline, simulate
-from penjing.train.plan.split import equal_split, split_layers, stage_costs
 from penjing.train.plan.timeline import draw_timeline
 from penjing.train.recipe import TextData, TrainRecipe
 

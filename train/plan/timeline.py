@@ -6,7 +6,7 @@ from pathlib import Path
 
 from penjing.core.errors import ConfigError
 from penjing.core.files import atomic_write_bytes
-from penjing.train.plan.simulate import Timeline
+from penjing.train.pipeline.simulate import Timeline
 
 _INK = "#7d8590"  # at least 3:1 on white and on dark pages, as in the other figures
 _COLORS = {

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from penjing.compress.distill.step import DistillStep
-from penjing.train import vision
+from penjing.compress.steps.distill import DistillStep
+from penjing.train.families import classifier as vision
 from tests.compress.classifiers import made_up_images
 
 STEPS = {"steps": 30, "batch_size": 16, "evaluation_samples": 100, "checkpoint_every": 5, "device": "cpu"}

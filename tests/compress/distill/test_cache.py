@@ -12,8 +12,8 @@ import pytest
 import torch
 from safetensors.torch import save
 
-from penjing.compress.distill import step as step_module
-from penjing.compress.distill.step import DistillStep, distill_checkpoint
+from penjing.compress.steps import distill as step_module
+from penjing.compress.steps.distill import DistillStep, distill_checkpoint
 from penjing.core.errors import ConfigError, InputError, SetupError
 from penjing.core.progress import Silent
 from tests.compress.classifiers import write_classifier

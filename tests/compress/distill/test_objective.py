@@ -14,15 +14,15 @@ from torch import nn
 
 from penjing.compress.distill.features import AttentionRelations, HiddenStates, even_map
 from penjing.compress.distill.objective import Distillation, DistillWeights, Teacher, captured
-from penjing.compress.distill.step import DistillStep, distill_checkpoint
 from penjing.compress.distill.task import PROJECTIONS
+from penjing.compress.steps.distill import DistillStep, distill_checkpoint
+from penjing.core.checkpoint.classifier import load_vision_checkpoint
 from penjing.core.errors import ConfigError
 from penjing.core.models.config import DecoderConfig
 from penjing.core.models.decoder import Decoder
 from penjing.core.models.resnet_config import cifar_resnet
 from penjing.core.progress import Silent
-from penjing.core.vision_checkpoint import load_vision_checkpoint
-from penjing.train.objective import IGNORED, Batch, CrossEntropy
+from penjing.train.objective.objective import IGNORED, Batch, CrossEntropy
 from tests.compress.classifiers import write_classifier
 from tests.compress.distill.conftest import STEPS
 

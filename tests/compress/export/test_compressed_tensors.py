@@ -10,13 +10,13 @@ import torch
 from torch import nn
 
 from penjing.compress.export import compressed_tensors
-from penjing.compress.export.decoder_gate import Reading, measure, sequences
+from penjing.compress.export.gate import Reading, measure, sequences
 from penjing.compress.export.run import export_artifact
-from penjing.core.artifact import open_artifact
-from penjing.core.checkpoint import open_checkpoint
+from penjing.core.artifact.decoder import open_artifact
+from penjing.core.checkpoint.decoder import open_checkpoint
+from penjing.core.checkpoint.load import load_model
 from penjing.core.cli import _run
 from penjing.core.errors import InputError
-from penjing.core.load import load_model
 from penjing.core.progress import Silent
 
 

@@ -9,13 +9,14 @@ from typing import Any
 
 import pytest
 
-from penjing.compress.export import classifier, compressed_tensors, decoder_gate, record, run
+from penjing.compress.export import classifier, compressed_tensors, record, run
+from penjing.compress.export import gate as decoder_gate
 from penjing.compress.export.run import export_artifact
-from penjing.compress.quant.artifact import ArtifactSettings, quantize_checkpoint
+from penjing.compress.quantize.artifact import ArtifactSettings, quantize_checkpoint
 from penjing.core.errors import InputError, SetupError
 from penjing.core.files import publish_folder
 from penjing.core.progress import Silent
-from tests.compress.quant.folders import image_data, vision_folder
+from tests.compress.quantize.folders import image_data, vision_folder
 
 
 @pytest.fixture(scope="module")

@@ -12,17 +12,17 @@ import torch
 from onnx import numpy_helper
 
 from penjing.compress.export.compressed_tensors import write_compressed_tensors
-from penjing.compress.export.decoder_onnx import write_decoder_onnx
 from penjing.compress.export.gguf import _check, _gguf_name, q8_0, write_gguf
-from penjing.core.artifact import open_artifact
-from penjing.core.checkpoint import open_checkpoint
+from penjing.compress.export.onnx_decoder import write_decoder_onnx
+from penjing.core.artifact.decoder import open_artifact
+from penjing.core.checkpoint.decoder import open_checkpoint
+from penjing.core.checkpoint.load import load_model
 from penjing.core.cli import _run
 from penjing.core.errors import InputError
-from penjing.core.importer import import_model
-from penjing.core.load import load_model
+from penjing.core.imports.importer import import_model
 from penjing.core.models.config import DecoderConfig
 from penjing.core.progress import Silent
-from penjing.core.tokenizer import Tokenizer
+from penjing.core.text.tokenizer import Tokenizer
 from tests.conftest import tiny_config
 
 

@@ -11,15 +11,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from penjing.compress.prune.step import PruneStep, prune_checkpoint
-from penjing.core.checkpoint import save_checkpoint
+from penjing.compress.steps.prune import PruneStep, prune_checkpoint
+from penjing.core.checkpoint.classifier import VisionConfig, save_vision_checkpoint
+from penjing.core.checkpoint.decoder import save_checkpoint
 from penjing.core.manifest import write_manifest
 from penjing.core.models.config import DecoderConfig
 from penjing.core.models.decoder import Decoder
 from penjing.core.models.resnet import ResNet
 from penjing.core.models.resnet_config import ResNetConfig, cifar_resnet
 from penjing.core.progress import Silent
-from penjing.core.vision_checkpoint import VisionConfig, save_vision_checkpoint
 
 DECODER = DecoderConfig(
     vocab_size=50,

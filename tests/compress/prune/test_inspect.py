@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from penjing.compress.prune.inspect import inspect_checkpoint, print_inspection
-from penjing.core.checkpoint import save_checkpoint
+from penjing.core.checkpoint.classifier import VisionConfig, save_vision_checkpoint
+from penjing.core.checkpoint.decoder import save_checkpoint
 from penjing.core.errors import InputError
 from penjing.core.models.config import DecoderConfig
 from penjing.core.models.decoder import Decoder
 from penjing.core.models.resnet import ResNet
 from penjing.core.models.resnet_config import cifar_resnet
-from penjing.core.vision_checkpoint import VisionConfig, save_vision_checkpoint
 
 DECODER = DecoderConfig(
     vocab_size=50,

@@ -9,17 +9,17 @@ import numpy as np
 import pytest
 import torch
 
-from penjing.compress import data
-from penjing.compress.quant.artifact import ArtifactSettings, quantize_checkpoint
+from penjing.compress.measure import data
+from penjing.compress.quantize.artifact import ArtifactSettings, quantize_checkpoint
 from penjing.compress.sensitivity import classifier_bits as module
 from penjing.compress.sensitivity.classifier_bits import ClassifierBits, sensitivity_to_bits, weighted_layers
 from penjing.compress.sensitivity.classifier_bits_page import most_sensitive
 from penjing.compress.sensitivity.widths import parse_widths
 from penjing.core import cli
+from penjing.core.checkpoint.classifier import load_vision_checkpoint, save_vision_checkpoint
 from penjing.core.errors import ConfigError, InputError
 from penjing.core.files import publish_folder
 from penjing.core.models.resnet import ResNet
-from penjing.core.vision_checkpoint import load_vision_checkpoint, save_vision_checkpoint
 from penjing.train.data.images import normalise
 from tests.compress.classifiers import MEAN, STD, made_up_images, write_classifier
 

@@ -10,16 +10,16 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoModelForCausalLM
 
-from penjing.compress.bits_budget import choose_kept
-from penjing.compress.pipeline import compress
-from penjing.compress.quantize import fake_quantize_activation, quantize_per_channel
-from penjing.compress.recipe import Transform
+from penjing.compress.decoder.pipeline import compress
+from penjing.compress.decoder.settings import Transform
+from penjing.compress.decoder.weights import fake_quantize_activation, quantize_per_channel
+from penjing.compress.quantize.bits_budget import choose_kept
 from penjing.compress.sensitivity import decoder_bits as module
 from penjing.compress.sensitivity.decoder_bits import DecoderBits, fisher_scores, rounded, sensitivity_to_bits
 from penjing.compress.sensitivity.widths import parse_widths, round_rows
-from penjing.core.checkpoint import open_checkpoint
+from penjing.core.checkpoint.decoder import open_checkpoint
+from penjing.core.checkpoint.load import load_model
 from penjing.core.errors import ConfigError, InputError
-from penjing.core.load import load_model
 from tests.compress.conftest import write_recipe
 
 SMALL = DecoderBits.model_validate(

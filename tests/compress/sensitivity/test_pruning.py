@@ -9,21 +9,21 @@ import numpy as np
 import pytest
 import torch
 
-from penjing.compress import data
+from penjing.compress.measure import data
 from penjing.compress.prune.graph import dependency_graph
 from penjing.compress.prune.importance import magnitude
 from penjing.compress.prune.ranking import select
 from penjing.compress.prune.resnet_subject import ResNetSubject
-from penjing.compress.prune.step import PruneStep, prune_checkpoint
 from penjing.compress.prune.surgery import remove
 from penjing.compress.sensitivity import pruning as module
 from penjing.compress.sensitivity.pruning import SensitivitySettings, masked, sensitivity, settings_of
+from penjing.compress.steps.prune import PruneStep, prune_checkpoint
 from penjing.core import cli
+from penjing.core.checkpoint.classifier import load_vision_checkpoint
+from penjing.core.checkpoint.load import load_model
 from penjing.core.errors import ConfigError, InputError
-from penjing.core.load import load_model
 from penjing.core.progress import Silent
-from penjing.core.tokenizer import Tokenizer
-from penjing.core.vision_checkpoint import load_vision_checkpoint
+from penjing.core.text.tokenizer import Tokenizer
 from penjing.train.data.images import normalise
 from tests.compress.classifiers import made_up_images, write_classifier
 

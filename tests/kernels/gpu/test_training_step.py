@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from penjing.core.models.config import DecoderConfig, MoEConfig
 from penjing.core.models.decoder import Decoder
 from penjing.kernels.dispatch import force_torch
-from penjing.train.objective import IGNORED, CrossEntropy, makes_loss_itself
+from penjing.train.objective.objective import IGNORED, CrossEntropy, makes_loss_itself
 
 DENSE = DecoderConfig(
     vocab_size=70,

@@ -14,11 +14,11 @@ from typing import Any
 
 import numpy as np
 
-from penjing.compress.quant.artifact import ArtifactSettings, quantize_checkpoint
+from penjing.compress.quantize.artifact import ArtifactSettings, quantize_checkpoint
 from penjing.core.files import publish_folder
-from penjing.serve.triton.process import ServeConfig
-from tests.compress.quant.folders import image_data, image_set, vision_folder
-from tests.compress.quant.networks import basic, random_resnet
+from penjing.serve.supervisor.process import ServeConfig
+from tests.compress.quantize.folders import image_data, image_set, vision_folder
+from tests.compress.quantize.networks import basic, random_resnet
 from tests.serve.triton.serving import Served, free_ports
 
 
@@ -42,7 +42,7 @@ class ServedClassifier(Served):
         grpc_port, http_port, metrics_port = free_ports(3)
         self.config = ServeConfig(grpc_port=grpc_port, http_port=http_port, metrics_port=metrics_port)
         self.address = f"127.0.0.1:{grpc_port}"
-        command = [sys.executable, "-m", "penjing.serve.triton.supervisor", str(model)]
+        command = [sys.executable, "-m", "penjing.serve.supervisor.supervisor", str(model)]
         self.process = subprocess.Popen(
             [*command, self.config.model_dump_json(), json.dumps(settings)], stderr=subprocess.PIPE, text=True
         )

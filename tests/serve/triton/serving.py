@@ -17,9 +17,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from penjing.serve.client import Client
-from penjing.serve.triton import state
-from penjing.serve.triton.process import ServeConfig
+from penjing.serve.client.client import Client
+from penjing.serve.supervisor import state
+from penjing.serve.supervisor.process import ServeConfig
 
 START_SECONDS = 120.0
 
@@ -53,7 +53,7 @@ class Served:
         self.config = ServeConfig(**values)
         self.address = f"127.0.0.1:{self.config.grpc_port}"
         engine_json = json.dumps({"num_blocks": 512} | (engine or {}))
-        command = [sys.executable, "-m", "penjing.serve.triton.supervisor"]
+        command = [sys.executable, "-m", "penjing.serve.supervisor.supervisor"]
         self.process = subprocess.Popen(
             [*command, str(model), self.config.model_dump_json(), engine_json], stderr=subprocess.PIPE, text=True
         )

@@ -14,11 +14,11 @@ import numpy as np
 import pytest
 
 from penjing.core.errors import InputError
-from penjing.serve.engine import LLMEngine
+from penjing.serve.engine.engine import LLMEngine
+from penjing.serve.protocol import ENGINE_VARIABLE, MODEL_VARIABLE, PULSE_VARIABLE
 from penjing.serve.triton.adapter import LLMAdapter
 from penjing.serve.triton.metrics import COUNTERS, GAUGES, HISTOGRAMS
 from penjing.serve.triton.pulse import Command, Phase, Pulse
-from penjing.serve.triton.variables import ENGINE_VARIABLE, MODEL_VARIABLE, PULSE_VARIABLE
 from tests.serve.triton.serving import wait_until
 
 FINAL = 1

@@ -18,13 +18,13 @@ import tritonclient.grpc as triton
 from tritonclient.grpc import service_pb2_grpc
 from tritonclient.utils import InferenceServerException
 
+from penjing.core.artifact.classifier import VisionArtifact, normalised, open_vision_artifact
 from penjing.core.cli import _run
 from penjing.core.errors import InputError, OverloadedError, PenjingError, RequestError, ServerError
-from penjing.core.vision_artifact import VisionArtifact, normalised, open_vision_artifact
-from penjing.serve.bench_classifier import bench_classifier
-from penjing.serve.client import AsyncClient
-from penjing.serve.served_parity import served_parity
-from penjing.serve.tensor_wire import build_infer
+from penjing.serve.bench.classifier import bench_classifier
+from penjing.serve.client.client import AsyncClient
+from penjing.serve.client.wire_tensors import build_infer
+from penjing.serve.parity import served_parity
 from tests.serve.triton.classifiers import ServedClassifier, classifier_artifact, pixels, serving_classifier
 from tests.serve.triton.serving import leftovers, wait_until
 

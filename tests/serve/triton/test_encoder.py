@@ -14,16 +14,16 @@ import pytest
 import tritonclient.grpc as triton
 
 from penjing.compress.command import compress_recipe
+from penjing.core.artifact.encoder import EncoderArtifact, open_encoder_artifact
 from penjing.core.cli import _run
-from penjing.core.encoder_artifact import EncoderArtifact, open_encoder_artifact
 from penjing.core.errors import InputError, RequestError
-from penjing.core.importer import import_model
+from penjing.core.imports.importer import import_model
 from penjing.core.progress import Silent
-from penjing.serve.bench_encoder import bench_encoder
-from penjing.serve.client import AsyncClient
-from penjing.serve.served_parity import served_parity
-from penjing.serve.triton.export import export_repository
-from tests.core.encoders import write_sentence_transformer
+from penjing.serve.bench.encoder import bench_encoder
+from penjing.serve.client.client import AsyncClient
+from penjing.serve.parity import served_parity
+from penjing.serve.supervisor.export import export_repository
+from tests.core.models.encoders import write_sentence_transformer
 from tests.serve.triton.classifiers import ServedClassifier, serving_classifier
 
 pytestmark = [pytest.mark.server, pytest.mark.xdist_group("triton")]

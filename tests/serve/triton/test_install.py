@@ -11,8 +11,8 @@ import pytest
 
 from penjing.core.errors import InputError, SetupError
 from penjing.core.progress import Silent
-from penjing.serve.triton import host, install
-from penjing.serve.triton.wheels import WHEELS_VARIABLE, Wheel, unpack_once
+from penjing.serve.supervisor import host, install
+from penjing.serve.supervisor.wheels import WHEELS_VARIABLE, Wheel, unpack_once
 
 
 @pytest.fixture

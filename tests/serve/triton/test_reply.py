@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from penjing.serve.request import RequestOutput, SamplingParams
+from penjing.serve.engine.request import RequestOutput, SamplingParams
 from penjing.serve.triton.reply import Outbox, Reply
 from penjing.serve.triton.tensors import Call
 

@@ -16,14 +16,14 @@ import pytest
 from google.protobuf import text_format
 from tritonclient.grpc import model_config_pb2
 
-from penjing.core import onnx_runtime
+from penjing.core.artifact.classifier import normalised, open_vision_artifact
 from penjing.core.cli import _run
 from penjing.core.errors import ConfigError, InputError
-from penjing.core.vision_artifact import normalised, open_vision_artifact
-from penjing.serve import classifier
-from penjing.serve.config import BatchConfig
+from penjing.core.runtime import onnx_runtime
+from penjing.serve.engine.config import BatchConfig
+from penjing.serve.families import classifier
+from penjing.serve.supervisor.export import export_repository
 from penjing.serve.triton.batch_adapter import BatchAdapter
-from penjing.serve.triton.export import export_repository
 from penjing.serve.triton.settings import read_settings
 from tests.serve.triton.classifiers import classifier_artifact, pixels
 from tests.serve.triton.serving import wait_until

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from penjing.compress.pipeline import compress
-from penjing.core.artifact import INT8_RUNTIME, SERVED, read_parity
+from penjing.compress.decoder.pipeline import compress
+from penjing.core.artifact.decoder import INT8_RUNTIME, SERVED, read_parity
 from penjing.core.cli import _run
-from penjing.serve.triton import state
+from penjing.serve.supervisor import state
 from tests.compress.conftest import write_recipe
 
 pytestmark = [pytest.mark.server, pytest.mark.xdist_group("triton")]

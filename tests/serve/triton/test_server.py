@@ -22,10 +22,10 @@ from tritonclient.grpc import service_pb2_grpc
 from tritonclient.utils import InferenceServerException
 
 from penjing.core.errors import OverloadedError, RequestError, ServerError
-from penjing.serve import wire
-from penjing.serve.config import EngineConfig
+from penjing.serve.client import wire_text as wire
+from penjing.serve.engine.config import EngineConfig
+from penjing.serve.engine.request import SamplingParams
 from penjing.serve.generate import generate_stream
-from penjing.serve.request import SamplingParams
 from tests.serve.triton.serving import Served, wait_until
 
 pytestmark = [pytest.mark.server, pytest.mark.xdist_group("triton")]

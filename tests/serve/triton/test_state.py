@@ -8,7 +8,7 @@ import subprocess
 import pytest
 
 from penjing.core.errors import SetupError
-from penjing.serve.triton import state, supervisor
+from penjing.serve.supervisor import state, supervisor
 from tests.serve.triton.serving import free_ports, leftovers
 
 

@@ -27,12 +27,12 @@ from penjing.core.errors import (
     SetupError,
 )
 from penjing.core.progress import Silent
-from penjing.serve.client import Client
-from penjing.serve.triton import state, supervisor
-from penjing.serve.triton.process import ServeConfig, check_ports
+from penjing.serve.client.client import Client
+from penjing.serve.protocol import PULSE_VARIABLE
+from penjing.serve.supervisor import state, supervisor
+from penjing.serve.supervisor.process import ServeConfig, check_ports
+from penjing.serve.supervisor.vigil import Vigil
 from penjing.serve.triton.pulse import Phase, Pulse, announce
-from penjing.serve.triton.variables import PULSE_VARIABLE
-from penjing.serve.triton.vigil import Vigil
 from tests.serve.triton.serving import Served, alive, free_ports, leftovers, serving, wait_until
 
 pytestmark = [pytest.mark.server, pytest.mark.xdist_group("triton")]

@@ -19,15 +19,15 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from penjing.core.checkpoint import save_checkpoint
+from penjing.core.checkpoint.decoder import save_checkpoint
 from penjing.core.models.config import DecoderConfig
 from penjing.core.models.decoder import Decoder
 from penjing.core.models.tensor_names import tensor_shapes
 from penjing.core.progress import Silent
-from penjing.train.initial import decoder_weights, fill_weights, materialize, without_data
 from penjing.train.parallel.apply import form_mesh, gather, parallelize
 from penjing.train.parallel.config import ParallelConfig
-from penjing.train.world import World
+from penjing.train.parallel.world import World
+from penjing.train.state.initial import decoder_weights, fill_weights, materialize, without_data
 
 CONFIG = DecoderConfig(
     vocab_size=4096, hidden_size=384, intermediate_size=1024, num_hidden_layers=5, num_attention_heads=6,

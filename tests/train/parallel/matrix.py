@@ -20,19 +20,19 @@ import torch.distributed as dist
 
 from penjing.core.models.config import DecoderConfig
 from penjing.core.models.decoder import Decoder
-from penjing.train.balancing import Balanced, BalancingConfig
-from penjing.train.checkpoint import Checkpoints, ShardedCheckpoints
-from penjing.train.gradients import ClipConfig, GradientNorms
-from penjing.train.initial import decoder_weights, fill_weights, materialize, without_data
 from penjing.train.loop import Evaluation, InterruptedRunError, Trainer
-from penjing.train.objective import IGNORED, Batch, CrossEntropy
-from penjing.train.optimizer import OptimizerConfig, build_optimizer
+from penjing.train.numerics.recompute import apply_recompute
+from penjing.train.objective.balancing import Balanced, BalancingConfig
+from penjing.train.objective.objective import IGNORED, Batch, CrossEntropy
+from penjing.train.optim.gradients import ClipConfig, GradientNorms
+from penjing.train.optim.optimizer import OptimizerConfig, build_optimizer
+from penjing.train.optim.schedule import LearningRate
 from penjing.train.parallel.apply import form_mesh, parallelize
 from penjing.train.parallel.config import ParallelConfig
-from penjing.train.recompute import apply_recompute
-from penjing.train.schedule import LearningRate
-from penjing.train.state import local_part, named_parameters
-from penjing.train.world import World
+from penjing.train.parallel.world import World
+from penjing.train.state.checkpoint import Checkpoints, ShardedCheckpoints
+from penjing.train.state.initial import decoder_weights, fill_weights, materialize, without_data
+from penjing.train.state.state import local_part, named_parameters
 
 ROWS, LENGTH, VOCAB = 12, 8, 64
 LOADS = ("language_loss", "balance_loss", "expert_load_max", "expert_load_min")

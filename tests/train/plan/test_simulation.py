@@ -10,7 +10,7 @@ import pytest
 from penjing.core import cli
 from penjing.core.config import load_recipe
 from penjing.core.errors import ConfigError
-from penjing.train.plan.shape import decoder_shape
+from penjing.train.pipeline.shape import decoder_shape
 from penjing.train.plan.simulation import simulate_recipe
 from penjing.train.recipe import TrainRecipe
 

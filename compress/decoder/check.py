@@ -1,0 +1,223 @@
+"""Before anything is done: is the input a floating model that is whole, and do memory and disk suffice?"""
+
+from __future__ import annotations
+
+import math
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from pydantic import ValidationError
+
+from penjing.compress.decoder.head import DTYPES, unties
+from penjing.compress.decoder.settings import Recipe, Transform
+from penjing.compress.measure.memory import available_bytes
+from penjing.core.checkpoint.decoder import Checkpoint, open_checkpoint
+from penjing.core.errors import ConfigError, InputError, SetupError
+from penjing.core.files import sha256_file
+from penjing.core.manifest import verify
+from penjing.core.models.config import DecoderConfig
+from penjing.core.models.tensor_names import tensor_shapes
+from penjing.core.progress import Progress
+
+FLOATING = ("F32", "F16", "BF16", "F64")
+DERIVED = ("rotary_emb.inv_freq",)  # older checkpoints store what config.json determines
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a run will need and make, in bytes."""
+
+    fp32_bytes: int
+    artifact_bytes: int
+    disk_bytes: int
+    memory_bytes: int
+
+
+def check_model(checkpoint: Checkpoint) -> None:
+    """Names, shapes and dtypes of all tensors, from the file headers alone.
+
+    Raises:
+        InputError: names the first tensor that is missing, has no place, or has another shape or dtype; or says that
+            the model is quantized already, or of a kind that compression does not handle.
+    """
+    folder = checkpoint.folder
+    _check_kind(checkpoint.config, folder)
+    quantized = checkpoint.config_json.get("quantization_config")
+    if quantized is not None or (checkpoint.manifest is not None and checkpoint.manifest.kind == "artifact"):
+        method = quantized.get("quant_method") if isinstance(quantized, dict) else "compressed"
+        raise InputError(f"{folder} is quantized already ({method}); compress the checkpoint it was made from")
+    expected = tensor_shapes(checkpoint.config)
+    stored = set(checkpoint.tensor_names)
+    for name, shape in expected.items():
+        if name not in stored:
+            raise InputError(f"{folder} lacks {name}, which config.json promises; import the model again")
+        if checkpoint.shape(name) != shape:
+            raise InputError(
+                f"{folder}: {name} has shape {checkpoint.shape(name)}, config.json asks for {shape}; import it again"
+            )
+        if checkpoint.dtype(name) not in FLOATING:
+            raise InputError(f"{folder}: {name} is {checkpoint.dtype(name)}; compression starts from floating weights")
+    tied_copy = {"lm_head.weight"} if checkpoint.config.tie_word_embeddings else set()
+    extra = sorted(name for name in stored - expected.keys() - tied_copy if not name.endswith(DERIVED))
+    if extra:
+        raise InputError(
+            f"{folder}: {len(extra)} tensors have no place in the {checkpoint.config.model_type} decoder of "
+            f"config.json, the first is {extra[0]}; import the model again"
+        )
+
+
+def _check_kind(config: DecoderConfig, folder: Path) -> None:
+    kinds = {
+        "experts (moe)": config.moe is not None,
+        "latent attention": config.latent_attention is not None,
+        "shared layers": config.shared_layers > 1,
+        "a Hadamard transform": config.mlp_hadamard > 0,
+    }
+    if found := [name for name, present in kinds.items() if present]:
+        raise InputError(
+            f"{folder} has {' and '.join(found)}, and compression handles plain decoder layers only; serve it in "
+            f"float32 as it is ('penjing serve {folder}'), or compress a model without them"
+        )
+
+
+def check_finite(checkpoint: Checkpoint, progress: Progress) -> None:
+    """Every weight is a number.
+
+    Raises:
+        InputError: names the first tensor with NaN or infinity.
+    """
+    names = list(tensor_shapes(checkpoint.config))
+    progress.start("checking the weights", len(names))
+    for name in names:
+        # A sum is finite if all terms are, unless it overflows: then look at each.
+        tensor = open_checkpoint(checkpoint.folder).get(name)  # opened anew: mapped pages count as memory
+        if not math.isfinite(float(tensor.sum(dtype=torch.float64))):
+            bad = int((~torch.isfinite(tensor)).sum())
+            raise InputError(
+                f"{checkpoint.folder}: {name} holds {bad} values that are NaN or infinite; "
+                "the model is damaged or its training diverged: get another copy"
+            )
+        progress.advance()
+
+
+def check_recipe(recipe: Recipe, config: DecoderConfig) -> None:
+    """The recipe fits the model.
+
+    Raises:
+        ConfigError: a window is longer than the model's context, a `keep` pattern matches nothing, or the MLPs are not
+            as wide as `transform.hadamard_down` needs.
+    """
+    transformed(config, recipe.transform)
+    for section in ("calibration", "evaluate"):
+        window = getattr(recipe, section).window
+        if window > config.max_position_embeddings:
+            raise ConfigError(
+                f"{section}.window={window} is longer than the model's context of {config.max_position_embeddings} "
+                "tokens; use a smaller one"
+            )
+    modules = linear_modules(config)
+    for pattern in recipe.quantize.keep:
+        if not any(recipe.quantize.model_copy(update={"keep": (pattern,)}).keeps(module) for module in modules):
+            raise ConfigError(
+                f"quantize.keep: {pattern!r} matches no linear layer; their names look like {modules[0]!r}"
+            )
+
+
+def transformed(config: DecoderConfig, transform: Transform) -> DecoderConfig:
+    """The network that a recipe's transforms make of `config`: another one only where they cannot be absorbed.
+
+    Raises:
+        ConfigError: `hadamard_down` does not divide the width of every MLP.
+    """
+    if not transform.hadamard_down:
+        return config
+    values = config.model_dump() | {"model_type": "penjing", "mlp_hadamard": transform.hadamard_down}
+    try:
+        return DecoderConfig.model_validate(values)
+    except ValidationError as error:
+        why = error.errors()[0]["msg"].removeprefix("Value error, ")
+        raise ConfigError(f"transform.hadamard_down: {why}") from None
+
+
+def linear_modules(config: DecoderConfig) -> list[str]:
+    """Names of all linear layers, the LM head last."""
+    names = [name.removesuffix(".weight") for name in tensor_shapes(config) if name.endswith("_proj.weight")]
+    return [*names, "lm_head"]
+
+
+def input_hashes(checkpoint: Checkpoint) -> dict[str, str]:
+    """SHA-256 of each file the result depends on, verified where the folder has a manifest.
+
+    Raises:
+        InputError: a file differs from its manifest.
+    """
+    if checkpoint.manifest is not None:
+        return verify(checkpoint.folder).sha256
+    patterns = ("config.json", "*.safetensors", "tokenizer*.json", "generation_config.json", "chat_template.jinja")
+    files = sorted({path for pattern in patterns for path in checkpoint.folder.glob(pattern)})
+    return {path.name: sha256_file(path) for path in files}
+
+
+def make_plan(recipe: Recipe, config: DecoderConfig) -> Plan:
+    """Estimate sizes from shapes alone."""
+    shapes = tensor_shapes(config)
+    numbers = {name: math.prod(shape) for name, shape in shapes.items()}
+    table = config.vocab_size * config.hidden_size
+    half = DTYPES[recipe.quantize.embedding_dtype].itemsize
+    layers = head = 0
+    for name, count in numbers.items():
+        module = name.removesuffix(".weight")
+        if ".layers." in name:
+            linear = name.endswith("_proj.weight") and not recipe.quantize.keeps(module)
+            layers += count + 4 * shapes[name][0] if linear else 4 * count
+    if not config.tie_word_embeddings or unties(recipe):
+        head = table * half if recipe.quantize.keeps("lm_head") else table + 4 * config.vocab_size
+    artifact = layers + head + table * half
+    calibration = 4 * recipe.calibration.num_tokens * config.hidden_size
+    evaluation = 4 * (recipe.evaluate.prose_tokens + recipe.evaluate.code_tokens) * config.hidden_size
+    largest_layer = sum(4 * numbers[name] for name in numbers if name.startswith("model.layers.0."))
+    # Two FP32 copies of a layer, or one table and its float64 blocks, or the artifact while it is measured.
+    memory = calibration + evaluation + max(3 * largest_layer, 6 * table, 2 * artifact)
+    return Plan(
+        fp32_bytes=4 * sum(numbers.values()),
+        artifact_bytes=artifact,
+        disk_bytes=2 * artifact + 2 * calibration,
+        memory_bytes=memory,
+    )
+
+
+def preflight(recipe: Recipe, plan: Plan, work: Path, progress: Progress) -> None:
+    """Say what will happen, and refuse what cannot end well.
+
+    Raises:
+        SetupError: too little memory or disk.
+    """
+    parent = work.parent
+    while not parent.exists():
+        parent = parent.parent
+    disk, memory = shutil.disk_usage(parent).free, available_bytes()
+    progress.note(
+        f"{recipe.model} ({megabytes(plan.fp32_bytes)} in FP32) → {recipe.output} (about "
+        f"{megabytes(plan.artifact_bytes)}, INT8); steps are kept in {work.name} beside it. Needs about "
+        f"{megabytes(plan.memory_bytes)} of memory ({megabytes(memory)} available) and "
+        f"{megabytes(plan.disk_bytes)} of disk ({megabytes(disk)} free)"
+    )
+    if disk < plan.disk_bytes:
+        raise SetupError(
+            f"{parent} has {megabytes(disk)} free, compression needs {megabytes(plan.disk_bytes)}; "
+            "free some space or set another output"
+        )
+    if 0 < memory < plan.memory_bytes:
+        raise SetupError(
+            f"{megabytes(memory)} of memory are available, compression needs about {megabytes(plan.memory_bytes)}; "
+            "end other programs, or lower evaluate.prose_tokens and calibration.num_tokens"
+        )
+
+
+def megabytes(count: int) -> str:
+    """Bytes for people: "1.23 MB", "538 MB", "14.2 GB"."""
+    if 10**4 <= count < 10**7:
+        return f"{count / 1e6:.2f} MB"
+    return f"{count / 1e9:.1f} GB" if count >= 10**10 else f"{count / 1e6:.0f} MB"

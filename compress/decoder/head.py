@@ -1,0 +1,100 @@
+"""The two tables of a decoder, embedding and LM head: rotate, smooth, quantize, a block of rows at a time."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from penjing.compress.decoder.layer import ERROR_ROWS, Rotations, quantized_tensors, weight_rule
+from penjing.compress.decoder.rotate import rotate_input
+from penjing.compress.decoder.settings import Recipe
+from penjing.compress.decoder.smooth import channel_magnitude, input_magnitude, smoothing_scale
+from penjing.compress.decoder.stream import EMBEDDING, FINAL_NORM, HEAD, LayerStream, Weights
+from penjing.compress.decoder.weights import ROWS_AT_ONCE, ErrorMeter, LinearError, QuantizedWeight
+from penjing.core.errors import InputError
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True)
+class CompressedHead:
+    """Last norm and LM head of the artifact; no head where it stays tied to the embedding."""
+
+    tensors: Weights
+    error: LinearError | None  # None: the head was kept
+
+
+def unties(recipe: Recipe) -> bool:
+    """Whether the artifact's LM head differs from its embedding even where the model's are one tensor."""
+    return recipe.quantize.lm_head == "int8" or recipe.transform.rotate or recipe.transform.smooth_norm > 0
+
+
+def compress_embedding(stream: LayerStream, recipe: Recipe, rotations: Rotations | None) -> Weights:
+    """The embedding table (V, E) in the recipe's dtype.
+
+    Raises:
+        InputError: a value does not fit the dtype.
+    """
+    table_VE = stream.stored(EMBEDDING)
+    stored_VE = torch.empty(table_VE.shape, dtype=DTYPES[recipe.quantize.embedding_dtype])
+    for rows_RE, stored_RE in zip(table_VE.split(ROWS_AT_ONCE), stored_VE.split(ROWS_AT_ONCE), strict=True):
+        stored_RE.copy_(rows_RE if rotations is None else rotate_input(rows_RE, rotations.residual_EE))
+    if not torch.isfinite(stored_VE).all():
+        raise InputError(
+            f"{EMBEDDING} has values beyond {recipe.quantize.embedding_dtype}; "
+            "use --set quantize.embedding_dtype=bfloat16 or float32"
+        )
+    return {EMBEDDING: stored_VE}
+
+
+def embed_for_calibration(stream: LayerStream, rotations: Rotations | None, windows_WT: Tensor) -> Tensor:
+    """(W, T) token ids → (W, T, E) float32 hidden states in the rotated basis."""
+    hidden_WTE = stream.embed(windows_WT)
+    return hidden_WTE if rotations is None else rotate_input(hidden_WTE, rotations.residual_EE)
+
+
+@torch.no_grad()
+def compress_head(
+    stream: LayerStream, recipe: Recipe, rotations: Rotations | None, sample_ME: Tensor
+) -> CompressedHead:
+    """Last norm and LM head.
+
+    Args:
+        sample_ME: some of the calibration text's (rotated) hidden states after the last layer.
+    """
+    stored_VE = stream.head_weight()
+    norm_E = stream.stored(FINAL_NORM).to(torch.float32)
+    folded_E = torch.ones_like(norm_E) if rotations is None else norm_E  # moves into the head, before the rotation
+    new_norm_E = norm_E.clone() if rotations is None else torch.ones_like(norm_E)
+
+    def rows(start: int) -> Tensor:
+        rows_RE = stored_VE[start : start + ROWS_AT_ONCE].to(torch.float32) * folded_E
+        return rows_RE if rotations is None else rotate_input(rows_RE, rotations.residual_EE)
+
+    starts = range(0, stored_VE.shape[0], ROWS_AT_ONCE)
+    x_ME = F.rms_norm(sample_ME, new_norm_E.shape, new_norm_E, stream.config.rms_norm_eps)
+    scale_E = torch.ones_like(norm_E)
+    if recipe.transform.smooth_norm > 0:
+        magnitude_E = torch.stack([input_magnitude(rows(start)) for start in starts]).amax(dim=0)
+        scale_E = smoothing_scale(channel_magnitude(x_ME), magnitude_E, recipe.transform.smooth_norm)
+    tensors: Weights = {FINAL_NORM: new_norm_E / scale_E}
+    if not unties(recipe) and stream.config.tie_word_embeddings:
+        return CompressedHead(tensors, None)
+    if recipe.quantize.keeps("lm_head"):
+        kept_VE = torch.empty(stored_VE.shape, dtype=DTYPES[recipe.quantize.embedding_dtype])
+        for start in starts:
+            kept_VE[start : start + ROWS_AT_ONCE] = rows(start) * scale_E
+        return CompressedHead(tensors | {HEAD: kept_VE}, None)
+    meter, blocks, rule = ErrorMeter(), [], weight_rule(recipe, x_ME / scale_E)
+    few_ME = x_ME[:: max(1, len(x_ME) // ERROR_ROWS)] / scale_E
+    for start in starts:
+        rows_RE = rows(start) * scale_E
+        blocks.append(rule(rows_RE))
+        meter.add(rows_RE, blocks[-1], few_ME)
+    quantized = QuantizedWeight(
+        torch.cat([block.weight_NK for block in blocks]), torch.cat([block.scale_N1 for block in blocks])
+    )
+    return CompressedHead(tensors | quantized_tensors("lm_head", quantized), meter.result())

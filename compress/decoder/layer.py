@@ -1,0 +1,177 @@
+"""One decoder layer: rotate, calibrate, smooth, quantize."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from penjing.compress.decoder.compensate import error_spread, quantize_compensated
+from penjing.compress.decoder.rotate import rotate_layer, rotation_matrix
+from penjing.compress.decoder.settings import Recipe
+from penjing.compress.decoder.smooth import FindScale, by_alpha, smooth_linears
+from penjing.compress.decoder.smooth_search import Search
+from penjing.compress.decoder.stream import LayerStream, Weights
+from penjing.compress.decoder.weights import (
+    LinearError,
+    QuantizedWeight,
+    fake_quantize_activation,
+    linear_error,
+    quantize_per_channel,
+)
+from penjing.core.errors import InputError
+from penjing.kernels.hadamard import hadamard
+from penjing.kernels.rounding import INT8_LIMIT
+
+SAMPLE_ROWS = 4096  # calibration tokens whose activations are kept while their layer is done
+ERROR_ROWS = 512  # of them, for output errors
+# Linear layers that read the same activations, by the first of them.
+SAME_INPUT = {
+    "self_attn.q_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "self_attn.o_proj": ("self_attn.o_proj",),
+    "mlp.gate_proj": ("mlp.gate_proj", "mlp.up_proj"),
+    "mlp.down_proj": ("mlp.down_proj",),
+}
+
+
+class Activations:
+    """Rows of what calibration saw at the input of each group of linear layers, evenly spread over the text."""
+
+    def __init__(self, num_windows: int) -> None:
+        self._rows_per_window = max(1, SAMPLE_ROWS // num_windows)
+        self._rows: dict[str, list[Tensor]] = {}
+
+    def observe(self, name: str, x: Tensor) -> None:
+        """Take in one window's activations (1, T, K) at linear layer `name`."""
+        if name in SAME_INPUT:
+            x_TK = x.flatten(0, -2)
+            step = max(1, x_TK.shape[0] // self._rows_per_window)
+            self._rows.setdefault(name, []).append(x_TK[step // 2 :: step].clone())
+
+    def samples(self) -> dict[str, Tensor]:
+        """Group → (M, K) float32."""
+        return {name: torch.cat(rows) for name, rows in self._rows.items()}
+
+    def rows_of(self, hidden_WTE: Tensor) -> Tensor:
+        """(M, E) the hidden states of the tokens that are kept."""
+        step = max(1, hidden_WTE.shape[1] // self._rows_per_window)
+        return hidden_WTE[:, step // 2 :: step].flatten(0, 1)
+
+
+class LargestKV:
+    """The largest keys and values of a layer, for one static scale each (compressed-tensors' kv_cache_scheme)."""
+
+    def __init__(self) -> None:
+        self._key, self._value_CD = torch.zeros(()), torch.zeros(())
+
+    def observe(self, k: Tensor, v: Tensor) -> None:
+        """Take in one window's keys and values (1, T, KV, D)."""
+        self._key = torch.maximum(self._key, k.abs().amax())
+        self._value_CD = torch.maximum(self._value_CD, v.abs().flatten(0, -3).amax(dim=0))
+
+    def scales(self, divided_K: Tensor | None) -> Weights:
+        """`self_attn.k_scale` and `v_scale`, (1,) float32; 1 where all is zero.
+
+        Args:
+            divided_K: (H·D,) what smoothing divides the input of o_proj by: the values, that is.
+        """
+        value_CD = self._value_CD
+        if divided_K is not None:  # the query heads of a value head share its scales
+            num_heads, head_dim = value_CD.shape
+            value_CD = value_CD / divided_K.view(num_heads, -1, head_dim)[:, 0]
+        found = {}
+        for name, largest in (("k_scale", self._key), ("v_scale", value_CD.amax())):
+            scale = largest.to(torch.float32).view(1) / INT8_LIMIT
+            found[f"self_attn.{name}"] = scale.masked_fill(scale == 0, 1.0)
+        return found
+
+
+@dataclass(frozen=True)
+class Rotations:
+    """The orthogonal matrices of a run, float64; None: the recipe does not rotate."""
+
+    residual_EE: Tensor  # noqa: N815
+    head_DD: Tensor  # noqa: N815
+
+    @classmethod
+    def of(cls, recipe: Recipe, hidden_size: int, head_dim: int) -> Rotations | None:
+        if not recipe.transform.rotate:
+            return None
+        seed = recipe.transform.rotate_seed
+        return cls(rotation_matrix(hidden_size, seed), rotation_matrix(head_dim, seed + 1))
+
+
+@dataclass(frozen=True)
+class CompressedLayer:
+    """Tensors of the artifact by their names inside the layer, and the error of each quantized linear layer."""
+
+    tensors: Weights
+    errors: dict[str, LinearError]
+
+
+@torch.no_grad()
+def compress_layer(
+    stream: LayerStream, layer: int, recipe: Recipe, rotations: Rotations | None, hidden_WTE: Tensor
+) -> CompressedLayer:
+    """Compress `layer`; `hidden_WTE`, the calibration text's (rotated) hidden states, moves on to the next layer."""
+    weights = stream.weights(layer)
+    if rotations is not None:
+        rotate_layer(weights, stream.config, rotations.residual_EE, rotations.head_DD)
+    seen = Activations(num_windows=hidden_WTE.shape[0])
+    largest = LargestKV()
+    stream.run(stream.float_layer(layer, weights), hidden_WTE, seen.observe, largest.observe)
+    samples = seen.samples()
+    _check_finite(samples, layer)
+    scales = smooth_linears(weights, samples, stream.config, recipe.transform, _rule(recipe, seen.rows_of(hidden_WTE)))
+    inputs = {name: x_MK / scales[name] if name in scales else x_MK for name, x_MK in samples.items()}
+    if block := recipe.transform.hadamard_down:
+        inputs["mlp.down_proj"] = hadamard(inputs["mlp.down_proj"], block)
+        weights["mlp.down_proj.weight"] = hadamard(weights["mlp.down_proj.weight"], block)
+
+    tensors, errors = dict(weights), {}
+    for group, linears in SAME_INPUT.items():
+        quantized_here = [name for name in linears if not recipe.quantize.keeps(f"model.layers.{layer}.{name}")]
+        if not quantized_here:
+            continue
+        x_MK = inputs[group]
+        rule = weight_rule(recipe, x_MK)
+        for linear in quantized_here:
+            quantized = rule(weights[f"{linear}.weight"])
+            few_MK = x_MK[:: max(1, len(x_MK) // ERROR_ROWS)]
+            errors[linear] = linear_error(weights[f"{linear}.weight"], quantized, few_MK)
+            tensors |= quantized_tensors(linear, quantized)
+    if recipe.quantize.kv_cache == "int8":
+        tensors |= largest.scales(scales.get("self_attn.o_proj"))
+    return CompressedLayer(tensors, errors)
+
+
+def weight_rule(recipe: Recipe, x_MK: Tensor) -> Callable[[Tensor], QuantizedWeight]:
+    """How the recipe rounds the weights that read the activations `x_MK`."""
+    if recipe.quantize.rounding == "nearest":
+        return quantize_per_channel
+    spread_KK = error_spread(fake_quantize_activation(x_MK))
+    return lambda weight_NK: quantize_compensated(weight_NK, spread_KK)
+
+
+def _rule(recipe: Recipe, hidden_ME: Tensor) -> FindScale:
+    """How the recipe finds smoothing scales; an error counts by the size of the residual stream that it is added to."""
+    if recipe.transform.search_steps == 0:
+        return by_alpha
+    token_M = 1 / hidden_ME.square().mean(dim=1).clamp(min=torch.finfo(torch.float32).tiny)
+    return Search(token_M / token_M.mean(), recipe.transform.search_steps)
+
+
+def _check_finite(samples: dict[str, Tensor], layer: int) -> None:
+    for group, x_MK in samples.items():
+        if bad := int((~torch.isfinite(x_MK)).any(dim=1).sum()):
+            raise InputError(
+                f"model.layers.{layer}.{group}: its input is NaN or infinite for {bad} of {len(x_MK)} calibration "
+                "tokens; the weights are finite, so the model overflows: it is damaged, or its training diverged"
+            )
+
+
+def quantized_tensors(module: str, quantized: QuantizedWeight) -> Weights:
+    """The tensors of a quantized linear layer under compressed-tensors' names."""
+    return {f"{module}.weight": quantized.weight_NK, f"{module}.weight_scale": quantized.scale_N1}

@@ -1,0 +1,153 @@
+"""SmoothQuant (https://arxiv.org/abs/2211.10438): move the spread of activation channels into the weights, absorbed.
+
+A linear computes (x / s)·(W × s)ᵀ for any positive s, one value an input channel. Dividing by s costs nothing where
+what produces x can absorb it: a norm's weight, the rows of `up_proj` (the gated product is linear in it), the rows of
+`v_proj` (attention mixes positions, not channels).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from penjing.compress.decoder.settings import Transform
+from penjing.compress.decoder.stream import Weights
+from penjing.core.models.config import DecoderConfig
+
+QUANTILE = 0.99  # over tokens: the attention-sink tokens are too few to decide, and too large to be typical
+SMALLEST = 1e-5  # of the largest magnitude: a channel that is never active must not blow up its weights
+
+NORM_READERS = {
+    "input_layernorm": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "post_attention_layernorm": ("mlp.gate_proj", "mlp.up_proj"),
+}
+
+
+def channel_magnitude(x_MK: Tensor) -> Tensor:
+    """(K,) how large each channel gets relative to the largest of its token, for which the token's scale is set.
+
+    The paper takes the largest value over all tokens. With one scale a token that overrates the channels of a few
+    tokens with huge activations; measured on SmolLM2's down_proj, this one gives a third less output error.
+
+    Args:
+        x_MK: (M, K) activations of M tokens.
+    """
+    relative_MK = x_MK.abs()
+    relative_MK /= relative_MK.amax(dim=1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
+    return torch.quantile(relative_MK, QUANTILE, dim=0)
+
+
+def smoothing_scale(activation_K: Tensor, weight_K: Tensor, alpha: float) -> Tensor:
+    """s_K = activation^α / weight^(1−α), scaled to geometric mean 1; float32.
+
+    Args:
+        activation_K: magnitude of each input channel on calibration text.
+        weight_K: largest magnitude of each input channel over all weights that read it.
+        alpha: 1 makes all activation channels alike, towards 0 the weights' channels.
+    """
+    log_scale = alpha * _log_magnitude(activation_K) - (1 - alpha) * _log_magnitude(weight_K)
+    return (log_scale - log_scale.mean()).exp().to(torch.float32)
+
+
+def input_magnitude(*weights_NK: Tensor) -> Tensor:
+    """(K,) largest magnitude of each input channel over all the weights that read it."""
+    return torch.stack([weight_NK.abs().amax(dim=0) for weight_NK in weights_NK]).amax(dim=0)
+
+
+class FindScale(Protocol):
+    """Which scale an input gets."""
+
+    def __call__(self, x_MK: Tensor, weight_NK: Tensor, alpha: float, heads: Heads | None) -> Tensor:
+        """(K,) positive; with `heads` one value for each channel of the value heads.
+
+        Args:
+            x_MK: (M, K) activations.
+            weight_NK: (N, K) all weights that read them.
+            alpha: of the recipe, above 0.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class Heads:
+    """How o_proj's input, (query heads · head_dim), maps to the value heads that make it."""
+
+    num_value_heads: int
+    head_dim: int
+
+    def of_values(self, value_K: Tensor) -> Tensor:
+        """(H·D,) → (KV·D,): the largest over the query heads that read one value head."""
+        return value_K.view(self.num_value_heads, -1, self.head_dim).amax(dim=1).flatten()
+
+    def of_queries(self, value_C: Tensor, num_channels: int) -> Tensor:
+        """(KV·D,) → (H·D,) = (num_channels,): every query head gets the values of the value head it reads."""
+        groups = num_channels // value_C.numel()
+        return value_C.view(self.num_value_heads, 1, -1).expand(-1, groups, -1).flatten()
+
+
+def by_alpha(x_MK: Tensor, weight_NK: Tensor, alpha: float, heads: Heads | None) -> Tensor:
+    """`FindScale` as the paper has it."""
+    return smoothing_scale(*magnitudes(x_MK, weight_NK, heads), alpha)
+
+
+def magnitudes(x_MK: Tensor, weight_NK: Tensor, heads: Heads | None) -> tuple[Tensor, Tensor]:
+    """(K,) each, of the activations and of the weights; with `heads` one value for each channel of the value heads."""
+    activation_K, weight_K = channel_magnitude(x_MK), input_magnitude(weight_NK)
+    if heads is None:
+        return activation_K, weight_K
+    return heads.of_values(activation_K), heads.of_values(weight_K)
+
+
+def smooth_linears(
+    weights: Weights,
+    samples: dict[str, Tensor],
+    config: DecoderConfig,
+    transform: Transform,
+    find: FindScale = by_alpha,
+) -> dict[str, Tensor]:
+    """Smooth one layer in place, as far as `transform` asks.
+
+    Args:
+        weights: the layer's float32 tensors.
+        samples: first linear layer of those that share an input → (M, K) activations on calibration text.
+
+    Returns:
+        For each input that changed, the (K,) scale that it is now divided by.
+    """
+    scales: dict[str, Tensor] = {}
+    if transform.smooth_norm > 0:
+        for norm, readers in NORM_READERS.items():
+            names = [f"{reader}.weight" for reader in readers]
+            weight_NK = torch.cat([weights[name] for name in names])
+            scale_K = find(samples[readers[0]], weight_NK, transform.smooth_norm, None)
+            weights[f"{norm}.weight"].div_(scale_K)
+            for name in names:
+                weights[name].mul_(scale_K)
+            scales[readers[0]] = scale_K
+    if transform.smooth_down > 0:
+        scale_K = find(samples["mlp.down_proj"], weights["mlp.down_proj.weight"], transform.smooth_down, None)
+        _divide_outputs(weights, "mlp.up_proj", scale_K)
+        weights["mlp.down_proj.weight"].mul_(scale_K)
+        scales["mlp.down_proj"] = scale_K
+    if transform.smooth_output > 0:
+        heads, weight_NK = Heads(config.num_key_value_heads, config.head_dim), weights["self_attn.o_proj.weight"]
+        scale_C = find(samples["self_attn.o_proj"], weight_NK, transform.smooth_output, heads)
+        _divide_outputs(weights, "self_attn.v_proj", scale_C)
+        scale_K = heads.of_queries(scale_C, weight_NK.shape[1])
+        weights["self_attn.o_proj.weight"].mul_(scale_K)
+        scales["self_attn.o_proj"] = scale_K
+    return scales
+
+
+def _log_magnitude(magnitude_K: Tensor) -> Tensor:
+    magnitude_K = magnitude_K.to(torch.float64)
+    return magnitude_K.clamp(min=max(float(magnitude_K.max()) * SMALLEST, 1e-30)).log()
+
+
+def _divide_outputs(weights: Weights, linear: str, scale_N: Tensor) -> None:
+    weights[f"{linear}.weight"].div_(scale_N[:, None])
+    if f"{linear}.bias" in weights:
+        weights[f"{linear}.bias"].div_(scale_N)

@@ -1,0 +1,94 @@
+"""The smoothing scale of each input channel, searched on calibration activations instead of set by one alpha.
+
+Rounding to INT8 adds noise of a twelfth of a squared step. For inputs x_MK divided by s_K and weights multiplied by it,
+the noise of the outputs follows from amplitudes alone, without a pass through the layer:
+
+    Σ_m u_m · max_k(x_mk / s_k)² · Σ_nk (w_nk · s_k)²       activations: a step a token
+  + Σ_n max_k(w_nk · s_k)² · Σ_mk u_m · (x_mk / s_k)²       weights: a step a row
+
+It is differentiable in s, so that Adam finds scales better than any alpha of SmoothQuant, from whose best it starts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from penjing.compress.decoder.smooth import Heads, magnitudes, smoothing_scale
+
+ALPHAS = (0.0, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8)
+RATE = 0.03  # of the logarithm of a scale a step, decaying to zero
+SEARCH_ROWS = 1024  # tokens: twice as many change SmolLM2's scales little and take twice as long
+
+
+class RoundingNoise:
+    """The formula above, proportional to the expected squared error of the outputs.
+
+    Sums over tokens and rows do not depend on the scale but for a factor a channel, and are taken once. Of the maxima
+    only the winners carry a gradient, so that a step is one pass over each matrix, and none backward.
+
+    Args:
+        x_MK: (M, K) float32 activations before they are divided.
+        weight_NK: (N, K) float32, all weights that read them, before they are multiplied.
+        token_M: (M,) u, how much each token's error counts.
+    """
+
+    def __init__(self, x_MK: Tensor, weight_NK: Tensor, token_M: Tensor) -> None:
+        self._x_MK, self._weight_NK, self._token_M = x_MK.abs(), weight_NK.abs(), token_M
+        self._input_K = token_M @ x_MK.square()
+        self._energy_K = weight_NK.square().sum(dim=0)
+
+    def __call__(self, scale_K: Tensor) -> Tensor:
+        """A scalar that can be differentiated by the positive `scale_K`."""
+        fixed_K = scale_K.detach()
+        largest_M = (self._x_MK / fixed_K).argmax(dim=1, keepdim=True)
+        largest_N = (self._weight_NK * fixed_K).argmax(dim=1, keepdim=True)
+        token_M = self._x_MK.gather(1, largest_M)[:, 0] / scale_K[largest_M[:, 0]]
+        row_N = self._weight_NK.gather(1, largest_N)[:, 0] * scale_K[largest_N[:, 0]]
+        activation = (token_M.square() * self._token_M).sum() * (self._energy_K * scale_K.square()).sum()
+        return activation + row_N.square().sum() * (self._input_K / scale_K.square()).sum()
+
+
+@dataclass(frozen=True)
+class Search:
+    """A `FindScale`: the best scale that was met. Deterministic; an alpha of the recipe only says that there is one.
+
+    Attributes:
+        token_M: (M,) how much each token's error counts.
+        steps: of Adam after the best of ALPHAS.
+    """
+
+    token_M: Tensor  # noqa: N815
+    steps: int
+
+    def __call__(self, x_MK: Tensor, weight_NK: Tensor, alpha: float, heads: Heads | None) -> Tensor:
+        """See `FindScale`."""
+        every = max(1, x_MK.shape[0] // SEARCH_ROWS)
+        x_MK = x_MK[::every]
+        of_inputs = RoundingNoise(x_MK, weight_NK, self.token_M[::every])
+
+        def noise(scale: Tensor) -> Tensor:
+            return of_inputs(scale if heads is None else heads.of_queries(scale, x_MK.shape[1]))
+
+        found = magnitudes(x_MK, weight_NK, heads)
+        candidates = [smoothing_scale(*found, each) for each in ALPHAS]
+        candidates.append(torch.ones_like(candidates[0]))
+        noises = [float(noise(scale)) for scale in candidates]
+        least = min(noises)
+        best = candidates[noises.index(least)]
+        if least == 0:  # zeros: nothing is rounded
+            return best
+        logarithm = best.log().requires_grad_(True)
+        adam = torch.optim.Adam([logarithm], lr=RATE)
+        for step in range(self.steps):
+            adam.param_groups[0]["lr"] = RATE * (1 - step / self.steps)
+            with torch.enable_grad():
+                reached = noise(logarithm.exp())
+                adam.zero_grad()
+                reached.log().backward()
+            if float(reached.detach()) < least:
+                least, best = float(reached.detach()), logarithm.detach().exp()
+            adam.step()
+        return best

@@ -1,0 +1,141 @@
+"""Run a decoder layer by layer, with one layer's weights in memory at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from penjing.core.checkpoint.decoder import Checkpoint, open_checkpoint
+from penjing.core.models.attention import causal_attention
+from penjing.core.models.decoder import Decoder, DecoderLayer
+from penjing.core.models.rope import inverse_frequencies
+from penjing.core.runtime.quantized import Int8Linear, apply_int8, int8_modules
+from penjing.kernels.rms_norm import rms_norm
+from penjing.kernels.rotary import rotary_cos_sin
+
+EMBEDDING, FINAL_NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
+LOGIT_ROWS = 128  # rows of logits at a time: 128 × 49 152 float32 are 25 MB
+
+Weights = dict[str, Tensor]  # a layer's tensors by their names inside the layer: "self_attn.q_proj.weight"
+# Called for every linear layer with its name inside the layer and its input (1, T, K); what it returns, if anything,
+# replaces the input.
+Observe = Callable[[str, Tensor], Tensor | None]
+
+# Called with the keys (as they are cached: rotated) and values of each window, (1, T, KV, D).
+ObserveKV = Callable[[Tensor, Tensor], None]
+
+
+class LayerStream:
+    """The layers of a checkpoint or an INT8 artifact, run one after the other on hidden states that the caller keeps.
+
+    Args:
+        checkpoint: weights under Hugging Face names.
+    """
+
+    def __init__(self, checkpoint: Checkpoint):
+        self.checkpoint, self.config = checkpoint, checkpoint.config
+        with torch.device("meta"):
+            self._decoder = Decoder(self.config)
+        self._inverse_frequency = inverse_frequencies(self.config)
+        quantization = checkpoint.config_json.get("quantization_config")
+        linears = [name for name, layer in self._decoder.named_modules() if isinstance(layer, nn.Linear)]
+        self._int8_modules = set(int8_modules(quantization, linears)) if quantization is not None else set[str]()
+
+    def stored(self, name: str) -> Tensor:
+        """The tensor `name` as it is stored: a view of the file, which stays mapped while the view lives.
+
+        The file is opened anew each time, because pages that were read count as resident until it is unmapped.
+        """
+        return open_checkpoint(self.checkpoint.folder).get(name)
+
+    def embed(self, windows_WT: Tensor) -> Tensor:
+        """(W, T) token ids → (W, T, E) float32 hidden states."""
+        return F.embedding(windows_WT, self.stored(EMBEDDING)).to(torch.float32)
+
+    def weights(self, layer: int) -> Weights:
+        """The float32 tensors of `layer`, dequantized where they are INT8; a copy that may be changed."""
+        names = self._decoder.model.layers[layer].state_dict().keys()
+        source, prefix = open_checkpoint(self.checkpoint.folder), f"model.layers.{layer}."
+        found: Weights = {}
+        for name in names:
+            found[name] = source.get(prefix + name).to(torch.float32, copy=True)
+            if self.is_int8(prefix + name.removesuffix(".weight")):
+                found[name] *= source.get(f"{prefix}{name}_scale")
+        return found
+
+    def is_int8(self, module: str) -> bool:
+        """Whether the linear layer `module` ("model.layers.0.mlp.up_proj", "lm_head") is stored in INT8."""
+        return module in self._int8_modules
+
+    def float_layer(self, layer: int, weights: Weights) -> DecoderLayer:
+        """The layer in float32 with `weights`."""
+        module = self._empty_layer(layer)
+        module.load_state_dict(weights, assign=True)
+        return module
+
+    def stored_layer(self, layer: int) -> DecoderLayer:
+        """The layer as it runs: what is stored in INT8 through the INT8 runtime, the rest in float32."""
+        module, prefix = self._empty_layer(layer), f"model.layers.{layer}."
+        source = open_checkpoint(self.checkpoint.folder)
+        quantized = [name.removeprefix(prefix) for name in sorted(self._int8_modules) if name.startswith(prefix)]
+        apply_int8(module, quantized, lambda name: source.get(prefix + name))
+        floats = {name: source.get(prefix + name).to(torch.float32) for name in module.state_dict()}
+        module.load_state_dict(floats, assign=True)
+        return module
+
+    @torch.no_grad()
+    def run(
+        self,
+        module: DecoderLayer,
+        hidden_WTE: Tensor,
+        observe: Observe | None = None,
+        observe_kv: ObserveKV | None = None,
+    ) -> None:
+        """Send `hidden_WTE` through a layer, window by window, in place."""
+        attend = causal_attention(self._decoder.config)
+
+        def watched(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            if observe_kv is not None:
+                observe_kv(k, v)
+            return attend(layer, q, k, v)
+
+        handles = [] if observe is None else _hook_linears(module, observe)
+        cos, sin = rotary_cos_sin(self._inverse_frequency, torch.arange(hidden_WTE.shape[1]))
+        try:
+            for window_TE in hidden_WTE:
+                window_TE.copy_(module(window_TE[None], cos, sin, watched)[0])
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def head_weight(self) -> Tensor:
+        """(V, E) weight of the LM head as it is stored: the embedding where they are tied."""
+        tied = self.config.tie_word_embeddings
+        return self.stored(EMBEDDING if tied else HEAD)
+
+    def stored_head(self) -> Callable[[Tensor], Tensor]:
+        """The LM head as it runs: (R, E) float32 → (R, V) float32."""
+        if self.is_int8("lm_head"):
+            return Int8Linear(self.stored(HEAD), self.stored(f"{HEAD}_scale"))
+        return partial(F.linear, weight=self.head_weight().to(torch.float32))
+
+    def final_norm(self, hidden_TE: Tensor) -> Tensor:
+        """The last norm, (…, E) → (…, E)."""
+        return rms_norm(hidden_TE, self.stored(FINAL_NORM).to(torch.float32), self.config.rms_norm_eps)
+
+    def _empty_layer(self, layer: int) -> DecoderLayer:
+        with torch.device("meta"):
+            return DecoderLayer(self.config, layer)
+
+
+def _hook_linears(module: nn.Module, observe: Observe) -> list[Any]:
+    def hook(name: str) -> Callable[[nn.Module, tuple[Tensor, ...]], Tensor | None]:
+        return lambda _, inputs: observe(name, inputs[0])
+
+    linears = [(name, layer) for name, layer in module.named_modules() if isinstance(layer, nn.Linear)]
+    return [layer.register_forward_pre_hook(hook(name)) for name, layer in linears]

@@ -1,0 +1,47 @@
+"""A text encoder's artifact as one ONNX file, for the target that it was made for."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+from penjing.compress.export.record import ExportRecord, publish_file, source_of
+from penjing.compress.quantize.encoder_parity import rerun_parity
+from penjing.compress.quantize.targets import TargetName
+from penjing.core.artifact.classifier import MODEL_FILE, ONNX_RUNTIME
+from penjing.core.artifact.encoder import open_encoder_artifact
+from penjing.core.errors import ConfigError
+from penjing.core.progress import Progress
+
+
+def export_text_encoder(folder: Path, out: Path, target: TargetName | None, progress: Progress) -> ExportRecord:
+    """Write the artifact in `folder` to `out` after its parity was measured again here.
+
+    Raises:
+        ConfigError: `target` is not the artifact's.
+        InputError: damaged, or beyond the parity bound.
+    """
+    artifact = open_encoder_artifact(folder)
+    own = artifact.quantization.target
+    if target not in (None, own):
+        raise ConfigError(
+            f"--target {target}: {folder} is calibrated for {own}; make one with "
+            f"'penjing compress {folder / 'recipe.toml'} --set quantize.target={target} --out …'"
+        )
+    progress.start("parity", 1)
+    smallest, mean = rerun_parity(artifact)
+    progress.advance()
+    record = ExportRecord(
+        form="onnx",
+        target=own,
+        **source_of(folder),
+        session_options=artifact.quantization.session_options,
+        bound=artifact.parity.bound,
+        notes=(
+            f"cosine with the fake-quantized model on {len(artifact.parity.texts)} texts: mean "
+            f"{mean[ONNX_RUNTIME]:.5f}, smallest {smallest[ONNX_RUNTIME]:.5f}",
+            "takes token ids and their mask; the tokenizer is the artifact's tokenizer.json",
+        ),
+    )
+    publish_file(out, record, lambda partial: shutil.copyfile(folder / MODEL_FILE, partial))
+    return record

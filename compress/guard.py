@@ -1,0 +1,93 @@
+"""Whether a result keeps its budget, and what is said about it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from penjing.compress.measure.evaluate import EvaluateSettings, Quality, compare
+from penjing.compress.recipe import Guard, Planned, Prune
+
+Outcome = Literal["kept", "repeated milder", "left out", "stopped"]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """One check.
+
+    Attributes:
+        loss: accuracy points, or the ratio of perplexities; larger is worse.
+        low, high: its 95 % interval, over the same samples.
+        budget: the most that `loss` may be.
+        unit: "accuracy points" or "times the perplexity".
+    """
+
+    loss: float
+    low: float
+    high: float
+    budget: float
+    unit: str
+
+    @property
+    def within(self) -> bool:
+        """Whether the budget is kept. The measured value decides; its interval is for the reader."""
+        return self.loss <= self.budget
+
+    def __str__(self) -> str:
+        return f"{self.loss:.5g} {self.unit} (95 %: {self.low:.5g} … {self.high:.5g}), budget {self.budget:g}"
+
+
+def judge(before: Quality, after: Quality, guard: Guard, settings: EvaluateSettings) -> Verdict:
+    """Compare on the same samples.
+
+    Raises:
+        InputError: they were measured on different samples.
+    """
+    change = compare(before, after, settings)
+    if before.name == "accuracy":
+        lost = 100 * change.value, 100 * change.low, 100 * change.high
+        return Verdict(*lost, guard.accuracy_points, "accuracy points lost")
+    ratios = 1 + change.value, 1 + change.low, 1 + change.high
+    return Verdict(*ratios, guard.perplexity_ratio, "times the perplexity")
+
+
+def decision(
+    stretch: list[Planned],
+    attempt: int,
+    qualities: tuple[Quality, Quality],
+    verdict: Verdict,
+    outcome: Outcome,
+    then: list[Planned] | None = None,
+) -> dict[str, Any]:
+    """One entry of the report's `decisions`, JSON-ready.
+
+    Args:
+        qualities: of the reference, and of the result.
+        then: the stretch as it is repeated.
+    """
+    before, after = qualities
+    return {
+        "steps": [planned.name for planned in stretch],
+        "attempt": attempt,
+        "metric": after.name,
+        "reference": before.value,
+        "value": after.value,
+        "loss": verdict.loss,
+        "loss_low": verdict.low,
+        "loss_high": verdict.high,
+        "budget": verdict.budget,
+        "unit": verdict.unit,
+        "outcome": outcome,
+        "prunes": prunes(stretch),
+        "prunes_next": None if then is None else prunes(then),
+    }
+
+
+def prunes(stretch: list[Planned]) -> dict[str, Any]:
+    """How much each prune of a stretch takes, by step."""
+    found = {}
+    for planned in stretch:
+        if isinstance(planned.step, Prune):
+            values = planned.step.model_dump(mode="json", include={"ratio", "target", "layers"}, exclude_defaults=True)
+            found[planned.name] = values
+    return found

@@ -1,0 +1,235 @@
+"""How good a checkpoint is: accuracy or perplexity on held-out data, with a confidence interval."""
+
+from __future__ import annotations
+
+import base64
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+from torch import nn
+
+from penjing.compress.decoder.settings import Evaluate
+from penjing.compress.decoder.stream import LayerStream
+from penjing.compress.measure.bootstrap import interval, resampled_means
+from penjing.compress.measure.data import fitting_images, is_classifier
+from penjing.compress.measure.perplexity import evaluation_windows, exponential, streamed_losses
+from penjing.core.artifact.classifier import VisionArtifact, is_vision_artifact, open_vision_artifact
+from penjing.core.checkpoint.classifier import VisionConfig, load_vision_checkpoint
+from penjing.core.checkpoint.decoder import open_checkpoint
+from penjing.core.errors import ConfigError, InputError
+from penjing.core.manifest import verify
+from penjing.core.progress import Progress, Silent
+from penjing.core.runtime.onnx_runtime import run_session
+from penjing.core.text.tokenizer import Tokenizer
+from penjing.train.data.images import ImageSet, normalise
+
+BATCH = 500
+STRICT = ConfigDict(extra="forbid", allow_inf_nan=False)  # where a report is read
+
+
+class EvaluateSettings(Evaluate):
+    """The held-out data: texts for a decoder, Fashion-MNIST's test images for a classifier."""
+
+    images: int = Field(default=10_000, ge=1, le=10_000)
+    resamples: int = Field(default=2000, ge=100)  # of the bootstrap
+    seed: int = Field(default=0, ge=0)  # of the bootstrap
+
+
+@dataclass(frozen=True)
+class Part:
+    """The quality on one text."""
+
+    __pydantic_config__ = STRICT
+
+    name: str
+    value: float
+    samples: int
+
+
+@dataclass(frozen=True)
+class Quality:
+    """What a checkpoint reaches; `dataclasses.asdict` of it is JSON-ready, `quality_from_json` reads that.
+
+    Attributes:
+        name: larger is better for "accuracy" (a share), smaller for "perplexity".
+        value: over all samples.
+        low, high: 95 % bootstrap interval over samples, which are images, or windows of text.
+        samples: how many.
+        parts: the texts by themselves, in the order of `record`; none for images.
+        record: each sample's outcome as base64: a bit an image, set if it is right; a float32 a window, its mean loss.
+            With it two checkpoints are compared sample by sample (`compare`).
+    """
+
+    __pydantic_config__ = STRICT
+
+    name: Literal["accuracy", "perplexity"]
+    value: float
+    low: float
+    high: float
+    samples: int
+    parts: tuple[Part, ...]
+    record: str
+
+    def outcomes(self) -> list[NDArray[np.float64]]:
+        """1 or 0 for each image; or the mean loss of each window in nats, an array for each text.
+
+        Raises:
+            InputError: the record does not hold as many samples as it says.
+        """
+        try:
+            data = base64.b64decode(self.record, validate=True)
+            if self.name == "accuracy":
+                return [np.unpackbits(np.frombuffer(data, np.uint8), count=self.samples).astype(np.float64)]
+            losses = np.frombuffer(data, np.float32).astype(np.float64)
+        except ValueError as error:
+            raise InputError(f"the record of {self.name} is damaged ({error}); evaluate again") from None
+        ends = np.cumsum([part.samples for part in self.parts])
+        if len(losses) != self.samples or not len(ends) or ends[-1] != self.samples:
+            raise InputError(f"the record of {self.name} is damaged: {len(losses)} windows; evaluate again")
+        return np.split(losses, ends[:-1])
+
+
+@dataclass(frozen=True)
+class Change:
+    """How much worse the second of two checkpoints is on the same samples: the difference of accuracies (0.01 is a
+    point), or the ratio of perplexities minus one. Negative where it is better."""
+
+    value: float
+    low: float
+    high: float
+
+
+def quality_from_json(values: dict[str, Any]) -> Quality:
+    """What `dataclasses.asdict` made of a quality.
+
+    Raises:
+        InputError: it is not one.
+    """
+    try:
+        return TypeAdapter(Quality).validate_python(values)
+    except ValidationError as error:
+        raise InputError(f"a stored quality is damaged ({error.errors()[0]['msg']}); evaluate again") from None
+
+
+def evaluate_checkpoint(
+    folder: Path, settings: EvaluateSettings | None = None, progress: Progress | None = None
+) -> Quality:
+    """Accuracy of an image classifier on Fashion-MNIST's test images, perplexity of a decoder on held-out text.
+
+    The classifier's own mean and standard deviation normalise the images; its INT8 artifact runs in ONNX
+    Runtime. A decoder, also an INT8 artifact, runs with one layer in memory at a time; hashes are checked where there
+    is a manifest.
+
+    Raises:
+        ConfigError: windows longer than the model's context.
+        InputError: the checkpoint is damaged or of another kind, made for other images, or computes NaN.
+        SetupError: the images cannot be fetched.
+    """
+    settings, progress = settings or EvaluateSettings(), progress or Silent()
+    if is_classifier(folder):
+        if is_vision_artifact(folder):
+            artifact = open_vision_artifact(folder)
+            model, config = OnnxClassifier(artifact), artifact.config
+        else:
+            model, config = load_vision_checkpoint(folder)
+        data = fitting_images(folder, config, "test", progress).first(settings.images)
+        progress.start("accuracy on held-out images", -(-len(data.images) // BATCH))
+        return accuracy(right_answers(model, config, data, progress), settings)
+    checkpoint = open_checkpoint(folder)
+    if checkpoint.manifest is not None:
+        verify(folder)
+    if settings.window > checkpoint.config.max_position_embeddings:
+        raise ConfigError(
+            f"evaluate.window={settings.window} is longer than the context of {folder}, "
+            f"{checkpoint.config.max_position_embeddings} tokens; use a smaller one"
+        )
+    tokenizer = Tokenizer.from_folder(folder)
+    windows = evaluation_windows(tokenizer, settings.prose_tokens, settings.code_tokens, settings.window)
+    progress.start("perplexity on held-out text", checkpoint.config.num_hidden_layers)
+    return perplexity(streamed_losses(LayerStream(checkpoint), windows, progress), settings)
+
+
+class OnnxClassifier(nn.Module):
+    """A quantized classifier in ONNX Runtime with as many threads as torch uses; (N, C, H, W) → (N, classes)."""
+
+    def __init__(self, artifact: VisionArtifact) -> None:
+        super().__init__()
+        self._session = artifact.session(torch.get_num_threads())
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        """See the class."""
+        return torch.from_numpy(run_session(self._session, images.numpy()))
+
+
+@torch.no_grad()
+def right_answers(
+    model: nn.Module, config: VisionConfig, data: ImageSet, progress: Progress | None = None
+) -> NDArray[np.bool_]:
+    """Whether the largest logit of each image is its label's, (N,).
+
+    Args:
+        model: (N, C, H, W) float32 → (N, classes), in evaluation mode.
+
+    Raises:
+        InputError: a logit is NaN or infinite.
+    """
+    progress = progress or Silent()
+    mean, std = np.array(config.mean, np.float32), np.array(config.std, np.float32)
+    right = []
+    for begin in range(0, len(data.images), BATCH):
+        logits = model(torch.from_numpy(normalise(data.images[begin : begin + BATCH], mean, std)))
+        if not torch.isfinite(logits).all():
+            raise InputError("the classifier computes NaN or infinity: it is damaged, or its training diverged")
+        right.append(logits.argmax(1).numpy() == data.labels[begin : begin + BATCH])
+        progress.advance()
+    return np.concatenate(right)
+
+
+def accuracy(right: NDArray[np.bool_], settings: EvaluateSettings) -> Quality:
+    """The quality that `right`, (N,), amounts to."""
+    outcomes = right.astype(np.float64)
+    low, high = interval(resampled_means([outcomes], resamples=settings.resamples, seed=settings.seed))
+    record = base64.b64encode(np.packbits(right).tobytes()).decode()
+    return Quality("accuracy", float(outcomes.mean()), low, high, len(right), (), record)
+
+
+def perplexity(losses: dict[str, list[float]], settings: EvaluateSettings) -> Quality:
+    """The quality of `losses`: for each text the mean loss in nats of each of its windows, all of one length.
+
+    Raises:
+        InputError: a loss is so large that there is no finite perplexity: the model is damaged.
+    """
+    parts = tuple(Part(name, exponential(float(np.mean(part)), name), len(part)) for name, part in losses.items())
+    strata = [np.array(part) for part in losses.values()]
+    means = resampled_means(strata, resamples=settings.resamples, seed=settings.seed)
+    low, high = interval(np.exp(means))
+    every = np.concatenate(strata)
+    record = base64.b64encode(every.astype(np.float32).tobytes()).decode()
+    return Quality("perplexity", math.exp(every.mean()), low, high, len(every), parts, record)
+
+
+def compare(before: Quality, after: Quality, settings: EvaluateSettings | None = None) -> Change:
+    """How much worse `after` is than `before`, over the same samples: most of their noise is common and drops out.
+
+    Raises:
+        InputError: they were measured on different samples.
+    """
+    settings = settings or EvaluateSettings()
+    kinds = [(each.name, each.samples, [(p.name, p.samples) for p in each.parts]) for each in (before, after)]
+    if kinds[0] != kinds[1]:
+        raise InputError(
+            f"{before.name} on {before.samples} samples and {after.name} on {after.samples} cannot be compared; "
+            "evaluate both on the same data"
+        )
+    differences = [old - new for old, new in zip(before.outcomes(), after.outcomes(), strict=True)]
+    means = resampled_means(differences, resamples=settings.resamples, seed=settings.seed)
+    value = np.concatenate(differences).mean()
+    if before.name == "perplexity":
+        means, value = np.expm1(-means), math.expm1(-value)
+    return Change(float(value), *interval(means))

@@ -1,0 +1,96 @@
+"""Perplexity on text in windows that start afresh: exp of the mean negative log-likelihood of each next token."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from penjing.compress.decoder.stream import LOGIT_ROWS, LayerStream
+from penjing.core.errors import InputError
+from penjing.core.progress import Progress, Silent
+from penjing.core.text.corpus import code_text, heldout_tokens
+from penjing.core.text.tokenizer import Tokenizer
+
+LARGEST_LOSS = 100.0  # guessing blindly among all tokens costs ln(vocabulary), about 12
+CHARS_PER_CODE_TOKEN = 16  # generous: source code has 2 to 5
+
+
+def evaluation_windows(tokenizer: Tokenizer, prose_tokens: int, code_tokens: int, window: int) -> dict[str, Tensor]:
+    """Held-out texts as (num_windows, window) int64 by name: "prose", and "code" unless `code_tokens` is 0.
+
+    Raises:
+        InputError: a text is shorter than asked for.
+    """
+    windows = {"prose": heldout_tokens(tokenizer, prose_tokens).view(-1, window)}
+    if code_tokens:
+        text = code_text(code_tokens * CHARS_PER_CODE_TOKEN)
+        ids = tokenizer.encode(text, allow_special=False, add_special=False)[:code_tokens]
+        if len(ids) < code_tokens:
+            raise InputError(f"the standard library's sources gave {len(ids)} of {code_tokens} tokens; ask for fewer")
+        windows["code"] = torch.tensor(ids, dtype=torch.int64).view(-1, window)
+    return windows
+
+
+def streamed_perplexity(
+    stream: LayerStream, windows: dict[str, Tensor], progress: Progress | None = None
+) -> dict[str, float]:
+    """Perplexity of each text; see `streamed_losses`.
+
+    Raises:
+        InputError: the loss is so large that there is no finite perplexity: the model is damaged.
+    """
+    losses = streamed_losses(stream, windows, progress)
+    return {name: exponential(math.fsum(part) / len(part), name) for name, part in losses.items()}
+
+
+@torch.no_grad()
+def streamed_losses(
+    stream: LayerStream, windows: dict[str, Tensor], progress: Progress | None = None
+) -> dict[str, list[float]]:
+    """Mean negative log-likelihood a token of each window, of a checkpoint or of an artifact in the INT8 runtime, with
+    one layer in memory at a time.
+
+    The first token of each window is context only.
+
+    Args:
+        windows: text name → (W, T) int64, T ≥ 2 and the same for all.
+
+    Returns:
+        Text name → W losses in nats.
+    """
+    progress = progress or Silent()
+    windows_WT = torch.cat(list(windows.values()))
+    hidden_WTE = stream.embed(windows_WT)
+    for layer in range(stream.config.num_hidden_layers):
+        stream.run(stream.stored_layer(layer), hidden_WTE)
+        progress.advance()
+    head = stream.stored_head()
+    losses = [
+        _negative_log_likelihood(stream.final_norm(hidden_TE), window_T, head) / (len(window_T) - 1)
+        for hidden_TE, window_T in zip(hidden_WTE, windows_WT, strict=True)
+    ]
+    found: dict[str, list[float]] = {}
+    for name, part in windows.items():
+        found[name], losses = losses[: len(part)], losses[len(part) :]
+    return found
+
+
+def exponential(loss: float, text: str) -> float:
+    """The perplexity of a mean loss in nats.
+
+    Raises:
+        InputError: it is so large that there is no finite perplexity: the model is damaged.
+    """
+    if not loss < LARGEST_LOSS:  # NaN too
+        raise InputError(f"the model's loss on {text} is {loss:.3g} a token: it is damaged, or its training diverged")
+    return math.exp(loss)
+
+
+def _negative_log_likelihood(hidden_TE: Tensor, window_T: Tensor, head: Callable[[Tensor], Tensor]) -> float:
+    """Of all tokens of a window but the first, summed; logits for LOGIT_ROWS positions at a time."""
+    chunks = zip(hidden_TE[:-1].split(LOGIT_ROWS), window_T[1:].split(LOGIT_ROWS), strict=True)
+    return sum(float(F.cross_entropy(head(rows_RE), targets_R, reduction="sum")) for rows_RE, targets_R in chunks)

@@ -1,1 +1,0 @@
-"""Quantization that is trained or calibrated: formats, observers, fake quantization, placement."""

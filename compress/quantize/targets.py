@@ -1,0 +1,129 @@
+"""What each engine wants of a quantized network, as data: formats, where Q/DQ pairs stand, how biases are stored.
+
+- ONNX Runtime on CPUs has integer kernels for u8 activations × s8 weights, adds and pools integers, and fuses a
+  convolution only if its bias is INT32. On x64 without VNNI these kernels add pairs of products in 16 bits, which
+  saturate (measured: 70 % of the outputs of a 3 × 3 convolution differ, by up to 14 steps). Either the session option
+  `session.x64quantprecision` (slower, with VNNI too: `open_graph` sets it only without) or weights within ±63 avoid it.
+- TensorRT 10 and 11 take explicit Q/DQ, signed and symmetric; biases stay floating. A convolution takes the addition
+  and ReLU after it into its own kernel, so the *other* input of the addition is the one to quantize. Products with
+  fewer than 16 rows or columns have no INT8 kernel worth its conversions.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from penjing.compress.quantize.formats import FormatName
+from penjing.compress.quantize.observers import Method
+from penjing.core.config import Config
+from penjing.core.errors import ConfigError
+from penjing.core.runtime.onnx_runtime import EXACT_PRODUCTS
+
+TargetName = Literal["onnxruntime-cpu", "onnxruntime-avx2", "tensorrt"]
+
+
+class Target(Config):
+    """One engine. The first format of a list is the default."""
+
+    name: TargetName
+    activations: tuple[FormatName, ...]
+    weights: tuple[FormatName, ...]
+    residual: Literal["both", "shortcut"]  # inputs of an addition that are quantized
+    pooling: bool  # whether the global average is computed on integers
+    smallest_product: int  # layers with fewer inputs or outputs stay floating
+    bias: Literal["int32", "float32"]
+    session_options: dict[str, str] = Field(default_factory=dict)  # of ONNX Runtime, needed for exact integers
+
+
+TARGETS: dict[TargetName, Target] = {
+    target.name: target
+    for target in (
+        Target(
+            name="onnxruntime-cpu",
+            activations=("uint8",),
+            weights=("int8", "int7"),
+            residual="both",
+            pooling=True,
+            smallest_product=0,
+            bias="int32",
+            session_options={EXACT_PRODUCTS: "1"},
+        ),
+        Target(
+            name="onnxruntime-avx2",
+            activations=("uint8",),
+            weights=("int7",),
+            residual="both",
+            pooling=True,
+            smallest_product=0,
+            bias="int32",
+        ),
+        Target(
+            name="tensorrt",
+            activations=("int8", "fp8"),
+            weights=("int8", "fp8"),
+            residual="shortcut",
+            pooling=False,
+            smallest_product=16,
+            bias="float32",
+        ),
+    )
+}
+
+
+class QuantizeSettings(Config):
+    """How a network is quantized for a target.
+
+    Attributes:
+        activations, weights: None takes the target's.
+        observer, percentile: how static ranges of activations are found; see `Observer`.
+        learn_activations, learn_weights: scales are trained (LSQ); else they stay as calibrated, and each weight
+            channel covers its largest magnitude.
+        keep: shell patterns of layers that stay floating, such as "stem" or "blocks.0.*".
+    """
+
+    activations: FormatName | None = None
+    weights: FormatName | None = None
+    observer: Method = "minmax"
+    percentile: float = Field(default=0.9999, gt=0.5, le=1)
+    learn_activations: bool = True
+    learn_weights: bool = False
+    keep: tuple[str, ...] = ()
+
+
+class ClassifierSettings(QuantizeSettings):
+    """What can be done about outliers of a residual network besides.
+
+    Attributes:
+        effective_bits: mixed precision: the layers that lose most by rounding (`fisher.py`) stay floating too, as many
+            as keep the mean bits of a weight within this; None: none.
+        equalize: channels are brought to similar ranges first (`equalize.py`).
+        correct_bias: what rounding shifts on average is taken out of biases (`bias_correction.py`).
+    """
+
+    effective_bits: float | None = Field(default=None, gt=8, lt=32)
+    equalize: bool = False
+    correct_bias: bool = False
+
+
+def resolve(target_name: TargetName, settings: QuantizeSettings) -> tuple[Target, FormatName, FormatName]:
+    """The target and the formats of activations and weights.
+
+    Raises:
+        ConfigError: the target cannot express what the settings ask for.
+    """
+    target = TARGETS[target_name]
+    activations = settings.activations or target.activations[0]
+    weights = settings.weights or target.weights[0]
+    if settings.weights is None and settings.activations == "fp8":
+        weights = "fp8"
+    for what, chosen, known in (
+        ("activations", activations, target.activations),
+        ("weights", weights, target.weights),
+    ):
+        if chosen not in known:
+            raise ConfigError(f"target {target.name} has no {what} in {chosen}; use {' or '.join(known)}")
+    if (activations == "fp8") != (weights == "fp8"):
+        raise ConfigError(f"activations in {activations} and weights in {weights} do not mix; use fp8 for both or none")
+    return target, activations, weights

@@ -1,0 +1,178 @@
+"""`penjing report`: the stages of several compression runs in one table and one page."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from penjing.compress.report.page import count, duration, figure, render, volume
+from penjing.compress.report.pareto import Point, draw_pareto
+from penjing.compress.report.schema import Report, Stage, read_report
+from penjing.compress.report.text import loss_text, quality_text
+from penjing.core.errors import InputError
+from penjing.core.files import atomic_write_text
+from penjing.core.progress import error_console
+
+TEMPLATE = """<div class="figures">{{ figures | join }}</div>
+<div class="wide"><table><tr>{% for name in columns %}<th>{{ name }}</th>{% endfor %}</tr>
+{% for row in rows %}<tr>{% for cell in row %}<td>{{ cell }}</td>{% endfor %}</tr>{% endfor %}</table></div>
+<p>{{ note }}</p>
+{% for run in runs %}<h2>{{ run.name }}</h2><pre>{{ run.report.command }}</pre>
+<p>{{ run.report.device.name }}{% for name, version in run.report.versions.items() %}, {{ name }} {{ version }}
+{%- endfor %}</p>{% endfor %}
+"""
+NOTE = (
+    "Sizes, losses and speeds are against the first stage of the same run; speeds were measured in turns within it. "
+    "Absolute times of different runs are not compared: the machine may have changed between them."
+)
+
+
+WIDTH = 160  # of the table where standard error is no terminal
+
+
+@dataclass(frozen=True)
+class Run:
+    """A result and the name that tells it apart."""
+
+    name: str
+    report: Report
+
+    def cases(self) -> list[str]:
+        """What was timed in every stage, in order."""
+        first, *others = (stage.by_case() for stage in self.report.stages)
+        return [case for case in first if all(case in other for other in others)]
+
+
+def report_runs(folders: Sequence[Path], page: Path | None = None) -> list[dict[str, Any]]:
+    """Show the stages of all runs on standard error, write `page` if one is asked for, and return the rows.
+
+    Raises:
+        InputError: as `read_runs` says.
+        SetupError: the page cannot be written.
+    """
+    runs = read_runs(folders)
+    if page is not None:
+        atomic_write_text(page, comparison_page(runs))
+    print_comparison(runs)
+    return comparison(runs)
+
+
+def read_runs(folders: Sequence[Path]) -> list[Run]:
+    """The reports of `folders`, named by their folders as shortly as tells them apart.
+
+    Raises:
+        InputError: none, one is missing or damaged, or they measure different qualities.
+    """
+    if not folders:
+        raise InputError("there is nothing to compare; give the folders of results")
+    reports = [read_report(folder) for folder in folders]
+    kinds = [report.stages[0].quality.name for report in reports]
+    for folder, kind in zip(folders, kinds, strict=True):
+        if kind != kinds[0]:
+            raise InputError(
+                f"{folders[0]} reports {kinds[0]} and {folder} {kind}, which cannot be compared; give runs of one kind"
+            )
+    paths = [folder.parent if folder.is_file() else folder for folder in folders]
+    short = [path.resolve().name for path in paths]
+    names = short if len(set(short)) == len(short) else [str(path) for path in paths]
+    return [Run(name, report) for name, report in zip(names, reports, strict=True)]
+
+
+def comparison(runs: Sequence[Run]) -> list[dict[str, Any]]:
+    """A JSON-ready row for each stage of each run: what `table` shows, as numbers.
+
+    `bytes_ratio`, `parameters_ratio`, `macs_ratio` and `speedup` (by case) are against the run's first stage; `lost` is
+    a `Change`, or None where samples were not kept.
+    """
+    rows = []
+    for run in runs:
+        first = run.report.stages[0]
+        for stage in run.report.stages:
+            change = run.report.lost(stage)
+            quality = asdict(stage.quality)
+            rows.append(
+                {
+                    "run": run.name,
+                    "stage": stage.name,
+                    "kind": stage.kind,
+                    "quality": {key: quality[key] for key in ("name", "value", "low", "high", "samples")},
+                    "lost": None if change is None else asdict(change),
+                    **stage.size.model_dump(),
+                    "parameters_ratio": stage.size.parameters / first.size.parameters,
+                    "bytes_ratio": stage.size.bytes / first.size.bytes,
+                    "macs_ratio": _macs_ratio(stage, first),
+                    "speedup": _speedups(stage),
+                    "seconds": stage.seconds,
+                }
+            )
+    return rows
+
+
+def table(runs: Sequence[Run]) -> tuple[list[str], list[list[str]]]:
+    """Column names, and a row of text for each stage of each run."""
+    quality = runs[0].report.stages[0].quality.name
+    cases = list(dict.fromkeys(case for run in runs for stage in run.report.stages for case in stage.by_case()))
+    timed = [case.replace(", ", "\n") for case in cases]
+    columns = ["run", "stage", "weights", "MACs", quality, "lost", *timed, "took"]
+    rows = []
+    for run in runs:
+        first = run.report.stages[0]
+        for stage in run.report.stages:
+            speedups, share = _speedups(stage), _macs_ratio(stage, first)
+            rows.append(
+                [
+                    run.name,
+                    stage.name,
+                    f"{volume(stage.size.bytes)}, {stage.size.bytes / first.size.bytes:.1%}",
+                    f"{count(stage.size.macs)}, {share:.1%}" if stage.size.macs and share else "",
+                    quality_text(stage),
+                    "" if stage is first else loss_text(run.report, stage),
+                    *(f"{speedups[case]:.2f}×" if case in speedups else "" for case in cases),
+                    duration(stage.seconds) if stage.seconds else "",
+                ]
+            )
+    return columns, rows
+
+
+def print_comparison(runs: Sequence[Run]) -> None:
+    """The table on standard error."""
+    from rich.table import Table
+
+    columns, rows = table(runs)
+    shown = Table(box=None, pad_edge=False)
+    for place, column in enumerate(columns):
+        shown.add_column(column, justify="left" if place < 2 else "right", overflow="fold")
+    for row in rows:
+        shown.add_row(*row)
+    console = error_console(width=None if sys.stderr.isatty() else WIDTH)
+    console.print(shown)
+    console.print(NOTE, style="dim")
+
+
+def comparison_page(runs: Sequence[Run]) -> str:
+    """The HTML: Pareto plots of size and speed, the table, and each run's command; needs no other file."""
+    stages = [(run, stage) for run in runs for stage in run.report.stages]
+    sizes = [Point(stage.name, stage.size.bytes / 1e6, stage.quality, series=run.name) for run, stage in stages]
+    figures = [figure(lambda axes: draw_pareto(axes, sizes, "weights, MB"), 4.6, 3.8)]
+    common = [case for case in runs[0].cases() if all(case in run.cases() for run in runs)]
+    if common:
+        speeds = [
+            Point(stage.name, _speedups(stage)[common[-1]], stage.quality, larger=True, series=run.name)
+            for run, stage in stages
+        ]
+        label = f"speed against the run's first stage ({common[-1]})"
+        figures.append(figure(lambda axes: draw_pareto(axes, speeds, label), 4.6, 3.8))
+    columns, rows = table(runs)
+    values = {"figures": figures, "columns": columns, "rows": rows, "note": NOTE, "runs": runs}
+    return render("Compression runs compared", TEMPLATE, values)
+
+
+def _speedups(stage: Stage) -> dict[str, float]:
+    return {case: row.speedup for case, row in stage.by_case().items()}
+
+
+def _macs_ratio(stage: Stage, first: Stage) -> float | None:
+    return stage.size.macs / first.size.macs if stage.size.macs and first.size.macs else None

@@ -1,0 +1,86 @@
+"""What report pages share: style, filters, figures drawn into the page. A page needs no other file and no network."""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from jinja2 import Environment, StrictUndefined
+from markupsafe import Markup
+
+from penjing.compress.decoder.check import megabytes
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+BEFORE, AFTER, OTHERS = "#9aa5b1", "#2f6f4f", ("#b7791f", "#2b6cb0", "#9b2c2c", "#6b46c1", "#285e61")
+
+FRAME = """<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><title>{{ title }}</title>
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<style>
+body { font: 16px/1.5 system-ui, sans-serif; max-width: 62rem; margin: 2rem auto; padding: 0 1rem; color: #1f2933; }
+table { border-collapse: collapse; margin: 1rem 0; }
+th, td { padding: .25rem .8rem; text-align: right; border-bottom: 1px solid #d9e2ec; }
+th:first-child, td:first-child { text-align: left; }
+code, pre { background: #f0f4f8; padding: .1rem .3rem; }
+pre { padding: .8rem; overflow-x: auto; }
+svg { max-width: 100%; height: auto; }
+.figures { display: flex; flex-wrap: wrap; gap: 1rem; }
+.wide { overflow-x: auto; }
+</style></head><body>
+<h1>{{ title }}</h1>
+{{ body }}
+</body></html>
+"""
+
+
+def render(title: str, template: str, values: dict[str, Any]) -> str:
+    """A page: the Jinja `template` filled with `values`, every one escaped unless it is `Markup`."""
+    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True)
+    environment.filters["megabytes"] = megabytes
+    environment.filters["volume"] = volume
+    environment.filters["count"] = count
+    environment.filters["duration"] = duration
+    body = Markup(environment.from_string(template).render(values))
+    return environment.from_string(FRAME).render(title=title, body=body)
+
+
+def volume(size: float) -> str:
+    """Bytes for people, in three digits: "280 kB", "1.23 MB", "538 MB"."""
+    return f"{count(size)}B" if size >= 1000 else f"{size:.0f} B"
+
+
+def count(number: float) -> str:
+    """1 234 567 as "1.23 M"."""
+    for size, letter in ((1e12, " T"), (1e9, " G"), (1e6, " M"), (1e3, " k")):
+        if number >= size:
+            return f"{number / size:.3g}{letter}"
+    return f"{number:.3g}"
+
+
+def duration(seconds: float) -> str:
+    """Seconds for people: "1.23 ms", "45.6 s", "12 min"."""
+    if seconds >= 120:
+        return f"{seconds / 60:.0f} min"
+    return f"{seconds:.3g} s" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"
+
+
+def figure(draw: Callable[[Axes], None], width: float, height: float) -> Markup:
+    """An inline SVG of `width` × `height` inches."""
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+
+    # hashsalt and no metadata: the same report gives the same page
+    with rc_context({"svg.hashsalt": "penjing", "svg.fonttype": "none", "font.size": 9, "text.parse_math": False}):
+        drawing = Figure(figsize=(width, height), layout="constrained")
+        axes = drawing.add_subplot()
+        axes.spines[["top", "right"]].set_visible(False)
+        draw(axes)
+        out = io.StringIO()
+        drawing.savefig(out, format="svg", metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
+    text = out.getvalue()
+    # inside HTML the name spaces are known, so that a page holds no address at all
+    return Markup(re.sub(r' xmlns(:xlink)?="[^"]*"', "", text[text.index("<svg") :], count=2))

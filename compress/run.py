@@ -1,0 +1,202 @@
+"""`penjing compress` of a recipe with steps: a checkpoint → a smaller one that still does its work, and a report.
+
+Each step's checkpoint is kept in the work folder beside the output until the run is published; a killed run goes on
+after the last one that is complete. Decisions follow from kept results alone, so that a second run repeats them.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+import shutil
+from dataclasses import asdict, dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, Literal
+
+from penjing.compress.guard import decision, judge
+from penjing.compress.inputs import check_fit, input_hashes
+from penjing.compress.preflight import flow_preflight
+from penjing.compress.recipe import FlowRecipe, Planned, flow_toml, key_of, load_flow, milder, plan, stretches
+from penjing.compress.report.stages import measured_stages, report_of, summary_line
+from penjing.compress.report.write import write_reports
+from penjing.compress.stages import SCHEMA, Stage, Stages, num_complete
+from penjing.compress.work import WorkFolder, already_made, link_or_copy
+from penjing.core.artifact.decoder import RECIPE_FILE
+from penjing.core.errors import ConfigError, InputError
+from penjing.core.files import atomic_write_text, publish_folder
+from penjing.core.manifest import MANIFEST_NAME, read_manifest, verify, write_manifest
+from penjing.core.progress import Progress, Silent
+
+DECISIONS_FILE = "decisions.jsonl"  # in the work folder: what a run that was stopped had decided
+
+
+def compress_steps(
+    recipe_path: Path,
+    overrides: list[str] | None = None,
+    *,
+    out: Path | None = None,
+    force: bool = False,
+    progress: Progress | None = None,
+) -> Path:
+    """Do the steps of `recipe_path`, and publish the last checkpoint with its report.
+
+    Args:
+        recipe_path: TOML recipe (`flow.recipe.FlowRecipe`).
+        overrides: "steps.0.ratio=0.2", as after `--set`.
+        out: replaces the recipe's output folder.
+        force: replace what another recipe or input made.
+
+    Returns:
+        The output folder; it appears only when it is complete. The same recipe and input give what is there.
+
+    Raises:
+        ConfigError: the recipe is wrong or does not fit the model.
+        InputError: the model is damaged or of another kind; the output holds something else; the guard's budget cannot
+            be kept.
+        SetupError: too little memory or disk, no permission, another process works on the same output.
+    """
+    progress = progress or Silent()
+    recipe = load_flow(recipe_path, overrides)
+    if out is not None:
+        recipe = recipe.model_copy(update={"output": out})
+    hashes = input_hashes(recipe)
+    check_fit(recipe)
+    code = f"{version('penjing')}/{SCHEMA}"
+    key = key_of(recipe.settings(), hashes, code)
+    if already_made(recipe.output, key, force, verify, progress):
+        return recipe.output
+    said = [*(f"--set {shlex.quote(text)}" for text in overrides or []), *([f"--out {out}"] if out else [])]
+    command = " ".join(["penjing compress", str(recipe_path), *said])
+    with WorkFolder(recipe.output, key_of(hashes["model"], code)) as work:
+        flow_preflight(recipe, work.path, progress)
+        if complete := num_complete(work):
+            progress.note(
+                f"{complete} complete steps of an earlier run lie in {work.path.name}; those that fit are kept"
+            )
+        run = _Run(recipe, Stages(recipe, hashes, work, progress), work, progress)
+        run.all_stretches()
+        _publish(run, command, key, force)
+        work.remove()
+    return recipe.output
+
+
+@dataclass
+class _Run:
+    """The stretches of one run, in order."""
+
+    recipe: FlowRecipe
+    stages: Stages
+    work: WorkFolder
+    progress: Progress
+    kept: list[Stage] = field(default_factory=list)  # the model, then the stages that lead to the result
+    decisions: list[dict[str, Any]] = field(default_factory=list)
+
+    def all_stretches(self) -> None:
+        model = self.stages.model()
+        self.progress.note(f"{self.recipe.model}: {_said(model)}")
+        self.kept = [model]
+        reference = model
+        for stretch in stretches(plan(self.recipe.steps)):
+            self.kept += self._stretch(stretch, reference)
+            if stretch[-1].guarded and self.recipe.guard.against == "previous":
+                reference = self.kept[-1]
+
+    def _stretch(self, stretch: list[Planned], reference: Stage) -> list[Stage]:
+        """The stages of a stretch that keeps its budget; none if it is left out.
+
+        Raises:
+            InputError: it breaks the budget, and the recipe says to stop then.
+        """
+        guard, attempt = self.recipe.guard, 1
+        made = self._attempt(stretch)
+        while stretch[-1].guarded:
+            qualities = (reference.quality, made[-1].quality)
+            verdict = judge(*qualities, guard, self.recipe.evaluate)
+            if verdict.within:
+                self._decide(decision(stretch, attempt, qualities, verdict, "kept"))
+                break
+            weaker = milder(stretch, guard) if attempt <= guard.retries else None
+            if weaker is not None:
+                self._decide(decision(stretch, attempt, qualities, verdict, "repeated milder", weaker))
+                try:
+                    made = self._attempt(weaker)
+                    stretch, attempt = weaker, attempt + 1
+                    continue
+                except ConfigError as error:  # the rounding of widths leaves nothing to remove
+                    self.progress.note(f"no milder prune is possible: {error}")
+            outcome = "left out" if guard.otherwise == "skip" else "stopped"
+            self._decide(decision(stretch, attempt, qualities, verdict, outcome))
+            if outcome == "left out":
+                return []
+            raise InputError(
+                f"{stretch[-1].name} loses too much: {verdict}; attempts: {attempt}; nothing is published. Raise the "
+                "budget in [guard], prune less, train longer, or set guard.otherwise='skip'; the steps so far are "
+                f"kept in {self.work.path}"
+            )
+        return made
+
+    def _attempt(self, stretch: list[Planned]) -> list[Stage]:
+        made: list[Stage] = []
+        for planned in stretch:
+            stage = self.stages.make(planned, made[-1] if made else self.kept[-1])
+            self.progress.note(f"{planned.name}: {_said(stage)}")
+            made.append(stage)
+        return made
+
+    def _decide(self, entry: dict[str, Any]) -> None:
+        self.decisions.append(entry)
+        self.progress.note(_decision_line(entry))
+        lines = "".join(json.dumps(each) + "\n" for each in self.decisions)
+        atomic_write_text(self.work.path / DECISIONS_FILE, lines)
+
+
+def _publish(run: _Run, command: str, key: str, force: bool) -> None:
+    recipe, last = run.recipe, run.kept[-1]
+    take = link_or_copy if len(run.kept) > 1 else shutil.copyfile  # the user's own files are never shared
+    measured = measured_stages(run.kept, recipe.measure, run.work, run.progress)
+    report = report_of(recipe, run.kept, measured, run.decisions, command)
+    with publish_folder(recipe.output, replace=force) as partial:
+        for path in sorted(last.folder.iterdir()):
+            if path.is_file() and path.name != MANIFEST_NAME:
+                take(path, partial / path.name)
+        for stage in run.kept:
+            if stage.record is not None:
+                text = json.dumps(asdict(stage.record) | {"quality": asdict(stage.quality)}, indent=2)
+                atomic_write_text(partial / "steps" / f"{stage.label}.json", text + "\n")
+        atomic_write_text(partial / RECIPE_FILE, flow_toml(recipe))
+        write_reports(partial, report)
+        created_by = {"command": command, "penjing": version("penjing"), "model": str(recipe.model)}
+        write_manifest(
+            partial,
+            _kind(last),
+            created_by,
+            _extra(last) | {"key": key},
+        )
+    run.progress.note(summary_line(report))
+
+
+def _extra(stage: Stage) -> dict[str, Any]:
+    """What the last step's own manifest says beside hashes."""
+    return read_manifest(stage.folder).extra if (stage.folder / MANIFEST_NAME).exists() else {}
+
+
+def _kind(stage: Stage) -> Literal["checkpoint", "artifact"]:
+    manifest = read_manifest(stage.folder) if (stage.folder / MANIFEST_NAME).exists() else None
+    return "artifact" if manifest is not None and manifest.kind == "artifact" else "checkpoint"
+
+
+def _said(stage: Stage) -> str:
+    quality = stage.quality
+    if quality.name == "accuracy":
+        return f"accuracy {quality.value:.2%} ({quality.low:.2%} … {quality.high:.2%})"
+    return f"perplexity {quality.value:.4g} ({quality.low:.4g} … {quality.high:.4g})"
+
+
+def _decision_line(entry: dict[str, Any]) -> str:
+    """What a decision says on the terminal."""
+    then = f": {entry['prunes']} → {entry['prunes_next']}" if entry["prunes_next"] else ""
+    return (
+        f"guard after {entry['steps'][-1]}, attempt {entry['attempt']}: {entry['loss']:.5g} {entry['unit']} "
+        f"({entry['loss_low']:.5g} … {entry['loss_high']:.5g}), budget {entry['budget']:g} → {entry['outcome']}{then}"
+    )

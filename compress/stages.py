@@ -1,0 +1,126 @@
+"""Checkpoints of a run under names that say what they were made of, so that a later run finds what it can keep.
+
+A stage's key is the hash of its source's key and of its step's settings: changing a later step of a recipe, or how
+milder repeats are made, keeps every stage before. In the work folder lie NN-KIND-KEY, the checkpoint, and
+NN-KIND-KEY.json, its record, which comes last.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from penjing.compress.measure.evaluate import Quality, evaluate_checkpoint, quality_from_json
+from penjing.compress.recipe import Distill, FlowRecipe, Planned, Prune, Quantize, key_of
+from penjing.compress.steps.kinds import Places, run_step, teacher_of
+from penjing.compress.work import StepRecord, WorkFolder, check_kept
+from penjing.core.files import publish_folder
+from penjing.core.progress import Progress
+
+SCHEMA = "1"  # raise when a step makes another checkpoint from the same settings
+_STAGE = re.compile(r"(\d\d+)-[a-z]+-[0-9a-f]{12}")
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A checkpoint of the run; `record` is what its step said (none for the model that the run begins with)."""
+
+    name: str
+    folder: Path
+    key: str
+    record: StepRecord | None
+    quality: Quality
+
+    @property
+    def label(self) -> str:
+        """Its name without the key, such as "02-distill"."""
+        return self.name.rpartition("-")[0]
+
+    @property
+    def kind(self) -> str:
+        """The kind of its step, or "model"."""
+        return self.label.partition("-")[2]
+
+
+class Stages:
+    """Makes the stages of one run, or finds them made.
+
+    Args:
+        hashes: of each input folder ("model", or a teacher's path), file name → SHA-256.
+    """
+
+    def __init__(
+        self, recipe: FlowRecipe, hashes: dict[str, dict[str, str]], work: WorkFolder, progress: Progress
+    ) -> None:
+        self.recipe, self.hashes, self.work, self.progress = recipe, hashes, work, progress
+        self._visited: set[str] = set()
+
+    def model(self) -> Stage:
+        """The checkpoint that the run begins with."""
+        key = key_of(self.hashes["model"])
+        name = f"00-model-{key[:12]}"
+        return Stage(name, self.recipe.model, key, None, self._quality(name, self.recipe.model))
+
+    def make(self, planned: Planned, source: Stage) -> Stage:
+        """The checkpoint that a step makes of `source`."""
+        key = self._key(planned, source)
+        name = f"{planned.name}-{key[:12]}"
+        folder = self.work.path / name
+        self._visited.add(name)
+        if not folder.exists():
+            self.work.forget(name)
+            self._drop_others(planned.number)
+        else:
+            check_kept(folder)
+        record = self.work.run(name, lambda: self._run(planned, source, folder))
+        shutil.rmtree(self._scratch(folder), ignore_errors=True)
+        return Stage(name, folder, key, record, self._quality(name, folder))
+
+    def _run(self, planned: Planned, source: Stage, folder: Path) -> dict[str, Any]:
+        self.progress.note(f"{planned.name}: {_said(planned)}")
+        scratch = self._scratch(folder)
+        scratch.mkdir(exist_ok=True)
+        with publish_folder(folder, replace=True) as partial:
+            return run_step(planned.step, self.recipe, Places(source.folder, partial, scratch), self.progress)
+
+    def _scratch(self, folder: Path) -> Path:
+        return folder.with_name(f"{folder.name}.scratch")
+
+    def _key(self, planned: Planned, source: Stage) -> str:
+        step, recipe = planned.step, self.recipe
+        settings = step.model_dump(mode="json", exclude={"guard", "rounds", "teacher"})
+        if isinstance(step, Prune):
+            return key_of(source.key, settings, recipe.calibrate.model_dump(mode="json"))
+        teacher = None
+        if isinstance(step, Distill | Quantize) and (path := teacher_of(step, recipe)) is not None:
+            teacher = self.hashes["model" if path == recipe.model else str(path)]
+        if isinstance(step, Quantize):
+            return key_of(source.key, settings, teacher, recipe.calibrate.model_dump(mode="json"))
+        return key_of(source.key, settings, teacher)
+
+    def _quality(self, name: str, folder: Path) -> Quality:
+        settings = self.recipe.evaluate
+        measured = f"{name}-quality-{key_of(settings.model_dump(mode='json'))[:8]}"
+        record = self.work.run(measured, lambda: asdict(evaluate_checkpoint(folder, settings, self.progress)))
+        return quality_from_json(record.result)
+
+    def _drop_others(self, number: int) -> None:
+        """Delete stages of this number that the recipe no longer makes: one more is about to be written."""
+        for folder in self.work.path.iterdir():
+            match = _STAGE.match(folder.name)
+            if folder.is_dir() and match and int(match[1]) == number and match[0] not in self._visited:
+                self.work.forget(match[0])
+                shutil.rmtree(folder)
+
+
+def num_complete(work: WorkFolder) -> int:
+    """How many stages lie complete in the work folder."""
+    return sum(1 for path in work.path.glob("*.json") if _STAGE.fullmatch(path.stem))
+
+
+def _said(planned: Planned) -> str:
+    values = planned.step.model_dump(mode="json", exclude={"kind", "guard", "rounds"}, exclude_defaults=True)
+    return ", ".join(f"{name} {value}" for name, value in values.items()) or "default settings"

@@ -1,0 +1,271 @@
+"""Pruning from checkpoint to checkpoint: one step of a compression recipe.
+
+    record = prune_checkpoint(source, partial, PruneStep(kind="prune", ratio=0.3), data, progress)
+
+`partial` becomes a complete, smaller checkpoint that `train` resumes, `compress` goes on with and `serve` serves.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from fnmatch import fnmatchcase
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from pydantic import Field, field_validator, model_validator
+from torch import Tensor, nn
+
+from penjing.compress.measure.data import CompressData
+from penjing.compress.prune.budget import Target, candidate, dense_sizes, latency, shapes_after, share_for, sizes
+from penjing.compress.prune.decoder_subject import DecoderSubject
+from penjing.compress.prune.depth import block_influence, least
+from penjing.compress.prune.graph import Group, dependency_graph
+from penjing.compress.prune.importance import Kind, Scores, activation, magnitude, random, taylor
+from penjing.compress.prune.ranking import Choice, Scope, select
+from penjing.compress.prune.resnet_subject import ResNetSubject
+from penjing.compress.prune.subject import Part, Subject, shapes_of
+from penjing.compress.prune.surgery import cuts_of
+from penjing.core.checkpoint.decoder import open_checkpoint
+from penjing.core.config import Config
+from penjing.core.errors import ConfigError, InputError
+from penjing.core.manifest import read_json_object
+from penjing.core.progress import Progress
+from penjing.train.numerics.recompute import apply_recompute, blocks
+
+LOGIT_STRIDE = 64
+DECODER_PARTS = ("ffn", "heads", "hidden", "layers")
+
+
+class PruneStep(Config):
+    """What leaves, and how it is chosen.
+
+    A classifier loses channels everywhere. Of a decoder, `parts` says what: MLP channels ("ffn"), key-value heads with
+    the queries that read them ("heads"), the residual width ("hidden"), whole layers ("layers"). `rank` compares MLPs
+    of a decoder; its other parts leave all layers alike.
+    """
+
+    kind: Literal["prune"] = "prune"
+    method: Kind = "l1"
+    ratio: float | None = Field(default=None, gt=0, lt=1)  # of the units
+    target: Target | None = None  # or what may stay
+    rank: Scope = "local"
+    round_to: int = Field(default=8, ge=1)  # widths that stay are multiples of it, for INT8 kernels
+    protect: tuple[str, ...] = ()  # shell patterns of parameter names, such as "stem.*", whose units stay
+    parts: tuple[Literal["ffn", "heads", "hidden", "layers"], ...] | None = None  # decoders: "ffn" when left out
+    layers: int | tuple[int, ...] | None = None  # to drop: how many (those that change least), or which
+    seed: int = Field(default=0, ge=0, lt=2**31)  # of method "random"
+
+    @field_validator("layers")
+    @classmethod
+    def _some_layers(cls, value: int | tuple[int, ...] | None) -> int | tuple[int, ...] | None:
+        if value is not None and (not value or (isinstance(value, int) and value < 0)):
+            raise ValueError("a number of 1 or more, or a list of layer numbers")
+        return value
+
+    @model_validator(mode="after")
+    def _one_budget(self) -> PruneStep:
+        if ("layers" in (self.parts or ())) != (self.layers is not None):
+            raise ValueError('layers and the part "layers" belong together: parts = ["layers"] with layers = 3')
+        if self.parts is not None and (not self.parts or len(set(self.parts)) != len(self.parts)):
+            raise ValueError(f"parts={list(self.parts)}: one or more of {', '.join(DECODER_PARTS)}, each once")
+        budgets = (self.ratio is not None) + (self.target is not None)
+        if self.parts == ("layers",):
+            if budgets:
+                raise ValueError('ratio and target are for widths: with parts = ["layers"] alone, leave them out')
+        elif budgets != 1:
+            raise ValueError("give one of ratio (0.3 removes 30 % of the units) and target (what may stay)")
+        return self
+
+    def width_parts(self) -> tuple[str, ...]:
+        """The parts of a decoder that get narrower."""
+        return tuple(part for part in self.parts or ("ffn",) if part != "layers")
+
+    def needs_data(self) -> bool:
+        """Whether calibration batches are looked at."""
+        timed = self.target is not None and self.target.latency is not None
+        return self.method in ("taylor", "activation") or isinstance(self.layers, int) or timed
+
+
+def prune_checkpoint(
+    source: Path, partial: Path, step: PruneStep, data: CompressData | None, progress: Progress
+) -> dict[str, Any]:
+    """Write the pruned checkpoint of `source` into `partial`.
+
+    Args:
+        source: a checkpoint of a classifier or a decoder; it is left as it is.
+        partial: an empty folder that the caller publishes.
+        data: calibration batches; None where the step needs none (`PruneStep.needs_data`).
+
+    Returns:
+        JSON-ready: what left (`groups`, `layers_dropped`), tensors' shapes before and after (`widths`), `parameters`,
+        `macs` and `bytes` before and after, `importance`, `seconds`.
+
+    Raises:
+        ConfigError: the step does not fit the network, or would remove nothing.
+        InputError: the checkpoint is damaged, its network cannot be analysed, or the target cannot be reached.
+    """
+    began = time.perf_counter()
+    subject, influence = _open(source, step, data, progress)
+    choice, found = _choose(subject, step, data, progress)
+    dropped = subject.dropped if isinstance(subject, DecoderSubject) else ()
+    if not choice and not dropped:
+        raise ConfigError(
+            f"nothing leaves {source} at a share of {found['share']:.3g} with round_to={step.round_to}: the widths "
+            f"that stay are rounded up; raise the share, or lower round_to"
+        )
+    shapes = shapes_of(subject.model)
+    after = shapes_after(subject, choice)
+    config = subject.config_of(after)
+    pruned = candidate(subject, choice)
+    _check_shapes(pruned, after)
+    progress.start("writing the pruned checkpoint", 1)
+    made = {"command": "penjing compress", "penjing": version("penjing"), "step": step.model_dump(mode="json")}
+    subject.write(partial, config, cuts_of(choice, shapes), made)
+    progress.advance()
+    before, left = dense_sizes(subject), sizes(subject, pruned, after)
+    record: dict[str, Any] = {
+        **found,
+        "layers_dropped": list(dropped),
+        **({"block_influence": influence} if influence is not None else {}),
+        "widths": [
+            {"tensor": name, "before": list(shapes[name]), "after": list(shape)}
+            for name, shape in after.items()
+            if shape != shapes[name] and len(shape) > 1
+        ],
+        **{name: {"before": before[name], "after": left[name]} for name in before},
+        "macs_per": subject.unit,
+    }
+    if step.target is not None and step.target.latency is not None and data is not None:
+        record["latency"] = latency(subject.dense, pruned, _first(data))
+    return record | {"seconds": time.perf_counter() - began}
+
+
+def _open(
+    source: Path, step: PruneStep, data: CompressData | None, progress: Progress
+) -> tuple[Subject, list[float] | None]:
+    """The checkpoint, and the influence of its layers where these were ranked."""
+    if step.needs_data() and data is None:
+        raise ConfigError(
+            "this pruning step needs calibration data, for its method, its latency or its number of layers; give some"
+        )
+    if "task" in read_json_object(source / "config.json"):
+        if step.parts is not None:
+            raise ConfigError(f"parts={list(step.parts)} are of decoders; {source} is a classifier: leave parts out")
+        return ResNetSubject(source), None
+    dropped, influence = step.layers or (), None
+    if isinstance(dropped, int):
+        assert data is not None
+        if dropped >= (count := open_checkpoint(source).config.num_hidden_layers):
+            raise ConfigError(f"layers={dropped}: {source} has {count}, and at least one must stay")
+        DecoderSubject(source, (), (), progress)  # refuses what is damaged before anything runs through it
+        influence = block_influence(source, data.inputs(), progress)
+        dropped = least(influence, dropped)
+    return DecoderSubject(source, step.width_parts(), dropped, progress), influence
+
+
+def _choose(
+    subject: Subject, step: PruneStep, data: CompressData | None, progress: Progress
+) -> tuple[Choice, dict[str, Any]]:
+    """The units that leave, and the record of how they were chosen."""
+    found: dict[str, Any] = {"kind": "prune", "method": step.method, "rank": step.rank, "round_to": step.round_to}
+    if step.parts == ("layers",):
+        return [], found | {"share": 0.0, "groups": [], "importance": []}
+    for pattern in step.protect:
+        if not any(fnmatchcase(name, pattern) for name in shapes_of(subject.model)):
+            raise ConfigError(
+                f"protect: {pattern!r} matches no tensor of {subject.folder}; look with 'penjing compress inspect'"
+            )
+    progress.start("analysing the network", 1)
+    graph = dependency_graph(subject.model, subject.example, protect=step.protect)
+    if not graph.groups:
+        raise InputError(f"{subject.folder}: nothing is left to prune; protect less (protect={list(step.protect)})")
+    parts = subject.parts(graph.groups)
+    if "ffn" in parts and step.method in ("l1", "l2"):
+        progress.note(
+            f"{step.method} looks at weights alone, and a language model may rest on a few small ones: 20 % of the MLP "
+            "channels of SmolLM2-135M take its perplexity from 15 to above 1 000 000, by activation to 19; consider "
+            'method = "activation"'
+        )
+    progress.start(f"importance by {step.method}", 1)
+    scores = {part: _scores(subject, groups, step, data) for part, groups in parts.items()}
+
+    def choose(share: float) -> Choice:
+        return [
+            chosen
+            for part, groups in parts.items()
+            for chosen in select(groups, scores[part], share, scope=_scope(part, step), round_to=step.round_to)
+        ]
+
+    share = step.ratio
+    if share is None:
+        assert step.target is not None
+        inputs = _first(data) if data is not None and step.target.latency is not None else None
+        share = share_for(step.target, subject, choose, inputs, progress)
+    choice = choose(share)
+    left_alone = [part for part, groups in parts.items() if not any(group in groups for group, _ in choice)]
+    if choice and left_alone:
+        progress.note(f"nothing of {', '.join(left_alone)} leaves at a share of {share:.3g}: too few units to round")
+    found |= {"share": share, "groups": [], "importance": []}
+    gone = {id(group): units for group, units in choice}
+    for part, groups in parts.items():
+        for group, values in zip(groups, scores[part], strict=True):
+            units, kept = gone.get(id(group), []), len(group) - len(gone.get(id(group), []))
+            found["importance"].append({"name": group.name, **_summary(values, units)})
+            if units:
+                row = {"part": part, "name": group.name, "before": len(group), "after": kept, "removed": list(units)}
+                found["groups"].append(row)
+    return choice, found
+
+
+def _scope(part: Part, step: PruneStep) -> Scope:
+    return step.rank if part in ("channels", "ffn") else "local"
+
+
+def _scores(subject: Subject, groups: list[Group], step: PruneStep, data: CompressData | None) -> Scores:
+    if step.method in ("l1", "l2"):
+        return magnitude(subject.weights, groups, 1 if step.method == "l1" else 2)
+    if step.method == "random":
+        return random(groups, step.seed)
+    assert data is not None
+    model = subject.network()
+    if step.method == "activation":
+        return activation(model, groups, _few_logits(data) if subject.unit == "token" else data.inputs())
+    if blocks(model):
+        apply_recompute(model, "full")  # what a whole network keeps for its gradients can be ten times its size
+    return taylor(model, groups, data.losses(model))
+
+
+def _summary(values: np.ndarray, removed: list[int]) -> dict[str, float]:
+    """Least, mean and largest score of a group, and the part of the sum that left."""
+    total = float(values.sum())
+    return {
+        "least": float(values.min()),
+        "mean": float(values.mean()),
+        "largest": float(values.max()),
+        "removed": float(values[removed].sum()) / total if total else 0.0,
+    }
+
+
+def _few_logits(data: CompressData) -> Iterator[tuple[Any, ...]]:
+    """Arguments of a decoder, one window at a time with one row of logits in 64: those of 2048 tokens would be 0.7 of
+    SmolLM2's size."""
+    for (tokens_BT,) in data.inputs():
+        for window_1T in tokens_BT.split(1):
+            yield window_1T, None, None, torch.arange(0, window_1T.numel(), LOGIT_STRIDE)
+
+
+def _first(data: CompressData) -> Tensor:
+    for inputs in data.inputs():
+        return inputs[0]
+    raise InputError("there is no calibration data to time the network on; give some")
+
+
+def _check_shapes(pruned: nn.Module, after: dict[str, tuple[int, ...]]) -> None:
+    """The derived architecture has exactly the tensors that are written."""
+    expected = shapes_of(pruned)
+    odd = [name for name in expected.keys() | after.keys() if expected.get(name) != after.get(name)]
+    assert not odd, f"{odd[0]} is left as {after.get(odd[0])}, its architecture has {expected.get(odd[0])}"

@@ -1,0 +1,174 @@
+"""The steps of a run, each kept when it is complete, so that a killed run goes on where it stopped.
+
+Beside the output `NAME` lies `.NAME.work`: for each completed step STEP.json (seconds, peak memory, result; comes last)
+and what it made. The folder belongs to one key, the hash of recipe, input and code; for another key it starts empty.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from safetensors.torch import save as to_bytes
+
+from penjing.compress.measure.memory import PeakMemory, release_unused
+from penjing.core.errors import InputError, SetupError
+from penjing.core.files import atomic_write_bytes, atomic_write_text, writing
+from penjing.core.manifest import MANIFEST_NAME, read_json_object, read_manifest, verify
+from penjing.core.progress import Progress
+
+KEY_FILE = "key.txt"
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """One completed step."""
+
+    name: str
+    seconds: float
+    peak_memory_bytes: int  # largest resident memory above the start of the run
+    result: dict[str, Any]
+
+
+class WorkFolder:
+    """A context manager that holds the work folder of `output` for this process alone.
+
+    Args:
+        output: the artifact folder that the run will publish.
+        key: what the folder's content depends on.
+
+    Raises:
+        SetupError: another process works on the same output, or the disk refuses.
+    """
+
+    def __init__(self, output: Path, key: str) -> None:
+        output = output.absolute()
+        self.path = output.with_name(f".{output.name}.work")
+        self.key = key
+        self._lock = -1
+        self.num_resumed, self.last_step = 0, ""  # complete steps of an earlier run, set on entering
+        self._baseline = PeakMemory.resident_bytes()
+
+    def __enter__(self) -> WorkFolder:
+        with writing(self.path):
+            self.path.mkdir(parents=True, exist_ok=True)
+        self._lock = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(self._lock)
+            raise SetupError(
+                f"another process is working in {self.path}; wait for it, or choose another output"
+            ) from None
+        key_file = self.path / KEY_FILE
+        if not key_file.exists() or key_file.read_text() != self.key:
+            for entry in self.path.iterdir():
+                shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
+            atomic_write_text(key_file, self.key)
+        records = sorted(self.path.glob("*.json"), key=lambda path: path.stat().st_mtime_ns)
+        self.num_resumed = len(records)
+        self.last_step = records[-1].stem if records else ""
+        return self
+
+    def __exit__(self, *_: tuple[type[BaseException], BaseException, TracebackType]) -> None:
+        os.close(self._lock)
+
+    def record(self, name: str) -> StepRecord | None:
+        """The record of a completed step, else None."""
+        path = self.path / f"{name}.json"
+        if not path.exists():
+            return None
+        try:
+            return StepRecord(**read_json_object(path))
+        except (TypeError, InputError):
+            raise InputError(f"{path} is no record of a step; delete it, and the step is done again") from None
+
+    def run(self, name: str, work: Callable[[], dict[str, Any]]) -> StepRecord:
+        """Do `work`, whose result is JSON-ready, unless the step is complete already."""
+        if (done := self.record(name)) is not None:
+            return done
+        release_unused()
+        began = time.monotonic()
+        with writing(self.path), PeakMemory() as memory:
+            result = work()
+        record = StepRecord(name, time.monotonic() - began, max(0, memory.peak_bytes - self._baseline), result)
+        atomic_write_text(self.path / f"{name}.json", json.dumps(asdict(record), indent=2) + "\n")
+        return record
+
+    def forget(self, name: str) -> None:
+        """Let the step `name` be done again."""
+        (self.path / f"{name}.json").unlink(missing_ok=True)
+
+    def save(self, name: str, tensors: dict[str, torch.Tensor]) -> None:
+        """Keep tensors of a step under `name`; complete on disk when this returns."""
+        data = to_bytes({key: tensor.contiguous() for key, tensor in tensors.items()})
+        atomic_write_bytes(self.path / f"{name}.safetensors", data)
+
+    def load(self, name: str) -> dict[str, torch.Tensor]:
+        """Tensors that `save` kept."""
+        return load_file(self.path / f"{name}.safetensors")
+
+    def discard(self, name: str) -> None:
+        """Forget tensors that no later step needs."""
+        (self.path / f"{name}.safetensors").unlink(missing_ok=True)
+
+    def remove(self) -> None:
+        """Delete the folder: the run is published."""
+        shutil.rmtree(self.path)
+
+
+def already_made(output: Path, key: str, force: bool, check: Callable[[Path], object], progress: Progress) -> bool:
+    """Whether `output` already is the result of the run `key`; refuses now what publishing would refuse at the end.
+
+    Args:
+        check: raises if the folder is not whole.
+
+    Raises:
+        InputError: it is something else, damaged, or made by another run and not to be replaced (`force`).
+    """
+    if not output.exists() or (output.is_dir() and not any(output.iterdir())):
+        return False
+    if not (output / MANIFEST_NAME).is_file():
+        raise InputError(f"{output} exists and is no penjing folder, so it is not replaced; choose another output")
+    if force:
+        return False
+    if read_manifest(output).extra.get("key") != key:
+        raise InputError(
+            f"{output} was made from another recipe, input or version; replace it with --force, or set another output"
+        )
+    check(output)
+    progress.note(f"{output} is already done: kept (--force makes it again)")
+    return True
+
+
+def check_kept(folder: Path) -> None:
+    """Refuse what an earlier run left in a work folder and what was changed since.
+
+    Raises:
+        InputError: names the file, and says what to do.
+    """
+    if not (folder / MANIFEST_NAME).exists():
+        return
+    try:
+        verify(folder)
+    except InputError as error:
+        said = str(error).partition(";")[0]
+        raise InputError(f"{said}; delete {folder}, and the same command makes it again") from None
+
+
+def link_or_copy(source: Path, target: Path) -> None:
+    """`target` becomes the file `source`, without a second copy on disk where that can be."""
+    try:
+        os.link(source, target)
+    except OSError:  # another file system, or one without hard links
+        shutil.copyfile(source, target)

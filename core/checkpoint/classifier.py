@@ -1,0 +1,66 @@
+"""Checkpoint folders of image classifiers: `config.json` (architecture, labels, normalisation), safetensors,
+`penjing.json`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from penjing.core.checkpoint.classifier_config import VisionConfig, save_vision_config, vision_config
+from penjing.core.errors import InputError
+from penjing.core.manifest import verify, write_manifest
+from penjing.core.models.resnet import ResNet
+
+WEIGHTS = "model.safetensors"
+
+
+def save_vision_checkpoint(folder: Path, config: VisionConfig, model: nn.Module, created_by: dict[str, Any]) -> None:
+    """Fill `folder`, not yet published (see `publish_folder`); tensors are stored contiguous, under the module's
+    names."""
+    save_vision_config(folder, config)
+    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()}
+    save_file(tensors, folder / WEIGHTS)
+    write_manifest(folder, "checkpoint", created_by)
+
+
+def load_vision_checkpoint(folder: Path) -> tuple[ResNet, VisionConfig]:
+    """The model in evaluation mode, on the CPU, and its config; every hash is checked.
+
+    Raises:
+        InputError: missing, damaged, or of another kind.
+    """
+    config = vision_config(folder)
+    verify(folder)
+    try:
+        tensors = load_file(folder / WEIGHTS)
+        model = ResNet(config.model)
+        model.load_state_dict(tensors)
+    except (SafetensorError, OSError, RuntimeError) as error:
+        raise InputError(f"{folder} cannot be loaded: {error}; make it again") from error
+    return model.eval(), config
+
+
+def vision_skeleton(folder: Path) -> tuple[ResNet, VisionConfig]:
+    """The model without storage (device "meta"), in evaluation mode, and its config; no weight is read.
+
+    Raises:
+        InputError: missing, damaged, of another kind, or with other tensors than `config.json` promises.
+    """
+    config = vision_config(folder)
+    try:
+        with safe_open(folder / WEIGHTS, framework="pt") as file:
+            stored = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118 (no dict)
+    except (SafetensorError, OSError) as error:
+        raise InputError(f"{folder} cannot be loaded: {error}; make it again") from error
+    with torch.device("meta"):
+        model = ResNet(config.model).eval()
+    expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    if odd := sorted(name for name in stored.keys() | expected.keys() if stored.get(name) != expected.get(name)):
+        shapes = f"{stored.get(odd[0], 'missing')}, config.json asks for {expected.get(odd[0], 'none')}"
+        raise InputError(f"{folder}: {odd[0]} is {shapes}; make it again")
+    return model, config

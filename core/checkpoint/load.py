@@ -1,0 +1,141 @@
+"""Load a checkpoint or an INT8 artifact as a decoder that is ready to run."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from penjing.core.checkpoint.decoder import Checkpoint, open_checkpoint
+from penjing.core.errors import InputError
+from penjing.core.manifest import Manifest, verify
+from penjing.core.models.config import DecoderConfig
+from penjing.core.models.decoder import Decoder
+from penjing.core.models.rope import inverse_frequencies
+from penjing.core.runtime.batch_invariant import apply_batch_invariance
+from penjing.core.runtime.quantized import apply_int8, int8_modules
+from penjing.core.text.chat import ChatTemplate
+from penjing.core.text.tokenizer import Tokenizer
+
+EMBEDDING = "model.embed_tokens.weight"
+# Older Hugging Face checkpoints store the rotary frequencies, which follow from config.json.
+DERIVED = ("rotary_emb.inv_freq",)
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model and what came with it."""
+
+    model: Decoder
+    config: DecoderConfig
+    tokenizer: Tokenizer
+    chat_template: ChatTemplate | None
+    manifest: Manifest | None  # None: a plain Hugging Face folder
+    scheme: Literal["fp32", "int8"]
+
+
+def load_model(folder: Path, device: str | torch.device = "cpu") -> LoadedModel:
+    """Load `folder`, a checkpoint or an artifact, for inference.
+
+    Hashes are checked meanwhile where there is a manifest; nothing is returned before they are. Tensors are taken one
+    at a time, on the CPU as views of the mapped file where no conversion is needed: peak memory is about that of the
+    model. INT8 weights are views of a mapping of their own, which ends with the last of them. Everything runs in
+    float32 except INT8 layers; an embedding that is not tied to the LM head stays in its stored type.
+
+    Raises:
+        InputError: a missing, damaged or unknown file, a missing or unexpected tensor, a scheme penjing does not run.
+    """
+    checkpoint = open_checkpoint(folder)
+    with ThreadPoolExecutor(1) as thread:
+        verified = None if checkpoint.manifest is None else thread.submit(verify, folder)
+        try:
+            model, scheme = _build(checkpoint, torch.device(device))
+            loaded = LoadedModel(
+                model=model,
+                config=checkpoint.config,
+                tokenizer=Tokenizer.from_folder(folder),
+                chat_template=ChatTemplate.from_folder(folder),
+                manifest=checkpoint.manifest,
+                scheme=scheme,
+            )
+        finally:
+            if verified is not None:
+                verified.result()  # a damaged file explains whatever else went wrong with it
+    return loaded
+
+
+class _NoRandomWeights(TorchFunctionMode):
+    """Leaves out random fills of the weights that are about to be replaced: on the meta device torch runs them through
+    Python decompositions, whose imports take 1.5 s."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        named = kwargs or {}
+        if func in (nn.init.normal_, nn.init.uniform_, nn.init.kaiming_uniform_):
+            return named["tensor"] if "tensor" in named else args[0]
+        return func(*args, **named)
+
+
+def _check_kv_scale(scale: Tensor, where: str) -> None:
+    """Calibrated scales are for other engines: ours takes one for each token and head as it writes the cache."""
+    if scale.numel() != 1 or not scale.is_floating_point() or not 0 < float(scale) < float("inf"):
+        raise InputError(f"{where} has shape {tuple(scale.shape)}, {scale.dtype}: one positive number is needed")
+
+
+def _build(checkpoint: Checkpoint, device: torch.device) -> tuple[Decoder, Literal["fp32", "int8"]]:
+    config, available = checkpoint.config, set(checkpoint.tensor_names)
+    taken: set[str] = set()
+
+    def take(name: str, source: Checkpoint = checkpoint) -> Tensor:
+        if name not in available:
+            raise InputError(f"{checkpoint.folder}: tensor {name} is missing; config.json promises it. Import it again")
+        taken.add(name)
+        return source.get(name).to(device)
+
+    with torch.device("meta"), _NoRandomWeights():
+        model = Decoder(config)
+    quantization = checkpoint.config_json.get("quantization_config")
+    if quantization is not None:
+        linear_names = [name for name, layer in model.named_modules() if isinstance(layer, nn.Linear)]
+        quantized = int8_modules(quantization, linear_names)
+        if config.tie_word_embeddings and "lm_head" in quantized:
+            raise InputError(
+                f"{checkpoint.folder}: lm_head is quantized but tied to the embedding; "
+                "list it under quantization_config.ignore or set tie_word_embeddings to false"
+            )
+        mapping = open_checkpoint(checkpoint.folder)
+        apply_int8(model, quantized, lambda name: take(name, mapping))
+
+        if quantization.get("kv_cache_scheme") is not None:
+            for layer in range(config.num_hidden_layers):
+                for scale in ("k_scale", "v_scale"):
+                    _check_kv_scale(take(f"model.layers.{layer}.self_attn.{scale}"), f"{checkpoint.folder}: {scale}")
+
+    for name, parameter in list(model.named_parameters()):
+        value = take(name)
+        if value.shape != parameter.shape or not value.is_floating_point():
+            raise InputError(
+                f"{checkpoint.folder}: {name} has shape {tuple(value.shape)} and {value.dtype}; "
+                f"config.json asks for floating {tuple(parameter.shape)}"
+            )
+        if name != EMBEDDING or config.tie_word_embeddings:
+            value = value.to(torch.float32)
+        owner, _, leaf = name.rpartition(".")
+        setattr(model.get_submodule(owner), leaf, nn.Parameter(value, requires_grad=False))
+    model.tie_weights()
+    if config.tie_word_embeddings:
+        taken.add("lm_head.weight")  # some writers store the tied copy too
+    model.model.inverse_frequency = inverse_frequencies(config).to(device)
+
+    unexpected = sorted(name for name in available - taken if not name.endswith(DERIVED))
+    if unexpected:
+        raise InputError(
+            f"{checkpoint.folder}: {len(unexpected)} tensors have no place in a {config.model_type} decoder as "
+            f"config.json describes it, the first is {unexpected[0]}"
+        )
+    apply_batch_invariance(model)
+    return model.eval(), "int8" if quantization is not None else "fp32"

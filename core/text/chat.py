@@ -1,0 +1,124 @@
+"""Chat templates: a list of messages → the prompt text that the model was trained on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import jinja2
+
+from penjing.core.errors import InputError, RequestError
+from penjing.core.manifest import read_json_object
+from penjing.core.text.chat_sandbox import TemplateRaisedError, TemplateRefusedError, compile_template, render
+
+MAX_TEMPLATE_CHARS = 1_000_000
+_SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
+
+
+class ChatTemplate:
+    """A compiled chat template; safe to use from several threads.
+
+    Args:
+        text: Jinja source.
+        source: where it came from, for errors.
+        special_tokens: texts that the template may write, such as `bos_token`.
+
+    Raises:
+        InputError: it is no Jinja template, or too long.
+    """
+
+    def __init__(self, text: str, source: str, special_tokens: dict[str, str] | None = None) -> None:
+        if len(text) > MAX_TEMPLATE_CHARS:
+            raise InputError(f"{source}: the chat template has {len(text)} characters, at most {MAX_TEMPLATE_CHARS}")
+        self.text = text
+        self._source = source
+        self._special_tokens = special_tokens or {}
+        try:
+            self._template = compile_template(text)
+        except (jinja2.TemplateError, RecursionError) as error:
+            raise InputError(
+                f"{source}: the chat template is not valid Jinja ({error}); correct or remove it"
+            ) from error
+
+    @classmethod
+    def from_folder(cls, folder: Path) -> ChatTemplate | None:
+        """The template in `chat_template.jinja`, else in `tokenizer_config.json`; None when there is none.
+
+        Raises:
+            InputError: a malformed file or template.
+        """
+        config_path, template_path = folder / "tokenizer_config.json", folder / "chat_template.jinja"
+        config = read_json_object(config_path) if config_path.exists() else {}
+        special = {name: _token_text(config.get(name)) for name in _SPECIAL_TOKENS}
+        special = {name: text for name, text in special.items() if text is not None}
+        if template_path.exists():
+            try:
+                return cls(template_path.read_text(encoding="utf-8"), str(template_path), special)
+            except (OSError, UnicodeDecodeError) as error:
+                raise InputError(f"cannot read {template_path}: {error}") from error
+        text = _default_template(config.get("chat_template"), config_path)
+        return None if text is None else cls(text, str(config_path), special)
+
+    def render(self, messages: list[dict[str, Any]], add_generation_prompt: bool = True, **variables: Any) -> str:
+        """The prompt text of a conversation; encode it with `add_special=False`, since it has its begin-of-text.
+
+        Args:
+            messages: objects with `role` and `content` (text, or a list of `{"type": "text", "text": …}` parts).
+            add_generation_prompt: end with the beginning of the assistant's answer.
+            variables: further variables of the template, such as `enable_thinking`.
+
+        Raises:
+            RequestError: malformed messages, or a conversation that the template rejects.
+            InputError: the template tries what the sandbox refuses.
+        """
+        values = self._special_tokens | {"tools": None, "documents": None} | variables
+        values |= {"messages": _checked(messages), "add_generation_prompt": add_generation_prompt}
+        try:
+            return render(self._template, values)
+        except TemplateRefusedError as error:
+            raise InputError(f"{self._source}: the chat template is refused: {error}; correct or remove it") from error
+        except TemplateRaisedError as error:
+            raise RequestError(f"messages: the chat template rejects them: {error}") from error
+        except Exception as error:  # a template is a program of another author: it can fail in any way
+            raise RequestError(
+                f"messages: the chat template of {self._source} fails on them ({type(error).__name__}: {error})"
+            ) from error
+
+
+def _checked(messages: Any) -> list[dict[str, Any]]:
+    if not isinstance(messages, list) or not messages:
+        raise RequestError("messages must be a list of at least one message with role and content")
+    checked = []
+    for index, message in enumerate(messages):
+        if not isinstance(message, dict):
+            raise RequestError(f"messages[{index}] must be an object with role and content (got {message!r:.80})")
+        role, content = message.get("role"), message.get("content")
+        if not isinstance(role, str) or not role:
+            raise RequestError(f"messages[{index}].role must be text such as 'user' (got {role!r:.80})")
+        if isinstance(content, list):
+            content = "".join(_part_text(part, index) for part in content)
+        if not isinstance(content, str) and not (content is None and "tool_calls" in message):
+            raise RequestError(f"messages[{index}].content must be text or a list of text parts (got {content!r:.80})")
+        checked.append({**message, "content": content})
+    return checked
+
+
+def _part_text(part: Any, index: int) -> str:
+    if isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str):
+        return part["text"]
+    raise RequestError(f"messages[{index}].content: only parts of type 'text' are supported (got {part!r:.80})")
+
+
+def _default_template(value: Any, path: Path) -> str | None:
+    """tokenizer_config.json holds one template, or a list of named ones."""
+    if isinstance(value, list):
+        named = {entry.get("name"): entry.get("template") for entry in value if isinstance(entry, dict)}
+        value = named.get("default")
+    if value is not None and not isinstance(value, str):
+        raise InputError(f"{path}: chat_template must be text or a list with one named 'default'; correct or remove it")
+    return value
+
+
+def _token_text(token: Any) -> str | None:
+    text = token.get("content") if isinstance(token, dict) else token
+    return text if isinstance(text, str) else None

@@ -1,0 +1,120 @@
+"""Text that every Python has: CPython's help topics (prose) and its standard library (code), as tokens."""
+
+from __future__ import annotations
+
+import sysconfig
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import torch
+
+from penjing.core.errors import InputError
+from penjing.core.text.tokenizer import Tokenizer
+
+TOPIC_GAP = "\n\n"
+CODE_PACKAGES = ("email", "json")  # 350 kB; `code_text` reads modules that lie in no package
+
+
+def heldout_text() -> str:
+    """Every second help topic: for evaluation only. About 230 kB."""
+    return _topics(1)
+
+
+def calibration_text() -> str:
+    """The other help topics, for calibration, without the paragraphs that `heldout_text` has too. About 200 kB."""
+    return TOPIC_GAP.join(_calibration_paragraphs(_topics(0)))
+
+
+def calibration_documents() -> Iterator[tuple[str, str]]:
+    """(Name, text) of what a model may be trained on before it is evaluated on `heldout_text` and `code_text`: the
+    help topics of `calibration_text` one by one, and modules of a few packages. About 550 kB."""
+    from pydoc_data.topics import topics
+
+    for name in sorted(topics)[::2]:
+        if text := TOPIC_GAP.join(_calibration_paragraphs(topics[name])):
+            yield f"prose/{name}", text
+    for package in CODE_PACKAGES:
+        for path in sorted((Path(sysconfig.get_path("stdlib")) / package).rglob("*.py")):
+            if text := path.read_text(encoding="utf-8"):
+                yield f"code/{package}/{path.stem}", text
+
+
+def code_text(num_chars: int) -> str:
+    """The first `num_chars` characters of the standard library's modules in alphabetical order.
+
+    Raises:
+        InputError: the library has less.
+    """
+    texts: list[str] = []
+    missing = num_chars
+    for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
+        texts.append(path.read_text(encoding="utf-8")[:missing])
+        missing -= len(texts[-1])
+        if missing <= 0:
+            return "".join(texts)
+    raise InputError(f"the standard library's modules are {missing} characters short of {num_chars}; ask for fewer")
+
+
+def heldout_tokens(tokenizer: Tokenizer, num_tokens: int) -> torch.Tensor:
+    """The first `num_tokens` tokens of `heldout_text` as (num_tokens,) int64, without begin-of-text.
+
+    Raises:
+        InputError: the text has fewer tokens.
+    """
+    return _tokens(tokenizer, heldout_text(), num_tokens)
+
+
+def calibration_tokens(tokenizer: Tokenizer, num_tokens: int) -> torch.Tensor:
+    """The first `num_tokens` tokens of `calibration_text` as (num_tokens,) int64, without begin-of-text.
+
+    Raises:
+        InputError: the text has fewer tokens.
+    """
+    return _tokens(tokenizer, calibration_text(), num_tokens)
+
+
+def calibration_windows(tokenizer: Tokenizer, num_tokens: int, window: int, code: float) -> torch.Tensor:
+    """(num_tokens / window, window) int64: windows of `calibration_text`, then of code, a share `code` of all.
+
+    Args:
+        num_tokens: a multiple of `window`.
+        code: of the windows, rounded to whole ones.
+
+    Raises:
+        InputError: a text has fewer tokens.
+    """
+    num_code = round(code * (num_tokens // window)) * window
+    parts = [calibration_tokens(tokenizer, num_tokens - num_code)]
+    if num_code:
+        source = "".join(text for name, text in calibration_documents() if name.startswith("code/"))
+        parts.append(_tokens(tokenizer, source, num_code))
+    return torch.cat(parts).view(-1, window)
+
+
+def _calibration_paragraphs(text: str) -> Iterator[str]:
+    # CPython repeats whole sections in several topics: 15 % of the held-out lines were in both halves
+    held = _heldout_paragraphs()
+    return (paragraph for paragraph in text.split(TOPIC_GAP) if _normal(paragraph) not in held)
+
+
+@cache
+def _heldout_paragraphs() -> frozenset[str]:
+    return frozenset(_normal(paragraph) for paragraph in heldout_text().split(TOPIC_GAP))
+
+
+def _topics(remainder: int) -> str:
+    from pydoc_data.topics import topics
+
+    return TOPIC_GAP.join(topics[name] for index, name in enumerate(sorted(topics)) if index % 2 == remainder)
+
+
+def _normal(paragraph: str) -> str:
+    return " ".join(paragraph.split())
+
+
+def _tokens(tokenizer: Tokenizer, text: str, num_tokens: int) -> torch.Tensor:
+    ids = tokenizer.encode(text, allow_special=False, add_special=False)
+    if len(ids) < num_tokens:
+        raise InputError(f"the text has {len(ids)} tokens, {num_tokens} were asked for; ask for fewer")
+    return torch.tensor(ids[:num_tokens], dtype=torch.int64)

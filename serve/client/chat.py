@@ -1,0 +1,106 @@
+"""`penjing chat`: a conversation with a served model in the terminal."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from typing import Any, TextIO
+
+from penjing.core.errors import OverloadedError, PenjingError, RequestError, ServerError
+from penjing.serve.client.client import Client
+
+HELP = "/reset forgets the conversation, /exit or Ctrl-D leaves, Ctrl-C cancels an answer"
+
+
+def chat(
+    server: str = "localhost:8001",
+    *,
+    system: str | None = None,
+    max_tokens: int = 512,
+    temperature: float = 0.7,
+    source: TextIO | None = None,
+    sink: TextIO | None = None,
+) -> None:
+    """Talk with the model at `server`; it applies its own chat template.
+
+    Reads a message a line from `source` (standard input) and writes the answers to `sink` (standard output) as they
+    come. Without a terminal there are no prompts, and the first failure ends the program.
+
+    Raises:
+        ServerError: no server, or (without a terminal) a failure in it.
+        RequestError, OverloadedError: without a terminal: the server refuses a message.
+    """
+    lines: TextIO = source or sys.stdin
+    answers: TextIO = sink or sys.stdout
+    interactive = lines.isatty()
+    with Client(server) as client:
+        if not client.is_ready(timeout=5.0):
+            raise ServerError(f"no server answers at {server}; start one with 'penjing serve MODEL'")
+        if interactive:
+            print(HELP, file=sys.stderr)
+        sampling = {"max_tokens": max_tokens, "temperature": temperature}
+        conversation = Conversation(client, system, sampling, answers)
+        while (message := _read(lines, interactive)) is not None:
+            if message == "/exit":
+                return
+            if message == "/reset":
+                conversation.reset()
+                if interactive:
+                    print("(a new conversation)", file=sys.stderr)
+            elif message.startswith("/") and interactive:
+                print(HELP, file=sys.stderr)
+            elif message:
+                try:
+                    conversation.say(message)
+                except (RequestError, OverloadedError, ServerError) as error:
+                    if not interactive:
+                        raise
+                    print(f"error: {error}", file=sys.stderr)
+
+
+class Conversation:
+    """The messages so far. An exchange that failed is forgotten; one that was cancelled keeps what had come."""
+
+    def __init__(self, client: Client, system: str | None, sampling: dict[str, Any], sink: TextIO) -> None:
+        self._client, self._sampling, self._sink = client, sampling, sink
+        self._start = [] if system is None else [{"role": "system", "content": system}]
+        self.messages = list(self._start)
+
+    def reset(self) -> None:
+        """Forget all but the system message."""
+        self.messages = list(self._start)
+
+    def say(self, message: str) -> str:
+        """Send a message and print the answer as it comes; Ctrl-C cancels it. Returns the answer."""
+        asked = [*self.messages, {"role": "user", "content": message}]
+        stream = self._client.stream(messages=asked, **self._sampling)
+        try:
+            with contextlib.suppress(KeyboardInterrupt), stream:
+                for chunk in stream:
+                    self._sink.write(chunk.text)
+                    self._sink.flush()
+        except PenjingError:
+            self._sink.write("\n")
+            raise
+        self._sink.write("\n")
+        self._sink.flush()
+        answer = stream.result.text
+        self.messages = [*asked, {"role": "assistant", "content": answer}]
+        return answer
+
+
+def _read(source: TextIO, interactive: bool) -> str | None:
+    """The next message; None at the end of the input."""
+    if interactive:
+        with contextlib.suppress(ImportError):
+            import readline  # noqa: F401 (line editing and history for input())
+    while True:
+        try:
+            line = input("> ") if interactive else source.readline()
+        except EOFError:
+            print(file=sys.stderr)
+            return None
+        except KeyboardInterrupt:
+            print("\n(Ctrl-D or /exit leaves)", file=sys.stderr)
+            continue
+        return line.strip() if line or interactive else None

@@ -1,0 +1,326 @@
+"""Clients of a served model: `Client`, and `AsyncClient` for asyncio. gRPC, streaming, cancellation, timeouts, retries.
+
+    with Client("localhost:8001") as client:
+        print(client.generate("Once upon a time", max_tokens=32))
+        with client.stream(messages=[{"role": "user", "content": "Hello"}], temperature=0.7) as stream:
+            for chunk in stream:
+                print(chunk.text, end="")
+
+        print(client.classify(images).classes)  # of a served classifier: uint8 pixels, or normalised floats
+        vectors = client.embed(["one text", "another"])  # of a served text encoder
+
+Keyword arguments of texts are those of `penjing.serve.engine.request.SamplingParams`. Leaving a stream early cancels
+the request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import suppress
+from typing import Any
+
+import numpy as np
+
+from penjing.core.errors import ServerError
+from penjing.serve.client import batch_calls
+from penjing.serve.client.call_settings import DECODER, CallSettings, Messages, remaining
+from penjing.serve.client.wire_tensors import Classification
+from penjing.serve.client.wire_text import (
+    CHANNEL_OPTIONS,
+    CallFailedError,
+    Chunk,
+    Result,
+    broken,
+    build_ping,
+    is_last,
+    read_response,
+)
+
+END_SECONDS = 5.0  # between the last message of a call and its end; a server takes milliseconds
+
+
+class Client:
+    """A connection to a served model; safe to use from several threads.
+
+    Args:
+        server: host:port of the gRPC endpoint.
+        model: the model's name on the server; None takes the one that 'penjing serve' gives its kind.
+        timeout: seconds for a whole request, unless the call gives its own; None waits as long as it takes.
+        retries: how often a request that found no server, or an overloaded one, is tried again. Once a token has come
+            nothing is tried again.
+
+    Errors of all calls:
+        RequestError: the server refuses the request; names the field and the rule.
+        OverloadedError: the server has too much to do or shuts down, also after the retries.
+        ServerError: no server, a broken connection, a timeout, or a failure inside the server.
+    """
+
+    def __init__(
+        self,
+        server: str = "localhost:8001",
+        *,
+        model: str | None = None,
+        timeout: float | None = None,
+        retries: int = 4,
+    ) -> None:
+        import grpc
+        from tritonclient.grpc import service_pb2_grpc
+
+        self._settings = CallSettings(server, model, timeout, retries)
+        self._channel = grpc.insecure_channel(server, options=CHANNEL_OPTIONS)
+        self._stub: Any = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
+
+    def generate(
+        self,
+        prompt: str | None = None,
+        *,
+        messages: Messages | None = None,
+        timeout: float | None = None,
+        **sampling: Any,
+    ) -> Result:
+        """The whole answer to `prompt`, or to the chat `messages`."""
+        settings = self._settings
+        request = settings.request(prompt, messages, sampling, stream=False)
+        with Stream(self._stub, settings, request, settings.deadline(timeout)) as stream:
+            return Result.of(list(stream))
+
+    def stream(
+        self,
+        prompt: str | None = None,
+        *,
+        messages: Messages | None = None,
+        timeout: float | None = None,
+        **sampling: Any,
+    ) -> Stream:
+        """The answer chunk by chunk, as it is generated. The request is sent now."""
+        settings = self._settings
+        request = settings.request(prompt, messages, sampling, stream=True)
+        return Stream(self._stub, settings, request, settings.deadline(timeout))
+
+    def classify(self, images: Any, *, timeout: float | None = None) -> Classification:
+        """Classify (N, C, H, W) images: uint8, which the server normalises, or floating, normalised by the caller."""
+        return batch_calls.classify(self._stub, self._settings, images, timeout)
+
+    def embed(self, texts: str | Sequence[str], *, timeout: float | None = None) -> np.ndarray:
+        """(N, hidden) float32 embeddings of length 1 of N texts, by a served text encoder."""
+        return batch_calls.embed(self._stub, self._settings, texts, timeout)
+
+    def is_ready(self, timeout: float = 1.0) -> bool:
+        """Whether the model behind the server answers within `timeout` seconds. Triton server's own health knows less:
+        it stays good when the model's process is dead."""
+
+        deadline = time.monotonic() + timeout
+        if self._decoder_answers(deadline):
+            return True
+        return batch_calls.answers(self._stub, self._settings, deadline)
+
+    def _decoder_answers(self, deadline: float) -> bool:
+        import grpc
+
+        ping = build_ping(self._settings.model or DECODER)
+        call = self._stub.ModelStreamInfer(iter([ping]), timeout=remaining(deadline))
+        try:
+            # All messages are read, to the end of the call: see `Stream._end_call`.
+            return not [message for message in call if message.error_message]
+        except grpc.RpcError:
+            return False
+
+    def wait_ready(self, timeout: float = 60.0) -> None:
+        """Return when the model answers.
+
+        Raises:
+            ServerError: it does not within `timeout` seconds.
+        """
+        deadline = time.monotonic() + timeout
+        while not self.is_ready():
+            if time.monotonic() > deadline:
+                raise ServerError(f"the model at {self._settings.server} was not ready within {timeout:.0f} s")
+            time.sleep(0.05)
+
+    def close(self) -> None:
+        """End the connection; running streams are cancelled."""
+        self._channel.close()
+
+    def __enter__(self) -> Client:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class Stream:
+    """An answer on its way: iterate over its chunks. `close`, or leaving a `with` block, cancels what is left."""
+
+    def __init__(self, stub: Any, settings: CallSettings, request: Any, deadline: float | None) -> None:
+        self._stub, self._settings, self._request, self._deadline = stub, settings, request, deadline
+        self._chunks: list[Chunk] = []
+        self._closed = False
+        self._start()
+        self._iterator = self._run()
+
+    @property
+    def result(self) -> Result:
+        """What has come so far, joined."""
+        return Result.of(self._chunks)
+
+    def close(self) -> None:
+        """Cancel the request unless it has ended. Any thread may call it."""
+        self._closed = True
+        self._end_call()
+
+    def __iter__(self) -> Iterator[Chunk]:
+        return self
+
+    def __next__(self) -> Chunk:
+        return next(self._iterator)
+
+    def __enter__(self) -> Stream:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _start(self) -> None:
+        self._answered = False
+        self._call = self._stub.ModelStreamInfer(iter([self._request]), timeout=remaining(self._deadline))
+
+    def _end_call(self) -> None:
+        # A call that is cancelled between its last message and its end makes Triton server 24.10 keep the request for
+        # ever, and with it the model, which cannot be unloaded any more.
+        ended = threading.Event()
+        if self._answered and self._call.add_callback(ended.set):
+            ended.wait(END_SECONDS)
+        self._call.cancel()
+
+    def _run(self) -> Iterator[Chunk]:
+        import grpc
+
+        attempt, settings = 0, self._settings
+        while True:
+            try:
+                for message in self._call:
+                    self._answered = is_last(message)
+                    for chunk in read_response(message):
+                        self._chunks.append(chunk)
+                        yield chunk
+                return
+            except grpc.RpcError as error:
+                if self._closed:
+                    return
+                failure = broken(error, settings.server, sum(chunk.num_tokens for chunk in self._chunks))
+            except CallFailedError as error:
+                failure = error
+            finally:
+                self._end_call()
+            time.sleep(settings.delay_before_retry(failure, self._chunks, attempt, self._deadline))
+            attempt += 1
+            self._start()
+
+
+class AsyncClient:
+    """`Client` for asyncio: `await client.generate(…)`, `async for chunk in client.stream(…)`. Closing the iterator or
+    cancelling the task cancels the request. Make it inside the event loop that uses it."""
+
+    def __init__(
+        self,
+        server: str = "localhost:8001",
+        *,
+        model: str | None = None,
+        timeout: float | None = None,
+        retries: int = 4,
+    ) -> None:
+        import grpc.aio
+        from tritonclient.grpc import service_pb2_grpc
+
+        self._settings = CallSettings(server, model, timeout, retries)
+        self._channel = grpc.aio.insecure_channel(server, options=CHANNEL_OPTIONS)
+        self._stub: Any = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
+
+    async def generate(
+        self,
+        prompt: str | None = None,
+        *,
+        messages: Messages | None = None,
+        timeout: float | None = None,
+        **sampling: Any,
+    ) -> Result:
+        """The whole answer to `prompt`, or to the chat `messages`."""
+        request = self._settings.request(prompt, messages, sampling, stream=False)
+        return Result.of([chunk async for chunk in self._run(request, self._settings.deadline(timeout))])
+
+    def stream(
+        self,
+        prompt: str | None = None,
+        *,
+        messages: Messages | None = None,
+        timeout: float | None = None,
+        **sampling: Any,
+    ) -> AsyncIterator[Chunk]:
+        """The answer chunk by chunk; the request is sent when iteration starts."""
+        request = self._settings.request(prompt, messages, sampling, stream=True)
+        return self._run(request, self._settings.deadline(timeout))
+
+    async def classify(self, images: Any, *, timeout: float | None = None) -> Classification:
+        """Classify (N, C, H, W) images: uint8, which the server normalises, or floating, normalised by the caller."""
+        return await batch_calls.classify_async(self._stub, self._settings, images, timeout)
+
+    async def embed(self, texts: str | Sequence[str], *, timeout: float | None = None) -> np.ndarray:
+        """(N, hidden) float32 embeddings of length 1 of N texts, by a served text encoder."""
+        return await batch_calls.embed_async(self._stub, self._settings, texts, timeout)
+
+    async def is_ready(self, timeout: float = 1.0) -> bool:
+        """Whether the model behind the server answers within `timeout` seconds."""
+
+        deadline = time.monotonic() + timeout
+        if await self._decoder_answers(deadline):
+            return True
+        return await batch_calls.answers_async(self._stub, self._settings, deadline)
+
+    async def _decoder_answers(self, deadline: float) -> bool:
+        import grpc
+
+        ping = build_ping(self._settings.model or DECODER)
+        try:
+            call = self._stub.ModelStreamInfer(iter([ping]), timeout=remaining(deadline))
+            return all([not message.error_message async for message in call])
+        except grpc.RpcError:
+            return False
+
+    async def close(self) -> None:
+        """End the connection; running streams are cancelled."""
+        await self._channel.close()
+
+    async def __aenter__(self) -> AsyncClient:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def _run(self, request: Any, deadline: float | None) -> AsyncIterator[Chunk]:
+        import grpc
+
+        attempt, settings = 0, self._settings
+        chunks: list[Chunk] = []
+        while True:
+            call, answered = self._stub.ModelStreamInfer(iter([request]), timeout=remaining(deadline)), False
+            try:
+                async for message in call:
+                    answered = is_last(message)
+                    for chunk in read_response(message):
+                        chunks.append(chunk)
+                        yield chunk
+                return
+            except grpc.RpcError as error:
+                failure = broken(error, settings.server, sum(chunk.num_tokens for chunk in chunks))
+            except CallFailedError as error:
+                failure = error
+            finally:
+                if answered:  # as in `Stream._end_call`
+                    with suppress(TimeoutError):
+                        await asyncio.wait_for(call.code(), END_SECONDS)
+                call.cancel()
+            await asyncio.sleep(settings.delay_before_retry(failure, chunks, attempt, deadline))
+            attempt += 1

@@ -1,0 +1,198 @@
+"""The gRPC messages between our clients and the served model: requests, responses, and codes turned into errors."""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from penjing.core.errors import OverloadedError, PenjingError, RequestError, ServerError
+from penjing.serve.protocol import INTERNAL, INVALID, PING, UNAVAILABLE
+
+CHANNEL_OPTIONS = [("grpc.max_send_message_length", -1), ("grpc.max_receive_message_length", -1)]
+_RETURNS = ("return_finish_reason", "return_num_input_tokens", "return_num_output_tokens")
+_NUMBERS = {"FP32": "f", "UINT32": "I"}
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """What one response added to one of a request's answers. The last chunk of an answer has a `finish_reason`."""
+
+    text: str
+    finish_reason: str | None = None
+    index: int = 0
+    num_tokens: int = 0
+    num_input_tokens: int = 0
+    logprobs: list[dict[str, Any]] = field(default_factory=list)
+    """An object by token id for each token, when `logprobs` was asked for."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """A whole answer. `str(result)` is its text."""
+
+    text: str
+    finish_reason: str | None
+    num_input_tokens: int
+    num_output_tokens: int
+    logprobs: list[dict[str, Any]]
+    choices: tuple[str, ...]
+    """The texts of all answers, when `n` > 1; `text` is the first."""
+
+    def __str__(self) -> str:
+        return self.text
+
+    @classmethod
+    def of(cls, chunks: Sequence[Chunk]) -> Result:
+        """Join the chunks of one request."""
+        num_answers = max((chunk.index for chunk in chunks), default=0) + 1
+        texts = tuple("".join(chunk.text for chunk in chunks if chunk.index == index) for index in range(num_answers))
+        first = [chunk for chunk in chunks if chunk.index == 0]
+        return cls(
+            text=texts[0],
+            finish_reason=next((chunk.finish_reason for chunk in reversed(first) if chunk.finish_reason), None),
+            num_input_tokens=first[-1].num_input_tokens if first else 0,
+            num_output_tokens=sum(chunk.num_tokens for chunk in first),
+            logprobs=[entry for chunk in first for entry in chunk.logprobs],
+            choices=texts,
+        )
+
+
+def build_request(
+    model: str,
+    prompt: str | None,
+    messages: Sequence[Mapping[str, Any]] | None,
+    sampling: Mapping[str, Any],
+    *,
+    stream: bool,
+) -> Any:
+    """A `ModelInferRequest` for one generation; the server checks what it holds."""
+    request = _new_request(model)
+
+    def add(name: str, datatype: str, data: bytes) -> None:
+        request.inputs.add(name=name, datatype=datatype, shape=[1])
+        request.raw_input_contents.append(data)
+
+    def add_text(name: str, text: str) -> None:
+        encoded = text.encode("utf-8", "surrogatepass")
+        add(name, "BYTES", struct.pack("<I", len(encoded)) + encoded)
+
+    if prompt is not None:
+        add_text("text_input", prompt)
+    if messages is not None:
+        add_text("messages", json.dumps(list(messages)))
+    add_text("sampling_parameters", json.dumps(dict(sampling)))
+    add("stream", "BOOL", bytes([stream]))
+    add("exclude_input_in_output", "BOOL", b"\1")
+    for name in _RETURNS:
+        add(name, "BOOL", b"\1")
+    if sampling.get("logprobs") is not None:
+        add("return_logprobs", "BOOL", b"\1")
+    return request
+
+
+def build_ping(model: str) -> Any:
+    """A request that asks the served model for a sign of life."""
+    request = _new_request(model)
+    request.parameters[PING].bool_param = True
+    request.inputs.add(name="stream", datatype="BOOL", shape=[1])
+    request.raw_input_contents.append(b"\0")
+    return request
+
+
+def _new_request(model: str) -> Any:
+    from tritonclient.grpc import service_pb2
+
+    messages: Any = service_pb2  # its classes are made when it is imported: type checkers see none
+    return messages.ModelInferRequest(model_name=model)
+
+
+def read_response(message: Any) -> list[Chunk]:
+    """The chunks of one `ModelStreamInferResponse`; answers to which it adds nothing are left out.
+
+    Raises:
+        CallFailedError: it carries an error.
+    """
+    if message.error_message:
+        raise refused(message.error_message)
+    response = message.infer_response
+    tensors = {
+        output.name: _read(output.datatype, data)
+        for output, data in zip(response.outputs, response.raw_output_contents, strict=True)
+    }
+    texts = tensors.get("text_output", [])
+    count = len(texts)
+    reasons = tensors.get("finish_reason", ["None"] * count)
+    numbers = tensors.get("num_output_tokens", [0] * count)
+    (num_input_tokens,) = tensors.get("num_input_tokens", [0])
+    logprobs = tensors.get("logprobs", ["null"] * count)
+    chunks = []
+    for index in range(count):
+        reason = None if reasons[index] == "None" else reasons[index]
+        if texts[index] or reason or numbers[index]:
+            entries = json.loads(logprobs[index]) or []
+            chunks.append(Chunk(texts[index], reason, index, numbers[index], num_input_tokens, entries))
+    return chunks
+
+
+def is_last(message: Any) -> bool:
+    """Whether the server sends nothing after this `ModelStreamInferResponse`."""
+    return bool(message.error_message) or message.infer_response.parameters["triton_final_response"].bool_param
+
+
+def _read(datatype: str, data: bytes) -> list[Any]:
+    if datatype in _NUMBERS:
+        return list(struct.unpack(f"<{len(data) // 4}{_NUMBERS[datatype]}", data))
+    strings, offset = [], 0
+    while offset < len(data):
+        (length,) = struct.unpack_from("<I", data, offset)
+        offset += 4
+        strings.append(data[offset : offset + length].decode("utf-8"))
+        offset += length
+    return strings
+
+
+class CallFailedError(Exception):
+    """A call failed with `error`; `transient` failures may be tried again as long as no token has come."""
+
+    def __init__(self, error: PenjingError, transient: bool) -> None:
+        super().__init__(str(error))
+        self.error = error
+        self.transient = transient
+
+
+def refused(message: str) -> CallFailedError:
+    """The failure behind an error message inside a response.
+
+    On the header `triton_grpc_error` Triton server would end the stream with a status code instead, but version 2.51 at
+    times dies of an assertion then (about one error in 200), so this header is not sent.
+    """
+    code, _, text = message.partition(": ")
+    if code == INVALID:
+        return CallFailedError(RequestError(text), transient=False)
+    if code == UNAVAILABLE:
+        return CallFailedError(OverloadedError(text), transient=True)
+    if code == INTERNAL:
+        return CallFailedError(ServerError(text), transient=False)
+    transient = any(words in message for words in ("not healthy", "no available versions", "is not ready"))
+    return CallFailedError(ServerError(message), transient)
+
+
+def broken(error: Any, server: str, num_tokens: int) -> CallFailedError:
+    """The failure behind a `grpc.RpcError` that came after `num_tokens` tokens."""
+    import grpc
+
+    code, details = error.code(), error.details() or ""
+    if code is grpc.StatusCode.DEADLINE_EXCEEDED:
+        text = f"{server} did not finish within the timeout; {num_tokens} tokens had come"
+    elif code is grpc.StatusCode.UNAVAILABLE and num_tokens:
+        text = f"the connection to {server} broke after {num_tokens} tokens; ask again"
+    elif code is grpc.StatusCode.UNAVAILABLE:
+        text = f"no server answers at {server}; start one with 'penjing serve MODEL' ({details})"
+    elif code is grpc.StatusCode.CANCELLED:
+        text = "the request was cancelled"
+    else:
+        text = f"{server}: {details or code.name}"
+    return CallFailedError(ServerError(text), transient=code is grpc.StatusCode.UNAVAILABLE)

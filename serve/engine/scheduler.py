@@ -1,0 +1,187 @@
+"""Which tokens are computed next: one rule, no phases, one token budget.
+
+Every step gives each sequence tokens until `num_computed_tokens` reaches `num_tokens`. A prompt in chunks, the next
+token of an answer, and an answer that is recomputed after preemption are the same case. Running sequences come first,
+in order of admission; what is left of the budget admits waiting ones, in order of arrival. When blocks run out, the
+sequence that was admitted last gives up its blocks and waits at the front: the first always advances, so no sequence
+starves.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+from penjing.serve.engine.blocks import NULL_BLOCK, BlockManager
+from penjing.serve.engine.sequence import Batch, Chunk, Sequence
+
+
+class Scheduler:
+    """Decides batches; pure Python, no tensors. `window` is the largest attention window of a model whose layers all
+    have one, else None: blocks before it are released."""
+
+    def __init__(
+        self,
+        blocks: BlockManager,
+        max_num_batched_tokens: int,
+        max_num_sequences: int,
+        watermark: float = 0.0,
+        window: int | None = None,
+    ) -> None:
+        self.blocks = blocks
+        self.max_num_batched_tokens = max_num_batched_tokens
+        self.max_num_sequences = max_num_sequences
+        self.watermark_blocks = int(watermark * blocks.num_usable)
+        self.window = window
+        self.running: list[Sequence] = []  # in order of admission
+        self.waiting: deque[Sequence] = deque()
+        self.num_waiting_tokens = 0
+        self.num_held_forks = 0
+        self.num_preemptions = 0
+        self.prefix_queries = 0
+        self.prefix_hits = 0
+
+    @property
+    def num_waiting(self) -> int:
+        """Sequences that wait, forks that wait for their parent's prompt included."""
+        return len(self.waiting) + self.num_held_forks
+
+    def has_work(self) -> bool:
+        return bool(self.running or self.waiting)
+
+    def peak_blocks(self, num_tokens: int) -> int:
+        """The most blocks a sequence of `num_tokens` holds at once."""
+        whole = self.blocks.blocks_for(num_tokens)
+        if self.window is None:
+            return whole
+        # The window and a step's chunk, each of which may begin and end inside a block.
+        return min(whole, self.blocks.blocks_for(self.window + self.max_num_batched_tokens) + 1)
+
+    def add(self, sequence: Sequence) -> None:
+        """Queue `sequence`; its forks follow when its prompt is computed. It must fit the cache by itself."""
+        assert self.peak_blocks(sequence.num_tokens) <= self.blocks.num_usable, "validated before it is queued"
+        self.waiting.append(sequence)
+        self.num_waiting_tokens += sequence.num_tokens
+        self.num_held_forks += len(sequence.forks)
+
+    def schedule(self) -> Batch:
+        """The next step's batch; empty only when there is no work."""
+        budget, chunks, num_preemptions = self.max_num_batched_tokens, [], self.num_preemptions
+        running, blocks = self.running, self.blocks
+        index = 0
+        while index < len(running) and budget > 0:
+            sequence = running[index]
+            computed = sequence.num_computed_tokens
+            num_tokens = min(len(sequence.token_ids) - computed, budget)
+            assert num_tokens > 0, f"{sequence!r} runs with nothing to compute"
+            if not blocks.grow(sequence, computed + num_tokens):
+                # Victims come from the end, so none of them is in this batch yet.
+                self._preempt(running.pop())
+                continue
+            chunks.append(Chunk(sequence, num_tokens))
+            budget -= num_tokens
+            index += 1
+        if self.waiting and self.num_preemptions == num_preemptions:
+            budget = self._admit(chunks, budget)
+        return Batch(chunks, self.max_num_batched_tokens - budget)
+
+    def advance(self, batch: Batch) -> None:
+        """The tokens of `batch` are in the KV cache: publish full blocks, release forks and what left the window."""
+        for sequence, num_tokens in batch.chunks:
+            sequence.num_computed_tokens += num_tokens
+            self.blocks.publish(sequence)
+            if self.window is not None:
+                self._release_outside_window(sequence)
+            if sequence.forks and sequence.num_computed_tokens >= sequence.num_prompt_tokens:
+                self._release_forks(sequence)
+
+    def finish(self, sequence: Sequence) -> None:
+        """Take `sequence` out, wherever it is; its blocks are free afterwards."""
+        if sequence in self.running:
+            self.running.remove(sequence)
+        elif sequence in self.waiting:
+            self.waiting.remove(sequence)
+            self.num_waiting_tokens -= sequence.num_tokens
+        elif sequence.fork_of is not None and sequence in sequence.fork_of.forks:
+            sequence.fork_of.forks.remove(sequence)
+            self.num_held_forks -= 1
+        self.blocks.release(sequence)
+        if sequence.forks:
+            self._release_forks(sequence)
+
+    def _admit(self, chunks: list[Chunk], budget: int) -> int:
+        blocks = self.blocks
+        # Blocks that running sequences still need for tokens they already have.
+        promised = sum(self._missing_blocks(sequence) for sequence in self.running)
+        while self.waiting and budget > 0 and len(self.running) < self.max_num_sequences:
+            sequence = self.waiting[0]
+            shared = self._shared_prefix(sequence)
+            available = blocks.num_free - promised - (self.watermark_blocks if self.running else 0)
+            if self._new_blocks(sequence, shared) + blocks.count_free(shared) > available:
+                break
+            self.waiting.popleft()
+            self.num_waiting_tokens -= sequence.num_tokens
+            blocks.adopt(sequence, shared)
+            num_shared = sequence.num_computed_tokens
+            if sequence.num_output_tokens == 0:
+                sequence.num_cached_tokens = num_shared
+                self.prefix_queries += sequence.num_tokens
+                self.prefix_hits += num_shared
+            num_tokens = min(sequence.num_tokens - num_shared, budget)
+            grown = blocks.grow(sequence, num_shared + num_tokens)
+            assert grown, "counted above"
+            chunks.append(Chunk(sequence, num_tokens))
+            budget -= num_tokens
+            self.running.append(sequence)
+            promised += self._missing_blocks(sequence)
+        return budget
+
+    def _missing_blocks(self, sequence: Sequence) -> int:
+        return self._new_blocks(sequence, sequence.block_table)
+
+    def _new_blocks(self, sequence: Sequence, table: list[int]) -> int:
+        """Blocks that `sequence` needs beyond `table` for the tokens it has, those it gives up meanwhile counted
+        off."""
+        num_tokens = sequence.num_tokens
+        if self.window is None:
+            return self.blocks.blocks_for(num_tokens) - len(table)
+        held = len(table) - table.count(NULL_BLOCK)
+        return min(self.blocks.blocks_for(num_tokens) - len(table), self.peak_blocks(num_tokens) - held)
+
+    def _shared_prefix(self, sequence: Sequence) -> list[int]:
+        """Computed blocks that `sequence` can start from: its parent's if it is a fork, else those of the cache."""
+        parent = sequence.fork_of
+        if parent is not None:
+            # The last token is always computed, since its logits are wanted.
+            count = min(parent.num_computed_tokens, parent.num_prompt_tokens, sequence.num_tokens - 1)
+            count //= self.blocks.block_size
+            if count > 0 and parent.num_windowed_blocks <= self._num_outside_window(count):
+                return self._without_windowed(parent.block_table[:count])
+        return self._without_windowed(self.blocks.find_prefix(sequence))
+
+    def _num_outside_window(self, num_blocks: int) -> int:
+        """How many of the first `num_blocks` blocks the query that follows them no longer sees."""
+        if self.window is None:
+            return 0
+        return max(0, num_blocks * self.blocks.block_size - self.window + 1) // self.blocks.block_size
+
+    def _without_windowed(self, shared: list[int]) -> list[int]:
+        outside = self._num_outside_window(len(shared))
+        return [NULL_BLOCK] * outside + shared[outside:] if outside else shared
+
+    def _release_outside_window(self, sequence: Sequence) -> None:
+        assert self.window is not None
+        # The next query is at num_computed_tokens and sees `window` keys, itself included.
+        self.blocks.release_before(sequence, max(0, sequence.num_computed_tokens - self.window + 1))
+
+    def _release_forks(self, sequence: Sequence) -> None:
+        for fork in reversed(sequence.forks):
+            self.waiting.appendleft(fork)
+            self.num_waiting_tokens += fork.num_tokens
+        self.num_held_forks -= len(sequence.forks)
+        sequence.forks = []
+
+    def _preempt(self, sequence: Sequence) -> None:
+        self.blocks.release(sequence)
+        self.waiting.appendleft(sequence)
+        self.num_waiting_tokens += sequence.num_tokens
+        self.num_preemptions += 1

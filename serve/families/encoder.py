@@ -1,0 +1,89 @@
+"""An INT8 text encoder behind a server: tokenizer, then ONNX Runtime with the options of its artifact."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penjing.core.artifact.encoder import IDS, MASK, OUTPUT, EncoderArtifact, open_encoder_artifact
+from penjing.core.errors import RequestError
+from penjing.serve.families.base import Arrays, Signature, TensorSpec
+from penjing.serve.families.row_threads import RowThreads
+
+NAME = "encoder"
+TEXT = "text"
+PART = 4  # texts of similar length that one thread runs at once: what pads a longer one is computed too
+MAX_TEXT_BYTES = 1 << 20  # of one text, of which the tokenizer keeps the beginning
+
+
+def signature(artifact: EncoderArtifact) -> Signature:
+    """`text`, one a row, gives `embedding`; the ONNX file itself takes token ids and their mask."""
+    return Signature(
+        name=NAME,
+        inputs=(TensorSpec(TEXT, "BYTES", (1,)),),
+        file_inputs=(TensorSpec(IDS, "INT64", (-1,)), TensorSpec(MASK, "INT64", (-1,))),
+        outputs=(TensorSpec(OUTPUT, "FP32", (artifact.config.hidden_size,)),),
+    )
+
+
+class TextEncoder:
+    """A `BatchModel`; rows of a batch are padded to the longest, which moves no embedding by more than rounding.
+
+    Args:
+        folder: the artifact; every hash is checked.
+        threads: of ONNX Runtime; 0 takes one for each core.
+
+    Raises:
+        InputError: damaged, or of another kind.
+    """
+
+    def __init__(self, folder: Path, threads: int = 0) -> None:
+        self._artifact = open_encoder_artifact(folder)
+        self._threads = RowThreads(self._artifact.session, threads)
+
+    def prepare(self, inputs: Arrays) -> list[str]:
+        """The texts of a request."""
+        array = inputs.get(TEXT)
+        if array is None or array.ndim != 2 or array.shape[1] != 1 or len(array) == 0:
+            shape = "nothing" if array is None else f"the shape {array.shape}"
+            raise RequestError(f"{TEXT} must have the shape (N, 1) with N ≥ 1, one text a row, got {shape}")
+        return [_text(value, row) for row, value in enumerate(array[:, 0])]
+
+    def start(
+        self, requests: Sequence[list[str]], begun: Callable[[], None]
+    ) -> Callable[[], list[dict[str, np.ndarray]]]:
+        """`embedding` (N, hidden) float32 for each request; see `BatchModel`."""
+        texts = [text for request in requests for text in request]
+        order = sorted(range(len(texts)), key=lambda index: len(texts[index]), reverse=True)  # the longest begin
+
+        def embed(session: Any, part: slice) -> NDArray[np.float32]:
+            return self._artifact.embed(session, [texts[index] for index in order[part]])
+
+        wait = self._threads.start(embed, self._threads.parts(len(texts), PART), begun)
+        ends = np.cumsum([len(request) for request in requests])
+
+        def finish() -> list[dict[str, np.ndarray]]:
+            rows = np.empty((len(texts), self._artifact.config.hidden_size), np.float32)
+            rows[order] = np.concatenate(wait())
+            return [{OUTPUT: part} for part in np.split(rows, ends[:-1])]
+
+        return finish
+
+    def warm_up(self) -> None:
+        """Embed one word."""
+        self.start([["word"]], lambda: None)()
+
+
+def _text(value: bytes | str, row: int) -> str:
+    if isinstance(value, str):
+        value = value.encode()
+    if len(value) > MAX_TEXT_BYTES:
+        raise RequestError(f"{TEXT}[{row}] has {len(value)} bytes, at most {MAX_TEXT_BYTES} are read; shorten it")
+    try:
+        return value.decode()
+    except UnicodeDecodeError as error:
+        raise RequestError(f"{TEXT}[{row}] is not UTF-8 ({error.reason} at byte {error.start})") from None

@@ -1,0 +1,68 @@
+"""Where an engine runs and in which number types: "auto" becomes a device and a type, once, at the edge."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from penjing.core.errors import ConfigError
+from penjing.core.models.config import DecoderConfig
+from penjing.core.runtime.device_step import MAX_HEAD_DIM
+from penjing.core.runtime.quantized import Int8Linear
+from penjing.kernels.dispatch import cuda_refusal
+from penjing.serve.engine.config import Device, EngineConfig
+
+if TYPE_CHECKING:
+    from penjing.core.models.decoder import Decoder
+
+DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+SCALE_AND_BIAS_BYTES = 8  # of an INT8 layer's output channel
+WORKSPACE_BYTES = 2 << 30  # activations of a step, CUDA graphs, the context itself
+
+
+def find_device(device: Device) -> Device:
+    """`device` with "auto" decided.
+
+    Raises:
+        ConfigError: no CUDA device that the kernels run on.
+    """
+    refusal = None if device == "cpu" else cuda_refusal()
+    if device == "cuda" and refusal is not None:
+        raise ConfigError(f"device=cuda cannot run here: {refusal}; set device=cpu, or see penjing info")
+    return "cpu" if refusal is not None else "cuda" if device == "auto" else device
+
+
+def resolve_device(config: EngineConfig, model: DecoderConfig) -> EngineConfig:
+    """`config` with `device`, `dtype` and `kv_dtype` decided for this machine and `model`.
+
+    Raises:
+        ConfigError: no CUDA device that the kernels run on, or types that the device's path does not compute in.
+    """
+    device = find_device(config.device)
+    wide = device == "cpu" or not is_dense(model)
+    dtype = ("float32" if wide else "bfloat16") if config.dtype == "auto" else config.dtype
+    if wide and dtype != "float32":
+        what = "device=cpu" if device == "cpu" else "a model of experts or latent attention"
+        raise ConfigError(f"dtype={dtype} with {what}, which runs in float32; leave dtype=auto")
+    kv_dtype = dtype if config.kv_dtype == "auto" else config.kv_dtype
+    if kv_dtype not in (dtype, "int8"):
+        raise ConfigError(
+            f"kv_dtype={kv_dtype} on device={device} with dtype={dtype}: the cache is kept in dtype or in int8; "
+            "leave kv_dtype=auto"
+        )
+    return config.model_copy(update={"device": device, "dtype": dtype, "kv_dtype": kv_dtype})
+
+
+def is_dense(model: DecoderConfig) -> bool:
+    """Whether the fused step takes the model's layers; others run one operation after the other."""
+    return model.moe is None and model.latent_attention is None and model.head_dim <= MAX_HEAD_DIM
+
+
+def free_device_memory(model: Decoder, config: EngineConfig) -> int:
+    """Bytes of the CUDA device that remain for the KV cache when `model` has been moved there."""
+    free, _ = torch.cuda.mem_get_info()
+    floats = sum(parameter.numel() for parameter in model.parameters()) * DTYPES[config.dtype].itemsize
+    linears = (module for module in model.modules() if isinstance(module, Int8Linear))
+    int8 = sum((linear.in_features + SCALE_AND_BIAS_BYTES) * linear.out_features for linear in linears)
+    return max(0, free - floats - int8 - WORKSPACE_BYTES)

@@ -1,0 +1,36 @@
+"""A step by the model's own layers: for decoders that no fused step takes."""
+
+from __future__ import annotations
+
+import torch
+
+from penjing.core.models.decoder import Decoder
+from penjing.core.models.latent_attention import pad_values
+from penjing.kernels.kv_cache import write_kv
+from penjing.kernels.paged_attention import paged_attention
+from penjing.serve.runner.step_inputs import StepTensors
+
+
+class ModelStep:
+    """Runs `model` over a paged KV cache."""
+
+    def __init__(self, model: Decoder) -> None:
+        self.model = model
+        self._scale = model.config.head_dim**-0.5
+        self._windows = [model.config.layer_window(layer) for layer in range(model.config.num_hidden_layers)]
+
+    def __call__(self, tensors: StepTensors, kv_pool: torch.Tensor, kv_scale: torch.Tensor | None) -> torch.Tensor:
+        """Logits (R, V); the step's keys and values are written into the pool (see `serve.kv_pool`)."""
+        lengths = tensors.cu_query, tensors.context_len, tensors.block_table
+
+        def attend(layer: int, q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor) -> torch.Tensor:
+            k_cache, v_cache = kv_pool[layer]
+            k_scale, v_scale = (None, None) if kv_scale is None else kv_scale[layer]
+            write_kv(k_TKD, v_TKD, k_cache, v_cache, tensors.slots, k_scale, v_scale)
+            return paged_attention(
+                q_THD, k_cache, v_cache, *lengths, self._scale, self._windows[layer], k_scale, v_scale
+            )
+
+        rows = tensors.logit_rows.long()
+        with torch.inference_mode():
+            return self.model(tensors.token_ids.long(), tensors.positions.long(), pad_values(attend), rows)

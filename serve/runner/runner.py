@@ -1,0 +1,82 @@
+"""Runs a batch through the model: the one file of a step that touches tensors."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from penjing.core.models.decoder import Decoder
+from penjing.core.runtime.fused import fuse_decoder
+from penjing.serve.engine.config import EngineConfig, KvDtype
+from penjing.serve.engine.sampler import Scores
+from penjing.serve.engine.sequence import Batch, Sequence
+from penjing.serve.runner.kv_pool import allocate_pool
+from penjing.serve.runner.model_step import ModelStep
+from penjing.serve.runner.step_inputs import StepInputs
+
+if TYPE_CHECKING:
+    from penjing.serve.runner.device_runner import DeviceRunner
+
+
+class Runner:
+    """A decoder with its KV cache and the input buffers of a step, which are allocated once.
+
+    The decoder's rows must not depend on the batch (`core.batch_invariant`, `core.quantized`): then neither does
+    anything that this class computes.
+    """
+
+    def __init__(
+        self,
+        model: Decoder,
+        num_blocks: int,
+        block_size: int,
+        max_tokens: int,
+        max_sequences: int,
+        max_model_len: int,
+        kv_dtype: KvDtype = "float32",
+    ) -> None:
+        self.block_size = block_size
+        self.fused = fuse_decoder(model)  # the whole step in one call; None: the model's own layers on torch
+        self.layers = ModelStep(model) if self.fused is None else None  # the fused step has packed weights of its own
+        self.kv_pool, self.kv_scale = allocate_pool(model.config, num_blocks, block_size, kv_dtype)
+        self.inputs = StepInputs(max_tokens, max_sequences, max_model_len, block_size)
+
+    def run(self, batch: Batch, top: int = 0) -> tuple[Scores, list[Sequence]]:
+        """Compute the tokens of `batch` into the KV cache; doing so again changes nothing.
+
+        Args:
+            batch: the tokens.
+            top: how many of the largest logits of each row suffice; 0: all are wanted. More may come.
+
+        Returns:
+            The scores of R sequences, those whose last token was computed, and the sequences.
+        """
+        ready = self.inputs.fill(batch)
+        tensors = self.inputs.buffers.first(batch.num_tokens, len(batch.chunks), len(ready))
+        if self.fused is not None:
+            if top:
+                values_RK, ids_RK = self.fused.step_top(top, *tensors, self.kv_pool, kv_scale=self.kv_scale)
+                return Scores(None, values_RK.numpy(), ids_RK.numpy()), ready
+            logits_RV = self.fused.step(*tensors, kv_pool=self.kv_pool, kv_scale=self.kv_scale)
+            return Scores.of_logits(logits_RV.numpy()), ready
+
+        assert self.layers is not None
+        return Scores.of_logits(self.layers(tensors, self.kv_pool, self.kv_scale).numpy()), ready
+
+
+def make_runner(model: Decoder, config: EngineConfig) -> Runner | DeviceRunner:
+    """The runner for a resolved `config`."""
+    if config.device == "cuda":
+        from penjing.serve.runner.device_runner import DeviceRunner
+
+        return DeviceRunner(model, config)
+    assert config.num_blocks is not None
+    assert config.max_model_len is not None
+    return Runner(
+        model,
+        num_blocks=config.num_blocks,
+        block_size=config.block_size,
+        max_tokens=config.max_num_batched_tokens,
+        max_sequences=config.max_num_sequences,
+        max_model_len=config.max_model_len,
+        kv_dtype=config.kv_dtype,
+    )

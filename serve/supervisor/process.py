@@ -1,0 +1,207 @@
+"""One run of the tritonserver process: how it is started, watched and ended."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import secrets
+import select
+import signal
+import socket
+import subprocess
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from penjing.core.config import Config
+from penjing.core.errors import ConfigError, SetupError
+from penjing.core.files import writing
+from penjing.serve.families.kinds import Kind
+from penjing.serve.protocol import ENGINE_VARIABLE, MODEL_VARIABLE, PULSE_VARIABLE
+from penjing.serve.supervisor.install import ServerInstall
+from penjing.serve.supervisor.state import log_path, pulse_path, remove_shared_memory, shm_prefix
+from penjing.serve.triton.pulse import Pulse
+
+RESTRICTED = "shared-memory,model-repository,trace,logging"
+"""APIs that need a key which nobody gets: a server of 2.51 lets their callers read and write its memory."""
+EXIT_SECONDS = 5
+QUEUE_SECONDS = 24 * 3600  # of a queue in the server: the supervisor decides how long it may take
+_PR_SET_PDEATHSIG = 1
+_libc = ctypes.CDLL(None)
+
+
+class ServeConfig(Config):
+    """Where the server listens and how patient its supervisor is (seconds)."""
+
+    host: str = "127.0.0.1"
+    grpc_port: int = 8001
+    http_port: int = 8000
+    metrics_port: int = 8002
+    start_timeout: float = 600.0
+    """For loading the model and the first token."""
+    drain_timeout: float = 60.0
+    """For running answers when the server stops."""
+    freeze_after: float = 0.7
+    """Without a sign of life from the model's process: the server stops answering until one comes."""
+    hang_timeout: float = 5.0
+    """Without a sign of life: the server is killed and started again."""
+    step_timeout: float = 120.0
+    """For one step of the engine: longer counts as hung."""
+
+    def ports(self) -> dict[str, int]:
+        """Port by the flag that sets it."""
+        return {"--grpc-port": self.grpc_port, "--http-port": self.http_port, "--metrics-port": self.metrics_port}
+
+
+def check_ports(config: ServeConfig) -> None:
+    """Raises ConfigError if two ports are the same and SetupError if one is taken, naming port and flag."""
+    seen: dict[int, str] = {}
+    for flag, port in config.ports().items():
+        if port in seen:
+            raise ConfigError(f"{seen[port]} and {flag} are both {port}; give each its own port")
+        seen[port] = flag
+        try:
+            addresses = socket.getaddrinfo(config.host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        except socket.gaierror as error:
+            raise SetupError(f"--host {config.host!r} is not an address of this machine: {error.strerror}") from None
+        family, kind, protocol, _, address = addresses[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind(address)
+            except OSError as error:
+                raise SetupError(
+                    f"port {port} ({flag}) on {config.host} cannot be used: {error.strerror}; choose another "
+                    f"with {flag}"
+                ) from None
+
+
+@dataclass
+class ServerProcess:
+    """A running tritonserver and the pulse of its model."""
+
+    config: ServeConfig
+    process: subprocess.Popen[bytes]
+    pulse: Pulse
+    server_fd: int
+    stub_fd: int = -1
+    frozen: bool = False
+
+    @classmethod
+    def start(
+        cls, install: ServerInstall, config: ServeConfig, kind: Kind, repository: Path, model: Path, engine_json: str
+    ) -> ServerProcess:
+        """Start the server in a session of its own, so that the terminal's Ctrl-C reaches the supervisor alone."""
+        port = config.grpc_port
+        remove_shared_memory(port)
+        pulse = Pulse(pulse_path(port), create=True)
+        names = {MODEL_VARIABLE: str(model), ENGINE_VARIABLE: engine_json, PULSE_VARIABLE: str(pulse_path(port))}
+        supervisor = os.getpid()
+
+        def die_with_supervisor() -> None:
+            _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+            if os.getppid() != supervisor:
+                os._exit(1)
+
+        with writing(log_path(port)), open(log_path(port), "ab") as log:
+            process = subprocess.Popen(
+                command_line(install, config, kind, repository),
+                env=install.environment() | names,
+                # The embedded Python takes no PYTHONPATH; its sys.path starts with the working directory.
+                cwd=install.numpy_folder or install.binary.parent,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+                preexec_fn=die_with_supervisor,
+            )
+        return cls(config, process, pulse, os.pidfd_open(process.pid))
+
+    def watch_stub(self) -> None:
+        """Watch the model's process too, from its first beat on."""
+        if self.stub_fd < 0 and self.pulse.stub_pid:
+            try:
+                self.stub_fd = os.pidfd_open(self.pulse.stub_pid)
+            except ProcessLookupError:  # it ended right after its first beat: `wait` will see the server end
+                os.killpg(self.process.pid, signal.SIGKILL)
+
+    def wait(self, seconds: float, wake_fd: int) -> str | None:
+        """Wait until a process ends (says which), `wake_fd` becomes readable, or `seconds` pass."""
+        self.watch_stub()
+        names = {self.server_fd: "tritonserver", self.stub_fd: "the model's process"}
+        readable, _, _ = select.select([fd for fd in (*names, wake_fd) if fd >= 0], [], [], seconds)
+        if wake_fd in readable:
+            os.read(wake_fd, 64)
+        for fd, name in names.items():
+            if fd in readable:
+                return f"{name} ended unexpectedly"
+        return None
+
+    def stub_is_stopped(self) -> bool:
+        """Whether the model's process is stopped by a signal."""
+        try:
+            stat = Path(f"/proc/{self.pulse.stub_pid}/stat").read_text()
+        except (FileNotFoundError, ProcessLookupError):
+            return False
+        return stat.rsplit(")", 1)[1].split()[0] == "T"
+
+    def freeze(self) -> None:
+        """Stop answering, health checks included, without ending anything: a short hang costs no request."""
+        if not self.frozen:
+            self.frozen = True
+            os.kill(self.process.pid, signal.SIGSTOP)
+
+    def thaw(self) -> None:
+        """Answer again."""
+        if self.frozen:
+            self.frozen = False
+            os.kill(self.process.pid, signal.SIGCONT)
+
+    def ask_to_end(self) -> None:
+        """Triton server refuses what comes, answers what it has queued, and ends."""
+        self.thaw()
+        self.process.terminate()
+
+    def exit(self) -> None:
+        """Ask the server to end, with nothing running any more; `kill` is to follow."""
+        self.ask_to_end()
+        with suppress(subprocess.TimeoutExpired):
+            self.process.wait(EXIT_SECONDS + 3)
+
+    def kill(self) -> None:
+        """End server and model at once (connections break, so no client waits in vain) and clean up behind them."""
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+        for fd in (self.server_fd, self.stub_fd):
+            if fd >= 0:
+                os.close(fd)
+        self.pulse.close()
+        remove_shared_memory(self.config.grpc_port)
+
+
+def command_line(install: ServerInstall, config: ServeConfig, kind: Kind, repository: Path) -> list[str]:
+    """The tritonserver command: one model, explicit control, sensitive APIs closed."""
+    closed = f"{RESTRICTED}:{secrets.token_hex(8)}={secrets.token_hex(16)}"
+    return [
+        str(install.binary),
+        f"--model-repository={repository}",
+        f"--backend-directory={install.backends}",
+        "--model-control-mode=explicit",
+        f"--load-model={kind.name}",
+        "--disable-auto-complete-config",
+        f"--grpc-address={config.host}",
+        f"--http-address={config.host}",
+        f"--metrics-address={config.host}",
+        f"--grpc-port={config.grpc_port}",
+        f"--http-port={config.http_port}",
+        f"--metrics-port={config.metrics_port}",
+        f"--grpc-restricted-protocol={closed}",
+        f"--http-restricted-api={closed}",
+        f"--backend-config=python,shm-region-prefix-name={shm_prefix(config.grpc_port)}",
+        f"--backend-config=python,stub-timeout-seconds={int(config.start_timeout)}",
+        f"--exit-timeout-secs={QUEUE_SECONDS if kind.queued_by_server else EXIT_SECONDS}",
+        "--pinned-memory-pool-byte-size=0",
+        "--allow-cpu-metrics=false",
+        "--allow-gpu-metrics=false",
+    ]

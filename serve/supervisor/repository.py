@@ -1,0 +1,136 @@
+"""Folders of a Triton model repository: what `penjing serve` loads and `penjing export --to model-repository` writes.
+
+NAME/config.pbtxt      tensors, batching and limits
+NAME/labels.txt        names of the classes, for Triton server's classification extension
+NAME/1/model.py        form "python": penjing's own code in the Python backend, which must find penjing installed
+NAME/1/artifact/       what it loads (`penjing serve` leaves it where it is)
+NAME/1/model.onnx      form "onnxruntime": for a server with that backend, such as NVIDIA's image; no penjing there
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Literal
+
+import penjing.model_repository
+from penjing.serve.engine.config import BatchConfig
+from penjing.serve.families.base import Signature, TensorSpec
+
+Form = Literal["onnxruntime", "python"]
+ENTRIES = Path(penjing.model_repository.__path__[0])
+LABELS_FILE = "labels.txt"
+ARTIFACT_FOLDER = "1/artifact"
+
+
+def write_python_entry(folder: Path, signature: Signature, config: BatchConfig, artifact: Path | None = None) -> None:
+    """Fill `folder` with the model's entry in the Python backend.
+
+    Args:
+        artifact: is copied into it; None leaves it to the environment to name one.
+    """
+    (folder / "1").mkdir(parents=True)
+    shutil.copyfile(ENTRIES / "batched" / "1" / "model.py", folder / "1" / "model.py")
+    parameters = {}
+    if artifact is not None:
+        shutil.copytree(artifact, folder / ARTIFACT_FOLDER)
+        parameters = {"model": ARTIFACT_FOLDER, "engine": config.model_dump_json(exclude_unset=True)}
+    _write_config(folder, "python", signature.name, signature.inputs, signature.outputs, config, parameters)
+
+
+def write_onnx_entry(
+    folder: Path, signature: Signature, config: BatchConfig, onnx_file: Path, *, optimise: bool
+) -> None:
+    """Fill `folder` with the model's entry in the onnxruntime backend: the tensors of the file itself.
+
+    Args:
+        optimise: False tells the backend to run the graph as it is written.
+    """
+    (folder / "1").mkdir(parents=True)
+    shutil.copyfile(onnx_file, folder / "1" / "model.onnx")
+    parameters = {"intra_op_thread_count": str(config.threads)} if config.threads else {}
+    more = (
+        "" if optimise else "optimization { graph { level: 2 } }  # none: ONNX Runtime's optimiser breaks this graph\n"
+    )
+    _write_config(
+        folder, "onnxruntime", signature.name, signature.file_inputs, signature.outputs, config, parameters, more
+    )
+
+
+def write_decoder_entry(folder: Path, model: Path, engine_json: str) -> None:
+    """Fill `folder` with a language model's entry in the Python backend; `model` is copied into it."""
+    source = ENTRIES / "llm"
+    (folder / "1").mkdir(parents=True)
+    shutil.copyfile(source / "1" / "model.py", folder / "1" / "model.py")
+    shutil.copytree(model, folder / ARTIFACT_FOLDER)
+    text = (source / "config.pbtxt").read_text(encoding="utf-8")
+    parameters = _parameters({"model": ARTIFACT_FOLDER, "engine": engine_json})
+    (folder / "config.pbtxt").write_text(text + parameters, encoding="utf-8")
+
+
+def _write_config(
+    folder: Path,
+    backend: str,
+    name: str,
+    inputs: tuple[TensorSpec, ...],
+    outputs: tuple[TensorSpec, ...],
+    config: BatchConfig,
+    parameters: Mapping[str, str],
+    more: str = "",
+) -> None:
+    for output in outputs:
+        if output.labels:
+            (folder / LABELS_FILE).write_text("".join(f"{label}\n" for label in output.labels), encoding="utf-8")
+    preferred = ", ".join(map(str, config.preferred_batch_sizes))
+    batching = (
+        "dynamic_batching {\n"
+        + (f"  preferred_batch_size: [ {preferred} ]\n" if preferred else "")
+        + f"  max_queue_delay_microseconds: {round(config.max_queue_delay * 1e6)}\n"
+        + (_queue_policy(config) if backend == "onnxruntime" else "")  # else the adapter's, see `BatchAdapter`
+        + "}\n"
+    )
+    text = (
+        f"name: {_quoted(name)}\nbackend: {_quoted(backend)}\nmax_batch_size: {config.max_batch_size}\n"
+        + f"input [\n{_tensors(inputs)}\n]\noutput [\n{_tensors(outputs)}\n]\n"
+        + batching
+        + "instance_group [ { count: 1 kind: KIND_CPU } ]\n"
+        + more
+        + _parameters(parameters)
+    )
+    (folder / "config.pbtxt").write_text(text, encoding="utf-8")
+
+
+def _queue_policy(config: BatchConfig) -> str:
+    return (
+        "  default_queue_policy {\n"
+        "    timeout_action: REJECT\n"
+        f"    default_timeout_microseconds: {round(config.queue_timeout * 1e6)}\n"
+        "    allow_timeout_override: true\n"
+        f"    max_queue_size: {config.max_queue_size}\n"
+        "  }\n"
+    )
+
+
+def _tensors(specs: tuple[TensorSpec, ...]) -> str:
+    lines = []
+    for spec in specs:
+        kind = "TYPE_STRING" if spec.datatype == "BYTES" else f"TYPE_{spec.datatype}"
+        line = f"  {{ name: {_quoted(spec.name)} data_type: {kind} dims: [ {', '.join(map(str, spec.shape))} ]"
+        line += " optional: true" if spec.optional else ""
+        line += f" label_filename: {_quoted(LABELS_FILE)}" if spec.labels else ""
+        lines.append(line + " }")
+    return ",\n".join(lines)
+
+
+def _parameters(values: Mapping[str, str]) -> str:
+    return "".join(
+        f"parameters {{ key: {_quoted(key)} value {{ string_value: {_quoted(value)} }} }}\n"
+        for key, value in values.items()
+    )
+
+
+def _quoted(text: str) -> str:
+    """A string of protobuf's text format: JSON's escapes are among its own."""
+    return json.dumps(text)

@@ -1,0 +1,398 @@
+"""`penjing serve` and `stop`: keeps a Triton server with a living engine behind it, or none at all.
+
+Triton server neither restarts a dead Python process nor says that it is gone: its health stays good. So the supervisor
+watches that process and its pulse (pulse.py), and kills and restarts the server when either is bad: clients see a
+broken connection and a closed port, both of which they know how to handle, and no request hangs.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from penjing.core.config import parse_config
+from penjing.core.errors import PenjingError, ServerError
+from penjing.core.files import writing
+from penjing.core.progress import Progress, Silent, print_table, progress_bar
+from penjing.serve.families.kinds import canary, check_model, kind_of, prepare_repository, read_overrides
+from penjing.serve.supervisor import state
+from penjing.serve.supervisor.install import ServerInstall, install
+from penjing.serve.supervisor.process import EXIT_SECONDS, ServeConfig, ServerProcess, check_ports
+from penjing.serve.supervisor.vigil import Vigil
+from penjing.serve.triton.pulse import Command, Phase
+
+POLL_SECONDS = 0.05
+STABLE_SECONDS = 60.0  # after which a crash is news and not a loop
+MAX_BACKOFF_SECONDS = 30.0
+GIVE_UP_SECONDS = 3.0
+FIRST_BEAT_SECONDS = 60.0  # from the server's start to the model's process: 1 s, more where the disk is slow
+LOADING_BEAT_SECONDS = 60.0  # without a sign of life while the model is loaded
+MAX_LOST_STARTS = 3
+FLUSH_SECONDS = 0.2  # for the last responses to leave the server's buffers
+READY, NOT_READY = "ready", "not ready"
+
+
+def serve(
+    model: Path,
+    config: ServeConfig | None = None,
+    *,
+    detach: bool = False,
+    engine_overrides: list[str] | None = None,
+) -> None:
+    """Serve `model`; returns when the server was told to stop, or with `detach` when it is ready.
+
+    Raises:
+        InputError: `model` is not a checkpoint or artifact.
+        ConfigError: a wrong engine setting, a device that is not there, two equal ports.
+        SetupError: a port is in use, the machine cannot run Triton server, another supervisor has this port.
+        ServerError: the model could not be loaded, or the server keeps dying; the message has the log's end.
+    """
+    config = config or ServeConfig()
+    kind = kind_of(model)
+    settings = read_overrides(kind, engine_overrides or [])
+    engine_json = settings.model_dump_json(exclude_unset=True)
+    model = check_model(kind, model, settings)
+    if state.is_running(config.grpc_port):
+        with state.owning(config.grpc_port):  # raises, with the right words
+            pass
+    check_ports(config)
+    with progress_bar() as progress:
+        server = install(progress)
+        if detach:
+            _detach(model, config, engine_json, progress)
+        else:
+            with state.owning(config.grpc_port):
+                _Supervisor(server, model, config, engine_json, progress).run()
+
+
+def stop(grpc_port: int = 8001, *, timeout: float = 30.0) -> None:
+    """Drain and end the server on `grpc_port`; after `timeout` seconds it ends at once.
+
+    Raises:
+        ServerError: it did not end.
+    """
+    found = state.read_state(grpc_port)
+    if found is None or not state.is_running(grpc_port):
+        state.clean_up(grpc_port)
+        print(f"no penjing server runs on gRPC port {grpc_port}", file=sys.stderr)
+        return
+    from penjing.core.files import atomic_write_text
+
+    atomic_write_text(state.drain_path(grpc_port), f"{timeout}\n")
+    for number, patience in ((signal.SIGTERM, timeout + 15.0), (signal.SIGTERM, 10.0), (signal.SIGKILL, 5.0)):
+        with suppress(ProcessLookupError):
+            os.kill(found.supervisor_pid, number)
+        deadline = time.monotonic() + patience
+        while time.monotonic() < deadline:
+            if not state.is_running(grpc_port):
+                state.clean_up(grpc_port)
+                print(f"the server on gRPC port {grpc_port} has stopped", file=sys.stderr)
+                return
+            time.sleep(0.05)
+    raise ServerError(f"the server on gRPC port {grpc_port} (process {found.supervisor_pid}) does not end; kill it")
+
+
+def status_to_terminal() -> None:
+    """`penjing server status`: what would run, and what runs."""
+    from penjing.serve.supervisor.install import status
+
+    table: dict[str, Any] = {"installed": status()}
+    for port in state.running_ports():
+        found = state.read_state(port)
+        if found is not None:
+            table[f"port {port}"] = {
+                "state": found.state + (f" ({found.message})" if found.message else ""),
+                "model": found.model,
+                "endpoints": f"gRPC {found.grpc_port}, HTTP {found.http_port}, metrics {found.metrics_port}",
+                "restarts": found.restarts,
+                "log": found.log,
+            }
+    print_table(table)
+
+
+class _NotStartedError(Exception):
+    """The model's process shows no life, and no error either; Triton server itself would wait for it without an end."""
+
+
+class _Supervisor:
+    """Runs servers one after the other until it is told to stop."""
+
+    def __init__(
+        self, install: ServerInstall, model: Path, config: ServeConfig, engine_json: str, progress: Progress
+    ) -> None:
+        self.install, self.model, self.config = install, model, config
+        self.engine_json, self.progress = engine_json, progress
+        self.kind = kind_of(model)
+        self.settings = parse_config(self.kind.settings, json.loads(engine_json), "--set")
+        self.stops = 0  # signals received: one drains, two end at once
+        self.state = state.ServerState(
+            state="starting",
+            model=str(model),
+            host=config.host,
+            grpc_port=config.grpc_port,
+            http_port=config.http_port,
+            metrics_port=config.metrics_port,
+            supervisor_pid=os.getpid(),
+            log=str(state.log_path(config.grpc_port)),
+        )
+
+    def run(self) -> None:
+        """Returns after a stop; raises ServerError if the first start fails."""
+        state.log_path(self.config.grpc_port).unlink(missing_ok=True)
+        self.progress.start(f"loading {self.model.name}", 1)
+        with self._signals() as self.wake_fd:
+            try:
+                self._run_servers()
+            except PenjingError as error:
+                self._note("failed", str(error))
+                raise
+
+    def _run_servers(self) -> None:
+        backoff, was_ready, lost_starts = 0.0, False, 0
+        while not self.stops:
+            self._note("starting" if not was_ready else "restarting", self.state.message)
+            scratch = state.repository_path(self.config.grpc_port)
+            repository = prepare_repository(self.kind, self.model, self.settings, scratch)
+            server = ServerProcess.start(self.install, self.config, self.kind, repository, self.model, self.engine_json)
+            self._note(self.state.state, self.state.message, server_pid=server.process.pid)
+            ready_at = None
+            try_again = was_ready
+            try:
+                failure = self._wait_ready(server)
+                if failure is None and self.stops:
+                    return  # it was loading: nobody waits for an answer
+                if failure is None:
+                    ready_at = time.monotonic()
+                    self._announce(server, first=not was_ready)
+                    was_ready = try_again = True
+                    failure = self._watch(server)
+                if failure is None:
+                    self._drain(server)
+                    return
+            except _NotStartedError as error:
+                failure, lost_starts = str(error), lost_starts + 1
+                try_again = was_ready or lost_starts < MAX_LOST_STARTS
+            finally:
+                server.kill()
+            if not try_again:
+                raise ServerError(f"{failure}; the end of {self.state.log}:\n{state.tail(Path(self.state.log))}")
+            stable = ready_at is not None and time.monotonic() - ready_at > STABLE_SECONDS
+            backoff = 0.0 if stable else backoff
+            self._note("restarting", str(failure), restarts=self.state.restarts + 1, server_pid=0, stub_pid=0)
+            line = f"{failure}; restarting" + (f" in {backoff:.0f} s" if backoff else "")
+            self.progress.note(line)
+            state.append_log(self.config.grpc_port, line)
+            self._sleep(backoff)
+            backoff = min(max(1.0, 2 * backoff), MAX_BACKOFF_SECONDS)
+
+    def _wait_ready(self, server: ServerProcess) -> str | None:
+        """None once the whole path from gRPC to the engine has given a token, or a stop was asked; else what failed."""
+        started = time.monotonic()
+        while not self.stops:
+            if (failure := server.wait(POLL_SECONDS, self.wake_fd)) is not None:
+                return failure
+            if server.pulse.phase is Phase.FAILED:  # the reason is on its way to the log
+                return server.wait(GIVE_UP_SECONDS, self.wake_fd) or "the model could not be loaded"
+            seconds = time.monotonic() - started
+            if seconds > FIRST_BEAT_SECONDS and not server.pulse.stub_pid:
+                raise _NotStartedError(f"the model's process did not start within {FIRST_BEAT_SECONDS:.0f} s")
+            if seconds > LOADING_BEAT_SECONDS < server.pulse.beat_age():
+                raise _NotStartedError(f"the model's process has hung for {LOADING_BEAT_SECONDS:.0f} s as it loaded")
+            if seconds > self.config.start_timeout:
+                return f"the model was not ready within {self.config.start_timeout:.0f} s"
+            if server.pulse.phase is Phase.SERVING and self._accepts_connections():
+                return self._canary()
+        return None
+
+    def _watch(self, server: ServerProcess) -> str | None:
+        """Watch a server that is ready; None when a stop was asked, else what is wrong with it."""
+        config, pulse = self.config, server.pulse
+        looked = time.monotonic()
+        vigil = Vigil(config)
+        while not self.stops:
+            if (failure := server.wait(POLL_SECONDS, self.wake_fd)) is not None:
+                return failure
+            now = time.monotonic()
+            stalled, looked = now - looked, now
+            if pulse.phase is Phase.FAILED:
+                return "the engine gave up (see the log)"
+            if stalled > config.freeze_after:  # this process was asleep too: a suspended machine, say
+                continue
+            if (age := pulse.beat_age()) > config.hang_timeout:
+                return f"the model's process has hung for {age:.1f} s"
+            if (age := pulse.loop_age()) > config.step_timeout:
+                return f"a step of the engine has taken {age:.0f} s"
+            silent = vigil.should_be_silent(now, pulse.beat_age(), server.stub_is_stopped())
+            if silent and not server.frozen:
+                server.freeze()
+                self._note(NOT_READY, "the model's process shows no sign of life")
+            elif server.frozen and not silent:
+                server.thaw()
+                self._note(READY, "")
+        return None
+
+    def _drain(self, server: ServerProcess) -> None:
+        """Finish what runs, refuse what comes, end the server."""
+        timeout = self._drain_seconds()
+        self._note("draining", "")
+        server.thaw()
+        if self.kind.queued_by_server:
+            return self._drain_queue(server, timeout)
+        if server.pulse.stub_pid and server.pulse.phase is Phase.SERVING:
+            owed = server.pulse.unanswered
+            self.progress.note(f"stopping: {owed} running answers have {timeout:.0f} s; Ctrl-C again ends them now")
+            server.pulse.command = Command.DRAIN
+            if not self._drained(server, timeout):
+                server.pulse.command = Command.ABORT
+                self._drained(server, 2.0, cut_short=False)
+            time.sleep(FLUSH_SECONDS)
+        server.exit()
+
+    def _drain_queue(self, server: ServerProcess, timeout: float) -> None:
+        """Let Triton server, which holds the queue, answer it. For a request that it has lost, as it may when a client
+        cancels, it would wait without an end: seconds without a batch say that nothing else is left."""
+        self.progress.note(f"stopping: running requests have {timeout:.0f} s; Ctrl-C again ends them now")
+        server.ask_to_end()
+        busy_at = now = time.monotonic()
+        deadline = now + timeout
+        while server.process.poll() is None and self.stops < 2 and now < min(deadline, busy_at + EXIT_SECONDS):
+            time.sleep(POLL_SECONDS)
+            now = time.monotonic()
+            if server.pulse.unanswered:
+                busy_at = now
+
+    def _drained(self, server: ServerProcess, timeout: float, cut_short: bool = True) -> bool:
+        deadline = time.monotonic() + timeout
+        while server.pulse.phase is not Phase.DRAINED:
+            ended = server.wait(POLL_SECONDS, self.wake_fd) is not None
+            if ended or time.monotonic() > deadline or (cut_short and self.stops > 1):
+                return False
+        return True
+
+    def _drain_seconds(self) -> float:
+        try:
+            return float(state.drain_path(self.config.grpc_port).read_text())
+        except (FileNotFoundError, ValueError):
+            return self.config.drain_timeout
+
+    def _announce(self, server: ServerProcess, first: bool) -> None:
+        self._note(READY, "", stub_pid=server.pulse.stub_pid)
+        if first:
+            self.progress.advance()
+        self.progress.note(f"{self.model.name} is ready: {_endpoints(self.config)}")
+
+    def _accepts_connections(self) -> bool:
+        """Whether every port is open: Triton server opens them one after the other."""
+        try:
+            for port in self.config.ports().values():
+                socket.create_connection((self.config.host, port), timeout=1).close()
+        except OSError:
+            return False
+        return True
+
+    def _canary(self) -> str | None:
+        """Ask the model as a client would; what failed, in words."""
+        from penjing.serve.client.client import Client
+
+        host = f"[{self.config.host}]" if ":" in self.config.host else self.config.host
+        with Client(f"{host}:{self.config.grpc_port}", retries=0) as client:
+            return canary(self.kind, client)
+
+    def _note(self, name: str, message: str, **changes: Any) -> None:
+        self.state = replace(self.state, state=name, message=message, **changes)
+        state.write_state(self.state)
+
+    def _sleep(self, seconds: float) -> None:
+        deadline = time.monotonic() + seconds
+        while not self.stops and time.monotonic() < deadline:
+            time.sleep(POLL_SECONDS)
+
+    @contextmanager
+    def _signals(self) -> Iterator[int]:
+        """Count SIGINT and SIGTERM; yields a descriptor that becomes readable when one comes."""
+        reader, writer = os.pipe()
+        os.set_blocking(writer, False)
+
+        def count(*_: Any) -> None:
+            self.stops += 1
+            with suppress(BlockingIOError):
+                os.write(writer, b"x")
+
+        previous = {number: signal.signal(number, count) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+        try:
+            yield reader
+        finally:
+            for number, handler in previous.items():
+                signal.signal(number, handler)
+            os.close(reader)
+            os.close(writer)
+
+
+def _detach(model: Path, config: ServeConfig, engine_json: str, progress: Progress) -> None:
+    """Start a supervisor in the background and wait until its server is ready."""
+    command = [
+        sys.executable,
+        "-m",
+        "penjing.serve.supervisor.supervisor",
+        str(model),
+        config.model_dump_json(),
+        engine_json,
+    ]
+    progress.start(f"loading {model.name}", 1)
+    port = config.grpc_port
+    errors = state.errors_path(port)
+    with writing(errors):
+        errors.parent.mkdir(parents=True, exist_ok=True)
+        with open(errors, "wb") as stderr:
+            process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=stderr, stderr=stderr, start_new_session=True
+            )
+    try:
+        while True:
+            found = state.read_state(port)
+            if found is not None and found.supervisor_pid == process.pid and found.state == READY:
+                break
+            if process.poll() is not None:
+                reason = errors.read_text(encoding="utf-8", errors="replace").strip()
+                raise ServerError(reason.removeprefix("error: ") or "the supervisor ended without a word")
+            time.sleep(POLL_SECONDS)
+    except KeyboardInterrupt:
+        process.terminate()
+        raise
+    progress.advance()
+    flag = "" if port == 8001 else f" --grpc-port {port}"
+    progress.note(f"{model.name} is ready: {_endpoints(config)}; end it with 'penjing stop{flag}'")
+
+
+def _endpoints(config: ServeConfig) -> str:
+    host = config.host
+    return (
+        f"gRPC {host}:{config.grpc_port}, HTTP {host}:{config.http_port}, metrics {host}:{config.metrics_port}/metrics"
+    )
+
+
+def _main(arguments: list[str]) -> int:
+    """The background supervisor: its first error goes to whoever detached it, and to the state file."""
+    model, config_json, engine_json = arguments
+    config = ServeConfig.model_validate(json.loads(config_json))
+    try:
+        with state.owning(config.grpc_port):
+            _Supervisor(install(), Path(model), config, engine_json, Silent()).run()
+    except PenjingError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(_main(sys.argv[1:]))

@@ -1,0 +1,35 @@
+"""When a server shall be silent because the model behind it is."""
+
+from __future__ import annotations
+
+from penjing.serve.supervisor.process import ServeConfig
+
+SPEAK_SECONDS = 0.5
+
+
+class Vigil:
+    """Decides when the server shall be silent because the model's process is.
+
+    The two processes share locks. A process that was stopped, and goes on, may need one that the silenced server holds;
+    only with the server's help it gets so far as to show life. So the server may speak for a moment when the process
+    leaves its stop, and once in the middle of a hang of another kind.
+    """
+
+    def __init__(self, config: ServeConfig) -> None:
+        self._freeze_after = config.freeze_after
+        self._half_way = (config.freeze_after + config.hang_timeout) / 2
+        self._speak_until = 0.0
+        self._was_stopped = False
+        self._spoke = False
+
+    def should_be_silent(self, now: float, beat_age: float, stopped: bool) -> bool:
+        """Judge by the age of the last beat (s) and by whether a signal has stopped the process."""
+        if beat_age <= self._freeze_after and not stopped:
+            self._spoke = self._was_stopped = False
+            return False
+        if self._was_stopped and not stopped:
+            self._speak_until = now + SPEAK_SECONDS
+        elif beat_age > self._half_way and not self._spoke and not stopped:
+            self._spoke, self._speak_until = True, now + SPEAK_SECONDS
+        self._was_stopped = stopped
+        return stopped or now > self._speak_until

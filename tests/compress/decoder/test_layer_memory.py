@@ -1,0 +1,43 @@
+"""Calibration holds one layer and the hidden states of the text: its memory does not follow the depth of the model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from penjing.compress.decoder.pipeline import make_weights
+from penjing.compress.decoder.settings import Recipe
+from penjing.compress.work import WorkFolder
+from penjing.core.progress import Silent
+
+WIDE = {
+    "hidden_size": 256,
+    "intermediate_size": 768,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 8,
+    "head_dim": 32,
+}
+
+
+def test_the_peak_of_calibration_is_far_below_the_model(
+    make_tiny_checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    model = make_tiny_checkpoint(num_hidden_layers=48, **WIDE)
+    model_bytes = (model / "model.safetensors").stat().st_size
+    recipe = Recipe.model_validate(
+        {
+            "model": model,
+            "output": tmp_path / "int8",
+            "calibration": {"num_tokens": 256, "window": 128},
+            "transform": {"search_steps": 2},
+        }
+    )
+    with WorkFolder(recipe.output, "key") as work:
+        artifact, records = make_weights(recipe, work, Silent())
+        layers = [record for record in records if record.name.startswith("layer_")]
+        assert len(layers) == 48
+        assert (artifact / "model.safetensors").exists()
+        late = max(record.peak_memory_bytes for record in layers[4:])
+        early = max(record.peak_memory_bytes for record in layers[:4])
+        assert late < early + 0.1 * model_bytes, (early, late, model_bytes)
+        assert not list(work.path.glob("hidden_04[0-6]*"))  # off-loaded hidden states go once the next are there

@@ -1,0 +1,74 @@
+"""The search of smoothing scales: its formula is the measured error, and it beats every alpha."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from penjing.compress.decoder.smooth import Heads, by_alpha
+from penjing.compress.decoder.smooth_search import ALPHAS, RoundingNoise, Search
+from penjing.compress.decoder.weights import fake_quantize_activation, quantize_per_channel
+
+
+def heavy_tailed(rows: int, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Activations with a few large channels and a few huge tokens, and a weight of uneven columns."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(rows, columns, generator=generator) * torch.randn(columns, generator=generator).exp()
+    x[::17, :3] *= 30
+    weight = torch.randn(48, columns, generator=generator) * torch.randn(columns, generator=generator).mul(0.5).exp()
+    return x, weight
+
+
+def measured(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor) -> float:
+    rounded = fake_quantize_activation(x / scale) @ quantize_per_channel(weight * scale).dequantize().t()
+    return float((rounded - x @ weight.t()).square().sum())
+
+
+def test_the_formula_is_proportional_to_the_error_that_rounding_makes() -> None:
+    x, weight = heavy_tailed(512, 64)
+    ratios = []
+    for alpha in (0.2, 0.5, 0.8):
+        scale = by_alpha(x, weight, alpha, None)
+        ratios.append(measured(x, weight, scale) / float(RoundingNoise(x, weight, torch.ones(512))(scale)))
+    wanted = 1 / (12 * 127**2)
+    assert all(0.7 * wanted < ratio < 1.3 * wanted for ratio in ratios), [ratio / wanted for ratio in ratios]
+
+
+def test_its_gradient_is_that_of_the_formula_written_out() -> None:
+    x, weight = heavy_tailed(64, 32)
+    tokens = torch.rand(64, generator=torch.Generator().manual_seed(1))
+
+    def formula(scale: torch.Tensor) -> torch.Tensor:
+        energy = (weight * scale).square().sum()
+        activation = ((x / scale).abs().amax(1).square() * tokens).sum() * energy
+        return activation + (weight * scale).abs().amax(1).square().sum() * (tokens[:, None] * (x / scale) ** 2).sum()
+
+    scale = torch.rand(32, generator=torch.Generator().manual_seed(2)).add(0.5).requires_grad_()
+    (wanted,) = torch.autograd.grad(formula(scale), scale)
+    (found,) = torch.autograd.grad(RoundingNoise(x, weight, tokens)(scale), scale)
+    assert torch.allclose(found, wanted, rtol=1e-4)
+
+
+def test_it_beats_every_alpha_on_fresh_tokens() -> None:
+    x, weight = heavy_tailed(1024, 64)
+    scale = Search(torch.ones(512), steps=60)(x[:512], weight, 0.5, None)
+    best = min(measured(x[512:], weight, by_alpha(x[:512], weight, alpha, None)) for alpha in ALPHAS)
+    assert measured(x[512:], weight, scale) < 0.9 * best
+
+
+def test_query_heads_share_the_scales_of_their_value_head() -> None:
+    x, weight = heavy_tailed(256, 4 * 8)
+    heads = Heads(num_value_heads=2, head_dim=8)
+    scale = Search(torch.ones(256), steps=10)(x, weight, 0.5, heads)
+    assert scale.shape == (16,)
+    spread = heads.of_queries(scale, 32).view(2, 2, 8)
+    assert torch.equal(spread[:, 0], spread[:, 1])
+
+
+@pytest.mark.parametrize("x", [torch.zeros(32, 16), torch.ones(32, 16), torch.ones(1, 16) * 1e-30])
+def test_awkward_activations_give_positive_finite_scales(x: torch.Tensor) -> None:
+    weight = torch.randn(4, 16, generator=torch.Generator().manual_seed(0))
+    weight[:, 3] = 0
+    scale = Search(torch.ones(len(x)), steps=5)(x, weight, 0.5, None)
+    assert torch.isfinite(scale).all()
+    assert (scale > 0).all()

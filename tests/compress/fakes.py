@@ -1,0 +1,99 @@
+"""Steps and evaluation that take no time, so that faults can be put anywhere: what was removed is in the manifest."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from penjing.compress import preflight, run, stages
+from penjing.compress.measure.evaluate import EvaluateSettings, Quality, accuracy
+from penjing.compress.recipe import FlowRecipe, Prune, Step
+from penjing.compress.report import stages as report
+from penjing.compress.steps.kinds import Places
+from penjing.core.checkpoint.classifier import VisionConfig, save_vision_checkpoint
+from penjing.core.manifest import read_manifest, write_manifest
+from penjing.core.models.resnet import ResNet
+from penjing.core.models.resnet_config import cifar_resnet
+from penjing.core.progress import Progress
+
+SAMPLES = 1000
+POINTS_RAW, POINTS_HEALED = 40, 10  # accuracy points lost for everything removed, before and after healing
+
+
+def tiny_classifier(folder: Path, side: int = 12) -> Path:
+    """A random ResNet for grey images."""
+    torch.manual_seed(0)
+    network = cifar_resnet(8, width=8, in_channels=1)
+    labels = tuple(map(str, range(10)))
+    config = VisionConfig(model=network, image_size=(side, side), mean=(0.5,), std=(0.25,), labels=labels)
+    folder.mkdir(parents=True)
+    save_vision_checkpoint(folder, config, ResNet(network).eval(), {"removed": 0.0, "healed": True})
+    return folder
+
+
+@dataclass
+class Faults:
+    """Raises `what` at the `at`-th operation of a run (from 1; 0: never), in the middle of it; counts them all."""
+
+    at: int = 0
+    what: BaseException = field(default_factory=KeyboardInterrupt)
+    operations: list[str] = field(default_factory=list)
+
+    def operation(self, name: str) -> None:
+        self.operations.append(name)
+        if len(self.operations) == self.at:
+            raise self.what
+
+
+def install(patch: pytest.MonkeyPatch, faults: Faults) -> None:
+    """Put the fakes in place of training, pruning, evaluation and measurement."""
+
+    def run_step(step: Step, recipe: FlowRecipe, places: Places, progress: Progress) -> dict[str, Any]:
+        state = dict(read_manifest(places.source).created_by)
+        for path in places.source.iterdir():
+            if path.name != "penjing.json":
+                shutil.copy(path, places.partial)
+        (places.scratch / "state").write_text("half")
+        faults.operation(step.kind)
+        if isinstance(step, Prune):
+            assert step.ratio is not None
+            state = {"removed": 1 - (1 - state["removed"]) * (1 - step.ratio), "healed": False}
+        else:
+            state["healed"] = True
+        write_manifest(places.partial, "checkpoint", state, {"from": "fakes"})
+        return {"state": state}
+
+    def evaluate(folder: Path, settings: EvaluateSettings, progress: Progress) -> Quality:
+        faults.operation("evaluate")
+        state = read_manifest(folder).created_by
+        lost = state["removed"] * (POINTS_HEALED if state["healed"] else POINTS_RAW)
+        right = np.arange(SAMPLES) < round(SAMPLES * (0.9 - lost / 100))
+        return accuracy(right, settings)
+
+    def measure(folders: list[Path], settings: object, progress: Progress) -> list[dict[str, Any]]:
+        faults.operation("measure")
+        rows = [read_manifest(folder).created_by for folder in folders]
+        return [
+            {"size": {"parameters": 1, "bytes": 10, "macs": 5}, "latency": [], "widths": row, "folder": str(folder)}
+            for folder, row in zip(folders, rows, strict=True)
+        ]
+
+    def write_reports(folder: Path, made: dict[str, Any]) -> None:
+        faults.operation("report")
+        (folder / "report.json").write_text(json.dumps(made))
+
+    patch.setattr(stages, "run_step", run_step)
+    patch.setattr(stages, "evaluate_checkpoint", evaluate)
+    patch.setattr(report, "measure", measure)
+    patch.setattr(run, "write_reports", write_reports)
+    patch.setattr(preflight, "peak_flops", lambda *_: (1e11, "made up"))
+    size = {"parameters": 1000, "bytes": 4000, "macs": 10**6, "macs_per": "image"}
+    patch.setattr(preflight, "size_of", lambda _: {"size": size})
+    patch.setattr("os.fsync", lambda _: None)  # nothing here survives the machine anyway

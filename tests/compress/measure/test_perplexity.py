@@ -1,0 +1,63 @@
+"""Perplexity equals a plain computation with transformers; evaluation and calibration texts are disjoint."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from penjing.compress.decoder.stream import LayerStream
+from penjing.compress.measure.perplexity import evaluation_windows, streamed_perplexity
+from penjing.core.checkpoint.decoder import open_checkpoint
+from penjing.core.errors import InputError
+from penjing.core.text.corpus import calibration_text, code_text, heldout_text
+from penjing.core.text.tokenizer import Tokenizer
+
+
+def transformers_perplexity(folder: Path, windows_WT: torch.Tensor) -> float:
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    with torch.no_grad():
+        # labels=input: transformers shifts them and averages over the T − 1 next tokens of every window
+        return math.exp(float(model(windows_WT, labels=windows_WT).loss))
+
+
+def test_perplexity_equals_transformers(tiny_checkpoint: Path) -> None:
+    windows = evaluation_windows(Tokenizer.from_folder(tiny_checkpoint), 384, 128, 64)
+    streamed = streamed_perplexity(LayerStream(open_checkpoint(tiny_checkpoint)), windows)
+    assert list(streamed) == ["prose", "code"]
+    for name, part in windows.items():
+        wanted = transformers_perplexity(tiny_checkpoint, part)
+        assert math.isclose(streamed[name], wanted, rel_tol=1e-5)
+
+
+def test_windows_longer_than_one_block_of_logits_count_every_token(tiny_checkpoint: Path) -> None:
+    windows = evaluation_windows(Tokenizer.from_folder(tiny_checkpoint), 600, 0, 300)
+    assert list(windows) == ["prose"]
+    streamed = streamed_perplexity(LayerStream(open_checkpoint(tiny_checkpoint)), windows)
+    assert math.isclose(streamed["prose"], transformers_perplexity(tiny_checkpoint, windows["prose"]), rel_tol=1e-5)
+
+
+def test_smollm2_reads_english(smollm2: Path) -> None:
+    windows = evaluation_windows(Tokenizer.from_folder(smollm2), 256, 0, 128)
+    streamed = streamed_perplexity(LayerStream(open_checkpoint(smollm2)), windows)
+    wanted = transformers_perplexity(smollm2, windows["prose"])
+    assert math.isclose(streamed["prose"], wanted, rel_tol=1e-4)
+    assert wanted < 40
+
+
+def test_calibration_text_shares_no_paragraph_with_evaluation_text() -> None:
+    def paragraphs(text: str) -> set[str]:
+        return {part.strip() for part in text.split("\n\n") if len(part.strip()) > 200}
+
+    calibration = paragraphs(calibration_text())
+    assert len(calibration) > 100
+    assert not calibration & paragraphs(heldout_text())
+    assert not calibration & paragraphs(code_text(200_000))
+
+
+def test_asking_for_more_text_than_there_is_says_so(tiny_checkpoint: Path) -> None:
+    with pytest.raises(InputError, match="were asked for; ask for fewer"):
+        evaluation_windows(Tokenizer.from_folder(tiny_checkpoint), 2**20, 0, 64)

@@ -1,0 +1,172 @@
+"""Budgets that are met, and what a pruning step refuses: one line that names the file or value and the next step."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from penjing.compress.prune.budget import Target
+from penjing.compress.steps.prune import PruneStep
+from penjing.core.config import parse_config
+from penjing.core.errors import ConfigError, InputError, PenjingError
+from penjing.core.manifest import write_manifest
+from tests.compress.prune.checkpoints import decoder, prune, resnet, tokens
+
+WEIGHTS = "model.safetensors"
+
+
+@pytest.mark.parametrize(("make", "name"), [(decoder, "macs"), (resnet, "parameters"), (resnet, "bytes")])
+def test_a_target_is_met_and_not_by_far(tmp_path: Path, name: str, make: Any) -> None:
+    make(tmp_path / "dense")
+    record = prune(tmp_path / "dense", tmp_path / "part", target={name: 0.85}, round_to=1)
+    left = record[name]["after"] / record[name]["before"]
+    assert 0.8 < left <= 0.85
+    absolute = record[name]["after"] + 1
+    again = prune(tmp_path / "dense", tmp_path / "absolute", target={name: absolute}, round_to=1)
+    assert again[name]["after"] <= absolute
+    with pytest.raises(InputError, match="cannot reach 1"):
+        prune(tmp_path / "dense", tmp_path / "none", target={name: 0.01}, protect=["*layers.0.*"])
+    with pytest.raises(ConfigError, match=f"target.{name}=.* is not below"):
+        prune(tmp_path / "dense", tmp_path / "none2", target={name: record[name]["before"]})
+
+
+def test_a_latency_is_met_by_the_clock(tmp_path: Path) -> None:
+    sizes: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 4096, "num_hidden_layers": 1}
+    decoder(tmp_path / "dense", **sizes)
+    record = prune(tmp_path / "dense", tmp_path / "pruned", tokens(), target={"latency": 0.7})
+    assert record["latency"]["ratio"] < 0.9  # the clock of a busy machine: 0.7 is what was asked for
+    assert 0.1 < record["share"] < 0.9
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"ratio": 0.0}, "ratio"),
+        ({"ratio": 1.0}, "ratio"),
+        ({"ratio": -0.3}, "ratio"),
+        ({}, "one of ratio .* and target"),
+        ({"ratio": 0.3, "target": {"macs": 0.5}}, "one of ratio .* and target"),
+        ({"target": {}}, "name one of parameters"),
+        ({"target": {"macs": 0.5, "bytes": 0.5}}, "got macs, bytes"),
+        ({"target": {"macs": -1}}, "macs"),
+        ({"ratio": 0.3, "round_to": 0}, "round_to"),
+        ({"ratio": 0.3, "method": "l3"}, "method"),
+        ({"ratio": 0.3, "parts": ["ffn", "layers"]}, "belong together"),
+        ({"ratio": 0.3, "layers": 2}, "belong together"),
+        ({"parts": ["layers"], "layers": 0}, "1 or more"),
+        ({"parts": ["layers"], "layers": []}, "1 or more"),
+        ({"parts": ["layers"], "layers": 2, "ratio": 0.3}, "leave them out"),
+        ({"ratio": 0.3, "parts": ["ffn", "ffn"]}, "each once"),
+        ({"ratio": 0.3, "parts": []}, "one or more"),
+        ({"ratio": 0.3, "shares": 2}, "shares"),
+    ],
+)
+def test_settings_that_make_no_step(values: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        parse_config(PruneStep, values, "recipe.toml")
+
+
+def test_one_target() -> None:
+    assert Target(latency=12.5).quantity() == ("latency", 12.5)
+
+
+@pytest.mark.parametrize(
+    ("make", "step", "words"),
+    [
+        (decoder, {"ratio": 0.3, "protect": ["*"]}, "nothing is left to prune; protect less"),
+        (resnet, {"ratio": 0.3, "protect": ["*"]}, "nothing is left to prune; protect less"),
+        (decoder, {"ratio": 0.3, "protect": ["mlp"]}, "'mlp' matches no tensor"),
+        (decoder, {"ratio": 0.3, "protect": ["*gate_proj*"]}, "nothing of 'ffn' can leave"),
+        (decoder, {"ratio": 0.1, "round_to": 32}, "nothing leaves .* round_to=32"),
+        (resnet, {"ratio": 0.1, "round_to": 64}, "nothing leaves .* round_to=64"),
+        (resnet, {"ratio": 0.3, "parts": ["ffn"]}, "is a classifier: leave parts out"),
+        (decoder, {"parts": ["layers"], "layers": [3]}, "3 is none of the model's layers 0 … 2"),
+        (decoder, {"parts": ["layers"], "layers": [0, 1, 2]}, "leave at least one of the 3"),
+        (decoder, {"parts": ["layers"], "layers": [1, 1]}, "name each once"),
+        (decoder, {"ratio": 0.3, "method": "taylor"}, "needs calibration data"),
+        (decoder, {"parts": ["layers"], "layers": 1}, "needs calibration data"),
+        (resnet, {"target": {"latency": 0.5}}, "needs calibration data"),
+    ],
+)
+def test_steps_that_do_not_fit(tmp_path: Path, make: Any, step: dict[str, Any], words: str) -> None:
+    make(tmp_path / "dense")
+    with pytest.raises(PenjingError, match=words) as caught:
+        prune(tmp_path / "dense", tmp_path / "pruned", **step)
+    assert "\n" not in str(caught.value)
+    assert not list((tmp_path / "pruned").iterdir())
+
+
+def test_more_layers_than_there_are(tmp_path: Path) -> None:
+    decoder(tmp_path / "dense")
+    with pytest.raises(ConfigError, match="has 3, and at least one must stay"):
+        prune(tmp_path / "dense", tmp_path / "pruned", tokens(), parts=["layers"], layers=3)
+
+
+def test_one_key_value_head_stays(tmp_path: Path) -> None:
+    decoder(tmp_path / "dense", num_key_value_heads=1)
+    with pytest.raises(InputError, match="there is one key-value head"):
+        prune(tmp_path / "dense", tmp_path / "pruned", ratio=0.5, parts=["heads"])
+
+
+def test_a_layer_never_vanishes(tmp_path: Path) -> None:
+    decoder(tmp_path / "dense")
+    record = prune(tmp_path / "dense", tmp_path / "pruned", ratio=0.99, round_to=1, parts=["ffn", "heads", "hidden"])
+    assert min(min(row["after"]) for row in record["widths"]) >= 1
+
+
+MOE = {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 8}
+LATENT = {"kv_lora_rank": 16, "qk_nope_head_dim": 4, "qk_rope_head_dim": 4, "v_head_dim": 8}
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"model_type": "mixtral", "moe": MOE, "tie_word_embeddings": False}, r"experts \(moe\)"),
+        (
+            {"model_type": "penjing", "latent_attention": LATENT, "num_key_value_heads": 8},
+            "latent attention",
+        ),
+    ],
+)
+def test_decoders_that_are_refused_by_name(tmp_path: Path, changed: dict[str, Any], words: str) -> None:
+    decoder(tmp_path / "dense", **changed)
+    with pytest.raises(InputError, match=words):
+        prune(tmp_path / "dense", tmp_path / "pruned", ratio=0.3)
+
+
+LAYER = {decoder: "model.layers.1.mlp.up_proj.weight", resnet: "blocks.1.layers.0.conv.weight"}
+
+
+def _damage(folder: Path, name: str, how: str) -> None:
+    tensors = load_file(folder / WEIGHTS)
+    if how == "missing":
+        del tensors[name]
+    elif how == "extra":
+        tensors["surplus.weight"] = torch.zeros(3)
+    elif how == "shape":
+        tensors[name] = tensors[name][1:].contiguous()
+    else:
+        tensors[name].view(-1)[3] = torch.nan
+    save_file(tensors, folder / WEIGHTS)
+    (folder / "penjing.json").unlink()
+    write_manifest(folder, "checkpoint", {})
+
+
+@pytest.mark.parametrize("how", ["missing", "extra", "shape", "nan"])
+@pytest.mark.parametrize("make", [decoder, resnet])
+def test_damaged_checkpoints(tmp_path: Path, make: Any, how: str) -> None:
+    make(tmp_path / "dense")
+    _damage(tmp_path / "dense", LAYER[make], how)
+    with pytest.raises(InputError, match="surplus.weight" if how == "extra" else LAYER[make]) as caught:
+        prune(tmp_path / "dense", tmp_path / "pruned", ratio=0.3)
+    assert str(tmp_path / "dense") in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_no_checkpoint(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="nowhere"):
+        prune(tmp_path / "nowhere", tmp_path / "pruned", ratio=0.3)

@@ -1,0 +1,170 @@
+"""The step `quantize`: calibrated or trained, resumed to the same artifact, with or without a teacher."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from penjing.compress.quantize.modules import QuantizedConvNorm
+from penjing.compress.quantize.place_resnet import layers
+from penjing.compress.quantize.task import QuantizedTask
+from penjing.compress.steps.quantize import QuantizeStep, quantize_step
+from penjing.core.artifact.classifier import open_vision_artifact
+from penjing.core.errors import ConfigError, InputError, PenjingError
+from penjing.core.files import publish_folder
+from penjing.core.progress import Silent
+from penjing.train.data.images import ImageSet
+from penjing.train.families import classifier as vision
+from penjing.train.loop import InterruptedRunError
+from tests.compress.quantize.folders import image_data, image_set, vision_folder
+from tests.conftest import write_tiny_checkpoint
+
+TRAIN = {"steps": 12, "batch_size": 16, "evaluation_samples": 64, "device": "cpu", "checkpoint_every": 4}
+RATE = {"learning_rate": {"peak": 0.02}, "optimizer": {"name": "sgd", "momentum": 0.9}}
+
+
+def made_up(split: str, progress: object = None) -> ImageSet:
+    return image_set({"train": 256, "test": 64}[split], seed={"train": 3, "test": 4}[split])
+
+
+@pytest.fixture
+def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(vision, "load_fashion", made_up)
+    return vision_folder(tmp_path / "fp32")
+
+
+def make(source: Path, out: Path, **values: Any) -> dict[str, Any]:
+    step = QuantizeStep.model_validate(values)
+    work = out.with_name(f"{out.name}.scratch")
+    work.mkdir(exist_ok=True)
+    with publish_folder(out) as partial:
+        return quantize_step(source, partial, step, image_data(), work, Silent())
+
+
+def test_calibration_alone_and_training_make_the_same_kind_of_artifact(source: Path, tmp_path: Path) -> None:
+    make(source, tmp_path / "ptq")
+    report = make(source, tmp_path / "qat", **TRAIN, **RATE, learn_weights=True)
+    assert report["training_steps"] == 12
+    assert report["training"]["evaluation"]["accuracy"] > 0.9
+    calibrated, trained = (open_vision_artifact(tmp_path / name) for name in ("ptq", "qat"))
+    assert calibrated.report["training_steps"] == 0
+    before, after = (
+        {each["name"]: each["scale"] for each in artifact.report["activations"]} for artifact in (calibrated, trained)
+    )
+    assert before.keys() == after.keys()
+    assert all(after[name] != before[name] for name in before)  # learned
+    right = trained.logits(trained.session(1), made_up("test").images).argmax(1) == made_up("test").labels
+    assert right.mean() == report["training"]["evaluation"]["accuracy"]  # what was trained is what ONNX Runtime runs
+
+
+def test_a_killed_training_goes_on_to_the_same_artifact(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    values = TRAIN | RATE | {"freeze_statistics": 0.5}
+    make(source, tmp_path / "once", **values)
+    original = QuantizedTask.after_update
+
+    def stopping(self: QuantizedTask, model: Any, world: Any) -> Any:
+        def stop(step: int) -> None:
+            if step == 9:  # after the statistics froze at 6; the newest state is that of step 8
+                raise InterruptedRunError("stopped; go on")
+
+        return (*original(self, model, world), stop)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(QuantizedTask, "after_update", stopping)
+        with pytest.raises(InterruptedRunError):
+            make(source, tmp_path / "twice", **values)
+    assert not (tmp_path / "twice").exists()
+    make(source, tmp_path / "twice", **values)
+    make(source, tmp_path / "ptq")
+    names = ("once", "twice", "ptq")
+    once, twice, untrained = (
+        np.array(open_vision_artifact(tmp_path / name).parity.logits["onnxruntime"]) for name in names
+    )
+    # Resumed convolutions round their last bits differently, in train's own runs too.
+    assert np.abs(once - twice).max() < 0.1 * once.std()
+    assert np.abs(once - untrained).max() > 0.3 * once.std()  # so that the bound above means something
+
+
+def test_statistics_are_frozen_late_and_are_those_of_the_artifact(
+    source: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    training: list[list[bool]] = []
+    statistics: list[torch.Tensor] = []
+    weights: list[torch.Tensor] = []
+    original = QuantizedTask.after_update
+
+    def watching(self: QuantizedTask, model: torch.nn.Module, world: Any) -> Any:
+        def watch(step: int) -> None:
+            norms = [layer.norm for _, layer in layers(model) if isinstance(layer, QuantizedConvNorm)]
+            training.append([norm.training for norm in norms])
+            statistics.append(torch.cat([value.float().flatten() for norm in norms for value in norm.buffers()]))
+            weights.append(torch.cat([norm.weight.detach().clone() for norm in norms]))
+
+        return (*original(self, model, world), watch)
+
+    monkeypatch.setattr(QuantizedTask, "after_update", watching)
+    make(source, tmp_path / "out", **(TRAIN | {"steps": 4, "evaluation_samples": 0}), **RATE, freeze_statistics=0.5)
+    assert [all(step) for step in training] == [True, False, False, False]
+    assert [any(step) for step in training] == [True, False, False, False]
+    assert not torch.equal(statistics[0], statistics[1])
+    assert torch.equal(statistics[1], statistics[2])
+    assert torch.equal(statistics[2], statistics[3])
+    assert not torch.equal(weights[2], weights[3])  # the rest of the norm goes on learning
+    stored = load_file(tmp_path / "out.scratch/quantized/model.safetensors")
+    kept = torch.cat([stored[f"{name}.norm.running_mean"] for name in ("stem", "blocks.2.layers.1")])
+    assert all((value == statistics[3]).any() for value in kept)
+
+
+def test_a_teacher_guides(source: Path, tmp_path: Path) -> None:
+    report = make(source, tmp_path / "out", **(TRAIN | {"steps": 4}), **RATE, teacher=str(source), temperature=2.0)
+    assert "divergence" in report["training"]["losses"]["last"]
+    assert json.loads((tmp_path / "out/report.json").read_text())["training"]["teacher"] == str(source)
+
+
+def test_bad_input_is_refused_and_nothing_is_left(source: Path, tmp_path: Path) -> None:
+    cases: tuple[tuple[dict[str, Any], type[PenjingError], str], ...] = (
+        ({"target": "onnxruntime-cpu", "activations": "fp8"}, ConfigError, "no activations in fp8"),
+        (TRAIN | {"keep": ["conv1"]}, ConfigError, "'conv1' matches no layer"),
+        (TRAIN | RATE | {"parity_bound": 1e-12, "steps": 2}, InputError, "parity: "),
+    )
+    for values, error, message in cases:
+        with pytest.raises(error, match=message):
+            make(source, tmp_path / "out", **values)
+        assert not (tmp_path / "out").exists()
+    with pytest.raises(InputError, match="is a decoder"):
+        make(write_tiny_checkpoint(tmp_path / "decoder"), tmp_path / "out")
+
+
+def test_damaged_weights_are_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from tests.compress.quantize.folders import trained_resnet
+
+    monkeypatch.setattr(vision, "load_fashion", made_up)
+    model = trained_resnet()
+    with torch.no_grad():
+        model.blocks[2].layers[1].conv.weight[3] = float("inf")  # type: ignore[index, union-attr]
+    source = vision_folder(tmp_path / "fp32", model)
+    with pytest.raises(InputError, match=r"blocks\.2\.layers\.1\.conv\.weight holds NaN or infinity"):
+        make(source, tmp_path / "out")
+
+
+def test_outliers_are_dealt_with_on_the_way_to_the_artifact(source: Path, tmp_path: Path) -> None:
+    settings = {"equalize": True, "correct_bias": True, "effective_bits": 16.0}
+    make(source, tmp_path / "plain")
+    for training in ({}, TRAIN | RATE | {"steps": 2, "evaluation_samples": 0}):
+        out = tmp_path / f"out-{len(training)}"
+        report = make(source, out, **settings, **training)
+        floating = [layer["name"] for layer in report["layers"] if layer["format"] == "float32"]
+        assert floating
+        assert report["settings"]["keep"] == floating
+        assert 8 < report["effective_bits"] <= 16
+        logits = open_vision_artifact(out).parity.logits
+        other = open_vision_artifact(tmp_path / "plain").parity.logits
+        assert np.abs(np.array(logits["onnxruntime"]) - np.array(other["onnxruntime"])).max() > 0

@@ -1,0 +1,265 @@
+"""Text encoders in INT8: the file beside the fake-quantized model, the whole command, refusals, a kill."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+import torch
+
+from penjing.compress.command import compress_recipe
+from penjing.compress.export.onnx_encoder import export_encoder
+from penjing.compress.export.run import export_artifact
+from penjing.compress.quantize.biases import absorb_biases
+from penjing.compress.quantize.encoder_parity import gate, measure_parity
+from penjing.compress.quantize.encoder_settings import EncoderQuantize
+from penjing.compress.quantize.place_bert import LINEAR, apply_quantization
+from penjing.compress.quantize.place_resnet import calibrate
+from penjing.compress.quantize.smooth import smooth
+from penjing.compress.verify import verify_artifact
+from penjing.core.artifact.classifier import ONNX_RUNTIME, ONNX_RUNTIME_FLOAT, Quantization, is_vision_artifact
+from penjing.core.artifact.encoder import embed_texts, open_encoder_artifact, open_encoder_session
+from penjing.core.checkpoint.encoder import read_encoder
+from penjing.core.errors import ConfigError, InputError
+from penjing.core.imports.importer import import_model
+from penjing.core.models.encoder import Encoder
+from penjing.core.progress import Silent
+from penjing.core.text.text_tokenizer import TextTokenizer
+from tests.core.models.encoders import write_sentence_transformer
+
+TEXTS = [f"the value of {word} is in the list" for word in ("a", "python", "it", "function", "zebra", "name")] * 3
+SMALL = ["texts.calibrate=16", "texts.evaluate=16", "bounds.cosine=0.9", "bounds.parity=0.95"]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("encoder")
+    return import_model(str(write_sentence_transformer(folder / "source")), folder / "tiny")
+
+
+@pytest.fixture
+def recipe(checkpoint: Path, tmp_path: Path) -> Path:
+    path = tmp_path / "recipe.toml"
+    path.write_text(f'model = "{checkpoint}"\noutput = "{tmp_path / "out"}"\n')
+    return path
+
+
+def run(recipe: Path, *overrides: str, force: bool = False) -> Path:
+    return compress_recipe(recipe, [*SMALL, *overrides], out=None, force=force, progress=Silent())
+
+
+def quantized(checkpoint: Path, **settings: object) -> tuple[Encoder, TextTokenizer]:
+    model = read_encoder(checkpoint)
+    tokenize = TextTokenizer(checkpoint, model.config)
+    apply_quantization(model, EncoderQuantize(**settings))  # type: ignore[arg-type]
+    calibrate(model, (tokenize([text]).tensors() for text in TEXTS))
+    return model, tokenize
+
+
+def test_the_floating_file_computes_what_the_model_does(checkpoint: Path, tmp_path: Path) -> None:
+    model = read_encoder(checkpoint)
+    tokenize = TextTokenizer(checkpoint, model.config)
+    export_encoder(model, "onnxruntime-cpu", tmp_path / "model.onnx")
+    with torch.no_grad():
+        wanted = model(*tokenize(TEXTS).tensors()).numpy()
+    found = embed_texts(open_encoder_session(tmp_path / "model.onnx"), tokenize, TEXTS)
+    assert np.abs(found - wanted).max() < 2e-6
+
+
+@pytest.mark.parametrize("target", ["onnxruntime-cpu", "onnxruntime-avx2", "tensorrt"])
+def test_the_quantized_file_computes_what_the_fake_quantized_model_does(
+    checkpoint: Path, tmp_path: Path, target: str
+) -> None:
+    """As written, where ONNX Runtime computes each pair in floating point: equal to rounding."""
+    model, tokenize = quantized(checkpoint, target=target)
+    export_encoder(model, target, tmp_path / "model.onnx")  # type: ignore[arg-type]
+    session = open_encoder_session(tmp_path / "model.onnx", optimise=False)
+    with torch.no_grad():
+        wanted = model(*tokenize(TEXTS).tensors()).numpy()
+        floating = read_encoder(checkpoint)(*tokenize(TEXTS).tensors()).numpy()
+    found = embed_texts(session, tokenize, TEXTS)
+    assert (found * wanted).sum(1).min() > 0.999999
+    assert np.abs(wanted - floating).max() > 1e-3  # something was rounded
+    graph = onnx.load(str(tmp_path / "model.onnx")).graph
+    stored = {constant.name: constant.data_type for constant in graph.initializer}
+    assert all(stored[f"layers.{i}.{part}.weight"] == onnx.TensorProto.INT8 for i in (0, 1) for part in ("query", "up"))
+    kind = onnx.TensorProto.INT8 if target == "tensorrt" else onnx.TensorProto.UINT8
+    assert stored["layers.0.input/zero"] == kind
+
+
+def test_query_key_and_value_read_one_rounded_input(checkpoint: Path, tmp_path: Path) -> None:
+    model, _ = quantized(checkpoint)
+    export_encoder(model, "onnxruntime-cpu", tmp_path / "model.onnx")
+    graph = onnx.load(str(tmp_path / "model.onnx")).graph
+    names = [node.output[0] for node in graph.node if node.op_type == "QuantizeLinear"]
+    assert len(names) == len(set(names)) == 2 * 4  # a layer: its input, and those of output, up, down
+
+
+def test_smoothing_keeps_the_function_and_lowers_the_error(checkpoint: Path, tmp_path: Path) -> None:
+    """With one channel of a norm's output a hundred times larger, as BERTs have them."""
+    model = read_encoder(checkpoint)
+    tokenize = TextTokenizer(checkpoint, model.config)
+    with torch.no_grad():
+        for layer in model.layers:
+            layer.attention_norm.weight[5] *= 100.0  # type: ignore[union-attr, operator, index]
+            layer.up.weight[:, 5] /= 100.0  # type: ignore[union-attr, operator, index]
+        wanted = model(*tokenize(TEXTS).tensors())
+        batches = [tokenize([text]).tensors() for text in TEXTS]
+        settings = EncoderQuantize(embedding="float32")
+        found = {}
+        for smoothing in (False, True):
+            copied = copy.deepcopy(model)
+            factors = smooth(copied, iter(batches), settings) if smoothing else {}
+            apply_quantization(copied, settings, factors)
+            if smoothing:  # quantizers are still off
+                assert torch.allclose(copied(*tokenize(TEXTS).tensors()), wanted, atol=1e-5)
+                assert "layers.0.up" in factors
+            calibrate(copied, iter(batches))
+            found[smoothing] = copied(*tokenize(TEXTS).tensors())
+        export_encoder(copied, "onnxruntime-cpu", tmp_path / "model.onnx")
+    errors = {smoothing: float(1 - (rows * wanted).sum(1).mean()) for smoothing, rows in found.items()}
+    assert errors[True] < 0.5 * errors[False]
+    rows = embed_texts(open_encoder_session(tmp_path / "model.onnx", optimise=False), tokenize, TEXTS)
+    assert (rows * found[True].numpy()).sum(1).min() > 0.9999
+
+
+@torch.no_grad()
+def test_biases_of_keys_values_and_down_layers_are_absorbed(checkpoint: Path, tmp_path: Path) -> None:
+    model = read_encoder(checkpoint)
+    tokens = TextTokenizer(checkpoint, model.config)(TEXTS).tensors()
+    wanted = model(*tokens)
+    absorb_biases(model)
+    assert torch.allclose(model(*tokens), wanted, atol=1e-6)
+    calibrate(apply_quantization(model, EncoderQuantize()), [tokens])
+    export_encoder(model, "onnxruntime-cpu", tmp_path / "model.onnx")
+    names = {constant.name for constant in onnx.load(str(tmp_path / "model.onnx")).graph.initializer}
+    assert {"layers.1.query.bias", "layers.1.output.bias"} < names
+    assert not {"layers.1.key.bias", "layers.1.value.bias", "layers.1.down.bias"} & names
+
+
+@torch.no_grad()
+def test_smoothing_of_what_attention_mixed_costs_nothing(checkpoint: Path) -> None:
+    """With one channel of the values a hundred times larger: the layer that makes them takes the division."""
+    model = read_encoder(checkpoint)
+    tokenize = TextTokenizer(checkpoint, model.config)
+    layer = model.layers[0]
+    layer.value.weight[3] *= 100.0  # type: ignore[union-attr, operator, index]
+    layer.value.bias[3] *= 100.0  # type: ignore[union-attr, operator, index]
+    layer.output.weight[:, 3] /= 100.0  # type: ignore[union-attr, operator, index]
+    before = layer.value.weight.abs().amax(1)  # type: ignore[union-attr, operator]
+    wanted = model(*tokenize(TEXTS).tensors())
+    factors = smooth(model, (tokenize([text]).tensors() for text in TEXTS), EncoderQuantize(embedding="float32"))
+    after = layer.value.weight.abs().amax(1)  # type: ignore[union-attr, operator]
+    assert after[3] / after.median() < 0.5 * before[3] / before.median()
+    assert not [name for name in factors if name.endswith(".output")]
+    apply_quantization(model, EncoderQuantize(embedding="float32"), factors)  # quantizers are still off
+    assert torch.allclose(model(*tokenize(TEXTS).tensors()), wanted, atol=1e-5)
+
+
+def test_integer_kernels_run_and_company_changes_nothing(checkpoint: Path, tmp_path: Path) -> None:
+    import onnxruntime
+
+    model, tokenize = quantized(checkpoint)
+    export_encoder(model, "onnxruntime-cpu", tmp_path / "model.onnx")
+    options = onnxruntime.SessionOptions()
+    options.optimized_model_filepath = str(tmp_path / "optimised.onnx")
+    options.log_severity_level = 3
+    onnxruntime.InferenceSession(str(tmp_path / "model.onnx"), options, providers=["CPUExecutionProvider"])
+    kinds = [node.op_type for node in onnx.load(str(tmp_path / "optimised.onnx")).graph.node]
+    assert kinds.count("MatMulIntegerToFloat") == 12
+    assert not {"Gemm", "QGemm", "MatMul"} & set(kinds)
+    assert kinds.count("FusedMatMul") == 4  # both products of attention, which read queries, keys, values as they lie
+    assert kinds.count("Transpose") == 2 + 2  # what attention mixed, a layer; ids and mask
+    session = open_encoder_session(tmp_path / "model.onnx", {"session.x64quantprecision": "1"})
+    together = embed_texts(session, tokenize, TEXTS)
+    alone = np.concatenate([embed_texts(session, tokenize, [text]) for text in TEXTS[:6]])
+    assert (together[:6] * alone).sum(1).min() > 0.9999
+
+
+def test_the_command_makes_an_artifact_that_verifies(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = run(recipe)
+    artifact = open_encoder_artifact(out)
+    report = artifact.report
+    assert report["quality"]["queries"] == 16
+    assert 0.9 <= report["quality"]["cosine_smallest"] <= report["quality"]["cosine_mean"] <= 1.0001
+    assert {row["format"] for row in report["layers"]} == {"int8"}
+    assert (out / "report.html").read_text().startswith("<!doctype html>")
+    rows = artifact.embed(artifact.session(1), TEXTS)
+    assert rows.shape == (len(TEXTS), 32)
+    assert verify_artifact(out)["kind"] == "encoder"
+    stamp = (out / "penjing.json").stat().st_mtime_ns
+    run(recipe)  # the same recipe and input: kept
+    compress_recipe(out / "recipe.toml", [], out=None, force=False, progress=Silent())  # also as it was written out
+    assert (out / "penjing.json").stat().st_mtime_ns == stamp
+    with pytest.raises(InputError, match="another recipe"):
+        run(recipe, "quantize.observer=mse")
+
+
+def test_a_layer_may_stay_floating(recipe: Path) -> None:
+    out = run(recipe, 'quantize.keep=["layers.0.*"]', "quantize.embedding=float32")
+    rows = open_encoder_artifact(out).report["layers"]
+    assert {row["name"] for row in rows} == {f"layers.1.{part}" for part in LINEAR}
+
+
+@pytest.mark.parametrize(
+    ("override", "error", "message"),
+    [
+        ("bounds.cosine=1.0", InputError, "bounds.cosine is 1"),
+        ("texts.evaluate=100000", InputError, r"texts\.evaluate=100000: there are"),
+        ('quantize.keep=["head"]', ConfigError, "matches no layer"),
+        ("quantize.activations=int8", ConfigError, "onnxruntime-cpu has no activations in int8"),
+        ("quantize.bits=4", ConfigError, "bits"),
+        ("quantize.learn_weights=true", ConfigError, "calibrated, not trained"),
+    ],
+)
+def test_refusals_leave_nothing(recipe: Path, override: str, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        run(recipe, override)
+    assert [path.name for path in recipe.parent.iterdir()] == ["recipe.toml"]
+
+
+def test_another_file_exceeds_the_parity_bound(checkpoint: Path, tmp_path: Path) -> None:
+    """The file of a model with one layer's weights lost, beside the whole model."""
+    model, tokenize = quantized(checkpoint)
+    lost = copy.deepcopy(model)
+    with torch.no_grad():
+        lost.layers[1].down.weight.zero_()  # type: ignore[union-attr, operator]
+    export_encoder(lost, "onnxruntime-cpu", tmp_path / "model.onnx")
+    about = Quantization(target="onnxruntime-cpu", activations="uint8", weights="int8", opset=21, session_options={})
+    with pytest.raises(InputError, match="parity: ONNX Runtime's embeddings have a mean cosine of 0"):
+        measure_parity(model, tmp_path / "model.onnx", tokenize, about, TEXTS, 0.99)
+    with pytest.raises(InputError, match="use target 'onnxruntime-avx2'"):
+        gate({ONNX_RUNTIME: 0.9, ONNX_RUNTIME_FLOAT: 0.999}, 0.99)
+    gate({ONNX_RUNTIME: 0.995, ONNX_RUNTIME_FLOAT: 0.5}, 0.99)
+
+
+def test_fp8_is_refused(recipe: Path) -> None:
+    with pytest.raises(ConfigError, match="fp8"):
+        run(recipe, "quantize.target=tensorrt", "quantize.activations=fp8")
+
+
+def test_the_file_is_exported_once_it_passed_again(recipe: Path, tmp_path: Path) -> None:
+    out = run(recipe)
+    file = tmp_path / "tiny.onnx"
+    record = export_artifact(out, "onnx", file, force=False, progress=Silent())
+    assert file.read_bytes() == (out / "model.onnx").read_bytes()
+    assert any("cosine" in note for note in record.notes)
+    with pytest.raises(ConfigError, match="calibrated for onnxruntime-cpu"):
+        export_artifact(out, "onnx", tmp_path / "other.onnx", target="tensorrt", force=False, progress=Silent())
+    with pytest.raises(InputError, match="a text encoder, which is not written as gguf"):
+        export_artifact(out, "gguf", tmp_path / "tiny.gguf", force=False, progress=Silent())
+    assert not is_vision_artifact(out)
+
+
+def test_tampering_is_seen(recipe: Path) -> None:
+    out = run(recipe)
+    path = out / "parity.json"
+    record = json.loads(path.read_text())
+    record["bound"] = -1.0
+    path.write_text(json.dumps(record))
+    with pytest.raises(InputError, match=r"parity\.json has SHA-256"):
+        verify_artifact(out)

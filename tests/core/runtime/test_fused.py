@@ -1,0 +1,161 @@
+"""The fused step beside the decoder it was made from: the same bits as its layers one by one, float64 close by."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from penjing.core.checkpoint.load import load_model
+from penjing.core.models.decoder import Decoder
+from penjing.core.runtime.fused import fuse_decoder, unsupported
+from penjing.kernels.decoder_step import DecoderStep
+from penjing.kernels.dispatch import force_torch
+from tests.core.artifact.int8_artifact import write_int8_artifact
+from tests.core.models.paged_decoder import Pages
+from tests.kernels.cpu import needs_extension
+
+pytestmark = needs_extension
+BLOCK_SIZE = 16
+CONFIGS: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "untied": {"tie_word_embeddings": False},
+    "qwen2": {"model_type": "qwen2", "attention_bias": True, "num_attention_heads": 6, "num_key_value_heads": 1},
+    "qwen3": {"model_type": "qwen3", "qk_norm": True, "head_dim": 24},
+    "biases": {"attention_bias": True, "attention_output_bias": True, "mlp_bias": True},
+    "window": {"model_type": "mistral", "sliding_window": 20},
+    "hadamard": {"model_type": "penjing", "mlp_hadamard": 32},
+    "windows": {
+        "model_type": "qwen2",
+        "attention_bias": True,
+        "sliding_window": 20,
+        "layer_types": ("full_attention", "sliding_attention"),
+    },
+    "odd": {
+        "hidden_size": 50,
+        "intermediate_size": 75,
+        "head_dim": 10,
+        "num_attention_heads": 3,
+        "num_key_value_heads": 3,
+    },
+}
+MakeCheckpoint = Callable[..., Path]
+
+
+def make(make_tiny_checkpoint: MakeCheckpoint, folder: Path, name: str, scheme: str) -> Decoder:
+    checkpoint = make_tiny_checkpoint(**CONFIGS[name])
+    if scheme == "fp32":
+        return load_model(checkpoint).model
+    half = torch.bfloat16 if scheme == "int8-half" else torch.float32
+    quantize_head = scheme != "int8" and name != "untied"  # the helper makes an INT8 head of a tied one
+    out = write_int8_artifact(checkpoint, folder / "int8", quantize_head=quantize_head, embedding_dtype=half)
+    return load_model(out).model
+
+
+def fused_step(step: DecoderStep, pages: Pages, parts: list[tuple[Tensor, int, list[int]]]) -> Tensor:
+    """Logits of all rows; the arguments are those of `Pages.run`."""
+    positions = [torch.arange(past, past + len(ids)) for ids, past, _ in parts]
+    tables = [torch.tensor(blocks) for _, _, blocks in parts]
+    slots = [t[p // BLOCK_SIZE] * BLOCK_SIZE + p % BLOCK_SIZE for t, p in zip(tables, positions, strict=True)]
+    ids = torch.cat([ids for ids, _, _ in parts])
+    return step.step(
+        ids.int(),
+        torch.cat(positions).int(),
+        torch.cat(slots),
+        torch.tensor([0] + [len(ids) for ids, _, _ in parts]).cumsum(0).int(),
+        torch.tensor([past + len(ids) for ids, past, _ in parts], dtype=torch.int32),
+        torch.nn.utils.rnn.pad_sequence(tables, batch_first=True).int(),
+        torch.arange(len(ids), dtype=torch.int32),
+        pages.pool,
+    ).clone()
+
+
+def fuse(model: Decoder) -> DecoderStep:
+    step = fuse_decoder(model)
+    assert step is not None
+    return step
+
+
+def draw_ids(count: int, seed: int) -> Tensor:
+    return torch.randint(0, 320, (count,), generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("scheme", ["fp32", "int8", "int8-head", "int8-half"])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_bits_of_the_layers_one_by_one(
+    make_tiny_checkpoint: MakeCheckpoint, tmp_path: Path, name: str, scheme: str
+) -> None:
+    model = make(make_tiny_checkpoint, tmp_path, name, scheme)
+    step = fuse(model)
+    pages, pages_fused = (Pages(model.config, 40, BLOCK_SIZE) for _ in range(2))
+    first, second, third = draw_ids(150, 1), draw_ids(9, 2), draw_ids(40, 3)
+    steps = [
+        [(first[:130], 0, list(range(9)))],  # rows are shared out
+        [(first[130:], 130, list(range(10))), (second[:8], 0, [30])],  # outputs are shared out
+        [(second[8:], 8, [30]), (third[:1], 0, [20, 21, 22])],  # every member quantizes for itself
+        [(third[1:], 1, [20, 21, 22])],
+    ]
+    for parts in steps:
+        with torch.inference_mode():
+            expected = pages.run(model, parts)
+        assert torch.equal(fused_step(step, pages_fused, parts), expected)
+    written = ~pages.pool.isnan()
+    assert torch.equal(pages_fused.pool[written], pages.pool[written])
+    assert pages_fused.pool.isnan().equal(pages.pool.isnan())
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_close_to_float64(make_tiny_checkpoint: MakeCheckpoint, tmp_path: Path, name: str) -> None:
+    model = make(make_tiny_checkpoint, tmp_path, name, "fp32")
+    ids = draw_ids(100, 4)
+    logits = fused_step(fuse(model), Pages(model.config, 10, BLOCK_SIZE), [(ids, 0, list(range(7)))])
+    with torch.inference_mode(), force_torch():
+        same_type = model(ids)
+        wide = Decoder(model.config)
+        wide.load_state_dict(model.state_dict())
+        expected = wide.double()(ids)
+    error, bound = (logits - expected).abs().max(), (same_type - expected).abs().max()
+    assert error <= 2 * bound + 1e-5
+
+
+def test_chosen_rows(make_tiny_checkpoint: MakeCheckpoint, tmp_path: Path) -> None:
+    model = make(make_tiny_checkpoint, tmp_path, "llama", "int8-head")
+    step, pages, ids = fuse(model), Pages(model.config, 10, BLOCK_SIZE), draw_ids(140, 5)
+    every = fused_step(step, pages, [(ids, 0, list(range(9)))])
+    for rows in ([139], [0, 17, 139], list(range(3, 60)), []):
+        arguments = (
+            torch.arange(140).int(),
+            torch.arange(140),
+            torch.tensor([0, 140]).int(),
+            torch.tensor([140]).int(),
+        )
+        table = torch.arange(9, dtype=torch.int32)[None]
+        some = step.step(ids.int(), *arguments, table, torch.tensor(rows, dtype=torch.int32), pages.pool)
+        assert torch.equal(some, every[rows])
+
+
+def test_reasons_to_stay_on_torch(make_tiny_checkpoint: MakeCheckpoint) -> None:
+    def load() -> Decoder:
+        return load_model(make_tiny_checkpoint()).model
+
+    assert unsupported(load()) is None
+    with force_torch():
+        assert unsupported(load()) == "the C++ extension is not built or switched off"
+        assert fuse_decoder(load()) is None
+    assert unsupported(load().to("meta")) == "the model is on meta"
+    changed = load()
+    changed.set_submodule("model.layers.0.mlp.up_proj", nn.Sequential())
+    assert unsupported(changed) == "model.layers.0.mlp.up_proj is a Sequential"
+    changed = load()
+    changed.get_submodule("model.layers.1.mlp").add_module("act", nn.SiLU())
+    assert unsupported(changed) == "model.layers.1.mlp.act is a SiLU"
+    changed = load().double()
+    assert unsupported(changed) is not None
+    changed = load()
+    weight = changed.get_parameter("model.layers.0.mlp.up_proj.weight")
+    weight.data = weight.data.t().contiguous().t()
+    assert "strides (1, 96)" in str(unsupported(changed))

@@ -1,0 +1,125 @@
+"""What a request gets is bit-equal whatever happens around it: batches, chunks, cache hits, preemption.
+
+Every test here takes ``loaded``, whose settings hold as long as this file's tests run: one that does not take it would
+run under those of whichever path came before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from random import Random
+from typing import Any
+
+import pytest
+
+from penjing.core.checkpoint.load import LoadedModel
+from penjing.serve.engine.request import Request, SamplingParams
+from tests.serve.tiny import CONTEXT, DEFAULTS, ids_of, run_all, tiny_engine, tiny_model
+
+GREEDY = {"temperature": 0.0}
+SAMPLED = {"temperature": 0.9, "top_p": 0.95, "seed": 5, "repetition_penalty": 1.2}
+
+Answers = dict[str, list[tuple[int, Any]]]
+
+
+PATHS = ["fp32", "int8", "window", "fp32-torch", "int8-torch", "kv-int8", "kv-int8-window", "kv-int8-torch"]
+
+
+@pytest.fixture(scope="module", params=PATHS)
+def loaded(request: pytest.FixtureRequest) -> Iterator[LoadedModel]:
+    """A model for each path through the runner: one fused call where the C++ extension is there, and torch."""
+    with pytest.MonkeyPatch.context() as patch:
+        if request.param.endswith("-torch"):
+            patch.setattr("penjing.serve.runner.runner.fuse_decoder", lambda model: None)
+        if request.param.startswith("kv-int8"):
+            patch.setitem(DEFAULTS, "kv_dtype", "int8")
+        window = 12 if request.param.endswith("window") else None
+        yield tiny_model(int8=request.param.startswith("int8"), sliding_window=window)
+
+
+def requests_of(params: dict[str, Any]) -> list[Request]:
+    """32 requests of 1 to 49 prompt tokens, some with a common beginning."""
+    random = Random(0)
+    shared = [random.randrange(256) for _ in range(30)]
+    requests = []
+    for i in range(32):
+        prompt = shared[: random.randrange(1, 30)] + [random.randrange(256) for _ in range(random.randrange(1, 20))]
+        sampling = SamplingParams(max_tokens=4 + i % 10, ignore_eos=True, logprobs=1, **params)
+        requests.append(Request(f"r{i}", prompt, sampling))
+    return requests
+
+
+def answers(engine: Any, requests: list[Request]) -> Answers:
+    """Tokens with their logprobs, which are exact functions of the logits: equal floats are equal bits."""
+    outputs = run_all(engine, requests)
+    return {
+        request_id: [
+            (token_id, logprobs)
+            for output in sequence
+            for token_id, logprobs in zip(output.token_ids, output.logprobs or [], strict=True)
+        ]
+        for (request_id, _), sequence in outputs.items()
+    }
+
+
+@pytest.fixture(scope="module", params=["greedy", "sampled"])
+def params(request: pytest.FixtureRequest) -> dict[str, Any]:
+    return GREEDY if request.param == "greedy" else SAMPLED
+
+
+@pytest.fixture(scope="module")
+def alone(loaded: LoadedModel, params: dict[str, Any]) -> Answers:
+    """Each request on an engine that runs nothing else and caches nothing."""
+    engine = tiny_engine(loaded, enable_prefix_caching=False, max_num_batched_tokens=CONTEXT)
+    merged: Answers = {}
+    for request in requests_of(params):
+        merged |= answers(engine, [request])
+    return merged
+
+
+def test_a_batch_of_32(loaded: LoadedModel, params: dict[str, Any], alone: Answers) -> None:
+    engine = tiny_engine(loaded, num_blocks=1000, max_num_batched_tokens=2000)
+    assert answers(engine, requests_of(params)) == alone
+    assert engine.stats().num_preemptions == 0
+
+
+@pytest.mark.parametrize("budget", [1, 5, 32])
+def test_chunks_of_any_size(loaded: LoadedModel, params: dict[str, Any], alone: Answers, budget: int) -> None:
+    engine = tiny_engine(loaded, max_num_batched_tokens=budget, max_num_sequences=min(budget, 6))
+    assert answers(engine, requests_of(params)) == alone
+
+
+def test_cache_hits(loaded: LoadedModel, params: dict[str, Any], alone: Answers) -> None:
+    engine = tiny_engine(loaded, num_blocks=1000)
+    answers(engine, requests_of(params))
+    before = engine.stats().prefix_cache_hits
+    assert answers(engine, requests_of(params)) == alone
+    prompt_tokens = sum(len(request.prompt) for request in requests_of(params))
+    assert engine.stats().prefix_cache_hits - before > prompt_tokens / 2
+
+
+@pytest.mark.parametrize("caching", [True, False])
+def test_preemption(loaded: LoadedModel, params: dict[str, Any], alone: Answers, caching: bool) -> None:
+    settings = {"max_model_len": 80, "watermark": 0.0, "max_num_batched_tokens": 32, "enable_prefix_caching": caching}
+    # With a window of 12 tokens a sequence holds few blocks for long.
+    num_blocks = 21 if loaded.config.sliding_window is None else 14
+    engine = tiny_engine(loaded, num_blocks=num_blocks, **settings)
+    assert answers(engine, requests_of(params)) == alone
+    assert engine.stats().num_preemptions > 0
+
+
+@pytest.mark.parametrize("block_size", [1, 64])
+def test_block_sizes(loaded: LoadedModel, params: dict[str, Any], alone: Answers, block_size: int) -> None:
+    engine = tiny_engine(loaded, block_size=block_size, num_blocks=2400 // block_size)
+    assert answers(engine, requests_of(params)) == alone
+
+
+def test_forks_sample_what_separate_requests_would(loaded: LoadedModel) -> None:
+    """n sequences share prompt blocks and differ in their draws; each is the same with and without a crowd."""
+    prompt = list(range(30))
+    request = Request("n", prompt, SamplingParams(n=4, seed=3, max_tokens=10, ignore_eos=True))
+    quiet = run_all(tiny_engine(loaded, enable_prefix_caching=False), [request])
+    crowd = run_all(tiny_engine(loaded), [*requests_of(SAMPLED), request])
+    for index in range(4):
+        assert ids_of(quiet["n", index]) == ids_of(crowd["n", index])
+    assert len({tuple(ids_of(outputs)) for outputs in quiet.values()}) == 4

@@ -1,0 +1,274 @@
+"""The engine's device path, its kernels interpreted on the CPU where there is no GPU: against the C++ path."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from penjing.core.checkpoint.load import LoadedModel
+from penjing.core.cli import main
+from penjing.core.errors import ConfigError
+from penjing.kernels.dispatch import force_triton_language
+from penjing.serve.engine.config import EngineConfig
+from penjing.serve.engine.engine import LLMEngine
+from penjing.serve.engine.request import Request, SamplingParams
+from penjing.serve.runner.decode_graphs import Captured, DecodeGraphs, GraphMemory, Tensors, bucket_sizes
+from penjing.serve.runner.device_runner import DeviceRunner, _scores
+from tests.kernels.gpu.conftest import repair_interpreter
+from tests.serve.tiny import ids_of, run_all, tiny_engine, tiny_model
+
+pytest.importorskip("triton")
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+SETTINGS = {"block_size": 4, "num_blocks": 40, "max_num_batched_tokens": 16, "max_num_sequences": 4}
+
+
+@pytest.fixture(autouse=True)
+def kernels() -> Iterator[None]:
+    """The Triton language's kernels, interpreted where there is no GPU."""
+    if DEVICE == "cuda":
+        yield
+        return
+    repair_interpreter()
+    with force_triton_language():
+        yield
+
+
+def device_engine(loaded: LoadedModel, **settings: Any) -> LLMEngine:
+    """An engine on the device's path, in float32 (the interpreter's bfloat16 is wrong), without graphs."""
+    engine = tiny_engine(loaded, **SETTINGS | settings)
+    engine.runner = DeviceRunner(loaded.model, engine.config.model_copy(update={"cuda_graphs": False}), DEVICE)
+    return engine
+
+
+def answers(engine: LLMEngine, prompts: list[list[int]], **params: Any) -> list[list[int]]:
+    sampling = SamplingParams(**{"temperature": 0, "max_tokens": 2, "ignore_eos": True} | params)
+    outputs = run_all(engine, [Request(str(i), prompt, sampling) for i, prompt in enumerate(prompts)])
+    return [ids_of(outputs[str(i), 0]) for i in range(len(prompts))]
+
+
+def record(engine: LLMEngine) -> list[torch.Tensor]:
+    """Logits of every row that is asked for, in order; makes the engine ask for all of them."""
+    found: list[torch.Tensor] = []
+    run = engine.runner.run
+
+    def recorded(batch: Any, top: int = 0) -> Any:
+        scores, ready = run(batch, 0)
+        assert scores.logits_RV is not None
+        found.extend(torch.from_numpy(scores.logits_RV.copy()))
+        return scores, ready
+
+    engine.runner.run = recorded  # type: ignore[method-assign]
+    return found
+
+
+PROMPTS = [list(range(40, 61)), [7]]  # the first takes two chunks
+
+
+@pytest.mark.parametrize(
+    ("changes", "settings"),
+    [
+        ({"int8": True, "qk_norm": True, "attention_bias": True}, {"kv_dtype": "int8"}),
+        ({"sliding_window": 6, "tie_word_embeddings": True}, {}),
+        ({"int8": True, "model_type": "penjing", "mlp_hadamard": 16}, {}),
+    ],
+    ids=["int8 weights and cache, head norms, biases", "float, window, tied", "a Hadamard transform"],
+)
+def test_logits_are_those_of_the_cpu_path(changes: dict[str, Any], settings: dict[str, Any]) -> None:
+    loaded = tiny_model(**changes)
+    expected_engine = tiny_engine(loaded, **SETTINGS | settings)
+    expected = record(expected_engine)
+    tokens = answers(expected_engine, PROMPTS)
+    engine = device_engine(loaded, **settings)
+    found = record(engine)
+    assert answers(engine, PROMPTS) == tokens
+    # A sum in another order may move a value across a rounding of INT8: one code of 127.
+    atol = 0.05 if changes.get("int8") else 1e-4
+    torch.testing.assert_close(torch.stack(found), torch.stack(expected), rtol=0, atol=atol)
+
+
+class FakeGraph:
+    """Stands for a CUDA graph: what is captured runs at once, and again into the same tensors at each replay."""
+
+    def __init__(self) -> None:
+        self.captures = self.replays = 0
+
+    def capture(self, run: Callable[[], Tensors]) -> Captured:
+        self.captures += 1
+        results = run()
+
+        def replay() -> None:
+            self.replays += 1
+            for kept, new in zip(results, run(), strict=True):
+                kept.copy_(new)
+
+        return Captured(replay, results)
+
+
+def test_bits_depend_on_nothing_else_and_graphs_change_none() -> None:
+    """Alone or together, whole or in chunks, launched or replayed in a padded batch: equal logits, bit by bit."""
+    loaded = tiny_model(int8=True, num_hidden_layers=1)
+    prompts = [PROMPTS[0][:18], [7], [200, 201]]
+    alone: list[torch.Tensor] = []
+    for prompt in prompts:
+        engine = device_engine(loaded, max_num_batched_tokens=32)
+        found = record(engine)
+        answers(engine, [prompt], max_tokens=3)
+        alone.append(torch.stack(found))
+    engine = device_engine(loaded)
+    assert isinstance(engine.runner, DeviceRunner)
+    fake = FakeGraph()
+    engine.runner.capture_decode(4, fake.capture)
+    assert fake.captures == 3  # 1, 2 and 4
+    found = record(engine)
+    answers(engine, prompts, max_tokens=3)
+    assert fake.replays == 2  # three sequences in a batch of four, twice
+    unmatched = [row for rows in alone for row in rows]
+    assert len(found) == len(unmatched)
+    for row in found:
+        matching = [i for i, other in enumerate(unmatched) if torch.equal(row, other)]
+        assert matching, "a row's bits depend on its batch"
+        del unmatched[matching[0]]
+
+
+def test_half_precision_is_near() -> None:
+    loaded = tiny_model(int8=True, num_hidden_layers=1)
+    expected_engine = tiny_engine(loaded, **SETTINGS)
+    expected = record(expected_engine)
+    answers(expected_engine, PROMPTS[1:2], max_tokens=1)
+    engine = tiny_engine(loaded, **SETTINGS)
+    config = engine.config.model_copy(update={"dtype": "float16", "kv_dtype": "float16"})
+    engine.runner = DeviceRunner(loaded.model, config.model_copy(update={"cuda_graphs": False}), DEVICE)
+    assert engine.runner.kv_pool.dtype == torch.float16
+    found = record(engine)
+    answers(engine, PROMPTS[1:2], max_tokens=1)
+    assert (found[0] - expected[0]).abs().max() < 0.1 * expected[0].abs().max()
+
+
+def test_sampled_answers_take_the_largest_logits_alone() -> None:
+    loaded = tiny_model(int8=True, num_hidden_layers=1)
+    params = {"temperature": 1.0, "top_k": 5, "seed": 3, "max_tokens": 2}
+    expected = answers(tiny_engine(loaded, **SETTINGS), PROMPTS[1:], **params)
+    engine = device_engine(loaded)
+    tops: list[int] = []
+    run = engine.runner.run
+    engine.runner.run = lambda batch, top=0: (tops.append(top), run(batch, top))[1]  # type: ignore[method-assign]
+    assert answers(engine, PROMPTS[1:], **params) == expected
+    assert min(tops) > 5
+
+
+def test_other_models_run_layer_by_layer() -> None:
+    moe = {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 16}
+    loaded = tiny_model(moe=moe, num_hidden_layers=1)
+    expected_engine = tiny_engine(loaded, **SETTINGS)
+    expected = record(expected_engine)
+    answers(expected_engine, PROMPTS[1:2], max_tokens=2)
+    engine = device_engine(loaded)
+    found = record(engine)
+    answers(engine, PROMPTS[1:2], max_tokens=2)
+    torch.testing.assert_close(torch.stack(found), torch.stack(expected), rtol=0, atol=1e-4)
+
+
+def test_largest_logits_come_in_order_of_id_where_equal_and_nan_first() -> None:
+    logits = torch.tensor([[1.0, 3.0, 3.0, 2.0], [0.0, 5.0, torch.nan, 5.0]])
+    ids = logits.argmax(1, keepdim=True)
+    values = logits.gather(1, ids)
+    assert _scores(logits, values, ids, 1).ids_RK.tolist() == [[1], [2]]
+    assert _scores(logits, values, ids, 1).finite_rows() == [True, False]
+    found = _scores(logits, values, ids, 3)
+    assert found.logits_RV is None
+    assert found.ids_RK.tolist() == [[1, 2, 3], [2, 1, 3]]
+    assert found.finite_rows() == [True, False]
+    wide = _scores(logits, values, ids, 6)
+    assert wide.ids_RK[0].tolist() == [1, 2, 3, 0, -1, -1]
+    assert wide.values_RK[0, -1] == float("-inf")
+    assert _scores(logits, values, ids, 0).logits_RV is not None
+    assert _scores(logits[:0], values[:0], ids[:0], 1).ids_RK.shape == (0, 1)
+
+
+def test_buckets() -> None:
+    assert bucket_sizes(1) == [1]
+    assert bucket_sizes(6) == [1, 2, 4, 6]
+    assert bucket_sizes(1000) == [1, 2, 4, 8, 16, 32, 64, 128, 256]
+    order: list[int] = []
+
+    def decode(size: int) -> Tensors:
+        order.append(size)
+        return (torch.zeros(size),)
+
+    graphs = DecodeGraphs(decode, 6, FakeGraph().capture)
+    assert order == [6, 4, 2, 1]
+    assert [graphs.bucket(n) for n in (1, 3, 4, 5, 6, 7)] == [1, 4, 4, 6, 6, None]
+    assert len(graphs.replay(4)[0]) == 4
+
+
+def test_capture_warms_up_on_a_side_stream_and_shares_one_pool(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The order of calls that torch documents for capture; torch.cuda itself cannot run here."""
+    calls: list[str] = []
+
+    class Stream:
+        def wait_stream(self, other: Stream) -> None:
+            calls.append("wait")
+
+    class Graph:
+        def replay(self) -> None:
+            calls.append("replay")
+
+    @contextmanager
+    def within(name: str) -> Iterator[None]:
+        calls.append(name)
+        yield
+        calls.append(f"end {name}")
+
+    current = Stream()
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: current)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: within("side"))
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: "pool")
+    monkeypatch.setattr(torch.cuda, "graph", lambda graph, pool: within(f"capture in {pool}"))
+    memory = GraphMemory()
+    captured = memory.capture(lambda: (calls.append("run"), (torch.ones(1),))[1])
+    captured.replay()
+    side = ["wait", "side", "run", "run", "end side", "wait"]
+    assert calls == [*side, "capture in pool", "run", "end capture in pool", "replay"]
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="there is a GPU")
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"device": "cuda"}, r"device=cuda cannot run here: no CUDA device; set device=cpu"),
+        ({"dtype": "bfloat16"}, r"dtype=bfloat16 with device=cpu"),
+        ({"kv_dtype": "float16"}, r"kv_dtype=float16 on device=cpu with dtype=float32"),
+    ],
+)
+def test_settings_that_do_not_fit_the_machine(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        tiny_engine(**settings)
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="there is a GPU")
+def test_auto_is_the_cpu_without_a_gpu() -> None:
+    config: EngineConfig = tiny_engine(device="auto").config
+    assert (config.device, config.dtype, config.kv_dtype) == ("cpu", "float32", "float32")
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="there is a GPU")
+@pytest.mark.parametrize("command", [["generate", "MODEL", "hi"], ["bench", "engine", "MODEL"], ["serve", "MODEL"]])
+def test_the_command_line_says_that_there_is_no_gpu(
+    command: list[str], tiny_checkpoint: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = [str(tiny_checkpoint) if word == "MODEL" else word for word in command]
+    monkeypatch.setattr(sys, "argv", ["penjing", *words, "--device", "cuda"])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code not in (0, None)
+    error = capsys.readouterr().err
+    assert error.startswith("error: device=cuda cannot run here: no CUDA device")
+    assert error.count("\n") == 1

@@ -1,0 +1,193 @@
+from __future__ import annotations
+
+import json
+import math
+import socket
+import urllib.request
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from penjing.core.errors import SetupError
+from penjing.core.models.decoder import Decoder
+from penjing.train.monitor.alarms import AlarmConfig, AlarmError, Alarms
+from penjing.train.monitor.flops import forward_flops, peak_flops
+from penjing.train.monitor.monitor import ActivationRanges, Monitor, MonitorConfig, open_sinks
+from penjing.train.monitor.sinks import JsonLines, Prometheus, Record, TensorBoard
+from penjing.train.objective.objective import CrossEntropy
+from tests.conftest import tiny_config
+from tests.train.conftest import token_batch
+
+
+class Kept:
+    def __init__(self) -> None:
+        self.records: list[Record] = []
+
+    def write(self, record: Record) -> None:
+        self.records.append(record)
+
+    def close(self) -> None: ...
+
+
+def values(loss: float) -> Record:
+    return {"loss": loss, "gradient_norm": 1.0, "learning_rate": 1e-3}
+
+
+def test_records_carry_rates_every_so_often() -> None:
+    kept = Kept()
+    monitor = Monitor(Alarms(AlarmConfig()), [kept], every=3, unit="tokens", flops_per_unit=2.0, peak_flops=1e6)
+    monitor.start(0, 7)
+    for step in range(1, 8):
+        monitor.on_step(step, 7, values(1.0), 50, 0.0, False)
+    assert [record["step"] for record in kept.records] == [1, 3, 6, 7]
+    record = kept.records[-1]
+    assert record["tokens_per_s"] * record["step_s"] == pytest.approx(50, rel=1e-6)
+    assert record["mfu"] == pytest.approx(3 * 2.0 * record["tokens_per_s"] / 1e6)
+    assert 0 < record["memory_share"] < 1
+
+
+def test_time_in_evaluation_is_not_time_of_steps() -> None:
+    import time
+
+    kept = Kept()
+    monitor = Monitor(Alarms(AlarmConfig()), [kept], every=2)
+    monitor.start(0, 2)
+    paused_at = monitor.pause()
+    time.sleep(0.2)
+    monitor.resume(paused_at)
+    monitor.on_step(2, 2, values(1.0), 1, 0.0, False)
+    assert kept.records[0]["step_s"] < 0.1
+
+
+def test_json_lines_drop_what_is_done_again(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    sink = JsonLines(path)
+    for step in (1, 2, 3):
+        sink.write({"step": step, "loss": 0.5})
+    sink.close()
+    with open(path, "a") as file:
+        file.write('{"step": 4, "lo')  # killed while writing
+    sink = JsonLines(path, first_step=2)
+    sink.write({"step": 3, "loss": 0.25})
+    sink.close()
+    assert [json.loads(line) for line in path.read_text().splitlines()] == [
+        {"step": 1, "loss": 0.5}, {"step": 2, "loss": 0.5}, {"step": 3, "loss": 0.25},
+    ]  # fmt: skip
+
+
+def test_values_that_json_lacks_become_null() -> None:
+    kept = Kept()
+    monitor = Monitor(Alarms(AlarmConfig(nonfinite="log")), [kept], every=1)
+    monitor.on_step(1, 9, values(math.nan), 1, 0.0, False)
+    assert kept.records[0]["loss"] is None
+
+
+def test_tensorboard_reads_what_was_written(tmp_path: Path) -> None:
+    sink = TensorBoard(tmp_path)
+    for step in (1, 2):
+        sink.write({"step": step, "loss": 1.0 / step, "precision": "bf16", "eval/loss": 3.0})
+    sink.close()
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(tmp_path))
+    events.Reload()
+    assert [(event.step, event.value) for event in events.Scalars("train/loss")] == [(1, 1.0), (2, 0.5)]
+    assert set(events.Tags()["scalars"]) == {"train/loss", "eval/loss"}
+
+
+def test_prometheus_serves_the_newest_record() -> None:
+    sink = Prometheus(0)
+    sink.write({"step": 3, "loss": 1.5, "precision": "bf16"})
+    sink.write({"step": 4, "loss": 1.25, "eval/loss": 2.0})
+    with urllib.request.urlopen(f"http://127.0.0.1:{sink.port}/metrics", timeout=10) as answer:
+        text = answer.read().decode()
+    sink.close()
+    assert "penjing_train_loss 1.25\n" in text
+    assert "# TYPE penjing_train_eval_loss gauge" in text
+
+
+def test_a_port_in_use_is_named(tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(SetupError, match=f"monitor.prometheus_port = {port}: .*choose another port"):
+            open_sinks(tmp_path, MonitorConfig(tensorboard=False, prometheus_port=port), 0)
+
+
+def test_a_loss_spike_rings_and_can_stop() -> None:
+    def run(action: str) -> Kept:
+        kept = Kept()
+        monitor = Monitor(Alarms(AlarmConfig(loss_spike=action)), [kept], every=100)  # type: ignore[arg-type]
+        for step in range(2, 60):
+            monitor.on_step(step, 1000, values(2.0 + 0.01 * (step % 3)), 1, 0.0, False)
+        monitor.on_step(60, 1000, values(5.0), 1, 0.0, False)
+        return kept
+
+    alarm = run("log").records[-1]
+    assert (alarm["step"], alarm["alarm"]) == (60, "loss_spike")
+    assert run("off").records == []
+    with pytest.raises(AlarmError, match=r"loss_spike at step 60: the loss 5.0000 is above"):
+        run("stop")
+
+
+def test_slow_alarms_need_patience() -> None:
+    alarms = Alarms(AlarmConfig(patience=3, memory="stop"))
+    full, idle = {"memory_share": 0.9, "gpu_use": 0.5, "io_wait": 0.0}, {"memory_share": 0.2, "gpu_use": 0.9}
+    assert [len(alarms.on_record(record)) for record in (full, full, idle, full, full, full, full)] == [
+        0,
+        0,
+        0,
+        0,
+        0,
+        2,
+        0,
+    ]
+    rung = Alarms(AlarmConfig(patience=1)).on_record({"io_wait": 0.2})
+    assert [(alarm.name, alarm.action, alarm.message) for alarm in rung] == [
+        ("io_wait", "log", "io_wait is 20%, above 5% for 1 records")
+    ]
+
+
+def test_alarms_remember_across_a_checkpoint() -> None:
+    alarms = Alarms(AlarmConfig())
+    for step in range(30):
+        alarms.on_step(1.0 + 0.01 * (step % 2), False)
+    other = Alarms(AlarmConfig())
+    other.load_state_dict(alarms.state_dict())
+    assert [alarm.name for alarm in other.on_step(2.0, False)] == ["loss_spike"]
+
+
+def test_activation_ranges_are_those_of_the_blocks() -> None:
+    model = Decoder(tiny_config())
+    outputs: list[torch.Tensor] = []
+    handle = model.model.layers[1].register_forward_hook(lambda *seen: outputs.append(seen[2]))
+    with ActivationRanges(model) as ranges:
+        model(torch.arange(6).view(1, 6))
+    handle.remove()
+    assert ranges.values["activation/model.layers.1/amax"] == pytest.approx(outputs[0].abs().max().item())
+    assert ranges.values["activation/model.layers.1/rms"] == pytest.approx(outputs[0].square().mean().sqrt().item())
+    model(torch.arange(6).view(1, 6))
+    assert len(ranges.values) == 4
+
+
+def test_flops_are_those_of_the_formula() -> None:
+    config = tiny_config()
+    model, batch = Decoder(config), token_batch(2, 16, 0)
+    linear = sum(p.numel() for name, p in model.named_parameters() if p.dim() == 2)  # tied: the head is the embedding
+    attention = config.num_hidden_layers * 2 * 2 * 16 * config.num_attention_heads * config.head_dim
+    assert forward_flops(model, CrossEntropy(), batch) == 32 * (2 * linear + attention)
+    assert model.training
+
+
+def test_counting_flops_leaves_statistics_alone() -> None:
+    model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.Flatten(), nn.Linear(8, 3))
+    before = [buffer.clone() for buffer in model.buffers()]
+    batch = {"images": torch.randn(2, 1, 4, 4), "targets": torch.tensor([0, 1])}
+    assert forward_flops(model, CrossEntropy("images"), batch) == 2 * 2 * (4 * 9 * 2 + 8 * 3)
+    assert all(torch.equal(a, b) for a, b in zip(before, model.buffers(), strict=True))
+    peak, origin = peak_flops(torch.device("cpu"), torch.float32)
+    assert peak > 1e9
+    assert "measured here in float32" in origin

@@ -1,0 +1,123 @@
+from __future__ import annotations
+
+import errno
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from penjing.core.errors import InputError, SetupError
+from penjing.train.parallel.world import World
+from penjing.train.state import checkpoint
+from penjing.train.state.checkpoint import Checkpoints, ShardedCheckpoints
+from penjing.train.state.state import join_tree, split_tree
+
+ALL = (slice(0, 3),)
+
+
+def tree(value: float) -> dict[str, Any]:
+    return {
+        "weights": {"a": torch.full((3,), value), "b": torch.ones(2, 2, dtype=torch.bfloat16)},
+        "scale": {"value": 1.5, "on": True, "none": None, "name": "x"},
+        "list": [1, {"step": torch.tensor(4.0)}],
+    }
+
+
+def test_a_tree_survives_as_tensors_and_json() -> None:
+    tensors, plain = split_tree(tree(2.0))
+    back = join_tree(tensors, json.loads(json.dumps(plain)))
+    assert back["scale"] == tree(2.0)["scale"]
+    assert torch.equal(back["weights"]["a"], torch.full((3,), 2.0))
+    assert back["list"][1]["step"] == 4.0
+    with pytest.raises(TypeError, match="x/y: a set cannot be saved"):
+        split_tree({"x": {"y": {1}}})
+
+
+def test_the_newest_is_found_and_the_oldest_go(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path, keep=2)
+    for step in (5, 10, 15):
+        checkpoints.save(step, tree(float(step)))
+    checkpoints.wait()
+    assert checkpoints.steps() == [10, 15]
+    assert (tmp_path / "latest").read_text() == "step-000000015\n"
+    found = checkpoints.load_newest()
+    assert found is not None
+    assert found[0] == 15
+    assert found[1]["weights"]["a"][ALL].tolist() == [15.0] * 3
+    assert found[1]["weights"]["b"][slice(1, 2), slice(0, 2)].dtype == torch.bfloat16
+    assert found[1]["list"][1]["step"][()] == 4.0
+    assert Checkpoints(tmp_path / "nothing").load_newest() is None
+
+
+def test_what_is_saved_is_the_state_at_the_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import threading
+
+    gate = threading.Event()
+    real = checkpoint.save_file
+    monkeypatch.setattr(checkpoint, "save_file", lambda *args: (gate.wait(10), real(*args))[1])
+    checkpoints = Checkpoints(tmp_path)
+    state = tree(1.0)
+    checkpoints.save(1, state)
+    assert checkpoints.steps() == []  # still being written, and nothing under the final name
+    state["weights"]["a"].zero_()
+    gate.set()
+    checkpoints.wait()
+    assert Checkpoints.load(checkpoints.path(1))[1]["weights"]["a"][ALL].tolist() == [1.0] * 3
+
+
+@pytest.mark.parametrize("damage", ["truncate", "flip", "no seal", "no tree"])
+def test_a_damaged_one_is_passed_over(tmp_path: Path, damage: str) -> None:
+    checkpoints = Checkpoints(tmp_path)
+    for step in (1, 2):
+        checkpoints.save(step, tree(float(step)), wait=True)
+    newest = checkpoints.path(2)
+    tensors = newest / "state.safetensors"
+    if damage == "truncate":
+        tensors.write_bytes(tensors.read_bytes()[:-5])
+    elif damage == "flip":
+        data = bytearray(tensors.read_bytes())
+        data[-1] ^= 1
+        tensors.write_bytes(data)
+    else:
+        (newest / {"no seal": "complete.json", "no tree": "state.json"}[damage]).unlink()
+    notes: list[str] = []
+    found = checkpoints.load_newest(notes.append)
+    assert found is not None
+    assert found[0] == 1
+    assert len(notes) == 1
+    assert str(newest) in notes[0]
+    with pytest.raises(InputError):
+        Checkpoints.load(newest)
+    checkpoints.save(2, tree(9.0), wait=True)  # the damaged one makes room
+    assert Checkpoints.load(newest)[1]["weights"]["a"][ALL].tolist() == [9.0] * 3
+
+
+def test_a_full_disk_is_one_error_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(tensors: object, path: Path) -> None:
+        path.write_bytes(b"half")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    checkpoints = Checkpoints(tmp_path)
+    checkpoints.save(1, tree(1.0), wait=True)
+    monkeypatch.setattr(checkpoint, "save_file", full)
+    checkpoints.save(2, tree(2.0))
+    with pytest.raises(SetupError, match=r"cannot write .*step-000000002: the disk is full; free some space"):
+        checkpoints.wait()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step-000000001"]
+    assert (tmp_path / "latest").read_text() == "step-000000001\n"
+
+
+def test_a_process_that_does_not_write_its_part_is_waited_for_ten_times_parallel_timeout(tmp_path: Path) -> None:
+    class Lonely(World):
+        def barrier(self) -> None:
+            pass
+
+    checkpoints = ShardedCheckpoints(tmp_path, 3, Lonely(0, 2), timeout_s=0.2)
+    began = time.monotonic()
+    with pytest.raises(SetupError, match=r"state-00001\.json was not written within 2 s \(10 × parallel\.timeout\)"):
+        checkpoints.save(4, {"weight": torch.ones(3)}, wait=True)
+    assert time.monotonic() - began >= 2
+    assert checkpoints.load_newest() is None

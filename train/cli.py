@@ -1,0 +1,113 @@
+"""`penjing train RECIPE | simulate | plan`: flags here, the work in penjing.train, imported when it is needed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from penjing.core.cli_shared import Force, Json, Overrides, RecipeOrCommand, write_json
+
+train_app = typer.Typer(
+    cls=RecipeOrCommand,
+    help="Train: `penjing train RECIPE` (short for `penjing train run RECIPE`), or plan a run on many GPUs.",
+    no_args_is_help=True,
+)
+Recipe = Annotated[Path, typer.Argument(help="A TOML recipe; see `recipes/`.", show_default=False)]
+
+
+@train_app.command("run")
+def train(
+    recipe: Recipe,
+    overrides: Overrides = None,
+    resume: Annotated[
+        str, typer.Option(help="`auto`: from the newest intact checkpoint, if any; or a checkpoint's path.")
+    ] = "never",
+    profile: Annotated[bool, typer.Option("--profile", help="Record a few steps with torch's profiler.")] = False,
+    force: Force = False,
+    launch: Annotated[
+        int | None,
+        typer.Option(help="Processes to start on this machine, by torchrun; see [parallel].", show_default=False),
+    ] = None,
+) -> None:
+    """Train a model as a recipe says: a checkpoint folder, and beside it FOLDER-run with metrics and training state.
+
+    Examples:
+
+    - `penjing train recipes/decoder-tiny.toml --set steps=200 --set precision.mode=fp32`
+    - `penjing train recipes/decoder-tiny.toml --resume auto` goes on after Ctrl-C, a kill or a crash
+    - `penjing train recipes/resnet-fashion.toml --launch 2` shares the batch between two processes
+    - `penjing train recipes/decoder-tiny.toml --set parallel.pp=2 --set parallel.zero=3 --launch 4` shares the model
+    - `torchrun --nnodes 4 --nproc-per-node 8 … -m penjing.train recipes/decoder-tiny.toml` runs on many nodes
+    - `tensorboard --logdir build/decoder-tiny-run` shows the curves
+    """
+    if launch is not None:
+        from penjing.train.launch.launch import launch as start
+
+        flags = ["--resume", resume] * (resume != "never") + ["--profile"] * profile + ["--force"] * force
+        raise typer.Exit(start(launch, recipe, overrides or [], flags))
+    from penjing.core.progress import progress_bar
+    from penjing.train.run import train as run
+
+    with progress_bar() as progress:
+        run(recipe, overrides or [], resume=resume, force=force, profile=profile, progress=progress)
+
+
+@train_app.command("simulate")
+def simulate(
+    recipe: Recipe,
+    stages: Annotated[int, typer.Option(min=1, help="Ranks of the pipeline.")],
+    schedule: Annotated[str, typer.Option(help="gpipe, 1f1b, interleaved, zb, zbv or dualpipev.")] = "1f1b",
+    micro_batches: Annotated[int | None, typer.Option(min=1, help="Of a step; 4 for each rank by default.")] = None,
+    chunks: Annotated[int | None, typer.Option(min=1, help="Model chunks of a rank: interleaved and zb.")] = None,
+    device: Annotated[str, typer.Option(help="Turns FLOPs into seconds: a100, h100, h200 or l40s.")] = "h100",
+    measure: Annotated[bool, typer.Option("--measure", help="Time the layers on this machine instead.")] = False,
+    out: Annotated[Path | None, typer.Option(help="Draw the timeline into this SVG.")] = None,
+    overrides: Overrides = None,
+    json_file: Json = None,
+) -> None:
+    """Simulate a pipeline schedule on the recipe's layers: bubble, seconds, activations; needs no GPU.
+
+    Example: `penjing train simulate recipes/decoder-1b.toml --stages 32 --schedule interleaved --out timeline.svg`
+    """
+    from penjing.core.progress import print_table, progress_bar
+    from penjing.train.plan.simulation import simulate_recipe
+
+    with progress_bar() as progress:
+        result = simulate_recipe(
+            recipe, overrides, stages=stages, schedule=schedule, micro_batches=micro_batches, chunks=chunks,
+            device=device, measure=measure, out=out, progress=progress,
+        )  # fmt: skip
+    print_table(result)
+    write_json(result, json_file)
+
+
+@train_app.command("plan")
+def plan(
+    recipe: Recipe,
+    gpus: Annotated[int, typer.Option(help="GPUs of the cluster.")],
+    memory: Annotated[str, typer.Option(help="Of a GPU, for example 80GiB.")],
+    gpus_per_node: Annotated[int, typer.Option(help="GPUs of a node, joined by its fast links.")] = 8,
+    device: Annotated[str, typer.Option(help="a100, h100, h200 or l40s.")] = "h100",
+    out: Annotated[Path | None, typer.Option("--out", help="Write the best as a recipe into this TOML.")] = None,
+    overrides: Overrides = None,
+    json_file: Json = None,
+) -> None:
+    """Search mesh, ZeRO, micro-batch and recomputation for a cluster by predicted time and memory; needs no GPU.
+
+    Example: `penjing train plan recipes/decoder-1b.toml --gpus 64 --memory 80GiB --out build/decoder-1b-64.toml`
+    """
+    from penjing.train.plan.planner import as_rows, plan_recipe, print_plan
+
+    found = plan_recipe(
+        recipe, overrides, gpus=gpus, memory=memory, gpus_per_node=gpus_per_node, device=device, out=out
+    )
+    print_plan(found, memory, device)
+    write_json(as_rows(found), json_file)
+    if out is not None:
+        each = min(gpus, gpus_per_node)
+        launch = (
+            f"torchrun --nnodes {gpus // each} --nproc-per-node {each} --rdzv-backend c10d --rdzv-endpoint HOST:29500"
+        )
+        typer.echo(f"next: {launch} -m penjing.train {out}", err=True)

@@ -1,0 +1,189 @@
+"""The task of training an image classifier."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from penjing.core.checkpoint.classifier import VisionConfig, load_vision_checkpoint, save_vision_checkpoint
+from penjing.core.errors import ConfigError, InputError
+from penjing.core.models.resnet import Block, ResNet
+from penjing.core.models.resnet_config import ResNetConfig, cifar_resnet, imagenet_resnet
+from penjing.core.progress import Progress
+from penjing.train.data.fashion import CLASSES, load_fashion
+from penjing.train.data.images import ImageSet, ImageStream, held_out_images
+from penjing.train.data.stream import Stream
+from penjing.train.objective.objective import Batch, CrossEntropy, TaskObjective
+from penjing.train.parallel.world import World
+from penjing.train.recipe import FashionData, ResNetModel, RunRecipe
+from penjing.train.state.state import check_finite
+
+_EVALUATION_BATCH = 500
+
+
+class ImageClassification:
+    """A ResNet on Fashion-MNIST.
+
+    Args:
+        model: a recipe's section: classes, size and normalisation are those of the training images; or the config of a
+            ready model, whose weights are those of `recipe.initial` and which keeps its normalisation.
+    """
+
+    unit = "images"
+
+    def __init__(
+        self, recipe: RunRecipe, model: ResNetModel | VisionConfig, data: FashionData, progress: Progress
+    ) -> None:
+        self._recipe = recipe
+        self._data = data
+        self._train, self._test = load_fashion("train", progress), load_fashion("test", progress)
+        self.checkpoint = _fitting(model, self._train) if isinstance(model, VisionConfig) else _new(model, self._train)
+        self.config = self.checkpoint.model
+        self._mean, self._std = (np.array(x, np.float32) for x in (self.checkpoint.mean, self.checkpoint.std))
+        self.objective: TaskObjective = CrossEntropy("images", recipe.objective.label_smoothing, accuracy=True)
+
+    def build_model(self) -> nn.Module:
+        """See `Task`; convolutions with channels last, which a CPU computes 1.2× faster in bfloat16."""
+        model = ResNet(self.config)
+        convolutions = [module for module in model.modules() if isinstance(module, nn.Conv2d)]
+        if not any(_overruns(convolution) for convolution in convolutions):
+            for module in convolutions:  # not model.to(), which the tensors without data of preflight refuse
+                module.weight = nn.Parameter(module.weight.detach().contiguous(memory_format=torch.channels_last))
+        return model
+
+    def initialize(self, model: nn.Module) -> None:
+        """See `Task`."""
+        torch.manual_seed(self._recipe.seed)
+        initialize_resnet(model)
+        if self._recipe.initial is not None:
+            _load_initial(model, self._recipe.initial, self.config)
+
+    def weights(self) -> None:
+        """See `Task`."""
+
+    def example(self, micro_batch: int) -> Batch:
+        """See `Task`."""
+        return next(iter(self.stream(micro_batch, World(size=self._data.batch_size // micro_batch))))
+
+    def stream(self, micro_batch: int, world: World) -> Stream:
+        """See `Task`."""
+        return ImageStream(
+            self._train,
+            self._mean,
+            self._std,
+            batch_size=self._data.batch_size,
+            micro_batch=micro_batch,
+            rank=world.rank,
+            world_size=world.size,
+            seed=self._recipe.seed,
+            pad=self._data.pad,
+            flip=self._data.flip,
+            erase=self._data.erase,
+        )
+
+    def held_out(self, micro_batch: int, world: World) -> Iterator[Batch]:
+        """See `Task`: the first `evaluation.samples` test images."""
+        return held_out_images(
+            self._test.first(self._recipe.evaluation.samples),
+            self._mean,
+            self._std,
+            batch=_EVALUATION_BATCH,
+            rank=world.rank,
+            world_size=world.size,
+        )
+
+    def after_update(self, model: nn.Module, world: World) -> tuple[Callable[[int], None], ...]:
+        """See `Task`: nothing."""
+        return ()
+
+    def export(self, model: nn.Module, folder: Path, created_by: dict[str, Any]) -> None:
+        """See `Task`."""
+        save_vision_checkpoint(folder, self.checkpoint, model, created_by)
+
+    def next_command(self, folder: Path) -> str:
+        """See `Task`."""
+        return f"tensorboard --logdir {self._recipe.run_folder}" if self._recipe.monitor.tensorboard else ""
+
+
+def _overruns(convolution: nn.Conv2d) -> bool:
+    """With channels last, oneDNN (torch 2.13, AVX2 alone) writes past the end of its weights' gradient."""
+    return convolution.kernel_size == (1, 1) and convolution.stride != (1, 1) and convolution.in_channels < 8
+
+
+@torch.no_grad()
+def initialize_resnet(model: nn.Module) -> None:
+    """He's normal weights; the last norm of each residual starts at zero, so that blocks start as their shortcuts.
+
+    https://arxiv.org/abs/1502.01852, https://arxiv.org/abs/1706.02677 section 5.1.
+    """
+    for module in model.modules():
+        if isinstance(module, nn.Conv2d):
+            nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
+        elif isinstance(module, nn.BatchNorm2d):
+            module.reset_parameters()
+        elif isinstance(module, nn.Linear):
+            nn.init.normal_(module.weight, 0.0, 0.01)
+            nn.init.zeros_(module.bias)
+    for module in model.modules():
+        if isinstance(module, Block):
+            last = module.layers[-1].norm
+            assert isinstance(last, nn.BatchNorm2d)
+            nn.init.zeros_(last.weight)
+
+
+def _new(model: ResNetModel, data: ImageSet) -> VisionConfig:
+    mean, std = data.statistics()
+    _, channels, height, width = data.images.shape
+    return VisionConfig(
+        model=_resnet_config(model, data.num_classes, channels),
+        image_size=(height, width),
+        mean=tuple(float(value) for value in mean),
+        std=tuple(float(value) for value in std),
+        labels=CLASSES,
+    )
+
+
+def _fitting(config: VisionConfig, data: ImageSet) -> VisionConfig:
+    """`config`, if it fits the data.
+
+    Raises:
+        InputError: other classes, channels or sizes.
+    """
+    wanted = {
+        "classes": (config.model.num_classes, data.num_classes),
+        "channels": (config.model.in_channels, data.images.shape[1]),
+        "image size": (config.image_size, data.images.shape[2:]),
+    }
+    for name, (ours, theirs) in wanted.items():
+        if ours != theirs:
+            raise InputError(f"the model has {name} {ours}, the data {theirs}; give the data that it was trained on")
+    return config
+
+
+def _resnet_config(model: ResNetModel, num_classes: int, in_channels: int) -> ResNetConfig:
+    try:
+        if model.variant == "cifar":
+            return cifar_resnet(model.depth, num_classes, width=model.width, in_channels=in_channels)
+        return imagenet_resnet(
+            model.depth,
+            num_classes,
+            groups=model.groups,
+            width_per_group=model.width_per_group,
+            in_channels=in_channels,
+        )
+    except ValueError as error:
+        raise ConfigError(f"model.{error}") from None
+
+
+@torch.no_grad()
+def _load_initial(model: nn.Module, folder: Path, config: ResNetConfig) -> None:
+    given, found = load_vision_checkpoint(folder)
+    if found.model != config:
+        raise InputError(f"initial = {folder} is of another architecture than [model]; make them equal")
+    check_finite(given.state_dict(), f"initial = {folder}")
+    model.load_state_dict(given.state_dict())

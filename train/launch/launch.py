@@ -1,0 +1,57 @@
+"""`penjing train RECIPE --launch N`: torchrun on this machine, with the environment that the processes need."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from penjing.core.config import load_recipe
+from penjing.core.errors import ConfigError
+from penjing.train.parallel.apply import check_recipe
+from penjing.train.plan.preflight import check_run
+from penjing.train.recipe import TrainRecipe, parse_size
+
+
+def launch(num_processes: int, recipe: Path, overrides: list[str], flags: Sequence[str]) -> int:
+    """Run `python -m penjing.train RECIPE --set OVERRIDES FLAGS` in `num_processes` processes here, and wait.
+
+    The cores are shared out between the processes unless OMP_NUM_THREADS is set. Ctrl-C and SIGTERM reach all of them,
+    so that they save their state.
+
+    Returns:
+        The exit status: 0, or that of the process that failed first (128 + the signal that ended it).
+
+    Raises:
+        ConfigError: not even one process, this is one of torchrun's already, the recipe wants another number, or one
+            would need more than its memory.limit.
+    """
+    if num_processes < 1:
+        raise ConfigError(f"--launch {num_processes}: at least 1 process is needed")
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        raise ConfigError("--launch starts torchrun, which has started this process already: leave one of them out")
+    asked = load_recipe(TrainRecipe, recipe, overrides)
+    check_recipe(asked, num_processes)
+    if asked.memory.limit and "--resume" not in flags:  # else each process finds out what is free, or how to go on
+        check_run(asked, num_processes, parse_size(asked.memory.limit))
+    arguments = [str(recipe), *(flag for override in overrides for flag in ("--set", override)), *flags]
+    threads = str(max((os.cpu_count() or 1) // num_processes, 1))
+    command = [sys.executable, "-m", "penjing.train.launch.agent", "--standalone"]
+    process = subprocess.Popen(
+        [*command, "--nproc-per-node", str(num_processes), "-m", "penjing.train", *arguments],
+        env={"OMP_NUM_THREADS": threads} | os.environ,
+        start_new_session=True,  # else Ctrl-C would reach each process twice: from the terminal and from torchrun
+    )
+
+    def forward(number: int, frame: object) -> None:
+        process.send_signal(number)
+
+    before = {number: signal.signal(number, forward) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        return process.wait()
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

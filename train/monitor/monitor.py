@@ -1,0 +1,223 @@
+"""What a run says about itself: records of quantities and rates, passed to sinks and alarms, and a line for the
+user."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import Field
+from torch import nn
+
+from penjing.core.config import Config
+from penjing.core.progress import Progress, Silent, clock
+from penjing.train.monitor.alarms import Alarm, AlarmError, Alarms
+from penjing.train.monitor.memory import memory_use
+from penjing.train.monitor.sinks import JsonLines, Prometheus, Record, Sink, TensorBoard
+from penjing.train.numerics.recompute import blocks
+
+
+class MonitorConfig(Config):
+    """`every`: steps between records; `activations_every`: steps between activation ranges (0: never)."""
+
+    every: int = Field(default=10, ge=1)
+    activations_every: int = Field(default=200, ge=0)
+    tensorboard: bool = True
+    prometheus_port: int | None = Field(default=None, ge=0, le=65535)
+
+
+class Monitor:
+    """Collects one run's steps. Only the main process has sinks and a progress that shows anything.
+
+    Attributes: last: the newest record of training. count, seconds: what this process's run has counted, and the
+        time of its steps, pauses left out.
+    """
+
+    def __init__(
+        self,
+        alarms: Alarms,
+        sinks: Sequence[Sink] = (),
+        *,
+        every: int = 10,
+        activations_every: int = 0,
+        device: torch.device | None = None,
+        unit: str = "tokens",
+        flops_per_unit: float = 0.0,
+        peak_flops: float = math.inf,
+        progress: Progress | None = None,
+    ) -> None:
+        self.alarms = alarms
+        self.every = every
+        self.activations_every = activations_every
+        self._sinks = sinks
+        self._device = device or torch.device("cpu")
+        self._unit = unit
+        self._flops_per_unit = flops_per_unit
+        self._peak_flops = peak_flops
+        self.progress: Progress = progress or Silent()
+        self.last: Record = {}
+        self.count, self.seconds = 0, 0.0
+        self._since = time.perf_counter()
+        self._steps = self._count = 0
+        self._waited = 0.0
+
+    def start(self, first: int, steps: int) -> None:
+        """The run goes from step `first` to `steps`; the clock of the rates starts."""
+        self.progress.start("training", steps)
+        self.progress.advance(first)
+        self._reset()
+
+    def on_step(self, step: int, steps: int, values: Record, count: int, waited_s: float, nonfinite: bool) -> None:
+        """Take the values of one finished step (`step` counts from 1); every process calls it with the same values.
+
+        Raises:
+            AlarmError: an alarm whose action is "stop" rang.
+        """
+        self._steps += 1
+        self._count += count
+        self._waited += waited_s
+        rung = self.alarms.on_step(values["loss"], nonfinite)
+        if step % self.every == 0 or step == steps or step == 1:
+            record: Record = {"step": step, **values, **self._rates()}
+            rung += self.alarms.on_record(record)
+            self._write(record)
+            self.progress.status(self._line(record, steps))
+            self.last = record
+            self._reset()
+        self.progress.advance()
+        self._tell(step, rung)
+
+    def on_values(self, step: int, values: Record) -> None:
+        """Write a record of its own, such as an evaluation, and note it."""
+        self._write({"step": step, **values})
+        shown = " ".join(f"{name} {value:.4f}" for name, value in values.items() if isinstance(value, float))
+        self.progress.note(f"step {step}: {shown}")
+
+    def on_resume(self, checkpoint: Path, step: int, seconds: float) -> None:
+        """The run goes on from `checkpoint`, `seconds` after its command began: a record `recovered_s`, and a line."""
+        self._write({"step": step, "recovered_s": seconds})
+        self.progress.note(f"resumed from {checkpoint} (step {step}); recovered in {seconds:.1f} s")
+
+    def note(self, line: str) -> None:
+        """Show one line."""
+        self.progress.note(line)
+
+    def pause(self) -> float:
+        """Stop the clock of the rates (evaluation, checkpoint); give the result to `resume`."""
+        return time.perf_counter()
+
+    def resume(self, paused_at: float) -> None:
+        """Let the clock go on as if no time had passed since `pause`."""
+        self._since += time.perf_counter() - paused_at
+
+    def mfu(self, rate: float) -> float:
+        """Model FLOPs utilisation at `rate` units a second."""
+        return 3 * self._flops_per_unit * rate / self._peak_flops
+
+    def close(self) -> None:
+        """Flush and close the sinks."""
+        for sink in self._sinks:
+            sink.close()
+
+    def _reset(self) -> None:
+        self._since = time.perf_counter()
+        self._steps = self._count = 0
+        self._waited = 0.0
+
+    def _rates(self) -> Record:
+        seconds = max(time.perf_counter() - self._since, 1e-9)
+        rate = self._count / seconds
+        self.count += self._count
+        self.seconds += seconds
+        used, total = memory_use(self._device)
+        rates: Record = {
+            f"{self._unit}_per_s": rate,
+            "step_s": seconds / self._steps,
+            "mfu": self.mfu(rate),
+            "io_wait": self._waited / seconds,
+            "memory_bytes": used,
+            "memory_share": used / total,
+        }
+        if self._device.type == "cuda" and (use := _gpu_use(self._device)) is not None:
+            rates["gpu_use"] = use
+        return rates
+
+    def _line(self, record: Record, steps: int) -> str:
+        return (
+            f"step {record['step']}/{steps} left {clock((steps - record['step']) * record['step_s'])} "
+            f"loss {record['loss']:.4f} lr {record['learning_rate']:.1e} "
+            f"{record[f'{self._unit}_per_s']:,.0f} {self._unit}/s MFU {record['mfu']:.0%}"
+        )
+
+    def _write(self, record: Record) -> None:
+        for sink in self._sinks:
+            sink.write({key: _finite(value) for key, value in record.items()})
+
+    def _tell(self, step: int, rung: list[Alarm]) -> None:
+        for alarm in rung:
+            self._write({"step": step, "alarm": alarm.name, "message": alarm.message})
+            self.progress.note(f"alarm {alarm.name} at step {step}: {alarm.message}")
+        for alarm in rung:
+            if alarm.action == "stop":
+                raise AlarmError(f"alarm {alarm.name} at step {step}: {alarm.message} (alarms.{alarm.name} = 'stop')")
+
+
+class ActivationRanges:
+    """Watches the largest magnitude and the root mean square of each block's output during one forward pass.
+
+    A context manager, which watches nothing without a model; afterwards `values` maps "activation/BLOCK/amax" and
+    "…/rms" to floats.
+    """
+
+    def __init__(self, model: nn.Module | None) -> None:
+        self._blocks = {} if model is None else blocks(model)
+        self._handles: list[Any] = []
+        self.values: dict[str, float] = {}
+
+    def __enter__(self) -> ActivationRanges:
+        for name, block in self._blocks.items():
+            self._handles.append(block.register_forward_hook(self._hook(name)))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    def _hook(self, name: str) -> Any:
+        def look(module: nn.Module, inputs: Any, output: Any) -> None:
+            tensor = output[0] if isinstance(output, tuple) else output
+            wide = tensor.detach().to(torch.float32)
+            self.values[f"activation/{name}/amax"] = float(wide.abs().amax())
+            self.values[f"activation/{name}/rms"] = float(wide.square().mean().sqrt())
+
+        return look
+
+
+def open_sinks(folder: Path, config: MonitorConfig, first_step: int) -> list[Sink]:
+    """The sinks that a recipe asks for, under the run's `folder`.
+
+    Raises:
+        SetupError: a package is missing, or a port is in use.
+    """
+    sinks: list[Sink] = [JsonLines(folder / "metrics.jsonl", first_step)]
+    if config.tensorboard:
+        sinks.append(TensorBoard(folder / "tensorboard", first_step))
+    if config.prometheus_port is not None:
+        sinks.append(Prometheus(config.prometheus_port))
+    return sinks
+
+
+def _finite(value: Any) -> Any:
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _gpu_use(device: torch.device) -> float | None:
+    """Share of the last sample period in which a kernel ran; None without NVIDIA's management library."""
+    try:
+        return torch.cuda.utilization(device) / 100
+    except (ModuleNotFoundError, RuntimeError):
+        return None

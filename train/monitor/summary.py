@@ -1,0 +1,49 @@
+"""What a finished run tells the user: what was reached, how fast, where it lies, what to type next."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+from penjing.core.progress import clock
+from penjing.train.monitor.monitor import Monitor
+
+
+def summary(
+    output: Path,
+    run: Path,
+    steps: int,
+    seconds: float,
+    monitor: Monitor,
+    unit: str,
+    evaluation: dict[str, float],
+    next_command: str,
+) -> str:
+    """Lines for the terminal.
+
+    Args:
+        output, run: the checkpoint folder and the run's.
+        steps: updates of the whole run.
+        seconds: since the command began; may be less than the run took, when it was resumed.
+        unit: what the run counts ("tokens").
+        evaluation: means over the held-out data; may be empty.
+    """
+    rows: list[tuple[str, str]] = []
+    if monitor.last:
+        rows.append(("loss", f"{monitor.last['loss']:.4f} (last step)"))
+    if evaluation:
+        rows.append(("held out", ", ".join(_value(name, value, unit) for name, value in evaluation.items())))
+    if monitor.seconds:
+        rate = monitor.count / monitor.seconds
+        rows.append(("speed", f"{rate:,.0f} {unit}/s, MFU {monitor.mfu(rate):.0%}"))
+    rows += [("checkpoint", str(output)), ("run", f"{run} (metrics, training state)"), ("next", next_command)]
+    return "\n".join(
+        [f"{steps} steps, {clock(seconds)} in all", *(f"  {name:<10}  {text}" for name, text in rows if text)]
+    )
+
+
+def _value(name: str, value: float, unit: str) -> str:
+    if name == "accuracy":
+        return f"accuracy {value:.2%}"
+    perplexity = f" (perplexity {math.exp(value):.1f})" if name == "loss" and unit == "tokens" and value < 20 else ""
+    return f"{name} {value:.4f}{perplexity}"

@@ -1,0 +1,133 @@
+"""Optimisers: AdamW and SGD with weight-decay groups; their state under the parameters' names; averaged weights."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections import defaultdict
+from typing import Any, Literal
+
+import torch
+from pydantic import Field
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from penjing.core.config import Config
+from penjing.core.errors import InputError
+from penjing.train.state.state import fill, is_part, named_parameters
+
+
+class OptimizerConfig(Config):
+    """Defaults of AdamW (Loshchilov and Hutter, https://arxiv.org/abs/1711.05101) as used for language models."""
+
+    name: Literal["adamw", "sgd"] = "adamw"
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = Field(default=1e-8, gt=0)
+    weight_decay: float = Field(default=0.1, ge=0)
+    no_decay: tuple[str, ...] = ()  # further parameter-name patterns, besides vectors (norms, biases)
+    momentum: float = Field(default=0.9, ge=0, lt=1)  # sgd
+    nesterov: bool = True  # sgd
+    fused: bool = True
+
+
+def build_optimizer(model: nn.Module, config: OptimizerConfig, learning_rate: float = 1e-3) -> torch.optim.Optimizer:
+    """An optimiser over the trainable parameters of `model`: matrices decay, vectors and `no_decay` patterns do not."""
+    # torch updates a group at a time, and wants its parameters split alike.
+    groups: dict[tuple[bool, Any], list[nn.Parameter]] = defaultdict(list)
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            plain = parameter.dim() >= 2 and not any(fnmatch.fnmatch(name, pattern) for pattern in config.no_decay)
+            groups[plain, getattr(parameter, "device_mesh", None)].append(parameter)
+    if not groups:
+        raise InputError("the model has no trainable parameter; nothing can be trained")
+    parameters = [
+        {"params": group, "weight_decay": config.weight_decay if decays else 0.0}
+        for (decays, _), group in sorted(groups.items(), key=lambda item: not item[0][0])
+    ]
+    if config.name == "adamw":
+        return torch.optim.AdamW(parameters, learning_rate, config.betas, config.eps, fused=config.fused)
+    # torch has no fused SGD of sharded parameters.
+    fused = config.fused and not any(isinstance(parameter, DTensor) for parameter in model.parameters())
+    nesterov = config.nesterov and config.momentum > 0
+    return torch.optim.SGD(parameters, learning_rate, config.momentum, nesterov=nesterov, fused=fused)
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
+    """Give every group the rate of this step."""
+    for group in optimizer.param_groups:
+        group["lr"] = rate
+
+
+def optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, dict[str, Any]]:
+    """Parameter name → the optimiser's tensors and numbers for it; by name, so that other layouts can load it."""
+    return {
+        name: dict(optimizer.state[parameter])
+        for name, parameter in named_parameters(model)
+        if parameter in optimizer.state
+    }
+
+
+def load_optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module, state: dict[str, dict[str, Any]]) -> None:
+    """Undo `optimizer_state`; tensors are moved to their parameter's device.
+
+    Raises:
+        InputError: state of a parameter that the model does not have.
+    """
+    parameters = dict(named_parameters(model))
+    for name, values in state.items():
+        if name not in parameters and is_part(model):
+            continue
+        if name not in parameters:
+            raise InputError(f"the saved optimiser state has {name!r}, which this model lacks; it is of another model")
+        parameter = parameters[name]
+        # Adam's step counter lives on the CPU unless the optimiser is fused on another device: both layouts load.
+        optimizer.state[parameter] = {
+            key: _loaded(value, parameter) if hasattr(value, "shape") else value for key, value in values.items()
+        }
+
+
+class AveragedWeights:
+    """Exponential moving average of the trainable weights, after each update: average += (1 - decay) × (weight -
+    average)."""
+
+    def __init__(self, model: nn.Module, decay: float) -> None:
+        self.decay = decay
+        self._live = {name: parameter for name, parameter in named_parameters(model) if parameter.requires_grad}
+        self._average = {name: parameter.detach().clone() for name, parameter in self._live.items()}
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """Move the average towards the weights as they are now."""
+        averages = [_local(average) for average in self._average.values()]
+        weights = [_local(weight) for weight in self._live.values()]
+        torch._foreach_lerp_(averages, weights, 1.0 - self.decay)  # pyright: ignore[reportPrivateImportUsage]
+
+    @torch.no_grad()
+    def exchange(self) -> None:
+        """Swap the model's weights and the average; a second call undoes the first."""
+        for name, parameter in self._live.items():
+            kept = parameter.detach().clone()
+            parameter.copy_(self._average[name])
+            self._average[name].copy_(kept)
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """Name → average, for a checkpoint."""
+        return dict(self._average)
+
+    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
+        """Undo `state_dict`."""
+        for name, average in self._average.items():
+            fill(average, state[name])
+
+
+def _loaded(saved: Any, parameter: nn.Parameter) -> torch.Tensor:
+    """What was saved of a parameter's state: spread and laid out in memory as the parameter is, which fused optimisers
+    take for granted, unless it is a number."""
+    if tuple(saved.shape) != tuple(parameter.shape):
+        return saved[tuple(slice(0, size) for size in saved.shape)].to(parameter.device)
+    tensor = torch.zeros_like(parameter.detach())
+    fill(tensor, saved)
+    return tensor
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
