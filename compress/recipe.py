@@ -17,7 +17,6 @@ with a guarded one form a stretch, which is kept, repeated milder, or given up a
 
 from __future__ import annotations
 
-import hashlib
 import json
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -249,11 +248,6 @@ def _milder_step(planned: Planned, guard: Guard) -> Planned:
 
 def _own_teacher(step: Step) -> Path | None:
     return step.teacher if isinstance(step, Distill) else None
-
-
-def key_of(*parts: Any) -> str:
-    """Hexadecimal SHA-256 of JSON-ready values."""
-    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
 
 def flow_toml(recipe: FlowRecipe) -> str:

@@ -17,12 +17,13 @@ from typing import Any, Literal
 from penjing.compress.guard import decision, judge
 from penjing.compress.inputs import check_fit, input_hashes
 from penjing.compress.preflight import flow_preflight
-from penjing.compress.recipe import FlowRecipe, Planned, flow_toml, key_of, load_flow, milder, plan, stretches
+from penjing.compress.recipe import FlowRecipe, Planned, flow_toml, load_flow, milder, plan, stretches
 from penjing.compress.report.stages import measured_stages, report_of, summary_line
 from penjing.compress.report.write import write_reports
 from penjing.compress.stages import SCHEMA, Stage, Stages, num_complete
 from penjing.compress.work import WorkFolder, already_made, link_or_copy
 from penjing.core.artifact.decoder import RECIPE_FILE
+from penjing.core.config import key_of
 from penjing.core.errors import ConfigError, InputError
 from penjing.core.files import atomic_write_text, publish_folder
 from penjing.core.manifest import MANIFEST_NAME, read_manifest, verify, write_manifest

@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from penjing.compress.measure.evaluate import Quality, evaluate_checkpoint, quality_from_json
-from penjing.compress.recipe import Distill, FlowRecipe, Planned, Prune, Quantize, key_of
+from penjing.compress.recipe import Distill, FlowRecipe, Planned, Prune, Quantize
 from penjing.compress.steps.kinds import Places, run_step, teacher_of
 from penjing.compress.work import StepRecord, WorkFolder, check_kept
+from penjing.core.config import key_of
 from penjing.core.files import publish_folder
 from penjing.core.progress import Progress
 

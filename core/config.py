@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import difflib
+import hashlib
+import json
 import tomllib
 from pathlib import Path
 from typing import Any, TypeVar
@@ -60,6 +62,44 @@ def read_recipe(path: Path, overrides: list[str] | None = None) -> dict[str, Any
     for override in overrides or []:
         apply_override(values, override)
     return values
+
+
+def key_of(*parts: Any) -> str:
+    """Hexadecimal SHA-256 of JSON-ready values: equal for two runs exactly if they are made of the same."""
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+
+
+def dump_toml(values: dict[str, Any]) -> str:
+    """JSON-ready values as TOML that `read_recipe` gives back: sections for dictionaries, `[[name]]` for lists of them.
+
+    Keys whose value is None are left out: TOML has none.
+    """
+    return "\n".join(_toml_lines(values, "")).strip("\n") + "\n"
+
+
+def _toml_lines(values: dict[str, Any], prefix: str) -> list[str]:
+    lines, later = [], []
+    for key, value in values.items():
+        if isinstance(value, dict):
+            later += ["", f"[{prefix}{key}]", *_toml_lines(value, f"{prefix}{key}.")]
+        elif isinstance(value, list) and value and all(isinstance(each, dict) for each in value):
+            for each in value:
+                later += ["", f"[[{prefix}{key}]]", *(f"{name} = {_inline(part)}" for name, part in _present(each))]
+        elif value is not None:
+            lines.append(f"{key} = {_inline(value)}")
+    return [*lines, *later]
+
+
+def _inline(value: Any) -> str:
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{name} = {_inline(part)}" for name, part in _present(value)) + "}"
+    if isinstance(value, list):
+        return "[" + ", ".join(map(_inline, value)) + "]"
+    return json.dumps(value)  # JSON's strings, numbers and booleans are TOML as they stand
+
+
+def _present(values: dict[str, Any]) -> list[tuple[str, Any]]:
+    return [(name, value) for name, value in values.items() if value is not None]
 
 
 def apply_override(values: dict[str, Any], override: str) -> None:

@@ -15,10 +15,11 @@ from typing import Any
 
 from penjing.compress.decoder.check import megabytes
 from penjing.compress.measure.cost import MeasureSettings, measure
-from penjing.compress.recipe import FlowRecipe, key_of
+from penjing.compress.recipe import FlowRecipe
 from penjing.compress.stages import Stage
 from penjing.compress.work import WorkFolder
 from penjing.core.artifact.classifier import is_vision_artifact
+from penjing.core.config import key_of
 from penjing.core.info import processor, versions
 from penjing.core.progress import Progress
 

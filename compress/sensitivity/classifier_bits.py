@@ -24,12 +24,12 @@ from torch import Tensor, nn
 from penjing.compress.measure.data import ImageData
 from penjing.compress.measure.perplexity import LARGEST_LOSS
 from penjing.compress.prune.resnet_subject import ResNetSubject
-from penjing.compress.recipe import key_of
 from penjing.compress.sensitivity.classifier_bits_page import classifier_bits_page
 from penjing.compress.sensitivity.study import about, measure_cells, run_study, study_images
 from penjing.compress.sensitivity.widths import Widths, round_rows
 from penjing.compress.work import WorkFolder
 from penjing.core.artifact.classifier import is_vision_artifact
+from penjing.core.config import key_of
 from penjing.core.errors import InputError
 from penjing.core.manifest import verify
 from penjing.core.progress import Progress, Silent

@@ -26,13 +26,13 @@ from penjing.compress.decoder.pipeline import make_weights
 from penjing.compress.decoder.settings import Calibration, Quantize, Recipe, Transform
 from penjing.compress.measure.data import is_classifier
 from penjing.compress.measure.perplexity import LARGEST_LOSS, evaluation_windows
-from penjing.compress.recipe import key_of
 from penjing.compress.sensitivity.decoder_bits_page import decoder_bits_page
 from penjing.compress.sensitivity.study import about, measure_cells, run_study
 from penjing.compress.sensitivity.widths import Widths, round_rows
 from penjing.compress.work import WorkFolder
 from penjing.core.checkpoint.decoder import open_checkpoint
 from penjing.core.checkpoint.load import load_model
+from penjing.core.config import key_of
 from penjing.core.errors import ConfigError, InputError
 from penjing.core.models.decoder import Decoder
 from penjing.core.progress import Progress, Silent

@@ -28,12 +28,11 @@ from penjing.compress.prune.ranking import select
 from penjing.compress.prune.resnet_subject import ResNetSubject
 from penjing.compress.prune.subject import Subject
 from penjing.compress.prune.surgery import Selection, mask
-from penjing.compress.recipe import key_of
 from penjing.compress.sensitivity.pruning_page import sensitivity_page
 from penjing.compress.sensitivity.study import Samples, about, measure_cells, run_study, study_images
 from penjing.compress.work import WorkFolder
 from penjing.core.checkpoint.decoder import open_checkpoint
-from penjing.core.config import Config, parse_config
+from penjing.core.config import Config, key_of, parse_config
 from penjing.core.errors import ConfigError, InputError
 from penjing.core.manifest import verify
 from penjing.core.progress import Progress, Silent

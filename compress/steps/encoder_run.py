@@ -22,14 +22,13 @@ from penjing.compress.quantize.place_bert import apply_quantization
 from penjing.compress.quantize.place_resnet import calibrate
 from penjing.compress.quantize.smooth import smooth
 from penjing.compress.quantize.targets import resolve
-from penjing.compress.recipe import key_of
 from penjing.compress.report.encoder_page import encoder_page
 from penjing.compress.work import already_made
 from penjing.core.artifact.classifier import MODEL_FILE, PARITY_FILE, QUANTIZATION_FILE, REPORT_FILE, Quantization
 from penjing.core.artifact.decoder import RECIPE_FILE, REPORT_PAGE
 from penjing.core.artifact.encoder import embed_texts, open_encoder_artifact, open_encoder_session
 from penjing.core.checkpoint.encoder import WEIGHTS, read_encoder, write_encoder_files
-from penjing.core.config import load_recipe
+from penjing.core.config import key_of, load_recipe
 from penjing.core.errors import InputError
 from penjing.core.files import atomic_write_text, publish_folder, sha256_file
 from penjing.core.info import processor, versions

@@ -1,0 +1,123 @@
+"""`parity.json`: the same inputs through every implementation of an artifact, how far they are apart, and the gate.
+
+An artifact is published only if its own runtime answers as the network that was calibrated or trained: floating
+numbers that imitate INT8. The family gives the inputs, runs them, and measures the distances; record and gate are the
+same for all.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field
+
+from penjing.core.config import Config, parse_config
+from penjing.core.errors import ConfigError, InputError
+from penjing.core.files import atomic_write_text
+from penjing.core.manifest import read_json_object
+
+PARITY_FILE = "parity.json"
+FAKE_QUANTIZED, SERVED = "fake_quantized", "served_endpoint"
+
+
+class Difference(Config):
+    """How far two implementations are apart over all inputs; `same` is the share of equal choices (classes, tokens,
+    documents), where there are choices."""
+
+    between: tuple[str, str]
+    quantity: str = Field(description="What was compared, such as logits; the family says in which unit.")
+    num_values: int = Field(default=0, ge=0)
+    largest: float = Field(ge=0)
+    mean: float = Field(ge=0)
+    same: float | None = Field(default=None, ge=0, le=1)
+
+
+class Bound(Config):
+    """What the gate asks for: `statistic` of the differences of `quantity` between `between` is at most `value`."""
+
+    between: tuple[str, str]
+    quantity: str
+    statistic: Literal["largest", "mean"]
+    value: float = Field(ge=0)
+
+
+class Parity(Config):
+    """Content of `parity.json`."""
+
+    schema_version: Literal[2] = 2
+    family: str
+    inputs: dict[str, Any] = Field(description="What every implementation was given, as the family stores it.")
+    outputs: dict[str, Any] = Field(description="Implementation → what it answered, as the family stores it.")
+    differences: tuple[Difference, ...]
+    bound: Bound
+    unmeasured: dict[str, str] = Field(default_factory=dict, description="Implementation → why it did not run.")
+
+
+def gate(differences: Iterable[Difference], bound: Bound, hint: str) -> None:
+    """Refuse what an implementation computes too differently.
+
+    Args:
+        hint: what the user can do about it.
+
+    Raises:
+        InputError: the bound is exceeded (NaN exceeds every bound), or nothing was measured that it is about.
+    """
+    for each in differences:
+        if (each.between, each.quantity) == (bound.between, bound.quantity):
+            found = getattr(each, bound.statistic)
+            if math.isfinite(found) and found <= bound.value:
+                return
+            first, second = bound.between
+            raise InputError(
+                f"parity: {bound.quantity} of {second} differ from those of {first} by {found:.3g} "
+                f"({bound.statistic}), the bound is {bound.value:g}; {hint}"
+            )
+    raise InputError(f"parity: {bound.quantity} between {' and '.join(bound.between)} was not measured; {hint}")
+
+
+def read_parity(folder: Path) -> Parity:
+    """The parity record of an artifact, with what was added to it later (`add_answers`).
+
+    Raises:
+        InputError: missing, malformed, or of another schema.
+    """
+    parity = _read(folder / PARITY_FILE)
+    for path in sorted(folder.glob("parity_*.json")):
+        added = _read(path)
+        outputs, differences = parity.outputs | added.outputs, parity.differences + added.differences
+        parity = parity.model_copy(update={"outputs": outputs, "differences": differences})
+    return parity
+
+
+def write_parity(folder: Path, parity: Parity) -> None:
+    """Write `parity.json` into a folder that is not published yet."""
+    atomic_write_text(folder / PARITY_FILE, json.dumps(parity.model_dump(mode="json")) + "\n")
+
+
+def add_answers(folder: Path, name: str, answers: Any, differences: tuple[Difference, ...]) -> None:
+    """Record what the implementation `name` (a plain word such as "served_endpoint") answered to the record's inputs,
+    in a file beside the hashed ones; it replaces what `name` answered before.
+
+    Raises:
+        InputError: the record is missing or damaged.
+        SetupError: disk full, no permission.
+    """
+    parity = _read(folder / PARITY_FILE)
+    added = parity.model_copy(update={"inputs": {}, "outputs": {name: answers}, "differences": differences})
+    path = folder / f"parity_{name}.json"
+    atomic_write_text(path, json.dumps(added.model_dump(mode="json")) + "\n")
+
+
+def _read(path: Path) -> Parity:
+    values = read_json_object(path)
+    if values.get("schema_version") != 2:
+        found = values.get("schema_version")
+        raise InputError(f"{path} has schema_version {found!r}, this penjing reads 2; compress the model again")
+    try:
+        return parse_config(Parity, values, str(path))
+    except ConfigError as error:
+        raise InputError(f"{error}; the file is damaged: compress the model again") from None

@@ -1,0 +1,86 @@
+"""Which family of networks a folder holds: its `config.json` is asked here, and nowhere else.
+
+A family is a kind of network that every stage knows how to handle. What a stage can do with one is a frozen table,
+`FAMILY` of `penjing.STAGE.families.NAME`. A package outside penjing adds a family by an entry point of the group
+"penjing.families" (NAME = "its_package") with a module for each stage, such as `its_package.compress`; a folder says
+that it belongs to it by `"penjing_family": NAME` in `config.json`.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib import import_module
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Any
+
+from penjing.core.errors import InputError
+from penjing.core.manifest import read_json_object
+
+FamilyName = str
+FAMILIES: dict[FamilyName, str] = {
+    "decoder": "a decoder",
+    "classifier": "an image classifier",
+    "encoder": "a text encoder",
+}
+"""The families of penjing itself, and what messages call one of their networks."""
+GROUP, KEY = "penjing.families", "penjing_family"
+BERT = "bert"  # `model_type` of the text encoders that penjing knows
+
+
+def family_of(folder: Path) -> FamilyName:
+    """The family of the checkpoint or artifact in `folder`; nothing else of it is checked.
+
+    Raises:
+        InputError: there is no readable `config.json`, or it says nothing of any known family.
+    """
+    path = folder / "config.json"
+    values = read_json_object(path)
+    if KEY in values:
+        name = values[KEY]
+        if name in FAMILIES or (isinstance(name, str) and name in _packages()):
+            return name
+        known = ", ".join([*FAMILIES, *_packages()])
+        raise InputError(f"{path}: {KEY} = {name!r} is not installed; the known families are {known}")
+    if "task" in values:
+        return "classifier"
+    if values.get("model_type") == BERT:
+        return "encoder"
+    if "model_type" in values or "architectures" in values:
+        return "decoder"
+    raise InputError(
+        f"{path} names no family of networks: a decoder has model_type, a text encoder model_type {BERT!r}, an image "
+        "classifier task; get the folder again, or import the model with 'penjing import'"
+    )
+
+
+def table_of(stage: str, name: FamilyName) -> Any:
+    """What `stage` ("train", "compress", "serve") can do with the family `name`: its module's `FAMILY`.
+
+    Raises:
+        InputError: the family has nothing for this stage.
+    """
+    module = f"penjing.{stage}.families.{name}" if name in FAMILIES else f"{_packages()[name]}.{stage}"
+    try:
+        return import_module(module).FAMILY
+    except ModuleNotFoundError as error:
+        if error.name is None or not module.startswith(error.name):
+            raise
+        raise InputError(f"networks of the family {name!r} have no part in {stage}: there is no {module}") from None
+
+
+def names_of(stage: str) -> list[FamilyName]:
+    """Every family that has a table for `stage`."""
+    found = []
+    for name in [*FAMILIES, *_packages()]:
+        try:
+            table_of(stage, name)
+        except InputError:
+            continue
+        found.append(name)
+    return found
+
+
+@cache
+def _packages() -> dict[FamilyName, str]:
+    return {entry.name: entry.value for entry in entry_points(group=GROUP) if entry.name not in FAMILIES}
