@@ -31,11 +31,11 @@ from rows import RESULTS, Row, append, new_row
 from penjing.compress.export.onnx_encoder import export_encoder
 from penjing.compress.measure.retrieval import compare
 from penjing.compress.measure.texts import Retrieval, retrieval_set
-from penjing.compress.measure.timing import interleaved
 from penjing.core.artifact.classifier import MODEL_FILE
 from penjing.core.artifact.encoder import EncoderArtifact, embed_texts, open_encoder_artifact, open_encoder_session
 from penjing.core.checkpoint.encoder import read_encoder
 from penjing.core.cli import guarded
+from penjing.core.timing import interleaved
 from penjing.serve.bench.encoder import bench_encoder, mixed_texts
 from penjing.serve.supervisor.temporary import temporary_server
 

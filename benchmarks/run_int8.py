@@ -28,7 +28,6 @@ from torch import nn
 from penjing.compress.export.onnx_classifier import export_onnx
 from penjing.compress.measure.data import Calibrate, ImageData, open_data
 from penjing.compress.measure.evaluate import EvaluateSettings, evaluate_checkpoint
-from penjing.compress.measure.timing import interleaved
 from penjing.compress.quantize.artifact import ArtifactSettings, quantize_checkpoint
 from penjing.compress.quantize.targets import TargetName
 from penjing.core.artifact.classifier import open_vision_artifact
@@ -39,6 +38,7 @@ from penjing.core.models.resnet import ResNet
 from penjing.core.models.resnet_config import BlockConfig, ResNetConfig, StageConfig, cifar_resnet, imagenet_resnet
 from penjing.core.progress import Silent
 from penjing.core.runtime.onnx_runtime import INPUT, open_session
+from penjing.core.timing import interleaved
 from penjing.train.data.images import ImageSet
 
 RUNTIME = f"ONNX Runtime {onnxruntime.__version__} FP32, unpruned"

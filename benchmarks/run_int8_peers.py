@@ -34,7 +34,6 @@ from rows import RESULTS, Row, append, new_row
 
 from penjing.compress.export.onnx_classifier import export_onnx
 from penjing.compress.measure.data import Calibrate, ImageData, fitting_images, open_data
-from penjing.compress.measure.timing import interleaved
 from penjing.compress.quantize.artifact import ArtifactSettings, quantize_checkpoint
 from penjing.compress.quantize.targets import TARGETS
 from penjing.core.checkpoint.classifier import load_vision_checkpoint
@@ -43,6 +42,7 @@ from penjing.core.errors import SetupError
 from penjing.core.files import publish_folder
 from penjing.core.progress import Silent
 from penjing.core.runtime.onnx_runtime import INPUT, open_session
+from penjing.core.timing import interleaved
 from penjing.train.data.images import normalise
 from penjing.train.run import train
 

@@ -25,7 +25,6 @@ from torch import nn
 
 from penjing.compress.measure.cost import MeasureSettings, measure, weight_bytes
 from penjing.compress.measure.data import TokenData
-from penjing.compress.measure.memory import PeakMemory, release_unused
 from penjing.compress.prune.graph import dependency_graph
 from penjing.compress.prune.importance import Kind, magnitude
 from penjing.compress.prune.ranking import select
@@ -36,6 +35,7 @@ from penjing.core.checkpoint.decoder import save_checkpoint
 from penjing.core.cli import guarded
 from penjing.core.files import publish_folder
 from penjing.core.manifest import write_manifest
+from penjing.core.memory import PeakMemory, release_unused
 from penjing.core.models.config import DecoderConfig
 from penjing.core.models.resnet import ResNet
 from penjing.core.models.resnet_config import ResNetConfig, cifar_resnet, imagenet_resnet

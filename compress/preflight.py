@@ -11,10 +11,10 @@ import torch
 from penjing.compress.decoder.check import megabytes
 from penjing.compress.measure.cost import size_of
 from penjing.compress.measure.data import open_data
-from penjing.compress.measure.memory import available_bytes
 from penjing.compress.recipe import FlowRecipe, Planned, Prune, plan
 from penjing.compress.steps.distill import TrainingStep
 from penjing.core.errors import SetupError
+from penjing.core.memory import available_bytes
 from penjing.core.progress import Progress, clock
 from penjing.train.monitor.flops import peak_flops
 

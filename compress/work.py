@@ -21,10 +21,10 @@ import torch
 from safetensors.torch import load_file
 from safetensors.torch import save as to_bytes
 
-from penjing.compress.measure.memory import PeakMemory, release_unused
 from penjing.core.errors import InputError, SetupError
 from penjing.core.files import atomic_write_bytes, atomic_write_text, writing
 from penjing.core.manifest import MANIFEST_NAME, read_json_object, read_manifest, verify
+from penjing.core.memory import PeakMemory, release_unused
 from penjing.core.progress import Progress
 
 KEY_FILE = "key.txt"

@@ -12,11 +12,11 @@ from pydantic import ValidationError
 
 from penjing.compress.decoder.head import DTYPES, unties
 from penjing.compress.decoder.settings import Recipe, Transform
-from penjing.compress.measure.memory import available_bytes
 from penjing.core.checkpoint.decoder import Checkpoint, open_checkpoint
 from penjing.core.errors import ConfigError, InputError, SetupError
 from penjing.core.files import sha256_file
 from penjing.core.manifest import verify
+from penjing.core.memory import available_bytes
 from penjing.core.models.config import DecoderConfig
 from penjing.core.models.tensor_names import tensor_shapes
 from penjing.core.progress import Progress

@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from penjing.compress.decoder.weights import QuantizedWeight
-from penjing.compress.quantize.fake_quantize import fake_quantize
-from penjing.compress.quantize.formats import INT8_WEIGHT
+from penjing.compress.rounding.fake_quantize import fake_quantize
+from penjing.compress.rounding.formats import INT8_WEIGHT
 from penjing.kernels.quantize import quantize_per_token_torch
 from penjing.kernels.rounding import INT8_LIMIT
 

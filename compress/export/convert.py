@@ -14,9 +14,9 @@ from numpy.typing import NDArray
 from onnx import helper, numpy_helper
 
 from penjing.compress.export.tensorrt_rules import Graph
-from penjing.compress.quantize.formats import INT7_WEIGHT
 from penjing.compress.quantize.modules import LARGEST_BIAS
 from penjing.compress.quantize.targets import TargetName
+from penjing.compress.rounding.formats import INT7_WEIGHT
 from penjing.core.artifact.classifier import Quantization
 from penjing.core.errors import ConfigError
 

@@ -11,8 +11,8 @@ import torch
 from onnx import TensorProto, helper, numpy_helper
 from torch import Tensor
 
-from penjing.compress.quantize.fake_quantize import ActivationQuantizer
 from penjing.compress.quantize.modules import Folded
+from penjing.compress.rounding.fake_quantize import ActivationQuantizer
 
 OPSET = 21  # the first with 16-bit types and blocks; per-channel INT8 and FP8 are in it
 IR_VERSION = 10

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from penjing.compress.export.graph import GraphBuilder
-from penjing.compress.quantize.fake_quantize import ActivationQuantizer
 from penjing.compress.quantize.modules import Folded, QuantizedBlock, QuantizedConvNorm, QuantizedLinear
 from penjing.compress.quantize.targets import TARGETS, Target, TargetName
+from penjing.compress.rounding.fake_quantize import ActivationQuantizer
 from penjing.core.errors import InputError
 from penjing.core.files import atomic_write_bytes
 from penjing.core.models.resnet import Block, ConvNorm, ResNet

@@ -17,8 +17,6 @@ from torch import Tensor, nn
 
 from penjing.compress.decoder.check import megabytes
 from penjing.compress.measure.data import is_classifier
-from penjing.compress.measure.memory import available_bytes
-from penjing.compress.measure.timing import interleaved, summarise
 from penjing.compress.prune.inspect import BATCH, TOKENS, count_macs
 from penjing.core.artifact.classifier import is_vision_artifact, open_vision_artifact
 from penjing.core.checkpoint.classifier import load_vision_checkpoint, vision_config, vision_skeleton
@@ -26,11 +24,13 @@ from penjing.core.checkpoint.decoder import open_checkpoint
 from penjing.core.checkpoint.load import load_model
 from penjing.core.config import Config
 from penjing.core.errors import InputError, SetupError
+from penjing.core.memory import available_bytes
 from penjing.core.models.attention import causal_attention
 from penjing.core.models.decoder import Decoder
 from penjing.core.models.resnet import ResNet
 from penjing.core.progress import Progress, Silent
 from penjing.core.runtime.onnx_runtime import INPUT, OUTPUT, open_session, run_session
+from penjing.core.timing import interleaved, summarise
 
 
 class MeasureSettings(Config):

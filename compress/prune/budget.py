@@ -13,7 +13,6 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor, nn
 
-from penjing.compress.measure.timing import interleaved
 from penjing.compress.prune.inspect import count_macs
 from penjing.compress.prune.ranking import Choice, meet
 from penjing.compress.prune.subject import Shapes, Subject, shapes_of
@@ -21,6 +20,7 @@ from penjing.compress.prune.surgery import cuts_of
 from penjing.core.config import Config
 from penjing.core.errors import ConfigError
 from penjing.core.progress import Progress
+from penjing.core.timing import interleaved
 
 RUNS = 9  # passes of each network, in turns
 TIMED_IMAGES, TIMED_WINDOWS = 16, 1

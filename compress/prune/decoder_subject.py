@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 
 from penjing.compress.decoder.check import check_finite, check_model
-from penjing.compress.measure.memory import release_unused
 from penjing.compress.prune.graph import Group, Place
 from penjing.compress.prune.inspect import BATCH, TOKENS
 from penjing.compress.prune.subject import Part, Shapes
@@ -25,6 +24,7 @@ from penjing.compress.prune.surgery import Cut
 from penjing.core.checkpoint.decoder import open_checkpoint, save_checkpoint
 from penjing.core.errors import ConfigError, InputError
 from penjing.core.manifest import verify, write_manifest
+from penjing.core.memory import release_unused
 from penjing.core.models.config import DecoderConfig
 from penjing.core.models.decoder import Decoder
 from penjing.core.models.hf_config import NATIVE

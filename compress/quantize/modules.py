@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from penjing.compress.quantize.fake_quantize import ActivationQuantizer, WeightQuantizer
+from penjing.compress.rounding.fake_quantize import ActivationQuantizer, WeightQuantizer
 from penjing.core.models.resnet import Block, ConvNorm
 
 LARGEST_BIAS = 2.0**30  # in steps of an INT32 accumulator, which also holds the products

@@ -8,10 +8,10 @@ from fnmatch import fnmatchcase
 from torch import Tensor, nn
 
 from penjing.compress.quantize.encoder_settings import EncoderQuantize
-from penjing.compress.quantize.fake_quantize import ActivationQuantizer, WeightQuantizer
-from penjing.compress.quantize.formats import INT8_WEIGHT, activation_format, weight_format
 from penjing.compress.quantize.modules import QuantizedLinear
 from penjing.compress.quantize.targets import TARGETS, resolve
+from penjing.compress.rounding.fake_quantize import ActivationQuantizer, WeightQuantizer
+from penjing.compress.rounding.formats import INT8_WEIGHT, activation_format, weight_format
 from penjing.core.errors import ConfigError, InputError
 from penjing.core.models.encoder import Encoder, EncoderLayer
 

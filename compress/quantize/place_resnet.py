@@ -8,10 +8,10 @@ from fnmatch import fnmatchcase
 import torch
 from torch import Tensor, nn
 
-from penjing.compress.quantize.fake_quantize import ActivationQuantizer, Mode, WeightQuantizer
-from penjing.compress.quantize.formats import activation_format, weight_format
 from penjing.compress.quantize.modules import QuantizedBlock, QuantizedConvNorm, QuantizedLinear
 from penjing.compress.quantize.targets import QuantizeSettings, TargetName, resolve
+from penjing.compress.rounding.fake_quantize import ActivationQuantizer, Mode, WeightQuantizer
+from penjing.compress.rounding.formats import activation_format, weight_format
 from penjing.core.errors import ConfigError, InputError
 from penjing.core.models.resnet import Block, ConvNorm, ResNet
 

@@ -17,10 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from penjing.compress.quantize.encoder_settings import EncoderQuantize
-from penjing.compress.quantize.fake_quantize import WeightQuantizer
-from penjing.compress.quantize.formats import NumberFormat, activation_format, weight_format
 from penjing.compress.quantize.place_bert import stays_floating
 from penjing.compress.quantize.targets import resolve
+from penjing.compress.rounding.fake_quantize import WeightQuantizer
+from penjing.compress.rounding.formats import NumberFormat, activation_format, weight_format
 from penjing.core.models.encoder import Encoder
 
 STRENGTHS = (0.0, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8)  # α; 0 leaves the input as it is

@@ -15,8 +15,8 @@ from typing import Literal
 
 from pydantic import Field
 
-from penjing.compress.quantize.formats import FormatName
-from penjing.compress.quantize.observers import Method
+from penjing.compress.rounding.formats import FormatName
+from penjing.compress.rounding.observers import Method
 from penjing.core.config import Config
 from penjing.core.errors import ConfigError
 from penjing.core.runtime.onnx_runtime import EXACT_PRODUCTS

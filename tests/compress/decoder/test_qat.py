@@ -17,7 +17,7 @@ from penjing.compress.decoder import qat
 from penjing.compress.decoder.parity import fake_quantized_logits
 from penjing.compress.decoder.qat import SCALE_RATE, UNIT, FakeInt8Linear
 from penjing.compress.decoder.weights import quantize_per_channel
-from penjing.compress.quantize.formats import SignedInteger
+from penjing.compress.rounding.formats import SignedInteger
 from penjing.compress.run import compress_steps
 from penjing.compress.verify import verify_artifact
 from penjing.core.checkpoint.decoder import open_checkpoint

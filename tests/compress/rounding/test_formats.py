@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from onnx import TensorProto, helper
 from onnx.reference import ReferenceEvaluator
 
-from penjing.compress.quantize.formats import (
+from penjing.compress.rounding.formats import (
     FP8,
     INT7_WEIGHT,
     INT8_ACTIVATION,

@@ -15,8 +15,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from penjing.compress.quantize.formats import SMALLEST_SCALE, NumberFormat
-from penjing.compress.quantize.observers import Method, Observer
+from penjing.compress.rounding.formats import SMALLEST_SCALE, NumberFormat
+from penjing.compress.rounding.observers import Method, Observer
 
 Mode = Literal["off", "observe", "on"]
 LARGEST_GROWTH = 16.0  # of a learned scale, either way: e^16 is nine million

@@ -7,8 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penjing.compress.quantize.formats import INT8_ACTIVATION, UINT8, NumberFormat
-from penjing.compress.quantize.observers import Method, Observer
+from penjing.compress.rounding.formats import INT8_ACTIVATION, UINT8, NumberFormat
+from penjing.compress.rounding.observers import Method, Observer
 from penjing.core.errors import InputError
 
 

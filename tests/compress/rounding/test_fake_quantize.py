@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from penjing.compress.quantize.fake_quantize import ActivationQuantizer, WeightQuantizer, fake_quantize
-from penjing.compress.quantize.formats import FP8, INT8_ACTIVATION, INT8_WEIGHT, UINT8
+from penjing.compress.rounding.fake_quantize import ActivationQuantizer, WeightQuantizer, fake_quantize
+from penjing.compress.rounding.formats import FP8, INT8_ACTIVATION, INT8_WEIGHT, UINT8
 from penjing.core.errors import InputError
 
 

@@ -12,7 +12,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from penjing.compress.quantize.formats import NumberFormat
+from penjing.compress.rounding.formats import NumberFormat
 from penjing.core.errors import InputError
 
 BINS = 8192  # over [−limit, limit]: at least 2048 over the largest value seen, 8 for each of 256 levels
