@@ -8,14 +8,13 @@ from pathlib import Path
 
 import torch
 
-from penjing.compress.decoder.check import megabytes
 from penjing.compress.measure.cost import size_of
 from penjing.compress.measure.data import open_data
 from penjing.compress.recipe import FlowRecipe, Planned, Prune, plan
 from penjing.compress.steps.distill import TrainingStep
 from penjing.core.errors import SetupError
 from penjing.core.memory import available_bytes
-from penjing.core.progress import Progress, clock
+from penjing.core.progress import Progress, clock, megabytes
 from penjing.train.monitor.flops import peak_flops
 
 USE = 0.4  # of the rate of a large matrix product: training reached 0.3 to 0.6 of it, SmolLM2 with its teacher 0.6

@@ -147,6 +147,33 @@ def clock(seconds: float) -> str:
     return f"{hours}:{minutes:02d}:{whole:02d}" if hours else f"{minutes}:{whole:02d}"
 
 
+def megabytes(count: int) -> str:
+    """Bytes for messages: "1.23 MB", "538 MB", "14.2 GB"."""
+    if 10**4 <= count < 10**7:
+        return f"{count / 1e6:.2f} MB"
+    return f"{count / 1e9:.1f} GB" if count >= 10**10 else f"{count / 1e6:.0f} MB"
+
+
+def volume(size: float) -> str:
+    """Bytes for tables, in three digits: "280 kB", "1.23 MB", "538 MB"."""
+    return f"{count(size)}B" if size >= 1000 else f"{size:.0f} B"
+
+
+def count(number: float) -> str:
+    """1 234 567 as "1.23 M"."""
+    for size, letter in ((1e12, " T"), (1e9, " G"), (1e6, " M"), (1e3, " k")):
+        if number >= size:
+            return f"{number / size:.3g}{letter}"
+    return f"{number:.3g}"
+
+
+def duration(seconds: float) -> str:
+    """Seconds for tables: "1.23 ms", "45.6 s", "12 min"."""
+    if seconds >= 120:
+        return f"{seconds / 60:.0f} min"
+    return f"{seconds:.3g} s" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"
+
+
 def error_console(**options: Any) -> Any:
     """A `rich.console.Console` on standard error, so that standard output stays machine-readable.
 

@@ -19,7 +19,7 @@ from penjing.core.manifest import verify
 from penjing.core.memory import available_bytes
 from penjing.core.models.config import DecoderConfig
 from penjing.core.models.tensor_names import tensor_shapes
-from penjing.core.progress import Progress
+from penjing.core.progress import Progress, megabytes
 
 FLOATING = ("F32", "F16", "BF16", "F64")
 DERIVED = ("rotary_emb.inv_freq",)  # older checkpoints store what config.json determines
@@ -214,10 +214,3 @@ def preflight(recipe: Recipe, plan: Plan, work: Path, progress: Progress) -> Non
             f"{megabytes(memory)} of memory are available, compression needs about {megabytes(plan.memory_bytes)}; "
             "end other programs, or lower evaluate.prose_tokens and calibration.num_tokens"
         )
-
-
-def megabytes(count: int) -> str:
-    """Bytes for people: "1.23 MB", "538 MB", "14.2 GB"."""
-    if 10**4 <= count < 10**7:
-        return f"{count / 1e6:.2f} MB"
-    return f"{count / 1e9:.1f} GB" if count >= 10**10 else f"{count / 1e6:.0f} MB"

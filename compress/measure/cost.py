@@ -15,7 +15,6 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor, nn
 
-from penjing.compress.decoder.check import megabytes
 from penjing.compress.measure.data import is_classifier
 from penjing.compress.prune.inspect import BATCH, TOKENS, count_macs
 from penjing.core.artifact.classifier import is_vision_artifact, open_vision_artifact
@@ -28,7 +27,7 @@ from penjing.core.memory import available_bytes
 from penjing.core.models.attention import causal_attention
 from penjing.core.models.decoder import Decoder
 from penjing.core.models.resnet import ResNet
-from penjing.core.progress import Progress, Silent
+from penjing.core.progress import Progress, Silent, megabytes
 from penjing.core.runtime.onnx_runtime import INPUT, OUTPUT, open_session, run_session
 from penjing.core.timing import interleaved, summarise
 

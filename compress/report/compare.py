@@ -8,13 +8,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from penjing.compress.report.page import count, duration, figure, render, volume
+from penjing.compress.report.page import figure, render
 from penjing.compress.report.pareto import Point, draw_pareto
 from penjing.compress.report.schema import Report, Stage, read_report
 from penjing.compress.report.text import loss_text, quality_text
 from penjing.core.errors import InputError
 from penjing.core.files import atomic_write_text
-from penjing.core.progress import error_console
+from penjing.core.progress import count, duration, error_console, volume
 
 TEMPLATE = """<div class="figures">{{ figures | join }}</div>
 <div class="wide"><table><tr>{% for name in columns %}<th>{{ name }}</th>{% endfor %}</tr>

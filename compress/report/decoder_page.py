@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from penjing.compress.decoder.check import megabytes
 from penjing.compress.report.page import AFTER, BEFORE, figure, render
+from penjing.core.progress import megabytes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

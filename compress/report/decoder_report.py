@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from penjing.compress.decoder.check import megabytes
 from penjing.compress.decoder.settings import Recipe
 from penjing.compress.work import StepRecord
 from penjing.core.checkpoint.decoder import Checkpoint
 from penjing.core.info import processor, versions
 from penjing.core.models.tensor_names import tensor_shapes
+from penjing.core.progress import megabytes
 
 MEASURES = ("fp32", "int8")
 """The steps that measure perplexity, and make nothing."""

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
-from penjing.compress.decoder.check import megabytes
+from penjing.core.progress import count, duration, megabytes, volume
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -46,26 +46,6 @@ def render(title: str, template: str, values: dict[str, Any]) -> str:
     environment.filters["duration"] = duration
     body = Markup(environment.from_string(template).render(values))
     return environment.from_string(FRAME).render(title=title, body=body)
-
-
-def volume(size: float) -> str:
-    """Bytes for people, in three digits: "280 kB", "1.23 MB", "538 MB"."""
-    return f"{count(size)}B" if size >= 1000 else f"{size:.0f} B"
-
-
-def count(number: float) -> str:
-    """1 234 567 as "1.23 M"."""
-    for size, letter in ((1e12, " T"), (1e9, " G"), (1e6, " M"), (1e3, " k")):
-        if number >= size:
-            return f"{number / size:.3g}{letter}"
-    return f"{number:.3g}"
-
-
-def duration(seconds: float) -> str:
-    """Seconds for people: "1.23 ms", "45.6 s", "12 min"."""
-    if seconds >= 120:
-        return f"{seconds / 60:.0f} min"
-    return f"{seconds:.3g} s" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"
 
 
 def figure(draw: Callable[[Axes], None], width: float, height: float) -> Markup:

@@ -13,7 +13,6 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-from penjing.compress.decoder.check import megabytes
 from penjing.compress.measure.cost import MeasureSettings, measure
 from penjing.compress.recipe import FlowRecipe
 from penjing.compress.stages import Stage
@@ -21,7 +20,7 @@ from penjing.compress.work import WorkFolder
 from penjing.core.artifact.classifier import is_vision_artifact
 from penjing.core.config import key_of
 from penjing.core.info import processor, versions
-from penjing.core.progress import Progress
+from penjing.core.progress import Progress, megabytes
 
 SCHEMA_VERSION = 1
 
