@@ -87,13 +87,13 @@ def decode_rate(
     time of one), medians of `runs` after a warm-up."""
     from penjing.serve.bench.engine import run_prompts
     from penjing.serve.engine.config import EngineConfig
-    from penjing.serve.engine.engine import LLMEngine
+    from penjing.serve.runner.load import make_engine
 
     config = EngineConfig.model_validate(
         {"max_num_sequences": streams, "max_num_batched_tokens": max(2048, streams), "enable_prefix_caching": False}
         | settings
     )
-    engine = LLMEngine(loaded, config)
+    engine = make_engine(loaded, config)
     generator = torch.Generator().manual_seed(0)
     prompts = torch.randint(0, loaded.config.vocab_size, (streams, prompt), generator=generator).tolist()
     first, whole = [], []

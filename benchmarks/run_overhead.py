@@ -95,13 +95,13 @@ def measure_in_process(artifact: Path) -> dict[str, float]:
     import torch
 
     from penjing.serve.engine.config import EngineConfig
-    from penjing.serve.engine.engine import LLMEngine
     from penjing.serve.engine.request import Request, SamplingParams
+    from penjing.serve.runner.load import load_engine
     from penjing.serve.runner.runner import Runner
 
     torch.empty(1)
     before = resident_bytes()
-    engine = LLMEngine.from_folder(artifact, EngineConfig(enable_prefix_caching=False, max_num_sequences=16))
+    engine = load_engine(artifact, EngineConfig(enable_prefix_caching=False, max_num_sequences=16))
     assert isinstance(engine.runner, Runner)  # the CPU's
     fused = engine.runner.fused
     if fused is None:

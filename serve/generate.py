@@ -10,8 +10,8 @@ from typing import Any
 
 from penjing.core.errors import InputError, ServerError
 from penjing.serve.engine.config import Device, EngineConfig, KvDtype
-from penjing.serve.engine.engine import LLMEngine
 from penjing.serve.engine.request import Request, RequestOutput, SamplingParams
+from penjing.serve.runner.load import load_engine
 
 NUM_SEQUENCES = 16
 
@@ -30,7 +30,7 @@ def generate_stream(
         RequestError: the prompt or the parameters do not fit the model.
         ServerError: the model failed on this request.
     """
-    engine = LLMEngine.from_folder(folder, engine_config or EngineConfig(max_num_sequences=NUM_SEQUENCES))
+    engine = load_engine(folder, engine_config or EngineConfig(max_num_sequences=NUM_SEQUENCES))
     if chat:
         if engine.chat_template is None:
             raise InputError(f"{folder} has no chat template; leave out --chat or use an instruct model")

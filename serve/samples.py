@@ -15,8 +15,8 @@ from penjing.core.errors import ConfigError, InputError, ServerError
 from penjing.core.files import atomic_write_text, sha256_file
 from penjing.core.progress import Progress
 from penjing.serve.engine.config import EngineConfig
-from penjing.serve.engine.engine import LLMEngine
 from penjing.serve.engine.request import Request, SamplingParams
+from penjing.serve.runner.load import load_engine
 
 _FACTS = "samples.json"
 
@@ -57,7 +57,7 @@ def sample_texts(
     progress.advance(count - len(missing))
     if not missing:
         return 0
-    engine = LLMEngine.from_folder(folder, engine_config)
+    engine = load_engine(folder, engine_config)
     text = prompt
     if chat:
         if engine.chat_template is None:

@@ -8,13 +8,13 @@ from figures import measure, read_prompts, report
 from penjing.core.info import versions
 from penjing.serve.bench.engine import run_prompts
 from penjing.serve.engine.config import EngineConfig
-from penjing.serve.engine.engine import LLMEngine
+from penjing.serve.runner.load import load_engine
 
 
 def main(model: str, prompts_path: str, runs: int) -> None:
     prompts = read_prompts(prompts_path)
     config = EngineConfig(enable_prefix_caching=False, max_num_sequences=len(prompts["p16"]))
-    engine = LLMEngine.from_folder(Path(model), config)
+    engine = load_engine(Path(model), config)
 
     def seconds(batch, new):
         return run_prompts(engine, batch, new).seconds

@@ -17,6 +17,7 @@ from penjing.core.text.corpus import heldout_tokens
 from penjing.serve.engine.config import Device, EngineConfig, KvDtype
 from penjing.serve.engine.engine import LLMEngine
 from penjing.serve.engine.request import Request, SamplingParams
+from penjing.serve.runner.load import load_engine
 
 NUM_STREAMS = 16
 RUNS = 5
@@ -51,7 +52,7 @@ def bench_engine(
         InputError: the folder is no model, or its context or KV cache is shorter than 513 tokens.
     """
     config = EngineConfig(enable_prefix_caching=False, max_num_sequences=NUM_STREAMS, kv_dtype=kv_dtype, device=device)
-    engine = LLMEngine.from_folder(folder, config)
+    engine = load_engine(folder, config)
     return bench(engine, runs, progress or Silent()) | {"model": str(folder)}
 
 

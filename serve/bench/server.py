@@ -14,6 +14,7 @@ from penjing.serve.bench.engine import NUM_STREAMS, Timing, run_prompts
 from penjing.serve.client.client import AsyncClient, Client
 from penjing.serve.engine.config import EngineConfig
 from penjing.serve.engine.engine import LLMEngine
+from penjing.serve.runner.load import load_engine
 
 RUNS = 3
 CASES = {"one_first": (1, 32, 1), "one_all": (1, 32, 129), "streams_all": (NUM_STREAMS, 128, 64)}
@@ -40,7 +41,7 @@ def bench_server(
     progress = progress or Silent()
     with Client(server) as client:
         client.generate("a", max_tokens=1)  # raises at once when there is no server
-    engine = LLMEngine.from_folder(folder, EngineConfig(enable_prefix_caching=False, max_num_sequences=NUM_STREAMS))
+    engine = load_engine(folder, EngineConfig(enable_prefix_caching=False, max_num_sequences=NUM_STREAMS))
     timings: dict[str, dict[str, list[Timing]]] = {who: {case: [] for case in CASES} for who in ("server", "engine")}
     progress.start("benchmark", (runs + 1) * len(CASES))
     for turn in range(runs + 1):

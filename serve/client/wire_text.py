@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from penjing.core.errors import OverloadedError, PenjingError, RequestError, ServerError
-from penjing.serve.protocol import INTERNAL, INVALID, PING, UNAVAILABLE
+from penjing.serve.client.protocol import INTERNAL, INVALID, PING, UNAVAILABLE
 
 CHANNEL_OPTIONS = [("grpc.max_send_message_length", -1), ("grpc.max_receive_message_length", -1)]
 _RETURNS = ("return_finish_reason", "return_num_input_tokens", "return_num_output_tokens")

@@ -7,28 +7,39 @@ import math
 import secrets
 import time
 from dataclasses import dataclass
-from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from penjing.core.checkpoint.load import LoadedModel, load_model
 from penjing.core.errors import OverloadedError, RequestError
 from penjing.serve.engine.answer import Answer
 from penjing.serve.engine.blocks import BlockManager
 from penjing.serve.engine.config import EngineConfig
 from penjing.serve.engine.invariants import Snapshot, check_invariants
 from penjing.serve.engine.request import FinishReason, Request, RequestOutput
-from penjing.serve.engine.scheduler import Scheduler
+from penjing.serve.engine.sampler import Scores
+from penjing.serve.engine.scheduler import Scheduler, largest_window
 from penjing.serve.engine.sequence import Batch, Sequence
 from penjing.serve.engine.stats import EngineStats, Samples
-from penjing.serve.runner.device import find_device, free_device_memory, resolve_device
-from penjing.serve.runner.kv_pool import available_memory, largest_window, resolve
-from penjing.serve.runner.runner import make_runner
+
+if TYPE_CHECKING:
+    from penjing.core.checkpoint.load import LoadedModel
 
 MAX_RETRY_SECONDS = 60
 NOT_FINITE = "the model's logits are not finite numbers for this input (an overflow or damaged weights)"
 
 log = logging.getLogger(__name__)
+
+
+class ModelRunner(Protocol):
+    """A model with its KV cache: all that the engine knows of tensors."""
+
+    kv_pool: Any
+    kv_scale: Any
+
+    def run(self, batch: Batch, top: int = 0) -> tuple[Scores, list[Sequence]]:
+        """Compute the tokens of `batch` into the KV cache; see `penjing.serve.runner.runner.Runner.run`."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -49,17 +60,15 @@ class LLMEngine:
     that fails ends with an output whose `finish_reason` is "error"; the others go on.
     """
 
-    def __init__(self, loaded: LoadedModel, config: EngineConfig | None = None) -> None:
-        """Build an engine around a loaded model; "auto" settings are decided here, see `config`.
+    def __init__(self, loaded: LoadedModel, config: EngineConfig, runner: ModelRunner) -> None:
+        """`penjing.serve.runner.load` builds one around a model or a folder.
 
-        The model itself is not kept where its weights are packed for the C++ step: without `loaded` they are held once.
-
-        Raises:
-            ConfigError: the settings contradict each other, the model or the memory.
+        Args:
+            loaded: of it the architecture and the tokenizer are kept, not the model.
+            config: resolved: nothing in it is "auto" or None.
+            runner: holds the model, and a KV cache of `config.num_blocks` blocks.
         """
-        config = resolve_device(config or EngineConfig(), loaded.config)
-        available = available_memory() if config.device == "cpu" else free_device_memory(loaded.model, config)
-        self.config = resolve(config, loaded.config, available)
+        self.config, self.runner = config, runner
         assert self.config.num_blocks is not None
         assert self.config.max_model_len is not None
         self.model_config, self.scheme = loaded.config, loaded.scheme
@@ -74,7 +83,6 @@ class LLMEngine:
         self.max_model_len: int = self.config.max_model_len
         self.samples = Samples()
         self.scheduler = self._new_scheduler()
-        self.runner = make_runner(loaded.model, self.config)
         # No token is longer; Unicode normalization may shrink a text, hardly to a quarter.
         self._max_prompt_chars = 4 * self.max_model_len * loaded.tokenizer.longest_token
         self._answers: dict[Sequence, Answer] = {}
@@ -84,18 +92,6 @@ class LLMEngine:
         self._num_steps = 0
         self._finished: dict[FinishReason, int] = {"stop": 0, "length": 0, "abort": 0, "error": 0}
         self._tokens_per_second = 0.0  # a running mean, for the back-off hint
-
-    @classmethod
-    def from_folder(cls, folder: Path, config: EngineConfig | None = None) -> LLMEngine:
-        """Load a checkpoint or artifact and build an engine for it.
-
-        Raises:
-            InputError: the folder is missing, damaged or of another kind.
-            ConfigError: see the constructor.
-        """
-        if config is not None:
-            find_device(config.device)  # before the weights are read
-        return cls(load_model(folder), config)
 
     def prepare(self, request: Request) -> PreparedRequest:
         """Tokenize and validate; changes nothing, any thread may call it.

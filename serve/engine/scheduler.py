@@ -10,9 +10,13 @@ starves.
 from __future__ import annotations
 
 from collections import deque
+from typing import TYPE_CHECKING
 
 from penjing.serve.engine.blocks import NULL_BLOCK, BlockManager
 from penjing.serve.engine.sequence import Batch, Chunk, Sequence
+
+if TYPE_CHECKING:
+    from penjing.core.models.config import DecoderConfig
 
 
 class Scheduler:
@@ -185,3 +189,10 @@ class Scheduler:
         self.waiting.appendleft(sequence)
         self.num_waiting_tokens += sequence.num_tokens
         self.num_preemptions += 1
+
+
+def largest_window(model: DecoderConfig) -> int | None:
+    """Tokens that some layer still sees, when every layer has a window; else None."""
+    windows = [model.layer_window(layer) for layer in range(model.num_hidden_layers)]
+    bounded = [window for window in windows if window is not None]
+    return max(bounded) if len(bounded) == len(windows) else None

@@ -16,7 +16,7 @@ from penjing.core.models.encoder_config import MODEL_TYPE
 from penjing.serve.engine.config import BatchConfig, EngineConfig
 from penjing.serve.families import classifier, encoder
 from penjing.serve.families.base import BatchModel, Signature
-from penjing.serve.supervisor.repository import ENTRIES, write_python_entry
+from penjing.serve.families.repository import ENTRIES, write_python_entry
 
 if TYPE_CHECKING:
     from penjing.serve.client.client import Client

@@ -23,7 +23,7 @@ WARM_TOKENS = (16, 17, 33, 65, 129, 257)  # the INT8 products choose their tile 
 
 
 class DeviceRunner:
-    """`serve.runner.Runner` for a device: the same arguments of `run`, the same results up to rounding.
+    """`penjing.serve.runner.runner.Runner` for a device: the same arguments of `run`, the same results up to rounding.
 
     Deterministic like it: every kernel computes a row alike whatever the batch, and a graph launches the same kernels.
     """
@@ -32,7 +32,7 @@ class DeviceRunner:
         """Move the weights, allocate the cache and, where `config` says so, capture decode steps.
 
         Args:
-            config: resolved, see `serve.kv_pool.resolve`.
+            config: resolved, see `penjing.serve.runner.kv_pool.resolve`.
             device: "cuda"; tests run the kernels on "cpu" in the interpreter.
         """
         assert config.num_blocks is not None

@@ -14,6 +14,7 @@ from penjing.core.errors import ConfigError
 from penjing.core.models.config import DecoderConfig
 from penjing.kernels.kv_layout import check_int8_head_dim
 from penjing.serve.engine.config import EngineConfig, KvDtype
+from penjing.serve.engine.scheduler import largest_window
 from penjing.serve.runner.device import DTYPES, resolve_device
 
 AVAILABLE_SHARE = 0.4  # of the memory that is free when the engine starts
@@ -79,13 +80,6 @@ def _peak_blocks(config: EngineConfig, model: DecoderConfig, num_tokens: int) ->
     if window is None:
         return whole
     return min(whole, -(-(window + config.max_num_batched_tokens) // config.block_size) + 1)
-
-
-def largest_window(model: DecoderConfig) -> int | None:
-    """Tokens that some layer still sees, when every layer has a window; else None."""
-    windows = [model.layer_window(layer) for layer in range(model.num_hidden_layers)]
-    bounded = [window for window in windows if window is not None]
-    return max(bounded) if len(bounded) == len(windows) else None
 
 
 def pool_shape(model: DecoderConfig, num_blocks: int, block_size: int) -> tuple[int, ...]:

@@ -20,7 +20,7 @@ class ModelStep:
         self._windows = [model.config.layer_window(layer) for layer in range(model.config.num_hidden_layers)]
 
     def __call__(self, tensors: StepTensors, kv_pool: torch.Tensor, kv_scale: torch.Tensor | None) -> torch.Tensor:
-        """Logits (R, V); the step's keys and values are written into the pool (see `serve.kv_pool`)."""
+        """Logits (R, V); the step's keys and values are written into the pool (see `penjing.serve.runner.kv_pool`)."""
         lengths = tensors.cu_query, tensors.context_len, tensors.block_table
 
         def attend(layer: int, q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor) -> torch.Tensor:

@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from penjing.core.models.decoder import Decoder
 from penjing.core.runtime.fused import fuse_decoder
-from penjing.serve.engine.config import EngineConfig, KvDtype
+from penjing.serve.engine.config import KvDtype
 from penjing.serve.engine.sampler import Scores
 from penjing.serve.engine.sequence import Batch, Sequence
 from penjing.serve.runner.kv_pool import allocate_pool
 from penjing.serve.runner.model_step import ModelStep
 from penjing.serve.runner.step_inputs import StepInputs
 
-if TYPE_CHECKING:
-    from penjing.serve.runner.device_runner import DeviceRunner
-
 
 class Runner:
     """A decoder with its KV cache and the input buffers of a step, which are allocated once.
 
-    The decoder's rows must not depend on the batch (`core.batch_invariant`, `core.quantized`): then neither does
+    The decoder's rows must not depend on the batch (`core.runtime.batch_invariant`, `core.runtime.quantized`): then neither does
     anything that this class computes.
     """
 
@@ -61,22 +56,3 @@ class Runner:
 
         assert self.layers is not None
         return Scores.of_logits(self.layers(tensors, self.kv_pool, self.kv_scale).numpy()), ready
-
-
-def make_runner(model: Decoder, config: EngineConfig) -> Runner | DeviceRunner:
-    """The runner for a resolved `config`."""
-    if config.device == "cuda":
-        from penjing.serve.runner.device_runner import DeviceRunner
-
-        return DeviceRunner(model, config)
-    assert config.num_blocks is not None
-    assert config.max_model_len is not None
-    return Runner(
-        model,
-        num_blocks=config.num_blocks,
-        block_size=config.block_size,
-        max_tokens=config.max_num_batched_tokens,
-        max_sequences=config.max_num_sequences,
-        max_model_len=config.max_model_len,
-        kv_dtype=config.kv_dtype,
-    )

@@ -12,7 +12,7 @@ from penjing.core.manifest import verify
 from penjing.core.progress import Progress, Silent
 from penjing.serve.engine.config import BatchConfig
 from penjing.serve.families.kinds import check_model, kind_of, open_batched, read_overrides, signature_of
-from penjing.serve.supervisor.repository import Form, write_decoder_entry, write_onnx_entry, write_python_entry
+from penjing.serve.families.repository import Form, write_decoder_entry, write_onnx_entry, write_python_entry
 
 
 def export_repository(

@@ -16,8 +16,8 @@ from pathlib import Path
 from penjing.core.config import Config
 from penjing.core.errors import ConfigError, SetupError
 from penjing.core.files import writing
+from penjing.serve.client.protocol import ENGINE_VARIABLE, MODEL_VARIABLE, PULSE_VARIABLE
 from penjing.serve.families.kinds import Kind
-from penjing.serve.protocol import ENGINE_VARIABLE, MODEL_VARIABLE, PULSE_VARIABLE
 from penjing.serve.supervisor.install import ServerInstall
 from penjing.serve.supervisor.state import log_path, pulse_path, remove_shared_memory, shm_prefix
 from penjing.serve.triton.pulse import Pulse

@@ -14,11 +14,11 @@ from typing import Any
 import numpy as np
 
 from penjing.core.errors import OverloadedError, PenjingError, RequestError, ServerError
+from penjing.serve.client.protocol import PING, PULSE_VARIABLE
 from penjing.serve.engine.config import EngineConfig
-from penjing.serve.engine.engine import LLMEngine
 from penjing.serve.engine.loop import EngineLoop
 from penjing.serve.engine.request import Request, RequestOutput, SamplingParams
-from penjing.serve.protocol import PING, PULSE_VARIABLE
+from penjing.serve.runner.load import load_engine
 from penjing.serve.triton.metrics import EngineMetrics
 from penjing.serve.triton.pulse import Command, Phase, Pulse
 from penjing.serve.triton.reply import Outbox, Reply, send_error
@@ -79,7 +79,7 @@ class LLMAdapter:
 
     def _load(self, args: dict[str, str]) -> None:
         folder, config = read_settings(args, EngineConfig)
-        engine = LLMEngine.from_folder(folder, config)
+        engine = load_engine(folder, config)
         self._chat_template = engine.chat_template
         loop = EngineLoop(engine)
         loop.start()

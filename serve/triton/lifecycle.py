@@ -8,7 +8,7 @@ import time
 from collections import deque
 from pathlib import Path
 
-from penjing.serve.protocol import PULSE_VARIABLE
+from penjing.serve.client.protocol import PULSE_VARIABLE
 from penjing.serve.triton.pulse import Phase, Pulse
 
 BEAT_SECONDS = 0.05

@@ -12,7 +12,7 @@ import time
 from enum import IntEnum
 from pathlib import Path
 
-from penjing.serve.protocol import PULSE_VARIABLE
+from penjing.serve.client.protocol import PULSE_VARIABLE
 
 _STUB_PID, _BEAT, _LOOP_BEAT, _PHASE, _COMMAND, _UNANSWERED = range(6)
 _SIZE = 64  # eight numbers of 64 bits; an aligned one is read and written whole

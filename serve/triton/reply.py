@@ -9,8 +9,8 @@ from collections.abc import Callable
 from typing import Any
 
 from penjing.core.errors import InputError, OverloadedError, PenjingError, RequestError, ServerError
+from penjing.serve.client.protocol import INTERNAL, INVALID, UNAVAILABLE
 from penjing.serve.engine.request import RequestOutput
-from penjing.serve.protocol import INTERNAL, INVALID, UNAVAILABLE
 from penjing.serve.triton.tensors import Call, OutputTensors
 
 SENDING_SHARE = 0.05

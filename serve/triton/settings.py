@@ -11,7 +11,7 @@ from typing import TypeVar
 
 from penjing.core.config import Config, parse_config
 from penjing.core.errors import ConfigError, InputError
-from penjing.serve.protocol import ENGINE_VARIABLE, MODEL_VARIABLE
+from penjing.serve.client.protocol import ENGINE_VARIABLE, MODEL_VARIABLE
 
 C = TypeVar("C", bound=Config)
 

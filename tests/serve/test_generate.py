@@ -12,9 +12,9 @@ import torch
 from penjing.core.errors import InputError, RequestError
 from penjing.serve.bench.engine import bench_engine
 from penjing.serve.engine.config import EngineConfig
-from penjing.serve.engine.engine import LLMEngine
 from penjing.serve.engine.request import Request, SamplingParams
 from penjing.serve.generate import generate_stream, generate_to_terminal
+from penjing.serve.runner.load import load_engine
 from tests.serve.tiny import ids_of, run_all, text_of
 
 PROMPTS = ["The bonsai tree", "def fibonacci(n):\n", "Q: What is the capital of France?\nA:"]
@@ -66,7 +66,7 @@ def test_the_benchmark_refuses_a_short_context(tiny_checkpoint: Path) -> None:
 def test_smollm2_answers_as_transformers_does_alone_batched_and_from_the_cache(smollm2: Path) -> None:
     from transformers import AutoModelForCausalLM
 
-    engine = LLMEngine.from_folder(smollm2, EngineConfig(block_size=4, max_num_batched_tokens=8, max_num_sequences=4))
+    engine = load_engine(smollm2, EngineConfig(block_size=4, max_num_batched_tokens=8, max_num_sequences=4))
     params = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
     alone = {
         prompt: ids_of(run_all(engine, [Request(prompt, prompt, params)])[prompt, 0])  # one at a time

@@ -18,6 +18,7 @@ from penjing.core.text.tokenizer import Tokenizer
 from penjing.serve.engine.config import EngineConfig
 from penjing.serve.engine.engine import LLMEngine
 from penjing.serve.engine.request import Request, RequestOutput, SamplingParams
+from penjing.serve.runner.load import make_engine
 
 EOS = 256
 VOCAB_SIZE = 258
@@ -75,7 +76,7 @@ def tiny_model(seed: int = 0, int8: bool = False, **changes: Any) -> LoadedModel
 
 
 def tiny_engine(loaded: LoadedModel | None = None, **settings: Any) -> LLMEngine:
-    return LLMEngine(loaded or tiny_model(), EngineConfig.model_validate(DEFAULTS | settings))
+    return make_engine(loaded or tiny_model(), EngineConfig.model_validate(DEFAULTS | settings))
 
 
 def run_all(engine: LLMEngine, requests: Iterable[Request]) -> dict[tuple[str, int], list[RequestOutput]]:

@@ -17,7 +17,7 @@ from tritonclient.grpc import service_pb2_grpc
 
 from penjing.core.errors import ConfigError, OverloadedError, PenjingError, RequestError, ServerError
 from penjing.serve.client.client import AsyncClient, Client
-from penjing.serve.protocol import PING
+from penjing.serve.client.protocol import PING
 
 service_pb2: Any = __import__("tritonclient.grpc.service_pb2", fromlist=["service_pb2"])
 Answer = Callable[["Script", Any], Iterator[Any]]

@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 from penjing.core.errors import InputError
+from penjing.serve.client.protocol import ENGINE_VARIABLE, MODEL_VARIABLE, PULSE_VARIABLE
 from penjing.serve.engine.engine import LLMEngine
-from penjing.serve.protocol import ENGINE_VARIABLE, MODEL_VARIABLE, PULSE_VARIABLE
 from penjing.serve.triton.adapter import LLMAdapter
 from penjing.serve.triton.metrics import COUNTERS, GAUGES, HISTOGRAMS
 from penjing.serve.triton.pulse import Command, Phase, Pulse

@@ -28,7 +28,7 @@ from penjing.core.errors import (
 )
 from penjing.core.progress import Silent
 from penjing.serve.client.client import Client
-from penjing.serve.protocol import PULSE_VARIABLE
+from penjing.serve.client.protocol import PULSE_VARIABLE
 from penjing.serve.supervisor import state, supervisor
 from penjing.serve.supervisor.process import ServeConfig, check_ports
 from penjing.serve.supervisor.vigil import Vigil

@@ -1,0 +1,58 @@
+"""An engine around a model: settings decided for this machine, weights where they run, the KV cache allocated."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from penjing.core.checkpoint.load import LoadedModel, load_model
+from penjing.core.models.decoder import Decoder
+from penjing.serve.engine.config import EngineConfig
+from penjing.serve.engine.engine import LLMEngine, ModelRunner
+from penjing.serve.runner.device import find_device, free_device_memory, resolve_device
+from penjing.serve.runner.kv_pool import available_memory, resolve
+from penjing.serve.runner.runner import Runner
+
+
+def load_engine(folder: Path, config: EngineConfig | None = None) -> LLMEngine:
+    """Load a checkpoint or artifact and build an engine for it.
+
+    Raises:
+        InputError: the folder is missing, damaged or of another kind.
+        ConfigError: see `make_engine`.
+    """
+    if config is not None:
+        find_device(config.device)  # before the weights are read
+    return make_engine(load_model(folder), config)
+
+
+def make_engine(loaded: LoadedModel, config: EngineConfig | None = None) -> LLMEngine:
+    """Build an engine around a loaded model; "auto" settings are decided here, see `LLMEngine.config`.
+
+    The model itself is not kept where its weights are packed for the C++ step: without `loaded` they are held once.
+
+    Raises:
+        ConfigError: the settings contradict each other, the model or the memory.
+    """
+    config = resolve_device(config or EngineConfig(), loaded.config)
+    available = available_memory() if config.device == "cpu" else free_device_memory(loaded.model, config)
+    config = resolve(config, loaded.config, available)
+    return LLMEngine(loaded, config, make_runner(loaded.model, config))
+
+
+def make_runner(model: Decoder, config: EngineConfig) -> ModelRunner:
+    """The runner for a resolved `config`."""
+    if config.device == "cuda":
+        from penjing.serve.runner.device_runner import DeviceRunner
+
+        return DeviceRunner(model, config)
+    assert config.num_blocks is not None
+    assert config.max_model_len is not None
+    return Runner(
+        model,
+        num_blocks=config.num_blocks,
+        block_size=config.block_size,
+        max_tokens=config.max_num_batched_tokens,
+        max_sequences=config.max_num_sequences,
+        max_model_len=config.max_model_len,
+        kv_dtype=config.kv_dtype,
+    )
