@@ -21,7 +21,7 @@ from penjing.train.pipeline.split import equal_split, split_layers, stage_costs
 from penjing.train.plan.formulas import closed_bubble
 from penjing.train.plan.memory import Run, parallel_memory
 from penjing.train.plan.published import published
-from penjing.train.recipe import TrainRecipe
+from penjing.train.recipe.recipe import TrainRecipe
 
 NAME = "parallel"
 RECIPE = Path(__file__).resolve().parents[1] / "recipes" / "decoder-1b.toml"

@@ -27,9 +27,9 @@ from penjing.core.progress import Silent
 from penjing.train.loop import Trainer
 from penjing.train.objective.objective import Batch, CrossEntropy
 from penjing.train.optim.optimizer import OptimizerConfig, build_optimizer
-from penjing.train.parallel.apply import form_mesh, parallelize
 from penjing.train.parallel.config import ParallelConfig
-from penjing.train.parallel.world import World
+from penjing.train.parallelize import form_mesh, parallelize
+from penjing.train.processes.world import World
 
 _SMALL = 4096  # bytes: the loop's own sums
 _TINY = {

@@ -20,7 +20,7 @@ from penjing.core.cli import guarded
 from penjing.core.config import load_recipe
 from penjing.core.manifest import MANIFEST_NAME, read_manifest
 from penjing.core.progress import progress_bar
-from penjing.train.recipe import TrainRecipe
+from penjing.train.recipe.recipe import TrainRecipe
 from penjing.train.run import train
 
 RECIPES = [Path("recipes/decoder-tiny.toml"), Path("recipes/resnet-fashion.toml")]

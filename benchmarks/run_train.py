@@ -29,11 +29,13 @@ from penjing.core.models.decoder import Decoder
 from penjing.core.progress import Progress, Silent, progress_bar
 from penjing.train.data.prefetch import Prefetched
 from penjing.train.families.classifier import ImageClassification
-from penjing.train.monitor.memory import estimate_memory
 from penjing.train.numerics.precision import multiplies_bfloat16
 from penjing.train.numerics.recompute import apply_recompute
 from penjing.train.objective.objective import Batch, CrossEntropy
-from penjing.train.recipe import DecoderModel, TextData, TrainRecipe
+from penjing.train.plan.estimate import estimate_memory
+from penjing.train.recipe.data import TextData
+from penjing.train.recipe.model import DecoderModel
+from penjing.train.recipe.recipe import TrainRecipe
 from penjing.train.state.checkpoint import Checkpoints
 
 NO_BFLOAT16 = "this processor has no instructions for bfloat16 products"

@@ -23,9 +23,9 @@ from penjing.train.loop import Trainer
 from penjing.train.numerics.precision import Precision, PrecisionConfig
 from penjing.train.numerics.recompute import apply_recompute
 from penjing.train.objective.objective import CrossEntropy
-from penjing.train.optim.gradients import ClipConfig, GradientNorms
+from penjing.train.optim.clip import ClipConfig, GradientNorms
 from penjing.train.optim.optimizer import OptimizerConfig, build_optimizer
-from penjing.train.parallel.world import World
+from penjing.train.processes.world import World
 from penjing.train.state.initial import decoder_weights, fill_weights
 
 Run = Callable[[int], object]  # trains so many steps

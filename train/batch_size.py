@@ -13,10 +13,10 @@ from torch import nn
 from penjing.core.errors import ConfigError
 from penjing.core.progress import Progress
 from penjing.train.families.base import Task
-from penjing.train.monitor.memory import MemoryEstimate, check_memory
 from penjing.train.numerics.precision import Precision
-from penjing.train.parallel.world import World
-from penjing.train.recipe import RunRecipe
+from penjing.train.plan.estimate import MemoryEstimate, check_memory
+from penjing.train.processes.world import World
+from penjing.train.recipe.recipe import RunRecipe
 
 _TRIALS = 5  # sizes tried, from the largest that fits down
 _TARGET_S = 2.0  # time given to one size

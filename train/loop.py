@@ -21,14 +21,15 @@ from penjing.core.errors import InputError, PenjingError
 from penjing.train.data.stream import Stream
 from penjing.train.monitor.alarms import AlarmConfig, Alarms
 from penjing.train.monitor.monitor import ActivationRanges, Monitor
+from penjing.train.numerics.gradients import gradients_of, scale_gradients
 from penjing.train.numerics.precision import Precision, PrecisionConfig
 from penjing.train.objective.objective import Batch, Loss, Objective
-from penjing.train.optim.gradients import ClipConfig, GradientNorms, gradients_of, scale_gradients
+from penjing.train.optim.clip import ClipConfig, GradientNorms
 from penjing.train.optim.loss_scale import LossScale
 from penjing.train.optim.optimizer import AveragedWeights, load_optimizer_state, optimizer_state, set_learning_rate
 from penjing.train.optim.schedule import LearningRate
-from penjing.train.parallel.world import World
 from penjing.train.pipeline.pipeline import Pipeline
+from penjing.train.processes.world import World
 from penjing.train.state.checkpoint import Checkpoints
 from penjing.train.state.state import Tree, load_model_state, model_state
 

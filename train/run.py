@@ -23,13 +23,11 @@ from penjing.core.progress import Progress, Silent
 from penjing.train.batch_size import Cut, check_shares, fastest_micro_batch, recut
 from penjing.train.data.prefetch import Prefetched
 from penjing.train.families.base import Task, build_task
-from penjing.train.launch.watch import watching
 from penjing.train.loop import Evaluation, Trainer
 from penjing.train.monitor.alarms import Alarms
 from penjing.train.monitor.flops import model_flops, peak_flops
-from penjing.train.monitor.memory import MemoryEstimate, check_memory, estimate_memory, memory_limit
+from penjing.train.monitor.memory import memory_limit
 from penjing.train.monitor.monitor import Monitor, open_sinks
-from penjing.train.monitor.profile import profiling
 from penjing.train.monitor.summary import summary
 from penjing.train.numerics.precision import (
     Precision,
@@ -40,22 +38,17 @@ from penjing.train.numerics.precision import (
     slow_modes,
 )
 from penjing.train.numerics.recompute import apply_recompute
-from penjing.train.optim.gradients import GradientNorms
+from penjing.train.optim.clip import GradientNorms
 from penjing.train.optim.loss_scale import LossScale, initial_scale
 from penjing.train.optim.optimizer import AveragedWeights, build_optimizer
-from penjing.train.parallel.apply import (
-    Parallelized,
-    check_recipe,
-    form_mesh,
-    gather,
-    measured,
-    parallelize,
-    share_of,
-)
 from penjing.train.parallel.mesh import MeshWorld
-from penjing.train.parallel.world import World, join_world
-from penjing.train.plan.preflight import check_run
-from penjing.train.recipe import RunRecipe, TrainRecipe, parse_size
+from penjing.train.parallel.profile import profiling
+from penjing.train.parallelize import Parallelized, form_mesh, gather, measured, parallelize
+from penjing.train.plan.estimate import MemoryEstimate, check_memory, estimate_memory, share_of
+from penjing.train.plan.preflight import check_recipe, check_run
+from penjing.train.processes.watch import watching
+from penjing.train.processes.world import World, join_world
+from penjing.train.recipe.recipe import RunRecipe, TrainRecipe, parse_size
 from penjing.train.state.checkpoint import Checkpoints, ShardedCheckpoints
 from penjing.train.state.initial import fill_weights, materialize, without_data
 from penjing.train.state.state import Tree

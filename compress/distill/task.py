@@ -16,7 +16,7 @@ from penjing.train.data.stream import Stream
 from penjing.train.data.tokens import TokenStream
 from penjing.train.families.base import Task
 from penjing.train.objective.objective import Batch, TaskObjective
-from penjing.train.parallel.world import World
+from penjing.train.processes.world import World
 
 PROJECTIONS = "distill_projections"  # a submodule of the student while it learns
 

@@ -17,7 +17,7 @@ from penjing.core.models.resnet import ResNet
 from penjing.train.data.stream import Stream
 from penjing.train.families.base import Task
 from penjing.train.objective.objective import Batch, TaskObjective
-from penjing.train.parallel.world import World
+from penjing.train.processes.world import World
 
 
 class QuantizedTask:

@@ -34,19 +34,12 @@ from penjing.train.loop import InterruptedRunError
 from penjing.train.monitor.monitor import MonitorConfig
 from penjing.train.numerics.precision import PrecisionConfig
 from penjing.train.objective.objective import CrossEntropy
-from penjing.train.optim.gradients import ClipConfig
+from penjing.train.optim.clip import ClipConfig
 from penjing.train.optim.optimizer import OptimizerConfig
 from penjing.train.optim.schedule import LearningRate
-from penjing.train.parallel.world import choose_device
-from penjing.train.recipe import (
-    CheckpointConfig,
-    EvaluationConfig,
-    FashionData,
-    MemoryConfig,
-    ObjectiveConfig,
-    RunRecipe,
-    TextData,
-)
+from penjing.train.processes.world import choose_device
+from penjing.train.recipe.data import FashionData, TextData
+from penjing.train.recipe.recipe import CheckpointConfig, EvaluationConfig, MemoryConfig, ObjectiveConfig, RunRecipe
 from penjing.train.run import train_task
 
 _KEY, _TRAINED, _RUN = "step.json", "trained", "run"

@@ -25,8 +25,8 @@ from penjing.core.models.resnet import ResNet
 from penjing.core.progress import Progress
 from penjing.train.families.base import Task
 from penjing.train.objective.objective import CrossEntropy
-from penjing.train.parallel.world import choose_device
-from penjing.train.recipe import RunRecipe
+from penjing.train.processes.world import choose_device
+from penjing.train.recipe.recipe import RunRecipe
 
 _TRAINED = "quantized"
 

@@ -39,8 +39,8 @@ from penjing.core.models.tensor_names import tensor_shapes
 from penjing.core.progress import Progress
 from penjing.train.families.base import Task
 from penjing.train.objective.objective import CrossEntropy
-from penjing.train.parallel.world import choose_device
-from penjing.train.recipe import RunRecipe
+from penjing.train.processes.world import choose_device
+from penjing.train.recipe.recipe import RunRecipe
 
 
 class DecoderInt8(Config):

@@ -26,8 +26,8 @@ from penjing.compress.steps.distill import TrainingStep, train_checkpoint
 from penjing.core.errors import ConfigError
 from penjing.core.progress import Progress
 from penjing.train.families.base import Task
-from penjing.train.parallel.world import World
-from penjing.train.recipe import RunRecipe
+from penjing.train.processes.world import World
+from penjing.train.recipe.recipe import RunRecipe
 
 
 class SparsifyStep(TrainingStep):

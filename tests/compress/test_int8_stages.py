@@ -33,7 +33,7 @@ from penjing.core.errors import InputError, SetupError
 from penjing.core.manifest import read_manifest
 from penjing.train import run as train_run
 from penjing.train.families import classifier as vision
-from penjing.train.monitor.memory import MemoryEstimate
+from penjing.train.plan.estimate import MemoryEstimate
 from tests.compress.quantize.folders import vision_folder
 from tests.compress.steps.test_quantize import made_up
 

@@ -15,11 +15,11 @@ from penjing.train.monitor.alarms import AlarmConfig, AlarmError, Alarms
 from penjing.train.monitor.monitor import Monitor
 from penjing.train.numerics.recompute import apply_recompute
 from penjing.train.objective.objective import IGNORED, Batch, CrossEntropy, Loss
-from penjing.train.optim.gradients import ClipConfig, GradientNorms
+from penjing.train.optim.clip import ClipConfig, GradientNorms
 from penjing.train.optim.loss_scale import LossScale
 from penjing.train.optim.optimizer import AveragedWeights, OptimizerConfig, build_optimizer
 from penjing.train.optim.schedule import LearningRate
-from penjing.train.parallel.world import World
+from penjing.train.processes.world import World
 from penjing.train.state.initial import decoder_weights, fill_weights
 from penjing.train.state.state import load_model_state, model_state
 from tests.conftest import tiny_config

@@ -14,8 +14,10 @@ from penjing.train.data.stream import Stream
 from penjing.train.families.classifier import ImageClassification
 from penjing.train.families.decoder import LanguageModeling
 from penjing.train.objective.objective import Batch, TaskObjective
-from penjing.train.parallel.world import World
-from penjing.train.recipe import DecoderModel, FashionData, ResNetModel, TextData, TrainRecipe
+from penjing.train.processes.world import World
+from penjing.train.recipe.data import FashionData, TextData
+from penjing.train.recipe.model import DecoderModel, ResNetModel
+from penjing.train.recipe.recipe import TrainRecipe
 from penjing.train.state.initial import Weights
 
 

@@ -19,8 +19,10 @@ from penjing.train.data.fashion import CLASSES, load_fashion
 from penjing.train.data.images import ImageSet, ImageStream, held_out_images
 from penjing.train.data.stream import Stream
 from penjing.train.objective.objective import Batch, CrossEntropy, TaskObjective
-from penjing.train.parallel.world import World
-from penjing.train.recipe import FashionData, ResNetModel, RunRecipe
+from penjing.train.processes.world import World
+from penjing.train.recipe.data import FashionData
+from penjing.train.recipe.model import ResNetModel
+from penjing.train.recipe.recipe import RunRecipe
 from penjing.train.state.state import check_finite
 
 _EVALUATION_BATCH = 500

@@ -22,8 +22,10 @@ from penjing.train.data.stream import Stream
 from penjing.train.data.tokens import TokenStream, held_out_tokens
 from penjing.train.objective.balancing import Balanced, BalancingConfig
 from penjing.train.objective.objective import Batch, CrossEntropy, TaskObjective
-from penjing.train.parallel.world import World
-from penjing.train.recipe import DecoderModel, RunRecipe, TextData
+from penjing.train.processes.world import World
+from penjing.train.recipe.data import TextData
+from penjing.train.recipe.model import DecoderModel
+from penjing.train.recipe.recipe import RunRecipe
 from penjing.train.state.initial import Weights, checkpoint_weights, decoder_weights, fill_weights
 
 

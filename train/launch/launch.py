@@ -11,9 +11,8 @@ from pathlib import Path
 
 from penjing.core.config import load_recipe
 from penjing.core.errors import ConfigError
-from penjing.train.parallel.apply import check_recipe
-from penjing.train.plan.preflight import check_run
-from penjing.train.recipe import TrainRecipe, parse_size
+from penjing.train.plan.preflight import check_recipe, check_run
+from penjing.train.recipe.recipe import TrainRecipe, parse_size
 
 
 def launch(num_processes: int, recipe: Path, overrides: list[str], flags: Sequence[str]) -> int:

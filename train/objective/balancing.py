@@ -21,7 +21,7 @@ from torch import nn
 from penjing.core.config import Config
 from penjing.core.models.moe import MoE, Routing, watch_routing
 from penjing.train.objective.objective import IGNORED, Batch, CrossEntropy, Loss
-from penjing.train.parallel.world import World
+from penjing.train.processes.world import World
 from penjing.train.state.state import local_part
 
 

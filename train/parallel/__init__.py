@@ -5,9 +5,8 @@ mesh.py       the processes as a grid (pipeline, replicate, shard, context, tens
 tensor.py     tensor and sequence parallelism of a decoder
 context.py    stretches of a sequence: keys and values gathered
 experts.py    experts of a layer in many processes: tokens travel to them
-pipeline.py   stages of layers, run by torch.distributed.pipelining
-launch.py     torchrun on this machine, as agent.py runs it
-watch.py      processes that die or hang end all of them with one error; processes.py asks the system about them
 shard.py      ZeRO and data parallelism by FSDP2
-apply.py      all of it, applied to a model in order
+probe.py      the links alone; traffic.py: what a trace says they carried; profile.py: both, for `--profile`
+
+../parallelize.py applies all of it to a model in order, ../pipeline/ has stages of layers.
 """

@@ -26,7 +26,7 @@ class ParallelConfig(Config):
         the largest.
     micro_batches: of one pass through the pipeline; None: all of a step.
     timeout: seconds that a process may be silent, or all of them idle, before the run ends; one that works may be
-        without progress for ten times as long (see watch.py).
+        without progress for ten times as long (see processes/watch.py).
     """
 
     dp: int | None = Field(default=None, ge=1)

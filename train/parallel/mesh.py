@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from penjing.train.parallel.config import ParallelConfig
 from penjing.train.parallel.context import Context
-from penjing.train.parallel.world import World
+from penjing.train.processes.world import World
 
 # Outermost first. FSDP shards over "shard", copies over "replicate"; either is 1.
 DIMENSIONS = ("pipeline", "replicate", "shard", "context", "tensor")

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from penjing.train.parallel.mesh import MeshWorld
-from penjing.train.parallel.world import World
+from penjing.train.processes.world import World
 
 _SIZES = (2**16, 2**20, 2**24)  # bytes
 _RUNS = 5

@@ -25,7 +25,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from penjing.core.errors import SetupError
 from penjing.core.models.moe import Experts
 from penjing.train.numerics.recompute import blocks
-from penjing.train.parallel.compressed import compress_fsdp
+from penjing.train.processes.compressed import compress_fsdp
 
 
 def apply_fsdp(

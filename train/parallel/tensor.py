@@ -30,7 +30,7 @@ from torch.distributed.tensor.parallel import (
 from penjing.core.models.decoder import DecoderLayer
 from penjing.core.models.mlp import MLP
 from penjing.core.models.moe import MoE
-from penjing.train.optim.gradients import gradients_of
+from penjing.train.numerics.gradients import gradients_of
 
 
 class SplitHead(nn.Linear):

@@ -27,9 +27,9 @@ from penjing.core.models.attention import causal_attention, document_positions
 from penjing.core.models.decoder import Decoder
 from penjing.core.models.moe import watch_routing
 from penjing.kernels.rotary import rotary_cos_sin
+from penjing.train.numerics.gradients import gradients_of
 from penjing.train.objective.balancing import Balanced, StageBalancing
 from penjing.train.objective.objective import IGNORED, Batch, CrossEntropy, Loss, Objective
-from penjing.train.optim.gradients import gradients_of
 from penjing.train.parallel.config import ParallelConfig
 from penjing.train.parallel.context import Context
 from penjing.train.pipeline.balance import Balance, TimedStage

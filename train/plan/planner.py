@@ -14,7 +14,8 @@ from penjing.core.models.config import DecoderConfig
 from penjing.core.progress import error_console
 from penjing.train.plan.hardware import hardware
 from penjing.train.plan.search import Candidate, Plan, describe, search
-from penjing.train.recipe import TextData, TrainRecipe, parse_size
+from penjing.train.recipe.data import TextData
+from penjing.train.recipe.recipe import TrainRecipe, parse_size
 
 
 def plan_recipe(

@@ -1,4 +1,5 @@
-"""Memory of one rank of a recipe's run, from its settings alone: before anything is built or started."""
+"""What a recipe's [parallel] asks of its model, and the memory of one rank of its run, from the settings alone: before
+anything is built or started."""
 
 from __future__ import annotations
 
@@ -6,11 +7,44 @@ from dataclasses import replace
 
 from penjing.core.errors import ConfigError
 from penjing.core.models.config import DecoderConfig
-from penjing.train.monitor.memory import STATE_PER_PARAMETER
-from penjing.train.parallel.config import check_parallel
+from penjing.train.numerics.precision import GROUPS
+from penjing.train.parallel.config import ParallelConfig, check_parallel
 from penjing.train.pipeline.shape import decoder_shape
-from penjing.train.plan.memory import ParallelMemory, Run, parallel_memory, show_bytes
-from penjing.train.recipe import RunRecipe, TextData, TrainRecipe
+from penjing.train.plan.memory import STATE_PER_PARAMETER, ParallelMemory, Run, parallel_memory, show_bytes
+from penjing.train.recipe.data import TextData
+from penjing.train.recipe.recipe import RunRecipe, TrainRecipe
+
+
+def check_recipe(recipe: RunRecipe, world_size: int) -> None:
+    """Refuse a recipe whose [parallel] does not fit its model, or `world_size` processes.
+
+    Raises:
+        ConfigError: see `check_parallel`.
+    """
+    if recipe.parallel == ParallelConfig():
+        return
+    length = getattr(recipe.data, "sequence_length", None)
+    check_parallel(recipe.parallel, getattr(recipe, "model", None), world_size, length, recipe.compile)
+    if recipe.parallel.cp > 1 and getattr(recipe.data, "document_mask", False):
+        raise ConfigError("data.document_mask = true is not for parallel.cp above 1; set one of them back")
+    groups = ", ".join(GROUPS)
+    if recipe.parallel.pp * recipe.parallel.ep > 1 and any(
+        rule.match not in GROUPS for rule in recipe.precision.policy
+    ):
+        raise ConfigError(
+            f"precision.policy with parallel.pp or ep above 1 takes groups only, no module names: {groups}"
+        )
+    if (
+        recipe.parallel.pp > 1
+        and recipe.parallel.schedule in ("zbv", "dualpipev")
+        and recipe.memory.recompute != "none"
+    ):
+        raise ConfigError(
+            f"parallel.schedule = {recipe.parallel.schedule!r} splits the backward pass, and would recompute twice; "
+            "set memory.recompute = 'none', or use '1f1b' or 'interleaved'"
+        )
+    if not recipe.parallel.is_plain and recipe.data.micro_batch == "auto":
+        raise ConfigError("data.micro_batch = 'auto' is measured on a whole model; give a number with this [parallel]")
 
 
 def recipe_run(recipe: TrainRecipe, processes: int) -> Run:

@@ -16,7 +16,8 @@ from penjing.train.pipeline.split import equal_split, split_layers, stage_costs
 from penjing.train.plan.formulas import closed_bubble
 from penjing.train.plan.hardware import hardware
 from penjing.train.plan.timeline import draw_timeline
-from penjing.train.recipe import TextData, TrainRecipe
+from penjing.train.recipe.data import TextData
+from penjing.train.recipe.recipe import TrainRecipe
 
 
 def simulate_recipe(

@@ -22,8 +22,8 @@ from safetensors.torch import save_file
 from penjing.core.errors import InputError, SetupError
 from penjing.core.files import atomic_write_text, publish_folder, sha256_file, sync_tree, writing
 from penjing.core.manifest import read_json_object
-from penjing.train.launch.watch import WORK_FACTOR
-from penjing.train.parallel.world import World
+from penjing.train.processes.watch import WORK_FACTOR
+from penjing.train.processes.world import World
 from penjing.train.state.state import Tree, snapshot, split_tree
 from penjing.train.state.state_shards import ShardedTree, index_name, read_shards, read_tensors
 

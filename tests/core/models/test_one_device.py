@@ -30,6 +30,6 @@ def test_models_pass_their_tests_without_torch_distributed(selection: tuple[str,
 
 
 def test_it_really_is_blocked() -> None:
-    command = [sys.executable, "-c", f"import {BLOCK}, penjing.train.parallel.world"]
+    command = [sys.executable, "-c", f"import {BLOCK}, penjing.train.processes.world"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert "ImportError: torch.distributed is blocked, and penjing.train.parallel.world imports it" in done.stderr
+    assert "ImportError: torch.distributed is blocked, and penjing.train.processes.world imports it" in done.stderr

@@ -22,7 +22,8 @@ from penjing.train.data.images import ImageSet, held_out_images
 from penjing.train.families import classifier as vision
 from penjing.train.families.base import build_task
 from penjing.train.families.classifier import ImageClassification
-from penjing.train.recipe import FashionData, TrainRecipe
+from penjing.train.recipe.data import FashionData
+from penjing.train.recipe.recipe import TrainRecipe
 from penjing.train.run import train, train_task
 
 RECIPE = """

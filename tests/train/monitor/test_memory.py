@@ -1,86 +1,13 @@
 from __future__ import annotations
 
-import gc
-
-import pytest
 import torch
-from torch import nn
-from torch.profiler import ProfilerActivity, profile
 
-from penjing.core.errors import ConfigError
-from penjing.core.models.decoder import Decoder
-from penjing.train.monitor.memory import MemoryEstimate, check_memory, estimate_memory, memory_limit, memory_use
-from penjing.train.numerics.precision import Precision, PrecisionConfig
-from penjing.train.numerics.recompute import apply_recompute
-from penjing.train.objective.objective import CrossEntropy
-from penjing.train.recipe import parse_size
-from tests.conftest import tiny_config
-from tests.train.conftest import token_batch
+from penjing.train.monitor.memory import memory_limit, memory_use
 
 CPU = torch.device("cpu")
-
-
-def build(recompute: str, mode: str) -> nn.Module:
-    model = Decoder(tiny_config(num_hidden_layers=4))
-    apply_recompute(model, recompute)  # type: ignore[arg-type]
-    Precision(model, PrecisionConfig(mode=mode), CPU)  # type: ignore[arg-type]
-    return model
-
-
-def estimate(recompute: str, mode: str, rows: int) -> MemoryEstimate:
-    batch = token_batch(rows, 64, 0)
-    return estimate_memory(
-        lambda: build(recompute, mode), CrossEntropy(), batch, optimizer="adamw", averaged=True, replicated=False
-    )
-
-
-def measured_peak(recompute: str, mode: str, rows: int) -> int:
-    """Largest number of bytes allocated at once above what was there before, in one forward and backward pass."""
-    model, batch, objective = build(recompute, mode), token_batch(rows, 64, 0), CrossEntropy()
-    objective(model, batch).total.backward()  # the gradients exist
-    gc.collect()
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
-        objective(model, batch).total.backward()
-    now = peak = 0
-    for event in recorded.profiler.kineto_results.events():  # type: ignore[union-attr]
-        if event.name() == "[memory]":
-            now += event.nbytes()  # pyright: ignore[reportAttributeAccessIssue]
-            peak = max(peak, now)
-    return peak
-
-
-@pytest.mark.parametrize("mode", ["fp32", "bf16"])
-@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
-def test_the_estimate_is_near_what_is_allocated(recompute: str, mode: str) -> None:
-    estimated, measured = estimate(recompute, mode, 16).activations, measured_peak(recompute, mode, 16)
-    assert 0.75 < estimated / measured < 1.35
-
-
-def test_activations_grow_with_the_batch_and_shrink_with_recomputation() -> None:
-    sizes = {setting: estimate(setting, "fp32", 8) for setting in ("none", "selective", "full")}
-    assert sizes["none"].activations > 1.3 * sizes["selective"].activations > 1.69 * sizes["full"].activations
-    assert estimate("none", "fp32", 16).activations == pytest.approx(2 * sizes["none"].activations, rel=0.05)
-    num_bytes = 4 * sum(parameter.numel() for parameter in build("none", "fp32").parameters())
-    one = sizes["none"]
-    assert (one.gradients, one.optimizer, one.average, one.reduction) == (num_bytes, 2 * num_bytes, num_bytes, 0)
-
-
-def test_what_cannot_fit_is_refused_with_advice() -> None:
-    size = MemoryEstimate(parameters=100, gradients=100, optimizer=200, average=0, reduction=0, activations=1000)
-    check_memory(size, 1400)
-    with pytest.raises(ConfigError, match=r"lower data.micro_batch to about 50% of it .* memory.recompute = 'full'"):
-        check_memory(size, 900)
-    with pytest.raises(ConfigError, match=r"the model alone is too large: lower model.num_hidden_layers"):
-        check_memory(size, 300)
 
 
 def test_memory_of_the_machine() -> None:
     used, total = memory_use(CPU)
     assert 10 * 2**20 < used < total
     assert 0 < memory_limit(CPU, 4) < total
-
-
-def test_sizes_are_read_with_their_units() -> None:
-    assert [parse_size(text) for text in ("6GiB", "1.5 KiB", "200", "3 MB")] == [6 * 2**30, 1536, 200, 3_000_000]
-    with pytest.raises(ValueError, match="is no size; write for example 6GiB"):
-        parse_size("6 gigs")

@@ -17,12 +17,12 @@ from penjing.core.models.decoder import Decoder
 from penjing.core.models.moe import MoE, Routing, watch_routing
 from penjing.train.loop import Trainer
 from penjing.train.monitor.flops import forward_flops
-from penjing.train.monitor.memory import estimate_memory
 from penjing.train.numerics.recompute import apply_recompute
 from penjing.train.objective.balancing import Balanced, BalancingConfig, balance_loss
 from penjing.train.objective.objective import CrossEntropy
 from penjing.train.optim.optimizer import OptimizerConfig, build_optimizer
-from penjing.train.parallel.world import World
+from penjing.train.plan.estimate import estimate_memory
+from penjing.train.processes.world import World
 from penjing.train.run import train
 from penjing.train.state.initial import decoder_weights, fill_weights
 from tests.conftest import tiny_config

@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-from penjing.train.optim.gradients import ClipConfig, GradientNorms, global_norm, scale_gradients
+from penjing.train.numerics.gradients import global_norm, scale_gradients
+from penjing.train.optim.clip import ClipConfig, GradientNorms
 from penjing.train.optim.loss_scale import LossScale, initial_scale
 from penjing.train.optim.optimizer import OptimizerConfig, build_optimizer
 from penjing.train.optim.schedule import LearningRate

@@ -24,9 +24,9 @@ from penjing.core.models.config import DecoderConfig
 from penjing.core.models.decoder import Decoder
 from penjing.core.models.tensor_names import tensor_shapes
 from penjing.core.progress import Silent
-from penjing.train.parallel.apply import form_mesh, gather, parallelize
 from penjing.train.parallel.config import ParallelConfig
-from penjing.train.parallel.world import World
+from penjing.train.parallelize import form_mesh, gather, parallelize
+from penjing.train.processes.world import World
 from penjing.train.state.initial import decoder_weights, fill_weights, materialize, without_data
 
 CONFIG = DecoderConfig(

@@ -24,12 +24,12 @@ from penjing.train.loop import Evaluation, InterruptedRunError, Trainer
 from penjing.train.numerics.recompute import apply_recompute
 from penjing.train.objective.balancing import Balanced, BalancingConfig
 from penjing.train.objective.objective import IGNORED, Batch, CrossEntropy
-from penjing.train.optim.gradients import ClipConfig, GradientNorms
+from penjing.train.optim.clip import ClipConfig, GradientNorms
 from penjing.train.optim.optimizer import OptimizerConfig, build_optimizer
 from penjing.train.optim.schedule import LearningRate
-from penjing.train.parallel.apply import form_mesh, parallelize
 from penjing.train.parallel.config import ParallelConfig
-from penjing.train.parallel.world import World
+from penjing.train.parallelize import form_mesh, parallelize
+from penjing.train.processes.world import World
 from penjing.train.state.checkpoint import Checkpoints, ShardedCheckpoints
 from penjing.train.state.initial import decoder_weights, fill_weights, materialize, without_data
 from penjing.train.state.state import local_part, named_parameters

@@ -15,7 +15,7 @@ from penjing.core.models.decoder import Decoder
 from penjing.train.monitor.flops import forward_flops
 from penjing.train.objective.objective import Batch, Loss
 from penjing.train.pipeline.shape import decoder_shape
-from penjing.train.recipe import TrainRecipe
+from penjing.train.recipe.recipe import TrainRecipe
 
 RECIPES = Path(__file__).parents[3] / "recipes"
 SMALL = {

@@ -15,7 +15,6 @@ from penjing.core.config import load_recipe
 from penjing.core.errors import ConfigError
 from penjing.core.models.config import MoEConfig
 from penjing.core.models.decoder import Decoder
-from penjing.train.monitor.memory import estimate_memory
 from penjing.train.numerics.precision import Precision, PrecisionConfig
 from penjing.train.numerics.recompute import apply_recompute
 from penjing.train.objective.objective import CrossEntropy
@@ -24,11 +23,12 @@ from penjing.train.pipeline.schedules import SCHEDULES, stage_ranks
 from penjing.train.pipeline.shape import decoder_shape
 from penjing.train.pipeline.simulate import StageTimes, simulate
 from penjing.train.plan.cost import step_time
+from penjing.train.plan.estimate import estimate_memory
 from penjing.train.plan.hardware import hardware
 from penjing.train.plan.memory import PENJING, TORCHTITAN, Run, live_chunks, parallel_memory
 from penjing.train.plan.published import published
 from penjing.train.plan.search import search
-from penjing.train.recipe import TrainRecipe
+from penjing.train.recipe.recipe import TrainRecipe
 from tests.conftest import tiny_config
 from tests.train.conftest import token_batch
 

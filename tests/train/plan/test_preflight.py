@@ -12,10 +12,10 @@ from penjing.core.config import load_recipe
 from penjing.core.errors import ConfigError
 from penjing.train import run
 from penjing.train.launch.launch import launch
-from penjing.train.parallel.world import World
 from penjing.train.plan.planner import plan_recipe
 from penjing.train.plan.preflight import check_rank_memory, recipe_run
-from penjing.train.recipe import TrainRecipe
+from penjing.train.processes.world import World
+from penjing.train.recipe.recipe import TrainRecipe
 
 LARGE = Path(__file__).parents[3] / "recipes" / "decoder-1b.toml"
 GIB = 2**30

@@ -12,7 +12,7 @@ from penjing.core.config import load_recipe
 from penjing.core.errors import ConfigError
 from penjing.train.pipeline.shape import decoder_shape
 from penjing.train.plan.simulation import simulate_recipe
-from penjing.train.recipe import TrainRecipe
+from penjing.train.recipe.recipe import TrainRecipe
 
 RECIPES = Path(__file__).parents[3] / "recipes"
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from penjing.core.errors import InputError, SetupError
-from penjing.train.parallel.world import World
+from penjing.train.processes.world import World
 from penjing.train.state import checkpoint
 from penjing.train.state.checkpoint import Checkpoints, ShardedCheckpoints
 from penjing.train.state.state import join_tree, split_tree

@@ -19,7 +19,7 @@ from penjing.core.progress import Progress
 from penjing.train.parallel.mesh import MeshWorld
 from penjing.train.parallel.probe import all_reduce_bandwidth, gradient_group
 from penjing.train.parallel.traffic import Traffic, read_trace
-from penjing.train.parallel.world import World
+from penjing.train.processes.world import World
 
 _SKIPPED, _WARM_UP, _RECORDED = 2, 1, 3
 

@@ -30,7 +30,7 @@ from torch.distributed import PrefixStore, Store, TCPStore  # pyright: ignore[re
 from torch.distributed.rendezvous import rendezvous
 
 from penjing.core.errors import PenjingError, SetupError
-from penjing.train.launch.processes import Work, has_ended, machine
+from penjing.train.processes.system import Work, has_ended, machine
 
 WORK_FACTOR = 10  # a process that works may be without progress for so many times as long as an idle one
 _UNEXPECTED, _INTERRUPTED, _TERMINATED = 70, 130, 143  # exit codes, as the command line has them

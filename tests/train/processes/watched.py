@@ -16,7 +16,7 @@ from pathlib import Path
 
 from penjing.core.cli import guarded
 from penjing.core.errors import ConfigError
-from penjing.train.launch.watch import Watch, watching
+from penjing.train.processes.watch import Watch, watching
 
 SIZE, TIMEOUT_S = 3, 2.0
 

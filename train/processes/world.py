@@ -19,9 +19,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from penjing.core.errors import ConfigError, SetupError
-from penjing.train.launch.watch import WORK_FACTOR, Watch
-from penjing.train.optim.gradients import global_norm, gradients_of
-from penjing.train.parallel.compressed import compress_ddp
+from penjing.train.numerics.gradients import global_norm, gradients_of
+from penjing.train.processes.compressed import compress_ddp
+from penjing.train.processes.watch import WORK_FACTOR, Watch
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@ from __future__ import annotations
 import torch
 
 from penjing.kernels.quantize_gradient import dequantize_gradient
-from penjing.train.parallel.compressed import Codec
+from penjing.train.processes.compressed import Codec
 
 
 def arrived(codec: Codec, rows: torch.Tensor) -> torch.Tensor:

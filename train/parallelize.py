@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import itertools
 import logging
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,23 +14,20 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from penjing.core.errors import ConfigError
 from penjing.core.models.config import DecoderConfig
 from penjing.core.models.decoder import Decoder
 from penjing.core.progress import Progress
-from penjing.train.monitor.memory import MemoryEstimate
-from penjing.train.numerics.precision import GROUPS
-from penjing.train.parallel.config import ParallelConfig, check_parallel
+from penjing.train.parallel.config import ParallelConfig
 from penjing.train.parallel.context import Context
 from penjing.train.parallel.experts import apply_expert_parallel
 from penjing.train.parallel.mesh import MeshWorld, build_mesh, describe
 from penjing.train.parallel.shard import apply_fsdp
 from penjing.train.parallel.tensor import apply_tensor_parallel, sum_partial
-from penjing.train.parallel.world import World
 from penjing.train.pipeline.balance import Balance, split_by_cost
 from penjing.train.pipeline.pipeline import LocalStages, Pipeline, split_stages, sum_tied
-from penjing.train.pipeline.shape import decoder_shape
-from penjing.train.recipe import RunRecipe, TextData
+from penjing.train.processes.world import World
+from penjing.train.recipe.data import TextData
+from penjing.train.recipe.recipe import RunRecipe
 from penjing.train.state.state import model_state
 
 
@@ -47,38 +43,6 @@ class Parallelized:
     num_parameters: int
     pipeline: Pipeline | None = None
     after_backward: tuple[Callable[[], None], ...] = ()
-
-
-def check_recipe(recipe: RunRecipe, world_size: int) -> None:
-    """Refuse a recipe whose [parallel] does not fit its model, or `world_size` processes.
-
-    Raises:
-        ConfigError: see `check_parallel`.
-    """
-    if recipe.parallel == ParallelConfig():
-        return
-    length = getattr(recipe.data, "sequence_length", None)
-    check_parallel(recipe.parallel, getattr(recipe, "model", None), world_size, length, recipe.compile)
-    if recipe.parallel.cp > 1 and getattr(recipe.data, "document_mask", False):
-        raise ConfigError("data.document_mask = true is not for parallel.cp above 1; set one of them back")
-    groups = ", ".join(GROUPS)
-    if recipe.parallel.pp * recipe.parallel.ep > 1 and any(
-        rule.match not in GROUPS for rule in recipe.precision.policy
-    ):
-        raise ConfigError(
-            f"precision.policy with parallel.pp or ep above 1 takes groups only, no module names: {groups}"
-        )
-    if (
-        recipe.parallel.pp > 1
-        and recipe.parallel.schedule in ("zbv", "dualpipev")
-        and recipe.memory.recompute != "none"
-    ):
-        raise ConfigError(
-            f"parallel.schedule = {recipe.parallel.schedule!r} splits the backward pass, and would recompute twice; "
-            "set memory.recompute = 'none', or use '1f1b' or 'interleaved'"
-        )
-    if not recipe.parallel.is_plain and recipe.data.micro_batch == "auto":
-        raise ConfigError("data.micro_batch = 'auto' is measured on a whole model; give a number with this [parallel]")
 
 
 def measured(recipe: RunRecipe, world: World, progress: Progress) -> ParallelConfig:
@@ -197,31 +161,3 @@ def gather(model: nn.Module, world: MeshWorld, build: Callable[[], nn.Module] | 
                     dist.recv(full := torch.empty_like(wanted[name]), first)
                 wanted[name].copy_(full)
     return model if whole is None else whole
-
-
-def share_of(estimate: MemoryEstimate, world: World, model: object = None) -> MemoryEstimate:
-    """What is left of a whole model's `estimate` for one process of the mesh; `model` is the recipe's.
-
-    Layers are taken as equal. A stage of a pipeline keeps the activations of as many micro-batches as it has stages
-    after it, itself included: the first, which this is, of all.
-    """
-    if not isinstance(world, MeshWorld):
-        return estimate
-    config, data = world.config, world.data.size * world.config.cp
-    parts = config.tp * config.pp
-    whole = 1.0  # what a process has where ZeRO spreads nothing: less if others have experts in its place
-    if config.ep > 1:
-        shape = decoder_shape(model)
-        whole -= sum(layer.experts for layer in shape.layers) / shape.parameters * (1 - 1 / config.ep)
-
-    def spread(size: int, from_zero: int) -> int:
-        return math.ceil(size / parts * (1 / data if config.zero >= from_zero else whole))
-
-    return MemoryEstimate(
-        parameters=spread(estimate.parameters, 3),
-        gradients=spread(estimate.gradients, 2),
-        optimizer=spread(estimate.optimizer, 1),
-        average=spread(estimate.average, 1),
-        reduction=spread(estimate.reduction, 4),
-        activations=-(-estimate.activations // (config.tp * config.cp)),
-    )

@@ -9,79 +9,19 @@ from typing import Annotated, Literal
 from pydantic import Field, field_validator
 
 from penjing.core.config import Config
-from penjing.core.models.config import DecoderConfig
 from penjing.train.monitor.alarms import AlarmConfig
 from penjing.train.monitor.monitor import MonitorConfig
 from penjing.train.numerics.precision import PrecisionConfig
 from penjing.train.numerics.recompute import Recompute, RecomputeRule
 from penjing.train.objective.balancing import BalancingConfig
-from penjing.train.optim.gradients import ClipConfig
+from penjing.train.optim.clip import ClipConfig
 from penjing.train.optim.optimizer import OptimizerConfig
 from penjing.train.optim.schedule import LearningRate
 from penjing.train.parallel.config import ParallelConfig
+from penjing.train.recipe.data import FashionData, TextData
+from penjing.train.recipe.model import DecoderModel, ResNetModel
 
 _UNITS = {"": 1, "B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "KB": 10**3, "MB": 10**6, "GB": 10**9}
-
-
-class DecoderModel(DecoderConfig):
-    """A decoder language model; token ids of begin and end come from the tokenizer."""
-
-    architecture: Literal["decoder"]
-    init_std: float = Field(default=0.02, gt=0)
-
-
-class ResNetModel(Config):
-    """A residual network: "cifar" for small images (depth 6·n + 2), "imagenet" (18, 34, 50); classes come from the
-    data."""
-
-    architecture: Literal["resnet"]
-    variant: Literal["cifar", "imagenet"] = "cifar"
-    depth: int
-    width: int = Field(default=16, gt=0)  # cifar: channels of the first stage
-    groups: int = Field(default=1, gt=0)  # imagenet: of a bottleneck's 3×3 convolution (ResNeXt)
-    width_per_group: int = Field(default=64, gt=0)
-
-
-class DataConfig(Config):
-    """`batch_size`: samples of one update over all processes; `micro_batch`: of one forward pass of one process.
-
-    micro_batch: None takes batch_size / processes, "auto" times what fits into memory and takes the fastest.
-    """
-
-    batch_size: int = Field(gt=0)
-    micro_batch: int | Literal["auto"] | None = None
-    prefetch: int = Field(default=4, ge=1)
-
-    @field_validator("micro_batch")
-    @classmethod
-    def _positive(cls, value: int | str | None) -> int | str | None:
-        if isinstance(value, int) and value < 1:
-            raise ValueError("must be 1 or more, or 'auto'")
-        return value
-
-
-class TextData(DataConfig):
-    """Packed sequences of `sequence_length` tokens, from text `sources` (see data/corpora.py) or ready `shards`.
-
-    document_mask: attention stays inside a document, whose positions count from 0; else a row is one context.
-    """
-
-    kind: Literal["text"]
-    sources: tuple[str, ...] = ()
-    shards: Path | None = None
-    tokenizer: Path | None = None
-    sequence_length: int = Field(gt=0)
-    document_mask: bool = False
-    held_out: float = Field(default=0.02, gt=0, lt=1)
-
-
-class FashionData(DataConfig):
-    """Fashion-MNIST with random crops after `pad`, flips, and erased squares."""
-
-    kind: Literal["fashion-mnist"]
-    pad: int = Field(default=0, ge=0)
-    flip: bool = False
-    erase: int = Field(default=0, ge=0)
 
 
 class ObjectiveConfig(Config):

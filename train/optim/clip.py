@@ -1,5 +1,4 @@
-"""The norm of the gradient: measured once a step, its log-normal fit, outliers, and clipping by a fixed or adaptive
-limit.
+"""The norm of the gradient over a run: its log-normal fit, outliers, and clipping by a fixed or adaptive limit.
 
 Gradient norms of a healthy run are close to log-normal; the fit is an exponential moving mean and variance of the
 logarithm.
@@ -8,13 +7,9 @@ logarithm.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from typing import Any
 
-import torch
 from pydantic import Field
-from torch import nn
-from torch.distributed.tensor import DTensor
 
 from penjing.core.config import Config
 
@@ -86,27 +81,3 @@ class GradientNorms:
         """Undo `state_dict`."""
         self.num_seen, self.num_outliers = int(state["num_seen"]), int(state["num_outliers"])
         self.log_mean, self._log_variance = float(state["log_mean"]), float(state["log_variance"])
-
-
-def gradients_of(parameters: Iterable[nn.Parameter]) -> list[torch.Tensor]:
-    """The gradients that exist: of a sharded parameter, this process's shard."""
-    gradients = (parameter.grad for parameter in parameters)
-    return [
-        gradient.to_local() if isinstance(gradient, DTensor) else gradient
-        for gradient in gradients
-        if gradient is not None
-    ]
-
-
-def global_norm(gradients: list[torch.Tensor]) -> torch.Tensor:
-    """Euclidean norm of all gradients together: a float32 (or wider) scalar, NaN or infinite as soon as one element
-    is."""
-    norm = nn.utils.get_total_norm(gradients, foreach=True)
-    return norm.to(torch.promote_types(norm.dtype, torch.float32))
-
-
-@torch.no_grad()
-def scale_gradients(gradients: list[torch.Tensor], factor: float) -> None:
-    """Multiply all gradients by `factor`, in place; nothing is touched when it is 1."""
-    if factor != 1.0:
-        torch._foreach_mul_(gradients, factor)  # pyright: ignore[reportPrivateImportUsage]
