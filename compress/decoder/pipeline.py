@@ -27,7 +27,7 @@ from penjing.compress.decoder.parity import PROMPTS, measure_parity
 from penjing.compress.decoder.settings import Recipe, recipe_toml, run_key
 from penjing.compress.decoder.stream import LayerStream
 from penjing.compress.measure.perplexity import evaluation_windows, streamed_perplexity
-from penjing.compress.quantize.bits_budget import kept_by_budget
+from penjing.compress.quantize.bits import kept_by_budget
 from penjing.compress.report.decoder_page import report_page
 from penjing.compress.report.decoder_report import make_report, summary_line
 from penjing.compress.work import StepRecord, WorkFolder, already_made, link_or_copy

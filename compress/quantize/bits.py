@@ -1,6 +1,9 @@
-"""What each layer of a classifier loses when it alone is quantized, and which layers a budget of bits leaves floating.
+"""Mixed precision: which layers stay floating when weights may take a few more bits on average than INT8 does.
 
-The score is ½ Δyᵀ F Δy, averaged over images: Δy is the error of the layer's outputs, F = Jᵀ (diag p − p pᵀ) J the
+Of a decoder a file says what each layer costs, which `penjing compress sensitivity --bits` made, and the most score for
+its size goes first. Of a classifier the scores are found here, and the set of layers with the largest sum is chosen.
+
+Its score is ½ Δyᵀ F Δy, averaged over images: Δy is the error of the layer's outputs, F = Jᵀ (diag p − p pᵀ) J the
 Fisher information of the network's answer p in them, J the derivative of the logits. This is the second-order estimate
 of the Kullback-Leibler divergence, in nats an image, between the answers of the floating network and those with this
 layer quantized. diag p − p pᵀ = S Sᵀ with S = diag √p − p √pᵀ, so that (Δy · Jᵀ S ε)² with random signs ε has the
@@ -12,23 +15,28 @@ diagonals.)
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from penjing.compress.decoder.check import input_hashes
+from penjing.compress.decoder.settings import Recipe
 from penjing.compress.measure.data import ImageData
 from penjing.compress.quantize.modules import QuantizedConvNorm
 from penjing.compress.quantize.place_resnet import Layer, apply_quantization, calibrate, layers, set_mode
 from penjing.compress.quantize.targets import ClassifierSettings, TargetName
+from penjing.core.checkpoint.decoder import open_checkpoint
 from penjing.core.errors import ConfigError
 from penjing.core.models.resnet import ResNet
 
 FLOAT_BITS, STORED_BITS = 32, 8  # of a weight; those within ±63 are stored in 8 too
 GRAINS = 1 << 14  # of a larger budget, to which sizes are rounded up
+RESULT_FILE = "sensitivity.json"  # of `penjing compress sensitivity`
 S = TypeVar("S", bound=ClassifierSettings)
 
 
@@ -108,7 +116,7 @@ def within_bits(floating: ResNet, target: TargetName, settings: S, data: ImageDa
     calibrate(model, data.inputs())
     scores = fisher_scores(model, data)
     budget = (settings.effective_bits - needed) * total / (FLOAT_BITS - STORED_BITS)
-    kept = most_valuable(scores, {name: sizes[name] for name in found}, budget)
+    kept = keep_floating(scores, {name: sizes[name] for name in found}, budget)
     return settings.model_copy(update={"keep": (*settings.keep, *kept), "effective_bits": None})
 
 
@@ -127,17 +135,17 @@ def weights_of(model: nn.Module) -> dict[str, int]:
     }
 
 
-def most_valuable(values: dict[str, float], sizes: dict[str, int], budget: float) -> tuple[str, ...]:
-    """The names whose sizes together are within `budget` and whose values sum up to the most (a knapsack, by dynamic
+def keep_floating(scores: dict[str, float], sizes: dict[str, int], budget: float) -> tuple[str, ...]:
+    """The names whose sizes together are within `budget` and whose scores sum up to the most (a knapsack, by dynamic
     programming over sizes)."""
-    names = [name for name in values if values[name] > 0 and sizes[name] <= budget]
+    names = [name for name in scores if scores[name] > 0 and sizes[name] <= budget]
     grains = min(int(budget), GRAINS)
     best = np.zeros(grains + 1)
     taken = np.zeros((len(names), grains + 1), dtype=np.bool_)
     costs = [-(-sizes[name] * grains // int(budget)) for name in names]
     for row, name, cost in zip(taken, names, costs, strict=True):
         with_it = np.full_like(best, -np.inf)
-        with_it[cost:] = best[: grains + 1 - cost] + values[name]
+        with_it[cost:] = best[: grains + 1 - cost] + scores[name]
         row[:] = with_it > best
         best = np.maximum(best, with_it)
     room, chosen = grains, []
@@ -146,3 +154,51 @@ def most_valuable(values: dict[str, float], sizes: dict[str, int], budget: float
             chosen.append(name)
             room -= cost
     return tuple(chosen[::-1])
+
+
+def choose_kept(result: dict[str, Any], budget: float) -> list[str]:
+    """The linear layers that stay floating so that weights take `budget` bits on average, INT8 being 8.
+
+    Most score for its size first; what no longer fits is passed over.
+
+    Args:
+        result: of `sensitivity.bits.sensitivity_to_bits` of a decoder, with a width of 8.
+    """
+    linears = result["linears"]
+    room = round((budget - STORED_BITS) * sum(row["parameters"] for row in linears), 3)  # bits; 9.2 is not quite 9.2
+    kept = []
+    for row in sorted(linears, key=lambda row: -row["scores"]["8"] / row["parameters"]):
+        cost = (FLOAT_BITS - STORED_BITS) * row["parameters"]
+        if cost <= room:
+            kept.append(row["name"])
+            room -= cost
+    return sorted(kept)
+
+
+def kept_by_budget(recipe: Recipe) -> Recipe:
+    """`recipe` with its budget of effective bits resolved into `quantize.keep`.
+
+    Raises:
+        ConfigError: the sensitivity file is missing, was made of another model, or has no width of 8.
+    """
+    quantize = recipe.quantize
+    if quantize.effective_bits is None or quantize.sensitivity is None:
+        return recipe
+    path = quantize.sensitivity / RESULT_FILE if quantize.sensitivity.is_dir() else quantize.sensitivity
+    try:
+        result = json.loads(path.read_text(encoding="utf-8"))
+        is_bits = result["kind"] == "bits"
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(
+            f"quantize.sensitivity = {path}: {error!r}; make it with "
+            f"'penjing compress sensitivity {recipe.model} --bits'"
+        ) from None
+    if not is_bits or 8 not in result["settings"]["widths"]:
+        raise ConfigError(f"quantize.sensitivity = {path} has no scores of 8 bits; make it with --bits --widths 8")
+    if result["input"] != input_hashes(open_checkpoint(recipe.model)):
+        raise ConfigError(f"quantize.sensitivity = {path} was made of another model than {recipe.model}; make it again")
+    keep = tuple(dict.fromkeys((*quantize.keep, *choose_kept(result, quantize.effective_bits))))
+    resolved = quantize.model_copy(update={"keep": keep, "effective_bits": None, "sensitivity": None})
+    if "lm_head" in keep:
+        resolved = resolved.model_copy(update={"lm_head": "keep"})
+    return recipe.model_copy(update={"quantize": resolved})

@@ -96,7 +96,7 @@ class ClassifierSettings(QuantizeSettings):
     """What can be done about outliers of a residual network besides.
 
     Attributes:
-        effective_bits: mixed precision: the layers that lose most by rounding (`fisher.py`) stay floating too, as many
+        effective_bits: mixed precision: the layers that lose most by rounding (`bits.py`) stay floating too, as many
             as keep the mean bits of a weight within this; None: none.
         equalize: channels are brought to similar ranges first (`equalize.py`).
         correct_bias: what rounding shifts on average is taken out of biases (`bias_correction.py`).

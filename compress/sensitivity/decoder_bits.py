@@ -4,7 +4,7 @@ The network is transformed first as a recipe does (rotation, smoothing): outlier
 sensitive. Each decoder layer and the LM head are then rounded to each width, weights by row and activations by token,
 and measured. Each linear layer also gets a score from one backward pass, ½ Σ_t (g_t · ΔY_t)²: half the empirical Fisher
 information along the error of its outputs, about the rise of the loss in nats; see https://arxiv.org/abs/2001.00281.
-bits_budget.py spends a budget by that score.
+`quantize/bits.py` spends a budget by that score.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ from penjing.compress.decoder.stream import EMBEDDING
 from penjing.compress.distill.networks import load_teacher
 from penjing.compress.distill.objective import Distillation, DistillWeights, Teacher
 from penjing.compress.distill.task import Distilled, WrappedTask
-from penjing.compress.quantize.bits_budget import kept_by_budget
+from penjing.compress.quantize.bits import kept_by_budget
 from penjing.compress.steps.distill import TrainingStep, train_checkpoint
 from penjing.compress.work import StepRecord, WorkFolder, link_or_copy
 from penjing.core.artifact.decoder import PARITY_FILE, quantization_config

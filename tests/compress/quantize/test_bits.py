@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from penjing.compress.quantize.bits import (
     effective_bits,
     fisher_scores,
-    most_valuable,
+    keep_floating,
     quantized_layers,
     rounded,
     within_bits,
@@ -57,7 +57,7 @@ def test_the_budget_is_kept_and_the_sum_of_scores_is_the_largest() -> None:
     values = {"a": 5.0, "b": 4.0, "c": 3.0, "d": 0.5, "dead": 0.0}
     sizes = {"a": 60, "b": 50, "c": 49, "d": 1, "dead": 1}
     for budget in (0.5, 1, 51, 60, 99, 100, 111, 1000):
-        chosen = most_valuable(values, sizes, budget)
+        chosen = keep_floating(values, sizes, budget)
         sets = [names for count in range(5) for names in combinations("abcd", count)]
         allowed = [names for names in sets if sum(sizes[name] for name in names) <= budget]
         best = max(sum(values[name] for name in names) for names in allowed)

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from penjing.compress.decoder.pipeline import compress
 from penjing.compress.decoder.settings import Transform
 from penjing.compress.decoder.weights import fake_quantize_activation, quantize_per_channel
-from penjing.compress.quantize.bits_budget import choose_kept
+from penjing.compress.quantize.bits import choose_kept
 from penjing.compress.sensitivity import decoder_bits as module
 from penjing.compress.sensitivity.decoder_bits import DecoderBits, fisher_scores, rounded, sensitivity_to_bits
 from penjing.compress.sensitivity.widths import parse_widths, round_rows
