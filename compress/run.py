@@ -16,10 +16,10 @@ from typing import Any, Literal
 
 from penjing.compress.guard import decision, judge
 from penjing.compress.inputs import check_fit, input_hashes
+from penjing.compress.outcome import measured_stages, report_of, write_reports
 from penjing.compress.preflight import flow_preflight
 from penjing.compress.recipe import FlowRecipe, Planned, flow_toml, load_flow, milder, plan, stretches
-from penjing.compress.report.stages import measured_stages, report_of, summary_line
-from penjing.compress.report.write import write_reports
+from penjing.compress.report.text import summary_line
 from penjing.compress.stages import SCHEMA, Stage, Stages, num_complete
 from penjing.compress.work import WorkFolder, already_made, link_or_copy
 from penjing.core.artifact.decoder import RECIPE_FILE
@@ -156,7 +156,7 @@ def _publish(run: _Run, command: str, key: str, force: bool) -> None:
     recipe, last = run.recipe, run.kept[-1]
     take = link_or_copy if len(run.kept) > 1 else shutil.copyfile  # the user's own files are never shared
     measured = measured_stages(run.kept, recipe.measure, run.work, run.progress)
-    report = report_of(recipe, run.kept, measured, run.decisions, command)
+    report = report_of(recipe, run.kept, measured, run.decisions, command, run.work)
     with publish_folder(recipe.output, replace=force) as partial:
         for path in sorted(last.folder.iterdir()):
             if path.is_file() and path.name != MANIFEST_NAME:

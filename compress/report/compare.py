@@ -1,4 +1,7 @@
-"""`penjing report`: the stages of several compression runs in one table and one page."""
+"""`penjing report`: the stages of several runs of any family in one table and one page.
+
+Runs that measured the same quality stand beside each other; those of another one form a group of their own.
+"""
 
 from __future__ import annotations
 
@@ -8,28 +11,33 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from markupsafe import Markup
+
 from penjing.compress.report.page import figure, render
 from penjing.compress.report.pareto import Point, draw_pareto
 from penjing.compress.report.schema import Report, Stage, read_report
-from penjing.compress.report.text import loss_text, quality_text
+from penjing.compress.report.text import READINGS, loss_text, quality_text
 from penjing.core.errors import InputError
 from penjing.core.files import atomic_write_text
 from penjing.core.progress import count, duration, error_console, volume
 
-TEMPLATE = """<div class="figures">{{ figures | join }}</div>
-<div class="wide"><table><tr>{% for name in columns %}<th>{{ name }}</th>{% endfor %}</tr>
-{% for row in rows %}<tr>{% for cell in row %}<td>{{ cell }}</td>{% endfor %}</tr>{% endfor %}</table></div>
-<p>{{ note }}</p>
-{% for run in runs %}<h2>{{ run.name }}</h2><pre>{{ run.report.command }}</pre>
-<p>{{ run.report.device.name }}{% for name, version in run.report.versions.items() %}, {{ name }} {{ version }}
+TEMPLATE = """<p>Each row is a stage: the network after one step of a recipe. The first stage of a run is the model that
+it began with.</p>
+{% for group in groups %}<h2>{{ group.quality | capitalize }}</h2>
+<p>{{ group.meaning }}</p>
+<div class="figures">{{ group.figures | join }}</div>
+<div class="wide"><table><tr>{% for name in group.columns %}<th>{{ name }}</th>{% endfor %}</tr>
+{% for row in group.rows %}<tr>{% for cell in row %}<td>{{ cell }}</td>{% endfor %}</tr>{% endfor %}</table></div>
+{% endfor %}<p>{{ note }}</p>
+<h2>Make them again</h2>
+{% for run in runs %}<h3>{{ run.name }}</h3><pre>{{ run.report.command }}</pre>
+<p>{{ run.report.processor.name }}{% for name, version in run.report.versions.items() %}, {{ name }} {{ version }}
 {%- endfor %}</p>{% endfor %}
 """
 NOTE = (
     "Sizes, losses and speeds are against the first stage of the same run; speeds were measured in turns within it. "
     "Absolute times of different runs are not compared: the machine may have changed between them."
 )
-
-
 WIDTH = 160  # of the table where standard error is no terminal
 
 
@@ -39,11 +47,6 @@ class Run:
 
     name: str
     report: Report
-
-    def cases(self) -> list[str]:
-        """What was timed in every stage, in order."""
-        first, *others = (stage.by_case() for stage in self.report.stages)
-        return [case for case in first if all(case in other for other in others)]
 
 
 def report_runs(folders: Sequence[Path], page: Path | None = None) -> list[dict[str, Any]]:
@@ -64,21 +67,23 @@ def read_runs(folders: Sequence[Path]) -> list[Run]:
     """The reports of `folders`, named by their folders as shortly as tells them apart.
 
     Raises:
-        InputError: none, one is missing or damaged, or they measure different qualities.
+        InputError: none, or one is missing, damaged, or of another schema.
     """
     if not folders:
         raise InputError("there is nothing to compare; give the folders of results")
     reports = [read_report(folder) for folder in folders]
-    kinds = [report.stages[0].quality.name for report in reports]
-    for folder, kind in zip(folders, kinds, strict=True):
-        if kind != kinds[0]:
-            raise InputError(
-                f"{folders[0]} reports {kinds[0]} and {folder} {kind}, which cannot be compared; give runs of one kind"
-            )
     paths = [folder.parent if folder.is_file() else folder for folder in folders]
     short = [path.resolve().name for path in paths]
     names = short if len(set(short)) == len(short) else [str(path) for path in paths]
     return [Run(name, report) for name, report in zip(names, reports, strict=True)]
+
+
+def groups(runs: Sequence[Run]) -> dict[str, list[Run]]:
+    """Name of a quality → the runs that measured it, both in the order of `runs`."""
+    found: dict[str, list[Run]] = {}
+    for run in runs:
+        found.setdefault(run.report.first.quality.name, []).append(run)
+    return found
 
 
 def comparison(runs: Sequence[Run]) -> list[dict[str, Any]]:
@@ -89,13 +94,14 @@ def comparison(runs: Sequence[Run]) -> list[dict[str, Any]]:
     """
     rows = []
     for run in runs:
-        first = run.report.stages[0]
+        first = run.report.first
         for stage in run.report.stages:
             change = run.report.lost(stage)
             quality = asdict(stage.quality)
             rows.append(
                 {
                     "run": run.name,
+                    "family": run.report.family,
                     "stage": stage.name,
                     "kind": stage.kind,
                     "quality": {key: quality[key] for key in ("name", "value", "low", "high", "samples")},
@@ -112,14 +118,14 @@ def comparison(runs: Sequence[Run]) -> list[dict[str, Any]]:
 
 
 def table(runs: Sequence[Run]) -> tuple[list[str], list[list[str]]]:
-    """Column names, and a row of text for each stage of each run."""
-    quality = runs[0].report.stages[0].quality.name
+    """Column names, and a row of text for each stage of each run; the runs measured the same quality."""
+    quality = runs[0].report.first.quality.name
     cases = list(dict.fromkeys(case for run in runs for stage in run.report.stages for case in stage.by_case()))
     timed = [case.replace(", ", "\n") for case in cases]
     columns = ["run", "stage", "weights", "MACs", quality, "lost", *timed, "took"]
     rows = []
     for run in runs:
-        first = run.report.stages[0]
+        first = run.report.first
         for stage in run.report.stages:
             speedups, share = _speedups(stage), _macs_ratio(stage, first)
             rows.append(
@@ -138,26 +144,44 @@ def table(runs: Sequence[Run]) -> tuple[list[str], list[list[str]]]:
 
 
 def print_comparison(runs: Sequence[Run]) -> None:
-    """The table on standard error."""
+    """A table on standard error for each group of runs."""
     from rich.table import Table
 
-    columns, rows = table(runs)
-    shown = Table(box=None, pad_edge=False)
-    for place, column in enumerate(columns):
-        shown.add_column(column, justify="left" if place < 2 else "right", overflow="fold")
-    for row in rows:
-        shown.add_row(*row)
     console = error_console(width=None if sys.stderr.isatty() else WIDTH)
-    console.print(shown)
+    for group in groups(runs).values():
+        columns, rows = table(group)
+        shown = Table(box=None, pad_edge=False)
+        for place, column in enumerate(columns):
+            shown.add_column(column, justify="left" if place < 2 else "right", overflow="fold")
+        for row in rows:
+            shown.add_row(*row)
+        console.print(shown)
     console.print(NOTE, style="dim")
 
 
 def comparison_page(runs: Sequence[Run]) -> str:
-    """The HTML: Pareto plots of size and speed, the table, and each run's command; needs no other file."""
+    """The HTML: for each group Pareto plots of size and speed and the table, then each run's command; it needs no other
+    file."""
+    shown = []
+    for name, group in groups(runs).items():
+        columns, rows = table(group)
+        shown.append(
+            {
+                "quality": name,
+                "meaning": READINGS[name].meaning,
+                "figures": _figures(group),
+                "columns": columns,
+                "rows": rows,
+            }
+        )
+    return render("Compression runs compared", TEMPLATE, {"groups": shown, "note": NOTE, "runs": runs})
+
+
+def _figures(runs: Sequence[Run]) -> list[Markup]:
     stages = [(run, stage) for run in runs for stage in run.report.stages]
     sizes = [Point(stage.name, stage.size.bytes / 1e6, stage.quality, series=run.name) for run, stage in stages]
     figures = [figure(lambda axes: draw_pareto(axes, sizes, "weights, MB"), 4.6, 3.8)]
-    common = [case for case in runs[0].cases() if all(case in run.cases() for run in runs)]
+    common = [case for case in runs[0].report.cases() if all(case in run.report.cases() for run in runs)]
     if common:
         speeds = [
             Point(stage.name, _speedups(stage)[common[-1]], stage.quality, larger=True, series=run.name)
@@ -165,9 +189,7 @@ def comparison_page(runs: Sequence[Run]) -> str:
         ]
         label = f"speed against the run's first stage ({common[-1]})"
         figures.append(figure(lambda axes: draw_pareto(axes, speeds, label), 4.6, 3.8))
-    columns, rows = table(runs)
-    values = {"figures": figures, "columns": columns, "rows": rows, "note": NOTE, "runs": runs}
-    return render("Compression runs compared", TEMPLATE, values)
+    return figures
 
 
 def _speedups(stage: Stage) -> dict[str, float]:

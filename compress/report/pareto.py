@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from penjing.compress.measure.evaluate import Quality
 from penjing.compress.report.page import AFTER, BEFORE, OTHERS
+from penjing.compress.report.text import READINGS, badness
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -30,8 +31,8 @@ def front(points: Sequence[Point]) -> list[Point]:
     Of points that are equal in both, the first.
     """
     best: list[Point] = []
-    for point in sorted(points, key=lambda point: (_cost(point), _badness(point))):
-        if not best or _badness(point) < _badness(best[-1]):
+    for point in sorted(points, key=lambda point: (_cost(point), badness(point.quality))):
+        if not best or badness(point.quality) < badness(best[-1].quality):
             best.append(point)
     return best
 
@@ -40,14 +41,10 @@ def _cost(point: Point) -> float:
     return -point.x if point.larger else point.x
 
 
-def _badness(point: Point) -> float:
-    return -point.quality.value if point.quality.name == "accuracy" else point.quality.value
-
-
 def draw_pareto(axes: Axes, points: Sequence[Point], label: str) -> None:
     """Quality with its intervals against `label`; a line joins the front."""
-    accuracy = points[0].quality.name == "accuracy"
-    scale = 100 if accuracy else 1
+    reading = READINGS[points[0].quality.name]
+    scale = reading.scale
     along = front(points)
     axes.plot([p.x for p in along], [scale * p.quality.value for p in along], color=BEFORE, linewidth=1, zorder=1)
     series = list(dict.fromkeys(point.series for point in points))
@@ -66,7 +63,7 @@ def draw_pareto(axes: Axes, points: Sequence[Point], label: str) -> None:
             where = {"xytext": offset, "textcoords": "offset points"}
             axes.annotate(point.name, (point.x, value), ha=side, fontsize=8, **where)
     axes.set_xlabel(label)
-    axes.set_ylabel("accuracy, %" if accuracy else "perplexity (lower is better)")
+    axes.set_ylabel(reading.axis)
     axes.margins(0.15)
     if len(series) > 1:
         axes.legend(frameon=False)

@@ -1,27 +1,62 @@
-"""`report.html` of a run in steps."""
+"""`report.html` of a run, of whatever family: written for a reader who meets penjing there for the first time."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from penjing.compress.report.page import AFTER, BEFORE, figure, render
-from penjing.compress.report.pareto import Point, draw_pareto
-from penjing.compress.report.text import loss_text, quality_text
+from penjing.compress.report.page import render
+from penjing.compress.report.run_figures import (
+    changed_widths,
+    errors_figure,
+    size_figure,
+    speed_figure,
+    widths_figure,
+)
+from penjing.compress.report.text import READINGS, loss_text, quality_text
+from penjing.core.progress import count, duration, volume
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
+    from penjing.compress.report.schema import Report, Stage
 
-    from penjing.compress.report.schema import LayerError, Report, Stage
+WORST = 10  # layers whose errors are shown without a click
+MEANINGS = {
+    "model": "the network that the run began with",
+    "prune": "whole channels, heads or layers were removed",
+    "sparsify": "training drew channels that matter little towards zero, so that they can be removed",
+    "distill": "training taught it to answer as the network before it was made smaller",
+    "finetune": "training on the data again",
+    "quantize": "weights and the numbers between layers were rounded to fewer bits",
+}
+"""Kind of a stage → what was done."""
+PARITY = {
+    "decoder": "layer_outputs compares every layer, given the same input, relative to the token's root mean square. "
+    "End to end, one float32 rounding that differs turns into other INT8 roundings layer by layer, so logits agree "
+    "about as far as INT8 itself.",
+    "classifier": "Differences of logits are in units of how much they vary between images.",
+    "encoder": "The distance of two embeddings is 1 − their cosine: 0 where they point the same way.",
+}
+"""Family → in which units parity is, and what to expect."""
 
-MOST_BARS = 60  # more layers than this cannot be told apart: those that changed are shown
-
-TEMPLATE = """<p>{{ first.size.bytes | volume }} → <strong>{{ last.size.bytes | volume }}</strong>
-({{ "%.2f" | format(first.size.bytes / last.size.bytes) }} times smaller), {{ first.quality.name }}
-{{ quality(first) }} → <strong>{{ quality(last) }}</strong>.</p>
+TEMPLATE = """<p>{{ report.recipe.get("model", "A model") }} was made smaller by penjing. Its weights went from
+{{ first.size.bytes | volume }} to <strong>{{ last.size.bytes | volume }}</strong>
+({{ "%.2f" | format(first.size.bytes / last.size.bytes) }} times smaller), its {{ first.quality.name }} from
+{{ quality(first) }} to <strong>{{ quality(last) }}</strong>. {{ reading.meaning }}
+{% if report.seconds %}All the work took {{ report.seconds | duration }}
+{%- if report.peak_memory_bytes %} and {{ report.peak_memory_bytes | volume }} of memory at most{% endif %}.{% endif %}
+</p>
+<h2>What was gained</h2>
+<div class="wide"><table><tr><th></th><th>before</th><th>after</th><th>change</th></tr>
+{% for row in gains %}<tr><td>{{ row[0] }}</td><td>{{ row[1] }}</td><td><strong>{{ row[2] }}</strong></td>
+<td>{{ row[3] }}</td></tr>
+{% endfor %}</table></div>
 <div class="figures">{{ figures.bytes }}{{ figures.speed }}</div>
+<p>Each dot is a stage, its bar the 95 % interval; the line joins those that no other stage beats in both.</p>
 <h2>Stages</h2>
+<p>A stage is the network after one step of the recipe; each begins with the one before it.</p>
+<ul>{% for stage in report.stages %}<li>{{ stage.name }}{% if stage.kind in meanings %}:
+{{ meanings[stage.kind] }}{% endif %}</li>
+{% endfor %}</ul>
 <div class="wide"><table><tr><th>stage</th><th>parameters</th><th>weights</th><th>of the first</th><th>MACs</th>
 <th>of the first</th><th>{{ first.quality.name }}</th><th>lost</th><th>took</th><th>peak memory</th></tr>
 {% for stage in report.stages %}<tr><td>{{ stage.name }}</td><td>{{ stage.size.parameters | count }}</td>
@@ -31,13 +66,15 @@ TEMPLATE = """<p>{{ first.size.bytes | volume }} → <strong>{{ last.size.bytes 
 <td>{{ lost(stage) if not loop.first else "" }}</td><td>{{ stage.seconds | duration if stage.seconds else "" }}</td>
 <td>{{ stage.peak_memory_bytes | volume if stage.peak_memory_bytes else "" }}</td></tr>
 {% endfor %}</table></div>
-<p>{{ first.quality.name | capitalize }} on {{ first.quality.samples }} {{ samples }} of held-out data, in brackets the
-95 % interval of a bootstrap over them. “Lost” is against the first stage on the same samples, with its own
-interval; less than zero is a gain. MACs: multiply-accumulates for one {{ "image" if images else "token" }}.</p>
+<p>{{ first.quality.name | capitalize }} on {{ first.quality.samples }} {{ reading.samples }} of held-out data, in
+brackets the 95 % interval of a bootstrap over them. “Lost” is against the first stage on the same samples, with its
+own interval; less than zero is a gain. MACs: multiply-accumulates for one
+{{ first.size.macs_per or "sample" }}.</p>
 {% if parts %}
-<table><tr><th>perplexity</th>{% for name in parts %}<th>{{ name }}</th>{% endfor %}</tr>
+<div class="wide"><table><tr><th>{{ first.quality.name }} by part</th>{% for name in parts %}<th>{{ name }}</th>
+{% endfor %}</tr>
 {% for stage in report.stages %}<tr><td>{{ stage.name }}</td>{% for part in stage.quality.parts %}
-<td>{{ "%.3f" | format(part.value) }}</td>{% endfor %}</tr>{% endfor %}</table>
+<td>{{ reading.number(part.value) }}{{ reading.unit }}</td>{% endfor %}</tr>{% endfor %}</table></div>
 {% endif %}
 {% if cases %}
 <h2>Speed</h2>
@@ -47,8 +84,9 @@ interval; less than zero is a gain. MACs: multiply-accumulates for one {{ "image
 <td>{{ row.throughput | count }} {{ row.unit }}/s</td>
 <td>{{ "%.2f×" | format(row.speedup) }} ({{ "%.2f–%.2f" | format(row.speedup_low, row.speedup_high) }})</td>
 {% else %}<td colspan="3"></td>{% endif %}{% endfor %}</tr>{% endfor %}</table></div>
-<p>All stages measured in turns in one run on {{ report.device.name }}, {{ report.device.cores }} cores; medians of
-{{ rounds }} rounds. In brackets the slowest and the fastest round's ratio to the first stage.</p>
+<p>All stages took turns in one run on {{ report.processor.name }}, {{ report.processor.cores }} cores; medians of
+{{ rounds }} rounds. “×” is how many times as fast a stage is as the first one timed, in brackets the slowest and the
+fastest round.</p>
 {% endif %}
 {% if figures.widths %}
 <h2>Widths</h2>
@@ -57,35 +95,54 @@ interval; less than zero is a gain. MACs: multiply-accumulates for one {{ "image
 {% if hidden_layers %}{{ hidden_layers }} layers that did not change, or changed as another one did, are left out.
 {% endif %}After whole layers were dropped, the others are numbered anew.</p>
 {% endif %}
-{% if quantized %}
-<h2>INT8</h2>
-<p>For {{ quantized.target }}: activations in {{ quantized.formats.activations }}, weights in
-{{ quantized.formats.weights }}, {{ "%.2f" | format(quantized.effective_bits) }} bits a weight on average,
-{{ quantized.training_steps }} steps of training. On {{ "%.2f %%" | format(100 * quantized.same_class_as_fp32) }} of the
-calibration images it chooses the class of the network before it was quantized.</p>
-{{ figures.errors }}
-<p>‖y − ŷ‖ / ‖y‖ of each layer, given the same input, its own weight and activations rounded; and of the weight
-alone.</p>
+{% for stage in report.stages if stage.quantized %}{% set q = stage.quantized %}
+<h2>Rounding in {{ stage.name }}</h2>
+<p>The artifact is for {{ q.target }}:
+{% for what, format in q.formats.items() %}{{ what }} in {{ format }}, {% endfor %}
+{% if q.effective_bits %}{{ "%.2f" | format(q.effective_bits) }} bits a weight on average, {% endif %}
+{% if q.training_steps %}{{ q.training_steps }} steps of training with rounded numbers{% else %}calibrated without
+training{% endif %}.
+{% if q.agreement is not none %}On {{ "%.2f %%" | format(100 * q.agreement) }} of the calibration samples it makes the
+choice that it made before.{% endif %}</p>
+{% if q.layers %}
+<h3>Error of each quantized layer</h3>
+{{ errors[stage.name] }}
+<p>The output error is ‖y − ŷ‖ / ‖y‖ of a layer, given the same input, its own weight and activations rounded; the
+weight error is that of the weight alone. {% if q.layers | length > worst %}The {{ worst }} largest:{% endif %}</p>
 <div class="wide"><table><tr><th>layer</th><th>weight</th><th>output error</th><th>weight error</th></tr>
-{% for row in quantized.layers %}<tr><td><code>{{ row.name }}</code></td><td>{{ row.format }}</td>
-<td>{{ "%.2f %%" | format(100 * row.output) }}</td><td>{{ "%.2f %%" | format(100 * row.weight) }}</td></tr>
-{% endfor %}</table></div>
-<table><tr><th>parity between</th><th>largest</th><th>mean</th><th>same class</th></tr>
-{% for row in quantized.parity %}<tr><td>{{ row.between | join(", ") }}</td><td>{{ "%.3g" | format(row.largest) }}</td>
-<td>{{ "%.3g" | format(row.mean) }}</td><td>{{ "%.2f %%" | format(100 * row.same_class) }}</td></tr>
-{% endfor %}{% for name, reason in quantized.parity_unmeasured.items() %}<tr><td>{{ name }}</td>
-<td colspan="3">not measured: {{ reason }}</td></tr>{% endfor %}</table>
-<p>Differences of logits in units of how much they vary between images.</p>
+{% for row in largest(q.layers) %}{{ layer_row(row) }}{% endfor %}</table></div>
+{% if q.layers | length > worst %}<details><summary>All {{ q.layers | length }} layers, in order</summary>
+<div class="wide"><table><tr><th>layer</th><th>weight</th><th>output error</th><th>weight error</th></tr>
+{% for row in q.layers %}{{ layer_row(row) }}{% endfor %}</table></div></details>{% endif %}
 {% endif %}
+{% if q.differences %}
+<h3>Parity</h3>
+<p>The same inputs went through every implementation: “fake_quantized” is the network in floating point with every
+number rounded as the artifact rounds it, the others run the artifact itself.</p>
+<div class="wide"><table><tr><th>parity between</th><th>quantity</th><th>values</th><th>largest</th><th>mean</th>
+<th>same choice</th></tr>
+{% for row in q.differences %}<tr><td>{{ row.between | join(", ") }}</td><td>{{ row.quantity }}</td>
+<td>{{ "{:,}".format(row.num_values) if row.num_values else "" }}</td><td>{{ "%.3g" | format(row.largest) }}</td>
+<td>{{ "%.3g" | format(row.mean) }}</td>
+<td>{{ "%.2f %%" | format(100 * row.same) if row.same is not none else "" }}</td></tr>
+{% endfor %}{% for name, reason in q.unmeasured.items() %}<tr><td>{{ name }}</td>
+<td colspan="5">not measured: {{ reason }}</td></tr>{% endfor %}</table></div>
+<p>{{ parity }}
+{% if q.bound %}An artifact is refused where the {{ q.bound.statistic }} difference of {{ q.bound.quantity }} between
+{{ q.bound.between | join(" and ") }} exceeds {{ "%g" | format(q.bound.value) }}.{% endif %}</p>
+{% endif %}
+{% endfor %}
 {% if report.decisions %}
 <h2>Decisions of the guard</h2>
+<p>After some steps the guard compares the network with the one before them. What loses more than the budget is
+repeated with less removed, left out, or ends the run, as the recipe says.</p>
 <div class="wide"><table><tr><th>after</th><th>attempt</th><th>loss</th><th>95 %</th><th>budget</th><th></th>
 <th>then</th><th>pruned</th></tr>
 {% for each in report.decisions %}<tr><td>{{ each.steps | join(", ") }}</td><td>{{ each.attempt }}</td>
 <td>{{ "%.5g" | format(each.loss) }}</td><td>{{ "%.5g … %.5g" | format(each.loss_low, each.loss_high) }}</td>
 <td>{{ "%g" | format(each.budget) }}</td><td>{{ each.unit }}</td><td>{{ each.outcome }}</td>
-<td><code>{{ json(each.prunes) }}</code>{% if each.prunes_next %} → <code>{{ json(each.prunes_next) }}</code>{% endif %}
-</td></tr>{% endfor %}</table></div>
+<td>{% if each.prunes %}<code>{{ json(each.prunes) }}</code>{% endif %}
+{% if each.prunes_next %} → <code>{{ json(each.prunes_next) }}</code>{% endif %}</td></tr>{% endfor %}</table></div>
 {% endif %}
 <h2>What each step recorded</h2>
 {% for stage in report.stages if stage.record %}<details><summary>{{ stage.name }}</summary>
@@ -93,93 +150,90 @@ alone.</p>
 <h2>Make it again</h2>
 <pre>{{ report.command }}</pre>
 <details><summary>The recipe with every value written out</summary><pre>{{ json(report.recipe, 2) }}</pre></details>
+<p>It ran with these versions on this processor:</p>
 <table>{% for name, version in report.versions.items() %}<tr><td>{{ name }}</td><td>{{ version }}</td></tr>
-{% endfor %}{% for name, value in report.device.items() %}<tr><td>{{ name }}</td><td>{{ value }}</td></tr>
+{% endfor %}{% for name, value in report.processor.items() %}<tr><td>{{ names.get(name, name) }}</td>
+<td>{{ value | volume if name == "memory_bytes" else value }}</td></tr>
 {% endfor %}</table>
 """
+ROW = """{% macro layer_row(row) %}<tr><td><code>{{ row.name }}</code></td><td>{{ row.format }}</td>
+<td>{{ "%.2f %%" | format(100 * row.output) }}</td><td>{{ "%.2f %%" | format(100 * row.weight) }}</td></tr>
+{% endmacro %}"""
 
 
-def flow_page(report: Report) -> str:
+def run_page(report: Report) -> str:
     """The HTML of a report; needs no other file and no network."""
-    first, last = report.stages[0], report.stages[-1]
+    first, last = report.first, report.last
     before, after, hidden = changed_widths(first.widths, last.widths)
-    cases = list(dict.fromkeys(case for stage in report.stages for case in stage.by_case()))
-    speed, label = speed_points(report.stages)
-    size = [Point(stage.name, stage.size.bytes / 1e6, stage.quality) for stage in report.stages]
-    quantized = last.quantized()
-    figures = {
-        "bytes": figure(lambda axes: draw_pareto(axes, size, "weights, MB"), 4.6, 3.4),
-        "speed": figure(lambda axes: draw_pareto(axes, speed, label), 4.6, 3.4) if speed else "",
-        "widths": figure(lambda axes: _draw_widths(axes, before, after), 9.5, 3.8) if before else "",
-        "errors": figure(lambda axes: _draw_errors(axes, quantized.layers), 9.5, 3.4) if quantized else "",
-    }
-    values = {
+    if before == {name: after.get(name) for name in before}:
+        before, hidden = {}, 0
+    values: dict[str, Any] = {
         "report": report,
         "first": first,
         "last": last,
-        "quantized": quantized,
-        "figures": figures,
-        "cases": cases,
+        "reading": READINGS[first.quality.name],
+        "meanings": MEANINGS,
+        "parity": PARITY.get(report.family, ""),
+        "gains": _gains(report),
+        "figures": {
+            "bytes": size_figure(report),
+            "speed": speed_figure(report),
+            "widths": widths_figure(before, after),
+        },
+        "errors": {stage.name: errors_figure(stage.quantized.layers) for stage in report.stages if stage.quantized},
+        "cases": list(dict.fromkeys(case for stage in report.stages for case in stage.by_case())),
         "rounds": max((row.runs for stage in report.stages for row in stage.latency), default=0),
         "parts": [part.name for part in first.quality.parts],
-        "images": first.quality.name == "accuracy",
-        "samples": "images" if first.quality.name == "accuracy" else "windows of text",
+        "worst": WORST,
+        "largest": lambda layers: sorted(layers, key=lambda row: -row.output)[:WORST],
         "hidden_layers": hidden,
+        "names": {"name": "processor", "memory_bytes": "memory"},
         "quality": quality_text,
         "lost": lambda stage: loss_text(report, stage),
-        "share": lambda part, whole: f"{part / whole:.1%}" if part and whole else "",
+        "share": _share,
         "json": lambda content, indent=None: json.dumps(content, indent=indent, ensure_ascii=False),
     }
-    return render(f"{report.recipe.get('model', 'a model')}, compressed", TEMPLATE, values)
+    return render(f"{report.recipe.get('model', 'a model')}, compressed", ROW + TEMPLATE, values)
 
 
-def speed_points(stages: Sequence[Stage]) -> tuple[list[Point], str]:
-    """Each stage's speed-up in the last case that all have (the largest batch; decoding), and what it is."""
-    common = [case for case in stages[0].by_case() if all(case in stage.by_case() for stage in stages)]
-    if not common:
-        return [], ""
-    case = common[-1]
-    points = [Point(stage.name, stage.by_case()[case].speedup, stage.quality, larger=True) for stage in stages]
-    return points, f"speed against {stages[0].name} ({case})"
+def _gains(report: Report) -> list[tuple[str, str, str, str]]:
+    """What, before, after and change, of all that both ends of the run have."""
+    first, last = report.first, report.last
+    rows = [
+        (
+            "weights on disk",
+            volume(first.size.bytes),
+            volume(last.size.bytes),
+            f"{first.size.bytes / last.size.bytes:.2f} times smaller",
+        ),
+        (
+            "parameters",
+            count(first.size.parameters),
+            count(last.size.parameters),
+            _left(last.size.parameters, first.size.parameters),
+        ),
+    ]
+    if first.size.macs and last.size.macs:
+        what = f"multiply-accumulates for one {first.size.macs_per or 'sample'}"
+        rows.append((what, count(first.size.macs), count(last.size.macs), _left(last.size.macs, first.size.macs)))
+    lost = f"{loss_text(report, last)} lost" if last is not first else ""
+    rows.append((first.quality.name, quality_text(first), quality_text(last), lost))
+    return rows + [_faster(first, last, case) for case in first.by_case() if case in last.by_case()]
 
 
-def changed_widths(before: dict[str, int], after: dict[str, int]) -> tuple[dict[str, int], dict[str, int], int]:
-    """The widths to show, and how many layers are left out.
-
-    Where there are too many for one chart, kinds of layers (names up to their numbers) of which none changed are left
-    out, and those that changed exactly as a kind before them, such as gate_proj and up_proj.
-    """
-    if len(before) <= MOST_BARS:
-        return before, after, 0
-    kinds: dict[str, list[str]] = {}
-    for name in before:
-        kinds.setdefault(".".join("N" if part.isdigit() else part for part in name.split(".")), []).append(name)
-    shown: list[str] = []
-    seen: list[list[tuple[int, int]]] = []
-    for names in kinds.values():
-        pairs = [(before[name], after.get(name, 0)) for name in names]
-        if all(old == new for old, new in pairs) or pairs in seen:
-            continue
-        seen.append(pairs)
-        shown += names
-    return {name: before[name] for name in shown}, after, len(before) - len(shown)
+def _faster(first: Stage, last: Stage, case: str) -> tuple[str, str, str, str]:
+    before, after = first.by_case()[case], last.by_case()[case]
+    return (
+        f"time of a call ({case})",
+        duration(before.seconds),
+        duration(after.seconds),
+        f"{after.speedup:.2f}× as fast",
+    )
 
 
-def _draw_errors(axes: Axes, layers: Sequence[LayerError]) -> None:
-    places = range(len(layers))
-    axes.bar(places, [100 * row.output for row in layers], color=AFTER, width=0.8, label="output")
-    axes.plot(places, [100 * row.weight for row in layers], "_", color=BEFORE, label="weight")
-    axes.set_xticks(places, [row.name for row in layers], rotation=90, fontsize=7 if len(layers) <= MOST_BARS else 5)
-    axes.set_ylabel("error, %")
-    axes.margins(x=0.01)
-    axes.legend(frameon=False, fontsize=8)
+def _share(part: float | None, whole: float | None) -> str:
+    return f"{part / whole:.1%}" if part and whole else ""
 
 
-def _draw_widths(axes: Axes, before: dict[str, int], after: dict[str, int]) -> None:
-    places = range(len(before))
-    axes.bar(places, list(before.values()), color=BEFORE, width=0.8)
-    axes.bar(places, [after.get(name, 0) for name in before], color=AFTER, width=0.8)
-    if len(before) <= 2 * MOST_BARS:
-        axes.set_xticks(places, list(before), rotation=90, fontsize=7 if len(before) <= MOST_BARS // 2 else 5)
-    axes.set_ylabel("channels or features")
-    axes.margins(x=0.01)
+def _left(after: float, before: float) -> str:
+    return f"{_share(after, before)} left" if after != before else "as before"

@@ -1,41 +1,45 @@
-"""`report.json` of a compression run in steps: checked when it is written and when it is read.
+"""`report.json`, schema 2: what a run made of a network of any family, checked when it is written and when it is read.
 
-An INT8 artifact's report has other fields; it is read as two stages, "fp32" and "int8", as far as its figures go.
+    {schema_version, family, recipe, command, versions, processor, stages: [...], decisions: [...], seconds, ...}
+
+The model that a run begins with is the first stage, its result the last. A run that only quantizes has two.
 """
 
 from __future__ import annotations
 
-import math
-from dataclasses import asdict
+import json
 from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from penjing.compress.measure.evaluate import Change, Part, Quality, compare
+from penjing.compress.measure.evaluate import Change, Quality, compare
 from penjing.core.artifact.decoder import REPORT_FILE
+from penjing.core.artifact.parity import Bound, Difference
 from penjing.core.errors import InputError
+from penjing.core.files import atomic_write_text
 from penjing.core.manifest import read_json_object
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 
 
-class _Read(BaseModel):
+class _Record(BaseModel):
     """Fields that a later version adds are passed over."""
 
     model_config = ConfigDict(frozen=True, extra="ignore", allow_inf_nan=False)
 
 
-class Size(_Read):
-    """`macs`: multiply-accumulates for one image or token, `bytes`: of the weights on disk."""
+class Size(_Record):
+    """What a checkpoint takes and costs."""
 
     parameters: int = Field(gt=0)
-    bytes: int = Field(gt=0)
-    macs: int | None = Field(default=None, gt=0)
+    bytes: int = Field(gt=0, description="Of the weights on disk.")
+    macs: int | None = Field(default=None, gt=0, description="Multiply-accumulates for one `macs_per`.")
+    macs_per: str = Field(default="", description='What the multiply-accumulates are for: "image", "token", "text".')
 
 
-class Latency(_Read):
-    """One case of `measure.measure`: seconds a call, and the speed against the first stage, with their spreads."""
+class Latency(_Record):
+    """One case of `cost.measure`: seconds a call, and the speed against the first stage, with their spreads."""
 
     runtime: str
     case: str
@@ -50,70 +54,58 @@ class Latency(_Read):
     runs: int = Field(ge=1)
 
 
-class LayerError(_Read):
-    """Relative root-mean-square errors of a quantized layer's weight and of its outputs; see `quant.errors`."""
+class LayerError(_Record):
+    """A quantized layer beside its floating self, given the same input: relative root-mean-square errors."""
 
-    name: str
-    format: str
+    name: str = Field(description="The module's full name, such as model.layers.0.self_attn.q_proj.")
+    format: str = Field(description='Of its weight, such as "int8".')
     weight: float = Field(ge=0)
     output: float = Field(ge=0)
 
 
-class ParityRow(_Read):
-    """How far two implementations are apart; see `LogitDifference`."""
+class Quantized(_Record):
+    """How the numbers of a stage were rounded, and what that did to them: of every family alike."""
 
-    between: tuple[str, str]
-    largest: float = Field(ge=0)
-    mean: float = Field(ge=0)
-    same_class: float = Field(ge=0, le=1)
-
-
-class Quantized(_Read):
-    """What a quantize step recorded."""
-
-    target: str
-    formats: dict[str, str]
-    effective_bits: float = Field(default=8.0, gt=0)
-    training_steps: int = Field(default=0, ge=0)
-    same_class_as_fp32: float = Field(ge=0, le=1)
-    layers: tuple[LayerError, ...]
-    parity: tuple[ParityRow, ...]
-    parity_unmeasured: dict[str, str] = {}
+    target: str = Field(description="The engine that the artifact is for.")
+    formats: dict[str, str] = Field(description='What was rounded ("weights", "activations", …) → the format.')
+    effective_bits: float | None = Field(default=None, gt=0, description="Bits a weight on average, where counted.")
+    training_steps: int = Field(default=0, ge=0, description="Of quantization-aware training; 0: calibrated only.")
+    agreement: float | None = Field(
+        default=None, ge=0, le=1, description="Share of calibration samples with the same choice as before rounding."
+    )
+    layers: tuple[LayerError, ...] = ()
+    differences: tuple[Difference, ...] = ()
+    bound: Bound | None = None
+    unmeasured: dict[str, str] = Field(default_factory=dict, description="Implementation → why it did not run.")
 
 
-class Stage(_Read):
-    """A checkpoint of the run; a quality without a `record` has no interval either: its report has none."""
+class Stage(_Record):
+    """A checkpoint of the run. A quality without a `record` has no interval either."""
 
     name: str
-    kind: str
-    record: dict[str, Any] = {}
+    kind: str = Field(description='The kind of the step that made it, or "model".')
+    record: dict[str, Any] = Field(default_factory=dict, description="What the step decided and measured.")
     quality: Quality
     size: Size
     latency: tuple[Latency, ...] = ()
-    widths: dict[str, int] = {}
-    seconds: float = Field(default=0.0, ge=0)
-    peak_memory_bytes: int = Field(default=0, ge=0)
-
-    def quantized(self) -> Quantized | None:
-        """What a quantize step recorded; None of other steps.
-
-        Raises:
-            ValidationError: the record is damaged.
-        """
-        # a decoder's record has none of these
-        is_classifiers = self.kind == "quantize" and not self.record.keys().isdisjoint(("target", "formats", "layers"))
-        return Quantized.model_validate(self.record) if is_classifiers else None
+    widths: dict[str, int] = Field(default_factory=dict, description="Layer → output channels or features.")
+    seconds: float = Field(default=0.0, ge=0, description="Of making it; 0 for the model that the run begins with.")
+    peak_memory_bytes: int = Field(default=0, ge=0, description="Resident memory above the start of the run.")
+    quantized: Quantized | None = None
 
     def by_case(self) -> dict[str, Latency]:
         """What was timed by its name, such as "torch, batch 64", in the order of measurement."""
         return {f"{row.runtime}, {row.case}": row for row in self.latency}
 
 
-class Decision(_Read):
+class Decision(_Record):
     """What the guard found after some steps, and what it did."""
 
     steps: tuple[str, ...]
     attempt: int
+    metric: str
+    reference: float
+    value: float
     loss: float
     loss_low: float
     loss_high: float
@@ -124,47 +116,64 @@ class Decision(_Read):
     prunes_next: dict[str, Any] | None = None
 
 
-class Report(_Read):
-    """A whole run: the model that it began with is the first stage, its result the last."""
+class Report(_Record):
+    """A whole run."""
 
-    schema_version: Literal[1]
+    schema_version: Literal[2] = SCHEMA_VERSION
+    family: str
     recipe: dict[str, Any]
     command: str
     versions: dict[str, str]
-    device: dict[str, Any]
+    processor: dict[str, Any]
     stages: tuple[Stage, ...] = Field(min_length=1)
     decisions: tuple[Decision, ...] = ()
+    seconds: float = Field(default=0.0, ge=0, description="Of all that was done, attempts and measurements included.")
+    peak_memory_bytes: int = Field(default=0, ge=0, description="Resident memory above the start of the run.")
+
+    @property
+    def first(self) -> Stage:
+        """The model that the run began with."""
+        return self.stages[0]
+
+    @property
+    def last(self) -> Stage:
+        """The result."""
+        return self.stages[-1]
 
     def lost(self, stage: Stage) -> Change | None:
         """How much worse `stage` is than the first one on the same samples; None where samples were not kept."""
-        first = self.stages[0].quality
-        if not first.record or not stage.quality.record:
+        if not self.first.quality.record or not stage.quality.record:
             return None
-        return compare(first, stage.quality)
+        return compare(self.first.quality, stage.quality)
+
+    def cases(self) -> list[str]:
+        """What was timed in every stage, in the order of measurement."""
+        return [case for case in self.first.by_case() if all(case in stage.by_case() for stage in self.stages)]
 
 
 def parse_report(values: dict[str, Any], source: str) -> Report:
     """The report that `values` hold.
 
     Raises:
-        InputError: names `source` and the first field that is wrong.
+        InputError: another schema; or names `source` and the first field that is wrong.
     """
-    version = values.get("schema_version")
-    if isinstance(version, int) and version > SCHEMA_VERSION:
-        raise InputError(f"{source} has schema_version {version}, this penjing reads {SCHEMA_VERSION}; upgrade penjing")
+    if (version := values.get("schema_version")) != SCHEMA_VERSION:
+        found = "no schema_version" if version is None else f"schema_version {version!r}"
+        newer = isinstance(version, int) and version > SCHEMA_VERSION
+        hint = "upgrade penjing" if newer else "run the recipe again"
+        raise InputError(f"{source} has {found}, this penjing reads {SCHEMA_VERSION}; {hint}")
     try:
-        report = Report.model_validate(values if "stages" in values else _of_artifact(values, source))
-        for stage in report.stages:
-            if stage.quality.name != report.stages[0].quality.name:
-                raise InputError(
-                    f"{source}: its stages have both {stage.quality.name} and another quality; make it again"
-                )
-            report.lost(stage)
-            stage.quantized()
+        report = Report.model_validate(values)
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"]))
         raise InputError(f"{source}: {where}: {first['msg']}; the report is damaged, make it again") from None
+    for stage in report.stages:
+        if stage.quality.name != report.first.quality.name:
+            raise InputError(
+                f"{source}: its stages have both {report.first.quality.name} and {stage.quality.name}; make it again"
+            )
+        report.lost(stage)  # raises where the records of samples are damaged
     return report
 
 
@@ -172,7 +181,7 @@ def read_report(folder: Path) -> Report:
     """The report of a result folder, or of a `report.json` file itself.
 
     Raises:
-        InputError: missing, damaged, or of a newer schema; one line.
+        InputError: missing, damaged, or of another schema; one line.
     """
     path = folder if folder.is_file() else folder / REPORT_FILE
     if folder.is_dir() and not path.exists():
@@ -180,37 +189,12 @@ def read_report(folder: Path) -> Report:
     return parse_report(read_json_object(path), str(path))
 
 
-def _of_artifact(values: dict[str, Any], source: str) -> dict[str, Any]:
-    """An INT8 artifact's report in the form of a run with two stages.
+def write_report(folder: Path, report: Report) -> None:
+    """Write `report.json` into a folder that is not published yet.
 
     Raises:
-        InputError: it is not one.
+        InputError: it could not be read again, such as a figure that is not finite; nothing is written.
     """
-    if values.get("kind") == "encoder":
-        raise InputError(f"{source} is of a text encoder, which has a page of its own: open report.html beside it")
-    if values.get("kind") == "classifier":
-        raise InputError(
-            f"{source} is of an artifact made by itself, which measures no accuracy; give the result of a recipe whose "
-            "last step is quantize"
-        )
-    try:
-        evaluate = values["recipe"]["evaluate"]
-        tokens = {"prose": evaluate["prose_tokens"], "code": evaluate["code_tokens"]}
-        stages = []
-        for name in ("fp32", "int8"):
-            found = {text: row[name] for text, row in values["perplexity"].items()}
-            windows = {text: tokens[text] // evaluate["window"] for text in found}
-            pooled = sum(windows[text] * math.log(value) for text, value in found.items()) / sum(windows.values())
-            parts = tuple(Part(text, value, windows[text]) for text, value in found.items())
-            whole = math.exp(pooled)
-            quality = Quality("perplexity", whole, whole, whole, sum(windows.values()), parts, "")
-            size = {"parameters": values["parameters"], "bytes": values[f"bytes_{name}"]}
-            stages.append({"name": name, "kind": "model" if name == "fp32" else "quantize", "size": size})
-            stages[-1] |= {"quality": asdict(quality)}
-        making = values["seconds"] - values.get("seconds_measuring", 0.0)
-        stages[-1] |= {"seconds": making, "peak_memory_bytes": values["peak_memory_bytes"]}
-        common = {key: values[key] for key in ("schema_version", "recipe", "command", "versions")}
-        recipe = {"model": values["model"], **common["recipe"]}
-        return common | {"recipe": recipe, "device": values["processor"], "stages": stages}
-    except (KeyError, TypeError, AttributeError, ValueError, ZeroDivisionError) as error:
-        raise InputError(f"{source} has neither stages nor an artifact's figures ({error!r}); make it again") from None
+    text = json.dumps(report.model_dump(mode="json"), indent=2) + "\n"
+    parse_report(json.loads(text), str(folder / REPORT_FILE))
+    atomic_write_text(folder / REPORT_FILE, text)

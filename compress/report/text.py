@@ -1,28 +1,130 @@
-"""A stage's figures as people read them."""
+"""Figures of a run as people read them, in tables, figures and on the terminal: the same for every family."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from penjing.core.progress import megabytes
+
 if TYPE_CHECKING:
+    from penjing.compress.measure.evaluate import Quality
     from penjing.compress.report.schema import Report, Stage
 
 
+@dataclass(frozen=True)
+class Reading:
+    """How a quality is read.
+
+    Attributes:
+        larger_is_better: so it is of all but perplexity.
+        scale: shown ÷ stored; a share is shown in percent.
+        digits: after the point.
+        unit: behind a value.
+        loss_scale, loss_digits, loss_unit: the same of a `Change`.
+        samples: what it was measured on.
+        axis: the label of a figure.
+        meaning: a sentence for somebody who meets it for the first time.
+    """
+
+    larger_is_better: bool
+    scale: float
+    digits: int
+    unit: str
+    loss_scale: float
+    loss_digits: int
+    loss_unit: str
+    samples: str
+    axis: str
+    meaning: str
+
+    def number(self, value: float) -> str:
+        """Without its unit: "93.52"."""
+        return f"{self.scale * value:.{self.digits}f}"
+
+    def loss(self, value: float) -> str:
+        """Without its unit, with its sign: "+0.31"."""
+        return f"{self.loss_scale * value:+.{self.loss_digits}f}"
+
+
+READINGS = {
+    "accuracy": Reading(
+        larger_is_better=True,
+        scale=100,
+        digits=2,
+        unit=" %",
+        loss_scale=100,
+        loss_digits=2,
+        loss_unit=" points",
+        samples="images",
+        axis="accuracy, %",
+        meaning="Accuracy is the share of images whose class the network names rightly; larger is better.",
+    ),
+    "similarity": Reading(
+        larger_is_better=True,
+        scale=1,
+        digits=4,
+        unit="",
+        loss_scale=1,
+        loss_digits=4,
+        loss_unit="",
+        samples="texts",
+        axis="similarity (1 is equal)",
+        meaning="Similarity is the mean cosine between the embedding of a text and the first stage's embedding of it; "
+        "1 means that they point the same way.",
+    ),
+    "perplexity": Reading(
+        larger_is_better=False,
+        scale=1,
+        digits=3,
+        unit="",
+        loss_scale=100,
+        loss_digits=2,
+        loss_unit=" %",
+        samples="windows of text",
+        axis="perplexity (lower is better)",
+        meaning="Perplexity says among how many equally likely tokens the model hesitates, on average, before each "
+        "next token of the text; smaller is better.",
+    ),
+}
+"""Name of a quality → how it is read."""
+
+
+def badness(quality: Quality) -> float:
+    """A number that is smaller for a better quality of the same name."""
+    return -quality.value if READINGS[quality.name].larger_is_better else quality.value
+
+
 def quality_text(stage: Stage) -> str:
-    """Such as "93.52 % (93.01–94.00)", or "11.23 (10.71–11.80)"; without brackets where there is no interval."""
-    quality = stage.quality
-    if quality.name == "accuracy":
-        interval = f" ({100 * quality.low:.2f}–{100 * quality.high:.2f})" if quality.record else ""
-        return f"{100 * quality.value:.2f} %{interval}"
-    return f"{quality.value:.3f}" + (f" ({quality.low:.3f}–{quality.high:.3f})" if quality.record else "")
+    """Such as "93.52 % (93.01–94.00)", or "11.230 (10.712–11.801)"; without brackets where there is no interval."""
+    quality, reading = stage.quality, READINGS[stage.quality.name]
+    low, high = reading.number(quality.low), reading.number(quality.high)
+    return f"{reading.number(quality.value)}{reading.unit}" + (f" ({low}–{high})" if quality.record else "")
 
 
 def loss_text(report: Report, stage: Stage) -> str:
-    """What `stage` lost against the first: points of accuracy, or how much of the perplexity came on top."""
-    change, before, after = report.lost(stage), report.stages[0].quality, stage.quality
+    """What `stage` lost against the first: points of accuracy, similarity, or the share that perplexity rose by."""
+    change, before, after = report.lost(stage), report.first.quality, stage.quality
+    reading = READINGS[before.name]
     if change is None:
-        if before.name == "accuracy":
-            return f"{100 * (before.value - after.value):+.2f} points"
-        return f"{100 * (after.value / before.value - 1):+.2f} %"
-    unit = "points" if before.name == "accuracy" else "%"
-    return f"{100 * change.value:+.2f} {unit} ({100 * change.low:+.2f}…{100 * change.high:+.2f})"
+        lost = before.value - after.value if reading.larger_is_better else after.value / before.value - 1
+        return f"{reading.loss(lost)}{reading.loss_unit}"
+    low, high = reading.loss(change.low), reading.loss(change.high)
+    return f"{reading.loss(change.value)}{reading.loss_unit} ({low}…{high})"
+
+
+def summary_line(report: Report) -> str:
+    """One line for the terminal: what the run gained and cost."""
+    first, last = report.first, report.last
+    said = [f"{megabytes(first.size.bytes)} → {megabytes(last.size.bytes)}"]
+    if first.size.macs and last.size.macs:
+        said.append(f"{last.size.macs / first.size.macs:.0%} of the multiply-accumulates")
+    before, after = first.quality.value, last.quality.value
+    if first.quality.name == "accuracy":
+        said.append(f"accuracy {before:.2%} → {after:.2%} ({100 * (after - before):+.2f} points)")
+    elif first.quality.name == "similarity":
+        said.append(f"similarity {after:.4f}")
+    else:
+        said.append(f"perplexity {before:.2f} → {after:.2f} ({after / before - 1:+.2%})")
+    said.append(f"{sum(stage.seconds for stage in report.stages):.0f} s for the steps")
+    return ", ".join(said)

@@ -27,7 +27,7 @@ def report(after: Quality, before: Quality) -> Report:
 
     first = stage("model", before, 400)
     stages = (first, stage("quantize", after, 100, seconds=5.0, peak_memory_bytes=800))
-    return Report(schema_version=1, recipe={}, command="", versions={}, device={}, stages=stages)
+    return Report(family="decoder", recipe={}, command="", versions={}, processor={}, stages=stages)
 
 
 def test_a_run_in_steps_gives_the_paired_rise_of_each_text() -> None:

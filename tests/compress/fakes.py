@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,10 +11,10 @@ import numpy as np
 import pytest
 import torch
 
-from penjing.compress import preflight, run, stages
+from penjing.compress import outcome, preflight, run, stages
 from penjing.compress.measure.evaluate import EvaluateSettings, Quality, accuracy
 from penjing.compress.recipe import FlowRecipe, Prune, Step
-from penjing.compress.report import stages as report
+from penjing.compress.report.schema import Report, write_report
 from penjing.compress.steps.kinds import Places
 from penjing.core.checkpoint.classifier import VisionConfig, save_vision_checkpoint
 from penjing.core.manifest import read_manifest, write_manifest
@@ -79,19 +78,16 @@ def install(patch: pytest.MonkeyPatch, faults: Faults) -> None:
 
     def measure(folders: list[Path], settings: object, progress: Progress) -> list[dict[str, Any]]:
         faults.operation("measure")
-        rows = [read_manifest(folder).created_by for folder in folders]
-        return [
-            {"size": {"parameters": 1, "bytes": 10, "macs": 5}, "latency": [], "widths": row, "folder": str(folder)}
-            for folder, row in zip(folders, rows, strict=True)
-        ]
+        size = {"parameters": 1, "bytes": 10, "macs": 5, "macs_per": "image"}
+        return [{"size": size, "latency": [], "widths": {}} for _ in folders]
 
-    def write_reports(folder: Path, made: dict[str, Any]) -> None:
+    def write_reports(folder: Path, made: Report) -> None:
         faults.operation("report")
-        (folder / "report.json").write_text(json.dumps(made))
+        write_report(folder, made)
 
     patch.setattr(stages, "run_step", run_step)
     patch.setattr(stages, "evaluate_checkpoint", evaluate)
-    patch.setattr(report, "measure", measure)
+    patch.setattr(outcome, "measure", measure)
     patch.setattr(run, "write_reports", write_reports)
     patch.setattr(preflight, "peak_flops", lambda *_: (1e11, "made up"))
     size = {"parameters": 1000, "bytes": 4000, "macs": 10**6, "macs_per": "image"}

@@ -16,14 +16,13 @@ from typing import Any
 
 import pytest
 
+from penjing.compress import outcome, stages
 from penjing.compress import run as flow_run
-from penjing.compress import stages
 from penjing.compress.decoder import pipeline
 from penjing.compress.distill.task import WrappedTask
 from penjing.compress.measure import data
 from penjing.compress.quantize import artifact, prepare
 from penjing.compress.quantize.task import QuantizedTask
-from penjing.compress.report import write as report_flow
 from penjing.compress.run import compress_steps
 from penjing.compress.steps import kinds
 from penjing.compress.steps import quantize_decoder as qat_step
@@ -229,7 +228,7 @@ def quick(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(flow_run, "flow_preflight", lambda *_: None)
     monkeypatch.setattr(train_run, "peak_flops", lambda *_: (1e11, "made up"))
     monkeypatch.setattr(train_run, "estimate_memory", lambda *_, **__: MemoryEstimate(0, 0, 0, 0, 0, 0))
-    monkeypatch.setattr(report_flow, "flow_page", lambda _: "")
+    monkeypatch.setattr(outcome, "run_page", lambda _: "")
     for module in (vision, data):
         monkeypatch.setattr(module, "load_fashion", made_up)
 

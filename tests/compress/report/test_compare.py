@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 
 from penjing.compress.report.compare import comparison, comparison_page, print_comparison, read_runs
-from penjing.compress.report.write import write_reports
+from penjing.compress.report.schema import parse_report, write_report
 from penjing.core import cli
 from penjing.core.errors import InputError
-from tests.compress.report.reports import made_up_report
+from tests.compress.report.reports import made_up_int8, made_up_report
 
 
 def write(folder: Path, values: dict[str, Any]) -> Path:
     folder.mkdir(parents=True)
-    write_reports(folder, values)
+    write_report(folder, parse_report(values, "x"))
     return folder
 
 
@@ -58,12 +58,25 @@ def test_the_page_of_several_runs(two: list[Path]) -> None:
     assert comparison_page(read_runs([*two, folder])).count("<svg") == 1
 
 
-def test_runs_of_different_kinds_are_not_compared(two: list[Path], tiny_int8: Path) -> None:
-    with pytest.raises(InputError, match=r"reports accuracy and .* perplexity, which cannot be compared"):
-        read_runs([two[0], tiny_int8])
+def test_runs_of_different_qualities_form_groups(two: list[Path], capsys: pytest.CaptureFixture[str]) -> None:
+    decoder = write(two[0].parent / "decoder", made_up_int8("decoder"))
+    runs = read_runs([two[0], decoder, two[1]])
+    page = comparison_page(runs)
+    assert page.count("<svg") == 4
+    assert page.index("<h2>Accuracy</h2>") < page.index("<h2>Perplexity</h2>")
+    print_comparison(runs)
+    shown = capsys.readouterr().err
+    assert shown.index("strong") < shown.index("decoder")
+    assert [row["family"] for row in comparison(runs)] == ["classifier"] * 3 + ["decoder"] * 2 + ["classifier"] * 3
+
+
+def test_nothing_and_old_reports_are_refused(two: list[Path]) -> None:
     with pytest.raises(InputError, match="nothing to compare"):
         read_runs([])
-    assert [row["stage"] for row in comparison(read_runs([tiny_int8]))] == ["fp32", "int8"]
+    path = two[1] / "report.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"schema_version": 1}))
+    with pytest.raises(InputError, match=r"strong/report\.json has schema_version 1, this penjing reads 2"):
+        read_runs(two)
 
 
 def test_the_command(two: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
