@@ -15,8 +15,8 @@ from penjing.serve.runner.step_inputs import StepInputs
 class Runner:
     """A decoder with its KV cache and the input buffers of a step, which are allocated once.
 
-    The decoder's rows must not depend on the batch (`core.runtime.batch_invariant`, `core.runtime.quantized`): then neither does
-    anything that this class computes.
+    The decoder's rows must not depend on the batch (`core.runtime.batch_invariant`, `core.runtime.quantized`): then
+    neither does anything that this class computes.
     """
 
     def __init__(
