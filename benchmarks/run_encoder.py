@@ -36,7 +36,8 @@ from penjing.core.artifact.encoder import EncoderArtifact, embed_texts, open_enc
 from penjing.core.checkpoint.encoder import read_encoder
 from penjing.core.cli import guarded
 from penjing.core.timing import interleaved
-from penjing.serve.bench.encoder import bench_encoder, mixed_texts
+from penjing.serve.bench.batched import bench_batched
+from penjing.serve.families.encoder import mixed_texts
 from penjing.serve.supervisor.temporary import temporary_server
 
 FP32 = ("fp32", "fp32_fused")  # our graph, and ONNX Runtime's transformer optimiser's
@@ -125,7 +126,7 @@ def quantize_dynamically(fp32: Path, out: Path) -> None:
 def server_rows(arguments: argparse.Namespace) -> list[Row]:
     """Throughput through Triton server; `ratio` is the share of ONNX Runtime's in the same run."""
     with temporary_server(arguments.model, [f"threads={arguments.threads}"]) as server:
-        found = bench_encoder(
+        found = bench_batched(
             arguments.model, server, arguments.rounds, texts=arguments.texts, threads=arguments.threads
         )
     speeds = found["texts_per_second"]

@@ -33,9 +33,9 @@ from penjing.core.checkpoint.classifier import save_vision_checkpoint
 from penjing.core.cli import guarded
 from penjing.core.files import publish_folder
 from penjing.core.models.resnet_config import cifar_resnet
-from penjing.serve.bench.classifier import bench_classifier
-from penjing.serve.bench.requests import REQUEST_SECONDS, run_requests
+from penjing.serve.bench.batched import bench_batched, run_requests
 from penjing.serve.client.client import AsyncClient
+from penjing.serve.client.protocol import REQUEST_SECONDS
 from penjing.serve.supervisor.temporary import temporary_server
 from penjing.train.data.images import ImageSet
 
@@ -65,7 +65,7 @@ def main() -> int:
             name, rows = "random" if arguments.model is None else arguments.model.name, list[Row]()
             if arguments.only != "burst":
                 for request_images in REQUEST_IMAGES:
-                    found = bench_classifier(
+                    found = bench_batched(
                         model,
                         server,
                         arguments.runs,

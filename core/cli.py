@@ -275,7 +275,7 @@ def server_install() -> None:
 @server_app.command("status")
 def server_status() -> None:
     """Show which Triton server would run and what is running."""
-    from penjing.serve.supervisor.supervisor import status_to_terminal
+    from penjing.serve.supervisor.status import status_to_terminal
 
     status_to_terminal()
 
@@ -311,14 +311,11 @@ def bench_server(
     - `penjing bench server build/resnet-fashion-int8`: images a second beside ONNX Runtime
     - `penjing bench server build/minilm-int8`: texts a second beside ONNX Runtime
     """
-    from penjing.core.artifact.classifier import is_vision_artifact
-    from penjing.core.artifact.encoder import is_encoder_artifact
     from penjing.core.progress import progress_bar
+    from penjing.serve.families.base import family_at
 
-    if is_encoder_artifact(model):
-        from penjing.serve.bench.encoder import bench_encoder as run
-    elif is_vision_artifact(model):
-        from penjing.serve.bench.classifier import bench_classifier as run
+    if family_at(model).workload is not None:
+        from penjing.serve.bench.batched import bench_batched as run
     else:
         from penjing.serve.bench.server import bench_server as run
 

@@ -69,6 +69,7 @@ class Client:
         import grpc
         from tritonclient.grpc import service_pb2_grpc
 
+        self.server = server
         self._settings = CallSettings(server, model, timeout, retries)
         self._channel = grpc.insecure_channel(server, options=CHANNEL_OPTIONS)
         self._stub: Any = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)

@@ -1,4 +1,4 @@
-"""Names on which the served model, its supervisor and its clients agree."""
+"""Names and limits on which the served model, its supervisor and its clients agree."""
 
 MODEL_VARIABLE = "PENJING_MODEL"
 """Environment variable: the folder of the checkpoint or artifact."""
@@ -12,3 +12,6 @@ PING = "ping"
 
 INVALID, UNAVAILABLE, INTERNAL = "INVALID_ARGUMENT", "UNAVAILABLE", "INTERNAL"
 """How the message of an error response begins: a gRPC stream carries it without its code."""
+
+REQUEST_SECONDS = 120.0
+"""Until a request of a benchmark has failed."""

@@ -1,13 +1,26 @@
-"""What a served model without a state of its own is: tensors in, tensors out, rows of several requests in one run."""
+"""What the serving stage can do with a family of networks: one table of callables, `FAMILY` of each family's module.
+
+A *batched* model has no state of its own: tensors in, tensors out, rows of several requests in one run. Its family
+gives a `Signature`, a `BatchModel` and a `Workload`, and `batched.py` makes the table of them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import numpy as np
 
+from penjing.core.config import Config, apply_override, parse_config
+from penjing.core.family import family_of, table_of
+
+if TYPE_CHECKING:
+    from penjing.serve.client.client import AsyncClient, Client
+
+Form = Literal["onnxruntime", "python"]
+"""The backend of Triton server behind an entry of a model repository."""
 Arrays = Mapping[str, np.ndarray]
 
 
@@ -66,3 +79,87 @@ class BatchModel(Protocol):
             PenjingError: the model does not run here.
         """
         ...
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What `penjing bench server` times of a batched model: the same rows in this process and through a server.
+
+    `unit` is what a row is called ("images"). `alone` computes a turn's rows in this process and returns how many.
+    `forms` are the ways to ask the server, by the name that the result gives them: the inputs of requests of
+    `request_rows` rows each, which `ask` sends; `num_requests` of them are a turn, `streams` always under way.
+    """
+
+    unit: str
+    alone: Callable[[], int]
+    forms: Mapping[str, Sequence[Any]]
+    request_rows: int
+    ask: Callable[[AsyncClient, Any], Awaitable[object]]
+    num_requests: int
+    streams: int
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    """Of the result, as they are."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A model's folder in a model repository for a `tritonserver` that somebody else starts: `write` fills it; `note`
+    is what the user must know of it."""
+
+    write: Callable[[Path], None]
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Family:
+    """What the serving stage can do with a family of networks; all but `settings` and `check` may trust their inputs.
+
+    Attributes:
+        name: the model's name on the server.
+        settings: what `penjing serve --set` changes.
+        queued_by_server: Triton server holds the requests that wait, so it drains them too.
+        check: (folder, settings) → the absolute folder of a model that can be served here. Raises InputError for a
+            damaged one, or for a checkpoint of which an artifact is to be made first, and says how; ConfigError for
+            settings that ask for a device that is not there.
+        repository: (folder, settings, scratch) → the repository that our Triton server shall read; `scratch` is where
+            one may be made.
+        entry: (folder, settings, form) → what to write for another server; a form of None is the family's choice.
+            Raises ConfigError for a form that it does not have.
+        ask: (client, seconds) asks the served model as a client would. Raises PenjingError.
+        load: (folder, settings) → the model behind a batched entry, in the server's Python process; None where the
+            family has an entry of its own. Raises InputError.
+        workload: (folder, client, **options) → what to time; the client's server is asked first whether it gives the
+            answers of `folder`, and refused with a ServerError if not. None: it is timed in tokens.
+    """
+
+    name: str
+    settings: type[Config]
+    queued_by_server: bool
+    check: Callable[[Path, Any], Path]
+    repository: Callable[[Path, Any, Path], Path]
+    entry: Callable[[Path, Any, Form | None], Entry]
+    ask: Callable[[Client, float], None]
+    load: Callable[[Path, Any], BatchModel] | None = None
+    workload: Callable[..., Workload] | None = None
+
+
+def family_at(folder: Path) -> Family:
+    """The table of the family of the model in `folder`. A folder without `config.json` counts as a decoder's, whose
+    `check` says what it lacks.
+
+    Raises:
+        InputError: it is of no family that can be served.
+    """
+    return table_of("serve", family_of(folder) if (folder / "config.json").is_file() else "decoder")
+
+
+def read_overrides(settings: type[Config], overrides: list[str]) -> Config:
+    """The settings that "key=value" texts ask for.
+
+    Raises:
+        ConfigError: an unknown key, or a value out of range.
+    """
+    values: dict[str, Any] = {}
+    for override in overrides:
+        apply_override(values, override)
+    return parse_config(settings, values, "--set")

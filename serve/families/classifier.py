@@ -4,20 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from penjing.core.artifact.classifier import VisionArtifact, normalised, open_vision_artifact
-from penjing.core.errors import RequestError
+from penjing.core.errors import RequestError, ServerError
 from penjing.core.runtime.onnx_runtime import INPUT, OUTPUT, run_session
-from penjing.serve.families.base import Arrays, Signature, TensorSpec
+from penjing.serve.client.protocol import REQUEST_SECONDS
+from penjing.serve.families.base import Arrays, Signature, TensorSpec, Workload
+from penjing.serve.families.batched import batched
 from penjing.serve.families.row_threads import RowThreads
+
+if TYPE_CHECKING:
+    from penjing.serve.client.client import AsyncClient, Client
 
 NAME = "classifier"
 PIXELS = "pixels"
 PART = 16  # images that one thread runs at once
+LOCAL_BATCH = 64  # images that ONNX Runtime runs at once where it is timed alone
+IMAGES_UNDER_WAY = 256  # four batches
 
 
 def signature(artifact: VisionArtifact) -> Signature:
@@ -94,3 +101,63 @@ class Classifier:
     def warm_up(self) -> None:
         """Classify one black image."""
         self.start([self.prepare({PIXELS: np.zeros((1, *self._shape), np.uint8)})], lambda: None)()
+
+
+def workload(
+    folder: Path, client: Client, *, images: int = 4096, threads: int = 0, request_images: int = LOCAL_BATCH
+) -> Workload:
+    """256 images are always under way to the server, as normalised floats and as pixels; alone, ONNX Runtime runs
+    batches of 64 floats.
+
+    Args:
+        images: of one turn.
+        threads: of ONNX Runtime in this process; 0 takes one for each core, as the server does by default.
+        request_images: of one request, up to 64: by default what ONNX Runtime runs at once alone.
+
+    Raises:
+        InputError: the folder is no classifier's artifact.
+        ServerError: no server answers, or with other logits than this process: it serves another model.
+    """
+    artifact = open_vision_artifact(folder)
+    session = artifact.session(threads)
+    shape = (LOCAL_BATCH, artifact.config.model.in_channels, *artifact.config.image_size)
+    pixels = np.random.default_rng(0).integers(0, 256, shape, np.uint8)
+    floats = normalised(pixels, artifact.config)
+    if not np.allclose(client.classify(floats).logits, run_session(session, floats), atol=1e-3):
+        raise ServerError(f"{client.server} answers with other logits than {folder}: does it serve that artifact?")
+
+    def alone() -> int:
+        count = max(1, images // LOCAL_BATCH)
+        for _ in range(count):
+            session.run(None, {INPUT: floats})
+        return count * LOCAL_BATCH
+
+    async def ask(client: AsyncClient, part: NDArray[Any]) -> None:
+        await client.classify(part, timeout=REQUEST_SECONDS)
+
+    starts = range(0, LOCAL_BATCH - request_images + 1, request_images)
+    streams = max(1, IMAGES_UNDER_WAY // request_images)
+    return Workload(
+        unit="images",
+        alone=alone,
+        forms={
+            name: [given[at : at + request_images] for at in starts]
+            for name, given in (("server_floats", floats), ("server_pixels", pixels))
+        },
+        request_rows=request_images,
+        ask=ask,
+        num_requests=max(streams, images // request_images),
+        streams=streams,
+        facts={"request_images": request_images},
+    )
+
+
+FAMILY = batched(
+    name=NAME,
+    open_artifact=open_vision_artifact,
+    signature=signature,
+    load=lambda folder, settings: Classifier(folder, settings.threads),
+    how_to_compress="the checkpoint of an image classifier, and artifacts are served; make one with "
+    "'penjing compress quantize {folder} {folder}-int8'",
+    workload=workload,
+)

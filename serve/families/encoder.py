@@ -4,19 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from penjing.core.artifact.encoder import IDS, MASK, OUTPUT, EncoderArtifact, open_encoder_artifact
-from penjing.core.errors import RequestError
-from penjing.serve.families.base import Arrays, Signature, TensorSpec
+from penjing.core.errors import RequestError, ServerError
+from penjing.serve.client.protocol import REQUEST_SECONDS
+from penjing.serve.families.base import Arrays, Signature, TensorSpec, Workload
+from penjing.serve.families.batched import batched
 from penjing.serve.families.row_threads import RowThreads
+
+if TYPE_CHECKING:
+    from penjing.serve.client.client import AsyncClient, Client
 
 NAME = "encoder"
 TEXT = "text"
 PART = 4  # texts of similar length that one thread runs at once: what pads a longer one is computed too
+REQUEST_TEXTS = 16  # of a request that is timed
+STREAMS = 16  # of them under way at once
+SAME = 0.99  # cosine; the server pads otherwise than this process, which turns values near a tie
 MAX_TEXT_BYTES = 1 << 20  # of one text, of which the tokenizer keeps the beginning
 
 
@@ -87,3 +95,64 @@ def _text(value: bytes | str, row: int) -> str:
         return value.decode()
     except UnicodeDecodeError as error:
         raise RequestError(f"{TEXT}[{row}] is not UTF-8 ({error.reason} at byte {error.start})") from None
+
+
+def workload(folder: Path, client: Client, *, texts: int = 1024, threads: int = 0) -> Workload:
+    """Sixteen requests of 16 paragraphs of Python's help are always under way; alone, the same paragraphs are embedded
+    in one call of `EncoderArtifact.embed`. Both tokenize.
+
+    Args:
+        texts: of one turn, in whole requests; fewer than 256 keep fewer than sixteen requests under way.
+        threads: of ONNX Runtime in this process; 0 takes one for each core, as the server does by default.
+
+    Raises:
+        InputError: the folder is no text encoder's artifact.
+        ServerError: no server answers, or with other embeddings than this process: it serves another model.
+    """
+    artifact = open_encoder_artifact(folder)
+    session = artifact.session(threads)
+    requests = max(1, texts // REQUEST_TEXTS)
+    given = mixed_texts(requests * REQUEST_TEXTS)
+    parts = [given[at : at + REQUEST_TEXTS] for at in range(0, len(given), REQUEST_TEXTS)]
+    found = client.embed(parts[0], timeout=REQUEST_SECONDS)
+    expected = artifact.embed(session, parts[0])
+    if found.shape != expected.shape or not (found * expected).sum(1).mean() >= SAME:
+        raise ServerError(f"{client.server} answers with other embeddings than {folder}: does it serve that artifact?")
+
+    def alone() -> int:
+        artifact.embed(session, given)
+        return len(given)
+
+    async def ask(client: AsyncClient, part: list[str]) -> None:
+        await client.embed(part, timeout=REQUEST_SECONDS)
+
+    return Workload(
+        unit="texts",
+        alone=alone,
+        forms={"server": parts},
+        request_rows=REQUEST_TEXTS,
+        ask=ask,
+        num_requests=requests,
+        streams=STREAMS,
+    )
+
+
+def mixed_texts(count: int) -> list[str]:
+    """`count` paragraphs of Python's help, from a heading to a page, in the order of the text and again from its start
+    where there are fewer; each is one line."""
+    from penjing.core.text.corpus import TOPIC_GAP, heldout_text  # imports torch, which no server of texts needs
+
+    lines = [" ".join(paragraph.split()) for paragraph in heldout_text().split(TOPIC_GAP)]
+    found = [line for line in lines if line]
+    return [found[index % len(found)] for index in range(count)]
+
+
+FAMILY = batched(
+    name=NAME,
+    open_artifact=open_encoder_artifact,
+    signature=signature,
+    load=lambda folder, settings: TextEncoder(folder, settings.threads),
+    how_to_compress="the checkpoint of a text encoder, and artifacts are served; make one with "
+    "'penjing compress recipes/minilm-int8.toml --set model={folder}'",
+    workload=workload,
+)

@@ -13,13 +13,11 @@ import json
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal
 
 import penjing.model_repository
 from penjing.serve.engine.config import BatchConfig
 from penjing.serve.families.base import Signature, TensorSpec
 
-Form = Literal["onnxruntime", "python"]
 ENTRIES = Path(penjing.model_repository.__path__[0])
 LABELS_FILE = "labels.txt"
 ARTIFACT_FOLDER = "1/artifact"

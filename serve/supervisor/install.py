@@ -62,9 +62,11 @@ class ServerInstall:
         """Variables for the server process, on top of the caller's."""
         library_path = [str(folder) for folder in self.library_folders] + [str(find_libpython().parent)]
         inherited = os.environ.get("LD_LIBRARY_PATH")
+        packages = [str(Path(path).absolute()) for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
         return os.environ | {
             "LD_LIBRARY_PATH": ":".join(library_path + ([inherited] if inherited else [])),
             "PATH": f"{python_folder()}:{os.environ.get('PATH', os.defpath)}",
+            "PYTHONPATH": os.pathsep.join(packages),  # the server runs elsewhere, so they are absolute
         }
 
 

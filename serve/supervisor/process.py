@@ -17,7 +17,7 @@ from penjing.core.config import Config
 from penjing.core.errors import ConfigError, SetupError
 from penjing.core.files import writing
 from penjing.serve.client.protocol import ENGINE_VARIABLE, MODEL_VARIABLE, PULSE_VARIABLE
-from penjing.serve.families.kinds import Kind
+from penjing.serve.families.base import Family
 from penjing.serve.supervisor.install import ServerInstall
 from penjing.serve.supervisor.state import log_path, pulse_path, remove_shared_memory, shm_prefix
 from penjing.serve.triton.pulse import Pulse
@@ -89,7 +89,13 @@ class ServerProcess:
 
     @classmethod
     def start(
-        cls, install: ServerInstall, config: ServeConfig, kind: Kind, repository: Path, model: Path, engine_json: str
+        cls,
+        install: ServerInstall,
+        config: ServeConfig,
+        family: Family,
+        repository: Path,
+        model: Path,
+        engine_json: str,
     ) -> ServerProcess:
         """Start the server in a session of its own, so that the terminal's Ctrl-C reaches the supervisor alone."""
         port = config.grpc_port
@@ -105,7 +111,7 @@ class ServerProcess:
 
         with writing(log_path(port)), open(log_path(port), "ab") as log:
             process = subprocess.Popen(
-                command_line(install, config, kind, repository),
+                command_line(install, config, family, repository),
                 env=install.environment() | names,
                 # The embedded Python takes no PYTHONPATH; its sys.path starts with the working directory.
                 cwd=install.numpy_folder or install.binary.parent,
@@ -180,7 +186,7 @@ class ServerProcess:
         remove_shared_memory(self.config.grpc_port)
 
 
-def command_line(install: ServerInstall, config: ServeConfig, kind: Kind, repository: Path) -> list[str]:
+def command_line(install: ServerInstall, config: ServeConfig, family: Family, repository: Path) -> list[str]:
     """The tritonserver command: one model, explicit control, sensitive APIs closed."""
     closed = f"{RESTRICTED}:{secrets.token_hex(8)}={secrets.token_hex(16)}"
     return [
@@ -188,7 +194,7 @@ def command_line(install: ServerInstall, config: ServeConfig, kind: Kind, reposi
         f"--model-repository={repository}",
         f"--backend-directory={install.backends}",
         "--model-control-mode=explicit",
-        f"--load-model={kind.name}",
+        f"--load-model={family.name}",
         "--disable-auto-complete-config",
         f"--grpc-address={config.host}",
         f"--http-address={config.host}",
@@ -200,7 +206,7 @@ def command_line(install: ServerInstall, config: ServeConfig, kind: Kind, reposi
         f"--http-restricted-api={closed}",
         f"--backend-config=python,shm-region-prefix-name={shm_prefix(config.grpc_port)}",
         f"--backend-config=python,stub-timeout-seconds={int(config.start_timeout)}",
-        f"--exit-timeout-secs={QUEUE_SECONDS if kind.queued_by_server else EXIT_SECONDS}",
+        f"--exit-timeout-secs={QUEUE_SECONDS if family.queued_by_server else EXIT_SECONDS}",
         "--pinned-memory-pool-byte-size=0",
         "--allow-cpu-metrics=false",
         "--allow-gpu-metrics=false",

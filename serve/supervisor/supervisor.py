@@ -23,8 +23,8 @@ from typing import Any
 from penjing.core.config import parse_config
 from penjing.core.errors import PenjingError, ServerError
 from penjing.core.files import writing
-from penjing.core.progress import Progress, Silent, print_table, progress_bar
-from penjing.serve.families.kinds import canary, check_model, kind_of, prepare_repository, read_overrides
+from penjing.core.progress import Progress, Silent, progress_bar
+from penjing.serve.families.base import family_at, read_overrides
 from penjing.serve.supervisor import state
 from penjing.serve.supervisor.install import ServerInstall, install
 from penjing.serve.supervisor.process import EXIT_SECONDS, ServeConfig, ServerProcess, check_ports
@@ -32,6 +32,7 @@ from penjing.serve.supervisor.vigil import Vigil
 from penjing.serve.triton.pulse import Command, Phase
 
 POLL_SECONDS = 0.05
+CANARY_SECONDS = 30.0  # for the first answer
 STABLE_SECONDS = 60.0  # after which a crash is news and not a loop
 MAX_BACKOFF_SECONDS = 30.0
 GIVE_UP_SECONDS = 3.0
@@ -58,10 +59,10 @@ def serve(
         ServerError: the model could not be loaded, or the server keeps dying; the message has the log's end.
     """
     config = config or ServeConfig()
-    kind = kind_of(model)
-    settings = read_overrides(kind, engine_overrides or [])
+    family = family_at(model)
+    settings = read_overrides(family.settings, engine_overrides or [])
     engine_json = settings.model_dump_json(exclude_unset=True)
-    model = check_model(kind, model, settings)
+    model = family.check(model, settings)
     if state.is_running(config.grpc_port):
         with state.owning(config.grpc_port):  # raises, with the right words
             pass
@@ -102,24 +103,6 @@ def stop(grpc_port: int = 8001, *, timeout: float = 30.0) -> None:
     raise ServerError(f"the server on gRPC port {grpc_port} (process {found.supervisor_pid}) does not end; kill it")
 
 
-def status_to_terminal() -> None:
-    """`penjing server status`: what would run, and what runs."""
-    from penjing.serve.supervisor.install import status
-
-    table: dict[str, Any] = {"installed": status()}
-    for port in state.running_ports():
-        found = state.read_state(port)
-        if found is not None:
-            table[f"port {port}"] = {
-                "state": found.state + (f" ({found.message})" if found.message else ""),
-                "model": found.model,
-                "endpoints": f"gRPC {found.grpc_port}, HTTP {found.http_port}, metrics {found.metrics_port}",
-                "restarts": found.restarts,
-                "log": found.log,
-            }
-    print_table(table)
-
-
 class _NotStartedError(Exception):
     """The model's process shows no life, and no error either; Triton server itself would wait for it without an end."""
 
@@ -132,8 +115,8 @@ class _Supervisor:
     ) -> None:
         self.install, self.model, self.config = install, model, config
         self.engine_json, self.progress = engine_json, progress
-        self.kind = kind_of(model)
-        self.settings = parse_config(self.kind.settings, json.loads(engine_json), "--set")
+        self.family = family_at(model)
+        self.settings = parse_config(self.family.settings, json.loads(engine_json), "--set")
         self.stops = 0  # signals received: one drains, two end at once
         self.state = state.ServerState(
             state="starting",
@@ -162,8 +145,10 @@ class _Supervisor:
         while not self.stops:
             self._note("starting" if not was_ready else "restarting", self.state.message)
             scratch = state.repository_path(self.config.grpc_port)
-            repository = prepare_repository(self.kind, self.model, self.settings, scratch)
-            server = ServerProcess.start(self.install, self.config, self.kind, repository, self.model, self.engine_json)
+            repository = self.family.repository(self.model, self.settings, scratch)
+            server = ServerProcess.start(
+                self.install, self.config, self.family, repository, self.model, self.engine_json
+            )
             self._note(self.state.state, self.state.message, server_pid=server.process.pid)
             ready_at = None
             try_again = was_ready
@@ -246,7 +231,7 @@ class _Supervisor:
         timeout = self._drain_seconds()
         self._note("draining", "")
         server.thaw()
-        if self.kind.queued_by_server:
+        if self.family.queued_by_server:
             return self._drain_queue(server, timeout)
         if server.pulse.stub_pid and server.pulse.phase is Phase.SERVING:
             owed = server.pulse.unanswered
@@ -306,7 +291,11 @@ class _Supervisor:
 
         host = f"[{self.config.host}]" if ":" in self.config.host else self.config.host
         with Client(f"{host}:{self.config.grpc_port}", retries=0) as client:
-            return canary(self.kind, client)
+            try:
+                self.family.ask(client, CANARY_SECONDS)
+            except PenjingError as error:
+                return f"the server answers no request: {error}"
+        return None
 
     def _note(self, name: str, message: str, **changes: Any) -> None:
         self.state = replace(self.state, state=name, message=message, **changes)

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from penjing.core.config import parse_config
 from penjing.core.errors import OverloadedError, PenjingError, RequestError, ServerError
 from penjing.serve.client.protocol import PING, PULSE_VARIABLE
 from penjing.serve.engine.config import EngineConfig
@@ -78,7 +79,8 @@ class LLMAdapter:
             raise
 
     def _load(self, args: dict[str, str]) -> None:
-        folder, config = read_settings(args, EngineConfig)
+        folder, values = read_settings(args)
+        config = parse_config(EngineConfig, values, "engine settings")
         engine = load_engine(folder, config)
         self._chat_template = engine.chat_template
         loop = EngineLoop(engine)

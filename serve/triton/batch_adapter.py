@@ -14,10 +14,10 @@ from typing import Any
 
 import numpy as np
 
-from penjing.core.errors import OverloadedError, PenjingError, RequestError, ServerError
+from penjing.core.config import parse_config
+from penjing.core.errors import InputError, OverloadedError, PenjingError, RequestError, ServerError
 from penjing.serve.engine.config import BatchConfig
-from penjing.serve.families.base import BatchModel
-from penjing.serve.families.kinds import load_batched
+from penjing.serve.families.base import BatchModel, family_at
 from penjing.serve.triton.lifecycle import Life
 from penjing.serve.triton.pulse import Phase
 from penjing.serve.triton.settings import read_settings
@@ -62,8 +62,14 @@ class BatchAdapter:
         self._pb_utils = pb_utils
         self._life = Life()
         try:
-            folder, self._config = read_settings(args, BatchConfig)
-            self._model: BatchModel = load_batched(folder, self._config)
+            folder, values = read_settings(args)
+            family = family_at(folder)
+            if family.load is None:
+                raise InputError(f"{folder} holds no model whose requests are batched; serve it with 'penjing serve'")
+            config = parse_config(family.settings, values, "engine settings")
+            assert isinstance(config, BatchConfig), f"settings of {family.name} are no BatchConfig"
+            self._config = config
+            self._model: BatchModel = family.load(folder, self._config)
             self._model.warm_up()
             self._waiting: deque[_Waiting] = deque()
             self._changed, self._finalizing = threading.Condition(), False

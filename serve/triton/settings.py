@@ -7,24 +7,21 @@ import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TypeVar
+from typing import Any
 
-from penjing.core.config import Config, parse_config
 from penjing.core.errors import ConfigError, InputError
 from penjing.serve.client.protocol import ENGINE_VARIABLE, MODEL_VARIABLE
 
-C = TypeVar("C", bound=Config)
 
-
-def read_settings(args: Mapping[str, str], kind: type[C]) -> tuple[Path, C]:
-    """The model's folder and the settings (JSON), from what Triton server gives a model's `initialize`.
+def read_settings(args: Mapping[str, str]) -> tuple[Path, dict[str, Any]]:
+    """The model's folder and its settings, not validated yet, from what Triton server gives a model's `initialize`.
 
     They are the parameters `model` and `engine` of the model's configuration, else the environment variables
     PENJING_MODEL and PENJING_ENGINE. A relative folder lies in the model's own folder in the repository.
 
     Raises:
         InputError: no folder is named.
-        ConfigError: the settings are not JSON, or unknown.
+        ConfigError: the settings are no JSON object.
     """
     config = json.loads(args["model_config"])
     parameters = {name: entry["string_value"] for name, entry in config.get("parameters", {}).items()}
@@ -37,7 +34,9 @@ def read_settings(args: Mapping[str, str], kind: type[C]) -> tuple[Path, C]:
     except ValueError as error:
         raise ConfigError(f"{ENGINE_VARIABLE} is not valid JSON: {error}") from None
     found = _reachable(Path(args.get("model_repository", "")) / folder)
-    return found, parse_config(kind, values, "engine settings")
+    if not isinstance(values, dict):
+        raise ConfigError(f"{ENGINE_VARIABLE} must be a JSON object, got {text!r:.80}")
+    return found, values
 
 
 def _reachable(folder: Path) -> Path:

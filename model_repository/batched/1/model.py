@@ -1,6 +1,13 @@
 """The entry point of Triton server's Python backend: a model whose requests are batched, behind the names it calls."""
 
-from penjing.serve.triton.pulse import announce
+import os
+import sys
+
+# The server's Python takes no PYTHONPATH; penjing, or a package with a family of its own, may lie there. What the
+# working directory holds, numpy for an older server, still comes first.
+sys.path[1:1] = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path and path not in sys.path]
+
+from penjing.serve.triton.pulse import announce  # noqa: E402
 
 announce()  # before the imports, which take seconds
 
@@ -11,7 +18,7 @@ from penjing.serve.triton.batch_adapter import BatchAdapter  # noqa: E402
 
 
 class TritonPythonModel:
-    """One instance of a classifier."""
+    """One instance of a batched model."""
 
     def initialize(self, args: dict[str, str]) -> None:
         try:

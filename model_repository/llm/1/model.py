@@ -1,6 +1,13 @@
 """The entry point of Triton server's Python backend: penjing's engine behind the names that the backend calls."""
 
-from penjing.serve.triton.pulse import announce
+import os
+import sys
+
+# The server's Python takes no PYTHONPATH; penjing, or a package with a family of its own, may lie there. What the
+# working directory holds, numpy for an older server, still comes first.
+sys.path[1:1] = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path and path not in sys.path]
+
+from penjing.serve.triton.pulse import announce  # noqa: E402
 
 announce()  # before the imports, which take seconds
 

@@ -21,7 +21,7 @@ from tritonclient.utils import InferenceServerException
 from penjing.core.artifact.classifier import VisionArtifact, normalised, open_vision_artifact
 from penjing.core.cli import _run
 from penjing.core.errors import InputError, OverloadedError, PenjingError, RequestError, ServerError
-from penjing.serve.bench.classifier import bench_classifier
+from penjing.serve.bench.batched import bench_batched
 from penjing.serve.client.client import AsyncClient
 from penjing.serve.client.wire_tensors import build_infer
 from penjing.serve.parity import served_parity
@@ -137,11 +137,11 @@ def test_parity_through_the_endpoint_is_recorded_and_another_model_is_refused(
     with pytest.raises(InputError, match="does it serve"):
         served_parity(other, served.address)
     with pytest.raises(ServerError, match="does it serve"):
-        bench_classifier(other, served.address)
+        bench_batched(other, served.address)
 
 
 def test_bench(served: ServedClassifier, artifact: VisionArtifact) -> None:
-    found = bench_classifier(artifact.folder, served.address, runs=1, images=256, threads=1)
+    found = bench_batched(artifact.folder, served.address, runs=1, images=256, threads=1)
     speeds = found["images_per_second"]
     assert set(speeds) == {"onnxruntime", "server_floats", "server_pixels"}
     assert found["share"]["server_pixels"] == speeds["server_pixels"] / speeds["onnxruntime"] > 0

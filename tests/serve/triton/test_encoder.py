@@ -19,7 +19,7 @@ from penjing.core.cli import _run
 from penjing.core.errors import InputError, RequestError
 from penjing.core.imports.importer import import_model
 from penjing.core.progress import Silent
-from penjing.serve.bench.encoder import bench_encoder
+from penjing.serve.bench.batched import bench_batched
 from penjing.serve.client.client import AsyncClient
 from penjing.serve.parity import served_parity
 from penjing.serve.supervisor.export import export_repository
@@ -90,7 +90,7 @@ def test_requests_together_do_not_touch_each_other(
 
 
 def test_bench(served: ServedClassifier, artifact: EncoderArtifact, tmp_path: Path) -> None:
-    found = bench_encoder(artifact.folder, served.address, runs=1, texts=1, threads=1)
+    found = bench_batched(artifact.folder, served.address, runs=1, texts=1, threads=1)
     speeds = found["texts_per_second"]
     assert found["share"] == speeds["server"] / speeds["onnxruntime"] > 0
     assert 0 < found["latency_ms"]["p50"] <= found["latency_ms"]["p99"]

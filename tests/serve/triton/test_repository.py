@@ -235,14 +235,12 @@ def test_folders_with_any_letters(
     folder.symlink_to(artifact, target_is_directory=True)
     monkeypatch.setattr(sys, "getfilesystemencoding", lambda: "ascii")
     name = str(folder).encode().decode("ascii", "surrogateescape") if escaped else str(folder)
-    found, _ = read_settings(
-        {"model_config": json.dumps({"parameters": {"model": {"string_value": name}}})}, BatchConfig
-    )
+    found, _ = read_settings({"model_config": json.dumps({"parameters": {"model": {"string_value": name}}})})
     assert str(found).isascii()
     assert open_vision_artifact(found).manifest == open_vision_artifact(artifact).manifest
     gone = {"model": {"string_value": name + "x"}}
     with pytest.raises(InputError, match="cannot be opened") as error:
-        read_settings({"model_config": json.dumps({"parameters": gone})}, BatchConfig)
+        read_settings({"model_config": json.dumps({"parameters": gone})})
     assert str(error.value).isascii()
 
 

@@ -1,0 +1,50 @@
+"""Decoders behind a server: penjing's own engine, which queues and streams by itself."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from penjing.core.errors import ConfigError
+from penjing.core.manifest import verify
+from penjing.serve.engine.config import EngineConfig
+from penjing.serve.families.base import Entry, Family, Form
+from penjing.serve.families.repository import ENTRIES, write_decoder_entry
+
+if TYPE_CHECKING:
+    from penjing.serve.client.client import Client
+
+
+def _check(folder: Path, settings: EngineConfig) -> Path:
+    from penjing.core.checkpoint.decoder import open_checkpoint
+
+    checkpoint = open_checkpoint(folder)
+    if settings.device != "cpu" or settings.dtype != "auto":
+        from penjing.serve.runner.device import resolve_device
+
+        resolve_device(settings, checkpoint.config)
+    return checkpoint.folder.absolute()
+
+
+def _entry(folder: Path, settings: EngineConfig, form: Form | None) -> Entry:
+    if form == "onnxruntime":
+        raise ConfigError(f"{folder} is a decoder, which runs in penjing's own engine: leave --form out or take python")
+    verify(folder)
+    engine_json = settings.model_dump_json(exclude_unset=True)
+    return Entry(partial(write_decoder_entry, model=folder, engine_json=engine_json))
+
+
+def _ask(client: Client, seconds: float) -> None:
+    client.generate("a", max_tokens=1, temperature=0.0, ignore_eos=True, timeout=seconds)
+
+
+FAMILY = Family(
+    name="llm",
+    settings=EngineConfig,
+    queued_by_server=False,
+    check=_check,
+    repository=lambda *_: ENTRIES,
+    entry=_entry,
+    ask=_ask,
+)

@@ -1,0 +1,25 @@
+"""`penjing server status`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from penjing.core.progress import print_table
+from penjing.serve.supervisor import state
+from penjing.serve.supervisor.install import status
+
+
+def status_to_terminal() -> None:
+    """Which Triton server would run, and what runs."""
+    table: dict[str, Any] = {"installed": status()}
+    for port in state.running_ports():
+        found = state.read_state(port)
+        if found is not None:
+            table[f"port {port}"] = {
+                "state": found.state + (f" ({found.message})" if found.message else ""),
+                "model": found.model,
+                "endpoints": f"gRPC {found.grpc_port}, HTTP {found.http_port}, metrics {found.metrics_port}",
+                "restarts": found.restarts,
+                "log": found.log,
+            }
+    print_table(table)
