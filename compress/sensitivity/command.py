@@ -5,7 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from penjing.compress.measure.data import is_classifier
+from penjing.compress.report.study_page import print_study
+from penjing.compress.sensitivity.bits import TO_BITS
+from penjing.compress.sensitivity.pruning import TO_PRUNING
 from penjing.core.progress import progress_bar
 
 
@@ -18,43 +20,11 @@ def run_sensitivity(
         flags: of the command line by name; each of the studies takes its own.
 
     Raises:
-        PenjingError: as `sensitivity` and both `sensitivity_to_bits` say.
+        PenjingError: as `Sensitivity.settings_of` and `Sensitivity.measure` say.
     """
-    if not bits:
-        return _pruning(checkpoint, flags, out, force)
-    return (_classifier_bits if is_classifier(checkpoint) else _decoder_bits)(checkpoint, flags, out, force)
-
-
-def _pruning(checkpoint: Path, flags: dict[str, Any], out: Path | None, force: bool) -> dict[str, Any]:
-    from penjing.compress.sensitivity.pruning import sensitivity, settings_of
-    from penjing.compress.sensitivity.pruning_page import print_sensitivity
-
-    settings = settings_of({name: value for name, value in flags.items() if name != "widths"})
+    study = TO_BITS if bits else TO_PRUNING
+    settings = study.settings_of(checkpoint, flags)
     with progress_bar() as progress:
-        result = sensitivity(checkpoint, settings, out=out, force=force, progress=progress)
-    print_sensitivity(result)
-    return result
-
-
-def _classifier_bits(checkpoint: Path, flags: dict[str, Any], out: Path | None, force: bool) -> dict[str, Any]:
-    from penjing.compress.sensitivity.classifier_bits import ClassifierBits, sensitivity_to_bits
-    from penjing.compress.sensitivity.classifier_bits_page import print_classifier_bits
-    from penjing.compress.sensitivity.widths import parse_widths
-
-    settings = parse_widths(ClassifierBits, {name: flags[name] for name in ("data", "images", "widths")})
-    with progress_bar() as progress:
-        result = sensitivity_to_bits(checkpoint, settings, out=out, force=force, progress=progress)
-    print_classifier_bits(result)
-    return result
-
-
-def _decoder_bits(checkpoint: Path, flags: dict[str, Any], out: Path | None, force: bool) -> dict[str, Any]:
-    from penjing.compress.sensitivity.decoder_bits import DecoderBits, sensitivity_to_bits
-    from penjing.compress.sensitivity.decoder_bits_page import print_decoder_bits
-    from penjing.compress.sensitivity.widths import parse_widths
-
-    settings = parse_widths(DecoderBits, {name: flags[name] for name in ("data", "windows", "widths")})
-    with progress_bar() as progress:
-        result = sensitivity_to_bits(checkpoint, settings, out=out, force=force, progress=progress)
-    print_decoder_bits(result)
+        result = study.measure(checkpoint, settings, out=out, force=force, progress=progress)
+    print_study(result)
     return result

@@ -1,4 +1,8 @@
-"""What every sensitivity study shares: cells that outlive a kill, and an output that appears when all are measured."""
+"""Every sensitivity study: the parts of a network are changed one by one, and the network is judged each time.
+
+What is changed (`pruning.py`, `bits.py`) and how a network is judged are tables by family. Cells outlive a kill, and
+the output appears when all are measured.
+"""
 
 from __future__ import annotations
 
@@ -6,80 +10,203 @@ import json
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal
 
+from penjing.compress.decoder.check import check_model, input_hashes
 from penjing.compress.measure.data import ImageData, fitting_images
+from penjing.compress.measure.perplexity import LARGEST_LOSS
+from penjing.compress.quantize.bits import RESULT_FILE
+from penjing.compress.report.study_page import study_page
 from penjing.compress.work import WorkFolder
+from penjing.core.artifact.classifier import is_vision_artifact
 from penjing.core.checkpoint.classifier import vision_config
-from penjing.core.config import Config
-from penjing.core.errors import InputError
+from penjing.core.checkpoint.decoder import open_checkpoint
+from penjing.core.config import Config, key_of, parse_config
+from penjing.core.errors import ConfigError, InputError
+from penjing.core.family import FAMILIES, FamilyName, family_of
 from penjing.core.files import atomic_write_text, publish_folder
 from penjing.core.info import processor, versions
-from penjing.core.manifest import read_json_object
-from penjing.core.progress import Progress, clock
+from penjing.core.manifest import read_json_object, verify
+from penjing.core.progress import Progress, Silent, clock
 
-RESULT_FILE, PAGE_FILE = "sensitivity.json", "sensitivity.html"
+PAGE_FILE = "sensitivity.html"
+SCHEMA = 2
 BATCH_IMAGES = 256
 Samples = Literal["calibration", "held-out"]
 
 
-def run_study(
-    out: Path,
-    key: str,
-    measure: Callable[[WorkFolder], dict[str, Any]],
-    page: Callable[[dict[str, Any]], str],
-    *,
-    force: bool,
-    progress: Progress,
-) -> dict[str, Any]:
-    """What `measure` finds, published in `out` as sensitivity.json and, by `page`, sensitivity.html.
+@dataclass(frozen=True)
+class Study:
+    """One network, ready to be changed and judged.
 
-    Args:
-        key: what the result depends on; a result of the same key is kept, and so are cells of a run that was killed.
-        measure: gets the folder in which its cells are kept.
-        force: replace what another key made.
+    Attributes:
+        quality: what `value` is of the network and of every cell.
+        baseline: {value, loss (nats an image or token), samples (images or windows)} of the network as it is.
+        sizes: part, in the network's order → its units or weights.
+        steps: how far each part is changed: shares of its units, or widths in bits.
+        cell: part and step → {value, loss, …}; afterwards every bit of the network is as before.
+        more: further entries of the record.
+    """
+
+    quality: Literal["accuracy", "perplexity"]
+    baseline: dict[str, Any]
+    sizes: Mapping[str, int]
+    steps: tuple[float, ...]
+    cell: Callable[[str, Any], dict[str, Any]]
+    more: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Measure:
+    """How networks of one family are studied.
+
+    Attributes:
+        settings: their class; every one has a default.
+        flags: of the command line that the settings take.
+        hashes: checkpoint → SHA-256 of each file that the result depends on; refuses one that is quantized or damaged.
+        open: checkpoint, settings → the study, whose costly preparations the work folder keeps.
+    """
+
+    settings: type[Config]
+    flags: tuple[str, ...]
+    hashes: Callable[[Path], dict[str, str]]
+    open: Callable[[Path, Any, WorkFolder, Progress], Study]
+
+
+@dataclass(frozen=True)
+class Sensitivity:
+    """A kind of study.
+
+    Attributes:
+        kind: "pruning" or "bits".
+        suffix: of the folder that is made, when none is named.
+        steps: the setting that says how far parts are changed, and the type of one.
+        doing: "pruning", "rounding".
+        families: what can be studied.
+    """
+
+    kind: str
+    suffix: str
+    steps: tuple[str, type[int] | type[float]]
+    doing: str
+    families: Mapping[FamilyName, Measure]
+
+    def settings_of(self, folder: Path, flags: Mapping[str, Any]) -> Config:
+        """The settings that flags amount to; those of `steps` as "8,6,4".
+
+        Raises:
+            ConfigError: a value out of range.
+            InputError: as `of` says.
+        """
+        measure, (name, number) = self.of(folder), self.steps
+        values = {flag: flags[flag] for flag in measure.flags if flag in flags}
+        try:
+            values[name] = [number(text) for text in flags[name].split(",")]
+        except ValueError:
+            example = ",".join(f"{step:g}" for step in getattr(measure.settings(), name))
+            kind = "whole numbers" if number is int else "numbers"
+            raise ConfigError(f"--{name} {flags[name]}: write {kind} with commas, as {example}") from None
+        return parse_config(measure.settings, values, "sensitivity")
+
+    def of(self, folder: Path) -> Measure:
+        """How the network in `folder` is studied.
+
+        Raises:
+            InputError: there is no readable `config.json`, or its family cannot be studied.
+        """
+        if (family := family_of(folder)) not in self.families:
+            known = " and ".join(f"{FAMILIES[name]}" for name in self.families)
+            raise InputError(
+                f"{folder} holds {FAMILIES.get(family, family)}, whose sensitivity to {self.kind} cannot be measured; "
+                f"that of {known} can"
+            )
+        return self.families[family]
+
+    def measure(
+        self,
+        folder: Path,
+        settings: Config | None = None,
+        *,
+        out: Path | None = None,
+        force: bool = False,
+        progress: Progress | None = None,
+    ) -> dict[str, Any]:
+        """Change one part after the other, by each step, and judge; nothing is healed in between.
+
+        Each cell is kept beside `out` until all are there, so that a killed run goes on.
+
+        Args:
+            folder: a checkpoint, not quantized.
+            settings: of the family's class.
+            out: the folder to make, with sensitivity.json and sensitivity.html.
+            force: replace what other settings or another checkpoint made.
+
+        Returns:
+            The content of sensitivity.json, the same for every study: `kind`, `quality`, `baseline` {value, loss,
+            samples}, `rows` [{name, size, cells: [{at (of `steps`), value, loss, …}]}], `input` (hashes), `settings`,
+            and what made it.
+
+        Raises:
+            ConfigError: windows longer than the model's context, more text than there is.
+            InputError: the checkpoint is damaged or quantized already, or cannot be analysed, or is of a family that
+                is not studied; `out` holds something else.
+            SetupError: no permission, no space, another process works on the same output.
+        """
+        measure, progress = self.of(folder), progress or Silent()
+        settings = settings or measure.settings()
+        out = out or folder.with_name(f"{folder.resolve().name}-{self.suffix}")
+        hashes = measure.hashes(folder)
+        key = key_of(settings.model_dump(mode="json"), hashes, f"{version('penjing')}/{self.kind}/{SCHEMA + 1}")
+        if (done := _already(out, key, force)) is not None:
+            progress.note(f"{out} is already done: kept (--force makes it again)")
+            return done
+        with WorkFolder(out, key) as work:
+            study = measure.open(folder, settings, work, progress)
+            result = {
+                "schema_version": SCHEMA,
+                "kind": self.kind,
+                "quality": study.quality,
+                "checkpoint": str(folder),
+                "input": hashes,
+                "settings": settings.model_dump(mode="json"),
+                "baseline": study.baseline,
+                "rows": _rows(study, f"{self.doing} {len(study.sizes)} parts one by one", work, progress),
+                **study.more,
+                "versions": versions(),
+                "device": processor(),
+                "key": key,
+            }
+            with publish_folder(out, replace=force, marker=RESULT_FILE) as partial_folder:
+                atomic_write_text(partial_folder / RESULT_FILE, json.dumps(result, indent=2) + "\n")
+                atomic_write_text(partial_folder / PAGE_FILE, study_page(result))
+            work.remove()
+        return result
+
+
+def classifier_hashes(folder: Path) -> dict[str, str]:
+    """SHA-256 of each file of a classifier's checkpoint.
 
     Raises:
-        InputError: `out` holds something else.
-        SetupError: no permission, no space, another process works on the same output.
+        InputError: it is damaged, or quantized already.
     """
-    if (done := _already(out, key, force)) is not None:
-        progress.note(f"{out} is already done: kept (--force makes it again)")
-        return done
-    with WorkFolder(out, key) as work:
-        result = measure(work) | {"key": key}
-        with publish_folder(out, replace=force, marker=RESULT_FILE) as partial:
-            atomic_write_text(partial / RESULT_FILE, json.dumps(result, indent=2) + "\n")
-            atomic_write_text(partial / PAGE_FILE, page(result))
-        work.remove()
-    return result
+    if is_vision_artifact(folder):
+        raise InputError(f"{folder} is quantized already; give the checkpoint that it was made from")
+    return verify(folder).sha256
 
 
-def measure_cells(
-    work: WorkFolder, title: str, cells: Mapping[str, Callable[[], dict[str, Any]]], progress: Progress
-) -> list[dict[str, Any]]:
-    """The JSON-ready result of each of `cells`, by name and in order; what `work` keeps is not measured again."""
-    progress.start(title, len(cells))
-    remaining, results = _Remaining(len(cells)), []
-    for name, measure in cells.items():
-        is_kept = work.record(name) is not None
-        with remaining.timed(is_kept):
-            results.append(work.run(name, measure).result)
-        progress.advance()
-        progress.status(f"{len(results)} of {len(cells)} cells, left {remaining}")
-    return results
+def decoder_hashes(folder: Path) -> dict[str, str]:
+    """SHA-256 of each file that a study of a decoder depends on.
 
-
-def about(folder: Path, settings: Config) -> dict[str, Any]:
-    """What every result says of how it was made."""
-    return {
-        "schema_version": 1,
-        "checkpoint": str(folder),
-        "settings": settings.model_dump(mode="json"),
-        "versions": versions(),
-        "device": processor(),
-    }
+    Raises:
+        InputError: the checkpoint is damaged, or quantized already.
+    """
+    checkpoint = open_checkpoint(folder)
+    check_model(checkpoint)
+    return input_hashes(checkpoint)
 
 
 def study_images(folder: Path, samples: Samples, count: int, progress: Progress) -> ImageData:
@@ -93,6 +220,53 @@ def study_images(folder: Path, samples: Samples, count: int, progress: Progress)
     split = "test" if samples == "held-out" else "train"
     images = fitting_images(folder, config, split, progress).first(count)
     return ImageData(images, config.mean, config.std, BATCH_IMAGES)
+
+
+def check_window(folder: Path, window: int, name: str = "window") -> None:
+    """Refuse windows that the decoder in `folder` cannot read.
+
+    Raises:
+        ConfigError: `window` is more tokens than its context.
+    """
+    if window > (context := open_checkpoint(folder).config.max_position_embeddings):
+        raise ConfigError(f"{name}={window} is longer than the context of {folder}, {context} tokens")
+
+
+def sound(folder: Path, baseline: dict[str, Any]) -> dict[str, Any]:
+    """`baseline`, if its loss is one that a sound network has.
+
+    Raises:
+        InputError: it is not; the message says so of `folder`.
+    """
+    if not baseline["loss"] < LARGEST_LOSS:  # NaN too
+        raise InputError(f"{folder} has a loss of {baseline['loss']:.3g}: it is damaged, or its training diverged")
+    return baseline
+
+
+def cut(loss: float) -> float:
+    """`loss`, or the largest that is told apart; NaN counts as that."""
+    return loss if loss < LARGEST_LOSS else LARGEST_LOSS
+
+
+def _rows(study: Study, title: str, work: WorkFolder, progress: Progress) -> list[dict[str, Any]]:
+    """Every part with its cells; what `work` keeps is not measured again."""
+    total = len(study.sizes) * len(study.steps)
+    progress.note(
+        f"{len(study.sizes)} parts, {total} cells of {study.baseline['samples']} samples each, kept in "
+        f"{work.path.name} until all are measured"
+    )
+    progress.start(title, total)
+    remaining, rows = _Remaining(total), []
+    for number, (name, size) in enumerate(study.sizes.items()):
+        cells = []
+        for step in study.steps:
+            place = f"cell_{number:04d}_{step:g}"
+            with remaining.timed(is_kept=work.record(place) is not None):
+                cells.append({"at": step, **work.run(place, partial(study.cell, name, step)).result})
+            progress.advance()
+            progress.status(f"{remaining.done} of {total} cells, left {remaining}")
+        rows.append({"name": name, "size": size, "cells": cells})
+    return rows
 
 
 def _already(out: Path, key: str, force: bool) -> dict[str, Any] | None:
@@ -115,16 +289,17 @@ class _Remaining:
     """Time to go, by the mean of the cells that were measured in this run."""
 
     def __init__(self, cells: int) -> None:
-        self._left, self._measured, self._seconds = cells, 0, 0.0
+        self.done, self._cells, self._measured, self._seconds = 0, cells, 0, 0.0
 
     @contextmanager
-    def timed(self, is_kept: bool) -> Iterator[None]:
+    def timed(self, *, is_kept: bool) -> Iterator[None]:
         began = time.monotonic()
         yield
-        self._left -= 1
+        self.done += 1
         if not is_kept:
             self._measured += 1
             self._seconds += time.monotonic() - began
 
     def __str__(self) -> str:
-        return clock(self._left * self._seconds / self._measured) if self._measured else "-:--"
+        left = self._cells - self.done
+        return clock(left * self._seconds / self._measured) if self._measured else "-:--"

@@ -16,7 +16,8 @@ from penjing.compress.prune.ranking import select
 from penjing.compress.prune.resnet_subject import ResNetSubject
 from penjing.compress.prune.surgery import remove
 from penjing.compress.sensitivity import pruning as module
-from penjing.compress.sensitivity.pruning import SensitivitySettings, masked, sensitivity, settings_of
+from penjing.compress.sensitivity.bits import TO_BITS
+from penjing.compress.sensitivity.pruning import TO_PRUNING, PruningSettings, masked
 from penjing.compress.steps.prune import PruneStep, prune_checkpoint
 from penjing.core import cli
 from penjing.core.checkpoint.classifier import load_vision_checkpoint
@@ -27,7 +28,7 @@ from penjing.core.text.tokenizer import Tokenizer
 from penjing.train.data.images import normalise
 from tests.compress.classifiers import made_up_images, write_classifier
 
-SMALL = SensitivitySettings(ratios=(0.25, 0.5), images=96, windows=2, window=32)
+SMALL = PruningSettings(ratios=(0.25, 0.5), images=96, windows=2, window=32)
 
 
 @pytest.fixture
@@ -37,7 +38,7 @@ def classifier(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_cells_of_a_classifier_equal_removal(classifier: Path) -> None:
-    result = sensitivity(classifier, SMALL)
+    result = TO_PRUNING.measure(classifier, SMALL)
     written = classifier.with_name("classifier-sensitivity")
     assert json.loads((written / "sensitivity.json").read_text()) == result
     page = (written / "sensitivity.html").read_text()
@@ -46,12 +47,12 @@ def test_cells_of_a_classifier_equal_removal(classifier: Path) -> None:
     assert not list(classifier.parent.glob(".*"))  # nothing is left over
     subject = ResNetSubject(classifier)
     groups = dependency_graph(subject.model, subject.example).groups
-    assert [row["name"] for row in result["groups"]] == [group.name for group in groups]
+    assert [row["name"] for row in result["rows"]] == [group.name for group in groups]
     images = made_up_images("train").first(96)
     _, config = load_vision_checkpoint(classifier)
     inputs = torch.from_numpy(normalise(images.images, np.array(config.mean, "f4"), np.array(config.std, "f4")))
     for place in (0, 2, len(groups) - 1):
-        group, cell = groups[place], result["groups"][place]["cells"][1]
+        group, cell = groups[place], result["rows"][place]["cells"][1]
         model, _ = load_vision_checkpoint(classifier)
         choice = select([group], magnitude(subject.weights, [group]), 0.5, round_to=1)
         remove(model, choice)
@@ -59,12 +60,12 @@ def test_cells_of_a_classifier_equal_removal(classifier: Path) -> None:
             right = (model(inputs).argmax(1).numpy() == images.labels).mean()
         assert cell["value"] == pytest.approx(right)
         assert cell["removed"] == len(group) // 2
-    assert len({cell["value"] for row in result["groups"] for cell in row["cells"]}) > 3
+    assert len({cell["value"] for row in result["rows"] for cell in row["cells"]}) > 3
 
 
 def test_cells_of_a_decoder_equal_a_pruned_checkpoint(tiny_checkpoint: Path, tmp_path: Path) -> None:
-    result = sensitivity(tiny_checkpoint, SMALL, out=tmp_path / "out")
-    rows = {row["name"]: row for row in result["groups"]}
+    result = TO_PRUNING.measure(tiny_checkpoint, SMALL, out=tmp_path / "out")
+    rows = {row["name"]: row for row in result["rows"]}
     assert len(rows) == 5  # hidden width; key-value heads and MLP channels of two layers
     pruned = tmp_path / "pruned"
     pruned.mkdir()
@@ -84,7 +85,7 @@ def test_a_killed_run_goes_on_with_the_cells_it_has(classifier: Path, monkeypatc
     class Killed(BaseException):
         pass
 
-    judge, calls = module._judge, 0
+    judge, calls = module.judge_images, 0
 
     def dies(*arguments: object, **named: object) -> dict[str, object]:
         nonlocal calls
@@ -93,19 +94,19 @@ def test_a_killed_run_goes_on_with_the_cells_it_has(classifier: Path, monkeypatc
             raise Killed
         return judge(*arguments, **named)  # type: ignore[arg-type]
 
-    settings = SensitivitySettings(ratios=(0.5,), images=48)
-    whole = sensitivity(classifier, settings, out=classifier.with_name("whole"))
-    monkeypatch.setattr(module, "_judge", dies)
+    settings = PruningSettings(ratios=(0.5,), images=48)
+    whole = TO_PRUNING.measure(classifier, settings, out=classifier.with_name("whole"))
+    monkeypatch.setattr(module, "judge_images", dies)
     out = classifier.with_name("out")
     with pytest.raises(Killed):
-        sensitivity(classifier, settings, out=out)
+        TO_PRUNING.measure(classifier, settings, out=out)
     assert not out.exists()
-    again = sensitivity(classifier, settings, out=out)
-    cells = sum(len(row["cells"]) for row in again["groups"])
+    again = TO_PRUNING.measure(classifier, settings, out=out)
+    cells = sum(len(row["cells"]) for row in again["rows"])
     assert calls == 4 + cells - 2  # the baseline and two cells were kept
-    assert again["groups"] == whole["groups"]
+    assert again["rows"] == whole["rows"]
     before = calls
-    assert sensitivity(classifier, settings, out=out) == again
+    assert TO_PRUNING.measure(classifier, settings, out=out) == again
     assert calls == before
 
 
@@ -133,27 +134,32 @@ def test_masking_is_undone_whatever_happens(classifier: Path) -> None:
         ("-0.1", "above 0 and below 1"),
     ],
 )
-def test_bad_ratios(ratios: str, message: str) -> None:
+def test_bad_ratios(ratios: str, message: str, tiny_checkpoint: Path) -> None:
     with pytest.raises(ConfigError, match=message):
-        settings_of({"ratios": ratios})
+        TO_PRUNING.settings_of(tiny_checkpoint, {"ratios": ratios})
 
 
 def test_bad_folders(classifier: Path, tmp_path: Path, tiny_checkpoint: Path) -> None:
     with pytest.raises(InputError, match="there is no folder"):
-        sensitivity(tmp_path / "missing")
+        TO_PRUNING.measure(tmp_path / "missing")
+    (tmp_path / "encoder").mkdir()
+    (tmp_path / "encoder/config.json").write_text('{"model_type": "bert"}')
+    for study in (TO_PRUNING, TO_BITS):
+        with pytest.raises(InputError, match=f"a text encoder, whose sensitivity to {study.kind} cannot be measured"):
+            study.measure(tmp_path / "encoder")
     out = tmp_path / "mine"
     out.mkdir()
     (out / "thesis.txt").write_text("years of work")
     with pytest.raises(InputError, match=r"holds no sensitivity\.json"):
-        sensitivity(classifier, SMALL, out=out)
-    sensitivity(classifier, SMALL, out=tmp_path / "done")
+        TO_PRUNING.measure(classifier, SMALL, out=out)
+    TO_PRUNING.measure(classifier, SMALL, out=tmp_path / "done")
     with pytest.raises(InputError, match="another checkpoint or settings"):
-        sensitivity(classifier, SensitivitySettings(images=50), out=tmp_path / "done")
+        TO_PRUNING.measure(classifier, PruningSettings(images=50), out=tmp_path / "done")
     with pytest.raises(ConfigError, match="window=1024 is longer"):
-        sensitivity(tiny_checkpoint, SensitivitySettings(window=1024, data="held-out"), out=tmp_path / "new")
+        TO_PRUNING.measure(tiny_checkpoint, PruningSettings(window=1024, data="held-out"), out=tmp_path / "new")
     broken = write_classifier(tmp_path / "broken", scale=float("nan"))
     with pytest.raises(InputError, match=r"fc\.weight holds NaN"):
-        sensitivity(broken, SMALL)
+        TO_PRUNING.measure(broken, SMALL)
 
 
 def test_the_command(classifier: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -163,6 +169,6 @@ def test_the_command(classifier: Path, tmp_path: Path, capsys: pytest.CaptureFix
     shown = capsys.readouterr().err
     assert "cells, left" in shown
     result = json.loads(rows.read_text())
-    assert all(group["name"] in shown for group in result["groups"])
+    assert all(row["name"] in shown for row in result["rows"])
     assert result["baseline"]["samples"] == 64
     assert result["settings"]["data"] == "held-out"

@@ -11,10 +11,9 @@ import torch
 
 from penjing.compress.measure import data
 from penjing.compress.quantize.artifact import ArtifactSettings, quantize_checkpoint
-from penjing.compress.sensitivity import classifier_bits as module
-from penjing.compress.sensitivity.classifier_bits import ClassifierBits, sensitivity_to_bits, weighted_layers
-from penjing.compress.sensitivity.classifier_bits_page import most_sensitive
-from penjing.compress.sensitivity.widths import parse_widths
+from penjing.compress.report.study_page import most_sensitive
+from penjing.compress.sensitivity import bits as module
+from penjing.compress.sensitivity.bits import TO_BITS, ClassifierBits, weighted_layers
 from penjing.core import cli
 from penjing.core.checkpoint.classifier import load_vision_checkpoint, save_vision_checkpoint
 from penjing.core.errors import ConfigError, InputError
@@ -46,16 +45,16 @@ def answers(model: ResNet, split: str = "train") -> tuple[torch.Tensor, torch.Te
 
 
 def test_cells_equal_rounding_by_hand(classifier: Path) -> None:
-    result = sensitivity_to_bits(classifier, SMALL)
+    result = TO_BITS.measure(classifier, SMALL)
     model, _ = load_vision_checkpoint(classifier)
     floating, labels = answers(model)
     right = (floating.argmax(1) == labels).double().mean()
     assert result["baseline"]["value"] == pytest.approx(float(right))
     assert result["baseline"]["samples"] == 96
-    assert [row["name"] for row in result["layers"]] == list(weighted_layers(model))
-    assert len(result["layers"]) == 1 + 6 + 2 + 1  # stem, three blocks, two shortcuts, fc
+    assert [row["name"] for row in result["rows"]] == list(weighted_layers(model))
+    assert len(result["rows"]) == 1 + 6 + 2 + 1  # stem, three blocks, two shortcuts, fc
     for place in (0, 4, -1):
-        row = result["layers"][place]
+        row = result["rows"][place]
         changed, _ = load_vision_checkpoint(classifier)
         layer = weighted_layers(changed)[row["name"]]
         weight = layer.weight.detach()
@@ -65,8 +64,8 @@ def test_cells_equal_rounding_by_hand(classifier: Path) -> None:
         found, _ = answers(changed)
         divergence = (floating.exp() * (floating - found)).sum(1).mean()
         cell = row["cells"][1]
-        assert cell["bits"] == 4
-        assert row["parameters"] == weight.numel()
+        assert cell["at"] == 4
+        assert row["size"] == weight.numel()
         assert cell["divergence"] == pytest.approx(float(divergence), rel=1e-3)
         assert cell["loss"] == pytest.approx(float(-found[range(96), labels].mean()), rel=1e-4)
         assert cell["value"] == pytest.approx(float((found.argmax(1) == labels).double().mean()))
@@ -88,16 +87,16 @@ def test_a_layer_with_outliers_is_the_worst(classifier: Path, tmp_path: Path) ->
     assert not torch.equal(before, dead)
     with publish_folder(tmp_path / "outliers") as partial:
         save_vision_checkpoint(partial, config, model, {"command": "tests"})
-    assert most_sensitive(sensitivity_to_bits(classifier, SMALL))[0] != DAMAGED
-    result = sensitivity_to_bits(tmp_path / "outliers", SMALL)
+    assert most_sensitive(TO_BITS.measure(classifier, SMALL))[0] != DAMAGED
+    result = TO_BITS.measure(tmp_path / "outliers", SMALL)
     assert most_sensitive(result)[0] == DAMAGED
-    eight = {row["name"]: row["cells"][0]["divergence"] for row in result["layers"]}
+    eight = {row["name"]: row["cells"][0]["divergence"] for row in result["rows"]}
     assert eight.pop(DAMAGED) > 5 * max(eight.values())
 
 
 def test_a_killed_run_goes_on_to_the_same_table(classifier: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = sensitivity_to_bits(classifier, SMALL, out=classifier.with_name("whole"))
-    judge, calls = module.judge, 0
+    whole = TO_BITS.measure(classifier, SMALL, out=classifier.with_name("whole"))
+    judge, calls = module.judge_answers, 0
 
     def dies(*arguments: object) -> dict[str, float]:
         nonlocal calls
@@ -106,16 +105,16 @@ def test_a_killed_run_goes_on_to_the_same_table(classifier: Path, monkeypatch: p
             raise KeyboardInterrupt
         return judge(*arguments)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(module, "judge", dies)
+    monkeypatch.setattr(module, "judge_answers", dies)
     out = classifier.with_name("out")
     with pytest.raises(KeyboardInterrupt):
-        sensitivity_to_bits(classifier, SMALL, out=out)
+        TO_BITS.measure(classifier, SMALL, out=out)
     assert not out.exists()
-    again = sensitivity_to_bits(classifier, SMALL, out=out)
-    assert calls == 1 + 2 * len(again["layers"]) + 1  # the baseline, each cell once, and the one that was lost
-    assert (again["layers"], again["baseline"]) == (whole["layers"], whole["baseline"])
-    assert sensitivity_to_bits(classifier, SMALL, out=out) == again  # kept
-    assert calls == 1 + 2 * len(again["layers"]) + 1
+    again = TO_BITS.measure(classifier, SMALL, out=out)
+    assert calls == 1 + 2 * len(again["rows"]) + 1  # the baseline, each cell once, and the one that was lost
+    assert (again["rows"], again["baseline"]) == (whole["rows"], whole["baseline"])
+    assert TO_BITS.measure(classifier, SMALL, out=out) == again  # kept
+    assert calls == 1 + 2 * len(again["rows"]) + 1
     assert sorted(path.name for path in out.iterdir()) == ["sensitivity.html", "sensitivity.json"]
     assert not list(classifier.parent.glob(".*"))
 
@@ -124,7 +123,7 @@ def test_rounding_is_undone_whatever_happens(classifier: Path) -> None:
     model, _ = load_vision_checkpoint(classifier)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     try:
-        with module.rounded(model.stem.conv, 3):  # type: ignore[arg-type]
+        with module.rounded_weights(model.stem.conv, 3):  # type: ignore[arg-type]
             assert not torch.equal(model.stem.conv.weight, before["stem.conv.weight"])
             raise ZeroDivisionError
     except ZeroDivisionError:
@@ -141,7 +140,7 @@ def test_the_command_shows_and_writes_the_table(
     shown = capsys.readouterr().err
     assert "cells, left" in shown
     result = json.loads(rows.read_text())
-    assert all(row["name"] in shown for row in result["layers"])
+    assert all(row["name"] in shown for row in result["rows"])
     assert f"most sensitive at 2 bits: {most_sensitive(result)[0]}, " in shown
     assert result["settings"] == {"widths": [8, 2], "data": "held-out", "images": 64}
     test = made_up_images("test").first(64)
@@ -166,12 +165,12 @@ def test_bad_input_is_one_error_and_leaves_nothing(classifier: Path, tmp_path: P
         (large, r"takes images of \(1, 16, 16\)"),
     ):
         with pytest.raises(InputError, match=message) as found:
-            sensitivity_to_bits(folder, SMALL)
+            TO_BITS.measure(folder, SMALL)
         assert "\n" not in str(found.value)
         assert not folder.with_name(f"{folder.name}-bits").exists()
     weights = classifier / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-4])
     with pytest.raises(InputError, match=r"model\.safetensors"):
-        sensitivity_to_bits(classifier, SMALL)
+        TO_BITS.measure(classifier, SMALL)
     with pytest.raises(ConfigError, match="from 16 to 2, falling"):
-        parse_widths(ClassifierBits, {"widths": "4,8"})
+        TO_BITS.settings_of(large, {"widths": "4,8"})

@@ -14,9 +14,8 @@ from penjing.compress.decoder.pipeline import compress
 from penjing.compress.decoder.settings import Transform
 from penjing.compress.decoder.weights import fake_quantize_activation, quantize_per_channel
 from penjing.compress.quantize.bits import choose_kept
-from penjing.compress.sensitivity import decoder_bits as module
-from penjing.compress.sensitivity.decoder_bits import DecoderBits, fisher_scores, rounded, sensitivity_to_bits
-from penjing.compress.sensitivity.widths import parse_widths, round_rows
+from penjing.compress.sensitivity import bits as module
+from penjing.compress.sensitivity.bits import TO_BITS, DecoderBits, fisher_scores, round_rows, rounded
 from penjing.core.checkpoint.decoder import open_checkpoint
 from penjing.core.checkpoint.load import load_model
 from penjing.core.errors import ConfigError, InputError
@@ -72,7 +71,7 @@ def test_a_result_holds_every_layer_and_goes_on_after_a_kill(
     tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     judged: list[int] = []
-    judge = module._judge
+    judge = module.judge_text
 
     def dying(*args: torch.Tensor) -> object:
         judged.append(1)
@@ -80,24 +79,24 @@ def test_a_result_holds_every_layer_and_goes_on_after_a_kill(
             raise KeyboardInterrupt
         return judge(*args)  # type: ignore[arg-type]  # pyright: ignore
 
-    monkeypatch.setattr(module, "_judge", dying)
+    monkeypatch.setattr(module, "judge_text", dying)
     out = tmp_path / "bits"
     with pytest.raises(KeyboardInterrupt):
-        sensitivity_to_bits(tiny_checkpoint, SMALL, out=out)
+        TO_BITS.measure(tiny_checkpoint, SMALL, out=out)
     assert not out.exists()
-    result = sensitivity_to_bits(tiny_checkpoint, SMALL, out=out)
+    result = TO_BITS.measure(tiny_checkpoint, SMALL, out=out)
     assert len(judged) == 4 + 4  # a baseline and six cells; one was lost
-    assert [row["name"] for row in result["layers"]] == ["model.layers.0", "model.layers.1", "lm_head"]
+    assert [row["name"] for row in result["rows"]] == ["model.layers.0", "model.layers.1", "lm_head"]
     assert len(result["linears"]) == 15
-    for row in result["layers"]:
+    for row in result["rows"]:
         eight, four = (cell["loss"] - result["baseline"]["loss"] for cell in row["cells"])
         assert abs(eight) < abs(four)
-        assert row["scores"]["8"] < row["scores"]["4"]
+        assert row["cells"][0]["score"] < row["cells"][1]["score"]
     assert json.loads((out / "sensitivity.json").read_text()) == result
     page = (out / "sensitivity.html").read_text()
     assert "<svg" in page
     assert "model.layers.1.mlp.down_proj" in page
-    assert sensitivity_to_bits(tiny_checkpoint, SMALL, out=out) == result  # kept
+    assert TO_BITS.measure(tiny_checkpoint, SMALL, out=out) == result  # kept
     assert len(judged) == 8
     assert not list(tmp_path.glob(".*"))
 
@@ -122,7 +121,7 @@ def test_a_budget_goes_to_the_most_sensitive_for_their_size() -> None:
 
 def test_a_budget_makes_an_artifact_that_everyone_loads(tiny_checkpoint: Path, tmp_path: Path) -> None:
     bits = tmp_path / "bits"
-    result = sensitivity_to_bits(tiny_checkpoint, SMALL, out=bits)
+    result = TO_BITS.measure(tiny_checkpoint, SMALL, out=bits)
     recipe = write_recipe(tmp_path, tiny_checkpoint, tmp_path / "mixed")
     overrides = ["quantize.effective_bits=12", f'quantize.sensitivity="{bits}"']
     out = compress(recipe, overrides)
@@ -150,9 +149,9 @@ def test_a_budget_makes_an_artifact_that_everyone_loads(tiny_checkpoint: Path, t
         compress(recipe, overrides[:1])
 
 
-def test_wrong_flags_and_networks_are_refused(tiny_int8: Path) -> None:
+def test_wrong_flags_and_networks_are_refused(tiny_checkpoint: Path, tiny_int8: Path) -> None:
     for widths in ("8,8", "4,8", "1", "eight"):
         with pytest.raises(ConfigError, match="width"):
-            parse_widths(DecoderBits, {"widths": widths})
+            TO_BITS.settings_of(tiny_checkpoint, {"widths": widths})
     with pytest.raises(InputError, match="quantized already"):
-        sensitivity_to_bits(tiny_int8, SMALL)
+        TO_BITS.measure(tiny_int8, SMALL)
