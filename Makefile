@@ -7,10 +7,10 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 # Tests run in two processes; each keeps its kernels on one core.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest
-PACKAGES := kernels core train compress serve model_repository
+PACKAGES := kernels core train compress serve model_repository recipes
 CPU_SOURCES := $(wildcard kernels/cpu/*.cpp kernels/cpu/*.h)
 
-.PHONY: help install demo test test-full test-gpu sanitize lint format bench bench-gpu image image-test clean links
+.PHONY: help install demo test test-full test-gpu sanitize lint format recipes-doc bench bench-gpu image image-test clean links
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "make %-12s %s\n", $$1, $$2}'
@@ -50,6 +50,7 @@ GPU := PYTHONPATH=build/src $(GPU_PYTHON)
 links:
 	@mkdir -p build/src/penjing
 	@for folder in $(PACKAGES); do ln -sfn ../../../$$folder build/src/penjing/$$folder; done
+	@for file in api/*.py api/py.typed; do ln -sf ../../../$$file build/src/penjing/; done
 
 test-gpu: links ## the Triton-language kernels on a real GPU (TRITON_INTERPRET=1: in the interpreter)
 	$(GPU) -m pytest -q -c /dev/null --rootdir . --confcutdir tests/kernels/gpu --import-mode importlib \
@@ -63,6 +64,10 @@ lint: $(STAMP) ## ruff, format, types
 format: $(STAMP) ## rewrite the sources in the house format
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+recipes-doc: $(STAMP) ## write docs/recipes.md anew from the settings' descriptions
+	$(BIN)/python -m penjing.core.recipe_keys > build/recipes.md
+	@mv build/recipes.md docs/recipes.md
 
 bench: $(STAMP) ## measure the engine against transformers, through Triton server and beside its kernels; appends rows
 	$(BIN)/python benchmarks/run_engine.py

@@ -14,6 +14,7 @@ from typer.exceptions import TyperException
 from penjing.core.cli_export import add_commands
 from penjing.core.cli_shared import Force, Json, Overrides, RecipeOrCommand, write_json
 from penjing.core.errors import ConfigError, PenjingError
+from penjing.core.recipe_cli import recipe_app
 from penjing.train.cli import train_app
 
 app = typer.Typer(
@@ -26,8 +27,6 @@ app = typer.Typer(
 )
 server_app = typer.Typer(help="The embedded Triton server: install it once, see what is there.", no_args_is_help=True)
 bench_app = typer.Typer(help="Tokens per second, latency and memory: a table and JSON.", no_args_is_help=True)
-
-
 compress_app = typer.Typer(
     cls=RecipeOrCommand,
     help="Compress a checkpoint: `penjing compress RECIPE` (short for `penjing compress run RECIPE`), or look at one.",
@@ -37,8 +36,8 @@ app.add_typer(train_app, name="train")
 app.add_typer(compress_app, name="compress")
 app.add_typer(server_app, name="server")
 app.add_typer(bench_app, name="bench")
+app.add_typer(recipe_app, name="recipe")
 add_commands(app, compress_app)
-
 INTERRUPTED = 130
 
 Model = Annotated[Path, typer.Argument(help="A checkpoint or artifact folder.", show_default=False)]

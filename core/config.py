@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from pydantic.fields import FieldInfo
 
 from penjing.core.errors import ConfigError
+from penjing.core.recipes import named_recipe
 
 C = TypeVar("C", bound="Config")
 
@@ -48,13 +49,14 @@ def load_recipe(config_type: type[C], path: Path, overrides: list[str] | None = 
 def read_recipe(path: Path, overrides: list[str] | None = None) -> dict[str, Any]:
     """The values of a TOML recipe after its overrides, not validated yet.
 
+    Where there is no such file, `path` may be the name of a recipe that comes with penjing.
+
     Raises:
         ConfigError: unreadable file, TOML syntax, an override of another form.
     """
     try:
-        values = tomllib.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ConfigError(f"recipe {path} does not exist; see recipes/ for examples") from None
+        text = path.read_text(encoding="utf-8") if path.exists() else named_recipe(str(path))
+        values = tomllib.loads(text)
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"recipe {path} cannot be read: {error}") from None
     except tomllib.TOMLDecodeError as error:
@@ -84,18 +86,20 @@ def _toml_lines(values: dict[str, Any], prefix: str) -> list[str]:
             later += ["", f"[{prefix}{key}]", *_toml_lines(value, f"{prefix}{key}.")]
         elif isinstance(value, list) and value and all(isinstance(each, dict) for each in value):
             for each in value:
-                later += ["", f"[[{prefix}{key}]]", *(f"{name} = {_inline(part)}" for name, part in _present(each))]
+                later += ["", f"[[{prefix}{key}]]", *(f"{name} = {inline_toml(part)}" for name, part in _present(each))]
         elif value is not None:
-            lines.append(f"{key} = {_inline(value)}")
+            lines.append(f"{key} = {inline_toml(value)}")
     return [*lines, *later]
 
 
-def _inline(value: Any) -> str:
+def inline_toml(value: Any) -> str:
+    """A JSON-ready value as TOML on one line, as it stands after `key =`."""
     if isinstance(value, dict):
-        return "{" + ", ".join(f"{name} = {_inline(part)}" for name, part in _present(value)) + "}"
+        return "{" + ", ".join(f"{name} = {inline_toml(part)}" for name, part in _present(value)) + "}"
     if isinstance(value, list):
-        return "[" + ", ".join(map(_inline, value)) + "]"
-    return json.dumps(value)  # JSON's strings, numbers and booleans are TOML as they stand
+        return "[" + ", ".join(map(inline_toml, value)) + "]"
+    # JSON's strings, numbers and booleans are TOML as they stand, but for surrogate pairs and the character DEL.
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def _present(values: dict[str, Any]) -> list[tuple[str, Any]]:

@@ -25,6 +25,7 @@ COMMAND_LINE = (
 )  # import the stages, inside their functions
 MAX_LINES = 400
 MAX_ADAPTER_LINES = 60
+DOOR = "api"  # `import penjing`: its files are modules beside the stages, and may import all of them
 SCRIPTS = ("benchmarks", "docs", "tests")
 
 
@@ -81,7 +82,7 @@ def test_imports_point_down(module: str) -> None:
     path = MODULES[module]
     stage = module.split(".")[1]
     for imported in own_modules(path):
-        assert imported in MODULES or imported == "penjing", f"{path}: {imported} does not exist"
+        assert imported in MODULES, f"{path}: {imported} does not exist, or is the door, which nothing else imports"
         if module not in COMMAND_LINE:
             assert imported.split(".")[1] in MAY_IMPORT[stage], f"{path} imports {imported}: imports point down"
 
@@ -114,15 +115,15 @@ def test_modules_import_in_no_circle() -> None:
         visit(module, ())
 
 
-@pytest.mark.parametrize("path", sources(*MAY_IMPORT, *SCRIPTS), ids=lambda path: str(path.relative_to(ROOT)))
+@pytest.mark.parametrize("path", sources(*MAY_IMPORT, DOOR, *SCRIPTS), ids=lambda path: str(path.relative_to(ROOT)))
 def test_no_bare_imports(path: Path) -> None:
     for name, _ in imports(path):
         first = name.split(".")[0]
-        assert first not in MAY_IMPORT, f"{path} imports {name}: write penjing.{name}"
+        assert first not in (*MAY_IMPORT, DOOR), f"{path} imports {name}: write penjing.{name}"
         assert first not in ("pickle", "cloudpickle", "dill"), f"{path} imports {first}: no pickle is read"
 
 
-@pytest.mark.parametrize("path", sources(*MAY_IMPORT), ids=lambda path: str(path.relative_to(ROOT)))
+@pytest.mark.parametrize("path", sources(*MAY_IMPORT, DOOR), ids=lambda path: str(path.relative_to(ROOT)))
 def test_files_are_short(path: Path) -> None:
     limit = MAX_ADAPTER_LINES if path.match("model_repository/*/1/model.py") else MAX_LINES
     assert len(path.read_text(encoding="utf-8").splitlines()) <= limit

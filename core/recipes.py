@@ -1,0 +1,102 @@
+"""The recipes that come with penjing, found by name wherever the package lies, and which stage a recipe is for."""
+
+from __future__ import annotations
+
+import difflib
+import re
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from penjing.core.errors import ConfigError, InputError
+from penjing.core.files import atomic_write_text
+
+StageName = Literal["train", "compress"]
+PACKAGE = "penjing.recipes"
+SUFFIX = ".toml"
+
+
+@dataclass(frozen=True)
+class KnownRecipe:
+    """A recipe that comes with penjing, and the first sentence of what it says about itself."""
+
+    name: str
+    stage: StageName
+    summary: str
+
+
+def known_recipes() -> list[KnownRecipe]:
+    """Every recipe that comes with penjing, in the order of the names."""
+    texts = {name: named_recipe(name) for name in recipe_names()}
+    return [KnownRecipe(name, stage_of(tomllib.loads(text), name), summary(text)) for name, text in texts.items()]
+
+
+def recipe_names() -> list[str]:
+    """Names of the recipes that come with penjing, such as "smollm2-int8"."""
+    from importlib.resources import files
+
+    names = [entry.name for entry in files(PACKAGE).iterdir()]
+    return sorted(name.removesuffix(SUFFIX) for name in names if name.endswith(SUFFIX))
+
+
+def named_recipe(name: str) -> str:
+    """The TOML text of the recipe `name`.
+
+    Raises:
+        ConfigError: there is none of this name; near ones are listed.
+    """
+    from importlib.resources import files
+
+    names = recipe_names()
+    if name not in names:
+        near = difflib.get_close_matches(Path(name).name.removesuffix(SUFFIX), names, n=3)
+        meant = f"did you mean {' or '.join(map(repr, near))}? " if near else ""
+        raise ConfigError(
+            f"recipe {name} does not exist; {meant}'penjing recipe list' shows those that come with penjing"
+        )
+    return (files(PACKAGE) / f"{name}{SUFFIX}").read_text(encoding="utf-8")
+
+
+def stage_of(values: dict[str, Any], source: str) -> StageName:
+    """The stage that runs the recipe with these `values`.
+
+    A training recipe describes its model in a table; a compression recipe names the folder of one.
+
+    Raises:
+        ConfigError: it does neither; `source` names the recipe.
+    """
+    model = values.get("model")
+    if isinstance(model, dict):
+        return "train"
+    if isinstance(model, str):
+        return "compress"
+    raise ConfigError(
+        f"{source} names no model: a training recipe describes one in [model], a compression recipe has "
+        'model = "FOLDER"'
+    )
+
+
+def summary(text: str) -> str:
+    """The first sentence of the comment that a recipe begins with, without the command that runs it."""
+    said = []
+    for line in text.splitlines():
+        if not re.match(r"# \S", line):
+            break
+        said.append(line[2:])
+    sentence = re.split(r"(?<=\.)\s", " ".join(said), maxsplit=1)[0]
+    return re.sub(r":? `penjing [^`]*`", "", sentence)
+
+
+def copy_recipe(name: str, out: Path, *, force: bool = False) -> None:
+    """Write the recipe `name` to the file `out`, to be changed there.
+
+    Raises:
+        ConfigError: there is no recipe of this name.
+        InputError: `out` exists, and `force` is False.
+        SetupError: it cannot be written.
+    """
+    text = named_recipe(name)
+    if out.exists() and not force:
+        raise InputError(f"{out} already exists; replace it with --force, or choose another file")
+    atomic_write_text(out, text)

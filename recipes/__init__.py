@@ -1,0 +1,1 @@
+"""Recipes in TOML, found by `penjing.core.recipes`: an editable install finds regular packages alone."""

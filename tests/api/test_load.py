@@ -1,0 +1,53 @@
+"""`penjing.load` of every family."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import penjing
+
+
+def test_a_decoder(tiny_checkpoint: Path) -> None:
+    loaded = penjing.load(str(tiny_checkpoint))
+    assert isinstance(loaded, penjing.LoadedModel)
+    tokens = torch.tensor([loaded.tokenizer.encode("Once upon a time")])
+    with torch.inference_mode():
+        assert loaded.model(tokens).shape == (*tokens.shape, loaded.config.vocab_size)
+
+
+def test_a_classifier(classifier: Path) -> None:
+    network = penjing.load(classifier)
+    assert isinstance(network, penjing.ImageClassifier)
+    assert not network.is_artifact
+    pixels = np.random.default_rng(0).integers(0, 256, (3, 1, *network.config.image_size), dtype=np.uint8)
+    logits = network(pixels)
+    assert logits.shape == (3, len(network.config.labels))
+    assert logits.dtype == np.float32
+    with pytest.raises(penjing.InputError, match=r"images are float64 .* give uint8 of shape \(images, 1, "):
+        network(pixels / 255)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(penjing.InputError, match="give uint8"):
+        network(pixels[:, 0])
+
+
+def test_an_encoder(encoder: Path) -> None:
+    network = penjing.load(encoder)
+    assert isinstance(network, penjing.TextEncoder)
+    vectors = network(["the value of a list", "a python class", "it"])
+    assert vectors.shape == (3, network.config.hidden_size)
+    assert np.allclose(np.linalg.norm(vectors, axis=1), 1, atol=1e-5)
+    assert np.allclose(network("it"), vectors[2:], atol=1e-5)
+
+
+def test_refusals(classifier: Path, tmp_path: Path) -> None:
+    with pytest.raises(penjing.ConfigError, match=r"device 'cuda': .* family 'classifier'"):
+        penjing.load(classifier, device="cuda")
+    with pytest.raises(penjing.InputError):
+        penjing.load(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({"name": "of nothing we know"}))
+    with pytest.raises(penjing.InputError, match="names no family"):
+        penjing.load(tmp_path)
