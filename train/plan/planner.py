@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from penjing.core.config import load_recipe, read_recipe
+from penjing.core.config import dump_toml, load_recipe, read_recipe
 from penjing.core.errors import ConfigError
 from penjing.core.files import atomic_write_text
 from penjing.core.models.config import DecoderConfig
@@ -72,34 +72,7 @@ def recipe_text(recipe_path: Path, overrides: list[str], best: Candidate, gpus: 
         f"# {describe(run)}\n# predicted for {gpus} GPUs: {best.time.total:.3g} s a step, MFU {best.time.mfu:.0%}, "
         f"{best.memory.total / 2**30:.1f} GiB a rank\n"
     )
-    return head + "\n".join(_toml(values, "")) + "\n"
-
-
-def _toml(values: dict[str, Any], prefix: str) -> list[str]:
-    lines = [f"{_key(name)} = {_value(value)}" for name, value in values.items() if not isinstance(value, dict)]
-    for name, value in values.items():
-        if isinstance(value, dict):
-            path = f"{prefix}{_key(name)}"
-            lines += ["", f"[{path}]", *_toml(value, f"{path}.")]
-    return lines
-
-
-def _key(name: str) -> str:
-    plain = name.replace("_", "").replace("-", "")
-    return name if plain.isascii() and plain.isalnum() else _value(name)
-
-
-def _value(value: Any) -> str:
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, str):
-        escaped = value.replace("\\", "\\\\").replace('"', '\\"')
-        return '"' + "".join(c if c >= " " and c != "\x7f" else f"\\u{ord(c):04x}" for c in escaped) + '"'
-    if isinstance(value, list):
-        return "[" + ", ".join(_value(item) for item in value) + "]"
-    if isinstance(value, dict):
-        return "{" + ", ".join(f"{_key(name)} = {_value(item)}" for name, item in value.items()) + "}"
-    return repr(value)
+    return head + dump_toml(values)
 
 
 def print_plan(plan: Plan, memory: str, device: str) -> None:

@@ -119,6 +119,7 @@ def test_more_recomputation_is_smaller_and_slower():
 def test_the_command_plans_and_writes_a_recipe_that_loads(tmp_path, capsys):
     out, report = tmp_path / "planned.toml", tmp_path / "plan.json"
     arguments = ["train", "plan", str(LARGE), "--gpus", "64", "--memory", "80GiB", "--set", "data.sequence_length=2048"]
+    arguments += ["--set", 'data.sources=["a \\\\ b", "texts 😀"]']
     assert cli._run([*arguments, "--out", str(out), "--json", str(report)]) == 0
     printed = capsys.readouterr().err
     assert "MFU" in printed
@@ -132,6 +133,7 @@ def test_the_command_plans_and_writes_a_recipe_that_loads(tmp_path, capsys):
     assert planned.parallel.dp is None  # it follows the processes
     assert f"dp {planned.parallel.data_size(64)}" in out.read_text().partition("\n")[0]
     assert planned.data.sequence_length == 2048  # type: ignore[union-attr]
+    assert planned.data.sources == ("a \\ b", "texts 😀")  # type: ignore[union-attr]
     assert (planned.model, planned.steps, planned.optimizer) == (
         given_recipe.model,
         given_recipe.steps,
