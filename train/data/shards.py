@@ -27,23 +27,23 @@ SHARD_TOKENS = 1 << 26
 
 
 class ShardFile(Config):
-    """One file: its name in the folder, tokens, SHA-256."""
+    """One file of token ids."""
 
-    name: str
-    tokens: int = Field(ge=0)
-    sha256: str
+    name: str = Field(description="Its name in the folder.")
+    tokens: int = Field(ge=0, description="Tokens in it.")
+    sha256: str = Field(description="SHA-256 of the file, hexadecimal.")
 
 
 class ShardIndex(Config):
     """Content of `index.json`."""
 
-    schema_version: Literal[1] = 1
-    kind: Literal["token shards"] = "token shards"
-    dtype: Literal["uint16", "uint32"]
-    vocab_size: int = Field(gt=0)
-    end_of_text: int
-    source: dict[str, Any] = Field(default_factory=dict)
-    splits: dict[str, tuple[ShardFile, ...]]
+    schema_version: Literal[1] = Field(default=1, description="Version of this format.")
+    kind: Literal["token shards"] = Field(default="token shards", description="What the folder holds.")
+    dtype: Literal["uint16", "uint32"] = Field(description="Type of a token id, little-endian.")
+    vocab_size: int = Field(gt=0, description="Token ids are below it.")
+    end_of_text: int = Field(description="The token id that ends a document.")
+    source: dict[str, Any] = Field(default_factory=dict, description="What the tokens were made from.")
+    splits: dict[str, tuple[ShardFile, ...]] = Field(description="The files of each split, in order.")
 
 
 class ShardWriter:

@@ -20,19 +20,26 @@ class AlarmError(PenjingError):
 
 
 class AlarmConfig(Config):
-    """What each alarm does and when it rings; `patience`: records in a row before a slow alarm (use, memory, wait)
-    rings."""
+    """What each alarm does ("off", "log" or "stop"), and when it rings."""
 
-    nonfinite: Action = "stop"
-    loss_spike: Action = "log"
-    gpu_use: Action = "log"
-    memory: Action = "log"
-    io_wait: Action = "log"
-    loss_spike_deviations: float = Field(default=6.0, gt=0)
-    gpu_use_below: float = Field(default=0.70, gt=0, le=1)
-    memory_above: float = Field(default=0.85, gt=0, le=1)
-    io_wait_above: float = Field(default=0.05, gt=0, le=1)
-    patience: int = Field(default=3, ge=1)
+    nonfinite: Action = Field(default="stop", description="When the loss or a gradient is not finite.")
+    loss_spike: Action = Field(default="log", description="When the loss jumps above its running mean.")
+    gpu_use: Action = Field(default="log", description="When the GPU is idle too often.")
+    memory: Action = Field(default="log", description="When the memory is nearly full.")
+    io_wait: Action = Field(default="log", description="When the model waits too long for its data.")
+    loss_spike_deviations: float = Field(
+        default=6.0, gt=0, description="Standard deviations above the running mean from which a loss is a spike."
+    )
+    gpu_use_below: float = Field(
+        default=0.70, gt=0, le=1, description="The share of the time below which gpu_use rings."
+    )
+    memory_above: float = Field(
+        default=0.85, gt=0, le=1, description="The share of the memory above which memory rings."
+    )
+    io_wait_above: float = Field(
+        default=0.05, gt=0, le=1, description="The share of the time above which io_wait rings."
+    )
+    patience: int = Field(default=3, ge=1, description="Records in a row before gpu_use, memory or io_wait rings.")
 
 
 @dataclass(frozen=True)

@@ -22,12 +22,19 @@ from penjing.train.numerics.recompute import blocks
 
 
 class MonitorConfig(Config):
-    """`every`: steps between records; `activations_every`: steps between activation ranges (0: never)."""
+    """What is recorded of a run, and where it goes; metrics.jsonl is always written."""
 
-    every: int = Field(default=10, ge=1)
-    activations_every: int = Field(default=200, ge=0)
-    tensorboard: bool = True
-    prometheus_port: int | None = Field(default=None, ge=0, le=65535)
+    every: int = Field(default=10, ge=1, description="Steps between two records.")
+    activations_every: int = Field(
+        default=200, ge=0, description="Steps between two records of the ranges of activations; 0 records none."
+    )
+    tensorboard: bool = Field(default=True, description="Records also go to TensorBoard files in the run folder.")
+    prometheus_port: int | None = Field(
+        default=None,
+        ge=0,
+        le=65535,
+        description="The port where Prometheus may read the newest record; by default none.",
+    )
 
 
 class Monitor:

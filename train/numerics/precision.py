@@ -45,32 +45,41 @@ _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat1
 
 
 class Rule(Config):
-    """`match`: a group (embeddings, norms, softmax, attention, linears, convolutions, head) or a pattern of module
-    names."""
+    """A format for some modules and everything below them."""
 
-    match: str = Field(min_length=1)
-    compute: Format
+    match: str = Field(
+        min_length=1,
+        description="A group (embeddings, norms, softmax, attention, linears, convolutions, head) or a pattern of "
+        "names of modules.",
+    )
+    compute: Format = Field(description="The number format that these modules compute in.")
 
 
 class Phase(Config):
-    """`mode` for the steps before the share `until` of the run."""
+    """A mode for the first part of a run."""
 
-    until: float = Field(gt=0, lt=1)
-    mode: Mode
+    until: float = Field(gt=0, lt=1, description="The share of the run's steps at which the phase ends.")
+    mode: Mode = Field(description="The mode of the steps before that.")
 
 
 _HYBRID = tuple(Rule(match=group, compute="fp32") for group in ("embeddings", "norms", "softmax", "*.mlp.gate", "head"))
 
 
 class PrecisionConfig(Config):
-    """The recipe's [precision]; see the module for modes. `loss_scale`: the first one, by default from the parameter
-    count."""
+    """The recipe's [precision]; see the module for modes."""
 
-    mode: Mode = "fp32"
-    policy: tuple[Rule, ...] = ()
-    schedule: tuple[Phase, ...] = ()
-    loss_scale: float | None = Field(default=None, gt=0)
-    loss_scale_window: int = Field(default=2000, gt=0)
+    mode: Mode = Field(
+        default="fp32",
+        description='The format of the whole model; "auto" is bf16 where the device computes it, else fp32.',
+    )
+    policy: tuple[Rule, ...] = Field(default=(), description="Other formats for some modules; the later rule wins.")
+    schedule: tuple[Phase, ...] = Field(default=(), description="Other modes at the beginning of the run.")
+    loss_scale: float | None = Field(
+        default=None, gt=0, description="The first loss scale of fp16; by default it follows from the parameter count."
+    )
+    loss_scale_window: int = Field(
+        default=2000, gt=0, description="Steps without overflow after which the loss scale doubles."
+    )
 
     @model_validator(mode="after")
     def _in_order(self) -> PrecisionConfig:

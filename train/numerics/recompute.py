@@ -14,6 +14,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Literal
 
 import torch
+from pydantic import Field
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
@@ -25,10 +26,10 @@ _EXPENSIVE = ("mm", "addmm", "bmm", "baddbmm", "convolution", "linear", "_scaled
 
 
 class RecomputeRule(Config):
-    """`recompute` for the blocks whose names match the pattern `match`; the later rule wins."""
+    """What some blocks recompute."""
 
-    match: str
-    recompute: Recompute
+    match: str = Field(description="A pattern of the names of blocks.")
+    recompute: Recompute = Field(description="What these blocks compute again in the backward pass.")
 
 
 def blocks(model: nn.Module) -> dict[str, nn.Module]:

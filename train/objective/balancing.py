@@ -26,11 +26,16 @@ from penjing.train.state.state import local_part
 
 
 class BalancingConfig(Config):
-    """`auxiliary_loss`: its weight beside the loss (1e-2 in Switch, 1e-3 in Qwen). `bias_rate`: what a router's bias
-    moves a step (1e-3 in DeepSeek-V3). 0: not used."""
+    """How the experts of a mixture are kept equally busy; see the module."""
 
-    auxiliary_loss: float = Field(default=0.0, ge=0)
-    bias_rate: float = Field(default=0.0, ge=0)
+    auxiliary_loss: float = Field(
+        default=0.0, ge=0, description="Weight of the auxiliary loss (1e-2 in Switch, 1e-3 in Qwen); 0 leaves it out."
+    )
+    bias_rate: float = Field(
+        default=0.0,
+        ge=0,
+        description="What a router's bias moves in a step (1e-3 in DeepSeek-V3); 0 leaves it as it is.",
+    )
 
 
 def balance_loss(

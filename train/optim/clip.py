@@ -15,12 +15,18 @@ from penjing.core.config import Config
 
 
 class ClipConfig(Config):
-    """Clip the gradient to `norm` (none when None), and, when `adaptive`, to mean + `deviations` of the running fit."""
+    """The largest gradient that passes unchanged: a fixed norm, and one that follows the run."""
 
-    norm: float | None = Field(default=1.0, gt=0)
-    adaptive: bool = False
-    deviations: float = Field(default=3.0, gt=0)
-    memory: float = Field(default=0.98, gt=0, lt=1)  # weight of the past in the fit: 0.98 remembers about 50 steps
+    norm: float | None = Field(default=1.0, gt=0, description="The gradient is clipped to this norm.")
+    adaptive: bool = Field(
+        default=False, description="The gradient is also clipped to the running mean of norms + deviations."
+    )
+    deviations: float = Field(
+        default=3.0, gt=0, description="Standard deviations above the mean at which a norm is an outlier."
+    )
+    memory: float = Field(
+        default=0.98, gt=0, lt=1, description="Weight of the past in the running fit; 0.98 remembers about 50 steps."
+    )
 
 
 class GradientNorms:

@@ -19,14 +19,20 @@ from penjing.train.state.state import fill, is_part, named_parameters
 class OptimizerConfig(Config):
     """Defaults of AdamW (Loshchilov and Hutter, https://arxiv.org/abs/1711.05101) as used for language models."""
 
-    name: Literal["adamw", "sgd"] = "adamw"
-    betas: tuple[float, float] = (0.9, 0.95)
-    eps: float = Field(default=1e-8, gt=0)
-    weight_decay: float = Field(default=0.1, ge=0)
-    no_decay: tuple[str, ...] = ()  # further parameter-name patterns, besides vectors (norms, biases)
-    momentum: float = Field(default=0.9, ge=0, lt=1)  # sgd
-    nesterov: bool = True  # sgd
-    fused: bool = True
+    name: Literal["adamw", "sgd"] = Field(default="adamw", description="AdamW, or SGD with momentum.")
+    betas: tuple[float, float] = Field(
+        default=(0.9, 0.95), description="Weights of the past in AdamW's means of gradients and of their squares."
+    )
+    eps: float = Field(default=1e-8, gt=0, description="Added to AdamW's root mean square, so that it is never 0.")
+    weight_decay: float = Field(
+        default=0.1, ge=0, description="Times the learning rate, the share of a weight that goes away in a step."
+    )
+    no_decay: tuple[str, ...] = Field(
+        default=(), description="Patterns of names of parameters that do not decay, besides all norms and biases."
+    )
+    momentum: float = Field(default=0.9, ge=0, lt=1, description="Weight of the past in SGD's mean of gradients.")
+    nesterov: bool = Field(default=True, description="SGD looks ahead, as Nesterov's momentum does.")
+    fused: bool = Field(default=True, description="One kernel updates many parameters at once.")
 
 
 def build_optimizer(model: nn.Module, config: OptimizerConfig, learning_rate: float = 1e-3) -> torch.optim.Optimizer:

@@ -11,17 +11,21 @@ from penjing.core.config import Config
 
 
 class LearningRate(Config):
-    """Linear warm-up to `peak`, then `kind`: "cosine" decay, "wsd" (warm-up, stable, linear decay) or "constant".
+    """Linear warm-up to `peak`, then `kind`.
 
-    Shares are of the run's steps. WSD: Hu et al., https://arxiv.org/abs/2404.06395; cosine:
-    https://arxiv.org/abs/1608.03983.
+    WSD: Hu et al., https://arxiv.org/abs/2404.06395; cosine: https://arxiv.org/abs/1608.03983.
     """
 
-    kind: Literal["cosine", "wsd", "constant"] = "cosine"
-    peak: float = Field(default=1e-3, gt=0)
-    warmup: float = Field(default=0.02, ge=0, lt=1)
-    decay: float = Field(default=0.2, gt=0, le=1)  # wsd only: the last share of the run
-    floor: float = Field(default=0.1, ge=0, le=1)  # the last rate, as a share of the peak
+    kind: Literal["cosine", "wsd", "constant"] = Field(
+        default="cosine",
+        description='After the warm-up: "cosine" decay, "wsd" (stable, then linear decay) or "constant".',
+    )
+    peak: float = Field(default=1e-3, gt=0, description="The largest learning rate.")
+    warmup: float = Field(
+        default=0.02, ge=0, lt=1, description="Share of the steps in which the rate rises to its peak."
+    )
+    decay: float = Field(default=0.2, gt=0, le=1, description='The last share of the steps, in which "wsd" decays.')
+    floor: float = Field(default=0.1, ge=0, le=1, description="The last rate, as a share of the peak.")
 
     @model_validator(mode="after")
     def _fits(self) -> LearningRate:

@@ -14,34 +14,49 @@ Schedule = Literal["gpipe", "1f1b", "interleaved", "zbv", "dualpipev"]
 
 
 class ParallelConfig(Config):
-    """`dp` × `pp` × `cp` × `tp` processes; experts spread over `ep` of the `dp`.
+    """`dp` × `pp` × `cp` × `tp` processes; experts spread over `ep` of the `dp`."""
 
-    dp: groups that each see their own share of the batch; None: as many as the processes allow.
-    zero: what data parallelism spreads instead of copying (https://arxiv.org/abs/1910.02054). 0: nothing; 1: optimiser
-        state; 2: and gradients; 3: and parameters.
-    sequence: between its matrix products, tensor parallelism also splits the tokens (https://arxiv.org/abs/2205.05198).
-    gradients: how data parallelism sends them; "powersgd" with dp alone.
-    stage_layers: layers of each stage, in order; None: even; "cost": by the measured seconds of each layer.
-    balance: measure the stages while training, and resize micro-batches so that a step is shortest; data.micro_batch is
-        the largest.
-    micro_batches: of one pass through the pipeline; None: all of a step.
-    timeout: seconds that a process may be silent, or all of them idle, before the run ends; one that works may be
-        without progress for ten times as long (see processes/watch.py).
-    """
-
-    dp: int | None = Field(default=None, ge=1)
-    zero: Literal[0, 1, 2, 3] = 0
-    tp: int = Field(default=1, ge=1)
-    sequence: bool = False
-    pp: int = Field(default=1, ge=1)
-    gradients: Literal["float32", "int8", "powersgd"] = "float32"
-    schedule: Schedule = "1f1b"
-    stage_layers: tuple[int, ...] | Literal["cost"] | None = None
-    balance: bool = False
-    micro_batches: int | None = Field(default=None, ge=1)
-    cp: int = Field(default=1, ge=1)
-    ep: int = Field(default=1, ge=1)
-    timeout: float = Field(default=50.0, ge=1)  # ten seconds to notice, tell and end make it a minute
+    dp: int | None = Field(
+        default=None,
+        ge=1,
+        description="Groups that each see their own share of the batch; by default as many as the processes allow.",
+    )
+    zero: Literal[0, 1, 2, 3] = Field(
+        default=0,
+        description="What data parallelism spreads instead of copying (https://arxiv.org/abs/1910.02054): 0 nothing, 1 "
+        "the optimiser's state, 2 also gradients, 3 also parameters.",
+    )
+    tp: int = Field(default=1, ge=1, description="Processes that share each layer's matrices.")
+    sequence: bool = Field(
+        default=False,
+        description="Between its matrix products, tensor parallelism also splits the tokens "
+        "(https://arxiv.org/abs/2205.05198).",
+    )
+    pp: int = Field(default=1, ge=1, description="Processes of a pipeline, which share the layers.")
+    gradients: Literal["float32", "int8", "powersgd"] = Field(
+        default="float32", description='How data parallelism sends gradients; "powersgd" is for dp alone.'
+    )
+    schedule: Schedule = Field(default="1f1b", description="The order in which a pipeline works on its micro-batches.")
+    stage_layers: tuple[int, ...] | Literal["cost"] | None = Field(
+        default=None,
+        description='Layers of each stage, in order; by default equally many; "cost" splits by their measured seconds.',
+    )
+    balance: bool = Field(
+        default=False,
+        description="The stages are measured while training, and micro-batches, of data.micro_batch at most, "
+        "resized so that a step is shortest.",
+    )
+    micro_batches: int | None = Field(
+        default=None, ge=1, description="Micro-batches of one pass through the pipeline; by default all of a step."
+    )
+    cp: int = Field(default=1, ge=1, description="Processes that share each sequence.")
+    ep: int = Field(default=1, ge=1, description="Processes, of the dp, that share the experts of a layer.")
+    timeout: float = Field(  # ten seconds to notice, tell and end make it a minute
+        default=50.0,
+        ge=1,
+        description="Seconds that a process may be silent, or all of them idle, before the run ends; one that works "
+        "may be without progress for ten times as long.",
+    )
 
     @property
     def is_plain(self) -> bool:

@@ -11,14 +11,15 @@ from penjing.core.config import Config
 
 
 class DataConfig(Config):
-    """`batch_size`: samples of one update over all processes; `micro_batch`: of one forward pass of one process.
+    """What every kind of data says."""
 
-    micro_batch: None takes batch_size / processes, "auto" times what fits into memory and takes the fastest.
-    """
-
-    batch_size: int = Field(gt=0)
-    micro_batch: int | Literal["auto"] | None = None
-    prefetch: int = Field(default=4, ge=1)
+    batch_size: int = Field(gt=0, description="Samples of one update over all processes.")
+    micro_batch: int | Literal["auto"] | None = Field(
+        default=None,
+        description='Samples of one forward pass of one process; by default batch_size / processes; "auto" times what '
+        "fits into memory and takes the fastest.",
+    )
+    prefetch: int = Field(default=4, ge=1, description="Batches that are prepared ahead of the model.")
 
     @field_validator("micro_batch")
     @classmethod
@@ -29,24 +30,30 @@ class DataConfig(Config):
 
 
 class TextData(DataConfig):
-    """Packed sequences of `sequence_length` tokens, from text `sources` (see data/corpora.py) or ready `shards`.
+    """Packed sequences of tokens, from text `sources` (see data/corpora.py) or ready `shards`."""
 
-    document_mask: attention stays inside a document, whose positions count from 0; else a row is one context.
-    """
-
-    kind: Literal["text"]
-    sources: tuple[str, ...] = ()
-    shards: Path | None = None
-    tokenizer: Path | None = None
-    sequence_length: int = Field(gt=0)
-    document_mask: bool = False
-    held_out: float = Field(default=0.02, gt=0, lt=1)
+    kind: Literal["text"] = Field(description="Text as packed sequences of tokens.")
+    sources: tuple[str, ...] = Field(
+        default=(), description="Files and folders of text, 'builtin:prose' or 'builtin:code'."
+    )
+    shards: Path | None = Field(default=None, description="A folder of ready token shards, in place of sources.")
+    tokenizer: Path | None = Field(
+        default=None, description="A folder with a tokenizer.json; by default one is trained on the sources."
+    )
+    sequence_length: int = Field(gt=0, description="Tokens of a sequence.")
+    document_mask: bool = Field(
+        default=False,
+        description="Attention stays inside a document, whose positions count from 0; else a row is one context.",
+    )
+    held_out: float = Field(default=0.02, gt=0, lt=1, description="Share of the documents that is kept for evaluation.")
 
 
 class FashionData(DataConfig):
-    """Fashion-MNIST with random crops after `pad`, flips, and erased squares."""
+    """Fashion-MNIST with random crops, flips and erased squares."""
 
-    kind: Literal["fashion-mnist"]
-    pad: int = Field(default=0, ge=0)
-    flip: bool = False
-    erase: int = Field(default=0, ge=0)
+    kind: Literal["fashion-mnist"] = Field(description="The images of Fashion-MNIST.")
+    pad: int = Field(default=0, ge=0, description="Pixels added around an image before it is cropped at random.")
+    flip: bool = Field(default=False, description="Half of the images are mirrored, left to right.")
+    erase: int = Field(
+        default=0, ge=0, description="Side of a square at a random place that gets the mean colour; 0: none."
+    )

@@ -13,17 +13,22 @@ from penjing.core.models.config import DecoderConfig
 class DecoderModel(DecoderConfig):
     """A decoder language model; token ids of begin and end come from the tokenizer."""
 
-    architecture: Literal["decoder"]
-    init_std: float = Field(default=0.02, gt=0)
+    architecture: Literal["decoder"] = Field(description="A decoder language model.")
+    init_std: float = Field(default=0.02, gt=0, description="Standard deviation of the first weights.")
 
 
 class ResNetModel(Config):
-    """A residual network: "cifar" for small images (depth 6·n + 2), "imagenet" (18, 34, 50); classes come from the
-    data."""
+    """A residual network for images; classes come from the data."""
 
-    architecture: Literal["resnet"]
-    variant: Literal["cifar", "imagenet"] = "cifar"
-    depth: int
-    width: int = Field(default=16, gt=0)  # cifar: channels of the first stage
-    groups: int = Field(default=1, gt=0)  # imagenet: of a bottleneck's 3×3 convolution (ResNeXt)
-    width_per_group: int = Field(default=64, gt=0)
+    architecture: Literal["resnet"] = Field(description="A residual network for images.")
+    variant: Literal["cifar", "imagenet"] = Field(
+        default="cifar", description='"cifar" is for small images (depth 6·n + 2), "imagenet" has depth 18, 34 or 50.'
+    )
+    depth: int = Field(description="Layers with weights, of those that the variant allows.")
+    width: int = Field(default=16, gt=0, description='Channels of the first stage of "cifar".')
+    groups: int = Field(
+        default=1, gt=0, description='Groups of a bottleneck\'s 3×3 convolution (ResNeXt), of "imagenet".'
+    )
+    width_per_group: int = Field(
+        default=64, gt=0, description='Channels of a group of a bottleneck\'s 3×3 convolution, of "imagenet".'
+    )

@@ -27,15 +27,25 @@ _UNITS = {"": 1, "B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "KB": 10**3, 
 class ObjectiveConfig(Config):
     """What cross-entropy is told."""
 
-    label_smoothing: float = Field(default=0.0, ge=0, lt=1)
+    label_smoothing: float = Field(
+        default=0.0, ge=0, lt=1, description="Share of a target's probability that is spread over all classes."
+    )
 
 
 class MemoryConfig(Config):
-    """`limit`: bytes of one process, such as "6GiB"; None: 90 % of what is free."""
+    """Memory of a process, and what is computed again to save it."""
 
-    recompute: Recompute = "none"
-    recompute_rules: tuple[RecomputeRule, ...] = ()
-    limit: str | None = None
+    recompute: Recompute = Field(
+        default="none",
+        description='What blocks compute again in the backward pass: nothing, all ("full") or '
+        'what is cheap ("selective").',
+    )
+    recompute_rules: tuple[RecomputeRule, ...] = Field(
+        default=(), description="Other settings for single blocks; the later rule wins."
+    )
+    limit: str | None = Field(
+        default=None, description='Bytes of one process, such as "6GiB"; by default 90 % of what is free.'
+    )
 
     @field_validator("limit")
     @classmethod
@@ -46,45 +56,67 @@ class MemoryConfig(Config):
 
 
 class CheckpointConfig(Config):
-    """Every `every` steps; the newest `keep` stay."""
+    """Training state, to resume from."""
 
-    every: int = Field(default=1000, ge=1)
-    keep: int = Field(default=3, ge=1)
+    every: int = Field(default=1000, ge=1, description="Steps between two checkpoints.")
+    keep: int = Field(default=3, ge=1, description="So many of the newest checkpoints stay.")
 
 
 class EvaluationConfig(Config):
-    """Every `every` steps and at the end (0: never), on at most `samples` held-out samples."""
+    """Held-out data."""
 
-    every: int = Field(default=500, ge=0)
-    samples: int = Field(default=256, ge=1)
+    every: int = Field(
+        default=500, ge=0, description="Steps between two evaluations; also at the end. 0 evaluates never."
+    )
+    samples: int = Field(default=256, ge=1, description="At most so many held-out samples are used.")
 
 
 class RunRecipe(Config):
     """A run of any task: where it writes, how long, and its parts; only the model is the task's own."""
 
-    output: Path
-    run: Path | None = None  # checkpoints, metrics; OUTPUT-run by default
-    steps: int = Field(gt=0)
-    seed: int = Field(default=0, ge=0)
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    compile: bool = False
-    initial: Path | None = None  # a checkpoint whose weights the run begins with
+    output: Path = Field(description="The folder that the trained checkpoint is written into.")
+    run: Path | None = Field(
+        default=None, description="The folder of training state and metrics; by default OUTPUT-run."
+    )
+    steps: int = Field(gt=0, description="Updates of the weights.")
+    seed: int = Field(
+        default=0, ge=0, description="First weights, order of the data and all other chance follow from it."
+    )
+    device: Literal["auto", "cpu", "cuda"] = Field(
+        default="auto", description='What computes; "auto" takes a GPU where there is one.'
+    )
+    compile: bool = Field(default=False, description="The model is compiled by torch.compile.")
+    initial: Path | None = Field(default=None, description="A checkpoint whose weights the run begins with.")
     average: float | None = Field(
-        default=None, gt=0, lt=1
-    )  # decay of averaged weights, which are evaluated and exported
-    data: Annotated[TextData | FashionData, Field(discriminator="kind")]
-    objective: ObjectiveConfig = ObjectiveConfig()
-    balancing: BalancingConfig = BalancingConfig()
-    optimizer: OptimizerConfig = OptimizerConfig()
-    learning_rate: LearningRate = LearningRate()
-    clip: ClipConfig = ClipConfig()
-    precision: PrecisionConfig = PrecisionConfig()
-    memory: MemoryConfig = MemoryConfig()
-    parallel: ParallelConfig = ParallelConfig()
-    checkpoint: CheckpointConfig = CheckpointConfig()
-    evaluation: EvaluationConfig = EvaluationConfig()
-    monitor: MonitorConfig = MonitorConfig()
-    alarms: AlarmConfig = AlarmConfig()
+        default=None, gt=0, lt=1, description="Decay of averaged weights, which are then evaluated and exported."
+    )
+    data: Annotated[TextData | FashionData, Field(discriminator="kind")] = Field(
+        description="What is learnt from, and how a step is cut."
+    )
+    objective: ObjectiveConfig = Field(default=ObjectiveConfig(), description="What is minimised.")
+    balancing: BalancingConfig = Field(
+        default=BalancingConfig(), description="How the experts of a mixture are kept equally busy."
+    )
+    optimizer: OptimizerConfig = Field(default=OptimizerConfig(), description="How gradients change the weights.")
+    learning_rate: LearningRate = Field(
+        default=LearningRate(), description="The size of an update, as a function of the step."
+    )
+    clip: ClipConfig = Field(default=ClipConfig(), description="The largest gradient that passes unchanged.")
+    precision: PrecisionConfig = Field(
+        default=PrecisionConfig(), description="The number formats that modules compute in."
+    )
+    memory: MemoryConfig = Field(
+        default=MemoryConfig(), description="Memory of a process, and what is computed again to save it."
+    )
+    parallel: ParallelConfig = Field(default=ParallelConfig(), description="How many processes share what.")
+    checkpoint: CheckpointConfig = Field(
+        default=CheckpointConfig(), description="Training state that is kept to resume from."
+    )
+    evaluation: EvaluationConfig = Field(
+        default=EvaluationConfig(), description="When and on how much held-out data the model is judged."
+    )
+    monitor: MonitorConfig = Field(default=MonitorConfig(), description="What is recorded, and where it goes.")
+    alarms: AlarmConfig = Field(default=AlarmConfig(), description="What rings, when, and what happens then.")
 
     @property
     def run_folder(self) -> Path:
@@ -95,7 +127,9 @@ class RunRecipe(Config):
 class TrainRecipe(RunRecipe):
     """What `penjing train` reads: a run and the model that it makes."""
 
-    model: Annotated[DecoderModel | ResNetModel, Field(discriminator="architecture")]
+    model: Annotated[DecoderModel | ResNetModel, Field(discriminator="architecture")] = Field(
+        description="What is trained from the beginning."
+    )
 
 
 def parse_size(text: str) -> int:
