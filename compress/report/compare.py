@@ -26,8 +26,9 @@ it began with.</p>
 {% for group in groups %}<h2>{{ group.quality | capitalize }}</h2>
 <p>{{ group.meaning }}</p>
 <div class="figures">{{ group.figures | join }}</div>
-<div class="wide"><table><tr>{% for name in group.columns %}<th>{{ name }}</th>{% endfor %}</tr>
-{% for row in group.rows %}<tr>{% for cell in row %}<td>{{ cell }}</td>{% endfor %}</tr>{% endfor %}</table></div>
+<div class="wide"><table class="two"><tr>{% for name in group.columns %}<th>{{ name }}</th>{% endfor %}</tr>
+{% for row in group.rows %}<tr>{% for cell in row %}<td>{{ cell | ranged }}</td>{% endfor %}</tr>
+{% endfor %}</table></div>
 {% endfor %}<p>{{ note }}</p>
 <h2>Make them again</h2>
 {% for run in runs %}<h3>{{ run.name }}</h3><pre>{{ run.report.command }}</pre>
@@ -132,8 +133,8 @@ def table(runs: Sequence[Run]) -> tuple[list[str], list[list[str]]]:
                 [
                     run.name,
                     stage.name,
-                    f"{volume(stage.size.bytes)}, {stage.size.bytes / first.size.bytes:.1%}",
-                    f"{count(stage.size.macs)}, {share:.1%}" if stage.size.macs and share else "",
+                    f"{volume(stage.size.bytes)} ({stage.size.bytes / first.size.bytes:.1%})",
+                    f"{count(stage.size.macs)} ({share:.1%})" if stage.size.macs and share else "",
                     quality_text(stage),
                     "" if stage is first else loss_text(run.report, stage),
                     *(f"{speedups[case]:.2f}×" if case in speedups else "" for case in cases),

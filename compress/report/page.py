@@ -22,9 +22,12 @@ FRAME = """<!doctype html>
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <style>
 body { font: 16px/1.5 system-ui, sans-serif; max-width: 62rem; margin: 2rem auto; padding: 0 1rem; color: #1f2933; }
-table { border-collapse: collapse; margin: 1rem 0; }
-th, td { padding: .25rem .8rem; text-align: right; border-bottom: 1px solid #d9e2ec; }
-th:first-child, td:first-child { text-align: left; }
+table { border-collapse: collapse; margin: 1rem 0; font-size: .92rem; font-variant-numeric: tabular-nums; }
+th, td { padding: .25rem .7rem; text-align: right; vertical-align: top; border-bottom: 1px solid #d9e2ec; }
+td { white-space: nowrap; }
+td code, td.text { white-space: normal; }
+td small { display: block; color: #616e7c; }
+th:first-child, td:first-child, .two th:nth-child(2), .two td:nth-child(2) { text-align: left; }
 code, pre { background: #f0f4f8; padding: .1rem .3rem; }
 pre { padding: .8rem; overflow-x: auto; }
 svg { max-width: 100%; height: auto; }
@@ -44,8 +47,15 @@ def render(title: str, template: str, values: dict[str, Any]) -> str:
     environment.filters["volume"] = volume
     environment.filters["count"] = count
     environment.filters["duration"] = duration
+    environment.filters["ranged"] = ranged
     body = Markup(environment.from_string(template).render(values))
     return environment.from_string(FRAME).render(title=title, body=body)
+
+
+def ranged(text: str) -> Markup:
+    """A value with its interval in brackets, such as "93.52 % (93.01–94.00)", for a cell: the interval below it."""
+    value, bracket, interval = text.partition(" (")
+    return Markup("{} <small>({}</small>").format(value, interval) if bracket else Markup.escape(text)
 
 
 def figure(draw: Callable[[Axes], None], width: float, height: float) -> Markup:

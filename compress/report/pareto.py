@@ -47,6 +47,7 @@ def draw_pareto(axes: Axes, points: Sequence[Point], label: str) -> None:
     scale = reading.scale
     along = front(points)
     axes.plot([p.x for p in along], [scale * p.quality.value for p in along], color=BEFORE, linewidth=1, zorder=1)
+    said: set[tuple[str, float, float]] = set()
     series = list(dict.fromkeys(point.series for point in points))
     colors = [AFTER, *OTHERS]
     middle = (min(point.x for point in points) + max(point.x for point in points)) / 2
@@ -59,6 +60,9 @@ def draw_pareto(axes: Axes, points: Sequence[Point], label: str) -> None:
         errors = [[max(0.0, size) for size in sizes] for sizes in (below, above)]
         axes.errorbar([p.x for p in own], values, yerr=errors, fmt="o", color=color, capsize=3, label=name or None)
         for point, value in zip(own, values, strict=True):
+            if (here := (point.name, point.x, value)) in said:  # runs of one model begin at one place
+                continue
+            said.add(here)
             offset, side = ((-5, 5), "right") if point.x > middle else ((5, 5), "left")  # labels stay inside the axes
             where = {"xytext": offset, "textcoords": "offset points"}
             axes.annotate(point.name, (point.x, value), ha=side, fontsize=8, **where)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from penjing.compress.report.page import render
@@ -47,8 +48,8 @@ TEMPLATE = """<p>{{ report.recipe.get("model", "A model") }} was made smaller by
 </p>
 <h2>What was gained</h2>
 <div class="wide"><table><tr><th></th><th>before</th><th>after</th><th>change</th></tr>
-{% for row in gains %}<tr><td>{{ row[0] }}</td><td>{{ row[1] }}</td><td><strong>{{ row[2] }}</strong></td>
-<td>{{ row[3] }}</td></tr>
+{% for row in gains %}<tr><td>{{ row[0] }}</td><td>{{ row[1] | ranged }}</td>
+<td><strong>{{ row[2] | ranged }}</strong></td><td>{{ row[3] | ranged }}</td></tr>
 {% endfor %}</table></div>
 <div class="figures">{{ figures.bytes }}{{ figures.speed }}</div>
 <p>Each dot is a stage, its bar the 95 % interval; the line joins those that no other stage beats in both.</p>
@@ -57,16 +58,18 @@ TEMPLATE = """<p>{{ report.recipe.get("model", "A model") }} was made smaller by
 <ul>{% for stage in report.stages %}<li>{{ stage.name }}{% if stage.kind in meanings %}:
 {{ meanings[stage.kind] }}{% endif %}</li>
 {% endfor %}</ul>
-<div class="wide"><table><tr><th>stage</th><th>parameters</th><th>weights</th><th>of the first</th><th>MACs</th>
-<th>of the first</th><th>{{ first.quality.name }}</th><th>lost</th><th>took</th><th>peak memory</th></tr>
-{% for stage in report.stages %}<tr><td>{{ stage.name }}</td><td>{{ stage.size.parameters | count }}</td>
-<td>{{ stage.size.bytes | volume }}</td><td>{{ share(stage.size.bytes, first.size.bytes) }}</td>
-<td>{{ stage.size.macs | count if stage.size.macs else "" }}</td>
-<td>{{ share(stage.size.macs, first.size.macs) }}</td><td>{{ quality(stage) }}</td>
-<td>{{ lost(stage) if not loop.first else "" }}</td><td>{{ stage.seconds | duration if stage.seconds else "" }}</td>
+<div class="wide"><table><tr><th>stage</th><th>parameters</th><th>weights</th><th>MACs</th>
+<th>{{ first.quality.name }}</th><th>lost</th><th>took</th><th>peak memory</th></tr>
+{% for stage in report.stages %}<tr><td>{{ stage.name }}</td>
+<td>{{ share(stage.size.parameters, first.size.parameters, count) | ranged }}</td>
+<td>{{ share(stage.size.bytes, first.size.bytes, volume) | ranged }}</td>
+<td>{{ share(stage.size.macs, first.size.macs, count) | ranged }}</td><td>{{ quality(stage) | ranged }}</td>
+<td>{{ lost(stage) | ranged if not loop.first else "" }}</td>
+<td>{{ stage.seconds | duration if stage.seconds else "" }}</td>
 <td>{{ stage.peak_memory_bytes | volume if stage.peak_memory_bytes else "" }}</td></tr>
 {% endfor %}</table></div>
-<p>{{ first.quality.name | capitalize }} on {{ first.quality.samples }} {{ reading.samples }} of held-out data, in
+<p>Below each size stands its share of the first stage's. {{ first.quality.name | capitalize }} was measured on
+{{ first.quality.samples }} {{ reading.samples }} of held-out data, in
 brackets the 95 % interval of a bootstrap over them. “Lost” is against the first stage on the same samples, with its
 own interval; less than zero is a gain. MACs: multiply-accumulates for one
 {{ first.size.macs_per or "sample" }}.</p>
@@ -78,12 +81,13 @@ own interval; less than zero is a gain. MACs: multiply-accumulates for one
 {% endif %}
 {% if cases %}
 <h2>Speed</h2>
-<div class="wide"><table><tr><th>stage</th>{% for case in cases %}<th colspan="3">{{ case }}</th>{% endfor %}</tr>
-{% for stage in report.stages %}{% set timed = stage.by_case() %}<tr><td>{{ stage.name }}</td>
-{% for case in cases %}{% set row = timed.get(case) %}{% if row %}<td>{{ row.seconds | duration }}</td>
-<td>{{ row.throughput | count }} {{ row.unit }}/s</td>
-<td>{{ "%.2f×" | format(row.speedup) }} ({{ "%.2f–%.2f" | format(row.speedup_low, row.speedup_high) }})</td>
-{% else %}<td colspan="3"></td>{% endif %}{% endfor %}</tr>{% endfor %}</table></div>
+<div class="wide"><table class="two"><tr><th>what was timed</th><th>stage</th><th>a call</th><th>throughput</th>
+<th>speed</th></tr>
+{% for case in cases %}{% for stage in report.stages if case in stage.by_case() %}
+{% set row = stage.by_case()[case] %}<tr><td>{{ case if loop.first else "" }}</td><td>{{ stage.name }}</td>
+<td>{{ row.seconds | duration }}</td><td>{{ row.throughput | count }} {{ row.unit }}/s</td>
+<td>{{ "%.2f×" | format(row.speedup) }} ({{ "%.2f–%.2f" | format(row.speedup_low, row.speedup_high) }})</td></tr>
+{% endfor %}{% endfor %}</table></div>
 <p>All stages took turns in one run on {{ report.processor.name }}, {{ report.processor.cores }} cores; medians of
 {{ rounds }} rounds. “×” is how many times as fast a stage is as the first one timed, in brackets the slowest and the
 fastest round.</p>
@@ -126,7 +130,7 @@ number rounded as the artifact rounds it, the others run the artifact itself.</p
 <td>{{ "%.3g" | format(row.mean) }}</td>
 <td>{{ "%.2f %%" | format(100 * row.same) if row.same is not none else "" }}</td></tr>
 {% endfor %}{% for name, reason in q.unmeasured.items() %}<tr><td>{{ name }}</td>
-<td colspan="5">not measured: {{ reason }}</td></tr>{% endfor %}</table></div>
+<td class="text" colspan="5">not measured: {{ reason }}</td></tr>{% endfor %}</table></div>
 <p>{{ parity }}
 {% if q.bound %}An artifact is refused where the {{ q.bound.statistic }} difference of {{ q.bound.quantity }} between
 {{ q.bound.between | join(" and ") }} exceeds {{ "%g" | format(q.bound.value) }}.{% endif %}</p>
@@ -134,17 +138,21 @@ number rounded as the artifact rounds it, the others run the artifact itself.</p
 {% endfor %}
 {% if report.decisions %}
 <h2>Decisions of the guard</h2>
-<p>After some steps the guard compares the network with the one before them. What loses more than the budget is
-repeated with less removed, left out, or ends the run, as the recipe says.</p>
+<p>After some steps the guard compares the network with the one that the run began with, or with the last one that
+passed. What loses more than the budget is repeated with less removed, left out, or ends the run, as the recipe
+says.</p>
 <div class="wide"><table><tr><th>after</th><th>attempt</th><th>loss</th><th>95 %</th><th>budget</th><th></th>
 <th>then</th><th>pruned</th></tr>
-{% for each in report.decisions %}<tr><td>{{ each.steps | join(", ") }}</td><td>{{ each.attempt }}</td>
+{% for each in report.decisions %}<tr><td class="text">{{ each.steps | join(", ") }}</td>
+<td>{{ each.attempt }}</td>
 <td>{{ "%.5g" | format(each.loss) }}</td><td>{{ "%.5g … %.5g" | format(each.loss_low, each.loss_high) }}</td>
 <td>{{ "%g" | format(each.budget) }}</td><td>{{ each.unit }}</td><td>{{ each.outcome }}</td>
 <td>{% if each.prunes %}<code>{{ json(each.prunes) }}</code>{% endif %}
 {% if each.prunes_next %} → <code>{{ json(each.prunes_next) }}</code>{% endif %}</td></tr>{% endfor %}</table></div>
 {% endif %}
+{% if report.stages | map(attribute="record") | select | list %}
 <h2>What each step recorded</h2>
+{% endif %}
 {% for stage in report.stages if stage.record %}<details><summary>{{ stage.name }}</summary>
 <pre>{{ json(stage.record, 2) }}</pre></details>{% endfor %}
 <h2>Make it again</h2>
@@ -190,7 +198,9 @@ def run_page(report: Report) -> str:
         "names": {"name": "processor", "memory_bytes": "memory"},
         "quality": quality_text,
         "lost": lambda stage: loss_text(report, stage),
-        "share": _share,
+        "share": _with_share,
+        "count": count,
+        "volume": volume,
         "json": lambda content, indent=None: json.dumps(content, indent=indent, ensure_ascii=False),
     }
     return render(f"{report.recipe.get('model', 'a model')}, compressed", ROW + TEMPLATE, values)
@@ -216,7 +226,7 @@ def _gains(report: Report) -> list[tuple[str, str, str, str]]:
     if first.size.macs and last.size.macs:
         what = f"multiply-accumulates for one {first.size.macs_per or 'sample'}"
         rows.append((what, count(first.size.macs), count(last.size.macs), _left(last.size.macs, first.size.macs)))
-    lost = f"{loss_text(report, last)} lost" if last is not first else ""
+    lost = f"lost {loss_text(report, last)}" if last is not first else ""
     rows.append((first.quality.name, quality_text(first), quality_text(last), lost))
     return rows + [_faster(first, last, case) for case in first.by_case() if case in last.by_case()]
 
@@ -231,9 +241,9 @@ def _faster(first: Stage, last: Stage, case: str) -> tuple[str, str, str, str]:
     )
 
 
-def _share(part: float | None, whole: float | None) -> str:
-    return f"{part / whole:.1%}" if part and whole else ""
+def _with_share(part: float | None, whole: float | None, say: Callable[[float], str]) -> str:
+    return f"{say(part)} ({part / whole:.1%})" if part and whole else ""
 
 
 def _left(after: float, before: float) -> str:
-    return f"{_share(after, before)} left" if after != before else "as before"
+    return f"{after / before:.1%} left" if after != before else "as before"
