@@ -1,23 +1,62 @@
-"""The `penjing` command: parses flags and calls the stage that does the work, imported only when it is needed."""
+"""The `penjing` command: commands of the stages by name, each stage's `cli.py` imported only when it is asked.
+
+What needs two stages is called from one stage's `cli.py` and written here, the only module that reaches up.
+"""
 
 from __future__ import annotations
 
 import os
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
+from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
+from typer.core import TyperGroup
 from typer.exceptions import TyperException
+from typer.main import get_command
 
-from penjing.core.cli_export import add_commands
-from penjing.core.cli_shared import Force, Json, Overrides, RecipeOrCommand, write_json
+from penjing.core.cli_options import Force, Json, write_json
 from penjing.core.errors import ConfigError, PenjingError
 from penjing.core.recipe_cli import recipe_app
-from penjing.train.cli import train_app
+
+STAGES = {"train": "penjing.train.cli", "compress": "penjing.compress.cli", "serve": "penjing.serve.cli"}
+"""Where a stage's commands are: `app` of the module."""
+COMMANDS = {
+    "export": "compress",
+    "import": "",
+    "report": "compress",
+    "generate": "serve",
+    "serve": "serve",
+    "stop": "serve",
+    "chat": "serve",
+    "info": "",
+    "train": "train",
+    "compress": "compress",
+    "server": "serve",
+    "bench": "serve",
+    "recipe": "",
+}
+"""Every command in the order of the help, and its stage; those without one are core's."""
+
+
+class LazyApp(TyperGroup):
+    """Imports a stage's `cli.py` when one of its commands is called, or shown in the help."""
+
+    def __init__(self, **attributes: Any) -> None:
+        super().__init__(**attributes)
+        self.commands = {name: self.commands.get(name) for name in COMMANDS}  # type: ignore[assignment]
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        if self.commands.get(cmd_name) is None and (stage := COMMANDS.get(cmd_name)):
+            self.commands |= get_command(import_module(STAGES[stage]).app).commands  # type: ignore[attr-defined]
+        return super().get_command(ctx, cmd_name)
+
 
 app = typer.Typer(
+    cls=LazyApp,
     name="penjing",
     help="Train, compress and serve neural networks: from full precision to INT8 on NVIDIA Triton Inference Server.",
     no_args_is_help=True,
@@ -25,30 +64,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-server_app = typer.Typer(help="The embedded Triton server: install it once, see what is there.", no_args_is_help=True)
-bench_app = typer.Typer(help="Tokens per second, latency and memory: a table and JSON.", no_args_is_help=True)
-compress_app = typer.Typer(
-    cls=RecipeOrCommand,
-    help="Compress a checkpoint: `penjing compress RECIPE` (short for `penjing compress run RECIPE`), or look at one.",
-    no_args_is_help=True,
-)
-app.add_typer(train_app, name="train")
-app.add_typer(compress_app, name="compress")
-app.add_typer(server_app, name="server")
-app.add_typer(bench_app, name="bench")
 app.add_typer(recipe_app, name="recipe")
-add_commands(app, compress_app)
 INTERRUPTED = 130
-
-Model = Annotated[Path, typer.Argument(help="A checkpoint or artifact folder.", show_default=False)]
-Runs = Annotated[int, typer.Option(min=1, help="Runs after a warm-up; medians are shown.")]
-KvDtype = Annotated[
-    Literal["auto", "float32", "float16", "bfloat16", "int8"],
-    typer.Option(help="How the KV cache is kept: int8 holds nearly four times the tokens, long contexts run faster."),
-]
-Device = Annotated[
-    Literal["auto", "cpu", "cuda"], typer.Option(help="Where the model runs; `auto`: on CUDA where there is a GPU.")
-]
 
 
 @app.callback()
@@ -78,251 +95,6 @@ def import_(
         import_model(source, out, force=force, progress=progress)
 
 
-@compress_app.command("run")
-def compress(
-    recipe: Annotated[Path, typer.Argument(help="A TOML recipe; see `recipes/`.", show_default=False)],
-    overrides: Overrides = None,
-    out: Annotated[Path | None, typer.Option(help="Write here instead of to the recipe's output.")] = None,
-    force: Force = False,
-) -> None:
-    """Compress a checkpoint as a recipe says: prune and train it step by step, or make it an INT8 artifact.
-
-    What is made carries a report; a run that was killed goes on after its last complete step.
-
-    Examples:
-
-    - `penjing compress recipes/resnet-fashion-pruned.toml --set steps.0.ratio=0.2`
-    - `penjing compress recipes/smollm2-int8.toml --set quantize.lm_head=keep`
-    """
-    from penjing.compress.command import compress_recipe
-    from penjing.core.progress import progress_bar
-
-    with progress_bar() as progress:
-        compress_recipe(recipe, overrides or [], out=out, force=force, progress=progress)
-
-
-@compress_app.command("inspect")
-def compress_inspect(
-    checkpoint: Annotated[Path, typer.Argument(help="A checkpoint folder.", show_default=False)],
-    json_file: Json = None,
-) -> None:
-    """Show each layer's shape, bytes and multiply-accumulates, and what pruning can take: channels, heads, features.
-
-    Example: `penjing compress inspect build/smollm2 --json inspect.json`
-    """
-    from penjing.compress.prune.inspect import inspect_checkpoint, print_inspection
-    from penjing.core.progress import progress_bar
-
-    with progress_bar() as progress:
-        result = inspect_checkpoint(checkpoint, progress)
-    print_inspection(result)
-    write_json(result, json_file)
-
-
-@compress_app.command("sensitivity")
-def compress_sensitivity(
-    checkpoint: Annotated[Path, typer.Argument(help="A checkpoint folder.", show_default=False)],
-    data: Annotated[Literal["calibration", "held-out"], typer.Option(help="What is measured on.")] = "calibration",
-    ratios: Annotated[str, typer.Option(help="Shares of a group's units to remove.")] = "0.1,0.3,0.5",
-    method: Annotated[Literal["l1", "l2", "random"], typer.Option(help="Which units go first.")] = "l1",
-    images: Annotated[int, typer.Option(min=1, help="Of a classifier's data.")] = 512,
-    windows: Annotated[int, typer.Option(min=1, help="Of 256 tokens, of a decoder's data.")] = 8,
-    bits: Annotated[bool, typer.Option("--bits", help="Round each layer instead of pruning it.")] = False,
-    widths: Annotated[str, typer.Option(help="In bits, with --bits.")] = "8,6,4",
-    out: Annotated[
-        Path | None, typer.Option(help="The folder to make; CHECKPOINT-sensitivity or -bits if left out.")
-    ] = None,
-    force: Force = False,
-    json_file: Json = None,
-) -> None:
-    """Prune, or with --bits round, one layer after the other and show what it costs; goes on after a kill.
-
-    Example: `penjing compress sensitivity build/resnet-fashion --ratios 0.2,0.4,0.6`
-    """
-    from penjing.compress.sensitivity.command import run_sensitivity
-
-    flags = {"data": data, "ratios": ratios, "method": method, "images": images, "windows": windows, "widths": widths}
-    result = run_sensitivity(checkpoint, flags, bits=bits, out=out, force=force)
-    write_json(result, json_file)
-
-
-@app.command("report")
-def report(
-    runs: Annotated[list[Path], typer.Argument(help="Folders that `penjing compress` made.", show_default=False)],
-    out: Annotated[Path | None, typer.Option(help="Also write a page with Pareto plots to this file.")] = None,
-    json_file: Json = None,
-) -> None:
-    """Compare compression runs: sizes, quality, speed and what each step cost, stage by stage.
-
-    Example: `penjing report build/resnet-fashion-pruned build/resnet-fashion-mild --out runs.html`
-    """
-    from penjing.compress.report.compare import report_runs
-
-    write_json(report_runs(runs, out), json_file)
-
-
-@app.command()
-def generate(
-    model: Model,
-    prompt: Annotated[str, typer.Argument(help="The text to continue; `-` reads standard input.", show_default=False)],
-    max_tokens: Annotated[int, typer.Option(help="New tokens at most.")] = 128,
-    temperature: Annotated[float, typer.Option(help="0 takes the most likely token each time.")] = 0.0,
-    top_p: Annotated[float, typer.Option(help="Sample from the smallest set with this probability.")] = 1.0,
-    top_k: Annotated[int, typer.Option(help="Sample from the k most likely tokens; 0 for all.")] = 0,
-    seed: Annotated[int | None, typer.Option(help="Makes sampling repeatable.")] = None,
-    stop: Annotated[list[str] | None, typer.Option(help="Stop before this text; may be repeated.")] = None,
-    chat: Annotated[bool, typer.Option("--chat", help="Wrap the prompt in the model's chat template.")] = False,
-    kv_dtype: KvDtype = "auto",
-    device: Device = "cpu",
-    samples: Annotated[int, typer.Option(min=0, help="Write so many texts to --out, each sampled by itself.")] = 0,
-    out: Annotated[Path | None, typer.Option(help="Folder of the --samples: a source of training text.")] = None,
-) -> None:
-    """Generate text in this process, streaming it as it comes; or many texts to distil from.
-
-    Example: `penjing generate build/smollm2-int8 "Once upon a time" --max-tokens 64`
-    """
-    from penjing.core.progress import progress_bar
-    from penjing.serve.engine.config import EngineConfig
-    from penjing.serve.generate import generate_to_terminal
-    from penjing.serve.samples import sample_texts
-
-    sampling: dict[str, Any] = {"max_tokens": max_tokens, "temperature": temperature, "top_p": top_p, "top_k": top_k}
-    sampling |= {"stop": stop or [], **({} if seed is None else {"seed": seed})}
-    text = sys.stdin.read() if prompt == "-" else prompt
-    if (samples > 0) != (out is not None):
-        raise ConfigError("--samples and --out belong together: how many texts, and the folder for them")
-    if out is not None:
-        with progress_bar() as progress:
-            config = EngineConfig(kv_dtype=kv_dtype, device=device)
-            sample_texts(model, text, sampling, samples, out, progress, chat=chat, engine_config=config)
-        return
-    generate_to_terminal(model, text, sampling, chat=chat, kv_dtype=kv_dtype, device=device)
-
-
-@app.command()
-def serve(
-    model: Model,
-    host: Annotated[str, typer.Option(help="Address to listen on; loopback by default.")] = "127.0.0.1",
-    grpc_port: Annotated[int, typer.Option(min=1, max=65535, help="gRPC.")] = 8001,
-    http_port: Annotated[int, typer.Option(min=1, max=65535, help="HTTP.")] = 8000,
-    metrics_port: Annotated[int, typer.Option(min=1, max=65535, help="Prometheus metrics.")] = 8002,
-    detach: Annotated[bool, typer.Option("--detach", help="Return when ready; `penjing stop` ends it.")] = False,
-    kv_dtype: KvDtype = "auto",
-    device: Device = "cpu",
-    overrides: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--set",
-            metavar="KEY=VALUE",
-            help="A setting: max_num_sequences=64 of a decoder's engine, max_batch_size=128 of a classifier.",
-        ),
-    ] = None,
-) -> None:
-    """Serve a decoder, or a classifier's artifact, from a real Triton server; Ctrl-C lets running answers finish.
-
-    Examples:
-
-    - `penjing serve build/smollm2-int8 --detach`
-    - `penjing serve build/resnet-fashion-int8 --set max_queue_delay=0.002`, for
-      `penjing.serve.client.client.Client().classify(images)`, or any Triton client: model `classifier`, input `pixels`
-      (UINT8) or `images` (FP32), output `logits`
-    """
-    from penjing.serve.supervisor.supervisor import ServeConfig
-    from penjing.serve.supervisor.supervisor import serve as run
-
-    config = ServeConfig(host=host, grpc_port=grpc_port, http_port=http_port, metrics_port=metrics_port)
-    flags = {"kv_dtype": (kv_dtype, "auto"), "device": (device, "cpu")}  # of decoders; their defaults say nothing
-    chosen = [f"{name}={value}" for name, (value, default) in flags.items() if value != default]
-    run(model, config, detach=detach, engine_overrides=[*chosen, *(overrides or [])])
-
-
-@app.command()
-def stop(
-    grpc_port: Annotated[int, typer.Option(min=1, max=65535, help="The gRPC port of the server to stop.")] = 8001,
-    timeout: Annotated[float, typer.Option(help="Seconds to let running answers finish.")] = 30.0,
-) -> None:
-    """Drain and stop a server that `penjing serve --detach` started."""
-    from penjing.serve.supervisor.supervisor import stop as run
-
-    run(grpc_port, timeout=timeout)
-
-
-@app.command()
-def chat(
-    server: Annotated[str, typer.Option(help="host:port of a server's gRPC endpoint.")] = "localhost:8001",
-    system: Annotated[str | None, typer.Option(help="A system message.")] = None,
-    max_tokens: Annotated[int, typer.Option(help="Tokens of one answer at most.")] = 512,
-    temperature: Annotated[float, typer.Option(help="0 takes the most likely token each time.")] = 0.7,
-) -> None:
-    """Chat with a served model in the terminal; Ctrl-C cancels the answer, Ctrl-D leaves.
-
-    Example: `penjing chat --server localhost:8001`
-    """
-    from penjing.serve.client.chat import chat as run
-
-    run(server, system=system, max_tokens=max_tokens, temperature=temperature)
-
-
-@server_app.command("install")
-def server_install() -> None:
-    """Fetch and unpack the embedded Triton server (55 MB, once, checksum verified)."""
-    from penjing.serve.supervisor.install import install_to_terminal
-
-    install_to_terminal()
-
-
-@server_app.command("status")
-def server_status() -> None:
-    """Show which Triton server would run and what is running."""
-    from penjing.serve.supervisor.status import status_to_terminal
-
-    status_to_terminal()
-
-
-@bench_app.command("engine")
-def bench_engine(
-    model: Model, runs: Runs = 5, kv_dtype: KvDtype = "auto", device: Device = "cpu", json_file: Json = None
-) -> None:
-    """Measure the engine in this process: prefill, one stream, 16 streams.
-
-    Example: `penjing bench engine build/smollm2-int8 --json bench.json`
-    """
-    from penjing.core.progress import progress_bar
-    from penjing.serve.bench.engine import bench_engine as run
-
-    with progress_bar() as progress:
-        result = run(model, runs=runs, progress=progress, kv_dtype=kv_dtype, device=device)
-    _show(result, json_file)
-
-
-@bench_app.command("server")
-def bench_server(
-    model: Model,
-    server: Annotated[str, typer.Option(help="host:port of the gRPC endpoint.")] = "localhost:8001",
-    runs: Runs = 5,
-    json_file: Json = None,
-) -> None:
-    """Measure a running server from outside, and in turns MODEL, which it serves, in this process.
-
-    Examples:
-
-    - `penjing bench server build/smollm2-int8 --server localhost:8001`: tokens a second, latencies
-    - `penjing bench server build/resnet-fashion-int8`: images a second beside ONNX Runtime
-    - `penjing bench server build/minilm-int8`: texts a second beside ONNX Runtime
-    """
-    from penjing.core.progress import progress_bar
-    from penjing.serve.families.base import family_at
-
-    if family_at(model).workload is not None:
-        from penjing.serve.bench.batched import bench_batched as run
-    else:
-        from penjing.serve.bench.server import bench_server as run
-
-    with progress_bar() as progress:
-        result = run(model, server, runs=runs, progress=progress)
-    _show(result, json_file)
-
-
 @app.command()
 def info(
     kernels: Annotated[
@@ -348,11 +120,37 @@ def info(
     write_json(result, json_file)
 
 
-def _show(result: dict[str, Any], json_file: Path | None) -> None:
-    from penjing.core.progress import print_table
+def ask_server(artifact: Path, server: str | None) -> dict[str, Any]:
+    """`penjing compress verify --served` or `--server`: compress checks the rest.
 
-    print_table(result)
-    write_json(result, json_file)
+    Args:
+        server: host:port of a server that runs; None starts one for it.
+
+    Returns:
+        See `penjing.serve.parity.served_parity`.
+    """
+    from penjing.serve.parity import served_parity
+    from penjing.serve.supervisor.temporary import temporary_server
+
+    with nullcontext(server) if server else temporary_server(artifact) as address:
+        return served_parity(artifact, address)
+
+
+def write_repository(
+    artifact: Path,
+    out: Path,
+    form: Literal["onnxruntime", "python"] | None,
+    overrides: list[str] | None,
+    *,
+    force: bool,
+) -> None:
+    """`penjing export --to model-repository`: compress writes the other forms."""
+    from penjing.core.progress import progress_bar
+    from penjing.serve.supervisor.export import export_repository
+
+    with progress_bar() as progress:
+        made = export_repository(artifact, out, form, overrides=overrides, force=force, progress=progress)
+        progress.note(f"wrote {made}; serve it with 'tritonserver --model-repository={out}'")
 
 
 def main() -> None:

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from penjing.core.cli_shared import Force
+from penjing.core.cli_options import Force
 
 recipe_app = typer.Typer(help="Recipes that come with penjing, and every key that one may hold.", no_args_is_help=True)
 

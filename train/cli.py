@@ -7,13 +7,15 @@ from typing import Annotated
 
 import typer
 
-from penjing.core.cli_shared import Force, Json, Overrides, RecipeOrCommand, write_json
+from penjing.core.cli_options import Force, Json, Overrides, RecipeOrCommand, stage_app, write_json
 
+app = stage_app()
 train_app = typer.Typer(
     cls=RecipeOrCommand,
     help="Train: `penjing train RECIPE` (short for `penjing train run RECIPE`), or plan a run on many GPUs.",
     no_args_is_help=True,
 )
+app.add_typer(train_app, name="train")
 Recipe = Annotated[Path, typer.Argument(help="A TOML recipe; see `recipes/`.", show_default=False)]
 
 

@@ -1,4 +1,4 @@
-"""What the files of the command line share: kinds of options, and the group whose default is a recipe."""
+"""What the command lines of the stages share: kinds of options, and the group whose default is a recipe."""
 
 from __future__ import annotations
 
@@ -14,6 +14,11 @@ Overrides = Annotated[
     list[str] | None, typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Change one value of the recipe.")
 ]
 Json = Annotated[Path | None, typer.Option("--json", help="Also write the result to this file.")]
+
+
+def stage_app() -> typer.Typer:
+    """What a stage's commands are added to; `penjing` shows them among its own."""
+    return typer.Typer(rich_markup_mode="markdown", pretty_exceptions_enable=False, add_completion=False)
 
 
 class RecipeOrCommand(TyperGroup):

@@ -1,0 +1,216 @@
+"""`penjing compress …`, `penjing export` and `penjing report`: flags here, the work in the stage's folders."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+
+from penjing.core.cli_options import Force, Json, Overrides, RecipeOrCommand, stage_app, write_json
+from penjing.core.errors import ConfigError
+
+app = stage_app()
+compress_app = typer.Typer(
+    cls=RecipeOrCommand,
+    help="Compress a checkpoint: `penjing compress RECIPE` (short for `penjing compress run RECIPE`), or look at one.",
+    no_args_is_help=True,
+)
+app.add_typer(compress_app, name="compress")
+
+Artifact = Annotated[Path, typer.Argument(help="An artifact folder.", show_default=False)]
+Target = Literal["onnxruntime-cpu", "onnxruntime-avx2", "tensorrt"]
+
+
+@compress_app.command("verify")
+def verify(
+    artifact: Artifact,
+    served: Annotated[
+        bool, typer.Option("--served", help="Also through a Triton server, started for it; the answers are recorded.")
+    ] = False,
+    server: Annotated[
+        str | None, typer.Option(metavar="HOST:PORT", help="Also through this running server (gRPC).")
+    ] = None,
+    json_file: Json = None,
+) -> None:
+    """Check an artifact's hashes, and run the parity gate again on this machine.
+
+    Examples:
+
+    - `penjing compress verify build/resnet-fashion-int8`
+    - `penjing compress verify build/resnet-fashion-int8 --served`
+    """
+    from penjing.compress.verify import print_verification, verify_artifact
+    from penjing.core.progress import progress_bar
+
+    with progress_bar() as progress:
+        result: dict[str, Any] = verify_artifact(artifact, progress)
+    if served or server:
+        from penjing.core.cli import ask_server
+
+        found = ask_server(artifact, server)
+        result["differences"] += found.pop("differences")
+        result |= found
+    print_verification(result)
+    write_json(result, json_file)
+
+
+@compress_app.command("quantize")
+def quantize(
+    checkpoint: Annotated[Path, typer.Argument(help="The checkpoint of an image classifier.", show_default=False)],
+    out: Annotated[Path, typer.Argument(help="The artifact folder to make.", show_default=False)],
+    target: Annotated[Target, typer.Option(help="The engine that will run it.")] = "onnxruntime-cpu",
+    overrides: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="A setting, such as observer=entropy or calibrate.images=512."),
+    ] = None,
+    force: Force = False,
+) -> None:
+    """Turn a classifier into an INT8 artifact without training: calibrated on training images, gated by parity.
+
+    Example: `penjing compress quantize build/resnet-fashion build/resnet-fashion-int8 --set observer=mse`
+    """
+    from penjing.compress.steps.quantize_command import quantize_to_folder
+    from penjing.core.progress import progress_bar
+
+    with progress_bar() as progress:
+        quantize_to_folder(checkpoint, out, target, overrides or [], force=force, progress=progress)
+
+
+@compress_app.command("run")
+def compress(
+    recipe: Annotated[Path, typer.Argument(help="A TOML recipe; see `recipes/`.", show_default=False)],
+    overrides: Overrides = None,
+    out: Annotated[Path | None, typer.Option(help="Write here instead of to the recipe's output.")] = None,
+    force: Force = False,
+) -> None:
+    """Compress a checkpoint as a recipe says: prune and train it step by step, or make it an INT8 artifact.
+
+    What is made carries a report; a run that was killed goes on after its last complete step.
+
+    Examples:
+
+    - `penjing compress recipes/resnet-fashion-pruned.toml --set steps.0.ratio=0.2`
+    - `penjing compress recipes/smollm2-int8.toml --set quantize.lm_head=keep`
+    """
+    from penjing.compress.command import compress_recipe
+    from penjing.core.progress import progress_bar
+
+    with progress_bar() as progress:
+        compress_recipe(recipe, overrides or [], out=out, force=force, progress=progress)
+
+
+@compress_app.command("inspect")
+def compress_inspect(
+    checkpoint: Annotated[Path, typer.Argument(help="A checkpoint folder.", show_default=False)],
+    json_file: Json = None,
+) -> None:
+    """Show each layer's shape, bytes and multiply-accumulates, and what pruning can take: channels, heads, features.
+
+    Example: `penjing compress inspect build/smollm2 --json inspect.json`
+    """
+    from penjing.compress.prune.inspect import inspect_checkpoint, print_inspection
+    from penjing.core.progress import progress_bar
+
+    with progress_bar() as progress:
+        result = inspect_checkpoint(checkpoint, progress)
+    print_inspection(result)
+    write_json(result, json_file)
+
+
+@compress_app.command("sensitivity")
+def compress_sensitivity(
+    checkpoint: Annotated[Path, typer.Argument(help="A checkpoint folder.", show_default=False)],
+    data: Annotated[Literal["calibration", "held-out"], typer.Option(help="What is measured on.")] = "calibration",
+    ratios: Annotated[str, typer.Option(help="Shares of a group's units to remove.")] = "0.1,0.3,0.5",
+    method: Annotated[Literal["l1", "l2", "random"], typer.Option(help="Which units go first.")] = "l1",
+    images: Annotated[int, typer.Option(min=1, help="Of a classifier's data.")] = 512,
+    windows: Annotated[int, typer.Option(min=1, help="Of 256 tokens, of a decoder's data.")] = 8,
+    bits: Annotated[bool, typer.Option("--bits", help="Round each layer instead of pruning it.")] = False,
+    widths: Annotated[str, typer.Option(help="In bits, with --bits.")] = "8,6,4",
+    out: Annotated[
+        Path | None, typer.Option(help="The folder to make; CHECKPOINT-sensitivity or -bits if left out.")
+    ] = None,
+    force: Force = False,
+    json_file: Json = None,
+) -> None:
+    """Prune, or with --bits round, one layer after the other and show what it costs; goes on after a kill.
+
+    Example: `penjing compress sensitivity build/resnet-fashion --ratios 0.2,0.4,0.6`
+    """
+    from penjing.compress.sensitivity.command import run_sensitivity
+
+    flags = {"data": data, "ratios": ratios, "method": method, "images": images, "windows": windows, "widths": widths}
+    result = run_sensitivity(checkpoint, flags, bits=bits, out=out, force=force)
+    write_json(result, json_file)
+
+
+@app.command("report")
+def report(
+    runs: Annotated[list[Path], typer.Argument(help="Folders that `penjing compress` made.", show_default=False)],
+    out: Annotated[Path | None, typer.Option(help="Also write a page with Pareto plots to this file.")] = None,
+    json_file: Json = None,
+) -> None:
+    """Compare compression runs: sizes, quality, speed and what each step cost, stage by stage.
+
+    Example: `penjing report build/resnet-fashion-pruned build/resnet-fashion-mild --out runs.html`
+    """
+    from penjing.compress.report.compare import report_runs
+
+    write_json(report_runs(runs, out), json_file)
+
+
+@app.command("export")
+def export(
+    artifact: Artifact,
+    out: Annotated[Path, typer.Argument(help="The file or folder to write.", show_default=False)],
+    to: Annotated[
+        Literal["onnx", "tensorrt", "compressed-tensors", "gguf", "model-repository"],
+        typer.Option(
+            help="onnx: of a classifier a file, of a decoder a folder; tensorrt: engine of a classifier; "
+            "compressed-tensors: of a decoder, for vLLM and transformers; gguf: Q8_0 of a decoder; "
+            "model-repository: a folder for `tritonserver`."
+        ),
+    ],
+    target: Annotated[
+        Target | None, typer.Option(help="The engine that an ONNX file is for; by default the artifact's.")
+    ] = None,
+    form: Annotated[
+        Literal["onnxruntime", "python"] | None,
+        typer.Option(
+            help="Of a model-repository. onnxruntime: that backend, no penjing on the server (classifiers' default); "
+            "python: penjing in the Python backend."
+        ),
+    ] = None,
+    overrides: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="Of a model-repository: a setting of `penjing serve --set`."),
+    ] = None,
+    force: Force = False,
+) -> None:
+    """Write an artifact in the form that another engine reads; it is checked there first.
+
+    Examples:
+
+    - `penjing export build/resnet-fashion-int8 resnet.onnx --to onnx`
+    - `penjing export build/resnet-fashion-int8 resnet.onnx --to onnx --target tensorrt` for trtexec
+    - `penjing export build/smollm2-int8 build/smollm2-onnx --to onnx` for ONNX Runtime, with keys and values
+    - `penjing export build/smollm2-int8 build/smollm2-vllm --to compressed-tensors` for vLLM and transformers
+    - `penjing export build/smollm2-int8 smollm2.gguf --to gguf` for llama.cpp
+    - `penjing export build/resnet-fashion-int8 models --to model-repository --set max_batch_size=128`, then
+      `tritonserver --model-repository=models`
+    """
+    if to == "model-repository":
+        if target:
+            raise ConfigError("--target is for --to onnx; a model repository takes the artifact's")
+        from penjing.core.cli import write_repository
+
+        return write_repository(artifact, out, form, overrides, force=force)
+    if form or overrides:
+        raise ConfigError(f"--form and --set are for --to model-repository; leave them out with --to {to}")
+    from penjing.compress.export.run import export_artifact, print_export
+    from penjing.core.progress import progress_bar
+
+    with progress_bar() as progress:
+        record = export_artifact(artifact, to, out, target=target, force=force, progress=progress)
+    print_export(out, record)
