@@ -12,7 +12,6 @@ from contextlib import ExitStack
 import torch
 from torch import Tensor, nn
 
-from penjing.compress.quantize.modules import QuantizedConvNorm
 from penjing.compress.quantize.place_resnet import Layer, layers
 
 
@@ -36,8 +35,7 @@ def correct_biases(model: nn.Module, floating: nn.Module, batches: Iterable[tupl
 
     def correct(name: str, layer: Layer) -> Callable[..., Tensor]:
         def hook(_: nn.Module, arguments: tuple[Tensor, ...], output: Tensor) -> Tensor:
-            bias = layer.norm.bias if isinstance(layer, QuantizedConvNorm) else layer.bias
-            bias.add_((means[name] - _mean(output)) / count)
+            layer.bias.add_((means[name] - _mean(output)) / count)
             return layer.forward(*arguments)  # not the call, which would come here again
 
         return hook

@@ -27,7 +27,6 @@ from torch import Tensor, nn
 from penjing.compress.decoder.check import input_hashes
 from penjing.compress.decoder.settings import Recipe
 from penjing.compress.measure.data import ImageData
-from penjing.compress.quantize.modules import QuantizedConvNorm
 from penjing.compress.quantize.place_resnet import Layer, apply_quantization, calibrate, layers, set_mode
 from penjing.compress.quantize.targets import ClassifierSettings, TargetName
 from penjing.core.checkpoint.decoder import open_checkpoint
@@ -129,10 +128,7 @@ def effective_bits(model: nn.Module) -> float:
 
 def weights_of(model: nn.Module) -> dict[str, int]:
     """Layer → how many weights it has."""
-    return {
-        name: (layer.conv if isinstance(layer, QuantizedConvNorm) else layer).weight.numel()
-        for name, layer in layers(model)
-    }
+    return {name: layer.weight.numel() for name, layer in layers(model)}
 
 
 def keep_floating(scores: dict[str, float], sizes: dict[str, int], budget: float) -> tuple[str, ...]:

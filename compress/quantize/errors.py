@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from penjing.compress.quantize.modules import QuantizedConvNorm
 from penjing.compress.quantize.place_resnet import Layer, layers, set_mode
 
 
@@ -55,7 +54,7 @@ def layer_errors(model: nn.Module, batches: Iterable[tuple[Tensor, ...]]) -> lis
 def _weight_error(layer: Layer) -> float:
     if layer.weight_quantizer is None:
         return 0.0
-    weight = layer.conv.weight if isinstance(layer, QuantizedConvNorm) else layer.weight
+    weight = layer.weight
     error = (layer.weight_quantizer(weight) - weight).double().square().sum()
     return _ratio(float(error), float(weight.double().square().sum()))
 

@@ -59,6 +59,16 @@ class QuantizedConvNorm(nn.Module):
         self.input_quantizer, self.output_quantizer = before, after
         self.register_buffer("frozen", torch.zeros((), dtype=torch.bool))
 
+    @property
+    def weight(self) -> Tensor:
+        """Of the convolution, not rounded."""
+        return self.conv.weight
+
+    @property
+    def bias(self) -> Tensor:
+        """Of the norm."""
+        return self.norm.bias
+
     def train(self, mode: bool = True) -> QuantizedConvNorm:
         """As of every module, but frozen statistics stay frozen."""
         super().train(mode)

@@ -60,8 +60,7 @@ def calibrate(model: nn.Module, batches: Iterable[tuple[Tensor, ...]]) -> None:
         quantizer.calibrate()
     for _, layer in layers(model):
         if layer.weight_quantizer is not None:
-            weight = layer.conv.weight if isinstance(layer, QuantizedConvNorm) else layer.weight
-            layer.weight_quantizer.calibrate(weight)
+            layer.weight_quantizer.calibrate(layer.weight)
 
 
 def check_weights(model: nn.Module) -> None:

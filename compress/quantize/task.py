@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from torch import nn
 
+from penjing.compress.distill.task import WrappedTask
 from penjing.compress.measure.data import ImageData
 from penjing.compress.quantize.place_resnet import apply_quantization, freeze_statistics, set_mode
 from penjing.compress.quantize.prepare import prepare
 from penjing.compress.quantize.targets import ClassifierSettings, TargetName
 from penjing.core.checkpoint.classifier import load_vision_checkpoint
 from penjing.core.models.resnet import ResNet
-from penjing.train.data.stream import Stream
 from penjing.train.families.base import Task
-from penjing.train.objective.objective import Batch, TaskObjective
 from penjing.train.processes.world import World
 
 
-class QuantizedTask:
-    """`task`, an image classifier's, learnt with rounded weights and activations.
+class QuantizedTask(WrappedTask):
+    """`task`, an image classifier's, learnt with rounded weights and activations; exported with the quantizers' ranges
+    beside the weights.
 
     Args:
         source: the checkpoint that the network begins with.
@@ -38,16 +37,15 @@ class QuantizedTask:
         data: ImageData,
         freeze_at: int,
     ) -> None:
-        self._task, self._source, self._data = task, source, data
+        super().__init__(task)
+        self._source, self._data = source, data
         self._target: TargetName = target
         self._settings = settings
         self._freeze_at = freeze_at
-        self.unit = task.unit
-        self.objective: TaskObjective = task.objective
 
     def build_model(self) -> nn.Module:
         """See `Task`; every quantizer is on."""
-        model = self._task.build_model()
+        model = super().build_model()
         assert isinstance(model, ResNet)
         set_mode(apply_quantization(model, self._target, self._settings), "on")
         return model
@@ -57,21 +55,6 @@ class QuantizedTask:
         assert isinstance(model, ResNet)
         prepare(model, load_vision_checkpoint(self._source)[0], self._settings, self._data)
 
-    def weights(self) -> None:
-        """See `Task`."""
-
-    def example(self, micro_batch: int) -> Batch:
-        """See `Task`."""
-        return self._task.example(micro_batch)
-
-    def stream(self, micro_batch: int, world: World) -> Stream:
-        """See `Task`."""
-        return self._task.stream(micro_batch, world)
-
-    def held_out(self, micro_batch: int, world: World) -> Iterator[Batch]:
-        """See `Task`."""
-        return self._task.held_out(micro_batch, world)
-
     def after_update(self, model: nn.Module, world: World) -> tuple[Callable[[int], None], ...]:
         """See `Task`; statistics are frozen once, late, so that the rest of the run sees the norm as it is folded."""
 
@@ -79,12 +62,4 @@ class QuantizedTask:
             if step == self._freeze_at:
                 freeze_statistics(model)
 
-        return (*self._task.after_update(model, world), freeze)
-
-    def export(self, model: nn.Module, folder: Path, created_by: dict[str, Any]) -> None:
-        """See `Task`: a checkpoint with the quantizers' ranges beside the weights."""
-        self._task.export(model, folder, created_by)
-
-    def next_command(self, folder: Path) -> str:
-        """See `Task`: an artifact is made of it."""
-        return ""
+        return (*super().after_update(model, world), freeze)

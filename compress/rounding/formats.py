@@ -47,17 +47,17 @@ class NumberFormat(Protocol):
         ...
 
 
-@dataclass(frozen=True)
-class SignedInteger:
-    """Symmetric: scale = largest magnitude / high, zero point 0. With `low` = −high a weight may change its sign."""
-
-    name: FormatName
-    low: float
+class _Symmetric:
     high: float
 
     def parameters(self, lowest: Tensor, highest: Tensor) -> tuple[Tensor, Tensor]:
         """See `NumberFormat`."""
         return _scale(torch.maximum(lowest.abs(), highest.abs()) / self.high), torch.zeros_like(highest)
+
+
+class _Integers:
+    low: float
+    high: float
 
     def store(self, real: Tensor, zero: Tensor | float = 0.0) -> Tensor:
         """See `NumberFormat`."""
@@ -65,7 +65,16 @@ class SignedInteger:
 
 
 @dataclass(frozen=True)
-class UnsignedInteger:
+class SignedInteger(_Symmetric, _Integers):
+    """Symmetric: scale = largest magnitude / high, zero point 0. With `low` = −high a weight may change its sign."""
+
+    name: FormatName
+    low: float
+    high: float
+
+
+@dataclass(frozen=True)
+class UnsignedInteger(_Integers):
     """Asymmetric: the range of the values is stretched over [0, 255]; zero is always stored exactly."""
 
     name: FormatName = "uint8"
@@ -78,13 +87,9 @@ class UnsignedInteger:
         scale = _scale((highest - lowest) / self.high)
         return scale, (-lowest / scale).round().clamp(self.low, self.high)
 
-    def store(self, real: Tensor, zero: Tensor | float = 0.0) -> Tensor:
-        """See `NumberFormat`."""
-        return (real.round() + zero).clamp(self.low, self.high)
-
 
 @dataclass(frozen=True)
-class Float8:
+class Float8(_Symmetric):
     """FP8 with four bits of exponent and three of mantissa (E4M3, largest value 448, no infinity), simulated.
 
     https://arxiv.org/abs/2209.05433; beyond ±448 values saturate, as they do in hardware conversions.
@@ -93,10 +98,6 @@ class Float8:
     name: FormatName = "fp8"
     low: float = -448.0
     high: float = 448.0
-
-    def parameters(self, lowest: Tensor, highest: Tensor) -> tuple[Tensor, Tensor]:
-        """See `NumberFormat`."""
-        return _scale(torch.maximum(lowest.abs(), highest.abs()) / self.high), torch.zeros_like(highest)
 
     def store(self, real: Tensor, zero: Tensor | float = 0.0) -> Tensor:
         """See `NumberFormat`."""
@@ -117,10 +118,7 @@ def weight_format(name: FormatName) -> NumberFormat:
     Raises:
         ConfigError: weights have no such format.
     """
-    formats: dict[str, NumberFormat] = {"int8": INT8_WEIGHT, "int7": INT7_WEIGHT, "fp8": FP8}
-    if name not in formats:
-        raise ConfigError(f"weights cannot be {name}: they are symmetric; use one of {', '.join(formats)}")
-    return formats[name]
+    return _named(name, "weights cannot be {name}: they are symmetric; use one of", INT8_WEIGHT, INT7_WEIGHT, FP8)
 
 
 def activation_format(name: FormatName) -> NumberFormat:
@@ -129,10 +127,14 @@ def activation_format(name: FormatName) -> NumberFormat:
     Raises:
         ConfigError: activations have no such format.
     """
-    formats: dict[str, NumberFormat] = {"int8": INT8_ACTIVATION, "uint8": UINT8, "fp8": FP8}
-    if name not in formats:
-        raise ConfigError(f"activations cannot be {name}; use one of {', '.join(formats)}")
-    return formats[name]
+    return _named(name, "activations cannot be {name}; use one of", INT8_ACTIVATION, UINT8, FP8)
+
+
+def _named(name: FormatName, refusal: str, *formats: NumberFormat) -> NumberFormat:
+    known = {each.name: each for each in formats}
+    if name not in known:
+        raise ConfigError(f"{refusal.format(name=name)} {', '.join(known)}")
+    return known[name]
 
 
 def _scale(scale: Tensor) -> Tensor:
