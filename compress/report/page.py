@@ -15,7 +15,7 @@ from penjing.core.progress import count, duration, megabytes, volume
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-BEFORE, AFTER, OTHERS = "#9aa5b1", "#2f6f4f", ("#b7791f", "#2b6cb0", "#9b2c2c", "#6b46c1", "#285e61")
+BEFORE, AFTER, OTHERS = "#9aa5b1", "#2f6f4f", ("#b7791f", "#2b6cb0", "#9b2c2c", "#6b46c1", "#d53f8c")
 
 FRAME = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><title>{{ title }}</title>
