@@ -120,7 +120,7 @@ def _train(
     recipe: Path, changes: list[str], out: StrPath | None, force: bool, resume: str, progress: Progress | None
 ) -> Path:
     from penjing.core.config import load_recipe
-    from penjing.train.recipe import TrainRecipe
+    from penjing.train.recipe.recipe import TrainRecipe
     from penjing.train.run import train
 
     if out is not None:

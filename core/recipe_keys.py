@@ -27,7 +27,7 @@ from penjing.core.recipes import StageName
 
 RECIPES: dict[StageName, str] = {
     "compress": "penjing.compress.recipe:FlowRecipe",
-    "train": "penjing.train.recipe:TrainRecipe",
+    "train": "penjing.train.recipe.recipe:TrainRecipe",
 }
 REQUIRED, LEFT_OUT = "required", "left out"
 _PLAIN = {bool: "true or false", int: "integer", float: "number", str: "text", Path: "path", Any: "any value"}

@@ -52,7 +52,7 @@ def test_every_kind_of_error_is_there() -> None:
 
 def test_stages_are_packages_of_their_own() -> None:
     import penjing.core.errors
-    import penjing.train.recipe
+    import penjing.train.recipe.recipe
 
     assert penjing.__file__ is not None
     assert (Path(penjing.__file__).parent / "py.typed").exists()
