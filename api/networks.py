@@ -12,8 +12,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from penjing.core.artifact.classifier import is_vision_artifact, normalised, open_vision_artifact
-from penjing.core.artifact.encoder import embed_in_batches, is_encoder_artifact, open_encoder_artifact
+from penjing.core.artifact.base import is_artifact
+from penjing.core.artifact.onnx_classifier import normalised, open_classifier_artifact
+from penjing.core.artifact.onnx_encoder import embed_in_batches, open_encoder_artifact
 from penjing.core.checkpoint.classifier import load_vision_checkpoint
 from penjing.core.checkpoint.classifier_config import VisionConfig
 from penjing.core.checkpoint.encoder import read_encoder
@@ -105,8 +106,8 @@ def load(folder: str | os.PathLike[str], *, device: str = "cpu") -> Network:
 
 
 def _classifier(folder: Path) -> ImageClassifier:
-    if is_vision_artifact(folder):
-        artifact = open_vision_artifact(folder)
+    if is_artifact(folder):
+        artifact = open_classifier_artifact(folder)
         session = artifact.session()
         return ImageClassifier(artifact.config, True, lambda pixels: artifact.logits(session, pixels))
     model, config = load_vision_checkpoint(folder)
@@ -119,7 +120,7 @@ def _classifier(folder: Path) -> ImageClassifier:
 
 
 def _encoder(folder: Path) -> TextEncoder:
-    if is_encoder_artifact(folder):
+    if is_artifact(folder):
         artifact = open_encoder_artifact(folder)
         session = artifact.session()
         return TextEncoder(artifact.config, artifact.tokenizer, True, lambda texts: artifact.embed(session, texts))

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from onnxruntime.transformers.optimizer import optimize_model
 from torch import Tensor, nn
 
-from penjing.core.artifact.encoder import IDS, MASK, OUTPUT
+from penjing.core.artifact.onnx_encoder import IDS, MASK, OUTPUT
 from penjing.core.models.encoder import Encoder, EncoderLayer
 
 KINDS = ("Attention", "SkipLayerNormalization", "BiasGelu", "EmbedLayerNormalization")

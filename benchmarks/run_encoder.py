@@ -31,8 +31,8 @@ from rows import RESULTS, Row, append, new_row
 from penjing.compress.export.onnx_encoder import export_encoder
 from penjing.compress.measure.retrieval import compare
 from penjing.compress.measure.texts import Retrieval, retrieval_set
-from penjing.core.artifact.classifier import MODEL_FILE
-from penjing.core.artifact.encoder import EncoderArtifact, embed_texts, open_encoder_artifact, open_encoder_session
+from penjing.core.artifact.base import MODEL_FILE
+from penjing.core.artifact.onnx_encoder import EncoderArtifact, embed_texts, open_encoder_artifact, open_encoder_session
 from penjing.core.checkpoint.encoder import read_encoder
 from penjing.core.cli import guarded
 from penjing.core.timing import interleaved

@@ -30,7 +30,7 @@ from penjing.compress.measure.data import Calibrate, ImageData, open_data
 from penjing.compress.measure.evaluate import EvaluateSettings, evaluate_checkpoint
 from penjing.compress.quantize.artifact import ArtifactSettings, quantize_checkpoint
 from penjing.compress.quantize.targets import TargetName
-from penjing.core.artifact.classifier import open_vision_artifact
+from penjing.core.artifact.onnx_classifier import open_classifier_artifact
 from penjing.core.checkpoint.classifier import VisionConfig, load_vision_checkpoint, save_vision_checkpoint
 from penjing.core.cli import guarded
 from penjing.core.files import publish_folder
@@ -103,7 +103,7 @@ def shape_rows(scratch: Path, arguments: argparse.Namespace) -> list[Row]:
             seconds = time.monotonic() - began
             key = f"{label}/{target}"
             files[key] = folder / "model.onnx"
-            options[key] = open_vision_artifact(folder).quantization.session_options
+            options[key] = open_classifier_artifact(folder).quantization.session_options
             smaller = files[key].stat().st_size
             rows.append(
                 new_row("int8", f"{name}/{key}/size", smaller, "B", runs=1, baseline=UNPRUNED, baseline_value=size)
@@ -148,7 +148,7 @@ def fashion_rows(scratch: Path, arguments: argparse.Namespace) -> list[Row]:
             rows.append(
                 new_row("int8", f"fashion/{label}/size", smaller, "B", runs=1, baseline=UNPRUNED, baseline_value=size)
             )
-            options[label] = open_vision_artifact(folder).quantization.session_options
+            options[label] = open_classifier_artifact(folder).quantization.session_options
     shape = (64, config.model.in_channels, *config.image_size)
     images = np.random.default_rng(2).standard_normal(shape).astype(np.float32)
     return rows + throughput_rows("fashion", files, options, images, arguments)

@@ -28,7 +28,7 @@ from run_int8 import synthetic
 
 from penjing.compress.measure.data import ImageData
 from penjing.compress.quantize.artifact import ArtifactSettings, quantize_checkpoint
-from penjing.core.artifact.classifier import open_vision_artifact
+from penjing.core.artifact.onnx_classifier import open_classifier_artifact
 from penjing.core.checkpoint.classifier import save_vision_checkpoint
 from penjing.core.cli import guarded
 from penjing.core.files import publish_folder
@@ -82,7 +82,7 @@ def main() -> int:
 
 def burst_rows(name: str, model: Path, server: str, runs: int) -> list[Row]:
     """How long the last of BURST requests waits that come at once, and then nothing: the median burst and the worst."""
-    config = open_vision_artifact(model).config
+    config = open_classifier_artifact(model).config
     shape = (max(REQUEST_IMAGES), config.model.in_channels, *config.image_size)
     images = np.random.default_rng(0).integers(0, 256, shape, np.uint8)
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from penjing.core.config import read_recipe
+from penjing.core.family import family_of
 from penjing.core.progress import Progress
-from penjing.core.text.text_tokenizer import is_encoder
 
 
 def compress_recipe(recipe: Path, overrides: list[str], *, out: Path | None, force: bool, progress: Progress) -> Path:
@@ -22,7 +22,7 @@ def compress_recipe(recipe: Path, overrides: list[str], *, out: Path | None, for
 
         return compress_steps(recipe, overrides, out=out, force=force, progress=progress)
     model = values.get("model")
-    if isinstance(model, str) and (Path(model) / "config.json").is_file() and is_encoder(Path(model)):
+    if isinstance(model, str) and (Path(model) / "config.json").is_file() and family_of(Path(model)) == "encoder":
         from penjing.compress.steps.encoder_run import compress_encoder
 
         return compress_encoder(recipe, overrides, out=out, force=force, progress=progress)

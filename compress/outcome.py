@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from penjing.compress.decoder.parity import LAYER_BOUND
+from penjing.compress.decoder.parity import BOUND
 from penjing.compress.measure.cost import MeasureSettings, measure
 from penjing.compress.recipe import FlowRecipe
 from penjing.compress.report.run_page import run_page
@@ -14,8 +14,7 @@ from penjing.compress.report.schema import Decision, LayerError, Quantized, Repo
 from penjing.compress.report.schema import Stage as StageReport
 from penjing.compress.stages import Stage
 from penjing.compress.work import WorkFolder
-from penjing.core.artifact.classifier import is_vision_artifact
-from penjing.core.artifact.decoder import REPORT_PAGE
+from penjing.core.artifact.base import REPORT_PAGE, is_artifact
 from penjing.core.artifact.parity import Bound, Difference
 from penjing.core.config import key_of
 from penjing.core.family import family_of
@@ -34,7 +33,7 @@ def measured_stages(
 
     Stages of one architecture and format are measured once: training changes no shape.
     """
-    configs = [((stage.folder / "config.json").read_bytes(), is_vision_artifact(stage.folder)) for stage in stages]
+    configs = [((stage.folder / "config.json").read_bytes(), is_artifact(stage.folder)) for stage in stages]
     firsts = [configs.index(config) for config in configs]
     distinct = sorted(set(firsts))
     keys = [stages[index].key for index in distinct]
@@ -115,25 +114,19 @@ def split_quantized(record: dict[str, Any]) -> tuple[Quantized | None, dict[str,
             training_steps=rest.pop("training_steps"),
             agreement=rest.pop("same_class_as_fp32"),
             layers=rest.pop("layers"),
-            differences=tuple(
-                Difference(quantity="logits", same=each.pop("same_class"), **each)
-                for each in map(dict, rest.pop("parity"))
-            ),
+            differences=tuple(map(Difference.model_validate, rest.pop("parity"))),
             bound=bound,
             unmeasured=rest.pop("parity_unmeasured"),
         )
         return quantized, {key: value for key, value in rest.items() if key not in NOT_OF_THE_STEP}
     if "errors" in rest and "parity" in rest:  # a decoder's
-        differences = tuple(
-            Difference(same=each.pop("same_tokens", None), **each) for each in map(dict, rest.pop("parity"))
-        )
         quantized = Quantized(
             target="compressed-tensors",
             formats={"weights": "int8", "activations": "int8"},
             training_steps=rest.pop("training_steps"),
             layers=tuple(_decoder_layers(rest.pop("errors"))),
-            differences=differences,
-            bound=Bound(between=differences[0].between, quantity="layer_outputs", statistic="mean", value=LAYER_BOUND),
+            differences=tuple(map(Difference.model_validate, rest.pop("parity"))),
+            bound=BOUND,
         )
         return quantized, rest
     return None, rest

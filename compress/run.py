@@ -22,7 +22,7 @@ from penjing.compress.recipe import FlowRecipe, Planned, flow_toml, load_flow, m
 from penjing.compress.report.text import summary_line
 from penjing.compress.stages import SCHEMA, Stage, Stages, num_complete
 from penjing.compress.work import WorkFolder, already_made, link_or_copy
-from penjing.core.artifact.decoder import RECIPE_FILE
+from penjing.core.artifact.base import RECIPE_FILE
 from penjing.core.config import key_of
 from penjing.core.errors import ConfigError, InputError
 from penjing.core.files import atomic_write_text, publish_folder

@@ -2,74 +2,43 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from penjing.compress.decoder.parity import LAYER_BOUND, check_parity, measure_parity
-from penjing.compress.measure.data import is_classifier
-from penjing.compress.quantize.encoder_parity import rerun_parity as rerun_encoder_parity
-from penjing.compress.quantize.parity import rerun_parity
-from penjing.core.artifact.classifier import FAKE_QUANTIZED, open_vision_artifact
-from penjing.core.artifact.decoder import open_artifact
-from penjing.core.artifact.encoder import is_encoder_artifact, open_encoder_artifact
+from penjing.compress.decoder import parity as decoder_parity
+from penjing.compress.quantize import encoder_parity
+from penjing.compress.quantize import parity as classifier_parity
+from penjing.core.artifact.parity import Difference, read_parity
+from penjing.core.errors import InputError
+from penjing.core.family import FamilyName, family_of
 from penjing.core.progress import Progress, Silent, error_console
+
+RERUN: dict[FamilyName, Callable[[Path, Progress], tuple[Difference, ...]]] = {
+    "decoder": decoder_parity.rerun,
+    "classifier": classifier_parity.rerun,
+    "encoder": encoder_parity.rerun,
+}
+"""Family → what opens an artifact, checks every hash, and measures its parity again, held to its record's bound."""
 
 
 def verify_artifact(folder: Path, progress: Progress | None = None) -> dict[str, Any]:
     """Check every hash and run the parity gate again; JSON-ready.
 
-    A classifier and a text encoder are held to the bound of their recipe. A decoder runs its prompts through the
-    fake-quantized model and the INT8 runtime; dynamic quantization is chaotic end to end, so the gate is on what each
-    layer does with the same input.
-
     Raises:
         InputError: damaged, of another kind, or beyond the bound.
     """
-    progress = progress or Silent()
-    if is_classifier(folder):
-        artifact = open_vision_artifact(folder)
-        progress.start("parity", 1)
-        differences = rerun_parity(artifact)
-        progress.advance()
-        return {
-            "artifact": str(folder),
-            "kind": "classifier",
-            "target": artifact.quantization.target,
-            "bound": artifact.parity.bound,
-            "images": artifact.parity.shape[0],
-            "differences": [difference.model_dump() for difference in differences],
-            "unmeasured": artifact.parity.unmeasured,
-        }
-    if is_encoder_artifact(folder):
-        return _verify_encoder(folder, progress)
-    open_artifact(folder)
-    progress.start("parity", 3)
-    parity = measure_parity(folder, progress)
-    check_parity(parity)
+    family = family_of(folder)
+    if family not in RERUN:
+        raise InputError(f"{folder}: only {', '.join(RERUN)} artifacts are verified")
+    differences = RERUN[family](folder, progress or Silent())
+    record = read_parity(folder)
     return {
         "artifact": str(folder),
-        "kind": "decoder",
-        "bound": LAYER_BOUND,
-        "differences": [difference.model_dump() for difference in parity.differences],
-    }
-
-
-def _verify_encoder(folder: Path, progress: Progress) -> dict[str, Any]:
-    artifact = open_encoder_artifact(folder)
-    progress.start("parity", 1)
-    smallest, mean = rerun_encoder_parity(artifact)
-    progress.advance()
-    differences = [
-        {"between": (FAKE_QUANTIZED, name), "quantity": "1 - cosine", "largest": 1 - value, "mean": 1 - mean[name]}
-        for name, value in smallest.items()
-    ]
-    return {
-        "artifact": str(folder),
-        "kind": "encoder",
-        "target": artifact.quantization.target,
-        "bound": 1 - artifact.parity.bound,
-        "texts": len(artifact.parity.texts),
-        "differences": differences,
+        "family": family,
+        "bound": record.bound.value,
+        "differences": [difference.model_dump() for difference in differences],
+        "unmeasured": record.unmeasured,
     }
 
 
@@ -81,17 +50,11 @@ def print_verification(result: dict[str, Any]) -> None:
     for column in ("largest", "mean", "same"):
         table.add_column(column, justify="right")
     for each in result["differences"]:
-        same = each.get("same_class", each.get("same_tokens"))
-        table.add_row(
-            *each["between"],
-            each.get("quantity", "logits"),
-            f"{each['largest']:.3g}",
-            f"{each['mean']:.3g}",
-            "" if same is None else f"{same:.1%}",
-        )
+        same = "" if each["same"] is None else f"{each['same']:.1%}"
+        table.add_row(*each["between"], each["quantity"], f"{each['largest']:.3g}", f"{each['mean']:.3g}", same)
     console = error_console(soft_wrap=True)
     console.print(table)
-    for name, reason in result.get("unmeasured", {}).items():
+    for name, reason in result["unmeasured"].items():
         console.print(f"{name}: not measured here: {reason}")
     if "same_bits" in result:
         console.print(f"served and local logits are {'equal bit for bit' if result['same_bits'] else 'not equal'}")

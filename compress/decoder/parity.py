@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -13,17 +12,19 @@ from torch import Tensor, nn
 from penjing.compress.decoder.stream import HEAD, LayerStream
 from penjing.compress.decoder.weights import ROWS_AT_ONCE, QuantizedWeight, fake_quantize_activation
 from penjing.core.artifact.decoder import (
-    FAKE_QUANTIZED,
     INT8_RUNTIME,
-    Parity,
-    ParityDifference,
-    ParityInput,
-    ParityOutput,
+    LAYER_OUTPUTS,
+    LOGITS,
+    Answer,
+    Prompt,
+    answers_to_record,
+    logprob_difference,
+    open_decoder_artifact,
+    prompts_to_record,
 )
-from penjing.core.artifact.decoder import logprob_difference as compare_logprobs
+from penjing.core.artifact.parity import FAKE_QUANTIZED, Bound, Difference, Parity, gate, measured
 from penjing.core.checkpoint.decoder import Checkpoint, open_checkpoint
 from penjing.core.checkpoint.load import load_model
-from penjing.core.errors import InputError
 from penjing.core.models.decoder import Decoder
 from penjing.core.progress import Progress, Silent
 
@@ -32,22 +33,29 @@ PROMPTS = (
     "def fibonacci(n):\n    ",
     "Once upon a time, in a small village by the sea, there lived",
 )
-LAYER_BOUND = 0.05  # mean difference of a layer's output, of the hidden state's root mean square
 CONTINUATION = 12  # greedy tokens a prompt
+BETWEEN = (FAKE_QUANTIZED, INT8_RUNTIME)
+# Dynamic quantization is chaotic end to end, so the gate is on what each layer does with the same input.
+BOUND = Bound(between=BETWEEN, quantity=LAYER_OUTPUTS, statistic="mean", value=0.05)
+HINT = "see 'penjing info' for the kernels that run here"
 
 
 @torch.no_grad()
-def measure_parity(folder: Path, progress: Progress | None = None) -> Parity:
+def measure(folder: Path, progress: Progress | None = None, bound: Bound = BOUND) -> Parity:
     """Continue each prompt with the INT8 runtime, then read the same tokens with the fake-quantized model.
 
     Args:
         folder: the artifact, so far without its parity record.
+        bound: of what each layer does with the same input.
+
+    Raises:
+        InputError: the bound is exceeded (an artifact that does so is refused), or there is NaN.
     """
     progress = progress or Silent()
     loaded = load_model(folder)
-    inputs = [ParityInput(text=text, token_ids=tuple(loaded.tokenizer.encode(text))) for text in PROMPTS]
+    prompts = [Prompt(text=text, token_ids=tuple(loaded.tokenizer.encode(text))) for text in PROMPTS]
     sequences, runtime_logits = [], []
-    for prompt in inputs:
+    for prompt in prompts:
         ids = _continue_greedily(loaded.model, list(prompt.token_ids))
         sequences.append(ids)
         runtime_logits.append(loaded.model(torch.tensor([ids]))[0])
@@ -60,15 +68,55 @@ def measure_parity(folder: Path, progress: Progress | None = None) -> Parity:
     fake_WTV = fake_quantized_logits(checkpoint, padded_WT, layers.compare)
     fake_logits = [fake_TV[: len(ids)] for fake_TV, ids in zip(fake_WTV, sequences, strict=True)]
 
-    lengths = [len(prompt.token_ids) for prompt in inputs]
-    outputs = {
-        name: tuple(_output(*row) for row in zip(logits, sequences, lengths, strict=True))
+    lengths = [len(prompt.token_ids) for prompt in prompts]
+    answers = {
+        name: tuple(
+            greedy_answer(logits_TV[length - 1 : len(ids) - 1])
+            for logits_TV, ids, length in zip(logits, sequences, lengths, strict=True)
+        )
         for name, logits in ((FAKE_QUANTIZED, fake_logits), (INT8_RUNTIME, runtime_logits))
     }
     gaps = torch.cat([(one - other).abs().flatten() for one, other in zip(fake_logits, runtime_logits, strict=True)])
-    logprobs = compare_logprobs((FAKE_QUANTIZED, INT8_RUNTIME), outputs[FAKE_QUANTIZED], outputs[INT8_RUNTIME])
-    differences = (_difference("layer_outputs", torch.cat(layers.gaps)), _difference("logits", gaps), logprobs)
-    return Parity(inputs=tuple(inputs), outputs=outputs, differences=differences)
+    differences = (
+        tensor_difference(BETWEEN, LAYER_OUTPUTS, torch.cat(layers.gaps)),
+        tensor_difference(BETWEEN, LOGITS, gaps),
+        logprob_difference(BETWEEN, answers[FAKE_QUANTIZED], answers[INT8_RUNTIME]),
+    )
+    gate(differences, bound, HINT)
+    return Parity(
+        family="decoder",
+        inputs=prompts_to_record(prompts),
+        outputs={name: answers_to_record(given) for name, given in answers.items()},
+        differences=differences,
+        bound=bound,
+    )
+
+
+def rerun(folder: Path, progress: Progress) -> tuple[Difference, ...]:
+    """Run the prompts through both implementations again, here and now; every hash is checked.
+
+    Raises:
+        InputError: damaged, or the INT8 runtime on this machine is further from the fake-quantized model than the
+            record's bound.
+    """
+    bound = open_decoder_artifact(folder).parity.bound
+    progress.start("parity", len(PROMPTS))
+    return measure(folder, progress, bound).differences
+
+
+def tensor_difference(between: tuple[str, str], quantity: str, gaps: Tensor) -> Difference:
+    """A difference of `gaps`, any shape, absolute.
+
+    Raises:
+        InputError: NaN or infinity.
+    """
+    return measured(between, quantity, gaps.numel(), float(gaps.max()), float(gaps.mean()))
+
+
+def greedy_answer(logits_RV: Tensor) -> Answer:
+    """The greedy choice at each of R positions of (R, V) float32 logits."""
+    best = logits_RV.log_softmax(dim=-1).max(dim=-1)
+    return Answer(token_ids=tuple(best.indices.tolist()), logprobs=tuple(best.values.tolist()))
 
 
 class _LayerGaps:
@@ -83,16 +131,6 @@ class _LayerGaps:
         self._stream.run(self._stream.stored_layer(layer), runtime_WTE)
         size_WT1 = after_WTE.square().mean(dim=-1, keepdim=True).sqrt()
         self.gaps.append(((runtime_WTE - after_WTE).abs() / size_WT1).flatten())
-
-
-def _difference(quantity: Literal["layer_outputs", "logits"], gaps: Tensor) -> ParityDifference:
-    return ParityDifference(
-        between=(FAKE_QUANTIZED, INT8_RUNTIME),
-        quantity=quantity,
-        num_values=gaps.numel(),
-        largest=float(gaps.max()),
-        mean=float(gaps.mean()),
-    )
 
 
 @torch.no_grad()
@@ -134,29 +172,8 @@ def run_fake_quantized(stream: LayerStream, layer: int, hidden: Iterable[Tensor]
         stream.run(module, hidden_WTE, rounded)
 
 
-def check_parity(parity: Parity) -> None:
-    """The gate of a decoder's artifact: what each layer does with the same input.
-
-    Raises:
-        InputError: the INT8 runtime differs from the fake-quantized model by more than LAYER_BOUND.
-    """
-    layers = next(each for each in parity.differences if each.quantity == "layer_outputs")
-    if not layers.mean <= LAYER_BOUND:  # NaN fails too
-        raise InputError(
-            f"parity: the INT8 runtime's layers differ from the fake-quantized ones by {layers.mean:.3g} of their "
-            f"inputs' size on average, the bound is {LAYER_BOUND}; see 'penjing info' for the kernels that run here"
-        )
-
-
 def _continue_greedily(model: Decoder, ids: list[int]) -> list[int]:
     for _ in range(CONTINUATION):
         logits_RV = model(torch.tensor([ids]), logit_rows=torch.tensor([len(ids) - 1]))
         ids = [*ids, int(logits_RV[0].argmax())]
     return ids
-
-
-def _output(logits_TV: Tensor, ids: list[int], prompt_length: int) -> ParityOutput:
-    """The greedy choice at each position of the continuation `ids[prompt_length:]`, given the tokens before it."""
-    logprobs_RV = logits_TV[prompt_length - 1 : len(ids) - 1].log_softmax(dim=-1)
-    best = logprobs_RV.max(dim=-1)
-    return ParityOutput(token_ids=tuple(best.indices.tolist()), logprobs=tuple(best.values.tolist()))

@@ -23,7 +23,8 @@ from penjing.compress.decoder.check import (
 )
 from penjing.compress.decoder.head import compress_embedding, compress_head, embed_for_calibration, unties
 from penjing.compress.decoder.layer import SAMPLE_ROWS, Rotations, compress_layer
-from penjing.compress.decoder.parity import PROMPTS, measure_parity
+from penjing.compress.decoder.parity import PROMPTS
+from penjing.compress.decoder.parity import measure as measure_parity
 from penjing.compress.decoder.settings import Recipe, recipe_toml, run_key
 from penjing.compress.decoder.stream import LayerStream
 from penjing.compress.measure.perplexity import evaluation_windows, streamed_perplexity
@@ -31,14 +32,9 @@ from penjing.compress.quantize.bits import kept_by_budget
 from penjing.compress.report.decoder_page import report_page
 from penjing.compress.report.decoder_report import make_report, summary_line
 from penjing.compress.work import StepRecord, WorkFolder, already_made, link_or_copy
-from penjing.core.artifact.decoder import (
-    PARITY_FILE,
-    RECIPE_FILE,
-    REPORT_FILE,
-    REPORT_PAGE,
-    open_artifact,
-    quantization_config,
-)
+from penjing.core.artifact.base import RECIPE_FILE, REPORT_FILE, REPORT_PAGE
+from penjing.core.artifact.decoder import open_decoder_artifact, quantization_config
+from penjing.core.artifact.parity import Parity, write_parity
 from penjing.core.checkpoint.decoder import open_checkpoint, save_checkpoint
 from penjing.core.config import load_recipe
 from penjing.core.files import atomic_write_text, publish_folder
@@ -83,7 +79,7 @@ def compress(
     recipe = kept_by_budget(recipe)
     check_recipe(recipe, checkpoint.config)
     key = run_key(recipe, input_hashes(checkpoint), f"{version('penjing')}/{SCHEMA}")
-    if already_made(recipe.output, key, force, open_artifact, progress):
+    if already_made(recipe.output, key, force, open_decoder_artifact, progress):
         return recipe.output
     command = " ".join(["penjing compress", str(recipe_path), *(f"--set {text}" for text in overrides or [])])
     with WorkFolder(recipe.output, key) as work:
@@ -219,7 +215,7 @@ class _Run:
                 if path.name != MANIFEST_NAME:
                     link_or_copy(path, partial / path.name)
             atomic_write_text(partial / RECIPE_FILE, recipe_toml(self.recipe))
-            atomic_write_text(partial / PARITY_FILE, json.dumps(parity, indent=2) + "\n")
+            write_parity(partial, Parity.model_validate(parity))
             atomic_write_text(partial / REPORT_FILE, json.dumps(report, indent=2) + "\n")
             atomic_write_text(partial / REPORT_PAGE, report_page(report))
             created_by = {"command": command, "penjing": version("penjing"), "model": report["model"]}

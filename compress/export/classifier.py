@@ -5,24 +5,24 @@ from __future__ import annotations
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-import numpy as np
 import onnx
 
 from penjing.compress.export.convert import convert
 from penjing.compress.export.record import ExportRecord, Form, publish_file, source_of
 from penjing.compress.export.tensorrt import build_engine, check_machine, run_engine
 from penjing.compress.export.tensorrt_rules import check_tensorrt
-from penjing.compress.quantize.parity import rerun_parity
+from penjing.compress.quantize.parity import HINT, compare
 from penjing.compress.quantize.targets import TARGETS, TargetName
-from penjing.core.artifact.classifier import (
-    FAKE_QUANTIZED,
-    MODEL_FILE,
-    LogitDifference,
-    VisionArtifact,
+from penjing.core.artifact.base import MODEL_FILE
+from penjing.core.artifact.onnx import recorded
+from penjing.core.artifact.onnx_classifier import (
+    ClassifierArtifact,
     logit_difference,
     normalised,
-    open_vision_artifact,
+    open_classifier_artifact,
+    recorded_images,
 )
+from penjing.core.artifact.parity import FAKE_QUANTIZED, Difference, gate
 from penjing.core.errors import InputError
 from penjing.core.files import writing
 from penjing.core.progress import Progress
@@ -44,7 +44,7 @@ def export_classifier(
         InputError: damaged, or beyond the parity bound.
         SetupError: TensorRT or a GPU is missing.
     """
-    artifact = open_vision_artifact(folder)
+    artifact = open_classifier_artifact(folder)
     wanted = TENSORRT if form == "tensorrt" else target or _own_target(artifact)
     data, notes = _onnx(artifact, wanted)
     image = (artifact.config.model.in_channels, *artifact.config.image_size)
@@ -56,7 +56,7 @@ def export_classifier(
     with TemporaryDirectory() as scratch, writing(Path(scratch)):
         file = Path(scratch) / MODEL_FILE
         file.write_bytes(data)
-        differences = rerun_parity(artifact, file, quantization)
+        differences = compare(artifact, file, quantization)
     record = ExportRecord(
         form=form,
         target=wanted,
@@ -77,7 +77,7 @@ def export_classifier(
     return record
 
 
-def _own_target(artifact: VisionArtifact) -> TargetName:
+def _own_target(artifact: ClassifierArtifact) -> TargetName:
     for name in TARGETS:
         if name == artifact.quantization.target:
             return name
@@ -86,7 +86,7 @@ def _own_target(artifact: VisionArtifact) -> TargetName:
     )
 
 
-def _onnx(artifact: VisionArtifact, target: TargetName) -> tuple[bytes, tuple[str, ...]]:
+def _onnx(artifact: ClassifierArtifact, target: TargetName) -> tuple[bytes, tuple[str, ...]]:
     """The checked ONNX file for `target`: the artifact's own bytes where it is for that."""
     path = artifact.folder / MODEL_FILE
     check_external_data(path)
@@ -100,14 +100,10 @@ def _onnx(artifact: VisionArtifact, target: TargetName) -> tuple[bytes, tuple[st
     return data, notes
 
 
-def _in_tensorrt(artifact: VisionArtifact, plan: bytes) -> LogitDifference:
+def _in_tensorrt(artifact: ClassifierArtifact, plan: bytes) -> Difference:
     """The parity gate in the engine itself."""
     record = artifact.parity
-    logits = run_engine(plan, normalised(record.pixels(), artifact.config))
-    found = logit_difference((FAKE_QUANTIZED, TENSORRT), np.array(record.logits[FAKE_QUANTIZED], np.float64), logits)
-    if found.largest > record.bound:
-        raise InputError(
-            f"parity: TensorRT's logits differ from the fake-quantized model's by up to {found.largest:.3g} of their "
-            f"spread, the bound is {record.bound:g}; raise parity_bound if that is acceptable"
-        )
+    logits = run_engine(plan, normalised(recorded_images(record), artifact.config))
+    found = logit_difference((FAKE_QUANTIZED, TENSORRT), recorded(record, FAKE_QUANTIZED), logits)
+    gate([found], record.bound.of(TENSORRT), HINT)
     return found

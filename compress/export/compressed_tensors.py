@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from penjing.compress.export.gate import Reading
-from penjing.core.artifact.decoder import Artifact
+from penjing.core.artifact.decoder import DecoderArtifact
 from penjing.core.checkpoint.decoder import TOKENIZER_FILES
 from penjing.core.errors import InputError
 
@@ -26,7 +26,7 @@ LOADER = "transformers"
 NOT_INSTALLED = "transformers and compressed-tensors are not installed: pip install transformers compressed-tensors"
 
 
-def write_compressed_tensors(artifact: Artifact, folder: Path) -> None:
+def write_compressed_tensors(artifact: DecoderArtifact, folder: Path) -> None:
     """Fill `folder`, not yet published, with the configuration, the weights and the tokenizer.
 
     Raises:

@@ -17,7 +17,7 @@ from penjing.compress.export.tensorrt_rules import Graph
 from penjing.compress.quantize.modules import LARGEST_BIAS
 from penjing.compress.quantize.targets import TargetName
 from penjing.compress.rounding.formats import INT7_WEIGHT
-from penjing.core.artifact.classifier import Quantization
+from penjing.core.artifact.onnx import Quantization
 from penjing.core.errors import ConfigError
 
 FLOATING_ADDITIONS = (

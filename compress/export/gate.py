@@ -1,6 +1,6 @@
 """The parity gate of a decoder's exports: what another loader computes, layer by layer, against fake quantization.
 
-Dynamic quantization is chaotic end to end (`core.artifact.ParityDifference`), so each layer is judged by its own: what
+Dynamic quantization is chaotic end to end (`penjing.core.artifact.decoder`), so each layer is judged by its own: what
 the loader fed to it goes through the fake-quantized layer too, and both outputs are compared.
 """
 
@@ -11,18 +11,19 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from penjing.compress.decoder.parity import run_fake_quantized
+from penjing.compress.decoder.parity import greedy_answer, run_fake_quantized, tensor_difference
 from penjing.compress.decoder.stream import LayerStream
-from penjing.compress.verify import LAYER_BOUND
 from penjing.core.artifact.decoder import (
-    FAKE_QUANTIZED,
     INT8_RUNTIME,
-    Artifact,
-    ParityDifference,
-    ParityOutput,
+    LAYER_OUTPUTS,
+    DecoderArtifact,
     logprob_difference,
+    recorded_answers,
+    recorded_prompts,
 )
-from penjing.core.errors import InputError
+from penjing.core.artifact.parity import FAKE_QUANTIZED, Difference, gate
+
+HINT = "nothing was exported. Is the artifact damaged? 'penjing compress verify' says how far the INT8 runtime is"
 
 
 @dataclass(frozen=True)
@@ -38,22 +39,22 @@ class Reading:
     logits_TV: Tensor  # noqa: N815
 
 
-def sequences(artifact: Artifact) -> list[tuple[list[int], int]]:
+def sequences(artifact: DecoderArtifact) -> list[tuple[list[int], int]]:
     """(token ids, length of the prompt) of each input of the artifact's record with what the INT8 runtime answered."""
     record = artifact.parity
-    pairs = zip(record.inputs, record.outputs[INT8_RUNTIME], strict=True)
+    pairs = zip(recorded_prompts(record), recorded_answers(record, INT8_RUNTIME), strict=True)
     return [([*prompt.token_ids, *answer.token_ids], len(prompt.token_ids)) for prompt, answer in pairs]
 
 
 @torch.no_grad()
-def measure(artifact: Artifact, loader: str, readings: list[Reading]) -> tuple[ParityDifference, ...]:
+def measure(artifact: DecoderArtifact, loader: str, readings: list[Reading]) -> tuple[Difference, ...]:
     """How far `loader` is from the fake-quantized layers, and its greedy tokens from those of the INT8 runtime.
 
     Args:
         readings: of `sequences(artifact)`, in order.
 
     Raises:
-        InputError: the layers' mean difference is beyond `LAYER_BOUND`, or there is NaN.
+        InputError: the layers' mean difference is beyond the bound of the artifact's record, or there is NaN.
     """
     stream = LayerStream(artifact.checkpoint)
     gaps: list[Tensor] = []
@@ -63,29 +64,11 @@ def measure(artifact: Artifact, loader: str, readings: list[Reading]) -> tuple[P
         for reading, wanted_1TE in zip(readings, expected, strict=True):
             size_T1 = wanted_1TE[0].square().mean(dim=-1, keepdim=True).sqrt()
             gaps.append(((reading.hidden[layer + 1] - wanted_1TE[0]).abs() / size_T1).flatten())
-    every = torch.cat(gaps)
-    mean = float(every.mean())
-    if not mean <= LAYER_BOUND:  # NaN fails too
-        raise InputError(
-            f"parity: {loader}'s layers differ from the fake-quantized ones by {mean:.3g} of the hidden state's "
-            f"size on average, the bound is {LAYER_BOUND}; nothing was exported. Is the artifact damaged? "
-            "'penjing compress verify' says how far the INT8 runtime is"
-        )
-    layers = ParityDifference(
-        between=(FAKE_QUANTIZED, loader),
-        quantity="layer_outputs",
-        num_values=every.numel(),
-        largest=float(every.max()),
-        mean=mean,
-    )
+    layers = tensor_difference((FAKE_QUANTIZED, loader), LAYER_OUTPUTS, torch.cat(gaps))
+    gate([layers], artifact.parity.bound.of(loader), HINT)
     answers = tuple(
-        _greedy(reading.logits_TV[begin - 1 : len(ids) - 1])
+        greedy_answer(reading.logits_TV[begin - 1 : len(ids) - 1])
         for reading, (ids, begin) in zip(readings, sequences(artifact), strict=True)
     )
-    runtime = artifact.parity.outputs[INT8_RUNTIME]
+    runtime = recorded_answers(artifact.parity, INT8_RUNTIME)
     return (layers, logprob_difference((INT8_RUNTIME, loader), runtime, answers))
-
-
-def _greedy(logits_RV: Tensor) -> ParityOutput:
-    best = logits_RV.log_softmax(dim=-1).max(dim=-1)
-    return ParityOutput(token_ids=tuple(best.indices.tolist()), logprobs=tuple(best.values.tolist()))

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from penjing.core.artifact.decoder import open_artifact
+from penjing.core.artifact.decoder import open_decoder_artifact
 from penjing.core.checkpoint.decoder import Checkpoint
 from penjing.core.errors import InputError
 from penjing.core.manifest import read_json_object
@@ -55,7 +55,7 @@ def write_gguf(folder: Path, out: Path, progress: Progress) -> None:
     """
     import gguf
 
-    artifact = open_artifact(folder)
+    artifact = open_decoder_artifact(folder)
     checkpoint, config = artifact.checkpoint, artifact.checkpoint.config
     _check(config, folder)
     fields = _architecture(config) | _tokenizer(folder, config)

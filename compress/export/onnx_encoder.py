@@ -20,7 +20,7 @@ from penjing.compress.quantize.modules import QuantizedLinear
 from penjing.compress.quantize.place_bert import ATTENTION, QuantizedEmbedding
 from penjing.compress.quantize.targets import TargetName
 from penjing.compress.rounding.fake_quantize import ActivationQuantizer
-from penjing.core.artifact.encoder import IDS, MASK, OUTPUT
+from penjing.core.artifact.onnx_encoder import IDS, MASK, OUTPUT
 from penjing.core.errors import InputError
 from penjing.core.files import atomic_write_bytes
 from penjing.core.models.encoder import Encoder, EncoderLayer

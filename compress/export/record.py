@@ -11,8 +11,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from penjing.core.artifact.classifier import LogitDifference
-from penjing.core.artifact.decoder import ParityDifference
+from penjing.core.artifact.parity import Bound, Difference
 from penjing.core.config import Config
 from penjing.core.files import atomic_write_text, sha256_file, sync_tree, writing
 from penjing.core.info import versions
@@ -28,18 +27,18 @@ class ExportRecord(Config):
     Attributes:
         manifest: SHA-256 of the artifact's manifest, which holds those of its files.
         session_options: of ONNX Runtime, which the file needs for exact integers on every processor.
-        bound: of `differences`: of a decoder's layers the mean, of a classifier's logits in ONNX Runtime the largest.
+        bound: which of `differences` was held to what.
         unmeasured: loader → why it did not run here.
     """
 
-    schema_version: Literal[1] = 1
+    schema_version: Literal[2] = 2
     form: Form
     target: str | None = None
     artifact: str
     manifest: str
     session_options: dict[str, str] = Field(default_factory=dict)
-    differences: tuple[ParityDifference | LogitDifference, ...] = ()
-    bound: float | None = None
+    differences: tuple[Difference, ...] = ()
+    bound: Bound | None = None
     unmeasured: dict[str, str] = Field(default_factory=dict)
     notes: tuple[str, ...] = ()
     versions: dict[str, str] = Field(default_factory=versions)

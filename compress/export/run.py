@@ -13,20 +13,20 @@ from penjing.compress.export.gguf import write_gguf
 from penjing.compress.export.onnx_decoder import write_decoder_onnx
 from penjing.compress.export.record import RECORD_FILE, ExportRecord, Form, publish_file, source_of, write_record
 from penjing.compress.export.text_encoder import export_text_encoder
-from penjing.compress.measure.data import is_classifier
 from penjing.compress.quantize.targets import TARGETS, TargetName
-from penjing.compress.verify import LAYER_BOUND
-from penjing.core.artifact.decoder import Artifact, open_artifact
+from penjing.core.artifact.decoder import DecoderArtifact, open_decoder_artifact
+from penjing.core.artifact.onnx import ONNX_RUNTIME
 from penjing.core.checkpoint.decoder import copy_tokenizer
 from penjing.core.errors import ConfigError, InputError
+from penjing.core.family import FAMILIES, FamilyName, family_of
 from penjing.core.files import atomic_write_text, publish_folder
 from penjing.core.progress import Progress
-from penjing.core.text.text_tokenizer import is_encoder
 
-CLASSIFIER_FORMS: tuple[Form, ...] = ("onnx", "tensorrt")
-ENCODER_FORMS: tuple[Form, ...] = ("onnx",)
-DECODER_FORMS: tuple[Form, ...] = ("onnx", "compressed-tensors", "gguf")
-ONNX_RUNTIME = "onnxruntime"
+FORMS: dict[FamilyName, tuple[Form, ...]] = {
+    "classifier": ("onnx", "tensorrt"),
+    "encoder": ("onnx",),
+    "decoder": ("onnx", "compressed-tensors", "gguf"),
+}
 EXACT_EVERYWHERE: TargetName = "onnxruntime-avx2"  # a decoder's default: right with any session options, any processor
 
 
@@ -47,22 +47,23 @@ def export_artifact(
         InputError: damaged, of a kind that has no such form, beyond its parity bound, or `out` exists.
         SetupError: TensorRT or a GPU is missing; disk full, no permission.
     """
-    classifier, encoder = is_classifier(folder), is_encoder(folder)
-    forms = CLASSIFIER_FORMS if classifier else ENCODER_FORMS if encoder else DECODER_FORMS
+    family = family_of(folder)
+    forms = FORMS.get(family, ())
     if form not in forms:
-        kind = "an image classifier" if classifier else "a text encoder" if encoder else "a decoder"
-        raise InputError(f"{folder} is {kind}, which is not written as {form}; {' and '.join(forms)} are its forms")
+        kind = FAMILIES.get(family, f"of the family {family!r}")
+        known = f"{' and '.join(forms)} are its forms" if forms else "it has no forms"
+        raise InputError(f"{folder} is {kind}, which is not written as {form}; {known}")
     if target is not None and form != "onnx":
         raise ConfigError(f"--target is for '--to onnx'; {form} has one form")
     if out.absolute().is_relative_to(folder.absolute()):
         raise InputError(f"{out} lies in the artifact, whose files are fixed by their hashes; choose another place")
-    if classifier or encoder or form == "gguf":
+    if family != "decoder" or form == "gguf":
         _check_file(out, force, form)
-    if encoder:
+    if family == "encoder":
         return export_text_encoder(folder, out, target, progress)
-    if classifier:
+    if family == "classifier":
         return export_classifier(folder, form, out, target, progress)
-    artifact = open_artifact(folder)
+    artifact = open_decoder_artifact(folder)
     if form != "onnx" and artifact.checkpoint.config.mlp_hadamard:
         raise InputError(
             f"{folder} has a Hadamard transform, which {form} does not: penjing and its ONNX files compute it. For "
@@ -87,7 +88,7 @@ def _check_file(out: Path, force: bool, form: Form) -> None:
         raise InputError(f"{out} already exists; replace it with --force, or choose another file")
 
 
-def _decoder_onnx(artifact: Artifact, target: TargetName, partial: Path, progress: Progress) -> ExportRecord:
+def _decoder_onnx(artifact: DecoderArtifact, target: TargetName, partial: Path, progress: Progress) -> ExportRecord:
     checkpoint = artifact.checkpoint
     write_decoder_onnx(checkpoint, target, partial, progress)
     config = {key: value for key, value in checkpoint.config_json.items() if key != "quantization_config"}
@@ -105,14 +106,15 @@ def _decoder_onnx(artifact: Artifact, target: TargetName, partial: Path, progres
         **source_of(checkpoint.folder),
         session_options=options,
         differences=differences,
-        bound=LAYER_BOUND,
+        bound=artifact.parity.bound.of(ONNX_RUNTIME),
         notes=notes,
     )
 
 
-def _compressed_tensors(artifact: Artifact, _: TargetName, partial: Path, progress: Progress) -> ExportRecord:
+def _compressed_tensors(artifact: DecoderArtifact, _: TargetName, partial: Path, progress: Progress) -> ExportRecord:
     compressed_tensors.write_compressed_tensors(artifact, partial)
-    record = ExportRecord(form="compressed-tensors", **source_of(artifact.checkpoint.folder), bound=LAYER_BOUND)
+    bound = artifact.parity.bound.of(compressed_tensors.LOADER)
+    record = ExportRecord(form="compressed-tensors", **source_of(artifact.checkpoint.folder), bound=bound)
     if not compressed_tensors.can_read():
         return record.model_copy(update={"unmeasured": {compressed_tensors.LOADER: compressed_tensors.NOT_INSTALLED}})
     progress.start("parity", 1)
@@ -122,7 +124,7 @@ def _compressed_tensors(artifact: Artifact, _: TargetName, partial: Path, progre
     return record.model_copy(update={"differences": differences})
 
 
-def _gguf(artifact: Artifact, out: Path, progress: Progress) -> ExportRecord:
+def _gguf(artifact: DecoderArtifact, out: Path, progress: Progress) -> ExportRecord:
     record = ExportRecord(
         form="gguf",
         **source_of(artifact.checkpoint.folder),
@@ -144,12 +146,8 @@ def print_export(out: Path, record: ExportRecord) -> None:
     console = Console(stderr=True, soft_wrap=True, highlight=False, markup=False)
     console.print(f"wrote {out} ({sum(path.stat().st_size for path in files) / 1e6:.1f} MB)")
     for each in record.differences:
-        what, same = (
-            getattr(each, "quantity", "logits"),
-            getattr(each, "same_tokens", getattr(each, "same_class", None)),
-        )
-        end = "" if same is None else f", {same:.1%} the same"
-        console.print(f"  {each.between[1]} against {each.between[0]}, {what}: mean {each.mean:.2g}{end}")
+        end = "" if each.same is None else f", {each.same:.1%} the same"
+        console.print(f"  {each.between[1]} against {each.between[0]}, {each.quantity}: mean {each.mean:.2g}{end}")
     for name, reason in record.unmeasured.items():
         console.print(f"  {name}: not measured here: {reason}")
     for key, value in record.session_options.items():

@@ -6,10 +6,10 @@ import shutil
 from pathlib import Path
 
 from penjing.compress.export.record import ExportRecord, publish_file, source_of
-from penjing.compress.quantize.encoder_parity import rerun_parity
+from penjing.compress.quantize.encoder_parity import rerun
 from penjing.compress.quantize.targets import TargetName
-from penjing.core.artifact.classifier import MODEL_FILE, ONNX_RUNTIME
-from penjing.core.artifact.encoder import open_encoder_artifact
+from penjing.core.artifact.base import MODEL_FILE
+from penjing.core.artifact.onnx_encoder import open_encoder_artifact
 from penjing.core.errors import ConfigError
 from penjing.core.progress import Progress
 
@@ -28,20 +28,15 @@ def export_text_encoder(folder: Path, out: Path, target: TargetName | None, prog
             f"--target {target}: {folder} is calibrated for {own}; make one with "
             f"'penjing compress {folder / 'recipe.toml'} --set quantize.target={target} --out …'"
         )
-    progress.start("parity", 1)
-    smallest, mean = rerun_parity(artifact)
-    progress.advance()
+    differences = rerun(folder, progress)
     record = ExportRecord(
         form="onnx",
         target=own,
         **source_of(folder),
         session_options=artifact.quantization.session_options,
+        differences=differences,
         bound=artifact.parity.bound,
-        notes=(
-            f"cosine with the fake-quantized model on {len(artifact.parity.texts)} texts: mean "
-            f"{mean[ONNX_RUNTIME]:.5f}, smallest {smallest[ONNX_RUNTIME]:.5f}",
-            "takes token ids and their mask; the tokenizer is the artifact's tokenizer.json",
-        ),
+        notes=("takes token ids and their mask; the tokenizer is the artifact's tokenizer.json",),
     )
     publish_file(out, record, lambda partial: shutil.copyfile(folder / MODEL_FILE, partial))
     return record

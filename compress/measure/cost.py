@@ -17,7 +17,8 @@ from torch import Tensor, nn
 
 from penjing.compress.measure.data import is_classifier
 from penjing.compress.prune.inspect import BATCH, TOKENS, count_macs
-from penjing.core.artifact.classifier import is_vision_artifact, open_vision_artifact
+from penjing.core.artifact.base import is_artifact
+from penjing.core.artifact.onnx_classifier import open_classifier_artifact
 from penjing.core.checkpoint.classifier import load_vision_checkpoint, vision_config, vision_skeleton
 from penjing.core.checkpoint.decoder import open_checkpoint
 from penjing.core.checkpoint.load import load_model
@@ -109,7 +110,7 @@ def size_of(folder: Path) -> dict[str, Any]:
     with torch.device("meta"):
         if classifier:
             config = vision_config(folder)
-            model = ResNet(config.model).eval() if is_vision_artifact(folder) else vision_skeleton(folder)[0]
+            model = ResNet(config.model).eval() if is_artifact(folder) else vision_skeleton(folder)[0]
             example, count = torch.empty(BATCH, config.model.in_channels, *config.image_size), BATCH
         else:
             model = Decoder(open_checkpoint(folder).config).to("meta").eval()
@@ -136,8 +137,8 @@ def _classifiers(folders: Sequence[Path], settings: MeasureSettings) -> Calls:
     in_torch: dict[int, nn.Module] = {}
     in_onnx: dict[int, Any] = {}
     for index, folder in enumerate(folders):
-        if is_vision_artifact(folder):
-            in_onnx[index] = open_vision_artifact(folder).session(torch.get_num_threads())
+        if is_artifact(folder):
+            in_onnx[index] = open_classifier_artifact(folder).session(torch.get_num_threads())
         else:
             in_torch[index], config = load_vision_checkpoint(folder)
             if settings.onnxruntime:

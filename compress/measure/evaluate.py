@@ -19,7 +19,8 @@ from penjing.compress.decoder.stream import LayerStream
 from penjing.compress.measure.bootstrap import interval, resampled_means
 from penjing.compress.measure.data import fitting_images, is_classifier
 from penjing.compress.measure.perplexity import evaluation_windows, exponential, streamed_losses
-from penjing.core.artifact.classifier import VisionArtifact, is_vision_artifact, open_vision_artifact
+from penjing.core.artifact.base import is_artifact
+from penjing.core.artifact.onnx_classifier import ClassifierArtifact, open_classifier_artifact
 from penjing.core.checkpoint.classifier import VisionConfig, load_vision_checkpoint
 from penjing.core.checkpoint.decoder import open_checkpoint
 from penjing.core.errors import ConfigError, InputError
@@ -133,8 +134,8 @@ def evaluate_checkpoint(
     """
     settings, progress = settings or EvaluateSettings(), progress or Silent()
     if is_classifier(folder):
-        if is_vision_artifact(folder):
-            artifact = open_vision_artifact(folder)
+        if is_artifact(folder):
+            artifact = open_classifier_artifact(folder)
             model, config = OnnxClassifier(artifact), artifact.config
         else:
             model, config = load_vision_checkpoint(folder)
@@ -158,7 +159,7 @@ def evaluate_checkpoint(
 class OnnxClassifier(nn.Module):
     """A quantized classifier in ONNX Runtime with as many threads as torch uses; (N, C, H, W) → (N, classes)."""
 
-    def __init__(self, artifact: VisionArtifact) -> None:
+    def __init__(self, artifact: ClassifierArtifact) -> None:
         super().__init__()
         self._session = artifact.session(torch.get_num_threads())
 

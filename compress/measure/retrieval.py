@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from penjing.compress.measure.texts import Retrieval
-from penjing.core.artifact.encoder import embed_in_batches
+from penjing.core.artifact.onnx_encoder import embed_in_batches
 from penjing.core.models.encoder import Encoder
 from penjing.core.progress import Progress
 from penjing.core.text.text_tokenizer import TextTokenizer, TextTokens

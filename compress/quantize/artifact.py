@@ -18,11 +18,13 @@ from penjing.compress.export.onnx_classifier import export_onnx
 from penjing.compress.measure.data import ImageData
 from penjing.compress.quantize.bits import effective_bits, within_bits
 from penjing.compress.quantize.errors import layer_errors
-from penjing.compress.quantize.parity import measure_parity
+from penjing.compress.quantize.parity import measure as measure_parity
 from penjing.compress.quantize.place_resnet import activation_quantizers, apply_quantization
 from penjing.compress.quantize.prepare import prepare
 from penjing.compress.quantize.targets import ClassifierSettings, TargetName, resolve
-from penjing.core.artifact.classifier import MODEL_FILE, PARITY_FILE, QUANTIZATION_FILE, REPORT_FILE, Quantization
+from penjing.core.artifact.base import MODEL_FILE, QUANTIZATION_FILE, REPORT_FILE
+from penjing.core.artifact.onnx import Quantization
+from penjing.core.artifact.parity import write_parity
 from penjing.core.checkpoint.classifier import VisionConfig, load_vision_checkpoint, save_vision_config
 from penjing.core.errors import InputError
 from penjing.core.files import atomic_write_text
@@ -140,12 +142,9 @@ def write_artifact(
         **facts,
     }
     save_vision_config(partial, config)
-    for name, content in (
-        (QUANTIZATION_FILE, quantization.model_dump()),
-        (PARITY_FILE, parity.model_dump()),
-        (REPORT_FILE, report),
-    ):
-        atomic_write_text(partial / name, json.dumps(content, indent=None if name == PARITY_FILE else 2) + "\n")
+    write_parity(partial, parity)
+    for name, content in ((QUANTIZATION_FILE, quantization.model_dump()), (REPORT_FILE, report)):
+        atomic_write_text(partial / name, json.dumps(content, indent=2) + "\n")
     write_manifest(partial, "artifact", {"command": "penjing compress", "versions": versions()})
     return report
 

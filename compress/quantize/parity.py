@@ -1,8 +1,7 @@
-"""The parity gate of a classifier: the fake-quantized network against every way in which ONNX Runtime may run it."""
+"""The parity record of a classifier: the fake-quantized network against every way in which ONNX Runtime may run it."""
 
 from __future__ import annotations
 
-import base64
 from pathlib import Path
 from typing import Any
 
@@ -11,121 +10,98 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from penjing.core.artifact.classifier import (
-    FAKE_QUANTIZED,
-    MODEL_FILE,
-    ONNX_RUNTIME,
-    ONNX_RUNTIME_DEFAULT,
-    ONNX_RUNTIME_FLOAT,
-    LogitDifference,
-    Quantization,
-    VisionArtifact,
-    VisionParity,
+from penjing.core.artifact.base import MODEL_FILE
+from penjing.core.artifact.onnx import ONNX_RUNTIME, Quantization, gate_onnx, recorded
+from penjing.core.artifact.onnx_classifier import (
+    QUANTITY,
+    ClassifierArtifact,
+    images_to_record,
     logit_difference,
     normalised,
+    open_classifier_artifact,
+    recorded_images,
 )
+from penjing.core.artifact.parity import FAKE_QUANTIZED, Bound, Difference, Parity
 from penjing.core.checkpoint.classifier import VisionConfig
-from penjing.core.errors import InputError
+from penjing.core.progress import Progress
 from penjing.core.runtime.onnx_runtime import open_session, run_session
 
 NO_TENSORRT = "needs the tensorrt package and a GPU; the file follows its rules for explicit Q/DQ"
+HINT = "raise parity_bound if that is acceptable"
 
 
 @torch.no_grad()
-def measure_parity(
+def measure(
     model: nn.Module,
     onnx_file: Path,
     config: VisionConfig,
     quantization: Quantization,
     pixels: NDArray[np.uint8],
     bound: float,
-) -> VisionParity:
-    """Run `pixels` (N, C, H, W) through the fake-quantized `model` and through `onnx_file`.
-
-    Three runs in ONNX Runtime: with the options that the artifact asks for, with its defaults, and as written, where
-    each Q/DQ pair is computed in floating point. The first is what the bound is for.
-
-    Raises:
-        InputError: the largest difference exceeds `bound` (an artifact that does so is refused), or there is NaN.
-    """
-    images = normalised(pixels, config)
-    logits = {FAKE_QUANTIZED: model(torch.from_numpy(images)).numpy()} | _in_onnx_runtime(
-        onnx_file, quantization, images
-    )
-    record = VisionParity(
-        images=base64.b64encode(np.ascontiguousarray(pixels).tobytes()).decode(),
-        shape=tuple(pixels.shape),
-        logits={name: tuple(tuple(row) for row in values.tolist()) for name, values in logits.items()},
-        differences=_differences(logits),
-        bound=bound,
-        unmeasured={"tensorrt": NO_TENSORRT} if quantization.target == "tensorrt" else {},
-    )
-    gate(record.differences, bound)
-    return record
-
-
-def rerun_parity(
-    artifact: VisionArtifact, file: Path | None = None, quantization: Quantization | None = None
-) -> tuple[LogitDifference, ...]:
-    """Run the record's images through the artifact's file again, here and now.
+) -> Parity:
+    """Run `pixels` (N, C, H, W) through the fake-quantized `model` and through `onnx_file` (`Quantization.ways`).
 
     Args:
-        file, quantization: of an export, which takes the place of the artifact's own.
+        bound: of the largest difference of logits, in ONNX Runtime with the options that the artifact asks for.
 
     Raises:
-        InputError: ONNX Runtime on this machine is further from the fake-quantized model than the record's bound.
+        InputError: the bound is exceeded (an artifact that does so is refused), or there is NaN.
     """
-    record = artifact.parity
-    images = normalised(record.pixels(), artifact.config)
-    logits: dict[str, NDArray[Any]] = {FAKE_QUANTIZED: np.array(record.logits[FAKE_QUANTIZED], np.float64)}
-    logits |= _in_onnx_runtime(file or artifact.folder / MODEL_FILE, quantization or artifact.quantization, images)
-    differences = _differences(logits)
-    gate(differences, record.bound)
+    images = normalised(pixels, config)
+    logits: dict[str, NDArray[Any]] = {FAKE_QUANTIZED: model(torch.from_numpy(images)).numpy()}
+    logits |= _in_onnx_runtime(onnx_file, quantization, images)
+    limit = Bound(between=(FAKE_QUANTIZED, ONNX_RUNTIME), quantity=QUANTITY, statistic="largest", value=bound)
+    return Parity(
+        family="classifier",
+        inputs=images_to_record(pixels),
+        outputs={name: values.tolist() for name, values in logits.items()},
+        differences=_gated(logits, limit),
+        bound=limit,
+        unmeasured={"tensorrt": NO_TENSORRT} if quantization.target == "tensorrt" else {},
+    )
+
+
+def rerun(folder: Path, progress: Progress) -> tuple[Difference, ...]:
+    """Run the record's images through the artifact in `folder` again, here and now; every hash is checked.
+
+    Raises:
+        InputError: damaged, or ONNX Runtime on this machine is further from the fake-quantized model than the record's
+            bound.
+    """
+    artifact = open_classifier_artifact(folder)
+    progress.start("parity", 1)
+    differences = compare(artifact, folder / MODEL_FILE, artifact.quantization)
+    progress.advance()
     return differences
 
 
-def gate(differences: tuple[LogitDifference, ...], bound: float) -> None:
-    """Refuse what ONNX Runtime computes too differently.
+def compare(artifact: ClassifierArtifact, file: Path, quantization: Quantization) -> tuple[Difference, ...]:
+    """Run the record's images through `file`, the artifact's own or an export that takes its place.
 
     Raises:
-        InputError: with the figures and what to do.
+        InputError: beyond the record's bound.
     """
-    by_name = {difference.between[1]: difference for difference in differences}
-    found, written = by_name[ONNX_RUNTIME], by_name[ONNX_RUNTIME_FLOAT]
-    if found.largest <= bound:
-        return
-    hint = "raise parity_bound if that is acceptable"
-    if written.largest <= bound:
-        hint = (
-            "as written the file agrees, so its integer kernels on this processor do not (without VNNI, 16-bit sums "
-            "saturate): use target 'onnxruntime-avx2'"
-        )
-    raise InputError(
-        f"parity: ONNX Runtime's logits differ from the fake-quantized model's by up to {found.largest:.3g} of "
-        f"their spread, the bound is {bound:g}; {hint}"
-    )
+    record = artifact.parity
+    images = normalised(recorded_images(record), artifact.config)
+    logits: dict[str, NDArray[Any]] = {FAKE_QUANTIZED: recorded(record, FAKE_QUANTIZED)}
+    return _gated(logits | _in_onnx_runtime(file, quantization, images), record.bound)
 
 
 def _in_onnx_runtime(
     onnx_file: Path, quantization: Quantization, images: NDArray[np.float32]
 ) -> dict[str, NDArray[Any]]:
-    ways: dict[str, tuple[dict[str, str], bool]] = {
-        ONNX_RUNTIME: (quantization.session_options, quantization.optimise),
-        ONNX_RUNTIME_DEFAULT: ({}, True),
-        ONNX_RUNTIME_FLOAT: ({}, False),
-    }
-    if not quantization.optimise:
-        del ways[ONNX_RUNTIME_DEFAULT]
     return {
         name: run_session(open_session(onnx_file, entries, threads=1, optimise=optimise), images)
-        for name, (entries, optimise) in ways.items()
+        for name, (entries, optimise) in quantization.ways().items()
     }
 
 
-def _differences(logits: dict[str, NDArray[Any]]) -> tuple[LogitDifference, ...]:
+def _gated(logits: dict[str, NDArray[Any]], bound: Bound) -> tuple[Difference, ...]:
     first = logits[FAKE_QUANTIZED]
-    return tuple(
+    differences = tuple(
         logit_difference((FAKE_QUANTIZED, name), first, other)
         for name, other in logits.items()
         if name != FAKE_QUANTIZED
     )
+    gate_onnx(differences, bound, HINT)
+    return differences

@@ -14,7 +14,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from penjing.compress.measure.evaluate import Change, Quality, compare
-from penjing.core.artifact.decoder import REPORT_FILE
+from penjing.core.artifact.base import REPORT_FILE
 from penjing.core.artifact.parity import Bound, Difference
 from penjing.core.errors import InputError
 from penjing.core.files import atomic_write_text

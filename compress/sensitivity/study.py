@@ -22,7 +22,7 @@ from penjing.compress.measure.perplexity import LARGEST_LOSS
 from penjing.compress.quantize.bits import RESULT_FILE
 from penjing.compress.report.study_page import study_page
 from penjing.compress.work import WorkFolder
-from penjing.core.artifact.classifier import is_vision_artifact
+from penjing.core.artifact.base import is_artifact
 from penjing.core.checkpoint.classifier import vision_config
 from penjing.core.checkpoint.decoder import open_checkpoint
 from penjing.core.config import Config, key_of, parse_config
@@ -193,7 +193,7 @@ def classifier_hashes(folder: Path) -> dict[str, str]:
     Raises:
         InputError: it is damaged, or quantized already.
     """
-    if is_vision_artifact(folder):
+    if is_artifact(folder):
         raise InputError(f"{folder} is quantized already; give the checkpoint that it was made from")
     return verify(folder).sha256
 

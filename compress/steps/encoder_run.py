@@ -15,7 +15,7 @@ from penjing.compress.measure.retrieval import compare, embed_with
 from penjing.compress.measure.texts import calibration_paragraphs, retrieval_set
 from penjing.compress.quantize.artifact import X64_REASON
 from penjing.compress.quantize.biases import absorb_biases
-from penjing.compress.quantize.encoder_parity import measure_parity
+from penjing.compress.quantize.encoder_parity import measure as measure_parity
 from penjing.compress.quantize.encoder_settings import EncoderRecipe
 from penjing.compress.quantize.errors import layer_errors
 from penjing.compress.quantize.place_bert import apply_quantization
@@ -24,9 +24,10 @@ from penjing.compress.quantize.smooth import smooth
 from penjing.compress.quantize.targets import resolve
 from penjing.compress.report.encoder_page import encoder_page
 from penjing.compress.work import already_made
-from penjing.core.artifact.classifier import MODEL_FILE, PARITY_FILE, QUANTIZATION_FILE, REPORT_FILE, Quantization
-from penjing.core.artifact.decoder import RECIPE_FILE, REPORT_PAGE
-from penjing.core.artifact.encoder import embed_texts, open_encoder_artifact, open_encoder_session
+from penjing.core.artifact.base import MODEL_FILE, QUANTIZATION_FILE, RECIPE_FILE, REPORT_FILE, REPORT_PAGE
+from penjing.core.artifact.onnx import Quantization
+from penjing.core.artifact.onnx_encoder import embed_texts, open_encoder_artifact, open_encoder_session
+from penjing.core.artifact.parity import write_parity
 from penjing.core.checkpoint.encoder import WEIGHTS, read_encoder, write_encoder_files
 from penjing.core.config import key_of, load_recipe
 from penjing.core.errors import InputError
@@ -112,7 +113,8 @@ class _Run:
         size = export_encoder(model, settings.target, file)
         self.progress.advance()
         checked = texts[:: max(1, len(texts) // PARITY_TEXTS)][:PARITY_TEXTS]
-        parity = measure_parity(model, file, self.tokenizer, quantization, checked, recipe.bounds.parity)
+        bound = round(1 - recipe.bounds.parity, 12)  # of a distance; without the last digits of the subtraction
+        parity = measure_parity(model, file, self.tokenizer, quantization, checked, bound)
         self.progress.advance()
         session = open_encoder_session(file, quantization.session_options)
         quality = compare(retrieval, before, lambda texts: embed_texts(session, self.tokenizer, texts))
@@ -133,7 +135,11 @@ class _Run:
             "bytes_fp32": 4 * parameters,
             "bytes_int8": size,
             "quality": quality,
-            "parity": {"smallest": parity.smallest, "mean": parity.mean, "bound": parity.bound},
+            "parity": {
+                "smallest": {each.between[1]: 1 - each.largest for each in parity.differences},
+                "mean": {each.between[1]: 1 - each.mean for each in parity.differences},
+                "bound": recipe.bounds.parity,
+            },
             "layers": layer_errors(model, self._batches(calibration[:ERROR_TEXTS])),
             "recipe": recipe.model_dump(mode="json"),
             "command": command,
@@ -141,13 +147,9 @@ class _Run:
             "processor": processor(),
             "seconds": time.monotonic() - began,
         }
-        for name, content in (
-            (QUANTIZATION_FILE, quantization.model_dump()),
-            (PARITY_FILE, parity.model_dump()),
-            (REPORT_FILE, report),
-        ):
-            text = json.dumps(content, indent=None if name == PARITY_FILE else 2)
-            atomic_write_text(self.partial / name, text + "\n")
+        write_parity(self.partial, parity)
+        for name, content in ((QUANTIZATION_FILE, quantization.model_dump()), (REPORT_FILE, report)):
+            atomic_write_text(self.partial / name, json.dumps(content, indent=2) + "\n")
         atomic_write_text(self.partial / REPORT_PAGE, encoder_page(report))
         return report
 

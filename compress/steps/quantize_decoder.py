@@ -7,7 +7,6 @@ that the run begins with, or of another teacher.
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,7 +17,7 @@ from torch import Tensor, nn
 
 from penjing.compress.decoder.check import check_recipe, input_hashes, linear_modules
 from penjing.compress.decoder.head import DTYPES
-from penjing.compress.decoder.parity import check_parity, measure_parity
+from penjing.compress.decoder.parity import measure as measure_parity
 from penjing.compress.decoder.pipeline import SCHEMA, make_weights
 from penjing.compress.decoder.qat import apply_fake_int8, begin_all, fake_int8_layers
 from penjing.compress.decoder.settings import Calibration, Quantize, Recipe, Transform, run_key
@@ -29,10 +28,10 @@ from penjing.compress.distill.task import Distilled, WrappedTask
 from penjing.compress.quantize.bits import kept_by_budget
 from penjing.compress.steps.distill import TrainingStep, train_checkpoint
 from penjing.compress.work import StepRecord, WorkFolder, link_or_copy
-from penjing.core.artifact.decoder import PARITY_FILE, quantization_config
+from penjing.core.artifact.decoder import quantization_config
+from penjing.core.artifact.parity import write_parity
 from penjing.core.checkpoint.decoder import open_checkpoint, save_checkpoint
 from penjing.core.config import Config
-from penjing.core.files import atomic_write_text
 from penjing.core.manifest import MANIFEST_NAME, read_manifest, write_manifest
 from penjing.core.models.decoder import Decoder
 from penjing.core.models.tensor_names import tensor_shapes
@@ -95,8 +94,7 @@ def quantize_decoder(
         names = {"student": floating, "calibrated": calibrated, "teacher": teacher}
         facts |= {"training": train_checkpoint(floating, partial, step, work, progress, wrap, names)}
     parity = measure_parity(partial, progress)
-    check_parity(parity)
-    atomic_write_text(partial / PARITY_FILE, json.dumps(parity.model_dump(mode="json"), indent=2) + "\n")
+    write_parity(partial, parity)
     created_by = read_manifest(calibrated).created_by if step.steps == 0 else read_manifest(partial).created_by
     write_manifest(partial, "artifact", created_by)
     differences = [each.model_dump() for each in parity.differences]

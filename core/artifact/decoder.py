@@ -7,71 +7,59 @@
     parity.json        the same inputs through every implementation, and how far they are apart
     penjing.json       kind "artifact", SHA-256 of each file above
 
-Whoever serves the artifact adds what its endpoint answered as `parity_NAME.json`: `add_parity_outputs`.
+Whoever serves the artifact adds what its endpoint answered as `parity_NAME.json`: `add_answers`.
 """
 
 from __future__ import annotations
 
-import json
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from pydantic import Field
 
+from penjing.core.artifact.base import REPORT_FILE
+from penjing.core.artifact.parity import Difference, Parity, measured, parse_stored, read_parity
 from penjing.core.checkpoint.decoder import Checkpoint, open_checkpoint
-from penjing.core.config import Config, parse_config
-from penjing.core.errors import ConfigError, InputError
-from penjing.core.files import atomic_write_text
+from penjing.core.config import Config
+from penjing.core.errors import InputError
 from penjing.core.manifest import Manifest, read_json_object, verify
 from penjing.core.runtime.quantized import ACTIVATION_FIELDS, KV_CACHE_FIELDS, WEIGHT_FIELDS
 
-RECIPE_FILE, REPORT_FILE, REPORT_PAGE, PARITY_FILE = "recipe.toml", "report.json", "report.html", "parity.json"
-FAKE_QUANTIZED, INT8_RUNTIME, SERVED = "fake_quantized", "int8_runtime", "served_endpoint"
+INT8_RUNTIME = "int8_runtime"
+LAYER_OUTPUTS, LOGITS, LOGPROBS = "layer_outputs", "logits", "logprobs"
+"""What is compared: the output of each layer when both get the same input, relative to the root mean square of the
+token's hidden state; the logits end to end; the log-probabilities of the continuation's tokens up to the first that
+differs. Dynamic quantization is chaotic: a difference of one float32 rounding turns into other INT8 roundings layer by
+layer, so two correct implementations agree closely in every layer and only about as far as INT8 itself end to end.
+"""
 
 
-class ParityInput(Config):
-    """A prompt; `token_ids` is how this artifact's tokenizer encodes `text`."""
+class Prompt(Config):
+    """What every implementation continues greedily; `token_ids` is how this artifact's tokenizer encodes `text`."""
 
     text: str
     token_ids: tuple[int, ...] = Field(min_length=1)
 
 
-class ParityOutput(Config):
+class Answer(Config):
     """A greedy continuation of one prompt and the natural log-probability of each of its tokens."""
 
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
 
 
-class ParityDifference(Config):
-    """How far two implementations are apart over all inputs.
-
-    Quantities: "layer_outputs" of each layer when both get the same input, relative to the root mean square of the
-    token's hidden state; "logits" end to end; "logprobs" of the continuation's tokens up to the first that differs.
-    Dynamic quantization is chaotic: a difference of one float32 rounding turns into other INT8 roundings layer by
-    layer, so two correct implementations agree closely in every layer and only about as far as INT8 itself end to end.
-    """
-
-    between: tuple[str, str]
-    quantity: Literal["layer_outputs", "logits", "logprobs"]
-    num_values: int
-    largest: float
-    mean: float
-    same_tokens: float | None = Field(default=None, ge=0, le=1)  # share of continuation tokens that are alike
+class _Prompts(Config):
+    prompts: tuple[Prompt, ...] = Field(min_length=1)
 
 
-class Parity(Config):
-    """`parity.json`. Every implementation continues `inputs` greedily by the same number of tokens."""
-
-    schema_version: Literal[1] = 1
-    inputs: tuple[ParityInput, ...] = Field(min_length=1)
-    outputs: dict[str, tuple[ParityOutput, ...]]  # implementation → one output an input
-    differences: tuple[ParityDifference, ...]
+class _Answers(Config):
+    answers: tuple[Answer, ...]
 
 
 @dataclass(frozen=True)
-class Artifact:
+class DecoderArtifact:
     """A verified artifact folder."""
 
     checkpoint: Checkpoint
@@ -80,7 +68,7 @@ class Artifact:
     parity: Parity
 
 
-def open_artifact(folder: Path) -> Artifact:
+def open_decoder_artifact(folder: Path) -> DecoderArtifact:
     """Open an artifact and check every hash.
 
     Raises:
@@ -90,7 +78,7 @@ def open_artifact(folder: Path) -> Artifact:
     if checkpoint.manifest is None or checkpoint.manifest.kind != "artifact":
         raise InputError(f"{folder} is not an artifact; 'penjing compress' makes one from a checkpoint")
     manifest = verify(folder)
-    return Artifact(checkpoint, manifest, read_json_object(folder / REPORT_FILE), read_parity(folder))
+    return DecoderArtifact(checkpoint, manifest, read_json_object(folder / REPORT_FILE), read_parity(folder))
 
 
 def quantization_config(keep: list[str], *, kv_scales: bool = False) -> dict[str, Any]:
@@ -116,51 +104,43 @@ def quantization_config(keep: list[str], *, kv_scales: bool = False) -> dict[str
     }
 
 
-def read_parity(folder: Path) -> Parity:
-    """The parity record of an artifact with everything that was added to it.
+def prompts_to_record(prompts: Iterable[Prompt]) -> dict[str, Any]:
+    """Prompts as the inputs of a parity record."""
+    return {"prompts": [prompt.model_dump(mode="json") for prompt in prompts]}
+
+
+def answers_to_record(answers: Iterable[Answer]) -> list[dict[str, Any]]:
+    """What one implementation answered, one answer a prompt, as an output of a parity record."""
+    return [answer.model_dump(mode="json") for answer in answers]
+
+
+def recorded_prompts(parity: Parity) -> tuple[Prompt, ...]:
+    """The prompts of a parity record.
 
     Raises:
-        InputError: missing or malformed.
+        InputError: the record is damaged.
     """
-    parity = _parse(folder / PARITY_FILE)
-    for path in sorted(folder.glob("parity_*.json")):
-        added = _parse(path)
-        parity = parity.model_copy(
-            update={
-                "outputs": parity.outputs | added.outputs,
-                "differences": parity.differences + added.differences,
-            }
-        )
-    return parity
+    return parse_stored(_Prompts, parity.inputs).prompts
 
 
-def add_parity_outputs(folder: Path, name: str, outputs: list[ParityOutput]) -> ParityDifference:
-    """Add what implementation `name` (a plain word such as "served_endpoint") answered to the record's inputs.
-
-    It goes into a file of its own beside the hashed ones, and replaces what `name` answered before.
-
-    Args:
-        outputs: one for each input of `read_parity(folder)`, in order.
-
-    Returns:
-        The difference from the INT8 runtime.
+def recorded_answers(parity: Parity, name: str) -> tuple[Answer, ...]:
+    """What the implementation `name` answered, one answer a prompt.
 
     Raises:
-        InputError: the record is missing, or `outputs` does not fit it.
+        InputError: the record is damaged, or does not know `name`.
     """
-    parity = _parse(folder / PARITY_FILE)
-    if len(outputs) != len(parity.inputs):
-        raise InputError(f"{name} gave {len(outputs)} outputs for the {len(parity.inputs)} inputs of {PARITY_FILE}")
-    difference = logprob_difference((INT8_RUNTIME, name), parity.outputs[INT8_RUNTIME], tuple(outputs))
-    added = Parity(inputs=parity.inputs, outputs={name: tuple(outputs)}, differences=(difference,))
-    atomic_write_text(folder / f"parity_{name}.json", json.dumps(added.model_dump(), indent=2) + "\n")
-    return difference
+    return parse_stored(_Answers, {"answers": parity.outputs.get(name)}).answers
 
 
-def logprob_difference(
-    between: tuple[str, str], first: tuple[ParityOutput, ...], second: tuple[ParityOutput, ...]
-) -> ParityDifference:
-    """Compare log-probabilities token by token, for each input as far as the continuations are the same."""
+def logprob_difference(between: tuple[str, str], first: tuple[Answer, ...], second: tuple[Answer, ...]) -> Difference:
+    """Compare log-probabilities token by token, for each prompt as far as the continuations are the same; `same` is
+    the share of tokens that are.
+
+    Raises:
+        InputError: NaN or infinity, or not as many answers on both sides.
+    """
+    if len(first) != len(second):
+        raise InputError(f"{between[1]} gave {len(second)} answers where {between[0]} gave {len(first)}")
     gaps: list[float] = []
     same = total = 0
     for one, other in zip(first, second, strict=True):
@@ -171,18 +151,5 @@ def logprob_difference(
             same += 1
             if index < min(len(one.logprobs), len(other.logprobs)):
                 gaps.append(abs(one.logprobs[index] - other.logprobs[index]))
-    return ParityDifference(
-        between=between,
-        quantity="logprobs",
-        num_values=len(gaps),
-        largest=max(gaps, default=0.0),
-        mean=sum(gaps) / len(gaps) if gaps else 0.0,
-        same_tokens=same / total if total else 1.0,
-    )
-
-
-def _parse(path: Path) -> Parity:
-    try:
-        return parse_config(Parity, read_json_object(path), str(path))
-    except ConfigError as error:
-        raise InputError(f"{error}; the file is damaged: compress the model again") from None
+    largest, mean = (max(gaps), sum(gaps) / len(gaps)) if gaps else (0.0, 0.0)
+    return measured(between, LOGPROBS, len(gaps), largest, mean, same / total if total else 1.0)

@@ -11,17 +11,18 @@ import json
 import math
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from pydantic import Field
 
+from penjing.core.artifact.base import PARITY_FILE
 from penjing.core.config import Config, parse_config
 from penjing.core.errors import ConfigError, InputError
 from penjing.core.files import atomic_write_text
 from penjing.core.manifest import read_json_object
 
-PARITY_FILE = "parity.json"
 FAKE_QUANTIZED, SERVED = "fake_quantized", "served_endpoint"
+C = TypeVar("C", bound=Config)
 
 
 class Difference(Config):
@@ -44,6 +45,10 @@ class Bound(Config):
     statistic: Literal["largest", "mean"]
     value: float = Field(ge=0)
 
+    def of(self, name: str) -> Bound:
+        """The same bound for the implementation `name` in place of the second."""
+        return self.model_copy(update={"between": (self.between[0], name)})
+
 
 class Parity(Config):
     """Content of `parity.json`."""
@@ -57,6 +62,25 @@ class Parity(Config):
     unmeasured: dict[str, str] = Field(default_factory=dict, description="Implementation → why it did not run.")
 
 
+def measured(
+    between: tuple[str, str], quantity: str, num_values: int, largest: float, mean: float, same: float | None = None
+) -> Difference:
+    """A difference as it was found.
+
+    Raises:
+        InputError: NaN or infinity.
+    """
+    if not (math.isfinite(largest) and math.isfinite(mean)):
+        raise InputError(f"parity: {' or '.join(between)} computes NaN or infinity; compress the model again")
+    return Difference(between=between, quantity=quantity, num_values=num_values, largest=largest, mean=mean, same=same)
+
+
+def is_within(differences: Iterable[Difference], bound: Bound) -> bool:
+    """Whether what the bound is about was measured and keeps it."""
+    found = _found(differences, bound)
+    return found is not None and found <= bound.value
+
+
 def gate(differences: Iterable[Difference], bound: Bound, hint: str) -> None:
     """Refuse what an implementation computes too differently.
 
@@ -64,19 +88,17 @@ def gate(differences: Iterable[Difference], bound: Bound, hint: str) -> None:
         hint: what the user can do about it.
 
     Raises:
-        InputError: the bound is exceeded (NaN exceeds every bound), or nothing was measured that it is about.
+        InputError: the bound is exceeded, or nothing was measured that it is about.
     """
-    for each in differences:
-        if (each.between, each.quantity) == (bound.between, bound.quantity):
-            found = getattr(each, bound.statistic)
-            if math.isfinite(found) and found <= bound.value:
-                return
-            first, second = bound.between
-            raise InputError(
-                f"parity: {bound.quantity} of {second} differ from those of {first} by {found:.3g} "
-                f"({bound.statistic}), the bound is {bound.value:g}; {hint}"
-            )
-    raise InputError(f"parity: {bound.quantity} between {' and '.join(bound.between)} was not measured; {hint}")
+    first, second = bound.between
+    found = _found(differences, bound)
+    if found is None:
+        raise InputError(f"parity: {bound.quantity} of {second} against {first} were not measured; {hint}")
+    if not found <= bound.value:
+        raise InputError(
+            f"parity: {second} differs from {first} by {found:.3g} ({bound.quantity}, {bound.statistic}), "
+            f"the bound is {bound.value:g}; {hint}"
+        )
 
 
 def read_parity(folder: Path) -> Parity:
@@ -110,6 +132,25 @@ def add_answers(folder: Path, name: str, answers: Any, differences: tuple[Differ
     added = parity.model_copy(update={"inputs": {}, "outputs": {name: answers}, "differences": differences})
     path = folder / f"parity_{name}.json"
     atomic_write_text(path, json.dumps(added.model_dump(mode="json")) + "\n")
+
+
+def parse_stored(config_type: type[C], values: dict[str, Any]) -> C:
+    """A part of the record that the family stores in its own way.
+
+    Raises:
+        InputError: it is damaged.
+    """
+    try:
+        return parse_config(config_type, values, PARITY_FILE)
+    except ConfigError as error:
+        raise InputError(f"{error}; the file is damaged: compress the model again") from None
+
+
+def _found(differences: Iterable[Difference], bound: Bound) -> float | None:
+    for each in differences:
+        if (each.between, each.quantity) == (bound.between, bound.quantity):
+            return getattr(each, bound.statistic)
+    return None
 
 
 def _read(path: Path) -> Parity:

@@ -14,6 +14,7 @@ import torch
 
 from penjing.core.checkpoint.decoder import Checkpoint, copy_tokenizer, open_checkpoint, save_checkpoint
 from penjing.core.errors import ConfigError, InputError
+from penjing.core.family import family_of
 from penjing.core.files import atomic_write_text, publish_folder, sha256_file
 from penjing.core.imports.encoder import import_encoder
 from penjing.core.imports.gguf import GgufFile
@@ -23,7 +24,6 @@ from penjing.core.models.config import DecoderConfig
 from penjing.core.models.tensor_names import tensor_shapes
 from penjing.core.packages import PACKAGES, fetch_package
 from penjing.core.progress import Progress, Silent
-from penjing.core.text.text_tokenizer import is_encoder
 from penjing.core.text.tokenizer import Tokenizer
 
 Dtype = Literal["float32", "bfloat16", "float16"]
@@ -70,7 +70,7 @@ def import_model(
     if dtype not in _TORCH_DTYPES:
         raise ConfigError(f"dtype {dtype!r} is not one of {', '.join(_TORCH_DTYPES)}")
     path, described = _locate(source, progress)
-    encoder = path.is_dir() and (path / "config.json").exists() and is_encoder(path)
+    encoder = path.is_dir() and (path / "config.json").exists() and family_of(path) == "encoder"
     if encoder and dtype != "float32":
         raise ConfigError(f"dtype {dtype!r}: text encoders are stored in float32; leave it out")
     model = None if encoder else (_FolderSource(path) if path.is_dir() else _GgufSource(path, described))

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer as Backend
 
 from penjing.core.errors import InputError
 from penjing.core.manifest import read_json_object
-from penjing.core.models.encoder_config import MODEL_TYPE, EncoderConfig, encoder_config_from_hf
+from penjing.core.models.encoder_config import EncoderConfig, encoder_config_from_hf
 
 TOKENIZER, LIMITS = "tokenizer.json", "sentence_bert_config.json"
 
@@ -77,15 +77,6 @@ def pad(rows: list[list[int]]) -> TextTokens:
         ids[index, : len(row)] = row
         mask[index, : len(row)] = 1
     return TextTokens(ids, mask)
-
-
-def is_encoder(folder: Path) -> bool:
-    """Whether a folder's `config.json` is that of a text encoder; nothing else is checked.
-
-    Raises:
-        InputError: there is no readable `config.json`.
-    """
-    return read_json_object(folder / "config.json").get("model_type") == MODEL_TYPE
 
 
 def encoder_config(folder: Path) -> EncoderConfig:

@@ -9,9 +9,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from penjing.core.artifact.classifier import MODEL_FILE, Quantization
+from penjing.core.artifact.base import MODEL_FILE, is_artifact
+from penjing.core.artifact.onnx import Quantization
 from penjing.core.errors import InputError, ServerError
-from penjing.core.manifest import MANIFEST_NAME, read_manifest
 from penjing.serve.engine.config import BatchConfig
 from penjing.serve.families.base import BatchModel, Entry, Family, Form, Signature, Workload
 from penjing.serve.families.repository import write_onnx_entry, write_python_entry
@@ -50,7 +50,7 @@ def batched(
     """
 
     def open_(folder: Path) -> Any:
-        if not (folder / MANIFEST_NAME).is_file() or read_manifest(folder).kind != "artifact":
+        if not is_artifact(folder):
             raise InputError(f"{folder} is {how_to_compress.format(folder=folder)}")
         return open_artifact(folder)
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from penjing.core.artifact.classifier import VisionArtifact, normalised, open_vision_artifact
+from penjing.core.artifact.onnx_classifier import ClassifierArtifact, normalised, open_classifier_artifact
 from penjing.core.errors import RequestError, ServerError
 from penjing.core.runtime.onnx_runtime import INPUT, OUTPUT, run_session
 from penjing.serve.client.protocol import REQUEST_SECONDS
@@ -27,7 +27,7 @@ LOCAL_BATCH = 64  # images that ONNX Runtime runs at once where it is timed alon
 IMAGES_UNDER_WAY = 256  # four batches
 
 
-def signature(artifact: VisionArtifact) -> Signature:
+def signature(artifact: ClassifierArtifact) -> Signature:
     """Either `images`, the model's own float tensor, or `pixels`, which are normalised here, gives `logits`."""
     shape = (artifact.config.model.in_channels, *artifact.config.image_size)
     labels = artifact.config.labels
@@ -54,7 +54,7 @@ class Classifier:
     """
 
     def __init__(self, folder: Path, threads: int = 0) -> None:
-        self._artifact = open_vision_artifact(folder)
+        self._artifact = open_classifier_artifact(folder)
         self._threads = RowThreads(self._artifact.session, threads)
         config = self._artifact.config
         self._shape = (config.model.in_channels, *config.image_size)
@@ -118,7 +118,7 @@ def workload(
         InputError: the folder is no classifier's artifact.
         ServerError: no server answers, or with other logits than this process: it serves another model.
     """
-    artifact = open_vision_artifact(folder)
+    artifact = open_classifier_artifact(folder)
     session = artifact.session(threads)
     shape = (LOCAL_BATCH, artifact.config.model.in_channels, *artifact.config.image_size)
     pixels = np.random.default_rng(0).integers(0, 256, shape, np.uint8)
@@ -154,7 +154,7 @@ def workload(
 
 FAMILY = batched(
     name=NAME,
-    open_artifact=open_vision_artifact,
+    open_artifact=open_classifier_artifact,
     signature=signature,
     load=lambda folder, settings: Classifier(folder, settings.threads),
     how_to_compress="the checkpoint of an image classifier, and artifacts are served; make one with "

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from penjing.core.artifact.encoder import IDS, MASK, OUTPUT, EncoderArtifact, open_encoder_artifact
+from penjing.core.artifact.onnx_encoder import IDS, MASK, OUTPUT, EncoderArtifact, open_encoder_artifact
 from penjing.core.errors import RequestError, ServerError
 from penjing.serve.client.protocol import REQUEST_SECONDS
 from penjing.serve.families.base import Arrays, Signature, TensorSpec, Workload

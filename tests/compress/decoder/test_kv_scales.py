@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from penjing.compress.decoder.layer import LargestKV
 from penjing.compress.decoder.pipeline import compress
-from penjing.core.artifact.decoder import open_artifact
+from penjing.core.artifact.decoder import open_decoder_artifact
 from penjing.core.checkpoint.load import load_model
 from penjing.core.errors import InputError
 from penjing.core.models.attention import causal_attention
@@ -41,7 +41,7 @@ def test_scales_span_what_the_artifact_caches_on_calibration_text(with_scales: P
         loaded.model(windows, attend=attend)
     for layer, largest in found.items():
         for name, value in zip(("k_scale", "v_scale"), largest, strict=True):
-            stored = open_artifact(with_scales).checkpoint.get(f"model.layers.{layer}.self_attn.{name}")
+            stored = open_decoder_artifact(with_scales).checkpoint.get(f"model.layers.{layer}.self_attn.{name}")
             assert stored.shape == (1,)
             assert float(stored) * 127 == pytest.approx(value, rel=0.05)  # INT8 layers compute a little otherwise
 

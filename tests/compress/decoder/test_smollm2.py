@@ -8,18 +8,19 @@ from pathlib import Path
 import pytest
 import torch
 
-from penjing.core.artifact.decoder import FAKE_QUANTIZED, INT8_RUNTIME, open_artifact
+from penjing.core.artifact.decoder import INT8_RUNTIME, open_decoder_artifact
+from penjing.core.artifact.parity import FAKE_QUANTIZED
 from penjing.core.checkpoint.load import load_model
 
 
 def test_int8_costs_at_most_three_percent_perplexity(smollm2_int8: Path) -> None:
-    report = open_artifact(smollm2_int8).report
+    report = open_decoder_artifact(smollm2_int8).report
     assert 5 < report["perplexity_fp32"] < 40
     assert -0.01 < report["perplexity"]["prose"]["change"] < 0.03  # the standard error of 2048 tokens is 0.4 %
 
 
 def test_everything_is_int8_and_the_weights_are_under_two_fifths(smollm2_int8: Path) -> None:
-    artifact = open_artifact(smollm2_int8)
+    artifact = open_decoder_artifact(smollm2_int8)
     assert artifact.report["bytes_int8"] < 0.4 * artifact.report["bytes_fp32"]
     assert artifact.checkpoint.config_json["quantization_config"]["ignore"] == []
     assert artifact.checkpoint.dtype("lm_head.weight") == "I8"
@@ -27,19 +28,19 @@ def test_everything_is_int8_and_the_weights_are_under_two_fifths(smollm2_int8: P
 
 
 def test_peak_memory_stays_under_twice_the_fp32_model(smollm2_int8: Path) -> None:
-    report = open_artifact(smollm2_int8).report
+    report = open_decoder_artifact(smollm2_int8).report
     assert 0 < report["peak_memory_bytes"] < 2 * report["bytes_fp32"]
     layers = [step["peak_memory_bytes"] for step in report["steps"] if step["name"].startswith("layer_")]
     assert max(layers) < report["bytes_fp32"]  # one layer at a time
 
 
 def test_rotation_and_smoothing_leave_no_layer_behind(smollm2_int8: Path) -> None:
-    worst = max(open_artifact(smollm2_int8).report["linears"], key=lambda row: row["output"])
+    worst = max(open_decoder_artifact(smollm2_int8).report["linears"], key=lambda row: row["output"])
     assert worst["output"] < 0.05, worst  # round-to-nearest alone: 0.37 at model.layers.1.mlp.down_proj
 
 
 def test_runtime_and_fake_quantized_model_agree_in_every_layer(smollm2_int8: Path) -> None:
-    parity = open_artifact(smollm2_int8).parity
+    parity = open_decoder_artifact(smollm2_int8).parity
     assert set(parity.outputs) == {FAKE_QUANTIZED, INT8_RUNTIME}
     by_quantity = {difference.quantity: difference for difference in parity.differences}
     assert set(by_quantity) == {"layer_outputs", "logits", "logprobs"}

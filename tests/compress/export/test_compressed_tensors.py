@@ -12,7 +12,7 @@ from torch import nn
 from penjing.compress.export import compressed_tensors
 from penjing.compress.export.gate import Reading, measure, sequences
 from penjing.compress.export.run import export_artifact
-from penjing.core.artifact.decoder import open_artifact
+from penjing.core.artifact.decoder import open_decoder_artifact
 from penjing.core.checkpoint.decoder import open_checkpoint
 from penjing.core.checkpoint.load import load_model
 from penjing.core.cli import _run
@@ -36,7 +36,7 @@ def test_it_holds_what_other_loaders_read_and_a_record(export: Path, tiny_int8: 
     record = json.loads((export / "export.json").read_text())
     layers, answers = record["differences"]
     assert layers["between"] == ["fake_quantized", "transformers"]
-    assert 0 < layers["mean"] < record["bound"]  # 127.5 against 127: never equal to the last bit
+    assert 0 < layers["mean"] < record["bound"]["value"]  # 127.5 against 127: never equal to the last bit
     assert answers["mean"] < 0.2
     assert record["unmeasured"] == {}
 
@@ -52,7 +52,7 @@ def test_the_integers_are_the_artifact_s_and_weights_give_equal_logits(export: P
             layer.quantization_scheme.input_activations = None  # pyright: ignore
             compared += 1
     assert compared == 15
-    ids = torch.tensor([sequences(open_artifact(tiny_int8))[0][0]])
+    ids = torch.tensor([sequences(open_decoder_artifact(tiny_int8))[0][0]])
     ours = load_model(tiny_int8).model
     for layer in ours.modules():  # the same integers with activations as they are
         if hasattr(layer, "packed"):
@@ -79,9 +79,9 @@ def test_without_the_packages_the_record_says_so(
 
 
 def test_the_gate_refuses_other_layers_and_nan(tiny_int8: Path) -> None:
-    artifact = open_artifact(tiny_int8)
+    artifact = open_decoder_artifact(tiny_int8)
     pairs = sequences(artifact)
-    for value, message in ((1.5, "loader's layers differ"), (float("nan"), "nan")):
+    for value, message in ((1.5, "loader differs from fake_quantized"), (float("nan"), "loader computes NaN")):
         readings = [
             Reading(
                 [torch.ones(len(ids), 64), torch.full((len(ids), 64), value), torch.ones(len(ids), 64)],
@@ -96,7 +96,7 @@ def test_the_gate_refuses_other_layers_and_nan(tiny_int8: Path) -> None:
 def test_an_architecture_of_our_own_is_refused(
     tiny_int8: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    artifact = open_artifact(tiny_int8)
+    artifact = open_decoder_artifact(tiny_int8)
     config = artifact.checkpoint.config.model_copy(update={"model_type": "penjing"})
     monkeypatch.setattr(artifact.checkpoint, "config", config)
     with pytest.raises(InputError, match="transformers does not know"):

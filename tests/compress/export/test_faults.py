@@ -46,7 +46,7 @@ def dying(original: Callable[..., Any], error: BaseException) -> Callable[..., A
         ("decoder", "onnx", decoder_gate, "measure"),
         ("decoder", "onnx", run, "write_record"),
         ("decoder", "compressed-tensors", compressed_tensors, "write_compressed_tensors"),
-        ("classifier", "onnx", classifier, "rerun_parity"),
+        ("classifier", "onnx", classifier, "compare"),
         ("classifier", "onnx", record, "write_record"),
     ],
 )

@@ -14,7 +14,7 @@ from onnx import numpy_helper
 from penjing.compress.export.compressed_tensors import write_compressed_tensors
 from penjing.compress.export.gguf import _check, _gguf_name, q8_0, write_gguf
 from penjing.compress.export.onnx_decoder import write_decoder_onnx
-from penjing.core.artifact.decoder import open_artifact
+from penjing.core.artifact.decoder import open_decoder_artifact
 from penjing.core.checkpoint.decoder import open_checkpoint
 from penjing.core.checkpoint.load import load_model
 from penjing.core.cli import _run
@@ -55,7 +55,7 @@ def test_integers_are_the_artifact_s_and_the_model_is_the_same(tiny_int8: Path, 
 
 def test_integers_are_identical_in_every_export(tiny_int8: Path, tmp_path: Path) -> None:
     """ONNX stores them transposed, GGUF in blocks of 32 with the rows of q and k in another order."""
-    artifact = open_artifact(tiny_int8)
+    artifact = open_decoder_artifact(tiny_int8)
     for name in ("onnx", "compressed"):
         (tmp_path / name).mkdir()
     write_decoder_onnx(artifact.checkpoint, "onnxruntime-avx2", tmp_path / "onnx", Silent())

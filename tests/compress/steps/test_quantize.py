@@ -15,7 +15,7 @@ from penjing.compress.quantize.modules import QuantizedConvNorm
 from penjing.compress.quantize.place_resnet import layers
 from penjing.compress.quantize.task import QuantizedTask
 from penjing.compress.steps.quantize import QuantizeStep, quantize_step
-from penjing.core.artifact.classifier import open_vision_artifact
+from penjing.core.artifact.onnx_classifier import open_classifier_artifact
 from penjing.core.errors import ConfigError, InputError, PenjingError
 from penjing.core.files import publish_folder
 from penjing.core.progress import Silent
@@ -52,7 +52,7 @@ def test_calibration_alone_and_training_make_the_same_kind_of_artifact(source: P
     report = make(source, tmp_path / "qat", **TRAIN, **RATE, learn_weights=True)
     assert report["training_steps"] == 12
     assert report["training"]["evaluation"]["accuracy"] > 0.9
-    calibrated, trained = (open_vision_artifact(tmp_path / name) for name in ("ptq", "qat"))
+    calibrated, trained = (open_classifier_artifact(tmp_path / name) for name in ("ptq", "qat"))
     assert calibrated.report["training_steps"] == 0
     before, after = (
         {each["name"]: each["scale"] for each in artifact.report["activations"]} for artifact in (calibrated, trained)
@@ -86,7 +86,7 @@ def test_a_killed_training_goes_on_to_the_same_artifact(
     make(source, tmp_path / "ptq")
     names = ("once", "twice", "ptq")
     once, twice, untrained = (
-        np.array(open_vision_artifact(tmp_path / name).parity.logits["onnxruntime"]) for name in names
+        np.array(open_classifier_artifact(tmp_path / name).parity.logits["onnxruntime"]) for name in names
     )
     # Resumed convolutions round their last bits differently, in train's own runs too.
     assert np.abs(once - twice).max() < 0.1 * once.std()
@@ -165,6 +165,6 @@ def test_outliers_are_dealt_with_on_the_way_to_the_artifact(source: Path, tmp_pa
         assert floating
         assert report["settings"]["keep"] == floating
         assert 8 < report["effective_bits"] <= 16
-        logits = open_vision_artifact(out).parity.logits
-        other = open_vision_artifact(tmp_path / "plain").parity.logits
+        logits = open_classifier_artifact(out).parity.logits
+        other = open_classifier_artifact(tmp_path / "plain").parity.logits
         assert np.abs(np.array(logits["onnxruntime"]) - np.array(other["onnxruntime"])).max() > 0

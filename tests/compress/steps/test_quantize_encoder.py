@@ -15,14 +15,14 @@ from penjing.compress.command import compress_recipe
 from penjing.compress.export.onnx_encoder import export_encoder
 from penjing.compress.export.run import export_artifact
 from penjing.compress.quantize.biases import absorb_biases
-from penjing.compress.quantize.encoder_parity import gate, measure_parity
+from penjing.compress.quantize.encoder_parity import measure as measure_parity
 from penjing.compress.quantize.encoder_settings import EncoderQuantize
 from penjing.compress.quantize.place_bert import LINEAR, apply_quantization
 from penjing.compress.quantize.place_resnet import calibrate
 from penjing.compress.quantize.smooth import smooth
 from penjing.compress.verify import verify_artifact
-from penjing.core.artifact.classifier import ONNX_RUNTIME, ONNX_RUNTIME_FLOAT, Quantization, is_vision_artifact
-from penjing.core.artifact.encoder import embed_texts, open_encoder_artifact, open_encoder_session
+from penjing.core.artifact.onnx import Quantization
+from penjing.core.artifact.onnx_encoder import embed_texts, open_encoder_artifact, open_encoder_session
 from penjing.core.checkpoint.encoder import read_encoder
 from penjing.core.errors import ConfigError, InputError
 from penjing.core.imports.importer import import_model
@@ -190,7 +190,8 @@ def test_the_command_makes_an_artifact_that_verifies(recipe: Path, capsys: pytes
     assert (out / "report.html").read_text().startswith("<!doctype html>")
     rows = artifact.embed(artifact.session(1), TEXTS)
     assert rows.shape == (len(TEXTS), 32)
-    assert verify_artifact(out)["kind"] == "encoder"
+    assert verify_artifact(out)["family"] == "encoder"
+    assert artifact.parity.bound.value == 0.05
     stamp = (out / "penjing.json").stat().st_mtime_ns
     run(recipe)  # the same recipe and input: kept
     compress_recipe(out / "recipe.toml", [], out=None, force=False, progress=Silent())  # also as it was written out
@@ -230,11 +231,8 @@ def test_another_file_exceeds_the_parity_bound(checkpoint: Path, tmp_path: Path)
         lost.layers[1].down.weight.zero_()  # type: ignore[union-attr, operator]
     export_encoder(lost, "onnxruntime-cpu", tmp_path / "model.onnx")
     about = Quantization(target="onnxruntime-cpu", activations="uint8", weights="int8", opset=21, session_options={})
-    with pytest.raises(InputError, match="parity: ONNX Runtime's embeddings have a mean cosine of 0"):
-        measure_parity(model, tmp_path / "model.onnx", tokenize, about, TEXTS, 0.99)
-    with pytest.raises(InputError, match="use target 'onnxruntime-avx2'"):
-        gate({ONNX_RUNTIME: 0.9, ONNX_RUNTIME_FLOAT: 0.999}, 0.99)
-    gate({ONNX_RUNTIME: 0.995, ONNX_RUNTIME_FLOAT: 0.5}, 0.99)
+    with pytest.raises(InputError, match=r"onnxruntime differs from .*cosine distance, mean.*0\.01; lower"):
+        measure_parity(model, tmp_path / "model.onnx", tokenize, about, TEXTS, 0.01)
 
 
 def test_fp8_is_refused(recipe: Path) -> None:
@@ -247,19 +245,19 @@ def test_the_file_is_exported_once_it_passed_again(recipe: Path, tmp_path: Path)
     file = tmp_path / "tiny.onnx"
     record = export_artifact(out, "onnx", file, force=False, progress=Silent())
     assert file.read_bytes() == (out / "model.onnx").read_bytes()
-    assert any("cosine" in note for note in record.notes)
+    assert record.differences[0].quantity == "cosine distance"
+    assert record.differences[0].mean <= 0.05
     with pytest.raises(ConfigError, match="calibrated for onnxruntime-cpu"):
         export_artifact(out, "onnx", tmp_path / "other.onnx", target="tensorrt", force=False, progress=Silent())
     with pytest.raises(InputError, match="a text encoder, which is not written as gguf"):
         export_artifact(out, "gguf", tmp_path / "tiny.gguf", force=False, progress=Silent())
-    assert not is_vision_artifact(out)
 
 
 def test_tampering_is_seen(recipe: Path) -> None:
     out = run(recipe)
     path = out / "parity.json"
     record = json.loads(path.read_text())
-    record["bound"] = -1.0
+    record["bound"]["value"] = 2.0
     path.write_text(json.dumps(record))
     with pytest.raises(InputError, match=r"parity\.json has SHA-256"):
         verify_artifact(out)

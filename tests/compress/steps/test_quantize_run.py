@@ -12,7 +12,7 @@ from penjing.compress.recipe import load_flow
 from penjing.compress.report.schema import parse_report
 from penjing.compress.run import compress_steps
 from penjing.compress.verify import verify_artifact
-from penjing.core.artifact.classifier import open_vision_artifact
+from penjing.core.artifact.onnx_classifier import open_classifier_artifact
 from penjing.core.errors import ConfigError, InputError
 from penjing.train.families import classifier as vision
 from tests.compress.quantize.folders import vision_folder
@@ -60,7 +60,7 @@ def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_prune_and_train_in_int8(recipe: Path, tmp_path: Path) -> None:
     out = compress_steps(recipe)
-    artifact = open_vision_artifact(out)
+    artifact = open_classifier_artifact(out)
     assert artifact.manifest.kind == "artifact"
     assert verify_artifact(out)["differences"][0]["largest"] < 0.1
     stages = json.loads((out / "report.json").read_text())["stages"]

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from transformers import BertModel
 
-from penjing.core.artifact.encoder import similar_lengths
+from penjing.core.artifact.onnx_encoder import similar_lengths
 from penjing.core.checkpoint.encoder import read_encoder
 from penjing.core.errors import ConfigError, InputError
 from penjing.core.imports.importer import import_model

@@ -18,7 +18,7 @@ import tritonclient.grpc as triton
 from tritonclient.grpc import service_pb2_grpc
 from tritonclient.utils import InferenceServerException
 
-from penjing.core.artifact.classifier import VisionArtifact, normalised, open_vision_artifact
+from penjing.core.artifact.onnx_classifier import ClassifierArtifact, normalised, open_classifier_artifact
 from penjing.core.cli import _run
 from penjing.core.errors import InputError, OverloadedError, PenjingError, RequestError, ServerError
 from penjing.serve.bench.batched import bench_batched
@@ -34,24 +34,24 @@ QUEUE = 16
 
 
 @pytest.fixture(scope="module")
-def artifact(tmp_path_factory: pytest.TempPathFactory) -> VisionArtifact:
-    return open_vision_artifact(classifier_artifact(tmp_path_factory.mktemp("classifier")))
+def artifact(tmp_path_factory: pytest.TempPathFactory) -> ClassifierArtifact:
+    return open_classifier_artifact(classifier_artifact(tmp_path_factory.mktemp("classifier")))
 
 
 @pytest.fixture(scope="module")
-def served(artifact: VisionArtifact) -> Iterator[ServedClassifier]:
+def served(artifact: ClassifierArtifact) -> Iterator[ServedClassifier]:
     with serving_classifier(artifact.folder, max_batch_size=MAX_BATCH_SIZE, max_queue_size=QUEUE, threads=1) as found:
         yield found
 
 
 @pytest.fixture(scope="module")
-def local(artifact: VisionArtifact) -> Any:
+def local(artifact: ClassifierArtifact) -> Any:
     """ONNX Runtime in this process."""
     return artifact.session(threads=1)
 
 
 def test_answers_are_local_onnx_runtimes_bit_for_bit(
-    served: ServedClassifier, artifact: VisionArtifact, local: Any
+    served: ServedClassifier, artifact: ClassifierArtifact, local: Any
 ) -> None:
     images = pixels(48)
     expected = artifact.logits(local, images)
@@ -65,7 +65,7 @@ def test_answers_are_local_onnx_runtimes_bit_for_bit(
 
 
 def test_requests_that_come_together_run_together_and_do_not_touch_each_other(
-    served: ServedClassifier, artifact: VisionArtifact, local: Any
+    served: ServedClassifier, artifact: ClassifierArtifact, local: Any
 ) -> None:
     """Both kinds of input, one to five images a request, every ninth request bad; the first wait behind large ones."""
     images = pixels(130)
@@ -91,7 +91,7 @@ def test_requests_that_come_together_run_together_and_do_not_touch_each_other(
     assert after["inference_exec_count"] - before["inference_exec_count"] < 124
 
 
-def test_asyncio_client(served: ServedClassifier, artifact: VisionArtifact, local: Any) -> None:
+def test_asyncio_client(served: ServedClassifier, artifact: ClassifierArtifact, local: Any) -> None:
     images = pixels(12)
 
     async def ask() -> list[np.ndarray]:
@@ -105,7 +105,7 @@ def test_asyncio_client(served: ServedClassifier, artifact: VisionArtifact, loca
     assert np.array_equal(np.concatenate(asyncio.run(ask())), artifact.logits(local, images))
 
 
-def test_nvidias_client_and_its_labels(served: ServedClassifier, artifact: VisionArtifact, local: Any) -> None:
+def test_nvidias_client_and_its_labels(served: ServedClassifier, artifact: ClassifierArtifact, local: Any) -> None:
     images = pixels(3)
     expected = artifact.logits(local, images)
     with triton.InferenceServerClient(served.address) as client:
@@ -118,7 +118,7 @@ def test_nvidias_client_and_its_labels(served: ServedClassifier, artifact: Visio
 
 
 def test_parity_through_the_endpoint_is_recorded_and_another_model_is_refused(
-    served: ServedClassifier, artifact: VisionArtifact, tmp_path: Path
+    served: ServedClassifier, artifact: ClassifierArtifact, tmp_path: Path
 ) -> None:
     out = tmp_path / "verified.json"
     command = ["compress", "verify", str(artifact.folder), "--server", served.address, "--json", str(out)]
@@ -131,8 +131,10 @@ def test_parity_through_the_endpoint_is_recorded_and_another_model_is_refused(
         "between": ["fake_quantized", "served_endpoint"]
     }
     record = json.loads((artifact.folder / "parity_served_endpoint.json").read_text())
-    assert record["logits"]["served_endpoint"] == [list(row) for row in artifact.parity.logits["onnxruntime"]]
-    assert open_vision_artifact(artifact.folder).parity == artifact.parity
+    assert record["outputs"] == {"served_endpoint": artifact.parity.outputs["onnxruntime"]}
+    reopened = open_classifier_artifact(artifact.folder).parity
+    assert reopened.outputs == artifact.parity.outputs | record["outputs"]
+    assert reopened.differences[: len(artifact.parity.differences)] == artifact.parity.differences
     other = classifier_artifact(tmp_path, seed=1, parity_bound=2.0)
     with pytest.raises(InputError, match="does it serve"):
         served_parity(other, served.address)
@@ -140,7 +142,7 @@ def test_parity_through_the_endpoint_is_recorded_and_another_model_is_refused(
         bench_batched(other, served.address)
 
 
-def test_bench(served: ServedClassifier, artifact: VisionArtifact) -> None:
+def test_bench(served: ServedClassifier, artifact: ClassifierArtifact) -> None:
     found = bench_batched(artifact.folder, served.address, runs=1, images=256, threads=1)
     speeds = found["images_per_second"]
     assert set(speeds) == {"onnxruntime", "server_floats", "server_pixels"}
@@ -253,7 +255,7 @@ def test_a_killed_process_is_told_at_once_and_comes_back(served: ServedClassifie
         assert client.classify(pixels(2)).logits.shape == (2, 10)
 
 
-def test_drain_answers_what_is_queued_and_refuses_what_comes(artifact: VisionArtifact, local: Any) -> None:
+def test_drain_answers_what_is_queued_and_refuses_what_comes(artifact: ClassifierArtifact, local: Any) -> None:
     images = pixels(MAX_BATCH_SIZE)
     expected = artifact.logits(local, images)
     with serving_classifier(artifact.folder, max_batch_size=MAX_BATCH_SIZE, threads=1) as served:

@@ -14,7 +14,8 @@ import pytest
 import tritonclient.grpc as triton
 
 from penjing.compress.command import compress_recipe
-from penjing.core.artifact.encoder import EncoderArtifact, open_encoder_artifact
+from penjing.core.artifact.onnx_encoder import EncoderArtifact, open_encoder_artifact
+from penjing.core.artifact.parity import SERVED, read_parity
 from penjing.core.cli import _run
 from penjing.core.errors import InputError, RequestError
 from penjing.core.imports.importer import import_model
@@ -104,6 +105,7 @@ def test_parity_through_the_endpoint(served: ServedClassifier, artifact: Encoder
     result = served_parity(artifact.folder, served.address)
     assert isinstance(result["same_bits"], bool)
     assert all(difference["mean"] < 1e-3 for difference in result["differences"])
+    assert SERVED in read_parity(artifact.folder).outputs
 
 
 def test_bad_texts_are_their_requests_own(served: ServedClassifier) -> None:

@@ -16,7 +16,7 @@ import pytest
 from google.protobuf import text_format
 from tritonclient.grpc import model_config_pb2
 
-from penjing.core.artifact.classifier import normalised, open_vision_artifact
+from penjing.core.artifact.onnx_classifier import normalised, open_classifier_artifact
 from penjing.core.cli import _run
 from penjing.core.errors import ConfigError, InputError
 from penjing.core.runtime import onnx_runtime
@@ -78,11 +78,11 @@ def test_python_form_holds_all_it_needs(artifact: Path, tmp_path: Path, monkeypa
     images = pixels(3)
     good, also = (
         Request(pixels=images[:2]),
-        Request(images=normalised(images[2:], open_vision_artifact(artifact).config)),
+        Request(images=normalised(images[2:], open_classifier_artifact(artifact).config)),
     )
     bad = Request(pixels=images[:0])
     first, refused, second = answers(adapter, [good, bad, also])
-    expected = open_vision_artifact(artifact)
+    expected = open_classifier_artifact(artifact)
     logits = expected.logits(expected.session(1), images)
     assert np.array_equal(np.concatenate([first.tensors["logits"], second.tensors["logits"]]), logits)
     assert refused.error.code == "invalid"
@@ -237,7 +237,7 @@ def test_folders_with_any_letters(
     name = str(folder).encode().decode("ascii", "surrogateescape") if escaped else str(folder)
     found, _ = read_settings({"model_config": json.dumps({"parameters": {"model": {"string_value": name}}})})
     assert str(found).isascii()
-    assert open_vision_artifact(found).manifest == open_vision_artifact(artifact).manifest
+    assert open_classifier_artifact(found).manifest == open_classifier_artifact(artifact).manifest
     gone = {"model": {"string_value": name + "x"}}
     with pytest.raises(InputError, match="cannot be opened") as error:
         read_settings({"model_config": json.dumps({"parameters": gone})})

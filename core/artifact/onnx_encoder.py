@@ -1,12 +1,7 @@
-"""Artifact folders of quantized text encoders, as `penjing compress` writes and `penjing serve` reads them.
+"""Artifact folders of quantized text encoders; see `onnx.py`.
 
-config.json        architecture, as BERT's
-tokenizer.json     and `sentence_bert_config.json`, which holds the longest text
-model.onnx         explicit Q/DQ; "input_ids", "attention_mask" (batch, sequence) int64 → "embedding" (batch, hidden)
-quantization.json  target, formats, options that ONNX Runtime needs for exact integers
-report.json        cosines, retrieval, sizes, errors a layer; report.html shows them
-parity.json        texts, what the fake-quantized model answers, how far ONNX Runtime is from it, the bound
-penjing.json       kind "artifact", SHA-256 of each file above
+config.json is as BERT's; tokenizer.json and `sentence_bert_config.json`, which holds the longest text, stand beside it;
+model.onnx takes "input_ids" and "attention_mask" (batch, sequence) int64 and gives "embedding" (batch, hidden).
 """
 
 from __future__ import annotations
@@ -14,45 +9,30 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from penjing.core.artifact.classifier import MODEL_FILE, PARITY_FILE, QUANTIZATION_FILE, REPORT_FILE, Quantization
-from penjing.core.config import Config, parse_config
-from penjing.core.errors import ConfigError, InputError
-from penjing.core.manifest import Manifest, read_json_object, verify
+from penjing.core.artifact.base import MODEL_FILE, PARITY_FILE
+from penjing.core.artifact.onnx import OnnxArtifact, open_onnx_artifact
+from penjing.core.artifact.parity import Difference, Parity, measured
+from penjing.core.errors import InputError
 from penjing.core.models.encoder_config import EncoderConfig
 from penjing.core.runtime.onnx_runtime import open_graph
-from penjing.core.text.text_tokenizer import TextTokenizer, TextTokens, encoder_config, is_encoder, pad
+from penjing.core.text.text_tokenizer import TOKENIZER, TextTokenizer, TextTokens, encoder_config, pad
 
 IDS, MASK, OUTPUT = "input_ids", "attention_mask", "embedding"
 BATCH_TOKENS = 512  # with padding, in one run of `EncoderArtifact.embed`: what lies between layers stays in cache
-
-
-class EncoderParity(Config):
-    """Content of `parity.json`; cosines are between the fake-quantized model's embeddings and ONNX Runtime's."""
-
-    schema_version: Literal[1] = 1
-    texts: tuple[str, ...]
-    embeddings: tuple[tuple[float, ...], ...]  # of the fake-quantized model
-    smallest: dict[str, float]  # way of running → cosine
-    mean: dict[str, float]
-    bound: float  # of the mean, with the artifact's options
+QUANTITY = "cosine distance"
 
 
 @dataclass(frozen=True)
-class EncoderArtifact:
+class EncoderArtifact(OnnxArtifact):
     """A verified artifact folder."""
 
-    folder: Path
     config: EncoderConfig
-    quantization: Quantization
-    parity: EncoderParity
-    report: dict[str, Any]
     tokenizer: TextTokenizer
-    manifest: Manifest
 
     def session(self, threads: int = 0) -> Any:
         """An ONNX Runtime session with the options that the artifact asks for."""
@@ -104,31 +84,37 @@ def similar_lengths(lengths: list[int]) -> Iterator[list[int]]:
     yield batch
 
 
-def is_encoder_artifact(folder: Path) -> bool:
-    """Whether `folder` looks like one; nothing is checked."""
-    return (folder / MODEL_FILE).is_file() and (folder / QUANTIZATION_FILE).is_file() and is_encoder(folder)
-
-
 def open_encoder_artifact(folder: Path) -> EncoderArtifact:
     """Open an artifact and check every hash.
 
     Raises:
         InputError: missing or damaged files, or a folder of another kind.
     """
-    if not is_encoder_artifact(folder):
-        raise InputError(
-            f"{folder} is no artifact of a text encoder (it holds no {MODEL_FILE} and {QUANTIZATION_FILE}); "
-            "'penjing compress recipes/minilm-int8.toml' makes one"
-        )
-    manifest = verify(folder)
-    files = (MODEL_FILE, QUANTIZATION_FILE, PARITY_FILE, REPORT_FILE, "config.json", "tokenizer.json")
-    if missing := [name for name in files if name not in manifest.sha256]:
-        raise InputError(f"{folder / missing[0]} is not in the manifest; the folder was changed: make it again")
+    opened = open_onnx_artifact(folder, "encoder", also=(TOKENIZER,))
     config = encoder_config(folder)
-    try:
-        quantization = parse_config(Quantization, read_json_object(folder / QUANTIZATION_FILE), QUANTIZATION_FILE)
-        parity = parse_config(EncoderParity, read_json_object(folder / PARITY_FILE), PARITY_FILE)
-    except ConfigError as error:
-        raise InputError(f"{folder}: {error}; the file is damaged: compress the model again") from None
-    report = read_json_object(folder / REPORT_FILE)
-    return EncoderArtifact(folder, config, quantization, parity, report, TextTokenizer(folder, config), manifest)
+    return EncoderArtifact(**vars(opened), config=config, tokenizer=TextTokenizer(folder, config))
+
+
+def recorded_texts(parity: Parity) -> list[str]:
+    """The texts of a parity record.
+
+    Raises:
+        InputError: the record is damaged.
+    """
+    texts = parity.inputs.get("texts")
+    if not isinstance(texts, list | tuple) or not texts or not all(isinstance(text, str) for text in texts):
+        raise InputError(f"{PARITY_FILE} is damaged: it holds no texts; compress the model again")
+    return list(texts)
+
+
+def cosine_difference(between: tuple[str, str], first: NDArray[Any], second: NDArray[Any]) -> Difference:
+    """Compare (texts, hidden) embeddings of length 1: 1 − cosine, text by text.
+
+    Raises:
+        InputError: NaN or infinity.
+    """
+    cosines = (first * second).sum(1)
+    if not np.isfinite(cosines).all():
+        raise InputError(f"{' or '.join(between)} computes NaN or infinity; compress the model again")
+    largest, mean = (max(0.0, 1 - float(value)) for value in (cosines.min(), cosines.mean()))  # rounded, 1 is passed
+    return measured(between, QUANTITY, len(cosines), largest, mean)
