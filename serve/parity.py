@@ -118,4 +118,4 @@ def _decoder(folder: Path, client: Client) -> dict[str, Any]:
 
 
 def _hint(folder: Path) -> str:
-    return f"does the endpoint serve {folder}, with its options?"
+    return f"does it serve {folder}, with its options?"
