@@ -74,7 +74,7 @@ brackets the 95 % interval of a bootstrap over them. “Lost” is against the f
 own interval; less than zero is a gain. MACs: multiply-accumulates for one
 {{ first.size.macs_per or "sample" }}.</p>
 {% if parts %}
-<div class="wide"><table><tr><th>{{ first.quality.name }} by part</th>{% for name in parts %}<th>{{ name }}</th>
+<div class="wide"><table><tr><th>{{ reading.parts }}</th>{% for name in parts %}<th>{{ name }}</th>
 {% endfor %}</tr>
 {% for stage in report.stages %}<tr><td>{{ stage.name }}</td>{% for part in stage.quality.parts %}
 <td>{{ reading.number(part.value) }}{{ reading.unit }}</td>{% endfor %}</tr>{% endfor %}</table></div>

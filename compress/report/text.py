@@ -23,6 +23,7 @@ class Reading:
         unit: behind a value.
         loss_scale, loss_digits, loss_unit: the same of a `Change`.
         samples: what it was measured on.
+        parts: what its parts are, above their table.
         axis: the label of a figure.
         meaning: a sentence for somebody who meets it for the first time.
     """
@@ -35,6 +36,7 @@ class Reading:
     loss_digits: int
     loss_unit: str
     samples: str
+    parts: str
     axis: str
     meaning: str
 
@@ -57,6 +59,7 @@ READINGS = {
         loss_digits=2,
         loss_unit=" points",
         samples="images",
+        parts="accuracy by part",
         axis="accuracy, %",
         meaning="Accuracy is the share of images whose class the network names rightly; larger is better.",
     ),
@@ -69,6 +72,7 @@ READINGS = {
         loss_digits=4,
         loss_unit="",
         samples="texts",
+        parts="share of queries with",
         axis="similarity (1 is equal)",
         meaning="Similarity is the mean cosine between the embedding of a text and the first stage's embedding of it; "
         "1 means that they point the same way.",
@@ -82,6 +86,7 @@ READINGS = {
         loss_digits=2,
         loss_unit=" %",
         samples="windows of text",
+        parts="perplexity by text",
         axis="perplexity (lower is better)",
         meaning="Perplexity says among how many equally likely tokens the model hesitates, on average, before each "
         "next token of the text; smaller is better.",
