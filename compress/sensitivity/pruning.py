@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from pydantic import Field, field_validator
 from torch import nn
 
-from penjing.compress.measure.data import Calibrate, CompressData, ImageData, TokenData, open_data
+from penjing.compress.measure.data import ImageData, TokenData
 from penjing.compress.measure.perplexity import evaluation_windows
 from penjing.compress.prune.decoder_subject import DecoderSubject
 from penjing.compress.prune.graph import Group, dependency_graph
@@ -44,6 +44,7 @@ from penjing.compress.work import WorkFolder
 from penjing.core.config import Config
 from penjing.core.errors import InputError
 from penjing.core.progress import Progress
+from penjing.core.text.corpus import calibration_tokens
 from penjing.core.text.tokenizer import Tokenizer
 
 
@@ -123,16 +124,16 @@ def masked(model: nn.Module, selection: Selection) -> Iterator[None]:
                 tensors[name].copy_(before)
 
 
-def _text(folder: Path, settings: PruningSettings, progress: Progress) -> CompressData:
+def _text(folder: Path, settings: PruningSettings) -> TokenData:
     check_window(folder, settings.window)
-    tokens = settings.windows * settings.window
+    tokens, tokenizer = settings.windows * settings.window, Tokenizer.from_folder(folder)
     if settings.data == "held-out":
-        return TokenData(evaluation_windows(Tokenizer.from_folder(folder), tokens, 0, settings.window)["prose"], 1)
-    return open_data(folder, Calibrate(tokens=tokens, window=settings.window, batch_windows=1), progress)
+        return TokenData(evaluation_windows(tokenizer, tokens, 0, settings.window)["prose"], 1)
+    return TokenData(calibration_tokens(tokenizer, tokens).view(-1, settings.window), 1)
 
 
 @torch.no_grad()
-def judge_text(data: CompressData, model: nn.Module) -> dict[str, Any]:
+def judge_text(data: TokenData, model: nn.Module) -> dict[str, Any]:
     """`value` (perplexity), `loss` (nats a token), `samples` (windows)."""
     loss, counted, samples = 0.0, 0, 0
     for (tokens,) in data.inputs():
@@ -156,7 +157,7 @@ def judge_images(data: ImageData, model: nn.Module) -> dict[str, Any]:
 
 
 def _decoder(folder: Path, settings: PruningSettings, work: WorkFolder, progress: Progress) -> Study:
-    data = _text(folder, settings, progress)
+    data = _text(folder, settings)
     return _study(DecoderSubject(folder, (), (), progress), settings, partial(judge_text, data), work, progress)
 
 

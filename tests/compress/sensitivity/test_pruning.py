@@ -24,6 +24,7 @@ from penjing.core.checkpoint.classifier import load_vision_checkpoint
 from penjing.core.checkpoint.load import load_model
 from penjing.core.errors import ConfigError, InputError
 from penjing.core.progress import Silent
+from penjing.core.text.corpus import calibration_tokens
 from penjing.core.text.tokenizer import Tokenizer
 from penjing.train.data.images import normalise
 from tests.compress.classifiers import made_up_images, write_classifier
@@ -72,7 +73,7 @@ def test_cells_of_a_decoder_equal_a_pruned_checkpoint(tiny_checkpoint: Path, tmp
     step = PruneStep(ratio=0.5, parts=("hidden",), round_to=1)
     record = prune_checkpoint(tiny_checkpoint, pruned, step, None, Silent())
     (name,) = (row["name"] for row in record["groups"])
-    windows = data.calibration_tokens(Tokenizer.from_folder(tiny_checkpoint), 64).view(2, 32)
+    windows = calibration_tokens(Tokenizer.from_folder(tiny_checkpoint), 64).view(2, 32)
     with torch.no_grad():
         wanted = load_model(pruned).model(windows[:, :-1], targets=windows[:, 1:]) / 62
     assert rows[name]["cells"][1]["loss"] == pytest.approx(float(wanted), rel=1e-4)
