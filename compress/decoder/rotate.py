@@ -18,6 +18,13 @@ from penjing.compress.decoder.stream import Weights
 from penjing.core.models.config import DecoderConfig
 
 
+NORM_READERS = {
+    "input_layernorm": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "post_attention_layernorm": ("mlp.gate_proj", "mlp.up_proj"),
+}
+"""A layer's norms, and the linear layers that read each."""
+
+
 def rotation_matrix(size: int, seed: int) -> Tensor:
     """A random orthogonal (size, size) float64 matrix whose entries are all about 1/√size.
 
@@ -63,12 +70,8 @@ def rotate_layer(weights: Weights, config: DecoderConfig, residual_EE: Tensor, h
         residual_EE: (hidden_size, hidden_size) orthogonal, shared by all layers.
         head_DD: (head_dim, head_dim) orthogonal. Attention mixes positions, not channels, so it passes through.
     """
-    readers = {
-        "input_layernorm.weight": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-        "post_attention_layernorm.weight": ("mlp.gate_proj", "mlp.up_proj"),
-    }
-    for norm, linears in readers.items():
-        fold_norm(weights[norm], *(weights[f"{linear}.weight"] for linear in linears))
+    for norm, linears in NORM_READERS.items():
+        fold_norm(weights[f"{norm}.weight"], *(weights[f"{linear}.weight"] for linear in linears))
         for linear in linears:
             weights[f"{linear}.weight"] = rotate_input(weights[f"{linear}.weight"], residual_EE)
     for linear in ("self_attn.o_proj", "mlp.down_proj"):

@@ -13,17 +13,13 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from penjing.compress.decoder.rotate import NORM_READERS
 from penjing.compress.decoder.settings import Transform
 from penjing.compress.decoder.stream import Weights
 from penjing.core.models.config import DecoderConfig
 
 QUANTILE = 0.99  # over tokens: the attention-sink tokens are too few to decide, and too large to be typical
 SMALLEST = 1e-5  # of the largest magnitude: a channel that is never active must not blow up its weights
-
-NORM_READERS = {
-    "input_layernorm": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-    "post_attention_layernorm": ("mlp.gate_proj", "mlp.up_proj"),
-}
 
 
 def channel_magnitude(x_MK: Tensor) -> Tensor:
