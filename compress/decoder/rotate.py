@@ -17,7 +17,6 @@ from torch import Tensor
 from penjing.compress.decoder.stream import Weights
 from penjing.core.models.config import DecoderConfig
 
-
 NORM_READERS = {
     "input_layernorm": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
     "post_attention_layernorm": ("mlp.gate_proj", "mlp.up_proj"),
