@@ -17,7 +17,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from penjing.calls import import_model, report, run, serving
+    from penjing.calls import import_model, prune, quantize, report, run, serving
     from penjing.core.errors import (
         ConfigError,
         InputError,
@@ -51,12 +51,14 @@ __all__ = [
     "import_model",
     "load",
     "progress_bar",
+    "prune",
+    "quantize",
     "report",
     "run",
     "serving",
 ]
 _PLACES = {
-    "penjing.calls": ("import_model", "report", "run", "serving"),
+    "penjing.calls": ("import_model", "prune", "quantize", "report", "run", "serving"),
     "penjing.networks": ("ImageClassifier", "LoadedModel", "TextEncoder", "load"),
     "penjing.serve.client.client": ("AsyncClient", "Client"),
     "penjing.core.progress": ("Progress", "progress_bar"),
@@ -67,17 +69,19 @@ _PLACES = {
 _PLACE = {name: module for module, names in _PLACES.items() for name in names}
 
 
-def __getattr__(name: str) -> object:
-    if name == "__version__":
-        from importlib.metadata import version
+if not TYPE_CHECKING:  # a type checker that saw this would take every name for one of ours
 
-        value: object = version("penjing")
-    elif name in _PLACE:
-        value = getattr(import_module(_PLACE[name]), name)
-    else:
-        raise AttributeError(f"module 'penjing' has no attribute {name!r}; it has {', '.join(__all__)}")
-    globals()[name] = value  # found at once the next time
-    return value
+    def __getattr__(name: str) -> object:
+        if name == "__version__":
+            from importlib.metadata import version
+
+            value = version("penjing")
+        elif name in _PLACE:
+            value = getattr(import_module(_PLACE[name]), name)
+        else:
+            raise AttributeError(f"module 'penjing' has no attribute {name!r}; it has {', '.join(__all__)}")
+        globals()[name] = value  # found at once the next time
+        return value
 
 
 def __dir__() -> list[str]:

@@ -7,9 +7,10 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Literal
 
-from penjing.core.config import inline_toml, read_recipe
+from penjing.core.config import dump_toml, inline_toml, read_recipe
 from penjing.core.errors import ConfigError
 from penjing.core.files import atomic_write_text
 from penjing.core.progress import Progress, Silent
@@ -56,6 +57,61 @@ def run(
     from penjing.compress.command import compress_recipe
 
     return compress_recipe(path, changes, out=_path(out), force=force, progress=progress or Silent())
+
+
+def quantize(
+    checkpoint: StrPath,
+    out: StrPath,
+    *,
+    sections: Mapping[str, Mapping[str, Any]] | None = None,
+    force: bool = False,
+    progress: Progress | None = None,
+    **settings: Any,
+) -> Path:
+    """Make the INT8 artifact `out` of a checkpoint: a recipe of one step, `kind = "quantize"`.
+
+    Args:
+        sections: further sections of that recipe, such as {"evaluate": {"prose_tokens": 4096}}.
+        settings: keys of the step, which `penjing recipe keys compress steps.quantize` lists.
+
+    Returns:
+        `out`; the same settings and checkpoint give what is there.
+
+    Raises:
+        PenjingError: as `penjing compress` says.
+    """
+    return _one_step("quantize", checkpoint, out, settings, sections, force, progress)
+
+
+def prune(
+    checkpoint: StrPath,
+    out: StrPath,
+    ratio: float | None = None,
+    *,
+    method: str = "l1",
+    sections: Mapping[str, Mapping[str, Any]] | None = None,
+    force: bool = False,
+    progress: Progress | None = None,
+    **settings: Any,
+) -> Path:
+    """Make the smaller checkpoint `out` of a checkpoint: a recipe of one step, `kind = "prune"`.
+
+    Pruning alone costs quality: the guard's budget holds, and a recipe that distils afterwards keeps more.
+
+    Args:
+        ratio: share of the units that leave; `target` in its place says what may stay.
+        method: how units are scored: "l1", "l2", "taylor", "activation" or "random".
+        sections: further sections of that recipe, such as {"guard": {"perplexity_ratio": 2.0}}.
+        settings: further keys of the step, which `penjing recipe keys compress steps.prune` lists.
+
+    Returns:
+        `out`; the same settings and checkpoint give what is there.
+
+    Raises:
+        PenjingError: as `penjing compress` says.
+    """
+    chosen = {"ratio": ratio} if ratio is not None else {}
+    return _one_step("prune", checkpoint, out, {**chosen, "method": method, **settings}, sections, force, progress)
 
 
 def import_model(
@@ -116,6 +172,26 @@ def serving(folder: StrPath, **settings: Any) -> Iterator[Client]:
         yield client
 
 
+def _one_step(
+    kind: str,
+    checkpoint: StrPath,
+    out: StrPath,
+    settings: Mapping[str, Any],
+    sections: Mapping[str, Mapping[str, Any]] | None,
+    force: bool,
+    progress: Progress | None,
+) -> Path:
+    from penjing.compress.command import compress_recipe
+
+    step = {"kind": kind, **{key: _plain(key, value) for key, value in settings.items()}}
+    further = {name: _plain(name, section) for name, section in (sections or {}).items()}
+    values = {"model": os.fspath(checkpoint), "output": os.fspath(out), **further, "steps": [step]}
+    with TemporaryDirectory() as folder:
+        recipe = Path(folder) / f"{kind}.toml"
+        recipe.write_text(dump_toml(values), encoding="utf-8")
+        return compress_recipe(recipe, [], out=None, force=force, progress=progress or Silent())
+
+
 def _train(
     recipe: Path, changes: list[str], out: StrPath | None, force: bool, resume: str, progress: Progress | None
 ) -> Path:
@@ -135,22 +211,22 @@ def _path(folder: StrPath | None) -> Path | None:
 
 
 def _toml(key: str, value: Any) -> str:
-    """A value from Python as the TOML of an override.
+    """A value from Python as the TOML of an override; see `_plain`."""
+    return inline_toml(_plain(key, value))
+
+
+def _plain(key: str, value: Any) -> Any:
+    """A value from Python as TOML has it.
 
     Raises:
-        ConfigError: TOML has nothing like it.
+        ConfigError: TOML has nothing like it; names the key.
     """
-    try:
-        return inline_toml(_plain(value))
-    except (TypeError, ValueError):
-        raise ConfigError(f"{key}={value!r} cannot be written in TOML; give a plain value, or leave it out") from None
-
-
-def _plain(value: Any) -> Any:
-    if value is None:
-        raise TypeError("TOML has no null")
-    if isinstance(value, dict):
-        return {name: _plain(part) for name, part in value.items()}
+    if isinstance(value, Mapping):
+        return {str(name): _plain(f"{key}.{name}", part) for name, part in value.items()}
     if isinstance(value, tuple | list):
-        return [_plain(part) for part in value]
-    return os.fspath(value) if isinstance(value, os.PathLike) else value
+        return [_plain(key, part) for part in value]
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    if not isinstance(value, str | bool | int | float):
+        raise ConfigError(f"{key}={value!r} cannot be written in TOML; give a plain value, or leave it out")
+    return value

@@ -89,6 +89,12 @@ def test_imports_point_down(module: str) -> None:
             assert imported.split(".")[1] in MAY_IMPORT[stage], f"{path} imports {imported}: imports point down"
 
 
+def test_the_door_opens_on_modules_that_exist() -> None:
+    beside = {f"penjing.{path.stem}" for path in sources(DOOR)} - {"penjing.__init__"}
+    for path in sources(DOOR):
+        assert own_modules(path) <= {*MODULES, *beside}, f"{path}: {own_modules(path) - {*MODULES, *beside}} moved"
+
+
 def test_command_lines_import_what_does_the_work_lazily() -> None:
     for module in (COMMAND_LINE, *STAGE_COMMANDS):
         for imported in own_modules(MODULES[module], top_level_only=True):

@@ -9,6 +9,9 @@ import pytest
 
 import penjing
 from penjing.calls import _toml
+from tests.compress.classifiers import made_up_images
+
+TEXTS = {"prose_tokens": 128, "code_tokens": 64, "window": 64}
 
 
 def test_run_trains_a_training_recipe(recipe: Path, tmp_path: Path) -> None:
@@ -53,9 +56,9 @@ def test_values_become_toml(value: Any, text: str) -> None:
     assert _toml("key", value) == text
 
 
-@pytest.mark.parametrize("value", [None, [None], {1, 2}, object()])
+@pytest.mark.parametrize("value", [None, [None], {1, 2}, object(), b"bytes"])
 def test_values_that_toml_has_not(value: Any) -> None:
-    with pytest.raises(penjing.ConfigError, match=r"data.shards=.* cannot be written in TOML"):
+    with pytest.raises(penjing.ConfigError, match=r"^data.shards=.* cannot be written in TOML"):
         _toml("data.shards", value)
 
 
@@ -69,3 +72,31 @@ def test_a_report_of_nothing_is_refused(tmp_path: Path) -> None:
 def test_import_takes_paths(tiny_checkpoint: Path, tmp_path: Path) -> None:
     out = penjing.import_model(tiny_checkpoint, tmp_path / "imported")
     assert isinstance(penjing.load(out), penjing.LoadedModel)
+
+
+MILD = {"guard": {"perplexity_ratio": 1000.0}, "evaluate": TEXTS, "measure": {"seconds": 0.0, "rounds": 1}}
+
+
+def test_prune_makes_a_smaller_checkpoint(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    out = penjing.prune(tiny_checkpoint, tmp_path / "pruned", 0.5, method="l2", parts=("ffn",), sections=MILD)
+    before, after = penjing.load(tiny_checkpoint), penjing.load(out)
+    assert isinstance(before, penjing.LoadedModel)
+    assert isinstance(after, penjing.LoadedModel)
+    assert after.config.intermediate_size == before.config.intermediate_size // 2
+    assert next(row["stage"] for row in penjing.report(out)) == "00-model"
+    with pytest.raises(penjing.ConfigError, match="sections"):
+        penjing.prune(tiny_checkpoint, tmp_path / "other", 0.5, sections=MILD, sections_of="nothing")
+    with pytest.raises(penjing.ConfigError, match=r"^keep=None cannot be written"):
+        penjing.quantize(tiny_checkpoint, tmp_path / "other", keep=None)
+
+
+def test_quantize_makes_an_artifact(classifier: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("penjing.compress.measure.data.load_fashion", made_up_images)
+    sections = {"guard": {"accuracy_points": 100.0}, "measure": {"seconds": 0.0, "rounds": 1}}
+    out = penjing.quantize(classifier, tmp_path / "int8", sections=sections, observer="minmax", parity_bound=1.0)
+    network, floating = penjing.load(out), penjing.load(classifier)
+    assert isinstance(network, penjing.ImageClassifier)
+    assert isinstance(floating, penjing.ImageClassifier)
+    assert network.is_artifact
+    pixels = made_up_images("test").images[:64]
+    assert (network(pixels).argmax(1) == floating(pixels).argmax(1)).mean() > 0.8
