@@ -31,10 +31,10 @@ class Target(Config):
     """One quantity that the pruned network may have: below 1 as a part of what the given network has, else in
     absolute numbers (`latency`: milliseconds)."""
 
-    parameters: float | None = Field(default=None, gt=0)
-    macs: float | None = Field(default=None, gt=0)
-    bytes: float | None = Field(default=None, gt=0)
-    latency: float | None = Field(default=None, gt=0)
+    parameters: float | None = Field(default=None, gt=0, description="Parameters.")
+    macs: float | None = Field(default=None, gt=0, description="Multiply-accumulates for one image or token.")
+    bytes: float | None = Field(default=None, gt=0, description="Bytes of all tensors as they are stored.")
+    latency: float | None = Field(default=None, gt=0, description="Time of a forward pass on the CPU.")
 
     @model_validator(mode="after")
     def _one(self) -> Target:
