@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, get_args
 
 from torch import nn
 
 from penjing.core.errors import ConfigError
+from penjing.core.family import family_of, table_of
 from penjing.core.progress import Progress
 from penjing.train.data.stream import Stream
-from penjing.train.families.classifier import ImageClassification
-from penjing.train.families.decoder import LanguageModeling
 from penjing.train.objective.objective import Batch, TaskObjective
 from penjing.train.processes.world import World
-from penjing.train.recipe.data import FashionData, TextData
-from penjing.train.recipe.model import DecoderModel, ResNetModel
-from penjing.train.recipe.recipe import TrainRecipe
+from penjing.train.recipe.data import DataConfig
+from penjing.train.recipe.recipe import RunRecipe, TrainRecipe
 from penjing.train.state.initial import Weights
 
 
@@ -65,18 +64,48 @@ class Task(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class Family:
+    """What training needs of a kind of network; `FAMILY` of `penjing.train.families.NAME` is one.
+
+    Attributes:
+        data: the kind of [data] that its networks learn from.
+        new_task: (recipe, progress) → the task of training the recipe's [model], whose [data] is of that kind.
+        checkpoint_task: (checkpoint, recipe, progress) → the task of training the network in a folder further: its
+            architecture and, in what is exported, all else that belongs to it. `recipe.initial` is that folder.
+            Both fetch and prepare the data, and raise PenjingError for whatever is wrong with it.
+    """
+
+    data: type[DataConfig]
+    new_task: Callable[[TrainRecipe, Progress], Task]
+    checkpoint_task: Callable[[Path, RunRecipe, Progress], Task]
+
+
 def build_task(recipe: TrainRecipe, progress: Progress) -> Task:
     """The task of a recipe; data is fetched and prepared here, before processes join.
 
     Raises:
         ConfigError, InputError, SetupError: whatever is wrong with the data or does not fit the model.
     """
-    model, data = recipe.model, recipe.data
-    if isinstance(model, DecoderModel) and isinstance(data, TextData):
-        return LanguageModeling(recipe, model, data, progress)
-    if isinstance(model, ResNetModel) and isinstance(data, FashionData):
-        return ImageClassification(recipe, model, data, progress)
-    fitting = "text" if isinstance(model, DecoderModel) else "fashion-mnist"
-    raise ConfigError(
-        f"data.kind = {data.kind!r} does not fit model.architecture = {model.architecture!r}; use kind = {fitting!r}"
-    )
+    family: Family = table_of("train", recipe.model.family)
+    _check_data(recipe, family, f"model.architecture = {recipe.model.architecture!r}")
+    return family.new_task(recipe, progress)
+
+
+def build_checkpoint_task(folder: Path, recipe: RunRecipe, progress: Progress) -> Task:
+    """The task of training the network in the checkpoint `folder` further; `recipe.initial` is that folder.
+
+    Raises:
+        ConfigError, InputError, SetupError: networks of its family cannot be trained; or whatever is wrong with the
+            data or does not fit the network.
+    """
+    name = family_of(folder)
+    family: Family = table_of("train", name)
+    _check_data(recipe, family, f"{folder}, a network of the family {name!r}")
+    return family.checkpoint_task(folder, recipe, progress)
+
+
+def _check_data(recipe: RunRecipe, family: Family, model: str) -> None:
+    if not isinstance(recipe.data, family.data):
+        (fitting,) = get_args(family.data.model_fields["kind"].annotation)
+        raise ConfigError(f"data.kind = {recipe.data.kind!r} does not fit {model}; use kind = {fitting!r}")

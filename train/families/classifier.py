@@ -10,7 +10,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from penjing.core.checkpoint.classifier import VisionConfig, load_vision_checkpoint, save_vision_checkpoint
+from penjing.core.checkpoint.classifier import load_vision_checkpoint, save_vision_checkpoint
+from penjing.core.checkpoint.classifier_config import VisionConfig, vision_config
 from penjing.core.errors import ConfigError, InputError
 from penjing.core.models.resnet import Block, ResNet
 from penjing.core.models.resnet_config import ResNetConfig, cifar_resnet, imagenet_resnet
@@ -18,11 +19,12 @@ from penjing.core.progress import Progress
 from penjing.train.data.fashion import CLASSES, load_fashion
 from penjing.train.data.images import ImageSet, ImageStream, held_out_images
 from penjing.train.data.stream import Stream
+from penjing.train.families.base import Family
 from penjing.train.objective.objective import Batch, CrossEntropy, TaskObjective
 from penjing.train.processes.world import World
 from penjing.train.recipe.data import FashionData
 from penjing.train.recipe.model import ResNetModel
-from penjing.train.recipe.recipe import RunRecipe
+from penjing.train.recipe.recipe import RunRecipe, TrainRecipe
 from penjing.train.state.state import check_finite
 
 _EVALUATION_BATCH = 500
@@ -189,3 +191,17 @@ def _load_initial(model: nn.Module, folder: Path, config: ResNetConfig) -> None:
         raise InputError(f"initial = {folder} is of another architecture than [model]; make them equal")
     check_finite(given.state_dict(), f"initial = {folder}")
     model.load_state_dict(given.state_dict())
+
+
+def _new_task(recipe: TrainRecipe, progress: Progress) -> ImageClassification:
+    assert isinstance(recipe.model, ResNetModel)
+    assert isinstance(recipe.data, FashionData)
+    return ImageClassification(recipe, recipe.model, recipe.data, progress)
+
+
+def _checkpoint_task(folder: Path, recipe: RunRecipe, progress: Progress) -> ImageClassification:
+    assert isinstance(recipe.data, FashionData)
+    return ImageClassification(recipe, vision_config(folder), recipe.data, progress)
+
+
+FAMILY = Family(data=FashionData, new_task=_new_task, checkpoint_task=_checkpoint_task)

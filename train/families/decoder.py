@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from penjing.core.checkpoint.decoder import save_checkpoint
+from penjing.core.checkpoint.decoder import open_checkpoint, save_checkpoint
 from penjing.core.errors import ConfigError
 from penjing.core.manifest import write_manifest
 from penjing.core.models.config import DecoderConfig
@@ -20,12 +20,13 @@ from penjing.train.data.pack import prepare_tokens
 from penjing.train.data.shards import TokenShards
 from penjing.train.data.stream import Stream
 from penjing.train.data.tokens import TokenStream, held_out_tokens
+from penjing.train.families.base import Family
 from penjing.train.objective.balancing import Balanced, BalancingConfig
 from penjing.train.objective.objective import Batch, CrossEntropy, TaskObjective
 from penjing.train.processes.world import World
 from penjing.train.recipe.data import TextData
 from penjing.train.recipe.model import DecoderModel
-from penjing.train.recipe.recipe import RunRecipe
+from penjing.train.recipe.recipe import RunRecipe, TrainRecipe
 from penjing.train.state.initial import Weights, checkpoint_weights, decoder_weights, fill_weights
 
 
@@ -173,3 +174,17 @@ def _balanced(recipe: RunRecipe, config: DecoderConfig) -> Balanced | None:
             "model.moe.router_bias = true, or use balancing.auxiliary_loss"
         )
     return Balanced(_cross_entropy(recipe), balancing)
+
+
+def _new_task(recipe: TrainRecipe, progress: Progress) -> LanguageModeling:
+    assert isinstance(recipe.model, DecoderModel)
+    assert isinstance(recipe.data, TextData)
+    return LanguageModeling(recipe, recipe.model, recipe.data, progress)
+
+
+def _checkpoint_task(folder: Path, recipe: RunRecipe, progress: Progress) -> LanguageModeling:
+    assert isinstance(recipe.data, TextData)
+    return LanguageModeling(recipe, open_checkpoint(folder).config, recipe.data, progress)
+
+
+FAMILY = Family(data=TextData, new_task=_new_task, checkpoint_task=_checkpoint_task)

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field
 
 from penjing.core.config import Config
+from penjing.core.family import FamilyName
 from penjing.core.models.config import DecoderConfig
 
 
 class DecoderModel(DecoderConfig):
     """A decoder language model; token ids of begin and end come from the tokenizer."""
+
+    family: ClassVar[FamilyName] = "decoder"
 
     architecture: Literal["decoder"] = Field(description="A decoder language model.")
     init_std: float = Field(default=0.02, gt=0, description="Standard deviation of the first weights.")
@@ -19,6 +22,8 @@ class DecoderModel(DecoderConfig):
 
 class ResNetModel(Config):
     """A residual network for images; classes come from the data."""
+
+    family: ClassVar[FamilyName] = "classifier"
 
     architecture: Literal["resnet"] = Field(description="A residual network for images.")
     variant: Literal["cifar", "imagenet"] = Field(

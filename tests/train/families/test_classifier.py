@@ -20,7 +20,7 @@ from penjing.core.progress import Silent
 from penjing.train.data.fashion import CLASSES, load_fashion
 from penjing.train.data.images import ImageSet, held_out_images
 from penjing.train.families import classifier as vision
-from penjing.train.families.base import build_task
+from penjing.train.families.base import build_checkpoint_task, build_task
 from penjing.train.families.classifier import ImageClassification
 from penjing.train.recipe.data import FashionData
 from penjing.train.recipe.recipe import TrainRecipe
@@ -134,7 +134,7 @@ def test_a_ready_classifier_trains_on_with_its_widths_and_normalisation(recipe: 
     (tmp_path / "given").mkdir()
     save_vision_checkpoint(tmp_path / "given", config, ResNet(model), {})
     ready = run.model_copy(update={"initial": tmp_path / "given"})
-    train_task(ready, lambda progress: ImageClassification(ready, config, data, progress), command="tests")
+    train_task(ready, lambda progress: build_checkpoint_task(tmp_path / "given", ready, progress), command="tests")
     assert load_vision_checkpoint(tmp_path / "out")[1] == config
     other = config.model_copy(update={"image_size": (28, 28)})
     with pytest.raises(InputError, match=r"the model has image size \(28, 28\), the data \(12, 12\)"):
