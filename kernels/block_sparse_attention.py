@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 
 from penjing.kernels.dispatch import gpu_kernels
+from penjing.kernels.gpu.block_lists import listed
 
 BLOCK_SIZES = (16, 32, 64, 128)
 
@@ -79,15 +80,6 @@ def block_sparse_attention_torch(
     # Finite, so that a row without keys has no NaN in its gradient; its weights are set to zero after.
     weights = scores.masked_fill(~seen, torch.finfo(wide).min).softmax(-1).masked_fill(~seen, 0.0)
     return weights.to(v.dtype) @ v
-
-
-def listed(key_blocks_BKQJ: torch.Tensor) -> torch.Tensor:
-    """(B, KV, Q, Q) bool: query block × key block, from the lists; entries outside [0, Q) are passed over."""
-    num_blocks = key_blocks_BKQJ.shape[2]
-    inside = (key_blocks_BKQJ >= 0) & (key_blocks_BKQJ < num_blocks)
-    index = torch.where(inside, key_blocks_BKQJ, num_blocks).long()
-    table = torch.zeros(*key_blocks_BKQJ.shape[:3], num_blocks + 1, dtype=torch.bool, device=index.device)
-    return table.scatter_(-1, index, True)[..., :num_blocks]
 
 
 def _check(

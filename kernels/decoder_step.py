@@ -17,9 +17,9 @@ from torch import Tensor
 
 from penjing.kernels.cpu import library as abi
 from penjing.kernels.cpu.functions import CpuExtension, Int8Panels, float_linear
+from penjing.kernels.cpu.kv_layout import check_int8_head_dim
 from penjing.kernels.hadamard import check_block
 from penjing.kernels.int8_linear import PackedInt8
-from penjing.kernels.kv_layout import check_int8_head_dim
 from penjing.kernels.rotary import rotary_cos_sin
 
 # Rows of the rotary table at first; it doubles when a position lies beyond.

@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from penjing.kernels.dispatch import autocast_together, gpu_kernels
+from penjing.kernels.gpu.registry import MAX_HEAD_DIM
 
-MAX_HEAD_DIM = 256  # of the Triton-language kernels
 GPU_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 MAX_GRID = 65_535  # heads or sequences of one launch
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from penjing.kernels.cpu.kv_layout import check_cache, is_native
 from penjing.kernels.dispatch import cpu_extension
-from penjing.kernels.kv_layout import check_cache, is_native
 from penjing.kernels.quantize import quantize_per_token_torch
 
 

@@ -13,8 +13,8 @@ from itertools import pairwise, takewhile
 
 import torch
 
+from penjing.kernels.cpu.kv_layout import LayerCache, check_cache, is_native
 from penjing.kernels.dispatch import cpu_extension, gpu_kernels
-from penjing.kernels.kv_layout import LayerCache, check_cache, is_native
 from penjing.kernels.selected_attention import selected_attention_torch
 
 TILE_KEYS = 128

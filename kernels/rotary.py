@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import torch
 
+from penjing.kernels.cpu.kv_layout import check_cache
 from penjing.kernels.dispatch import gpu_kernels
 from penjing.kernels.kv_cache import write_kv
-from penjing.kernels.kv_layout import check_cache
 
 
 def rotary_cos_sin(inverse_frequency_F: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

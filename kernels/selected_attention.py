@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import torch
 
-from penjing.kernels.kv_layout import LayerCache
+from penjing.kernels.cpu.kv_layout import LayerCache
 
 
 def selected_attention_torch(

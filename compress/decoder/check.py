@@ -10,9 +10,10 @@ from pathlib import Path
 import torch
 from pydantic import ValidationError
 
-from penjing.compress.decoder.head import DTYPES, unties
+from penjing.compress.decoder.head import unties
 from penjing.compress.decoder.settings import Recipe, Transform
 from penjing.core.checkpoint.decoder import Checkpoint, open_checkpoint
+from penjing.core.checkpoint.dtypes import DTYPES
 from penjing.core.errors import ConfigError, InputError, SetupError
 from penjing.core.files import sha256_file
 from penjing.core.manifest import verify

@@ -14,9 +14,8 @@ from penjing.compress.decoder.settings import Recipe
 from penjing.compress.decoder.smooth import channel_magnitude, input_magnitude, smoothing_scale
 from penjing.compress.decoder.stream import EMBEDDING, FINAL_NORM, HEAD, LayerStream, Weights
 from penjing.compress.decoder.weights import ROWS_AT_ONCE, ErrorMeter, LinearError, QuantizedWeight
+from penjing.core.checkpoint.dtypes import DTYPES
 from penjing.core.errors import InputError
-
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 @dataclass(frozen=True)

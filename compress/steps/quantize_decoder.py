@@ -16,7 +16,6 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from penjing.compress.decoder.check import check_recipe, input_hashes, linear_modules
-from penjing.compress.decoder.head import DTYPES
 from penjing.compress.decoder.parity import measure as measure_parity
 from penjing.compress.decoder.pipeline import SCHEMA, make_weights
 from penjing.compress.decoder.qat import apply_fake_int8, begin_all, fake_int8_layers
@@ -31,6 +30,7 @@ from penjing.compress.work import StepRecord, WorkFolder, link_or_copy
 from penjing.core.artifact.decoder import quantization_config
 from penjing.core.artifact.parity import write_parity
 from penjing.core.checkpoint.decoder import open_checkpoint, save_checkpoint
+from penjing.core.checkpoint.dtypes import DTYPES
 from penjing.core.config import Config
 from penjing.core.manifest import MANIFEST_NAME, read_manifest, write_manifest
 from penjing.core.models.decoder import Decoder

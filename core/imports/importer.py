@@ -13,6 +13,7 @@ from typing import Any, Literal, Protocol
 import torch
 
 from penjing.core.checkpoint.decoder import Checkpoint, copy_tokenizer, open_checkpoint, save_checkpoint
+from penjing.core.checkpoint.dtypes import DTYPES
 from penjing.core.errors import ConfigError, InputError
 from penjing.core.family import family_of
 from penjing.core.files import atomic_write_text, publish_folder, sha256_file
@@ -27,7 +28,6 @@ from penjing.core.progress import Progress, Silent
 from penjing.core.text.tokenizer import Tokenizer
 
 Dtype = Literal["float32", "bfloat16", "float16"]
-_TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _DERIVED = ("rotary_emb.inv_freq",)  # older checkpoints store what config.json determines
 
 
@@ -67,8 +67,8 @@ def import_model(
         SetupError: no network for a package, disk full, no permission.
     """
     progress = progress or Silent()
-    if dtype not in _TORCH_DTYPES:
-        raise ConfigError(f"dtype {dtype!r} is not one of {', '.join(_TORCH_DTYPES)}")
+    if dtype not in DTYPES:
+        raise ConfigError(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}")
     path, described = _locate(source, progress)
     encoder = path.is_dir() and (path / "config.json").exists() and family_of(path) == "encoder"
     if encoder and dtype != "float32":
@@ -93,7 +93,7 @@ def import_model(
                 "the files do not belong together"
             )
         progress.start(f"importing {source}", model.num_tensors)
-        total = save_checkpoint(partial, model.config, _converted(model, _TORCH_DTYPES[dtype], progress), dtype=dtype)
+        total = save_checkpoint(partial, model.config, _converted(model, DTYPES[dtype], progress), dtype=dtype)
         write_manifest(partial, "checkpoint", created_by)
     progress.note(f"{out}: {model.num_tensors} tensors, {total / 1e6:.0f} MB, license {created_by['license']}")
     return out

@@ -19,6 +19,7 @@ from penjing.core.models.mlp import MLP
 from penjing.core.models.norm import RMSNorm
 from penjing.core.runtime.batch_invariant import BatchInvariantLinear
 from penjing.core.runtime.quantized import Int8Linear
+from penjing.kernels.gpu.registry import MAX_HEAD_DIM
 from penjing.kernels.hadamard import hadamard
 from penjing.kernels.int8_linear import PackedInt8, prepack_int8, scaled_int8_matmul
 from penjing.kernels.linear import linear
@@ -28,12 +29,10 @@ from penjing.kernels.rms_norm import rms_norm, rms_norm_quantize
 from penjing.kernels.rotary import rotary_cos_sin, rotary_write_kv
 from penjing.kernels.swiglu import swiglu
 
-MAX_HEAD_DIM = 256  # of paged attention in the Triton language; torch's way would wait for the device
-
 
 def unsupported(model: Decoder) -> str | None:
     """Why `DeviceStep` cannot take `model`, or None if it can."""
-    if model.config.head_dim > MAX_HEAD_DIM:
+    if model.config.head_dim > MAX_HEAD_DIM:  # torch's way would wait for the device
         return f"head_dim={model.config.head_dim} is above {MAX_HEAD_DIM}"
     for index, layer in enumerate(model.model.layers):
         assert isinstance(layer, DecoderLayer)

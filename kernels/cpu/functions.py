@@ -10,10 +10,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from penjing.kernels.cpu.kv_layout import check_cache
 from penjing.kernels.cpu.library import DTYPES, Linear, Pages, Part, Sequences
 from penjing.kernels.cpu.pages import empty_pages
 from penjing.kernels.cpu.threads import default_threads
-from penjing.kernels.kv_layout import check_cache
 
 ISAS = ("avx512_vnni", "avx2", "scalar")
 

@@ -12,11 +12,11 @@ import triton
 import triton.language as tl
 from torch.autograd.function import once_differentiable
 
-from penjing.kernels.block_sparse_attention import listed
+from penjing.kernels.gpu.block_lists import listed
+from penjing.kernels.gpu.flash_attention import LOG2_E
 from penjing.kernels.gpu.registry import Variant
 from penjing.kernels.gpu.rows import NAMES
 
-LOG2_E = 1.4426950408889634
 # Block size × head size: beyond, registers do not hold the accumulators; float32 multiplies without tensor cores.
 MAX_TILE = {torch.float16: 64 * 128, torch.bfloat16: 64 * 128, torch.float32: 32 * 64}
 # Block size → warps and stages of the forward pass, of the backward pass.

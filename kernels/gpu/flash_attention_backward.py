@@ -16,7 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
-from penjing.kernels.gpu.flash_attention import LOG2_E, Tile, load_rows, sequence, span, visible
+from penjing.kernels.gpu.flash_attention import LOG2_E, TILES_FP32, Tile, load_rows, sequence, span, visible
 from penjing.kernels.gpu.registry import Variant
 
 # Padded head size → tile on sm_90, for keys and values, and for queries.
@@ -34,7 +34,6 @@ TILES_QUERY = {
     128: Tile(128, 64, 8, 2),
     256: Tile(64, 32, 8, 2),
 }
-TILES_FP32 = dict.fromkeys(TILES_KEY, Tile(32, 32, 4, 1))
 DELTA_ROWS = 64
 
 

@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 
 from penjing.kernels.gpu.flash_attention import LOG2_E
-from penjing.kernels.gpu.registry import Variant
+from penjing.kernels.gpu.registry import MAX_HEAD_DIM, Variant
 
 # One tile for all calls: rows must round alike in decode and prefill. 64 rows fill a warp group; with 64 keys prefill
 # spills 136 bytes, and decode takes 148 KB of shared memory: one block a multiprocessor, not two.
@@ -28,7 +28,6 @@ WARPS, STAGES = 4, 2
 LEAST_SEGMENT = 128
 SEGMENT_KEYS = 512  # of the deterministic mode, whatever the batch
 REDUCE_HEADS = 4  # of one token, joined by one program
-MAX_HEAD_DIM = 256
 QUERY_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 

@@ -23,6 +23,7 @@ OPERATIONS: tuple[str, ...] = (  # modules of this folder with `variants()`
     "swiglu",
 )
 
+MAX_HEAD_DIM = 256  # of attention, whole or paged, forward and backward
 DTYPES = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32", "i8": "int8"}  # Triton language → torch
 
 

@@ -17,7 +17,7 @@ from penjing.kernels.gpu.registry import Variant
 from penjing.kernels.gpu.rows import DTYPES, NAMES, cdiv, has_nan, round_int8, scale_of
 
 HEADS, NUM_WARPS = 4, 2  # heads of one program: 8 values a thread at head_dim 128
-MAX_HEAD_DIM = 512
+MAX_ROTATED_DIM = 512
 
 
 def takes(x_THD: torch.Tensor, cos_TF: torch.Tensor) -> bool:
@@ -27,7 +27,7 @@ def takes(x_THD: torch.Tensor, cos_TF: torch.Tensor) -> bool:
         and cos_TF.dtype == torch.float32
         and cos_TF.shape[:-1] == x_THD.shape[:-2]
         and x_THD.numel() > 0
-        and x_THD.shape[-1] <= MAX_HEAD_DIM
+        and x_THD.shape[-1] <= MAX_ROTATED_DIM
     )
 
 

@@ -6,17 +6,17 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from penjing.core.checkpoint.dtypes import DTYPES
 from penjing.core.errors import ConfigError
 from penjing.core.models.config import DecoderConfig
-from penjing.core.runtime.device_step import MAX_HEAD_DIM
 from penjing.core.runtime.quantized import Int8Linear
 from penjing.kernels.dispatch import cuda_refusal
+from penjing.kernels.gpu.registry import MAX_HEAD_DIM
 from penjing.serve.engine.config import Device, EngineConfig
 
 if TYPE_CHECKING:
     from penjing.core.models.decoder import Decoder
 
-DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 SCALE_AND_BIAS_BYTES = 8  # of an INT8 layer's output channel
 WORKSPACE_BYTES = 2 << 30  # activations of a step, CUDA graphs, the context itself
 

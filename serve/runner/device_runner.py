@@ -8,13 +8,13 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
+from penjing.core.checkpoint.dtypes import DTYPES
 from penjing.core.models.decoder import Decoder
 from penjing.core.runtime.device_step import DeviceStep, unsupported
 from penjing.serve.engine.config import EngineConfig
 from penjing.serve.engine.sampler import Scores
 from penjing.serve.engine.sequence import Batch, Sequence
 from penjing.serve.runner.decode_graphs import Captured, DecodeGraphs, Tensors
-from penjing.serve.runner.device import DTYPES
 from penjing.serve.runner.kv_pool import allocate_pool
 from penjing.serve.runner.model_step import ModelStep
 from penjing.serve.runner.step_inputs import StepBuffers, StepInputs, StepTensors

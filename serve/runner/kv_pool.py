@@ -10,12 +10,13 @@ from pathlib import Path
 
 import torch
 
+from penjing.core.checkpoint.dtypes import DTYPES
 from penjing.core.errors import ConfigError
 from penjing.core.models.config import DecoderConfig
-from penjing.kernels.kv_layout import check_int8_head_dim
+from penjing.kernels.cpu.kv_layout import check_int8_head_dim
 from penjing.serve.engine.config import EngineConfig, KvDtype
 from penjing.serve.engine.scheduler import largest_window
-from penjing.serve.runner.device import DTYPES, resolve_device
+from penjing.serve.runner.device import resolve_device
 
 AVAILABLE_SHARE = 0.4  # of the memory that is free when the engine starts
 MAX_AUTO_BYTES = 4 << 30
