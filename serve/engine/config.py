@@ -15,41 +15,77 @@ Device = Literal["auto", "cpu", "cuda"]
 class EngineConfig(Config):
     """Limits and sizes of one engine; None is resolved once, when the engine is built."""
 
-    device: Device = "cpu"
-    """Where the model runs. cuda: the Triton-language kernels, with CUDA graphs for decode. auto: cuda where there is
-    one."""
-    dtype: Literal["auto", "float32", "float16", "bfloat16"] = "auto"
-    """Activations and float weights. auto: float32 on a CPU, which knows no other, and bfloat16 on CUDA."""
-    cuda_graphs: bool = True
-    """Capture decode steps of 1, 2, 4 … sequences at start (some seconds) and replay them: a step costs one launch."""
-    block_size: int = Field(default=16, ge=1, le=512)
-    """Tokens in a block of the KV cache: smaller shares and wastes less, larger reads faster."""
-    num_blocks: int | None = Field(default=None, ge=2)
-    """Blocks of the KV cache, the reserved null block included. None: from `kv_cache_bytes`."""
-    kv_cache_bytes: int | None = Field(default=None, gt=0)
-    """Bytes of the KV cache. None: a share of the memory that is available, and no more than can be used."""
-    kv_dtype: KvDtype = "auto"
-    """How keys and values are kept. auto: in `dtype`. int8, with a scale for each token and head: nearly four times
-    the tokens of float32 in the same bytes and faster answers to long prompts, for a small loss of accuracy."""
-    max_model_len: int | None = Field(default=None, ge=2)
-    """Longest prompt plus answer in tokens. None: the model's context, or what the KV cache holds if that is less."""
-    max_num_batched_tokens: int = Field(default=512, ge=1)
-    """Token budget of a step: a longer prompt is computed in chunks beside the running answers."""
-    max_num_sequences: int = Field(default=64, ge=1, le=4096)
-    """Sequences that run at once; more wait."""
-    max_waiting_requests: int = Field(default=1024, ge=1)
-    """Requests that may wait; one more is refused as overloaded."""
-    max_waiting_tokens: int = Field(default=1_000_000, ge=1)
-    """Prompt tokens that may wait in all; a prompt is always accepted when nothing waits."""
-    enable_prefix_caching: bool = True
-    """Reuse the KV blocks of a shared prefix."""
-    watermark: float = Field(default=0.05, ge=0, lt=1)
-    """Share of the KV blocks that admission leaves free for running answers to grow into: fewer preemptions."""
-
-    stream_interval: float = Field(default=0.02, ge=0, le=1)
-    """Seconds between two responses of a server's stream, at least; what comes meanwhile is joined. The first token and
-    the end of an answer never wait. A response costs about a millisecond of processor time; 0 sends each token at
-    once."""
+    device: Device = Field(
+        default="cpu",
+        description="Where the model runs. cuda: the Triton-language kernels, with CUDA graphs for decode. auto: cuda where "
+        "there is one.",
+    )
+    dtype: Literal["auto", "float32", "float16", "bfloat16"] = Field(
+        default="auto",
+        description="Activations and float weights. auto: float32 on a CPU, which knows no other, and bfloat16 on CUDA.",
+    )
+    cuda_graphs: bool = Field(
+        default=True,
+        description="Capture decode steps of 1, 2, 4 … sequences at start (some seconds) and replay them: a step costs one "
+        "launch.",
+    )
+    block_size: int = Field(
+        default=16,
+        ge=1,
+        le=512,
+        description="Tokens in a block of the KV cache: smaller shares and wastes less, larger reads faster.",
+    )
+    num_blocks: int | None = Field(
+        default=None,
+        ge=2,
+        description="Blocks of the KV cache, the reserved null block included. When left out: from kv_cache_bytes.",
+    )
+    kv_cache_bytes: int | None = Field(
+        default=None,
+        gt=0,
+        description="Bytes of the KV cache. When left out: a share of the memory that is available, and no more than can be "
+        "used.",
+    )
+    kv_dtype: KvDtype = Field(
+        default="auto",
+        description="How keys and values are kept. auto: in dtype. int8, with a scale for each token and head: nearly four "
+        "times the tokens of float32 in the same bytes and faster answers to long prompts, for a small loss of accuracy.",
+    )
+    max_model_len: int | None = Field(
+        default=None,
+        ge=2,
+        description="Longest prompt plus answer in tokens. When left out: the model's context, or what the KV cache holds if "
+        "that is less.",
+    )
+    max_num_batched_tokens: int = Field(
+        default=512,
+        ge=1,
+        description="Token budget of a step: a longer prompt is computed in chunks beside the running answers.",
+    )
+    max_num_sequences: int = Field(default=64, ge=1, le=4096, description="Sequences that run at once; more wait.")
+    max_waiting_requests: int = Field(
+        default=1024, ge=1, description="Requests that may wait; one more is refused as overloaded."
+    )
+    max_waiting_tokens: int = Field(
+        default=1_000_000,
+        ge=1,
+        description="Prompt tokens that may wait in all; a prompt is always accepted when nothing waits.",
+    )
+    enable_prefix_caching: bool = Field(default=True, description="Reuse the KV blocks of a shared prefix.")
+    watermark: float = Field(
+        default=0.05,
+        ge=0,
+        lt=1,
+        description="Share of the KV blocks that admission leaves free for running answers to grow into: fewer preemptions.",
+    )
+    stream_interval: float = Field(
+        default=0.02,
+        ge=0,
+        le=1,
+        description="Seconds between two responses of a server's stream, at least; what comes meanwhile is joined. The first "
+        "token and the end of an answer never wait. A response costs about a millisecond of processor time; 0 sends each "
+        "token at once.",
+    )
 
     @model_validator(mode="after")
     def _every_running_sequence_steps(self) -> EngineConfig:
@@ -69,19 +105,32 @@ class BatchConfig(Config):
     server only to `preferred_batch_sizes` and `max_queue_delay`; in an export for the onnxruntime backend to all.
     """
 
-    max_batch_size: int = Field(default=64, ge=1, le=4096)
-    """Rows that run at once; a request with more is refused."""
-    preferred_batch_sizes: tuple[Annotated[int, Field(ge=1)], ...] = ()
-    """A batch of such a size leaves at once; others wait for `max_queue_delay`. Empty: the largest alone."""
-    max_queue_delay: float = Field(default=0.0, ge=0, le=1)
-    """Seconds that a request waits for others while nothing runs."""
-    max_queue_size: int = Field(default=1024, ge=1)
-    """Requests that may wait; one more is refused as overloaded."""
-    queue_timeout: float = Field(default=30.0, gt=0, le=3600)
-    """Seconds that a request may wait before it is refused; a request's own timeout counts if it is shorter."""
-    threads: int = Field(default=0, ge=0, le=1024)
-    """Parts of a batch run beside each other, one on each thread; fewer rows share all threads. 0: one for each core.
-    In an export for the onnxruntime backend: threads of ONNX Runtime."""
+    max_batch_size: int = Field(
+        default=64, ge=1, le=4096, description="Rows that run at once; a request with more is refused."
+    )
+    preferred_batch_sizes: tuple[Annotated[int, Field(ge=1)], ...] = Field(
+        default=(),
+        description="A batch of such a size leaves at once; others wait for max_queue_delay. Empty: the largest alone.",
+    )
+    max_queue_delay: float = Field(
+        default=0.0, ge=0, le=1, description="Seconds that a request waits for others while nothing runs."
+    )
+    max_queue_size: int = Field(
+        default=1024, ge=1, description="Requests that may wait; one more is refused as overloaded."
+    )
+    queue_timeout: float = Field(
+        default=30.0,
+        gt=0,
+        le=3600,
+        description="Seconds that a request may wait before it is refused; a request's own timeout counts if it is shorter.",
+    )
+    threads: int = Field(
+        default=0,
+        ge=0,
+        le=1024,
+        description="Parts of a batch run beside each other, one on each thread; fewer rows share all threads. 0: one for "
+        "each core. In an export for the onnxruntime backend: threads of ONNX Runtime.",
+    )
 
     @model_validator(mode="after")
     def _preferred_sizes_can_occur(self) -> BatchConfig:

@@ -13,6 +13,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from pydantic import Field
+
 from penjing.core.config import Config
 from penjing.core.errors import ConfigError, SetupError
 from penjing.core.files import writing
@@ -33,20 +35,20 @@ _libc = ctypes.CDLL(None)
 class ServeConfig(Config):
     """Where the server listens and how patient its supervisor is (seconds)."""
 
-    host: str = "127.0.0.1"
-    grpc_port: int = 8001
-    http_port: int = 8000
-    metrics_port: int = 8002
-    start_timeout: float = 600.0
-    """For loading the model and the first token."""
-    drain_timeout: float = 60.0
-    """For running answers when the server stops."""
-    freeze_after: float = 0.7
-    """Without a sign of life from the model's process: the server stops answering until one comes."""
-    hang_timeout: float = 5.0
-    """Without a sign of life: the server is killed and started again."""
-    step_timeout: float = 120.0
-    """For one step of the engine: longer counts as hung."""
+    host: str = Field(default="127.0.0.1", description="Address to listen on.")
+    grpc_port: int = Field(default=8001, description="Port of gRPC.")
+    http_port: int = Field(default=8000, description="Port of HTTP.")
+    metrics_port: int = Field(default=8002, description="Port of the metrics for Prometheus.")
+    start_timeout: float = Field(default=600.0, description="For loading the model and the first token.")
+    drain_timeout: float = Field(default=60.0, description="For running answers when the server stops.")
+    freeze_after: float = Field(
+        default=0.7,
+        description="Without a sign of life from the model's process: the server stops answering until one comes.",
+    )
+    hang_timeout: float = Field(
+        default=5.0, description="Without a sign of life: the server is killed and started again."
+    )
+    step_timeout: float = Field(default=120.0, description="For one step of the engine: longer counts as hung.")
 
     def ports(self) -> dict[str, int]:
         """Port by the flag that sets it."""
