@@ -17,8 +17,8 @@ class EngineConfig(Config):
 
     device: Device = Field(
         default="cpu",
-        description="Where the model runs. cuda: the Triton-language kernels, with CUDA graphs for decode. auto: cuda where "
-        "there is one.",
+        description="Where the model runs. cuda: the Triton-language kernels, with CUDA graphs for decode. auto: cuda "
+        "where there is one.",
     )
     dtype: Literal["auto", "float32", "float16", "bfloat16"] = Field(
         default="auto",
@@ -26,8 +26,8 @@ class EngineConfig(Config):
     )
     cuda_graphs: bool = Field(
         default=True,
-        description="Capture decode steps of 1, 2, 4 … sequences at start (some seconds) and replay them: a step costs one "
-        "launch.",
+        description="Capture decode steps of 1, 2, 4 … sequences at start (some seconds) and replay them: a step costs "
+        "one launch.",
     )
     block_size: int = Field(
         default=16,
@@ -43,19 +43,20 @@ class EngineConfig(Config):
     kv_cache_bytes: int | None = Field(
         default=None,
         gt=0,
-        description="Bytes of the KV cache. When left out: a share of the memory that is available, and no more than can be "
-        "used.",
+        description="Bytes of the KV cache. When left out: a share of the memory that is available, and no more than "
+        "can be used.",
     )
     kv_dtype: KvDtype = Field(
         default="auto",
-        description="How keys and values are kept. auto: in dtype. int8, with a scale for each token and head: nearly four "
-        "times the tokens of float32 in the same bytes and faster answers to long prompts, for a small loss of accuracy.",
+        description="How keys and values are kept. auto: in dtype. int8, with a scale for each token and head: nearly "
+        "four times the tokens of float32 in the same bytes and faster answers to long prompts, for a small loss of "
+        "accuracy.",
     )
     max_model_len: int | None = Field(
         default=None,
         ge=2,
-        description="Longest prompt plus answer in tokens. When left out: the model's context, or what the KV cache holds if "
-        "that is less.",
+        description="Longest prompt plus answer in tokens. When left out: the model's context, or what the KV cache "
+        "holds if that is less.",
     )
     max_num_batched_tokens: int = Field(
         default=512,
@@ -76,15 +77,16 @@ class EngineConfig(Config):
         default=0.05,
         ge=0,
         lt=1,
-        description="Share of the KV blocks that admission leaves free for running answers to grow into: fewer preemptions.",
+        description="Share of the KV blocks that admission leaves free for running answers to grow into: fewer "
+        "preemptions.",
     )
     stream_interval: float = Field(
         default=0.02,
         ge=0,
         le=1,
-        description="Seconds between two responses of a server's stream, at least; what comes meanwhile is joined. The first "
-        "token and the end of an answer never wait. A response costs about a millisecond of processor time; 0 sends each "
-        "token at once.",
+        description="Seconds between two responses of a server's stream, at least; what comes meanwhile is joined. The "
+        "first token and the end of an answer never wait. A response costs about a millisecond of processor time; 0 "
+        "sends each token at once.",
     )
 
     @model_validator(mode="after")
@@ -122,14 +124,15 @@ class BatchConfig(Config):
         default=30.0,
         gt=0,
         le=3600,
-        description="Seconds that a request may wait before it is refused; a request's own timeout counts if it is shorter.",
+        description="Seconds that a request may wait before it is refused; a request's own timeout counts if it is "
+        "shorter.",
     )
     threads: int = Field(
         default=0,
         ge=0,
         le=1024,
-        description="Parts of a batch run beside each other, one on each thread; fewer rows share all threads. 0: one for "
-        "each core. In an export for the onnxruntime backend: threads of ONNX Runtime.",
+        description="Parts of a batch run beside each other, one on each thread; fewer rows share all threads. 0: one "
+        "for each core. In an export for the onnxruntime backend: threads of ONNX Runtime.",
     )
 
     @model_validator(mode="after")
