@@ -25,15 +25,15 @@ from typing import Any
 import numpy as np
 
 from penjing.core.errors import ServerError
-from penjing.serve.client import batch_calls
-from penjing.serve.client.call_settings import DECODER, CallSettings, Messages, remaining
+from penjing.serve.client import calls
+from penjing.serve.client.calls import CallSettings, Messages, remaining
+from penjing.serve.client.errors import CallFailedError, broken
+from penjing.serve.client.protocol import DECODER
 from penjing.serve.client.wire_tensors import Classification
 from penjing.serve.client.wire_text import (
     CHANNEL_OPTIONS,
-    CallFailedError,
     Chunk,
     Result,
-    broken,
     build_ping,
     is_last,
     read_response,
@@ -103,11 +103,11 @@ class Client:
 
     def classify(self, images: Any, *, timeout: float | None = None) -> Classification:
         """Classify (N, C, H, W) images: uint8, which the server normalises, or floating, normalised by the caller."""
-        return batch_calls.classify(self._stub, self._settings, images, timeout)
+        return calls.classify(self._stub, self._settings, images, timeout)
 
     def embed(self, texts: str | Sequence[str], *, timeout: float | None = None) -> np.ndarray:
         """(N, hidden) float32 embeddings of length 1 of N texts, by a served text encoder."""
-        return batch_calls.embed(self._stub, self._settings, texts, timeout)
+        return calls.embed(self._stub, self._settings, texts, timeout)
 
     def is_ready(self, timeout: float = 1.0) -> bool:
         """Whether the model behind the server answers within `timeout` seconds. Triton server's own health knows less:
@@ -116,7 +116,7 @@ class Client:
         deadline = time.monotonic() + timeout
         if self._decoder_answers(deadline):
             return True
-        return batch_calls.answers(self._stub, self._settings, deadline)
+        return calls.answers(self._stub, self._settings, deadline)
 
     def _decoder_answers(self, deadline: float) -> bool:
         import grpc
@@ -266,11 +266,11 @@ class AsyncClient:
 
     async def classify(self, images: Any, *, timeout: float | None = None) -> Classification:
         """Classify (N, C, H, W) images: uint8, which the server normalises, or floating, normalised by the caller."""
-        return await batch_calls.classify_async(self._stub, self._settings, images, timeout)
+        return await calls.classify_async(self._stub, self._settings, images, timeout)
 
     async def embed(self, texts: str | Sequence[str], *, timeout: float | None = None) -> np.ndarray:
         """(N, hidden) float32 embeddings of length 1 of N texts, by a served text encoder."""
-        return await batch_calls.embed_async(self._stub, self._settings, texts, timeout)
+        return await calls.embed_async(self._stub, self._settings, texts, timeout)
 
     async def is_ready(self, timeout: float = 1.0) -> bool:
         """Whether the model behind the server answers within `timeout` seconds."""
@@ -278,7 +278,7 @@ class AsyncClient:
         deadline = time.monotonic() + timeout
         if await self._decoder_answers(deadline):
             return True
-        return await batch_calls.answers_async(self._stub, self._settings, deadline)
+        return await calls.answers_async(self._stub, self._settings, deadline)
 
     async def _decoder_answers(self, deadline: float) -> bool:
         import grpc

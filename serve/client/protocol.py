@@ -10,8 +10,8 @@ PULSE_VARIABLE = "PENJING_PULSE"
 PING = "ping"
 """Request parameter of a call that asks the served model for a sign of life and no text."""
 
-INVALID, UNAVAILABLE, INTERNAL = "INVALID_ARGUMENT", "UNAVAILABLE", "INTERNAL"
-"""How the message of an error response begins: a gRPC stream carries it without its code."""
+DECODER, CLASSIFIER, ENCODER = "llm", "classifier", "encoder"
+"""What the models of penjing's own families are called on the server."""
 
 REQUEST_SECONDS = 120.0
 """Until a request of a benchmark has failed."""

@@ -1,4 +1,4 @@
-"""The gRPC messages between our clients and a batched model: tensors both ways, and codes turned into errors."""
+"""The gRPC messages between our clients and a batched model: tensors both ways."""
 
 from __future__ import annotations
 
@@ -9,14 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from penjing.core.errors import OverloadedError, RequestError, ServerError
-from penjing.serve.client.wire_text import CallFailedError, broken
+from penjing.core.errors import RequestError
 
-NAMES = ("classifier", "encoder")
-"""What batched models are called on the server."""
 _DTYPES = {"FP32": np.float32, "UINT8": np.uint8, "INT64": np.int64, "INT32": np.int32, "BYTES": np.object_}
 _DATATYPES = {np.dtype(dtype): name for name, dtype in _DTYPES.items()}
-_CONNECTION = ("failed to connect", "socket closed", "connection reset", "connection refused", "broken pipe", "goaway")
 
 
 @dataclass(frozen=True)
@@ -90,25 +86,6 @@ def probe(metadata: Any) -> Any:
     shape = [max(1, size) for size in first.shape]
     values = np.full(shape, b"") if first.datatype == "BYTES" else np.zeros(shape, _DTYPES[first.datatype])
     return build_infer(metadata.name, {first.name: values.astype(_DTYPES[first.datatype])})
-
-
-def call_failed(error: Any, server: str) -> CallFailedError:
-    """The failure behind a `grpc.RpcError` of a unary call."""
-    import grpc
-
-    code, details = error.code(), error.details() or ""
-    details = details.removeprefix("[request id: <id_unknown>] ").partition(" NOTE: ")[0]
-    words = details.lower()
-    if "batch-size must be <=" in words:
-        details += ": send fewer rows in a request, or serve with --set max_batch_size=N"
-    if code is grpc.StatusCode.INVALID_ARGUMENT:
-        return CallFailedError(RequestError(details), transient=False)
-    if code is grpc.StatusCode.UNAVAILABLE and not any(word in words for word in _CONNECTION):
-        return CallFailedError(OverloadedError(f"{server}: {details}; try again later"), transient=True)
-    if code is grpc.StatusCode.NOT_FOUND:
-        text = f"{server}: {details}; 'penjing serve ARTIFACT' serves one"
-        return CallFailedError(ServerError(text), transient=False)
-    return broken(error, server, 0)
 
 
 def _raw(array: np.ndarray) -> bytes:

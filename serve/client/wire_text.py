@@ -1,4 +1,4 @@
-"""The gRPC messages between our clients and the served model: requests, responses, and codes turned into errors."""
+"""The gRPC messages between our clients and a served decoder: requests and responses."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from penjing.core.errors import OverloadedError, PenjingError, RequestError, ServerError
-from penjing.serve.client.protocol import INTERNAL, INVALID, PING, UNAVAILABLE
+from penjing.serve.client.errors import refused
+from penjing.serve.client.protocol import PING
 
 CHANNEL_OPTIONS = [("grpc.max_send_message_length", -1), ("grpc.max_receive_message_length", -1)]
 _RETURNS = ("return_finish_reason", "return_num_input_tokens", "return_num_output_tokens")
@@ -152,47 +152,3 @@ def _read(datatype: str, data: bytes) -> list[Any]:
         strings.append(data[offset : offset + length].decode("utf-8"))
         offset += length
     return strings
-
-
-class CallFailedError(Exception):
-    """A call failed with `error`; `transient` failures may be tried again as long as no token has come."""
-
-    def __init__(self, error: PenjingError, transient: bool) -> None:
-        super().__init__(str(error))
-        self.error = error
-        self.transient = transient
-
-
-def refused(message: str) -> CallFailedError:
-    """The failure behind an error message inside a response.
-
-    On the header `triton_grpc_error` Triton server would end the stream with a status code instead, but version 2.51 at
-    times dies of an assertion then (about one error in 200), so this header is not sent.
-    """
-    code, _, text = message.partition(": ")
-    if code == INVALID:
-        return CallFailedError(RequestError(text), transient=False)
-    if code == UNAVAILABLE:
-        return CallFailedError(OverloadedError(text), transient=True)
-    if code == INTERNAL:
-        return CallFailedError(ServerError(text), transient=False)
-    transient = any(words in message for words in ("not healthy", "no available versions", "is not ready"))
-    return CallFailedError(ServerError(message), transient)
-
-
-def broken(error: Any, server: str, num_tokens: int) -> CallFailedError:
-    """The failure behind a `grpc.RpcError` that came after `num_tokens` tokens."""
-    import grpc
-
-    code, details = error.code(), error.details() or ""
-    if code is grpc.StatusCode.DEADLINE_EXCEEDED:
-        text = f"{server} did not finish within the timeout; {num_tokens} tokens had come"
-    elif code is grpc.StatusCode.UNAVAILABLE and num_tokens:
-        text = f"the connection to {server} broke after {num_tokens} tokens; ask again"
-    elif code is grpc.StatusCode.UNAVAILABLE:
-        text = f"no server answers at {server}; start one with 'penjing serve MODEL' ({details})"
-    elif code is grpc.StatusCode.CANCELLED:
-        text = "the request was cancelled"
-    else:
-        text = f"{server}: {details or code.name}"
-    return CallFailedError(ServerError(text), transient=code is grpc.StatusCode.UNAVAILABLE)

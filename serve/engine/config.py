@@ -22,7 +22,8 @@ class EngineConfig(Config):
     )
     dtype: Literal["auto", "float32", "float16", "bfloat16"] = Field(
         default="auto",
-        description="Activations and float weights. auto: float32 on a CPU, which knows no other, and bfloat16 on CUDA.",
+        description="Activations and float weights. auto: float32 on a CPU, which knows no other, and bfloat16 on "
+        "CUDA.",
     )
     cuda_graphs: bool = Field(
         default=True,

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from penjing.core.artifact.onnx_classifier import ClassifierArtifact, normalised, open_classifier_artifact
 from penjing.core.errors import RequestError, ServerError
 from penjing.core.runtime.onnx_runtime import INPUT, OUTPUT, run_session
-from penjing.serve.client.protocol import REQUEST_SECONDS
+from penjing.serve.client.protocol import CLASSIFIER, REQUEST_SECONDS
 from penjing.serve.families.base import Arrays, Signature, TensorSpec, Workload
 from penjing.serve.families.batched import batched
 from penjing.serve.families.row_threads import RowThreads
@@ -20,7 +20,6 @@ from penjing.serve.families.row_threads import RowThreads
 if TYPE_CHECKING:
     from penjing.serve.client.client import AsyncClient, Client
 
-NAME = "classifier"
 PIXELS = "pixels"
 PART = 16  # images that one thread runs at once
 LOCAL_BATCH = 64  # images that ONNX Runtime runs at once where it is timed alone
@@ -32,7 +31,7 @@ def signature(artifact: ClassifierArtifact) -> Signature:
     shape = (artifact.config.model.in_channels, *artifact.config.image_size)
     labels = artifact.config.labels
     return Signature(
-        name=NAME,
+        name=CLASSIFIER,
         inputs=(
             TensorSpec(INPUT, "FP32", shape, optional=True),
             TensorSpec(PIXELS, "UINT8", shape, optional=True),
@@ -153,7 +152,7 @@ def workload(
 
 
 FAMILY = batched(
-    name=NAME,
+    name=CLASSIFIER,
     open_artifact=open_classifier_artifact,
     signature=signature,
     load=lambda folder, settings: Classifier(folder, settings.threads),

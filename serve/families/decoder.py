@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from penjing.core.errors import ConfigError
 from penjing.core.manifest import verify
+from penjing.serve.client.protocol import DECODER
 from penjing.serve.engine.config import EngineConfig
 from penjing.serve.families.base import Entry, Family, Form
 from penjing.serve.families.repository import ENTRIES, write_decoder_entry
@@ -40,7 +41,7 @@ def _ask(client: Client, seconds: float) -> None:
 
 
 FAMILY = Family(
-    name="llm",
+    name=DECODER,
     settings=EngineConfig,
     queued_by_server=False,
     check=_check,

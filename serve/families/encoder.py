@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from penjing.core.artifact.onnx_encoder import IDS, MASK, OUTPUT, EncoderArtifact, open_encoder_artifact
 from penjing.core.errors import RequestError, ServerError
-from penjing.serve.client.protocol import REQUEST_SECONDS
+from penjing.serve.client.protocol import ENCODER, REQUEST_SECONDS
 from penjing.serve.families.base import Arrays, Signature, TensorSpec, Workload
 from penjing.serve.families.batched import batched
 from penjing.serve.families.row_threads import RowThreads
@@ -19,7 +19,6 @@ from penjing.serve.families.row_threads import RowThreads
 if TYPE_CHECKING:
     from penjing.serve.client.client import AsyncClient, Client
 
-NAME = "encoder"
 TEXT = "text"
 PART = 4  # texts of similar length that one thread runs at once: what pads a longer one is computed too
 REQUEST_TEXTS = 16  # of a request that is timed
@@ -31,7 +30,7 @@ MAX_TEXT_BYTES = 1 << 20  # of one text, of which the tokenizer keeps the beginn
 def signature(artifact: EncoderArtifact) -> Signature:
     """`text`, one a row, gives `embedding`; the ONNX file itself takes token ids and their mask."""
     return Signature(
-        name=NAME,
+        name=ENCODER,
         inputs=(TensorSpec(TEXT, "BYTES", (1,)),),
         file_inputs=(TensorSpec(IDS, "INT64", (-1,)), TensorSpec(MASK, "INT64", (-1,))),
         outputs=(TensorSpec(OUTPUT, "FP32", (artifact.config.hidden_size,)),),
@@ -148,7 +147,7 @@ def mixed_texts(count: int) -> list[str]:
 
 
 FAMILY = batched(
-    name=NAME,
+    name=ENCODER,
     open_artifact=open_encoder_artifact,
     signature=signature,
     load=lambda folder, settings: TextEncoder(folder, settings.threads),

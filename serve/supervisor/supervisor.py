@@ -290,7 +290,7 @@ class _Supervisor:
         from penjing.serve.client.client import Client
 
         host = f"[{self.config.host}]" if ":" in self.config.host else self.config.host
-        with Client(f"{host}:{self.config.grpc_port}", retries=0) as client:
+        with Client(f"{host}:{self.config.grpc_port}", model=self.family.name, retries=0) as client:
             try:
                 self.family.ask(client, CANARY_SECONDS)
             except PenjingError as error:

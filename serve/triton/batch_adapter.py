@@ -15,7 +15,8 @@ from typing import Any
 import numpy as np
 
 from penjing.core.config import parse_config
-from penjing.core.errors import InputError, OverloadedError, PenjingError, RequestError, ServerError
+from penjing.core.errors import InputError, OverloadedError, PenjingError, ServerError
+from penjing.serve.client.errors import code_of
 from penjing.serve.engine.config import BatchConfig
 from penjing.serve.families.base import BatchModel, family_at
 from penjing.serve.triton.lifecycle import Life
@@ -205,9 +206,8 @@ class BatchAdapter:
     def _response(self, answer: dict[str, np.ndarray] | PenjingError) -> Any:
         if isinstance(answer, PenjingError):
             codes = self._pb_utils.TritonError
-            kinds = {RequestError: codes.INVALID_ARG, OverloadedError: codes.UNAVAILABLE}
-            code = next((code for kind, code in kinds.items() if isinstance(answer, kind)), codes.INTERNAL)
-            return self._pb_utils.InferenceResponse(error=codes(str(answer), code))
+            status = getattr(codes, code_of(answer).server)
+            return self._pb_utils.InferenceResponse(error=codes(str(answer), status))
         tensors = [self._pb_utils.Tensor(name, array) for name, array in answer.items()]
         return self._pb_utils.InferenceResponse(output_tensors=tensors)
 

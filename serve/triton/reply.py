@@ -8,8 +8,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from penjing.core.errors import InputError, OverloadedError, PenjingError, RequestError, ServerError
-from penjing.serve.client.protocol import INTERNAL, INVALID, UNAVAILABLE
+from penjing.core.errors import OverloadedError, PenjingError, ServerError
+from penjing.serve.client.errors import code_of
 from penjing.serve.engine.request import RequestOutput
 from penjing.serve.triton.tensors import Call, OutputTensors
 
@@ -165,12 +165,9 @@ def send_error(pb_utils: Any, sender: Any, error: BaseException | None) -> None:
     """End a request with an error, or with a bare CANCELLED when nobody listens any more (None)."""
     codes = pb_utils.TritonError
     if error is None:
-        code, message = codes.CANCELLED, "the request was cancelled"
-    elif isinstance(error, RequestError | InputError):
-        code, message = codes.INVALID_ARG, f"{INVALID}: {error}"
-    elif isinstance(error, OverloadedError):
-        code, message = codes.UNAVAILABLE, f"{UNAVAILABLE}: {error}"
+        status, message = codes.CANCELLED, "the request was cancelled"
     else:
-        code, message = codes.INTERNAL, f"{INTERNAL}: {error}"
-    response = pb_utils.InferenceResponse(error=pb_utils.TritonError(message, code))
+        code = code_of(error)
+        status, message = getattr(codes, code.server), f"{code.name}: {error}"
+    response = pb_utils.InferenceResponse(error=codes(message, status))
     sender.send(response, flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
