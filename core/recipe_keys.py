@@ -23,12 +23,16 @@ from pydantic.fields import FieldInfo
 
 from penjing.core.config import inline_toml
 from penjing.core.errors import ConfigError
+from penjing.core.family import FAMILIES
 from penjing.core.recipes import StageName
 
 RECIPES: dict[StageName, str] = {
     "compress": "penjing.compress.recipe:FlowRecipe",
     "train": "penjing.train.recipe.recipe:TrainRecipe",
 }
+FORMS: dict[StageName, dict[str, str]] = {}
+"""Lists whose entries are told apart by a registry: key → a function that gives every form by its dotted name, the
+first part of which is the entry's `kind`, such as "prune" or "quantize.decoder"."""
 REQUIRED, LEFT_OUT = "required", "left out"
 _PLAIN = {bool: "true or false", int: "integer", float: "number", str: "text", Path: "path", Any: "any value"}
 _LIMITS = {
@@ -54,18 +58,30 @@ class Key:
 
 @dataclass(frozen=True)
 class Section:
-    """A table of a recipe: what `penjing recipe keys` calls it, how TOML does, what it is for, and its keys."""
+    """A table of a recipe: what `penjing recipe keys` calls it, how TOML does, what it is for, and its keys.
 
-    name: str  # "" is the part of the file before all tables
-    heading: str
+    Attributes:
+        name: such as "steps.prune"; "" is the part of the file before all tables.
+        table: such as "[[steps]]"; "" likewise.
+        told: what tells it from other forms of that table, such as 'kind = "prune"'; "" where there is one form.
+    """
+
+    name: str
+    table: str
+    told: str
     about: str
     keys: tuple[Key, ...]
+
+    @property
+    def heading(self) -> str:
+        """How a terminal shows it."""
+        return " with ".join(part for part in (self.table, self.told) if part) or "before all sections"
 
 
 def recipe_sections(stage: StageName) -> list[Section]:
     """All sections of a stage's recipes, each followed by those inside it."""
-    module, _, name = RECIPES[stage].partition(":")
-    return list(_walk(getattr(import_module(module), name), "", "", "", None))
+    recipe = _Recipe({key: _named(place)() for key, place in FORMS.get(stage, {}).items()})
+    return list(recipe.walk(_named(RECIPES[stage])))
 
 
 def find_sections(stage: StageName, wanted: str | None) -> list[Section]:
@@ -95,7 +111,7 @@ def as_text(sections: list[Section], width: int = 100) -> str:
 
     lines = []
     for section in sections:
-        lines += [section.heading or "before all sections", *filled(section.about, "  "), ""]
+        lines += [section.heading, *filled(section.about, "  "), ""]
         for key in section.keys:
             lines.append(f"  {key.name}: {key.type.replace('`', '')} ({_default_text(key)})")
             lines += filled(key.meaning, "      ")
@@ -109,11 +125,12 @@ def as_markdown(sections: list[Section], seen: dict[tuple[Key, ...], str]) -> st
     lines = []
     for section in sections:
         known = same[section.name]
-        if known != section.name and " with " not in section.heading:
+        if known != section.name and not section.told:
             continue  # the row of the key that it stands under says where to look
         lines += [f"### {f'`{section.name}`' if section.name else 'Before all sections'}", ""]
-        if section.heading and section.heading != f"[{section.name}]":
-            lines += ["Written as `" + section.heading.replace(" with ", "` with `") + "`.", ""]
+        if section.table not in ("", f"[{section.name}]"):
+            told, comma, family = section.told.partition(", ")
+            lines += [f"Written as `{section.table}`{f' with `{told}`' if told else ''}{comma}{family}.", ""]
         if section.about:
             lines += [section.about, ""]
         if known != section.name:
@@ -147,33 +164,56 @@ def page() -> str:
     return "\n".join(parts).rstrip() + "\n"
 
 
-def _walk(kind: type[BaseModel], name: str, place: str, heading: str, values: BaseModel | None) -> Iterator[Section]:
-    """The section of `kind` and those inside it.
+@dataclass(frozen=True)
+class _Recipe:
+    """A walk over a recipe's classes; `forms` are those of lists whose entries a registry tells apart."""
 
-    Args:
-        name: what penjing calls it; differs from `place`, its path in TOML, where a section has several forms.
-        values: its defaults, where they are not those of the class.
-    """
-    keys, inside = [], []
-    for key, field in kind.model_fields.items():
-        default = getattr(values, key) if values is not None else _default(field)
-        shown = "" if isinstance(default, BaseModel) else _toml(default)
-        keys.append(Key(key, type_text(field.annotation, field.metadata), shown, _meaning(field)))
-        inside += _inside(field, _joined(name, key), _joined(place, key), default)
-    yield Section(name, heading, _about(kind), tuple(keys))
-    yield from inside
+    forms: dict[str, dict[str, type[BaseModel]]]
+
+    def walk(
+        self, kind: type[BaseModel], name: str = "", table: str = "", told: str = "", values: BaseModel | None = None
+    ) -> Iterator[Section]:
+        """The section of `kind` and those inside it.
+
+        Args:
+            name, table, told: see `Section`.
+            values: its defaults, where they are not those of the class.
+        """
+        keys, inside = [], []
+        for key, field in kind.model_fields.items():
+            default = getattr(values, key) if values is not None else _default(field)
+            shown = "" if isinstance(default, BaseModel) else _toml(default)
+            keys.append(Key(key, type_text(field.annotation, field.metadata), shown, _meaning(field)))
+            inside += self.inside(field, _joined(name, key), _joined(table.strip("[]"), key), default)
+        yield Section(name, table, told, _about(kind), tuple(keys))
+        yield from inside
+
+    def inside(self, field: FieldInfo, name: str, place: str, default: Any) -> Iterator[Section]:
+        """The sections that a key may hold; `place`: its path in TOML."""
+        table = f"[[{place}]]" if _is_list(field.annotation) else f"[{place}]"
+        if name in self.forms:
+            for form, kind in self.forms[name].items():
+                yield from self.walk(kind, _joined(name, form), table, _told(form))
+            return
+        for kind, teller in _forms(field.annotation, field.discriminator):
+            values = default if type(default) is kind else None
+            if not isinstance(teller, str):
+                yield from self.walk(kind, name, table, "", values)
+                continue
+            for value in get_args(kind.model_fields[teller].annotation):
+                told = f"{teller} = {inline_toml(value)}"
+                yield from self.walk(kind, _joined(name, value), table, told, values)
 
 
-def _inside(field: FieldInfo, name: str, place: str, default: Any) -> Iterator[Section]:
-    heading = f"[[{place}]]" if _is_list(field.annotation) else f"[{place}]"
-    for form, teller in _forms(field.annotation, field.discriminator):
-        values = default if type(default) is form else None
-        if not isinstance(teller, str):
-            yield from _walk(form, name, place, heading, values)
-            continue
-        for value in get_args(form.model_fields[teller].annotation):
-            told = f"{heading} with {teller} = {inline_toml(value)}"
-            yield from _walk(form, _joined(name, value), place, told, values)
+def _named(place: str) -> Any:
+    """What "module:name" stands for; the stages are imported when they are asked."""
+    module, _, name = place.partition(":")
+    return getattr(import_module(module), name)
+
+
+def _told(form: str) -> str:
+    kind, _, family = form.partition(".")
+    return f"kind = {inline_toml(kind)}" + (f", of {FAMILIES.get(family, family)}" if family else "")
 
 
 def _joined(owner: str, key: str) -> str:

@@ -51,9 +51,16 @@ class Tree(Config):
     steps: tuple[Annotated[Grow | Cut, Field(discriminator="kind")], ...] = ()
 
 
+class Forest(Config):
+    trees: tuple[Config, ...] = Field(description="One after the other.")
+
+
+def forms() -> dict[str, type[Config]]:
+    return {"cut": Cut, "leaf.decoder": Inner, "leaf.moss": Grow}
+
+
 @pytest.fixture
 def tree(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys.modules[__name__], "Tree", Tree)
     monkeypatch.setitem(recipe_keys.RECIPES, "train", f"{__name__}:Tree")
 
 
@@ -129,6 +136,19 @@ def test_sections_are_read_from_the_settings() -> None:
     assert [key.type for key in sections["steps.grow"].keys] == ['`"grow"`', "list of numbers"]
     assert sections["steps.cut"].keys[1].type == "number, above 0, below 1"
     assert sections["steps.cut"].keys[1].default == "left out"
+
+
+def test_a_registry_tells_forms_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(recipe_keys.RECIPES, "train", f"{__name__}:Forest")
+    monkeypatch.setitem(recipe_keys.FORMS, "train", {"trees": f"{__name__}:forms"})
+    assert [(each.name, each.heading) for each in recipe_sections("train")] == [
+        ("", "before all sections"),
+        ("trees.cut", '[[trees]] with kind = "cut"'),
+        ("trees.leaf.decoder", '[[trees]] with kind = "leaf", of a decoder'),
+        ("trees.leaf.moss", '[[trees]] with kind = "leaf", of moss'),
+    ]
+    assert len(find_sections("train", "trees.leaf")) == 2
+    assert 'Written as `[[trees]]` with `kind = "leaf"`, of a decoder.' in as_markdown(recipe_sections("train"), {})
 
 
 @pytest.mark.usefixtures("tree")
