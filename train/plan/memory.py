@@ -24,7 +24,7 @@ from penjing.train.pipeline.schedules import Schedule, chunks_of, stage_ranks
 from penjing.train.pipeline.shape import ModelShape
 from penjing.train.pipeline.split import split_layers
 
-STATE_PER_PARAMETER = {"adamw": 2, "sgd": 1}  # what an optimiser keeps, of the size of the parameters
+STATE_PER_PARAMETER = {"adamw": 2, "sgd": 1}  # what an optimiser keeps, of the size of the parameters; plans are for AdamW
 _LOGIT_CHUNK = 4 * 2**27  # bytes of the blocks of logits that kernels/cross_entropy.py makes on a GPU
 
 
@@ -163,7 +163,7 @@ def _rank(shape: ModelShape, run: Run, rank: int, accounting: Accounting) -> Par
         parameters=4 * (sharded if zero else whole),
         gathered=accounting.gathered * gathered,
         gradients=4 * summed,
-        optimizer=8 * (sharded if zero else whole),
+        optimizer=4 * STATE_PER_PARAMETER["adamw"] * (sharded if zero else whole),
         reduction=4 * block if run.dp * parallel.cp > 1 else 0,
         activations=kept * live / chunks + working,
         logits=logits,
