@@ -15,9 +15,9 @@ from numpy.typing import NDArray
 from penjing.core.artifact.base import is_artifact
 from penjing.core.artifact.onnx_classifier import normalised, open_classifier_artifact
 from penjing.core.artifact.onnx_encoder import embed_in_batches, open_encoder_artifact
-from penjing.core.checkpoint.classifier import load_vision_checkpoint
-from penjing.core.checkpoint.classifier_config import VisionConfig
-from penjing.core.checkpoint.encoder import read_encoder
+from penjing.core.checkpoint.classifier import load_classifier
+from penjing.core.checkpoint.classifier_config import ClassifierConfig
+from penjing.core.checkpoint.encoder import load_encoder
 from penjing.core.checkpoint.load import LoadedModel, load_model
 from penjing.core.errors import ConfigError, InputError
 from penjing.core.family import family_of
@@ -34,7 +34,7 @@ class ImageClassifier:
         is_artifact: whether it runs in ONNX Runtime.
     """
 
-    config: VisionConfig
+    config: ClassifierConfig
     is_artifact: bool
     _logits: Callable[[NDArray[np.uint8]], NDArray[np.float32]] = field(repr=False)
 
@@ -110,7 +110,7 @@ def _classifier(folder: Path) -> ImageClassifier:
         artifact = open_classifier_artifact(folder)
         session = artifact.session()
         return ImageClassifier(artifact.config, True, lambda pixels: artifact.logits(session, pixels))
-    model, config = load_vision_checkpoint(folder)
+    model, config = load_classifier(folder)
 
     def logits(pixels: NDArray[np.uint8]) -> NDArray[np.float32]:
         with torch.inference_mode():
@@ -124,7 +124,7 @@ def _encoder(folder: Path) -> TextEncoder:
         artifact = open_encoder_artifact(folder)
         session = artifact.session()
         return TextEncoder(artifact.config, artifact.tokenizer, True, lambda texts: artifact.embed(session, texts))
-    model = read_encoder(folder)
+    model = load_encoder(folder)
     tokenizer = TextTokenizer(folder, model.config)
 
     def run(batch: TextTokens) -> NDArray[np.float32]:

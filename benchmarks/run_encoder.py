@@ -33,7 +33,7 @@ from penjing.compress.measure.retrieval import compare
 from penjing.compress.measure.texts import Retrieval, retrieval_set
 from penjing.core.artifact.base import MODEL_FILE
 from penjing.core.artifact.onnx_encoder import EncoderArtifact, embed_texts, open_encoder_artifact, open_encoder_session
-from penjing.core.checkpoint.encoder import read_encoder
+from penjing.core.checkpoint.encoder import load_encoder
 from penjing.core.cli import guarded
 from penjing.core.timing import interleaved
 from penjing.serve.bench.batched import bench_batched
@@ -75,7 +75,7 @@ def encoder_rows(scratch: Path, arguments: argparse.Namespace) -> list[Row]:
     """Quality and bytes of ours and of the dynamic quantizer beside FP32; with `exact` false, throughput of all."""
     artifact = open_encoder_artifact(arguments.model)
     fp32, fused, dynamic = (scratch / f"{name}.onnx" for name in (*FP32, DYNAMIC))
-    encoder = read_encoder(arguments.checkpoint).eval()
+    encoder = load_encoder(arguments.checkpoint).eval()
     export_encoder(encoder, "onnxruntime-cpu", fp32)
     export_fused(encoder, fused)
     quantize_dynamically(fp32, dynamic)

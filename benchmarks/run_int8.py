@@ -31,7 +31,7 @@ from penjing.compress.measure.evaluate import EvaluateSettings, evaluate_checkpo
 from penjing.compress.quantize.artifact import ArtifactSettings, quantize_checkpoint
 from penjing.compress.quantize.targets import TargetName
 from penjing.core.artifact.onnx_classifier import open_classifier_artifact
-from penjing.core.checkpoint.classifier import VisionConfig, load_vision_checkpoint, save_vision_checkpoint
+from penjing.core.checkpoint.classifier import ClassifierConfig, load_classifier, save_classifier
 from penjing.core.cli import guarded
 from penjing.core.files import publish_folder
 from penjing.core.models.resnet import ResNet
@@ -92,7 +92,7 @@ def shape_rows(scratch: Path, arguments: argparse.Namespace) -> list[Row]:
     for label, (model, vision) in (("int8", full), ("int8_narrow", narrow)):
         source = scratch / f"{name}-{label}-fp32"
         with publish_folder(source) as partial_folder:
-            save_vision_checkpoint(partial_folder, vision, model, {"command": "benchmark"})
+            save_classifier(partial_folder, vision, model, {"command": "benchmark"})
         for target in TARGETS:
             began = time.monotonic()
             folder = scratch / f"{name}-{label}-{target}"
@@ -120,7 +120,7 @@ def fashion_rows(scratch: Path, arguments: argparse.Namespace) -> list[Row]:
     """Accuracy of post-training quantization with each observer, and of the recipe's artifact; throughput."""
     evaluate = EvaluateSettings(images=arguments.images)
     before = evaluate_checkpoint(arguments.model, evaluate).value
-    model, config = load_vision_checkpoint(arguments.model)
+    model, config = load_classifier(arguments.model)
     files, options = {"fp32": scratch / "fashion.onnx"}, {}
     size = export_onnx(model, config.image_size, "onnxruntime-cpu", files["fp32"])
     rows = [
@@ -182,7 +182,7 @@ def throughput_rows(
     ]
 
 
-def synthetic(config: ResNetConfig, side: int) -> tuple[ResNet, VisionConfig]:
+def synthetic(config: ResNetConfig, side: int) -> tuple[ResNet, ClassifierConfig]:
     """A network with random weights, and statistics of norms that keep its activations of order one."""
     torch.manual_seed(0)
     model = ResNet(config)
@@ -193,7 +193,7 @@ def synthetic(config: ResNetConfig, side: int) -> tuple[ResNet, VisionConfig]:
             nn.init.uniform_(module.weight, 0.5, 1.0)
             nn.init.normal_(module.bias, 0.0, 0.2)
     labels = tuple(str(index) for index in range(config.num_classes))
-    vision = VisionConfig(model=config, image_size=(side, side), mean=(0.5,) * 3, std=(0.25,) * 3, labels=labels)
+    vision = ClassifierConfig(model=config, image_size=(side, side), mean=(0.5,) * 3, std=(0.25,) * 3, labels=labels)
     return model.eval(), vision
 
 

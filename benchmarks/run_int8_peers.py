@@ -36,7 +36,7 @@ from penjing.compress.export.onnx_classifier import export_onnx
 from penjing.compress.measure.data import Calibrate, ImageData, fitting_images, open_data
 from penjing.compress.quantize.artifact import ArtifactSettings, quantize_checkpoint
 from penjing.compress.quantize.targets import TARGETS
-from penjing.core.checkpoint.classifier import load_vision_checkpoint
+from penjing.core.checkpoint.classifier import load_classifier
 from penjing.core.cli import guarded
 from penjing.core.errors import SetupError
 from penjing.core.files import publish_folder
@@ -95,7 +95,7 @@ def main() -> int:
 
 def peer_rows(scratch: Path, arguments: argparse.Namespace) -> list[Row]:
     """Rows of FP32 and each contestant: accuracy, agreement, divergence, bytes, milliseconds of one batch."""
-    model, config = load_vision_checkpoint(arguments.model)
+    model, config = load_classifier(arguments.model)
     fp32 = scratch / "fp32.onnx"
     export_onnx(model, config.image_size, arguments.target, fp32)
     calibration = open_data(arguments.model, Calibrate(images=arguments.calibrate), Silent())

@@ -30,7 +30,7 @@ from penjing.compress.prune.importance import Kind, magnitude
 from penjing.compress.prune.ranking import select
 from penjing.compress.prune.surgery import remove
 from penjing.compress.steps.prune import PruneStep, prune_checkpoint
-from penjing.core.checkpoint.classifier import VisionConfig, load_vision_checkpoint, save_vision_checkpoint
+from penjing.core.checkpoint.classifier import ClassifierConfig, load_classifier, save_classifier
 from penjing.core.checkpoint.decoder import save_checkpoint
 from penjing.core.cli import guarded
 from penjing.core.files import publish_folder
@@ -74,11 +74,11 @@ def write_resnet(folder: Path, config: ResNetConfig, size: int) -> Path:
     torch.manual_seed(0)
     labels = tuple(map(str, range(config.num_classes)))
     channels = config.in_channels
-    vision = VisionConfig(
+    vision = ClassifierConfig(
         model=config, image_size=(size, size), mean=(0.5,) * channels, std=(0.5,) * channels, labels=labels
     )
     with publish_folder(folder) as partial:
-        save_vision_checkpoint(partial, vision, ResNet(config), {})
+        save_classifier(partial, vision, ResNet(config), {})
     return folder
 
 
@@ -134,7 +134,7 @@ def against_torch_pruning(name: str, source: Path, runs: int) -> list[Row]:
         import torch_pruning
     except ImportError:
         return [new_row("prune", f"{name}_analysis", None, "s", runs=0, reason="Torch-Pruning is not installed")]
-    dense, config = load_vision_checkpoint(source)
+    dense, config = load_classifier(source)
     example = torch.randn(2, config.model.in_channels, *config.image_size)
 
     def ours() -> nn.Module:

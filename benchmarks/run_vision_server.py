@@ -29,7 +29,7 @@ from run_int8 import synthetic
 from penjing.compress.measure.data import ImageData
 from penjing.compress.quantize.artifact import ArtifactSettings, quantize_checkpoint
 from penjing.core.artifact.onnx_classifier import open_classifier_artifact
-from penjing.core.checkpoint.classifier import save_vision_checkpoint
+from penjing.core.checkpoint.classifier import save_classifier
 from penjing.core.cli import guarded
 from penjing.core.files import publish_folder
 from penjing.core.models.resnet_config import cifar_resnet
@@ -121,7 +121,7 @@ def synthetic_artifact(scratch: Path, width: int) -> Path:
     images = np.random.default_rng(0).integers(0, 256, (64, 1, SIDE, SIDE), np.uint8)
     data = ImageData(ImageSet(images, np.zeros(64, np.uint8), 10), (0.5,), (0.25,), 32)
     with publish_folder(scratch / "fp32") as partial:
-        save_vision_checkpoint(partial, config, model, {"command": "benchmark"})
+        save_classifier(partial, config, model, {"command": "benchmark"})
     with publish_folder(scratch / "int8") as partial:
         # synthetic weights tell images apart less than trained ones, so roundings weigh more
         settings = ArtifactSettings(parity_bound=1000.0, parity_images=2)

@@ -10,7 +10,7 @@ from penjing.compress.recipe import Distill, FlowRecipe, Prune, Quantize, Sparsi
 from penjing.compress.steps.distill import check_training
 from penjing.compress.steps.kinds import decoder_step, teacher_of
 from penjing.compress.steps.quantize_decoder import check_decoder_step
-from penjing.core.checkpoint.classifier import vision_skeleton
+from penjing.core.checkpoint.classifier import classifier_skeleton
 from penjing.core.checkpoint.decoder import open_checkpoint
 from penjing.core.errors import ConfigError
 from penjing.core.manifest import verify
@@ -74,7 +74,7 @@ def folder_hashes(folder: Path) -> dict[str, str]:
         InputError: missing, damaged, quantized already, or of another kind.
     """
     if folder.is_dir() and is_classifier(folder):
-        vision_skeleton(folder)
+        classifier_skeleton(folder)
         return verify(folder).sha256
     checkpoint = open_checkpoint(folder)
     preflight.check_model(checkpoint)

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from penjing.compress.measure.data import is_classifier
-from penjing.core.checkpoint.classifier import load_vision_checkpoint, vision_skeleton
+from penjing.core.checkpoint.classifier import classifier_skeleton, load_classifier
 from penjing.core.checkpoint.decoder import Checkpoint, open_checkpoint
 from penjing.core.errors import InputError
 from penjing.core.files import sha256_file
@@ -36,8 +36,8 @@ def load_teacher(student: Path, teacher: Path) -> nn.Module:
 
 
 def _classifier(student: Path, teacher: Path) -> nn.Module:
-    small, small_config = vision_skeleton(student)
-    model, config = load_vision_checkpoint(teacher)
+    small, small_config = classifier_skeleton(student)
+    model, config = load_classifier(teacher)
     for name in ("labels", "image_size", "mean", "std"):
         ours, theirs = getattr(small_config, name), getattr(config, name)
         if ours != theirs:

@@ -19,7 +19,7 @@ from penjing.compress.measure.data import is_classifier
 from penjing.compress.prune.inspect import BATCH, TOKENS, count_macs
 from penjing.core.artifact.base import is_artifact
 from penjing.core.artifact.onnx_classifier import open_classifier_artifact
-from penjing.core.checkpoint.classifier import load_vision_checkpoint, vision_config, vision_skeleton
+from penjing.core.checkpoint.classifier import classifier_config, classifier_skeleton, load_classifier
 from penjing.core.checkpoint.decoder import open_checkpoint
 from penjing.core.checkpoint.load import load_model
 from penjing.core.config import Config
@@ -109,8 +109,8 @@ def size_of(folder: Path) -> dict[str, Any]:
     classifier = is_classifier(folder)
     with torch.device("meta"):
         if classifier:
-            config = vision_config(folder)
-            model = ResNet(config.model).eval() if is_artifact(folder) else vision_skeleton(folder)[0]
+            config = classifier_config(folder)
+            model = ResNet(config.model).eval() if is_artifact(folder) else classifier_skeleton(folder)[0]
             example, count = torch.empty(BATCH, config.model.in_channels, *config.image_size), BATCH
         else:
             model = Decoder(open_checkpoint(folder).config).to("meta").eval()
@@ -140,10 +140,10 @@ def _classifiers(folders: Sequence[Path], settings: MeasureSettings) -> Calls:
         if is_artifact(folder):
             in_onnx[index] = open_classifier_artifact(folder).session(torch.get_num_threads())
         else:
-            in_torch[index], config = load_vision_checkpoint(folder)
+            in_torch[index], config = load_classifier(folder)
             if settings.onnxruntime:
                 in_onnx[index] = onnx_session(in_torch[index], _images(config, 2))
-    configs = [vision_config(folder) for folder in folders]
+    configs = [classifier_config(folder) for folder in folders]
     calls: Calls = {}
     for batch in settings.batches:
         images = [_images(config, batch) for config in configs]

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from pydantic import Field, model_validator
 from torch import Tensor, nn
 
-from penjing.core.checkpoint.classifier import VisionConfig, vision_config
+from penjing.core.checkpoint.classifier import ClassifierConfig, classifier_config
 from penjing.core.checkpoint.decoder import open_checkpoint
 from penjing.core.config import Config
 from penjing.core.errors import ConfigError, InputError
@@ -120,7 +120,7 @@ def open_data(folder: Path, calibrate: Calibrate, progress: Progress) -> Compres
         SetupError: the images cannot be fetched.
     """
     if is_classifier(folder):
-        config = vision_config(folder)
+        config = classifier_config(folder)
         images = fitting_images(folder, config, "train", progress).first(calibrate.images)
         return ImageData(images, config.mean, config.std, calibrate.batch_images)
     context = open_checkpoint(folder).config.max_position_embeddings
@@ -133,7 +133,7 @@ def open_data(folder: Path, calibrate: Calibrate, progress: Progress) -> Compres
     return TokenData(tokens.view(-1, calibrate.window), calibrate.batch_windows)
 
 
-def fitting_images(folder: Path, config: VisionConfig, split: str, progress: Progress) -> ImageSet:
+def fitting_images(folder: Path, config: ClassifierConfig, split: str, progress: Progress) -> ImageSet:
     """The "train" or "test" images of Fashion-MNIST, if the classifier in `folder` takes such.
 
     Raises:

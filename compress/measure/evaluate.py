@@ -21,7 +21,7 @@ from penjing.compress.measure.data import fitting_images, is_classifier
 from penjing.compress.measure.perplexity import evaluation_windows, exponential, streamed_losses
 from penjing.core.artifact.base import is_artifact
 from penjing.core.artifact.onnx_classifier import ClassifierArtifact, open_classifier_artifact
-from penjing.core.checkpoint.classifier import VisionConfig, load_vision_checkpoint
+from penjing.core.checkpoint.classifier import ClassifierConfig, load_classifier
 from penjing.core.checkpoint.decoder import open_checkpoint
 from penjing.core.errors import ConfigError, InputError
 from penjing.core.manifest import verify
@@ -138,7 +138,7 @@ def evaluate_checkpoint(
             artifact = open_classifier_artifact(folder)
             model, config = OnnxClassifier(artifact), artifact.config
         else:
-            model, config = load_vision_checkpoint(folder)
+            model, config = load_classifier(folder)
         data = fitting_images(folder, config, "test", progress).first(settings.images)
         progress.start("accuracy on held-out images", -(-len(data.images) // BATCH))
         return accuracy(right_answers(model, config, data, progress), settings)
@@ -170,7 +170,7 @@ class OnnxClassifier(nn.Module):
 
 @torch.no_grad()
 def right_answers(
-    model: nn.Module, config: VisionConfig, data: ImageSet, progress: Progress | None = None
+    model: nn.Module, config: ClassifierConfig, data: ImageSet, progress: Progress | None = None
 ) -> NDArray[np.bool_]:
     """Whether the largest logit of each image is its label's, (N,).
 

@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from penjing.compress.decoder.check import check_model
 from penjing.compress.prune.graph import DependencyGraph, Group, dependency_graph
-from penjing.core.checkpoint.classifier import vision_skeleton
+from penjing.core.checkpoint.classifier import classifier_skeleton
 from penjing.core.checkpoint.decoder import open_checkpoint
 from penjing.core.manifest import read_json_object
 from penjing.core.models.decoder import Decoder
@@ -78,7 +78,7 @@ def skeleton(folder: Path) -> tuple[nn.Module, tuple[torch.Tensor, ...], int]:
     is_vision = (folder / "config.json").is_file() and "task" in read_json_object(folder / "config.json")
     with torch.device("meta"):
         if is_vision:
-            classifier, config = vision_skeleton(folder)
+            classifier, config = classifier_skeleton(folder)
             return classifier, (torch.empty(BATCH, config.model.in_channels, *config.image_size),), BATCH
         checkpoint = open_checkpoint(folder)
         check_model(checkpoint)  # sizes that the files do not bear out could be any

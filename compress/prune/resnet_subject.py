@@ -14,7 +14,7 @@ from penjing.compress.prune.graph import Group
 from penjing.compress.prune.inspect import BATCH
 from penjing.compress.prune.subject import Part, Shapes
 from penjing.compress.prune.surgery import Cut
-from penjing.core.checkpoint.classifier import WEIGHTS, load_vision_checkpoint, save_vision_checkpoint, vision_skeleton
+from penjing.core.checkpoint.classifier import WEIGHTS, classifier_skeleton, load_classifier, save_classifier
 from penjing.core.errors import InputError
 from penjing.core.manifest import verify
 from penjing.core.models.resnet import Block, ConvNorm, ResNet
@@ -34,7 +34,7 @@ class ResNetSubject:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.dense: nn.Module
-        self.dense, self._vision = vision_skeleton(folder)
+        self.dense, self._vision = classifier_skeleton(folder)
         self.model: nn.Module = self.dense
         verify(folder)
         for name in self.dense.state_dict():
@@ -55,7 +55,7 @@ class ResNetSubject:
 
     def network(self) -> nn.Module:
         """See `Subject`."""
-        return load_vision_checkpoint(self.folder)[0]
+        return load_classifier(self.folder)[0]
 
     def parts(self, groups: Sequence[Group]) -> dict[Part, list[Group]]:
         """See `Subject`: everything is channels."""
@@ -100,7 +100,7 @@ class ResNetSubject:
         kept = {name: cuts[name].of(tensor) if name in cuts else tensor for name, tensor in stored}
         pruned.load_state_dict(kept, assign=True)
         vision = self._vision.model_copy(update={"model": config})
-        save_vision_checkpoint(partial, vision, pruned, created_by)
+        save_classifier(partial, vision, pruned, created_by)
 
     def _stored(self, name: str) -> Tensor:
         """Read now: one tensor is in memory at a time."""

@@ -25,7 +25,7 @@ from penjing.compress.quantize.targets import ClassifierSettings, TargetName, re
 from penjing.core.artifact.base import MODEL_FILE, QUANTIZATION_FILE, REPORT_FILE
 from penjing.core.artifact.onnx import Quantization
 from penjing.core.artifact.parity import write_parity
-from penjing.core.checkpoint.classifier import VisionConfig, load_vision_checkpoint, save_vision_config
+from penjing.core.checkpoint.classifier import ClassifierConfig, load_classifier, save_classifier_config
 from penjing.core.errors import InputError
 from penjing.core.files import atomic_write_text
 from penjing.core.info import processor, versions
@@ -71,7 +71,7 @@ def quantize_checkpoint(
     """
     progress = progress or Silent()
     began = time.monotonic()
-    floating, config = load_vision_checkpoint(source)
+    floating, config = load_classifier(source)
     progress.start("calibrating", 2)
     settings = within_bits(floating, settings.target, settings, data)
     model = apply_quantization(ResNet(config.model).eval(), settings.target, settings)
@@ -86,7 +86,7 @@ def write_artifact(
     partial: Path,
     model: ResNet,
     floating: ResNet,
-    config: VisionConfig,
+    config: ClassifierConfig,
     settings: ArtifactSettings,
     data: ImageData,
     facts: dict[str, Any],
@@ -141,7 +141,7 @@ def write_artifact(
         "processor": processor(),
         **facts,
     }
-    save_vision_config(partial, config)
+    save_classifier_config(partial, config)
     write_parity(partial, parity)
     for name, content in ((QUANTIZATION_FILE, quantization.model_dump()), (REPORT_FILE, report)):
         atomic_write_text(partial / name, json.dumps(content, indent=2) + "\n")

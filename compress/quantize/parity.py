@@ -22,7 +22,7 @@ from penjing.core.artifact.onnx_classifier import (
     recorded_images,
 )
 from penjing.core.artifact.parity import FAKE_QUANTIZED, Bound, Difference, Parity
-from penjing.core.checkpoint.classifier import VisionConfig
+from penjing.core.checkpoint.classifier import ClassifierConfig
 from penjing.core.progress import Progress
 from penjing.core.runtime.onnx_runtime import open_session, run_session
 
@@ -34,7 +34,7 @@ HINT = "raise parity_bound if that is acceptable"
 def measure(
     model: nn.Module,
     onnx_file: Path,
-    config: VisionConfig,
+    config: ClassifierConfig,
     quantization: Quantization,
     pixels: NDArray[np.uint8],
     bound: float,

@@ -12,7 +12,7 @@ from penjing.compress.measure.data import ImageData
 from penjing.compress.quantize.place_resnet import apply_quantization, freeze_statistics, set_mode
 from penjing.compress.quantize.prepare import prepare
 from penjing.compress.quantize.targets import ClassifierSettings, TargetName
-from penjing.core.checkpoint.classifier import load_vision_checkpoint
+from penjing.core.checkpoint.classifier import load_classifier
 from penjing.core.models.resnet import ResNet
 from penjing.train.families.base import Task
 from penjing.train.processes.world import World
@@ -53,7 +53,7 @@ class QuantizedTask(WrappedTask):
     def initialize(self, model: nn.Module) -> None:
         """See `Task`: the weights of the checkpoint, and calibrated ranges."""
         assert isinstance(model, ResNet)
-        prepare(model, load_vision_checkpoint(self._source)[0], self._settings, self._data)
+        prepare(model, load_classifier(self._source)[0], self._settings, self._data)
 
     def after_update(self, model: nn.Module, world: World) -> tuple[Callable[[int], None], ...]:
         """See `Task`; statistics are frozen once, late, so that the rest of the run sees the norm as it is folded."""

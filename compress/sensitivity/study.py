@@ -23,7 +23,7 @@ from penjing.compress.quantize.bits import RESULT_FILE
 from penjing.compress.report.study_page import study_page
 from penjing.compress.work import WorkFolder
 from penjing.core.artifact.base import is_artifact
-from penjing.core.checkpoint.classifier import vision_config
+from penjing.core.checkpoint.classifier import classifier_config
 from penjing.core.checkpoint.decoder import open_checkpoint
 from penjing.core.config import Config, key_of, parse_config
 from penjing.core.errors import ConfigError, InputError
@@ -216,7 +216,7 @@ def study_images(folder: Path, samples: Samples, count: int, progress: Progress)
         InputError: they do not fit the classifier in `folder`.
         SetupError: they cannot be fetched.
     """
-    config = vision_config(folder)
+    config = classifier_config(folder)
     split = "test" if samples == "held-out" else "train"
     images = fitting_images(folder, config, split, progress).first(count)
     return ImageData(images, config.mean, config.std, BATCH_IMAGES)

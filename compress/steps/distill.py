@@ -18,7 +18,7 @@ from penjing.compress.distill.task import Distilled
 from penjing.compress.measure.data import is_classifier
 from penjing.compress.work import check_kept
 from penjing.core.cache import cache_dir
-from penjing.core.checkpoint.classifier import VisionConfig, vision_config
+from penjing.core.checkpoint.classifier import ClassifierConfig, classifier_config
 from penjing.core.checkpoint.decoder import open_checkpoint
 from penjing.core.config import Config
 from penjing.core.errors import ConfigError
@@ -232,8 +232,8 @@ def _recipe(source: Path, step: TrainingStep, work: Path) -> RunRecipe:
 
 
 def _own_task(source: Path, recipe: RunRecipe, progress: Progress) -> Task:
-    config = vision_config(source) if is_classifier(source) else open_checkpoint(source).config
-    if isinstance(config, VisionConfig) and isinstance(recipe.data, FashionData):
+    config = classifier_config(source) if is_classifier(source) else open_checkpoint(source).config
+    if isinstance(config, ClassifierConfig) and isinstance(recipe.data, FashionData):
         return ImageClassification(recipe, config, recipe.data, progress)
     assert isinstance(config, DecoderConfig)
     assert isinstance(recipe.data, TextData)
@@ -249,7 +249,7 @@ def _distilled(
     if step.cache_top_k is not None:
         return _cached(task, recipe, plain, student, teacher, step, progress)
     model = load_teacher(student, teacher)
-    small = vision_config(student).model if is_classifier(student) else open_checkpoint(student).config
+    small = classifier_config(student).model if is_classifier(student) else open_checkpoint(student).config
     large = model.config
     assert isinstance(large, DecoderConfig | ResNetConfig)
     if isinstance(large, DecoderConfig):

@@ -28,7 +28,7 @@ from penjing.core.artifact.base import MODEL_FILE, QUANTIZATION_FILE, RECIPE_FIL
 from penjing.core.artifact.onnx import Quantization
 from penjing.core.artifact.onnx_encoder import embed_texts, open_encoder_artifact, open_encoder_session
 from penjing.core.artifact.parity import write_parity
-from penjing.core.checkpoint.encoder import WEIGHTS, read_encoder, write_encoder_files
+from penjing.core.checkpoint.encoder import WEIGHTS, load_encoder, save_encoder_files
 from penjing.core.config import key_of, load_recipe
 from penjing.core.errors import InputError
 from penjing.core.files import atomic_write_text, publish_folder, sha256_file
@@ -59,7 +59,7 @@ def compress_encoder(
     if out is not None:
         recipe = recipe.model_copy(update={"output": out})
     resolve(recipe.quantize.target, recipe.quantize)
-    model = read_encoder(recipe.model)
+    model = load_encoder(recipe.model)
     inputs = {name: sha256_file(recipe.model / name) for name in ("config.json", WEIGHTS, "tokenizer.json")}
     key = key_of(recipe.settings(), inputs, version("penjing"), SCHEMA)
     if already_made(recipe.output, key, force, open_encoder_artifact, progress):
@@ -67,7 +67,7 @@ def compress_encoder(
     command = " ".join(["penjing compress", str(recipe_path), *(f"--set {text}" for text in overrides)])
     tokenizer = TextTokenizer(recipe.model, model.config)
     with publish_folder(recipe.output, replace=force) as partial:
-        write_encoder_files(partial, model.config, recipe.model, tokenizer.max_tokens)
+        save_encoder_files(partial, model.config, recipe.model, tokenizer.max_tokens)
         report = _Run(recipe, tokenizer, partial, progress).make(model, command)
         atomic_write_text(partial / RECIPE_FILE, recipe_toml(recipe))
         write_manifest(partial, "artifact", {"command": command, "versions": versions()}, {"key": key})

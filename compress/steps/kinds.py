@@ -14,7 +14,7 @@ from penjing.compress.steps.prune import prune_checkpoint
 from penjing.compress.steps.quantize import QuantizeStep, quantize_step
 from penjing.compress.steps.quantize_decoder import DecoderQuantizeStep, quantize_decoder
 from penjing.compress.steps.sparsify import SparsifyStep, sparsify_checkpoint
-from penjing.core.checkpoint.classifier import load_vision_checkpoint, save_vision_checkpoint
+from penjing.core.checkpoint.classifier import load_classifier, save_classifier
 from penjing.core.errors import ConfigError
 from penjing.core.manifest import read_manifest
 from penjing.core.progress import Progress
@@ -100,9 +100,9 @@ def refresh_batch_norms(folder: Path, calibrate: Calibrate, progress: Progress) 
     Returns:
         How many batch norms it has.
     """
-    model, config = load_vision_checkpoint(folder)
+    model, config = load_classifier(folder)
     progress.start("statistics of batch norms", 1)
     count = reestimate_batch_norms(model, open_data(folder, calibrate, progress).inputs())
-    save_vision_checkpoint(folder, config, model, read_manifest(folder).created_by)
+    save_classifier(folder, config, model, read_manifest(folder).created_by)
     progress.advance()
     return count

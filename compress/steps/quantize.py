@@ -19,7 +19,7 @@ from penjing.compress.quantize.place_resnet import apply_quantization, set_mode
 from penjing.compress.quantize.targets import resolve
 from penjing.compress.quantize.task import QuantizedTask
 from penjing.compress.steps.distill import TrainingStep, train_checkpoint
-from penjing.core.checkpoint.classifier import load_vision_checkpoint
+from penjing.core.checkpoint.classifier import load_classifier
 from penjing.core.errors import InputError
 from penjing.core.models.resnet import ResNet
 from penjing.core.progress import Progress
@@ -73,7 +73,7 @@ def quantize_step(
     if step.steps == 0:
         return quantize_checkpoint(source, partial, step, data, progress)
     began = time.monotonic()
-    floating, config = load_vision_checkpoint(source)
+    floating, config = load_classifier(source)
     step = within_bits(floating, step.target, step, data)
 
     def wrap(task: Task, recipe: RunRecipe) -> Task:

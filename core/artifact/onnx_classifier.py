@@ -1,7 +1,7 @@
 """Artifact folders of quantized image classifiers; see `onnx.py`.
 
-config.json holds architecture, labels and normalisation (`VisionConfig`); model.onnx takes "images" (batch, C, H, W)
-float32 and gives "logits" (batch, classes).
+config.json holds architecture, labels and normalisation (`ClassifierConfig`); model.onnx takes "images"
+(batch, C, H, W) float32 and gives "logits" (batch, classes).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from penjing.core.artifact.base import MODEL_FILE, PARITY_FILE
 from penjing.core.artifact.onnx import OnnxArtifact, open_onnx_artifact
 from penjing.core.artifact.parity import Difference, Parity, measured
-from penjing.core.checkpoint.classifier_config import VisionConfig, vision_config
+from penjing.core.checkpoint.classifier_config import ClassifierConfig, classifier_config
 from penjing.core.errors import InputError
 from penjing.core.runtime.onnx_runtime import open_session, run_session
 
@@ -28,7 +28,7 @@ QUANTITY = "logits"
 class ClassifierArtifact(OnnxArtifact):
     """A verified artifact folder."""
 
-    config: VisionConfig
+    config: ClassifierConfig
 
     def session(self, threads: int = 0) -> Any:
         """An ONNX Runtime session with the options that the artifact asks for."""
@@ -50,10 +50,10 @@ def open_classifier_artifact(folder: Path) -> ClassifierArtifact:
     Raises:
         InputError: missing or damaged files, or a folder of another kind.
     """
-    return ClassifierArtifact(**vars(open_onnx_artifact(folder, "classifier")), config=vision_config(folder))
+    return ClassifierArtifact(**vars(open_onnx_artifact(folder, "classifier")), config=classifier_config(folder))
 
 
-def normalised(pixels: NDArray[np.uint8], config: VisionConfig) -> NDArray[np.float32]:
+def normalised(pixels: NDArray[np.uint8], config: ClassifierConfig) -> NDArray[np.float32]:
     """(N, C, H, W) uint8 → float32 (value / 255 − mean) / std, per channel."""
     mean, std = (np.array(values, np.float32).reshape(1, -1, 1, 1) for values in (config.mean, config.std))
     return (pixels.astype(np.float32) / np.float32(255) - mean) / std

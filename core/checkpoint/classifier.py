@@ -11,7 +11,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from penjing.core.checkpoint.classifier_config import VisionConfig, save_vision_config, vision_config
+from penjing.core.checkpoint.classifier_config import ClassifierConfig, classifier_config, save_classifier_config
 from penjing.core.errors import InputError
 from penjing.core.manifest import verify, write_manifest
 from penjing.core.models.resnet import ResNet
@@ -19,22 +19,22 @@ from penjing.core.models.resnet import ResNet
 WEIGHTS = "model.safetensors"
 
 
-def save_vision_checkpoint(folder: Path, config: VisionConfig, model: nn.Module, created_by: dict[str, Any]) -> None:
+def save_classifier(folder: Path, config: ClassifierConfig, model: nn.Module, created_by: dict[str, Any]) -> None:
     """Fill `folder`, not yet published (see `publish_folder`); tensors are stored contiguous, under the module's
     names."""
-    save_vision_config(folder, config)
+    save_classifier_config(folder, config)
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()}
     save_file(tensors, folder / WEIGHTS)
     write_manifest(folder, "checkpoint", created_by)
 
 
-def load_vision_checkpoint(folder: Path) -> tuple[ResNet, VisionConfig]:
+def load_classifier(folder: Path) -> tuple[ResNet, ClassifierConfig]:
     """The model in evaluation mode, on the CPU, and its config; every hash is checked.
 
     Raises:
         InputError: missing, damaged, or of another kind.
     """
-    config = vision_config(folder)
+    config = classifier_config(folder)
     verify(folder)
     try:
         tensors = load_file(folder / WEIGHTS)
@@ -45,13 +45,13 @@ def load_vision_checkpoint(folder: Path) -> tuple[ResNet, VisionConfig]:
     return model.eval(), config
 
 
-def vision_skeleton(folder: Path) -> tuple[ResNet, VisionConfig]:
+def classifier_skeleton(folder: Path) -> tuple[ResNet, ClassifierConfig]:
     """The model without storage (device "meta"), in evaluation mode, and its config; no weight is read.
 
     Raises:
         InputError: missing, damaged, of another kind, or with other tensors than `config.json` promises.
     """
-    config = vision_config(folder)
+    config = classifier_config(folder)
     try:
         with safe_open(folder / WEIGHTS, framework="pt") as file:
             stored = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118 (no dict)

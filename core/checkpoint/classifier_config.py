@@ -16,7 +16,7 @@ from penjing.core.manifest import read_json_object
 from penjing.core.models.resnet_config import ResNetConfig
 
 
-class VisionConfig(Config):
+class ClassifierConfig(Config):
     """Content of `config.json`. An image enters the model as (pixel / 255 - mean) / std, per channel."""
 
     task: Literal["image-classification"] = "image-classification"
@@ -27,12 +27,12 @@ class VisionConfig(Config):
     labels: tuple[str, ...] = Field(min_length=1)
 
 
-def save_vision_config(folder: Path, config: VisionConfig) -> None:
+def save_classifier_config(folder: Path, config: ClassifierConfig) -> None:
     """Write `config.json`."""
     atomic_write_text(folder / "config.json", json.dumps(config.model_dump(), indent=2) + "\n")
 
 
-def vision_config(folder: Path) -> VisionConfig:
+def classifier_config(folder: Path) -> ClassifierConfig:
     """The content of a classifier's `config.json`.
 
     Raises:
@@ -42,6 +42,6 @@ def vision_config(folder: Path) -> VisionConfig:
     if values.get("task") != "image-classification":
         raise InputError(f"{folder} is no image classifier (its config.json has task {values.get('task')!r})")
     try:
-        return parse_config(VisionConfig, values, str(folder / "config.json"))
+        return parse_config(ClassifierConfig, values, str(folder / "config.json"))
     except ConfigError as error:
         raise InputError(f"{folder} cannot be loaded: {error}; make it again") from error

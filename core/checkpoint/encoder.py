@@ -28,7 +28,7 @@ MODULES = (
 UNUSED = ("embeddings.position_ids", "pooler.dense.weight", "pooler.dense.bias")
 
 
-def read_encoder(folder: Path) -> Encoder:
+def load_encoder(folder: Path) -> Encoder:
     """The encoder of a checkpoint or of a plain Hugging Face folder, float32, on the CPU, in evaluation mode.
 
     Raises:
@@ -59,17 +59,17 @@ def read_encoder(folder: Path) -> Encoder:
     return model.eval()
 
 
-def save_encoder_checkpoint(
+def save_encoder(
     folder: Path, model: Encoder, tokenizer_from: Path, max_tokens: int, created_by: dict[str, Any]
 ) -> None:
     """Fill `folder`, not yet published (see `publish_folder`)."""
-    write_encoder_files(folder, model.config, tokenizer_from, max_tokens)
+    save_encoder_files(folder, model.config, tokenizer_from, max_tokens)
     tensors = {published_name(name): tensor.detach().contiguous() for name, tensor in model.named_parameters()}
     save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
     write_manifest(folder, "checkpoint", created_by)
 
 
-def write_encoder_files(folder: Path, config: EncoderConfig, tokenizer_from: Path, max_tokens: int) -> None:
+def save_encoder_files(folder: Path, config: EncoderConfig, tokenizer_from: Path, max_tokens: int) -> None:
     """Write what stands beside the weights: configuration, tokenizer, pooling."""
     pooling = {"word_embedding_dimension": config.hidden_size, "pooling_mode_mean_tokens": True}
     (folder / "1_Pooling").mkdir()

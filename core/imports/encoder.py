@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from penjing.core.checkpoint.encoder import read_encoder, save_encoder_checkpoint
+from penjing.core.checkpoint.encoder import load_encoder, save_encoder
 from penjing.core.errors import InputError
 from penjing.core.files import publish_folder
 from penjing.core.manifest import read_json_object
@@ -24,11 +24,11 @@ def import_encoder(folder: Path, out: Path, created_by: dict[str, Any], *, force
     """
     check_pooling(folder)
     progress.start(f"importing {folder.name}", 2)
-    model = read_encoder(folder)
+    model = load_encoder(folder)
     progress.advance()
     tokenizer = TextTokenizer(folder, model.config)
     with publish_folder(out, replace=force) as partial:
-        save_encoder_checkpoint(partial, model, folder, tokenizer.max_tokens, created_by)
+        save_encoder(partial, model, folder, tokenizer.max_tokens, created_by)
     progress.advance()
     size = sum(parameter.numel() for parameter in model.parameters())
     progress.note(

@@ -13,7 +13,7 @@ from run_int8_peers import peer_rows, quality
 
 from penjing.compress.measure.data import ImageData
 from penjing.compress.quantize.artifact import ArtifactSettings
-from penjing.core.checkpoint.classifier import save_vision_checkpoint
+from penjing.core.checkpoint.classifier import save_classifier
 from penjing.core.errors import SetupError
 from penjing.core.files import publish_folder
 from penjing.core.models.resnet_config import cifar_resnet
@@ -26,7 +26,7 @@ def test_rows_of_each_and_null_rows_of_a_peer_that_is_missing(tmp_path: Path, mo
     model, config = synthetic(cifar_resnet(8, 10, width=8, in_channels=1), SIDE)
     config = config.model_copy(update={"mean": (0.5,), "std": (0.25,)})
     with publish_folder(tmp_path / "fp32") as unfinished:
-        save_vision_checkpoint(unfinished, config, model, {"command": "test"})
+        save_classifier(unfinished, config, model, {"command": "test"})
     images = np.random.default_rng(0).integers(0, 256, (24, 1, SIDE, SIDE), np.uint8)
     few = ImageSet(images, np.zeros(24, np.uint8), 10)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from penjing.core.checkpoint.classifier import VisionConfig, save_vision_checkpoint
+from penjing.core.checkpoint.classifier import ClassifierConfig, save_classifier
 from penjing.core.files import publish_folder
 from penjing.core.models.resnet import ResNet
 from penjing.core.models.resnet_config import ResNetConfig, cifar_resnet
@@ -44,7 +44,7 @@ def write_classifier(
         _fit_head(network)
     with torch.no_grad():
         network.fc.weight *= scale
-    vision = VisionConfig(
+    vision = ClassifierConfig(
         model=config,
         image_size=image_size,
         mean=(MEAN,) * config.in_channels,
@@ -52,7 +52,7 @@ def write_classifier(
         labels=CLASSES,
     )
     with publish_folder(folder) as partial:
-        save_vision_checkpoint(partial, vision, network, {"command": "tests"})
+        save_classifier(partial, vision, network, {"command": "tests"})
     return folder
 
 

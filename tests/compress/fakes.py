@@ -16,7 +16,7 @@ from penjing.compress.measure.evaluate import EvaluateSettings, Quality, accurac
 from penjing.compress.recipe import FlowRecipe, Prune, Step
 from penjing.compress.report.schema import Report, write_report
 from penjing.compress.steps.kinds import Places
-from penjing.core.checkpoint.classifier import VisionConfig, save_vision_checkpoint
+from penjing.core.checkpoint.classifier import ClassifierConfig, save_classifier
 from penjing.core.manifest import read_manifest, write_manifest
 from penjing.core.models.resnet import ResNet
 from penjing.core.models.resnet_config import cifar_resnet
@@ -31,9 +31,9 @@ def tiny_classifier(folder: Path, side: int = 12) -> Path:
     torch.manual_seed(0)
     network = cifar_resnet(8, width=8, in_channels=1)
     labels = tuple(map(str, range(10)))
-    config = VisionConfig(model=network, image_size=(side, side), mean=(0.5,), std=(0.25,), labels=labels)
+    config = ClassifierConfig(model=network, image_size=(side, side), mean=(0.5,), std=(0.25,), labels=labels)
     folder.mkdir(parents=True)
-    save_vision_checkpoint(folder, config, ResNet(network).eval(), {"removed": 0.0, "healed": True})
+    save_classifier(folder, config, ResNet(network).eval(), {"removed": 0.0, "healed": True})
     return folder
 
 

@@ -19,7 +19,7 @@ from torch import nn
 
 from penjing.compress.measure import data
 from penjing.compress.recipe import load_flow
-from penjing.core.checkpoint.classifier import load_vision_checkpoint
+from penjing.core.checkpoint.classifier import load_classifier
 from penjing.core.checkpoint.load import load_model
 from penjing.core.cli import app
 from penjing.core.errors import ConfigError, InputError, SetupError
@@ -142,8 +142,8 @@ def report_of(folder: Path) -> dict[str, Any]:
 def test_a_classifier_is_pruned_taught_and_reported(tmp_path: Path) -> None:
     train(write(tmp_path / "train.toml", TRAIN, folder=tmp_path))
     penjing("compress", write(tmp_path / "recipe.toml", CLASSIFIER, folder=tmp_path))
-    model, config = load_vision_checkpoint(tmp_path / "pruned")
-    dense, _ = load_vision_checkpoint(tmp_path / "resnet")
+    model, config = load_classifier(tmp_path / "pruned")
+    dense, _ = load_classifier(tmp_path / "resnet")
     sizes = [sum(parameter.numel() for parameter in each.parameters()) for each in (dense, model)]
     assert sizes[1] < 0.7 * sizes[0]
     report = report_of(tmp_path / "pruned")
@@ -184,7 +184,7 @@ def test_statistics_after_a_prune_are_those_of_the_pruned_network(tmp_path: Path
     train(write(tmp_path / "train.toml", TRAIN, folder=tmp_path), ["steps=2"])
     recipe = write(tmp_path / "recipe.toml", CLASSIFIER.partition('[[steps]]\nkind = "distill"')[0], folder=tmp_path)
     penjing("compress", recipe, "--set", "guard.accuracy_points=100")
-    model, config = load_vision_checkpoint(tmp_path / "pruned")
+    model, config = load_classifier(tmp_path / "pruned")
     stem = model.stem
     inputs = torch.from_numpy(
         normalise(made_up("train").images, np.array(config.mean, "f4"), np.array(config.std, "f4"))

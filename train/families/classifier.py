@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from penjing.core.checkpoint.classifier import load_vision_checkpoint, save_vision_checkpoint
-from penjing.core.checkpoint.classifier_config import VisionConfig, vision_config
+from penjing.core.checkpoint.classifier import load_classifier, save_classifier
+from penjing.core.checkpoint.classifier_config import ClassifierConfig, classifier_config
 from penjing.core.errors import ConfigError, InputError
 from penjing.core.models.resnet import Block, ResNet
 from penjing.core.models.resnet_config import ResNetConfig, cifar_resnet, imagenet_resnet
@@ -41,12 +41,14 @@ class ImageClassification:
     unit = "images"
 
     def __init__(
-        self, recipe: RunRecipe, model: ResNetModel | VisionConfig, data: FashionData, progress: Progress
+        self, recipe: RunRecipe, model: ResNetModel | ClassifierConfig, data: FashionData, progress: Progress
     ) -> None:
         self._recipe = recipe
         self._data = data
         self._train, self._test = load_fashion("train", progress), load_fashion("test", progress)
-        self.checkpoint = _fitting(model, self._train) if isinstance(model, VisionConfig) else _new(model, self._train)
+        self.checkpoint = (
+            _fitting(model, self._train) if isinstance(model, ClassifierConfig) else _new(model, self._train)
+        )
         self.config = self.checkpoint.model
         self._mean, self._std = (np.array(x, np.float32) for x in (self.checkpoint.mean, self.checkpoint.std))
         self.objective: TaskObjective = CrossEntropy("images", recipe.objective.label_smoothing, accuracy=True)
@@ -107,7 +109,7 @@ class ImageClassification:
 
     def export(self, model: nn.Module, folder: Path, created_by: dict[str, Any]) -> None:
         """See `Task`."""
-        save_vision_checkpoint(folder, self.checkpoint, model, created_by)
+        save_classifier(folder, self.checkpoint, model, created_by)
 
     def next_command(self, folder: Path) -> str:
         """See `Task`."""
@@ -140,10 +142,10 @@ def initialize_resnet(model: nn.Module) -> None:
             nn.init.zeros_(last.weight)
 
 
-def _new(model: ResNetModel, data: ImageSet) -> VisionConfig:
+def _new(model: ResNetModel, data: ImageSet) -> ClassifierConfig:
     mean, std = data.statistics()
     _, channels, height, width = data.images.shape
-    return VisionConfig(
+    return ClassifierConfig(
         model=_resnet_config(model, data.num_classes, channels),
         image_size=(height, width),
         mean=tuple(float(value) for value in mean),
@@ -152,7 +154,7 @@ def _new(model: ResNetModel, data: ImageSet) -> VisionConfig:
     )
 
 
-def _fitting(config: VisionConfig, data: ImageSet) -> VisionConfig:
+def _fitting(config: ClassifierConfig, data: ImageSet) -> ClassifierConfig:
     """`config`, if it fits the data.
 
     Raises:
@@ -186,7 +188,7 @@ def _resnet_config(model: ResNetModel, num_classes: int, in_channels: int) -> Re
 
 @torch.no_grad()
 def _load_initial(model: nn.Module, folder: Path, config: ResNetConfig) -> None:
-    given, found = load_vision_checkpoint(folder)
+    given, found = load_classifier(folder)
     if found.model != config:
         raise InputError(f"initial = {folder} is of another architecture than [model]; make them equal")
     check_finite(given.state_dict(), f"initial = {folder}")
@@ -201,7 +203,7 @@ def _new_task(recipe: TrainRecipe, progress: Progress) -> ImageClassification:
 
 def _checkpoint_task(folder: Path, recipe: RunRecipe, progress: Progress) -> ImageClassification:
     assert isinstance(recipe.data, FashionData)
-    return ImageClassification(recipe, vision_config(folder), recipe.data, progress)
+    return ImageClassification(recipe, classifier_config(folder), recipe.data, progress)
 
 
 FAMILY = Family(data=FashionData, new_task=_new_task, checkpoint_task=_checkpoint_task)

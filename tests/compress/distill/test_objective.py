@@ -16,7 +16,7 @@ from penjing.compress.distill.features import AttentionRelations, HiddenStates, 
 from penjing.compress.distill.objective import Distillation, DistillWeights, Teacher, captured
 from penjing.compress.distill.task import PROJECTIONS
 from penjing.compress.steps.distill import DistillStep, distill_checkpoint
-from penjing.core.checkpoint.classifier import load_vision_checkpoint
+from penjing.core.checkpoint.classifier import load_classifier
 from penjing.core.errors import ConfigError
 from penjing.core.models.config import DecoderConfig
 from penjing.core.models.decoder import Decoder
@@ -184,4 +184,4 @@ def test_feature_maps_of_a_classifier_are_matched(tmp_path: Path) -> None:
     (tmp_path / "partial").mkdir()
     record = distill_checkpoint(student, teacher, tmp_path / "partial", step, tmp_path / "work", Silent())
     assert record["losses"]["last"]["hidden"] < record["losses"]["first"]["hidden"]
-    load_vision_checkpoint(tmp_path / "partial")
+    load_classifier(tmp_path / "partial")

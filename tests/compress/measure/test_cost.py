@@ -13,7 +13,7 @@ from penjing.compress.measure.cost import DecodeStep, MeasureSettings, measure, 
 from penjing.compress.measure.data import ImageData
 from penjing.compress.prune.inspect import inspect_checkpoint
 from penjing.compress.quantize.artifact import ArtifactSettings, quantize_checkpoint
-from penjing.core.checkpoint.classifier import load_vision_checkpoint
+from penjing.core.checkpoint.classifier import load_classifier
 from penjing.core.checkpoint.load import load_model
 from penjing.core.errors import InputError
 from penjing.core.files import publish_folder
@@ -65,7 +65,7 @@ def test_a_quantized_classifier_runs_in_onnx_runtime_alone(tmp_path: Path) -> No
 
 
 def test_onnx_runtime_computes_what_torch_does(tmp_path: Path) -> None:
-    model, _ = load_vision_checkpoint(write_classifier(tmp_path / "dense"))
+    model, _ = load_classifier(write_classifier(tmp_path / "dense"))
     session = onnx_session(model, torch.zeros(2, 1, 12, 12))
     images = torch.randn(5, 1, 12, 12, generator=torch.Generator().manual_seed(1))
     with torch.no_grad():

@@ -13,7 +13,7 @@ from torch import nn
 
 from penjing.compress.measure import data
 from penjing.compress.measure.data import Calibrate, ImageData, open_data
-from penjing.core.checkpoint.classifier import VisionConfig, save_vision_checkpoint
+from penjing.core.checkpoint.classifier import ClassifierConfig, save_classifier
 from penjing.core.checkpoint.load import load_model
 from penjing.core.errors import ConfigError, InputError
 from penjing.core.models.resnet import ResNet
@@ -39,11 +39,11 @@ def classifier(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def _save(folder: Path, side: int) -> Path:
     torch.manual_seed(0)
     network = cifar_resnet(8, width=4, in_channels=1)
-    config = VisionConfig(
+    config = ClassifierConfig(
         model=network, image_size=(side, side), mean=(0.5,), std=(0.25,), labels=tuple(map(str, range(10)))
     )
     folder.mkdir()
-    save_vision_checkpoint(folder, config, ResNet(network), {})
+    save_classifier(folder, config, ResNet(network), {})
     return folder
 
 

@@ -25,7 +25,7 @@ from penjing.compress.measure.evaluate import (
     quality_from_json,
 )
 from penjing.compress.measure.perplexity import evaluation_windows
-from penjing.core.checkpoint.classifier import load_vision_checkpoint
+from penjing.core.checkpoint.classifier import load_classifier
 from penjing.core.errors import ConfigError, InputError
 from penjing.core.models.resnet_config import imagenet_resnet
 from penjing.core.text.tokenizer import Tokenizer
@@ -85,7 +85,7 @@ def test_a_record_gives_the_outcomes_back(right: list[bool]) -> None:
 
 
 def test_accuracy_equals_a_plain_loop(classifier: Path) -> None:
-    model, config = load_vision_checkpoint(classifier)
+    model, config = load_classifier(classifier)
     images = made_up_images("test")
     right = []
     with torch.no_grad():

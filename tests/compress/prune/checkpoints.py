@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from penjing.compress.steps.prune import PruneStep, prune_checkpoint
-from penjing.core.checkpoint.classifier import VisionConfig, save_vision_checkpoint
+from penjing.core.checkpoint.classifier import ClassifierConfig, save_classifier
 from penjing.core.checkpoint.decoder import save_checkpoint
 from penjing.core.manifest import write_manifest
 from penjing.core.models.config import DecoderConfig
@@ -86,9 +86,9 @@ def resnet(folder: Path, config: ResNetConfig | None = None) -> ResNet:
             for tensor in (module.bias, module.running_mean):
                 nn.init.normal_(tensor)  # pyright: ignore[reportArgumentType]
     labels = tuple(map(str, range(config.num_classes)))
-    vision = VisionConfig(model=config, image_size=(12, 12), mean=(0.5,), std=(0.5,), labels=labels)
+    vision = ClassifierConfig(model=config, image_size=(12, 12), mean=(0.5,), std=(0.5,), labels=labels)
     folder.mkdir(exist_ok=True)
-    save_vision_checkpoint(folder, vision, model, {})
+    save_classifier(folder, vision, model, {})
     return model
 
 

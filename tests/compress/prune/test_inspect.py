@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from penjing.compress.prune.inspect import inspect_checkpoint, print_inspection
-from penjing.core.checkpoint.classifier import VisionConfig, save_vision_checkpoint
+from penjing.core.checkpoint.classifier import ClassifierConfig, save_classifier
 from penjing.core.checkpoint.decoder import save_checkpoint
 from penjing.core.errors import InputError
 from penjing.core.models.config import DecoderConfig
@@ -38,8 +38,8 @@ def decoder(folder: Path) -> Path:
 def classifier(folder: Path) -> Path:
     config = cifar_resnet(8, width=8, in_channels=1)
     names = tuple("0123456789")
-    vision = VisionConfig(model=config, image_size=(28, 28), mean=(0.5,), std=(0.5,), labels=names)
-    save_vision_checkpoint(folder, vision, ResNet(config), {})
+    vision = ClassifierConfig(model=config, image_size=(28, 28), mean=(0.5,), std=(0.5,), labels=names)
+    save_classifier(folder, vision, ResNet(config), {})
     return folder
 
 

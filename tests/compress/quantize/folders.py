@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from penjing.compress.measure.data import ImageData
-from penjing.core.checkpoint.classifier import VisionConfig, save_vision_checkpoint
+from penjing.core.checkpoint.classifier import ClassifierConfig, save_classifier
 from penjing.core.files import publish_folder
 from penjing.core.models.resnet import ResNet
 from penjing.train.data.images import ImageSet, normalise
@@ -45,7 +45,7 @@ def trained_resnet() -> ResNet:
 def vision_folder(folder: Path, model: ResNet | None = None, side: int = 12) -> Path:
     """A checkpoint of `model`, a small one by default."""
     model = model or trained_resnet()
-    config = VisionConfig(
+    config = ClassifierConfig(
         model=model.config,
         image_size=(side, side),
         mean=(MEAN,) * model.config.in_channels,
@@ -53,7 +53,7 @@ def vision_folder(folder: Path, model: ResNet | None = None, side: int = 12) -> 
         labels=tuple(str(index) for index in range(model.config.num_classes)),
     )
     with publish_folder(folder) as partial:
-        save_vision_checkpoint(partial, config, model, {"command": "tests"})
+        save_classifier(partial, config, model, {"command": "tests"})
     return folder
 
 

@@ -15,7 +15,7 @@ from penjing.compress.report.study_page import most_sensitive
 from penjing.compress.sensitivity import bits as module
 from penjing.compress.sensitivity.bits import TO_BITS, ClassifierBits, weighted_layers
 from penjing.core import cli
-from penjing.core.checkpoint.classifier import load_vision_checkpoint, save_vision_checkpoint
+from penjing.core.checkpoint.classifier import load_classifier, save_classifier
 from penjing.core.errors import ConfigError, InputError
 from penjing.core.files import publish_folder
 from penjing.core.models.resnet import ResNet
@@ -46,7 +46,7 @@ def answers(model: ResNet, split: str = "train") -> tuple[torch.Tensor, torch.Te
 
 def test_cells_equal_rounding_by_hand(classifier: Path) -> None:
     result = TO_BITS.measure(classifier, SMALL)
-    model, _ = load_vision_checkpoint(classifier)
+    model, _ = load_classifier(classifier)
     floating, labels = answers(model)
     right = (floating.argmax(1) == labels).double().mean()
     assert result["baseline"]["value"] == pytest.approx(float(right))
@@ -55,7 +55,7 @@ def test_cells_equal_rounding_by_hand(classifier: Path) -> None:
     assert len(result["rows"]) == 1 + 6 + 2 + 1  # stem, three blocks, two shortcuts, fc
     for place in (0, 4, -1):
         row = result["rows"][place]
-        changed, _ = load_vision_checkpoint(classifier)
+        changed, _ = load_classifier(classifier)
         layer = weighted_layers(changed)[row["name"]]
         weight = layer.weight.detach()
         for channel in weight:
@@ -74,7 +74,7 @@ def test_cells_equal_rounding_by_hand(classifier: Path) -> None:
 
 def test_a_layer_with_outliers_is_the_worst(classifier: Path, tmp_path: Path) -> None:
     """An input channel that is always zero gets weights that set every scale: in floating point they do nothing."""
-    model, config = load_vision_checkpoint(classifier)
+    model, config = load_classifier(classifier)
     norm = model.get_submodule("blocks.1.layers.0.norm")
     assert isinstance(norm, torch.nn.BatchNorm2d)
     before, _ = answers(model)
@@ -86,7 +86,7 @@ def test_a_layer_with_outliers_is_the_worst(classifier: Path, tmp_path: Path) ->
     assert torch.equal(dead, after)
     assert not torch.equal(before, dead)
     with publish_folder(tmp_path / "outliers") as partial:
-        save_vision_checkpoint(partial, config, model, {"command": "tests"})
+        save_classifier(partial, config, model, {"command": "tests"})
     assert most_sensitive(TO_BITS.measure(classifier, SMALL))[0] != DAMAGED
     result = TO_BITS.measure(tmp_path / "outliers", SMALL)
     assert most_sensitive(result)[0] == DAMAGED
@@ -120,7 +120,7 @@ def test_a_killed_run_goes_on_to_the_same_table(classifier: Path, monkeypatch: p
 
 
 def test_rounding_is_undone_whatever_happens(classifier: Path) -> None:
-    model, _ = load_vision_checkpoint(classifier)
+    model, _ = load_classifier(classifier)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     try:
         with module.rounded_weights(model.stem.conv, 3):  # type: ignore[arg-type]
@@ -144,7 +144,7 @@ def test_the_command_shows_and_writes_the_table(
     assert f"most sensitive at 2 bits: {most_sensitive(result)[0]}, " in shown
     assert result["settings"] == {"widths": [8, 2], "data": "held-out", "images": 64}
     test = made_up_images("test").first(64)
-    model, _ = load_vision_checkpoint(classifier)
+    model, _ = load_classifier(classifier)
     found, _ = answers(model, "test")
     assert result["baseline"]["value"] == pytest.approx(float((found[:64].argmax(1).numpy() == test.labels).mean()))
     page = (tmp_path / "classifier-bits/sensitivity.html").read_text()

@@ -20,7 +20,7 @@ from penjing.compress.sensitivity.bits import TO_BITS
 from penjing.compress.sensitivity.pruning import TO_PRUNING, PruningSettings, masked
 from penjing.compress.steps.prune import PruneStep, prune_checkpoint
 from penjing.core import cli
-from penjing.core.checkpoint.classifier import load_vision_checkpoint
+from penjing.core.checkpoint.classifier import load_classifier
 from penjing.core.checkpoint.load import load_model
 from penjing.core.errors import ConfigError, InputError
 from penjing.core.progress import Silent
@@ -50,11 +50,11 @@ def test_cells_of_a_classifier_equal_removal(classifier: Path) -> None:
     groups = dependency_graph(subject.model, subject.example).groups
     assert [row["name"] for row in result["rows"]] == [group.name for group in groups]
     images = made_up_images("train").first(96)
-    _, config = load_vision_checkpoint(classifier)
+    _, config = load_classifier(classifier)
     inputs = torch.from_numpy(normalise(images.images, np.array(config.mean, "f4"), np.array(config.std, "f4")))
     for place in (0, 2, len(groups) - 1):
         group, cell = groups[place], result["rows"][place]["cells"][1]
-        model, _ = load_vision_checkpoint(classifier)
+        model, _ = load_classifier(classifier)
         choice = select([group], magnitude(subject.weights, [group]), 0.5, round_to=1)
         remove(model, choice)
         with torch.no_grad():
@@ -112,7 +112,7 @@ def test_a_killed_run_goes_on_with_the_cells_it_has(classifier: Path, monkeypatc
 
 
 def test_masking_is_undone_whatever_happens(classifier: Path) -> None:
-    model, _ = load_vision_checkpoint(classifier)
+    model, _ = load_classifier(classifier)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     subject = ResNetSubject(classifier)
     group = dependency_graph(subject.model, subject.example).groups[0]

@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from penjing.compress.steps.distill import DistillStep, distill_checkpoint
-from penjing.core.checkpoint.classifier import load_vision_checkpoint, vision_config
+from penjing.core.checkpoint.classifier import classifier_config, load_classifier
 from penjing.core.checkpoint.decoder import open_checkpoint
 from penjing.core.checkpoint.load import load_model
 from penjing.core.errors import ConfigError, InputError, SetupError
@@ -82,9 +82,9 @@ def test_a_teacher_lowers_the_held_out_loss(tmp_path: Path) -> None:
     before = run("b", student, None, steps=1, learning_rate={"peak": 1e-9})
     after = run("a", student, teacher, steps=40, temperature=2.0, average=0.8, learning_rate={"peak": 1e-2})
     assert after < 0.8 * before
-    model, config = load_vision_checkpoint(tmp_path / "a/partial")
-    assert config == vision_config(student)
-    assert model.state_dict().keys() == load_vision_checkpoint(student)[0].state_dict().keys()
+    model, config = load_classifier(tmp_path / "a/partial")
+    assert config == classifier_config(student)
+    assert model.state_dict().keys() == load_classifier(student)[0].state_dict().keys()
 
 
 def test_a_student_that_is_its_teacher_stays(tiny_checkpoint: Path, text_step: MakeStep, tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from penjing.compress.decoder.pipeline import compress
 from penjing.compress.prune.graph import dependency_graph
-from penjing.core.checkpoint.classifier import load_vision_checkpoint
+from penjing.core.checkpoint.classifier import load_classifier
 from penjing.core.checkpoint.decoder import open_checkpoint
 from penjing.core.checkpoint.load import load_model
 from penjing.core.manifest import verify
@@ -138,7 +138,7 @@ def test_the_layer_that_changes_nothing_leaves(tmp_path: Path) -> None:
 def test_a_pruned_classifier_is_the_masked_one(tmp_path: Path, rank: str, method: str) -> None:
     dense = resnet(tmp_path / "dense")
     record = prune(tmp_path / "dense", tmp_path / "pruned", images(), rank=rank, ratio=0.4, round_to=4, method=method)
-    pruned, _ = load_vision_checkpoint(tmp_path / "pruned")
+    pruned, _ = load_classifier(tmp_path / "pruned")
     x = torch.randn(3, 1, 12, 12)
     groups = dependency_graph(dense, (x,)).groups
     expected = output(masked(dense, record, groups), x)
@@ -160,7 +160,7 @@ def test_widths_made_equal_keep_the_shortcuts_convolution(tmp_path: Path, groups
     # Protected, the stem keeps its 8 channels; the stage falls from 32 to 8.
     step: dict[str, Any] = {"ratio": 0.75, "round_to": 2, "protect": ["stem.*"]}
     record = prune(tmp_path / "dense", tmp_path / "pruned", **step)
-    pruned, vision = load_vision_checkpoint(tmp_path / "pruned")
+    pruned, vision = load_classifier(tmp_path / "pruned")
     assert vision.model.stages[0].channels == vision.model.stem_channels == 8
     assert vision.model.stages[0].blocks[0].projection
     x = torch.randn(2, 1, 12, 12)

@@ -23,7 +23,7 @@ from penjing.compress.quantize.smooth import smooth
 from penjing.compress.verify import verify_artifact
 from penjing.core.artifact.onnx import Quantization
 from penjing.core.artifact.onnx_encoder import embed_texts, open_encoder_artifact, open_encoder_session
-from penjing.core.checkpoint.encoder import read_encoder
+from penjing.core.checkpoint.encoder import load_encoder
 from penjing.core.errors import ConfigError, InputError
 from penjing.core.imports.importer import import_model
 from penjing.core.models.encoder import Encoder
@@ -53,7 +53,7 @@ def run(recipe: Path, *overrides: str, force: bool = False) -> Path:
 
 
 def quantized(checkpoint: Path, **settings: object) -> tuple[Encoder, TextTokenizer]:
-    model = read_encoder(checkpoint)
+    model = load_encoder(checkpoint)
     tokenize = TextTokenizer(checkpoint, model.config)
     apply_quantization(model, EncoderQuantize(**settings))  # type: ignore[arg-type]
     calibrate(model, (tokenize([text]).tensors() for text in TEXTS))
@@ -61,7 +61,7 @@ def quantized(checkpoint: Path, **settings: object) -> tuple[Encoder, TextTokeni
 
 
 def test_the_floating_file_computes_what_the_model_does(checkpoint: Path, tmp_path: Path) -> None:
-    model = read_encoder(checkpoint)
+    model = load_encoder(checkpoint)
     tokenize = TextTokenizer(checkpoint, model.config)
     export_encoder(model, "onnxruntime-cpu", tmp_path / "model.onnx")
     with torch.no_grad():
@@ -80,7 +80,7 @@ def test_the_quantized_file_computes_what_the_fake_quantized_model_does(
     session = open_encoder_session(tmp_path / "model.onnx", optimise=False)
     with torch.no_grad():
         wanted = model(*tokenize(TEXTS).tensors()).numpy()
-        floating = read_encoder(checkpoint)(*tokenize(TEXTS).tensors()).numpy()
+        floating = load_encoder(checkpoint)(*tokenize(TEXTS).tensors()).numpy()
     found = embed_texts(session, tokenize, TEXTS)
     assert (found * wanted).sum(1).min() > 0.999999
     assert np.abs(wanted - floating).max() > 1e-3  # something was rounded
@@ -101,7 +101,7 @@ def test_query_key_and_value_read_one_rounded_input(checkpoint: Path, tmp_path: 
 
 def test_smoothing_keeps_the_function_and_lowers_the_error(checkpoint: Path, tmp_path: Path) -> None:
     """With one channel of a norm's output a hundred times larger, as BERTs have them."""
-    model = read_encoder(checkpoint)
+    model = load_encoder(checkpoint)
     tokenize = TextTokenizer(checkpoint, model.config)
     with torch.no_grad():
         for layer in model.layers:
@@ -129,7 +129,7 @@ def test_smoothing_keeps_the_function_and_lowers_the_error(checkpoint: Path, tmp
 
 @torch.no_grad()
 def test_biases_of_keys_values_and_down_layers_are_absorbed(checkpoint: Path, tmp_path: Path) -> None:
-    model = read_encoder(checkpoint)
+    model = load_encoder(checkpoint)
     tokens = TextTokenizer(checkpoint, model.config)(TEXTS).tensors()
     wanted = model(*tokens)
     absorb_biases(model)
@@ -144,7 +144,7 @@ def test_biases_of_keys_values_and_down_layers_are_absorbed(checkpoint: Path, tm
 @torch.no_grad()
 def test_smoothing_of_what_attention_mixed_costs_nothing(checkpoint: Path) -> None:
     """With one channel of the values a hundred times larger: the layer that makes them takes the division."""
-    model = read_encoder(checkpoint)
+    model = load_encoder(checkpoint)
     tokenize = TextTokenizer(checkpoint, model.config)
     layer = model.layers[0]
     layer.value.weight[3] *= 100.0  # type: ignore[union-attr, operator, index]

@@ -17,7 +17,7 @@ from penjing.compress.prune.graph import dependency_graph
 from penjing.compress.prune.surgery import remove
 from penjing.compress.steps.distill import DistillStep
 from penjing.compress.steps.sparsify import Shrinkage, SparsifyStep, groups_of, sparsify_checkpoint, zero_units
-from penjing.core.checkpoint.classifier import load_vision_checkpoint
+from penjing.core.checkpoint.classifier import load_classifier
 from penjing.core.errors import ConfigError
 from penjing.core.models.resnet_config import cifar_resnet
 from penjing.core.progress import Silent
@@ -59,7 +59,7 @@ def test_zero_units_leave_a_classifier_as_it_computes(tmp_path: Path) -> None:
     (tmp_path / "partial").mkdir()
     record = sparsify_checkpoint(source, tmp_path / "partial", step, tmp_path / "work", Silent())
     assert 0.05 < record["zero_share"] < 0.95
-    model, _ = load_vision_checkpoint(tmp_path / "partial")
+    model, _ = load_classifier(tmp_path / "partial")
     groups = groups_of(tmp_path / "partial", step, Silent())
     zeros = zero_units(tmp_path / "partial", groups, Silent())
     assert [row["zero"] for row in record["groups"]] == [len(units) for units in zeros]
@@ -72,7 +72,7 @@ def test_zero_units_leave_a_classifier_as_it_computes(tmp_path: Path) -> None:
         remove(model, selection)
         smaller = model(images)
     torch.testing.assert_close(smaller, whole, rtol=1e-5, atol=1e-5)
-    before = sum(tensor.numel() for tensor in load_vision_checkpoint(source)[0].parameters())
+    before = sum(tensor.numel() for tensor in load_classifier(source)[0].parameters())
     assert sum(tensor.numel() for tensor in model.parameters()) < before
 
 

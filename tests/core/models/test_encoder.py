@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from transformers import BertModel
 
 from penjing.core.artifact.onnx_encoder import similar_lengths
-from penjing.core.checkpoint.encoder import read_encoder
+from penjing.core.checkpoint.encoder import load_encoder
 from penjing.core.errors import ConfigError, InputError
 from penjing.core.imports.importer import import_model
 from penjing.core.manifest import verify
@@ -36,7 +36,7 @@ def reference(folder: Path, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tens
 
 
 def test_embeddings_equal_transformers(source: Path) -> None:
-    model = read_encoder(source)
+    model = load_encoder(source)
     ids, mask = TextTokenizer(source, model.config)(TEXTS).tensors()
     assert bool((mask == 0).any())
     with torch.no_grad():
@@ -47,7 +47,7 @@ def test_embeddings_equal_transformers(source: Path) -> None:
 
 
 def test_padding_and_company_change_nothing(source: Path) -> None:
-    model = read_encoder(source)
+    model = load_encoder(source)
     tokenize = TextTokenizer(source, model.config)
     with torch.no_grad():
         together = model(*tokenize(TEXTS).tensors())
@@ -66,7 +66,7 @@ def test_import_gives_a_folder_that_transformers_reads(source: Path, tmp_path: P
     verify(out)
     ids, mask = TextTokenizer(out, encoder_config(out))(TEXTS).tensors()
     with torch.no_grad():
-        assert torch.equal(read_encoder(out)(ids, mask), read_encoder(source)(ids, mask))
+        assert torch.equal(load_encoder(out)(ids, mask), load_encoder(source)(ids, mask))
     assert torch.allclose(reference(out, ids, mask), reference(source, ids, mask), atol=1e-6)
     before = (out / "penjing.json").stat().st_mtime_ns
     import_model(str(source), out)  # the same import again is kept

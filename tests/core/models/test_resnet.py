@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from penjing.core.checkpoint.classifier import VisionConfig, load_vision_checkpoint, save_vision_checkpoint
+from penjing.core.checkpoint.classifier import ClassifierConfig, load_classifier, save_classifier
 from penjing.core.errors import InputError
 from penjing.core.models.resnet import Block, ResNet
 from penjing.core.models.resnet_config import BlockConfig, ResNetConfig, StageConfig, cifar_resnet, imagenet_resnet
@@ -123,16 +123,18 @@ def test_every_layer_may_have_its_own_width() -> None:
 def test_a_saved_classifier_comes_back(tmp_path: Path) -> None:
     model = ResNet(cifar_resnet(8, 4, width=4, in_channels=1)).eval()
     randomize(model)
-    config = VisionConfig(model=model.config, image_size=(8, 8), mean=(0.5,), std=(0.25,), labels=("a", "b", "c", "d"))
-    save_vision_checkpoint(tmp_path, config, model.to(memory_format=torch.channels_last), {})  # pyright: ignore[reportCallIssue]
-    back, read = load_vision_checkpoint(tmp_path)
+    config = ClassifierConfig(
+        model=model.config, image_size=(8, 8), mean=(0.5,), std=(0.25,), labels=("a", "b", "c", "d")
+    )
+    save_classifier(tmp_path, config, model.to(memory_format=torch.channels_last), {})  # pyright: ignore[reportCallIssue]
+    back, read = load_classifier(tmp_path)
     assert read == config
     images = torch.randn(2, 1, 8, 8)
     assert torch.allclose(back(images), model(images), atol=1e-6)
     weights = tmp_path / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1] + b"\1")
     with pytest.raises(InputError, match="was changed or damaged"):
-        load_vision_checkpoint(tmp_path)
+        load_classifier(tmp_path)
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(InputError, match="is no image classifier"):
-        load_vision_checkpoint(tmp_path)
+        load_classifier(tmp_path)

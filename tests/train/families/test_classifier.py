@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from penjing.core.checkpoint.classifier import VisionConfig, load_vision_checkpoint, save_vision_checkpoint
+from penjing.core.checkpoint.classifier import ClassifierConfig, load_classifier, save_classifier
 from penjing.core.config import load_recipe
 from penjing.core.errors import ConfigError, InputError
 from penjing.core.models.resnet import ResNet
@@ -74,7 +74,7 @@ def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_a_classifier_learns_and_is_loaded_with_its_accuracy(recipe: Path, tmp_path: Path, settings: list[str]) -> None:
     results = train(recipe, settings)
     assert results["accuracy"] > 0.5
-    model, config = load_vision_checkpoint(tmp_path / "out")
+    model, config = load_classifier(tmp_path / "out")
     data = made_up("test").first(100)
     mean, std = np.array(config.mean, np.float32), np.array(config.std, np.float32)
     (batch,) = held_out_images(data, mean, std, batch=100)
@@ -130,12 +130,12 @@ def test_a_ready_classifier_trains_on_with_its_widths_and_normalisation(recipe: 
         block="basic",
         stages=(StageConfig(channels=3, blocks=(BlockConfig(hidden=(5,)),)),),
     )
-    config = VisionConfig(model=model, image_size=(12, 12), mean=(0.25,), std=(0.5,), labels=CLASSES)
+    config = ClassifierConfig(model=model, image_size=(12, 12), mean=(0.25,), std=(0.5,), labels=CLASSES)
     (tmp_path / "given").mkdir()
-    save_vision_checkpoint(tmp_path / "given", config, ResNet(model), {})
+    save_classifier(tmp_path / "given", config, ResNet(model), {})
     ready = run.model_copy(update={"initial": tmp_path / "given"})
     train_task(ready, lambda progress: build_checkpoint_task(tmp_path / "given", ready, progress), command="tests")
-    assert load_vision_checkpoint(tmp_path / "out")[1] == config
+    assert load_classifier(tmp_path / "out")[1] == config
     other = config.model_copy(update={"image_size": (28, 28)})
     with pytest.raises(InputError, match=r"the model has image size \(28, 28\), the data \(12, 12\)"):
         ImageClassification(ready, other, data, Silent())
