@@ -49,9 +49,14 @@ def served_parity(folder: Path, server: str) -> dict[str, Any]:
         InputError: the artifact is damaged, or the endpoint exceeds the bound: it runs something else.
         ServerError, RequestError: the server does not answer, or has another kind of model.
     """
-    run = {"classifier": _classifier, "encoder": _encoder, "decoder": _decoder}[family_of(folder)]
+    runs = {"classifier": _classifier, "encoder": _encoder, "decoder": _decoder}
+    family = family_of(folder)
+    if family not in runs:
+        raise InputError(
+            f"{folder} is of the family {family!r}; only {', '.join(runs)} artifacts are asked of a server"
+        )
     with Client(server) as client:
-        return run(folder, client)
+        return runs[family](folder, client)
 
 
 def _classifier(folder: Path, client: Client) -> dict[str, Any]:
