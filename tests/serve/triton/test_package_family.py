@@ -99,9 +99,12 @@ def test_it_is_served_from_its_package(artifact: Path) -> None:
     tensor = triton.InferInput("numbers", [2, 3], "FP32").set_data_from_numpy(numbers)
     with serving_classifier(artifact, max_batch_size=4) as served, served.client(model="scaler") as client:
         assert client.is_ready()
-        answer = triton.InferenceServerClient(served.address).infer("scaler", [tensor])
+        with triton.InferenceServerClient(served.address) as plain:
+            answer = plain.infer("scaler", [tensor])
     assert answer is not None
-    assert np.array_equal(answer.as_numpy("scaled"), 3 * numbers)
+    scaled = answer.as_numpy("scaled")
+    assert scaled is not None
+    assert np.array_equal(scaled, 3 * numbers)
 
 
 def test_it_is_exported_and_its_checkpoint_is_refused_in_its_own_words(artifact: Path, tmp_path: Path) -> None:
