@@ -79,7 +79,9 @@ def quantize(
 
 @compress_app.command("run")
 def compress(
-    recipe: Annotated[Path, typer.Argument(help="A TOML recipe; see `recipes/`.", show_default=False)],
+    recipe: Annotated[
+        Path, typer.Argument(help="A TOML recipe, or a name of `penjing recipe list`.", show_default=False)
+    ],
     overrides: Overrides = None,
     out: Annotated[Path | None, typer.Option(help="Write here instead of to the recipe's output.")] = None,
     force: Force = False,

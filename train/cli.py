@@ -16,7 +16,7 @@ train_app = typer.Typer(
     no_args_is_help=True,
 )
 app.add_typer(train_app, name="train")
-Recipe = Annotated[Path, typer.Argument(help="A TOML recipe; see `recipes/`.", show_default=False)]
+Recipe = Annotated[Path, typer.Argument(help="A TOML recipe, or a name of `penjing recipe list`.", show_default=False)]
 
 
 @train_app.command("run")
