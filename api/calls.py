@@ -7,13 +7,12 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any, Literal
 
-from penjing.core.config import dump_toml, inline_toml, read_recipe
+from penjing.core.config import inline_toml, read_recipe
 from penjing.core.errors import ConfigError
 from penjing.core.files import atomic_write_text
-from penjing.core.progress import Progress, Silent
+from penjing.core.progress import Progress
 from penjing.core.recipes import stage_of
 from penjing.serve.client.client import Client
 
@@ -54,9 +53,9 @@ def run(
         return _train(path, changes, out, force, resume, progress)
     if resume != "never":
         raise ConfigError(f"resume={resume!r} is for training; a compression goes on by itself: leave it out")
-    from penjing.compress.command import compress_recipe
+    from penjing.compress.run import run_recipe
 
-    return compress_recipe(path, changes, out=_path(out), force=force, progress=progress or Silent())
+    return run_recipe(path, changes, out=_path(out), force=force, progress=progress)
 
 
 def quantize(
@@ -181,15 +180,15 @@ def _one_step(
     force: bool,
     progress: Progress | None,
 ) -> Path:
-    from penjing.compress.command import compress_recipe
+    from penjing.compress.run import run_recipe
 
-    step = {"kind": kind, **{key: _plain(key, value) for key, value in settings.items()}}
+    step = {key: _plain(key, value) for key, value in settings.items()}
     further = {name: _plain(name, section) for name, section in (sections or {}).items()}
-    values = {"model": os.fspath(checkpoint), "output": os.fspath(out), **further, "steps": [step]}
-    with TemporaryDirectory() as folder:
-        recipe = Path(folder) / f"{kind}.toml"
-        recipe.write_text(dump_toml(values), encoding="utf-8")
-        return compress_recipe(recipe, [], out=None, force=force, progress=progress or Silent())
+    places = {"model": os.fspath(checkpoint), "output": os.fspath(out)}
+    said = step | ({"sections": further} if further else {})
+    command = ", ".join([*map(repr, places.values()), *(f"{name}={value!r}" for name, value in said.items())])
+    values = {**places, **further, "steps": [{"kind": kind, **step}]}
+    return run_recipe(values, force=force, progress=progress, command=f"penjing.{kind}({command})")
 
 
 def _train(

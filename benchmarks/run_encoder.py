@@ -29,8 +29,8 @@ from onnxruntime.quantization.shape_inference import quant_pre_process
 from rows import RESULTS, Row, append, new_row
 
 from penjing.compress.export.onnx_encoder import export_encoder
-from penjing.compress.measure.retrieval import compare
 from penjing.compress.measure.texts import Retrieval, retrieval_set
+from penjing.compress.samples.retrieval import compare
 from penjing.core.artifact.base import MODEL_FILE
 from penjing.core.artifact.onnx_encoder import EncoderArtifact, embed_texts, open_encoder_artifact, open_encoder_session
 from penjing.core.checkpoint.encoder import load_encoder

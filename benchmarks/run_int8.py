@@ -26,10 +26,10 @@ from rows import RESULTS, Row, append, new_row
 from torch import nn
 
 from penjing.compress.export.onnx_classifier import export_onnx
-from penjing.compress.measure.data import Calibrate, ImageData, open_data
 from penjing.compress.measure.evaluate import EvaluateSettings, evaluate_checkpoint
 from penjing.compress.quantize.artifact import ArtifactSettings, quantize_checkpoint
 from penjing.compress.quantize.targets import TargetName
+from penjing.compress.samples.data import Calibrate, ImageData, open_data
 from penjing.core.artifact.onnx_classifier import open_classifier_artifact
 from penjing.core.checkpoint.classifier import ClassifierConfig, load_classifier, save_classifier
 from penjing.core.cli import guarded

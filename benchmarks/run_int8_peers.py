@@ -33,9 +33,9 @@ from onnxruntime.quantization.shape_inference import quant_pre_process
 from rows import RESULTS, Row, append, new_row
 
 from penjing.compress.export.onnx_classifier import export_onnx
-from penjing.compress.measure.data import Calibrate, ImageData, fitting_images, open_data
 from penjing.compress.quantize.artifact import ArtifactSettings, quantize_checkpoint
 from penjing.compress.quantize.targets import TARGETS
+from penjing.compress.samples.data import Calibrate, ImageData, fitting_images, open_data
 from penjing.core.checkpoint.classifier import load_classifier
 from penjing.core.cli import guarded
 from penjing.core.errors import SetupError

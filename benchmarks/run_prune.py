@@ -24,11 +24,11 @@ from rows import Row, append, new_row, show
 from torch import nn
 
 from penjing.compress.measure.cost import MeasureSettings, measure, weight_bytes
-from penjing.compress.measure.data import TokenData
 from penjing.compress.prune.graph import dependency_graph
 from penjing.compress.prune.importance import Kind, magnitude
 from penjing.compress.prune.ranking import select
 from penjing.compress.prune.surgery import remove
+from penjing.compress.samples.data import TokenData
 from penjing.compress.steps.prune import PruneStep, prune_checkpoint
 from penjing.core.checkpoint.classifier import ClassifierConfig, load_classifier, save_classifier
 from penjing.core.checkpoint.decoder import save_checkpoint

@@ -26,8 +26,8 @@ from models import warn_if_busy
 from rows import RESULTS, Row, append, new_row
 from run_int8 import synthetic
 
-from penjing.compress.measure.data import ImageData
 from penjing.compress.quantize.artifact import ArtifactSettings, quantize_checkpoint
+from penjing.compress.samples.data import ImageData
 from penjing.core.artifact.onnx_classifier import open_classifier_artifact
 from penjing.core.checkpoint.classifier import save_classifier
 from penjing.core.cli import guarded

@@ -57,20 +57,27 @@ def verify(
 
 @compress_app.command("quantize")
 def quantize(
-    checkpoint: Annotated[Path, typer.Argument(help="The checkpoint of an image classifier.", show_default=False)],
+    checkpoint: Annotated[Path, typer.Argument(help="A checkpoint folder.", show_default=False)],
     out: Annotated[Path, typer.Argument(help="The artifact folder to make.", show_default=False)],
-    target: Annotated[Target, typer.Option(help="The engine that will run it.")] = "onnxruntime-cpu",
+    target: Annotated[
+        Target | None, typer.Option(help="The engine that will run it, of a classifier or a text encoder.")
+    ] = None,
     overrides: Annotated[
         list[str] | None,
-        typer.Option("--set", metavar="KEY=VALUE", help="A setting, such as observer=entropy or calibrate.images=512."),
+        typer.Option("--set", metavar="KEY=VALUE", help="A setting, such as observer=entropy or data.images=512."),
     ] = None,
     force: Force = False,
 ) -> None:
-    """Turn a classifier into an INT8 artifact without training: calibrated on training images, gated by parity.
+    """Turn a checkpoint into an INT8 artifact: calibrated, gated by parity, with a report.
 
-    Example: `penjing compress quantize build/resnet-fashion build/resnet-fashion-int8 --set observer=mse`
+    The same as a recipe with one step, `kind = "quantize"`; the recipe lies beside what is made.
+
+    Examples:
+
+    - `penjing compress quantize build/resnet-fashion build/resnet-fashion-int8 --set observer=mse`
+    - `penjing compress quantize build/smollm2 build/smollm2-int8 --set guard.perplexity_ratio=1.02`
     """
-    from penjing.compress.steps.quantize_command import quantize_to_folder
+    from penjing.compress.run import quantize_to_folder
     from penjing.core.progress import progress_bar
 
     with progress_bar() as progress:
@@ -93,13 +100,13 @@ def compress(
     Examples:
 
     - `penjing compress recipes/resnet-fashion-pruned.toml --set steps.0.ratio=0.2`
-    - `penjing compress recipes/smollm2-int8.toml --set quantize.lm_head=keep`
+    - `penjing compress recipes/smollm2-int8.toml --set steps.0.lm_head=keep`
     """
-    from penjing.compress.command import compress_recipe
+    from penjing.compress.run import run_recipe
     from penjing.core.progress import progress_bar
 
     with progress_bar() as progress:
-        compress_recipe(recipe, overrides or [], out=out, force=force, progress=progress)
+        run_recipe(recipe, overrides or [], out=out, force=force, progress=progress)
 
 
 @compress_app.command("inspect")
@@ -111,11 +118,12 @@ def compress_inspect(
 
     Example: `penjing compress inspect build/smollm2 --json inspect.json`
     """
-    from penjing.compress.prune.inspect import inspect_checkpoint, print_inspection
+    from penjing.compress.families.base import family_at
+    from penjing.compress.prune.inspect import inspect_network, print_inspection
     from penjing.core.progress import progress_bar
 
     with progress_bar() as progress:
-        result = inspect_checkpoint(checkpoint, progress)
+        result = inspect_network(checkpoint, family_at(checkpoint).skeleton(checkpoint), progress)
     print_inspection(result)
     write_json(result, json_file)
 
@@ -210,7 +218,7 @@ def export(
         return write_repository(artifact, out, form, overrides, force=force)
     if form or overrides:
         raise ConfigError(f"--form and --set are for --to model-repository; leave them out with --to {to}")
-    from penjing.compress.export.run import export_artifact, print_export
+    from penjing.compress.exports import export_artifact, print_export
     from penjing.core.progress import progress_bar
 
     with progress_bar() as progress:

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from penjing.compress.measure.evaluate import EvaluateSettings, Quality, compare
-from penjing.compress.recipe import Guard, Planned, Prune
+from penjing.compress.plan import Planned
+from penjing.compress.recipe import Guard
 
 Outcome = Literal["kept", "repeated milder", "left out", "stopped"]
 
@@ -16,10 +17,10 @@ class Verdict:
     """One check.
 
     Attributes:
-        loss: accuracy points, or the ratio of perplexities; larger is worse.
+        loss: accuracy points, the fall of similarity, or the ratio of perplexities; larger is worse.
         low, high: its 95 % interval, over the same samples.
         budget: the most that `loss` may be.
-        unit: "accuracy points" or "times the perplexity".
+        unit: such as "accuracy points lost" or "times the perplexity".
     """
 
     loss: float
@@ -44,11 +45,12 @@ def judge(before: Quality, after: Quality, guard: Guard, settings: EvaluateSetti
         InputError: they were measured on different samples.
     """
     change = compare(before, after, settings)
+    value, low, high = change.value, change.low, change.high
     if before.name == "accuracy":
-        lost = 100 * change.value, 100 * change.low, 100 * change.high
-        return Verdict(*lost, guard.accuracy_points, "accuracy points lost")
-    ratios = 1 + change.value, 1 + change.low, 1 + change.high
-    return Verdict(*ratios, guard.perplexity_ratio, "times the perplexity")
+        return Verdict(100 * value, 100 * low, 100 * high, guard.accuracy_points, "accuracy points lost")
+    if before.name == "similarity":
+        return Verdict(value, low, high, guard.similarity_loss, "of similarity lost")
+    return Verdict(1 + value, 1 + low, 1 + high, guard.perplexity_ratio, "times the perplexity")
 
 
 def decision(
@@ -84,10 +86,5 @@ def decision(
 
 
 def prunes(stretch: list[Planned]) -> dict[str, Any]:
-    """How much each prune of a stretch takes, by step."""
-    found = {}
-    for planned in stretch:
-        if isinstance(planned.step, Prune):
-            values = planned.step.model_dump(mode="json", include={"ratio", "target", "layers"}, exclude_defaults=True)
-            found[planned.name] = values
-    return found
+    """How much each step of a stretch takes away, by its name."""
+    return {planned.name: taken for planned in stretch if (taken := planned.step.weakens())}

@@ -2,34 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from penjing.compress.decoder.parity import BOUND
-from penjing.compress.measure.cost import MeasureSettings, measure
-from penjing.compress.recipe import FlowRecipe
+from penjing.compress.families.base import Family
+from penjing.compress.measure.cost import MeasureSettings, sizes_of, timed
+from penjing.compress.recipe import Recipe
 from penjing.compress.report.run_page import run_page
-from penjing.compress.report.schema import Decision, LayerError, Quantized, Report, Size, write_report
+from penjing.compress.report.schema import Decision, Quantized, Report, Size, write_report
 from penjing.compress.report.schema import Stage as StageReport
 from penjing.compress.stages import Stage
-from penjing.compress.work import WorkFolder
 from penjing.core.artifact.base import REPORT_PAGE, is_artifact
-from penjing.core.artifact.parity import Bound, Difference
 from penjing.core.config import key_of
-from penjing.core.family import family_of
 from penjing.core.files import atomic_write_text
 from penjing.core.info import processor, versions
 from penjing.core.progress import Progress
-
-NOT_OF_THE_STEP = ("schema_version", "kind", "parameters", "bytes_fp32", "bytes_int8", "versions", "processor")
-"""What a classifier's quantize records of the whole run: the report says it elsewhere."""
+from penjing.core.work import WorkFolder
 
 
 def measured_stages(
-    stages: list[Stage], settings: MeasureSettings, work: WorkFolder, progress: Progress
+    family: Family, stages: list[Stage], settings: MeasureSettings, work: WorkFolder, progress: Progress
 ) -> list[dict[str, Any]]:
-    """Sizes and times of each stage (`measure`), taken in turns within one run.
+    """Sizes, widths and times of each stage, taken in turns within one run.
 
     Stages of one architecture and format are measured once: training changes no shape.
     """
@@ -39,13 +33,20 @@ def measured_stages(
     keys = [stages[index].key for index in distinct]
     name = f"measured-{key_of(keys, settings.model_dump(mode='json'))[:12]}"
     folders = [stages[index].folder for index in distinct]
-    record = work.run(name, lambda: {"stages": measure(folders, settings, progress)})
+
+    def measure() -> dict[str, Any]:
+        sizes = [sizes_of(folder, family.skeleton(folder)) for folder in folders]
+        latencies = timed(folders, family.calls, settings, progress)
+        return {"stages": [size | {"latency": rows} for size, rows in zip(sizes, latencies, strict=True)]}
+
+    record = work.run(name, measure)
     by_stage = dict(zip(distinct, record.result["stages"], strict=True))
     return [by_stage[first] for first in firsts]
 
 
 def report_of(
-    recipe: FlowRecipe,
+    recipe: Recipe,
+    family: Family,
     stages: list[Stage],
     measured: list[dict[str, Any]],
     decisions: list[dict[str, Any]],
@@ -60,7 +61,8 @@ def report_of(
     """
     rows = []
     for stage, figures in zip(stages, measured, strict=True):
-        quantized, record = split_quantized({} if stage.record is None else stage.record.result)
+        record = {} if stage.record is None else dict(stage.record.result)
+        quantized = Quantized.model_validate(record.pop("quantized")) if "quantized" in record else None
         rows.append(
             StageReport(
                 name=stage.label,
@@ -77,7 +79,7 @@ def report_of(
         )
     every = [found for path in sorted(work.path.glob("*.json")) if (found := work.record(path.stem)) is not None]
     return Report(
-        family=family_of(recipe.model),
+        family=family.name,
         recipe=recipe.model_dump(mode="json"),
         command=command,
         versions=versions(),
@@ -97,45 +99,3 @@ def write_reports(folder: Path, report: Report) -> None:
     """
     write_report(folder, report)
     atomic_write_text(folder / REPORT_PAGE, run_page(report))
-
-
-def split_quantized(record: dict[str, Any]) -> tuple[Quantized | None, dict[str, Any]]:
-    """What a quantize step recorded about rounding, and what else it recorded; other steps' records are all else."""
-    rest = dict(record)
-    if "quantized" in rest:
-        return Quantized.model_validate(rest.pop("quantized")), rest
-    if "layers" in rest and "target" in rest:  # a classifier's
-        between = rest["parity"][0]["between"]
-        bound = Bound(between=between, quantity="logits", statistic="largest", value=rest["settings"]["parity_bound"])
-        quantized = Quantized(
-            target=rest.pop("target"),
-            formats=rest.pop("formats"),
-            effective_bits=rest.pop("effective_bits"),
-            training_steps=rest.pop("training_steps"),
-            agreement=rest.pop("same_class_as_fp32"),
-            layers=rest.pop("layers"),
-            differences=tuple(map(Difference.model_validate, rest.pop("parity"))),
-            bound=bound,
-            unmeasured=rest.pop("parity_unmeasured"),
-        )
-        return quantized, {key: value for key, value in rest.items() if key not in NOT_OF_THE_STEP}
-    if "errors" in rest and "parity" in rest:  # a decoder's
-        quantized = Quantized(
-            target="compressed-tensors",
-            formats={"weights": "int8", "activations": "int8"},
-            training_steps=rest.pop("training_steps"),
-            layers=tuple(_decoder_layers(rest.pop("errors"))),
-            differences=tuple(map(Difference.model_validate, rest.pop("parity"))),
-            bound=BOUND,
-        )
-        return quantized, rest
-    return None, rest
-
-
-def _decoder_layers(steps: list[dict[str, Any]]) -> Iterator[LayerError]:
-    for step in steps:
-        found = dict(step)
-        place = found.pop("name")
-        prefix = f"model.layers.{int(place.removeprefix('layer_'))}." if place.startswith("layer_") else ""
-        for name, error in found.items():
-            yield LayerError(name=prefix + name, format="int8", **error)

@@ -1,4 +1,4 @@
-"""`penjing compress` of a recipe with steps: a checkpoint → a smaller one that still does its work, and a report.
+"""`penjing compress`: a checkpoint → what the steps of a recipe make of it, and a report.
 
 Each step's checkpoint is kept in the work folder beside the output until the run is published; a killed run goes on
 after the last one that is complete. Decisions follow from kept results alone, so that a second run repeats them.
@@ -14,39 +14,44 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal
 
+from penjing.compress.families.base import family_at
 from penjing.compress.guard import decision, judge
-from penjing.compress.inputs import check_fit, input_hashes
 from penjing.compress.outcome import measured_stages, report_of, write_reports
-from penjing.compress.preflight import flow_preflight
-from penjing.compress.recipe import FlowRecipe, Planned, flow_toml, load_flow, milder, plan, stretches
+from penjing.compress.plan import Planned, milder, plan, stretches
+from penjing.compress.preflight import check_fit, input_hashes, preflight
+from penjing.compress.recipe import Recipe, load_recipe, recipe_toml
 from penjing.compress.report.text import summary_line
 from penjing.compress.stages import SCHEMA, Stage, Stages, num_complete
-from penjing.compress.work import WorkFolder, already_made, link_or_copy
+from penjing.compress.steps.base import Context
 from penjing.core.artifact.base import RECIPE_FILE
 from penjing.core.config import key_of
 from penjing.core.errors import ConfigError, InputError
 from penjing.core.files import atomic_write_text, publish_folder
 from penjing.core.manifest import MANIFEST_NAME, read_manifest, verify, write_manifest
 from penjing.core.progress import Progress, Silent
+from penjing.core.work import WorkFolder, already_made, link_or_copy
 
+STEPS_FOLDER = "steps"  # of a result: what each step recorded
 DECISIONS_FILE = "decisions.jsonl"  # in the work folder: what a run that was stopped had decided
 
 
-def compress_steps(
-    recipe_path: Path,
+def run_recipe(
+    source: Path | dict[str, Any],
     overrides: list[str] | None = None,
     *,
     out: Path | None = None,
     force: bool = False,
     progress: Progress | None = None,
+    command: str | None = None,
 ) -> Path:
-    """Do the steps of `recipe_path`, and publish the last checkpoint with its report.
+    """Do the steps of a recipe, and publish what the last one made with a report.
 
     Args:
-        recipe_path: TOML recipe (`flow.recipe.FlowRecipe`).
+        source: a TOML recipe, or its values (`recipe.Recipe`).
         overrides: "steps.0.ratio=0.2", as after `--set`.
         out: replaces the recipe's output folder.
         force: replace what another recipe or input made.
+        command: what was typed, for the report; None: `penjing compress` with the recipe.
 
     Returns:
         The output folder; it appears only when it is complete. The same recipe and input give what is there.
@@ -54,39 +59,63 @@ def compress_steps(
     Raises:
         ConfigError: the recipe is wrong or does not fit the model.
         InputError: the model is damaged or of another kind; the output holds something else; the guard's budget cannot
-            be kept.
+            be kept; an artifact fails its parity gate.
         SetupError: too little memory or disk, no permission, another process works on the same output.
     """
     progress = progress or Silent()
-    recipe = load_flow(recipe_path, overrides)
+    recipe = load_recipe(source, overrides)
     if out is not None:
         recipe = recipe.model_copy(update={"output": out})
-    hashes = input_hashes(recipe)
-    check_fit(recipe)
+    context = Context(recipe.model, family_at(recipe.model), recipe.data, progress)
+    hashes = input_hashes(recipe, context)
+    check_fit(recipe, context)
     code = f"{version('penjing')}/{SCHEMA}"
     key = key_of(recipe.settings(), hashes, code)
     if already_made(recipe.output, key, force, verify, progress):
         return recipe.output
-    said = [*(f"--set {shlex.quote(text)}" for text in overrides or []), *([f"--out {out}"] if out else [])]
-    command = " ".join(["penjing compress", str(recipe_path), *said])
+    if command is None:
+        said = [*(f"--set {shlex.quote(text)}" for text in overrides or []), *([f"--out {out}"] if out else [])]
+        command = " ".join(["penjing compress", "recipe.toml" if isinstance(source, dict) else str(source), *said])
     with WorkFolder(recipe.output, key_of(hashes["model"], code)) as work:
-        flow_preflight(recipe, work.path, progress)
+        preflight(recipe, context, work.path)
         if complete := num_complete(work):
             progress.note(
                 f"{complete} complete steps of an earlier run lie in {work.path.name}; those that fit are kept"
             )
-        run = _Run(recipe, Stages(recipe, hashes, work, progress), work, progress)
+        run = _Run(recipe, context, Stages(recipe, context, hashes, work), work, progress)
         run.all_stretches()
         _publish(run, command, key, force)
         work.remove()
     return recipe.output
 
 
+def quantize_to_folder(
+    source: Path, out: Path, target: str | None, overrides: list[str], *, force: bool, progress: Progress
+) -> Path:
+    """Run the recipe that only quantizes the checkpoint `source`, into `out`.
+
+    Args:
+        target: the engine that will run it, of families that have several.
+        overrides: "key=value" of the step, or "section.key=value" of another section of a recipe.
+
+    Raises:
+        PenjingError: as `run_recipe`.
+    """
+    step = {"kind": "quantize"} | ({} if target is None else {"target": target})
+    recipe = {"model": str(source), "output": str(out), "steps": [step]}
+    sections = tuple(f"{name}." for name in Recipe.model_fields)
+    given = [text if text.startswith(sections) else f"steps.0.{text}" for text in overrides]
+    said = [f"--target {target}"] * (target is not None) + [f"--set {shlex.quote(text)}" for text in overrides]
+    command = " ".join(["penjing compress quantize", str(source), str(out), *said])
+    return run_recipe(recipe, given, force=force, progress=progress, command=command)
+
+
 @dataclass
 class _Run:
     """The stretches of one run, in order."""
 
-    recipe: FlowRecipe
+    recipe: Recipe
+    context: Context
     stages: Stages
     work: WorkFolder
     progress: Progress
@@ -155,17 +184,20 @@ class _Run:
 def _publish(run: _Run, command: str, key: str, force: bool) -> None:
     recipe, last = run.recipe, run.kept[-1]
     take = link_or_copy if len(run.kept) > 1 else shutil.copyfile  # the user's own files are never shared
-    measured = measured_stages(run.kept, recipe.measure, run.work, run.progress)
-    report = report_of(recipe, run.kept, measured, run.decisions, command, run.work)
+    family = run.context.family
+    measured = measured_stages(family, run.kept, recipe.measure, run.work, run.progress)
+    report = report_of(recipe, family, run.kept, measured, run.decisions, command, run.work)
     with publish_folder(recipe.output, replace=force) as partial:
-        for path in sorted(last.folder.iterdir()):
-            if path.is_file() and path.name != MANIFEST_NAME:
-                take(path, partial / path.name)
+        for path in sorted(last.folder.rglob("*")):
+            name = path.relative_to(last.folder)
+            if path.is_file() and name.parts[0] not in (MANIFEST_NAME, STEPS_FOLDER):
+                (partial / name).parent.mkdir(parents=True, exist_ok=True)
+                take(path, partial / name)
         for stage in run.kept:
             if stage.record is not None:
                 text = json.dumps(asdict(stage.record) | {"quality": asdict(stage.quality)}, indent=2)
-                atomic_write_text(partial / "steps" / f"{stage.label}.json", text + "\n")
-        atomic_write_text(partial / RECIPE_FILE, flow_toml(recipe))
+                atomic_write_text(partial / STEPS_FOLDER / f"{stage.label}.json", text + "\n")
+        atomic_write_text(partial / RECIPE_FILE, recipe_toml(recipe))
         write_reports(partial, report)
         created_by = {"command": command, "penjing": version("penjing"), "model": str(recipe.model)}
         write_manifest(
@@ -189,9 +221,8 @@ def _kind(stage: Stage) -> Literal["checkpoint", "artifact"]:
 
 def _said(stage: Stage) -> str:
     quality = stage.quality
-    if quality.name == "accuracy":
-        return f"accuracy {quality.value:.2%} ({quality.low:.2%} … {quality.high:.2%})"
-    return f"perplexity {quality.value:.4g} ({quality.low:.4g} … {quality.high:.4g})"
+    digits = {"accuracy": ".2%", "similarity": ".4f", "perplexity": ".4g"}[quality.name]
+    return f"{quality.name} {quality.value:{digits}} ({quality.low:{digits}} … {quality.high:{digits}})"
 
 
 def _decision_line(entry: dict[str, Any]) -> str:

@@ -13,15 +13,15 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from penjing.compress.measure.evaluate import Quality, evaluate_checkpoint, quality_from_json
-from penjing.compress.recipe import Distill, FlowRecipe, Planned, Prune, Quantize
-from penjing.compress.steps.kinds import Places, run_step, teacher_of
-from penjing.compress.work import StepRecord, WorkFolder, check_kept
+from penjing.compress.measure.evaluate import Quality, quality_from_json
+from penjing.compress.plan import Planned
+from penjing.compress.recipe import Recipe
+from penjing.compress.steps.base import Context
 from penjing.core.config import key_of
 from penjing.core.files import publish_folder
-from penjing.core.progress import Progress
+from penjing.core.work import Places, StepRecord, WorkFolder, check_kept
 
-SCHEMA = "1"  # raise when a step makes another checkpoint from the same settings
+SCHEMA = "2"  # raise when a step makes another checkpoint from the same settings
 _STAGE = re.compile(r"(\d\d+)-[a-z]+-[0-9a-f]{12}")
 
 
@@ -53,10 +53,9 @@ class Stages:
         hashes: of each input folder ("model", or a teacher's path), file name → SHA-256.
     """
 
-    def __init__(
-        self, recipe: FlowRecipe, hashes: dict[str, dict[str, str]], work: WorkFolder, progress: Progress
-    ) -> None:
-        self.recipe, self.hashes, self.work, self.progress = recipe, hashes, work, progress
+    def __init__(self, recipe: Recipe, context: Context, hashes: dict[str, dict[str, str]], work: WorkFolder) -> None:
+        self.recipe, self.context, self.hashes, self.work = recipe, context, hashes, work
+        self.progress = context.progress
         self._visited: set[str] = set()
 
     def model(self) -> Stage:
@@ -85,27 +84,25 @@ class Stages:
         scratch = self._scratch(folder)
         scratch.mkdir(exist_ok=True)
         with publish_folder(folder, replace=True) as partial:
-            return run_step(planned.step, self.recipe, Places(source.folder, partial, scratch), self.progress)
+            return planned.step.run(Places(source.folder, partial, scratch), self.context)
 
     def _scratch(self, folder: Path) -> Path:
         return folder.with_name(f"{folder.name}.scratch")
 
     def _key(self, planned: Planned, source: Stage) -> str:
-        step, recipe = planned.step, self.recipe
-        settings = step.model_dump(mode="json", exclude={"guard", "rounds", "teacher"})
-        if isinstance(step, Prune):
-            return key_of(source.key, settings, recipe.calibrate.model_dump(mode="json"))
-        teacher = None
-        if isinstance(step, Distill | Quantize) and (path := teacher_of(step, recipe)) is not None:
-            teacher = self.hashes["model" if path == recipe.model else str(path)]
-        if isinstance(step, Quantize):
-            return key_of(source.key, settings, teacher, recipe.calibrate.model_dump(mode="json"))
-        return key_of(source.key, settings, teacher)
+        step, teacher = planned.step, planned.step.teacher_of(self.recipe.model)
+        parts: list[Any] = [source.key, step.decides()]
+        if teacher is not None:
+            parts.append(self.hashes["model" if teacher == self.recipe.model else str(teacher)])
+        if step.needs_data():
+            parts.append(self.recipe.data.model_dump(mode="json"))
+        return key_of(*parts)
 
     def _quality(self, name: str, folder: Path) -> Quality:
         settings = self.recipe.evaluate
         measured = f"{name}-quality-{key_of(settings.model_dump(mode='json'))[:8]}"
-        record = self.work.run(measured, lambda: asdict(evaluate_checkpoint(folder, settings, self.progress)))
+        evaluate = self.context.family.evaluate
+        record = self.work.run(measured, lambda: asdict(evaluate(folder, self.recipe.model, settings, self.progress)))
         return quality_from_json(record.result)
 
     def _drop_others(self, number: int) -> None:

@@ -2,24 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from penjing.compress.decoder import parity as decoder_parity
-from penjing.compress.quantize import encoder_parity
-from penjing.compress.quantize import parity as classifier_parity
-from penjing.core.artifact.parity import Difference, read_parity
-from penjing.core.errors import InputError
-from penjing.core.family import FamilyName, family_of
+from penjing.compress.families.base import family_at
+from penjing.core.artifact.parity import read_parity
 from penjing.core.progress import Progress, Silent, error_console
-
-RERUN: dict[FamilyName, Callable[[Path, Progress], tuple[Difference, ...]]] = {
-    "decoder": decoder_parity.rerun,
-    "classifier": classifier_parity.rerun,
-    "encoder": encoder_parity.rerun,
-}
-"""Family → what opens an artifact, checks every hash, and measures its parity again, held to its record's bound."""
 
 
 def verify_artifact(folder: Path, progress: Progress | None = None) -> dict[str, Any]:
@@ -28,14 +16,12 @@ def verify_artifact(folder: Path, progress: Progress | None = None) -> dict[str,
     Raises:
         InputError: damaged, of another kind, or beyond the bound.
     """
-    family = family_of(folder)
-    if family not in RERUN:
-        raise InputError(f"{folder}: only {', '.join(RERUN)} artifacts are verified")
-    differences = RERUN[family](folder, progress or Silent())
+    family = family_at(folder)
+    differences = family.need("rerun", "verified")(folder, progress or Silent())
     record = read_parity(folder)
     return {
         "artifact": str(folder),
-        "family": family,
+        "family": family.name,
         "bound": record.bound.value,
         "differences": [difference.model_dump() for difference in differences],
         "unmeasured": record.unmeasured,

@@ -24,8 +24,11 @@ class Config(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
-def parse_config(config_type: type[C], values: dict[str, Any], source: str) -> C:
+def parse_config(config_type: type[C], values: dict[str, Any], source: str, prefix: str = "") -> C:
     """Validate `values` as `config_type`.
+
+    Args:
+        prefix: stands before the names of keys, such as "steps.0." for a section of a larger file.
 
     Raises:
         ConfigError: one line for every wrong key or value, with the valid keys; `source` names the origin.
@@ -33,7 +36,7 @@ def parse_config(config_type: type[C], values: dict[str, Any], source: str) -> C
     try:
         return config_type.model_validate(values)
     except ValidationError as error:
-        lines = [_explain(config_type, entry) for entry in error.errors()]
+        lines = [_explain(config_type, entry, prefix) for entry in error.errors()]
         raise ConfigError(f"{source}: " + "; ".join(lines)) from None
 
 
@@ -141,8 +144,9 @@ def _parse_value(text: str) -> Any:
         return text
 
 
-def _explain(config_type: type[BaseModel], entry: Any) -> str:
+def _explain(config_type: type[BaseModel], entry: Any, prefix: str) -> str:
     where, owner = _locate(config_type, entry["loc"])
+    where = f"{prefix}{where}" if where else prefix.rstrip(".")
     if entry["type"] != "extra_forbidden":
         message = entry["msg"][:1].lower() + entry["msg"][1:]
         return f"{where}: {message}" + ("" if entry["type"] == "missing" else f" (got {_short(entry['input'])})")

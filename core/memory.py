@@ -5,17 +5,23 @@ from __future__ import annotations
 import ctypes
 import resource
 from types import TracebackType
+from typing import ClassVar
 
 
 class PeakMemory:
     """A context manager; `peak_bytes` is the largest resident set size inside it.
 
     Linux keeps a high-water mark that a process may reset. Where it may not, the mark since the process began is taken,
-    which is never too small.
+    which is never too small. Blocks may lie inside each other: the outer one's peak is the largest of all.
     """
+
+    _open: ClassVar[list[PeakMemory]] = []
 
     def __enter__(self) -> PeakMemory:
         self.peak_bytes = 0
+        for outer in self._open:  # the mark is reset below
+            outer.peak_bytes = max(outer.peak_bytes, _status_bytes("VmHWM"))
+        self._open.append(self)
         try:
             with open("/proc/self/clear_refs", "w") as file:
                 file.write("5")  # resets the high-water mark: proc(5)
@@ -24,7 +30,10 @@ class PeakMemory:
         return self
 
     def __exit__(self, *_: tuple[type[BaseException], BaseException, TracebackType]) -> None:
-        self.peak_bytes = _status_bytes("VmHWM") or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        mark = _status_bytes("VmHWM") or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        self._open.remove(self)
+        for block in (self, *self._open):
+            block.peak_bytes = max(block.peak_bytes, mark)
 
     @staticmethod
     def resident_bytes() -> int:

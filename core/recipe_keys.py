@@ -27,10 +27,10 @@ from penjing.core.family import FAMILIES
 from penjing.core.recipes import StageName
 
 RECIPES: dict[StageName, str] = {
-    "compress": "penjing.compress.recipe:FlowRecipe",
+    "compress": "penjing.compress.recipe:Recipe",
     "train": "penjing.train.recipe.recipe:TrainRecipe",
 }
-FORMS: dict[StageName, dict[str, str]] = {}
+FORMS: dict[StageName, dict[str, str]] = {"compress": {"steps": "penjing.compress.steps.registry:step_forms"}}
 """Lists whose entries are told apart by a registry: key → a function that gives every form by its dotted name, the
 first part of which is the entry's `kind`, such as "prune" or "quantize.decoder"."""
 REQUIRED, LEFT_OUT = "required", "left out"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,29 +10,27 @@ import torch
 from pydantic import ValidationError
 
 from penjing.compress.decoder.head import unties
-from penjing.compress.decoder.settings import Recipe, Transform
+from penjing.compress.decoder.settings import Int8Settings, Transform
 from penjing.core.checkpoint.decoder import Checkpoint, open_checkpoint
 from penjing.core.checkpoint.dtypes import DTYPES
-from penjing.core.errors import ConfigError, InputError, SetupError
+from penjing.core.errors import ConfigError, InputError
 from penjing.core.files import sha256_file
 from penjing.core.manifest import verify
-from penjing.core.memory import available_bytes
 from penjing.core.models.config import DecoderConfig
 from penjing.core.models.tensor_names import tensor_shapes
-from penjing.core.progress import Progress, megabytes
+from penjing.core.progress import Progress
 
 FLOATING = ("F32", "F16", "BF16", "F64")
 DERIVED = ("rotary_emb.inv_freq",)  # older checkpoints store what config.json determines
 
 
 @dataclass(frozen=True)
-class Plan:
-    """What a run will need and make, in bytes."""
+class Needed:
+    """What making an artifact takes, in bytes: memory, its own size, and what lies on disk until it is complete."""
 
-    fp32_bytes: int
-    artifact_bytes: int
-    disk_bytes: int
-    memory_bytes: int
+    memory: int
+    artifact: int
+    scratch: int
 
 
 def check_model(checkpoint: Checkpoint) -> None:
@@ -103,27 +100,17 @@ def check_finite(checkpoint: Checkpoint, progress: Progress) -> None:
         progress.advance()
 
 
-def check_recipe(recipe: Recipe, config: DecoderConfig) -> None:
-    """The recipe fits the model.
+def check_settings(settings: Int8Settings, config: DecoderConfig) -> None:
+    """The settings fit the model.
 
     Raises:
-        ConfigError: a window is longer than the model's context, a `keep` pattern matches nothing, or the MLPs are not
-            as wide as `transform.hadamard_down` needs.
+        ConfigError: a `keep` pattern matches nothing, or the MLPs are not as wide as `transform.hadamard_down` needs.
     """
-    transformed(config, recipe.transform)
-    for section in ("calibration", "evaluate"):
-        window = getattr(recipe, section).window
-        if window > config.max_position_embeddings:
-            raise ConfigError(
-                f"{section}.window={window} is longer than the model's context of {config.max_position_embeddings} "
-                "tokens; use a smaller one"
-            )
+    transformed(config, settings.transform)
     modules = linear_modules(config)
-    for pattern in recipe.quantize.keep:
-        if not any(recipe.quantize.model_copy(update={"keep": (pattern,)}).keeps(module) for module in modules):
-            raise ConfigError(
-                f"quantize.keep: {pattern!r} matches no linear layer; their names look like {modules[0]!r}"
-            )
+    for pattern in settings.keep:
+        if not any(settings.model_copy(update={"keep": (pattern,)}).keeps(module) for module in modules):
+            raise ConfigError(f"keep: {pattern!r} matches no linear layer; their names look like {modules[0]!r}")
 
 
 def transformed(config: DecoderConfig, transform: Transform) -> DecoderConfig:
@@ -161,57 +148,23 @@ def input_hashes(checkpoint: Checkpoint) -> dict[str, str]:
     return {path.name: sha256_file(path) for path in files}
 
 
-def make_plan(recipe: Recipe, config: DecoderConfig) -> Plan:
-    """Estimate sizes from shapes alone."""
+def estimate(settings: Int8Settings, config: DecoderConfig, calibration_tokens: int) -> Needed:
+    """Sizes from shapes alone."""
     shapes = tensor_shapes(config)
     numbers = {name: math.prod(shape) for name, shape in shapes.items()}
     table = config.vocab_size * config.hidden_size
-    half = DTYPES[recipe.quantize.embedding_dtype].itemsize
+    half = DTYPES[settings.embedding_dtype].itemsize
     layers = head = 0
     for name, count in numbers.items():
         module = name.removesuffix(".weight")
         if ".layers." in name:
-            linear = name.endswith("_proj.weight") and not recipe.quantize.keeps(module)
+            linear = name.endswith("_proj.weight") and not settings.keeps(module)
             layers += count + 4 * shapes[name][0] if linear else 4 * count
-    if not config.tie_word_embeddings or unties(recipe):
-        head = table * half if recipe.quantize.keeps("lm_head") else table + 4 * config.vocab_size
+    if not config.tie_word_embeddings or unties(settings):
+        head = table * half if settings.keeps("lm_head") else table + 4 * config.vocab_size
     artifact = layers + head + table * half
-    calibration = 4 * recipe.calibration.num_tokens * config.hidden_size
-    evaluation = 4 * (recipe.evaluate.prose_tokens + recipe.evaluate.code_tokens) * config.hidden_size
+    calibration = 4 * calibration_tokens * config.hidden_size
     largest_layer = sum(4 * numbers[name] for name in numbers if name.startswith("model.layers.0."))
-    # Two FP32 copies of a layer, or one table and its float64 blocks, or the artifact while it is measured.
-    memory = calibration + evaluation + max(3 * largest_layer, 6 * table, 2 * artifact)
-    return Plan(
-        fp32_bytes=4 * sum(numbers.values()),
-        artifact_bytes=artifact,
-        disk_bytes=2 * artifact + 2 * calibration,
-        memory_bytes=memory,
-    )
-
-
-def preflight(recipe: Recipe, plan: Plan, work: Path, progress: Progress) -> None:
-    """Say what will happen, and refuse what cannot end well.
-
-    Raises:
-        SetupError: too little memory or disk.
-    """
-    parent = work.parent
-    while not parent.exists():
-        parent = parent.parent
-    disk, memory = shutil.disk_usage(parent).free, available_bytes()
-    progress.note(
-        f"{recipe.model} ({megabytes(plan.fp32_bytes)} in FP32) → {recipe.output} (about "
-        f"{megabytes(plan.artifact_bytes)}, INT8); steps are kept in {work.name} beside it. Needs about "
-        f"{megabytes(plan.memory_bytes)} of memory ({megabytes(memory)} available) and "
-        f"{megabytes(plan.disk_bytes)} of disk ({megabytes(disk)} free)"
-    )
-    if disk < plan.disk_bytes:
-        raise SetupError(
-            f"{parent} has {megabytes(disk)} free, compression needs {megabytes(plan.disk_bytes)}; "
-            "free some space or set another output"
-        )
-    if 0 < memory < plan.memory_bytes:
-        raise SetupError(
-            f"{megabytes(memory)} of memory are available, compression needs about {megabytes(plan.memory_bytes)}; "
-            "end other programs, or lower evaluate.prose_tokens and calibration.num_tokens"
-        )
+    # Two FP32 copies of a layer, or one table and its float64 blocks, or the artifact while its parity is measured.
+    memory = calibration + max(3 * largest_layer, 6 * table, 2 * artifact)
+    return Needed(memory, artifact, artifact + 2 * calibration)

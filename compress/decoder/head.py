@@ -10,7 +10,7 @@ from torch import Tensor
 
 from penjing.compress.decoder.layer import ERROR_ROWS, Rotations, quantized_tensors, weight_rule
 from penjing.compress.decoder.rotate import rotate_input
-from penjing.compress.decoder.settings import Recipe
+from penjing.compress.decoder.settings import Int8Settings
 from penjing.compress.decoder.smooth import channel_magnitude, input_magnitude, smoothing_scale
 from penjing.compress.decoder.stream import EMBEDDING, FINAL_NORM, HEAD, LayerStream, Weights
 from penjing.compress.decoder.weights import ROWS_AT_ONCE, ErrorMeter, LinearError, QuantizedWeight
@@ -26,25 +26,25 @@ class CompressedHead:
     error: LinearError | None  # None: the head was kept
 
 
-def unties(recipe: Recipe) -> bool:
+def unties(settings: Int8Settings) -> bool:
     """Whether the artifact's LM head differs from its embedding even where the model's are one tensor."""
-    return recipe.quantize.lm_head == "int8" or recipe.transform.rotate or recipe.transform.smooth_norm > 0
+    return settings.lm_head == "int8" or settings.transform.rotate or settings.transform.smooth_norm > 0
 
 
-def compress_embedding(stream: LayerStream, recipe: Recipe, rotations: Rotations | None) -> Weights:
-    """The embedding table (V, E) in the recipe's dtype.
+def compress_embedding(stream: LayerStream, settings: Int8Settings, rotations: Rotations | None) -> Weights:
+    """The embedding table (V, E) in `embedding_dtype`.
 
     Raises:
         InputError: a value does not fit the dtype.
     """
     table_VE = stream.stored(EMBEDDING)
-    stored_VE = torch.empty(table_VE.shape, dtype=DTYPES[recipe.quantize.embedding_dtype])
+    stored_VE = torch.empty(table_VE.shape, dtype=DTYPES[settings.embedding_dtype])
     for rows_RE, stored_RE in zip(table_VE.split(ROWS_AT_ONCE), stored_VE.split(ROWS_AT_ONCE), strict=True):
         stored_RE.copy_(rows_RE if rotations is None else rotate_input(rows_RE, rotations.residual_EE))
     if not torch.isfinite(stored_VE).all():
         raise InputError(
-            f"{EMBEDDING} has values beyond {recipe.quantize.embedding_dtype}; "
-            "use --set quantize.embedding_dtype=bfloat16 or float32"
+            f"{EMBEDDING} has values beyond {settings.embedding_dtype}; "
+            "use --set steps.N.embedding_dtype=bfloat16 or float32"
         )
     return {EMBEDDING: stored_VE}
 
@@ -57,7 +57,7 @@ def embed_for_calibration(stream: LayerStream, rotations: Rotations | None, wind
 
 @torch.no_grad()
 def compress_head(
-    stream: LayerStream, recipe: Recipe, rotations: Rotations | None, sample_ME: Tensor
+    stream: LayerStream, settings: Int8Settings, rotations: Rotations | None, sample_ME: Tensor
 ) -> CompressedHead:
     """Last norm and LM head.
 
@@ -76,18 +76,18 @@ def compress_head(
     starts = range(0, stored_VE.shape[0], ROWS_AT_ONCE)
     x_ME = F.rms_norm(sample_ME, new_norm_E.shape, new_norm_E, stream.config.rms_norm_eps)
     scale_E = torch.ones_like(norm_E)
-    if recipe.transform.smooth_norm > 0:
+    if settings.transform.smooth_norm > 0:
         magnitude_E = torch.stack([input_magnitude(rows(start)) for start in starts]).amax(dim=0)
-        scale_E = smoothing_scale(channel_magnitude(x_ME), magnitude_E, recipe.transform.smooth_norm)
+        scale_E = smoothing_scale(channel_magnitude(x_ME), magnitude_E, settings.transform.smooth_norm)
     tensors: Weights = {FINAL_NORM: new_norm_E / scale_E}
-    if not unties(recipe) and stream.config.tie_word_embeddings:
+    if not unties(settings) and stream.config.tie_word_embeddings:
         return CompressedHead(tensors, None)
-    if recipe.quantize.keeps("lm_head"):
-        kept_VE = torch.empty(stored_VE.shape, dtype=DTYPES[recipe.quantize.embedding_dtype])
+    if settings.keeps("lm_head"):
+        kept_VE = torch.empty(stored_VE.shape, dtype=DTYPES[settings.embedding_dtype])
         for start in starts:
             kept_VE[start : start + ROWS_AT_ONCE] = rows(start) * scale_E
         return CompressedHead(tensors | {HEAD: kept_VE}, None)
-    meter, blocks, rule = ErrorMeter(), [], weight_rule(recipe, x_ME / scale_E)
+    meter, blocks, rule = ErrorMeter(), [], weight_rule(settings, x_ME / scale_E)
     few_ME = x_ME[:: max(1, len(x_ME) // ERROR_ROWS)] / scale_E
     for start in starts:
         rows_RE = rows(start) * scale_E

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from penjing.compress.decoder.compensate import error_spread, quantize_compensated
 from penjing.compress.decoder.rotate import rotate_layer, rotation_matrix
-from penjing.compress.decoder.settings import Recipe
+from penjing.compress.decoder.settings import Int8Settings
 from penjing.compress.decoder.smooth import FindScale, by_alpha, smooth_linears
 from penjing.compress.decoder.smooth_search import Search
 from penjing.compress.decoder.stream import LayerStream, Weights
@@ -90,16 +90,16 @@ class LargestKV:
 
 @dataclass(frozen=True)
 class Rotations:
-    """The orthogonal matrices of a run, float64; None: the recipe does not rotate."""
+    """The orthogonal matrices of a run, float64; None: the settings does not rotate."""
 
     residual_EE: Tensor  # noqa: N815
     head_DD: Tensor  # noqa: N815
 
     @classmethod
-    def of(cls, recipe: Recipe, hidden_size: int, head_dim: int) -> Rotations | None:
-        if not recipe.transform.rotate:
+    def of(cls, settings: Int8Settings, hidden_size: int, head_dim: int) -> Rotations | None:
+        if not settings.transform.rotate:
             return None
-        seed = recipe.transform.rotate_seed
+        seed = settings.transform.rotate_seed
         return cls(rotation_matrix(hidden_size, seed), rotation_matrix(head_dim, seed + 1))
 
 
@@ -113,7 +113,7 @@ class CompressedLayer:
 
 @torch.no_grad()
 def compress_layer(
-    stream: LayerStream, layer: int, recipe: Recipe, rotations: Rotations | None, hidden_WTE: Tensor
+    stream: LayerStream, layer: int, settings: Int8Settings, rotations: Rotations | None, hidden_WTE: Tensor
 ) -> CompressedLayer:
     """Compress `layer`; `hidden_WTE`, the calibration text's (rotated) hidden states, moves on to the next layer."""
     weights = stream.weights(layer)
@@ -124,43 +124,45 @@ def compress_layer(
     stream.run(stream.float_layer(layer, weights), hidden_WTE, seen.observe, largest.observe)
     samples = seen.samples()
     _check_finite(samples, layer)
-    scales = smooth_linears(weights, samples, stream.config, recipe.transform, _rule(recipe, seen.rows_of(hidden_WTE)))
+    scales = smooth_linears(
+        weights, samples, stream.config, settings.transform, _rule(settings, seen.rows_of(hidden_WTE))
+    )
     inputs = {name: x_MK / scales[name] if name in scales else x_MK for name, x_MK in samples.items()}
-    if block := recipe.transform.hadamard_down:
+    if block := settings.transform.hadamard_down:
         inputs["mlp.down_proj"] = hadamard(inputs["mlp.down_proj"], block)
         weights["mlp.down_proj.weight"] = hadamard(weights["mlp.down_proj.weight"], block)
 
     tensors, errors = dict(weights), {}
     for group, linears in SAME_INPUT.items():
-        quantized_here = [name for name in linears if not recipe.quantize.keeps(f"model.layers.{layer}.{name}")]
+        quantized_here = [name for name in linears if not settings.keeps(f"model.layers.{layer}.{name}")]
         if not quantized_here:
             continue
         x_MK = inputs[group]
-        rule = weight_rule(recipe, x_MK)
+        rule = weight_rule(settings, x_MK)
         for linear in quantized_here:
             quantized = rule(weights[f"{linear}.weight"])
             few_MK = x_MK[:: max(1, len(x_MK) // ERROR_ROWS)]
             errors[linear] = linear_error(weights[f"{linear}.weight"], quantized, few_MK)
             tensors |= quantized_tensors(linear, quantized)
-    if recipe.quantize.kv_cache == "int8":
+    if settings.kv_cache == "int8":
         tensors |= largest.scales(scales.get("self_attn.o_proj"))
     return CompressedLayer(tensors, errors)
 
 
-def weight_rule(recipe: Recipe, x_MK: Tensor) -> Callable[[Tensor], QuantizedWeight]:
-    """How the recipe rounds the weights that read the activations `x_MK`."""
-    if recipe.quantize.rounding == "nearest":
+def weight_rule(settings: Int8Settings, x_MK: Tensor) -> Callable[[Tensor], QuantizedWeight]:
+    """How the settings round the weights that read the activations `x_MK`."""
+    if settings.rounding == "nearest":
         return quantize_per_channel
     spread_KK = error_spread(fake_quantize_activation(x_MK))
     return lambda weight_NK: quantize_compensated(weight_NK, spread_KK)
 
 
-def _rule(recipe: Recipe, hidden_ME: Tensor) -> FindScale:
-    """How the recipe finds smoothing scales; an error counts by the size of the residual stream that it is added to."""
-    if recipe.transform.search_steps == 0:
+def _rule(settings: Int8Settings, hidden_ME: Tensor) -> FindScale:
+    """How smoothing scales are found; an error counts by the size of the residual stream that it is added to."""
+    if settings.transform.search_steps == 0:
         return by_alpha
     token_M = 1 / hidden_ME.square().mean(dim=1).clamp(min=torch.finfo(torch.float32).tiny)
-    return Search(token_M / token_M.mean(), recipe.transform.search_steps)
+    return Search(token_M / token_M.mean(), settings.transform.search_steps)
 
 
 def _check_finite(samples: dict[str, Tensor], layer: int) -> None:

@@ -9,7 +9,6 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from penjing.compress.measure.data import is_classifier
 from penjing.core.checkpoint.classifier import classifier_skeleton, load_classifier
 from penjing.core.checkpoint.decoder import Checkpoint, open_checkpoint
 from penjing.core.errors import InputError
@@ -20,22 +19,13 @@ from penjing.train.state.initial import checkpoint_weights, fill_weights
 from penjing.train.state.state import check_finite
 
 
-def load_teacher(student: Path, teacher: Path) -> nn.Module:
-    """The teacher's network on the CPU in float32, once it is clear that the student can learn from it.
+def classifier_teacher(student: Path, teacher: Path) -> nn.Module:
+    """The teacher's network on the CPU in float32, once it is clear that the classifier `student` can learn from it.
 
     Raises:
-        InputError: damaged, NaN in the weights, another kind of network, other classes or tokens, other images, or
-            narrower somewhere than the student; names the file or layer.
+        InputError: damaged, NaN in the weights, other classes or images, or narrower somewhere than the student; names
+            the file or layer.
     """
-    if is_classifier(student) != is_classifier(teacher):
-        raise InputError(
-            f"{student} and teacher {teacher} are networks of different kinds; give the checkpoint that the student "
-            "was pruned from"
-        )
-    return _classifier(student, teacher) if is_classifier(teacher) else decoder(check_decoder(student, teacher))
-
-
-def _classifier(student: Path, teacher: Path) -> nn.Module:
     small, small_config = classifier_skeleton(student)
     model, config = load_classifier(teacher)
     for name in ("labels", "image_size", "mean", "std"):
@@ -50,7 +40,11 @@ def _classifier(student: Path, teacher: Path) -> nn.Module:
 
 
 def check_decoder(student: Path, teacher: Path) -> Checkpoint:
-    """The teacher, opened, if the decoder `student` can learn from it; see `load_teacher`."""
+    """The teacher, opened, if the decoder `student` can learn from it.
+
+    Raises:
+        InputError: other tokens, or narrower or less deep somewhere than the student; names the layer.
+    """
     small, large = open_checkpoint(student), open_checkpoint(teacher)
     if small.config.vocab_size != large.config.vocab_size:
         raise InputError(

@@ -32,7 +32,7 @@ TENSORRT: TargetName = "tensorrt"
 
 
 def export_classifier(
-    folder: Path, form: Form, out: Path, target: TargetName | None, progress: Progress
+    folder: Path, form: Form, out: Path, target: TargetName | None, _: bool, progress: Progress
 ) -> ExportRecord:
     """Write the artifact in `folder` to `out` after what is written passed the artifact's parity gate here.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from penjing.compress.export.record import ExportRecord, publish_file, source_of
+from penjing.compress.export.record import ExportRecord, Form, publish_file, source_of
 from penjing.compress.quantize.encoder_parity import rerun
 from penjing.compress.quantize.targets import TargetName
 from penjing.core.artifact.base import MODEL_FILE
@@ -14,7 +14,9 @@ from penjing.core.errors import ConfigError
 from penjing.core.progress import Progress
 
 
-def export_text_encoder(folder: Path, out: Path, target: TargetName | None, progress: Progress) -> ExportRecord:
+def export_text_encoder(
+    folder: Path, _: Form, out: Path, target: TargetName | None, __: bool, progress: Progress
+) -> ExportRecord:
     """Write the artifact in `folder` to `out` after its parity was measured again here.
 
     Raises:
@@ -26,7 +28,7 @@ def export_text_encoder(folder: Path, out: Path, target: TargetName | None, prog
     if target not in (None, own):
         raise ConfigError(
             f"--target {target}: {folder} is calibrated for {own}; make one with "
-            f"'penjing compress {folder / 'recipe.toml'} --set quantize.target={target} --out …'"
+            f"'penjing compress {folder / 'recipe.toml'} --set steps.0.target={target} --out …'"
         )
     differences = rerun(folder, progress)
     record = ExportRecord(

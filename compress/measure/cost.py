@@ -15,37 +15,44 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor, nn
 
-from penjing.compress.measure.data import is_classifier
-from penjing.compress.prune.inspect import BATCH, TOKENS, count_macs
+from penjing.compress.export.onnx_encoder import export_encoder
+from penjing.compress.measure.skeleton import Skeleton, count_macs
 from penjing.core.artifact.base import is_artifact
 from penjing.core.artifact.onnx_classifier import open_classifier_artifact
-from penjing.core.checkpoint.classifier import classifier_config, classifier_skeleton, load_classifier
-from penjing.core.checkpoint.decoder import open_checkpoint
+from penjing.core.artifact.onnx_encoder import IDS, MASK, open_encoder_artifact, open_encoder_session
+from penjing.core.checkpoint.classifier import classifier_config, load_classifier
+from penjing.core.checkpoint.encoder import load_encoder
 from penjing.core.checkpoint.load import load_model
 from penjing.core.config import Config
 from penjing.core.errors import InputError, SetupError
 from penjing.core.memory import available_bytes
 from penjing.core.models.attention import causal_attention
 from penjing.core.models.decoder import Decoder
-from penjing.core.models.resnet import ResNet
-from penjing.core.progress import Progress, Silent, megabytes
+from penjing.core.progress import Progress, megabytes
 from penjing.core.runtime.onnx_runtime import INPUT, OUTPUT, open_session, run_session
+from penjing.core.text.text_tokenizer import encoder_config
 from penjing.core.timing import interleaved, summarise
+
+TEXT_TOKENS = 128  # of a text that encoders are timed with
+
+Calls = dict["Case", dict[int, Callable[[], object]]]
+"""Of each case, what is called for each folder (by its place) that can run it."""
 
 
 class MeasureSettings(Config):
-    """How long is measured. The times are those of a CPU, on as many threads as torch uses."""
+    """`[measure]`: how long is timed. The times are those of a CPU, on as many threads as torch uses."""
 
-    rounds: int = Field(default=5, ge=1)
-    seconds: float = Field(default=0.3, ge=0)  # of one turn; at least one call
-    batches: tuple[int, ...] = Field(default=(1, 64), min_length=1)  # images at a time
-    prefill_tokens: int = Field(default=128, ge=1)
-    onnxruntime: bool = True  # classifiers run in ONNX Runtime too
+    rounds: int = Field(default=5, ge=0, description="Rounds in which all take turns; 0 looks at sizes alone.")
+    seconds: float = Field(default=0.3, ge=0, description="Of one turn, which is one call at the least.")
+    batches: tuple[int, ...] = Field(default=(1, 64), min_length=1, description="Images at a time, of a classifier.")
+    prefill_tokens: int = Field(default=128, ge=1, description="Tokens of the prompt, of a decoder.")
+    texts: int = Field(default=8, ge=1, description="Texts of 128 tokens at a time, of a text encoder.")
+    onnxruntime: bool = Field(default=True, description="Checkpoints that can run in ONNX Runtime too are timed there.")
 
 
 @dataclass(frozen=True)
 class Case:
-    """One computation that every checkpoint of a kind is timed with; `amount` images or tokens a call."""
+    """One computation that every checkpoint of a family is timed with; `amount` images, tokens or texts a call."""
 
     runtime: Literal["torch", "onnxruntime"]
     name: str
@@ -53,45 +60,41 @@ class Case:
     unit: str
 
 
-def measure(
-    folders: Sequence[Path], settings: MeasureSettings | None = None, progress: Progress | None = None
-) -> list[dict[str, Any]]:
-    """Sizes and times of checkpoints of one kind, the first of which is what the others are compared with; JSON-ready.
+def timed(
+    folders: Sequence[Path],
+    calls: Callable[[Sequence[Path], MeasureSettings], Calls],
+    settings: MeasureSettings,
+    progress: Progress,
+) -> list[list[dict[str, Any]]]:
+    """Times of checkpoints of one family, the first of which is what the others are compared with; JSON-ready.
 
-    All are held in memory at once and take turns (`interleaved`), in torch; classifiers also in ONNX Runtime, their
-    quantized artifacts there alone.
+    All are held in memory at once and take turns (`interleaved`).
 
     Returns:
-        For each folder `kind` ("classifier" or "decoder"), `size` {parameters, bytes (of the weights on disk), macs,
-        macs_per}, `widths` {layer: output channels or features}, `latency` [{runtime, case, unit, seconds, low, high,
-        throughput, speedup, speedup_low, speedup_high, runs}].
+        For each folder its rows {runtime, case, unit, seconds, low, high, throughput, speedup, speedup_low,
+        speedup_high, runs}; none where `settings` ask for no rounds.
 
     Raises:
-        InputError: no folder, or one is damaged, or they are of different kinds.
+        InputError: a folder is damaged.
         SetupError: too little memory for all of them.
     """
-    settings, progress = settings or MeasureSettings(), progress or Silent()
-    if not folders:
-        raise InputError("there is nothing to measure; give checkpoint folders")
-    kinds = {is_classifier(folder) for folder in folders}
-    if len(kinds) > 1:
-        raise InputError(f"{folders[0]} and others are of different kinds; measure classifiers or decoders, not both")
+    found: list[list[dict[str, Any]]] = [[] for _ in folders]
+    if not settings.rounds:
+        return found
     if (free := available_bytes()) < (needed := 2 * sum(weight_bytes(folder) for folder in folders)):
         raise SetupError(
             f"measuring {len(folders)} checkpoints in turns needs about {megabytes(needed)} of memory, "
             f"{megabytes(free)} are available; measure fewer"
         )
-    found: list[dict[str, Any]] = [size_of(folder) | {"latency": []} for folder in folders]
-    calls = _classifiers(folders, settings) if kinds == {True} else _decoders(folders, settings)
-    progress.start("timing", settings.rounds * sum(len(of_case) for of_case in calls.values()))
+    cases = calls(folders, settings)
+    progress.start("timing", settings.rounds * sum(len(of_case) for of_case in cases.values()))
     with torch.no_grad():
-        for case, of_case in calls.items():
+        for case, of_case in cases.items():
             turns = list(of_case.values())
             times = interleaved(turns, rounds=settings.rounds, seconds=settings.seconds, done=progress.advance)
             for index, own in zip(of_case, times, strict=True):
                 figures = summarise(own, times[0], case.amount)
-                row = {"runtime": case.runtime, "case": case.name, "unit": case.unit, **figures}
-                found[index]["latency"].append(row)
+                found[index].append({"runtime": case.runtime, "case": case.name, "unit": case.unit, **figures})
     return found
 
 
@@ -100,40 +103,26 @@ def weight_bytes(folder: Path) -> int:
     return sum(path.stat().st_size for pattern in ("*.safetensors", "*.onnx") for path in folder.glob(pattern))
 
 
-def size_of(folder: Path) -> dict[str, Any]:
-    """`kind`, `size` and `widths` of a checkpoint or artifact, as in `measure`; no weight is read.
-
-    Raises:
-        InputError: the folder is neither, or damaged.
-    """
-    classifier = is_classifier(folder)
-    with torch.device("meta"):
-        if classifier:
-            config = classifier_config(folder)
-            model = ResNet(config.model).eval() if is_artifact(folder) else classifier_skeleton(folder)[0]
-            example, count = torch.empty(BATCH, config.model.in_channels, *config.image_size), BATCH
-        else:
-            model = Decoder(open_checkpoint(folder).config).to("meta").eval()
-            example, count = torch.zeros(BATCH, TOKENS, dtype=torch.int64), BATCH * TOKENS
-    macs = count_macs(model, (example,))
-    owners = [name for name, module in model.named_modules() if any(True for _ in module.parameters(recurse=False))]
-    layers = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.Linear | nn.Conv2d)]
+def sizes_of(folder: Path, skeleton: Skeleton) -> dict[str, Any]:
+    """`size` {parameters, bytes (of the weights on disk), macs, macs_per} and `widths` {layer: output channels or
+    features} of a checkpoint or artifact; no weight is read."""
+    macs = count_macs(skeleton.model, skeleton.example)
+    named = list(skeleton.model.named_modules())
+    owners = [name for name, module in named if any(True for _ in module.parameters(recurse=False))]
+    layers = [(name, module) for name, module in named if isinstance(module, nn.Linear | nn.Conv2d)]
     return {
-        "kind": "classifier" if classifier else "decoder",
         "size": {
-            "parameters": sum(parameter.numel() for parameter in model.parameters()),
+            "parameters": sum(parameter.numel() for parameter in skeleton.model.parameters()),
             "bytes": weight_bytes(folder),
-            "macs": sum(macs.get(name, 0) for name in owners) // count,
-            "macs_per": "image" if classifier else "token",
+            "macs": sum(macs.get(name, 0) for name in owners) // skeleton.inputs,
+            "macs_per": skeleton.unit,
         },
         "widths": {name: layer.weight.shape[0] for name, layer in layers},
     }
 
 
-Calls = dict[Case, dict[int, Callable[[], object]]]  # of each case: place among the folders → what is timed
-
-
-def _classifiers(folders: Sequence[Path], settings: MeasureSettings) -> Calls:
+def classifier_calls(folders: Sequence[Path], settings: MeasureSettings) -> Calls:
+    """Classifiers in torch and in ONNX Runtime, their quantized artifacts there alone."""
     in_torch: dict[int, nn.Module] = {}
     in_onnx: dict[int, Any] = {}
     for index, folder in enumerate(folders):
@@ -159,6 +148,36 @@ def _classifiers(folders: Sequence[Path], settings: MeasureSettings) -> Calls:
     return calls
 
 
+def encoder_calls(folders: Sequence[Path], settings: MeasureSettings) -> Calls:
+    """Text encoders in torch and in ONNX Runtime, their quantized artifacts there alone."""
+    in_torch: dict[int, nn.Module] = {}
+    in_onnx: dict[int, Any] = {}
+    for index, folder in enumerate(folders):
+        if is_artifact(folder):
+            in_onnx[index] = open_encoder_artifact(folder).session(torch.get_num_threads())
+            continue
+        model = load_encoder(folder)
+        in_torch[index] = model
+        if settings.onnxruntime:
+            with tempfile.TemporaryDirectory() as scratch:
+                export_encoder(model, "onnxruntime-cpu", Path(scratch) / "model.onnx")
+                in_onnx[index] = open_encoder_session(Path(scratch) / "model.onnx", threads=torch.get_num_threads())
+    length = min(encoder_config(folder).max_position_embeddings for folder in folders)
+    ids = torch.ones(settings.texts, min(TEXT_TOKENS, length), dtype=torch.int64)
+    feed = {IDS: ids.numpy(), MASK: ids.numpy()}
+    name = f"{settings.texts} texts of {ids.shape[1]} tokens"
+    calls: Calls = {}
+    if in_torch:
+        calls[Case("torch", name, settings.texts, "texts")] = {
+            index: partial(model, ids, ids) for index, model in in_torch.items()
+        }
+    if in_onnx:
+        calls[Case("onnxruntime", name, settings.texts, "texts")] = {
+            index: partial(session.run, None, feed) for index, session in in_onnx.items()
+        }
+    return calls
+
+
 def _images(config: Any, batch: int) -> Tensor:
     generator = torch.Generator().manual_seed(0)
     return torch.randn(batch, config.model.in_channels, *config.image_size, generator=generator)
@@ -178,7 +197,8 @@ def onnx_session(model: nn.Module, images: Tensor) -> Any:
         return open_session(written, threads=torch.get_num_threads())
 
 
-def _decoders(folders: Sequence[Path], settings: MeasureSettings) -> Calls:
+def decoder_calls(folders: Sequence[Path], settings: MeasureSettings) -> Calls:
+    """Decoders and their INT8 artifacts in penjing's own runtime: a prompt, and one more token after it."""
     models = [load_model(folder).model for folder in folders]
     length = settings.prefill_tokens
     prefill: dict[int, Callable[[], object]] = {}

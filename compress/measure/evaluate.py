@@ -11,18 +11,19 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, model_validator
 from torch import nn
 
-from penjing.compress.decoder.settings import Evaluate
 from penjing.compress.decoder.stream import LayerStream
 from penjing.compress.measure.bootstrap import interval, resampled_means
-from penjing.compress.measure.data import fitting_images, is_classifier
 from penjing.compress.measure.perplexity import evaluation_windows, exponential, streamed_losses
+from penjing.compress.samples.data import fitting_images
+from penjing.compress.samples.retrieval import Embeddings, embeddings, nearest, retrieval_set
 from penjing.core.artifact.base import is_artifact
 from penjing.core.artifact.onnx_classifier import ClassifierArtifact, open_classifier_artifact
 from penjing.core.checkpoint.classifier import ClassifierConfig, load_classifier
 from penjing.core.checkpoint.decoder import open_checkpoint
+from penjing.core.config import Config
 from penjing.core.errors import ConfigError, InputError
 from penjing.core.manifest import verify
 from penjing.core.progress import Progress, Silent
@@ -34,12 +35,23 @@ BATCH = 500
 STRICT = ConfigDict(extra="forbid", allow_inf_nan=False)  # where a report is read
 
 
-class EvaluateSettings(Evaluate):
-    """The held-out data: texts for a decoder, Fashion-MNIST's test images for a classifier."""
+class EvaluateSettings(Config):
+    """`[evaluate]`: held-out data, which nothing is calibrated or trained on."""
 
-    images: int = Field(default=10_000, ge=1, le=10_000)
-    resamples: int = Field(default=2000, ge=100)  # of the bootstrap
-    seed: int = Field(default=0, ge=0)  # of the bootstrap
+    prose_tokens: int = Field(default=8192, ge=64, description="Tokens of held-out prose, for a decoder.")
+    code_tokens: int = Field(default=4096, ge=0, description="Tokens of source code, for a decoder; 0 leaves it out.")
+    window: int = Field(default=512, ge=16, description="Tokens of a window, which starts afresh.")
+    images: int = Field(default=10_000, ge=1, le=10_000, description="Test images, for a classifier.")
+    texts: int = Field(default=256, ge=8, description="Held-out paragraphs, for a text encoder.")
+    resamples: int = Field(default=2000, ge=100, description="Resamples of the bootstrap that gives the intervals.")
+    seed: int = Field(default=0, ge=0, description="Seed of the bootstrap.")
+
+    @model_validator(mode="after")
+    def _whole_windows(self) -> EvaluateSettings:
+        for name in ("prose_tokens", "code_tokens"):
+            if getattr(self, name) % self.window:
+                raise ValueError(f"{name}={getattr(self, name)} is not a multiple of window={self.window}")
+        return self
 
 
 @dataclass(frozen=True)
@@ -58,18 +70,20 @@ class Quality:
     """What a checkpoint reaches; `dataclasses.asdict` of it is JSON-ready, `quality_from_json` reads that.
 
     Attributes:
-        name: larger is better for "accuracy" (a share), smaller for "perplexity".
+        name: larger is better for "accuracy" (a share) and "similarity" (the mean cosine of embeddings to those of the
+            model that the run began with), smaller for "perplexity".
         value: over all samples.
-        low, high: 95 % bootstrap interval over samples, which are images, or windows of text.
+        low, high: 95 % bootstrap interval over samples, which are images, texts, or windows of text.
         samples: how many.
-        parts: the texts by themselves, in the order of `record`; none for images.
-        record: each sample's outcome as base64: a bit an image, set if it is right; a float32 a window, its mean loss.
-            With it two checkpoints are compared sample by sample (`compare`).
+        parts: of a perplexity the texts by themselves, in the order of `record`; of a similarity the shares of queries
+            whose nearest document is the model's choice, and the right one; none for images.
+        record: each sample's outcome as base64: a bit an image, set if it is right; a float32 a window, its mean loss,
+            or a text, its cosine. With it two checkpoints are compared sample by sample (`compare`).
     """
 
     __pydantic_config__ = STRICT
 
-    name: Literal["accuracy", "perplexity"]
+    name: Literal["accuracy", "perplexity", "similarity"]
     value: float
     low: float
     high: float
@@ -78,7 +92,7 @@ class Quality:
     record: str
 
     def outcomes(self) -> list[NDArray[np.float64]]:
-        """1 or 0 for each image; or the mean loss of each window in nats, an array for each text.
+        """1 or 0 for each image; the cosine of each text; or each window's mean loss in nats, an array for each text.
 
         Raises:
             InputError: the record does not hold as many samples as it says.
@@ -88,6 +102,8 @@ class Quality:
             if self.name == "accuracy":
                 return [np.unpackbits(np.frombuffer(data, np.uint8), count=self.samples).astype(np.float64)]
             losses = np.frombuffer(data, np.float32).astype(np.float64)
+            if self.name == "similarity" and len(losses) == self.samples:
+                return [losses]
         except ValueError as error:
             raise InputError(f"the record of {self.name} is damaged ({error}); evaluate again") from None
         ends = np.cumsum([part.samples for part in self.parts])
@@ -118,30 +134,32 @@ def quality_from_json(values: dict[str, Any]) -> Quality:
         raise InputError(f"a stored quality is damaged ({error.errors()[0]['msg']}); evaluate again") from None
 
 
-def evaluate_checkpoint(
-    folder: Path, settings: EvaluateSettings | None = None, progress: Progress | None = None
-) -> Quality:
-    """Accuracy of an image classifier on Fashion-MNIST's test images, perplexity of a decoder on held-out text.
+def evaluate_classifier(folder: Path, _: Path, settings: EvaluateSettings, progress: Progress) -> Quality:
+    """Accuracy of an image classifier on Fashion-MNIST's test images, normalised as its configuration says.
 
-    The classifier's own mean and standard deviation normalise the images; its INT8 artifact runs in ONNX
-    Runtime. A decoder, also an INT8 artifact, runs with one layer in memory at a time; hashes are checked where there
-    is a manifest.
+    An INT8 artifact runs in ONNX Runtime; hashes are checked.
+
+    Raises:
+        InputError: damaged, made for other images, or it computes NaN.
+        SetupError: the images cannot be fetched.
+    """
+    if is_artifact(folder):
+        artifact = open_classifier_artifact(folder)
+        model, config = OnnxClassifier(artifact), artifact.config
+    else:
+        model, config = load_classifier(folder)
+    data = fitting_images(folder, config, "test", progress).first(settings.images)
+    progress.start("accuracy on held-out images", -(-len(data.images) // BATCH))
+    return accuracy(right_answers(model, config, data, progress), settings)
+
+
+def evaluate_decoder(folder: Path, _: Path, settings: EvaluateSettings, progress: Progress) -> Quality:
+    """Perplexity of a decoder or of its INT8 artifact on held-out text, with one layer in memory at a time.
 
     Raises:
         ConfigError: windows longer than the model's context.
-        InputError: the checkpoint is damaged or of another kind, made for other images, or computes NaN.
-        SetupError: the images cannot be fetched.
+        InputError: the checkpoint is damaged or of another kind, or computes NaN.
     """
-    settings, progress = settings or EvaluateSettings(), progress or Silent()
-    if is_classifier(folder):
-        if is_artifact(folder):
-            artifact = open_classifier_artifact(folder)
-            model, config = OnnxClassifier(artifact), artifact.config
-        else:
-            model, config = load_classifier(folder)
-        data = fitting_images(folder, config, "test", progress).first(settings.images)
-        progress.start("accuracy on held-out images", -(-len(data.images) // BATCH))
-        return accuracy(right_answers(model, config, data, progress), settings)
     checkpoint = open_checkpoint(folder)
     if checkpoint.manifest is not None:
         verify(folder)
@@ -154,6 +172,18 @@ def evaluate_checkpoint(
     windows = evaluation_windows(tokenizer, settings.prose_tokens, settings.code_tokens, settings.window)
     progress.start("perplexity on held-out text", checkpoint.config.num_hidden_layers)
     return perplexity(streamed_losses(LayerStream(checkpoint), windows, progress), settings)
+
+
+def evaluate_encoder(folder: Path, model: Path, settings: EvaluateSettings, progress: Progress) -> Quality:
+    """How near the embeddings of a text encoder, or of its INT8 artifact, are to those of the checkpoint `model`.
+
+    Raises:
+        InputError: either is damaged or computes NaN, or there is less text than asked for.
+    """
+    retrieval = retrieval_set(settings.texts)
+    progress.start("embeddings of held-out text", 4 * settings.texts)
+    before, after = (embeddings(each, retrieval, progress) for each in (model, folder))
+    return similarity(before, after, settings)
 
 
 class OnnxClassifier(nn.Module):
@@ -198,6 +228,26 @@ def accuracy(right: NDArray[np.bool_], settings: EvaluateSettings) -> Quality:
     low, high = interval(resampled_means([outcomes], resamples=settings.resamples, seed=settings.seed))
     record = base64.b64encode(np.packbits(right).tobytes()).decode()
     return Quality("accuracy", float(outcomes.mean()), low, high, len(right), (), record)
+
+
+def similarity(before: Embeddings, after: Embeddings, settings: EvaluateSettings) -> Quality:
+    """The quality of `after` beside `before`, both (2 × queries, hidden) of length 1: queries, then their documents.
+
+    Raises:
+        InputError: a number is NaN or infinite.
+    """
+    cosines = (before * after).sum(1).astype(np.float64)
+    if not np.isfinite(cosines).all():
+        raise InputError("the encoder computes NaN or infinity: it is damaged; get or make it again")
+    count = len(cosines) // 2
+    first, second = (nearest(rows[:count], rows[count:]) for rows in (before, after))
+    parts = (
+        Part("nearest document unchanged", float((first == second).mean()), count),
+        Part("nearest document right", float((second == np.arange(count)).mean()), count),
+    )
+    low, high = interval(resampled_means([cosines], resamples=settings.resamples, seed=settings.seed))
+    record = base64.b64encode(cosines.astype(np.float32).tobytes()).decode()
+    return Quality("similarity", float(cosines.mean()), low, high, len(cosines), parts, record)
 
 
 def perplexity(losses: dict[str, list[float]], settings: EvaluateSettings) -> Quality:

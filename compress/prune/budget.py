@@ -13,7 +13,7 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor, nn
 
-from penjing.compress.prune.inspect import count_macs
+from penjing.compress.measure.skeleton import count_macs
 from penjing.compress.prune.ranking import Choice, meet
 from penjing.compress.prune.subject import Shapes, Subject, shapes_of
 from penjing.compress.prune.surgery import cuts_of

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from penjing.compress.decoder.check import check_finite, check_model
+from penjing.compress.measure.skeleton import BATCH, TOKENS
 from penjing.compress.prune.graph import Group, Place
-from penjing.compress.prune.inspect import BATCH, TOKENS
 from penjing.compress.prune.subject import Part, Shapes
 from penjing.compress.prune.surgery import Cut
 from penjing.core.checkpoint.decoder import open_checkpoint, save_checkpoint

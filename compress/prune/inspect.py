@@ -6,33 +6,24 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import nn
-from torch.utils.flop_counter import FlopCounterMode
-
-from penjing.compress.decoder.check import check_model
+from penjing.compress.measure.skeleton import Skeleton, count_macs
 from penjing.compress.prune.graph import DependencyGraph, Group, dependency_graph
-from penjing.core.checkpoint.classifier import classifier_skeleton
-from penjing.core.checkpoint.decoder import open_checkpoint
-from penjing.core.manifest import read_json_object
-from penjing.core.models.decoder import Decoder
-from penjing.core.models.resnet import ResNet
-from penjing.core.progress import Progress, Silent, error_console
-
-BATCH, TOKENS = 2, 16  # what the analysis runs on; sizes of 1 would be mistaken for broadcasts
+from penjing.core.progress import Progress, error_console
 
 
-def inspect_checkpoint(folder: Path, progress: Progress | None = None) -> dict[str, Any]:
+def inspect_network(folder: Path, skeleton: Skeleton, progress: Progress) -> dict[str, Any]:
     """Sizes of each layer and the groups of channels, heads and features that can leave together; JSON-ready.
 
     Weights are not read: the architecture is built without storage. `macs` are multiply-accumulates for one image or
     one token (attention among `TOKENS` tokens included), `bytes` those of FP32 weights.
 
+    Args:
+        skeleton: the network of the checkpoint in `folder`.
+
     Raises:
-        InputError: the folder is no checkpoint, or its network cannot be analysed.
+        InputError: the network cannot be analysed.
     """
-    model, example, inputs = skeleton(folder)
-    progress = progress or Silent()
+    model, example, inputs = skeleton.model, skeleton.example, skeleton.inputs
     progress.start("analysing the network", 2)
     graph = dependency_graph(model, example)
     progress.advance()
@@ -62,39 +53,9 @@ def inspect_checkpoint(folder: Path, progress: Progress | None = None) -> dict[s
         "parameters": parameters,
         "bytes": 4 * parameters,
         "macs": sum(layer["macs"] for layer in layers),
-        "macs_per": "image" if isinstance(model, ResNet) else "token",
+        "macs_per": skeleton.unit,
         "layers": layers,
         "groups": _groups(graph),
-    }
-
-
-def skeleton(folder: Path) -> tuple[nn.Module, tuple[torch.Tensor, ...], int]:
-    """The network of a checkpoint without storage (device "meta"), example inputs, and how many images or tokens
-    these are.
-
-    Raises:
-        InputError: the folder is no checkpoint, or its tensors are not those of its `config.json`.
-    """
-    is_vision = (folder / "config.json").is_file() and "task" in read_json_object(folder / "config.json")
-    with torch.device("meta"):
-        if is_vision:
-            classifier, config = classifier_skeleton(folder)
-            return classifier, (torch.empty(BATCH, config.model.in_channels, *config.image_size),), BATCH
-        checkpoint = open_checkpoint(folder)
-        check_model(checkpoint)  # sizes that the files do not bear out could be any
-        model = Decoder(checkpoint.config).to("meta").eval()
-        return model, (torch.zeros(BATCH, TOKENS, dtype=torch.int64),), BATCH * TOKENS
-
-
-def count_macs(model: nn.Module, example: tuple[torch.Tensor, ...]) -> dict[str, int]:
-    """Multiply-accumulates of matrix products and convolutions under each module that has weights of its own."""
-    counter = FlopCounterMode(display=False)
-    with counter, torch.no_grad():
-        model(*example)
-    root = type(model).__name__
-    return {
-        name.removeprefix(f"{root}."): sum(operations.values()) // 2
-        for name, operations in counter.get_flop_counts().items()
     }
 
 

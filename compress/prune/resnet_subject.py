@@ -10,8 +10,8 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
+from penjing.compress.measure.skeleton import BATCH
 from penjing.compress.prune.graph import Group
-from penjing.compress.prune.inspect import BATCH
 from penjing.compress.prune.subject import Part, Shapes
 from penjing.compress.prune.surgery import Cut
 from penjing.core.checkpoint.classifier import WEIGHTS, classifier_skeleton, load_classifier, save_classifier
@@ -30,6 +30,7 @@ class ResNetSubject:
 
     unit: Literal["image", "token"] = "image"
     inputs = BATCH
+    dropped: tuple[int, ...] = ()
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

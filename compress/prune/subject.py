@@ -28,6 +28,8 @@ class Subject(Protocol):
     inputs: int
     """How many images or tokens `example` holds."""
     unit: Literal["image", "token"]
+    dropped: tuple[int, ...]
+    """Layers that leave as a whole, by number from 0."""
 
     def weights(self, name: str) -> Tensor | None:
         """The parameter `name` as it is stored; None for a statistic."""

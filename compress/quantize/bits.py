@@ -18,6 +18,7 @@ import copy
 import json
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
@@ -25,10 +26,10 @@ import torch
 from torch import Tensor, nn
 
 from penjing.compress.decoder.check import input_hashes
-from penjing.compress.decoder.settings import Recipe
-from penjing.compress.measure.data import ImageData
+from penjing.compress.decoder.settings import Int8Settings
 from penjing.compress.quantize.place_resnet import Layer, apply_quantization, calibrate, layers, set_mode
 from penjing.compress.quantize.targets import ClassifierSettings, TargetName
+from penjing.compress.samples.data import ImageData
 from penjing.core.checkpoint.decoder import open_checkpoint
 from penjing.core.errors import ConfigError
 from penjing.core.models.resnet import ResNet
@@ -37,6 +38,7 @@ FLOAT_BITS, STORED_BITS = 32, 8  # of a weight; those within ±63 are stored in 
 GRAINS = 1 << 14  # of a larger budget, to which sizes are rounded up
 RESULT_FILE = "sensitivity.json"  # of `penjing compress sensitivity`
 S = TypeVar("S", bound=ClassifierSettings)
+D = TypeVar("D", bound=Int8Settings)
 
 
 def fisher_scores(model: nn.Module, data: ImageData, seed: int = 0) -> dict[str, float]:
@@ -171,30 +173,26 @@ def choose_kept(result: dict[str, Any], budget: float) -> list[str]:
     return sorted(kept)
 
 
-def kept_by_budget(recipe: Recipe) -> Recipe:
-    """`recipe` with its budget of effective bits resolved into `quantize.keep`.
+def kept_by_budget(settings: D, model: Path) -> D:
+    """`settings` for the decoder in `model` with their budget of effective bits resolved into `keep`.
 
     Raises:
         ConfigError: the sensitivity file is missing, was made of another model, or has no width of 8.
     """
-    quantize = recipe.quantize
-    if quantize.effective_bits is None or quantize.sensitivity is None:
-        return recipe
-    path = quantize.sensitivity / RESULT_FILE if quantize.sensitivity.is_dir() else quantize.sensitivity
+    if settings.effective_bits is None or settings.sensitivity is None:
+        return settings
+    path = settings.sensitivity / RESULT_FILE if settings.sensitivity.is_dir() else settings.sensitivity
     try:
         result = json.loads(path.read_text(encoding="utf-8"))
         is_bits = result["kind"] == "bits"
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(
-            f"quantize.sensitivity = {path}: {error!r}; make it with "
-            f"'penjing compress sensitivity {recipe.model} --bits'"
+            f"sensitivity = {path}: {error!r}; make it with 'penjing compress sensitivity {model} --bits'"
         ) from None
     if not is_bits or 8 not in result["settings"]["widths"]:
-        raise ConfigError(f"quantize.sensitivity = {path} has no scores of 8 bits; make it with --bits --widths 8")
-    if result["input"] != input_hashes(open_checkpoint(recipe.model)):
-        raise ConfigError(f"quantize.sensitivity = {path} was made of another model than {recipe.model}; make it again")
-    keep = tuple(dict.fromkeys((*quantize.keep, *choose_kept(result, quantize.effective_bits))))
-    resolved = quantize.model_copy(update={"keep": keep, "effective_bits": None, "sensitivity": None})
-    if "lm_head" in keep:
-        resolved = resolved.model_copy(update={"lm_head": "keep"})
-    return recipe.model_copy(update={"quantize": resolved})
+        raise ConfigError(f"sensitivity = {path} has no scores of 8 bits; make it with --bits --widths 8")
+    if result["input"] != input_hashes(open_checkpoint(model)):
+        raise ConfigError(f"sensitivity = {path} was made of another model than {model}; make it again")
+    keep = tuple(dict.fromkeys((*settings.keep, *choose_kept(result, settings.effective_bits))))
+    resolved = settings.model_copy(update={"keep": keep, "effective_bits": None, "sensitivity": None})
+    return resolved.model_copy(update={"lm_head": "keep"}) if "lm_head" in keep else resolved

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from penjing.compress.measure.retrieval import embed_with
+from penjing.compress.samples.retrieval import embed_with
 from penjing.core.artifact.base import MODEL_FILE
 from penjing.core.artifact.onnx import ONNX_RUNTIME, Quantization, gate_onnx, recorded
 from penjing.core.artifact.onnx_encoder import (

@@ -7,9 +7,8 @@ from fnmatch import fnmatchcase
 
 from torch import Tensor, nn
 
-from penjing.compress.quantize.encoder_settings import EncoderQuantize
 from penjing.compress.quantize.modules import QuantizedLinear
-from penjing.compress.quantize.targets import TARGETS, resolve
+from penjing.compress.quantize.targets import TARGETS, EncoderSettings, resolve
 from penjing.compress.rounding.fake_quantize import ActivationQuantizer, WeightQuantizer
 from penjing.compress.rounding.formats import INT8_WEIGHT, activation_format, weight_format
 from penjing.core.errors import ConfigError, InputError
@@ -52,14 +51,14 @@ class SmoothedLinear(QuantizedLinear):
         return super().forward(x * self.factor)
 
 
-def stays_floating(name: str, linear: nn.Linear, settings: EncoderQuantize) -> bool:
+def stays_floating(name: str, linear: nn.Linear, settings: EncoderSettings) -> bool:
     """Whether the layer `name` is too small for the target, or in the list `keep`."""
     small = min(linear.weight.shape) < TARGETS[settings.target].smallest_product
     return small or any(fnmatchcase(name, pattern) for pattern in settings.keep)
 
 
 def apply_quantization(
-    model: Encoder, settings: EncoderQuantize, factors: Mapping[str, Tensor] | None = None
+    model: Encoder, settings: EncoderSettings, factors: Mapping[str, Tensor] | None = None
 ) -> Encoder:
     """Replace the parts of `model`, in place, by quantized ones; quantizers of activations are off until `calibrate`.
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from penjing.compress.quantize.modules import QuantizedBlock, QuantizedConvNorm, QuantizedLinear
-from penjing.compress.quantize.targets import QuantizeSettings, TargetName, resolve
+from penjing.compress.quantize.targets import ClassifierSettings, TargetName, resolve
 from penjing.compress.rounding.fake_quantize import ActivationQuantizer, Mode, WeightQuantizer
 from penjing.compress.rounding.formats import activation_format, weight_format
 from penjing.core.errors import ConfigError, InputError
@@ -18,7 +18,7 @@ from penjing.core.models.resnet import Block, ConvNorm, ResNet
 Layer = QuantizedConvNorm | QuantizedLinear
 
 
-def apply_quantization(model: ResNet, target: TargetName, settings: QuantizeSettings | None = None) -> ResNet:
+def apply_quantization(model: ResNet, target: TargetName, settings: ClassifierSettings | None = None) -> ResNet:
     """Replace the parts of `model`, in place, by quantized ones; all quantizers are off until `calibrate`.
 
     The input of every quantized layer is rounded, where several layers read it once; an addition's inputs as the
@@ -31,7 +31,7 @@ def apply_quantization(model: ResNet, target: TargetName, settings: QuantizeSett
         ConfigError: the target cannot express the settings; a pattern of `keep` names no layer.
         InputError: the model is quantized already, or of another kind.
     """
-    settings = settings or QuantizeSettings()
+    settings = settings or ClassifierSettings()
     if not isinstance(model, ResNet):
         raise InputError(f"{type(model).__name__} is not quantized for ONNX; a ResNet classifier is")
     if any(isinstance(module, Layer) for module in model.modules()):
@@ -118,7 +118,7 @@ def activation_quantizers(model: nn.Module) -> Iterator[ActivationQuantizer]:
 
 
 class _Placement:
-    def __init__(self, model: ResNet, target: TargetName, settings: QuantizeSettings) -> None:
+    def __init__(self, model: ResNet, target: TargetName, settings: ClassifierSettings) -> None:
         self.model, self.settings = model, settings
         self.target, activations, weights = resolve(target, settings)
         self.activations, self.weights = activation_format(activations), weight_format(weights)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from penjing.compress.measure.data import ImageData
 from penjing.compress.quantize.bias_correction import correct_biases
 from penjing.compress.quantize.equalize import equalize
 from penjing.compress.quantize.place_resnet import calibrate
 from penjing.compress.quantize.targets import ClassifierSettings
+from penjing.compress.samples.data import ImageData
 from penjing.core.models.resnet import ResNet
 
 

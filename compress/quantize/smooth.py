@@ -16,9 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from penjing.compress.quantize.encoder_settings import EncoderQuantize
 from penjing.compress.quantize.place_bert import stays_floating
-from penjing.compress.quantize.targets import resolve
+from penjing.compress.quantize.targets import EncoderSettings, resolve
 from penjing.compress.rounding.fake_quantize import WeightQuantizer
 from penjing.compress.rounding.formats import NumberFormat, activation_format, weight_format
 from penjing.core.models.encoder import Encoder
@@ -30,7 +29,7 @@ _SMALLEST = 1e-5
 
 
 @torch.no_grad()
-def smooth(model: Encoder, batches: Iterable[tuple[Tensor, ...]], settings: EncoderQuantize) -> dict[str, Tensor]:
+def smooth(model: Encoder, batches: Iterable[tuple[Tensor, ...]], settings: EncoderSettings) -> dict[str, Tensor]:
     """Scale the weights of the floating `model`, in place, for each input of which that lowers the error.
 
     Args:
@@ -82,7 +81,7 @@ class _Inputs:
         return everything[:: -(-len(everything) // ROWS)]
 
 
-def _linears(model: Encoder, settings: EncoderQuantize) -> Iterable[tuple[str, nn.Linear]]:
+def _linears(model: Encoder, settings: EncoderSettings) -> Iterable[tuple[str, nn.Linear]]:
     for index, layer in enumerate(model.layers):
         for part in SMOOTHED:
             name, linear = f"layers.{index}.{part}", getattr(layer, part)

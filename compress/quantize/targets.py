@@ -21,6 +21,9 @@ from penjing.core.config import Config
 from penjing.core.errors import ConfigError
 from penjing.core.runtime.onnx_runtime import EXACT_PRODUCTS
 
+X64_REASON = (
+    "x64 processors without VNNI otherwise add products of u8 and s8 in 16 bits, which saturate; leave it out with VNNI"
+)
 TargetName = Literal["onnxruntime-cpu", "onnxruntime-avx2", "tensorrt"]
 
 
@@ -73,38 +76,44 @@ TARGETS: dict[TargetName, Target] = {
 
 
 class QuantizeSettings(Config):
-    """How a network is quantized for a target.
+    """How a network is quantized for a target."""
 
-    Attributes:
-        activations, weights: None takes the target's.
-        observer, percentile: how static ranges of activations are found; see `Observer`.
-        learn_activations, learn_weights: scales are trained (LSQ); else they stay as calibrated, and each weight
-            channel covers its largest magnitude.
-        keep: shell patterns of layers that stay floating, such as "stem" or "blocks.0.*".
-    """
-
-    activations: FormatName | None = None
-    weights: FormatName | None = None
-    observer: Method = "minmax"
-    percentile: float = Field(default=0.9999, gt=0.5, le=1)
-    learn_activations: bool = True
-    learn_weights: bool = False
-    keep: tuple[str, ...] = ()
+    activations: FormatName | None = Field(default=None, description="Format; none given: the target's first.")
+    weights: FormatName | None = Field(default=None, description="Format; none given: the target's first.")
+    observer: Method = Field(default="minmax", description="How static ranges of activations are found.")
+    percentile: float = Field(default=0.9999, gt=0.5, le=1, description='Of the observer "percentile".')
+    keep: tuple[str, ...] = Field(
+        default=(), description='Shell patterns of layers that stay floating, such as "stem" or "blocks.0.*".'
+    )
 
 
 class ClassifierSettings(QuantizeSettings):
-    """What can be done about outliers of a residual network besides.
+    """What can be done about a residual network besides."""
 
-    Attributes:
-        effective_bits: mixed precision: the layers that lose most by rounding (`bits.py`) stay floating too, as many
-            as keep the mean bits of a weight within this; None: none.
-        equalize: channels are brought to similar ranges first (`equalize.py`).
-        correct_bias: what rounding shifts on average is taken out of biases (`bias_correction.py`).
-    """
+    learn_activations: bool = Field(
+        default=True, description="Training learns the scales of activations (LSQ); else they stay as calibrated."
+    )
+    learn_weights: bool = Field(
+        default=False, description="Training learns the scales of weights; else they cover the largest magnitude."
+    )
+    effective_bits: float | None = Field(
+        default=None,
+        gt=8,
+        lt=32,
+        description="Bits of a weight on average: layers that lose most by rounding stay floating; none given: none.",
+    )
+    equalize: bool = Field(default=False, description="Bring channels to similar ranges first.")
+    correct_bias: bool = Field(default=False, description="Take what rounding shifts on average out of biases.")
 
-    effective_bits: float | None = Field(default=None, gt=8, lt=32)
-    equalize: bool = False
-    correct_bias: bool = False
+
+class EncoderSettings(QuantizeSettings):
+    """What can be done about a text encoder besides."""
+
+    target: TargetName = Field(default="onnxruntime-cpu", description="The engine that will run it.")
+    smooth: bool = Field(default=True, description="Divide channels of inputs where that lowers the error.")
+    embedding: Literal["int8", "float32"] = Field(
+        default="int8", description="Of the word table, half of a small encoder: INT8 with a scale a word, or floating."
+    )
 
 
 def resolve(target_name: TargetName, settings: QuantizeSettings) -> tuple[Target, FormatName, FormatName]:

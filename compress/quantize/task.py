@@ -8,10 +8,10 @@ from pathlib import Path
 from torch import nn
 
 from penjing.compress.distill.task import WrappedTask
-from penjing.compress.measure.data import ImageData
 from penjing.compress.quantize.place_resnet import apply_quantization, freeze_statistics, set_mode
 from penjing.compress.quantize.prepare import prepare
 from penjing.compress.quantize.targets import ClassifierSettings, TargetName
+from penjing.compress.samples.data import ImageData
 from penjing.core.checkpoint.classifier import load_classifier
 from penjing.core.models.resnet import ResNet
 from penjing.train.families.base import Task

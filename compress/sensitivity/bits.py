@@ -27,12 +27,12 @@ import torch.nn.functional as F
 from pydantic import Field, field_validator
 from torch import Tensor, nn
 
+from penjing.compress.decoder.artifact import make_weights
 from penjing.compress.decoder.check import linear_modules
-from penjing.compress.decoder.pipeline import make_weights
-from penjing.compress.decoder.settings import Calibration, Quantize, Recipe, Transform
-from penjing.compress.measure.data import ImageData
+from penjing.compress.decoder.settings import Int8Settings, Transform
 from penjing.compress.measure.perplexity import evaluation_windows
 from penjing.compress.prune.resnet_subject import ResNetSubject
+from penjing.compress.samples.data import DataSettings, ImageData, token_samples
 from penjing.compress.sensitivity.study import (
     Measure,
     Samples,
@@ -45,16 +45,16 @@ from penjing.compress.sensitivity.study import (
     sound,
     study_images,
 )
-from penjing.compress.work import WorkFolder
 from penjing.core.checkpoint.load import load_model
 from penjing.core.config import Config
 from penjing.core.progress import Progress
 from penjing.core.text.corpus import calibration_windows
 from penjing.core.text.tokenizer import Tokenizer
+from penjing.core.work import WorkFolder
 from penjing.kernels.rounding import round_clamp_
 
 BASELINE = "baseline"
-FLOATS = Quantize(lm_head="keep", embedding_dtype="float32", keep=("*",), rounding="nearest")
+FLOATS = Int8Settings(lm_head="keep", embedding_dtype="float32", keep=("*",), rounding="nearest")
 
 
 class Widths(Config):
@@ -85,7 +85,7 @@ class DecoderBits(Widths):
     windows: int = Field(default=4, ge=2, description="Windows that the network is judged on; half of them are code.")
     window: int = Field(default=256, ge=16, description="Tokens of a window.")
     transform: Transform = Field(default=Transform(), description="What is done before a layer is rounded.")
-    calibration: Calibration = Field(default=Calibration(), description="Text that the transforms look at.")
+    calibration: DataSettings = Field(default=DataSettings(), description="Text that the transforms look at.")
 
 
 def round_rows(x: Tensor, bits: int) -> Tensor:
@@ -99,14 +99,9 @@ def round_rows(x: Tensor, bits: int) -> Tensor:
 def _decoder(folder: Path, settings: DecoderBits, work: WorkFolder, progress: Progress) -> Study:
     check_window(folder, settings.window)
     check_window(folder, settings.calibration.window, "calibration.window")
-    recipe = Recipe(
-        model=folder,
-        output=work.path,  # is not written
-        transform=settings.transform,
-        quantize=FLOATS,
-        calibration=settings.calibration,
-    )
-    floating, _ = make_weights(recipe, work, progress)
+    seen_WT = token_samples(folder, settings.calibration, progress).windows
+    floats = FLOATS.model_copy(update={"transform": settings.transform})
+    floating, _ = make_weights(folder, floats, seen_WT, work, progress)
     model, windows_WT = load_model(floating).model, _windows(folder, settings)
     names = linear_modules(model.config)
     groups: dict[str, list[str]] = {}

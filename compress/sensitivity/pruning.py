@@ -19,7 +19,6 @@ import torch.nn.functional as F
 from pydantic import Field, field_validator
 from torch import nn
 
-from penjing.compress.measure.data import ImageData, TokenData
 from penjing.compress.measure.perplexity import evaluation_windows
 from penjing.compress.prune.decoder_subject import DecoderSubject
 from penjing.compress.prune.graph import Group, dependency_graph
@@ -28,6 +27,7 @@ from penjing.compress.prune.ranking import select
 from penjing.compress.prune.resnet_subject import ResNetSubject
 from penjing.compress.prune.subject import Subject
 from penjing.compress.prune.surgery import Selection, mask
+from penjing.compress.samples.data import ImageData, TokenData
 from penjing.compress.sensitivity.study import (
     Measure,
     Samples,
@@ -40,12 +40,12 @@ from penjing.compress.sensitivity.study import (
     sound,
     study_images,
 )
-from penjing.compress.work import WorkFolder
 from penjing.core.config import Config
 from penjing.core.errors import InputError
 from penjing.core.progress import Progress
 from penjing.core.text.corpus import calibration_tokens
 from penjing.core.text.tokenizer import Tokenizer
+from penjing.core.work import WorkFolder
 
 
 class PruningSettings(Config):

@@ -17,11 +17,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from penjing.compress.decoder.check import check_model, input_hashes
-from penjing.compress.measure.data import ImageData, fitting_images
 from penjing.compress.measure.perplexity import LARGEST_LOSS
 from penjing.compress.quantize.bits import RESULT_FILE
 from penjing.compress.report.study_page import study_page
-from penjing.compress.work import WorkFolder
+from penjing.compress.samples.data import ImageData, fitting_images
 from penjing.core.artifact.base import is_artifact
 from penjing.core.checkpoint.classifier import classifier_config
 from penjing.core.checkpoint.decoder import open_checkpoint
@@ -32,6 +31,7 @@ from penjing.core.files import atomic_write_text, publish_folder
 from penjing.core.info import processor, versions
 from penjing.core.manifest import read_json_object, verify
 from penjing.core.progress import Progress, Silent, clock
+from penjing.core.work import WorkFolder
 
 PAGE_FILE = "sensitivity.html"
 SCHEMA = 2

@@ -1,6 +1,6 @@
-"""Pruning from checkpoint to checkpoint: one step of a compression recipe.
+"""The step `prune`: from a checkpoint to a smaller one.
 
-    record = prune_checkpoint(source, partial, PruneStep(kind="prune", ratio=0.3), data, progress)
+    record = prune_checkpoint(source, partial, Prune(ratio=0.3), pruner, data, progress)
 
 `partial` becomes a complete, smaller checkpoint that `train` resumes, `compress` goes on with and `serve` serves.
 """
@@ -19,45 +19,56 @@ import torch
 from pydantic import Field, field_validator, model_validator
 from torch import Tensor, nn
 
-from penjing.compress.measure.data import CompressData
+from penjing.compress.families.base import Pruner
 from penjing.compress.prune.budget import Target, candidate, dense_sizes, latency, shapes_after, share_for, sizes
-from penjing.compress.prune.decoder_subject import DecoderSubject
-from penjing.compress.prune.depth import block_influence, least
+from penjing.compress.prune.depth import least
 from penjing.compress.prune.graph import Group, dependency_graph
 from penjing.compress.prune.importance import Kind, Scores, activation, magnitude, random, taylor
 from penjing.compress.prune.ranking import Choice, Scope, select
-from penjing.compress.prune.resnet_subject import ResNetSubject
 from penjing.compress.prune.subject import Part, Subject, shapes_of
 from penjing.compress.prune.surgery import cuts_of
-from penjing.core.checkpoint.decoder import open_checkpoint
-from penjing.core.config import Config
+from penjing.compress.samples.data import Samples
+from penjing.compress.steps.base import Context, Step
 from penjing.core.errors import ConfigError, InputError
-from penjing.core.manifest import read_json_object
 from penjing.core.progress import Progress
+from penjing.core.work import Places
 from penjing.train.numerics.recompute import apply_recompute, blocks
 
 LOGIT_STRIDE = 64
 DECODER_PARTS = ("ffn", "heads", "hidden", "layers")
 
 
-class PruneStep(Config):
-    """What leaves, and how it is chosen.
+class Prune(Step):
+    """Removal of channels, heads or layers.
 
     A classifier loses channels everywhere. Of a decoder, `parts` says what: MLP channels ("ffn"), key-value heads with
-    the queries that read them ("heads"), the residual width ("hidden"), whole layers ("layers"). `rank` compares MLPs
-    of a decoder; its other parts leave all layers alike.
+    the queries that read them ("heads"), the residual width ("hidden"), whole layers ("layers").
     """
 
-    kind: Literal["prune"] = "prune"
-    method: Kind = "l1"
-    ratio: float | None = Field(default=None, gt=0, lt=1)  # of the units
-    target: Target | None = None  # or what may stay
-    rank: Scope = "local"
-    round_to: int = Field(default=8, ge=1)  # widths that stay are multiples of it, for INT8 kernels
-    protect: tuple[str, ...] = ()  # shell patterns of parameter names, such as "stem.*", whose units stay
-    parts: tuple[Literal["ffn", "heads", "hidden", "layers"], ...] | None = None  # decoders: "ffn" when left out
-    layers: int | tuple[int, ...] | None = None  # to drop: how many (those that change least), or which
-    seed: int = Field(default=0, ge=0, lt=2**31)  # of method "random"
+    kind: Literal["prune"] = Field(default="prune", description="Remove units of the network.")
+    method: Kind = Field(default="l1", description="How the importance of a unit is found.")
+    ratio: float | None = Field(default=None, gt=0, lt=1, description="Share of the units that leaves.")
+    target: Target | None = Field(default=None, description="What may stay, instead of a ratio.")
+    rank: Scope = Field(
+        default="local", description="Units are compared within their group, or with all (classifiers, MLPs)."
+    )
+    round_to: int = Field(default=8, ge=1, description="Widths that stay are multiples of it, as INT8 kernels like.")
+    protect: tuple[str, ...] = Field(
+        default=(), description='Shell patterns of parameters, such as "stem.*", whose units stay.'
+    )
+    parts: tuple[Literal["ffn", "heads", "hidden", "layers"], ...] | None = Field(
+        default=None, description='What a decoder loses; none given: "ffn".'
+    )
+    layers: int | tuple[int, ...] | None = Field(
+        default=None, description="Layers to drop: how many (those that change least), or which."
+    )
+    seed: int = Field(default=0, ge=0, lt=2**31, description='Of the method "random".')
+    rounds: int = Field(
+        default=1, ge=1, le=100, description="Equal shares, each followed by the steps up to the next that heals."
+    )
+    batch_norm: bool = Field(
+        default=True, description="Estimate the statistics of a classifier's norms anew afterwards."
+    )
 
     @field_validator("layers")
     @classmethod
@@ -67,7 +78,7 @@ class PruneStep(Config):
         return value
 
     @model_validator(mode="after")
-    def _one_budget(self) -> PruneStep:
+    def _one_budget(self) -> Prune:
         if ("layers" in (self.parts or ())) != (self.layers is not None):
             raise ValueError('layers and the part "layers" belong together: parts = ["layers"] with layers = 3')
         if self.parts is not None and (not self.parts or len(set(self.parts)) != len(self.parts)):
@@ -85,20 +96,72 @@ class PruneStep(Config):
         return tuple(part for part in self.parts or ("ffn",) if part != "layers")
 
     def needs_data(self) -> bool:
-        """Whether calibration batches are looked at."""
+        """See `Step`."""
         timed = self.target is not None and self.target.latency is not None
         return self.method in ("taylor", "activation") or isinstance(self.layers, int) or timed
 
+    def check_order(self, before: tuple[Step, ...], after: tuple[Step, ...]) -> None:
+        """See `Step`."""
+        if self.rounds > 1 and (self.ratio is None or self.layers is not None):
+            raise ConfigError(f"rounds={self.rounds} divides a ratio of units: give ratio, no target and no layers")
+
+    def check(self, context: Context) -> None:
+        """See `Step`."""
+        context.family.need("pruner", "pruned")
+        check_parts(self.parts, context)
+
+    def weakens(self) -> dict[str, Any]:
+        """See `Step`."""
+        return self.model_dump(mode="json", include={"ratio", "target", "layers"}, exclude_defaults=True)
+
+    def milder(self, factor: float, floor: float) -> Prune:
+        """See `Step`; of layers that many, the first of a list; a target in absolute numbers stays."""
+        changed: dict[str, Any] = {}
+        if self.ratio is not None and self.ratio > floor:
+            changed["ratio"] = max(floor, round(self.ratio * factor, 9))
+        if self.target is not None:
+            name, value = self.target.quantity()
+            if 1 - value > floor:  # a part of what there is
+                stays = 1 - max(floor, (1 - value) * factor)
+                changed["target"] = self.target.model_copy(update={name: round(stays, 9)})
+        if isinstance(self.layers, int) and self.layers > 1:
+            changed["layers"] = max(1, int(self.layers * factor))
+        if isinstance(self.layers, tuple) and len(self.layers) > 1:
+            changed["layers"] = self.layers[: max(1, int(len(self.layers) * factor))]
+        return self.model_copy(update=changed)
+
+    def run(self, places: Places, context: Context) -> dict[str, Any]:
+        """See `Step`."""
+        pruner = context.family.need("pruner", "pruned")
+        data = context.samples(places.source) if self.needs_data() else None
+        record = prune_checkpoint(places.source, places.partial, self, pruner, data, context.progress)
+        if self.batch_norm and pruner.finish is not None:
+            record |= pruner.finish(places.partial, context.data, context.progress)
+        return record
+
+
+def check_parts(parts: tuple[str, ...] | None, context: Context) -> None:
+    """Refuse `parts` of a family that has none.
+
+    Raises:
+        ConfigError: it has none.
+    """
+    if parts is not None and not context.family.need("pruner", "pruned").parts:
+        raise ConfigError(
+            f"parts={list(parts)}: decoders have parts, {context.model} is {context.family.said}; leave them out"
+        )
+
 
 def prune_checkpoint(
-    source: Path, partial: Path, step: PruneStep, data: CompressData | None, progress: Progress
+    source: Path, partial: Path, step: Prune, pruner: Pruner, data: Samples | None, progress: Progress
 ) -> dict[str, Any]:
     """Write the pruned checkpoint of `source` into `partial`.
 
     Args:
-        source: a checkpoint of a classifier or a decoder; it is left as it is.
+        source: a checkpoint; it is left as it is.
+        pruner: of its family.
         partial: an empty folder that the caller publishes.
-        data: calibration batches; None where the step needs none (`PruneStep.needs_data`).
+        data: calibration batches; None where the step needs none (`Prune.needs_data`).
 
     Returns:
         JSON-ready: what left (`groups`, `layers_dropped`), tensors' shapes before and after (`widths`), `parameters`,
@@ -109,9 +172,9 @@ def prune_checkpoint(
         InputError: the checkpoint is damaged, its network cannot be analysed, or the target cannot be reached.
     """
     began = time.perf_counter()
-    subject, influence = _open(source, step, data, progress)
+    subject, influence = _open(source, step, pruner, data, progress)
     choice, found = _choose(subject, step, data, progress)
-    dropped = subject.dropped if isinstance(subject, DecoderSubject) else ()
+    dropped = subject.dropped
     if not choice and not dropped:
         raise ConfigError(
             f"nothing leaves {source} at a share of {found['share']:.3g} with round_to={step.round_to}: the widths "
@@ -145,31 +208,29 @@ def prune_checkpoint(
 
 
 def _open(
-    source: Path, step: PruneStep, data: CompressData | None, progress: Progress
+    source: Path, step: Prune, pruner: Pruner, data: Samples | None, progress: Progress
 ) -> tuple[Subject, list[float] | None]:
     """The checkpoint, and the influence of its layers where these were ranked."""
     if step.needs_data() and data is None:
         raise ConfigError(
             "this pruning step needs calibration data, for its method, its latency or its number of layers; give some"
         )
-    if "task" in read_json_object(source / "config.json"):
+    if not pruner.parts:
         if step.parts is not None:
-            raise ConfigError(f"parts={list(step.parts)} are of decoders; {source} is a classifier: leave parts out")
-        return ResNetSubject(source), None
+            raise ConfigError(f"parts={list(step.parts)}: decoders have parts, {source} has none; leave them out")
+        return pruner.open(source, (), (), progress), None
     dropped, influence = step.layers or (), None
     if isinstance(dropped, int):
         assert data is not None
-        if dropped >= (count := open_checkpoint(source).config.num_hidden_layers):
-            raise ConfigError(f"layers={dropped}: {source} has {count}, and at least one must stay")
-        DecoderSubject(source, (), (), progress)  # refuses what is damaged before anything runs through it
-        influence = block_influence(source, data.inputs(), progress)
+        assert pruner.depth is not None
+        influence = pruner.depth(source, data, progress)
+        if dropped >= len(influence):
+            raise ConfigError(f"layers={dropped}: {source} has {len(influence)}, and at least one must stay")
         dropped = least(influence, dropped)
-    return DecoderSubject(source, step.width_parts(), dropped, progress), influence
+    return pruner.open(source, step.width_parts(), dropped, progress), influence
 
 
-def _choose(
-    subject: Subject, step: PruneStep, data: CompressData | None, progress: Progress
-) -> tuple[Choice, dict[str, Any]]:
+def _choose(subject: Subject, step: Prune, data: Samples | None, progress: Progress) -> tuple[Choice, dict[str, Any]]:
     """The units that leave, and the record of how they were chosen."""
     found: dict[str, Any] = {"kind": "prune", "method": step.method, "rank": step.rank, "round_to": step.round_to}
     if step.parts == ("layers",):
@@ -221,11 +282,11 @@ def _choose(
     return choice, found
 
 
-def _scope(part: Part, step: PruneStep) -> Scope:
+def _scope(part: Part, step: Prune) -> Scope:
     return step.rank if part in ("channels", "ffn") else "local"
 
 
-def _scores(subject: Subject, groups: list[Group], step: PruneStep, data: CompressData | None) -> Scores:
+def _scores(subject: Subject, groups: list[Group], step: Prune, data: Samples | None) -> Scores:
     if step.method in ("l1", "l2"):
         return magnitude(subject.weights, groups, 1 if step.method == "l1" else 2)
     if step.method == "random":
@@ -250,7 +311,7 @@ def _summary(values: np.ndarray, removed: list[int]) -> dict[str, float]:
     }
 
 
-def _few_logits(data: CompressData) -> Iterator[tuple[Any, ...]]:
+def _few_logits(data: Samples) -> Iterator[tuple[Any, ...]]:
     """Arguments of a decoder, one window at a time with one row of logits in 64: those of 2048 tokens would be 0.7 of
     SmolLM2's size."""
     for (tokens_BT,) in data.inputs():
@@ -258,7 +319,7 @@ def _few_logits(data: CompressData) -> Iterator[tuple[Any, ...]]:
             yield window_1T, None, None, torch.arange(0, window_1T.numel(), LOGIT_STRIDE)
 
 
-def _first(data: CompressData) -> Tensor:
+def _first(data: Samples) -> Tensor:
     for inputs in data.inputs():
         return inputs[0]
     raise InputError("there is no calibration data to time the network on; give some")

@@ -18,33 +18,71 @@ from pydantic import Field, model_validator
 from torch import Tensor, nn
 
 from penjing.compress.distill.task import WrappedTask
-from penjing.compress.measure.data import is_classifier
-from penjing.compress.prune.decoder_subject import DecoderSubject
+from penjing.compress.distill.training import train_checkpoint
+from penjing.compress.families.base import Pruner
 from penjing.compress.prune.graph import Group, dependency_graph
-from penjing.compress.prune.resnet_subject import ResNetSubject
-from penjing.compress.steps.distill import TrainingStep, train_checkpoint
+from penjing.compress.steps.base import Context, Step
+from penjing.compress.steps.prune import check_parts
+from penjing.compress.steps.train import TrainedStep
 from penjing.core.errors import ConfigError
 from penjing.core.progress import Progress
+from penjing.core.work import Places
 from penjing.train.families.base import Task
 from penjing.train.processes.world import World
 from penjing.train.recipe.recipe import RunRecipe
 
 
-class SparsifyStep(TrainingStep):
-    """`strength`: of the penalty; a unit at rest vanishes when the sum of all learning rates × it reaches the root mean
-    square of the unit's weights. `parts`: of a decoder, "ffn" and "heads" (as in pruning); classifiers: everything.
-    """
+class Sparsify(TrainedStep):
+    """Training that drives whole groups to zero, for a prune after it."""
 
-    kind: Literal["sparsify"] = "sparsify"
-    strength: float = Field(gt=0)
-    parts: tuple[Literal["ffn", "heads"], ...] | None = None
-    protect: tuple[str, ...] = ()
+    kind: Literal["sparsify"] = Field(default="sparsify", description="Train whole units down to zero.")
+    strength: float = Field(
+        gt=0,
+        description="Of the penalty: a unit at rest vanishes when the sum of all learning rates times it reaches the "
+        "root mean square of the unit's weights.",
+    )
+    parts: tuple[Literal["ffn", "heads"], ...] | None = Field(
+        default=None, description='Of a decoder, "ffn" and "heads"; a classifier shrinks everywhere.'
+    )
+    protect: tuple[str, ...] = Field(default=(), description="Shell patterns of parameters whose units stay.")
 
     @model_validator(mode="after")
-    def _stays_at_zero(self) -> SparsifyStep:
+    def _stays_at_zero(self) -> Sparsify:
         if self.average is not None:
             raise ValueError("averaged weights are never exactly zero; leave average out")
         return self
+
+    def check_order(self, before: tuple[Step, ...], after: tuple[Step, ...]) -> None:
+        """See `Step`."""
+        if not any(later.kind == "prune" for later in after):
+            raise ConfigError(
+                "no prune follows this sparsify, so that nothing removes what it drives to zero; put a prune after it"
+            )
+
+    def check(self, context: Context) -> None:
+        """See `Step`."""
+        super().check(context)
+        check_parts(self.parts, context)
+
+    def run(self, places: Places, context: Context) -> dict[str, Any]:
+        """See `Step`; the record says for each group how many of its units are exactly zero."""
+        pruner, training = context.family.need("pruner", "pruned"), context.family.need("training", "trained")
+        progress = context.progress
+        groups = groups_of(pruner, places.source, self.parts, self.protect, progress)
+
+        def wrap(task: Task, recipe: RunRecipe) -> Task:
+            return Sparsified(task, recipe, groups, self.strength)
+
+        names = {"source": places.source}
+        record = train_checkpoint(places.source, places.partial, self, training, places.scratch, progress, wrap, names)
+        zeros = zero_units(pruner, places.partial, groups, progress)
+        rows = [
+            {"name": group.name, "units": len(group), "zero": len(units)}
+            for group, units in zip(groups, zeros, strict=True)
+        ]
+        share = sum(row["zero"] for row in rows) / max(sum(row["units"] for row in rows), 1)
+        progress.note(f"{share:.1%} of the units are exactly zero")
+        return record | {"groups": rows, "zero_share": share}
 
 
 class Shrinkage:
@@ -118,50 +156,20 @@ class Sparsified(WrappedTask):
         return (*super().after_update(model, world), proximal)
 
 
-def sparsify_checkpoint(
-    source: Path, partial: Path, step: SparsifyStep, work: Path, progress: Progress
-) -> dict[str, Any]:
-    """Train `source` under the penalty and write the result, of the same shape, into `partial`; see
-    `distill_checkpoint` for `work` and errors.
-
-    Returns:
-        Its JSON record, and for each group how many of its units are exactly zero ("groups", "zero_share").
-    """
-    groups = groups_of(source, step, progress)
-
-    def wrap(task: Task, recipe: RunRecipe) -> Task:
-        return Sparsified(task, recipe, groups, step.strength)
-
-    record = train_checkpoint(source, partial, step, work, progress, wrap, {"source": source})
-    zeros = zero_units(partial, groups, progress)
-    rows = [
-        {"name": group.name, "units": len(group), "zero": len(units)}
-        for group, units in zip(groups, zeros, strict=True)
-    ]
-    share = sum(row["zero"] for row in rows) / max(sum(row["units"] for row in rows), 1)
-    progress.note(f"{share:.1%} of the units are exactly zero")
-    return record | {"groups": rows, "zero_share": share}
-
-
-def groups_of(source: Path, step: SparsifyStep, progress: Progress) -> list[Group]:
-    """The groups that the step shrinks.
+def groups_of(
+    pruner: Pruner, source: Path, parts: Sequence[str] | None, protect: Sequence[str], progress: Progress
+) -> list[Group]:
+    """The groups that shrink: everything that `parts` name, but what `protect` names.
 
     Raises:
-        ConfigError: `parts` of a classifier.
         InputError: the checkpoint is damaged, or its network cannot be analysed.
     """
-    if is_classifier(source):
-        if step.parts is not None:
-            raise ConfigError(f"parts={list(step.parts)} are of decoders; {source} is a classifier: leave parts out")
-        subject = ResNetSubject(source)
-    else:
-        subject = DecoderSubject(source, step.parts or ("ffn",), (), progress)
-    graph = dependency_graph(subject.model, subject.example, protect=step.protect)
+    subject = pruner.open(source, parts or pruner.parts[:1], (), progress)
+    graph = dependency_graph(subject.model, subject.example, protect=protect)
     return [group for groups in subject.parts(graph.groups).values() for group in groups]
 
 
-def zero_units(folder: Path, groups: Sequence[Group], progress: Progress) -> list[list[int]]:
+def zero_units(pruner: Pruner, folder: Path, groups: Sequence[Group], progress: Progress) -> list[list[int]]:
     """The units of each group that are exactly zero in the checkpoint `folder`: what `remove` takes for nothing."""
-    subject = ResNetSubject(folder) if is_classifier(folder) else DecoderSubject(folder, (), (), progress)
-    norms = Shrinkage(subject.network(), groups).norms()
+    norms = Shrinkage(pruner.open(folder, (), (), progress).network(), groups).norms()
     return [torch.nonzero(values == 0).flatten().tolist() for values in norms]

@@ -19,12 +19,12 @@ from typing import Any
 
 from pydantic import Field
 
-from penjing.core.artifact.base import REPORT_FILE
+from penjing.core.artifact.base import read_report_file
 from penjing.core.artifact.parity import Difference, Parity, measured, parse_stored, read_parity
 from penjing.core.checkpoint.decoder import Checkpoint, open_checkpoint
 from penjing.core.config import Config
 from penjing.core.errors import InputError
-from penjing.core.manifest import Manifest, read_json_object, verify
+from penjing.core.manifest import Manifest, verify
 from penjing.core.runtime.quantized import ACTIVATION_FIELDS, KV_CACHE_FIELDS, WEIGHT_FIELDS
 
 INT8_RUNTIME = "int8_runtime"
@@ -78,7 +78,7 @@ def open_decoder_artifact(folder: Path) -> DecoderArtifact:
     if checkpoint.manifest is None or checkpoint.manifest.kind != "artifact":
         raise InputError(f"{folder} is not an artifact; 'penjing compress' makes one from a checkpoint")
     manifest = verify(folder)
-    return DecoderArtifact(checkpoint, manifest, read_json_object(folder / REPORT_FILE), read_parity(folder))
+    return DecoderArtifact(checkpoint, manifest, read_report_file(folder), read_parity(folder))
 
 
 def quantization_config(keep: list[str], *, kv_scales: bool = False) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from penjing.core.artifact.base import MODEL_FILE, PARITY_FILE, QUANTIZATION_FILE, REPORT_FILE, is_artifact
+from penjing.core.artifact.base import MODEL_FILE, PARITY_FILE, QUANTIZATION_FILE, is_artifact, read_report_file
 from penjing.core.artifact.parity import Bound, Difference, Parity, gate, is_within, read_parity
 from penjing.core.config import Config, parse_config
 from penjing.core.errors import ConfigError, InputError
@@ -77,7 +77,7 @@ def open_onnx_artifact(folder: Path, family: FamilyName, *, also: tuple[str, ...
     if not is_artifact(folder) or family_of(folder) != family:
         raise InputError(f"{folder} is no artifact of {FAMILIES.get(family, family)}; 'penjing compress' makes one")
     manifest = verify(folder)
-    files = (MODEL_FILE, QUANTIZATION_FILE, PARITY_FILE, REPORT_FILE, "config.json", *also)
+    files = (MODEL_FILE, QUANTIZATION_FILE, PARITY_FILE, "config.json", *also)
     if missing := [name for name in files if name not in manifest.sha256]:
         raise InputError(f"{folder / missing[0]} is not in the manifest; the folder was changed: make it again")
     path = folder / QUANTIZATION_FILE
@@ -85,7 +85,7 @@ def open_onnx_artifact(folder: Path, family: FamilyName, *, also: tuple[str, ...
         quantization = parse_config(Quantization, read_json_object(path), str(path))
     except ConfigError as error:
         raise InputError(f"{error}; the file is damaged: compress the model again") from None
-    return OnnxArtifact(folder, quantization, read_parity(folder), read_json_object(folder / REPORT_FILE), manifest)
+    return OnnxArtifact(folder, quantization, read_parity(folder), read_report_file(folder), manifest)
 
 
 def gate_onnx(differences: tuple[Difference, ...], bound: Bound, hint: str) -> None:

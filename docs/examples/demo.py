@@ -18,7 +18,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from penjing.compress.decoder.pipeline import compress
+from penjing.compress.run import run_recipe
 from penjing.core.cli import guarded
 from penjing.core.errors import InputError
 from penjing.core.files import atomic_write_text
@@ -71,12 +71,12 @@ def main() -> int:
 def make_artifact(progress: Progress) -> Path:
     """The INT8 artifact; one that an older recipe or version made is replaced."""
     try:
-        return compress(RECIPE, progress=progress)
+        return run_recipe(RECIPE, progress=progress)
     except InputError as error:
         if not ARTIFACT.exists():
             raise
         progress.note(f"{error}: made again")
-        return compress(RECIPE, progress=progress, force=True)
+        return run_recipe(RECIPE, progress=progress, force=True)
 
 
 def free_ports() -> dict[str, int]:

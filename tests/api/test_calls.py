@@ -91,7 +91,7 @@ def test_prune_makes_a_smaller_checkpoint(tiny_checkpoint: Path, tmp_path: Path)
 
 
 def test_quantize_makes_an_artifact(classifier: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("penjing.compress.measure.data.load_fashion", made_up_images)
+    monkeypatch.setattr("penjing.compress.samples.data.load_fashion", made_up_images)
     sections = {"guard": {"accuracy_points": 100.0}, "measure": {"seconds": 0.0, "rounds": 1}}
     out = penjing.quantize(classifier, tmp_path / "int8", sections=sections, observer="minmax", parity_bound=1.0)
     network, floating = penjing.load(out), penjing.load(classifier)

@@ -11,8 +11,8 @@ import run_int8_peers
 from run_int8 import synthetic
 from run_int8_peers import peer_rows, quality
 
-from penjing.compress.measure.data import ImageData
 from penjing.compress.quantize.artifact import ArtifactSettings
+from penjing.compress.samples.data import ImageData
 from penjing.core.checkpoint.classifier import save_classifier
 from penjing.core.errors import SetupError
 from penjing.core.files import publish_folder

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from penjing.compress.guard import Verdict
 from penjing.compress.run import compress_steps
-from penjing.compress.work import WorkFolder
 from penjing.core.errors import ConfigError, InputError, SetupError
 from penjing.core.manifest import read_manifest, verify
+from penjing.core.work import WorkFolder
 from tests.compress.conftest import Notes
 from tests.compress.fakes import Faults, install, tiny_classifier
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from penjing.compress.decoder.pipeline import make_weights
 from penjing.compress.decoder.settings import Recipe
-from penjing.compress.work import WorkFolder
 from penjing.core.progress import Silent
+from penjing.core.work import WorkFolder
 
 WIDE = {
     "hidden_size": 256,

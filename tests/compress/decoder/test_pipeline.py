@@ -19,13 +19,13 @@ from safetensors.torch import load_file, save_file
 
 from penjing.compress.decoder.pipeline import compress
 from penjing.compress.verify import verify_artifact
-from penjing.compress.work import WorkFolder
-from penjing.core.artifact.decoder import open_decoder_artifact
+from penjing.core.artifact.decoder import open_artifact
 from penjing.core.checkpoint.decoder import open_checkpoint
 from penjing.core.checkpoint.load import load_model
 from penjing.core.cli import _run
 from penjing.core.errors import ConfigError, InputError, SetupError
 from penjing.core.manifest import read_manifest
+from penjing.core.work import WorkFolder
 from tests.compress.conftest import Notes, write_recipe
 
 # Runs `penjing compress` and is killed at the N-th flush to disk; every file the run writes is flushed.
@@ -45,7 +45,7 @@ compress(Path(sys.argv[1]))
 
 
 def test_the_artifact_is_complete_verified_and_smaller(tiny_int8: Path, tiny_checkpoint: Path) -> None:
-    artifact = open_decoder_artifact(tiny_int8)
+    artifact = open_artifact(tiny_int8)
     hashed = set(artifact.manifest.sha256)
     assert {"recipe.toml", "report.json", "report.html", "parity.json", "model.safetensors", "tokenizer.json"} <= hashed
     assert artifact.report["bytes_int8"] * 2 < artifact.report["bytes_fp32"]
@@ -120,7 +120,7 @@ def test_another_recipe_needs_force(tiny_int8: Path, tmp_path: Path) -> None:
     with pytest.raises(InputError, match="was made from another recipe, input or version; replace it with --force"):
         compress(tiny_int8 / "recipe.toml", ["quantize.lm_head=keep"], out=out)
     compress(tiny_int8 / "recipe.toml", ["quantize.lm_head=keep"], out=out, force=True)
-    artifact = open_decoder_artifact(out)
+    artifact = open_artifact(out)
     assert artifact.checkpoint.dtype("lm_head.weight") == "F16"
     assert artifact.checkpoint.config_json["quantization_config"]["ignore"] == ["lm_head"]
 
@@ -203,7 +203,7 @@ def test_a_killed_run_leaves_nothing_under_the_name_and_goes_on(
     compress(recipe, progress=notes)
     assert any(re.fullmatch(r"going on after \w+: \d+ steps were complete", line) for line in notes.lines)
     assert "perplexity of the model" not in notes.tasks
-    artifact = open_decoder_artifact(tmp_path / "out")
+    artifact = open_artifact(tmp_path / "out")
     assert artifact.manifest.sha256["model.safetensors"] == wanted
     assert artifact.report["steps_resumed"] > 2
     assert not list(tmp_path.glob(".*"))

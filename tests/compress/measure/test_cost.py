@@ -10,9 +10,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from penjing.compress.measure.cost import DecodeStep, MeasureSettings, measure, onnx_session, size_of
-from penjing.compress.measure.data import ImageData
 from penjing.compress.prune.inspect import inspect_checkpoint
 from penjing.compress.quantize.artifact import ArtifactSettings, quantize_checkpoint
+from penjing.compress.samples.data import ImageData
 from penjing.core.checkpoint.classifier import load_classifier
 from penjing.core.checkpoint.load import load_model
 from penjing.core.errors import InputError

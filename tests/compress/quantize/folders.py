@@ -9,7 +9,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from penjing.compress.measure.data import ImageData
+from penjing.compress.samples.data import ImageData
 from penjing.core.checkpoint.classifier import ClassifierConfig, save_classifier
 from penjing.core.files import publish_folder
 from penjing.core.models.resnet import ResNet

@@ -60,7 +60,7 @@ def test_verify_runs_the_gate_again(artifact: Path, capsys: pytest.CaptureFixtur
 
 
 def test_evaluation_runs_the_artifact(artifact: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("penjing.compress.measure.data.load_fashion", lambda split, progress: image_set())
+    monkeypatch.setattr("penjing.compress.samples.data.load_fashion", lambda split, progress: image_set())
     quality = evaluate_checkpoint(artifact, EvaluateSettings(images=64))
     opened = open_classifier_artifact(artifact)
     logits = opened.logits(opened.session(), image_set().images)

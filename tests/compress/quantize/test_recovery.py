@@ -9,7 +9,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from penjing.compress.measure.data import ImageData
 from penjing.compress.quantize.place_resnet import (
     activation_quantizers,
     apply_quantization,
@@ -20,6 +19,7 @@ from penjing.compress.quantize.place_resnet import (
 from penjing.compress.quantize.targets import QuantizeSettings
 from penjing.compress.rounding.formats import SignedInteger, UnsignedInteger
 from penjing.compress.rounding.observers import Method
+from penjing.compress.samples.data import ImageData
 from penjing.core.models.resnet import ResNet
 from tests.compress.quantize.folders import MEAN, STD, image_set, trained_resnet
 

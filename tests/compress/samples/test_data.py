@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from penjing.compress.measure import data
-from penjing.compress.measure.data import Calibrate, ImageData, open_data
+from penjing.compress.samples.data import Calibrate, ImageData, open_data
 from penjing.core.checkpoint.classifier import ClassifierConfig, save_classifier
 from penjing.core.checkpoint.load import load_model
 from penjing.core.errors import ConfigError, InputError

@@ -18,13 +18,14 @@ import torch.nn.functional as F
 from pydantic import Field, model_validator
 from torch import Tensor, nn
 
+from penjing.compress.samples.retrieval import calibration_paragraphs
 from penjing.core.checkpoint.classifier import ClassifierConfig, classifier_config
 from penjing.core.checkpoint.decoder import open_checkpoint
 from penjing.core.config import Config
 from penjing.core.errors import ConfigError, InputError
-from penjing.core.manifest import read_json_object
 from penjing.core.progress import Progress
-from penjing.core.text.corpus import calibration_tokens
+from penjing.core.text.corpus import calibration_windows
+from penjing.core.text.text_tokenizer import TextTokenizer, encoder_config
 from penjing.core.text.tokenizer import Tokenizer
 from penjing.train.data.fashion import load_fashion
 from penjing.train.data.images import ImageSet, normalise
@@ -32,23 +33,25 @@ from penjing.train.objective.cross_entropy import cross_entropy_sum
 from penjing.train.objective.objective import IGNORED
 
 
-class Calibrate(Config):
-    """How many samples; `images` for classifiers, `tokens` in windows for decoders, each `batch_…` at a time."""
+class DataSettings(Config):
+    """`[data]`: the samples that a network is looked at with while it is compressed, never those of `[evaluate]`."""
 
-    images: int = Field(default=2048, ge=1)
-    batch_images: int = Field(default=256, ge=1)
-    tokens: int = Field(default=16384, ge=32)
-    window: int = Field(default=512, ge=16)
-    batch_windows: int = Field(default=4, ge=1)
+    images: int = Field(default=2048, ge=1, description="Training images, for a classifier.")
+    batch_images: int = Field(default=256, ge=1, description="Images that run at a time.")
+    tokens: int = Field(default=4096, ge=32, description="Tokens of text, for a decoder; a multiple of window.")
+    window: int = Field(default=512, ge=16, description="Tokens of a window, which starts afresh.")
+    code: float = Field(default=0.5, ge=0, le=1, description="Share of the windows that are source code, not prose.")
+    batch_windows: int = Field(default=4, ge=1, description="Windows that run at a time.")
+    texts: int = Field(default=128, ge=8, description="Paragraphs, for a text encoder.")
 
     @model_validator(mode="after")
-    def _whole_windows(self) -> Calibrate:
+    def _whole_windows(self) -> DataSettings:
         if self.tokens % self.window:
             raise ValueError(f"tokens={self.tokens} is not a multiple of window={self.window}")
         return self
 
 
-class CompressData(Protocol):
+class Samples(Protocol):
     """Calibration batches of a task."""
 
     def inputs(self) -> Iterator[tuple[Tensor, ...]]:
@@ -70,13 +73,13 @@ class ImageData:
     batch: int
 
     def inputs(self) -> Iterator[tuple[Tensor, ...]]:
-        """See `CompressData`."""
+        """See `Samples`."""
         mean, std = np.array(self.mean, np.float32), np.array(self.std, np.float32)
         for begin in range(0, len(self.images.images), self.batch):
             yield (torch.from_numpy(normalise(self.images.images[begin : begin + self.batch], mean, std)),)
 
     def losses(self, model: nn.Module) -> Iterator[Tensor]:
-        """See `CompressData`."""
+        """See `Samples`."""
         labels = torch.from_numpy(self.images.labels.astype(np.int64)).split(self.batch)
         for (images,), targets_B in zip(self.inputs(), labels, strict=True):
             yield F.cross_entropy(model(images), targets_B)
@@ -90,47 +93,84 @@ class TokenData:
     batch: int
 
     def inputs(self) -> Iterator[tuple[Tensor, ...]]:
-        """See `CompressData`."""
+        """See `Samples`."""
         for tokens_BT in self.windows.split(self.batch):
             yield (tokens_BT,)
 
     def losses(self, model: nn.Module) -> Iterator[Tensor]:
-        """See `CompressData`."""
+        """See `Samples`."""
         for tokens_1T in self.windows.split(1):
             logits_TV = model(tokens_1T)[0]
             targets_T = torch.cat([tokens_1T[0, 1:], torch.tensor([IGNORED])])
             yield cross_entropy_sum(logits_TV, targets_T, ignored=IGNORED) / (len(targets_T) - 1)
 
 
-def is_classifier(folder: Path) -> bool:
-    """Whether a checkpoint folder holds an image classifier; else it is taken for a decoder.
+@dataclass(frozen=True)
+class TextSamples:
+    """Paragraphs, one at a time: what stands at padding would widen ranges."""
+
+    tokenizer: TextTokenizer
+    texts: list[str]
+
+    def inputs(self) -> Iterator[tuple[Tensor, ...]]:
+        """Token ids and mask of one text, (1, T) int64 both."""
+        for text in self.texts:
+            yield self.tokenizer([text]).tensors()
+
+    def losses(self, model: nn.Module) -> Iterator[Tensor]:
+        """See `Samples`.
+
+        Raises:
+            ConfigError: embeddings have no targets.
+        """
+        raise ConfigError("a text encoder's samples have no targets, so that it has no loss")
+
+
+def image_samples(folder: Path, settings: DataSettings, progress: Progress) -> ImageData:
+    """Training images that fit the classifier in `folder`.
 
     Raises:
-        InputError: there is no readable `config.json`.
+        InputError: the checkpoint is damaged, or the images do not fit it.
+        SetupError: the images cannot be fetched.
     """
-    return "task" in read_json_object(folder / "config.json")
+    config = classifier_config(folder)
+    images = fitting_images(folder, config, "train", progress).first(settings.images)
+    return ImageData(images, config.mean, config.std, settings.batch_images)
 
 
-def open_data(folder: Path, calibrate: Calibrate, progress: Progress) -> CompressData:
-    """Calibration samples that fit the checkpoint in `folder`.
+def token_samples(folder: Path, settings: DataSettings, _: Progress) -> TokenData:
+    """Calibration text in the tokens of the decoder in `folder`.
 
     Raises:
         ConfigError: windows longer than the decoder's context.
-        InputError: the checkpoint is damaged, the images do not fit it, or there is less text than asked for.
-        SetupError: the images cannot be fetched.
+        InputError: the checkpoint is damaged, or there is less text than asked for.
     """
-    if is_classifier(folder):
-        config = classifier_config(folder)
-        images = fitting_images(folder, config, "train", progress).first(calibrate.images)
-        return ImageData(images, config.mean, config.std, calibrate.batch_images)
+    check_window(folder, settings)
+    windows_WT = calibration_windows(Tokenizer.from_folder(folder), settings.tokens, settings.window, settings.code)
+    return TokenData(windows_WT, settings.batch_windows)
+
+
+def text_samples(folder: Path, settings: DataSettings, _: Progress) -> TextSamples:
+    """Calibration paragraphs in the tokens of the text encoder in `folder`.
+
+    Raises:
+        InputError: the checkpoint is damaged, or there are fewer paragraphs than asked for.
+    """
+    return TextSamples(TextTokenizer(folder, encoder_config(folder)), calibration_paragraphs(settings.texts))
+
+
+def check_window(folder: Path, settings: DataSettings) -> None:
+    """Refuse windows longer than the decoder's context.
+
+    Raises:
+        ConfigError: they are.
+    """
     context = open_checkpoint(folder).config.max_position_embeddings
-    if calibrate.window > context:
+    if settings.window > context:
         raise ConfigError(
-            f"calibrate.window={calibrate.window} is longer than the context of {context} tokens of {folder}; "
+            f"data.window={settings.window} is longer than the context of {context} tokens of {folder}; "
             "use a smaller one"
         )
-    tokens = calibration_tokens(Tokenizer.from_folder(folder), calibrate.tokens)
-    return TokenData(tokens.view(-1, calibrate.window), calibrate.batch_windows)
 
 
 def fitting_images(folder: Path, config: ClassifierConfig, split: str, progress: Progress) -> ImageSet:

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from penjing.compress.work import WorkFolder
 from penjing.core.errors import InputError
+from penjing.core.work import WorkFolder
 
 
 @pytest.mark.parametrize("content", ["", "[]", "{}", json.dumps({"name": "a", "more": 1}), "[" * 100_000])

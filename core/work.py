@@ -1,7 +1,7 @@
-"""The steps of a run, each kept when it is complete, so that a killed run goes on where it stopped.
+"""Long work in pieces, each kept when it is complete, so that a killed run goes on where it stopped.
 
-Beside the output `NAME` lies `.NAME.work`: for each completed step STEP.json (seconds, peak memory, result; comes last)
-and what it made. The folder belongs to one key, the hash of recipe, input and code; for another key it starts empty.
+Beside the output `NAME` lies `.NAME.work`: for each completed task TASK.json (seconds, peak memory, result; comes last)
+and what it made. The folder belongs to one key, the hash of input and code; for another key it starts empty.
 """
 
 from __future__ import annotations
@@ -32,20 +32,76 @@ KEY_FILE = "key.txt"
 
 @dataclass(frozen=True)
 class StepRecord:
-    """One completed step."""
+    """One completed task."""
 
     name: str
     seconds: float
-    peak_memory_bytes: int  # largest resident memory above the start of the run
+    peak_memory_bytes: int  # largest resident memory above what the process held before the run
     result: dict[str, Any]
 
 
-class WorkFolder:
+class Tasks:
+    """What is kept of a piece of work in a folder, task by task, so that a killed run goes on where it stopped.
+
+    Args:
+        path: an existing folder for this work alone, whose name or place says what it is made of.
+        baseline: resident memory, in bytes, that was there before; None takes what there is now.
+    """
+
+    def __init__(self, path: Path, baseline: int | None = None) -> None:
+        self.path = path
+        self.baseline = PeakMemory.resident_bytes() if baseline is None else baseline
+
+    def record(self, name: str) -> StepRecord | None:
+        """The record of a completed task, else None."""
+        path = self.path / f"{name}.json"
+        if not path.exists():
+            return None
+        try:
+            return StepRecord(**read_json_object(path))
+        except (TypeError, InputError):
+            raise InputError(f"{path} is no record of a step; delete it, and the step is done again") from None
+
+    def run(self, name: str, work: Callable[[], dict[str, Any]]) -> StepRecord:
+        """Do `work`, whose result is JSON-ready, unless the task is complete already."""
+        if (done := self.record(name)) is not None:
+            return done
+        release_unused()
+        began = time.monotonic()
+        with writing(self.path), PeakMemory() as memory:
+            result = work()
+        record = StepRecord(name, time.monotonic() - began, max(0, memory.peak_bytes - self.baseline), result)
+        atomic_write_text(self.path / f"{name}.json", json.dumps(asdict(record), indent=2) + "\n")
+        return record
+
+    def num_complete(self) -> int:
+        """How many tasks are complete."""
+        return sum(1 for _ in self.path.glob("*.json"))
+
+    def forget(self, name: str) -> None:
+        """Let the task `name` be done again."""
+        (self.path / f"{name}.json").unlink(missing_ok=True)
+
+    def save(self, name: str, tensors: dict[str, torch.Tensor]) -> None:
+        """Keep tensors of a task under `name`; complete on disk when this returns."""
+        data = to_bytes({key: tensor.contiguous() for key, tensor in tensors.items()})
+        atomic_write_bytes(self.path / f"{name}.safetensors", data)
+
+    def load(self, name: str) -> dict[str, torch.Tensor]:
+        """Tensors that `save` kept."""
+        return load_file(self.path / f"{name}.safetensors")
+
+    def discard(self, name: str) -> None:
+        """Forget tensors that no later task needs."""
+        (self.path / f"{name}.safetensors").unlink(missing_ok=True)
+
+
+class WorkFolder(Tasks):
     """A context manager that holds the work folder of `output` for this process alone.
 
     Args:
-        output: the artifact folder that the run will publish.
-        key: what the folder's content depends on.
+        output: the folder that the run will publish.
+        key: what the folder's content depends on; what another key left there goes.
 
     Raises:
         SetupError: another process works on the same output, or the disk refuses.
@@ -53,11 +109,9 @@ class WorkFolder:
 
     def __init__(self, output: Path, key: str) -> None:
         output = output.absolute()
-        self.path = output.with_name(f".{output.name}.work")
+        super().__init__(output.with_name(f".{output.name}.work"))
         self.key = key
         self._lock = -1
-        self.num_resumed, self.last_step = 0, ""  # complete steps of an earlier run, set on entering
-        self._baseline = PeakMemory.resident_bytes()
 
     def __enter__(self) -> WorkFolder:
         with writing(self.path):
@@ -75,56 +129,24 @@ class WorkFolder:
             for entry in self.path.iterdir():
                 shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
             atomic_write_text(key_file, self.key)
-        records = sorted(self.path.glob("*.json"), key=lambda path: path.stat().st_mtime_ns)
-        self.num_resumed = len(records)
-        self.last_step = records[-1].stem if records else ""
         return self
 
     def __exit__(self, *_: tuple[type[BaseException], BaseException, TracebackType]) -> None:
         os.close(self._lock)
 
-    def record(self, name: str) -> StepRecord | None:
-        """The record of a completed step, else None."""
-        path = self.path / f"{name}.json"
-        if not path.exists():
-            return None
-        try:
-            return StepRecord(**read_json_object(path))
-        except (TypeError, InputError):
-            raise InputError(f"{path} is no record of a step; delete it, and the step is done again") from None
-
-    def run(self, name: str, work: Callable[[], dict[str, Any]]) -> StepRecord:
-        """Do `work`, whose result is JSON-ready, unless the step is complete already."""
-        if (done := self.record(name)) is not None:
-            return done
-        release_unused()
-        began = time.monotonic()
-        with writing(self.path), PeakMemory() as memory:
-            result = work()
-        record = StepRecord(name, time.monotonic() - began, max(0, memory.peak_bytes - self._baseline), result)
-        atomic_write_text(self.path / f"{name}.json", json.dumps(asdict(record), indent=2) + "\n")
-        return record
-
-    def forget(self, name: str) -> None:
-        """Let the step `name` be done again."""
-        (self.path / f"{name}.json").unlink(missing_ok=True)
-
-    def save(self, name: str, tensors: dict[str, torch.Tensor]) -> None:
-        """Keep tensors of a step under `name`; complete on disk when this returns."""
-        data = to_bytes({key: tensor.contiguous() for key, tensor in tensors.items()})
-        atomic_write_bytes(self.path / f"{name}.safetensors", data)
-
-    def load(self, name: str) -> dict[str, torch.Tensor]:
-        """Tensors that `save` kept."""
-        return load_file(self.path / f"{name}.safetensors")
-
-    def discard(self, name: str) -> None:
-        """Forget tensors that no later step needs."""
-        (self.path / f"{name}.safetensors").unlink(missing_ok=True)
-
     def remove(self) -> None:
         """Delete the folder: the run is published."""
         shutil.rmtree(self.path)
+
+
+@dataclass(frozen=True)
+class Places:
+    """Where a step reads and writes: `source` is a checkpoint, `partial` an empty folder that is published when the
+    step is done, `scratch` a folder of its own that outlives a kill and belongs to this very step on this source."""
+
+    source: Path
+    partial: Path
+    scratch: Path
 
 
 def already_made(output: Path, key: str, force: bool, check: Callable[[Path], object], progress: Progress) -> bool:

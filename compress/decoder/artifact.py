@@ -1,0 +1,134 @@
+"""The weights of a decoder's INT8 artifact, made layer by layer with one layer in memory, each kept when it is done."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from penjing.compress.decoder.check import check_finite, linear_modules, transformed
+from penjing.compress.decoder.head import compress_embedding, compress_head, embed_for_calibration, unties
+from penjing.compress.decoder.layer import SAMPLE_ROWS, Rotations, compress_layer
+from penjing.compress.decoder.settings import Int8Settings
+from penjing.compress.decoder.stream import LayerStream
+from penjing.core.artifact.decoder import quantization_config
+from penjing.core.checkpoint.decoder import open_checkpoint, save_checkpoint
+from penjing.core.manifest import write_manifest
+from penjing.core.progress import Progress
+from penjing.core.work import StepRecord, Tasks
+
+
+def make_weights(
+    source: Path, settings: Int8Settings, windows_WT: Tensor, tasks: Tasks, progress: Progress
+) -> tuple[Path, list[StepRecord]]:
+    """Transform and quantize the decoder in `source` without measuring anything.
+
+    Args:
+        windows_WT: calibration text, (windows, tokens) int64.
+        tasks: what is kept of this very work; a killed run goes on after its last complete layer.
+
+    Returns:
+        A folder inside that of `tasks`, and the record of each layer. It is an artifact without its records; a
+        floating checkpoint where the settings keep every layer.
+
+    Raises:
+        InputError: a weight or an activation is NaN or infinite.
+    """
+    return tasks.path / "artifact", _Layers(source, settings, windows_WT, tasks, progress).make()
+
+
+class _Layers:
+    """The tasks of one artifact, in order."""
+
+    def __init__(
+        self, source: Path, settings: Int8Settings, windows_WT: Tensor, tasks: Tasks, progress: Progress
+    ) -> None:
+        self.source, self.settings, self.windows_WT, self.tasks = source, settings, windows_WT, tasks
+        self.progress = progress
+        self.stream = LayerStream(open_checkpoint(source))
+        self.config = self.stream.config
+        self.rotations = Rotations.of(settings, self.config.hidden_size, self.config.head_dim)
+        self._hidden_WTE: Tensor | None = None  # of the calibration text, after the last layer that was done here
+
+    def make(self) -> list[StepRecord]:
+        """Fill the folder `artifact`."""
+        num_layers, records = self.config.num_hidden_layers, []
+        self.tasks.run("check", self._check)
+        self.progress.start("compressing layers", num_layers)
+        for layer in range(num_layers):
+            name = _layer_name(layer)
+            records.append(self.tasks.run(name, lambda layer=layer: self._layer(layer)))
+            if layer:
+                self.tasks.discard(_hidden_name(layer - 1))
+            self.progress.advance()
+        records += [self.tasks.run(name, step) for name, step in (("head", self._head), ("assemble", self._assemble))]
+        return records
+
+    def _check(self) -> dict[str, Any]:
+        check_finite(self.stream.checkpoint, self.progress)
+        return {}
+
+    def _layer(self, layer: int) -> dict[str, Any]:
+        hidden_WTE = self._hidden_after(layer - 1)
+        compressed = compress_layer(self.stream, layer, self.settings, self.rotations, hidden_WTE)
+        self.tasks.save(_layer_name(layer), compressed.tensors)
+        self.tasks.save(_hidden_name(layer), {"hidden": hidden_WTE})
+        self._hidden_WTE = hidden_WTE
+        return {"errors": {name: error.as_dict() for name, error in compressed.errors.items()}}
+
+    def _hidden_after(self, layer: int) -> Tensor:
+        if self._hidden_WTE is not None:
+            return self._hidden_WTE
+        if layer >= 0:
+            return self.tasks.load(_hidden_name(layer))["hidden"]
+        return embed_for_calibration(self.stream, self.rotations, self.windows_WT)
+
+    def _head(self) -> dict[str, Any]:
+        self.progress.start("compressing the head", 1)
+        hidden_ME = self._hidden_after(self.config.num_hidden_layers - 1).flatten(0, 1)
+        sample_ME = hidden_ME[:: max(1, hidden_ME.shape[0] // SAMPLE_ROWS)]
+        compressed = compress_head(self.stream, self.settings, self.rotations, sample_ME)
+        self.tasks.save("head", compressed.tensors)
+        self._hidden_WTE = None
+        return {"errors": {} if compressed.error is None else {"lm_head": compressed.error.as_dict()}}
+
+    def _assemble(self) -> dict[str, Any]:
+        self.progress.start("writing the artifact", self.config.num_hidden_layers + 2)
+        folder = self.tasks.path / "artifact"
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir()
+        linears = linear_modules(self.config)
+        keep = [name for name in linears if self.settings.keeps(name)]
+        kv_scales = self.settings.kv_cache == "int8"
+        quantized = {} if keep == linears else {"quantization_config": quantization_config(keep, kv_scales=kv_scales)}
+        tied = self.config.tie_word_embeddings and not unties(self.settings)
+        total = save_checkpoint(
+            folder,
+            transformed(self.config, self.settings.transform).model_copy(update={"tie_word_embeddings": tied}),
+            self._tensors(),
+            tokenizer_from=self.source,
+            extra_config=quantized,
+        )
+        write_manifest(folder, "artifact" if quantized else "checkpoint", {"command": "penjing compress"})
+        return {"bytes": total}
+
+    def _tensors(self) -> Iterator[tuple[str, Tensor]]:
+        yield from compress_embedding(self.stream, self.settings, self.rotations).items()
+        self.progress.advance()
+        for layer in range(self.config.num_hidden_layers):
+            for name, tensor in self.tasks.load(_layer_name(layer)).items():
+                yield f"model.layers.{layer}.{name}", tensor
+            self.progress.advance()
+        yield from self.tasks.load("head").items()
+        self.progress.advance()
+
+
+def _layer_name(layer: int) -> str:
+    return f"layer_{layer:03d}"
+
+
+def _hidden_name(layer: int) -> str:
+    return f"hidden_{layer:03d}"

@@ -1,0 +1,53 @@
+"""How image classifiers learn inside a compression run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from torch import nn
+
+from penjing.compress.distill.networks import classifier_teacher
+from penjing.compress.distill.training import Training, TrainingSettings, unused
+from penjing.core.checkpoint.classifier import classifier_config
+from penjing.core.errors import ConfigError
+from penjing.core.models.resnet_config import ResNetConfig
+from penjing.core.progress import Progress
+from penjing.train.families.base import Task
+from penjing.train.families.classifier import ImageClassification
+from penjing.train.recipe.data import FashionData
+from penjing.train.recipe.recipe import RunRecipe
+
+
+def images(source: Path, step: TrainingSettings) -> FashionData:
+    """Fashion-MNIST, cropped after `pad`, flipped, `erase`d.
+
+    Raises:
+        ConfigError: settings of text.
+    """
+    if wrong := unused(step, {"sources", "sequence_length", "document_mask", "held_out"}):
+        raise ConfigError(f"{source} is an image classifier, which has no use for {', '.join(wrong)}; leave it out")
+    sizes = {"batch_size": step.batch_size, "micro_batch": step.micro_batch}
+    return FashionData(kind="fashion-mnist", **sizes, pad=step.pad, flip=step.flip, erase=step.erase)
+
+
+def _task(source: Path, recipe: RunRecipe, progress: Progress) -> Task:
+    assert isinstance(recipe.data, FashionData)
+    return ImageClassification(recipe, classifier_config(source), recipe.data, progress)
+
+
+def _architecture(folder: Path) -> ResNetConfig:
+    return classifier_config(folder).model
+
+
+def _teacher(student: Path, teacher: Path, _: TrainingSettings) -> nn.Module:
+    return classifier_teacher(student, teacher)
+
+
+TRAINING = Training(
+    data=images,
+    evaluation_samples=10_000,
+    task=_task,
+    architecture=_architecture,
+    teacher=_teacher,
+    cached=None,
+)

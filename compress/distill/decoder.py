@@ -1,0 +1,120 @@
+"""How decoders learn inside a compression run: from text, and from a teacher that answers then or once before."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from torch import nn
+
+from penjing.compress.distill.cache import Answer, TeacherCache
+from penjing.compress.distill.networks import check_decoder, decoder, identity
+from penjing.compress.distill.objective import Distillation, DistillWeights, Teacher
+from penjing.compress.distill.task import Distilled
+from penjing.compress.distill.training import Training, TrainingSettings, unused
+from penjing.core.cache import cache_dir
+from penjing.core.checkpoint.decoder import Checkpoint, open_checkpoint
+from penjing.core.errors import ConfigError
+from penjing.core.models.config import DecoderConfig
+from penjing.core.progress import Progress
+from penjing.train.families.base import Task
+from penjing.train.families.decoder import LanguageModeling
+from penjing.train.objective.objective import CrossEntropy
+from penjing.train.processes.world import choose_device
+from penjing.train.recipe.data import TextData
+from penjing.train.recipe.recipe import RunRecipe
+
+
+def text(source: Path, step: TrainingSettings) -> TextData:
+    """The step's `sources`, with the tokenizer of the checkpoint.
+
+    Raises:
+        ConfigError: no sources, or settings of images.
+    """
+    if not step.sources:
+        raise ConfigError(f"{source} is a decoder: give the step sources = [folders of text], or 'builtin:code'")
+    if wrong := unused(step, {"pad", "flip", "erase"}):
+        raise ConfigError(f"{source} is a decoder, which has no use for {', '.join(wrong)}; leave it out")
+    return TextData(
+        kind="text",
+        batch_size=step.batch_size,
+        micro_batch=step.micro_batch,
+        sources=step.sources,
+        tokenizer=source,
+        sequence_length=step.sequence_length,
+        document_mask=step.document_mask,
+        held_out=step.held_out,
+    )
+
+
+def learn_from_cache(
+    task: Task,
+    recipe: RunRecipe,
+    plain: CrossEntropy,
+    student: Path,
+    teacher: Path,
+    step: TrainingSettings,
+    weights: DistillWeights,
+    temperature: float,
+    top_k: int,
+    folder: Path | None,
+    progress: Progress,
+) -> Task:
+    """Distillation from the teacher's `top_k` largest logits, which are written first where they are not complete.
+
+    Args:
+        folder: of all such caches; None: in penjing's own cache.
+    """
+    assert isinstance(task, LanguageModeling)
+    large = _fitting_teacher(student, teacher, step)
+    cache = TeacherCache(
+        base=folder or cache_dir() / "teacher",
+        teacher=identity(teacher),
+        shards=task.folder,
+        sequence_length=step.sequence_length,
+        document_mask=step.document_mask,
+        top_k=min(top_k, large.config.vocab_size),
+        temperature=temperature,
+        mode=recipe.precision.mode,
+    )
+    device = choose_device(recipe.device)
+
+    def load() -> Answer:
+        answers = Teacher(decoder(large), plain.inputs, device, recipe.precision.mode)
+        return lambda batch: answers({name: tensor.to(device) for name, tensor in batch.items()})[0]
+
+    cache.fill(load, progress)
+    objective = Distillation(plain, None, weights, temperature)
+    return Distilled(task, objective, recipe.seed, cache=cache)
+
+
+def _fitting_teacher(student: Path, teacher: Path, step: TrainingSettings) -> Checkpoint:
+    large = check_decoder(student, teacher)
+    if step.sequence_length > large.config.max_position_embeddings:
+        raise ConfigError(
+            f"sequence_length={step.sequence_length} is longer than the context of "
+            f"{large.config.max_position_embeddings} tokens of teacher {teacher}; lower it"
+        )
+    return large
+
+
+def _task(source: Path, recipe: RunRecipe, progress: Progress) -> Task:
+    assert isinstance(recipe.data, TextData)
+    return LanguageModeling(recipe, open_checkpoint(source).config, recipe.data, progress)
+
+
+def _architecture(folder: Path) -> DecoderConfig:
+    return open_checkpoint(folder).config
+
+
+def _teacher(student: Path, teacher: Path, step: TrainingSettings) -> nn.Module:
+    return decoder(_fitting_teacher(student, teacher, step))
+
+
+TRAINING = Training(
+    data=text,
+    evaluation_samples=256,
+    task=_task,
+    architecture=_architecture,
+    teacher=_teacher,
+    cached=learn_from_cache,
+)

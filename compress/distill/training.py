@@ -1,0 +1,231 @@
+"""Training inside a compression run: train's loop on a checkpoint's own network and data, under any objective."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field
+from torch import nn
+
+from penjing.compress.distill.networks import identity
+from penjing.compress.distill.objective import Distillation, DistillWeights, Teacher
+from penjing.compress.distill.task import Distilled
+from penjing.core.config import Config
+from penjing.core.files import atomic_write_text, writing
+from penjing.core.manifest import MANIFEST_NAME, read_manifest
+from penjing.core.models.config import DecoderConfig
+from penjing.core.models.resnet_config import ResNetConfig
+from penjing.core.progress import Progress
+from penjing.core.work import check_kept
+from penjing.train.families.base import Task
+from penjing.train.loop import InterruptedRunError
+from penjing.train.monitor.monitor import MonitorConfig
+from penjing.train.numerics.precision import PrecisionConfig
+from penjing.train.objective.objective import CrossEntropy
+from penjing.train.optim.clip import ClipConfig
+from penjing.train.optim.optimizer import OptimizerConfig
+from penjing.train.optim.schedule import LearningRate
+from penjing.train.processes.world import choose_device
+from penjing.train.recipe.data import FashionData, TextData
+from penjing.train.recipe.recipe import CheckpointConfig, EvaluationConfig, MemoryConfig, ObjectiveConfig, RunRecipe
+from penjing.train.run import train_task
+
+_KEY, _TRAINED, _RUN = "step.json", "trained", "run"
+
+
+class TrainingSettings(Config):
+    """What every step that trains is told: the run of train's loop, and its data."""
+
+    steps: int = Field(gt=0, description="Updates of the weights.")
+    batch_size: int = Field(default=64, gt=0, description="Samples of one update.")
+    micro_batch: int | Literal["auto"] | None = Field(
+        default=None, description='Samples of one forward pass; none given: all; "auto" takes the fastest that fits.'
+    )
+    seed: int = Field(default=0, ge=0, description="Seed of the order of samples.")
+    device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="Where the network learns.")
+    learning_rate: LearningRate = Field(default=LearningRate(), description="Rate over the updates.")
+    optimizer: OptimizerConfig = Field(default=OptimizerConfig(), description="Which optimizer, and its settings.")
+    clip: ClipConfig = Field(default=ClipConfig(), description="Bounds of gradients.")
+    precision: PrecisionConfig = Field(default=PrecisionConfig(), description="Number formats of products.")
+    memory: MemoryConfig = Field(default=MemoryConfig(), description="What is computed again to save memory.")
+    average: float | None = Field(
+        default=None, gt=0, lt=1, description="Decay of averaged weights, which become the result."
+    )
+    checkpoint_every: int = Field(default=200, ge=1, description="Updates between two states that a kill goes back to.")
+    evaluation_samples: int | None = Field(
+        default=None, ge=0, description="Held-out samples at the end; none given: 10 000 images or 256 sequences."
+    )
+    sources: tuple[str, ...] = Field(
+        default=(), description="Text of a decoder: folders, files, builtin:calibration, builtin:prose, builtin:code."
+    )
+    sequence_length: int = Field(default=256, gt=0, description="Tokens of a sample, of a decoder.")
+    document_mask: bool = Field(default=False, description="Keep attention inside each document, of a decoder.")
+    held_out: float = Field(default=0.02, gt=0, lt=1, description="Share of the text that is not learnt.")
+    pad: int = Field(default=0, ge=0, description="Pixels around an image before it is cropped, of a classifier.")
+    flip: bool = Field(default=False, description="Mirror half of the images.")
+    erase: int = Field(default=0, ge=0, description="Side of a square that is erased from each image, in pixels.")
+
+
+@dataclass(frozen=True)
+class Training:
+    """How networks of a family learn.
+
+    Attributes:
+        data: the section of a training recipe that fits a checkpoint; ConfigError for settings of other data.
+        evaluation_samples: held-out samples where none are asked for.
+        task: (checkpoint, recipe of the run, progress) → the task of train's loop.
+        architecture: of a checkpoint, which hidden states of student and teacher are compared by.
+        teacher: (student, teacher, settings) → the teacher's network in float32, once the student can learn from it.
+        cached: fills a cache of the teacher's answers and gives the task that learns from it; None where samples
+            differ from epoch to epoch.
+    """
+
+    data: Callable[[Path, TrainingSettings], TextData | FashionData]
+    evaluation_samples: int
+    task: Callable[[Path, RunRecipe, Progress], Task]
+    architecture: Callable[[Path], DecoderConfig | ResNetConfig]
+    teacher: Callable[[Path, Path, TrainingSettings], nn.Module]
+    cached: Callable[..., Task] | None
+
+
+def train_checkpoint(
+    source: Path,
+    partial: Path,
+    step: TrainingSettings,
+    training: Training,
+    work: Path,
+    progress: Progress,
+    wrap: Callable[[Task, RunRecipe], Task],
+    names: dict[str, Path],
+) -> dict[str, Any]:
+    """Train the checkpoint `source` as `step` says and write the result into `partial`, complete with manifest.
+
+    Args:
+        partial: an existing folder, not yet published.
+        training: of the checkpoint's family.
+        work: a folder for this step alone: the run's checkpoints and metrics. After a kill, the same call goes on from
+            there to the same result; for another step or other checkpoints it starts empty.
+        wrap: (task of the checkpoint's own, recipe of the run) → the task that is trained.
+        names: the checkpoints that the step reads, by role.
+
+    Returns:
+        A JSON record: settings, checkpoints, data, losses, evaluation, seconds.
+
+    Raises:
+        PenjingError: see `core.errors`; nothing is left under a final name.
+    """
+    began = time.perf_counter()
+    recipe = run_recipe_of(source, step, training, work)
+    _claim(work, step, names, progress)
+    check_kept(work / _TRAINED)
+    if not (work / _TRAINED / MANIFEST_NAME).is_file():
+        try:
+            train_task(
+                recipe,
+                lambda heard: wrap(training.task(source, recipe, heard), recipe),
+                command="penjing compress",
+                resume="auto",
+                progress=progress,
+            )
+        except InterruptedRunError as error:
+            raise InterruptedRunError(f"{str(error).partition(';')[0]}; the same command goes on from there") from None
+    with writing(partial):
+        shutil.copytree(work / _TRAINED, partial, dirs_exist_ok=True)
+    return {
+        "kind": getattr(step, "kind", ""),
+        "settings": step.model_dump(mode="json", exclude_unset=True),
+        **{role: str(folder) for role, folder in names.items()},
+        "data": list(step.sources) or ["Fashion-MNIST"],
+        **_measured(work / _RUN / "metrics.jsonl"),
+        "evaluation": read_manifest(partial).created_by["evaluation"],
+        "seconds": time.perf_counter() - began,
+    }
+
+
+def run_recipe_of(source: Path, step: TrainingSettings, training: Training, work: Path) -> RunRecipe:
+    """The run of a step: the seams of a training recipe, and the data that fits the checkpoint.
+
+    Raises:
+        ConfigError: settings of the other kind of data, or no text.
+    """
+    samples = training.evaluation_samples if step.evaluation_samples is None else step.evaluation_samples
+    return RunRecipe(
+        output=work / _TRAINED,
+        run=work / _RUN,
+        steps=step.steps,
+        seed=step.seed,
+        device=step.device,
+        initial=source,
+        average=step.average,
+        data=training.data(source, step),
+        objective=ObjectiveConfig(label_smoothing=getattr(step, "label_smoothing", 0.0)),
+        optimizer=step.optimizer.model_copy(update={"no_decay": (*step.optimizer.no_decay, "distill_projections.*")}),
+        learning_rate=step.learning_rate,
+        clip=step.clip,
+        precision=step.precision,
+        memory=step.memory,
+        checkpoint=CheckpointConfig(every=step.checkpoint_every, keep=2),
+        evaluation=EvaluationConfig(every=step.steps if samples else 0, samples=samples or 1),
+        monitor=MonitorConfig(every=max(1, step.steps // 100), tensorboard=False),
+    )
+
+
+def taught(
+    task: Task,
+    run: RunRecipe,
+    training: Training,
+    student: Path,
+    teacher: Path,
+    step: TrainingSettings,
+    weights: DistillWeights,
+    temperature: float,
+) -> Task:
+    """`task`, which learns the teacher's logits too."""
+    plain = task.objective.evaluation()
+    assert isinstance(plain, CrossEntropy)
+    network = training.teacher(student, teacher, step)
+    answers = Teacher(network, plain.inputs, choose_device(run.device), run.precision.mode)
+    return Distilled(task, Distillation(plain, answers, weights, temperature), run.seed)
+
+
+def unused(step: TrainingSettings, names: set[str]) -> list[str]:
+    """Those of the settings `names` that a step was given."""
+    fields = type(step).model_fields
+    return sorted(name for name in names if getattr(step, name) != fields[name].default)
+
+
+def _claim(work: Path, step: TrainingSettings, names: dict[str, Path], progress: Progress) -> None:
+    """Make `work` the folder of this step on these checkpoints: what another left there goes."""
+    facts = {"step": step.model_dump(mode="json"), **{role: identity(folder) for role, folder in names.items()}}
+    key = json.dumps(facts, sort_keys=True) + "\n"
+    path = work / _KEY
+    with writing(work):
+        work.mkdir(parents=True, exist_ok=True)
+        if path.is_file() and path.read_text(encoding="utf-8") != key:
+            progress.note(f"{work} belongs to other settings or checkpoints; training starts from the beginning")
+        if not path.is_file() or path.read_text(encoding="utf-8") != key:
+            for name in (_TRAINED, _RUN):
+                shutil.rmtree(work / name, ignore_errors=True)
+            atomic_write_text(path, key)
+
+
+def _measured(path: Path) -> dict[str, Any]:
+    """First and last values of the loss and its parts, and the seconds of all steps, resumed or not."""
+    records = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    records = [record for record in records if "loss" in record]
+    parts = [key for key in ("loss", "divergence", "cross_entropy", "hidden", "relations") if key in records[0]]
+    seconds, before = 0.0, 0
+    for record in records:
+        seconds += (record["step"] - before) * record["step_s"]
+        before = record["step"]
+    ends = {"first": records[0], "last": records[-1]}
+    return {
+        "losses": {end: {part: record[part] for part in parts} for end, record in ends.items()},
+        "training_seconds": seconds,
+    }

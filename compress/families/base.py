@@ -1,0 +1,144 @@
+"""What compression asks of a family of networks: one table of callables, of which a family may lack some.
+
+A family's own module fills the table and calls it `FAMILY`; the code behind it stays in the folders of what it does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from penjing.compress.distill.training import Training
+from penjing.compress.export.record import ExportRecord, Form
+from penjing.compress.measure.cost import Calls, MeasureSettings
+from penjing.compress.measure.evaluate import EvaluateSettings, Quality
+from penjing.compress.measure.skeleton import Skeleton
+from penjing.compress.prune.subject import Subject
+from penjing.compress.quantize.targets import TargetName
+from penjing.compress.samples.data import DataSettings, Samples
+from penjing.core.artifact.parity import Difference
+from penjing.core.config import Config
+from penjing.core.errors import ConfigError
+from penjing.core.family import FAMILIES, FamilyName, family_of, names_of, table_of
+from penjing.core.progress import Progress
+from penjing.core.work import Places
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What a step takes, estimated from shapes: bytes of memory, bytes on disk that stay until the run is published and
+    that only its own run takes, and multiply-accumulates."""
+
+    memory: int
+    disk: int
+    scratch: int = 0
+    macs: int = 0
+
+
+@dataclass(frozen=True)
+class Pruner:
+    """How networks of a family lose units.
+
+    Attributes:
+        parts: what a step may name in `parts`; empty where everything is pruned alike.
+        open: (checkpoint, parts, dropped layers, progress) → the subject.
+        depth: (checkpoint, samples, progress) → the influence of each layer; None: no layer leaves as a whole.
+        finish: what is done to the pruned checkpoint, not yet published, with samples; its record. None: nothing.
+    """
+
+    parts: tuple[str, ...]
+    open: Callable[[Path, Sequence[str], Sequence[int], Progress], Subject]
+    depth: Callable[[Path, Samples, Progress], list[float]] | None = None
+    finish: Callable[[Path, DataSettings, Progress], dict[str, Any]] | None = None
+
+
+@dataclass(frozen=True)
+class Quantizer:
+    """How a network of a family becomes an INT8 artifact.
+
+    Attributes:
+        settings: what a `quantize` step is told, beside what every step is.
+        check: (checkpoint, settings, samples' settings) refuses what does not fit before anything is done.
+        run: (places, settings, samples' settings, the model that the run began with, progress) fills
+            `places.partial` with an artifact that has passed its parity gate; its record.
+        needs: (checkpoint, settings, samples' settings) → what that takes; None: as training, or twice the weights.
+    """
+
+    settings: type[Config]
+    check: Callable[[Path, Any, DataSettings], None]
+    run: Callable[[Places, Any, DataSettings, Path, Progress], dict[str, Any]]
+    needs: Callable[[Path, Any, DataSettings], Needs] | None = None
+
+
+@dataclass(frozen=True)
+class Exporter:
+    """In which forms an artifact of a family is written for other engines.
+
+    Attributes:
+        forms: of `penjing export --to`; `folders`: those of them that are folders, the others are files.
+        write: (artifact, form, path, target, whether what is there may be replaced, progress) → the record.
+    """
+
+    forms: tuple[Form, ...]
+    folders: tuple[Form, ...]
+    write: Callable[[Path, Form, Path, TargetName | None, bool, Progress], ExportRecord]
+
+
+@dataclass(frozen=True)
+class Family:
+    """Everything that compression does with networks of one family; None or empty: it cannot.
+
+    Attributes:
+        hashes: SHA-256 of the files of a checkpoint by name, once names, shapes and formats are right; InputError if it
+            is damaged, quantized already, or holds what compression does not handle.
+        skeleton: the network of a checkpoint or an artifact without storage.
+        samples: what a network is looked at with.
+        evaluate: (folder, the model that the run began with, settings, progress) → how good it is.
+        held_out: how many images, tokens or texts that evaluation runs.
+        calls: what is timed.
+        pruner, training, quantizer: for steps that prune, train and quantize.
+        rerun: (artifact, progress) → its parity measured again here; InputError where that exceeds the record's bound.
+        exporter: for `penjing export`.
+    """
+
+    name: FamilyName
+    said: str
+    hashes: Callable[[Path], dict[str, str]]
+    skeleton: Callable[[Path], Skeleton]
+    samples: Callable[[Path, DataSettings, Progress], Samples]
+    evaluate: Callable[[Path, Path, EvaluateSettings, Progress], Quality]
+    held_out: Callable[[EvaluateSettings], int]
+    calls: Callable[[Sequence[Path], MeasureSettings], Calls]
+    pruner: Pruner | None = None
+    training: Training | None = None
+    quantizer: Quantizer | None = None
+    rerun: Callable[[Path, Progress], tuple[Difference, ...]] | None = None
+    exporter: Exporter | None = None
+
+    def need(self, part: str, what: str) -> Any:
+        """The entry `part`, for `what`, such as "pruned".
+
+        Raises:
+            ConfigError: the family has none; says which families have.
+        """
+        found = getattr(self, part)
+        if not found:
+            others = [FAMILIES.get(name, name) for name in names_of("compress") if getattr(family(name), part)]
+            raise ConfigError(f"{self.said} cannot be {what}; {', '.join(others) or 'no network'} can")
+        return found
+
+
+def family(name: FamilyName) -> Family:
+    """The table of the family `name`."""
+    return table_of("compress", name)
+
+
+def family_at(folder: Path) -> Family:
+    """The table of the family whose network `folder` holds.
+
+    Raises:
+        InputError: there is no `config.json`, or it names no family that can be compressed.
+    """
+    return family(family_of(folder))

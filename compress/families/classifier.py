@@ -1,0 +1,71 @@
+"""What compression does with image classifiers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from penjing.compress.distill.classifier import TRAINING
+from penjing.compress.export.classifier import export_classifier
+from penjing.compress.families.base import Exporter, Family, Pruner, Quantizer
+from penjing.compress.measure.cost import classifier_calls
+from penjing.compress.measure.evaluate import EvaluateSettings, evaluate_classifier
+from penjing.compress.measure.skeleton import skeleton_of_classifier
+from penjing.compress.prune.batch_norm import reestimate_batch_norms
+from penjing.compress.prune.resnet_subject import ResNetSubject
+from penjing.compress.quantize.parity import rerun
+from penjing.compress.quantizers import classifier as quantizer
+from penjing.compress.samples.data import DataSettings, image_samples
+from penjing.core.artifact.base import is_artifact
+from penjing.core.checkpoint.classifier import classifier_skeleton, load_classifier, save_classifier
+from penjing.core.errors import InputError
+from penjing.core.family import FAMILIES
+from penjing.core.manifest import read_manifest, verify
+from penjing.core.progress import Progress
+
+
+def _hashes(folder: Path) -> dict[str, str]:
+    if is_artifact(folder):
+        raise InputError(f"{folder} is quantized already; compress the checkpoint it was made from")
+    classifier_skeleton(folder)
+    return verify(folder).sha256
+
+
+def _held_out(settings: EvaluateSettings) -> int:
+    return settings.images
+
+
+def _open(folder: Path, _: Sequence[str], __: Sequence[int], ___: Progress) -> ResNetSubject:
+    return ResNetSubject(folder)
+
+
+def refresh_batch_norms(folder: Path, data: DataSettings, progress: Progress) -> dict[str, Any]:
+    """Estimate the batch norms' statistics of the classifier in `folder`, not yet published, from training images.
+
+    Returns:
+        How many batch norms it has, as "batch_norms".
+    """
+    model, config = load_classifier(folder)
+    progress.start("statistics of batch norms", 1)
+    count = reestimate_batch_norms(model, image_samples(folder, data, progress).inputs())
+    save_classifier(folder, config, model, read_manifest(folder).created_by)
+    progress.advance()
+    return {"batch_norms": count}
+
+
+FAMILY = Family(
+    name="classifier",
+    said=FAMILIES["classifier"],
+    hashes=_hashes,
+    skeleton=skeleton_of_classifier,
+    samples=image_samples,
+    evaluate=evaluate_classifier,
+    held_out=_held_out,
+    calls=classifier_calls,
+    pruner=Pruner(parts=(), open=_open, finish=refresh_batch_norms),
+    training=TRAINING,
+    quantizer=Quantizer(quantizer.ClassifierQuantize, quantizer.check, quantizer.quantize),
+    rerun=rerun,
+    exporter=Exporter(("onnx", "tensorrt"), (), export_classifier),
+)

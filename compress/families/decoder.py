@@ -1,0 +1,63 @@
+"""What compression does with decoders."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from penjing.compress.decoder.check import check_model, input_hashes
+from penjing.compress.decoder.parity import rerun
+from penjing.compress.distill.decoder import TRAINING
+from penjing.compress.export.decoder import export_decoder
+from penjing.compress.families.base import Exporter, Family, Needs, Pruner, Quantizer
+from penjing.compress.measure.cost import decoder_calls
+from penjing.compress.measure.evaluate import EvaluateSettings, evaluate_decoder
+from penjing.compress.measure.skeleton import skeleton_of_decoder
+from penjing.compress.prune.decoder_subject import DecoderSubject
+from penjing.compress.prune.depth import block_influence
+from penjing.compress.quantizers import decoder as quantizer
+from penjing.compress.samples.data import DataSettings, Samples, token_samples
+from penjing.core.checkpoint.decoder import open_checkpoint
+from penjing.core.family import FAMILIES
+from penjing.core.progress import Progress
+
+
+def _hashes(folder: Path) -> dict[str, str]:
+    checkpoint = open_checkpoint(folder)
+    check_model(checkpoint)
+    return input_hashes(checkpoint)
+
+
+def _held_out(settings: EvaluateSettings) -> int:
+    return settings.prose_tokens + settings.code_tokens
+
+
+def _depth(folder: Path, samples: Samples, progress: Progress) -> list[float]:
+    DecoderSubject(folder, (), (), progress)  # refuses what is damaged before anything runs through it
+    return block_influence(folder, samples.inputs(), progress)
+
+
+def _open(folder: Path, parts: Sequence[str], dropped: Sequence[int], progress: Progress) -> DecoderSubject:
+    return DecoderSubject(folder, parts, dropped, progress)
+
+
+def _needs(source: Path, step: Any, data: DataSettings) -> Needs:
+    return Needs(*quantizer.needed(source, step, data))
+
+
+FAMILY = Family(
+    name="decoder",
+    said=FAMILIES["decoder"],
+    hashes=_hashes,
+    skeleton=skeleton_of_decoder,
+    samples=token_samples,
+    evaluate=evaluate_decoder,
+    held_out=_held_out,
+    calls=decoder_calls,
+    pruner=Pruner(parts=("ffn", "heads", "hidden", "layers"), open=_open, depth=_depth),
+    training=TRAINING,
+    quantizer=Quantizer(quantizer.DecoderQuantize, quantizer.check, quantizer.quantize, _needs),
+    rerun=rerun,
+    exporter=Exporter(("onnx", "compressed-tensors", "gguf"), ("onnx", "compressed-tensors"), export_decoder),
+)

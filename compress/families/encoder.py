@@ -1,0 +1,45 @@
+"""What compression does with text encoders."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from penjing.compress.export.text_encoder import export_text_encoder
+from penjing.compress.families.base import Exporter, Family, Quantizer
+from penjing.compress.measure.cost import encoder_calls
+from penjing.compress.measure.evaluate import EvaluateSettings, evaluate_encoder
+from penjing.compress.measure.skeleton import skeleton_of_encoder
+from penjing.compress.quantize.encoder_parity import rerun
+from penjing.compress.quantizers import encoder as quantizer
+from penjing.compress.samples.data import text_samples
+from penjing.core.artifact.base import is_artifact
+from penjing.core.checkpoint.encoder import WEIGHTS, load_encoder
+from penjing.core.errors import InputError
+from penjing.core.family import FAMILIES
+from penjing.core.files import sha256_file
+
+
+def _hashes(folder: Path) -> dict[str, str]:
+    if is_artifact(folder):
+        raise InputError(f"{folder} is quantized already; compress the checkpoint it was made from")
+    load_encoder(folder)
+    return {name: sha256_file(folder / name) for name in ("config.json", WEIGHTS, "tokenizer.json")}
+
+
+def _held_out(settings: EvaluateSettings) -> int:
+    return 2 * settings.texts
+
+
+FAMILY = Family(
+    name="encoder",
+    said=FAMILIES["encoder"],
+    hashes=_hashes,
+    skeleton=skeleton_of_encoder,
+    samples=text_samples,
+    evaluate=evaluate_encoder,
+    held_out=_held_out,
+    calls=encoder_calls,
+    quantizer=Quantizer(quantizer.EncoderQuantize, quantizer.check, quantizer.quantize),
+    rerun=rerun,
+    exporter=Exporter(("onnx",), (), export_text_encoder),
+)

@@ -1,0 +1,192 @@
+"""An image classifier becomes an INT8 artifact: calibrated or trained, written as ONNX, gated by parity."""
+
+from __future__ import annotations
+
+import json
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from pydantic import Field
+from safetensors.torch import load_file
+
+from penjing.compress.distill.classifier import TRAINING
+from penjing.compress.distill.objective import DistillWeights
+from penjing.compress.distill.training import TrainingSettings, run_recipe_of, taught, train_checkpoint
+from penjing.compress.export.graph import OPSET
+from penjing.compress.export.onnx_classifier import export_onnx
+from penjing.compress.quantize.bits import effective_bits, within_bits
+from penjing.compress.quantize.errors import layer_errors
+from penjing.compress.quantize.parity import measure
+from penjing.compress.quantize.place_resnet import activation_quantizers, apply_quantization, set_mode
+from penjing.compress.quantize.prepare import prepare
+from penjing.compress.quantize.targets import X64_REASON, ClassifierSettings, TargetName, resolve
+from penjing.compress.quantize.task import QuantizedTask
+from penjing.compress.samples.data import DataSettings, ImageData, image_samples
+from penjing.core.artifact.base import MODEL_FILE, QUANTIZATION_FILE
+from penjing.core.artifact.onnx import Quantization
+from penjing.core.artifact.parity import write_parity
+from penjing.core.checkpoint.classifier import ClassifierConfig, load_classifier, save_classifier_config
+from penjing.core.errors import InputError
+from penjing.core.files import atomic_write_text
+from penjing.core.info import versions
+from penjing.core.manifest import write_manifest
+from penjing.core.models.resnet import ResNet
+from penjing.core.progress import Progress
+from penjing.core.work import Places
+from penjing.train.families.base import Task
+from penjing.train.recipe.recipe import RunRecipe
+
+PIXEL_BYTES = 1 << 18  # of the images in the parity record
+_TRAINED = "quantized"
+
+
+class ArtifactSettings(ClassifierSettings):
+    """How a classifier is quantized and what its artifact must pass."""
+
+    target: TargetName = Field(default="onnxruntime-cpu", description="The engine that will run it.")
+    parity_bound: float = Field(
+        default=0.1,
+        gt=0,
+        description="Largest difference between a logit of the fake-quantized model and of ONNX Runtime, in units of "
+        "how much logits vary from image to image.",
+    )
+    parity_images: int = Field(default=32, ge=2, description="Images that are compared and kept for `verify`.")
+
+
+class ClassifierQuantize(TrainingSettings, ArtifactSettings):
+    """INT8 for an image classifier."""
+
+    steps: int = Field(default=0, ge=0, description="Updates of quantization-aware training; 0 calibrates only.")
+    freeze_statistics: float = Field(
+        default=0.5, ge=0, le=1, description="Share of the updates after which batch norms keep their statistics."
+    )
+    teacher: Path | None = Field(default=None, description="A checkpoint to learn from as well; none given: none.")
+    temperature: float = Field(default=1.0, gt=0, description="Divides the logits of teacher and student.")
+    distill: DistillWeights = Field(default=DistillWeights(), description="Weights of the parts of the loss.")
+
+
+def check(source: Path, step: ClassifierQuantize, _: DataSettings) -> None:
+    """Refuse settings that do not fit.
+
+    Raises:
+        ConfigError: the target cannot express them, or they are of other data.
+    """
+    resolve(step.target, step)
+    if step.steps:
+        run_recipe_of(source, step, TRAINING, source)
+
+
+def quantize(
+    places: Places, step: ClassifierQuantize, data: DataSettings, _: Path, progress: Progress
+) -> dict[str, Any]:
+    """Fill `places.partial`, not yet published, with the artifact of the classifier in `places.source`.
+
+    After a kill, training goes on from `places.scratch`.
+
+    Returns:
+        What it decided and measured, JSON-ready.
+
+    Raises:
+        ConfigError: the target cannot express the settings.
+        InputError: the checkpoint is of another kind or damaged, or the artifact fails its parity gate.
+    """
+    source = places.source
+    samples = image_samples(source, data, progress)
+    floating, config = load_classifier(source)
+    settings = within_bits(floating, step.target, step, samples)
+    facts: dict[str, Any] = {}
+    if step.steps == 0:
+        progress.start("calibrating", 1)
+        model = apply_quantization(ResNet(config.model).eval(), settings.target, settings)
+        prepare(model, floating, settings, samples)
+        progress.advance()
+    else:
+
+        def wrap(task: Task, run: RunRecipe) -> Task:
+            if step.teacher is not None:
+                task = taught(task, run, TRAINING, source, step.teacher, step, step.distill, step.temperature)
+            freeze_at = int(step.freeze_statistics * step.steps)
+            return QuantizedTask(task, source, settings.target, settings, samples, freeze_at)
+
+        names = {"student": source} | ({} if step.teacher is None else {"teacher": step.teacher})
+        trained = places.scratch / _TRAINED
+        facts["training"] = train_checkpoint(source, trained, settings, TRAINING, places.scratch, progress, wrap, names)
+        model = apply_quantization(ResNet(config.model), settings.target, settings)
+        model.load_state_dict(load_file(trained / "model.safetensors"))
+        set_mode(model, "on")
+    quantized = write_artifact(places.partial, model, floating, config, settings, samples)
+    return {"kind": "quantize", "quantized": quantized | {"training_steps": step.steps}, **facts}
+
+
+def write_artifact(
+    partial: Path,
+    model: ResNet,
+    floating: ResNet,
+    config: ClassifierConfig,
+    settings: ArtifactSettings,
+    data: ImageData,
+) -> dict[str, Any]:
+    """Fill `partial` with the artifact of `model`: quantized, and calibrated or trained.
+
+    Args:
+        floating: the network before quantization, whose answers are compared with.
+
+    Returns:
+        What a report says of a quantized network.
+
+    Raises:
+        InputError: the parity bound is exceeded: the artifact is refused.
+    """
+    model.eval()
+    target, activations, weights = resolve(settings.target, settings)
+    quantization = Quantization(
+        target=settings.target,
+        activations=activations,
+        weights=weights,
+        opset=OPSET,
+        optimise=activations != "fp8",  # 1.31 moves a MaxPool between FP8 pairs and then refuses its own graph
+        session_options=target.session_options,
+        session_options_reason=X64_REASON if target.session_options else "",
+    )
+    export_onnx(model, config.image_size, settings.target, partial / MODEL_FILE)
+    pixels = _pixels(data, settings.parity_images)
+    parity = measure(model, partial / MODEL_FILE, config, quantization, pixels, settings.parity_bound)
+    write_parity(partial, parity)
+    save_classifier_config(partial, config)
+    atomic_write_text(partial / QUANTIZATION_FILE, json.dumps(quantization.model_dump(), indent=2) + "\n")
+    write_manifest(partial, "artifact", {"command": "penjing compress", "versions": versions()})
+    return {
+        "target": settings.target,
+        "formats": {"activations": activations, "weights": weights},
+        "effective_bits": effective_bits(model),
+        "agreement": _agreement(model, floating, data),
+        "layers": layer_errors(model, islice(data.inputs(), 1)),
+        "activations": [
+            {"name": each.name, "scale": float(each.positive_scale().detach()), "zero_point": int(each.zero_point)}
+            for each in activation_quantizers(model)
+        ],
+        "differences": [each.model_dump() for each in parity.differences],
+        "bound": parity.bound.model_dump(),
+        "unmeasured": parity.unmeasured,
+    }
+
+
+def _pixels(data: ImageData, count: int) -> NDArray[np.uint8]:
+    images = data.images.images
+    if len(images) == 0:
+        raise InputError("there is no image to check parity with; raise data.images")
+    return images[: min(count, max(2, PIXEL_BYTES // images[0].nbytes))]
+
+
+@torch.no_grad()
+def _agreement(model: ResNet, floating: ResNet, data: ImageData) -> float:
+    """Share of the calibration images whose class both choose."""
+    same = total = 0
+    for (images,) in data.inputs():
+        same += int((model(images).argmax(1) == floating(images).argmax(1)).sum())
+        total += len(images)
+    return same / total

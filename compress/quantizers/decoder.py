@@ -1,0 +1,215 @@
+"""A decoder becomes an INT8 artifact, calibrated, and trained to answer as its original if it is told to.
+
+Both ways begin with transforms, calibration and rounding, layer by layer. With steps > 0 the network then learns on
+train's loop with every quantized layer rounded as the INT8 runtime rounds it, from the logits of the model that the run
+begins with, or of another teacher.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, ClassVar
+
+from pydantic import Field
+from torch import Tensor, nn
+
+from penjing.compress.decoder.artifact import make_weights
+from penjing.compress.decoder.check import check_settings, estimate, linear_modules
+from penjing.compress.decoder.head import DTYPES
+from penjing.compress.decoder.parity import measure
+from penjing.compress.decoder.qat import apply_fake_int8, begin_all, fake_int8_layers
+from penjing.compress.decoder.settings import Int8Settings
+from penjing.compress.decoder.stream import EMBEDDING
+from penjing.compress.distill.decoder import TRAINING
+from penjing.compress.distill.objective import DistillWeights
+from penjing.compress.distill.task import WrappedTask
+from penjing.compress.distill.training import TrainingSettings, run_recipe_of, taught, train_checkpoint
+from penjing.compress.quantize.bits import FLOAT_BITS, STORED_BITS, kept_by_budget
+from penjing.compress.samples.data import DataSettings, check_window, token_samples
+from penjing.core.artifact.decoder import quantization_config
+from penjing.core.artifact.parity import write_parity
+from penjing.core.checkpoint.decoder import open_checkpoint, save_checkpoint
+from penjing.core.manifest import MANIFEST_NAME, read_manifest, write_manifest
+from penjing.core.models.config import DecoderConfig
+from penjing.core.models.decoder import Decoder
+from penjing.core.models.tensor_names import tensor_shapes
+from penjing.core.progress import Progress
+from penjing.core.work import Places, StepRecord, Tasks, link_or_copy
+from penjing.train.families.base import Task
+from penjing.train.recipe.recipe import RunRecipe
+
+TARGET = "penjing's INT8 runtime"
+FORMATS = {"weights": "int8, a scale a channel", "activations": "int8, a scale a token"}
+
+
+class DecoderQuantize(TrainingSettings, Int8Settings):
+    """INT8 for a decoder."""
+
+    learns_from_model: ClassVar[bool] = True  # where no teacher is named
+
+    steps: int = Field(default=0, ge=0, description="Updates of quantization-aware training; 0 calibrates only.")
+    teacher: Path | None = Field(default=None, description="Whom it learns from; none given: the recipe's model.")
+    temperature: float = Field(default=1.0, gt=0, description="Divides the logits of teacher and student.")
+    distill: DistillWeights = Field(default=DistillWeights(), description="Weights of the parts of the loss.")
+
+
+def check(source: Path, step: DecoderQuantize, data: DataSettings) -> None:
+    """Refuse settings that do not fit the model, before anything is done.
+
+    Raises:
+        ConfigError: a `keep` pattern that matches nothing, a window longer than the context, a transform that does not
+            fit, no text to train on.
+    """
+    check_settings(kept_by_budget(step, source), open_checkpoint(source).config)
+    check_window(source, data)
+    if step.steps:
+        run_recipe_of(source, step, TRAINING, source)
+
+
+def needed(source: Path, step: DecoderQuantize, data: DataSettings) -> tuple[int, int, int]:
+    """Bytes of memory, of the artifact, and on disk until it is complete, without training."""
+    found = estimate(step, open_checkpoint(source).config, data.tokens)
+    return found.memory, found.artifact, found.scratch
+
+
+def quantize(
+    places: Places, step: DecoderQuantize, data: DataSettings, model: Path, progress: Progress
+) -> dict[str, Any]:
+    """Fill `places.partial`, not yet published, with the artifact of the decoder in `places.source`.
+
+    After a kill, calibration and training go on from `places.scratch`.
+
+    Args:
+        model: what the run began with, which is learnt from unless the step names a teacher.
+
+    Returns:
+        What it decided and measured, JSON-ready.
+
+    Raises:
+        ConfigError: a setting that does not fit the model.
+        InputError: a damaged checkpoint, or the artifact fails its parity gate.
+    """
+    source, partial, scratch = places.source, places.partial, places.scratch
+    settings = kept_by_budget(step, source)
+    windows_WT = token_samples(source, data, progress).windows
+    calibrated, records = make_weights(source, settings, windows_WT, _tasks(scratch / "int8"), progress)
+    facts: dict[str, Any] = {}
+    if step.steps == 0:
+        for path in sorted(calibrated.iterdir()):
+            if path.name != MANIFEST_NAME:
+                link_or_copy(path, partial / path.name)
+        created_by = read_manifest(calibrated).created_by
+    else:
+        floats = Int8Settings(
+            transform=step.transform, lm_head="keep", embedding_dtype="float32", keep=("*",), rounding="nearest"
+        )
+        floating, _ = make_weights(source, floats, windows_WT, _tasks(scratch / "floating"), progress)
+        teacher = step.teacher or model
+
+        def wrap(task: Task, run: RunRecipe) -> Task:
+            learning = taught(task, run, TRAINING, floating, teacher, step, step.distill, step.temperature)
+            return Int8Task(learning, floating, calibrated, settings)
+
+        names = {"student": floating, "calibrated": calibrated, "teacher": teacher}
+        facts["training"] = train_checkpoint(floating, partial, step, TRAINING, scratch, progress, wrap, names)
+        created_by = read_manifest(partial).created_by
+    progress.start("parity with the fake-quantized model", 3)
+    parity = measure(partial, progress)
+    write_parity(partial, parity)
+    write_manifest(partial, "artifact", created_by)
+    config = open_checkpoint(source).config
+    quantized = {
+        "target": TARGET,
+        "formats": FORMATS | {"embedding": step.embedding_dtype, "kv_cache": step.kv_cache},
+        "effective_bits": effective_bits(settings, config),
+        "training_steps": step.steps,
+        "layers": layer_errors(records),
+        "differences": [each.model_dump() for each in parity.differences],
+        "bound": parity.bound.model_dump(),
+    }
+    return {"kind": "quantize", "quantized": quantized, **facts}
+
+
+def effective_bits(settings: Int8Settings, config: DecoderConfig) -> float:
+    """Mean bits of a weight of the linear layers, the LM head included."""
+    shapes = tensor_shapes(config)
+    sizes: dict[str, int] = {"lm_head": config.vocab_size * config.hidden_size}
+    for name in linear_modules(config):
+        if name != "lm_head":
+            rows, columns = shapes[f"{name}.weight"]
+            sizes[name] = rows * columns
+    floating = sum(size for name, size in sizes.items() if settings.keeps(name))
+    return STORED_BITS + (FLOAT_BITS - STORED_BITS) * floating / sum(sizes.values())
+
+
+def layer_errors(records: list[StepRecord]) -> list[dict[str, Any]]:
+    """Rows of the report: of each quantized layer its full name, format, and errors of weight and output."""
+    rows = []
+    for record in records:
+        prefix = f"model.layers.{int(record.name.removeprefix('layer_'))}." if record.name.startswith("layer_") else ""
+        for name, error in record.result.get("errors", {}).items():
+            rows.append({"name": f"{prefix}{name}", "format": "int8", **error})
+    return rows
+
+
+def _tasks(path: Path) -> Tasks:
+    path.mkdir(parents=True, exist_ok=True)
+    return Tasks(path)
+
+
+class Int8Task(WrappedTask):
+    """`task`, a decoder's, learnt with rounded weights and activations; its export is an artifact without records.
+
+    train's own evaluation multiplies with the LM head in floating point; the pipeline's runs the artifact.
+
+    Args:
+        floating: the transformed checkpoint that the network begins with.
+        calibrated: the artifact made of it, whose integers and scales training begins with.
+    """
+
+    def __init__(self, task: Task, floating: Path, calibrated: Path, quantize: Int8Settings) -> None:
+        super().__init__(task)
+        self._floating, self._calibrated, self._quantize = floating, calibrated, quantize
+        config = open_checkpoint(floating).config
+        self._kept = [name for name in linear_modules(config) if quantize.keeps(name)]
+        self._names = [name for name in linear_modules(config) if not quantize.keeps(name)]
+
+    def build_model(self) -> nn.Module:
+        """See `Task`."""
+        model = super().build_model()
+        apply_fake_int8(model, self._names)
+        return model
+
+    def initialize(self, model: nn.Module) -> None:
+        """See `Task`: rounded, the network is the calibrated artifact."""
+        plain = super().build_model()
+        super().initialize(plain)
+        begin_all(model, plain, lambda name: open_checkpoint(self._calibrated).get(name))
+
+    def export(self, model: nn.Module, folder: Path, created_by: dict[str, Any]) -> None:
+        """See `Task`."""
+        assert isinstance(model, Decoder)
+        extra = {"quantization_config": quantization_config(self._kept, kv_scales=self._quantize.kv_cache == "int8")}
+        tensors = self._tensors(model)
+        save_checkpoint(folder, model.config, tensors, tokenizer_from=self._floating, extra_config=extra)
+        write_manifest(folder, "artifact", created_by)
+
+    def _tensors(self, model: Decoder) -> Iterator[tuple[str, Tensor]]:
+        layers, parameters = fake_int8_layers(model), dict(model.named_parameters())
+        for name in tensor_shapes(model.config):
+            module = name.removesuffix(".weight")
+            if name.endswith(".weight") and module in layers:
+                quantized = layers[module].quantized()
+                yield name, quantized.weight_NK.cpu()
+                yield f"{name}_scale", quantized.scale_N1.cpu()
+            else:
+                half = name == EMBEDDING or name == "lm_head.weight"
+                dtype = DTYPES[self._quantize.embedding_dtype if half else "float32"]
+                yield name, parameters[name].detach().to("cpu", dtype)
+        if self._quantize.kv_cache == "int8":  # as calibrated: training moves keys and values little
+            calibrated = open_checkpoint(self._calibrated)
+            for layer in range(model.config.num_hidden_layers):
+                for scale in ("k_scale", "v_scale"):
+                    name = f"model.layers.{layer}.self_attn.{scale}"
+                    yield name, calibrated.get(name)

@@ -1,0 +1,102 @@
+"""Paragraphs of Python's help topics, and whether embeddings of their first sentences find them again.
+
+Some paragraphs calibrate a text encoder, others evaluate it: a query is the first sentence of a paragraph, its document
+the paragraph.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from penjing.core.artifact.base import is_artifact
+from penjing.core.artifact.onnx_encoder import embed_in_batches, open_encoder_artifact
+from penjing.core.checkpoint.encoder import load_encoder
+from penjing.core.errors import InputError
+from penjing.core.models.encoder import Encoder
+from penjing.core.progress import Progress
+from penjing.core.text.corpus import TOPIC_GAP, calibration_text, heldout_text
+from penjing.core.text.text_tokenizer import TextTokenizer, TextTokens
+
+Embeddings = NDArray[np.float32]
+T = TypeVar("T")
+SHORTEST = 40  # characters: headings and stray lines are left out
+
+
+@dataclass(frozen=True)
+class Retrieval:
+    """`queries[i]` is the first sentence of the paragraph `documents[i]`."""
+
+    queries: list[str]
+    documents: list[str]
+
+
+def calibration_paragraphs(count: int) -> list[str]:
+    """`count` paragraphs, evenly spread over the text.
+
+    Raises:
+        InputError: the text has fewer.
+    """
+    return _spread(_paragraphs(calibration_text()), count, "data.texts")
+
+
+def retrieval_set(count: int) -> Retrieval:
+    """`count` held-out paragraphs of two sentences or more.
+
+    Raises:
+        InputError: the text has fewer.
+    """
+    found = [(text.split(". ", 1), text) for text in _paragraphs(heldout_text()) if ". " in text]
+    long = [(parts[0], text) for parts, text in found if min(map(len, parts)) >= SHORTEST // 2]
+    chosen = _spread(long, count, "evaluate.texts")
+    return Retrieval([f"{first}." for first, _ in chosen], [text for _, text in chosen])
+
+
+def embeddings(folder: Path, retrieval: Retrieval, progress: Progress) -> Embeddings:
+    """(2 × queries, hidden), queries first, by the checkpoint or the INT8 artifact in `folder`; a step of progress for
+    each text.
+
+    Raises:
+        InputError: damaged, or of another kind.
+    """
+    texts = retrieval.queries + retrieval.documents
+    if is_artifact(folder):
+        artifact = open_encoder_artifact(folder)
+        rows = artifact.embed(artifact.session(torch.get_num_threads()), texts)
+        progress.advance(len(texts))
+        return rows
+    model = load_encoder(folder)
+    return embed_with(model, TextTokenizer(folder, model.config), texts, progress)
+
+
+@torch.no_grad()
+def embed_with(model: Encoder, tokenizer: TextTokenizer, texts: list[str], progress: Progress) -> Embeddings:
+    """(texts, hidden) in the order of `texts`; one step of progress for each text."""
+
+    def run(batch: TextTokens) -> Embeddings:
+        rows = model(*batch.tensors()).numpy()
+        progress.advance(len(rows))
+        return rows
+
+    return embed_in_batches(tokenizer, texts, run)
+
+
+def nearest(queries: Embeddings, documents: Embeddings) -> NDArray[np.int64]:
+    """The index of the document with the largest cosine, of each query."""
+    return (queries @ documents.T).argmax(1)
+
+
+def _paragraphs(text: str) -> list[str]:
+    lines = (" ".join(paragraph.split()) for paragraph in text.split(TOPIC_GAP))
+    return list(dict.fromkeys(line for line in lines if len(line) >= SHORTEST))
+
+
+def _spread(values: list[T], count: int, setting: str) -> list[T]:
+    if count > len(values):
+        raise InputError(f"{setting}={count}: there are {len(values)} such paragraphs; ask for fewer")
+    return [values[index * len(values) // count] for index in range(count)]
