@@ -102,7 +102,7 @@ def preflight(recipe: Recipe, context: Context, work: Path) -> None:
         f"{recipe.model} → {', '.join(names)} → {recipe.output}; the result of each step is kept in {work.name} "
         "beside it until the end"
     )
-    progress.note(f"guard after {', '.join(checks) or 'no step'}: {_budget(recipe)}")
+    progress.note(f"guard after {', '.join(checks) or 'no step'}: {_budget(recipe, context)}")
     progress.note(
         f"needs about {megabytes(needs.memory)} of memory and the activations ({megabytes(memory)} available), "
         f"{megabytes(needs.disk)} of disk ({megabytes(disk)} free; as much again for each repeat), and "
@@ -121,11 +121,16 @@ def preflight(recipe: Recipe, context: Context, work: Path) -> None:
         )
 
 
-def _budget(recipe: Recipe) -> str:
+def _budget(recipe: Recipe, context: Context) -> str:
     guard = recipe.guard
+    most = {
+        "accuracy": f"{guard.accuracy_points:g} accuracy points less than",
+        "perplexity": f"{guard.perplexity_ratio:g} times the perplexity of",
+        "similarity": f"a mean cosine {guard.similarity_loss:g} below that of",
+    }[context.family.quality]
     against = "the model" if guard.against == "model" else "the result before"
     return (
-        f"at most {guard.accuracy_points:g} accuracy points, {guard.similarity_loss:g} of similarity or "
-        f"{guard.perplexity_ratio:g} times the perplexity of {against}, {guard.retries} milder repeats, then "
-        f"{guard.otherwise}"
+        f"at most {most} {against}"
+        + (f", {guard.retries} milder repeats" if any(step.weakens() for step in recipe.steps) else "")
+        + f", otherwise {guard.otherwise}"
     )

@@ -13,7 +13,7 @@ from typing import Any
 from penjing.compress.distill.training import Training
 from penjing.compress.export.record import ExportRecord, Form
 from penjing.compress.measure.cost import Calls, MeasureSettings
-from penjing.compress.measure.evaluate import EvaluateSettings, Quality
+from penjing.compress.measure.evaluate import EvaluateSettings, Quality, QualityName
 from penjing.compress.measure.skeleton import Skeleton
 from penjing.compress.prune.subject import Subject
 from penjing.compress.quantize.targets import TargetName
@@ -95,6 +95,7 @@ class Family:
             is damaged, quantized already, or holds what compression does not handle.
         skeleton: the network of a checkpoint or an artifact without storage.
         samples: what a network is looked at with.
+        quality: the name of what evaluation finds: "accuracy", "perplexity" or "similarity".
         evaluate: (folder, the model that the run began with, settings, progress) → how good it is.
         held_out: how many images, tokens or texts that evaluation runs.
         calls: what is timed.
@@ -108,6 +109,7 @@ class Family:
     hashes: Callable[[Path], dict[str, str]]
     skeleton: Callable[[Path], Skeleton]
     samples: Callable[[Path, DataSettings, Progress], Samples]
+    quality: QualityName
     evaluate: Callable[[Path, Path, EvaluateSettings, Progress], Quality]
     held_out: Callable[[EvaluateSettings], int]
     calls: Callable[[Sequence[Path], MeasureSettings], Calls]

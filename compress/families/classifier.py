@@ -60,6 +60,7 @@ FAMILY = Family(
     hashes=_hashes,
     skeleton=skeleton_of_classifier,
     samples=image_samples,
+    quality="accuracy",
     evaluate=evaluate_classifier,
     held_out=_held_out,
     calls=classifier_calls,

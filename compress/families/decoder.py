@@ -52,6 +52,7 @@ FAMILY = Family(
     hashes=_hashes,
     skeleton=skeleton_of_decoder,
     samples=token_samples,
+    quality="perplexity",
     evaluate=evaluate_decoder,
     held_out=_held_out,
     calls=decoder_calls,

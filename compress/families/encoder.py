@@ -36,6 +36,7 @@ FAMILY = Family(
     hashes=_hashes,
     skeleton=skeleton_of_encoder,
     samples=text_samples,
+    quality="similarity",
     evaluate=evaluate_encoder,
     held_out=_held_out,
     calls=encoder_calls,

@@ -54,6 +54,9 @@ class EvaluateSettings(Config):
         return self
 
 
+QualityName = Literal["accuracy", "perplexity", "similarity"]
+
+
 @dataclass(frozen=True)
 class Part:
     """The quality on one text."""
@@ -83,7 +86,7 @@ class Quality:
 
     __pydantic_config__ = STRICT
 
-    name: Literal["accuracy", "perplexity", "similarity"]
+    name: QualityName
     value: float
     low: float
     high: float
