@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from penjing.compress.decoder.pipeline import compress
+from penjing.compress.run import run_recipe
 
 WriteRecipe = Callable[[Path, Path], Path]
 
@@ -36,11 +36,13 @@ def notes() -> Notes:
 
 
 def write_recipe(folder: Path, model: Path, output: Path) -> Path:
-    """A recipe in `folder` with texts of a few hundred tokens."""
+    """A recipe in `folder` with texts of a few hundred tokens. It ends with the quantize step, so that lines that are
+    added to the file are settings of that step."""
     path = folder / "recipe.toml"
     path.write_text(
-        f'model = "{model}"\noutput = "{output}"\n[calibration]\nnum_tokens = 256\nwindow = 64\n'
-        "[evaluate]\nprose_tokens = 128\ncode_tokens = 64\nwindow = 64\n"
+        f'model = "{model}"\noutput = "{output}"\n[data]\ntokens = 256\nwindow = 64\n'
+        "[evaluate]\nprose_tokens = 128\ncode_tokens = 64\nwindow = 64\n[measure]\nrounds = 0\n"
+        '[[steps]]\nkind = "quantize"\n'
     )
     return path
 
@@ -49,4 +51,4 @@ def write_recipe(folder: Path, model: Path, output: Path) -> Path:
 def tiny_int8(tmp_path_factory: pytest.TempPathFactory, tiny_checkpoint: Path) -> Path:
     """The tiny checkpoint in INT8, everything quantized. Read only."""
     folder = tmp_path_factory.mktemp("tiny-int8")
-    return compress(write_recipe(folder, tiny_checkpoint, folder / "tiny-int8"))
+    return run_recipe(write_recipe(folder, tiny_checkpoint, folder / "tiny-int8"))

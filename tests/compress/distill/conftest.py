@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from penjing.compress.steps.distill import DistillStep
+from penjing.compress.steps.train import Distill
 from penjing.train.families import classifier as vision
 from tests.compress.classifiers import made_up_images
 
@@ -33,15 +33,15 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def text_step(texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., DistillStep]:
+def text_step(texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Distill]:
     """A step on short sequences of `texts`; keyword arguments change it."""
     monkeypatch.setenv("PENJING_CACHE", str(tmp_path / "cache"))
 
-    def make(**changes: Any) -> DistillStep:
+    def make(**changes: Any) -> Distill:
         values = STEPS | {
             "kind": "distill", "sources": (str(texts),), "sequence_length": 16, "held_out": 0.2,
             "evaluation_samples": 32, "learning_rate": {"peak": 5e-3},
         }  # fmt: skip
-        return DistillStep.model_validate(values | changes)
+        return Distill.model_validate(values | changes)
 
     return make
