@@ -39,13 +39,29 @@ IMPORT_CODE = (
     "checkpoint/decoder",
     "models/hf_config",
 )
-COMPRESS_CODE = (
-    "checkpoint/decoder",
-    "checkpoint/safetensors_writer",
-    "artifact/decoder",
-    "text/corpus",
-    "models/decoder",
-    "models/hf_config",
+COMPRESS_CODE = (  # what decides the artifact, its report and its parity record
+    "compress/decoder/*.py",
+    "compress/rounding/*.py",
+    "compress/quantizers/decoder.py",
+    "compress/steps/quantize.py",
+    "compress/steps/base.py",
+    "compress/families/base.py",
+    "compress/families/decoder.py",
+    "compress/samples/data.py",
+    "compress/measure/*.py",
+    "compress/report/schema.py",
+    "compress/outcome.py",
+    "compress/recipe.py",
+    "compress/run.py",
+    "compress/stages.py",
+    "core/artifact/base.py",
+    "core/artifact/decoder.py",
+    "core/artifact/parity.py",
+    "core/checkpoint/decoder.py",
+    "core/checkpoint/safetensors_writer.py",
+    "core/models/decoder.py",
+    "core/models/hf_config.py",
+    "core/text/corpus.py",
 )
 CHATML = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
@@ -161,11 +177,11 @@ def make_tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[.
 def smollm2_int8(smollm2: Path) -> Path:
     """SmolLM2 in INT8 as the recipe in the repository makes it, calibrated and measured on less text; kept until code
     changes."""
-    from penjing.compress.decoder.pipeline import compress
+    from penjing.compress.run import run_recipe
 
     recipe = ROOT / "recipes" / "smollm2-int8.toml"
-    sources = sorted((ROOT / "compress" / "decoder").glob("*.py")) + [CORE / f"{name}.py" for name in COMPRESS_CODE]
-    less = ["calibration.num_tokens=2048", "evaluate.prose_tokens=2048", "evaluate.code_tokens=512"]
+    sources = [path for pattern in COMPRESS_CODE for path in sorted(ROOT.glob(pattern))]
+    less = ["data.tokens=2048", "evaluate.prose_tokens=2048", "evaluate.code_tokens=512"]
     parts = [path.read_bytes() for path in [recipe, *sources]]
     code = hashlib.sha256(b"".join([*parts, json.dumps(less).encode()])).hexdigest()
     with one_at_a_time("smollm2-int8") as folder:
@@ -173,6 +189,6 @@ def smollm2_int8(smollm2: Path) -> Path:
         current = key.exists() and key.read_text() == code
         if not current:
             shutil.rmtree(out, ignore_errors=True)
-        compress(recipe, [f"model={json.dumps(str(smollm2))}", *less], out=out)
+        run_recipe(recipe, [f"model={json.dumps(str(smollm2))}", *less], out=out)
         atomic_write_text(key, code)
     return out
