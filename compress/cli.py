@@ -123,7 +123,11 @@ def compress_inspect(
     from penjing.core.progress import progress_bar
 
     with progress_bar() as progress:
-        result = inspect_network(checkpoint, family_at(checkpoint).skeleton(checkpoint), progress)
+        family = family_at(checkpoint)
+        prunes = family.pruner is not None
+        result = inspect_network(checkpoint, family.skeleton(checkpoint), progress, groups=prunes)
+        if not prunes:
+            progress.note(f"{family.said} cannot be pruned, so that no groups are shown")
     print_inspection(result)
     write_json(result, json_file)
 

@@ -152,7 +152,7 @@ def _explain(config_type: type[BaseModel], entry: Any, prefix: str) -> str:
         return f"{where}: {message}" + ("" if entry["type"] == "missing" else f" (got {_short(entry['input'])})")
     valid = sorted(owner.model_fields) if owner is not None else []
     near = difflib.get_close_matches(where.rpartition(".")[2], valid, n=1)
-    hint = f"; did you mean {near[0]!r}?" if near else ""
+    hint = f"; did you mean {near[0]!r}?" if near else "."
     return f"unknown key {where!r}{hint} Valid keys: {', '.join(valid)}"
 
 

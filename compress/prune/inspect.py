@@ -11,7 +11,7 @@ from penjing.compress.prune.graph import DependencyGraph, Group, dependency_grap
 from penjing.core.progress import Progress, error_console
 
 
-def inspect_network(folder: Path, skeleton: Skeleton, progress: Progress) -> dict[str, Any]:
+def inspect_network(folder: Path, skeleton: Skeleton, progress: Progress, *, groups: bool = True) -> dict[str, Any]:
     """Sizes of each layer and the groups of channels, heads and features that can leave together; JSON-ready.
 
     Weights are not read: the architecture is built without storage. `macs` are multiply-accumulates for one image or
@@ -19,13 +19,14 @@ def inspect_network(folder: Path, skeleton: Skeleton, progress: Progress) -> dic
 
     Args:
         skeleton: the network of the checkpoint in `folder`.
+        groups: whether pruning is asked what can leave together.
 
     Raises:
         InputError: the network cannot be analysed.
     """
     model, example, inputs = skeleton.model, skeleton.example, skeleton.inputs
     progress.start("analysing the network", 2)
-    graph = dependency_graph(model, example)
+    found = _groups(dependency_graph(model, example)) if groups else []
     progress.advance()
     macs = count_macs(model, example)
     progress.advance()
@@ -55,7 +56,7 @@ def inspect_network(folder: Path, skeleton: Skeleton, progress: Progress) -> dic
         "macs": sum(layer["macs"] for layer in layers),
         "macs_per": skeleton.unit,
         "layers": layers,
-        "groups": _groups(graph),
+        "groups": found,
     }
 
 
@@ -79,6 +80,8 @@ def print_inspection(result: dict[str, Any]) -> None:
         "all", "", "", "", f"{result['parameters']:,}", f"{result['bytes'] / 1e6:,.1f}", f"{result['macs']:,}"
     )
     console.print(layers)
+    if not result["groups"]:
+        return
     groups = Table("what can leave together", box=None, pad_edge=False)
     for column in ("groups", "units", "indices a unit"):
         groups.add_column(column, justify="right")
