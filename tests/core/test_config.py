@@ -75,7 +75,7 @@ def test_override_reaches_into_lists(listed):
         ("steps.2.ratio=1", "'2' is no place in a list of 2; they count from 0"),
         ("steps.first.ratio=1", "'first' is no place in a list of 2"),
         ("steps.0.ratoi=1", r"unknown key 'steps.0.ratoi'; did you mean 'ratio'\? Valid keys: kind, ratio$"),
-        ("steps.1.ratio=1", r"unknown key 'steps.1.ratio' Valid keys: epochs, kind$"),
+        ("steps.1.ratio=1", r"unknown key 'steps.1.ratio'. Valid keys: epochs, kind$"),
         ("steps.0.kind=trimm", "steps.0: input tag 'trimm' found using 'kind' does not match"),
     ],
 )
