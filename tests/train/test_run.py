@@ -256,7 +256,7 @@ def _interrupting(real: Callable[..., object]) -> Callable[..., object]:
         (["memory.recompute_rules=[{match='x', recompute='full'}]"], ConfigError, "'x' matches no block"),
         (["initial=/nonexistent"], InputError, "/nonexistent does not exist"),
         (["learning_rate.kind=wsd", "learning_rate.warmup=0.9"], ConfigError, "more than the whole run"),
-        (["data.kind=fashion-mnist"], ConfigError, r"unknown key 'data.sequence_length'. Valid keys: batch_size, erase"),
+        (["data.kind=fashion-mnist"], ConfigError, r"unknown key 'data.sequence_length'. Valid keys: batch_size"),
     ],
 )
 def test_bad_settings_are_one_clear_error(
