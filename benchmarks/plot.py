@@ -1,6 +1,8 @@
-"""Draw docs/figures/*.svg from benchmarks/results/*.jsonl: small files, readable on light and dark pages.
+"""Draw docs/figures/*.svg: small files, readable on light and dark pages.
 
-python benchmarks/plot.py
+python benchmarks/plot.py                    # engine.svg: the engine beside its peers
+python benchmarks/plot.py attention          # attention.svg: time and memory of attention by its length
+python benchmarks/plot.py train docs/figures/decoder-tiny.svg "held-out loss=build/decoder-tiny-run"
 """
 
 from __future__ import annotations
@@ -8,96 +10,38 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
-from typing import Any
 
-from rows import RESULTS, Row, kind, latest, read
+from lib.plot_attention import draw as draw_attention
+from lib.plot_engine import FIGURES, draw_engine
+from lib.plot_train import draw as draw_training
+from lib.plot_train import read_runs
+from lib.rows import RESULTS, read
 
 from penjing.core.cli import guarded
-from penjing.core.errors import InputError
-
-FIGURES = Path(__file__).resolve().parents[1] / "docs" / "figures"
-OURS, OTHERS, INK = "#2f9e6e", "#828c9a", "#7d8590"  # each at least 3:1 on white and on GitHub's dark page (#0d1117)
-TITLES = {
-    "prefill_512": "Prefill\n512-token prompt",
-    "one_stream": "One stream\ndecode",
-    "streams_16": "16 streams\nwith their prompts of 128",
-}
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the rows")
-    parser.add_argument("--out", type=Path, default=FIGURES, help="folder of the figures")
-    arguments = parser.parse_args()
-    print(draw_engine(read("engine", arguments.results), read("server", arguments.results), arguments.out))
+    commands = parser.add_subparsers(dest="figure")
+    for name, what in (("engine", "the engine beside its peers"), ("attention", "time and memory of attention")):
+        command = commands.add_parser(name, help=what)
+        command.add_argument("--results", type=Path, default=RESULTS, help="folder of the rows")
+        command.add_argument("--out", type=Path, default=FIGURES, help="folder of the figures")
+    command.add_argument("--subject", choices=["layer", "model"], default="layer")
+    command = commands.add_parser("train", help="the losses of training runs")
+    command.add_argument("out", type=Path, help="the SVG to write")
+    command.add_argument("runs", nargs="+", metavar="NAME=FOLDER", help="a name for the legend and a run's folder")
+    command.add_argument("--label", default="loss (nats per token)", help="of the vertical axis")
+    arguments = parser.parse_args(sys.argv[1:] or ["engine"])
+    if arguments.figure == "train":
+        drawn = draw_training(read_runs(arguments.runs), arguments.out, arguments.label)
+    elif arguments.figure == "attention":
+        drawn = draw_attention(read("attention", arguments.results), arguments.out, arguments.subject)
+    else:
+        rows = read("engine", arguments.results), read("server", arguments.results)
+        drawn = draw_engine(*rows, arguments.out)
+    print(drawn)
     return 0
-
-
-def draw_engine(engine: list[Row], server: list[Row], out: Path) -> Path:
-    """`out/engine.svg`: tokens per second of the engine, of the engine through Triton server, and of the peers.
-
-    Raises:
-        InputError: there are no measured rows of the engine.
-    """
-    panels = {metric: engine_bars(engine, server, metric) for metric in TITLES}
-    if not all(panels.values()):
-        raise InputError("no engine rows to draw; run: python benchmarks/run_engine.py --peers all --through-server")
-    newest = max((row for row in engine if row.value is not None), key=lambda row: row.date)
-    plot, figure, axes = _panels(len(panels), max(len(bars) for bars in panels.values()))
-    names = [name for name, _ in panels["streams_16"]]
-    colours = [OURS if name.startswith("penjing") else OTHERS for name in names]
-    for axis, (metric, bars) in zip(axes, panels.items(), strict=True):
-        speeds = dict(bars)
-        values = [speeds.get(name, 0.0) for name in names]
-        drawn = axis.barh(names, values, color=colours)
-        axis.bar_label(drawn, labels=[f"{value:,.0f}" for value in values], padding=3, color=INK, fontsize=9)
-        axis.set_title(TITLES[metric], loc="left", fontsize=10, color=INK)
-        axis.set_xlim(0, 1.22 * max(values))  # room for the labels
-    caption = f"new tokens per second (prefill: prompt tokens) · {newest.device}, {newest.cores} cores"
-    figure.supxlabel(caption, fontsize=9, color=INK)
-    return _save(plot, figure, out / "engine.svg")
-
-
-def engine_bars(engine: list[Row], server: list[Row], metric: str) -> list[tuple[str, float]]:
-    """(name, tokens/s), the slowest first; a peer's speed is ours ÷ the ratio of the same run."""
-    ours = [row for row in engine if row.metric == metric and row.value is not None]
-    if not ours:
-        return []
-    bars = {"penjing INT8": max(ours, key=lambda row: row.date).value}
-    for row in latest([row for row in server if row.metric == metric and row.value is not None]):
-        bars["penjing via Triton server"] = row.value
-    for row in latest(ours):
-        if row.baseline and row.ratio and row.value:
-            bars[kind(row.baseline)] = row.value / row.ratio
-    return sorted(((name, value) for name, value in bars.items() if value is not None), key=lambda bar: bar[1])
-
-
-def _panels(count: int, num_bars: int) -> tuple[Any, Any, Any]:
-    """(pyplot, figure, axes) in a style that suits any background."""
-    import matplotlib
-
-    matplotlib.use("svg")
-    from matplotlib import pyplot
-
-    # text stays text: the page's sans-serif, a tenth of the bytes of outlines; the salt makes equal rows equal files
-    matplotlib.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "penjing", "font.family": "sans-serif"})
-    size = (10, 1.2 + 0.28 * num_bars)
-    figure, axes = pyplot.subplots(1, count, figsize=size, layout="constrained", sharey=True)
-    figure.patch.set_alpha(0)
-    for axis in axes:
-        axis.set_facecolor("none")
-        axis.tick_params(axis="y", colors=INK, labelsize=9, length=0)
-        axis.xaxis.set_visible(False)
-        for spine in axis.spines.values():
-            spine.set_visible(False)
-    return pyplot, figure, axes
-
-
-def _save(pyplot: Any, figure: Any, path: Path) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, transparent=True, metadata={"Date": None})
-    pyplot.close(figure)
-    return path
 
 
 if __name__ == "__main__":

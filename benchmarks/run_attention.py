@@ -20,7 +20,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from rows import Row, append, new_row
+from lib.rows import Row, append, new_row
 
 from penjing.core.cli import guarded
 from penjing.core.errors import SetupError

@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from rows import RESULTS, Row, append, new_row
+from lib.rows import RESULTS, Row, append, new_row
 
 from penjing.compress.command import compress_recipe
 from penjing.compress.measure.evaluate import Change, EvaluateSettings, Quality, compare, perplexity

@@ -8,7 +8,7 @@ python benchmarks/run_encoder.py --exact                      # quality and byte
 Quality is over queries and documents of Python's help that calibration did not see; throughput over paragraphs of mixed
 lengths, tokenizing included, contestants in turns (`interleaved`). FP32 is there twice: as the graph that ours was made
 of, which has the same layout and all optimisations of a session, and as ONNX Runtime's transformer optimiser fuses it
-(`encoder_peers.py`); ratios are to the faster one. Rows in benchmarks/results/encoder.jsonl.
+(`lib/encoder_peers.py`); ratios are to the faster one. Rows in benchmarks/results/encoder.jsonl.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from statistics import median
 from typing import Any
 
 import onnxruntime
-from encoder_peers import export_fused
-from models import ROOT, warn_if_busy
+from lib.encoder_peers import export_fused
+from lib.models import ROOT, warn_if_busy
+from lib.rows import RESULTS, Row, append, new_row
 from onnxruntime.quantization import QuantType, quantize_dynamic
 from onnxruntime.quantization.shape_inference import quant_pre_process
-from rows import RESULTS, Row, append, new_row
 
 from penjing.compress.export.onnx_encoder import export_encoder
 from penjing.compress.measure.texts import Retrieval, retrieval_set

@@ -13,9 +13,9 @@ import argparse
 import sys
 from pathlib import Path
 
-from contestants import METRICS, Outcome, choose, peers, penjing, penjing_server, prepare, run_rounds
-from models import add_arguments, make_models, make_prompts, say, warn_if_busy
-from rows import RESULTS, Row, append, new_row
+from lib.contestants import METRICS, Outcome, choose, peers, penjing, penjing_server, prepare, run_rounds
+from lib.models import add_arguments, make_models, make_prompts, say, warn_if_busy
+from lib.rows import RESULTS, Row, append, new_row
 from run_server import server_rows
 
 from penjing.core.cli import guarded

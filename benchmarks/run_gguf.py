@@ -22,8 +22,8 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from models import ARTIFACT, say
-from rows import RESULTS, Row, append, new_row
+from lib.models import ARTIFACT, say
+from lib.rows import RESULTS, Row, append, new_row
 from torch import Tensor
 
 from penjing.compress.export.run import export_artifact

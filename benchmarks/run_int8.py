@@ -21,8 +21,8 @@ from statistics import median
 import numpy as np
 import onnxruntime
 import torch
-from models import warn_if_busy
-from rows import RESULTS, Row, append, new_row
+from lib.models import warn_if_busy
+from lib.rows import RESULTS, Row, append, new_row
 from torch import nn
 
 from penjing.compress.export.onnx_classifier import export_onnx

@@ -26,11 +26,11 @@ from typing import Any
 
 import numpy as np
 import onnxruntime
-from models import ROOT, say, warn_if_busy
+from lib.models import ROOT, say, warn_if_busy
+from lib.rows import RESULTS, Row, append, new_row
 from numpy.typing import NDArray
 from onnxruntime.quantization import CalibrationDataReader, QuantType, quantize_static
 from onnxruntime.quantization.shape_inference import quant_pre_process
-from rows import RESULTS, Row, append, new_row
 
 from penjing.compress.export.onnx_classifier import export_onnx
 from penjing.compress.quantize.artifact import ArtifactSettings, quantize_checkpoint

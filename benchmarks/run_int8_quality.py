@@ -19,7 +19,7 @@ import statistics
 from collections.abc import Sequence
 from pathlib import Path
 
-from rows import Row, append, new_row, show
+from lib.rows import Row, append, new_row, show
 from run_prune_quality import Studies, study_parser
 
 from penjing.compress.measure.cost import weight_bytes

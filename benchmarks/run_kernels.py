@@ -21,8 +21,8 @@ from pathlib import Path
 import run_kernels_gpu
 import torch
 import torch.nn.functional as F
-from models import say, warn_if_busy
-from rows import RESULTS, Row, append, new_row
+from lib.models import say, warn_if_busy
+from lib.rows import RESULTS, Row, append, new_row
 from torch import Tensor
 
 from penjing.core.checkpoint.load import load_model

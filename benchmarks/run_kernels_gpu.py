@@ -2,8 +2,8 @@
 
     python benchmarks/run_kernels_gpu.py [--out rows.jsonl] [--budget seconds]
 
-Attention is here, the other operations in kernels_gpu_ops.py, the engine in engine_gpu.py; each part has its share of
-the budget, and what it has no time for becomes a row that says so.
+Attention is here, the other operations in lib/kernels_gpu_ops.py, the engine in lib/engine_gpu.py; each part has its
+share of the budget, and what it has no time for becomes a row that says so.
 
 Needs torch and the Triton language alone (`PYTHONPATH=build/src` where penjing is not installed) and downloads nothing.
 Contestants take turns on random data, medians count; the table comes last. Without a GPU each row says that it could
@@ -29,7 +29,7 @@ from typing import Any
 import torch
 import torch.nn.attention
 import torch.nn.functional as F
-from engine_gpu import engine_rows
+from lib.engine_gpu import engine_rows
 
 from penjing.kernels.dispatch import cuda_refusal
 from penjing.kernels.flash_attention import flash_attention, flash_attention_packed
@@ -261,11 +261,11 @@ def attention_rows(budget: float, reason: str | None) -> Iterator[dict[str, Any]
 
 
 def other_rows(budget: float, reason: str | None) -> Iterator[dict[str, Any]]:
-    """The rows of kernels_gpu_ops.py, which needs pydantic for them; a bare machine may not have it."""
+    """The rows of lib/kernels_gpu_ops.py, which needs pydantic for them; a bare machine may not have it."""
     try:
-        from kernels_gpu_ops import op_rows
+        from lib.kernels_gpu_ops import op_rows
     except ImportError as error:
-        why = reason or f"kernels_gpu_ops.py needs {error.name}, which is not installed"
+        why = reason or f"lib/kernels_gpu_ops.py needs {error.name}, which is not installed"
         yield {"metric": "other operations", "unit": "GB/s", "value": None, "reason": f"not measured: {why}", "runs": 0}
         return
     for row in op_rows(seconds=budget):

@@ -16,8 +16,8 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from models import ARTIFACT, say, warn_if_busy
-from rows import RESULTS, Row, append, new_row
+from lib.models import ARTIFACT, say, warn_if_busy
+from lib.rows import RESULTS, Row, append, new_row
 from run_kernels import BLOCK_SIZE, HEAD_DIM, HEADS, KV_HEADS, READ, Case, Rounds, reading
 from torch import Tensor
 

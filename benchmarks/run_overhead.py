@@ -19,8 +19,8 @@ import time
 from pathlib import Path
 from statistics import median
 
-from models import add_arguments, make_models, say, warn_if_busy
-from rows import RESULTS, Row, append, new_row
+from lib.models import add_arguments, make_models, say, warn_if_busy
+from lib.rows import RESULTS, Row, append, new_row
 
 from penjing.core.cli import guarded
 from penjing.core.errors import SetupError

@@ -19,10 +19,10 @@ from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
-from parallel_commands import curves, overhead, overlap, recovery
-from parallel_computed import bubble_rows, formula_rows, published_rows, zero_rows
-from parallel_ranks import run_ranks, settled
-from rows import RESULTS, Row, append, new_row, show
+from lib.parallel_commands import curves, overhead, overlap, recovery
+from lib.parallel_computed import bubble_rows, formula_rows, published_rows, zero_rows
+from lib.parallel_ranks import run_ranks, settled
+from lib.rows import RESULTS, Row, append, new_row, show
 
 from penjing.core.cli import guarded
 from penjing.core.errors import ConfigError

@@ -18,9 +18,9 @@ import tempfile
 from pathlib import Path
 
 import torch
-from plot import FIGURES
-from plot_train import draw, read_curve
-from rows import append, new_row
+from lib.plot_engine import FIGURES
+from lib.plot_train import draw, read_curve
+from lib.rows import append, new_row
 
 from penjing.core.cli import guarded
 from penjing.core.progress import progress_bar

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rows import Row, append, new_row, show
+from lib.rows import Row, append, new_row, show
 from torch import nn
 
 from penjing.compress.measure.cost import MeasureSettings, measure, weight_bytes

@@ -23,9 +23,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from prune_peer import NAME as TORCH_PRUNING
-from prune_peer import prune_by_torch_pruning
-from rows import RESULTS, Row, append, new_row, show
+from lib.prune_peer import NAME as TORCH_PRUNING
+from lib.prune_peer import prune_by_torch_pruning
+from lib.rows import RESULTS, Row, append, new_row, show
 
 from penjing.compress.measure.cost import MeasureSettings, measure
 from penjing.compress.recipe import FlowRecipe, flow_toml

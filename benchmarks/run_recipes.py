@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 from statistics import median
 
-from rows import RESULTS, Row, append, new_row
+from lib.rows import RESULTS, Row, append, new_row
 
 from penjing.core.cli import guarded
 from penjing.core.config import load_recipe

@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rows import Row, append, new_row, show
+from lib.rows import Row, append, new_row, show
+from lib.train_contestants import DecoderBench, ImageBench, Run, interleave, make_shards, steps_of
 from torch import nn
-from train_contestants import DecoderBench, ImageBench, Run, interleave, make_shards, steps_of
 
 from penjing.core.cli import guarded
 from penjing.core.config import load_recipe

@@ -14,8 +14,8 @@ import tempfile
 from pathlib import Path
 
 import torch
-from rows import Row, append, new_row
-from train_contestants import DecoderBench, interleave, make_shards, steps_of
+from lib.rows import Row, append, new_row
+from lib.train_contestants import DecoderBench, interleave, make_shards, steps_of
 
 from penjing.core.cli import guarded
 from penjing.core.models.config import DecoderConfig

@@ -22,8 +22,8 @@ from typing import Any
 
 import numpy as np
 import onnxruntime
-from models import warn_if_busy
-from rows import RESULTS, Row, append, new_row
+from lib.models import warn_if_busy
+from lib.rows import RESULTS, Row, append, new_row
 from run_int8 import synthetic
 
 from penjing.compress.quantize.artifact import ArtifactSettings, quantize_checkpoint

@@ -1,4 +1,4 @@
-"""The benchmarks are scripts beside each other, not a package: their folder is on the path, as when one is run."""
+"""The benchmarks are scripts, not a package: their folder, with `lib` in it, is on the path, as when one is run."""
 
 import sys
 from pathlib import Path

@@ -1,6 +1,6 @@
 import pytest
-from plot_attention import NAMES, curve, draw
-from rows import new_row
+from lib.plot_attention import NAMES, curve, draw
+from lib.rows import new_row
 from run_attention import CONTESTANTS, _in_a_process
 
 from penjing.core.errors import InputError

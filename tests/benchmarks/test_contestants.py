@@ -1,9 +1,9 @@
 import sys
 from pathlib import Path
 
-import contestants
 import pytest
-from contestants import METRICS, Contestant, Outcome, choose, peers, run_rounds
+from lib import contestants
+from lib.contestants import METRICS, Contestant, Outcome, choose, peers, run_rounds
 from run_engine import engine_rows
 from run_server import server_rows
 

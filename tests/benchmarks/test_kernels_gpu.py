@@ -10,8 +10,8 @@ import pytest
 import run_kernels
 import run_kernels_gpu
 import torch
-from engine_gpu import METRICS, SMOLLM2, decode_rate, random_model
-from rows import Row
+from lib.engine_gpu import METRICS, SMOLLM2, decode_rate, random_model
+from lib.rows import Row
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from kernels_gpu_ops import cases, op_rows
+from lib.kernels_gpu_ops import cases, op_rows
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="would measure")

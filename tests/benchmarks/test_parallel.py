@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import parallel_computed as bench
 import pytest
-from parallel_commands import compare
-from parallel_ranks import run_ranks, settled
+from lib import parallel_computed as bench
+from lib.parallel_commands import compare
+from lib.parallel_ranks import run_ranks, settled
 
 
 def test_zero_rows_shrink():

@@ -1,9 +1,9 @@
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
-import plot
 import pytest
-from rows import Row, new_row
+from lib import plot_engine as plot
+from lib.rows import Row, new_row
 
 from penjing.core.errors import InputError
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from prune_peer import NAME, prune_by_torch_pruning
+from lib.prune_peer import NAME, prune_by_torch_pruning
 from run_prune_quality import classifier_rows, decoder_rows, dense_rows
 
 from penjing.compress.measure.evaluate import EvaluateSettings, perplexity

@@ -2,8 +2,8 @@ import json
 from pathlib import Path
 
 import pytest
-import rows as bench_rows
-from rows import append, kind, latest, new_row, read
+from lib import rows as bench_rows
+from lib.rows import append, kind, latest, new_row, read
 
 from penjing.core.errors import ConfigError, InputError
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import run_train
 import torch
-import train_contestants
+from lib import train_contestants
 from torch import nn
 
 from penjing.core.config import load_recipe

@@ -15,13 +15,12 @@ import time
 from pathlib import Path
 from typing import Any
 
-from plot_train import Curve, draw, read_curve
-from rows import Row, new_row
-
+from lib.plot_train import Curve, draw, read_curve
+from lib.rows import Row, new_row
 from penjing.core.errors import InputError
 
 NAME = "parallel"
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 RECIPE = ROOT / "recipes" / "decoder-tiny.toml"
 FIGURE = ROOT / "docs" / "figures" / "parallel.svg"
 HEADS = {"num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 32}  # two halves for parallel.tp = 2

@@ -1,34 +1,17 @@
-"""Draw docs/figures/attention.svg from benchmarks/results/attention.jsonl: time and memory of a layer by its length.
-
-python benchmarks/plot_attention.py
-"""
+"""Draw docs/figures/attention.svg from benchmarks/results/attention.jsonl: time and memory of a layer by its length."""
 
 from __future__ import annotations
 
-import argparse
-import sys
 from pathlib import Path
 
-from plot import FIGURES, INK
-from plot_train import COLORS
-from rows import RESULTS, Row, latest, read
-
-from penjing.core.cli import guarded
+from lib.plot_engine import INK
+from lib.plot_train import COLORS
+from lib.rows import Row, latest
 from penjing.core.errors import InputError
 
 NAMES = {"full": "full (SDPA)", "window_512": "window 512", "window_1024": "window 1024", "lsh_1": "LSH, 1 round"}
 NAMES["lsh_2"] = "LSH, 2 rounds"
 PANELS = {"step": "Forward and backward, ms", "memory": "Peak memory, MiB"}
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the rows")
-    parser.add_argument("--out", type=Path, default=FIGURES, help="folder of the figures")
-    parser.add_argument("--subject", choices=["layer", "model"], default="layer")
-    arguments = parser.parse_args()
-    print(draw(read("attention", arguments.results), arguments.out, arguments.subject))
-    return 0
 
 
 def curve(rows: list[Row], subject: str, what: str, name: str) -> list[tuple[int, float]]:
@@ -85,7 +68,3 @@ def draw(rows: list[Row], out: Path, subject: str = "layer") -> Path:
     figure.savefig(path, transparent=True, metadata={"Date": None})
     pyplot.close(figure)
     return path
-
-
-if __name__ == "__main__":
-    sys.exit(guarded(main))

@@ -23,7 +23,7 @@ from penjing.core.config import Config, parse_config
 from penjing.core.errors import ConfigError, InputError
 from penjing.core.info import processor, versions
 
-RESULTS = Path(__file__).resolve().parent / "results"
+RESULTS = Path(__file__).resolve().parents[1] / "results"
 Text = Annotated[str, Field(min_length=1)]
 
 

@@ -1,41 +1,34 @@
-"""Draw the loss curves of training runs into one small SVG, readable on light and dark pages.
-
-python benchmarks/plot_train.py docs/figures/decoder-tiny.svg "held-out loss=build/decoder-tiny-run"
-"""
+"""Draw the loss curves of training runs into one small SVG, readable on light and dark pages."""
 
 from __future__ import annotations
 
-import argparse
 import json
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from plot import INK
-
-from penjing.core.cli import guarded
+from lib.plot_engine import INK
 from penjing.core.errors import ConfigError, InputError
 
 COLORS = ("#2f9e6e", "#c2622d", "#4c78c8", "#9b59b6", "#828c9a")
 Curve = tuple[list[int], list[float]]
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("out", type=Path, help="the SVG to write")
-    parser.add_argument("runs", nargs="+", metavar="NAME=FOLDER", help="a name for the legend and a run's folder")
-    parser.add_argument("--label", default="loss (nats per token)", help="of the vertical axis")
-    arguments = parser.parse_args()
+def read_runs(given: Sequence[str]) -> dict[str, Curve]:
+    """The curves of runs, given as "NAME=FOLDER": of training, and of held-out data where they were measured.
+
+    Raises:
+        ConfigError: no "=" in one of them.
+        InputError: a folder holds no metrics.
+    """
     curves: dict[str, Curve] = {}
-    for given in arguments.runs:
-        name, equals, folder = given.partition("=")
+    for each in given:
+        name, equals, folder = each.partition("=")
         if not equals:
-            raise ConfigError(f"{given!r}: write NAME=FOLDER")
+            raise ConfigError(f"{each!r}: write NAME=FOLDER")
         curves[f"{name}, training"] = read_curve(Path(folder), "loss")
         if held_out := read_curve(Path(folder), "eval/loss")[0]:
             curves[f"{name}, held out"] = (held_out, read_curve(Path(folder), "eval/loss")[1])
-    print(draw(curves, arguments.out, arguments.label))
-    return 0
+    return curves
 
 
 def read_curve(run: Path, key: str) -> Curve:
@@ -81,7 +74,3 @@ def draw(curves: dict[str, Curve], out: Path, label: str = "loss (nats per token
 
 def _cycle(colors: Sequence[str], count: int) -> list[str]:
     return [colors[index % len(colors)] for index in range(count)]
-
-
-if __name__ == "__main__":
-    sys.exit(guarded(main))

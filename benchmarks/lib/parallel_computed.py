@@ -9,8 +9,7 @@ import statistics
 from itertools import product
 from pathlib import Path
 
-from rows import Row, new_row
-
+from lib.rows import Row, new_row
 from penjing.core.config import load_recipe
 from penjing.train.parallel.config import ParallelConfig
 from penjing.train.pipeline.balancer import MicroBatchBalancer, Observation
@@ -24,7 +23,7 @@ from penjing.train.plan.published import published
 from penjing.train.recipe.recipe import TrainRecipe
 
 NAME = "parallel"
-RECIPE = Path(__file__).resolve().parents[1] / "recipes" / "decoder-1b.toml"
+RECIPE = Path(__file__).resolve().parents[2] / "recipes" / "decoder-1b.toml"
 
 
 def zero_rows(dp: int = 8) -> list[Row]:

@@ -14,8 +14,8 @@ from statistics import median
 
 from penjing.core.errors import InputError, SetupError
 
-ROOT = Path(__file__).resolve().parents[1]
-PEERS = Path(__file__).resolve().parent / "peers"
+ROOT = Path(__file__).resolve().parents[2]
+PEERS = Path(__file__).resolve().parents[1] / "peers"
 METRICS = ("prefill_512", "one_stream", "streams_16", "decode_only_16")
 RUN_SECONDS = 1800
 

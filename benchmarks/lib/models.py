@@ -14,7 +14,7 @@ from peers.prompts import make_prompts as prompts_of
 from penjing.core.files import atomic_write_text
 from penjing.core.progress import progress_bar
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 CHECKPOINT, ARTIFACT, RECIPE = ROOT / "build/smollm2", ROOT / "build/smollm2-int8", ROOT / "recipes/smollm2-int8.toml"
 
 

@@ -1,6 +1,4 @@
-"""Measure the Triton-language kernels other than attention on a CUDA device; appends rows.
-
-    python benchmarks/kernels_gpu_ops.py
+"""Measure the Triton-language kernels other than attention on a CUDA device: a part of run_kernels_gpu.py.
 
 Each is timed in turn with torch's way and with the ceilings: a copy of 1 GiB and a bf16 product of 8192³ (INT8: twice
 that). Data are random, medians are taken, operands are larger than the L2 cache. Without a CUDA device the rows say so.
@@ -8,21 +6,17 @@ that). Data are random, medians are taken, operands are larger than the L2 cache
 
 from __future__ import annotations
 
-import argparse
 import math
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from rows import RESULTS, Row, append, new_row
 from torch import Tensor
 
-from penjing.core.cli import guarded
+from lib.rows import Row, new_row
 from penjing.kernels.block_sparse_attention import block_sparse_attention
 from penjing.kernels.cross_entropy import linear_cross_entropy
 from penjing.kernels.dispatch import cuda_refusal, force_torch
@@ -292,16 +286,3 @@ def op_rows(rounds: int = 11, seconds: float = math.inf) -> list[Row]:
         new_row("kernels_gpu", case.name, None, UNITS[case.limit], runs=0, reason=reason)
         for case in cases("cpu", small=True)
     ]
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=11)
-    parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the rows")
-    arguments = parser.parse_args()
-    append("kernels_gpu", op_rows(arguments.rounds), arguments.results)
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(guarded(main))
