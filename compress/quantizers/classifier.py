@@ -35,7 +35,7 @@ from penjing.core.files import atomic_write_text
 from penjing.core.info import versions
 from penjing.core.manifest import write_manifest
 from penjing.core.models.resnet import ResNet
-from penjing.core.progress import Progress
+from penjing.core.progress import Progress, Silent
 from penjing.core.work import Places
 from penjing.train.families.base import Task
 from penjing.train.recipe.recipe import RunRecipe
@@ -96,30 +96,51 @@ def quantize(
     """
     source = places.source
     samples = image_samples(source, data, progress)
+    if step.steps == 0:
+        quantized = quantize_checkpoint(source, places.partial, step, samples, progress)
+        return {"kind": "quantize", "quantized": quantized | {"training_steps": 0}}
     floating, config = load_classifier(source)
     settings = within_bits(floating, step.target, step, samples)
-    facts: dict[str, Any] = {}
-    if step.steps == 0:
-        progress.start("calibrating", 1)
-        model = apply_quantization(ResNet(config.model).eval(), settings.target, settings)
-        prepare(model, floating, settings, samples)
-        progress.advance()
-    else:
 
-        def wrap(task: Task, run: RunRecipe) -> Task:
-            if step.teacher is not None:
-                task = taught(task, run, TRAINING, source, step.teacher, step, step.distill, step.temperature)
-            freeze_at = int(step.freeze_statistics * step.steps)
-            return QuantizedTask(task, source, settings.target, settings, samples, freeze_at)
+    def wrap(task: Task, run: RunRecipe) -> Task:
+        if step.teacher is not None:
+            task = taught(task, run, TRAINING, source, step.teacher, step, step.distill, step.temperature)
+        freeze_at = int(step.freeze_statistics * step.steps)
+        return QuantizedTask(task, source, settings.target, settings, samples, freeze_at)
 
-        names = {"student": source} | ({} if step.teacher is None else {"teacher": step.teacher})
-        trained = places.scratch / _TRAINED
-        facts["training"] = train_checkpoint(source, trained, settings, TRAINING, places.scratch, progress, wrap, names)
-        model = apply_quantization(ResNet(config.model), settings.target, settings)
-        model.load_state_dict(load_file(trained / "model.safetensors"))
-        set_mode(model, "on")
+    names = {"student": source} | ({} if step.teacher is None else {"teacher": step.teacher})
+    trained = places.scratch / _TRAINED
+    training = train_checkpoint(source, trained, settings, TRAINING, places.scratch, progress, wrap, names)
+    model = apply_quantization(ResNet(config.model), settings.target, settings)
+    model.load_state_dict(load_file(trained / "model.safetensors"))
+    set_mode(model, "on")
     quantized = write_artifact(places.partial, model, floating, config, settings, samples)
-    return {"kind": "quantize", "quantized": quantized | {"training_steps": step.steps}, **facts}
+    return {"kind": "quantize", "quantized": quantized | {"training_steps": step.steps}, "training": training}
+
+
+def quantize_checkpoint(
+    source: Path, partial: Path, settings: ArtifactSettings, data: ImageData, progress: Progress | None = None
+) -> dict[str, Any]:
+    """Post-training quantization: calibrate the classifier in `source` on `data` and write its artifact.
+
+    Args:
+        partial: an existing folder, not yet published; it becomes complete.
+
+    Returns:
+        What a report says of a quantized network.
+
+    Raises:
+        ConfigError: the target cannot express the settings.
+        InputError: the checkpoint is damaged or not finite, the data do not fit, or the parity bound is exceeded.
+    """
+    progress = progress or Silent()
+    floating, config = load_classifier(source)
+    settings = within_bits(floating, settings.target, settings, data)
+    progress.start("calibrating", 1)
+    model = apply_quantization(ResNet(config.model).eval(), settings.target, settings)
+    prepare(model, floating, settings, data)
+    progress.advance()
+    return write_artifact(partial, model, floating, config, settings, data)
 
 
 def write_artifact(

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from penjing.compress.quantize.artifact import ArtifactSettings, quantize_checkpoint
+from penjing.compress.quantizers.classifier import ArtifactSettings, quantize_checkpoint
 from penjing.core.files import publish_folder
 from penjing.serve.supervisor.process import ServeConfig
 from tests.compress.quantize.folders import image_data, image_set, vision_folder
