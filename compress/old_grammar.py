@@ -1,4 +1,4 @@
-"""Recipes of before 0.2 had other sections: an error prints what they are called now."""
+"""Recipes once had other sections: an error prints what they are called now."""
 
 from __future__ import annotations
 

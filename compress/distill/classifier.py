@@ -11,11 +11,7 @@ from penjing.compress.distill.training import Training, TrainingSettings, unused
 from penjing.core.checkpoint.classifier import classifier_config
 from penjing.core.errors import ConfigError
 from penjing.core.models.resnet_config import ResNetConfig
-from penjing.core.progress import Progress
-from penjing.train.families.base import Task
-from penjing.train.families.classifier import ImageClassification
 from penjing.train.recipe.data import FashionData
-from penjing.train.recipe.recipe import RunRecipe
 
 
 def images(source: Path, step: TrainingSettings) -> FashionData:
@@ -30,11 +26,6 @@ def images(source: Path, step: TrainingSettings) -> FashionData:
     return FashionData(kind="fashion-mnist", **sizes, pad=step.pad, flip=step.flip, erase=step.erase)
 
 
-def _task(source: Path, recipe: RunRecipe, progress: Progress) -> Task:
-    assert isinstance(recipe.data, FashionData)
-    return ImageClassification(recipe, classifier_config(source), recipe.data, progress)
-
-
 def _architecture(folder: Path) -> ResNetConfig:
     return classifier_config(folder).model
 
@@ -46,7 +37,6 @@ def _teacher(student: Path, teacher: Path, _: TrainingSettings) -> nn.Module:
 TRAINING = Training(
     data=images,
     evaluation_samples=10_000,
-    task=_task,
     architecture=_architecture,
     teacher=_teacher,
     cached=None,

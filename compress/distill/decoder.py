@@ -97,11 +97,6 @@ def _fitting_teacher(student: Path, teacher: Path, step: TrainingSettings) -> Ch
     return large
 
 
-def _task(source: Path, recipe: RunRecipe, progress: Progress) -> Task:
-    assert isinstance(recipe.data, TextData)
-    return LanguageModeling(recipe, open_checkpoint(source).config, recipe.data, progress)
-
-
 def _architecture(folder: Path) -> DecoderConfig:
     return open_checkpoint(folder).config
 
@@ -113,7 +108,6 @@ def _teacher(student: Path, teacher: Path, step: TrainingSettings) -> nn.Module:
 TRAINING = Training(
     data=text,
     evaluation_samples=256,
-    task=_task,
     architecture=_architecture,
     teacher=_teacher,
     cached=learn_from_cache,

@@ -23,7 +23,7 @@ from penjing.core.models.config import DecoderConfig
 from penjing.core.models.resnet_config import ResNetConfig
 from penjing.core.progress import Progress
 from penjing.core.work import check_kept
-from penjing.train.families.base import Task
+from penjing.train.families.base import Task, build_checkpoint_task
 from penjing.train.loop import InterruptedRunError
 from penjing.train.monitor.monitor import MonitorConfig
 from penjing.train.numerics.precision import PrecisionConfig
@@ -79,7 +79,6 @@ class Training:
     Attributes:
         data: the section of a training recipe that fits a checkpoint; ConfigError for settings of other data.
         evaluation_samples: held-out samples where none are asked for.
-        task: (checkpoint, recipe of the run, progress) → the task of train's loop.
         architecture: of a checkpoint, which hidden states of student and teacher are compared by.
         teacher: (student, teacher, settings) → the teacher's network in float32, once the student can learn from it.
         cached: fills a cache of the teacher's answers and gives the task that learns from it; None where samples
@@ -88,7 +87,6 @@ class Training:
 
     data: Callable[[Path, TrainingSettings], TextData | FashionData]
     evaluation_samples: int
-    task: Callable[[Path, RunRecipe, Progress], Task]
     architecture: Callable[[Path], DecoderConfig | ResNetConfig]
     teacher: Callable[[Path, Path, TrainingSettings], nn.Module]
     cached: Callable[..., Task] | None
@@ -128,7 +126,7 @@ def train_checkpoint(
         try:
             train_task(
                 recipe,
-                lambda heard: wrap(training.task(source, recipe, heard), recipe),
+                lambda heard: wrap(build_checkpoint_task(source, recipe, heard), recipe),
                 command="penjing compress",
                 resume="auto",
                 progress=progress,

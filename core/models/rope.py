@@ -7,7 +7,6 @@ import math
 import torch
 
 from penjing.core.models.config import DecoderConfig, RopeScaling
-from penjing.kernels.rotary import rotary_cos_sin
 
 
 def inverse_frequencies(config: DecoderConfig) -> torch.Tensor:
@@ -62,8 +61,3 @@ def yarn_magnitudes(scaling: RopeScaling) -> tuple[float, float]:
     both = scaling.mscale and scaling.mscale_all_dim
     rotated = growth(scaling.mscale) / growth(scaling.mscale_all_dim) if both else growth(1.0)
     return rotated, growth(scaling.mscale_all_dim) ** 2
-
-
-def cos_sin_table(config: DecoderConfig, length: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """cos and sin of positions 0 … length − 1, each (length, rotary_dim / 2) float32."""
-    return rotary_cos_sin(inverse_frequencies(config), torch.arange(length))
