@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,16 +11,19 @@ import numpy as np
 import pytest
 import torch
 
-from penjing.compress import outcome, preflight, run, stages
+from penjing.compress import outcome, preflight, run
+from penjing.compress.families.base import family
 from penjing.compress.measure.evaluate import EvaluateSettings, Quality, accuracy
-from penjing.compress.recipe import FlowRecipe, Prune, Step
 from penjing.compress.report.schema import Report, write_report
-from penjing.compress.steps.kinds import Places
+from penjing.compress.steps.base import Context, Step
+from penjing.compress.steps.prune import Prune
+from penjing.compress.steps.train import Distill, Finetune
 from penjing.core.checkpoint.classifier import ClassifierConfig, save_classifier
 from penjing.core.manifest import read_manifest, write_manifest
 from penjing.core.models.resnet import ResNet
 from penjing.core.models.resnet_config import cifar_resnet
 from penjing.core.progress import Progress
+from penjing.core.work import Places
 
 SAMPLES = 1000
 POINTS_RAW, POINTS_HEALED = 40, 10  # accuracy points lost for everything removed, before and after healing
@@ -54,7 +57,7 @@ class Faults:
 def install(patch: pytest.MonkeyPatch, faults: Faults) -> None:
     """Put the fakes in place of training, pruning, evaluation and measurement."""
 
-    def run_step(step: Step, recipe: FlowRecipe, places: Places, progress: Progress) -> dict[str, Any]:
+    def run_step(step: Step, places: Places, context: Context) -> dict[str, Any]:
         state = dict(read_manifest(places.source).created_by)
         for path in places.source.iterdir():
             if path.name != "penjing.json":
@@ -69,27 +72,32 @@ def install(patch: pytest.MonkeyPatch, faults: Faults) -> None:
         write_manifest(places.partial, "checkpoint", state, {"from": "fakes"})
         return {"state": state}
 
-    def evaluate(folder: Path, settings: EvaluateSettings, progress: Progress) -> Quality:
+    def evaluate(folder: Path, model: Path, settings: EvaluateSettings, progress: Progress) -> Quality:
         faults.operation("evaluate")
         state = read_manifest(folder).created_by
         lost = state["removed"] * (POINTS_HEALED if state["healed"] else POINTS_RAW)
         right = np.arange(SAMPLES) < round(SAMPLES * (0.9 - lost / 100))
         return accuracy(right, settings)
 
-    def measure(folders: list[Path], settings: object, progress: Progress) -> list[dict[str, Any]]:
+    def timed(folders: list[Path], *_: object) -> list[list[dict[str, Any]]]:
         faults.operation("measure")
-        size = {"parameters": 1, "bytes": 10, "macs": 5, "macs_per": "image"}
-        return [{"size": size, "latency": [], "widths": {}} for _ in folders]
+        return [[] for _ in folders]
+
+    def sizes(bytes_of: int, parameters: int, macs: int) -> dict[str, Any]:
+        size = {"parameters": parameters, "bytes": bytes_of, "macs": macs, "macs_per": "image"}
+        return {"size": size, "widths": {}}
 
     def write_reports(folder: Path, made: Report) -> None:
         faults.operation("report")
         write_report(folder, made)
 
-    patch.setattr(stages, "run_step", run_step)
-    patch.setattr(stages, "evaluate_checkpoint", evaluate)
-    patch.setattr(outcome, "measure", measure)
+    faked = replace(family("classifier"), evaluate=evaluate, skeleton=lambda _: None)  # type: ignore[arg-type, return-value]
+    for kind in (Prune, Distill, Finetune):
+        patch.setattr(kind, "run", run_step)
+    patch.setattr(run, "family_at", lambda _: faked)
+    patch.setattr(outcome, "timed", timed)
+    patch.setattr(outcome, "sizes_of", lambda *_: sizes(10, 1, 5))
     patch.setattr(run, "write_reports", write_reports)
     patch.setattr(preflight, "peak_flops", lambda *_: (1e11, "made up"))
-    size = {"parameters": 1000, "bytes": 4000, "macs": 10**6, "macs_per": "image"}
-    patch.setattr(preflight, "size_of", lambda _: {"size": size})
+    patch.setattr(preflight, "sizes_of", lambda *_: sizes(4000, 1000, 10**6))
     patch.setattr("os.fsync", lambda _: None)  # nothing here survives the machine anyway

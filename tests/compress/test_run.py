@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penjing.compress.guard import Verdict
-from penjing.compress.run import compress_steps
+from penjing.compress.run import run_recipe
 from penjing.core.errors import ConfigError, InputError, SetupError
 from penjing.core.manifest import read_manifest, verify
 from penjing.core.work import WorkFolder
@@ -42,7 +42,7 @@ class Bench:
         with pytest.MonkeyPatch.context() as patch:
             install(patch, faults)
             try:
-                compress_steps(path, list(overrides), progress=self.notes, **options)
+                run_recipe(path, list(overrides), progress=self.notes, **options)
             finally:
                 self.operations = faults.operations
         return faults.operations
@@ -210,7 +210,7 @@ def test_the_recipe_that_is_published_makes_it_again(bench: Bench) -> None:
     first, again = bench.report(), bench.folder / "again"
     with pytest.MonkeyPatch.context() as patch:
         install(patch, Faults())
-        compress_steps(bench.folder / "out/recipe.toml", out=again)
+        run_recipe(bench.folder / "out/recipe.toml", out=again)
     second = json.loads((again / "report.json").read_text())
     assert second["decisions"] == first["decisions"]
     assert [each["quality"] for each in second["stages"]] == [each["quality"] for each in first["stages"]]
