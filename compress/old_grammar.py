@@ -45,13 +45,16 @@ def _today(values: dict[str, Any]) -> dict[str, Any]:
         data["texts"] = old["texts"]["calibrate"]
     if "evaluate" in old["texts"]:
         evaluate["texts"] = old["texts"]["evaluate"]
-    if not steps:
-        step = {"kind": "quantize", **old["quantize"]}
+    settings = old["quantize"]
+    if "parity" in old["bounds"]:
+        settings["parity_bound"] = round(1 - old["bounds"]["parity"], 9)
+    if not steps or settings or old["transform"]:
+        found = [step for step in steps if step.get("kind") == "quantize"]
+        step = found[0] if found else {"kind": "quantize"}
+        steps += [] if found else [step]
+        step |= settings
         if old["transform"]:
-            step["transform"] = old["transform"]
-        if "parity" in old["bounds"]:
-            step["parity_bound"] = round(1 - old["bounds"]["parity"], 9)
-        steps = [step]
+            step["transform"] = _table(step.get("transform")) | old["transform"]
     if "cosine" in old["bounds"]:
         guard["similarity_loss"] = round(1 - old["bounds"]["cosine"], 9)
     sections = {"data": data, "evaluate": evaluate, "guard": guard}

@@ -13,6 +13,7 @@ kind = "distill"
 
 from __future__ import annotations
 
+from copy import deepcopy
 from pathlib import Path
 from typing import Any, Literal
 
@@ -82,7 +83,7 @@ def load_recipe(
         InputError: the model's folder holds no network that is known.
     """
     name = "the recipe" if isinstance(source, dict) else str(source)
-    values = dict(source) if isinstance(source, dict) else read_recipe(source)
+    values = deepcopy(source) if isinstance(source, dict) else read_recipe(source)
     for override in overrides or []:
         apply_override(values, override)
     refuse_old_sections(values, name)
