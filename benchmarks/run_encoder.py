@@ -35,7 +35,7 @@ from penjing.core.artifact.base import MODEL_FILE
 from penjing.core.artifact.onnx_encoder import EncoderArtifact, embed_texts, open_encoder_artifact, open_encoder_session
 from penjing.core.checkpoint.encoder import load_encoder
 from penjing.core.cli import guarded
-from penjing.core.timing import interleaved
+from penjing.core.runtime.timing import interleaved
 from penjing.serve.bench.batched import bench_batched
 from penjing.serve.families.encoder import mixed_texts
 from penjing.serve.supervisor.temporary import temporary_server

@@ -38,7 +38,7 @@ from penjing.core.models.resnet import ResNet
 from penjing.core.models.resnet_config import BlockConfig, ResNetConfig, StageConfig, cifar_resnet, imagenet_resnet
 from penjing.core.progress import Silent
 from penjing.core.runtime.onnx_runtime import INPUT, open_session
-from penjing.core.timing import interleaved
+from penjing.core.runtime.timing import interleaved
 from penjing.train.data.images import ImageSet
 
 RUNTIME = f"ONNX Runtime {onnxruntime.__version__} FP32, unpruned"

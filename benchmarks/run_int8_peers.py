@@ -42,7 +42,7 @@ from penjing.core.errors import SetupError
 from penjing.core.files import publish_folder
 from penjing.core.progress import Silent
 from penjing.core.runtime.onnx_runtime import INPUT, open_session
-from penjing.core.timing import interleaved
+from penjing.core.runtime.timing import interleaved
 from penjing.train.data.images import normalise
 from penjing.train.run import train
 

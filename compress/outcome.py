@@ -9,9 +9,8 @@ from penjing.compress.families.base import Family
 from penjing.compress.measure.cost import MeasureSettings, sizes_of, timed
 from penjing.compress.recipe import Recipe
 from penjing.compress.report.run_page import run_page
-from penjing.compress.report.schema import Decision, Quantized, Report, Size, write_report
-from penjing.compress.report.schema import Stage as StageReport
-from penjing.compress.stages import Stage
+from penjing.compress.report.schema import Decision, Quantized, Report, Size, Stage, write_report
+from penjing.compress.results import Result
 from penjing.core.artifact.base import REPORT_PAGE, is_artifact
 from penjing.core.config import key_of
 from penjing.core.files import atomic_write_text
@@ -21,18 +20,18 @@ from penjing.core.work import WorkFolder
 
 
 def measured_stages(
-    family: Family, stages: list[Stage], settings: MeasureSettings, work: WorkFolder, progress: Progress
+    family: Family, results: list[Result], settings: MeasureSettings, work: WorkFolder, progress: Progress
 ) -> list[dict[str, Any]]:
-    """Sizes, widths and times of each stage, taken in turns within one run.
+    """Sizes, widths and times of each result, taken in turns within one run.
 
-    Stages of one architecture and format are measured once: training changes no shape.
+    Results of one architecture and format are measured once: training changes no shape.
     """
-    configs = [((stage.folder / "config.json").read_bytes(), is_artifact(stage.folder)) for stage in stages]
+    configs = [((result.folder / "config.json").read_bytes(), is_artifact(result.folder)) for result in results]
     firsts = [configs.index(config) for config in configs]
     distinct = sorted(set(firsts))
-    keys = [stages[index].key for index in distinct]
+    keys = [results[index].key for index in distinct]
     name = f"measured-{key_of(keys, settings.model_dump(mode='json'))[:12]}"
-    folders = [stages[index].folder for index in distinct]
+    folders = [results[index].folder for index in distinct]
 
     def measure() -> dict[str, Any]:
         sizes = [sizes_of(folder, family.skeleton(folder)) for folder in folders]
@@ -47,7 +46,7 @@ def measured_stages(
 def report_of(
     recipe: Recipe,
     family: Family,
-    stages: list[Stage],
+    results: list[Result],
     measured: list[dict[str, Any]],
     decisions: list[dict[str, Any]],
     command: str,
@@ -56,24 +55,24 @@ def report_of(
     """The run's report.
 
     Args:
-        stages: the model, then those that lead to the result; `measured` belongs to them one by one.
+        results: the model, then those that lead to the last one; `measured` belongs to them one by one.
         work: whose records say what everything took, attempts that were not kept and measurements included.
     """
     rows = []
-    for stage, figures in zip(stages, measured, strict=True):
-        record = {} if stage.record is None else dict(stage.record.result)
+    for result, figures in zip(results, measured, strict=True):
+        record = {} if result.record is None else dict(result.record.result)
         quantized = Quantized.model_validate(record.pop("quantized")) if "quantized" in record else None
         rows.append(
-            StageReport(
-                name=stage.label,
-                kind=stage.kind,
+            Stage(
+                name=result.label,
+                kind=result.kind,
                 record=record,
-                quality=stage.quality,
+                quality=result.quality,
                 size=Size.model_validate(figures["size"]),
                 latency=figures["latency"],
                 widths=figures["widths"],
-                seconds=stage.record.seconds if stage.record is not None else 0.0,
-                peak_memory_bytes=stage.record.peak_memory_bytes if stage.record is not None else 0,
+                seconds=result.record.seconds if result.record is not None else 0.0,
+                peak_memory_bytes=result.record.peak_memory_bytes if result.record is not None else 0,
                 quantized=quantized,
             )
         )

@@ -21,7 +21,7 @@ from penjing.compress.plan import Planned, milder, plan, stretches
 from penjing.compress.preflight import check_fit, input_hashes, preflight
 from penjing.compress.recipe import Recipe, load_recipe, recipe_toml
 from penjing.compress.report.text import summary_line
-from penjing.compress.stages import SCHEMA, Stage, Stages, num_complete
+from penjing.compress.results import SCHEMA, Result, Results, num_complete
 from penjing.compress.steps.base import Context
 from penjing.core.artifact.base import RECIPE_FILE
 from penjing.core.config import key_of
@@ -82,7 +82,7 @@ def run_recipe(
             progress.note(
                 f"{complete} complete steps of an earlier run lie in {work.path.name}; those that fit are kept"
             )
-        run = _Run(recipe, context, Stages(recipe, context, hashes, work), work, progress)
+        run = _Run(recipe, context, Results(recipe, context, hashes, work), work, progress)
         run.all_stretches()
         _publish(run, command, key, force)
         work.remove()
@@ -116,14 +116,14 @@ class _Run:
 
     recipe: Recipe
     context: Context
-    stages: Stages
+    results: Results
     work: WorkFolder
     progress: Progress
-    kept: list[Stage] = field(default_factory=list)  # the model, then the stages that lead to the result
+    kept: list[Result] = field(default_factory=list)  # the model, then what leads to the last one
     decisions: list[dict[str, Any]] = field(default_factory=list)
 
     def all_stretches(self) -> None:
-        model = self.stages.model()
+        model = self.results.model()
         self.progress.note(f"{self.recipe.model}: {_said(model)}")
         self.kept = [model]
         reference = model
@@ -132,8 +132,8 @@ class _Run:
             if stretch[-1].guarded and self.recipe.guard.against == "previous":
                 reference = self.kept[-1]
 
-    def _stretch(self, stretch: list[Planned], reference: Stage) -> list[Stage]:
-        """The stages of a stretch that keeps its budget; none if it is left out.
+    def _stretch(self, stretch: list[Planned], reference: Result) -> list[Result]:
+        """The results of a stretch that keeps its budget; none if it is left out.
 
         Raises:
             InputError: it breaks the budget, and the recipe says to stop then.
@@ -166,12 +166,12 @@ class _Run:
             )
         return made
 
-    def _attempt(self, stretch: list[Planned]) -> list[Stage]:
-        made: list[Stage] = []
+    def _attempt(self, stretch: list[Planned]) -> list[Result]:
+        made: list[Result] = []
         for planned in stretch:
-            stage = self.stages.make(planned, made[-1] if made else self.kept[-1])
-            self.progress.note(f"{planned.name}: {_said(stage)}")
-            made.append(stage)
+            result = self.results.make(planned, made[-1] if made else self.kept[-1])
+            self.progress.note(f"{planned.name}: {_said(result)}")
+            made.append(result)
         return made
 
     def _decide(self, entry: dict[str, Any]) -> None:
@@ -193,10 +193,10 @@ def _publish(run: _Run, command: str, key: str, force: bool) -> None:
             if path.is_file() and name.parts[0] not in (MANIFEST_NAME, STEPS_FOLDER):
                 (partial / name).parent.mkdir(parents=True, exist_ok=True)
                 take(path, partial / name)
-        for stage in run.kept:
-            if stage.record is not None:
-                text = json.dumps(asdict(stage.record) | {"quality": asdict(stage.quality)}, indent=2)
-                atomic_write_text(partial / STEPS_FOLDER / f"{stage.label}.json", text + "\n")
+        for result in run.kept:
+            if result.record is not None:
+                text = json.dumps(asdict(result.record) | {"quality": asdict(result.quality)}, indent=2)
+                atomic_write_text(partial / STEPS_FOLDER / f"{result.label}.json", text + "\n")
         atomic_write_text(partial / RECIPE_FILE, recipe_toml(recipe))
         write_reports(partial, report)
         created_by = {"command": command, "penjing": version("penjing"), "model": str(recipe.model)}
@@ -209,18 +209,18 @@ def _publish(run: _Run, command: str, key: str, force: bool) -> None:
     run.progress.note(summary_line(report))
 
 
-def _extra(stage: Stage) -> dict[str, Any]:
+def _extra(result: Result) -> dict[str, Any]:
     """What the last step's own manifest says beside hashes."""
-    return read_manifest(stage.folder).extra if (stage.folder / MANIFEST_NAME).exists() else {}
+    return read_manifest(result.folder).extra if (result.folder / MANIFEST_NAME).exists() else {}
 
 
-def _kind(stage: Stage) -> Literal["checkpoint", "artifact"]:
-    manifest = read_manifest(stage.folder) if (stage.folder / MANIFEST_NAME).exists() else None
+def _kind(result: Result) -> Literal["checkpoint", "artifact"]:
+    manifest = read_manifest(result.folder) if (result.folder / MANIFEST_NAME).exists() else None
     return "artifact" if manifest is not None and manifest.kind == "artifact" else "checkpoint"
 
 
-def _said(stage: Stage) -> str:
-    quality = stage.quality
+def _said(result: Result) -> str:
+    quality = result.quality
     digits = {"accuracy": ".2%", "similarity": ".4f", "perplexity": ".4g"}[quality.name]
     return f"{quality.name} {quality.value:{digits}} ({quality.low:{digits}} … {quality.high:{digits}})"
 

@@ -23,11 +23,11 @@ _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 class Manifest(Config):
     """Content of `penjing.json`; `sha256` maps each file's name inside the folder to its hexadecimal digest."""
 
-    schema_version: Literal[1] = SCHEMA_VERSION
-    kind: Kind
-    created_by: dict[str, Any]
-    sha256: dict[str, str] = Field(min_length=1)
-    extra: dict[str, Any] = Field(default_factory=dict)
+    schema_version: Literal[1] = Field(default=SCHEMA_VERSION, description="Version of this format.")
+    kind: Kind = Field(description="What the folder holds.")
+    created_by: dict[str, Any] = Field(description="How it was made.")
+    sha256: dict[str, str] = Field(min_length=1, description="Hash of each file by name.")
+    extra: dict[str, Any] = Field(default_factory=dict, description="What else its maker states.")
 
 
 def write_manifest(

@@ -135,7 +135,7 @@ def linear_modules(config: DecoderConfig) -> list[str]:
     return [*names, "lm_head"]
 
 
-def input_hashes(checkpoint: Checkpoint) -> dict[str, str]:
+def checkpoint_hashes(checkpoint: Checkpoint) -> dict[str, str]:
     """SHA-256 of each file the result depends on, verified where the folder has a manifest.
 
     Raises:
@@ -148,7 +148,7 @@ def input_hashes(checkpoint: Checkpoint) -> dict[str, str]:
     return {path.name: sha256_file(path) for path in files}
 
 
-def estimate(settings: Int8Settings, config: DecoderConfig, calibration_tokens: int) -> Needed:
+def int8_needs(settings: Int8Settings, config: DecoderConfig, calibration_tokens: int) -> Needed:
     """Sizes from shapes alone."""
     shapes = tensor_shapes(config)
     numbers = {name: math.prod(shape) for name, shape in shapes.items()}

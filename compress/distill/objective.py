@@ -24,17 +24,14 @@ from penjing.train.objective.objective import IGNORED, Batch, CrossEntropy, Loss
 
 
 class DistillWeights(Config):
-    """The weight of each part of the loss; 0 leaves it out, and by default only the teacher's logits teach.
+    """The weight of each part of the loss; 0 leaves it out, and by default only the teacher's logits teach."""
 
-    logits: divergence of the softened distributions (divergence.py). cross_entropy: with the data's own targets.
-    hidden: hidden states after each layer, through learned projections. relations: attention relations of the last
-    layer (both features.py).
-    """
-
-    logits: float = Field(default=1.0, ge=0)
-    cross_entropy: float = Field(default=0.0, ge=0)
-    hidden: float = Field(default=0.0, ge=0)
-    relations: float = Field(default=0.0, ge=0)
+    logits: float = Field(default=1.0, ge=0, description="Divergence of the softened distributions (divergence.py).")
+    cross_entropy: float = Field(default=0.0, ge=0, description="Cross-entropy with the data's own targets.")
+    hidden: float = Field(
+        default=0.0, ge=0, description="Hidden states after each layer, through learned projections (features.py)."
+    )
+    relations: float = Field(default=0.0, ge=0, description="Attention relations of the last layer (features.py).")
 
     @model_validator(mode="after")
     def _something_teaches(self) -> DistillWeights:

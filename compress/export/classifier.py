@@ -11,7 +11,7 @@ from penjing.compress.export.convert import convert
 from penjing.compress.export.record import ExportRecord, Form, publish_file, source_of
 from penjing.compress.export.tensorrt import build_engine, check_machine, run_engine
 from penjing.compress.export.tensorrt_rules import check_tensorrt
-from penjing.compress.quantize.parity import HINT, compare
+from penjing.compress.quantize.parity import HINT, compare_file
 from penjing.compress.quantize.targets import TARGETS, TargetName
 from penjing.core.artifact.base import MODEL_FILE
 from penjing.core.artifact.onnx import recorded
@@ -56,7 +56,7 @@ def export_classifier(
     with TemporaryDirectory() as scratch, writing(Path(scratch)):
         file = Path(scratch) / MODEL_FILE
         file.write_bytes(data)
-        differences = compare(artifact, file, quantization)
+        differences = compare_file(artifact, file, quantization)
     record = ExportRecord(
         form=form,
         target=wanted,

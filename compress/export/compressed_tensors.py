@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from penjing.compress.export.gate import Reading
+from penjing.compress.export.gate import Computed
 from penjing.core.artifact.decoder import DecoderArtifact
 from penjing.core.checkpoint.decoder import TOKENIZER_FILES
 from penjing.core.errors import InputError
@@ -50,7 +50,7 @@ def can_read() -> bool:
 
 
 @torch.no_grad()
-def read_layers(folder: Path, sequences: list[tuple[list[int], int]]) -> list[Reading]:
+def read_sequences(folder: Path, sequences: list[tuple[list[int], int]]) -> list[Computed]:
     """Read each sequence with transformers in float32, a whole sequence at a time.
 
     Raises:
@@ -66,7 +66,7 @@ def read_layers(folder: Path, sequences: list[tuple[list[int], int]]) -> list[Re
     return [_read(model, ids) for ids, _ in sequences]
 
 
-def _read(model: Any, ids: list[int]) -> Reading:
+def _read(model: Any, ids: list[int]) -> Computed:
     hidden: list[Tensor] = []
 
     def before(_: nn.Module, inputs: tuple[Tensor, ...]) -> None:
@@ -83,4 +83,4 @@ def _read(model: Any, ids: list[int]) -> Reading:
     finally:
         for handle in handles:
             handle.remove()
-    return Reading(hidden, logits_TV)
+    return Computed(hidden, logits_TV)

@@ -79,7 +79,7 @@ def _compressed_tensors(artifact: DecoderArtifact, _: TargetName, partial: Path,
     if not compressed_tensors.can_read():
         return record.model_copy(update={"unmeasured": {compressed_tensors.LOADER: compressed_tensors.NOT_INSTALLED}})
     progress.start("parity", 1)
-    readings = compressed_tensors.read_layers(partial, decoder_gate.sequences(artifact))
+    readings = compressed_tensors.read_sequences(partial, decoder_gate.sequences(artifact))
     differences = decoder_gate.measure(artifact, compressed_tensors.LOADER, readings)
     progress.advance()
     return record.model_copy(update={"differences": differences})

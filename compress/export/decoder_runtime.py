@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from onnx import TensorProto, helper
 
-from penjing.compress.export.gate import Reading
+from penjing.compress.export.gate import Computed
 from penjing.compress.export.onnx_decoder import EMBEDDED, MODEL_FILE, cache_names, layer_output
 from penjing.core.models.config import DecoderConfig
 from penjing.core.runtime.onnx_runtime import open_graph
@@ -80,7 +80,7 @@ def greedy(session: DecoderSession, ids: list[int], count: int) -> list[int]:
 
 def read_layers(
     folder: Path, config: DecoderConfig, session_options: dict[str, str], sequences: list[tuple[list[int], int]]
-) -> list[Reading]:
+) -> list[Computed]:
     """Read each sequence as it is served: the prompt at once, then token by token from the cache.
 
     Args:
@@ -100,7 +100,7 @@ def read_layers(
         probe.unlink()
 
 
-def _read(session: DecoderSession, ids: list[int], begin: int) -> Reading:
+def _read(session: DecoderSession, ids: list[int], begin: int) -> Computed:
     cache, parts, logits = session.start(1), [], []
     cuts = [0, *range(begin, len(ids) + 1)]
     for first, last in pairwise(cuts):
@@ -108,4 +108,4 @@ def _read(session: DecoderSession, ids: list[int], begin: int) -> Reading:
         row, cache, hidden = session.step(np.array([ids[first:last]]), mask, cache)
         logits.append(torch.from_numpy(row[0]))
         parts.append([torch.from_numpy(state[0]) for state in hidden])
-    return Reading([torch.cat(states) for states in zip(*parts, strict=True)], torch.cat(logits))
+    return Computed([torch.cat(states) for states in zip(*parts, strict=True)], torch.cat(logits))

@@ -27,7 +27,7 @@ HINT = "nothing was exported. Is the artifact damaged? 'penjing compress verify'
 
 
 @dataclass(frozen=True)
-class Reading:
+class Computed:
     """What a loader computed of one sequence of T tokens.
 
     Attributes:
@@ -47,7 +47,7 @@ def sequences(artifact: DecoderArtifact) -> list[tuple[list[int], int]]:
 
 
 @torch.no_grad()
-def measure(artifact: DecoderArtifact, loader: str, readings: list[Reading]) -> tuple[Difference, ...]:
+def measure(artifact: DecoderArtifact, loader: str, readings: list[Computed]) -> tuple[Difference, ...]:
     """How far `loader` is from the fake-quantized layers, and its greedy tokens from those of the INT8 runtime.
 
     Args:

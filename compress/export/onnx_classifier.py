@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from penjing.compress.export.graph import GraphBuilder
 from penjing.compress.quantize.modules import Folded, QuantizedBlock, QuantizedConvNorm, QuantizedLinear
-from penjing.compress.quantize.targets import TARGETS, Target, TargetName
+from penjing.compress.quantize.targets import TARGETS, Engine, TargetName
 from penjing.compress.rounding.fake_quantize import ActivationQuantizer
 from penjing.core.errors import InputError
 from penjing.core.files import atomic_write_bytes
@@ -47,7 +47,7 @@ def export_onnx(model: ResNet, image_size: tuple[int, int], target: TargetName, 
 
 
 class _Writer:
-    def __init__(self, model: ResNet, target: Target) -> None:
+    def __init__(self, model: ResNet, target: Engine) -> None:
         self.graph, self.target = GraphBuilder(), target
         self._scales: dict[str, Tensor] = {}  # of values that come out of a DQ
         x = self._conv("stem", model.stem, INPUT)

@@ -61,7 +61,7 @@ def write_decoder_onnx(checkpoint: Checkpoint, target: TargetName, folder: Path,
         ConfigError: a target that cannot express quantization token by token.
         InputError: a network of another kind.
     """
-    check_decoder(checkpoint, target)
+    check_exportable(checkpoint, target)
     with open(folder / DATA_FILE, "wb") as data:
         writer = _Writer(checkpoint, target == "onnxruntime-cpu", GraphBuilder(data), progress)
         model = writer.write()
@@ -72,7 +72,7 @@ def write_decoder_onnx(checkpoint: Checkpoint, target: TargetName, folder: Path,
     onnx.checker.check_model(str(folder / MODEL_FILE), full_check=True)
 
 
-def check_decoder(checkpoint: Checkpoint, target: TargetName) -> None:
+def check_exportable(checkpoint: Checkpoint, target: TargetName) -> None:
     """See `write_decoder_onnx`."""
     if target == "tensorrt":
         raise ConfigError(

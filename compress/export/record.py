@@ -22,26 +22,23 @@ Form = Literal["onnx", "tensorrt", "compressed-tensors", "gguf"]
 
 
 class ExportRecord(Config):
-    """How an export was made, and how far its own loader is from the fake-quantized model.
+    """How an export was made, and how far its own loader is from the fake-quantized model."""
 
-    Attributes:
-        manifest: SHA-256 of the artifact's manifest, which holds those of its files.
-        session_options: of ONNX Runtime, which the file needs for exact integers on every processor.
-        bound: which of `differences` was held to what.
-        unmeasured: loader → why it did not run here.
-    """
-
-    schema_version: Literal[2] = 2
-    form: Form
-    target: str | None = None
-    artifact: str
-    manifest: str
-    session_options: dict[str, str] = Field(default_factory=dict)
-    differences: tuple[Difference, ...] = ()
-    bound: Bound | None = None
-    unmeasured: dict[str, str] = Field(default_factory=dict)
-    notes: tuple[str, ...] = ()
-    versions: dict[str, str] = Field(default_factory=versions)
+    schema_version: Literal[2] = Field(default=2, description="Version of this format.")
+    form: Form = Field(description="Form of the export.")
+    target: str | None = Field(default=None, description="The engine that it is for, where the form leaves a choice.")
+    artifact: str = Field(description="Name of the artifact's folder.")
+    manifest: str = Field(description="SHA-256 of the artifact's manifest, which holds those of its files.")
+    session_options: dict[str, str] = Field(
+        default_factory=dict, description="Of ONNX Runtime, which the file needs for exact integers on every processor."
+    )
+    differences: tuple[Difference, ...] = Field(
+        default=(), description="How far its own loader is from the fake-quantized model."
+    )
+    bound: Bound | None = Field(default=None, description="Which of the differences was held to what.")
+    unmeasured: dict[str, str] = Field(default_factory=dict, description="Loader → why it did not run here.")
+    notes: tuple[str, ...] = Field(default=(), description="What a user of the file must know.")
+    versions: dict[str, str] = Field(default_factory=versions, description="Of the packages that wrote it.")
 
 
 def source_of(folder: Path) -> dict[str, Any]:

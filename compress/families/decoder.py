@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from penjing.compress.decoder.check import check_model, input_hashes
+from penjing.compress.decoder.check import check_model, checkpoint_hashes
 from penjing.compress.decoder.parity import rerun
 from penjing.compress.distill.decoder import TRAINING
 from penjing.compress.export.decoder import export_decoder
@@ -26,7 +26,7 @@ from penjing.core.progress import Progress
 def _hashes(folder: Path) -> dict[str, str]:
     checkpoint = open_checkpoint(folder)
     check_model(checkpoint)
-    return input_hashes(checkpoint)
+    return checkpoint_hashes(checkpoint)
 
 
 def _held_out(settings: EvaluateSettings) -> int:

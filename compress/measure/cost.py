@@ -30,8 +30,8 @@ from penjing.core.models.attention import causal_attention
 from penjing.core.models.decoder import Decoder
 from penjing.core.progress import Progress, megabytes
 from penjing.core.runtime.onnx_runtime import INPUT, OUTPUT, open_session, run_session
+from penjing.core.runtime.timing import interleaved, summarise
 from penjing.core.text.text_tokenizer import encoder_config
-from penjing.core.timing import interleaved, summarise
 
 TEXT_TOKENS = 128  # of a text that encoders are timed with
 

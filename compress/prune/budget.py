@@ -20,14 +20,14 @@ from penjing.compress.prune.surgery import cuts_of
 from penjing.core.config import Config
 from penjing.core.errors import ConfigError
 from penjing.core.progress import Progress
-from penjing.core.timing import interleaved
+from penjing.core.runtime.timing import interleaved
 
 RUNS = 9  # passes of each network, in turns
 TIMED_IMAGES, TIMED_WINDOWS = 16, 1
 LATENCY_STEPS, LATENCY_TOLERANCE = 7, 0.02  # a median of 9 repeats to about 2 %
 
 
-class Target(Config):
+class Budget(Config):
     """One quantity that the pruned network may have: below 1 as a part of what the given network has, else in
     absolute numbers (`latency`: milliseconds)."""
 
@@ -37,7 +37,7 @@ class Target(Config):
     latency: float | None = Field(default=None, gt=0, description="Time of a forward pass on the CPU.")
 
     @model_validator(mode="after")
-    def _one(self) -> Target:
+    def _one(self) -> Budget:
         given = [name for name, value in self if value is not None]
         if len(given) != 1:
             raise ValueError(f"name one of parameters, macs, bytes, latency (got {', '.join(given) or 'none'})")
@@ -73,7 +73,7 @@ def candidate(subject: Subject, choice: Choice) -> nn.Module:
 
 
 def share_for(
-    target: Target, subject: Subject, choose: Callable[[float], Choice], inputs: Tensor | None, progress: Progress
+    target: Budget, subject: Subject, choose: Callable[[float], Choice], inputs: Tensor | None, progress: Progress
 ) -> float:
     """The smallest share of units that meets `target`.
 

@@ -25,7 +25,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from penjing.compress.decoder.check import input_hashes
+from penjing.compress.decoder.check import checkpoint_hashes
 from penjing.compress.decoder.settings import Int8Settings
 from penjing.compress.quantize.place_resnet import Layer, apply_quantization, calibrate, layers, set_mode
 from penjing.compress.quantize.targets import ClassifierSettings, TargetName
@@ -54,7 +54,7 @@ def fisher_scores(model: nn.Module, data: ImageData, seed: int = 0) -> dict[str,
 
     def watch(name: str, layer: Layer) -> Callable[..., None]:
         def hook(_: nn.Module, arguments: tuple[Tensor, ...], output: Tensor) -> None:
-            with torch.no_grad(), rounded(layer):
+            with torch.no_grad(), quantizers_on(layer):
                 seen[name] = output, layer.forward(*arguments) - output  # not the call, which would come here again
 
         return hook
@@ -85,7 +85,7 @@ def quantized_layers(model: nn.Module) -> list[tuple[str, Layer]]:
 
 
 @contextmanager
-def rounded(layer: nn.Module) -> Iterator[None]:
+def quantizers_on(layer: nn.Module) -> Iterator[None]:
     """The quantizers inside `layer` are on inside the block."""
     set_mode(layer, "on")
     try:
@@ -191,7 +191,7 @@ def kept_by_budget(settings: D, model: Path) -> D:
         ) from None
     if not is_bits or 8 not in result["settings"]["widths"]:
         raise ConfigError(f"sensitivity = {path} has no scores of 8 bits; make it with --bits --widths 8")
-    if result["input"] != input_hashes(open_checkpoint(model)):
+    if result["input"] != checkpoint_hashes(open_checkpoint(model)):
         raise ConfigError(f"sensitivity = {path} was made of another model than {model}; make it again")
     keep = tuple(dict.fromkeys((*settings.keep, *choose_kept(result, settings.effective_bits))))
     resolved = settings.model_copy(update={"keep": keep, "effective_bits": None, "sensitivity": None})

@@ -70,12 +70,12 @@ def rerun(folder: Path, progress: Progress) -> tuple[Difference, ...]:
     """
     artifact = open_classifier_artifact(folder)
     progress.start("parity", 1)
-    differences = compare(artifact, folder / MODEL_FILE, artifact.quantization)
+    differences = compare_file(artifact, folder / MODEL_FILE, artifact.quantization)
     progress.advance()
     return differences
 
 
-def compare(artifact: ClassifierArtifact, file: Path, quantization: Quantization) -> tuple[Difference, ...]:
+def compare_file(artifact: ClassifierArtifact, file: Path, quantization: Quantization) -> tuple[Difference, ...]:
     """Run the record's images through `file`, the artifact's own or an export that takes its place.
 
     Raises:

@@ -27,23 +27,25 @@ X64_REASON = (
 TargetName = Literal["onnxruntime-cpu", "onnxruntime-avx2", "tensorrt"]
 
 
-class Target(Config):
+class Engine(Config):
     """One engine. The first format of a list is the default."""
 
-    name: TargetName
-    activations: tuple[FormatName, ...]
-    weights: tuple[FormatName, ...]
-    residual: Literal["both", "shortcut"]  # inputs of an addition that are quantized
-    pooling: bool  # whether the global average is computed on integers
-    smallest_product: int  # layers with fewer inputs or outputs stay floating
-    bias: Literal["int32", "float32"]
-    session_options: dict[str, str] = Field(default_factory=dict)  # of ONNX Runtime, needed for exact integers
+    name: TargetName = Field(description="Name of the engine.")
+    activations: tuple[FormatName, ...] = Field(description="Formats that it takes for activations.")
+    weights: tuple[FormatName, ...] = Field(description="Formats that it takes for weights.")
+    residual: Literal["both", "shortcut"] = Field(description="Inputs of an addition that are quantized.")
+    pooling: bool = Field(description="Whether the global average is computed on integers.")
+    smallest_product: int = Field(description="Layers with fewer inputs or outputs stay floating.")
+    bias: Literal["int32", "float32"] = Field(description="How biases are stored.")
+    session_options: dict[str, str] = Field(
+        default_factory=dict, description="Of ONNX Runtime, needed for exact integers."
+    )
 
 
-TARGETS: dict[TargetName, Target] = {
+TARGETS: dict[TargetName, Engine] = {
     target.name: target
     for target in (
-        Target(
+        Engine(
             name="onnxruntime-cpu",
             activations=("uint8",),
             weights=("int8", "int7"),
@@ -53,7 +55,7 @@ TARGETS: dict[TargetName, Target] = {
             bias="int32",
             session_options={EXACT_PRODUCTS: "1"},
         ),
-        Target(
+        Engine(
             name="onnxruntime-avx2",
             activations=("uint8",),
             weights=("int7",),
@@ -62,7 +64,7 @@ TARGETS: dict[TargetName, Target] = {
             smallest_product=0,
             bias="int32",
         ),
-        Target(
+        Engine(
             name="tensorrt",
             activations=("int8", "fp8"),
             weights=("int8", "fp8"),
@@ -116,7 +118,7 @@ class EncoderSettings(QuantizeSettings):
     )
 
 
-def resolve(target_name: TargetName, settings: QuantizeSettings) -> tuple[Target, FormatName, FormatName]:
+def resolve(target_name: TargetName, settings: QuantizeSettings) -> tuple[Engine, FormatName, FormatName]:
     """The target and the formats of activations and weights.
 
     Raises:

@@ -15,7 +15,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from penjing.compress.decoder.artifact import make_weights
-from penjing.compress.decoder.check import check_settings, estimate, linear_modules
+from penjing.compress.decoder.check import check_settings, int8_needs, linear_modules
 from penjing.compress.decoder.head import DTYPES
 from penjing.compress.decoder.parity import measure
 from penjing.compress.decoder.qat import apply_fake_int8, begin_all, fake_int8_layers
@@ -69,7 +69,7 @@ def check(source: Path, step: DecoderQuantize, data: DataSettings) -> None:
 
 def needed(source: Path, step: DecoderQuantize, data: DataSettings) -> tuple[int, int, int]:
     """Bytes of memory, of the artifact, and on disk until it is complete, without training."""
-    found = estimate(step, open_checkpoint(source).config, data.tokens)
+    found = int8_needs(step, open_checkpoint(source).config, data.tokens)
     return found.memory, found.artifact, found.scratch
 
 
@@ -122,16 +122,16 @@ def quantize(
     quantized = {
         "target": TARGET,
         "formats": FORMATS | {"embedding": step.embedding_dtype, "kv_cache": step.kv_cache},
-        "effective_bits": effective_bits(settings, config),
+        "effective_bits": mean_bits(settings, config),
         "training_steps": step.steps,
-        "layers": layer_errors(records),
+        "layers": recorded_errors(records),
         "differences": [each.model_dump() for each in parity.differences],
         "bound": parity.bound.model_dump(),
     }
     return {"kind": "quantize", "quantized": quantized, **facts}
 
 
-def effective_bits(settings: Int8Settings, config: DecoderConfig) -> float:
+def mean_bits(settings: Int8Settings, config: DecoderConfig) -> float:
     """Mean bits of a weight of the linear layers, the LM head included."""
     shapes = tensor_shapes(config)
     sizes: dict[str, int] = {"lm_head": config.vocab_size * config.hidden_size}
@@ -143,7 +143,7 @@ def effective_bits(settings: Int8Settings, config: DecoderConfig) -> float:
     return STORED_BITS + (FLOAT_BITS - STORED_BITS) * floating / sum(sizes.values())
 
 
-def layer_errors(records: list[StepRecord]) -> list[dict[str, Any]]:
+def recorded_errors(records: list[StepRecord]) -> list[dict[str, Any]]:
     """Rows of the report: of each quantized layer its full name, format, and errors of weight and output."""
     rows = []
     for record in records:

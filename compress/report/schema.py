@@ -32,7 +32,7 @@ class _Record(BaseModel):
 class Size(_Record):
     """What a checkpoint takes and costs."""
 
-    parameters: int = Field(gt=0)
+    parameters: int = Field(gt=0, description="Numbers that were learned.")
     bytes: int = Field(gt=0, description="Of the weights on disk.")
     macs: int | None = Field(default=None, gt=0, description="Multiply-accumulates for one `macs_per`.")
     macs_per: str = Field(default="", description='What the multiply-accumulates are for: "image", "token", "text".')
@@ -41,17 +41,17 @@ class Size(_Record):
 class Latency(_Record):
     """One case of `cost.measure`: seconds a call, and the speed against the first stage, with their spreads."""
 
-    runtime: str
-    case: str
-    unit: str
-    seconds: float = Field(gt=0)
-    low: float = Field(gt=0)
-    high: float = Field(gt=0)
-    throughput: float = Field(gt=0)
-    speedup: float = Field(gt=0)
-    speedup_low: float = Field(gt=0)
-    speedup_high: float = Field(gt=0)
-    runs: int = Field(ge=1)
+    runtime: str = Field(description="What ran it.")
+    case: str = Field(description='What was run, such as "batch 64".')
+    unit: str = Field(description="What the throughput counts.")
+    seconds: float = Field(gt=0, description="Median of a call.")
+    low: float = Field(gt=0, description="Seconds of the fast end of its spread.")
+    high: float = Field(gt=0, description="Seconds of the slow end of its spread.")
+    throughput: float = Field(gt=0, description="Units a second.")
+    speedup: float = Field(gt=0, description="Speed against the first stage.")
+    speedup_low: float = Field(gt=0, description="Low end of its spread.")
+    speedup_high: float = Field(gt=0, description="High end of its spread.")
+    runs: int = Field(ge=1, description="Measurements.")
 
 
 class LayerError(_Record):
@@ -59,8 +59,8 @@ class LayerError(_Record):
 
     name: str = Field(description="The module's full name, such as model.layers.0.self_attn.q_proj.")
     format: str = Field(description='Of its weight, such as "int8".')
-    weight: float = Field(ge=0)
-    output: float = Field(ge=0)
+    weight: float = Field(ge=0, description="Of the weight.")
+    output: float = Field(ge=0, description="Of the output.")
 
 
 class Quantized(_Record):
@@ -73,25 +73,25 @@ class Quantized(_Record):
     agreement: float | None = Field(
         default=None, ge=0, le=1, description="Share of calibration samples with the same choice as before rounding."
     )
-    layers: tuple[LayerError, ...] = ()
-    differences: tuple[Difference, ...] = ()
-    bound: Bound | None = None
+    layers: tuple[LayerError, ...] = Field(default=(), description="Errors of each layer.")
+    differences: tuple[Difference, ...] = Field(default=(), description="How far the implementations are apart.")
+    bound: Bound | None = Field(default=None, description="What the parity gate asked for.")
     unmeasured: dict[str, str] = Field(default_factory=dict, description="Implementation → why it did not run.")
 
 
 class Stage(_Record):
     """A checkpoint of the run. A quality without a `record` has no interval either."""
 
-    name: str
+    name: str = Field(description='Number and kind, such as "02-distill".')
     kind: str = Field(description='The kind of the step that made it, or "model".')
     record: dict[str, Any] = Field(default_factory=dict, description="What the step decided and measured.")
-    quality: Quality
-    size: Size
-    latency: tuple[Latency, ...] = ()
+    quality: Quality = Field(description="How good it is.")
+    size: Size = Field(description="What it takes.")
+    latency: tuple[Latency, ...] = Field(default=(), description="What was timed.")
     widths: dict[str, int] = Field(default_factory=dict, description="Layer → output channels or features.")
     seconds: float = Field(default=0.0, ge=0, description="Of making it; 0 for the model that the run begins with.")
     peak_memory_bytes: int = Field(default=0, ge=0, description="Resident memory above the start of the run.")
-    quantized: Quantized | None = None
+    quantized: Quantized | None = Field(default=None, description="How it was rounded; none for a floating checkpoint.")
 
     def by_case(self) -> dict[str, Latency]:
         """What was timed by its name, such as "torch, batch 64", in the order of measurement."""
@@ -101,32 +101,32 @@ class Stage(_Record):
 class Decision(_Record):
     """What the guard found after some steps, and what it did."""
 
-    steps: tuple[str, ...]
-    attempt: int
-    metric: str
-    reference: float
-    value: float
-    loss: float
-    loss_low: float
-    loss_high: float
-    budget: float
-    unit: str
-    outcome: str
-    prunes: dict[str, Any] | None = None
-    prunes_next: dict[str, Any] | None = None
+    steps: tuple[str, ...] = Field(description="The steps that it is about.")
+    attempt: int = Field(description="Which try it was, from 1.")
+    metric: str = Field(description="What was compared.")
+    reference: float = Field(description="Of the model that the run began with.")
+    value: float = Field(description="After the steps.")
+    loss: float = Field(description="How much worse that is.")
+    loss_low: float = Field(description="Low end of its interval.")
+    loss_high: float = Field(description="High end of its interval.")
+    budget: float = Field(description="How much worse it might be.")
+    unit: str = Field(description="Of the loss and the budget.")
+    outcome: str = Field(description="What the guard did.")
+    prunes: dict[str, Any] | None = Field(default=None, description="What was pruned in this try.")
+    prunes_next: dict[str, Any] | None = Field(default=None, description="What is pruned in the next one.")
 
 
 class Report(_Record):
     """A whole run."""
 
-    schema_version: Literal[2] = SCHEMA_VERSION
-    family: str
-    recipe: dict[str, Any]
-    command: str
-    versions: dict[str, str]
-    processor: dict[str, Any]
-    stages: tuple[Stage, ...] = Field(min_length=1)
-    decisions: tuple[Decision, ...] = ()
+    schema_version: Literal[2] = Field(default=SCHEMA_VERSION, description="Version of this format.")
+    family: str = Field(description="Family of the network.")
+    recipe: dict[str, Any] = Field(description="The recipe after overrides, defaults included.")
+    command: str = Field(description="What was called.")
+    versions: dict[str, str] = Field(description="Of the packages that computed.")
+    processor: dict[str, Any] = Field(description="What computed.")
+    stages: tuple[Stage, ...] = Field(min_length=1, description="The model, then what each step made.")
+    decisions: tuple[Decision, ...] = Field(default=(), description="What the guard found.")
     seconds: float = Field(default=0.0, ge=0, description="Of all that was done, attempts and measurements included.")
     peak_memory_bytes: int = Field(default=0, ge=0, description="Resident memory above the start of the run.")
 

@@ -38,7 +38,7 @@ from penjing.compress.sensitivity.study import (
     Samples,
     Sensitivity,
     Study,
-    check_window,
+    check_context,
     classifier_hashes,
     cut,
     decoder_hashes,
@@ -97,8 +97,8 @@ def round_rows(x: Tensor, bits: int) -> Tensor:
 
 
 def _decoder(folder: Path, settings: DecoderBits, work: WorkFolder, progress: Progress) -> Study:
-    check_window(folder, settings.window)
-    check_window(folder, settings.calibration.window, "calibration.window")
+    check_context(folder, settings.window)
+    check_context(folder, settings.calibration.window, "calibration.window")
     seen_WT = token_samples(folder, settings.calibration, progress).windows
     floats = FLOATS.model_copy(update={"transform": settings.transform})
     floating, _ = make_weights(folder, floats, seen_WT, work, progress)
@@ -107,16 +107,16 @@ def _decoder(folder: Path, settings: DecoderBits, work: WorkFolder, progress: Pr
     groups: dict[str, list[str]] = {}
     for name in names:
         groups.setdefault(".".join(name.split(".")[:3]), []).append(name)
-    baseline = sound(folder, work.run(BASELINE, lambda: judge_text(model, windows_WT)).result)
+    baseline = sound(folder, work.run(BASELINE, lambda: judge_windows(model, windows_WT)).result)
     progress.start("scores", len(windows_WT))
-    scores = work.run("scores", lambda: fisher_scores(model, windows_WT, names, settings.widths, progress)).result
+    scores = work.run("scores", lambda: width_scores(model, windows_WT, names, settings.widths, progress)).result
     linears = [
         {"name": name, "parameters": _linear(model, name).weight.numel(), "scores": scores[name]} for name in names
     ]
 
     def cell(group: str, bits: int) -> dict[str, Any]:
         with rounded(model, groups[group], bits):
-            found = judge_text(model, windows_WT)
+            found = judge_windows(model, windows_WT)
         score = sum(scores[name][str(bits)] for name in groups[group])
         return {"value": found["value"], "loss": cut(found["loss"]), "score": score}
 
@@ -148,7 +148,7 @@ def rounded(model: nn.Module, names: list[str], bits: int) -> Iterator[None]:
             handle.remove()
 
 
-def fisher_scores(
+def width_scores(
     model: nn.Module, windows_WT: Tensor, names: list[str], widths: tuple[int, ...], progress: Progress | None = None
 ) -> dict[str, dict[str, float]]:
     """½ Σ_t (g_t · ΔY_t)² a token of each linear layer and width (as a string), in nats; see the module.
@@ -188,7 +188,7 @@ def fisher_scores(
 
 
 @torch.no_grad()
-def judge_text(model: nn.Module, windows_WT: Tensor) -> dict[str, Any]:
+def judge_windows(model: nn.Module, windows_WT: Tensor) -> dict[str, Any]:
     """`value` (perplexity), `loss` (nats a token), `samples` (windows)."""
     total = 0.0
     for tokens_T in windows_WT:

@@ -33,7 +33,7 @@ from penjing.compress.sensitivity.study import (
     Samples,
     Sensitivity,
     Study,
-    check_window,
+    check_context,
     classifier_hashes,
     cut,
     decoder_hashes,
@@ -125,7 +125,7 @@ def masked(model: nn.Module, selection: Selection) -> Iterator[None]:
 
 
 def _text(folder: Path, settings: PruningSettings) -> TokenData:
-    check_window(folder, settings.window)
+    check_context(folder, settings.window)
     tokens, tokenizer = settings.windows * settings.window, Tokenizer.from_folder(folder)
     if settings.data == "held-out":
         return TokenData(evaluation_windows(tokenizer, tokens, 0, settings.window)["prose"], 1)

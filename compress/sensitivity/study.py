@@ -16,7 +16,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal
 
-from penjing.compress.decoder.check import check_model, input_hashes
+from penjing.compress.decoder.check import check_model, checkpoint_hashes
 from penjing.compress.measure.perplexity import LARGEST_LOSS
 from penjing.compress.quantize.bits import RESULT_FILE
 from penjing.compress.report.study_page import study_page
@@ -206,7 +206,7 @@ def decoder_hashes(folder: Path) -> dict[str, str]:
     """
     checkpoint = open_checkpoint(folder)
     check_model(checkpoint)
-    return input_hashes(checkpoint)
+    return checkpoint_hashes(checkpoint)
 
 
 def study_images(folder: Path, samples: Samples, count: int, progress: Progress) -> ImageData:
@@ -222,7 +222,7 @@ def study_images(folder: Path, samples: Samples, count: int, progress: Progress)
     return ImageData(images, config.mean, config.std, BATCH_IMAGES)
 
 
-def check_window(folder: Path, window: int, name: str = "window") -> None:
+def check_context(folder: Path, window: int, name: str = "window") -> None:
     """Refuse windows that the decoder in `folder` cannot read.
 
     Raises:

@@ -20,7 +20,7 @@ from pydantic import Field, field_validator, model_validator
 from torch import Tensor, nn
 
 from penjing.compress.families.base import Pruner
-from penjing.compress.prune.budget import Target, candidate, dense_sizes, latency, shapes_after, share_for, sizes
+from penjing.compress.prune.budget import Budget, candidate, dense_sizes, latency, shapes_after, share_for, sizes
 from penjing.compress.prune.depth import least
 from penjing.compress.prune.graph import Group, dependency_graph
 from penjing.compress.prune.importance import Kind, Scores, activation, magnitude, random, taylor
@@ -48,7 +48,7 @@ class Prune(Step):
     kind: Literal["prune"] = Field(default="prune", description="Remove units of the network.")
     method: Kind = Field(default="l1", description="How the importance of a unit is found.")
     ratio: float | None = Field(default=None, gt=0, lt=1, description="Share of the units that leaves.")
-    target: Target | None = Field(default=None, description="What may stay, instead of a ratio.")
+    target: Budget | None = Field(default=None, description="What may stay, instead of a ratio.")
     rank: Scope = Field(
         default="local", description="Units are compared within their group, or with all (classifiers, MLPs)."
     )

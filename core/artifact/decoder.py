@@ -39,23 +39,23 @@ layer, so two correct implementations agree closely in every layer and only abou
 class Prompt(Config):
     """What every implementation continues greedily; `token_ids` is how this artifact's tokenizer encodes `text`."""
 
-    text: str
-    token_ids: tuple[int, ...] = Field(min_length=1)
+    text: str = Field(description="The prompt.")
+    token_ids: tuple[int, ...] = Field(min_length=1, description="The text as this artifact's tokenizer encodes it.")
 
 
 class Answer(Config):
     """A greedy continuation of one prompt and the natural log-probability of each of its tokens."""
 
-    token_ids: tuple[int, ...]
-    logprobs: tuple[float, ...]
+    token_ids: tuple[int, ...] = Field(description="The continuation.")
+    logprobs: tuple[float, ...] = Field(description="Natural log-probability of each of its tokens.")
 
 
 class _Prompts(Config):
-    prompts: tuple[Prompt, ...] = Field(min_length=1)
+    prompts: tuple[Prompt, ...] = Field(min_length=1, description="What every implementation continues.")
 
 
 class _Answers(Config):
-    answers: tuple[Answer, ...]
+    answers: tuple[Answer, ...] = Field(description="One continuation for each prompt.")
 
 
 @dataclass(frozen=True)

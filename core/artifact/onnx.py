@@ -18,6 +18,7 @@ from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import Field
 
 from penjing.core.artifact.base import MODEL_FILE, PARITY_FILE, QUANTIZATION_FILE, is_artifact, read_report_file
 from penjing.core.artifact.parity import Bound, Difference, Parity, gate, is_within, read_parity
@@ -33,14 +34,14 @@ ONNX_RUNTIME_DEFAULT, ONNX_RUNTIME_FLOAT = "onnxruntime_default_options", "onnxr
 class Quantization(Config):
     """Content of `quantization.json`."""
 
-    schema_version: Literal[1] = 1
-    target: str
-    activations: str
-    weights: str
-    opset: int
-    optimise: bool = True  # False where ONNX Runtime's optimiser breaks the graph (FP8)
-    session_options: dict[str, str]
-    session_options_reason: str = ""
+    schema_version: Literal[1] = Field(default=1, description="Version of this format.")
+    target: str = Field(description="The engine that the file was made for.")
+    activations: str = Field(description="Number format of the activations.")
+    weights: str = Field(description="Number format of the weights.")
+    opset: int = Field(description="Version of ONNX's operators.")
+    optimise: bool = Field(default=True, description="False where ONNX Runtime's optimiser breaks the graph (FP8).")
+    session_options: dict[str, str] = Field(description="Of ONNX Runtime, needed for exact integers.")
+    session_options_reason: str = Field(default="", description="Why they are needed.")
 
     def ways(self) -> dict[str, tuple[dict[str, str], bool]]:
         """How ONNX Runtime may run the file: implementation → (session options, whether its optimiser runs).

@@ -26,24 +26,28 @@ C = TypeVar("C", bound=Config)
 
 
 class Difference(Config):
-    """How far two implementations are apart over all inputs; `same` is the share of equal choices (classes, tokens,
-    documents), where there are choices."""
+    """How far two implementations are apart over all inputs."""
 
-    between: tuple[str, str]
+    between: tuple[str, str] = Field(description="The two implementations.")
     quantity: str = Field(description="What was compared, such as logits; the family says in which unit.")
-    num_values: int = Field(default=0, ge=0)
-    largest: float = Field(ge=0)
-    mean: float = Field(ge=0)
-    same: float | None = Field(default=None, ge=0, le=1)
+    num_values: int = Field(default=0, ge=0, description="How many numbers were compared.")
+    largest: float = Field(ge=0, description="Largest distance.")
+    mean: float = Field(ge=0, description="Mean distance.")
+    same: float | None = Field(
+        default=None,
+        ge=0,
+        le=1,
+        description="Share of equal choices (classes, tokens, documents); none where nothing is chosen.",
+    )
 
 
 class Bound(Config):
     """What the gate asks for: `statistic` of the differences of `quantity` between `between` is at most `value`."""
 
-    between: tuple[str, str]
-    quantity: str
-    statistic: Literal["largest", "mean"]
-    value: float = Field(ge=0)
+    between: tuple[str, str] = Field(description="The two implementations.")
+    quantity: str = Field(description="Which quantity is held to it.")
+    statistic: Literal["largest", "mean"] = Field(description="Which statistic of its differences.")
+    value: float = Field(ge=0, description="The most that it may be.")
 
     def of(self, name: str) -> Bound:
         """The same bound for the implementation `name` in place of the second."""
@@ -53,12 +57,12 @@ class Bound(Config):
 class Parity(Config):
     """Content of `parity.json`."""
 
-    schema_version: Literal[2] = 2
-    family: str
+    schema_version: Literal[2] = Field(default=2, description="Version of this format.")
+    family: str = Field(description="Family of the network.")
     inputs: dict[str, Any] = Field(description="What every implementation was given, as the family stores it.")
     outputs: dict[str, Any] = Field(description="Implementation → what it answered, as the family stores it.")
-    differences: tuple[Difference, ...]
-    bound: Bound
+    differences: tuple[Difference, ...] = Field(description="How far the implementations are apart.")
+    bound: Bound = Field(description="What the gate asked for.")
     unmeasured: dict[str, str] = Field(default_factory=dict, description="Implementation → why it did not run.")
 
 

@@ -19,12 +19,14 @@ from penjing.core.models.resnet_config import ResNetConfig
 class ClassifierConfig(Config):
     """Content of `config.json`. An image enters the model as (pixel / 255 - mean) / std, per channel."""
 
-    task: Literal["image-classification"] = "image-classification"
-    model: ResNetConfig
-    image_size: tuple[int, int]  # height, width
-    mean: tuple[float, ...]
-    std: tuple[float, ...]
-    labels: tuple[str, ...] = Field(min_length=1)
+    task: Literal["image-classification"] = Field(default="image-classification", description="What the network does.")
+    model: ResNetConfig = Field(description="Its architecture.")
+    image_size: tuple[int, int] = Field(description="Height and width of an image in pixels.")
+    mean: tuple[float, ...] = Field(
+        description="Mean of each channel, of values from 0 to 1; subtracted from an image."
+    )
+    std: tuple[float, ...] = Field(description="Standard deviation of each channel, by which it is then divided.")
+    labels: tuple[str, ...] = Field(min_length=1, description="Name of each class, in the order of the logits.")
 
 
 def save_classifier_config(folder: Path, config: ClassifierConfig) -> None:

@@ -14,15 +14,29 @@ MAX_HEAD_DIM = 2**16  # no model comes near; the rotary frequencies are computed
 class RopeScaling(Config):
     """Rotary frequency scaling: Llama 3 (`llama3`), `linear`, `yarn` (latent attention only), or none (`default`)."""
 
-    rope_type: Literal["default", "linear", "llama3", "yarn"] = "default"
-    factor: float = Field(default=1.0, gt=0)
-    low_freq_factor: float = Field(default=1.0, gt=0)  # llama3
-    high_freq_factor: float = Field(default=4.0, gt=0)  # llama3
-    original_max_position_embeddings: int = Field(default=8192, gt=0)
-    beta_fast: float = Field(default=32.0, gt=0)  # yarn: turns within the original context from which nothing changes
-    beta_slow: float = Field(default=1.0, gt=0)  # yarn: turns up to which all is divided by the factor
-    mscale: float = Field(default=0.0, ge=0)  # yarn: growth of rotated queries and keys with log(factor)
-    mscale_all_dim: float = Field(default=0.0, ge=0)  # yarn: growth of the logits' scale with log(factor)
+    rope_type: Literal["default", "linear", "llama3", "yarn"] = Field(default="default", description="Kind of scaling.")
+    factor: float = Field(default=1.0, gt=0, description="By how much the context grows.")
+    low_freq_factor: float = Field(
+        default=1.0,
+        gt=0,
+        description="Of llama3: the original context over this is the wavelength from which all is divided.",
+    )
+    high_freq_factor: float = Field(
+        default=4.0,
+        gt=0,
+        description="Of llama3: the original context over this is the wavelength up to which nothing changes.",
+    )
+    original_max_position_embeddings: int = Field(default=8192, gt=0, description="Context in tokens before scaling.")
+    beta_fast: float = Field(
+        default=32.0, gt=0, description="Of yarn: turns within the original context from which nothing changes."
+    )
+    beta_slow: float = Field(default=1.0, gt=0, description="Of yarn: turns up to which all is divided by the factor.")
+    mscale: float = Field(
+        default=0.0, ge=0, description="Of yarn: growth of rotated queries and keys with log(factor)."
+    )
+    mscale_all_dim: float = Field(
+        default=0.0, ge=0, description="Of yarn: growth of the logits' scale with log(factor)."
+    )
 
 
 class MoEConfig(Config):
@@ -32,18 +46,27 @@ class MoEConfig(Config):
     is weighted by their scores. Mixtral: https://arxiv.org/abs/2401.04088, DeepSeek-V3: https://arxiv.org/abs/2412.19437.
     """
 
-    num_experts: int = Field(gt=0, le=4096)
-    num_experts_per_tok: int = Field(gt=0)
-    moe_intermediate_size: int = Field(gt=0)  # of one expert
-    scoring_func: Literal["softmax", "sigmoid"] = "softmax"
-    norm_topk_prob: bool = True  # the chosen scores are divided by their sum
-    routed_scaling_factor: float = Field(default=1.0, gt=0)
-    n_group: int = Field(default=1, gt=0)  # experts stand in groups; a token looks at `topk_group` of them
-    topk_group: int = Field(default=1, gt=0)
-    shared_expert_intermediate_size: int = Field(default=0, ge=0)  # an MLP that every token takes; 0: none
-    shared_expert_gate: bool = False  # its output times sigmoid(gate · x) (Qwen2-MoE)
-    router_bias: bool = False  # added to the scores for the choice alone; load balancing moves it (DeepSeek-V3)
-    mlp_only_layers: tuple[int, ...] = ()  # layers that keep the plain MLP
+    num_experts: int = Field(gt=0, le=4096, description="Experts of a layer.")
+    num_experts_per_tok: int = Field(gt=0, description="Experts that a token is sent to.")
+    moe_intermediate_size: int = Field(gt=0, description="Inner width of one expert.")
+    scoring_func: Literal["softmax", "sigmoid"] = Field(
+        default="softmax", description="How the router's outputs become scores."
+    )
+    norm_topk_prob: bool = Field(default=True, description="Whether the chosen scores are divided by their sum.")
+    routed_scaling_factor: float = Field(default=1.0, gt=0, description="Factor of the chosen scores.")
+    n_group: int = Field(default=1, gt=0, description="Groups in which the experts stand.")
+    topk_group: int = Field(default=1, gt=0, description="Groups that a token looks at.")
+    shared_expert_intermediate_size: int = Field(
+        default=0, ge=0, description="Inner width of an MLP that every token takes; 0: none."
+    )
+    shared_expert_gate: bool = Field(
+        default=False, description="Whether its output is multiplied by sigmoid(gate · x) (Qwen2-MoE)."
+    )
+    router_bias: bool = Field(
+        default=False,
+        description="Whether a bias is added to scores for the choice alone; load balancing moves it (DeepSeek-V3).",
+    )
+    mlp_only_layers: tuple[int, ...] = Field(default=(), description="Layers that keep the plain MLP.")
 
     @model_validator(mode="after")
     def _choices_exist(self) -> MoEConfig:
@@ -69,12 +92,20 @@ class LatentAttentionConfig(Config):
     """Multi-head latent attention (DeepSeek-V2, https://arxiv.org/abs/2405.04434): keys and values come from one small
     vector a token, and the position is carried by extra dimensions that all heads share."""
 
-    kv_lora_rank: int = Field(gt=0)
-    q_lora_rank: int | None = Field(default=None, gt=0)  # None: queries come from the hidden state directly
-    qk_nope_head_dim: int = Field(gt=0)
-    qk_rope_head_dim: int = Field(gt=0, le=MAX_HEAD_DIM)
-    v_head_dim: int = Field(gt=0)
-    rope_interleave: bool = True  # dimensions 2i and 2i + 1 rotate together, not i and i + D/2
+    kv_lora_rank: int = Field(gt=0, description="Size of the vector that keys and values come from.")
+    q_lora_rank: int | None = Field(
+        default=None,
+        gt=0,
+        description="Size of the vector that queries come from; none: from the hidden state directly.",
+    )
+    qk_nope_head_dim: int = Field(gt=0, description="Dimensions of a head's queries and keys that carry no position.")
+    qk_rope_head_dim: int = Field(
+        gt=0, le=MAX_HEAD_DIM, description="Dimensions of a head's queries and keys that carry the position."
+    )
+    v_head_dim: int = Field(gt=0, description="Dimensions of a head's values.")
+    rope_interleave: bool = Field(
+        default=True, description="Whether dimensions 2i and 2i + 1 rotate together, not i and i + D/2."
+    )
 
 
 LayerType = Literal["full_attention", "sliding_attention", "lsh_attention"]
@@ -83,11 +114,14 @@ LayerType = Literal["full_attention", "sliding_attention", "lsh_attention"]
 class LSH(Config):
     """Attention among tokens whose keys hash alike (`kernels/lsh_attention.py`)."""
 
-    chunk_size: int = Field(default=64, gt=0)  # tokens that attend together, and to the chunk before
-    rounds: int = Field(default=2, gt=0)  # hashings; a pair attends when one of them brings it together
+    chunk_size: int = Field(default=64, gt=0, description="Tokens that attend together, and to the chunk before.")
+    rounds: int = Field(default=2, gt=0, description="Hashings; a pair attends when one of them brings it together.")
     seed: int = Field(
-        default=0, ge=0, lt=2**15
-    )  # of the random rotations, which differ from layer to layer and are fixed
+        default=0,
+        ge=0,
+        lt=2**15,
+        description="Of the random rotations, which differ from layer to layer and are fixed.",
+    )
 
 
 class DecoderConfig(Config):
@@ -106,34 +140,50 @@ class DecoderConfig(Config):
         "deepseek_v2",
         "deepseek_v3",
         "penjing",
-    ] = "llama"
-    vocab_size: int = Field(gt=0)
-    hidden_size: int = Field(gt=0)
-    intermediate_size: int = Field(gt=0)
-    intermediate_sizes: tuple[int, ...] | None = None  # one for each layer, as pruning leaves them; None: all alike
-    num_hidden_layers: int = Field(gt=0)
-    num_attention_heads: int = Field(gt=0)
-    num_key_value_heads: int = Field(gt=0)
-    head_dim: int = Field(gt=0, le=MAX_HEAD_DIM)
-    max_position_embeddings: int = Field(gt=0)
-    rms_norm_eps: float = Field(default=1e-6, gt=0)
-    rope_theta: float = Field(default=10000.0, gt=0)
-    rope_scaling: RopeScaling = RopeScaling()
-    tie_word_embeddings: bool = False
-    attention_bias: bool = False  # bias on q, k, v (Qwen2: true)
-    attention_output_bias: bool = False  # bias on the output projection (Llama with attention_bias: true)
-    mlp_bias: bool = False
-    mlp_hadamard: int = Field(default=0, ge=0)  # block of down_proj's input that kernels.hadamard transforms; 0: none
-    qk_norm: bool = False  # RMSNorm over head_dim on q and k before the rotary embedding (Qwen3)
-    sliding_window: int | None = Field(default=None, gt=0)  # keys a query sees, itself included
-    layer_types: tuple[LayerType, ...] | None = None  # a shorter list repeats; None: all slide if sliding_window is set
-    lsh: LSH = LSH()
-    moe: MoEConfig | None = None
-    latent_attention: LatentAttentionConfig | None = None
-    shared_layers: int = Field(default=1, ge=1)  # the first so many layers use one set of weights
-    bos_token_id: int | None = None
-    eos_token_ids: tuple[int, ...] = ()
-    pad_token_id: int | None = None
+    ] = Field(default="llama", description='"penjing" is any combination, in a config.json that only penjing reads.')
+    vocab_size: int = Field(gt=0, description="Tokens of the vocabulary.")
+    hidden_size: int = Field(gt=0, description="Size of a token's hidden state.")
+    intermediate_size: int = Field(gt=0, description="Inner width of the MLP, the largest where layers differ.")
+    intermediate_sizes: tuple[int, ...] | None = Field(
+        default=None, description="Inner width of each layer's MLP, as pruning leaves them; none: all alike."
+    )
+    num_hidden_layers: int = Field(gt=0, description="Layers.")
+    num_attention_heads: int = Field(gt=0, description="Heads of queries.")
+    num_key_value_heads: int = Field(gt=0, description="Heads of keys and values, which queries share in groups.")
+    head_dim: int = Field(gt=0, le=MAX_HEAD_DIM, description="Dimensions of a head.")
+    max_position_embeddings: int = Field(gt=0, description="Longest context in tokens.")
+    rms_norm_eps: float = Field(default=1e-6, gt=0, description="Added to the mean square before its root.")
+    rope_theta: float = Field(default=10000.0, gt=0, description="Base of the rotary frequencies.")
+    rope_scaling: RopeScaling = Field(
+        default=RopeScaling(), description="How rotary frequencies are scaled for longer contexts."
+    )
+    tie_word_embeddings: bool = Field(default=False, description="Whether the output layer is the embedding.")
+    attention_bias: bool = Field(default=False, description="Whether queries, keys and values have a bias (Qwen2).")
+    attention_output_bias: bool = Field(default=False, description="Whether the attention's output has a bias.")
+    mlp_bias: bool = Field(default=False, description="Whether the MLP's layers have a bias.")
+    mlp_hadamard: int = Field(
+        default=0, ge=0, description="Block of down_proj's input that a Hadamard transform rotates; 0: none."
+    )
+    qk_norm: bool = Field(
+        default=False,
+        description="Whether queries and keys pass an RMSNorm over a head before they are rotated (Qwen3).",
+    )
+    sliding_window: int | None = Field(
+        default=None, gt=0, description="Tokens that a query sees in a sliding layer, itself included."
+    )
+    layer_types: tuple[LayerType, ...] | None = Field(
+        default=None,
+        description="Attention of each layer; a shorter list repeats; none: all slide if sliding_window is set.",
+    )
+    lsh: LSH = Field(default=LSH(), description="Of the layers with lsh_attention.")
+    moe: MoEConfig | None = Field(default=None, description="Experts in place of MLPs; none: plain MLPs.")
+    latent_attention: LatentAttentionConfig | None = Field(
+        default=None, description="Keys and values from one small vector; none: heads of their own."
+    )
+    shared_layers: int = Field(default=1, ge=1, description="The first so many layers use one set of weights.")
+    bos_token_id: int | None = Field(default=None, description="Token that begins a text.")
+    eos_token_ids: tuple[int, ...] = Field(default=(), description="Tokens that end a text.")
+    pad_token_id: int | None = Field(default=None, description="Token that fills up a batch.")
 
     @model_validator(mode="before")
     @classmethod

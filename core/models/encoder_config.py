@@ -22,14 +22,14 @@ _FIXED: dict[str, tuple[Any, ...]] = {
 class EncoderConfig(Config):
     """Everything that fixes the computation of an `Encoder`."""
 
-    vocab_size: int = Field(gt=0)
-    hidden_size: int = Field(gt=0)
-    num_hidden_layers: int = Field(gt=0)
-    num_attention_heads: int = Field(gt=0)
-    intermediate_size: int = Field(gt=0)
-    max_position_embeddings: int = Field(gt=0)
-    type_vocab_size: int = Field(gt=0)
-    layer_norm_eps: float = Field(gt=0)
+    vocab_size: int = Field(gt=0, description="Tokens of the vocabulary.")
+    hidden_size: int = Field(gt=0, description="Size of a token's hidden state.")
+    num_hidden_layers: int = Field(gt=0, description="Layers.")
+    num_attention_heads: int = Field(gt=0, description="Heads.")
+    intermediate_size: int = Field(gt=0, description="Inner width of the MLP.")
+    max_position_embeddings: int = Field(gt=0, description="Longest text in tokens.")
+    type_vocab_size: int = Field(gt=0, description="Kinds of segments.")
+    layer_norm_eps: float = Field(gt=0, description="Added to the variance before its root.")
 
     @model_validator(mode="after")
     def _heads_divide(self) -> EncoderConfig:

@@ -13,29 +13,36 @@ class BlockConfig(Config):
     """One residual block: channels between its convolutions (one number if basic, two if bottleneck), and its
     stride."""
 
-    hidden: tuple[int, ...] = Field(min_length=1, max_length=2)
-    stride: Literal[1, 2] = 1
-    projection: bool = False  # a convolution in the shortcut though the shape stays: pruning may make widths equal
+    hidden: tuple[int, ...] = Field(
+        min_length=1, max_length=2, description="Output channels of each convolution but the last."
+    )
+    stride: Literal[1, 2] = Field(default=1, description="Of the convolution that shrinks the image.")
+    projection: bool = Field(
+        default=False,
+        description="Whether the shortcut is a convolution though the shape stays: pruning may make widths equal.",
+    )
 
 
 class StageConfig(Config):
     """Blocks that share one residual width, `channels`."""
 
-    channels: int = Field(gt=0)
-    blocks: tuple[BlockConfig, ...] = Field(min_length=1)
+    channels: int = Field(gt=0, description="Output channels of each block.")
+    blocks: tuple[BlockConfig, ...] = Field(min_length=1, description="Its blocks in order.")
 
 
 class ResNetConfig(Config):
     """Everything that fixes the computation of a `ResNet`; use the functions below for the published ones."""
 
-    model_type: Literal["resnet"] = "resnet"
-    num_classes: int = Field(gt=0)
-    in_channels: int = Field(default=3, gt=0)
-    stem: Literal["cifar", "imagenet"]  # 3×3; or 7×7 with stride 2 and a 3×3 max pool with stride 2
-    stem_channels: int = Field(gt=0)
-    block: Literal["basic", "bottleneck"]
-    groups: int = Field(default=1, gt=0)  # of the 3×3 convolution of a bottleneck (ResNeXt's cardinality)
-    stages: tuple[StageConfig, ...] = Field(min_length=1)
+    model_type: Literal["resnet"] = Field(default="resnet", description="Kind of network.")
+    num_classes: int = Field(gt=0, description="Classes.")
+    in_channels: int = Field(default=3, gt=0, description="Channels of an image.")
+    stem: Literal["cifar", "imagenet"] = Field(
+        description='"cifar" is 3×3; "imagenet" is 7×7 with stride 2 and a 3×3 max pool with stride 2.'
+    )
+    stem_channels: int = Field(gt=0, description="Output channels of the first convolution.")
+    block: Literal["basic", "bottleneck"] = Field(description="Kind of block.")
+    groups: int = Field(default=1, gt=0, description="Groups of a bottleneck's 3×3 convolution (ResNeXt).")
+    stages: tuple[StageConfig, ...] = Field(min_length=1, description="Blocks of one image size each.")
 
     @model_validator(mode="after")
     def _widths_fit(self) -> ResNetConfig:

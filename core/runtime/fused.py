@@ -25,14 +25,14 @@ def fuse_decoder(model: Decoder) -> DecoderStep | None:
 
     INT8 weights are copied into packed panels, float ones are used in place; `model` must not change afterwards.
     """
-    reason = unsupported(model)
+    reason = why_not_fused(model)
     if reason is not None:
         logging.getLogger("penjing").info("decoder steps run on torch: %s", reason)
         return None
     config, backbone = model.config, model.model
     layers = [_layer_weights(model, index) for index in range(config.num_hidden_layers)]
     extension = cpu_extension()
-    assert extension is not None  # unsupported() has looked
+    assert extension is not None  # why_not_fused() has looked
     return DecoderStep(
         extension,
         layers,
@@ -48,7 +48,7 @@ def fuse_decoder(model: Decoder) -> DecoderStep | None:
     )
 
 
-def unsupported(model: Decoder) -> str | None:
+def why_not_fused(model: Decoder) -> str | None:
     """Why `fuse_decoder` would give None, or None if it would not."""
     embedding = model.model.embed_tokens.weight
     if embedding.device.type != "cpu":

@@ -13,7 +13,7 @@ from collections import deque
 from typing import TYPE_CHECKING
 
 from penjing.serve.engine.blocks import NULL_BLOCK, BlockManager
-from penjing.serve.engine.sequence import Batch, Chunk, Sequence
+from penjing.serve.engine.sequence import Batch, Sequence, SequenceChunk
 
 if TYPE_CHECKING:
     from penjing.core.models.config import DecoderConfig
@@ -81,7 +81,7 @@ class Scheduler:
                 # Victims come from the end, so none of them is in this batch yet.
                 self._preempt(running.pop())
                 continue
-            chunks.append(Chunk(sequence, num_tokens))
+            chunks.append(SequenceChunk(sequence, num_tokens))
             budget -= num_tokens
             index += 1
         if self.waiting and self.num_preemptions == num_preemptions:
@@ -112,7 +112,7 @@ class Scheduler:
         if sequence.forks:
             self._release_forks(sequence)
 
-    def _admit(self, chunks: list[Chunk], budget: int) -> int:
+    def _admit(self, chunks: list[SequenceChunk], budget: int) -> int:
         blocks = self.blocks
         # Blocks that running sequences still need for tokens they already have.
         promised = sum(self._missing_blocks(sequence) for sequence in self.running)
@@ -133,7 +133,7 @@ class Scheduler:
             num_tokens = min(sequence.num_tokens - num_shared, budget)
             grown = blocks.grow(sequence, num_shared + num_tokens)
             assert grown, "counted above"
-            chunks.append(Chunk(sequence, num_tokens))
+            chunks.append(SequenceChunk(sequence, num_tokens))
             budget -= num_tokens
             self.running.append(sequence)
             promised += self._missing_blocks(sequence)

@@ -61,7 +61,7 @@ class Sequence:
         )
 
 
-class Chunk(NamedTuple):
+class SequenceChunk(NamedTuple):
     """`num_tokens` tokens of `sequence` to compute in a step, from its `num_computed_tokens` on."""
 
     sequence: Sequence
@@ -71,5 +71,5 @@ class Chunk(NamedTuple):
 class Batch(NamedTuple):
     """What one step computes; `num_tokens` over all chunks."""
 
-    chunks: list[Chunk]
+    chunks: list[SequenceChunk]
     num_tokens: int

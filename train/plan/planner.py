@@ -12,7 +12,7 @@ from penjing.core.files import atomic_write_text
 from penjing.core.models.config import DecoderConfig
 from penjing.core.progress import error_console
 from penjing.train.plan.hardware import hardware
-from penjing.train.plan.search import Candidate, Plan, describe, search
+from penjing.train.plan.search import Candidate, Plan, run_line, search
 from penjing.train.recipe.data import TextData
 from penjing.train.recipe.recipe import TrainRecipe, parse_size
 
@@ -69,7 +69,7 @@ def recipe_text(recipe_path: Path, overrides: list[str], best: Candidate, gpus: 
     values["data"]["micro_batch"] = run.micro_batch
     values.setdefault("memory", {})["recompute"] = run.recompute
     head = (
-        f"# {describe(run)}\n# predicted for {gpus} GPUs: {best.time.total:.3g} s a step, MFU {best.time.mfu:.0%}, "
+        f"# {run_line(run)}\n# predicted for {gpus} GPUs: {best.time.total:.3g} s a step, MFU {best.time.mfu:.0%}, "
         f"{best.memory.total / 2**30:.1f} GiB a rank\n"
     )
     return head + dump_toml(values)
@@ -87,7 +87,7 @@ def print_plan(plan: Plan, memory: str, device: str) -> None:
         time = found.time
         waits = time.tensor + time.context + time.expert + time.data
         table.add_row(
-            str(place), describe(found.run), f"{time.total:.3g}", f"{time.tokens_per_gpu:,.0f}", f"{time.mfu:.1%}",
+            str(place), run_line(found.run), f"{time.total:.3g}", f"{time.tokens_per_gpu:,.0f}", f"{time.mfu:.1%}",
             f"{found.memory.total / 2**30:.1f}", f"{time.bubble / time.total:.1%}", f"{waits / time.total:.1%}",
         )  # fmt: skip
     console.print(table)
@@ -102,7 +102,7 @@ def as_rows(plan: Plan) -> list[dict[str, Any]]:
     """The ten best as plain values, for JSON."""
     return [
         {
-            "settings": describe(found.run),
+            "settings": run_line(found.run),
             "step_s": found.time.total,
             "tokens_per_s_per_gpu": found.time.tokens_per_gpu,
             "mfu": found.time.mfu,

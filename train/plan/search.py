@@ -86,13 +86,13 @@ def search(
         need = smallest.memory.total / _HEADROOM
         raise ConfigError(
             f"nothing fits into {memory / 2**30:.1f} GiB on {gpus} GPUs; the smallest needs {need / 2**30:.1f} GiB: "
-            f"{describe(smallest.run)}; give --memory {need / 2**30 + 0.05:.1f}GiB, more --gpus, or a smaller model"
+            f"{run_line(smallest.run)}; give --memory {need / 2**30 + 0.05:.1f}GiB, more --gpus, or a smaller model"
         )
     ranked = sorted(best.values(), key=_order)[:10]
     return Plan(tuple(ranked), considered, dict(rejected.most_common()))
 
 
-def describe(run: Run) -> str:
+def run_line(run: Run) -> str:
     """A run's settings in one line."""
     parallel = run.parallel
     axes = {"dp": run.dp, "tp": parallel.tp, "pp": parallel.pp, "cp": parallel.cp, "ep": parallel.ep}

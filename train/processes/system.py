@@ -25,7 +25,7 @@ def has_ended(pid: int) -> bool:
     return (_PROC / "self").exists() and _stat(_PROC / str(pid))[0] in ("", "Z", "X")
 
 
-class Work:
+class Activity:
     """Whether this process or one that it started is at work: computes, wants to, or waits for a disk."""
 
     def __init__(self) -> None:

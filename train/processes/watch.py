@@ -30,7 +30,7 @@ from torch.distributed import PrefixStore, Store, TCPStore  # pyright: ignore[re
 from torch.distributed.rendezvous import rendezvous
 
 from penjing.core.errors import PenjingError, SetupError
-from penjing.train.processes.system import Work, has_ended, machine
+from penjing.train.processes.system import Activity, has_ended, machine
 
 WORK_FACTOR = 10  # a process that works may be without progress for so many times as long as an idle one
 _UNEXPECTED, _INTERRUPTED, _TERMINATED = 70, 130, 143  # exit codes, as the command line has them
@@ -65,7 +65,7 @@ class Watch:
         self._own: Store = store.clone()  # pyright: ignore[reportAttributeAccessIssue]  # a connection of its own: on the other, calls may be waiting
         self._own.set_timeout(timedelta(seconds=WORK_FACTOR * timeout_s))
         self._doing, self._position, self._marks, self._beat = "its start", 0, 0, 0
-        self._work = Work()
+        self._work = Activity()
         self._answers = 0  # of the store
         self._silence = (0, 0.0)  # the next rank's beat, and for how long it has been that
         self._progress, self._stuck_s, self._idle_s = (0, 0), 0.0, 0.0

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from penjing.compress.export import compressed_tensors
-from penjing.compress.export.gate import Reading, measure, sequences
+from penjing.compress.export.gate import Computed, measure, sequences
 from penjing.compress.export.run import export_artifact
 from penjing.core.artifact.decoder import open_decoder_artifact
 from penjing.core.checkpoint.decoder import open_checkpoint
@@ -83,7 +83,7 @@ def test_the_gate_refuses_other_layers_and_nan(tiny_int8: Path) -> None:
     pairs = sequences(artifact)
     for value, message in ((1.5, "loader differs from fake_quantized"), (float("nan"), "loader computes NaN")):
         readings = [
-            Reading(
+            Computed(
                 [torch.ones(len(ids), 64), torch.full((len(ids), 64), value), torch.ones(len(ids), 64)],
                 torch.zeros(len(ids), 320),
             )

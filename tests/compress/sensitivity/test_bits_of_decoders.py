@@ -15,7 +15,7 @@ from penjing.compress.decoder.settings import Transform
 from penjing.compress.decoder.weights import fake_quantize_activation, quantize_per_channel
 from penjing.compress.quantize.bits import choose_kept
 from penjing.compress.sensitivity import bits as module
-from penjing.compress.sensitivity.bits import TO_BITS, DecoderBits, fisher_scores, round_rows, rounded
+from penjing.compress.sensitivity.bits import TO_BITS, DecoderBits, round_rows, rounded, width_scores
 from penjing.core.checkpoint.decoder import open_checkpoint
 from penjing.core.checkpoint.load import load_model
 from penjing.core.errors import ConfigError, InputError
@@ -43,7 +43,7 @@ def test_eight_bits_are_the_runtimes() -> None:
 def test_scores_are_squared_directional_derivatives(tiny_checkpoint: Path) -> None:
     model, name = load_model(tiny_checkpoint).model, "model.layers.1.mlp.up_proj"
     tokens = torch.randint(0, 256, (1, 9), generator=torch.Generator().manual_seed(1))
-    found = fisher_scores(model, tokens, [name], (8, 4))[name]
+    found = width_scores(model, tokens, [name], (8, 4))[name]
     layer, seen = model.get_submodule(name), {}
 
     def loss(row: int, step: float) -> float:
@@ -71,7 +71,7 @@ def test_a_result_holds_every_layer_and_goes_on_after_a_kill(
     tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     judged: list[int] = []
-    judge = module.judge_text
+    judge = module.judge_windows
 
     def dying(*args: torch.Tensor) -> object:
         judged.append(1)
@@ -79,7 +79,7 @@ def test_a_result_holds_every_layer_and_goes_on_after_a_kill(
             raise KeyboardInterrupt
         return judge(*args)  # type: ignore[arg-type]  # pyright: ignore
 
-    monkeypatch.setattr(module, "judge_text", dying)
+    monkeypatch.setattr(module, "judge_windows", dying)
     out = tmp_path / "bits"
     with pytest.raises(KeyboardInterrupt):
         TO_BITS.measure(tiny_checkpoint, SMALL, out=out)

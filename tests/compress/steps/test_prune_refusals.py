@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from penjing.compress.prune.budget import Target
+from penjing.compress.prune.budget import Budget
 from penjing.compress.steps.prune import PruneStep
 from penjing.core.config import parse_config
 from penjing.core.errors import ConfigError, InputError, PenjingError
@@ -71,7 +71,7 @@ def test_settings_that_make_no_step(values: dict[str, Any], words: str) -> None:
 
 
 def test_one_target() -> None:
-    assert Target(latency=12.5).quantity() == ("latency", 12.5)
+    assert Budget(latency=12.5).quantity() == ("latency", 12.5)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from penjing.core.checkpoint.load import load_model
 from penjing.core.models.decoder import Decoder
-from penjing.core.runtime.fused import fuse_decoder, unsupported
+from penjing.core.runtime.fused import fuse_decoder, why_not_fused
 from penjing.kernels.decoder_step import DecoderStep
 from penjing.kernels.dispatch import force_torch
 from tests.core.artifact.int8_artifact import write_int8_artifact
@@ -142,20 +142,20 @@ def test_reasons_to_stay_on_torch(make_tiny_checkpoint: MakeCheckpoint) -> None:
     def load() -> Decoder:
         return load_model(make_tiny_checkpoint()).model
 
-    assert unsupported(load()) is None
+    assert why_not_fused(load()) is None
     with force_torch():
-        assert unsupported(load()) == "the C++ extension is not built or switched off"
+        assert why_not_fused(load()) == "the C++ extension is not built or switched off"
         assert fuse_decoder(load()) is None
-    assert unsupported(load().to("meta")) == "the model is on meta"
+    assert why_not_fused(load().to("meta")) == "the model is on meta"
     changed = load()
     changed.set_submodule("model.layers.0.mlp.up_proj", nn.Sequential())
-    assert unsupported(changed) == "model.layers.0.mlp.up_proj is a Sequential"
+    assert why_not_fused(changed) == "model.layers.0.mlp.up_proj is a Sequential"
     changed = load()
     changed.get_submodule("model.layers.1.mlp").add_module("act", nn.SiLU())
-    assert unsupported(changed) == "model.layers.1.mlp.act is a SiLU"
+    assert why_not_fused(changed) == "model.layers.1.mlp.act is a SiLU"
     changed = load().double()
-    assert unsupported(changed) is not None
+    assert why_not_fused(changed) is not None
     changed = load()
     weight = changed.get_parameter("model.layers.0.mlp.up_proj.weight")
     weight.data = weight.data.t().contiguous().t()
-    assert "strides (1, 96)" in str(unsupported(changed))
+    assert "strides (1, 96)" in str(why_not_fused(changed))

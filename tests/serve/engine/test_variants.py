@@ -14,7 +14,7 @@ from penjing.core.checkpoint.decoder import open_checkpoint
 from penjing.core.checkpoint.load import load_model
 from penjing.core.errors import InputError
 from penjing.core.imports.importer import import_model
-from penjing.core.runtime.fused import fuse_decoder, unsupported
+from penjing.core.runtime.fused import fuse_decoder, why_not_fused
 from penjing.kernels.dispatch import cpu_extension
 from penjing.serve.engine.request import SamplingParams
 from penjing.serve.generate import generate_stream
@@ -95,7 +95,7 @@ def test_compression_refuses_by_name_and_fusing_explains(
         check_model(open_checkpoint(folder))
     model = load_model(folder).model
     if kind == "shared":
-        assert (unsupported(model) is None) == (cpu_extension() is not None)
+        assert (why_not_fused(model) is None) == (cpu_extension() is not None)
     elif cpu_extension() is not None:
         caplog.set_level("INFO", "penjing")
         assert fuse_decoder(model) is None

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from penjing.serve.engine.blocks import BlockManager
-from penjing.serve.engine.sequence import Batch, Chunk, Sequence
+from penjing.serve.engine.sequence import Batch, Sequence, SequenceChunk
 from penjing.serve.runner.runner import Runner
 from tests.serve.tiny import tiny_model
 
@@ -23,7 +23,7 @@ def test_a_sequence_that_comes_back_with_other_blocks_reads_those(fused: bool, m
     def run(*chunks: tuple[Sequence, int]) -> np.ndarray:
         for sequence, num_tokens in chunks:
             assert blocks.grow(sequence, sequence.num_computed_tokens + num_tokens)
-        scores, ready = runner.run(Batch([Chunk(*chunk) for chunk in chunks], sum(n for _, n in chunks)))
+        scores, ready = runner.run(Batch([SequenceChunk(*chunk) for chunk in chunks], sum(n for _, n in chunks)))
         assert ready[-1:] == [moving] or not ready
         for sequence, num_tokens in chunks:
             sequence.num_computed_tokens += num_tokens
@@ -46,7 +46,9 @@ def test_logits_are_given_for_finished_chunks_alone() -> None:
     sequences = [Sequence(str(i), list(range(10))) for i in range(3)]
     for sequence in sequences:
         assert blocks.grow(sequence, 10)
-    (logits_RV, *_), ready = runner.run(Batch([Chunk(s, n) for s, n in zip(sequences, (10, 4, 10), strict=True)], 24))
+    (logits_RV, *_), ready = runner.run(
+        Batch([SequenceChunk(s, n) for s, n in zip(sequences, (10, 4, 10), strict=True)], 24)
+    )
     assert ready == [sequences[0], sequences[2]]
     assert logits_RV is not None
     assert logits_RV.shape == (2, 258)

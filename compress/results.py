@@ -1,7 +1,7 @@
 """Checkpoints of a run under names that say what they were made of, so that a later run finds what it can keep.
 
-A stage's key is the hash of its source's key and of its step's settings: changing a later step of a recipe, or how
-milder repeats are made, keeps every stage before. In the work folder lie NN-KIND-KEY, the checkpoint, and
+A result's key is the hash of its source's key and of its step's settings: changing a later step of a recipe, or how
+milder repeats are made, keeps every result before. In the work folder lie NN-KIND-KEY, the checkpoint, and
 NN-KIND-KEY.json, its record, which comes last.
 """
 
@@ -22,11 +22,11 @@ from penjing.core.files import publish_folder
 from penjing.core.work import Places, StepRecord, WorkFolder, check_kept
 
 SCHEMA = "2"  # raise when a step makes another checkpoint from the same settings
-_STAGE = re.compile(r"(\d\d+)-[a-z]+-[0-9a-f]{12}")
+_RESULT = re.compile(r"(\d\d+)-[a-z]+-[0-9a-f]{12}")
 
 
 @dataclass(frozen=True)
-class Stage:
+class Result:
     """A checkpoint of the run; `record` is what its step said (none for the model that the run begins with)."""
 
     name: str
@@ -46,8 +46,8 @@ class Stage:
         return self.label.partition("-")[2]
 
 
-class Stages:
-    """Makes the stages of one run, or finds them made.
+class Results:
+    """Makes the results of one run's steps, or finds them made.
 
     Args:
         hashes: of each input folder ("model", or a teacher's path), file name → SHA-256.
@@ -58,13 +58,13 @@ class Stages:
         self.progress = context.progress
         self._visited: set[str] = set()
 
-    def model(self) -> Stage:
+    def model(self) -> Result:
         """The checkpoint that the run begins with."""
         key = key_of(self.hashes["model"])
         name = f"00-model-{key[:12]}"
-        return Stage(name, self.recipe.model, key, None, self._quality(name, self.recipe.model))
+        return Result(name, self.recipe.model, key, None, self._quality(name, self.recipe.model))
 
-    def make(self, planned: Planned, source: Stage) -> Stage:
+    def make(self, planned: Planned, source: Result) -> Result:
         """The checkpoint that a step makes of `source`."""
         key = self._key(planned, source)
         name = f"{planned.name}-{key[:12]}"
@@ -77,9 +77,9 @@ class Stages:
             check_kept(folder)
         record = self.work.run(name, lambda: self._run(planned, source, folder))
         shutil.rmtree(self._scratch(folder), ignore_errors=True)
-        return Stage(name, folder, key, record, self._quality(name, folder))
+        return Result(name, folder, key, record, self._quality(name, folder))
 
-    def _run(self, planned: Planned, source: Stage, folder: Path) -> dict[str, Any]:
+    def _run(self, planned: Planned, source: Result, folder: Path) -> dict[str, Any]:
         self.progress.note(f"{planned.name}: {_said(planned)}")
         scratch = self._scratch(folder)
         scratch.mkdir(exist_ok=True)
@@ -89,7 +89,7 @@ class Stages:
     def _scratch(self, folder: Path) -> Path:
         return folder.with_name(f"{folder.name}.scratch")
 
-    def _key(self, planned: Planned, source: Stage) -> str:
+    def _key(self, planned: Planned, source: Result) -> str:
         step, teacher = planned.step, planned.step.teacher_of(self.recipe.model)
         parts: list[Any] = [source.key, step.decides()]
         if teacher is not None:
@@ -106,17 +106,17 @@ class Stages:
         return quality_from_json(record.result)
 
     def _drop_others(self, number: int) -> None:
-        """Delete stages of this number that the recipe no longer makes: one more is about to be written."""
+        """Delete results of this number that the recipe no longer makes: one more is about to be written."""
         for folder in self.work.path.iterdir():
-            match = _STAGE.match(folder.name)
+            match = _RESULT.match(folder.name)
             if folder.is_dir() and match and int(match[1]) == number and match[0] not in self._visited:
                 self.work.forget(match[0])
                 shutil.rmtree(folder)
 
 
 def num_complete(work: WorkFolder) -> int:
-    """How many stages lie complete in the work folder."""
-    return sum(1 for path in work.path.glob("*.json") if _STAGE.fullmatch(path.stem))
+    """How many results lie complete in the work folder."""
+    return sum(1 for path in work.path.glob("*.json") if _RESULT.fullmatch(path.stem))
 
 
 def _said(planned: Planned) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from penjing.core.timing import interleaved, summarise
+from penjing.core.runtime.timing import interleaved, summarise
 
 
 class Clock:
