@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import ast
 import re
+from collections import Counter
 from functools import cache
+from importlib import import_module
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from pydantic import BaseModel
 
 from penjing.core import cli
 
@@ -29,6 +33,46 @@ MAX_LINES = 400
 MAX_ADAPTER_LINES = 60
 DOOR = "api"  # `import penjing`: its files are modules beside the stages, and may import all of them
 SCRIPTS = ("benchmarks", "docs", "tests")
+# A door shows a stage to its users: it may import all of it, and its commands are called as what does them.
+DOORS = (
+    "core/cli.py",
+    "core/info.py",
+    "core/recipe_cli.py",
+    "train/cli.py",
+    "compress/cli.py",
+    "serve/cli.py",
+)
+MAX_MODULES = 16
+MANY_MODULES = ("kernels", "kernels/gpu")  # their idea is one operation a file
+ASKS_THE_FAMILY = re.compile(r"\bis_classifier\b|\bis_encoder\b|\bis_\w+_artifact\b|[\"']task[\"'] (not )?in\b")
+FAMILY_FILE = "core/family.py"
+PAGES = {
+    "compress/report/page.py": "the frame of every page",
+    "compress/report/run_page.py": "the page of a run",
+    "compress/report/study_page.py": "the page of a sensitivity study",
+    "compress/report/compare.py": "the page that compares runs",
+}
+MARKUP = re.compile(r"<(html|head|body|table|h[1-6])\b")
+FORMATS = {
+    "penjing.json": "penjing.core.manifest.Manifest",
+    "quantization.json": "penjing.core.artifact.onnx.Quantization",
+    "parity.json": "penjing.core.artifact.parity.Parity",
+    "report.json": "penjing.compress.report.schema.Report",
+    "export.json": "penjing.compress.export.record.ExportRecord",
+    "index.json": "penjing.train.data.shards.ShardIndex",
+}
+"""The class that writes and reads each kind of file that has a version."""
+ENTRIES = {
+    ("compress", "apply_quantization"): "each network that penjing quantizes places its own Q/DQ pairs",
+    ("compress", "check"): "an entry of each family's table",
+    ("compress", "quantize"): "an entry of each family's table",
+    ("compress", "measure"): "parity of each family, and of its exports",
+    ("compress", "rerun"): "an entry of each family's table",
+    ("serve", "signature"): "an entry of each family's table",
+    ("serve", "workload"): "an entry of each family's table",
+}
+"""Public names of several modules of a stage, and why they mean one thing."""
+MAX_README_LINES = 90
 
 
 def sources(*folders: str) -> list[Path]:
@@ -160,3 +204,110 @@ def test_scheduling_is_free_of_torch() -> None:
 
 def test_no_folder_shadows_the_package() -> None:
     assert not (ROOT / "penjing").exists()
+
+
+def relative(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+def models() -> list[type[BaseModel]]:
+    """Every pydantic class of the product."""
+    found: dict[str, type[BaseModel]] = {}
+    for module, path in MODULES.items():
+        if path.name == "__main__.py" or path.match("model_repository/*/1/model.py"):
+            continue
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        if not any(isinstance(node, ast.ClassDef) for node in tree.body) or relative(path).startswith("kernels/gpu"):
+            continue
+        for each in vars(import_module(module)).values():
+            if isinstance(each, type) and issubclass(each, BaseModel) and each.__module__ == module:
+                found[f"{module}.{each.__qualname__}"] = each
+    return list(found.values())
+
+
+def test_folders_of_a_stage_import_in_no_circle() -> None:
+    graph: dict[str, dict[str, str]] = {}
+    for path in MODULES.values():
+        folder = relative(path.parent)
+        if relative(path) in DOORS or path.name == "__main__.py":
+            continue
+        for imported in own_modules(path) & set(MODULES):
+            other = relative(MODULES[imported].parent)
+            if other != folder and other.split("/")[0] == folder.split("/")[0]:
+                graph.setdefault(folder, {})[other] = f"{relative(path)} imports {imported}"
+    finished: set[str] = set()
+
+    def visit(folder: str, trail: tuple[str, ...]) -> None:
+        if folder in trail:
+            circle = (*trail[trail.index(folder) :], folder)
+            raise AssertionError("circle of folders: " + "; ".join(graph[a][b] for a, b in pairwise(circle)))
+        if folder in finished:
+            return
+        for other in graph.get(folder, {}):
+            visit(other, (*trail, folder))
+        finished.add(folder)
+
+    for folder in graph:
+        visit(folder, ())
+
+
+def test_folders_are_small() -> None:
+    counts = Counter(relative(path.parent) for path in sources(*MAY_IMPORT, DOOR) if path.name != "__init__.py")
+    for folder, count in counts.items():
+        assert count <= MAX_MODULES or folder in MANY_MODULES, (
+            f"{folder} holds {count} modules, more than {MAX_MODULES}: move what belongs together into a folder"
+        )
+
+
+@pytest.mark.parametrize("path", sources(*MAY_IMPORT, DOOR), ids=relative)
+def test_the_family_of_a_folder_is_asked_in_one_place(path: Path) -> None:
+    if relative(path) == FAMILY_FILE:
+        return
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        found = ASKS_THE_FAMILY.search(line)
+        assert found is None, (
+            f"{relative(path)}:{number} says {found and found[0]!r}: ask family_of in {FAMILY_FILE}, and put what "
+            "differs into the families' tables"
+        )
+
+
+def test_a_kind_of_page_has_one_template() -> None:
+    written = {relative(path) for path in sources(*MAY_IMPORT, DOOR) if MARKUP.search(path.read_text(encoding="utf-8"))}
+    assert written == set(PAGES), "HTML stands in the modules of PAGES alone; a new kind of page is a line there"
+
+
+def test_a_file_format_has_one_class() -> None:
+    found = {f"{each.__module__}.{each.__qualname__}" for each in models() if "schema_version" in each.model_fields}
+    assert found == set(FORMATS.values()), "classes with a schema_version; a new format is a line of FORMATS"
+
+
+def test_every_field_of_a_configuration_says_what_it_means() -> None:
+    silent = [
+        f"{each.__module__}.{each.__qualname__}.{name}"
+        for each in models()
+        for name, field in each.model_fields.items()
+        if not field.description
+    ]
+    assert not silent, f"give these a Field(description=...): {', '.join(silent)}"
+
+
+@pytest.mark.parametrize("stage", ["core", "train", "compress", "serve"])
+def test_a_public_name_has_one_meaning_in_a_stage(stage: str) -> None:
+    """Not in kernels, where an operation has one name in torch and in the Triton language."""
+    places: dict[str, list[str]] = {}
+    for path in sources(stage):
+        if relative(path) in DOORS:
+            continue
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and not node.name.startswith(
+                "_"
+            ):
+                places.setdefault(node.name, []).append(relative(path))
+    several = {name: sorted(set(paths)) for name, paths in places.items() if len(set(paths)) > 1}
+    for name, paths in several.items():
+        assert (stage, name) in ENTRIES, f"{name} is defined in {' and '.join(paths)}: give each meaning its own name"
+    assert {name for of, name in ENTRIES if of == stage} <= set(several), "ENTRIES holds names that are defined once"
+
+
+def test_the_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= MAX_README_LINES
