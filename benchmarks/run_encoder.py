@@ -29,8 +29,8 @@ from onnxruntime.quantization import QuantType, quantize_dynamic
 from onnxruntime.quantization.shape_inference import quant_pre_process
 
 from penjing.compress.export.onnx_encoder import export_encoder
-from penjing.compress.measure.texts import Retrieval, retrieval_set
-from penjing.compress.samples.retrieval import compare
+from penjing.compress.measure.evaluate import EvaluateSettings, similarity
+from penjing.compress.samples.retrieval import Retrieval, retrieval_set
 from penjing.core.artifact.base import MODEL_FILE
 from penjing.core.artifact.onnx_encoder import EncoderArtifact, embed_texts, open_encoder_artifact, open_encoder_session
 from penjing.core.checkpoint.encoder import load_encoder
@@ -109,10 +109,12 @@ def encoder_rows(scratch: Path, arguments: argparse.Namespace) -> list[Row]:
 
 def quality_rows(artifact: EncoderArtifact, name: str, retrieval: Retrieval, embed: dict[str, Any]) -> list[Row]:
     """Mean cosine to the FP32 graph's embeddings, and the share of queries whose nearest document is the same."""
-    found = compare(retrieval, embed["fp32"](retrieval.queries + retrieval.documents), embed[name])
+    before, after = (embed[each](retrieval.queries + retrieval.documents) for each in ("fp32", name))
+    found = similarity(before, after, EvaluateSettings())
+    unchanged, _ = found.parts
     return [
-        _row(artifact, f"{name}/cosine_mean", found["cosine_mean"], "cosine", runs=1),
-        _row(artifact, f"{name}/top1_unchanged", found["top1_unchanged"], "share", runs=1),
+        _row(artifact, f"{name}/cosine_mean", found.value, "cosine", runs=1),
+        _row(artifact, f"{name}/top1_unchanged", unchanged.value, "share", runs=1),
     ]
 
 

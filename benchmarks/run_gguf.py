@@ -26,7 +26,7 @@ from lib.models import ARTIFACT, say
 from lib.rows import RESULTS, Row, append, new_row
 from torch import Tensor
 
-from penjing.compress.export.run import export_artifact
+from penjing.compress.exports import export_artifact
 from penjing.core.checkpoint.load import load_model
 from penjing.core.cli import guarded
 from penjing.core.errors import SetupError

@@ -26,10 +26,10 @@ from lib.rows import RESULTS, Row, append, new_row
 from torch import nn
 
 from penjing.compress.export.onnx_classifier import export_onnx
-from penjing.compress.measure.evaluate import EvaluateSettings, evaluate_checkpoint
-from penjing.compress.quantize.artifact import ArtifactSettings, quantize_checkpoint
+from penjing.compress.measure.evaluate import EvaluateSettings, evaluate_classifier
 from penjing.compress.quantize.targets import TargetName
-from penjing.compress.samples.data import Calibrate, ImageData, open_data
+from penjing.compress.quantizers.classifier import ArtifactSettings, quantize_checkpoint
+from penjing.compress.samples.data import DataSettings, ImageData, image_samples
 from penjing.core.artifact.onnx_classifier import open_classifier_artifact
 from penjing.core.checkpoint.classifier import ClassifierConfig, load_classifier, save_classifier
 from penjing.core.cli import guarded
@@ -119,7 +119,7 @@ def shape_rows(scratch: Path, arguments: argparse.Namespace) -> list[Row]:
 def fashion_rows(scratch: Path, arguments: argparse.Namespace) -> list[Row]:
     """Accuracy of post-training quantization with each observer, and of the recipe's artifact; throughput."""
     evaluate = EvaluateSettings(images=arguments.images)
-    before = evaluate_checkpoint(arguments.model, evaluate).value
+    before = evaluate_classifier(arguments.model, arguments.model, evaluate, Silent()).value
     model, config = load_classifier(arguments.model)
     files, options = {"fp32": scratch / "fashion.onnx"}, {}
     size = export_onnx(model, config.image_size, "onnxruntime-cpu", files["fp32"])
@@ -127,8 +127,7 @@ def fashion_rows(scratch: Path, arguments: argparse.Namespace) -> list[Row]:
         new_row("int8", "fashion/fp32/accuracy", before, "share", runs=1),
         new_row("int8", "fashion/fp32/size", size, "B", runs=1),
     ]
-    data = open_data(arguments.model, Calibrate(images=2048), Silent())
-    assert isinstance(data, ImageData)
+    data = image_samples(arguments.model, DataSettings(images=2048), Silent())
     folders: dict[str, Path] = {}
     for observer in ("minmax", "percentile", "mse", "entropy"):
         folders[f"ptq_{observer}"] = scratch / f"fashion-{observer}"
@@ -137,7 +136,7 @@ def fashion_rows(scratch: Path, arguments: argparse.Namespace) -> list[Row]:
     if arguments.artifact is not None:
         folders["recipe"] = arguments.artifact
     for label, folder in folders.items():
-        after = evaluate_checkpoint(folder, evaluate).value
+        after = evaluate_classifier(folder, arguments.model, evaluate, Silent()).value
         peer = "FP32 checkpoint"
         rows.append(
             new_row("int8", f"fashion/{label}/accuracy", after, "share", runs=1, baseline=peer, baseline_value=before)

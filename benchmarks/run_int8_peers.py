@@ -33,9 +33,9 @@ from onnxruntime.quantization import CalibrationDataReader, QuantType, quantize_
 from onnxruntime.quantization.shape_inference import quant_pre_process
 
 from penjing.compress.export.onnx_classifier import export_onnx
-from penjing.compress.quantize.artifact import ArtifactSettings, quantize_checkpoint
 from penjing.compress.quantize.targets import TARGETS
-from penjing.compress.samples.data import Calibrate, ImageData, fitting_images, open_data
+from penjing.compress.quantizers.classifier import ArtifactSettings, quantize_checkpoint
+from penjing.compress.samples.data import DataSettings, ImageData, fitting_images, image_samples
 from penjing.core.checkpoint.classifier import load_classifier
 from penjing.core.cli import guarded
 from penjing.core.errors import SetupError
@@ -98,8 +98,7 @@ def peer_rows(scratch: Path, arguments: argparse.Namespace) -> list[Row]:
     model, config = load_classifier(arguments.model)
     fp32 = scratch / "fp32.onnx"
     export_onnx(model, config.image_size, arguments.target, fp32)
-    calibration = open_data(arguments.model, Calibrate(images=arguments.calibrate), Silent())
-    assert isinstance(calibration, ImageData)
+    calibration = image_samples(arguments.model, DataSettings(images=arguments.calibrate), Silent())
     seen = np.concatenate([images.numpy() for (images,) in calibration.inputs()])
     contestants = [
         *(ours(scratch, arguments, calibration, observer) for observer in ("minmax", "mse")),

@@ -74,7 +74,7 @@ class Int8Study:
         quantize |= {"teacher": str(self.networks.dense(seed)), "seed": seed}
         if self.arguments.quick:
             quantize |= {"steps": 2, "batch_size": 64, "parity_bound": 1.0}  # its logits hardly vary between images
-            values |= {"evaluate": {"images": 200}, "calibrate": {"images": 64}}
+            values |= {"evaluate": {"images": 200}, "data": {"images": 64}}
         if steps:
             quantize["steps"] = steps
         if piece != "qat":

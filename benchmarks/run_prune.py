@@ -20,16 +20,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from lib.costs import measure
 from lib.rows import Row, append, new_row, show
 from torch import nn
 
-from penjing.compress.measure.cost import MeasureSettings, measure, weight_bytes
+from penjing.compress.families.base import family_at
+from penjing.compress.measure.cost import MeasureSettings, weight_bytes
 from penjing.compress.prune.graph import dependency_graph
 from penjing.compress.prune.importance import Kind, magnitude
 from penjing.compress.prune.ranking import select
 from penjing.compress.prune.surgery import remove
 from penjing.compress.samples.data import TokenData
-from penjing.compress.steps.prune import PruneStep, prune_checkpoint
+from penjing.compress.steps.prune import Prune, prune_checkpoint
 from penjing.core.checkpoint.classifier import ClassifierConfig, load_classifier, save_classifier
 from penjing.core.checkpoint.decoder import save_checkpoint
 from penjing.core.cli import guarded
@@ -99,9 +101,10 @@ def write_decoder(folder: Path, config: DecoderConfig) -> Path:
 def prune(source: Path, into: Path, round_to: int = 8, method: Kind = "l1") -> dict[str, Any]:
     """The record of a step; `method`: "l1", or "taylor" for a decoder, over two windows of 512 tokens."""
     tokens = torch.randint(TINY_DECODER.vocab_size, (2, 512), generator=torch.Generator().manual_seed(0))
-    step = PruneStep(ratio=RATIO, round_to=round_to, method=method)
+    step = Prune(ratio=RATIO, round_to=round_to, method=method)
     with publish_folder(into) as partial:
-        return prune_checkpoint(source, partial, step, TokenData(tokens, batch=1), Silent())
+        pruner = family_at(source).need("pruner", "pruned")
+        return prune_checkpoint(source, partial, step, pruner, TokenData(tokens, batch=1), Silent())
 
 
 def in_child(source: Path, scratch: Path, method: Kind) -> dict[str, float]:

@@ -23,19 +23,20 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from lib.costs import measure
 from lib.prune_peer import NAME as TORCH_PRUNING
 from lib.prune_peer import prune_by_torch_pruning
 from lib.rows import RESULTS, Row, append, new_row, show
 
-from penjing.compress.measure.cost import MeasureSettings, measure
-from penjing.compress.recipe import FlowRecipe, flow_toml
+from penjing.compress.families.base import family_at
+from penjing.compress.measure.cost import MeasureSettings
 from penjing.compress.report.schema import Report, Stage, read_report
-from penjing.compress.run import compress_steps
-from penjing.compress.steps.prune import PruneStep, prune_checkpoint
+from penjing.compress.run import run_recipe
+from penjing.compress.steps.prune import Prune, prune_checkpoint
 from penjing.core.cli import guarded
-from penjing.core.config import parse_config, read_recipe
+from penjing.core.config import read_recipe
 from penjing.core.errors import ConfigError
-from penjing.core.files import atomic_write_text, publish_folder
+from penjing.core.files import publish_folder
 from penjing.core.imports.importer import import_model
 from penjing.core.manifest import MANIFEST_NAME
 from penjing.core.progress import Progress, progress_bar
@@ -131,8 +132,8 @@ class Studies:
             folder = folders[round_to] = self.work / f"round-to-{round_to}"
             if not (folder / MANIFEST_NAME).exists():
                 with publish_folder(folder) as partial:
-                    step = PruneStep(ratio=0.32, round_to=round_to)
-                    prune_checkpoint(dense, partial, step, None, self.progress)
+                    step, pruner = Prune(ratio=0.32, round_to=round_to), family_at(dense).need("pruner", "pruned")
+                    prune_checkpoint(dense, partial, step, pruner, None, self.progress)
         settings = MeasureSettings(rounds=1, seconds=0.05) if self.quick else MeasureSettings(rounds=9, seconds=1.0)
         first, *others = measure([dense, *folders.values()], settings, self.progress)
         rows = []
@@ -160,7 +161,7 @@ class Studies:
         if self.quick:
             heal |= {"steps": 6, "batch_size": 64}
             values["evaluate"] = {"images": 500}
-            values["calibrate"] = {"images": 512}
+            values["data"] = {"images": 512}
         if piece in ("l1", "l2", "taylor", "random"):
             prune |= {"method": piece, "seed": seed}
         elif piece == "no_teacher":
@@ -188,7 +189,7 @@ class Studies:
         if self.quick:
             heal |= {"steps": 1, "batch_size": 1, "sequence_length": 64}
             values["evaluate"] = {"prose_tokens": 512, "code_tokens": 0, "window": 256}
-            values["calibrate"] = {"tokens": 512, "window": 256}
+            values["data"] = {"tokens": 512, "window": 256}
         if piece in ("activation", "l1"):
             prune |= {"method": piece}
         elif piece == "torch_pruning":
@@ -210,11 +211,7 @@ class Studies:
         return values
 
     def run(self, values: dict[str, Any]) -> Report:
-        recipe = parse_config(FlowRecipe, values, values["output"])
-        path = recipe.output.with_suffix(".toml")
-        atomic_write_text(path, flow_toml(recipe))
-        compress_steps(path, progress=self.progress)
-        return read_report(recipe.output)
+        return read_report(run_recipe(values, progress=self.progress))
 
 
 def dense_rows(study: str, reports: dict[str, list[Report]]) -> list[Row]:

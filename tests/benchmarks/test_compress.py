@@ -1,4 +1,4 @@
-"""Rows of a compression: from an artifact's report, and from a run in steps with its paired intervals."""
+"""Rows of a compression from its report, with paired intervals where it keeps the windows."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_a_run_in_steps_gives_the_paired_rise_of_each_text() -> None:
         assert rows[f"small/perplexity_{text}"].ratio == pytest.approx(1 + value / 100, rel=1e-3)
 
 
-def test_a_report_without_windows_has_perplexities_alone() -> None:
+def test_a_report_without_windows_has_perplexities_alone_and_the_first_recipe_no_name() -> None:
     bare = [Quality(q.name, q.value, q.low, q.high, q.samples, q.parts, "") for q in (quality(0.01), quality(0.0))]
-    rows = {row.metric for row in run_compress.report_rows(report(*bare), "small")}
+    rows = {row.metric for row in run_compress.report_rows(report(*bare), "smollm2-int8")}
     assert rows == {"size", "perplexity_prose", "perplexity_code", "seconds", "peak_memory"}

@@ -8,20 +8,16 @@ from pathlib import Path
 import pytest
 from run_encoder import encoder_rows
 
-from penjing.compress.command import compress_recipe
+from penjing.compress.run import run_recipe
 from penjing.core.imports.importer import import_model
-from penjing.core.progress import Silent
-from tests.core.models.encoders import write_sentence_transformer
+from tests.core.models.encoders import small_recipe, write_sentence_transformer
 
 
 @pytest.fixture(scope="module")
 def arguments(tmp_path_factory: pytest.TempPathFactory) -> argparse.Namespace:
     folder = tmp_path_factory.mktemp("encoder")
     checkpoint = import_model(str(write_sentence_transformer(folder / "source")), folder / "tiny")
-    recipe = folder / "recipe.toml"
-    recipe.write_text(f'model = "{checkpoint}"\noutput = "{folder / "int8"}"\n')
-    small = ["texts.calibrate=16", "texts.evaluate=16", "bounds.cosine=0.9", "bounds.parity=0.9"]
-    artifact = compress_recipe(recipe, small, out=None, force=False, progress=Silent())
+    artifact = run_recipe(small_recipe(checkpoint, folder / "int8"))
     return argparse.Namespace(
         model=artifact, checkpoint=checkpoint, queries=8, texts=8, rounds=1, seconds=0.0, threads=1, exact=False
     )

@@ -9,7 +9,7 @@ import pytest
 import run_gguf
 import torch
 
-from penjing.compress.decoder.pipeline import compress
+from penjing.compress.run import run_recipe
 from penjing.core.checkpoint.load import load_model
 from penjing.core.cli import _run
 from penjing.core.errors import SetupError
@@ -34,7 +34,7 @@ def test_llama_cpp_answers_as_the_artifact(
     if not run_gguf.TOOL.is_file():
         pytest.skip("llama.cpp is not built; benchmarks/peers/llama_cpp.sh CHECKPOINT builds it")
     out, path, saved = tmp_path / "model.gguf", tmp_path / "text.txt", tmp_path / "logits.bin"
-    artifact = compress(write_recipe(tmp_path, tiny_checkpoint, tmp_path / "int8"))
+    artifact = run_recipe(write_recipe(tmp_path, tiny_checkpoint, tmp_path / "int8"))
     assert _run(["export", str(artifact), str(out), "--to", "gguf"]) == 0
     text = "".join(f"Line {number}: the quick brown fox says “ö” {number**3} times\n" for number in range(40))
     path.write_text(text, encoding="utf-8")

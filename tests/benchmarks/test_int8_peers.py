@@ -11,7 +11,7 @@ import run_int8_peers
 from run_int8 import synthetic
 from run_int8_peers import peer_rows, quality
 
-from penjing.compress.quantize.artifact import ArtifactSettings
+from penjing.compress.quantizers.classifier import ArtifactSettings
 from penjing.compress.samples.data import ImageData
 from penjing.core.checkpoint.classifier import save_classifier
 from penjing.core.errors import SetupError
@@ -34,7 +34,7 @@ def test_rows_of_each_and_null_rows_of_a_peer_that_is_missing(tmp_path: Path, mo
         raise SetupError(f"{what} is not here")
 
     monkeypatch.setattr(run_int8_peers, "fitting_images", lambda *_: few)
-    monkeypatch.setattr(run_int8_peers, "open_data", lambda *_: ImageData(few, config.mean, config.std, 8))
+    monkeypatch.setattr(run_int8_peers, "image_samples", lambda *_: ImageData(few, config.mean, config.std, 8))
     monkeypatch.setattr(run_int8_peers, "_run", missing)
     # random weights tell images apart less than trained ones, so roundings weigh more
     monkeypatch.setattr(run_int8_peers, "ArtifactSettings", lambda **k: ArtifactSettings(**{**k, "parity_bound": 1000}))

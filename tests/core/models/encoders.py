@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
@@ -52,3 +53,16 @@ def write_sentence_transformer(folder: Path, *, layers: int = 2, max_tokens: int
     ):
         (folder / name).write_text(json.dumps(content))
     return folder
+
+
+def small_recipe(model: Path, output: Path) -> dict[str, Any]:
+    """INT8 of a random encoder with few texts; it is rounded further away than a trained one."""
+    return {
+        "model": str(model),
+        "output": str(output),
+        "data": {"texts": 16},
+        "evaluate": {"texts": 16},
+        "measure": {"rounds": 0},
+        "guard": {"similarity_loss": 0.1},
+        "steps": [{"kind": "quantize", "parity_bound": 0.1}],
+    }

@@ -13,18 +13,17 @@ import numpy as np
 import pytest
 import tritonclient.grpc as triton
 
-from penjing.compress.command import compress_recipe
+from penjing.compress.run import run_recipe
 from penjing.core.artifact.onnx_encoder import EncoderArtifact, open_encoder_artifact
 from penjing.core.artifact.parity import SERVED, read_parity
 from penjing.core.cli import _run
 from penjing.core.errors import InputError, RequestError
 from penjing.core.imports.importer import import_model
-from penjing.core.progress import Silent
 from penjing.serve.bench.batched import bench_batched
 from penjing.serve.client.client import AsyncClient
 from penjing.serve.parity import served_parity
 from penjing.serve.supervisor.export import export_repository
-from tests.core.models.encoders import write_sentence_transformer
+from tests.core.models.encoders import small_recipe, write_sentence_transformer
 from tests.serve.triton.classifiers import ServedClassifier, serving_classifier
 
 pytestmark = [pytest.mark.server, pytest.mark.xdist_group("triton")]
@@ -37,10 +36,7 @@ TEXTS = [f"the value of {word} is in the list of {index}" for index, word in enu
 def artifact(tmp_path_factory: pytest.TempPathFactory) -> EncoderArtifact:
     folder = tmp_path_factory.mktemp("encoder")
     checkpoint = import_model(str(write_sentence_transformer(folder / "source")), folder / "tiny")
-    recipe = folder / "recipe.toml"
-    recipe.write_text(f'model = "{checkpoint}"\noutput = "{folder / "int8"}"\n')
-    small = ["texts.calibrate=16", "texts.evaluate=16", "bounds.cosine=0.9", "bounds.parity=0.9"]
-    return open_encoder_artifact(compress_recipe(recipe, small, out=None, force=False, progress=Silent()))
+    return open_encoder_artifact(run_recipe(small_recipe(checkpoint, folder / "int8")))
 
 
 @pytest.fixture(scope="module")

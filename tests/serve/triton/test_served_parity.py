@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from penjing.compress.decoder.pipeline import compress
+from penjing.compress.run import run_recipe
 from penjing.core.artifact.decoder import INT8_RUNTIME, recorded_answers
 from penjing.core.artifact.parity import SERVED, read_parity
 from penjing.core.cli import _run
@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.server, pytest.mark.xdist_group("triton")]
 
 
 def test_a_decoder_answers_through_a_temporary_server_as_it_did(tiny_checkpoint: Path, tmp_path: Path) -> None:
-    folder = compress(write_recipe(tmp_path, tiny_checkpoint, tmp_path / "tiny-int8"))
+    folder = run_recipe(write_recipe(tmp_path, tiny_checkpoint, tmp_path / "tiny-int8"))
     before = state.running_ports()
     assert _run(["compress", "verify", str(folder), "--served", "--json", str(tmp_path / "out.json")]) == 0
     found = json.loads((tmp_path / "out.json").read_text())["differences"][-1]
