@@ -12,14 +12,13 @@ import pytest
 import torch
 from safetensors.torch import save
 
-from penjing.compress.steps import distill as step_module
-from penjing.compress.steps.distill import DistillStep, distill_checkpoint
+from penjing.compress.distill import decoder as decoders
+from penjing.compress.steps.train import Distill
 from penjing.core.errors import ConfigError, InputError, SetupError
-from penjing.core.progress import Silent
 from tests.compress.classifiers import write_classifier
-from tests.compress.distill.conftest import STEPS
+from tests.compress.distill.conftest import STEPS, do
 
-MakeStep = Callable[..., DistillStep]
+MakeStep = Callable[..., Distill]
 
 
 @pytest.fixture
@@ -42,7 +41,7 @@ def learn(student: Path, tiny_checkpoint: Path, text_step: MakeStep, tmp_path: P
         settings = {"steps": 4, "temperature": 2.0, "evaluation_samples": 0, "cache_folder": tmp_path / "cached"}
         settings |= {"sources": (str(short),), "held_out": 1e-9}
         step = text_step(**(settings | changes))
-        return distill_checkpoint(student, tiny_checkpoint, partial, step, tmp_path / name / "work", Silent())
+        return do(step, student, tiny_checkpoint, partial, tmp_path / name / "work")
 
     return run
 
@@ -77,7 +76,7 @@ def test_a_cache_is_filled_once_and_goes_on_after_a_kill(
     def no_teacher(*_: object) -> None:
         raise AssertionError("the teacher was loaded")
 
-    monkeypatch.setattr(step_module, "decoder", no_teacher)
+    monkeypatch.setattr(decoders, "decoder", no_teacher)
     assert learn("c", cache_top_k=16)["losses"] == first["losses"]
     with pytest.raises(AssertionError, match="the teacher was loaded"):
         learn("d", cache_top_k=16, temperature=1.0)  # another distribution
@@ -102,6 +101,6 @@ def test_what_cannot_be_cached_is_refused(
 @pytest.mark.usefixtures("small_images")
 def test_images_are_not_cached(tmp_path: Path) -> None:
     classifier = write_classifier(tmp_path / "classifier")
-    step = DistillStep.model_validate(STEPS | {"kind": "distill", "cache_top_k": 4})
+    step = Distill.model_validate(STEPS | {"kind": "distill", "cache_top_k": 4})
     with pytest.raises(ConfigError, match="cache_top_k is for decoders"):
-        distill_checkpoint(classifier, classifier, tmp_path, step, tmp_path / "work", Silent())
+        do(step, classifier, classifier, tmp_path, tmp_path / "work")

@@ -15,16 +15,15 @@ from torch import nn
 from penjing.compress.distill.features import AttentionRelations, HiddenStates, even_map
 from penjing.compress.distill.objective import Distillation, DistillWeights, Teacher, captured
 from penjing.compress.distill.task import PROJECTIONS
-from penjing.compress.steps.distill import DistillStep, distill_checkpoint
+from penjing.compress.steps.train import Distill
 from penjing.core.checkpoint.classifier import load_classifier
 from penjing.core.errors import ConfigError
 from penjing.core.models.config import DecoderConfig
 from penjing.core.models.decoder import Decoder
 from penjing.core.models.resnet_config import cifar_resnet
-from penjing.core.progress import Silent
 from penjing.train.objective.objective import IGNORED, Batch, CrossEntropy
 from tests.compress.classifiers import write_classifier
-from tests.compress.distill.conftest import STEPS
+from tests.compress.distill.conftest import STEPS, do
 
 CPU = torch.device("cpu")
 
@@ -157,7 +156,7 @@ def test_relation_heads_must_divide_all_widths() -> None:
 def test_projections_are_trained_and_stay_behind(
     make_tiny_checkpoint: Callable[..., Path],
     tiny_checkpoint: Path,
-    text_step: Callable[..., DistillStep],
+    text_step: Callable[..., Distill],
     tmp_path: Path,
 ) -> None:
     narrow = make_tiny_checkpoint(hidden_size=32, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1)
@@ -165,7 +164,7 @@ def test_projections_are_trained_and_stay_behind(
         steps=20, weights={"hidden": 1.0, "relations": 1.0}, checkpoint_every=20, document_mask=True, average=0.5
     )
     (tmp_path / "partial").mkdir()
-    record = distill_checkpoint(narrow, tiny_checkpoint, tmp_path / "partial", step, tmp_path / "work", Silent())
+    record = do(step, narrow, tiny_checkpoint, tmp_path / "partial", tmp_path / "work")
     for part in ("divergence", "hidden", "relations"):
         assert record["losses"]["last"][part] < record["losses"]["first"][part]
     (state,) = (tmp_path / "work/run/checkpoints").glob("step-*")
@@ -178,10 +177,10 @@ def test_projections_are_trained_and_stay_behind(
 def test_feature_maps_of_a_classifier_are_matched(tmp_path: Path) -> None:
     teacher = write_classifier(tmp_path / "teacher")
     student = write_classifier(tmp_path / "student", model=cifar_resnet(8, width=4, in_channels=1), scale=0.0)
-    step = DistillStep.model_validate(
+    step = Distill.model_validate(
         STEPS | {"kind": "distill", "steps": 15, "checkpoint_every": 100, "weights": {"logits": 0.0, "hidden": 1.0}}
     )
     (tmp_path / "partial").mkdir()
-    record = distill_checkpoint(student, teacher, tmp_path / "partial", step, tmp_path / "work", Silent())
+    record = do(step, student, teacher, tmp_path / "partial", tmp_path / "work")
     assert record["losses"]["last"]["hidden"] < record["losses"]["first"]["hidden"]
     load_classifier(tmp_path / "partial")
