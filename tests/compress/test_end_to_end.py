@@ -17,12 +17,13 @@ import pytest
 import torch
 from torch import nn
 
-from penjing.compress.measure import data
-from penjing.compress.recipe import load_flow
+from penjing.compress.recipe import load_recipe
+from penjing.compress.samples import data
 from penjing.core.checkpoint.classifier import load_classifier
 from penjing.core.checkpoint.load import load_model
 from penjing.core.cli import app
 from penjing.core.errors import ConfigError, InputError, SetupError
+from penjing.core.family import FamilyName
 from penjing.core.manifest import read_manifest, verify
 from penjing.train.data.images import ImageSet, normalise
 from penjing.train.families import classifier as vision
@@ -55,7 +56,7 @@ tensorboard = false
 CLASSIFIER = """
 model = "{folder}/resnet"
 output = "{folder}/pruned"
-[calibrate]
+[data]
 images = 320
 [measure]
 rounds = 1
@@ -213,7 +214,7 @@ def test_a_decoder_loses_layers_in_a_plain_hugging_face_form(tmp_path: Path, tin
     recipe = write(tmp_path / "recipe.toml", DECODER.partition("[[steps]]")[0], folder=tmp_path, model=tiny_checkpoint)
     with open(recipe, "a") as file:
         file.write('[[steps]]\nkind = "prune"\nparts = ["layers"]\nlayers = 1\nguard = false\n')
-        file.write("[calibrate]\ntokens = 256\nwindow = 64\n")
+        file.write("[data]\ntokens = 256\nwindow = 64\n")
     penjing("compress", recipe)
     config = json.loads((tmp_path / "small/config.json").read_text())
     assert (config["num_hidden_layers"], config["model_type"]) == (1, "llama")
@@ -230,7 +231,6 @@ def fsync(descriptor):
         os.kill(os.getpid(), signal.SIGKILL)
     flush(descriptor)
 os.fsync = fsync
-from penjing.compress.recipe import load_flow
 from penjing.core.cli import app
 app(["compress", sys.argv[1]], standalone_mode=False)
 """
@@ -282,7 +282,8 @@ def test_a_full_disk_is_one_clear_error_and_the_run_goes_on_later(tmp_path: Path
 
 @pytest.mark.parametrize("name", ["resnet-fashion-pruned", "smollm2-pruned", "smollm2-shallow"])
 def test_the_recipes_of_the_repository_are_valid(name: str) -> None:
-    recipe = load_flow(ROOT / "recipes" / f"{name}.toml")
+    family: FamilyName = "classifier" if name.startswith("resnet") else "decoder"
+    recipe = load_recipe(ROOT / "recipes" / f"{name}.toml", family=family)
     assert [step.kind for step in recipe.steps] == ["prune", "distill"]
     assert recipe.output.name == name
 
@@ -309,6 +310,6 @@ def test_what_only_decoders_have_is_refused_before_the_first_step(tmp_path: Path
     recipe = write(tmp_path / "recipe.toml", CLASSIFIER, folder=tmp_path)
     with open(recipe, "a") as file:
         file.write('[[steps]]\nkind = "prune"\nratio = 0.1\nparts = ["heads"]\n')
-    with pytest.raises(ConfigError, match=r"steps.2.parts=\['heads'\]: decoders have parts"):
+    with pytest.raises(ConfigError, match=r"steps.2: parts=\['heads'\]: decoders have parts"):
         penjing("compress", recipe)
     assert not list(tmp_path.glob(".*"))

@@ -11,7 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from penjing.compress.steps.prune import PruneStep, prune_checkpoint
+from penjing.compress.families.base import Pruner, family_at
+from penjing.compress.steps.prune import Prune, prune_checkpoint
 from penjing.core.checkpoint.classifier import ClassifierConfig, save_classifier
 from penjing.core.checkpoint.decoder import save_checkpoint
 from penjing.core.manifest import write_manifest
@@ -95,7 +96,8 @@ def resnet(folder: Path, config: ResNetConfig | None = None) -> ResNet:
 def prune(source: Path, into: Path, data: Data | None = None, /, **step: Any) -> dict[str, Any]:
     """Prune `source` into the new folder `into`."""
     into.mkdir()
-    return prune_checkpoint(source, into, PruneStep.model_validate(step), data, Silent())
+    pruner: Pruner = family_at(source).need("pruner", "pruned")
+    return prune_checkpoint(source, into, Prune.model_validate(step), pruner, data, Silent())
 
 
 def masked(model: Any, record: dict[str, Any], groups: Any) -> Any:

@@ -15,25 +15,26 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from penjing.compress.steps.distill import DistillStep, distill_checkpoint
+from penjing.compress.run import run_recipe
+from penjing.compress.steps.registry import STEPS as KINDS
+from penjing.compress.steps.train import Distill, Finetune, TrainedStep
 from penjing.core.checkpoint.classifier import classifier_config, load_classifier
 from penjing.core.checkpoint.decoder import open_checkpoint
 from penjing.core.checkpoint.load import load_model
 from penjing.core.errors import ConfigError, InputError, SetupError
 from penjing.core.manifest import verify
 from penjing.core.models.resnet_config import cifar_resnet
-from penjing.core.progress import Silent
 from tests.compress.classifiers import write_classifier
-from tests.compress.distill.conftest import STEPS
+from tests.compress.distill.conftest import STEPS, do
 
-MakeStep = Callable[..., DistillStep]
+MakeStep = Callable[..., Distill]
 MakeCheckpoint = Callable[..., Path]
 
 
-def distill(student: Path, teacher: Path | None, folder: Path, step: DistillStep) -> dict[str, object]:
+def distill(student: Path, teacher: Path | None, folder: Path, step: TrainedStep) -> dict[str, object]:
     partial = folder / "partial"
     partial.mkdir(parents=True)
-    return distill_checkpoint(student, teacher, partial, step, folder / "work", Silent())
+    return do(step, student, teacher or student, partial, folder / "work")
 
 
 @pytest.fixture
@@ -69,9 +70,9 @@ def test_a_teacher_lowers_the_held_out_loss(tmp_path: Path) -> None:
 
     def run(name: str, student: Path, teacher: Path | None, **changes: object) -> float:
         kind = "finetune" if teacher is None else "distill"
-        record = distill(
-            student, teacher, tmp_path / name, DistillStep.model_validate(settings | {"kind": kind} | changes)
-        )
+        step = KINDS[kind]("classifier").model_validate(settings | {"kind": kind} | changes)
+        assert isinstance(step, TrainedStep)
+        record = distill(student, teacher, tmp_path / name, step)
         assert isinstance(record["evaluation"], dict)
         return record["evaluation"]["loss"]
 
@@ -100,10 +101,12 @@ def test_a_student_that_is_its_teacher_stays(tiny_checkpoint: Path, text_step: M
 
 CALL = """
 import sys; from pathlib import Path
-from penjing.compress.steps.distill import DistillStep, distill_checkpoint
-from penjing.core.progress import Silent
+from penjing.compress.steps.registry import STEPS as KINDS
+from penjing.compress.steps.train import Distill, Finetune, TrainedStep
+from penjing.compress.steps.train import Distill
+from tests.compress.distill.conftest import do
 student, teacher, partial, work = map(Path, sys.argv[1:5])
-distill_checkpoint(student, teacher, partial, DistillStep.model_validate_json(sys.argv[5]), work, Silent())
+do(Distill.model_validate_json(sys.argv[5]), student, teacher, partial, work)
 """
 
 
@@ -125,7 +128,7 @@ def test_a_killed_step_goes_on_to_the_same_weights(
     process.send_signal(signal.SIGKILL)
     assert process.wait() == -signal.SIGKILL
     assert not list((killed / "partial").iterdir())
-    record = distill_checkpoint(student, tiny_checkpoint, killed / "partial", step, killed / "work", Silent())
+    record = do(step, student, tiny_checkpoint, killed / "partial", killed / "work")
     whole, resumed = (load_file(tmp_path / name / "partial/model.safetensors") for name in ("whole", "killed"))
     assert all(torch.equal(whole[name], resumed[name]) for name in whole)
     lines = (killed / "work/run/metrics.jsonl").read_text().splitlines()
@@ -133,7 +136,7 @@ def test_a_killed_step_goes_on_to_the_same_weights(
     again = tmp_path / "again"
     again.mkdir()
     began = time.monotonic()
-    repeated = distill_checkpoint(student, tiny_checkpoint, again, step, killed / "work", Silent())
+    repeated = do(step, student, tiny_checkpoint, again, killed / "work")
     assert repeated["evaluation"] == record["evaluation"]
     assert time.monotonic() - began < 1.0  # nothing is trained twice
 
@@ -142,7 +145,7 @@ def test_other_settings_start_anew(tiny_checkpoint: Path, student: Path, text_st
     distill(student, tiny_checkpoint, tmp_path, text_step(steps=2, evaluation_samples=0))
     (tmp_path / "other").mkdir()
     step = text_step(steps=3, evaluation_samples=0)
-    record = distill_checkpoint(student, tiny_checkpoint, tmp_path / "other", step, tmp_path / "work", Silent())
+    record = do(step, student, tiny_checkpoint, tmp_path / "other", tmp_path / "work")
     assert record["settings"]["steps"] == 3
     steps = [json.loads(line)["step"] for line in (tmp_path / "work/run/metrics.jsonl").read_text().splitlines()]
     assert steps == [1, 2, 3]
@@ -201,10 +204,13 @@ def test_a_teacher_that_does_not_fit_is_refused(
 
 @pytest.mark.usefixtures("small_images")
 def test_classifiers_that_do_not_fit_are_refused(tmp_path: Path, tiny_checkpoint: Path) -> None:
-    step = DistillStep.model_validate(STEPS | {"kind": "distill"})
+    step = Distill.model_validate(STEPS | {"kind": "distill"})
     student = write_classifier(tmp_path / "student")
-    with pytest.raises(InputError, match="networks of different kinds"):
+    with pytest.raises(InputError, match="is no image classifier"):
         distill(student, tiny_checkpoint, tmp_path / "a", step)
+    steps = [STEPS | {"kind": "distill", "teacher": str(tiny_checkpoint)}]
+    with pytest.raises(ConfigError, match=r"steps\.0\.teacher=.* is a decoder, .* is an image classifier; name a"):
+        run_recipe({"model": str(student), "output": str(tmp_path / "out"), "steps": steps})
     narrow = write_classifier(tmp_path / "narrow", model=cifar_resnet(8, width=4, in_channels=1))
     with pytest.raises(InputError, match=r"stem.conv.weight of the student is \(8, 1, 3, 3\), wider"):
         distill(student, narrow, tmp_path / "b", step)
@@ -226,16 +232,15 @@ def test_data_and_settings_that_do_not_fit_are_refused(
     refused(InputError, "no complete sample", sources=(str(tmp_path / "tiny.txt"),), evaluation_samples=0)
     refused(InputError, "has no split 'held_out'", held_out=1e-9)
     refused(ConfigError, "is a decoder, which has no use for flip", flip=True)
-    with pytest.raises(ConfigError, match="needs a teacher"):
-        distill(student, None, tmp_path / "x", text_step())
     for wrong, says in (
         ({"weights": {"logits": 0.0}}, "nothing comes from the teacher"),
-        ({"kind": "finetune", "temperature": 2.0}, "finetune has no teacher"),
         ({"temperature": 0.0}, "greater than 0"),
         ({"temprature": 1.0}, "Extra inputs"),
     ):
         with pytest.raises(ValueError, match=says):
             text_step(**wrong)
+    with pytest.raises(ValueError, match=r"temperature\n *Extra inputs"):
+        Finetune(steps=1, temperature=2.0)  # pyright: ignore[reportCallIssue]
 
 
 def test_a_full_disk_is_one_error(

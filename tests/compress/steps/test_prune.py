@@ -12,8 +12,8 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from penjing.compress.decoder.pipeline import compress
 from penjing.compress.prune.graph import dependency_graph
+from penjing.compress.run import run_recipe
 from penjing.core.checkpoint.classifier import load_classifier
 from penjing.core.checkpoint.decoder import open_checkpoint
 from penjing.core.checkpoint.load import load_model
@@ -176,7 +176,7 @@ def test_a_pruned_decoder_is_quantized_and_trained_on(
     prune(source, tmp_path / "pruned", rank="global", ratio=0.3, round_to=1)
     config = open_checkpoint(tmp_path / "pruned").config
     assert config.intermediate_sizes is not None
-    artifact = compress(write_recipe(tmp_path, tmp_path / "pruned", tmp_path / "int8"))
+    artifact = run_recipe(write_recipe(tmp_path, tmp_path / "pruned", tmp_path / "int8"))
     assert load_model(artifact).config.intermediate_sizes == config.intermediate_sizes
 
     texts = tmp_path / "texts"

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from penjing.compress.prune.budget import Budget
-from penjing.compress.steps.prune import PruneStep
+from penjing.compress.steps.prune import Prune
 from penjing.core.config import parse_config
 from penjing.core.errors import ConfigError, InputError, PenjingError
 from penjing.core.manifest import write_manifest
@@ -67,7 +67,7 @@ def test_a_latency_is_met_by_the_clock(tmp_path: Path) -> None:
 )
 def test_settings_that_make_no_step(values: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
-        parse_config(PruneStep, values, "recipe.toml")
+        parse_config(Prune, values, "recipe.toml")
 
 
 def test_one_target() -> None:
@@ -83,7 +83,7 @@ def test_one_target() -> None:
         (decoder, {"ratio": 0.3, "protect": ["*gate_proj*"]}, "nothing of 'ffn' can leave"),
         (decoder, {"ratio": 0.1, "round_to": 32}, "nothing leaves .* round_to=32"),
         (resnet, {"ratio": 0.1, "round_to": 64}, "nothing leaves .* round_to=64"),
-        (resnet, {"ratio": 0.3, "parts": ["ffn"]}, "is a classifier: leave parts out"),
+        (resnet, {"ratio": 0.3, "parts": ["ffn"]}, "decoders have parts, .* has none; leave them out"),
         (decoder, {"parts": ["layers"], "layers": [3]}, "3 is none of the model's layers 0 … 2"),
         (decoder, {"parts": ["layers"], "layers": [0, 1, 2]}, "leave at least one of the 3"),
         (decoder, {"parts": ["layers"], "layers": [1, 1]}, "name each once"),

@@ -13,16 +13,19 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 from torch import nn
 
+from penjing.compress.families.base import Pruner, family_at
 from penjing.compress.prune.graph import dependency_graph
 from penjing.compress.prune.surgery import remove
-from penjing.compress.steps.distill import DistillStep
-from penjing.compress.steps.sparsify import Shrinkage, SparsifyStep, groups_of, sparsify_checkpoint, zero_units
+from penjing.compress.samples.data import DataSettings
+from penjing.compress.steps.base import Context
+from penjing.compress.steps.sparsify import Shrinkage, Sparsify, groups_of, zero_units
+from penjing.compress.steps.train import Distill
 from penjing.core.checkpoint.classifier import load_classifier
 from penjing.core.errors import ConfigError
 from penjing.core.models.resnet_config import cifar_resnet
 from penjing.core.progress import Silent
 from tests.compress.classifiers import write_classifier
-from tests.compress.distill.conftest import STEPS
+from tests.compress.distill.conftest import STEPS, do
 
 
 @settings(max_examples=8, deadline=None)
@@ -53,15 +56,16 @@ def test_the_proximal_step_minimises_its_objective(hidden: int, threshold: float
 @pytest.mark.usefixtures("small_images")
 def test_zero_units_leave_a_classifier_as_it_computes(tmp_path: Path) -> None:
     source = write_classifier(tmp_path / "source", model=cifar_resnet(8, width=8, in_channels=1))
-    step = SparsifyStep.model_validate(
+    step = Sparsify.model_validate(
         STEPS | {"steps": 40, "checkpoint_every": 100, "strength": 1.0, "learning_rate": {"peak": 5e-3}}
     )
     (tmp_path / "partial").mkdir()
-    record = sparsify_checkpoint(source, tmp_path / "partial", step, tmp_path / "work", Silent())
+    record = do(step, source, source, tmp_path / "partial", tmp_path / "work")
     assert 0.05 < record["zero_share"] < 0.95
     model, _ = load_classifier(tmp_path / "partial")
-    groups = groups_of(tmp_path / "partial", step, Silent())
-    zeros = zero_units(tmp_path / "partial", groups, Silent())
+    pruner: Pruner = family_at(source).need("pruner", "pruned")
+    groups = groups_of(pruner, tmp_path / "partial", step.parts, step.protect, Silent())
+    zeros = zero_units(pruner, tmp_path / "partial", groups, Silent())
     assert [row["zero"] for row in record["groups"]] == [len(units) for units in zeros]
     selection = [
         (group, units[: len(group) - 1]) for group, units in zip(groups, zeros, strict=True) if units
@@ -77,12 +81,12 @@ def test_zero_units_leave_a_classifier_as_it_computes(tmp_path: Path) -> None:
 
 
 def test_a_decoder_loses_channels_of_its_mlps(
-    tiny_checkpoint: Path, text_step: Callable[..., DistillStep], tmp_path: Path
+    tiny_checkpoint: Path, text_step: Callable[..., Distill], tmp_path: Path
 ) -> None:
     values = text_step().model_dump(exclude={"kind", "temperature", "weights", "label_smoothing"}, exclude_unset=True)
-    step = SparsifyStep.model_validate(values | {"steps": 30, "strength": 2.0, "checkpoint_every": 100})
+    step = Sparsify.model_validate(values | {"steps": 30, "strength": 2.0, "checkpoint_every": 100})
     (tmp_path / "partial").mkdir()
-    record = sparsify_checkpoint(tiny_checkpoint, tmp_path / "partial", step, tmp_path / "work", Silent())
+    record = do(step, tiny_checkpoint, tiny_checkpoint, tmp_path / "partial", tmp_path / "work")
     zero = [row["zero"] for row in record["groups"]]
     assert len(zero) == 2
     assert 0 < sum(zero) < 192
@@ -94,9 +98,10 @@ def test_a_decoder_loses_channels_of_its_mlps(
 
 def test_settings_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="never exactly zero"):
-        SparsifyStep(steps=1, strength=0.1, average=0.9)
+        Sparsify(steps=1, strength=0.1, average=0.9)
     with pytest.raises(ValueError, match="greater than 0"):
-        SparsifyStep(steps=1, strength=0.0)
+        Sparsify(steps=1, strength=0.0)
     source = write_classifier(tmp_path / "source")
-    with pytest.raises(ConfigError, match="are of decoders"):
-        groups_of(source, SparsifyStep(steps=1, strength=0.1, parts=("ffn",)), Silent())
+    context = Context(source, family_at(source), DataSettings(), Silent())
+    with pytest.raises(ConfigError, match=r"parts=\['ffn'\]: decoders have parts, .* is an image classifier"):
+        Sparsify(steps=1, strength=0.1, parts=("ffn",)).check(context)
