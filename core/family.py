@@ -34,6 +34,10 @@ def family_of(folder: Path) -> FamilyName:
     Raises:
         InputError: there is no readable `config.json`, or it says nothing of any known family.
     """
+    if folder.is_file():
+        raise InputError(
+            f"{folder} is a file, not a model folder; 'penjing import {folder} FOLDER' makes one of a .gguf"
+        )
     path = folder / "config.json"
     values = read_json_object(path)
     if KEY in values:
