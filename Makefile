@@ -10,7 +10,7 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest
 PACKAGES := kernels core train compress serve model_repository recipes
 CPU_SOURCES := $(wildcard kernels/cpu/*.cpp kernels/cpu/*.h)
 
-.PHONY: help install demo test test-full test-gpu sanitize lint format recipes-doc bench bench-gpu image image-test clean links
+.PHONY: help install demo test test-full test-gpu sanitize lint format recipes-doc docs bench bench-gpu image image-test clean links
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "make %-12s %s\n", $$1, $$2}'
@@ -68,6 +68,14 @@ format: $(STAMP) ## rewrite the sources in the house format
 recipes-doc: $(STAMP) ## write docs/recipes.md anew from the settings' descriptions
 	$(BIN)/python -m penjing.core.recipe_keys > build/recipes.md
 	@mv build/recipes.md docs/recipes.md
+
+$(VENV)/.docs: $(STAMP)
+	$(BIN)/python -m pip install -q -c constraints.txt -e '.[dev,docs]'
+	@touch $@
+
+docs: $(VENV)/.docs ## build the documentation site into build/site
+	$(BIN)/python benchmarks/results_page.py --check
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 bench: $(STAMP) ## measure the engine against transformers, through Triton server and beside its kernels; appends rows
 	$(BIN)/python benchmarks/run_engine.py
