@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -24,12 +23,12 @@ BATCH, TOKENS = 2, 16  # what the analysis runs on; sizes of 1 would be mistaken
 
 @dataclass(frozen=True)
 class Skeleton:
-    """A network on "meta", in evaluation mode, and inputs for it: `inputs` of `unit`."""
+    """A network on "meta", in evaluation mode, and inputs for it: `inputs` of `unit`, such as "image" or "token"."""
 
     model: nn.Module
     example: tuple[Tensor, ...]
     inputs: int
-    unit: Literal["image", "token"]
+    unit: str
 
 
 def skeleton_of_classifier(folder: Path) -> Skeleton:

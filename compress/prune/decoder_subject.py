@@ -11,7 +11,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -54,7 +54,7 @@ class DecoderSubject:
         InputError: the folder is no whole checkpoint of a plain decoder, or holds NaN; names the tensor.
     """
 
-    unit: Literal["image", "token"] = "token"
+    unit: str = "token"
     inputs = BATCH * TOKENS
 
     def __init__(self, folder: Path, parts: Sequence[str], dropped: Sequence[int], progress: Progress) -> None:

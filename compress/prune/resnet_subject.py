@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -28,7 +28,7 @@ class ResNetSubject:
         InputError: the folder is no checkpoint of a classifier, is damaged, or holds NaN; names the tensor.
     """
 
-    unit: Literal["image", "token"] = "image"
+    unit: str = "image"
     inputs = BATCH
     dropped: tuple[int, ...] = ()
 

@@ -26,8 +26,9 @@ class Subject(Protocol):
     example: tuple[Tensor, ...]
     """Inputs on "meta"."""
     inputs: int
-    """How many images or tokens `example` holds."""
-    unit: Literal["image", "token"]
+    """How many of `unit` the example holds."""
+    unit: str
+    """What is counted: "image", or "token" where the network takes windows of tokens."""
     dropped: tuple[int, ...]
     """Layers that leave as a whole, by number from 0."""
 

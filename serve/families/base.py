@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import numpy as np
 
+from penjing.core.artifact.parity import Bound, Difference
 from penjing.core.config import Config, apply_override, parse_config
 from penjing.core.family import family_of, table_of
 
@@ -111,6 +112,21 @@ class Entry:
 
 
 @dataclass(frozen=True)
+class Served:
+    """What an endpoint answered to the inputs of an artifact's parity record.
+
+    `answers` are JSON-ready, as the family stores them. `differences` are held to `bound`, which is the record's, from
+    the fake-quantized model; None: they are recorded alone. `same_bits`: whether every number is what the artifact
+    gives in this process; None where it does not run here.
+    """
+
+    answers: Any
+    differences: tuple[Difference, ...]
+    bound: Bound | None = None
+    same_bits: bool | None = None
+
+
+@dataclass(frozen=True)
 class Family:
     """What the serving stage can do with a family of networks; all but `settings` and `check` may trust their inputs.
 
@@ -130,6 +146,9 @@ class Family:
             family has an entry of its own. Raises InputError.
         workload: (folder, client, **options) → what to time; the client's server is asked first whether it gives the
             answers of `folder`, and refused with a ServerError if not. None: it is timed in tokens.
+        parity: (folder of an artifact, client) → what the served model answers to the inputs of the artifact's parity
+            record. Raises InputError for a damaged one, or for an endpoint that has a model of another shape. None: it
+            is not asked.
     """
 
     name: str
@@ -141,6 +160,7 @@ class Family:
     ask: Callable[[Client, float], None]
     load: Callable[[Path, Any], BatchModel] | None = None
     workload: Callable[..., Workload] | None = None
+    parity: Callable[[Path, Client], Served] | None = None
 
 
 def family_at(folder: Path) -> Family:

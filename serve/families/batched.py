@@ -13,7 +13,7 @@ from penjing.core.artifact.base import MODEL_FILE, is_artifact
 from penjing.core.artifact.onnx import Quantization
 from penjing.core.errors import InputError, ServerError
 from penjing.serve.engine.config import BatchConfig
-from penjing.serve.families.base import BatchModel, Entry, Family, Form, Signature, Workload
+from penjing.serve.families.base import BatchModel, Entry, Family, Form, Served, Signature, Workload
 from penjing.serve.families.repository import write_onnx_entry, write_python_entry
 
 if TYPE_CHECKING:
@@ -36,6 +36,7 @@ def batched(
     load: Callable[[Path, BatchConfig], BatchModel],
     how_to_compress: str,
     workload: Callable[..., Workload] | None = None,
+    parity: Callable[[Path, Client], Served] | None = None,
 ) -> Family:
     """The `Family` of models that are artifacts in ONNX.
 
@@ -46,7 +47,7 @@ def batched(
         load: see `Family`.
         how_to_compress: what `penjing serve` says of a checkpoint after "FOLDER is ": what it is, and the command that
             makes an artifact of it; `{folder}` stands for the folder.
-        workload: see `Family`.
+        workload, parity: see `Family`.
     """
 
     def open_(folder: Path) -> Any:
@@ -91,6 +92,7 @@ def batched(
         ask=_ask,
         load=load,
         workload=workload,
+        parity=parity,
     )
 
 

@@ -9,11 +9,19 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from penjing.core.artifact.onnx_classifier import ClassifierArtifact, normalised, open_classifier_artifact
-from penjing.core.errors import RequestError, ServerError
+from penjing.core.artifact.onnx import ONNX_RUNTIME, recorded
+from penjing.core.artifact.onnx_classifier import (
+    ClassifierArtifact,
+    logit_difference,
+    normalised,
+    open_classifier_artifact,
+    recorded_images,
+)
+from penjing.core.artifact.parity import FAKE_QUANTIZED, SERVED
+from penjing.core.errors import InputError, RequestError, ServerError
 from penjing.core.runtime.onnx_runtime import INPUT, OUTPUT, run_session
 from penjing.serve.client.protocol import CLASSIFIER, REQUEST_SECONDS
-from penjing.serve.families.base import Arrays, Signature, TensorSpec, Workload
+from penjing.serve.families.base import Arrays, Served, Signature, TensorSpec, Workload
 from penjing.serve.families.batched import batched
 from penjing.serve.families.row_threads import RowThreads
 
@@ -24,6 +32,7 @@ PIXELS = "pixels"
 PART = 16  # images that one thread runs at once
 LOCAL_BATCH = 64  # images that ONNX Runtime runs at once where it is timed alone
 IMAGES_UNDER_WAY = 256  # four batches
+PARITY_IMAGES = 16  # of a request: no server that takes batches refuses them
 
 
 def signature(artifact: ClassifierArtifact) -> Signature:
@@ -151,6 +160,29 @@ def workload(
     )
 
 
+def parity(folder: Path, client: Client) -> Served:
+    """Its logits beside those of the fake-quantized model in the record, and of ONNX Runtime here and now.
+
+    Raises:
+        InputError: damaged, or the endpoint has other classes.
+    """
+    artifact = open_classifier_artifact(folder)
+    pixels = recorded_images(artifact.parity)
+    images = normalised(pixels, artifact.config)
+    local = artifact.logits(artifact.session(), pixels)
+    starts = range(0, len(images), PARITY_IMAGES)
+    served = np.concatenate([client.classify(images[at : at + PARITY_IMAGES]).logits for at in starts])
+    if served.shape != local.shape:
+        raise InputError(
+            f"the endpoint answers with {served.shape[1]} classes, {folder} has {local.shape[1]}: it serves another one"
+        )
+    differences = (
+        logit_difference((FAKE_QUANTIZED, SERVED), recorded(artifact.parity, FAKE_QUANTIZED), served),
+        logit_difference((ONNX_RUNTIME, SERVED), local, served),
+    )
+    return Served(served.tolist(), differences, artifact.parity.bound, bool(np.array_equal(local, served)))
+
+
 FAMILY = batched(
     name=CLASSIFIER,
     open_artifact=open_classifier_artifact,
@@ -159,4 +191,5 @@ FAMILY = batched(
     how_to_compress="the checkpoint of an image classifier, and artifacts are served; make one with "
     "'penjing compress quantize {folder} {folder}-int8'",
     workload=workload,
+    parity=parity,
 )

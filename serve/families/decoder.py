@@ -6,11 +6,12 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from penjing.core.artifact.parity import SERVED
 from penjing.core.errors import ConfigError
 from penjing.core.manifest import verify
 from penjing.serve.client.protocol import DECODER
 from penjing.serve.engine.config import EngineConfig
-from penjing.serve.families.base import Entry, Family, Form
+from penjing.serve.families.base import Entry, Family, Form, Served
 from penjing.serve.families.repository import ENTRIES, write_decoder_entry
 
 if TYPE_CHECKING:
@@ -40,6 +41,33 @@ def _ask(client: Client, seconds: float) -> None:
     client.generate("a", max_tokens=1, temperature=0.0, ignore_eos=True, timeout=seconds)
 
 
+def _parity(folder: Path, client: Client) -> Served:
+    from penjing.core.artifact.decoder import (
+        INT8_RUNTIME,
+        Answer,
+        answers_to_record,
+        logprob_difference,
+        open_decoder_artifact,
+        recorded_answers,
+        recorded_prompts,
+    )
+
+    record = open_decoder_artifact(folder).parity
+    expected, answers = recorded_answers(record, INT8_RUNTIME), []
+    for given, known in zip(recorded_prompts(record), expected, strict=True):
+        length = len(known.token_ids)
+        answer = client.generate(given.text, max_tokens=length, temperature=0.0, ignore_eos=True, logprobs=0)
+        chosen = [next(iter(entry.items())) for entry in answer.logprobs]
+        answers.append(
+            Answer(
+                token_ids=tuple(int(token) for token, _ in chosen),
+                logprobs=tuple(entry["logprob"] for _, entry in chosen),
+            )
+        )
+    difference = logprob_difference((INT8_RUNTIME, SERVED), expected, tuple(answers))
+    return Served(answers_to_record(answers), (difference,))
+
+
 FAMILY = Family(
     name=DECODER,
     settings=EngineConfig,
@@ -48,4 +76,5 @@ FAMILY = Family(
     repository=lambda *_: ENTRIES,
     entry=_entry,
     ask=_ask,
+    parity=_parity,
 )

@@ -9,10 +9,20 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from penjing.core.artifact.onnx_encoder import IDS, MASK, OUTPUT, EncoderArtifact, open_encoder_artifact
-from penjing.core.errors import RequestError, ServerError
+from penjing.core.artifact.onnx import ONNX_RUNTIME, recorded
+from penjing.core.artifact.onnx_encoder import (
+    IDS,
+    MASK,
+    OUTPUT,
+    EncoderArtifact,
+    cosine_difference,
+    open_encoder_artifact,
+    recorded_texts,
+)
+from penjing.core.artifact.parity import FAKE_QUANTIZED, SERVED
+from penjing.core.errors import InputError, RequestError, ServerError
 from penjing.serve.client.protocol import ENCODER, REQUEST_SECONDS
-from penjing.serve.families.base import Arrays, Signature, TensorSpec, Workload
+from penjing.serve.families.base import Arrays, Served, Signature, TensorSpec, Workload
 from penjing.serve.families.batched import batched
 from penjing.serve.families.row_threads import RowThreads
 
@@ -22,6 +32,7 @@ if TYPE_CHECKING:
 TEXT = "text"
 PART = 4  # texts of similar length that one thread runs at once: what pads a longer one is computed too
 REQUEST_TEXTS = 16  # of a request that is timed
+PARITY_TEXTS = 16  # of a request: no server that takes batches refuses them
 STREAMS = 16  # of them under way at once
 SAME = 0.99  # cosine; the server pads otherwise than this process, which turns values near a tie
 MAX_TEXT_BYTES = 1 << 20  # of one text, of which the tokenizer keeps the beginning
@@ -146,6 +157,30 @@ def mixed_texts(count: int) -> list[str]:
     return [found[index % len(found)] for index in range(count)]
 
 
+def parity(folder: Path, client: Client) -> Served:
+    """Its embeddings beside those of the fake-quantized model in the record, and of ONNX Runtime here and now.
+
+    Raises:
+        InputError: damaged, or the endpoint's embeddings have another size.
+    """
+    artifact = open_encoder_artifact(folder)
+    texts = recorded_texts(artifact.parity)
+    local = artifact.embed(artifact.session(), texts)
+    starts = range(0, len(texts), PARITY_TEXTS)
+    served = np.concatenate([client.embed(texts[at : at + PARITY_TEXTS]) for at in starts])
+    if served.shape != local.shape:
+        raise InputError(
+            f"the endpoint's embeddings have {served.shape[1]} numbers, those of {folder} {local.shape[1]}: it serves "
+            "another one"
+        )
+    known = recorded(artifact.parity, FAKE_QUANTIZED).astype(np.float32)
+    differences = (
+        cosine_difference((FAKE_QUANTIZED, SERVED), known, served),
+        cosine_difference((ONNX_RUNTIME, SERVED), local, served),
+    )
+    return Served(served.tolist(), differences, artifact.parity.bound, bool(np.array_equal(local, served)))
+
+
 FAMILY = batched(
     name=ENCODER,
     open_artifact=open_encoder_artifact,
@@ -154,4 +189,5 @@ FAMILY = batched(
     how_to_compress="the checkpoint of a text encoder, and artifacts are served; make one with "
     "'penjing compress recipes/minilm-int8.toml --set model={folder}'",
     workload=workload,
+    parity=parity,
 )
