@@ -28,8 +28,9 @@ from penjing.core.progress import Progress
 def _hashes(folder: Path) -> dict[str, str]:
     if is_artifact(folder):
         raise InputError(f"{folder} is quantized already; compress the checkpoint it was made from")
+    hashes = verify(folder).sha256
     classifier_skeleton(folder)
-    return verify(folder).sha256
+    return hashes
 
 
 def _held_out(settings: EvaluateSettings) -> int:

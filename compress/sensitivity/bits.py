@@ -39,9 +39,7 @@ from penjing.compress.sensitivity.study import (
     Sensitivity,
     Study,
     check_context,
-    classifier_hashes,
     cut,
-    decoder_hashes,
     sound,
     study_images,
 )
@@ -286,8 +284,8 @@ TO_BITS = Sensitivity(
     ("widths", int),
     "rounding",
     {
-        "decoder": Measure(DecoderBits, ("data", "windows", "widths"), decoder_hashes, _decoder),
-        "classifier": Measure(ClassifierBits, ("data", "images", "widths"), classifier_hashes, _classifier),
+        "decoder": Measure(DecoderBits, ("data", "windows", "widths"), _decoder),
+        "classifier": Measure(ClassifierBits, ("data", "images", "widths"), _classifier),
     },
 )
 """Cells of decoders have a `score`, those of classifiers a `divergence`, in nats; records of decoders have `linears`

@@ -19,12 +19,11 @@ import torch.nn.functional as F
 from pydantic import Field, field_validator
 from torch import nn
 
+from penjing.compress.families.base import family_at
 from penjing.compress.measure.perplexity import evaluation_windows
-from penjing.compress.prune.decoder_subject import DecoderSubject
 from penjing.compress.prune.graph import Group, dependency_graph
 from penjing.compress.prune.importance import Scores, magnitude, random
 from penjing.compress.prune.ranking import select
-from penjing.compress.prune.resnet_subject import ResNetSubject
 from penjing.compress.prune.subject import Subject
 from penjing.compress.prune.surgery import Selection, mask
 from penjing.compress.samples.data import ImageData, TokenData
@@ -34,9 +33,7 @@ from penjing.compress.sensitivity.study import (
     Sensitivity,
     Study,
     check_context,
-    classifier_hashes,
     cut,
-    decoder_hashes,
     sound,
     study_images,
 )
@@ -73,13 +70,18 @@ class PruningSettings(Config):
         return values
 
 
+Judge = Callable[[nn.Module], dict[str, Any]]
+
+
 def _study(
-    subject: Subject,
+    judge_of: Callable[[Path, PruningSettings, Progress], Judge],
+    folder: Path,
     settings: PruningSettings,
-    judge: Callable[[nn.Module], dict[str, Any]],
     work: WorkFolder,
     progress: Progress,
 ) -> Study:
+    judge = judge_of(folder, settings, progress)
+    subject: Subject = family_at(folder).need("pruner", "pruned").open(folder, (), (), progress)
     progress.start("analysing the network", 1)
     groups = dependency_graph(subject.model, subject.example).groups
     if not groups:
@@ -156,14 +158,12 @@ def judge_images(data: ImageData, model: nn.Module) -> dict[str, Any]:
     return {"value": right / samples, "loss": loss / samples, "samples": samples}
 
 
-def _decoder(folder: Path, settings: PruningSettings, work: WorkFolder, progress: Progress) -> Study:
-    data = _text(folder, settings)
-    return _study(DecoderSubject(folder, (), (), progress), settings, partial(judge_text, data), work, progress)
+def _by_text(folder: Path, settings: PruningSettings, _: Progress) -> Judge:
+    return partial(judge_text, _text(folder, settings))
 
 
-def _classifier(folder: Path, settings: PruningSettings, work: WorkFolder, progress: Progress) -> Study:
-    data = study_images(folder, settings.data, settings.images, progress)
-    return _study(ResNetSubject(folder), settings, partial(judge_images, data), work, progress)
+def _by_images(folder: Path, settings: PruningSettings, progress: Progress) -> Judge:
+    return partial(judge_images, study_images(folder, settings.data, settings.images, progress))
 
 
 FLAGS = ("data", "ratios", "method", "images", "windows")
@@ -173,8 +173,8 @@ TO_PRUNING = Sensitivity(
     ("ratios", float),
     "pruning",
     {
-        "decoder": Measure(PruningSettings, FLAGS, decoder_hashes, _decoder),
-        "classifier": Measure(PruningSettings, FLAGS, classifier_hashes, _classifier),
+        "decoder": Measure(PruningSettings, FLAGS, partial(_study, _by_text)),
+        "classifier": Measure(PruningSettings, FLAGS, partial(_study, _by_images)),
     },
 )
 """Cells have `removed`, how many units left."""

@@ -16,20 +16,19 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal
 
-from penjing.compress.decoder.check import check_model, checkpoint_hashes
+from penjing.compress.families.base import family_at
 from penjing.compress.measure.perplexity import LARGEST_LOSS
 from penjing.compress.quantize.bits import RESULT_FILE
 from penjing.compress.report.study_page import study_page
 from penjing.compress.samples.data import ImageData, fitting_images
-from penjing.core.artifact.base import is_artifact
 from penjing.core.checkpoint.classifier import classifier_config
 from penjing.core.checkpoint.decoder import open_checkpoint
 from penjing.core.config import Config, key_of, parse_config
 from penjing.core.errors import ConfigError, InputError
-from penjing.core.family import FAMILIES, FamilyName, family_of
+from penjing.core.family import FAMILIES, FamilyName
 from penjing.core.files import atomic_write_text, publish_folder
 from penjing.core.info import processor, versions
-from penjing.core.manifest import read_json_object, verify
+from penjing.core.manifest import read_json_object
 from penjing.core.progress import Progress, Silent, clock
 from penjing.core.work import WorkFolder
 
@@ -67,13 +66,11 @@ class Measure:
     Attributes:
         settings: their class; every one has a default.
         flags: of the command line that the settings take.
-        hashes: checkpoint → SHA-256 of each file that the result depends on; refuses one that is quantized or damaged.
         open: checkpoint, settings → the study, whose costly preparations the work folder keeps.
     """
 
     settings: type[Config]
     flags: tuple[str, ...]
-    hashes: Callable[[Path], dict[str, str]]
     open: Callable[[Path, Any, WorkFolder, Progress], Study]
 
 
@@ -118,13 +115,13 @@ class Sensitivity:
         Raises:
             InputError: there is no readable `config.json`, or its family cannot be studied.
         """
-        if (family := family_of(folder)) not in self.families:
+        if (family := family_at(folder)).name not in self.families:
             known = " and ".join(f"{FAMILIES[name]}" for name in self.families)
             raise InputError(
-                f"{folder} holds {FAMILIES.get(family, family)}, whose sensitivity to {self.kind} cannot be measured; "
+                f"{folder} holds {family.said}, whose sensitivity to {self.kind} cannot be measured; "
                 f"that of {known} can"
             )
-        return self.families[family]
+        return self.families[family.name]
 
     def measure(
         self,
@@ -159,7 +156,7 @@ class Sensitivity:
         measure, progress = self.of(folder), progress or Silent()
         settings = settings or measure.settings()
         out = out or folder.with_name(f"{folder.resolve().name}-{self.suffix}")
-        hashes = measure.hashes(folder)
+        hashes = family_at(folder).hashes(folder)
         key = key_of(settings.model_dump(mode="json"), hashes, f"{version('penjing')}/{self.kind}/{SCHEMA + 1}")
         if (done := _already(out, key, force)) is not None:
             progress.note(f"{out} is already done: kept (--force makes it again)")
@@ -185,28 +182,6 @@ class Sensitivity:
                 atomic_write_text(partial_folder / PAGE_FILE, study_page(result))
             work.remove()
         return result
-
-
-def classifier_hashes(folder: Path) -> dict[str, str]:
-    """SHA-256 of each file of a classifier's checkpoint.
-
-    Raises:
-        InputError: it is damaged, or quantized already.
-    """
-    if is_artifact(folder):
-        raise InputError(f"{folder} is quantized already; give the checkpoint that it was made from")
-    return verify(folder).sha256
-
-
-def decoder_hashes(folder: Path) -> dict[str, str]:
-    """SHA-256 of each file that a study of a decoder depends on.
-
-    Raises:
-        InputError: the checkpoint is damaged, or quantized already.
-    """
-    checkpoint = open_checkpoint(folder)
-    check_model(checkpoint)
-    return checkpoint_hashes(checkpoint)
 
 
 def study_images(folder: Path, samples: Samples, count: int, progress: Progress) -> ImageData:

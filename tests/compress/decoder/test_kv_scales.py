@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from penjing.compress.decoder.layer import LargestKV
-from penjing.compress.decoder.pipeline import compress
+from penjing.compress.run import run_recipe
 from penjing.core.artifact.decoder import open_decoder_artifact
 from penjing.core.checkpoint.load import load_model
 from penjing.core.errors import InputError
@@ -24,7 +24,7 @@ from tests.compress.conftest import write_recipe
 def with_scales(tmp_path_factory: pytest.TempPathFactory, tiny_checkpoint: Path) -> Path:
     folder = tmp_path_factory.mktemp("kv")
     recipe = write_recipe(folder, tiny_checkpoint, folder / "int8")
-    return compress(recipe, ["quantize.kv_cache=int8", "transform.search_steps=4"])
+    return run_recipe(recipe, ["steps.0.kv_cache=int8", "steps.0.transform.search_steps=4"])
 
 
 def test_scales_span_what_the_artifact_caches_on_calibration_text(with_scales: Path) -> None:
@@ -57,7 +57,8 @@ def test_transformers_and_compressed_tensors_read_them(with_scales: Path) -> Non
 
 
 def test_the_weights_are_those_of_an_artifact_without(with_scales: Path, tiny_checkpoint: Path, tmp_path: Path) -> None:
-    plain = compress(write_recipe(tmp_path, tiny_checkpoint, tmp_path / "plain"), ["transform.search_steps=4"])
+    recipe = write_recipe(tmp_path, tiny_checkpoint, tmp_path / "plain")
+    plain = run_recipe(recipe, ["steps.0.transform.search_steps=4"])
     ids = torch.arange(24)[None]
     with torch.no_grad():
         assert torch.equal(load_model(plain).model(ids), load_model(with_scales).model(ids))
@@ -68,7 +69,7 @@ def test_a_scale_that_is_none_is_refused(with_scales: Path, tmp_path: Path, scal
     damaged = tmp_path / "damaged"
     damaged.mkdir()
     for path in with_scales.iterdir():
-        if path.name != "penjing.json":
+        if path.is_file() and path.name != "penjing.json":
             (damaged / path.name).write_bytes(path.read_bytes())
     tensors = load_file(damaged / "model.safetensors") | {"model.layers.1.self_attn.v_scale": scale}
     save_file(tensors, damaged / "model.safetensors")

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from penjing.compress.decoder.pipeline import make_weights
-from penjing.compress.decoder.settings import Recipe
+from penjing.compress.decoder.artifact import make_weights
+from penjing.compress.decoder.settings import Int8Settings, Transform
+from penjing.compress.samples.data import DataSettings, token_samples
 from penjing.core.progress import Silent
 from penjing.core.work import WorkFolder
 
@@ -24,16 +25,10 @@ def test_the_peak_of_calibration_is_far_below_the_model(
 ) -> None:
     model = make_tiny_checkpoint(num_hidden_layers=48, **WIDE)
     model_bytes = (model / "model.safetensors").stat().st_size
-    recipe = Recipe.model_validate(
-        {
-            "model": model,
-            "output": tmp_path / "int8",
-            "calibration": {"num_tokens": 256, "window": 128},
-            "transform": {"search_steps": 2},
-        }
-    )
-    with WorkFolder(recipe.output, "key") as work:
-        artifact, records = make_weights(recipe, work, Silent())
+    settings = Int8Settings(transform=Transform(search_steps=2))
+    windows_WT = token_samples(model, DataSettings(tokens=256, window=128), Silent()).windows
+    with WorkFolder(tmp_path / "int8", "key") as work:
+        artifact, records = make_weights(model, settings, windows_WT, work, Silent())
         layers = [record for record in records if record.name.startswith("layer_")]
         assert len(layers) == 48
         assert (artifact / "model.safetensors").exists()

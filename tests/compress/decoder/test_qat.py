@@ -18,12 +18,13 @@ from penjing.compress.decoder.parity import fake_quantized_logits
 from penjing.compress.decoder.qat import SCALE_RATE, UNIT, FakeInt8Linear
 from penjing.compress.decoder.weights import quantize_per_channel
 from penjing.compress.rounding.formats import SignedInteger
-from penjing.compress.run import compress_steps
+from penjing.compress.run import run_recipe
 from penjing.compress.verify import verify_artifact
 from penjing.core.checkpoint.decoder import open_checkpoint
 from penjing.core.checkpoint.load import load_model
 from penjing.core.errors import ConfigError
 from penjing.core.runtime.quantized import Int8Linear
+from tests.compress.conftest import write_recipe
 
 RECIPE = """
 model = "{model}"
@@ -33,6 +34,9 @@ prose_tokens = 128
 code_tokens = 64
 window = 64
 resamples = 100
+[data]
+tokens = 256
+window = 64
 [measure]
 rounds = 1
 seconds = 0
@@ -51,9 +55,6 @@ evaluation_samples = 0
 checkpoint_every = 4
 learning_rate = {{ peak = 3e-5 }}
 optimizer = {{ weight_decay = 0.0 }}
-[steps.int8.calibration]
-num_tokens = 256
-window = 64
 """
 
 
@@ -257,7 +258,7 @@ def test_learning_takes_error_off_that_rounding_to_nearest_leaves() -> None:
 
 
 def test_a_step_trains_an_artifact_that_others_load(write: Any, tmp_path: Path) -> None:
-    out = compress_steps(write("int8", 24))
+    out = run_recipe(write("int8", 24))
     verify_artifact(out)
     report = json.loads((out / "report.json").read_text())
     stage = report["stages"][-1]
@@ -279,26 +280,19 @@ def test_a_step_trains_an_artifact_that_others_load(write: Any, tmp_path: Path) 
 
 
 def test_training_goes_through_a_hadamard_transform(write: Any) -> None:
-    out = compress_steps(write("hadamard", 8, "[steps.int8.transform]\nhadamard_down = 32\n"))
+    out = run_recipe(write("hadamard", 8, "[steps.transform]\nhadamard_down = 32\n"))
     verify_artifact(out)
     losses = json.loads((out / "report.json").read_text())["stages"][-1]["record"]["training"]["losses"]
     assert losses["first"]["divergence"] < 0.01
     assert open_checkpoint(out).config.mlp_hadamard == 32
 
 
-def test_without_training_it_is_the_artifact_of_a_recipe_without_steps(write: Any) -> None:
-    from penjing.compress.decoder.pipeline import compress
-
+def test_without_training_it_is_the_artifact_of_a_recipe_that_says_nothing_of_it(
+    write: Any, tiny_checkpoint: Path, tmp_path: Path
+) -> None:
     steps = write("calibrated", 0)
-    out = compress_steps(steps)
-    text = steps.read_text()
-    plain = steps.with_name("plain.toml")
-    head = "\n".join(text.splitlines()[:3])
-    plain.write_text(
-        f"{head}\n[calibration]\nnum_tokens = 256\nwindow = 64\n[evaluate]\nprose_tokens = 128\ncode_tokens = 64\n"
-        "window = 64\n"
-    )
-    other = compress(plain, out=out.with_name("plain"))
+    out = run_recipe(steps)
+    other = run_recipe(write_recipe(tmp_path, tiny_checkpoint, tmp_path / "plain"))
     assert (out / "model.safetensors").read_bytes() == (other / "model.safetensors").read_bytes()
     verify_artifact(out)
 
@@ -306,17 +300,17 @@ def test_without_training_it_is_the_artifact_of_a_recipe_without_steps(write: An
 @pytest.mark.parametrize(
     ("steps", "more", "said"),
     [
-        (4, '[steps.int8.quantize]\nkeep = ["*.nothing"]\n', "matches no linear layer"),
-        (4, "[steps.int8.quantize]\nbits = 4\n", "bits"),
+        (4, 'keep = ["*.nothing"]\n', "matches no linear layer"),
+        (4, "bits = 4\n", "bits"),
         (4, "[steps.distill]\nlogits = 0.0\n", "nothing comes from the teacher"),
     ],
 )
 def test_what_does_not_fit_is_refused_before_anything_is_done(write: Any, steps: int, more: str, said: str) -> None:
     recipe = write("refused", steps, more)
     with pytest.raises(ConfigError, match=said):
-        compress_steps(recipe)
+        run_recipe(recipe)
 
 
 def test_settings_of_classifiers_are_refused_for_a_decoder(write: Any) -> None:
-    with pytest.raises(ConfigError, match="target: for image classifiers"):
-        compress_steps(write("refused", 4), ["steps.0.target=tensorrt"])
+    with pytest.raises(ConfigError, match=r"unknown key 'steps\.0\.target'"):
+        run_recipe(write("refused", 4), ["steps.0.target=tensorrt"])

@@ -12,7 +12,7 @@ from penjing.compress.decoder.check import transformed as network_after
 from penjing.compress.decoder.head import compress_embedding, compress_head, embed_for_calibration
 from penjing.compress.decoder.layer import Rotations, compress_layer
 from penjing.compress.decoder.rotate import rotation_matrix
-from penjing.compress.decoder.settings import Recipe
+from penjing.compress.decoder.settings import Int8Settings
 from penjing.compress.decoder.smooth import channel_magnitude, smoothing_scale
 from penjing.compress.decoder.stream import LayerStream
 from penjing.compress.decoder.weights import fake_quantize_activation
@@ -41,27 +41,22 @@ def transformed(folder: Path, transform: dict[str, object]) -> tuple[Decoder, De
     """The model before and after the transforms with nothing quantized, and token ids."""
     stream = LayerStream(open_checkpoint(folder))
     config = stream.config
-    recipe = Recipe.model_validate(
-        {
-            "model": folder,
-            "output": "unused",
-            "transform": transform,
-            "quantize": {"keep": ["*"], "lm_head": "keep", "embedding_dtype": "float32"},
-        }
+    settings = Int8Settings.model_validate(
+        {"transform": transform, "keep": ["*"], "lm_head": "keep", "embedding_dtype": "float32"}
     )
     token_ids = torch.randint(0, config.vocab_size, (4, 24), generator=torch.Generator().manual_seed(3))
-    rotations = Rotations.of(recipe, config.hidden_size, config.head_dim)
+    rotations = Rotations.of(settings, config.hidden_size, config.head_dim)
     hidden = embed_for_calibration(stream, rotations, token_ids)
-    tensors = compress_embedding(stream, recipe, rotations)
+    tensors = compress_embedding(stream, settings, rotations)
     for layer in range(config.num_hidden_layers):
-        compressed = compress_layer(stream, layer, recipe, rotations, hidden)
+        compressed = compress_layer(stream, layer, settings, rotations, hidden)
         assert not compressed.errors
         tensors |= {f"model.layers.{layer}.{name}": tensor for name, tensor in compressed.tensors.items()}
-    tensors |= compress_head(stream, recipe, rotations, hidden.flatten(0, 1)).tensors
+    tensors |= compress_head(stream, settings, rotations, hidden.flatten(0, 1)).tensors
     before = Decoder(config)
     names = stream.checkpoint.tensor_names
     before.load_state_dict({name: stream.checkpoint.get(name) for name in names}, strict=False)
-    after = Decoder(network_after(config, recipe.transform).model_copy(update={"tie_word_embeddings": False}))
+    after = Decoder(network_after(config, settings.transform).model_copy(update={"tie_word_embeddings": False}))
     after.load_state_dict(tensors)
     return before, after, token_ids
 

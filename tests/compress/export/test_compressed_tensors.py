@@ -11,7 +11,7 @@ from torch import nn
 
 from penjing.compress.export import compressed_tensors
 from penjing.compress.export.gate import Computed, measure, sequences
-from penjing.compress.export.run import export_artifact
+from penjing.compress.exports import export_artifact
 from penjing.core.artifact.decoder import open_decoder_artifact
 from penjing.core.checkpoint.decoder import open_checkpoint
 from penjing.core.checkpoint.load import load_model

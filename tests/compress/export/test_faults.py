@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import errno
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from penjing.compress.export import classifier, compressed_tensors, record, run
+from penjing.compress.export import classifier, compressed_tensors, decoder, record
 from penjing.compress.export import gate as decoder_gate
-from penjing.compress.export.run import export_artifact
-from penjing.compress.quantize.artifact import ArtifactSettings, quantize_checkpoint
+from penjing.compress.exports import export_artifact
+from penjing.compress.quantizers.classifier import ArtifactSettings, quantize_checkpoint
 from penjing.core.errors import InputError, SetupError
 from penjing.core.files import publish_folder
 from penjing.core.progress import Silent
@@ -39,12 +40,12 @@ def dying(original: Callable[..., Any], error: BaseException) -> Callable[..., A
 @pytest.mark.parametrize(
     ("kind", "form", "module", "stage"),
     [
-        ("decoder", "gguf", run, "write_gguf"),
+        ("decoder", "gguf", decoder, "write_gguf"),
         ("decoder", "gguf", record, "write_record"),
         ("decoder", "gguf", record, "sync_tree"),
-        ("decoder", "onnx", run, "write_decoder_onnx"),
+        ("decoder", "onnx", decoder, "write_decoder_onnx"),
         ("decoder", "onnx", decoder_gate, "measure"),
-        ("decoder", "onnx", run, "write_record"),
+        ("decoder", "onnx", decoder, "write_record"),
         ("decoder", "compressed-tensors", compressed_tensors, "write_compressed_tensors"),
         ("classifier", "onnx", classifier, "compare"),
         ("classifier", "onnx", record, "write_record"),
@@ -79,14 +80,11 @@ def test_nothing_is_left_and_the_next_export_succeeds(
 @pytest.mark.parametrize("damage", ["truncated", "changed"])
 def test_a_damaged_artifact_is_not_exported(name: str, damage: str, tiny_int8: Path, tmp_path: Path) -> None:
     folder = tmp_path / "int8"
-    folder.mkdir()
-    for path in tiny_int8.iterdir():
-        content = path.read_bytes()
-        if path.name == name:
-            middle = len(content) // 2
-            content = content[:middle]
-            content += b"" if damage == "truncated" else b"\0" + path.read_bytes()[middle + 1 :]
-        (folder / path.name).write_bytes(content)
+    shutil.copytree(tiny_int8, folder)
+    content = (folder / name).read_bytes()
+    middle = len(content) // 2
+    rest = b"" if damage == "truncated" else b"\0" + content[middle + 1 :]
+    (folder / name).write_bytes(content[:middle] + rest)
     for form in ("gguf", "onnx", "compressed-tensors"):
         with pytest.raises(InputError, match=name.replace(".", r"\.")) as found:
             export_artifact(folder, form, tmp_path / "out", force=False, progress=Silent())  # type: ignore[arg-type]

@@ -14,14 +14,16 @@ from onnx import numpy_helper
 
 from penjing.compress.export.onnx_classifier import export_onnx, integer_weights
 from penjing.compress.quantize.place_resnet import apply_quantization, calibrate, layers
-from penjing.compress.quantize.targets import TARGETS, QuantizeSettings, TargetName
+from penjing.compress.quantize.targets import TARGETS, ClassifierSettings, TargetName
 from penjing.core.errors import InputError
 from penjing.core.models.resnet import ResNet
 from penjing.core.models.resnet_config import ResNetConfig
 from tests.compress.quantize.networks import basic, bottleneck, images, random_resnet
 
 
-def exported(path: Path, config: ResNetConfig, target: TargetName, settings: QuantizeSettings | None = None) -> ResNet:
+def exported(
+    path: Path, config: ResNetConfig, target: TargetName, settings: ClassifierSettings | None = None
+) -> ResNet:
     model = apply_quantization(random_resnet(config), target, settings)
     calibrate(model, [(images(config, 32),)])
     export_onnx(model, tuple(images(config).shape[2:]), target, path)  # type: ignore[arg-type]
@@ -120,7 +122,7 @@ def test_weights_are_stored_as_int8_and_tensorrt_gets_its_form(tmp_path: Path) -
 
 
 def test_fp8_is_written_and_simulated_by_onnx_runtime(tmp_path: Path) -> None:
-    model = exported(tmp_path / "model.onnx", bottleneck(), "tensorrt", QuantizeSettings(activations="fp8"))
+    model = exported(tmp_path / "model.onnx", bottleneck(), "tensorrt", ClassifierSettings(activations="fp8"))
     x = images(bottleneck(), 4, seed=7)
     with torch.no_grad():
         expected = model(x)

@@ -155,7 +155,7 @@ def test_export_writes_a_folder_with_its_record(
 def test_an_export_beyond_the_bound_is_refused_and_nothing_is_left(
     tiny_int8: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from penjing.compress.export import run
+    from penjing.compress.export import decoder
 
     def write_wrong(checkpoint: Any, target: TargetName, folder: Path, progress: Any) -> None:
         write_decoder_onnx(checkpoint, target, folder, progress)
@@ -165,7 +165,7 @@ def test_an_export_beyond_the_bound_is_refused_and_nothing_is_left(
                 constant.CopyFrom(numpy_helper.from_array(-numpy_helper.to_array(constant), constant.name))
         onnx.save(model, str(folder / MODEL_FILE))
 
-    monkeypatch.setattr(run, "write_decoder_onnx", write_wrong)
+    monkeypatch.setattr(decoder, "write_decoder_onnx", write_wrong)
     assert _run(["export", str(tiny_int8), str(tmp_path / "onnx"), "--to", "onnx"]) == 3
     assert "parity: onnxruntime differs from fake_quantized" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())

@@ -18,8 +18,8 @@ from penjing.compress.export import tensorrt as engine
 from penjing.compress.export.convert import _make_unsigned
 from penjing.compress.export.onnx_classifier import integer_weights
 from penjing.compress.export.tensorrt_rules import check_tensorrt
-from penjing.compress.quantize.artifact import ArtifactSettings, quantize_checkpoint
 from penjing.compress.quantize.targets import TargetName
+from penjing.compress.quantizers.classifier import ArtifactSettings, quantize_checkpoint
 from penjing.core.artifact.onnx_classifier import normalised, open_classifier_artifact, recorded_images
 from penjing.core.cli import _run
 from penjing.core.errors import InputError, SetupError

@@ -4,23 +4,35 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from penjing.compress.measure.cost import DecodeStep, MeasureSettings, measure, onnx_session, size_of
-from penjing.compress.prune.inspect import inspect_checkpoint
-from penjing.compress.quantize.artifact import ArtifactSettings, quantize_checkpoint
+from penjing.compress.families.base import family_at
+from penjing.compress.measure.cost import DecodeStep, MeasureSettings, onnx_session, sizes_of, timed
+from penjing.compress.prune.inspect import inspect_network
+from penjing.compress.quantizers.classifier import ArtifactSettings, quantize_checkpoint
 from penjing.compress.samples.data import ImageData
 from penjing.core.checkpoint.classifier import load_classifier
 from penjing.core.checkpoint.load import load_model
 from penjing.core.errors import InputError
 from penjing.core.files import publish_folder
 from penjing.core.models.resnet_config import cifar_resnet
+from penjing.core.progress import Silent
 from tests.compress.classifiers import MEAN, STD, made_up_images, write_classifier
 
 QUICK = MeasureSettings(rounds=2, seconds=0, batches=(1, 3), prefill_tokens=8)
+
+
+def size_of(folder: Path) -> dict[str, Any]:
+    return sizes_of(folder, family_at(folder).skeleton(folder))
+
+
+def measure(folders: list[Path], settings: MeasureSettings) -> list[dict[str, Any]]:
+    latencies = timed(folders, family_at(folders[0]).calls, settings, Silent())
+    return [size_of(folder) | {"latency": rows} for folder, rows in zip(folders, latencies, strict=True)]
 
 
 def test_classifiers(tmp_path: Path) -> None:
@@ -76,7 +88,8 @@ def test_onnx_runtime_computes_what_torch_does(tmp_path: Path) -> None:
 def test_decoders(tiny_checkpoint: Path, make_tiny_checkpoint: Callable[..., Path], tiny_int8: Path) -> None:
     narrow = make_tiny_checkpoint(intermediate_size=48)
     first, second = measure([tiny_checkpoint, narrow], QUICK)
-    assert first["size"]["macs"] == inspect_checkpoint(tiny_checkpoint)["macs"]
+    inspected = inspect_network(tiny_checkpoint, family_at(tiny_checkpoint).skeleton(tiny_checkpoint), Silent())
+    assert first["size"]["macs"] == inspected["macs"]
     assert first["size"]["macs"] - second["size"]["macs"] == 2 * 3 * 64 * 48
     assert second["widths"]["model.layers.1.mlp.up_proj"] == 48
     assert [row["case"] for row in first["latency"]] == ["prefill 8 tokens", "decode after 8 tokens"]
@@ -94,10 +107,11 @@ def test_a_decode_step_equals_transformers(tiny_checkpoint: Path) -> None:
     torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-4)
 
 
-def test_what_cannot_be_measured_is_named(tmp_path: Path, tiny_checkpoint: Path) -> None:
-    with pytest.raises(InputError, match="nothing to measure"):
-        measure([])
-    with pytest.raises(InputError, match="different kinds"):
-        measure([tiny_checkpoint, write_classifier(tmp_path / "dense")], QUICK)
+def test_no_rounds_time_nothing(tiny_checkpoint: Path) -> None:
+    (only,) = measure([tiny_checkpoint], MeasureSettings(rounds=0))
+    assert only == size_of(tiny_checkpoint) | {"latency": []}
+
+
+def test_what_cannot_be_measured_is_named(tiny_checkpoint: Path) -> None:
     with pytest.raises(InputError, match="context of 512 tokens, too few for prefill_tokens=512"):
         measure([tiny_checkpoint], MeasureSettings(prefill_tokens=512))

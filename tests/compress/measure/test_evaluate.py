@@ -14,20 +14,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
-from penjing.compress.measure import data
+from penjing.compress.families.base import family_at
 from penjing.compress.measure.bootstrap import interval, resampled_means
 from penjing.compress.measure.evaluate import (
     EvaluateSettings,
+    Quality,
     accuracy,
     compare,
-    evaluate_checkpoint,
     perplexity,
     quality_from_json,
 )
 from penjing.compress.measure.perplexity import evaluation_windows
+from penjing.compress.samples import data
 from penjing.core.checkpoint.classifier import load_classifier
 from penjing.core.errors import ConfigError, InputError
 from penjing.core.models.resnet_config import imagenet_resnet
+from penjing.core.progress import Silent
 from penjing.core.text.tokenizer import Tokenizer
 from tests.compress.classifiers import made_up_images, write_classifier
 
@@ -38,6 +40,10 @@ SMALL = EvaluateSettings(prose_tokens=384, code_tokens=128, window=64)
 def classifier(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(data, "load_fashion", made_up_images)
     return write_classifier(tmp_path / "classifier")
+
+
+def evaluated(folder: Path, settings: EvaluateSettings | None = None) -> Quality:
+    return family_at(folder).evaluate(folder, folder, settings or EvaluateSettings(), Silent())
 
 
 def exact_binomial(count: int, share: float) -> tuple[float, float]:
@@ -92,15 +98,15 @@ def test_accuracy_equals_a_plain_loop(classifier: Path) -> None:
         for image, label in zip(images.images, images.labels, strict=True):
             x = (torch.from_numpy(image.copy()).double() / 255 - config.mean[0]) / config.std[0]
             right.append(int(model(x[None].float()).argmax()) == label)
-    found = evaluate_checkpoint(classifier)
+    found = evaluated(classifier)
     assert found.outcomes()[0].tolist() == [float(answer) for answer in right]
     assert found.value == sum(right) / len(right)
     assert 0.05 < found.low < found.value < found.high < 1
-    assert evaluate_checkpoint(classifier, EvaluateSettings(images=70)).value == sum(right[:70]) / 70
+    assert evaluated(classifier, EvaluateSettings(images=70)).value == sum(right[:70]) / 70
 
 
 def test_perplexity_equals_transformers_window_by_window(tiny_checkpoint: Path) -> None:
-    found = evaluate_checkpoint(tiny_checkpoint, SMALL)
+    found = evaluated(tiny_checkpoint, SMALL)
     model = AutoModelForCausalLM.from_pretrained(tiny_checkpoint, dtype=torch.float32)
     windows = evaluation_windows(Tokenizer.from_folder(tiny_checkpoint), 384, 128, 64)
     with torch.no_grad():
@@ -145,17 +151,17 @@ def test_what_was_measured_on_other_samples_is_not_compared() -> None:
 
 def test_bad_checkpoints(tmp_path: Path, classifier: Path, tiny_checkpoint: Path) -> None:
     with pytest.raises(InputError, match="there is no folder"):
-        evaluate_checkpoint(tmp_path / "missing")
+        evaluated(tmp_path / "missing")
     with pytest.raises(ConfigError, match=r"evaluate\.window=1024 is longer than the context .* 512 tokens"):
-        evaluate_checkpoint(tiny_checkpoint, EvaluateSettings(prose_tokens=1024, code_tokens=0, window=1024))
+        evaluated(tiny_checkpoint, EvaluateSettings(prose_tokens=1024, code_tokens=0, window=1024))
     other = write_classifier(tmp_path / "other", model=imagenet_resnet(18, 10), image_size=(64, 64))
     with pytest.raises(
         InputError, match=r"takes images of \(3, 64, 64\) in 10 classes, Fashion-MNIST has \(1, 12, 12\)"
     ):
-        evaluate_checkpoint(other)
+        evaluated(other)
     (classifier / "model.safetensors").write_bytes(b"")
     with pytest.raises(InputError, match="SHA-256"):
-        evaluate_checkpoint(classifier)
+        evaluated(classifier)
     broken = write_classifier(tmp_path / "broken", scale=float("nan"))
     with pytest.raises(InputError, match="computes NaN or infinity"):
-        evaluate_checkpoint(broken)
+        evaluated(broken)

@@ -5,11 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from penjing.compress.prune.inspect import inspect_checkpoint, print_inspection
+from penjing.compress.families.base import family_at
+from penjing.compress.prune.inspect import inspect_network, print_inspection
 from penjing.core.checkpoint.classifier import ClassifierConfig, save_classifier
 from penjing.core.checkpoint.decoder import save_checkpoint
 from penjing.core.errors import InputError
@@ -17,6 +19,7 @@ from penjing.core.models.config import DecoderConfig
 from penjing.core.models.decoder import Decoder
 from penjing.core.models.resnet import ResNet
 from penjing.core.models.resnet_config import cifar_resnet
+from penjing.core.progress import Silent
 
 DECODER = DecoderConfig(
     vocab_size=50,
@@ -43,8 +46,12 @@ def classifier(folder: Path) -> Path:
     return folder
 
 
+def inspected(folder: Path) -> dict[str, Any]:
+    return inspect_network(folder, family_at(folder).skeleton(folder), Silent())
+
+
 def test_a_decoder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    result = inspect_checkpoint(decoder(tmp_path))
+    result = inspected(decoder(tmp_path))
     expected = sum(p.numel() for p in Decoder(DECODER).parameters())
     assert result["parameters"] == sum(layer["parameters"] for layer in result["layers"]) == expected
     # Each weight of a linear layer is one multiply-accumulate a token.
@@ -59,7 +66,7 @@ def test_a_decoder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_classifier(tmp_path: Path) -> None:
-    result = inspect_checkpoint(classifier(tmp_path))
+    result = inspected(classifier(tmp_path))
     macs = {layer["name"]: layer["macs"] for layer in result["layers"]}
     assert macs["stem.conv"] == 28 * 28 * 8 * 9
     assert macs["fc"] == 32 * 10
@@ -74,7 +81,7 @@ def test_weights_are_not_read(tmp_path: Path) -> None:
     whole = file.read_bytes()
     file.write_bytes(whole[: len(whole) - 1000] + bytes(1000))
     before = torch.get_default_device()
-    assert inspect_checkpoint(folder)["parameters"] > 0
+    assert inspected(folder)["parameters"] > 0
     assert torch.get_default_device() == before
 
 
@@ -82,7 +89,7 @@ def test_weights_are_not_read(tmp_path: Path) -> None:
 def test_no_checkpoint(tmp_path: Path, name: str) -> None:
     (tmp_path / "empty").mkdir()
     with pytest.raises(InputError, match=name):
-        inspect_checkpoint(tmp_path / name)
+        inspected(tmp_path / name)
 
 
 @pytest.mark.parametrize(("make", "field"), [(decoder, "vocab_size"), (classifier, "stem_channels")])
@@ -92,4 +99,4 @@ def test_sizes_that_the_weights_do_not_have(tmp_path: Path, make: Callable[[Path
     text = (folder / "config.json").read_text()
     (folder / "config.json").write_text(re.sub(rf'"{field}": \d+', f'"{field}": 1000000000000', text))
     with pytest.raises(InputError, match="1000000000000"):
-        inspect_checkpoint(folder)
+        inspected(folder)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from penjing.compress.quantize.bias_correction import correct_biases
 from penjing.compress.quantize.place_resnet import apply_quantization, calibrate
-from penjing.compress.quantize.targets import QuantizeSettings
+from penjing.compress.quantize.targets import ClassifierSettings
 from penjing.core.models.resnet import ResNet
 from tests.compress.quantize.networks import basic, bottleneck, images, random_resnet
 
@@ -21,7 +21,7 @@ def shifts(model: ResNet, floating: ResNet, x: Tensor) -> float:
 
 
 def quantized(floating: ResNet, x: Tensor) -> ResNet:
-    model = apply_quantization(copy.deepcopy(floating), "onnxruntime-avx2", QuantizeSettings())
+    model = apply_quantization(copy.deepcopy(floating), "onnxruntime-avx2", ClassifierSettings())
     calibrate(model, [(x,)])
     return model.eval()
 

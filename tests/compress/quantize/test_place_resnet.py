@@ -19,14 +19,14 @@ from penjing.compress.quantize.place_resnet import (
     layers,
     set_mode,
 )
-from penjing.compress.quantize.targets import TARGETS, QuantizeSettings, TargetName
+from penjing.compress.quantize.targets import TARGETS, ClassifierSettings, TargetName
 from penjing.core.errors import ConfigError, InputError
 from penjing.core.models.resnet import ConvNorm, ResNet
 from tests.compress.quantize.networks import basic, bottleneck, images, random_resnet
 
 
 def quantized(
-    target: TargetName = "onnxruntime-cpu", settings: QuantizeSettings | None = None, seed: int = 0
+    target: TargetName = "onnxruntime-cpu", settings: ClassifierSettings | None = None, seed: int = 0
 ) -> ResNet:
     model = apply_quantization(random_resnet(basic(), seed), target, settings)
     calibrate(model, [(images(basic(), 32),)])
@@ -58,8 +58,8 @@ def test_floating_folds_are_torch_s() -> None:
         torch.testing.assert_close(y, module(x), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("settings", [QuantizeSettings(), QuantizeSettings(learn_weights=True)])
-def test_a_folded_layer_computes_what_was_trained(settings: QuantizeSettings) -> None:
+@pytest.mark.parametrize("settings", [ClassifierSettings(), ClassifierSettings(learn_weights=True)])
+def test_a_folded_layer_computes_what_was_trained(settings: ClassifierSettings) -> None:
     """Also where the norm's factor is zero, tiny (the INT32 bias would overflow) or negative."""
     model = quantized(settings=settings)
     for name, layer in layers(model):
@@ -79,7 +79,7 @@ def test_a_folded_layer_computes_what_was_trained(settings: QuantizeSettings) ->
 
 
 def test_training_learns_weights_scales_and_norms_and_freezes_late() -> None:
-    model = quantized(settings=QuantizeSettings(learn_weights=True))
+    model = quantized(settings=ClassifierSettings(learn_weights=True))
     targets = torch.arange(32) % 4
     x = images(basic(), 32) + 2 * targets.view(-1, 1, 1, 1)
     before = copy.deepcopy(model.state_dict())
@@ -106,7 +106,7 @@ def test_training_learns_weights_scales_and_norms_and_freezes_late() -> None:
     ):
         assert not torch.equal(before[name], after[name]), name
     assert torch.equal(model.stem.norm.running_mean, statistics)  # type: ignore[arg-type]
-    loaded = apply_quantization(ResNet(basic()), "onnxruntime-cpu", QuantizeSettings(learn_weights=True))
+    loaded = apply_quantization(ResNet(basic()), "onnxruntime-cpu", ClassifierSettings(learn_weights=True))
     loaded.load_state_dict(after)
     set_mode(loaded, "on")
     assert not loaded.train().stem.norm.training  # type: ignore[union-attr]
@@ -130,18 +130,18 @@ def test_targets_place_what_they_fuse() -> None:
 
 
 def test_keep_leaves_layers_floating() -> None:
-    model = quantized(settings=QuantizeSettings(keep=("stem", "blocks.0.*")))
+    model = quantized(settings=ClassifierSettings(keep=("stem", "blocks.0.*")))
     kept = [name for name, layer in layers(model) if layer.weight_quantizer is None]
     assert kept == ["stem", "blocks.0.layers.0", "blocks.0.layers.1"]
     with pytest.raises(ConfigError, match=r"'block\.\*' matches no layer"):
-        quantized(settings=QuantizeSettings(keep=("block.*",)))
+        quantized(settings=ClassifierSettings(keep=("block.*",)))
 
 
 def test_what_a_target_cannot_express_is_refused() -> None:
-    cases: tuple[tuple[TargetName, QuantizeSettings, str], ...] = (
-        ("onnxruntime-cpu", QuantizeSettings(activations="int8"), "no activations in int8; use uint8"),
-        ("onnxruntime-avx2", QuantizeSettings(weights="int8"), "no weights in int8; use int7"),
-        ("tensorrt", QuantizeSettings(activations="fp8", weights="int8"), "do not mix"),
+    cases: tuple[tuple[TargetName, ClassifierSettings, str], ...] = (
+        ("onnxruntime-cpu", ClassifierSettings(activations="int8"), "no activations in int8; use uint8"),
+        ("onnxruntime-avx2", ClassifierSettings(weights="int8"), "no weights in int8; use int7"),
+        ("tensorrt", ClassifierSettings(activations="fp8", weights="int8"), "do not mix"),
     )
     for target, settings, message in cases:
         with pytest.raises(ConfigError, match=message):

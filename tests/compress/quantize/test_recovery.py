@@ -16,7 +16,7 @@ from penjing.compress.quantize.place_resnet import (
     freeze_statistics,
     layers,
 )
-from penjing.compress.quantize.targets import QuantizeSettings
+from penjing.compress.quantize.targets import ClassifierSettings
 from penjing.compress.rounding.formats import SignedInteger, UnsignedInteger
 from penjing.compress.rounding.observers import Method
 from penjing.compress.samples.data import ImageData
@@ -27,7 +27,7 @@ STEPS, BATCH = 40, 64
 
 
 def three_bits(observer: Method, images: Tensor) -> ResNet:
-    settings = QuantizeSettings(observer=observer, learn_activations=True)
+    settings = ClassifierSettings(observer=observer, learn_activations=True)
     model = apply_quantization(trained_resnet(), "onnxruntime-cpu", settings)
     for _, layer in layers(model):
         assert layer.weight_quantizer is not None

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from penjing.compress.measure.evaluate import EvaluateSettings, accuracy, perplexity
+from penjing.compress.measure.evaluate import EvaluateSettings, accuracy, perplexity, similarity
 
 
 def made_up_report(model: str = "build/dense", right: tuple[int, ...] = (190, 178, 188)) -> dict[str, Any]:
@@ -114,6 +114,10 @@ def made_up_int8(family: str) -> dict[str, Any]:
             losses = np.linspace(2, 3, 24) + 0.01 * number
             found = perplexity({"prose": losses[:16].tolist(), "code": losses[16:].tolist()}, EvaluateSettings())
             stage["quality"] = asdict(found)
+        if family == "encoder":
+            angles = np.linspace(0.05, 0.15, 64)[:, None] * number
+            before, after = (np.concatenate([np.cos(each), np.sin(each)], 1) for each in (0 * angles, angles))
+            stage["quality"] = asdict(similarity(before, after, EvaluateSettings()))
     row = {"between": between, "quantity": quantity, "num_values": 320, "largest": 0.07, "mean": 0.004, "same": choice}
     last["quantized"] = {
         "target": "onnxruntime-cpu" if family != "decoder" else "compressed-tensors",

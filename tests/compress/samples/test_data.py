@@ -11,8 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from penjing.compress.measure import data
-from penjing.compress.samples.data import Calibrate, ImageData, open_data
+from penjing.compress.families.base import family_at
+from penjing.compress.samples import data
+from penjing.compress.samples.data import DataSettings, ImageData, Samples
 from penjing.core.checkpoint.classifier import ClassifierConfig, save_classifier
 from penjing.core.checkpoint.load import load_model
 from penjing.core.errors import ConfigError, InputError
@@ -21,7 +22,7 @@ from penjing.core.models.resnet_config import cifar_resnet
 from penjing.core.progress import Silent
 from penjing.train.data.images import ImageSet
 
-FEW = Calibrate(images=50, batch_images=16, tokens=256, window=64, batch_windows=3)
+FEW = DataSettings(images=50, batch_images=16, tokens=256, window=64, batch_windows=3)
 
 
 def noise(split: str, progress: object = None) -> ImageSet:
@@ -47,8 +48,12 @@ def _save(folder: Path, side: int) -> Path:
     return folder
 
 
+def opened(folder: Path) -> Samples:
+    return family_at(folder).samples(folder, FEW, Silent())
+
+
 def test_a_classifier_sees_normalised_training_images(classifier: Path) -> None:
-    found = open_data(classifier, FEW, Silent())
+    found = opened(classifier)
     batches = [images for (images,) in found.inputs()]
     assert [len(batch) for batch in batches] == [16, 16, 16, 2]
     wanted = (torch.from_numpy(noise("train").images[:50]) / 255 - 0.5) / 0.25
@@ -57,7 +62,7 @@ def test_a_classifier_sees_normalised_training_images(classifier: Path) -> None:
 
 
 def test_losses_of_images_are_their_cross_entropy(classifier: Path) -> None:
-    found = open_data(classifier, FEW, Silent())
+    found = opened(classifier)
     assert isinstance(found, ImageData)
     model = nn.Sequential(nn.Flatten(), nn.Linear(144, 10))
     losses = list(found.losses(model))
@@ -71,7 +76,7 @@ def test_losses_of_images_are_their_cross_entropy(classifier: Path) -> None:
 
 
 def test_a_decoder_sees_windows_and_its_loss_is_that_of_the_next_token(tiny_checkpoint: Path) -> None:
-    found = open_data(tiny_checkpoint, FEW, Silent())
+    found = opened(tiny_checkpoint)
     batches = [tokens for (tokens,) in found.inputs()]
     assert [tuple(tokens.shape) for tokens in batches] == [(3, 64), (1, 64)]
     model = load_model(tiny_checkpoint).model
@@ -86,9 +91,9 @@ def test_what_does_not_fit_is_refused(
     classifier: Path, tmp_path: Path, make_tiny_checkpoint: Callable[..., Path]
 ) -> None:
     with pytest.raises(InputError, match=r"takes images of \(1, 16, 16\) in 10 classes, Fashion-MNIST has \(1, 12, 12"):
-        open_data(_save(tmp_path / "other", 16), FEW, Silent())
+        opened(_save(tmp_path / "other", 16))
     short = make_tiny_checkpoint(max_position_embeddings=32)
-    with pytest.raises(ConfigError, match=r"calibrate.window=64 is longer than the context of 32 tokens"):
-        open_data(short, FEW, Silent())
+    with pytest.raises(ConfigError, match=r"data.window=64 is longer than the context of 32 tokens"):
+        opened(short)
     with pytest.raises(ValueError, match="tokens=100 is not a multiple of window=64"):
-        Calibrate(tokens=100, window=64)
+        DataSettings(tokens=100, window=64)

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from penjing.compress.measure import data
-from penjing.compress.quantize.artifact import ArtifactSettings, quantize_checkpoint
+from penjing.compress.quantizers.classifier import ArtifactSettings, quantize_checkpoint
 from penjing.compress.report.study_page import most_sensitive
+from penjing.compress.samples import data
 from penjing.compress.sensitivity import bits as module
 from penjing.compress.sensitivity.bits import TO_BITS, ClassifierBits, weighted_layers
 from penjing.core import cli
@@ -161,7 +161,7 @@ def test_bad_input_is_one_error_and_leaves_nothing(classifier: Path, tmp_path: P
     large = write_classifier(tmp_path / "large", image_size=(16, 16))
     for folder, message in (
         (broken, r"fc\.weight holds NaN or infinity"),
-        (tmp_path / "int8", "is quantized already; give the checkpoint"),
+        (tmp_path / "int8", "is quantized already; compress the checkpoint"),
         (large, r"takes images of \(1, 16, 16\)"),
     ):
         with pytest.raises(InputError, match=message) as found:

@@ -10,10 +10,10 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoModelForCausalLM
 
-from penjing.compress.decoder.pipeline import compress
 from penjing.compress.decoder.settings import Transform
 from penjing.compress.decoder.weights import fake_quantize_activation, quantize_per_channel
 from penjing.compress.quantize.bits import choose_kept
+from penjing.compress.run import run_recipe
 from penjing.compress.sensitivity import bits as module
 from penjing.compress.sensitivity.bits import TO_BITS, DecoderBits, round_rows, rounded, width_scores
 from penjing.core.checkpoint.decoder import open_checkpoint
@@ -27,7 +27,7 @@ SMALL = DecoderBits.model_validate(
         "windows": 2,
         "window": 32,
         "transform": Transform(search_steps=2),
-        "calibration": {"num_tokens": 128, "window": 64},
+        "calibration": {"tokens": 128, "window": 64},
     }
 )
 
@@ -123,8 +123,8 @@ def test_a_budget_makes_an_artifact_that_everyone_loads(tiny_checkpoint: Path, t
     bits = tmp_path / "bits"
     result = TO_BITS.measure(tiny_checkpoint, SMALL, out=bits)
     recipe = write_recipe(tmp_path, tiny_checkpoint, tmp_path / "mixed")
-    overrides = ["quantize.effective_bits=12", f'quantize.sensitivity="{bits}"']
-    out = compress(recipe, overrides)
+    overrides = ["steps.0.effective_bits=12", f'steps.0.sensitivity="{bits}"']
+    out = run_recipe(recipe, overrides)
     config = open_checkpoint(out).config_json["quantization_config"]
     assert config["ignore"]
     assert sorted(config["ignore"]) == choose_kept(result, 12)
@@ -142,11 +142,11 @@ def test_a_budget_makes_an_artifact_that_everyone_loads(tiny_checkpoint: Path, t
     ):
         (tmp_path / "other.json").write_text(json.dumps(result | changes))
         with pytest.raises(ConfigError, match=said):
-            compress(recipe, [overrides[0], f'quantize.sensitivity="{tmp_path / "other.json"}"'])
+            run_recipe(recipe, [overrides[0], f'steps.0.sensitivity="{tmp_path / "other.json"}"'])
     with pytest.raises(ConfigError, match="with 'penjing compress sensitivity"):
-        compress(recipe, [overrides[0], 'quantize.sensitivity="nowhere"'])
+        run_recipe(recipe, [overrides[0], 'steps.0.sensitivity="nowhere"'])
     with pytest.raises(ConfigError, match="go together"):
-        compress(recipe, overrides[:1])
+        run_recipe(recipe, overrides[:1])
 
 
 def test_wrong_flags_and_networks_are_refused(tiny_checkpoint: Path, tiny_int8: Path) -> None:

@@ -9,16 +9,17 @@ import numpy as np
 import pytest
 import torch
 
-from penjing.compress.measure import data
+from penjing.compress.families.base import family_at
 from penjing.compress.prune.graph import dependency_graph
 from penjing.compress.prune.importance import magnitude
 from penjing.compress.prune.ranking import select
 from penjing.compress.prune.resnet_subject import ResNetSubject
 from penjing.compress.prune.surgery import remove
+from penjing.compress.samples import data
 from penjing.compress.sensitivity import pruning as module
 from penjing.compress.sensitivity.bits import TO_BITS
 from penjing.compress.sensitivity.pruning import TO_PRUNING, PruningSettings, masked
-from penjing.compress.steps.prune import PruneStep, prune_checkpoint
+from penjing.compress.steps.prune import Prune, prune_checkpoint
 from penjing.core import cli
 from penjing.core.checkpoint.classifier import load_classifier
 from penjing.core.checkpoint.load import load_model
@@ -70,8 +71,9 @@ def test_cells_of_a_decoder_equal_a_pruned_checkpoint(tiny_checkpoint: Path, tmp
     assert len(rows) == 5  # hidden width; key-value heads and MLP channels of two layers
     pruned = tmp_path / "pruned"
     pruned.mkdir()
-    step = PruneStep(ratio=0.5, parts=("hidden",), round_to=1)
-    record = prune_checkpoint(tiny_checkpoint, pruned, step, None, Silent())
+    step = Prune(ratio=0.5, parts=("hidden",), round_to=1)
+    pruner = family_at(tiny_checkpoint).need("pruner", "pruned")
+    record = prune_checkpoint(tiny_checkpoint, pruned, step, pruner, None, Silent())
     (name,) = (row["name"] for row in record["groups"])
     windows = calibration_tokens(Tokenizer.from_folder(tiny_checkpoint), 64).view(2, 32)
     with torch.no_grad():
