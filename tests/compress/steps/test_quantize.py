@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +10,20 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from penjing.compress.quantize.bits import within_bits
 from penjing.compress.quantize.modules import QuantizedConvNorm
 from penjing.compress.quantize.place_resnet import layers
 from penjing.compress.quantize.task import QuantizedTask
-from penjing.compress.steps.quantize import QuantizeStep, quantize_step
+from penjing.compress.quantizers.classifier import ClassifierQuantize, quantize
+from penjing.compress.samples import data
+from penjing.compress.samples.data import DataSettings
+from penjing.core.artifact.onnx import recorded
 from penjing.core.artifact.onnx_classifier import open_classifier_artifact
+from penjing.core.checkpoint.classifier import load_classifier
 from penjing.core.errors import ConfigError, InputError, PenjingError
 from penjing.core.files import publish_folder
 from penjing.core.progress import Silent
+from penjing.core.work import Places
 from penjing.train.data.images import ImageSet
 from penjing.train.families import classifier as vision
 from penjing.train.loop import InterruptedRunError
@@ -33,29 +38,37 @@ def made_up(split: str, progress: object = None) -> ImageSet:
     return image_set({"train": 256, "test": 64}[split], seed={"train": 3, "test": 4}[split])
 
 
+def few_images(patch: pytest.MonkeyPatch) -> None:
+    """Images to learn, and others to calibrate on."""
+    patch.setattr(vision, "load_fashion", made_up)
+    patch.setattr(data, "load_fashion", lambda split, progress: image_set())
+
+
 @pytest.fixture
 def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(vision, "load_fashion", made_up)
+    few_images(monkeypatch)
     return vision_folder(tmp_path / "fp32")
 
 
 def make(source: Path, out: Path, **values: Any) -> dict[str, Any]:
-    step = QuantizeStep.model_validate(values)
+    """The record of the step, which is what the run's report says."""
+    step = ClassifierQuantize.model_validate(values)
     work = out.with_name(f"{out.name}.scratch")
     work.mkdir(exist_ok=True)
     with publish_folder(out) as partial:
-        return quantize_step(source, partial, step, image_data(), work, Silent())
+        return quantize(Places(source, partial, work), step, DataSettings(images=64, batch_images=32), source, Silent())
 
 
 def test_calibration_alone_and_training_make_the_same_kind_of_artifact(source: Path, tmp_path: Path) -> None:
-    make(source, tmp_path / "ptq")
+    untrained = make(source, tmp_path / "ptq")
     report = make(source, tmp_path / "qat", **TRAIN, **RATE, learn_weights=True)
-    assert report["training_steps"] == 12
+    assert report["quantized"]["training_steps"] == 12
     assert report["training"]["evaluation"]["accuracy"] > 0.9
-    calibrated, trained = (open_classifier_artifact(tmp_path / name) for name in ("ptq", "qat"))
-    assert calibrated.report["training_steps"] == 0
+    trained = open_classifier_artifact(tmp_path / "qat")
+    assert untrained["quantized"]["training_steps"] == 0
+    assert untrained.keys() == report.keys() - {"training"}
     before, after = (
-        {each["name"]: each["scale"] for each in artifact.report["activations"]} for artifact in (calibrated, trained)
+        {each["name"]: each["scale"] for each in record["quantized"]["activations"]} for record in (untrained, report)
     )
     assert before.keys() == after.keys()
     assert all(after[name] != before[name] for name in before)  # learned
@@ -86,7 +99,7 @@ def test_a_killed_training_goes_on_to_the_same_artifact(
     make(source, tmp_path / "ptq")
     names = ("once", "twice", "ptq")
     once, twice, untrained = (
-        np.array(open_classifier_artifact(tmp_path / name).parity.logits["onnxruntime"]) for name in names
+        recorded(open_classifier_artifact(tmp_path / name).parity, "onnxruntime") for name in names
     )
     # Resumed convolutions round their last bits differently, in train's own runs too.
     assert np.abs(once - twice).max() < 0.1 * once.std()
@@ -126,7 +139,7 @@ def test_statistics_are_frozen_late_and_are_those_of_the_artifact(
 def test_a_teacher_guides(source: Path, tmp_path: Path) -> None:
     report = make(source, tmp_path / "out", **(TRAIN | {"steps": 4}), **RATE, teacher=str(source), temperature=2.0)
     assert "divergence" in report["training"]["losses"]["last"]
-    assert json.loads((tmp_path / "out/report.json").read_text())["training"]["teacher"] == str(source)
+    assert report["training"]["teacher"] == str(source)
 
 
 def test_bad_input_is_refused_and_nothing_is_left(source: Path, tmp_path: Path) -> None:
@@ -139,14 +152,14 @@ def test_bad_input_is_refused_and_nothing_is_left(source: Path, tmp_path: Path) 
         with pytest.raises(error, match=message):
             make(source, tmp_path / "out", **values)
         assert not (tmp_path / "out").exists()
-    with pytest.raises(InputError, match="is a decoder"):
+    with pytest.raises(InputError, match="is no image classifier"):
         make(write_tiny_checkpoint(tmp_path / "decoder"), tmp_path / "out")
 
 
 def test_damaged_weights_are_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from tests.compress.quantize.folders import trained_resnet
 
-    monkeypatch.setattr(vision, "load_fashion", made_up)
+    few_images(monkeypatch)
     model = trained_resnet()
     with torch.no_grad():
         model.blocks[2].layers[1].conv.weight[3] = float("inf")  # type: ignore[index, union-attr]
@@ -158,13 +171,14 @@ def test_damaged_weights_are_refused_by_name(tmp_path: Path, monkeypatch: pytest
 def test_outliers_are_dealt_with_on_the_way_to_the_artifact(source: Path, tmp_path: Path) -> None:
     settings = {"equalize": True, "correct_bias": True, "effective_bits": 16.0}
     make(source, tmp_path / "plain")
+    step = ClassifierQuantize.model_validate(settings)
+    kept = within_bits(load_classifier(source)[0], step.target, step, image_data()).keep
     for training in ({}, TRAIN | RATE | {"steps": 2, "evaluation_samples": 0}):
         out = tmp_path / f"out-{len(training)}"
         report = make(source, out, **settings, **training)
-        floating = [layer["name"] for layer in report["layers"] if layer["format"] == "float32"]
+        floating = [layer["name"] for layer in report["quantized"]["layers"] if layer["format"] == "float32"]
         assert floating
-        assert report["settings"]["keep"] == floating
-        assert 8 < report["effective_bits"] <= 16
-        logits = open_classifier_artifact(out).parity.logits
-        other = open_classifier_artifact(tmp_path / "plain").parity.logits
-        assert np.abs(np.array(logits["onnxruntime"]) - np.array(other["onnxruntime"])).max() > 0
+        assert list(kept) == floating
+        assert 8 < report["quantized"]["effective_bits"] <= 16
+        ours, other = (open_classifier_artifact(folder).parity for folder in (out, tmp_path / "plain"))
+        assert np.abs(recorded(ours, "onnxruntime") - recorded(other, "onnxruntime")).max() > 0
