@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import copy
 import json
 from pathlib import Path
@@ -11,15 +12,15 @@ import onnx
 import pytest
 import torch
 
-from penjing.compress.command import compress_recipe
 from penjing.compress.export.onnx_encoder import export_encoder
-from penjing.compress.export.run import export_artifact
+from penjing.compress.exports import export_artifact
 from penjing.compress.quantize.biases import absorb_biases
 from penjing.compress.quantize.encoder_parity import measure as measure_parity
-from penjing.compress.quantize.encoder_settings import EncoderQuantize
 from penjing.compress.quantize.place_bert import LINEAR, apply_quantization
 from penjing.compress.quantize.place_resnet import calibrate
 from penjing.compress.quantize.smooth import smooth
+from penjing.compress.quantizers.encoder import EncoderQuantize
+from penjing.compress.run import run_recipe
 from penjing.compress.verify import verify_artifact
 from penjing.core.artifact.onnx import Quantization
 from penjing.core.artifact.onnx_encoder import embed_texts, open_encoder_artifact, open_encoder_session
@@ -32,7 +33,7 @@ from penjing.core.text.text_tokenizer import TextTokenizer
 from tests.core.models.encoders import write_sentence_transformer
 
 TEXTS = [f"the value of {word} is in the list" for word in ("a", "python", "it", "function", "zebra", "name")] * 3
-SMALL = ["texts.calibrate=16", "texts.evaluate=16", "bounds.cosine=0.9", "bounds.parity=0.95"]
+SMALL = ["data.texts=16", "evaluate.texts=16", "guard.similarity_loss=0.1", "steps.0.parity_bound=0.05"]
 
 
 @pytest.fixture(scope="module")
@@ -44,12 +45,14 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def recipe(checkpoint: Path, tmp_path: Path) -> Path:
     path = tmp_path / "recipe.toml"
-    path.write_text(f'model = "{checkpoint}"\noutput = "{tmp_path / "out"}"\n')
+    path.write_text(
+        f'model = "{checkpoint}"\noutput = "{tmp_path / "out"}"\n[measure]\nrounds = 0\n[[steps]]\nkind = "quantize"\n'
+    )
     return path
 
 
 def run(recipe: Path, *overrides: str, force: bool = False) -> Path:
-    return compress_recipe(recipe, [*SMALL, *overrides], out=None, force=force, progress=Silent())
+    return run_recipe(recipe, [*SMALL, *overrides], force=force)
 
 
 def quantized(checkpoint: Path, **settings: object) -> tuple[Encoder, TextTokenizer]:
@@ -184,9 +187,20 @@ def test_the_command_makes_an_artifact_that_verifies(recipe: Path, capsys: pytes
     out = run(recipe)
     artifact = open_encoder_artifact(out)
     report = artifact.report
-    assert report["quality"]["queries"] == 16
-    assert 0.9 <= report["quality"]["cosine_smallest"] <= report["quality"]["cosine_mean"] <= 1.0001
-    assert {row["format"] for row in report["layers"]} == {"int8"}
+    assert (report["schema_version"], report["family"]) == (2, "encoder")
+    assert [stage["name"] for stage in report["stages"]] == ["00-model", "01-quantize"]
+    whole, found = (stage["quality"] for stage in report["stages"])
+    assert whole["value"] == pytest.approx(1.0, abs=1e-6)  # the model beside itself
+    assert (found["name"], found["samples"]) == ("similarity", 2 * 16)  # queries and documents
+    assert {part["name"]: part["samples"] for part in found["parts"]} == {
+        "nearest document unchanged": 16, "nearest document right": 16,
+    }  # fmt: skip
+    cosines = np.frombuffer(base64.b64decode(found["record"]), np.float32)
+    assert 0.9 <= cosines.min() <= found["value"] <= 1.0001
+    (kept,) = report["decisions"]
+    assert (kept["metric"], kept["budget"], kept["outcome"]) == ("similarity", 0.1, "kept")
+    assert kept["loss"] == pytest.approx(whole["value"] - found["value"], abs=1e-9)
+    assert {row["format"] for row in report["stages"][1]["quantized"]["layers"]} == {"int8"}
     assert (out / "report.html").read_text().startswith("<!doctype html>")
     rows = artifact.embed(artifact.session(1), TEXTS)
     assert rows.shape == (len(TEXTS), 32)
@@ -194,33 +208,35 @@ def test_the_command_makes_an_artifact_that_verifies(recipe: Path, capsys: pytes
     assert artifact.parity.bound.value == 0.05
     stamp = (out / "penjing.json").stat().st_mtime_ns
     run(recipe)  # the same recipe and input: kept
-    compress_recipe(out / "recipe.toml", [], out=None, force=False, progress=Silent())  # also as it was written out
+    run_recipe(out / "recipe.toml")  # also as it was written out
     assert (out / "penjing.json").stat().st_mtime_ns == stamp
     with pytest.raises(InputError, match="another recipe"):
-        run(recipe, "quantize.observer=mse")
+        run(recipe, "steps.0.observer=mse")
 
 
 def test_a_layer_may_stay_floating(recipe: Path) -> None:
-    out = run(recipe, 'quantize.keep=["layers.0.*"]', "quantize.embedding=float32")
-    rows = open_encoder_artifact(out).report["layers"]
+    out = run(recipe, 'steps.0.keep=["layers.0.*"]', "steps.0.embedding=float32")
+    rows = open_encoder_artifact(out).report["stages"][1]["quantized"]["layers"]
     assert {row["name"] for row in rows} == {f"layers.1.{part}" for part in LINEAR}
 
 
 @pytest.mark.parametrize(
     ("override", "error", "message"),
     [
-        ("bounds.cosine=1.0", InputError, "bounds.cosine is 1"),
-        ("texts.evaluate=100000", InputError, r"texts\.evaluate=100000: there are"),
-        ('quantize.keep=["head"]', ConfigError, "matches no layer"),
-        ("quantize.activations=int8", ConfigError, "onnxruntime-cpu has no activations in int8"),
-        ("quantize.bits=4", ConfigError, "bits"),
-        ("quantize.learn_weights=true", ConfigError, "calibrated, not trained"),
+        ("guard.similarity_loss=0", InputError, r"01-quantize loses too much: .* of similarity lost .*, budget 0; "),
+        ("data.texts=100000", InputError, r"data\.texts=100000: there are"),
+        ("evaluate.texts=100000", InputError, r"evaluate\.texts=100000: there are"),
+        ('steps.0.keep=["head"]', ConfigError, "matches no layer"),
+        ("steps.0.activations=int8", ConfigError, "onnxruntime-cpu has no activations in int8"),
+        ("steps.0.bits=4", ConfigError, "bits"),
+        ("steps.0.learn_weights=true", ConfigError, "unknown key 'steps.0.learn_weights'"),
     ],
 )
-def test_refusals_leave_nothing(recipe: Path, override: str, error: type[Exception], message: str) -> None:
+def test_refusals_publish_nothing(recipe: Path, override: str, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         run(recipe, override)
-    assert [path.name for path in recipe.parent.iterdir()] == ["recipe.toml"]
+    assert {path.name for path in recipe.parent.iterdir()} <= {"recipe.toml", ".out.work"}  # nothing is published
+    assert not list(recipe.parent.rglob("*.partial-*"))
 
 
 def test_another_file_exceeds_the_parity_bound(checkpoint: Path, tmp_path: Path) -> None:
@@ -237,7 +253,7 @@ def test_another_file_exceeds_the_parity_bound(checkpoint: Path, tmp_path: Path)
 
 def test_fp8_is_refused(recipe: Path) -> None:
     with pytest.raises(ConfigError, match="fp8"):
-        run(recipe, "quantize.target=tensorrt", "quantize.activations=fp8")
+        run(recipe, "steps.0.target=tensorrt", "steps.0.activations=fp8")
 
 
 def test_the_file_is_exported_once_it_passed_again(recipe: Path, tmp_path: Path) -> None:

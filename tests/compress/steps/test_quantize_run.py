@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from penjing.compress.measure import data
-from penjing.compress.recipe import load_flow
+from penjing.compress.recipe import load_recipe
 from penjing.compress.report.schema import parse_report
-from penjing.compress.run import compress_steps
+from penjing.compress.run import run_recipe
+from penjing.compress.samples import data
 from penjing.compress.verify import verify_artifact
 from penjing.core.artifact.onnx_classifier import open_classifier_artifact
 from penjing.core.errors import ConfigError, InputError
@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[3]
 RECIPE = """
 model = "{folder}/fp32"
 output = "{folder}/int8"
-[calibrate]
+[data]
 images = 128
 [evaluate]
 images = 64
@@ -59,7 +59,7 @@ def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_prune_and_train_in_int8(recipe: Path, tmp_path: Path) -> None:
-    out = compress_steps(recipe)
+    out = run_recipe(recipe)
     artifact = open_classifier_artifact(out)
     assert artifact.manifest.kind == "artifact"
     assert verify_artifact(out)["differences"][0]["largest"] < 0.1
@@ -73,7 +73,7 @@ def test_prune_and_train_in_int8(recipe: Path, tmp_path: Path) -> None:
     assert all(f"<code>{row['name']}</code>" in page for row in stages[2]["quantized"]["layers"])
     assert "fake_quantized, onnxruntime</td>" in page
     assert "8.00 bits a weight" in page
-    assert compress_steps(recipe) == out
+    assert run_recipe(recipe) == out
     report = json.loads((out / "report.json").read_text())
     report["stages"][2]["quantized"]["layers"][0]["output"] = "much"
     with pytest.raises(InputError, match=r"report\.json: stages\.2\.quantized\.layers\.0\.output"):
@@ -84,6 +84,6 @@ def test_quantize_comes_last_and_the_recipe_in_the_repository_is_one(recipe: Pat
     more = recipe.read_text() + '[[steps]]\nkind = "finetune"\nsteps = 2\n'
     recipe.write_text(more)
     with pytest.raises(ConfigError, match="nothing can follow a quantize"):
-        load_flow(recipe)
-    steps = load_flow(ROOT / "recipes/resnet-fashion-int8.toml").steps
+        load_recipe(recipe)
+    steps = load_recipe(ROOT / "recipes/resnet-fashion-int8.toml", family="classifier").steps
     assert [step.kind for step in steps] == ["prune", "distill", "quantize"]
