@@ -16,16 +16,17 @@ from typing import Any
 
 import pytest
 
-from penjing.compress import outcome, stages
-from penjing.compress import run as flow_run
-from penjing.compress.decoder import pipeline
+from penjing.compress import outcome
+from penjing.compress import run as whole_run
+from penjing.compress.decoder import artifact as weights
 from penjing.compress.distill.task import WrappedTask
-from penjing.compress.measure import data
-from penjing.compress.quantize import artifact, prepare
+from penjing.compress.measure import evaluate
+from penjing.compress.quantize import prepare
 from penjing.compress.quantize.task import QuantizedTask
-from penjing.compress.run import compress_steps
-from penjing.compress.steps import kinds
-from penjing.compress.steps import quantize_decoder as qat_step
+from penjing.compress.quantizers import classifier, decoder
+from penjing.compress.run import run_recipe
+from penjing.compress.samples import data
+from penjing.compress.steps import prune
 from penjing.compress.verify import verify_artifact
 from penjing.core import files
 from penjing.core.errors import InputError, SetupError
@@ -46,7 +47,7 @@ seconds = 0
 CLASSIFIER = """
 batches = [2]
 onnxruntime = false
-[calibrate]
+[data]
 images = 64
 [evaluate]
 images = 64
@@ -94,10 +95,10 @@ device = "cpu"
 evaluation_samples = 0
 checkpoint_every = 2
 learning_rate = {{ peak = 3e-5 }}
-[steps.int8.transform]
+[steps.transform]
 search_steps = 2
-[steps.int8.calibration]
-num_tokens = 128
+[data]
+tokens = 128
 window = 64
 """
 
@@ -109,26 +110,26 @@ class Killed(BaseException):
 FULL = OSError(errno.ENOSPC, "No space left on device")
 Fault = tuple[Any, str, int, BaseException]  # where, what, at which call (or step of training), how
 CLASSIFIER_FAULTS: tuple[Fault, ...] = (
-    (kinds, "prune_checkpoint", 1, Killed()),
+    (prune, "prune_checkpoint", 1, Killed()),
     (WrappedTask, "after_update", 3, Killed()),  # distillation
     (prepare, "calibrate", 1, Killed()),
     (QuantizedTask, "after_update", 3, Killed()),  # training in INT8
-    (artifact, "export_onnx", 1, Killed()),
-    (artifact, "export_onnx", 1, FULL),
-    (artifact, "measure_parity", 1, Killed()),
-    (artifact, "write_manifest", 1, Killed()),
-    (stages, "evaluate_checkpoint", 1, Killed()),
-    (flow_run, "write_reports", 1, FULL),
-    (flow_run, "write_manifest", 1, Killed()),
+    (classifier, "export_onnx", 1, Killed()),
+    (classifier, "export_onnx", 1, FULL),
+    (classifier, "measure", 1, Killed()),
+    (classifier, "write_manifest", 1, Killed()),
+    (evaluate, "accuracy", 1, Killed()),
+    (whole_run, "write_reports", 1, FULL),
+    (whole_run, "write_manifest", 1, Killed()),
 )
 DECODER_FAULTS: tuple[Fault, ...] = (
-    (pipeline, "compress_layer", 2, Killed()),  # calibration, in the last layer
-    (pipeline, "save_checkpoint", 1, FULL),
+    (weights, "compress_layer", 2, Killed()),  # calibration, in the last layer
+    (weights, "save_checkpoint", 1, FULL),
     (WrappedTask, "after_update", 3, Killed()),
-    (qat_step, "save_checkpoint", 1, Killed()),
-    (qat_step, "measure_parity", 1, Killed()),
-    (qat_step, "write_manifest", 1, Killed()),
-    (flow_run, "write_reports", 1, Killed()),
+    (decoder, "save_checkpoint", 1, Killed()),
+    (decoder, "measure", 1, Killed()),
+    (decoder, "write_manifest", 1, Killed()),
+    (whole_run, "write_reports", 1, Killed()),
 )
 
 
@@ -140,10 +141,9 @@ class Watch:
     calls: list[str] = field(default_factory=list)
 
     def install(self, patch: pytest.MonkeyPatch, fault: Fault | None) -> None:
-        for module, name in ((kinds, "prune_checkpoint"), (pipeline, "compress_layer"), (prepare, "calibrate")):
+        for module, name in ((prune, "prune_checkpoint"), (weights, "compress_layer"), (prepare, "calibrate")):
             patch.setattr(module, name, self._counting(name, getattr(module, name)))
-        for kind in (WrappedTask, QuantizedTask):
-            patch.setattr(kind, "after_update", self._updating(kind.after_update))
+        patch.setattr(WrappedTask, "after_update", self._updating(WrappedTask.after_update))
         if fault is None:
             return
         where, name, at, error = fault
@@ -207,13 +207,13 @@ def die_in_each(path: Path, faults: tuple[Fault, ...], monkeypatch: pytest.Monke
         with monkeypatch.context() as patch:
             watch.install(patch, fault)
             with pytest.raises(wanted, match=message):
-                compress_steps(path)
+                run_recipe(path)
         assert not out.exists(), fault
         new = {entry.name for entry in path.parent.iterdir()} - beside
         assert {name for name in new if not name.startswith(f".{out.name}.partial-")} == {f".{out.name}.work"}, fault
     with monkeypatch.context() as patch:
         watch.install(patch, None)
-        compress_steps(path)
+        run_recipe(path)
     assert {entry.name for entry in path.parent.iterdir()} == beside | {out.name}
     verify_artifact(out)
     return watch
@@ -225,7 +225,7 @@ def quick(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "cache").mkdir()
     monkeypatch.setattr("os.fsync", lambda _: None)  # nothing here survives the machine anyway
     # What takes time and has no part in this: rates of the machine, memory, figures.
-    monkeypatch.setattr(flow_run, "flow_preflight", lambda *_: None)
+    monkeypatch.setattr(whole_run, "preflight", lambda *_: None)
     monkeypatch.setattr(train_run, "peak_flops", lambda *_: (1e11, "made up"))
     monkeypatch.setattr(train_run, "estimate_memory", lambda *_, **__: MemoryEstimate(0, 0, 0, 0, 0, 0))
     monkeypatch.setattr(outcome, "run_page", lambda _: "")
@@ -235,7 +235,7 @@ def quick(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 def test_a_classifier_s_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = vision_folder(tmp_path / "model")
-    whole = compress_steps(recipe(tmp_path, "whole", CLASSIFIER, model=model))
+    whole = run_recipe(recipe(tmp_path, "whole", CLASSIFIER, model=model))
     watch = die_in_each(recipe(tmp_path, "killed", CLASSIFIER, model=model), CLASSIFIER_FAULTS, monkeypatch)
     assert watch.calls == ["prune_checkpoint", "prune_checkpoint", "calibrate", "calibrate"]  # each died once
     assert watch.steps("Distilled") == watch.steps("QuantizedTask") == [1, 2, 3, 3, 4]  # the newest state: step 2
@@ -249,7 +249,7 @@ def test_a_decoder_s_recipe(tmp_path: Path, tiny_checkpoint: Path, monkeypatch: 
     for name in sorted(topics)[:4]:
         (texts / f"{name}.txt").write_text(topics[name], encoding="utf-8")
     places = {"model": tiny_checkpoint, "texts": texts}
-    whole = compress_steps(recipe(tmp_path, "whole", DECODER, **places))
+    whole = run_recipe(recipe(tmp_path, "whole", DECODER, **places))
     watch = die_in_each(recipe(tmp_path, "killed", DECODER, **places), DECODER_FAULTS, monkeypatch)
     # two layers in INT8, of which the last died once, and the two of the floating network that training begins with
     assert watch.calls.count("compress_layer") == 5
@@ -263,9 +263,9 @@ def test_what_a_killed_run_left_and_what_was_damaged_since_is_named(
 ) -> None:
     path = recipe(tmp_path, "killed", CLASSIFIER, model=vision_folder(tmp_path / "model"))
     with monkeypatch.context() as patch:
-        Watch().install(patch, (artifact, "measure_parity", 1, Killed()))
+        Watch().install(patch, (classifier, "measure", 1, Killed()))
         with pytest.raises(Killed):
-            compress_steps(path)
+            run_recipe(path)
     work = tmp_path / ".killed.work"
     for name, said in (
         ("01-prune-????????????.json", r"is no record of a step; delete it, and the step is done again"),
@@ -280,10 +280,10 @@ def test_what_a_killed_run_left_and_what_was_damaged_since_is_named(
         content = file.read_bytes()
         file.write_bytes(content[: len(content) // 2])
         with pytest.raises(InputError, match=said) as found:
-            compress_steps(path)
+            run_recipe(path)
         assert "\n" not in str(found.value)
         assert not (tmp_path / "killed").exists()
         if "trained" not in name:
             file.write_bytes(content)
     shutil.rmtree(file.parent)
-    verify_artifact(compress_steps(path))
+    verify_artifact(run_recipe(path))
