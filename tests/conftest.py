@@ -180,7 +180,9 @@ def smollm2_int8(smollm2: Path) -> Path:
     from penjing.compress.run import run_recipe
 
     recipe = ROOT / "recipes" / "smollm2-int8.toml"
-    sources = [path for pattern in COMPRESS_CODE for path in sorted(ROOT.glob(pattern))]
+    found = {pattern: sorted(ROOT.glob(pattern)) for pattern in COMPRESS_CODE}
+    assert all(found.values()), f"moved away: {[pattern for pattern, paths in found.items() if not paths]}"
+    sources = [path for paths in found.values() for path in paths]
     less = ["data.tokens=2048", "evaluate.prose_tokens=2048", "evaluate.code_tokens=512"]
     parts = [path.read_bytes() for path in [recipe, *sources]]
     code = hashlib.sha256(b"".join([*parts, json.dumps(less).encode()])).hexdigest()
