@@ -53,7 +53,7 @@ COMPRESS_CODE = (  # what decides the artifact, its report and its parity record
     "compress/outcome.py",
     "compress/recipe.py",
     "compress/run.py",
-    "compress/stages.py",
+    "compress/results.py",
     "core/artifact/base.py",
     "core/artifact/decoder.py",
     "core/artifact/parity.py",
