@@ -50,7 +50,7 @@ def _today(values: dict[str, Any]) -> dict[str, Any]:
         settings["parity_bound"] = round(1 - old["bounds"]["parity"], 9)
     if not steps or settings or old["transform"]:
         found = [step for step in steps if step.get("kind") == "quantize"]
-        step = found[0] if found else {"kind": "quantize"}
+        step: dict[str, Any] = found[0] if found else {"kind": "quantize"}
         steps += [] if found else [step]
         step |= settings
         if old["transform"]:

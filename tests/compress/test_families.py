@@ -68,6 +68,7 @@ def test_every_family_is_quantized_by_one_command(
     assert quantized is not None
     assert {row.format for row in quantized.layers} == {"int8"}
     assert quantized.differences
+    assert quantized.bound is not None
     assert max(each.mean for each in quantized.differences) < quantized.bound.value
     again = run_recipe(out / "recipe.toml")  # the recipe beside what was made is the same run
     assert again == out

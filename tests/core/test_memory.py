@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from penjing.core.memory import PeakMemory, release_unused
 from penjing.core.work import Tasks
@@ -45,11 +46,9 @@ def test_what_lay_before_an_inner_block_stays_the_outer_one_s_peak() -> None:
 
 
 def test_a_block_that_fails_is_closed_too() -> None:
-    try:
-        with PeakMemory() as outer, PeakMemory():
-            raise KeyError
-    except KeyError:
-        pass
+    outer = PeakMemory()
+    with pytest.raises(KeyError), outer, PeakMemory():
+        raise KeyError
     closed = outer.peak_bytes
     with PeakMemory():
         touch(LARGE)
