@@ -83,6 +83,8 @@ class Results:
         self.progress.note(f"{planned.name}: {_said(planned)}")
         scratch = self._scratch(folder)
         scratch.mkdir(exist_ok=True)
+        if any(scratch.iterdir()):
+            self.progress.note(f"{planned.name}: going on with what an earlier run left in {scratch.name}")
         with publish_folder(folder, replace=True) as partial:
             return planned.step.run(Places(source.folder, partial, scratch), self.context)
 

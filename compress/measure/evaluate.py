@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, model_validator
 from torch import nn
 
+from penjing.compress.decoder.check import check_finite
 from penjing.compress.decoder.stream import LayerStream
 from penjing.compress.measure.bootstrap import interval, resampled_means
 from penjing.compress.measure.perplexity import evaluation_windows, exponential, streamed_losses
@@ -174,7 +175,11 @@ def evaluate_decoder(folder: Path, _: Path, settings: EvaluateSettings, progress
     tokenizer = Tokenizer.from_folder(folder)
     windows = evaluation_windows(tokenizer, settings.prose_tokens, settings.code_tokens, settings.window)
     progress.start("perplexity on held-out text", checkpoint.config.num_hidden_layers)
-    return perplexity(streamed_losses(LayerStream(checkpoint), windows, progress), settings)
+    try:
+        return perplexity(streamed_losses(LayerStream(checkpoint), windows, progress), settings)
+    except InputError:
+        check_finite(checkpoint, progress)  # names the weight that is to blame, if one is
+        raise
 
 
 def evaluate_encoder(folder: Path, model: Path, settings: EvaluateSettings, progress: Progress) -> Quality:

@@ -1,4 +1,4 @@
-"""The work folder of a compression run: what is damaged there is named."""
+"""The work folder of a run: what is complete is kept for one key and one process, and what is damaged is named."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from penjing.core.errors import InputError
+from penjing.core.errors import InputError, SetupError
 from penjing.core.work import WorkFolder
 
 
@@ -19,3 +19,23 @@ def test_a_record_that_is_none_is_named(tmp_path: Path, content: str) -> None:
         (work.path / "prune.json").write_text(content)
         with pytest.raises(InputError, match=r"prune\.json"):
             work.record("prune")
+
+
+def test_what_another_key_left_is_not_gone_on_with(tmp_path: Path) -> None:
+    with WorkFolder(tmp_path / "out", "one") as work:
+        assert work.run("first", lambda: {"value": 1}).result == {"value": 1}
+    with WorkFolder(tmp_path / "out", "one") as work:
+        assert work.num_complete() == 1
+        assert work.run("first", lambda: {"value": 2}).result == {"value": 1}
+    with WorkFolder(tmp_path / "out", "two") as work:
+        assert work.num_complete() == 0
+        assert work.run("first", lambda: {"value": 2}).result == {"value": 2}
+
+
+def test_two_runs_on_one_output_do_not_meet(tmp_path: Path) -> None:
+    with (
+        WorkFolder(tmp_path / "out", "key"),
+        pytest.raises(SetupError, match="another process is working in"),
+        WorkFolder(tmp_path / "out", "key"),
+    ):
+        pass

@@ -8,35 +8,40 @@ from pathlib import Path
 import pytest
 import torch
 
+from penjing.compress.report.schema import read_report
 from penjing.core.artifact.decoder import INT8_RUNTIME, open_decoder_artifact
 from penjing.core.artifact.parity import FAKE_QUANTIZED
 from penjing.core.checkpoint.load import load_model
 
 
 def test_int8_costs_at_most_three_percent_perplexity(smollm2_int8: Path) -> None:
-    report = open_decoder_artifact(smollm2_int8).report
-    assert 5 < report["perplexity_fp32"] < 40
-    assert -0.01 < report["perplexity"]["prose"]["change"] < 0.03  # the standard error of 2048 tokens is 0.4 %
+    report = read_report(smollm2_int8)
+    before, after = (stage.quality.parts[0] for stage in (report.first, report.last))
+    assert before.name == after.name == "prose"
+    assert 5 < before.value < 40
+    assert -0.01 < after.value / before.value - 1 < 0.03  # the standard error of 2048 tokens is 0.4 %
 
 
 def test_everything_is_int8_and_the_weights_are_under_two_fifths(smollm2_int8: Path) -> None:
     artifact = open_decoder_artifact(smollm2_int8)
-    assert artifact.report["bytes_int8"] < 0.4 * artifact.report["bytes_fp32"]
+    report = read_report(smollm2_int8)
+    assert report.last.size.bytes < 0.4 * 4 * report.first.size.parameters
     assert artifact.checkpoint.config_json["quantization_config"]["ignore"] == []
     assert artifact.checkpoint.dtype("lm_head.weight") == "I8"
-    assert len(artifact.report["linears"]) == 30 * 7 + 1
+    assert report.last.quantized is not None
+    assert len(report.last.quantized.layers) == 30 * 7 + 1
 
 
 def test_peak_memory_stays_under_twice_the_fp32_model(smollm2_int8: Path) -> None:
-    report = open_decoder_artifact(smollm2_int8).report
-    assert 0 < report["peak_memory_bytes"] < 2 * report["bytes_fp32"]
-    layers = [step["peak_memory_bytes"] for step in report["steps"] if step["name"].startswith("layer_")]
-    assert max(layers) < report["bytes_fp32"]  # one layer at a time
+    report = read_report(smollm2_int8)
+    assert 0 < report.last.peak_memory_bytes <= report.peak_memory_bytes < 2 * 4 * report.first.size.parameters
 
 
 def test_rotation_and_smoothing_leave_no_layer_behind(smollm2_int8: Path) -> None:
-    worst = max(open_decoder_artifact(smollm2_int8).report["linears"], key=lambda row: row["output"])
-    assert worst["output"] < 0.05, worst  # round-to-nearest alone: 0.37 at model.layers.1.mlp.down_proj
+    quantized = read_report(smollm2_int8).last.quantized
+    assert quantized is not None
+    worst = max(quantized.layers, key=lambda row: row.output)
+    assert worst.output < 0.05, worst  # round-to-nearest alone: 0.37 at model.layers.1.mlp.down_proj
 
 
 def test_runtime_and_fake_quantized_model_agree_in_every_layer(smollm2_int8: Path) -> None:

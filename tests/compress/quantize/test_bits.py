@@ -15,7 +15,7 @@ from penjing.compress.quantize.bits import (
     fisher_scores,
     keep_floating,
     quantized_layers,
-    rounded,
+    quantizers_on,
     within_bits,
 )
 from penjing.compress.quantize.place_resnet import apply_quantization, calibrate, set_mode
@@ -39,7 +39,7 @@ def test_scores_estimate_the_divergence_that_each_layer_causes() -> None:
     with torch.no_grad():
         answers = [floating(images).log_softmax(1) for (images,) in data.inputs()]
         for name, layer in quantized_layers(model):
-            with rounded(layer):
+            with quantizers_on(layer):
                 found = [model(images).log_softmax(1) for (images,) in data.inputs()]
             divergences = [
                 F.kl_div(q, p, log_target=True, reduction="sum") for p, q in zip(answers, found, strict=True)
