@@ -9,7 +9,7 @@ import onnx
 
 from penjing.compress.export.convert import convert
 from penjing.compress.export.record import ExportRecord, Form, publish_file, source_of
-from penjing.compress.export.tensorrt import build_engine, check_machine, run_engine
+from penjing.compress.export.tensorrt_engine import build_engine, check_machine, run_engine
 from penjing.compress.export.tensorrt_rules import check_tensorrt
 from penjing.compress.quantize.parity import HINT, compare_file
 from penjing.compress.quantize.targets import TARGETS, TargetName

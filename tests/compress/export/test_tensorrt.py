@@ -14,7 +14,7 @@ import pytest
 import torch
 from onnx import TensorProto, helper, numpy_helper
 
-from penjing.compress.export import tensorrt as engine
+from penjing.compress.export import tensorrt_engine as engine
 from penjing.compress.export.convert import _make_unsigned
 from penjing.compress.export.onnx_classifier import integer_weights
 from penjing.compress.export.tensorrt_rules import check_tensorrt
