@@ -47,7 +47,7 @@ def dying(original: Callable[..., Any], error: BaseException) -> Callable[..., A
         ("decoder", "onnx", decoder_gate, "measure"),
         ("decoder", "onnx", decoder, "write_record"),
         ("decoder", "compressed-tensors", compressed_tensors, "write_compressed_tensors"),
-        ("classifier", "onnx", classifier, "compare"),
+        ("classifier", "onnx", classifier, "compare_file"),
         ("classifier", "onnx", record, "write_record"),
     ],
 )
