@@ -18,6 +18,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from penjing.compress.report.schema import read_report
 from penjing.compress.run import run_recipe
 from penjing.core.cli import guarded
 from penjing.core.errors import InputError
@@ -121,19 +122,20 @@ def peak_memory(grpc_port: int) -> int:
 
 def summarize(artifact: Path, figures: dict[str, Any], server_memory: int) -> dict[str, Any]:
     """What build/demo/summary.json holds, beside the answers and the time."""
-    report = json.loads((artifact / "report.json").read_text())
+    report = read_report(artifact)
+    before, after = ({part.name: part.value for part in each.quality.parts} for each in (report.first, report.last))
     streams = {"1": "one_stream", "16": "streams_16"}
     speed = figures["tokens_per_second"]
     memory = {
-        "compress": report["peak_memory_bytes"],
+        "compress": report.peak_memory_bytes,
         "demo": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         "server": server_memory,
     }
     return {
-        "bytes_fp32": report["bytes_fp32"],
-        "bytes_int8": report["bytes_int8"],
-        "perplexity_fp32": report["perplexity_fp32"],
-        "perplexity_int8": report["perplexity_int8"],
+        "bytes_fp32": report.first.size.bytes,
+        "bytes_int8": report.last.size.bytes,
+        "perplexity_fp32": before["prose"],
+        "perplexity_int8": after["prose"],
         "tokens_per_second": {
             who: {count: speed[who][name] for count, name in streams.items()} for who in ("engine", "server")
         },
