@@ -65,5 +65,5 @@ def test_the_record_of_a_task_covers_the_tasks_inside_it(tmp_path: Path) -> None
         return {"inner": inside.run("layer", lambda: {"done": touch(LARGE)}).peak_memory_bytes}
 
     record = outside.run("step", work)
-    assert record.result["inner"] > 0.5 * LARGE  # a part may go into memory that the process held before
+    assert record.result["inner"] > 0.9 * LARGE
     assert record.peak_memory_bytes >= record.result["inner"]
