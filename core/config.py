@@ -36,7 +36,10 @@ def parse_config(config_type: type[C], values: dict[str, Any], source: str, pref
     try:
         return config_type.model_validate(values)
     except ValidationError as error:
-        lines = [_explain(config_type, entry, prefix) for entry in error.errors()]
+        wrong = error.errors()
+        # Which keys are right follows from a section's kind: while that is wrong, only it is told.
+        wrong = [entry for entry in wrong if entry["type"].startswith("union_tag_")] or wrong
+        lines = [_explain(config_type, entry, prefix) for entry in wrong]
         raise ConfigError(f"{source}: " + "; ".join(lines)) from None
 
 
@@ -145,8 +148,10 @@ def _parse_value(text: str) -> Any:
 
 
 def _explain(config_type: type[BaseModel], entry: Any, prefix: str) -> str:
-    where, owner = _locate(config_type, entry["loc"])
+    where, owner, forms = _locate(config_type, entry["loc"])
     where = f"{prefix}{where}" if where else prefix.rstrip(".")
+    if entry["type"].startswith("union_tag_"):
+        return _explain_kind(forms, entry, where)
     if entry["type"] != "extra_forbidden":
         message = entry["msg"][:1].lower() + entry["msg"][1:]
         return f"{where}: {message}" + ("" if entry["type"] == "missing" else f" (got {_short(entry['input'])})")
@@ -156,8 +161,22 @@ def _explain(config_type: type[BaseModel], entry: Any, prefix: str) -> str:
     return f"unknown key {where!r}{hint} Valid keys: {', '.join(valid)}"
 
 
-def _locate(config_type: type[BaseModel], location: tuple[int | str, ...]) -> tuple[str, type[BaseModel] | None]:
-    """The dotted name of a key as the recipe spells it, and the section that holds it.
+def _explain_kind(forms: list[type[BaseModel]], entry: Any, where: str) -> str:
+    """The key that tells the forms of a section apart is wrong or missing."""
+    key, tag = entry["ctx"]["discriminator"].strip("'"), entry["ctx"].get("tag")
+    valid = [str(value) for form in forms for value in _literals(form.model_fields[key])]
+    if tag is None:
+        return f"{where}.{key}: field required; choose one of {', '.join(valid)}"
+    near = difflib.get_close_matches(tag, valid, n=1)
+    hint = f"; did you mean {near[0]!r}?" if near else "."
+    return f"{where}.{key}: {tag!r} is unknown{hint} Choose one of {', '.join(valid)}"
+
+
+def _locate(
+    config_type: type[BaseModel], location: tuple[int | str, ...]
+) -> tuple[str, type[BaseModel] | None, list[type[BaseModel]]]:
+    """The dotted name of a key as the recipe spells it, the section that holds it, and the forms it may have if it is a
+    section itself.
 
     Where a section has several forms, told apart by one of its keys, pydantic puts that key's value into the location.
     """
@@ -175,7 +194,7 @@ def _locate(config_type: type[BaseModel], location: tuple[int | str, ...]) -> tu
         owner = forms[0] if forms else None
         field = owner.model_fields.get(part) if owner is not None else None
         forms = _sections(field.annotation) if field is not None else []
-    return ".".join(names), owner
+    return ".".join(names), owner, forms
 
 
 def _sections(annotation: Any) -> list[type[BaseModel]]:

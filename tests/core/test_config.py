@@ -76,7 +76,12 @@ def test_override_reaches_into_lists(listed):
         ("steps.first.ratio=1", "'first' is no place in a list of 2"),
         ("steps.0.ratoi=1", r"unknown key 'steps.0.ratoi'; did you mean 'ratio'\? Valid keys: kind, ratio$"),
         ("steps.1.ratio=1", r"unknown key 'steps.1.ratio'. Valid keys: epochs, kind$"),
-        ("steps.0.kind=trimm", "steps.0: input tag 'trimm' found using 'kind' does not match"),
+        (
+            "steps.0.kind=trimm",
+            r"steps.0.kind: 'trimm' is unknown; did you mean 'trim'\? Choose one of trim, teach, tune$",
+        ),
+        ("steps.0.kind=cut", r"steps.0.kind: 'cut' is unknown. Choose one of trim, teach, tune$"),
+        ("steps.0={ratio=1.0}", "steps.0.kind: field required; choose one of trim, teach, tune$"),
     ],
 )
 def test_wrong_entries_of_lists_are_named(listed, override, message):

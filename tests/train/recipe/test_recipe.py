@@ -1,11 +1,14 @@
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Any, get_args
 
 import pytest
 from pydantic import BaseModel
 
+from penjing.core.config import parse_config
+from penjing.core.errors import ConfigError
 from penjing.train.recipe.recipe import TrainRecipe, parse_size
 
 
@@ -41,3 +44,11 @@ def test_every_setting_says_what_it_does() -> None:
         assert description is not None, f"{key} has no description"
         assert len(description) > 10, f"{key}: {description!r} is no sentence"
         assert description.endswith("."), f"{key}: {description!r} is no sentence"
+
+
+def test_a_wrong_kind_of_data_is_all_that_is_told() -> None:
+    recipe = {"output": "out", "model": {"architecture": "decoder"}, "data": {"kind": "txt", "batch_size": 8}}
+    with pytest.raises(ConfigError) as error:
+        parse_config(TrainRecipe, recipe, "recipe.toml")
+    text = r"recipe\.toml: data\.kind: 'txt' is unknown; did you mean 'text'\? Choose one of text, [-a-z, ]+"
+    assert re.fullmatch(text, str(error.value))
