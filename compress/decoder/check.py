@@ -42,9 +42,9 @@ def check_model(checkpoint: Checkpoint) -> None:
     """
     folder = checkpoint.folder
     _check_kind(checkpoint.config, folder)
-    quantized = checkpoint.config_json.get("quantization_config")
+    quantized = checkpoint.quantization
     if quantized is not None or (checkpoint.manifest is not None and checkpoint.manifest.kind == "artifact"):
-        method = quantized.get("quant_method") if isinstance(quantized, dict) else "compressed"
+        method = quantized.get("quant_method") if quantized is not None else "compressed"
         raise InputError(f"{folder} is quantized already ({method}); compress the checkpoint it was made from")
     expected = tensor_shapes(checkpoint.config)
     stored = set(checkpoint.tensor_names)

@@ -42,7 +42,7 @@ class LayerStream:
         with torch.device("meta"):
             self._decoder = Decoder(self.config)
         self._inverse_frequency = inverse_frequencies(self.config)
-        quantization = checkpoint.config_json.get("quantization_config")
+        quantization = checkpoint.quantization
         linears = [name for name, layer in self._decoder.named_modules() if isinstance(layer, nn.Linear)]
         self._int8_modules = set(int8_modules(quantization, linears)) if quantization is not None else set[str]()
 

@@ -88,7 +88,7 @@ def check_exportable(checkpoint: Checkpoint, target: TargetName) -> None:
     }
     if found := [name for name, present in unknown.items() if present]:
         raise InputError(f"{folder} has {' and '.join(found)}; plain decoder layers alone are written as ONNX")
-    if "quantization_config" not in checkpoint.config_json:
+    if checkpoint.quantization is None:
         raise InputError(f"{folder} is not quantized; 'penjing compress' makes an INT8 artifact of it")
 
 
@@ -97,7 +97,8 @@ class _Writer:
         self.checkpoint, self.config, self.graph, self.progress = checkpoint, checkpoint.config, graph, progress
         self.signed = signed  # how weights are stored
         names = linear_modules(self.config)
-        self.int8 = set(int8_modules(checkpoint.config_json["quantization_config"], names))
+        assert checkpoint.quantization is not None  # `_check` was here before
+        self.int8 = set(int8_modules(checkpoint.quantization, names))
         self._quantized: dict[str, tuple[str, str]] = {}  # value → its integers and scales: q, k and v read one input
         self._masks: dict[int | None, str] = {}
 

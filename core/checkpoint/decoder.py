@@ -35,7 +35,8 @@ class Checkpoint:
     Attributes:
         folder: where it lies.
         config: the architecture.
-        config_json: `config.json` as it stands (for example its `quantization_config`).
+        config_json: `config.json` as it stands.
+        quantization: its `quantization_config`, or None where there is none or it is null.
         manifest: `penjing.json`, or None for a plain Hugging Face folder. Hashes are not checked here.
         tensor_names: names of all stored tensors in the model, in file order.
     """
@@ -47,6 +48,7 @@ class Checkpoint:
         self.config = _with_generation_stops(
             decoder_config_from_hf(self.config_json, str(folder / "config.json")), folder
         )
+        self.quantization = self._read_quantization()
         self.manifest: Manifest | None = read_manifest(folder) if (folder / MANIFEST_NAME).exists() else None
         self._readers: dict[str, Any] = {}
         self._file_of = self._locate_tensors()
@@ -73,6 +75,13 @@ class Checkpoint:
         """Stored dtype of the tensor `name` as safetensors spells it ("F32", "BF16", "I8" …)."""
         reader, stored = self._locate(name)
         return reader.get_slice(stored).get_dtype()
+
+    def _read_quantization(self) -> dict[str, Any] | None:
+        values = self.config_json.get("quantization_config")
+        if values is not None and not isinstance(values, dict):
+            path = self.folder / "config.json"
+            raise InputError(f"{path}: quantization_config must be an object (got {values!r}); get the folder again")
+        return values
 
     def _locate(self, name: str) -> tuple[Any, str]:
         """The open file that holds the tensor `name`, and its name there."""

@@ -98,7 +98,7 @@ def _build(checkpoint: Checkpoint, device: torch.device) -> tuple[Decoder, Liter
 
     with torch.device("meta"), _NoRandomWeights():
         model = Decoder(config)
-    quantization = checkpoint.config_json.get("quantization_config")
+    quantization = checkpoint.quantization
     if quantization is not None:
         linear_names = [name for name, layer in model.named_modules() if isinstance(layer, nn.Linear)]
         quantized = int8_modules(quantization, linear_names)

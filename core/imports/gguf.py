@@ -20,6 +20,7 @@ from penjing.core.models.config import DecoderConfig, RopeScaling
 from penjing.core.models.tensor_names import tensor_shapes
 
 SUPPORTED_ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3")
+_PICKLES = (".pth", ".pt", ".bin", ".ckpt", ".pkl", ".pickle")
 _MAGIC = b"GGUF"
 _TOP_LEVEL = {
     "token_embd.weight": "model.embed_tokens.weight",
@@ -240,13 +241,26 @@ def _read(path: Path) -> Any:
     except OSError as error:
         raise InputError(f"cannot read {path}: {error.strerror}") from error
     if not recognised:
-        raise InputError(f"{path} is not a GGUF file (it does not begin with 'GGUF'); give a .gguf model")
+        raise InputError(_what_it_is(path))
     import gguf
 
     try:
         return gguf.GGUFReader(path)
     except Exception as error:  # the parser trusts the file: a damaged one fails in any way (index, value, memory …)
         raise InputError(f"{path} is truncated or damaged ({type(error).__name__}: {error}); get it again") from error
+
+
+def _what_it_is(path: Path) -> str:
+    """What to do with a file that is no GGUF."""
+    if path.suffix in _PICKLES:
+        return (
+            f"{path} is a pickle, which can run code and is not read; in Python, load it into the module that it is "
+            "of, and write a folder that is: of a language model or text encoder with save_pretrained(FOLDER) of "
+            "transformers. Then 'penjing import FOLDER OUT'"
+        )
+    if path.suffix == ".safetensors":
+        return f"{path} holds weights alone; give the folder in which it lies beside its config.json"
+    return f"{path} is not a GGUF file (it does not begin with 'GGUF'); give a .gguf model"
 
 
 def _contents(path: Path, field: Any) -> Any:

@@ -171,7 +171,7 @@ class _FolderSource:
     def __init__(self, folder: Path) -> None:
         self._checkpoint: Checkpoint = open_checkpoint(folder)
         self._folder = folder
-        if "quantization_config" in self._checkpoint.config_json:
+        if self._checkpoint.quantization is not None:
             raise InputError(f"{folder} is quantized already; import the original, or serve it as it is")
         if not (folder / "tokenizer.json").is_file():
             raise InputError(

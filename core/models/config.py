@@ -2,39 +2,47 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
 from penjing.core.config import Config
 
 MAX_HEAD_DIM = 2**16  # no model comes near; the rotary frequencies are computed before any weight is looked at
+MAX_SIZE = 2**31 - 1  # nor here: beyond it a number is damage
+
+# Exact types: a "yes" for true or a "2048" for 2048 comes from a damaged file or from another program's format.
+Size = Annotated[int, Field(strict=True, gt=0, le=MAX_SIZE)]
+Count = Annotated[int, Field(strict=True, ge=0, le=MAX_SIZE)]
+Token = Annotated[int, Field(strict=True, ge=-1, le=MAX_SIZE)]  # some models write −1 for "none"
+Number = Annotated[float, Field(strict=True)]
+Flag = Annotated[bool, Field(strict=True)]
 
 
 class RopeScaling(Config):
     """Rotary frequency scaling: Llama 3 (`llama3`), `linear`, `yarn` (latent attention only), or none (`default`)."""
 
     rope_type: Literal["default", "linear", "llama3", "yarn"] = Field(default="default", description="Kind of scaling.")
-    factor: float = Field(default=1.0, gt=0, description="By how much the context grows.")
-    low_freq_factor: float = Field(
+    factor: Number = Field(default=1.0, gt=0, description="By how much the context grows.")
+    low_freq_factor: Number = Field(
         default=1.0,
         gt=0,
         description="Of llama3: the original context over this is the wavelength from which all is divided.",
     )
-    high_freq_factor: float = Field(
+    high_freq_factor: Number = Field(
         default=4.0,
         gt=0,
         description="Of llama3: the original context over this is the wavelength up to which nothing changes.",
     )
-    original_max_position_embeddings: int = Field(default=8192, gt=0, description="Context in tokens before scaling.")
-    beta_fast: float = Field(
+    original_max_position_embeddings: Size = Field(default=8192, description="Context in tokens before scaling.")
+    beta_fast: Number = Field(
         default=32.0, gt=0, description="Of yarn: turns within the original context from which nothing changes."
     )
-    beta_slow: float = Field(default=1.0, gt=0, description="Of yarn: turns up to which all is divided by the factor.")
-    mscale: float = Field(
+    beta_slow: Number = Field(default=1.0, gt=0, description="Of yarn: turns up to which all is divided by the factor.")
+    mscale: Number = Field(
         default=0.0, ge=0, description="Of yarn: growth of rotated queries and keys with log(factor)."
     )
-    mscale_all_dim: float = Field(
+    mscale_all_dim: Number = Field(
         default=0.0, ge=0, description="Of yarn: growth of the logits' scale with log(factor)."
     )
 
@@ -46,27 +54,27 @@ class MoEConfig(Config):
     is weighted by their scores. Mixtral: https://arxiv.org/abs/2401.04088, DeepSeek-V3: https://arxiv.org/abs/2412.19437.
     """
 
-    num_experts: int = Field(gt=0, le=4096, description="Experts of a layer.")
-    num_experts_per_tok: int = Field(gt=0, description="Experts that a token is sent to.")
-    moe_intermediate_size: int = Field(gt=0, description="Inner width of one expert.")
+    num_experts: Size = Field(le=4096, description="Experts of a layer.")
+    num_experts_per_tok: Size = Field(description="Experts that a token is sent to.")
+    moe_intermediate_size: Size = Field(description="Inner width of one expert.")
     scoring_func: Literal["softmax", "sigmoid"] = Field(
         default="softmax", description="How the router's outputs become scores."
     )
-    norm_topk_prob: bool = Field(default=True, description="Whether the chosen scores are divided by their sum.")
-    routed_scaling_factor: float = Field(default=1.0, gt=0, description="Factor of the chosen scores.")
-    n_group: int = Field(default=1, gt=0, description="Groups in which the experts stand.")
-    topk_group: int = Field(default=1, gt=0, description="Groups that a token looks at.")
-    shared_expert_intermediate_size: int = Field(
-        default=0, ge=0, description="Inner width of an MLP that every token takes; 0: none."
+    norm_topk_prob: Flag = Field(default=True, description="Whether the chosen scores are divided by their sum.")
+    routed_scaling_factor: Number = Field(default=1.0, gt=0, description="Factor of the chosen scores.")
+    n_group: Size = Field(default=1, description="Groups in which the experts stand.")
+    topk_group: Size = Field(default=1, description="Groups that a token looks at.")
+    shared_expert_intermediate_size: Count = Field(
+        default=0, description="Inner width of an MLP that every token takes; 0: none."
     )
-    shared_expert_gate: bool = Field(
+    shared_expert_gate: Flag = Field(
         default=False, description="Whether its output is multiplied by sigmoid(gate · x) (Qwen2-MoE)."
     )
-    router_bias: bool = Field(
+    router_bias: Flag = Field(
         default=False,
         description="Whether a bias is added to scores for the choice alone; load balancing moves it (DeepSeek-V3).",
     )
-    mlp_only_layers: tuple[int, ...] = Field(default=(), description="Layers that keep the plain MLP.")
+    mlp_only_layers: tuple[Count, ...] = Field(default=(), description="Layers that keep the plain MLP.")
 
     @model_validator(mode="after")
     def _choices_exist(self) -> MoEConfig:
@@ -92,18 +100,17 @@ class LatentAttentionConfig(Config):
     """Multi-head latent attention (DeepSeek-V2, https://arxiv.org/abs/2405.04434): keys and values come from one small
     vector a token, and the position is carried by extra dimensions that all heads share."""
 
-    kv_lora_rank: int = Field(gt=0, description="Size of the vector that keys and values come from.")
-    q_lora_rank: int | None = Field(
+    kv_lora_rank: Size = Field(description="Size of the vector that keys and values come from.")
+    q_lora_rank: Size | None = Field(
         default=None,
-        gt=0,
         description="Size of the vector that queries come from; none: from the hidden state directly.",
     )
-    qk_nope_head_dim: int = Field(gt=0, description="Dimensions of a head's queries and keys that carry no position.")
-    qk_rope_head_dim: int = Field(
-        gt=0, le=MAX_HEAD_DIM, description="Dimensions of a head's queries and keys that carry the position."
+    qk_nope_head_dim: Size = Field(description="Dimensions of a head's queries and keys that carry no position.")
+    qk_rope_head_dim: Size = Field(
+        le=MAX_HEAD_DIM, description="Dimensions of a head's queries and keys that carry the position."
     )
-    v_head_dim: int = Field(gt=0, description="Dimensions of a head's values.")
-    rope_interleave: bool = Field(
+    v_head_dim: Size = Field(description="Dimensions of a head's values.")
+    rope_interleave: Flag = Field(
         default=True, description="Whether dimensions 2i and 2i + 1 rotate together, not i and i + D/2."
     )
 
@@ -114,11 +121,10 @@ LayerType = Literal["full_attention", "sliding_attention", "lsh_attention"]
 class LSH(Config):
     """Attention among tokens whose keys hash alike (`kernels/lsh_attention.py`)."""
 
-    chunk_size: int = Field(default=64, gt=0, description="Tokens that attend together, and to the chunk before.")
-    rounds: int = Field(default=2, gt=0, description="Hashings; a pair attends when one of them brings it together.")
-    seed: int = Field(
+    chunk_size: Size = Field(default=64, description="Tokens that attend together, and to the chunk before.")
+    rounds: Size = Field(default=2, description="Hashings; a pair attends when one of them brings it together.")
+    seed: Count = Field(
         default=0,
-        ge=0,
         lt=2**15,
         description="Of the random rotations, which differ from layer to layer and are fixed.",
     )
@@ -141,35 +147,35 @@ class DecoderConfig(Config):
         "deepseek_v3",
         "penjing",
     ] = Field(default="llama", description='"penjing" is any combination, in a config.json that only penjing reads.')
-    vocab_size: int = Field(gt=0, description="Tokens of the vocabulary.")
-    hidden_size: int = Field(gt=0, description="Size of a token's hidden state.")
-    intermediate_size: int = Field(gt=0, description="Inner width of the MLP, the largest where layers differ.")
-    intermediate_sizes: tuple[int, ...] | None = Field(
+    vocab_size: Size = Field(description="Tokens of the vocabulary.")
+    hidden_size: Size = Field(description="Size of a token's hidden state.")
+    intermediate_size: Size = Field(description="Inner width of the MLP, the largest where layers differ.")
+    intermediate_sizes: tuple[Size, ...] | None = Field(
         default=None, description="Inner width of each layer's MLP, as pruning leaves them; none: all alike."
     )
-    num_hidden_layers: int = Field(gt=0, description="Layers.")
-    num_attention_heads: int = Field(gt=0, description="Heads of queries.")
-    num_key_value_heads: int = Field(gt=0, description="Heads of keys and values, which queries share in groups.")
-    head_dim: int = Field(gt=0, le=MAX_HEAD_DIM, description="Dimensions of a head.")
-    max_position_embeddings: int = Field(gt=0, description="Longest context in tokens.")
-    rms_norm_eps: float = Field(default=1e-6, gt=0, description="Added to the mean square before its root.")
-    rope_theta: float = Field(default=10000.0, gt=0, description="Base of the rotary frequencies.")
+    num_hidden_layers: Size = Field(description="Layers.")
+    num_attention_heads: Size = Field(description="Heads of queries.")
+    num_key_value_heads: Size = Field(description="Heads of keys and values, which queries share in groups.")
+    head_dim: Size = Field(le=MAX_HEAD_DIM, description="Dimensions of a head.")
+    max_position_embeddings: Size = Field(description="Longest context in tokens.")
+    rms_norm_eps: Number = Field(default=1e-6, gt=0, description="Added to the mean square before its root.")
+    rope_theta: Number = Field(default=10000.0, gt=0, description="Base of the rotary frequencies.")
     rope_scaling: RopeScaling = Field(
         default=RopeScaling(), description="How rotary frequencies are scaled for longer contexts."
     )
-    tie_word_embeddings: bool = Field(default=False, description="Whether the output layer is the embedding.")
-    attention_bias: bool = Field(default=False, description="Whether queries, keys and values have a bias (Qwen2).")
-    attention_output_bias: bool = Field(default=False, description="Whether the attention's output has a bias.")
-    mlp_bias: bool = Field(default=False, description="Whether the MLP's layers have a bias.")
-    mlp_hadamard: int = Field(
-        default=0, ge=0, description="Block of down_proj's input that a Hadamard transform rotates; 0: none."
+    tie_word_embeddings: Flag = Field(default=False, description="Whether the output layer is the embedding.")
+    attention_bias: Flag = Field(default=False, description="Whether queries, keys and values have a bias (Qwen2).")
+    attention_output_bias: Flag = Field(default=False, description="Whether the attention's output has a bias.")
+    mlp_bias: Flag = Field(default=False, description="Whether the MLP's layers have a bias.")
+    mlp_hadamard: Count = Field(
+        default=0, description="Block of down_proj's input that a Hadamard transform rotates; 0: none."
     )
-    qk_norm: bool = Field(
+    qk_norm: Flag = Field(
         default=False,
         description="Whether queries and keys pass an RMSNorm over a head before they are rotated (Qwen3).",
     )
-    sliding_window: int | None = Field(
-        default=None, gt=0, description="Tokens that a query sees in a sliding layer, itself included."
+    sliding_window: Size | None = Field(
+        default=None, description="Tokens that a query sees in a sliding layer, itself included."
     )
     layer_types: tuple[LayerType, ...] | None = Field(
         default=None,
@@ -180,10 +186,10 @@ class DecoderConfig(Config):
     latent_attention: LatentAttentionConfig | None = Field(
         default=None, description="Keys and values from one small vector; none: heads of their own."
     )
-    shared_layers: int = Field(default=1, ge=1, description="The first so many layers use one set of weights.")
-    bos_token_id: int | None = Field(default=None, description="Token that begins a text.")
-    eos_token_ids: tuple[int, ...] = Field(default=(), description="Tokens that end a text.")
-    pad_token_id: int | None = Field(default=None, description="Token that fills up a batch.")
+    shared_layers: Size = Field(default=1, description="The first so many layers use one set of weights.")
+    bos_token_id: Token | None = Field(default=None, description="Token that begins a text.")
+    eos_token_ids: tuple[Token, ...] = Field(default=(), description="Tokens that end a text.")
+    pad_token_id: Token | None = Field(default=None, description="Token that fills up a batch.")
 
     @model_validator(mode="before")
     @classmethod

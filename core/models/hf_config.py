@@ -49,6 +49,10 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
 _QK_NORM = ("qwen3", "qwen3_moe", "dots1")
 _QKV_BIAS = ("qwen2", "qwen2_moe")  # biases on q, k and v, none on the output
 _NO_BIAS = ("mistral", "mixtral", *LATENT_TYPES)
+_FLAGS = (
+    "tie_word_embeddings", "attention_bias", "qkv_bias", "mlp_bias", "use_sliding_window", "norm_topk_prob",
+    "rope_interleave",
+)  # fmt: skip
 _REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 _SCALING_FIELDS = {
     "default": (),
@@ -88,6 +92,9 @@ def decoder_config_from_hf(values: dict[str, Any], source: str) -> DecoderConfig
     for name in (*_REQUIRED, "num_key_value_heads", "head_dim"):
         if not isinstance(values.get(name, 1), int) or isinstance(values.get(name), bool) or values.get(name, 1) < 1:
             raise InputError(f"{source}: {name} must be a positive whole number (got {values[name]!r})")
+    for name in _FLAGS:
+        if not isinstance(values.get(name, False), bool):
+            raise InputError(f"{source}: {name} must be true or false (got {values[name]!r})")
     check_layers(values["num_hidden_layers"], source)
     rope = _rope_values(values, source)
     heads = values["num_attention_heads"]
@@ -215,8 +222,8 @@ def _attention_bias(values: dict[str, Any], model_type: str) -> bool:
     if model_type in _NO_BIAS:
         return False
     if model_type in _QKV_BIAS:
-        return model_type == "qwen2" or bool(values.get("qkv_bias", True))
-    return bool(values.get("attention_bias", False))
+        return model_type == "qwen2" or values.get("qkv_bias", True)
+    return values.get("attention_bias", False)
 
 
 def _rope_values(values: dict[str, Any], source: str) -> dict[str, Any]:

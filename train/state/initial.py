@@ -113,7 +113,7 @@ def checkpoint_weights(folder: Path, role: str = "initial") -> Weights:
     @functools.cache
     def opened() -> Checkpoint:
         checkpoint = open_checkpoint(folder)
-        if "quantization_config" in checkpoint.config_json:
+        if checkpoint.quantization is not None:
             raise InputError(f"{role} = {folder} is quantized; take the checkpoint that it was made from")
         return checkpoint
 

@@ -17,10 +17,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
+from penjing.compress.decoder.check import check_model
 from penjing.core.checkpoint.decoder import open_checkpoint
+from penjing.core.checkpoint.load import load_model
 from penjing.core.errors import ConfigError, InputError, SetupError
 from penjing.core.imports.importer import import_model
 from penjing.core.manifest import read_manifest, verify
+from penjing.train.state.initial import checkpoint_weights
 from tests.conftest import random_tensors, tiny_config, tiny_tokenizer_fields
 from tests.core.imports.gguf_files import write_gguf
 
@@ -121,6 +124,15 @@ def test_hugging_face_folder_gives_the_same_logits(tmp_path: Path, hf_folder: Pa
     assert AutoTokenizer.from_pretrained(out)(text) == AutoTokenizer.from_pretrained(hf_folder)(text)
 
 
+def test_a_quantization_that_is_null_is_none(tmp_path: Path, hf_folder: Path) -> None:
+    """transformers writes null for some models; every stage reads the folder as floating."""
+    edit_config(hf_folder, quantization_config=None)
+    import_model(str(hf_folder), tmp_path / "out")
+    assert load_model(hf_folder).scheme == "fp32"
+    check_model(open_checkpoint(hf_folder))
+    assert checkpoint_weights(hf_folder)("model.norm.weight", (64,)) is not None
+
+
 def test_stored_dtype_can_be_chosen(tmp_path: Path, hf_folder: Path) -> None:
     out = import_model(str(hf_folder), tmp_path / "out", dtype="bfloat16")
     assert {tensor.dtype for tensor in load_file(out / "model.safetensors").values()} == {torch.bfloat16}
@@ -143,6 +155,18 @@ def test_sources_that_are_not_there(tmp_path: Path) -> None:
         import_model(str(tmp_path / "text.txt"), tmp_path / "out")
 
 
+@pytest.mark.parametrize("name", ["model.pth", "model.pt", "pytorch_model.bin", "model.ckpt", "model.pkl"])
+def test_a_pickle_is_refused_with_what_to_do(tmp_path: Path, name: str) -> None:
+    torch.save({"weight": torch.zeros(2)}, tmp_path / name)
+    with pytest.raises(InputError, match=r"a pickle, which can run code and is not read.*save_pretrained"):
+        import_model(str(tmp_path / name), tmp_path / "out")
+
+
+def test_weights_alone_are_no_model(tmp_path: Path, tiny_checkpoint: Path) -> None:
+    with pytest.raises(InputError, match=r"holds weights alone; give the folder"):
+        import_model(str(tiny_checkpoint / "model.safetensors"), tmp_path / "out")
+
+
 def test_damaged_folders_leave_nothing(tmp_path: Path, hf_folder: Path) -> None:
     def refused(message: str, **changes: Any) -> None:
         folder = Path(shutil.copytree(hf_folder, tmp_path / "copy"))
@@ -157,6 +181,7 @@ def test_damaged_folders_leave_nothing(tmp_path: Path, hf_folder: Path) -> None:
     refused(r"holds no tensor 'model\.layers\.2", num_hidden_layers=3)
     refused(r"'model\.layers\.1\.\S+' has no place", num_hidden_layers=1)
     refused("is quantized already", quantization_config={"quant_method": "gptq"})
+    refused("quantization_config must be an object", quantization_config="int8")
     refused("above 10000", num_hidden_layers=10**9)
 
 
