@@ -27,6 +27,7 @@ def run(
     out: StrPath | None = None,
     force: bool = False,
     resume: str = "never",
+    accept_changes: bool = False,
     progress: Progress | None = None,
     **more_overrides: Any,
 ) -> Path:
@@ -41,6 +42,7 @@ def run(
         force: replace a folder of another recipe or input.
         resume: of training: "never", "auto" (the newest intact checkpoint of the run) or a training checkpoint's path.
             A compression that was killed goes on by itself.
+        accept_changes: resume a training although settings have changed that matter to it.
         progress: what is told about the work, such as `penjing.progress_bar()` gives; nothing by default.
         more_overrides: the same as keywords, as in seed=3 or **{"steps.0.ratio": 0.2}.
 
@@ -50,7 +52,7 @@ def run(
     path = Path(recipe)
     changes = [f"{key}={_toml(key, value)}" for key, value in {**(overrides or {}), **more_overrides}.items()]
     if stage_of(read_recipe(path, changes), str(path)) == "train":
-        return _train(path, changes, out, force, resume, progress)
+        return _train(path, changes, out, force, resume, accept_changes, progress)
     if resume != "never":
         raise ConfigError(f"resume={resume!r} is for training; a compression goes on by itself: leave it out")
     from penjing.compress.run import run_recipe
@@ -192,8 +194,9 @@ def _one_step(
 
 
 def _train(
-    recipe: Path, changes: list[str], out: StrPath | None, force: bool, resume: str, progress: Progress | None
-) -> Path:
+    recipe: Path, changes: list[str], out: StrPath | None, force: bool, resume: str, accept_changes: bool,
+    progress: Progress | None,
+) -> Path:  # fmt: skip
     from penjing.core.config import load_recipe
     from penjing.train.recipe.recipe import TrainRecipe
     from penjing.train.run import train
@@ -201,7 +204,7 @@ def _train(
     if out is not None:
         changes = [*changes, f"output={json.dumps(os.fspath(out))}"]
     output = load_recipe(TrainRecipe, recipe, changes).output
-    train(recipe, changes, resume=resume, force=force, progress=progress)
+    train(recipe, changes, resume=resume, accept_changes=accept_changes, force=force, progress=progress)
     return output
 
 

@@ -26,6 +26,9 @@ def train(
     resume: Annotated[
         str, typer.Option(help="`auto`: from the newest intact checkpoint, if any; or a checkpoint's path.")
     ] = "never",
+    accept_changes: Annotated[
+        bool, typer.Option("--accept-changes", help="Resume although settings have changed that matter to the run.")
+    ] = False,
     profile: Annotated[bool, typer.Option("--profile", help="Record a few steps with torch's profiler.")] = False,
     force: Force = False,
     launch: Annotated[
@@ -47,13 +50,17 @@ def train(
     if launch is not None:
         from penjing.train.launch.launch import launch as start
 
-        flags = ["--resume", resume] * (resume != "never") + ["--profile"] * profile + ["--force"] * force
+        flags = ["--resume", resume] * (resume != "never") + ["--accept-changes"] * accept_changes
+        flags += ["--profile"] * profile + ["--force"] * force
         raise typer.Exit(start(launch, recipe, overrides or [], flags))
     from penjing.core.progress import progress_bar
     from penjing.train.run import train as run
 
     with progress_bar() as progress:
-        run(recipe, overrides or [], resume=resume, force=force, profile=profile, progress=progress)
+        run(
+            recipe, overrides or [], resume=resume, accept_changes=accept_changes, force=force, profile=profile,
+            progress=progress,
+        )  # fmt: skip
 
 
 @train_app.command("simulate")

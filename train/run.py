@@ -51,6 +51,7 @@ from penjing.train.processes.world import World, join_world
 from penjing.train.recipe.recipe import RunRecipe, TrainRecipe, parse_size
 from penjing.train.state.checkpoint import Checkpoints, ShardedCheckpoints
 from penjing.train.state.initial import fill_weights, materialize, without_data
+from penjing.train.state.resume import find_state
 from penjing.train.state.state import Tree
 
 
@@ -59,6 +60,7 @@ def train(
     overrides: list[str] | None = None,
     *,
     resume: str = "never",
+    accept_changes: bool = False,
     force: bool = False,
     profile: bool = False,
     progress: Progress | None = None,
@@ -68,6 +70,7 @@ def train(
     Args:
         overrides: `section.key=value` changes of the recipe.
         resume: "never", "auto" (the newest intact checkpoint of the run, if any) or the path of a training checkpoint.
+        accept_changes: resume although the recipe's settings are not those of the state (see state/resume.py).
         force: replace an existing output and run.
         profile: record a few steps with torch's profiler, under the run folder.
 
@@ -83,6 +86,7 @@ def train(
         recipe,
         lambda progress: build_task(recipe, progress),
         resume=resume,
+        accept_changes=accept_changes,
         force=force,
         profile=profile,
         progress=progress,
@@ -96,6 +100,7 @@ def train_task(
     *,
     command: str,
     resume: str = "never",
+    accept_changes: bool = False,
     force: bool = False,
     profile: bool = False,
     progress: Progress | None = None,
@@ -120,7 +125,7 @@ def train_task(
         task = build(progress)
         with join_world(recipe.device, watch) as world, _stop_signals() as stop_requested:
             run = _Run(recipe, task, form_mesh(world, measured(recipe, world, progress), progress), progress)
-            return run.train(resume, force, profile, stop_requested, began, command)
+            return run.train(resume, accept_changes, force, profile, stop_requested, began, command)
 
 
 class _Run:
@@ -134,7 +139,14 @@ class _Run:
             progress.note(slow)
 
     def train(
-        self, resume: str, force: bool, profile: bool, stop_requested: Callable[[], bool], began: float, command: str
+        self,
+        resume: str,
+        accept_changes: bool,
+        force: bool,
+        profile: bool,
+        stop_requested: Callable[[], bool],
+        began: float,
+        command: str,
     ) -> dict[str, float]:
         recipe, world = self.recipe, self.world
         checkpoints = Checkpoints(recipe.run_folder / "checkpoints", recipe.checkpoint.keep)
@@ -144,13 +156,14 @@ class _Run:
             shutil.rmtree(recipe.run_folder)
         world.barrier()
         world.at("reading the checkpoint to resume from")
-        saved = self._find(checkpoints, resume)
+        saved = find_state(checkpoints, resume, recipe, accept_changes, self.progress.note)
         cut, largest = self._cut(None if saved is None else saved[1]["run"])
         world.at("building the model")
         spread = self._spread(is_new=saved is None)
         with ExitStack() as stack:
             trainer = self._trainer(spread, cut, checkpoints, stop_requested, stack, 0 if saved is None else saved[0])
-            trainer.settings = {"micro_batch": largest, "shares": cut.shares}
+            kept = {"micro_batch": largest, "shares": cut.shares, "recipe": recipe.model_dump(mode="json")}
+            trainer.settings = kept
             if saved is not None:
                 trainer.load_state_dict(saved[1])
                 trainer.monitor.on_resume(checkpoints.path(saved[0]), saved[0], time.perf_counter() - began)
@@ -256,13 +269,6 @@ class _Run:
             peak_flops=peak * world.size,
             progress=self.progress,
         )
-
-    def _find(self, checkpoints: Checkpoints, resume: str) -> tuple[int, Tree] | None:
-        if resume == "never":
-            return None
-        if resume == "auto":
-            return checkpoints.load_newest(self.progress.note)
-        return Checkpoints.load(Path(resume))
 
     def _spread(self, *, is_new: bool) -> Parallelized:
         """The model, each process's part of it, with the weights that a new run begins with."""

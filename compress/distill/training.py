@@ -129,6 +129,7 @@ def train_checkpoint(
                 lambda heard: wrap(build_checkpoint_task(source, recipe, heard), recipe),
                 command="penjing compress",
                 resume="auto",
+                accept_changes=True,  # `_claim` has compared all that matters, checkpoints by content
                 progress=progress,
             )
         except InterruptedRunError as error:

@@ -280,14 +280,48 @@ def test_work_that_is_there_is_not_overwritten(recipe: Path, tmp_path: Path) -> 
     with pytest.raises(
         InputError, match=r"'model.embed_tokens.weight' has shape \(320, 32\), this model's \(320, 40\)"
     ):
-        train(recipe, ["model.hidden_size=40", "model.head_dim=10"], resume="auto")
+        train(recipe, ["model.hidden_size=40", "model.head_dim=10"], resume="auto", accept_changes=True)
     with pytest.raises(InputError, match="made with batch_size=8, this run has 4"):
-        train(recipe, ["data.batch_size=4"], resume="auto")
+        train(recipe, ["data.batch_size=4"], resume="auto", accept_changes=True)
     with pytest.raises(InputError, match=r"complete.json does not exist"):
         train(recipe, resume=str(tmp_path / "nowhere"))
     train(recipe, ["model.hidden_size=40", "model.head_dim=10"], force=True)
     train(recipe, ["model.hidden_size=40", "model.head_dim=10", "steps=10"], resume="auto")
     assert json.loads((tmp_path / "out/config.json").read_text())["hidden_size"] == 40
+
+
+def test_a_run_goes_on_with_its_own_settings_or_says_which_are_others(recipe: Path, tmp_path: Path) -> None:
+    train(recipe)
+    free = ["steps=9", "checkpoint.every=1", "monitor.every=2", "data.micro_batch=4", "memory.recompute=full"]
+    others = ["optimizer.name=sgd", "model.rope_theta=500000.0", "model.rope_scaling={rope_type='linear', factor=2.0}"]
+    others += ["parallel.gradients=int8"]
+    with pytest.raises(ConfigError) as error:
+        train(recipe, [*free, *others], resume="auto")
+    assert str(error.value).startswith("the state of step 8 was made with other settings: ")
+    listed = str(error.value).partition("settings: ")[2].partition(". Set them")[0].split("; ")
+    assert sorted(listed) == [
+        "model.rope_scaling.factor was 1.0, is 2.0",
+        'model.rope_scaling.rope_type was "default", is "linear"',
+        "model.rope_theta was 10000.0, is 500000.0",
+        'optimizer.name was "adamw", is "sgd"',
+        'parallel.gradients was "float32", is "int8"',
+    ]
+    assert "--accept-changes" in str(error.value)
+    train(recipe, free, resume="auto")
+    notes = Notes()
+    changed = ["steps=10", "learning_rate.peak=0.002", "optimizer.name=sgd"]
+    train(recipe, changed, resume="auto", accept_changes=True, progress=notes)
+    assert [line for line in notes.lines if "other settings" in line] == [
+        'goes on from step 9 with other settings: optimizer.name was "adamw", is "sgd"; '
+        "learning_rate.peak was 0.001, is 0.002"
+    ]
+    train(recipe, changed, resume="auto")  # which are the run's now
+    train(recipe, ["steps=11"], resume="auto", accept_changes=True)  # AdamW, which starts without a past
+
+    for folder in (tmp_path / "out-run/checkpoints").glob("step-*"):
+        (folder / "state.safetensors").write_bytes(b"damaged")
+    with pytest.raises(InputError, match=r"no checkpoint in .*checkpoints is intact \(3 tried.* delete that folder to"):
+        train(recipe, changed, resume="auto")
 
 
 def test_a_full_disk_while_saving_ends_the_run(recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

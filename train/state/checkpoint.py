@@ -83,14 +83,26 @@ class Checkpoints:
         )
 
     def load_newest(self, note: Callable[[str], None] = lambda line: None) -> tuple[int, Tree] | None:
-        """The newest intact checkpoint as (step, tree), None when there is none; damaged ones are reported to
-        `note`."""
-        for step in reversed(self.steps()):
+        """The newest intact checkpoint as (step, tree), None when none was ever saved; damaged ones are reported to
+        `note`.
+
+        Raises:
+            InputError: there are checkpoints, and all of them are damaged.
+        """
+        steps = self.steps()
+        for step in reversed(steps):
             try:
                 return self.load(self.path(step))
             except InputError as error:
-                note(f"{error}; trying the checkpoint before it")
-        return None
+                reason = str(error)
+                if step != steps[0]:
+                    note(f"{reason}; trying the checkpoint before it")
+        if not steps:
+            return None
+        raise InputError(
+            f"no checkpoint in {self.folder} is intact ({len(steps)} tried, the oldest: {reason}); put back a copy of "  # pyright: ignore[reportPossiblyUnboundVariable]
+            "one, or delete that folder to train from the beginning"
+        )
 
     @staticmethod
     def load(path: Path) -> tuple[int, Tree]:
