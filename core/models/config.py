@@ -4,19 +4,23 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, Strict, model_validator
 
 from penjing.core.config import Config
 
 MAX_HEAD_DIM = 2**16  # no model comes near; the rotary frequencies are computed before any weight is looked at
-MAX_SIZE = 2**31 - 1  # nor here: beyond it a number is damage
 
-# Exact types: a "yes" for true or a "2048" for 2048 comes from a damaged file or from another program's format.
-Size = Annotated[int, Field(strict=True, gt=0, le=MAX_SIZE)]
-Count = Annotated[int, Field(strict=True, ge=0, le=MAX_SIZE)]
-Token = Annotated[int, Field(strict=True, ge=-1, le=MAX_SIZE)]  # some models write −1 for "none"
-Number = Annotated[float, Field(strict=True)]
-Flag = Annotated[bool, Field(strict=True)]
+
+def _no_absurd_size(value: int) -> int:
+    if abs(value) >= 2**31:
+        raise ValueError(f"no model has {value}; the file is damaged")
+    return value
+
+
+# Exact types: a "yes" for true or a "2048" for 2048 is damage, or another program's format.
+Whole = Annotated[int, Strict(), AfterValidator(_no_absurd_size)]
+Number = Annotated[float, Strict()]
+Flag = Annotated[bool, Strict()]
 
 
 class RopeScaling(Config):
@@ -34,7 +38,7 @@ class RopeScaling(Config):
         gt=0,
         description="Of llama3: the original context over this is the wavelength up to which nothing changes.",
     )
-    original_max_position_embeddings: Size = Field(default=8192, description="Context in tokens before scaling.")
+    original_max_position_embeddings: Whole = Field(default=8192, gt=0, description="Context in tokens before scaling.")
     beta_fast: Number = Field(
         default=32.0, gt=0, description="Of yarn: turns within the original context from which nothing changes."
     )
@@ -54,18 +58,18 @@ class MoEConfig(Config):
     is weighted by their scores. Mixtral: https://arxiv.org/abs/2401.04088, DeepSeek-V3: https://arxiv.org/abs/2412.19437.
     """
 
-    num_experts: Size = Field(le=4096, description="Experts of a layer.")
-    num_experts_per_tok: Size = Field(description="Experts that a token is sent to.")
-    moe_intermediate_size: Size = Field(description="Inner width of one expert.")
+    num_experts: Whole = Field(gt=0, le=4096, description="Experts of a layer.")
+    num_experts_per_tok: Whole = Field(gt=0, description="Experts that a token is sent to.")
+    moe_intermediate_size: Whole = Field(gt=0, description="Inner width of one expert.")
     scoring_func: Literal["softmax", "sigmoid"] = Field(
         default="softmax", description="How the router's outputs become scores."
     )
     norm_topk_prob: Flag = Field(default=True, description="Whether the chosen scores are divided by their sum.")
     routed_scaling_factor: Number = Field(default=1.0, gt=0, description="Factor of the chosen scores.")
-    n_group: Size = Field(default=1, description="Groups in which the experts stand.")
-    topk_group: Size = Field(default=1, description="Groups that a token looks at.")
-    shared_expert_intermediate_size: Count = Field(
-        default=0, description="Inner width of an MLP that every token takes; 0: none."
+    n_group: Whole = Field(default=1, gt=0, description="Groups in which the experts stand.")
+    topk_group: Whole = Field(default=1, gt=0, description="Groups that a token looks at.")
+    shared_expert_intermediate_size: Whole = Field(
+        default=0, ge=0, description="Inner width of an MLP that every token takes; 0: none."
     )
     shared_expert_gate: Flag = Field(
         default=False, description="Whether its output is multiplied by sigmoid(gate · x) (Qwen2-MoE)."
@@ -74,7 +78,7 @@ class MoEConfig(Config):
         default=False,
         description="Whether a bias is added to scores for the choice alone; load balancing moves it (DeepSeek-V3).",
     )
-    mlp_only_layers: tuple[Count, ...] = Field(default=(), description="Layers that keep the plain MLP.")
+    mlp_only_layers: tuple[Whole, ...] = Field(default=(), description="Layers that keep the plain MLP.")
 
     @model_validator(mode="after")
     def _choices_exist(self) -> MoEConfig:
@@ -100,16 +104,17 @@ class LatentAttentionConfig(Config):
     """Multi-head latent attention (DeepSeek-V2, https://arxiv.org/abs/2405.04434): keys and values come from one small
     vector a token, and the position is carried by extra dimensions that all heads share."""
 
-    kv_lora_rank: Size = Field(description="Size of the vector that keys and values come from.")
-    q_lora_rank: Size | None = Field(
+    kv_lora_rank: Whole = Field(gt=0, description="Size of the vector that keys and values come from.")
+    q_lora_rank: Whole | None = Field(
         default=None,
+        gt=0,
         description="Size of the vector that queries come from; none: from the hidden state directly.",
     )
-    qk_nope_head_dim: Size = Field(description="Dimensions of a head's queries and keys that carry no position.")
-    qk_rope_head_dim: Size = Field(
-        le=MAX_HEAD_DIM, description="Dimensions of a head's queries and keys that carry the position."
+    qk_nope_head_dim: Whole = Field(gt=0, description="Dimensions of a head's queries and keys that carry no position.")
+    qk_rope_head_dim: Whole = Field(
+        gt=0, le=MAX_HEAD_DIM, description="Dimensions of a head's queries and keys that carry the position."
     )
-    v_head_dim: Size = Field(description="Dimensions of a head's values.")
+    v_head_dim: Whole = Field(gt=0, description="Dimensions of a head's values.")
     rope_interleave: Flag = Field(
         default=True, description="Whether dimensions 2i and 2i + 1 rotate together, not i and i + D/2."
     )
@@ -121,10 +126,11 @@ LayerType = Literal["full_attention", "sliding_attention", "lsh_attention"]
 class LSH(Config):
     """Attention among tokens whose keys hash alike (`kernels/lsh_attention.py`)."""
 
-    chunk_size: Size = Field(default=64, description="Tokens that attend together, and to the chunk before.")
-    rounds: Size = Field(default=2, description="Hashings; a pair attends when one of them brings it together.")
-    seed: Count = Field(
+    chunk_size: Whole = Field(default=64, gt=0, description="Tokens that attend together, and to the chunk before.")
+    rounds: Whole = Field(default=2, gt=0, description="Hashings; a pair attends when one of them brings it together.")
+    seed: Whole = Field(
         default=0,
+        ge=0,
         lt=2**15,
         description="Of the random rotations, which differ from layer to layer and are fixed.",
     )
@@ -147,17 +153,17 @@ class DecoderConfig(Config):
         "deepseek_v3",
         "penjing",
     ] = Field(default="llama", description='"penjing" is any combination, in a config.json that only penjing reads.')
-    vocab_size: Size = Field(description="Tokens of the vocabulary.")
-    hidden_size: Size = Field(description="Size of a token's hidden state.")
-    intermediate_size: Size = Field(description="Inner width of the MLP, the largest where layers differ.")
-    intermediate_sizes: tuple[Size, ...] | None = Field(
+    vocab_size: Whole = Field(gt=0, description="Tokens of the vocabulary.")
+    hidden_size: Whole = Field(gt=0, description="Size of a token's hidden state.")
+    intermediate_size: Whole = Field(gt=0, description="Inner width of the MLP, the largest where layers differ.")
+    intermediate_sizes: tuple[Whole, ...] | None = Field(
         default=None, description="Inner width of each layer's MLP, as pruning leaves them; none: all alike."
     )
-    num_hidden_layers: Size = Field(description="Layers.")
-    num_attention_heads: Size = Field(description="Heads of queries.")
-    num_key_value_heads: Size = Field(description="Heads of keys and values, which queries share in groups.")
-    head_dim: Size = Field(le=MAX_HEAD_DIM, description="Dimensions of a head.")
-    max_position_embeddings: Size = Field(description="Longest context in tokens.")
+    num_hidden_layers: Whole = Field(gt=0, description="Layers.")
+    num_attention_heads: Whole = Field(gt=0, description="Heads of queries.")
+    num_key_value_heads: Whole = Field(gt=0, description="Heads of keys and values, which queries share in groups.")
+    head_dim: Whole = Field(gt=0, le=MAX_HEAD_DIM, description="Dimensions of a head.")
+    max_position_embeddings: Whole = Field(gt=0, description="Longest context in tokens.")
     rms_norm_eps: Number = Field(default=1e-6, gt=0, description="Added to the mean square before its root.")
     rope_theta: Number = Field(default=10000.0, gt=0, description="Base of the rotary frequencies.")
     rope_scaling: RopeScaling = Field(
@@ -167,15 +173,15 @@ class DecoderConfig(Config):
     attention_bias: Flag = Field(default=False, description="Whether queries, keys and values have a bias (Qwen2).")
     attention_output_bias: Flag = Field(default=False, description="Whether the attention's output has a bias.")
     mlp_bias: Flag = Field(default=False, description="Whether the MLP's layers have a bias.")
-    mlp_hadamard: Count = Field(
-        default=0, description="Block of down_proj's input that a Hadamard transform rotates; 0: none."
+    mlp_hadamard: Whole = Field(
+        default=0, ge=0, description="Block of down_proj's input that a Hadamard transform rotates; 0: none."
     )
     qk_norm: Flag = Field(
         default=False,
         description="Whether queries and keys pass an RMSNorm over a head before they are rotated (Qwen3).",
     )
-    sliding_window: Size | None = Field(
-        default=None, description="Tokens that a query sees in a sliding layer, itself included."
+    sliding_window: Whole | None = Field(
+        default=None, gt=0, description="Tokens that a query sees in a sliding layer, itself included."
     )
     layer_types: tuple[LayerType, ...] | None = Field(
         default=None,
@@ -186,10 +192,10 @@ class DecoderConfig(Config):
     latent_attention: LatentAttentionConfig | None = Field(
         default=None, description="Keys and values from one small vector; none: heads of their own."
     )
-    shared_layers: Size = Field(default=1, description="The first so many layers use one set of weights.")
-    bos_token_id: Token | None = Field(default=None, description="Token that begins a text.")
-    eos_token_ids: tuple[Token, ...] = Field(default=(), description="Tokens that end a text.")
-    pad_token_id: Token | None = Field(default=None, description="Token that fills up a batch.")
+    shared_layers: Whole = Field(default=1, ge=1, description="The first so many layers use one set of weights.")
+    bos_token_id: Whole | None = Field(default=None, description="Token that begins a text.")
+    eos_token_ids: tuple[Whole, ...] = Field(default=(), description="Tokens that end a text.")
+    pad_token_id: Whole | None = Field(default=None, description="Token that fills up a batch.")
 
     @model_validator(mode="before")
     @classmethod
