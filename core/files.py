@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from penjing.core.errors import InputError, SetupError
+from penjing.core.progress import volume
 
 _NEXT_STEP = {
     errno.ENOSPC: "the disk is full; free some space and run again",
@@ -29,6 +30,25 @@ _RENAME_EXCHANGE = 2  # renameat2(2)
 _AT_FDCWD = -100
 
 
+class NoRoomError(OSError):
+    """A file needs more bytes than its disk has free."""
+
+    def __init__(self, path: Path, needed: int, free: int) -> None:
+        super().__init__(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+        self.needed, self.free = needed, free
+
+
+def check_room(path: Path, needed: int) -> None:
+    """Refuse to begin the file `path`, of `needed` bytes, where they are not free; its folder exists.
+
+    Raises:
+        NoRoomError: `writing` makes a `SetupError` of it that says both numbers.
+    """
+    free = shutil.disk_usage(path.parent).free
+    if needed > free:
+        raise NoRoomError(path, needed, free)
+
+
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
     """Turn the operating system's refusal to write `path` (full disk, permission …) into a `SetupError`."""
@@ -38,7 +58,11 @@ def writing(path: Path) -> Iterator[None]:
         missing = error.errno == errno.ENOENT  # a file that is read may be missing too: that is another matter
         if error.errno not in _NEXT_STEP or (missing and not path.absolute().is_relative_to(str(error.filename))):
             raise
-        raise SetupError(f"cannot write {path}: {_NEXT_STEP[error.errno]}") from error
+        reason = _NEXT_STEP[error.errno]
+        if isinstance(error, NoRoomError):
+            room = f"{volume(error.needed)} are needed and {volume(error.free)} are free"
+            reason = f"the disk is full, {room}; free some space and run again"
+        raise SetupError(f"cannot write {path}: {reason}") from error
 
 
 @contextmanager

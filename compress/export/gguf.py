@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from penjing.core.artifact.decoder import open_decoder_artifact
 from penjing.core.checkpoint.decoder import Checkpoint
 from penjing.core.errors import InputError
+from penjing.core.files import check_room
 from penjing.core.manifest import read_json_object
 from penjing.core.models.config import DecoderConfig
 from penjing.core.progress import Progress
@@ -68,10 +69,17 @@ def write_gguf(folder: Path, out: Path, progress: Progress) -> None:
         data, kind = _tensor(checkpoint, name, config)
         writer.add_tensor(_gguf_name(name), data, raw_dtype=kind)
         progress.advance()
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    check_room(out, sum(tensor.nbytes for part in writer.tensors for tensor in part.values()))
+    try:
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+    except OSError as error:
+        if error.errno is None:  # numpy's tofile tells that it wrote less, and not why: one more write does
+            with open(out, "ab") as file:
+                file.write(bytes(1 << 16))
+        raise
     _check_written(checkpoint, out)
 
 

@@ -8,10 +8,11 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import nn
 
 from penjing.core.checkpoint.classifier_config import ClassifierConfig, classifier_config, save_classifier_config
+from penjing.core.checkpoint.safetensors_writer import save_tensors
 from penjing.core.errors import InputError
 from penjing.core.manifest import verify, write_manifest
 from penjing.core.models.resnet import ResNet
@@ -24,7 +25,7 @@ def save_classifier(folder: Path, config: ClassifierConfig, model: nn.Module, cr
     names."""
     save_classifier_config(folder, config)
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()}
-    save_file(tensors, folder / WEIGHTS)
+    save_tensors(tensors, folder / WEIGHTS)
     write_manifest(folder, "checkpoint", created_by)
 
 

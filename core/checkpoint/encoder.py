@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 
+from penjing.core.checkpoint.safetensors_writer import save_tensors
 from penjing.core.errors import InputError
 from penjing.core.files import atomic_write_text
 from penjing.core.manifest import MANIFEST_NAME, verify, write_manifest
@@ -65,7 +65,7 @@ def save_encoder(
     """Fill `folder`, not yet published (see `publish_folder`)."""
     save_encoder_files(folder, model.config, tokenizer_from, max_tokens)
     tensors = {published_name(name): tensor.detach().contiguous() for name, tensor in model.named_parameters()}
-    save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+    save_tensors(tensors, folder / WEIGHTS, metadata={"format": "pt"})
     write_manifest(folder, "checkpoint", created_by)
 
 

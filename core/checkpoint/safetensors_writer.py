@@ -6,15 +6,21 @@ is known only at the end, so room for it is kept at the start and padded; a shar
 
 from __future__ import annotations
 
+import errno
 import json
+import os
+import re
+import shutil
 import struct
 from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
 
-from penjing.core.files import atomic_write_text
+from penjing.core.files import NoRoomError, atomic_write_text, check_room
 
 HEADER_ROOM = 128 * 1024  # bytes: about 1000 tensors at ~110 bytes each
 MAX_SHARD_BYTES = 5_000_000_000
@@ -30,6 +36,31 @@ _DTYPES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
+
+
+def save_tensors(tensors: dict[str, torch.Tensor], path: Path, metadata: dict[str, str] | None = None) -> None:
+    """Write contiguous `tensors` of any shapes into the safetensors file `path`; nothing is left of it when that fails.
+
+    Raises:
+        NoRoomError: the disk has too little room.
+        OSError: the operating system's other refusals, which the safetensors package tells as an error of its own.
+    """
+    needed = sum(tensor.nbytes for tensor in tensors.values())
+    check_room(path, needed)
+    try:
+        save_file(tensors, path, metadata)
+    except SafetensorError as error:
+        path.unlink(missing_ok=True)
+        if (code := _os_error(error)) == errno.ENOSPC:  # another program took the room
+            raise NoRoomError(path, needed, shutil.disk_usage(path.parent).free) from error
+        if code is None:
+            raise
+        raise OSError(code, os.strerror(code), str(path)) from error
+
+
+def _os_error(error: SafetensorError) -> int | None:
+    found = re.search(r"\(os error (\d+)\)", str(error))
+    return None if found is None else int(found[1])
 
 
 class SafetensorsWriter:

@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -325,15 +326,11 @@ def test_a_run_goes_on_with_its_own_settings_or_says_which_are_others(recipe: Pa
 
 
 def test_a_full_disk_while_saving_ends_the_run(recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import errno
-
-    from penjing.train.state import checkpoint
-
-    def full(*_: object) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(checkpoint, "save_file", full)
-    with pytest.raises(SetupError, match=r"cannot write .*step-000000002: the disk is full"):
+    full = shutil.disk_usage(tmp_path)._replace(free=1000)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: full)
+    with pytest.raises(
+        SetupError, match=r"step-000000002: the disk is full, \d+ kB are needed and 1 kB are free; free"
+    ):
         train(recipe)
     assert not (tmp_path / "out").exists()
     assert list((tmp_path / "out-run/checkpoints").iterdir()) == []

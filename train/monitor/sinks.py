@@ -52,7 +52,8 @@ class JsonLines:
 
     def close(self) -> None:
         """Close the file."""
-        self._file.close()
+        with writing(self.path):
+            self._file.close()
 
 
 class TensorBoard:

@@ -17,8 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import save_file
-
+from penjing.core.checkpoint.safetensors_writer import save_tensors
 from penjing.core.errors import InputError, SetupError
 from penjing.core.files import atomic_write_text, publish_folder, sha256_file, sync_tree, writing
 from penjing.core.manifest import read_json_object
@@ -146,7 +145,7 @@ class Checkpoints:
             shutil.rmtree(final)
         tensors, plain = split_tree(tree)
         with publish_folder(final) as partial:
-            save_file(tensors, partial / _TENSORS)
+            save_tensors(tensors, partial / _TENSORS)
             (partial / _TREE).write_text(json.dumps(plain), encoding="utf-8")
             hashes = {name: sha256_file(partial / name) for name in (_TENSORS, _TREE)}
             seal = {"schema_version": SCHEMA_VERSION, "kind": "training state", "step": step, "sha256": hashes}
@@ -178,7 +177,8 @@ class ShardedCheckpoints(Checkpoints):
         partial = self._partial(step)
         if self._world.is_main:
             with writing(partial):
-                shutil.rmtree(partial, ignore_errors=True)
+                for stale in self.folder.glob(".step-*.partial"):  # of a process that was killed, or had no room
+                    shutil.rmtree(stale, ignore_errors=True)
                 partial.mkdir(parents=True)
         self._world.barrier()
 
@@ -187,10 +187,18 @@ class ShardedCheckpoints(Checkpoints):
 
     def _write(self, step: int, tree: Any) -> None:
         partial, final = self._partial(step), self.path(step)
-        with writing(partial):
-            tree.write(partial, self._world.rank)
-        if not self._world.is_main:
-            return
+        try:
+            with writing(final):
+                tree.write(partial, self._world.rank)
+                if self._world.is_main:
+                    self._complete(step, partial, final)
+        except BaseException:
+            if self._world.is_main:
+                shutil.rmtree(partial, ignore_errors=True)
+            raise
+
+    def _complete(self, step: int, partial: Path, final: Path) -> None:
+        """Wait for the files of all processes, seal them, and give them their name."""
         indices = [index_name(rank) for rank in range(self._world.size)]
         deadline = time.monotonic() + self._timeout_s
         while late := [name for name in indices if not (partial / name).exists()]:
@@ -202,13 +210,12 @@ class ShardedCheckpoints(Checkpoints):
             time.sleep(0.02)
         hashes = {name: sha256_file(partial / name) for name in indices}
         seal = {"schema_version": SHARDED_VERSION, "kind": "training state", "step": step, "sha256": hashes}
-        with writing(final):
-            atomic_write_text(partial / _COMPLETE, json.dumps(seal))
-            if final.exists():
-                shutil.rmtree(final)
-            sync_tree(partial)
-            partial.rename(final)
-            self._publish(final)
+        atomic_write_text(partial / _COMPLETE, json.dumps(seal))
+        if final.exists():
+            shutil.rmtree(final)
+        sync_tree(partial)
+        partial.rename(final)
+        self._publish(final)
 
     def _partial(self, step: int) -> Path:
         return self.folder / f".step-{step:09d}.partial"

@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 
+from penjing.core.checkpoint.safetensors_writer import save_tensors
 from penjing.core.errors import InputError
 from penjing.core.files import sha256_file
 from penjing.core.manifest import read_json_object
@@ -38,7 +38,7 @@ class ShardedTree:
     def write(self, folder: Path, rank: int) -> None:
         """Write the parts as those of process `rank`; the JSON, last, holds the hash of the other file."""
         tensors, index = _names(folder, rank)
-        save_file(self._parts, tensors)
+        save_tensors(self._parts, tensors)
         value = {"tree": self._plain, "regions": self._regions, "sha256": sha256_file(tensors)}
         partial = index.with_suffix(".partial")
         partial.write_text(json.dumps(value), encoding="utf-8")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import gguf
@@ -24,6 +25,7 @@ from penjing.core.models.config import DecoderConfig
 from penjing.core.progress import Silent
 from penjing.core.text.tokenizer import Tokenizer
 from tests.conftest import tiny_config
+from tests.disk import run_in
 
 
 def test_integers_are_the_artifact_s_and_the_model_is_the_same(tiny_int8: Path, tmp_path: Path) -> None:
@@ -126,3 +128,37 @@ def test_a_network_without_metadata_in_gguf_is_refused_by_field(tmp_path: Path) 
     config = DecoderConfig.model_validate(tiny_config().model_dump() | {"sliding_window": 8})
     with pytest.raises(InputError, match="sliding_window=8 is not written"):
         _check(config, tmp_path)
+
+
+EXPORTS = """
+    import shutil, sys
+    from collections import namedtuple
+    from pathlib import Path
+    from penjing.compress.exports import export_artifact
+    from penjing.core.errors import SetupError
+    from penjing.core.progress import Silent
+
+    folder, source = Path(sys.argv[1]), Path(sys.argv[2])
+    usage = shutil.disk_usage
+    for room in ("seen", "taken"):
+        shutil.disk_usage = usage if room == "seen" else lambda path: namedtuple("Usage", "free")(1 << 30)
+        try:
+            export_artifact(source, "gguf", folder / "model.gguf", force=False, progress=Silent())
+        except SetupError as error:
+            print(error)
+        assert not list(folder.iterdir())
+"""
+
+
+@pytest.mark.parametrize("place", ["tiny disk", "file limit"])
+def test_a_full_disk_is_one_error_and_leaves_nothing(place: str, tiny_int8: Path, tmp_path: Path) -> None:
+    """The second time another program has taken the room, and numpy, which writes the tensors, does not say why."""
+    said = run_in(place, 1 << 16, tmp_path, EXPORTS, str(tiny_int8))
+    if place == "file limit":
+        assert said == [f"cannot write {tmp_path}/model.gguf: the file-size limit is reached; raise it (ulimit -f) and "
+                        "run again"] * 2  # fmt: skip
+        return
+    assert re.fullmatch(
+        r"cannot write .*/model.gguf: the disk is full, \d+ kB are needed and \S+ kB are free; .*", said[0]
+    )
+    assert said[1] == f"cannot write {tmp_path}/model.gguf: the disk is full; free some space and run again"
