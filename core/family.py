@@ -22,6 +22,7 @@ FAMILIES: dict[FamilyName, str] = {
     "decoder": "a decoder",
     "classifier": "an image classifier",
     "encoder": "a text encoder",
+    "graph": "a graph",
 }
 """The families of penjing itself, and what messages call one of their networks."""
 GROUP, KEY = "penjing.families", "penjing_family"

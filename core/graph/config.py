@@ -1,0 +1,64 @@
+"""What a graph's inputs and outputs are, without torch: the content of its `config.json`."""
+
+from __future__ import annotations
+
+from typing import Literal, Self
+
+from pydantic import Field, model_validator
+
+from penjing.core.config import Config
+
+Meaning = Literal["tensors", "classes", "embedding"]
+DTYPE_NAMES = ("float32", "float64", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "bool")
+
+
+class TensorSpec(Config):
+    """An input or an output of a network."""
+
+    name: str = Field(pattern=r"^[A-Za-z_][A-Za-z0-9_.:/-]{0,199}$", description="Its name, which servers show too.")
+    dtype: Literal[DTYPE_NAMES] = Field(description="Type of its elements.")  # type: ignore[valid-type]
+    shape: tuple[int | str, ...] = Field(
+        description="Size of each axis; a name stands for a size that may differ from call to call, such as batch."
+    )
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.dtype}[{', '.join(map(str, self.shape))}]"
+
+
+class Pixels(Config):
+    """How an image becomes the input: resized, then (value / 255 - mean) / std for each channel."""
+
+    height: int = Field(ge=1, le=1 << 14, description="Rows of an image.")
+    width: int = Field(ge=1, le=1 << 14, description="Columns of an image.")
+    mean: tuple[float, ...] = Field(min_length=1, max_length=4, description="Mean of each channel, from 0 to 1.")
+    std: tuple[float, ...] = Field(min_length=1, max_length=4, description="Standard deviation of each channel.")
+    layout: Literal["NCHW", "NHWC"] = Field(default="NCHW", description="Where the channels stand.")
+    order: Literal["RGB", "BGR", "L"] = Field(default="RGB", description="Order of the channels; L is grey.")
+    scale: float = Field(default=255.0, gt=0, description="What a pixel is divided by before mean and std.")
+
+    @model_validator(mode="after")
+    def _channels(self) -> Self:
+        channels = 1 if self.order == "L" else 3
+        if len(self.mean) != channels or len(self.std) != channels:
+            raise ValueError(f"{self.order} images have {channels} channels, so mean and std need {channels} numbers")
+        if not all(value > 0 for value in self.std):
+            raise ValueError("each std must be above 0")
+        return self
+
+
+class GraphConfig(Config):
+    """Content of `config.json` of a graph's checkpoint or artifact."""
+
+    penjing_family: Literal["graph"] = Field(default="graph", description="The family of networks.")
+    schema_version: Literal[1] = Field(default=1, description="Version of this format.")
+    inputs: tuple[TensorSpec, ...] = Field(min_length=1, description="What the network takes, in order.")
+    outputs: tuple[TensorSpec, ...] = Field(min_length=1, description="What it gives, in order.")
+    meaning: Meaning = Field(default="tensors", description="What the first output holds.")
+    labels: tuple[str, ...] = Field(default=(), description="Name of each class, where the first output has classes.")
+    pixels: Pixels | None = Field(default=None, description="How images become the first input; none: no images.")
+
+    @property
+    def batched(self) -> bool:
+        """Whether axis 0 of every input and output is one and the same dynamic axis."""
+        axes = {spec.shape[0] if spec.shape else None for spec in (*self.inputs, *self.outputs)}
+        return len(axes) == 1 and isinstance(axes.pop(), str)
