@@ -55,6 +55,7 @@ PAGES = {
 MARKUP = re.compile(r"<(html|head|body|table|h[1-6])\b")
 FORMATS = {
     "penjing.json": "penjing.core.manifest.Manifest",
+    "config.json of a graph": "penjing.core.graph.config.GraphConfig",
     "quantization.json": "penjing.core.artifact.onnx.Quantization",
     "parity.json": "penjing.core.artifact.parity.Parity",
     "report.json": "penjing.compress.report.schema.Report",
