@@ -84,7 +84,7 @@ def graph_config(folder: Path) -> GraphConfig:
         raise InputError(f"{folder} cannot be loaded: {error}; import the network again") from error
 
 
-def recorded_answers(folder: Path) -> dict[str, Tensor]:
+def answers_at_import(folder: Path) -> dict[str, Tensor]:
     """What the network answered to its example when it came in, by output.
 
     Raises:

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penjing.core.checkpoint.graph import load_network, recorded_answers, save_graph
+from penjing.core.checkpoint.graph import load_network, answers_at_import, save_graph
 from penjing.core.errors import InputError
 from penjing.core.graph.network import tensors_of
 from penjing.core.graph.store import dump_graph, load_graph
@@ -32,7 +32,7 @@ def test_a_checkpoint_gives_the_same_network_back(tmp_path: Path) -> None:
         loaded = load_network(tmp_path / name)
         assert loaded.config == network.config
         assert loaded.text() == network.text()
-        (answer,) = recorded_answers(tmp_path / name).values()
+        (answer,) = answers_at_import(tmp_path / name).values()
         torch.testing.assert_close(loaded(*loaded.inputs())[0], answer, rtol=0, atol=0)
         trained = [name for name, _ in loaded.module.named_parameters()]
         assert sorted(trained) == sorted(name for name, _ in network.module.named_parameters())
