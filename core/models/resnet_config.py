@@ -83,17 +83,19 @@ def cifar_resnet(depth: int, num_classes: int = 10, *, width: int = 16, in_chann
 def imagenet_resnet(
     depth: int, num_classes: int = 1000, *, groups: int = 1, width_per_group: int = 64, in_channels: int = 3
 ) -> ResNetConfig:
-    """ResNet-18, 34 or 50 for 224×224 images; ResNeXt-50 32×4d is depth 50, groups 32, width_per_group 4.
+    """ResNet-18, 34, 50, 101 or 152 for 224×224 images; ResNeXt-50 32×4d is depth 50, groups 32, width_per_group 4,
+    ResNeXt-101 32×8d depth 101, groups 32, width_per_group 8.
 
     The stride of a bottleneck is in its 3×3 convolution, as everywhere after the paper ("v1.5").
 
     Raises:
         ValueError: another depth.
     """
-    counts = {18: (2, 2, 2, 2), 34: (3, 4, 6, 3), 50: (3, 4, 6, 3)}.get(depth)
-    if counts is None:
-        raise ValueError(f"depth={depth} is not one of 18, 34, 50")
-    bottleneck = depth == 50
+    third = {18: 2, 34: 6, 50: 6, 101: 23, 152: 36}.get(depth)  # table 1 of the paper
+    if third is None:
+        raise ValueError(f"depth={depth} is not one of 18, 34, 50, 101, 152")
+    counts = (2, 2, 2, 2) if depth == 18 else (3, 8 if depth == 152 else 4, third, 3)
+    bottleneck = depth >= 50
     stages = []
     for index, count in enumerate(counts):
         plain = 64 << index

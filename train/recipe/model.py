@@ -27,7 +27,8 @@ class ResNetModel(Config):
 
     architecture: Literal["resnet"] = Field(description="A residual network for images.")
     variant: Literal["cifar", "imagenet"] = Field(
-        default="cifar", description='"cifar" is for small images (depth 6·n + 2), "imagenet" has depth 18, 34 or 50.'
+        default="cifar",
+        description='"cifar" is for small images (depth 6·n + 2), "imagenet" has depth 18, 34, 50, 101 or 152.',
     )
     depth: int = Field(description="Layers with weights, of those that the variant allows.")
     width: int = Field(default=16, gt=0, description='Channels of the first stage of "cifar".')

@@ -26,7 +26,7 @@ def randomize(model: nn.Module) -> None:
             module.running_var.uniform_(0.5, 1.5)
 
 
-@pytest.mark.parametrize("depth", [18, 34, 50])
+@pytest.mark.parametrize("depth", [18, 34, 50, 101])
 def test_outputs_equal_transformers_on_copied_weights(depth: int) -> None:
     from transformers import ResNetConfig as TheirConfig
     from transformers import ResNetForImageClassification
@@ -63,7 +63,10 @@ def test_outputs_equal_transformers_on_copied_weights(depth: int) -> None:
         (imagenet_resnet(18), 11.690),
         (imagenet_resnet(34), 21.798),
         (imagenet_resnet(50), 25.557),
+        (imagenet_resnet(101), 44.549),
+        (imagenet_resnet(152), 60.193),
         (imagenet_resnet(50, groups=32, width_per_group=4), 25.029),
+        (imagenet_resnet(101, groups=32, width_per_group=8), 88.791),
     ],
 )
 def test_published_sizes(config: ResNetConfig, millions: float) -> None:
@@ -80,8 +83,8 @@ def test_cifar_networks_have_their_depth(depth: int) -> None:
     assert model(torch.randn(2, 1, 28, 28)).shape == (2, 10)
     with pytest.raises(ValueError, match="is not 6·n"):
         cifar_resnet(10)
-    with pytest.raises(ValueError, match="not one of 18, 34, 50"):
-        imagenet_resnet(101)
+    with pytest.raises(ValueError, match="not one of 18, 34, 50, 101, 152"):
+        imagenet_resnet(102)
 
 
 def test_a_resnext_block_equals_its_branches_added_up() -> None:
