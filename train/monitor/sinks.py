@@ -60,7 +60,7 @@ class TensorBoard:
     """Scalars for TensorBoard, under train/ and eval/.
 
     Raises:
-        SetupError: the package `tensorboard` is not installed.
+        SetupError: the package `tensorboard` is not installed; from every method: disk full, no permission.
     """
 
     def __init__(self, folder: Path, first_step: int = 0) -> None:
@@ -71,17 +71,21 @@ class TensorBoard:
                 "monitor.tensorboard = true needs the package tensorboard: pip install 'penjing[train]', or set it "
                 "to false"
             ) from error
-        self._writer = SummaryWriter(str(folder), purge_step=first_step + 1)
+        self._folder = folder
+        with writing(folder):
+            self._writer = SummaryWriter(str(folder), purge_step=first_step + 1)
 
     def write(self, record: Record) -> None:
         """Write each number of the record."""
-        for name, value in record.items():
-            if isinstance(value, int | float) and name != "step":
-                self._writer.add_scalar(name if "/" in name else f"train/{name}", value, record["step"])
+        with writing(self._folder):  # what its thread met earlier is raised here, or at the end
+            for name, value in record.items():
+                if isinstance(value, int | float) and name != "step":
+                    self._writer.add_scalar(name if "/" in name else f"train/{name}", value, record["step"])
 
     def close(self) -> None:
         """Flush and close."""
-        self._writer.close()
+        with writing(self._folder):
+            self._writer.close()
 
 
 class Prometheus:

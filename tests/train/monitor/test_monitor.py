@@ -18,6 +18,7 @@ from penjing.train.monitor.monitor import ActivationRanges, Monitor, MonitorConf
 from penjing.train.monitor.sinks import JsonLines, Prometheus, Record, TensorBoard
 from penjing.train.objective.objective import CrossEntropy
 from tests.conftest import tiny_config
+from tests.disk import run_in
 from tests.train.conftest import token_batch
 
 
@@ -191,3 +192,31 @@ def test_counting_flops_leaves_statistics_alone() -> None:
     peak, origin = peak_flops(torch.device("cpu"), torch.float32)
     assert peak > 1e9
     assert "measured here in float32" in origin
+
+
+FILLS = """
+    import sys
+    from contextlib import closing
+    from pathlib import Path
+    from penjing.core.errors import SetupError
+    from penjing.train.monitor.sinks import JsonLines, TensorBoard
+
+    for sink in (JsonLines, TensorBoard):
+        folder = Path(sys.argv[1]) / sink.__name__
+        folder.mkdir()
+        try:
+            with closing(sink(folder / "x")) as open_sink:
+                for step in range(3000):
+                    open_sink.write({"step": step, "loss": 1.0, "learning_rate": 1.0, "gradient_norm": 1.0})
+        except SetupError as error:
+            print(error)
+        for path in folder.rglob("*"):
+            path.unlink() if path.is_file() else None
+"""
+
+
+def test_a_full_disk_is_one_error_of_each_sink(tmp_path: Path) -> None:
+    assert run_in("tiny disk", 1 << 16, tmp_path, FILLS) == [
+        f"cannot write {tmp_path}/{name}/x: the disk is full; free some space and run again"
+        for name in ("JsonLines", "TensorBoard")
+    ]
