@@ -76,6 +76,18 @@ def check_shares(batch_size: int, shares: int, processes: int) -> None:
         )
 
 
+def repeats(batch_size: int, num_samples: int | None) -> str:
+    """What to tell of a batch that holds every sample of the data more than once; empty where it does not, or where a
+    stream does not know its samples."""
+    if num_samples is None or batch_size <= num_samples:
+        return ""
+    return (
+        f"data.batch_size={batch_size} is more than the {num_samples:,} samples that there are: every update sees each "
+        f"of them {batch_size / num_samples:.3g} times, which costs time and teaches no more; lower data.batch_size to "
+        f"{num_samples} or less, or give more data"
+    )
+
+
 def recut(batch_size: int, shares: int, largest: int, multiple: int = 1) -> Cut:
     """The cut of a resumed run, whose batch stays what it was, whatever the number of processes.
 

@@ -6,10 +6,9 @@ from __future__ import annotations
 import os
 import platform
 import shutil
-import signal
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 
 import torch
@@ -20,7 +19,7 @@ from penjing.core.errors import InputError
 from penjing.core.files import publish_folder, writing
 from penjing.core.models.moe import keep_out_of_graphs
 from penjing.core.progress import Progress, Silent
-from penjing.train.batch_size import Cut, check_shares, fastest_micro_batch, recut
+from penjing.train.batch_size import Cut, check_shares, fastest_micro_batch, recut, repeats
 from penjing.train.data.prefetch import Prefetched
 from penjing.train.families.base import Task, build_task
 from penjing.train.loop import Evaluation, Trainer
@@ -46,6 +45,7 @@ from penjing.train.parallel.profile import profiling
 from penjing.train.parallelize import Parallelized, form_mesh, gather, measured, parallelize
 from penjing.train.plan.estimate import MemoryEstimate, check_memory, estimate_memory, share_of
 from penjing.train.plan.preflight import check_recipe, check_run
+from penjing.train.processes.stop import stop_signals
 from penjing.train.processes.watch import watching
 from penjing.train.processes.world import World, join_world
 from penjing.train.recipe.recipe import RunRecipe, TrainRecipe, parse_size
@@ -123,7 +123,7 @@ def train_task(
         if watch is not None:
             watch.at("its data")
         task = build(progress)
-        with join_world(recipe.device, watch) as world, _stop_signals() as stop_requested:
+        with join_world(recipe.device, watch) as world, stop_signals() as stop_requested:
             run = _Run(recipe, task, form_mesh(world, measured(recipe, world, progress), progress), progress)
             return run.train(resume, accept_changes, force, profile, stop_requested, began, command)
 
@@ -204,6 +204,8 @@ class _Run:
         micro_batch = cut.micro_batch
         stream = Prefetched(task.stream(micro_batch, world.data), recipe.data.prefetch, pin=world.device.type == "cuda")
         stack.callback(stream.close)
+        if said := repeats(recipe.data.batch_size, stream.state_dict().get("num_samples")):
+            self.progress.note(said)
         evaluation = None
         if recipe.evaluation.every:
             every = recipe.evaluation.every
@@ -374,21 +376,3 @@ def _check_output(recipe: RunRecipe, resume: str, force: bool) -> None:
                 f"{recipe.run_folder} holds checkpoints of an earlier run; "
                 "go on with --resume auto, or start again with --force"
             )
-
-
-@contextmanager
-def _stop_signals() -> Iterator[Callable[[], bool]]:
-    """Turn the first SIGTERM or SIGINT into a request that the loop sees; a second SIGINT interrupts at once."""
-    asked: list[int] = []
-
-    def on_signal(number: int, frame: object) -> None:
-        if asked and number == signal.SIGINT:
-            raise KeyboardInterrupt
-        asked.append(number)
-
-    before = {number: signal.signal(number, on_signal) for number in (signal.SIGTERM, signal.SIGINT)}
-    try:
-        yield lambda: bool(asked)
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penjing.core.errors import ConfigError
-from penjing.train.batch_size import Cut, recut
+from penjing.train.batch_size import Cut, recut, repeats
 
 
 def test_a_batch_that_does_not_divide_is_refused() -> None:
@@ -32,3 +32,8 @@ def test_a_run_goes_on_with_any_number_of_processes(batch: int, shares: int, lar
 def test_what_is_filled_up_is_said() -> None:
     assert str(recut(8, 3, 4)) == "batch 8 = 3 × 3 × 1 accumulated less 1"
     assert str(recut(12, 3, 2)) == "batch 12 = 3 × 2 × 2 accumulated"
+
+
+def test_a_batch_that_repeats_samples_is_told() -> None:
+    assert repeats(8, 8) == repeats(8, None) == ""
+    assert "more than the 1,200 samples that there are: every update sees each of them 2.5 times" in repeats(3000, 1200)

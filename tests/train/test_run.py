@@ -344,6 +344,14 @@ def test_auto_micro_batch_is_measured_and_kept(recipe: Path, tmp_path: Path) -> 
     assert state["run"]["micro_batch"] == int(found[1])
 
 
+def test_a_batch_of_more_samples_than_there_are_is_told(recipe: Path) -> None:
+    for size, told in ((8, 0), (4096, 1)):
+        notes = Notes()
+        train(recipe, ["steps=1", f"data.batch_size={size}", "data.micro_batch=8"], force=True, progress=notes)
+        said = [line for line in notes.lines if "every update sees each of them" in line]
+        assert len(said) == told
+
+
 def test_training_starts_from_given_weights(recipe: Path, tmp_path: Path, losses: Losses) -> None:
     train(recipe, ["steps=40", "learning_rate.peak=0.01"])
     train(recipe, ["steps=1", f"initial={tmp_path}/out", f"output={tmp_path}/next"])
