@@ -47,7 +47,7 @@ from penjing.train.plan.estimate import MemoryEstimate, check_memory, estimate_m
 from penjing.train.plan.preflight import check_recipe, check_run
 from penjing.train.processes.stop import stop_signals
 from penjing.train.processes.watch import watching
-from penjing.train.processes.world import World, join_world
+from penjing.train.processes.world import World, choose_device, join_world
 from penjing.train.recipe.recipe import RunRecipe, TrainRecipe, parse_size
 from penjing.train.state.checkpoint import Checkpoints, ShardedCheckpoints
 from penjing.train.state.initial import fill_weights, materialize, without_data
@@ -119,7 +119,7 @@ def train_task(
     progress = progress if progress is not None and is_main else Silent()
     with watching(recipe.parallel.timeout) as watch:
         _check_output(recipe, resume, force)
-        check_recipe(recipe, int(os.environ.get("WORLD_SIZE", "1")))
+        _check_machine(recipe, int(os.environ.get("WORLD_SIZE", "1")), is_new=resume == "never")
         if watch is not None:
             watch.at("its data")
         task = build(progress)
@@ -134,7 +134,6 @@ class _Run:
         self.task = task
         self.world = world
         self.progress = progress
-        check_hardware(recipe.precision, world.device)
         if slow := slow_modes(recipe.precision, world.device):
             progress.note(slow)
 
@@ -335,7 +334,6 @@ class _Run:
             data = recipe.data.model_copy(update={"batch_size": cut.filled, "micro_batch": cut.micro_batch})
             check_run(recipe.model_copy(update={"data": data}), world.size, limit)
         else:
-            check_shares(batch, parts, world.size)
             check_run(recipe, world.size, limit)
             share = batch // parts
             if wanted == "auto":
@@ -363,6 +361,17 @@ class _Run:
         }
         with publish_folder(self.recipe.output, replace=replace) as partial:
             self.task.export(model, partial, created_by)
+
+
+def _check_machine(recipe: RunRecipe, processes: int, *, is_new: bool) -> None:
+    """Refuse what this machine or this number of processes cannot do, before any data is prepared."""
+    check_hardware(recipe.precision, choose_device(recipe.device))
+    check_recipe(recipe, processes)
+    if is_new:  # one that goes on cuts its batch anew
+        data, shares = recipe.data, recipe.parallel.data_size(processes)
+        check_shares(data.batch_size, shares, processes)
+        if isinstance(data.micro_batch, int):
+            Cut(data.batch_size, shares, data.micro_batch).check()
 
 
 def _check_output(recipe: RunRecipe, resume: str, force: bool) -> None:

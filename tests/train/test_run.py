@@ -10,11 +10,13 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from penjing.core.config import load_recipe
 from penjing.core.errors import ConfigError, InputError, SetupError
 from penjing.core.manifest import verify
 from penjing.serve.engine.request import SamplingParams
@@ -22,7 +24,9 @@ from penjing.serve.generate import generate_stream
 from penjing.train.loop import InterruptedRunError
 from penjing.train.monitor.alarms import AlarmError
 from penjing.train.parallel.traffic import read_trace
-from penjing.train.run import train
+from penjing.train.processes.world import choose_device
+from penjing.train.recipe.recipe import TrainRecipe
+from penjing.train.run import train, train_task
 
 Losses = Callable[[Path], dict[int, float]]
 
@@ -268,6 +272,31 @@ def test_bad_settings_are_one_clear_error(
     assert "\n" not in str(raised.value)
     assert not (tmp_path / "out").exists()
     assert not list(tmp_path.glob(".*partial*"))
+
+
+@pytest.mark.parametrize(
+    ("setting", "says"),
+    [
+        ("device=cuda", "torch finds no CUDA device here"),
+        ("precision.mode=tf32", "'tf32' needs an NVIDIA GPU"),
+        ("data.micro_batch=3", "batch_size=8 is not a multiple of data.micro_batch=3"),
+        ("parallel.dp=2", "parallel.dp=2 × pp=1 × cp=1 × tp=1 needs 2 processes, this run has 1"),
+    ],
+)
+def test_the_machine_is_looked_at_before_any_data(recipe: Path, setting: str, says: str) -> None:
+    def build(_: object) -> NoReturn:
+        raise AssertionError("data was prepared")
+
+    with pytest.raises(ConfigError, match=says):
+        train_task(load_recipe(TrainRecipe, recipe, [setting]), build, command="tests")
+
+
+def test_more_processes_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setenv("LOCAL_RANK", "2")
+    with pytest.raises(ConfigError, match=r"process 3 of this machine, where torch finds 2; start 2 \(--launch 2\)"):
+        choose_device("auto")
 
 
 def test_work_that_is_there_is_not_overwritten(recipe: Path, tmp_path: Path) -> None:

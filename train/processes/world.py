@@ -165,11 +165,21 @@ def join_world(device: str = "auto", watch: Watch | None = None) -> Iterator[Wor
 
 
 def choose_device(device: str) -> torch.device:
-    """The device of this process: see `join_world`."""
+    """The device of this process: see `join_world`.
+
+    Raises:
+        ConfigError: "cuda" where there is none, or more processes than GPUs.
+    """
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cuda":
         if not torch.cuda.is_available():
             raise ConfigError("device = 'cuda': torch finds no CUDA device here; write device = 'cpu' or 'auto'")
-        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        index, found = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+        if index >= found:
+            raise ConfigError(
+                f"each process computes on a GPU of its own: this is process {index + 1} of this machine, where torch "
+                f"finds {found}; start {found} (--launch {found}), or set device = 'cpu'"
+            )
+        return torch.device("cuda", index)
     return torch.device(device)
