@@ -18,13 +18,12 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from penjing.core.config import parse_config
-from penjing.core.errors import ConfigError, InputError
+from penjing.core.errors import InputError
 from penjing.core.files import atomic_write_text
-from penjing.core.graph.config import GraphConfig
+from penjing.core.graph.config import graph_config
 from penjing.core.graph.network import Network, tensors_of
 from penjing.core.graph.store import dump_graph, load_graph
-from penjing.core.manifest import read_json_object, verify, write_manifest
+from penjing.core.manifest import verify, write_manifest
 
 WEIGHTS, GRAPH, EXAMPLE = "model.safetensors", "graph.json", "example.safetensors"
 
@@ -70,18 +69,6 @@ def load_network(folder: Path) -> Network:
     ):
         raise InputError(f"{folder}: config.json and {GRAPH} name other inputs or outputs; import the network again")
     return Network(module, config, example)
-
-
-def graph_config(folder: Path) -> GraphConfig:
-    """The content of a graph's `config.json`.
-
-    Raises:
-        InputError: missing, damaged, or of another kind.
-    """
-    try:
-        return parse_config(GraphConfig, read_json_object(folder / "config.json"), str(folder / "config.json"))
-    except ConfigError as error:
-        raise InputError(f"{folder} cannot be loaded: {error}; import the network again") from error
 
 
 def answers_at_import(folder: Path) -> dict[str, Tensor]:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from penjing.core.config import Config
+from penjing.core.config import Config, parse_config
+from penjing.core.errors import ConfigError, InputError
+from penjing.core.manifest import read_json_object
 
 Meaning = Literal["tensors", "classes", "embedding"]
 DTYPE_NAMES = ("float32", "float64", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "bool")
@@ -62,3 +65,15 @@ class GraphConfig(Config):
         """Whether axis 0 of every input and output is one and the same dynamic axis."""
         axes = {spec.shape[0] if spec.shape else None for spec in (*self.inputs, *self.outputs)}
         return len(axes) == 1 and isinstance(axes.pop(), str)
+
+
+def graph_config(folder: Path) -> GraphConfig:
+    """The content of a graph's `config.json`.
+
+    Raises:
+        InputError: missing, damaged, or of another kind.
+    """
+    try:
+        return parse_config(GraphConfig, read_json_object(folder / "config.json"), str(folder / "config.json"))
+    except ConfigError as error:
+        raise InputError(f"{folder} cannot be loaded: {error}; import the network again") from error

@@ -53,7 +53,7 @@ def open_graph(
     if not optimise:
         options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
     if not path.is_file():
-        raise InputError(f"{path} does not exist; give an artifact that 'penjing compress' made of a classifier")
+        raise InputError(f"{path} does not exist; give an artifact that 'penjing compress' made")
     check_external_data(path)
     try:
         session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])

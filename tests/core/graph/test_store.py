@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penjing.core.checkpoint.graph import load_network, answers_at_import, save_graph
+from penjing.core.checkpoint.graph import answers_at_import, load_network, save_graph
 from penjing.core.errors import InputError
 from penjing.core.graph.network import tensors_of
 from penjing.core.graph.store import dump_graph, load_graph
