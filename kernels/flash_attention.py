@@ -12,11 +12,13 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from penjing.kernels.dispatch import autocast_together, gpu_kernels
 from penjing.kernels.gpu.registry import MAX_HEAD_DIM
 
 GPU_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+_ROWS = 512  # of a mask; 512 × 16 384 is 8 MB
 MAX_GRID = 65_535  # heads or sequences of one launch
 
 
@@ -122,19 +124,34 @@ def flash_attention_torch(
     num_queries, num_keys = q.shape[2], k.shape[2]
     if q.numel() == 0 or num_keys == 0:
         return torch.zeros_like(q_BTHD)
-    mask = None
-    if causal and (num_queries != num_keys or (window is not None and window < num_keys)):
-        position_T1 = torch.arange(num_keys - num_queries, num_keys, device=q.device)[:, None]
-        key_S = torch.arange(num_keys, device=q.device)
-        mask = key_S <= position_T1
-        if window is not None:
-            mask &= key_S > position_T1 - window
-    out = F.scaled_dot_product_attention(
-        q, k, v, attn_mask=mask, is_causal=causal and mask is None, scale=scale, enable_gqa=True
-    )
-    if num_queries > num_keys and mask is not None:
-        out = out.masked_fill(~mask.any(1, keepdim=True), 0.0)
+    if not causal or (num_queries == num_keys and (window is None or window >= num_keys)):
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale, enable_gqa=True)
+    elif num_queries <= _ROWS:
+        out = _masked(q, k, v, num_keys - num_queries, window, scale)
+    else:  # rows at a time, whose masks are made again for the gradients: no mask of all rows is ever held
+        blocks = []
+        for begin in range(0, num_queries, _ROWS):
+            end = min(begin + _ROWS, num_queries)
+            last = max(end + num_keys - num_queries, 0)
+            first = 0 if window is None else min(max(begin + num_keys - num_queries - window + 1, 0), last)
+            rows = q[:, :, begin:end], k[:, :, first:last], v[:, :, first:last]
+            offset = begin + num_keys - num_queries - first
+            blocks.append(checkpoint(_masked, *rows, offset, window, scale, use_reentrant=False))
+        out = torch.cat(blocks, 2)
     return out.transpose(1, 2)
+
+
+def _masked(q: Tensor, k: Tensor, v: Tensor, offset: int, window: int | None, scale: float) -> Tensor:
+    """(B, H, T, D): causal attention of queries the first of which stands at key `offset`."""
+    if not k.shape[2]:
+        return torch.zeros_like(q)
+    position_T1 = torch.arange(offset, offset + q.shape[2], device=q.device)[:, None]
+    key_S = torch.arange(k.shape[2], device=q.device)
+    mask = key_S <= position_T1
+    if window is not None:
+        mask &= key_S > position_T1 - window
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=True)
+    return out if offset >= 0 else out.masked_fill(~mask.any(1, keepdim=True), 0.0)
 
 
 class _Attention(torch.autograd.Function):

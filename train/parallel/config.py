@@ -189,7 +189,7 @@ def _check_decoder(config: ParallelConfig, model: DecoderConfig, dp: int, length
                 "false"
             )
     if cp > 1:
-        _divides("cp", cp, "data.sequence_length", length)
+        _divides("2 × cp", 2 * cp, "data.sequence_length", length)
         if config.sequence:
             _divides("cp × tp", cp * tp, "data.sequence_length (parallel.sequence)", length)
         if "lsh_attention" in (model.layer_types or ()):
