@@ -1,8 +1,8 @@
 """How much a unit matters: one number for each unit of a group, larger is more important.
 
 - `l1`, `l2`: magnitude of everything the unit takes (Li et al., https://arxiv.org/abs/1608.08710, over coupled slices).
-- `taylor`: |Σ weight × gradient|, the change of the loss in first order (Molchanov et al.,
-  https://arxiv.org/abs/1906.10771); needs calibration losses.
+- `taylor`: Σ weight × gradient, the change of a batch's loss in first order, as root of the mean square over batches
+  (Molchanov et al., https://arxiv.org/abs/1906.10771); needs calibration losses.
 - `activation`: mean |input| of the layers that read the unit, times the magnitude of their weights for it (after
   Minitron, https://arxiv.org/abs/2407.14679, and Wanda, https://arxiv.org/abs/2306.11695); needs calibration inputs.
 - `random`: a baseline.
@@ -41,8 +41,9 @@ def magnitude(model: nn.Module | Weights, groups: Sequence[Group], power: Litera
 
 
 def taylor(model: nn.Module, groups: Sequence[Group], losses: Iterable[Tensor]) -> Scores:
-    """First-order change of the summed losses when a unit goes.
+    """First-order change of a loss when a unit goes: root of the mean square over the losses.
 
+    Squares, because changes of either sign would cancel over the losses: near a minimum their sum is almost nothing.
     Only tensors of the groups get gradients, each gone once its products are summed: a network's worth of them would
     double the memory.
 
@@ -58,32 +59,36 @@ def taylor(model: nn.Module, groups: Sequence[Group], losses: Iterable[Tensor]) 
         for place in group.places:
             if (parameter := _parameter(model, place)) is not None:
                 dims[id(parameter)].add(place.dim)
-    products: dict[tuple[int, int], np.ndarray] = {}
+    products: dict[tuple[int, int], np.ndarray] = {}  # of one loss
+    seen: set[int] = set()
 
     def take(parameter: Tensor) -> None:
         gradient = parameter.grad
         assert gradient is not None
+        seen.add(id(parameter))
         for dim in dims[id(parameter)]:
-            key = (id(parameter), dim)
-            products[key] = products.get(key, 0.0) + _slices(parameter, dim, lambda w: w * gradient)
+            products[id(parameter), dim] = _slices(parameter, dim, lambda w: w * gradient)
         parameter.grad = None
 
     def change(place: Place) -> np.ndarray | None:
-        parameter = _parameter(model, place)
-        if parameter is None:
-            return None
-        if (id(parameter), place.dim) not in products:
-            raise InputError(f"no calibration batch gives {place.tensor} a gradient; give calibration data")
-        return products[id(parameter), place.dim]
+        return products.get((id(_parameter(model, place)), place.dim))
 
+    count, squares = 0, [np.zeros(len(group)) for group in groups]
     with ExitStack() as stack:
         for key, parameter in parameters.items():
             parameter.requires_grad_(bool(dims[key]))
             if dims[key]:
                 stack.callback(parameter.register_post_accumulate_grad_hook(take).remove)
         for loss in losses:
+            products.clear()
             loss.backward()
-    return [np.abs(scores) for scores in _summed(groups, change, 1)]
+            count += 1
+            for total, changes in zip(squares, _summed(groups, change, 1), strict=True):
+                total += changes**2
+    for place in (place for group in groups for place in group.places):
+        if (parameter := _parameter(model, place)) is not None and id(parameter) not in seen:
+            raise InputError(f"no calibration batch gives {place.tensor} a gradient; give calibration data")
+    return [np.sqrt(total / max(count, 1)) for total in squares]
 
 
 def activation(model: nn.Module, groups: Sequence[Group], batches: Iterable[tuple[Any, ...]]) -> Scores:

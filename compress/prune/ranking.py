@@ -19,6 +19,7 @@ from penjing.compress.prune.importance import Scores
 from penjing.core.errors import ConfigError, InputError
 
 Scope = Literal["local", "global", "isomorphic"]
+MAX_SHARE = 0.9  # of a group
 Choice = list[tuple[Group, list[int]]]
 
 
@@ -29,7 +30,7 @@ def select(
     *,
     scope: Scope = "local",
     round_to: int = 8,
-    max_share: float = 0.9,
+    max_share: float = MAX_SHARE,
 ) -> Choice:
     """The units to remove.
 

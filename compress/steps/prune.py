@@ -20,11 +20,20 @@ from pydantic import Field, field_validator, model_validator
 from torch import Tensor, nn
 
 from penjing.compress.families.base import Pruner
-from penjing.compress.prune.budget import Budget, candidate, dense_sizes, latency, shapes_after, share_for, sizes
+from penjing.compress.prune.budget import (
+    Budget,
+    candidate,
+    dense_sizes,
+    latency,
+    latency_met,
+    shapes_after,
+    share_for,
+    sizes,
+)
 from penjing.compress.prune.depth import least
 from penjing.compress.prune.graph import Group, dependency_graph
 from penjing.compress.prune.importance import Kind, Scores, activation, magnitude, random, taylor
-from penjing.compress.prune.ranking import Choice, Scope, select
+from penjing.compress.prune.ranking import MAX_SHARE, Choice, Scope, select
 from penjing.compress.prune.subject import Part, Subject, shapes_of
 from penjing.compress.prune.surgery import cuts_of
 from penjing.compress.samples.data import Samples
@@ -35,6 +44,7 @@ from penjing.core.work import Places
 from penjing.train.numerics.recompute import apply_recompute, blocks
 
 LOGIT_STRIDE = 64
+SAID_BELOW = 0.02  # of the units fewer than asked for: more is said
 DECODER_PARTS = ("ffn", "heads", "hidden", "layers")
 
 
@@ -109,6 +119,8 @@ class Prune(Step):
         """See `Step`."""
         context.family.need("pruner", "pruned")
         check_parts(self.parts, context)
+        if self.protect:
+            check_protected(self.protect, context.model, context.family.skeleton(context.model).model)
 
     def weakens(self) -> dict[str, Any]:
         """See `Step`."""
@@ -150,6 +162,19 @@ def check_parts(parts: tuple[str, ...] | None, context: Context) -> None:
         raise ConfigError(
             f"parts={list(parts)}: decoders have parts, {context.model} is {context.family.said}; leave them out"
         )
+
+
+def check_protected(protect: tuple[str, ...], folder: Path, model: nn.Module) -> None:
+    """Refuse patterns that protect nothing.
+
+    Raises:
+        ConfigError: one matches no tensor of `model`.
+    """
+    for pattern in protect:
+        if not any(fnmatchcase(name, pattern) for name in shapes_of(model)):
+            raise ConfigError(
+                f"protect: {pattern!r} matches no tensor of {folder}; look with 'penjing compress inspect'"
+            )
 
 
 def prune_checkpoint(
@@ -204,6 +229,13 @@ def prune_checkpoint(
     }
     if step.target is not None and step.target.latency is not None and data is not None:
         record["latency"] = latency(subject.dense, pruned, _first(data))
+        record["latency"] |= {"met": (met := latency_met(step.target, record["latency"]))}
+        if not met:
+            asked, reached = step.target.latency, record["latency"]
+            progress.note(
+                f"target.latency={asked:g} is missed: {reached['ratio']:.3f} of the time that the network took, "
+                f"{1e3 * reached['pruned_s']:.3g} ms; run it on a machine that does nothing else, or aim lower"
+            )
     return record | {"seconds": time.perf_counter() - began}
 
 
@@ -234,12 +266,8 @@ def _choose(subject: Subject, step: Prune, data: Samples | None, progress: Progr
     """The units that leave, and the record of how they were chosen."""
     found: dict[str, Any] = {"kind": "prune", "method": step.method, "rank": step.rank, "round_to": step.round_to}
     if step.parts == ("layers",):
-        return [], found | {"share": 0.0, "groups": [], "importance": []}
-    for pattern in step.protect:
-        if not any(fnmatchcase(name, pattern) for name in shapes_of(subject.model)):
-            raise ConfigError(
-                f"protect: {pattern!r} matches no tensor of {subject.folder}; look with 'penjing compress inspect'"
-            )
+        return [], found | {"share": 0.0, "share_removed": 0.0, "groups": [], "importance": []}
+    check_protected(step.protect, subject.folder, subject.model)
     progress.start("analysing the network", 1)
     graph = dependency_graph(subject.model, subject.example, protect=step.protect)
     if not graph.groups:
@@ -270,7 +298,13 @@ def _choose(subject: Subject, step: Prune, data: Samples | None, progress: Progr
     left_alone = [part for part, groups in parts.items() if not any(group in groups for group, _ in choice)]
     if choice and left_alone:
         progress.note(f"nothing of {', '.join(left_alone)} leaves at a share of {share:.3g}: too few units to round")
-    found |= {"share": share, "groups": [], "importance": []}
+    removed = sum(len(units) for _, units in choice) / sum(len(group) for groups in parts.values() for group in groups)
+    if choice and removed < share - SAID_BELOW:
+        progress.note(
+            f"a share of {share:.3g} of the units was asked for, {removed:.3g} leaves: widths that stay are rounded up "
+            f"to multiples of round_to={step.round_to}, and no group loses more than {MAX_SHARE:.0%}"
+        )
+    found |= {"share": share, "share_removed": removed, "groups": [], "importance": []}
     gone = {id(group): units for group, units in choice}
     for part, groups in parts.items():
         for group, values in zip(groups, scores[part], strict=True):

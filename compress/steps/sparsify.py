@@ -22,7 +22,7 @@ from penjing.compress.distill.training import train_checkpoint
 from penjing.compress.families.base import Pruner
 from penjing.compress.prune.graph import Group, dependency_graph
 from penjing.compress.steps.base import Context, Step
-from penjing.compress.steps.prune import check_parts
+from penjing.compress.steps.prune import check_parts, check_protected
 from penjing.compress.steps.train import TrainedStep
 from penjing.core.errors import ConfigError
 from penjing.core.progress import Progress
@@ -63,6 +63,8 @@ class Sparsify(TrainedStep):
         """See `Step`."""
         super().check(context)
         check_parts(self.parts, context)
+        if self.protect:
+            check_protected(self.protect, context.model, context.family.skeleton(context.model).model)
 
     def run(self, places: Places, context: Context) -> dict[str, Any]:
         """See `Step`; the record says for each group how many of its units are exactly zero."""

@@ -20,7 +20,7 @@ from penjing.core.models.config import DecoderConfig
 from penjing.core.models.decoder import Decoder
 from penjing.core.models.resnet import ResNet
 from penjing.core.models.resnet_config import ResNetConfig, cifar_resnet
-from penjing.core.progress import Silent
+from penjing.core.progress import Progress, Silent
 
 DECODER = DecoderConfig(
     vocab_size=50,
@@ -93,11 +93,13 @@ def resnet(folder: Path, config: ResNetConfig | None = None) -> ResNet:
     return model
 
 
-def prune(source: Path, into: Path, data: Data | None = None, /, **step: Any) -> dict[str, Any]:
+def prune(
+    source: Path, into: Path, data: Data | None = None, /, progress: Progress | None = None, **step: Any
+) -> dict[str, Any]:
     """Prune `source` into the new folder `into`."""
     into.mkdir()
     pruner: Pruner = family_at(source).need("pruner", "pruned")
-    return prune_checkpoint(source, into, Prune.model_validate(step), pruner, data, Silent())
+    return prune_checkpoint(source, into, Prune.model_validate(step), pruner, data, progress or Silent())
 
 
 def masked(model: Any, record: dict[str, Any], groups: Any) -> Any:

@@ -71,21 +71,34 @@ def test_taylor_foresees_the_change_of_the_loss() -> None:
     assert scores[2] == scores.min()
 
 
-def test_taylor_sums_products_over_losses_and_keeps_no_gradient() -> None:
+def test_taylor_squares_the_change_of_each_loss_and_keeps_no_gradient() -> None:
     model, batches = two_layers(), torch.randn(3, 8, 4)
     group = group_of(model)
     (scores,) = taylor(model, [group], (model(x).square().mean() for x in batches))
     assert all(parameter.grad is None for parameter in model.parameters())
-    whole = copy.deepcopy(model).requires_grad_(True)
-    torch.stack([whole(x).square().mean() for x in batches]).sum().backward()
-    for unit in range(6):
-        wanted = 0.0
-        for place, index in zip(group.places, group.units[unit], strict=True):
-            parameter = whole.get_parameter(place.tensor)
-            assert parameter.grad is not None
-            product = (parameter * parameter.grad).detach().double()
-            wanted += float(product.index_select(place.dim, torch.from_numpy(index)).sum())
-        assert scores[unit] == pytest.approx(abs(wanted), rel=1e-4)
+    squares = np.zeros(6)
+    for x in batches:
+        single = copy.deepcopy(model).requires_grad_(True)
+        single(x).square().mean().backward()
+        for unit in range(6):
+            changes = 0.0
+            for place, index in zip(group.places, group.units[unit], strict=True):
+                parameter = single.get_parameter(place.tensor)
+                assert parameter.grad is not None
+                product = (parameter * parameter.grad).detach().double()
+                changes += float(product.index_select(place.dim, torch.from_numpy(index)).sum())
+            squares[unit] += changes**2
+    np.testing.assert_allclose(scores, np.sqrt(squares / 3), rtol=1e-4)
+
+
+def test_changes_of_either_sign_do_not_cancel() -> None:
+    """At a minimum the signed changes of all losses sum to nothing, though each loss needs the unit."""
+    model = two_layers()
+    group, x = group_of(model), torch.randn(8, 4)
+    (one,) = taylor(model, [group], [model(x).sum()])
+    (both,) = taylor(model, [group], (sign * model(x).sum() for sign in (1, -1)))
+    np.testing.assert_allclose(both, one)
+    assert both.max() > 0
 
 
 def test_taylor_wants_losses_that_reach_the_groups() -> None:

@@ -8,12 +8,21 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch import nn
 
+from penjing.compress.families.base import family_at
+from penjing.compress.prune import budget
 from penjing.compress.prune.budget import Budget
+from penjing.compress.prune.graph import dependency_graph
+from penjing.compress.samples.data import DataSettings
+from penjing.compress.steps.base import Context
 from penjing.compress.steps.prune import Prune
+from penjing.compress.steps.sparsify import Sparsify
 from penjing.core.config import parse_config
 from penjing.core.errors import ConfigError, InputError, PenjingError
 from penjing.core.manifest import write_manifest
+from penjing.core.progress import Silent
+from tests.compress.conftest import Notes
 from tests.compress.prune.checkpoints import decoder, prune, resnet, tokens
 
 WEIGHTS = "model.safetensors"
@@ -40,6 +49,63 @@ def test_a_latency_is_met_by_the_clock(tmp_path: Path) -> None:
     record = prune(tmp_path / "dense", tmp_path / "pruned", tokens(), target={"latency": 0.7})
     assert record["latency"]["ratio"] < 0.9  # the clock of a busy machine: 0.7 is what was asked for
     assert 0.1 < record["share"] < 0.9
+
+
+def test_a_missed_latency_is_said(tmp_path: Path, notes: Notes, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One lucky measurement ends no search, and a target that is missed after all is said."""
+    decoder(tmp_path / "dense")
+    measured: list[float] = []
+
+    def clock(dense: nn.Module, pruned: nn.Module, inputs: torch.Tensor) -> dict[str, Any]:
+        parts = [sum(p.numel() for p in model.parameters()) for model in (pruned, dense)]
+        lucky = len(measured) in (1, 2)  # of the largest share, and of the first that could end the search
+        measured.append(0.59 if lucky else 0.5 + 0.5 * parts[0] / parts[1])
+        return {"dense_s": 1.0, "pruned_s": measured[-1], "ratio": measured[-1]}
+
+    monkeypatch.setattr(budget, "latency", clock)
+    monkeypatch.setattr("penjing.compress.steps.prune.latency", clock)
+    step: dict[str, Any] = {"target": {"latency": 0.9}, "round_to": 1, "parts": ["ffn"]}
+    record = prune(tmp_path / "dense", tmp_path / "met", tokens(), **step, progress=notes)
+    assert record["latency"]["met"]
+    assert not any("is missed" in line for line in notes.lines)
+    step["target"] = {"latency": 0.6}
+    measured.clear()
+    record = prune(tmp_path / "dense", tmp_path / "missed", tokens(), **step, progress=notes)
+    assert not record["latency"]["met"]
+    assert record["share"] == 0.9  # as much as may leave
+    assert any(line.startswith("target.latency=0.6 is missed: 0.") for line in notes.lines)
+
+
+def test_a_share_that_cannot_leave_is_said(tmp_path: Path, notes: Notes) -> None:
+    resnet(tmp_path / "dense")
+    record = prune(tmp_path / "dense", tmp_path / "most", ratio=0.99, progress=notes)
+    assert record["share_removed"] < 0.9
+    assert record["share_removed"] == sum(len(row["removed"]) for row in record["groups"]) / sum(
+        len(group) for group in dependency_graph(*_network(tmp_path / "dense")).groups
+    )
+    (line,) = [line for line in notes.lines if "was asked for" in line]
+    assert line.startswith(f"a share of 0.99 of the units was asked for, {record['share_removed']:.3g} leaves")
+    notes.lines.clear()
+    prune(tmp_path / "dense", tmp_path / "half", ratio=0.5, progress=notes)
+    assert not any("was asked for" in line for line in notes.lines)
+
+
+def _network(folder: Path) -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
+    return family_at(folder).skeleton(folder).model, family_at(folder).skeleton(folder).example
+
+
+NOTHING = ("no.such.*",)
+
+
+@pytest.mark.parametrize(
+    "step",
+    [Prune(ratio=0.3, protect=("stem*", *NOTHING)), Sparsify(strength=0.1, steps=1, protect=NOTHING)],
+)
+def test_a_pattern_that_protects_nothing_is_refused_before_anything_runs(tmp_path: Path, step: Any) -> None:
+    resnet(tmp_path / "dense")
+    context = Context(tmp_path / "dense", family_at(tmp_path / "dense"), DataSettings(), Silent())
+    with pytest.raises(ConfigError, match=r"protect: 'no\.such\.\*' matches no tensor of"):
+        step.check(context)
 
 
 @pytest.mark.parametrize(
