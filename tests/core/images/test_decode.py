@@ -1,0 +1,105 @@
+"""Encoded images become pixels, or one clear error."""
+
+from __future__ import annotations
+
+import io
+import struct
+import zlib
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from penjing.core.errors import InputError
+from penjing.core.graph.config import Pixels
+from penjing.core.images.decode import arranged, decode_image, network_input
+
+WANTED = Pixels(height=2, width=3, mean=(0.1, 0.2, 0.3), std=(1.0, 2.0, 4.0))
+GREY = Pixels(height=2, width=3, mean=(0.5,), std=(0.5,), order="L")
+COLOURS = np.random.default_rng(0).integers(0, 256, (2, 3, 3), np.uint8)
+
+
+def encoded(array: np.ndarray, form: str = "PNG", mode: str | None = None, **options: Any) -> bytes:
+    file = io.BytesIO()
+    image = Image.fromarray(array)
+    (image.convert(mode) if mode else image).save(file, form, **options)
+    return file.getvalue()
+
+
+def test_pixels_of_a_png_are_its_own_in_the_order_that_is_wanted() -> None:
+    assert np.array_equal(decode_image(encoded(COLOURS), WANTED), COLOURS)
+    turned = WANTED.model_copy(update={"order": "BGR"})
+    assert np.array_equal(decode_image(encoded(COLOURS), turned), COLOURS[:, :, ::-1])
+    assert decode_image(encoded(COLOURS), GREY).shape == (2, 3, 1)
+
+
+def test_exif_says_how_an_image_is_turned() -> None:
+    exif = Image.Exif()
+    exif[0x0112] = 6  # to be turned by 90 degrees to the right
+    data = encoded(np.rot90(COLOURS).copy(), exif=exif)
+    assert np.array_equal(decode_image(data, WANTED), COLOURS)
+
+
+@pytest.mark.parametrize(
+    ("mode", "form"), [("L", "JPEG"), ("CMYK", "JPEG"), ("P", "PNG"), ("RGBA", "PNG"), ("1", "PNG")]
+)
+def test_other_kinds_of_colours(mode: str, form: str) -> None:
+    flat = np.full((40, 60, 3), 255, np.uint8)
+    found = decode_image(encoded(flat, form, mode), WANTED)
+    assert found.shape == (2, 3, 3)
+    assert found.min() > 250
+
+
+def test_sixteen_bits_of_grey_are_scaled() -> None:
+    grey = np.array([[0, 256, 65535]] * 2, np.uint16)
+    assert decode_image(encoded(grey), GREY)[0, :, 0].tolist() == [0, 1, 255]
+
+
+def test_shrinking_averages() -> None:
+    board = np.indices((64, 96)).sum(0) % 2 * 255
+    found = decode_image(encoded(np.repeat(board[:, :, None], 3, 2).astype(np.uint8)), WANTED)
+    assert np.abs(found.astype(int) - 127).max() < 4
+
+
+def test_normalisation_is_of_each_channel_in_either_layout() -> None:
+    expected = (COLOURS / 255 - np.array(WANTED.mean)) / np.array(WANTED.std)
+    last = WANTED.model_copy(update={"layout": "NHWC"})
+    assert np.allclose(network_input(arranged(COLOURS, last)[None], last), expected[None], atol=1e-6)
+    found = network_input(arranged(COLOURS, WANTED)[None], WANTED, "float16")
+    assert found.dtype == np.float16
+    assert np.allclose(found[0].transpose(1, 2, 0), expected, atol=1e-3)
+
+
+def huge(width: int, height: int) -> bytes:
+    """A PNG that says it is huge, with nothing in it."""
+
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(b"")) + chunk(b"IEND", b"")
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (b"", "no JPEG or PNG image"),
+        (b"not an image", "no JPEG or PNG image"),
+        (encoded(COLOURS, "BMP"), "no JPEG or PNG image"),
+        (encoded(np.zeros((50, 50, 3), np.uint8), "JPEG")[:-200], "broken image"),
+        (encoded(COLOURS)[:45], "broken image"),
+        (huge(2, 3), "broken image"),
+        (huge(9000, 9000), "9000 x 9000 pixels"),
+        (huge(10_000, 10_000), "too large"),
+        (huge(200_000, 200_000), "too large"),
+    ],
+)
+def test_what_is_no_image_broken_or_a_bomb_is_refused(data: bytes, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        decode_image(data, WANTED)
+
+
+def test_how_large_an_image_may_be_is_a_setting() -> None:
+    with pytest.raises(InputError, match="at most 5 are decoded"):
+        decode_image(encoded(COLOURS), WANTED, max_pixels=5)
