@@ -25,6 +25,7 @@ from penjing.train.families.base import Task, build_task
 from penjing.train.loop import Evaluation, Trainer
 from penjing.train.monitor.alarms import Alarms
 from penjing.train.monitor.flops import model_flops, peak_flops
+from penjing.train.monitor.gpu import gpu_use
 from penjing.train.monitor.memory import memory_limit
 from penjing.train.monitor.monitor import Monitor, open_sinks
 from penjing.train.monitor.summary import summary
@@ -269,6 +270,7 @@ class _Run:
             flops_per_unit=flops,
             peak_flops=peak * world.size,
             progress=self.progress,
+            gpu_use=gpu_use(world.device, recipe.alarms.gpu_use, self.progress.note),
         )
 
     def _spread(self, *, is_new: bool) -> Parallelized:

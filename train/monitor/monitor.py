@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -56,12 +56,14 @@ class Monitor:
         flops_per_unit: float = 0.0,
         peak_flops: float = math.inf,
         progress: Progress | None = None,
+        gpu_use: Callable[[], float] | None = None,
     ) -> None:
         self.alarms = alarms
         self.every = every
         self.activations_every = activations_every
         self._sinks = sinks
         self._device = device or torch.device("cpu")
+        self._gpu_use = gpu_use
         self._unit = unit
         self._flops_per_unit = flops_per_unit
         self._peak_flops = peak_flops
@@ -149,8 +151,8 @@ class Monitor:
             "memory_bytes": used,
             "memory_share": used / total,
         }
-        if self._device.type == "cuda" and (use := _gpu_use(self._device)) is not None:
-            rates["gpu_use"] = use
+        if self._gpu_use is not None:
+            rates["gpu_use"] = self._gpu_use()
         return rates
 
     def _line(self, record: Record, steps: int) -> str:
@@ -220,11 +222,3 @@ def open_sinks(folder: Path, config: MonitorConfig, first_step: int) -> list[Sin
 
 def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _gpu_use(device: torch.device) -> float | None:
-    """Share of the last sample period in which a kernel ran; None without NVIDIA's management library."""
-    try:
-        return torch.cuda.utilization(device) / 100
-    except (ModuleNotFoundError, RuntimeError):
-        return None
