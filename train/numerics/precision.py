@@ -231,14 +231,22 @@ class Precision:
             return
         self._mode, self._in_evaluation = mode, in_evaluation
         if self._device.type == "cuda":
-            matmul_precision = "tf32" if mode == "tf32" else "ieee"
-            torch.backends.cuda.matmul.fp32_precision = matmul_precision
-            torch.backends.cudnn.conv.fp32_precision = matmul_precision  # pyright: ignore[reportAttributeAccessIssue]
+            allow_tf32(mode == "tf32")
         rules = () if in_evaluation else self.config.policy
         if mode == "hybrid":
             rules = (*_HYBRID, *rules)
         for part in getattr(self._model, "parts", [self._model]):  # a pipeline calls each of its stages
             set_formats(part, _BASE[mode], rules, self._device.type)
+
+
+def allow_tf32(allowed: bool) -> None:
+    """Whether GPUs multiply and convolve float32 in TensorFloat-32, for the whole process.
+
+    By the settings that torch 2.13's own compiler asks for: it raises where only their successors `fp32_precision` were
+    set, which these set too.
+    """
+    torch.set_float32_matmul_precision("high" if allowed else "highest")
+    torch.backends.cudnn.allow_tf32 = allowed
 
 
 def set_formats(model: nn.Module, base: Format, rules: tuple[Rule, ...], device_type: str) -> None:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from penjing.train.numerics.precision import (
     Precision,
     PrecisionConfig,
     Rule,
+    allow_tf32,
     apply_environment,
     for_device,
     set_formats,
@@ -229,3 +231,37 @@ def test_auto_is_what_the_device_multiplies(monkeypatch: pytest.MonkeyPatch) -> 
         slow = slow_modes(PrecisionConfig(mode="hybrid"), CPU)
         assert slow == "" if supported else "precision.mode = 'hybrid' is up to 100 times slower" in slow
         assert "'fp16'" in slow_modes(chosen, CPU)
+
+
+@pytest.fixture
+def float32_products() -> Iterator[None]:
+    """What the test sets of float32's products is set back."""
+    before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+    yield
+    torch.set_float32_matmul_precision(before[0])
+    torch.backends.cudnn.allow_tf32 = before[1]
+
+
+@pytest.mark.usefixtures("float32_products")
+def test_torch_s_compiler_can_ask_for_tf32_in_every_mode(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU; nothing is computed. The compiler asks by older names than those that torch recommends to set."""
+    from torch._inductor.select_algorithm import create_precompile_key
+
+    modes = Precision(nn.Linear(2, 2), PrecisionConfig(mode="fp32"), CPU)
+    monkeypatch.setattr(modes, "_device", torch.device("cuda"))
+    for mode in ("tf32", "bf16", "tf32", "fp32", "tf32"):
+        modes._enter(mode)
+        wide = mode == "tf32"
+        assert create_precompile_key("mm", "", []) == f"mm::{'high' if wide else 'highest'}"
+        assert torch.backends.cudnn.allow_tf32 == torch.backends.cuda.matmul.allow_tf32 == wide
+        assert torch.backends.cuda.matmul.fp32_precision == ("tf32" if wide else "ieee")
+        assert (torch.backends.cudnn.conv.fp32_precision == "tf32") == wide  # pyright: ignore[reportAttributeAccessIssue]
+
+
+@pytest.mark.full
+@pytest.mark.usefixtures("float32_products")
+def test_a_model_compiles_after_tf32_was_allowed() -> None:
+    allow_tf32(True)
+    layer, x = nn.Linear(64, 64), torch.randn(32, 64)
+    compiled = torch.compile(layer, mode="max-autotune-no-cudagraphs")
+    torch.testing.assert_close(compiled(x), layer(x))
