@@ -11,7 +11,7 @@ from torch import Tensor
 
 from penjing.compress.decoder.check import check_finite, linear_modules, transformed
 from penjing.compress.decoder.head import compress_embedding, compress_head, embed_for_calibration, unties
-from penjing.compress.decoder.layer import SAMPLE_ROWS, Rotations, compress_layer
+from penjing.compress.decoder.layer import Activations, Rotations, compress_layer
 from penjing.compress.decoder.settings import Int8Settings
 from penjing.compress.decoder.stream import LayerStream
 from penjing.core.artifact.decoder import quantization_config
@@ -88,8 +88,8 @@ class _Layers:
 
     def _head(self) -> dict[str, Any]:
         self.progress.start("compressing the head", 1)
-        hidden_ME = self._hidden_after(self.config.num_hidden_layers - 1).flatten(0, 1)
-        sample_ME = hidden_ME[:: max(1, hidden_ME.shape[0] // SAMPLE_ROWS)]
+        hidden_WTE = self._hidden_after(self.config.num_hidden_layers - 1)
+        sample_ME = Activations(num_windows=hidden_WTE.shape[0]).rows_of(hidden_WTE)
         compressed = compress_head(self.stream, self.settings, self.rotations, sample_ME)
         self.tasks.save("head", compressed.tensors)
         self._hidden_WTE = None

@@ -37,7 +37,8 @@ SAME_INPUT = {
 
 
 class Activations:
-    """Rows of what calibration saw at the input of each group of linear layers, evenly spread over the text."""
+    """Rows of what calibration saw at the input of each group of linear layers: the first position of each window, the
+    attention sink with its massive activations, and positions evenly spread over the rest."""
 
     def __init__(self, num_windows: int) -> None:
         self._rows_per_window = max(1, SAMPLE_ROWS // num_windows)
@@ -46,9 +47,7 @@ class Activations:
     def observe(self, name: str, x: Tensor) -> None:
         """Take in one window's activations (1, T, K) at linear layer `name`."""
         if name in SAME_INPUT:
-            x_TK = x.flatten(0, -2)
-            step = max(1, x_TK.shape[0] // self._rows_per_window)
-            self._rows.setdefault(name, []).append(x_TK[step // 2 :: step].clone())
+            self._rows.setdefault(name, []).append(self.rows_of(x).clone())
 
     def samples(self) -> dict[str, Tensor]:
         """Group → (M, K) float32."""
@@ -57,7 +56,7 @@ class Activations:
     def rows_of(self, hidden_WTE: Tensor) -> Tensor:
         """(M, E) the hidden states of the tokens that are kept."""
         step = max(1, hidden_WTE.shape[1] // self._rows_per_window)
-        return hidden_WTE[:, step // 2 :: step].flatten(0, 1)
+        return hidden_WTE[:, ::step].flatten(0, 1)
 
 
 class LargestKV:
