@@ -17,7 +17,7 @@ from torch import nn
 from penjing.compress.decoder.check import check_finite
 from penjing.compress.decoder.stream import LayerStream
 from penjing.compress.measure.bootstrap import interval, resampled_means
-from penjing.compress.measure.perplexity import evaluation_windows, exponential, streamed_losses
+from penjing.compress.measure.perplexity import evaluation_windows, exponential, own_windows, streamed_losses
 from penjing.compress.samples.data import fitting_images
 from penjing.compress.samples.retrieval import Embeddings, embeddings, nearest, retrieval_set
 from penjing.core.artifact.base import is_artifact
@@ -41,6 +41,12 @@ class EvaluateSettings(Config):
 
     prose_tokens: int = Field(default=8192, ge=64, description="Tokens of held-out prose, for a decoder.")
     code_tokens: int = Field(default=4096, ge=0, description="Tokens of source code, for a decoder; 0 leaves it out.")
+    own: dict[str, Path] = Field(
+        default={},
+        description="Your own held-out texts, for a decoder, by the name that reports give them: UTF-8 files, folders "
+        "of them, and .jsonl files as in data.calibrate.",
+    )
+    own_tokens: int = Field(default=8192, ge=64, description="Tokens of each text of your own, at most.")
     window: int = Field(default=512, ge=16, description="Tokens of a window, which starts afresh.")
     images: int = Field(default=10_000, ge=1, le=10_000, description="Test images, for a classifier.")
     texts: int = Field(default=256, ge=8, description="Held-out paragraphs, for a text encoder.")
@@ -52,6 +58,10 @@ class EvaluateSettings(Config):
         for name in ("prose_tokens", "code_tokens"):
             if getattr(self, name) % self.window:
                 raise ValueError(f"{name}={getattr(self, name)} is not a multiple of window={self.window}")
+        if self.own_tokens < self.window:
+            raise ValueError(f"own_tokens={self.own_tokens} is less than one window={self.window}")
+        if taken := {"prose", "code"} & self.own.keys():
+            raise ValueError(f"own.{taken.pop()}: that name is taken; give your text another")
         return self
 
 
@@ -174,6 +184,7 @@ def evaluate_decoder(folder: Path, _: Path, settings: EvaluateSettings, progress
         )
     tokenizer = Tokenizer.from_folder(folder)
     windows = evaluation_windows(tokenizer, settings.prose_tokens, settings.code_tokens, settings.window)
+    windows |= own_windows(folder, settings.own, settings.own_tokens, settings.window)
     progress.start("perplexity on held-out text", checkpoint.config.num_hidden_layers)
     try:
         return perplexity(streamed_losses(LayerStream(checkpoint), windows, progress), settings)

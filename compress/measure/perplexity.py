@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from penjing.compress.decoder.stream import LOGIT_ROWS, LayerStream
+from penjing.compress.samples.text import spread
 from penjing.core.errors import InputError
 from penjing.core.progress import Progress, Silent
 from penjing.core.text.corpus import code_text, heldout_tokens
+from penjing.core.text.documents import Documents
 from penjing.core.text.tokenizer import Tokenizer
 
 LARGEST_LOSS = 100.0  # guessing blindly among all tokens costs ln(vocabulary), about 12
@@ -33,6 +36,24 @@ def evaluation_windows(tokenizer: Tokenizer, prose_tokens: int, code_tokens: int
             raise InputError(f"the standard library's sources gave {len(ids)} of {code_tokens} tokens; ask for fewer")
         windows["code"] = torch.tensor(ids, dtype=torch.int64).view(-1, window)
     return windows
+
+
+def own_windows(folder: Path, texts: Mapping[str, Path], num_tokens: int, window: int) -> dict[str, Tensor]:
+    """The user's own held-out texts as (num_windows, window) int64 by name, evenly spread windows of each.
+
+    Args:
+        folder: the model's: its tokenizer and chat template.
+        num_tokens: of each text, at most.
+
+    Raises:
+        InputError: a text cannot be read, or is shorter than a window.
+    """
+    if not texts:
+        return {}
+    documents, found = Documents(folder), dict[str, Tensor]()
+    for name, path in texts.items():
+        found[name] = spread(documents.tokens([path], f"evaluate.own.{name}"), num_tokens // window, window)
+    return found
 
 
 def streamed_perplexity(

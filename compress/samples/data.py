@@ -1,8 +1,8 @@
 """Samples that a network is looked at with while it is compressed: for importance and for statistics, never for
 evaluation.
 
-A classifier sees training images of Fashion-MNIST, normalised as its checkpoint says; a decoder the calibration text
-of `core/text/corpus.py`. Every pass gives the same batches in the same order.
+A classifier sees training images of Fashion-MNIST, normalised as its checkpoint says; a decoder the windows of
+`samples/text.py`. Every pass gives the same batches in the same order.
 """
 
 from __future__ import annotations
@@ -19,14 +19,13 @@ from pydantic import Field, model_validator
 from torch import Tensor, nn
 
 from penjing.compress.samples.retrieval import calibration_paragraphs
+from penjing.compress.samples.text import decoder_windows
 from penjing.core.checkpoint.classifier import ClassifierConfig, classifier_config
 from penjing.core.checkpoint.decoder import open_checkpoint
 from penjing.core.config import Config
 from penjing.core.errors import ConfigError, InputError
 from penjing.core.progress import Progress
-from penjing.core.text.corpus import calibration_windows
 from penjing.core.text.text_tokenizer import TextTokenizer, encoder_config
-from penjing.core.text.tokenizer import Tokenizer
 from penjing.train.data.fashion import load_fashion
 from penjing.train.data.images import ImageSet, normalise
 from penjing.train.objective.cross_entropy import cross_entropy_sum
@@ -38,9 +37,17 @@ class DataSettings(Config):
 
     images: int = Field(default=2048, ge=1, description="Training images, for a classifier.")
     batch_images: int = Field(default=256, ge=1, description="Images that run at a time.")
-    tokens: int = Field(default=4096, ge=32, description="Tokens of text, for a decoder; a multiple of window.")
+    tokens: int = Field(default=6144, ge=32, description="Tokens of text, for a decoder; a multiple of window.")
     window: int = Field(default=512, ge=16, description="Tokens of a window, which starts afresh.")
-    code: float = Field(default=0.5, ge=0, le=1, description="Share of the windows that are source code, not prose.")
+    code: float = Field(
+        default=0.25, ge=0, le=1, description="Share of the windows that are source code; your own text does not count."
+    )
+    calibrate: tuple[Path, ...] = Field(
+        default=(),
+        description="Your own text, for a decoder: UTF-8 files, folders of them, and .jsonl files, each line of which "
+        'has "text", or "messages" that the model\'s chat template writes.',
+    )
+    own: float = Field(default=0.5, gt=0, le=1, description="Share of the windows that are your own text, if any.")
     batch_windows: int = Field(default=4, ge=1, description="Windows that run at a time.")
     texts: int = Field(default=128, ge=8, description="Paragraphs, for a text encoder.")
 
@@ -146,7 +153,9 @@ def token_samples(folder: Path, settings: DataSettings, _: Progress) -> TokenDat
         InputError: the checkpoint is damaged, or there is less text than asked for.
     """
     check_window(folder, settings)
-    windows_WT = calibration_windows(Tokenizer.from_folder(folder), settings.tokens, settings.window, settings.code)
+    windows_WT = decoder_windows(
+        folder, settings.tokens, settings.window, settings.code, settings.calibrate, settings.own
+    )
     return TokenData(windows_WT, settings.batch_windows)
 
 

@@ -81,6 +81,17 @@ def test_strata_are_drawn_by_themselves() -> None:
     assert means == pytest.approx(7.5)
 
 
+def test_own_texts_are_parts_by_their_names(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    path = tmp_path / "mine.txt"
+    path.write_text(" ".join(f"word{index}" for index in range(400)))
+    own = EvaluateSettings(prose_tokens=128, code_tokens=64, window=64, own={"mine": path}, own_tokens=192)
+    found, without = evaluated(tiny_checkpoint, own), evaluated(tiny_checkpoint, own.model_copy(update={"own": {}}))
+    assert [(part.name, part.samples) for part in found.parts] == [("prose", 2), ("code", 1), ("mine", 3)]
+    assert found.parts[:2] == without.parts
+    with pytest.raises(ValueError, match="that name is taken"):
+        EvaluateSettings(own={"code": path})
+
+
 @given(st.lists(st.booleans(), min_size=1, max_size=60))
 def test_a_record_gives_the_outcomes_back(right: list[bool]) -> None:
     quality = accuracy(np.array(right), EvaluateSettings(resamples=100))

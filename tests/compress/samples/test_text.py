@@ -1,0 +1,48 @@
+"""The windows that a decoder is calibrated on: of many kinds, the user's own among them, the same every time."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from penjing.compress.samples.text import decoder_windows, spread
+from penjing.core.errors import InputError
+from penjing.core.text.corpus import code_text, domain_text, heldout_text
+from penjing.core.text.tokenizer import Tokenizer
+
+
+def test_smollm2_sees_conversations_many_kinds_of_text_and_code(smollm2: Path) -> None:
+    windows = decoder_windows(smollm2, 6144, 512, 0.25)
+    assert windows.shape == (12, 512)
+    assert torch.equal(windows, decoder_windows(smollm2, 6144, 512, 0.25))
+    tokenizer = Tokenizer.from_folder(smollm2)
+    text = tokenizer.decode(windows.flatten().tolist(), skip_special=False)
+    assert "<|im_start|>user" in text
+    for kind in ("Wherefore givest thou", "Als der Regen", "春天来了", "SELECT c.name", "#include <stdio.h>"):
+        assert kind in text
+    assert text.count("import ") > 3
+    assert len(tokenizer.encode(domain_text())) < 8 * 512  # so that all of it is seen
+
+
+def test_no_paragraph_that_is_written_for_calibration_is_evaluated() -> None:
+    evaluated = {" ".join(each.split()) for each in (heldout_text() + code_text(500_000)).split("\n\n")}
+    assert not evaluated & {" ".join(each.split()) for each in domain_text().split("\n\n")}
+
+
+def test_own_text_takes_its_share(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    path = tmp_path / "own.txt"
+    path.write_text("zebra " * 2000)
+    tokenizer = Tokenizer.from_folder(tiny_checkpoint)
+    windows = decoder_windows(tiny_checkpoint, 512, 64, 0.25, (path,), 0.25)
+    assert windows.shape == (8, 64)
+    assert ["zebra zebra" in tokenizer.decode(row.tolist()) for row in windows] == [True] * 2 + [False] * 6
+    with pytest.raises(InputError, match="a window has 64"):
+        path.write_text("zebra")
+        decoder_windows(tiny_checkpoint, 512, 64, 0.25, (path,), 0.25)
+
+
+def test_windows_are_spread_over_the_text() -> None:
+    assert spread(list(range(105)), 3, 10)[:, 0].tolist() == [0, 30, 60]
+    assert len(spread(list(range(35)), 8, 10)) == 3
