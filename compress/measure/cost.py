@@ -16,7 +16,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from penjing.compress.export.onnx_encoder import export_encoder
-from penjing.compress.measure.skeleton import Skeleton, count_macs
+from penjing.compress.measure.skeleton import Skeleton, layers_of
 from penjing.core.artifact.base import is_artifact
 from penjing.core.artifact.onnx_classifier import open_classifier_artifact
 from penjing.core.artifact.onnx_encoder import IDS, MASK, open_encoder_artifact, open_encoder_session
@@ -106,18 +106,15 @@ def weight_bytes(folder: Path) -> int:
 def sizes_of(folder: Path, skeleton: Skeleton) -> dict[str, Any]:
     """`size` {parameters, bytes (of the weights on disk), macs, macs_per} and `widths` {layer: output channels or
     features} of a checkpoint or artifact; no weight is read."""
-    macs = count_macs(skeleton.model, skeleton.example)
-    named = list(skeleton.model.named_modules())
-    owners = [name for name, module in named if any(True for _ in module.parameters(recurse=False))]
-    layers = [(name, module) for name, module in named if isinstance(module, nn.Linear | nn.Conv2d)]
+    layers = layers_of(skeleton.model, skeleton.example)
     return {
         "size": {
             "parameters": sum(parameter.numel() for parameter in skeleton.model.parameters()),
             "bytes": weight_bytes(folder),
-            "macs": sum(macs.get(name, 0) for name in owners) // skeleton.inputs,
+            "macs": sum(layer.macs for layer in layers) // skeleton.inputs,
             "macs_per": skeleton.unit,
         },
-        "widths": {name: layer.weight.shape[0] for name, layer in layers},
+        "widths": {layer.name: layer.width for layer in layers if layer.width is not None},
     }
 
 

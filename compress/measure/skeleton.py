@@ -2,28 +2,35 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
+from torch._guards import detect_fake_mode
 from torch.utils.flop_counter import FlopCounterMode
 
 from penjing.compress.decoder.check import check_model
 from penjing.core.artifact.base import is_artifact
 from penjing.core.checkpoint.classifier import classifier_config, classifier_skeleton
 from penjing.core.checkpoint.decoder import open_checkpoint
+from penjing.core.checkpoint.graph import graph_skeleton
+from penjing.core.graph.network import operator_name
 from penjing.core.models.decoder import Decoder
 from penjing.core.models.encoder import Encoder
 from penjing.core.models.resnet import ResNet
 from penjing.core.text.text_tokenizer import encoder_config
 
+_WIDE = ("linear", "conv1d", "conv2d", "conv3d", "convolution", "addmm")  # the first axis of their weight are outputs
 BATCH, TOKENS = 2, 16  # what the analysis runs on; sizes of 1 would be mistaken for broadcasts
 
 
 @dataclass(frozen=True)
 class Skeleton:
-    """A network on "meta", in evaluation mode, and inputs for it: `inputs` of `unit`, such as "image" or "token"."""
+    """A network without storage (on "meta", or of fake tensors), in evaluation mode, and inputs for it: `inputs` of
+    `unit`, such as "image" or "token"."""
 
     model: nn.Module
     example: tuple[Tensor, ...]
@@ -71,8 +78,99 @@ def skeleton_of_encoder(folder: Path) -> Skeleton:
     return Skeleton(model, (tokens, tokens), BATCH * TOKENS, "token")
 
 
+def skeleton_of_graph(folder: Path) -> Skeleton:
+    """Of a graph's checkpoint; the example's first axis counts where it is the batch.
+
+    Raises:
+        InputError: damaged.
+    """
+    network = graph_skeleton(folder)
+    samples = network.inputs()[0].shape[0] if network.config.batched else 1
+    return Skeleton(network.module, network.inputs(), samples, "image" if network.config.pixels else "sample")
+
+
+@dataclass(frozen=True)
+class Layer:
+    """What computes with weights of its own: a module, or an operator of a graph.
+
+    Attributes:
+        kind: the module's class, or the operator.
+        shape: of its first weight.
+        parameters: how many numbers are trained there.
+        macs: multiply-accumulates of one run of the example.
+        width: output channels or features of a linear layer or convolution, else None.
+    """
+
+    name: str
+    kind: str
+    shape: tuple[int, ...]
+    parameters: int
+    macs: int
+    width: int | None = None
+
+
+def layers_of(model: nn.Module, example: tuple[Tensor, ...]) -> list[Layer]:
+    """Every layer of a network, in order. Products without weights of their own, such as those of attention in a
+    graph, are a layer without parameters."""
+    if isinstance(model, fx.GraphModule):
+        return _graph_layers(model, example)
+    macs = count_macs(model, example)
+    layers = []
+    for name, module in model.named_modules():
+        own = list(module.parameters(recurse=False))
+        if own:
+            width = own[0].shape[0] if isinstance(module, nn.Linear | nn.Conv2d) else None
+            count = sum(parameter.numel() for parameter in own)
+            layers.append(Layer(name, type(module).__name__, tuple(own[0].shape), count, macs.get(name, 0), width))
+    return layers
+
+
+def _graph_layers(model: fx.GraphModule, example: tuple[Tensor, ...]) -> list[Layer]:
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    macs = count_macs(model, example)
+    layers, seen = [], set()
+    for node in model.graph.nodes:
+        read = [each.target for each in node.all_input_nodes if each.op == "get_attr" and each.target in parameters]
+        if node.op != "call_function" or not (read or macs.get(node.name)):
+            continue
+        new = [name for name in read if name not in seen]
+        seen.update(new)
+        shape = tuple(parameters[read[0]].shape) if read else ()
+        count = sum(parameters[name].numel() for name in new)
+        kind = operator_name(node)
+        width = shape[0] if kind in _WIDE and shape else None
+        name = (read[0].removesuffix(".weight") if read else "") or node.name
+        layers.append(Layer(name, kind, shape, count, macs.get(node.name, 0), width))
+    return layers
+
+
+class _Counted(fx.Interpreter):
+    """Runs a graph and notes what each node multiplies."""
+
+    def __init__(self, model: fx.GraphModule) -> None:
+        super().__init__(model, garbage_collect_values=False)
+        self.macs: dict[str, int] = {}
+
+    def run_node(self, n: fx.Node) -> Any:
+        with FlopCounterMode(display=False) as counter:
+            value = super().run_node(n)
+        macs = counter.get_total_flops() // 2
+        if operator_name(n) == "scaled_dot_product_attention":  # on a CPU it is one operation that no counter knows
+            query, keys, values = (self.env[each] for each in n.args[:3] if isinstance(each, fx.Node))
+            macs = query.shape[:-1].numel() * keys.shape[-2] * (query.shape[-1] + values.shape[-1])
+        if macs:
+            self.macs[n.name] = macs
+        return value
+
+
 def count_macs(model: nn.Module, example: tuple[Tensor, ...]) -> dict[str, int]:
-    """Multiply-accumulates of matrix products and convolutions under each module that has weights of its own."""
+    """Multiply-accumulates of matrix products and convolutions under each module that has weights of its own; of a
+    graph those of each node."""
+    if isinstance(model, fx.GraphModule):
+        counted = _Counted(model)
+        with detect_fake_mode(example) or nullcontext(), torch.no_grad():
+            counted.run(*example)
+        return counted.macs
     counter = FlopCounterMode(display=False)
     with counter, torch.no_grad():
         model(*example)

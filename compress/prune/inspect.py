@@ -6,7 +6,7 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-from penjing.compress.measure.skeleton import Skeleton, count_macs
+from penjing.compress.measure.skeleton import Skeleton, layers_of
 from penjing.compress.prune.graph import DependencyGraph, Group, dependency_graph
 from penjing.core.progress import Progress, error_console
 
@@ -28,24 +28,18 @@ def inspect_network(folder: Path, skeleton: Skeleton, progress: Progress, *, gro
     progress.start("analysing the network", 2)
     found = _groups(dependency_graph(model, example)) if groups else []
     progress.advance()
-    macs = count_macs(model, example)
+    layers = [
+        {
+            "name": layer.name,
+            "kind": layer.kind,
+            "shape": list(layer.shape),
+            "parameters": layer.parameters,
+            "bytes": 4 * layer.parameters,
+            "macs": layer.macs // inputs,
+        }
+        for layer in layers_of(model, example)
+    ]
     progress.advance()
-    layers = []
-    for name, module in model.named_modules():
-        weights = sum(parameter.numel() for parameter in module.parameters(recurse=False))
-        if not weights:
-            continue
-        shape = next(iter(module.parameters(recurse=False))).shape
-        layers.append(
-            {
-                "name": name,
-                "kind": type(module).__name__,
-                "shape": list(shape),
-                "parameters": weights,
-                "bytes": 4 * weights,
-                "macs": macs.get(name, 0) // inputs,
-            }
-        )
     parameters = sum(parameter.numel() for parameter in model.parameters())
     return {
         "schema_version": 1,

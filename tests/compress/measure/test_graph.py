@@ -1,0 +1,99 @@
+"""Graphs are measured: their layers without storage, their outputs beside those of the model."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from penjing.compress.families.base import family
+from penjing.compress.measure.cost import MeasureSettings, sizes_of, timed
+from penjing.compress.measure.evaluate import EvaluateSettings
+from penjing.compress.measure.graph import output_similarity, rows_of
+from penjing.compress.measure.skeleton import layers_of, skeleton_of_graph
+from penjing.compress.samples.data import DataSettings
+from penjing.core.checkpoint.graph import load_network, save_skeleton
+from penjing.core.errors import InputError
+from penjing.core.progress import Silent
+from tests.compress.graphs import graph_folder, write_graph
+from tests.core.graph.networks import Attention, Residual
+
+FAMILY = family("graph")
+SETTINGS = EvaluateSettings(resamples=100)
+
+
+@pytest.fixture
+def residual(tmp_path: Path) -> Path:
+    return graph_folder(tmp_path / "residual", Residual(), torch.randn(4, 3, 16, 16), meaning="classes")
+
+
+def test_each_operator_with_weights_is_a_layer(residual: Path) -> None:
+    skeleton = skeleton_of_graph(residual)
+    layers = {layer.name: layer for layer in layers_of(skeleton.model, skeleton.example)}
+    assert layers["second.0"].macs == 4 * 16 * 16 * 16 * 16 * 9
+    assert layers["first.0"].shape == (16, 3, 3, 3)
+    assert sum(layer.parameters for layer in layers.values()) == sum(p.numel() for p in Residual().parameters())
+    sizes = sizes_of(residual, skeleton)
+    assert sizes["widths"] == {"first.0": 16, "second.0": 16, "last": 10}
+    assert sizes["size"]["macs"] == 16 * 16 * 9 * 16 * (3 + 16) + 160
+
+
+def test_attention_without_weights_is_counted(tmp_path: Path) -> None:
+    dynamic = {"tokens": {0: "batch", 1: "length"}}
+    folder = graph_folder(tmp_path / "attention", Attention(), torch.randint(0, 50, (2, 7)), dynamic=dynamic)
+    skeleton = skeleton_of_graph(folder)
+    (attention,) = (
+        layer for layer in layers_of(skeleton.model, skeleton.example) if layer.kind == "scaled_dot_product_attention"
+    )
+    assert attention.macs == 2 * 2 * 7 * 7 * 24
+
+
+def test_an_artifact_has_the_skeleton_of_its_checkpoint(residual: Path, tmp_path: Path) -> None:
+    artifact = tmp_path / "artifact"
+    artifact.mkdir()
+    shutil.copy(residual / "config.json", artifact)
+    save_skeleton(artifact, load_network(residual))
+    one, other = skeleton_of_graph(residual), skeleton_of_graph(artifact)
+    assert layers_of(one.model, one.example) == layers_of(other.model, other.example)
+    (artifact / "shapes.json").write_text('{"tensors": {"a": 3}}')
+    with pytest.raises(InputError, match="import the network again"):
+        skeleton_of_graph(artifact)
+
+
+def test_a_graph_is_as_similar_to_itself_as_can_be(residual: Path, tmp_path: Path) -> None:
+    same = FAMILY.evaluate(residual, residual, SETTINGS, Silent())
+    assert (same.name, same.value, same.samples) == ("similarity", 1.0, 4)
+    assert [part.value for part in same.parts] == [1.0]
+    network = load_network(residual)
+    with torch.no_grad():
+        network.module.get_parameter("last.weight").neg_()
+    other = FAMILY.evaluate(write_graph(tmp_path / "other", network), residual, SETTINGS, Silent())
+    assert other.value < 0.9
+
+
+def test_rows_of_zeros_are_alike_and_nan_is_refused() -> None:
+    zeros = torch.zeros(3, 4, dtype=torch.float64)
+    assert output_similarity(zeros, zeros, 0, SETTINGS).value == 1.0
+    with pytest.raises(InputError, match="NaN"):
+        rows_of([torch.full((3, 4), torch.nan)], 3)
+    with pytest.raises(InputError, match="floating"):
+        rows_of([torch.zeros(3, 4, dtype=torch.int64)], 3)
+
+
+def test_graphs_are_timed_in_turns(residual: Path) -> None:
+    settings = MeasureSettings(rounds=1, seconds=0, batches=(1, 6))
+    rows = timed([residual, residual], FAMILY.calls, settings, Silent())
+    assert [[row["case"] for row in each] for each in rows] == [["batch 1", "batch 6"]] * 2
+
+
+def test_samples_are_the_example(residual: Path) -> None:
+    samples = FAMILY.samples(residual, DataSettings(), Silent())
+    ((images,),) = samples.inputs()
+    assert images.shape == (4, 3, 16, 16)
+    network = load_network(residual)
+    (loss,) = samples.losses(network.module)
+    loss.backward()
+    assert network.module.get_parameter("first.0.weight").grad is not None
+    assert FAMILY.hashes(residual)["graph.json"]
