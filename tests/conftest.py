@@ -34,6 +34,7 @@ CORE = ROOT / "core"
 IMPORT_CODE = (
     "imports/importer",
     "imports/gguf",
+    "imports/gguf_names",
     "imports/gguf_tokenizer",
     "checkpoint/safetensors_writer",
     "checkpoint/decoder",

@@ -8,9 +8,10 @@ from pathlib import Path
 from penjing.compress.export import compressed_tensors
 from penjing.compress.export import gate as decoder_gate
 from penjing.compress.export.decoder_runtime import read_layers
-from penjing.compress.export.gguf import write_gguf
 from penjing.compress.export.onnx_decoder import write_decoder_onnx
 from penjing.compress.export.record import RECORD_FILE, ExportRecord, Form, publish_file, source_of, write_record
+from penjing.compress.gguf.architecture import context_length
+from penjing.compress.gguf.write import write_gguf
 from penjing.compress.quantize.targets import TARGETS, TargetName
 from penjing.core.artifact.decoder import DecoderArtifact, open_decoder_artifact
 from penjing.core.artifact.onnx import ONNX_RUNTIME
@@ -86,6 +87,9 @@ def _compressed_tensors(artifact: DecoderArtifact, _: TargetName, partial: Path,
 
 
 def _gguf(artifact: DecoderArtifact, out: Path, progress: Progress) -> ExportRecord:
+    config = artifact.checkpoint.config
+    shorter = context_length(config) < config.max_position_embeddings
+    cut = f"the context is cut to the window of {context_length(config)} tokens: llama.cpp has no windows here"
     record = ExportRecord(
         form="gguf",
         **source_of(artifact.checkpoint.folder),
@@ -93,7 +97,8 @@ def _gguf(artifact: DecoderArtifact, out: Path, progress: Progress) -> ExportRec
         notes=(
             "integers are the artifact's, scales rounded to float16",
             "llama.cpp rounds activations to 8 bits block by block, not token by token",
+            *((cut,) if shorter else ()),
         ),
     )
-    publish_file(out, record, lambda partial: write_gguf(artifact.checkpoint.folder, partial, progress))
+    publish_file(out, record, lambda partial: write_gguf(artifact.checkpoint, partial, progress))
     return record

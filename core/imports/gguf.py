@@ -14,33 +14,16 @@ from typing import Any
 import numpy as np
 import torch
 
-from penjing.core.config import parse_config
+from penjing.core.config import C, parse_config
 from penjing.core.errors import ConfigError, InputError
+from penjing.core.imports.gguf_names import LLAMA3_FIELDS, PAIRED, ROPE_FACTORS, model_name_of
 from penjing.core.models.config import DecoderConfig, RopeScaling
-from penjing.core.models.tensor_names import tensor_shapes
+from penjing.core.models.hf_config import NATIVE
+from penjing.core.models.tensor_names import check_layers, tensor_shapes
 
-SUPPORTED_ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3")
+SUPPORTED_ARCHITECTURES = (*PAIRED, "qwen2", "qwen3")
 _PICKLES = (".pth", ".pt", ".bin", ".ckpt", ".pkl", ".pickle")
 _MAGIC = b"GGUF"
-_TOP_LEVEL = {
-    "token_embd.weight": "model.embed_tokens.weight",
-    "output_norm.weight": "model.norm.weight",
-    "output.weight": "lm_head.weight",
-}
-_IN_LAYER = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
-_ROPE_FACTORS = "rope_freqs.weight"  # frequency divisors; recomputed from the configuration, so not a weight
 
 
 class GgufFile:
@@ -97,7 +80,7 @@ class GgufFile:
             yield name, self._unpermute(name, weight)
 
     def _unpermute(self, name: str, weight: torch.Tensor) -> torch.Tensor:
-        if self._architecture not in ("llama", "mistral"):
+        if self._architecture not in PAIRED:
             return weight
         if ".q_proj." in name:
             heads = self.config.num_attention_heads
@@ -121,18 +104,20 @@ class GgufFile:
             raise InputError(f"{self.path}: a mixture of experts is not supported; take a dense model")
         window = self._number("attention.sliding_window", 0) or None
         bias = "blk.0.attn_q.bias" in self._tensors
+        widths = self._widths(layers)
         values = {
-            "model_type": self._model_type(window),
+            "model_type": NATIVE if len(set(widths)) > 1 else self._model_type(window),
             "vocab_size": self._vocab_size(),
             "hidden_size": hidden,
-            "intermediate_size": self._number("feed_forward_length"),
+            "intermediate_size": max(widths),
+            "intermediate_sizes": widths if len(set(widths)) > 1 else None,
             "num_hidden_layers": layers,
             "num_attention_heads": heads,
             "num_key_value_heads": self._number("attention.head_count_kv", heads),
             "head_dim": head_dim,
             "max_position_embeddings": self._number("context_length"),
             "rms_norm_eps": self._eps(),
-            "rope_theta": float(self._field("rope.freq_base", 10000.0)),
+            "rope_theta": self._real("rope.freq_base", 10000.0),
             "rope_scaling": self._rope_scaling(head_dim),
             "tie_word_embeddings": "output.weight" not in self._tensors,
             "attention_bias": bias,
@@ -144,21 +129,33 @@ class GgufFile:
             "eos_token_ids": self._stops(),
             "pad_token_id": self.fields.get("tokenizer.ggml.padding_token_id"),
         }
+        return self._parse(DecoderConfig, values)
+
+    def _parse(self, config_type: type[C], values: dict[str, Any]) -> C:
         try:
-            return parse_config(DecoderConfig, values, str(self.path))
+            return parse_config(config_type, values, str(self.path))
         except ConfigError as error:
             raise InputError(str(error)) from None
 
     def _model_type(self, window: int | None) -> str:
-        if self._architecture in ("llama", "mistral"):
+        if self._architecture in PAIRED:
             return "mistral" if window else "llama"
         if window:
             raise InputError(f"{self.path}: a sliding window for {self._architecture} is not supported")
         return self._architecture
 
+    def _widths(self, layers: int) -> list[int]:
+        """Inner width of the MLP of each layer."""
+        check_layers(layers, str(self.path))
+        value = self._field("feed_forward_length")
+        widths = value if isinstance(value, list) else [value] * layers
+        if len(widths) != layers or not widths or not all(isinstance(width, int) for width in widths):
+            raise InputError(f"{self.path}: feed_forward_length must be a whole number a layer (got {value!r})")
+        return widths
+
     def _eps(self) -> float:
         # 1e-5 is stored as float32; its shortest decimal is what config.json said
-        eps = np.float32(self._field("attention.layer_norm_rms_epsilon"))
+        eps = np.float32(self._real("attention.layer_norm_rms_epsilon"))
         return float(str(eps))
 
     def _vocab_size(self) -> int:
@@ -170,34 +167,40 @@ class GgufFile:
     def _stops(self) -> tuple[int, ...]:
         keys = ("eos_token_id", "eot_token_id", "eom_token_id")
         ids = [self.fields.get(f"tokenizer.ggml.{key}") for key in keys]
-        return tuple(dict.fromkeys(int(stop) for stop in ids if stop is not None))
+        return tuple(dict.fromkeys(stop for stop in ids if stop is not None))
 
     def _rope_scaling(self, head_dim: int) -> RopeScaling:
         kind = self._field("rope.scaling.type", "none")
-        factors = self._tensors.get(_ROPE_FACTORS)
+        factors = self._tensors.get(ROPE_FACTORS)
         if factors is not None:
             return self._llama3_scaling(np.array(factors.data, dtype=np.float64), head_dim)
         if kind == "linear":
-            return RopeScaling(rope_type="linear", factor=float(self._field("rope.scaling.factor")))
+            return self._parse(RopeScaling, {"rope_type": "linear", "factor": self._field("rope.scaling.factor")})
         if kind != "none":
             raise InputError(f"{self.path}: rotary scaling {kind!r} is not supported; supported: none, linear, llama3")
         return RopeScaling()
 
     def _llama3_scaling(self, factors: np.ndarray, head_dim: int) -> RopeScaling:
-        """Llama 3.1's settings from the divisors: every published model uses 1, 4 and 8192 and differs in `factor`."""
-        scaling = RopeScaling(rope_type="llama3", factor=max(float(factors.max()), 1.0))
-        theta = float(self._field("rope.freq_base", 10000.0))
-        wavelength = 2 * math.pi * theta ** (np.arange(0, head_dim, 2) / head_dim)
+        """Llama 3.1's settings from the divisors: every published model uses 1, 4 and 8192 and differs in `factor`.
+        Files of ours say them."""
+        stated = {
+            ours: self.fields.get(f"{self._architecture}.rope.scaling.{name}") for name, ours in LLAMA3_FIELDS.items()
+        }
+        given = {name: value for name, value in stated.items() if value is not None}
+        values = {"rope_type": "llama3", "factor": max(float(factors.max()), 1.0)} | given
+        scaling = self._parse(RopeScaling, values)
+        wavelength = 2 * math.pi * self._real("rope.freq_base", 10000.0) ** (np.arange(0, head_dim, 2) / head_dim)
         turns = scaling.original_max_position_embeddings / wavelength
-        smooth = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
-        expected = 1 / ((1 - smooth.clip(0, 1)) / scaling.factor + smooth.clip(0, 1))
+        span = scaling.high_freq_factor - scaling.low_freq_factor
+        smooth = ((turns - scaling.low_freq_factor) / (span or 1.0)).clip(0, 1)
+        expected = 1 / ((1 - smooth) / scaling.factor + smooth)
         if factors.shape != expected.shape or not np.allclose(factors, expected, rtol=1e-4):
             raise InputError(f"{self.path}: its rotary factors are not Llama 3's; this scaling is not supported")
         return scaling
 
     def _match_names(self) -> dict[str, str]:
         shapes = tensor_shapes(self.config)
-        known = {_hf_name(name): name for name in self._tensors if name != _ROPE_FACTORS}
+        known = {model_name_of(name): name for name in self._tensors if name != ROPE_FACTORS}
         if unknown := [name for hf_name, name in known.items() if hf_name not in shapes]:
             raise InputError(f"{self.path}: tensor {unknown[0]!r} has no place in a {self._architecture} model")
         for name, shape in shapes.items():
@@ -213,6 +216,12 @@ class GgufFile:
         if value is None:
             raise InputError(f"{self.path} lacks the metadata {self._architecture}.{key}; get a complete file")
         return value
+
+    def _real(self, key: str, default: float | None = None) -> float:
+        value = self._field(key, default)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+            raise InputError(f"{self.path}: {key} must be a number (got {value!r})")
+        return float(value)
 
     def _number(self, key: str, default: int | None = None) -> int:
         value = self._field(key, default)
@@ -278,14 +287,3 @@ def _check_architecture(path: Path, fields: dict[str, Any]) -> str:
             f"supported: {', '.join(SUPPORTED_ARCHITECTURES)}"
         )
     return architecture
-
-
-def _hf_name(name: str) -> str:
-    if name in _TOP_LEVEL:
-        return _TOP_LEVEL[name]
-    prefix, _, rest = name.partition(".")
-    layer, _, rest = rest.partition(".")
-    part, _, kind = rest.partition(".")
-    if prefix == "blk" and layer.isdecimal() and part in _IN_LAYER:
-        return f"model.layers.{layer}.{_IN_LAYER[part]}.{kind}"
-    return name

@@ -13,7 +13,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 
 from penjing.core.errors import InputError
 
-_CONTROL, _USER_DEFINED = 3, 4  # tokenizer.ggml.token_type
+_NORMAL, _CONTROL, _USER_DEFINED = 1, 3, 4  # tokenizer.ggml.token_type
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _LLAMA3 = _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}" + _REST
@@ -30,6 +30,8 @@ _SPLITS = {
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), _QWEN2),
     "tekken": _TEKKEN,
 }
+RULES = ("gpt-2", "smollm", "llama-bpe", "qwen2", "tekken")
+"""One name of each rule that splits text."""
 SUPPORTED_PRE_TOKENIZERS = (*_GPT2_NAMES, *_DIGIT_NAMES, *_SPLITS)
 
 
@@ -82,7 +84,7 @@ def _byte_level(fields: dict[str, Any], tokens: list[str], source: str) -> Token
     if name not in SUPPORTED_PRE_TOKENIZERS:
         known = ", ".join(SUPPORTED_PRE_TOKENIZERS)
         raise InputError(f"{source}: the pre-tokenizer {name!r} is not supported; supported: {known}")
-    merges = [tuple(merge.split(" ")) for merge in _list(fields, "tokenizer.ggml.merges", str, source)]
+    merges = [tuple(merge.split(" ")) for merge in _merges(fields, tokens, source)]
     if wrong := [merge for merge in merges if len(merge) != 2]:
         raise InputError(
             f"{source}: tokenizer.ggml.merges holds {' '.join(wrong[0])!r}, not a pair; get the file again"
@@ -107,6 +109,15 @@ def _byte_level(fields: dict[str, Any], tokens: list[str], source: str) -> Token
     return tokenizer
 
 
+def _merges(fields: dict[str, Any], tokens: list[str], source: str) -> list[str]:
+    """The merges; none where all tokens are bytes, since GGUF writers leave out an empty list."""
+    types = fields.get("tokenizer.ggml.token_type") or [_NORMAL] * len(tokens)
+    learned = any(kind == _NORMAL and len(token) > 1 for token, kind in zip(tokens, types, strict=False))
+    if not fields.get("tokenizer.ggml.merges") and not learned:
+        return []
+    return _list(fields, "tokenizer.ggml.merges", str, source)
+
+
 def _sentencepiece(fields: dict[str, Any], tokens: list[str], source: str) -> Tokenizer:
     """SentencePiece BPE: merges follow from the scores, and what no piece covers is spelled in byte tokens."""
     scores = _list(fields, "tokenizer.ggml.scores", float, source)
@@ -114,17 +125,19 @@ def _sentencepiece(fields: dict[str, Any], tokens: list[str], source: str) -> To
         raise InputError(f"{source}: {len(scores)} scores for {len(tokens)} tokens; get the file again")
     vocab = {token: index for index, token in enumerate(tokens)}
     unknown = _token(fields, "unknown_token_id", tokens, source)
-    merges = _merges_from_scores(vocab, scores)
+    merges = merges_from_scores(vocab, scores)
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, unk_token=unknown, fuse_unk=True, byte_fallback=True))
     prefix = bool(fields.get("tokenizer.ggml.add_space_prefix", True))
-    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first" if prefix else "never", split=False)
+    spaces = normalizers.Replace(" ", "▁")
+    # llama.cpp puts the space before every text between control tokens, also before one that begins with a space
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), spaces]) if prefix else spaces
     steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
     tokenizer.decoder = decoders.Sequence([*steps, decoders.Strip(content=" ", left=1)] if prefix else steps)
     return tokenizer
 
 
-def _merges_from_scores(vocab: dict[str, int], scores: list[float]) -> list[tuple[str, str]]:
-    """Every split of a piece into two pieces, best score of the whole first."""
+def merges_from_scores(vocab: dict[str, int], scores: list[float]) -> list[tuple[str, str]]:
+    """The merges of SentencePiece BPE: every split of a piece into two pieces, best score of the whole first."""
     merges = []
     for piece, index in vocab.items():
         splits = [(piece[:cut], piece[cut:]) for cut in range(1, len(piece))]

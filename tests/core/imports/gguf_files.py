@@ -9,6 +9,8 @@ from typing import Any
 import gguf
 import numpy as np
 import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
 from penjing.core.models.config import DecoderConfig
 
@@ -105,3 +107,16 @@ def _add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
         writer.add_string(key, value)
     else:
         writer.add_array(key, value)
+
+
+def transformers_model(path: Path) -> Any:
+    """The model as transformers reads it from GGUF. (Its `from_pretrained(gguf_file=…)` would need accelerate.)"""
+    config = AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    tensors = load_gguf_checkpoint(str(path), return_tensors=True, model_to_load=model)["tensors"]
+    model = AutoModelForCausalLM.from_config(config)
+    missing = model.load_state_dict(tensors, strict=False)
+    assert not missing.unexpected_keys
+    assert set(missing.missing_keys) <= ({"lm_head.weight"} if config.tie_word_embeddings else set())
+    return model.eval()

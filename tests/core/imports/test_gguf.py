@@ -23,7 +23,7 @@ from penjing.core.models.config import RopeScaling
 from penjing.core.packages import PACKAGES, fetch_package
 from penjing.core.progress import Silent
 from tests.conftest import random_tensors, tiny_config, tiny_tokenizer_fields
-from tests.core.imports.gguf_files import gguf_name, write_gguf
+from tests.core.imports.gguf_files import gguf_name, transformers_model, write_gguf
 
 TYPES = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1")
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -45,19 +45,6 @@ def write(path: Path, arch: str = "llama", kind: str = "F32", overrides: dict[st
     fields = tiny_tokenizer_fields()
     write_gguf(path, config, random_tensors(config), fields, arch=arch, quantization=quantization, **more)
     return config
-
-
-def transformers_model(path: Path) -> Any:
-    """The model as transformers reads it from GGUF. (Its `from_pretrained(gguf_file=…)` would need accelerate.)"""
-    config = AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
-    tensors = load_gguf_checkpoint(str(path), return_tensors=True, model_to_load=model)["tensors"]
-    model = AutoModelForCausalLM.from_config(config)
-    missing = model.load_state_dict(tensors, strict=False)
-    assert not missing.unexpected_keys
-    assert set(missing.missing_keys) <= ({"lm_head.weight"} if config.tie_word_embeddings else set())
-    return model.eval()
 
 
 def test_every_weight_of_smollm2_is_what_gguf_dequantizes(smollm2_gguf: Path, smollm2: Path) -> None:
@@ -173,6 +160,15 @@ def test_linear_scaling_and_sliding_window(tmp_path: Path) -> None:
         ({"llama.embedding_length": None}, "lacks the metadata llama.embedding_length"),
         ({"llama.embedding_length": "wide"}, "must be a whole number"),
         ({"llama.attention.head_count": 0}, "greater than 0"),
+        ({"llama.feed_forward_length": [96, 95]}, r"has the shape \(96, 64\), its metadata says \(95, 64\)"),
+        ({"llama.feed_forward_length": [96]}, "feed_forward_length must be a whole number a layer"),
+        ({"llama.feed_forward_length": ["a", "b"]}, "feed_forward_length must be a whole number a layer"),
+        ({"llama.rope.freq_base": "big"}, "rope.freq_base must be a number"),
+        ({"llama.rope.freq_base": float("nan")}, "rope.freq_base must be a number"),
+        ({"llama.attention.layer_norm_rms_epsilon": "small"}, "layer_norm_rms_epsilon must be a number"),
+        ({"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": -1.0}, "factor: input should be greater"),
+        ({"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": "x"}, "factor: input should be a valid"),
+        ({"tokenizer.ggml.eot_token_id": "end"}, "eos_token_ids"),
         ({"llama.attention.head_count_kv": 3}, "not a multiple"),
         ({"llama.attention.head_count_kv": [2, 4]}, "differs from layer to layer"),
     ],
@@ -185,7 +181,7 @@ def test_unsupported_settings_are_named(tmp_path: Path, metadata: dict[str, Any]
 
 def test_another_architecture_is_named(tmp_path: Path) -> None:
     write(tmp_path / "tiny.gguf", arch="gemma2")
-    with pytest.raises(InputError, match=r"'gemma2'.*not supported; supported: llama, mistral, qwen2, qwen3"):
+    with pytest.raises(InputError, match=r"'gemma2'.*not supported; supported: llama, mistral, deci, qwen2, qwen3"):
         GgufFile(tmp_path / "tiny.gguf")
 
 

@@ -209,8 +209,11 @@ def test_sentencepiece(tmp_path: Path, prefix: bool) -> None:
     fields = sentencepiece_fields(prefix)
     write(tmp_path / "tiny.gguf", fields)
     ours, theirs = build(tmp_path / "out", fields), from_gguf(tmp_path / "tiny.gguf")
-    if not prefix:  # transformers' reader always adds the space
-        theirs.backend_tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never", split=False)
+    spaces = normalizers.Replace(" ", "▁")
+    theirs.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence([])
+    # transformers' reader adds the space to the first text alone, and whatever the file says, unless there is one
+    theirs.backend_tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), spaces]) if prefix else spaces
+    if not prefix:
         theirs.backend_tokenizer.decoder = decoders.Sequence(
             [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
         )
@@ -225,6 +228,21 @@ def test_sentencepiece(tmp_path: Path, prefix: bool) -> None:
         same(ours, theirs, text)
 
     check()
+
+
+def test_sentencepiece_puts_the_space_where_llama_cpp_does(tmp_path: Path) -> None:
+    """Pieces as llama.cpp (in cyllama 0.2.18) gave them for this vocabulary."""
+    with_space, without = (build(tmp_path / str(prefix), sentencepiece_fields(prefix)) for prefix in (True, False))
+    for text, expected in {
+        " the": ["▁", "▁the"],
+        "the</s>and": ["▁the", "</s>", "▁and"],
+        "the</s> and": ["▁the", "</s>", "▁", "▁and"],
+        "a </s>": ["▁a", "▁", "</s>"],
+        "</s>": ["</s>"],
+        "": [],
+    }.items():
+        assert with_space.backend.encode(text).tokens == ["<s>", *expected]
+    assert without.backend.encode("the</s> and").tokens == ["<s>", "the", "</s>", "▁and"]
 
 
 def test_folder_loads_in_transformers(smollm2: Path) -> None:

@@ -1,9 +1,10 @@
-"""GGUF files of decoder artifacts: the gguf package and our importer read the artifact's own integers back."""
+"""GGUF files of decoder artifacts: the gguf package, our importer and transformers read the same network back."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import gguf
 import numpy as np
@@ -11,20 +12,25 @@ import onnx
 import pytest
 import torch
 from onnx import numpy_helper
+from safetensors.torch import save_file
 
 from penjing.compress.export.compressed_tensors import write_compressed_tensors
-from penjing.compress.export.gguf import _check, _gguf_name, q8_0, write_gguf
 from penjing.compress.export.onnx_decoder import write_decoder_onnx
+from penjing.compress.gguf.architecture import architecture_fields
+from penjing.compress.gguf.write import q8_0, write_gguf
 from penjing.core.artifact.decoder import open_decoder_artifact
-from penjing.core.checkpoint.decoder import open_checkpoint
+from penjing.core.checkpoint.decoder import Checkpoint, open_checkpoint
 from penjing.core.checkpoint.load import load_model
 from penjing.core.cli import _run
 from penjing.core.errors import InputError
+from penjing.core.imports.gguf_names import gguf_name_of
 from penjing.core.imports.importer import import_model
-from penjing.core.models.config import DecoderConfig
+from penjing.core.models.decoder import Decoder
 from penjing.core.progress import Silent
 from penjing.core.text.tokenizer import Tokenizer
+from tests.compress.gguf.artifacts import FAMILIES, make_int8
 from tests.conftest import tiny_config
+from tests.core.imports.gguf_files import transformers_model
 from tests.disk import run_in
 
 
@@ -62,7 +68,7 @@ def test_integers_are_identical_in_every_export(tiny_int8: Path, tmp_path: Path)
         (tmp_path / name).mkdir()
     write_decoder_onnx(artifact.checkpoint, "onnxruntime-avx2", tmp_path / "onnx", Silent())
     write_compressed_tensors(artifact, tmp_path / "compressed")
-    write_gguf(tiny_int8, tmp_path / "model.gguf", Silent())
+    write_gguf(artifact.checkpoint, tmp_path / "model.gguf", Silent())
     model = onnx.load(str(tmp_path / "onnx" / "model.onnx"))
     constants = {constant.name: numpy_helper.to_array(constant) for constant in model.graph.initializer}
     blocks = {tensor.name: np.array(tensor.data) for tensor in gguf.GGUFReader(tmp_path / "model.gguf").tensors}
@@ -72,7 +78,7 @@ def test_integers_are_identical_in_every_export(tiny_int8: Path, tmp_path: Path)
             continue
         stored = checkpoint.get(name).numpy()
         assert np.array_equal(constants[name].astype(np.int16).T - 128, stored), name
-        rows = blocks[_gguf_name(name)].reshape(len(stored), -1, 34)[:, :, 2:].reshape(stored.shape).view(np.int8)
+        rows = blocks[gguf_name_of(name)].reshape(len(stored), -1, 34)[:, :, 2:].reshape(stored.shape).view(np.int8)
         turned = name.endswith(("q_proj.weight", "k_proj.weight"))
         assert np.array_equal(np.sort(rows, axis=0) if turned else rows, np.sort(stored, axis=0) if turned else stored)
         compared += 1
@@ -124,12 +130,6 @@ def test_what_q8_0_cannot_hold_is_refused(tiny_int8: Path, tmp_path: Path, capsy
     assert not list(tmp_path.iterdir())
 
 
-def test_a_network_without_metadata_in_gguf_is_refused_by_field(tmp_path: Path) -> None:
-    config = DecoderConfig.model_validate(tiny_config().model_dump() | {"sliding_window": 8})
-    with pytest.raises(InputError, match="sliding_window=8 is not written"):
-        _check(config, tmp_path)
-
-
 EXPORTS = """
     import shutil, sys
     from collections import namedtuple
@@ -162,3 +162,76 @@ def test_a_full_disk_is_one_error_and_leaves_nothing(place: str, tiny_int8: Path
         r"cannot write .*/model.gguf: the disk is full, \d+ kB are needed and \S+ kB are free; .*", said[0]
     )
     assert said[1] == f"cannot write {tmp_path}/model.gguf: the disk is full; free some space and run again"
+
+
+TOKENS = torch.arange(48).view(1, -1) * 7 % 320
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_that_comes_in_goes_out(tmp_path: Path, tiny_checkpoint: Path, family: str) -> None:
+    """What our importer reads computes what the artifact's integers say, to the rounding of scales to float16."""
+    checkpoint = make_int8(tmp_path / "artifact", tiny_checkpoint, **FAMILIES[family])
+    write_gguf(checkpoint, tmp_path / "model.gguf", Silent())
+    import_model(str(tmp_path / "model.gguf"), tmp_path / "back")
+    back = load_model(tmp_path / "back")
+    with torch.no_grad():
+        is_close(back.model(TOKENS), dequantized(checkpoint)(TOKENS))
+    wanted, given = checkpoint.config, back.config
+    assert given.rms_norm_eps == wanted.rms_norm_eps
+    assert (given.bos_token_id, given.eos_token_ids, given.pad_token_id) == (0, (2,), 2)
+    context = min(wanted.max_position_embeddings, wanted.sliding_window or 512)
+    assert given.max_position_embeddings == context
+
+
+@pytest.mark.parametrize("family", ["llama-untied", "qwen2", "qwen3-128"])
+def test_transformers_reads_the_same_network(tmp_path: Path, tiny_checkpoint: Path, family: str) -> None:
+    checkpoint = make_int8(tmp_path / "artifact", tiny_checkpoint, **FAMILIES[family])
+    write_gguf(checkpoint, tmp_path / "model.gguf", Silent())
+    with torch.no_grad():
+        is_close(transformers_model(tmp_path / "model.gguf")(TOKENS).logits, dequantized(checkpoint)(TOKENS))
+
+
+def is_close(logits: torch.Tensor, expected: torch.Tensor) -> None:
+    """Scales and what is not in INT8 are rounded to float16: 2⁻¹² of each weight, more after two layers."""
+    error = (logits - expected).square().mean().sqrt() / expected.square().mean().sqrt()
+    print(error)
+    assert error < 2**-9
+
+
+def dequantized(checkpoint: Checkpoint) -> Decoder:
+    """The decoder that the integers and scales of a checkpoint stand for, in float32."""
+    model = Decoder(checkpoint.config)
+    for name, parameter in model.named_parameters():
+        value = checkpoint.get(name).to(torch.float32)
+        if f"{name}_scale" in checkpoint.tensor_names:
+            value = value * checkpoint.get(f"{name}_scale")
+        parameter.data = value
+    model.tie_weights()
+    return model.eval()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ({"model_type": "penjing", "shared_layers": 2}, "shared_layers=2"),
+        ({"model_type": "penjing", "mlp_hadamard": 32}, "mlp_hadamard=32"),
+        ({"model_type": "penjing", "layer_types": ["lsh_attention", "full_attention"]}, "LSH attention"),
+        ({"model_type": "penjing", "qk_norm": True, "attention_bias": True}, "combination of biases and norms"),
+        (
+            {"model_type": "qwen3", "qk_norm": True, "rope_scaling": {"rope_type": "llama3", "factor": 8.0}},
+            "rotary scaling 'llama3' in a qwen3",
+        ),
+    ],
+)
+def test_what_gguf_cannot_say_is_refused_by_name(tmp_path: Path, overrides: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        architecture_fields(tiny_config(**overrides), "artifact")
+
+
+def test_a_weight_beyond_float16_is_refused(tmp_path: Path, tiny_checkpoint: Path) -> None:
+    checkpoint = make_int8(tmp_path / "artifact", tiny_checkpoint)
+    tensors = {name: checkpoint.get(name).clone() for name in checkpoint.tensor_names}
+    tensors["model.embed_tokens.weight"][5, 5] = 1e6
+    save_file(tensors, tmp_path / "artifact" / "model.safetensors")
+    with pytest.raises(InputError, match=r"embed_tokens.weight holds 1e\+06, beyond float16"):
+        write_gguf(open_checkpoint(tmp_path / "artifact"), tmp_path / "model.gguf", Silent())

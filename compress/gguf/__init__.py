@@ -1,0 +1,1 @@
+"""A decoder artifact as a GGUF file, for llama.cpp."""

@@ -1,0 +1,116 @@
+"""What a GGUF file says of a decoder's architecture: its metadata, and the tensor of its rotary frequencies.
+
+Sources: the GGUF specification (ggml-org/ggml, docs/gguf.md), and llama.cpp for what each architecture computes.
+`core/imports/gguf.py` reads the same back.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penjing.core.errors import InputError
+from penjing.core.imports.gguf_names import LLAMA3_FIELDS
+from penjing.core.models.config import DecoderConfig, RopeScaling
+from penjing.core.models.hf_config import NATIVE, decoder_config_to_hf
+from penjing.core.models.rope import inverse_frequencies
+
+ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
+"""`model_type` → GGUF architecture."""
+_UNEVEN = "deci"  # computes as llama, with widths of each layer's own
+_Q8_0_FILE = 7  # general.file_type: mostly Q8_0
+
+
+def architecture_of(config: DecoderConfig, source: str) -> str:
+    """The GGUF architecture that computes `config` in its first `context_length` tokens.
+
+    Raises:
+        InputError: there is none, and why; `source` names the artifact.
+    """
+    unknown = {
+        "experts (moe)": config.moe is not None,
+        "latent attention": config.latent_attention is not None,
+        "LSH attention": "lsh_attention" in (config.layer_types or ()),
+        f"shared_layers={config.shared_layers}": config.shared_layers > 1,
+        f"mlp_hadamard={config.mlp_hadamard}": config.mlp_hadamard > 0,
+    }
+    if found := [name for name, present in unknown.items() if present]:
+        raise InputError(f"{source} has {' and '.join(found)}, which is not written as GGUF; export --to onnx may do")
+    kinds = ("llama", "qwen2", "qwen3") if config.model_type == NATIVE else (config.model_type,)
+    fitting = [kind for kind in kinds if kind in ARCHITECTURES and _is_a(config, kind)]
+    if not fitting:
+        raise InputError(
+            f"{source}: no GGUF architecture has this combination of biases and norms (attention_bias="
+            f"{config.attention_bias}, attention_output_bias={config.attention_output_bias}, mlp_bias="
+            f"{config.mlp_bias}, qk_norm={config.qk_norm}); penjing serves the artifact as it is"
+        )
+    architecture, uneven = ARCHITECTURES[fitting[0]], config.intermediate_sizes is not None
+    lost = "rotary scaling 'llama3'" if config.rope_scaling.rope_type == "llama3" else "MLPs of different widths"
+    if architecture != "llama" and (uneven or config.rope_scaling.rope_type == "llama3"):
+        raise InputError(
+            f"{source}: {lost} in a {architecture} network: llama.cpp has that in llama networks alone, and so it is "
+            "not written as GGUF; penjing serves the artifact as it is"
+        )
+    return _UNEVEN if uneven else architecture
+
+
+def context_length(config: DecoderConfig) -> int:
+    """Tokens in which the file computes the network: no more than the smallest window, within which a sliding layer
+    sees everything. llama.cpp knows no windows in these architectures."""
+    windows = (config.layer_window(layer) for layer in range(config.num_hidden_layers))
+    return min([config.max_position_embeddings, *(window for window in windows if window is not None)])
+
+
+def architecture_fields(config: DecoderConfig, source: str) -> dict[str, Any]:
+    """Metadata of the architecture under its names in the file; numbers, texts or lists.
+
+    Raises:
+        InputError: no GGUF architecture computes `config`.
+    """
+    architecture = architecture_of(config, source)
+    values: dict[str, Any] = {
+        "block_count": config.num_hidden_layers,
+        "context_length": context_length(config),
+        "embedding_length": config.hidden_size,
+        "feed_forward_length": list(config.intermediate_sizes or ()) or config.intermediate_size,
+        "attention.head_count": config.num_attention_heads,
+        "attention.head_count_kv": config.num_key_value_heads,
+        "attention.key_length": config.head_dim,
+        "attention.value_length": config.head_dim,
+        "attention.layer_norm_rms_epsilon": float(config.rms_norm_eps),
+        "rope.freq_base": float(config.rope_theta),
+        "rope.dimension_count": config.head_dim,
+        "vocab_size": config.vocab_size,
+    }
+    if config.model_type == "mistral" and config.sliding_window is not None:
+        values["attention.sliding_window"] = config.sliding_window
+    scaling = config.rope_scaling
+    if scaling.rope_type == "linear":
+        values |= {"rope.scaling.type": "linear", "rope.scaling.factor": float(scaling.factor)}
+    if scaling.rope_type == "llama3":  # llama.cpp reads the divisors alone; these say what they were made of
+        values |= {f"rope.scaling.{name}": getattr(scaling, ours) for name, ours in LLAMA3_FIELDS.items()}
+    return {
+        "general.quantization_version": 2,
+        "general.file_type": _Q8_0_FILE,
+        **{f"{architecture}.{name}": value for name, value in values.items()},
+    }
+
+
+def rotary_divisors(config: DecoderConfig) -> NDArray[np.float32] | None:
+    """(head_dim / 2,) divisors of the rotary frequencies, where the scaling is written as such."""
+    if config.rope_scaling.rope_type != "llama3":
+        return None
+    plain = config.model_copy(update={"rope_scaling": RopeScaling()})
+    return (inverse_frequencies(plain) / inverse_frequencies(config)).numpy()
+
+
+def _is_a(config: DecoderConfig, kind: str) -> bool:
+    """Whether `config` with full attention and layers of one width is a network of the Hugging Face type `kind`."""
+    same = {"model_type": kind, "sliding_window": None, "layer_types": None, "intermediate_sizes": None}
+    try:
+        decoder_config_to_hf(config.model_copy(update=same))
+    except InputError:
+        return False
+    return True

@@ -1,0 +1,147 @@
+"""A decoder artifact as GGUF for llama.cpp: INT8 layers as Q8_0 with the artifact's own integers.
+
+Q8_0 stores 32 values a block with a float16 scale. A row's scale is repeated for each of its blocks, so the integers
+are those of the artifact; only scales are rounded, to 11 bits (small ones to 9). Activations are llama.cpp's affair: it
+rounds them to 8 bits block by block where the artifact's own runtime does so token by token. Source: the GGUF
+specification (ggml-org/ggml, docs/gguf.md); `core/imports/gguf.py` reads the same back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from penjing.compress.gguf.architecture import architecture_fields, architecture_of, rotary_divisors
+from penjing.compress.gguf.tokenizer import tokenizer_fields
+from penjing.core.checkpoint.decoder import Checkpoint
+from penjing.core.errors import InputError
+from penjing.core.files import check_room
+from penjing.core.imports.gguf_names import PAIRED, ROPE_FACTORS, gguf_name_of
+from penjing.core.progress import Progress
+
+BLOCK = 32
+SMALLEST_SCALE = (
+    2.0**-16
+)  # subnormal, but within 2⁻⁹ of a float16: SmolLM2's first v_proj, its norm folded in, has 2.4e-5
+
+
+def write_gguf(checkpoint: Checkpoint, out: Path, progress: Progress) -> None:
+    """Write the network and tokenizer of an artifact to `out`, a name that is not yet final.
+
+    Raises:
+        InputError: damaged, or a network or tokenizer that is not written as GGUF (named).
+    """
+    import gguf
+
+    config, source = checkpoint.config, str(checkpoint.folder)
+    fields = architecture_fields(config, source) | tokenizer_fields(checkpoint.folder, config)
+    writer = gguf.GGUFWriter(out, architecture_of(config, source))
+    for key, value in fields.items():
+        _add(writer, key, value)
+    progress.start("writing GGUF", len(checkpoint.tensor_names))
+    for name, data, kind in _tensors(checkpoint):
+        writer.add_tensor(name, data, raw_dtype=kind)
+        progress.advance()
+    check_room(out, sum(tensor.nbytes for part in writer.tensors for tensor in part.values()))
+    try:
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+    except OSError as error:
+        if error.errno is None:  # numpy's tofile tells that it wrote less, and not why: one more write does
+            with open(out, "ab") as file:
+                file.write(bytes(1 << 16))
+        raise
+    _check_written(checkpoint, out)
+
+
+def _check_written(checkpoint: Checkpoint, path: Path) -> None:
+    """Read the file with the gguf package: every tensor is as it was made of the artifact.
+
+    Raises:
+        InputError: names the first tensor that is not; it lies in bad memory or on a bad disk, or is a bug here.
+    """
+    import gguf
+
+    tensors = {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}
+    for name, written, _ in _tensors(checkpoint):
+        tensor = tensors.get(name)
+        if tensor is None or tensor.data.shape != written.shape or (tensor.data != written).any():
+            raise InputError(f"{path}: {name} does not read back as it was written; export again to another disk")
+
+
+def q8_0(weight: NDArray[np.int8], scale: NDArray[np.float32]) -> NDArray[np.uint8]:
+    """(rows, K) int8 and (rows,) → (rows, K / 32 · 34) bytes of Q8_0 blocks: float16 scale, 32 integers.
+
+    Raises:
+        InputError: K is no multiple of 32, or a scale is too large or too small for float16.
+    """
+    rows, columns = weight.shape
+    if columns % BLOCK:
+        raise InputError(f"a layer has {columns} inputs; Q8_0 needs a multiple of {BLOCK}: prune with round_to = 32")
+    with np.errstate(over="ignore"):
+        halves = scale.astype(np.float16)
+    if not np.isfinite(halves).all() or (scale < SMALLEST_SCALE).any():
+        raise InputError(
+            f"scales of {scale.min():g} … {scale.max():g} are too large or too small for float16, as Q8_0 stores them: "
+            "export --to onnx or compressed-tensors keeps them as they are"
+        )
+    blocks = np.empty((rows, columns // BLOCK, 2 + BLOCK), np.uint8)
+    blocks[:, :, :2] = halves.view(np.uint8).reshape(rows, 1, 2)
+    blocks[:, :, 2:] = weight.view(np.uint8).reshape(rows, columns // BLOCK, BLOCK)
+    return blocks.reshape(rows, -1)
+
+
+def _tensors(checkpoint: Checkpoint) -> Iterator[tuple[str, NDArray[Any], Any]]:
+    """Name in the file, bytes and type of every tensor, one at a time."""
+    import gguf
+
+    divisors = rotary_divisors(checkpoint.config)
+    if divisors is not None:
+        yield ROPE_FACTORS, divisors, gguf.GGMLQuantizationType.F32
+    turned = architecture_of(checkpoint.config, str(checkpoint.folder)) in PAIRED
+    for name in checkpoint.tensor_names:
+        if not name.endswith("_scale"):
+            yield gguf_name_of(name), *_tensor(checkpoint, name, turned)
+
+
+def _tensor(checkpoint: Checkpoint, name: str, turned: bool) -> tuple[NDArray[Any], Any]:
+    import gguf
+
+    weight, config = checkpoint.get(name), checkpoint.config
+    order = torch.arange(weight.shape[0])
+    if turned and ".self_attn." in name and name.rpartition(".")[0].endswith(("q_proj", "k_proj")):
+        heads = config.num_attention_heads if ".q_proj." in name else config.num_key_value_heads
+        order = order.view(heads, 2, -1).transpose(1, 2).reshape(-1)  # rotated halves → interleaved pairs
+    weight = weight[order]
+    if weight.dtype == torch.int8:
+        scale = checkpoint.get(f"{name}_scale").to(torch.float32).flatten()[order]
+        return q8_0(weight.contiguous().numpy(), scale.numpy()), gguf.GGMLQuantizationType.Q8_0
+    if weight.dim() == 1:
+        return weight.to(torch.float32).numpy(), gguf.GGMLQuantizationType.F32
+    halves = weight.to(torch.float16)
+    if not torch.isfinite(halves).all():
+        raise InputError(
+            f"{checkpoint.folder}: {name} holds {float(weight.abs().max()):g}, beyond float16, as GGUF stores what is "
+            "not in INT8; export --to onnx or compressed-tensors keeps it as it is"
+        )
+    return halves.numpy(), gguf.GGMLQuantizationType.F16
+
+
+def _add(writer: Any, key: str, value: Any) -> None:
+    if isinstance(value, bool):
+        writer.add_bool(key, value)
+    elif isinstance(value, int):
+        writer.add_uint32(key, value)
+    elif isinstance(value, float):
+        writer.add_float32(key, value)
+    elif isinstance(value, str):
+        writer.add_string(key, value)
+    else:
+        writer.add_array(key, value)

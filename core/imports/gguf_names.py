@@ -1,0 +1,50 @@
+"""Names of a decoder's tensors in GGUF (ggml-org/ggml, docs/gguf.md) and in our models."""
+
+from __future__ import annotations
+
+PAIRED = ("llama", "mistral", "deci")
+"""Architectures that compute as Llama, where the rows of q and k are in the order of interleaved rotary pairs."""
+ROPE_FACTORS = "rope_freqs.weight"  # divisors of the rotary frequencies; they follow from the configuration
+LLAMA3_FIELDS = {  # below rope.scaling. in files of ours; other files have the divisors alone
+    "llama3_factor": "factor",  # not "factor", by which llama.cpp divides all frequencies again
+    "low_freq_factor": "low_freq_factor",
+    "high_freq_factor": "high_freq_factor",
+    "original_context_length": "original_max_position_embeddings",
+}
+_TOP_LEVEL = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+_IN_LAYER = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+_TOP_LEVEL_BACK = {ours: theirs for theirs, ours in _TOP_LEVEL.items()}
+_IN_LAYER_BACK = {ours: theirs for theirs, ours in _IN_LAYER.items()}
+
+
+def model_name_of(gguf_name: str) -> str:
+    """`blk.3.attn_q.weight` → `model.layers.3.self_attn.q_proj.weight`; a name that is not known stays as it is."""
+    stem, _, kind = gguf_name.rpartition(".")
+    if stem in _TOP_LEVEL:
+        return f"{_TOP_LEVEL[stem]}.{kind}"
+    prefix, _, rest = stem.partition(".")
+    layer, _, part = rest.partition(".")
+    if prefix == "blk" and layer.isdecimal() and part in _IN_LAYER:
+        return f"model.layers.{layer}.{_IN_LAYER[part]}.{kind}"
+    return gguf_name
+
+
+def gguf_name_of(name: str) -> str:
+    """Undo `model_name_of`, for a name that it gives."""
+    stem, _, kind = name.rpartition(".")
+    if stem in _TOP_LEVEL_BACK:
+        return f"{_TOP_LEVEL_BACK[stem]}.{kind}"
+    _, _, layer, part = stem.split(".", 3)
+    return f"blk.{layer}.{_IN_LAYER_BACK[part]}.{kind}"
