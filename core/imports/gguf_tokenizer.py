@@ -84,11 +84,10 @@ def _byte_level(fields: dict[str, Any], tokens: list[str], source: str) -> Token
     if name not in SUPPORTED_PRE_TOKENIZERS:
         known = ", ".join(SUPPORTED_PRE_TOKENIZERS)
         raise InputError(f"{source}: the pre-tokenizer {name!r} is not supported; supported: {known}")
-    merges = [tuple(merge.split(" ")) for merge in _merges(fields, tokens, source)]
-    if wrong := [merge for merge in merges if len(merge) != 2]:
-        raise InputError(
-            f"{source}: tokenizer.ggml.merges holds {' '.join(wrong[0])!r}, not a pair; get the file again"
-        )
+    written = _merges(fields, tokens, source)
+    if wrong := [merge for merge in written if merge.count(" ") != 1]:
+        raise InputError(f"{source}: tokenizer.ggml.merges holds {wrong[0]!r}, not a pair; get the file again")
+    merges = [(left, right) for left, _, right in (merge.partition(" ") for merge in written)]
     vocab = {token: index for index, token in enumerate(tokens)}
     # as in the published tokenizers of these families: a whole word of the vocabulary is taken without merging
     whole_words = _SPLITS.get(name) in (_LLAMA3, _TEKKEN)
