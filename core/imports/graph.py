@@ -1,0 +1,367 @@
+"""`penjing import` of any network: an ONNX file, a function of the user's, or a name of timm, torchvision or
+transformers → the checkpoint folder of a graph."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from penjing.core.checkpoint.graph import parameters_of, save_graph
+from penjing.core.errors import ConfigError, InputError
+from penjing.core.files import publish_folder, sha256_file
+from penjing.core.graph.config import Meaning, Pixels
+from penjing.core.graph.network import Network
+from penjing.core.graph.trace import from_torch
+from penjing.core.imports.torch_weights import load_weights
+from penjing.core.imports.torch_zoo import Found, from_function, from_package
+from penjing.core.manifest import MANIFEST_NAME, read_manifest, verify
+from penjing.core.onnx_reader.oracle import CLOSE, HALF, NOISE, distance, noise
+from penjing.core.onnx_reader.read import from_onnx
+from penjing.core.progress import Progress, Silent
+
+PACKAGES = ("timm", "torchvision", "transformers")
+
+
+@dataclass(frozen=True)
+class GraphOptions:
+    """What a user says about a network besides where it is.
+
+    Attributes:
+        weights: a `.safetensors` or `.pth` file for a network that comes as code.
+        shapes, dtypes: of the example, by input.
+        dynamic: input → axis → name of what may differ from call to call.
+        fixed: inputs of an ONNX file that get one value forever.
+        labels: a file with a class name a line, or a JSON list.
+        meaning: of the first output; classes where there are labels.
+        image: (rows, columns), mean, std, layout, order and scale of `Pixels`, as far as they are given.
+    """
+
+    weights: Path | None = None
+    shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    dtypes: Mapping[str, str] = field(default_factory=dict)
+    dynamic: Mapping[str, Mapping[int, str]] | None = None
+    fixed: Mapping[str, float] = field(default_factory=dict)
+    labels: Path | None = None
+    meaning: Meaning | None = None
+    image: Mapping[str, Any] = field(default_factory=dict)
+
+
+Kind = Literal["onnx", "function", "package"]
+
+
+def kind_of(source: str) -> Kind | None:
+    """How a graph comes in by `source`; None if it is something else (see `import_model`)."""
+    if source.endswith(".onnx"):
+        return "onnx"
+    file, colon, name = source.rpartition(":")
+    if colon and file.endswith(".py") and name.isidentifier():
+        return "function"
+    package, slash, name = source.partition("/")
+    return "package" if slash and name and package in PACKAGES and not Path(source).exists() else None
+
+
+def import_graph(
+    source: str,
+    out: Path,
+    options: GraphOptions | None = None,
+    *,
+    force: bool = False,
+    progress: Progress | None = None,
+) -> Path:
+    """Make the checkpoint folder `out`; it appears only when its answers were compared with the original's.
+
+    Args:
+        source: an `.onnx` file; `file.py:function`, which returns a module, or (module, example inputs), and whose
+            code is run; or `timm/NAME`, `torchvision/NAME`, `transformers/NAME` of an installed package.
+        out: folder to make. If it already holds this very import, it is kept and that is said.
+        force: replace a folder that penjing made before.
+
+    Raises:
+        ConfigError: an option that does not fit the source.
+        InputError: the source is missing, damaged, or holds what penjing cannot compute; weights that do not fit; an
+            answer that is not the original's.
+        SetupError: disk full, no permission.
+    """
+    options, progress = options or GraphOptions(), progress or Silent()
+    kind = kind_of(source)
+    if kind is None:
+        raise InputError(f"{source!r} is no .onnx file, no file.py:function and no name of {', '.join(PACKAGES)}")
+    _check_options(kind, options)
+    created_by: dict[str, Any] = {
+        "command": "penjing import",
+        "penjing": version("penjing"),
+        "source": source if kind == "package" else Path(source).name,
+        "source_format": kind,
+        "options": _described(options),
+        **_hashes(source, kind, options),
+    }
+    if not force and kind == "onnx" and _is_complete(out, created_by):
+        progress.note(f"{out} already holds {source}: kept (--force makes it again)")
+        return out
+    progress.start(f"importing {source}", 1)
+    network, parity = _from_file(source, options) if kind == "onnx" else _from_code(source, kind, options)
+    network = _labelled(network, options)
+    progress.advance()
+    with publish_folder(out, replace=force) as partial:
+        save_graph(partial, network, created_by | {"license": "unknown", "parity": parity})
+    said = ", ".join(map(str, (*network.config.inputs, *network.config.outputs)))
+    nodes = sum(node.op == "call_function" for node in network.module.graph.nodes)
+    progress.note(
+        f"{out}: {nodes} operators, {parameters_of(network.module) / 1e6:.3g} million parameters ({said}); its answers "
+        f"are {parity['distance']:.1e} of their scale from those of {parity['oracle']}"
+    )
+    return out
+
+
+def _check_options(kind: Kind, options: GraphOptions) -> None:
+    if kind == "onnx" and options.weights is not None:
+        raise ConfigError(f"--weights {options.weights}: an ONNX file brings its own weights; leave it out")
+    if kind == "onnx" and options.dtypes:
+        raise ConfigError("an ONNX file says the types of its inputs; write --input NAME:SHAPE without a type")
+    if kind != "onnx" and options.fixed:
+        raise ConfigError("--fix is for inputs of ONNX files; write the value into the function")
+
+
+def _from_file(source: str, options: GraphOptions) -> tuple[Network, dict[str, Any]]:
+    found = from_onnx(Path(source).expanduser(), shapes=options.shapes, dynamic=options.dynamic, fixed=options.fixed)
+    return found.network, found.parity
+
+
+def _from_code(source: str, kind: Kind, options: GraphOptions) -> tuple[Network, dict[str, Any]]:
+    found = from_function(source) if kind == "function" else from_package(source)
+    if options.weights is not None:
+        load_weights(found.module, options.weights)
+    found = _with_example(found, options, source)
+    network = from_torch(found.module, found.example, keyword=found.keyword, dynamic=options.dynamic or found.dynamic)
+    config = network.config
+    if found.pixels is not None:
+        config = config.model_copy(update={"pixels": found.pixels})
+    if found.labels or found.meaning != "tensors":
+        config = config.model_copy(update={"labels": tuple(found.labels), "meaning": found.meaning})
+    network = replace(network, config=config)
+    return network, _compared(network, found, source)
+
+
+def _with_example(found: Found, options: GraphOptions, source: str) -> Found:
+    if not options.shapes:
+        if not found.example and not found.keyword:
+            raise InputError(
+                f"{source} gives no example inputs; return (module, example) from the function, or say a shape: "
+                "--input x:1x3x224x224"
+            )
+        return found
+    generator = torch.Generator().manual_seed(0)
+    keyword = {}
+    for name, shape in options.shapes.items():
+        dtype = getattr(torch, options.dtypes.get(name, "float32"))
+        if dtype.is_floating_point:
+            keyword[name] = torch.randn(shape, generator=generator).to(dtype)
+        else:
+            keyword[name] = torch.randint(2 if dtype is torch.bool else 10, shape, generator=generator).to(dtype)
+    return replace(found, example=(), keyword=keyword, dynamic=None)
+
+
+def _compared(network: Network, found: Found, source: str) -> dict[str, Any]:
+    """How far the graph's answers are from the module's."""
+    inputs = network.inputs()
+    names = [spec.name for spec in network.config.inputs]
+    given = pytree.tree_leaves((found.example, found.keyword))
+    tensors = [value for value in given if isinstance(value, Tensor)]
+    if len(tensors) != len(names):
+        raise InputError(f"{source} ignores an input, or has one that is no tensor; give tensors that it uses")
+    replaced = dict(zip(map(id, tensors), inputs, strict=True))
+    arguments, keyword = pytree.tree_map(lambda value: replaced.get(id(value), value), (found.example, found.keyword))
+    found.module.eval()
+    with torch.no_grad():
+        theirs = [
+            value for value in pytree.tree_leaves(found.module(*arguments, **keyword)) if isinstance(value, Tensor)
+        ]
+        ours = network(*inputs)
+    if len(ours) != len(theirs):
+        raise InputError(f"{source} gives {len(theirs)} tensors, the traced network {len(ours)}; return a plain tuple")
+    bound = HALF if any(value.dtype in (torch.float16, torch.bfloat16) for value in ours) else CLOSE
+    apart = max(distance(one, other) for one, other in zip(ours, theirs, strict=True))
+    if not apart <= bound:
+        bound = max(bound, NOISE * noise(network))
+    if not apart <= bound:
+        raise InputError(
+            f"{source}: the traced network's answers are {apart:.1e} of their scale away from the module's; does it "
+            "draw random numbers, or keep something from call to call? Return a network without that"
+        )
+    return {"oracle": "the module", "distance": apart, "bound": bound}
+
+
+def _labelled(network: Network, options: GraphOptions) -> Network:
+    """The network with labels, a meaning and pixels as the user says."""
+    config = network.config
+    changes: dict[str, Any] = {}
+    if options.labels is not None:
+        changes |= {"labels": _labels(options.labels), "meaning": "classes"}
+    if options.meaning is not None:
+        changes["meaning"] = options.meaning
+    if options.image:
+        changes["pixels"] = _pixels(network, options.image)
+    config = type(config).model_validate({**config.model_dump(), **changes})
+    classes = config.outputs[0].shape[-1] if config.outputs[0].shape else 0
+    if config.labels and isinstance(classes, int) and len(config.labels) != classes:
+        raise InputError(
+            f"there are {len(config.labels)} labels, and the output {config.outputs[0].name} has {classes} classes; "
+            "give a name for each class, in order"
+        )
+    return replace(network, config=config)
+
+
+def _labels(path: Path) -> tuple[str, ...]:
+    try:
+        text = path.read_text(encoding="utf-8")
+        found = json.loads(text) if path.suffix == ".json" else text.splitlines()
+    except (OSError, ValueError, RecursionError) as error:
+        raise InputError(f"cannot read the labels in {path}: {error}; write one a line, or a JSON list") from None
+    if isinstance(found, dict) and all(key.isdigit() for key in found):
+        found = [found[key] for key in sorted(found, key=int)]
+    if not isinstance(found, list) or not found or not all(isinstance(name, str) for name in found):
+        raise InputError(f"{path} holds no list of class names; write one a line, or a JSON list")
+    return tuple(found)
+
+
+def _pixels(network: Network, said: Mapping[str, Any]) -> Pixels:
+    values = dict(said)
+    shape = network.config.inputs[0].shape
+    nhwc = values.get("layout", "NCHW") == "NHWC"
+    if "height" not in values:
+        sizes = shape[1:3] if nhwc else shape[2:4]
+        if len(shape) != 4 or not all(isinstance(size, int) for size in sizes):
+            raise ConfigError(f"--size is missing: the input {network.config.inputs[0]} fixes no size of images")
+        values["height"], values["width"] = sizes
+    channels = 1 if values.get("order") == "L" else 3
+    values.setdefault("mean", (0.0,) * channels)
+    values.setdefault("std", (1.0,) * channels)
+    try:
+        return Pixels(**values)
+    except ValueError as error:
+        raise ConfigError(f"the preprocessing of images is wrong: {error}") from None
+
+
+def _described(options: GraphOptions) -> dict[str, Any]:
+    values = {key: value for key, value in asdict(options).items() if value}
+    values |= {key: Path(values[key]).name for key in ("weights", "labels") if key in values}
+    return json.loads(json.dumps(values))
+
+
+def _hashes(source: str, kind: Kind, options: GraphOptions) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    if kind != "package":
+        found["source_sha256"] = sha256_file(Path(source if kind == "onnx" else source.rpartition(":")[0]).expanduser())
+    if options.weights is not None:
+        found["weights_sha256"] = sha256_file(options.weights)
+    if options.labels is not None:
+        found["labels_sha256"] = sha256_file(options.labels)
+    return found
+
+
+def _is_complete(out: Path, created_by: dict[str, Any]) -> bool:
+    if not (out / MANIFEST_NAME).is_file():
+        return False
+    made = read_manifest(out).created_by
+    if any(made.get(key) != value for key, value in created_by.items()):
+        return False
+    verify(out)
+    return True
+
+
+def graph_options(
+    *,
+    weights: Path | None = None,
+    inputs: Sequence[str] = (),
+    dynamic: Sequence[str] = (),
+    fixed: Sequence[str] = (),
+    labels: Path | None = None,
+    meaning: str | None = None,
+    size: str | None = None,
+    mean: str | None = None,
+    std: str | None = None,
+    layout: str | None = None,
+    order: str | None = None,
+    scale: float | None = None,
+) -> GraphOptions:
+    """The options of the command line, read.
+
+    Raises:
+        ConfigError: one that is not written as its help says.
+    """
+    shapes: dict[str, tuple[int, ...]] = {}
+    dtypes: dict[str, str] = {}
+    for said in inputs:
+        name, shape, dtype = _input(said)
+        shapes[name] = shape
+        if dtype:
+            dtypes[name] = dtype
+    axes: dict[str, dict[int, str]] | None = None
+    for said in dynamic:
+        name, axis = _dynamic(said)
+        axes = {**(axes or {}), name: {**(axes or {}).get(name, {}), **axis}}
+    values: dict[str, float] = {}
+    for said in fixed:
+        name, _, number = said.rpartition("=")
+        values[name] = _number(number, f"--fix {said}", "NAME=NUMBER, as sr=16000")
+    image: dict[str, Any] = {}
+    if size is not None:
+        sides = _numbers(size.replace("x", ","), f"--size {size}", "ROWSxCOLUMNS, as 224x224")
+        if len(sides) > 2 or not all(side.is_integer() and side >= 1 for side in sides):
+            raise ConfigError(f"--size {size}: write ROWSxCOLUMNS, as 224x224")
+        image |= {"height": int(sides[0]), "width": int(sides[-1])}
+    image |= {
+        key: tuple(_numbers(value, f"--{key} {value}", "a number for each channel, as 0.485,0.456,0.406"))
+        for key, value in (("mean", mean), ("std", std))
+        if value is not None
+    }
+    image |= {
+        key: value for key, value in (("layout", layout), ("order", order), ("scale", scale)) if value is not None
+    }
+    if meaning not in (None, "tensors", "classes", "embedding"):
+        raise ConfigError(f"--meaning {meaning}: it is tensors, classes or embedding")
+    return GraphOptions(weights, shapes, dtypes, axes, values, labels, meaning, image)  # type: ignore[arg-type]
+
+
+def _input(said: str) -> tuple[str, tuple[int, ...], str]:
+    name, _, rest = said.partition(":")
+    while ":" in rest and not rest.split(":")[0].replace("x", "").isdigit():  # names of ONNX may hold colons
+        more, _, rest = rest.partition(":")
+        name = f"{name}:{more}"
+    shape, _, dtype = rest.partition(":")
+    sizes = shape.split("x") if shape else []
+    if not name or not all(size.isdigit() and 0 < int(size) < 1 << 31 for size in sizes):
+        raise ConfigError(f"--input {said}: write NAME:SIZES or NAME:SIZES:TYPE, as tokens:2x16:int64")
+    if dtype and not isinstance(getattr(torch, dtype, None), torch.dtype):
+        raise ConfigError(f"--input {said}: {dtype!r} is no type; use float32, int64, bool …")
+    return name, tuple(map(int, sizes)), dtype
+
+
+def _dynamic(said: str) -> tuple[str, dict[int, str]]:
+    name, _, rest = said.rpartition(":")
+    found = {}
+    for part in rest.split(","):
+        axis, _, called = part.partition("=")
+        if not name or not axis.isdigit() or not called.isidentifier():
+            raise ConfigError(f"--dynamic {said}: write NAME:AXIS=WORD, as x:0=batch,2=length")
+        found[int(axis)] = called
+    return name, found
+
+
+def _number(text: str, option: str, form: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise ConfigError(f"{option}: write {form}") from None
+
+
+def _numbers(text: str, option: str, form: str) -> list[float]:
+    return [_number(part, option, form) for part in text.split(",")]

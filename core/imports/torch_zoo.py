@@ -1,0 +1,188 @@
+"""Torch modules by name: a function of the user's file, or networks of timm, torchvision and transformers."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import traceback
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from penjing.core.errors import InputError, SetupError
+from penjing.core.graph.config import Meaning, Pixels
+
+LENGTH = 16  # tokens of an example
+
+
+@dataclass(frozen=True)
+class Found:
+    """A module with inputs that show it, and what is known of it."""
+
+    module: nn.Module
+    example: tuple[Any, ...] = ()
+    keyword: Mapping[str, Any] = field(default_factory=dict)
+    dynamic: Mapping[str, Mapping[int, str]] | None = None
+    meaning: Meaning = "tensors"
+    labels: Sequence[str] = ()
+    pixels: Pixels | None = None
+
+
+def from_function(source: str) -> Found:
+    """What `file.py:function` returns: a module, or (module, example inputs: a tensor, a tuple, or a dict by name).
+
+    Raises:
+        InputError: the file or the function is missing, raises, or returns something else.
+    """
+    file, _, name = source.rpartition(":")
+    path = Path(file).expanduser()
+    if not path.is_file():
+        raise InputError(f"{path} is no file; write FILE.py:FUNCTION")
+    spec = importlib.util.spec_from_file_location(f"penjing_user_{path.stem}", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+        function = getattr(module, name, None)
+        if not callable(function):
+            raise InputError(f"{path} has no function {name!r}")
+        made = function()
+    except InputError:
+        raise
+    except (Exception, SystemExit) as error:  # whatever the user's code raises
+        lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
+        where = f", line {lines[-1]}" if lines else ""
+        raise InputError(f"{source} raised {type(error).__name__}{where}: {error}; mend the function") from error
+    network, example = made if isinstance(made, tuple) and len(made) == 2 else (made, ())
+    if not isinstance(network, nn.Module):
+        raise InputError(f"{source} returned a {type(network).__name__}; return a torch module, or (module, example)")
+    if isinstance(example, Mapping):
+        return Found(network, keyword=dict(example))
+    return Found(network, (example,) if isinstance(example, Tensor) else tuple(example))
+
+
+def from_package(source: str) -> Found:
+    """`timm/NAME`, `torchvision/NAME` or `transformers/NAME`, without any download.
+
+    Raises:
+        SetupError: the package is not installed.
+        InputError: it has no such network.
+    """
+    package, _, name = source.partition("/")
+    try:
+        library = importlib.import_module(package)
+    except ImportError as error:
+        raise SetupError(
+            f"{source}: {package} cannot be imported ({error}); install it with 'pip install {package}'"
+        ) from None
+    return {"timm": _timm, "torchvision": _torchvision, "transformers": _transformers}[package](library, name)
+
+
+def _timm(timm: Any, name: str) -> Found:
+    try:
+        model = timm.create_model(name, pretrained=False)
+        data = timm.data.resolve_model_data_config(model)
+    except Exception as error:
+        raise InputError(f"timm has no network {name!r} ({_first(error)}); see timm.list_models()") from None
+    channels, height, width = data["input_size"]
+    pixels = _pixels(height, width, data["mean"], data["std"]) if channels == 3 else None
+    labels: list[str] = []
+    classes = getattr(model, "num_classes", 0)
+    if classes == 1000:
+        info = timm.data.ImageNetInfo("imagenet-1k")
+        labels = [info.index_to_description(index) for index in range(classes)]
+    example = (torch.randn(2, channels, height, width),)
+    return Found(model, example, meaning="classes" if classes else "embedding", labels=labels, pixels=pixels)
+
+
+def _torchvision(torchvision: Any, name: str) -> Found:
+    models = torchvision.models
+    try:
+        model = models.get_model(name, weights=None)
+        weights = models.get_model_weights(name)
+    except Exception as error:
+        raise InputError(
+            f"torchvision has no network {name!r} ({_first(error)}); see torchvision.models.list_models()"
+        ) from None
+    chosen = next(iter(weights), None)
+    if chosen is None:
+        return Found(model, (torch.randn(2, 3, 224, 224),))
+    preset, labels = chosen.transforms(), chosen.meta.get("categories") or []
+    size = getattr(preset, "crop_size", None) or getattr(preset, "resize_size", None) or [224]
+    height, width = size[0], size[-1]
+    pixels = _pixels(height, width, preset.mean, preset.std) if hasattr(preset, "mean") else None
+    classifies = not hasattr(model, "roi_heads") and type(preset).__name__ == "ImageClassification"
+    example = (torch.randn(2, 3, height, width),)
+    return Found(
+        model,
+        example,
+        meaning="classes" if classifies else "tensors",
+        labels=labels if classifies else [],
+        pixels=pixels,
+    )
+
+
+def _pixels(height: int, width: int, mean: Sequence[float], std: Sequence[float]) -> Pixels:
+    return Pixels(height=height, width=width, mean=tuple(mean), std=tuple(std))
+
+
+def _transformers(transformers: Any, name: str) -> Found:
+    """A local folder (with its weights), a class (`ViTForImageClassification`) or a type of models (`bert`)."""
+    try:
+        if Path(name).expanduser().is_dir():
+            folder = Path(name).expanduser()
+            config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
+            kind = getattr(transformers, (getattr(config, "architectures", None) or ["AutoModel"])[0])
+            weighted = any(folder.glob("*.safetensors"))
+            model = (
+                kind.from_pretrained(folder, local_files_only=True, use_safetensors=True) if weighted else kind(config)
+            )
+        elif isinstance(kind := getattr(transformers, name, None), type):
+            model = kind(kind.config_class())
+        else:
+            config = transformers.AutoConfig.for_model(name)
+            model = transformers.AutoModel.from_config(config)
+    except Exception as error:
+        raise InputError(
+            f"transformers has no network {name!r} ({_first(error)}); give a local folder, a class such as "
+            "ViTForImageClassification, or a type such as bert"
+        ) from None
+    config = model.config
+    config.use_cache = False
+    config.return_dict = True
+    return _shown(model.eval(), config)
+
+
+def _shown(model: Any, config: Any) -> Found:
+    main = getattr(model, "main_input_name", "input_ids")
+    classes = type(model).__name__.endswith("Classification") and "Token" not in type(model).__name__
+    meaning: Meaning = "classes" if classes else "tensors"
+    labels = [config.id2label[index] for index in sorted(config.id2label)] if classes else []
+    if main == "pixel_values":
+        vision = getattr(config, "vision_config", config)
+        size = getattr(vision, "image_size", 224)
+        height, width = (size, size) if isinstance(size, int) else size
+        example = torch.randn(2, getattr(vision, "num_channels", 3), height, width)
+        return Found(model, keyword={main: example}, meaning=meaning, labels=labels)
+    if main == "input_features":
+        frames = 2 * getattr(config, "max_source_positions", 1500)
+        return Found(model, keyword={main: torch.randn(2, getattr(config, "num_mel_bins", 80), frames)})
+    if main == "input_values":
+        return Found(model, keyword={main: torch.randn(2, 16000)}, meaning=meaning, labels=labels)
+    tokens = torch.randint(10, (2, LENGTH))
+    keyword = {"input_ids": tokens}
+    if not getattr(config, "is_encoder_decoder", False):
+        keyword["attention_mask"] = torch.ones_like(tokens)
+    else:
+        keyword["decoder_input_ids"] = torch.randint(10, (2, LENGTH))
+    dynamic = {key: {0: "batch", 1: "decoder_length" if key.startswith("dec") else "length"} for key in keyword}
+    return Found(model, keyword=keyword, dynamic=dynamic, meaning=meaning, labels=labels)
+
+
+def _first(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -1,0 +1,141 @@
+"""An ONNX file becomes a `Network` that answers as ONNX Runtime does."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from penjing.core.errors import InputError
+from penjing.core.graph.config import Meaning, Pixels
+from penjing.core.graph.network import Network
+from penjing.core.graph.trace import from_torch
+from penjing.core.onnx_reader.example import Input, candidates, inputs_of
+from penjing.core.onnx_reader.file import read_onnx
+from penjing.core.onnx_reader.module import OnnxModule
+from penjing.core.onnx_reader.oracle import CLOSE, HALF, NOISE, Oracle, distance, noise
+
+BATCH = 2  # of the example: a size of one would be taken for a constant
+
+
+@dataclass(frozen=True)
+class Imported:
+    """A network, and how far its answers are from those of the original.
+
+    Attributes:
+        parity: "distance" (the largest of the example and of other sizes, as a share of the output's scale) and
+            "bound", for the manifest.
+    """
+
+    network: Network
+    parity: dict[str, Any]
+
+
+def from_onnx(
+    path: Path,
+    *,
+    shapes: Mapping[str, tuple[int, ...]] | None = None,
+    dynamic: Mapping[str, Mapping[int, str]] | None = None,
+    fixed: Mapping[str, float] | None = None,
+    meaning: Meaning = "tensors",
+    labels: Sequence[str] = (),
+    pixels: Pixels | None = None,
+) -> Imported:
+    """The network of an ONNX file, compared with ONNX Runtime.
+
+    Args:
+        path: with operators of version 7 to 24; weights may lie in files beside it.
+        shapes: sizes of the example, by input; what the file fixes cannot be changed.
+        dynamic: input → axis → name of what may differ from call to call, instead of what the file says.
+        fixed: inputs that get one value forever, such as a sampling rate; the network has them no more.
+        meaning, labels, pixels: see `GraphConfig`.
+
+    Raises:
+        InputError: the file is damaged, or penjing cannot compute it, or it computes something else than ONNX
+            Runtime does; says which operator.
+    """
+    model, oracle = read_onnx(path), Oracle(path)
+    name = path.name
+    every = inputs_of(model, name, shapes or {})
+    values = _fixed(every, fixed or {}, name)
+    inputs = [one for one in every if one.name not in values]
+    if not inputs:
+        raise InputError(f"{name}: every input is fixed, so there is nothing to compress")
+    example = _suiting(oracle, inputs, shapes or {}, values)
+    module = OnnxModule(model, name, values)
+    with torch.no_grad():
+        module(*[example[one.name] for one in inputs])
+    axes = (
+        {one.name: dict(one.names) for one in inputs}
+        if dynamic is None
+        else {one.name: dict(dynamic.get(one.name, {})) for one in inputs}
+    )
+    if dynamic is not None and (odd := sorted(set(dynamic) - {one.name for one in inputs})):
+        raise InputError(f"{name} has no input {odd[0]!r}; its inputs are {', '.join(one.name for one in inputs)}")
+    network = from_torch(
+        module,
+        [example[one.name] for one in inputs],
+        dynamic={module.input_names[one]: found for one, found in axes.items()},
+        meaning=meaning,
+        labels=labels,
+        pixels=pixels,
+    )
+    parity = _compared(network, module, oracle, example, values, name)
+    return Imported(network, parity)
+
+
+def _fixed(inputs: list[Input], fixed: Mapping[str, float], path: str) -> dict[str, Tensor]:
+    known = {one.name: one for one in inputs}
+    found = {}
+    for name, value in fixed.items():
+        if name not in known:
+            raise InputError(f"{path} has no input {name!r}; its inputs are {', '.join(known)}")
+        shape = [1 if size is None else size for size in known[name].shape]
+        found[name] = torch.full(shape, value, dtype=known[name].dtype)
+    return found
+
+
+def _suiting(
+    oracle: Oracle, inputs: list[Input], shapes: Mapping[str, tuple[int, ...]], values: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """An example that the network runs on."""
+    first: InputError | None = None
+    for batch in (BATCH, 1):
+        for example in candidates(inputs, shapes, batch):
+            try:
+                oracle.answers({**example, **values})
+            except InputError as error:
+                first = first or error
+            else:
+                return example
+    assert first is not None
+    raise InputError(f"{first}; say a shape that suits it with --input NAME:1x3x48x320")
+
+
+def _compared(
+    network: Network,
+    module: OnnxModule,
+    oracle: Oracle,
+    example: Mapping[str, Tensor],
+    values: Mapping[str, Tensor],
+    path: str,
+) -> dict[str, Any]:
+    with torch.no_grad():
+        ours = network(*network.inputs())
+    theirs = oracle.answers({**example, **values})
+    half = any(answer.dtype in (torch.float16, torch.bfloat16) for answer in ours)
+    bound = HALF if half else CLOSE
+    found = max(distance(one, other) for one, other in zip(ours, theirs, strict=True))
+    if not found <= bound:
+        bound = max(bound, NOISE * noise(network))
+    if not found <= bound:
+        where = oracle.first_difference(module, {**example, **values}, bound)
+        raise InputError(
+            f"{path}: the imported network's answers are {found:.1e} of their scale away from ONNX Runtime's (at most "
+            f"{bound:.0e} is accepted)" + (f", first after {where}" if where else "") + "; please report this file"
+        )
+    return {"oracle": f"onnxruntime {oracle.version}", "distance": found, "bound": bound}

@@ -1,0 +1,87 @@
+"""Whole ONNX files: what comes in answers as ONNX Runtime does, what cannot is named."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import onnx
+import pytest
+import torch
+from onnx import TensorProto, helper, numpy_helper
+from torch import nn
+
+from penjing.core.errors import InputError
+from penjing.core.graph.network import operator_name
+from penjing.core.onnx_reader.read import from_onnx
+from tests.core.graph.networks import Attention, Residual
+
+pytestmark = pytest.mark.filterwarnings("ignore:.isinstance.treespec:FutureWarning")  # torch 2.13 of its own code
+
+
+def exported(module: nn.Module, example: tuple[torch.Tensor, ...], path: Path, **settings: object) -> Path:
+    torch.manual_seed(0)
+    torch.onnx.export(module.eval(), example, path, dynamo=True, verbose=False, external_data=False, **settings)  # type: ignore[arg-type]
+    return path
+
+
+def test_a_convolutional_network_keeps_its_layers_and_its_batch(tmp_path: Path) -> None:
+    batch = torch.export.Dim("batch")
+    path = exported(
+        Residual(), (torch.randn(2, 3, 16, 16),), tmp_path / "a.onnx", dynamic_shapes=({0: batch},), optimize=False
+    )
+    found = from_onnx(path)
+    assert found.parity["distance"] < 1e-5
+    assert found.network.config.inputs[0].shape == ("batch", 3, 16, 16)
+    names = [operator_name(node) for node in found.network.module.graph.nodes]
+    assert names.count("conv2d") == 2
+    assert names.count("linear") == 1
+    assert found.network(torch.randn(5, 3, 16, 16))[0].shape == (5, 10)
+
+
+def test_sizes_that_a_network_computes_stay_open(tmp_path: Path) -> None:
+    axes = ({0: torch.export.Dim("batch"), 1: torch.export.Dim("length")},)
+    path = exported(Attention(), (torch.randint(10, (2, 7)),), tmp_path / "a.onnx", dynamic_shapes=axes)
+    network = from_onnx(path).network
+    assert network.config.inputs[0].shape == ("batch", "length")
+    assert network(torch.randint(10, (3, 11)))[0].shape == (3, 11, 24)
+
+
+def small(
+    *nodes: onnx.NodeProto, opset: int = 17, shape: Sequence[int] | None = (2, 3), **weights: torch.Tensor
+) -> onnx.ModelProto:
+    graph = helper.make_graph(
+        list(nodes),
+        "small",
+        [helper.make_tensor_value_info("x", TensorProto.FLOAT, shape)],
+        [helper.make_tensor_value_info("y", TensorProto.FLOAT, None)],
+        [numpy_helper.from_array(value.numpy(), name) for name, value in weights.items()],
+    )
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", opset)], ir_version=8)
+
+
+def written(path: Path, model: onnx.ModelProto) -> Path:
+    path.write_bytes(model.SerializeToString())
+    return path
+
+
+RELU = helper.make_node("Relu", ["x"], ["y"], name="the_relu")
+
+
+@pytest.mark.parametrize(
+    ("model", "said"),
+    [
+        (small(RELU, opset=6), "versions 7 to 24"),
+        (small(RELU, opset=25), "versions 7 to 24"),
+        (small(RELU, shape=None), "--input x"),
+        (
+            small(helper.make_node("Magic", ["x"], ["y"], name="abra", domain="my.own")),
+            "abra is of the domain 'my.own'",
+        ),
+        (small(helper.make_node("NonZero", ["x"], ["i"]), helper.make_node("Cast", ["i"], ["y"], to=1)), "NonZero"),
+        (small(helper.make_node("Det", ["x"], ["y"], name="det"), shape=(3, 3)), "Det det"),
+    ],
+)
+def test_what_cannot_be_taken_is_named(model: onnx.ModelProto, said: str, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=said):
+        from_onnx(written(tmp_path / "a.onnx", model))
