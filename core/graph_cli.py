@@ -95,7 +95,7 @@ def graph_command(app: typer.Typer) -> None:
 
         Example: `penjing graph build/net --out graph.svg`
         """
-        from penjing.core.graph_look import show
+        from penjing.core.checkpoint.graph_look import show
 
         result = show(checkpoint, out)
         if json_file is not None:
