@@ -20,7 +20,7 @@ from typer.main import get_command
 
 from penjing.core.cli_options import Json, write_json
 from penjing.core.errors import ConfigError, PenjingError
-from penjing.core.graph_cli import graph_command, import_command
+from penjing.core.imports.commands import graph_command, import_command
 from penjing.core.recipe_cli import recipe_app
 
 STAGES = {"train": "penjing.train.cli", "compress": "penjing.compress.cli", "serve": "penjing.serve.cli"}

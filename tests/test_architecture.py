@@ -27,7 +27,7 @@ MAY_IMPORT = {
 COMMAND_LINE = "penjing.core.cli"
 REACHES_UP = {"ask_server", "write_repository"}
 """Functions of the command line for what needs two stages; nothing else of core imports a stage."""
-LIGHT = ("penjing.core.cli_options", "penjing.core.graph_cli", "penjing.core.recipe_cli", "penjing.core.errors")
+LIGHT = ("penjing.core.cli_options", "penjing.core.imports.commands", "penjing.core.recipe_cli", "penjing.core.errors")
 STAGE_COMMANDS = ("penjing.train.cli", "penjing.compress.cli", "penjing.serve.cli")
 MAX_LINES = 400
 MAX_ADAPTER_LINES = 60
@@ -36,7 +36,7 @@ SCRIPTS = ("benchmarks", "docs", "tests")
 # A door shows a stage to its users: it may import all of it, and its commands are called as what does them.
 DOORS = (
     "core/cli.py",
-    "core/graph_cli.py",
+    "core/imports/commands.py",
     "core/info.py",
     "core/recipe_cli.py",
     "train/cli.py",
