@@ -46,6 +46,7 @@ from penjing.train.parallel.profile import profiling
 from penjing.train.parallelize import Parallelized, form_mesh, gather, measured, parallelize
 from penjing.train.plan.estimate import MemoryEstimate, check_memory, estimate_memory, share_of
 from penjing.train.plan.preflight import check_recipe, check_run
+from penjing.train.processes.marks import Marked
 from penjing.train.processes.stop import stop_signals
 from penjing.train.processes.watch import watching
 from penjing.train.processes.world import World, choose_device, join_world
@@ -121,9 +122,7 @@ def train_task(
     with watching(recipe.parallel.timeout) as watch:
         _check_output(recipe, resume, force)
         _check_machine(recipe, int(os.environ.get("WORLD_SIZE", "1")), is_new=resume == "never")
-        if watch is not None:
-            watch.at("its data")
-        task = build(progress)
+        task = build(progress if watch is None else Marked(progress, watch))
         with join_world(recipe.device, watch) as world, stop_signals() as stop_requested:
             run = _Run(recipe, task, form_mesh(world, measured(recipe, world, progress), progress), progress)
             return run.train(resume, accept_changes, force, profile, stop_requested, began, command)

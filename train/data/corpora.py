@@ -38,6 +38,13 @@ def documents(source: str) -> Iterator[Document]:
     return _files(Path(source))
 
 
+def size_of(source: str) -> int:
+    """About how many characters `documents(source)` has, for a progress; 0 where it will be refused."""
+    if source.startswith("builtin:"):
+        return sum(len(text) for _, text in documents(source))
+    return sum(path.stat().st_size for path in _paths(Path(source)))
+
+
 def is_held_out(name: str, share: float) -> bool:
     """Whether the document `name` belongs to the held-out `share`: decided by its hash, so that it never changes
     sides."""
@@ -66,7 +73,7 @@ def _code() -> Iterator[Document]:
 def _files(source: Path) -> Iterator[Document]:
     if not source.exists():
         raise InputError(f"data.sources: {source} does not exist; name a text file or a folder of them")
-    paths = [source] if source.is_file() else sorted(path for path in source.rglob("*") if path.suffix in TEXT_SUFFIXES)
+    paths = _paths(source)
     if not paths:
         raise InputError(f"data.sources: {source} holds no text file ({', '.join(TEXT_SUFFIXES)})")
     for path in paths:
@@ -76,3 +83,10 @@ def _files(source: Path) -> Iterator[Document]:
             raise InputError(f"data.sources: {path} cannot be read as UTF-8 text: {error}") from error
         if text:
             yield path.relative_to(source.parent).as_posix(), text
+
+
+def _paths(source: Path) -> list[Path]:
+    """The files of text in `source`, or itself."""
+    if source.is_file():
+        return [source]
+    return sorted(path for path in source.rglob("*") if path.suffix in TEXT_SUFFIXES)

@@ -8,6 +8,8 @@ import hashlib
 import json
 import os
 import platform
+import shutil
+import time
 from collections.abc import Iterable, Iterator
 from itertools import islice
 from pathlib import Path
@@ -18,15 +20,19 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 from penjing.core.cache import cache_dir
 from penjing.core.checkpoint.decoder import copy_tokenizer
 from penjing.core.errors import ConfigError, InputError
-from penjing.core.files import publish_folder, writing
+from penjing.core.files import atomic_write_text, sync_tree, writing
+from penjing.core.manifest import read_json_object
 from penjing.core.progress import Progress, Silent
 from penjing.core.text.tokenizer import Tokenizer
-from penjing.train.data.corpora import Document, documents, is_held_out
+from penjing.train.data.corpora import Document, documents, is_held_out, size_of
 from penjing.train.data.shards import INDEX_NAME, ShardIndex, ShardWriter, shard_dtype, write_index
 
 END_OF_TEXT = "<|endoftext|>"
 _LAYOUT = 1  # raise it when packing changes, so that older shards in the cache are not taken
 _TOGETHER = 256  # documents encoded in one call
+_DONE = "packed.json"  # while packing: documents and tokens of each split that are on the disk
+_PUT_DOWN_S = 10.0  # what is packed in so many seconds is packed again after a kill
+_TOKENIZER_CONFIG = "tokenizer_config.json"  # written last of a tokenizer
 
 
 def prepare_tokens(
@@ -57,10 +63,18 @@ def prepare_tokens(
     with open(folder.with_suffix(".lock"), "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not (folder / INDEX_NAME).exists():
-            with publish_folder(folder) as partial:
-                pack(
-                    partial, sources, vocab_size, held_out=held_out, tokenizer=tokenizer, progress=progress or Silent()
-                )
+            work = folder.with_suffix(".work")  # a killed process leaves it, and the next goes on there
+            try:
+                with writing(folder):
+                    work.mkdir(exist_ok=True)
+                    pack(
+                        work, sources, vocab_size, held_out=held_out, tokenizer=tokenizer, progress=progress or Silent()
+                    )
+                    sync_tree(work)
+                    work.rename(folder)
+            except (ConfigError, InputError):  # nothing to go on with: other sources are packed in another folder
+                shutil.rmtree(work, ignore_errors=True)
+                raise
     return folder
 
 
@@ -73,16 +87,17 @@ def pack(
     tokenizer: Path | None,
     progress: Progress,
 ) -> None:
-    """Fill `folder` with shards, index and tokenizer; see `prepare_tokens`."""
-    if tokenizer is None:
-        progress.start("training the tokenizer", 1)
-        _train_tokenizer((text for name, text in _all(sources) if not is_held_out(name, held_out)), vocab_size).save(
-            str(folder / "tokenizer.json")
-        )
-        settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END_OF_TEXT}
-        (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
-    else:
+    """Fill `folder` with shards, index and tokenizer; see `prepare_tokens`. Where an earlier call on the same sources
+    was killed, go on with what it has left there."""
+    size = sum(size_of(source) for source in sources)
+    if tokenizer is not None:
         copy_tokenizer(tokenizer, folder)
+    elif not (folder / _TOKENIZER_CONFIG).exists():
+        progress.start("training the tokenizer", size)
+        texts = (text for name, text in _all(sources) if not is_held_out(name, held_out))
+        _train_tokenizer(_told(texts, progress), vocab_size).save(str(folder / "tokenizer.json"))
+        settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END_OF_TEXT}
+        atomic_write_text(folder / _TOKENIZER_CONFIG, json.dumps(settings, indent=2) + "\n")
     ready = Tokenizer.from_folder(folder)
     if ready.vocab_size > vocab_size:
         raise ConfigError(
@@ -94,14 +109,24 @@ def pack(
             f"data.tokenizer {tokenizer} names no end-of-text token, which separates documents; add eos_token"
         )
     end = ready.eos_token_ids[-1]
-    writers = {split: ShardWriter(folder, split, vocab_size) for split in ("train", "held_out")}
-    progress.start("packing tokens", 1)
-    stream = _all(sources)
+    done = read_json_object(folder / _DONE) if (folder / _DONE).exists() else {"documents": 0}
+    writers = {
+        split: ShardWriter(folder, split, vocab_size, written=done.get(split, 0)) for split in ("train", "held_out")
+    }
+    progress.start("packing tokens", size)
+    stream, num_documents, put_down_at = _all(sources), int(done["documents"]), time.monotonic()
+    for _, text in islice(stream, num_documents):
+        progress.advance(len(text))
     while some := list(islice(stream, _TOGETHER)):
         encoded = ready.backend.encode_batch([text for _, text in some], add_special_tokens=False)
         for (name, _), encoding in zip(some, encoded, strict=True):
             writers["held_out" if is_held_out(name, held_out) else "train"].add([*encoding.ids, end])
-    progress.advance()
+        num_documents += len(some)
+        progress.advance(sum(len(text) for _, text in some))
+        if time.monotonic() - put_down_at >= _PUT_DOWN_S:
+            done = {split: writer.put_down() for split, writer in writers.items()}
+            atomic_write_text(folder / _DONE, json.dumps({"documents": num_documents, **done}))
+            put_down_at = time.monotonic()
     splits = {split: files for split, writer in writers.items() if (files := writer.close())}
     if "train" not in splits:
         raise InputError(f"data.sources {list(sources)} hold no text; name others")
@@ -115,11 +140,18 @@ def pack(
             splits=splits,
         ),
     )
+    (folder / _DONE).unlink(missing_ok=True)
 
 
 def _all(sources: tuple[str, ...]) -> Iterator[Document]:
     for source in sources:
         yield from documents(source)
+
+
+def _told(texts: Iterable[str], progress: Progress) -> Iterator[str]:
+    for text in texts:
+        progress.advance(len(text))
+        yield text
 
 
 def _train_tokenizer(texts: Iterable[str], vocab_size: int) -> Backend:

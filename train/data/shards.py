@@ -7,8 +7,8 @@ ended by the end-of-text token.
 
 from __future__ import annotations
 
-import hashlib
 import json
+import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Literal
@@ -47,17 +47,26 @@ class ShardIndex(Config):
 
 
 class ShardWriter:
-    """Writes the files of one split; `close` gives their entries for the index."""
+    """Writes the files of one split; `close` gives their entries for the index.
 
-    def __init__(self, folder: Path, split: str, vocab_size: int, shard_tokens: int = SHARD_TOKENS) -> None:
+    Args:
+        written: tokens of the split that an earlier writer had put down (`put_down`); it goes on behind them.
+    """
+
+    def __init__(
+        self, folder: Path, split: str, vocab_size: int, shard_tokens: int = SHARD_TOKENS, written: int = 0
+    ) -> None:
         self._folder = folder
         self._split = split
         self._dtype = np.dtype(shard_dtype(vocab_size)).newbyteorder("<")
         self._vocab_size = vocab_size
         self._shard_tokens = shard_tokens
+        self._written = written
         self._pending: list[NDArray[Any]] = []
         self._num_pending = 0
-        self._files: list[ShardFile] = []
+        whole, rest = divmod(written, shard_tokens)
+        if rest:  # what followed was not put down any more
+            os.truncate(self._path(whole), rest * self._dtype.itemsize)
 
     def add(self, token_ids: Iterable[int]) -> None:
         """Append one document's tokens, end-of-text included.
@@ -72,22 +81,37 @@ class ShardWriter:
             )
         self._pending.append(ids.astype(self._dtype))
         self._num_pending += ids.size
-        while self._num_pending >= self._shard_tokens:
-            self._flush(self._shard_tokens)
+        if self._num_pending >= self._shard_tokens:
+            self.put_down()
+
+    def put_down(self) -> int:
+        """Bring what was added to the disk; the tokens of the split so far."""
+        tokens = np.concatenate(self._pending) if self._pending else np.empty(0, self._dtype)
+        self._pending, self._num_pending = [], 0
+        while tokens.size:
+            shard, begin = divmod(self._written, self._shard_tokens)
+            part = tokens[: self._shard_tokens - begin]
+            with open(self._path(shard), "ab" if begin else "wb") as file:
+                file.write(part.tobytes())
+                file.flush()
+                os.fsync(file.fileno())
+            self._written += part.size
+            tokens = tokens[part.size :]
+        return self._written
 
     def close(self) -> tuple[ShardFile, ...]:
         """Write what is left."""
-        if self._num_pending:
-            self._flush(self._num_pending)
-        return tuple(self._files)
+        self.put_down()
+        sizes = [self._shard_tokens] * (self._written // self._shard_tokens)
+        sizes += [rest] if (rest := self._written % self._shard_tokens) else []
+        paths = [self._path(shard) for shard in range(len(sizes))]
+        return tuple(
+            ShardFile(name=path.name, tokens=size, sha256=sha256_file(path))
+            for path, size in zip(paths, sizes, strict=True)
+        )
 
-    def _flush(self, num_tokens: int) -> None:
-        everything = np.concatenate(self._pending)
-        data = everything[:num_tokens].tobytes()
-        name = f"{self._split}-{len(self._files):05d}.bin"
-        (self._folder / name).write_bytes(data)
-        self._files.append(ShardFile(name=name, tokens=num_tokens, sha256=hashlib.sha256(data).hexdigest()))
-        self._pending, self._num_pending = [everything[num_tokens:]], everything.size - num_tokens
+    def _path(self, shard: int) -> Path:
+        return self._folder / f"{self._split}-{shard:05d}.bin"
 
 
 def shard_dtype(vocab_size: int) -> Literal["uint16", "uint32"]:

@@ -229,6 +229,68 @@ def test_the_cache_is_used_and_follows_the_sources(
         prepare_tokens((str(text),), 300, held_out=0.01, tokenizer=shards)
 
 
+class Killed(Silent):
+    """A process that is killed when its packing has come so many characters far."""
+
+    def __init__(self, characters: int) -> None:
+        self.left = characters
+        self.packing = False
+
+    def start(self, task: str, total: int) -> None:
+        self.packing = task == "packing tokens"
+        assert total == 20 * 300
+
+    def advance(self, parts: int = 1) -> None:
+        self.left -= parts * self.packing
+        if self.left < 0:
+            raise KeyboardInterrupt
+
+
+def test_packing_goes_on_where_it_was_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from penjing.train.data import pack as packing
+
+    monkeypatch.setattr(packing, "_TOGETHER", 2)
+    monkeypatch.setattr(packing, "_PUT_DOWN_S", 0.0)
+    texts = tmp_path / "texts"
+    texts.mkdir()
+    for number in range(20):
+        (texts / f"{number:02}.txt").write_text(f"text {number:02} of many".ljust(300, "."))
+    arguments = ((str(texts),), 270)
+    monkeypatch.setenv("PENJING_CACHE", str(tmp_path / "undisturbed"))
+    whole = prepare_tokens(*arguments, held_out=0.2)
+    monkeypatch.setenv("PENJING_CACHE", str(tmp_path / "killed"))
+    for packed in (8, 14):
+        with pytest.raises(KeyboardInterrupt):
+            prepare_tokens(*arguments, held_out=0.2, progress=Killed((packed + 1) * 300))
+        (work,) = (tmp_path / "killed" / "tokens").glob("*.work")
+        assert json.loads((work / "packed.json").read_text())["documents"] == packed
+        with open(work / "train-00000.bin", "ab") as file:
+            file.write(b"half a document")
+    added: list[int] = []
+    add = ShardWriter.add
+    monkeypatch.setattr(ShardWriter, "add", lambda self, ids: (added.append(len(ids)), add(self, ids))[1])
+    resumed = prepare_tokens(*arguments, held_out=0.2)
+    assert len(added) == 20 - 14
+    assert sorted(path.name for path in resumed.iterdir()) == sorted(path.name for path in whole.iterdir())
+    assert all((resumed / path.name).read_bytes() == path.read_bytes() for path in whole.iterdir())
+    assert not list((tmp_path / "killed" / "tokens").glob("*.work"))
+
+
+@pytest.mark.parametrize("before", [0, 1, 6, 7, 13, 14, 20])
+def test_shards_go_on_at_any_token(tmp_path: Path, before: int) -> None:
+    first = ShardWriter(tmp_path, "train", 300, shard_tokens=7)
+    first.add(list(range(before)))
+    assert first.put_down() == before
+    first.add([299] * 9)  # nobody hears of these
+    first.put_down()
+    second = ShardWriter(tmp_path, "train", 300, shard_tokens=7, written=before)
+    second.add(list(range(before, 23)))
+    files = second.close()
+    assert [file.tokens for file in files] == [7, 7, 7, 2]
+    tokens = np.concatenate([np.fromfile(tmp_path / file.name, np.uint16) for file in files])
+    assert tokens.tolist() == list(range(23))
+
+
 def test_wrong_sources_are_named(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="'builtin:poems' is unknown; choose builtin:prose, builtin:code"):
         documents("builtin:poems")

@@ -51,7 +51,7 @@ def test_all_end_with_one_error(results: dict[str, dict[str, Any]], scenario: st
     assert result["seconds"] < 60
 
 
-@pytest.mark.parametrize("scenario", ["one works", "one is late"])
+@pytest.mark.parametrize("scenario", ["one works", "one prepares", "one is late"])
 def test_who_works_or_comes_late_is_left_alone(results: dict[str, dict[str, Any]], scenario: str) -> None:
     assert results[scenario]["codes"] == [0, 0, 0], results[scenario]["said"]
     assert results[scenario]["said"] == ""

@@ -16,6 +16,8 @@ from pathlib import Path
 
 from penjing.core.cli import guarded
 from penjing.core.errors import ConfigError
+from penjing.core.progress import Silent
+from penjing.train.processes.marks import Marked
 from penjing.train.processes.watch import Watch, watching
 
 SIZE, TIMEOUT_S = 3, 2.0
@@ -74,6 +76,17 @@ def one_works(watch: Watch) -> None:
     watch.meet()
 
 
+def one_prepares(watch: Watch) -> None:
+    """Data, with the processor idle, as a slow disk has it: longer than all may be idle, in parts that are not."""
+    progress = Marked(Silent(), watch)
+    if watch.rank == 1:
+        progress.start("packing tokens", 10)
+        for _ in range(10):
+            progress.advance()
+            time.sleep(0.25 * TIMEOUT_S)
+    watch.meet()
+
+
 def one_is_late(watch: Watch) -> None:
     watch.meet()
     if watch.rank == 0:
@@ -102,6 +115,7 @@ SCENARIOS: dict[str, Callable[[Watch], None]] = {
     "one hangs": one_hangs,
     "all hang": all_hang,
     "one works": one_works,
+    "one prepares": one_prepares,
     "one is late": one_is_late,
     "interrupted": interrupted,
     "port in use": nobody_comes,
