@@ -11,6 +11,7 @@ It is differentiable in s, so that Adam finds scales better than any alpha of Sm
 
 from __future__ import annotations
 
+from copy import copy
 from dataclasses import dataclass
 
 import torch
@@ -20,7 +21,7 @@ from penjing.compress.decoder.smooth import Heads, magnitudes, smoothing_scale
 
 ALPHAS = (0.0, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8)
 RATE = 0.03  # of the logarithm of a scale a step, decaying to zero
-SEARCH_ROWS = 1024  # tokens: twice as many change SmolLM2's scales little and take twice as long
+SEARCH_ROWS = 1024  # tokens a step, others in the next: all of 5120 in every step gives SmolLM2 the same error
 
 
 class RoundingNoise:
@@ -40,6 +41,13 @@ class RoundingNoise:
         self._input_K = token_M @ x_MK.square()
         self._energy_K = weight_NK.square().sum(dim=0)
 
+    def part(self, rows: slice) -> RoundingNoise:
+        """The same of some of the tokens."""
+        found = copy(self)
+        found._x_MK, found._token_M = self._x_MK[rows], self._token_M[rows]
+        found._input_K = found._token_M @ found._x_MK.square()
+        return found
+
     def __call__(self, scale_K: Tensor) -> Tensor:
         """A scalar that can be differentiated by the positive `scale_K`."""
         fixed_K = scale_K.detach()
@@ -53,7 +61,11 @@ class RoundingNoise:
 
 @dataclass(frozen=True)
 class Search:
-    """A `FindScale`: the best scale that was met. Deterministic; an alpha of the recipe only says that there is one.
+    """A `FindScale`: what Adam finds, or the alpha that it starts from if that is better. Deterministic; an alpha of the
+    recipe only says that there is one.
+
+    Each step looks at other tokens, in turn. A sixth of the tokens alone, the same in every step, missed neurons that
+    few tokens excite: 18 % more error on text of every kind.
 
     Attributes:
         token_M: (M,) how much each token's error counts.
@@ -66,29 +78,25 @@ class Search:
     def __call__(self, x_MK: Tensor, weight_NK: Tensor, alpha: float, heads: Heads | None) -> Tensor:
         """See `FindScale`."""
         every = max(1, x_MK.shape[0] // SEARCH_ROWS)
-        x_MK = x_MK[::every]
-        of_inputs = RoundingNoise(x_MK, weight_NK, self.token_M[::every])
+        whole = RoundingNoise(x_MK, weight_NK, self.token_M)
+        parts = [whole.part(slice(first, None, every)) for first in range(every)] if every > 1 else [whole]
 
-        def noise(scale: Tensor) -> Tensor:
+        def noise(of_inputs: RoundingNoise, scale: Tensor) -> Tensor:
             return of_inputs(scale if heads is None else heads.of_queries(scale, x_MK.shape[1]))
 
         found = magnitudes(x_MK, weight_NK, heads)
         candidates = [smoothing_scale(*found, each) for each in ALPHAS]
         candidates.append(torch.ones_like(candidates[0]))
-        noises = [float(noise(scale)) for scale in candidates]
-        least = min(noises)
-        best = candidates[noises.index(least)]
-        if least == 0:  # zeros: nothing is rounded
-            return best
+        noises = [float(noise(parts[0], scale)) for scale in candidates]
+        best = candidates[noises.index(min(noises))]
         logarithm = best.log().requires_grad_(True)
         adam = torch.optim.Adam([logarithm], lr=RATE)
         for step in range(self.steps):
             adam.param_groups[0]["lr"] = RATE * (1 - step / self.steps)
             with torch.enable_grad():
-                reached = noise(logarithm.exp())
+                reached = noise(parts[step % every], logarithm.exp())
                 adam.zero_grad()
-                reached.log().backward()
-            if float(reached.detach()) < least:
-                least, best = float(reached.detach()), logarithm.detach().exp()
+                reached.clamp(min=torch.finfo(torch.float32).tiny).log().backward()  # of zeros nothing is rounded
             adam.step()
-        return best
+        searched = logarithm.detach().exp()
+        return searched if float(noise(whole, searched)) < float(noise(whole, best)) else best

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from penjing.compress.decoder.smooth import Heads, by_alpha
-from penjing.compress.decoder.smooth_search import ALPHAS, RoundingNoise, Search
+from penjing.compress.decoder.smooth_search import ALPHAS, SEARCH_ROWS, RoundingNoise, Search
 from penjing.compress.decoder.weights import fake_quantize_activation, quantize_per_channel
 
 
@@ -54,6 +54,15 @@ def test_it_beats_every_alpha_on_fresh_tokens() -> None:
     scale = Search(torch.ones(512), steps=60)(x[:512], weight, 0.5, None)
     best = min(measured(x[512:], weight, by_alpha(x[:512], weight, alpha, None)) for alpha in ALPHAS)
     assert measured(x[512:], weight, scale) < 0.9 * best
+
+
+def test_channels_that_few_tokens_excite_are_seen() -> None:
+    """With more tokens than a step looks at, too: a neuron of one language, or of one kind of text."""
+    x, weight = heavy_tailed(3 * SEARCH_ROWS, 64)
+    x[1::48, 5] *= 100  # never among every third token
+    scale = Search(torch.ones(len(x)), steps=60)(x, weight, 0.5, None)
+    missed = Search(torch.ones(SEARCH_ROWS), steps=60)(x[::3].contiguous(), weight, 0.5, None)
+    assert measured(x, weight, scale) < 0.7 * measured(x, weight, missed)
 
 
 def test_query_heads_share_the_scales_of_their_value_head() -> None:
