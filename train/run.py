@@ -148,7 +148,7 @@ class _Run:
         command: str,
     ) -> dict[str, float]:
         recipe, world = self.recipe, self.world
-        checkpoints = Checkpoints(recipe.run_folder / "checkpoints", recipe.checkpoint.keep)
+        checkpoints = Checkpoints(recipe.run_folder / "checkpoints", recipe.checkpoint.keep, world)
         if isinstance(world, MeshWorld):
             checkpoints = ShardedCheckpoints(checkpoints.folder, checkpoints.keep, world, recipe.parallel.timeout)
         if world.is_main and force and resume == "never" and recipe.run_folder.exists():

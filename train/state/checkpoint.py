@@ -17,6 +17,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from penjing.core.checkpoint.safetensors_writer import save_tensors
 from penjing.core.errors import InputError, SetupError
 from penjing.core.files import atomic_write_text, publish_folder, sha256_file, sync_tree, writing
@@ -33,13 +35,17 @@ _TENSORS, _TREE, _COMPLETE, _LATEST = "state.safetensors", "state.json", "comple
 class Checkpoints:
     """The checkpoints of one run in `folder`; `keep` of them stay.
 
+    Args:
+        world: the processes that load together.
+
     Attributes:
         stall_s: seconds that the last `save` held up the loop.
     """
 
     sharded = False  # only the main process saves
 
-    def __init__(self, folder: Path, keep: int = 3) -> None:
+    def __init__(self, folder: Path, keep: int = 3, world: World | None = None) -> None:
+        self.world = world or World()
         self.folder = folder
         self.keep = keep
         self.stall_s = 0.0
@@ -83,7 +89,7 @@ class Checkpoints:
 
     def load_newest(self, note: Callable[[str], None] = lambda line: None) -> tuple[int, Tree] | None:
         """The newest intact checkpoint as (step, tree), None when none was ever saved; damaged ones are reported to
-        `note`.
+        `note`. All processes call it, and find the same.
 
         Raises:
             InputError: there are checkpoints, and all of them are damaged.
@@ -91,7 +97,7 @@ class Checkpoints:
         steps = self.steps()
         for step in reversed(steps):
             try:
-                return self.load(self.path(step))
+                return self.load(self.path(step), self.world)
             except InputError as error:
                 reason = str(error)
                 if step != steps[0]:
@@ -104,21 +110,39 @@ class Checkpoints:
         )
 
     @staticmethod
-    def load(path: Path) -> tuple[int, Tree]:
-        """Read one checkpoint folder, checking every hash; its tensors are `SavedTensor`s, read when they are wanted.
+    def load(path: Path, world: World | None = None) -> tuple[int, Tree]:
+        """Read one checkpoint folder; its tensors are `SavedTensor`s, read when they are wanted. Every file's hash is
+        checked by one of the processes of `world`, which all call this.
 
         Raises:
-            InputError: missing, incomplete, changed, or of a newer schema.
+            InputError: missing, incomplete, changed, or of a newer schema; in all processes if in one.
         """
+        world = world or World()
+        found, failure = None, None
+        try:
+            found = Checkpoints._read(path, world.rank, world.size)
+        except InputError as error:
+            failure = error
+        failures = torch.zeros(world.size, dtype=torch.int64)
+        failures[world.rank] = failure is not None
+        world.sum(failures)
+        if failure is not None:
+            raise failure
+        if found is None or bool(failures.any()):
+            raise InputError(f"checkpoint {path}: process {int(failures.argmax())} found a file missing or damaged")
+        return found
+
+    @staticmethod
+    def _read(path: Path, rank: int, size: int) -> tuple[int, Tree]:
         seal = read_json_object(path / _COMPLETE)
         if seal.get("schema_version") == SHARDED_VERSION:
-            return int(seal["step"]), read_shards(path, seal["sha256"])
+            return int(seal["step"]), read_shards(path, seal["sha256"], rank, size)
         if seal.get("schema_version") != SCHEMA_VERSION:
             raise InputError(
                 f"{path / _COMPLETE} has schema_version {seal.get('schema_version')}, this penjing reads "
                 f"{SCHEMA_VERSION}"
             )
-        for name in (_TENSORS, _TREE):
+        for name in (_TREE, _TENSORS)[: 1 if rank else 2]:  # rank 0 checks the large one
             if sha256_file(path / name) != seal.get("sha256", {}).get(name):
                 raise InputError(f"checkpoint {path}: {name} is not what was written; it is damaged")
         return int(seal["step"]), read_tensors(path / _TENSORS, read_json_object(path / _TREE))
@@ -169,37 +193,36 @@ class ShardedCheckpoints(Checkpoints):
     sharded = True
 
     def __init__(self, folder: Path, keep: int, world: World, timeout_s: float = 60.0) -> None:
-        super().__init__(folder, keep)
-        self._world = world
+        super().__init__(folder, keep, world)
         self._timeout_s = WORK_FACTOR * timeout_s
 
     def _prepare(self, step: int) -> None:
         partial = self._partial(step)
-        if self._world.is_main:
+        if self.world.is_main:
             with writing(partial):
                 for stale in self.folder.glob(".step-*.partial"):  # of a process that was killed, or had no room
                     shutil.rmtree(stale, ignore_errors=True)
                 partial.mkdir(parents=True)
-        self._world.barrier()
+        self.world.barrier()
 
     def _copy(self, tree: Tree) -> Any:
-        return ShardedTree(tree if self._world.saves else {})
+        return ShardedTree(tree if self.world.saves else {})
 
     def _write(self, step: int, tree: Any) -> None:
         partial, final = self._partial(step), self.path(step)
         try:
             with writing(final):
-                tree.write(partial, self._world.rank)
-                if self._world.is_main:
+                tree.write(partial, self.world.rank)
+                if self.world.is_main:
                     self._complete(step, partial, final)
         except BaseException:
-            if self._world.is_main:
+            if self.world.is_main:
                 shutil.rmtree(partial, ignore_errors=True)
             raise
 
     def _complete(self, step: int, partial: Path, final: Path) -> None:
         """Wait for the files of all processes, seal them, and give them their name."""
-        indices = [index_name(rank) for rank in range(self._world.size)]
+        indices = [index_name(rank) for rank in range(self.world.size)]
         deadline = time.monotonic() + self._timeout_s
         while late := [name for name in indices if not (partial / name).exists()]:
             if time.monotonic() > deadline:

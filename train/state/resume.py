@@ -38,7 +38,7 @@ def find_state(
     """
     if resume == "never":
         return None
-    saved = checkpoints.load_newest(note) if resume == "auto" else Checkpoints.load(Path(resume))
+    saved = checkpoints.load_newest(note) if resume == "auto" else checkpoints.load(Path(resume), checkpoints.world)
     if saved is None:
         return None
     step, tree = saved

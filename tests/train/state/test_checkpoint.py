@@ -2,16 +2,18 @@ from __future__ import annotations
 
 import json
 import re
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 
 from penjing.core.errors import InputError, SetupError
 from penjing.train.processes.world import World
-from penjing.train.state import checkpoint
+from penjing.train.state import checkpoint, state_shards
 from penjing.train.state.checkpoint import Checkpoints, ShardedCheckpoints
 from penjing.train.state.state import join_tree, split_tree
 from tests.disk import run_in
@@ -54,8 +56,6 @@ def test_the_newest_is_found_and_the_oldest_go(tmp_path: Path) -> None:
 
 
 def test_what_is_saved_is_the_state_at_the_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import threading
-
     gate = threading.Event()
     real = checkpoint.save_tensors
     monkeypatch.setattr(checkpoint, "save_tensors", lambda *args: (gate.wait(10), real(*args))[1])
@@ -144,3 +144,58 @@ def test_a_process_that_does_not_write_its_part_is_waited_for_ten_times_parallel
         checkpoints.save(4, {"weight": torch.ones(3)}, wait=True)
     assert time.monotonic() - began >= 2
     assert checkpoints.load_newest() is None
+
+
+class Together(World):
+    """One of several processes, each a thread of this one."""
+
+    barriers: ClassVar[threading.Barrier]
+    sums: ClassVar[list[torch.Tensor]]
+
+    def barrier(self) -> None:
+        self.barriers.wait(20)
+
+    def sum(self, values: torch.Tensor) -> torch.Tensor:
+        self.sums[self.rank] = values.clone()
+        self.barrier()
+        values.copy_(torch.stack(self.sums).sum(0))
+        self.barrier()
+        return values
+
+
+@pytest.mark.parametrize("kind", ["whole", "parts"])
+def test_each_file_is_checked_by_one_process_and_all_find_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    size = 3
+    Together.barriers, Together.sums = threading.Barrier(size), [torch.empty(0)] * size
+    checked: list[str] = []
+    for module in (checkpoint, state_shards):
+        real = module.sha256_file
+        monkeypatch.setattr(module, "sha256_file", lambda path, real=real: (checked.append(path.name), real(path))[1])
+
+    def run(rank: int) -> tuple[int, Any, list[str]]:
+        world, notes = Together(rank, size), list[str]()
+        checkpoints = Checkpoints(tmp_path, 3, world)
+        if kind == "parts":
+            checkpoints = ShardedCheckpoints(tmp_path, 3, world)
+        for step in (1, 2):
+            if checkpoints.sharded or world.is_main:
+                checkpoints.save(step, tree(float(step)), wait=True)
+            world.barrier()
+        damaged = max(checkpoints.path(2).glob("*.safetensors"))  # rank 2's, of parts
+        if world.is_main:
+            damaged.write_bytes(damaged.read_bytes()[:-1] + b"x")
+            checked.clear()
+        world.barrier()
+        found = checkpoints.load_newest(notes.append)
+        assert found is not None
+        return (*found, notes)
+
+    with ThreadPoolExecutor(size) as pool:
+        results = list(pool.map(run, range(size)))
+    assert [step for step, _, _ in results] == [1] * size
+    assert all(state["weights"]["a"][ALL].tolist() == [1.0] * 3 for _, state, _ in results)
+    assert all(len(notes) == 1 and "step-000000002" in notes[0] for _, _, notes in results)
+    large = sorted(name for name in checked if name.endswith(".safetensors"))
+    assert large == sorted(2 * [path.name for path in (tmp_path / "step-000000001").glob("*.safetensors")])
