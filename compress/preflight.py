@@ -12,21 +12,24 @@ from penjing.compress.families.base import Needs, family_at
 from penjing.compress.measure.cost import sizes_of
 from penjing.compress.plan import Planned, plan
 from penjing.compress.recipe import Recipe
+from penjing.compress.samples.text import CALIBRATE, EVALUATE
 from penjing.compress.steps.base import Context
 from penjing.core.errors import ConfigError, SetupError
+from penjing.core.files import sha256_file
 from penjing.core.memory import available_bytes
 from penjing.core.progress import clock, megabytes
+from penjing.core.text.documents import text_files
 from penjing.train.monitor.flops import peak_flops
 
 USE = 0.4  # of the rate of a large matrix product: training reached 0.3 to 0.6 of it, SmolLM2 with its teacher 0.6
 
 
 def input_hashes(recipe: Recipe, context: Context) -> dict[str, dict[str, str]]:
-    """SHA-256 of the files of the model ("model") and of each other teacher (its path); tensors' names and shapes are
-    checked on the way.
+    """SHA-256 of the files of the model ("model"), of each other teacher (its path), and of the user's own texts
+    ("data.calibrate", "evaluate.own"); tensors' names and shapes are checked on the way.
 
     Raises:
-        ConfigError: a teacher of another family.
+        ConfigError: a teacher of another family; a text that is calibrated on and evaluated.
         InputError: missing, damaged, or quantized already.
     """
     found = {"model": context.family.hashes(recipe.model)}
@@ -40,6 +43,23 @@ def input_hashes(recipe: Recipe, context: Context) -> dict[str, dict[str, str]]:
                 "teacher of the same kind"
             )
         found[str(teacher)] = other.hashes(teacher)
+    return found | _own_texts(recipe)
+
+
+def _own_texts(recipe: Recipe) -> dict[str, dict[str, str]]:
+    named = {CALIBRATE: recipe.data.calibrate, EVALUATE: tuple(recipe.evaluate.own.values())}
+    found = {
+        setting: {str(file): sha256_file(file) for path in paths for file in text_files(path, setting)}
+        for setting, paths in named.items()
+        if paths
+    }
+    seen = {sha256: file for file, sha256 in found.get(CALIBRATE, {}).items()}
+    for file, sha256 in found.get(EVALUATE, {}).items():
+        if sha256 in seen:
+            raise ConfigError(
+                f"{EVALUATE}: {file} is calibrated on ({CALIBRATE}: {seen[sha256]}), and would be judged too well; "
+                "name other text in one of them"
+            )
     return found
 
 

@@ -16,12 +16,13 @@ from typing import Any
 from penjing.compress.measure.evaluate import Quality, quality_from_json
 from penjing.compress.plan import Planned
 from penjing.compress.recipe import Recipe
+from penjing.compress.samples.text import CALIBRATE, EVALUATE
 from penjing.compress.steps.base import Context
 from penjing.core.config import key_of
 from penjing.core.files import publish_folder
 from penjing.core.work import Places, StepRecord, WorkFolder, check_kept
 
-SCHEMA = "2"  # raise when a step makes another checkpoint from the same settings
+SCHEMA = "3"  # raise when a step makes another checkpoint from the same settings
 _RESULT = re.compile(r"(\d\d+)-[a-z]+-[0-9a-f]{12}")
 
 
@@ -50,7 +51,7 @@ class Results:
     """Makes the results of one run's steps, or finds them made.
 
     Args:
-        hashes: of each input folder ("model", or a teacher's path), file name → SHA-256.
+        hashes: of each input ("model", a teacher's path, or a setting that names texts), file name → SHA-256.
     """
 
     def __init__(self, recipe: Recipe, context: Context, hashes: dict[str, dict[str, str]], work: WorkFolder) -> None:
@@ -97,12 +98,12 @@ class Results:
         if teacher is not None:
             parts.append(self.hashes["model" if teacher == self.recipe.model else str(teacher)])
         if step.needs_data():
-            parts.append(self.recipe.data.model_dump(mode="json"))
+            parts += [self.recipe.data.model_dump(mode="json"), self.hashes.get(CALIBRATE)]
         return key_of(*parts)
 
     def _quality(self, name: str, folder: Path) -> Quality:
         settings = self.recipe.evaluate
-        measured = f"{name}-quality-{key_of(settings.model_dump(mode='json'))[:8]}"
+        measured = f"{name}-quality-{key_of(settings.model_dump(mode='json'), self.hashes.get(EVALUATE))[:8]}"
         evaluate = self.context.family.evaluate
         record = self.work.run(measured, lambda: asdict(evaluate(folder, self.recipe.model, settings, self.progress)))
         return quality_from_json(record.result)

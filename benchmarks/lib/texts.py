@@ -153,9 +153,7 @@ SOURCES = {
     "scripture": Source(
         Wheel("pybible", "0.0.2", "82bacd9b2b63d0075107f399e9d8ed8833dcb24e90b4c331f36121f1153ccd68"), _scripture
     ),
-    "news": Source(
-        Wheel("gensim", "4.4.0", "91a7fa5e814e7b1bad4b2dffa8d62c1e55410d5cbdf930714c1997ffb4404db8"), _news
-    ),
+    "news": Source(Wheel("gensim", "4.4.0", "91a7fa5e814e7b1bad4b2dffa8d62c1e55410d5cbdf930714c1997ffb4404db8"), _news),
     "essays": Source(Debian("anarchism"), _essays),
     "french": Source(Debian("debian-history"), _french),
     "sayings": Source(Debian("fortunes"), _sayings),

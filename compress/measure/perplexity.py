@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from penjing.compress.decoder.stream import LOGIT_ROWS, LayerStream
-from penjing.compress.samples.text import spread
+from penjing.compress.samples.text import EVALUATE, spread
 from penjing.core.errors import InputError
 from penjing.core.progress import Progress, Silent
 from penjing.core.text.corpus import code_text, heldout_tokens
@@ -52,7 +52,7 @@ def own_windows(folder: Path, texts: Mapping[str, Path], num_tokens: int, window
         return {}
     documents, found = Documents(folder), dict[str, Tensor]()
     for name, path in texts.items():
-        found[name] = spread(documents.tokens([path], f"evaluate.own.{name}"), num_tokens // window, window)
+        found[name] = spread(documents.tokens([path], f"{EVALUATE}.{name}"), num_tokens // window, window)
     return found
 
 

@@ -13,6 +13,7 @@ from penjing.core.errors import InputError
 from penjing.core.text.corpus import CONVERSATIONS, calibration_windows
 from penjing.core.text.documents import Documents
 
+CALIBRATE, EVALUATE = "data.calibrate", "evaluate.own"  # the settings that name the user's own texts
 CHAT = 1 / 12  # of the windows, where the model has a chat template
 
 
@@ -33,7 +34,7 @@ def decoder_windows(
     documents, left = Documents(folder), num_tokens // window
     parts: list[Tensor] = []
     if own:
-        parts.append(spread(documents.tokens(own, "data.calibrate"), max(1, round(share * left)), window))
+        parts.append(spread(documents.tokens(own, CALIBRATE), max(1, round(share * left)), window))
     if documents.template is not None:
         tokens = _conversations(documents)
         count = min(round(CHAT * left), len(tokens) // window)
@@ -52,7 +53,9 @@ def spread(tokens: list[int], count: int, window: int) -> Tensor:
     """
     whole = len(tokens) // window
     if not whole:
-        raise InputError(f"your text has {len(tokens)} tokens, and a window has {window}; give more, or smaller windows")
+        raise InputError(
+            f"your text has {len(tokens)} tokens, and a window has {window}; give more, or smaller windows"
+        )
     count = min(count, whole)
     rows_WT = torch.tensor(tokens[: whole * window], dtype=torch.int64).view(whole, window)
     return rows_WT[[index * whole // count for index in range(count)]]

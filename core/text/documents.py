@@ -40,7 +40,7 @@ class Documents:
         Raises:
             InputError: a path that does not exist or holds no text, or a line that is no document; each named.
         """
-        return [token for path in paths for file in _files(path, setting) for token in self._file(file, setting)]
+        return [token for path in paths for file in text_files(path, setting) for token in self._file(file, setting)]
 
     def conversation(self, messages: Any) -> list[int]:
         """The tokens of a conversation.
@@ -85,7 +85,12 @@ class Documents:
         return self.tokenizer.encode(text, allow_special=False, add_special=False)
 
 
-def _files(path: Path, setting: str) -> list[Path]:
+def text_files(path: Path, setting: str) -> list[Path]:
+    """The files that `Documents.tokens` reads of `path`, in its order.
+
+    Raises:
+        InputError: there are none.
+    """
     if not path.exists():
         raise InputError(f"{setting}: {path} does not exist; name a text file, a {JSONL} file or a folder of them")
     files = sorted(each for each in path.rglob("*") if each.is_file()) if path.is_dir() else [path]

@@ -34,7 +34,7 @@ def test_a_folder_is_read_file_by_file_in_order(talker: Path, tmp_path: Path) ->
     (texts / "b.txt").write_text("second ")
     (texts / "a" / "z.md").write_text("first ")
     line = {"messages": TALK}
-    (texts / "c.jsonl").write_text(f'{json.dumps({"text": "third "})}\n\n{json.dumps(line)}\n')
+    (texts / "c.jsonl").write_text(f"{json.dumps({'text': 'third '})}\n\n{json.dumps(line)}\n")
     assert read(talker, texts) == "first second third <user>What is two and two?\n<assistant>Four.\n"
 
 
@@ -64,9 +64,7 @@ def test_what_is_no_document_is_named_with_its_line(
         read(talker, path)
 
 
-def test_missing_paths_empty_folders_and_models_without_template_are_refused(
-    talker: Path, tmp_path: Path
-) -> None:
+def test_missing_paths_empty_folders_and_models_without_template_are_refused(talker: Path, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     with pytest.raises(InputError, match=r"data.calibrate: .*nowhere does not exist"):
         read(talker, tmp_path / "nowhere")
