@@ -13,12 +13,13 @@ import numpy as np
 
 from penjing.core.errors import ConfigError, RequestError
 from penjing.serve.client.errors import CallFailedError, call_failed
-from penjing.serve.client.protocol import CLASSIFIER, DECODER, ENCODER
+from penjing.serve.client.protocol import CLASSIFIER, DECODER, ENCODER, GRAPH
 from penjing.serve.client.wire_tensors import (
     Classification,
     build_infer,
+    config_request,
     image_tensor,
-    metadata_request,
+    named_tensors,
     probe,
     read_infer,
     text_tensor,
@@ -55,9 +56,12 @@ class CallSettings:
     def texts_request(self, texts: Any, deadline: float | None) -> Any:
         return build_infer(self.model or ENCODER, text_tensor(texts), remaining(deadline))
 
+    def tensors_request(self, inputs: Mapping[str, Any], deadline: float | None) -> Any:
+        return build_infer(self.model or GRAPH, named_tensors(inputs), remaining(deadline))
+
     def batched_names(self) -> tuple[str, ...]:
         """Names of batched models that may be behind the server."""
-        return (CLASSIFIER, ENCODER) if self.model is None else () if self.model == DECODER else (self.model,)
+        return (CLASSIFIER, ENCODER, GRAPH) if self.model is None else () if self.model == DECODER else (self.model,)
 
     def deadline(self, timeout: float | None) -> float | None:
         timeout = self.timeout if timeout is None else timeout
@@ -96,6 +100,12 @@ def embed(stub: Any, settings: CallSettings, texts: Any, timeout: float | None) 
     return _infer(stub, settings, settings.texts_request(texts, deadline), deadline)["embedding"]
 
 
+def infer(stub: Any, settings: CallSettings, inputs: Mapping[str, Any], timeout: float | None) -> dict[str, np.ndarray]:
+    """See `Client.infer`."""
+    deadline = settings.deadline(timeout)
+    return _infer(stub, settings, settings.tensors_request(inputs, deadline), deadline)
+
+
 def _infer(stub: Any, settings: CallSettings, request: Any, deadline: float | None) -> dict[str, np.ndarray]:
     import grpc
 
@@ -114,8 +124,8 @@ def answers(stub: Any, settings: CallSettings, deadline: float) -> bool:
 
     for name in settings.batched_names():
         try:
-            metadata = stub.ModelMetadata(metadata_request(name), timeout=remaining(deadline))
-            stub.ModelInfer(probe(metadata), timeout=remaining(deadline))
+            found = stub.ModelConfig(config_request(name), timeout=remaining(deadline))
+            stub.ModelInfer(probe(found.config), timeout=remaining(deadline))
             return True
         except grpc.RpcError:
             continue
@@ -133,6 +143,14 @@ async def embed_async(stub: Any, settings: CallSettings, texts: Any, timeout: fl
     """See `AsyncClient.embed`."""
     deadline = settings.deadline(timeout)
     return (await _infer_async(stub, settings, settings.texts_request(texts, deadline), deadline))["embedding"]
+
+
+async def infer_async(
+    stub: Any, settings: CallSettings, inputs: Mapping[str, Any], timeout: float | None
+) -> dict[str, np.ndarray]:
+    """See `AsyncClient.infer`."""
+    deadline = settings.deadline(timeout)
+    return await _infer_async(stub, settings, settings.tensors_request(inputs, deadline), deadline)
 
 
 async def _infer_async(
@@ -155,8 +173,8 @@ async def answers_async(stub: Any, settings: CallSettings, deadline: float) -> b
 
     for name in settings.batched_names():
         try:
-            metadata = await stub.ModelMetadata(metadata_request(name), timeout=remaining(deadline))
-            await stub.ModelInfer(probe(metadata), timeout=remaining(deadline))
+            found = await stub.ModelConfig(config_request(name), timeout=remaining(deadline))
+            await stub.ModelInfer(probe(found.config), timeout=remaining(deadline))
             return True
         except grpc.RpcError:
             continue

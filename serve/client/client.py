@@ -8,6 +8,7 @@
 
         print(client.classify(images).classes)  # of a served classifier: uint8 pixels, or normalised floats
         vectors = client.embed(["one text", "another"])  # of a served text encoder
+        outputs = client.infer({"x": array})  # of any served graph, by the names of its inputs
 
 Keyword arguments of texts are those of `penjing.serve.engine.request.SamplingParams`. Leaving a stream early cancels
 the request.
@@ -18,7 +19,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -108,6 +109,11 @@ class Client:
     def embed(self, texts: str | Sequence[str], *, timeout: float | None = None) -> np.ndarray:
         """(N, hidden) float32 embeddings of length 1 of N texts, by a served text encoder."""
         return calls.embed(self._stub, self._settings, texts, timeout)
+
+    def infer(self, inputs: Mapping[str, Any], *, timeout: float | None = None) -> dict[str, np.ndarray]:
+        """The outputs, by name, of a served graph, for tensors by the names of its inputs. An input of bytes, such as
+        `image`, takes a file's content or a list of them."""
+        return calls.infer(self._stub, self._settings, inputs, timeout)
 
     def is_ready(self, timeout: float = 1.0) -> bool:
         """Whether the model behind the server answers within `timeout` seconds. Triton server's own health knows less:
@@ -271,6 +277,10 @@ class AsyncClient:
     async def embed(self, texts: str | Sequence[str], *, timeout: float | None = None) -> np.ndarray:
         """(N, hidden) float32 embeddings of length 1 of N texts, by a served text encoder."""
         return await calls.embed_async(self._stub, self._settings, texts, timeout)
+
+    async def infer(self, inputs: Mapping[str, Any], *, timeout: float | None = None) -> dict[str, np.ndarray]:
+        """The outputs, by name, of a served graph; see `Client.infer`."""
+        return await calls.infer_async(self._stub, self._settings, inputs, timeout)
 
     async def is_ready(self, timeout: float = 1.0) -> bool:
         """Whether the model behind the server answers within `timeout` seconds."""

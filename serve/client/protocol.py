@@ -8,9 +8,9 @@ PULSE_VARIABLE = "PENJING_PULSE"
 """Environment variable: the file of the pulse (pulse.py); absent: the model runs without a supervisor."""
 
 PING = "ping"
-"""Request parameter of a call that asks the served model for a sign of life and no text."""
+"""Request parameter of a call that asks the served model for a sign of life; the rest of the request is not read."""
 
-DECODER, CLASSIFIER, ENCODER = "llm", "classifier", "encoder"
+DECODER, CLASSIFIER, ENCODER, GRAPH = "llm", "classifier", "encoder", "graph"
 """What the models of penjing's own families are called on the server."""
 
 REQUEST_SECONDS = 120.0

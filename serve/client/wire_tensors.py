@@ -10,9 +10,25 @@ from typing import Any
 import numpy as np
 
 from penjing.core.errors import RequestError
+from penjing.serve.client.protocol import PING
 
-_DTYPES = {"FP32": np.float32, "UINT8": np.uint8, "INT64": np.int64, "INT32": np.int32, "BYTES": np.object_}
-_DATATYPES = {np.dtype(dtype): name for name, dtype in _DTYPES.items()}
+_DTYPES = {
+    "FP16": np.float16,
+    "FP32": np.float32,
+    "FP64": np.float64,
+    "BOOL": np.bool_,
+    "BYTES": np.object_,
+    "INT8": np.int8,
+    "INT16": np.int16,
+    "INT32": np.int32,
+    "INT64": np.int64,
+    "UINT8": np.uint8,
+    "UINT16": np.uint16,
+    "UINT32": np.uint32,
+    "UINT64": np.uint64,
+}
+DATATYPES = {np.dtype(dtype): name for name, dtype in _DTYPES.items()}
+"""numpy's types → what Triton server calls them."""
 
 
 @dataclass(frozen=True)
@@ -56,11 +72,35 @@ def text_tensor(texts: Any) -> dict[str, np.ndarray]:
     return {"text": array}
 
 
+def named_tensors(inputs: Mapping[str, Any]) -> dict[str, np.ndarray]:
+    """Tensors by name; a file's bytes, or a list of them, is (N, 1) of them.
+
+    Raises:
+        RequestError: nothing, or of a type that does not travel.
+    """
+    if not inputs:
+        raise RequestError("give the model's inputs by name; 'penjing graph' shows them")
+    return {name: _named(name, value) for name, value in inputs.items()}
+
+
+def _named(name: str, value: Any) -> np.ndarray:
+    rows = [value] if isinstance(value, bytes) else value
+    if isinstance(rows, list | tuple) and rows and all(isinstance(row, bytes) for row in rows):
+        array = np.empty((len(rows), 1), np.object_)  # numpy's own type of bytes drops zeros at the end
+        array[:, 0] = rows
+        return array
+    array = np.asarray(value)
+    strange = array.dtype == np.object_ and not all(isinstance(each, bytes) for each in array.flat)
+    if strange or array.dtype not in DATATYPES:
+        raise RequestError(f"{name} is an array of {array.dtype}, which is not sent; give numbers, flags or bytes")
+    return array
+
+
 def build_infer(model: str, tensors: Mapping[str, np.ndarray], timeout: float | None = None) -> Any:
     """A `ModelInferRequest`; the server refuses it when it has waited for `timeout` seconds."""
     request = _messages().ModelInferRequest(model_name=model)
     for name, array in tensors.items():
-        request.inputs.add(name=name, datatype=_DATATYPES[array.dtype], shape=array.shape)
+        request.inputs.add(name=name, datatype=DATATYPES[array.dtype], shape=array.shape)
         request.raw_input_contents.append(_raw(array))
     if timeout is not None:
         request.parameters["timeout"].int64_param = max(1, int(timeout * 1e6))
@@ -75,17 +115,24 @@ def read_infer(response: Any) -> dict[str, np.ndarray]:
     }
 
 
-def metadata_request(model: str) -> Any:
-    """A `ModelMetadataRequest`."""
-    return _messages().ModelMetadataRequest(name=model)
+def config_request(model: str) -> Any:
+    """A `ModelConfigRequest`."""
+    return _messages().ModelConfigRequest(name=model)
 
 
-def probe(metadata: Any) -> Any:
-    """The smallest request that a model takes, all zeros, made from its `ModelMetadataResponse`: it runs the model."""
-    first = metadata.inputs[0]
-    shape = [max(1, size) for size in first.shape]
-    values = np.full(shape, b"") if first.datatype == "BYTES" else np.zeros(shape, _DTYPES[first.datatype])
-    return build_infer(metadata.name, {first.name: values.astype(_DTYPES[first.datatype])})
+def probe(config: Any) -> Any:
+    """The smallest request that a model takes, all zeros, made of its `ModelConfig`: it runs the model. A model of
+    penjing runs its example in place of it, since a network may not take the smallest."""
+    tensors = {}
+    for index, given in enumerate(config.input):
+        if index == 0 or not given.optional:
+            shape = [1] * (config.max_batch_size > 0) + [max(1, size) for size in given.dims]
+            kind = type(given).DESCRIPTOR.fields_by_name["data_type"].enum_type.values_by_number[given.data_type].name
+            datatype = "BYTES" if kind == "TYPE_STRING" else kind.removeprefix("TYPE_")
+            tensors[given.name] = np.full(shape, b"" if datatype == "BYTES" else 0, _DTYPES[datatype])
+    request = build_infer(config.name, tensors)
+    request.parameters[PING].bool_param = True
+    return request
 
 
 def _raw(array: np.ndarray) -> bytes:

@@ -15,6 +15,7 @@ import numpy as np
 
 from penjing.core.artifact.parity import Bound, Difference
 from penjing.core.config import Config, apply_override, parse_config
+from penjing.core.errors import PenjingError
 from penjing.core.family import family_of, table_of
 
 if TYPE_CHECKING:
@@ -23,12 +24,13 @@ if TYPE_CHECKING:
 Form = Literal["onnxruntime", "python"]
 """The backend of Triton server behind an entry of a model repository."""
 Arrays = Mapping[str, np.ndarray]
+Answer = dict[str, np.ndarray] | PenjingError
 
 
 @dataclass(frozen=True)
 class TensorSpec:
     """A tensor of a request or of its answer: `shape` is one row's, -1 where a size may vary; `datatype` is Triton
-    server's ("FP32", "UINT8", "INT64", "BYTES" …)."""
+    server's ("FP32", "UINT8", "INT64", "BYTES" …). One number a row, whose shape is (), travels as (1,)."""
 
     name: str
     datatype: str
@@ -41,12 +43,14 @@ class TensorSpec:
 @dataclass(frozen=True)
 class Signature:
     """What Triton server must know of a model before it is loaded. `name` is the model's on the server; `file_inputs`
-    are the tensors that its ONNX file takes by itself."""
+    are the tensors that its ONNX file takes by itself. Where it is not `batched`, shapes are those of whole tensors,
+    and a request is computed as it is."""
 
     name: str
     inputs: tuple[TensorSpec, ...]
     file_inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]
+    batched: bool = True
 
 
 class BatchModel(Protocol):
@@ -60,7 +64,7 @@ class BatchModel(Protocol):
         """
         ...
 
-    def start(self, requests: Sequence[Any], begun: Callable[[], None]) -> Callable[[], list[dict[str, np.ndarray]]]:
+    def start(self, requests: Sequence[Any], begun: Callable[[], None]) -> Callable[[], Sequence[Answer]]:
         """Begin to compute the answers of `requests`, as `prepare` returned them; several batches may be under way.
 
         A row's answer depends on that row alone.
@@ -69,16 +73,13 @@ class BatchModel(Protocol):
             begun: is called, from another thread, when the first row is computed.
 
         Returns:
-            A function that waits and gives the answer of each request; batches are finished in the order of `start`.
+            A function that waits and gives the answer of each request, or the error that is its alone; batches are
+            finished in the order of `start`.
         """
         ...
 
-    def warm_up(self) -> None:
-        """Run once, as a first request would.
-
-        Raises:
-            PenjingError: the model does not run here.
-        """
+    def example(self) -> Any:
+        """A small request, as `prepare` returns it: it warms the model up, and shows later that it is alive."""
         ...
 
 

@@ -33,8 +33,9 @@ def batched(
     name: str,
     open_artifact: Callable[[Path], Any],
     signature: Callable[[Any], Signature],
-    load: Callable[[Path, BatchConfig], BatchModel],
+    load: Callable[[Path, Any], BatchModel],
     how_to_compress: str,
+    settings: type[BatchConfig] = BatchConfig,
     workload: Callable[..., Workload] | None = None,
     parity: Callable[[Path, Client], Served] | None = None,
 ) -> Family:
@@ -47,6 +48,7 @@ def batched(
         load: see `Family`.
         how_to_compress: what `penjing serve` says of a checkpoint after "FOLDER is ": what it is, and the command that
             makes an artifact of it; `{folder}` stands for the folder.
+        settings: see `Family`.
         workload, parity: see `Family`.
     """
 
@@ -84,7 +86,7 @@ def batched(
 
     return Family(
         name=name,
-        settings=BatchConfig,
+        settings=settings,
         queued_by_server=True,
         check=lambda folder, _: open_(folder).folder.absolute(),
         repository=repository,

@@ -106,9 +106,9 @@ class Classifier:
     def _floats(self, images: NDArray[Any]) -> NDArray[np.float32]:
         return normalised(images, self._artifact.config) if images.dtype == np.uint8 else images
 
-    def warm_up(self) -> None:
-        """Classify one black image."""
-        self.start([self.prepare({PIXELS: np.zeros((1, *self._shape), np.uint8)})], lambda: None)()
+    def example(self) -> NDArray[Any]:
+        """One black image."""
+        return self.prepare({PIXELS: np.zeros((1, *self._shape), np.uint8)})
 
 
 def workload(

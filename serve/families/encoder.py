@@ -91,9 +91,9 @@ class TextEncoder:
 
         return finish
 
-    def warm_up(self) -> None:
-        """Embed one word."""
-        self.start([["word"]], lambda: None)()
+    def example(self) -> list[str]:
+        """One word."""
+        return ["word"]
 
 
 def _text(value: bytes | str, row: int) -> str:

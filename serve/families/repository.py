@@ -35,7 +35,7 @@ def write_python_entry(folder: Path, signature: Signature, config: BatchConfig, 
     if artifact is not None:
         shutil.copytree(artifact, folder / ARTIFACT_FOLDER)
         parameters = {"model": ARTIFACT_FOLDER, "engine": config.model_dump_json(exclude_unset=True)}
-    _write_config(folder, "python", signature.name, signature.inputs, signature.outputs, config, parameters)
+    _write_config(folder, "python", signature, signature.inputs, config, parameters)
 
 
 def write_onnx_entry(
@@ -52,9 +52,7 @@ def write_onnx_entry(
     more = (
         "" if optimise else "optimization { graph { level: 2 } }  # none: ONNX Runtime's optimiser breaks this graph\n"
     )
-    _write_config(
-        folder, "onnxruntime", signature.name, signature.file_inputs, signature.outputs, config, parameters, more
-    )
+    _write_config(folder, "onnxruntime", signature, signature.file_inputs, config, parameters, more)
 
 
 def write_decoder_entry(folder: Path, model: Path, engine_json: str) -> None:
@@ -71,14 +69,13 @@ def write_decoder_entry(folder: Path, model: Path, engine_json: str) -> None:
 def _write_config(
     folder: Path,
     backend: str,
-    name: str,
+    signature: Signature,
     inputs: tuple[TensorSpec, ...],
-    outputs: tuple[TensorSpec, ...],
     config: BatchConfig,
     parameters: Mapping[str, str],
     more: str = "",
 ) -> None:
-    for output in outputs:
+    for output in signature.outputs:
         if output.labels:
             (folder / LABELS_FILE).write_text("".join(f"{label}\n" for label in output.labels), encoding="utf-8")
     preferred = ", ".join(map(str, config.preferred_batch_sizes))
@@ -89,10 +86,11 @@ def _write_config(
         + (_queue_policy(config) if backend == "onnxruntime" else "")  # else the adapter's, see `BatchAdapter`
         + "}\n"
     )
+    rows = config.max_batch_size if signature.batched else 0
     text = (
-        f"name: {_quoted(name)}\nbackend: {_quoted(backend)}\nmax_batch_size: {config.max_batch_size}\n"
-        + f"input [\n{_tensors(inputs)}\n]\noutput [\n{_tensors(outputs)}\n]\n"
-        + batching
+        f"name: {_quoted(signature.name)}\nbackend: {_quoted(backend)}\nmax_batch_size: {rows}\n"
+        + f"input [\n{_tensors(inputs)}\n]\noutput [\n{_tensors(signature.outputs)}\n]\n"
+        + (batching if signature.batched else "")
         + "instance_group [ { count: 1 kind: KIND_CPU } ]\n"
         + more
         + _parameters(parameters)
@@ -115,7 +113,9 @@ def _tensors(specs: tuple[TensorSpec, ...]) -> str:
     lines = []
     for spec in specs:
         kind = "TYPE_STRING" if spec.datatype == "BYTES" else f"TYPE_{spec.datatype}"
-        line = f"  {{ name: {_quoted(spec.name)} data_type: {kind} dims: [ {', '.join(map(str, spec.shape))} ]"
+        dims = ", ".join(map(str, spec.shape or (1,)))  # Triton server knows no tensor without axes
+        line = f"  {{ name: {_quoted(spec.name)} data_type: {kind} dims: [ {dims} ]"
+        line += "" if spec.shape else " reshape { shape: [ ] }"
         line += " optional: true" if spec.optional else ""
         line += f" label_filename: {_quoted(LABELS_FILE)}" if spec.labels else ""
         lines.append(line + " }")

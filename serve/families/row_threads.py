@@ -23,12 +23,15 @@ class RowThreads:
     Args:
         open_session: makes an ONNX Runtime session with so many threads of its own.
         threads: 0 takes one for each core.
+
+    Attributes:
+        alone: the session with one thread.
     """
 
     def __init__(self, open_session: Callable[[int], Any], threads: int = 0) -> None:
         self.threads = threads or len(os.sched_getaffinity(0))
         self._together = open_session(self.threads)
-        self._alone = self._together if self.threads == 1 else open_session(1)
+        self.alone = self._together if self.threads == 1 else open_session(1)
         self._pool = ThreadPoolExecutor(self.threads, thread_name_prefix="penjing-rows")
 
     def parts(self, rows: int, largest: int) -> list[slice]:
@@ -51,7 +54,7 @@ class RowThreads:
         Returns:
             A function that waits and gives the results, in order.
         """
-        session = self._together if len(parts) == 1 else self._alone
+        session = self._together if len(parts) == 1 else self.alone
 
         def first(part: Part) -> Result:
             begun()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 import queue
@@ -17,6 +18,7 @@ import numpy as np
 from penjing.core.config import parse_config
 from penjing.core.errors import InputError, OverloadedError, PenjingError, ServerError
 from penjing.serve.client.errors import code_of
+from penjing.serve.client.protocol import PING
 from penjing.serve.engine.config import BatchConfig
 from penjing.serve.families.base import BatchModel, family_at
 from penjing.serve.triton.lifecycle import Life
@@ -71,7 +73,7 @@ class BatchAdapter:
             assert isinstance(config, BatchConfig), f"settings of {family.name} are no BatchConfig"
             self._config = config
             self._model: BatchModel = family.load(folder, self._config)
-            self._model.warm_up()
+            self._model.start([self._model.example()], lambda: None)()
             self._waiting: deque[_Waiting] = deque()
             self._changed, self._finalizing = threading.Condition(), False
             self._started: queue.SimpleQueue[_Batch | None] = queue.SimpleQueue()
@@ -178,6 +180,9 @@ class BatchAdapter:
     def _prepare(self, request: Any) -> Any:
         """What the model makes of the request, or the error that answers it."""
         try:
+            parameters = request.parameters()
+            if parameters and json.loads(parameters).get(PING) is True:
+                return self._model.example()
             # Tensors live in memory that the server takes back when `execute` returns: they are copied.
             return self._model.prepare({tensor.name(): np.array(tensor.as_numpy()) for tensor in request.inputs()})
         except PenjingError as error:

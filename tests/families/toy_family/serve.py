@@ -45,9 +45,9 @@ class Toy:
         begun()
         return lambda: [{SCORES: scores(self._session, request)} for request in requests]
 
-    def warm_up(self) -> None:
-        """Run one point."""
-        self.start([np.zeros((1, self._inputs), np.float32)], lambda: None)()
+    def example(self) -> NDArray[Any]:
+        """One point."""
+        return np.zeros((1, self._inputs), np.float32)
 
 
 def _signature(artifact: ToyArtifact) -> Signature:

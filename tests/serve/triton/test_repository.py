@@ -273,6 +273,9 @@ class Request:
     def timeout(self) -> int:
         return self.microseconds
 
+    def parameters(self) -> str:
+        return ""
+
     def inputs(self) -> list[Any]:
         return [_Tensor(name, array) for name, array in self._tensors.items()]
 
