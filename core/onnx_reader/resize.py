@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,7 +31,7 @@ def _resize(call: Call) -> Tensor:
     if call.attribute("keep_aspect_ratio_policy", "stretch") != "stretch" or rule == "tf_crop_and_resize":
         raise call.refused("keeps the ratio of sides or crops, which penjing does not compute")
     plain = not call.attribute("antialias", 0) and not call.attribute("exclude_outside", 0)
-    name = _name_in_torch(call, x.ndim - 2, mode, rule, rounding) if plain and min(axes) >= 2 else None
+    name = _name_in_torch(call, x, mode, rule, rounding, scales, sizes) if plain and min(axes) >= 2 else None
     if name is not None:
         aligned = None if name.startswith("nearest") else rule == "align_corners"
         if sizes is not None:
@@ -43,7 +44,10 @@ def _resize(call: Call) -> Tensor:
         if not isinstance(before, int) or not isinstance(after, int):
             raise call.refused(f"({mode}, {rule}, {rounding}) needs sizes that are fixed")
         scale = after / before if sizes is not None else scales[axis]  # type: ignore[index]
-        rows = _matrix(call, mode, rule, rounding, before, after, scale)
+        rows = call.made(
+            f"rows_{axis}_{before}_{after}",
+            partial(_matrix, call, mode, rule, rounding, before, after, scale),
+        )
         x = torch.matmul(x.movedim(axis, -1), rows.to(x.dtype).t()).movedim(-1, axis)
     return x
 
@@ -73,13 +77,19 @@ def _same(x: Tensor, axis: int, scales: list[float] | None, sizes: list[Size] | 
     return wanted is x.shape[axis] or (isinstance(wanted, int) and bool(wanted == x.shape[axis]))
 
 
-def _name_in_torch(call: Call, space: int, mode: str, rule: str, rounding: str) -> str | None:
+def _name_in_torch(
+    call: Call, x: Tensor, mode: str, rule: str, rounding: str, scales: list[float] | None, sizes: list[Size] | None
+) -> str | None:
     """How `torch.nn.functional.interpolate` calls the same computation, if it has it."""
+    space = x.ndim - 2
     if mode == "nearest" and rule == "asymmetric" and rounding == "floor":
         return "nearest"
     if mode == "nearest" and rule in ("half_pixel", "pytorch_half_pixel") and rounding == "round_prefer_ceil":
         return "nearest-exact"
-    if mode == "nearest" and rule == "asymmetric" and rounding in ("round_prefer_floor",) and _doubles(call):
+    whole = _whole_scales(x, scales, sizes)
+    if mode == "nearest" and whole and rule in ("half_pixel", "pytorch_half_pixel") and rounding.startswith("round"):
+        return "nearest"  # each pixel is repeated
+    if mode == "nearest" and whole and whole <= {1, 2} and rule == "asymmetric" and rounding == "round_prefer_floor":
         return "nearest"
     if mode == "linear" and rule in ("half_pixel", "pytorch_half_pixel", "align_corners"):
         return _LINEAR.get(space)
@@ -88,12 +98,15 @@ def _name_in_torch(call: Call, space: int, mode: str, rule: str, rounding: str) 
     return None
 
 
-def _doubles(call: Call) -> bool:
-    """Scales of two: i / 2 is rounded down to the same place either way."""
-    index = 2 if call.version >= 11 else 1
-    found = call.host(index) if call.has(index) else None
-    scales = found.array.tolist() if found is not None else call.attribute("scales", [])
-    return bool(scales) and all(scale in (1.0, 2.0) for scale in scales)
+def _whole_scales(x: Tensor, scales: list[float] | None, sizes: list[Size] | None) -> set[int]:
+    """Scales of height, width … where all are whole numbers; empty otherwise."""
+    if scales is None:
+        pairs = list(zip(x.shape[2:], (sizes or [])[2:], strict=False))
+        if not all(isinstance(before, int) and isinstance(after, int) for before, after in pairs):
+            return set()
+        scales = [1.0, 1.0, *(after / before for before, after in pairs)]
+    whole = {int(scale) for scale in scales[2:] if float(scale).is_integer() and scale >= 1}
+    return whole if all(float(scale).is_integer() and scale >= 1 for scale in scales) else set()
 
 
 def _matrix(call: Call, mode: str, rule: str, rounding: str, before: int, after: int, scale: float) -> Tensor:

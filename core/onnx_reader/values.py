@@ -121,6 +121,12 @@ class Weights(nn.Module):
             value = tensor_at(self, path)
         return value
 
+    def made(self, name: str, make: Callable[[], Tensor]) -> Tensor:
+        """A constant that an operator needs and the file does not hold, made once."""
+        if (name, "made") not in self._places:
+            self.held(Constant(name, make()), False, "made")
+        return tensor_at(self, self._places[name, "made"])
+
     def _legal(self, name: str) -> str:
         parts = [re.sub(r"[^A-Za-z0-9_]", "_", part) or "_" for part in name.strip("./").split(".")]
         if any(".".join(parts[: end + 1]) in self._taken for end in range(len(parts))):
@@ -196,6 +202,10 @@ class Call:
         value = self.values[index]
         assert isinstance(value, Constant)
         return change(value.tensor) if self._folding else self._weights.held(value, trained, tag, change)
+
+    def made(self, tag: str, make: Callable[[], Tensor]) -> Tensor:
+        """A constant that the operator needs besides its inputs; `tag` tells it from others of the operator."""
+        return make() if self._folding else self._weights.made(f"{self.node.outputs[0].name}_{tag}", make)
 
     def constant(self, index: int) -> Tensor | None:
         """The input where it does not depend on inputs of the network; only its shape and type may be asked."""
