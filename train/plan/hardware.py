@@ -15,7 +15,8 @@ class Hardware:
 
     Attributes:
         efficiency: share of `flops` that wide matrix products and what lies between them reach. Fitted to one published
-            row a GPU (train/plan/published.py names it); the other rows there are predictions.
+            row a GPU (train/plan/published.py names it); the other rows there are predictions. B200 and L40S have no
+            row there: theirs is assumed.
         node_link: between GPUs of a node, for each.
         network: between nodes, for each GPU.
         link_share: share of either that collectives reach.
@@ -46,6 +47,11 @@ _HARDWARE = {
     "h200": Hardware(
         "h200", 989e12, 0.72, 141 * 10**9, 4.8e12, 450e9, 50e9, 0.8,
         f"data sheet of the H200 SXM: 989 TFLOP/s, NVLink 900 GB/s in all; {_DGX}/dgxh200-user-guide: 400 Gb/s",
+    ),
+    "b200": Hardware(
+        "b200", 2250e12, 0.56, 180 * 10**9, 8.0e12, 900e9, 50e9, 0.8,
+        f"data sheet of the DGX B200: a GPU has 2250 TFLOP/s, 180 GB at 8 TB/s, NVLink 1800 GB/s in all; "
+        f"{_DGX}/dgxb200-user-guide: 400 Gb/s; efficiency assumed to be the H100's",
     ),
     "l40s": Hardware(
         "l40s", 362e12, 0.45, 48 * 10**9, 0.864e12, 32e9, 25e9, 0.7,

@@ -214,3 +214,13 @@ def test_the_smallest_that_fits_is_true(capsys):
     assert cli._run([*arguments, "--memory", "256MiB"]) == ConfigError.exit_code
     size = capsys.readouterr().err.split("give --memory ")[1].split(",")[0]
     assert cli._run([*arguments, "--memory", size]) == 0
+
+
+def test_gpus_are_ordered_as_their_data_sheets_are() -> None:
+    seconds = {}
+    for name in ("a100", "l40s", "h100", "h200", "B200"):
+        run = Run(ParallelConfig(dp=8, zero=2), 8, 2, 1, 4096)
+        seconds[name] = step_time(SHAPE, run, hardware(name)).total
+    assert seconds["B200"] < seconds["h200"] < seconds["h100"] < min(seconds["a100"], seconds["l40s"])
+    with pytest.raises(ConfigError, match="'tpu' is unknown; choose one of a100, h100, h200, b200, l40s"):
+        hardware("tpu")
