@@ -46,8 +46,10 @@ def judge(before: Quality, after: Quality, guard: Guard, settings: EvaluateSetti
     """
     change = compare(before, after, settings)
     value, low, high = change.value, change.low, change.high
-    if before.name == "accuracy":
-        return Verdict(100 * value, 100 * low, 100 * high, guard.accuracy_points, "accuracy points lost")
+    if before.name in ("accuracy", "agreement"):
+        return Verdict(100 * value, 100 * low, 100 * high, guard.accuracy_points, f"{before.name} points lost")
+    if before.name == "score":
+        return Verdict(value, low, high, guard.score_loss, "of the score lost")
     if before.name == "similarity":
         return Verdict(value, low, high, guard.similarity_loss, "of similarity lost")
     return Verdict(1 + value, 1 + low, 1 + high, guard.perplexity_ratio, "times the perplexity")

@@ -143,11 +143,18 @@ def preflight(recipe: Recipe, context: Context, work: Path) -> None:
 
 def _budget(recipe: Recipe, context: Context) -> str:
     guard = recipe.guard
-    most = {
-        "accuracy": f"{guard.accuracy_points:g} accuracy points less than",
+    points, cosine = f"{guard.accuracy_points:g} accuracy points", f"a mean cosine {guard.similarity_loss:g}"
+    said = {
+        "accuracy": f"{points} less than",
+        "agreement": f"{guard.accuracy_points:g} points of agreement less than",
         "perplexity": f"{guard.perplexity_ratio:g} times the perplexity of",
-        "similarity": f"a mean cosine {guard.similarity_loss:g} below that of",
-    }[context.family.quality]
+        "similarity": f"{cosine} below that of",
+        "score": f"a score {guard.score_loss:g} below that of",
+    }
+    quality, metric = context.family.quality, recipe.evaluate.metric
+    most = said[quality if metric == "auto" else "score" if ".py:" in metric else metric]
+    if metric == "auto" and quality == "similarity" and recipe.evaluate.source is not None:
+        most = f"{points} (without classes {cosine}) below that of"
     against = "the model" if guard.against == "model" else "the result before"
     return (
         f"at most {most} {against}"

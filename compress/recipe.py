@@ -36,10 +36,19 @@ class Guard(Config):
     Steps up to and with a guarded one form a stretch, which is kept, repeated milder, or given up as a whole.
     """
 
-    accuracy_points: float = Field(default=1.0, ge=0, description="Most accuracy that may go, in points.")
+    accuracy_points: float = Field(
+        default=1.0, ge=0, description="Most accuracy, or agreement with the model, that may go, in points."
+    )
     perplexity_ratio: float = Field(default=1.1, ge=1, description="Most that the perplexity may be multiplied by.")
     similarity_loss: float = Field(
-        default=0.02, ge=0, le=2, description="Most that the mean cosine of embeddings to the model's may fall below 1."
+        default=0.02,
+        ge=0,
+        le=2,
+        description="Most that the mean cosine of embeddings, or of a graph's outputs, to the model's may fall "
+        "below 1.",
+    )
+    score_loss: float = Field(
+        default=0.01, ge=0, description="Most that the mean of your own metric (evaluate.metric) may fall."
     )
     against: Literal["model", "previous"] = Field(
         default="model", description="What a result is compared with: the recipe's model, or the last guarded result."
@@ -96,13 +105,22 @@ def load_recipe(
             raise ConfigError(f"{name}: model = {model!r}: name the checkpoint folder to compress")
         family = family_of(Path(model))
     steps = tuple(parse_step(each, place, family, name) for place, each in enumerate(entries))
-    recipe = parse_config(Recipe, values | {"steps": steps}, name)
+    recipe = _with_held_out(parse_config(Recipe, values | {"steps": steps}, name))
     for place, step in enumerate(steps):
         try:
             step.check_order(steps[:place], steps[place + 1 :])
         except ConfigError as error:
             raise ConfigError(f"{name}: steps.{place}: {error}") from None
     return recipe
+
+
+def _with_held_out(recipe: Recipe) -> Recipe:
+    """The recipe whose evaluation, without a source of its own, takes what [data] holds out of its source."""
+    data, evaluate = recipe.data, recipe.evaluate
+    if data.source is None or evaluate.source is not None:
+        return recipe
+    shared = evaluate.model_copy(update=data.source_settings() | {"held_out": data.held_out})
+    return recipe.model_copy(update={"evaluate": shared})
 
 
 def recipe_toml(recipe: Recipe) -> str:

@@ -221,7 +221,9 @@ def _kind(result: Result) -> Literal["checkpoint", "artifact"]:
 
 def _said(result: Result) -> str:
     quality = result.quality
-    digits = {"accuracy": ".2%", "similarity": ".4f", "perplexity": ".4g"}[quality.name]
+    digits = {"accuracy": ".2%", "agreement": ".2%", "similarity": ".4f", "perplexity": ".4g", "score": ".4g"}[
+        quality.name
+    ]
     return f"{quality.name} {quality.value:{digits}} ({quality.low:{digits}} … {quality.high:{digits}})"
 
 

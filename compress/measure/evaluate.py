@@ -11,7 +11,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, model_validator
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, field_validator, model_validator
 from torch import nn
 
 from penjing.compress.decoder.check import check_finite
@@ -24,19 +24,19 @@ from penjing.core.artifact.base import is_artifact
 from penjing.core.artifact.onnx_classifier import ClassifierArtifact, open_classifier_artifact
 from penjing.core.checkpoint.classifier import ClassifierConfig, load_classifier
 from penjing.core.checkpoint.decoder import open_checkpoint
-from penjing.core.config import Config
 from penjing.core.errors import ConfigError, InputError
 from penjing.core.manifest import verify
 from penjing.core.progress import Progress, Silent
 from penjing.core.runtime.onnx_runtime import run_session
 from penjing.core.text.tokenizer import Tokenizer
 from penjing.train.data.images import ImageSet, normalise
+from penjing.train.sources.settings import SourceSettings
 
 BATCH = 500
 STRICT = ConfigDict(extra="forbid", allow_inf_nan=False)  # where a report is read
 
 
-class EvaluateSettings(Config):
+class EvaluateSettings(SourceSettings):
     """`[evaluate]`: held-out data, which nothing is calibrated or trained on."""
 
     prose_tokens: int = Field(default=8192, ge=64, description="Tokens of held-out prose, for a decoder.")
@@ -48,10 +48,31 @@ class EvaluateSettings(Config):
     )
     own_tokens: int = Field(default=8192, ge=64, description="Tokens of each text of your own, at most.")
     window: int = Field(default=512, ge=16, description="Tokens of a window, which starts afresh.")
-    images: int = Field(default=10_000, ge=1, le=10_000, description="Test images, for a classifier.")
+    images: int = Field(default=10_000, ge=1, description="How many test images, or other samples of a graph, at most.")
+    held_out: float = Field(
+        default=0.0,
+        ge=0,
+        lt=1,
+        description="Share of the source that is evaluated on, 0 for all of it; without a source of its own, "
+        "[evaluate] takes the share of [data]'s source that is held out there.",
+    )
+    metric: str = Field(
+        default="auto",
+        description="How a graph is judged: accuracy (of the classes of the samples), agreement (the share of samples "
+        "whose class is that of the model that the run began with), similarity (the cosine of all outputs to that "
+        "model's), or FILE.py:FUNCTION (of the outputs and the classes, which gives a number for each sample, larger "
+        "where it is better). By default accuracy where the samples have classes, else similarity.",
+    )
     texts: int = Field(default=256, ge=8, description="Held-out paragraphs, for a text encoder.")
     resamples: int = Field(default=2000, ge=100, description="Resamples of the bootstrap that gives the intervals.")
     seed: int = Field(default=0, ge=0, description="Seed of the bootstrap.")
+
+    @field_validator("metric")
+    @classmethod
+    def _known_metric(cls, value: str) -> str:
+        if value not in ("auto", "accuracy", "agreement", "similarity") and ".py:" not in value:
+            raise ValueError("must be auto, accuracy, agreement, similarity or FILE.py:FUNCTION")
+        return value
 
     @model_validator(mode="after")
     def _whole_windows(self) -> EvaluateSettings:
@@ -65,7 +86,7 @@ class EvaluateSettings(Config):
         return self
 
 
-QualityName = Literal["accuracy", "perplexity", "similarity"]
+QualityName = Literal["accuracy", "agreement", "perplexity", "similarity", "score"]
 
 
 @dataclass(frozen=True)
@@ -84,8 +105,9 @@ class Quality:
     """What a checkpoint reaches; `dataclasses.asdict` of it is JSON-ready, `quality_from_json` reads that.
 
     Attributes:
-        name: larger is better for "accuracy" (a share) and "similarity" (the mean cosine of embeddings to those of the
-            model that the run began with), smaller for "perplexity".
+        name: larger is better for "accuracy" (a share), "agreement" (the share of samples with the class of the model
+            that the run began with), "similarity" (the mean cosine of embeddings or outputs to that model's) and
+            "score" (of the user's own function), smaller for "perplexity".
         value: over all samples.
         low, high: 95 % bootstrap interval over samples, which are images, texts, or windows of text.
         samples: how many.
@@ -113,10 +135,10 @@ class Quality:
         """
         try:
             data = base64.b64decode(self.record, validate=True)
-            if self.name == "accuracy":
+            if self.name in ("accuracy", "agreement"):
                 return [np.unpackbits(np.frombuffer(data, np.uint8), count=self.samples).astype(np.float64)]
             losses = np.frombuffer(data, np.float32).astype(np.float64)
-            if self.name == "similarity" and len(losses) == self.samples:
+            if self.name in ("similarity", "score") and len(losses) == self.samples:
                 return [losses]
         except ValueError as error:
             raise InputError(f"the record of {self.name} is damaged ({error}); evaluate again") from None
@@ -162,7 +184,7 @@ def evaluate_classifier(folder: Path, _: Path, settings: EvaluateSettings, progr
         model, config = OnnxClassifier(artifact), artifact.config
     else:
         model, config = load_classifier(folder)
-    data = fitting_images(folder, config, "test", progress).first(settings.images)
+    data = fitting_images(folder, config, "test", progress, settings, settings.held_out, settings.images)
     progress.start("accuracy on held-out images", -(-len(data.images) // BATCH))
     return accuracy(right_answers(model, config, data, progress), settings)
 

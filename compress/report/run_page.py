@@ -77,7 +77,7 @@ own interval; less than zero is a gain. MACs: multiply-accumulates for one
 <div class="wide"><table><tr><th>{{ reading.parts }}</th>{% for name in parts %}<th>{{ name }}</th>
 {% endfor %}</tr>
 {% for stage in report.stages %}<tr><td>{{ stage.name }}</td>{% for part in stage.quality.parts %}
-<td>{{ reading.number(part.value) }}{{ reading.unit }}</td>{% endfor %}</tr>{% endfor %}</table></div>
+<td>{{ part_text(part.value) }}</td>{% endfor %}</tr>{% endfor %}</table></div>
 {% endif %}
 {% if cases %}
 <h2>Speed</h2>
@@ -192,6 +192,7 @@ def run_page(report: Report) -> str:
         "cases": list(dict.fromkeys(case for stage in report.stages for case in stage.by_case())),
         "rounds": max((row.runs for stage in report.stages for row in stage.latency), default=0),
         "parts": [part.name for part in first.quality.parts],
+        "part_text": READINGS[first.quality.name].number if first.quality.name == "perplexity" else "{:.4f}".format,
         "worst": WORST,
         "largest": lambda layers: sorted(layers, key=lambda row: -row.output)[:WORST],
         "hidden_layers": hidden,

@@ -59,9 +59,36 @@ READINGS = {
         loss_digits=2,
         loss_unit=" points",
         samples="images",
-        parts="accuracy by part",
+        parts="other measures",
         axis="accuracy, %",
         meaning="Accuracy is the share of images whose class the network names rightly; larger is better.",
+    ),
+    "agreement": Reading(
+        larger_is_better=True,
+        scale=100,
+        digits=2,
+        unit=" %",
+        loss_scale=100,
+        loss_digits=2,
+        loss_unit=" points",
+        samples="samples",
+        parts="other measures",
+        axis="agreement, %",
+        meaning="Agreement is the share of samples that the network puts into the class that the first stage puts them "
+        "into; larger is better.",
+    ),
+    "score": Reading(
+        larger_is_better=True,
+        scale=1,
+        digits=4,
+        unit="",
+        loss_scale=1,
+        loss_digits=4,
+        loss_unit="",
+        samples="samples",
+        parts="other measures",
+        axis="score (higher is better)",
+        meaning="The score is the mean of what the recipe's own metric says of each sample; larger is better.",
     ),
     "similarity": Reading(
         larger_is_better=True,
@@ -71,11 +98,11 @@ READINGS = {
         loss_scale=1,
         loss_digits=4,
         loss_unit="",
-        samples="texts",
-        parts="share of queries with",
+        samples="samples",
+        parts="other measures",
         axis="similarity (1 is equal)",
-        meaning="Similarity is the mean cosine between the embedding of a text and the first stage's embedding of it; "
-        "1 means that they point the same way.",
+        meaning="Similarity is the mean cosine between the embedding of a text, or the outputs for a sample, and those "
+        "of the first stage; 1 means that they point the same way.",
     ),
     "perplexity": Reading(
         larger_is_better=False,
@@ -125,10 +152,10 @@ def summary_line(report: Report) -> str:
     if first.size.macs and last.size.macs:
         said.append(f"{last.size.macs / first.size.macs:.0%} of the multiply-accumulates")
     before, after = first.quality.value, last.quality.value
-    if first.quality.name == "accuracy":
-        said.append(f"accuracy {before:.2%} → {after:.2%} ({100 * (after - before):+.2f} points)")
-    elif first.quality.name == "similarity":
-        said.append(f"similarity {after:.4f}")
+    if first.quality.name in ("accuracy", "agreement"):
+        said.append(f"{first.quality.name} {before:.2%} → {after:.2%} ({100 * (after - before):+.2f} points)")
+    elif first.quality.name in ("similarity", "score"):
+        said.append(f"{first.quality.name} {after:.4f}")
     else:
         said.append(f"perplexity {before:.2f} → {after:.2f} ({after / before - 1:+.2%})")
     said.append(f"{sum(stage.seconds for stage in report.stages):.0f} s for the steps")

@@ -7,6 +7,7 @@ A classifier sees training images of Fashion-MNIST, normalised as its checkpoint
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +23,6 @@ from penjing.compress.samples.retrieval import calibration_paragraphs
 from penjing.compress.samples.text import decoder_windows
 from penjing.core.checkpoint.classifier import ClassifierConfig, classifier_config
 from penjing.core.checkpoint.decoder import open_checkpoint
-from penjing.core.config import Config
 from penjing.core.errors import ConfigError, InputError
 from penjing.core.progress import Progress
 from penjing.core.text.text_tokenizer import TextTokenizer, encoder_config
@@ -30,12 +30,19 @@ from penjing.train.data.fashion import load_fashion
 from penjing.train.data.images import ImageSet, normalise
 from penjing.train.objective.cross_entropy import cross_entropy_sum
 from penjing.train.objective.objective import IGNORED
+from penjing.train.sources.images import Wanted, load_images
+from penjing.train.sources.settings import SourceSettings, TrainingSource
 
 
-class DataSettings(Config):
+class DataSettings(TrainingSource):
     """`[data]`: the samples that a network is looked at with while it is compressed, never those of `[evaluate]`."""
 
-    images: int = Field(default=2048, ge=1, description="Training images, for a classifier.")
+    images: int = Field(
+        default=2048,
+        ge=1,
+        description="How many training images, or other samples of a graph, at most. A path in place of the number is "
+        "another spelling of `source`.",
+    )
     batch_images: int = Field(default=256, ge=1, description="Images that run at a time.")
     tokens: int = Field(default=6144, ge=32, description="Tokens of text, for a decoder; a multiple of window.")
     window: int = Field(default=512, ge=16, description="Tokens of a window, which starts afresh.")
@@ -141,7 +148,7 @@ def image_samples(folder: Path, settings: DataSettings, progress: Progress) -> I
         SetupError: the images cannot be fetched.
     """
     config = classifier_config(folder)
-    images = fitting_images(folder, config, "train", progress).first(settings.images)
+    images = fitting_images(folder, config, "train", progress, settings, settings.held_out, settings.images)
     return ImageData(images, config.mean, config.std, settings.batch_images)
 
 
@@ -182,18 +189,30 @@ def check_window(folder: Path, settings: DataSettings) -> None:
         )
 
 
-def fitting_images(folder: Path, config: ClassifierConfig, split: str, progress: Progress) -> ImageSet:
-    """The "train" or "test" images of Fashion-MNIST, if the classifier in `folder` takes such.
+def fitting_images(
+    folder: Path,
+    config: ClassifierConfig,
+    split: str,
+    progress: Progress,
+    settings: SourceSettings | None = None,
+    held_out: float = 0.0,
+    most: int = sys.maxsize,
+) -> ImageSet:
+    """The "train" or "test" images for the classifier in `folder`: of the source that `settings` name, scaled to its
+    size, else of Fashion-MNIST, if it takes such; at most `most`.
 
     Raises:
-        InputError: it takes images of another shape, or has another number of classes.
-        SetupError: the images cannot be fetched.
+        InputError: it takes images of another shape, or has other classes.
+        SetupError: the images cannot be fetched, or do not fit into memory.
     """
+    if settings is not None and settings.source is not None:
+        wanted = Wanted(config.model.in_channels, *config.image_size, config.labels)
+        return load_images(settings, wanted, held_out, split, most, progress)
     data = load_fashion(split, progress)
     shape, takes = data.images.shape[1:], (config.model.in_channels, *config.image_size)
     if shape != takes or data.num_classes != config.model.num_classes:
         raise InputError(
             f"{folder} takes images of {takes} in {config.model.num_classes} classes, Fashion-MNIST has {shape} in "
-            f"{data.num_classes}; only classifiers that 'penjing train' made from Fashion-MNIST are compressed"
+            f"{data.num_classes}; name the images that it learnt from, as data.source = 'photos/'"
         )
-    return data
+    return data.first(most)

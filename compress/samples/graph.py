@@ -1,14 +1,26 @@
-"""Calibration samples of graphs."""
+"""Samples of graphs: the user's own, or the example that came with a network."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
+import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
+from penjing.compress.samples.data import DataSettings
+from penjing.core.checkpoint.graph import load_network
+from penjing.core.errors import ConfigError
+from penjing.core.graph.config import GraphConfig, graph_config
 from penjing.core.graph.network import Network
+from penjing.core.progress import Progress
+from penjing.train.data.order import permute
+from penjing.train.sources.open import open_source
+from penjing.train.sources.reader import NO_CLASS, Reader, form_of
+from penjing.train.sources.settings import SourceSettings
 
 
 @dataclass(frozen=True)
@@ -25,6 +37,68 @@ class ExampleData:
         """See `Samples`; without labels there is no cross-entropy: half the mean square of the outputs stands in."""
         for inputs in self.inputs():
             yield output_energy(model(*inputs))
+
+
+@dataclass(frozen=True)
+class SourceData:
+    """The first `count` samples of a reader, mixed, `batch` at a time."""
+
+    reader: Reader
+    count: int
+    batch: int
+
+    def labelled(self) -> Iterator[tuple[tuple[Tensor, ...], Tensor]]:
+        """Inputs in the network's order, and classes (B,) int64; `NO_CLASS` where there are none."""
+        order = permute(np.arange(self.count, dtype=np.uint64), len(self.reader), 0)
+        for begin in range(0, self.count - self.count % self.batch or self.count, self.batch):
+            inputs, targets = self.reader.batch(order[begin : begin + self.batch])
+            tensors = tuple(torch.from_numpy(inputs[spec.name]) for spec in self.reader.form.inputs)
+            yield tensors, torch.from_numpy(targets)
+
+    def inputs(self) -> Iterator[tuple[Tensor, ...]]:
+        """See `Samples`."""
+        for inputs, _ in self.labelled():
+            yield inputs
+
+    def losses(self, model: nn.Module) -> Iterator[Tensor]:
+        """See `Samples`: cross-entropy of the first output where there are classes, else as `ExampleData`."""
+        for inputs, targets in self.labelled():
+            outputs = model(*inputs)
+            yield output_energy(outputs) if (targets == NO_CLASS).all() else F.cross_entropy(outputs[0], targets)
+
+
+def graph_samples(folder: Path, settings: DataSettings, progress: Progress) -> ExampleData | SourceData:
+    """What the graph in `folder` is calibrated with: of the source's learnt half, or its own example.
+
+    Raises:
+        InputError: the checkpoint or the source is damaged, or they do not fit.
+    """
+    if settings.source is None:
+        return ExampleData(load_network(folder))
+    return source_data(folder, settings, settings.held_out, "train", settings.images, settings.batch_images, progress)
+
+
+def source_data(
+    folder: Path, settings: SourceSettings, held_out: float, split: str, most: int, batch: int, progress: Progress
+) -> SourceData:
+    """At most `most` samples of a half of a source, for the graph in `folder`; a share of 0 and "test": all."""
+    config = graph_config(folder)
+    source = open_source(settings)
+    learnt, held = source.halves(held_out)
+    whole = split == "test" and source.test is None and not held_out
+    reader = Reader(source, learnt if split == "train" or whole else held, form_of(config), settings, progress.note)
+    size = fixed_batch(config)
+    if size is None:
+        return SourceData(reader, min(most, len(reader)), min(batch, len(reader)))
+    if size > len(reader):
+        raise ConfigError(f"the network takes {size} samples at a time, {source.where} has {len(reader)}; give more")
+    return SourceData(reader, min(most, len(reader)), size)
+
+
+def fixed_batch(config: GraphConfig) -> int | None:
+    """How many samples the network takes at a time, where it takes no other number."""
+    first = config.inputs[0].shape
+    return first[0] if first and isinstance(first[0], int) else None
 
 
 def output_energy(outputs: tuple[Tensor, ...]) -> Tensor:

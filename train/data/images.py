@@ -17,14 +17,14 @@ from penjing.train.objective.objective import IGNORED, Batch
 
 @dataclass(frozen=True)
 class ImageSet:
-    """`images` (N, C, H, W) uint8, `labels` (N,) uint8 in [0, num_classes).
+    """`images` (N, C, H, W) uint8, `labels` (N,) whole numbers in [0, num_classes).
 
     Raises:
         InputError: no images, other counts, or a label out of range.
     """
 
     images: NDArray[np.uint8]
-    labels: NDArray[np.uint8]
+    labels: NDArray[np.integer[Any]]
     num_classes: int
 
     def __post_init__(self) -> None:

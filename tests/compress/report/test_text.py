@@ -43,4 +43,4 @@ def test_every_quality_has_a_direction_and_a_form() -> None:
     assert badness(good) < badness(bad)
     assert READINGS["similarity"].number(0.99871) == "0.9987"
     assert READINGS["similarity"].loss(0.0013) == "+0.0013"
-    assert [name for name, reading in READINGS.items() if reading.larger_is_better] == ["accuracy", "similarity"]
+    assert [name for name, reading in READINGS.items() if not reading.larger_is_better] == ["perplexity"]

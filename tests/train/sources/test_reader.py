@@ -1,0 +1,158 @@
+"""Readers fit samples to a network; what is broken is left out, named and counted."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from penjing.core.errors import InputError
+from penjing.core.graph.config import Pixels, TensorSpec
+from penjing.core.progress import Silent
+from penjing.train.sources.images import Wanted, load_images
+from penjing.train.sources.open import open_source
+from penjing.train.sources.reader import Form, Reader
+from penjing.train.sources.settings import Augment, SourceSettings
+from penjing.train.sources.stream import REAL, SampleStream, augmented, held_out_samples
+from tests.train.sources.photos import folder_of, photo
+
+PIXELS = Pixels(height=16, width=16, mean=(0.5, 0.5, 0.5), std=(0.25, 0.25, 0.25))
+INPUT = TensorSpec(name="x", dtype="float32", shape=("batch", 3, 16, 16))
+
+
+def reader_of(path: Path, form: Form | None = None, notes: list[str] | None = None, **values: Any) -> Reader:
+    given = SourceSettings.model_validate({"source": str(path), **values})
+    source = open_source(given)
+    note = [].append if notes is None else notes.append
+    return Reader(source, np.arange(source.size), form or Form((INPUT,), PIXELS, 2), given, note)
+
+
+def test_images_are_fitted_and_normalised(tmp_path: Path) -> None:
+    reader = reader_of(folder_of(tmp_path, {"cat": 2, "dog": 2}))
+    inputs, targets = reader.batch([0, 3])
+    assert inputs["x"].shape == (2, 3, 16, 16)
+    assert inputs["x"].dtype == np.float32
+    assert targets.tolist() == [0, 1]
+    assert np.abs(inputs["x"]).max() <= 2.01
+
+
+def test_what_is_broken_is_named_and_replaced(tmp_path: Path) -> None:
+    folder_of(tmp_path, {"cat": 2, "dog": 2})
+    (tmp_path / "cat" / "000.png").write_bytes(b"no image")
+    notes: list[str] = []
+    reader = reader_of(tmp_path, notes=notes, max_broken=0.3)
+    inputs, targets = reader.batch([0, 1])
+    np.testing.assert_array_equal(inputs["x"][0], inputs["x"][1])
+    assert targets.tolist() == [0, 0]
+    assert len(notes) == 1
+    assert "000.png is left out" in notes[0]
+    with pytest.raises(InputError, match=r"1 of 4 samples.*max_broken"):
+        reader_of(tmp_path, max_broken=0.1).batch([0])
+    for path in tmp_path.rglob("*.png"):
+        path.write_bytes(b"")
+    with pytest.raises(InputError, match="4 of 4"):
+        reader_of(tmp_path, max_broken=1.0).batch([0])
+
+
+@given(place=st.integers(0, 2000), byte=st.integers(0, 255), cut=st.integers(0, 2000))
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_damaged_images_are_one_error(tmp_path: Path, place: int, byte: int, cut: int) -> None:
+    folder_of(tmp_path, {"cat": 1, "dog": 1})
+    for path, ending in ((tmp_path / "cat" / "000.png", "png"), (tmp_path / "dog" / "000.png", "jpg")):
+        data = bytearray(photo(0, ending=ending))
+        data[place % len(data)] = byte
+        path.write_bytes(data[: len(data) - cut % len(data)])
+    with contextlib.suppress(InputError):
+        inputs, _ = reader_of(tmp_path, max_broken=1.0).batch([0, 1])
+        assert np.isfinite(inputs["x"]).all()
+
+
+def test_classes_have_to_be_those_of_the_network(tmp_path: Path) -> None:
+    folder_of(tmp_path, {"cat": 1, "dog": 1})
+    with pytest.raises(InputError, match="2 classes, the network 10"):
+        reader_of(tmp_path, Form((INPUT,), PIXELS, 10))
+    with pytest.raises(InputError, match="tells none apart"):
+        reader_of(tmp_path, Form((INPUT,), PIXELS, 0))
+    with pytest.raises(InputError, match="'cat', which is none"):
+        reader_of(tmp_path, Form((INPUT,), PIXELS, 2, ("dog", "bird")))
+    named = reader_of(tmp_path, Form((INPUT,), PIXELS, 3, ("dog", "bird", "cat")))
+    assert named.targets is not None
+    assert named.targets.tolist() == [2, 0]
+    assert reader_of(tmp_path, Form((INPUT,), PIXELS, 10), labels=False).targets is None
+
+
+def test_images_need_to_be_wanted(tmp_path: Path) -> None:
+    folder_of(tmp_path, {"": 2})
+    with pytest.raises(InputError, match="`pixels`"):
+        reader_of(tmp_path, Form((INPUT,))).batch([0])
+
+
+def test_tensors_go_by_name_or_place(tmp_path: Path) -> None:
+    x, y = np.zeros((3, 2), np.float32), np.zeros((3, 4), np.int32)
+    np.savez(tmp_path / "a.npz", second=y, first=x)
+    specs = (
+        TensorSpec(name="first", dtype="float32", shape=("batch", 2)),
+        TensorSpec(name="second", dtype="int64", shape=("batch", "length")),
+    )
+    inputs, targets = reader_of(tmp_path / "a.npz", Form(specs)).batch([0, 1])
+    assert {name: (value.shape, value.dtype.name) for name, value in inputs.items()} == {
+        "first": ((2, 2), "float32"),
+        "second": ((2, 4), "int64"),
+    }
+    assert targets.tolist() == [-1, -1]
+    with pytest.raises(InputError, match="no third"):
+        reader_of(tmp_path / "a.npz", Form((*specs[:1], specs[1].model_copy(update={"name": "third"})))).batch([0])
+    with pytest.raises(InputError, match="give what the network takes"):
+        reader_of(tmp_path / "a.npz", Form((specs[0].model_copy(update={"shape": ("batch", 5)}), specs[1]))).batch([0])
+
+
+def test_the_stream_is_the_same_however_it_is_cut(tmp_path: Path) -> None:
+    folder_of(tmp_path, {"cat": 5, "dog": 4})
+    augment = Augment(pad=2, flip=True, erase=3)
+
+    def stream(micro: int, rank: int = 0, size: int = 1) -> SampleStream:
+        return SampleStream(
+            reader_of(tmp_path), augment, batch_size=4, micro_batch=micro, rank=rank, world_size=size, seed=3
+        )
+
+    whole = stream(4)
+    one, other = stream(2, 0, 2), stream(2, 1, 2)
+    for _ in range(4):
+        batch, halves = next(whole), (next(one), next(other))
+        for name in ("input.0", "targets", REAL):
+            parts = np.concatenate([half[name].numpy() for half in halves])
+            np.testing.assert_array_equal(batch[name].numpy(), parts)
+
+
+def test_augmented_images_keep_their_pixels() -> None:
+    images = np.arange(2 * 4 * 4 * 1, dtype=np.uint8).reshape(2, 4, 4, 1) + 1
+    random = np.array([1 << 32, 0], np.uint64)
+    found = augmented(images, random, Augment(flip=True), (0.0,))
+    np.testing.assert_array_equal(found[0], images[0, :, ::-1])
+    np.testing.assert_array_equal(found[1], images[1])
+    padded = augmented(images, np.zeros(2, np.uint64), Augment(pad=1), (0.0,))
+    np.testing.assert_array_equal(padded[:, 1:, 1:], images[:, :-1, :-1])
+    assert not padded[:, 0].any()
+
+
+def test_held_out_samples_are_each_seen_once(tmp_path: Path) -> None:
+    reader = reader_of(folder_of(tmp_path, {"cat": 3, "dog": 4}))
+    batches = [list(held_out_samples(reader, 100, batch=2, rank=rank, world_size=2)) for rank in (0, 1)]
+    assert [len(each) for each in batches] == [2, 2]
+    assert sum(int(batch[REAL].sum()) for each in batches for batch in each) == 7
+
+
+def test_images_for_our_own_classifiers(tmp_path: Path) -> None:
+    folder_of(tmp_path, {"cat": 12, "dog": 12})
+    given = SourceSettings(source=str(tmp_path))
+    halves = [load_images(given, Wanted(1, 10, 12), 0.25, split, 100, Silent()) for split in ("train", "test")]
+    assert sum(len(half.images) for half in halves) == 24
+    assert halves[0].images.shape[1:] == (1, 10, 12)
+    assert halves[0].num_classes == 2
+    assert not {image.tobytes() for image in halves[0].images} & {image.tobytes() for image in halves[1].images}
+    assert len(load_images(given, Wanted(3, 8, 8), 0.25, "train", 5, Silent()).images) == 5

@@ -1,0 +1,187 @@
+"""Every kind of source gives the same samples; what is wrong with one is said."""
+
+from __future__ import annotations
+
+import io
+import json
+import tarfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from penjing.core.errors import InputError, SetupError
+from penjing.train.sources import tables
+from penjing.train.sources.open import open_source
+from penjing.train.sources.settings import SourceSettings
+from penjing.train.sources.source import Source
+from tests.train.sources.photos import folder_of, photo
+
+
+def opened(path: Path | str, **settings: object) -> Source:
+    return open_source(SourceSettings.model_validate({"source": str(path), **settings}))
+
+
+def test_a_folder_of_each_class(tmp_path: Path) -> None:
+    source = opened(folder_of(tmp_path / "photos", {"cat": 3, "dog": 2}))
+    assert source.size == 5
+    assert source.labels == ["cat"] * 3 + ["dog"] * 2
+    assert source.load(0) == photo(0)
+    assert source.said(4).endswith("dog/001.png")
+    assert opened(tmp_path / "photos", labels=False).labels is None
+
+
+def test_images_without_classes(tmp_path: Path) -> None:
+    source = opened(folder_of(tmp_path / "photos", {"": 4}))
+    assert (source.size, source.labels) == (4, None)
+
+
+def test_folders_for_training_and_testing_are_taken(tmp_path: Path) -> None:
+    folder_of(tmp_path / "train", {"cat": 2, "dog": 2})
+    folder_of(tmp_path / "val", {"cat": 1, "dog": 1}, seed=9)
+    source = opened(tmp_path)
+    learnt, held = source.halves(0.5)
+    assert [source.labels[index] for index in learnt] == ["cat", "cat", "dog", "dog"]  # type: ignore[index]
+    assert len(held) == 2
+
+
+@pytest.mark.parametrize(
+    ("classes", "said"),
+    [
+        ({}, "no images"),
+        ({"cat": 3}, "one class alone"),
+        ({"cat": 3, "": 2}, "beside them"),
+        ({"cat": 3, "dog": 2, "empty": 0}, "empty has no images"),
+    ],
+)
+def test_a_folder_that_is_wrong(tmp_path: Path, classes: dict[str, int], said: str) -> None:
+    path = tmp_path / "photos"
+    path.mkdir()
+    folder_of(path, classes)
+    with pytest.raises(InputError, match=said):
+        opened(path)
+    if classes:
+        assert opened(path, labels=False).size == sum(classes.values())
+
+
+def test_the_held_out_share_follows_content(tmp_path: Path) -> None:
+    folder_of(tmp_path / "a", {"cat": 40, "dog": 40})
+    source = opened(tmp_path / "a")
+    learnt, held = source.halves(0.25)
+    assert sorted([*learnt, *held]) == list(range(80))
+    assert 8 <= len(held) <= 32
+    copied = Path(source.said(int(held[0]))).read_bytes()
+    (tmp_path / "a" / "cat" / "copy.png").write_bytes(copied)
+    again = opened(tmp_path / "a")
+    places = again.halves(0.25)[1].tolist()
+    assert len(places) == len(held) + 1
+    assert [index for index in range(again.size) if again.load(index) == copied and index not in places] == []
+
+
+def test_too_few_to_hold_any_out(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="too few"):
+        opened(folder_of(tmp_path, {"": 1})).halves(0.5)
+
+
+def test_json_lines(tmp_path: Path) -> None:
+    folder_of(tmp_path, {"images": 3})
+    lines = [{"image": f"images/{number:03d}.png", "label": number % 2} for number in range(3)]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("\n".join(map(json.dumps, lines)))
+    source = opened(path)
+    assert source.labels == [0, 1, 0]
+    assert source.load(1) == photo(1)
+    path.write_text(json.dumps({"picture_of": "../../etc/passwd.png"}))
+    with pytest.raises(InputError, match=r"name it by data\.column"):
+        opened(path)
+    with pytest.raises(InputError, match="lies outside"):
+        opened(path, column="picture_of").load(0)
+    path.write_text("[1]")
+    with pytest.raises(InputError, match="no JSON object"):
+        opened(path)
+
+
+def test_a_tar(tmp_path: Path) -> None:
+    path = tmp_path / "shard-000.tar"
+    with tarfile.open(path, "w") as file:
+        for number in range(3):
+            for ending, content in (("png", photo(number)), ("cls", str(number % 2).encode())):
+                member = tarfile.TarInfo(f"data/{number:04d}.{ending}")
+                member.size = len(content)
+                file.addfile(member, io.BytesIO(content))
+    source = opened(path)
+    assert source.labels == [0, 1, 0]
+    assert [source.load(index) for index in range(3)] == [photo(number) for number in range(3)]
+    assert opened(tmp_path).size == 3
+    path.write_bytes(path.read_bytes()[:700])
+    with pytest.raises(InputError, match=r"no whole|no images"):
+        opened(path)
+
+
+def test_files_of_a_folder_may_be_for_testing(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    for name, count in (("train-00000", 3), ("test-00000", 2)):
+        np.savez(tmp_path / f"{name}.npz", x=np.zeros((count, 2)))
+        rows = [{"image": f"{number}.png", "label": 1} for number in range(count)]
+        (tmp_path / "data" / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    source = opened(tmp_path)
+    assert source.size == 5
+    assert [source.said(int(index)).split("/")[-1] for index in source.halves(0.1)[1]] == ["test-00000.jsonl"] * 2
+
+
+def test_tensors(tmp_path: Path) -> None:
+    values = np.random.default_rng(0).random((4, 3)).astype(np.float32)
+    np.savez(tmp_path / "a.npz", x=values, labels=np.arange(4))
+    save_file({"x": torch.from_numpy(values), "labels": torch.arange(4)}, tmp_path / "a.safetensors")
+    for name in ("a.npz", "a.safetensors"):
+        source = opened(tmp_path / name)
+        assert source.labels == [0, 1, 2, 3]
+        np.testing.assert_array_equal(source.load(2)["x"], values[2])  # type: ignore[index,call-overload]
+    np.savez(tmp_path / "b.npz", x=values, y=values[:2])
+    with pytest.raises(InputError, match="as many of all"):
+        opened(tmp_path / "b.npz")
+    np.savez(tmp_path / "c.npz", x=np.array([{}], object))
+    with pytest.raises(InputError, match="pickled"):
+        opened(tmp_path / "c.npz")
+
+
+def test_a_function(tmp_path: Path) -> None:
+    path = tmp_path / "mine.py"
+    path.write_text(
+        "import torch\n"
+        "def pairs():\n    for _ in range(2):\n        yield torch.ones(2, 3), torch.tensor([0, 1])\n"
+        "def named():\n    yield {'a': torch.ones(2, 3), 'b': torch.zeros(2)}\n"
+        "def broken():\n    raise RuntimeError('no disk')\n"
+        "def nothing():\n    yield from ()\n"
+    )
+    assert opened(f"{path}:pairs").labels == [0, 1, 0, 1]
+    assert set(opened(f"{path}:named").load(0)) == {"a", "b"}  # type: ignore[arg-type]
+    for name, said in (("broken", "no disk"), ("nothing", "yields nothing"), ("other", "no function 'other'")):
+        with pytest.raises(InputError, match=said):
+            opened(f"{path}:{name}")
+
+
+def test_parquet_needs_pyarrow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> None:
+        raise ImportError(name)
+
+    monkeypatch.setattr(tables, "import_module", missing)
+    (tmp_path / "a.parquet").write_bytes(b"PAR1")
+    with pytest.raises(SetupError, match="pip install pyarrow"):
+        opened(tmp_path / "a.parquet")
+
+
+def test_what_is_no_source(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="does not exist"):
+        opened(tmp_path / "missing")
+    (tmp_path / "a.txt").touch()
+    with pytest.raises(InputError, match="no folder and no"):
+        opened(tmp_path / "a.txt")
+
+
+def test_images_is_another_spelling() -> None:
+    assert SourceSettings.model_validate({"images": "photos/"}).source == "photos/"
+    with pytest.raises(ValueError, match="give one of them"):
+        SourceSettings.model_validate({"images": "photos/", "source": "other/"})

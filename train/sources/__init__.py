@@ -1,0 +1,1 @@
+"""Samples of the user: folders of images, tables, tars, tensors, and functions, all behind one `Source`."""

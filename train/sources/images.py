@@ -1,0 +1,92 @@
+"""All images of a source in memory, as our own classifiers learn and are judged."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from penjing.core.errors import InputError, SetupError
+from penjing.core.graph.config import Pixels, TensorSpec
+from penjing.core.memory import available_bytes
+from penjing.core.progress import Progress, megabytes
+from penjing.train.data.images import ImageSet
+from penjing.train.data.order import permute
+from penjing.train.sources.open import open_source
+from penjing.train.sources.reader import Form, Reader
+from penjing.train.sources.settings import SourceSettings
+
+_TOGETHER = 64
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """Images (channels, height, width), and the names of the classes; none: those of the source."""
+
+    channels: int
+    height: int
+    width: int
+    names: tuple[str, ...] = ()
+
+
+def class_names(settings: SourceSettings) -> tuple[str, ...]:
+    """The classes of a source, in order.
+
+    Raises:
+        InputError: it has none.
+    """
+    source = open_source(settings)
+    if source.labels is None:
+        raise InputError(f"{source.where} has no classes; give a folder with a folder for each class")
+    if all(isinstance(label, int) for label in source.labels):
+        return tuple(map(str, range(max(map(int, source.labels)) + 1)))
+    return tuple(sorted({str(label) for label in source.labels}))
+
+
+def load_images(
+    settings: SourceSettings, wanted: Wanted, held_out: float, split: str, most: int, progress: Progress
+) -> ImageSet:
+    """At most `most` images of the "train" or "test" half of a source with classes, mixed, scaled to the wanted size.
+
+    Args:
+        held_out: share that is for testing, see `Source.halves`; 0 and "test": all.
+
+    Raises:
+        InputError: see `open_source` and `Reader`; or it has no classes.
+        SetupError: the images do not fit into memory.
+    """
+    source = open_source(settings)
+    names = wanted.names or class_names(settings)
+    learnt, held = source.halves(held_out)
+    indices = learnt if split == "train" or not (held_out or source.test is not None) else held
+    neutral = (0.0,) * wanted.channels, (1.0,) * wanted.channels
+    pixels = Pixels(
+        height=wanted.height,
+        width=wanted.width,
+        mean=neutral[0],
+        std=neutral[1],
+        order="L" if wanted.channels == 1 else "RGB",
+    )
+    spec = TensorSpec(name="images", dtype="float32", shape=("batch", wanted.channels, wanted.height, wanted.width))
+    digits = names == tuple(map(str, range(len(names))))
+    reader = Reader(
+        source, indices, Form((spec,), pixels, len(names), () if digits else names), settings, progress.note
+    )
+    if reader.targets is None:
+        raise InputError(f"{source.where} has no classes, which a classifier needs; make a folder for each class")
+    count = min(most, len(reader))
+    if (size := count * wanted.channels * wanted.height * wanted.width) > 0.5 * available_bytes():
+        raise SetupError(
+            f"{count} images of {wanted.height} × {wanted.width} take {megabytes(size)} of memory, "
+            f"{megabytes(available_bytes())} are available; take fewer or smaller ones"
+        )
+    order = permute(np.arange(count, dtype=np.uint64), len(reader), 0)
+    progress.start(f"reading images of {source.where}", -(-count // _TOGETHER))
+    images = np.empty((count, wanted.channels, wanted.height, wanted.width), np.uint8)
+    labels = np.empty(count, np.int64)
+    for begin in range(0, count, _TOGETHER):
+        found, targets = reader.images(order[begin : begin + _TOGETHER])
+        images[begin : begin + len(found)] = found.transpose(0, 3, 1, 2)
+        labels[begin : begin + len(found)] = targets
+        progress.advance()
+    return ImageSet(images, labels, len(names))

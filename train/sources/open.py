@@ -1,0 +1,53 @@
+"""Which kind of source a setting names."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from penjing.core.errors import InputError
+from penjing.train.sources.folder import SUFFIXES, image_folder
+from penjing.train.sources.settings import SourceSettings
+from penjing.train.sources.source import Source, join
+from penjing.train.sources.tables import read_table
+from penjing.train.sources.tar import read_tar
+from penjing.train.sources.tensors import call_function, read_arrays
+
+TABLES = (".parquet", ".arrow", ".jsonl", ".ndjson")
+ARRAYS = (".npz", ".safetensors")
+
+
+def open_source(settings: SourceSettings) -> Source:
+    """The samples that `settings.source` names.
+
+    Raises:
+        InputError: it does not exist, is of no known kind, damaged or empty; see each kind.
+        SetupError: a package is needed that is not installed.
+    """
+    text = settings.source
+    assert text is not None
+    if ".py:" in text:
+        return call_function(text, settings.labels)
+    path = Path(text)
+    if path.is_dir():
+        files = sorted(
+            found for found in path.rglob("*") if found.is_file() and found.suffix.lower() in (*TABLES, ".tar")
+        )
+        if not files or any(found.suffix.lower() in SUFFIXES for found in path.rglob("*")):
+            return image_folder(path, settings.labels)
+        names = [str(found.relative_to(path)) for found in files]
+        return join([_file(found, settings) for found in files], text, names)
+    if not path.exists():
+        raise InputError(f"data.source = {text} does not exist; name a folder or file with samples")
+    return _file(path, settings)
+
+
+def _file(path: Path, settings: SourceSettings) -> Source:
+    suffix = path.suffix.lower()
+    if suffix in TABLES:
+        return read_table(path, settings)
+    if suffix == ".tar":
+        return read_tar(path, settings.labels)
+    if suffix in ARRAYS:
+        return read_arrays(path, settings.labels)
+    kinds = ", ".join((*TABLES, ".tar", *ARRAYS))
+    raise InputError(f"data.source = {path} is no folder and no {kinds} file; give one of these or FILE.py:FUNCTION")

@@ -1,0 +1,176 @@
+"""Tables with a column of images: Parquet, Arrow (as Hugging Face `datasets` writes it), JSON lines."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import json
+from collections.abc import Callable, Mapping, Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from penjing.core.errors import InputError, SetupError
+from penjing.train.sources.folder import SUFFIXES
+from penjing.train.sources.settings import SourceSettings
+from penjing.train.sources.source import Label, Source, content_digest
+
+_IMAGES = ("image", "img", "images", "png", "jpg", "jpeg", "pixels", "picture", "photo", "file_name", "path")
+_LABELS = ("label", "labels", "class", "cls", "target")
+
+
+def read_table(path: Path, settings: SourceSettings) -> Source:
+    """The rows of a .parquet, .arrow or .jsonl file.
+
+    Raises:
+        InputError: damaged, empty, or without such columns.
+        SetupError: pyarrow is needed and not installed.
+    """
+    if path.suffix in (".jsonl", ".ndjson"):
+        rows, classes = _json_rows(path), {}
+        names = list(dict.fromkeys(name for row in rows for name in row))
+        column = _column(path, names, settings.column, _IMAGES, "column", lambda name: True)
+        assert column is not None
+        values: Sequence[Any] = [row.get(column) for row in rows]
+        label = _column(path, names, settings.label_column, _LABELS, "label_column", None) if settings.labels else None
+        raw = [row.get(label) for row in rows] if label else None
+    else:
+        table, classes = _arrow_table(path)
+        names, schema = table.column_names, table.schema
+        column = _column(path, names, settings.column, _IMAGES, "column", lambda name: _is_image(schema.field(name)))
+        assert column is not None
+        label = _column(path, names, settings.label_column, _LABELS, "label_column", None) if settings.labels else None
+        stored = table.column(column)
+        values = _Lazy(len(stored), lambda index: stored[index].as_py())
+        raw = table.column(label).to_pylist() if label else None
+    if not len(values):
+        raise InputError(f"{path} has no rows; give a table that has")
+    labels = None if raw is None else [_label(path, value, classes.get(label or "", ())) for value in raw]
+
+    def load(index: int) -> bytes:
+        return _encoded(values[index], path.parent, f"column {column!r}")
+
+    return Source(
+        str(path), len(values), load, lambda index: f"row {index} of {path}", lambda i: content_digest(load(i)), labels
+    )
+
+
+class _Lazy(Sequence[Any]):
+    def __init__(self, size: int, at: Callable[[int], Any]) -> None:
+        self._size, self._at = size, at
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._at(index)
+
+
+def _json_rows(path: Path) -> list[dict[str, Any]]:
+    rows = []
+    try:
+        with open(path, encoding="utf-8") as file:
+            for number, line in enumerate(file, 1):
+                if line.strip():
+                    row = json.loads(line)
+                    if not isinstance(row, dict):
+                        raise InputError(f"line {number} of {path} is no JSON object; write one a line")
+                    rows.append(row)
+    except (OSError, ValueError, RecursionError) as error:
+        raise InputError(f"{path} cannot be read as JSON lines: {error}; write one JSON object a line") from error
+    return rows
+
+
+def _arrow_table(path: Path) -> tuple[Any, dict[str, Sequence[str]]]:
+    """The table, and the classes of each column that Hugging Face's metadata names."""
+    pa, pq = _pyarrow(path)
+    try:
+        if path.suffix == ".parquet":
+            table = pq.read_table(path, partitioning=None)
+        else:
+            with pa.memory_map(str(path)) as file:
+                try:
+                    table = pa.ipc.open_stream(file).read_all()
+                except pa.ArrowInvalid:
+                    table = pa.ipc.open_file(file).read_all()
+    except (pa.ArrowException, OSError) as error:
+        reason = (str(error).splitlines() or [""])[0]
+        raise InputError(f"{path} cannot be read ({reason}); get it again") from error
+    classes: dict[str, Sequence[str]] = {}
+    try:
+        described = json.loads((table.schema.metadata or {}).get(b"huggingface", b"{}"))
+        for name, feature in described.get("info", {}).get("features", {}).items():
+            if isinstance(feature, dict) and feature.get("_type") == "ClassLabel":
+                classes[name] = tuple(map(str, feature["names"]))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise InputError(f"{path}: its Hugging Face metadata is damaged ({error}); get it again") from None
+    return table, classes
+
+
+def _pyarrow(path: Path) -> tuple[Any, Any]:
+    try:
+        return import_module("pyarrow"), import_module("pyarrow.parquet")
+    except ImportError:
+        raise SetupError(f"{path} needs pyarrow, which is not installed: pip install pyarrow") from None
+
+
+def _is_image(field: Any) -> bool:
+    kind = str(field.type)
+    return "bytes: binary" in kind if kind.startswith("struct<") else kind in ("binary", "large_binary")
+
+
+def _column(
+    path: Path,
+    names: Sequence[str],
+    wanted: str | None,
+    usual: Sequence[str],
+    setting: str,
+    fits: Callable[[str], bool] | None,
+) -> str | None:
+    """The column that is meant; None where none is wanted and none is needed (`fits` is None)."""
+    if wanted is not None:
+        if wanted not in names:
+            raise InputError(f"{path} has no column {wanted!r}; data.{setting} may be {', '.join(names)}")
+        return wanted
+    for name in usual:
+        if name in names and (fits is None or fits(name)):
+            return name
+    if fits is None:
+        return None
+    raise InputError(
+        f"{path} has the columns {', '.join(names) or 'none'}, of which none is known to hold images; name it by "
+        f"data.{setting}"
+    )
+
+
+def _encoded(value: Any, folder: Path, where: str) -> bytes:
+    if isinstance(value, Mapping):
+        value = value.get("bytes") or value.get("path")
+    if isinstance(value, bytes):
+        return value
+    if not isinstance(value, str):
+        raise InputError(f"{where} holds no image but {type(value).__name__}")
+    if Path(value).suffix.lower() in SUFFIXES:
+        place = (folder / value).resolve()
+        if not place.is_relative_to(folder.resolve()):
+            raise InputError(f"{value} lies outside {folder}")
+        try:
+            return place.read_bytes()
+        except OSError as error:
+            raise InputError(f"{place} cannot be read: {error.strerror}") from error
+    try:
+        return base64.b64decode(value.rpartition(",")[2], validate=True)
+    except (binascii.Error, ValueError):
+        raise InputError(f"{where} holds neither the name of an image nor base64") from None
+
+
+def _label(path: Path, value: Any, names: Sequence[str]) -> Label:
+    if isinstance(value, bool) or not isinstance(value, int | str):
+        raise InputError(
+            f"{path} holds a class that is no name and no number ({value!r}); mend it, or set data.labels = false"
+        )
+    if isinstance(value, int) and names:
+        if not 0 <= value < len(names):
+            raise InputError(f"{path} holds class {value}, its metadata name {len(names)}; get it again")
+        return names[value]
+    return value

@@ -1,0 +1,151 @@
+"""Tensors by the names of a network's inputs: .npz and .safetensors files, and what a user's function yields."""
+
+from __future__ import annotations
+
+import importlib.util
+import zipfile
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+
+from penjing.core.errors import InputError
+from penjing.train.sources.source import Label, Source, content_digest
+
+LABELS = ("labels", "label")
+_MOST = 1 << 20  # samples of a function, which are held in memory
+
+
+def read_arrays(path: Path, labels: bool) -> Source:
+    """The rows of the tensors in a .npz or .safetensors file; one called "labels" holds the classes.
+
+    Raises:
+        InputError: damaged, pickled, empty, or with other counts of rows.
+    """
+    try:
+        if path.suffix == ".npz":
+            with np.load(path, allow_pickle=False) as file:
+                arrays = {name: file[name] for name in file.files}
+        else:
+            arrays = {name: _numpy(tensor) for name, tensor in load_file(path).items()}
+    except (OSError, ValueError, EOFError, KeyError, zipfile.BadZipFile, SafetensorError) as error:
+        raise InputError(f"{path} cannot be read: {error}; write it again, without pickled objects") from error
+    return _rows(str(path), arrays, labels)
+
+
+def call_function(spec: str, labels: bool) -> Source:
+    """What the function of "file.py:function" yields: batches of inputs, or pairs of such a batch and its labels.
+
+    A batch is a tensor, a list of tensors in the order of the network's inputs, or a mapping by their names; axis 0
+    holds the samples.
+
+    Raises:
+        InputError: the file or function is missing or raises, or yields something else.
+    """
+    function = user_function(spec)
+    batches: list[dict[str, NDArray[Any]]] = []
+    samples = 0
+    try:
+        found: Iterable[Any] = function()
+        for item in found:
+            batches.append(_batch(item, spec))
+            samples += len(next(iter(batches[-1].values())))
+            if samples >= _MOST:
+                break
+    except InputError:
+        raise
+    except Exception as error:  # the user's own code raises what it likes
+        raise InputError(f"{spec} raised {type(error).__name__}: {error}; mend the function") from error
+    if not batches:
+        raise InputError(f"{spec} yields nothing; it has to yield batches of inputs")
+    names = set(batches[0])
+    if any(set(batch) != names for batch in batches):
+        raise InputError(f"{spec} yields {sorted(names)} first and other names later; yield the same each time")
+    try:
+        arrays = {name: np.concatenate([batch[name] for batch in batches]) for name in batches[0]}
+    except ValueError as error:
+        raise InputError(f"{spec} yields batches of different shapes ({error}); make them alike") from None
+    return _rows(spec, arrays, labels)
+
+
+def user_function(spec: str) -> Any:
+    """The function that the user names as "file.py:function"; the file's code runs.
+
+    Raises:
+        InputError: there is no such file or function, or the file raises.
+    """
+    path, _, name = spec.rpartition(":")
+    place = Path(path)
+    if not place.is_file():
+        raise InputError(f"{path} does not exist; {spec} has to name a Python file and a function in it")
+    found = importlib.util.spec_from_file_location(f"penjing_user_{place.stem}", place)
+    assert found is not None
+    assert found.loader is not None
+    module = importlib.util.module_from_spec(found)
+    try:
+        found.loader.exec_module(module)
+    except Exception as error:  # the user's own code raises what it likes
+        raise InputError(f"{path} raised {type(error).__name__}: {error}; mend it") from error
+    function = getattr(module, name, None)
+    if not callable(function):
+        known = ", ".join(key for key, value in vars(module).items() if callable(value) and not key.startswith("_"))
+        raise InputError(f"{path} has no function {name!r}; it has {known or 'none'}")
+    return function
+
+
+def _batch(item: Any, spec: str) -> dict[str, NDArray[Any]]:
+    inputs, labels = item if isinstance(item, tuple) and len(item) == 2 else (item, None)
+    if isinstance(inputs, Mapping):
+        found = {str(name): _numpy(value) for name, value in inputs.items()}
+    elif isinstance(inputs, list | tuple):
+        found = {f"{place}": _numpy(value) for place, value in enumerate(inputs)}
+    else:
+        found = {"0": _numpy(inputs)}
+    if labels is not None:
+        found["labels"] = _numpy(labels)
+    lengths = {len(value) if value.ndim else -1 for value in found.values()}
+    if len(lengths) != 1 or -1 in lengths:
+        raise InputError(f"{spec} yields a batch whose tensors have different counts of samples on axis 0; mend it")
+    return found
+
+
+def _numpy(value: Any) -> NDArray[Any]:
+    if isinstance(value, torch.Tensor):
+        value = value.detach().cpu()
+        return (value.float() if value.dtype == torch.bfloat16 else value).numpy()
+    found = np.asarray(value)
+    if found.dtype.kind not in "biuf":
+        raise InputError(f"a value of type {type(value).__name__} is no tensor of numbers; yield tensors")
+    return found
+
+
+def _rows(where: str, arrays: dict[str, NDArray[Any]], wanted: bool) -> Source:
+    name = next((name for name in LABELS if name in arrays), None)
+    classes = arrays.pop(name) if name else None
+    if not arrays or any(not array.ndim for array in arrays.values()):
+        raise InputError(f"{where} holds no tensors with a row a sample; name them after the network's inputs")
+    sizes = {name: len(array) for name, array in arrays.items()} | ({} if classes is None else {"labels": len(classes)})
+    if len(set(sizes.values())) != 1 or not next(iter(sizes.values())):
+        raise InputError(f"{where} holds {sizes} rows; as many of all are needed, and one at least")
+    labels: Sequence[Label] | None = None
+    if wanted and classes is not None:
+        if classes.ndim != 1 or classes.dtype.kind not in "iu":
+            raise InputError(
+                f"{where}: labels are {classes.dtype}{list(classes.shape)}, not one whole number a row; mend them, or "
+                "set data.labels = false"
+            )
+        labels = classes.astype(np.int64).tolist()
+
+    def load(index: int) -> Mapping[str, NDArray[Any]]:
+        return {name: array[index] for name, array in arrays.items()}
+
+    def digest(index: int) -> int:
+        return content_digest(b"".join(array[index].tobytes() for array in arrays.values()))
+
+    size = next(iter(sizes.values()))
+    return Source(where, size, load, lambda index: f"row {index} of {where}", digest, labels)
