@@ -1,4 +1,4 @@
-"""Optimisers: AdamW and SGD with weight-decay groups; their state under the parameters' names; averaged weights."""
+"""Optimisers with weight-decay groups; their state under the parameters' names; averaged weights."""
 
 from __future__ import annotations
 
@@ -13,13 +13,21 @@ from torch.distributed.tensor import DTensor
 
 from penjing.core.config import Config
 from penjing.core.errors import InputError
+from penjing.train.optim.muon import MuonWithAdamW, takes_muon
 from penjing.train.state.state import fill, is_part, named_parameters
 
 
 class OptimizerConfig(Config):
     """Defaults of AdamW (Loshchilov and Hutter, https://arxiv.org/abs/1711.05101) as used for language models."""
 
-    name: Literal["adamw", "sgd"] = Field(default="adamw", description="AdamW, or SGD with momentum.")
+    name: Literal["adamw", "sgd", "muon"] = Field(
+        default="adamw",
+        description='AdamW; SGD with momentum; or "muon": Muon for the matrices inside a network, AdamW for all else.',
+    )
+    not_muon: tuple[str, ...] = Field(
+        default=("*embed*", "*lm_head*", "fc.*", "*.gate.*", "*_gate.*"),
+        description="Patterns of names of matrices that Muon leaves to AdamW: embeddings, last layers, routers.",
+    )
     betas: tuple[float, float] = Field(
         default=(0.9, 0.95), description="Weights of the past in AdamW's means of gradients and of their squares."
     )
@@ -30,25 +38,32 @@ class OptimizerConfig(Config):
     no_decay: tuple[str, ...] = Field(
         default=(), description="Patterns of names of parameters that do not decay, besides all norms and biases."
     )
-    momentum: float = Field(default=0.9, ge=0, lt=1, description="Weight of the past in SGD's mean of gradients.")
-    nesterov: bool = Field(default=True, description="SGD looks ahead, as Nesterov's momentum does.")
+    momentum: float = Field(
+        default=0.9, ge=0, lt=1, description="Weight of the past in SGD's and Muon's means of gradients."
+    )
+    nesterov: bool = Field(default=True, description="SGD and Muon look ahead, as Nesterov's momentum does.")
     fused: bool = Field(default=True, description="One kernel updates many parameters at once.")
 
 
 def build_optimizer(model: nn.Module, config: OptimizerConfig, learning_rate: float = 1e-3) -> torch.optim.Optimizer:
     """An optimiser over the trainable parameters of `model`: matrices decay, vectors and `no_decay` patterns do not."""
     # torch updates a group at a time, and wants its parameters split alike.
-    groups: dict[tuple[bool, Any], list[nn.Parameter]] = defaultdict(list)
+    groups: dict[tuple[bool, bool, Any], list[nn.Parameter]] = defaultdict(list)
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             plain = parameter.dim() >= 2 and not any(fnmatch.fnmatch(name, pattern) for pattern in config.no_decay)
-            groups[plain, getattr(parameter, "device_mesh", None)].append(parameter)
+            muon = config.name == "muon" and takes_muon(name, parameter, config.not_muon)
+            groups[plain, muon, getattr(parameter, "device_mesh", None)].append(parameter)
     if not groups:
         raise InputError("the model has no trainable parameter; nothing can be trained")
-    parameters = [
-        {"params": group, "weight_decay": config.weight_decay if decays else 0.0}
-        for (decays, _), group in sorted(groups.items(), key=lambda item: not item[0][0])
+    parameters: list[dict[str, Any]] = [
+        {"params": group, "weight_decay": config.weight_decay if decays else 0.0, "muon": muon}
+        for (decays, muon, _), group in sorted(groups.items(), key=lambda item: not item[0][0])
     ]
+    if config.name == "muon":
+        return MuonWithAdamW(
+            parameters, learning_rate, config.momentum, config.nesterov, config.betas, config.eps, config.fused
+        )
     if config.name == "adamw":
         return torch.optim.AdamW(parameters, learning_rate, config.betas, config.eps, fused=config.fused)
     # torch has no fused SGD of sharded parameters.

@@ -60,7 +60,7 @@ def estimate_memory(
     Args:
         build_model: makes the model as it will train, precision and recomputation applied.
         batch: one micro-batch; only shapes and dtypes matter.
-        optimizer: "adamw" or "sgd".
+        optimizer: its name in `OptimizerConfig`.
         averaged: an exponential moving average of the weights is kept.
         replicated: the gradients are reduced over several processes.
     """

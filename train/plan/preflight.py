@@ -27,6 +27,11 @@ def check_recipe(recipe: RunRecipe, world_size: int) -> None:
     check_parallel(recipe.parallel, getattr(recipe, "model", None), world_size, length, recipe.compile)
     if recipe.parallel.cp > 1 and getattr(recipe.data, "document_mask", False):
         raise ConfigError("data.document_mask = true is not for parallel.cp above 1; set one of them back")
+    if recipe.optimizer.name == "muon" and not recipe.parallel.is_plain:
+        raise ConfigError(
+            "optimizer.name = 'muon' needs whole matrices, and this [parallel] splits them: use data parallelism alone "
+            "(parallel.zero = 0, tp = pp = cp = ep = 1), or 'adamw'"
+        )
     groups = ", ".join(GROUPS)
     if recipe.parallel.pp * recipe.parallel.ep > 1 and any(
         rule.match not in GROUPS for rule in recipe.precision.policy
