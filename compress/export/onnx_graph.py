@@ -21,11 +21,11 @@ from onnx_ir.passes import common
 from onnxscript import opset21 as op
 from torch.export import Dim, ExportedProgram
 
-from penjing.compress.rounding.stored import QUANTIZED, WIDENED
+from penjing.compress.rounding.stored import AVERAGED, QUANTIZED, WIDENED
 from penjing.core.errors import InputError
 from penjing.core.files import atomic_write_bytes
 from penjing.core.graph.attention import open_attention
-from penjing.core.graph.network import Network, propagate
+from penjing.core.graph.network import Network, operator_name, propagate
 
 OPSET = 21  # the first with 16-bit types and blocks; per-channel INT8 and FP8 are in it
 IR_VERSION = 10
@@ -66,6 +66,10 @@ def _exported(network: Network) -> ExportedProgram:
     propagate(network)
     module = network.module
     open_attention(module.graph)
+    for node in module.graph.nodes:
+        pools = operator_name(node) == "adaptive_avg_pool2d" and list(node.args[1]) == [1, 1]
+        if pools and node.args[0].meta["val"].dim() == 4:
+            node.target, node.args = AVERAGED, node.args[:1]
     module.recompile()
     shapes = {
         node.target: {axis: Dim.AUTO for axis, size in enumerate(spec.shape) if isinstance(size, str)}
@@ -79,7 +83,7 @@ def _exported(network: Network) -> ExportedProgram:
 
 
 def _translated(program: ExportedProgram) -> ir.Model:
-    table: Any = {QUANTIZED: _quantized, WIDENED: _widened}
+    table: Any = {AVERAGED: _averaged, QUANTIZED: _quantized, WIDENED: _widened}
     try:
         with _quiet():
             made = torch.onnx.export(
@@ -92,13 +96,17 @@ def _translated(program: ExportedProgram) -> ir.Model:
     return made.model  # type: ignore[return-value]
 
 
+def _averaged(x: Any) -> Any:
+    return op.GlobalAveragePool(x)
+
+
 def _quantized(x: Any, scale: Any, zero: Any) -> Any:
     stored: Any = op.QuantizeLinear(x, scale, zero)
     return op.DequantizeLinear(stored, scale, zero)
 
 
-def _widened(stored: Any, scale: Any, axis: int) -> Any:
-    return op.DequantizeLinear(stored, scale, axis=axis)
+def _widened(stored: Any, scale: Any, zero: Any, axis: int) -> Any:
+    return op.DequantizeLinear(stored, scale, zero, axis=axis)
 
 
 def _with_constant_shapes(graph: ir.Graph) -> None:

@@ -45,7 +45,7 @@ def layer_errors(model: nn.Module, batches: Iterable[tuple[Tensor, ...]]) -> lis
             "name": name,
             "format": layer.weight_quantizer.format.name if layer.weight_quantizer is not None else "float32",
             "weight": _weight_error(layer),
-            "output": _ratio(*sums[name].tolist()),
+            "output": ratio(*sums[name].tolist()),
         }
         for name, layer in found
     ]
@@ -56,8 +56,9 @@ def _weight_error(layer: Layer) -> float:
         return 0.0
     weight = layer.weight
     error = (layer.weight_quantizer(weight) - weight).double().square().sum()
-    return _ratio(float(error), float(weight.double().square().sum()))
+    return ratio(float(error), float(weight.double().square().sum()))
 
 
-def _ratio(error: float, size: float) -> float:
+def ratio(error: float, size: float) -> float:
+    """The root of `error` / `size`, two sums of squares; 0 where there is nothing."""
     return (error / size) ** 0.5 if size > 0 else 0.0

@@ -105,7 +105,7 @@ class QuantizedConvNorm(nn.Module):
         integers, scale = self.weight_quantizer.integers(self.conv.weight)
         sign = torch.where(factor < 0, -1.0, 1.0).view(-1, 1, 1, 1)
         integers = (integers.to(torch.float32) * sign).to(integers.dtype)
-        return _bounded(self.weight_quantizer, integers, scale * factor.abs(), bias, input_scale)
+        return bounded(self.weight_quantizer, integers, scale * factor.abs(), bias, input_scale)
 
 
 class QuantizedLinear(nn.Module):
@@ -127,7 +127,7 @@ class QuantizedLinear(nn.Module):
         if self.weight_quantizer is None:
             return Folded(self.weight.clone(), None, self.bias.clone())
         integers, scale = self.weight_quantizer.integers(self.weight)
-        return _bounded(self.weight_quantizer, integers, scale, self.bias.clone(), input_scale)
+        return bounded(self.weight_quantizer, integers, scale, self.bias.clone(), input_scale)
 
 
 class QuantizedBlock(nn.Module):
@@ -161,9 +161,10 @@ def _maybe(quantizer: ActivationQuantizer | None, x: Tensor) -> Tensor:
     return x if quantizer is None else quantizer(x)
 
 
-def _bounded(
+def bounded(
     quantizer: WeightQuantizer, integers: Tensor, scale: Tensor, bias: Tensor, input_scale: Tensor | None
 ) -> Folded:
+    """A layer of stored `integers` whose bias an INT32 accumulator can hold; see `QuantizedConvNorm.fold`."""
     needed = torch.zeros_like(scale) if input_scale is None else bias.abs() / (LARGEST_BIAS * input_scale)
     safe = torch.maximum(scale, needed)
     safe = torch.where(safe > 0, safe, torch.ones_like(safe))

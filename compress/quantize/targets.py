@@ -118,6 +118,20 @@ class EncoderSettings(QuantizeSettings):
     )
 
 
+class GraphSettings(QuantizeSettings):
+    """What can be done about a graph besides."""
+
+    target: TargetName = Field(default="onnxruntime-cpu", description="The engine that will run it.")
+    attention: bool = Field(default=False, description="Whether products of two activations are rounded, too.")
+    correct_bias: bool = Field(default=False, description="Take what rounding shifts on average out of biases.")
+    learn_activations: bool = Field(
+        default=True, description="Training learns the scales of activations (LSQ); else they stay as calibrated."
+    )
+    learn_weights: bool = Field(
+        default=False, description="Training learns the scales of weights; else they cover the largest magnitude."
+    )
+
+
 def resolve(target_name: TargetName, settings: QuantizeSettings) -> tuple[Engine, FormatName, FormatName]:
     """The target and the formats of activations and weights.
 

@@ -1,4 +1,4 @@
-"""Rounding as operators of torch, for graphs that are exported: ONNX has the same ones."""
+"""Operators of ONNX that torch does not have: rounding, and an average that is computed on integers."""
 
 from __future__ import annotations
 
@@ -26,15 +26,22 @@ def quantized(x: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
 
 
 @torch.library.custom_op("penjing::widened", mutates_args=())
-def widened(stored: Tensor, scale: Tensor, axis: int) -> Tensor:
+def widened(stored: Tensor, scale: Tensor, zero: Tensor | None, axis: int) -> Tensor:
     """`stored` (int8, int32 or float8_e4m3fn, symmetric) times `scale`, as DequantizeLinear does; float32.
 
     Args:
         scale: float32, one for each index of `axis` of `stored`.
+        zero: zeros of the stored type, which ONNX Runtime's Gemm wants to see; None for int32.
     """
     shape = [1] * stored.dim()
     shape[axis] = -1
     return stored.to(_WIDE) * scale.view(shape)
+
+
+@torch.library.custom_op("penjing::averaged", mutates_args=())
+def averaged(x: Tensor) -> Tensor:
+    """(N, C, H, W) → (N, C, 1, 1): the mean of each channel, an operator of its own in ONNX."""
+    return x.mean((2, 3), keepdim=True)
 
 
 @quantized.register_fake
@@ -43,9 +50,18 @@ def _(x: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
 
 
 @widened.register_fake
-def _(stored: Tensor, scale: Tensor, axis: int) -> Tensor:
+def _(stored: Tensor, scale: Tensor, zero: Tensor | None, axis: int) -> Tensor:
     return torch.empty(stored.shape, dtype=_WIDE, device=stored.device)
 
 
-QUANTIZED, WIDENED = torch.ops.penjing.quantized.default, torch.ops.penjing.widened.default
+@averaged.register_fake
+def _(x: Tensor) -> Tensor:
+    return x.new_empty((x.shape[0], x.shape[1], 1, 1))
+
+
+AVERAGED, QUANTIZED, WIDENED = (
+    torch.ops.penjing.averaged.default,
+    torch.ops.penjing.quantized.default,
+    torch.ops.penjing.widened.default,
+)
 """What the nodes of a graph call."""

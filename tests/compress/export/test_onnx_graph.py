@@ -115,7 +115,7 @@ class Stored(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = quantized(x, self.scale, self.zero)
-        y = nn.functional.linear(x, widened(self.weight, self.scales, 0))
+        y = nn.functional.linear(x, widened(self.weight, self.scales, None, 0))
         return quantized(y, self.scale, self.signed)
 
 

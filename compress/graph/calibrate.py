@@ -1,0 +1,147 @@
+"""A quantized graph sees samples: ranges of activations, corrections of biases, and how far each layer is off."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.fx import Node
+
+from penjing.compress.graph.place import Product, products
+from penjing.compress.quantize.errors import ratio
+from penjing.compress.quantize.place_resnet import activation_quantizers, check_weights, look, set_mode
+from penjing.core.graph.network import Network, tensor_at
+
+See = Callable[[Node, tuple[Any, ...], dict[str, Any], Any], Any]
+
+
+@torch.no_grad()
+def calibrate(network: Network, batches: Iterable[tuple[Tensor, ...]]) -> None:
+    """Find every range by running the floating graph over `batches` (its inputs), then round.
+
+    Raises:
+        InputError: a weight or an activation holds NaN or infinity, or nothing was seen; the layer is named.
+    """
+    module = network.module
+    check_weights(module)
+    module.eval()
+    set_mode(module, "observe")
+    try:
+        look(module, batches)
+    finally:
+        set_mode(module, "off")
+    for quantizer in activation_quantizers(module):
+        quantizer.calibrate()
+    for product in products(network):
+        if product.rounding is not None:
+            product.rounding.calibrate(tensor_at(module, str(product.weight.target)))
+
+
+@torch.no_grad()
+def correct_biases(network: Network, floating: Network, batches: Iterable[tuple[Tensor, ...]]) -> None:
+    """Change the biases of `network`, calibrated, so that the mean of each channel of its layers is `floating`'s.
+
+    Layers are corrected in order, each on inputs from layers that are corrected already (see `bias_correction.py`); one
+    pass over `batches`: after n of them a bias holds the mean of n corrections. Layers without a bias are left alone.
+
+    Args:
+        floating: as `prepared` made it of the same network.
+    """
+    means: dict[str, Tensor] = {}
+    found = {product.node.name: product for product in products(network) if product.rounding is not None}
+    count = 1
+
+    def keep(node: Node, _: tuple[Any, ...], __: dict[str, Any], output: Any) -> Any:
+        if node.name in found:
+            means[node.name] = _channels(node, output)
+        return output
+
+    def correct(node: Node, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+        bias = node.args[2] if node.name in found and len(node.args) > 2 else None
+        if not isinstance(bias, Node) or bias.op != "get_attr":
+            return output
+        value = tensor_at(network.module, str(bias.target))
+        value.add_((means[node.name] - _channels(node, output)) / count)
+        return node.target(*args, **kwargs)  # type: ignore[operator]
+
+    for inputs in batches:
+        _Watched(floating.module, keep).run(*inputs)
+        _Watched(network.module, correct).run(*inputs)
+        count += 1
+
+
+@torch.no_grad()
+def layer_errors(network: Network, batches: Iterable[tuple[Tensor, ...]]) -> list[dict[str, Any]]:
+    """Relative root-mean-square errors of a calibrated graph's layers: of the weight, and of the output when the
+    layer's own quantizers alone are on; JSON-ready, in order. All quantizers are on before and after."""
+    found = {product.node.name: product for product in products(network)}
+    sums = {name: torch.zeros(2, dtype=torch.float64) for name in found}
+
+    def compare(node: Node, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+        product = found.get(node.name)
+        if product is not None and product.rounding is not None:
+            rounded = node.target(*_rounded(product, args), **kwargs)  # type: ignore[operator]
+            sums[node.name] += torch.stack([(rounded - output).double().square().sum(), output.double().square().sum()])
+        return output
+
+    set_mode(network.module, "off")
+    try:
+        for inputs in batches:
+            _Watched(network.module, compare).run(*inputs)
+    finally:
+        set_mode(network.module, "on")
+    return [
+        {
+            "name": product.name,
+            "format": "float32" if product.rounding is None else product.rounding.format.name,
+            "weight": _weight_error(network, product),
+            "output": ratio(*sums[name].tolist()),
+        }
+        for name, product in found.items()
+    ]
+
+
+class _Watched(fx.Interpreter):
+    """Runs a graph; after each operator `see` (node, its arguments, its result) says what others read."""
+
+    def __init__(
+        self, module: fx.GraphModule, see: Callable[[Node, tuple[Any, ...], dict[str, Any], Any], Any]
+    ) -> None:
+        super().__init__(module)
+        self._see = see
+
+    def run_node(self, n: Node) -> Any:
+        output = super().run_node(n)
+        if n.op != "call_function":
+            return output
+        args, kwargs = self.fetch_args_kwargs_from_env(n)
+        return self._see(n, args, kwargs, output)
+
+
+def _rounded(product: Product, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The arguments of a product with its input and weight rounded."""
+    x, weight, *rest = args
+    assert product.rounding is not None
+    quantizers = [each for each in (product.before, product.rounding) if each is not None]
+    for each in quantizers:
+        each.mode = "on"
+    result = (x if product.before is None else product.before(x), product.rounding(weight), *rest)
+    for each in quantizers:
+        each.mode = "off"
+    return result
+
+
+def _weight_error(network: Network, product: Product) -> float:
+    if product.rounding is None:
+        return 0.0
+    weight = tensor_at(network.module, str(product.weight.target))
+    error = (product.rounding(weight) - weight).double().square().sum()
+    return ratio(float(error), float(weight.double().square().sum()))
+
+
+def _channels(node: Node, output: Tensor) -> Tensor:
+    """(channels,) means of what a product gives."""
+    axis = output.dim() - 1 if node.target is torch.ops.aten.linear.default else 1
+    return output.transpose(0, axis).flatten(1).mean(1) if output.dim() > 1 else output
