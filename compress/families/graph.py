@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from penjing.compress.families.base import Family
+from penjing.compress.families.base import Family, Quantizer
+from penjing.compress.graph.parity import rerun
 from penjing.compress.measure.evaluate import EvaluateSettings
 from penjing.compress.measure.graph import evaluate_graph, graph_calls
 from penjing.compress.measure.skeleton import skeleton_of_graph
+from penjing.compress.quantizers import graph as quantizer
 from penjing.compress.samples.graph import graph_samples
 from penjing.core.artifact.base import is_artifact
 from penjing.core.checkpoint.graph import graph_skeleton
@@ -38,4 +40,6 @@ FAMILY = Family(
     evaluate=evaluate_graph,
     held_out=_held_out,
     calls=graph_calls,
+    quantizer=Quantizer(quantizer.GraphQuantize, quantizer.check, quantizer.quantize),
+    rerun=rerun,
 )

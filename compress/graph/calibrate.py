@@ -18,7 +18,7 @@ See = Callable[[Node, tuple[Any, ...], dict[str, Any], Any], Any]
 
 
 @torch.no_grad()
-def calibrate(network: Network, batches: Iterable[tuple[Tensor, ...]]) -> None:
+def calibrate_graph(network: Network, batches: Iterable[tuple[Tensor, ...]]) -> None:
     """Find every range by running the floating graph over `batches` (its inputs), then round.
 
     Raises:
@@ -40,7 +40,7 @@ def calibrate(network: Network, batches: Iterable[tuple[Tensor, ...]]) -> None:
 
 
 @torch.no_grad()
-def correct_biases(network: Network, floating: Network, batches: Iterable[tuple[Tensor, ...]]) -> None:
+def correct_graph_biases(network: Network, floating: Network, batches: Iterable[tuple[Tensor, ...]]) -> None:
     """Change the biases of `network`, calibrated, so that the mean of each channel of its layers is `floating`'s.
 
     Layers are corrected in order, each on inputs from layers that are corrected already (see `bias_correction.py`); one
@@ -73,7 +73,7 @@ def correct_biases(network: Network, floating: Network, batches: Iterable[tuple[
 
 
 @torch.no_grad()
-def layer_errors(network: Network, batches: Iterable[tuple[Tensor, ...]]) -> list[dict[str, Any]]:
+def graph_layer_errors(network: Network, batches: Iterable[tuple[Tensor, ...]]) -> list[dict[str, Any]]:
     """Relative root-mean-square errors of a calibrated graph's layers: of the weight, and of the output when the
     layer's own quantizers alone are on; JSON-ready, in order. All quantizers are on before and after."""
     found = {product.node.name: product for product in products(network)}

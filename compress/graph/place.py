@@ -62,7 +62,7 @@ class Product:
 
 
 def apply_quantization(network: Network, settings: GraphSettings) -> Network:
-    """A copy of `network` with quantizers, which are off until `calibrate`; see `prepared` for what else changes.
+    """A copy of `network` with quantizers, which are off until `calibrate_graph`; see `prepared` for what else changes.
 
     Its module is an ordinary one that can be trained: quantizers are submodules that the graph calls.
 

@@ -1,0 +1,139 @@
+"""Any graph becomes an INT8 artifact: quantizers placed, calibrated, written as ONNX, gated by parity."""
+
+from __future__ import annotations
+
+import json
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from pydantic import Field
+
+from penjing.compress.export.onnx_graph import OPSET, export_network
+from penjing.compress.graph.calibrate import calibrate_graph, correct_graph_biases, graph_layer_errors
+from penjing.compress.graph.parity import measure, probe
+from penjing.compress.graph.place import apply_quantization, products
+from penjing.compress.graph.prepare import prepared
+from penjing.compress.graph.stored import stored
+from penjing.compress.quantize.bits import FLOAT_BITS, STORED_BITS
+from penjing.compress.quantize.place_resnet import activation_quantizers
+from penjing.compress.quantize.targets import X64_REASON, GraphSettings, resolve
+from penjing.compress.samples.data import DataSettings, Samples
+from penjing.compress.samples.graph import graph_samples
+from penjing.core.artifact.base import MODEL_FILE, QUANTIZATION_FILE
+from penjing.core.artifact.onnx import Quantization
+from penjing.core.artifact.parity import write_parity
+from penjing.core.checkpoint.graph import load_network, save_skeleton
+from penjing.core.files import atomic_write_text
+from penjing.core.graph.network import Network, tensor_at
+from penjing.core.info import versions
+from penjing.core.manifest import write_manifest
+from penjing.core.progress import Progress
+from penjing.core.work import Places
+
+
+class GraphQuantize(GraphSettings):
+    """INT8 for a graph."""
+
+    parity_bound: float = Field(
+        default=0.02,
+        gt=0,
+        description="Mean difference between an output of the fake-quantized network and of ONNX Runtime, in units of "
+        "how much outputs vary from sample to sample.",
+    )
+    parity_samples: int = Field(default=16, ge=2, description="Samples that are compared and kept for `verify`.")
+
+
+def check(_: Path, step: GraphQuantize, __: DataSettings) -> None:
+    """Refuse settings that the target cannot express.
+
+    Raises:
+        ConfigError: it cannot.
+    """
+    resolve(step.target, step)
+
+
+def quantize(places: Places, step: GraphQuantize, data: DataSettings, _: Path, progress: Progress) -> dict[str, Any]:
+    """Fill `places.partial`, not yet published, with the artifact of the graph in `places.source`.
+
+    Returns:
+        What it decided and measured, JSON-ready.
+
+    Raises:
+        ConfigError: the target cannot express the settings.
+        InputError: the checkpoint is damaged, the data do not fit, or the artifact fails its parity gate.
+    """
+    floating = load_network(places.source)
+    samples = graph_samples(places.source, data, progress)
+    progress.start("calibrating", 1)
+    network = calibrated(floating, step, samples)
+    progress.advance()
+    return {"kind": "quantize", "quantized": write_graph_artifact(places.partial, network, floating, step, samples)}
+
+
+def calibrated(floating: Network, settings: GraphSettings, samples: Samples) -> Network:
+    """A copy of `floating` that rounds as the target will, its ranges found on `samples`.
+
+    Raises:
+        ConfigError: the target cannot express the settings.
+        InputError: a weight or an activation is not finite, or the data do not fit.
+    """
+    network = apply_quantization(floating, settings)
+    calibrate_graph(network, samples.inputs())
+    if settings.correct_bias:
+        correct_graph_biases(network, prepared(floating), samples.inputs())
+    return network
+
+
+def write_graph_artifact(
+    partial: Path, network: Network, floating: Network, settings: GraphQuantize, samples: Samples
+) -> dict[str, Any]:
+    """Fill `partial` with the artifact of `network`: quantized, and calibrated or trained.
+
+    Returns:
+        What a report says of a quantized network.
+
+    Raises:
+        InputError: the parity bound is exceeded: the artifact is refused.
+    """
+    network.module.eval()
+    target, activations, weights = resolve(settings.target, settings)
+    quantization = Quantization(
+        target=settings.target,
+        activations=activations,
+        weights=weights,
+        opset=OPSET,
+        optimise=activations != "fp8",  # see the quantizer of classifiers
+        session_options=target.session_options,
+        session_options_reason=X64_REASON if target.session_options else "",
+    )
+    export_network(stored(network, settings.target), partial / MODEL_FILE, {"penjing.target": settings.target})
+    shown = probe(floating, next(iter(samples.inputs())), settings.parity_samples)
+    parity = measure(network, partial / MODEL_FILE, quantization, shown, settings.parity_bound)
+    write_parity(partial, parity)
+    save_skeleton(partial, floating)
+    atomic_write_text(partial / "config.json", json.dumps(network.config.model_dump(), indent=2) + "\n")
+    atomic_write_text(partial / QUANTIZATION_FILE, json.dumps(quantization.model_dump(), indent=2) + "\n")
+    write_manifest(partial, "artifact", {"command": "penjing compress", "versions": versions()})
+    return {
+        "target": settings.target,
+        "formats": {"activations": activations, "weights": weights},
+        "training_steps": 0,
+        "effective_bits": graph_bits(network),
+        "layers": graph_layer_errors(network, islice(samples.inputs(), 1)),
+        "activations": [
+            {"name": each.name, "scale": float(each.positive_scale().detach()), "zero_point": int(each.zero_point)}
+            for each in activation_quantizers(network.module)
+        ],
+        "differences": [each.model_dump() for each in parity.differences],
+        "bound": parity.bound.model_dump(),
+        "unmeasured": parity.unmeasured,
+    }
+
+
+def graph_bits(network: Network) -> float:
+    """Mean bits of a weight of the convolutions and linear layers of a quantized graph."""
+    sizes = [(tensor_at(network.module, str(each.weight.target)).numel(), each.rounding) for each in products(network)]
+    total = sum(size for size, _ in sizes)
+    rounded = sum(size for size, rounding in sizes if rounding is not None)
+    return FLOAT_BITS - rounded * (FLOAT_BITS - STORED_BITS) / total

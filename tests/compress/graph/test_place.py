@@ -1,0 +1,201 @@
+"""Placement, calibration and stored integers; ONNX Runtime is the oracle."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+import torch
+from torch import Tensor
+
+from penjing.compress.export.onnx_graph import export_network
+from penjing.compress.graph.calibrate import calibrate_graph, correct_graph_biases, graph_layer_errors
+from penjing.compress.graph.place import apply_quantization, products
+from penjing.compress.graph.prepare import prepared
+from penjing.compress.graph.stored import folded, stored
+from penjing.compress.quantize.targets import GraphSettings
+from penjing.core.errors import ConfigError, InputError
+from penjing.core.graph.network import Network, operator_name, tensor_at
+from penjing.core.graph.trace import from_torch
+from tests.compress.graph.networks import Block, Branches, randomised
+from tests.core.graph.networks import Residual
+
+_IMAGES = torch.randn(16, 3, 16, 16, generator=torch.Generator().manual_seed(3))
+_TOKENS = torch.randn(4, 9, 32, generator=torch.Generator().manual_seed(3))
+
+
+def _images(model: type = Branches) -> Network:
+    return from_torch(randomised(model()), (_IMAGES[:2],))
+
+
+def _tokens() -> Network:
+    return from_torch(randomised(Block()), (_TOKENS,), dynamic={"x": {0: "batch", 1: "length"}})
+
+
+def _run(network: Network, path: Path, *inputs: Tensor) -> tuple[Tensor, Counter[str]]:
+    """What ONNX Runtime answers, and the operators that it runs."""
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level, options.intra_op_num_threads = 3, 1
+    options.optimized_model_filepath = str(path.with_suffix(".optimised"))
+    session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+    names = [spec.name for spec in network.config.inputs]
+    found = session.run(None, dict(zip(names, (value.numpy() for value in inputs), strict=True)))[0]
+    run = onnx.load(options.optimized_model_filepath).graph.node
+    return torch.from_numpy(np.asarray(found)), Counter(node.op_type for node in run)
+
+
+def _gap(one: Tensor, other: Tensor) -> float:
+    """Mean difference in standard deviations of `one`."""
+    return float((one - other).abs().mean() / one.std())
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("network", [_images(), _images(Residual), _tokens()], ids=["branches", "residual", "block"])
+def test_what_is_prepared_answers_the_same_and_the_original_stays(network: Network) -> None:
+    before = network.text()
+    inputs = (_TOKENS,) if network.config.inputs[0].name == "x" else (_IMAGES,)
+    wanted = network(*inputs)[0]
+    made = prepared(network)
+    torch.testing.assert_close(made(*inputs)[0], wanted, rtol=1e-4, atol=1e-5)
+    found = [operator_name(node) for node in made.module.graph.nodes]
+    assert not {"batch_norm", "dropout", "scaled_dot_product_attention", "mean"} & set(found)
+    assert network.text() == before
+    torch.testing.assert_close(network(*inputs)[0], wanted, rtol=0, atol=0)
+
+
+@torch.no_grad()
+def test_convolutions_additions_and_pools_run_on_integers(tmp_path: Path) -> None:
+    network = _images(Residual)
+    made = apply_quantization(network, GraphSettings())
+    calibrate_graph(made, [(_IMAGES,)])
+    export_network(stored(made, "onnxruntime-cpu"), tmp_path / "a.onnx", {})
+    answer, run = _run(network, tmp_path / "a.onnx", _IMAGES)
+    assert not run.keys() & {"DequantizeLinear", "Conv", "Add", "GlobalAveragePool", "Gemm", "ReduceMean", "Relu"}
+    assert run["QLinearConv"] == 2
+    assert run["QGemm"] == run["QuantizeLinear"] == 1
+    wanted = made(_IMAGES)[0]
+    assert _gap(wanted, answer) < 0.005
+    assert 0.001 < _gap(network(_IMAGES)[0], answer) < 0.05
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("target", ["onnxruntime-cpu", "onnxruntime-avx2", "tensorrt"])
+def test_a_file_holds_the_integers_of_the_network_that_was_calibrated(tmp_path: Path, target: str) -> None:
+    network = _images()
+    settings = GraphSettings.model_validate({"target": target})
+    made = apply_quantization(network, settings)
+    calibrate_graph(made, [(_IMAGES,)])
+    export_network(stored(made, settings.target), tmp_path / "a.onnx", {})
+    kept = {each.name: onnx.numpy_helper.to_array(each) for each in onnx.load(tmp_path / "a.onnx").graph.initializer}
+    rounded = [product for product in products(made) if product.rounding is not None]
+    assert len(rounded) == (6 if target != "tensorrt" else 3)  # of which TensorRT gains nothing from the narrow ones
+    for product in rounded:
+        found = folded(made, product, with_bias=target != "tensorrt")
+        np.testing.assert_array_equal(kept[f"{product.name}.weight"], found.weight.numpy())
+        assert found.scale is not None
+        np.testing.assert_array_equal(kept[f"{product.name}.weight_scale"], found.scale.numpy())
+    largest = max(int(np.abs(kept[f"{product.name}.weight"].astype(int)).max()) for product in rounded)
+    assert largest == (63 if target == "onnxruntime-avx2" else 127)
+    answer, _ = _run(network, tmp_path / "a.onnx", _IMAGES)
+    assert _gap(made(_IMAGES)[0], answer) < 0.01
+    assert _gap(network(_IMAGES)[0], answer) < 0.1
+
+
+def test_each_target_has_its_pairs() -> None:
+    def rounded(network: Network, **settings: object) -> set[str]:
+        made = apply_quantization(network, GraphSettings.model_validate(settings))
+        found = made.module.graph.find_nodes(op="call_module")
+        return {str(node.target).removeprefix("quantizers.") for node in found if "weight" not in str(node.target)}
+
+    network = _images(Residual)
+    names = [node.name for node in network.module.graph.nodes if operator_name(node) in ("relu", "conv2d")]
+    first, second = names[1], names[2]
+    assert {"images", first, second} <= rounded(network)
+    shortcut = rounded(network, target="tensorrt")
+    assert shortcut == {"images", first}  # the second convolution takes the addition into its kernel
+    assert len(rounded(_tokens(), attention=True)) == len(rounded(_tokens())) + 4
+
+
+def test_inputs_of_a_concatenation_share_their_quantizer_with_its_result() -> None:
+    made = apply_quantization(_images(), GraphSettings())
+    graph = made.module.graph
+    joined = next(node for node in graph.nodes if operator_name(node) == "cat")
+    before = {node.target for node in joined.args[0]}
+    after = {user.target for user in joined.users}
+    pooled = next(node for node in graph.nodes if operator_name(node) == "max_pool2d")
+    assert len(before | after | {user.target for user in pooled.users}) == 1
+
+
+@torch.no_grad()
+def test_a_block_of_a_transformer_multiplies_integers(tmp_path: Path) -> None:
+    network = _tokens()
+    made = apply_quantization(network, GraphSettings(keep=("out",)))
+    calibrate_graph(made, [(_TOKENS,)])
+    assert {product.name: product.rounding is None for product in products(made)} == {
+        "qkv": False,
+        "out": True,
+        "up": False,
+        "down": False,
+    }
+    export_network(stored(made, "onnxruntime-cpu"), tmp_path / "a.onnx", {})
+    tokens = torch.randn(2, 5, 32, generator=torch.Generator().manual_seed(4))
+    answer, run = _run(network, tmp_path / "a.onnx", tokens)
+    assert run["MatMulIntegerToFloat"] == 3
+    assert _gap(made(tokens)[0], answer) < 0.005
+    assert _gap(network(tokens)[0], answer) < 0.03
+
+
+@torch.no_grad()
+def test_corrected_biases_bring_the_means_back() -> None:
+    network = _images()
+    settings = GraphSettings(weights="int7", observer="percentile", percentile=0.98)
+    made = apply_quantization(network, settings)
+    calibrate_graph(made, [(_IMAGES,)])
+    wanted = network(_IMAGES)[0].mean(0)
+    before = (made(_IMAGES)[0].mean(0) - wanted).abs().max()
+    correct_graph_biases(made, prepared(network), [(_IMAGES,)] * 2)
+    assert (made(_IMAGES)[0].mean(0) - wanted).abs().max() < 0.2 * before
+
+
+@torch.no_grad()
+def test_errors_of_layers_are_those_of_their_own_rounding() -> None:
+    made = apply_quantization(_images(), GraphSettings(keep=("last",)))
+    calibrate_graph(made, [(_IMAGES,)])
+    rows = {row["name"]: row for row in graph_layer_errors(made, [(_IMAGES,)])}
+    assert rows["last"] == {"name": "last", "format": "float32", "weight": 0.0, "output": 0.0}
+    assert all(0 < row["output"] < 0.05 for name, row in rows.items() if name != "last")
+    first = next(iter(products(made)))
+    assert first.before is not None
+    assert first.before.mode == "on"
+
+
+def test_a_quantized_graph_is_trained() -> None:
+    network = _images()
+    made = apply_quantization(network, GraphSettings(learn_weights=True))
+    calibrate_graph(made, [(_IMAGES,)])
+    made.module.train()
+    made(_IMAGES)[0].square().mean().backward()
+    without = [name for name, parameter in made.module.named_parameters() if parameter.grad is None]
+    assert without == []
+    assert any("growth" in name for name, _ in made.module.named_parameters())
+
+
+def test_what_cannot_be_quantized_is_refused() -> None:
+    network = _images(Residual)
+    with pytest.raises(ConfigError, match=r"'head\*' matches no layer; there are first\.0, second\.0, last"):
+        apply_quantization(network, GraphSettings(keep=("head*",)))
+    with pytest.raises(InputError, match="keep leaves out all"):
+        apply_quantization(network, GraphSettings(keep=("*",)))
+    made = apply_quantization(network, GraphSettings())
+    with pytest.raises(InputError, match="quantized already"):
+        apply_quantization(made, GraphSettings())
+    with pytest.raises(InputError, match="calibrate the network"):
+        stored(made, "onnxruntime-cpu")
+    with torch.no_grad():
+        tensor_at(network.module, "last.weight")[0, 0] = torch.nan
+    with pytest.raises(InputError, match=r"last\.weight holds NaN"):
+        calibrate_graph(apply_quantization(network, GraphSettings()), [(_IMAGES,)])

@@ -1,0 +1,61 @@
+"""Graphs as INT8 artifacts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from penjing.compress.graph.parity import rerun
+from penjing.compress.quantizers.graph import GraphQuantize, quantize
+from penjing.compress.samples.data import DataSettings
+from penjing.core.artifact.onnx_graph import open_graph_artifact, run_graph
+from penjing.core.checkpoint.graph import graph_skeleton, save_graph
+from penjing.core.errors import InputError
+from penjing.core.graph.trace import from_torch
+from penjing.core.progress import Silent
+from penjing.core.work import Places
+from tests.compress.graph.networks import Branches, randomised
+
+
+@pytest.fixture
+def places(tmp_path: Path) -> Places:
+    images = torch.randn(12, 3, 16, 16, generator=torch.Generator().manual_seed(3))
+    found = Places(tmp_path / "net", tmp_path / "int8", tmp_path / "scratch")
+    for folder in (found.source, found.partial, found.scratch):
+        folder.mkdir()
+    network = from_torch(randomised(Branches()), (images,), meaning="classes")
+    save_graph(found.source, network, {"command": "test"})
+    return found
+
+
+def _quantize(places: Places, **settings: object) -> dict[str, object]:
+    step = GraphQuantize.model_validate(settings)
+    made = quantize(places, step, DataSettings(), places.source, Silent())
+    (places.partial / "report.json").write_text("{}")
+    return made["quantized"]
+
+
+def test_an_artifact_runs_verifies_and_says_what_was_decided(places: Places) -> None:
+    said = _quantize(places, keep=["right"], correct_bias=True)
+    artifact = open_graph_artifact(places.partial)
+    assert [spec.name for spec in artifact.config.inputs] == ["images"]
+    images = np.random.default_rng(0).standard_normal((3, 3, 16, 16), np.float32)
+    found = run_graph(artifact.session(1), artifact.config, {"images": images})
+    assert found["output"].shape == (3, 6)
+    assert artifact.parity.inputs["images"]["shape"] == [12, 3, 16, 16]
+    assert rerun(places.partial, Silent()) == artifact.parity.differences
+    assert [row["name"] for row in said["layers"] if row["format"] == "float32"] == ["right"]  # type: ignore[union-attr]
+    assert 8 < said["effective_bits"] < 10  # type: ignore[operator]
+    assert json.dumps(said)
+    assert graph_skeleton(places.partial).config == artifact.config
+    size = sum(path.stat().st_size for path in places.partial.iterdir() if path.name == "model.onnx")
+    assert size < 0.75 * (places.source / "model.safetensors").stat().st_size
+
+
+def test_what_onnx_runtime_answers_too_differently_is_refused(places: Places) -> None:
+    with pytest.raises(InputError, match=r"parity: onnxruntime differs.*raise parity_bound"):
+        _quantize(places, parity_bound=1e-12)
