@@ -17,13 +17,14 @@ from torch.utils import _pytree as pytree
 from penjing.core.checkpoint.graph import parameters_of, save_graph
 from penjing.core.errors import ConfigError, InputError
 from penjing.core.files import publish_folder, sha256_file
+from penjing.core.graph.compare import CLOSE, HALF, NOISE, distance, noise
 from penjing.core.graph.config import Meaning, Pixels
 from penjing.core.graph.network import Network
+from penjing.core.graph.passes import simplify
 from penjing.core.graph.trace import from_torch
 from penjing.core.imports.torch_weights import load_weights
 from penjing.core.imports.torch_zoo import Found, from_function, from_package
 from penjing.core.manifest import MANIFEST_NAME, read_manifest, verify
-from penjing.core.onnx_reader.oracle import CLOSE, HALF, NOISE, distance, noise
 from penjing.core.onnx_reader.read import from_onnx
 from penjing.core.progress import Progress, Silent
 
@@ -108,10 +109,14 @@ def import_graph(
         return out
     progress.start(f"importing {source}", 1)
     network, parity = _from_file(source, options) if kind == "onnx" else _from_code(source, kind, options)
-    network = _labelled(network, options)
+    network, gains = simplify(_labelled(network, options))
     progress.advance()
     with publish_folder(out, replace=force) as partial:
-        save_graph(partial, network, created_by | {"license": "unknown", "parity": parity})
+        save_graph(
+            partial,
+            network,
+            created_by | {"license": "unknown", "parity": parity, "passes": [gain.described() for gain in gains]},
+        )
     said = ", ".join(map(str, (*network.config.inputs, *network.config.outputs)))
     nodes = sum(node.op == "call_function" for node in network.module.graph.nodes)
     progress.note(

@@ -11,13 +11,14 @@ import torch
 from torch import Tensor
 
 from penjing.core.errors import InputError
+from penjing.core.graph.compare import CLOSE, HALF, NOISE, distance, noise
 from penjing.core.graph.config import Meaning, Pixels
 from penjing.core.graph.network import Network
 from penjing.core.graph.trace import from_torch
 from penjing.core.onnx_reader.example import Input, candidates, inputs_of
 from penjing.core.onnx_reader.file import read_onnx
 from penjing.core.onnx_reader.module import OnnxModule
-from penjing.core.onnx_reader.oracle import CLOSE, HALF, NOISE, Oracle, distance, noise
+from penjing.core.onnx_reader.oracle import Oracle
 
 BATCH = 2  # of the example: a size of one would be taken for a constant
 

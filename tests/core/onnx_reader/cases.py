@@ -20,6 +20,10 @@ def i(*values: int) -> np.ndarray:
     return np.array(values, dtype=np.int64)
 
 
+def scales(*values: float) -> np.ndarray:
+    return np.array(values, dtype=np.float32)
+
+
 @dataclass
 class Case:
     """`inputs` are what the network takes, `weights` what the file holds; both in the order of the operator's."""
@@ -288,24 +292,24 @@ CASES = [
     case("DepthToSpace", f(1, 8, 2, 3), blocksize=2, mode="CRD"),
     case("SpaceToDepth", f(1, 2, 4, 6), blocksize=2),
     case("EyeLike", f(3, 4)),
-    case("Resize", IMAGE, [None, np.float32([1, 1, 2, 2])], mode="nearest"),
+    case("Resize", IMAGE, [None, scales(1, 1, 2, 2)], mode="nearest"),
     case(
         "Resize",
         IMAGE,
-        [None, np.float32([1, 1, 2, 2])],
+        [None, scales(1, 1, 2, 2)],
         mode="nearest",
         coordinate_transformation_mode="asymmetric",
         nearest_mode="floor",
     ),
-    case("Resize", IMAGE, [None, np.float32([1, 1, 0.5, 0.5])], mode="nearest"),
-    case("Resize", IMAGE, [None, np.float32([1, 1, 2, 1.5])], mode="linear"),
+    case("Resize", IMAGE, [None, scales(1, 1, 0.5, 0.5)], mode="nearest"),
+    case("Resize", IMAGE, [None, scales(1, 1, 2, 1.5)], mode="linear"),
     case("Resize", IMAGE, [None, None, i(2, 4, 10, 5)], mode="linear", coordinate_transformation_mode="align_corners"),
     case("Resize", IMAGE, [None, None, i(2, 4, 10, 5)], mode="linear", coordinate_transformation_mode="asymmetric"),
     case("Resize", IMAGE, [None, None, i(2, 4, 10, 5)], mode="cubic"),
     case("Resize", IMAGE, [None, None, i(2, 4, 10, 5)], mode="cubic", cubic_coeff_a=-0.5, exclude_outside=1),
     case("Resize", IMAGE, [None, None, i(2, 4, 3, 3)], opset=18, mode="linear", antialias=1),
-    case("Resize", IMAGE, np.float32([1, 1, 2, 2]), opset=10, mode="linear"),
-    case("Upsample", IMAGE, np.float32([1, 1, 2, 2]), opset=9, mode="nearest"),
+    case("Resize", IMAGE, scales(1, 1, 2, 2), opset=10, mode="linear"),
+    case("Upsample", IMAGE, scales(1, 1, 2, 2), opset=9, mode="nearest"),
     case("Upsample", IMAGE, opset=7, mode="linear", scales=[1.0, 1.0, 2.0, 2.0]),
     case("GridSample", [IMAGE, np.clip(f(2, 3, 3, 2), -1, 1)], mode="bilinear", opset=16),
     *(

@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from penjing.core.graph.compare import distance
 from penjing.core.graph.trace import from_torch
 from penjing.core.onnx_reader.module import OPERATORS, OnnxModule
-from penjing.core.onnx_reader.oracle import distance
 from tests.core.onnx_reader.cases import CASES, Case
 
 _OPTIONS = onnxruntime.SessionOptions()
@@ -27,7 +27,7 @@ def _module(case: Case) -> tuple[OnnxModule, list[Tensor]]:
 
 def _theirs(case: Case) -> list[Any]:
     session = onnxruntime.InferenceSession(case.model().SerializeToString(), _OPTIONS)
-    return session.run(None, {f"x{index}": value for index, value in enumerate(case.inputs)})
+    return list(session.run(None, {f"x{index}": value for index, value in enumerate(case.inputs)}))
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
