@@ -61,8 +61,8 @@ class RoundingNoise:
 
 @dataclass(frozen=True)
 class Search:
-    """A `FindScale`: what Adam finds, or the alpha that it starts from if that is better. Deterministic; an alpha of the
-    recipe only says that there is one.
+    """A `FindScale`: what Adam finds, or the alpha that it starts from if that is better. Deterministic; an alpha of
+    the recipe only says that there is one.
 
     Each step looks at other tokens, in turn. A sixth of the tokens alone, the same in every step, missed neurons that
     few tokens excite: 18 % more error on text of every kind.
