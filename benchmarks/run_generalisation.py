@@ -130,17 +130,17 @@ def variant_rows(
     rises = {text: compare(quality, after[text]) for text, quality in before.items()}
     unseen = [text for text in rises if text in UNSEEN]
 
-    def rows(metric: str, change: Change, runs: int) -> list[Row]:
+    def rows(metric: str, change: Change) -> list[Row]:
         values = (("", change.value), ("_low", change.low), ("_high", change.high))
         return [
-            new_row(BENCHMARK, f"{name}/{metric}_rise{end}", 100 * value, "%", runs=runs, more_versions=versions)
+            new_row(BENCHMARK, f"{name}/{metric}_rise{end}", 100 * value, "%", runs=1, more_versions=versions)
             for end, value in values
         ]
 
-    found = [row for text, change in rises.items() for row in rows(text, change, before[text].samples)]
+    found = [row for text, change in rises.items() for row in rows(text, change)]
     if unseen:
         worst = max(unseen, key=lambda text: rises[text].value)
-        found += rows("worst", rises[worst], before[worst].samples)
+        found += rows("worst", rises[worst])
     return found
 
 
