@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from penjing.compress.families.base import Family, Quantizer
+from penjing.compress.families.base import Exporter, Family, Quantizer
+from penjing.compress.graph.export import export_graph
 from penjing.compress.graph.parity import rerun
 from penjing.compress.measure.evaluate import EvaluateSettings
 from penjing.compress.measure.graph import evaluate_graph, graph_calls
@@ -42,4 +43,5 @@ FAMILY = Family(
     calls=graph_calls,
     quantizer=Quantizer(quantizer.GraphQuantize, quantizer.check, quantizer.quantize),
     rerun=rerun,
+    exporter=Exporter(("onnx",), (), export_graph),
 )

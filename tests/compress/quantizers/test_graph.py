@@ -9,12 +9,13 @@ import numpy as np
 import pytest
 import torch
 
+from penjing.compress.exports import export_artifact
 from penjing.compress.graph.parity import rerun
 from penjing.compress.quantizers.graph import GraphQuantize, quantize
 from penjing.compress.samples.data import DataSettings
 from penjing.core.artifact.onnx_graph import open_graph_artifact, run_graph
 from penjing.core.checkpoint.graph import graph_skeleton, save_graph
-from penjing.core.errors import InputError
+from penjing.core.errors import ConfigError, InputError
 from penjing.core.graph.trace import from_torch
 from penjing.core.progress import Silent
 from penjing.core.work import Places
@@ -54,6 +55,17 @@ def test_an_artifact_runs_verifies_and_says_what_was_decided(places: Places) -> 
     assert graph_skeleton(places.partial).config == artifact.config
     size = sum(path.stat().st_size for path in places.partial.iterdir() if path.name == "model.onnx")
     assert size < 0.75 * (places.source / "model.safetensors").stat().st_size
+
+
+def test_an_artifact_is_exported_for_its_own_target(places: Places) -> None:
+    _quantize(places)
+    out = places.scratch / "net.onnx"
+    record = export_artifact(places.partial, "onnx", out, force=False, progress=Silent())
+    assert record.target == "onnxruntime-cpu"
+    assert record.differences == open_graph_artifact(places.partial).parity.differences
+    assert out.read_bytes() == (places.partial / "model.onnx").read_bytes()
+    with pytest.raises(ConfigError, match=r"steps\.0\.target=tensorrt"):
+        export_artifact(places.partial, "onnx", out, target="tensorrt", force=True, progress=Silent())
 
 
 def test_what_onnx_runtime_answers_too_differently_is_refused(places: Places) -> None:
