@@ -11,7 +11,7 @@ from torch import Tensor
 
 from penjing.compress.decoder.check import check_finite, linear_modules, transformed
 from penjing.compress.decoder.head import compress_embedding, compress_head, embed_for_calibration, unties
-from penjing.compress.decoder.layer import Activations, Rotations, compress_layer
+from penjing.compress.decoder.layer import FEW_ROWS, Activations, Rotations, compress_layer
 from penjing.compress.decoder.settings import Int8Settings
 from penjing.compress.decoder.stream import LayerStream
 from penjing.core.artifact.decoder import quantization_config
@@ -40,6 +40,10 @@ def make_weights(
     return tasks.path / "artifact", _Layers(source, settings, windows_WT, tasks, progress).make()
 
 
+# Under every name that a type gives them; compressed-tensors quantizes each linear layer that is not named.
+_ROUTERS = ("re:.*[.]gate$", "re:.*[.]shared_expert_gate$")
+
+
 class _Layers:
     """The tasks of one artifact, in order."""
 
@@ -64,8 +68,19 @@ class _Layers:
             if layer:
                 self.tasks.discard(_hidden_name(layer - 1))
             self.progress.advance()
+        self._say_few(records)
         records += [self.tasks.run(name, step) for name, step in (("head", self._head), ("assemble", self._assemble))]
         return records
+
+    def _say_few(self, records: list[StepRecord]) -> None:
+        moe = self.config.moe
+        few = sum(len(record.result["few"]) for record in records)
+        if moe is not None and few:
+            layers = sum(self.config.is_moe(layer) for layer in range(self.config.num_hidden_layers))
+            self.progress.note(
+                f"{few} of {layers * moe.num_experts} experts saw fewer than {FEW_ROWS} tokens and were calibrated on "
+                "all; give [data] more tokens if the perplexity rises"
+            )
 
     def _check(self) -> dict[str, Any]:
         check_finite(self.stream.checkpoint, self.progress)
@@ -77,7 +92,8 @@ class _Layers:
         self.tasks.save(_layer_name(layer), compressed.tensors)
         self.tasks.save(_hidden_name(layer), {"hidden": hidden_WTE})
         self._hidden_WTE = hidden_WTE
-        return {"errors": {name: error.as_dict() for name, error in compressed.errors.items()}}
+        errors = {name: error.as_dict() for name, error in compressed.errors.items()}
+        return {"errors": errors, "few": {str(expert): rows for expert, rows in compressed.few.items()}}
 
     def _hidden_after(self, layer: int) -> Tensor:
         if self._hidden_WTE is not None:
@@ -103,7 +119,9 @@ class _Layers:
         linears = linear_modules(self.config)
         keep = [name for name in linears if self.settings.keeps(name)]
         kv_scales = self.settings.kv_cache == "int8"
-        quantized = {} if keep == linears else {"quantization_config": quantization_config(keep, kv_scales=kv_scales)}
+        ignored = keep + (list(_ROUTERS) if self.config.moe is not None else [])
+        scheme = quantization_config(ignored, kv_scales=kv_scales)
+        quantized = {} if keep == linears else {"quantization_config": scheme}
         tied = self.config.tie_word_embeddings and not unties(self.settings)
         total = save_checkpoint(
             folder,

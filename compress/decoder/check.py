@@ -68,7 +68,6 @@ def check_model(checkpoint: Checkpoint) -> None:
 
 def _check_kind(config: DecoderConfig, folder: Path) -> None:
     kinds = {
-        "experts (moe)": config.moe is not None,
         "latent attention": config.latent_attention is not None,
         "shared layers": config.shared_layers > 1,
         "a Hadamard transform": config.mlp_hadamard > 0,
@@ -77,6 +76,19 @@ def _check_kind(config: DecoderConfig, folder: Path) -> None:
         raise InputError(
             f"{folder} has {' and '.join(found)}, and compression handles plain decoder layers only; serve it in "
             f"float32 as it is ('penjing serve {folder}'), or compress a model without them"
+        )
+
+
+def refuse_experts(config: DecoderConfig, folder: Path, what: str) -> None:
+    """Refuse a decoder with experts where `what` knows none.
+
+    Raises:
+        InputError: it has experts.
+    """
+    if config.moe is not None:
+        raise InputError(
+            f"{folder} has experts (moe), which {what} does not know; quantize it without training, or serve it as it "
+            f"is ('penjing serve {folder}')"
         )
 
 
@@ -164,7 +176,10 @@ def int8_needs(settings: Int8Settings, config: DecoderConfig, calibration_tokens
         head = table * half if settings.keeps("lm_head") else table + 4 * config.vocab_size
     artifact = layers + head + table * half
     calibration = 4 * calibration_tokens * config.hidden_size
-    largest_layer = sum(4 * numbers[name] for name in numbers if name.startswith("model.layers.0."))
+    largest_layer = max(
+        sum(4 * count for name, count in numbers.items() if name.startswith(f"model.layers.{layer}."))
+        for layer in (0, config.num_hidden_layers - 1)  # the first layers of some have no experts
+    )
     # Two FP32 copies of a layer, or one table and its float64 blocks, or the artifact while its parity is measured.
     memory = calibration + max(3 * largest_layer, 6 * table, 2 * artifact)
     return Needed(memory, artifact, artifact + 2 * calibration)

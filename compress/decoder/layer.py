@@ -6,12 +6,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from penjing.compress.decoder.compensate import error_spread, quantize_compensated
+from penjing.compress.decoder.parts import is_routed, mlps, same_input
 from penjing.compress.decoder.rotate import rotate_layer, rotation_matrix
 from penjing.compress.decoder.settings import Int8Settings
-from penjing.compress.decoder.smooth import FindScale, by_alpha, smooth_linears
+from penjing.compress.decoder.smooth import FindScale, Heads, by_alpha, smooth_linears
 from penjing.compress.decoder.smooth_search import Search
 from penjing.compress.decoder.stream import LayerStream, Weights
 from penjing.compress.decoder.weights import (
@@ -27,13 +29,8 @@ from penjing.kernels.rounding import INT8_LIMIT
 
 SAMPLE_ROWS = 4096  # calibration tokens whose activations are kept while their layer is done
 ERROR_ROWS = 512  # of them, for output errors
-# Linear layers that read the same activations, by the first of them.
-SAME_INPUT = {
-    "self_attn.q_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-    "self_attn.o_proj": ("self_attn.o_proj",),
-    "mlp.gate_proj": ("mlp.gate_proj", "mlp.up_proj"),
-    "mlp.down_proj": ("mlp.down_proj",),
-}
+FEW_ROWS = 128  # of them: an expert that saw fewer is calibrated as if it had seen all
+_OBSERVED = (".q_proj", ".o_proj", ".gate_proj", ".down_proj", "mlp.gate")  # the first of those that share an input
 
 
 class Activations:
@@ -45,9 +42,9 @@ class Activations:
         self._rows: dict[str, list[Tensor]] = {}
 
     def observe(self, name: str, x: Tensor) -> None:
-        """Take in one window's activations (1, T, K) at linear layer `name`."""
-        if name in SAME_INPUT:
-            self._rows.setdefault(name, []).append(self.rows_of(x).clone())
+        """Take in one window's activations (1, T, K), behind a router (T, K), at linear layer `name`."""
+        if name.endswith(_OBSERVED):
+            self._rows.setdefault(name, []).append(self.rows_of(x if x.dim() == 3 else x[None]).clone())
 
     def samples(self) -> dict[str, Tensor]:
         """Group → (M, K) float32."""
@@ -104,10 +101,12 @@ class Rotations:
 
 @dataclass(frozen=True)
 class CompressedLayer:
-    """Tensors of the artifact by their names inside the layer, and the error of each quantized linear layer."""
+    """Tensors of the artifact by their names inside the layer, the error of each quantized linear layer, and the
+    experts that saw few calibration tokens, with how many."""
 
     tensors: Weights
     errors: dict[str, LinearError]
+    few: dict[int, int]
 
 
 @torch.no_grad()
@@ -122,17 +121,17 @@ def compress_layer(
     largest = LargestKV()
     stream.run(stream.float_layer(layer, weights), hidden_WTE, seen.observe, largest.observe)
     samples = seen.samples()
+    few = _fill_up(samples, weights)
     _check_finite(samples, layer)
-    scales = smooth_linears(
-        weights, samples, stream.config, settings.transform, _rule(settings, seen.rows_of(hidden_WTE))
-    )
+    rules = (_rule(settings, seen.rows_of(hidden_WTE)), _routed_rule(settings))
+    scales = smooth_linears(weights, samples, stream.config, settings.transform, *rules)
     inputs = {name: x_MK / scales[name] if name in scales else x_MK for name, x_MK in samples.items()}
     if block := settings.transform.hadamard_down:
         inputs["mlp.down_proj"] = hadamard(inputs["mlp.down_proj"], block)
         weights["mlp.down_proj.weight"] = hadamard(weights["mlp.down_proj.weight"], block)
 
     tensors, errors = dict(weights), {}
-    for group, linears in SAME_INPUT.items():
+    for group, linears in same_input(weights).items():
         quantized_here = [name for name in linears if not settings.keeps(f"model.layers.{layer}.{name}")]
         if not quantized_here:
             continue
@@ -145,7 +144,7 @@ def compress_layer(
             tensors |= quantized_tensors(linear, quantized)
     if settings.kv_cache == "int8":
         tensors |= largest.scales(scales.get("self_attn.o_proj"))
-    return CompressedLayer(tensors, errors)
+    return CompressedLayer(tensors, errors, few)
 
 
 def weight_rule(settings: Int8Settings, x_MK: Tensor) -> Callable[[Tensor], QuantizedWeight]:
@@ -162,6 +161,35 @@ def _rule(settings: Int8Settings, hidden_ME: Tensor) -> FindScale:
         return by_alpha
     token_M = 1 / hidden_ME.square().mean(dim=1).clamp(min=torch.finfo(torch.float32).tiny)
     return Search(token_M / token_M.mean(), settings.transform.search_steps)
+
+
+def _routed_rule(settings: Int8Settings) -> FindScale:
+    """The same behind a router, where the tokens differ from expert to expert: they all count alike."""
+    steps = settings.transform.search_steps
+    if steps == 0:
+        return by_alpha
+
+    def find(x_MK: Tensor, weight_NK: Tensor, alpha: float, heads: Heads | None) -> Tensor:
+        return Search(torch.ones(len(x_MK)), steps)(x_MK, weight_NK, alpha, heads)
+
+    return find
+
+
+def _fill_up(samples: dict[str, Tensor], weights: Weights) -> dict[int, int]:
+    """Give each expert that saw few tokens the sample of all tokens, in place.
+
+    Returns:
+        Expert → how many it saw.
+    """
+    few: dict[int, int] = {}
+    for mlp in filter(is_routed, mlps(weights)):
+        gate, up, down = (f"{mlp}.{part}" for part in ("gate_proj", "up_proj", "down_proj"))
+        rows = len(samples.get(gate, ()))
+        if rows < FEW_ROWS:
+            few[int(mlp.rpartition(".")[2])] = rows
+            x_MK = samples[gate] = samples["mlp.gate"]
+            samples[down] = F.silu(x_MK @ weights[f"{gate}.weight"].t()) * (x_MK @ weights[f"{up}.weight"].t())
+    return few
 
 
 def _check_finite(samples: dict[str, Tensor], layer: int) -> None:

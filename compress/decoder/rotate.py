@@ -14,14 +14,9 @@ import math
 import torch
 from torch import Tensor
 
+from penjing.compress.decoder.parts import mlps, norm_readers
 from penjing.compress.decoder.stream import Weights
 from penjing.core.models.config import DecoderConfig
-
-NORM_READERS = {
-    "input_layernorm": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-    "post_attention_layernorm": ("mlp.gate_proj", "mlp.up_proj"),
-}
-"""A layer's norms, and the linear layers that read each."""
 
 
 def rotation_matrix(size: int, seed: int) -> Tensor:
@@ -69,11 +64,11 @@ def rotate_layer(weights: Weights, config: DecoderConfig, residual_EE: Tensor, h
         residual_EE: (hidden_size, hidden_size) orthogonal, shared by all layers.
         head_DD: (head_dim, head_dim) orthogonal. Attention mixes positions, not channels, so it passes through.
     """
-    for norm, linears in NORM_READERS.items():
+    for norm, linears in norm_readers(weights).items():
         fold_norm(weights[f"{norm}.weight"], *(weights[f"{linear}.weight"] for linear in linears))
         for linear in linears:
             weights[f"{linear}.weight"] = rotate_input(weights[f"{linear}.weight"], residual_EE)
-    for linear in ("self_attn.o_proj", "mlp.down_proj"):
+    for linear in ("self_attn.o_proj", *(f"{mlp}.down_proj" for mlp in mlps(weights))):
         for name in (f"{linear}.weight", f"{linear}.bias"):
             if name in weights:
                 weights[name] = rotate_output(weights[name], residual_EE)

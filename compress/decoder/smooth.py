@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from penjing.compress.decoder.rotate import NORM_READERS
+from penjing.compress.decoder.parts import is_routed, mlps, norm_readers
 from penjing.compress.decoder.settings import Transform
 from penjing.compress.decoder.stream import Weights
 from penjing.core.models.config import DecoderConfig
@@ -103,31 +103,35 @@ def smooth_linears(
     config: DecoderConfig,
     transform: Transform,
     find: FindScale = by_alpha,
+    find_routed: FindScale = by_alpha,
 ) -> dict[str, Tensor]:
     """Smooth one layer in place, as far as `transform` asks.
 
     Args:
         weights: the layer's float32 tensors.
         samples: first linear layer of those that share an input → (M, K) activations on calibration text.
+        find_routed: of inputs that only the tokens of one expert have.
 
     Returns:
         For each input that changed, the (K,) scale that it is now divided by.
     """
     scales: dict[str, Tensor] = {}
     if transform.smooth_norm > 0:
-        for norm, readers in NORM_READERS.items():
+        for norm, readers in norm_readers(weights).items():
             names = [f"{reader}.weight" for reader in readers]
             weight_NK = torch.cat([weights[name] for name in names])
             scale_K = find(samples[readers[0]], weight_NK, transform.smooth_norm, None)
             weights[f"{norm}.weight"].div_(scale_K)
             for name in names:
                 weights[name].mul_(scale_K)
-            scales[readers[0]] = scale_K
+            scales |= dict.fromkeys(readers, scale_K)
     if transform.smooth_down > 0:
-        scale_K = find(samples["mlp.down_proj"], weights["mlp.down_proj.weight"], transform.smooth_down, None)
-        _divide_outputs(weights, "mlp.up_proj", scale_K)
-        weights["mlp.down_proj.weight"].mul_(scale_K)
-        scales["mlp.down_proj"] = scale_K
+        for mlp in mlps(weights):
+            down, rule = f"{mlp}.down_proj", find_routed if is_routed(mlp) else find
+            scale_K = rule(samples[down], weights[f"{down}.weight"], transform.smooth_down, None)
+            _divide_outputs(weights, f"{mlp}.up_proj", scale_K)
+            weights[f"{down}.weight"].mul_(scale_K)
+            scales[down] = scale_K
     if transform.smooth_output > 0:
         heads, weight_NK = Heads(config.num_key_value_heads, config.head_dim), weights["self_attn.o_proj.weight"]
         scale_C = find(samples["self_attn.o_proj"], weight_NK, transform.smooth_output, heads)

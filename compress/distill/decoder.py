@@ -6,6 +6,7 @@ from pathlib import Path
 
 from torch import nn
 
+from penjing.compress.decoder.check import refuse_experts
 from penjing.compress.distill.cache import Answer, TeacherCache
 from penjing.compress.distill.networks import check_decoder, decoder, identity
 from penjing.compress.distill.objective import Distillation, DistillWeights, Teacher
@@ -29,7 +30,9 @@ def text(source: Path, step: TrainingSettings) -> TextData:
 
     Raises:
         ConfigError: no sources, or settings of images.
+        InputError: a decoder with experts.
     """
+    refuse_experts(open_checkpoint(source).config, source, "training inside a compression run")
     if not step.sources:
         raise ConfigError(f"{source} is a decoder: give the step sources = [folders of text], or 'builtin:code'")
     if wrong := unused(step, {"pad", "flip", "erase"}):

@@ -25,6 +25,8 @@ from penjing.core.errors import InputError
 LOADER = "transformers"
 NOT_INSTALLED = "transformers and compressed-tensors are not installed: pip install transformers compressed-tensors"
 
+EXPERTS = "transformers 5 joins the experts of a layer and cannot load them in INT8; each is stored by itself, for vLLM"
+
 
 def write_compressed_tensors(artifact: DecoderArtifact, folder: Path) -> None:
     """Fill `folder`, not yet published, with the configuration, the weights and the tokenizer.

@@ -77,8 +77,9 @@ def _compressed_tensors(artifact: DecoderArtifact, _: TargetName, partial: Path,
     compressed_tensors.write_compressed_tensors(artifact, partial)
     bound = artifact.parity.bound.of(compressed_tensors.LOADER)
     record = ExportRecord(form="compressed-tensors", **source_of(artifact.checkpoint.folder), bound=bound)
-    if not compressed_tensors.can_read():
-        return record.model_copy(update={"unmeasured": {compressed_tensors.LOADER: compressed_tensors.NOT_INSTALLED}})
+    why = compressed_tensors.EXPERTS if artifact.checkpoint.config.moe is not None else compressed_tensors.NOT_INSTALLED
+    if why == compressed_tensors.EXPERTS or not compressed_tensors.can_read():
+        return record.model_copy(update={"unmeasured": {compressed_tensors.LOADER: why}})
     progress.start("parity", 1)
     readings = compressed_tensors.read_sequences(partial, decoder_gate.sequences(artifact))
     differences = decoder_gate.measure(artifact, compressed_tensors.LOADER, readings)

@@ -37,7 +37,7 @@ def architecture_of(config: DecoderConfig, source: str) -> str:
         f"mlp_hadamard={config.mlp_hadamard}": config.mlp_hadamard > 0,
     }
     if found := [name for name, present in unknown.items() if present]:
-        raise InputError(f"{source} has {' and '.join(found)}, which is not written as GGUF; export --to onnx may do")
+        raise InputError(f"{source} has {' and '.join(found)}, which is not written as GGUF; serve it with penjing")
     kinds = ("llama", "qwen2", "qwen3") if config.model_type == NATIVE else (config.model_type,)
     fitting = [kind for kind in kinds if kind in ARCHITECTURES and _is_a(config, kind)]
     if not fitting:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from penjing.compress.decoder.check import check_finite, check_model
+from penjing.compress.decoder.check import check_finite, check_model, refuse_experts
 from penjing.compress.measure.skeleton import BATCH, TOKENS
 from penjing.compress.prune.graph import Group, Place
 from penjing.compress.prune.subject import Part, Shapes
@@ -61,6 +61,7 @@ class DecoderSubject:
         self.folder, self._parts, self.dropped = folder, parts, tuple(dropped)
         self._checkpoint = open_checkpoint(folder)
         check_model(self._checkpoint)
+        refuse_experts(self._checkpoint.config, folder, "pruning")
         if self._checkpoint.manifest is not None:
             verify(folder)
         check_finite(self._checkpoint, progress)

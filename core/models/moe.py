@@ -100,6 +100,8 @@ class Experts(nn.ModuleList):
 
     def _compute_dtype(self, x_TE: Tensor) -> torch.dtype:
         device = x_TE.device.type
+        if x_TE.is_meta:  # autocast does not know the device
+            return x_TE.dtype
         return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x_TE.dtype
 
     def _plain(self) -> bool:

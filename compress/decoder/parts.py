@@ -1,0 +1,47 @@
+"""Which linear layers of a decoder layer read the same activations, with experts or without.
+
+Everything follows from the names of the layer's tensors: "mlp.up_proj.weight" of a plain MLP, "mlp.experts.3.up_proj.
+weight" of an expert, "mlp.shared_experts.…" of the MLP that all tokens take beside them, "mlp.gate.weight" of a router.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+ROUTERS = ("mlp.gate", "mlp.shared_expert_gate")
+"""Linear layers that choose and weigh experts. They stay floating, as every engine has them."""
+_DOWN = ".down_proj.weight"
+
+
+def mlps(names: Iterable[str]) -> list[str]:
+    """The MLPs among the tensors `names` of a layer, such as "mlp" or "mlp.experts.3"."""
+    return [name.removesuffix(_DOWN) for name in names if name.endswith(_DOWN)]
+
+
+def is_routed(name: str) -> bool:
+    """Whether the MLP or linear layer `name` sees only the tokens that a router sends it."""
+    return name.startswith("mlp.experts.")
+
+
+def norm_readers(names: Iterable[str]) -> dict[str, tuple[str, ...]]:
+    """The norms of a layer with tensors `names`, and the linear layers that read each. Calibration sees the input of
+    the first of them."""
+    names = set(names)
+    routers = [name for name in ROUTERS if f"{name}.weight" in names]
+    inner = [f"{mlp}.{part}" for mlp in sorted(mlps(names)) for part in ("gate_proj", "up_proj")]
+    return {
+        "input_layernorm": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+        "post_attention_layernorm": (*routers, *inner),
+    }
+
+
+def same_input(names: Iterable[str]) -> dict[str, tuple[str, ...]]:
+    """Linear layers that become INT8 and read the same activations, by the first of them."""
+    groups = {
+        "self_attn.q_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+        "self_attn.o_proj": ("self_attn.o_proj",),
+    }
+    for mlp in mlps(names):
+        groups[f"{mlp}.gate_proj"] = (f"{mlp}.gate_proj", f"{mlp}.up_proj")
+        groups[f"{mlp}.down_proj"] = (f"{mlp}.down_proj",)
+    return groups
