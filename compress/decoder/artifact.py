@@ -74,7 +74,7 @@ class _Layers:
 
     def _say_few(self, records: list[StepRecord]) -> None:
         moe = self.config.moe
-        few = sum(len(record.result["few"]) for record in records)
+        few = sum(len(record.result.get("few", ())) for record in records)
         if moe is not None and few:
             layers = sum(self.config.is_moe(layer) for layer in range(self.config.num_hidden_layers))
             self.progress.note(
