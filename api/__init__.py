@@ -28,6 +28,7 @@ if TYPE_CHECKING:
         SetupError,
     )
     from penjing.core.progress import Progress, progress_bar
+    from penjing.graphs import Network, QuantizedNetwork
     from penjing.networks import ImageClassifier, LoadedModel, TextEncoder, load
     from penjing.serve.client.client import AsyncClient, Client
 
@@ -40,9 +41,11 @@ __all__ = [
     "ImageClassifier",
     "InputError",
     "LoadedModel",
+    "Network",
     "OverloadedError",
     "PenjingError",
     "Progress",
+    "QuantizedNetwork",
     "RequestError",
     "ServerError",
     "SetupError",
@@ -59,6 +62,7 @@ __all__ = [
 ]
 _PLACES = {
     "penjing.calls": ("import_model", "prune", "quantize", "report", "run", "serving"),
+    "penjing.graphs": ("Network", "QuantizedNetwork"),
     "penjing.networks": ("ImageClassifier", "LoadedModel", "TextEncoder", "load"),
     "penjing.serve.client.client": ("AsyncClient", "Client"),
     "penjing.core.progress": ("Progress", "progress_bar"),

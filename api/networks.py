@@ -23,6 +23,7 @@ from penjing.core.errors import ConfigError, InputError
 from penjing.core.family import family_of
 from penjing.core.models.encoder_config import EncoderConfig
 from penjing.core.text.text_tokenizer import TextTokenizer, TextTokens
+from penjing.graphs import Network, QuantizedNetwork
 
 
 @dataclass(frozen=True)
@@ -77,17 +78,18 @@ class TextEncoder:
         return self._embed([texts] if isinstance(texts, str) else list(texts))
 
 
-Network: TypeAlias = LoadedModel | ImageClassifier | TextEncoder
+Loaded: TypeAlias = LoadedModel | ImageClassifier | TextEncoder | Network | QuantizedNetwork
 
 
-def load(folder: str | os.PathLike[str], *, device: str = "cpu") -> Network:
+def load(folder: str | os.PathLike[str], *, device: str = "cpu") -> Loaded:
     """The network in `folder`, a checkpoint or an artifact, in evaluation mode; every hash is checked.
 
     Args:
         device: where a decoder runs, such as "cuda"; other families run on the CPU.
 
     Returns:
-        A decoder as `LoadedModel`, whose `model(token_ids)` gives logits; `ImageClassifier`; or `TextEncoder`.
+        A decoder as `LoadedModel`, whose `model(token_ids)` gives logits; `ImageClassifier`; `TextEncoder`; of a graph
+        `Network`, or `QuantizedNetwork` where it is an artifact.
 
     Raises:
         ConfigError: a device that the network's family does not run on here.
@@ -134,4 +136,12 @@ def _encoder(folder: Path) -> TextEncoder:
     return TextEncoder(model.config, tokenizer, False, lambda texts: embed_in_batches(tokenizer, texts, run))
 
 
-_OPEN: dict[str, Callable[[Path], ImageClassifier | TextEncoder]] = {"classifier": _classifier, "encoder": _encoder}
+def _graph(folder: Path) -> Network | QuantizedNetwork:
+    return QuantizedNetwork.load(folder) if is_artifact(folder) else Network.load(folder)
+
+
+_OPEN: dict[str, Callable[[Path], ImageClassifier | TextEncoder | Network | QuantizedNetwork]] = {
+    "classifier": _classifier,
+    "encoder": _encoder,
+    "graph": _graph,
+}

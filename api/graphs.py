@@ -1,0 +1,385 @@
+"""`penjing.Network`: any network as a graph in memory, made smaller by the steps that recipes are made of."""
+
+from __future__ import annotations
+
+import math
+import os
+import shutil
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, fx, nn
+
+from penjing.core.artifact.base import MODEL_FILE, REPORT_FILE
+from penjing.core.artifact.onnx_graph import open_graph_artifact, run_graph
+from penjing.core.checkpoint.graph import load_network, parameters_of, save_graph
+from penjing.core.errors import ConfigError, InputError
+from penjing.core.files import atomic_write_bytes, publish_folder
+from penjing.core.graph import network as graph
+from penjing.core.graph.config import GraphConfig, Meaning, Pixels
+from penjing.core.progress import Progress
+
+Data = str | os.PathLike[str] | Mapping[str, Tensor] | Iterable[Any]
+"""Samples: what `data.source` of a recipe names; or tensors by the names of inputs, a row a sample; or batches. A batch
+is a tensor, a list of tensors in the order of the network's inputs, with or without labels behind them, or tensors by
+name."""
+SAMPLES = 2048  # of batches that are given; the rest is not read
+LABELS = "labels"
+UNGUARDED = {"accuracy_points": 100.0, "similarity_loss": 2.0, "retries": 0}
+"""A step by itself may cost what it likes: the caller heals the network, or looks at `report`."""
+
+
+class Network:
+    """A network of any kind: operators, weights, named inputs and outputs.
+
+    `from_torch`, `from_onnx` and `load` make one. Each step runs as a recipe of one step does, with its checks and its
+    measurements, in a folder for the moment.
+    """
+
+    def __init__(self, network: graph.Network, report: Sequence[str] = ()) -> None:
+        self._network, self._said = network, tuple(report)
+
+    @classmethod
+    def from_torch(
+        cls,
+        model: nn.Module,
+        example_inputs: Sequence[Any] | Tensor,
+        *,
+        dynamic: Mapping[str, Mapping[int, str]] | None = None,
+        meaning: Meaning = "tensors",
+        labels: Sequence[str] = (),
+        pixels: Pixels | None = None,
+    ) -> Network:
+        """The network that `model` computes in evaluation mode, with weights of its own.
+
+        Args:
+            example_inputs: tensors that show it, in order; a single one may stand alone.
+            dynamic: input → axis → name of what may differ from call to call; {"x": {0: "batch"}} for every input, if
+                left out.
+            meaning: of the first output: "classes", "embedding", or "tensors".
+            labels: name of each class.
+            pixels: how images become the first input.
+
+        Raises:
+            InputError: it cannot be exported, or uses an operator that penjing does not know; says which.
+        """
+        from penjing.core.graph.trace import from_torch
+
+        example = (example_inputs,) if isinstance(example_inputs, Tensor) else tuple(example_inputs)
+        found = from_torch(model, example, dynamic=dynamic, meaning=meaning, labels=labels, pixels=pixels)
+        return cls(found.copy())
+
+    @classmethod
+    def from_onnx(
+        cls,
+        path: str | os.PathLike[str],
+        *,
+        shapes: Mapping[str, tuple[int, ...]] | None = None,
+        dynamic: Mapping[str, Mapping[int, str]] | None = None,
+        meaning: Meaning = "tensors",
+        labels: Sequence[str] = (),
+        pixels: Pixels | None = None,
+    ) -> Network:
+        """The network of an ONNX file, whose answers were compared with those of ONNX Runtime.
+
+        Args:
+            shapes: sizes of the example, by input; needed where the file leaves them open.
+            dynamic, meaning, labels, pixels: see `from_torch`.
+
+        Raises:
+            InputError: damaged, or it holds what penjing cannot compute; says which operator.
+        """
+        from penjing.core.onnx_reader.read import from_onnx
+
+        found = from_onnx(Path(path), shapes=shapes, dynamic=dynamic, meaning=meaning, labels=labels, pixels=pixels)
+        return cls(found.network)
+
+    @classmethod
+    def load(cls, folder: str | os.PathLike[str]) -> Network:
+        """The network of a graph's checkpoint; every hash is checked.
+
+        Raises:
+            InputError: missing, damaged, or of another kind.
+        """
+        return cls(load_network(Path(folder)))
+
+    @property
+    def config(self) -> GraphConfig:
+        """Inputs and outputs, and what they mean."""
+        return self._network.config
+
+    def __call__(self, *inputs: Tensor) -> tuple[Tensor, ...]:
+        """The outputs, in the order of `config.outputs`."""
+        return self._network(*inputs)
+
+    def module(self) -> fx.GraphModule:
+        """The network's own module, with its weights: train it with any loop, and the network has learnt."""
+        return self._network.module
+
+    def text(self) -> str:
+        """The operators, one a line, with shapes."""
+        return self._network.text()
+
+    def save(self, folder: str | os.PathLike[str], *, force: bool = False) -> Path:
+        """Write a checkpoint folder, which every command reads; returns it.
+
+        Raises:
+            InputError: there is something else, or something older without `force`.
+            SetupError: disk full, no permission.
+        """
+        with publish_folder(Path(folder), replace=force) as partial:
+            save_graph(partial, self._network, {"command": "penjing.Network.save"})
+        return Path(folder)
+
+    def export(self, path: str | os.PathLike[str]) -> Path:
+        """Write the network in floating point as an ONNX file; returns its path.
+
+        Raises:
+            InputError: an operator has no form in ONNX.
+        """
+        from penjing.compress.export.onnx_graph import export_network
+
+        with TemporaryDirectory(prefix="penjing-") as scratch:
+            export_network(self._network, Path(scratch) / MODEL_FILE, {})
+            return _copy_file(Path(scratch) / MODEL_FILE, Path(path))
+
+    def report(self) -> str:
+        """What each step gained and cost, a line each; of a network that none was done to, its size."""
+        size = f"{parameters_of(self._network.module):,} parameters"
+        return "\n".join(self._said) or size
+
+    def prune(
+        self,
+        ratio: float | None = None,
+        *,
+        method: str = "l1",
+        data: Data | None = None,
+        sections: Mapping[str, Mapping[str, Any]] | None = None,
+        progress: Progress | None = None,
+        **settings: Any,
+    ) -> Network:
+        """A new network without the least of its units; this one stays as it is.
+
+        Args:
+            ratio: share of the units that leave; `target` in its place says what may stay.
+            method: how units are scored: "l1", "l2", "taylor", "activation" or "random".
+            data: samples, where the method looks at some; the network's example if left out.
+            sections: further sections of the recipe of one step that runs, such as {"guard": {"similarity_loss": 0.1}}:
+                without it, any loss is accepted.
+            settings: further keys of the step, which `penjing recipe keys compress steps.prune` lists.
+
+        Raises:
+            PenjingError: as `penjing compress` says.
+        """
+        step = {"kind": "prune", "method": method, **({} if ratio is None else {"ratio": ratio}), **settings}
+        with TemporaryDirectory(prefix="penjing-") as scratch:
+            made, said = self._run(step, data, sections, Path(scratch), progress)
+            return Network(load_network(made), [*self._said, f"prune: {said}"])
+
+    def distill(
+        self,
+        teacher: Network,
+        *,
+        data: Data | None = None,
+        epochs: float = 1.0,
+        batch_size: int = 64,
+        sections: Mapping[str, Mapping[str, Any]] | None = None,
+        progress: Progress | None = None,
+        **settings: Any,
+    ) -> Network:
+        """Teach this network, in place, to answer as `teacher` does; returns it.
+
+        Args:
+            data, sections: see `prune`.
+            epochs: how often each sample is seen; `steps`, the number of updates, goes before it.
+            batch_size: samples of an update.
+            settings: further keys of the step, which `penjing recipe keys compress steps.distill` lists.
+
+        Raises:
+            ConfigError: how many samples a file or folder holds is not known here: give steps.
+            PenjingError: as `penjing compress` says.
+        """
+        if data is not None and not isinstance(data, str | os.PathLike):
+            data = gathered(data, self.config)
+        if "steps" not in settings:
+            if isinstance(data, str | os.PathLike):
+                raise ConfigError(f"data={os.fspath(data)!r} is not counted; give steps=N, the number of updates")
+            rows = len(next(iter((data or self._network.example).values())))  # type: ignore[union-attr]
+            settings["steps"] = max(1, math.ceil(epochs * rows / batch_size))
+        with TemporaryDirectory(prefix="penjing-") as scratch:
+            taught_by = str(teacher.save(Path(scratch) / "teacher"))
+            step = {"kind": "distill", "teacher": taught_by, "batch_size": batch_size, **settings}
+            made, said = self._run(step, data, sections, Path(scratch), progress)
+            self._network, self._said = load_network(made), (*self._said, f"distill: {said}")
+        return self
+
+    def quantize(
+        self,
+        data: Data | None = None,
+        *,
+        target: str = "onnxruntime-cpu",
+        sections: Mapping[str, Mapping[str, Any]] | None = None,
+        progress: Progress | None = None,
+        **settings: Any,
+    ) -> QuantizedNetwork:
+        """The network in INT8 for an engine; this one stays as it is.
+
+        Args:
+            data, sections: see `prune`.
+            target: "onnxruntime-cpu", "onnxruntime-avx2" or "tensorrt".
+            settings: further keys of the step, which `penjing recipe keys compress steps.quantize` lists.
+
+        Raises:
+            PenjingError: as `penjing compress` says.
+        """
+        scratch: TemporaryDirectory[str] = TemporaryDirectory(prefix="penjing-")
+        step = {"kind": "quantize", "target": target, **settings}
+        made, said = self._run(step, data, sections, Path(scratch.name), progress)
+        return QuantizedNetwork(made, [*self._said, f"quantize: {said}"], scratch)
+
+    def _run(
+        self,
+        step: dict[str, Any],
+        data: Data | None,
+        sections: Mapping[str, Mapping[str, Any]] | None,
+        scratch: Path,
+        progress: Progress | None,
+    ) -> tuple[Path, str]:
+        """The folder that a recipe of this step makes, and a line about it."""
+        from penjing.compress.report.schema import read_report
+        from penjing.compress.report.text import summary_line
+        from penjing.compress.run import run_recipe
+
+        given = {name: dict(section) for name, section in (sections or {}).items()}
+        values = {
+            "model": str(self.save(scratch / "before")),
+            "output": str(scratch / "after"),
+            "steps": [step],
+            **given,
+        }
+        values["guard"] = UNGUARDED | given.get("guard", {})
+        if data is not None:
+            source = self._source(data, scratch / "samples.safetensors")
+            values["data"] = {"source": source, **given.get("data", {})}
+        made = run_recipe(values, progress=progress, command=f"penjing.Network.{step['kind']}")
+        return made, summary_line(read_report(made))
+
+    def _source(self, data: Data, path: Path) -> str:
+        """`data` as a recipe names it: batches are written to `path`."""
+        if isinstance(data, str | os.PathLike):
+            return os.fspath(data)
+        save_file(gathered(data, self.config), path)
+        return str(path)
+
+
+class QuantizedNetwork:
+    """A network in INT8: what `penjing compress` makes, in a folder that lasts as long as this object.
+
+    Attributes:
+        folder: the artifact; `save` keeps it.
+    """
+
+    def __init__(
+        self, folder: Path, report: Sequence[str] = (), scratch: TemporaryDirectory[str] | None = None
+    ) -> None:
+        self.folder, self._said, self._scratch = folder, tuple(report), scratch
+        self._artifact = open_graph_artifact(folder)
+        self._session = self._artifact.session()
+
+    @classmethod
+    def load(cls, folder: str | os.PathLike[str]) -> QuantizedNetwork:
+        """The artifact in `folder`; every hash is checked.
+
+        Raises:
+            InputError: missing, damaged, or of another kind.
+        """
+        return cls(Path(folder))
+
+    @property
+    def config(self) -> GraphConfig:
+        """Inputs and outputs, and what they mean."""
+        return self._artifact.config
+
+    def __call__(self, *inputs: Tensor) -> tuple[Tensor, ...]:
+        """The outputs, in the order of `config.outputs`, by ONNX Runtime on the CPU.
+
+        Raises:
+            InputError: another number of inputs.
+        """
+        if len(inputs) != len(self.config.inputs):
+            names = ", ".join(map(str, self.config.inputs))
+            raise InputError(f"{len(inputs)} inputs were given, the network takes {names}")
+        given = {spec.name: value.numpy() for spec, value in zip(self.config.inputs, inputs, strict=True)}
+        found = run_graph(self._session, self.config, given)
+        return tuple(torch.from_numpy(found[spec.name]) for spec in self.config.outputs)
+
+    def export(self, path: str | os.PathLike[str]) -> Path:
+        """Copy the ONNX file to `path`; returns it."""
+        return _copy_file(self.folder / MODEL_FILE, Path(path))
+
+    def save(self, folder: str | os.PathLike[str], *, force: bool = False) -> Path:
+        """Keep the artifact, with its report and parity record; returns `folder`, which `penjing serve` takes.
+
+        Raises:
+            InputError: there is something else, or something older without `force`.
+            SetupError: disk full, no permission.
+        """
+        with publish_folder(Path(folder), replace=force) as partial:
+            shutil.copytree(self.folder, partial, dirs_exist_ok=True)
+        return Path(folder)
+
+    def report(self) -> str:
+        """What each step gained and cost, a line each."""
+        from penjing.compress.report.schema import read_report
+        from penjing.compress.report.text import summary_line
+
+        if self._said or not (self.folder / REPORT_FILE).exists():
+            return "\n".join(self._said)
+        return summary_line(read_report(self.folder))
+
+
+def gathered(data: Mapping[str, Tensor] | Iterable[Any], config: GraphConfig) -> dict[str, Tensor]:
+    """Tensors as they are, or at most `SAMPLES` rows of batches, by the names of inputs; labels under "labels".
+
+    Raises:
+        InputError: nothing, or batches that are no tensors or of another number.
+    """
+    names = [spec.name for spec in config.inputs]
+    found: list[dict[str, Tensor]] = []
+    rows = 0
+    if isinstance(data, Mapping):
+        return {name: value.contiguous() for name, value in _named(data, names).items()}
+    for batch in data:
+        found.append(_named(batch, names))
+        rows += len(next(iter(found[-1].values())))
+        if rows >= SAMPLES:
+            break
+    if not found or any(each.keys() != found[0].keys() for each in found):
+        raise InputError(f"data gives no batches, or unlike ones; each needs tensors for {', '.join(names)}")
+    return {name: torch.cat([each[name] for each in found])[:SAMPLES].contiguous() for name in found[0]}
+
+
+def _named(batch: Any, names: list[str]) -> dict[str, Tensor]:
+    if isinstance(batch, Mapping):
+        given = {name: batch[name] for name in (*names, LABELS) if name in batch}
+    else:
+        values = [batch] if isinstance(batch, Tensor) else list(batch)
+        given = dict(zip([*names, LABELS], values, strict=False)) if len(values) <= len(names) + 1 else {}
+    if any(name not in given for name in names) or not all(isinstance(value, Tensor) for value in given.values()):
+        raise InputError(
+            f"a batch of data is {type(batch).__name__} that does not fit; give a tensor for each of "
+            f"{', '.join(names)}, in order or by name, and labels behind them if there are any"
+        )
+    return {name: value.detach().cpu() for name, value in given.items()}
+
+
+def _copy_file(source: Path, out: Path) -> Path:
+    """Raises:
+    SetupError: disk full, no permission.
+    """
+    atomic_write_bytes(out, source.read_bytes())
+    return out

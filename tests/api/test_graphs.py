@@ -1,0 +1,101 @@
+"""`penjing.Network`: any network from Python."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import onnxruntime
+import pytest
+import torch
+from torch import Tensor, nn
+
+import penjing
+from penjing.graphs import SAMPLES, gathered
+from tests.core.artifact.graph_artifacts import two_inputs
+
+
+class Small(nn.Module):
+    """(batch, 6) → (batch, 4)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.Sequential(nn.Linear(6, 32), nn.ReLU(), nn.Linear(32, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x)
+
+
+def small() -> nn.Module:
+    return Small().eval()
+
+
+def network() -> penjing.Network:
+    return penjing.Network.from_torch(small(), torch.randn(4, 6))
+
+
+def test_a_torch_module_comes_in_is_kept_and_goes_out_as_onnx(tmp_path: Path) -> None:
+    net, x = network(), torch.randn(3, 6)
+    expected = small()(x)
+    assert torch.allclose(net(x)[0], expected, atol=1e-6)
+    assert "linear" in net.text()
+    net.save(tmp_path / "net")
+    loaded = penjing.load(tmp_path / "net")
+    assert isinstance(loaded, penjing.Network)
+    assert torch.equal(loaded(x)[0], net(x)[0])
+    with pytest.raises(penjing.InputError):
+        net.save(tmp_path / "net")
+    session = onnxruntime.InferenceSession(net.export(tmp_path / "net.onnx"), providers=["CPUExecutionProvider"])
+    name = net.config.inputs[0].name
+    assert torch.allclose(torch.from_numpy(session.run(None, {name: x.numpy()})[0]), expected, atol=1e-5)
+    again = penjing.Network.from_onnx(tmp_path / "net.onnx")
+    assert torch.allclose(again(x)[0], expected, atol=1e-5)
+    assert "parameters" in again.report()
+
+
+def test_weights_are_its_own_and_any_loop_trains_them() -> None:
+    model = small()
+    net = penjing.Network.from_torch(model, torch.randn(4, 6))
+    with torch.no_grad():
+        next(iter(model.parameters())).zero_()
+    x = torch.randn(3, 6)
+    before = net(x)[0]
+    assert torch.allclose(before, small()(x), atol=1e-6)
+    module = net.module()
+    optimizer = torch.optim.SGD(module.parameters(), 0.1)
+    module(x)[0].square().mean().backward()
+    optimizer.step()
+    assert not torch.equal(net(x)[0], before)
+
+
+def test_samples_come_in_every_form_of_a_loader() -> None:
+    config = network().config
+    name = config.inputs[0].name
+    rows, labels = torch.randn(5, 6), torch.arange(5)
+    for batch in (rows, [rows], (rows, labels), {name: rows, "labels": labels}):
+        found = gathered([batch, batch], config)
+        assert torch.equal(found[name], torch.cat([rows, rows]))
+        assert ("labels" in found) == (len(batch) == 2)
+    assert len(gathered(iter([torch.zeros(SAMPLES, 6)] * 3), config)[name]) == SAMPLES
+    assert torch.equal(gathered({name: rows}, config)[name], rows)
+    for bad in ([], [[rows, labels, labels]], [{"other": rows}], [["text"]], [rows, (rows, labels)]):
+        with pytest.raises(penjing.InputError, match=name):
+            gathered(bad, config)
+
+
+def test_an_artifact_is_loaded_and_answers(tmp_path: Path) -> None:
+    quantized = penjing.load(two_inputs(tmp_path / "int8"))
+    assert isinstance(quantized, penjing.QuantizedNetwork)
+    scores, sure = quantized(torch.randn(3, 4), torch.tensor([0, 1, 2]))
+    assert scores.shape == (3, 3)
+    assert torch.equal(sure, scores > 0)
+    kept = penjing.QuantizedNetwork.load(quantized.save(tmp_path / "kept"))
+    assert kept.config == quantized.config
+    assert kept.export(tmp_path / "net.onnx").stat().st_size > 0
+    with pytest.raises(penjing.InputError, match="1 inputs were given"):
+        quantized(torch.randn(3, 4))
+
+
+def test_how_long_it_learns_from_a_file_has_to_be_said() -> None:
+    with pytest.raises(penjing.ConfigError, match="give steps=N"):
+        network().distill(network(), data="samples.npz")
