@@ -85,7 +85,8 @@ def serve(
         ),
     ] = None,
 ) -> None:
-    """Serve a decoder, or a classifier's artifact, from a real Triton server; Ctrl-C lets running answers finish.
+    """Serve a decoder, or the artifact of any other network, from a real Triton server; Ctrl-C lets running answers
+    finish.
 
     Examples:
 
@@ -93,6 +94,8 @@ def serve(
     - `penjing serve build/resnet-fashion-int8 --set max_queue_delay=0.002`, for
       `penjing.serve.client.client.Client().classify(images)`, or any Triton client: model `classifier`, input `pixels`
       (UINT8) or `images` (FP32), output `logits`
+    - `penjing serve build/net-int8`, any other network, for `Client().infer({"x": array})`: model `graph`, with
+      the network's own inputs and outputs
     """
     from penjing.serve.supervisor.supervisor import ServeConfig
     from penjing.serve.supervisor.supervisor import serve as run
