@@ -12,6 +12,7 @@ from penjing.compress.distill.networks import check_decoder, decoder, identity
 from penjing.compress.distill.objective import Distillation, DistillWeights, Teacher
 from penjing.compress.distill.task import Distilled
 from penjing.compress.distill.training import Training, TrainingSettings, unused
+from penjing.compress.samples.data import DataSettings
 from penjing.core.cache import cache_dir
 from penjing.core.checkpoint.decoder import Checkpoint, open_checkpoint
 from penjing.core.errors import ConfigError
@@ -25,7 +26,7 @@ from penjing.train.recipe.data import TextData
 from penjing.train.recipe.recipe import RunRecipe
 
 
-def text(source: Path, step: TrainingSettings) -> TextData:
+def text(source: Path, step: TrainingSettings, _: DataSettings) -> TextData:
     """The step's `sources`, with the tokenizer of the checkpoint.
 
     Raises:

@@ -16,6 +16,7 @@ from torch import nn
 from penjing.compress.distill.networks import identity
 from penjing.compress.distill.objective import Distillation, DistillWeights, Teacher
 from penjing.compress.distill.task import Distilled
+from penjing.compress.samples.data import DataSettings
 from penjing.core.config import Config
 from penjing.core.files import atomic_write_text, writing
 from penjing.core.manifest import MANIFEST_NAME, read_manifest
@@ -32,7 +33,7 @@ from penjing.train.optim.clip import ClipConfig
 from penjing.train.optim.optimizer import OptimizerConfig
 from penjing.train.optim.schedule import LearningRate
 from penjing.train.processes.world import choose_device
-from penjing.train.recipe.data import FashionData, TextData
+from penjing.train.recipe.data import FashionData, SampleData, TextData
 from penjing.train.recipe.recipe import CheckpointConfig, EvaluationConfig, MemoryConfig, ObjectiveConfig, RunRecipe
 from penjing.train.run import train_task
 
@@ -77,19 +78,23 @@ class Training:
     """How networks of a family learn.
 
     Attributes:
-        data: the section of a training recipe that fits a checkpoint; ConfigError for settings of other data.
+        data: (checkpoint, step, recipe's [data]) → the section of a training recipe; ConfigError for settings of other
+            data.
         evaluation_samples: held-out samples where none are asked for.
         architecture: of a checkpoint, which hidden states of student and teacher are compared by.
         teacher: (student, teacher, settings) → the teacher's network in float32, once the student can learn from it.
         cached: fills a cache of the teacher's answers and gives the task that learns from it; None where samples
             differ from epoch to epoch.
+        taught: (task, recipe, student, teacher, step) → the task that learns from the teacher, of a family that has its
+            own way; None: by `architecture` and `teacher`, the way of networks that give logits.
     """
 
-    data: Callable[[Path, TrainingSettings], TextData | FashionData]
+    data: Callable[[Path, TrainingSettings, DataSettings], TextData | FashionData | SampleData]
     evaluation_samples: int
-    architecture: Callable[[Path], DecoderConfig | ResNetConfig]
-    teacher: Callable[[Path, Path, TrainingSettings], nn.Module]
-    cached: Callable[..., Task] | None
+    architecture: Callable[[Path], DecoderConfig | ResNetConfig] | None = None
+    teacher: Callable[[Path, Path, TrainingSettings], nn.Module] | None = None
+    cached: Callable[..., Task] | None = None
+    taught: Callable[[Task, RunRecipe, Path, Path, Any], Task] | None = None
 
 
 def train_checkpoint(
@@ -97,6 +102,7 @@ def train_checkpoint(
     partial: Path,
     step: TrainingSettings,
     training: Training,
+    data: DataSettings,
     work: Path,
     progress: Progress,
     wrap: Callable[[Task, RunRecipe], Task],
@@ -107,6 +113,7 @@ def train_checkpoint(
     Args:
         partial: an existing folder, not yet published.
         training: of the checkpoint's family.
+        data: the recipe's [data].
         work: a folder for this step alone: the run's checkpoints and metrics. After a kill, the same call goes on from
             there to the same result; for another step or other checkpoints it starts empty.
         wrap: (task of the checkpoint's own, recipe of the run) → the task that is trained.
@@ -119,8 +126,8 @@ def train_checkpoint(
         PenjingError: see `core.errors`; nothing is left under a final name.
     """
     began = time.perf_counter()
-    recipe = run_recipe_of(source, step, training, work)
-    _claim(work, step, names, progress)
+    recipe = run_recipe_of(source, step, training, data, work)
+    _claim(work, step, data, names, progress)
     check_kept(work / _TRAINED)
     if not (work / _TRAINED / MANIFEST_NAME).is_file():
         try:
@@ -140,14 +147,16 @@ def train_checkpoint(
         "kind": getattr(step, "kind", ""),
         "settings": step.model_dump(mode="json", exclude_unset=True),
         **{role: str(folder) for role, folder in names.items()},
-        "data": list(step.sources) or ["Fashion-MNIST"],
+        "data": list(step.sources) or [data.source or "Fashion-MNIST"],
         **_measured(work / _RUN / "metrics.jsonl"),
         "evaluation": read_manifest(partial).created_by["evaluation"],
         "seconds": time.perf_counter() - began,
     }
 
 
-def run_recipe_of(source: Path, step: TrainingSettings, training: Training, work: Path) -> RunRecipe:
+def run_recipe_of(
+    source: Path, step: TrainingSettings, training: Training, data: DataSettings, work: Path
+) -> RunRecipe:
     """The run of a step: the seams of a training recipe, and the data that fits the checkpoint.
 
     Raises:
@@ -162,7 +171,7 @@ def run_recipe_of(source: Path, step: TrainingSettings, training: Training, work
         device=step.device,
         initial=source,
         average=step.average,
-        data=training.data(source, step),
+        data=training.data(source, step, data),
         objective=ObjectiveConfig(label_smoothing=getattr(step, "label_smoothing", 0.0)),
         optimizer=step.optimizer.model_copy(update={"no_decay": (*step.optimizer.no_decay, "distill_projections.*")}),
         learning_rate=step.learning_rate,
@@ -188,6 +197,7 @@ def taught(
     """`task`, which learns the teacher's logits too."""
     plain = task.objective.evaluation()
     assert isinstance(plain, CrossEntropy)
+    assert training.teacher is not None
     network = training.teacher(student, teacher, step)
     answers = Teacher(network, plain.inputs, choose_device(run.device), run.precision.mode)
     return Distilled(task, Distillation(plain, answers, weights, temperature), run.seed)
@@ -199,9 +209,11 @@ def unused(step: TrainingSettings, names: set[str]) -> list[str]:
     return sorted(name for name in names if getattr(step, name) != fields[name].default)
 
 
-def _claim(work: Path, step: TrainingSettings, names: dict[str, Path], progress: Progress) -> None:
+def _claim(work: Path, step: TrainingSettings, data: DataSettings, names: dict[str, Path], progress: Progress) -> None:
     """Make `work` the folder of this step on these checkpoints: what another left there goes."""
     facts = {"step": step.model_dump(mode="json"), **{role: identity(folder) for role, folder in names.items()}}
+    if data.source is not None:
+        facts |= {"data": data.source_settings() | {"held_out": data.held_out}}
     key = json.dumps(facts, sort_keys=True) + "\n"
     path = work / _KEY
     with writing(work):
@@ -218,7 +230,11 @@ def _measured(path: Path) -> dict[str, Any]:
     """First and last values of the loss and its parts, and the seconds of all steps, resumed or not."""
     records = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     records = [record for record in records if "loss" in record]
-    parts = [key for key in ("loss", "divergence", "cross_entropy", "hidden", "relations") if key in records[0]]
+    parts = [
+        key
+        for key in ("loss", "divergence", "mse", "cosine", "own", "cross_entropy", "hidden", "relations")
+        if key in records[0]
+    ]
     seconds, before = 0.0, 0
     for record in records:
         seconds += (record["step"] - before) * record["step_s"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from penjing.compress.distill.graph import TRAINING
 from penjing.compress.families.base import Exporter, Family, Quantizer
 from penjing.compress.graph.export import export_graph
 from penjing.compress.graph.parity import rerun
@@ -41,6 +42,7 @@ FAMILY = Family(
     evaluate=evaluate_graph,
     held_out=_held_out,
     calls=graph_calls,
+    training=TRAINING,
     quantizer=Quantizer(quantizer.GraphQuantize, quantizer.check, quantizer.quantize),
     rerun=rerun,
     exporter=Exporter(("onnx",), (), export_graph),

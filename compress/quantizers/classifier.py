@@ -69,7 +69,7 @@ class ClassifierQuantize(TrainingSettings, ArtifactSettings):
     distill: DistillWeights = Field(default=DistillWeights(), description="Weights of the parts of the loss.")
 
 
-def check(source: Path, step: ClassifierQuantize, _: DataSettings) -> None:
+def check(source: Path, step: ClassifierQuantize, data: DataSettings) -> None:
     """Refuse settings that do not fit.
 
     Raises:
@@ -77,7 +77,7 @@ def check(source: Path, step: ClassifierQuantize, _: DataSettings) -> None:
     """
     resolve(step.target, step)
     if step.steps:
-        run_recipe_of(source, step, TRAINING, source)
+        run_recipe_of(source, step, TRAINING, data, source)
 
 
 def quantize(
@@ -110,7 +110,7 @@ def quantize(
 
     names = {"student": source} | ({} if step.teacher is None else {"teacher": step.teacher})
     trained = places.scratch / _TRAINED
-    training = train_checkpoint(source, trained, settings, TRAINING, places.scratch, progress, wrap, names)
+    training = train_checkpoint(source, trained, settings, TRAINING, data, places.scratch, progress, wrap, names)
     model = apply_quantization(ResNet(config.model), settings.target, settings)
     model.load_state_dict(load_file(trained / "model.safetensors"))
     set_mode(model, "on")

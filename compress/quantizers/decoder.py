@@ -64,7 +64,7 @@ def check(source: Path, step: DecoderQuantize, data: DataSettings) -> None:
     check_settings(kept_by_budget(step, source), open_checkpoint(source).config)
     check_window(source, data)
     if step.steps:
-        run_recipe_of(source, step, TRAINING, source)
+        run_recipe_of(source, step, TRAINING, data, source)
 
 
 def needed(source: Path, step: DecoderQuantize, data: DataSettings) -> tuple[int, int, int]:
@@ -112,7 +112,7 @@ def quantize(
             return Int8Task(learning, floating, calibrated, settings)
 
         names = {"student": floating, "calibrated": calibrated, "teacher": teacher}
-        facts["training"] = train_checkpoint(floating, partial, step, TRAINING, scratch, progress, wrap, names)
+        facts["training"] = train_checkpoint(floating, partial, step, TRAINING, data, scratch, progress, wrap, names)
         created_by = read_manifest(partial).created_by
     progress.start("parity with the fake-quantized model", 3)
     parity = measure(partial, progress)

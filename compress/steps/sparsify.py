@@ -76,7 +76,9 @@ class Sparsify(TrainedStep):
             return Sparsified(task, recipe, groups, self.strength)
 
         names = {"source": places.source}
-        record = train_checkpoint(places.source, places.partial, self, training, places.scratch, progress, wrap, names)
+        record = train_checkpoint(
+            places.source, places.partial, self, training, context.data, places.scratch, progress, wrap, names
+        )
         zeros = zero_units(pruner, places.partial, groups, progress)
         rows = [
             {"name": group.name, "units": len(group), "zero": len(units)}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from penjing.compress.distill.features import AttentionRelations, HiddenStates
 from penjing.compress.distill.objective import Distillation, DistillWeights, Matcher, Teacher
@@ -31,7 +31,8 @@ class TrainedStep(TrainingSettings, Step):
 
     def check(self, context: Context) -> None:
         """See `Step`."""
-        run_recipe_of(context.model, self, context.family.need("training", "trained"), context.model)
+        training = context.family.need("training", "trained")
+        run_recipe_of(context.model, self, training, context.data, context.model)
 
     def needs(self, size: dict[str, Any], context: Context) -> Needs:
         """See `Step`: weights, gradients and two moments in float32, and the teacher; activations come on top."""
@@ -61,7 +62,7 @@ class Finetune(TrainedStep):
     def run(self, places: Places, context: Context) -> dict[str, Any]:
         """See `Step`."""
         training = context.family.need("training", "trained")
-        return _trained(places, self, training, lambda task, _: task, {"student": places.source}, context.progress)
+        return _trained(places, self, training, lambda task, _: task, {"student": places.source}, context)
 
 
 class Distill(TrainedStep):
@@ -73,6 +74,17 @@ class Distill(TrainedStep):
     teacher: Path | None = Field(default=None, description="A checkpoint; none given: the recipe's model.")
     temperature: float = Field(default=1.0, gt=0, description="Divides the logits of teacher and student.")
     weights: DistillWeights = Field(default=DistillWeights(), description="Weights of the parts of the loss.")
+    loss: str = Field(
+        default="auto",
+        description="What a graph's outputs are compared by (weights.logits): divergence (of classes), mse, cosine, or "
+        "FILE.py:FUNCTION (of its outputs, the teacher's and the classes, which gives a loss for each sample). By "
+        "default the divergence where the first output has classes, else mse.",
+    )
+    features: tuple[str, ...] = Field(
+        default=(),
+        description="Nodes of a graph whose results are compared too (weights.hidden); 'penjing graph' shows their "
+        "names. Student and teacher need the same shapes there.",
+    )
     relation_heads: int | None = Field(
         default=None, gt=0, description="Heads of weights.relations; none given: as many as fit."
     )
@@ -81,6 +93,13 @@ class Distill(TrainedStep):
         default=None, gt=0, description="The teacher answers once, and so many logits a token are kept (decoders)."
     )
     cache_folder: Path | None = Field(default=None, description="Of all such caches; none given: penjing's own.")
+
+    @field_validator("loss")
+    @classmethod
+    def _known_loss(cls, value: str) -> str:
+        if value not in ("auto", "divergence", "mse", "cosine") and ".py:" not in value:
+            raise ValueError("must be auto, divergence, mse, cosine or FILE.py:FUNCTION")
+        return value
 
     @model_validator(mode="after")
     def _fits_cache(self) -> Distill:
@@ -101,7 +120,10 @@ class Distill(TrainedStep):
     def check(self, context: Context) -> None:
         """See `Step`."""
         super().check(context)
-        if self.cache_top_k is not None and context.family.training and context.family.training.cached is None:
+        training = context.family.need("training", "trained")
+        if training.taught is None and (self.loss != "auto" or self.features):
+            raise ConfigError(f"loss and features are for graphs, and {context.model} is none; leave them out")
+        if self.cache_top_k is not None and training.cached is None:
             raise ConfigError("cache_top_k is for decoders: images are cut anew in every epoch; leave it out")
 
     def teacher_of(self, model: Path) -> Path:
@@ -113,16 +135,20 @@ class Distill(TrainedStep):
         teacher, training = self.teacher_of(context.model), context.family.need("training", "trained")
 
         def wrap(task: Task, recipe: RunRecipe) -> Task:
+            if training.taught is not None:
+                return training.taught(task, recipe, places.source, teacher, self)
             return self._objective(task, recipe, places.source, teacher, training, context.progress)
 
         names = {"student": places.source, "teacher": teacher}
-        return _trained(places, self, training, wrap, names, context.progress)
+        return _trained(places, self, training, wrap, names, context)
 
     def _objective(
         self, task: Task, recipe: RunRecipe, student: Path, teacher: Path, training: Training, progress: Progress
     ) -> Task:
         plain = task.objective.evaluation()
         assert isinstance(plain, CrossEntropy)
+        assert training.teacher is not None
+        assert training.architecture is not None
         plain = CrossEntropy(plain.inputs, self.label_smoothing, plain.accuracy)
         if self.cache_top_k is not None:
             if training.cached is None:
@@ -147,6 +173,7 @@ class Distill(TrainedStep):
 
 
 def _trained(
-    places: Places, step: TrainedStep, training: Training, wrap: Any, names: dict[str, Path], progress: Progress
+    places: Places, step: TrainedStep, training: Training, wrap: Any, names: dict[str, Path], context: Context
 ) -> dict[str, Any]:
-    return train_checkpoint(places.source, places.partial, step, training, places.scratch, progress, wrap, names)
+    paths = places.source, places.partial
+    return train_checkpoint(*paths, step, training, context.data, places.scratch, context.progress, wrap, names)

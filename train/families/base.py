@@ -69,14 +69,14 @@ class Family:
     """What training needs of a kind of network; `FAMILY` of `penjing.train.families.NAME` is one.
 
     Attributes:
-        data: the kind of [data] that its networks learn from.
+        data: the kinds of [data] that its networks learn from.
         new_task: (recipe, progress) → the task of training the recipe's [model], whose [data] is of that kind.
         checkpoint_task: (checkpoint, recipe, progress) → the task of training the network in a folder further: its
             architecture and, in what is exported, all else that belongs to it. `recipe.initial` is that folder.
             Both fetch and prepare the data, and raise PenjingError for whatever is wrong with it.
     """
 
-    data: type[DataConfig]
+    data: tuple[type[DataConfig], ...]
     new_task: Callable[[TrainRecipe, Progress], Task]
     checkpoint_task: Callable[[Path, RunRecipe, Progress], Task]
 
@@ -107,5 +107,5 @@ def build_checkpoint_task(folder: Path, recipe: RunRecipe, progress: Progress) -
 
 def _check_data(recipe: RunRecipe, family: Family, model: str) -> None:
     if not isinstance(recipe.data, family.data):
-        (fitting,) = get_args(family.data.model_fields["kind"].annotation)
-        raise ConfigError(f"data.kind = {recipe.data.kind!r} does not fit {model}; use kind = {fitting!r}")
+        kinds = [repr(get_args(each.model_fields["kind"].annotation)[0]) for each in family.data]
+        raise ConfigError(f"data.kind = {recipe.data.kind!r} does not fit {model}; use kind = {' or '.join(kinds)}")

@@ -22,16 +22,17 @@ from penjing.train.data.stream import Stream
 from penjing.train.families.base import Family
 from penjing.train.objective.objective import Batch, CrossEntropy, TaskObjective
 from penjing.train.processes.world import World
-from penjing.train.recipe.data import FashionData
+from penjing.train.recipe.data import FashionData, SampleData
 from penjing.train.recipe.model import ResNetModel
 from penjing.train.recipe.recipe import RunRecipe, TrainRecipe
+from penjing.train.sources.images import Wanted, class_names, load_images
 from penjing.train.state.state import check_finite
 
 _EVALUATION_BATCH = 500
 
 
 class ImageClassification:
-    """A ResNet on Fashion-MNIST.
+    """A ResNet on Fashion-MNIST, or on images of the user.
 
     Args:
         model: a recipe's section: classes, size and normalisation are those of the training images; or the config of a
@@ -41,13 +42,18 @@ class ImageClassification:
     unit = "images"
 
     def __init__(
-        self, recipe: RunRecipe, model: ResNetModel | ClassifierConfig, data: FashionData, progress: Progress
+        self,
+        recipe: RunRecipe,
+        model: ResNetModel | ClassifierConfig,
+        data: FashionData | SampleData,
+        progress: Progress,
     ) -> None:
         self._recipe = recipe
         self._data = data
-        self._train, self._test = load_fashion("train", progress), load_fashion("test", progress)
+        ready = model if isinstance(model, ClassifierConfig) else None
+        self._train, self._test, names = _images(data, ready, recipe, progress)
         self.checkpoint = (
-            _fitting(model, self._train) if isinstance(model, ClassifierConfig) else _new(model, self._train)
+            _fitting(model, self._train) if isinstance(model, ClassifierConfig) else _new(model, self._train, names)
         )
         self.config = self.checkpoint.model
         self._mean, self._std = (np.array(x, np.float32) for x in (self.checkpoint.mean, self.checkpoint.std))
@@ -142,7 +148,31 @@ def initialize_resnet(model: nn.Module) -> None:
             nn.init.zeros_(last.weight)
 
 
-def _new(model: ResNetModel, data: ImageSet) -> ClassifierConfig:
+def _images(
+    data: FashionData | SampleData, ready: ClassifierConfig | None, recipe: RunRecipe, progress: Progress
+) -> tuple[ImageSet, ImageSet, tuple[str, ...]]:
+    """The images to learn from, those held out, and the names of the classes.
+
+    Raises:
+        ConfigError: no source.
+        InputError, SetupError: see `load_images` and `load_fashion`.
+    """
+    if isinstance(data, FashionData):
+        return load_fashion("train", progress), load_fashion("test", progress), CLASSES
+    if data.source is None:
+        raise ConfigError("data.kind = 'samples' needs data.source (or data.images), such as 'photos/'")
+    if ready is None:
+        wanted = Wanted(data.channels, data.height, data.width, class_names(data))
+    else:
+        wanted = Wanted(ready.model.in_channels, *ready.image_size, ready.labels)
+    found = [
+        load_images(data, wanted, data.held_out, split, most, progress)
+        for split, most in (("train", data.most), ("test", recipe.evaluation.samples))
+    ]
+    return found[0], found[1], wanted.names
+
+
+def _new(model: ResNetModel, data: ImageSet, names: tuple[str, ...]) -> ClassifierConfig:
     mean, std = data.statistics()
     _, channels, height, width = data.images.shape
     return ClassifierConfig(
@@ -150,7 +180,7 @@ def _new(model: ResNetModel, data: ImageSet) -> ClassifierConfig:
         image_size=(height, width),
         mean=tuple(float(value) for value in mean),
         std=tuple(float(value) for value in std),
-        labels=CLASSES,
+        labels=names,
     )
 
 
@@ -197,13 +227,13 @@ def _load_initial(model: nn.Module, folder: Path, config: ResNetConfig) -> None:
 
 def _new_task(recipe: TrainRecipe, progress: Progress) -> ImageClassification:
     assert isinstance(recipe.model, ResNetModel)
-    assert isinstance(recipe.data, FashionData)
+    assert isinstance(recipe.data, FashionData | SampleData)
     return ImageClassification(recipe, recipe.model, recipe.data, progress)
 
 
 def _checkpoint_task(folder: Path, recipe: RunRecipe, progress: Progress) -> ImageClassification:
-    assert isinstance(recipe.data, FashionData)
+    assert isinstance(recipe.data, FashionData | SampleData)
     return ImageClassification(recipe, classifier_config(folder), recipe.data, progress)
 
 
-FAMILY = Family(data=FashionData, new_task=_new_task, checkpoint_task=_checkpoint_task)
+FAMILY = Family(data=(FashionData, SampleData), new_task=_new_task, checkpoint_task=_checkpoint_task)

@@ -187,4 +187,4 @@ def _checkpoint_task(folder: Path, recipe: RunRecipe, progress: Progress) -> Lan
     return LanguageModeling(recipe, open_checkpoint(folder).config, recipe.data, progress)
 
 
-FAMILY = Family(data=TextData, new_task=_new_task, checkpoint_task=_checkpoint_task)
+FAMILY = Family(data=(TextData,), new_task=_new_task, checkpoint_task=_checkpoint_task)

@@ -8,6 +8,7 @@ from typing import Literal
 from pydantic import Field, field_validator
 
 from penjing.core.config import Config
+from penjing.train.sources.settings import Augment, TrainingSource
 
 
 class DataConfig(Config):
@@ -46,6 +47,18 @@ class TextData(DataConfig):
         description="Attention stays inside a document, whose positions count from 0; else a row is one context.",
     )
     held_out: float = Field(default=0.02, gt=0, lt=1, description="Share of the documents that is kept for evaluation.")
+
+
+class SampleData(DataConfig, TrainingSource, Augment):
+    """Samples of the user."""
+
+    kind: Literal["samples"] = Field(description="Your own samples: images by class, or what a graph takes.")
+    height: int = Field(default=32, ge=1, le=1 << 14, description="Rows that a new classifier's images are scaled to.")
+    width: int = Field(
+        default=32, ge=1, le=1 << 14, description="Columns that a new classifier's images are scaled to."
+    )
+    channels: Literal[1, 3] = Field(default=3, description="Channels of a new classifier's images; 1: grey.")
+    most: int = Field(default=1_000_000, ge=1, description="So many images are read at most, of a classifier.")
 
 
 class FashionData(DataConfig):

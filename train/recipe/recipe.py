@@ -18,7 +18,7 @@ from penjing.train.optim.clip import ClipConfig
 from penjing.train.optim.optimizer import OptimizerConfig
 from penjing.train.optim.schedule import LearningRate
 from penjing.train.parallel.config import ParallelConfig
-from penjing.train.recipe.data import FashionData, TextData
+from penjing.train.recipe.data import FashionData, SampleData, TextData
 from penjing.train.recipe.model import DecoderModel, ResNetModel
 
 _UNITS = {"": 1, "B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "KB": 10**3, "MB": 10**6, "GB": 10**9}
@@ -90,7 +90,7 @@ class RunRecipe(Config):
     average: float | None = Field(
         default=None, gt=0, lt=1, description="Decay of averaged weights, which are then evaluated and exported."
     )
-    data: Annotated[TextData | FashionData, Field(discriminator="kind")] = Field(
+    data: Annotated[TextData | FashionData | SampleData, Field(discriminator="kind")] = Field(
         description="What is learnt from, and how a step is cut."
     )
     objective: ObjectiveConfig = Field(default=ObjectiveConfig(), description="What is minimised.")

@@ -11,15 +11,9 @@ from numpy.typing import NDArray
 
 from penjing.train.data.order import Order, mix
 from penjing.train.objective.objective import IGNORED, Batch
+from penjing.train.objective.outputs import REAL, input_name
 from penjing.train.sources.reader import NO_CLASS, Reader
 from penjing.train.sources.settings import Augment
-
-REAL = "real"
-
-
-def input_name(place: int) -> str:
-    """The entry of a batch that holds a network's input of that number."""
-    return f"input.{place}"
 
 
 class SampleStream:

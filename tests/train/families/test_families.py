@@ -13,16 +13,16 @@ from penjing.core.errors import ConfigError, InputError
 from penjing.core.family import names_of, table_of
 from penjing.core.progress import Silent
 from penjing.train.families.base import Family, build_checkpoint_task
-from penjing.train.recipe.data import FashionData, TextData
+from penjing.train.recipe.data import FashionData, SampleData, TextData
 from penjing.train.recipe.recipe import TrainRecipe
 
 RECIPES = Path(__file__).parents[3] / "recipes"
 
 
-def test_decoders_and_classifiers_are_trained() -> None:
-    assert names_of("train") == ["decoder", "classifier"]
+def test_decoders_classifiers_and_graphs_are_trained() -> None:
+    assert names_of("train") == ["decoder", "classifier", "graph"]
     tables: list[Family] = [table_of("train", name) for name in names_of("train")]
-    assert [table.data for table in tables] == [TextData, FashionData]
+    assert [table.data for table in tables] == [(TextData,), (FashionData, SampleData), (SampleData,)]
 
 
 @pytest.mark.parametrize(

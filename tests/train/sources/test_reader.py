@@ -14,11 +14,12 @@ from hypothesis import strategies as st
 from penjing.core.errors import InputError
 from penjing.core.graph.config import Pixels, TensorSpec
 from penjing.core.progress import Silent
+from penjing.train.objective.outputs import REAL
 from penjing.train.sources.images import Wanted, load_images
 from penjing.train.sources.open import open_source
 from penjing.train.sources.reader import Form, Reader
 from penjing.train.sources.settings import Augment, SourceSettings
-from penjing.train.sources.stream import REAL, SampleStream, augmented, held_out_samples
+from penjing.train.sources.stream import SampleStream, augmented, held_out_samples
 from tests.train.sources.photos import folder_of, photo
 
 PIXELS = Pixels(height=16, width=16, mean=(0.5, 0.5, 0.5), std=(0.25, 0.25, 0.25))

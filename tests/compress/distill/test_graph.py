@@ -1,0 +1,161 @@
+"""Graphs learn from classes and from each other, in a compression run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from penjing.compress.distill.graph import FromTeacher, cosine_distances, squared_errors
+from penjing.compress.distill.objective import DistillWeights
+from penjing.compress.run import run_recipe
+from penjing.core.checkpoint.graph import load_network
+from penjing.core.errors import ConfigError, InputError
+from penjing.core.graph.config import Pixels
+from penjing.core.graph.network import tensors_of
+from penjing.train.families.graph import rebuilt
+from penjing.train.objective.outputs import REAL, Classes
+from tests.compress.graphs import graph_folder
+from tests.core.graph.networks import Residual
+from tests.train.sources.photos import folder_of
+
+PIXELS = Pixels(height=16, width=16, mean=(0.5, 0.5, 0.5), std=(0.25, 0.25, 0.25))
+FAST: dict[str, Any] = {
+    "batch_size": 8, "optimizer": {"name": "sgd", "momentum": 0.9}, "learning_rate": {"kind": "constant", "peak": 0.05},
+}  # fmt: skip
+
+
+def network(path: Path, seed: int = 0) -> Path:
+    model = Residual()
+    model.last = torch.nn.Linear(16, 2)
+    return graph_folder(path, model, torch.randn(4, 3, 16, 16), seed=seed, meaning="classes", pixels=PIXELS)
+
+
+@pytest.fixture
+def photos(tmp_path: Path) -> str:
+    return str(folder_of(tmp_path / "photos", {"cat": 20, "dog": 20}))
+
+
+def run(tmp_path: Path, photos: str, *steps: dict[str, Any], **data: Any) -> Path:
+    recipe = {
+        "model": str(network(tmp_path / "net")),
+        "output": str(tmp_path / "out"),
+        "data": {"images": photos, "held_out": 0.3} | data,
+        "evaluate": {"resamples": 100},
+        "guard": {"accuracy_points": 100, "similarity_loss": 2},
+        "measure": {"rounds": 0},
+        "steps": [FAST | step for step in steps],
+    }
+    return run_recipe(recipe)
+
+
+def test_a_graph_is_fine_tuned_on_photos(tmp_path: Path, photos: str) -> None:
+    out = run(tmp_path, photos, {"kind": "finetune", "steps": 6, "flip": True, "pad": 1})
+    before, after = (tensors_of(load_network(folder).module) for folder in (tmp_path / "net", out))
+    assert not torch.equal(before["last.weight"], after["last.weight"])
+    assert not torch.equal(before["first.1.running_mean"], after["first.1.running_mean"])
+    report = json.loads((out / "report.json").read_text())
+    record = report["stages"][1]["record"]
+    assert record["losses"]["last"]["loss"] < record["losses"]["first"]["loss"]
+    assert record["data"] == [photos]
+    assert report["stages"][1]["quality"]["name"] == "accuracy"
+
+
+@pytest.mark.parametrize("loss", ["auto", "mse", "cosine"])
+def test_a_graph_learns_from_another_without_classes(tmp_path: Path, photos: str, loss: str) -> None:
+    teacher = network(tmp_path / "teacher", seed=7)
+    step = {"kind": "distill", "teacher": str(teacher), "steps": 12, "loss": loss}
+    out = run(tmp_path, photos, step, labels=False)
+    record = json.loads((out / "report.json").read_text())["stages"][1]["record"]
+    assert record["losses"]["last"]["loss"] < record["losses"]["first"]["loss"]
+    assert set(record["losses"]["last"]) == {"loss", {"auto": "divergence"}.get(loss, loss)}
+    assert 0 <= record["evaluation"]["agreement"] <= 1
+
+
+def test_features_and_a_loss_of_the_user(tmp_path: Path, photos: str) -> None:
+    mine = tmp_path / "mine.py"
+    mine.write_text("def loss(ours, theirs, targets):\n    return (ours[0] - theirs[0]).abs().mean(1)\n")
+    nodes = load_network(network(tmp_path / "shown")).module.graph.nodes
+    node = next(each.name for each in nodes if each.op == "call_function" and "mean" in each.name)
+    step = {
+        "kind": "distill", "teacher": str(network(tmp_path / "teacher", seed=7)), "steps": 3, "loss": f"{mine}:loss",
+        "features": [node], "weights": {"logits": 1.0, "hidden": 0.5, "cross_entropy": 0.1},
+    }  # fmt: skip
+    out = run(tmp_path, photos, step)
+    losses = json.loads((out / "report.json").read_text())["stages"][1]["record"]["losses"]["last"]
+    assert set(losses) == {"loss", "own", "cross_entropy", "hidden"}
+    assert len(load_network(out).config.outputs) == 1
+
+
+@pytest.mark.parametrize(
+    ("step", "data", "said"),
+    [
+        ({"kind": "finetune", "steps": 1}, {"labels": False}, "no classes"),
+        ({"kind": "finetune", "steps": 1, "sources": ["x"]}, {}, "no use for sources"),
+        ({"kind": "distill", "steps": 1, "features": ["nothing"], "weights": {"hidden": 1.0}}, {}, "no node 'nothing'"),
+        ({"kind": "distill", "steps": 1, "weights": {"hidden": 1.0}}, {}, "belong together"),
+    ],
+)
+def test_what_a_graph_cannot_learn(
+    tmp_path: Path, photos: str, step: dict[str, Any], data: dict[str, Any], said: str
+) -> None:
+    if step["kind"] == "distill":
+        step = step | {"teacher": str(network(tmp_path / "teacher", seed=7))}
+    with pytest.raises((ConfigError, InputError), match=said):
+        run(tmp_path, photos, step, **data)
+    assert not (tmp_path / "out").exists()
+
+
+def test_training_needs_samples(tmp_path: Path, photos: str) -> None:
+    recipe = {
+        "model": str(network(tmp_path / "net")), "output": str(tmp_path / "out"),
+        "steps": [{"kind": "finetune", "steps": 1}],
+    }  # fmt: skip
+    with pytest.raises(ConfigError, match=r"set data\.source"):
+        run_recipe(recipe)
+
+
+def test_the_objective_is_a_sum_over_real_samples() -> None:
+    teacher, student = torch.nn.Linear(3, 4), torch.nn.Linear(3, 4)
+    rows = torch.randn(5, 3)
+
+    class Tuple(torch.nn.Module):
+        def __init__(self, inner: torch.nn.Module) -> None:
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor]:
+            return (self.inner(x),)
+
+    objective = FromTeacher(Tuple(teacher), None, "divergence", DistillWeights(), 1.0, 1)
+
+    def loss(x: torch.Tensor, real: list[bool]) -> float:
+        batch = {"input.0": x, "targets": torch.full((len(x),), -100), REAL: torch.tensor(real)}
+        assert objective.count(batch) == sum(real)
+        return float(objective(Tuple(student), batch).total.detach())
+
+    whole = loss(rows, [True] * 5)
+    filled = torch.cat([rows[3:], torch.zeros(1, 3)])
+    assert loss(rows[:3], [True] * 3) + loss(filled, [True, True, False]) == pytest.approx(whole, rel=1e-5)
+    assert isinstance(FromTeacher(teacher, Classes(0.1), "mse", DistillWeights(), 1.0, 1).evaluation(), Classes)
+
+
+def test_distances_are_zero_for_equal_outputs() -> None:
+    values = torch.randn(4, 3, 2)
+    torch.testing.assert_close(squared_errors(values, values), torch.zeros(4))
+    torch.testing.assert_close(cosine_distances(values, 2 * values), torch.zeros(4), atol=1e-6, rtol=0)
+    with pytest.raises(InputError, match="one shape"):
+        squared_errors(values, values[:, :2])
+
+
+def test_a_rebuilt_graph_has_its_own_tensors(tmp_path: Path) -> None:
+    kept = load_network(network(tmp_path / "net"))
+    model = rebuilt(kept)
+    inputs = torch.randn(3, 3, 16, 16)
+    torch.testing.assert_close(model.eval()(inputs)[0], kept(inputs)[0], rtol=0, atol=0)
+    with torch.no_grad():
+        model.get_parameter("last.weight").zero_()
+    assert kept.module.get_parameter("last.weight").abs().sum() > 0
