@@ -20,6 +20,7 @@ from penjing.core.memory import available_bytes
 from penjing.core.progress import clock, megabytes
 from penjing.core.text.documents import text_files
 from penjing.train.monitor.flops import peak_flops
+from penjing.train.sources.open import fingerprint
 
 USE = 0.4  # of the rate of a large matrix product: training reached 0.3 to 0.6 of it, SmolLM2 with its teacher 0.6
 
@@ -43,7 +44,11 @@ def input_hashes(recipe: Recipe, context: Context) -> dict[str, dict[str, str]]:
                 "teacher of the same kind"
             )
         found[str(teacher)] = other.hashes(teacher)
-    return found | _own_texts(recipe)
+    found |= _own_texts(recipe)
+    for setting, settings in ((CALIBRATE, recipe.data), (EVALUATE, recipe.evaluate)):
+        if settings.source is not None:
+            found[setting] = found.get(setting, {}) | fingerprint(settings)
+    return found
 
 
 def _own_texts(recipe: Recipe) -> dict[str, dict[str, str]]:

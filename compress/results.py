@@ -99,6 +99,8 @@ class Results:
             parts.append(self.hashes["model" if teacher == self.recipe.model else str(teacher)])
         if step.needs_data():
             parts += [self.recipe.data.model_dump(mode="json"), self.hashes.get(CALIBRATE)]
+        elif self.recipe.data.source is not None:  # what is trained on
+            parts += [self.recipe.data.source_settings(), self.recipe.data.held_out, self.hashes.get(CALIBRATE)]
         return key_of(*parts)
 
     def _quality(self, name: str, folder: Path) -> Quality:

@@ -162,7 +162,7 @@ class Taught(WrappedTask):
         self.objective: TaskObjective = objective
 
 
-def taught(task: Task, recipe: RunRecipe, student: Path, teacher: Path, step: Any) -> Task:
+def taught_by_graph(task: Task, recipe: RunRecipe, student: Path, teacher: Path, step: Any) -> Task:
     """The task of a graph that learns from the graph in `teacher`, as a step `distill` says.
 
     Raises:
@@ -185,7 +185,7 @@ def from_teacher(
     loss: str = "auto",
     features: tuple[str, ...] = (),
 ) -> FromTeacher:
-    """The objective of `taught`; `task` gives the results of `features` too from here on."""
+    """The objective of `taught_by_graph`; `task` gives the results of `features` too from here on."""
     ours, theirs = graph_config(student), graph_config(teacher)
     if (ours.inputs, ours.outputs) != (theirs.inputs, theirs.outputs):
         raise InputError(
@@ -218,4 +218,4 @@ def _said(config: Any) -> str:
     return ", ".join(map(str, (*config.inputs, *config.outputs)))
 
 
-TRAINING = Training(data=samples, evaluation_samples=10_000, taught=taught)
+TRAINING = Training(data=samples, evaluation_samples=10_000, taught=taught_by_graph)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from pathlib import Path
 
 from penjing.core.errors import InputError
@@ -39,6 +40,19 @@ def open_source(settings: SourceSettings) -> Source:
     if not path.exists():
         raise InputError(f"data.source = {text} does not exist; name a folder or file with samples")
     return _file(path, settings)
+
+
+def fingerprint(settings: SourceSettings) -> dict[str, str]:
+    """What tells a source from what it was before: its name → SHA-256 of its samples (their beginnings) and classes.
+
+    Raises:
+        InputError, SetupError: as `open_source`.
+    """
+    source = open_source(settings)
+    found = hashlib.sha256(repr(source.labels).encode())
+    for index in range(source.size):
+        found.update(source.digest(index).to_bytes(8, "little"))
+    return {source.where: found.hexdigest()}
 
 
 def _file(path: Path, settings: SourceSettings) -> Source:

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 
 from penjing.core.errors import InputError, SetupError
 from penjing.train.sources import tables
-from penjing.train.sources.open import open_source
+from penjing.train.sources.open import fingerprint, open_source
 from penjing.train.sources.settings import SourceSettings
 from penjing.train.sources.source import Source
 from tests.train.sources.photos import folder_of, photo
@@ -185,3 +185,11 @@ def test_images_is_another_spelling() -> None:
     assert SourceSettings.model_validate({"images": "photos/"}).source == "photos/"
     with pytest.raises(ValueError, match="give one of them"):
         SourceSettings.model_validate({"images": "photos/", "source": "other/"})
+
+
+def test_a_source_that_changes_is_another(tmp_path: Path) -> None:
+    settings = SourceSettings(source=str(folder_of(tmp_path, {"cat": 2, "dog": 2})))
+    before = fingerprint(settings)
+    assert fingerprint(settings) == before
+    (tmp_path / "cat" / "000.png").write_bytes(photo(77))
+    assert fingerprint(settings) != before
