@@ -249,7 +249,7 @@ def test_a_full_disk_is_one_error(
     def full(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("penjing.train.state.checkpoint.save_file", full)
+    monkeypatch.setattr("penjing.train.state.checkpoint.save_tensors", full)
     with pytest.raises(SetupError, match="the disk is full; free some space and run again"):
         distill(student, tiny_checkpoint, tmp_path, text_step(steps=6))
     assert not list((tmp_path / "partial").iterdir())
