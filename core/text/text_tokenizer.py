@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from tokenizers import Tokenizer as Backend
 
 from penjing.core.errors import InputError
 from penjing.core.manifest import read_json_object
 from penjing.core.models.encoder_config import EncoderConfig, encoder_config_from_hf
+from penjing.core.text.tokenizer import read_backend
 
 TOKENIZER, LIMITS = "tokenizer.json", "sentence_bert_config.json"
 
@@ -40,11 +40,7 @@ class TextTokenizer:
 
     def __init__(self, folder: Path, config: EncoderConfig) -> None:
         path = folder / TOKENIZER
-        read_json_object(path)
-        try:
-            self._backend = Backend.from_file(str(path))
-        except Exception as error:  # the tokenizers library reports everything as a bare Exception
-            raise InputError(f"{path} is not a tokenizer ({error}); get or make it again") from error
+        self._backend = read_backend(path)
         largest = max(self._backend.get_vocab(with_added_tokens=True).values(), default=-1)
         if largest >= config.vocab_size:
             raise InputError(

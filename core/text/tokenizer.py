@@ -45,11 +45,7 @@ class Tokenizer:
             InputError: `tokenizer.json` is missing or malformed; an id in the other files is not an id.
         """
         path = folder / "tokenizer.json"
-        read_json_object(path)
-        try:
-            backend = Backend.from_file(str(path))
-        except Exception as error:  # the tokenizers library reports everything as a bare Exception
-            raise InputError(f"{path} is not a tokenizer ({error}); get or make it again") from error
+        backend = read_backend(path)
         files = ("tokenizer_config.json", "config.json", "generation_config.json")
         named, model, generation = (_optional_json(folder / name) for name in files)
         begin, end = (_id_of(backend, named.get(key)) for key in ("bos_token", "eos_token"))
@@ -91,6 +87,21 @@ class Tokenizer:
             self._literal = Backend.from_str(self.backend.to_str())
             self._literal.encode_special_tokens = True
         return self._literal
+
+
+def read_backend(path: Path) -> Backend:
+    """The tokenizer in the file `path`.
+
+    Raises:
+        InputError: it is missing or malformed.
+    """
+    read_json_object(path)
+    try:
+        return Backend.from_file(str(path))
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # the library reports everything as a bare Exception, or panics, which is none
+        raise InputError(f"{path} is not a tokenizer ({error}); get or make it again") from error
 
 
 def _optional_json(path: Path) -> dict[str, Any]:
