@@ -99,3 +99,14 @@ def test_an_artifact_is_loaded_and_answers(tmp_path: Path) -> None:
 def test_how_long_it_learns_from_a_file_has_to_be_said() -> None:
     with pytest.raises(penjing.ConfigError, match="give steps=N"):
         network().distill(network(), data="samples.npz")
+
+
+def test_a_network_becomes_int8_on_the_batches_of_a_loader(tmp_path: Path) -> None:
+    net, loader = network(), [(torch.randn(16, 6), torch.zeros(16, dtype=torch.int64)) for _ in range(4)]
+    int8 = net.quantize(loader)
+    x = torch.randn(32, 6)
+    expected = net(x)[0]
+    assert (int8(x)[0] - expected).abs().mean() < 0.05 * expected.std()
+    assert int8.report().startswith("quantize: ")
+    assert (tmp_path / "int8") == int8.save(tmp_path / "int8")
+    assert torch.equal(penjing.QuantizedNetwork.load(tmp_path / "int8")(x)[0], int8(x)[0])
