@@ -213,8 +213,13 @@ class Network:
         with TemporaryDirectory(prefix="penjing-") as scratch:
             taught_by = str(teacher.save(Path(scratch) / "teacher"))
             step = {"kind": "distill", "teacher": taught_by, "batch_size": batch_size, **settings}
-            made, said = self._run(step, data, sections, Path(scratch), progress)
-            self._network, self._said = load_network(made), (*self._said, f"distill: {said}")
+            made, _ = self._run(step, data, sections, Path(scratch), progress)
+            learnt = load_network(made)
+        seen = gathered(data, self.config) if isinstance(data, Mapping) else self._network.example
+        inputs = [seen[spec.name] for spec in self.config.inputs]
+        before, after = (_cosine(network(*inputs), teacher(*inputs)) for network in (self._network, learnt))
+        line = f"distill: {settings['steps']} updates, cosine to the teacher {before:.4f} → {after:.4f}"
+        self._network, self._said = learnt, (*self._said, line)
         return self
 
     def quantize(
@@ -375,6 +380,14 @@ def _named(batch: Any, names: list[str]) -> dict[str, Tensor]:
             f"{', '.join(names)}, in order or by name, and labels behind them if there are any"
         )
     return {name: value.detach().cpu() for name, value in given.items()}
+
+
+@torch.no_grad()
+def _cosine(first: Sequence[Tensor], second: Sequence[Tensor]) -> float:
+    """Of the first floating output, on average over axis 0."""
+    one, other = next((a, b) for a, b in zip(first, second, strict=True) if a.is_floating_point())
+    rows = len(one) if one.dim() > 1 else 1
+    return float(nn.functional.cosine_similarity(one.reshape(rows, -1), other.reshape(rows, -1)).mean())
 
 
 def _copy_file(source: Path, out: Path) -> Path:

@@ -43,5 +43,5 @@ def print_verification(result: dict[str, Any]) -> None:
     for name, reason in result["unmeasured"].items():
         console.print(f"{name}: not measured here: {reason}")
     if "same_bits" in result:
-        console.print(f"served and local logits are {'equal bit for bit' if result['same_bits'] else 'not equal'}")
+        console.print(f"served and local answers are {'equal bit for bit' if result['same_bits'] else 'not equal'}")
     console.print(f"{result['artifact']} is intact and within its bound of {result['bound']:g}")

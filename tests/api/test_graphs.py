@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import onnxruntime
@@ -99,6 +100,19 @@ def test_an_artifact_is_loaded_and_answers(tmp_path: Path) -> None:
 def test_how_long_it_learns_from_a_file_has_to_be_said() -> None:
     with pytest.raises(penjing.ConfigError, match="give steps=N"):
         network().distill(network(), data="samples.npz")
+
+
+def test_a_network_learns_in_place_what_a_teacher_answers() -> None:
+    teacher, student = network(), network()
+    torch.manual_seed(3)
+    with torch.no_grad():
+        for parameter in student.module().parameters():
+            parameter.copy_(0.3 * torch.randn_like(parameter))
+    rate = {"peak": 0.02, "kind": "constant"}
+    found = student.distill(teacher, data={"x": torch.randn(512, 6)}, epochs=15, batch_size=64, learning_rate=rate)
+    assert found is student
+    before, after = map(float, re.findall(r"[\d.]+", found.report().partition("teacher")[2]))
+    assert after > before + 0.5
 
 
 def test_a_network_becomes_int8_on_the_batches_of_a_loader(tmp_path: Path) -> None:
