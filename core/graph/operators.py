@@ -21,7 +21,9 @@ hardshrink softshrink tanhshrink softplus softsign threshold glu softmax _softma
 dropout feature_dropout alpha_dropout rrelu
 add sub rsub mul div true_divide floor_divide remainder fmod pow square sqrt rsqrt reciprocal exp exp2 expm1 log log2
 log10 log1p abs neg sign sgn floor ceil round trunc frac sin cos tan asin acos atan atan2
-sinh cosh tanh asinh acosh atanh erf erfc erfinv maximum minimum fmax fmin clamp clamp_min clamp_max lerp addcmul addcdiv logaddexp hypot nan_to_num
+sinh cosh tanh asinh acosh atanh erf erfc erfinv maximum minimum fmax fmin clamp clamp_min clamp_max
+lerp addcmul addcdiv logaddexp hypot nan_to_num
+__and__ __or__ __xor__
 eq ne lt le gt ge logical_and logical_or logical_not logical_xor bitwise_and bitwise_or bitwise_not bitwise_xor
 bitwise_left_shift bitwise_right_shift isnan isinf isfinite where masked_fill
 sum mean amax amin max min prod std var var_mean std_mean norm linalg_vector_norm logsumexp argmax argmin any all

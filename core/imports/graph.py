@@ -343,7 +343,7 @@ def _input(said: str) -> tuple[str, tuple[int, ...], str]:
         name = f"{name}:{more}"
     shape, _, dtype = rest.partition(":")
     sizes = shape.split("x") if shape else []
-    if not name or not all(size.isdigit() and 0 < int(size) < 1 << 31 for size in sizes):
+    if ":" not in said or not name or not all(size.isdigit() and 0 < int(size) < 1 << 31 for size in sizes):
         raise ConfigError(f"--input {said}: write NAME:SIZES or NAME:SIZES:TYPE, as tokens:2x16:int64")
     if dtype and not isinstance(getattr(torch, dtype, None), torch.dtype):
         raise ConfigError(f"--input {said}: {dtype!r} is no type; use float32, int64, bool …")

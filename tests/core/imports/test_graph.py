@@ -1,0 +1,193 @@
+"""`penjing import` of graphs: files, functions, weights, labels, images; what is wrong is named, and nothing stays."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import onnx
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from onnx import TensorProto, helper, numpy_helper
+from safetensors.torch import save_file
+
+from penjing.core.checkpoint.graph import load_network
+from penjing.core.checkpoint.graph_look import look
+from penjing.core.errors import ConfigError, InputError, PenjingError, SetupError
+from penjing.core.graph.network import operator_name
+from penjing.core.imports.graph import graph_options, import_graph
+from penjing.core.manifest import read_manifest
+from tests.core.graph.networks import Residual
+
+SOURCE = """
+import torch
+from tests.core.graph.networks import Residual
+
+def build():
+    torch.manual_seed(0)
+    return Residual(), torch.randn(1, 3, 16, 16)
+
+def bare():
+    return Residual()
+
+def broken():
+    raise RuntimeError("no such luck")
+
+def number():
+    return 3
+"""
+
+
+@pytest.fixture
+def models(tmp_path: Path) -> str:
+    (tmp_path / "models.py").write_text(SOURCE)
+    return str(tmp_path / "models.py")
+
+
+def _onnx(path: Path, **changes: Any) -> Path:
+    torch.manual_seed(0)
+    weight = numpy_helper.from_array(torch.randn(3, 4).numpy(), "w")
+    graph = helper.make_graph(
+        [helper.make_node("MatMul", ["x", "w"], ["h"]), helper.make_node("Softmax", ["h"], ["y"])],
+        "small",
+        [helper.make_tensor_value_info("x", TensorProto.FLOAT, ["batch", 3])],
+        [helper.make_tensor_value_info("y", TensorProto.FLOAT, ["batch", 4])],
+        [weight],
+    )
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
+    onnx.save(model, path, **changes)
+    return path
+
+
+def test_a_function_comes_in_with_weights_labels_and_pixels(models: str, tmp_path: Path) -> None:
+    torch.manual_seed(5)
+    module = Residual().eval()
+    torch.save(
+        {"state_dict": {f"module.{key}": value for key, value in module.state_dict().items()}}, tmp_path / "w.pth"
+    )
+    (tmp_path / "labels.txt").write_text("\n".join(f"class {index}" for index in range(10)))
+    options = graph_options(
+        weights=tmp_path / "w.pth", labels=tmp_path / "labels.txt", mean="0.5,0.5,0.5", std="0.2,0.2,0.2"
+    )
+    out = import_graph(f"{models}:build", tmp_path / "out", options)
+    network = load_network(out)
+    assert network.config.meaning == "classes"
+    assert network.config.labels[9] == "class 9"
+    assert network.config.pixels is not None
+    assert network.config.pixels.height == 16
+    images = torch.randn(3, 3, 16, 16)
+    torch.testing.assert_close(network(images)[0], module(images))
+    parity = read_manifest(out).created_by["parity"]
+    assert parity["distance"] <= parity["bound"]
+
+
+def test_an_onnx_file_comes_in_once_and_is_shown(tmp_path: Path) -> None:
+    path = _onnx(tmp_path / "a.onnx")
+    out = import_graph(str(path), tmp_path / "out")
+    before = (out / "penjing.json").stat().st_mtime_ns
+    import_graph(str(path), out)
+    assert (out / "penjing.json").stat().st_mtime_ns == before
+    with pytest.raises(InputError, match="already exists"):
+        import_graph(str(path), out, graph_options(meaning="embedding"))
+    _, shown = look(out, tmp_path / "graph.svg")
+    assert shown["macs"] == 12
+    assert shown["bytes"] == 48
+    assert (tmp_path / "graph.svg").read_text().count("<rect") == 1 + 3
+    look(out, tmp_path / "graph.json")
+    assert json.loads((tmp_path / "graph.json").read_text())["by_operator"]["linear"]["macs"] == 12
+    with pytest.raises(ConfigError, match=r"\.txt"):
+        look(out, tmp_path / "graph.png")
+
+
+def test_weights_beside_the_file_are_read_and_checked(tmp_path: Path) -> None:
+    (tmp_path / "in").mkdir()
+    path = _onnx(tmp_path / "in" / "a.onnx", save_as_external_data=True, location="w.bin", size_threshold=0)
+    network = load_network(import_graph(str(path), tmp_path / "out"))
+    assert [operator_name(node) for node in network.module.graph.nodes if operator_name(node)] == ["linear", "softmax"]
+    (tmp_path / "in" / "w.bin").write_bytes(b"1234")
+    with pytest.raises(InputError, match="ends before w"):
+        import_graph(str(path), tmp_path / "other")
+    (tmp_path / "in" / "w.bin").unlink()
+    with pytest.raises(InputError, match=r"w\.bin with w is missing"):
+        import_graph(str(path), tmp_path / "other")
+    model = onnx.load(path, load_external_data=False)
+    (tmp_path / "secret.bin").write_bytes(b"0" * 100)
+    model.graph.initializer[0].external_data[0].value = "../secret.bin"
+    path.write_bytes(model.SerializeToString())
+    with pytest.raises(InputError, match="outside the folder"):
+        import_graph(str(path), tmp_path / "other")
+    assert not (tmp_path / "other").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "said"),
+    [
+        ("broken", {}, "raised RuntimeError, line 13: no such luck"),
+        ("number", {}, "returned a int"),
+        ("missing", {}, "no function 'missing'"),
+        ("bare", {}, "--input"),
+        ("bare", {"inputs": ["pictures:1x3x16x16"]}, "does not take these inputs"),
+        ("bare", {"inputs": ["images:2x5x16x16"]}, "cannot be exported|raised"),
+        ("build", {"weights": "few.safetensors"}, "are missing"),
+        ("build", {"weights": "wide.safetensors"}, r"last\.bias has the shape \[11\]"),
+        ("build", {"weights": "pickle.pth"}, "objects besides tensors"),
+        ("build", {"weights": "torn.pth"}, "no file of weights"),
+        ("build", {"weights": "none.pth"}, "cannot read"),
+        ("build", {"labels": "two.txt"}, "2 labels, and the output output has 10 classes"),
+    ],
+)
+def test_what_does_not_fit_is_named(
+    name: str, options: dict[str, object], said: str, models: str, tmp_path: Path
+) -> None:
+    state = Residual().state_dict()
+    save_file({"last.bias": torch.zeros(10)}, tmp_path / "few.safetensors")
+    save_file({**state, "last.bias": torch.zeros(11)}, tmp_path / "wide.safetensors")
+    torch.save(Residual(), tmp_path / "pickle.pth")
+    torch.save(state, tmp_path / "torn.pth")
+    (tmp_path / "torn.pth").write_bytes((tmp_path / "torn.pth").read_bytes()[:3000])
+    (tmp_path / "two.txt").write_text("a\nb\n")
+    given = {key: tmp_path / value if isinstance(value, str) else value for key, value in options.items()}
+    with pytest.raises(InputError, match=said):
+        import_graph(f"{models}:{name}", tmp_path / "out", graph_options(**given))  # type: ignore[arg-type]
+    assert not list(tmp_path.glob("*out*"))
+
+
+def test_what_is_not_installed_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "timm", None)
+    with pytest.raises(SetupError, match="pip install timm"):
+        import_graph("timm/resnet18", tmp_path / "out")
+    with pytest.raises(InputError, match="no network 'nonsense'"):
+        import_graph("transformers/nonsense", tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    "said",
+    [{"inputs": ["x"]}, {"inputs": ["x:0x2"]}, {"inputs": ["x:2:why"]}, {"dynamic": ["x:a=b"]}, {"dynamic": ["0=b"]},
+     {"fixed": ["sr=high"]}, {"size": "big"}, {"mean": "a,b"}, {"meaning": "boxes"}],
+)  # fmt: skip
+def test_options_are_read_strictly(said: dict[str, object]) -> None:
+    with pytest.raises(ConfigError, match="--"):
+        graph_options(**said)  # type: ignore[arg-type]
+
+
+@given(st.data())
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_a_damaged_file_is_one_error_or_a_network(tmp_path: Path, data: st.DataObject) -> None:
+    path = _onnx(tmp_path / "a.onnx")
+    content = bytearray(path.read_bytes())
+    if data.draw(st.booleans()):
+        content = content[: data.draw(st.integers(0, len(content) - 1))]
+    else:
+        generator = random.Random(data.draw(st.integers(0, 10**6)))
+        for _ in range(generator.randint(1, 4)):
+            content[generator.randrange(len(content))] = generator.randrange(256)
+    path.write_bytes(bytes(content))
+    out = tmp_path / "out"
+    try:
+        import_graph(str(path), out, force=True)
+    except PenjingError:
+        assert not list(tmp_path.glob(".out*"))
