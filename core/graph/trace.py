@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -240,12 +241,15 @@ def _spec(name: str, value: Tensor, symbols: Mapping[str, str]) -> TensorSpec:
     dtype = str(value.dtype).removeprefix("torch.")
     if dtype not in DTYPE_NAMES:
         raise InputError(f"{name} is {dtype}; inputs and outputs are {', '.join(DTYPE_NAMES)}")
-    shape = tuple(size if isinstance(size, int) else symbols.get(str(size), _spoken(size)) for size in value.shape)
+    shape = tuple(
+        size if isinstance(size, int) else symbols.get(str(size), _spoken(size, symbols)) for size in value.shape
+    )
     return TensorSpec(name=name, dtype=dtype, shape=shape)
 
 
-def _spoken(size: Any) -> str:
-    return str(size).replace(" ", "")
+def _spoken(size: Any, symbols: Mapping[str, str]) -> str:
+    """A size that is computed from others, in their names: "batch*49"."""
+    return re.sub(r"[su]\d+", lambda found: symbols.get(found[0], found[0]), str(size).replace(" ", ""))
 
 
 def _where(node: Node) -> str:

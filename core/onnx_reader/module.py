@@ -142,7 +142,8 @@ class OnnxModule(Weights):
             raise call.refused("chooses by values that the network computes; export the network without branches")
         graph: ir.Graph = call.node.attributes["then_branch" if bool(condition.array.item()) else "else_branch"].value
         for name, value in graph.initializers.items():
-            self._constants.setdefault(str(name), Constant(str(name), to_torch(_content(value, self._path), str(name))))
+            if str(name) not in self._constants:
+                self._constants[str(name)] = Constant(str(name), to_torch(_content(value, self._path), str(name)))
         self._run(graph, values)
         return tuple(self._read(value, values) for value in graph.outputs)
 

@@ -85,3 +85,36 @@ RELU = helper.make_node("Relu", ["x"], ["y"], name="the_relu")
 def test_what_cannot_be_taken_is_named(model: onnx.ModelProto, said: str, tmp_path: Path) -> None:
     with pytest.raises(InputError, match=said):
         from_onnx(written(tmp_path / "a.onnx", model))
+
+
+def test_a_branch_that_an_input_of_one_value_decides_is_taken(tmp_path: Path) -> None:
+    def branch(name: str, factor: float) -> onnx.GraphProto:
+        weight = numpy_helper.from_array(torch.full((2, 3), factor).numpy(), f"{name}_w")
+        node = helper.make_node("Mul", ["x", f"{name}_w"], [f"{name}_y"])
+        result = helper.make_tensor_value_info(f"{name}_y", TensorProto.FLOAT, ["batch", 3])
+        return helper.make_graph([node], name, [], [result], [weight])
+
+    nodes = [
+        helper.make_node("Equal", ["rate", "high"], ["is_high"]),
+        helper.make_node("If", ["is_high"], ["y"], then_branch=branch("a", 2.0), else_branch=branch("b", 3.0)),
+    ]
+    model = small(*nodes, high=torch.tensor(16000))
+    model.graph.input.append(helper.make_tensor_value_info("rate", TensorProto.INT64, []))
+    path = written(tmp_path / "a.onnx", model)
+    with pytest.raises(InputError, match="chooses by values"):
+        from_onnx(path)
+    for rate, factor in ((16000, 2.0), (8000, 3.0)):
+        network = from_onnx(path, fixed={"rate": rate}).network
+        x = torch.randn(2, 3)
+        torch.testing.assert_close(network(x)[0], x * factor)
+
+
+class Flat(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.flatten(0, 1)
+
+
+def test_sizes_of_outputs_are_said_in_names_of_inputs(tmp_path: Path) -> None:
+    axes = ({0: torch.export.Dim("batch")},)
+    path = exported(Flat(), (torch.randn(2, 3, 4),), tmp_path / "a.onnx", dynamic_shapes=axes)
+    assert from_onnx(path).network.config.outputs[0].shape == ("3*batch", 4)
