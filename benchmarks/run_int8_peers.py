@@ -178,7 +178,7 @@ def rows_of(
     ]
 
 
-def quality(reference: Images, answers: Images, labels: NDArray[np.uint8]) -> dict[str, float]:
+def quality(reference: Images, answers: Images, labels: NDArray[np.integer[Any]]) -> dict[str, float]:
     """Share of right classes, share of the FP32 network's classes, and mean KL of its softmax from the FP32 one's."""
     before, after = (logits.astype(np.float64) for logits in (reference, answers))
     before, after = (logits - np.logaddexp.reduce(logits, axis=1, keepdims=True) for logits in (before, after))

@@ -45,7 +45,7 @@ class MuonWithAdamW(torch.optim.Optimizer):
         self.param_groups = [group for part in self._parts for group in part.param_groups]
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # no closure is ever given
         """Update all parameters that have gradients."""
         assert closure is None, "losses are computed by the loop"
         for part in self._parts:
