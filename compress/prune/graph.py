@@ -1,9 +1,9 @@
 """The dependency graph: which slices of which weights can leave a network, and what has to leave with them.
 
-The network is exported at ATen level with example inputs (`torch.export`), labels run through it once (see labels.py),
-and units that touch the same dimensions of the same weights form a group. The idea of coupled groups is that of
-DepGraph (Fang et al., https://arxiv.org/abs/2301.12900); here indices run forward through every operation, and an
-operation without a rule is refused.
+The network is a graph of ATen operators, or becomes one by `torch.export` with example inputs. Labels run through it
+once (see labels.py), and units that touch the same dimensions of the same weights form a group. The idea of coupled
+groups is that of DepGraph (Fang et al., https://arxiv.org/abs/2301.12900); here indices run forward through every
+operation, and what flows through an operation without a rule stays whole.
 """
 
 from __future__ import annotations
@@ -18,15 +18,16 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
+from torch import fx, nn
 from torch.export.graph_signature import InputKind
 from torch.fx import Node
 
 from penjing.compress.prune import rules_layers, rules_shape  # noqa: F401  (they register rules)
 from penjing.compress.prune.labels import NONE, Label, Labeler
-from penjing.compress.prune.rules import RULES, Call, UnknownOperation
+from penjing.compress.prune.rules import RULES, Call, UnknownOperation, filled
 from penjing.compress.prune.units import FROZEN
 from penjing.core.errors import InputError
+from penjing.core.graph.network import propagate_module
 from penjing.kernels.dispatch import force_torch
 
 
@@ -77,10 +78,15 @@ class Group:
 
 @dataclass
 class DependencyGraph:
-    """All groups of a network, and what is kept."""
+    """All groups of a network, and what is kept.
+
+    Attributes:
+        reasons: operations that nobody wrote a rule for, and their places: what flows through them stays whole.
+    """
 
     groups: tuple[Group, ...]
     frozen: frozenset[Place] = field(default_factory=frozenset)
+    reasons: tuple[str, ...] = ()
 
     def group_of(self, tensor: str, dim: int) -> Group:
         """The first group with that place.
@@ -98,28 +104,69 @@ class DependencyGraph:
         return "\n".join(f"group {index}: {group}" for index, group in enumerate(self.groups))
 
 
+@dataclass(frozen=True)
+class Analysis:
+    """What was found about a graph.
+
+    Attributes:
+        found: groups and what is kept.
+        labels: of each node's result; a list of them for several results.
+        held: of each weight by name.
+    """
+
+    found: DependencyGraph
+    labeler: Labeler
+    labels: dict[Node, Any]
+    held: dict[str, Label]
+
+
 def dependency_graph(
     model: nn.Module, example: tuple[Any, ...], *, keyword: dict[str, Any] | None = None, protect: Iterable[str] = ()
 ) -> DependencyGraph:
     """Analyse `model`; it is left as it is.
 
     Args:
-        model: any network that `torch.export` takes; its results are kept whole.
+        model: a graph of ATen operators, or any network that `torch.export` takes; its results are kept whole.
         example: inputs that show it; batch sizes and lengths of two or more, so that no dimension is mistaken for 1.
         keyword: keyword inputs.
         protect: shell patterns of parameter names whose units stay.
 
     Raises:
-        InputError: the network cannot be exported, or has an operation without a rule; both are named.
+        InputError: the network cannot be exported.
     """
+    if isinstance(model, fx.GraphModule):
+        return analyse(model, example, protect).found
     program = _export(model, example, keyword or {})
-    labeler = Labeler()
-    labels: dict[Node, Any] = {}
     tensors = _stored_tensors(program, model)
+    names = {node: tensors.get(node.name) for node in program.graph.nodes if node.op == "placeholder"}
+    return _analysed(program.graph, names, protect, Labeler()).found
+
+
+def analyse(model: fx.GraphModule, example: tuple[Any, ...], protect: Iterable[str] = ()) -> Analysis:
+    """Analyse a graph whose weights are attributes and whose sizes can be rewritten; see `dependency_graph`.
+
+    Every weight and constant of floating point may lose units; whole numbers have a meaning.
+
+    Raises:
+        InputError: the graph does not run.
+    """
+    propagate_module(model, example)
+    names = {
+        node: str(node.target) if node.op == "get_attr" and node.meta["val"].is_floating_point() else None
+        for node in model.graph.nodes
+        if node.op in ("placeholder", "get_attr")
+    }
+    return _analysed(model.graph, names, protect, Labeler(rewrites=True))
+
+
+def _analysed(graph: fx.Graph, names: dict[Node, str | None], protect: Iterable[str], labeler: Labeler) -> Analysis:
+    """Labels run through `graph`; `names` are those of weights, None for what has no units."""
+    labels: dict[Node, Any] = {}
     held: dict[str, Label] = {}
-    for node in program.graph.nodes:
-        if node.op == "placeholder":
-            name = tensors.get(node.name)
+    reasons: dict[str, None] = {}
+    for node in graph.nodes:
+        if node.op in ("placeholder", "get_attr"):
+            name = names[node]
             if name is None:
                 labels[node] = NONE
                 continue
@@ -127,17 +174,17 @@ def dependency_graph(
                 held[name] = labeler.fresh(tuple(node.meta["val"].shape))
             labels[node] = held[name]
         elif node.op == "call_function":
-            labels[node] = _apply(labeler, node, labels)
+            labels[node] = _apply(labeler, node, labels, reasons)
         elif node.op == "output":
             for result in node.all_input_nodes:
-                labeler.freeze(labels[result])
+                _freeze(labeler, labels[result])
         else:
             raise InputError(f"the exported network has a {node.op} node ({node.name}), which pruning does not know")
     for name, label in held.items():
         if any(fnmatchcase(name, pattern) for pattern in protect):
             labeler.freeze(label)
     labeler.settle()
-    return _collect(labeler, held)
+    return Analysis(_collect(labeler, held, tuple(reasons)), labeler, labels, held)
 
 
 def _export(model: nn.Module, example: tuple[Any, ...], keyword: dict[str, Any]) -> Any:
@@ -176,29 +223,40 @@ def _stored_tensors(program: Any, model: nn.Module) -> dict[str, str]:
     return names
 
 
-def _apply(labeler: Labeler, node: Node, labels: dict[Node, Any]) -> Any:
+def _apply(labeler: Labeler, node: Node, labels: dict[Node, Any], reasons: dict[str, None]) -> Any:
+    """The label of a result. What flows through an operation without a rule stays whole, which `reasons` says."""
     target = node.target
     name = "getitem" if target is operator.getitem else str(target)
     if isinstance(target, torch._ops.OpOverload):
         name = target._schema.name.removeprefix("aten::")
     rule = RULES.get(name) or RULES.get(name.removesuffix("_"))  # in place: as its namesake
-    try:
-        if rule is not None:
-            return rule(labeler, Call(name, node, labels))
-        if any(labels[argument] for argument in node.all_input_nodes):
-            raise UnknownOperation("it has no rule")
-    except UnknownOperation as error:
-        where = list((node.meta.get("nn_module_stack") or {"": ("",)}).values())[-1][0]
-        raise InputError(
-            f"pruning does not know what {target} in {where or 'the network'} does to channels ({error}); write a rule "
-            "for it in compress/prune/rules*.py, or leave that part out of the network that is pruned"
-        ) from None
-    # Nothing in it can be removed, so nothing in its results can.
     value = node.meta.get("val")
-    return [NONE] * len(value) if isinstance(value, (tuple, list)) else NONE
+    nothing = [NONE] * len(value) if isinstance(value, (tuple, list)) else NONE
+    if not any(labels[argument] for argument in node.all_input_nodes) and rule is not filled:
+        return nothing  # nothing in it can be removed, so nothing in its results can
+    try:
+        if rule is None:
+            raise UnknownOperation("it has no rule")
+        return rule(labeler, Call(name, node, labels))
+    except UnknownOperation as error:
+        reasons[f"{target} in {place_of(node)} ({error})"] = None
+        for argument in node.all_input_nodes:
+            _freeze(labeler, labels[argument])
+        return nothing
 
 
-def _collect(labeler: Labeler, held: dict[str, Label]) -> DependencyGraph:
+def place_of(node: Node) -> str:
+    """The module of the user's code that a node comes from."""
+    stack = list((node.meta.get("nn_module_stack") or {"": ("",)}).values())
+    return node.meta.get("stack") or stack[-1][0] or "the network"
+
+
+def _freeze(labeler: Labeler, label: Any) -> None:
+    for part in label if isinstance(label, list) else [label]:
+        labeler.freeze(part)
+
+
+def _collect(labeler: Labeler, held: dict[str, Label], reasons: tuple[str, ...]) -> DependencyGraph:
     """Units by the set of places they touch."""
     taken: dict[int, dict[Place, np.ndarray]] = defaultdict(dict)
     frozen = set()
@@ -220,4 +278,4 @@ def _collect(labeler: Labeler, held: dict[str, Label]) -> DependencyGraph:
     order = {name: position for position, name in enumerate(held)}
     groups = [Group(places, tuple(units)) for places, units in kinds.items() if len(units) > 1]
     groups.sort(key=lambda group: min(order[place.tensor] for place in group.places))
-    return DependencyGraph(tuple(groups), frozenset(frozen))
+    return DependencyGraph(tuple(groups), frozenset(frozen), reasons)

@@ -32,9 +32,15 @@ def varies(factor: Factor, dim: int) -> bool:
 
 
 class Labeler:
-    """Operations on labels that unite units where they must."""
+    """Operations on labels that unite units where they must.
 
-    def __init__(self) -> None:
+    Attributes:
+        rewrites: whether sizes that stand in the operations themselves follow when units leave. Otherwise they are
+            fixed, and units that they count are pinned.
+    """
+
+    def __init__(self, rewrites: bool = False) -> None:
+        self.rewrites = rewrites
         self.units = Units()
         self._grids: list[Factor] = []
 

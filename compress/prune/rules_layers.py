@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 from torch.fx import Node
 
-from penjing.compress.prune.labels import Label, Labeler, along, varies
-from penjing.compress.prune.rules import Call, UnknownOperation, rule, tensors_of
+from penjing.compress.prune.labels import NONE, Label, Labeler, along, varies
+from penjing.compress.prune.rules import Call, UnknownOperation, num_results, rule, tensors_of
 
 
-@rule("linear", "addmm", "mm", "matmul", "bmm")
+@rule("linear", "addmm", "baddbmm", "mm", "matmul", "bmm")
 def product(labeler: Labeler, call: Call) -> Label:
     name = call.name
-    if name == "addmm":
+    if name in ("addmm", "baddbmm"):
         bias, left, right = (call.arg(index) for index in range(3))
     else:
         left, right, bias = call.arg(0), call.arg(1), call.arg(2, "bias") if name == "linear" else None
@@ -32,12 +34,36 @@ def product(labeler: Labeler, call: Call) -> Label:
     return out
 
 
-@rule("conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d")
+@rule("einsum")
+def einsum(labeler: Labeler, call: Call) -> Label:
+    """A product over a common index space: the letters of the equation."""
+    equation, nodes = call.arg(0).replace(" ", ""), call.arg(1)
+    inputs, arrow, output = equation.partition("->")
+    terms = inputs.split(",")
+    if not arrow or "." in equation or any(len(set(term)) < len(term) for term in [*terms, output]):
+        raise UnknownOperation(f"the equation {equation}")
+    letters = output + "".join(sorted(set(inputs) - {",", *output}))
+    labels, shapes = [], []
+    for term, node in zip(terms, nodes, strict=True):
+        order = sorted(range(len(term)), key=lambda axis: letters.index(term[axis]))
+        shape = [1] * len(letters)
+        for axis in order:
+            shape[letters.index(term[axis])] = call.shape(node)[axis]
+        spread = [tuple(axis for axis, letter in enumerate(letters) if letter not in term)]
+        labels.append(tuple(np.expand_dims(factor.transpose(order), spread[0]) for factor in call.label(node)))
+        shapes.append(shape)
+    summed = tuple(range(len(output), len(letters)))
+    return tuple(factor.squeeze(summed) for factor in labeler.contract(labels, shapes, summed))
+
+
+@rule("conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d", "convolution")
 def convolution(labeler: Labeler, call: Call) -> Label:
     x, weight, bias = call.arg(0), call.arg(1), call.arg(2, "bias")
-    transposed = call.name.startswith("conv_transpose")
-    groups = call.arg(6, "groups", 1)
+    transposed = call.arg(6, default=False) if call.name == "convolution" else "transpose" in call.name
+    groups = groups_of(call)
     num_dims = len(call.shape(x))
+    if num_dims != len(call.shape(weight)):
+        raise UnknownOperation("without a batch")
     spatial = list(range(2, num_dims))
     inputs = labeler.pinned(call.label(x), spatial)
     in_units = _channels(labeler, inputs, call.shape(x)[1])
@@ -48,7 +74,16 @@ def convolution(labeler: Labeler, call: Call) -> Label:
     if groups == 1:
         labeler.units.unite(per_group, in_units)
     elif transposed:
-        raise UnknownOperation("a transposed convolution with groups")
+        labeler.units.unite(per_group, in_units)
+        columns = per_group.reshape(groups, -1)
+        if columns.shape[1] == 1 and out_units.size == 1:  # depthwise
+            out_units = in_units
+        else:  # every group loses the same channels, of its inputs and of its outputs
+            if columns.shape[1] > 1:
+                labeler.units.unite(columns, columns[:1])
+            else:
+                labeler.units.freeze(columns)
+            out_units = np.tile(out_units, groups)
     elif per_group.size == 1:  # depthwise: each output belongs to one input channel
         labeler.units.unite(out_units.reshape(groups, -1), in_units.reshape(groups, 1))
     else:  # every group loses the same channels
@@ -57,7 +92,12 @@ def convolution(labeler: Labeler, call: Call) -> Label:
         labeler.units.unite(columns, columns[:1])
     if isinstance(bias, Node):
         labeler.units.unite(out_units, _dim_units(labeler, call, bias, 0))
-    return labeler.tidy([along(out_units, 1, num_dims)])
+    return labeler.tidy([along(labeler.units.find(out_units), 1, num_dims)])
+
+
+def groups_of(call: Call) -> int:
+    """The groups of a convolution."""
+    return call.arg({"convolution": 8}.get(call.name, 7 if "transpose" in call.name else 6), "groups", 1)
 
 
 def _channels(labeler: Labeler, label: Label, size: int) -> np.ndarray:
@@ -92,26 +132,34 @@ def batch_norm(labeler: Labeler, call: Call) -> Label:
     return labeler.broadcast(labels, shapes)
 
 
-@rule("layer_norm", "rms_norm")
-def layer_norm(labeler: Labeler, call: Call) -> Label:
+@rule("layer_norm", "rms_norm", "native_layer_norm")
+def layer_norm(labeler: Labeler, call: Call) -> Any:
     nodes = tensors_of(call.node.args)
-    return labeler.broadcast([call.label(node) for node in nodes], [call.shape(node) for node in nodes])
+    label = labeler.broadcast([call.label(node) for node in nodes], [call.shape(node) for node in nodes])
+    return label if num_results(call) is None else [label, NONE, NONE]
 
 
-@rule("group_norm")
-def group_norm(labeler: Labeler, call: Call) -> Label:
-    x, groups = call.arg(0), call.arg(1)
+@rule("group_norm", "native_group_norm")
+def group_norm(labeler: Labeler, call: Call) -> Any:
+    native = call.name == "native_group_norm"
+    x, groups = call.arg(0), call.arg(6 if native else 1)
     shape = call.shape(x)
     label = labeler.pinned(call.label(x), range(2, len(shape)))
-    if groups > 1:  # every group loses the same channels
+    if groups > 1 and (groups < shape[1] or not labeler.rewrites):  # every group loses the same channels
         columns = _channels(labeler, label, shape[1]).reshape(groups, -1)
         labeler.units.unite(columns, columns[:1])
     labels, shapes = [label], [shape]
-    for argument in (call.arg(2), call.arg(3)):
+    for argument in (call.arg(1), call.arg(2)) if native else (call.arg(2), call.arg(3)):
         if isinstance(argument, Node):
             labels.append(tuple(along(factor.reshape(-1), 1, len(shape)) for factor in call.label(argument)))
             shapes.append((1, shape[1], *(1,) * (len(shape) - 2)))
-    return labeler.broadcast(labels, shapes)
+    label = labeler.broadcast(labels, shapes)
+    return [label, NONE, NONE] if native else label
+
+
+@rule("lstm", "gru", "rnn_tanh", "rnn_relu")
+def recurrent(labeler: Labeler, call: Call) -> Any:
+    raise UnknownOperation("a recurrent layer keeps its widths")
 
 
 @rule("embedding")
@@ -137,4 +185,9 @@ def attention(labeler: Labeler, call: Call) -> Label:
     last = len(shapes[0]) - 1
     squeezed = [[*shape[:-2], 1, shape[-1]] for shape in shapes]
     scores = labeler.contract(labels[:2], squeezed[:2], [last])
+    mask = call.arg(3, "attn_mask")
+    if isinstance(mask, Node) and call.label(mask):
+        wide = call.shape(mask)
+        label = labeler.pinned(call.label(mask), [len(wide) - 2, len(wide) - 1])
+        scores = labeler.broadcast([scores, label], [[*squeezed[0][:-1], 1], [*wide[:-2], 1, 1]])
     return labeler.broadcast([scores, labels[2]], [[*squeezed[0][:-1], 1], squeezed[2]])

@@ -3,18 +3,30 @@
 from __future__ import annotations
 
 import numpy as np
+import torch
+from torch.fx import Node
 
 from penjing.compress.prune.labels import NONE, Factor, Label, Labeler, split_with, varies
 from penjing.compress.prune.rules import Call, UnknownOperation, rule, value_of
 
 
-@rule("view", "reshape", "flatten", "unflatten", "_unsafe_view", "unsqueeze", "squeeze", "view_as")
+@rule("view_as", "reshape_as")
+def reshape_as(labeler: Labeler, call: Call) -> Label:
+    """The other's size is counted, so that it stays."""
+    labeler.freeze(call.label(call.arg(1)))
+    labeler.freeze(call.label(call.arg(0)))
+    return NONE
+
+
+@rule("view", "reshape", "flatten", "unflatten", "_unsafe_view", "unsqueeze", "squeeze")
 def reshape(labeler: Labeler, call: Call) -> Label:
     """A part of a dimension whose size stands in the code beside an open one (−1) cannot shrink: it is pinned."""
     x = call.arg(0)
+    if call.name == "view" and isinstance(call.arg(1), torch.dtype):
+        raise UnknownOperation("other types share its memory")
     label = labeler.reshape(call.label(x), call.shape(x), call.shape())
     sizes = call.arg(2 if call.name == "unflatten" else 1)
-    if not isinstance(sizes, list | tuple) or -1 not in sizes:
+    if labeler.rewrites or not isinstance(sizes, list | tuple) or -1 not in sizes:
         return label
     first = call.arg(1) % len(call.shape(x)) if call.name == "unflatten" else 0
     open_dim = first + list(sizes).index(-1)
@@ -22,7 +34,7 @@ def reshape(labeler: Labeler, call: Call) -> Label:
     return labeler.pinned(label, fixed)
 
 
-@rule("permute", "transpose", "t", "numpy_T", "movedim", "swapaxes")
+@rule("permute", "transpose", "t", "mT", "numpy_T", "movedim", "swapaxes")
 def permute(labeler: Labeler, call: Call) -> Label:
     num_dims = len(call.shape())
     if call.name == "permute":
@@ -31,6 +43,8 @@ def permute(labeler: Labeler, call: Call) -> Label:
         order = list(range(num_dims))
         first, second = call.arg(1) % num_dims, call.arg(2) % num_dims
         order[first], order[second] = second, first
+    elif call.name == "mT":
+        order = [*range(num_dims - 2), num_dims - 1, num_dims - 2]
     elif call.name == "movedim":
         source, target = call.arg(1), call.arg(2)
         moved = np.moveaxis(np.empty(range(2, 2 + num_dims)), source, target).shape
@@ -42,8 +56,26 @@ def permute(labeler: Labeler, call: Call) -> Label:
 
 @rule("expand", "expand_as", "broadcast_to")
 def expand(labeler: Labeler, call: Call) -> Label:
+    if call.name == "expand_as":
+        labeler.freeze(call.label(call.arg(1)))
     missing = len(call.shape()) - len(call.shape(call.arg(0)))
     return tuple(factor.reshape((1,) * missing + factor.shape) for factor in call.label(call.arg(0)))
+
+
+@rule("repeat", "tile")
+def repeat(labeler: Labeler, call: Call) -> Label:
+    """Copies one after the other: an index goes from each."""
+    x, times = call.arg(0), list(call.arg(1))
+    sizes, shape = call.shape(), call.shape(x)
+    sources = (1,) * (len(sizes) - len(shape)) + shape
+    if len(times) < len(sizes):
+        times = [1] * (len(sizes) - len(times)) + times
+    result = []
+    for factor in call.label(x):
+        factor = factor.reshape((1,) * (len(sizes) - factor.ndim) + factor.shape)
+        reps = [sizes[d] // sources[d] if varies(factor, d) else 1 for d in range(len(sizes))]
+        result.append(np.tile(factor, reps))
+    return labeler.tidy(result)
 
 
 @rule("repeat_interleave")
@@ -54,20 +86,50 @@ def repeat_interleave(labeler: Labeler, call: Call) -> Label:
     return tuple(f.repeat(repeats, dim) if varies(f, dim % len(call.shape(x))) else f for f in call.label(x))
 
 
+def alone(factor: Factor, dim: int) -> bool:
+    """Whether `dim` is the only dimension that the units depend on."""
+    return varies(factor, dim) and factor.size == factor.shape[dim]
+
+
+def part(labeler: Labeler, label: Label, dim: int, places: np.ndarray) -> Label:
+    """The label of the indices `places` of `dim`. Units of a grid cannot be told apart by one of its dimensions."""
+    taken = [
+        f if not varies(f, dim) else f.take(places, dim) if alone(f, dim) else labeler.pin(f, [dim]) for f in label
+    ]
+    return labeler.tidy(taken)
+
+
 @rule("slice", "narrow", "select")
 def slices(labeler: Labeler, call: Call) -> Label:
-    """Places are counted from the start, so that none before them may go: the dimension is pinned."""
+    """Where places cannot be counted anew none before them may go: the dimension is pinned."""
     x = call.arg(0)
     dim = call.arg(1, "dim", 0) % len(call.shape(x))
     label = call.label(x)
     if call.shape() != call.shape(x):
-        label = labeler.pinned(label, [dim])
+        places = slice_of(call)
+        if call.name == "select" or not labeler.rewrites or places is None or places.step != 1:
+            label = labeler.pinned(label, [dim])
+        else:
+            label = part(labeler, label, dim, np.arange(places.start, places.stop))
     return tuple(factor.squeeze(dim) for factor in label) if call.name == "select" else label
+
+
+def slice_of(call: Call) -> range | None:
+    """The indices that a slice takes; None if they are not fixed."""
+    size = call.shape(call.arg(0))[call.arg(1, "dim", 0) % len(call.shape(call.arg(0)))]
+    if call.name == "narrow":
+        start, stop, step = call.arg(2), None, 1
+        stop = start + call.arg(3) if isinstance(start, int) and isinstance(call.arg(3), int) else call.node
+    else:
+        start, stop, step = call.arg(2, "start"), call.arg(3, "end"), call.arg(4, "step", 1)
+    if any(isinstance(value, Node) for value in (start, stop, step)):
+        return None
+    return range(size)[slice(start, stop, step)]
 
 
 @rule("split", "split_with_sizes", "chunk", "unbind", "tensor_split")
 def split(labeler: Labeler, call: Call) -> list[Label]:
-    """Equal parts stay equal: the same index of each goes. Unequal ones are counted, and pinned."""
+    """Where sizes are fixed, equal parts stay equal (the same index of each goes), and unequal ones are pinned."""
     x = call.arg(0)
     num_parts = len(value_of(call.node))
     if call.name == "unbind":
@@ -76,13 +138,16 @@ def split(labeler: Labeler, call: Call) -> list[Label]:
         return [tuple(factor.squeeze(dim) for factor in label)] * num_parts
     dim = call.arg(2, "dim", 0) % len(call.shape(x))
     sizes = [value.shape[dim] for value in value_of(call.node)]
+    if labeler.rewrites:
+        ends = np.cumsum(sizes)
+        return [part(labeler, call.label(x), dim, np.arange(e - s, e)) for s, e in zip(sizes, ends, strict=True)]
     if len(set(sizes)) > 1:
         return [labeler.pinned(call.label(x), [dim])] * num_parts
     parts = _parts(call.label(x), dim, sizes)
-    for part in parts[1:]:
-        for first, other in zip(parts[0], part, strict=True):
-            labeler.units.unite(first, other)
-    return [labeler.tidy(part) for part in parts]
+    for other in parts[1:]:
+        for left, right in zip(parts[0], other, strict=True):
+            labeler.units.unite(left, right)
+    return [labeler.tidy(label) for label in parts]
 
 
 def _parts(label: Label, dim: int, sizes: list[int]) -> list[Label]:
@@ -136,6 +201,94 @@ def _spread(part: Factor, sizes: list[int], dim: int) -> Factor:
 @rule("getitem")
 def getitem(labeler: Labeler, call: Call) -> Label:
     return call.labels[call.arg(0)][call.arg(1)]
+
+
+@rule("constant_pad_nd", "pad")
+def pad(labeler: Labeler, call: Call) -> Label:
+    """Padded places stay apart from each other if what is added counts as units, too; otherwise they are pinned."""
+    x, amounts = call.arg(0), list(call.arg(1))
+    label = call.label(x)
+    shape = call.shape(x)
+    constant = call.name == "constant_pad_nd" or call.arg(2, "mode", "constant") == "constant"
+    for index in range(0, len(amounts), 2):
+        dim, (before, after) = len(shape) - 1 - index // 2, amounts[index : index + 2]
+        if before == after == 0 or not any(varies(factor, dim) for factor in label):
+            continue
+        if not constant or not labeler.rewrites or not all(isinstance(a, int) and a >= 0 for a in (before, after)):
+            label = labeler.pinned(label, [dim])
+            continue
+        label = tuple(
+            np.concatenate([_more(labeler, f, dim, before), f, _more(labeler, f, dim, after)], dim)
+            if alone(f, dim)
+            else labeler.pin(f, [dim])
+            for f in label
+        )
+    return labeler.tidy(label)
+
+
+def _more(labeler: Labeler, factor: Factor, dim: int, count: int) -> Factor:
+    return labeler.units.new(count).reshape([count if d == dim else 1 for d in range(factor.ndim)])
+
+
+@rule("index")
+def index(labeler: Labeler, call: Call) -> Label:
+    """Dimensions that are indexed stay; the others go on, beside or around those of the indices."""
+    x, indices = call.arg(0), list(call.arg(1))
+    shape = call.shape(x)
+    indexed = [dim for dim, value in enumerate(indices) if value is not None]
+    for dim in indexed:
+        if isinstance(indices[dim], Node):
+            labeler.freeze(call.label(indices[dim]))
+    if any(value_of(indices[dim]).dtype == torch.bool for dim in indexed):
+        raise UnknownOperation("places that depend on values")
+    label = labeler.pinned(call.label(x), indexed)
+    wide = len(call.shape()) - (len(shape) - len(indexed))  # dimensions of the indices
+    together = indexed == list(range(indexed[0], indexed[-1] + 1))
+    first = indexed[0] if together else 0
+    others = [dim for dim in range(len(shape)) if dim not in indexed]
+    before = [dim for dim in others if dim < first] if together else []
+    result = []
+    for factor in label:
+        sizes = [factor.shape[dim] for dim in others]
+        result.append(factor.reshape([*sizes[: len(before)], *[1] * wide, *sizes[len(before) :]]))
+    return labeler.tidy(result)
+
+
+@rule("index_select")
+def index_select(labeler: Labeler, call: Call) -> Label:
+    return labeler.pinned(call.label(call.arg(0)), [call.arg(1) % len(call.shape())])
+
+
+@rule("pixel_shuffle", "pixel_unshuffle", "channel_shuffle")
+def pixels(labeler: Labeler, call: Call) -> Label:
+    """Channels become places (those of one result go together), places channels, or channels change their order."""
+    x, count = call.arg(0), call.arg(1)
+    shape = call.shape(x)
+    if len(shape) != 4:
+        raise UnknownOperation("without a batch")
+    label = labeler.pinned(call.label(x), [2, 3])
+    n, c, h, w = shape
+    if call.name == "pixel_unshuffle":
+        return tuple(factor.repeat(count * count, 1) if varies(factor, 1) else factor for factor in label)
+    if call.name == "pixel_shuffle":
+        grid = labeler.reshape(label, shape, [n, c // count**2, count**2, h, w])
+        grid = tuple(factor.squeeze(2) for factor in labeler.pinned(grid, [2]))
+        return tuple(np.broadcast_to(f, [*f.shape[:2], 1, 1]) for f in grid)
+    grid = labeler.reshape(label, shape, [n, count, c // count, h, w])
+    turned = tuple(factor.swapaxes(1, 2) for factor in grid)
+    return labeler.reshape(turned, [n, c // count, count, h, w], shape)
+
+
+@rule("glu")
+def glu(labeler: Labeler, call: Call) -> Label:
+    """The same index of both halves goes."""
+    x = call.arg(0)
+    dim = call.arg(1, "dim", -1) % len(call.shape(x))
+    size = call.shape()[dim]
+    first, second = _parts(call.label(x), dim, [size, size])
+    for left, right in zip(first, second, strict=True):
+        labeler.units.unite(left, right)
+    return labeler.tidy(first)
 
 
 @rule("roll", "flip")

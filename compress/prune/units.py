@@ -49,7 +49,7 @@ class Units:
 
     def freeze(self, units: np.ndarray) -> None:
         """Keep `units` in the network."""
-        self.unite(units, np.array(FROZEN))
+        self._parent[self.find(units)] = FROZEN  # the smallest of all, so that it is a root
 
     def _root(self, unit: int) -> int:
         parent = self._parent

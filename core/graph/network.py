@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx import Node
 
 from penjing.core.errors import InputError
@@ -129,10 +129,19 @@ def propagate(network: Network, inputs: Sequence[Tensor] | None = None) -> None:
     Raises:
         InputError: an operator does not fit its arguments; the node is named.
     """
+    propagate_module(network.module, inputs or network.inputs())
+
+
+def propagate_module(module: fx.GraphModule, inputs: Sequence[Tensor]) -> None:
+    """As `propagate`; weights and inputs may be fake or without storage.
+
+    Raises:
+        InputError: an operator does not fit its arguments; the node is named.
+    """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with mode, torch.no_grad():
-        fakes = [mode.from_tensor(value) for value in (inputs or network.inputs())]
-        _Shapes(network.module).run(*fakes)
+        fakes = [value if isinstance(value, FakeTensor) else mode.from_tensor(value) for value in inputs]
+        _Shapes(module).run(*fakes)
 
 
 class _Shapes(fx.Interpreter):

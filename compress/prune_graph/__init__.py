@@ -1,0 +1,1 @@
+"""Pruning any network in its graph: weights, and the sizes that stand in its operators."""
