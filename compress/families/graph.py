@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from penjing.compress.distill.graph import TRAINING
-from penjing.compress.families.base import Exporter, Family, Quantizer
+from penjing.compress.families.base import Exporter, Family, Pruner, Quantizer
 from penjing.compress.graph.export import export_graph
 from penjing.compress.graph.parity import rerun
 from penjing.compress.measure.evaluate import EvaluateSettings
 from penjing.compress.measure.graph import evaluate_graph, graph_calls
 from penjing.compress.measure.skeleton import skeleton_of_graph
+from penjing.compress.prune_graph.statistics import refresh_graph
+from penjing.compress.prune_graph.subject import GraphSubject
 from penjing.compress.quantizers import graph as quantizer
+from penjing.compress.samples.data import DataSettings
 from penjing.compress.samples.graph import graph_samples
 from penjing.core.artifact.base import is_artifact
 from penjing.core.checkpoint.graph import graph_skeleton
 from penjing.core.errors import InputError
 from penjing.core.family import FAMILIES
 from penjing.core.manifest import verify
+from penjing.core.progress import Progress
 
 
 def _hashes(folder: Path) -> dict[str, str]:
@@ -32,6 +38,14 @@ def _held_out(settings: EvaluateSettings) -> int:
     return 2 * settings.images if settings.source is not None else 2
 
 
+def _open(folder: Path, _: Sequence[str], __: Sequence[int], progress: Progress) -> GraphSubject:
+    return GraphSubject(folder, progress)
+
+
+def _refresh(folder: Path, data: DataSettings, progress: Progress) -> dict[str, Any]:
+    return refresh_graph(folder, graph_samples(folder, data, progress), progress)
+
+
 FAMILY = Family(
     name="graph",
     said=FAMILIES["graph"],
@@ -42,6 +56,7 @@ FAMILY = Family(
     evaluate=evaluate_graph,
     held_out=_held_out,
     calls=graph_calls,
+    pruner=Pruner(parts=(), open=_open, finish=_refresh),
     training=TRAINING,
     quantizer=Quantizer(quantizer.GraphQuantize, quantizer.check, quantizer.quantize),
     rerun=rerun,

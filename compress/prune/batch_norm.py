@@ -17,7 +17,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from penjing.core.errors import InputError
 
 
-class _Moments:
+class Moments:
     """Count, sum and sum of squares of each channel, in float64."""
 
     def __init__(self) -> None:
@@ -37,6 +37,13 @@ class _Moments:
         mean_C = torch.as_tensor(self.sum_C / self.count)
         biased_C = torch.as_tensor(self.squares_C / self.count) - mean_C.square()
         return mean_C, biased_C.clamp_min(0) * (self.count / (self.count - 1))
+
+
+def not_enough(count: int) -> InputError:
+    """What is said of `count` values a channel."""
+    return InputError(
+        f"statistics of batch norms need two values a channel at least, there were {count}; give more samples in [data]"
+    )
 
 
 @torch.no_grad()
@@ -59,7 +66,7 @@ def reestimate_batch_norms(model: nn.Module, inputs: Iterable[tuple[Tensor, ...]
     norms = [module for module in model.modules() if isinstance(module, _BatchNorm) and module.track_running_stats]
     if not norms:
         return 0
-    moments = {norm: _Moments() for norm in norms}
+    moments = {norm: Moments() for norm in norms}
 
     def watch(norm: _BatchNorm) -> Callable[[nn.Module, tuple[Any, ...]], None]:
         return lambda _, arguments: moments[norm].add(arguments[0].movedim(1, -1).flatten(0, -2))
@@ -81,10 +88,7 @@ def reestimate_batch_norms(model: nn.Module, inputs: Iterable[tuple[Tensor, ...]
             module.training = training
     for norm, found in moments.items():
         if found.count < 2:
-            raise InputError(
-                f"statistics of batch norms need two values a channel at least, there were {found.count}; "
-                "raise calibrate.images"
-            )
+            raise not_enough(found.count)
         mean_C, variance_C = found.result()
         assert norm.running_mean is not None
         assert norm.running_var is not None

@@ -51,12 +51,13 @@ class Budget(Config):
 
 def sizes(subject: Subject, model: nn.Module, shapes: Shapes) -> dict[str, int]:
     """`parameters`, `bytes` of all tensors as they are stored, and `macs` for one image or token."""
-    macs = count_macs(model, subject.example)
+    found = count_macs(model, subject.example)
+    macs = found["Global"] if "Global" in found else sum(found.values())  # of a graph, those of each node
     stored = model.state_dict()
     return {
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
         "bytes": sum(prod(shape) * subject.item_bytes(name) for name, shape in shapes.items() if name in stored),
-        "macs": macs["Global"] // subject.inputs,
+        "macs": macs // subject.inputs,
     }
 
 
@@ -70,11 +71,15 @@ def shapes_after(subject: Subject, choice: Choice) -> dict[str, tuple[int, ...]]
 def candidate(subject: Subject, choice: Choice) -> nn.Module:
     """The network without the chosen units, without storage."""
     with torch.device("meta"):
-        return subject.build(subject.config_of(shapes_after(subject, choice)))
+        return subject.build(subject.config_of(shapes_after(subject, choice), choice))
 
 
 def share_for(
-    target: Budget, subject: Subject, choose: Callable[[float], Choice], inputs: Tensor | None, progress: Progress
+    target: Budget,
+    subject: Subject,
+    choose: Callable[[float], Choice],
+    inputs: tuple[Tensor, ...] | None,
+    progress: Progress,
 ) -> float:
     """The smallest share of units that meets `target`.
 
@@ -117,19 +122,21 @@ def dense_sizes(subject: Subject) -> dict[str, int]:
     return sizes(subject, subject.dense, _dense_shapes(subject))
 
 
-def latency(dense: nn.Module, pruned: nn.Module, inputs: Tensor) -> dict[str, Any]:
+def latency(dense: nn.Module, pruned: nn.Module, inputs: tuple[Tensor, ...]) -> dict[str, Any]:
     """Median seconds of a forward pass of both, timed in turns on the CPU with torch's present threads.
 
     Args:
         dense, pruned: only their shapes matter: they are filled with one small number.
-        inputs: images (B, C, H, W) or tokens (B, T); the first 16 images or the first window are taken.
+        inputs: images (B, C, H, W) or tokens (B, T), of which the first 16 images or the first window are taken, or
+            several tensors, which are taken whole.
     """
-    inputs = inputs[: TIMED_WINDOWS if inputs.dim() == 2 else TIMED_IMAGES]
+    if len(inputs) == 1:
+        inputs = (inputs[0][: TIMED_WINDOWS if inputs[0].dim() == 2 else TIMED_IMAGES],)
     networks = (_filled(dense), _filled(pruned))
     with torch.inference_mode():
-        times = interleaved([partial(network, inputs) for network in networks], rounds=RUNS, seconds=0.0)
+        times = interleaved([partial(network, *inputs) for network in networks], rounds=RUNS, seconds=0.0)
     dense_s, pruned_s = map(statistics.median, times)
-    return {"dense_s": dense_s, "pruned_s": pruned_s, "ratio": pruned_s / dense_s, "inputs": list(inputs.shape)}
+    return {"dense_s": dense_s, "pruned_s": pruned_s, "ratio": pruned_s / dense_s, "inputs": list(inputs[0].shape)}
 
 
 def latency_met(target: Budget, found: dict[str, Any]) -> bool:

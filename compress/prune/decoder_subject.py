@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from penjing.compress.decoder.check import check_finite, check_model, refuse_experts
 from penjing.compress.measure.skeleton import BATCH, TOKENS
 from penjing.compress.prune.graph import Group, Place
+from penjing.compress.prune.ranking import Choice
 from penjing.compress.prune.subject import Part, Shapes
 from penjing.compress.prune.surgery import Cut
 from penjing.core.checkpoint.decoder import open_checkpoint, save_checkpoint
@@ -113,7 +114,7 @@ class DecoderSubject:
             found[part] = members  # pyright: ignore[reportArgumentType]
         return found
 
-    def config_of(self, shapes: Shapes) -> DecoderConfig:
+    def config_of(self, shapes: Shapes, choice: Choice) -> DecoderConfig:
         """See `Subject`."""
         config, layers = self._config, range(self._config.num_hidden_layers)
         hidden = shapes[EMBEDDING][1]

@@ -174,7 +174,12 @@ def _analysed(graph: fx.Graph, names: dict[Node, str | None], protect: Iterable[
                 held[name] = labeler.fresh(tuple(node.meta["val"].shape))
             labels[node] = held[name]
         elif node.op == "call_function":
-            labels[node] = _apply(labeler, node, labels, reasons)
+            labels[node], reason = _apply(labeler, node, labels)
+            if reason and _any_of(labeler, node, labels, held):
+                reasons[f"{node.target} in {place_of(node)} ({reason})"] = None
+            if reason:
+                for argument in node.all_input_nodes:
+                    _freeze(labeler, labels[argument])
         elif node.op == "output":
             for result in node.all_input_nodes:
                 _freeze(labeler, labels[result])
@@ -223,8 +228,8 @@ def _stored_tensors(program: Any, model: nn.Module) -> dict[str, str]:
     return names
 
 
-def _apply(labeler: Labeler, node: Node, labels: dict[Node, Any], reasons: dict[str, None]) -> Any:
-    """The label of a result. What flows through an operation without a rule stays whole, which `reasons` says."""
+def _apply(labeler: Labeler, node: Node, labels: dict[Node, Any]) -> tuple[Any, str]:
+    """The label of a result; and, if there is no rule for the operation, why, for then what flows in stays whole."""
     target = node.target
     name = "getitem" if target is operator.getitem else str(target)
     if isinstance(target, torch._ops.OpOverload):
@@ -233,16 +238,20 @@ def _apply(labeler: Labeler, node: Node, labels: dict[Node, Any], reasons: dict[
     value = node.meta.get("val")
     nothing = [NONE] * len(value) if isinstance(value, (tuple, list)) else NONE
     if not any(labels[argument] for argument in node.all_input_nodes) and rule is not filled:
-        return nothing  # nothing in it can be removed, so nothing in its results can
+        return nothing, ""  # nothing in it can be removed, so nothing in its results can
     try:
-        if rule is None:
-            raise UnknownOperation("it has no rule")
-        return rule(labeler, Call(name, node, labels))
+        return (rule(labeler, Call(name, node, labels)), "") if rule else (nothing, "it has no rule")
     except UnknownOperation as error:
-        reasons[f"{target} in {place_of(node)} ({error})"] = None
-        for argument in node.all_input_nodes:
-            _freeze(labeler, labels[argument])
-        return nothing
+        return nothing, str(error)
+
+
+def _any_of(labeler: Labeler, node: Node, labels: dict[Node, Any], held: dict[str, Label]) -> bool:
+    """Whether units of a weight, which could have left, flow into `node`."""
+    owned = [labeler.units.find(factor).reshape(-1) for label in held.values() for factor in label]
+    given = [labeler.units.find(f).reshape(-1) for each in node.all_input_nodes for f in _units(labels[each])]
+    return bool(owned and given) and bool(
+        (np.intersect1d(np.concatenate(given), np.concatenate(owned)) != FROZEN).any()
+    )
 
 
 def place_of(node: Node) -> str:
@@ -252,8 +261,12 @@ def place_of(node: Node) -> str:
 
 
 def _freeze(labeler: Labeler, label: Any) -> None:
-    for part in label if isinstance(label, list) else [label]:
-        labeler.freeze(part)
+    labeler.freeze(_units(label))
+
+
+def _units(label: Any) -> Label:
+    """The factors of a label, or of those of several results."""
+    return tuple(factor for part in label for factor in part) if isinstance(label, list) else label
 
 
 def _collect(labeler: Labeler, held: dict[str, Label], reasons: tuple[str, ...]) -> DependencyGraph:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from penjing.compress.measure.skeleton import BATCH
 from penjing.compress.prune.graph import Group
+from penjing.compress.prune.ranking import Choice
 from penjing.compress.prune.subject import Part, Shapes
 from penjing.compress.prune.surgery import Cut
 from penjing.core.checkpoint.classifier import WEIGHTS, classifier_skeleton, load_classifier, save_classifier
@@ -62,7 +63,7 @@ class ResNetSubject:
         """See `Subject`: everything is channels."""
         return {"channels": list(groups)}
 
-    def config_of(self, shapes: Shapes) -> ResNetConfig:
+    def config_of(self, shapes: Shapes, choice: Choice) -> ResNetConfig:
         """See `Subject`."""
         dense = self.dense
         assert isinstance(dense, ResNet)

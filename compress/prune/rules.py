@@ -76,7 +76,7 @@ clamp clamp_min clamp_max maximum minimum fmax fmin where lerp addcmul addcdiv l
 nan_to_num dropout feature_dropout alpha_dropout clone contiguous detach alias to _to_copy type_as float
 eq ne lt le gt ge logical_and logical_or logical_not logical_xor bitwise_and bitwise_or bitwise_not bitwise_xor
 isfinite isnan isinf masked_fill lift_fresh_copy lift_fresh __and__ __or__
-zeros_like ones_like full_like empty_like rand_like _weight_norm
+zeros_like ones_like full_like empty_like rand_like fill _weight_norm
 """
 
 

@@ -97,7 +97,7 @@ def convolution(labeler: Labeler, call: Call) -> Label:
 
 def groups_of(call: Call) -> int:
     """The groups of a convolution."""
-    return call.arg({"convolution": 8}.get(call.name, 7 if "transpose" in call.name else 6), "groups", 1)
+    return call.arg(8 if call.name == "convolution" else 6, "groups", 1)
 
 
 def _channels(labeler: Labeler, label: Label, size: int) -> np.ndarray:

@@ -9,6 +9,7 @@ from typing import Any, Literal, Protocol
 from torch import Tensor, nn
 
 from penjing.compress.prune.graph import Group
+from penjing.compress.prune.ranking import Choice
 from penjing.compress.prune.surgery import Cut
 
 Part = Literal["channels", "ffn", "heads", "hidden"]
@@ -44,8 +45,8 @@ class Subject(Protocol):
         """The groups that are to lose units, by what they are."""
         ...
 
-    def config_of(self, shapes: Shapes) -> Any:
-        """The architecture whose tensors have `shapes`."""
+    def config_of(self, shapes: Shapes, choice: Choice) -> Any:
+        """The architecture whose tensors have `shapes`: that of the checkpoint without `choice`."""
         ...
 
     def build(self, config: Any) -> nn.Module:

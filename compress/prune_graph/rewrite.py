@@ -302,9 +302,7 @@ def _groups(writer: _Writer, node: Node, new: Node) -> None:
     groups, given = groups_of(_call(node)), cast(Node, node.args[0])
     if groups == 1 or groups != given.meta["val"].shape[1]:
         return  # one group, or groups of which each loses the same
-    name = operator_name(node)
-    position = {"convolution": 8}.get(name, 7 if "transpose" in name else 6)
-    _set(new, position, "groups", writer.size(given, 1))
+    _set(new, 8 if operator_name(node) == "convolution" else 6, "groups", writer.size(given, 1))
 
 
 @_rewrite("group_norm")

@@ -207,7 +207,7 @@ def prune_checkpoint(
         )
     shapes = shapes_of(subject.model)
     after = shapes_after(subject, choice)
-    config = subject.config_of(after)
+    config = subject.config_of(after, choice)
     pruned = candidate(subject, choice)
     _check_shapes(pruned, after)
     progress.start("writing the pruned checkpoint", 1)
@@ -270,6 +270,9 @@ def _choose(subject: Subject, step: Prune, data: Samples | None, progress: Progr
     check_protected(step.protect, subject.folder, subject.model)
     progress.start("analysing the network", 1)
     graph = dependency_graph(subject.model, subject.example, protect=step.protect)
+    if graph.reasons:
+        more = f", and {len(graph.reasons) - 1} more" if len(graph.reasons) > 1 else ""
+        progress.note(f"what flows through {graph.reasons[0]}{more} stays whole: there is no rule for it")
     if not graph.groups:
         raise InputError(f"{subject.folder}: nothing is left to prune; protect less (protect={list(step.protect)})")
     parts = subject.parts(graph.groups)
@@ -304,7 +307,7 @@ def _choose(subject: Subject, step: Prune, data: Samples | None, progress: Progr
             f"a share of {share:.3g} of the units was asked for, {removed:.3g} leaves: widths that stay are rounded up "
             f"to multiples of round_to={step.round_to}, and no group loses more than {MAX_SHARE:.0%}"
         )
-    found |= {"share": share, "share_removed": removed, "groups": [], "importance": []}
+    found |= {"share": share, "share_removed": removed, "groups": [], "importance": [], "no_rule": list(graph.reasons)}
     gone = {id(group): units for group, units in choice}
     for part, groups in parts.items():
         for group, values in zip(groups, scores[part], strict=True):
@@ -353,9 +356,9 @@ def _few_logits(data: Samples) -> Iterator[tuple[Any, ...]]:
             yield window_1T, None, None, torch.arange(0, window_1T.numel(), LOGIT_STRIDE)
 
 
-def _first(data: Samples) -> Tensor:
+def _first(data: Samples) -> tuple[Tensor, ...]:
     for inputs in data.inputs():
-        return inputs[0]
+        return inputs
     raise InputError("there is no calibration data to time the network on; give some")
 
 

@@ -83,6 +83,8 @@ def tidy(graph: Graph) -> None:
             graph.erase_node(node)
         elif name == "_native_batch_norm_legit_no_training":
             _whole_batch_norm(graph, node)
+        elif name == "zero":  # what `zero_` becomes; nothing else computes it
+            node.target = torch.ops.aten.zeros_like.default
         elif name in _OF_MEMORY:
             node.replace_all_uses_with(node.args[0])  # type: ignore[arg-type]
             graph.erase_node(node)

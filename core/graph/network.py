@@ -138,7 +138,8 @@ def propagate_module(module: fx.GraphModule, inputs: Sequence[Tensor]) -> None:
     Raises:
         InputError: an operator does not fit its arguments; the node is named.
     """
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    known = [value.fake_mode for value in inputs if isinstance(value, FakeTensor)]
+    mode = known[0] if known else FakeTensorMode(allow_non_fake_inputs=True)
     with mode, torch.no_grad():
         fakes = [value if isinstance(value, FakeTensor) else mode.from_tensor(value) for value in inputs]
         _Shapes(module).run(*fakes)

@@ -89,7 +89,8 @@ def _export(
     model.eval()
     torch.backends.mha.set_fastpath_enabled(False)  # it is one operator that nothing else computes
     try:
-        with torch.no_grad():
+        with torch.no_grad(), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "The tensor attribute", UserWarning)  # recurrent layers flatten weights
             program = _exported(model, args, named, dynamic)
     except Exception as error:
         lines = str(error).strip().splitlines() or [type(error).__name__]

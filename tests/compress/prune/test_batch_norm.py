@@ -59,7 +59,7 @@ def test_without_norms_nothing_is_read_and_without_data_it_is_refused() -> None:
 
     assert reestimate_batch_norms(nn.Linear(2, 2), never()) == 0  # type: ignore[arg-type]
     norm = nn.BatchNorm1d(2)
-    with pytest.raises(InputError, match="need two values a channel at least, there were 0; raise"):
+    with pytest.raises(InputError, match="need two values a channel at least, there were 0; give more samples"):
         reestimate_batch_norms(norm, [])
     assert norm.running_mean is not None
     assert torch.equal(norm.running_mean, torch.zeros(2))

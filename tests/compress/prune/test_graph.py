@@ -113,9 +113,10 @@ class Unknown(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.first, self.second = nn.Linear(8, 16), nn.Linear(16, 4)
+        self.third, self.fourth = nn.Linear(4, 8), nn.Linear(8, 4)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.second(torch.fft.fft(self.first(x)).real)
+        return self.fourth(self.third(self.second(torch.fft.fft(self.first(x)).real)))
 
 
 class ByValue(Unknown):
@@ -123,10 +124,17 @@ class ByValue(Unknown):
         return self.second(self.first(x)) if x.sum() > 0 else x
 
 
-@pytest.mark.parametrize(("model", "words"), [(Unknown(), "fft"), (ByValue(), "control flow")])
-def test_refuses_by_name_what_it_does_not_know(model: nn.Module, words: str) -> None:
-    with pytest.raises(InputError, match=words):
-        dependency_graph(model, (torch.randn(2, 8),))
+def test_what_flows_through_an_operation_without_a_rule_stays_and_is_named() -> None:
+    graph = dependency_graph(Unknown(), (torch.randn(2, 8),))
+    assert [group.name for group in graph.groups] == ["second.weight[dim 0]", "third.weight[dim 0]"]
+    (reason,) = graph.reasons
+    assert "fft" in reason
+    assert "no rule" in reason
+
+
+def test_refuses_control_flow_that_depends_on_values() -> None:
+    with pytest.raises(InputError, match="control flow"):
+        dependency_graph(ByValue(), (torch.randn(2, 8),))
 
 
 def test_inputs_outputs_and_protected_weights_stay() -> None:

@@ -56,7 +56,7 @@ def test_a_missed_latency_is_said(tmp_path: Path, notes: Notes, monkeypatch: pyt
     decoder(tmp_path / "dense")
     measured: list[float] = []
 
-    def clock(dense: nn.Module, pruned: nn.Module, inputs: torch.Tensor) -> dict[str, Any]:
+    def clock(dense: nn.Module, pruned: nn.Module, inputs: tuple[torch.Tensor, ...]) -> dict[str, Any]:
         parts = [sum(p.numel() for p in model.parameters()) for model in (pruned, dense)]
         lucky = len(measured) in (1, 2)  # of the largest share, and of the first that could end the search
         measured.append(0.59 if lucky else 0.5 + 0.5 * parts[0] / parts[1])

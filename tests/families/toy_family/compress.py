@@ -31,6 +31,7 @@ from penjing.compress.measure.cost import Calls, Case, MeasureSettings
 from penjing.compress.measure.evaluate import EvaluateSettings, Quality, accuracy
 from penjing.compress.measure.skeleton import BATCH, Skeleton
 from penjing.compress.prune.graph import Group
+from penjing.compress.prune.ranking import Choice
 from penjing.compress.prune.subject import Part, Shapes
 from penjing.compress.prune.surgery import Cut
 from penjing.compress.quantize.targets import TargetName
@@ -89,7 +90,7 @@ class Subject:
         """Hidden numbers count as channels."""
         return {"channels": list(groups)}
 
-    def config_of(self, shapes: Shapes) -> tuple[int, ...]:
+    def config_of(self, shapes: Shapes, choice: Choice) -> tuple[int, ...]:
         """The widths."""
         rows = [shapes[f"layers.{index}.weight"] for index in range(len(self._loaded.layers))]
         return (rows[0][1], *(shape[0] for shape in rows))
