@@ -60,6 +60,7 @@ class DecoderSubject:
 
     def __init__(self, folder: Path, parts: Sequence[str], dropped: Sequence[int], progress: Progress) -> None:
         self.folder, self._parts, self.dropped = folder, parts, tuple(dropped)
+        self.kept_whole: dict[str, str] = {}
         self._checkpoint = open_checkpoint(folder)
         check_model(self._checkpoint)
         refuse_experts(self._checkpoint.config, folder, "pruning")

@@ -16,10 +16,11 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from penjing.compress.prune.graph import Group, Place
 from penjing.core.errors import InputError
+from penjing.core.graph.network import operator_name
 
 Kind = Literal["l1", "l2", "taylor", "activation", "random"]
 Scores = list[np.ndarray]  # for each group, (units,) float64
@@ -147,6 +148,12 @@ def _summed(groups: Sequence[Group], of_place: Callable[[Place], np.ndarray | No
 
 def _input_means(model: nn.Module, batches: Iterable[tuple[Any, ...]]) -> dict[str, np.ndarray]:
     """Module → mean |input| for each input channel of linear layers and convolutions without groups."""
+    if isinstance(model, fx.GraphModule):
+        watched = _Inputs(model)
+        with torch.no_grad():
+            for batch in batches:
+                watched.run(*batch)
+        return _means(watched.sums, watched.counts)
     sums: dict[str, Tensor] = {}
     counts: dict[str, int] = {}
 
@@ -170,6 +177,33 @@ def _input_means(model: nn.Module, batches: Iterable[tuple[Any, ...]]) -> dict[s
                 model(*batch)
     finally:
         model.train(training)
+    return _means(sums, counts)
+
+
+def _means(sums: dict[str, Tensor], counts: dict[str, int]) -> dict[str, np.ndarray]:
     if not sums:
         raise InputError("activation importance needs at least one batch of inputs; give calibration data")
     return {name: (total / counts[name]).cpu().numpy() for name, total in sums.items()}
+
+
+class _Inputs(fx.Interpreter):
+    """Runs a graph and sums the inputs of what reads a weight."""
+
+    def __init__(self, model: fx.GraphModule) -> None:
+        super().__init__(model)
+        self.sums: dict[str, Tensor] = {}
+        self.counts: dict[str, int] = {}
+
+    def run_node(self, n: fx.Node) -> Any:
+        channel = _READERS.get(operator_name(n))
+        weight = n.args[1] if channel is not None else None
+        if channel is not None and isinstance(weight, fx.Node) and weight.op == "get_attr":
+            (x,) = self.map_nodes_to_values(n.args[:1], n)  # type: ignore[arg-type]
+            name, values = str(weight.target).removesuffix(".weight"), x.abs().movedim(channel, -1).flatten(0, -2)
+            self.sums[name] = self.sums.get(name, 0) + values.double().sum(0)
+            self.counts[name] = self.counts.get(name, 0) + values.shape[0]
+        return super().run_node(n)
+
+
+_READERS = {"linear": -1, "conv1d": 1, "conv2d": 1, "conv3d": 1}
+"""Operators whose weight is (outputs, inputs, …), and the dimension of their input that holds the inputs."""

@@ -35,6 +35,7 @@ class ResNetSubject:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        self.kept_whole: dict[str, str] = {}
         self.dense: nn.Module
         self.dense, self._vision = classifier_skeleton(folder)
         self.model: nn.Module = self.dense

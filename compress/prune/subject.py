@@ -32,6 +32,8 @@ class Subject(Protocol):
     """What is counted: "image", or "token" where the network takes windows of tokens."""
     dropped: tuple[int, ...]
     """Layers that leave as a whole, by number from 0."""
+    kept_whole: dict[str, str]
+    """Groups that `parts` leaves out because they failed when they were tried, by name: why."""
 
     def weights(self, name: str) -> Tensor | None:
         """The parameter `name` as it is stored; None for a statistic."""

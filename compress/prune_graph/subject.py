@@ -26,9 +26,6 @@ from penjing.core.progress import Progress
 class GraphSubject:
     """See `Subject`. The weights are in memory, for every result is compared before anything is written.
 
-    Attributes:
-        kept_whole: why groups that were found are not pruned, by name; filled by `parts`.
-
     Raises:
         InputError: the folder is no checkpoint of a graph, is damaged, or holds NaN; names the tensor.
     """

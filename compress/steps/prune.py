@@ -307,7 +307,14 @@ def _choose(subject: Subject, step: Prune, data: Samples | None, progress: Progr
             f"a share of {share:.3g} of the units was asked for, {removed:.3g} leaves: widths that stay are rounded up "
             f"to multiples of round_to={step.round_to}, and no group loses more than {MAX_SHARE:.0%}"
         )
-    found |= {"share": share, "share_removed": removed, "groups": [], "importance": [], "no_rule": list(graph.reasons)}
+    found |= {
+        "share": share,
+        "share_removed": removed,
+        "groups": [],
+        "importance": [],
+        "no_rule": list(graph.reasons),
+        "kept_whole": subject.kept_whole,
+    }
     gone = {id(group): units for group, units in choice}
     for part, groups in parts.items():
         for group, values in zip(groups, scores[part], strict=True):

@@ -72,7 +72,7 @@ def load_network(folder: Path) -> Network:
     module = load_graph(text, tensors, str(folder / GRAPH), frozenset(map(str, trained)))
     places = [node for node in module.graph.nodes if node.op == "placeholder"]
     results = next(node for node in module.graph.nodes if node.op == "output").args[0]
-    if [node.name for node in places] != [spec.name for spec in config.inputs] or (
+    if [node.target for node in places] != [spec.name for spec in config.inputs] or (
         not isinstance(results, (list, tuple)) or len(results) != len(config.outputs)
     ):
         raise InputError(f"{folder}: config.json and {GRAPH} name other inputs or outputs; import the network again")

@@ -89,7 +89,10 @@ def _built(entries: list[Any], tensors: Mapping[str, Tensor], trained: frozenset
         args = tuple(_loaded(value, known) for value in entry.get("args", []))
         kwargs = {key: _loaded(value, known) for key, value in entry.get("kwargs", {}).items()}
         if op == "placeholder":
-            node = graph.placeholder(name)
+            target = entry.get("target", name)  # "input" of a node that is called input_1
+            if not isinstance(target, str) or not target.isidentifier() or iskeyword(target):
+                raise ValueError(f"the name {target!r}")
+            node = graph.create_node("placeholder", target, name=name)
         elif op == "get_attr":
             target = entry["target"]
             if target not in tensors:

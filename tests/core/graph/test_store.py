@@ -81,3 +81,12 @@ def test_the_name_of_an_argument_is_never_run_as_code() -> None:
     node["kwargs"] = {"x=__import__('os').abort()": None}
     with pytest.raises(InputError, match="has no argument"):
         _load(json.dumps(values))
+
+
+def test_an_input_may_have_the_name_of_a_function_of_python(tmp_path: Path) -> None:
+    """`nn.Sequential.forward(input)`: the node is called input_1."""
+    network = from_torch(torch.nn.Sequential(torch.nn.Linear(4, 3)).eval(), (torch.randn(2, 4),))
+    save_graph(tmp_path, network, {})
+    loaded = load_network(tmp_path)
+    assert [spec.name for spec in loaded.config.inputs] == ["input"]
+    assert torch.equal(loaded(*network.inputs())[0], network(*network.inputs())[0])

@@ -73,6 +73,7 @@ class Subject:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        self.kept_whole: dict[str, str] = {}
         self._loaded = load(folder)
         self.dense: nn.Module = deepcopy(self._loaded).to("meta")
         self.model: nn.Module = self.dense
