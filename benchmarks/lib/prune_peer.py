@@ -35,7 +35,7 @@ def prune_by_torch_pruning(source: Path, out: Path, ratio: float, round_to: int,
     choice = select(groups, scores, ratio, round_to=round_to)
     shapes = shapes_of(subject.model)
     with publish_folder(out) as partial:
-        config = subject.config_of(shapes_after(subject, choice))
+        config = subject.config_of(shapes_after(subject, choice), choice)
         subject.write(partial, config, cuts_of(choice, shapes), {"command": "benchmarks", "selection": NAME})
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import numpy as np
 import torch
@@ -198,7 +198,7 @@ class _Inputs(fx.Interpreter):
         channel = _READERS.get(operator_name(n))
         weight = n.args[1] if channel is not None else None
         if channel is not None and isinstance(weight, fx.Node) and weight.op == "get_attr":
-            (x,) = self.map_nodes_to_values(n.args[:1], n)  # type: ignore[arg-type]
+            (x,) = cast(Any, self.map_nodes_to_values(n.args[:1], n))
             name, values = str(weight.target).removesuffix(".weight"), x.abs().movedim(channel, -1).flatten(0, -2)
             self.sums[name] = self.sums.get(name, 0) + values.double().sum(0)
             self.counts[name] = self.counts.get(name, 0) + values.shape[0]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.fx import Node
@@ -138,7 +138,7 @@ def mixing(labeler: Labeler, call: Call) -> Any:
     """Each result along a dimension depends on all its elements: none can go alone."""
     x = call.arg(0)
     place, default = MIXED_DIM.get(call.name, (1, None))
-    dim = call.node.kwargs.get("dim", call.arg(place, default=default))
+    dim = cast(Any, call.node.kwargs).get("dim", call.arg(place, default=default))
     if not isinstance(dim, int) or isinstance(dim, bool):
         raise UnknownOperation("without a dimension")
     return for_each(call, labeler.pinned(call.label(x), [dim % len(call.shape(x))]))
@@ -184,7 +184,7 @@ def reduction(labeler: Labeler, call: Call) -> Any:
     if tensors_of([call.arg(1)]):
         return elementwise(labeler, call)  # max.other
     num_dims = len(call.shape(x))
-    dims = call.node.kwargs.get("dim", call.arg(2 if "norm" in call.name else 1))
+    dims = cast(Any, call.node.kwargs).get("dim", call.arg(2 if "norm" in call.name else 1))
     dims = (
         list(range(num_dims))
         if dims is None or dims == [] or isinstance(dims, bool)

@@ -124,7 +124,7 @@ def slice_of(call: Call) -> range | None:
         start, stop, step = call.arg(2, "start"), call.arg(3, "end"), call.arg(4, "step", 1)
     if any(isinstance(value, Node) for value in (start, stop, step)):
         return None
-    return range(size)[slice(start, stop, step)]
+    return range(*slice(start, stop, step).indices(size))
 
 
 @rule("split", "split_with_sizes", "chunk", "unbind", "tensor_split")

@@ -13,6 +13,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, fx
 from torch.fx import Node
+from torch.fx.node import map_arg
 
 from penjing.compress.prune_graph.rewrite import Kept, Rewritten, Unfit
 from penjing.core.graph.network import operator_name, tensor_at
@@ -132,7 +133,7 @@ def _measurable(value: Tensor) -> bool:
 
 
 def _called(node: Node, values: dict[Node, Any]) -> Any:
-    args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), values.__getitem__)
+    args, kwargs = map_arg((node.args, dict(node.kwargs)), values.__getitem__)
     target = cast(Any, node.target)
     return target(*map(_double, args), **{key: _double(value) for key, value in kwargs.items()})
 

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor, fx, nn
 from torch.fx import Node
+from torch.fx.node import map_arg
 
 from penjing.compress.prune.graph import Analysis, place_of
 from penjing.compress.prune.labels import Label, varies
@@ -106,7 +107,7 @@ def is_gone(analysis: Analysis, label: Any, gone: np.ndarray) -> bool:
 
 
 def _kept_of(analysis: Analysis, node: Node, gone: np.ndarray) -> Any:
-    label, value = analysis.labels[node], node.meta.get("val")
+    label, value = analysis.labels[node], cast(Any, node.meta.get("val"))
     if isinstance(label, list):
         return [_kept(analysis, node, part, gone, val.shape) for part, val in zip(label, value, strict=True)]
     return _kept(analysis, node, label, gone, value.shape) if isinstance(value, Tensor) else {}
@@ -172,8 +173,8 @@ class _Writer:
     def sizes(self, node: Node, given: Any, first: int = 0) -> list[Any]:
         """`given`, which says sizes of the result's dimensions from `first` on, for what stays."""
         result = []
-        for offset, (old, size) in enumerate(zip(given, self._mapped(given), strict=True)):
-            dim = first + offset
+        for offset, old in enumerate(given):
+            dim, size = first + offset, self._mapped(old)
             whole, short = node.meta["val"].shape[dim], self.size(node, dim)
             if whole == short or (isinstance(old, int) and old == -1):
                 result.append(size)
@@ -184,7 +185,7 @@ class _Writer:
         return result
 
     def _mapped(self, value: Any) -> Any:
-        return fx.node.map_arg(value, self.nodes.__getitem__)
+        return map_arg(value, self.nodes.__getitem__)
 
     def _scaled(self, size: Node, numerator: int, denominator: int) -> Node:
         """A size that is computed when the graph runs, × numerator / denominator, which goes without a rest."""
@@ -288,7 +289,7 @@ def _pad(writer: _Writer, node: Node, new: Node) -> None:
             inner = cast(Node, node.args[0]).meta["val"].shape[dim]
             amounts[index] = int((stays < before).sum())
             amounts[index + 1] = int((stays >= before + inner).sum())
-    _set(new, 1, "pad", fx.node.map_arg(amounts, writer.nodes.__getitem__))
+    _set(new, 1, "pad", map_arg(amounts, writer.nodes.__getitem__))
 
 
 @_rewrite("repeat_interleave")

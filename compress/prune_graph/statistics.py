@@ -82,6 +82,6 @@ class _Watched(fx.Interpreter):
     def run_node(self, n: Node) -> Any:
         if n not in self._moments:
             return super().run_node(n)
-        x, weight, bias = self.map_nodes_to_values(cast(Any, n.args[:3]), n)
+        x, weight, bias = cast(Any, self.map_nodes_to_values(n.args[:3], n))
         self._moments[n].add(x.movedim(1, -1).flatten(0, -2))
         return torch.nn.functional.batch_norm(x, None, None, weight, bias, True, 0.0, cast(float, n.args[7]))

@@ -271,8 +271,9 @@ def _choose(subject: Subject, step: Prune, data: Samples | None, progress: Progr
     progress.start("analysing the network", 1)
     graph = dependency_graph(subject.model, subject.example, protect=step.protect)
     if graph.reasons:
-        more = f", and {len(graph.reasons) - 1} more" if len(graph.reasons) > 1 else ""
-        progress.note(f"what flows through {graph.reasons[0]}{more} stays whole: there is no rule for it")
+        first, *others = graph.reasons
+        more = f", and {len(others)} more" if others else ""
+        progress.note(f"what flows through {first}{more} stays whole: there is no rule for it")
     if not graph.groups:
         raise InputError(f"{subject.folder}: nothing is left to prune; protect less (protect={list(step.protect)})")
     parts = subject.parts(graph.groups)

@@ -70,6 +70,8 @@ class OneProjection(nn.Module):
 class Windows(nn.Module):
     """As Swin: pad, roll, windows, a mask, a table of relative positions, roll back, slice, merge by strided slices."""
 
+    index: Tensor
+
     def __init__(self, width: int = 16, heads: int = 2, window: int = 2) -> None:
         super().__init__()
         self.heads, self.window = heads, window

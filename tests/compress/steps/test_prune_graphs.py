@@ -104,7 +104,9 @@ def test_nothing_is_written_that_differs(tmp_path: Path, monkeypatch: pytest.Mon
         raise Unfit(node, "its values differ")
 
     monkeypatch.setattr(subject, "check_same", differs)
-    with pytest.raises(InputError, match=r"not what the whole one is .* first at q_weight = q.weight in .*: its values differ"):
+    with pytest.raises(
+        InputError, match=r"not what the whole one is .* first at q_weight = q.weight in .*: its values differ"
+    ):
         prune(source, tmp_path / "pruned", ratio=0.5, round_to=1)
     assert not any((tmp_path / "pruned").iterdir())
 
