@@ -94,10 +94,13 @@ def test_a_target_is_the_step_s(checkpoints: dict[FamilyName, Path], tmp_path: P
             {"kind": "prune", "ratio": 0.3},
             "a text encoder cannot be pruned; a decoder, an image classifier, a graph can",
         ),
-        ({"kind": "finetune", "steps": 2}, "a text encoder cannot be trained; a decoder, an image classifier can"),
+        (
+            {"kind": "finetune", "steps": 2},
+            "a text encoder cannot be trained; a decoder, an image classifier, a graph can",
+        ),
         (
             {"kind": "distill", "steps": 2, "teacher": "encoder"},
-            "a text encoder cannot be trained; a decoder, an image classifier can",
+            "a text encoder cannot be trained; a decoder, an image classifier, a graph can",
         ),
     ],
 )
