@@ -60,7 +60,7 @@ def einsum(labeler: Labeler, call: Call) -> Label:
 def convolution(labeler: Labeler, call: Call) -> Label:
     x, weight, bias = call.arg(0), call.arg(1), call.arg(2, "bias")
     transposed = call.arg(6, default=False) if call.name == "convolution" else "transpose" in call.name
-    groups = groups_of(call)
+    groups = convolution_groups(call)
     num_dims = len(call.shape(x))
     if num_dims != len(call.shape(weight)):
         raise UnknownOperation("without a batch")
@@ -95,7 +95,7 @@ def convolution(labeler: Labeler, call: Call) -> Label:
     return labeler.tidy([along(labeler.units.find(out_units), 1, num_dims)])
 
 
-def groups_of(call: Call) -> int:
+def convolution_groups(call: Call) -> int:
     """The groups of a convolution."""
     return call.arg(8 if call.name == "convolution" else 6, "groups", 1)
 

@@ -22,7 +22,7 @@ from torch.fx.node import map_arg
 from penjing.compress.prune.graph import Analysis, place_of
 from penjing.compress.prune.labels import Label, varies
 from penjing.compress.prune.rules import Call
-from penjing.compress.prune.rules_layers import groups_of
+from penjing.compress.prune.rules_layers import convolution_groups
 from penjing.compress.prune.rules_shape import slice_of
 from penjing.compress.prune.surgery import Cut, Selection, cuts_of
 from penjing.core.graph.network import GraphModule, operator_name, set_tensor, tensor_at
@@ -300,7 +300,7 @@ def _repeat_interleave(writer: _Writer, node: Node, new: Node) -> None:
 
 @_rewrite("conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d", "convolution")
 def _groups(writer: _Writer, node: Node, new: Node) -> None:
-    groups, given = groups_of(_call(node)), cast(Node, node.args[0])
+    groups, given = convolution_groups(_call(node)), cast(Node, node.args[0])
     if groups == 1 or groups != given.meta["val"].shape[1]:
         return  # one group, or groups of which each loses the same
     _set(new, 8 if operator_name(node) == "convolution" else 6, "groups", writer.size(given, 1))
