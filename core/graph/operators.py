@@ -40,7 +40,7 @@ split split_with_sizes tensor_split unbind select slice narrow index index_selec
 index_put scatter scatter_add scatter_reduce index_add index_fill index_copy slice_scatter select_scatter copy
 masked_select nonzero roll flip rot90 tril triu diagonal diag diag_embed meshgrid pad constant_pad_nd
 reflection_pad1d reflection_pad2d reflection_pad3d replication_pad1d replication_pad2d replication_pad3d
-arange fill full full_like zeros zeros_like ones ones_like empty empty_like new_zeros new_ones new_full new_empty
+arange fill zero full full_like zeros zeros_like ones ones_like empty empty_like new_zeros new_ones new_full new_empty
 scalar_tensor linspace eye one_hot tensor
 to _to_copy type_as float clone contiguous alias detach lift_fresh_copy lift_fresh resolve_conj resolve_neg
 sym_size sym_numel sym_stride item _local_scalar_dense numel
