@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -90,3 +92,49 @@ def test_a_group_that_fails_stays_whole_and_the_others_leave() -> None:
     assert group.name == "k.weight[dim 0]"
     assert "aten.matmul.default" in why
     assert "its values differ" in why
+
+
+SMALL: dict[str, Any] = {"hidden_size": 24, "num_hidden_layers": 1, "num_attention_heads": 4}
+T5 = "body.encoder.block.1.layer."
+
+
+def t5() -> nn.Module:
+    from transformers import T5Config, T5EncoderModel
+
+    return T5EncoderModel(T5Config(vocab_size=30, d_model=24, d_kv=6, d_ff=40, num_layers=2, num_heads=4))
+
+
+def opt() -> nn.Module:
+    from transformers import OPTConfig, OPTModel
+
+    return OPTModel(OPTConfig(vocab_size=30, ffn_dim=40, word_embed_proj_dim=24, max_position_embeddings=16, **SMALL))
+
+
+class First(nn.Module):
+    """A model of transformers as a function of one tensor to one tensor, with a head."""
+
+    def __init__(self, body: nn.Module) -> None:
+        super().__init__()
+        self.body, self.head = body, nn.Linear(24, 5)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.body(tokens)[0])
+
+
+@pytest.mark.parametrize(
+    ("make", "heads", "ffn"),
+    [
+        (t5, f"{T5}0.SelfAttention.q.weight", f"{T5}1.DenseReluDense.wi.weight"),
+        (opt, "body.decoder.layers.0.self_attn.q_proj.weight", "body.decoder.layers.0.fc1.weight"),
+    ],
+)
+def test_heads_and_widths_of_transformers_leave(make: Callable[[], nn.Module], heads: str, ffn: str) -> None:
+    """T5's heads of all layers go together, because one table of positions has a column for each."""
+    torch.manual_seed(0)
+    whole = from_torch(First(make()).eval(), (torch.randint(2, 30, (2, 6)),))
+    analysis = analyse(whole.module, whole.inputs())
+    assert analysis.found.reasons == ()
+    trust = trusted(whole.module, analysis, analysis.found.groups, whole.inputs())
+    assert trust.kept_whole == ()
+    found = {place.tensor: len(group) for group in trust.groups for place in group.places if place.dim == 0}
+    assert (found[heads], found[ffn]) == (4, 40)
