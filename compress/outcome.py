@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from safetensors import safe_open
+
 from penjing.compress.families.base import Family
 from penjing.compress.measure.cost import MeasureSettings, sizes_of, timed
 from penjing.compress.recipe import Recipe
@@ -26,8 +28,8 @@ def measured_stages(
 
     Results of one architecture and format are measured once: training changes no shape.
     """
-    configs = [((result.folder / "config.json").read_bytes(), is_artifact(result.folder)) for result in results]
-    firsts = [configs.index(config) for config in configs]
+    architectures = [_architecture(result.folder) for result in results]
+    firsts = [architectures.index(architecture) for architecture in architectures]
     distinct = sorted(set(firsts))
     keys = [results[index].key for index in distinct]
     name = f"measured-{key_of(keys, settings.model_dump(mode='json'))[:12]}"
@@ -41,6 +43,16 @@ def measured_stages(
     record = work.run(name, measure)
     by_stage = dict(zip(distinct, record.result["stages"], strict=True))
     return [by_stage[first] for first in firsts]
+
+
+def _architecture(folder: Path) -> tuple[bytes, bool, dict[str, list[int]]]:
+    """What decides sizes and speeds: config.json, the format, and the shapes of weights, which a graph's config.json
+    does not tell."""
+    shapes = {}
+    for path in folder.glob("*.safetensors"):
+        with safe_open(path, framework="numpy") as file:
+            shapes |= {f"{path.name}/{name}": list(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118 (no dict)
+    return (folder / "config.json").read_bytes(), is_artifact(folder), shapes
 
 
 def report_of(

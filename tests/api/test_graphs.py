@@ -102,6 +102,16 @@ def test_how_long_it_learns_from_a_file_has_to_be_said() -> None:
         network().distill(network(), data="samples.npz")
 
 
+def test_a_pruned_network_is_another_one_and_its_report_says_what_left() -> None:
+    net = network()
+    small = net.prune(0.3)
+    assert small.module().state_dict()["layers.0.weight"].shape == (24, 6)
+    assert net.module().state_dict()["layers.0.weight"].shape == (32, 6)
+    assert "75% of the multiply-accumulates" in small.report()  # 24 of 32, each read and written once
+    x = torch.randn(5, 6)
+    assert small(x)[0].shape == net(x)[0].shape
+
+
 def test_a_network_learns_in_place_what_a_teacher_answers() -> None:
     teacher, student = network(), network()
     torch.manual_seed(3)
