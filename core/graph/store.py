@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Mapping
 from keyword import iskeyword
 from typing import Any
@@ -97,7 +98,7 @@ def _built(entries: list[Any], tensors: Mapping[str, Tensor], trained: frozenset
             target = entry["target"]
             if target not in tensors:
                 raise InputError(f"the weight {target!r} is missing; import the network again")
-            if not all((part.isidentifier() and not iskeyword(part)) or part.isdigit() for part in target.split(".")):
+            if not all(re.fullmatch(r"[\w-]+", part, re.ASCII) and not iskeyword(part) for part in target.split(".")):
                 raise ValueError(f"the name {target!r}")
             value = tensors[target]
             wanted = nn.Parameter(value, value.is_floating_point()) if target in trained else value

@@ -147,7 +147,8 @@ def test_other_settings_start_anew(tiny_checkpoint: Path, student: Path, text_st
     step = text_step(steps=3, evaluation_samples=0)
     record = do(step, student, tiny_checkpoint, tmp_path / "other", tmp_path / "work")
     assert record["settings"]["steps"] == 3
-    steps = [json.loads(line)["step"] for line in (tmp_path / "work/run/metrics.jsonl").read_text().splitlines()]
+    lines = [json.loads(line) for line in (tmp_path / "work/run/metrics.jsonl").read_text().splitlines()]
+    steps = [line["step"] for line in lines if "loss" in line]  # alarms of a busy machine are lines too
     assert steps == [1, 2, 3]
 
 

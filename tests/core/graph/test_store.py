@@ -90,3 +90,22 @@ def test_an_input_may_have_the_name_of_a_function_of_python(tmp_path: Path) -> N
     loaded = load_network(tmp_path)
     assert [spec.name for spec in loaded.config.inputs] == ["input"]
     assert torch.equal(loaded(*network.inputs())[0], network(*network.inputs())[0])
+
+
+class Dashed(torch.nn.Module):
+    """Its layer has a name as those of torchvision's RegNet: no identifier."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_module("block1-0", torch.nn.Linear(3, 2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.get_submodule("block1-0")(x)
+
+
+def test_weights_keep_names_that_are_no_identifiers(tmp_path: Path) -> None:
+    network = from_torch(Dashed().eval(), (torch.randn(2, 3),))
+    save_graph(tmp_path, network, {"command": "test"})
+    loaded = load_network(tmp_path)
+    torch.testing.assert_close(loaded(*loaded.inputs())[0], network(*network.inputs())[0])
+    assert "block1-0.weight" in tensors_of(loaded.module)
