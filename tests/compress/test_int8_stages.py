@@ -152,7 +152,7 @@ class Watch:
         else:
             patch.setattr(where, name, _dying(getattr(where, name), at, error))
         if isinstance(error, Killed):
-            patch.setattr(files, "shutil", SimpleNamespace(rmtree=lambda *_, **__: None))
+            patch.setattr(files, "shutil", SimpleNamespace(rmtree=lambda *_, **__: None, disk_usage=shutil.disk_usage))
 
     def steps(self, task: str) -> list[int]:
         """Updates of one kind of task, in order."""

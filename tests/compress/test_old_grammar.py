@@ -28,8 +28,8 @@ embedding_dtype = "float16"
 rounding = "compensated"
 keep = []
 [calibration]
-num_tokens = 4096
-code = 0.5
+num_tokens = 6144
+code = 0.25
 window = 512
 [evaluate]
 prose_tokens = 8192
@@ -80,7 +80,7 @@ hadamard_down = 0
 lm_head = "int8"
 embedding_dtype = "float16"
 [steps.int8.calibration]
-num_tokens = 4096
+num_tokens = 6144
 window = 512
 """
 

@@ -29,7 +29,7 @@ def settings() -> list[type[BaseModel]]:
 
 
 def test_they_are_found() -> None:
-    assert [kind.__name__ for kind in settings()] == ["BatchConfig", "EngineConfig", "ServeConfig"]
+    assert [kind.__name__ for kind in settings()] == ["BatchConfig", "EngineConfig", "GraphSettings", "ServeConfig"]
 
 
 @pytest.mark.parametrize("kind", settings(), ids=lambda kind: kind.__name__)

@@ -91,8 +91,11 @@ def test_compression_refuses_by_name_and_fusing_explains(
     make_tiny_checkpoint: Callable[..., Path], kind: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     folder = make_tiny_checkpoint(**KINDS[kind])
-    with pytest.raises(InputError, match=r"has (experts|latent attention|shared layers).*penjing serve"):
+    if kind in ("mixtral", "qwen2_moe"):  # tests/compress/decoder/test_experts.py quantizes such networks
         check_model(open_checkpoint(folder))
+    else:
+        with pytest.raises(InputError, match=r"has (latent attention|shared layers).*penjing serve"):
+            check_model(open_checkpoint(folder))
     model = load_model(folder).model
     if kind == "shared":
         assert (why_not_fused(model) is None) == (cpu_extension() is not None)
