@@ -83,19 +83,22 @@ class Network:
         meaning: Meaning = "tensors",
         labels: Sequence[str] = (),
         pixels: Pixels | None = None,
+        tolerance: float | None = None,
     ) -> Network:
         """The network of an ONNX file, whose answers were compared with those of ONNX Runtime.
 
         Args:
             shapes: sizes of the example, by input; needed where the file leaves them open.
             dynamic, meaning, labels, pixels: see `from_torch`.
+            tolerance: by how much answers may differ, as a share of their scale, where 1e-5 is not reached.
 
         Raises:
-            InputError: damaged, or it holds what penjing cannot compute; says which operator.
+            InputError: damaged, or it holds what penjing cannot compute; says which operator. Or its answers differ.
         """
         from penjing.core.onnx_reader.read import from_onnx
 
-        found = from_onnx(Path(path), shapes=shapes, dynamic=dynamic, meaning=meaning, labels=labels, pixels=pixels)
+        said = {"meaning": meaning, "labels": labels, "pixels": pixels}
+        found = from_onnx(Path(path), shapes=shapes, dynamic=dynamic, tolerance=tolerance, **said)  # type: ignore[arg-type]
         return cls(found.network)
 
     @classmethod

@@ -85,4 +85,10 @@ def show(checkpoint: Path, out: Path | None) -> dict[str, Any]:
             name, str(row["count"]), count(row["macs"]), volume(row["weight_bytes"]), volume(row["result_bytes"])
         )
     error_console().print(table)
+    parity = result.get("parity", {})
+    if "tolerance" in parity:
+        error_console().print(
+            f"Its answers are {parity['distance']:.1e} of their scale from those of {parity['oracle']}, more than "
+            f"{parity['bound']:.0e}: accepted by --tolerance {parity['tolerance']:g} when it was imported."
+        )
     return result

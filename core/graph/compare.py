@@ -1,19 +1,24 @@
-"""How far answers are apart, and how far rounding alone may move them."""
+"""How far answers are apart, and what of it is accepted when a network comes in."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
 import torch
 from torch import Tensor
+from torch.fx.node import map_aggregate
 
-from penjing.core.graph.network import Network, set_tensor, tensors_of
+from penjing.core.errors import InputError
+from penjing.core.graph.network import Network
 
 CLOSE = 1e-5
 """How far an answer may be from the original's, as a share of the output's largest value."""
-HALF = 2e-2  # the same for 16-bit numbers
-PROBABLE = 0.03
-"""Least scale of what lies between 0 and 1: a sigmoid of float32 errs by 1e-7 whatever its value."""
-NOISE = 4.0
-"""… or this many times what one rounding of each weight and input moves it: deep networks enlarge roundings."""
+MOST = 1.0
+"""The largest tolerance that a user may give: more is no answer at all."""
+HALF = (torch.float16, torch.bfloat16)
+Measure = tuple[str, Callable[[], float]]
+"""What the answers are compared with, and how far they are from it."""
 
 
 def distance(ours: Tensor, theirs: Tensor) -> float:
@@ -27,25 +32,90 @@ def distance(ours: Tensor, theirs: Tensor) -> float:
     gap = torch.where(same, 0.0, (one - other).abs())
     known = other[other.isfinite()]
     scale = known.abs().max().item() if known.numel() else 0.0
-    if known.numel() and theirs.is_floating_point() and known.min() >= 0 and known.max() <= 1:
-        scale = max(scale, PROBABLE)
     largest = gap.max().item()
     return largest if largest == 0 or not largest < float("inf") else largest / max(scale, 1e-30)
 
 
-def noise(network: Network) -> float:
-    """How far one rounding of each weight and input moves the outputs, as a share of their scale."""
-    generator = torch.Generator().manual_seed(0)
+def farthest(ours: Iterable[Tensor], theirs: Iterable[Tensor]) -> float:
+    """The largest `distance` of any output."""
+    return max(distance(one, other) for one, other in zip(ours, theirs, strict=True))
 
-    def rounded(value: Tensor) -> Tensor:
-        if not value.is_floating_point():
-            return value
-        return value * (1 + (torch.rand(value.shape, generator=generator) - 0.5) * 2 * torch.finfo(value.dtype).eps)
 
-    moved = network.copy()
-    with torch.no_grad():
-        for name, value in tensors_of(moved.module).items():
-            set_tensor(moved.module, name, rounded(value.detach()).to(value.dtype))
-        still = network(*network.inputs())
-        turned = moved(*[rounded(value).to(value.dtype) for value in network.inputs()])
-    return max(distance(one, other) for one, other in zip(turned, still, strict=True))
+def wider(value: Any, dtype: torch.dtype) -> Any:
+    """`value` (a tensor or a type) in `dtype` if it is floating and narrower; else as it is."""
+    kind = value.dtype if isinstance(value, Tensor) else value
+    if not isinstance(kind, torch.dtype) or not kind.is_floating_point or kind.itemsize >= dtype.itemsize:
+        return value
+    return value.to(dtype) if isinstance(value, Tensor) else dtype
+
+
+def widened(network: Network, dtype: torch.dtype) -> Callable[[Sequence[Tensor]], tuple[Tensor, ...]]:
+    """What the network computes where every narrower floating number is one of `dtype`, with its example's inputs.
+
+    Raises, when called:
+        InputError: an operator does not run so.
+    """
+    copied = network.copy()
+    module = copied.module
+    for owner in module.modules():
+        owner._apply(lambda value: wider(value, dtype), recurse=False)
+    for node in module.graph.nodes:
+        node.args = map_aggregate(node.args, lambda value: wider(value, dtype))
+        node.kwargs = map_aggregate(node.kwargs, lambda value: wider(value, dtype))
+    module.recompile()
+
+    def compute(inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        try:
+            with torch.no_grad():
+                return copied(*[wider(value, dtype) for value in inputs])
+        except (RuntimeError, TypeError, ValueError, IndexError) as error:
+            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            raise InputError(f"the network does not run in {str(dtype).removeprefix('torch.')}: {reason}") from None
+
+    return compute
+
+
+def judged(
+    source: str, measures: Sequence[Measure], tolerance: float | None, hint: Callable[[], str] = lambda: ""
+) -> dict[str, Any]:
+    """The record for the manifest of the first comparison whose distance is at most `CLOSE`.
+
+    Rounding may move the answers of a deep network, or the other runtime's approximations may, by more than that: the
+    next measure computes both sides in wider numbers, where a wrong operator stays wrong and rounding is gone.
+
+    Args:
+        measures: tried in order; a later one that raises `InputError` cannot be made, and is said in a refusal.
+        tolerance: a larger distance that the user accepts, of the last measure.
+        hint: said in a refusal: what the reason may be.
+
+    Returns:
+        "oracle", "distance", "bound"; "before", the measures that did not do; "tolerance" where it was needed.
+
+    Raises:
+        InputError: every distance is larger than `CLOSE`, and the last one than `tolerance`.
+    """
+    tried: list[dict[str, Any]] = []
+    problems: list[str] = []
+    for oracle, measure in measures:
+        try:
+            tried.append({"oracle": oracle, "distance": measure()})
+        except InputError as error:
+            if not tried:
+                raise
+            problems.append(str(error))
+            continue
+        if not tried[-1]["distance"] < float("inf") or tried[-1]["distance"] <= CLOSE:
+            break
+    *before, last = tried
+    record = {**last, "bound": CLOSE, "before": before}
+    if last["distance"] <= CLOSE:
+        return record
+    if tolerance is not None and last["distance"] <= tolerance <= MOST:
+        return {**record, "tolerance": tolerance}
+    said = " and ".join(f"{one['distance']:.1e} of the output's scale from those of {one['oracle']}" for one in tried)
+    raise InputError(
+        f"{source}: the imported network's answers are {said}; at most {CLOSE:.0e} is accepted"
+        + "".join(f"; {problem}" for problem in (*problems, hint()) if problem)
+        + "; please report this"
+        + (f", or accept it with --tolerance {1.1 * last['distance']:.1e}" if last["distance"] < MOST / 1.1 else "")
+    )

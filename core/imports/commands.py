@@ -44,6 +44,10 @@ def import_command(app: typer.Typer) -> None:
         layout: Annotated[str | None, typer.Option(help="NCHW or NHWC.")] = None,
         order: Annotated[str | None, typer.Option(help="Order of the channels: RGB, BGR, or L (grey).")] = None,
         scale: Annotated[float | None, typer.Option(help="What a pixel is divided by; 255 if left out.")] = None,
+        tolerance: Annotated[
+            float | None,
+            typer.Option(help="Accept answers that differ by more than 1e-5 of their scale, up to this share."),
+        ] = None,
         force: Force = False,
     ) -> None:
         """Turn a model into a penjing checkpoint (safetensors, hashed).
@@ -68,6 +72,7 @@ def import_command(app: typer.Typer) -> None:
             "layout": layout,
             "order": order,
             "scale": scale,
+            "tolerance": tolerance,
         }
         given = {key: value for key, value in said.items() if value is not None}
         with progress_bar() as progress:

@@ -11,17 +11,16 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from penjing.core.checkpoint.graph import parameters_of, save_graph
 from penjing.core.errors import ConfigError, InputError
 from penjing.core.files import publish_folder, sha256_file
-from penjing.core.graph.compare import CLOSE, HALF, NOISE, distance, noise
+from penjing.core.graph.compare import CLOSE, MOST
 from penjing.core.graph.config import Meaning, Pixels
 from penjing.core.graph.network import Network
 from penjing.core.graph.passes import simplify
 from penjing.core.graph.trace import from_torch
+from penjing.core.imports.torch_parity import compared_with_module
 from penjing.core.imports.torch_weights import load_weights
 from penjing.core.imports.torch_zoo import Found, from_function, from_package
 from penjing.core.manifest import MANIFEST_NAME, read_manifest, verify
@@ -43,6 +42,7 @@ class GraphOptions:
         labels: a file with a class name a line, or a JSON list.
         meaning: of the first output; classes where there are labels.
         image: (rows, columns), mean, std, layout, order and scale of `Pixels`, as far as they are given.
+        tolerance: by how much answers may differ, as a share of the output's scale, where 1e-5 is not reached.
     """
 
     weights: Path | None = None
@@ -53,6 +53,7 @@ class GraphOptions:
     labels: Path | None = None
     meaning: Meaning | None = None
     image: Mapping[str, Any] = field(default_factory=dict)
+    tolerance: float | None = None
 
 
 Kind = Literal["onnx", "function", "package"]
@@ -121,9 +122,15 @@ def import_graph(
     nodes = sum(node.op == "call_function" for node in network.module.graph.nodes)
     progress.note(
         f"{out}: {nodes} operators, {parameters_of(network.module) / 1e6:.3g} million parameters ({said}); its answers "
-        f"are {parity['distance']:.1e} of their scale from those of {parity['oracle']}"
+        f"are {parity['distance']:.1e} of their scale from those of {parity['oracle']}{_accepted(parity)}"
     )
     return out
+
+
+def _accepted(parity: Mapping[str, Any]) -> str:
+    if "tolerance" not in parity:
+        return ""
+    return f", which is more than {CLOSE:.0e} and was accepted by --tolerance {parity['tolerance']:g}"
 
 
 def _check_options(kind: Kind, options: GraphOptions) -> None:
@@ -136,7 +143,13 @@ def _check_options(kind: Kind, options: GraphOptions) -> None:
 
 
 def _from_file(source: str, options: GraphOptions) -> tuple[Network, dict[str, Any]]:
-    found = from_onnx(Path(source).expanduser(), shapes=options.shapes, dynamic=options.dynamic, fixed=options.fixed)
+    found = from_onnx(
+        Path(source).expanduser(),
+        shapes=options.shapes,
+        dynamic=options.dynamic,
+        fixed=options.fixed,
+        tolerance=options.tolerance,
+    )
     return found.network, found.parity
 
 
@@ -152,7 +165,7 @@ def _from_code(source: str, kind: Kind, options: GraphOptions) -> tuple[Network,
     if found.labels or found.meaning != "tensors":
         config = config.model_copy(update={"labels": tuple(found.labels), "meaning": found.meaning})
     network = replace(network, config=config)
-    return network, _compared(network, found, source)
+    return network, compared_with_module(network, found, source, options.tolerance)
 
 
 def _with_example(found: Found, options: GraphOptions, source: str) -> Found:
@@ -172,36 +185,6 @@ def _with_example(found: Found, options: GraphOptions, source: str) -> Found:
         else:
             keyword[name] = torch.randint(2 if dtype is torch.bool else 10, shape, generator=generator).to(dtype)
     return replace(found, example=(), keyword=keyword, dynamic=None)
-
-
-def _compared(network: Network, found: Found, source: str) -> dict[str, Any]:
-    """How far the graph's answers are from the module's."""
-    inputs = network.inputs()
-    names = [spec.name for spec in network.config.inputs]
-    given = pytree.tree_leaves((found.example, found.keyword))
-    tensors = [value for value in given if isinstance(value, Tensor)]
-    if len(tensors) != len(names):
-        raise InputError(f"{source} ignores an input, or has one that is no tensor; give tensors that it uses")
-    replaced = dict(zip(map(id, tensors), inputs, strict=True))
-    arguments, keyword = pytree.tree_map(lambda value: replaced.get(id(value), value), (found.example, found.keyword))
-    found.module.eval()
-    with torch.no_grad():
-        theirs = [
-            value for value in pytree.tree_leaves(found.module(*arguments, **keyword)) if isinstance(value, Tensor)
-        ]
-        ours = network(*inputs)
-    if len(ours) != len(theirs):
-        raise InputError(f"{source} gives {len(theirs)} tensors, the traced network {len(ours)}; return a plain tuple")
-    bound = HALF if any(value.dtype in (torch.float16, torch.bfloat16) for value in ours) else CLOSE
-    apart = max(distance(one, other) for one, other in zip(ours, theirs, strict=True))
-    if not apart <= bound:
-        bound = max(bound, NOISE * noise(network))
-    if not apart <= bound:
-        raise InputError(
-            f"{source}: the traced network's answers are {apart:.1e} of their scale away from the module's; does it "
-            "draw random numbers, or keep something from call to call? Return a network without that"
-        )
-    return {"oracle": "the module", "distance": apart, "bound": bound}
 
 
 def _labelled(network: Network, options: GraphOptions) -> Network:
@@ -296,6 +279,7 @@ def graph_options(
     layout: str | None = None,
     order: str | None = None,
     scale: float | None = None,
+    tolerance: float | None = None,
 ) -> GraphOptions:
     """The options of the command line, read.
 
@@ -333,7 +317,9 @@ def graph_options(
     }
     if meaning not in (None, "tensors", "classes", "embedding"):
         raise ConfigError(f"--meaning {meaning}: it is tensors, classes or embedding")
-    return GraphOptions(weights, shapes, dtypes, axes, values, labels, meaning, image)  # type: ignore[arg-type]
+    if tolerance is not None and not CLOSE < tolerance <= MOST:
+        raise ConfigError(f"--tolerance {tolerance}: write a share of the outputs' scale, above {CLOSE:.0e}, at most 1")
+    return GraphOptions(weights, shapes, dtypes, axes, values, labels, meaning, image, tolerance)  # type: ignore[arg-type]
 
 
 def _input(said: str) -> tuple[str, tuple[int, ...], str]:

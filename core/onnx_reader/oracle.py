@@ -1,4 +1,4 @@
-"""ONNX Runtime's answers to the same inputs: what an import is compared with."""
+"""What an import is compared with: ONNX Runtime's answers, and those of ONNX's own evaluator in 64 bits."""
 
 from __future__ import annotations
 
@@ -7,13 +7,16 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import onnx_ir as ir
 import torch
 from torch import Tensor
 
 from penjing.core.errors import InputError
-from penjing.core.graph.compare import distance
+from penjing.core.graph.compare import distance, wider
+from penjing.core.onnx_reader.file import read_onnx
 from penjing.core.onnx_reader.module import OnnxModule
+from penjing.core.onnx_reader.wide import widen
 
 
 class Oracle:
@@ -38,7 +41,7 @@ class Oracle:
     def _opened(self, path: Path) -> Any:
         options = self._runtime.SessionOptions()
         options.log_severity_level = 4
-        options.graph_optimization_level = self._runtime.GraphOptimizationLevel.ORT_ENABLE_BASIC
+        options.graph_optimization_level = self._runtime.GraphOptimizationLevel.ORT_DISABLE_ALL  # as the file says
         return self._runtime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
 
     def answers(self, inputs: Mapping[str, Tensor]) -> list[Tensor]:
@@ -49,6 +52,38 @@ class Oracle:
         """
         return self._run(self._session, inputs)
 
+    def answers_in_float32(self, inputs: Mapping[str, Tensor]) -> list[Tensor]:
+        """ONNX Runtime's outputs where every 16-bit number of the file is one of 32 bits.
+
+        Raises:
+            InputError: it does not load or run so.
+        """
+        model = read_onnx(self._path)
+        widen(model, ir.DataType.FLOAT)
+        try:
+            session = self._saved(model)
+        except Exception as error:
+            raise InputError(f"ONNX Runtime cannot compute it in float32: {_first(error)}") from None
+        return self._run(session, {name: wider(value, torch.float32) for name, value in inputs.items()})
+
+    def answers_in_float64(self, inputs: Mapping[str, Tensor]) -> list[Tensor]:
+        """The outputs in 64 bits, by the evaluator of the package `onnx`: ONNX Runtime has no such convolutions.
+
+        Raises:
+            InputError: an operator that it does not compute, or a file of more than 2 GB.
+        """
+        from onnx.reference import ReferenceEvaluator
+
+        model = read_onnx(self._path)
+        widen(model, ir.DataType.DOUBLE)
+        given = {name: wider(value, torch.float64).numpy() for name, value in inputs.items()}
+        try:
+            with np.errstate(all="ignore"):
+                found: list[Any] = ReferenceEvaluator(ir.to_proto(model)).run(None, given)  # type: ignore[assignment]
+        except Exception as error:  # each operator raises what it likes
+            raise InputError(f"onnx's evaluator cannot compute it in float64: {_first(error)}") from None
+        return [torch.from_numpy(np.array(value)) for value in found]
+
     def _run(self, session: Any, inputs: Mapping[str, Tensor]) -> list[Tensor]:
         try:
             found = session.run(None, {name: value.numpy() for name, value in inputs.items()})
@@ -56,6 +91,12 @@ class Oracle:
             shapes = ", ".join(f"{name}:{'x'.join(map(str, value.shape))}" for name, value in inputs.items())
             raise InputError(f"{self._path} does not run on {shapes}: {_first(error)}") from None
         return [torch.from_numpy(value) if hasattr(value, "dtype") else torch.empty(0) for value in found]
+
+    def _saved(self, model: ir.Model) -> Any:
+        with tempfile.TemporaryDirectory() as folder:
+            file = Path(folder) / "model.onnx"
+            ir.save(model, file, external_data="weights")
+            return self._opened(file)
 
     def first_difference(self, module: OnnxModule, inputs: Mapping[str, Tensor], bound: float) -> str:
         """The first operator whose result differs, as a message names it; "" where none does."""
@@ -71,13 +112,10 @@ class Oracle:
         outputs = set(map(id, model.graph.outputs))
         model.graph.outputs.extend(output for _, output in shown if id(output) not in outputs)
         names = [str(output.name) for output in model.graph.outputs]
-        with tempfile.TemporaryDirectory() as folder:
-            file = Path(folder) / "every.onnx"
-            try:
-                ir.save(model, file, external_data="weights")
-                theirs = dict(zip(names, self._run(self._opened(file), inputs), strict=True))
-            except Exception:  # a diagnosis that fails must not hide what it was to explain
-                return ""
+        try:
+            theirs = dict(zip(names, self._run(self._saved(model), inputs), strict=True))
+        except Exception:  # a diagnosis that fails must not hide what it was to explain
+            return ""
         for node, output in shown:
             ours = values[str(output.name)]
             if isinstance(ours, Tensor) and not distance(ours, theirs[str(output.name)]) <= bound:

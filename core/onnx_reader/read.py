@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from penjing.core.errors import InputError
-from penjing.core.graph.compare import CLOSE, HALF, NOISE, distance, noise
+from penjing.core.graph.compare import CLOSE, HALF, Measure, farthest, judged, widened
 from penjing.core.graph.config import Meaning, Pixels
-from penjing.core.graph.network import Network
+from penjing.core.graph.network import Network, tensors_of
 from penjing.core.graph.trace import from_torch
 from penjing.core.onnx_reader.example import Input, candidates, inputs_of
 from penjing.core.onnx_reader.file import read_onnx
@@ -28,8 +28,7 @@ class Imported:
     """A network, and how far its answers are from those of the original.
 
     Attributes:
-        parity: "distance" (the largest of the example and of other sizes, as a share of the output's scale) and
-            "bound", for the manifest.
+        parity: what `judged` returns, for the manifest.
     """
 
     network: Network
@@ -45,6 +44,7 @@ def from_onnx(
     meaning: Meaning = "tensors",
     labels: Sequence[str] = (),
     pixels: Pixels | None = None,
+    tolerance: float | None = None,
 ) -> Imported:
     """The network of an ONNX file, compared with ONNX Runtime.
 
@@ -54,6 +54,7 @@ def from_onnx(
         dynamic: input → axis → name of what may differ from call to call, instead of what the file says.
         fixed: inputs that get one value forever, such as a sampling rate; the network has them no more.
         meaning, labels, pixels: see `GraphConfig`.
+        tolerance: a share of the output's scale, larger than 1e-5, by which answers may differ; the record says so.
 
     Raises:
         InputError: the file is damaged, or penjing cannot compute it, or it computes something else than ONNX
@@ -85,7 +86,7 @@ def from_onnx(
         labels=labels,
         pixels=pixels,
     )
-    parity = _compared(network, module, oracle, example, values, name)
+    parity = _compared(network, module, oracle, {**example, **values}, name, tolerance)
     return Imported(network, parity)
 
 
@@ -122,21 +123,28 @@ def _compared(
     module: OnnxModule,
     oracle: Oracle,
     example: Mapping[str, Tensor],
-    values: Mapping[str, Tensor],
     path: str,
+    tolerance: float | None,
 ) -> dict[str, Any]:
-    with torch.no_grad():
-        ours = network(*network.inputs())
-    theirs = oracle.answers({**example, **values})
-    half = any(answer.dtype in (torch.float16, torch.bfloat16) for answer in ours)
-    bound = HALF if half else CLOSE
-    found = max(distance(one, other) for one, other in zip(ours, theirs, strict=True))
-    if not found <= bound:
-        bound = max(bound, NOISE * noise(network))
-    if not found <= bound:
-        where = oracle.first_difference(module, {**example, **values}, bound)
-        raise InputError(
-            f"{path}: the imported network's answers are {found:.1e} of their scale away from ONNX Runtime's (at most "
-            f"{bound:.0e} is accepted)" + (f", first after {where}" if where else "") + "; please report this file"
-        )
-    return {"oracle": f"onnxruntime {oracle.version}", "distance": found, "bound": bound}
+    def as_stored() -> float:
+        with torch.no_grad():
+            return farthest(network(*network.inputs()), oracle.answers(example))
+
+    def in_float32() -> float:
+        return farthest(widened(network, torch.float32)(network.inputs()), oracle.answers_in_float32(example))
+
+    def in_float64() -> float:
+        return farthest(widened(network, torch.float64)(network.inputs()), oracle.answers_in_float64(example))
+
+    runtime = f"onnxruntime {oracle.version}"
+    held = [*tensors_of(network.module).values(), *network.inputs()]
+    measures: list[Measure] = [(runtime, as_stored)]
+    if any(value.dtype in HALF for value in held):
+        measures.append((f"{runtime}, both in float32", in_float32))
+    measures.append(("onnx's own evaluator, both in float64", in_float64))
+
+    def hint() -> str:
+        where = oracle.first_difference(module, example, CLOSE)
+        return f"the first operator that differs is {where}" if where else ""
+
+    return judged(path, measures, tolerance, hint)

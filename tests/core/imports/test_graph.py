@@ -16,11 +16,12 @@ from onnx import TensorProto, helper, numpy_helper
 from safetensors.torch import save_file
 
 from penjing.core.checkpoint.graph import load_network
-from penjing.core.checkpoint.graph_look import look
+from penjing.core.checkpoint.graph_look import look, show
 from penjing.core.errors import ConfigError, InputError, PenjingError, SetupError
 from penjing.core.graph.network import operator_name
 from penjing.core.imports.graph import graph_options, import_graph
 from penjing.core.manifest import read_manifest
+from penjing.core.onnx_reader.module import OPERATORS
 from tests.core.graph.networks import Residual
 
 SOURCE = """
@@ -101,6 +102,33 @@ def test_an_onnx_file_comes_in_once_and_is_shown(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "graph.json").read_text())["by_operator"]["linear"]["macs"] == 12
     with pytest.raises(ConfigError, match=r"\.txt"):
         look(out, tmp_path / "graph.png")
+
+
+def test_a_difference_that_the_user_accepts_is_recorded_and_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = str(_onnx(tmp_path / "a.onnx"))
+    monkeypatch.setitem(OPERATORS, "Softmax", lambda call: torch.softmax(call.tensor(0), -1) * 1.001)
+    with pytest.raises(InputError, match=r"--tolerance 1\.1e-03"):
+        import_graph(path, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    out = import_graph(path, tmp_path / "out", graph_options(tolerance=2e-3))
+    made = read_manifest(out).created_by
+    assert made["parity"]["tolerance"] == made["options"]["tolerance"] == 2e-3
+    assert made["parity"]["bound"] == 1e-5
+    assert show(out, tmp_path / "graph.txt")["parity"]["tolerance"] == 2e-3
+    assert "accepted by --tolerance 0.002" in " ".join(capsys.readouterr().err.split())
+    with pytest.raises(ConfigError, match="above 1e-05, at most 1"):
+        graph_options(tolerance=1.5)
+
+
+def test_a_module_that_draws_random_numbers_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "models.py").write_text(
+        "import torch\n\nclass Noisy(torch.nn.Module):\n    def forward(self, x):\n"
+        "        return x + 1e-3 * torch.rand_like(x)\n\ndef build():\n    return Noisy(), torch.ones(2, 3)\n"
+    )
+    with pytest.raises(InputError, match="does it draw random numbers"):
+        import_graph(f"{tmp_path / 'models.py'}:build", tmp_path / "out")
 
 
 def test_weights_beside_the_file_are_read_and_checked(tmp_path: Path) -> None:

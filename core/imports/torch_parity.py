@@ -1,0 +1,60 @@
+"""A traced network is compared with the torch module that it was."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from penjing.core.errors import InputError
+from penjing.core.graph.compare import farthest, judged, widened, wider
+from penjing.core.graph.network import Network
+from penjing.core.imports.torch_zoo import Found
+
+
+def compared_with_module(network: Network, found: Found, source: str, tolerance: float | None) -> dict[str, Any]:
+    """How far the graph's answers are from the module's: see `judged`.
+
+    Raises:
+        InputError: further than is accepted, or other inputs or outputs than the module's.
+    """
+    inputs = network.inputs()
+    given = pytree.tree_leaves((found.example, found.keyword))
+    tensors = [value for value in given if isinstance(value, Tensor)]
+    if len(tensors) != len(inputs):
+        raise InputError(f"{source} ignores an input, or has one that is no tensor; give tensors that it uses")
+    replaced = dict(zip(map(id, tensors), inputs, strict=True))
+    example = pytree.tree_map(lambda value: replaced.get(id(value), value), (found.example, found.keyword))
+    found.module.eval()
+
+    def theirs(module: nn.Module, change: Callable[[Any], Any]) -> list[Tensor]:
+        arguments, named = pytree.tree_map(change, example)
+        try:
+            with torch.no_grad():
+                answers = pytree.tree_leaves(module(*arguments, **named))
+        except Exception as error:  # code of anybody's
+            raise InputError(f"the module does not run so: {type(error).__name__}: {error}") from None
+        answers = [value for value in answers if isinstance(value, Tensor)]
+        if len(answers) != len(network.config.outputs):
+            count = len(network.config.outputs)
+            raise InputError(f"{source} gives {len(answers)} tensors, the traced network {count}; return a plain tuple")
+        return answers
+
+    def as_given() -> float:
+        with torch.no_grad():
+            return farthest(network(*inputs), theirs(found.module, lambda value: value))
+
+    def in_float64() -> float:
+        module = copy.deepcopy(found.module).double()
+        ours = widened(network, torch.float64)(inputs)
+        return farthest(ours, theirs(module, lambda value: wider(value, torch.float64)))
+
+    measures = [("the module", as_given), ("the module, both in float64", in_float64)]
+    return judged(source, measures, tolerance, lambda: _ADVICE)
+
+
+_ADVICE = "does it draw random numbers, or keep something from call to call? Return a network without that"
