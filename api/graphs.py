@@ -89,8 +89,7 @@ class Network:
 
         Args:
             shapes: sizes of the example, by input; needed where the file leaves them open.
-            dynamic, meaning, labels, pixels: see `from_torch`.
-            tolerance: by how much answers may differ, as a share of their scale, where 1e-5 is not reached.
+            dynamic, meaning, labels, pixels: see `from_torch`; tolerance: a share of the answers' scale, beyond 1e-5.
 
         Raises:
             InputError: damaged, or it holds what penjing cannot compute; says which operator. Or its answers differ.
