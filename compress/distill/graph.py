@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 import torch.nn.functional as F
+from pydantic import AfterValidator
 from torch import Tensor, nn
 
 from penjing.compress.distill.divergence import divergence_sum
@@ -29,6 +30,15 @@ from penjing.train.processes.world import choose_device
 from penjing.train.recipe.data import SampleData
 from penjing.train.recipe.recipe import RunRecipe
 from penjing.train.sources.tensors import user_function
+
+
+def _known_loss(value: str) -> str:
+    if value not in ("auto", "divergence", "mse", "cosine") and ".py:" not in value:
+        raise ValueError("must be auto, divergence, mse, cosine or FILE.py:FUNCTION")
+    return value
+
+
+LossName = Annotated[str, AfterValidator(_known_loss)]
 
 
 def samples(source: Path, step: TrainingSettings, data: DataSettings) -> SampleData:

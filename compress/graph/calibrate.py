@@ -12,9 +12,26 @@ from torch.fx import Node
 from penjing.compress.graph.place import Product, products
 from penjing.compress.quantize.errors import ratio
 from penjing.compress.quantize.place_resnet import activation_quantizers, check_weights, look, set_mode
+from penjing.compress.quantize.targets import GraphSettings
+from penjing.compress.samples.data import Samples
 from penjing.core.graph.network import Network, tensor_at
 
 See = Callable[[Node, tuple[Any, ...], dict[str, Any], Any], Any]
+
+
+@torch.no_grad()
+def prepare_graph(network: Network, floating: Network, settings: GraphSettings, samples: Samples) -> None:
+    """Calibrate `network` on `samples`, and correct its biases if the settings say so: all that precedes training.
+
+    Args:
+        floating: the network that quantizers were placed into, `prepared` and without them.
+
+    Raises:
+        InputError: a weight or an activation is not finite, or the data do not fit.
+    """
+    calibrate_graph(network, samples.inputs())
+    if settings.correct_bias:
+        correct_graph_biases(network, floating, samples.inputs())
 
 
 @torch.no_grad()

@@ -64,17 +64,25 @@ class Product:
 def apply_quantization(network: Network, settings: GraphSettings) -> Network:
     """A copy of `network` with quantizers, which are off until `calibrate_graph`; see `prepared` for what else changes.
 
-    Its module is an ordinary one that can be trained: quantizers are submodules that the graph calls.
-
     Raises:
         ConfigError: the target cannot express the settings; a pattern of `keep` names no layer.
         InputError: the network is quantized already, or has nothing to quantize.
     """
     if network.module.graph.find_nodes(op="call_module"):
         raise InputError("the network is quantized already; load its checkpoint again")
-    made = prepared(network)
-    _Placement(made, settings).apply()
-    return made
+    return place_quantizers(prepared(network), settings)
+
+
+def place_quantizers(network: Network, settings: GraphSettings) -> Network:
+    """`network`, which is `prepared`, with quantizers in its graph, in place.
+
+    Its module is an ordinary one that can be trained: quantizers are submodules that the graph calls.
+
+    Raises:
+        ConfigError, InputError: as of `apply_quantization`.
+    """
+    _Placement(network, settings).apply()
+    return network
 
 
 def products(network: Network) -> Iterator[Product]:

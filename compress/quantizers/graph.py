@@ -1,20 +1,24 @@
-"""Any graph becomes an INT8 artifact: quantizers placed, calibrated, written as ONNX, gated by parity."""
+"""Any graph becomes an INT8 artifact: quantizers placed, calibrated or trained, written as ONNX, gated by parity."""
 
 from __future__ import annotations
 
 import json
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from pydantic import Field
 
+from penjing.compress.distill.graph import TRAINING, LossName, Taught, from_teacher
+from penjing.compress.distill.objective import DistillWeights
+from penjing.compress.distill.training import TrainingSettings, run_recipe_of, train_checkpoint
 from penjing.compress.export.onnx_graph import OPSET, export_network
-from penjing.compress.graph.calibrate import calibrate_graph, correct_graph_biases, graph_layer_errors
+from penjing.compress.graph.calibrate import graph_layer_errors, prepare_graph
 from penjing.compress.graph.parity import measure, probe
-from penjing.compress.graph.place import apply_quantization, products
+from penjing.compress.graph.place import place_quantizers, products
 from penjing.compress.graph.prepare import prepared
 from penjing.compress.graph.stored import stored
+from penjing.compress.graph.task import QuantizedGraphTask, trained_network
 from penjing.compress.quantize.bits import FLOAT_BITS, STORED_BITS
 from penjing.compress.quantize.place_resnet import activation_quantizers
 from penjing.compress.quantize.targets import X64_REASON, GraphSettings, resolve
@@ -30,11 +34,27 @@ from penjing.core.info import versions
 from penjing.core.manifest import write_manifest
 from penjing.core.progress import Progress
 from penjing.core.work import Places
+from penjing.train.families.base import Task
+from penjing.train.families.graph import GraphTraining
+from penjing.train.recipe.recipe import RunRecipe
+
+_TRAINED = "quantized"
 
 
-class GraphQuantize(GraphSettings):
+class GraphQuantize(TrainingSettings, GraphSettings):
     """INT8 for a graph."""
 
+    learns_from_model: ClassVar[bool] = True  # where no teacher is named
+
+    steps: int = Field(default=0, ge=0, description="Updates of quantization-aware training; 0 calibrates only.")
+    teacher: Path | None = Field(default=None, description="Whom it learns from; none given: the recipe's model.")
+    temperature: float = Field(default=1.0, gt=0, description="Divides the logits of teacher and student.")
+    distill: DistillWeights = Field(default=DistillWeights(), description="Weights of the parts of the loss.")
+    loss: LossName = Field(
+        default="auto",
+        description="What outputs are compared by (distill.logits): divergence (of classes), mse, cosine, or "
+        "FILE.py:FUNCTION, as in a distill. By default the divergence where the first output has classes, else mse.",
+    )
     parity_bound: float = Field(
         default=0.02,
         gt=0,
@@ -44,17 +64,26 @@ class GraphQuantize(GraphSettings):
     parity_samples: int = Field(default=16, ge=2, description="Samples that are compared and kept for `verify`.")
 
 
-def check(_: Path, step: GraphQuantize, __: DataSettings) -> None:
-    """Refuse settings that the target cannot express.
+def check(source: Path, step: GraphQuantize, data: DataSettings) -> None:
+    """Refuse settings that do not fit.
 
     Raises:
-        ConfigError: it cannot.
+        ConfigError: the target cannot express them, or there is nothing to train on.
     """
     resolve(step.target, step)
+    if step.steps:
+        run_recipe_of(source, step, TRAINING, data, source)
 
 
-def quantize(places: Places, step: GraphQuantize, data: DataSettings, _: Path, progress: Progress) -> dict[str, Any]:
+def quantize(
+    places: Places, step: GraphQuantize, data: DataSettings, model: Path, progress: Progress
+) -> dict[str, Any]:
     """Fill `places.partial`, not yet published, with the artifact of the graph in `places.source`.
+
+    After a kill, training goes on from `places.scratch`.
+
+    Args:
+        model: what the run began with, which is learnt from unless the step names a teacher.
 
     Returns:
         What it decided and measured, JSON-ready.
@@ -63,12 +92,26 @@ def quantize(places: Places, step: GraphQuantize, data: DataSettings, _: Path, p
         ConfigError: the target cannot express the settings.
         InputError: the checkpoint is damaged, the data do not fit, or the artifact fails its parity gate.
     """
-    floating = load_network(places.source)
-    samples = graph_samples(places.source, data, progress)
-    progress.start("calibrating", 1)
-    network = calibrated(floating, step, samples)
-    progress.advance()
-    return {"kind": "quantize", "quantized": write_graph_artifact(places.partial, network, floating, step, samples)}
+    source = places.source
+    floating = load_network(source)
+    samples = graph_samples(source, data, progress)
+    if step.steps == 0:
+        progress.start("calibrating", 1)
+        network = calibrated(floating, step, samples)
+        progress.advance()
+        return {"kind": "quantize", "quantized": write_graph_artifact(places.partial, network, floating, step, samples)}
+    teacher, trained = step.teacher or model, places.scratch / _TRAINED
+
+    def wrap(task: Task, run: RunRecipe) -> Task:
+        assert isinstance(task, GraphTraining)
+        objective = from_teacher(task, run, source, teacher, step.distill, step.temperature, step.loss)
+        return QuantizedGraphTask(Taught(task, objective), task, step, samples)
+
+    names = {"student": source, "teacher": teacher}
+    training = train_checkpoint(source, trained, step, TRAINING, data, places.scratch, progress, wrap, names)
+    network = trained_network(floating, step, trained)
+    quantized = write_graph_artifact(places.partial, network, floating, step, samples)
+    return {"kind": "quantize", "quantized": quantized | {"training_steps": step.steps}, "training": training}
 
 
 def calibrated(floating: Network, settings: GraphSettings, samples: Samples) -> Network:
@@ -78,10 +121,9 @@ def calibrated(floating: Network, settings: GraphSettings, samples: Samples) -> 
         ConfigError: the target cannot express the settings.
         InputError: a weight or an activation is not finite, or the data do not fit.
     """
-    network = apply_quantization(floating, settings)
-    calibrate_graph(network, samples.inputs())
-    if settings.correct_bias:
-        correct_graph_biases(network, prepared(floating), samples.inputs())
+    made = prepared(floating)
+    network = place_quantizers(made.copy(), settings)
+    prepare_graph(network, made, settings, samples)
     return network
 
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
 from penjing.compress.distill.features import AttentionRelations, HiddenStates
+from penjing.compress.distill.graph import LossName
 from penjing.compress.distill.objective import Distillation, DistillWeights, Matcher, Teacher
 from penjing.compress.distill.task import Distilled
 from penjing.compress.distill.training import Training, TrainingSettings, run_recipe_of, train_checkpoint
@@ -74,7 +75,7 @@ class Distill(TrainedStep):
     teacher: Path | None = Field(default=None, description="A checkpoint; none given: the recipe's model.")
     temperature: float = Field(default=1.0, gt=0, description="Divides the logits of teacher and student.")
     weights: DistillWeights = Field(default=DistillWeights(), description="Weights of the parts of the loss.")
-    loss: str = Field(
+    loss: LossName = Field(
         default="auto",
         description="What a graph's outputs are compared by (weights.logits): divergence (of classes), mse, cosine, or "
         "FILE.py:FUNCTION (of its outputs, the teacher's and the classes, which gives a loss for each sample). By "
@@ -93,13 +94,6 @@ class Distill(TrainedStep):
         default=None, gt=0, description="The teacher answers once, and so many logits a token are kept (decoders)."
     )
     cache_folder: Path | None = Field(default=None, description="Of all such caches; none given: penjing's own.")
-
-    @field_validator("loss")
-    @classmethod
-    def _known_loss(cls, value: str) -> str:
-        if value not in ("auto", "divergence", "mse", "cosine") and ".py:" not in value:
-            raise ValueError("must be auto, divergence, mse, cosine or FILE.py:FUNCTION")
-        return value
 
     @model_validator(mode="after")
     def _fits_cache(self) -> Distill:
