@@ -61,8 +61,9 @@ def branches() -> nn.Module:
     model = randomised(Branches())
     assert isinstance(model, Branches)
     model.stem[2] = nn.ReLU()
-    model.stem[1].weight[:4] *= 40
-    model.left[0].weight[:4] /= 40
+    wide, narrow = model.stem.get_parameter("1.weight"), model.left.get_parameter("0.weight")
+    wide[:4] *= 40
+    narrow[:4] /= 40
     model.right.weight[:, :4] /= 40
     return model
 
