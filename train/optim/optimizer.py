@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from penjing.core.config import Config
 from penjing.core.errors import InputError
+from penjing.train.optim.adamw_8bit import AdamW8bit, Packed, spread
 from penjing.train.optim.muon import MuonWithAdamW, takes_muon
 from penjing.train.state.state import fill, is_part, named_parameters
 
@@ -20,9 +21,14 @@ from penjing.train.state.state import fill, is_part, named_parameters
 class OptimizerConfig(Config):
     """Defaults of AdamW (Loshchilov and Hutter, https://arxiv.org/abs/1711.05101) as used for language models."""
 
-    name: Literal["adamw", "sgd", "muon"] = Field(
+    name: Literal["adamw", "adamw8bit", "sgd", "muon"] = Field(
         default="adamw",
-        description='AdamW; SGD with momentum; or "muon": Muon for the matrices inside a network, AdamW for all else.',
+        description='AdamW; "adamw8bit": AdamW with its means in 8 bits; SGD with momentum; or "muon": Muon for the '
+        "matrices inside a network, AdamW for all else.",
+    )
+    not_8bit: tuple[str, ...] = Field(
+        default=("*embed*",),
+        description="Patterns of names of parameters whose means adamw8bit keeps in 32 bits, as those of small ones.",
     )
     not_muon: tuple[str, ...] = Field(
         default=("*embed*", "*lm_head*", "fc.*", "*.gate.*", "*_gate.*"),
@@ -48,22 +54,25 @@ class OptimizerConfig(Config):
 def build_optimizer(model: nn.Module, config: OptimizerConfig, learning_rate: float = 1e-3) -> torch.optim.Optimizer:
     """An optimiser over the trainable parameters of `model`: matrices decay, vectors and `no_decay` patterns do not."""
     # torch updates a group at a time, and wants its parameters split alike.
-    groups: dict[tuple[bool, bool, Any], list[nn.Parameter]] = defaultdict(list)
+    groups: dict[tuple[bool, bool, bool, Any], list[nn.Parameter]] = defaultdict(list)
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             plain = parameter.dim() >= 2 and not any(fnmatch.fnmatch(name, pattern) for pattern in config.no_decay)
             muon = config.name == "muon" and takes_muon(name, parameter, config.not_muon)
-            groups[plain, muon, getattr(parameter, "device_mesh", None)].append(parameter)
+            packed = config.name == "adamw8bit" and not any(fnmatch.fnmatch(name, each) for each in config.not_8bit)
+            groups[plain, muon, packed, getattr(parameter, "device_mesh", None)].append(parameter)
     if not groups:
         raise InputError("the model has no trainable parameter; nothing can be trained")
     parameters: list[dict[str, Any]] = [
-        {"params": group, "weight_decay": config.weight_decay if decays else 0.0, "muon": muon}
-        for (decays, muon, _), group in sorted(groups.items(), key=lambda item: not item[0][0])
+        {"params": group, "weight_decay": config.weight_decay if decays else 0.0, "muon": muon, "packed": packed}
+        for (decays, muon, packed, _), group in sorted(groups.items(), key=lambda item: not item[0][0])
     ]
     if config.name == "muon":
         return MuonWithAdamW(
             parameters, learning_rate, config.momentum, config.nesterov, config.betas, config.eps, config.fused
         )
+    if config.name == "adamw8bit":
+        return AdamW8bit(parameters, learning_rate, config.betas, config.eps)
     if config.name == "adamw":
         return torch.optim.AdamW(parameters, learning_rate, config.betas, config.eps, fused=config.fused)
     # torch has no fused SGD of sharded parameters.
@@ -79,9 +88,13 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
 
 
 def optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, dict[str, Any]]:
-    """Parameter name → the optimiser's tensors and numbers for it; by name, so that other layouts can load it."""
+    """Parameter name → the optimiser's tensors and numbers for it; by name, so that other layouts can load it, and
+    unpacked, since blocks of 8-bit values end where another layout's do not."""
     return {
-        name: dict(optimizer.state[parameter])
+        name: {
+            key: spread(value.unpack(), parameter) if isinstance(value, Packed) else value
+            for key, value in optimizer.state[parameter].items()
+        }
         for name, parameter in named_parameters(model)
         if parameter in optimizer.state
     }

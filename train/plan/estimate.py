@@ -73,7 +73,7 @@ def estimate_memory(
     return MemoryEstimate(
         parameters=parameters + sum(buffer.nbytes for buffer in model.buffers()),
         gradients=trainable,
-        optimizer=trainable * STATE_PER_PARAMETER[optimizer],
+        optimizer=round(trainable * STATE_PER_PARAMETER[optimizer]),
         average=trainable if averaged else 0,
         reduction=trainable if replicated else 0,
         activations=activations,

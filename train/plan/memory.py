@@ -24,7 +24,7 @@ from penjing.train.pipeline.schedules import Schedule, chunks_of, stage_ranks
 from penjing.train.pipeline.shape import ModelShape
 from penjing.train.pipeline.split import split_layers
 
-STATE_PER_PARAMETER = {"adamw": 2, "sgd": 1, "muon": 2}  # of the size of the parameters; muon: at most
+STATE_PER_PARAMETER = {"adamw": 2, "adamw8bit": 0.51, "sgd": 1, "muon": 2}  # × the parameters' bytes; muon: at most
 _LOGIT_CHUNK = 4 * 2**27  # bytes of the blocks of logits that kernels/cross_entropy.py makes on a GPU
 
 

@@ -56,6 +56,15 @@ FOUR_PACKED: dict[str, dict[str, Any]] = {
     }
     for mesh in ("tp 2", "pp 2") for zero in (0, 2)
 }  # fmt: skip
+# Means in 8 bits of one process's part of each matrix: its blocks are others than those of whole matrices.
+_LARGER = {"hidden_size": 64, "head_dim": 16, "intermediate_size": 256}
+NARROW: dict[str, dict[str, Any]] = {
+    "dp 2, AdamW in 8 bits": {"parallel": {"dp": 2}, "optimizer": "adamw8bit", "model": _LARGER},
+    "zero 3 to dp 2, AdamW in 8 bits": {
+        "saved_by": {"zero": 3}, "parallel": {"dp": 2}, "folder": "narrow", "optimizer": "adamw8bit",
+        "model": _LARGER, "limit": 2e-3,
+    },
+}  # fmt: skip
 # Routing is in float32, and so few tokens leave experts idle in one process or the other.
 _MOE = {"num_experts": 8, "num_experts_per_tok": 1, "moe_intermediate_size": 16}
 EXPERTS: dict[str, dict[str, Any]] = {
@@ -191,7 +200,7 @@ EIGHT: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="session")
 def two(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    cases = variants(TWO) | MOVED | PACKED | EXPERTS | spread_variants(SPREAD)
+    cases = variants(TWO) | MOVED | PACKED | NARROW | EXPERTS | spread_variants(SPREAD)
     for name, case in cases.items():  # in a pipeline stages of one and of two
         cases[name] = case | {"model": {"num_hidden_layers": 3 if "pp 2" in name else 2} | case.get("model", {})}
     return run_world(tmp_path_factory.mktemp("two"), 2, cases)
@@ -234,6 +243,11 @@ def check_packed(result: dict[str, Any], case: dict[str, Any]) -> None:
 @pytest.mark.parametrize("name", variants(TWO))
 def test_two_processes_are_as_one(two: dict[str, Any], name: str) -> None:
     check(dict(two[name]), variants(TWO)[name])
+
+
+@pytest.mark.parametrize("name", NARROW)
+def test_two_processes_with_means_in_8_bits_are_as_one(two: dict[str, Any], name: str) -> None:
+    check(dict(two[name]), NARROW[name])
 
 
 @pytest.mark.parametrize("name", spread_variants(SPREAD))
