@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from safetensors import safe_open
 
-from penjing.compress.families.base import Family
+from penjing.compress.families.base import Asker, Family
+from penjing.compress.measure.answers import CHOICES, PROMPTS
 from penjing.compress.measure.cost import MeasureSettings, sizes_of, timed
 from penjing.compress.recipe import Recipe
 from penjing.compress.report.run_page import run_page
-from penjing.compress.report.schema import Decision, Quantized, Report, Size, Stage, write_report
-from penjing.compress.results import Result
+from penjing.compress.report.schema import Answered, Decision, Quantized, Report, Size, Stage, write_report
+from penjing.compress.results import Result, Results
+from penjing.compress.samples.text import EVALUATE
 from penjing.core.artifact.base import REPORT_PAGE, is_artifact
 from penjing.core.config import key_of
 from penjing.core.files import atomic_write_text
@@ -45,6 +48,32 @@ def measured_stages(
     return [by_stage[first] for first in firsts]
 
 
+def answered_stages(run: Results, results: list[Result]) -> list[list[dict[str, Any]]]:
+    """The figures of what each result answers, JSON-ready; none where [measure] asks nothing.
+
+    Args:
+        run: whose recipe asks.
+        results: the model that the run began with, then others that are compared with it.
+    """
+    recipe, family = run.recipe, run.context.family
+    if not recipe.measure.asks:
+        return [[] for _ in results]
+    asker: Asker = family.need("asker", "asked questions")
+    questions = asker.questions(recipe.model, recipe.measure, recipe.evaluate)
+    settings = [recipe.measure.model_dump(mode="json"), recipe.evaluate.model_dump(mode="json")]
+    named = key_of(*settings, *(run.hashes.get(each) for each in (PROMPTS, CHOICES, EVALUATE)))[:8]
+    first: dict[str, Any] | None = None
+    found = []
+    for result in results:
+        own = run.work.run(
+            f"{result.name}-answers-{named}",
+            lambda folder=result.folder, first=first: asker.answer(folder, questions, first, run.progress),
+        ).result
+        found.append([asdict(each) for each in asker.scores(questions, own, first, recipe.evaluate)])
+        first = first or own
+    return found
+
+
 def _architecture(folder: Path) -> tuple[bytes, bool, dict[str, list[int]]]:
     """What decides sizes and speeds: config.json, the format, and the shapes of weights, which a graph's config.json
     does not tell."""
@@ -60,6 +89,7 @@ def report_of(
     family: Family,
     results: list[Result],
     measured: list[dict[str, Any]],
+    answers: list[list[dict[str, Any]]],
     decisions: list[dict[str, Any]],
     command: str,
     work: WorkFolder,
@@ -67,11 +97,11 @@ def report_of(
     """The run's report.
 
     Args:
-        results: the model, then those that lead to the last one; `measured` belongs to them one by one.
+        results: the model, then those that lead to the last one; `measured` and `answers` belong to them one by one.
         work: whose records say what everything took, attempts that were not kept and measurements included.
     """
     rows = []
-    for result, figures in zip(results, measured, strict=True):
+    for result, figures, answered in zip(results, measured, answers, strict=True):
         record = {} if result.record is None else dict(result.record.result)
         quantized = Quantized.model_validate(record.pop("quantized")) if "quantized" in record else None
         rows.append(
@@ -86,6 +116,7 @@ def report_of(
                 seconds=result.record.seconds if result.record is not None else 0.0,
                 peak_memory_bytes=result.record.peak_memory_bytes if result.record is not None else 0,
                 quantized=quantized,
+                answers=tuple(Answered.model_validate(each) for each in answered),
             )
         )
     every = [found for path in sorted(work.path.glob("*.json")) if (found := work.record(path.stem)) is not None]

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import torch
 
-from penjing.compress.families.base import Needs, family_at
+from penjing.compress.families.base import Asker, Needs, family_at
+from penjing.compress.measure.answers import CHOICES, PROMPTS
 from penjing.compress.measure.cost import sizes_of
 from penjing.compress.plan import Planned, plan
 from penjing.compress.recipe import Recipe
@@ -27,7 +28,8 @@ USE = 0.4  # of the rate of a large matrix product: training reached 0.3 to 0.6 
 
 def input_hashes(recipe: Recipe, context: Context) -> dict[str, dict[str, str]]:
     """SHA-256 of the files of the model ("model"), of each other teacher (its path), and of the user's own texts
-    ("data.calibrate", "evaluate.own"); tensors' names and shapes are checked on the way.
+    ("data.calibrate", "evaluate.own", "measure.prompts", "measure.choices"); tensors' names and shapes are checked on
+    the way.
 
     Raises:
         ConfigError: a teacher of another family; a text that is calibrated on and evaluated.
@@ -52,7 +54,12 @@ def input_hashes(recipe: Recipe, context: Context) -> dict[str, dict[str, str]]:
 
 
 def _own_texts(recipe: Recipe) -> dict[str, dict[str, str]]:
-    named = {CALIBRATE: recipe.data.calibrate, EVALUATE: tuple(recipe.evaluate.own.values())}
+    named = {
+        CALIBRATE: recipe.data.calibrate,
+        EVALUATE: tuple(recipe.evaluate.own.values()),
+        PROMPTS: recipe.measure.prompts,
+        CHOICES: recipe.measure.choices,
+    }
     found = {
         setting: {str(file): sha256_file(file) for path in paths for file in text_files(path, setting)}
         for setting, paths in named.items()
@@ -72,8 +79,9 @@ def check_fit(recipe: Recipe, context: Context) -> None:
     """What a later step would refuse after hours of earlier ones.
 
     Raises:
-        ConfigError: the output would replace the model, or a step does not fit the model.
-        InputError: a folder that a step reads is damaged.
+        ConfigError: the output would replace the model, a step does not fit the model, or [measure] asks what the
+            model's family cannot answer.
+        InputError: a folder that a step reads is damaged, or a file of questions.
     """
     if recipe.output.resolve() == recipe.model.resolve():
         raise ConfigError(f"output = {recipe.output} is the model itself; choose another output")
@@ -82,6 +90,9 @@ def check_fit(recipe: Recipe, context: Context) -> None:
             step.check(context)
         except ConfigError as error:
             raise ConfigError(f"steps.{place}: {error}") from None
+    if recipe.measure.asks:
+        asker: Asker = context.family.need("asker", "asked questions")
+        asker.questions(recipe.model, recipe.measure, recipe.evaluate)
 
 
 def estimate(recipe: Recipe, planned: list[Planned], context: Context) -> Needs:

@@ -16,11 +16,11 @@ from typing import Any, Literal
 
 from penjing.compress.families.base import family_at
 from penjing.compress.guard import decision, judge
-from penjing.compress.outcome import measured_stages, report_of, write_reports
+from penjing.compress.outcome import answered_stages, measured_stages, report_of, write_reports
 from penjing.compress.plan import Planned, milder, plan, stretches
 from penjing.compress.preflight import check_fit, input_hashes, preflight
 from penjing.compress.recipe import Recipe, load_recipe, recipe_toml
-from penjing.compress.report.text import summary_line
+from penjing.compress.report.text import answer_line, summary_line
 from penjing.compress.results import SCHEMA, Result, Results, num_complete
 from penjing.compress.steps.base import Context
 from penjing.core.artifact.base import RECIPE_FILE
@@ -186,7 +186,8 @@ def _publish(run: _Run, command: str, key: str, force: bool) -> None:
     take = link_or_copy if len(run.kept) > 1 else shutil.copyfile  # the user's own files are never shared
     family = run.context.family
     measured = measured_stages(family, run.kept, recipe.measure, run.work, run.progress)
-    report = report_of(recipe, family, run.kept, measured, run.decisions, command, run.work)
+    answers = answered_stages(run.results, run.kept)
+    report = report_of(recipe, family, run.kept, measured, answers, run.decisions, command, run.work)
     with publish_folder(recipe.output, replace=force) as partial:
         for path in sorted(last.folder.rglob("*")):
             name = path.relative_to(last.folder)
@@ -206,6 +207,8 @@ def _publish(run: _Run, command: str, key: str, force: bool) -> None:
             created_by,
             _extra(last) | {"key": key},
         )
+    for figure in report.last.answers:
+        run.progress.note(answer_line(figure))
     run.progress.note(summary_line(report))
 
 

@@ -6,6 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from penjing.compress.families.base import family_at
+from penjing.compress.report.schema import Answered, read_report
+from penjing.compress.report.text import answer_line
+from penjing.core.artifact.base import REPORT_FILE
 from penjing.core.artifact.parity import read_parity
 from penjing.core.progress import Progress, Silent, error_console
 
@@ -25,7 +28,13 @@ def verify_artifact(folder: Path, progress: Progress | None = None) -> dict[str,
         "bound": record.bound.value,
         "differences": [difference.model_dump() for difference in differences],
         "unmeasured": record.unmeasured,
+        "answers": [figure.model_dump(mode="json") for figure in _answers(folder)],
     }
+
+
+def _answers(folder: Path) -> tuple[Answered, ...]:
+    """What the run's report says that the artifact answered; it is not asked again."""
+    return read_report(folder).last.answers if (folder / REPORT_FILE).exists() else ()
 
 
 def print_verification(result: dict[str, Any]) -> None:
@@ -42,6 +51,8 @@ def print_verification(result: dict[str, Any]) -> None:
     console.print(table)
     for name, reason in result["unmeasured"].items():
         console.print(f"{name}: not measured here: {reason}")
+    for figure in result["answers"]:
+        console.print(f"as its run measured it: {answer_line(Answered.model_validate(figure))}")
     if "same_bits" in result:
         console.print(f"served and local answers are {'equal bit for bit' if result['same_bits'] else 'not equal'}")
     console.print(f"{result['artifact']} is intact and within its bound of {result['bound']:g}")

@@ -12,6 +12,7 @@ from typing import Any
 
 from penjing.compress.distill.training import Training
 from penjing.compress.export.record import ExportRecord, Form
+from penjing.compress.measure.answers import Questions, Score
 from penjing.compress.measure.cost import Calls, MeasureSettings
 from penjing.compress.measure.evaluate import EvaluateSettings, Quality, QualityName
 from penjing.compress.measure.skeleton import Skeleton
@@ -87,6 +88,22 @@ class Exporter:
 
 
 @dataclass(frozen=True)
+class Asker:
+    """How networks of a family are asked what [measure] asks.
+
+    Attributes:
+        questions: (model, [measure], [evaluate]) → everything that is asked, once files and lengths are right.
+        answer: (folder, questions, what the model answered that the run began with, or None for it itself, progress) →
+            the answers, JSON-ready.
+        scores: (questions, answers, those of that model or None, [evaluate]) → figures.
+    """
+
+    questions: Callable[[Path, MeasureSettings, EvaluateSettings], Questions]
+    answer: Callable[[Path, Questions, dict[str, Any] | None, Progress], dict[str, Any]]
+    scores: Callable[[Questions, dict[str, Any], dict[str, Any] | None, EvaluateSettings], list[Score]]
+
+
+@dataclass(frozen=True)
 class Family:
     """Everything that compression does with networks of one family; None or empty: it cannot.
 
@@ -99,6 +116,7 @@ class Family:
         evaluate: (folder, the model that the run began with, settings, progress) → how good it is.
         held_out: how many images, tokens or texts that evaluation runs.
         calls: what is timed.
+        asker: what it answers to questions.
         pruner, training, quantizer: for steps that prune, train and quantize.
         rerun: (artifact, progress) → its parity measured again here; InputError where that exceeds the record's bound.
         exporter: for `penjing export`.
@@ -113,6 +131,7 @@ class Family:
     evaluate: Callable[[Path, Path, EvaluateSettings, Progress], Quality]
     held_out: Callable[[EvaluateSettings], int]
     calls: Callable[[Sequence[Path], MeasureSettings], Calls]
+    asker: Asker | None = None
     pruner: Pruner | None = None
     training: Training | None = None
     quantizer: Quantizer | None = None

@@ -10,7 +10,8 @@ from penjing.compress.decoder.check import check_model, checkpoint_hashes
 from penjing.compress.decoder.parity import rerun
 from penjing.compress.distill.decoder import TRAINING
 from penjing.compress.export.decoder import export_decoder
-from penjing.compress.families.base import Exporter, Family, Needs, Pruner, Quantizer
+from penjing.compress.families.base import Asker, Exporter, Family, Needs, Pruner, Quantizer
+from penjing.compress.measure.answers import answered, questions_for, scores
 from penjing.compress.measure.cost import decoder_calls
 from penjing.compress.measure.evaluate import EvaluateSettings, evaluate_decoder
 from penjing.compress.measure.skeleton import skeleton_of_decoder
@@ -56,6 +57,7 @@ FAMILY = Family(
     evaluate=evaluate_decoder,
     held_out=_held_out,
     calls=decoder_calls,
+    asker=Asker(questions_for, answered, scores),
     pruner=Pruner(parts=("ffn", "heads", "hidden", "layers"), open=_open, depth=_depth),
     training=TRAINING,
     quantizer=Quantizer(quantizer.DecoderQuantize, quantizer.check, quantizer.quantize, _needs),

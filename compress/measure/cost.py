@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor, nn
 
 from penjing.compress.export.onnx_encoder import export_encoder
+from penjing.compress.measure.generate import Sequences
 from penjing.compress.measure.skeleton import Skeleton, layers_of
 from penjing.core.artifact.base import is_artifact
 from penjing.core.artifact.onnx_classifier import open_classifier_artifact
@@ -26,7 +26,6 @@ from penjing.core.checkpoint.load import load_model
 from penjing.core.config import Config
 from penjing.core.errors import InputError, SetupError
 from penjing.core.memory import available_bytes
-from penjing.core.models.attention import causal_attention
 from penjing.core.models.decoder import Decoder
 from penjing.core.progress import Progress, megabytes
 from penjing.core.runtime.onnx_runtime import INPUT, OUTPUT, open_session, run_session
@@ -40,7 +39,8 @@ Calls = dict["Case", dict[int, Callable[[], object]]]
 
 
 class MeasureSettings(Config):
-    """`[measure]`: how long is timed. The times are those of a CPU, on as many threads as torch uses."""
+    """`[measure]`: how long is timed, and what a decoder is asked. The times are those of a CPU, on as many threads as
+    torch uses."""
 
     rounds: int = Field(default=5, ge=0, description="Rounds in which all take turns; 0 looks at sizes alone.")
     seconds: float = Field(default=0.3, ge=0, description="Of one turn, which is one call at the least.")
@@ -48,6 +48,28 @@ class MeasureSettings(Config):
     prefill_tokens: int = Field(default=128, ge=1, description="Tokens of the prompt, of a decoder.")
     texts: int = Field(default=8, ge=1, description="Texts of 128 tokens at a time, of a text encoder.")
     onnxruntime: bool = Field(default=True, description="Checkpoints that can run in ONNX Runtime too are timed there.")
+    greedy: int = Field(
+        default=0,
+        ge=0,
+        description="How many prompts a decoder continues with the likeliest tokens, to see how many stay those of the "
+        "model; 0 for none.",
+    )
+    greedy_tokens: int = Field(default=32, ge=1, description="Tokens of each such answer, at most.")
+    prompts: tuple[Path, ...] = Field(
+        default=(),
+        description="Your own prompts for greedy: UTF-8 files, each line of which is one, folders of them, and .jsonl "
+        "files as in data.calibrate. By default beginnings of the texts of [evaluate].",
+    )
+    choices: tuple[Path, ...] = Field(
+        default=(),
+        description="Multiple-choice questions for a decoder, as .jsonl files: lines with query, choices and gold, or "
+        "lines of ARC or HellaSwag, as lm-eval reads them.",
+    )
+
+    @property
+    def asks(self) -> bool:
+        """Whether the model is asked anything."""
+        return bool(self.greedy or self.choices)
 
 
 @dataclass(frozen=True)
@@ -81,11 +103,7 @@ def timed(
     found: list[list[dict[str, Any]]] = [[] for _ in folders]
     if not settings.rounds:
         return found
-    if (free := available_bytes()) < (needed := 2 * sum(weight_bytes(folder) for folder in folders)):
-        raise SetupError(
-            f"measuring {len(folders)} checkpoints in turns needs about {megabytes(needed)} of memory, "
-            f"{megabytes(free)} are available; measure fewer"
-        )
+    check_memory(folders)
     cases = calls(folders, settings)
     progress.start("timing", settings.rounds * sum(len(of_case) for of_case in cases.values()))
     with torch.no_grad():
@@ -96,6 +114,19 @@ def timed(
                 figures = summarise(own, times[0], case.amount)
                 found[index].append({"runtime": case.runtime, "case": case.name, "unit": case.unit, **figures})
     return found
+
+
+def check_memory(folders: Sequence[Path]) -> None:
+    """Refuse to hold the networks in `folders` at once where there is too little memory.
+
+    Raises:
+        SetupError: there is.
+    """
+    if (free := available_bytes()) < (needed := 2 * sum(weight_bytes(folder) for folder in folders)):
+        raise SetupError(
+            f"measuring {len(folders)} checkpoints in turns needs about {megabytes(needed)} of memory, "
+            f"{megabytes(free)} are available; measure fewer"
+        )
 
 
 def weight_bytes(folder: Path) -> int:
@@ -223,24 +254,9 @@ class DecodeStep:
     """
 
     def __init__(self, model: Decoder, prompt: Tensor) -> None:
-        self._model = model
-        self._kept: dict[int, tuple[Tensor, Tensor]] = {}
-        causal = causal_attention(model.config)
-
-        def keep(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            self._kept[layer] = k, v
-            return causal(layer, q, k, v)
-
         with torch.no_grad():
-            model(prompt, attend=keep)
-        self._token = prompt[:, -1:]
-        self._position = torch.full((1, 1), prompt.shape[1])
+            self._sequence = Sequences(model, [prompt[0].tolist()])
+        self._token = int(prompt[0, -1])
 
     def __call__(self) -> Tensor:
-        return self._model(self._token, self._position, self._attend)
-
-    def _attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        old_k, old_v = self._kept[layer]
-        keys, values = torch.cat([old_k, k], 1), torch.cat([old_v, v], 1)
-        q, keys, values = (x.transpose(1, 2) for x in (q, keys, values))
-        return F.scaled_dot_product_attention(q, keys, values, enable_gqa=True).transpose(1, 2)
+        return self._sequence.following([self._token], keep=False)[None]

@@ -16,7 +16,7 @@ from markupsafe import Markup
 from penjing.compress.report.page import figure, render
 from penjing.compress.report.pareto import Point, draw_pareto
 from penjing.compress.report.schema import Report, Stage, read_report
-from penjing.compress.report.text import READINGS, loss_text, quality_text
+from penjing.compress.report.text import READINGS, answer_loss_text, answer_text, loss_text, quality_text
 from penjing.core.errors import InputError
 from penjing.core.files import atomic_write_text
 from penjing.core.progress import count, duration, error_console, volume
@@ -29,7 +29,11 @@ it began with.</p>
 <div class="wide"><table class="two"><tr>{% for name in group.columns %}<th>{{ name }}</th>{% endfor %}</tr>
 {% for row in group.rows %}<tr>{% for cell in row %}<td>{{ cell | ranged }}</td>{% endfor %}</tr>
 {% endfor %}</table></div>
-{% endfor %}<p>{{ note }}</p>
+{% endfor %}{% if answers %}<h2>Answers</h2>
+<div class="wide"><table class="two"><tr>{% for name in columns %}<th>{{ name }}</th>{% endfor %}</tr>
+{% for row in answers %}<tr>{% for cell in row %}<td>{{ cell | ranged }}</td>{% endfor %}</tr>
+{% endfor %}</table></div>
+{% endif %}<p>{{ note }}</p>
 <h2>Make them again</h2>
 {% for run in runs %}<h3>{{ run.name }}</h3><pre>{{ run.report.command }}</pre>
 <p>{{ run.report.processor.name }}{% for name, version in run.report.versions.items() %}, {{ name }} {{ version }}
@@ -39,6 +43,7 @@ NOTE = (
     "Sizes, losses and speeds are against the first stage of the same run; speeds were measured in turns within it. "
     "Absolute times of different runs are not compared: the machine may have changed between them."
 )
+ANSWERS = ("run", "stage", "asked", "measure", "value", "lost")
 WIDTH = 160  # of the table where standard error is no terminal
 
 
@@ -113,6 +118,7 @@ def comparison(runs: Sequence[Run]) -> list[dict[str, Any]]:
                     "macs_ratio": _macs_ratio(stage, first),
                     "speedup": _speedups(stage),
                     "seconds": stage.seconds,
+                    "answers": [figure.model_dump(mode="json") for figure in stage.answers],
                 }
             )
     return rows
@@ -144,6 +150,16 @@ def table(runs: Sequence[Run]) -> tuple[list[str], list[list[str]]]:
     return columns, rows
 
 
+def answers_table(runs: Sequence[Run]) -> list[list[str]]:
+    """A row of text for each figure of what each stage of each run answered: `ANSWERS` are its columns."""
+    return [
+        [run.name, stage.name, figure.task, figure.measure, answer_text(figure), answer_loss_text(figure)]
+        for run in runs
+        for stage in run.report.stages
+        for figure in stage.answers
+    ]
+
+
 def print_comparison(runs: Sequence[Run]) -> None:
     """A table on standard error for each group of runs."""
     from rich.table import Table
@@ -154,6 +170,11 @@ def print_comparison(runs: Sequence[Run]) -> None:
         shown = Table(box=None, pad_edge=False)
         for place, column in enumerate(columns):
             shown.add_column(column, justify="left" if place < 2 else "right", overflow="fold")
+        for row in rows:
+            shown.add_row(*row)
+        console.print(shown)
+    if rows := answers_table(runs):
+        shown = Table(*ANSWERS, box=None, pad_edge=False)
         for row in rows:
             shown.add_row(*row)
         console.print(shown)
@@ -175,7 +196,8 @@ def comparison_page(runs: Sequence[Run]) -> str:
                 "rows": rows,
             }
         )
-    return render("Compression runs compared", TEMPLATE, {"groups": shown, "note": NOTE, "runs": runs})
+    values = {"groups": shown, "answers": answers_table(runs), "columns": ANSWERS, "note": NOTE, "runs": runs}
+    return render("Compression runs compared", TEMPLATE, values)
 
 
 def _figures(runs: Sequence[Run]) -> list[Markup]:

@@ -14,7 +14,7 @@ from penjing.compress.report.run_figures import (
     speed_figure,
     widths_figure,
 )
-from penjing.compress.report.text import READINGS, loss_text, quality_text
+from penjing.compress.report.text import READINGS, answer_loss_text, answer_text, loss_text, quality_text
 from penjing.core.progress import count, duration, volume
 
 if TYPE_CHECKING:
@@ -78,6 +78,19 @@ own interval; less than zero is a gain. MACs: multiply-accumulates for one
 {% endfor %}</tr>
 {% for stage in report.stages %}<tr><td>{{ stage.name }}</td>{% for part in stage.quality.parts %}
 <td>{{ part_text(part.value) }}</td>{% endfor %}</tr>{% endfor %}</table></div>
+{% endif %}
+{% if answers %}
+<h2>Answers</h2>
+<div class="wide"><table class="two"><tr><th>asked</th><th>measure</th><th>of</th>
+{% for stage in report.stages %}<th>{{ stage.name }}</th>{% endfor %}</tr>
+{% for row in answers %}<tr>{% for cell in row %}<td>{{ cell | ranged }}</td>{% endfor %}</tr>
+{% endfor %}</table></div>
+<p>“Greedy” lets every stage continue the same prompts with the likeliest token each time, and compares that with what
+the first stage wrote: the share of tokens that are equal place by place, how many tokens pass before the first one that
+differs, and the share of answers that are equal throughout. Since one other token changes what follows, the last figure
+asks for each next token anew, behind the first stage's own answer. For questions, the choice with the largest
+log-likelihood is taken, or the largest a byte of its text. In brackets is the 95 % interval of a bootstrap over prompts
+or questions; “lost” is against the first stage on the same questions.</p>
 {% endif %}
 {% if cases %}
 <h2>Speed</h2>
@@ -189,6 +202,7 @@ def run_page(report: Report) -> str:
             "widths": widths_figure(before, after),
         },
         "errors": {stage.name: errors_figure(stage.quantized.layers) for stage in report.stages if stage.quantized},
+        "answers": _answers(report),
         "cases": list(dict.fromkeys(case for stage in report.stages for case in stage.by_case())),
         "rounds": max((row.runs for stage in report.stages for row in stage.latency), default=0),
         "parts": [part.name for part in first.quality.parts],
@@ -205,6 +219,21 @@ def run_page(report: Report) -> str:
         "json": lambda content, indent=None: json.dumps(content, indent=indent, ensure_ascii=False),
     }
     return render(f"{report.recipe.get('model', 'a model')}, compressed", ROW + TEMPLATE, values)
+
+
+def _answers(report: Report) -> list[list[str]]:
+    """Of each figure the task, what was counted and over how many samples, then every stage's, with what it lost."""
+    by_stage = [{(each.task, each.measure): each for each in stage.answers} for stage in report.stages]
+    rows = []
+    for key in dict.fromkeys(key for figures in by_stage for key in figures):
+        samples = next(figures[key].samples for figures in by_stage if key in figures)
+        cells = []
+        for figures in by_stage:
+            found = figures.get(key)
+            lost = "" if found is None else answer_loss_text(found)
+            cells.append("" if found is None else answer_text(found) + (f", lost {lost}" if lost else ""))
+        rows.append([*key, str(samples), *cells])
+    return rows
 
 
 def _gains(report: Report) -> list[tuple[str, str, str, str]]:

@@ -79,6 +79,21 @@ class Quantized(_Record):
     unmeasured: dict[str, str] = Field(default_factory=dict, description="Implementation → why it did not run.")
 
 
+class Answered(_Record):
+    """A figure of what a decoder answered; see `measure.answers.Score`."""
+
+    task: str = Field(description='"greedy", or the name of a file of questions.')
+    measure: str = Field(description="What was counted.")
+    unit: Literal["share", "tokens"] = Field(description="Of the value.")
+    value: float = Field(description="Mean over the samples.")
+    low: float = Field(description="Low end of its interval.")
+    high: float = Field(description="High end of its interval.")
+    samples: int = Field(ge=1, description="Prompts or questions.")
+    lost: tuple[float, float, float] | None = Field(
+        default=None, description="How much less than the first stage's, with its interval; none for a comparison."
+    )
+
+
 class Stage(_Record):
     """A checkpoint of the run. A quality without a `record` has no interval either."""
 
@@ -92,6 +107,7 @@ class Stage(_Record):
     seconds: float = Field(default=0.0, ge=0, description="Of making it; 0 for the model that the run begins with.")
     peak_memory_bytes: int = Field(default=0, ge=0, description="Resident memory above the start of the run.")
     quantized: Quantized | None = Field(default=None, description="How it was rounded; none for a floating checkpoint.")
+    answers: tuple[Answered, ...] = Field(default=(), description="What it answered, where [measure] asks.")
 
     def by_case(self) -> dict[str, Latency]:
         """What was timed by its name, such as "torch, batch 64", in the order of measurement."""

@@ -9,7 +9,7 @@ from penjing.core.progress import megabytes
 
 if TYPE_CHECKING:
     from penjing.compress.measure.evaluate import Quality
-    from penjing.compress.report.schema import Report, Stage
+    from penjing.compress.report.schema import Answered, Report, Stage
 
 
 @dataclass(frozen=True)
@@ -143,6 +143,27 @@ def loss_text(report: Report, stage: Stage) -> str:
         return f"{reading.loss(lost)}{reading.loss_unit}"
     low, high = reading.loss(change.low), reading.loss(change.high)
     return f"{reading.loss(change.value)}{reading.loss_unit} ({low}…{high})"
+
+
+def answer_text(figure: Answered) -> str:
+    """Such as "87.5 % (81.2–92.9)", or "14.3 tokens (11.0–17.9)"."""
+    scale, digits, unit = (100, 1, "%") if figure.unit == "share" else (1, 1, figure.unit)
+    value, low, high = (f"{scale * each:.{digits}f}" for each in (figure.value, figure.low, figure.high))
+    return f"{value} {unit} ({low}–{high})"
+
+
+def answer_loss_text(figure: Answered) -> str:
+    """What the figure lost against the first stage, such as "+1.5 points (-0.5…3.5)"; empty for a comparison."""
+    if figure.lost is None:
+        return ""
+    value, low, high = (f"{100 * each:+.1f}" for each in figure.lost)
+    return f"{value} points ({low}…{high})"
+
+
+def answer_line(figure: Answered) -> str:
+    """The figure for the terminal."""
+    lost = answer_loss_text(figure)
+    return f"{figure.task}, {figure.measure}: {answer_text(figure)}" + (f", lost {lost}" if lost else "")
 
 
 def summary_line(report: Report) -> str:

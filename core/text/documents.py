@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,15 @@ from penjing.core.text.chat import ChatTemplate
 from penjing.core.text.tokenizer import Tokenizer
 
 JSONL = ".jsonl"
+
+
+@dataclass(frozen=True)
+class Document:
+    """A text, or a conversation (`text` is None) that is not checked yet; `where` is for errors."""
+
+    where: str
+    text: str | None
+    messages: Any = None
 
 
 class Documents:
@@ -33,17 +43,25 @@ class Documents:
         """The tokens of all documents in `paths`, in a fixed order.
 
         Args:
-            paths: UTF-8 files and folders of them. Each line of a file `.jsonl` is an object with `text`, or with
-                `messages`, a conversation.
+            paths: as of `read_documents`.
             setting: whom errors name, such as "data.calibrate".
 
         Raises:
-            InputError: a path that does not exist or holds no text, or a line that is no document; each named.
+            InputError: as `read_documents`, or a conversation that the model's template does not take.
         """
-        return [token for path in paths for file in text_files(path, setting) for token in self._file(file, setting)]
+        return [token for document in read_documents(paths, setting) for token in self._tokens(document, prompt=False)]
 
-    def conversation(self, messages: Any) -> list[int]:
-        """The tokens of a conversation.
+    def prompts(self, paths: Iterable[Path], setting: str) -> list[list[int]]:
+        """The tokens of each prompt in `paths`, as the engine gets them: a line of a file each, and conversations that
+        an assistant is to answer.
+
+        Raises:
+            InputError: as `tokens`.
+        """
+        return [self._tokens(document, prompt=True) for document in read_documents(paths, setting, lines=True)]
+
+    def conversation(self, messages: Any, *, prompt: bool = False) -> list[int]:
+        """The tokens of a conversation; of a `prompt` with the beginning of the next answer.
 
         Raises:
             InputError: the model has no chat template.
@@ -51,42 +69,59 @@ class Documents:
         """
         if self.template is None:
             raise InputError(f"{self._folder} has no chat template, which conversations need; give texts instead")
-        text = self.template.render(messages, add_generation_prompt=False)
+        text = self.template.render(messages, add_generation_prompt=prompt)
         return self.tokenizer.encode(text, add_special=False)
 
-    def _file(self, path: Path, setting: str) -> Iterator[int]:
+    def _tokens(self, document: Document, *, prompt: bool) -> list[int]:
+        if document.text is not None:
+            return self.tokenizer.encode(document.text, allow_special=False, add_special=prompt)
         try:
-            text = path.read_text(encoding="utf-8")
+            return self.conversation(document.messages, prompt=prompt)
+        except RequestError as error:
+            raise InputError(f"{document.where}: {error}") from None
+
+
+def read_documents(paths: Iterable[Path], setting: str, *, lines: bool = False) -> Iterator[Document]:
+    """The documents in `paths`, in a fixed order.
+
+    Args:
+        paths: UTF-8 files and folders of them. Each line of a file `.jsonl` is an object with `text`, or with
+            `messages`, a conversation.
+        setting: whom errors name, such as "data.calibrate".
+        lines: of other files each line that is not empty is a document, too, and not the file.
+
+    Raises:
+        InputError: a path that does not exist or holds no text, or a line that is no document; each named.
+    """
+    for file in (file for path in paths for file in text_files(path, setting)):
+        try:
+            text = file.read_text(encoding="utf-8")
         except (UnicodeDecodeError, OSError) as error:
-            raise InputError(f"{setting}: {path} cannot be read as UTF-8 text: {error}") from error
-        if path.suffix != JSONL:
-            yield from self._plain(text)
-            return
+            raise InputError(f"{setting}: {file} cannot be read as UTF-8 text: {error}") from error
+        if file.suffix != JSONL and not lines:
+            yield Document(f"{setting}: {file}", text)
+            continue
         for number, line in enumerate(text.splitlines(), 1):
             if line.strip():
-                yield from self._line(line, f"{setting}: {path}, line {number}")
+                where = f"{setting}: {file}, line {number}"
+                yield _of_line(line, where) if file.suffix == JSONL else Document(where, line)
 
-    def _line(self, line: str, where: str) -> list[int]:
-        try:
-            document = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise InputError(f"{where}: not JSON ({error})") from None
-        values = document if isinstance(document, dict) else {}
-        if isinstance(values.get("text"), str):
-            return self._plain(values["text"])
-        if "messages" not in values:
-            raise InputError(f'{where}: an object with "text" or "messages" is needed, not {line[:60]!r}')
-        try:
-            return self.conversation(values["messages"])
-        except RequestError as error:
-            raise InputError(f"{where}: {error}") from None
 
-    def _plain(self, text: str) -> list[int]:
-        return self.tokenizer.encode(text, allow_special=False, add_special=False)
+def _of_line(line: str, where: str) -> Document:
+    try:
+        document = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise InputError(f"{where}: not JSON ({error})") from None
+    values = document if isinstance(document, dict) else {}
+    if isinstance(values.get("text"), str):
+        return Document(where, values["text"])
+    if "messages" not in values:
+        raise InputError(f'{where}: an object with "text" or "messages" is needed, not {line[:60]!r}')
+    return Document(where, None, values["messages"])
 
 
 def text_files(path: Path, setting: str) -> list[Path]:
-    """The files that `Documents.tokens` reads of `path`, in its order.
+    """The files that `read_documents` reads of `path`, in its order.
 
     Raises:
         InputError: there are none.

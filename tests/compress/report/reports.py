@@ -50,6 +50,7 @@ def made_up_report(model: str = "build/dense", right: tuple[int, ...] = (190, 17
                 "seconds": 12.5 * number,
                 "peak_memory_bytes": 10**8 * number,
                 "quantized": None,
+                "answers": [],
             }
         )
     decision = {
