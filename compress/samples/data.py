@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from pydantic import Field, model_validator
 from torch import Tensor, nn
 
-from penjing.compress.samples.retrieval import calibration_paragraphs
+from penjing.compress.samples.retrieval import calibration_paragraphs, own_paragraphs
 from penjing.compress.samples.text import decoder_windows
 from penjing.core.checkpoint.classifier import ClassifierConfig, classifier_config
 from penjing.core.checkpoint.decoder import open_checkpoint
@@ -51,10 +51,12 @@ class DataSettings(TrainingSource):
     )
     calibrate: tuple[Path, ...] = Field(
         default=(),
-        description="Your own text, for a decoder: UTF-8 files, folders of them, and .jsonl files, each line of which "
-        'has "text", or "messages" that the model\'s chat template writes.',
+        description="Your own text, for a decoder or a text encoder: UTF-8 files, folders of them, and .jsonl files, "
+        'each line of which has "text", or, for a decoder, "messages" that its chat template writes.',
     )
-    own: float = Field(default=0.5, gt=0, le=1, description="Share of the windows that are your own text, if any.")
+    own: float = Field(
+        default=0.5, gt=0, le=1, description="Share of the windows or paragraphs that are your own text."
+    )
     batch_windows: int = Field(default=4, ge=1, description="Windows that run at a time.")
     texts: int = Field(default=128, ge=8, description="Paragraphs, for a text encoder.")
 
@@ -167,12 +169,15 @@ def token_samples(folder: Path, settings: DataSettings, _: Progress) -> TokenDat
 
 
 def text_samples(folder: Path, settings: DataSettings, _: Progress) -> TextSamples:
-    """Calibration paragraphs in the tokens of the text encoder in `folder`.
+    """Calibration paragraphs in the tokens of the text encoder in `folder`, a share of them the user's own.
 
     Raises:
-        InputError: the checkpoint is damaged, or there are fewer paragraphs than asked for.
+        InputError: the checkpoint is damaged, a file cannot be read, or there are fewer paragraphs than asked for.
     """
-    return TextSamples(TextTokenizer(folder, encoder_config(folder)), calibration_paragraphs(settings.texts))
+    tokenizer, own = TextTokenizer(folder, encoder_config(folder)), list[str]()
+    if settings.calibrate:
+        own = own_paragraphs(settings.calibrate, max(1, round(settings.own * settings.texts)))
+    return TextSamples(tokenizer, own + calibration_paragraphs(settings.texts - len(own)))
 
 
 def check_window(folder: Path, settings: DataSettings) -> None:

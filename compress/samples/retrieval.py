@@ -6,6 +6,7 @@ the paragraph.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -14,6 +15,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from penjing.compress.samples.text import CALIBRATE
 from penjing.core.artifact.base import is_artifact
 from penjing.core.artifact.onnx_encoder import embed_in_batches, open_encoder_artifact
 from penjing.core.checkpoint.encoder import load_encoder
@@ -21,6 +23,7 @@ from penjing.core.errors import InputError
 from penjing.core.models.encoder import Encoder
 from penjing.core.progress import Progress
 from penjing.core.text.corpus import TOPIC_GAP, calibration_text, heldout_text
+from penjing.core.text.documents import read_documents
 from penjing.core.text.text_tokenizer import TextTokenizer, TextTokens
 
 Embeddings = NDArray[np.float32]
@@ -43,6 +46,23 @@ def calibration_paragraphs(count: int) -> list[str]:
         InputError: the text has fewer.
     """
     return _spread(_paragraphs(calibration_text()), count, "data.texts")
+
+
+def own_paragraphs(paths: Sequence[Path], count: int) -> list[str]:
+    """At most `count` of the user's own texts, evenly spread over them: paragraphs of files, lines of JSONL files.
+
+    Raises:
+        InputError: as `read_documents`; a conversation; or all of it is empty.
+    """
+    found: list[str] = []
+    for document in read_documents(paths, CALIBRATE):
+        if document.text is None:
+            raise InputError(f'{document.where}: text encoders have no conversations; give "text"')
+        found += _paragraphs(document.text, shortest=1)
+    texts = list(dict.fromkeys(found))
+    if not texts:
+        raise InputError(f"{CALIBRATE}: the files hold no text; give some")
+    return _spread(texts, min(count, len(texts)), CALIBRATE)
 
 
 def retrieval_set(count: int) -> Retrieval:
@@ -91,9 +111,9 @@ def nearest(queries: Embeddings, documents: Embeddings) -> NDArray[np.int64]:
     return (queries @ documents.T).argmax(1)
 
 
-def _paragraphs(text: str) -> list[str]:
+def _paragraphs(text: str, shortest: int = SHORTEST) -> list[str]:
     lines = (" ".join(paragraph.split()) for paragraph in text.split(TOPIC_GAP))
-    return list(dict.fromkeys(line for line in lines if len(line) >= SHORTEST))
+    return list(dict.fromkeys(line for line in lines if len(line) >= shortest))
 
 
 def _spread(values: list[T], count: int, setting: str) -> list[T]:
