@@ -151,7 +151,7 @@ def write_graph_artifact(
     )
     export_network(stored(network, settings.target), partial / MODEL_FILE, {"penjing.target": settings.target})
     shown = probe(floating, next(iter(samples.inputs())), settings.parity_samples)
-    parity = measure(network, floating, partial / MODEL_FILE, quantization, shown, settings.parity_bound)
+    parity = measure(network, partial / MODEL_FILE, quantization, shown, settings.parity_bound)
     write_parity(partial, parity)
     save_skeleton(partial, floating)
     atomic_write_text(partial / "config.json", json.dumps(network.config.model_dump(), indent=2) + "\n")
