@@ -11,11 +11,11 @@ import torch_pruning
 from torch import nn
 
 from penjing.compress.prune.budget import shapes_after
-from penjing.compress.prune.decoder_subject import DecoderSubject
 from penjing.compress.prune.graph import Group, dependency_graph
 from penjing.compress.prune.ranking import select
 from penjing.compress.prune.subject import shapes_of
 from penjing.compress.prune.surgery import cuts_of
+from penjing.compress.prune_decoder.subject import DecoderSubject
 from penjing.core.files import publish_folder
 from penjing.core.progress import Progress
 

@@ -29,6 +29,8 @@ Observe = Callable[[str, Tensor], Tensor | None]
 # Called with the keys (as they are cached: rotated) and values of each window, (1, T, KV, D).
 ObserveKV = Callable[[Tensor, Tensor], None]
 
+Half = Callable[[Tensor], Tensor]  # the residual stream of a window (1, T, E) → what it is behind that half of a layer
+
 
 class LayerStream:
     """The layers of a checkpoint or an INT8 artifact, run one after the other on hidden states that the caller keeps.
@@ -112,6 +114,15 @@ class LayerStream:
         finally:
             for handle in handles:
                 handle.remove()
+
+    def halves(self, module: DecoderLayer, num_tokens: int) -> tuple[Half, Half]:
+        """Attention and MLP of a layer, each with its norm and added to the residual stream."""
+        attend = causal_attention(self._decoder.config)
+        cos, sin = rotary_cos_sin(self._inverse_frequency, torch.arange(num_tokens))
+        return (
+            lambda x_1TE: x_1TE + module.self_attn(module.input_layernorm(x_1TE), cos, sin, attend),
+            lambda x_1TE: x_1TE + module.mlp(module.post_attention_layernorm(x_1TE)),
+        )
 
     def head_weight(self) -> Tensor:
         """(V, E) weight of the LM head as it is stored: the embedding where they are tied."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from penjing.compress.distill.training import Training
 from penjing.compress.export.record import ExportRecord, Form
@@ -38,6 +38,10 @@ class Needs:
     macs: int = 0
 
 
+DepthChoice = Literal["influence", "trials"]
+Reconstruct = Callable[[Path, Path, Path, Sequence[int], Samples, Progress], list[dict[str, Any]]]
+
+
 @dataclass(frozen=True)
 class Pruner:
     """How networks of a family lose units.
@@ -45,13 +49,17 @@ class Pruner:
     Attributes:
         parts: what a step may name in `parts`; empty where everything is pruned alike.
         open: (checkpoint, parts, dropped layers, progress) → the subject.
-        depth: (checkpoint, samples, progress) → the influence of each layer; None: no layer leaves as a whole.
+        depth: (checkpoint, how many, how they are chosen, samples, progress) → the layers that leave, ascending, and
+            the record of why; None: no layer leaves as a whole.
+        reconstruct: (checkpoint, the same as it was cut, a folder, dropped layers, samples, progress)
+            writes the cut one with fitted weights into the folder; its record. None: nothing is fitted.
         finish: what is done to the pruned checkpoint, not yet published, with samples; its record. None: nothing.
     """
 
     parts: tuple[str, ...]
     open: Callable[[Path, Sequence[str], Sequence[int], Progress], Subject]
-    depth: Callable[[Path, Samples, Progress], list[float]] | None = None
+    depth: Callable[[Path, int, DepthChoice, Samples, Progress], tuple[list[int], dict[str, Any]]] | None = None
+    reconstruct: Reconstruct | None = None
     finish: Callable[[Path, DataSettings, Progress], dict[str, Any]] | None = None
 
 

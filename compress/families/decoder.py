@@ -6,20 +6,26 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from penjing.compress.decoder.check import check_model, checkpoint_hashes
 from penjing.compress.decoder.parity import rerun
 from penjing.compress.distill.decoder import TRAINING
 from penjing.compress.export.decoder import export_decoder
-from penjing.compress.families.base import Asker, Exporter, Family, Needs, Pruner, Quantizer
+from penjing.compress.families.base import Asker, DepthChoice, Exporter, Family, Needs, Pruner, Quantizer
 from penjing.compress.measure.answers import answered, questions_for, scores
 from penjing.compress.measure.cost import decoder_calls
 from penjing.compress.measure.evaluate import EvaluateSettings, evaluate_decoder
 from penjing.compress.measure.skeleton import skeleton_of_decoder
-from penjing.compress.prune.decoder_subject import DecoderSubject
-from penjing.compress.prune.depth import block_influence
+from penjing.compress.prune_decoder.depth import block_influence, least
+from penjing.compress.prune_decoder.reconstruct import reconstruct
+from penjing.compress.prune_decoder.subject import DecoderSubject
+from penjing.compress.prune_decoder.trials import layers_by_trial
 from penjing.compress.quantizers import decoder as quantizer
 from penjing.compress.samples.data import DataSettings, Samples, token_samples
 from penjing.core.checkpoint.decoder import open_checkpoint
+from penjing.core.errors import ConfigError, InputError
 from penjing.core.family import FAMILIES
 from penjing.core.progress import Progress
 
@@ -34,9 +40,35 @@ def _held_out(settings: EvaluateSettings) -> int:
     return settings.prose_tokens + settings.code_tokens
 
 
-def _depth(folder: Path, samples: Samples, progress: Progress) -> list[float]:
+def _depth(
+    folder: Path, count: int, choice: DepthChoice, samples: Samples, progress: Progress
+) -> tuple[list[int], dict[str, Any]]:
     DecoderSubject(folder, (), (), progress)  # refuses what is damaged before anything runs through it
-    return block_influence(folder, samples.inputs(), progress)
+    if count >= (whole := open_checkpoint(folder).config.num_hidden_layers):
+        raise ConfigError(f"layers={count}: {folder} has {whole}, and at least one must stay")
+    if choice == "trials":
+        layers, rounds = layers_by_trial(folder, _windows(samples), count, progress)
+        return layers, {"layer_trials": rounds}
+    influence = block_influence(folder, samples.inputs(), progress)
+    return least(influence, count), {"block_influence": influence}
+
+
+def _reconstruct(
+    whole: Path,
+    cut: Path,
+    into: Path,
+    dropped: Sequence[int],
+    samples: Samples,
+    progress: Progress,
+) -> list[dict[str, Any]]:
+    return reconstruct(whole, cut, into, dropped, _windows(samples), progress)
+
+
+def _windows(samples: Samples) -> Tensor:
+    batches = [tokens_BT for (tokens_BT,) in samples.inputs()]
+    if not batches:
+        raise InputError("the step looks at calibration text, and there is none; give calibration data")
+    return torch.cat(batches)
 
 
 def _open(folder: Path, parts: Sequence[str], dropped: Sequence[int], progress: Progress) -> DecoderSubject:
@@ -58,7 +90,7 @@ FAMILY = Family(
     held_out=_held_out,
     calls=decoder_calls,
     asker=Asker(questions_for, answered, scores),
-    pruner=Pruner(parts=("ffn", "heads", "hidden", "layers"), open=_open, depth=_depth),
+    pruner=Pruner(parts=("ffn", "heads", "hidden", "layers"), open=_open, depth=_depth, reconstruct=_reconstruct),
     training=TRAINING,
     quantizer=Quantizer(quantizer.DecoderQuantize, quantizer.check, quantizer.quantize, _needs),
     rerun=rerun,

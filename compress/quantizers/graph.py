@@ -149,10 +149,9 @@ def write_graph_artifact(
         session_options=target.session_options,
         session_options_reason=X64_REASON if target.session_options else "",
     )
-    made = stored(network, settings.target)
-    export_network(made, partial / MODEL_FILE, {"penjing.target": settings.target})
+    export_network(stored(network, settings.target), partial / MODEL_FILE, {"penjing.target": settings.target})
     shown = probe(floating, next(iter(samples.inputs())), settings.parity_samples)
-    parity, held = measure(network, made, partial / MODEL_FILE, quantization, shown, settings.parity_bound)
+    parity = measure(network, floating, partial / MODEL_FILE, quantization, shown, settings.parity_bound)
     write_parity(partial, parity)
     save_skeleton(partial, floating)
     atomic_write_text(partial / "config.json", json.dumps(network.config.model_dump(), indent=2) + "\n")
@@ -168,7 +167,7 @@ def write_graph_artifact(
             {"name": each.name, "scale": float(each.positive_scale().detach()), "zero_point": int(each.zero_point)}
             for each in activation_quantizers(network.module)
         ],
-        "differences": [each.model_dump() for each in (*parity.differences, held)],
+        "differences": [each.model_dump() for each in parity.differences],
         "bound": parity.bound.model_dump(),
         "unmeasured": parity.unmeasured,
     }

@@ -7,9 +7,9 @@
 
 from __future__ import annotations
 
+import tempfile
 import time
 from collections.abc import Iterator
-from fnmatch import fnmatchcase
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal
@@ -19,7 +19,7 @@ import torch
 from pydantic import Field, field_validator, model_validator
 from torch import Tensor, nn
 
-from penjing.compress.families.base import Pruner
+from penjing.compress.families.base import DepthChoice, Pruner
 from penjing.compress.prune.budget import (
     Budget,
     candidate,
@@ -30,7 +30,6 @@ from penjing.compress.prune.budget import (
     share_for,
     sizes,
 )
-from penjing.compress.prune.depth import least
 from penjing.compress.prune.graph import Group, dependency_graph
 from penjing.compress.prune.importance import Kind, Scores, activation, magnitude, random, taylor
 from penjing.compress.prune.ranking import MAX_SHARE, Choice, Scope, select
@@ -38,7 +37,9 @@ from penjing.compress.prune.subject import Part, Subject, shapes_of
 from penjing.compress.prune.surgery import cuts_of
 from penjing.compress.samples.data import Samples
 from penjing.compress.steps.base import Context, Step
+from penjing.compress.steps.prune_checks import check_parts, check_protected, check_reconstruct
 from penjing.core.errors import ConfigError, InputError
+from penjing.core.manifest import write_manifest
 from penjing.core.progress import Progress
 from penjing.core.work import Places
 from penjing.train.numerics.recompute import apply_recompute, blocks
@@ -72,6 +73,16 @@ class Prune(Step):
     layers: int | tuple[int, ...] | None = Field(
         default=None, description="Layers to drop: how many (those that change least), or which."
     )
+    layers_by: DepthChoice = Field(
+        default="influence",
+        description="How a number of layers is found: all at once by how little they change, or by trials, in which "
+        "each is left out in turn, and the one goes without which the calibration text is predicted best.",
+    )
+    reconstruct: bool = Field(
+        default=False,
+        description="Fit the weights of a decoder that read what left, and those before layers that left, to what the "
+        "whole network computes on the calibration text, by least squares.",
+    )
     seed: int = Field(default=0, ge=0, lt=2**31, description='Of the method "random".')
     rounds: int = Field(
         default=1, ge=1, le=100, description="Equal shares, each followed by the steps up to the next that heals."
@@ -99,6 +110,13 @@ class Prune(Step):
                 raise ValueError('ratio and target are for widths: with parts = ["layers"] alone, leave them out')
         elif budgets != 1:
             raise ValueError("give one of ratio (0.3 removes 30 % of the units) and target (what may stay)")
+        if self.layers_by == "trials" and not isinstance(self.layers, int):
+            raise ValueError("layers_by='trials' finds which layers leave: say how many, as layers = 3")
+        if self.reconstruct and "hidden" in (self.parts or ()):
+            raise ValueError(
+                "reconstruct compares the residual stream with that of the whole network, and the part 'hidden' takes "
+                "some of it away: leave out one of them"
+            )
         return self
 
     def width_parts(self) -> tuple[str, ...]:
@@ -108,7 +126,8 @@ class Prune(Step):
     def needs_data(self) -> bool:
         """See `Step`."""
         timed = self.target is not None and self.target.latency is not None
-        return self.method in ("taylor", "activation") or isinstance(self.layers, int) or timed
+        looks = self.method in ("taylor", "activation") or self.reconstruct
+        return looks or isinstance(self.layers, int) or timed
 
     def check_order(self, before: tuple[Step, ...], after: tuple[Step, ...]) -> None:
         """See `Step`."""
@@ -119,6 +138,7 @@ class Prune(Step):
         """See `Step`."""
         context.family.need("pruner", "pruned")
         check_parts(self.parts, context)
+        check_reconstruct(self.reconstruct, context)
         if self.protect:
             check_protected(self.protect, context.model, context.family.skeleton(context.model).model)
 
@@ -152,31 +172,6 @@ class Prune(Step):
         return record
 
 
-def check_parts(parts: tuple[str, ...] | None, context: Context) -> None:
-    """Refuse `parts` of a family that has none.
-
-    Raises:
-        ConfigError: it has none.
-    """
-    if parts is not None and not context.family.need("pruner", "pruned").parts:
-        raise ConfigError(
-            f"parts={list(parts)}: decoders have parts, {context.model} is {context.family.said}; leave them out"
-        )
-
-
-def check_protected(protect: tuple[str, ...], folder: Path, model: nn.Module) -> None:
-    """Refuse patterns that protect nothing.
-
-    Raises:
-        ConfigError: one matches no tensor of `model`.
-    """
-    for pattern in protect:
-        if not any(fnmatchcase(name, pattern) for name in shapes_of(model)):
-            raise ConfigError(
-                f"protect: {pattern!r} matches no tensor of {folder}; look with 'penjing compress inspect'"
-            )
-
-
 def prune_checkpoint(
     source: Path, partial: Path, step: Prune, pruner: Pruner, data: Samples | None, progress: Progress
 ) -> dict[str, Any]:
@@ -197,7 +192,7 @@ def prune_checkpoint(
         InputError: the checkpoint is damaged, its network cannot be analysed, or the target cannot be reached.
     """
     began = time.perf_counter()
-    subject, influence = _open(source, step, pruner, data, progress)
+    subject, why = _open(source, step, pruner, data, progress)
     choice, found = _choose(subject, step, data, progress)
     dropped = subject.dropped
     if not choice and not dropped:
@@ -212,13 +207,22 @@ def prune_checkpoint(
     _check_shapes(pruned, after)
     progress.start("writing the pruned checkpoint", 1)
     made = {"command": "penjing compress", "penjing": version("penjing"), "step": step.model_dump(mode="json")}
-    subject.write(partial, config, cuts_of(choice, shapes), made)
+    cuts = cuts_of(choice, shapes)
+    if step.reconstruct:
+        assert data is not None
+        assert pruner.reconstruct is not None
+        with tempfile.TemporaryDirectory(dir=partial) as folder:
+            subject.write(cut := Path(folder), config, cuts, made)
+            found |= {"reconstructed": pruner.reconstruct(source, cut, partial, dropped, data, progress)}
+        write_manifest(partial, "checkpoint", made)
+    else:
+        subject.write(partial, config, cuts, made)
     progress.advance()
     before, left = dense_sizes(subject), sizes(subject, pruned, after)
     record: dict[str, Any] = {
         **found,
         "layers_dropped": list(dropped),
-        **({"block_influence": influence} if influence is not None else {}),
+        **why,
         "widths": [
             {"tensor": name, "before": list(shapes[name]), "after": list(shape)}
             for name, shape in after.items()
@@ -241,8 +245,8 @@ def prune_checkpoint(
 
 def _open(
     source: Path, step: Prune, pruner: Pruner, data: Samples | None, progress: Progress
-) -> tuple[Subject, list[float] | None]:
-    """The checkpoint, and the influence of its layers where these were ranked."""
+) -> tuple[Subject, dict[str, Any]]:
+    """The checkpoint, and the record of how the layers that leave were found."""
     if step.needs_data() and data is None:
         raise ConfigError(
             "this pruning step needs calibration data, for its method, its latency or its number of layers; give some"
@@ -250,16 +254,13 @@ def _open(
     if not pruner.parts:
         if step.parts is not None:
             raise ConfigError(f"parts={list(step.parts)}: decoders have parts, {source} has none; leave them out")
-        return pruner.open(source, (), (), progress), None
-    dropped, influence = step.layers or (), None
+        return pruner.open(source, (), (), progress), {}
+    dropped, why = step.layers or (), dict[str, Any]()
     if isinstance(dropped, int):
         assert data is not None
         assert pruner.depth is not None
-        influence = pruner.depth(source, data, progress)
-        if dropped >= len(influence):
-            raise ConfigError(f"layers={dropped}: {source} has {len(influence)}, and at least one must stay")
-        dropped = least(influence, dropped)
-    return pruner.open(source, step.width_parts(), dropped, progress), influence
+        dropped, why = pruner.depth(source, dropped, step.layers_by, data, progress)
+    return pruner.open(source, step.width_parts(), dropped, progress), why
 
 
 def _choose(subject: Subject, step: Prune, data: Samples | None, progress: Progress) -> tuple[Choice, dict[str, Any]]:

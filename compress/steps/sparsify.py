@@ -22,7 +22,7 @@ from penjing.compress.distill.training import train_checkpoint
 from penjing.compress.families.base import Pruner
 from penjing.compress.prune.graph import Group, dependency_graph
 from penjing.compress.steps.base import Context, Step
-from penjing.compress.steps.prune import check_parts, check_protected
+from penjing.compress.steps.prune_checks import check_parts, check_protected
 from penjing.compress.steps.train import TrainedStep
 from penjing.core.errors import ConfigError
 from penjing.core.progress import Progress
