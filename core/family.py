@@ -43,7 +43,7 @@ def family_of(folder: Path) -> FamilyName:
     values = read_json_object(path)
     if KEY in values:
         name = values[KEY]
-        if name in FAMILIES or (isinstance(name, str) and name in _packages()):
+        if isinstance(name, str) and (name in FAMILIES or name in _packages()):
             return name
         known = ", ".join([*FAMILIES, *_packages()])
         raise InputError(f"{path}: {KEY} = {name!r} is not installed; the known families are {known}")

@@ -20,6 +20,7 @@ from penjing.compress.samples.data import DataSettings
 from penjing.core.checkpoint.graph import load_network
 from penjing.core.errors import ConfigError, InputError
 from penjing.core.graph.config import graph_config
+from penjing.core.imports.user_code import user_function
 from penjing.train.families.base import Task
 from penjing.train.families.graph import GraphTraining, rebuilt
 from penjing.train.numerics.precision import Precision, PrecisionConfig
@@ -29,7 +30,6 @@ from penjing.train.objective.outputs import REAL, Classes, inputs_of
 from penjing.train.processes.world import choose_device
 from penjing.train.recipe.data import SampleData
 from penjing.train.recipe.recipe import RunRecipe
-from penjing.train.sources.tensors import user_function
 
 
 def _known_loss(value: str) -> str:

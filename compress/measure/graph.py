@@ -25,9 +25,9 @@ from penjing.core.checkpoint.graph import load_network
 from penjing.core.errors import ConfigError, InputError
 from penjing.core.graph.config import graph_config
 from penjing.core.graph.network import Network
+from penjing.core.imports.user_code import user_function
 from penjing.core.progress import Progress
 from penjing.train.sources.reader import NO_CLASS
-from penjing.train.sources.tensors import user_function
 
 BATCH = 64
 Answer = Callable[..., tuple[Tensor, ...]]

@@ -63,13 +63,13 @@ def load_network(folder: Path) -> Network:
     try:
         tensors = load_file(folder / WEIGHTS)
         with safe_open(folder / WEIGHTS, framework="pt") as file:
-            trained = json.loads((file.metadata() or {}).get("parameters", "[]"))
+            trained = _names(json.loads((file.metadata() or {}).get("parameters", "[]")))
         shown = load_file(folder / EXAMPLE)
         text = (folder / GRAPH).read_text()
         example = {spec.name: shown[f"input.{spec.name}"] for spec in config.inputs}
     except (SafetensorError, OSError, ValueError, KeyError) as error:
         raise InputError(f"{folder} cannot be loaded: {error}; import the network again") from error
-    module = load_graph(text, tensors, str(folder / GRAPH), frozenset(map(str, trained)))
+    module = load_graph(text, tensors, str(folder / GRAPH), trained)
     places = [node for node in module.graph.nodes if node.op == "placeholder"]
     results = next(node for node in module.graph.nodes if node.op == "output").args[0]
     if [node.target for node in places] != [spec.name for spec in config.inputs] or (
@@ -77,6 +77,12 @@ def load_network(folder: Path) -> Network:
     ):
         raise InputError(f"{folder}: config.json and {GRAPH} name other inputs or outputs; import the network again")
     return Network(module, config, example)
+
+
+def _names(said: Any) -> frozenset[str]:
+    if not isinstance(said, list) or not all(isinstance(name, str) for name in said):
+        raise ValueError(f"the parameters are {said!r:.100}, no list of names")
+    return frozenset(said)
 
 
 def save_skeleton(folder: Path, network: Network) -> None:
@@ -105,7 +111,7 @@ def graph_skeleton(folder: Path) -> Network:
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     try:
         facts = _stored_facts(folder)
-        trained = frozenset(map(str, facts["parameters"]))
+        trained = _names(facts["parameters"])
         tensors = {name: _without_storage(stored, mode) for name, stored in facts["tensors"].items()}
         example = {spec.name: _without_storage(facts["inputs"][spec.name], mode) for spec in config.inputs}
         text = (folder / GRAPH).read_text()

@@ -24,6 +24,7 @@ from penjing.core.imports.torch_parity import compared_with_module
 from penjing.core.imports.torch_weights import load_weights
 from penjing.core.imports.torch_zoo import Found, from_function, from_package
 from penjing.core.manifest import MANIFEST_NAME, read_manifest, verify
+from penjing.core.onnx_reader.example import check_size
 from penjing.core.onnx_reader.read import from_onnx
 from penjing.core.progress import Progress, Silent
 
@@ -179,6 +180,7 @@ def _with_example(found: Found, options: GraphOptions, source: str) -> Found:
     generator = torch.Generator().manual_seed(0)
     keyword = {}
     for name, shape in options.shapes.items():
+        check_size(name, shape)
         dtype = getattr(torch, options.dtypes.get(name, "float32"))
         if dtype.is_floating_point:
             keyword[name] = torch.randn(shape, generator=generator).to(dtype)

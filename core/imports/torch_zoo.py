@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
-import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,6 +13,7 @@ from torch import Tensor, nn
 
 from penjing.core.errors import InputError, SetupError
 from penjing.core.graph.config import Meaning, Pixels
+from penjing.core.imports.user_code import named_errors, user_function
 
 LENGTH = 16  # tokens of an example
 
@@ -38,26 +37,9 @@ def from_function(source: str) -> Found:
     Raises:
         InputError: the file or the function is missing, raises, or returns something else.
     """
-    file, _, name = source.rpartition(":")
-    path = Path(file).expanduser()
-    if not path.is_file():
-        raise InputError(f"{path} is no file; write FILE.py:FUNCTION")
-    spec = importlib.util.spec_from_file_location(f"penjing_user_{path.stem}", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    try:
-        spec.loader.exec_module(module)
-        function = getattr(module, name, None)
-        if not callable(function):
-            raise InputError(f"{path} has no function {name!r}")
+    function = user_function(source)
+    with named_errors(source):
         made = function()
-    except InputError:
-        raise
-    except (Exception, SystemExit) as error:  # whatever the user's code raises
-        lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
-        where = f", line {lines[-1]}" if lines else ""
-        raise InputError(f"{source} raised {type(error).__name__}{where}: {error}; mend the function") from error
     network, example = made if isinstance(made, tuple) and len(made) == 2 else (made, ())
     if not isinstance(network, nn.Module):
         raise InputError(f"{source} returned a {type(network).__name__}; return a torch module, or (module, example)")

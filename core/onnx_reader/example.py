@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import onnx_ir as ir
@@ -17,6 +18,9 @@ LENGTHS = (16, 64, 128, 256, 512, 1024, 4)
 """Lengths that are tried, in this order, for axes that may differ."""
 SIDES = (224, 48, 256, 320, 640, 64, 32)
 """The same for height and width of images."""
+
+LARGEST = 1 << 29
+"""Most numbers of one input of an example: 2 GB of float32."""
 
 
 @dataclass(frozen=True)
@@ -110,8 +114,26 @@ def candidates(inputs: list[Input], given: Mapping[str, tuple[int, ...]], batch:
             yield {one.name: values_for(one, shape) for one, shape in zip(inputs, shapes, strict=True)}
 
 
+def check_size(name: str, shape: Sequence[int]) -> None:
+    """Refuse an example of more than `LARGEST` numbers.
+
+    Raises:
+        InputError: it has more.
+    """
+    if math.prod(shape) > LARGEST:
+        raise InputError(
+            f"the input {name[:200]} of {'x'.join(map(str, shape))} has more than {LARGEST:,} numbers; say a smaller "
+            f"example with --input, or export the network with one"
+        )
+
+
 def values_for(one: Input, shape: tuple[int, ...], seed: int = 0) -> Tensor:
-    """Numbers of the normal distribution; ids from 0 to 9; ones for a mask."""
+    """Numbers of the normal distribution; ids from 0 to 9; ones for a mask.
+
+    Raises:
+        InputError: more than `LARGEST` of them.
+    """
+    check_size(one.name, shape)
     generator = torch.Generator().manual_seed(seed)
     if one.dtype.is_floating_point:
         return torch.randn(shape, generator=generator).to(one.dtype)

@@ -52,7 +52,11 @@ def read_onnx(path: Path) -> ir.Model:
         )
     _check_external(model, path)
     _check_domains(model, path)
-    passes = (common.InlinePass(), common.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0))
+    passes = (
+        common.InlinePass(),
+        common.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0),
+        common.TopologicalSortPass(),
+    )
     try:
         for change in passes:
             model = change(model).model
@@ -75,13 +79,18 @@ def _check_external(model: ir.Model, path: Path) -> None:
             tensor = value.const_value
             if not isinstance(tensor, ir.ExternalTensor):
                 continue
-            place = (folder / str(tensor.location)).resolve()
+            try:
+                place = (folder / str(tensor.location)).resolve()
+                there = place.is_file()
+            except (OSError, ValueError) as error:
+                said = str(tensor.location)[:200]
+                raise InputError(f"{path}: {said!r} can be the name of no file ({error!s:.200})") from None
             if not place.is_relative_to(folder):
                 raise InputError(
                     f"{path}: {value.name} lies in {tensor.location}, outside the folder of the file; put the weights "
                     "beside it"
                 )
-            if not place.is_file():
+            if not there:
                 raise InputError(f"{path}: {tensor.location} with {value.name} is missing; put it beside the file")
             end = (tensor.offset or 0) + (tensor.length if tensor.length is not None else tensor.nbytes)
             if end > place.stat().st_size:

@@ -27,6 +27,7 @@ OPERATORS: dict[str, Callable[[Call], Any]] = {
     **attention.OPERATORS,
 }
 """Every operator of ONNX that is computed; `If` with a fixed condition besides."""
+LONGEST = 180  # characters of a name that is kept; config.json takes 200
 
 
 class OnnxModule(Weights):
@@ -51,6 +52,7 @@ class OnnxModule(Weights):
         inputs = [value for value in graph.inputs if value.name not in graph.initializers and value.name not in fixed]
         self.input_names = legal_names([str(value.name) for value in inputs])
         self._inputs = [str(value.name) for value in inputs]
+        self._outputs = legal_outputs([str(value.name) for value in graph.outputs])
         self._constants = {
             str(name): Constant(str(name), to_torch(_content(value, path), f"{path}: {name}"))
             for name, value in graph.initializers.items()
@@ -78,7 +80,7 @@ class OnnxModule(Weights):
         values: dict[str, Value] = dict(zip(self._inputs, inputs, strict=True))
         self._run(self._model.graph, values)
         outputs: dict[str, Tensor] = {}
-        for value in self._model.graph.outputs:
+        for value, legal in zip(self._model.graph.outputs, self._outputs, strict=True):
             name = str(value.name)
             result = self._constants.get(name) or values[name]
             if isinstance(result, Constant):
@@ -86,7 +88,7 @@ class OnnxModule(Weights):
             elif isinstance(result, Host):
                 result = result.tensor()
             assert isinstance(result, Tensor)
-            outputs[legal_output(name)] = result
+            outputs[legal] = result
         return outputs, values
 
     def _run(self, graph: ir.Graph, values: dict[str, Value]) -> None:
@@ -166,7 +168,7 @@ def legal_names(names: list[str]) -> dict[str, str]:
     """Each name → the identifier that a graph's input has instead ("input.1" → "input_1")."""
     found: dict[str, str] = {}
     for name in names:
-        legal = re.sub(r"[^A-Za-z0-9_]", "_", name)
+        legal = re.sub(r"[^A-Za-z0-9_]", "_", name[:LONGEST])
         legal = legal if legal.isidentifier() and not iskeyword(legal) and legal != "self" else f"input_{legal}"
         while legal in found.values():
             legal += "_"
@@ -174,7 +176,13 @@ def legal_names(names: list[str]) -> dict[str, str]:
     return found
 
 
-def legal_output(name: str) -> str:
-    """The name of an output as config.json takes it."""
-    legal = re.sub(r"[^A-Za-z0-9_.:/-]", "_", name)[:190]
-    return legal if legal[:1].isalpha() or legal[:1] == "_" else f"output_{legal}"
+def legal_outputs(names: list[str]) -> list[str]:
+    """The names of outputs as config.json takes them, each another one."""
+    found: list[str] = []
+    for name in names:
+        legal = re.sub(r"[^A-Za-z0-9_.:/-]", "_", name[:LONGEST])
+        legal = legal if legal[:1].isalpha() or legal[:1] == "_" else f"output_{legal}"
+        while legal in found:
+            legal += "_"
+        found.append(legal)
+    return found

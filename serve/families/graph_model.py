@@ -167,7 +167,9 @@ class GraphModel:
             raise RequestError(f"{name} must hold {rows} encoded images, got {array.dtype}{list(array.shape)}")
         if isinstance(rows, str):
             self._check_axis(name, rows, array.size, sizes)
-        return tuple(value.encode() if isinstance(value, str) else bytes(value) for value in array.flat)
+        if not all(isinstance(value, bytes) for value in array.flat):
+            raise RequestError(f"{name} must hold the bytes of encoded images")
+        return tuple(array.flat)
 
     def start(self, requests: Sequence[GraphRequest], begun: Callable[[], None]) -> Callable[[], Sequence[Answer]]:
         """See `BatchModel`; what is wrong with one request is that one's alone."""
@@ -293,4 +295,6 @@ def _joined(answers: Sequence[Answer]) -> Answer:
 
 
 def _bytes(array: NDArray[Any]) -> int:
-    return sum(map(len, array.flat)) if array.dtype == np.object_ else array.nbytes
+    if array.dtype != np.object_:
+        return array.nbytes
+    return sum(len(value) if isinstance(value, (bytes, str)) else 0 for value in array.flat)

@@ -60,7 +60,10 @@ def _images(folder: Path) -> Iterator[Path]:
         folders[:] = [name for name in folders if not name.startswith(".")]
         for name in names:
             if not name.startswith(".") and os.path.splitext(name)[1].lower() in SUFFIXES:
-                yield Path(place) / name
+                path = Path(place) / name
+                if path.exists() and not path.is_file():
+                    raise InputError(f"{path} is no file, and reading a pipe or a device may never end; remove it")
+                yield path
 
 
 def _classes(folder: Path, parts: list[tuple[str, ...]], roots: list[Path]) -> list[str] | None:

@@ -29,7 +29,11 @@ def open_source(settings: SourceSettings) -> Source:
     if ".py:" in text:
         return call_function(text, settings.labels)
     path = Path(text)
-    if path.is_dir():
+    try:
+        there, is_folder = path.exists(), path.is_dir()
+    except (OSError, ValueError) as error:  # a name that no file can have
+        raise InputError(f"data.source = {text[:200]!r} cannot be a path ({error!s:.200})") from None
+    if is_folder:
         files = sorted(
             found for found in path.rglob("*") if found.is_file() and found.suffix.lower() in (*TABLES, ".tar")
         )
@@ -37,7 +41,7 @@ def open_source(settings: SourceSettings) -> Source:
             return image_folder(path, settings.labels)
         names = [str(found.relative_to(path)) for found in files]
         return join([_file(found, settings) for found in files], text, names)
-    if not path.exists():
+    if not there:
         raise InputError(f"data.source = {text} does not exist; name a folder or file with samples")
     return _file(path, settings)
 

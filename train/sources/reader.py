@@ -179,6 +179,8 @@ class Reader:
             raise InputError(
                 f"{self.source.where} gives {values.dtype}{list(values.shape)} for {spec}; give what the network takes"
             )
+        if values.dtype.kind == "f" and np.isnan(values.sum()) and np.isnan(values).any():
+            raise InputError(f"{self.source.where} holds values for {spec.name} that are no numbers (NaN); mend them")
         return values.astype(dtype, copy=False)
 
 

@@ -16,6 +16,7 @@ from penjing.train.sources.settings import SourceSettings
 from penjing.train.sources.source import Label, Source, content_digest
 
 _IMAGES = ("image", "img", "images", "png", "jpg", "jpeg", "pixels", "picture", "photo", "file_name", "path")
+_LONGEST_LINE = 256 << 20  # characters: an image in base64 has fewer
 _LABELS = ("label", "labels", "class", "cls", "target")
 
 
@@ -70,7 +71,11 @@ def _json_rows(path: Path) -> list[dict[str, Any]]:
     rows = []
     try:
         with open(path, encoding="utf-8") as file:
-            for number, line in enumerate(file, 1):
+            for number, line in enumerate(iter(lambda: file.readline(_LONGEST_LINE + 1), ""), 1):
+                if len(line) > _LONGEST_LINE:
+                    raise InputError(
+                        f"line {number} of {path} has more than {_LONGEST_LINE >> 20} MB; write it in parts"
+                    )
                 if line.strip():
                     row = json.loads(line)
                     if not isinstance(row, dict):
@@ -151,13 +156,17 @@ def _encoded(value: Any, folder: Path, where: str) -> bytes:
     if not isinstance(value, str):
         raise InputError(f"{where} holds no image but {type(value).__name__}")
     if Path(value).suffix.lower() in SUFFIXES:
-        place = (folder / value).resolve()
-        if not place.is_relative_to(folder.resolve()):
-            raise InputError(f"{value} lies outside {folder}")
         try:
+            place = (folder / value).resolve()
+            if not place.is_relative_to(folder.resolve()):
+                raise InputError(f"{value} lies outside {folder}")
+            if not place.is_file():
+                raise InputError(f"{place} is no file")
             return place.read_bytes()
         except OSError as error:
             raise InputError(f"{place} cannot be read: {error.strerror}") from error
+        except ValueError as error:  # a NUL, half a surrogate pair
+            raise InputError(f"{value!r} can be the name of no file ({error})") from None
     try:
         return base64.b64decode(value.rpartition(",")[2], validate=True)
     except (binascii.Error, ValueError):

@@ -37,7 +37,7 @@ def read_tar(path: Path, labels: bool) -> Source:
                     content = file.extractfile(member)
                     if content is not None and (found := _class(content.read(), ending)) is not None:
                         classes[key] = found
-    except (tarfile.TarError, OSError, ValueError, EOFError) as error:
+    except (tarfile.TarError, OSError, ValueError, EOFError, RecursionError) as error:
         raise InputError(f"{path} is no whole, uncompressed tar ({error}); unpack it or get it again") from error
     if not images:
         raise InputError(f"{path} holds no images; give a tar with .jpg or .png files")

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.util
+import tokenize
 import zipfile
+import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,10 +16,25 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from penjing.core.errors import InputError
+from penjing.core.imports.user_code import named_errors, user_function
 from penjing.train.sources.source import Label, Source, content_digest
 
 LABELS = ("labels", "label")
 _MOST = 1 << 20  # samples of a function, which are held in memory
+_BROKEN = (
+    OSError,
+    ValueError,
+    EOFError,
+    KeyError,
+    AttributeError,  # of NumPy, for a file of one array
+    MemoryError,  # an array that claims to be larger than memory
+    RecursionError,
+    tokenize.TokenError,
+    zipfile.BadZipFile,
+    zlib.error,
+    NotImplementedError,  # a compression that Python does not know
+    SafetensorError,
+)
 
 
 def read_arrays(path: Path, labels: bool) -> Source:
@@ -29,11 +45,11 @@ def read_arrays(path: Path, labels: bool) -> Source:
     """
     try:
         if path.suffix == ".npz":
-            with np.load(path, allow_pickle=False) as file:
+            with open(path, "rb") as opened, np.load(opened, allow_pickle=False) as file:
                 arrays = {name: file[name] for name in file.files}
         else:
             arrays = {name: _numpy(tensor) for name, tensor in load_file(path).items()}
-    except (OSError, ValueError, EOFError, KeyError, zipfile.BadZipFile, SafetensorError) as error:
+    except _BROKEN as error:
         raise InputError(f"{path} cannot be read: {error}; write it again, without pickled objects") from error
     return _rows(str(path), arrays, labels)
 
@@ -50,17 +66,13 @@ def call_function(spec: str, labels: bool) -> Source:
     function = user_function(spec)
     batches: list[dict[str, NDArray[Any]]] = []
     samples = 0
-    try:
+    with named_errors(spec):
         found: Iterable[Any] = function()
         for item in found:
             batches.append(_batch(item, spec))
             samples += len(next(iter(batches[-1].values())))
             if samples >= _MOST:
                 break
-    except InputError:
-        raise
-    except Exception as error:  # the user's own code raises what it likes
-        raise InputError(f"{spec} raised {type(error).__name__}: {error}; mend the function") from error
     if not batches:
         raise InputError(f"{spec} yields nothing; it has to yield batches of inputs")
     names = set(batches[0])
@@ -71,31 +83,6 @@ def call_function(spec: str, labels: bool) -> Source:
     except ValueError as error:
         raise InputError(f"{spec} yields batches of different shapes ({error}); make them alike") from None
     return _rows(spec, arrays, labels)
-
-
-def user_function(spec: str) -> Any:
-    """The function that the user names as "file.py:function"; the file's code runs.
-
-    Raises:
-        InputError: there is no such file or function, or the file raises.
-    """
-    path, _, name = spec.rpartition(":")
-    place = Path(path)
-    if not place.is_file():
-        raise InputError(f"{path} does not exist; {spec} has to name a Python file and a function in it")
-    found = importlib.util.spec_from_file_location(f"penjing_user_{place.stem}", place)
-    assert found is not None
-    assert found.loader is not None
-    module = importlib.util.module_from_spec(found)
-    try:
-        found.loader.exec_module(module)
-    except Exception as error:  # the user's own code raises what it likes
-        raise InputError(f"{path} raised {type(error).__name__}: {error}; mend it") from error
-    function = getattr(module, name, None)
-    if not callable(function):
-        known = ", ".join(key for key, value in vars(module).items() if callable(value) and not key.startswith("_"))
-        raise InputError(f"{path} has no function {name!r}; it has {known or 'none'}")
-    return function
 
 
 def _batch(item: Any, spec: str) -> dict[str, NDArray[Any]]:
@@ -127,7 +114,7 @@ def _numpy(value: Any) -> NDArray[Any]:
 def _rows(where: str, arrays: dict[str, NDArray[Any]], wanted: bool) -> Source:
     name = next((name for name in LABELS if name in arrays), None)
     classes = arrays.pop(name) if name else None
-    if not arrays or any(not array.ndim for array in arrays.values()):
+    if not arrays or any(not isinstance(array, np.ndarray) or not array.ndim for array in arrays.values()):
         raise InputError(f"{where} holds no tensors with a row a sample; name them after the network's inputs")
     sizes = {name: len(array) for name, array in arrays.items()} | ({} if classes is None else {"labels": len(classes)})
     if len(set(sizes.values())) != 1 or not next(iter(sizes.values())):

@@ -8,12 +8,15 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.torch import save_file
 
-from penjing.core.checkpoint.graph import answers_at_import, load_network, save_graph
+from penjing.core.checkpoint.graph import WEIGHTS, answers_at_import, graph_skeleton, load_network, save_graph
 from penjing.core.errors import InputError
+from penjing.core.family import family_of
 from penjing.core.graph.network import tensors_of
 from penjing.core.graph.store import dump_graph, load_graph
 from penjing.core.graph.trace import from_torch
+from penjing.core.manifest import write_manifest
 from tests.core.graph.networks import Attention, Residual
 
 _NETWORK = from_torch(Residual().eval(), (torch.randn(2, 3, 16, 16),))
@@ -109,3 +112,20 @@ def test_weights_keep_names_that_are_no_identifiers(tmp_path: Path) -> None:
     loaded = load_network(tmp_path)
     torch.testing.assert_close(loaded(*loaded.inputs())[0], network(*network.inputs())[0])
     assert "block1-0.weight" in tensors_of(loaded.module)
+
+
+@pytest.mark.parametrize("said", ["3", "null", '[["a"]]', '{"a": 1}', "{"])
+def test_parameters_that_are_no_list_of_names(said: str, tmp_path: Path) -> None:
+    save_graph(tmp_path, _NETWORK, {"command": "test"})
+    save_file({name: value.detach() for name, value in _TENSORS.items()}, tmp_path / WEIGHTS, {"parameters": said})
+    write_manifest(tmp_path, "checkpoint", {"command": "test"})
+    for load in (load_network, graph_skeleton):
+        with pytest.raises(InputError, match="cannot be loaded"):
+            load(tmp_path)
+
+
+def test_a_family_that_is_no_name(tmp_path: Path) -> None:
+    for said in ({"graph": 1}, ["graph"], 3, None):
+        (tmp_path / "config.json").write_text(json.dumps({"penjing_family": said}))
+        with pytest.raises(InputError, match="is not installed"):
+            family_of(tmp_path)

@@ -115,6 +115,15 @@ def test_images_come_as_floats_pixels_or_files_and_a_broken_one_fails_alone(tmp_
         graph.prepare({"input": floats, "pixels": pixels})
 
 
+def test_an_image_that_is_no_bytes_is_refused(tmp_path: Path) -> None:
+    graph = model(tmp_path, image_network)
+    for value in (None, 1 << 40, 1.5, ["a"]):
+        held = np.empty((1, 1), np.object_)
+        held[0, 0] = value
+        with pytest.raises(RequestError, match="bytes of encoded images"):
+            graph.prepare({"image": held})
+
+
 def test_a_network_without_a_batch_takes_any_length_up_to_a_bound(tmp_path: Path) -> None:
     graph = model(tmp_path, lengths_apart)
     given = [{"sequence": np.ones((length, 2), np.float16)} for length in (3, 7, 512)]

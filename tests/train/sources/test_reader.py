@@ -112,6 +112,15 @@ def test_tensors_go_by_name_or_place(tmp_path: Path) -> None:
         reader_of(tmp_path / "a.npz", Form((specs[0].model_copy(update={"shape": ("batch", 5)}), specs[1]))).batch([0])
 
 
+def test_what_is_no_number_is_refused(tmp_path: Path) -> None:
+    form = Form((TensorSpec(name="a", dtype="float32", shape=("batch", 2)),))
+    np.savez(tmp_path / "a.npz", a=np.array([[1, np.inf], [np.nan, 1]], np.float32))
+    reader = reader_of(tmp_path / "a.npz", form)
+    assert reader.batch([0])[0]["a"][0, 1] == np.inf
+    with pytest.raises(InputError, match="NaN"):
+        reader.batch([0, 1])
+
+
 def test_the_stream_is_the_same_however_it_is_cut(tmp_path: Path) -> None:
     folder_of(tmp_path, {"cat": 5, "dog": 4})
     augment = Augment(pad=2, flip=True, erase=3)

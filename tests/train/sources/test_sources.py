@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import io
 import json
+import os
+import struct
 import tarfile
+import zipfile
 from pathlib import Path
 
 import numpy as np
@@ -193,3 +196,87 @@ def test_a_source_that_changes_is_another(tmp_path: Path) -> None:
     assert fingerprint(settings) == before
     (tmp_path / "cat" / "000.png").write_bytes(photo(77))
     assert fingerprint(settings) != before
+
+
+def _npz(path: Path, header: str) -> Path:
+    text = header.encode()
+    text += b" " * ((64 - (11 + len(text)) % 64) % 64) + b"\n"
+    with zipfile.ZipFile(path, "w") as file:
+        file.writestr("x.npy", b"\x93NUMPY\x01\x00" + struct.pack("<H", len(text)) + text + bytes(64))
+    return path
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        "{'descr': '<f4', 'fortran_order': False, 'shape': (1000000, 1000000, 100)}",
+        "{'descr': '<f4', 'fortran_order': False, 'shape': (-1, 4)}",
+        "{'descr': '|O', 'fortran_order': False, 'shape': (4,)}",
+        "(" * 5000,
+    ],
+)
+def test_arrays_that_claim_what_they_do_not_hold(header: str, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="cannot be read"):
+        opened(_npz(tmp_path / "a.npz", header))
+
+
+def test_a_zip_without_arrays(tmp_path: Path) -> None:
+    with zipfile.ZipFile(tmp_path / "a.npz", "w") as file:
+        file.writestr("x.txt", "hello")
+    with pytest.raises(InputError, match="holds no tensors"):
+        opened(tmp_path / "a.npz")
+    (tmp_path / "b.npz").write_bytes(b"PK\x03\x04garbage")
+    with pytest.raises(InputError, match="cannot be read"):
+        opened(tmp_path / "b.npz")
+
+
+def test_a_pipe_among_images_is_named_and_not_waited_for(tmp_path: Path) -> None:
+    folder_of(tmp_path / "photos", {"cat": 1, "dog": 1})
+    os.mkfifo(tmp_path / "photos" / "cat" / "pipe.png")
+    with pytest.raises(InputError, match=r"pipe\.png is no file"):
+        opened(tmp_path / "photos")
+
+
+def test_json_that_is_nested_without_end_in_a_tar(tmp_path: Path) -> None:
+    with tarfile.open(tmp_path / "a.tar", "w") as file:
+        for name, content in (("a.png", photo(0)), ("a.json", b"[" * 100_000)):
+            member = tarfile.TarInfo(name)
+            member.size = len(content)
+            file.addfile(member, io.BytesIO(content))
+    with pytest.raises(InputError, match="no whole, uncompressed tar"):
+        opened(tmp_path / "a.tar")
+
+
+@pytest.mark.parametrize("name", ["a\0b.png", "\ud800.png", "../../x.png", "a" * 5000 + ".png"])
+def test_names_of_images_that_no_file_can_have(name: str, tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text(json.dumps({"image": name}) + "\n")
+    with pytest.raises(InputError):
+        opened(tmp_path / "a.jsonl").load(0)
+
+
+def test_a_line_of_json_has_a_largest_length(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tables, "_LONGEST_LINE", 1000)
+    (tmp_path / "a.jsonl").write_text(json.dumps({"image": "a.png"}) + "\n" + json.dumps({"image": "b" * 1000}) + "\n")
+    with pytest.raises(InputError, match="line 2 "):
+        opened(tmp_path / "a.jsonl")
+
+
+@pytest.mark.parametrize("name", ["a" * 5000, "a\0b"])
+def test_a_source_that_can_be_no_path(name: str) -> None:
+    with pytest.raises(InputError, match=r"cannot be a path|does not exist"):
+        opened(name)
+
+
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [
+        ("import sys\nsys.exit(3)", "raised SystemExit, line 2: 3"),
+        ("def f():\n    raise SystemExit(0)", "raised SystemExit, line 2: 0"),
+        ("def f():\n    return f()", "raised RecursionError"),
+        ("def f(:", "raised SyntaxError"),
+    ],
+)
+def test_code_of_the_users_that_ends_the_program(code: str, said: str, tmp_path: Path) -> None:
+    (tmp_path / "a.py").write_text(code)
+    with pytest.raises(InputError, match=said):
+        opened(f"{tmp_path / 'a.py'}:f")

@@ -1,0 +1,53 @@
+"""Code that the user names as "file.py:function": the one code, besides its own, that penjing runs."""
+
+from __future__ import annotations
+
+import importlib.util
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from penjing.core.errors import InputError
+
+
+def user_function(spec: str) -> Any:
+    """The function that `spec` ("file.py:function") names; the file's code runs.
+
+    Raises:
+        InputError: there is no such file or function, or the file raises.
+    """
+    file, _, name = spec.rpartition(":")
+    path = Path(file).expanduser()
+    if not path.is_file():
+        raise InputError(f"{path} is no file; write FILE.py:FUNCTION")
+    found = importlib.util.spec_from_file_location(f"penjing_user_{path.stem}", path)
+    assert found is not None
+    assert found.loader is not None
+    module = importlib.util.module_from_spec(found)
+    with named_errors(spec):
+        found.loader.exec_module(module)
+    function = getattr(module, name, None)
+    if not callable(function):
+        known = ", ".join(key for key, value in vars(module).items() if callable(value) and not key.startswith("_"))
+        raise InputError(f"{path} has no function {name!r}; it has {known or 'none'}")
+    return function
+
+
+@contextmanager
+def named_errors(spec: str) -> Iterator[None]:
+    """What the user's code raises, or its attempt to end the program, as an error that names its line.
+
+    Raises:
+        InputError: anything but an interrupt was raised.
+    """
+    try:
+        yield
+    except InputError:
+        raise
+    except (Exception, SystemExit) as error:  # code of the user's raises what it likes
+        path = str(Path(spec.rpartition(":")[0]).expanduser())
+        lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == path]
+        where = f", line {lines[-1]}" if lines else ""
+        raise InputError(f"{spec} raised {type(error).__name__}{where}: {error}; mend the function") from error
