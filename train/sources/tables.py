@@ -156,8 +156,9 @@ def _encoded(value: Any, folder: Path, where: str) -> bytes:
     if not isinstance(value, str):
         raise InputError(f"{where} holds no image but {type(value).__name__}")
     if Path(value).suffix.lower() in SUFFIXES:
+        place = folder / value
         try:
-            place = (folder / value).resolve()
+            place = place.resolve()
             if not place.is_relative_to(folder.resolve()):
                 raise InputError(f"{value} lies outside {folder}")
             if not place.is_file():
