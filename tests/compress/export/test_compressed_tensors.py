@@ -12,12 +12,14 @@ from torch import nn
 from penjing.compress.export import compressed_tensors
 from penjing.compress.export.gate import Computed, measure, sequences
 from penjing.compress.exports import export_artifact
+from penjing.compress.run import run_recipe
 from penjing.core.artifact.decoder import open_decoder_artifact
 from penjing.core.checkpoint.decoder import open_checkpoint
 from penjing.core.checkpoint.load import load_model
 from penjing.core.cli import _run
 from penjing.core.errors import InputError
 from penjing.core.progress import Silent
+from tests.compress.conftest import write_recipe
 
 
 @pytest.fixture(scope="module")
@@ -102,3 +104,34 @@ def test_an_architecture_of_our_own_is_refused(
     with pytest.raises(InputError, match="transformers does not know"):
         compressed_tensors.write_compressed_tensors(artifact, tmp_path)
     assert not list(tmp_path.iterdir())
+
+
+def test_the_hadamard_transform_is_why_such_artifacts_are_refused(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    """The package itself computes it from a `transform_config`; transformers drops that field and answers wrongly. When
+    this fails for the second part, the export can be written."""
+    from compressed_tensors.transform import TransformConfig, apply_transform_config
+    from transformers import AutoModelForCausalLM
+
+    recipe = write_recipe(tmp_path, tiny_checkpoint, tmp_path / "spread")
+    transform = ["steps.0.transform.hadamard_down=8", "steps.0.transform.search_steps=0", "guard.perplexity_ratio=9"]
+    artifact, folder = run_recipe(recipe, transform), tmp_path / "theirs"
+    with pytest.raises(InputError, match="hadamard_down=0"):
+        export_artifact(artifact, "compressed-tensors", folder, force=False, progress=Silent())
+    folder.mkdir()
+    (folder / "model.safetensors").write_bytes((artifact / "model.safetensors").read_bytes())
+    config = json.loads((artifact / "config.json").read_text())
+    del config["mlp_hadamard"]
+    spread = {"targets": [r"re:.*mlp\.down_proj$"], "location": "input"}
+    groups = {"config_groups": {"down": {"type": "hadamard", "head_dim": 8, "apply": [spread]}}}
+    config |= {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}
+    config["quantization_config"]["transform_config"] = groups
+    (folder / "config.json").write_text(json.dumps(config))
+    theirs, ids = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval(), torch.arange(20)[None] + 5
+    with torch.no_grad():
+        ours = load_model(artifact).model(ids)
+        without = theirs(ids).logits
+        apply_transform_config(theirs, TransformConfig.model_validate(groups))
+        whole = theirs(ids).logits
+    assert (whole - ours).abs().mean() < 0.1 * ours.std()
+    assert torch.equal(whole.argmax(-1), ours.argmax(-1))
+    assert (without - ours).abs().mean() > 0.5 * ours.std()
