@@ -1,0 +1,56 @@
+"""Photographs that come with free packages, cut into squares: some to calibrate on, others that nobody looked at.
+
+    pip download --no-deps scikit-image==0.26.0 scikit-learn==1.9.1     # apt-get download mate-backgrounds
+    unzip -d build/sources -q 'scikit_*.whl' 'skimage/data/*' 'sklearn/datasets/images/*'
+    dpkg-deb -x mate-backgrounds_*.deb build/sources
+
+Backgrounds of MATE's folder "nature" and scikit-learn's two photographs are held out, the others calibrate.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from pathlib import Path
+
+from PIL import Image
+
+from penjing.core.errors import InputError
+
+SKIMAGE = (
+    *("astronaut", "brick", "camera", "chelsea", "coffee", "coins", "grass", "hubble_deep_field", "moon"),
+    *("motorcycle_left", "retina", "rocket"),
+)
+SIZE, SMALLEST, LARGEST = 256, 200, 1400  # pixels
+
+
+def cut_photos(sources: Path, out: Path) -> tuple[Path, Path]:
+    """Write `out`/seen and `out`/held: squares of random places and sizes, the same each time.
+
+    Raises:
+        InputError: the packages are not there.
+    """
+    files = sorted(path for path in sources.rglob("*") if path.suffix in (".jpg", ".jpeg", ".png"))
+    nature = [path for path in files if path.parent.name == "nature"]
+    scenes = [path for path in files if "sklearn" in path.parts]
+    seen = [path for path in files if "mate" in path.parts and path.parent.name != "nature"]
+    seen += [path for path in files if "skimage" in path.parts and path.stem in SKIMAGE]
+    if not (nature and scenes and seen):
+        raise InputError(f"{sources} lacks photographs of the packages; see benchmarks/lib/photos.py")
+    return _squares(seen, out / "seen", 8), _squares(nature + scenes, out / "held", 16)
+
+
+def _squares(files: Sequence[Path], out: Path, each: int) -> Path:
+    out.mkdir(parents=True)
+    chance, count = random.Random(0), 0
+    for path in files:
+        with Image.open(path) as opened:
+            image = opened.convert("RGB")
+        shortest = min(image.size)
+        for _ in range(each if shortest >= SMALLEST else 0):
+            side = chance.randint(SMALLEST, min(shortest, LARGEST))
+            left, top = chance.randint(0, image.width - side), chance.randint(0, image.height - side)
+            square = image.crop((left, top, left + side, top + side)).resize((SIZE, SIZE))
+            square.save(out / f"{count:04d}.png")
+            count += 1
+    return out
