@@ -11,6 +11,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from penjing.compress.graph.integers import IntegerRun
+from penjing.compress.graph.roundings import roundings
 from penjing.compress.quantize.parity import NO_TENSORRT
 from penjing.core.artifact.base import MODEL_FILE
 from penjing.core.artifact.onnx import ONNX_RUNTIME, Quantization, gate_onnx
@@ -32,8 +34,6 @@ from penjing.core.graph.network import Network
 from penjing.core.progress import Progress
 
 HINT = "raise parity_bound if that is acceptable, or keep the last layers in floating point"
-FLOATING = "floating"
-OF_ROUNDING = 0.5  # OpenNSFW, 53 convolutions: 0.38 on photographs
 RECORD_BYTES = 1 << 20  # of inputs and outputs together
 
 
@@ -51,33 +51,34 @@ def probe(network: Network, inputs: Sequence[Tensor], samples: int) -> tuple[Ten
 @torch.no_grad()
 def measure(
     network: Network,
-    floating: Network,
+    stored: Network,
     onnx_file: Path,
     quantization: Quantization,
     inputs: Sequence[Tensor],
     bound: float,
-) -> Parity:
-    """Run `inputs` through the fake-quantized `network` and through `onnx_file` (`Quantization.ways`).
-
-    A rounding that falls the other way is amplified by the layers behind it, in a deep network by as much as rounding
-    itself changes the answers. So the bound is `bound`, or where that is more, half of what rounding changes.
+) -> tuple[Parity, Difference]:
+    """Run `inputs` through `stored`, whose sums are exact (`IntegerRun`), and through `onnx_file`
+    (`Quantization.ways`), and hold `network` to it layer by layer (`roundings`).
 
     Args:
-        floating: the network before it was quantized.
+        network: calibrated or trained, in evaluation mode.
+        stored: what was made of it for the file.
         bound: of the mean difference of outputs, in ONNX Runtime with the options that the artifact asks for.
 
+    Returns:
+        The artifact's record, and how far the layers of `network` are from it.
+
     Raises:
-        InputError: the bound is exceeded (an artifact that does so is refused), or there is NaN.
+        InputError: a bound is exceeded (an artifact that does so is refused), or there is NaN.
     """
     config = network.config
     given = _named(config.inputs, inputs)
-    answers: dict[str, Tensors] = {FAKE_QUANTIZED: _named(config.outputs, network(*inputs))}
+    reference = IntegerRun(stored)
+    answers: dict[str, Tensors] = {FAKE_QUANTIZED: _named(config.outputs, reference.run(*inputs))}
+    held = roundings(network, reference.codes, inputs)
     answers |= _in_onnx_runtime(onnx_file, quantization, config, given)
-    before = _named(config.outputs, floating(*inputs))
-    changed = graph_differences((FAKE_QUANTIZED, FLOATING), answers[FAKE_QUANTIZED], before, config)
-    allowed = max(bound, OF_ROUNDING * max((each.mean for each in changed if each.quantity == QUANTITY), default=0.0))
-    limit = Bound(between=(FAKE_QUANTIZED, ONNX_RUNTIME), quantity=QUANTITY, statistic="mean", value=allowed)
-    return Parity(
+    limit = Bound(between=(FAKE_QUANTIZED, ONNX_RUNTIME), quantity=QUANTITY, statistic="mean", value=bound)
+    parity = Parity(
         family="graph",
         inputs=tensors_to_record(given),
         outputs={name: tensors_to_record(values) for name, values in answers.items()},
@@ -85,6 +86,7 @@ def measure(
         bound=limit,
         unmeasured={"tensorrt": NO_TENSORRT} if quantization.target == "tensorrt" else {},
     )
+    return parity, held
 
 
 def rerun(folder: Path, progress: Progress) -> tuple[Difference, ...]:

@@ -149,9 +149,10 @@ def write_graph_artifact(
         session_options=target.session_options,
         session_options_reason=X64_REASON if target.session_options else "",
     )
-    export_network(stored(network, settings.target), partial / MODEL_FILE, {"penjing.target": settings.target})
+    made = stored(network, settings.target)
+    export_network(made, partial / MODEL_FILE, {"penjing.target": settings.target})
     shown = probe(floating, next(iter(samples.inputs())), settings.parity_samples)
-    parity = measure(network, floating, partial / MODEL_FILE, quantization, shown, settings.parity_bound)
+    parity, held = measure(network, made, partial / MODEL_FILE, quantization, shown, settings.parity_bound)
     write_parity(partial, parity)
     save_skeleton(partial, floating)
     atomic_write_text(partial / "config.json", json.dumps(network.config.model_dump(), indent=2) + "\n")
@@ -167,7 +168,7 @@ def write_graph_artifact(
             {"name": each.name, "scale": float(each.positive_scale().detach()), "zero_point": int(each.zero_point)}
             for each in activation_quantizers(network.module)
         ],
-        "differences": [each.model_dump() for each in parity.differences],
+        "differences": [each.model_dump() for each in (*parity.differences, held)],
         "bound": parity.bound.model_dump(),
         "unmeasured": parity.unmeasured,
     }
