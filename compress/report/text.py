@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 from penjing.core.progress import megabytes
@@ -17,6 +18,8 @@ class Reading:
     """How a quality is read.
 
     Attributes:
+        axis: the label of a figure.
+        meaning: a sentence for somebody who meets it for the first time.
         larger_is_better: so it is of all but perplexity.
         scale: shown ÷ stored; a share is shown in percent.
         digits: after the point.
@@ -24,21 +27,19 @@ class Reading:
         loss_scale, loss_digits, loss_unit: the same of a `Change`.
         samples: what it was measured on.
         parts: what its parts are, above their table.
-        axis: the label of a figure.
-        meaning: a sentence for somebody who meets it for the first time.
     """
 
-    larger_is_better: bool
-    scale: float
-    digits: int
-    unit: str
-    loss_scale: float
-    loss_digits: int
-    loss_unit: str
-    samples: str
-    parts: str
     axis: str
     meaning: str
+    larger_is_better: bool = True
+    scale: float = 1
+    digits: int = 4
+    unit: str = ""
+    loss_scale: float = 1
+    loss_digits: int = 4
+    loss_unit: str = ""
+    samples: str = "samples"
+    parts: str = "other measures"
 
     def number(self, value: float) -> str:
         """Without its unit: "93.52"."""
@@ -49,66 +50,30 @@ class Reading:
         return f"{self.loss_scale * value:+.{self.loss_digits}f}"
 
 
+_share = partial(Reading, scale=100, digits=2, unit=" %", loss_scale=100, loss_digits=2, loss_unit=" points")
 READINGS = {
-    "accuracy": Reading(
-        larger_is_better=True,
-        scale=100,
-        digits=2,
-        unit=" %",
-        loss_scale=100,
-        loss_digits=2,
-        loss_unit=" points",
+    "accuracy": _share(
         samples="images",
-        parts="other measures",
         axis="accuracy, %",
         meaning="Accuracy is the share of images whose class the network names rightly; larger is better.",
     ),
-    "agreement": Reading(
-        larger_is_better=True,
-        scale=100,
-        digits=2,
-        unit=" %",
-        loss_scale=100,
-        loss_digits=2,
-        loss_unit=" points",
-        samples="samples",
-        parts="other measures",
+    "agreement": _share(
         axis="agreement, %",
         meaning="Agreement is the share of samples that the network puts into the class that the first stage puts them "
         "into; larger is better.",
     ),
     "score": Reading(
-        larger_is_better=True,
-        scale=1,
-        digits=4,
-        unit="",
-        loss_scale=1,
-        loss_digits=4,
-        loss_unit="",
-        samples="samples",
-        parts="other measures",
         axis="score (higher is better)",
         meaning="The score is the mean of what the recipe's own metric says of each sample; larger is better.",
     ),
     "similarity": Reading(
-        larger_is_better=True,
-        scale=1,
-        digits=4,
-        unit="",
-        loss_scale=1,
-        loss_digits=4,
-        loss_unit="",
-        samples="samples",
-        parts="other measures",
         axis="similarity (1 is equal)",
         meaning="Similarity is the mean cosine between the embedding of a text, or the outputs for a sample, and those "
         "of the first stage; 1 means that they point the same way.",
     ),
     "perplexity": Reading(
         larger_is_better=False,
-        scale=1,
         digits=3,
-        unit="",
         loss_scale=100,
         loss_digits=2,
         loss_unit=" %",
