@@ -1,166 +1,108 @@
 """Which networks come in, are pruned, trained, quantized and exported: a row for each cell, or the reason.
 
-    benchmarks/peers/zoo.sh && python benchmarks/run_zoo.py
-    python benchmarks/run_zoo.py --only timm/ --columns import prune torch_pruning
+    benchmarks/peers/zoo.sh && benchmarks/peers/nncf.sh && python benchmarks/run_zoo.py
+    python benchmarks/run_zoo.py --only timm/ --columns import prune torch_pruning --again
 
-Weights are random and images small. A cell's value is a number of the result; a row without a value has the reason.
+The first line makes two folders of packages, which the environment that runs this keeps out of itself: torchvision,
+timm and the packages that carry trained ONNX files in build/peers/zoo/site, NNCF in build/peers/nncf. Each network has
+a process of its own with a time limit, and its rows are written before the next one begins. A cell that has a row is
+left alone, unless --again says otherwise. Weights are random where the network is no file, and inputs small.
+
+A cell's value is a number of the result; a row without a value has the reason. Ours go from one to the next:
 `import`: operators of the graph. `prune`: what stays of the parameters without 30 % of the units, after each result was
 compared with the network whose units are zero. `train`: one update of the pruned network. `onnx`: the pruned network's
-largest difference in ONNX Runtime, relative to its outputs. `int8`: the INT8 artifact's distance after its parity gate,
-which two random images seldom pass. `torch_pruning`: what it leaves of the parameters at 30 %, where the result runs.
+largest difference in ONNX Runtime, relative to its outputs. `int8`: how far the pruned network in INT8, behind its
+parity gate, is from the one in floating point, in units of how much outputs vary.
+
+A peer gets what it takes. `torch_pruning` (the torch module): what it leaves of the parameters at 30 %, where the
+result runs and gives the same shapes. `torch_pruning_train`: one update of that. `onnxruntime_int8` and `nncf_int8`
+(the ONNX file, or our export of the whole network): how far the INT8 file is from the network, as above, where it runs.
 """
 
 from __future__ import annotations
 
 import argparse
-import copy
-import gc
+import importlib
+import multiprocessing
 import tempfile
 import time
 import warnings
-from collections.abc import Callable
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, cast
 
-import onnxruntime
-import torch
-from lib.rows import RESULTS, Row, append, new_row
-from lib.zoo import Made, architectures, torchvision_operators
+from lib.rows import RESULTS, new_row, read, write
+from lib.zoo import names, packages_from
+from lib.zoo_cells import COLUMNS, UNITS, Cell, Entry, cells
 
-from penjing.compress.export.onnx_graph import export_network
-from penjing.compress.families.base import family_at
-from penjing.compress.quantizers.graph import GraphQuantize, quantize
-from penjing.compress.samples.data import DataSettings
-from penjing.compress.steps.prune import Prune, prune_checkpoint
-from penjing.core.checkpoint.graph import load_network, save_graph
 from penjing.core.cli import guarded
-from penjing.core.files import publish_folder
-from penjing.core.graph.trace import from_torch
-from penjing.core.progress import Silent
-from penjing.core.work import Places
 
-BENCHMARK, SITE = "zoo", Path("build/peers/zoo/site")
-COLUMNS = ("import", "prune", "train", "onnx", "int8", "torch_pruning")
-UNITS = {"import": "operators", "train": "loss", "onnx": "of the largest output", "int8": "of the outputs' spread"}
+BENCHMARK, PEERS = "zoo", Path("build/peers")
+SECONDS = 240
+IMPORTED = ("onnxruntime.quantization", "onnxscript", "timm", "torch_pruning", "torchvision", "transformers")
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="*", default=[""], help="parts of names")
     parser.add_argument("--columns", nargs="+", default=list(COLUMNS), choices=COLUMNS)
-    parser.add_argument("--site", type=Path, default=SITE, help="where zoo.sh put torchvision and timm")
+    parser.add_argument("--site", type=Path, default=PEERS / "zoo/site", help="where zoo.sh put its packages")
+    parser.add_argument("--nncf", type=Path, default=PEERS / "nncf/venv/bin/python", help="the Python that has NNCF")
+    parser.add_argument("--seconds", type=int, default=SECONDS, help="that one network may take")
+    parser.add_argument("--again", action="store_true", help="also what has rows")
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the rows")
     arguments = parser.parse_args()
+    done = set() if arguments.again else {row.metric for row in read(BENCHMARK, arguments.results)}
     warnings.filterwarnings("ignore")
-    torchvision_operators(arguments.site)
-    rows: list[Row] = []
-    for name, make in architectures().items():
-        if any(part in name for part in arguments.only):
-            rows += cells(name, make, arguments.columns)
-            gc.collect()
-    append(BENCHMARK, rows, arguments.results)
+    packages_from(arguments.site)
+    for module in IMPORTED:
+        importlib.import_module(module)
+    for name in names():
+        if not any(part in name for part in arguments.only):
+            continue
+        columns = [column for column in arguments.columns if f"{name}/{column}" not in done]
+        if columns:
+            run(name, columns, arguments)
     return 0
 
 
-def cells(name: str, make: Callable[[], Made], columns: list[str]) -> list[Row]:
-    """A row for each column of one network; what a column needs and did not get is its reason."""
-    rows, failed = [], ""
+def run(name: str, columns: list[str], arguments: argparse.Namespace) -> None:
+    """One network in a process of its own; each cell is a row, also of a process that did not end well."""
+    told, ended = in_a_process(name, columns, arguments)
+    rows = []
+    for column in columns:
+        cell = told.get(column, Cell(column, None, ended, 0.0))
+        shown = {"runs": 1, "reason": cell.reason, "more_versions": cell.versions}
+        rows.append(new_row(BENCHMARK, f"{name}/{column}", cell.value, UNITS[column], **shown))
+        print(f"{name:34s} {column:20s} {cell.seconds:6.1f} s  {cell.reason or f'{cell.value:.4g}'}", flush=True)
+    write(BENCHMARK, rows, arguments.results)
+
+
+def in_a_process(name: str, columns: list[str], arguments: argparse.Namespace) -> tuple[dict[str, Cell], str]:
+    """The cells that came before the process ended or was ended, and why there are no more."""
+    context = multiprocessing.get_context("fork")  # what is imported here need not be imported again
+    here, there = context.Pipe(duplex=False)
+    process = context.Process(target=send, args=(there, name, columns, arguments), daemon=False)
+    process.start()
+    there.close()
+    told: dict[str, Cell] = {}
+    until = time.monotonic() + arguments.seconds
+    try:
+        while here.poll(max(until - time.monotonic(), 0)):
+            cell = here.recv()
+            told[cell.column] = cell
+        process.kill()
+        ended = f"takes longer than {arguments.seconds} s"
+    except EOFError:
+        ended = ""
+    process.join()
+    return told, ended or f"its process ended with {process.exitcode}"
+
+
+def send(to: Connection, name: str, columns: list[str], arguments: argparse.Namespace) -> None:
+    """In the other process: each cell as soon as it is known."""
     with tempfile.TemporaryDirectory() as place:
-        entry = Entry(make, Path(place))
-        for column in COLUMNS:
-            began, value, reason = time.perf_counter(), None, None
-            own = column != "torch_pruning"
-            if own and failed:
-                reason = failed
-            elif column in columns or (own and column in ("import", "prune")):
-                try:
-                    value = float(getattr(entry, f"do_{column}")())
-                except Exception as error:  # whatever a network or a peer raises is the cell's content
-                    reason = f"{type(error).__name__}: {(str(error).strip().splitlines() or ['?'])[0][:300]}"
-                    failed = f"no {column}" if own and column in ("import", "prune") else failed
-            if column in columns:
-                unit = UNITS.get(column, "of the parameters")
-                rows.append(new_row(BENCHMARK, f"{name}/{column}", value, unit, runs=1, reason=reason))
-                shown = f"{value:.4g}" if reason is None else reason
-                print(f"{name:44s} {column:14s} {time.perf_counter() - began:6.1f} s  {shown}", flush=True)
-    return rows
-
-
-class Entry:
-    """One network on its way; each `do_` is a cell and returns its value."""
-
-    def __init__(self, make: Callable[[], Made], place: Path) -> None:
-        torch.manual_seed(0)
-        self.make, self.dense, self.pruned, self.int8 = make, place / "dense", place / "pruned", place / "int8"
-
-    def do_import(self) -> int:
-        model, example = self.make()
-        network = from_torch(model, example)
-        with publish_folder(self.dense) as partial:
-            save_graph(partial, network, {"command": "zoo"})
-        return len(load_network(self.dense).module.graph.nodes)
-
-    def do_prune(self) -> float:
-        pruner = family_at(self.dense).need("pruner", "pruned")
-        with publish_folder(self.pruned) as partial:
-            record = prune_checkpoint(self.dense, partial, Prune(ratio=0.3, round_to=1), pruner, None, Silent())
-        return record["parameters"]["after"] / record["parameters"]["before"]
-
-    def do_train(self) -> float:
-        network = load_network(self.pruned)
-        network.module.train()
-        optimizer = torch.optim.SGD(network.module.parameters(), 1e-6)
-        loss = network(*network.inputs())[0].float().square().mean()
-        loss.backward()
-        optimizer.step()
-        if not all(torch.isfinite(parameter).all() for parameter in network.module.parameters()):
-            raise ValueError("an update gives NaN")
-        return loss.item()
-
-    def do_onnx(self) -> float:
-        network = load_network(self.pruned)
-        file = self.pruned.parent / "pruned.onnx"
-        export_network(network, file, {})
-        session = onnxruntime.InferenceSession(file, providers=["CPUExecutionProvider"])
-        inputs = {spec.name: network.example[spec.name].numpy() for spec in network.config.inputs}
-        with torch.no_grad():
-            expected = network(*network.inputs())[0]
-        found = torch.from_numpy(session.run(None, inputs)[0])
-        difference = float((found - expected).abs().max() / expected.abs().max())
-        if not difference < 1e-3:
-            raise ValueError(f"ONNX Runtime is {difference:.2g} off")
-        return difference
-
-    def do_int8(self) -> float:
-        self.int8.mkdir()
-        places = Places(source=self.pruned, partial=self.int8, scratch=self.int8.parent / "scratch")
-        record: dict[str, Any] = quantize(
-            places, GraphQuantize(parity_samples=2), DataSettings(), self.pruned, Silent()
-        )
-        return record["quantized"]["differences"][0]["mean"]
-
-    def do_torch_pruning(self) -> float:
-        import torch_pruning
-
-        model, example = self.make()
-        model = copy.deepcopy(model)
-        before, shape = sum(p.numel() for p in model.parameters()), _first(model(*example)).shape
-        heads = [each for each in model.modules() if getattr(each, "out_features", None) == shape[-1]]
-        pruner = torch_pruning.pruner.MagnitudePruner(
-            model,
-            cast(Any, example),
-            importance=torch_pruning.importance.MagnitudeImportance(p=1),
-            pruning_ratio=0.3,
-            ignored_layers=heads[-1:],
-        )
-        pruner.step()
-        if _first(model(*example)).shape != shape:
-            raise ValueError(f"its output is {list(_first(model(*example)).shape)}, not {list(shape)}")
-        return sum(p.numel() for p in model.parameters()) / before
-
-
-def _first(value: Any) -> torch.Tensor:
-    return value if isinstance(value, torch.Tensor) else value[0]
+        for cell in cells(Entry(name, Path(place), arguments.site, arguments.nncf), columns):
+            to.send(cell)
 
 
 if __name__ == "__main__":

@@ -97,7 +97,20 @@ def new_row(
 
 
 def append(name: str, rows: Sequence[Row], folder: Path = RESULTS) -> Path:
-    """Append `rows` to `folder/NAME.jsonl` in one write, print them as a table and end with one JSON line.
+    """As `write`; then print them as a table and end with one JSON line.
+
+    Raises:
+        InputError: there are no rows.
+    """
+    path = write(name, rows, folder)
+    show(rows)
+    summary = [row.model_dump(include={"metric", "value", "unit", "baseline", "ratio", "reason"}) for row in rows]
+    print(json.dumps({"benchmark": name, "rows": summary}, ensure_ascii=False), flush=True)
+    return path
+
+
+def write(name: str, rows: Sequence[Row], folder: Path = RESULTS) -> Path:
+    """Append `rows` to `folder/NAME.jsonl` in one write.
 
     Raises:
         InputError: there are no rows.
@@ -108,9 +121,6 @@ def append(name: str, rows: Sequence[Row], folder: Path = RESULTS) -> Path:
     path = folder / f"{name}.jsonl"
     with path.open("a", encoding="utf-8") as file:
         file.write("".join(f"{to_json(row)}\n" for row in rows))
-    show(rows)
-    summary = [row.model_dump(include={"metric", "value", "unit", "baseline", "ratio", "reason"}) for row in rows]
-    print(json.dumps({"benchmark": name, "rows": summary}, ensure_ascii=False), flush=True)
     return path
 
 

@@ -46,9 +46,9 @@ def simplify(network: Network) -> tuple[Network, list[Gain]]:
     gains = []
     shown = _examples(network)
     still = _answers(network, shown)
+    propagate(network)  # a copy keeps what it puts beside the nodes
     for name, change in PASSES.items():
         tried = network.copy()
-        propagate(tried)
         changed = change(tried)
         if not changed:
             continue
@@ -60,6 +60,7 @@ def simplify(network: Network) -> tuple[Network, list[Gain]]:
         if farthest(_answers(tried, shown), still) <= CLOSE or _same_in_float64(tried, network, shown):
             gains.append(Gain(name, changed, _size(network), _size(tried)))
             network = tried
+            propagate(network)
         else:
             gains.append(Gain(name, 0, _size(network), _size(network)))
     return network, gains

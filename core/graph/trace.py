@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import re
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -102,13 +101,15 @@ def _export(
         torch.backends.mha.set_fastpath_enabled(fast)
         model.train(training)
     symbols: dict[str, str] = {}
+    shown: dict[str, int] = {}  # name → its size in the example: what was given another size there is no such axis
     values = {node.name: node.meta.get("val") for node in program.graph.nodes if node.op == "placeholder"}
     for name in program.graph_signature.user_inputs:
         value = values.get(str(name))
         for axis, size in enumerate(value.shape if isinstance(value, Tensor) else ()):
             if not isinstance(size, int):
                 wanted = BATCH if dynamic is None else (dynamic.get(str(name)) or {}).get(axis, f"{name}_{axis}")
-                symbols.setdefault(str(size), wanted if wanted not in symbols.values() else f"{name}_{axis}")
+                equal = shown.setdefault(wanted, size.node.hint) == size.node.hint
+                symbols.setdefault(str(size), wanted if equal else f"{name}_{axis}")
     return program, symbols
 
 
@@ -250,7 +251,9 @@ def _spec(name: str, value: Tensor, symbols: Mapping[str, str]) -> TensorSpec:
 
 def _spoken(size: Any, symbols: Mapping[str, str]) -> str:
     """A size that is computed from others, in their names: "batch*49"."""
-    return re.sub(r"[su]\d+", lambda found: symbols.get(found[0], found[0]), str(size).replace(" ", ""))
+    found = size.node.expr
+    named = {symbol: type(symbol)(symbols.get(str(symbol), str(symbol)), integer=True) for symbol in found.free_symbols}
+    return str(found.xreplace(named)).replace(" ", "")  # axes of one name are one: Min(batch, batch) is batch
 
 
 def _where(node: Node) -> str:

@@ -54,6 +54,47 @@ def test_names_of_inputs_and_outputs_are_those_of_the_module() -> None:
     torch.testing.assert_close(network(tokens)[0], model(tokens)["hidden"])
 
 
+class Masked(nn.Module):
+    """Nothing in it makes the axes of its two inputs one for torch.export: each is looked at by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 4), nn.Linear(3, 4)
+
+    def forward(self, x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+        return self.first(x), self.second(mask)
+
+
+def test_the_batches_of_two_inputs_are_one() -> None:
+    network = from_torch(Masked().eval(), (torch.randn(3, 6), torch.randn(3, 3)))
+    assert [spec.shape[0] for spec in (*network.config.inputs, *network.config.outputs)] == ["batch"] * 4
+    assert network.config.batched
+
+
+def test_axes_that_show_other_sizes_are_not_one() -> None:
+    network = from_torch(Masked().eval(), (torch.randn(3, 6), torch.randn(5, 3)))
+    assert [spec.shape[0] for spec in network.config.inputs] == ["batch", "mask_0"]
+    assert not network.config.batched
+
+
+def test_axes_of_one_name_are_one() -> None:
+    axes = {"x": {0: "rows"}, "mask": {0: "rows"}}
+    network = from_torch(Masked().eval(), (torch.randn(3, 6), torch.randn(3, 3)), dynamic=axes)
+    assert [spec.shape[0] for spec in (*network.config.inputs, *network.config.outputs)] == ["rows"] * 4
+
+
+class Joined(nn.Module):
+    """The rows of both inputs below each other."""
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return torch.cat([x, y])
+
+
+def test_a_size_is_said_in_names_of_axes() -> None:
+    network = from_torch(Joined(), (torch.randn(3, 6), torch.randn(3, 6)))
+    assert network.config.outputs[0].shape == ("2*batch", 6)
+
+
 class Written(nn.Module):
     """Assigns to a part of what is read as a whole later."""
 
