@@ -3,7 +3,8 @@
     python benchmarks/results_page.py            # after rows were appended
     python benchmarks/results_page.py --check    # exits 1 where a page is not what the rows say
 
-The README has its table between `<!-- results -->` and `<!-- /results -->`. The newest measured row of each metric,
+The README has its table between `<!-- results -->` and `<!-- /results -->`, docs/graphs.md between `<!-- zoo -->` and
+`<!-- /zoo -->`. The newest measured row of each metric,
 baseline and device counts. This file is also a hook of mkdocs: see `on_files`.
 """
 
@@ -21,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from lib.rows import RESULTS, Row, kind, read
+from lib.zoo_table import counts, every_cell
 
 from penjing.core.cli import guarded
 from penjing.core.errors import InputError
@@ -28,6 +30,7 @@ from penjing.core.errors import InputError
 ROOT = RESULTS.parents[1]
 PAGE, README = ROOT / "docs" / "results.md", ROOT / "README.md"
 BEGIN, END = "<!-- results -->", "<!-- /results -->"
+ZOO = "<!-- zoo -->", "<!-- /zoo -->"
 INTRO = """# Results
 This page is made of the rows that the benchmarks append: `python benchmarks/results_page.py` writes it again.
 
@@ -104,13 +107,15 @@ def update(folder: Path = RESULTS, page: Path = PAGE, readme: Path = README, che
         InputError: a row of the README's table is missing, or one of its two markers.
     """
     wanted = {page: results_page(folder)}
-    text = readme.read_text(encoding="utf-8") if readme.exists() else ""
-    if BEGIN in text or END in text:
-        before, _, rest = text.partition(BEGIN)
-        _, end, after = rest.partition(END)
-        if not end:
-            raise InputError(f"{readme} needs {BEGIN} and, after it, {END}")
-        wanted[readme] = f"{before}{BEGIN}\n{readme_table(folder)}\n{END}{after}"
+    tables = {readme: (BEGIN, END, readme_table), page.with_name("graphs.md"): (*ZOO, zoo_counts)}
+    for path, (begin, end, table) in tables.items():
+        text = path.read_text(encoding="utf-8") if path.exists() else ""
+        if begin in text or end in text:
+            before, _, rest = text.partition(begin)
+            _, found, after = rest.partition(end)
+            if not found:
+                raise InputError(f"{path} needs {begin} and, after it, {end}")
+            wanted[path] = f"{before}{begin}\n{table(folder)}\n{end}{after}"
     stale = [path for path, text in wanted.items() if not path.exists() or path.read_text(encoding="utf-8") != text]
     for path in [] if check else stale:
         path.write_text(wanted[path], encoding="utf-8")
@@ -121,8 +126,14 @@ def results_page(folder: Path = RESULTS) -> str:
     """The Markdown of docs/results.md."""
     names = {path.stem for path in folder.glob("*.jsonl")}
     every = {name: read(name, folder) for name in [*SECTIONS, *sorted(names - SECTIONS.keys())] if name in names}
+    zoo = every.pop("zoo", [])
     sections = [_section(name, rows) for name, rows in every.items() if any(row.value is not None for row in rows)]
-    return "\n".join([INTRO, *sections, *_unmeasured(every)]).rstrip() + "\n"
+    return "\n".join([INTRO, *sections, *_zoo_section(zoo), *_unmeasured(every)]).rstrip() + "\n"
+
+
+def zoo_counts(folder: Path = RESULTS) -> str:
+    """The table for docs/graphs.md, as Markdown."""
+    return counts(read("zoo", folder))
 
 
 def newest(rows: Sequence[Row]) -> list[Row]:
@@ -255,6 +266,27 @@ def _section(name: str, rows: list[Row]) -> str:
             summary = f'<details markdown="1"><summary>{what}: {len(folded)}</summary>'
             lines += [summary, "", table(folded, spreads, folded is elsewhere), "", "</details>", ""]
     return "\n".join([*lines, f"All {len(rows)} rows are in [{name}.jsonl](../benchmarks/results/{name}.jsonl).", ""])
+
+
+def _zoo_section(rows: list[Row]) -> list[str]:
+    """✓ or a reason for each cell; a cell without a value is measured, too."""
+    if not rows:
+        return []
+    return [
+        "## Any network",
+        "This counts which networks each tool takes. `python benchmarks/run_zoo.py` measures it again.",
+        "",
+        counts(rows),
+        "",
+        '<details markdown="1"><summary>Every cell</summary>',
+        "",
+        every_cell(rows),
+        "",
+        "</details>",
+        "",
+        f"All {len(rows)} rows are in [zoo.jsonl](../benchmarks/results/zoo.jsonl).",
+        "",
+    ]
 
 
 def _spreads(rows: list[Row]) -> tuple[list[Row], dict[int, str]]:
