@@ -115,6 +115,10 @@ def make(name: str) -> Made:
     torch.manual_seed(0)
     kind, _, called = name.partition("/")
     model, example = _MAKERS[kind](called)
+    with torch.no_grad():
+        for weight in model.parameters():  # some begin as zero, heads above all: then nothing could be compared
+            if weight.dim() > 1 and not weight.any():
+                weight.normal_(std=0.02)
     return model.eval(), example
 
 

@@ -214,6 +214,7 @@ class _Placement:
         module.add_module(HOLDER, holder)
         for value in [node for node in self.graph.nodes if node in self.integer or node in self.readers]:
             name = self._root(value).name
+            name += "_" * hasattr(nn.Module(), name)  # a node may be called `to`, a submodule not
             if not hasattr(holder, name):
                 holder.add_module(name, self._activation(name))
             with self.graph.inserting_after(value):

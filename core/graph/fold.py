@@ -45,9 +45,10 @@ def fold_batch_norms(network: Network) -> int:
         old = _value(module, layer.args[2] if len(layer.args) > 2 else None)
         bias = shift if old is None else shift + old.double() * factor
         folded = weight.double() * factor.view(-1, *[1] * (weight.dim() - 1))
-        name = str(layer.args[1].target).removesuffix("weight").removesuffix(".")
-        layer.update_arg(1, new_weight(network, f"{name}.weight", folded.to(weight.dtype), layer))
-        summand = new_weight(network, f"{name}.bias", bias.to(weight.dtype), layer)
+        name = str(layer.args[1].target)
+        layer.update_arg(1, new_weight(network, name, folded.to(weight.dtype), layer))
+        called = f"{name.removesuffix('weight')}bias" if name.endswith("weight") else f"{name}_bias"
+        summand = new_weight(network, called, bias.to(weight.dtype), layer)
         layer.args = (*layer.args[:2], summand, *layer.args[3:])
         norm.replace_all_uses_with(layer)
         module.graph.erase_node(norm)

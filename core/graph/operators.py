@@ -27,7 +27,7 @@ __and__ __or__ __xor__
 eq ne lt le gt ge logical_and logical_or logical_not logical_xor bitwise_and bitwise_or bitwise_not bitwise_xor
 bitwise_left_shift bitwise_right_shift isnan isinf isfinite where masked_fill
 sum mean amax amin max min prod std var var_mean std_mean norm linalg_vector_norm logsumexp argmax argmin any all
-cumsum cumprod cummax cummin sort argsort topk median
+diff cumsum cumprod cummax cummin sort argsort topk median
 max_pool1d max_pool2d max_pool3d max_pool2d_with_indices avg_pool1d avg_pool2d avg_pool3d
 adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d _adaptive_avg_pool2d _adaptive_avg_pool3d
 adaptive_max_pool1d adaptive_max_pool2d adaptive_max_pool3d

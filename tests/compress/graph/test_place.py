@@ -10,7 +10,7 @@ import onnx
 import onnxruntime
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from penjing.compress.export.onnx_graph import export_network
 from penjing.compress.graph.calibrate import calibrate_graph, correct_graph_biases, graph_layer_errors
@@ -199,3 +199,27 @@ def test_what_cannot_be_quantized_is_refused() -> None:
         tensor_at(network.module, "last.weight")[0, 0] = torch.nan
     with pytest.raises(InputError, match=r"last\.weight holds NaN"):
         calibrate_graph(apply_quantization(network, GraphSettings()), [(_IMAGES,)])
+
+
+class Named(nn.Module):
+    """A weight that is not called one, and a node that is called as a method of modules: `to`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kernel = nn.Parameter(torch.zeros(8, 3, 3, 3))
+        self.norm, self.last = nn.BatchNorm2d(8), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(nn.functional.conv2d(x.to(torch.float32), self.kernel))
+        return self.last(x.mean((2, 3)))
+
+
+@torch.no_grad()
+def test_names_of_weights_and_nodes_are_free(tmp_path: Path) -> None:
+    network = from_torch(randomised(Named()), (_IMAGES[:4].double(),))
+    assert "to" in [node.name for node in network.module.graph.nodes]
+    quantized = apply_quantization(network, GraphSettings(target="onnxruntime-cpu"))
+    calibrate_graph(quantized, [network.inputs()])
+    export_network(stored(quantized, "onnxruntime-cpu"), tmp_path / "net.onnx", {})
+    found, _ = _run(network, tmp_path / "net.onnx", *network.inputs())
+    assert _gap(network(*network.inputs())[0], found) < 0.1
