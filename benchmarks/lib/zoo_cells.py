@@ -203,7 +203,7 @@ class Entry:
     def do_nncf_int8(self) -> float:
         network, file = self._whole
         given, out = self.place / "given.npz", self.place / "nncf.onnx"
-        np.savez(given, **_inputs(network))
+        np.savez(given, **cast(dict[str, Any], _inputs(network)))
         script = Path(__file__).resolve().parents[1] / "peers" / "bench_nncf_any.py"
         command = [str(self.nncf), str(script), str(file), str(given), str(out)]
         done = subprocess.run(command, capture_output=True, text=True)
