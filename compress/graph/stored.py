@@ -39,7 +39,7 @@ def folded(network: Network, product: Product, with_bias: bool) -> Folded:
     weight = tensor_at(network.module, str(product.weight.target))
     given = product.node.args[2] if len(product.node.args) > 2 else None
     bias = torch.zeros(len(weight))
-    if isinstance(given, Node):
+    if isinstance(given, Node) and given.op == "get_attr":  # one that is computed is added in floating point
         bias = tensor_at(network.module, str(given.target)).detach().clone()
     assert product.rounding is not None
     assert product.before is not None

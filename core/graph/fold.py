@@ -33,6 +33,8 @@ def fold_batch_norms(network: Network) -> int:
             continue
         if operator_name(layer) == "linear" and layer.meta["val"].dim() != 2:
             continue  # whose channels are not on axis 1
+        if len(layer.args) > 2 and isinstance(layer.args[2], Node) and layer.args[2].op != "get_attr":
+            continue  # a bias that is computed
         values = {name: _value(module, given[name]) for name in ("weight", "bias", "mean", "var")}
         mean, var = values["mean"], values["var"]
         if mean is None or var is None or given["training"]:

@@ -223,3 +223,27 @@ def test_names_of_weights_and_nodes_are_free(tmp_path: Path) -> None:
     export_network(stored(quantized, "onnxruntime-cpu"), tmp_path / "net.onnx", {})
     found, _ = _run(network, tmp_path / "net.onnx", *network.inputs())
     assert _gap(network(*network.inputs())[0], found) < 0.1
+
+
+class Computed(nn.Module):
+    """Biases that are made of weights, in front of a norm and at the end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(nn.functional.conv2d(x, self.first.weight, self.first.bias.exp()))
+        return nn.functional.linear(x.mean((2, 3)), self.last.weight, self.last.bias.exp())
+
+
+@torch.no_grad()
+def test_biases_that_are_computed_stay(tmp_path: Path) -> None:
+    network = from_torch(randomised(Computed()), (_IMAGES[:4],))
+    expected = network(*network.inputs())[0]
+    torch.testing.assert_close(prepared(network)(*network.inputs())[0], expected)
+    quantized = apply_quantization(network, GraphSettings(target="onnxruntime-cpu"))
+    calibrate_graph(quantized, [network.inputs()])
+    export_network(stored(quantized, "onnxruntime-cpu"), tmp_path / "net.onnx", {})
+    found, _ = _run(network, tmp_path / "net.onnx", *network.inputs())
+    assert _gap(expected, found) < 0.1
