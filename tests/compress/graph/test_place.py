@@ -230,10 +230,11 @@ class Computed(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.norm, self.last = nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Linear(8, 4)
+        self.first, self.shift = nn.Conv2d(3, 8, 3, bias=False), nn.Parameter(torch.zeros(8))
+        self.norm, self.last = nn.BatchNorm2d(8), nn.Linear(8, 4)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.norm(nn.functional.conv2d(x, self.first.weight, self.first.bias.exp()))
+        x = self.norm(nn.functional.conv2d(x, self.first.weight, self.shift.exp()))
         return nn.functional.linear(x.mean((2, 3)), self.last.weight, self.last.bias.exp())
 
 
