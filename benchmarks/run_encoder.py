@@ -28,7 +28,8 @@ from lib.rows import RESULTS, Row, append, new_row
 from onnxruntime.quantization import QuantType, quantize_dynamic
 from onnxruntime.quantization.shape_inference import quant_pre_process
 
-from penjing.compress.export.onnx_encoder import export_encoder
+from penjing.compress.export.onnx_graph import export_network
+from penjing.compress.graph.own import encoder_network
 from penjing.compress.measure.evaluate import EvaluateSettings, similarity
 from penjing.compress.samples.retrieval import Retrieval, retrieval_set
 from penjing.core.artifact.base import MODEL_FILE
@@ -76,7 +77,7 @@ def encoder_rows(scratch: Path, arguments: argparse.Namespace) -> list[Row]:
     artifact = open_encoder_artifact(arguments.model)
     fp32, fused, dynamic = (scratch / f"{name}.onnx" for name in (*FP32, DYNAMIC))
     encoder = load_encoder(arguments.checkpoint).eval()
-    export_encoder(encoder, "onnxruntime-cpu", fp32)
+    export_network(encoder_network(encoder), fp32, {})
     export_fused(encoder, fused)
     quantize_dynamically(fp32, dynamic)
     files = dict(zip(FP32, (fp32, fused), strict=True)) | {OURS: artifact.folder / MODEL_FILE, DYNAMIC: dynamic}

@@ -21,6 +21,7 @@ from onnx_ir.passes import common
 from onnxscript import opset21 as op
 from torch.export import Dim, ExportedProgram
 
+from penjing.compress.export.onnx_fusions import keep_apart
 from penjing.compress.rounding.stored import AVERAGED, QUANTIZED, WIDENED
 from penjing.core.errors import InputError
 from penjing.core.files import atomic_write_bytes
@@ -50,6 +51,7 @@ def export_network(network: Network, path: Path, about: dict[str, str]) -> int:
     program = _exported(network)
     model = _translated(program)
     _with_constant_shapes(model.graph)
+    keep_apart(model.graph)
     common.RemoveUnusedNodesPass()(model)
     _named(model.graph, network)
     _bared(model)

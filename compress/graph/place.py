@@ -25,7 +25,7 @@ from torch.fx import Node
 
 from penjing.compress.graph.prepare import prepared
 from penjing.compress.quantize.targets import GraphSettings, resolve
-from penjing.compress.rounding.fake_quantize import ActivationQuantizer, WeightQuantizer
+from penjing.compress.rounding.fake_quantize import ActivationQuantizer, RowQuantizer, WeightQuantizer
 from penjing.compress.rounding.formats import activation_format, weight_format
 from penjing.core.errors import ConfigError, InputError
 from penjing.core.graph.network import Network, operator_name, tensor_at
@@ -236,8 +236,22 @@ class _Placement:
                     rounded_weights[target] = self.graph.call_module(f"{HOLDER}.{name}", (weight,))
                 rounded_weights[target].meta = {"val": weight.meta.get("val")}
             node.replace_input_with(weight, rounded_weights[target])
+        if self.settings.embedding == "int8":
+            self._round_rows(holder)
         self.graph.lint()
         module.recompile()
+
+    def _round_rows(self, holder: nn.Module) -> None:
+        """What is looked up in tables; a row's scale follows from the row alone, so no table is rounded as a whole."""
+        for node in list(self.graph.nodes):
+            if operator_name(node) != "embedding" or not _floats(node):
+                continue
+            if node.args[0].op == "get_attr":
+                holder.add_module(f"{node.name}_rows", RowQuantizer())
+                with self.graph.inserting_after(node):
+                    rounded = self.graph.call_module(f"{HOLDER}.{node.name}_rows", (node,))
+                rounded.meta = {"val": node.meta["val"]}
+                node.replace_all_uses_with(rounded, delete_user_cb=lambda user, own=rounded: user is not own)
 
     def _activation(self, name: str) -> ActivationQuantizer:
         settings = self.settings

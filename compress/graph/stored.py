@@ -9,7 +9,7 @@ from torch.fx import Node
 from penjing.compress.graph.place import HOLDER, PRODUCTS, Product, products, quantizer_of
 from penjing.compress.quantize.modules import Folded, bounded
 from penjing.compress.quantize.targets import TARGETS, TargetName
-from penjing.compress.rounding.fake_quantize import ActivationQuantizer
+from penjing.compress.rounding.fake_quantize import ActivationQuantizer, RowQuantizer
 from penjing.compress.rounding.stored import QUANTIZED, WIDENED, ZERO_TYPES
 from penjing.core.errors import InputError
 from penjing.core.graph.fold import drop_unread
@@ -62,6 +62,8 @@ class _Store:
             quantizer = quantizer_of(self.network, node)
             if isinstance(quantizer, ActivationQuantizer):
                 self._activation(node, quantizer)
+            elif isinstance(quantizer, RowQuantizer):
+                self._rows(node, quantizer)
         for name, value in self.constants.items():
             set_tensor(self.network.module, name, value)
         drop_unread(self.network)
@@ -89,7 +91,7 @@ class _Store:
             if matrix:
                 weight = self._widened(name, found.weight.t().contiguous(), found.scale, 1)
                 result = self.graph.call_function(_aten.matmul.default, (node.args[0], weight))
-                if given is not None:
+                if isinstance(given, Node) and bool(found.bias.any()):
                     result = self.graph.call_function(_aten.add.Tensor, (result, given))
                 node.replace_all_uses_with(result)
                 self.graph.erase_node(node)
@@ -101,6 +103,23 @@ class _Store:
                 step = (product.before.positive_scale().detach() * found.scale).to(torch.float32)
                 integers = (found.bias.double() / step.double()).round().to(torch.int32)
                 node.update_arg(2, self._widened(str(given.target), integers, step, 0))
+
+    def _rows(self, node: Node, quantizer: RowQuantizer) -> None:
+        """Integers and scales are looked up apart, so that no table is widened."""
+        looked = node.args[0]
+        assert isinstance(looked, Node)
+        table, indices = looked.args[:2]
+        assert isinstance(table, Node)
+        integers, scale = quantizer.integers(tensor_at(self.network.module, str(table.target)))
+        node.replace_input_with(looked, indices)  # type: ignore[arg-type]
+        self.graph.erase_node(looked)
+        with self.graph.inserting_before(node):
+            held = self._constant(str(table.target), integers), self._constant(f"{table.target}_scale", scale[:, None])
+            rows, steps = (self.graph.call_function(_aten.embedding.default, (each, indices)) for each in held)
+            wide = self.graph.call_function(_aten.to.dtype, (rows, torch.float32))
+            product = self.graph.call_function(_aten.mul.Tensor, (wide, steps))
+        node.replace_all_uses_with(product)
+        self.graph.erase_node(node)
 
     def _widened(self, name: str, value: Tensor, scale: Tensor, axis: int) -> Node:
         constants = self._constant(name, value), self._constant(f"{name}_scale", scale)

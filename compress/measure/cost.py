@@ -14,7 +14,8 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from penjing.compress.export.onnx_encoder import export_encoder
+from penjing.compress.export.onnx_graph import export_network
+from penjing.compress.graph.own import encoder_network
 from penjing.compress.measure.generate import Sequences
 from penjing.compress.measure.skeleton import Skeleton, layers_of
 from penjing.core.artifact.base import is_artifact
@@ -188,7 +189,7 @@ def encoder_calls(folders: Sequence[Path], settings: MeasureSettings) -> Calls:
         in_torch[index] = model
         if settings.onnxruntime:
             with tempfile.TemporaryDirectory() as scratch:
-                export_encoder(model, "onnxruntime-cpu", Path(scratch) / "model.onnx")
+                export_network(encoder_network(model), Path(scratch) / "model.onnx", {})
                 in_onnx[index] = open_encoder_session(Path(scratch) / "model.onnx", threads=torch.get_num_threads())
     length = min(encoder_config(folder).max_position_embeddings for folder in folders)
     ids = torch.ones(settings.texts, min(TEXT_TOKENS, length), dtype=torch.int64)

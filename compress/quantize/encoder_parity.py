@@ -19,7 +19,7 @@ from penjing.core.artifact.onnx_encoder import (
     recorded_texts,
 )
 from penjing.core.artifact.parity import FAKE_QUANTIZED, Bound, Difference, Parity
-from penjing.core.models.encoder import Encoder
+from penjing.core.graph.network import Network
 from penjing.core.progress import Progress, Silent
 from penjing.core.text.text_tokenizer import TextTokenizer
 
@@ -27,14 +27,14 @@ HINT = "lower bounds.parity if that is acceptable"
 
 
 def measure(
-    model: Encoder,
+    network: Network,
     onnx_file: Path,
     tokenizer: TextTokenizer,
     quantization: Quantization,
     texts: list[str],
     bound: float,
 ) -> Parity:
-    """Embed `texts` by the fake-quantized `model` and by `onnx_file` (`Quantization.ways`).
+    """Embed `texts` by the fake-quantized `network` and by `onnx_file` (`Quantization.ways`).
 
     Args:
         bound: of the mean cosine distance, in ONNX Runtime with the options that the artifact asks for.
@@ -42,7 +42,7 @@ def measure(
     Raises:
         InputError: the bound is exceeded (an artifact that does so is refused), or there is NaN.
     """
-    wanted = embed_with(model, tokenizer, texts, Silent())
+    wanted = embed_with(lambda *inputs: network(*inputs)[0], tokenizer, texts, Silent())
     limit = Bound(between=(FAKE_QUANTIZED, ONNX_RUNTIME), quantity=QUANTITY, statistic="mean", value=bound)
     return Parity(
         family="encoder",

@@ -11,13 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from contextlib import ExitStack
+from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from penjing.compress.quantize.place_bert import stays_floating
-from penjing.compress.quantize.targets import EncoderSettings, resolve
+from penjing.compress.quantize.targets import TARGETS, EncoderSettings, resolve
 from penjing.compress.rounding.fake_quantize import WeightQuantizer
 from penjing.compress.rounding.formats import NumberFormat, activation_format, weight_format
 from penjing.core.models.encoder import Encoder
@@ -28,6 +28,21 @@ SMOOTHED = ("output", "up", "down")  # attention's input gains less: MiniLM's co
 _SMALLEST = 1e-5
 
 
+class SmoothedLinear(nn.Linear):
+    """A linear layer whose input is multiplied by `factor` (inputs,) first; it takes the weights of `original`."""
+
+    factor: Tensor
+
+    def __init__(self, original: nn.Linear, factor: Tensor) -> None:
+        super().__init__(original.in_features, original.out_features, device="meta")
+        self.weight, self.bias = original.weight, original.bias
+        self.register_buffer("factor", factor)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(…, inputs) → (…, outputs)."""
+        return super().forward(x * self.factor)
+
+
 @torch.no_grad()
 def smooth(model: Encoder, batches: Iterable[tuple[Tensor, ...]], settings: EncoderSettings) -> dict[str, Tensor]:
     """Scale the weights of the floating `model`, in place, for each input of which that lowers the error.
@@ -36,7 +51,7 @@ def smooth(model: Encoder, batches: Iterable[tuple[Tensor, ...]], settings: Enco
         batches: arguments of the model.
 
     Returns:
-        "layers.3.up" → (inputs,) float32: what that layer's input must be multiplied by.
+        "layers.3.up" → (inputs,) float32: what that layer, a `SmoothedLinear` now, multiplies its input by.
     """
     _, activations, weights = resolve(settings.target, settings)
     formats = activation_format(activations), weight_format(weights)
@@ -48,7 +63,7 @@ def smooth(model: Encoder, batches: Iterable[tuple[Tensor, ...]], settings: Enco
         for arguments in batches:
             model(*arguments)
     found: dict[str, Tensor] = {}
-    for name, linear in _linears(model, settings):
+    for name, linear in list(_linears(model, settings)):
         scale = _best(seen[name].rows(), seen[name].largest, linear.weight, *formats)
         if scale is None:
             continue
@@ -60,6 +75,7 @@ def smooth(model: Encoder, batches: Iterable[tuple[Tensor, ...]], settings: Enco
             value.bias.div_(scale)
         else:
             found[name] = 1 / scale
+            model.set_submodule(name, SmoothedLinear(linear, found[name]))
     return found
 
 
@@ -85,7 +101,8 @@ def _linears(model: Encoder, settings: EncoderSettings) -> Iterable[tuple[str, n
     for index, layer in enumerate(model.layers):
         for part in SMOOTHED:
             name, linear = f"layers.{index}.{part}", getattr(layer, part)
-            if not stays_floating(name, linear, settings):
+            small = min(linear.weight.shape) < TARGETS[settings.target].smallest_product
+            if not small and not any(fnmatchcase(name, pattern) for pattern in settings.keep):
                 yield name, linear
 
 

@@ -122,6 +122,9 @@ class GraphSettings(QuantizeSettings):
     """What can be done about a graph besides."""
 
     target: TargetName = Field(default="onnxruntime-cpu", description="The engine that will run it.")
+    embedding: Literal["int8", "float32"] = Field(
+        default="float32", description="Of tables that rows are looked up in: INT8 with a scale a row, or floating."
+    )
     attention: bool = Field(default=False, description="Whether products of two activations are rounded, too.")
     correct_bias: bool = Field(default=False, description="Take what rounding shifts on average out of biases.")
     learn_activations: bool = Field(

@@ -15,7 +15,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from penjing.compress.rounding.formats import SMALLEST_SCALE, NumberFormat
+from penjing.compress.rounding.formats import INT8_WEIGHT, SMALLEST_SCALE, NumberFormat
 from penjing.compress.rounding.observers import Method, Observer
 
 Mode = Literal["off", "observe", "on"]
@@ -171,6 +171,24 @@ class WeightQuantizer(nn.Module):
 
     def extra_repr(self) -> str:
         return f"{self.format.name}, {self.mode}"
+
+
+class RowQuantizer(nn.Module):
+    """Rows that were looked up in a table of which every row is rounded with a scale of its own; on in every mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._rounding = WeightQuantizer(1, INT8_WEIGHT)
+
+    def forward(self, rows: Tensor) -> Tensor:
+        """(…, size), rounded."""
+        flat = rows.flatten(0, -2)
+        scale = self._rounding.scales(flat)[:, None]
+        return fake_quantize(flat, scale, torch.zeros_like(scale), INT8_WEIGHT).view_as(rows)
+
+    def integers(self, table: Tensor) -> tuple[Tensor, Tensor]:
+        """(rows, size) int8 and (rows,) float32, whose product is what `forward` gives of the table's rows."""
+        return self._rounding.integers(table)
 
 
 def _grown(scale: Tensor, growth: Tensor | None) -> Tensor:

@@ -6,7 +6,7 @@ the paragraph.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -14,13 +14,13 @@ from typing import TypeVar
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from penjing.compress.samples.text import CALIBRATE
 from penjing.core.artifact.base import is_artifact
 from penjing.core.artifact.onnx_encoder import embed_in_batches, open_encoder_artifact
 from penjing.core.checkpoint.encoder import load_encoder
 from penjing.core.errors import InputError
-from penjing.core.models.encoder import Encoder
 from penjing.core.progress import Progress
 from penjing.core.text.corpus import TOPIC_GAP, calibration_text, heldout_text
 from penjing.core.text.documents import read_documents
@@ -95,8 +95,10 @@ def embeddings(folder: Path, retrieval: Retrieval, progress: Progress) -> Embedd
 
 
 @torch.no_grad()
-def embed_with(model: Encoder, tokenizer: TextTokenizer, texts: list[str], progress: Progress) -> Embeddings:
-    """(texts, hidden) in the order of `texts`; one step of progress for each text."""
+def embed_with(
+    model: Callable[..., Tensor], tokenizer: TextTokenizer, texts: list[str], progress: Progress
+) -> Embeddings:
+    """(texts, hidden) in the order of `texts`, by `model` of ids and mask; one step of progress for each text."""
 
     def run(batch: TextTokens) -> Embeddings:
         rows = model(*batch.tensors()).numpy()

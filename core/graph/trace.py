@@ -102,12 +102,13 @@ def _export(
         model.train(training)
     symbols: dict[str, str] = {}
     shown: dict[str, int] = {}  # name → its size in the example: what was given another size there is no such axis
+    axes = None if dynamic is None else {name.lower(): each for name, each in dynamic.items()}  # as torch.export does
     values = {node.name: node.meta.get("val") for node in program.graph.nodes if node.op == "placeholder"}
     for name in program.graph_signature.user_inputs:
         value = values.get(str(name))
         for axis, size in enumerate(value.shape if isinstance(value, Tensor) else ()):
             if not isinstance(size, int):
-                wanted = BATCH if dynamic is None else (dynamic.get(str(name)) or {}).get(axis, f"{name}_{axis}")
+                wanted = BATCH if axes is None else (axes.get(str(name).lower()) or {}).get(axis, f"{name}_{axis}")
                 equal = shown.setdefault(wanted, size.node.hint) == size.node.hint
                 symbols.setdefault(str(size), wanted if equal else f"{name}_{axis}")
     return program, symbols

@@ -25,15 +25,15 @@ class EncoderLayer(nn.Module):
         self.up, self.down = nn.Linear(size, inner), nn.Linear(inner, size)
         self.norm = nn.LayerNorm(size, config.layer_norm_eps)
 
-    def forward(self, x_BTE: Tensor, bias_B11T: Tensor) -> Tensor:
+    def forward(self, x_TBE: Tensor, bias_B11T: Tensor) -> Tensor:
         """`bias_B11T` is added to the scores: 0 where a token is, a very negative number where padding is."""
-        q, k, v = (self._heads(layer(x_BTE)) for layer in (self.query, self.key, self.value))
-        mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=bias_B11T)
-        x = self.attention_norm(x_BTE + self.output(mixed.transpose(1, 2).flatten(2)))
+        q, k, v = (self._heads(layer(x_TBE)) for layer in (self.query, self.key, self.value))
+        mixed_BHTD = F.scaled_dot_product_attention(q, k, v, attn_mask=bias_B11T)
+        x = self.attention_norm(x_TBE + self.output(mixed_BHTD.permute(2, 0, 1, 3).flatten(2)))
         return self.norm(x + self.down(F.gelu(self.up(x))))
 
-    def _heads(self, x_BTE: Tensor) -> Tensor:
-        return x_BTE.unflatten(2, (self.num_heads, -1)).transpose(1, 2)
+    def _heads(self, x_TBE: Tensor) -> Tensor:
+        return x_TBE.unflatten(2, (self.num_heads, -1)).permute(1, 2, 0, 3)
 
 
 class Encoder(nn.Module):
@@ -55,13 +55,13 @@ class Encoder(nn.Module):
             tokens_BT: int64; at most `max_position_embeddings` of a text.
             mask_BT: 1 where a token is, 0 where padding is; any dtype.
         """
-        x = self.words(tokens_BT) + self.positions.weight[: tokens_BT.shape[1]] + self.types.weight[0]
+        x = self.words(tokens_BT.T) + self.positions.weight[: tokens_BT.shape[1], None] + self.types.weight[0]
         x = self.norm(x)
         mask_BT = mask_BT.to(x.dtype)
         bias_B11T = (1 - mask_BT)[:, None, None, :] * torch.finfo(x.dtype).min
         for layer in self.layers:
             x = layer(x, bias_B11T)
-        total = (x * mask_BT[..., None]).sum(1)
+        total = (x * mask_BT.T[..., None]).sum(0)
         return F.normalize(total / mask_BT.sum(1, keepdim=True).clamp(min=1e-9), dim=1)
 
 

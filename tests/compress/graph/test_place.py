@@ -248,3 +248,40 @@ def test_biases_that_are_computed_stay(tmp_path: Path) -> None:
     export_network(stored(quantized, "onnxruntime-cpu"), tmp_path / "net.onnx", {})
     found, _ = _run(network, tmp_path / "net.onnx", *network.inputs())
     assert _gap(expected, found) < 0.1
+
+
+class _Embedded(nn.Module):
+    """A table, a linear layer that reads its rows, and the table again as the last layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.middle = nn.Embedding(40, 16), nn.Linear(16, 16)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        rows = self.words(ids)
+        return nn.functional.linear(rows + torch.relu(self.middle(rows)), self.words.weight)
+
+
+@torch.no_grad()
+def test_rows_of_a_table_are_stored_in_int8_and_looked_up_before_they_are_widened(tmp_path: Path) -> None:
+    torch.manual_seed(2)
+    model = _Embedded().eval()
+    model.words.weight[3] *= 50  # rows have scales of their own
+    network = from_torch(model, (torch.arange(8).view(2, 4),), dynamic={"ids": {0: "batch", 1: "length"}})
+    ids = torch.arange(40).view(4, 10)
+    made = apply_quantization(network, GraphSettings(embedding="int8"))
+    calibrate_graph(made, [(ids,)])
+    export_network(stored(made, "onnxruntime-cpu"), tmp_path / "a.onnx", {})
+    graph = onnx.load(tmp_path / "a.onnx").graph
+    kept = {each.name: onnx.numpy_helper.to_array(each) for each in graph.initializer}
+    assert not [name for name, value in kept.items() if value.dtype == np.float32 and value.size >= 16 * 16]
+    steps = model.words.weight.abs().amax(1) / 127
+    looked = {kept[node.input[0]].dtype.name for node in graph.node if node.op_type == "Gather"}
+    assert looked == {"int8", "float32"}
+    one_step = (torch.from_numpy(kept["words.weight"].astype(np.float32)) * steps[:, None] - model.words.weight).abs()
+    assert bool((one_step <= 0.5001 * steps[:, None]).all())
+    answer, _ = _run(network, tmp_path / "a.onnx", ids)
+    assert _gap(made(ids)[0], answer) < 0.005
+    assert 0.0005 < _gap(network(ids)[0], answer) < 0.03
+    whole = apply_quantization(network, GraphSettings())
+    assert not [node for node in whole.module.graph.find_nodes(op="call_module") if "rows" in str(node.target)]

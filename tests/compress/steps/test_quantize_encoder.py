@@ -5,6 +5,8 @@ from __future__ import annotations
 import base64
 import copy
 import json
+import shutil
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -12,26 +14,27 @@ import onnx
 import pytest
 import torch
 
-from penjing.compress.export.onnx_encoder import export_encoder
+from penjing.compress.export.onnx_graph import export_network
 from penjing.compress.exports import export_artifact
+from penjing.compress.graph.own import encoder_network
+from penjing.compress.graph.stored import stored
 from penjing.compress.quantize.biases import absorb_biases
 from penjing.compress.quantize.encoder_parity import measure as measure_parity
-from penjing.compress.quantize.place_bert import LINEAR, apply_quantization
-from penjing.compress.quantize.place_resnet import calibrate
 from penjing.compress.quantize.smooth import smooth
-from penjing.compress.quantizers.encoder import EncoderQuantize
+from penjing.compress.quantizers.encoder import EncoderQuantize, calibrated_encoder
 from penjing.compress.run import run_recipe
 from penjing.compress.verify import verify_artifact
 from penjing.core.artifact.onnx import Quantization
 from penjing.core.artifact.onnx_encoder import embed_texts, open_encoder_artifact, open_encoder_session
 from penjing.core.checkpoint.encoder import load_encoder
 from penjing.core.errors import ConfigError, InputError
+from penjing.core.graph.network import Network, tensor_at
 from penjing.core.imports.importer import import_model
-from penjing.core.models.encoder import Encoder
 from penjing.core.progress import Silent
 from penjing.core.text.text_tokenizer import TextTokenizer
 from tests.core.models.encoders import write_sentence_transformer
 
+LINEAR = ("query", "key", "value", "output", "up", "down")
 TEXTS = [f"the value of {word} is in the list" for word in ("a", "python", "it", "function", "zebra", "name")] * 3
 SMALL = ["data.texts=16", "evaluate.texts=16", "guard.similarity_loss=0.1", "steps.0.parity_bound=0.05"]
 
@@ -45,28 +48,58 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def recipe(checkpoint: Path, tmp_path: Path) -> Path:
     path = tmp_path / "recipe.toml"
-    path.write_text(
-        f'model = "{checkpoint}"\noutput = "{tmp_path / "out"}"\n[measure]\nrounds = 0\n[[steps]]\nkind = "quantize"\n'
-    )
+    path.write_text(_recipe(checkpoint, tmp_path))
     return path
+
+
+def _recipe(checkpoint: Path, folder: Path) -> str:
+    return f'model = "{checkpoint}"\noutput = "{folder / "out"}"\n[measure]\nrounds = 0\n[[steps]]\nkind = "quantize"\n'
+
+
+@pytest.fixture(scope="module")
+def ran(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A recipe and what it made; tests that change that take a copy."""
+    folder = tmp_path_factory.mktemp("ran")
+    recipe = folder / "recipe.toml"
+    recipe.write_text(_recipe(checkpoint, folder))
+    return recipe, run(recipe)
 
 
 def run(recipe: Path, *overrides: str, force: bool = False) -> Path:
     return run_recipe(recipe, [*SMALL, *overrides], force=force)
 
 
-def quantized(checkpoint: Path, **settings: object) -> tuple[Encoder, TextTokenizer]:
+@dataclass(frozen=True)
+class Quantized:
+    """An encoder's graph that rounds, and the file that was written of it."""
+
+    network: Network
+    tokenize: TextTokenizer
+    file: Path
+
+    @torch.no_grad()
+    def rows(self) -> np.ndarray:
+        return self.network(*self.tokenize(TEXTS).tensors())[0].numpy()
+
+
+def quantized(checkpoint: Path, folder: Path, target: str = "onnxruntime-cpu") -> Quantized:
     model = load_encoder(checkpoint)
     tokenize = TextTokenizer(checkpoint, model.config)
-    apply_quantization(model, EncoderQuantize(**settings))  # type: ignore[arg-type]
-    calibrate(model, (tokenize([text]).tensors() for text in TEXTS))
-    return model, tokenize
+    batches = (tokenize([text]).tensors() for text in TEXTS)
+    network = calibrated_encoder(model, EncoderQuantize.model_validate({"target": target}), batches)
+    export_network(stored(network, target), folder / "model.onnx", {})  # type: ignore[arg-type]
+    return Quantized(network, tokenize, folder / "model.onnx")
+
+
+@pytest.fixture(scope="module")
+def for_cpu(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Quantized:
+    return quantized(checkpoint, tmp_path_factory.mktemp("cpu"))
 
 
 def test_the_floating_file_computes_what_the_model_does(checkpoint: Path, tmp_path: Path) -> None:
     model = load_encoder(checkpoint)
     tokenize = TextTokenizer(checkpoint, model.config)
-    export_encoder(model, "onnxruntime-cpu", tmp_path / "model.onnx")
+    export_network(encoder_network(model), tmp_path / "model.onnx", {})
     with torch.no_grad():
         wanted = model(*tokenize(TEXTS).tensors()).numpy()
     found = embed_texts(open_encoder_session(tmp_path / "model.onnx"), tokenize, TEXTS)
@@ -75,29 +108,26 @@ def test_the_floating_file_computes_what_the_model_does(checkpoint: Path, tmp_pa
 
 @pytest.mark.parametrize("target", ["onnxruntime-cpu", "onnxruntime-avx2", "tensorrt"])
 def test_the_quantized_file_computes_what_the_fake_quantized_model_does(
-    checkpoint: Path, tmp_path: Path, target: str
+    checkpoint: Path, tmp_path: Path, for_cpu: Quantized, target: str
 ) -> None:
     """As written, where ONNX Runtime computes each pair in floating point: equal to rounding."""
-    model, tokenize = quantized(checkpoint, target=target)
-    export_encoder(model, target, tmp_path / "model.onnx")  # type: ignore[arg-type]
-    session = open_encoder_session(tmp_path / "model.onnx", optimise=False)
+    made = for_cpu if target == "onnxruntime-cpu" else quantized(checkpoint, tmp_path, target)
+    tokenize, wanted = made.tokenize, made.rows()
+    session = open_encoder_session(made.file, optimise=False)
     with torch.no_grad():
-        wanted = model(*tokenize(TEXTS).tensors()).numpy()
         floating = load_encoder(checkpoint)(*tokenize(TEXTS).tensors()).numpy()
     found = embed_texts(session, tokenize, TEXTS)
     assert (found * wanted).sum(1).min() > 0.999999
     assert np.abs(wanted - floating).max() > 1e-3  # something was rounded
-    graph = onnx.load(str(tmp_path / "model.onnx")).graph
-    stored = {constant.name: constant.data_type for constant in graph.initializer}
-    assert all(stored[f"layers.{i}.{part}.weight"] == onnx.TensorProto.INT8 for i in (0, 1) for part in ("query", "up"))
+    graph = onnx.load(str(made.file)).graph
+    types = {constant.name: constant.data_type for constant in graph.initializer}
+    assert all(types[f"layers.{i}.{part}.weight"] == onnx.TensorProto.INT8 for i in (0, 1) for part in ("query", "up"))
     kind = onnx.TensorProto.INT8 if target == "tensorrt" else onnx.TensorProto.UINT8
-    assert stored["layers.0.input/zero"] == kind
+    assert {types[node.input[2]] for node in graph.node if node.op_type == "QuantizeLinear"} == {kind}
 
 
-def test_query_key_and_value_read_one_rounded_input(checkpoint: Path, tmp_path: Path) -> None:
-    model, _ = quantized(checkpoint)
-    export_encoder(model, "onnxruntime-cpu", tmp_path / "model.onnx")
-    graph = onnx.load(str(tmp_path / "model.onnx")).graph
+def test_query_key_and_value_read_one_rounded_input(for_cpu: Quantized) -> None:
+    graph = onnx.load(str(for_cpu.file)).graph
     names = [node.output[0] for node in graph.node if node.op_type == "QuantizeLinear"]
     assert len(names) == len(set(names)) == 2 * 4  # a layer: its input, and those of output, up, down
 
@@ -117,13 +147,12 @@ def test_smoothing_keeps_the_function_and_lowers_the_error(checkpoint: Path, tmp
         for smoothing in (False, True):
             copied = copy.deepcopy(model)
             factors = smooth(copied, iter(batches), settings) if smoothing else {}
-            apply_quantization(copied, settings, factors)
-            if smoothing:  # quantizers are still off
+            if smoothing:
                 assert torch.allclose(copied(*tokenize(TEXTS).tensors()), wanted, atol=1e-5)
                 assert "layers.0.up" in factors
-            calibrate(copied, iter(batches))
-            found[smoothing] = copied(*tokenize(TEXTS).tensors())
-        export_encoder(copied, "onnxruntime-cpu", tmp_path / "model.onnx")
+            network = calibrated_encoder(copied, settings, iter(batches))
+            found[smoothing] = network(*tokenize(TEXTS).tensors())[0]
+        export_network(stored(network, "onnxruntime-cpu"), tmp_path / "model.onnx", {})
     errors = {smoothing: float(1 - (rows * wanted).sum(1).mean()) for smoothing, rows in found.items()}
     assert errors[True] < 0.5 * errors[False]
     rows = embed_texts(open_encoder_session(tmp_path / "model.onnx", optimise=False), tokenize, TEXTS)
@@ -137,8 +166,8 @@ def test_biases_of_keys_values_and_down_layers_are_absorbed(checkpoint: Path, tm
     wanted = model(*tokens)
     absorb_biases(model)
     assert torch.allclose(model(*tokens), wanted, atol=1e-6)
-    calibrate(apply_quantization(model, EncoderQuantize()), [tokens])
-    export_encoder(model, "onnxruntime-cpu", tmp_path / "model.onnx")
+    network = calibrated_encoder(model, EncoderQuantize(), [tokens])
+    export_network(stored(network, "onnxruntime-cpu"), tmp_path / "model.onnx", {})
     names = {constant.name for constant in onnx.load(str(tmp_path / "model.onnx")).graph.initializer}
     assert {"layers.1.query.bias", "layers.1.output.bias"} < names
     assert not {"layers.1.key.bias", "layers.1.value.bias", "layers.1.down.bias"} & names
@@ -159,32 +188,31 @@ def test_smoothing_of_what_attention_mixed_costs_nothing(checkpoint: Path) -> No
     after = layer.value.weight.abs().amax(1)  # type: ignore[union-attr, operator]
     assert after[3] / after.median() < 0.5 * before[3] / before.median()
     assert not [name for name in factors if name.endswith(".output")]
-    apply_quantization(model, EncoderQuantize(embedding="float32"), factors)  # quantizers are still off
     assert torch.allclose(model(*tokenize(TEXTS).tensors()), wanted, atol=1e-5)
 
 
-def test_integer_kernels_run_and_company_changes_nothing(checkpoint: Path, tmp_path: Path) -> None:
+def test_integer_kernels_run_and_company_changes_nothing(for_cpu: Quantized, tmp_path: Path) -> None:
     import onnxruntime
 
-    model, tokenize = quantized(checkpoint)
-    export_encoder(model, "onnxruntime-cpu", tmp_path / "model.onnx")
+    tokenize = for_cpu.tokenize
     options = onnxruntime.SessionOptions()
     options.optimized_model_filepath = str(tmp_path / "optimised.onnx")
     options.log_severity_level = 3
-    onnxruntime.InferenceSession(str(tmp_path / "model.onnx"), options, providers=["CPUExecutionProvider"])
+    onnxruntime.InferenceSession(str(for_cpu.file), options, providers=["CPUExecutionProvider"])
     kinds = [node.op_type for node in onnx.load(str(tmp_path / "optimised.onnx")).graph.node]
     assert kinds.count("MatMulIntegerToFloat") == 12
     assert not {"Gemm", "QGemm", "MatMul"} & set(kinds)
     assert kinds.count("FusedMatMul") == 4  # both products of attention, which read queries, keys, values as they lie
     assert kinds.count("Transpose") == 2 + 2  # what attention mixed, a layer; ids and mask
-    session = open_encoder_session(tmp_path / "model.onnx", {"session.x64quantprecision": "1"})
+    assert not [kind for kind in kinds if kind.startswith(("Skip", "Bias"))]  # which are slower than their parts
+    session = open_encoder_session(for_cpu.file, {"session.x64quantprecision": "1"})
     together = embed_texts(session, tokenize, TEXTS)
     alone = np.concatenate([embed_texts(session, tokenize, [text]) for text in TEXTS[:6]])
     assert (together[:6] * alone).sum(1).min() > 0.9999
 
 
-def test_the_command_makes_an_artifact_that_verifies(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    out = run(recipe)
+def test_the_command_makes_an_artifact_that_verifies(ran: tuple[Path, Path]) -> None:
+    recipe, out = ran
     artifact = open_encoder_artifact(out)
     report = artifact.report
     assert (report["schema_version"], report["family"]) == (2, "encoder")
@@ -239,16 +267,15 @@ def test_refusals_publish_nothing(recipe: Path, override: str, error: type[Excep
     assert not list(recipe.parent.rglob("*.partial-*"))
 
 
-def test_another_file_exceeds_the_parity_bound(checkpoint: Path, tmp_path: Path) -> None:
+def test_another_file_exceeds_the_parity_bound(for_cpu: Quantized, tmp_path: Path) -> None:
     """The file of a model with one layer's weights lost, beside the whole model."""
-    model, tokenize = quantized(checkpoint)
-    lost = copy.deepcopy(model)
+    lost = for_cpu.network.copy()
     with torch.no_grad():
-        lost.layers[1].down.weight.zero_()  # type: ignore[union-attr, operator]
-    export_encoder(lost, "onnxruntime-cpu", tmp_path / "model.onnx")
+        tensor_at(lost.module, "layers.1.down.weight").zero_()
+    export_network(stored(lost, "onnxruntime-cpu"), tmp_path / "model.onnx", {})
     about = Quantization(target="onnxruntime-cpu", activations="uint8", weights="int8", opset=21, session_options={})
     with pytest.raises(InputError, match=r"onnxruntime differs from .*cosine distance, mean.*0\.01; lower"):
-        measure_parity(model, tmp_path / "model.onnx", tokenize, about, TEXTS, 0.01)
+        measure_parity(for_cpu.network, tmp_path / "model.onnx", for_cpu.tokenize, about, TEXTS, 0.01)
 
 
 def test_fp8_is_refused(recipe: Path) -> None:
@@ -256,8 +283,8 @@ def test_fp8_is_refused(recipe: Path) -> None:
         run(recipe, "steps.0.target=tensorrt", "steps.0.activations=fp8")
 
 
-def test_the_file_is_exported_once_it_passed_again(recipe: Path, tmp_path: Path) -> None:
-    out = run(recipe)
+def test_the_file_is_exported_once_it_passed_again(ran: tuple[Path, Path], tmp_path: Path) -> None:
+    _, out = ran
     file = tmp_path / "tiny.onnx"
     record = export_artifact(out, "onnx", file, force=False, progress=Silent())
     assert file.read_bytes() == (out / "model.onnx").read_bytes()
@@ -269,8 +296,8 @@ def test_the_file_is_exported_once_it_passed_again(recipe: Path, tmp_path: Path)
         export_artifact(out, "gguf", tmp_path / "tiny.gguf", force=False, progress=Silent())
 
 
-def test_tampering_is_seen(recipe: Path) -> None:
-    out = run(recipe)
+def test_tampering_is_seen(ran: tuple[Path, Path], tmp_path: Path) -> None:
+    out = shutil.copytree(ran[1], tmp_path / "out")
     path = out / "parity.json"
     record = json.loads(path.read_text())
     record["bound"]["value"] = 2.0
