@@ -21,7 +21,8 @@ from onnx_ir.passes import common
 from onnxscript import opset21 as op
 from torch.export import Dim, ExportedProgram
 
-from penjing.compress.export.onnx_fusions import keep_apart
+from penjing.compress.export.onnx_fusions import integer_products, keep_apart
+from penjing.compress.quantize.targets import TARGETS, TargetName
 from penjing.compress.rounding.stored import AVERAGED, QUANTIZED, WIDENED
 from penjing.core.errors import InputError
 from penjing.core.files import atomic_write_bytes
@@ -33,11 +34,12 @@ IR_VERSION = 10
 LARGEST_BYTES = 2_000_000_000  # of a file in protobuf
 
 
-def export_network(network: Network, path: Path, about: dict[str, str]) -> int:
+def export_network(network: Network, path: Path, about: dict[str, str], target: TargetName | None = None) -> int:
     """Write `network`, in evaluation mode, to `path`: inputs and outputs are called as in its config.
 
     Args:
         about: properties of the file.
+        target: what the file is for, which is noted in it; None for a floating network.
 
     Returns:
         Bytes written.
@@ -51,11 +53,12 @@ def export_network(network: Network, path: Path, about: dict[str, str]) -> int:
     program = _exported(network)
     model = _translated(program)
     _with_constant_shapes(model.graph)
-    keep_apart(model.graph)
+    biased = integer_products(model.graph) if target and TARGETS[target].integer_products else set()
+    keep_apart(model.graph, biased)
     common.RemoveUnusedNodesPass()(model)
     _named(model.graph, network)
     _bared(model)
-    model.metadata_props.update(about)
+    model.metadata_props.update(about | ({"penjing.target": target} if target else {}))
     model.producer_name, model.ir_version = "penjing", IR_VERSION
     data = ir.to_proto(model).SerializeToString(deterministic=True)
     onnx.checker.check_model(data, full_check=True)

@@ -36,6 +36,10 @@ class Engine(Config):
     residual: Literal["both", "shortcut"] = Field(description="Inputs of an addition that are quantized.")
     pooling: bool = Field(description="Whether the global average is computed on integers.")
     smallest_product: int = Field(description="Layers with fewer inputs or outputs stay floating.")
+    integer_products: bool = Field(
+        default=False,
+        description="Whether products of matrices are written as products of integers, which take a bias along.",
+    )
     bias: Literal["int32", "float32"] = Field(description="How biases are stored.")
     session_options: dict[str, str] = Field(
         default_factory=dict, description="Of ONNX Runtime, needed for exact integers."
@@ -52,6 +56,7 @@ TARGETS: dict[TargetName, Engine] = {
             residual="both",
             pooling=True,
             smallest_product=0,
+            integer_products=True,
             bias="int32",
             session_options={EXACT_PRODUCTS: "1"},
         ),
@@ -62,6 +67,7 @@ TARGETS: dict[TargetName, Engine] = {
             residual="both",
             pooling=True,
             smallest_product=0,
+            integer_products=True,
             bias="int32",
         ),
         Engine(

@@ -98,7 +98,7 @@ def quantize(places: Places, step: EncoderQuantize, data: DataSettings, _: Path,
         session_options=target.session_options,
         session_options_reason=X64_REASON if target.session_options else "",
     )
-    export_network(stored(network, step.target), partial / MODEL_FILE, {"penjing.target": step.target})
+    export_network(stored(network, step.target), partial / MODEL_FILE, {}, step.target)
     probe = retrieval_set(PARITY_TEXTS)
     texts = probe.queries + probe.documents
     progress.start("checking the artifact", 1)

@@ -150,7 +150,7 @@ def write_graph_artifact(
         session_options_reason=X64_REASON if target.session_options else "",
     )
     made = stored(network, settings.target)
-    export_network(made, partial / MODEL_FILE, {"penjing.target": settings.target})
+    export_network(made, partial / MODEL_FILE, {}, settings.target)
     shown = probe(floating, next(iter(samples.inputs())), settings.parity_samples)
     parity, held = measure(network, made, partial / MODEL_FILE, quantization, shown, settings.parity_bound)
     write_parity(partial, parity)

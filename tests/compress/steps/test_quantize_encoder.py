@@ -87,7 +87,7 @@ def quantized(checkpoint: Path, folder: Path, target: str = "onnxruntime-cpu") -
     tokenize = TextTokenizer(checkpoint, model.config)
     batches = (tokenize([text]).tensors() for text in TEXTS)
     network = calibrated_encoder(model, EncoderQuantize.model_validate({"target": target}), batches)
-    export_network(stored(network, target), folder / "model.onnx", {})  # type: ignore[arg-type]
+    export_network(stored(network, target), folder / "model.onnx", {}, target)  # type: ignore[arg-type]
     return Quantized(network, tokenize, folder / "model.onnx")
 
 
@@ -152,7 +152,7 @@ def test_smoothing_keeps_the_function_and_lowers_the_error(checkpoint: Path, tmp
                 assert "layers.0.up" in factors
             network = calibrated_encoder(copied, settings, iter(batches))
             found[smoothing] = network(*tokenize(TEXTS).tensors())[0]
-        export_network(stored(network, "onnxruntime-cpu"), tmp_path / "model.onnx", {})
+        export_network(stored(network, "onnxruntime-cpu"), tmp_path / "model.onnx", {}, "onnxruntime-cpu")
     errors = {smoothing: float(1 - (rows * wanted).sum(1).mean()) for smoothing, rows in found.items()}
     assert errors[True] < 0.5 * errors[False]
     rows = embed_texts(open_encoder_session(tmp_path / "model.onnx", optimise=False), tokenize, TEXTS)
@@ -167,7 +167,7 @@ def test_biases_of_keys_values_and_down_layers_are_absorbed(checkpoint: Path, tm
     absorb_biases(model)
     assert torch.allclose(model(*tokens), wanted, atol=1e-6)
     network = calibrated_encoder(model, EncoderQuantize(), [tokens])
-    export_network(stored(network, "onnxruntime-cpu"), tmp_path / "model.onnx", {})
+    export_network(stored(network, "onnxruntime-cpu"), tmp_path / "model.onnx", {}, "onnxruntime-cpu")
     names = {constant.name for constant in onnx.load(str(tmp_path / "model.onnx")).graph.initializer}
     assert {"layers.1.query.bias", "layers.1.output.bias"} < names
     assert not {"layers.1.key.bias", "layers.1.value.bias", "layers.1.down.bias"} & names
@@ -272,7 +272,7 @@ def test_another_file_exceeds_the_parity_bound(for_cpu: Quantized, tmp_path: Pat
     lost = for_cpu.network.copy()
     with torch.no_grad():
         tensor_at(lost.module, "layers.1.down.weight").zero_()
-    export_network(stored(lost, "onnxruntime-cpu"), tmp_path / "model.onnx", {})
+    export_network(stored(lost, "onnxruntime-cpu"), tmp_path / "model.onnx", {}, "onnxruntime-cpu")
     about = Quantization(target="onnxruntime-cpu", activations="uint8", weights="int8", opset=21, session_options={})
     with pytest.raises(InputError, match=r"onnxruntime differs from .*cosine distance, mean.*0\.01; lower"):
         measure_parity(for_cpu.network, tmp_path / "model.onnx", for_cpu.tokenize, about, TEXTS, 0.01)
