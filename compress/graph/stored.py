@@ -91,7 +91,7 @@ class _Store:
             if matrix:
                 weight = self._widened(name, found.weight.t().contiguous(), found.scale, 1)
                 result = self.graph.call_function(_aten.matmul.default, (node.args[0], weight))
-                if isinstance(given, Node) and bool(found.bias.any()):
+                if isinstance(given, Node) and (given.op != "get_attr" or bool(found.bias.any())):
                     result = self.graph.call_function(_aten.add.Tensor, (result, given))
                 node.replace_all_uses_with(result)
                 self.graph.erase_node(node)
