@@ -92,7 +92,7 @@ def _before(
 
 
 def _constant(graph: ir.Graph, name: str, value: ir.TensorProtocol) -> ir.Value:
-    held = ir.Value(name=name, const_value=value, type=ir.TensorType(value.dtype), shape=value.shape)
+    held = ir.Value(name=name, const_value=value, type=ir.TensorType(value.dtype), shape=ir.Shape(value.shape.numpy()))
     graph.register_initializer(held)
     return held
 

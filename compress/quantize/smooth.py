@@ -38,9 +38,9 @@ class SmoothedLinear(nn.Linear):
         self.weight, self.bias = original.weight, original.bias
         self.register_buffer("factor", factor)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, input: Tensor) -> Tensor:
         """(…, inputs) → (…, outputs)."""
-        return super().forward(x * self.factor)
+        return super().forward(input * self.factor)
 
 
 @torch.no_grad()

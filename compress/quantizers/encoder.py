@@ -57,8 +57,7 @@ def check(_: Path, step: EncoderQuantize, __: DataSettings) -> None:
     Raises:
         ConfigError: such settings.
     """
-    _, activations, _ = resolve(step.target, step)
-    if activations == "fp8":
+    if resolve(step.target, step)[1] == "fp8":
         raise ConfigError("quantize.activations=fp8: text encoders are quantized to integers; use int8 or uint8")
 
 
