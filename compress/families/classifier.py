@@ -10,7 +10,7 @@ from penjing.compress.distill.classifier import TRAINING
 from penjing.compress.export.classifier import export_classifier
 from penjing.compress.families.base import Exporter, Family, Pruner, Quantizer
 from penjing.compress.measure.cost import classifier_calls
-from penjing.compress.measure.evaluate import EvaluateSettings, evaluate_classifier
+from penjing.compress.measure.evaluate import evaluate_classifier, images_judged
 from penjing.compress.measure.skeleton import skeleton_of_classifier
 from penjing.compress.prune.batch_norm import reestimate_batch_norms
 from penjing.compress.prune.resnet_subject import ResNetSubject
@@ -31,10 +31,6 @@ def _hashes(folder: Path) -> dict[str, str]:
     hashes = verify(folder).sha256
     classifier_skeleton(folder)
     return hashes
-
-
-def _held_out(settings: EvaluateSettings) -> int:
-    return settings.images
 
 
 def _open(folder: Path, _: Sequence[str], __: Sequence[int], ___: Progress) -> ResNetSubject:
@@ -63,7 +59,7 @@ FAMILY = Family(
     samples=image_samples,
     quality="accuracy",
     evaluate=evaluate_classifier,
-    held_out=_held_out,
+    held_out=images_judged,
     calls=classifier_calls,
     pruner=Pruner(parts=(), open=_open, finish=refresh_batch_norms),
     training=TRAINING,

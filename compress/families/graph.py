@@ -10,7 +10,7 @@ from penjing.compress.distill.graph import TRAINING
 from penjing.compress.families.base import Exporter, Family, Pruner, Quantizer
 from penjing.compress.graph.export import export_graph
 from penjing.compress.graph.parity import rerun
-from penjing.compress.measure.evaluate import EvaluateSettings
+from penjing.compress.measure.evaluate import EvaluateSettings, images_judged
 from penjing.compress.measure.graph import evaluate_graph, graph_calls
 from penjing.compress.measure.skeleton import skeleton_of_graph
 from penjing.compress.prune_graph.statistics import refresh_graph
@@ -35,7 +35,7 @@ def _hashes(folder: Path) -> dict[str, str]:
 
 
 def _held_out(settings: EvaluateSettings) -> int:
-    return 2 * settings.images if settings.source is not None else 2
+    return 2 * images_judged(settings) if settings.source is not None else 2  # the model answers beside it
 
 
 def _open(folder: Path, _: Sequence[str], __: Sequence[int], progress: Progress) -> GraphSubject:

@@ -30,6 +30,7 @@ from penjing.core.progress import Progress, Silent
 from penjing.core.runtime.onnx_runtime import run_session
 from penjing.core.text.tokenizer import Tokenizer
 from penjing.train.data.images import ImageSet, normalise
+from penjing.train.sources.open import open_source
 from penjing.train.sources.settings import SourceSettings
 
 BATCH = 500
@@ -84,6 +85,17 @@ class EvaluateSettings(SourceSettings):
         if taken := {"prose", "code"} & self.own.keys():
             raise ValueError(f"own.{taken.pop()}: that name is taken; give your text another")
         return self
+
+
+def images_judged(settings: EvaluateSettings) -> int:
+    """How many samples evaluation runs: as many as the source has for it, at most `settings.images`.
+
+    Raises:
+        InputError: the source is damaged.
+    """
+    if settings.source is None:
+        return settings.images
+    return min(settings.images, len(open_source(settings).judged(settings.held_out)))
 
 
 QualityName = Literal["accuracy", "agreement", "perplexity", "similarity", "score"]

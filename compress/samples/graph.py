@@ -84,9 +84,8 @@ def source_data(
     """At most `most` samples of a half of a source, for the graph in `folder`; a share of 0 and "test": all."""
     config = graph_config(folder)
     source = open_source(settings)
-    learnt, held = source.halves(held_out)
-    whole = split == "test" and source.test is None and not held_out
-    reader = Reader(source, learnt if split == "train" or whole else held, form_of(config), settings, progress.note)
+    indices = source.halves(held_out)[0] if split == "train" else source.judged(held_out)
+    reader = Reader(source, indices, form_of(config), settings, progress.note)
     size = fixed_batch(config)
     if size is None:
         return SourceData(reader, min(most, len(reader)), min(batch, len(reader)))

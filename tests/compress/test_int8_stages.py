@@ -15,27 +15,35 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from penjing.compress import outcome
 from penjing.compress import run as whole_run
 from penjing.compress.decoder import artifact as weights
 from penjing.compress.distill.task import WrappedTask
+from penjing.compress.graph import task as graph_task
 from penjing.compress.measure import evaluate
+from penjing.compress.measure import graph as outputs
 from penjing.compress.quantize import prepare
 from penjing.compress.quantize.task import QuantizedTask
-from penjing.compress.quantizers import classifier, decoder
+from penjing.compress.quantizers import classifier, decoder, graph
 from penjing.compress.run import run_recipe
 from penjing.compress.samples import data
 from penjing.compress.steps import prune
 from penjing.compress.verify import verify_artifact
 from penjing.core import files
 from penjing.core.errors import InputError, SetupError
+from penjing.core.graph.trace import from_torch
 from penjing.core.manifest import read_manifest
 from penjing.train import run as train_run
 from penjing.train.families import classifier as vision
 from penjing.train.plan.estimate import MemoryEstimate
+from tests.compress.graph.networks import randomised
+from tests.compress.graphs import write_graph
 from tests.compress.quantize.folders import vision_folder
 from tests.compress.steps.test_quantize import made_up
+from tests.core.graph.networks import Residual
 
 HEAD = """
 model = "{model}"
@@ -75,6 +83,13 @@ evaluation_samples = 0
 checkpoint_every = 2
 learning_rate = {{ peak = 0.01 }}
 """
+GRAPH = (
+    CLASSIFIER.replace("onnxruntime = false\n", "")
+    .replace("images = 64", 'source = "{data}"', 1)
+    .replace("images = 64", "images = 32")
+    .replace("peak = 0.01", "peak = 1e-3")
+    .replace("accuracy_points = 100.0", "similarity_loss = 2.0")
+)
 DECODER = """
 prefill_tokens = 8
 [evaluate]
@@ -122,6 +137,17 @@ CLASSIFIER_FAULTS: tuple[Fault, ...] = (
     (whole_run, "write_reports", 1, FULL),
     (whole_run, "write_manifest", 1, Killed()),
 )
+GRAPH_FAULTS: tuple[Fault, ...] = (
+    (prune, "prune_checkpoint", 1, Killed()),
+    (WrappedTask, "after_update", 3, Killed()),  # distillation
+    (graph_task, "prepare_graph", 1, Killed()),
+    (graph_task.QuantizedGraphTask, "after_update", 3, Killed()),  # training in INT8
+    (graph, "export_network", 1, FULL),
+    (graph, "measure", 1, Killed()),
+    (graph, "write_manifest", 1, Killed()),
+    (outputs, "scores_of", 1, Killed()),
+    (whole_run, "write_manifest", 1, Killed()),
+)
 DECODER_FAULTS: tuple[Fault, ...] = (
     (weights, "compress_layer", 2, Killed()),  # calibration, in the last layer
     (weights, "save_checkpoint", 1, FULL),
@@ -141,7 +167,8 @@ class Watch:
     calls: list[str] = field(default_factory=list)
 
     def install(self, patch: pytest.MonkeyPatch, fault: Fault | None) -> None:
-        for module, name in ((prune, "prune_checkpoint"), (weights, "compress_layer"), (prepare, "calibrate")):
+        watched = (prune, "prune_checkpoint"), (weights, "compress_layer"), (prepare, "calibrate")
+        for module, name in (*watched, (graph_task, "prepare_graph")):
             patch.setattr(module, name, self._counting(name, getattr(module, name)))
         patch.setattr(WrappedTask, "after_update", self._updating(WrappedTask.after_update))
         if fault is None:
@@ -239,6 +266,20 @@ def test_a_classifier_s_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     watch = die_in_each(recipe(tmp_path, "killed", CLASSIFIER, model=model), CLASSIFIER_FAULTS, monkeypatch)
     assert watch.calls == ["prune_checkpoint", "prune_checkpoint", "calibrate", "calibrate"]  # each died once
     assert watch.steps("Distilled") == watch.steps("QuantizedTask") == [1, 2, 3, 3, 4]  # the newest state: step 2
+    first, second = (read_manifest(folder).sha256["model.onnx"] for folder in (whole, tmp_path / "killed"))
+    assert first == second
+
+
+def test_a_graph_s_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    images = torch.randn(96, 3, 16, 16, generator=torch.Generator().manual_seed(3))
+    save_file({"images": images}, tmp_path / "data.safetensors")
+    network = from_torch(randomised(Residual()), (images[:4],), meaning="classes")
+    places = {"model": write_graph(tmp_path / "model", network), "data": tmp_path / "data.safetensors"}
+    whole = run_recipe(recipe(tmp_path, "whole", GRAPH, **places))
+    watch = die_in_each(recipe(tmp_path, "killed", GRAPH, **places), GRAPH_FAULTS, monkeypatch)
+    assert watch.calls == ["prune_checkpoint", "prune_checkpoint", "prepare_graph", "prepare_graph"]  # each died once
+    assert watch.steps("QuantizedGraphTask") == [1, 2, 3, 3, 4]  # the newest state: step 2
+    assert watch.steps("Taught") == 2 * [1, 2, 3, 3, 4]  # by itself, and rounded
     first, second = (read_manifest(folder).sha256["model.onnx"] for folder in (whole, tmp_path / "killed"))
     assert first == second
 

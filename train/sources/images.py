@@ -57,8 +57,7 @@ def load_images(
     """
     source = open_source(settings)
     names = wanted.names or class_names(settings)
-    learnt, held = source.halves(held_out)
-    indices = learnt if split == "train" or not (held_out or source.test is not None) else held
+    indices = source.halves(held_out)[0] if split == "train" else source.judged(held_out)
     neutral = (0.0,) * wanted.channels, (1.0,) * wanted.channels
     pixels = Pixels(
         height=wanted.height,

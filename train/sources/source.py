@@ -59,6 +59,15 @@ class Source:
             raise InputError(f"{self.where} holds {self.size} different samples, too few to hold any out; give more")
         return every[~held], every[held]
 
+    def judged(self, share: float) -> NDArray[np.int64]:
+        """The samples to evaluate on: those that `halves` holds out, or all where it holds out none.
+
+        Raises:
+            InputError: too few.
+        """
+        learnt, held = self.halves(share)
+        return held if share or self.test is not None else learnt
+
 
 def is_test(name: str) -> bool | None:
     """Whether a folder's or file's name says that it is for testing (True) or training (False); None: neither."""

@@ -43,6 +43,16 @@ def test_each_operator_with_weights_is_a_layer(residual: Path) -> None:
     assert sizes["size"]["macs"] == 16 * 16 * 9 * 16 * (3 + 16) + 160
 
 
+def test_no_more_samples_are_counted_than_the_source_has(tmp_path: Path) -> None:
+    source = str(folder_of(tmp_path / "photos", {"cat": 6, "dog": 5}))
+    for name, passes in (("graph", 2), ("classifier", 1)):
+        held_out = family(name).held_out
+        assert held_out(EvaluateSettings(source=source)) == passes * 11
+        assert held_out(EvaluateSettings(source=source, images=4)) == passes * 4
+        assert 0 < held_out(EvaluateSettings(source=source, held_out=0.3)) < passes * 11
+    assert family("classifier").held_out(EvaluateSettings()) == 10_000
+
+
 def test_attention_without_weights_is_counted(tmp_path: Path) -> None:
     dynamic = {"tokens": {0: "batch", 1: "length"}}
     folder = graph_folder(tmp_path / "attention", Attention(), torch.randint(0, 50, (2, 7)), dynamic=dynamic)
