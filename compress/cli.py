@@ -159,6 +159,29 @@ def compress_sensitivity(
     write_json(result, json_file)
 
 
+@app.command("graph")
+def graph(
+    checkpoint: Annotated[Path, typer.Argument(help="The folder of a graph.", show_default=False)],
+    out: Annotated[Path | None, typer.Option(help="Write the graph to this `.txt`, `.svg` or `.json`.")] = None,
+    target: Annotated[Target, typer.Option(help="Whose rules say what becomes INT8.")] = "onnxruntime-cpu",
+    json_file: Json = None,
+) -> None:
+    """Show a network: its operators, shapes, costs and bytes, and what pruning and INT8 can take.
+
+    Example: `penjing graph build/net --out graph.svg`
+    """
+    from penjing.compress.prospects import print_prospects, prospects
+    from penjing.core.checkpoint.graph_look import show
+    from penjing.core.progress import progress_bar
+
+    network, result = show(checkpoint, out)
+    with progress_bar() as progress:
+        result |= (found := prospects(checkpoint, network, target, progress))
+    print_prospects(found)
+    if json_file is not None:
+        write_json(result, json_file)
+
+
 @app.command("report")
 def report(
     runs: Annotated[list[Path], typer.Argument(help="Folders that `penjing compress` made.", show_default=False)],

@@ -20,7 +20,7 @@ from typer.main import get_command
 
 from penjing.core.cli_options import Json, write_json
 from penjing.core.errors import ConfigError, PenjingError
-from penjing.core.imports.commands import graph_command, import_command
+from penjing.core.imports.commands import import_command
 from penjing.core.recipe_cli import recipe_app
 
 STAGES = {"train": "penjing.train.cli", "compress": "penjing.compress.cli", "serve": "penjing.serve.cli"}
@@ -28,7 +28,7 @@ STAGES = {"train": "penjing.train.cli", "compress": "penjing.compress.cli", "ser
 COMMANDS = {
     "export": "compress",
     "import": "",
-    "graph": "",
+    "graph": "compress",
     "report": "compress",
     "generate": "serve",
     "serve": "serve",
@@ -79,7 +79,6 @@ def _common(
 
 
 import_command(app)
-graph_command(app)
 
 
 @app.command()

@@ -172,7 +172,7 @@ class _Placement:
             name, values = operator_name(node), _inputs(node)
             if node in self.products and name in CONVOLUTIONS:
                 could[_end(node)] = node
-            elif _joins(node) and values and all(value in could for value in values):
+            elif joins(node) and values and all(value in could for value in values):
                 could[_end(node) if name == "add" else node] = node
         for value in reversed(list(could)):
             node = could[value]
@@ -281,7 +281,7 @@ def _end(node: Node) -> Node:
     return node
 
 
-def _joins(node: Node) -> bool:
+def joins(node: Node) -> bool:
     """Whether the operator gives integers from integers; of averages, those over all rows and columns or windows."""
     name = operator_name(node)
     if name == "adaptive_avg_pool2d":

@@ -67,7 +67,7 @@ def look(checkpoint: Path, out: Path | None = None) -> tuple[Network, dict[str, 
 _COLUMNS = ("count", "macs", "weight_bytes", "result_bytes")
 
 
-def show(checkpoint: Path, out: Path | None) -> dict[str, Any]:
+def show(checkpoint: Path, out: Path | None) -> tuple[Network, dict[str, Any]]:
     """`look`, with the text on standard output where `out` is none, and the totals on standard error."""
     from rich.table import Table
 
@@ -91,4 +91,4 @@ def show(checkpoint: Path, out: Path | None) -> dict[str, Any]:
             f"Its answers are {parity['distance']:.1e} of their scale from those of {parity['oracle']}, more than "
             f"{parity['bound']:.0e}: accepted by --tolerance {parity['tolerance']:g} when it was imported."
         )
-    return result
+    return network, result

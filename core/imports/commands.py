@@ -1,4 +1,4 @@
-"""`penjing import` and `penjing graph`: networks come in, and are looked at."""
+"""`penjing import`: networks come in."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from penjing.core.cli_options import Force, Json, write_json
+from penjing.core.cli_options import Force
 
 Many = list[str] | None
 
@@ -85,23 +85,3 @@ def import_command(app: typer.Typer) -> None:
             from penjing.core.imports.importer import import_model
 
             import_model(source, out, force=force, progress=progress)
-
-
-def graph_command(app: typer.Typer) -> None:
-    """Add `penjing graph` to `app`."""
-
-    @app.command("graph")
-    def graph(
-        checkpoint: Annotated[Path, typer.Argument(help="The folder of a graph.", show_default=False)],
-        out: Annotated[Path | None, typer.Option(help="Write the graph to this `.txt`, `.svg` or `.json`.")] = None,
-        json_file: Json = None,
-    ) -> None:
-        """Show a network: its operators, shapes, multiply-accumulates and bytes.
-
-        Example: `penjing graph build/net --out graph.svg`
-        """
-        from penjing.core.checkpoint.graph_look import show
-
-        result = show(checkpoint, out)
-        if json_file is not None:
-            write_json(result, json_file)

@@ -116,7 +116,7 @@ def test_a_difference_that_the_user_accepts_is_recorded_and_said(
     made = read_manifest(out).created_by
     assert made["parity"]["tolerance"] == made["options"]["tolerance"] == 2e-3
     assert made["parity"]["bound"] == 1e-5
-    assert show(out, tmp_path / "graph.txt")["parity"]["tolerance"] == 2e-3
+    assert show(out, tmp_path / "graph.txt")[1]["parity"]["tolerance"] == 2e-3
     assert "accepted by --tolerance 0.002" in " ".join(capsys.readouterr().err.split())
     with pytest.raises(ConfigError, match="above 1e-05, at most 1"):
         graph_options(tolerance=1.5)
