@@ -24,17 +24,22 @@ class GraphModule(fx.GraphModule):
     """An `fx.GraphModule` whose batch norms and dropouts follow `train()` and `eval()`, in any training loop."""
 
     def train(self, mode: bool = True) -> GraphModule:
-        """Put batch norms and dropouts into training (or evaluation) mode."""
+        """Put batch norms and dropouts into training (or evaluation) mode; norms without statistics have one alone."""
         super().train(mode)
         changed = False
         for node in self.graph.nodes:
             position = _MODES.get(operator_name(node))
-            if position is not None and node.args[position] is not mode:
+            if position is not None and node.args[position] is not mode and not _always_measures(node):
                 node.update_arg(position, mode)
                 changed = True
         if changed:
             self.recompile()
         return self
+
+
+def _always_measures(node: Node) -> bool:
+    """Whether it is a batch norm that keeps no statistics, such as one over a weight."""
+    return operator_name(node) == "batch_norm" and node.args[3] is None
 
 
 @dataclass(frozen=True)

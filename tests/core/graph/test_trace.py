@@ -30,6 +30,27 @@ def test_nothing_writes_into_its_arguments_and_layers_stay_whole() -> None:
     assert {"conv2d", "batch_norm", "relu", "add", "dropout", "linear"} <= set(found)
 
 
+class Standardised(nn.Module):
+    """(batch, 4) → (batch, 6): a weight whose rows are normalised, as timm's NFNet does by a batch norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(6, 4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows = nn.functional.batch_norm(self.weight.reshape(1, 6, -1), None, None, training=True, momentum=0.0)
+        return x @ rows.reshape_as(self.weight).T
+
+
+def test_a_batch_norm_without_statistics_measures_in_either_mode() -> None:
+    model = Standardised().eval()
+    x = torch.randn(3, 4)
+    network = from_torch(model, (x,))
+    for mode in (True, False):
+        network.module.train(mode)
+        torch.testing.assert_close(network(x)[0], model(x))
+
+
 def test_batch_norms_and_dropouts_follow_the_mode_and_copies_keep_their_own() -> None:
     torch.manual_seed(0)
     network = from_torch(Residual(), (torch.randn(4, 3, 16, 16),))
