@@ -237,9 +237,12 @@ for delay in sys.stdin:
 def test_kill_at_any_point_leaves_nothing_half_made(tmp_path: Path, tiny_gguf: Path, force: bool) -> None:
     """SIGKILL after random delays: under the final name there is nothing, or (replacing) a whole checkpoint."""
     out = tmp_path / "here" / "out"
-    began = time.monotonic()
-    import_model(str(tiny_gguf), out)
-    duration = time.monotonic() - began
+    durations = []
+    for _ in range(3):  # the first may load modules, which the killed process has loaded
+        began = time.monotonic()
+        import_model(str(tiny_gguf), out, force=True)
+        durations.append(time.monotonic() - began)
+    duration = min(durations)
     if not force:
         shutil.rmtree(out)
     command = [sys.executable, "-c", KILLED, str(tiny_gguf), str(out), "force" if force else "new"]
