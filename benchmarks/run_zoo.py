@@ -22,6 +22,7 @@ result runs and gives the same shapes. `torch_pruning_train`: one update of that
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
 import multiprocessing
 import tempfile
@@ -51,6 +52,8 @@ def main() -> int:
     parser.add_argument("--again", action="store_true", help="also what has rows")
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the rows")
     arguments = parser.parse_args()
+    for folder in ("site", "nncf", "results"):  # each network's process works in a folder of its own
+        setattr(arguments, folder, getattr(arguments, folder).absolute())
     done = set() if arguments.again else {row.metric for row in read(BENCHMARK, arguments.results)}
     warnings.filterwarnings("ignore")
     packages_from(arguments.site)
@@ -100,7 +103,8 @@ def in_a_process(name: str, columns: list[str], arguments: argparse.Namespace) -
 
 def send(to: Connection, name: str, columns: list[str], arguments: argparse.Namespace) -> None:
     """In the other process: each cell as soon as it is known."""
-    with tempfile.TemporaryDirectory() as place:
+    # Peers write large weights into the current folder, and leave them there when their time is over.
+    with tempfile.TemporaryDirectory() as place, contextlib.chdir(place):
         for cell in cells(Entry(name, Path(place), arguments.site, arguments.nncf), columns):
             to.send(cell)
 

@@ -63,6 +63,18 @@ def test_rows_are_written_once_and_a_process_that_ends_leaves_its_reason(tmp_pat
     assert len(run(monkeypatch, tmp_path, found, "--again", "--only", "one")) == 6
 
 
+def test_what_a_peer_drops_into_the_current_folder_does_not_stay(tmp_path: Path, monkeypatch):
+    def found(entry: Entry, columns):
+        Path("weights.data").write_bytes(b"large")
+        yield Cell(columns[0], float(Path("weights.data").absolute().is_relative_to(entry.place)), None, 0.1)
+
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    rows = run(monkeypatch, Path("../rows"), found, "--only", "one")
+    assert [row.value for row in rows] == [1.0, None]
+    assert list((tmp_path / "here").iterdir()) == []
+
+
 def test_a_network_that_takes_too_long_is_ended(tmp_path: Path, monkeypatch):
     def found(entry: Entry, columns):
         yield Cell("import", 7.0, None, 0.1)
