@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+import subprocess
 from collections import Counter
 from functools import cache
 from importlib import import_module
@@ -314,3 +315,12 @@ def test_a_public_name_has_one_meaning_in_a_stage(stage: str) -> None:
 
 def test_the_readme_is_short() -> None:
     assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= MAX_README_LINES
+
+
+def test_no_large_file_is_kept() -> None:
+    """Weights and data sets stay out; the limit is twice the largest table of rows."""
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True)
+    if listed.returncode:
+        pytest.skip("no checkout of git")
+    files = [ROOT / name for name in listed.stdout.split("\0") if name]
+    assert {str(path): size for path in files if path.is_file() and (size := path.stat().st_size) > 500_000} == {}
