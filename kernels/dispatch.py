@@ -15,6 +15,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 if TYPE_CHECKING:
     from penjing.kernels.cpu.functions import CpuExtension
@@ -71,9 +72,9 @@ def force_triton_language() -> Iterator[None]:
 def cpu_extension(*tensors: torch.Tensor) -> CpuExtension | None:
     """The C++ extension, if it is built, not switched off, and can take `tensors`: on the CPU, no gradient wanted.
 
-    `torch.compile` sees torch alone, so that a model is one graph.
+    `torch.compile` sees torch alone, so that a model is one graph; tensors without data have nothing to read.
     """
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or any(isinstance(tensor, FakeTensor) for tensor in tensors):
         return None
     if _forced.get() or any(tensor.device.type != "cpu" for tensor in tensors):
         return None

@@ -8,19 +8,21 @@
 #include "memory.h"
 #include "ops.h"
 #include "pool.h"
+#include "sample.h"
 
 #define PJ_API extern "C" __attribute__((visibility("default")))
 
 using namespace penjing;
 
 // Raised with every change of a structure or a function below.
-PJ_API int32_t pj_abi_version() { return 6; }
+PJ_API int32_t pj_abi_version() { return 7; }
 
 // Bytes of a structure, so that a test can hold Python's copy against it.
 PJ_API uint64_t pj_struct_bytes(int32_t which) {
     constexpr uint64_t bytes[] = {sizeof(PjLinear), sizeof(PjLayer),   sizeof(PjModel), sizeof(PjSequences),
-                                  sizeof(PjPages),  sizeof(StepInput), sizeof(PjPart)};
-    return which >= 0 && which < 7 ? bytes[which] : 0;
+                                  sizeof(PjPages),  sizeof(StepInput), sizeof(PjPart),
+                                  sizeof(SampleRow)};
+    return which >= 0 && which < 8 ? bytes[which] : 0;
 }
 
 PJ_API const char* pj_isa() { return ops().name; }
@@ -141,3 +143,8 @@ PJ_API int32_t pj_attention(const float* q, float* out, const PjPages* pages, co
 PJ_API void* pj_make_decoder(const PjModel* model) { return make_decoder(*model); }
 PJ_API void pj_free_decoder(void* decoder) { free_decoder(static_cast<Decoder*>(decoder)); }
 PJ_API int32_t pj_step(void* decoder, const StepInput* input) { return run_step(*static_cast<Decoder*>(decoder), *input); }
+
+// Rows of logits of one vocabulary; what they point to must outlive the call.
+PJ_API int32_t pj_sample(SampleRow* const* rows, int64_t num_rows, int64_t vocab) {
+    return sample_rows(rows, num_rows, vocab);
+}

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import ctypes
 import os
-from ctypes import POINTER, c_char_p, c_float, c_int32, c_int64, c_uint32, c_uint64, c_void_p
+from ctypes import POINTER, c_char_p, c_double, c_float, c_int32, c_int64, c_uint32, c_uint64, c_void_p
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
-ABI_VERSION = 6
+ABI_VERSION = 7
 DTYPES = {"float32": 0, "bfloat16": 1, "float16": 2, "int8": 3}
 
 
@@ -136,7 +136,39 @@ class Part(ctypes.Structure):
     )
 
 
-STRUCTURES = (Linear, Layer, Model, Sequences, Pages, StepInput, Part)  # in the order of pj_struct_bytes
+class SampleRow(ctypes.Structure):
+    """SampleRow of sample.h."""
+
+    _fields_ = (
+        ("logits", c_void_p),
+        ("seen", c_void_p),
+        ("counts", c_void_p),
+        ("bias_ids", c_void_p),
+        ("bias", c_void_p),
+        ("forbidden", c_void_p),
+        ("mask", c_void_p),
+        ("top_ids", c_void_p),
+        ("top_logprobs", c_void_p),
+        ("top_ranks", c_void_p),
+        ("num_seen", c_int64),
+        ("num_bias", c_int64),
+        ("num_forbidden", c_int64),
+        ("number", c_double),
+        ("top_p", c_double),
+        ("temperature", c_float),
+        ("min_p", c_float),
+        ("repetition", c_float),
+        ("presence", c_float),
+        ("frequency", c_float),
+        ("top_k", c_int32),
+        ("num_logprobs", c_int32),
+        ("token", c_int32),
+        ("num_top", c_int32),
+        ("unused", c_int32),
+    )
+
+
+STRUCTURES = (Linear, Layer, Model, Sequences, Pages, StepInput, Part, SampleRow)  # in the order of pj_struct_bytes
 
 # name → (result, arguments)
 _FUNCTIONS = {
@@ -169,6 +201,7 @@ _FUNCTIONS = {
     "pj_attention": (c_int32, [c_void_p, c_void_p, POINTER(Pages), POINTER(Sequences), c_int64, c_float, c_int64]),
     "pj_make_decoder": (c_void_p, [POINTER(Model)]),
     "pj_free_decoder": (None, [c_void_p]),
+    "pj_sample": (c_int32, [POINTER(c_void_p), c_int64, c_int64]),
     "pj_step": (c_int32, [c_void_p, POINTER(StepInput)]),
 }
 

@@ -81,6 +81,15 @@ struct Ops {
     // Merges the state of a tile (peak −inf: nothing seen) into a running state, as attend_tile does itself.
     void (*merge_tile)(const float* peak, const float* total, const float* out, int rows, int head_dim,
                        float* running_peak, float* running_total, float* running_out);
+
+    // Rows of logits and their weights; see ops_sample.h.
+    float (*peak_of_row)(const float* x, int64_t n);
+    void (*weigh_row)(const float* x, int64_t n, float peak, float temperature, float* weight);
+    double (*sum_weights)(const float* weight, int64_t n);
+    int64_t (*gather_from)(const float* x, int64_t n, float least, float* value, int32_t* id);
+    int64_t (*peaks_of_groups)(const float* x, int64_t n, float* peak);
+    double (*sum_of_powers)(const float* x, int64_t n, float peak);
+    int64_t (*count_before)(const float* x, int64_t n, float value, int64_t position);
 };
 
 const Ops& scalar_ops();

@@ -1,0 +1,243 @@
+#include "sample.h"
+
+#include <algorithm>
+#include <atomic>
+#include <cmath>
+#include <cstring>
+#include <functional>
+#include <limits>
+
+#include "memory.h"
+#include "ops.h"
+#include "pool.h"
+
+namespace penjing {
+namespace {
+
+constexpr int64_t BLOCK = 256;
+constexpr float LARGEST = std::numeric_limits<float>::max();
+constexpr float NEVER = -std::numeric_limits<float>::infinity();
+
+// Working memory of a member.
+struct Room {
+    float* logits;
+    float* weight;
+    float* value;
+    float* spare;
+    int32_t* id;
+};
+Room carve_room(Carver& carver, int64_t vocab) {
+    const size_t size = static_cast<size_t>(vocab);
+    return {carver.take<float>(size), carver.take<float>(size), carver.take<float>(size), carver.take<float>(size),
+            carver.take<int32_t>(size)};
+}
+
+void change_logits(const SampleRow& row, float* x, int64_t vocab) {
+    memcpy(x, row.logits, static_cast<size_t>(vocab) * sizeof(float));
+    if (row.repetition != 1.0f) {
+        for (int64_t i = 0; i < row.num_seen; ++i) {
+            float& value = x[row.seen[i]];
+            const float changed = value > 0 ? value / row.repetition : value * row.repetition;
+            value = std::min(std::max(changed, -LARGEST), LARGEST);
+        }
+    }
+    if (row.presence != 0 || row.frequency != 0) {
+        for (int64_t i = 0; i < row.num_seen; ++i)
+            if (row.counts[i] > 0) x[row.seen[i]] -= row.presence + row.frequency * static_cast<float>(row.counts[i]);
+    }
+    for (int64_t i = 0; i < row.num_bias; ++i) x[row.bias_ids[i]] += row.bias[i];
+    for (int64_t i = 0; i < row.num_forbidden; ++i) x[row.forbidden[i]] = NEVER;
+    if (row.mask) {
+        for (int64_t begin = 0; begin < vocab; begin += 32) {
+            const uint32_t bits = row.mask[begin / 32];
+            const int64_t end = std::min(begin + 32, vocab);
+            if (bits == 0) std::fill(x + begin, x + end, NEVER);
+            else if (bits != ~0u)
+                for (int64_t i = begin; i < end; ++i)
+                    if (!(bits >> (i - begin) & 1)) x[i] = NEVER;
+        }
+    }
+}
+
+// The k-th largest of n values, 1 ≤ k ≤ n.
+float kth_largest(const Ops& ops, const float* x, int64_t n, int64_t k, const Room& room) {
+    const int64_t groups = ops.peaks_of_groups(x, n, room.spare);
+    int64_t count = n;
+    if (k <= groups) {  // so many groups reach this far, hence as many values
+        std::nth_element(room.spare, room.spare + (k - 1), room.spare + groups, std::greater<float>());
+        count = ops.gather_from(x, n, room.spare[k - 1], room.spare, room.id);
+    } else {
+        memcpy(room.spare, x, static_cast<size_t>(n) * sizeof(float));
+    }
+    std::nth_element(room.spare, room.spare + (k - 1), room.spare + count, std::greater<float>());
+    return room.spare[k - 1];
+}
+
+// The smallest weight of the smallest set of largest weights that holds `goal`; all of `value` hold at least that much.
+float nucleus(const Ops& ops, float* value, int64_t n, double goal) {
+    float *begin = value, *end = value + n;
+    double above = 0;
+    for (int round = 0; end - begin > 64 && round < 64; ++round) {
+        float *middle = begin + (end - begin) / 2;
+        const float pivot = std::max(std::min(*begin, *middle), std::min(std::max(*begin, *middle), *(end - 1)));
+        float* equal = std::partition(begin, end, [pivot](float x) { return x > pivot; });
+        const double larger = ops.sum_weights(begin, equal - begin);
+        if (above + larger >= goal) {
+            end = equal;
+            continue;
+        }
+        float* less = std::partition(equal, end, [pivot](float x) { return x == pivot; });
+        const double equals = ops.sum_weights(equal, less - equal);
+        if (above + larger + equals >= goal || less == end) return pivot;
+        above += larger + equals;
+        begin = less;
+    }
+    std::sort(begin, end, std::greater<float>());
+    for (float* at = begin; at < end; ++at) {
+        above += ops.sum_weights(at, 1);
+        if (above >= goal) return *at;
+    }
+    return end[-1];
+}
+
+// Where the running sum of the weights passes number × their sum; never at a weight of 0.
+int64_t draw(const Ops& ops, const float* weight, int64_t n, double total, double number) {
+    const double goal = number * total;
+    double sum = 0;
+    int64_t begin = 0, last = 0;
+    for (; begin < n; begin += BLOCK) {
+        const int64_t count = std::min(BLOCK, n - begin);
+        const double part = ops.sum_weights(weight + begin, count);
+        if (part > 0) last = begin;
+        if (sum + part > goal) break;
+        sum += part;
+    }
+    if (begin >= n) {  // rounding put the goal at the total: the last weight that is not 0 is meant
+        for (int64_t i = std::min(last + BLOCK, n) - 1; i > last; --i)
+            if (ops.sum_weights(weight + i, 1) > 0) return i;
+        return last;
+    }
+    for (int64_t i = begin;; ++i) {
+        sum += ops.sum_weights(weight + i, 1);
+        if (sum > goal) return i;
+    }
+}
+
+// `peak`: the largest logit.
+int32_t choose(const Ops& ops, const SampleRow& row, int64_t vocab, float peak, const Room& room) {
+    const float* x = row.logits;
+    if (row.repetition != 1.0f || row.presence != 0 || row.frequency != 0 || row.num_bias || row.num_forbidden ||
+        row.mask) {
+        change_logits(row, room.logits, vocab);
+        x = room.logits;
+        peak = ops.peak_of_row(x, vocab);
+    }
+    if (row.temperature == 0 || peak == NEVER) return static_cast<int32_t>(std::find(x, x + vocab, peak) - x);
+    int64_t count = vocab;
+    const int32_t* id = nullptr;  // null: the place is the token
+    if (row.top_k > 0 && row.top_k < vocab) {
+        const float least = kth_largest(ops, x, vocab, row.top_k, room);
+        count = ops.gather_from(x, vocab, least, room.value, room.id);
+        x = room.value;
+        id = room.id;
+    }
+    float* weight = room.weight;
+    ops.weigh_row(x, count, peak, row.temperature, weight);
+    double total = ops.sum_weights(weight, count);
+    if (row.top_p < 1 || row.min_p > 0) {
+        // From here on `value` holds weights, and `other` the places of those that are still of interest.
+        int32_t* other = reinterpret_cast<int32_t*>(room.logits);
+        int64_t large = 0;
+        float least = row.min_p;
+        if (row.top_p < 1) {
+            const double goal = row.top_p * total;
+            // Mostly the larger ones hold enough; smaller than the second bound is less than half of what may be left
+            // out.
+            large = ops.gather_from(weight, count, 1.0f / 128, room.value, other);
+            if (ops.sum_weights(room.value, large) < goal) {
+                const double small = (1 - row.top_p) * total / static_cast<double>(2 * count) - 1e-10;
+                large = ops.gather_from(weight, count, static_cast<float>(std::max(small, 0.0)), room.value, other);
+            }
+            memcpy(room.spare, room.value, static_cast<size_t>(large) * sizeof(float));
+            least = std::max(least, nucleus(ops, room.spare, large, goal));
+        } else {
+            large = ops.gather_from(weight, count, least, room.value, other);
+        }
+        count = 0;
+        for (int64_t i = 0; i < large; ++i) {
+            if (!(room.value[i] >= least)) continue;
+            weight[count] = room.value[i];
+            other[count++] = id ? id[other[i]] : other[i];
+        }
+        id = other;
+        total = ops.sum_weights(weight, count);
+    }
+    const int64_t at = draw(ops, weight, count, total, row.number);
+    return id ? id[at] : static_cast<int32_t>(at);
+}
+
+void score(const Ops& ops, SampleRow& row, int64_t vocab, float peak, const Room& room) {
+    const float* x = row.logits;
+    const double log_total = static_cast<double>(peak) + std::log(ops.sum_of_powers(x, vocab, peak));
+    const int64_t wanted = std::min<int64_t>(row.num_logprobs, vocab);
+    bool seen = false;
+    if (wanted > 0) {
+        const float least = kth_largest(ops, x, vocab, wanted, room);
+        const int64_t count = ops.gather_from(x, vocab, least, room.value, room.id);
+        std::partial_sort(room.id, room.id + wanted, room.id + count,
+                          [x](int32_t a, int32_t b) { return x[a] > x[b] || (x[a] == x[b] && a < b); });
+    }
+    row.num_top = static_cast<int32_t>(wanted);
+    for (int64_t i = 0; i < wanted; ++i) {
+        row.top_ids[i] = room.id[i];
+        row.top_logprobs[i] = static_cast<double>(x[room.id[i]]) - log_total;
+        row.top_ranks[i] = i + 1;
+        seen |= room.id[i] == row.token;
+    }
+    if (seen) return;
+    row.top_ids[wanted] = row.token;
+    row.top_logprobs[wanted] = static_cast<double>(x[row.token]) - log_total;
+    row.top_ranks[wanted] = ops.count_before(x, vocab, x[row.token], row.token) + 1;
+    row.num_top = static_cast<int32_t>(wanted + 1);
+}
+
+struct Sampling {
+    SampleRow* const* rows;
+    int64_t num_rows, vocab;
+    Room room[64];
+    std::atomic<int64_t> next{0};
+};
+
+void sample_member(const Team& team, void* context) {
+    Sampling& call = *static_cast<Sampling*>(context);
+    const Ops& kernels = ops();
+    const Room& room = call.room[team.member];
+    for (int64_t i; (i = call.next.fetch_add(1)) < call.num_rows;) {
+        SampleRow& row = *call.rows[i];
+        const float peak = kernels.peak_of_row(row.logits, call.vocab);
+        if (!std::isfinite(peak)) {
+            row.token = -2;
+            continue;
+        }
+        if (row.token < 0) row.token = choose(kernels, row, call.vocab, peak, room);
+        if (row.num_logprobs >= 0) score(kernels, row, call.vocab, peak, room);
+    }
+}
+
+}  // namespace
+
+int sample_rows(SampleRow* const* rows, int64_t num_rows, int64_t vocab) {
+    static Scratch scratch;  // callers take turns, as those of a step do
+    Sampling call{rows, num_rows, vocab, {}, {}};
+    const int members = static_cast<int>(std::min<int64_t>({num_threads(), num_rows, 64}));
+    Carver counting(nullptr);
+    for (int i = 0; i < members; ++i) carve_room(counting, vocab);
+    void* memory = scratch.reserve(counting.used());
+    if (memory == nullptr) return -1;
+    Carver carver(memory);
+    for (int i = 0; i < members; ++i) call.room[i] = carve_room(carver, vocab);
+    run_team(sample_member, &call, members);
+    return 0;
+}
+
+}  // namespace penjing
