@@ -23,7 +23,12 @@ from penjing.core.errors import ConfigError, PenjingError
 from penjing.core.imports.commands import import_command
 from penjing.core.recipe_cli import recipe_app
 
-STAGES = {"train": "penjing.train.cli", "compress": "penjing.compress.cli", "serve": "penjing.serve.cli"}
+STAGES = {
+    "curate": "penjing.curate.cli",
+    "train": "penjing.train.cli",
+    "compress": "penjing.compress.cli",
+    "serve": "penjing.serve.cli",
+}
 """Where a stage's commands are: `app` of the module."""
 COMMANDS = {
     "export": "compress",
@@ -35,9 +40,11 @@ COMMANDS = {
     "stop": "serve",
     "chat": "serve",
     "info": "",
+    "curate": "curate",
     "train": "train",
     "compress": "compress",
     "server": "serve",
+    "keys": "serve",
     "bench": "serve",
     "recipe": "",
 }

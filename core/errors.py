@@ -4,9 +4,10 @@ PenjingError
 ├── ConfigError       a recipe, a setting or a flag is wrong
 ├── InputError        a file or folder that was handed in is missing, damaged or of another kind
 ├── RequestError      a generation request is invalid (names the field and its range)
-├── OverloadedError   the engine's limits are reached; try again later
+├── OverloadedError   the engine's limits are reached; `retry_after` says in how many seconds to try again
 ├── SetupError        the machine lacks something (libpython, glibc, a free port, disk space, a network)
 └── ServerError       a server did not answer, or answered with an error
+    └── UnavailableError  there is none, or it loads, restarts or shuts down; try again later, or another one
 """
 
 
@@ -31,6 +32,10 @@ class RequestError(PenjingError):
 class OverloadedError(PenjingError):
     exit_code = 5
 
+    def __init__(self, message: str, retry_after: float | None = None) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after
+
 
 class SetupError(PenjingError):
     exit_code = 6
@@ -38,3 +43,7 @@ class SetupError(PenjingError):
 
 class ServerError(PenjingError):
     exit_code = 7
+
+
+class UnavailableError(ServerError):
+    pass

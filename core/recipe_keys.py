@@ -29,6 +29,7 @@ from penjing.core.recipes import StageName
 RECIPES: dict[StageName, str] = {
     "compress": "penjing.compress.recipe:Recipe",
     "train": "penjing.train.recipe.recipe:TrainRecipe",
+    "curate": "penjing.curate.recipe:CurateRecipe",
 }
 FORMS: dict[StageName, dict[str, str]] = {"compress": {"steps": "penjing.compress.steps.registry:step_forms"}}
 """Lists whose entries are told apart by a registry: key → a function that gives every form by its dotted name, the
@@ -157,7 +158,11 @@ def page() -> str:
         "`--set section.key=value` changes one value for one run; steps count from 0, as in `--set steps.0.ratio=0.2`. "
         'A default of "left out" means that the key has no value unless it is written.\n'
     )
-    titles: dict[StageName, str] = {"train": "Recipes of `penjing train`", "compress": "Recipes of `penjing compress`"}
+    titles: dict[StageName, str] = {
+        "train": "Recipes of `penjing train`",
+        "compress": "Recipes of `penjing compress`",
+        "curate": "Recipes of `penjing curate`",
+    }
     parts, seen = [head], {}
     for stage, title in titles.items():
         parts.append(f"## {title}\n\n{as_markdown(recipe_sections(stage), seen)}")

@@ -12,7 +12,7 @@ from typing import Any, Literal
 from penjing.core.errors import ConfigError, InputError
 from penjing.core.files import atomic_write_text
 
-StageName = Literal["train", "compress"]
+StageName = Literal["train", "compress", "curate"]
 PACKAGE = "penjing.recipes"
 SUFFIX = ".toml"
 
@@ -61,19 +61,22 @@ def named_recipe(name: str) -> str:
 def stage_of(values: dict[str, Any], source: str) -> StageName:
     """The stage that runs the recipe with these `values`.
 
-    A training recipe describes its model in a table; a compression recipe names the folder of one.
+    A training recipe describes its model in a table or begins with a checkpoint, `initial`; a compression recipe names
+    the folder of one; a recipe of a corpus has none, and sources.
 
     Raises:
         ConfigError: it does neither; `source` names the recipe.
     """
     model = values.get("model")
-    if isinstance(model, dict):
+    if isinstance(model, dict) or "initial" in values:
         return "train"
     if isinstance(model, str):
         return "compress"
+    if "sources" in values:
+        return "curate"
     raise ConfigError(
-        f"{source} names no model: a training recipe describes one in [model], a compression recipe has "
-        'model = "FOLDER"'
+        f"{source} names no model: a training recipe describes one in [model] or names one by initial, a compression "
+        'recipe has model = "FOLDER"'
     )
 
 

@@ -23,6 +23,8 @@ class ChatTemplate:
         source: where it came from, for errors.
         special_tokens: texts that the template may write, such as `bos_token`.
 
+    Attributes: text, special_tokens: as given.
+
     Raises:
         InputError: it is no Jinja template, or too long.
     """
@@ -32,7 +34,7 @@ class ChatTemplate:
             raise InputError(f"{source}: the chat template has {len(text)} characters, at most {MAX_TEMPLATE_CHARS}")
         self.text = text
         self._source = source
-        self._special_tokens = special_tokens or {}
+        self.special_tokens = special_tokens or {}
         try:
             self._template = compile_template(text)
         except (jinja2.TemplateError, RecursionError) as error:
@@ -71,7 +73,7 @@ class ChatTemplate:
             RequestError: malformed messages, or a conversation that the template rejects.
             InputError: the template tries what the sandbox refuses.
         """
-        values = self._special_tokens | {"tools": None, "documents": None} | variables
+        values = self.special_tokens | {"tools": None, "documents": None} | variables
         values |= {"messages": _checked(messages), "add_generation_prompt": add_generation_prompt}
         try:
             return render(self._template, values)

@@ -1,34 +1,45 @@
 """Runs a Jinja template that came with a model: no way into Python, and bounded work, memory and output.
 
 Jinja's sandbox alone stops access to Python objects, but not a template that loops for hours or doubles a text until
-the memory is full. Here every loop, call and piece of text is charged to a budget of one rendering.
+the memory is full. Here every loop, call, comparison and piece of text is charged to a budget of one rendering, and the
+time is bounded.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+import time
+from collections.abc import Callable, Iterable, Iterator, Sized
 from contextvars import ContextVar
 from datetime import datetime
+from functools import wraps
 from typing import Any, NoReturn, cast
 
 import jinja2
 from jinja2 import nodes, pass_context
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
-from jinja2.runtime import Context, Undefined
+from jinja2.runtime import Context, LoopContext, Undefined
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 # All text a rendering makes; a message is counted about four times on its way. A million tokens is ~4 M characters.
 MAX_CHARS = 20_000_000
+MAX_SECONDS = 2.0  # of the thread's processor time, whatever else is within bounds
 MAX_STEPS = 300_000  # loop rounds and calls, about a second; a long chat takes a few thousand
 MAX_INTEGER_BITS = 4096
 # fmt: off
 _FILTERS = (
     "abs", "capitalize", "count", "d", "default", "dictsort", "e", "escape", "first", "float", "groupby", "int",
     "items", "last", "length", "list", "lower", "map", "max", "min", "reject", "rejectattr", "reverse", "round",
-    "safe", "select", "selectattr", "sort", "sum", "title", "trim", "unique", "upper",
+    "safe", "select", "selectattr", "sort", "title", "trim", "unique", "upper",
 )
+_WALKING = frozenset(["items", "list", "map", "reject", "rejectattr", "reverse", "select", "selectattr"])
+_READING = frozenset([
+    "capitalize", "dictsort", "e", "escape", "groupby", "lower", "max", "min", "sort", "title", "trim", "unique",
+    "upper",
+])
+_COMPARING = frozenset(["==", "!=", "<", "<=", ">", ">=", "eq", "equalto", "ge", "greaterthan", "gt", "in", "le",
+                        "lessthan", "lt", "ne"])
 # fmt: on
 _GROWING_METHODS = frozenset(["ljust", "rjust", "center", "zfill", "expandtabs", "translate"])
 
@@ -44,6 +55,7 @@ class TemplateRaisedError(Exception):
 class _Budget:
     def __init__(self) -> None:
         self.chars, self.steps = MAX_CHARS, MAX_STEPS
+        self._end = time.thread_time() + MAX_SECONDS
 
     def spend(self, chars: int = 0, steps: int = 0) -> None:
         self.chars -= chars
@@ -52,6 +64,8 @@ class _Budget:
             raise TemplateRefusedError(f"it makes more than {MAX_CHARS} characters")
         if self.steps < 0:
             raise TemplateRefusedError(f"it takes more than {MAX_STEPS} steps")
+        if time.thread_time() > self._end:
+            raise TemplateRefusedError(f"it takes more than {MAX_SECONDS:.0f} s")
 
 
 _budget: ContextVar[_Budget] = ContextVar("chat_template_budget")
@@ -89,9 +103,10 @@ class _Sandbox(ImmutableSandboxedEnvironment):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(finalize=_finalize, **options)
-        self.filters = {name: self.filters[name] for name in _FILTERS}
+        self.filters = {name: _charged(name, self.filters[name]) for name in _FILTERS}
         self.filters |= {"tojson": _tojson, "join": _join, "replace": _replace, "indent": _indent, "string": _string}
-        self.filters |= {"_looped": _looped, "_joined": _joined, "_text": _text}
+        self.filters |= {"_looped": _looped, "_joined": _joined, "_text": _text, "_compared": _compared, "sum": _sum}
+        self.tests |= {name: _comparing(self.tests[name]) for name in _COMPARING}
         self.globals = {
             "range": self.globals["range"],  # the sandbox's: at most 100000 long
             "dict": dict,
@@ -104,6 +119,10 @@ class _Sandbox(ImmutableSandboxedEnvironment):
         tree = super()._parse(source, name, filename)
         for loop in tree.find_all(nodes.For):
             loop.iter = _filtered(loop.iter, "_looped")
+        for compare in tree.find_all(nodes.Compare):
+            compare.expr = _filtered(compare.expr, "_compared")
+            for operand in compare.ops:
+                operand.expr = _filtered(operand.expr, "_compared")
         for output in tree.find_all(nodes.Output):
             output.nodes = [
                 _filtered(nodes.Const(node.data), "_text") if isinstance(node, nodes.TemplateData) else node
@@ -137,7 +156,13 @@ class _Sandbox(ImmutableSandboxedEnvironment):
                 return _join(args[0], str(owner))
             if name == "replace":
                 return _replace(owner, *args)
-        return super().call(__context, __obj, *args, **kwargs)
+            _budget.get().spend(chars=len(owner))
+        if isinstance(__obj, LoopContext) and args:
+            args = (_looped(__context, args[0]), *args[1:])
+        result = super().call(__context, __obj, *args, **kwargs)
+        if isinstance(result, list):
+            _budget.get().spend(chars=8 * len(result))
+        return result
 
 
 class _Generation(Extension):
@@ -216,9 +241,76 @@ def _text(_: Context, value: str) -> str:
 def _looped(_: Context, values: Any) -> Any:
     if isinstance(values, Undefined) or not isinstance(values, Iterable):
         return values  # Jinja reports it
-    sized = values if hasattr(values, "__len__") else list(values)
-    _budget.get().spend(steps=len(sized))  # pyright: ignore[reportArgumentType]
-    return sized
+    sized = values if isinstance(values, Sized) else list(values)
+    _budget.get().spend(steps=len(sized))
+    return _Rounds(cast(Any, sized))
+
+
+class _Rounds:
+    """The values of a loop; looks at the clock before each round, whose comparisons and slices may be long."""
+
+    def __init__(self, values: Any) -> None:
+        self._values = values
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def __iter__(self) -> Iterator[Any]:
+        budget = _budget.get()
+        for value in self._values:
+            budget.spend()
+            yield value
+
+
+@pass_context
+def _compared(_: Context, value: Any) -> Any:
+    """One side of a comparison, which may read all of it."""
+    if isinstance(value, str | bytes):
+        _budget.get().spend(chars=len(value) // 16)  # a search reads that many times faster than others write
+    elif isinstance(value, list | tuple | dict):
+        _charge(value)
+    return value
+
+
+def _comparing(test: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(test)
+    def charged(*values: Any) -> Any:
+        for value in values:
+            _compared(cast(Any, None), value)
+        return test(*values)
+
+    return charged
+
+
+def _charged(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """A filter of Jinja's that pays for what it walks over or reads."""
+    if name not in _WALKING | _READING:
+        return function
+    position = 1 if hasattr(function, "jinja_pass_arg") else 0
+
+    @wraps(function)
+    def charged(*args: Any, **kwargs: Any) -> Any:
+        value = args[position]
+        if name in _READING:
+            _charge(value)
+        elif isinstance(value, Sized):
+            _budget.get().spend(chars=len(value))
+        return function(*args, **kwargs)
+
+    return charged
+
+
+def _sum(values: Iterable[Any], attribute: str | None = None, start: Any = 0) -> Any:
+    total = start
+    for item in values:
+        term: Any = item.get(attribute) if isinstance(item, dict) and attribute else item
+        if isinstance(total, int | float) and isinstance(term, int | float):
+            _budget.get().spend(steps=1)
+        else:  # each sum of lists copies both
+            _charge(total)
+            _charge(term)
+        total = total + term
+    return total
 
 
 @pass_context

@@ -2,26 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from penjing.core.errors import InputError, RequestError
 from penjing.core.text.chat import ChatTemplate
+from penjing.core.text.records import LINES, TABLES, Damage, Record, form_of, read_records
+from penjing.core.text.source_files import files_below
 from penjing.core.text.tokenizer import Tokenizer
-
-JSONL = ".jsonl"
-
-
-@dataclass(frozen=True)
-class Document:
-    """A text, or a conversation (`text` is None) that is not checked yet; `where` is for errors."""
-
-    where: str
-    text: str | None
-    messages: Any = None
 
 
 class Documents:
@@ -72,52 +61,38 @@ class Documents:
         text = self.template.render(messages, add_generation_prompt=prompt)
         return self.tokenizer.encode(text, add_special=False)
 
-    def _tokens(self, document: Document, *, prompt: bool) -> list[int]:
+    def _tokens(self, document: Record, *, prompt: bool) -> list[int]:
         if document.text is not None:
             return self.tokenizer.encode(document.text, allow_special=False, add_special=prompt)
         try:
             return self.conversation(document.messages, prompt=prompt)
         except RequestError as error:
-            raise InputError(f"{document.where}: {error}") from None
+            raise InputError(f"{document.name}: {error}") from None
 
 
-def read_documents(paths: Iterable[Path], setting: str, *, lines: bool = False) -> Iterator[Document]:
+def read_documents(paths: Iterable[Path], setting: str, *, lines: bool = False) -> Iterator[Record]:
     """The documents in `paths`, in a fixed order.
 
     Args:
-        paths: UTF-8 files and folders of them. Each line of a file `.jsonl` is an object with `text`, or with
-            `messages`, a conversation.
+        paths: files and folders of them, see `read_records` and `files_below`. Each line of a file `.jsonl` is an
+            object with `text`, or with `messages`, a conversation.
         setting: whom errors name, such as "data.calibrate".
-        lines: of other files each line that is not empty is a document, too, and not the file.
+        lines: each line of a text that is not empty is a document, too, and not the file.
 
     Raises:
         InputError: a path that does not exist or holds no text, or a line that is no document; each named.
+        SetupError: a file needs a package that is not installed.
     """
     for file in (file for path in paths for file in text_files(path, setting)):
-        try:
-            text = file.read_text(encoding="utf-8")
-        except (UnicodeDecodeError, OSError) as error:
-            raise InputError(f"{setting}: {file} cannot be read as UTF-8 text: {error}") from error
-        if file.suffix != JSONL and not lines:
-            yield Document(f"{setting}: {file}", text)
-            continue
-        for number, line in enumerate(text.splitlines(), 1):
-            if line.strip():
-                where = f"{setting}: {file}, line {number}"
-                yield _of_line(line, where) if file.suffix == JSONL else Document(where, line)
-
-
-def _of_line(line: str, where: str) -> Document:
-    try:
-        document = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise InputError(f"{where}: not JSON ({error})") from None
-    values = document if isinstance(document, dict) else {}
-    if isinstance(values.get("text"), str):
-        return Document(where, values["text"])
-    if "messages" not in values:
-        raise InputError(f'{where}: an object with "text" or "messages" is needed, not {line[:60]!r}')
-    return Document(where, None, values["messages"])
+        for record in read_records(file, f"{setting}: {file}"):
+            if isinstance(record, Damage):
+                raise InputError(f"{record.name}: {record.reason}")
+            if not lines or record.text is None or form_of(file) in (*LINES, *TABLES):
+                yield record
+                continue
+            for number, line in enumerate(record.text.splitlines(), 1):
+                if line.strip():
+                    yield Record(f"{record.name}, line {number}", line)
 
 
 def text_files(path: Path, setting: str) -> list[Path]:
@@ -127,8 +102,8 @@ def text_files(path: Path, setting: str) -> list[Path]:
         InputError: there are none.
     """
     if not path.exists():
-        raise InputError(f"{setting}: {path} does not exist; name a text file, a {JSONL} file or a folder of them")
-    files = sorted(each for each in path.rglob("*") if each.is_file()) if path.is_dir() else [path]
+        raise InputError(f"{setting}: {path} does not exist; name a text file, a {LINES[0]} file or a folder of them")
+    files = files_below(path)
     if not files:
         raise InputError(f"{setting}: {path} holds no file; name a folder of texts")
     return files

@@ -47,6 +47,7 @@ class TextTokenizer:
                 f"{path} has a token {largest}, the model's embedding only {config.vocab_size} rows; "
                 "the files do not belong together"
             )
+        self.config = config
         self.max_tokens = _longest_text(folder, config)
         self._backend.enable_truncation(self.max_tokens)
         self._backend.no_padding()

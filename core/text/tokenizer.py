@@ -18,7 +18,7 @@ class Tokenizer:
 
     Attributes:
         vocab_size: largest token id + 1 (the embedding may have more rows).
-        longest_token: characters of the longest token, as the vocabulary spells it.
+        longest_token: bytes of the longest token, as the vocabulary spells it.
         eos_token_ids: ids that end a text, of the model and of the tokenizer.
         bos_token_id: id that begins a text, or None.
         special_ids: ids of control tokens, left out of decoded text.
@@ -30,10 +30,14 @@ class Tokenizer:
         backend.no_padding()
         vocab = backend.get_vocab(with_added_tokens=True)
         self.vocab_size = max(vocab.values(), default=-1) + 1
-        self.longest_token = max(map(len, vocab), default=0)
         self.eos_token_ids = tuple(dict.fromkeys(eos_token_ids))
         self.bos_token_id = bos_token_id
         added = backend.get_added_tokens_decoder()
+        # A byte-level vocabulary spells each byte as a character.
+        self._byte_level = type(backend.decoder).__name__ == "ByteLevel"
+        as_they_are = {token.content for token in added.values()} if self._byte_level else vocab
+        self.longest_token = max((len(token.encode() if token in as_they_are else token) for token in vocab), default=0)
+        self._strips = any(token.lstrip or token.rstrip for token in added.values())
         self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         self._literal: Backend | None = None
 
@@ -69,6 +73,16 @@ class Tokenizer:
         """
         backend = self.backend if allow_special else self._literal_backend()
         return backend.encode(text, add_special_tokens=add_special).ids
+
+    def encode_beside(self, text: str, add_special: bool = True) -> list[int]:
+        """`encode` without holding Python's lock, so that other threads go on: a megabyte takes most of a second."""
+        return self.backend.encode_batch([text], add_special_tokens=add_special)[0].ids
+
+    def most_bytes(self, num_tokens: int) -> int:
+        """Bytes of UTF-8 beyond which no text has as few as `num_tokens` tokens."""
+        # Others may shorten a text, by Unicode normalization or by dropping spaces, hardly to a quarter.
+        exact = self._byte_level and self.backend.normalizer is None and not self._strips
+        return num_tokens * self.longest_token * (1 if exact else 4)
 
     def decode(self, ids: Iterable[int], skip_special: bool = True) -> str:
         """Text of `ids`; bytes that are no UTF-8 become U+FFFD, ids without a token are left out."""

@@ -117,7 +117,7 @@ def test_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert cli._run(["recipe", "keys", "train", "checkpoint"]) == 0
     assert "every: integer, at least 1 (default 1000)" in capsys.readouterr().out
     assert cli._run(["recipe", "keys", "train", "chekpoint"]) == ConfigError.exit_code
-    assert "did you mean 'checkpoint'? Their sections are data.text, " in capsys.readouterr().err
+    assert "did you mean 'checkpoint'? Their sections are adapter, data.text, " in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("tree")

@@ -211,6 +211,25 @@ BOMBS = {
     "recursive loop": "{% for m in messages recursive %}{{ loop(messages) }}{{ loop(messages) }}{% endfor %}",
     "lipsum": "{{ lipsum(n=1000000000) }}",
     "batch": "{{ [1] | batch(10000000000, 0) | list | length }}",
+    "sum of lists": "{{ ([[1]] * 2000000) | sum(start=[]) | length }}",
+    "sum of texts": "{{ (['a'] * 250000) | sum(start='') | length }}",
+    "unique": "{{ (['a' * 1000000] * 200000) | unique | list | length }}",
+    "sort": "{{ (['a' * 1000000] * 200000) | sort | length }}",
+    "lower": "{% set s = 'aB' * 1000000 %}{% for i in range(100000) %}{% set x = s | lower %}{% endfor %}",
+    "contains": "{% set s = [1] * 2000000 %}{% for i in range(100000) %}{% if 2 in s %}{% endif %}{% endfor %}",
+    "contains text": (
+        "{% set s = 'ab' * 5000000 %}{% for i in range(100000) %}{% if 'ba' * 9 ~ 'x' in s %}{% endif %}{% endfor %}"
+    ),
+    "is in": "{% set s = [1] * 2000000 %}{% for i in range(100000) %}{% if 2 is in s %}{% endif %}{% endfor %}",
+    "select": "{% set s = [1] * 2000000 %}{{ range(100000) | select('in', s) | list | length }}",
+    "equal lists": NESTED + NESTED.replace("ns", "nt") + "{{ ns.x == nt.x }}",
+    "equal by a test": NESTED + NESTED.replace("ns", "nt") + "{{ ns.x is eq nt.x }}",
+    "lists": "{% set s = [1] * 2000000 %}{% for i in range(10000) %}{% set x = s | list %}{% endfor %}",
+    "split": "{% set s = 'a ' * 5000000 %}{% for i in range(10000) %}{% set x = s.split() %}{% endfor %}",
+    "long recursive loop": (
+        "{% for x in [1] recursive %}{{ loop(range(100000)) }}{% endfor %}"
+        "{% set s = [1] * 1000000 %}{% for i in range(99999) %}{% set y = s[:-1] %}{% endfor %}"
+    ),
     "raise": "{{ raise_exception('a' * 100000000000) }}",
     "date": "{{ strftime_now('%c' * 100000000) }}",
 }  # fmt: skip

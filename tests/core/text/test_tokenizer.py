@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +42,32 @@ def test_control_tokens_can_be_ordinary_text(tokenizer: Tokenizer) -> None:
     assert tokenizer.decode(tokenizer.encode(text)) == "ab"
     assert tokenizer.decode(tokenizer.encode(text), skip_special=False) == text
     assert 2 in tokenizer.encode(text)  # the setting of one call does not stay
+
+
+def test_other_threads_go_on_while_a_long_text_is_encoded(tokenizer: Tokenizer) -> None:
+    """With Python's lock held the longest pause would be the whole time."""
+    text, span = "the quick brown fox " * 15_000, []
+
+    def encode() -> None:
+        span.append(time.perf_counter())
+        tokenizer.encode_beside(text)
+        span.append(time.perf_counter())
+
+    thread = threading.Thread(target=encode)
+    thread.start()
+    longest, last = 0.0, time.perf_counter()
+    while thread.is_alive():
+        now = time.perf_counter()
+        longest, last = max(longest, now - last), now
+    assert longest < 0.7 * (span[1] - span[0])
+    assert tokenizer.encode_beside("a tree<|im_end|>") == tokenizer.encode("a tree<|im_end|>")
+
+
+def test_no_text_has_fewer_tokens_than_its_bytes_say(tokenizer: Tokenizer) -> None:
+    longest = max((tokenizer.decode([token], skip_special=False) for token in range(49152)), key=len)
+    for text in (longest * 50, "<|im_start|>" * 50, "é" * 50):
+        assert len(text.encode()) <= tokenizer.most_bytes(len(tokenizer.encode(text)))
+    assert tokenizer.most_bytes(100) == 100 * len(longest), "the bound is met"
 
 
 def test_properties(tokenizer: Tokenizer, smollm2: Path) -> None:

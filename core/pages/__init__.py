@@ -1,0 +1,1 @@
+"""What report pages of every stage share."""

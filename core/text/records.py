@@ -1,0 +1,289 @@
+"""Documents out of files as people have them: plain text, JSON lines, Parquet and Arrow tables, each compressed or not;
+read as a stream, and what is damaged is told with its place and reason.
+
+The one reader of training, calibration and curation.
+"""
+
+from __future__ import annotations
+
+import bz2
+import gzip
+import io
+import json
+import lzma
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from importlib import import_module
+from pathlib import Path
+from typing import IO, Any
+
+from penjing.core.errors import InputError, SetupError
+
+LINES = (".jsonl", ".ndjson")
+TABLES = (".parquet", ".arrow")
+COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
+TEXT_FIELDS = ("text", "content", "messages")
+LONGEST_LINE = 256 << 20  # bytes
+MOST_BAD_LINES = 0.01  # of a text: with more it is no UTF-8 text at all
+_ROWS = 256  # of a table at once
+_DAMAGED = (EOFError, OSError, zlib.error, lzma.LZMAError)  # what reading a damaged or compressed file raises
+
+
+@dataclass(frozen=True)
+class Record:
+    """A document: a text, or a conversation that is not checked yet (`text` is None).
+
+    Attributes:
+        name: its file, as the caller calls it, and its line or row: "notes/a.txt", "chats.jsonl, line 3".
+        fields: what else its line or row says.
+    """
+
+    name: str
+    text: str | None
+    messages: Any = None
+    fields: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Damage:
+    """What could not be read: a document, or with `part` only a line of a text whose others are read."""
+
+    name: str
+    reason: str
+    part: bool = False
+
+
+def form_of(file: Path) -> str:
+    """The suffix of `file` without that of a compression, in lower case: ".txt" of "a.txt.gz"."""
+    name = Path(file.stem) if file.suffix.lower() in COMPRESSED else file
+    return name.suffix.lower()
+
+
+def read_records(file: Path, name: str, column: str | None = None) -> Iterator[Record | Damage]:
+    """The documents of `file` in their order: the rows of a table or of JSON lines, else the file as one text.
+
+    Args:
+        name: what the file is called in the names of its documents.
+        column: the field that holds the text; by default the first of `TEXT_FIELDS` that is there.
+
+    Raises:
+        InputError: the file cannot be opened, its compression or table is damaged, or it has no such column.
+        SetupError: it needs a package that is not installed.
+    """
+    form = form_of(file)
+    if form in TABLES:
+        yield from _rows(file, name, column)
+    elif form in LINES:
+        yield from _json_lines(file, name, column)
+    else:
+        yield from _text(file, name)
+
+
+def open_bytes(file: Path) -> IO[bytes]:
+    """The bytes of `file`, decompressed where its suffix is in `COMPRESSED`.
+
+    Raises:
+        SetupError: zstandard is needed and not installed.
+    """
+    openers: dict[str, Callable[[Path], Any]] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open, ".zst": _zstd}
+    return openers.get(file.suffix.lower(), lambda path: open(path, "rb"))(file)
+
+
+def arrow_module(name: str, file: Path) -> Any:
+    """pyarrow, or a part of it such as "parquet".
+
+    Raises:
+        SetupError: it is not installed.
+    """
+    try:
+        return import_module(f"pyarrow.{name}" if name else "pyarrow")
+    except ImportError:
+        raise SetupError(f"{file} needs pyarrow, which is not installed: pip install pyarrow") from None
+
+
+class _Zstd(io.RawIOBase):
+    """The bytes of a .zst file of any number of frames; zstandard's own reader takes a cut file for a complete one."""
+
+    def __init__(self, file: Path) -> None:
+        try:
+            self._library = import_module("zstandard")
+        except ImportError:
+            raise SetupError(f"{file} needs zstandard, which is not installed: pip install zstandard") from None
+        self._frame: Any = None
+        self._file = open(file, "rb")  # noqa: SIM115 (closed with this object)
+        self._rest, self._ready = b"", b""
+
+    def readable(self) -> bool:
+        return True
+
+    def close(self) -> None:
+        self._file.close()
+        super().close()
+
+    def readinto(self, buffer: Any, /) -> int:
+        try:
+            while not self._ready and self._more():
+                pass
+        except self._library.ZstdError as error:
+            raise OSError(str(error)) from error
+        size = min(len(buffer), len(self._ready))
+        buffer[:size] = self._ready[:size]
+        self._ready = self._ready[size:]
+        return size
+
+    def _more(self) -> bool:
+        """Decompress the next piece; False at the end of the file."""
+        piece = self._rest or self._file.read(1 << 16)
+        if not piece:
+            if self._frame is not None:
+                raise EOFError("the file ends inside a compressed frame")
+            return False
+        self._frame = self._frame or self._library.ZstdDecompressor().decompressobj()
+        self._ready = self._frame.decompress(piece)
+        self._rest = b""
+        if self._frame.eof:
+            self._rest, self._frame = self._frame.unused_data, None
+        return True
+
+
+def _zstd(file: Path) -> IO[bytes]:
+    return io.BufferedReader(_Zstd(file), 1 << 18)
+
+
+def _raw_lines(file: Path) -> Iterator[tuple[int, bytes]]:
+    """(Number, bytes) of each line; of one longer than `LONGEST_LINE`, so many bytes and one."""
+    number = 0
+    try:
+        with open_bytes(file) as stream:
+            while line := stream.readline(LONGEST_LINE + 1):
+                number += 1
+                yield number, line
+                while len(line) > LONGEST_LINE and not line.endswith(b"\n"):
+                    line = stream.readline(LONGEST_LINE + 1)
+    except _DAMAGED as error:
+        raise _unreadable(file, number, "line", error) from error
+
+
+def _unreadable(file: Path, number: int, unit: str, error: Exception) -> InputError:
+    after = f" after {unit} {number}" if number else ""
+    reason = (str(error) or type(error).__name__).splitlines()[0]
+    return InputError(f"{file} cannot be read{after} ({reason}): cut off or damaged; get it again, or leave it out")
+
+
+def _decoded(raw: bytes) -> tuple[str, str | None]:
+    """(Text, what is wrong with it)."""
+    try:
+        text = raw.decode("utf-8")
+    except UnicodeDecodeError as error:
+        return "", f"cannot be read as UTF-8: byte 0x{raw[error.start]:02x} at place {error.start}"
+    return text, "holds the character NUL" if "\0" in text else None
+
+
+def _json_lines(file: Path, name: str, column: str | None) -> Iterator[Record | Damage]:
+    for number, raw in _raw_lines(file):
+        if not raw.strip():
+            continue
+        where = f"{name}, line {number}"
+        if len(raw) > LONGEST_LINE:
+            yield Damage(where, f"longer than {LONGEST_LINE >> 20} MB")
+            continue
+        text, wrong = _decoded(raw.removeprefix(b"\xef\xbb\xbf") if number == 1 else raw)
+        if wrong is not None:
+            yield Damage(where, wrong)
+            continue
+        try:
+            values = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            yield Damage(where, f"not JSON ({error})")
+            continue
+        yield _of_values(values if isinstance(values, dict) else {}, where, column, text)
+
+
+def _of_values(values: Mapping[str, Any], where: str, column: str | None, shown: str) -> Record | Damage:
+    if column is not None and column not in values:
+        return Damage(where, f"has no field {column!r}, only {', '.join(map(repr, values)) or 'none'}")
+    for key in (column,) if column is not None else TEXT_FIELDS:
+        value = values.get(key)
+        if isinstance(value, str):
+            if "\0" in value:
+                return Damage(where, "holds the character NUL")
+            if not value.isascii() and any("\ud800" <= char <= "\udfff" for char in value):
+                return Damage(where, "holds half a surrogate pair, which is no character")
+            return Record(where, value, fields={name: each for name, each in values.items() if name != key})
+        if key == "messages" and key in values:
+            return Record(where, None, value, {name: each for name, each in values.items() if name != key})
+    if column is not None:
+        return Damage(where, f"the field {column!r} holds no text but {type(values[column]).__name__}")
+    return Damage(where, f'an object with "text" or "messages" is needed, not {shown.strip()[:60]!r}')
+
+
+def _rows(file: Path, name: str, column: str | None) -> Iterator[Record | Damage]:
+    arrow, number = arrow_module("", file), 0
+    try:
+        for batch in _batches(file, arrow):
+            _check_column(file, batch.schema.names, column)
+            for row in batch.to_pylist():
+                number += 1
+                yield _of_values(row, f"{name}, row {number}", column, str(row))
+    except (arrow.ArrowException, OSError) as error:
+        raise _unreadable(file, number, "row", error) from error
+
+
+def _batches(file: Path, arrow: Any) -> Iterator[Any]:
+    """Record batches of the columns that can be part of a document: no bytes, no lists but conversations."""
+
+    def wanted(schema: Any) -> list[str]:
+        plain = (arrow.types.is_string, arrow.types.is_large_string, arrow.types.is_integer, arrow.types.is_floating)
+        return [each.name for each in schema if each.name in TEXT_FIELDS or any(is_(each.type) for is_ in plain)]
+
+    if form_of(file) == ".parquet":
+        with arrow_module("parquet", file).ParquetFile(file) as table:
+            yield from table.iter_batches(_ROWS, columns=wanted(table.schema_arrow))
+        return
+    with arrow.memory_map(str(file)) as stream:
+        try:
+            reader = arrow.ipc.open_stream(stream)
+        except arrow.ArrowInvalid:
+            whole = arrow.ipc.open_file(stream)
+            reader = (whole.get_batch(index) for index in range(whole.num_record_batches))
+        for batch in reader:
+            names = wanted(batch.schema)
+            for begin in range(0, batch.num_rows, _ROWS):
+                yield batch.select(names).slice(begin, _ROWS)
+
+
+def _check_column(file: Path, names: list[str], column: str | None) -> None:
+    if column is not None and column not in names:
+        raise InputError(f"{file} has no column of text {column!r}; its columns are {', '.join(names) or 'none'}")
+    if column is None and not set(TEXT_FIELDS) & set(names):
+        raise InputError(
+            f"{file} has no column called {' or '.join(TEXT_FIELDS)}; name the one that holds the text "
+            f"(data.column): {', '.join(names) or 'it has none'}"
+        )
+
+
+def _text(file: Path, name: str) -> Iterator[Record | Damage]:
+    try:
+        with open_bytes(file) as stream:
+            raw = stream.read().removeprefix(b"\xef\xbb\xbf")
+    except _DAMAGED as error:
+        raise _unreadable(file, 0, "line", error) from error
+    text, wrong = _decoded(raw)
+    if wrong is None:
+        if text.strip():
+            yield Record(name, text)
+        return
+    lines, good, bad = raw.split(b"\n"), [], []
+    for number, line in enumerate(lines, 1):
+        text, wrong = _decoded(line)
+        good.append(text)
+        if wrong is not None:
+            bad.append(Damage(f"{name}, line {number}", wrong, part=True))
+            good.pop()
+    if len(bad) > max(1, MOST_BAD_LINES * len(lines)) or not "".join(good).strip():
+        reason = f"{bad[0].reason} of {bad[0].name.rpartition(', ')[2]}, and {len(bad)} of {len(lines)} lines are so"
+        yield Damage(name, f"{reason}; convert it, for example by iconv -f latin1 -t utf8")
+        return
+    yield from bad
+    yield Record(name, "\n".join(good))

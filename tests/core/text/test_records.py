@@ -1,0 +1,159 @@
+"""One reader for every file of texts: what comes out, and what is said of what is damaged."""
+
+from __future__ import annotations
+
+import bz2
+import gzip
+import json
+import lzma
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from penjing.core.errors import InputError
+from penjing.core.text.records import Damage, Record, read_records
+from penjing.core.text.source_files import files_below
+
+LINES = b'{"text": "one"}\n\n{"text": "two", "domain": "code"}\n{"messages": [{"role": "user", "content": "hi"}]}\n'
+
+
+def zstd(data: bytes) -> bytes:
+    return pytest.importorskip("zstandard").ZstdCompressor().compress(data)
+
+
+COMPRESS: dict[str, Callable[[bytes], bytes]] = {
+    "": bytes, ".gz": gzip.compress, ".bz2": bz2.compress, ".xz": lzma.compress, ".zst": zstd,
+}  # fmt: skip
+
+
+def write(path: Path, data: bytes) -> Path:
+    path.write_bytes(data)
+    return path
+
+
+@pytest.mark.parametrize("suffix", COMPRESS)
+def test_json_lines_are_documents_with_their_other_fields(tmp_path: Path, suffix: str) -> None:
+    path = write(tmp_path / f"a.jsonl{suffix}", COMPRESS[suffix](LINES))
+    assert list(read_records(path, "a")) == [
+        Record("a, line 1", "one"),
+        Record("a, line 3", "two", fields={"domain": "code"}),
+        Record("a, line 4", None, [{"role": "user", "content": "hi"}]),
+    ]
+
+
+@pytest.mark.parametrize("suffix", COMPRESS)
+def test_frames_one_after_another_are_one_file(tmp_path: Path, suffix: str) -> None:
+    path = write(tmp_path / f"a.txt{suffix}", COMPRESS[suffix](b"one\n") + COMPRESS[suffix](b"two\n"))
+    assert list(read_records(path, "a")) == [Record("a", "one\ntwo\n")]
+
+
+@pytest.mark.parametrize("suffix", [".gz", ".bz2", ".xz", ".zst"])
+def test_a_compressed_file_that_is_cut_off_is_refused(tmp_path: Path, suffix: str) -> None:
+    import random
+
+    lines = [json.dumps({"text": f"{random.Random(number).random()}"}).encode() + b"\n" for number in range(2000)]
+    whole = COMPRESS[suffix](b"".join(lines))
+    path = write(tmp_path / f"a.jsonl{suffix}", whole[: len(whole) * 2 // 3])
+    with pytest.raises(InputError, match=rf"a.jsonl{suffix} cannot be read.*cut off or damaged"):
+        list(read_records(path, "a"))
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        (b'{"text": "a', "not JSON"),
+        (b'{"text": "\xff"}', "cannot be read as UTF-8: byte 0xff at place 10"),
+        (b'{"text": "a\\u0000b"}', "NUL"),
+        (b'{"text": "a\\ud800b"}', "half a surrogate pair"),
+        (b'["text"]', "an object"),
+        (b'{"text": 3}', "an object"),
+        (b"[" * 100_000, "not JSON"),
+    ],
+)
+def test_a_damaged_line_costs_itself_alone(tmp_path: Path, line: bytes, reason: str) -> None:
+    path = write(tmp_path / "a.jsonl", b'{"text": "one"}\n' + line + b'\n{"text": "two"}\n')
+    first, damage, last = read_records(path, "a")
+    assert [first, last] == [Record("a, line 1", "one"), Record("a, line 3", "two")]
+    assert isinstance(damage, Damage)
+    assert damage.name == "a, line 2"
+    assert reason in damage.reason
+
+
+def test_a_line_that_is_too_long_is_skipped_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from penjing.core.text import records
+
+    monkeypatch.setattr(records, "LONGEST_LINE", 1 << 20)
+    long = json.dumps({"text": "x" * (3 << 20)}).encode()
+    path = write(tmp_path / "a.jsonl", long + b'\n{"text": "two"}\n')
+    assert list(read_records(path, "a")) == [Damage("a, line 1", "longer than 1 MB"), Record("a, line 2", "two")]
+
+
+def test_one_bad_byte_costs_its_line_and_another_encoding_the_text(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.txt", b"\xef\xbb\xbfone\ntw\xff\nthree\n")
+    damage, record = read_records(path, "a.txt")
+    assert damage == Damage("a.txt, line 2", "cannot be read as UTF-8: byte 0xff at place 2", part=True)
+    assert record == Record("a.txt", "one\nthree\n")
+    write(path, "né\n".encode("latin-1") * 5)
+    (damage,) = read_records(path, "a.txt")
+    assert isinstance(damage, Damage)
+    assert not damage.part
+    assert "of line 1, and 5 of 6 lines are so; convert it" in damage.reason
+    assert list(read_records(write(tmp_path / "empty.txt", b"\n"), "e")) == []
+
+
+def test_the_column_can_be_named(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", b'{"body": "one", "text": "no"}\n{"text": "two"}\n')
+    record, damage = read_records(path, "a", "body")
+    assert record == Record("a, line 1", "one", fields={"text": "no"})
+    assert damage == Damage("a, line 2", "has no field 'body', only 'text'")
+
+
+def test_tables_give_the_same_documents(tmp_path: Path) -> None:
+    pa = pytest.importorskip("pyarrow")
+    import pyarrow.parquet as pq
+
+    table = pa.table({"text": ["one", "two"], "domain": ["a", "b"], "vector": [[1.0], [2.0]], "image": [b"a", b"b"]})
+    pq.write_table(table, tmp_path / "a.parquet")
+    for kind, opener in (("stream", pa.ipc.new_stream), ("file", pa.ipc.new_file)):
+        with pa.OSFile(str(tmp_path / f"{kind}.arrow"), "wb") as sink, opener(sink, table.schema) as writer:
+            writer.write_table(table)
+    for name in ("a.parquet", "stream.arrow", "file.arrow"):
+        assert list(read_records(tmp_path / name, "a")) == [
+            Record("a, row 1", "one", fields={"domain": "a"}),
+            Record("a, row 2", "two", fields={"domain": "b"}),
+        ]
+        with pytest.raises(InputError, match="has no column of text 'body'; its columns are"):
+            list(read_records(tmp_path / name, "a", "body"))
+        whole = (tmp_path / name).read_bytes()
+        write(tmp_path / name, whole[: len(whole) // 2])
+        with pytest.raises(InputError, match="cut off or damaged"):
+            list(read_records(tmp_path / name, "a"))
+    pq.write_table(pa.table({"vector": [[1.0]]}), tmp_path / "b.parquet")
+    with pytest.raises(InputError, match="has no column called text or content or messages"):
+        list(read_records(tmp_path / "b.parquet", "b"))
+
+
+def test_of_a_data_set_the_training_tables_are_taken(tmp_path: Path) -> None:
+    hub = tmp_path / "hub"
+    (hub / "data").mkdir(parents=True)
+    write(hub / "README.md", b"---\nlicense: mit\nconfigs:\n- config_name: default\n---\n# About\n")
+    for name in ("train-00000-of-00001", "test-00000-of-00001", "validation-00000-of-00001"):
+        write(hub / "data" / f"{name}.parquet", b"")
+    assert files_below(hub) == [hub / "data" / "train-00000-of-00001.parquet"]
+    saved = tmp_path / "saved"
+    (saved / "train").mkdir(parents=True)
+    write(saved / "dataset_dict.json", b'{"splits": ["train"]}')
+    write(saved / "train" / "state.json", b'{"_data_files": [{"filename": "data-00000-of-00001.arrow"}]}')
+    for name in ("data-00000-of-00001.arrow", "cache-0123.arrow"):
+        write(saved / "train" / name, b"")
+    assert files_below(saved) == [saved / "train" / "data-00000-of-00001.arrow"]
+    write(saved / "train" / "state.json", b'{"_data_files": [{"filename": "../../x.arrow"}]}')
+    with pytest.raises(InputError, match="outside its folder"):
+        files_below(saved)
+    plain = tmp_path / "plain"
+    (plain / ".git").mkdir(parents=True)
+    write(plain / "README.md", b"# Notes\n")
+    write(plain / "test.txt", b"x")
+    write(plain / ".git" / "config.txt", b"x")
+    assert [path.name for path in files_below(plain)] == ["README.md", "test.txt"]
