@@ -11,7 +11,7 @@ from penjing.compress.export.convert import convert
 from penjing.compress.export.record import ExportRecord, Form, publish_file, source_of
 from penjing.compress.export.tensorrt_engine import build_engine, check_machine, run_engine
 from penjing.compress.export.tensorrt_rules import check_tensorrt
-from penjing.compress.quantize.parity import HINT, compare_file
+from penjing.compress.graph.classifier_parity import HINT, compare_file
 from penjing.compress.quantize.targets import TARGETS, TargetName
 from penjing.core.artifact.base import MODEL_FILE
 from penjing.core.artifact.onnx import recorded

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from onnx import helper, numpy_helper
 
 from penjing.compress.export.tensorrt_rules import Graph
-from penjing.compress.quantize.modules import LARGEST_BIAS
+from penjing.compress.quantize.folded import LARGEST_BIAS
 from penjing.compress.quantize.targets import TargetName
 from penjing.compress.rounding.formats import INT7_WEIGHT
 from penjing.core.artifact.onnx import Quantization
@@ -69,6 +69,7 @@ def _make_unsigned(model: onnx.ModelProto) -> None:
         if constant.name in zeros:
             shifted = numpy_helper.to_array(constant).astype(np.int16) + 128
             constant.CopyFrom(numpy_helper.from_array(shifted.astype(np.uint8), constant.name))
+    del model.graph.value_info[:]  # which says that integers are signed
 
 
 def _make_biases_integers(model: onnx.ModelProto) -> None:

@@ -1,134 +1,48 @@
-"""A small builder of ONNX graphs: nodes in order, each value named after what it is."""
+"""A graph's artifact as one ONNX file, for the engine that it was quantized for."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, BinaryIO
 
-import numpy as np
-import onnx
-import torch
-from onnx import TensorProto, helper, numpy_helper
-from torch import Tensor
-
-from penjing.compress.quantize.modules import Folded
-from penjing.compress.rounding.fake_quantize import ActivationQuantizer
-
-OPSET = 21  # the first with 16-bit types and blocks; per-channel INT8 and FP8 are in it
-IR_VERSION = 10
-EXTERNAL_BYTES = 1 << 16  # smaller constants stay in the model's own file
-EXTERNAL_ALIGNMENT = 1 << 16  # ONNX Runtime maps a tensor that begins on an allocation unit of the system
-_ZERO_TYPES = {"int8": np.int8, "uint8": np.uint8}
+from penjing.compress.export.record import ExportRecord, Form, publish_file, source_of
+from penjing.compress.graph.parity import compare_graph_file
+from penjing.compress.quantize.targets import TargetName
+from penjing.core.artifact.base import MODEL_FILE
+from penjing.core.artifact.onnx_graph import open_graph_artifact
+from penjing.core.errors import ConfigError
+from penjing.core.progress import Progress
 
 
-class GraphBuilder:
-    """Adds nodes and constants; `model` makes an ONNX model of them.
+def export_graph(
+    folder: Path, form: Form, out: Path, target: TargetName | None, _: bool, progress: Progress
+) -> ExportRecord:
+    """Write the file of the artifact in `folder` to `out` after it passed the artifact's parity gate here.
 
     Args:
-        data: an open file beside the model, which large constants are appended to as they come, so that they are never
-            in memory together (and a model may be larger than protobuf's 2 GB).
+        target: None takes the artifact's own.
+
+    Raises:
+        ConfigError: the artifact is for another target.
+        InputError: damaged, or beyond the parity bound.
     """
-
-    def __init__(self, data: BinaryIO | None = None) -> None:
-        self._nodes: list[onnx.NodeProto] = []
-        self._constants: dict[str, onnx.TensorProto] = {}
-        self._data = data
-
-    def constant(self, name: str, value: np.ndarray | Tensor) -> str:
-        """Store a tensor (also float8_e4m3fn) once under `name`."""
-        if name not in self._constants:
-            tensor = _tensor(name, value)
-            if self._data is not None and len(tensor.raw_data) >= EXTERNAL_BYTES:
-                _append(tensor, self._data)
-            self._constants[name] = tensor
-        return name
-
-    def node(self, operator: str, inputs: list[str], output: str, **attributes: Any) -> str:
-        """Add a node; returns `output`."""
-        self._nodes.append(helper.make_node(operator, inputs, [output], name=f"{output}/{operator}", **attributes))
-        return output
-
-    def quantize(self, x: str, quantizer: ActivationQuantizer, output: str) -> str:
-        """Q and DQ of an activation; returns the floating value."""
-        scale = self.constant(f"{quantizer.name}/scale", quantizer.positive_scale().detach())
-        if quantizer.format.name == "fp8":
-            zero = self.constant(f"{quantizer.name}/zero", torch.zeros(()).to(torch.float8_e4m3fn))
-        else:
-            kind = _ZERO_TYPES[quantizer.format.name]
-            zero = self.constant(f"{quantizer.name}/zero", quantizer.zero_point.numpy().astype(kind))
-        stored = self.node("QuantizeLinear", [x, scale, zero], f"{output}/quantized")
-        return self.node("DequantizeLinear", [stored, scale, zero], output)
-
-    def weight(self, name: str, folded: Folded, axis: int = 0) -> str:
-        """A layer's weight: floating, or stored in its format and widened by a DQ with a scale for each channel.
-
-        Args:
-            axis: 1 stores a matrix transposed, (inputs, outputs), as MatMul takes it.
-        """
-        weight = folded.weight.t() if axis else folded.weight
-        if folded.scale is None:
-            return self.constant(f"{name}.weight", weight)
-        stored = self.constant(f"{name}.weight", weight)
-        scale = self.constant(f"{name}.weight/scale", folded.scale)
-        zero = self.constant(f"{name}.weight/zero", torch.zeros(len(folded.scale)).to(folded.weight.dtype))
-        return self.node("DequantizeLinear", [stored, scale, zero], f"{name}.weight/dequantized", axis=axis)
-
-    def bias(self, name: str, folded: Folded, input_scale: Tensor | None) -> str:
-        """A layer's bias: INT32 in steps of input_scale · weight scale if the former is given, else floating."""
-        if input_scale is None or folded.scale is None:
-            return self.constant(f"{name}.bias", folded.bias)
-        step = (input_scale * folded.scale).to(torch.float32)
-        integers = (folded.bias.double() / step.double()).round().to(torch.int32)
-        stored = self.constant(f"{name}.bias", integers)
-        scale = self.constant(f"{name}.bias/scale", step)
-        return self.node("DequantizeLinear", [stored, scale], f"{name}.bias/dequantized", axis=0)
-
-    def model(
-        self,
-        inputs: dict[str, list[Any]],
-        outputs: dict[str, list[Any]],
-        about: dict[str, str],
-        integers: tuple[str, ...] = (),
-    ) -> Any:
-        """The model, checked unless its constants lie in another file; shapes hold numbers and names of dynamic sizes.
-
-        Args:
-            integers: the inputs that are int64; all others are float32.
-
-        Raises:
-            onnx.checker.ValidationError: the graph is not valid ONNX, a bug here.
-        """
-        kinds = dict.fromkeys(inputs, TensorProto.FLOAT) | dict.fromkeys(integers, TensorProto.INT64)
-        graph = helper.make_graph(
-            self._nodes,
-            "penjing",
-            [helper.make_tensor_value_info(name, kinds[name], shape) for name, shape in inputs.items()],
-            [helper.make_tensor_value_info(name, TensorProto.FLOAT, shape) for name, shape in outputs.items()],
-            list(self._constants.values()),
+    artifact = open_graph_artifact(folder)
+    own = artifact.quantization.target
+    if target not in (None, own):
+        raise ConfigError(
+            f"{folder} was quantized for {own}, and pairs stand elsewhere for {target}: make an artifact with "
+            f"--set steps.0.target={target}"
         )
-        model = helper.make_model(
-            graph, opset_imports=[helper.make_opsetid("", OPSET)], ir_version=IR_VERSION, producer_name="penjing"
-        )
-        helper.set_model_props(model, about)
-        if self._data is None:
-            onnx.checker.check_model(model, full_check=True)
-        return model
-
-
-def _tensor(name: str, value: np.ndarray | Tensor) -> onnx.TensorProto:
-    if isinstance(value, Tensor):
-        if value.dtype == torch.float8_e4m3fn:
-            data = value.detach().contiguous().view(torch.uint8).numpy().tobytes()
-            return helper.make_tensor(name, TensorProto.FLOAT8E4M3FN, list(value.shape), data, raw=True)
-        value = value.detach().contiguous().numpy()
-    return numpy_helper.from_array(np.ascontiguousarray(value).reshape(value.shape), name)
-
-
-def _append(tensor: onnx.TensorProto, file: BinaryIO) -> None:
-    """Move the content of `tensor` to the end of `file`, which it then refers to by name."""
-    file.seek(-(-file.tell() // EXTERNAL_ALIGNMENT) * EXTERNAL_ALIGNMENT)
-    place = {"location": Path(file.name).name, "offset": str(file.tell()), "length": str(len(tensor.raw_data))}
-    file.write(tensor.raw_data)
-    tensor.ClearField("raw_data")
-    tensor.data_location = TensorProto.EXTERNAL
-    tensor.external_data.extend(onnx.StringStringEntryProto(key=key, value=value) for key, value in place.items())
+    progress.start("parity", 1)
+    record = ExportRecord(
+        form=form,
+        target=own,
+        **source_of(folder),
+        session_options=artifact.quantization.session_options,
+        differences=compare_graph_file(artifact, folder / MODEL_FILE),
+        bound=artifact.parity.bound,
+        unmeasured=artifact.parity.unmeasured,
+    )
+    progress.advance()
+    data = (folder / MODEL_FILE).read_bytes()
+    publish_file(out, record, lambda partial: partial.write_bytes(data))
+    return record

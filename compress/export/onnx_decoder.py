@@ -28,7 +28,7 @@ from onnx import TensorProto
 from torch import Tensor
 
 from penjing.compress.decoder.check import linear_modules
-from penjing.compress.export.graph import GraphBuilder
+from penjing.compress.export.onnx_builder import GraphBuilder
 from penjing.compress.quantize.targets import TargetName
 from penjing.core.checkpoint.decoder import Checkpoint
 from penjing.core.errors import ConfigError, InputError

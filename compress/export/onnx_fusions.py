@@ -44,6 +44,88 @@ def integer_products(graph: ir.Graph) -> set[ir.Node]:
     return biased
 
 
+def fold_pads(graph: ir.Graph) -> None:
+    """Let convolutions pad by themselves, in place, where zeros are put around integers: between two equal pairs a
+    padding would be computed in floating point."""
+    for node in list(graph):
+        if node.op_type != "Conv" or (found := _padded(node)) is None:
+            continue
+        source, before, after = found
+        axes = len(before)
+        held = node.attributes.get("pads")
+        own = list(held.as_ints()) if held is not None else [0] * 2 * axes
+        pads = [one + more for one, more in zip(own, (*before, *after), strict=True)]
+        node.attributes["pads"] = ir.AttrInt64s("pads", pads)
+        node.attributes.pop("auto_pad", None)
+        node.replace_input_with(0, source)
+
+
+def _padded(node: ir.Node) -> tuple[ir.Value, list[int], list[int]] | None:
+    """Of a convolution that reads Pad between two equal pairs: what is padded, and by how much on each spatial axis."""
+    pair = _pair(node.inputs[0])
+    pad = None if pair is None or pair[0] is None else pair[0].producer()
+    if pair is None or pad is None or pad.op_type != "Pad" or pad.inputs[0] is None:
+        return None
+    mode = pad.attributes.get("mode")
+    source, value = _pair(pad.inputs[0]), pad.inputs[2] if len(pad.inputs) > 2 else None
+    sizes = None if pad.inputs[1] is None else pad.inputs[1].const_value
+    if source is None or sizes is None or (mode is not None and mode.as_string() != "constant"):
+        return None
+    if len(pad.inputs) > 3 or any(
+        one is not other and not _same(one, other) for one, other in zip(pair[1:], source[1:], strict=True)
+    ):
+        return None
+    if value is not None and (value.const_value is None or value.const_value.numpy().any()):
+        return None
+    amounts = [int(each) for each in sizes.numpy()]
+    rank = len(amounts) // 2
+    if any(amounts[axis] or amounts[rank + axis] for axis in (0, 1)) or min(amounts) < 0:
+        return None
+    return pad.inputs[0], amounts[2:rank], amounts[rank + 2 :]
+
+
+def _pair(value: ir.Value | None) -> tuple[ir.Value | None, ir.Value | None, ir.Value | None] | None:
+    """Of what comes out of a Q and a DQ: what went in, the scale and the zero point."""
+    wide = None if value is None else value.producer()
+    if wide is None or wide.op_type != "DequantizeLinear" or len(wide.inputs) < 3 or wide.inputs[0] is None:
+        return None
+    stored = wide.inputs[0].producer()
+    if stored is None or stored.op_type != "QuantizeLinear":
+        return None
+    return stored.inputs[0], wide.inputs[1], wide.inputs[2]
+
+
+def _same(one: ir.Value | None, other: ir.Value | None) -> bool:
+    """Whether two constants are equal."""
+    if one is None or other is None or one.const_value is None or other.const_value is None:
+        return False
+    return bool((one.const_value.numpy() == other.const_value.numpy()).all())
+
+
+def own_zeros(graph: ir.Graph) -> None:
+    """Give each pair and each stored weight a zero point of its own, in place.
+
+    torch's exporter joins equal constants. ONNX Runtime makes signed zero points unsigned by their names, which it can
+    do once (without VNNI it then refuses the file), and takes pairs that share one for others than they are.
+    """
+    owners: dict[ir.Value, ir.Value] = {}  # zero point → the integers that it belongs to
+    for node in graph:
+        if node.op_type not in ("QuantizeLinear", "DequantizeLinear") or len(node.inputs) < 3:
+            continue
+        integers = node.outputs[0] if node.op_type == "QuantizeLinear" else node.inputs[0]
+        zero, scale = node.inputs[2], node.inputs[1]
+        if zero is None or zero.const_value is None or scale is None or integers is None:
+            continue
+        if owners.setdefault(zero, integers) is integers:
+            continue
+        name = f"{scale.name}_zero"
+        while name in graph.initializers and owners.get(graph.initializers[name]) is not integers:
+            name += "_"
+        own = graph.initializers.get(name) or _constant(graph, name, ir.tensor(zero.const_value.numpy()))
+        owners[own] = integers
+        node.replace_input_with(2, own)
+
+
 def keep_apart(graph: ir.Graph, but: set[ir.Node]) -> None:
     """Rewrite `graph` in place; its answers stay, and nothing that is added is computed or copied.
 

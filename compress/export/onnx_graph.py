@@ -21,7 +21,7 @@ from onnx_ir.passes import common
 from onnxscript import opset21 as op
 from torch.export import Dim, ExportedProgram
 
-from penjing.compress.export.onnx_fusions import integer_products, keep_apart
+from penjing.compress.export.onnx_fusions import fold_pads, integer_products, keep_apart, own_zeros
 from penjing.compress.quantize.targets import TARGETS, TargetName
 from penjing.compress.rounding.stored import AVERAGED, QUANTIZED, WIDENED
 from penjing.core.errors import InputError
@@ -54,8 +54,10 @@ def export_network(network: Network, path: Path, about: dict[str, str], target: 
     model = _translated(program)
     _with_constant_shapes(model.graph)
     biased = integer_products(model.graph) if target and TARGETS[target].integer_products else set()
+    fold_pads(model.graph)
     keep_apart(model.graph, biased)
     common.RemoveUnusedNodesPass()(model)
+    own_zeros(model.graph)
     _named(model.graph, network)
     _bared(model)
     model.metadata_props.update(about | ({"penjing.target": target} if target else {}))

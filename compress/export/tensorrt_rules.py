@@ -16,7 +16,7 @@ from penjing.compress.quantize.targets import TARGETS
 from penjing.core.errors import InputError
 
 OPERATORS = {
-    "Add", "Conv", "DequantizeLinear", "Flatten", "Gemm", "GlobalAveragePool", "MaxPool", "QuantizeLinear", "Relu",
+    "Add", "Conv", "DequantizeLinear", "Gemm", "GlobalAveragePool", "MaxPool", "QuantizeLinear", "Relu", "Reshape",
 }  # fmt: skip
 _STORED = (TensorProto.INT8, TensorProto.FLOAT8E4M3FN)
 

@@ -53,6 +53,8 @@ class Pruner:
             the record of why; None: no layer leaves as a whole.
         reconstruct: (checkpoint, the same as it was cut, a folder, dropped layers, samples, progress)
             writes the cut one with fitted weights into the folder; its record. None: nothing is fitted.
+        zero_weights: (checkpoint, a folder, method, share, pattern, samples, progress) writes it with zeros into the
+            folder; its record. None: single weights stay.
         finish: what is done to the pruned checkpoint, not yet published, with samples; its record. None: nothing.
     """
 
@@ -60,6 +62,7 @@ class Pruner:
     open: Callable[[Path, Sequence[str], Sequence[int], Progress], Subject]
     depth: Callable[[Path, int, DepthChoice, Samples, Progress], tuple[list[int], dict[str, Any]]] | None = None
     reconstruct: Reconstruct | None = None
+    zero_weights: Callable[..., list[dict[str, Any]]] | None = None
     finish: Callable[[Path, DataSettings, Progress], dict[str, Any]] | None = None
 
 

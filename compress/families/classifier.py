@@ -9,12 +9,12 @@ from typing import Any
 from penjing.compress.distill.classifier import TRAINING
 from penjing.compress.export.classifier import export_classifier
 from penjing.compress.families.base import Exporter, Family, Pruner, Quantizer
+from penjing.compress.graph.classifier_parity import rerun
 from penjing.compress.measure.cost import classifier_calls
 from penjing.compress.measure.evaluate import evaluate_classifier, images_judged
 from penjing.compress.measure.skeleton import skeleton_of_classifier
 from penjing.compress.prune.batch_norm import reestimate_batch_norms
 from penjing.compress.prune.resnet_subject import ResNetSubject
-from penjing.compress.quantize.parity import rerun
 from penjing.compress.quantizers import classifier as quantizer
 from penjing.compress.samples.data import DataSettings, image_samples
 from penjing.core.artifact.base import is_artifact

@@ -22,6 +22,7 @@ from penjing.compress.prune_decoder.depth import block_influence, least
 from penjing.compress.prune_decoder.reconstruct import reconstruct
 from penjing.compress.prune_decoder.subject import DecoderSubject
 from penjing.compress.prune_decoder.trials import layers_by_trial
+from penjing.compress.prune_decoder.weights import WeightMethod, zero_weights
 from penjing.compress.quantizers import decoder as quantizer
 from penjing.compress.samples.data import DataSettings, Samples, token_samples
 from penjing.core.checkpoint.decoder import open_checkpoint
@@ -64,6 +65,19 @@ def _reconstruct(
     return reconstruct(whole, cut, into, dropped, _windows(samples), progress)
 
 
+def _zero_weights(
+    source: Path,
+    into: Path,
+    method: WeightMethod,
+    share: float,
+    pattern: tuple[int, int] | None,
+    samples: Samples,
+    progress: Progress,
+) -> list[dict[str, Any]]:
+    DecoderSubject(source, (), (), progress)  # refuses what pruning does not handle
+    return zero_weights(source, into, method, share, pattern, _windows(samples), progress)
+
+
 def _windows(samples: Samples) -> Tensor:
     batches = [tokens_BT for (tokens_BT,) in samples.inputs()]
     if not batches:
@@ -90,7 +104,13 @@ FAMILY = Family(
     held_out=_held_out,
     calls=decoder_calls,
     asker=Asker(questions_for, answered, scores),
-    pruner=Pruner(parts=("ffn", "heads", "hidden", "layers"), open=_open, depth=_depth, reconstruct=_reconstruct),
+    pruner=Pruner(
+        parts=("ffn", "heads", "hidden", "layers"),
+        open=_open,
+        depth=_depth,
+        reconstruct=_reconstruct,
+        zero_weights=_zero_weights,
+    ),
     training=TRAINING,
     quantizer=Quantizer(quantizer.DecoderQuantize, quantizer.check, quantizer.quantize, _needs),
     rerun=rerun,

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from penjing.compress.distill.graph import TRAINING
+from penjing.compress.export.graph import export_graph
 from penjing.compress.families.base import Exporter, Family, Pruner, Quantizer
-from penjing.compress.graph.export import export_graph
 from penjing.compress.graph.parity import rerun
 from penjing.compress.measure.evaluate import EvaluateSettings, images_judged
 from penjing.compress.measure.graph import evaluate_graph, graph_calls

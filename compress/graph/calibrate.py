@@ -6,14 +6,14 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 from torch.fx import Node
 
 from penjing.compress.graph.place import Product, products
-from penjing.compress.quantize.errors import ratio
-from penjing.compress.quantize.place_resnet import activation_quantizers, check_weights, look, set_mode
 from penjing.compress.quantize.targets import GraphSettings
+from penjing.compress.rounding.modes import activation_quantizers, set_mode
 from penjing.compress.samples.data import Samples
+from penjing.core.errors import InputError
 from penjing.core.graph.network import Network, tensor_at
 
 See = Callable[[Node, tuple[Any, ...], dict[str, Any], Any], Any]
@@ -56,12 +56,37 @@ def calibrate_graph(network: Network, batches: Iterable[tuple[Tensor, ...]]) -> 
             product.rounding.calibrate(tensor_at(module, str(product.weight.target)))
 
 
+def check_weights(model: nn.Module) -> None:
+    """Refuse a damaged network.
+
+    Raises:
+        InputError: a weight holds NaN or infinity.
+    """
+    for name, parameter in model.named_parameters():
+        if not bool(parameter.isfinite().all()):
+            raise InputError(f"the weight {name} holds NaN or infinity; the checkpoint is damaged, train it again")
+
+
+def look(run: Callable[..., Any], batches: Iterable[tuple[Tensor, ...]]) -> None:
+    """Run a network over calibration data for what its observers see.
+
+    Raises:
+        InputError: the data do not fit the network.
+    """
+    try:
+        for inputs in batches:
+            run(*inputs)
+    except RuntimeError as error:  # torch names no layer for a wrong shape
+        raise InputError(f"calibration: the data do not fit the model ({str(error).splitlines()[0]})") from error
+
+
 @torch.no_grad()
 def correct_graph_biases(network: Network, floating: Network, batches: Iterable[tuple[Tensor, ...]]) -> None:
     """Change the biases of `network`, calibrated, so that the mean of each channel of its layers is `floating`'s.
 
-    Layers are corrected in order, each on inputs from layers that are corrected already (see `bias_correction.py`); one
-    pass over `batches`: after n of them a bias holds the mean of n corrections. Layers without a bias are left alone.
+    https://arxiv.org/abs/1906.04721, section 4.2, with means measured on calibration data. Layers are corrected in
+    order, each on inputs from layers that are corrected already; one pass over `batches`: after n of them a bias holds
+    the mean of n corrections. Layers without a bias are left alone.
 
     Args:
         floating: as `prepared` made it of the same network.
@@ -84,8 +109,8 @@ def correct_graph_biases(network: Network, floating: Network, batches: Iterable[
         return node.target(*args, **kwargs)  # type: ignore[operator]
 
     for inputs in batches:
-        _Watched(floating.module, keep).run(*inputs)
-        _Watched(network.module, correct).run(*inputs)
+        Watched(floating.module, keep).run(*inputs)
+        Watched(network.module, correct).run(*inputs)
         count += 1
 
 
@@ -99,14 +124,14 @@ def graph_layer_errors(network: Network, batches: Iterable[tuple[Tensor, ...]]) 
     def compare(node: Node, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         product = found.get(node.name)
         if product is not None and product.rounding is not None:
-            rounded = node.target(*_rounded(product, args), **kwargs)  # type: ignore[operator]
+            rounded = node.target(*rounded_arguments(product, args), **kwargs)  # type: ignore[operator]
             sums[node.name] += torch.stack([(rounded - output).double().square().sum(), output.double().square().sum()])
         return output
 
     set_mode(network.module, "off")
     try:
         for inputs in batches:
-            _Watched(network.module, compare).run(*inputs)
+            Watched(network.module, compare).run(*inputs)
     finally:
         set_mode(network.module, "on")
     return [
@@ -114,18 +139,16 @@ def graph_layer_errors(network: Network, batches: Iterable[tuple[Tensor, ...]]) 
             "name": product.name,
             "format": "float32" if product.rounding is None else product.rounding.format.name,
             "weight": _weight_error(network, product),
-            "output": ratio(*sums[name].tolist()),
+            "output": _ratio(*sums[name].tolist()),
         }
         for name, product in found.items()
     ]
 
 
-class _Watched(fx.Interpreter):
+class Watched(fx.Interpreter):
     """Runs a graph; after each operator `see` (node, its arguments, its result) says what others read."""
 
-    def __init__(
-        self, module: fx.GraphModule, see: Callable[[Node, tuple[Any, ...], dict[str, Any], Any], Any]
-    ) -> None:
+    def __init__(self, module: fx.GraphModule, see: See) -> None:
         super().__init__(module)
         self._see = see
 
@@ -137,7 +160,7 @@ class _Watched(fx.Interpreter):
         return self._see(n, args, kwargs, output)
 
 
-def _rounded(product: Product, args: tuple[Any, ...]) -> tuple[Any, ...]:
+def rounded_arguments(product: Product, args: tuple[Any, ...]) -> tuple[Any, ...]:
     """The arguments of a product with its input and weight rounded."""
     x, weight, *rest = args
     assert product.rounding is not None
@@ -155,7 +178,12 @@ def _weight_error(network: Network, product: Product) -> float:
         return 0.0
     weight = tensor_at(network.module, str(product.weight.target))
     error = (product.rounding(weight) - weight).double().square().sum()
-    return ratio(float(error), float(weight.double().square().sum()))
+    return _ratio(float(error), float(weight.double().square().sum()))
+
+
+def _ratio(error: float, size: float) -> float:
+    """The root of `error` / `size`, two sums of squares; 0 where there is nothing."""
+    return (error / size) ** 0.5 if size > 0 else 0.0
 
 
 def _channels(node: Node, output: Tensor) -> Tensor:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import torch
 
-from penjing.core.artifact.onnx_encoder import IDS, MASK, OUTPUT
+from penjing.core.artifact.onnx_encoder import IDS, MASK
+from penjing.core.artifact.onnx_encoder import OUTPUT as EMBEDDING
 from penjing.core.graph.config import GraphConfig, TensorSpec
-from penjing.core.graph.network import Network
+from penjing.core.graph.network import Network, set_tensor, tensor_at
 from penjing.core.graph.trace import from_torch
 from penjing.core.models.encoder import Encoder
+from penjing.core.models.resnet import ResNet
+from penjing.core.runtime.onnx_runtime import INPUT, OUTPUT
 
 _SEQUENCE = {0: "batch", 1: "sequence"}
 
@@ -24,7 +27,28 @@ def encoder_network(model: Encoder) -> Network:
     shape = tuple(_SEQUENCE.values())
     config = GraphConfig(
         inputs=tuple(TensorSpec(name=name, dtype="int64", shape=shape) for name in (IDS, MASK)),
-        outputs=(TensorSpec(name=OUTPUT, dtype="float32", shape=(shape[0], model.config.hidden_size)),),
+        outputs=(TensorSpec(name=EMBEDDING, dtype="float32", shape=(shape[0], model.config.hidden_size)),),
         meaning="embedding",
     )
     return Network(traced.module, config, {IDS: ids, MASK: mask})
+
+
+def classifier_network(model: ResNet, image_size: tuple[int, int]) -> Network:
+    """An image classifier: "images" (batch, channels, *image_size) float32, normalised → "logits" (batch, classes).
+
+    Weights are shared with `model`, not copied. A convolution is called as what it shares with its norm: "stem".
+    """
+    images = torch.zeros(2, model.config.in_channels, *image_size)
+    traced = from_torch(model.eval(), (images,), meaning="classes")
+    module = traced.module
+    for node in module.graph.find_nodes(op="get_attr"):
+        name = str(node.target)
+        if name.endswith(".conv.weight"):
+            node.target = f"{name.removesuffix('.conv.weight')}.weight"
+            set_tensor(module, node.target, tensor_at(module, name))
+            delattr(module.get_submodule(name.removesuffix(".weight")), "weight")
+    module.recompile()
+    config = traced.config
+    inputs = (config.inputs[0].model_copy(update={"name": INPUT}),)
+    outputs = (config.outputs[0].model_copy(update={"name": OUTPUT}),)
+    return Network(module, config.model_copy(update={"inputs": inputs, "outputs": outputs}), {INPUT: images})

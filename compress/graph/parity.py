@@ -13,7 +13,7 @@ from torch import Tensor
 
 from penjing.compress.graph.integers import IntegerRun
 from penjing.compress.graph.roundings import roundings
-from penjing.compress.quantize.parity import NO_TENSORRT
+from penjing.compress.quantize.targets import NO_TENSORRT
 from penjing.core.artifact.base import MODEL_FILE
 from penjing.core.artifact.onnx import ONNX_RUNTIME, Quantization, gate_onnx
 from penjing.core.artifact.onnx_graph import (

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Node
 
-from penjing.compress.graph.prepare import prepared
+from penjing.compress.graph.prepare import prepared, zero_padded
 from penjing.compress.quantize.targets import GraphSettings, resolve
 from penjing.compress.rounding.fake_quantize import ActivationQuantizer, RowQuantizer, WeightQuantizer
 from penjing.compress.rounding.formats import activation_format, weight_format
@@ -123,7 +123,7 @@ class _Placement:
         self.products = [product.node for product in products(network)]
         names = [self._name(node) for node in self.products]
         for pattern in settings.keep:
-            if not any(fnmatchcase(name, pattern) for name in names):
+            if not any(_matches(name, pattern) for name in names):
                 raise ConfigError(f"quantize.keep: {pattern!r} matches no layer; there are {', '.join(names)}")
         self.products = [node for node in self.products if self._wanted(node)]
         if not self.products:
@@ -159,11 +159,14 @@ class _Placement:
     def _wanted(self, node: Node) -> bool:
         weight = tensor_at(self.network.module, str(node.args[1].target))  # type: ignore[union-attr]
         small = min(weight.shape[0], weight[0].numel()) < self.target.smallest_product
-        kept = any(fnmatchcase(self._name(node), pattern) for pattern in self.settings.keep)
+        kept = any(_matches(self._name(node), pattern) for pattern in self.settings.keep)
         return not (small or kept) and weight.dtype == torch.float32
 
     def _read(self, node: Node, value: Any) -> None:
         self.readers.setdefault(value, set()).add(node)
+        if self.whole and zero_padded(value) and len(value.users) == 1:  # integers are padded
+            self._read(value, value.args[0])
+            self._share(value)
 
     def _results(self) -> None:
         """Results of convolutions, and joins between them and what wants integers."""
@@ -186,7 +189,7 @@ class _Placement:
 
     def _share(self, node: Node) -> None:
         """One quantizer before and behind an operator that moves numbers."""
-        if operator_name(node) in (*MOVES, "cat"):
+        if operator_name(node) in (*MOVES, "cat") or zero_padded(node):
             for value in _inputs(node):
                 self.same[self._root(value)] = self._root(node)
 
@@ -260,6 +263,12 @@ class _Placement:
         )
 
 
+def _matches(name: str, pattern: str) -> bool:
+    """Whether `pattern` is of the layer or of a module that holds it."""
+    parts = name.split(".")
+    return any(fnmatchcase(".".join(parts[:count]), pattern) for count in range(1, len(parts) + 1))
+
+
 def _floats(value: Any) -> bool:
     return isinstance(value, Node) and isinstance(found := value.meta.get("val"), Tensor) and found.is_floating_point()
 
@@ -286,4 +295,4 @@ def joins(node: Node) -> bool:
     name = operator_name(node)
     if name == "adaptive_avg_pool2d":
         return list(node.args[1]) == [1, 1]  # type: ignore[arg-type]
-    return name in ("add", "cat", "avg_pool2d", *UNARY, *MOVES)
+    return name in ("add", "cat", "avg_pool2d", *UNARY, *MOVES) or zero_padded(node)

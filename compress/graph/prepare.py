@@ -15,7 +15,7 @@ _aten = torch.ops.aten
 
 def prepared(network: Network) -> Network:
     """A copy in evaluation mode that answers the same, to rounding: batch norms folded, attention written out, products
-    with a constant matrix as linear layers, averages over images as pools, dropouts gone.
+    with a constant matrix as linear layers, averages over images as pools, padding of maxima in pools, dropouts gone.
     """
     made = network.copy()
     made.module.eval()
@@ -33,6 +33,8 @@ def prepared(network: Network) -> Network:
             _as_linear(made, node)
         elif name == "mean":
             _as_pool(made, node)
+        elif name == "max_pool2d":
+            _without_pad(node)
     made.module.recompile()
     propagate(made)
     fold_batch_norms(made)
@@ -76,3 +78,32 @@ def _as_pool(network: Network, node: Node) -> None:
             pooled = graph.call_function(_aten.flatten.using_ints, (pooled, 1))
     node.replace_all_uses_with(pooled)
     graph.erase_node(node)
+
+
+def zero_padded(node: Node) -> bool:
+    """Whether the operator puts zeros around its input."""
+    name = operator_name(node)
+    if name not in ("pad", "constant_pad_nd"):
+        return False
+    rest = list(node.args[2:])
+    mode = rest.pop(0) if rest and name == "pad" else "constant"
+    return mode == "constant" and all(each in (0, None) for each in rest) and not node.kwargs
+
+
+def _without_pad(node: Node) -> None:
+    """A maximum over windows that reach out of the image below and on the right, which a file had padded by -inf."""
+    pad, kernel, stride, *rest = (*node.args, *[None] * 3)[:6]
+    if not isinstance(pad, Node) or operator_name(pad) not in ("pad", "constant_pad_nd") or any(rest):
+        return
+    pads, value = list(pad.args[1]), pad.args[-1]  # type: ignore[call-overload]
+    x = pad.args[0]
+    assert isinstance(x, Node)
+    if value != float("-inf") or len(pads) != 4 or pads[0] or pads[2] or not stride:
+        return
+    for size, after, window, step in zip(x.meta["val"].shape[2:], (pads[3], pads[1]), kernel, stride, strict=True):  # type: ignore[arg-type]
+        if not isinstance(size, int) or not 0 <= after < window:
+            return
+        count = -((window - size) // step) + 1  # with a last window that only begins inside
+        if count != (size + after - window) // step + 1 or (count - 1) * step >= size:
+            return
+    node.args = (x, kernel, stride, [0, 0], [1, 1], True)

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.fx import Node
 
 from penjing.compress.graph.place import HOLDER, PRODUCTS, Product, products, quantizer_of
-from penjing.compress.quantize.modules import Folded, bounded
+from penjing.compress.quantize.folded import Folded, bounded
 from penjing.compress.quantize.targets import TARGETS, TargetName
 from penjing.compress.rounding.fake_quantize import ActivationQuantizer, RowQuantizer
 from penjing.compress.rounding.stored import QUANTIZED, WIDENED, ZERO_TYPES
@@ -30,11 +30,11 @@ def stored(network: Network, target: TargetName) -> Network:
     return made
 
 
-def folded(network: Network, product: Product, with_bias: bool) -> Folded:
+def folded(network: Network, product: Product) -> Folded:
     """What is stored of a product that is rounded: integers, scales, and its bias in floating point.
 
-    Args:
-        with_bias: whether the bias is stored as INT32, which bounds the scales.
+    Scales are bounded so that an INT32 can hold the bias, whatever it is stored as: ONNX Runtime makes floating biases
+    of convolutions such integers, and does not look whether they fit.
     """
     weight = tensor_at(network.module, str(product.weight.target))
     given = product.node.args[2] if len(product.node.args) > 2 else None
@@ -44,7 +44,7 @@ def folded(network: Network, product: Product, with_bias: bool) -> Folded:
     assert product.rounding is not None
     assert product.before is not None
     integers, scale = product.rounding.integers(weight)
-    step = product.before.positive_scale().detach() if with_bias else None
+    step = None if _is_matrix(product.node) else product.before.positive_scale().detach()
     return bounded(product.rounding, integers, scale, bias, step)
 
 
@@ -82,10 +82,9 @@ class _Store:
 
     def _product(self, product: Product) -> None:
         node, given = product.node, product.node.args[2] if len(product.node.args) > 2 else None
-        matrix = operator_name(node) == "linear" and node.meta["val"].dim() > 2  # which becomes a MatMul
+        matrix = _is_matrix(node)
         integer_bias = self.integer_biases and not matrix and isinstance(given, Node) and given.op == "get_attr"
-        found = folded(self.network, product, integer_bias)
-        assert found.scale is not None
+        found = folded(self.network, product)
         name = str(product.weight.target)
         with self.graph.inserting_before(node):
             if matrix:
@@ -138,6 +137,11 @@ class _Store:
             name += "_"
         self.constants[name] = value
         return self.graph.create_node("get_attr", name)
+
+
+def _is_matrix(node: Node) -> bool:
+    """Whether a product becomes a MatMul, which takes no bias."""
+    return operator_name(node) == "linear" and node.meta["val"].dim() > 2
 
 
 def _equal(one: Tensor, other: Tensor) -> bool:

@@ -11,20 +11,19 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
-from torch import nn
+from torch import Tensor, nn
 
 from penjing.compress.distill.task import WrappedTask
 from penjing.compress.graph.calibrate import prepare_graph
 from penjing.compress.graph.place import place_quantizers
-from penjing.compress.graph.prepare import prepared
-from penjing.compress.quantize.place_resnet import set_mode
 from penjing.compress.quantize.targets import GraphSettings
+from penjing.compress.rounding.modes import set_mode
 from penjing.compress.samples.data import Samples
 from penjing.core.checkpoint.graph import WEIGHTS
 from penjing.core.graph.network import GraphModule, Network, tensors_of
 from penjing.core.manifest import write_manifest
 from penjing.train.families.base import Task
-from penjing.train.families.graph import GraphTraining, copy_tensors, rebuilt
+from penjing.train.families.graph import copy_tensors, rebuilt
 
 
 class FrozenGraph(GraphModule):
@@ -36,45 +35,67 @@ class FrozenGraph(GraphModule):
         return self
 
 
-class QuantizedGraphTask(WrappedTask):
+class OneAnswer(nn.Module):
+    """A graph's first output alone, as a task wants it whose networks give one tensor."""
+
+    def __init__(self, graph: FrozenGraph) -> None:
+        super().__init__()
+        self.graph = graph
+
+    def forward(self, *inputs: Tensor) -> Tensor:
+        """Whatever the graph takes → its first output."""
+        return self.graph(*inputs)[0]
+
+
+class QuantizedTask(WrappedTask):
     """`task`, learnt with rounded weights and activations; exported with the quantizers' ranges beside the weights.
 
     Args:
-        graph: the graph's own task, which `task` is or wraps; it trains the prepared network from here on.
+        network: `ready` for quantizers; what is trained.
         samples: what its ranges are calibrated on.
+        one_answer: whether the task's networks give one tensor, not a tuple.
     """
 
-    def __init__(self, task: Task, graph: GraphTraining, settings: GraphSettings, samples: Samples) -> None:
+    def __init__(
+        self, task: Task, network: Network, settings: GraphSettings, samples: Samples, one_answer: bool = False
+    ) -> None:
         super().__init__(task)
-        graph.network = prepared(graph.network)
-        self._network, self._settings, self._samples = graph.network, settings, samples
+        self._network, self._settings, self._samples, self._one = network, settings, samples, one_answer
 
     def build_model(self) -> nn.Module:
         """See `Task`; every quantizer is on."""
         placed = place_quantizers(self._network.with_module(rebuilt(self._network)), self._settings).module
         model = FrozenGraph(placed, placed.graph)
         set_mode(model, "on")
-        return model
+        return OneAnswer(model) if self._one else model
 
     @torch.no_grad()
     def initialize(self, model: nn.Module) -> None:
         """See `Task`: the weights of the checkpoint, and calibrated ranges."""
-        assert isinstance(model, FrozenGraph)
-        own = tensors_of(model)
+        graph = _graph_of(model)
+        own = tensors_of(graph)
         for name, value in tensors_of(self._network.module).items():
             own[name].copy_(value)
-        prepare_graph(self._network.with_module(model), self._network, self._settings, self._samples)
+        prepare_graph(self._network.with_module(graph), self._network, self._settings, self._samples)
 
     def export(self, model: nn.Module, folder: Path, created_by: dict[str, Any]) -> None:
         """See `Task`; `trained_network` reads it."""
-        tensors = {name: value.detach().cpu().contiguous().clone() for name, value in tensors_of(model).items()}
+        tensors = {
+            name: value.detach().cpu().contiguous().clone() for name, value in tensors_of(_graph_of(model)).items()
+        }
         save_file(tensors, folder / WEIGHTS)
         write_manifest(folder, "checkpoint", created_by)
 
 
-def trained_network(floating: Network, settings: GraphSettings, folder: Path) -> Network:
-    """What `QuantizedGraphTask` exported to `folder`: `floating` as it rounds after training."""
-    network = place_quantizers(prepared(floating), settings)
+def trained_network(made: Network, settings: GraphSettings, folder: Path) -> Network:
+    """What `QuantizedTask` exported to `folder`: `made`, the network that it was given, as it rounds after training."""
+    network = place_quantizers(made.copy(), settings)
     copy_tensors(load_file(folder / WEIGHTS), network.module)
     set_mode(network.module, "on")
     return network
+
+
+def _graph_of(model: nn.Module) -> FrozenGraph:
+    graph = model.graph if isinstance(model, OneAnswer) else model
+    assert isinstance(graph, FrozenGraph)
+    return graph

@@ -24,6 +24,7 @@ from penjing.core.runtime.onnx_runtime import EXACT_PRODUCTS
 X64_REASON = (
     "x64 processors without VNNI otherwise add products of u8 and s8 in 16 bits, which saturate; leave it out with VNNI"
 )
+NO_TENSORRT = "needs the tensorrt package and a GPU; the file follows its rules for explicit Q/DQ"
 TargetName = Literal["onnxruntime-cpu", "onnxruntime-avx2", "tensorrt"]
 
 
@@ -91,13 +92,15 @@ class QuantizeSettings(Config):
     observer: Method = Field(default="minmax", description="How static ranges of activations are found.")
     percentile: float = Field(default=0.9999, gt=0.5, le=1, description='Of the observer "percentile".')
     keep: tuple[str, ...] = Field(
-        default=(), description='Shell patterns of layers that stay floating, such as "stem" or "blocks.0.*".'
+        default=(),
+        description='Shell patterns of layers or of modules that hold them, which stay floating: "stem", "blocks.0.*".',
     )
 
 
-class ClassifierSettings(QuantizeSettings):
-    """What can be done about a residual network besides."""
+class NetworkSettings(QuantizeSettings):
+    """What can be done about a network that is a graph of layers."""
 
+    target: TargetName = Field(default="onnxruntime-cpu", description="The engine that will run it.")
     learn_activations: bool = Field(
         default=True, description="Training learns the scales of activations (LSQ); else they stay as calibrated."
     )
@@ -124,21 +127,13 @@ class EncoderSettings(QuantizeSettings):
     )
 
 
-class GraphSettings(QuantizeSettings):
+class GraphSettings(NetworkSettings):
     """What can be done about a graph besides."""
 
-    target: TargetName = Field(default="onnxruntime-cpu", description="The engine that will run it.")
     embedding: Literal["int8", "float32"] = Field(
         default="float32", description="Of tables that rows are looked up in: INT8 with a scale a row, or floating."
     )
     attention: bool = Field(default=False, description="Whether products of two activations are rounded, too.")
-    correct_bias: bool = Field(default=False, description="Take what rounding shifts on average out of biases.")
-    learn_activations: bool = Field(
-        default=True, description="Training learns the scales of activations (LSQ); else they stay as calibrated."
-    )
-    learn_weights: bool = Field(
-        default=False, description="Training learns the scales of weights; else they cover the largest magnitude."
-    )
 
 
 def resolve(target_name: TargetName, settings: QuantizeSettings) -> tuple[Engine, FormatName, FormatName]:

@@ -11,20 +11,21 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from pydantic import Field
-from safetensors.torch import load_file
 
 from penjing.compress.distill.classifier import TRAINING
 from penjing.compress.distill.objective import DistillWeights
 from penjing.compress.distill.training import TrainingSettings, run_recipe_of, taught, train_checkpoint
-from penjing.compress.export.graph import OPSET
-from penjing.compress.export.onnx_classifier import export_onnx
-from penjing.compress.quantize.bits import effective_bits, within_bits
-from penjing.compress.quantize.errors import layer_errors
-from penjing.compress.quantize.parity import measure
-from penjing.compress.quantize.place_resnet import activation_quantizers, apply_quantization, set_mode
-from penjing.compress.quantize.prepare import prepare
-from penjing.compress.quantize.targets import X64_REASON, ClassifierSettings, TargetName, resolve
-from penjing.compress.quantize.task import QuantizedTask
+from penjing.compress.export.onnx_graph import OPSET, export_network
+from penjing.compress.graph.bits import graph_bits
+from penjing.compress.graph.calibrate import graph_layer_errors, prepare_graph
+from penjing.compress.graph.classifier_parity import measure
+from penjing.compress.graph.own import classifier_network
+from penjing.compress.graph.place import place_quantizers
+from penjing.compress.graph.ready import ready
+from penjing.compress.graph.stored import stored
+from penjing.compress.graph.task import QuantizedTask, trained_network
+from penjing.compress.quantize.targets import X64_REASON, GraphSettings, NetworkSettings, resolve
+from penjing.compress.rounding.modes import activation_quantizers
 from penjing.compress.samples.data import DataSettings, ImageData, image_samples
 from penjing.core.artifact.base import MODEL_FILE, QUANTIZATION_FILE
 from penjing.core.artifact.onnx import Quantization
@@ -32,9 +33,9 @@ from penjing.core.artifact.parity import write_parity
 from penjing.core.checkpoint.classifier import ClassifierConfig, load_classifier, save_classifier_config
 from penjing.core.errors import InputError
 from penjing.core.files import atomic_write_text
+from penjing.core.graph.network import Network
 from penjing.core.info import versions
 from penjing.core.manifest import write_manifest
-from penjing.core.models.resnet import ResNet
 from penjing.core.progress import Progress, Silent
 from penjing.core.work import Places
 from penjing.train.families.base import Task
@@ -44,10 +45,9 @@ PIXEL_BYTES = 1 << 18  # of the images in the parity record
 _TRAINED = "quantized"
 
 
-class ArtifactSettings(ClassifierSettings):
+class ArtifactSettings(NetworkSettings):
     """How a classifier is quantized and what its artifact must pass."""
 
-    target: TargetName = Field(default="onnxruntime-cpu", description="The engine that will run it.")
     parity_bound: float = Field(
         default=0.1,
         gt=0,
@@ -61,9 +61,6 @@ class ClassifierQuantize(TrainingSettings, ArtifactSettings):
     """INT8 for an image classifier."""
 
     steps: int = Field(default=0, ge=0, description="Updates of quantization-aware training; 0 calibrates only.")
-    freeze_statistics: float = Field(
-        default=0.5, ge=0, le=1, description="Share of the updates after which batch norms keep their statistics."
-    )
     teacher: Path | None = Field(default=None, description="A checkpoint to learn from as well; none given: none.")
     temperature: float = Field(default=1.0, gt=0, description="Divides the logits of teacher and student.")
     distill: DistillWeights = Field(default=DistillWeights(), description="Weights of the parts of the loss.")
@@ -99,22 +96,20 @@ def quantize(
     if step.steps == 0:
         quantized = quantize_checkpoint(source, places.partial, step, samples, progress)
         return {"kind": "quantize", "quantized": quantized | {"training_steps": 0}}
-    floating, config = load_classifier(source)
-    settings = within_bits(floating, step.target, step, samples)
+    model, config = load_classifier(source)
+    floating = classifier_network(model, config.image_size)
+    made, settings = ready(floating, _graph_settings(step), samples)
 
     def wrap(task: Task, run: RunRecipe) -> Task:
         if step.teacher is not None:
             task = taught(task, run, TRAINING, source, step.teacher, step, step.distill, step.temperature)
-        freeze_at = int(step.freeze_statistics * step.steps)
-        return QuantizedTask(task, source, settings.target, settings, samples, freeze_at)
+        return QuantizedTask(task, made, settings, samples, one_answer=True)
 
     names = {"student": source} | ({} if step.teacher is None else {"teacher": step.teacher})
     trained = places.scratch / _TRAINED
-    training = train_checkpoint(source, trained, settings, TRAINING, data, places.scratch, progress, wrap, names)
-    model = apply_quantization(ResNet(config.model), settings.target, settings)
-    model.load_state_dict(load_file(trained / "model.safetensors"))
-    set_mode(model, "on")
-    quantized = write_artifact(places.partial, model, floating, config, settings, samples)
+    training = train_checkpoint(source, trained, step, TRAINING, data, places.scratch, progress, wrap, names)
+    network = trained_network(made, settings, trained)
+    quantized = write_artifact(places.partial, network, floating, config, step, samples)
     return {"kind": "quantize", "quantized": quantized | {"training_steps": step.steps}, "training": training}
 
 
@@ -134,24 +129,29 @@ def quantize_checkpoint(
         InputError: the checkpoint is damaged or not finite, the data do not fit, or the parity bound is exceeded.
     """
     progress = progress or Silent()
-    floating, config = load_classifier(source)
-    settings = within_bits(floating, settings.target, settings, data)
+    model, config = load_classifier(source)
+    floating = classifier_network(model, config.image_size)
     progress.start("calibrating", 1)
-    model = apply_quantization(ResNet(config.model).eval(), settings.target, settings)
-    prepare(model, floating, settings, data)
+    made, resolved = ready(floating, _graph_settings(settings), data)
+    network = place_quantizers(made.copy(), resolved)
+    prepare_graph(network, made, resolved, data)
     progress.advance()
-    return write_artifact(partial, model, floating, config, settings, data)
+    return write_artifact(partial, network, floating, config, settings, data)
+
+
+def _graph_settings(settings: ArtifactSettings) -> GraphSettings:
+    return GraphSettings(**settings.model_dump(include=set(NetworkSettings.model_fields)))
 
 
 def write_artifact(
     partial: Path,
-    model: ResNet,
-    floating: ResNet,
+    network: Network,
+    floating: Network,
     config: ClassifierConfig,
     settings: ArtifactSettings,
     data: ImageData,
 ) -> dict[str, Any]:
-    """Fill `partial` with the artifact of `model`: quantized, and calibrated or trained.
+    """Fill `partial` with the artifact of `network`: quantized, and calibrated or trained.
 
     Args:
         floating: the network before quantization, whose answers are compared with.
@@ -162,7 +162,7 @@ def write_artifact(
     Raises:
         InputError: the parity bound is exceeded: the artifact is refused.
     """
-    model.eval()
+    network.module.eval()
     target, activations, weights = resolve(settings.target, settings)
     quantization = Quantization(
         target=settings.target,
@@ -173,9 +173,10 @@ def write_artifact(
         session_options=target.session_options,
         session_options_reason=X64_REASON if target.session_options else "",
     )
-    export_onnx(model, config.image_size, settings.target, partial / MODEL_FILE)
+    made = stored(network, settings.target)
+    export_network(made, partial / MODEL_FILE, {}, settings.target)
     pixels = _pixels(data, settings.parity_images)
-    parity = measure(model, partial / MODEL_FILE, config, quantization, pixels, settings.parity_bound)
+    parity, held = measure(network, made, partial / MODEL_FILE, config, quantization, pixels, settings.parity_bound)
     write_parity(partial, parity)
     save_classifier_config(partial, config)
     atomic_write_text(partial / QUANTIZATION_FILE, json.dumps(quantization.model_dump(), indent=2) + "\n")
@@ -183,14 +184,14 @@ def write_artifact(
     return {
         "target": settings.target,
         "formats": {"activations": activations, "weights": weights},
-        "effective_bits": effective_bits(model),
-        "agreement": _agreement(model, floating, data),
-        "layers": layer_errors(model, islice(data.inputs(), 1)),
+        "effective_bits": graph_bits(network),
+        "agreement": _agreement(network, floating, data),
+        "layers": graph_layer_errors(network, islice(data.inputs(), 1)),
         "activations": [
             {"name": each.name, "scale": float(each.positive_scale().detach()), "zero_point": int(each.zero_point)}
-            for each in activation_quantizers(model)
+            for each in activation_quantizers(network.module)
         ],
-        "differences": [each.model_dump() for each in parity.differences],
+        "differences": [each.model_dump() for each in (*parity.differences, held)],
         "bound": parity.bound.model_dump(),
         "unmeasured": parity.unmeasured,
     }
@@ -204,10 +205,10 @@ def _pixels(data: ImageData, count: int) -> NDArray[np.uint8]:
 
 
 @torch.no_grad()
-def _agreement(model: ResNet, floating: ResNet, data: ImageData) -> float:
+def _agreement(network: Network, floating: Network, data: ImageData) -> float:
     """Share of the calibration images whose class both choose."""
     same = total = 0
     for (images,) in data.inputs():
-        same += int((model(images).argmax(1) == floating(images).argmax(1)).sum())
+        same += int((network(images)[0].argmax(1) == floating(images)[0].argmax(1)).sum())
         total += len(images)
     return same / total

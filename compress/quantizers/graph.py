@@ -13,15 +13,15 @@ from penjing.compress.distill.graph import TRAINING, LossName, Taught, from_teac
 from penjing.compress.distill.objective import DistillWeights
 from penjing.compress.distill.training import TrainingSettings, run_recipe_of, train_checkpoint
 from penjing.compress.export.onnx_graph import OPSET, export_network
+from penjing.compress.graph.bits import graph_bits
 from penjing.compress.graph.calibrate import graph_layer_errors, prepare_graph
 from penjing.compress.graph.parity import measure, probe
-from penjing.compress.graph.place import place_quantizers, products
-from penjing.compress.graph.prepare import prepared
+from penjing.compress.graph.place import place_quantizers
+from penjing.compress.graph.ready import ready
 from penjing.compress.graph.stored import stored
-from penjing.compress.graph.task import QuantizedGraphTask, trained_network
-from penjing.compress.quantize.bits import FLOAT_BITS, STORED_BITS
-from penjing.compress.quantize.place_resnet import activation_quantizers
+from penjing.compress.graph.task import QuantizedTask, trained_network
 from penjing.compress.quantize.targets import X64_REASON, GraphSettings, resolve
+from penjing.compress.rounding.modes import activation_quantizers
 from penjing.compress.samples.data import DataSettings, Samples
 from penjing.compress.samples.graph import graph_samples
 from penjing.core.artifact.base import MODEL_FILE, QUANTIZATION_FILE
@@ -29,7 +29,7 @@ from penjing.core.artifact.onnx import Quantization
 from penjing.core.artifact.parity import write_parity
 from penjing.core.checkpoint.graph import load_network, save_skeleton
 from penjing.core.files import atomic_write_text
-from penjing.core.graph.network import Network, tensor_at
+from penjing.core.graph.network import Network
 from penjing.core.info import versions
 from penjing.core.manifest import write_manifest
 from penjing.core.progress import Progress
@@ -101,15 +101,17 @@ def quantize(
         progress.advance()
         return {"kind": "quantize", "quantized": write_graph_artifact(places.partial, network, floating, step, samples)}
     teacher, trained = step.teacher or model, places.scratch / _TRAINED
+    made, resolved = ready(floating, step, samples)
 
     def wrap(task: Task, run: RunRecipe) -> Task:
         assert isinstance(task, GraphTraining)
         objective = from_teacher(task, run, source, teacher, step.distill, step.temperature, step.loss)
-        return QuantizedGraphTask(Taught(task, objective), task, step, samples)
+        task.network = made
+        return QuantizedTask(Taught(task, objective), made, resolved, samples)
 
     names = {"student": source, "teacher": teacher}
     training = train_checkpoint(source, trained, step, TRAINING, data, places.scratch, progress, wrap, names)
-    network = trained_network(floating, step, trained)
+    network = trained_network(made, resolved, trained)
     quantized = write_graph_artifact(places.partial, network, floating, step, samples)
     return {"kind": "quantize", "quantized": quantized | {"training_steps": step.steps}, "training": training}
 
@@ -121,9 +123,9 @@ def calibrated(floating: Network, settings: GraphSettings, samples: Samples) -> 
         ConfigError: the target cannot express the settings.
         InputError: a weight or an activation is not finite, or the data do not fit.
     """
-    made = prepared(floating)
-    network = place_quantizers(made.copy(), settings)
-    prepare_graph(network, made, settings, samples)
+    made, resolved = ready(floating, settings, samples)
+    network = place_quantizers(made.copy(), resolved)
+    prepare_graph(network, made, resolved, samples)
     return network
 
 
@@ -172,11 +174,3 @@ def write_graph_artifact(
         "bound": parity.bound.model_dump(),
         "unmeasured": parity.unmeasured,
     }
-
-
-def graph_bits(network: Network) -> float:
-    """Mean bits of a weight of the convolutions and linear layers of a quantized graph."""
-    sizes = [(tensor_at(network.module, str(each.weight.target)).numel(), each.rounding) for each in products(network)]
-    total = sum(size for size, _ in sizes)
-    rounded = sum(size for size, rounding in sizes if rounding is not None)
-    return FLOAT_BITS - rounded * (FLOAT_BITS - STORED_BITS) / total

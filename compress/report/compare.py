@@ -13,12 +13,12 @@ from typing import Any
 
 from markupsafe import Markup
 
-from penjing.compress.report.page import figure, render
 from penjing.compress.report.pareto import Point, draw_pareto
 from penjing.compress.report.schema import Report, Stage, read_report
 from penjing.compress.report.text import READINGS, answer_loss_text, answer_text, loss_text, quality_text
 from penjing.core.errors import InputError
 from penjing.core.files import atomic_write_text
+from penjing.core.pages.page import figure, render_page
 from penjing.core.progress import count, duration, error_console, volume
 
 TEMPLATE = """<p>Each row is a stage: the network after one step of a recipe. The first stage of a run is the model that
@@ -197,7 +197,7 @@ def comparison_page(runs: Sequence[Run]) -> str:
             }
         )
     values = {"groups": shown, "answers": answers_table(runs), "columns": ANSWERS, "note": NOTE, "runs": runs}
-    return render("Compression runs compared", TEMPLATE, values)
+    return render_page("Compression runs compared", TEMPLATE, values)
 
 
 def _figures(runs: Sequence[Run]) -> list[Markup]:

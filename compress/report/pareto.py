@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from penjing.compress.measure.evaluate import Quality
-from penjing.compress.report.page import AFTER, BEFORE, OTHERS
 from penjing.compress.report.text import READINGS, badness
+from penjing.core.pages.page import AFTER, BEFORE, OTHERS
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 from markupsafe import Markup
 
-from penjing.compress.report.page import AFTER, BEFORE, OTHERS, figure
 from penjing.compress.report.pareto import Point, draw_pareto
+from penjing.core.pages.page import AFTER, BEFORE, OTHERS, figure
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -6,7 +6,6 @@ import json
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from penjing.compress.report.page import render
 from penjing.compress.report.run_figures import (
     changed_widths,
     errors_figure,
@@ -15,6 +14,7 @@ from penjing.compress.report.run_figures import (
     widths_figure,
 )
 from penjing.compress.report.text import READINGS, answer_loss_text, answer_text, loss_text, quality_text
+from penjing.core.pages.page import render_page
 from penjing.core.progress import count, duration, volume
 
 if TYPE_CHECKING:
@@ -24,6 +24,7 @@ WORST = 10  # layers whose errors are shown without a click
 MEANINGS = {
     "model": "the network that the run began with",
     "prune": "whole channels, heads or layers were removed",
+    "prune_weights": "the weights that matter least became zero",
     "sparsify": "training drew channels that matter little towards zero, so that they can be removed",
     "distill": "training taught it to answer as the network before it was made smaller",
     "finetune": "training on the data again",
@@ -218,7 +219,7 @@ def run_page(report: Report) -> str:
         "volume": volume,
         "json": lambda content, indent=None: json.dumps(content, indent=indent, ensure_ascii=False),
     }
-    return render(f"{report.recipe.get('model', 'a model')}, compressed", ROW + TEMPLATE, values)
+    return render_page(f"{report.recipe.get('model', 'a model')}, compressed", ROW + TEMPLATE, values)
 
 
 def _answers(report: Report) -> list[list[str]]:

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from penjing.compress.report.page import AFTER, BEFORE, OTHERS, figure, render
+from penjing.core.pages.page import AFTER, BEFORE, OTHERS, figure, render_page
 from penjing.core.progress import error_console
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ def study_page(result: dict[str, Any]) -> str:
         "linears": sorted(result.get("linears", []), key=lambda row: -row["scores"][first] / row["parameters"]),
         "command": _command(result),
     }
-    return render(f"{'Bits' if bits else 'Sensitivity'} of {result['checkpoint']}", TEMPLATE, values)
+    return render_page(f"{'Bits' if bits else 'Sensitivity'} of {result['checkpoint']}", TEMPLATE, values)
 
 
 def print_study(result: dict[str, Any]) -> None:

@@ -57,7 +57,7 @@ def own_paragraphs(paths: Sequence[Path], count: int) -> list[str]:
     found: list[str] = []
     for document in read_documents(paths, CALIBRATE):
         if document.text is None:
-            raise InputError(f'{document.where}: text encoders have no conversations; give "text"')
+            raise InputError(f'{document.name}: text encoders have no conversations; give "text"')
         found += _paragraphs(document.text, shortest=1)
     texts = list(dict.fromkeys(found))
     if not texts:

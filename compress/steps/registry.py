@@ -8,6 +8,7 @@ from typing import Any
 
 from penjing.compress.steps.base import Step
 from penjing.compress.steps.prune import Prune
+from penjing.compress.steps.prune_weights import PruneWeights
 from penjing.compress.steps.quantize import quantize_for
 from penjing.compress.steps.sparsify import Sparsify
 from penjing.compress.steps.train import Distill, Finetune
@@ -17,6 +18,7 @@ from penjing.core.family import FamilyName, names_of
 
 STEPS: dict[str, Callable[[FamilyName], type[Step]]] = {
     "prune": lambda _: Prune,
+    "prune_weights": lambda _: PruneWeights,
     "sparsify": lambda _: Sparsify,
     "distill": lambda _: Distill,
     "finetune": lambda _: Finetune,

@@ -25,8 +25,6 @@ from penjing.compress.distill.task import WrappedTask
 from penjing.compress.graph import task as graph_task
 from penjing.compress.measure import evaluate
 from penjing.compress.measure import graph as outputs
-from penjing.compress.quantize import prepare
-from penjing.compress.quantize.task import QuantizedTask
 from penjing.compress.quantizers import classifier, decoder, graph
 from penjing.compress.run import run_recipe
 from penjing.compress.samples import data
@@ -127,10 +125,10 @@ Fault = tuple[Any, str, int, BaseException]  # where, what, at which call (or st
 CLASSIFIER_FAULTS: tuple[Fault, ...] = (
     (prune, "prune_checkpoint", 1, Killed()),
     (WrappedTask, "after_update", 3, Killed()),  # distillation
-    (prepare, "calibrate", 1, Killed()),
-    (QuantizedTask, "after_update", 3, Killed()),  # training in INT8
-    (classifier, "export_onnx", 1, Killed()),
-    (classifier, "export_onnx", 1, FULL),
+    (graph_task, "prepare_graph", 1, Killed()),
+    (graph_task.QuantizedTask, "after_update", 3, Killed()),  # training in INT8
+    (classifier, "export_network", 1, Killed()),
+    (classifier, "export_network", 1, FULL),
     (classifier, "measure", 1, Killed()),
     (classifier, "write_manifest", 1, Killed()),
     (evaluate, "accuracy", 1, Killed()),
@@ -141,7 +139,7 @@ GRAPH_FAULTS: tuple[Fault, ...] = (
     (prune, "prune_checkpoint", 1, Killed()),
     (WrappedTask, "after_update", 3, Killed()),  # distillation
     (graph_task, "prepare_graph", 1, Killed()),
-    (graph_task.QuantizedGraphTask, "after_update", 3, Killed()),  # training in INT8
+    (graph_task.QuantizedTask, "after_update", 3, Killed()),  # training in INT8
     (graph, "export_network", 1, FULL),
     (graph, "measure", 1, Killed()),
     (graph, "write_manifest", 1, Killed()),
@@ -167,8 +165,8 @@ class Watch:
     calls: list[str] = field(default_factory=list)
 
     def install(self, patch: pytest.MonkeyPatch, fault: Fault | None) -> None:
-        watched = (prune, "prune_checkpoint"), (weights, "compress_layer"), (prepare, "calibrate")
-        for module, name in (*watched, (graph_task, "prepare_graph")):
+        watched = (prune, "prune_checkpoint"), (weights, "compress_layer"), (graph_task, "prepare_graph")
+        for module, name in watched:
             patch.setattr(module, name, self._counting(name, getattr(module, name)))
         patch.setattr(WrappedTask, "after_update", self._updating(WrappedTask.after_update))
         if fault is None:
@@ -264,7 +262,7 @@ def test_a_classifier_s_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     model = vision_folder(tmp_path / "model")
     whole = run_recipe(recipe(tmp_path, "whole", CLASSIFIER, model=model))
     watch = die_in_each(recipe(tmp_path, "killed", CLASSIFIER, model=model), CLASSIFIER_FAULTS, monkeypatch)
-    assert watch.calls == ["prune_checkpoint", "prune_checkpoint", "calibrate", "calibrate"]  # each died once
+    assert watch.calls == ["prune_checkpoint", "prune_checkpoint", "prepare_graph", "prepare_graph"]  # each died once
     assert watch.steps("Distilled") == watch.steps("QuantizedTask") == [1, 2, 3, 3, 4]  # the newest state: step 2
     first, second = (read_manifest(folder).sha256["model.onnx"] for folder in (whole, tmp_path / "killed"))
     assert first == second
@@ -278,7 +276,7 @@ def test_a_graph_s_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     whole = run_recipe(recipe(tmp_path, "whole", GRAPH, **places))
     watch = die_in_each(recipe(tmp_path, "killed", GRAPH, **places), GRAPH_FAULTS, monkeypatch)
     assert watch.calls == ["prune_checkpoint", "prune_checkpoint", "prepare_graph", "prepare_graph"]  # each died once
-    assert watch.steps("QuantizedGraphTask") == [1, 2, 3, 3, 4]  # the newest state: step 2
+    assert watch.steps("QuantizedTask") == [1, 2, 3, 3, 4]  # the newest state: step 2
     assert watch.steps("Taught") == 2 * [1, 2, 3, 3, 4]  # by itself, and rounded
     first, second = (read_manifest(folder).sha256["model.onnx"] for folder in (whole, tmp_path / "killed"))
     assert first == second

@@ -16,7 +16,6 @@ from onnx import TensorProto, helper, numpy_helper
 
 from penjing.compress.export import tensorrt_engine as engine
 from penjing.compress.export.convert import _make_unsigned
-from penjing.compress.export.onnx_classifier import integer_weights
 from penjing.compress.export.tensorrt_rules import check_tensorrt
 from penjing.compress.quantize.targets import TargetName
 from penjing.compress.quantizers.classifier import ArtifactSettings, quantize_checkpoint
@@ -26,6 +25,7 @@ from penjing.core.errors import InputError, SetupError
 from penjing.core.files import publish_folder
 from penjing.core.runtime.onnx_runtime import check_external_data, open_session, run_session
 from tests.compress.quantize.folders import image_data, vision_folder
+from tests.compress.quantize.networks import integer_weights
 
 
 @pytest.fixture(scope="module")

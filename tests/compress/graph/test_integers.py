@@ -46,6 +46,19 @@ class Deep(nn.Module):
         return self.last(x.mean((2, 3)))
 
 
+class Dead(nn.Module):
+    """(batch, 3, 16, 16) → (batch, 8, 16, 16): between its two convolutions everything is zero but a bias is not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv2d(3, 8, 1), nn.Conv2d(8, 8, 3, padding=1)
+        for value in self.first.parameters():
+            nn.init.zeros_(value)
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.second(torch.relu(self.first(images)))
+
+
 IMAGES = 3 * torch.randn(32, 3, 16, 16, generator=torch.Generator().manual_seed(3))
 
 
@@ -93,6 +106,17 @@ def test_what_a_pair_stores_is_the_calibrated_networks() -> None:
         assert held.mean <= LARGEST_MEAN / 5
         with torch.no_grad():
             torch.testing.assert_close(answers[0], made(IMAGES)[0], rtol=0, atol=0.1 * float(answers[0].std()))
+
+
+def test_a_bias_behind_what_was_only_zero_is_stored_as_finely_as_others() -> None:
+    network, made = _quantized(Dead)
+    run = IntegerRun(made)
+    with torch.no_grad():
+        answers = run.run(IMAGES)
+    held = roundings(network, run.codes, (IMAGES,))
+    assert held.mean <= LARGEST_MEAN / 5
+    bias = tensor_at(network.module, "second.bias").detach()
+    torch.testing.assert_close(answers[0][0, :, 0, 0], bias, rtol=0, atol=0.51 * float(bias.max() - bias.min()) / 255)
 
 
 def test_a_layer_that_is_stored_differently_is_refused_though_later_ones_hide_it() -> None:

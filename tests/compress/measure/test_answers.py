@@ -25,8 +25,9 @@ from penjing.core.checkpoint.load import load_model
 from penjing.core.errors import ConfigError, InputError
 from penjing.core.progress import Silent
 from penjing.serve.engine.config import EngineConfig
-from penjing.serve.engine.request import Request, SamplingParams
+from penjing.serve.engine.request import Request
 from penjing.serve.runner.load import load_engine
+from penjing.serve.sampling.params import SamplingParams
 from tests.compress.conftest import Notes, write_recipe
 from tests.serve.tiny import DEFAULTS, ids_of, run_all
 

@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import onnx
 import torch
+from onnx import numpy_helper
 from torch import nn
 
+from penjing.compress.graph.calibrate import calibrate_graph
+from penjing.compress.graph.own import classifier_network
+from penjing.compress.graph.place import apply_quantization
+from penjing.compress.quantize.targets import GraphSettings
+from penjing.core.graph.network import Network
 from penjing.core.models.resnet import ResNet
 from penjing.core.models.resnet_config import BlockConfig, ResNetConfig, StageConfig, cifar_resnet
 
@@ -48,3 +57,24 @@ def images(config: ResNetConfig, count: int = 16, seed: int = 1) -> torch.Tensor
     """(count, C, H, W) float32."""
     side = 12 if config.stem == "cifar" else 32
     return torch.randn(count, config.in_channels, side, side, generator=torch.Generator().manual_seed(seed))
+
+
+def network_of(model: ResNet) -> Network:
+    """`model` as the graph that is quantized."""
+    return classifier_network(model, tuple(images(model.config, 1).shape[2:]))  # type: ignore[arg-type]
+
+
+def quantized(model: ResNet, x: torch.Tensor, **settings: object) -> Network:
+    """`model` as a graph that rounds, calibrated on `x`."""
+    network = apply_quantization(network_of(model), GraphSettings.model_validate(settings))
+    calibrate_graph(network, [(x,)])
+    return network
+
+
+def integer_weights(path: Path) -> dict[str, torch.Tensor]:
+    """Layer → its stored weight in a file, int8; floating layers are left out."""
+    return {
+        constant.name.removesuffix(".weight"): torch.from_numpy(numpy_helper.to_array(constant).copy())
+        for constant in onnx.load(str(path)).graph.initializer
+        if constant.name.endswith(".weight") and constant.data_type == onnx.TensorProto.INT8
+    }

@@ -15,10 +15,12 @@ from torch import Tensor, nn
 from penjing.compress.distill.graph import TRAINING
 from penjing.compress.distill.training import run_recipe_of
 from penjing.compress.graph.place import products
+from penjing.compress.graph.prepare import prepared
+from penjing.compress.graph.ready import ready
 from penjing.compress.graph.stored import folded
-from penjing.compress.graph.task import QuantizedGraphTask, trained_network
-from penjing.compress.quantize.place_resnet import activation_quantizers
+from penjing.compress.graph.task import QuantizedTask, trained_network
 from penjing.compress.quantizers.graph import GraphQuantize, calibrated, check, quantize
+from penjing.compress.rounding.modes import activation_quantizers
 from penjing.compress.samples.data import DataSettings
 from penjing.compress.samples.graph import graph_samples
 from penjing.core.artifact.onnx_graph import open_graph_session
@@ -123,7 +125,7 @@ def test_training_makes_up_for_rounding_and_is_exported_as_it_is(
     step, floating = GraphQuantize.model_validate(TRAIN | settings), load_network(source)
     with torch.enable_grad():
         places, record = _made(tmp_path, source, "int8", **settings)
-    trained = trained_network(floating, step, places.scratch / "quantized")
+    trained = trained_network(prepared(floating), step, places.scratch / "quantized")
     before = _error(calibrated(floating, step, graph_samples(source, _data(tmp_path), Silent())), floating)
     assert _error(trained, floating) < 0.6 * before
     assert record["quantized"]["training_steps"] == 60
@@ -133,7 +135,7 @@ def test_training_makes_up_for_rounding_and_is_exported_as_it_is(
     kept = {each.name: onnx.numpy_helper.to_array(each) for each in file.graph.initializer}
     stored = {value.tobytes() for value in kept.values()}
     for product in (each for each in products(trained) if each.rounding is not None):
-        found = folded(trained, product, with_bias=step.target != "tensorrt").weight.numpy()
+        found = folded(trained, product).weight.numpy()
         assert stored & {found.tobytes(), found.T.tobytes()}, product.name
     for quantizer in activation_quantizers(trained.module):
         assert quantizer.positive_scale().detach().numpy().tobytes() in stored, quantizer.name
@@ -150,7 +152,8 @@ def test_gradients_reach_every_weight_and_scale(tmp_path: Path) -> None:
     run = run_recipe_of(source, step, TRAINING, data, tmp_path / "work")
     graph = build_checkpoint_task(source, run, Silent())
     assert isinstance(graph, GraphTraining)
-    task = QuantizedGraphTask(graph, graph, step, graph_samples(source, data, Silent()))
+    samples = graph_samples(source, data, Silent())
+    task = QuantizedTask(graph, ready(graph.network, step, samples)[0], step, samples)
     model = task.build_model()
     task.initialize(model)
     model.train()
@@ -194,7 +197,7 @@ def test_a_killed_training_goes_on_to_the_same_artifact(tmp_path: Path, monkeypa
         return (die,)
 
     with monkeypatch.context() as patch:
-        patch.setattr(QuantizedGraphTask, "after_update", dying)
+        patch.setattr(QuantizedTask, "after_update", dying)
         with pytest.raises((KeyboardInterrupt, InterruptedRunError)):
             _made(tmp_path, source, "killed", steps=6, checkpoint_every=2)
     calls: list[str] = []

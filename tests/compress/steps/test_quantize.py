@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
 
-from penjing.compress.quantize.bits import within_bits
-from penjing.compress.quantize.modules import QuantizedConvNorm
-from penjing.compress.quantize.place_resnet import layers
-from penjing.compress.quantize.task import QuantizedTask
+from penjing.compress.graph.bits import within_bits
+from penjing.compress.graph.equalize import equalize
+from penjing.compress.graph.prepare import prepared
+from penjing.compress.graph.task import QuantizedTask
+from penjing.compress.quantize.targets import GraphSettings
 from penjing.compress.quantizers.classifier import ClassifierQuantize, quantize
 from penjing.compress.samples import data
 from penjing.compress.samples.data import DataSettings
@@ -28,6 +28,7 @@ from penjing.train.data.images import ImageSet
 from penjing.train.families import classifier as vision
 from penjing.train.loop import InterruptedRunError
 from tests.compress.quantize.folders import image_data, image_set, vision_folder
+from tests.compress.quantize.networks import network_of
 from tests.conftest import write_tiny_checkpoint
 
 TRAIN = {"steps": 12, "batch_size": 16, "evaluation_samples": 64, "device": "cpu", "checkpoint_every": 4}
@@ -79,13 +80,13 @@ def test_calibration_alone_and_training_make_the_same_kind_of_artifact(source: P
 def test_a_killed_training_goes_on_to_the_same_artifact(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    values = TRAIN | RATE | {"freeze_statistics": 0.5}
+    values = TRAIN | RATE
     make(source, tmp_path / "once", **values)
     original = QuantizedTask.after_update
 
     def stopping(self: QuantizedTask, model: Any, world: Any) -> Any:
         def stop(step: int) -> None:
-            if step == 9:  # after the statistics froze at 6; the newest state is that of step 8
+            if step == 9:  # the newest state is that of step 8
                 raise InterruptedRunError("stopped; go on")
 
         return (*original(self, model, world), stop)
@@ -104,36 +105,6 @@ def test_a_killed_training_goes_on_to_the_same_artifact(
     # Resumed convolutions round their last bits differently, in train's own runs too.
     assert np.abs(once - twice).max() < 0.1 * once.std()
     assert np.abs(once - untrained).max() > 0.3 * once.std()  # so that the bound above means something
-
-
-def test_statistics_are_frozen_late_and_are_those_of_the_artifact(
-    source: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    training: list[list[bool]] = []
-    statistics: list[torch.Tensor] = []
-    weights: list[torch.Tensor] = []
-    original = QuantizedTask.after_update
-
-    def watching(self: QuantizedTask, model: torch.nn.Module, world: Any) -> Any:
-        def watch(step: int) -> None:
-            norms = [layer.norm for _, layer in layers(model) if isinstance(layer, QuantizedConvNorm)]
-            training.append([norm.training for norm in norms])
-            statistics.append(torch.cat([value.float().flatten() for norm in norms for value in norm.buffers()]))
-            weights.append(torch.cat([norm.weight.detach().clone() for norm in norms]))
-
-        return (*original(self, model, world), watch)
-
-    monkeypatch.setattr(QuantizedTask, "after_update", watching)
-    make(source, tmp_path / "out", **(TRAIN | {"steps": 4, "evaluation_samples": 0}), **RATE, freeze_statistics=0.5)
-    assert [all(step) for step in training] == [True, False, False, False]
-    assert [any(step) for step in training] == [True, False, False, False]
-    assert not torch.equal(statistics[0], statistics[1])
-    assert torch.equal(statistics[1], statistics[2])
-    assert torch.equal(statistics[2], statistics[3])
-    assert not torch.equal(weights[2], weights[3])  # the rest of the norm goes on learning
-    stored = load_file(tmp_path / "out.scratch/quantized/model.safetensors")
-    kept = torch.cat([stored[f"{name}.norm.running_mean"] for name in ("stem", "blocks.2.layers.1")])
-    assert all((value == statistics[3]).any() for value in kept)
 
 
 def test_a_teacher_guides(source: Path, tmp_path: Path) -> None:
@@ -164,15 +135,16 @@ def test_damaged_weights_are_refused_by_name(tmp_path: Path, monkeypatch: pytest
     with torch.no_grad():
         model.blocks[2].layers[1].conv.weight[3] = float("inf")  # type: ignore[index, union-attr]
     source = vision_folder(tmp_path / "fp32", model)
-    with pytest.raises(InputError, match=r"blocks\.2\.layers\.1\.conv\.weight holds NaN or infinity"):
+    with pytest.raises(InputError, match=r"blocks\.2\.layers\.1\.weight holds NaN or infinity"):
         make(source, tmp_path / "out")
 
 
 def test_outliers_are_dealt_with_on_the_way_to_the_artifact(source: Path, tmp_path: Path) -> None:
     settings = {"equalize": True, "correct_bias": True, "effective_bits": 16.0}
     make(source, tmp_path / "plain")
-    step = ClassifierQuantize.model_validate(settings)
-    kept = within_bits(load_classifier(source)[0], step.target, step, image_data()).keep
+    made, data = prepared(network_of(load_classifier(source)[0])), image_data()
+    equalize(made, data.inputs())
+    kept = within_bits(made, GraphSettings.model_validate(settings), data.inputs).keep
     for training in ({}, TRAIN | RATE | {"steps": 2, "evaluation_samples": 0}):
         out = tmp_path / f"out-{len(training)}"
         report = make(source, out, **settings, **training)

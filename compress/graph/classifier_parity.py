@@ -8,8 +8,10 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import nn
 
+from penjing.compress.graph.integers import IntegerRun
+from penjing.compress.graph.roundings import roundings
+from penjing.compress.quantize.targets import NO_TENSORRT
 from penjing.core.artifact.base import MODEL_FILE
 from penjing.core.artifact.onnx import ONNX_RUNTIME, Quantization, gate_onnx, recorded
 from penjing.core.artifact.onnx_classifier import (
@@ -23,35 +25,45 @@ from penjing.core.artifact.onnx_classifier import (
 )
 from penjing.core.artifact.parity import FAKE_QUANTIZED, Bound, Difference, Parity
 from penjing.core.checkpoint.classifier import ClassifierConfig
+from penjing.core.graph.network import Network
 from penjing.core.progress import Progress
 from penjing.core.runtime.onnx_runtime import open_session, run_session
 
-NO_TENSORRT = "needs the tensorrt package and a GPU; the file follows its rules for explicit Q/DQ"
 HINT = "raise parity_bound if that is acceptable"
 
 
 @torch.no_grad()
 def measure(
-    model: nn.Module,
+    network: Network,
+    stored: Network,
     onnx_file: Path,
     config: ClassifierConfig,
     quantization: Quantization,
     pixels: NDArray[np.uint8],
     bound: float,
-) -> Parity:
-    """Run `pixels` (N, C, H, W) through the fake-quantized `model` and through `onnx_file` (`Quantization.ways`).
+) -> tuple[Parity, Difference]:
+    """Run `pixels` (N, C, H, W) through `stored`, whose sums are exact (`IntegerRun`), and through `onnx_file`
+    (`Quantization.ways`), and hold `network` to it layer by layer (`roundings`).
 
     Args:
+        network: calibrated or trained, in evaluation mode.
+        stored: what was made of it for the file.
         bound: of the largest difference of logits, in ONNX Runtime with the options that the artifact asks for.
 
+    Returns:
+        The artifact's record, and how far the layers of `network` are from it.
+
     Raises:
-        InputError: the bound is exceeded (an artifact that does so is refused), or there is NaN.
+        InputError: a bound is exceeded (an artifact that does so is refused), or there is NaN.
     """
     images = normalised(pixels, config)
-    logits: dict[str, NDArray[Any]] = {FAKE_QUANTIZED: model(torch.from_numpy(images)).numpy()}
+    given = torch.from_numpy(images)
+    reference = IntegerRun(stored)
+    logits: dict[str, NDArray[Any]] = {FAKE_QUANTIZED: reference.run(given)[0].numpy()}
+    held = roundings(network, reference.codes, (given,))
     logits |= _in_onnx_runtime(onnx_file, quantization, images)
     limit = Bound(between=(FAKE_QUANTIZED, ONNX_RUNTIME), quantity=QUANTITY, statistic="largest", value=bound)
-    return Parity(
+    parity = Parity(
         family="classifier",
         inputs=images_to_record(pixels),
         outputs={name: values.tolist() for name, values in logits.items()},
@@ -59,6 +71,7 @@ def measure(
         bound=limit,
         unmeasured={"tensorrt": NO_TENSORRT} if quantization.target == "tensorrt" else {},
     )
+    return parity, held
 
 
 def rerun(folder: Path, progress: Progress) -> tuple[Difference, ...]:
