@@ -1,0 +1,72 @@
+"""`penjing curate RECIPE | inspect | why`: flags here, the work in penjing.curate, imported when it is needed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from penjing.core.cli_options import Force, Json, Overrides, RecipeOrCommand, stage_app, write_json
+
+app = stage_app()
+curate_app = typer.Typer(
+    cls=RecipeOrCommand,
+    help="Curate text: `penjing curate RECIPE` (short for `penjing curate run RECIPE`) makes a corpus to train on.",
+    no_args_is_help=True,
+)
+app.add_typer(curate_app, name="curate")
+Recipe = Annotated[Path, typer.Argument(help="A TOML recipe, or a name of `penjing recipe list`.", show_default=False)]
+
+
+@curate_app.command("run")
+def run(recipe: Recipe, overrides: Overrides = None, force: Force = False) -> None:
+    """Make the corpus of a recipe: documents cleaned, told apart by language, filtered, each kept once.
+
+    A run that was ended goes on with what is left. The corpus holds `shards/`, which `data.sources` of a training
+    recipe takes, and `report.html`.
+
+    Examples:
+
+    - `penjing curate recipes/corpus-docs.toml`
+    - `penjing train recipes/decoder-tiny.toml --set 'data.sources=["build/corpus-docs"]'`
+    """
+    from penjing.core.progress import progress_bar
+    from penjing.curate.run import curate
+
+    with progress_bar() as progress:
+        report = curate(recipe, overrides, force=force, progress=progress)
+        progress.note(report.summary())
+
+
+@curate_app.command("inspect")
+def inspect(
+    source: Annotated[Path, typer.Argument(help="A file or a folder of texts.", show_default=False)],
+    limit_mb: Annotated[float, typer.Option(help="Read so many megabytes of text at most.")] = 64,
+    json_file: Json = None,
+) -> None:
+    """Look at texts before a recipe is written: forms, sizes, languages, damage and duplicates.
+
+    Example: `penjing curate inspect notes/`
+    """
+    from penjing.core.progress import print_table, progress_bar
+    from penjing.curate.inspect import inspect_source
+
+    with progress_bar() as progress:
+        result = inspect_source(source, limit_mb, progress)
+    print_table(result)
+    write_json(result, json_file)
+
+
+@curate_app.command("why")
+def why(
+    document: Annotated[str, typer.Argument(help="The id of a document, or its end.", show_default=False)],
+    corpus: Annotated[Path, typer.Argument(help="The corpus folder.", show_default=False)],
+) -> None:
+    """Say what happened to a document: kept and how it was changed, or which rule of which step dropped it.
+
+    Example: `penjing curate why printf.3.gz build/corpus-docs`
+    """
+    from penjing.curate.why import explain
+
+    print("\n".join(explain(document, corpus)))

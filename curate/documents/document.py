@@ -1,0 +1,113 @@
+"""A document on its way through the steps, and the tables that hold documents between them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from penjing.core.text.records import arrow_module
+
+_GROUP_CHARS = 16 << 20  # of text in one row group: what is held in memory
+
+
+@dataclass
+class Document:
+    """A text and what is known of it.
+
+    Attributes:
+        id: its source, file and line; unique in a corpus.
+        language: ISO code, "" while it is unknown; `language_share`: how sure that is, 0 to 1.
+        cluster: the id of the first document of its near duplicates, "" while they were not looked for.
+        changed: what steps have done to the text.
+    """
+
+    id: str
+    text: str
+    source: str
+    domain: str
+    licence: str = ""
+    language: str = ""
+    language_share: float = 0.0
+    cluster: str = ""
+    changed: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Dropped:
+    """A document that a step took out, with the rule that it broke.
+
+    Attributes:
+        chars: of its text then; excerpt: how that began.
+        twin: the document that was kept in its place, "" for none.
+    """
+
+    id: str
+    step: str
+    rule: str
+    source: str
+    domain: str
+    language: str
+    chars: int
+    excerpt: str
+    twin: str = ""
+
+
+def drop(document: Document, step: str, rule: str) -> Dropped:
+    """`document`, taken out by `rule` of `step`."""
+    excerpt = " ".join(document.text[:400].split())[:200]
+    return Dropped(
+        document.id, step, rule, document.source, document.domain, document.language, len(document.text), excerpt
+    )
+
+
+class DocumentWriter:
+    """Writes documents into one Parquet file, in row groups of bounded size."""
+
+    def __init__(self, path: Path) -> None:
+        arrow, self._parquet = arrow_module("", path), arrow_module("parquet", path)
+        self._schema = arrow.schema(
+            [
+                *((name, arrow.string()) for name in ("id", "text", "source", "domain", "licence", "language")),
+                ("language_share", arrow.float32()),
+                ("cluster", arrow.string()),
+                ("changed", arrow.string()),
+            ]
+        )
+        self._table = arrow.Table
+        self._path = path
+        self._writer: Any = None
+        self._rows: list[dict[str, Any]] = []
+        self._chars = 0
+
+    def __enter__(self) -> Self:
+        self._writer = self._parquet.ParquetWriter(self._path, self._schema, compression="zstd")
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        if kind is None:
+            self._flush()
+        self._writer.close()
+
+    def add(self, document: Document) -> None:
+        """Append `document`."""
+        self._rows.append({**vars(document), "changed": json.dumps(document.changed)})
+        self._chars += len(document.text)
+        if self._chars >= _GROUP_CHARS:
+            self._flush()
+
+    def _flush(self) -> None:
+        if self._rows:
+            self._writer.write_table(self._table.from_pylist(self._rows, schema=self._schema))
+        self._rows, self._chars = [], 0
+
+
+def stored_documents(path: Path) -> Iterator[Document]:
+    """The documents that `DocumentWriter` wrote, in order."""
+    with arrow_module("parquet", path).ParquetFile(path) as table:
+        for batch in table.iter_batches(256):
+            for row in batch.to_pylist():
+                yield Document(**{**row, "changed": json.loads(row["changed"])})

@@ -1,0 +1,113 @@
+"""Files of the sources into documents: as they are, out of HTML, out of roff; what is damaged is told."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from penjing.core.errors import InputError
+from penjing.core.progress import Progress
+from penjing.core.text.records import LINES, TABLES, Damage, form_of, read_records
+from penjing.core.text.source_files import files_below
+from penjing.curate.documents.debian import fetch_debian
+from penjing.curate.documents.document import Document
+from penjing.curate.documents.markup import html_text, roff_text
+from penjing.curate.documents.settings import SourceConfig
+
+_TEXTS = (".txt", ".md", ".rst", ".py", ".c", ".h", ".cpp", ".rs", ".go", ".js", ".java", ".tex", ".pod", "")
+_HTML = (".html", ".htm", ".xhtml")
+_RECORDS = (*LINES, *TABLES)
+
+
+@dataclass(frozen=True)
+class SourceFile:
+    """A file of a source: `name` within it, and what tells whether it is still the same."""
+
+    source: int
+    name: str
+    path: str
+    size: int
+    mtime_ns: int
+
+    def check(self) -> None:
+        """Refuse a file that is not what the plan was made of.
+
+        Raises:
+            InputError: changed or gone.
+        """
+        path = Path(self.path)
+        stat = path.stat() if path.is_file() else None
+        if stat is None or (stat.st_size, stat.st_mtime_ns) != (self.size, self.mtime_ns):
+            raise InputError(f"{path} was changed or removed while the sources were read; run again")
+
+
+def source_files(number: int, source: SourceConfig, progress: Progress) -> list[SourceFile]:
+    """The files of the source `number`, in the order of their names.
+
+    Raises:
+        InputError: there are none.
+        SetupError: a package of Debian cannot be fetched.
+    """
+    roots = [fetch_debian(package, progress) / (source.path or "") for package in source.packages]
+    roots = roots or [Path(source.path or "")]
+    found = []
+    for root in roots:
+        if not root.exists():
+            raise InputError(f"sources.{source.name}: {root} does not exist; check its path")
+        for path in files_below(root):
+            name = path.relative_to(root).as_posix() if path != root else path.name
+            if len(roots) > 1:
+                name = f"{source.packages[roots.index(root)]}/{name}"
+            if _wanted(source, path, name) and path.stat().st_size:
+                stat = path.stat()
+                found.append(SourceFile(number, name, str(path.absolute()), stat.st_size, stat.st_mtime_ns))
+    if not found:
+        wanted = f"matches {', '.join(source.files)}" if source.files else "is read here; name them by `files`"
+        raise InputError(f"sources.{source.name}: of {' and '.join(map(str, roots))} no file {wanted}")
+    return found
+
+
+def _wanted(source: SourceConfig, path: Path, name: str) -> bool:
+    if source.files:
+        return any(fnmatch.fnmatch(name, pattern) or fnmatch.fnmatch(path.name, pattern) for pattern in source.files)
+    form = form_of(path)
+    by_form = {"html": _HTML, "records": _RECORDS, "text": _TEXTS}
+    if source.form == "roff":
+        return True
+    return form in by_form.get(source.form, (*_TEXTS[:-1], *_HTML, *_RECORDS))
+
+
+def read_source(file: SourceFile, source: SourceConfig) -> Iterator[Document | Damage]:
+    """The documents of a file, and what of it is damaged: all of it where it cannot be read to its end."""
+    path, name = Path(file.path), f"{source.name}/{file.name}"
+    form = source.form
+    if form == "auto":
+        form = "html" if form_of(path) in _HTML else "text"
+    records = read_records(path, name, source.column)
+    while True:
+        try:
+            record = next(records, None)
+        except InputError as error:  # cut off or damaged: what came before it stands
+            yield Damage(name, str(error))
+            return
+        if record is None:
+            return
+        if isinstance(record, Damage):
+            yield record
+            continue
+        text = record.text if record.text is not None else conversation_text(record.messages)
+        if form == "html":
+            text = html_text(text)
+        elif form == "roff":
+            text = roff_text(text)
+        domain = " ".join(str(record.fields.get("domain") or source.domain or source.name).split())
+        yield Document(record.name, text, source.name, domain, source.licence)
+
+
+def conversation_text(messages: object) -> str:
+    """A conversation as text for filters: a paragraph a message."""
+    if not isinstance(messages, list):
+        return ""
+    return "\n\n".join(str(each.get("content", "")) for each in messages if isinstance(each, dict))

@@ -1,0 +1,50 @@
+"""What `penjing curate` reads: sources, steps, and where the corpus goes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import Field, field_validator
+
+from penjing.core.config import Config
+from penjing.curate.documents.settings import SourceConfig
+from penjing.curate.steps.clean import CleanStep
+from penjing.curate.steps.decontaminate import DecontaminateStep
+from penjing.curate.steps.dedup import DedupStep
+from penjing.curate.steps.language import LanguageStep
+from penjing.curate.steps.rules import RulesStep
+
+Step = Annotated[CleanStep | LanguageStep | RulesStep | DedupStep | DecontaminateStep, Field(discriminator="kind")]
+
+
+class CurateRecipe(Config):
+    """From sources to a corpus folder."""
+
+    output: Path = Field(description="The folder that the corpus is written into.")
+    work: Path | None = Field(default=None, description="The folder of what is between; by default OUTPUT-work.")
+    workers: int = Field(default=1, ge=1, description="Processes that read and filter.")
+    task_mb: float = Field(
+        default=64, gt=0, description="A task takes files of about so many megabytes; a file is never cut."
+    )
+    most_damaged: float = Field(
+        default=0.01,
+        ge=0,
+        lt=1,
+        description="Share of the documents that may be damaged; they are left out and listed.",
+    )
+    sources: tuple[SourceConfig, ...] = Field(min_length=1, description="Where documents come from.")
+    steps: tuple[Step, ...] = Field(default=(), description="What is done with them, in this order.")
+
+    @field_validator("sources")
+    @classmethod
+    def _names_differ(cls, value: tuple[SourceConfig, ...]) -> tuple[SourceConfig, ...]:
+        names = [source.name for source in value]
+        if twice := sorted({name for name in names if names.count(name) > 1}):
+            raise ValueError(f"several sources are called {', '.join(twice)}; give each its own name")
+        return value
+
+    @property
+    def work_folder(self) -> Path:
+        """Where the files between the steps go."""
+        return self.work or self.output.with_name(f"{self.output.name}-work")

@@ -1,0 +1,195 @@
+"""What became of the documents: numbers for machines, and one page for people."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal
+
+from pydantic import Field
+
+from penjing.core.config import Config
+from penjing.core.pages.page import AFTER, BEFORE, figure, render_page
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+    from penjing.curate.plan import Plan
+    from penjing.curate.task import Counts
+
+READ = "read"
+PAGE = """
+<p>{{ report.read.documents | count }} documents with {{ report.read.chars | count }} characters were read, and
+{{ report.kept.documents | count }} with {{ report.kept.chars | count }} kept.
+{% if report.damaged or report.lines %}{{ report.damaged }} documents and {{ report.lines }} lines of texts were damaged
+and left out; <code>quarantine.jsonl</code> lists them.{% endif %}</p>
+<h2>What each step left</h2>
+<div class="wide"><table><tr><th>after</th><th>documents</th><th>characters</th><th>of those read</th></tr>
+{% for step in report.funnel %}<tr><td>{{ step.step }}</td><td>{{ step.documents | count }}</td>
+<td>{{ step.chars | count }}</td><td>{{ "%.1f" | format(100 * step.chars / (report.read.chars or 1)) }} %</td></tr>
+{% endfor %}</table></div>
+{% for title, rows in (("By domain", report.domains), ("By language", report.languages)) %}
+<h2>{{ title }}</h2>
+<div class="wide"><table><tr><th></th><th>documents read</th><th>kept</th><th>characters kept</th></tr>
+{% for row in rows %}<tr><td>{{ row.name or "not told" }}</td><td>{{ row.read | count }}</td>
+<td>{{ row.kept.documents | count }}</td><td>{{ row.kept.chars | count }}</td></tr>
+{% endfor %}</table></div>
+{% endfor %}
+<h2>What each rule dropped</h2>
+<div class="wide"><table><tr><th>step</th><th>rule</th><th>documents</th><th>characters</th></tr>
+{% for rule in report.rules %}<tr><td>{{ rule.step }}</td><td>{{ rule.rule }}</td><td>{{ rule.documents | count }}</td>
+<td>{{ rule.chars | count }}</td></tr>
+<tr><td></td><td class="text" colspan="3"><details><summary>examples</summary>
+{% for example in rule.examples %}<p><code>{{ example[0] }}</code><br>{{ example[1] }}</p>{% endfor %}
+</details></td></tr>
+{% endfor %}</table></div>
+<h2>Sizes of documents</h2>
+{{ sizes }}
+<h2>Sources</h2>
+<div class="wide"><table><tr><th>source</th><th>licence</th><th>files</th><th>bytes</th></tr>
+{% for source in report.sources %}<tr><td>{{ source.name }}</td><td>{{ source.licence or "not said" }}</td>
+<td>{{ source.files | count }}</td><td>{{ source.bytes | volume }}</td></tr>
+{% endfor %}</table></div>
+"""
+
+
+class Amount(Config):
+    """Documents and their characters."""
+
+    documents: int = Field(ge=0, description="Documents.")
+    chars: int = Field(ge=0, description="Their characters.")
+
+
+class FunnelRow(Amount):
+    """What was left after a step."""
+
+    step: str = Field(description='The step: its place and kind, or "read".')
+
+
+class GroupRow(Config):
+    """A domain or language."""
+
+    name: str = Field(description="The domain or language.")
+    read: int = Field(ge=0, description="Documents when it was first known.")
+    kept: Amount = Field(description="What is in the corpus.")
+
+
+class RuleRow(Amount):
+    """What a rule dropped."""
+
+    step: str = Field(description="The step.")
+    rule: str = Field(description="The rule.")
+    examples: list[list[str]] = Field(description="Id and beginning of a few of the documents.")
+
+
+class SourceRow(Config):
+    """A source and its files."""
+
+    name: str = Field(description="Its name.")
+    licence: str = Field(description="Its licence as the recipe says.")
+    files: int = Field(ge=0, description="Files.")
+    bytes: int = Field(ge=0, description="Their size as they lie on the disk.")
+
+
+class CorpusReport(Config):
+    """Content of a corpus's `report.json`."""
+
+    schema_version: Literal[1] = Field(default=1, description="Version of this format.")
+    read: Amount = Field(description="What was read.")
+    kept: Amount = Field(description="What is in the corpus.")
+    damaged: int = Field(ge=0, description="Documents that could not be read, or on which a step failed.")
+    lines: int = Field(ge=0, description="Lines of texts that could not be read.")
+    reasons: dict[str, int] = Field(description="Damages by reason.")
+    funnel: list[FunnelRow] = Field(description="What each step left.")
+    domains: list[GroupRow] = Field(description="By domain.")
+    languages: list[GroupRow] = Field(description="By language.")
+    rules: list[RuleRow] = Field(description="What each rule dropped, most first.")
+    sizes: dict[str, dict[str, int]] = Field(
+        description='Documents "before" and "after" by the logarithm to base 2 of their characters, rounded.'
+    )
+    sources: list[SourceRow] = Field(description="Where documents came from.")
+
+    def summary(self) -> str:
+        """A few lines for the terminal."""
+        width = max(len(row.step) for row in self.funnel)
+        lines = [
+            f"{row.step:{width}}  {row.documents:>11,} documents  {row.chars / 1e6:>10,.1f} M characters"
+            for row in self.funnel
+        ]
+        if self.damaged or self.lines:
+            reasons = ", ".join(f"{reason}: {count:,}" for reason, count in self.reasons.items())
+            lines.append(f"left out as damaged: {self.damaged:,} documents and {self.lines:,} lines ({reasons})")
+        return "\n".join(lines)
+
+
+def corpus_report(plan: Plan, counts: Counts) -> CorpusReport:
+    """What the stages counted, put together."""
+    steps = [READ, *(f"{place}: {step.kind}" for place, step in enumerate(plan.recipe.steps))]
+    amounts = {step: [0, 0] for step in steps}
+    domains: dict[str, dict[str, list[int]]] = {step: {} for step in steps}
+    languages: dict[str, dict[str, list[int]]] = {step: {} for step in steps}
+    for key, (documents, chars) in counts.after.items():
+        step, domain, language = key.split("\t")
+        for entry in (
+            amounts[step],
+            domains[step].setdefault(domain, [0, 0]),
+            languages[step].setdefault(language, [0, 0]),
+        ):
+            entry[0], entry[1] = entry[0] + documents, entry[1] + chars
+    told = [step for step in steps if any(languages[step]) and set(languages[step]) != {""}]
+    first_told = told[0] if told else READ
+    return CorpusReport(
+        read=_amount(amounts[READ]),
+        kept=_amount(amounts[steps[-1]]),
+        damaged=counts.num_damaged,
+        lines=counts.num_lines,
+        reasons=dict(sorted(counts.reasons.items(), key=lambda each: -each[1])),
+        funnel=[FunnelRow(step=step, documents=amounts[step][0], chars=amounts[step][1]) for step in steps],
+        domains=_groups(domains[READ], domains[steps[-1]]),
+        languages=_groups(languages[first_told], languages[steps[-1]]),
+        rules=sorted(
+            (
+                RuleRow(
+                    step=key.split("\t")[0], rule=key.split("\t")[1], documents=documents, chars=chars,
+                    examples=counts.examples[key],
+                )
+                for key, (documents, chars) in counts.rules.items()
+            ),
+            key=lambda row: -row.documents,
+        ),
+        sizes={when: dict(sorted(of.items(), key=lambda each: int(each[0]))) for when, of in counts.sizes.items()},
+        sources=[
+            SourceRow(
+                name=source.name, licence=source.licence,
+                files=sum(file.source == number for file in plan.files),
+                bytes=sum(file.size for file in plan.files if file.source == number),
+            )
+            for number, source in enumerate(plan.recipe.sources)
+        ],
+    )  # fmt: skip
+
+
+def report_page(report: CorpusReport) -> str:
+    """The page, which needs no other file."""
+
+    def draw(axes: Axes) -> None:
+        sizes = sorted({int(size) for when in report.sizes.values() for size in when})
+        for offset, (when, colour) in zip((-0.2, 0.2), (("before", BEFORE), ("after", AFTER)), strict=True):
+            counted = [report.sizes[when].get(str(size), 0) for size in sizes]
+            axes.bar([size + offset for size in sizes], counted, width=0.4, color=colour, label=when)
+        axes.set_xticks(sizes, [f"{2**size:,}" for size in sizes], rotation=45)
+        axes.set_xlabel("characters of a document, about")
+        axes.set_ylabel("documents")
+        axes.legend(frameon=False)
+
+    return render_page("Corpus", PAGE, {"report": report, "sizes": figure(draw, 8, 3)})
+
+
+def _amount(entry: list[int]) -> Amount:
+    return Amount(documents=entry[0], chars=entry[1])
+
+
+def _groups(read: dict[str, list[int]], kept: dict[str, list[int]]) -> list[GroupRow]:
+    rows = [
+        GroupRow(name=name, read=documents, kept=_amount(kept.get(name, [0, 0])))
+        for name, (documents, _) in read.items()
+    ]
+    return sorted(rows, key=lambda row: -row.kept.chars)

@@ -1,0 +1,161 @@
+"""From a recipe to a corpus: plan, stages, completeness, report, and a folder that appears when all of it is there."""
+
+from __future__ import annotations
+
+import fcntl
+import gzip
+import json
+import shutil
+from pathlib import Path
+
+from penjing.core.config import load_recipe
+from penjing.core.errors import InputError
+from penjing.core.files import publish_folder, writing
+from penjing.core.manifest import write_manifest
+from penjing.core.progress import Progress, Silent
+from penjing.core.text.records import arrow_module
+from penjing.core.text.source_files import SHARDS
+from penjing.curate.clusters import join_clusters
+from penjing.curate.plan import PLAN_FILE, Plan, Stage, make_plan
+from penjing.curate.recipe import CurateRecipe
+from penjing.curate.report import CorpusReport, corpus_report, report_page
+from penjing.curate.steps.base import StepConfig
+from penjing.curate.steps.dedup import DedupStep
+from penjing.curate.task import COUNTS, DAMAGED, DOCUMENTS, DROPPED, READ, Counts, run_task, task_folder
+from penjing.curate.workers import run_tasks
+
+QUARANTINE, REPORT, PAGE, DROPPED_FOLDER = "quarantine.jsonl", "report.json", "report.html", "dropped"
+
+
+def curate(
+    recipe_path: Path,
+    overrides: list[str] | None = None,
+    *,
+    force: bool = False,
+    progress: Progress | None = None,
+) -> CorpusReport:
+    """Make the corpus of a recipe. A run that was ended goes on with the tasks that are left.
+
+    Args:
+        overrides: `section.key=value` changes of the recipe.
+        force: replace an existing output.
+
+    Returns:
+        What was kept and dropped; the corpus lies in the recipe's `output`.
+
+    Raises:
+        PenjingError: see `core.errors`; one line that names the setting or file.
+    """
+    return curate_recipe(
+        load_recipe(CurateRecipe, recipe_path, overrides),
+        f"penjing curate {recipe_path}",
+        force=force,
+        progress=progress,
+    )
+
+
+def curate_recipe(
+    recipe: CurateRecipe, command: str, *, force: bool = False, progress: Progress | None = None
+) -> CorpusReport:
+    """`curate` of a recipe in memory; `command`: what the corpus says made it."""
+    progress = progress or Silent()
+    if recipe.output.exists() and any(recipe.output.iterdir()) and not force:
+        raise InputError(f"output {recipe.output} already exists; replace it with --force, or choose another output")
+    work = recipe.work_folder
+    with writing(work):
+        work.mkdir(parents=True, exist_ok=True)
+    with open(work / ".lock", "w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise InputError(f"{work} is worked in by another process; wait for it, or choose another `work`") from None
+        plan = make_plan(recipe, progress)
+        with writing(work):
+            plan.save(work / PLAN_FILE)
+        counts = Counts()
+        for number, stage in enumerate(plan.stages):
+            _run_stage(plan, number, stage, counts, progress)
+        report = corpus_report(plan, counts)
+        progress.start("writing the corpus", 1)
+        with publish_folder(recipe.output, replace=force) as partial:
+            _write(plan, report, command, partial)
+        progress.advance()
+        shutil.rmtree(work)
+    return report
+
+
+def _run_stage(plan: Plan, number: int, stage: Stage, counts: Counts, progress: Progress) -> None:
+    """Do what is left of a stage, see that all of it is there, and add what it counted to `counts`."""
+    tasks = range(len(plan.tasks))
+    with writing(stage.folder):
+        stage.folder.mkdir(parents=True, exist_ok=True)
+        for place in stage.steps:
+            step, folder = plan.recipe.steps[place], stage.folder / f"step-{place}"
+            assert isinstance(step, StepConfig)
+            if not folder.exists():
+                with publish_folder(folder) as partial:
+                    step.prepare(partial)
+    kinds = [plan.recipe.steps[place].kind for place in stage.steps]
+    progress.start(", ".join([*(["reading"] if number == 0 else []), *kinds]) or "collecting", len(tasks))
+    left = [task for task in tasks if not task_folder(stage, task).exists()]
+    progress.advance(len(tasks) - len(left))
+    if plan.recipe.workers == 1 or len(left) < 2:
+        for task in left:
+            run_task(plan, number, task)
+            progress.advance()
+    else:
+        run_tasks(
+            plan.recipe.work_folder / PLAN_FILE, number, left, plan.recipe.workers, lambda task: progress.advance()
+        )
+    if missing := [task for task in tasks if not task_folder(stage, task).exists()]:
+        raise InputError(f"tasks {missing} of stage {number} left no result; run again, they are done first")
+    for task in tasks:
+        counts.add(json.loads((task_folder(stage, task) / COUNTS).read_text(encoding="utf-8")))
+    _check_damage(plan, stage, counts)
+    if stage.after is not None:
+        step = plan.recipe.steps[stage.after]
+        assert isinstance(step, DedupStep)
+        progress.start(f"dedup ({step.method})", 1)
+        with writing(stage.folder):
+            join_clusters(stage, len(plan.tasks))
+        progress.advance()
+
+
+def _check_damage(plan: Plan, stage: Stage, counts: Counts) -> None:
+    """Stop where more is damaged than the recipe allows; the first case is named."""
+    met = sum(documents for key, (documents, _) in counts.after.items() if key.startswith(f"{READ}\t"))
+    whole = met + counts.num_damaged
+    if counts.num_damaged <= plan.recipe.most_damaged * whole:
+        return
+    first = next(
+        json.loads(line)
+        for task in range(len(plan.tasks))
+        for line in (task_folder(stage, task) / DAMAGED).read_text(encoding="utf-8").splitlines()
+    )
+    raise InputError(
+        f"{counts.num_damaged:,} of {whole:,} documents are damaged, more than most_damaged = "
+        f"{plan.recipe.most_damaged:g}; the first is {first['id']}: {first['reason']}. Mend them, or allow more"
+    )
+
+
+def _write(plan: Plan, report: CorpusReport, command: str, folder: Path) -> None:
+    stages, tasks = plan.stages, range(len(plan.tasks))
+    (folder / SHARDS).mkdir()
+    (folder / DROPPED_FOLDER).mkdir()
+    for task in tasks:
+        path = task_folder(stages[-1], task) / DOCUMENTS
+        if arrow_module("parquet", path).read_metadata(path).num_rows:
+            shutil.copyfile(path, folder / SHARDS / f"{task:05d}.parquet")
+    with open(folder / QUARANTINE, "wb") as file:
+        for stage in stages:
+            for task in tasks:
+                file.write((task_folder(stage, task) / DAMAGED).read_bytes())
+    for number, stage in enumerate(stages):
+        with gzip.open(folder / DROPPED_FOLDER / f"stage-{number}.jsonl.gz", "wb") as file:
+            for task in tasks:
+                with gzip.open(task_folder(stage, task) / DROPPED, "rb") as part:
+                    shutil.copyfileobj(part, file)
+    (folder / REPORT).write_text(report.model_dump_json(indent=1) + "\n", encoding="utf-8")
+    (folder / PAGE).write_text(report_page(report), encoding="utf-8")
+    created_by = {"command": command, "recipe": plan.recipe.model_dump(mode="json")}
+    write_manifest(folder, "corpus", created_by, {"documents": report.kept.documents, "chars": report.kept.chars})

@@ -1,0 +1,200 @@
+"""One task of a stage: its documents through the stage's steps, into a folder that appears when it is complete."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import math
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from penjing.core.files import atomic_write_text, publish_folder
+from penjing.core.text.records import Damage
+from penjing.curate.documents.document import Document, DocumentWriter, Dropped, drop, stored_documents
+from penjing.curate.documents.read import read_source
+from penjing.curate.plan import Plan, Stage
+from penjing.curate.steps.base import Filter, StepConfig
+from penjing.curate.steps.dedup import DedupStep
+
+DOCUMENTS, DROPPED, DAMAGED, COUNTS, KEYS = (
+    "documents.parquet", "dropped.jsonl.gz", "damaged.jsonl", "counts.json", "keys.npy",
+)  # fmt: skip
+CLUSTERS = "clusters.npy"  # of a stage: for each of its documents the first of its cluster, by place
+READ = "read"
+_EXAMPLES = 3
+
+
+def task_folder(stage: Stage, task: int) -> Path:
+    """Where the results of `task` are."""
+    return stage.folder / f"task-{task:05d}"
+
+
+def run_task(plan: Plan, stage_number: int, task: int) -> None:
+    """Do a task, unless its results are there.
+
+    Raises:
+        PenjingError: a file has changed, the disk is full, a package is missing.
+    """
+    stages = plan.stages
+    stage, folder = stages[stage_number], task_folder(stages[stage_number], task)
+    if folder.exists():
+        return
+    steps = [(f"{place}: {_config(plan, place).kind}", place) for place in stage.steps]
+    filters = [
+        (name, _config(plan, place), _config(plan, place).filter(stage.folder / f"step-{place}"))
+        for name, place in steps
+    ]
+    counts = Counts()
+    dedup = None if stage.after is None else plan.recipe.steps[stage.after]
+    keys_of = dedup.keys() if isinstance(dedup, DedupStep) else None
+    keys: list[Any] = []
+    with publish_folder(folder, marker=COUNTS) as partial:
+        # Parquet files are closed, and so whole, before the counts are written
+        with (
+            DocumentWriter(partial / DOCUMENTS) as kept,
+            gzip.open(partial / DROPPED, "wt", encoding="utf-8") as dropped,
+            open(partial / DAMAGED, "w", encoding="utf-8") as damaged,
+        ):
+            source = _read(plan, task) if stage_number == 0 else _deduplicated(plan, stages, stage_number, task)
+            for document in source:
+                outcome = document
+                if isinstance(document, Document):
+                    counts.met(document, READ if stage.before is None else f"{stage.before}: dedup")
+                    outcome = _through(document, filters, counts)
+                if isinstance(outcome, Document):
+                    kept.add(outcome)
+                    if stage.after is None:
+                        counts.ended(outcome)
+                    if keys_of is not None:
+                        keys.append(keys_of(outcome))
+                elif isinstance(outcome, Dropped):
+                    dropped.write(json.dumps(asdict(outcome), ensure_ascii=False) + "\n")
+                    counts.dropped(outcome)
+                else:
+                    damaged.write(json.dumps({"id": outcome.name, "reason": outcome.reason}) + "\n")
+                    counts.damaged(outcome)
+        if keys_of is not None:
+            np.save(partial / KEYS, np.stack(keys) if keys else np.empty((0, 0), np.uint64), allow_pickle=False)
+        if stage_number == 0:
+            for file in plan.files[slice(*plan.tasks[task])]:
+                file.check()
+        atomic_write_text(partial / COUNTS, json.dumps(counts.as_json()))
+
+
+class Counts:
+    """What a task counts, for the report: JSON-ready, and added up over tasks by `add`."""
+
+    def __init__(self) -> None:
+        self.after: dict[str, list[int]] = defaultdict(lambda: [0, 0])
+        self.rules: dict[str, list[int]] = defaultdict(lambda: [0, 0])
+        self.examples: dict[str, list[list[str]]] = defaultdict(list)
+        self.sizes: dict[str, dict[str, int]] = {"before": defaultdict(int), "after": defaultdict(int)}
+        self.reasons: dict[str, int] = defaultdict(int)
+        self.num_damaged, self.num_lines = 0, 0
+
+    def met(self, document: Document, step: str) -> None:
+        """A document came into the stage: from its file, or from a deduplication, as `step` says."""
+        self.passed(step, document)
+        if step == READ:
+            self.sizes["before"][_size(document)] += 1
+
+    def passed(self, step: str, document: Document) -> None:
+        """A document stays after `step`."""
+        entry = self.after[f"{step}\t{document.domain}\t{document.language}"]
+        entry[0], entry[1] = entry[0] + 1, entry[1] + len(document.text)
+
+    def ended(self, document: Document) -> None:
+        """A document is part of the corpus."""
+        self.sizes["after"][_size(document)] += 1
+
+    def dropped(self, document: Dropped) -> None:
+        """A document was taken out."""
+        key = f"{document.step}\t{document.rule}"
+        self.rules[key][0] += 1
+        self.rules[key][1] += document.chars
+        if len(self.examples[key]) < _EXAMPLES:
+            self.examples[key].append([document.id, document.excerpt])
+
+    def damaged(self, damage: Damage) -> None:
+        """Something could not be read."""
+        self.num_damaged += not damage.part
+        self.num_lines += damage.part
+        self.reasons[damage.reason.partition(":")[0].partition(" (")[0]] += 1
+
+    def add(self, other: dict[str, Any]) -> None:
+        """Add what `as_json` of another gave."""
+        for name in ("after", "rules"):
+            for key, (documents, chars) in other[name].items():
+                entry = getattr(self, name)[key]
+                entry[0], entry[1] = entry[0] + documents, entry[1] + chars
+        for key, found in other["examples"].items():
+            self.examples[key] = (self.examples[key] + found)[:_EXAMPLES]
+        for when, sizes in other["sizes"].items():
+            for size, count in sizes.items():
+                self.sizes[when][size] += count
+        for reason, count in other["reasons"].items():
+            self.reasons[reason] += count
+        self.num_damaged += other["num_damaged"]
+        self.num_lines += other["num_lines"]
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain values."""
+        return {
+            "after": self.after, "rules": self.rules, "examples": self.examples, "sizes": self.sizes,
+            "reasons": self.reasons, "num_damaged": self.num_damaged, "num_lines": self.num_lines,
+        }  # fmt: skip
+
+
+def _size(document: Document) -> str:
+    return str(round(math.log2(max(1, len(document.text)))))
+
+
+def _config(plan: Plan, place: int) -> Any:
+    return plan.recipe.steps[place]
+
+
+def _read(plan: Plan, task: int) -> Iterator[Document | Damage | Dropped]:
+    for file in plan.files[slice(*plan.tasks[task])]:
+        for document in read_source(file, plan.recipe.sources[file.source]):
+            if isinstance(document, Document) and not document.text.strip():
+                yield drop(document, READ, "no text")
+            else:
+                yield document
+
+
+def _deduplicated(plan: Plan, stages: list[Stage], number: int, task: int) -> Iterator[Document | Dropped]:
+    """The documents of the stage before, each with the id of the first of its cluster; others of it dropped."""
+    before, place = stages[number - 1], stages[number].before
+    assert place is not None
+    step = plan.recipe.steps[place]
+    assert isinstance(step, DedupStep)
+    first = np.load(before.folder / CLUSTERS, allow_pickle=False, mmap_mode="r")
+    names = json.loads((before.folder / f"names-{task:05d}.json").read_text(encoding="utf-8"))
+    begin = int(names["begin"])
+    for index, document in enumerate(stored_documents(task_folder(before, task) / DOCUMENTS), begin):
+        document.cluster = names["of"].get(str(int(first[index])), document.id)
+        if first[index] == index or step.keep == "all":
+            yield document
+        else:
+            dropped = drop(document, f"{place}: dedup", step.rule)
+            yield Dropped(**{**asdict(dropped), "twin": document.cluster})
+
+
+def _through(
+    document: Document, filters: list[tuple[str, StepConfig, Filter]], counts: Counts
+) -> Document | Dropped | Damage:
+    for name, config, each in filters:
+        if not config.domains or document.domain in config.domains:
+            try:
+                rule = each.apply(document)
+            except Exception as error:  # a library that fails on a text costs that text, with its reason
+                return Damage(document.id, f"{name} failed: {type(error).__name__}: {error}")
+            if rule is not None:
+                return drop(document, name, rule)
+        counts.passed(name, document)
+    return document

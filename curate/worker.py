@@ -1,0 +1,36 @@
+"""A process that does tasks: it reads "STAGE TASK" lines and answers each with a line of JSON.
+
+Started by name, so that no caller's main module is imported again, and watched by `workers.py`, which hears of its
+death: a killed child of datatrove's local executor leaves the run waiting for ever.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+from penjing.core.errors import PenjingError
+from penjing.curate.plan import load_plan
+from penjing.curate.task import run_task
+
+
+def main() -> None:
+    """Work until the input ends."""
+    plan = load_plan(Path(sys.argv[1]))
+    answers = sys.stdout
+    sys.stdout = sys.stderr  # what a library prints is no answer
+    for line in sys.stdin:
+        stage, task = map(int, line.split())
+        answer: dict[str, object] = {"task": task}
+        try:
+            run_task(plan, stage, task)
+        except PenjingError as error:
+            answer |= {"error": str(error), "code": error.exit_code}
+        except Exception as error:  # the edge of the process: the one that asked tells the user
+            answer |= {"error": f"unexpected {type(error).__name__}: {error}", "code": 70}
+        print(json.dumps(answer), file=answers, flush=True)
+
+
+if __name__ == "__main__":
+    main()

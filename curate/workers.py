@@ -1,0 +1,116 @@
+"""Tasks on several processes of this machine: one that dies is replaced and its task done again, once."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
+
+from penjing.core.errors import ConfigError, InputError, PenjingError, SetupError
+
+_KINDS: dict[int, type[PenjingError]] = {2: ConfigError, 3: InputError, 6: SetupError}
+_TRIES = 2
+_COMMAND = (sys.executable, "-m", "penjing.curate.worker")
+
+
+def run_tasks(plan_file: Path, stage: int, tasks: list[int], workers: int, done: Callable[[int], None]) -> None:
+    """Do `tasks` of a stage on `workers` processes.
+
+    Args:
+        done: called with each task that is complete, from this thread.
+
+    Raises:
+        PenjingError: the first error of a task, or a process that was killed twice by the same one. Tasks that are
+            complete stay so; the others are ended.
+    """
+    events: SimpleQueue[tuple[int, dict[str, Any] | None]] = SimpleQueue()  # (place of the worker, answer or None)
+    running: dict[int, tuple[_Worker, int]] = {}
+    waiting, tries = list(reversed(tasks)), dict.fromkeys(tasks, 0)
+    left = len(tasks)
+
+    def start(place: int, worker: _Worker) -> None:
+        if waiting:
+            task = waiting.pop()
+            tries[task] += 1
+            running[place] = worker, task
+            worker.ask(stage, task)
+        else:
+            worker.close()
+
+    try:
+        for place in range(min(workers, len(tasks))):
+            start(place, _Worker(plan_file, place, events))
+        while left:
+            place, answer = events.get()
+            if place not in running:
+                continue  # it was told to end, and did
+            worker, task = running.pop(place)
+            if answer is None:
+                if tries[task] >= _TRIES:
+                    raise SetupError(
+                        f"task {task} ended its process twice ({worker.ending()}): its documents may need more "
+                        "memory than there is. Finished tasks are kept; lower workers or task_mb, and run again"
+                    )
+                waiting.append(task)
+                start(place, _Worker(plan_file, place, events))
+            elif "error" in answer:
+                raise _KINDS.get(int(answer["code"]), PenjingError)(answer["error"])
+            else:
+                left -= 1
+                done(task)
+                start(place, worker)
+    finally:
+        for worker, _ in running.values():
+            worker.kill()
+
+
+class _Worker:
+    """A process, and a thread that hears its answers and its end."""
+
+    def __init__(self, plan_file: Path, place: int, events: SimpleQueue[tuple[int, dict[str, Any] | None]]) -> None:
+        self._process = subprocess.Popen(
+            [*_COMMAND, str(plan_file)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+        self._place, self._events = place, events
+        threading.Thread(target=self._listen, daemon=True).start()
+
+    def ask(self, stage: int, task: int) -> None:
+        """Give it a task; a process that is gone is heard of by its end."""
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(f"{stage} {task}\n")
+            self._process.stdin.flush()
+        except BrokenPipeError:
+            return
+
+    def close(self) -> None:
+        """Let it end."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+
+    def kill(self) -> None:
+        """End it now."""
+        self._process.kill()
+        self._process.wait()
+
+    def ending(self) -> str:
+        """How it ended."""
+        code = self._process.wait()
+        return f"killed by signal {-code}" if code < 0 else f"exit code {code}"
+
+    def _listen(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            self._events.put((self._place, json.loads(line)))
+        self._process.wait()
+        self._events.put((self._place, None))

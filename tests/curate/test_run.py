@@ -1,0 +1,193 @@
+"""The whole of a run: the same corpus however it is cut, gone on with after a kill, and never half of one."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+
+import pytest
+
+from penjing.core.config import parse_config
+from penjing.core.errors import ConfigError, InputError, SetupError
+from penjing.core.manifest import verify
+from penjing.core.progress import Silent
+from penjing.core.text.records import Record
+from penjing.curate import run as running
+from penjing.curate import workers
+from penjing.curate.recipe import CurateRecipe
+from penjing.curate.run import curate_recipe
+from penjing.curate.why import explain
+from penjing.train.data.corpora import documents
+from tests.curate.corpus import corpus_of, kept, prose, recipe, sources, write_lines
+
+pytest.importorskip("pyarrow")
+pytest.importorskip("ftfy")
+
+
+def test_one_of_each_cluster_is_kept_the_first(tmp_path: Path) -> None:
+    made = recipe(tmp_path, sources(tmp_path / "in"))
+    found = kept(made)
+    assert len(found) == 7 * 10 + 5 + 1
+    assert [name for name in found if name.startswith("s/0.jsonl")] == [f"s/0.jsonl, line {n}" for n in range(1, 17)]
+    report = json.loads((made.output / "report.json").read_text())
+    assert [(row["step"], row["documents"]) for row in report["funnel"]] == [
+        ("read", 7 * 16), ("0: clean", 7 * 16), ("1: dedup", 76),
+    ]  # fmt: skip
+    assert report["rules"][0]["documents"] == 36
+    assert verify(made.output).kind == "corpus"
+    page = (made.output / "report.html").read_text()
+    assert "near duplicate" in page
+    assert "http" not in page
+    assert not made.work_folder.exists()
+
+
+@pytest.mark.parametrize(("task_mb", "workers_"), [(0.005, 1), (0.02, 1), (0.01, 2)])
+def test_the_corpus_is_the_same_however_it_is_cut(tmp_path: Path, task_mb: float, workers_: int) -> None:
+    path = sources(tmp_path / "in")
+    whole = kept(recipe(tmp_path, path))
+    cut = recipe(tmp_path, path, output=str(tmp_path / "cut"), task_mb=task_mb, workers=workers_)
+    assert kept(cut) == whole
+
+
+def test_training_reads_the_corpus_and_its_clusters(tmp_path: Path) -> None:
+    made = recipe(tmp_path, sources(tmp_path / "in"), steps=[{"kind": "dedup", "keep": "all"}])
+    curate_recipe(made, "test")
+    records = [record for record in documents(str(made.output)) if isinstance(record, Record)]
+    assert {record.text for record in records} == set(corpus_of(made.output).values())
+    assert len(records) == 7 * 16
+    assert len({record.fields["cluster"] for record in records}) == 76
+    assert {record.fields["domain"] for record in records} == {"made"}
+
+
+class Ended(Silent):
+    """A run that is ended when so many tasks are done."""
+
+    def __init__(self, tasks: int) -> None:
+        self.left = tasks
+
+    def advance(self, parts: int = 1) -> None:
+        self.left -= parts
+        if self.left < 0:
+            raise KeyboardInterrupt
+
+
+def test_a_run_goes_on_where_it_was_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = sources(tmp_path / "in")
+    whole = kept(recipe(tmp_path, path))
+    made = recipe(tmp_path, path, output=str(tmp_path / "again"), task_mb=0.001)
+    with pytest.raises(KeyboardInterrupt):
+        curate_recipe(made, "test", progress=Ended(4))
+    assert not made.output.exists()
+    done: list[tuple[int, int]] = []
+    run_task = running.run_task
+    monkeypatch.setattr(
+        running, "run_task", lambda plan, stage, task: (done.append((stage, task)), run_task(plan, stage, task))
+    )
+    assert kept(made) == whole
+    assert [task for stage, task in done if stage == 0] == [5, 6]
+
+
+def test_another_rule_never_takes_the_results_of_the_first(tmp_path: Path) -> None:
+    path = sources(tmp_path / "in")
+    made = recipe(tmp_path, path, task_mb=0.001)
+    with pytest.raises(KeyboardInterrupt):
+        curate_recipe(made, "test", progress=Ended(6))
+    steps = [{"kind": "clean", "shortest": 10_000}]
+    other = made.model_copy(
+        update={"steps": parse_config(CurateRecipe, made.model_dump() | {"steps": steps}, "").steps}
+    )
+    assert kept(other) == {}
+
+
+def test_a_worker_that_is_killed_is_replaced_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = tmp_path / "worker.py"
+    script.write_text(
+        "import json, os, pathlib, signal, sys\n"
+        "for line in sys.stdin:\n"
+        "    task = line.split()[1]\n"
+        f"    mark = pathlib.Path({str(tmp_path)!r}) / f'tried-{{task}}'\n"
+        "    if task in ('1', sys.argv[1][-1]) and (task != '1' or not mark.exists()):\n"
+        "        mark.touch()\n"
+        "        os.kill(os.getpid(), signal.SIGKILL)\n"
+        "    print(json.dumps({'task': int(task)}), flush=True)\n"
+    )
+    import sys
+
+    monkeypatch.setattr(workers, "_COMMAND", (sys.executable, str(script)))
+    done: list[int] = []
+    workers.run_tasks(Path("none"), 0, [0, 1, 2, 3], 2, done.append)
+    assert sorted(done) == [0, 1, 2, 3]
+    with pytest.raises(SetupError, match=r"task 3 ended its process twice \(killed by signal 9\)"):
+        workers.run_tasks(Path("always-3"), 0, [0, 1, 2, 3], 2, lambda task: None)
+
+
+def test_errors_of_workers_are_their_own(tmp_path: Path) -> None:
+    path = sources(tmp_path / "in")
+    made = recipe(tmp_path, path, task_mb=0.001, workers=2)
+    real = running.make_plan
+
+    def changed(*arguments: object) -> object:
+        plan = real(*arguments)  # type: ignore[arg-type]
+        write_lines(path / "3.jsonl", ["changed"])
+        return plan
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(running, "make_plan", changed)
+        with pytest.raises(InputError, match=r"3.jsonl was changed or removed while the sources were read; run again"):
+            curate_recipe(made, "test")
+    assert not made.output.exists()
+
+
+def test_damage_is_listed_and_too_much_of_it_stops(tmp_path: Path) -> None:
+    folder = tmp_path / "in"
+    folder.mkdir()
+    write_lines(folder / "a.jsonl", [prose(seed) for seed in range(150)], bad=1)
+    whole = gzip.compress("".join(json.dumps({"text": prose(seed)}) + "\n" for seed in range(500, 900)).encode())
+    (folder / "b.jsonl.gz").write_bytes(whole[: len(whole) * 3 // 4])
+    made = recipe(tmp_path, folder)
+    found = kept(made)
+    assert 150 < len(found) < 150 + 400
+    listed = [json.loads(line) for line in (made.output / "quarantine.jsonl").read_text().splitlines()]
+    assert [entry["id"] for entry in listed] == ["s/a.jsonl, line 151", "s/b.jsonl.gz"]
+    assert "cut off or damaged" in listed[1]["reason"]
+    write_lines(folder / "a.jsonl", [prose(seed) for seed in range(50)], bad=20)
+    with pytest.raises(
+        InputError, match=r"documents are damaged, more than most_damaged = 0.01; the first is s/a.jsonl, l"
+    ):
+        curate_recipe(made, "test", force=True)
+    assert len(corpus_of(made.output)) == len(found)  # the old corpus stays
+
+
+def test_why(tmp_path: Path) -> None:
+    folder = tmp_path / "in"
+    folder.mkdir()
+    write_lines(folder / "a.jsonl", [prose(1), prose(1), "short", f"{prose(2)}  \r\n"])
+    made = recipe(tmp_path, folder, steps=[{"kind": "clean", "shortest": 20}, {"kind": "dedup", "method": "exact"}])
+    curate_recipe(made, "test")
+    assert explain("a.jsonl, line 1", made.output) == [
+        "s/a.jsonl, line 1: kept, domain made, language not told, unchanged"
+    ]
+    assert "dropped by step 1: dedup: equal text of s/a.jsonl, line 1, which" in explain("line 2", made.output)[0]
+    assert "dropped by step 0: clean: too short; it began 'short'" in explain("line 3", made.output)[0]
+    assert "changed by clean" in explain("line 4", made.output)[0]
+    with pytest.raises(InputError, match="knows no document 'line 9'"):
+        explain("line 9", made.output)
+    with pytest.raises(InputError, match="is no corpus"):
+        explain("line 9", folder)
+
+
+def test_what_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"sources.s: .*nowhere does not exist"):
+        curate_recipe(recipe(tmp_path, tmp_path / "nowhere"), "test")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(InputError, match="no file is read here; name them by `files`"):
+        curate_recipe(recipe(tmp_path, tmp_path / "empty"), "test")
+    with pytest.raises(ConfigError, match="several sources are called a"):
+        recipe(tmp_path, tmp_path, sources=[{"name": "a", "path": "x"}] * 2)
+    with pytest.raises(ConfigError, match="needs a path or packages"):
+        recipe(tmp_path, tmp_path, sources=[{"name": "a"}])
+    made = recipe(tmp_path, sources(tmp_path / "in"))
+    curate_recipe(made, "test")
+    with pytest.raises(InputError, match="already exists; replace it with --force"):
+        curate_recipe(made, "test")
