@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -30,8 +30,11 @@ from penjing.train.optim.optimizer import AveragedWeights, load_optimizer_state,
 from penjing.train.optim.schedule import LearningRate
 from penjing.train.pipeline.pipeline import Pipeline
 from penjing.train.processes.world import World
+from penjing.train.state.best import Best
 from penjing.train.state.checkpoint import Checkpoints
 from penjing.train.state.state import Tree, load_model_state, model_state
+
+K = TypeVar("K")
 
 
 class InterruptedRunError(PenjingError):
@@ -42,11 +45,17 @@ class InterruptedRunError(PenjingError):
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Held-out data, `batches()` being this process's share of one pass, judged by `objective` every `every` steps."""
+    """Held-out data, `batches()` being this process's share of one pass, judged by `objective` every `every` steps.
+
+    Attributes: parts: the same data in parts with names, whose losses are told too, as "loss/NAME". hear: called with
+        the results of evaluations between two steps; gives values to record.
+    """
 
     batches: Callable[[], Iterable[Batch]]
     objective: Objective
     every: int
+    parts: Mapping[str, Callable[[], Iterable[Batch]]] = field(default_factory=dict)
+    hear: Callable[[dict[str, float]], dict[str, float]] | None = None
 
 
 @dataclass
@@ -57,7 +66,8 @@ class Trainer:
         process, with those of others. after_backward: called when the
         gradients of a step are summed, to finish what is left of that. after_update: called with the step's number
         (from 1) after each update: proximal steps, router biases, profilers. stop_requested: asked once a step; when
-        true in any process, all save and stop. settings: plain values that a resumed run wants to know, saved as
+        true in any process, all save and stop. best: judges evaluations, may end the run, and has the weights that it
+        ends with. settings: plain values that a resumed run wants to know, saved as
         "run". step: updates done so far.
     """
 
@@ -78,6 +88,7 @@ class Trainer:
     checkpoint_every: int = 1000
     monitor: Monitor = field(default_factory=lambda: Monitor(Alarms(AlarmConfig())))
     evaluation: Evaluation | None = None
+    best: Best | None = None
     pipeline: Pipeline | None = None
     after_backward: tuple[Callable[[], None], ...] = ()
     after_update: tuple[Callable[[int], None], ...] = ()
@@ -90,7 +101,8 @@ class Trainer:
             self.precision = Precision(self.model, PrecisionConfig(), self.world.device)
 
     def fit(self) -> dict[str, float]:
-        """Train up to `steps`, then evaluate; the result is that evaluation's (empty without one).
+        """Train up to `steps`, or until `best` says that it is over, then evaluate; the result is that evaluation's
+        (empty without one), or the best one's where the weights go back to it.
 
         Raises:
             InterruptedRunError: a stop was requested; the state is saved.
@@ -103,12 +115,15 @@ class Trainer:
         self.monitor.start(self.step, self.steps)
         results: dict[str, float] = {}
         try:
-            while self.step < self.steps:
+            while self.step < self.steps and not (self.best is not None and self.best.is_over):
                 stop = self._advance(replica)
                 last = self.step == self.steps
                 if self.evaluation is not None and (last or self.step % self.evaluation.every == 0):
                     results = self.evaluate()
                     self.monitor.on_values(self.step, {f"eval/{name}": value for name, value in results.items()})
+                    if self.evaluation.hear is not None:
+                        self.monitor.on_values(self.step, self.evaluation.hear(results))
+                    last = last or self._judge_step(results)
                 if stop or last or self.step % self.checkpoint_every == 0:
                     self.save(wait=stop or last)
                 if stop and not last:
@@ -116,9 +131,34 @@ class Trainer:
             if not results and self.evaluation is not None:  # a run that was complete already
                 results = self.evaluate()
         finally:
-            if self.checkpoints is not None:
-                self.checkpoints.wait()
-        return results
+            for checkpoints in (self.checkpoints, None if self.best is None else self.best.checkpoints):
+                if checkpoints is not None:
+                    checkpoints.wait()
+        return self._return_to_best() or results
+
+    def _judge_step(self, results: dict[str, float]) -> bool:
+        """Keep the weights where this evaluation is the best; True when there has been none for too long."""
+        if self.best is None:
+            return False
+        if self.best.judge(self.step, results) and self.best.checkpoints is not None:
+            self._save(self.best.checkpoints, self._weights(), wait=False)
+        if self.best.is_over and self.step < self.steps:
+            self.monitor.note(
+                f"step {self.step}: no evaluation since step {self.best.step} was better, and patience is over"
+            )
+        return self.best.is_over
+
+    def _return_to_best(self) -> dict[str, float]:
+        """Give the model the weights of the best evaluation, if they are kept; its results."""
+        if self.best is None or self.best.checkpoints is None or not self.best.results:
+            return {}
+        self.world.barrier()  # the main process has written what all read
+        _, state = self.best.checkpoints.load(self.best.checkpoints.path(self.best.step), self.world)
+        load_model_state(self.model, state["model"])
+        if self.average is not None:
+            self.average.load_state_dict(state["average"])
+        self.monitor.note(f"the weights are those of step {self.best.step}, of the best evaluation")
+        return self.best.results
 
     def _advance(self, replica: nn.Module) -> bool:
         """One step; True when some process was asked to stop."""
@@ -159,7 +199,7 @@ class Trainer:
         for hook in self.after_update:
             hook(self.step)
 
-        means = {name: total / count for name, total in totals.items()}
+        means = _means(totals, count)
         if nonfinite and not (self.loss_scale.enabled and math.isfinite(means["loss"])):
             _check_finite(micro_batches, self.step)
         values = means | {
@@ -218,27 +258,33 @@ class Trainer:
         self.world.at(f"the evaluation after step {self.step}")
         paused_at = self.monitor.pause()
         self.world.average_buffers(self.model)
-        totals: dict[str, torch.Tensor] = {"count": torch.zeros((), dtype=torch.float64)}
+        totals: dict[str, dict[str, torch.Tensor]] = {}  # of each part
         if self.average is not None:
             self.average.exchange()
         self.model.eval()
         try:
             with torch.no_grad(), self.precision.evaluation():
-                for batch in map(self.world.part, self.evaluation.batches()):
-                    totals["count"] += self.evaluation.objective.count(batch)
-                    _add(totals, self._judge(self.evaluation.objective, self._on_device(batch)))
-                    self.world.at(f"the evaluation after step {self.step}", everywhere=False)
+                for name, batches in (self.evaluation.parts or {"": self.evaluation.batches}).items():
+                    part = totals[name] = {"count": torch.zeros((), dtype=torch.float64)}
+                    for batch in map(self.world.part, batches()):
+                        part["count"] += self.evaluation.objective.count(batch)
+                        _add(part, self._judge(self.evaluation.objective, self._on_device(batch)))
+                        self.world.at(f"the evaluation after step {self.step}", everywhere=False)
         finally:
             self.model.train()
             self.world.reshard(self.model)
             if self.average is not None:
                 self.average.exchange()
-        sums = self._sum_over_world(self._share({name: float(total) for name, total in totals.items()}))
+        mine = {(metric, name): float(each) for name, part in totals.items() for metric, each in part.items()}
+        sums = self._sum_over_world(self._share(mine))
         self.monitor.resume(paused_at)
-        count = sums.pop("count")
-        if count == 0:
+        counts = {name: sums["count", name] for name in totals}
+        if not all(counts.values()):
             raise InputError("the held-out data is empty; give evaluation more samples, or set evaluation.every = 0")
-        return {name: total / count for name, total in sums.items()}
+        whole = {metric: sum(sums.get((metric, name), 0.0) for name in totals) for metric, _ in sums}
+        count = whole.pop("count")
+        parts = {f"loss/{name}": sums["loss", name] / counted for name, counted in counts.items() if name}
+        return _means(whole, count) | parts
 
     def _judge(self, objective: Objective, batch: Batch) -> Loss:
         if self.pipeline is not None:
@@ -250,24 +296,31 @@ class Trainer:
         each its part."""
         self.world.at(f"the checkpoint of step {self.step}")
         self.world.average_buffers(self.model)
-        if self.checkpoints is None or not (self.world.is_main or self.checkpoints.sharded):
-            return
-        paused_at = self.monitor.pause()
-        self.checkpoints.save(self.step, self.state_dict(), wait=wait)
-        self.monitor.resume(paused_at)
+        if self.checkpoints is not None:
+            self._save(self.checkpoints, self.state_dict(), wait=wait)
+
+    def _save(self, checkpoints: Checkpoints, state: dict[str, Tree], *, wait: bool) -> None:
+        if self.world.is_main or checkpoints.sharded:
+            paused_at = self.monitor.pause()
+            checkpoints.save(self.step, state, wait=wait)
+            self.monitor.resume(paused_at)
+
+    def _weights(self) -> dict[str, Tree]:
+        average = None if self.average is None else self.average.state_dict()
+        return {"model": model_state(self.model), "average": average}
 
     def state_dict(self) -> dict[str, Tree]:
         """Everything that the rest of the run depends on, the same in every process."""
         return {
             "step": self.step,
             "run": self.settings,
-            "model": model_state(self.model),
+            **self._weights(),
             "optimizer": optimizer_state(self.optimizer, self.model),
-            "average": None if self.average is None else self.average.state_dict(),
             "loss_scale": self.loss_scale.state_dict(),
             "norms": self.norms.state_dict(),
             "alarms": self.monitor.alarms.state_dict(),
             "stream": self.stream.state_dict(),
+            "best": None if self.best is None else self.best.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Tree]) -> None:
@@ -288,23 +341,37 @@ class Trainer:
         self.norms.load_state_dict(state["norms"])
         self.monitor.alarms.load_state_dict(state["alarms"])
         self.stream.load_state_dict(state["stream"])
+        if self.best is not None and state.get("best") is not None:
+            self.best.load_state_dict(state["best"])
         self.step = int(state["step"])
 
     def _on_device(self, batch: Batch) -> Batch:
         return {name: tensor.to(self.world.device, non_blocking=True) for name, tensor in batch.items()}
 
-    def _share(self, values: dict[str, float]) -> dict[str, float]:
+    def _share(self, values: dict[K, float]) -> dict[K, float]:
         """What this process adds to sums over the world: nothing where another adds the same."""
         return values if self.world.speaks else dict.fromkeys(values, 0.0)
 
-    def _sum_over_world(self, values: dict[str, float]) -> dict[str, float]:
+    def _sum_over_world(self, values: dict[K, float]) -> dict[K, float]:
         summed = self.world.sum(torch.tensor(list(values.values()), dtype=torch.float64))
         return dict(zip(values, summed.tolist(), strict=True))
 
 
+_COUNT = "#"  # before the name of a metric: what its sum is divided by, where that is not the loss's count
+
+
 def _add(totals: dict[str, torch.Tensor], loss: Loss) -> None:
-    for name, value in {"loss": loss.total.detach(), **loss.metrics}.items():
+    values = {"loss": loss.total.detach(), **loss.metrics}
+    for name, (total, count) in loss.counted.items():
+        values |= {name: total, f"{_COUNT}{name}": count}
+    for name, value in values.items():
         totals[name] = totals[name] + value if name in totals else value
+
+
+def _means(totals: dict[str, float], count: float) -> dict[str, float]:
+    """Sums over their counts; NaN of what was counted nowhere."""
+    counts = {name: totals.get(f"{_COUNT}{name}", count) for name in totals if not name.startswith(_COUNT)}
+    return {name: totals[name] / counted if counted else math.nan for name, counted in counts.items()}
 
 
 def _check_finite(micro_batches: list[Batch], step: int) -> None:

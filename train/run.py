@@ -9,19 +9,20 @@ import shutil
 import time
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import nn
 
-from penjing.core.config import load_recipe
-from penjing.core.errors import InputError
 from penjing.core.files import publish_folder, writing
 from penjing.core.models.moe import keep_out_of_graphs
 from penjing.core.progress import Progress, Silent
-from penjing.train.batch_size import Cut, check_shares, fastest_micro_batch, recut, repeats
+from penjing.train.batch_size import Cut, fastest_micro_batch, recut, repeats
+from penjing.train.checks import check_machine, check_output, with_steps
 from penjing.train.data.prefetch import Prefetched
-from penjing.train.families.base import Task, build_task
+from penjing.train.families.base import MixedTask, Task, build_task
 from penjing.train.loop import Evaluation, Trainer
 from penjing.train.monitor.alarms import Alarms
 from penjing.train.monitor.flops import model_flops, peak_flops
@@ -29,10 +30,10 @@ from penjing.train.monitor.gpu import gpu_use
 from penjing.train.monitor.memory import memory_limit
 from penjing.train.monitor.monitor import Monitor, open_sinks
 from penjing.train.monitor.summary import summary
+from penjing.train.numerics.compiled import compile_blocks
 from penjing.train.numerics.precision import (
     Precision,
     apply_environment,
-    check_hardware,
     for_device,
     multiplies_bfloat16,
     slow_modes,
@@ -40,17 +41,20 @@ from penjing.train.numerics.precision import (
 from penjing.train.numerics.recompute import apply_recompute
 from penjing.train.optim.clip import GradientNorms
 from penjing.train.optim.loss_scale import LossScale, initial_scale
-from penjing.train.optim.optimizer import AveragedWeights, build_optimizer
+from penjing.train.optim.optimizer import AveragedWeights, build_optimizer, freeze
 from penjing.train.parallel.mesh import MeshWorld
 from penjing.train.parallel.profile import profiling
+from penjing.train.parallel.shard import gather_in
 from penjing.train.parallelize import Parallelized, form_mesh, gather, measured, parallelize
 from penjing.train.plan.estimate import MemoryEstimate, check_memory, estimate_memory, share_of
-from penjing.train.plan.preflight import check_recipe, check_run
+from penjing.train.plan.preflight import check_run
 from penjing.train.processes.marks import Marked
 from penjing.train.processes.stop import stop_signals
 from penjing.train.processes.watch import watching
-from penjing.train.processes.world import World, choose_device, join_world
-from penjing.train.recipe.recipe import RunRecipe, TrainRecipe, parse_size
+from penjing.train.processes.world import World, join_world
+from penjing.train.recipe.load import load_train_recipe
+from penjing.train.recipe.recipe import RunRecipe, parse_size
+from penjing.train.state.best import Best
 from penjing.train.state.checkpoint import Checkpoints, ShardedCheckpoints
 from penjing.train.state.initial import fill_weights, materialize, without_data
 from penjing.train.state.resume import find_state
@@ -82,7 +86,7 @@ def train(
     Raises:
         PenjingError: see `core.errors`; one line that names the setting.
     """
-    recipe = load_recipe(TrainRecipe, recipe_path, overrides)
+    recipe = load_train_recipe(recipe_path, overrides)
     recipe = recipe.model_copy(update={"precision": apply_environment(recipe.precision)})
     return train_task(
         recipe,
@@ -120,9 +124,10 @@ def train_task(
     is_main = os.environ.get("RANK", "0") == "0"
     progress = progress if progress is not None and is_main else Silent()
     with watching(recipe.parallel.timeout) as watch:
-        _check_output(recipe, resume, force)
-        _check_machine(recipe, int(os.environ.get("WORLD_SIZE", "1")), is_new=resume == "never")
+        check_output(recipe, resume, force)
+        check_machine(recipe, int(os.environ.get("WORLD_SIZE", "1")), is_new=resume == "never")
         task = build(progress if watch is None else Marked(progress, watch))
+        recipe = with_steps(recipe, task)
         with join_world(recipe.device, watch) as world, stop_signals() as stop_requested:
             run = _Run(recipe, task, form_mesh(world, measured(recipe, world, progress), progress), progress)
             return run.train(resume, accept_changes, force, profile, stop_requested, began, command)
@@ -148,9 +153,7 @@ class _Run:
         command: str,
     ) -> dict[str, float]:
         recipe, world = self.recipe, self.world
-        checkpoints = Checkpoints(recipe.run_folder / "checkpoints", recipe.checkpoint.keep, world)
-        if isinstance(world, MeshWorld):
-            checkpoints = ShardedCheckpoints(checkpoints.folder, checkpoints.keep, world, recipe.parallel.timeout)
+        checkpoints = self._checkpoints("checkpoints", recipe.checkpoint.keep)
         if world.is_main and force and resume == "never" and recipe.run_folder.exists():
             shutil.rmtree(recipe.run_folder)
         world.barrier()
@@ -180,7 +183,7 @@ class _Run:
             summary(
                 recipe.output,
                 recipe.run_folder,
-                recipe.steps,
+                trainer.step,
                 seconds,
                 trainer.monitor,
                 self.task.unit,
@@ -205,10 +208,16 @@ class _Run:
         stack.callback(stream.close)
         if said := repeats(recipe.data.batch_size, stream.state_dict().get("num_samples")):
             self.progress.note(said)
-        evaluation = None
-        if recipe.evaluation.every:
-            every = recipe.evaluation.every
+        evaluation = best = None
+        if every := recipe.evaluation.every:
             evaluation = Evaluation(lambda: task.held_out(micro_batch, world.data), task.objective.evaluation(), every)
+            if isinstance(task, MixedTask):
+                parts = task.held_out_parts(micro_batch, world.data)
+                evaluation = replace(evaluation, parts=parts, hear=partial(task.hear, stream))
+            judged = recipe.evaluation
+            if judged.best or judged.patience:
+                kept = self._checkpoints("best", 2) if judged.best else None  # a run may go on from before the newest
+                best = Best(judged.metric, judged.goal, judged.patience, kept)
         model, num_parameters = spread.model, spread.num_parameters
         scale = recipe.precision.loss_scale or initial_scale(num_parameters)
         monitor = self._monitor(first_step)
@@ -227,7 +236,7 @@ class _Run:
             accumulation=cut.accumulation,
             seed=recipe.seed,
             world=world,
-            precision=Precision(model, recipe.precision, world.device),
+            precision=Precision(model, recipe.precision, world.device, gather_in),
             norms=GradientNorms(recipe.clip),
             loss_scale=LossScale(scale, recipe.precision.loss_scale_window, enabled=False),
             average=None if recipe.average is None else AveragedWeights(model, recipe.average),
@@ -235,11 +244,19 @@ class _Run:
             checkpoint_every=recipe.checkpoint.every,
             monitor=monitor,
             evaluation=evaluation,
+            best=best,
             pipeline=spread.pipeline,
             after_backward=spread.after_backward,
             after_update=task.after_update(model, world),
             stop_requested=stop_requested,
         )
+
+    def _checkpoints(self, name: str, keep: int) -> Checkpoints:
+        """Checkpoints in a folder of the run."""
+        folder, world = self.recipe.run_folder / name, self.world
+        if isinstance(world, MeshWorld):
+            return ShardedCheckpoints(folder, keep, world, self.recipe.parallel.timeout)
+        return Checkpoints(folder, keep, world)
 
     def _monitor(self, first_step: int) -> Monitor:
         recipe, world = self.recipe, self.world
@@ -276,12 +293,12 @@ class _Run:
         """The model, each process's part of it, with the weights that a new run begins with."""
         weights = self.task.weights()
         with nullcontext() if weights is None else without_data():
-            model = self._model()
+            model = self._model(by_block=self.recipe.compile and isinstance(self.world, MeshWorld))
         if weights is None:
             if is_new:
                 self.task.initialize(model)
             model = model.to(self.world.device)
-        if self.recipe.compile:
+        if self.recipe.compile and not isinstance(self.world, MeshWorld):
             keep_out_of_graphs()
             model.compile()
         spread = parallelize(model, self.world, self.progress.note)
@@ -295,8 +312,12 @@ class _Run:
         with self.world.device:  # tensors without data cannot be moved
             return self._model()
 
-    def _model(self) -> nn.Module:
+    def _model(self, *, by_block: bool = False) -> nn.Module:
+        """As the task makes it, with what is frozen and recomputed; `by_block`: its blocks compiled."""
         model = self.task.build_model()
+        freeze(model, self.recipe.freeze, self.recipe.optimizer.groups)
+        if by_block:
+            compile_blocks(model)
         apply_recompute(model, self.recipe.memory.recompute, self.recipe.memory.recompute_rules)
         return model
 
@@ -362,27 +383,3 @@ class _Run:
         }
         with publish_folder(self.recipe.output, replace=replace) as partial:
             self.task.export(model, partial, created_by)
-
-
-def _check_machine(recipe: RunRecipe, processes: int, *, is_new: bool) -> None:
-    """Refuse what this machine or this number of processes cannot do, before any data is prepared."""
-    check_hardware(recipe.precision, choose_device(recipe.device))
-    check_recipe(recipe, processes)
-    if is_new:  # one that goes on cuts its batch anew
-        data, shares = recipe.data, recipe.parallel.data_size(processes)
-        check_shares(data.batch_size, shares, processes)
-        if isinstance(data.micro_batch, int):
-            Cut(data.batch_size, shares, data.micro_batch).check()
-
-
-def _check_output(recipe: RunRecipe, resume: str, force: bool) -> None:
-    if resume == "never" and not force:
-        if (recipe.output / "penjing.json").exists():
-            raise InputError(
-                f"output {recipe.output} already exists; replace it with --force, or choose another output"
-            )
-        if any((recipe.run_folder / "checkpoints").glob("step-*")):
-            raise InputError(
-                f"{recipe.run_folder} holds checkpoints of an earlier run; "
-                "go on with --resume auto, or start again with --force"
-            )

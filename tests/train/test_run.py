@@ -17,8 +17,8 @@ from safetensors.torch import load_file
 
 from penjing.core.errors import ConfigError, InputError, SetupError
 from penjing.core.manifest import verify
-from penjing.serve.engine.request import SamplingParams
 from penjing.serve.generate import generate_stream
+from penjing.serve.sampling.params import SamplingParams
 from penjing.train.loop import InterruptedRunError
 from penjing.train.monitor.alarms import AlarmError
 from penjing.train.parallel.traffic import read_trace

@@ -25,7 +25,7 @@ from penjing.train.run import train, train_task
             "unknown key 'data.sequence_lenght'; did you mean 'sequence_length'",
         ),
         (["model.hidden=3"], ConfigError, "unknown key 'model.hidden'"),
-        (["steps=0"], ConfigError, "steps: input should be greater than 0"),
+        (["steps=0"], ConfigError, "a run has one length; set steps above 0, or epochs"),
         (
             ["model.vocab_size=256"],
             ConfigError,
@@ -85,10 +85,12 @@ def test_more_processes_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_text_too_short_to_evaluate_on_is_refused_before_the_run(recipe: Path, tmp_path: Path) -> None:
-    (tmp_path / "one.txt").write_text("A single document is training text or held-out text, never both. " * 20)
+    (tmp_path / "one.txt").write_text(
+        "The end of a single document is held out, and may be shorter than a sequence. " * 20
+    )
     settings = [f"data.sources=['{tmp_path / 'one.txt'}']", "data.held_out=0.01", "model.vocab_size=320"]
     text = re.sub(r"shards = .*", "sources = []", recipe.read_text())
     recipe.write_text(text)
-    with pytest.raises(InputError, match=r"has no split 'held_out', only train; .*data.held_out .* higher"):
+    with pytest.raises(ConfigError, match=r"'held_out' .* less than one sequence .* or raise data.held_out"):
         train(recipe, settings)
     assert not (tmp_path / "out-run").exists()

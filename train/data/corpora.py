@@ -1,4 +1,4 @@
-"""Sources of text: folders of text files, and the two corpora that every Python carries."""
+"""Sources of text: files and folders as people have them, and the corpora that every Python carries."""
 
 from __future__ import annotations
 
@@ -9,84 +9,92 @@ from pathlib import Path
 
 from penjing.core.errors import InputError
 from penjing.core.text.corpus import calibration_documents
+from penjing.core.text.records import LINES, TABLES, Damage, Record, form_of, read_records
+from penjing.core.text.source_files import files_below, is_data_set
 
-Document = tuple[str, str]  # (name, text)
 TEXT_SUFFIXES = (".txt", ".md", ".rst", ".py", ".c", ".h", ".cpp", ".rs", ".go", ".js", ".java", ".html", ".tex")
+BUILTIN = ("builtin:prose", "builtin:code", "builtin:calibration")
+_READ = (*TEXT_SUFFIXES, *LINES, *TABLES)
 
 
-def documents(source: str) -> Iterator[Document]:
-    """The documents of `source` in a fixed order.
+def documents(source: str, column: str | None = None) -> Iterator[Record | Damage]:
+    """The documents of `source` in a fixed order; those without text are left out.
 
     Args:
         source: "builtin:prose" (CPython's help topics, 0.5 MB), "builtin:code" (the standard library's modules without
             tests, about 12 MB), "builtin:calibration" (0.5 MB of both that `penjing compress` never evaluates on), or
-            a file or folder of UTF-8 text (suffixes `TEXT_SUFFIXES`).
+            a file (see `read_records`), or a folder (see `files_below`) of which the suffixes `_READ` are taken.
+        column: the field of tables and JSON lines that holds the text.
 
     Raises:
-        InputError: no such source, nothing in it, or a file that is not UTF-8.
+        InputError: no such source, nothing in it, or a file that is damaged as a whole.
+        SetupError: a file needs a package that is not installed.
     """
     if source == "builtin:prose":
         return _prose()
     if source == "builtin:code":
         return _code()
     if source == "builtin:calibration":
-        return ((f"{source}/{name}", text) for name, text in calibration_documents())
+        return (Record(f"{source}/{name}", text) for name, text in calibration_documents())
     if source.startswith("builtin:"):
-        raise InputError(
-            f"data.sources: {source!r} is unknown; choose builtin:prose, builtin:code, builtin:calibration or a folder"
-        )
-    return _files(Path(source))
+        raise InputError(f"data.sources: {source!r} is unknown; choose {', '.join(BUILTIN)}, a file or a folder")
+    return _files(Path(source), column)
 
 
 def size_of(source: str) -> int:
-    """About how many characters `documents(source)` has, for a progress; 0 where it will be refused."""
+    """About how many bytes `documents(source)` has, for a progress; 0 where it will be refused."""
     if source.startswith("builtin:"):
-        return sum(len(text) for _, text in documents(source))
-    return sum(path.stat().st_size for path in _paths(Path(source)))
+        return sum(len(record.text or "") for record in documents(source) if isinstance(record, Record))
+    return sum(path.stat().st_size for path in source_paths(Path(source)))
 
 
-def is_held_out(name: str, share: float) -> bool:
-    """Whether the document `name` belongs to the held-out `share`: decided by its hash, so that it never changes
-    sides."""
-    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") < share * 2**64
+def source_paths(source: Path) -> list[Path]:
+    """The files of `source` that are read."""
+    if not source.exists():
+        return []
+    return [path for path in files_below(source) if path == source or form_of(path) in _READ]
 
 
-def _prose() -> Iterator[Document]:
+def domain_of(record: Record, source: str) -> str:
+    """The domain of a document for mixtures: what it says itself, else what its source is called."""
+    said = record.fields.get("domain")
+    return said if isinstance(said, str) and said else source.removeprefix("builtin:").rstrip("/").rpartition("/")[2]
+
+
+def name_place(name: str) -> float:
+    """A number in [0, 1) that follows from `name` alone: a document is held out where it is below the share."""
+    return int.from_bytes(hashlib.sha256(name.encode("utf-8", "surrogatepass")).digest()[:8], "big") / 2**64
+
+
+def _prose() -> Iterator[Record]:
     from pydoc_data.topics import topics
 
     for name in sorted(topics):
-        yield f"builtin:prose/{name}", topics[name]
+        yield Record(f"builtin:prose/{name}", topics[name])
 
 
-def _code() -> Iterator[Document]:
+def _code() -> Iterator[Record]:
     library = Path(sysconfig.get_path("stdlib"))
     for path in sorted(library.rglob("*.py")):
         inside = path.relative_to(library)
         if {"site-packages", "test", "tests", "idle_test", "lib2to3", "pydoc_data"} & set(inside.parts):
             continue
         try:
-            yield f"builtin:code/{inside}", path.read_text(encoding="utf-8")
+            yield Record(f"builtin:code/{inside}", path.read_text(encoding="utf-8"))
         except UnicodeDecodeError:
             continue  # the library's own samples of other encodings
 
 
-def _files(source: Path) -> Iterator[Document]:
+def _files(source: Path, column: str | None) -> Iterator[Record | Damage]:
     if not source.exists():
-        raise InputError(f"data.sources: {source} does not exist; name a text file or a folder of them")
-    paths = _paths(source)
+        raise InputError(f"data.sources: {source} does not exist; name a file of texts or a folder of them")
+    paths = source_paths(source)
     if not paths:
-        raise InputError(f"data.sources: {source} holds no text file ({', '.join(TEXT_SUFFIXES)})")
+        known = ", ".join(_READ)
+        said = "its tables" if source.is_dir() and is_data_set(source) else known
+        raise InputError(f"data.sources: {source} holds no file that is read here ({said}, also compressed)")
     for path in paths:
-        try:
-            text = path.read_text(encoding="utf-8")
-        except (UnicodeDecodeError, OSError) as error:
-            raise InputError(f"data.sources: {path} cannot be read as UTF-8 text: {error}") from error
-        if text:
-            yield path.relative_to(source.parent).as_posix(), text
-
-
-def _paths(source: Path) -> list[Path]:
-    """The files of text in `source`, or itself."""
-    if source.is_file():
-        return [source]
-    return sorted(path for path in source.rglob("*") if path.suffix in TEXT_SUFFIXES)
+        name = path.relative_to(source.parent).as_posix()
+        for record in read_records(path, name, column):
+            if isinstance(record, Damage) or record.text is None or record.text.strip():
+                yield record

@@ -8,6 +8,7 @@ import hashlib
 import json
 import os
 import platform
+import re
 import shutil
 import time
 from collections.abc import Iterable, Iterator
@@ -19,18 +20,23 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from penjing.core.cache import cache_dir
 from penjing.core.checkpoint.decoder import copy_tokenizer
-from penjing.core.errors import ConfigError, InputError
+from penjing.core.errors import ConfigError, InputError, RequestError
 from penjing.core.files import atomic_write_text, sync_tree, writing
 from penjing.core.manifest import read_json_object
 from penjing.core.progress import Progress, Silent
+from penjing.core.text.chat import ChatTemplate
+from penjing.core.text.records import Record
 from penjing.core.text.tokenizer import Tokenizer
-from penjing.train.data.corpora import Document, documents, is_held_out, size_of
+from penjing.train.data.corpora import documents, domain_of, size_of
 from penjing.train.data.shards import INDEX_NAME, ShardIndex, ShardWriter, shard_dtype, write_index
+from penjing.train.data.survey import Survey, forget_survey, load_survey, survey
 
 END_OF_TEXT = "<|endoftext|>"
-_LAYOUT = 1  # raise it when packing changes, so that older shards in the cache are not taken
+_LAYOUT = 2  # raise it when packing changes, so that older shards in the cache are not taken
 _TOGETHER = 256  # documents encoded in one call
 _DONE = "packed.json"  # while packing: documents and tokens of each split that are on the disk
+_LONGEST = 1 << 22  # characters
+_SPLITS = ("train", "held_out")
 _PUT_DOWN_S = 10.0  # what is packed in so many seconds is packed again after a kill
 _TOKENIZER_CONFIG = "tokenizer_config.json"  # written last of a tokenizer
 
@@ -41,6 +47,9 @@ def prepare_tokens(
     *,
     held_out: float,
     tokenizer: Path | None = None,
+    column: str | None = None,
+    most_damaged: float = 0.01,
+    by_domain: bool = False,
     progress: Progress | None = None,
 ) -> Path:
     """The folder of token shards (splits "train" and "held_out") of `sources`, made on the first call and cached.
@@ -48,15 +57,19 @@ def prepare_tokens(
     Args:
         sources: see `corpora.documents`.
         vocab_size: of the tokenizer to train, or the largest that `tokenizer` may have.
-        held_out: share of documents kept apart.
+        held_out: share of the text kept apart, in whole clusters of near duplicates; see `survey`.
         tokenizer: folder with a `tokenizer.json` to use instead of training one.
+        column: the field of tables and JSON lines that holds the text.
+        most_damaged: share of the documents that may be damaged, and are left out.
+        by_domain: the splits are "train@DOMAIN" and "held_out@DOMAIN"; see `domain_of`.
 
     Raises:
         ConfigError: the tokenizer's vocabulary is larger than the model's, or the texts are too few for `vocab_size`.
-        InputError: a source is missing, empty or not text.
-        SetupError: disk full, no permission.
+        InputError: a source is missing, empty, not text, damaged, or changes while it is read.
+        SetupError: disk full, no permission, or a package is missing that the sources need.
     """
-    folder = cache_dir() / "tokens" / _fingerprint(sources, vocab_size, held_out, tokenizer)
+    made_of = (sources, vocab_size, held_out, tokenizer, column, most_damaged, by_domain)
+    folder = cache_dir() / "tokens" / _fingerprint(*made_of)
     with writing(folder):
         folder.parent.mkdir(parents=True, exist_ok=True)
     # Every process of a run comes here before it joins the others: the first one works, the others wait for its lock.
@@ -68,8 +81,14 @@ def prepare_tokens(
                 with writing(folder):
                     work.mkdir(exist_ok=True)
                     pack(
-                        work, sources, vocab_size, held_out=held_out, tokenizer=tokenizer, progress=progress or Silent()
-                    )
+                        work, sources, vocab_size, held_out=held_out, tokenizer=tokenizer, column=column,
+                        most_damaged=most_damaged, by_domain=by_domain, progress=progress or Silent(),
+                    )  # fmt: skip
+                    if _fingerprint(*made_of) != folder.name:
+                        raise InputError(
+                            f"data.sources {list(sources)} were changed while they were read; run again when they stay "
+                            "as they are"
+                        )
                     sync_tree(work)
                     work.rename(folder)
             except (ConfigError, InputError):  # nothing to go on with: other sources are packed in another folder
@@ -86,16 +105,31 @@ def pack(
     held_out: float,
     tokenizer: Path | None,
     progress: Progress,
+    column: str | None = None,
+    most_damaged: float = 0.01,
+    by_domain: bool = False,
 ) -> None:
     """Fill `folder` with shards, index and tokenizer; see `prepare_tokens`. Where an earlier call on the same sources
     was killed, go on with what it has left there."""
     size = sum(size_of(source) for source in sources)
+    if (split := load_survey(folder)) is None:
+        progress.start("looking for near duplicates", size)
+        everything = ((record, source) for source in sources for record in documents(source, column))
+        split = survey(everything, held_out, most_damaged, folder, progress, domain_of if by_domain else None)
+        split.save(folder)
+        if split.note:
+            progress.note(split.note)
+    if not (split.trained > 0).any():
+        raise InputError(f"data.sources {list(sources)} hold no text; name others")
+    template = None
     if tokenizer is not None:
         copy_tokenizer(tokenizer, folder)
-    elif not (folder / _TOKENIZER_CONFIG).exists():
+        template = ChatTemplate.from_folder(tokenizer)
+    texts = _Texts(sources, column, split, template)
+    if tokenizer is None and not (folder / _TOKENIZER_CONFIG).exists():
         progress.start("training the tokenizer", size)
-        texts = (text for name, text in _all(sources) if not is_held_out(name, held_out))
-        _train_tokenizer(_told(texts, progress), vocab_size).save(str(folder / "tokenizer.json"))
+        trained = (trained for _, trained, _ in texts)
+        _train_tokenizer(_told(trained, progress), vocab_size).save(str(folder / "tokenizer.json"))
         settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END_OF_TEXT}
         atomic_write_text(folder / _TOKENIZER_CONFIG, json.dumps(settings, indent=2) + "\n")
     ready = Tokenizer.from_folder(folder)
@@ -110,26 +144,33 @@ def pack(
         )
     end = ready.eos_token_ids[-1]
     done = read_json_object(folder / _DONE) if (folder / _DONE).exists() else {"documents": 0}
-    writers = {
-        split: ShardWriter(folder, split, vocab_size, written=done.get(split, 0)) for split in ("train", "held_out")
-    }
+    writers = {split: _writer(folder, split, vocab_size, done[split]) for split in done if split != "documents"}
     progress.start("packing tokens", size)
-    stream, num_documents, put_down_at = _all(sources), int(done["documents"]), time.monotonic()
-    for _, text in islice(stream, num_documents):
-        progress.advance(len(text))
+    stream, num_documents, put_down_at = iter(texts), int(done["documents"]), time.monotonic()
+    for _, trained, held in islice(stream, num_documents):
+        progress.advance(len(trained) + len(held))
     while some := list(islice(stream, _TOGETHER)):
-        encoded = ready.backend.encode_batch([text for _, text in some], add_special_tokens=False)
-        for (name, _), encoding in zip(some, encoded, strict=True):
-            writers["held_out" if is_held_out(name, held_out) else "train"].add([*encoding.ids, end])
+        pieces = [
+            (split_name + (f"@{domain}" if by_domain else ""), piece, last)
+            for domain, *texts_of in some
+            for split_name, text in zip(_SPLITS, texts_of, strict=True)
+            if text
+            for piece, last in _pieces(text)
+        ]
+        encoded = ready.backend.encode_batch([piece for _, piece, _ in pieces], add_special_tokens=False)
+        for (name, _, last), encoding in zip(pieces, encoded, strict=True):
+            if name not in writers:
+                writers[name] = _writer(folder, name, vocab_size, 0)
+            writers[name].add([*encoding.ids, end] if last else encoding.ids)
         num_documents += len(some)
-        progress.advance(sum(len(text) for _, text in some))
+        progress.advance(sum(len(piece) for _, piece, _ in pieces))
         if time.monotonic() - put_down_at >= _PUT_DOWN_S:
             done = {split: writer.put_down() for split, writer in writers.items()}
             atomic_write_text(folder / _DONE, json.dumps({"documents": num_documents, **done}))
             put_down_at = time.monotonic()
+    if num_documents != len(split.trained):
+        raise InputError("data.sources have shrunk while they were read; run again when they stay as they are")
     splits = {split: files for split, writer in writers.items() if (files := writer.close())}
-    if "train" not in splits:
-        raise InputError(f"data.sources {list(sources)} hold no text; name others")
     write_index(
         folder,
         ShardIndex(
@@ -141,11 +182,56 @@ def pack(
         ),
     )
     (folder / _DONE).unlink(missing_ok=True)
+    forget_survey(folder)
 
 
-def _all(sources: tuple[str, ...]) -> Iterator[Document]:
-    for source in sources:
-        yield from documents(source)
+class _Texts:
+    """(Domain, trained text, held-out text) of each document, as often as they are asked for; conversations are written
+    by `template`."""
+
+    def __init__(
+        self, sources: tuple[str, ...], column: str | None, split: Survey, template: ChatTemplate | None
+    ) -> None:
+        self._sources, self._column, self._split, self._template = sources, column, split, template
+
+    def __iter__(self) -> Iterator[tuple[str, str, str]]:
+        index = 0
+        for source in self._sources:
+            for record in documents(source, self._column):
+                if isinstance(record, Record):
+                    yield domain_of(record, source), *self._split.parts(index, self._written(record))
+                    index += 1
+
+    def _written(self, record: Record) -> str:
+        if record.text is not None:
+            return record.text
+        if self._template is None:
+            raise InputError(
+                f"{record.name}: conversations need a chat template; name the folder of a tokenizer that has one "
+                "(data.tokenizer), or give texts"
+            )
+        try:
+            return self._template.render(record.messages, add_generation_prompt=False)
+        except RequestError as error:
+            raise InputError(f"{record.name}: {error}") from None
+
+
+def _writer(folder: Path, split: str, vocab_size: int, written: int) -> ShardWriter:
+    return ShardWriter(
+        folder, re.sub(r"[^\w.-]", lambda sign: f"%{ord(sign[0]):x}", split), vocab_size, written=written
+    )
+
+
+def _pieces(text: str) -> Iterator[tuple[str, bool]]:
+    """`text` in pieces of at most `_LONGEST` characters, each with whether it is the last, cut before a line break
+    where there is one: a text of 200 MB in one call takes gigabytes."""
+    begin = 0
+    while len(text) - begin > _LONGEST:
+        found = text.rfind("\n", begin + 1, begin + _LONGEST)
+        end = found if found > 0 else begin + _LONGEST
+        yield text[begin:end], False
+        begin = end
+    yield text[begin:], True
 
 
 def _told(texts: Iterable[str], progress: Progress) -> Iterator[str]:
@@ -170,8 +256,16 @@ def _train_tokenizer(texts: Iterable[str], vocab_size: int) -> Backend:
     return backend
 
 
-def _fingerprint(sources: tuple[str, ...], vocab_size: int, held_out: float, tokenizer: Path | None) -> str:
-    facts: list[object] = [_LAYOUT, sources, vocab_size, held_out]
+def _fingerprint(
+    sources: tuple[str, ...],
+    vocab_size: int,
+    held_out: float,
+    tokenizer: Path | None,
+    column: str | None,
+    most_damaged: float,
+    by_domain: bool,
+) -> str:
+    facts: list[object] = [_LAYOUT, sources, vocab_size, held_out, column, most_damaged, by_domain]
     for source in sources:
         if source.startswith("builtin:"):
             facts.append(platform.python_version())

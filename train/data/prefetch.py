@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
 
 import torch
 
 from penjing.train.data.stream import Stream
 from penjing.train.objective.objective import Batch
+
+T = TypeVar("T")
 
 
 class Prefetched:
@@ -52,6 +54,14 @@ class Prefetched:
         self.close()
         self._stream.load_state_dict(state)
         self._state = self._stream.state_dict()
+
+    def change(self, work: Callable[[Any], T]) -> T:
+        """Do `work` on the underlying stream where the loop stands, at the end of a step: what was read ahead of that
+        is dropped, and read again as the stream is then."""
+        self.load_state_dict(self._state)
+        result = work(self._stream)
+        self._state = self._stream.state_dict()
+        return result
 
     def close(self) -> None:
         """Stop reading; batches read ahead are dropped."""

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, get_args
+from typing import Any, Protocol, get_args, runtime_checkable
 
 from torch import nn
 
 from penjing.core.errors import ConfigError
-from penjing.core.family import family_of, table_of
+from penjing.core.family import FAMILIES, family_of, table_of
 from penjing.core.progress import Progress
+from penjing.train.data.prefetch import Prefetched
 from penjing.train.data.stream import Stream
 from penjing.train.objective.objective import Batch, TaskObjective
 from penjing.train.processes.world import World
@@ -64,6 +65,19 @@ class Task(Protocol):
         ...
 
 
+@runtime_checkable
+class MixedTask(Task, Protocol):
+    """A task whose stream mixes domains, and follows how each is learnt."""
+
+    def held_out_parts(self, micro_batch: int, world: World) -> Mapping[str, Callable[[], Iterator[Batch]]]:
+        """Domain → this process's share of one pass over its held-out data."""
+        ...
+
+    def hear(self, stream: Prefetched, results: dict[str, float]) -> dict[str, float]:
+        """Take an evaluation with "loss/DOMAIN", the same in all processes; what to record of the mixture."""
+        ...
+
+
 @dataclass(frozen=True)
 class Family:
     """What training needs of a kind of network; `FAMILY` of `penjing.train.families.NAME` is one.
@@ -87,6 +101,9 @@ def build_task(recipe: TrainRecipe, progress: Progress) -> Task:
     Raises:
         ConfigError, InputError, SetupError: whatever is wrong with the data or does not fit the model.
     """
+    if recipe.initial is not None:
+        return build_checkpoint_task(recipe.initial, recipe, progress)
+    assert recipe.model is not None, "a recipe has one or the other"
     family: Family = table_of("train", recipe.model.family)
     _check_data(recipe, family, f"model.architecture = {recipe.model.architecture!r}")
     return family.new_task(recipe, progress)
@@ -100,12 +117,20 @@ def build_checkpoint_task(folder: Path, recipe: RunRecipe, progress: Progress) -
             data or does not fit the network.
     """
     name = family_of(folder)
+    if recipe.adapter is not None and name != "decoder":
+        raise ConfigError(f"[adapter] is for decoders, and {folder} is {FAMILIES.get(name, name)}; leave it out")
+    if recipe.evaluation.prompts and name != "decoder":
+        raise ConfigError(f"evaluation.prompts are for decoders, and {folder} is {FAMILIES.get(name, name)}")
     family: Family = table_of("train", name)
     _check_data(recipe, family, f"{folder}, a network of the family {name!r}")
     return family.checkpoint_task(folder, recipe, progress)
 
 
 def _check_data(recipe: RunRecipe, family: Family, model: str) -> None:
+    if recipe.objective.kind != "cross_entropy" and recipe.data.kind != "preference":
+        raise ConfigError(
+            f"objective.kind = {recipe.objective.kind!r} compares pairs of answers; give data.kind = 'preference'"
+        )
     if not isinstance(recipe.data, family.data):
         kinds = [repr(get_args(each.model_fields["kind"].annotation)[0]) for each in family.data]
         raise ConfigError(f"data.kind = {recipe.data.kind!r} does not fit {model}; use kind = {' or '.join(kinds)}")

@@ -73,7 +73,7 @@ class ImageClassification:
         torch.manual_seed(self._recipe.seed)
         initialize_resnet(model)
         if self._recipe.initial is not None:
-            _load_initial(model, self._recipe.initial, self.config)
+            _load_initial(model, self._recipe.initial)
 
     def weights(self) -> None:
         """See `Task`."""
@@ -217,10 +217,8 @@ def _resnet_config(model: ResNetModel, num_classes: int, in_channels: int) -> Re
 
 
 @torch.no_grad()
-def _load_initial(model: nn.Module, folder: Path, config: ResNetConfig) -> None:
-    given, found = load_classifier(folder)
-    if found.model != config:
-        raise InputError(f"initial = {folder} is of another architecture than [model]; make them equal")
+def _load_initial(model: nn.Module, folder: Path) -> None:
+    given, _ = load_classifier(folder)
     check_finite(given.state_dict(), f"initial = {folder}")
     model.load_state_dict(given.state_dict())
 
@@ -233,7 +231,13 @@ def _new_task(recipe: TrainRecipe, progress: Progress) -> ImageClassification:
 
 def _checkpoint_task(folder: Path, recipe: RunRecipe, progress: Progress) -> ImageClassification:
     assert isinstance(recipe.data, FashionData | SampleData)
-    return ImageClassification(recipe, classifier_config(folder), recipe.data, progress)
+    ready, written = classifier_config(folder), recipe.model if isinstance(recipe, TrainRecipe) else None
+    if written is not None and not (
+        isinstance(written, ResNetModel)
+        and _resnet_config(written, ready.model.num_classes, ready.model.in_channels) == ready.model
+    ):
+        raise InputError(f"initial = {folder} is of another architecture than [model]; leave [model] out")
+    return ImageClassification(recipe, ready, recipe.data, progress)
 
 
 FAMILY = Family(data=(FashionData, SampleData), new_task=_new_task, checkpoint_task=_checkpoint_task)

@@ -2,48 +2,47 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
 
-from torch import nn
-
-from penjing.core.checkpoint.decoder import open_checkpoint, save_checkpoint
+from penjing.core.checkpoint.decoder import open_checkpoint
 from penjing.core.errors import ConfigError
-from penjing.core.manifest import write_manifest
 from penjing.core.models.config import DecoderConfig
-from penjing.core.models.decoder import Decoder
-from penjing.core.models.hf_config import decoder_config_to_hf
-from penjing.core.models.tensor_names import tensor_shapes
 from penjing.core.progress import Progress
+from penjing.core.text.tokenizer import Tokenizer, read_backend
+from penjing.train.data.chunks import Chunks, ChunkStream, cut, held_out_chunks, seams
+from penjing.train.data.mixing import Mixing
+from penjing.train.data.mixture import MixtureStream, domain_shards
 from penjing.train.data.pack import prepare_tokens
-from penjing.train.data.shards import TokenShards
+from penjing.train.data.prefetch import Prefetched
+from penjing.train.data.shards import TokenShards, read_index
 from penjing.train.data.stream import Stream
 from penjing.train.data.tokens import TokenStream, held_out_tokens
-from penjing.train.families.base import Family
-from penjing.train.objective.balancing import Balanced, BalancingConfig
-from penjing.train.objective.objective import Batch, CrossEntropy, TaskObjective
+from penjing.train.families.base import Family, Task
+from penjing.train.families.chat import ChatTuning
+from penjing.train.families.decoder_task import DecoderTask
+from penjing.train.families.preference import preference_task
+from penjing.train.objective.objective import Batch
 from penjing.train.processes.world import World
-from penjing.train.recipe.data import TextData
+from penjing.train.recipe.data import ChatData, PreferenceData, TextData
 from penjing.train.recipe.model import DecoderModel
 from penjing.train.recipe.recipe import RunRecipe, TrainRecipe
-from penjing.train.state.initial import Weights, checkpoint_weights, decoder_weights, fill_weights
+from penjing.train.state.initial import Weights, decoder_weights
 
 
-class LanguageModeling:
+class LanguageModeling(DecoderTask):
     """A decoder on packed text.
 
     Args:
         model: a recipe's section, whose end of text is the tokenizer's; or the config of a ready model, whose weights
-            are those of `recipe.initial` and whose tokenizer `data` names: both go on into what is exported.
+            are those of `recipe.initial` and whose tokenizer lies there, unless `data` names another: both go on into
+            what is exported.
     """
-
-    unit = "tokens"
 
     def __init__(
         self, recipe: RunRecipe, model: DecoderModel | DecoderConfig, data: TextData, progress: Progress
     ) -> None:
-        self._recipe = recipe
         self._model = model
         self._data = data
         if data.sequence_length > model.max_position_embeddings:
@@ -51,17 +50,18 @@ class LanguageModeling:
                 f"data.sequence_length={data.sequence_length} is more than model.max_position_embeddings="
                 f"{model.max_position_embeddings}; raise that"
             )
-        self.folder = data.shards or self._prepare(data, progress)
-        self._shards = TokenShards(self.folder, "train")
-        index = self._shards.index
+        tokenizer = data.tokenizer or _initial_tokenizer(recipe, model)
+        self.folder = data.shards or self._prepare(data, tokenizer, progress)
+        index = read_index(self.folder)
+        if data.shards is not None and tokenizer is not None:
+            _check_tokenizer(data.shards, tokenizer)
         if index.vocab_size > model.vocab_size:
             raise ConfigError(
                 f"the shards in {self.folder} have a vocabulary of {index.vocab_size}, model.vocab_size is "
                 f"{model.vocab_size}; "
                 f"set model.vocab_size = {index.vocab_size} or more, or make shards with a smaller tokenizer"
             )
-        self.config = _decoder_config(model, index.end_of_text)
-        decoder_config_to_hf(self.config)  # a model that no config.json can state is refused before the run
+        super().__init__(recipe, _decoder_config(model, index.end_of_text), tokenizer or self.folder, progress)
         if data.document_mask and recipe.compile:
             raise ConfigError(
                 "data.document_mask and compile exclude each other: every batch has documents of other lengths, and a "
@@ -69,34 +69,26 @@ class LanguageModeling:
             )
         if recipe.evaluation.every:
             next(self.held_out(1, World()))  # text too short to evaluate on is refused before the run
-        self._balanced = _balanced(recipe, self.config)
-        self.objective: TaskObjective = self._balanced or _cross_entropy(recipe)
 
-    def _prepare(self, data: TextData, progress: Progress) -> Path:
+    def _prepare(self, data: TextData, tokenizer: Path | None, progress: Progress) -> Path:
         if not data.sources:
             raise ConfigError("data needs sources (for example ['builtin:prose']) or shards")
         return prepare_tokens(
             data.sources,
             self._model.vocab_size,
             held_out=data.held_out,
-            tokenizer=data.tokenizer,
+            column=data.column,
+            most_damaged=data.most_damaged,
+            by_domain=data.mixing is not None,
+            tokenizer=tokenizer,
             progress=progress,
         )
 
-    def build_model(self) -> nn.Module:
-        """See `Task`."""
-        return Decoder(self.config)
-
-    def initialize(self, model: nn.Module) -> None:
-        """See `Task`."""
-        fill_weights(model, self.weights())
-
     def weights(self) -> Weights:
         """See `Task`."""
-        if self._recipe.initial is not None:
-            return checkpoint_weights(self._recipe.initial)
-        assert isinstance(self._model, DecoderModel), "a ready model has `initial` weights"
-        return decoder_weights(self._model.init_std, self.config.num_hidden_layers, self._recipe.seed)
+        if isinstance(self._model, DecoderModel) and self._recipe.initial is None:
+            return decoder_weights(self._model.init_std, self.config.num_hidden_layers, self._recipe.seed)
+        return super().weights()
 
     def example(self, micro_batch: int) -> Batch:
         """See `Task`."""
@@ -107,7 +99,7 @@ class LanguageModeling:
     def stream(self, micro_batch: int, world: World) -> Stream:
         """See `Task`."""
         return TokenStream(
-            self._shards,
+            TokenShards(self.folder, "train"),
             self._data.sequence_length,
             batch_size=self._data.batch_size,
             micro_batch=micro_batch,
@@ -129,25 +121,115 @@ class LanguageModeling:
             document_mask=self._data.document_mask,
         )
 
-    def after_update(self, model: nn.Module, world: World) -> tuple[Callable[[int], None], ...]:
-        """See `Task`: router biases."""
-        if self._balanced is None:
-            return ()
-        self._balanced.world = world
-        if not self._balanced.config.bias_rate:
-            return ()
-        return (self._balanced.bias_update(model, world),)
 
-    def export(self, model: nn.Module, folder: Path, created_by: dict[str, Any]) -> None:
-        """See `Task`."""
-        parameters = dict(model.named_parameters())
-        tensors = ((name, parameters[name].detach().cpu()) for name in tensor_shapes(self.config))
-        save_checkpoint(folder, self.config, tensors, tokenizer_from=self._data.tokenizer or self.folder)
-        write_manifest(folder, "checkpoint", created_by)
+class ChunkedLanguageModeling(LanguageModeling):
+    """A decoder on windows of packed text that overlap, as `data.chunks` says."""
 
-    def next_command(self, folder: Path) -> str:
+    def stream(self, micro_batch: int, world: World) -> Stream:
         """See `Task`."""
-        return f'penjing generate {folder} "The import statement"'
+        shards, chunks = self._cut("train")
+        return ChunkStream(
+            shards,
+            chunks,
+            self._data.sequence_length,
+            batch_size=self._data.batch_size,
+            micro_batch=micro_batch,
+            rank=world.rank,
+            world_size=world.size,
+            seed=self._recipe.seed,
+            document_mask=self._data.document_mask,
+        )
+
+    def held_out(self, micro_batch: int, world: World) -> Iterator[Batch]:
+        """See `Task`."""
+        shards, chunks = self._cut("held_out")
+        return held_out_chunks(
+            shards,
+            chunks,
+            self._data.sequence_length,
+            micro_batch=micro_batch,
+            max_samples=self._recipe.evaluation.samples,
+            rank=world.rank,
+            world_size=world.size,
+            document_mask=self._data.document_mask,
+        )
+
+    def _cut(self, split: str) -> tuple[TokenShards, Chunks]:
+        if split not in self._known:
+            config, shards = self._data.chunks, TokenShards(self.folder, split)
+            assert config is not None
+            places = None
+            if config.boundary == "hybrid":
+                index = shards.index
+                places = seams(Tokenizer.from_folder(self.folder), index.vocab_size, index.end_of_text)
+            self._known[split] = shards, cut(shards, self._data.sequence_length, config.overlap, places)
+        return self._known[split]
+
+    @cached_property
+    def _known(self) -> dict[str, tuple[TokenShards, Chunks]]:
+        return {}
+
+
+class MixedLanguageModeling(LanguageModeling):
+    """A decoder on packed text of several domains, in shares that `data.mixing` says; a `MixedTask`."""
+
+    def stream(self, micro_batch: int, world: World) -> Stream:
+        """See `Task`."""
+        shards = domain_shards(self.folder, "train")
+        length = self._data.sequence_length
+        sizes = {name: (each.num_tokens - 1) // length for name, each in shards.items()}
+        assert self._data.mixing is not None
+        return MixtureStream(
+            shards,
+            Mixing(self._data.mixing, sizes),
+            length,
+            batch_size=self._data.batch_size,
+            micro_batch=micro_batch,
+            rank=world.rank,
+            world_size=world.size,
+            seed=self._recipe.seed,
+            steps=self._recipe.steps,
+            document_mask=self._data.document_mask,
+        )
+
+    def held_out(self, micro_batch: int, world: World) -> Iterator[Batch]:
+        """See `Task`."""
+        for batches in self.held_out_parts(micro_batch, world).values():
+            yield from batches()
+
+    def held_out_parts(self, micro_batch: int, world: World) -> Mapping[str, Callable[[], Iterator[Batch]]]:
+        """See `MixedTask`: each domain gives as many samples."""
+        shards = domain_shards(self.folder, "held_out")
+        if missing := [name for name in domain_shards(self.folder, "train") if name not in shards]:
+            raise ConfigError(
+                f"data.mixing: domains {', '.join(missing)} have no held-out text; give them more, or raise "
+                "data.held_out"
+            )
+        each = max(1, self._recipe.evaluation.samples // len(shards))
+        return {
+            name: partial(
+                held_out_tokens,
+                tokens,
+                self._data.sequence_length,
+                micro_batch=micro_batch,
+                max_samples=each,
+                rank=world.rank,
+                world_size=world.size,
+                document_mask=self._data.document_mask,
+            )
+            for name, tokens in shards.items()
+        }
+
+    def hear(self, stream: Prefetched, results: dict[str, float]) -> dict[str, float]:
+        """See `MixedTask`."""
+        losses = {name.removeprefix("loss/"): loss for name, loss in results.items() if name.startswith("loss/")}
+
+        def moved(mixture: MixtureStream) -> dict[str, float]:
+            for name in mixture.hear(losses):
+                self._progress.note(f"data.mixing: {name} gets more, {mixture.mixing.weights[name]:.1%} of each batch")
+            return {f"mixing/{name}": weight for name, weight in mixture.mixing.weights.items()}
+
+        return stream.change(moved)
 
 
 def _decoder_config(model: DecoderModel | DecoderConfig, end_of_text: int) -> DecoderConfig:
@@ -157,34 +239,63 @@ def _decoder_config(model: DecoderModel | DecoderConfig, end_of_text: int) -> De
     return DecoderConfig.model_validate(values | {"eos_token_ids": (end_of_text,)})
 
 
-def _cross_entropy(recipe: RunRecipe) -> CrossEntropy:
-    return CrossEntropy("tokens", recipe.objective.label_smoothing)
+def _initial_tokenizer(recipe: RunRecipe, model: DecoderModel | DecoderConfig) -> Path | None:
+    """The folder whose tokenizer a ready model goes on with; None for a model from scratch.
 
-
-def _balanced(recipe: RunRecipe, config: DecoderConfig) -> Balanced | None:
-    """The objective of a decoder with experts; None for one without."""
-    balancing = recipe.balancing
-    if config.moe is None:
-        if balancing != BalancingConfig():
-            raise ConfigError("[balancing] is for experts, and the model has none; add [model.moe] or leave it out")
+    Raises:
+        ConfigError: the checkpoint has none, and a new one would give its tokens other meanings.
+    """
+    if isinstance(model, DecoderModel) or recipe.initial is None:
         return None
-    if balancing.bias_rate and not config.moe.router_bias:
+    if not (recipe.initial / "tokenizer.json").is_file():
         raise ConfigError(
-            f"balancing.bias_rate={balancing.bias_rate} moves router biases, and the model has none; set "
-            "model.moe.router_bias = true, or use balancing.auxiliary_loss"
+            f"initial = {recipe.initial} has no tokenizer.json, and another tokenizer would give its tokens other "
+            "meanings; name the folder of its tokenizer by data.tokenizer"
         )
-    return Balanced(_cross_entropy(recipe), balancing)
+    return recipe.initial
+
+
+def _check_tokenizer(shards: Path, tokenizer: Path) -> None:
+    """Refuse shards whose token ids are not those of `tokenizer`.
+
+    Raises:
+        ConfigError: they differ.
+    """
+    ours = shards / "tokenizer.json"
+    if ours.is_file() and read_backend(ours).to_str() != read_backend(tokenizer / "tokenizer.json").to_str():
+        raise ConfigError(
+            f"data.shards = {shards} were made with another tokenizer than that of {tokenizer}; give data.sources, "
+            "which are then written in its tokens"
+        )
 
 
 def _new_task(recipe: TrainRecipe, progress: Progress) -> LanguageModeling:
     assert isinstance(recipe.model, DecoderModel)
+    if not isinstance(recipe.data, TextData):
+        raise ConfigError(
+            f"data.kind = {recipe.data.kind!r} needs a model that has learnt a language, and its tokenizer; name a "
+            "checkpoint by initial"
+        )
+    return _language_modeling(recipe, recipe.model, recipe.data, progress)
+
+
+def _checkpoint_task(folder: Path, recipe: RunRecipe, progress: Progress) -> Task:
+    if isinstance(recipe.data, PreferenceData):
+        return preference_task(folder, recipe, recipe.data, progress)
+    if isinstance(recipe.data, ChatData):
+        return ChatTuning(folder, recipe, recipe.data, progress)
     assert isinstance(recipe.data, TextData)
-    return LanguageModeling(recipe, recipe.model, recipe.data, progress)
+    return _language_modeling(recipe, open_checkpoint(folder).config, recipe.data, progress)
 
 
-def _checkpoint_task(folder: Path, recipe: RunRecipe, progress: Progress) -> LanguageModeling:
-    assert isinstance(recipe.data, TextData)
-    return LanguageModeling(recipe, open_checkpoint(folder).config, recipe.data, progress)
+def _language_modeling(
+    recipe: RunRecipe, model: DecoderModel | DecoderConfig, data: TextData, progress: Progress
+) -> LanguageModeling:
+    if data.mixing is not None and data.chunks is not None:
+        raise ConfigError("data.mixing and data.chunks exclude each other; leave one of them out")
+    kind = LanguageModeling if data.mixing is None else MixedLanguageModeling
+    kind = ChunkedLanguageModeling if data.chunks is not None else kind
+    return kind(recipe, model, data, progress)
 
 
-FAMILY = Family(data=(TextData,), new_task=_new_task, checkpoint_task=_checkpoint_task)
+FAMILY = Family(data=(TextData, ChatData, PreferenceData), new_task=_new_task, checkpoint_task=_checkpoint_task)

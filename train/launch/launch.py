@@ -9,10 +9,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from penjing.core.config import load_recipe
 from penjing.core.errors import ConfigError
 from penjing.train.plan.preflight import check_recipe, check_run
-from penjing.train.recipe.recipe import TrainRecipe, parse_size
+from penjing.train.recipe.load import load_train_recipe
+from penjing.train.recipe.recipe import parse_size
 
 
 def launch(num_processes: int, recipe: Path, overrides: list[str], flags: Sequence[str]) -> int:
@@ -32,7 +32,7 @@ def launch(num_processes: int, recipe: Path, overrides: list[str], flags: Sequen
         raise ConfigError(f"--launch {num_processes}: at least 1 process is needed")
     if "TORCHELASTIC_RUN_ID" in os.environ:
         raise ConfigError("--launch starts torchrun, which has started this process already: leave one of them out")
-    asked = load_recipe(TrainRecipe, recipe, overrides)
+    asked = load_train_recipe(recipe, overrides)
     check_recipe(asked, num_processes)
     if asked.memory.limit and "--resume" not in flags:  # else each process finds out what is free, or how to go on
         check_run(asked, num_processes, parse_size(asked.memory.limit))

@@ -27,6 +27,9 @@ class AlarmConfig(Config):
     gpu_use: Action = Field(default="log", description="When the GPU is idle too often.")
     memory: Action = Field(default="log", description="When the memory is nearly full.")
     io_wait: Action = Field(default="log", description="When the model waits too long for its data.")
+    chosen_falls: Action = Field(
+        default="log", description="Of dpo: when the chosen answers themselves become much less likely."
+    )
     loss_spike_deviations: float = Field(
         default=6.0, gt=0, description="Standard deviations above the running mean from which a loss is a spike."
     )
@@ -39,7 +42,14 @@ class AlarmConfig(Config):
     io_wait_above: float = Field(
         default=0.05, gt=0, le=1, description="The share of the time above which io_wait rings."
     )
-    patience: int = Field(default=3, ge=1, description="Records in a row before gpu_use, memory or io_wait rings.")
+    chosen_falls_below: float = Field(
+        default=-0.5,
+        lt=0,
+        description="The change of a chosen token's log-probability, in nats, below which chosen_falls rings.",
+    )
+    patience: int = Field(
+        default=3, ge=1, description="Records in a row before gpu_use, memory, io_wait or chosen_falls rings."
+    )
 
 
 @dataclass(frozen=True)
@@ -89,7 +99,8 @@ class Alarms:
         return rung
 
     def on_record(self, record: Mapping[str, Any]) -> list[Alarm]:
-        """Watch the slow quantities of a record: gpu_use, memory_share, io_wait, each a share of 1 and optional."""
+        """Watch the slow quantities of a record, each optional: gpu_use, memory_share, io_wait, each a share of 1, and
+        chosen_change."""
         config = self.config
         rung: list[Alarm] = []
         for name, key, bad, rule in (
@@ -102,6 +113,16 @@ class Alarms:
             self._in_a_row[name] = self._in_a_row.get(name, 0) + 1 if bad(record[key]) else 0
             if self._in_a_row[name] == config.patience:
                 rung += self._ring(name, f"{key} is {record[key]:.0%}, {rule} for {config.patience} records")
+        if (change := record.get("chosen_change")) is not None:
+            edge = config.chosen_falls_below
+            self._in_a_row["chosen"] = self._in_a_row.get("chosen", 0) + 1 if change < edge else 0
+            if self._in_a_row["chosen"] == config.patience:
+                rung += self._ring(
+                    "chosen_falls",
+                    f"a token of a chosen answer has changed by {change:.2f} nats, below {edge:g}, for "
+                    f"{config.patience} records: the model unlearns both answers; lower the learning rate, raise "
+                    "objective.beta, or set objective.sft",
+                )
         return rung
 
     def _ring(self, name: str, message: str) -> list[Alarm]:

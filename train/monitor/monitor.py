@@ -17,7 +17,7 @@ from penjing.core.config import Config
 from penjing.core.progress import Progress, Silent, clock
 from penjing.train.monitor.alarms import Alarm, AlarmError, Alarms
 from penjing.train.monitor.memory import memory_use
-from penjing.train.monitor.sinks import JsonLines, Prometheus, Record, Sink, TensorBoard
+from penjing.train.monitor.sinks import JsonLines, MLflow, Prometheus, Record, Sink, TensorBoard, WeightsAndBiases
 from penjing.train.numerics.recompute import blocks
 
 
@@ -34,6 +34,12 @@ class MonitorConfig(Config):
         ge=0,
         le=65535,
         description="The port where Prometheus may read the newest record; by default none.",
+    )
+    wandb: str | None = Field(
+        default=None, description="A project of Weights & Biases that records also go to, where wandb is installed."
+    )
+    mlflow: str | None = Field(
+        default=None, description="An experiment of MLflow that records also go to, where mlflow is installed."
     )
 
 
@@ -217,6 +223,10 @@ def open_sinks(folder: Path, config: MonitorConfig, first_step: int) -> list[Sin
         sinks.append(TensorBoard(folder / "tensorboard", first_step))
     if config.prometheus_port is not None:
         sinks.append(Prometheus(config.prometheus_port))
+    if config.wandb is not None:
+        sinks.append(WeightsAndBiases(config.wandb, folder))
+    if config.mlflow is not None:
+        sinks.append(MLflow(config.mlflow, folder))
     return sinks
 
 

@@ -88,6 +88,63 @@ class TensorBoard:
             self._writer.close()
 
 
+class WeightsAndBiases:
+    """Records as a run of a project of Weights & Biases; where it goes is told by its own WANDB_ variables.
+
+    Raises:
+        SetupError: the package `wandb` is not installed.
+    """
+
+    def __init__(self, project: str, folder: Path) -> None:
+        try:
+            import wandb  # pyright: ignore[reportMissingImports]
+        except ImportError as error:
+            raise SetupError(
+                f"monitor.wandb = {project!r} needs the package wandb: pip install wandb, or leave it out"
+            ) from error
+        with writing(folder):  # the same id for a run that goes on
+            self._run = wandb.init(project=project, dir=str(folder), name=folder.name, id=folder.name, resume="allow")
+
+    def write(self, record: Record) -> None:
+        """Log each number of the record."""
+        self._run.log(_numbers(record), step=record["step"])
+
+    def close(self) -> None:
+        """Tell that the run has ended."""
+        self._run.finish()
+
+
+class MLflow:
+    """Records as a run of an experiment of MLflow; where it goes is told by MLFLOW_TRACKING_URI.
+
+    Raises:
+        SetupError: the package `mlflow` is not installed.
+    """
+
+    def __init__(self, experiment: str, folder: Path) -> None:
+        try:
+            import mlflow  # pyright: ignore[reportMissingImports]
+        except ImportError as error:
+            raise SetupError(
+                f"monitor.mlflow = {experiment!r} needs the package mlflow: pip install mlflow, or leave it out"
+            ) from error
+        self._mlflow = mlflow
+        mlflow.set_experiment(experiment)
+        mlflow.start_run(run_name=folder.name)
+
+    def write(self, record: Record) -> None:
+        """Log each number of the record."""
+        self._mlflow.log_metrics(_numbers(record), step=record["step"])
+
+    def close(self) -> None:
+        """Tell that the run has ended."""
+        self._mlflow.end_run()
+
+
+def _numbers(record: Record) -> dict[str, float]:
+    return {name: value for name, value in record.items() if isinstance(value, int | float) and name != "step"}
+
+
 class Prometheus:
     """The newest record as gauges on http://127.0.0.1:`port`/metrics.
 

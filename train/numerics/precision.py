@@ -21,7 +21,7 @@ import fnmatch
 import functools
 import os
 import platform
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import pairwise
 from typing import Any, Literal
@@ -42,6 +42,10 @@ MODES: tuple[Mode, ...] = ("auto", "fp32", "tf32", "bf16", "fp16", "hybrid")
 GROUPS = ("embeddings", "norms", "softmax", "attention", "linears", "convolutions", "head")
 _BASE: dict[str, Format] = {"fp32": "fp32", "tf32": "fp32", "bf16": "bf16", "fp16": "fp16", "hybrid": "bf16"}
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
+# Of modules whose parameters are read by a product that autocast casts for, and nowhere else; `is_product` tells more.
+_PRODUCTS = frozenset({nn.Linear.forward, nn.Conv1d.forward, nn.Conv2d.forward, nn.Conv3d.forward})
+
+Gather = Callable[[nn.Module, Mapping[nn.Module, torch.dtype]], None]  # (a model, its modules that read 16 bits alone)
 
 
 class Rule(Config):
@@ -186,10 +190,18 @@ def check_hardware(config: PrecisionConfig, device: torch.device) -> None:
 
 
 class Precision:
-    """The precision of one model: `switch` it before each step, compute under `evaluation()` in float32."""
+    """The precision of one model: `switch` it before each step, compute under `evaluation()` in float32.
 
-    def __init__(self, model: nn.Module, config: PrecisionConfig, device: torch.device) -> None:
+    Args:
+        gather: told of each change, so that parameters that are collected before their use are collected in the format
+            that they are read in (see `penjing.train.parallel.shard.gather_in`).
+    """
+
+    def __init__(
+        self, model: nn.Module, config: PrecisionConfig, device: torch.device, gather: Gather | None = None
+    ) -> None:
         check_hardware(config, device)
+        self._gather = gather
         self.config = for_device(config, device)
         self._model = model
         self._device = device
@@ -236,7 +248,9 @@ class Precision:
         if mode == "hybrid":
             rules = (*_HYBRID, *rules)
         for part in getattr(self._model, "parts", [self._model]):  # a pipeline calls each of its stages
-            set_formats(part, _BASE[mode], rules, self._device.type)
+            formats = set_formats(part, _BASE[mode], rules, self._device.type)
+            if self._gather is not None:
+                self._gather(part, _read_in_16_bits(part, formats))
 
 
 def allow_tf32(allowed: bool) -> None:
@@ -249,11 +263,14 @@ def allow_tf32(allowed: bool) -> None:
     torch.backends.cudnn.allow_tf32 = allowed
 
 
-def set_formats(model: nn.Module, base: Format, rules: tuple[Rule, ...], device_type: str) -> None:
+def set_formats(model: nn.Module, base: Format, rules: tuple[Rule, ...], device_type: str) -> dict[str, Format]:
     """Make every module of `model` compute in the format of the last rule that matches it or a module around it.
 
     A module whose format differs from that of the module around it gets a subclass of its own class, whose forward
     opens a `torch.autocast` region; the same call with other rules changes or removes the regions.
+
+    Returns:
+        The format of each module, by name.
     """
     softmax = next((rule.compute for rule in reversed(rules) if rule.match == "softmax"), None)
     chosen: dict[str, tuple[int, Format]] = {}
@@ -266,6 +283,22 @@ def set_formats(model: nn.Module, base: Format, rules: tuple[Rule, ...], device_
         # On the attention module, not on the root: a block that is recomputed must find it again.
         wide_softmax = softmax == "fp32" and chosen[name][1] != "fp32" and _matches("attention", name, module)
         _set_region(module, (compute, device_type, around == "fp32", wide_softmax))
+    return {name: format for name, (_, format) in chosen.items()}
+
+
+def _read_in_16_bits(model: nn.Module, formats: Mapping[str, Format]) -> dict[nn.Module, torch.dtype]:
+    """The modules whose parameters are only ever read in 16 bits, rounded as autocast rounds them, and that format. An
+    fp8 product scales its weight first, which another rounding before it would change."""
+    return {
+        module: _AUTOCAST[formats[name]]
+        for name, module in model.named_modules()
+        if formats[name] in ("bf16", "fp16") and _is_product(type(module))
+    }
+
+
+def _is_product(kind: type[nn.Module]) -> bool:
+    beneath = getattr(kind, "_penjing_beneath", kind)
+    return beneath.forward in _PRODUCTS or getattr(beneath, "is_product", False)
 
 
 def _matches(match: str, name: str, module: nn.Module) -> bool:
@@ -308,7 +341,8 @@ def _with_region(original: type[nn.Module]) -> type[nn.Module]:
         # What is around computes in float32 without autocast, and would refuse another format.
         return _widen(output) if compute not in (None, "fp32") and in_fp32 else output
 
-    return type(original.__name__, (original,), {"forward": forward, "__module__": original.__module__})
+    members = {"forward": forward, "_penjing_beneath": original, "__module__": original.__module__}
+    return type(original.__name__, (original,), members)
 
 
 def _region(compute: Format | None, device_type: str) -> AbstractContextManager[Any]:

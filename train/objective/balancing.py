@@ -77,6 +77,11 @@ class Balanced:
         # Of each stage of the model here (one, but for pipelines), (layers, experts) of each micro-batch of this step
         self._step_loads: defaultdict[int, list[torch.Tensor]] | None = None
 
+    @property
+    def takes_parts(self) -> bool:
+        """See `CrossEntropy`."""
+        return self.objective.takes_parts
+
     def count(self, batch: Batch) -> int:
         """See `Objective`."""
         return self.objective.count(batch)

@@ -8,6 +8,7 @@ backward pass.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
@@ -17,7 +18,7 @@ from torch import nn
 from penjing.core.errors import ConfigError
 from penjing.core.models.decoder import Decoder
 from penjing.kernels.dispatch import gpu_kernels
-from penjing.train.objective.cross_entropy import cross_entropy_sum
+from penjing.train.objective.cross_entropy import cross_entropy_sum, logits_in_parts
 
 Batch = dict[str, torch.Tensor]
 IGNORED = -100  # a target with this value counts for nothing (padding)
@@ -27,11 +28,13 @@ IGNORED = -100  # a target with this value counts for nothing (padding)
 class Loss:
     """`total`: float32 scalar, the sum of the loss over the counted terms, differentiable.
 
-    `metrics`: name → sum over the counted terms (detached float32 scalar); the loop reports sum / count.
+    `metrics`: name → sum over the counted terms (detached float32 scalar); the loop reports sum / count. `counted`:
+    name → (sum, count) of what is counted otherwise, of which it reports sum / count too.
     """
 
     total: torch.Tensor
     metrics: dict[str, torch.Tensor] = field(default_factory=dict)
+    counted: dict[str, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
 
 
 class Objective(Protocol):
@@ -75,6 +78,11 @@ class CrossEntropy:
         if not 0.0 <= self.label_smoothing < 1.0:
             raise ConfigError(f"label_smoothing={self.label_smoothing}: it must be in [0, 1)")
 
+    @property
+    def takes_parts(self) -> bool:
+        """Whether it takes the logits of a head that is split as they are: see `logits_in_parts`."""
+        return not self.accuracy
+
     def count(self, batch: Batch) -> int:
         """The targets that are not ignored."""
         return int((batch["targets"] != IGNORED).sum())
@@ -85,7 +93,8 @@ class CrossEntropy:
         inside = {"documents": batch["documents"]} if "documents" in batch else {}
         if not self.accuracy and makes_loss_itself(model, targets):
             return Loss(model(batch["tokens"], targets=targets, label_smoothing=self.label_smoothing, **inside))
-        logits = model(batch[self.inputs], **inside).flatten(0, -2)
+        with logits_in_parts() if self.takes_parts else nullcontext():
+            logits = model(batch[self.inputs], **inside).flatten(0, -2)
         total = cross_entropy_sum(logits, targets, ignored=IGNORED, label_smoothing=self.label_smoothing)
         if not self.accuracy:
             return Loss(total)

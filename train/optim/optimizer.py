@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 from collections import defaultdict
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
@@ -12,10 +13,19 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from penjing.core.config import Config
-from penjing.core.errors import InputError
+from penjing.core.errors import ConfigError, InputError
 from penjing.train.optim.adamw_8bit import AdamW8bit, Packed, spread
 from penjing.train.optim.muon import MuonWithAdamW, takes_muon
 from penjing.train.state.state import fill, is_part, named_parameters
+
+FACTOR = "factor"  # of a group's learning rate, in the optimiser's groups
+
+
+class RateGroup(Config):
+    """Parameters with a learning rate of their own."""
+
+    match: str = Field(description="A pattern of names of parameters, such as 'lm_head.*'.")
+    factor: float = Field(ge=0, description="Their learning rate is so many times that of the others.")
 
 
 class OptimizerConfig(Config):
@@ -44,6 +54,9 @@ class OptimizerConfig(Config):
     no_decay: tuple[str, ...] = Field(
         default=(), description="Patterns of names of parameters that do not decay, besides all norms and biases."
     )
+    groups: tuple[RateGroup, ...] = Field(
+        default=(), description="Parameters with learning rates of their own; the later one wins."
+    )
     momentum: float = Field(
         default=0.9, ge=0, lt=1, description="Weight of the past in SGD's and Muon's means of gradients."
     )
@@ -54,18 +67,25 @@ class OptimizerConfig(Config):
 def build_optimizer(model: nn.Module, config: OptimizerConfig, learning_rate: float = 1e-3) -> torch.optim.Optimizer:
     """An optimiser over the trainable parameters of `model`: matrices decay, vectors and `no_decay` patterns do not."""
     # torch updates a group at a time, and wants its parameters split alike.
-    groups: dict[tuple[bool, bool, bool, Any], list[nn.Parameter]] = defaultdict(list)
-    for name, parameter in model.named_parameters():
+    groups: dict[tuple[bool, bool, bool, float, Any], list[nn.Parameter]] = defaultdict(list)
+    for name, parameter in named_parameters(model):
         if parameter.requires_grad:
             plain = parameter.dim() >= 2 and not any(fnmatch.fnmatch(name, pattern) for pattern in config.no_decay)
             muon = config.name == "muon" and takes_muon(name, parameter, config.not_muon)
             packed = config.name == "adamw8bit" and not any(fnmatch.fnmatch(name, each) for each in config.not_8bit)
-            groups[plain, muon, packed, getattr(parameter, "device_mesh", None)].append(parameter)
+            factor = next((each.factor for each in config.groups[::-1] if fnmatch.fnmatch(name, each.match)), 1.0)
+            groups[plain, muon, packed, factor, getattr(parameter, "device_mesh", None)].append(parameter)
     if not groups:
         raise InputError("the model has no trainable parameter; nothing can be trained")
     parameters: list[dict[str, Any]] = [
-        {"params": group, "weight_decay": config.weight_decay if decays else 0.0, "muon": muon, "packed": packed}
-        for (decays, muon, packed, _), group in sorted(groups.items(), key=lambda item: not item[0][0])
+        {
+            "params": group,
+            "weight_decay": config.weight_decay if decays else 0.0,
+            "muon": muon,
+            "packed": packed,
+            FACTOR: factor,
+        }
+        for (decays, muon, packed, factor, _), group in sorted(groups.items(), key=lambda item: not item[0][0])
     ]
     if config.name == "muon":
         return MuonWithAdamW(
@@ -81,10 +101,30 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig, learning_rate: fl
     return torch.optim.SGD(parameters, learning_rate, config.momentum, nesterov=nesterov, fused=fused)
 
 
+def freeze(model: nn.Module, recipe_freeze: Sequence[str], groups: Sequence[RateGroup] = ()) -> None:
+    """Let the parameters of the whole `model` whose names match a pattern of `recipe_freeze` stay as they are.
+
+    Raises:
+        ConfigError: a pattern, or one of `groups`, matches no parameter; or nothing is left to train.
+    """
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    patterns = [("freeze", pattern) for pattern in recipe_freeze]
+    patterns += [("optimizer.groups", group.match) for group in groups]
+    for setting, pattern in patterns:
+        if not fnmatch.filter(parameters, pattern):
+            names = ", ".join(list(parameters)[:4])
+            raise ConfigError(f"{setting}: {pattern!r} matches no parameter; they are called {names} …")
+    for pattern in recipe_freeze:
+        for name in fnmatch.filter(parameters, pattern):
+            parameters[name].requires_grad_(False)
+    if not any(parameter.requires_grad for parameter in parameters.values()):
+        raise ConfigError("freeze: its patterns match every parameter, and nothing is left to train; leave some out")
+
+
 def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
-    """Give every group the rate of this step."""
+    """Give every group the rate of this step, times its own factor."""
     for group in optimizer.param_groups:
-        group["lr"] = rate
+        group["lr"] = rate * group.get(FACTOR, 1.0)
 
 
 def optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, dict[str, Any]]:

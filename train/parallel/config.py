@@ -26,6 +26,12 @@ class ParallelConfig(Config):
         description="What data parallelism spreads instead of copying (https://arxiv.org/abs/1910.02054): 0 nothing, 1 "
         "the optimiser's state, 2 also gradients, 3 also parameters.",
     )
+    shards: int | None = Field(
+        default=None,
+        ge=2,
+        description="Of the dp, how many neighbours ZeRO spreads over, such as the GPUs of a node; each such group "
+        "holds a copy of the model (HSDP, https://arxiv.org/abs/2304.11277). By default all.",
+    )
     tp: int = Field(default=1, ge=1, description="Processes that share each layer's matrices.")
     sequence: bool = Field(
         default=False,
@@ -91,6 +97,10 @@ class ParallelConfig(Config):
             return share
         return max((size for size in range(1, share + 1) if share % size == 0 and share // size >= wanted), default=1)
 
+    def spread(self, dp: int) -> int:
+        """How many of the `dp` groups of processes ZeRO spreads over."""
+        return (self.shards or dp) if self.zero else 1
+
     def data_size(self, world_size: int) -> int:
         """How many groups of processes see their own share of the batch.
 
@@ -130,11 +140,24 @@ def check_parallel(
         raise ConfigError("parallel.balance and parallel.stage_layers are for pipelines; set parallel.pp above 1")
     if config.gradients == "powersgd" and not config.is_plain:
         raise ConfigError("parallel.gradients = 'powersgd' is for parallel.dp alone; use 'int8'")
-    if compiled and not config.is_plain:
-        raise ConfigError(
-            "compile = true works with data parallelism alone; leave out parallel.zero, tp, pp, cp and ep, or set "
-            "compile = false"
+    if config.shards is not None:
+        if config.zero == 0:
+            raise ConfigError("parallel.shards is how many processes ZeRO spreads over; set parallel.zero to 1, 2 or 3")
+        _divides("shards", config.shards, "parallel.dp", dp)
+        if config.ep > 1:
+            raise ConfigError(f"parallel.ep={config.ep} spreads experts over all of the dp; leave parallel.shards out")
+        if config.gradients != "float32":
+            raise ConfigError(
+                f"parallel.gradients = {config.gradients!r} packs what goes within shards, and not between their "
+                "copies; leave parallel.shards out, or set gradients = 'float32'"
+            )
+    if compiled and (config.schedule in ("zbv", "dualpipev") or config.balance):
+        why = (
+            "balance = true resizes micro-batches, and each size would be compiled anew"
+            if config.balance
+            else f"schedule = {config.schedule!r} splits the backward pass, which compiled blocks do not"
         )
+        raise ConfigError(f"parallel.{why}; change that, or set compile = false")
     if isinstance(model, DecoderConfig):
         _check_decoder(config, model, dp, sequence_length or 0)
     elif config.tp * config.pp * config.cp * config.ep > 1:

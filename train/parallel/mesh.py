@@ -122,14 +122,13 @@ class MeshWorld(World):
 
     def reducing(self, replica: nn.Module, now: bool) -> AbstractContextManager[None]:
         """See `World`. With parallel.zero of 2 and 3 every micro-batch reduces, so that no process keeps a whole
-        gradient."""
-        return (
-            self._reducing(replica, now or self.config.zero >= 2) if isinstance(replica, FSDPModule) else nullcontext()
-        )
+        gradient; between copies of the shards only the last does."""
+        return self._reducing(replica, now) if isinstance(replica, FSDPModule) else nullcontext()
 
     @contextmanager
     def _reducing(self, replica: FSDPModule, now: bool) -> Iterator[None]:
-        replica.set_requires_gradient_sync(now)
+        replica.set_requires_gradient_sync(now or self.config.zero >= 2)
+        replica.set_requires_all_reduce(now)
         yield
 
     def _size(self, name: str) -> int:
@@ -146,10 +145,14 @@ def build_mesh(world: World, config: ParallelConfig) -> MeshWorld:
         ConfigError: see `ParallelConfig.data_size`.
     """
     dp = config.data_size(world.size)
-    replicate, shard = (dp, 1) if config.zero == 0 else (1, dp)
+    shard = config.spread(dp)
+    replicate = dp // shard
     ranks = torch.arange(world.size).view(replicate, shard, config.pp, config.cp, config.tp).permute(2, 0, 1, 3, 4)
     mesh = DeviceMesh(world.device.type, ranks.contiguous(), mesh_dim_names=DIMENSIONS)
     fsdp, copies = _fsdp_mesh(mesh, "shard" if config.zero else "replicate", config), None
+    if 1 < shard < dp:
+        # By name, torch 2.13 slices a flattened dimension with a warning that it will not.
+        fsdp = mesh["replicate", "shard"] if config.cp == 1 else DeviceMesh._concatenate([mesh["replicate"], fsdp])
     if config.zero == 0 and config.gradients == "int8":
         fsdp, copies = mesh["shard"], mesh["replicate", "context"]._flatten("copies").get_group()
     tokens = None
@@ -190,6 +193,7 @@ def describe(world: MeshWorld) -> str:
     names = ", ".join(inside) or "nothing"
     return (
         f"mesh: data {dp} × pipeline {config.pp} × context {config.cp} × tensor {config.tp}, ZeRO {config.zero}"
+        f"{f' over {config.shards} of them, in copies' if config.shards else ''}"
         f"{f', experts over {config.ep}' if config.ep > 1 else ''}; neighbouring ranks share tensors first, then "
         f"context, pipeline, data, since they talk most in that order; inside a node of {local}: {names}"
     )

@@ -13,7 +13,7 @@ divide factor of 1 *and* plain sums, since the default premultiplies, which gloo
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -60,6 +60,53 @@ def apply_fsdp(
             module.set_force_sum_reduction_for_comms(True)
             if packed:
                 compress_fsdp(module, copies)
+
+
+@torch.no_grad()
+def gather_in(model: nn.Module, formats: Mapping[nn.Module, torch.dtype]) -> None:
+    """Collect the parameters of `model`'s blocks in the format that they are read in: half the bytes on the wire and in
+    memory, and the same bits, since whoever reads them would round them so. Call it between steps, in all processes.
+
+    FSDP's own policy has one format a module and rounds norms along; here each parameter has its own, and a collective
+    takes both. Gradients are summed in the format of the sharded parameters, as autocast's are. What is the root's own
+    (embedding, last norm, head) stays as it is: the loss on a GPU sums the head's gradient in float32.
+
+    Torch before 2.12 groups parameters otherwise: there all are collected as they are.
+
+    Args:
+        formats: modules whose parameters are read in 16 bits alone; all others are collected as they are.
+    """
+    if not isinstance(model, FSDPModule):
+        return
+    model._get_fsdp_state()._lazy_init()  # it would undo what is set before
+    for module in model.modules():
+        if not isinstance(module, FSDPModule) or module is model:
+            continue
+        module.reshard()
+        for group in getattr(module._get_fsdp_state(), "_fsdp_param_groups", ()):
+            changed = [
+                parameter for parameter in group.fsdp_params if parameter.param_dtype != _wanted(parameter, formats)
+            ]
+            for parameter in changed:
+                parameter.param_dtype = _wanted(parameter, formats)
+                parameter.all_gather_outputs = []
+                if hasattr(parameter, "_unsharded_param"):
+                    del parameter._unsharded_param
+            if changed:
+                # Once here, for there to be something to tell the gradient's format. `module.unshard` would begin with
+                # the format of FSDP's policy again.
+                group.unshard()
+                group.wait_for_unshard()
+                for parameter in changed:
+                    parameter._unsharded_param.grad_dtype = parameter.orig_dtype
+        module.reshard()
+
+
+def _wanted(parameter: Any, formats: Mapping[nn.Module, torch.dtype]) -> torch.dtype | None:
+    """What FSDP's `parameter` is to be collected in: the one format of all that read it, or None, as it is."""
+    place = parameter._module_info
+    found = {formats.get(reader) for reader in (place.module, *place.shared_modules)}
+    return found.pop() if len(found) == 1 else None
 
 
 def _placement(model: nn.Module, mesh: DeviceMesh) -> Callable[[nn.Parameter], Any]:

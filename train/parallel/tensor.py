@@ -2,8 +2,9 @@
 parallelism (https://arxiv.org/abs/2205.05198).
 
 Heads and the MLP's inner features are split: q, k, v, gate and up by columns, o and down by rows, one sum after each.
-The embedding and the head are split by vocabulary. Experts are split as an MLP is: all processes route alike, each has
-a part of every expert's inner features, and one sum comes after all experts. With `sequence`, what lies between (norms,
+The embedding and the head are split by vocabulary; the loss of tokens takes the logits as they are, a part in each
+process, and whoever else wants them gets all. Experts are split as an MLP is: all processes route alike, each has a
+part of every expert's inner features, and one sum comes after all experts. With `sequence`, what lies between (norms,
 residuals) holds a part of the tokens in each process: the sum becomes a reduce-scatter, and an all-gather comes before
 the next products. Modules keep computing on local tensors, so that attention and kernels need not know.
 """
@@ -31,6 +32,7 @@ from penjing.core.models.decoder import DecoderLayer
 from penjing.core.models.mlp import MLP
 from penjing.core.models.moe import MoE
 from penjing.train.numerics.gradients import gradients_of
+from penjing.train.objective.cross_entropy import wants_parts
 
 
 class SplitHead(nn.Linear):
@@ -39,6 +41,8 @@ class SplitHead(nn.Linear):
 
 class SplitLinear(nn.Linear):
     """A product of plain tensors with this process's part of a weight: an expert's, which no collective surrounds."""
+
+    is_product = True  # see precision.py
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """(rows, in) → (rows, out); either of them may be a part."""
@@ -67,10 +71,12 @@ def apply_tensor_parallel(
             parallelize_module(layer, mesh, RowwiseParallel(input_layouts=Replicate(), output_layouts=between))
         elif name.rpartition(".")[2] == "lm_head":
             layer.__class__ = SplitHead
-            parallelize_module(layer, mesh, ColwiseParallel(input_layouts=between, output_layouts=Replicate()))
+            parts = ColwiseParallel(input_layouts=between, output_layouts=Shard(-1), use_local_output=False)
+            parallelize_module(layer, mesh, parts)
+            layer.register_forward_hook(lambda module, inputs, output: output if wants_parts() else _whole(output))
     for module in model.modules():
         if isinstance(module, nn.Linear | nn.Embedding):
-            module.register_forward_hook(lambda module, inputs, output: _Arrived.apply(output))
+            module.register_forward_hook(lambda module, inputs, output: _arrived_output(output))
     if hasattr(model, "tie_weights"):
         model.tie_weights()  # pyright: ignore[reportCallIssue]
     norms = ("norm.weight",) if sequence else ("q_norm.weight", "k_norm.weight")
@@ -204,6 +210,15 @@ class _Arrived(torch.autograd.Function):
 
 def _arrived(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
     return _Arrived.apply(inputs[0]), *inputs[1:]
+
+
+def _arrived_output(output: Any) -> Any:
+    return output if isinstance(output, DTensor) else _Arrived.apply(output)
+
+
+def _whole(logits: DTensor) -> torch.Tensor:
+    """All logits, which every process has then."""
+    return logits.redistribute(placements=[Replicate()]).to_local()
 
 
 def _wait(x: torch.Tensor) -> torch.Tensor:

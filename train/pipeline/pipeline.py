@@ -9,7 +9,7 @@ divided by the number of micro-batches (`scale_grads=False`).
 from __future__ import annotations
 
 import time
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -29,6 +29,7 @@ from penjing.core.models.moe import watch_routing
 from penjing.kernels.rotary import rotary_cos_sin
 from penjing.train.numerics.gradients import gradients_of
 from penjing.train.objective.balancing import Balanced, StageBalancing
+from penjing.train.objective.cross_entropy import logits_in_parts
 from penjing.train.objective.objective import IGNORED, Batch, CrossEntropy, Loss, Objective
 from penjing.train.parallel.config import ParallelConfig
 from penjing.train.parallel.context import Context
@@ -149,6 +150,11 @@ def split_stages(decoder: Decoder, config: ParallelConfig, rank: int, context: C
     )
 
 
+def _as_taken_by(objective: Objective) -> AbstractContextManager[None]:
+    """In which the last stage's head, if it is split, gives its logits as `objective` takes them."""
+    return logits_in_parts() if getattr(objective, "takes_parts", False) else nullcontext()
+
+
 class Pipeline:
     """The stages of this process wired to the others'; what the loop calls in place of the model.
 
@@ -228,7 +234,8 @@ class Pipeline:
             if previous != self._rank:
                 x = self._empty_hidden(part, batch["tokens"])
                 dist.recv(x, group=self._group, group_src=previous)
-            x = part(x, **inside)
+            with _as_taken_by(objective):
+                x = part(x, **inside)
             if index == self._config.num_stages - 1:
                 return objective(nn.Identity(), {"tokens": x, "targets": batch["targets"]})
         return Loss(torch.zeros((), device=self._device))
@@ -246,7 +253,8 @@ class Pipeline:
         if self._balance is not None:
             rows = len(batch["targets"])
             num = rows // self._balance.size(rows, rows // num)
-        self._schedule(num).step(*tokens, target=target, losses=losses, return_outputs=False, **inside)
+        with _as_taken_by(self._objective):
+            self._schedule(num).step(*tokens, target=target, losses=losses, return_outputs=False, **inside)
         for balancing in balancings:
             balancing.end_pass(num)
         return sum(float(loss.detach()) for loss in losses or ())

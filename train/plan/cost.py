@@ -162,11 +162,19 @@ def _data(
     dense += shape.table * (1 if parallel.pp > 1 or shape.tied else 2) / parallel.tp
     link = _link(gpu, parallel.tp * (1 if parallel.cp > 1 else parallel.pp), ranks, gpus_per_node)
     reduces = run.micro_batches if parallel.zero >= 2 else 1
-    gathers = {0: 1, 1: 1, 2: 1, 3: 2 * run.micro_batches}[parallel.zero]  # 0: the other half of an all-reduce
-    exchanged = _ring(4 * dense, ranks, link)
-    if experts:  # fewer ranks have each
-        exchanged += _ring(4 * experts, ranks // parallel.ep, link)
-    traffic = (reduces + gathers) * exchanged
+    # Without ZeRO the other half of an all-reduce in float32; with it parameters, in bfloat16
+    gathers = {0: 1, 1: 0.5, 2: 0.5, 3: run.micro_batches}[parallel.zero]
+    if parallel.shards is None:
+        exchanged = _ring(4 * dense, ranks, link)
+        if experts:  # fewer ranks have each
+            exchanged += _ring(4 * experts, ranks // parallel.ep, link)
+        traffic = (reduces + gathers) * exchanged
+    else:  # between the copies a rank's shard of the gradient alone, once a step
+        inner = parallel.tp * (1 if parallel.cp > 1 else parallel.pp)
+        near, held = _link(gpu, inner, run.shards, gpus_per_node), dense + experts
+        traffic = (reduces + gathers) * _ring(4 * held, run.shards, near)
+        between = _link(gpu, inner * run.shards, ranks // run.shards, gpus_per_node)
+        traffic += 2 * _ring(4 * held / run.shards, ranks // run.shards, between)
     return max(traffic - _HIDDEN * work, 0.05 * traffic)  # the first gather and the last reduction are alone
 
 

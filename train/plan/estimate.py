@@ -108,7 +108,8 @@ def share_of(estimate: MemoryEstimate, world: World, model: object = None) -> Me
     """
     if not isinstance(world, MeshWorld):
         return estimate
-    config, data = world.config, world.data.size * world.config.cp
+    config = world.config
+    data = config.spread(world.data.size) * config.cp
     parts = config.tp * config.pp
     whole = 1.0  # what a process has where ZeRO spreads nothing: less if others have experts in its place
     if config.ep > 1:

@@ -2,7 +2,8 @@
 
 What is split by what (P: parameters of a rank's stage; each is 4 bytes, AdamW's state 8 a parameter):
 
-parameters   P / tp (experts also / ep), and / shards with ZeRO 1 to 3, where shards = dp × cp
+parameters   P / tp (experts also / ep), and / shards with ZeRO 1 to 3, where shards = dp × cp, or as
+             parallel.shards says
 gathered     whole parameters that ZeRO has collected: all of the stage (1, 2), or two blocks and the tables (3)
 gradients    as P; / shards with ZeRO 2 and 3, and with 1 where a step is one micro-batch
 optimizer    as P; / shards with ZeRO 1 to 3
@@ -30,10 +31,12 @@ _LOGIT_CHUNK = 4 * 2**27  # bytes of the blocks of logits that kernels/cross_ent
 
 @dataclass(frozen=True)
 class Accounting:
-    """What a framework keeps where. `gathered`: bytes of a collected parameter; `residual`: of an element of the
-    residual stream; `kept`: of other activations; `whole_logits`: of a logit, 0 where they never exist at once."""
+    """What a framework keeps where. `gathered`: bytes of a collected parameter of a layer; `tables`: of one of the
+    embedding or the head; `residual`: of an element of the residual stream; `kept`: of other activations;
+    `whole_logits`: of a logit, 0 where they never exist at once."""
 
-    gathered: int = 4
+    gathered: int = 2
+    tables: int = 4
     residual: int = 4
     kept: int = 4
     whole_logits: int = 0
@@ -41,7 +44,7 @@ class Accounting:
 
 # float32 parameters under autocast, which keeps what it casts beside the cast: 1.6 times the two bytes in the preflight
 PENJING = Accounting()  # loss in blocks
-TORCHTITAN = Accounting(gathered=2, residual=2, kept=2, whole_logits=2 + 4 + 4)  # bf16, fp32, and its gradient
+TORCHTITAN = Accounting(tables=2, residual=2, kept=2, whole_logits=2 + 4 + 4)  # bf16, fp32, and its gradient
 
 
 @dataclass(frozen=True)
@@ -58,7 +61,7 @@ class Run:
     @property
     def shards(self) -> int:
         """Ranks over which ZeRO spreads."""
-        return self.dp * self.parallel.cp if self.parallel.zero else 1
+        return self.parallel.spread(self.dp) * self.parallel.cp if self.parallel.zero else 1
 
     @property
     def tokens(self) -> float:
@@ -147,7 +150,7 @@ def _rank(shape: ModelShape, run: Run, rank: int, accounting: Accounting) -> Par
     whole = dense + experts
     block = max(layer.dense + layer.experts / parallel.ep for layer in layers) / parallel.tp
     zero, one_pass = parallel.zero, run.micro_batches == 1
-    gathered = {0: 0.0, 1: whole, 2: whole, 3: min(2 * block + tables, whole)}[zero]
+    layers_gathered = {0: 0.0, 1: whole - tables, 2: whole - tables, 3: min(2 * block, whole - tables)}[zero]
     summed = sharded if zero >= 2 or (zero == 1 and one_pass) else whole
     chunks = len(mine)
     kept = sum(_kept(layer.kept[run.recompute], run, accounting) for layer in layers)
@@ -161,7 +164,7 @@ def _rank(shape: ModelShape, run: Run, rank: int, accounting: Accounting) -> Par
         logits = whole_logits or min(2 * _LOGIT_CHUNK, 8 * run.tokens * shape.vocabulary / parallel.tp)
     return ParallelMemory(
         parameters=4 * (sharded if zero else whole),
-        gathered=accounting.gathered * gathered,
+        gathered=accounting.gathered * layers_gathered + (accounting.tables * tables if zero else 0),
         gradients=4 * summed,
         optimizer=4 * STATE_PER_PARAMETER["adamw"] * (sharded if zero else whole),
         reduction=4 * block if run.dp * parallel.cp > 1 else 0,

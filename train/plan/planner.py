@@ -14,6 +14,7 @@ from penjing.core.progress import error_console
 from penjing.train.plan.hardware import hardware
 from penjing.train.plan.search import Candidate, Plan, run_line, search
 from penjing.train.recipe.data import TextData
+from penjing.train.recipe.load import load_train_recipe
 from penjing.train.recipe.recipe import TrainRecipe, parse_size
 
 
@@ -36,7 +37,7 @@ def plan_recipe(
     Raises:
         ConfigError: a recipe without decoder or text, a wrong size, an unknown device, or a cluster that cannot run it.
     """
-    recipe = load_recipe(TrainRecipe, recipe_path, overrides)
+    recipe = load_train_recipe(recipe_path, overrides)
     if not isinstance(recipe.model, DecoderConfig) or not isinstance(recipe.data, TextData):
         raise ConfigError("planning is for decoders on text; give a recipe with model.architecture = 'decoder'")
     if out is not None and out.suffix != ".toml":
@@ -61,6 +62,8 @@ def recipe_text(recipe_path: Path, overrides: list[str], best: Candidate, gpus: 
     run, parallel = best.run, best.run.parallel
     chosen: dict[str, Any] = {"zero": parallel.zero}  # dp follows the processes, so that their number may change
     chosen |= {name: getattr(parallel, name) for name in ("tp", "pp", "cp", "ep") if getattr(parallel, name) > 1}
+    if parallel.shards is not None:
+        chosen["shards"] = parallel.shards
     if parallel.tp > 1:
         chosen["sequence"] = parallel.sequence
     if parallel.pp > 1:

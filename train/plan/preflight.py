@@ -21,8 +21,19 @@ def check_recipe(recipe: RunRecipe, world_size: int) -> None:
     Raises:
         ConfigError: see `check_parallel`.
     """
+    evaluation = recipe.evaluation
+    if (evaluation.best or evaluation.patience) and not evaluation.every:
+        raise ConfigError("evaluation.best and evaluation.patience need evaluations; set evaluation.every above 0")
     if recipe.parallel == ParallelConfig():
         return
+    split = recipe.parallel.tp * recipe.parallel.pp * recipe.parallel.cp
+    if evaluation.prompts and split > 1:
+        raise ConfigError(
+            "evaluation.prompts need a model that is whole in each process or spread by parallel.zero; leave them out, "
+            "or set parallel.tp, pp and cp to 1"
+        )
+    if recipe.parallel.pp > 1 and recipe.freeze:
+        raise ConfigError("freeze is not for pipelines; set parallel.pp = 1, or leave freeze out")
     length = getattr(recipe.data, "sequence_length", None)
     check_parallel(recipe.parallel, getattr(recipe, "model", None), world_size, length, recipe.compile)
     if recipe.parallel.cp > 1 and getattr(recipe.data, "document_mask", False):
@@ -81,6 +92,8 @@ def check_run(recipe: RunRecipe, processes: int, limit: int) -> None:
         ConfigError: see `check_rank_memory`.
     """
     if processes == 1 or not isinstance(recipe, TrainRecipe) or not isinstance(recipe.model, DecoderConfig):
+        return
+    if not isinstance(recipe.data, TextData):
         return
     if recipe.model.shared_layers == 1 and not recipe.memory.recompute_rules:
         check_rank_memory(recipe, processes, limit)

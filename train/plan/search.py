@@ -98,7 +98,8 @@ def run_line(run: Run) -> str:
     axes = {"dp": run.dp, "tp": parallel.tp, "pp": parallel.pp, "cp": parallel.cp, "ep": parallel.ep}
     mesh = " × ".join(f"{name} {size}" for name, size in axes.items() if size > 1) or "one process"
     schedule = f", {parallel.schedule}" if parallel.pp > 1 else ""
-    return f"{mesh}, ZeRO {parallel.zero}{schedule}, micro-batch {run.micro_batch}, recompute {run.recompute}"
+    spread = f" over {parallel.shards}" if parallel.shards else ""
+    return f"{mesh}, ZeRO {parallel.zero}{spread}{schedule}, micro-batch {run.micro_batch}, recompute {run.recompute}"
 
 
 def _order(candidate: Candidate) -> tuple[float, float]:
@@ -126,8 +127,11 @@ def _meshes(
                         except ConfigError as error:
                             rejected[f"impossible: {_subject(str(error))}"] += 1
                             continue
+                        near = gpus_per_node // (tp * pp * cp)  # of the dp, those within a node
+                        groups = (None, near) if ep == 1 and 1 < near < dp and dp % near == 0 else (None,)
                         for zero in (0, 1, 2, 3) if dp * cp > 1 else (0,):
-                            yield mesh.model_copy(update={"zero": zero})
+                            for shards in groups if zero else (None,):
+                                yield mesh.model_copy(update={"zero": zero, "shards": shards})
 
 
 def _subject(message: str) -> str:

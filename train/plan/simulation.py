@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from penjing.core.config import load_recipe
 from penjing.core.errors import ConfigError
 from penjing.core.progress import Progress, Silent
 from penjing.train.pipeline.measure import measure_layers
@@ -17,7 +16,7 @@ from penjing.train.plan.formulas import closed_bubble
 from penjing.train.plan.hardware import hardware
 from penjing.train.plan.timeline import draw_timeline
 from penjing.train.recipe.data import TextData
-from penjing.train.recipe.recipe import TrainRecipe
+from penjing.train.recipe.load import load_train_recipe
 
 
 def simulate_recipe(
@@ -53,7 +52,7 @@ def simulate_recipe(
     if stages < 1:
         raise ConfigError(f"--stages {stages}: a pipeline has 1 or more")
     progress = progress or Silent()
-    recipe = load_recipe(TrainRecipe, recipe_path, overrides)
+    recipe = load_train_recipe(recipe_path, overrides)
     shape = decoder_shape(recipe.model)
     if not isinstance(recipe.data, TextData):
         raise ConfigError("simulating needs data.sequence_length; give a recipe with data.kind = 'text'")

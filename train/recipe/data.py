@@ -8,6 +8,8 @@ from typing import Literal
 from pydantic import Field, field_validator
 
 from penjing.core.config import Config
+from penjing.train.data.chunks import ChunkConfig
+from penjing.train.data.mixing import MixingConfig
 from penjing.train.sources.settings import Augment, TrainingSource
 
 
@@ -35,7 +37,20 @@ class TextData(DataConfig):
 
     kind: Literal["text"] = Field(description="Text as packed sequences of tokens.")
     sources: tuple[str, ...] = Field(
-        default=(), description="Files and folders of text, 'builtin:prose' or 'builtin:code'."
+        default=(),
+        description="Files and folders: text, JSON lines, Parquet, Arrow, each also compressed, or a data set of "
+        "Hugging Face or of `penjing curate`; 'builtin:prose' or 'builtin:code'.",
+    )
+    column: str | None = Field(
+        default=None,
+        description='The field of JSON lines and tables that holds the text; by default "text", "content" or '
+        '"messages" (conversations, which need a tokenizer with a chat template).',
+    )
+    most_damaged: float = Field(
+        default=0.01,
+        ge=0,
+        lt=1,
+        description="Documents that cannot be read are left out, counted and listed; a larger share of them stops.",
     )
     shards: Path | None = Field(default=None, description="A folder of ready token shards, in place of sources.")
     tokenizer: Path | None = Field(
@@ -46,7 +61,65 @@ class TextData(DataConfig):
         default=False,
         description="Attention stays inside a document, whose positions count from 0; else a row is one context.",
     )
-    held_out: float = Field(default=0.02, gt=0, lt=1, description="Share of the documents that is kept for evaluation.")
+    held_out: float = Field(
+        default=0.02,
+        gt=0,
+        lt=1,
+        description="Share of the text that is kept for evaluation, in whole clusters of near duplicates.",
+    )
+    chunks: ChunkConfig | None = Field(
+        default=None, description="Windows that overlap, for long texts; by default rows follow each other."
+    )
+    mixing: MixingConfig | None = Field(
+        default=None, description="Domains and their shares of each batch; by default all text is one."
+    )
+
+
+class RowData(DataConfig):
+    """Rows of JSON lines or tables, written in the tokens of the checkpoint that the run begins with."""
+
+    sources: tuple[str, ...] = Field(
+        min_length=1,
+        description="Files .jsonl or .parquet, and folders of them; or 'builtin:sums', 512 small sums.",
+    )
+    template: Path | None = Field(
+        default=None,
+        description="A file with a chat template (Jinja) in place of the checkpoint's; it is exported too.",
+    )
+    sequence_length: int = Field(gt=1, description="Tokens of a sequence; longer rows are left out and counted.")
+    most_damaged: float = Field(
+        default=0.01,
+        ge=0,
+        lt=1,
+        description="Bad rows are left out, counted and told; a larger share of them stops.",
+    )
+    held_out: float = Field(
+        default=0.02,
+        ge=0,
+        lt=1,
+        description="Share of the rows that is kept for evaluation; equal prompts stay together.",
+    )
+
+
+class ChatData(RowData):
+    """Conversations (`messages`, with `tools`), or `prompt` and `completion`, of which the answers are learnt."""
+
+    kind: Literal["chat"] = Field(description="Conversations, of which the assistant's turns are learnt.")
+    learn: Literal["assistant", "last", "all"] = Field(
+        default="assistant", description="Which turns are learnt: all of the assistant, its last one, or everything."
+    )
+    packing: bool = Field(default=True, description="Several conversations share a row, and none sees another.")
+
+    @property
+    def document_mask(self) -> bool:
+        """Rows hold documents that do not see each other."""
+        return True
+
+
+class PreferenceData(RowData):
+    """Pairs of answers, `chosen` and `rejected`, to a `prompt`; `margin` says how much better the chosen one is."""
+
+    kind: Literal["preference"] = Field(description="Pairs of a better and a worse answer to one prompt.")
 
 
 class SampleData(DataConfig, TrainingSource, Augment):

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, ValidationInfo, field_validator
 
 from penjing.core.config import Config
+from penjing.train.adapter.lora import AdapterConfig
 from penjing.train.monitor.alarms import AlarmConfig
 from penjing.train.monitor.monitor import MonitorConfig
 from penjing.train.numerics.precision import PrecisionConfig
@@ -18,18 +19,55 @@ from penjing.train.optim.clip import ClipConfig
 from penjing.train.optim.optimizer import OptimizerConfig
 from penjing.train.optim.schedule import LearningRate
 from penjing.train.parallel.config import ParallelConfig
-from penjing.train.recipe.data import FashionData, SampleData, TextData
+from penjing.train.recipe.data import ChatData, FashionData, PreferenceData, SampleData, TextData
 from penjing.train.recipe.model import DecoderModel, ResNetModel
 
+Data = Annotated[TextData | ChatData | PreferenceData | FashionData | SampleData, Field(discriminator="kind")]
 _UNITS = {"": 1, "B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 
 
 class ObjectiveConfig(Config):
-    """What cross-entropy is told."""
+    """What is minimised, and what it is told."""
 
-    label_smoothing: float = Field(
-        default=0.0, ge=0, lt=1, description="Share of a target's probability that is spread over all classes."
+    kind: Literal["cross_entropy", "dpo", "reward"] = Field(
+        default="cross_entropy",
+        description='Cross-entropy of the next token or the class; of preferences "dpo" (direct preference '
+        'optimisation) or "reward" (a model that scores answers).',
     )
+    label_smoothing: float = Field(
+        default=0.0,
+        ge=0,
+        lt=1,
+        description="Share of a target's probability that is spread over all classes; of dpo, the share of pairs that "
+        "are taken to be the wrong way round.",
+    )
+    loss: Literal["sigmoid", "sigmoid_norm", "ipo", "hinge", "robust", "apo_zero"] = Field(
+        default="sigmoid",
+        description='Of dpo: the loss of a pair; "sigmoid_norm" and "ipo" compare log-probabilities per token.',
+    )
+    beta: float = Field(default=0.1, gt=0, description="Of dpo: how closely the model is held to the reference.")
+    sft: float = Field(default=0.0, ge=0, description="Of dpo: weight of the chosen answers' own loss per token.")
+    reference: Path | None = Field(
+        default=None, description="Of dpo: the checkpoint that the model is held to; by default `initial`."
+    )
+    centring: float = Field(
+        default=0.0,
+        ge=0,
+        description="Of reward: weight of the squared sum of a pair's scores, which keeps them near 0.",
+    )
+
+    @field_validator("label_smoothing", "loss", "beta", "sft", "reference", "centring")
+    @classmethod
+    def _belongs(cls, value: Any, info: ValidationInfo) -> Any:
+        kinds = {"label_smoothing": ("cross_entropy", "dpo"), "centring": ("reward",)}.get(
+            info.field_name or "", ("dpo",)
+        )
+        kind = info.data.get("kind", kinds[0])
+        if kind not in kinds and value != cls.model_fields[info.field_name or ""].default:
+            raise ValueError(f"is of kind = {' or '.join(map(repr, kinds))}, not of {kind!r}; leave it out")
+        if info.field_name == "label_smoothing" and kind == "dpo" and value >= 0.5:
+            raise ValueError("of dpo must be below 0.5, where a pair would say nothing")
+        return value
 
 
 class MemoryConfig(Config):
@@ -69,6 +107,18 @@ class EvaluationConfig(Config):
         default=500, ge=0, description="Steps between two evaluations; also at the end. 0 evaluates never."
     )
     samples: int = Field(default=256, ge=1, description="At most so many held-out samples are used.")
+    metric: str = Field(default="loss", description="What `best` and `patience` go by, as an evaluation calls it.")
+    goal: Literal["lowest", "highest"] = Field(default="lowest", description="Which values of it are better.")
+    best: bool = Field(
+        default=False, description="The weights of the best evaluation are exported, and not those of the last step."
+    )
+    patience: int = Field(
+        default=0, ge=0, description="The run ends after so many evaluations in a row that are no better; 0: never."
+    )
+    prompts: tuple[str, ...] = Field(
+        default=(), description="Texts that a decoder goes on with at each evaluation, printed and in samples.jsonl."
+    )
+    max_tokens: int = Field(default=48, ge=1, description="Tokens of such a sample at most.")
 
 
 class RunRecipe(Config):
@@ -78,7 +128,10 @@ class RunRecipe(Config):
     run: Path | None = Field(
         default=None, description="The folder of training state and metrics; by default OUTPUT-run."
     )
-    steps: int = Field(gt=0, description="Updates of the weights.")
+    steps: int = Field(default=0, ge=0, description="Updates of the weights; 0: as many as `epochs` make.")
+    epochs: float | None = Field(
+        default=None, gt=0, validate_default=True, description="In place of steps: passes over the training data."
+    )
     seed: int = Field(
         default=0, ge=0, description="First weights, order of the data and all other chance follow from it."
     )
@@ -86,13 +139,19 @@ class RunRecipe(Config):
         default="auto", description='What computes; "auto" takes a GPU where there is one.'
     )
     compile: bool = Field(default=False, description="The model is compiled by torch.compile.")
-    initial: Path | None = Field(default=None, description="A checkpoint whose weights the run begins with.")
+    initial: Path | None = Field(
+        default=None, description="A checkpoint that the run begins with: its weights, architecture and tokenizer."
+    )
+    adapter: AdapterConfig | None = Field(
+        default=None, description="Small matrices that learn beside frozen ones; none: the network itself learns."
+    )
+    freeze: tuple[str, ...] = Field(
+        default=(), description="Patterns of names of parameters that stay as they are, such as 'model.embed_tokens.*'."
+    )
     average: float | None = Field(
         default=None, gt=0, lt=1, description="Decay of averaged weights, which are then evaluated and exported."
     )
-    data: Annotated[TextData | FashionData | SampleData, Field(discriminator="kind")] = Field(
-        description="What is learnt from, and how a step is cut."
-    )
+    data: Data = Field(description="What is learnt from, and how a step is cut.")
     objective: ObjectiveConfig = Field(default=ObjectiveConfig(), description="What is minimised.")
     balancing: BalancingConfig = Field(
         default=BalancingConfig(), description="How the experts of a mixture are kept equally busy."
@@ -118,6 +177,13 @@ class RunRecipe(Config):
     monitor: MonitorConfig = Field(default=MonitorConfig(), description="What is recorded, and where it goes.")
     alarms: AlarmConfig = Field(default=AlarmConfig(), description="What rings, when, and what happens then.")
 
+    @field_validator("epochs")
+    @classmethod
+    def _one_length(cls, value: float | None, info: ValidationInfo) -> float | None:
+        if "steps" in info.data and bool(info.data["steps"]) == (value is not None):
+            raise ValueError("a run has one length; set steps above 0, or epochs")
+        return value
+
     @property
     def run_folder(self) -> Path:
         """Where checkpoints and metrics of the run go."""
@@ -127,8 +193,8 @@ class RunRecipe(Config):
 class TrainRecipe(RunRecipe):
     """What `penjing train` reads: a run and the model that it makes."""
 
-    model: Annotated[DecoderModel | ResNetModel, Field(discriminator="architecture")] = Field(
-        description="What is trained from the beginning."
+    model: Annotated[DecoderModel | ResNetModel, Field(discriminator="architecture")] | None = Field(
+        default=None, description="What is trained from the beginning; with `initial` it comes from that checkpoint."
     )
 
 

@@ -6,11 +6,11 @@ import base64
 import binascii
 import json
 from collections.abc import Callable, Mapping, Sequence
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from penjing.core.errors import InputError, SetupError
+from penjing.core.errors import InputError
+from penjing.core.text.records import arrow_module
 from penjing.train.sources.folder import SUFFIXES
 from penjing.train.sources.settings import SourceSettings
 from penjing.train.sources.source import Label, Source, content_digest
@@ -88,7 +88,7 @@ def _json_rows(path: Path) -> list[dict[str, Any]]:
 
 def _arrow_table(path: Path) -> tuple[Any, dict[str, Sequence[str]]]:
     """The table, and the classes of each column that Hugging Face's metadata names."""
-    pa, pq = _pyarrow(path)
+    pa, pq = arrow_module("", path), arrow_module("parquet", path)
     try:
         if path.suffix == ".parquet":
             table = pq.read_table(path, partitioning=None)
@@ -110,13 +110,6 @@ def _arrow_table(path: Path) -> tuple[Any, dict[str, Sequence[str]]]:
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise InputError(f"{path}: its Hugging Face metadata is damaged ({error}); get it again") from None
     return table, classes
-
-
-def _pyarrow(path: Path) -> tuple[Any, Any]:
-    try:
-        return import_module("pyarrow"), import_module("pyarrow.parquet")
-    except ImportError:
-        raise SetupError(f"{path} needs pyarrow, which is not installed: pip install pyarrow") from None
 
 
 def _is_image(field: Any) -> bool:

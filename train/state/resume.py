@@ -17,7 +17,7 @@ from penjing.train.state.state import Tree
 # What a run may change and stay the same: how far it goes, what is kept and told of it, and who computes what. The
 # names of settings and of whole sections.
 FREE = (
-    "output", "run", "steps", "device", "compile", "checkpoint", "evaluation", "monitor", "alarms", "memory",
+    "output", "run", "steps", "epochs", "device", "compile", "checkpoint", "evaluation", "monitor", "alarms", "memory",
     "parallel", "data.micro_batch", "data.prefetch", "optimizer.fused",
 )  # fmt: skip
 _BOUND = ("parallel.gradients",)  # but for these: gradients of 8 bits are others

@@ -15,7 +15,7 @@ from penjing.core.errors import ConfigError, InputError
 from penjing.core.models.attention import document_positions
 from penjing.core.progress import Silent
 from penjing.core.text.tokenizer import Tokenizer
-from penjing.train.data.corpora import documents, is_held_out
+from penjing.train.data.corpora import documents, name_place
 from penjing.train.data.fashion import read_idx
 from penjing.train.data.images import ImageSet, ImageStream, held_out_images
 from penjing.train.data.order import Order, permute
@@ -292,15 +292,16 @@ def test_shards_go_on_at_any_token(tmp_path: Path, before: int) -> None:
 
 
 def test_wrong_sources_are_named(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="'builtin:poems' is unknown; choose builtin:prose, builtin:code"):
+    with pytest.raises(InputError, match="'builtin:poems' is unknown; choose builtin:prose, builtin:code, b"):
         documents("builtin:poems")
     with pytest.raises(InputError, match="does not exist"):
         list(documents(str(tmp_path / "nothing")))
-    with pytest.raises(InputError, match="holds no text file"):
+    with pytest.raises(InputError, match="holds no file that is read here"):
         list(documents(str(tmp_path)))
     (tmp_path / "latin.txt").write_bytes("café".encode("latin-1"))
-    with pytest.raises(InputError, match=r"latin.txt cannot be read as UTF-8"):
-        list(documents(str(tmp_path)))
+    (tmp_path / "bad").mkdir()
+    with pytest.raises(InputError, match=r"1 of 1 documents are damaged.*/latin.txt: cannot be read as UTF-8"):
+        pack(tmp_path / "bad", (str(tmp_path),), 300, held_out=0.1, tokenizer=None, progress=Silent())
     (tmp_path / "latin.txt").write_text("")
     (tmp_path / "out").mkdir()
     with pytest.raises(InputError, match="hold no text"):
@@ -309,9 +310,8 @@ def test_wrong_sources_are_named(tmp_path: Path) -> None:
 
 def test_held_out_documents_stay_held_out() -> None:
     names = [str(index) for index in range(2000)]
-    small, large = ({name for name in names if is_held_out(name, share)} for share in (0.1, 0.3))
-    assert small < large
-    assert 140 < len(small) < 260
+    assert 140 < sum(name_place(name) < 0.1 for name in names) < 260
+    assert name_place("a") == 0xCA978112CA1BBDCA / 2**64  # SHA-256 of "a": the same on every machine
 
 
 def image_set(count: int = 20) -> ImageSet:

@@ -133,7 +133,7 @@ def test_a_ready_classifier_trains_on_with_its_widths_and_normalisation(recipe: 
     config = ClassifierConfig(model=model, image_size=(12, 12), mean=(0.25,), std=(0.5,), labels=CLASSES)
     (tmp_path / "given").mkdir()
     save_classifier(tmp_path / "given", config, ResNet(model), {})
-    ready = run.model_copy(update={"initial": tmp_path / "given"})
+    ready = run.model_copy(update={"initial": tmp_path / "given", "model": None})
     train_task(ready, lambda progress: build_checkpoint_task(tmp_path / "given", ready, progress), command="tests")
     assert load_classifier(tmp_path / "out")[1] == config
     other = config.model_copy(update={"image_size": (28, 28)})

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from penjing.train.objective import cross_entropy
 from penjing.train.objective.cross_entropy import cross_entropy_sum
@@ -59,3 +64,16 @@ def test_nan_stays_visible_and_a_target_out_of_range_is_refused() -> None:
     assert torch.isfinite(cross_entropy_sum(logits, torch.tensor([0, -100, 2]), ignored=-100))
     with pytest.raises(RuntimeError):
         cross_entropy_sum(torch.zeros(3, 4), torch.tensor([0, 4, 2]), ignored=-100)
+
+
+def test_a_target_out_of_range_is_refused_where_classes_are_split(tmp_path: Path) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        mesh = DeviceMesh("cpu", [0])
+        logits = distribute_tensor(torch.zeros(3, 4), mesh, [Shard(1)])
+        expected = cross_entropy_sum(torch.zeros(3, 4), torch.tensor([0, -100, 2]), ignored=-100)
+        assert cross_entropy_sum(logits, torch.tensor([0, -100, 2]), ignored=-100) == expected
+        with pytest.raises(RuntimeError, match="target 4 is out of the 4 classes"):
+            cross_entropy_sum(logits, torch.tensor([0, 4, 2]), ignored=-100)
+    finally:
+        dist.destroy_process_group()

@@ -5,6 +5,7 @@ Started by `worlds.py` as a script: RANK, WORLD_SIZE and a folder with cases.jso
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import math
@@ -17,10 +18,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._dynamo.utils import counters
 
 from penjing.core.models.config import DecoderConfig
 from penjing.core.models.decoder import Decoder
 from penjing.train.loop import Evaluation, InterruptedRunError, Trainer
+from penjing.train.numerics.compiled import compile_blocks
+from penjing.train.numerics.precision import Precision, PrecisionConfig
 from penjing.train.numerics.recompute import apply_recompute
 from penjing.train.objective.balancing import Balanced, BalancingConfig
 from penjing.train.objective.objective import IGNORED, Batch, CrossEntropy
@@ -28,6 +32,8 @@ from penjing.train.optim.clip import ClipConfig, GradientNorms
 from penjing.train.optim.optimizer import OptimizerConfig, build_optimizer
 from penjing.train.optim.schedule import LearningRate
 from penjing.train.parallel.config import ParallelConfig
+from penjing.train.parallel.mesh import MeshWorld
+from penjing.train.parallel.shard import gather_in
 from penjing.train.parallelize import form_mesh, parallelize
 from penjing.train.processes.world import World
 from penjing.train.state.checkpoint import Checkpoints, ShardedCheckpoints
@@ -111,6 +117,10 @@ def train(
     With `checkpoints`, `stop` after the second step, or `resume` from there.
     """
     model = model_of(case)
+    torch._dynamo.reset()
+    counters.clear()
+    if isinstance(world, MeshWorld) and "compile" in case:
+        compile_blocks(model, case["compile"])
     apply_recompute(model, case.get("recompute", "none"))
     spread = parallelize(model, world)
     materialize(spread.model, world.device)
@@ -120,7 +130,7 @@ def train(
     optimizer = build_optimizer(spread.model, OptimizerConfig(name=name), 0.05)
     accumulation, ragged = case.get("accumulation", 1), case.get("ragged", False)
     data = world.data
-    objective: CrossEntropy | Balanced = CrossEntropy()
+    objective: CrossEntropy | Balanced = CrossEntropy(label_smoothing=case.get("smoothing", 0.0))
     after_update: tuple[Callable[[int], None], ...] = ()
     if "balancing" in case:
         objective = Balanced(CrossEntropy(), BalancingConfig(**case["balancing"]))
@@ -136,10 +146,26 @@ def train(
         update()
 
     optimizer.step = step  # type: ignore[method-assign]
+    read: dict[str, set[str]] = {}  # module → the formats that its weight was seen in, while training
+
+    def look(name: str, module: Any, *rest: Any) -> None:
+        if torch.is_grad_enabled():  # what is evaluated is all in float32
+            read.setdefault(name, set()).add(str(module.weight.dtype))
+
+    widths: set[int] = set()  # of the logits that the objective was given
+    if (head := next((m for n, m in spread.model.named_modules() if n.endswith("lm_head")), None)) is not None:
+        head.register_forward_hook(lambda module, inputs, output: widths.add(local_part(output)[0].shape[-1]))
+    if "precision" in case and "compile" not in case:  # such hooks would make a graph of each block
+        for name, module in spread.model.named_modules():
+            if isinstance(getattr(module, "weight", None), torch.Tensor):
+                module.register_forward_pre_hook(functools.partial(look, name))
     trainer = Trainer(
         spread.model, objective, Rows(data.rank, data.size, accumulation, ragged), optimizer, 3,
         rate=LearningRate(peak=0.05 if name == "sgd" else 1e-3), accumulation=accumulation, world=world,
         pipeline=spread.pipeline,
+        precision=Precision(
+            spread.model, PrecisionConfig(**case.get("precision", {})), world.device, gather_in
+        ),
         norms=GradientNorms(ClipConfig(norm=case.get("clip"))), after_backward=spread.after_backward,
         after_update=after_update,
         evaluation=Evaluation(
@@ -165,6 +191,9 @@ def train(
     return {
         "sizes": sorted({record["micro_batch"] for record in records if "micro_batch" in record}),
         "initial": initial,
+        "widths": sorted(widths),
+        "graphs": counters["stats"]["unique_graphs"],
+        "read": {name: sorted(formats) for name, formats in read.items()},
         "losses": [record["loss"] for record in records],
         "norms": [record["gradient_norm"] for record in records],
         "experts": [record[name] for record in records for name in LOADS if name in record],
@@ -177,6 +206,8 @@ def train(
 def compare(case: dict[str, Any], rank: int, size: int) -> dict[str, Any]:
     # The load of experts is judged in each micro-batch; all else depends on the whole step.
     accumulation = case["accumulation"] if "balancing" in case else 1
+    if "precision" in case:  # what is rounded must be the same micro-batches
+        accumulation = case["accumulation"] * ParallelConfig(**case["parallel"]).data_size(size)
     alone = train({**case, "accumulation": accumulation, "recompute": "none"}, World())
     world = form_mesh(World(rank, size), ParallelConfig(**case["parallel"]), Silent())  # type: ignore[arg-type]
     if "saved_by" in case:
@@ -216,6 +247,9 @@ def compare(case: dict[str, Any], rank: int, size: int) -> dict[str, Any]:
         "missing": sorted(name for name, (whole, _) in alone["weights"].items() if found[name] != whole.numel()),
         "apart": sorted({name for (name, _), copies in held.items() if len(copies) > 1}),
         "sizes": here["sizes"],
+        "read": here["read"],
+        "widths": here["widths"],
+        "graphs": here["graphs"],
         "scale": scale,
     }
 

@@ -40,6 +40,10 @@ MOE = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
             "tie_word_embeddings": False}, 2, "splits the backward pass, which experts do not",
         ),
         ({"zero": 3}, {"shared_layers": 2}, 2, "layers that share weights"),
+        ({"shards": 2}, {}, 4, r"parallel\.shards is how many processes ZeRO spreads over"),
+        ({"zero": 3, "shards": 3}, {}, 4, r"parallel\.shards=3 does not divide parallel\.dp=4"),
+        ({"zero": 3, "shards": 2, "gradients": "int8"}, {}, 4, "not between their copies; leave parallel.shards out"),
+        ({"zero": 3, "shards": 2, "ep": 2}, {"moe": MOE, "model_type": "mixtral"}, 4, "leave parallel.shards out"),
     ],
 )  # fmt: skip
 def test_an_impossible_mesh_is_refused(
@@ -53,8 +57,23 @@ def test_what_is_no_decoder_is_spread_by_data_alone() -> None:
     check_parallel(ParallelConfig(zero=3), None, 2, None, compiled=False)
     with pytest.raises(ConfigError, match="for decoders"):
         check_parallel(ParallelConfig(tp=2), None, 2, None, compiled=False)
-    with pytest.raises(ConfigError, match="compile = true"):
-        check_parallel(ParallelConfig(zero=3), None, 2, None, compiled=True)
+
+
+@pytest.mark.parametrize(
+    ("parallel", "message"),
+    [
+        (
+            {"pp": 2, "schedule": "zbv"},
+            "parallel.schedule = 'zbv' splits the backward pass, which compiled blocks do not",
+        ),
+        ({"pp": 2, "balance": True}, "parallel.balance = true resizes micro-batches, and each size would be compiled"),
+    ],
+)
+def test_what_compiled_blocks_cannot_do_is_refused(parallel: dict[str, Any], message: str) -> None:
+    model = tiny_config(num_hidden_layers=4, tie_word_embeddings=False)
+    check_parallel(ParallelConfig(zero=3), model, 2, 25, compiled=True)
+    with pytest.raises(ConfigError, match=message):
+        check_parallel(ParallelConfig(**parallel), model, 2, 25, compiled=True)
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zbv", "dualpipev"])

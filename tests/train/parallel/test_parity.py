@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from tests.train.parallel.matrix import VOCAB
 from tests.train.parallel.worlds import run_world
 
 UNEVEN = {"accumulation": 3, "ragged": True, "clip": 0.5}
@@ -24,6 +25,7 @@ TWO: dict[str, dict[str, Any]] = {
     "zero 3": {"parallel": {"zero": 3}},
     "tp 2": {"parallel": {"tp": 2}},
     "tp 2 with sequence": {"parallel": {"tp": 2, "sequence": True}},
+    "tp 2, smoothed": {"parallel": {"tp": 2}, "smoothing": 0.1, "model": {"tie_word_embeddings": False}},
 }
 
 
@@ -89,6 +91,73 @@ FOUR_EXPERTS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
+# Rounded as autocast rounds them in one process, so float32's limit holds; parts of products in 16 bits differ.
+KINDS = ("norm", "lm_head", "embed_tokens", "q_proj", "o_proj")
+MIXED: dict[str, dict[str, Any]] = {
+    f"zero {zero} in {mode}": {
+        "parallel": {"zero": zero}, "precision": {"mode": mode}, "accumulation": 3, "recompute": recompute,
+        "optimizer": "adamw",
+    }
+    for zero, mode, recompute in ((3, "bf16", "full"), (3, "hybrid", "none"), (2, "bf16", "none"), (1, "bf16", "none"))
+} | {
+    "zero 3, first in float32, then in bf16, one product wide": {
+        "parallel": {"zero": 3}, "accumulation": 3,
+        "precision": {
+            "mode": "bf16", "schedule": [{"until": 0.5, "mode": "fp32"}],
+            "policy": [{"match": "*.o_proj", "compute": "fp32"}],
+        },
+    },
+    "tp 2 in bf16": {"parallel": {"tp": 2}, "precision": {"mode": "bf16"}, "accumulation": 1, "limit": 2e-2},
+}  # fmt: skip
+
+
+# Nothing is compiled in the one process.
+COMPILED: dict[str, dict[str, Any]] = {
+    "zero 3 in bf16, compiled": {"parallel": {"zero": 3}, "precision": {"mode": "bf16"}, "optimizer": "adamw"},
+    "zero 2, recomputed, compiled": {"parallel": {"zero": 2}, "recompute": "full"},
+    "tp 2 with sequence, compiled": {"parallel": {"tp": 2, "sequence": True}},
+}
+MORE_COMPILED: dict[str, dict[str, Any]] = {
+    "zero 3, partly recomputed, compiled": {"parallel": {"zero": 3}, "recompute": "selective"},
+    "zero 3, compiled by inductor": {"parallel": {"zero": 3}, "compile": "inductor"},
+    "tp 2, recomputed, compiled by inductor": {"parallel": {"tp": 2}, "recompute": "full", "compile": "inductor"},
+    "pp 2, compiled": {"parallel": {"pp": 2}},
+    "pp 2, interleaved, compiled": {
+        "parallel": {"pp": 2, "schedule": "interleaved"},
+        "accumulation": 4,
+        "model": {"num_hidden_layers": 4},
+    },
+    "cp 2, compiled": {"parallel": {"cp": 2}},
+}
+for _case in (*COMPILED.values(), *MORE_COMPILED.values()):
+    _case |= {"accumulation": 3, "compile": "aot_eager"} | _case
+
+
+FOUR_MIXED: dict[str, dict[str, Any]] = {
+    "zero 3 over 2 of 4 in bf16": {
+        "parallel": {"zero": 3, "shards": 2}, "precision": {"mode": "bf16"}, "accumulation": 3,
+    },
+    "zero 3 over 2 of 4 to zero 2": {
+        "saved_by": {"zero": 3, "shards": 2}, "parallel": {"zero": 2}, "folder": "shards", "accumulation": 3,
+        "precision": {"mode": "bf16"},
+    },
+    "zero 3 to zero 1 over 2 of 4": {
+        "saved_by": {"zero": 3}, "parallel": {"zero": 1, "shards": 2}, "folder": "whole", "accumulation": 3,
+        "precision": {"mode": "bf16"},
+    },
+    "zero 3, tp 2 in bf16": {
+        "parallel": {"dp": 2, "zero": 3, "tp": 2}, "precision": {"mode": "bf16"}, "accumulation": 3, "limit": 2e-2,
+    },
+    "zero 3, pp 2 in bf16": {
+        "parallel": {"dp": 2, "zero": 3, "pp": 2}, "precision": {"mode": "bf16"}, "accumulation": 3,
+    },
+    "zero 2, ep 2 in bf16": {
+        "model": {"moe": _MOE, "model_type": "mixtral", "qk_norm": False}, "parallel": {"dp": 4, "zero": 2, "ep": 2},
+        "precision": {"mode": "bf16"}, "accumulation": 3, "limit": 2e-2,
+    },
+}  # fmt: skip
+
+
 def spread_variants(meshes: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
     """As `variants`, with AdamW in float64: some weights of experts have gradients so small that it makes rounding in
     float32 large."""
@@ -134,6 +203,9 @@ FOUR: dict[str, dict[str, Any]] = {
     "cp 2, pp 2": {"parallel": {"cp": 2, "pp": 2}, "accumulation": 3},
     "dp 2, cp 2, zero 2": {"parallel": {"dp": 2, "cp": 2, "zero": 2}},
     "dp 2, tp 2": {"parallel": {"dp": 2, "tp": 2}},
+    "zero 3 over 2 of 4": {"parallel": {"zero": 3, "shards": 2}},
+    "zero 2 over 2 of 4": {"parallel": {"zero": 2, "shards": 2}},
+    "zero 1 over 2 of 4": {"parallel": {"zero": 1, "shards": 2}},
     "zero 3, tp 2 with sequence": {"parallel": {"dp": 2, "zero": 3, "tp": 2, "sequence": True}},
     "dp 2, pp 2": {"parallel": {"dp": 2, "pp": 2}, "accumulation": 3},
     "zero 3, pp 2": {"parallel": {"dp": 2, "zero": 3, "pp": 2}, "accumulation": 3},
@@ -192,6 +264,9 @@ EIGHT: dict[str, dict[str, Any]] = {
         "saved_by": {"dp": 2, "tp": 2, "pp": 2}, "parallel": {"dp": 4, "zero": 3, "tp": 2}, "accumulation": 3,
         "folder": "eight",
     },
+    "zero 3 over 2 of 4, tp 2": {"parallel": {"dp": 4, "zero": 3, "shards": 2, "tp": 2}},
+    "zero 2 over 2 of 4, pp 2": {"parallel": {"dp": 4, "zero": 2, "shards": 2, "pp": 2}, "accumulation": 3},
+    "zero 3 over 2 of 4, cp 2": {"parallel": {"dp": 4, "zero": 3, "shards": 2, "cp": 2}},
     "zero 3, tp 2 with sequence, pp 2": {
         "parallel": {"dp": 2, "zero": 3, "tp": 2, "pp": 2, "sequence": True}, "accumulation": 3,
     },
@@ -200,7 +275,7 @@ EIGHT: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="session")
 def two(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    cases = variants(TWO) | MOVED | PACKED | NARROW | EXPERTS | spread_variants(SPREAD)
+    cases = variants(TWO) | MOVED | PACKED | NARROW | EXPERTS | spread_variants(SPREAD) | MIXED | COMPILED
     for name, case in cases.items():  # in a pipeline stages of one and of two
         cases[name] = case | {"model": {"num_hidden_layers": 3 if "pp 2" in name else 2} | case.get("model", {})}
     return run_world(tmp_path_factory.mktemp("two"), 2, cases)
@@ -208,7 +283,8 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 @pytest.fixture(scope="session")
 def more_of_two(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    return run_world(tmp_path_factory.mktemp("more"), 2, variants(SCHEDULES) | spread_variants(MORE_SPREAD))
+    cases = variants(SCHEDULES) | spread_variants(MORE_SPREAD) | MORE_COMPILED
+    return run_world(tmp_path_factory.mktemp("more"), 2, cases)
 
 
 @pytest.fixture(scope="session")
@@ -218,9 +294,8 @@ def eight(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 @pytest.fixture(scope="session")
 def four(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    return run_world(
-        tmp_path_factory.mktemp("four"), 4, variants(FOUR) | spread_variants(FOUR_SPREAD) | FOUR_PACKED | FOUR_EXPERTS
-    )
+    cases = variants(FOUR) | spread_variants(FOUR_SPREAD) | FOUR_PACKED | FOUR_EXPERTS | FOUR_MIXED
+    return run_world(tmp_path_factory.mktemp("four"), 4, cases)
 
 
 def check(result: dict[str, Any], case: dict[str, Any]) -> None:
@@ -229,6 +304,10 @@ def check(result: dict[str, Any], case: dict[str, Any]) -> None:
     assert result.pop("missing") == []
     assert result.pop("apart") == []  # who has the same parameter has the same bits of it
     assert len(result.pop("sizes")) == (2 if case["parallel"].get("balance") else 0)  # the last of 3 steps has another
+    result.pop("read")
+    result.pop("graphs")
+    width = VOCAB // case["parallel"].get("tp", 1)
+    assert result.pop("widths") in ([width], [])  # no process has all logits; rank 0 may have no head
     assert result.pop("scale") > 1e-3  # so that the limit means something
     assert result.pop("experts") <= 1e-5  # loads and balance loss are in float32
     assert all(difference <= limit for difference in result.values()), str(result)
@@ -248,6 +327,38 @@ def test_two_processes_are_as_one(two: dict[str, Any], name: str) -> None:
 @pytest.mark.parametrize("name", NARROW)
 def test_two_processes_with_means_in_8_bits_are_as_one(two: dict[str, Any], name: str) -> None:
     check(dict(two[name]), NARROW[name])
+
+
+@pytest.mark.parametrize("name", MIXED)
+def test_parameters_are_collected_in_the_format_that_they_are_read_in(two: dict[str, Any], name: str) -> None:
+    result = dict(two[name])
+    read = {kind: {f for n, formats in result["read"].items() if kind in n for f in formats} for kind in KINDS}
+    for kind in ("norm", "lm_head", "embed_tokens"):
+        assert read[kind] == {"torch.float32"}
+    assert "torch.bfloat16" in read["q_proj"]
+    assert read["o_proj"] == ({"torch.float32"} if "wide" in name else read["q_proj"])
+    assert ("torch.float32" in read["q_proj"]) == ("first in float32" in name)
+    check(result, MIXED[name])
+
+
+@pytest.mark.parametrize("name", COMPILED)
+def test_compiled_blocks_are_as_one_process_that_compiles_nothing(two: dict[str, Any], name: str) -> None:
+    assert two[name]["graphs"] == 2  # of all blocks, in training and in evaluation, and cut nowhere
+    check(dict(two[name]), COMPILED[name])
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", MORE_COMPILED)
+def test_more_compiled_blocks_are_as_one_process(more_of_two: dict[str, Any], name: str) -> None:
+    assert more_of_two[name]["graphs"] >= 2
+    check(dict(more_of_two[name]), MORE_COMPILED[name])
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", FOUR_MIXED)
+def test_four_processes_collect_in_16_bits(four: dict[str, Any], name: str) -> None:
+    assert any("torch.bfloat16" in formats for formats in four[name]["read"].values())
+    check(dict(four[name]), FOUR_MIXED[name])
 
 
 @pytest.mark.parametrize("name", spread_variants(SPREAD))

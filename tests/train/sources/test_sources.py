@@ -16,6 +16,7 @@ import torch
 from safetensors.torch import save_file
 
 from penjing.core.errors import InputError, SetupError
+from penjing.core.text import records
 from penjing.train.sources import tables
 from penjing.train.sources.open import fingerprint, open_source
 from penjing.train.sources.settings import SourceSettings
@@ -170,7 +171,7 @@ def test_parquet_needs_pyarrow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     def missing(name: str) -> None:
         raise ImportError(name)
 
-    monkeypatch.setattr(tables, "import_module", missing)
+    monkeypatch.setattr(records, "import_module", missing)
     (tmp_path / "a.parquet").write_bytes(b"PAR1")
     with pytest.raises(SetupError, match="pip install pyarrow"):
         opened(tmp_path / "a.parquet")

@@ -1,0 +1,95 @@
+"""Labels, losses and gradients are those of TRL, whose numbers lie in tests/train/reference/trl.json (see there how
+they were made)."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from penjing.core.checkpoint.decoder import open_checkpoint
+from penjing.core.models.decoder import Decoder
+from penjing.core.models.reward import RewardModel
+from penjing.core.text.chat import ChatTemplate
+from penjing.core.text.tokenizer import Tokenizer
+from penjing.train.chat.packed import pack_rows
+from penjing.train.chat.preferences import pair_batch
+from penjing.train.chat.tokens import ChatTokens, Masked, Pair
+from penjing.train.objective.objective import Batch, CrossEntropy, Objective
+from penjing.train.objective.preference import DirectPreference, RewardModeling
+from penjing.train.state.initial import checkpoint_weights, fill_weights
+from tests.train.reference import cases
+
+TRL = json.loads(Path(cases.__file__).with_name("trl.json").read_text())
+
+
+@pytest.fixture
+def decoder(tiny_checkpoint: Path) -> Decoder:
+    model = Decoder(open_checkpoint(tiny_checkpoint).config)
+    fill_weights(model, checkpoint_weights(tiny_checkpoint))
+    return model
+
+
+def check(model: nn.Module, objective: Objective, batch: Batch, expected: dict[str, Any]) -> None:
+    loss = objective(model, batch).total / objective.count(batch)
+    assert loss.item() == pytest.approx(expected["loss"], abs=1e-6, rel=1e-6)
+    loss.backward()
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    norm = torch.stack([each.double().norm() for each in gradients.values()]).norm()
+    assert float(norm) == pytest.approx(expected["norm"], rel=1e-5)
+    assert expected["gradients"]
+    for name, values in expected["gradients"].items():
+        torch.testing.assert_close(
+            gradients[name].flatten()[: len(values)], torch.tensor(values), rtol=1e-4, atol=1e-5 * float(norm)
+        )
+
+
+@pytest.mark.parametrize("name", cases.TEMPLATES)
+def test_labels_of_a_thousand_chats(tiny_checkpoint: Path, name: str) -> None:
+    writer = ChatTokens(Tokenizer.from_folder(tiny_checkpoint), ChatTemplate(cases.TEMPLATES[name], name), "last")
+    digest = hashlib.sha256()
+    for prompt, completion in cases.chats(1000):
+        found = writer.masked({"messages": prompt + completion})
+        begin = int(found.learnt.argmax())
+        assert found.learnt[begin:].all()
+        digest.update(found.ids.tobytes() + np.array(begin, np.int32).tobytes())
+    assert digest.hexdigest() == TRL["labels"][name]
+
+
+def test_fine_tuning(decoder: Decoder) -> None:
+    texts = [
+        Masked(np.array(prompt + answer, np.int32), np.arange(len(prompt + answer)) >= len(prompt))
+        for prompt, answer in cases.answers(6, 3)
+    ]
+    packed = pack_rows(texts, 40, cases.PAD)
+    assert len(packed.rows) < 6
+    check(decoder, CrossEntropy(), packed.batch(range(len(packed.rows))), TRL["sft"])
+
+
+def given_pairs() -> list[Pair]:
+    pairs = []
+    for (prompt, chosen, rejected), margin in zip(cases.pairs(), cases.MARGINS, strict=True):
+        pairs.append(Pair(*(np.array(part, np.int32) for part in (prompt, chosen, rejected)), margin=margin))
+    return pairs
+
+
+@pytest.mark.parametrize("name", cases.DPO)
+def test_direct_preference(decoder: Decoder, name: str) -> None:
+    settings: dict[str, Any] = {"loss": name} | cases.DPO[name]
+    objective = DirectPreference(**settings)
+    batch = pair_batch(given_pairs(), cases.PAD, reference=torch.tensor(cases.REFERENCE))
+    check(decoder, objective, batch, TRL["dpo"][name])
+
+
+def test_rewards(tiny_checkpoint: Path) -> None:
+    model = RewardModel(open_checkpoint(tiny_checkpoint).config)
+    stored = checkpoint_weights(tiny_checkpoint)
+    fill_weights(model.model, lambda name, shape: stored(f"model.{name}", shape))
+    model.score.weight.data = torch.linspace(-1, 1, model.score.weight.numel())[None]
+    check(model, RewardModeling(cases.CENTRING), pair_batch(given_pairs(), cases.PAD), TRL["reward"])

@@ -1,0 +1,174 @@
+"""What a new user gives to `data.sources`, and which side of the held-out split it falls on."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from penjing.core.errors import InputError
+from penjing.core.progress import Silent
+from penjing.core.text.tokenizer import Tokenizer
+from penjing.train.data.pack import pack
+from penjing.train.data.shards import TokenShards, read_index
+
+WORDS = [
+    f"{a}{b}" for a in ("ba", "de", "ki", "lo", "mu", "ni", "po", "ra") for b in ("bin", "dor", "gul", "nis", "tev")
+]
+
+
+def prose(seed: int, words: int = 60) -> str:
+    return " ".join(np.random.default_rng(seed).choice(WORDS, words)) + ".\n"
+
+
+class Notes(Silent):
+    def __init__(self) -> None:
+        self.notes: list[str] = []
+
+    def note(self, message: str) -> None:
+        self.notes.append(message)
+
+
+def packed(
+    folder: Path, *sources: Path, held_out: float = 0.1, notes: Notes | None = None, **more: object
+) -> dict[str, list[str]]:
+    """The documents of each split."""
+    folder.mkdir(exist_ok=True)
+    names = tuple(map(str, sources))
+    pack(folder, names, 300, held_out=held_out, tokenizer=None, progress=notes or Silent(), **more)  # type: ignore[arg-type]
+    tokenizer, found = Tokenizer.from_folder(folder), {}
+    for split in read_index(folder).splits:
+        shards = TokenShards(folder, split)
+        text = tokenizer.decode(shards.read(0, shards.num_tokens).tolist(), skip_special=False)
+        found[split] = [each for each in text.split("<|endoftext|>") if each]
+    return found
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.parquet", "folder", "saved"])
+def test_tables_are_read_by_their_rows(tmp_path: Path, name: str) -> None:
+    texts = [prose(seed) for seed in range(40)]
+    lines = "".join(json.dumps({"text": text}) + "\n" for text in texts)
+    source = tmp_path / name
+    if name == "a.jsonl":
+        source.write_text(lines)
+    elif name == "a.jsonl.gz":
+        source.write_bytes(gzip.compress(lines.encode()))
+    elif name == "folder":
+        source.mkdir()
+        (source / "more.jsonl").write_text(lines)
+    else:
+        pa = pytest.importorskip("pyarrow")
+        import pyarrow.parquet as pq
+
+        table = pa.table({"text": texts})
+        if name == "a.parquet":
+            pq.write_table(table, source)
+        else:
+            source.mkdir()
+            (source / "state.json").write_text('{"_data_files": [{"filename": "data-00000-of-00001.arrow"}]}')
+            (source / "README.md").write_text("about")
+            path = str(source / "data-00000-of-00001.arrow")
+            with pa.OSFile(path, "wb") as sink, pa.ipc.new_stream(sink, table.schema) as writer:
+                writer.write_table(table)
+    found = packed(tmp_path / "out", source)
+    assert sorted(found["train"] + found["held_out"]) == sorted(texts)
+
+
+def test_a_single_text_is_cut_and_its_end_held_out(tmp_path: Path) -> None:
+    source = tmp_path / "book.unknown"
+    paragraphs = [prose(seed) for seed in range(50)]
+    source.write_text("\n".join(paragraphs))
+    notes = Notes()
+    found = packed(tmp_path / "out", source, held_out=0.1, notes=notes)
+    (train,), (held_out,) = found["train"], found["held_out"]
+    assert train + held_out == "\n".join(paragraphs)
+    assert train.endswith("\n\n")
+    assert 0.1 <= len(held_out) / len(train + held_out) <= 0.15
+    assert "the end of the largest of 1 documents" in notes.notes[-1]
+
+
+@pytest.mark.parametrize("count", [2, 3, 10, 30])
+def test_few_documents_give_both_splits(tmp_path: Path, count: int) -> None:
+    (tmp_path / "texts").mkdir()
+    for seed in range(count):
+        (tmp_path / "texts" / f"{seed}.txt").write_text(prose(seed))
+    found = packed(tmp_path / "out", tmp_path / "texts", held_out=0.02)
+    assert found["train"]
+    assert found["held_out"]
+    assert sum(map(len, found["held_out"])) < 0.3 * sum(map(len, found["train"] + found["held_out"]))
+
+
+def test_near_duplicates_stay_on_one_side(tmp_path: Path) -> None:
+    lines = []
+    for seed in range(120):
+        words = prose(seed, 200).split()
+        for copy in range(3):
+            words[copy * 3] = "changed"
+            lines.append(json.dumps({"text": f"{' '.join(words)} family {seed}x"}))
+    source = tmp_path / "a.jsonl"
+    source.write_text("\n".join(lines))
+    found = packed(tmp_path / "out", source, held_out=0.15)
+    families = {split: {text.split()[-1] for text in texts} for split, texts in found.items()}
+    assert len(families["held_out"]) > 5
+    assert not families["train"] & families["held_out"]
+    assert len(found["held_out"]) == 3 * len(families["held_out"])
+
+
+def test_clusters_that_the_source_names_stay_on_one_side(tmp_path: Path) -> None:
+    source = tmp_path / "a.jsonl"
+    rows = [{"text": f"{prose(seed)} family {seed % 60}x", "cluster": seed % 60} for seed in range(240)]
+    source.write_text("\n".join(map(json.dumps, rows)))
+    found = packed(tmp_path / "out", source, held_out=0.15)
+    families = {split: {text.split()[-1] for text in texts} for split, texts in found.items()}
+    assert families["held_out"]
+    assert not families["train"] & families["held_out"]
+
+
+def test_damaged_documents_are_counted_listed_and_left_out(tmp_path: Path) -> None:
+    source = tmp_path / "a.jsonl"
+    good = [json.dumps({"text": prose(seed)}).encode() for seed in range(199)]
+    source.write_bytes(b"\n".join([*good[:100], b'{"text": "\xff"}', *good[100:]]))
+    notes = Notes()
+    found = packed(tmp_path / "out", source, notes=notes)
+    assert len(found["train"] + found["held_out"]) == 199
+    assert "left out 1 of 200 documents" in notes.notes[0]
+    assert "the first is a.jsonl, line 101" in notes.notes[0]
+    (listed,) = (tmp_path / "out" / "quarantine.jsonl").read_text().splitlines()
+    assert json.loads(listed) == {
+        "name": "a.jsonl, line 101",
+        "reason": "cannot be read as UTF-8: byte 0xff at place 10",
+    }
+    source.write_bytes(b"\n".join([*good, *[b"{oops"] * 3]))
+    with pytest.raises(InputError, match=r"3 of 202 documents are damaged, more than data.most_damaged = 0.01; the f"):
+        packed(tmp_path / "out2", source)
+    assert packed(tmp_path / "out3", source, most_damaged=0.05)
+
+
+def test_conversations_need_a_template(tmp_path: Path) -> None:
+    source = tmp_path / "a.jsonl"
+    source.write_text(json.dumps({"messages": [{"role": "user", "content": "hi"}]}))
+    with pytest.raises(InputError, match=r"a.jsonl, line 1: conversations need a chat template; name the folder"):
+        packed(tmp_path / "out", source)
+
+
+def test_a_source_that_changes_while_it_is_read_is_refused(tmp_path: Path) -> None:
+    source = tmp_path / "a.jsonl"
+    lines = [json.dumps({"text": prose(seed)}) + "\n" for seed in range(20)]
+    source.write_text("".join(lines))
+
+    class Changing(Silent):
+        def __init__(self, to: list[str]) -> None:
+            self.to = to
+
+        def start(self, task: str, total: int) -> None:
+            if task == "packing tokens":
+                source.write_text("".join(self.to))
+
+    for name, to, says in (("more", lines * 2, "have grown"), ("less", lines[:5], "have shrunk")):
+        source.write_text("".join(lines))
+        (tmp_path / name).mkdir()
+        with pytest.raises(InputError, match=says):
+            pack(tmp_path / name, (str(source),), 300, held_out=0.1, tokenizer=None, progress=Changing(to))

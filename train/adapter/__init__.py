@@ -1,0 +1,1 @@
+"""Small matrices that are trained beside a frozen network."""

@@ -1,0 +1,120 @@
+"""LoRA (https://arxiv.org/abs/2106.09685): beside each frozen matrix W two small ones learn, W + (alpha / rank) B A.
+
+Applied from outside: a chosen linear layer becomes an `AdaptedLinear` with `lora_A` and `lora_B` under it, whose names
+are those of PEFT. B begins at zero, so that the network begins as it was, in every bit.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+
+from penjing.core.config import Config
+from penjing.core.errors import ConfigError
+from penjing.train.state.initial import Constant, Normal, Values, Weights
+
+_PARTS = ("lora_A", "lora_B")
+
+
+class AdapterConfig(Config):
+    """Small matrices that learn beside frozen ones (LoRA); the checkpoint is exported merged, the adapter beside it."""
+
+    rank: int = Field(default=16, ge=1, description="Columns of the first small matrix, rows of the second.")
+    alpha: float = Field(default=32.0, gt=0, description="Their product is multiplied by alpha / rank.")
+    targets: tuple[str, ...] = Field(
+        default=("*_proj",), min_length=1, description="Patterns of names of the linear layers that get an adapter."
+    )
+    initial: Path | None = Field(
+        default=None, description="A folder with an adapter in the format of PEFT that the run begins with."
+    )
+
+    @property
+    def scale(self) -> float:
+        """Of the product."""
+        return self.alpha / self.rank
+
+
+class AdaptedLinear(nn.Linear):
+    """A linear layer and the two small ones beside it."""
+
+    lora_A: nn.Linear  # noqa: N815 (PEFT's names)
+    lora_B: nn.Linear  # noqa: N815
+    scale: float
+
+    def forward(self, input: Tensor) -> Tensor:
+        """The layer's own output and (alpha / rank) B A x."""
+        return super().forward(input) + self.scale * self.lora_B(self.lora_A(input))
+
+
+def adapt(model: nn.Module, config: AdapterConfig) -> None:
+    """Freeze `model` and put an adapter beside each linear layer that a pattern matches.
+
+    Raises:
+        ConfigError: a pattern matches none; the rank is no smaller than a layer; or a layer shares its weight, which
+            another part of the network would see changed when the adapter is merged.
+    """
+    linears = {name: module for name, module in model.named_modules() if type(module) is nn.Linear}
+    for pattern in config.targets:
+        if not fnmatch.filter(linears, pattern):
+            names = ", ".join(list(linears)[:4])
+            raise ConfigError(f"adapter.targets: {pattern!r} matches no linear layer; they are called {names} …")
+    owners: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        owners.setdefault(id(parameter), []).append(name)
+        parameter.requires_grad_(False)
+    for name, linear in linears.items():
+        if not any(fnmatch.fnmatch(name, pattern) for pattern in config.targets):
+            continue
+        if config.rank >= min(linear.weight.shape):
+            raise ConfigError(
+                f"adapter.rank={config.rank} is no smaller than {name}, which is {tuple(linear.weight.shape)}; lower it"
+            )
+        if len(shared := owners[id(linear.weight)]) > 1:
+            raise ConfigError(f"adapter.targets: {' and '.join(shared)} are one matrix; leave {name} out")
+        linear.__class__ = AdaptedLinear
+        assert isinstance(linear, AdaptedLinear)
+        linear.lora_A = nn.Linear(linear.in_features, config.rank, bias=False)
+        linear.lora_B = nn.Linear(config.rank, linear.out_features, bias=False)
+        linear.scale = config.scale
+
+
+def adapter_names(model: nn.Module) -> list[str]:
+    """The layers with an adapter."""
+    return [name for name, module in model.named_modules() if isinstance(module, AdaptedLinear)]
+
+
+def adapted_weights(base: Weights, seed: int, known: Mapping[str, Tensor] | None = None) -> Weights:
+    """The weights of an adapted network: those of `base`, A as wide as PEFT draws it, and B zero; or both as `known`
+    has them."""
+
+    def weights(name: str, shape: tuple[int, ...]) -> Values:
+        part = name.split(".")[-2] if name.count(".") else ""
+        if part not in _PARTS:
+            return base(name, shape)
+        if known is not None:
+            if name not in known or tuple(known[name].shape) != shape:
+                raise ConfigError(
+                    f"adapter.initial has no {name} of shape {shape}; set adapter.rank and adapter.targets to its own"
+                )
+            return known[name]
+        return Normal(shape, (3 * shape[1]) ** -0.5, seed, name) if part == "lora_A" else Constant(0.0)
+
+    return weights
+
+
+@torch.no_grad()
+def merged(parameters: Mapping[str, Tensor], scale: float) -> Iterator[tuple[str, Tensor]]:
+    """(Name, tensor) of the network without adapters: each product added to its matrix, in float32."""
+    for name, tensor in parameters.items():
+        owner, _, leaf = name.rpartition(".")
+        if owner.rpartition(".")[2] in _PARTS:
+            continue
+        first, second = (parameters.get(f"{owner}.{part}.weight") for part in _PARTS)
+        if leaf == "weight" and first is not None and second is not None:
+            tensor = tensor + scale * (second @ first)
+        yield name, tensor

@@ -1,0 +1,1 @@
+"""Conversations and preferences: from files to tokens that say which of them are learnt."""

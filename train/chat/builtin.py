@@ -1,0 +1,38 @@
+"""Conversations that need no file: sums in words, with a right and a wrong answer each, the same on every machine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import product
+from typing import Any
+
+from penjing.core.errors import InputError
+from penjing.train.data.corpora import name_place
+
+BUILTIN = ("builtin:sums",)
+SUMS = 512  # of the 1 600 of two numbers from 1 to 40: a pass takes minutes on two cores
+_LARGEST = 40
+_ASKED = ("What is {a} + {b}?", "Add {a} and {b}.", "How much are {a} and {b} together?")
+_OFF = (-10, -2, -1, 1, 2, 10)  # a wrong answer is as long as the right one, or nearly
+
+
+def builtin_rows(source: str) -> Iterator[dict[str, Any]]:
+    """The rows of `source`, conversations and pairs in one: each has "messages", "prompt", "chosen" and "rejected".
+
+    Args:
+        source: "builtin:sums": "What is 17 + 25?" and "17 + 25 = 42", which is chosen, or "17 + 25 = 41", rejected.
+
+    Raises:
+        InputError: there is no such source.
+    """
+    if source != "builtin:sums":
+        raise InputError(f"data.sources: {source!r} is unknown; choose {', '.join(BUILTIN)}, a file or a folder")
+    numbers = range(1, _LARGEST + 1)
+    chosen = sorted(product(numbers, numbers), key=lambda each: name_place(f"order {each}"))[:SUMS]
+    for a, b in chosen:
+        question = _ASKED[int(name_place(f"question {a, b}") * len(_ASKED))].format(a=a, b=b)
+        off = [each for each in _OFF if a + b + each > 0]
+        wrong = a + b + off[int(name_place(f"answer {a, b}") * len(off))]
+        prompt = [{"role": "user", "content": question}]
+        right, other = ([{"role": "assistant", "content": f"{a} + {b} = {said}"}] for said in (a + b, wrong))
+        yield {"messages": [*prompt, *right], "prompt": prompt, "chosen": right, "rejected": other}

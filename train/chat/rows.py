@@ -1,0 +1,162 @@
+"""Rows of conversations or preferences out of JSON lines and tables, with the place of each and a count of what could
+not be taken."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+from penjing.core.errors import InputError, RequestError
+from penjing.core.progress import Progress
+from penjing.core.text.records import LINES, TABLES, arrow_module, form_of, open_bytes
+from penjing.core.text.source_files import files_below
+from penjing.train.chat.builtin import BUILTIN, builtin_rows
+
+Row = dict[str, Any]
+T = TypeVar("T")
+_SHOWN = 3  # bad rows that a message names
+
+
+class RowError(Exception):
+    """A row that cannot be learnt from; its text is the reason."""
+
+
+class TooLongError(Exception):
+    """A row that is longer than what a sequence holds."""
+
+
+@dataclass
+class Taken:
+    """What became of the rows of some sources: those that were taken, how many were too long, and the bad ones."""
+
+    count: int = 0
+    too_long: int = 0
+    bad: list[str] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        parts = [f"{self.count:,} rows"]
+        if self.too_long:
+            parts.append(f"{self.too_long:,} left out because they are longer than a sequence")
+        if self.bad:
+            reasons = Counter(line.rpartition(": ")[2] for line in self.bad)
+            said = ", ".join(f"{count} × {reason}" for reason, count in reasons.most_common(_SHOWN))
+            parts.append(f"{len(self.bad):,} left out because they are bad ({said}; the first: {self.bad[0]})")
+        return "; ".join(parts)
+
+
+def take_rows(
+    sources: Sequence[str], take: Callable[[Row], T], most_bad: float, progress: Progress
+) -> tuple[list[T], Taken]:
+    """What `take` makes of each row of `sources`, in their order; what became of the others is counted and told.
+
+    Args:
+        take: raises `RowError`, `RequestError` or `TooLongError` for a row that it leaves out.
+        most_bad: a larger share of bad rows is an error.
+
+    Raises:
+        InputError: a source is missing, empty or damaged; too many rows are bad; or none is left.
+    """
+    kept: list[T] = []
+    taken = Taken()
+    progress.start("reading conversations", sum(path.stat().st_size for each in sources for path in _files(each)))
+    for source in sources:
+        for where, row in _rows(source, progress):
+            try:
+                if isinstance(row, str):
+                    raise RowError(row)
+                kept.append(take(row))
+            except TooLongError:
+                taken.too_long += 1
+            except (RowError, RequestError) as error:
+                taken.bad.append(f"{where}: {error}")
+    taken.count = len(kept)
+    read = taken.count + taken.too_long + len(taken.bad)
+    if taken.bad and len(taken.bad) > most_bad * read:
+        raise InputError(
+            f"data.sources: {len(taken.bad)} of {read} rows are bad: {'; '.join(taken.bad[:_SHOWN])}; correct them, or "
+            "raise data.most_damaged to leave them out"
+        )
+    if not kept:
+        raise InputError(
+            f"data.sources {list(sources)} leave nothing to learn from: {taken}; give other data, or raise "
+            "data.sequence_length"
+        )
+    progress.note(f"data.sources: {taken}")
+    return kept, taken
+
+
+def _files(source: str) -> list[Path]:
+    if _is_builtin(source):
+        return []
+    path = Path(source)
+    if not path.exists():
+        raise InputError(
+            f"data.sources: {source} does not exist; name a .jsonl or .parquet file, a folder of them, or "
+            f"{', '.join(BUILTIN)}"
+        )
+    files = [each for each in files_below(path) if each == path or form_of(each) in (*LINES, *TABLES)]
+    if not files:
+        raise InputError(f"data.sources: {source} holds no {', '.join((*LINES, *TABLES))} file; name a folder of them")
+    for each in files:
+        if form_of(each) not in (*LINES, *TABLES):
+            raise InputError(f"data.sources: {each} is no {', '.join((*LINES, *TABLES))} file, which rows come from")
+    return files
+
+
+def _is_builtin(source: str) -> bool:
+    return source.startswith("builtin:")
+
+
+def _rows(source: str, progress: Progress) -> Iterator[tuple[str, Row | str]]:
+    """(Where, the row, or what is wrong with it) of each."""
+    if _is_builtin(source):
+        for number, row in enumerate(builtin_rows(source), 1):
+            yield f"{source}, row {number}", row
+    for file in _files(source):
+        if form_of(file) in TABLES:
+            for number, row in enumerate(_table(file), 1):
+                yield f"{file}, row {number}", row
+            progress.advance(file.stat().st_size)
+            continue
+        try:
+            with open_bytes(file) as stream:
+                for number, raw in enumerate(stream, 1):
+                    progress.advance(len(raw))
+                    if raw.strip():
+                        yield f"{file}, line {number}", _of_line(raw)
+        except (OSError, EOFError) as error:
+            raise InputError(f"data.sources: {file} cannot be read: {error}; get it again") from error
+
+
+def _of_line(raw: bytes) -> Row | str:
+    try:
+        row = json.loads(raw.decode("utf-8-sig"))
+    except (ValueError, RecursionError) as error:
+        return f"it is no JSON ({str(error).splitlines()[0]})"
+    return row if isinstance(row, dict) else "it is no JSON object"
+
+
+def _table(file: Path) -> Iterator[Row]:
+    arrow = arrow_module("", file)
+    try:
+        if form_of(file) == ".parquet":
+            with arrow_module("parquet", file).ParquetFile(file) as table:
+                for batch in table.iter_batches(256):
+                    yield from map(_without_nulls, batch.to_pylist())
+            return
+        with arrow.memory_map(str(file)) as stream:
+            for batch in arrow.ipc.open_stream(stream):
+                yield from map(_without_nulls, batch.to_pylist())
+    except (arrow.ArrowException, OSError) as error:
+        raise InputError(f"data.sources: {file} cannot be read: {error}; get it again") from error
+
+
+def _without_nulls(value: Any) -> Any:
+    """A table gives every message the keys of all of them, null where it has none."""
+    if isinstance(value, dict):
+        return {key: _without_nulls(each) for key, each in value.items() if each is not None}
+    return [_without_nulls(each) for each in value] if isinstance(value, list) else value

@@ -1,0 +1,60 @@
+"""What a run refuses before it begins, and how long it is."""
+
+from __future__ import annotations
+
+import math
+
+from penjing.core.errors import ConfigError, InputError
+from penjing.train.batch_size import Cut, check_shares
+from penjing.train.families.base import Task
+from penjing.train.numerics.precision import check_hardware
+from penjing.train.plan.preflight import check_recipe
+from penjing.train.processes.world import World, choose_device
+from penjing.train.recipe.recipe import RunRecipe
+
+
+def check_machine(recipe: RunRecipe, processes: int, *, is_new: bool) -> None:
+    """Refuse what this machine or this number of processes cannot do, before any data is prepared.
+
+    Raises:
+        ConfigError: names the setting.
+    """
+    check_hardware(recipe.precision, choose_device(recipe.device))
+    check_recipe(recipe, processes)
+    if is_new:  # one that goes on cuts its batch anew
+        data, shares = recipe.data, recipe.parallel.data_size(processes)
+        check_shares(data.batch_size, shares, processes)
+        if isinstance(data.micro_batch, int):
+            Cut(data.batch_size, shares, data.micro_batch).check()
+
+
+def check_output(recipe: RunRecipe, resume: str, force: bool) -> None:
+    """Refuse to write over a checkpoint or a run, unless `force`.
+
+    Raises:
+        InputError: there is one.
+    """
+    if resume == "never" and not force:
+        if (recipe.output / "penjing.json").exists():
+            raise InputError(
+                f"output {recipe.output} already exists; replace it with --force, or choose another output"
+            )
+        if any((recipe.run_folder / "checkpoints").glob("step-*")):
+            raise InputError(
+                f"{recipe.run_folder} holds checkpoints of an earlier run; "
+                "go on with --resume auto, or start again with --force"
+            )
+
+
+def with_steps(recipe: RunRecipe, task: Task) -> RunRecipe:
+    """The recipe with as many steps as its `epochs` of the task's data make.
+
+    Raises:
+        ConfigError: the data do not say how many samples they are.
+    """
+    if recipe.epochs is None:
+        return recipe
+    samples = task.stream(1, World(size=recipe.data.batch_size)).state_dict().get("num_samples")
+    if samples is None:
+        raise ConfigError(f"epochs = {recipe.epochs:g}: these data do not tell how many samples they are; give steps")
+    return recipe.model_copy(update={"steps": math.ceil(recipe.epochs * samples / recipe.data.batch_size)})

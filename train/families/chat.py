@@ -1,0 +1,125 @@
+"""The task of teaching a decoder to answer, from conversations."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from penjing.core.checkpoint.decoder import open_checkpoint
+from penjing.core.errors import ConfigError
+from penjing.core.models.config import DecoderConfig
+from penjing.core.progress import Progress
+from penjing.train.chat.packed import PackedRows, RowStream, pack_rows, shares
+from penjing.train.chat.rows import Row, TooLongError, take_rows
+from penjing.train.chat.tokens import ChatTokens, Masked
+from penjing.train.data.stream import Stream
+from penjing.train.families.decoder_task import DecoderTask
+from penjing.train.objective.objective import IGNORED, Batch
+from penjing.train.processes.world import World
+from penjing.train.recipe.data import ChatData, RowData
+from penjing.train.recipe.recipe import RunRecipe
+
+
+class ChatTuning(DecoderTask):
+    """The decoder in `folder` on packed conversations, of which it learns the answers."""
+
+    def __init__(self, folder: Path, recipe: RunRecipe, data: ChatData, progress: Progress) -> None:
+        config = ready_config(folder, data)
+        if recipe.compile:
+            raise ConfigError(
+                "compile = true is not for data.kind = 'chat': every row has conversations of other lengths, and a "
+                "compiled model would be compiled again for each; set it to false"
+            )
+        self._writer = ChatTokens.from_folder(folder, data.template, data.learn)
+        template = None if data.template is None or self._writer.template is None else self._writer.template.text
+        super().__init__(recipe, config, folder, progress, template)
+        self._data = data
+
+        def take(row: Row) -> Masked:
+            found = self._writer.masked(row)
+            if len(found.ids) > data.sequence_length:
+                raise TooLongError
+            return found
+
+        texts, _ = take_rows(data.sources, take, data.most_damaged, progress)
+        keys = [text.ids[~text.learnt].tobytes() for text in texts]
+        held = held_out_places(keys, data.held_out if recipe.evaluation.every else 0.0)
+        self._learnt = self._packed([text for place, text in enumerate(texts) if place not in held])
+        self._held = self._packed([texts[place] for place in sorted(held)][: recipe.evaluation.samples])
+        counted = sum(int(text.learnt[1:].sum()) for text in self._learnt.texts)
+        total = sum(len(text.ids) for text in self._learnt.texts)
+        progress.note(
+            f"{len(self._learnt.texts):,} conversations in {len(self._learnt.rows):,} rows of "
+            f"{data.sequence_length} tokens, {total / (len(self._learnt.rows) * data.sequence_length):.0%} full; "
+            f"{counted:,} of {total:,} tokens are learnt"
+        )
+
+    def _packed(self, texts: Sequence[Masked]) -> PackedRows:
+        pad = self.config.pad_token_id
+        pad = next(iter(self._writer.tokenizer.eos_token_ids), 0) if pad is None else pad
+        return pack_rows(texts, self._data.sequence_length, pad, together=self._data.packing)
+
+    def prompt(self, text: str) -> Sequence[int]:
+        """See `DecoderTask`: a turn of the user."""
+        return self._writer.prompt({"prompt": text})
+
+    def example(self, micro_batch: int) -> Batch:
+        """See `Task`."""
+        batch = self._learnt.batch([0] * micro_batch)
+        batch.pop("documents")  # whole rows are the upper bound of time and memory
+        return batch
+
+    def stream(self, micro_batch: int, world: World) -> Stream:
+        """See `Task`."""
+        return RowStream(
+            self._learnt, batch_size=self._data.batch_size, micro_batch=micro_batch, rank=world.rank,
+            world_size=world.size, seed=self._recipe.seed,
+        )  # fmt: skip
+
+    def held_out(self, micro_batch: int, world: World) -> Iterator[Batch]:
+        """See `Task`."""
+        for rows, real in shares(len(self._held.rows), micro_batch, world.rank, world.size):
+            batch = self._held.batch(rows)
+            batch["targets"][~real] = IGNORED
+            yield batch
+
+    def next_command(self, folder: Path) -> str:
+        """See `Task`."""
+        return f"penjing serve {folder}, then penjing chat"
+
+
+def ready_config(folder: Path, data: RowData) -> DecoderConfig:
+    """The architecture of the checkpoint that learns from `data`.
+
+    Raises:
+        ConfigError: its context is shorter than a sequence.
+        InputError: a damaged checkpoint.
+    """
+    config = open_checkpoint(folder).config
+    if data.sequence_length > config.max_position_embeddings:
+        raise ConfigError(
+            f"data.sequence_length={data.sequence_length} is more than the {config.max_position_embeddings} tokens "
+            f"that {folder} can see; lower it"
+        )
+    return config
+
+
+def held_out_places(keys: Sequence[bytes], share: float) -> set[int]:
+    """The places of the rows that are held out: those whose key, such as their prompt, hashes below `share`, and one at
+    least; rows of one key stay together.
+
+    Raises:
+        ConfigError: nothing would be left to learn.
+    """
+    if not share:
+        return set()
+    hashes = [int.from_bytes(hashlib.sha256(key).digest()[:8], "big") / 2**64 for key in keys]
+    edge = max(share, min(hashes) + 2**-60)
+    held = {place for place, value in enumerate(hashes) if value < edge}
+    if len(held) == len(keys):
+        raise ConfigError(
+            f"data.held_out = {share} holds out all {len(keys)} rows, since their prompts are equal or so few; lower "
+            "it, set data.held_out = 0 with evaluation.every = 0, or give more data"
+        )
+    return held

@@ -1,0 +1,139 @@
+"""What all ways of training a decoder share: its weights, what is looked at while it learns, and its export."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from penjing.core.checkpoint.decoder import save_checkpoint
+from penjing.core.errors import ConfigError
+from penjing.core.files import atomic_write_text
+from penjing.core.manifest import write_manifest
+from penjing.core.models.config import DecoderConfig
+from penjing.core.models.decoder import Decoder
+from penjing.core.models.hf_config import decoder_config_to_hf
+from penjing.core.models.tensor_names import tensor_shapes
+from penjing.core.progress import Progress
+from penjing.core.text.tokenizer import Tokenizer
+from penjing.train.adapter.lora import adapt, adapted_weights, merged
+from penjing.train.adapter.peft import load_adapter, save_adapter
+from penjing.train.monitor.samples import Samples
+from penjing.train.objective.balancing import Balanced, BalancingConfig
+from penjing.train.objective.objective import CrossEntropy, TaskObjective
+from penjing.train.processes.world import World
+from penjing.train.recipe.recipe import RunRecipe
+from penjing.train.state.initial import Weights, checkpoint_weights, fill_weights
+
+
+class DecoderTask:
+    """A decoder; what it learns from is added by its subclasses.
+
+    Args:
+        config: its architecture.
+        tokenizer: the folder of its tokenizer, which goes on into what is exported.
+        template: the text of a chat template that is exported in place of the tokenizer's.
+    """
+
+    unit = "tokens"
+
+    def __init__(
+        self, recipe: RunRecipe, config: DecoderConfig, tokenizer: Path, progress: Progress, template: str | None = None
+    ) -> None:
+        self._recipe = recipe
+        self._progress = progress
+        self.config = config
+        self._tokenizer, self._template = tokenizer, template
+        decoder_config_to_hf(config)  # a model that no config.json can state is refused before the run
+        if recipe.adapter is not None:
+            _check_adapter(recipe)
+        self._balanced = _balanced(recipe, config)
+        self.objective: TaskObjective = self._balanced or _cross_entropy(recipe)
+
+    def build_model(self) -> nn.Module:
+        """See `Task`."""
+        model = Decoder(self.config)
+        if self._recipe.adapter is not None:
+            adapt(model, self._recipe.adapter)
+        return model
+
+    def initialize(self, model: nn.Module) -> None:
+        """See `Task`."""
+        fill_weights(model, self.weights())
+
+    def weights(self) -> Weights:
+        """See `Task`: those of the checkpoint."""
+        folder, adapter = self._recipe.initial, self._recipe.adapter
+        assert folder is not None, "a ready model has `initial` weights"
+        base = checkpoint_weights(folder)
+        if adapter is None:
+            return base
+        known = None if adapter.initial is None else load_adapter(adapter.initial, adapter, folder)
+        return adapted_weights(base, self._recipe.seed, known)
+
+    def prompt(self, text: str) -> Sequence[int]:
+        """The tokens of a prompt of `evaluation.prompts`."""
+        return Tokenizer.from_folder(self._tokenizer).encode(text)
+
+    def after_update(self, model: nn.Module, world: World) -> tuple[Callable[[int], None], ...]:
+        """See `Task`: router biases, and samples to look at."""
+        hooks = list[Callable[[int], None]]()
+        if self._balanced is not None:
+            self._balanced.world = world
+            if self._balanced.config.bias_rate:
+                hooks.append(self._balanced.bias_update(model, world))
+        evaluation = self._recipe.evaluation
+        if evaluation.prompts and evaluation.every:
+            prompts = tuple((text, list(self.prompt(text))) for text in evaluation.prompts)
+            tokenizer, path = Tokenizer.from_folder(self._tokenizer), self._recipe.run_folder / "samples.jsonl"
+            shown = Samples(
+                self.config, tokenizer, prompts, evaluation.max_tokens, evaluation.every, path, self._progress
+            )
+            hooks.append(shown.hook(model, world))
+        return tuple(hooks)
+
+    def export(self, model: nn.Module, folder: Path, created_by: dict[str, Any]) -> None:
+        """See `Task`; an adapter is merged, and lies in the folder `adapter` too."""
+        parameters, adapter = dict[str, Tensor](model.named_parameters()), self._recipe.adapter
+        if adapter is not None:
+            assert self._recipe.initial is not None
+            save_adapter(folder / "adapter", parameters, adapter, self._recipe.initial)
+            parameters = dict(merged(parameters, adapter.scale))
+        tensors = ((name, parameters[name].detach().cpu()) for name in tensor_shapes(self.config))
+        save_checkpoint(folder, self.config, tensors, tokenizer_from=self._tokenizer)
+        if self._template is not None:
+            atomic_write_text(folder / "chat_template.jinja", self._template)
+        write_manifest(folder, "checkpoint", created_by)
+
+    def next_command(self, folder: Path) -> str:
+        """See `Task`."""
+        return f'penjing generate {folder} "The import statement"'
+
+
+def _check_adapter(recipe: RunRecipe) -> None:
+    parallel = recipe.parallel
+    if recipe.initial is None:
+        raise ConfigError("[adapter] learns beside the weights of a checkpoint; name one by initial")
+    if parallel.tp * parallel.pp * parallel.cp * parallel.ep > 1:
+        raise ConfigError("[adapter] takes parallel.dp and zero; set parallel.tp, pp, cp and ep to 1")
+
+
+def _cross_entropy(recipe: RunRecipe) -> CrossEntropy:
+    return CrossEntropy("tokens", recipe.objective.label_smoothing)
+
+
+def _balanced(recipe: RunRecipe, config: DecoderConfig) -> Balanced | None:
+    """The objective of a decoder with experts; None for one without."""
+    balancing = recipe.balancing
+    if config.moe is None:
+        if balancing != BalancingConfig():
+            raise ConfigError("[balancing] is for experts, and the model has none; add [model.moe] or leave it out")
+        return None
+    if balancing.bias_rate and not config.moe.router_bias:
+        raise ConfigError(
+            f"balancing.bias_rate={balancing.bias_rate} moves router biases, and the model has none; set "
+            "model.moe.router_bias = true, or use balancing.auxiliary_loss"
+        )
+    return Balanced(_cross_entropy(recipe), balancing)

@@ -1,0 +1,165 @@
+"""The tasks that learn from pairs of answers: a decoder that prefers the better one, or a model of rewards."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from penjing.core.checkpoint.reward import save_reward
+from penjing.core.errors import ConfigError
+from penjing.core.models.reward import RewardModel
+from penjing.core.progress import Progress
+from penjing.train.chat.packed import shares
+from penjing.train.chat.preferences import PairStream, pair_batch
+from penjing.train.chat.reference import reference_logprobs
+from penjing.train.chat.rows import Row, TooLongError, take_rows
+from penjing.train.chat.tokens import ChatTokens, Pair
+from penjing.train.data.stream import Stream
+from penjing.train.families.chat import held_out_places, ready_config
+from penjing.train.families.decoder_task import DecoderTask
+from penjing.train.objective.objective import Batch, TaskObjective
+from penjing.train.objective.preference import DirectPreference, RewardModeling
+from penjing.train.processes.world import World, choose_device
+from penjing.train.recipe.data import PreferenceData
+from penjing.train.recipe.recipe import RunRecipe
+from penjing.train.state.initial import Normal, Values, Weights, checkpoint_weights
+
+
+class PreferenceTuning(DecoderTask):
+    """The decoder in `folder` on pairs of answers, by direct preference optimisation."""
+
+    unit = "pairs"
+
+    def __init__(self, folder: Path, recipe: RunRecipe, data: PreferenceData, progress: Progress) -> None:
+        _check_mesh(recipe)
+        config = ready_config(folder, data)
+        self._writer = ChatTokens.from_folder(folder, data.template)
+        template = None if data.template is None or self._writer.template is None else self._writer.template.text
+        super().__init__(recipe, config, folder, progress, template)
+        self._data = data
+
+        def take(row: Row) -> Pair:
+            found = self._writer.pair(row)
+            if len(found.prompt) + max(len(found.chosen), len(found.rejected)) > data.sequence_length:
+                raise TooLongError
+            return found
+
+        pairs, _ = take_rows(data.sources, take, data.most_damaged, progress)
+        keys = [pair.prompt.tobytes() for pair in pairs]
+        held = held_out_places(keys, data.held_out if recipe.evaluation.every else 0.0)
+        known = self._reference(folder, pairs, progress)
+        learnt, kept = ([place for place in range(len(pairs)) if (place in held) == side] for side in (False, True))
+        kept = kept[: recipe.evaluation.samples]
+        self._learnt, self._held = ([pairs[place] for place in places] for places in (learnt, kept))
+        self._known, self._known_held = (None if known is None else known[places] for places in (learnt, kept))
+        pad = config.pad_token_id
+        self._pad = next(iter(config.eos_token_ids), 0) if pad is None else pad
+        wanted = recipe.objective
+        self.objective: TaskObjective = DirectPreference(wanted.loss, wanted.beta, wanted.label_smoothing, wanted.sft)
+
+    def _reference(self, folder: Path, pairs: list[Pair], progress: Progress) -> Tensor | None:
+        wanted = self._recipe.objective.reference or folder
+        return reference_logprobs(wanted, folder, pairs, choose_device(self._recipe.device), progress)
+
+    def prompt(self, text: str) -> list[int]:
+        """See `DecoderTask`: a turn of the user, where there is a template."""
+        return self._writer.prompt({"prompt": text})
+
+    def example(self, micro_batch: int) -> Batch:
+        """See `Task`: the pairs with the longest answers, at full length."""
+        longest = max(self._learnt, key=lambda pair: len(pair.chosen) + len(pair.rejected))
+        known = None if self._known is None else self._known[:1].expand(micro_batch, 2).contiguous()
+        return pair_batch([longest] * micro_batch, self._pad, length=self._data.sequence_length, reference=known)
+
+    def stream(self, micro_batch: int, world: World) -> Stream:
+        """See `Task`."""
+        return PairStream(
+            self._learnt, self._known, self._pad, batch_size=self._data.batch_size, micro_batch=micro_batch,
+            rank=world.rank, world_size=world.size, seed=self._recipe.seed,
+        )  # fmt: skip
+
+    def held_out(self, micro_batch: int, world: World) -> Iterator[Batch]:
+        """See `Task`."""
+        for places, real in shares(len(self._held), micro_batch, world.rank, world.size):
+            known = None if self._known_held is None else self._known_held[places]
+            yield pair_batch([self._held[place] for place in places], self._pad, real, reference=known)
+
+    def next_command(self, folder: Path) -> str:
+        """See `Task`."""
+        return f"penjing serve {folder}, then penjing chat"
+
+
+class RewardTraining(PreferenceTuning):
+    """The decoder in `folder`, with a score in place of its head, on pairs of answers."""
+
+    def __init__(self, folder: Path, recipe: RunRecipe, data: PreferenceData, progress: Progress) -> None:
+        if recipe.parallel.tp > 1:
+            raise ConfigError("parallel.tp is not for reward models; use parallel.dp, with parallel.zero")
+        if recipe.adapter is not None:
+            raise ConfigError("[adapter] is not for reward models, whose score has none; leave it out")
+        if recipe.evaluation.prompts:
+            raise ConfigError(
+                "evaluation.prompts are for models that answer, and a reward model scores; leave them out"
+            )
+        super().__init__(folder, recipe, data, progress)
+        self.objective = RewardModeling(recipe.objective.centring)
+
+    def _reference(self, folder: Path, pairs: list[Pair], progress: Progress) -> None:
+        return None
+
+    def build_model(self) -> nn.Module:
+        """See `Task`."""
+        return RewardModel(self.config)
+
+    def weights(self) -> Weights:
+        """See `Task`: those of the checkpoint, and a score of deviation 1 / √(E + 1)."""
+        assert self._recipe.initial is not None
+        backbone, deviation = checkpoint_weights(self._recipe.initial), (self.config.hidden_size + 1) ** -0.5
+
+        def weights(name: str, shape: tuple[int, ...]) -> Values:
+            if name == "score.weight":
+                return Normal(shape, deviation, self._recipe.seed, name)
+            return backbone(name, shape)
+
+        return weights
+
+    def export(self, model: nn.Module, folder: Path, created_by: dict[str, Any]) -> None:
+        """See `Task`: as Hugging Face's sequence classifier."""
+        assert isinstance(model, RewardModel)
+        save_reward(folder, model, self._tokenizer, created_by)
+
+    def next_command(self, folder: Path) -> str:
+        """See `Task`."""
+        return ""
+
+
+def preference_task(folder: Path, recipe: RunRecipe, data: PreferenceData, progress: Progress) -> PreferenceTuning:
+    """The task that the recipe's objective asks for.
+
+    Raises:
+        ConfigError: cross-entropy has no pairs.
+    """
+    tasks = {"dpo": PreferenceTuning, "reward": RewardTraining}
+    if recipe.objective.kind not in tasks:
+        raise ConfigError(
+            f"data.kind = 'preference' has pairs of answers, which objective.kind = {recipe.objective.kind!r} does not "
+            "compare; set objective.kind = 'dpo' or 'reward'"
+        )
+    return tasks[recipe.objective.kind](folder, recipe, data, progress)
+
+
+def _check_mesh(recipe: RunRecipe) -> None:
+    parallel = recipe.parallel
+    if parallel.pp * parallel.cp * parallel.ep > 1 or parallel.sequence:
+        raise ConfigError(
+            "data.kind = 'preference' takes parallel.dp, zero and tp; set parallel.pp, cp and ep to 1 and "
+            "parallel.sequence to false"
+        )
+    if recipe.compile:
+        raise ConfigError(
+            "compile = true is not for data.kind = 'preference': every batch has answers of other lengths; set it to "
+            "false"
+        )

@@ -1,0 +1,99 @@
+"""What a decoder makes of a few prompts while it learns: greedy answers, printed and kept."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from penjing.core.files import writing
+from penjing.core.models.config import DecoderConfig
+from penjing.core.progress import Progress
+from penjing.core.text.tokenizer import Tokenizer
+from penjing.train.processes.world import World
+
+
+class _Cache:
+    """An `Attend` that keeps the keys and values of one text; LSH layers attend fully, as they do when served."""
+
+    def __init__(self, config: DecoderConfig) -> None:
+        self._config = config
+        self._kept: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        if layer in self._kept:
+            k, v = (torch.cat(pair, -3) for pair in zip(self._kept[layer], (k, v), strict=True))
+        self._kept[layer] = k, v
+        seen, new = k.shape[-3], q.shape[-3]
+        query = torch.arange(seen - new, seen, device=q.device)[:, None]
+        key = torch.arange(seen, device=q.device)[None]
+        visible = key <= query
+        if (window := self._config.layer_window(layer)) is not None:
+            visible &= key > query - window
+        heads = (x.transpose(-3, -2) for x in (q, k, v))
+        return F.scaled_dot_product_attention(*heads, attn_mask=visible, enable_gqa=True).transpose(-3, -2)
+
+
+@torch.no_grad()
+def greedy(model: nn.Module, config: DecoderConfig, prompt: Sequence[int], max_tokens: int) -> list[int]:
+    """The likeliest next tokens after `prompt`, up to a token that ends a text (which is left out), `max_tokens` or
+    the longest context.
+
+    Args:
+        model: a `Decoder`, whole here or spread over processes that all call this.
+    """
+    device = next(model.parameters()).device
+    cache, made = _Cache(config), list[int]()
+    tokens, place = torch.tensor([list(prompt)], device=device), 0
+    while len(made) < max_tokens and place + tokens.shape[1] <= config.max_position_embeddings:
+        positions = torch.arange(place, place + tokens.shape[1], device=device)[None]
+        rows = torch.tensor([tokens.shape[1] - 1], device=device)
+        best = int(model(tokens, positions, cache, logit_rows=rows)[0].argmax())
+        if best in config.eos_token_ids:
+            break
+        made.append(best)
+        place += tokens.shape[1]
+        tokens = torch.tensor([[best]], device=device)
+    return made
+
+
+@dataclass(frozen=True)
+class Samples:
+    """Called after each update: every `every` steps the answers to `prompts` (text, its tokens) are noted, and written
+    to `path`."""
+
+    config: DecoderConfig
+    tokenizer: Tokenizer
+    prompts: tuple[tuple[str, list[int]], ...]
+    max_tokens: int
+    every: int
+    path: Path
+    progress: Progress
+
+    def hook(self, model: nn.Module, world: World) -> Callable[[int], None]:
+        """What the loop calls with the step's number; in all processes, of which the main one writes."""
+
+        def show(step: int) -> None:
+            if step % self.every:
+                return
+            model.eval()
+            for text, prompt in self.prompts:
+                answer = self.tokenizer.decode(greedy(model, self.config, prompt, self.max_tokens))
+                if world.is_main:
+                    self._tell({"step": step, "prompt": text, "answer": answer})
+            model.train()
+            world.reshard(model)
+
+        return show
+
+    def _tell(self, sample: dict[str, str | int]) -> None:
+        with writing(self.path):
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with open(self.path, "a", encoding="utf-8") as file:
+                file.write(json.dumps(sample, ensure_ascii=False) + "\n")
+        self.progress.note(f"step {sample['step']}: {sample['prompt']!r} → {sample['answer']!r}")
