@@ -26,6 +26,7 @@ if TYPE_CHECKING:
         RequestError,
         ServerError,
         SetupError,
+        UnavailableError,
     )
     from penjing.core.progress import Progress, progress_bar
     from penjing.graphs import Network, QuantizedNetwork
@@ -50,6 +51,7 @@ __all__ = [
     "ServerError",
     "SetupError",
     "TextEncoder",
+    "UnavailableError",
     "__version__",
     "import_model",
     "load",
@@ -68,6 +70,7 @@ _PLACES = {
     "penjing.core.progress": ("Progress", "progress_bar"),
     "penjing.core.errors": (
         *("ConfigError", "InputError", "OverloadedError", "PenjingError", "RequestError", "ServerError", "SetupError"),
+        "UnavailableError",
     ),
 }
 _PLACE = {name: module for module, names in _PLACES.items() for name in names}

@@ -14,6 +14,8 @@ from penjing.core.errors import ConfigError
 app = stage_app()
 server_app = typer.Typer(help="The embedded Triton server: install it once, see what is there.", no_args_is_help=True)
 bench_app = typer.Typer(help="Tokens per second, latency and memory: a table and JSON.", no_args_is_help=True)
+keys_app = typer.Typer(help="Keys of an OpenAI front's clients: names, limits, hashes.", no_args_is_help=True)
+app.add_typer(keys_app, name="keys")
 app.add_typer(server_app, name="server")
 app.add_typer(bench_app, name="bench")
 
@@ -69,10 +71,24 @@ def generate(
 @app.command()
 def serve(
     model: Model,
-    host: Annotated[str, typer.Option(help="Address to listen on; loopback by default.")] = "127.0.0.1",
+    host: Annotated[str, typer.Option(help="Address of --openai, else of gRPC; loopback by default.")] = "127.0.0.1",
     grpc_port: Annotated[int, typer.Option(min=1, max=65535, help="gRPC.")] = 8001,
-    http_port: Annotated[int, typer.Option(min=1, max=65535, help="HTTP.")] = 8000,
-    metrics_port: Annotated[int, typer.Option(min=1, max=65535, help="Prometheus metrics.")] = 8002,
+    http_port: Annotated[
+        int | None,
+        typer.Option(min=1, max=65535, help="Triton server's own HTTP, closed by default, and on loopback alone."),
+    ] = None,
+    metrics_port: Annotated[int, typer.Option(min=1, max=65535, help="Prometheus metrics, on loopback alone.")] = 8002,
+    openai: Annotated[
+        int | None,
+        typer.Option(min=1, max=65535, help="Port of OpenAI's interface; the server behind it stays on loopback."),
+    ] = None,
+    keys: Annotated[Path | None, typer.Option(help="File of the keys that --openai asks for; `penjing keys`.")] = None,
+    tls: Annotated[
+        tuple[Path, Path] | None, typer.Option(metavar="CERT KEY", help="PEM files: --openai speaks HTTPS.")
+    ] = None,
+    limits: Annotated[
+        list[str] | None, typer.Option("--front", metavar="KEY=VALUE", help="A limit of --openai: max_body_bytes=…")
+    ] = None,
     detach: Annotated[bool, typer.Option("--detach", help="Return when ready; `penjing stop` ends it.")] = False,
     kv_dtype: KvDtype = "auto",
     device: Device = "cpu",
@@ -91,16 +107,27 @@ def serve(
     Examples:
 
     - `penjing serve build/smollm2-int8 --detach`
+    - `penjing serve build/smollm2-int8 --openai 8080`, for OpenAI's clients at http://localhost:8080/v1
     - `penjing serve build/resnet-fashion-int8 --set max_queue_delay=0.002`, for
       `penjing.serve.client.client.Client().classify(images)`, or any Triton client: model `classifier`, input `pixels`
       (UINT8) or `images` (FP32), output `logits`
     - `penjing serve build/net-int8`, any other network, for `Client().infer({"x": array})`: model `graph`, with
       the network's own inputs and outputs
     """
+    from penjing.serve.gate.config import front_config
     from penjing.serve.supervisor.supervisor import ServeConfig
     from penjing.serve.supervisor.supervisor import serve as run
 
-    config = ServeConfig(host=host, grpc_port=grpc_port, http_port=http_port, metrics_port=metrics_port)
+    front = front_config(openai, host, keys, tls, limits or [])
+    if front is not None and front.keys is None and not front.is_local:
+        print(f"anybody who reaches {front.url} may ask: --keys FILE lets only those in who have one", file=sys.stderr)
+    config = ServeConfig(
+        host=host if front is None else "127.0.0.1",
+        grpc_port=grpc_port,
+        http_port=http_port,
+        metrics_port=metrics_port,
+        front=front,
+    )
     flags = {"kv_dtype": (kv_dtype, "auto"), "device": (device, "cpu")}  # of decoders; their defaults say nothing
     chosen = [f"{name}={value}" for name, (value, default) in flags.items() if value != default]
     run(model, config, detach=detach, engine_overrides=[*chosen, *(overrides or [])])
@@ -147,6 +174,53 @@ def server_status() -> None:
     from penjing.serve.supervisor.status import status_to_terminal
 
     status_to_terminal()
+
+
+KeyFile = Annotated[Path, typer.Option("--file", help="The file of the keys; `penjing serve --keys` reads it.")]
+
+
+@keys_app.command("add")
+def keys_add(
+    name: Annotated[str, typer.Argument(help="Of whoever gets the key.", show_default=False)],
+    file: KeyFile = Path("keys.toml"),
+    tokens_per_minute: Annotated[int | None, typer.Option(help="Of prompts and answers together.")] = None,
+    requests_per_minute: Annotated[int | None, typer.Option(help="Requests that begin.")] = None,
+    max_concurrent: Annotated[int | None, typer.Option(help="Requests under way at once.")] = None,
+    priority: Annotated[int, typer.Option(help="Lower ones come first in the queue; -100 to 100.")] = 0,
+    metrics: Annotated[bool, typer.Option("--metrics", help="It may read /metrics.")] = False,
+) -> None:
+    """Make a key and print its secret, once; servers that run know it at once.
+
+    Example: `penjing keys add alice --tokens-per-minute 20000`
+    """
+    from penjing.serve.access.commands import add_to_terminal
+
+    limits: dict[str, Any] = {
+        "tokens_per_minute": tokens_per_minute,
+        "requests_per_minute": requests_per_minute,
+        "max_concurrent": max_concurrent,
+        "priority": priority,
+        "metrics": metrics,
+    }
+    add_to_terminal(file, name, limits)
+
+
+@keys_app.command("list")
+def keys_list(file: KeyFile = Path("keys.toml")) -> None:
+    """Show names, dates and limits."""
+    from penjing.serve.access.commands import list_to_terminal
+
+    list_to_terminal(file)
+
+
+@keys_app.command("revoke")
+def keys_revoke(
+    name: Annotated[str, typer.Argument(help="Whose key.", show_default=False)], file: KeyFile = Path("keys.toml")
+) -> None:
+    """Refuse a key from now on; servers that run know it at once."""
+    from penjing.serve.access.commands import revoke_to_terminal
+
+    revoke_to_terminal(file, name)
 
 
 @bench_app.command("engine")

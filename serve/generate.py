@@ -10,8 +10,9 @@ from typing import Any
 
 from penjing.core.errors import InputError, ServerError
 from penjing.serve.engine.config import Device, EngineConfig, KvDtype
-from penjing.serve.engine.request import Request, RequestOutput, SamplingParams
+from penjing.serve.engine.request import Request, RequestOutput
 from penjing.serve.runner.load import load_engine
+from penjing.serve.sampling.params import SamplingParams
 
 NUM_SEQUENCES = 16
 

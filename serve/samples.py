@@ -15,8 +15,9 @@ from penjing.core.errors import ConfigError, InputError, ServerError
 from penjing.core.files import atomic_write_text, sha256_file
 from penjing.core.progress import Progress
 from penjing.serve.engine.config import EngineConfig
-from penjing.serve.engine.request import Request, SamplingParams
+from penjing.serve.engine.request import Request
 from penjing.serve.runner.load import load_engine
+from penjing.serve.sampling.params import SamplingParams
 
 _FACTS = "samples.json"
 

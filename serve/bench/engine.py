@@ -16,8 +16,9 @@ from penjing.core.progress import Progress, Silent
 from penjing.core.text.corpus import heldout_tokens
 from penjing.serve.engine.config import Device, EngineConfig, KvDtype
 from penjing.serve.engine.engine import LLMEngine
-from penjing.serve.engine.request import Request, SamplingParams
+from penjing.serve.engine.request import Request
 from penjing.serve.runner.load import load_engine
+from penjing.serve.sampling.params import SamplingParams
 
 NUM_STREAMS = 16
 RUNS = 5

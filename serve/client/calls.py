@@ -27,6 +27,7 @@ from penjing.serve.client.wire_tensors import (
 from penjing.serve.client.wire_text import Chunk, build_request
 
 Messages = Sequence[Mapping[str, Any]]
+Prompt = str | Sequence[int]
 FIRST_DELAY, MAX_DELAY = 0.25, 5.0
 
 
@@ -43,11 +44,16 @@ class CallSettings:
         self.retries = retries
 
     def request(
-        self, prompt: str | None, messages: Messages | None, sampling: Mapping[str, Any], *, stream: bool
+        self,
+        prompt: str | Sequence[int] | None,
+        messages: Messages | None,
+        sampling: Mapping[str, Any],
+        *,
+        stream: bool,
     ) -> Any:
         try:
             return build_request(self.model or DECODER, prompt, messages, sampling, stream=stream)
-        except TypeError as error:
+        except (TypeError, ValueError) as error:
             raise RequestError(f"a sampling parameter or message cannot be sent: {error}") from None
 
     def images_request(self, images: Any, deadline: float | None) -> Any:

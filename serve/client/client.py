@@ -10,8 +10,8 @@
         vectors = client.embed(["one text", "another"])  # of a served text encoder
         outputs = client.infer({"x": array})  # of any served graph, by the names of its inputs
 
-Keyword arguments of texts are those of `penjing.serve.engine.request.SamplingParams`. Leaving a stream early cancels
-the request.
+Keyword arguments of texts are those of `penjing.serve.sampling.params.SamplingParams`, and `key`, `priority` and
+`chat_template_kwargs` of the request. Leaving a stream early cancels it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -27,7 +27,7 @@ import numpy as np
 
 from penjing.core.errors import ServerError
 from penjing.serve.client import calls
-from penjing.serve.client.calls import CallSettings, Messages, remaining
+from penjing.serve.client.calls import CallSettings, Messages, Prompt, remaining
 from penjing.serve.client.errors import CallFailedError, broken
 from penjing.serve.client.protocol import DECODER
 from penjing.serve.client.wire_tensors import Classification
@@ -55,8 +55,9 @@ class Client:
 
     Errors of all calls:
         RequestError: the server refuses the request; names the field and the rule.
-        OverloadedError: the server has too much to do or shuts down, also after the retries.
-        ServerError: no server, a broken connection, a timeout, or a failure inside the server.
+        OverloadedError: the server has too much to do, also after the retries; `retry_after` is its hint in seconds.
+        UnavailableError: no server, or one that loads, restarts or shuts down, also after the retries.
+        ServerError: a broken connection, a timeout, or a failure inside the server.
     """
 
     def __init__(
@@ -77,7 +78,7 @@ class Client:
 
     def generate(
         self,
-        prompt: str | None = None,
+        prompt: Prompt | None = None,
         *,
         messages: Messages | None = None,
         timeout: float | None = None,
@@ -91,7 +92,7 @@ class Client:
 
     def stream(
         self,
-        prompt: str | None = None,
+        prompt: Prompt | None = None,
         *,
         messages: Messages | None = None,
         timeout: float | None = None,
@@ -248,7 +249,7 @@ class AsyncClient:
 
     async def generate(
         self,
-        prompt: str | None = None,
+        prompt: Prompt | None = None,
         *,
         messages: Messages | None = None,
         timeout: float | None = None,
@@ -260,14 +261,16 @@ class AsyncClient:
 
     def stream(
         self,
-        prompt: str | None = None,
+        prompt: Prompt | None = None,
         *,
         messages: Messages | None = None,
         timeout: float | None = None,
+        whole: bool = False,
         **sampling: Any,
-    ) -> AsyncIterator[Chunk]:
-        """The answer chunk by chunk; the request is sent when iteration starts."""
-        request = self._settings.request(prompt, messages, sampling, stream=True)
+    ) -> AsyncGenerator[Chunk, None]:
+        """The answer chunk by chunk; the request is sent when iteration starts. A `whole` one comes at its end, as one
+        chunk for each of the `n` answers."""
+        request = self._settings.request(prompt, messages, sampling, stream=not whole)
         return self._run(request, self._settings.deadline(timeout))
 
     async def classify(self, images: Any, *, timeout: float | None = None) -> Classification:
@@ -310,7 +313,7 @@ class AsyncClient:
     async def __aexit__(self, *_: object) -> None:
         await self.close()
 
-    async def _run(self, request: Any, deadline: float | None) -> AsyncIterator[Chunk]:
+    async def _run(self, request: Any, deadline: float | None) -> AsyncGenerator[Chunk, None]:
         import grpc
 
         attempt, settings = 0, self._settings

@@ -2,21 +2,31 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any, NamedTuple
 
-from penjing.core.errors import InputError, OverloadedError, PenjingError, RequestError, ServerError
+from penjing.core.errors import (
+    InputError,
+    OverloadedError,
+    PenjingError,
+    RequestError,
+    ServerError,
+    UnavailableError,
+)
 
 _CONNECTION = ("failed to connect", "socket closed", "connection reset", "connection refused", "broken pipe", "goaway")
-_NOT_LOADED = ("not healthy", "no available versions", "is not ready")
+_NOT_LOADED = ("not healthy", "no available versions", "is not ready", "server is stopping", "server not ready")
+_QUEUE_FULL = "exceeds maximum queue size"  # of a queue in the server, in front of another backend
+_RETRY = re.compile(r"retry in (\d+(?:\.\d+)?) s")
 
 
 class Code(NamedTuple):
     """How a kind of error travels.
 
     Attributes:
-        name: of the gRPC status; the message of an error response in a stream begins with it, since a stream carries it
-            without its code.
-        server: the same in Triton server's `TritonError`.
+        name: of the gRPC status; the message of an error response begins with it, since a stream carries it without its
+            code, and Triton server's codes are fewer.
+        server: the same in Triton server's `TritonError`, or the nearest that it has.
         causes: what the served model raises.
         error: what the client raises.
         transient: a client may try again as long as nothing has come.
@@ -31,7 +41,8 @@ class Code(NamedTuple):
 
 CODES = (
     Code("INVALID_ARGUMENT", "INVALID_ARG", (RequestError, InputError), RequestError, transient=False),
-    Code("UNAVAILABLE", "UNAVAILABLE", (OverloadedError,), OverloadedError, transient=True),
+    Code("UNAVAILABLE", "UNAVAILABLE", (UnavailableError,), UnavailableError, transient=True),
+    Code("RESOURCE_EXHAUSTED", "UNAVAILABLE", (OverloadedError,), OverloadedError, transient=True),
     Code("INTERNAL", "INTERNAL", (Exception,), ServerError, transient=False),
 )
 """Looked up from the first on: an error has the first code that names it among its causes."""
@@ -41,6 +52,11 @@ BY_NAME = {code.name: code for code in CODES}
 def code_of(error: BaseException) -> Code:
     """How `error`, which a served model has raised, travels."""
     return next((code for code in CODES if isinstance(error, code.causes)), CODES[-1])
+
+
+def message_of(error: BaseException) -> str:
+    """The message of the error response for `error`."""
+    return f"{code_of(error).name}: {error}"
 
 
 class CallFailedError(Exception):
@@ -60,8 +76,17 @@ def refused(message: str) -> CallFailedError:
     """
     name, _, text = message.partition(": ")
     if (code := BY_NAME.get(name)) is not None:
-        return CallFailedError(code.error(text), code.transient)
-    return CallFailedError(ServerError(message), transient=any(words in message for words in _NOT_LOADED))
+        return CallFailedError(_error(code, text), code.transient)
+    if any(words in message.lower() for words in _NOT_LOADED):
+        return CallFailedError(UnavailableError(message), transient=True)
+    return CallFailedError(ServerError(message), transient=False)
+
+
+def _error(code: Code, text: str) -> PenjingError:
+    found = _RETRY.search(text)
+    if code.error is OverloadedError:
+        return OverloadedError(text, retry_after=float(found[1]) if found else None)
+    return code.error(text)
 
 
 def broken(error: Any, server: str, num_tokens: int) -> CallFailedError:
@@ -75,6 +100,7 @@ def broken(error: Any, server: str, num_tokens: int) -> CallFailedError:
         text = f"the connection to {server} broke after {num_tokens} tokens; ask again"
     elif code is grpc.StatusCode.UNAVAILABLE:
         text = f"no server answers at {server}; start one with 'penjing serve MODEL' ({details})"
+        return CallFailedError(UnavailableError(text), transient=True)
     elif code is grpc.StatusCode.CANCELLED:
         text = "the request was cancelled"
     else:
@@ -88,14 +114,20 @@ def call_failed(error: Any, server: str) -> CallFailedError:
 
     status, details = error.code(), error.details() or ""
     details = details.removeprefix("[request id: <id_unknown>] ").partition(" NOTE: ")[0]
+    name, _, rest = details.partition(": ")
+    code = BY_NAME.get(name)
+    details = details if code is None else rest
     words = details.lower()
+    if code is None and _QUEUE_FULL in words:
+        code = BY_NAME["RESOURCE_EXHAUSTED"]
+    elif code is None and status is not grpc.StatusCode.RESOURCE_EXHAUSTED:  # gRPC's own: a message is too large
+        code = BY_NAME.get(status.name)
     if "batch-size must be <=" in words:
         details += ": send fewer rows in a request, or serve with --set max_batch_size=N"
-    code = BY_NAME.get(status.name)
     if code is not None and code.error is RequestError:
         return CallFailedError(RequestError(details), code.transient)
-    if code is not None and code.error is OverloadedError and not any(word in words for word in _CONNECTION):
-        return CallFailedError(OverloadedError(f"{server}: {details}; try again later"), code.transient)
+    if code is not None and code.transient and not any(word in words for word in _CONNECTION):
+        return CallFailedError(_error(code, f"{server}: {details}; try again later"), code.transient)
     if status is grpc.StatusCode.NOT_FOUND:
         text = f"{server}: {details}; 'penjing serve ARTIFACT' serves one"
         return CallFailedError(ServerError(text), transient=False)

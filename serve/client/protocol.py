@@ -13,5 +13,8 @@ PING = "ping"
 DECODER, CLASSIFIER, ENCODER, GRAPH = "llm", "classifier", "encoder", "graph"
 """What the models of penjing's own families are called on the server."""
 
+MAX_TEXT_BYTES = 1 << 20
+"""Of one text of an encoder, of which the tokenizer keeps the beginning."""
+
 REQUEST_SECONDS = 120.0
 """Until a request of a benchmark has failed."""

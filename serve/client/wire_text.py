@@ -11,8 +11,19 @@ from typing import Any
 from penjing.serve.client.errors import refused
 from penjing.serve.client.protocol import PING
 
-CHANNEL_OPTIONS = [("grpc.max_send_message_length", -1), ("grpc.max_receive_message_length", -1)]
-_RETURNS = ("return_finish_reason", "return_num_input_tokens", "return_num_output_tokens")
+CHANNEL_OPTIONS = [
+    ("grpc.max_send_message_length", -1),
+    ("grpc.max_receive_message_length", -1),
+    ("grpc.initial_reconnect_backoff_ms", 200),
+    ("grpc.max_reconnect_backoff_ms", 1000),  # gRPC's own two minutes would go on long after a server is back
+]
+_RETURNS = (
+    "return_finish_reason",
+    "return_num_input_tokens",
+    "return_num_output_tokens",
+    "return_num_cached_tokens",
+)
+_REQUEST_FIELDS = ("key", "priority", "chat_template_kwargs")  # given beside the sampling parameters
 _NUMBERS = {"FP32": "f", "UINT32": "I"}
 
 
@@ -25,8 +36,12 @@ class Chunk:
     index: int = 0
     num_tokens: int = 0
     num_input_tokens: int = 0
+    num_cached_tokens: int = 0
+    """Prompt tokens that the server still had from earlier requests."""
+    prompt_logprobs: list[dict[str, Any] | None] | None = None
+    """On the first chunk, when asked for: null for the prompt's first token, then what `logprobs` has."""
     logprobs: list[dict[str, Any]] = field(default_factory=list)
-    """An object by token id for each token, when `logprobs` was asked for."""
+    """An object by token id for each token, when `logprobs` was asked for; the token itself comes first."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +55,8 @@ class Result:
     logprobs: list[dict[str, Any]]
     choices: tuple[str, ...]
     """The texts of all answers, when `n` > 1; `text` is the first."""
+    num_cached_tokens: int = 0
+    prompt_logprobs: list[dict[str, Any] | None] | None = None
 
     def __str__(self) -> str:
         return self.text
@@ -57,32 +74,62 @@ class Result:
             num_output_tokens=sum(chunk.num_tokens for chunk in first),
             logprobs=[entry for chunk in first for entry in chunk.logprobs],
             choices=texts,
+            num_cached_tokens=first[-1].num_cached_tokens if first else 0,
+            prompt_logprobs=next((c.prompt_logprobs for c in chunks if c.prompt_logprobs is not None), None),
         )
 
 
 def build_request(
     model: str,
-    prompt: str | None,
+    prompt: str | Sequence[int] | None,
     messages: Sequence[Mapping[str, Any]] | None,
     sampling: Mapping[str, Any],
     *,
     stream: bool,
 ) -> Any:
-    """A `ModelInferRequest` for one generation; the server checks what it holds."""
-    request = _new_request(model)
+    """A `ModelInferRequest` for one generation; the server checks what it holds.
 
-    def add(name: str, datatype: str, data: bytes) -> None:
-        request.inputs.add(name=name, datatype=datatype, shape=[1])
+    Args:
+        model: its name on the server.
+        prompt: text or token ids.
+        messages: of a chat, instead of a prompt.
+        sampling: the sampling parameters, and `key`, `priority` and `chat_template_kwargs` of the request.
+        stream: whether the answer shall come in pieces.
+
+    Raises:
+        TypeError: something in it has no JSON form.
+        ValueError: a token id or the priority is no 32-bit integer.
+    """
+    request = _new_request(model)
+    fields = {name: sampling[name] for name in _REQUEST_FIELDS if sampling.get(name) is not None}
+    sampling = {name: value for name, value in sampling.items() if name not in _REQUEST_FIELDS}
+
+    def add(name: str, datatype: str, data: bytes, size: int = 1) -> None:
+        request.inputs.add(name=name, datatype=datatype, shape=[size])
         request.raw_input_contents.append(data)
 
     def add_text(name: str, text: str) -> None:
         encoded = text.encode("utf-8", "surrogatepass")
         add(name, "BYTES", struct.pack("<I", len(encoded)) + encoded)
 
-    if prompt is not None:
+    def add_integers(name: str, values: Sequence[int]) -> None:
+        try:
+            add(name, "INT32", struct.pack(f"<{len(values)}i", *values), len(values))
+        except struct.error as error:
+            raise ValueError(f"{name} must be 32-bit integers: {error}") from None
+
+    if isinstance(prompt, str):
         add_text("text_input", prompt)
+    elif prompt is not None:
+        add_integers("prompt_token_ids", prompt)
     if messages is not None:
         add_text("messages", json.dumps(list(messages)))
+    if "key" in fields:
+        add_text("key", fields["key"])
+    if "priority" in fields:
+        add_integers("priority", [fields["priority"]])
+    if "chat_template_kwargs" in fields:
+        add_text("chat_template_kwargs", json.dumps(fields["chat_template_kwargs"]))
     add_text("sampling_parameters", json.dumps(dict(sampling)))
     add("stream", "BOOL", bytes([stream]))
     add("exclude_input_in_output", "BOOL", b"\1")
@@ -90,6 +137,8 @@ def build_request(
         add(name, "BOOL", b"\1")
     if sampling.get("logprobs") is not None:
         add("return_logprobs", "BOOL", b"\1")
+    if sampling.get("prompt_logprobs") is not None:
+        add("return_prompt_logprobs", "BOOL", b"\1")
     return request
 
 
@@ -127,13 +176,27 @@ def read_response(message: Any) -> list[Chunk]:
     reasons = tensors.get("finish_reason", ["None"] * count)
     numbers = tensors.get("num_output_tokens", [0] * count)
     (num_input_tokens,) = tensors.get("num_input_tokens", [0])
+    (num_cached_tokens,) = tensors.get("num_cached_tokens", [0])
+    (scored,) = tensors.get("prompt_logprobs", ["null"])
+    prompt_logprobs = json.loads(scored)
     logprobs = tensors.get("logprobs", ["null"] * count)
     chunks = []
     for index in range(count):
         reason = None if reasons[index] == "None" else reasons[index]
         if texts[index] or reason or numbers[index]:
             entries = json.loads(logprobs[index]) or []
-            chunks.append(Chunk(texts[index], reason, index, numbers[index], num_input_tokens, entries))
+            chunks.append(
+                Chunk(
+                    texts[index],
+                    reason,
+                    index,
+                    numbers[index],
+                    num_input_tokens,
+                    num_cached_tokens,
+                    None if index else prompt_logprobs,
+                    entries,
+                )
+            )
     return chunks
 
 

@@ -2,24 +2,15 @@
 
 from __future__ import annotations
 
-import numpy as np
-
 from penjing.core.text.detokenizer import IncrementalDetokenizer
 from penjing.core.text.tokenizer import Tokenizer
-from penjing.serve.engine.request import FinishReason, Logprob, RequestOutput, SamplingParams
-from penjing.serve.engine.sampler import (
-    GREEDY_BELOW,
-    TokenCounts,
-    sample,
-    sample_top_k,
-    top_k_is_settled,
-    top_logprobs,
-)
+from penjing.serve.engine.request import FinishReason, Logprob, RequestOutput
 from penjing.serve.engine.sequence import Sequence
 from penjing.serve.engine.stop import StopStrings
+from penjing.serve.sampling.choice import Choice, Chooser, Wanted
+from penjing.serve.sampling.constraint import Constraint
+from penjing.serve.sampling.params import SamplingParams
 
-MAX_TOP_K = 64  # up to it the largest logits alone are asked for
-TIES = 8  # and so many more, since what ties with the last one is kept too
 PROMPT_TAIL = 8  # prompt tokens that the detokenizer sees, for the space before the first word
 
 
@@ -27,14 +18,12 @@ class Answer:
     """The output side of a sequence; the scheduler does not know of it."""
 
     __slots__ = (
-        "_counts",
+        "_chooser",
+        "_constraint",
         "_detokenizer",
-        "_forbidden",
-        "_greedy",
         "_max_output_tokens",
-        "_num_largest",
         "_params",
-        "_seed",
+        "_prompt_logprobs",
         "_stop_ids",
         "_stops",
         "_tokenizer",
@@ -51,12 +40,16 @@ class Answer:
         tokenizer: Tokenizer,
         max_model_len: int,
         arrival_time: float,
+        constraint: Constraint | None = None,
     ) -> None:
         self.sequence = sequence
         self.arrival_time = arrival_time
         self.last_token_time: float | None = None
         self._params = params
-        self._seed = seed
+        self._constraint = constraint
+        self._prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+        if params.prompt_logprobs is not None and sequence.index == 0:
+            self._prompt_logprobs = [None]
         self._tokenizer = tokenizer
         self._detokenizer = IncrementalDetokenizer(
             tokenizer,
@@ -69,46 +62,49 @@ class Answer:
         )
         room = max_model_len - sequence.num_prompt_tokens
         self._max_output_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
-        self._counts = TokenCounts(sequence.token_ids) if params.has_penalties else None
-        self._forbidden = (
-            np.array(sorted(self._stop_ids), dtype=np.int64) if params.min_tokens and self._stop_ids else None
-        )
-        plain = not (params.has_penalties or params.logit_bias)
-        self._greedy = plain and params.temperature < GREEDY_BELOW
-        self._num_largest = 1 if self._greedy else params.top_k + TIES if plain and 0 < params.top_k <= MAX_TOP_K else 0
+        self._chooser = Chooser(params, seed, sequence.index, sequence.token_ids, sorted(self._stop_ids), constraint)
 
-    def num_largest(self) -> int:
-        """How many of the largest logits suffice for the next token; 0: all are needed."""
-        return 0 if self._params.logprobs is not None or self._forbidden_now() is not None else self._num_largest
+    @property
+    def constraint(self) -> Constraint | None:
+        """What holds the answer to a form, if anything does."""
+        return self._constraint
 
-    def is_settled(self, values_K: np.ndarray, ids_K: np.ndarray) -> bool:
-        """Whether the largest logits, as many as were asked for, suffice indeed: a tie may go on beyond them."""
-        return self._greedy or top_k_is_settled(values_K, ids_K, self._params.top_k)
+    def largest_suffices(self) -> bool:
+        """Whether the largest logit alone decides about the next token."""
+        return self._chooser.largest_suffices()
 
-    def choose(self, logits_V: np.ndarray | None, values_K: np.ndarray, ids_K: np.ndarray) -> int:
-        """The next token, from the row of logits (V float32, None if not needed) and its largest (see `Scores`)."""
-        position, forbidden = self.sequence.num_output_tokens, self._forbidden_now()
-        if self._greedy and forbidden is None:
-            return int(ids_K[0])
-        if logits_V is None:
-            return sample_top_k(values_K, ids_K, self._params, self._seed, self.sequence.index, position)
-        return sample(logits_V, self._params, self._seed, self.sequence.index, position, self._counts, forbidden)
+    def wanted(self) -> Wanted:
+        """What a row of logits behind the sequence's last token is for."""
+        return Wanted(self._chooser)
 
-    def _forbidden_now(self) -> np.ndarray | None:
-        return self._forbidden if self.sequence.num_output_tokens < self._params.min_tokens else None
+    def wanted_score(self, position: int) -> Wanted:
+        """What the row of logits before the prompt's token at `position` is for."""
+        assert self._params.prompt_logprobs is not None
+        return Wanted(self._chooser, self.sequence.token_ids[position], self._params.prompt_logprobs)
 
-    def push(self, token_id: int, logits_V: np.ndarray | None) -> RequestOutput:
-        """Append `token_id` to the sequence; the output that shows it, with a `finish_reason` if it was the last."""
+    def push_score(self, choice: Choice) -> None:
+        """Take the scores of the prompt's next token."""
+        assert self._prompt_logprobs is not None
+        self._prompt_logprobs.append(self._logprobs(choice))
+        self.sequence.score_from += 1
+
+    def push(self, choice: Choice) -> RequestOutput:
+        """Append what was chosen to the sequence; the output that shows it, with a `finish_reason` if it was the last.
+
+        Raises:
+            RequestError: the answer cannot be held to its form.
+        """
         sequence, params = self.sequence, self._params
+        token_id = choice.token
         sequence.token_ids.append(token_id)
         num_output_tokens = sequence.num_output_tokens
-        if self._counts is not None:
-            self._counts.add(token_id)
+        self._chooser.push(token_id)
+        complete = self._constraint is not None and self._constraint.push(token_id)
         output = self._output()
         output.token_ids.append(token_id)
-        if params.logprobs is not None:
-            assert logits_V is not None, "asked for by num_largest"
-            output.logprobs = [self._logprobs(logits_V, token_id, params.logprobs)]
+        output.prompt_logprobs, self._prompt_logprobs = self._prompt_logprobs, None
+        if choice.scores is not None:
+            output.logprobs = [self._logprobs(choice)]
         if token_id in self._stop_ids and num_output_tokens >= params.min_tokens:
             # The text of a stop token is shown on demand, like that of a stop string.
             text = self._detokenizer.push(token_id) if params.include_stop_str_in_output else ""
@@ -120,6 +116,9 @@ class Answer:
             text, met = self._stops.push(text)
         if met:
             output.text, output.finish_reason = text, "stop"
+        elif complete:
+            output.text = text
+            self._finish(output, "stop", "")
         elif num_output_tokens >= self._max_output_tokens:
             output.text = text
             self._finish(output, "length", "")
@@ -150,8 +149,10 @@ class Answer:
             num_cached_tokens=sequence.num_cached_tokens,
         )
 
-    def _logprobs(self, logits_V: np.ndarray, chosen: int, count: int) -> dict[int, Logprob]:
+    def _logprobs(self, choice: Choice) -> dict[int, Logprob]:
+        """By token id; that of the chosen token comes first, as vLLM has it."""
+        rows = sorted(choice.scores or (), key=lambda row: row[0] != choice.token)
         return {
             token: Logprob(logprob, rank, self._tokenizer.decode([token], skip_special=False))
-            for token, logprob, rank in top_logprobs(logits_V, chosen, count)
+            for token, logprob, rank in rows
         }

@@ -64,6 +64,13 @@ class EngineConfig(Config):
         ge=1,
         description="Token budget of a step: a longer prompt is computed in chunks beside the running answers.",
     )
+    max_step_seconds: float = Field(
+        default=0.1,
+        ge=0,
+        le=60,
+        description="What a step should take at most while answers run: fewer tokens of prompts share it where they "
+        "are slow, so that running answers do not halt for a long prompt. 0: as many as max_num_batched_tokens.",
+    )
     max_num_sequences: int = Field(default=64, ge=1, le=4096, description="Sequences that run at once; more wait.")
     max_waiting_requests: int = Field(
         default=1024, ge=1, description="Requests that may wait; one more is refused as overloaded."

@@ -6,27 +6,28 @@ import logging
 import math
 import secrets
 import time
-from dataclasses import dataclass
+from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, Protocol
 
-import numpy as np
-
-from penjing.core.errors import OverloadedError, RequestError
+from penjing.core.errors import OverloadedError, PenjingError, RequestError
 from penjing.serve.engine.answer import Answer
 from penjing.serve.engine.blocks import BlockManager
 from penjing.serve.engine.config import EngineConfig
 from penjing.serve.engine.invariants import Snapshot, check_invariants
+from penjing.serve.engine.pace import Pace
+from penjing.serve.engine.prepare import PreparedRequest, Preparer
 from penjing.serve.engine.request import FinishReason, Request, RequestOutput
-from penjing.serve.engine.sampler import Scores
-from penjing.serve.engine.scheduler import Scheduler, largest_window
+from penjing.serve.engine.scheduler import RESERVED_PART, Scheduler, largest_window
 from penjing.serve.engine.sequence import Batch, Sequence
 from penjing.serve.engine.stats import EngineStats, Samples
+from penjing.serve.sampling.choice import NOT_FINITE, Choice, StepScores, Wanted, choose_rows
+from penjing.serve.sampling.constraint import Constraints
 
 if TYPE_CHECKING:
     from penjing.core.checkpoint.load import LoadedModel
 
 MAX_RETRY_SECONDS = 60
-NOT_FINITE = "the model's logits are not finite numbers for this input (an overflow or damaged weights)"
+NOT_FINITE_WORDS = "the model's logits are not finite numbers for this input (an overflow or damaged weights)"
 
 log = logging.getLogger(__name__)
 
@@ -37,17 +38,9 @@ class ModelRunner(Protocol):
     kv_pool: Any
     kv_scale: Any
 
-    def run(self, batch: Batch, top: int = 0) -> tuple[Scores, list[Sequence]]:
+    def run(self, batch: Batch, largest: bool = False) -> tuple[StepScores, list[Sequence]]:
         """Compute the tokens of `batch` into the KV cache; see `penjing.serve.runner.runner.Runner.run`."""
         ...
-
-
-@dataclass(frozen=True)
-class PreparedRequest:
-    """A request that is valid for this engine, tokenized."""
-
-    request: Request
-    prompt_ids: list[int]
 
 
 class LLMEngine:
@@ -82,9 +75,10 @@ class LLMEngine:
         self.tokenizer, self.chat_template = loaded.tokenizer, loaded.chat_template
         self.max_model_len: int = self.config.max_model_len
         self.samples = Samples()
+        self._pace = Pace(config.max_step_seconds, config.max_num_batched_tokens)
         self.scheduler = self._new_scheduler()
-        # No token is longer; Unicode normalization may shrink a text, hardly to a quarter.
-        self._max_prompt_chars = 4 * self.max_model_len * loaded.tokenizer.longest_token
+        self.constraints = Constraints(loaded.tokenizer, loaded.config.vocab_size)
+        self.preparer = Preparer(loaded.tokenizer, loaded.config.vocab_size, self.max_model_len, self.constraints)
         self._answers: dict[Sequence, Answer] = {}
         self._active: dict[str, list[Sequence]] = {}  # unfinished sequences of each request
         self._num_prompt_tokens = 0
@@ -94,28 +88,8 @@ class LLMEngine:
         self._tokens_per_second = 0.0  # a running mean, for the back-off hint
 
     def prepare(self, request: Request) -> PreparedRequest:
-        """Tokenize and validate; changes nothing, any thread may call it.
-
-        Raises:
-            RequestError: an empty, too long or wrongly typed prompt, or parameters that do not fit the model.
-        """
-        prompt_ids = self._tokenize(request.prompt, request.add_special)
-        if len(prompt_ids) >= self.max_model_len:
-            raise RequestError(
-                f"the prompt has {len(prompt_ids)} tokens; with a context of {self.max_model_len} at most "
-                f"{self.max_model_len - 1} leave room for an answer: shorten it"
-            )
-        params, last_id = request.params, self.model_config.vocab_size - 1
-        for name, ids in (("stop_token_ids", params.stop_token_ids), ("logit_bias", params.logit_bias or ())):
-            if any(token_id > last_id for token_id in ids):
-                raise RequestError(f"sampling parameter {name} has token id {max(ids)}; ids go from 0 to {last_id}")
-        room = self.max_model_len - len(prompt_ids)
-        if params.min_tokens > room:
-            raise RequestError(
-                f"sampling parameter min_tokens must be at most {room}, which the context of {self.max_model_len} "
-                f"leaves after a prompt of {len(prompt_ids)} tokens, got {params.min_tokens}"
-            )
-        return PreparedRequest(request, prompt_ids)
+        """Tokenize and validate; see `Preparer.prepare`. Any thread may call it."""
+        return self.preparer.prepare(request)
 
     def check_admission(self, prepared: PreparedRequest, pending_requests: int = 0, pending_tokens: int = 0) -> None:
         """Raise OverloadedError if too much waits; `pending_…` is what waits outside the engine. A request counts once
@@ -125,8 +99,13 @@ class LLMEngine:
         if waiting == 0:
             return
         limits = self.config
-        if waiting + prepared.request.params.n > limits.max_waiting_requests:
-            reason = f"{waiting} sequences wait and max_waiting_requests={limits.max_waiting_requests}"
+        most = limits.max_waiting_requests
+        left = most // RESERVED_PART
+        own = self.scheduler.waiting.num_of(prepared.request.key) if prepared.request.key else 0
+        if waiting + prepared.request.params.n > most:
+            reason = f"{waiting} sequences wait and max_waiting_requests={most}"
+        elif own and own + prepared.request.params.n > most - left:
+            reason = f"{own} sequences of this key wait, and {left} places of {most} are left to others"
         elif tokens + len(prepared.prompt_ids) > limits.max_waiting_tokens:
             reason = f"{tokens} tokens wait and max_waiting_tokens={limits.max_waiting_tokens}"
         else:
@@ -153,15 +132,22 @@ class LLMEngine:
         """Queue a request that `prepare` and `check_admission` have passed."""
         request, params = prepared.request, prepared.request.params
         assert request.request_id not in self._active, "the caller checks that ids are new"
-        first = Sequence(request.request_id, prepared.prompt_ids)
+        origin = {"key": request.key, "priority": request.priority}
+        first = Sequence(request.request_id, prepared.prompt_ids, **origin)
         first.forks = [
-            Sequence(request.request_id, prepared.prompt_ids, index, fork_of=first) for index in range(1, params.n)
+            Sequence(request.request_id, prepared.prompt_ids, index, fork_of=first, **origin)
+            for index in range(1, params.n)
         ]
+        if params.prompt_logprobs is not None:
+            first.score_from = 1
         sequences = [first, *first.forks]
         seed = secrets.randbits(63) if params.seed is None else params.seed
         for sequence in sequences:
+            constraint = prepared.constraint
+            if constraint is not None and sequence.index:
+                constraint = constraint.fork()
             self._answers[sequence] = Answer(
-                sequence, params, seed, self.tokenizer, self.max_model_len, request.arrival_time
+                sequence, params, seed, self.tokenizer, self.max_model_len, request.arrival_time, constraint
             )
         self._active[request.request_id] = sequences
         self._num_prompt_tokens += len(prepared.prompt_ids)
@@ -192,7 +178,8 @@ class LLMEngine:
     def step(self) -> list[RequestOutput]:
         """Compute one batch; what it adds to each of its answers."""
         started = time.monotonic()
-        batch = self.scheduler.schedule()
+        num_answers = self.scheduler.num_answering()
+        batch = self.scheduler.schedule(self._pace.prompt_tokens(num_answers))
         if not batch.chunks:
             assert not self.scheduler.has_work(), "work, but nothing can be scheduled"
             return []
@@ -203,7 +190,9 @@ class LLMEngine:
             outputs = self._compute_separately(batch, error)
         self._num_steps += 1
         self.samples.iteration_tokens_total.append(batch.num_tokens)
-        rate = batch.num_tokens / max(time.monotonic() - started, 1e-6)
+        seconds = max(time.monotonic() - started, 1e-6)
+        rate = batch.num_tokens / seconds
+        self._pace.observe(batch.num_tokens - min(num_answers, batch.num_tokens), num_answers, seconds)
         self._tokens_per_second += 0.1 * (rate - self._tokens_per_second)
         return outputs
 
@@ -242,65 +231,68 @@ class LLMEngine:
             window=largest_window(self.model_config),
         )
 
-    def _tokenize(self, prompt: object, add_special: bool) -> list[int]:
-        if isinstance(prompt, str):
-            if len(prompt) > self._max_prompt_chars:  # tokenizing it would take seconds, in vain
-                raise RequestError(
-                    f"the prompt has {len(prompt)} characters, more than the context of {self.max_model_len} tokens "
-                    "can hold: shorten it"
-                )
-            try:
-                prompt.encode("utf-8")
-            except UnicodeEncodeError as error:
-                raise RequestError(f"the prompt is not valid Unicode text: {error}") from None
-            prompt_ids = self.tokenizer.encode(prompt, add_special=add_special)
-        elif isinstance(prompt, list | tuple):
-            vocab_size = self.model_config.vocab_size
-            for token_id in prompt:
-                if not isinstance(token_id, int) or isinstance(token_id, bool) or not 0 <= token_id < vocab_size:
-                    raise RequestError(
-                        f"the prompt has token id {token_id!r}; ids are integers from 0 to {vocab_size - 1}"
-                    )
-            prompt_ids = list(prompt)
-        else:
-            raise RequestError(f"the prompt must be text or a list of token ids, got {type(prompt).__name__}")
-        if not prompt_ids:
-            raise RequestError("the prompt is empty; give at least one token")
-        return prompt_ids
-
     def _compute(self, batch: Batch) -> list[RequestOutput]:
-        top = self._num_largest(batch)
-        scores, ready = self.runner.run(batch, top)
-        answers = [self._answers[sequence] for sequence in ready]
-        rows = zip(answers, scores.values_RK, scores.ids_RK, strict=True)
-        if scores.logits_RV is None and top > 1 and not all(answer.is_settled(*row) for answer, *row in rows):
-            scores, ready = self.runner.run(batch, 0)  # the same keys and values again, and all logits
-        finite_R = scores.finite_rows()
+        masks = self._start_masks(batch)
+        try:
+            scores, ready = self.runner.run(batch, self._largest_suffices(batch))
+        finally:
+            errors = {sequence: future.exception() for sequence, future in masks.items()}
+        choices = choose_rows(self._wanted(ready), scores)
         outputs: list[RequestOutput] = []
-        if not all(finite_R):
-            failed = {sequence for sequence, finite in zip(ready, finite_R, strict=True) if not finite}
+        failed = {sequence for sequence, choice in zip(ready, choices, strict=True) if choice.token == NOT_FINITE}
+        if failed:
             # They end before their blocks are published: nobody else shall find these keys and values.
-            outputs += self._end_all(list(failed), "error", NOT_FINITE)
+            outputs += self._end_all(list(failed), "error", NOT_FINITE_WORDS)
             chunks = [chunk for chunk in batch.chunks if chunk.sequence not in failed]
             batch = Batch(chunks, sum(chunk.num_tokens for chunk in chunks))
         self.scheduler.advance(batch)
+        for sequence, error in errors.items():
+            if error is not None and sequence not in failed:
+                failed.add(sequence)
+                outputs += self._end_all([sequence], "error", str(error))
         now = time.monotonic()
-        for row, sequence in enumerate(ready):
-            if finite_R[row]:
-                logits_V = None if scores.logits_RV is None else scores.logits_RV[row]
-                outputs.append(self._take_token(sequence, logits_V, scores.values_RK[row], scores.ids_RK[row], now))
+        for sequence, choice in zip(ready, choices, strict=True):
+            if sequence in failed:
+                continue
+            if sequence.scores_prompt:  # its rows come in order, that of its last token behind them
+                self._answers[sequence].push_score(choice)
+            else:
+                outputs.append(self._take_token(sequence, choice, now))
         return outputs
 
-    def _num_largest(self, batch: Batch) -> int:
-        """How many of the largest logits of each row suffice for all of `batch`; 0: all are needed."""
-        most = 1
-        for sequence, num_tokens in batch.chunks:
-            if sequence.num_computed_tokens + num_tokens == len(sequence.token_ids):
-                wanted = self._answers[sequence].num_largest()
-                if wanted == 0:
-                    return 0
-                most = max(most, wanted)
-        return most
+    def _wanted(self, ready: list[Sequence]) -> list[Wanted]:
+        """What each row of logits is for."""
+        wanted: list[Wanted] = []
+        scored: dict[Sequence, int] = {}
+        for sequence in ready:
+            answer, position = self._answers[sequence], scored.get(sequence, sequence.score_from)
+            if position < sequence.num_prompt_tokens:
+                wanted.append(answer.wanted_score(position))
+                scored[sequence] = position + 1
+            else:
+                wanted.append(answer.wanted())
+        return wanted
+
+    def _start_masks(self, batch: Batch) -> dict[Sequence, Future[None]]:
+        """Compute on another thread what may come next in the answers of `batch` that are held to a form."""
+        wanted = {
+            sequence: constraint
+            for sequence, num_tokens in batch.chunks
+            if (constraint := self._answers[sequence].constraint) is not None
+            and sequence.num_computed_tokens + num_tokens == len(sequence.token_ids)
+        }
+        return dict(zip(wanted, self.constraints.start(list(wanted.values())), strict=True)) if wanted else {}
+
+    def _largest_suffices(self, batch: Batch) -> bool:
+        """Whether the largest logit of each row is all that `batch` needs."""
+        return not any(
+            sequence.scores_prompt
+            or (
+                sequence.num_computed_tokens + num_tokens == len(sequence.token_ids)
+                and not self._answers[sequence].largest_suffices()
+            )
+            for sequence, num_tokens in batch.chunks
+        )
 
     def _compute_separately(self, batch: Batch, error: Exception) -> list[RequestOutput]:
         """Find whose fault a failed batch was: what fails alone too ends with an error."""
@@ -315,12 +307,12 @@ class LLMEngine:
             log.error("no sequence of the batch could be computed alone; the first failure was: %s", error)
         return outputs
 
-    def _take_token(
-        self, sequence: Sequence, logits_V: np.ndarray | None, values_K: np.ndarray, ids_K: np.ndarray, now: float
-    ) -> RequestOutput:
+    def _take_token(self, sequence: Sequence, choice: Choice, now: float) -> RequestOutput:
         answer = self._answers[sequence]
         try:
-            output = answer.push(answer.choose(logits_V, values_K, ids_K), logits_V)
+            output = answer.push(choice)
+        except PenjingError as error:  # the answer cannot be held to its form
+            return self._end_all([sequence], "error", str(error))[0]
         except Exception as error:  # sampling or detokenizing one answer must not end the others
             log.exception("sampling for request %s failed", sequence.request_id)
             return self._end_all([sequence], "error", f"sampling failed: {type(error).__name__}: {error}")[0]

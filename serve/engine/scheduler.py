@@ -2,21 +2,26 @@
 
 Every step gives each sequence tokens until `num_computed_tokens` reaches `num_tokens`. A prompt in chunks, the next
 token of an answer, and an answer that is recomputed after preemption are the same case. Running sequences come first,
-in order of admission; what is left of the budget admits waiting ones, in order of arrival. When blocks run out, the
+in order of admission, and the single token that an answer lacks is never left out; what is left of the budget admits
+waiting ones, each key in its turn (`waiting.py`). When blocks run out, the
 sequence that was admitted last gives up its blocks and waits at the front: the first always advances, so no sequence
 starves.
 """
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter
 from typing import TYPE_CHECKING
 
 from penjing.serve.engine.blocks import NULL_BLOCK, BlockManager
 from penjing.serve.engine.sequence import Batch, Sequence, SequenceChunk
+from penjing.serve.engine.waiting import WaitingQueue
 
 if TYPE_CHECKING:
     from penjing.core.models.config import DecoderConfig
+
+RESERVED_PART = 8  # one of so many places is left to other keys, so that they need not wait for an answer to end
+MAX_SCORED_TOKENS = 128  # of a prompt whose tokens are scored, in a step: their logits take 200 kB each
 
 
 class Scheduler:
@@ -37,7 +42,7 @@ class Scheduler:
         self.watermark_blocks = int(watermark * blocks.num_usable)
         self.window = window
         self.running: list[Sequence] = []  # in order of admission
-        self.waiting: deque[Sequence] = deque()
+        self.waiting = WaitingQueue()
         self.num_waiting_tokens = 0
         self.num_held_forks = 0
         self.num_preemptions = 0
@@ -63,30 +68,55 @@ class Scheduler:
     def add(self, sequence: Sequence) -> None:
         """Queue `sequence`; its forks follow when its prompt is computed. It must fit the cache by itself."""
         assert self.peak_blocks(sequence.num_tokens) <= self.blocks.num_usable, "validated before it is queued"
-        self.waiting.append(sequence)
+        self.waiting.add(sequence)
         self.num_waiting_tokens += sequence.num_tokens
         self.num_held_forks += len(sequence.forks)
 
-    def schedule(self) -> Batch:
-        """The next step's batch; empty only when there is no work."""
-        budget, chunks, num_preemptions = self.max_num_batched_tokens, [], self.num_preemptions
-        running, blocks = self.running, self.blocks
+    def num_answering(self) -> int:
+        """Running sequences that only lack their next token."""
+        return sum(sequence.num_computed_tokens + 1 == len(sequence.token_ids) for sequence in self.running)
+
+    def schedule(self, prompt_tokens: int | None = None) -> Batch:
+        """The next step's batch; empty only when there is no work.
+
+        Args:
+            prompt_tokens: at most so many are of prompts (or of answers that are computed again), at least 1; None: as
+                many as the step can take. The next token of each running answer comes first.
+        """
+        chunks: list[SequenceChunk] = []
+        num_preemptions, running, blocks = self.num_preemptions, self.running, self.blocks
+        budget = self.max_num_batched_tokens - self.num_answering()
+        if prompt_tokens is not None:
+            budget = min(budget, prompt_tokens)
+        # What waits for another key than the prompt that runs gets half of the budget.
+        first = self.waiting.first(self._full_keys()) if self.waiting else None
+        kept = 0
+        if first is not None and first.key and len(running) < self.max_num_sequences:
+            kept = 0 if any(s.key == first.key for s in running) else budget // 2
+        budget -= kept
         index = 0
-        while index < len(running) and budget > 0:
+        while index < len(running):
             sequence = running[index]
             computed = sequence.num_computed_tokens
-            num_tokens = min(len(sequence.token_ids) - computed, budget)
-            assert num_tokens > 0, f"{sequence!r} runs with nothing to compute"
+            missing = len(sequence.token_ids) - computed
+            assert missing > 0, f"{sequence!r} runs with nothing to compute"
+            num_tokens = 1 if missing == 1 else min(missing, budget, self._most_of(sequence))
+            if num_tokens == 0:  # its turn comes when the prompts before it are computed
+                index += 1
+                continue
             if not blocks.grow(sequence, computed + num_tokens):
                 # Victims come from the end, so none of them is in this batch yet.
                 self._preempt(running.pop())
                 continue
             chunks.append(SequenceChunk(sequence, num_tokens))
-            budget -= num_tokens
+            budget -= num_tokens if missing > 1 else 0
             index += 1
         if self.waiting and self.num_preemptions == num_preemptions:
-            budget = self._admit(chunks, budget)
-        return Batch(chunks, self.max_num_batched_tokens - budget)
+            self._admit(chunks, budget + kept)
+        return Batch(chunks, sum(num_tokens for _, num_tokens in chunks))
+
+    def _most_of(self, sequence: Sequence) -> int:
+        return MAX_SCORED_TOKENS if sequence.scores_prompt else self.max_num_batched_tokens
 
     def advance(self, batch: Batch) -> None:
         """The tokens of `batch` are in the KV cache: publish full blocks, release forks and what left the window."""
@@ -102,8 +132,8 @@ class Scheduler:
         """Take `sequence` out, wherever it is; its blocks are free afterwards."""
         if sequence in self.running:
             self.running.remove(sequence)
-        elif sequence in self.waiting:
-            self.waiting.remove(sequence)
+            self.waiting.charge(sequence, sequence.num_output_tokens)
+        elif self.waiting.remove(sequence):
             self.num_waiting_tokens -= sequence.num_tokens
         elif sequence.fork_of is not None and sequence in sequence.fork_of.forks:
             sequence.fork_of.forks.remove(sequence)
@@ -112,17 +142,20 @@ class Scheduler:
         if sequence.forks:
             self._release_forks(sequence)
 
-    def _admit(self, chunks: list[SequenceChunk], budget: int) -> int:
+    def _admit(self, chunks: list[SequenceChunk], budget: int) -> None:
         blocks = self.blocks
         # Blocks that running sequences still need for tokens they already have.
         promised = sum(self._missing_blocks(sequence) for sequence in self.running)
-        while self.waiting and budget > 0 and len(self.running) < self.max_num_sequences:
-            sequence = self.waiting[0]
+        full = self._full_keys()
+        while budget > 0 and len(self.running) < self.max_num_sequences:
+            sequence = self.waiting.first(full)
+            if sequence is None:
+                break
             shared = self._shared_prefix(sequence)
             available = blocks.num_free - promised - (self.watermark_blocks if self.running else 0)
             if self._new_blocks(sequence, shared) + blocks.count_free(shared) > available:
                 break
-            self.waiting.popleft()
+            self.waiting.take(sequence)
             self.num_waiting_tokens -= sequence.num_tokens
             blocks.adopt(sequence, shared)
             num_shared = sequence.num_computed_tokens
@@ -130,14 +163,20 @@ class Scheduler:
                 sequence.num_cached_tokens = num_shared
                 self.prefix_queries += sequence.num_tokens
                 self.prefix_hits += num_shared
-            num_tokens = min(sequence.num_tokens - num_shared, budget)
+            num_tokens = min(sequence.num_tokens - num_shared, budget, self._most_of(sequence))
             grown = blocks.grow(sequence, num_shared + num_tokens)
             assert grown, "counted above"
             chunks.append(SequenceChunk(sequence, num_tokens))
             budget -= num_tokens
             self.running.append(sequence)
             promised += self._missing_blocks(sequence)
-        return budget
+            full = self._full_keys()
+
+    def _full_keys(self) -> list[str]:
+        """Keys that hold as many of the running sequences as one may; those that have no name share all."""
+        most = self.max_num_sequences - self.max_num_sequences // RESERVED_PART
+        running = Counter(sequence.key for sequence in self.running if sequence.key)
+        return [key for key, count in running.items() if count >= most]
 
     def _missing_blocks(self, sequence: Sequence) -> int:
         return self._new_blocks(sequence, sequence.block_table)
@@ -153,6 +192,8 @@ class Scheduler:
 
     def _shared_prefix(self, sequence: Sequence) -> list[int]:
         """Computed blocks that `sequence` can start from: its parent's if it is a fork, else those of the cache."""
+        if sequence.scores_prompt:  # what is found in the cache has no logits
+            return []
         parent = sequence.fork_of
         if parent is not None:
             # The last token is always computed, since its logits are wanted.
@@ -179,14 +220,14 @@ class Scheduler:
 
     def _release_forks(self, sequence: Sequence) -> None:
         for fork in reversed(sequence.forks):
-            self.waiting.appendleft(fork)
+            self.waiting.add_in_front(fork)
             self.num_waiting_tokens += fork.num_tokens
         self.num_held_forks -= len(sequence.forks)
         sequence.forks = []
 
     def _preempt(self, sequence: Sequence) -> None:
         self.blocks.release(sequence)
-        self.waiting.appendleft(sequence)
+        self.waiting.add_in_front(sequence)
         self.num_waiting_tokens += sequence.num_tokens
         self.num_preemptions += 1
 

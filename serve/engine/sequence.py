@@ -20,22 +20,36 @@ class Sequence:
         "fork_of",
         "forks",
         "index",
+        "key",
         "num_cached_tokens",
         "num_computed_tokens",
         "num_prompt_tokens",
         "num_published_blocks",
         "num_windowed_blocks",
+        "priority",
         "request_id",
+        "score_from",
         "table_version",
         "token_ids",
     )
 
-    def __init__(self, request_id: str, prompt_ids: list[int], index: int = 0, fork_of: Sequence | None = None) -> None:
+    def __init__(
+        self,
+        request_id: str,
+        prompt_ids: list[int],
+        index: int = 0,
+        fork_of: Sequence | None = None,
+        key: str = "",
+        priority: int = 0,
+    ) -> None:
         assert prompt_ids, "a sequence starts with at least one token"
         self.request_id = request_id
         self.index = index
+        self.key = key  # on whose behalf it runs
+        self.priority = priority  # lower numbers first
         self.token_ids = list(prompt_ids)
         self.num_prompt_tokens = len(prompt_ids)
+        self.score_from = len(prompt_ids)  # first prompt token whose probability is still wanted; there: none
         self.num_computed_tokens = 0
         self.num_cached_tokens = 0  # found in the prefix cache when first admitted
         self.block_table: list[int] = []
@@ -49,6 +63,11 @@ class Sequence:
     @property
     def num_tokens(self) -> int:
         return len(self.token_ids)
+
+    @property
+    def scores_prompt(self) -> bool:
+        """Whether probabilities of the prompt's own tokens are still wanted."""
+        return self.score_from < self.num_prompt_tokens
 
     @property
     def num_output_tokens(self) -> int:

@@ -21,7 +21,7 @@ from penjing.core.artifact.onnx_encoder import (
 )
 from penjing.core.artifact.parity import FAKE_QUANTIZED, SERVED
 from penjing.core.errors import InputError, RequestError, ServerError
-from penjing.serve.client.protocol import ENCODER, REQUEST_SECONDS
+from penjing.serve.client.protocol import ENCODER, MAX_TEXT_BYTES, REQUEST_SECONDS
 from penjing.serve.families.base import Arrays, Served, Signature, TensorSpec, Workload
 from penjing.serve.families.batched import batched
 from penjing.serve.families.row_threads import RowThreads
@@ -35,7 +35,6 @@ REQUEST_TEXTS = 16  # of a request that is timed
 PARITY_TEXTS = 16  # of a request: no server that takes batches refuses them
 STREAMS = 16  # of them under way at once
 SAME = 0.99  # cosine; the server pads otherwise than this process, which turns values near a tie
-MAX_TEXT_BYTES = 1 << 20  # of one text, of which the tokenizer keeps the beginning
 
 
 def signature(artifact: EncoderArtifact) -> Signature:

@@ -5,19 +5,18 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
-import numpy as np
 import torch
 
 from penjing.core.checkpoint.dtypes import DTYPES
 from penjing.core.models.decoder import Decoder
 from penjing.core.runtime.device_step import DeviceStep, unsupported
 from penjing.serve.engine.config import EngineConfig
-from penjing.serve.engine.sampler import Scores
 from penjing.serve.engine.sequence import Batch, Sequence
 from penjing.serve.runner.decode_graphs import Captured, DecodeGraphs, Tensors
 from penjing.serve.runner.kv_pool import allocate_pool
 from penjing.serve.runner.model_step import ModelStep
 from penjing.serve.runner.step_inputs import StepBuffers, StepInputs, StepTensors
+from penjing.serve.sampling.choice import StepScores
 
 WARM_TOKENS = (16, 17, 33, 65, 129, 257)  # the INT8 products choose their tile by the number of rows
 
@@ -66,12 +65,12 @@ class DeviceRunner:
         self.buffers.copy_(self.inputs.buffers, max_sequences)
         self.graphs = DecodeGraphs(self._decode, max_sequences, capture)
 
-    def run(self, batch: Batch, top: int = 0) -> tuple[Scores, list[Sequence]]:
+    def run(self, batch: Batch, largest: bool = False) -> tuple[StepScores, list[Sequence]]:
         """Compute the tokens of `batch` into the KV cache; doing so again changes nothing.
 
         Args:
             batch: the tokens.
-            top: how many of the largest logits of each row suffice; 0: all are wanted, which copies them to the host.
+            largest: the largest logit of each row suffices; else all are copied to the host.
 
         Returns:
             The scores of R sequences, those whose last token was computed, and the sequences.
@@ -95,7 +94,7 @@ class DeviceRunner:
                 logits_RV, values_R1, ids_R1 = (x[rows] for x in found)
             else:
                 logits_RV, values_R1, ids_R1 = self._compute(tensors)
-            return _scores(logits_RV, values_R1, ids_R1, top), ready
+            return _scores(logits_RV, values_R1, ids_R1, largest), ready
 
     def _compute(self, tensors: StepTensors) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """See `_with_largest`: of the rows that are asked for."""
@@ -128,17 +127,8 @@ def _with_largest(logits_RV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, 
     return logits_RV, logits_RV.gather(1, ids_R1), ids_R1
 
 
-def _scores(logits_RV: torch.Tensor, values_R1: torch.Tensor, ids_R1: torch.Tensor, top: int) -> Scores:
-    """What the host needs, copied there: the largest logits, and all of them only for `top` = 0."""
-    if top == 0 or len(logits_RV) == 0:
-        return Scores.of_logits(logits_RV.float().cpu().numpy())
-    if top == 1:
-        return Scores(None, values_R1.float().cpu().numpy(), ids_R1.cpu().numpy())
-    values_RK, ids_RK = (x.cpu().numpy() for x in logits_RV.float().topk(min(top, logits_RV.shape[1]), dim=1))
-    # topk leaves the order of equals open; NaN comes first, as it does there.
-    order = np.lexsort((ids_RK, np.where(np.isnan(values_RK), -np.inf, -values_RK)), axis=1)
-    values_RK, ids_RK = (np.take_along_axis(x, order, axis=1) for x in (values_RK, ids_RK))
-    if missing := top - values_RK.shape[1]:
-        values_RK = np.pad(values_RK, ((0, 0), (0, missing)), constant_values=-np.inf)
-        ids_RK = np.pad(ids_RK, ((0, 0), (0, missing)), constant_values=-1)
-    return Scores(None, values_RK, ids_RK)
+def _scores(logits_RV: torch.Tensor, values_R1: torch.Tensor, ids_R1: torch.Tensor, largest: bool) -> StepScores:
+    """What the host needs, copied there: the largest logits alone, or all of them."""
+    if largest:
+        return StepScores(None, values_R1[:, 0].float().cpu().numpy(), ids_R1[:, 0].cpu().numpy())
+    return StepScores(logits_RV.float().cpu().contiguous().numpy())

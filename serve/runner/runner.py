@@ -5,11 +5,11 @@ from __future__ import annotations
 from penjing.core.models.decoder import Decoder
 from penjing.core.runtime.fused import fuse_decoder
 from penjing.serve.engine.config import KvDtype
-from penjing.serve.engine.sampler import Scores
 from penjing.serve.engine.sequence import Batch, Sequence
 from penjing.serve.runner.kv_pool import allocate_pool
 from penjing.serve.runner.model_step import ModelStep
 from penjing.serve.runner.step_inputs import StepInputs
+from penjing.serve.sampling.choice import StepScores
 
 
 class Runner:
@@ -35,12 +35,12 @@ class Runner:
         self.kv_pool, self.kv_scale = allocate_pool(model.config, num_blocks, block_size, kv_dtype)
         self.inputs = StepInputs(max_tokens, max_sequences, max_model_len, block_size)
 
-    def run(self, batch: Batch, top: int = 0) -> tuple[Scores, list[Sequence]]:
+    def run(self, batch: Batch, largest: bool = False) -> tuple[StepScores, list[Sequence]]:
         """Compute the tokens of `batch` into the KV cache; doing so again changes nothing.
 
         Args:
             batch: the tokens.
-            top: how many of the largest logits of each row suffice; 0: all are wanted. More may come.
+            largest: the largest logit of each row suffices; more may come.
 
         Returns:
             The scores of R sequences, those whose last token was computed, and the sequences.
@@ -48,11 +48,11 @@ class Runner:
         ready = self.inputs.fill(batch)
         tensors = self.inputs.buffers.first(batch.num_tokens, len(batch.chunks), len(ready))
         if self.fused is not None:
-            if top:
-                values_RK, ids_RK = self.fused.step_top(top, *tensors, self.kv_pool, kv_scale=self.kv_scale)
-                return Scores(None, values_RK.numpy(), ids_RK.numpy()), ready
+            if largest:
+                values_R1, ids_R1 = self.fused.step_top(1, *tensors, self.kv_pool, kv_scale=self.kv_scale)
+                return StepScores(None, values_R1.numpy()[:, 0], ids_R1.numpy()[:, 0]), ready
             logits_RV = self.fused.step(*tensors, kv_pool=self.kv_pool, kv_scale=self.kv_scale)
-            return Scores.of_logits(logits_RV.numpy()), ready
+            return StepScores(logits_RV.numpy()), ready
 
         assert self.layers is not None
-        return Scores.of_logits(self.layers(tensors, self.kv_pool, self.kv_scale).numpy()), ready
+        return StepScores(self.layers(tensors, self.kv_pool, self.kv_scale).numpy()), ready

@@ -37,7 +37,7 @@ class StepBuffers:
     def __init__(
         self, max_tokens: int, max_sequences: int, num_table_blocks: int, device: str = "cpu", pinned: bool = False
     ) -> None:
-        lengths = (2 * max_tokens, max_tokens, max_tokens, max_sequences + 1, max_sequences, max_sequences)
+        lengths = (2 * max_tokens, max_tokens, max_tokens, max_sequences + 1, max_sequences, max_tokens)
         sizes = [-(-length // ALIGN) * ALIGN for length in lengths]
         self._numbers = torch.zeros(sum(sizes), dtype=torch.int32, device=device, pin_memory=pinned)
         slots, self.token_ids, self.positions, self.cu_query, self.context_len, self.logit_rows = self._numbers.split(
@@ -82,7 +82,8 @@ class StepInputs:
         self._table_rows: list[tuple[Sequence | None, int, int]] = [(None, 0, 0)] * max_sequences
 
     def fill(self, batch: Batch) -> list[Sequence]:
-        """Write the step's inputs into the buffers; the sequences whose logits are wanted, in order."""
+        """Write the step's inputs into the buffers; for each row whose logits are wanted, in order, its sequence: a
+        prompt that is scored has several."""
         size, ready = self.block_size, []
         token_ids, positions, slots = self._token_ids, self._positions, self._slots
         row = 0
@@ -104,6 +105,11 @@ class StepInputs:
             self._cu_query[i + 1] = row
             self._context_len[i] = end
             self._fill_table_row(i, sequence)
+            if sequence.scores_prompt:
+                first = max(start, sequence.score_from - 1)
+                for position in range(first, min(end, sequence.num_prompt_tokens - 1)):
+                    self._logit_rows[len(ready)] = row - end + position
+                    ready.append(sequence)
             if end == len(sequence.token_ids):
                 self._logit_rows[len(ready)] = row - 1
                 ready.append(sequence)

@@ -17,17 +17,23 @@ from pydantic import Field
 
 from penjing.core.config import Config
 from penjing.core.errors import ConfigError, SetupError
-from penjing.core.files import writing
 from penjing.serve.client.protocol import ENGINE_VARIABLE, MODEL_VARIABLE, PULSE_VARIABLE
 from penjing.serve.families.base import Family
+from penjing.serve.gate.config import FrontConfig
+from penjing.serve.supervisor.confine import confine
 from penjing.serve.supervisor.install import ServerInstall
-from penjing.serve.supervisor.state import log_path, pulse_path, remove_shared_memory, shm_prefix
+from penjing.serve.supervisor.state import opened_log, remove_shared_memory, shm_prefix
 from penjing.serve.triton.pulse import Pulse
 
+LOOPBACK = "127.0.0.1"
 RESTRICTED = "shared-memory,model-repository,trace,logging"
-"""APIs that need a key which nobody gets: a server of 2.51 lets their callers read and write its memory."""
+"""APIs that need a key which nobody can send: their callers read and write a 2.51 server's memory, load code, and
+choose files that it writes."""
+KEY_BYTES = 10_000
+"""Every user of the machine can read the key among the server's arguments. But as 20,000 digits it is longer than gRPC
+(16 KiB) and the server's HTTP (8 KiB) take a header, so that it cannot be sent."""
 EXIT_SECONDS = 5
-QUEUE_SECONDS = 24 * 3600  # of a queue in the server: the supervisor decides how long it may take
+ANSWER_SECONDS = 24 * 3600  # for what runs when the server ends: the supervisor decides how long it may take
 _PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None)
 
@@ -35,10 +41,12 @@ _libc = ctypes.CDLL(None)
 class ServeConfig(Config):
     """Where the server listens and how patient its supervisor is (seconds)."""
 
-    host: str = Field(default="127.0.0.1", description="Address to listen on.")
+    host: str = Field(default=LOOPBACK, description="Address on which gRPC listens.")
     grpc_port: int = Field(default=8001, description="Port of gRPC.")
-    http_port: int = Field(default=8000, description="Port of HTTP.")
-    metrics_port: int = Field(default=8002, description="Port of the metrics for Prometheus.")
+    http_port: int | None = Field(
+        default=None, description="Port of Triton server's own HTTP, on loopback alone. None: it is closed."
+    )
+    metrics_port: int = Field(default=8002, description="Port of the metrics for Prometheus, on loopback alone.")
     start_timeout: float = Field(default=600.0, description="For loading the model and the first token.")
     drain_timeout: float = Field(default=60.0, description="For running answers when the server stops.")
     freeze_after: float = Field(
@@ -49,33 +57,56 @@ class ServeConfig(Config):
         default=5.0, description="Without a sign of life: the server is killed and started again."
     )
     step_timeout: float = Field(default=120.0, description="For one step of the engine: longer counts as hung.")
+    front: FrontConfig | None = Field(default=None, description="The HTTP front before it; None: there is none.")
 
     def ports(self) -> dict[str, int]:
-        """Port by the flag that sets it."""
-        return {"--grpc-port": self.grpc_port, "--http-port": self.http_port, "--metrics-port": self.metrics_port}
+        """Port by the flag that sets it; a closed one is left out."""
+        ports = {"--grpc-port": self.grpc_port, "--http-port": self.http_port, "--metrics-port": self.metrics_port}
+        return {flag: port for flag, port in ports.items() if port is not None}
+
+    def address_of(self, flag: str) -> str:
+        """Where the port of `flag` listens: only gRPC's is for other machines."""
+        return self.host if flag == "--grpc-port" else LOOPBACK
+
+    def address(self, port: int) -> str:
+        """host:port, as clients write it."""
+        return f"[{self.host}]:{port}" if ":" in self.host else f"{self.host}:{port}"
+
+    @property
+    def endpoints(self) -> str:
+        """Where clients find what, for the terminal."""
+        front = "" if self.front is None else f"OpenAI {self.front.url}/v1, "
+        http = "" if self.http_port is None else f"HTTP {LOOPBACK}:{self.http_port}, "
+        return f"{front}gRPC {self.address(self.grpc_port)}, {http}metrics {LOOPBACK}:{self.metrics_port}/metrics"
 
 
 def check_ports(config: ServeConfig) -> None:
     """Raises ConfigError if two ports are the same and SetupError if one is taken, naming port and flag."""
     seen: dict[int, str] = {}
-    for flag, port in config.ports().items():
+    wanted = [(flag, config.address_of(flag), port) for flag, port in config.ports().items()]
+    if config.front is not None:
+        wanted.append(("--openai", config.front.host, config.front.port))
+    for flag, host, port in wanted:
         if port in seen:
             raise ConfigError(f"{seen[port]} and {flag} are both {port}; give each its own port")
         seen[port] = flag
+        _check_port(flag, host, port)
+
+
+def _check_port(flag: str, host: str, port: int) -> None:
+    try:
+        addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except socket.gaierror as error:
+        raise SetupError(f"--host {host!r} is not an address of this machine: {error.strerror}") from None
+    family, kind, protocol, _, address = addresses[0]
+    with socket.socket(family, kind, protocol) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            addresses = socket.getaddrinfo(config.host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-        except socket.gaierror as error:
-            raise SetupError(f"--host {config.host!r} is not an address of this machine: {error.strerror}") from None
-        family, kind, protocol, _, address = addresses[0]
-        with socket.socket(family, kind, protocol) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind(address)
-            except OSError as error:
-                raise SetupError(
-                    f"port {port} ({flag}) on {config.host} cannot be used: {error.strerror}; choose another "
-                    f"with {flag}"
-                ) from None
+            probe.bind(address)
+        except OSError as error:
+            raise SetupError(
+                f"port {port} ({flag}) on {host} cannot be used: {error.strerror}; choose another with {flag}"
+            ) from None
 
 
 @dataclass
@@ -102,16 +133,17 @@ class ServerProcess:
         """Start the server in a session of its own, so that the terminal's Ctrl-C reaches the supervisor alone."""
         port = config.grpc_port
         remove_shared_memory(port)
-        pulse = Pulse(pulse_path(port), create=True)
-        names = {MODEL_VARIABLE: str(model), ENGINE_VARIABLE: engine_json, PULSE_VARIABLE: str(pulse_path(port))}
+        pulse = Pulse()
+        names = {MODEL_VARIABLE: str(model), ENGINE_VARIABLE: engine_json, PULSE_VARIABLE: str(pulse.path)}
         supervisor = os.getpid()
 
-        def die_with_supervisor() -> None:
+        def prepare() -> None:
+            confine()
             _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
             if os.getppid() != supervisor:
                 os._exit(1)
 
-        with writing(log_path(port)), open(log_path(port), "ab") as log:
+        with opened_log(port) as log:
             process = subprocess.Popen(
                 command_line(install, config, family, repository),
                 env=install.environment() | names,
@@ -121,7 +153,7 @@ class ServerProcess:
                 stdout=log,
                 stderr=log,
                 start_new_session=True,
-                preexec_fn=die_with_supervisor,
+                preexec_fn=prepare,
             )
         return cls(config, process, pulse, os.pidfd_open(process.pid))
 
@@ -147,11 +179,11 @@ class ServerProcess:
 
     def stub_is_stopped(self) -> bool:
         """Whether the model's process is stopped by a signal."""
-        try:
-            stat = Path(f"/proc/{self.pulse.stub_pid}/stat").read_text()
-        except (FileNotFoundError, ProcessLookupError):
-            return False
-        return stat.rsplit(")", 1)[1].split()[0] == "T"
+        return _is_stopped(self.pulse.stub_pid)
+
+    def is_stopped(self) -> bool:
+        """Whether the server is stopped by a signal that was not ours."""
+        return not self.frozen and _is_stopped(self.process.pid)
 
     def freeze(self) -> None:
         """Stop answering, health checks included, without ending anything: a short hang costs no request."""
@@ -188,9 +220,20 @@ class ServerProcess:
         remove_shared_memory(self.config.grpc_port)
 
 
+def _is_stopped(pid: int) -> bool:
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return stat.rsplit(")", 1)[1].split()[0] == "T"
+
+
 def command_line(install: ServerInstall, config: ServeConfig, family: Family, repository: Path) -> list[str]:
     """The tritonserver command: one model, explicit control, sensitive APIs closed."""
-    closed = f"{RESTRICTED}:{secrets.token_hex(8)}={secrets.token_hex(16)}"
+    closed = f"{RESTRICTED}:penjing={secrets.token_hex(KEY_BYTES)}"
+    http = ["--allow-http=false"]
+    if config.http_port is not None:
+        http = [f"--http-address={LOOPBACK}", f"--http-port={config.http_port}", f"--http-restricted-api={closed}"]
     return [
         str(install.binary),
         f"--model-repository={repository}",
@@ -199,16 +242,14 @@ def command_line(install: ServerInstall, config: ServeConfig, family: Family, re
         f"--load-model={family.name}",
         "--disable-auto-complete-config",
         f"--grpc-address={config.host}",
-        f"--http-address={config.host}",
-        f"--metrics-address={config.host}",
         f"--grpc-port={config.grpc_port}",
-        f"--http-port={config.http_port}",
+        *http,
+        f"--metrics-address={LOOPBACK}",
         f"--metrics-port={config.metrics_port}",
         f"--grpc-restricted-protocol={closed}",
-        f"--http-restricted-api={closed}",
         f"--backend-config=python,shm-region-prefix-name={shm_prefix(config.grpc_port)}",
         f"--backend-config=python,stub-timeout-seconds={int(config.start_timeout)}",
-        f"--exit-timeout-secs={QUEUE_SECONDS if family.queued_by_server else EXIT_SECONDS}",
+        f"--exit-timeout-secs={ANSWER_SECONDS}",
         "--pinned-memory-pool-byte-size=0",
         "--allow-cpu-metrics=false",
         "--allow-gpu-metrics=false",

@@ -12,13 +12,14 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, fields
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from penjing.core.cache import cache_dir
 from penjing.core.errors import SetupError
 from penjing.core.files import atomic_write_text, writing
 
 SHM_FOLDER = Path("/dev/shm")
+MAX_LOG_BYTES = 16 << 20
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,8 @@ class ServerState:
     supervisor_pid: int
     server_pid: int = 0
     stub_pid: int = 0
+    front_pid: int = 0
+    front_url: str = ""
     restarts: int = 0
     message: str = ""
     log: str = ""
@@ -57,8 +60,9 @@ def errors_path(grpc_port: int) -> Path:
     return run_folder() / f"{grpc_port}.supervisor.log"
 
 
-def pulse_path(grpc_port: int) -> Path:
-    return run_folder() / f"{grpc_port}.pulse"
+def front_log_path(grpc_port: int) -> Path:
+    """The HTTP front's requests, a line each."""
+    return run_folder() / f"{grpc_port}.front.log"
 
 
 def drain_path(grpc_port: int) -> Path:
@@ -86,6 +90,7 @@ def owning(grpc_port: int) -> Iterator[None]:
     folder = run_folder()
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
+        folder.chmod(0o700)  # logs and the state say which models and files there are
         lock = open(folder / f"{grpc_port}.lock", "w")  # noqa: SIM115 (the with below)
     with lock:
         try:
@@ -111,7 +116,7 @@ def clean_up(grpc_port: int) -> None:
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
     remove_shared_memory(grpc_port)
-    for path in (state_path(grpc_port), pulse_path(grpc_port), drain_path(grpc_port)):
+    for path in (state_path(grpc_port), drain_path(grpc_port)):
         path.unlink(missing_ok=True)
     shutil.rmtree(repository_path(grpc_port), ignore_errors=True)
 
@@ -140,8 +145,13 @@ def running_ports() -> list[int]:
     return [port for port in ports if is_running(port)]
 
 
-def write_state(state: ServerState) -> None:
-    atomic_write_text(state_path(state.grpc_port), json.dumps(asdict(state), indent=2) + "\n")
+def write_state(state: ServerState) -> bool:
+    """Write `state`; False where the disk does not take it, which must not end a server that answers."""
+    try:
+        atomic_write_text(state_path(state.grpc_port), json.dumps(asdict(state), indent=2) + "\n")
+    except (SetupError, OSError):
+        return False
+    return True
 
 
 def read_state(grpc_port: int) -> ServerState | None:
@@ -154,9 +164,33 @@ def read_state(grpc_port: int) -> ServerState | None:
 
 
 def append_log(grpc_port: int, line: str) -> None:
-    """Add a line of the supervisor's to the server's log."""
-    with writing(log_path(grpc_port)), open(log_path(grpc_port), "a", encoding="utf-8") as log:
+    """Add a line of the supervisor's to the server's log, if the disk takes it."""
+    with suppress(OSError), open(log_path(grpc_port), "a", encoding="utf-8") as log:
         log.write(f"SUPERVISOR {datetime.now():%Y-%m-%d %H:%M:%S} {line}\n")
+
+
+@contextmanager
+def opened_log(grpc_port: int) -> Iterator[IO[bytes]]:
+    """The server's log to append to; where the disk does not take a file, what is written goes nowhere."""
+    try:
+        log = open(os.open(log_path(grpc_port), os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600), "wb")  # noqa: SIM115
+    except OSError:
+        log = open(os.devnull, "wb")  # noqa: SIM115 (the with below)
+    with log:
+        yield log
+
+
+def rotate_log(path: Path) -> None:
+    """Where a log has more than `MAX_LOG_BYTES`, keep it as NAME.1, in the place of the one before, and empty it. Its
+    writers append, and go on at its start; what they write meanwhile may be lost."""
+    try:
+        if path.stat().st_size <= MAX_LOG_BYTES:
+            return
+        with suppress(OSError):  # a full disk: then what is old is lost
+            shutil.copyfile(path, path.with_name(f"{path.name}.1"))
+        os.truncate(path, 0)
+    except FileNotFoundError:
+        return
 
 
 def tail(path: Path, lines: int = 20) -> str:

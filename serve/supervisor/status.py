@@ -15,10 +15,12 @@ def status_to_terminal() -> None:
     for port in state.running_ports():
         found = state.read_state(port)
         if found is not None:
+            http = f"HTTP {found.http_port}, " if found.http_port else ""
             table[f"port {port}"] = {
                 "state": found.state + (f" ({found.message})" if found.message else ""),
                 "model": found.model,
-                "endpoints": f"gRPC {found.grpc_port}, HTTP {found.http_port}, metrics {found.metrics_port}",
+                "endpoints": f"gRPC {found.grpc_port}, {http}metrics {found.metrics_port}",
+                **({"front": f"{found.front_url}/v1"} if found.front_url else {}),
                 "restarts": found.restarts,
                 "log": found.log,
             }

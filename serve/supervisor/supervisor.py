@@ -11,7 +11,6 @@ import json
 import os
 import signal
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -21,17 +20,21 @@ from pathlib import Path
 from typing import Any
 
 from penjing.core.config import parse_config
-from penjing.core.errors import PenjingError, ServerError
-from penjing.core.files import writing
+from penjing.core.errors import PenjingError, ServerError, SetupError
+from penjing.core.files import atomic_write_text
 from penjing.core.progress import Progress, Silent, progress_bar
 from penjing.serve.families.base import family_at, read_overrides
+from penjing.serve.front.process import check_front
 from penjing.serve.supervisor import state
+from penjing.serve.supervisor.detach import READY, detach_supervisor
 from penjing.serve.supervisor.install import ServerInstall, install
+from penjing.serve.supervisor.kept_front import KeptFront
 from penjing.serve.supervisor.process import EXIT_SECONDS, ServeConfig, ServerProcess, check_ports
 from penjing.serve.supervisor.vigil import Vigil
 from penjing.serve.triton.pulse import Command, Phase
 
 POLL_SECONDS = 0.05
+FILES_SECONDS = 1.0
 CANARY_SECONDS = 30.0  # for the first answer
 STABLE_SECONDS = 60.0  # after which a crash is news and not a loop
 MAX_BACKOFF_SECONDS = 30.0
@@ -39,8 +42,9 @@ GIVE_UP_SECONDS = 3.0
 FIRST_BEAT_SECONDS = 60.0  # from the server's start to the model's process: 1 s, more where the disk is slow
 LOADING_BEAT_SECONDS = 60.0  # without a sign of life while the model is loaded
 MAX_LOST_STARTS = 3
+REFUSE_SECONDS = 0.2  # until the model refuses by itself, and asks nothing of a server that ends
 FLUSH_SECONDS = 0.2  # for the last responses to leave the server's buffers
-READY, NOT_READY = "ready", "not ready"
+NOT_READY = "not ready"
 
 
 def serve(
@@ -55,7 +59,7 @@ def serve(
     Raises:
         InputError: `model` is not a checkpoint or artifact.
         ConfigError: a wrong engine setting, a device that is not there, two equal ports.
-        SetupError: a port is in use, the machine cannot run Triton server, another supervisor has this port.
+        SetupError: a port is in use, the machine cannot run Triton server or front, another supervisor has the port.
         ServerError: the model could not be loaded, or the server keeps dying; the message has the log's end.
     """
     config = config or ServeConfig()
@@ -66,11 +70,13 @@ def serve(
     if state.is_running(config.grpc_port):
         with state.owning(config.grpc_port):  # raises, with the right words
             pass
+    if config.front is not None:
+        check_front(config.front)
     check_ports(config)
     with progress_bar() as progress:
         server = install(progress)
         if detach:
-            _detach(model, config, engine_json, progress)
+            detach_supervisor(model, config, engine_json, progress)
         else:
             with state.owning(config.grpc_port):
                 _Supervisor(server, model, config, engine_json, progress).run()
@@ -87,9 +93,8 @@ def stop(grpc_port: int = 8001, *, timeout: float = 30.0) -> None:
         state.clean_up(grpc_port)
         print(f"no penjing server runs on gRPC port {grpc_port}", file=sys.stderr)
         return
-    from penjing.core.files import atomic_write_text
-
-    atomic_write_text(state.drain_path(grpc_port), f"{timeout}\n")
+    with suppress(SetupError):  # the disk is full: the server takes its own time
+        atomic_write_text(state.drain_path(grpc_port), f"{timeout}\n")
     for number, patience in ((signal.SIGTERM, timeout + 15.0), (signal.SIGTERM, 10.0), (signal.SIGKILL, 5.0)):
         with suppress(ProcessLookupError):
             os.kill(found.supervisor_pid, number)
@@ -117,35 +122,49 @@ class _Supervisor:
         self.engine_json, self.progress = engine_json, progress
         self.family = family_at(model)
         self.settings = parse_config(self.family.settings, json.loads(engine_json), "--set")
+        self.front = KeptFront(config, model, self.family.name, self.settings)
         self.stops = 0  # signals received: one drains, two end at once
+        self._saved, self._kept_files = True, 0.0
         self.state = state.ServerState(
             state="starting",
             model=str(model),
             host=config.host,
             grpc_port=config.grpc_port,
-            http_port=config.http_port,
+            http_port=config.http_port or 0,
             metrics_port=config.metrics_port,
             supervisor_pid=os.getpid(),
             log=str(state.log_path(config.grpc_port)),
+            front_url="" if config.front is None else config.front.url,
         )
 
     def run(self) -> None:
         """Returns after a stop; raises ServerError if the first start fails."""
+        os.umask(0o077)
         state.log_path(self.config.grpc_port).unlink(missing_ok=True)
         self.progress.start(f"loading {self.model.name}", 1)
         with self._signals() as self.wake_fd:
             try:
+                self.front.start()
                 self._run_servers()
             except PenjingError as error:
                 self._note("failed", str(error))
                 raise
+            finally:
+                self.front.end()
+
+    def _keep_front(self) -> None:
+        if (line := self.front.keep(starting=self.state.state == "starting")) is not None:
+            self._say(line)
+            state.append_log(self.config.grpc_port, line)
+        if self.front.pid != self.state.front_pid:
+            self._note(self.state.state, self.state.message, front_pid=self.front.pid)
 
     def _run_servers(self) -> None:
         backoff, was_ready, lost_starts = 0.0, False, 0
+        scratch = state.repository_path(self.config.grpc_port)
+        repository = self.family.repository(self.model, self.settings, scratch)  # once: a disk may be full later
         while not self.stops:
             self._note("starting" if not was_ready else "restarting", self.state.message)
-            scratch = state.repository_path(self.config.grpc_port)
-            repository = self.family.repository(self.model, self.settings, scratch)
             server = ServerProcess.start(
                 self.install, self.config, self.family, repository, self.model, self.engine_json
             )
@@ -175,7 +194,7 @@ class _Supervisor:
             backoff = 0.0 if stable else backoff
             self._note("restarting", str(failure), restarts=self.state.restarts + 1, server_pid=0, stub_pid=0)
             line = f"{failure}; restarting" + (f" in {backoff:.0f} s" if backoff else "")
-            self.progress.note(line)
+            self._say(line)
             state.append_log(self.config.grpc_port, line)
             self._sleep(backoff)
             backoff = min(max(1.0, 2 * backoff), MAX_BACKOFF_SECONDS)
@@ -184,6 +203,7 @@ class _Supervisor:
         """None once the whole path from gRPC to the engine has given a token, or a stop was asked; else what failed."""
         started = time.monotonic()
         while not self.stops:
+            self._keep_front()
             if (failure := server.wait(POLL_SECONDS, self.wake_fd)) is not None:
                 return failure
             if server.pulse.phase is Phase.FAILED:  # the reason is on its way to the log
@@ -204,7 +224,10 @@ class _Supervisor:
         config, pulse = self.config, server.pulse
         looked = time.monotonic()
         vigil = Vigil(config)
+        stopped_at: float | None = None
         while not self.stops:
+            self._keep_front()
+            self._keep_files()
             if (failure := server.wait(POLL_SECONDS, self.wake_fd)) is not None:
                 return failure
             now = time.monotonic()
@@ -217,7 +240,11 @@ class _Supervisor:
                 return f"the model's process has hung for {age:.1f} s"
             if (age := pulse.loop_age()) > config.step_timeout:
                 return f"a step of the engine has taken {age:.0f} s"
+            stopped_at = (stopped_at or now) if server.is_stopped() else None
+            if stopped_at is not None and now - stopped_at > config.hang_timeout:
+                return f"the server has been stopped for {now - stopped_at:.1f} s"
             silent = vigil.should_be_silent(now, pulse.beat_age(), server.stub_is_stopped())
+            self._note_readiness(server)
             if silent and not server.frozen:
                 server.freeze()
                 self._note(NOT_READY, "the model's process shows no sign of life")
@@ -226,17 +253,27 @@ class _Supervisor:
                 self._note(READY, "")
         return None
 
+    def _note_readiness(self, server: ServerProcess) -> None:
+        """The front asks for a token every two seconds; without one for ten the server is not ready, whatever beats."""
+        if self.state.state == READY and not self.front.ready:
+            self._note(NOT_READY, "no token has come back through the front")
+        elif self.state.state == NOT_READY and self.front.ready and not server.frozen:
+            self._note(READY, "")
+
     def _drain(self, server: ServerProcess) -> None:
         """Finish what runs, refuse what comes, end the server."""
         timeout = self._drain_seconds()
         self._note("draining", "")
+        self.front.drain()
         server.thaw()
         if self.family.queued_by_server:
             return self._drain_queue(server, timeout)
         if server.pulse.stub_pid and server.pulse.phase is Phase.SERVING:
             owed = server.pulse.unanswered
-            self.progress.note(f"stopping: {owed} running answers have {timeout:.0f} s; Ctrl-C again ends them now")
+            self._say(f"stopping: {owed} running answers have {timeout:.0f} s; Ctrl-C again ends them now")
             server.pulse.command = Command.DRAIN
+            self._drained(server, REFUSE_SECONDS, cut_short=False)
+            server.ask_to_end()  # its health is bad from now on, and what runs still gets its answer
             if not self._drained(server, timeout):
                 server.pulse.command = Command.ABORT
                 self._drained(server, 2.0, cut_short=False)
@@ -246,7 +283,9 @@ class _Supervisor:
     def _drain_queue(self, server: ServerProcess, timeout: float) -> None:
         """Let Triton server, which holds the queue, answer it. For a request that it has lost, as it may when a client
         cancels, it would wait without an end: seconds without a batch say that nothing else is left."""
-        self.progress.note(f"stopping: running requests have {timeout:.0f} s; Ctrl-C again ends them now")
+        self._say(f"stopping: running requests have {timeout:.0f} s; Ctrl-C again ends them now")
+        server.pulse.command = Command.DRAIN  # it asks nothing of a server that ends
+        time.sleep(REFUSE_SECONDS)
         server.ask_to_end()
         busy_at = now = time.monotonic()
         deadline = now + timeout
@@ -274,23 +313,22 @@ class _Supervisor:
         self._note(READY, "", stub_pid=server.pulse.stub_pid)
         if first:
             self.progress.advance()
-        self.progress.note(f"{self.model.name} is ready: {_endpoints(self.config)}")
+        self._say(f"{self.model.name} is ready: {self.config.endpoints}")
 
     def _accepts_connections(self) -> bool:
         """Whether every port is open: Triton server opens them one after the other."""
         try:
-            for port in self.config.ports().values():
-                socket.create_connection((self.config.host, port), timeout=1).close()
+            for flag, port in self.config.ports().items():
+                socket.create_connection((self.config.address_of(flag), port), timeout=1).close()
         except OSError:
             return False
-        return True
+        return self.front.answers()
 
     def _canary(self) -> str | None:
         """Ask the model as a client would; what failed, in words."""
         from penjing.serve.client.client import Client
 
-        host = f"[{self.config.host}]" if ":" in self.config.host else self.config.host
-        with Client(f"{host}:{self.config.grpc_port}", model=self.family.name, retries=0) as client:
+        with Client(self.config.address(self.config.grpc_port), model=self.family.name, retries=0) as client:
             try:
                 self.family.ask(client, CANARY_SECONDS)
             except PenjingError as error:
@@ -299,7 +337,20 @@ class _Supervisor:
 
     def _note(self, name: str, message: str, **changes: Any) -> None:
         self.state = replace(self.state, state=name, message=message, **changes)
-        state.write_state(self.state)
+        self._saved = state.write_state(self.state)
+
+    def _say(self, line: str) -> None:
+        with suppress(OSError):  # a terminal that is gone, or a file on a full disk
+            self.progress.note(line)
+
+    def _keep_files(self) -> None:
+        """Once a second: bound the log, and write a state that a full disk did not take."""
+        if (now := time.monotonic()) < self._kept_files + FILES_SECONDS:
+            return
+        self._kept_files = now
+        state.rotate_log(state.log_path(self.config.grpc_port))
+        if not self._saved:
+            self._saved = state.write_state(self.state)
 
     def _sleep(self, seconds: float) -> None:
         deadline = time.monotonic() + seconds
@@ -325,49 +376,6 @@ class _Supervisor:
                 signal.signal(number, handler)
             os.close(reader)
             os.close(writer)
-
-
-def _detach(model: Path, config: ServeConfig, engine_json: str, progress: Progress) -> None:
-    """Start a supervisor in the background and wait until its server is ready."""
-    command = [
-        sys.executable,
-        "-m",
-        "penjing.serve.supervisor.supervisor",
-        str(model),
-        config.model_dump_json(),
-        engine_json,
-    ]
-    progress.start(f"loading {model.name}", 1)
-    port = config.grpc_port
-    errors = state.errors_path(port)
-    with writing(errors):
-        errors.parent.mkdir(parents=True, exist_ok=True)
-        with open(errors, "wb") as stderr:
-            process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=stderr, stderr=stderr, start_new_session=True
-            )
-    try:
-        while True:
-            found = state.read_state(port)
-            if found is not None and found.supervisor_pid == process.pid and found.state == READY:
-                break
-            if process.poll() is not None:
-                reason = errors.read_text(encoding="utf-8", errors="replace").strip()
-                raise ServerError(reason.removeprefix("error: ") or "the supervisor ended without a word")
-            time.sleep(POLL_SECONDS)
-    except KeyboardInterrupt:
-        process.terminate()
-        raise
-    progress.advance()
-    flag = "" if port == 8001 else f" --grpc-port {port}"
-    progress.note(f"{model.name} is ready: {_endpoints(config)}; end it with 'penjing stop{flag}'")
-
-
-def _endpoints(config: ServeConfig) -> str:
-    host = config.host
-    return (
-        f"gRPC {host}:{config.grpc_port}, HTTP {host}:{config.http_port}, metrics {host}:{config.metrics_port}/metrics"
-    )
 
 
 def _main(arguments: list[str]) -> int:

@@ -18,11 +18,11 @@ def temporary_server(model: Path, overrides: list[str] | None = None) -> Iterato
     Raises:
         PenjingError: as of `serve`.
     """
-    probes = [socket.create_server(("127.0.0.1", 0)) for _ in range(3)]
-    grpc_port, http_port, metrics_port = (probe.getsockname()[1] for probe in probes)
+    probes = [socket.create_server(("127.0.0.1", 0)) for _ in range(2)]
+    grpc_port, metrics_port = (probe.getsockname()[1] for probe in probes)
     for probe in probes:
         probe.close()
-    config = ServeConfig(grpc_port=grpc_port, http_port=http_port, metrics_port=metrics_port)
+    config = ServeConfig(grpc_port=grpc_port, metrics_port=metrics_port)
     try:
         serve(model, config, detach=True, engine_overrides=overrides)
         yield f"127.0.0.1:{grpc_port}"

@@ -14,13 +14,15 @@ from typing import Any
 import numpy as np
 
 from penjing.core.config import parse_config
-from penjing.core.errors import OverloadedError, PenjingError, RequestError, ServerError
+from penjing.core.errors import OverloadedError, PenjingError, RequestError, ServerError, UnavailableError
 from penjing.serve.client.protocol import PING, PULSE_VARIABLE
 from penjing.serve.engine.config import EngineConfig
 from penjing.serve.engine.loop import EngineLoop
-from penjing.serve.engine.request import Request, RequestOutput, SamplingParams
+from penjing.serve.engine.request import Request, RequestOutput
 from penjing.serve.runner.load import load_engine
-from penjing.serve.triton.metrics import EngineMetrics
+from penjing.serve.sampling.params import SamplingParams
+from penjing.serve.triton.intake import Intake
+from penjing.serve.triton.metrics import EngineMetrics, Refusals
 from penjing.serve.triton.pulse import Command, Phase, Pulse
 from penjing.serve.triton.reply import Outbox, Reply, send_error
 from penjing.serve.triton.settings import read_settings
@@ -32,6 +34,7 @@ METRICS_SECONDS = 0.25
 WORK_SHARE = 0.1  # of a thread's time: a look costs 30 to 100 µs a request, an observation 20 µs
 MAX_PAUSE_SECONDS = 0.5
 CANARY_SECONDS = 120.0
+MAX_LIVE = 100_000  # requests that are unanswered; what waits in the engine is bounded far below
 
 log = logging.getLogger(__name__)
 
@@ -55,8 +58,10 @@ class LLMAdapter:
         self._refusing = False
         self._loop: EngineLoop | None = None
         self._metrics: EngineMetrics | None = None
+        self._refusals = Refusals()
         self._live: dict[str, Reply] = {}
         self._num_requests = 0
+        self._intake = Intake()
         self._stopping = threading.Event()
         pulse = os.environ.get(PULSE_VARIABLE)
         self._pulse = Pulse(Path(pulse)) if pulse else None
@@ -99,18 +104,27 @@ class LLMAdapter:
             sender = request.get_response_sender()
             try:
                 self._accept(request, sender)
-            except PenjingError as error:
-                send_error(self._pb_utils, sender, error)
-            except Exception as error:  # a defect of ours, in one request
-                log.exception("a request could not be read")
-                send_error(self._pb_utils, sender, ServerError(f"{type(error).__name__}: {error}"))
+            except Exception as error:
+                self._refuse(sender, error)
+
+    def _refuse(self, sender: Any, error: Exception) -> None:
+        if not isinstance(error, PenjingError):  # a defect of ours, in one request
+            log.error("a request could not be read", exc_info=error)
+            error = ServerError(f"{type(error).__name__}: {error}")
+        elif isinstance(error, ServerError):  # it drains or has failed: another server, or this one later, can answer
+            error = UnavailableError(str(error))
+        self._refusals.count(error)
+        send_error(self._pb_utils, sender, error)
 
     def finalize(self) -> None:
         """Called when the model is unloaded; Triton server has then waited for the running answers."""
+        self._intake.stop()
         if self._loop is not None:
             self._loop.stop()
             self._outbox.stop()
+            self._phase = Phase.DRAINED
         self._stop_threads()
+        self._beat()
 
     def _accept(self, request: Any, sender: Any) -> None:
         # Tensors live in memory that the server takes back when `execute` returns: everything is read here.
@@ -119,34 +133,62 @@ class LLMAdapter:
         if parameters and json.loads(parameters).get(PING) is True:
             return self._answer_ping(sender)
         inputs = {tensor.name(): np.asarray(tensor.as_numpy()) for tensor in request.inputs()}
-        call = read_call(inputs, parameters)
+        call = read_call(inputs, parameters, self._loop.engine.preparer.max_prompt_bytes)
         if call.messages is not None and self._chat_template is None:
             raise RequestError("this model has no chat template; send text_input instead of messages")
-        if call.messages is not None:
-            assert self._chat_template is not None
-            prompt = self._chat_template.render(call.messages)
-        else:
-            prompt = call.prompt or ""
+        if len(self._live) >= MAX_LIVE:
+            raise OverloadedError(f"{len(self._live)} requests are unanswered, at most {MAX_LIVE} may be; retry in 1 s")
         self._num_requests += 1
-        reply = Reply(str(self._num_requests), call, prompt, sender, request.timeout())
+        reply = Reply(str(self._num_requests), call, sender, request.timeout())
         self._live[reply.request_id] = reply
         try:
-            self._loop.submit(
-                Request(reply.request_id, prompt, call.params, add_special=call.messages is None),
+            self._intake.run(call.num_bytes, lambda: self._submit(reply), quick=call.params.guided is None)
+        except OverloadedError as error:
+            self._end_unsubmitted(reply, error)
+
+    def _submit(self, reply: Reply) -> None:
+        """Hand a request to the engine, on any thread; what is wrong with it becomes its answer."""
+        call, loop = reply.call, self._loop
+        assert loop is not None, "there is one as long as requests come"
+        try:
+            if call.messages is not None:
+                assert self._chat_template is not None, "looked at in _accept"
+                prompt = reply.prompt = self._chat_template.render(call.messages, **call.template)
+            else:
+                prompt = call.prompt or ""
+                reply.prompt = prompt if isinstance(prompt, str) else loop.engine.tokenizer.decode(prompt)
+            loop.submit(
+                Request(
+                    reply.request_id,
+                    prompt,
+                    call.params,
+                    add_special=call.messages is None,
+                    key=call.key,
+                    priority=call.priority,
+                ),
                 lambda outputs: self._outbox.put(reply, outputs),
             )
         except Exception as error:
-            reply.close()
-            reply.sender = None
-            del self._live[reply.request_id]
-            if isinstance(error, ServerError):  # it drains or has failed: another server, or this one later, can answer
-                raise OverloadedError(str(error)) from None
-            raise
+            self._end_unsubmitted(reply, error)
+            return
+        if reply.client_left or reply.ended_by is not None:  # while the prompt was read, when the engine knew nothing
+            loop.cancel(reply.request_id)
+
+    def _end_unsubmitted(self, reply: Reply, error: Exception) -> None:
+        reply.close()
+        sender, reply.sender = reply.sender, None
+        del self._live[reply.request_id]
+        if reply.client_left:
+            send_error(self._pb_utils, sender, None)
+        elif reply.ended_by is not None:  # counted when that was found
+            send_error(self._pb_utils, sender, reply.ended_by)
+        else:
+            self._refuse(sender, error)
 
     def _answer_ping(self, sender: Any) -> None:
         assert self._loop is not None
         if self._refusing or self._loop.failure:
-            raise OverloadedError(f"the engine takes no requests: {self._loop.failure or 'it is shutting down'}")
+            raise UnavailableError(f"the engine takes no requests: {self._loop.failure or 'it is shutting down'}")
         tensor = self._pb_utils.Tensor("text_output", np.array([b""], dtype=np.object_))
         response = self._pb_utils.InferenceResponse(output_tensors=[tensor])
         sender.send(response, flags=self._pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
@@ -191,9 +233,9 @@ class LLMAdapter:
         pulse.beat(loop_beat=beat, phase=self._phase, unanswered=len(self._live))
 
     def _show_metrics(self) -> None:
-        # Once drained nothing is asked of the server: while it unloads the model, a call would never return.
-        if self._metrics is not None and self._loop is not None and self._phase is not Phase.DRAINED:
-            self._metrics.update(self._loop.stats(), self._loop.take_samples())
+        # From a drain on nothing is asked of the server: while it unloads the model, a call would never return.
+        if self._metrics is not None and self._loop is not None and not self._refusing:
+            self._metrics.update(self._loop.stats(), self._loop.take_samples(), self._refusals.snapshot())
 
     def _drop_ended(self) -> None:
         """Cancel the requests whose client has left or whose time is up."""
@@ -208,6 +250,7 @@ class LLMAdapter:
                 loop.cancel(reply.request_id)
             elif reply.deadline is not None and time.monotonic() > reply.deadline:
                 reply.ended_by = OverloadedError("the request's timeout passed before the answer was complete")
+                self._refusals.count(None)
                 loop.cancel(reply.request_id)
 
 

@@ -17,33 +17,38 @@ import numpy as np
 
 from penjing.core.config import parse_config
 from penjing.core.errors import InputError, OverloadedError, PenjingError, ServerError
-from penjing.serve.client.errors import code_of
+from penjing.serve.client.errors import code_of, message_of
 from penjing.serve.client.protocol import PING
 from penjing.serve.engine.config import BatchConfig
 from penjing.serve.families.base import BatchModel, family_at
+from penjing.serve.triton.batch_metrics import BatchMetrics, BatchSamples
 from penjing.serve.triton.lifecycle import Life
+from penjing.serve.triton.metrics import Refusals
 from penjing.serve.triton.pulse import Phase
 from penjing.serve.triton.settings import read_settings
 
 log = logging.getLogger(__name__)
+METRICS_SECONDS = 0.25
 EXPIRY_SECONDS = 0.1  # while a batch runs, requests that have waited too long are looked for so often
 
 
 @dataclass
 class _Waiting:
-    """A request that is not computed yet; `until` is when it has waited too long (monotonic seconds)."""
+    """A request that is not computed yet; `arrived`, and `until`, when it has waited too long (monotonic seconds)."""
 
     sender: Any
     prepared: Any
+    arrived: float
     until: float
 
 
 @dataclass
 class _Batch:
-    """`wait` gives an answer, or an error, for each of `senders`."""
+    """`wait` gives an answer, or an error, for each of `requests`; `begun_at` is when it began (monotonic seconds)."""
 
-    senders: list[Any]
+    requests: list[_Waiting]
     wait: Callable[[], Sequence[Any]]
+    begun_at: list[float]
 
 
 class BatchAdapter:
@@ -77,11 +82,15 @@ class BatchAdapter:
             self._waiting: deque[_Waiting] = deque()
             self._changed, self._finalizing = threading.Condition(), False
             self._started: queue.SimpleQueue[_Batch | None] = queue.SimpleQueue()
+            self._refusals, self._samples, self._batch_seconds = Refusals(), BatchSamples(), 0.0
+            self._metrics = _metrics(pb_utils, str(args.get("model_name", family.name)))
+            self._ending = threading.Event()
             self._threads = [
                 threading.Thread(target=work, name=f"penjing-{name}", daemon=True)
                 for name, work in (("batcher", self._start_batches), ("sender", self._send_answers))
             ]
-            for thread in self._threads:
+            self._shower = threading.Thread(target=self._show_metrics, name="penjing-metrics", daemon=True)
+            for thread in (*self._threads, self._shower):
                 thread.start()
         except BaseException:
             self._life.end(Phase.FAILED)  # a last word to the supervisor: Triton server can take long to give up
@@ -96,7 +105,9 @@ class BatchAdapter:
         for request in requests:
             sender = request.get_response_sender()
             if len(self._waiting) >= most:  # nobody else adds; refused before its tensors are copied
-                self._refuse(sender, OverloadedError(f"the queue is full: {most} requests wait"))
+                seconds = max(1, math.ceil(most / self._config.max_batch_size * self._batch_seconds))
+                message = f"the queue is full: {most} requests wait; retry in {seconds} s"
+                self._refuse(sender, OverloadedError(message, seconds))
                 continue
             prepared = self._prepare(request)
             if isinstance(prepared, PenjingError):
@@ -104,7 +115,7 @@ class BatchAdapter:
                 continue
             seconds = min(self._config.queue_timeout, (request.timeout() or math.inf) / 1e6)
             with self._changed:
-                self._waiting.append(_Waiting(sender, prepared, time.monotonic() + seconds))
+                self._waiting.append(_Waiting(sender, prepared, now := time.monotonic(), now + seconds))
                 self._changed.notify()
 
     def finalize(self) -> None:
@@ -112,12 +123,15 @@ class BatchAdapter:
         with self._changed:
             self._finalizing = True
             self._changed.notify()
+        self._ending.set()
+        self._shower.join(2)  # it may wait in vain for a server that ends
         for thread in self._threads:
             thread.join()
         self._life.end(Phase.DRAINED)
 
-    def _refuse(self, sender: Any, error: PenjingError) -> None:
+    def _refuse(self, sender: Any, error: PenjingError, *, late: bool = False) -> None:
         """Now, from whichever thread: answers of batches that run are not waited for."""
+        self._refusals.count(None if late else error)
         self._send(sender, error)
         self._life.answered(1)
 
@@ -129,14 +143,15 @@ class BatchAdapter:
 
     def _start_batches(self) -> None:
         while (batch := self._next_batch()) is not None:
-            begun = threading.Event()
+            begun, begun_at = threading.Event(), list[float]()
 
-            def on_begun(begun: threading.Event = begun) -> None:
+            def on_begun(begun: threading.Event = begun, begun_at: list[float] = begun_at) -> None:
+                begun_at.append(time.monotonic())
                 self._life.began()
                 begun.set()
 
             wait = self._start([each.prepared for each in batch], on_begun)
-            self._started.put(_Batch([each.sender for each in batch], wait))
+            self._started.put(_Batch(batch, wait, begun_at))
             while not begun.wait(EXPIRY_SECONDS):
                 self._refuse_late()
         self._started.put(None)
@@ -167,15 +182,39 @@ class BatchAdapter:
             if late:
                 self._waiting = deque(each for each in self._waiting if now <= each.until)
         for each in late:
-            self._refuse(each.sender, OverloadedError("timeout expired: the request has waited too long"))
+            self._refuse(each.sender, OverloadedError("timeout expired: the request has waited too long"), late=True)
 
     def _send_answers(self) -> None:
         while (batch := self._started.get()) is not None:
             answers = batch.wait()
             self._life.ended()
-            for sender, answer in zip(batch.senders, answers, strict=True):
-                self._send(sender, answer)
-            self._life.answered(len(batch.senders))
+            self._note(batch)
+            for request, answer in zip(batch.requests, answers, strict=True):
+                if isinstance(answer, PenjingError):
+                    self._refusals.count(answer)
+                else:
+                    self._samples.answered += 1
+                self._send(request.sender, answer)
+            self._life.answered(len(batch.requests))
+
+    def _note(self, batch: _Batch) -> None:
+        """What the metrics show of a batch that has just ended."""
+        begun_at = batch.begun_at[0]
+        self._batch_seconds = time.monotonic() - begun_at
+        self._samples.note("batch_time_seconds", self._batch_seconds)
+        self._samples.note("batch_rows", sum(len(each.prepared) for each in batch.requests))
+        for each in batch.requests:
+            self._samples.note("request_queue_time_seconds", begun_at - each.arrived)
+
+    def _show_metrics(self) -> None:
+        """From a drain on nothing is asked of the server: while it unloads the model, a call would never return."""
+        while self._metrics is not None and not (self._ending.wait(METRICS_SECONDS) or self._life.ending):
+            waiting = len(self._waiting)
+            running = max(0, self._life.unanswered - waiting)
+            try:
+                self._metrics.update(waiting, running, self._samples, self._refusals.snapshot())
+            except Exception:  # one failed observation must not be the last
+                log.exception("showing the metrics failed")
 
     def _prepare(self, request: Any) -> Any:
         """What the model makes of the request, or the error that answers it."""
@@ -212,9 +251,17 @@ class BatchAdapter:
         if isinstance(answer, PenjingError):
             codes = self._pb_utils.TritonError
             status = getattr(codes, code_of(answer).server)
-            return self._pb_utils.InferenceResponse(error=codes(str(answer), status))
+            return self._pb_utils.InferenceResponse(error=codes(message_of(answer), status))
         tensors = [self._pb_utils.Tensor(name, array) for name, array in answer.items()]
         return self._pb_utils.InferenceResponse(output_tensors=tensors)
+
+
+def _metrics(pb_utils: Any, model_name: str) -> BatchMetrics | None:
+    try:
+        return BatchMetrics(pb_utils, model_name)
+    except pb_utils.TritonModelException as error:
+        log.warning("Triton server takes no metrics (started with --allow-metrics=false?): %s", error)
+        return None
 
 
 def _failures(error: Exception, requests: int) -> list[PenjingError]:

@@ -9,7 +9,7 @@ from collections import deque
 from pathlib import Path
 
 from penjing.serve.client.protocol import PULSE_VARIABLE
-from penjing.serve.triton.pulse import Phase, Pulse
+from penjing.serve.triton.pulse import Command, Phase, Pulse
 
 BEAT_SECONDS = 0.05
 
@@ -36,6 +36,16 @@ class Life:
     def ended(self) -> None:
         """The oldest batch that runs is done."""
         self._running.popleft()
+
+    @property
+    def ending(self) -> bool:
+        """Whether the supervisor has said that the server ends."""
+        return self._pulse is not None and self._pulse.command is not Command.SERVE
+
+    @property
+    def unanswered(self) -> int:
+        """Requests that came and have no answer yet."""
+        return self._unanswered
 
     def owe(self, num_requests: int) -> None:
         """Count requests that came."""

@@ -44,21 +44,27 @@ class Command(IntEnum):
 
 
 class Pulse:
-    """The page. Times are seconds of `time.monotonic`, which all processes of a machine share."""
+    """The page. Times are seconds of `time.monotonic`, which all processes of a machine share.
 
-    def __init__(self, path: Path, *, create: bool = False) -> None:
-        descriptor = os.open(path, os.O_RDWR | (os.O_CREAT | os.O_TRUNC if create else 0), 0o600)
-        try:
-            if create:
-                os.ftruncate(descriptor, _SIZE)
-            self._memory = mmap.mmap(descriptor, _SIZE)
-        finally:
-            os.close(descriptor)
+    Args:
+        path: what another process's `path` said; None makes a page, in memory, where no full disk is in its way.
+    """
+
+    def __init__(self, path: Path | None = None) -> None:
+        if path is None:
+            self._descriptor = os.memfd_create("penjing-pulse")
+            os.ftruncate(self._descriptor, _SIZE)
+        else:
+            self._descriptor = os.open(path, os.O_RDWR)
+        self.path = path or Path(f"/proc/{os.getpid()}/fd/{self._descriptor}")
+        """For processes of the same user, as long as this one has it open."""
+        self._memory = mmap.mmap(self._descriptor, _SIZE)
         self._numbers = memoryview(self._memory).cast("q")
 
     def close(self) -> None:
         self._numbers.release()
         self._memory.close()
+        os.close(self._descriptor)
 
     def beat(self, *, loop_beat: float, phase: Phase, unanswered: int) -> None:
         """The model lives: `loop_beat` is when its engine loop last passed, `unanswered` how many requests it owes."""

@@ -8,8 +8,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from penjing.core.errors import OverloadedError, PenjingError, ServerError
-from penjing.serve.client.errors import code_of
+from penjing.core.errors import PenjingError, ServerError, UnavailableError
+from penjing.serve.client.errors import code_of, message_of
 from penjing.serve.engine.request import RequestOutput
 from penjing.serve.triton.tensors import Call, OutputTensors
 
@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 class Reply:
     """What is owed to one request. It ends with exactly one FINAL response, whatever happens."""
 
-    def __init__(self, request_id: str, call: Call, prompt: str, sender: Any, timeout_us: int) -> None:
+    def __init__(self, request_id: str, call: Call, sender: Any, timeout_us: int) -> None:
         self.request_id = request_id
         self.call = call
         self.sender: Any = sender
@@ -32,7 +32,9 @@ class Reply:
         self.client_left = False
         self.started = False
         """Whether outputs have been sent."""
-        self._tensors = OutputTensors(call, prompt)
+        self.prompt = ""
+        """Its text, which begins the answer where a client wants that."""
+        self._tensors = OutputTensors(call)
         self._unfinished = call.params.n
         self._kept: list[RequestOutput] = []
         self._closing = threading.Lock()
@@ -70,7 +72,7 @@ class Reply:
 
     def tensors(self, outputs: list[RequestOutput]) -> dict[str, Any]:
         """Tensors by name of a response with `outputs`."""
-        return self._tensors.build(outputs)
+        return self._tensors.build(outputs, self.prompt)
 
     def _worth_sending(self) -> bool:
         # A token whose text is held back (half a character, perhaps a stop string) says nothing by itself.
@@ -157,7 +159,7 @@ def _failure(reply: Reply, outputs: list[RequestOutput]) -> PenjingError | None:
     if "error" in reasons:
         return ServerError(reasons["error"] or "the engine failed")
     if "abort" in reasons and not reply.client_left:
-        return reply.ended_by or OverloadedError("the server shuts down before this answer was complete; try again")
+        return reply.ended_by or UnavailableError("the server shuts down before this answer was complete; try again")
     return None
 
 
@@ -167,7 +169,6 @@ def send_error(pb_utils: Any, sender: Any, error: BaseException | None) -> None:
     if error is None:
         status, message = codes.CANCELLED, "the request was cancelled"
     else:
-        code = code_of(error)
-        status, message = getattr(codes, code.server), f"{code.name}: {error}"
+        status, message = getattr(codes, code_of(error).server), message_of(error)
     response = pb_utils.InferenceResponse(error=codes(message, status))
     sender.send(response, flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)

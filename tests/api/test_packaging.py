@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
-STAGES = ("kernels", "core", "train", "compress", "serve", "model_repository", "recipes")
+STAGES = ("kernels", "core", "train", "compress", "curate", "serve", "model_repository", "recipes")
 
 
 def setuptools() -> dict[str, Any]:

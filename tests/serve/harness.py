@@ -62,12 +62,14 @@ class Harness:
     def fits(self, num_tokens: int) -> bool:
         return self.scheduler.peak_blocks(num_tokens) <= self.blocks.num_usable
 
-    def add(self, prompt: Ids[int], num_output_tokens: int, n: int = 1) -> list[Sequence]:
+    def add(
+        self, prompt: Ids[int], num_output_tokens: int, n: int = 1, key: str = "", priority: int = 0
+    ) -> list[Sequence]:
         """Queue `n` sequences with one prompt; they must fit the cache one by one."""
         assert self.fits(len(prompt) + num_output_tokens)
         self.num_added += 1
-        first = Sequence(f"request-{self.num_added}", list(prompt))
-        first.forks = [Sequence(first.request_id, list(prompt), i, fork_of=first) for i in range(1, n)]
+        first = Sequence(f"request-{self.num_added}", list(prompt), key=key, priority=priority)
+        first.forks = [Sequence(first.request_id, list(prompt), i, first, key, priority) for i in range(1, n)]
         sequences = [first, *first.forks]
         for sequence in sequences:
             self.goals[sequence] = len(prompt) + num_output_tokens
@@ -75,10 +77,16 @@ class Harness:
         self.scheduler.add(first)
         return sequences
 
-    def step(self) -> Batch:
+    def step(self, prompt_tokens: int | None = None) -> Batch:
         """One step of the engine: schedule, compute, advance, append, finish. Checks contents and progress."""
         oldest = self.scheduler.running[0] if self.scheduler.running else None
-        batch = self.scheduler.schedule()
+        num_preemptions = self.scheduler.num_preemptions
+        answering = {s for s in self.scheduler.running if s.num_computed_tokens + 1 == s.num_tokens}
+        batch = self.scheduler.schedule(prompt_tokens)
+        if self.scheduler.num_preemptions == num_preemptions:
+            assert answering <= {chunk.sequence for chunk in batch.chunks}, "no running answer misses its token"
+        if prompt_tokens is not None:
+            assert sum(n for s, n in batch.chunks if s not in answering) <= prompt_tokens
         if self.scheduler.has_work():
             assert batch.chunks, "work, but nothing is computed"
         if oldest is not None:

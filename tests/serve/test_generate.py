@@ -12,9 +12,10 @@ import torch
 from penjing.core.errors import InputError, RequestError
 from penjing.serve.bench.engine import bench_engine
 from penjing.serve.engine.config import EngineConfig
-from penjing.serve.engine.request import Request, SamplingParams
+from penjing.serve.engine.request import Request
 from penjing.serve.generate import generate_stream, generate_to_terminal
 from penjing.serve.runner.load import load_engine
+from penjing.serve.sampling.params import SamplingParams
 from tests.serve.tiny import ids_of, run_all, text_of
 
 PROMPTS = ["The bonsai tree", "def fibonacci(n):\n", "Q: What is the capital of France?\nA:"]

@@ -9,10 +9,11 @@ import pytest
 from penjing.core.cli import _run
 from penjing.core.errors import ConfigError, InputError
 from penjing.core.progress import Silent
+from penjing.core.text.records import Record
 from penjing.serve.engine.config import EngineConfig
-from penjing.serve.engine.request import SamplingParams
 from penjing.serve.generate import generate_stream
 from penjing.serve.samples import sample_texts
+from penjing.serve.sampling.params import SamplingParams
 from penjing.train.data.corpora import documents
 from tests.serve.tiny import text_of
 
@@ -20,10 +21,14 @@ SAMPLING = {"temperature": 1.0, "max_tokens": 12, "seed": 5}
 FEW = EngineConfig(max_num_sequences=3)
 
 
+def texts_of(folder: Path) -> list[str]:
+    return [record.text for record in documents(str(folder)) if isinstance(record, Record) and record.text]
+
+
 def test_samples_are_those_of_the_engine_and_a_source_of_text(tiny_checkpoint: Path, tmp_path: Path) -> None:
     out = tmp_path / "texts"
     assert sample_texts(tiny_checkpoint, "in the", SAMPLING, 5, out, Silent(), engine_config=FEW) == 5
-    texts = [text for _, text in documents(str(out))]
+    texts = texts_of(out)
     assert len(texts) == len(set(texts)) == 5
     params = SamplingParams.from_json(SAMPLING | {"seed": 5 + 3})
     expected = "in the" + text_of(list(generate_stream(tiny_checkpoint, "in the", params)))
@@ -66,7 +71,7 @@ def test_what_a_killed_run_leaves_is_whole_samples(tiny_checkpoint: Path, tmp_pa
     (killed / ".sample-000003.txt.partial-1-ab").write_text("half")  # as SIGKILL may leave it
     assert [len(list(documents(str(folder)))) for folder in (killed, whole)] == [2, 4]
     assert sample_texts(tiny_checkpoint, "in", SAMPLING, 4, killed, Silent(), engine_config=FEW) == 2
-    assert [text for _, text in documents(str(killed))] == [text for _, text in documents(str(whole))]
+    assert texts_of(killed) == texts_of(whole)
 
 
 def test_the_command_writes_the_folder(

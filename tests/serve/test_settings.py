@@ -10,7 +10,7 @@ from pydantic import BaseModel
 
 import penjing.serve
 from penjing.core.config import Config
-from penjing.serve.engine.request import SamplingParams
+from penjing.serve.sampling.params import SamplingParams
 
 ROOT = Path(penjing.serve.__path__[0])
 
@@ -29,7 +29,9 @@ def settings() -> list[type[BaseModel]]:
 
 
 def test_they_are_found() -> None:
-    assert [kind.__name__ for kind in settings()] == ["BatchConfig", "EngineConfig", "GraphSettings", "ServeConfig"]
+    front = ["FrontConfig", "FrontJob", "FrontLimits", "FrontModel", "Key", "KeyFile"]
+    served = ["BatchConfig", "EngineConfig", "GraphSettings", "ServeConfig"]
+    assert [kind.__name__ for kind in settings()] == sorted([*served, *front])
 
 
 @pytest.mark.parametrize("kind", settings(), ids=lambda kind: kind.__name__)

@@ -17,8 +17,9 @@ from penjing.core.runtime.quantized import apply_int8
 from penjing.core.text.tokenizer import Tokenizer
 from penjing.serve.engine.config import EngineConfig
 from penjing.serve.engine.engine import LLMEngine
-from penjing.serve.engine.request import Request, RequestOutput, SamplingParams
+from penjing.serve.engine.request import Request, RequestOutput
 from penjing.serve.runner.load import make_engine
+from penjing.serve.sampling.params import SamplingParams
 
 EOS = 256
 VOCAB_SIZE = 258

@@ -15,8 +15,16 @@ import grpc
 import pytest
 from tritonclient.grpc import service_pb2_grpc
 
-from penjing.core.errors import ConfigError, OverloadedError, PenjingError, RequestError, ServerError
+from penjing.core.errors import (
+    ConfigError,
+    OverloadedError,
+    PenjingError,
+    RequestError,
+    ServerError,
+    UnavailableError,
+)
 from penjing.serve.client.client import AsyncClient, Client
+from penjing.serve.client.errors import call_failed
 from penjing.serve.client.protocol import PING
 
 service_pb2: Any = __import__("tritonclient.grpc.service_pb2", fromlist=["service_pb2"])
@@ -104,7 +112,10 @@ def endless(script: Script, context: Any) -> Iterator[Any]:
 
 
 UNAVAILABLE = fail(grpc.StatusCode.UNAVAILABLE)
-OVERLOADED = refuse("UNAVAILABLE: the engine is overloaded: retry in 2 s")
+OVERLOADED = refuse("RESOURCE_EXHAUSTED: the engine is overloaded: retry in 2 s")
+DRAINING = refuse("UNAVAILABLE: the engine takes no requests: it is shutting down")
+UNLOADED = refuse("Request for unknown model: 'llm' has no available versions")
+UNHEALTHY = refuse("Stub process 'llm_0_0' is not healthy.")
 
 
 def generate(address: str, kind: str, **options: Any) -> Any:
@@ -137,8 +148,25 @@ def test_an_answer_is_joined_and_the_request_says_what_was_asked(script: Script,
     assert sent["stream"] == b"\0"
 
 
+def test_fields_of_the_request_are_sent_beside_the_sampling_parameters(script: Script) -> None:
+    script.answers = [text("o", reason="length")]
+    with Client(script.address) as client:
+        client.generate([5, 70000], key="alice", priority=-2, chat_template_kwargs={"tools": []}, prompt_logprobs=1)
+        with pytest.raises(RequestError, match="prompt_token_ids must be 32-bit integers"):
+            client.generate([2**40])
+    (request,) = script.requests
+    sent = dict(zip((tensor.name for tensor in request.inputs), request.raw_input_contents, strict=True))
+    assert sent["prompt_token_ids"] == struct.pack("<2i", 5, 70000)
+    assert list(request.inputs[0].shape) == [2]
+    assert sent["key"] == _bytes("alice")
+    assert sent["priority"] == struct.pack("<i", -2)
+    assert sent["chat_template_kwargs"] == _bytes('{"tools": []}')
+    assert sent["sampling_parameters"] == _bytes('{"prompt_logprobs": 1}')
+    assert sent["return_prompt_logprobs"] == b"\1"
+
+
 @both
-@pytest.mark.parametrize("failure", [UNAVAILABLE, OVERLOADED, refuse("Stub process 'llm_0_0' is not healthy.")])
+@pytest.mark.parametrize("failure", [UNAVAILABLE, OVERLOADED, DRAINING, UNLOADED, UNHEALTHY])
 def test_what_is_unavailable_is_tried_again(script: Script, kind: str, failure: Answer) -> None:
     script.answers = [failure, failure, text("ok")]
     assert generate(script.address, kind, retries=2).text == "ok"
@@ -148,12 +176,47 @@ def test_what_is_unavailable_is_tried_again(script: Script, kind: str, failure: 
 @both
 def test_retries_come_to_an_end(script: Script, kind: str) -> None:
     script.answers = [OVERLOADED]
-    with pytest.raises(OverloadedError, match="retry in 2 s"):
+    with pytest.raises(OverloadedError, match="retry in 2 s") as error:
         generate(script.address, kind, retries=1)
+    assert error.value.retry_after == 2.0
     assert len(script.requests) == 2
     with pytest.raises(OverloadedError):
         generate(script.address, kind, retries=100, timeout=1.0)  # ends before the deadline would pass
     assert len(script.requests) < 8
+
+
+@both
+@pytest.mark.parametrize("answer", [UNAVAILABLE, DRAINING, UNLOADED, UNHEALTHY])
+def test_overload_is_told_from_a_server_that_is_not_there(script: Script, kind: str, answer: Answer) -> None:
+    script.answers = [answer]
+    with pytest.raises(UnavailableError):
+        generate(script.address, kind, retries=0)
+    assert not issubclass(UnavailableError, OverloadedError)
+
+
+@pytest.mark.parametrize(
+    ("status", "details", "error", "retry_after"),
+    [
+        ("UNAVAILABLE", "RESOURCE_EXHAUSTED: the queue is full: 3 requests wait; retry in 1.5 s", OverloadedError, 1.5),
+        ("UNAVAILABLE", "Exceeds maximum queue size", OverloadedError, None),
+        ("UNAVAILABLE", "Server is stopping, scheduler for model has stopped", UnavailableError, None),
+        ("UNAVAILABLE", "failed to connect to all addresses", UnavailableError, None),
+        ("RESOURCE_EXHAUSTED", "Received message larger than max", ServerError, None),
+        ("INVALID_ARGUMENT", "INVALID_ARGUMENT: pixels must be", RequestError, None),
+    ],
+)
+def test_unary_calls_tell_overload_too(status: str, details: str, error: type[Exception], retry_after: Any) -> None:
+    class Failed(grpc.RpcError):
+        def code(self) -> Any:
+            return grpc.StatusCode[status]
+
+        def details(self) -> str:
+            return details
+
+    found = call_failed(Failed(), "host:1").error
+    assert type(found) is error
+    assert getattr(found, "retry_after", None) == retry_after
+    assert "RESOURCE_EXHAUSTED: " not in str(found)
 
 
 @both

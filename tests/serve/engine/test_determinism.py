@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 from penjing.core.checkpoint.load import LoadedModel
-from penjing.serve.engine.request import Request, SamplingParams
+from penjing.serve.engine.request import Request
+from penjing.serve.sampling.params import SamplingParams
 from tests.serve.tiny import CONTEXT, DEFAULTS, ids_of, run_all, tiny_engine, tiny_model
 
 GREEDY = {"temperature": 0.0}

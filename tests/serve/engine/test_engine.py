@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 
 from penjing.core.errors import OverloadedError, RequestError
 from penjing.serve.engine.engine import LLMEngine
-from penjing.serve.engine.request import Request, RequestOutput, SamplingParams
-from penjing.serve.engine.sampler import Scores
+from penjing.serve.engine.request import Request, RequestOutput
 from penjing.serve.engine.sequence import Batch, Sequence
+from penjing.serve.sampling.choice import StepScores
+from penjing.serve.sampling.params import SamplingParams
 from tests.serve.engine.test_stop import cut
 from tests.serve.tiny import (
     CONTEXT,
@@ -43,12 +44,12 @@ class Scripted:
     def __init__(self, tokens: list[int]) -> None:
         self.tokens = tokens
 
-    def run(self, batch: Batch, top: int) -> tuple[Any, list[Any]]:
+    def run(self, batch: Batch, largest: bool) -> tuple[Any, list[Any]]:
         ready = [s for s, count in batch.chunks if s.num_computed_tokens + count == s.num_tokens]
         logits_RV = torch.full((len(ready), VOCAB_SIZE), -5.0).numpy()
         for row, sequence in enumerate(ready):
             logits_RV[row, self.tokens[sequence.num_output_tokens % len(self.tokens)]] = 5.0
-        return Scores.of_logits(logits_RV), ready
+        return StepScores(logits_RV), ready
 
 
 SCRIPTED = tiny_engine()
@@ -160,7 +161,7 @@ def test_logprobs_are_those_of_the_raw_logits(engine: LLMEngine) -> None:
         (logprobs,) = output.logprobs
         row = expected[len(PROMPT) + i - 1]
         assert {entry.rank for entry in logprobs.values()} >= {1, 2, 3}
-        assert output.token_ids[0] in logprobs
+        assert output.token_ids[0] == next(iter(logprobs))
         for token_id, entry in logprobs.items():
             assert math.isclose(entry.logprob, float(row[token_id]), abs_tol=1e-4)
 
@@ -210,7 +211,7 @@ def test_a_text_prompt_is_tokenized(engine: LLMEngine) -> None:
         ("\ud800", "not valid Unicode"),
         ([1] * CONTEXT, f"at most {CONTEXT - 1}"),
         ("a" * CONTEXT, f"at most {CONTEXT - 1}"),
-        ("a" * 10_000_000, "10000000 characters, more than the context of 256"),
+        ("a" * 10_000_000, "10000000 bytes; the context of 256 tokens holds at most"),
     ],
 )
 def test_a_bad_prompt_is_refused_with_its_rule(engine: LLMEngine, prompt: Any, rule: str) -> None:
@@ -299,10 +300,10 @@ def test_a_batch_that_fails_costs_only_the_request_at_fault() -> None:
     expected = ids_of(run_all(engine, [Request("r", PROMPT, params)])["r", 0])
     run = engine.runner.run
 
-    def failing(batch: Batch, top: int) -> Any:
+    def failing(batch: Batch, largest: bool) -> Any:
         if any(chunk.sequence.request_id == "bad" for chunk in batch.chunks):
             raise ValueError("boom")
-        return run(batch, top)
+        return run(batch, largest)
 
     engine.runner.run = failing  # type: ignore[method-assign]
     outputs = run_all(engine, [Request(name, PROMPT, params) for name in ("first", "bad", "last")])
@@ -314,7 +315,8 @@ def test_a_failure_in_sampling_costs_only_its_request(monkeypatch: pytest.Monkey
     def failing(*_: object) -> int:
         raise ValueError("no such token")
 
-    monkeypatch.setattr("penjing.serve.engine.answer.sample", failing)
+    for module in ("choice", "sampler"):  # the kernels' way and numpy's
+        monkeypatch.setattr(f"penjing.serve.sampling.{module}.uniform", failing)
     engine = tiny_engine()
     outputs = run_all(
         engine, [Request("bad", PROMPT), Request("ok", PROMPT, SamplingParams(temperature=0, ignore_eos=True))]
@@ -350,21 +352,21 @@ def test_statistics_count_tokens_steps_and_reasons() -> None:
     assert engine.samples.take()["iteration_tokens_total"] == []
 
 
-def test_tokens_chosen_from_the_largest_logits_are_those_chosen_from_all(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_answers_are_the_same_with_numpy_and_when_all_logits_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     requests = [
         Request("greedy", PROMPT, SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)),
         *(
             Request(f"top-{top_k}", PROMPT, SamplingParams(top_k=top_k, top_p=0.9, seed=top_k, max_tokens=20))
-            for top_k in (1, 3, 64)
+            for top_k in (0, 1, 3, 64)
         ),
     ]
 
-    def answers() -> dict[tuple[str, int], list[int]]:
+    def answers(requests: list[Request]) -> dict[tuple[str, int], list[int]]:
         engine = tiny_engine(tiny_model(int8=True))
         return {name: ids_of(outputs) for name, outputs in run_all(engine, requests).items()}
 
-    some = answers()
-    monkeypatch.setattr("penjing.serve.engine.answer.TIES", 0)  # the last one kept is the last one there: never settled
-    unsettled = answers()
-    monkeypatch.setattr("penjing.serve.engine.answer.Answer.num_largest", lambda self: 0)
-    assert some == unsettled == answers()
+    alone = answers(requests[:1])
+    together = answers(requests)
+    assert together["greedy", 0] == alone["greedy", 0]
+    monkeypatch.setattr("penjing.serve.sampling.choice.cpu_extension", lambda: None)
+    assert answers(requests) == together

@@ -12,7 +12,8 @@ import pytest
 
 from penjing.core.errors import OverloadedError, RequestError, ServerError
 from penjing.serve.engine.loop import EngineLoop
-from penjing.serve.engine.request import Request, RequestOutput, SamplingParams
+from penjing.serve.engine.request import Request, RequestOutput
+from penjing.serve.sampling.params import SamplingParams
 from tests.serve.tiny import tiny_engine
 
 PROMPT = list(b"a prompt")
@@ -153,7 +154,7 @@ def test_stop_tells_everyone() -> None:
 def test_a_defect_fails_the_requests_in_flight_and_the_next_one_is_served(loop: EngineLoop) -> None:
     schedule = loop.engine.scheduler.schedule
 
-    def failing() -> Any:
+    def failing(*_: object) -> Any:
         raise IndexError("a defect")
 
     loop.engine.scheduler.schedule = failing  # type: ignore[method-assign]
@@ -168,7 +169,7 @@ def test_repeated_defects_make_the_loop_give_up_audibly(monkeypatch: pytest.Monk
     loop = EngineLoop(tiny_engine())
     loop.start()
 
-    def failing(_: object) -> Any:
+    def failing(*_: object) -> Any:
         raise IndexError("a defect")
 
     monkeypatch.setattr("penjing.serve.engine.scheduler.Scheduler.schedule", failing)

@@ -17,8 +17,9 @@ from penjing.core.models.config import DecoderConfig
 from penjing.core.models.hf_config import decoder_config_to_hf
 from penjing.core.runtime.fused import fuse_decoder
 from penjing.kernels.dispatch import cpu_extension
-from penjing.serve.engine.request import Request, SamplingParams
+from penjing.serve.engine.request import Request
 from penjing.serve.generate import generate_stream
+from penjing.serve.sampling.params import SamplingParams
 from tests.serve.tiny import ids_of, run_all, tiny_engine, tiny_model
 
 # The widest layer last, first and in the middle: buffers must fit it wherever it stands.

@@ -55,7 +55,7 @@ def test_211_233_a_preempted_sequence_that_hits_its_own_blocks_stays_in_bounds()
     old, young = harness.add([0, 1, 2], 8)[0], harness.add([0, 1, 1], 8)[0]
     while not harness.scheduler.num_preemptions:
         harness.step()
-    assert harness.scheduler.waiting[0] is young
+    assert harness.scheduler.waiting.first() is young
     assert young.num_output_tokens > 0
     while young not in harness.scheduler.running:
         harness.step()
@@ -206,7 +206,7 @@ def test_each_invariant_is_noticed_when_broken() -> None:
             "queued twice": lambda: scheduler.running.append(running),
             "num_waiting_tokens": lambda: setattr(scheduler, "num_waiting_tokens", 9),
             "num_held_forks": lambda: setattr(scheduler, "num_held_forks", 1),
-            "waits and holds": lambda: setattr(scheduler.waiting[0], "num_computed_tokens", 1),
+            "waits and holds": lambda: setattr(scheduler.waiting.first(), "num_computed_tokens", 1),
             "more tokens than it has": lambda: setattr(running, "num_computed_tokens", 99),
             "without a block": lambda: running.block_table.clear(),
             "outside the window": lambda: setattr(running, "num_windowed_blocks", 1),

@@ -42,9 +42,9 @@ class SchedulerMachine(RuleBasedStateMachine):
     def add(self, seed: int) -> None:
         self._add(Random(seed))
 
-    @rule()
-    def step(self) -> None:
-        self._step()
+    @rule(prompt_tokens=st.none() | st.integers(1, 20))
+    def step(self, prompt_tokens: int | None) -> None:
+        self._step(prompt_tokens)
 
     @rule(victim=st.integers(0, 7))
     def abort(self, victim: int) -> None:
@@ -62,7 +62,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             if choice < 0.25 and len(self.harness.goals) < 12:
                 self._add(random)
             elif choice < 0.90:
-                self._step()
+                self._step(random.choice([None, 1, 3, 7]))
             elif choice < 0.96:
                 self._abort(random.randrange(8))
             else:
@@ -88,11 +88,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         prompt = [0] * random.randint(0, length) + [random.randrange(NUM_TOKENS) for _ in range(length)]
         num_output_tokens = random.randint(1, max(1, longest - length))
         if self.harness.fits(length + num_output_tokens):
-            self.harness.add(prompt[:length], num_output_tokens, n=random.choice([1, 1, 1, 2, 4]))
+            n, key, priority = random.choice([1, 1, 1, 2, 4]), random.choice(["", "a", "b"]), random.choice([0, 0, 1])
+            self.harness.add(prompt[:length], num_output_tokens, n, key, priority)
         self._count()
 
-    def _step(self) -> None:
-        self.harness.step()
+    def _step(self, prompt_tokens: int | None) -> None:
+        self.harness.step(prompt_tokens)
         self._count()
 
     def _abort(self, victim: int) -> None:
@@ -125,7 +126,7 @@ def run_machine(num_examples: int) -> None:
 
 
 def test_100_000_random_operations_keep_every_invariant_and_leak_nothing() -> None:
-    run_machine(300)
+    run_machine(310)
     assert SchedulerMachine.num_operations >= 100_000
     assert SchedulerMachine.num_preemptions > 1000, "the machine must reach preemption"
     assert SchedulerMachine.num_hits > 1000, "the machine must reach prefix hits"

@@ -16,8 +16,8 @@ from penjing.core.errors import InputError
 from penjing.core.imports.importer import import_model
 from penjing.core.runtime.fused import fuse_decoder, why_not_fused
 from penjing.kernels.dispatch import cpu_extension
-from penjing.serve.engine.request import SamplingParams
 from penjing.serve.generate import generate_stream
+from penjing.serve.sampling.params import SamplingParams
 from tests.serve.tiny import ids_of
 
 MOE: dict[str, Any] = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 24}

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -17,9 +17,11 @@ from penjing.core.errors import ConfigError
 from penjing.kernels.dispatch import force_triton_language
 from penjing.serve.engine.config import EngineConfig
 from penjing.serve.engine.engine import LLMEngine
-from penjing.serve.engine.request import Request, SamplingParams
+from penjing.serve.engine.request import Request
 from penjing.serve.runner.decode_graphs import Captured, DecodeGraphs, GraphMemory, Tensors, bucket_sizes
 from penjing.serve.runner.device_runner import DeviceRunner, _scores
+from penjing.serve.sampling.choice import NOT_FINITE, choose_rows
+from penjing.serve.sampling.params import SamplingParams
 from tests.kernels.gpu.conftest import repair_interpreter
 from tests.serve.tiny import ids_of, run_all, tiny_engine, tiny_model
 
@@ -57,8 +59,8 @@ def record(engine: LLMEngine) -> list[torch.Tensor]:
     found: list[torch.Tensor] = []
     run = engine.runner.run
 
-    def recorded(batch: Any, top: int = 0) -> Any:
-        scores, ready = run(batch, 0)
+    def recorded(batch: Any, largest: bool = False) -> Any:
+        scores, ready = run(batch, False)
         assert scores.logits_RV is not None
         found.extend(torch.from_numpy(scores.logits_RV.copy()))
         return scores, ready
@@ -150,16 +152,16 @@ def test_half_precision_is_near() -> None:
     assert (found[0] - expected[0]).abs().max() < 0.1 * expected[0].abs().max()
 
 
-def test_sampled_answers_take_the_largest_logits_alone() -> None:
+def test_greedy_answers_take_the_largest_logits_alone() -> None:
     loaded = tiny_model(int8=True, num_hidden_layers=1)
-    params = {"temperature": 1.0, "top_k": 5, "seed": 3, "max_tokens": 2}
-    expected = answers(tiny_engine(loaded, **SETTINGS), PROMPTS[1:], **params)
-    engine = device_engine(loaded)
-    tops: list[int] = []
+    engine, asked = device_engine(loaded), list[bool]()
     run = engine.runner.run
-    engine.runner.run = lambda batch, top=0: (tops.append(top), run(batch, top))[1]  # type: ignore[method-assign]
-    assert answers(engine, PROMPTS[1:], **params) == expected
-    assert min(tops) > 5
+    engine.runner.run = lambda batch, largest=False: (asked.append(largest), run(batch, largest))[1]  # type: ignore[method-assign]
+    for params, suffices in (({"temperature": 0.0}, True), ({"temperature": 1.0, "top_k": 5, "seed": 3}, False)):
+        params |= {"max_tokens": 2}
+        assert answers(engine, PROMPTS[1:], **params) == answers(tiny_engine(loaded, **SETTINGS), PROMPTS[1:], **params)
+        assert set(asked) == {suffices}
+        asked.clear()
 
 
 def test_other_models_run_layer_by_layer() -> None:
@@ -174,21 +176,17 @@ def test_other_models_run_layer_by_layer() -> None:
     torch.testing.assert_close(torch.stack(found), torch.stack(expected), rtol=0, atol=1e-4)
 
 
-def test_largest_logits_come_in_order_of_id_where_equal_and_nan_first() -> None:
+def test_the_first_of_equals_is_the_largest_and_nan_above_all() -> None:
     logits = torch.tensor([[1.0, 3.0, 3.0, 2.0], [0.0, 5.0, torch.nan, 5.0]])
     ids = logits.argmax(1, keepdim=True)
     values = logits.gather(1, ids)
-    assert _scores(logits, values, ids, 1).ids_RK.tolist() == [[1], [2]]
-    assert _scores(logits, values, ids, 1).finite_rows() == [True, False]
-    found = _scores(logits, values, ids, 3)
+    found = _scores(logits, values, ids, largest=True)
     assert found.logits_RV is None
-    assert found.ids_RK.tolist() == [[1, 2, 3], [2, 1, 3]]
-    assert found.finite_rows() == [True, False]
-    wide = _scores(logits, values, ids, 6)
-    assert wide.ids_RK[0].tolist() == [1, 2, 3, 0, -1, -1]
-    assert wide.values_RK[0, -1] == float("-inf")
-    assert _scores(logits, values, ids, 0).logits_RV is not None
-    assert _scores(logits[:0], values[:0], ids[:0], 1).ids_RK.shape == (0, 1)
+    assert found.ids_R is not None
+    assert found.ids_R.tolist() == [1, 2]
+    assert [choice.token for choice in choose_rows([cast(Any, None)] * 2, found)] == [1, NOT_FINITE]
+    assert _scores(logits, values, ids, largest=False).logits_RV is not None
+    assert _scores(logits[:0], values[:0], ids[:0], largest=True).ids_R is not None
 
 
 def test_buckets() -> None:

@@ -36,11 +36,12 @@ def pixels(count: int, seed: int = 5) -> np.ndarray:
 
 
 class ServedClassifier(Served):
-    """As `Served`, with settings of a batched model."""
+    """As `Served`, with settings of a batched model, and the front that `front` asks for."""
 
-    def __init__(self, model: Path, **settings: Any) -> None:
-        grpc_port, http_port, metrics_port = free_ports(3)
-        self.config = ServeConfig(grpc_port=grpc_port, http_port=http_port, metrics_port=metrics_port)
+    def __init__(self, model: Path, front: dict[str, Any] | None = None, **settings: Any) -> None:
+        grpc_port, http_port, metrics_port, front_port = free_ports(4)
+        ports = {"grpc_port": grpc_port, "http_port": http_port, "metrics_port": metrics_port}
+        self.config = ServeConfig.model_validate(ports | {"front": front and {"port": front_port} | front})
         self.address = f"127.0.0.1:{grpc_port}"
         command = [sys.executable, "-m", "penjing.serve.supervisor.supervisor", str(model)]
         self.process = subprocess.Popen(
@@ -55,6 +56,12 @@ class ServedClassifier(Served):
             name: float(value)
             for name, value in re.findall(r'^nv_(\w+)\{model="classifier",version="1"\} (\S+)$', text, re.MULTILINE)
         }
+
+    def shown(self, name: str) -> float:
+        """One of penjing's own figures, by name with labels and without the prefix."""
+        with urllib.request.urlopen(f"http://127.0.0.1:{self.config.metrics_port}/metrics", timeout=5) as answer:
+            lines = dict(line.rsplit(" ", 1) for line in answer.read().decode().splitlines() if line[0] != "#")
+        return float(lines.get(f"penjing:{name}", 0.0))
 
     def arrived(self) -> float:
         """Requests that wait or were answered since the server started; one that runs is not among them. It never

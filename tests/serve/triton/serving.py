@@ -48,7 +48,9 @@ class Served:
     """A running supervisor and ways to look at it from outside."""
 
     def __init__(self, model: Path, engine: dict[str, Any] | None = None, **config: Any) -> None:
-        grpc_port, http_port, metrics_port = free_ports(3)
+        grpc_port, http_port, metrics_port, front_port = free_ports(4)
+        if "front" in config:  # its port is ours to choose
+            config = config | {"front": {"port": front_port} | config["front"]}
         values: dict[str, Any] = {"grpc_port": grpc_port, "http_port": http_port, "metrics_port": metrics_port} | config
         self.config = ServeConfig(**values)
         self.address = f"127.0.0.1:{self.config.grpc_port}"
@@ -143,5 +145,5 @@ def alive(pid: int) -> bool:
 def leftovers(port: int) -> list[str]:
     """Shared memory and state files that a server on `port` should not leave."""
     shared = [path.name for path in Path("/dev/shm").glob(f"{state.shm_prefix(port)}*")]
-    files = (state.state_path(port), state.pulse_path(port), state.drain_path(port))
+    files = (state.state_path(port), state.drain_path(port))
     return shared + [path.name for path in files if os.path.exists(path)]

@@ -14,10 +14,11 @@ import numpy as np
 import pytest
 
 from penjing.core.errors import InputError
+from penjing.core.text.chat import ChatTemplate
 from penjing.serve.client.protocol import ENGINE_VARIABLE, MODEL_VARIABLE, PULSE_VARIABLE
 from penjing.serve.engine.engine import LLMEngine
 from penjing.serve.triton.adapter import LLMAdapter
-from penjing.serve.triton.metrics import COUNTERS, GAUGES, HISTOGRAMS
+from penjing.serve.triton.metrics import COUNTERS, GAUGES, HISTOGRAMS, REASONS
 from penjing.serve.triton.pulse import Command, Phase, Pulse
 from tests.serve.triton.serving import wait_until
 
@@ -87,7 +88,7 @@ class Module:
                 self.name = name
 
             def Metric(self, labels: dict[str, str], buckets: Any = None) -> Metric:  # noqa: N802 (its name there)
-                metric = metrics[self.name + labels.get("finished_reason", "")] = Metric()
+                metric = metrics[self.name + labels.get("finished_reason", "") + labels.get("reason", "")] = Metric()
                 return metric
 
         class TritonError(Exception):
@@ -113,7 +114,10 @@ def request(timeout_us: int = 0, parameters: dict[str, Any] | None = None, **inp
     tensors = []
     for name, value in inputs.items():
         value = json.dumps(value) if isinstance(value, dict) else value
-        array = np.array([value.encode()], np.object_) if isinstance(value, str) else np.array([value])
+        if isinstance(value, str):
+            array = np.array([value.encode()], np.object_)
+        else:
+            array = value if isinstance(value, np.ndarray) else np.array([value])
         tensors.append(SimpleNamespace(name=lambda name=name: name, as_numpy=lambda array=array: array))
     return SimpleNamespace(
         sender=sender,
@@ -127,9 +131,9 @@ def request(timeout_us: int = 0, parameters: dict[str, Any] | None = None, **inp
 class Adapted:
     """An adapter whose engine takes `STEP_SECONDS` a step when asked to."""
 
-    def __init__(self, pulse_path: Path) -> None:
+    def __init__(self, pulse: Pulse) -> None:
         self.module = Module()
-        self.pulse = Pulse(pulse_path, create=True)
+        self.pulse = pulse
         self.adapter = LLMAdapter({"model_config": "{}", "model_name": "llm"}, self.module)
         assert self.adapter._loop is not None
         self.engine: LLMEngine = self.adapter._loop.engine
@@ -141,11 +145,12 @@ class Adapted:
 
 
 @pytest.fixture
-def adapted(tiny_long: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Adapted]:
+def adapted(tiny_long: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Adapted]:
     monkeypatch.setenv(MODEL_VARIABLE, str(tiny_long))
     monkeypatch.setenv(ENGINE_VARIABLE, '{"num_blocks": 256}')
-    monkeypatch.setenv(PULSE_VARIABLE, str(tmp_path / "pulse"))
-    adapted = Adapted(tmp_path / "pulse")
+    pulse = Pulse()
+    monkeypatch.setenv(PULSE_VARIABLE, str(pulse.path))
+    adapted = Adapted(pulse)
     yield adapted
     adapted.adapter.finalize()
 
@@ -239,6 +244,83 @@ def test_errors_have_codes_and_end_the_request(adapted: Adapted) -> None:
     assert adapted.pulse.unanswered == 0
 
 
+def test_a_prompt_of_token_ids_is_answered_and_shown_as_text(adapted: Adapted) -> None:
+    ids = adapted.engine.tokenizer.encode("a tree in a pot")
+    sampling = {"max_tokens": 8, "prompt_logprobs": 0, **GREEDY}
+    flags = {"return_num_cached_tokens": True, "return_prompt_logprobs": True, "exclude_input_in_output": False}
+    text = adapted.ask(text_input="a tree in a pot", sampling_parameters=sampling, **flags)
+    assert text.done.wait(10)
+    tokens = adapted.ask(prompt_token_ids=np.array(ids, np.int32), sampling_parameters=sampling, **flags)
+    assert tokens.done.wait(10)
+    assert tokens.error() is None
+    assert tokens.text() == text.text()
+    assert tokens.text().startswith("a tree in a pot")
+    first, *rest = json.loads(tokens.responses[-1].tensors["prompt_logprobs"][0])
+    assert first is None
+    assert [list(entry) for entry in rest] == [[str(token)] for token in ids[1:]]
+    assert tokens.responses[-1].tensors["num_cached_tokens"].tolist() == [0], "what is scored is computed"
+    long = "a tree in a pot " * 8
+    for expected in (False, True):
+        sender = adapted.ask(text_input=long, sampling_parameters={"max_tokens": 1}, return_num_cached_tokens=True)
+        assert sender.done.wait(10)
+        assert bool(sender.responses[-1].tensors["num_cached_tokens"][0]) == expected
+
+
+def test_a_chat_template_gets_the_variables_of_a_request(adapted: Adapted) -> None:
+    source = "{% for tool in tools %}[{{ tool.name }}]{% endfor %}{{ messages[0].content }}"
+    adapted.adapter._chat_template = ChatTemplate(source, "test")
+    asked = {
+        "messages": json.dumps([{"role": "user", "content": [{"type": "text", "text": "hi"}]}]),
+        "chat_template_kwargs": {"tools": [{"name": "prune"}, {"name": "water"}]},
+        "exclude_input_in_output": False,
+        "sampling_parameters": {"max_tokens": 1},
+    }
+    sender = adapted.ask(**asked)
+    assert sender.done.wait(10)
+    assert sender.text().startswith("[prune][water]hi")
+    sender = adapted.ask(**asked | {"chat_template_kwargs": "[1]"})
+    assert sender.done.wait(10)
+    assert "must be a JSON object" in str(sender.error())
+
+
+def test_while_a_long_prompt_is_read_others_are_answered(adapted: Adapted, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer, reading, go_on = adapted.engine.tokenizer, threading.Event(), threading.Event()
+    encode = tokenizer.encode_beside
+
+    def slow_encode(text: str, add_special: bool = True) -> list[int]:
+        if len(text) > 5000:
+            reading.set()
+            assert go_on.wait(30)
+        return encode(text, add_special)
+
+    monkeypatch.setattr(tokenizer, "encode_beside", slow_encode)
+    refused, left = (adapted.ask(text_input=f"{i}" + "a" * 7000) for i in range(2))
+    assert reading.wait(10)
+    short = adapted.ask(text_input="a", sampling_parameters={"max_tokens": 2, **GREEDY})
+    assert short.done.wait(10)
+    assert short.error() is None
+    left.cancelled = True
+    wait_until(lambda: any(reply.client_left for reply in adapted.adapter._live.values()), 10, "the sight of it")
+    go_on.set()
+    assert refused.done.wait(10)
+    assert refused.error().code == "invalid"
+    assert "7001 tokens; with a context of 4080" in str(refused.error())
+    assert left.done.wait(10)
+    assert left.error().code == "cancelled"
+    wait_until(lambda: adapted.pulse.unanswered == 0, 5, "no debt")
+
+
+def test_a_prompt_of_too_many_bytes_is_refused_unread(adapted: Adapted, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(adapted.engine.tokenizer, "encode_beside", None)
+    most = adapted.engine.preparer.max_prompt_bytes
+    cases = {"text_input": "a" * (most + 1), "messages": " " * (6 * most + (4 << 20) + 1)}
+    for name, text in cases.items():
+        sender = adapted.ask(**{name: text})
+        assert sender.done.wait(10)
+        assert sender.error().code == "invalid"
+        assert f"has {len(text)} bytes, at most" in str(sender.error())
+
+
 def test_a_defect_in_one_request_stays_there(adapted: Adapted) -> None:
     broken = request(text_input="a")
     broken.inputs = lambda: 1 / 0
@@ -312,6 +394,26 @@ def test_every_metric_is_registered_and_follows_the_engine(adapted: Adapted) -> 
     assert len(metrics["penjing:time_to_first_token_seconds"].samples) == 1
     assert len(metrics["penjing:time_per_output_token_seconds"].samples) == 4
     assert steps == [2, 1, 1, 1, 1]
+
+
+def test_refusals_are_counted_by_reason(adapted: Adapted) -> None:
+    metrics = adapted.module.metrics
+    for wrong in ({"top_p": 0}, {"temperature": -1}):
+        assert adapted.ask(text_input="a", sampling_parameters=wrong).done.wait(5)
+    late = adapted.ask(text_input="a", sampling_parameters={"max_tokens": 4000, **GREEDY}, timeout_us=1000)
+    assert late.done.wait(10)
+    adapted.pulse.command = Command.DRAIN
+    wait_until(lambda: adapted.adapter._refusing, 5, "the drain")
+    adapted.adapter._metrics.update(  # type: ignore[union-attr] # from a drain on it is not brought up to date by itself
+        adapted.adapter._loop.stats(),  # type: ignore[union-attr]
+        {},
+        adapted.adapter._refusals.snapshot(),
+    )
+    assert adapted.ask(text_input="a").done.wait(5)
+    counts = adapted.adapter._refusals.snapshot()
+    assert counts == {"invalid": 2, "timeout": 1, "unavailable": 1}
+    shown = {name: metrics[f"penjing:requests_refused{name}"].value for name in REASONS}
+    assert shown == {"invalid": 2, "overloaded": 0, "unavailable": 0, "error": 0, "timeout": 1}
 
 
 def test_the_model_must_be_named_and_there(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from tritonclient.utils import InferenceServerException
 
 from penjing.core.artifact.onnx_classifier import ClassifierArtifact, normalised, open_classifier_artifact
 from penjing.core.cli import _run
-from penjing.core.errors import InputError, OverloadedError, PenjingError, RequestError, ServerError
+from penjing.core.errors import InputError, OverloadedError, PenjingError, RequestError, ServerError, UnavailableError
 from penjing.serve.bench.batched import bench_batched
 from penjing.serve.client.client import AsyncClient
 from penjing.serve.client.wire_tensors import build_infer
@@ -220,6 +220,11 @@ def test_a_full_queue_refuses_and_answers_what_it_holds(served: ServedClassifier
     refused = [text for text in found if "the queue is full" in text]
     assert 0 < len(refused) < 31
     assert len(refused) + found.count(f"({MAX_BATCH_SIZE}, 10)") == 31
+    wait_until(
+        lambda: served.shown('requests_refused{model="classifier",reason="overloaded"}') >= len(refused), 5, "it"
+    )
+    assert served.shown('request_success{finished_reason="stop",model="classifier"}') > 0
+    assert served.shown('batch_rows_sum{model="classifier"}') > 0
 
 
 def test_a_request_waits_no_longer_than_it_wants(served: ServedClassifier) -> None:
@@ -270,7 +275,7 @@ def test_drain_answers_what_is_queued_and_refuses_what_comes(artifact: Classifie
                 client.classify(pixels(1))
             errors = [one.exception(timeout=60) for one in running]
             assert sum(error is None for error in errors) >= 5
-            assert all(isinstance(error, OverloadedError) for error in errors if error is not None)
+            assert all(isinstance(error, UnavailableError) for error in errors if error is not None)
             answers = [one.result() for one, error in zip(running, errors, strict=True) if error is None]
             assert all(np.array_equal(answer.logits, expected) for answer in answers)
         assert served.process.wait(20) == 0

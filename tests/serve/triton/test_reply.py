@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from penjing.serve.engine.request import RequestOutput, SamplingParams
+from penjing.serve.engine.request import RequestOutput
+from penjing.serve.sampling.params import SamplingParams
 from penjing.serve.triton.reply import Outbox, Reply
 from penjing.serve.triton.tensors import Call
 
@@ -39,7 +40,7 @@ PB_UTILS = SimpleNamespace(
 
 def ask(stream: bool = True) -> Reply:
     call = Call("a", None, SamplingParams(), stream, prepend_input=False, returns=frozenset())
-    return Reply("1", call, "a", Sender(), 0)
+    return Reply("1", call, Sender(), 0)
 
 
 def token(text: str, last: bool = False) -> list[RequestOutput]:

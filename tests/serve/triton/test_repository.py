@@ -162,7 +162,7 @@ def test_a_full_queue_refuses_at_once_and_what_waits_too_long_is_not_computed(ar
     assert late.sender.done.wait(10)  # although the batch before it still runs
     assert not running[0].sender.done.is_set()
     assert (refused.sender.error().code, str(refused.sender.error())) == (
-        "unavailable", "the queue is full: 3 requests wait",
+        "unavailable", "RESOURCE_EXHAUSTED: the queue is full: 3 requests wait; retry in 1 s",
     )  # fmt: skip
     gate.release(4)
     everyone = [*running, late, good, also]

@@ -14,17 +14,19 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import grpc
 import pytest
+from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 import penjing.model_repository
 from penjing.core.errors import (
     ConfigError,
     InputError,
-    OverloadedError,
     PenjingError,
     RequestError,
     ServerError,
     SetupError,
+    UnavailableError,
 )
 from penjing.core.progress import Silent
 from penjing.serve.client.client import Client
@@ -37,6 +39,17 @@ from tests.serve.triton.serving import Served, alive, free_ports, leftovers, ser
 
 pytestmark = [pytest.mark.server, pytest.mark.xdist_group("triton")]
 GREEDY: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True}
+
+
+def server_ready(served: Served) -> bool:
+    """Triton server's own health by gRPC."""
+    with grpc.insecure_channel(served.address) as channel:
+        messages: Any = service_pb2  # its classes are made when it is imported: type checkers see none
+        stub: Any = service_pb2_grpc.GRPCInferenceServiceStub(channel)
+        try:
+            return stub.ServerReady(messages.ServerReadyRequest()).ready
+        except grpc.RpcError:
+            return False
 
 
 class Asking:
@@ -123,6 +136,24 @@ def test_a_stopped_stub_is_not_ready_and_a_short_stop_costs_nothing(tiny_long: P
             assert client.generate("a", max_tokens=2, **GREEDY).num_output_tokens == 2
 
 
+def test_a_stopped_server_is_started_again_unless_it_goes_on(tiny_long: Path) -> None:
+    """The model's process lives and beats all the while."""
+    with serving(tiny_long, hang_timeout=2.0) as served:
+        found = served.state
+        assert found is not None
+        os.kill(found.server_pid, signal.SIGSTOP)
+        time.sleep(0.5)
+        os.kill(found.server_pid, signal.SIGCONT)
+        with served.client() as client:
+            assert client.generate("a", max_tokens=2, **GREEDY).num_output_tokens == 2
+        assert served.state == found
+        os.kill(found.server_pid, signal.SIGSTOP)
+        assert served.wait_ready(restarts=1) < 30
+        with served.client(retries=10) as client:
+            assert client.generate("a", max_tokens=2, **GREEDY).num_output_tokens == 2
+        assert "has been stopped for 2." in state.log_path(served.config.grpc_port).read_text()
+
+
 def test_sigterm_finishes_running_answers_and_refuses_new_ones(tiny_long: Path) -> None:
     with serving(tiny_long, {"num_blocks": 1024}) as served:  # for three whole contexts
         with served.client() as client:
@@ -135,9 +166,13 @@ def test_sigterm_finishes_running_answers_and_refuses_new_ones(tiny_long: Path) 
             assert client.is_ready()
             served.process.send_signal(signal.SIGTERM)
             wait_until(lambda: served.state is not None and served.state.state == "draining", 10, "draining")
-            wait_until(lambda: not client.is_ready(), 10, "the refusal of new requests")
-            with pytest.raises(OverloadedError, match="takes no requests"):
+            wait_until(lambda: served.health() != 200, 1, "bad health while it drains")
+            wait_until(lambda: not server_ready(served), 1, "bad health by gRPC too")
+            assert not client.is_ready()
+            with pytest.raises(UnavailableError):
                 client.generate("late", max_tokens=1)
+            assert served.health() != 200
+            assert asking.texts == [None] * 3  # they still run
         asking.join(120)
         assert asking.errors == [None] * 3
         assert asking.texts == alone.texts
@@ -175,7 +210,7 @@ def test_a_second_signal_ends_at_once(tiny_long: Path) -> None:
         wait_until(lambda: served.state is not None and served.state.state == "draining", 10, "draining")
         served.process.send_signal(signal.SIGINT)
         asking.join(10)
-        assert all(isinstance(error, OverloadedError) and "shuts down" in str(error) for error in asking.errors)
+        assert all(isinstance(error, UnavailableError) and "shuts down" in str(error) for error in asking.errors)
         assert served.process.wait(20) == 0, served.errors()
 
 
@@ -315,11 +350,11 @@ def test_a_model_process_that_never_lives_is_started_anew(
     assert all(server.killed for server in servers)
 
 
-def test_a_model_shows_life_before_it_imports(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    pulse = Pulse(tmp_path / "pulse", create=True)
+def test_a_model_shows_life_before_it_imports(monkeypatch: pytest.MonkeyPatch) -> None:
+    pulse = Pulse()
     assert not pulse.stub_pid
     announce()  # without a supervisor: nothing to tell
-    monkeypatch.setenv(PULSE_VARIABLE, str(tmp_path / "pulse"))
+    monkeypatch.setenv(PULSE_VARIABLE, str(pulse.path))
     announce()
     assert (pulse.stub_pid, pulse.phase) == (os.getpid(), Phase.LOADING)
     assert pulse.beat_age() < 60

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penjing.core.errors import RequestError
-from penjing.serve.engine.request import SamplingParams
+from penjing.serve.sampling.params import SamplingParams
 
 WRONG = [
     ("n", 0, "from 1 to 64"),

@@ -17,16 +17,15 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
-from penjing.serve.engine.request import SamplingParams
-from penjing.serve.engine.sampler import (
-    Scores,
+from penjing.serve.sampling.params import SamplingParams
+from penjing.serve.sampling.sampler import (
     TokenCounts,
     apply_penalties,
     draw,
+    exact,
+    exp_unfused,
     keep_top,
     sample,
-    sample_top_k,
-    top_k_is_settled,
     top_logprobs,
     uniform,
 )
@@ -146,48 +145,15 @@ def test_uniform_numbers_differ_by_seed_index_and_position_and_are_even() -> Non
     assert ((histogram - 600) ** 2 / 600).sum() < 27.9  # χ² with 9 degrees of freedom at 1 in 1000
 
 
-def test_greedy_takes_the_smallest_of_equals_and_flags_rows_that_are_not_finite() -> None:
-    logits_RV = np.zeros((5, 40), dtype=np.float32)
-    logits_RV[0, [9, 30]] = 2
-    logits_RV[1, 17] = np.nan
-    logits_RV[2, 3] = np.inf
-    logits_RV[3] = -np.inf
-    scores = Scores.of_logits(logits_RV)
-    assert scores.ids_RK[0] == 9
-    assert scores.finite_rows() == [True, False, False, False, True]
-
-
-@given(
-    st.integers(0, 2**32),
-    st.sampled_from([3.0, 1e30]),
-    st.integers(1, 12),
-    st.sampled_from([0.3, 1.0, 1e30]),
-    st.sampled_from([0.3, 0.9, 1.0]),
-    st.sampled_from([0.0, 0.1]),
-    st.integers(0, 1000),
-)
-def test_the_largest_logits_give_the_token_that_all_give(
-    seed: int, scale: float, top_k: int, temperature: float, top_p: float, min_p: float, position: int
-) -> None:
-    logits_V = logits_of(seed, scale=scale)
-    logits_V = np.round(logits_V) if seed % 2 else logits_V  # rounded: ties
-    order = np.lexsort((np.arange(VOCAB), -logits_V))[: top_k + 8]
-    params = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
-    values_K, ids_K = logits_V[order], order.astype(np.int32)
-    settled = int((logits_V >= values_K[top_k - 1]).sum()) < top_k + 8
-    assert top_k_is_settled(values_K, ids_K, top_k) == settled
-    if settled:
-        token = sample(logits_V, params, seed, 1, position, None, None)
-        assert sample_top_k(values_K, ids_K, params, seed, 1, position) == token
-
-
-def test_a_vocabulary_smaller_than_the_largest_logits() -> None:
-    values_K, ids_K = np.array([3, 1, -np.inf], dtype=np.float32), np.array([1, 0, -1], dtype=np.int32)
-    params = SamplingParams(temperature=0.5, top_k=2)
-    assert top_k_is_settled(values_K, ids_K, 2)
-    for position in range(20):
-        whole = sample(np.array([1, 3], dtype=np.float32), params, 0, 0, position, None, None)
-        assert sample_top_k(values_K, ids_K, params, 0, 0, position) == whole
+def test_powers_and_exact_sums() -> None:
+    x = -np.concatenate([np.linspace(0, 87, 20_001), np.geomspace(1e-30, 1, 1000)]).astype(np.float32)
+    expected = np.exp(x.astype(np.float64))
+    assert (np.abs(exp_unfused(x) / expected - 1)).max() < 1.5e-7  # half a unit in the last place is 6e-8
+    one, below, never = exp_unfused(np.array([0, -200, -np.inf], np.float32))
+    assert one == 1
+    assert below == never == exp_unfused(np.array([-87], np.float32))[0]
+    weights = exact(exp_unfused(x))
+    assert {weights.sum(), weights[::-1].sum(), sum(weights.tolist()), np.sort(weights).sum()} == {weights.sum()}
 
 
 @given(st.integers(0, 2**32), st.integers(0, 20), st.integers(0, VOCAB - 1))

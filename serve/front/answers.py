@@ -1,0 +1,160 @@
+"""One request to the engine for each prompt, their chunks as they come, and what they cost."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import Any
+
+from starlette.responses import Response
+
+from penjing.core.errors import PenjingError, RequestError
+from penjing.serve.client.wire_text import Chunk
+from penjing.serve.front.backend import Backend
+from penjing.serve.gate.config import FrontModel
+from penjing.serve.gate.errors import ApiError, translated
+from penjing.serve.gate.guard import Exchange, Receive, Send
+from penjing.serve.sampling.params import SamplingParams
+
+DONE = b"data: [DONE]\n\n"
+
+
+@dataclass
+class Ask:
+    """What one request asks of the engine: `prompts` of text or token ids, or the `messages` of one chat."""
+
+    model: FrontModel
+    sampling: dict[str, Any]
+    exchange: Exchange
+    prompts: Sequence[str | list[int]] = ()
+    messages: list[dict[str, Any]] | None = None
+    stream: bool = False
+    timeout: float | None = None
+    tokens: dict[int, Chunk] = field(default_factory=dict)
+    """The last chunk of each prompt, which knows the prompt's length."""
+
+    def __post_init__(self) -> None:
+        self.exchange.model = self.model.id
+        account = self.exchange.account
+        if account is not None:  # nobody comes before others by asking for it
+            asked = max(0, self.sampling.get("priority", 0))
+            self.sampling |= {"key": account.key.name, "priority": account.key.priority + asked}
+        checked = {name: value for name, value in self.sampling.items() if name in SamplingParams.model_fields}
+        try:
+            SamplingParams.from_json(checked)  # here it costs nobody else anything
+        except RequestError as error:
+            raise translated(error, {}) from None
+
+    @property
+    def n(self) -> int:
+        """Answers to each prompt."""
+        return self.sampling.get("n", 1)
+
+    @property
+    def usage(self) -> dict[str, Any]:
+        """OpenAI's object, of what has come so far."""
+        prompt = sum(chunk.num_input_tokens for chunk in self.tokens.values())
+        cached = sum(chunk.num_cached_tokens for chunk in self.tokens.values())
+        completion = self.exchange.completion_tokens
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": completion,
+            "total_tokens": prompt + completion,
+            "prompt_tokens_details": {"cached_tokens": cached},
+        }
+
+
+async def answer(backend: Backend, ask: Ask) -> AsyncGenerator[tuple[int, Chunk], None]:
+    """(number of the prompt, chunk) as they come; closing it cancels what is left.
+
+    Raises:
+        ApiError: what the client shall see.
+    """
+    exchange = ask.exchange
+    try:
+        async with aclosing(_chunks(backend, ask)) as chunks:
+            async for index, chunk in chunks:
+                if exchange.first_token is None:
+                    exchange.first_token = time.monotonic() - exchange.started
+                exchange.count(0 if index in ask.tokens else chunk.num_input_tokens, chunk.num_tokens)
+                ask.tokens[index] = chunk
+                yield index, chunk
+    except PenjingError as error:
+        raise backend.error(error) from None
+    backend.alive(ask.model)
+
+
+def _one(backend: Backend, ask: Ask, index: int) -> AsyncGenerator[Chunk, None]:
+    client = backend.clients[ask.model.name]
+    prompt = None if ask.messages is not None else ask.prompts[index]
+    return client.stream(prompt, messages=ask.messages, timeout=ask.timeout, whole=not ask.stream, **ask.sampling)
+
+
+async def _chunks(backend: Backend, ask: Ask) -> AsyncGenerator[tuple[int, Chunk], None]:
+    if ask.messages is not None or len(ask.prompts) == 1:
+        async with aclosing(_one(backend, ask, 0)) as chunks:
+            async for chunk in chunks:
+                yield 0, chunk
+        return
+    queue: asyncio.Queue[tuple[int, Chunk | None]] = asyncio.Queue()  # what it can hold is bounded by the context
+
+    async def pump(index: int) -> None:
+        try:
+            async with aclosing(_one(backend, ask, index)) as chunks:
+                async for chunk in chunks:
+                    queue.put_nowait((index, chunk))
+        finally:
+            queue.put_nowait((index, None))
+
+    tasks = [asyncio.create_task(pump(index)) for index in range(len(ask.prompts))]
+    unfinished = len(tasks)
+    try:
+        while unfinished:
+            index, chunk = await queue.get()
+            if chunk is not None:
+                yield index, chunk
+                continue
+            unfinished -= 1
+            await tasks[index]  # its error is ours
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+class Events(Response):
+    """Server-sent events. What fails after the first one becomes an event."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, first: bytes, rest: AsyncGenerator[bytes, None]) -> None:
+        super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
+        del self.headers["content-length"]
+        self._first, self._rest = first, rest
+
+    async def __call__(self, scope: Any, receive: Receive, send: Send) -> None:
+        """Send them."""
+        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        await send({"type": "http.response.body", "body": self._first, "more_body": True})
+        try:
+            async with aclosing(self._rest) as rest:
+                async for event in rest:
+                    await send({"type": "http.response.body", "body": event, "more_body": True})
+        except ApiError as error:
+            scope["state"]["exchange"].reason = error.code or ""
+            await send({"type": "http.response.body", "body": b"data: " + error.body + b"\n\n", "more_body": True})
+        await send({"type": "http.response.body", "body": b""})
+
+    @classmethod
+    async def of(cls, events: AsyncGenerator[bytes, None]) -> Events:
+        """The response of `events`, once the first has come: what fails before has a status of its own."""
+        return cls(await anext(events), events)
+
+
+def event(content: Any) -> bytes:
+    """A server-sent event."""
+    return b"data: " + json.dumps(content, separators=(",", ":")).encode() + b"\n\n"

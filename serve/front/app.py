@@ -1,0 +1,147 @@
+"""The front's application: its paths, and what their answers have in common."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager, suppress
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from penjing.serve.front.backend import Backend, read_figures
+from penjing.serve.front.bodies import ChatBody, CompletionBody
+from penjing.serve.front.chat import answer_chat
+from penjing.serve.front.completions import complete
+from penjing.serve.front.embeddings import EmbeddingBody, answer_embeddings
+from penjing.serve.front.openapi import EVENTS_TYPE, JSON_TYPE, TEXT_TYPE, Described, describe
+from penjing.serve.front.texts import DetokenizeBody, TokenizeBody, detokenize, tokenize
+from penjing.serve.gate.config import FrontJob
+from penjing.serve.gate.errors import START_SECONDS, ApiError
+from penjing.serve.gate.guard import Exchange, Guard, Message
+from penjing.serve.gate.log import log_exchange
+
+STREAMED = (JSON_TYPE, EVENTS_TYPE)
+POSTS = {
+    Described("/v1/completions", "Texts after prompts.", CompletionBody, STREAMED): complete,
+    Described("/v1/chat/completions", "The next message of a chat.", ChatBody, STREAMED): answer_chat,
+    Described("/v1/embeddings", "Vectors of texts.", EmbeddingBody): answer_embeddings,
+    Described("/tokenize", "Token ids of a text.", TokenizeBody): tokenize,
+    Described("/detokenize", "The text of token ids.", DetokenizeBody): detokenize,
+}
+
+
+class Front:
+    """All of the front but the sockets. `application` is what uvicorn runs."""
+
+    def __init__(self, job: FrontJob) -> None:
+        self.job = job
+        self.backend: Backend
+        self._backend_made = False
+        self._paths = {
+            Described("/health/live", "Whether the front runs.", is_open=True): self._live,
+            Described("/health/ready", "Whether every model answers.", is_open=True): self._ready,
+            Described("/metrics", "Figures for Prometheus.", types=(TEXT_TYPE,)): self._figures,
+            Described("/openapi.json", "This document."): self._openapi,
+            Described("/v1/models", "What is served."): self._models,
+            Described("/v1/models/{name:path}", "One of these."): self._model,
+        } | {path: self._with_backend(endpoint) for path, endpoint in POSTS.items()}
+        routes = [
+            Route(path.path, endpoint, methods=["GET" if path.body is None else "POST"])
+            for path, endpoint in self._paths.items()
+        ]
+        app = Starlette(
+            routes=routes,
+            lifespan=self._lifespan,
+            exception_handlers={ApiError: _tell, HTTPException: _tell_http},  # type: ignore[dict-item]
+        )
+        app.router.redirect_slashes = False
+        self.guard = Guard(app, job.front, self._ended)
+        self.guard.draining = job.draining
+
+    async def application(self, scope: Message, receive: Any, send: Any) -> None:
+        """The ASGI application."""
+        if scope["type"] == "http":
+            await self.guard(scope, receive, send)
+        else:
+            await self.guard.app(scope, receive, send)
+
+    def _with_backend(
+        self, endpoint: Callable[[Backend, Request], Awaitable[Response]]
+    ) -> Callable[[Request], Awaitable[Response]]:
+        async def called(request: Request) -> Response:
+            return await endpoint(self.backend, request)
+
+        return called
+
+    @property
+    def ready(self) -> bool:
+        """Whether every model has just answered, and none is about to go."""
+        return self._backend_made and self.backend.ready and not self.guard.draining
+
+    def drain(self) -> None:
+        """Refuse requests from now on."""
+        self.guard.draining = True
+
+    @asynccontextmanager
+    async def _lifespan(self, app: Starlette) -> AsyncIterator[None]:
+        self.backend, self._backend_made = Backend(self.job), True
+        watch = asyncio.create_task(self.backend.watch())
+        try:
+            yield
+        finally:
+            watch.cancel()
+            with suppress(asyncio.CancelledError):
+                await watch
+            await self.backend.close()
+
+    def _ended(self, scope: Message, exchange: Exchange) -> None:
+        log_exchange(scope, exchange)
+
+    async def _live(self, request: Request) -> Response:
+        return JSONResponse({"status": "live"})
+
+    async def _figures(self, request: Request) -> Response:
+        return Response(await read_figures(self.job.metrics), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    async def _openapi(self, request: Request) -> Response:
+        return JSONResponse(describe(self._paths, keys=self.job.front.keys is not None))
+
+    async def _ready(self, request: Request) -> Response:
+        if self.guard.draining:
+            return _not_ready("draining")
+        return JSONResponse({"status": "ready"}) if self.backend.ready else _not_ready("not ready")
+
+    async def _models(self, request: Request) -> Response:
+        return JSONResponse({"object": "list", "data": [self._described(model.id) for model in self.backend.listed]})
+
+    async def _model(self, request: Request) -> Response:
+        return JSONResponse(self._described(self.backend.model(request.path_params["name"]).id))
+
+    def _described(self, name: str) -> dict[str, Any]:
+        return {"id": name, "object": "model", "created": self.backend.started, "owned_by": "penjing"}
+
+
+def _not_ready(status: str) -> Response:
+    return JSONResponse({"status": status}, 503, {"retry-after": str(START_SECONDS)})
+
+
+async def _tell(request: Request, error: ApiError) -> Response:
+    exchange: Exchange = request.scope["state"]["exchange"]
+    exchange.reason = error.code or ""
+    return Response(error.body, error.status, error.headers, "application/json")
+
+
+async def _tell_http(request: Request, error: HTTPException) -> Response:
+    """Starlette's own errors: a path that is not there, a method that a path does not take."""
+    path = request.url.path[:80]
+    if error.status_code == 405:
+        allowed = (error.headers or {}).get("Allow", "")
+        found = ApiError(405, f"{path} takes {allowed}.", code="method_not_allowed", headers={"allow": allowed})
+    else:
+        found = ApiError(404, f"There is no {path} here.", code="not_found")
+    return await _tell(request, found)

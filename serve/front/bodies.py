@@ -1,0 +1,340 @@
+"""The bodies of requests: OpenAI's fields with OpenAI's types, and vLLM's beside them. An unknown field is an error."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic_core import from_json
+
+from penjing.serve.gate.errors import ApiError
+
+B = TypeVar("B", bound="Body")
+NUL = re.compile(rb"(?<!\\)(?:\\\\)*\\u0000")
+MAX_MESSAGES = 4096
+MAX_TOOLS = 128
+TokenIds = list[Annotated[int, Field(ge=0, lt=1 << 31)]]
+
+
+class Body(BaseModel):
+    """Of one request."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+    model: str = Field(description="What `/v1/models` lists.")
+
+
+class StreamOptions(BaseModel):
+    """What a stream has beside its text."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    include_usage: bool | None = Field(default=None, description="A last chunk says how many tokens there were.")
+    include_obfuscation: bool | None = Field(default=None, description="Is not done.")
+
+
+class Sampling(Body):
+    """What completions and chats have in common; null is the default."""
+
+    temperature: float | None = Field(default=None, description="0 takes the most likely token each time; 1.")
+    top_p: float | None = Field(default=None, description="Of the most likely tokens with this probability together.")
+    n: int | None = Field(default=None, description="So many answers.")
+    stop: str | list[str] | None = Field(default=None, description="The answer ends before one of these texts.")
+    seed: int | None = Field(default=None, description="The same for the same answer.")
+    presence_penalty: float | None = Field(default=None, description="Against tokens that were there; -2 to 2.")
+    frequency_penalty: float | None = Field(default=None, description="Against tokens, by how often; -2 to 2.")
+    logit_bias: dict[str, float] | None = Field(default=None, description="Added to tokens' scores; by token id.")
+    stream: bool | None = Field(default=None, description="The answer comes as server-sent events.")
+    stream_options: StreamOptions | None = Field(default=None, description="Of a stream.")
+    user: str | None = Field(default=None, description="Is not used.")
+    top_k: int | None = Field(default=None, description="Of the most likely so many tokens; 0 is all.")
+    min_p: float | None = Field(default=None, description="Of tokens at least so likely, beside the most likely one.")
+    repetition_penalty: float | None = Field(default=None, description="Against tokens that were there; 1 is none.")
+    min_tokens: int | None = Field(default=None, description="No end before so many tokens.")
+    stop_token_ids: list[int] | None = Field(default=None, description="The answer ends with one of these tokens.")
+    ignore_eos: bool | None = Field(default=None, description="The model's own end does not count.")
+    include_stop_str_in_output: bool | None = Field(default=None, description="The text that ended it is shown.")
+    skip_special_tokens: bool | None = Field(default=None, description="Control tokens are not shown; true.")
+    guided_json: dict[str, Any] | None = Field(default=None, description="The answer fulfils this JSON schema.")
+    guided_regex: str | None = Field(default=None, description="The answer matches this regular expression.")
+    guided_choice: list[str] | None = Field(default=None, description="The answer is one of these.")
+    guided_grammar: str | None = Field(default=None, description="The answer is of this grammar, llguidance's Lark.")
+    priority: int | None = Field(default=None, ge=-(1 << 31), lt=1 << 31, description="Lower ones come first.")
+
+    def sampling(self) -> dict[str, Any]:
+        """The engine's parameters: those that were given."""
+        given = {name: getattr(self, name) for name in _ENGINE_FIELDS}
+        values = {name: value for name, value in given.items() if value is not None}
+        if (guided := self.guided()) is not None:
+            values["guided"] = guided
+        return values
+
+    def guided(self) -> dict[str, Any] | None:
+        """What the answer must look like, as the engine's parameter.
+
+        Raises:
+            ApiError: in two ways at once.
+        """
+        forms = {name: getattr(self, field) for field, name in _FORMS.items() if getattr(self, field) is not None}
+        if len(forms) > 1:
+            raise ApiError(
+                400, "Give one of guided_json, guided_regex, guided_choice and guided_grammar.", param="guided"
+            )
+        return next(({"kind": kind, "value": value} for kind, value in forms.items()), None)
+
+    @property
+    def include_usage(self) -> bool:
+        """Whether a stream ends with its numbers of tokens."""
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+
+_FORMS = {
+    "guided_json": "json_schema",
+    "guided_regex": "regex",
+    "guided_choice": "choice",
+    "guided_grammar": "grammar",
+}
+_ENGINE_FIELDS = tuple(
+    set(Sampling.model_fields) - set(Body.model_fields) - {"stream", "stream_options", "user", *_FORMS}
+)
+
+
+class CompletionBody(Sampling):
+    """Of `/v1/completions`."""
+
+    prompt: str | list[str] | TokenIds | list[TokenIds] = Field(
+        description="A text, a list of texts, or token ids of one prompt or of several."
+    )
+    max_tokens: int | None = Field(default=None, ge=0, description="New tokens at most; 16. 0 only scores the prompt.")
+    echo: bool | None = Field(default=None, description="The answer begins with the prompt.")
+    logprobs: int | None = Field(default=None, ge=0, description="So many likely tokens with each token.")
+    best_of: int | None = Field(default=None, description="May be n only.")
+    suffix: str | None = Field(default=None, description="May be null only.")
+
+
+class TextPart(BaseModel):
+    """A part of a message."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    type: Literal["text"] = Field(description="Other parts are not read.")
+    text: str = Field(description="Its text.")
+
+
+class FunctionCall(BaseModel):
+    """A call that an assistant made."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    name: str = Field(description="Of the function.")
+    arguments: str = Field(description="JSON.")
+
+
+class ToolCall(BaseModel):
+    """A call that an assistant made."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    id: str = Field(description="The tool's message refers to it.")
+    type: Literal["function"] = Field(default="function", description="Others are not known.")
+    function: FunctionCall = Field(description="What it called.")
+    index: int | None = Field(default=None, description="Of a stream's; is not used.")
+
+
+class ChatMessage(BaseModel):
+    """One message; fields that only an answer has may come back with it."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    role: Literal["system", "developer", "user", "assistant", "tool"] = Field(description="Who speaks.")
+    content: str | list[TextPart] | None = Field(default=None, description="Text, or parts that are text.")
+    name: str | None = Field(default=None, description="Of the speaker.")
+    tool_calls: list[ToolCall] | None = Field(default=None, max_length=MAX_TOOLS, description="Of an assistant.")
+    tool_call_id: str | None = Field(default=None, description="Of a tool: what it answers.")
+    refusal: str | None = Field(default=None, description="Is not used.")
+    annotations: list[Any] | None = Field(default=None, description="Is not used.")
+    audio: None = Field(default=None, description="May be null only.")
+    function_call: None = Field(default=None, description="May be null only.")
+    reasoning_content: str | None = Field(default=None, description="Is not used.")
+
+    def rendered(self) -> dict[str, Any]:
+        """As chat templates know messages."""
+        content = self.content
+        if content is None:
+            content = ""  # many templates add texts without a look
+        elif isinstance(content, list):
+            content = "".join(part.text for part in content)
+        values: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role, "content": content}
+        values |= {key: value for key in ("name", "tool_call_id") if (value := getattr(self, key)) is not None}
+        if self.tool_calls:
+            values["tool_calls"] = [
+                {"id": c.id, "type": "function", "function": {"name": c.function.name, "arguments": _arguments(c)}}
+                for c in self.tool_calls
+            ]
+        return values
+
+
+def _arguments(call: ToolCall) -> Any:
+    """Templates write arguments by themselves, from an object."""
+    try:
+        return from_json(call.function.arguments)
+    except ValueError:
+        return call.function.arguments
+
+
+class JsonSchema(BaseModel):
+    """A schema with a name."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    name: str = Field(description="Is not used.")
+    schema_: dict[str, Any] = Field(alias="schema", description="The answer is JSON that fulfils it.")
+    strict: bool | None = Field(default=None, description="Refuse keywords that are not known, or leave them out.")
+    description: str | None = Field(default=None, description="Is not used.")
+
+
+class ResponseFormat(BaseModel):
+    """Of the answer."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    type: Literal["text", "json_object", "json_schema"] = Field(description="Any text, any object, or by a schema.")
+    json_schema: JsonSchema | None = Field(default=None, description="The schema.")
+
+    @model_validator(mode="after")
+    def _schema_is_there(self) -> ResponseFormat:
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise ValueError("json_schema belongs to the type json_schema")
+        return self
+
+
+class Function(BaseModel):
+    """What a tool is."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    name: str = Field(pattern="^[a-zA-Z0-9_.-]{1,64}$", description="What it is called as.")
+    description: str | None = Field(default=None, description="For the model.")
+    parameters: dict[str, Any] | None = Field(default=None, description="JSON schema of its arguments.")
+    strict: bool | None = Field(default=None, description="Refuse keywords that are not known, or leave them out.")
+
+
+class Tool(BaseModel):
+    """What the model may call."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    type: Literal["function"] = Field(description="Others are not known.")
+    function: Function = Field(description="What it is.")
+
+
+class NamedFunction(BaseModel):
+    """A tool's name."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    name: str = Field(description="Of the tool.")
+
+
+class NamedTool(BaseModel):
+    """The tool that the model must call."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    type: Literal["function"] = Field(description="Others are not known.")
+    function: NamedFunction = Field(description="Which.")
+
+
+class ChatBody(Sampling):
+    """Of `/v1/chat/completions`."""
+
+    messages: list[ChatMessage] = Field(min_length=1, max_length=MAX_MESSAGES, description="The conversation so far.")
+    max_tokens: int | None = Field(default=None, ge=1, description="New tokens at most; as many as there is room for.")
+    max_completion_tokens: int | None = Field(default=None, ge=1, description="The same.")
+    logprobs: bool | None = Field(default=None, description="Each token comes with its log probability.")
+    top_logprobs: int | None = Field(default=None, ge=0, description="So many likely tokens with each token.")
+    response_format: ResponseFormat | None = Field(default=None, description="Of the answer.")
+    tools: list[Tool] | None = Field(default=None, max_length=MAX_TOOLS, description="What the model may call.")
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = Field(
+        default=None, description="Whether it must; auto."
+    )
+    parallel_tool_calls: bool | None = Field(default=None, description="Several calls in one answer; true.")
+    chat_template_kwargs: dict[str, Any] | None = Field(default=None, description="Further variables of the template.")
+    metadata: dict[str, str] | None = Field(default=None, description="Is not used.")
+    store: bool | None = Field(default=None, description="Is not done.")
+    service_tier: str | None = Field(default=None, description="Is not used.")
+    safety_identifier: str | None = Field(default=None, description="Is not used.")
+    prompt_cache_key: str | None = Field(default=None, description="Is not used.")
+
+    @property
+    def offered(self) -> list[dict[str, Any]]:
+        """The tools that the model may call now."""
+        if self.tool_choice == "none":
+            return []
+        return [tool.model_dump(exclude_none=True) for tool in self.tools or []]
+
+    def guided(self) -> dict[str, Any] | None:
+        """See `Sampling.guided`; `response_format` and `tools` are other ways."""
+        found = super().guided()
+        wanted = [] if found is None else [found]
+        format_ = self.response_format
+        if format_ is not None and format_.type == "json_object":
+            wanted.append({"kind": "json_object"})
+        if format_ is not None and format_.json_schema is not None:
+            schema = format_.json_schema
+            wanted.append({"kind": "json_schema", "value": schema.schema_, "strict": schema.strict is True})
+        if self.tool_choice not in (None, "none", "auto") and not self.tools:
+            raise ApiError(400, "tool_choice needs tools.", code="invalid_value", param="tool_choice")
+        if offered := self.offered:
+            choice = self.tool_choice
+            name = choice.function.name if isinstance(choice, NamedTool) else choice or "auto"
+            if name not in ("auto", "required", *(tool["function"]["name"] for tool in offered)):
+                raise ApiError(400, f"There is no tool {name!r:.80}.", code="invalid_value", param="tool_choice")
+            value = {"tools": offered, "choice": name, "parallel": self.parallel_tool_calls is not False}
+            wanted.append({"kind": "tools", "value": value})
+        if len(wanted) > 1:
+            text = "An answer has one form: give one of response_format, tools and guided_*."
+            raise ApiError(400, text, code="invalid_value", param="response_format")
+        return wanted[0] if wanted else None
+
+
+def read_body(kind: type[B], content_type: str, body: bytes) -> B:
+    """The body of a request.
+
+    Raises:
+        ApiError: it is no JSON, not of this kind, or has characters that no text has; names the field and the rule.
+    """
+    if content_type.partition(";")[0].strip().lower() != "application/json":
+        raise ApiError(415, "Send JSON, with the header content-type: application/json.", code="unsupported_media_type")
+    try:
+        # It bounds depth and the length of numbers, and refuses what is no UTF-8 and lone surrogates.
+        values = from_json(body, allow_inf_nan=False)
+    except ValueError as error:
+        raise ApiError(400, f"The body is not valid JSON: {error}.", code="invalid_json") from None
+    if not isinstance(values, dict):
+        raise ApiError(400, "The body must be a JSON object.", code="invalid_json")
+    if NUL.search(body):
+        raise ApiError(400, "The body has a NUL character, which no text has.", code="invalid_json")
+    try:
+        return kind.model_validate(values)
+    except ValidationError as error:
+        raise _explained(kind, error.errors(include_url=False, include_context=False)) from None
+
+
+def _explained(kind: type[Body], errors: list[Any]) -> ApiError:
+    # Of a field that takes several types each says what is wrong: the deepest is about the type that was meant.
+    field = errors[0]["loc"][:1]
+    entry = max((entry for entry in errors if entry["loc"][:1] == field), key=lambda entry: len(entry["loc"]))
+    names = [str(part) for part in entry["loc"] if not re.search(r"[\[\](]|^(str|int|float|bool)$", str(part))]
+    param = ".".join(names)
+    if entry["type"] == "extra_forbidden":
+        known = f"; there are {', '.join(sorted(kind.model_fields))}" if len(names) == 1 else ""
+        return ApiError(400, f"There is no field {param!r:.80}{known}.", code="unknown_field", param=param[:80])
+    if entry["type"] == "missing":
+        return ApiError(400, f"The field {param!r} is missing.", code="missing_field", param=param)
+    given = json.dumps(entry["input"], default=str)
+    given = given if len(given) <= 80 else given[:77] + "..."
+    text = f"{param}: {entry['msg'][0].lower()}{entry['msg'][1:]}, not {given}."
+    return ApiError(400, text, code="invalid_value", param=param)

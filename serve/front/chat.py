@@ -1,0 +1,120 @@
+"""`/v1/chat/completions`."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import defaultdict
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from penjing.serve.front.answers import DONE, Ask, Events, answer, event
+from penjing.serve.front.backend import Backend
+from penjing.serve.front.bodies import ChatBody, read_body
+from penjing.serve.front.logprobs import of_chat
+from penjing.serve.front.tools import CallReader
+from penjing.serve.gate.errors import ApiError
+from penjing.serve.gate.guard import Exchange
+
+
+async def answer_chat(backend: Backend, request: Request) -> Response:
+    """Answer one request."""
+    exchange: Exchange = request.scope["state"]["exchange"]
+    body = read_body(ChatBody, request.headers.get("content-type", ""), exchange.body)
+    ask = chat_ask(backend, body, exchange)
+    head = {
+        "id": f"chatcmpl-{exchange.request_id}",
+        "object": "chat.completion.chunk" if ask.stream else "chat.completion",
+        "created": int(time.time()),
+        "model": ask.model.id,
+    }
+    if ask.stream:
+        return await Events.of(_events(backend, ask, head, body))
+    return JSONResponse(await _whole(backend, ask, head, body))
+
+
+def chat_ask(backend: Backend, body: ChatBody, exchange: Exchange) -> Ask:
+    """What the engine is asked for.
+
+    Raises:
+        ApiError: fields that contradict each other, or a model that does not chat.
+    """
+    sampling = body.sampling()
+    sampling["max_tokens"] = body.max_completion_tokens or body.max_tokens
+    if body.logprobs:
+        sampling["logprobs"] = body.top_logprobs or 0
+    elif body.top_logprobs:
+        raise ApiError(400, "top_logprobs needs logprobs: true.", code="invalid_value", param="top_logprobs")
+    variables = dict(body.chat_template_kwargs or {})
+    if offered := body.offered:
+        variables["tools"] = offered
+        sampling.setdefault("skip_special_tokens", False)  # in some tokenizers the marks of a call are such
+    if variables:
+        sampling["chat_template_kwargs"] = variables
+    return Ask(
+        model=backend.decoder(body.model),
+        sampling=sampling,
+        exchange=exchange,
+        messages=[message.rendered() for message in body.messages],
+        stream=bool(body.stream),
+        timeout=backend.timeout,
+    )
+
+
+async def _whole(backend: Backend, ask: Ask, head: dict[str, Any], body: ChatBody) -> dict[str, Any]:
+    choices: dict[int, dict[str, Any]] = {}
+    async with aclosing(answer(backend, ask)) as chunks:
+        async for _, chunk in chunks:
+            logprobs = of_chat(chunk.logprobs, body.top_logprobs or 0) if "logprobs" in ask.sampling else None
+            message: dict[str, Any] = {"role": "assistant", "content": chunk.text, "refusal": None}
+            reason = chunk.finish_reason
+            if body.offered and (piece := CallReader().push(chunk.text, last=True)).calls:
+                calls = [{name: value for name, value in call.items() if name != "index"} for call in piece.calls]
+                message |= {"content": piece.text or None, "tool_calls": calls}
+                reason = "tool_calls" if reason == "stop" else reason
+            choices[chunk.index] = {
+                "index": chunk.index,
+                "message": message,
+                "logprobs": logprobs,
+                "finish_reason": reason,
+            }
+    return head | {"choices": [choices[index] for index in sorted(choices)], "usage": ask.usage}
+
+
+async def _events(backend: Backend, ask: Ask, head: dict[str, Any], body: ChatBody) -> AsyncGenerator[bytes, None]:
+    """Events by hand: the bytes before and after the text are the same in all of them."""
+    start = b"data: " + json.dumps(head, separators=(",", ":")).encode()[:-1] + b',"choices":['
+    end = b'],"usage":null}\n\n' if body.include_usage else b"]}\n\n"
+    seen: set[int] = set()
+    readers = defaultdict(CallReader) if body.offered else {}
+    async with aclosing(answer(backend, ask)) as chunks:
+        async for _, chunk in chunks:
+            index = b'{"index":%d,"delta":{' % chunk.index
+            parts = []
+            if chunk.index not in seen:
+                seen.add(chunk.index)
+                parts += [start, index, b'"role":"assistant","content":""},"logprobs":null,"finish_reason":null}', end]
+            text, calls, reason = chunk.text, [], chunk.finish_reason
+            if body.offered:
+                reader = readers[chunk.index]
+                piece = reader.push(text, last=reason is not None)
+                text, calls = piece.text, piece.calls
+                reason = "tool_calls" if reason == "stop" and reader.num_calls else reason
+            if text or chunk.logprobs:
+                logprobs = json.dumps(of_chat(chunk.logprobs, body.top_logprobs or 0)) if chunk.logprobs else "null"
+                parts += [start, index, b'"content":', json.dumps(text).encode()]
+                parts += [b'},"logprobs":', logprobs.encode(), b',"finish_reason":null}', end]
+            if calls:
+                parts += [start, index, b'"tool_calls":', json.dumps(calls).encode()]
+                parts += [b'},"logprobs":null,"finish_reason":null}', end]
+            if reason:
+                parts += [start, index, b'},"logprobs":null,"finish_reason":"%b"}' % reason.encode(), end]
+            if parts:
+                yield b"".join(parts)
+    if body.include_usage:
+        yield event(head | {"choices": [], "usage": ask.usage})
+    yield DONE

@@ -1,0 +1,68 @@
+"""`python -m penjing.serve.front.server`: the front's process, as the supervisor starts it (see `FrontProcess`)."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from contextlib import suppress
+
+import uvicorn
+import uvloop
+
+from penjing.serve.front.app import Front
+from penjing.serve.front.process import ALIVE, BEAT_SECONDS, READY
+from penjing.serve.gate.config import VARIABLE, FrontJob
+from penjing.serve.gate.connection import connection_class
+from penjing.serve.gate.log import open_log
+
+GRACE_SECONDS = 3  # for answers that are under way when the process shall end
+
+
+def uvicorn_config(front: Front) -> uvicorn.Config:
+    """How uvicorn runs a front."""
+    config = front.job.front
+    return uvicorn.Config(
+        front.application,
+        host=config.host,
+        port=config.port,
+        loop="uvloop",
+        http=connection_class(config.limits),
+        ws="none",
+        lifespan="on",
+        interface="asgi3",
+        log_config=None,
+        access_log=False,
+        proxy_headers=False,
+        server_header=False,
+        timeout_keep_alive=int(max(1, config.limits.idle_timeout)),
+        timeout_graceful_shutdown=GRACE_SECONDS,
+        ssl_certfile=config.certificate,
+        ssl_keyfile=config.private_key,
+    )
+
+
+async def _run(job: FrontJob) -> None:
+    front = Front(job)
+    loop = asyncio.get_running_loop()
+    loop.add_signal_handler(signal.SIGUSR1, front.drain)
+
+    def beat() -> None:
+        with suppress(BlockingIOError):  # the supervisor is stopped: it has enough to read
+            os.write(job.beat_fd, READY if front.ready else ALIVE)
+        loop.call_later(BEAT_SECONDS, beat)
+
+    if job.beat_fd >= 0:
+        beat()
+    await uvicorn.Server(uvicorn_config(front)).serve()
+
+
+def main() -> None:
+    """Run the job that the environment names."""
+    job = FrontJob.model_validate_json(os.environ[VARIABLE])
+    open_log(job.log)
+    uvloop.run(_run(job))
+
+
+if __name__ == "__main__":
+    main()

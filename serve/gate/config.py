@@ -1,0 +1,104 @@
+"""Where the HTTP front listens, what it lets in, and what stands behind it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pydantic import Field
+
+from penjing.core.config import Config, apply_override, parse_config
+from penjing.core.errors import ConfigError
+
+VARIABLE = "PENJING_FRONT"
+"""Environment variable of the front's process: a `FrontJob` as JSON."""
+
+
+class FrontLimits(Config):
+    """What `penjing serve --front KEY=VALUE` changes."""
+
+    max_body_bytes: int = Field(default=1 << 20, ge=1024, le=1 << 30, description="Of a request's body.")
+    max_header_bytes: int = Field(default=32768, ge=1024, le=1 << 20, description="Of a request's line and headers.")
+    max_connections: int = Field(default=2048, ge=1, le=1 << 20, description="Open at once; one more is refused.")
+    max_prompts: int = Field(default=128, ge=1, le=4096, description="Prompts or texts of one request.")
+    header_timeout: float = Field(default=10.0, gt=0, le=3600, description="Seconds for a request's headers to come.")
+    body_timeout: float = Field(default=30.0, gt=0, le=3600, description="Seconds for a request's body to come.")
+    write_timeout: float = Field(
+        default=30.0, gt=0, le=3600, description="Seconds in which a client may read nothing of its answer."
+    )
+    idle_timeout: float = Field(default=30.0, gt=0, le=3600, description="Seconds that an unused connection is kept.")
+    answer_timeout: float = Field(default=3600.0, gt=0, le=86400, description="Seconds for a whole answer.")
+    allowed_hosts: tuple[str, ...] = Field(
+        default=(), description="Names under which a server on loopback is reached, beside localhost."
+    )
+    allowed_origins: tuple[str, ...] = Field(
+        default=(), description="Web pages that may call, such as https://example.org; the front's own page may."
+    )
+
+
+class FrontConfig(Config):
+    """The front of one server."""
+
+    host: str = Field(default="127.0.0.1", description="Address to listen on.")
+    port: int = Field(ge=1, le=65535, description="Port of HTTP, or of HTTPS with a certificate.")
+    keys: Path | None = Field(default=None, description="File of the keys that clients must show; None: no key.")
+    certificate: Path | None = Field(default=None, description="PEM file of a certificate chain: HTTPS.")
+    private_key: Path | None = Field(default=None, description="PEM file of the certificate's key.")
+    limits: FrontLimits = Field(default_factory=FrontLimits, description="What it lets in.")
+
+    @property
+    def url(self) -> str:
+        """Where clients find it."""
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"{'http' if self.certificate is None else 'https'}://{host}:{self.port}"
+
+    @property
+    def is_local(self) -> bool:
+        """Whether only this machine reaches it."""
+        return self.host in ("localhost", "::1") or self.host.startswith("127.")
+
+
+def front_config(
+    port: int | None, host: str, keys: Path | None, tls: tuple[Path, Path] | None, overrides: list[str]
+) -> FrontConfig | None:
+    """What the flags of `penjing serve` ask for; None without a port.
+
+    Raises:
+        ConfigError: flags of a front that is not there, an unknown or wrong limit.
+    """
+    if port is None:
+        if keys or tls or overrides:
+            raise ConfigError("--keys, --tls and --front belong to the HTTP front: give its port with --openai 8080")
+        return None
+    values: dict[str, object] = {}
+    for override in overrides:
+        apply_override(values, override)
+    certificate, private_key = (None, None) if tls is None else (path.absolute() for path in tls)
+    return FrontConfig(
+        host=host,
+        port=port,
+        keys=None if keys is None else keys.absolute(),
+        certificate=certificate,
+        private_key=private_key,
+        limits=parse_config(FrontLimits, values, "--front"),
+    )
+
+
+class FrontModel(Config):
+    """A model behind the front."""
+
+    id: str = Field(description="What clients call it.")
+    name: str = Field(description="Its name on Triton server, such as llm or encoder.")
+    folder: Path = Field(description="Its artifact or checkpoint.")
+    max_rows: int | None = Field(default=None, ge=1, description="Rows that a request to a batched model may have.")
+
+
+class FrontJob(Config):
+    """All that the front's process is told."""
+
+    front: FrontConfig = Field(description="Where it listens.")
+    models: tuple[FrontModel, ...] = Field(description="What it serves.")
+    grpc: str = Field(description="Host and port of Triton server's gRPC.")
+    metrics: str = Field(description="Host and port of Triton server's metrics.")
+    log: Path = Field(description="File of its log.")
+    draining: bool = Field(default=False, description="It starts again while its server drains: it refuses requests.")
+    beat_fd: int = Field(default=-1, description="Descriptor that shows life to the supervisor; -1: none.")

@@ -1,0 +1,126 @@
+"""A connection of uvicorn's that does not wait without an end, for headers or for a reader; and how many there are."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from penjing.serve.gate.config import FrontLimits
+from penjing.serve.gate.errors import RETRY_SECONDS, ApiError
+
+
+def connection_class(limits: FrontLimits) -> type[asyncio.Protocol]:
+    """The class of a front's connections."""
+
+    class Connection(HttpToolsProtocol):
+        """One connection."""
+
+        _header_timer: asyncio.TimerHandle | None = None
+        _write_timer: asyncio.TimerHandle | None = None
+        _header_bytes = 0
+        _unread = 0
+        _refused = False
+
+        def connection_made(self, transport: Any) -> None:
+            super().connection_made(transport)
+            if len(self.connections) > limits.max_connections:
+                self._refuse(
+                    ApiError(503, "Too many connections are open.", code="overloaded", retry_after=RETRY_SECONDS)
+                )
+            else:
+                self._await_headers()
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            for timer in (self._header_timer, self._write_timer, self.timeout_keep_alive_task):
+                if timer is not None:
+                    timer.cancel()
+            super().connection_lost(exc)
+
+        def data_received(self, data: bytes) -> None:
+            if self._refused or self.transport.is_closing():
+                return
+            super().data_received(data)
+            if self._header_timer is not None:  # a header that has not ended yet has reached no `on_header`
+                self._unread += len(data)
+                if self._unread > limits.max_header_bytes:
+                    self._refuse_headers()
+            idle = self.cycle is None or self.cycle.response_complete
+            if idle and self._header_timer is None and not self.transport.is_closing():
+                self._await_headers()  # of the next request, which has begun: the idle timer is off
+                self._unread = len(data)
+
+        def on_message_begin(self) -> None:
+            super().on_message_begin()
+            self._header_bytes = 0
+
+        def on_url(self, url: bytes) -> None:
+            self._count(url)
+            super().on_url(url)
+
+        def on_header(self, name: bytes, value: bytes) -> None:
+            self._count(name, value)
+            super().on_header(name, value)
+
+        def on_headers_complete(self) -> None:
+            if self._header_timer is not None:
+                self._header_timer.cancel()
+                self._header_timer = None
+            if not self._refused:
+                super().on_headers_complete()
+
+        def on_body(self, body: bytes) -> None:
+            if not self._refused:
+                super().on_body(body)
+
+        def on_message_complete(self) -> None:
+            if not self._refused:
+                super().on_message_complete()
+
+        def send_400_response(self, msg: str) -> None:
+            if not self._refused:
+                self._refuse(ApiError(400, "This is no valid HTTP request.", code="bad_http"))
+
+        def pause_writing(self) -> None:
+            super().pause_writing()
+            self._write_timer = self.loop.call_later(limits.write_timeout, self.transport.abort)
+
+        def resume_writing(self) -> None:
+            super().resume_writing()
+            if self._write_timer is not None:
+                self._write_timer.cancel()
+                self._write_timer = None
+
+        def timeout_keep_alive_handler(self) -> None:
+            self.transport.abort()  # `close` would wait for a client that does not read the last bytes
+
+        def _count(self, *parts: bytes) -> None:
+            self._header_bytes += sum(map(len, parts)) + 4
+            if self._header_bytes > limits.max_header_bytes:
+                self._refuse_headers()
+
+        def _refuse_headers(self) -> None:
+            if not self._refused:
+                self._refuse(ApiError(431, f"Headers may have {limits.max_header_bytes} bytes.", code="too_large"))
+
+        def _await_headers(self) -> None:
+            self._unread = 0
+            self._header_timer = self.loop.call_later(limits.header_timeout, self._headers_are_late)
+
+        def _headers_are_late(self) -> None:
+            self._header_timer = None
+            if self._unread:
+                self._refuse(ApiError(408, "The headers took too long to come.", code="timeout"))
+            else:
+                self.transport.abort()
+
+        def _refuse(self, error: ApiError) -> None:
+            """Answer by hand, since no request has been read, and close."""
+            self._refused = True
+            lines = [f"HTTP/1.1 {error.status} Refused", "content-type: application/json", "connection: close"]
+            lines += [f"content-length: {len(error.body)}", *(f"{k}: {v}" for k, v in error.headers.items())]
+            self.transport.write("\r\n".join([*lines, "", ""]).encode() + error.body)
+            self.transport.close()
+
+    return Connection

@@ -1,0 +1,75 @@
+"""The supervisor's side of the HTTP front: what it is told, and what happens when it fails."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from penjing.core.config import Config
+from penjing.core.errors import ServerError
+from penjing.serve.engine.config import BatchConfig
+from penjing.serve.front.process import FrontProcess
+from penjing.serve.gate.config import FrontJob, FrontModel
+from penjing.serve.supervisor import state
+from penjing.serve.supervisor.process import LOOPBACK, ServeConfig
+
+MAX_LOST_STARTS = 3
+
+
+class KeptFront:
+    """The front of one server, or none where the configuration has none."""
+
+    def __init__(self, config: ServeConfig, model: Path, server_name: str, settings: Config) -> None:
+        max_rows = settings.max_batch_size if isinstance(settings, BatchConfig) else None
+        self._process: FrontProcess | None = None
+        self._log = state.log_path(config.grpc_port)
+        self._job = (
+            None
+            if config.front is None
+            else FrontJob(
+                front=config.front,
+                models=(FrontModel(id=model.name, name=server_name, folder=model, max_rows=max_rows),),
+                grpc=config.address(config.grpc_port),
+                metrics=f"{LOOPBACK}:{config.metrics_port}",
+                log=state.front_log_path(config.grpc_port),
+            )
+        )
+
+    def start(self) -> None:
+        """It says 503 until there is a model."""
+        if self._job is not None:
+            self._process = FrontProcess(self._job, self._log)
+
+    @property
+    def pid(self) -> int:
+        """Of its process; 0 while there is none."""
+        return 0 if self._process is None else self._process.pid
+
+    def keep(self, *, starting: bool) -> str | None:
+        """Start it again if it has ended or hangs, which the models behind it do not notice; says so, once.
+
+        Raises:
+            ServerError: `starting`, and it ends again and again.
+        """
+        failure = None if self._process is None else self._process.keep()
+        if failure and starting and self._process is not None and self._process.restarts >= MAX_LOST_STARTS:
+            raise ServerError(f"{failure}; the end of {self._log}:\n{state.tail(self._log)}")
+        return failure and f"{failure}; restarting"
+
+    def answers(self) -> bool:
+        """Whether clients get answers through it; True where there is none."""
+        return self._process is None or self._process.answers()
+
+    @property
+    def ready(self) -> bool:
+        """Whether every model has answered it within ten seconds; True where there is none."""
+        return self._process is None or self._process.ready
+
+    def drain(self) -> None:
+        """It refuses requests from now on."""
+        if self._process is not None:
+            self._process.drain()
+
+    def end(self) -> None:
+        """End it."""
+        if self._process is not None:
+            self._process.end()

@@ -1,0 +1,26 @@
+"""One server with an HTTP front for all tests that leave it as it was."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.serve.front.asking import Fronted
+from tests.serve.triton.serving import serving
+
+LIMITS = {"max_num_sequences": 8, "max_waiting_requests": 8}
+
+
+@pytest.fixture(scope="session")
+def tiny_long(make_tiny_checkpoint: Callable[..., Path]) -> Path:
+    """The tiny model with a context of 4096 tokens, so that an answer can take seconds."""
+    return make_tiny_checkpoint(max_position_embeddings=4096)
+
+
+@pytest.fixture(scope="session")
+def front(tiny_long: Path) -> Iterator[Fronted]:
+    """The front of a Triton server with the tiny model: 8 sequences run at once, 8 may wait."""
+    with serving(tiny_long, LIMITS, front={"limits": {"header_timeout": 1.0, "body_timeout": 1.0}}) as served:
+        yield Fronted(served)
