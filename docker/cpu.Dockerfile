@@ -1,6 +1,6 @@
 # penjing on a CPU: the command line and the embedded Triton server, as an unprivileged user.
 #   make image            builds it with docker or buildah
-#   docker run -v ./build/smollm2-int8:/model:ro -p 8001:8001 penjing:cpu
+#   docker run -v ./build/smollm2-int8:/model:ro -p 8080:8080 penjing:cpu
 # Debian 12: Python 3.11 with a shared libpython, glibc 2.36; Triton server's Python backend needs both (glibc >= 2.35).
 ARG BASE=debian:12-slim
 
@@ -20,7 +20,7 @@ RUN --mount=type=bind,source=docker/wheels,target=/wheels \
     --mount=type=secret,id=pip_config,target=/etc/pip.conf \
     --mount=type=secret,id=certificates,target=/etc/ssl/certs/ca-certificates.crt \
     python3 -m venv /opt/penjing \
-    && python3 docker/dependencies.py pyproject.toml > /tmp/dependencies.txt \
+    && python3 docker/dependencies.py pyproject.toml front > /tmp/dependencies.txt \
     && /opt/penjing/bin/pip install --find-links /wheels -c constraints.txt torch \
     && /opt/penjing/bin/pip install --find-links /wheels -c constraints.txt -r /tmp/dependencies.txt \
     && rm -rf /opt/penjing/lib/python3.11/site-packages/torch/include /opt/penjing/lib/python3.11/site-packages/torch/share
@@ -53,11 +53,11 @@ COPY --from=build /opt/app /opt/penjing
 ENV PATH=/opt/penjing/bin:$PATH PENJING_CACHE=/opt/penjing/cache PYTHONUNBUFFERED=1
 USER 10001:10001
 WORKDIR /home/penjing
-# gRPC, HTTP, metrics
-EXPOSE 8001 8000 8002
+# OpenAI's interface; Triton server's own ports stay on loopback
+EXPOSE 8080
 # Asks the engine behind the endpoint: Triton server's own answer stays "ready" when the model's process is dead.
 HEALTHCHECK --interval=30s --timeout=15s --start-period=60s --retries=2 CMD ["python3", "/opt/penjing/healthcheck.py"]
 # tini passes SIGTERM on and reaps; `penjing serve` finishes running answers before it ends. Give it time: docker stop -t 60.
 STOPSIGNAL SIGTERM
 ENTRYPOINT ["/usr/bin/tini", "--", "penjing"]
-CMD ["serve", "/model", "--host", "0.0.0.0"]
+CMD ["serve", "/model", "--openai", "8080", "--host", "0.0.0.0"]

@@ -42,8 +42,9 @@ def test_the_last_stage_drops_root_and_says_how_it_is_watched_and_stopped(path):
     assert "healthcheck.py" in instructions["HEALTHCHECK"]
     assert instructions["ENTRYPOINT"] == 'ENTRYPOINT ["/usr/bin/tini", "--", "penjing"]'
     assert "STOPSIGNAL SIGTERM" in last
-    ports = {str(port) for port in ServeConfig().ports().values()}
-    assert set(instructions["EXPOSE"].split()[1:]) == ports
+    assert instructions["EXPOSE"].split()[1:] == ["8080"]  # the front's; the others are on loopback
+    assert '"--openai", "8080", "--host", "0.0.0.0"' in instructions["CMD"]
+    assert re.search(r"dependencies\.py pyproject\.toml (gpu )?front ", path.read_text())
 
 
 @pytest.mark.parametrize("path", DOCKERFILES, ids=lambda path: path.name)
@@ -70,17 +71,29 @@ def test_dependencies_are_those_of_the_project():
 
 def test_compose_serves_hardened_and_gives_answers_time_to_finish():
     compose = yaml.safe_load((DOCKER / "compose.yaml").read_text())
-    assert compose["services"].keys() == {"penjing", "gpu"}
-    for name, service in compose["services"].items():
+    assert compose["services"].keys() == {"penjing", "gpu", "prometheus", "grafana"}
+    for service in compose["services"].values():
+        assert all(port.startswith("127.0.0.1:") for port in service["ports"])
+        assert service["cap_drop"] == ["ALL"]
+        assert "no-new-privileges:true" in service["security_opt"]
+        assert service["mem_limit"]
+        assert service["cpus"]
+        assert service["pids_limit"]
+    for name in ("penjing", "gpu"):
+        service = compose["services"][name]
         assert (ROOT / service["build"]["dockerfile"]).is_file(), name
         assert (DOCKER / service["build"]["context"]).resolve() == ROOT
         assert service["read_only"] is True
-        assert service["cap_drop"] == ["ALL"]
-        assert "no-new-privileges:true" in service["security_opt"]
-        assert all(port.startswith("127.0.0.1:") for port in service["ports"])
-        assert {port.rsplit(":", 1)[1] for port in service["ports"]} == {str(p) for p in ServeConfig().ports().values()}
+        assert [port.rsplit(":", 1)[1] for port in service["ports"]] == ["8080"]
+        assert service["command"][2:4] == ["--openai", "8080"]
         assert int(service["stop_grace_period"].removesuffix("s")) > ServeConfig().drain_timeout
     assert compose["services"]["gpu"]["profiles"] == ["gpu"]
+    for name in ("prometheus", "grafana"):
+        assert compose["services"][name]["profiles"] == ["observe"]
+        assert not compose["services"][name]["image"].endswith("latest")
+        mounts = [volume.split(":")[0] for volume in compose["services"][name]["volumes"]]
+        assert all((DOCKER / mount).is_file() for mount in mounts if mount.startswith("."))
+        assert {mount for mount in mounts if not mount.startswith(".")} <= compose["volumes"].keys()
 
 
 @pytest.mark.parametrize("path", sorted(ROOT.glob("docker/*.sh")) + sorted(ROOT.glob("benchmarks/peers/*.sh")), ids=str)
