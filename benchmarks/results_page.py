@@ -43,6 +43,8 @@ This page is made of the rows that the benchmarks append: `python benchmarks/res
 SECTIONS = {  # a title and what "This measures"
     "engine": "Engine: tokens a second of SmolLM2-135M in INT8, beside other engines in the same rounds.",
     "server": "Server: the same engine through Triton server, beside the engine in process.",
+    "front": "HTTP front: OpenAI's interface beside gRPC and the engine in process, and what the front's process uses.",
+    "sharing": "Requests beside each other: what a long prompt, another key's crowd and sampling cost the others.",
     "kernels_cpu": "CPU kernels: speed beside torch and the memory. `64x576x960` is rows, inputs and outputs.",
     "kernels_gpu": "GPU kernels: the speed of the Triton-language kernels and of the engine on a GPU.",
     "kv_cache": "Key-value cache: the INT8 key-value cache beside the float32 one, in quality, bytes and speed.",
@@ -58,10 +60,12 @@ SECTIONS = {  # a title and what "This measures"
     "prune_quality": "Quality after pruning: accuracy and perplexity of pruned networks, before and after healing.",
     "encoder": "Text encoder: MiniLM in INT8 beside FP32 and beside ONNX Runtime's dynamic quantizer.",
     "vision_server": "Classifier server: a classifier through Triton server, beside ONNX Runtime in process.",
+    "chaos": "Chaos: what faults, leaving clients and random requests did to a server. `Runs` is how many there were.",
     "train": "Training: training steps of penjing beside plain PyTorch loops.",
     "precision": "Precision of training: one recipe trained in each precision from the same start.",
     "recipes": "Recipes: what whole training runs reach on held-out data, how fast, and in how much memory.",
     "attention": "Attention: steps with sliding windows and LSH beside full attention. A name ends with its tokens.",
+    "curate": "Curation of text: signatures, clusters of near duplicates, languages and rules, beside datatrove.",
     "parallel": "Parallel training: cost and recovery of many processes, and the planner beside published runs.",
 }
 SHOWN = {  # metrics that are not folded, where not all are shown

@@ -25,7 +25,8 @@ from lib.models import warn_if_busy
 from lib.rows import RESULTS, Row, append, new_row
 from torch import nn
 
-from penjing.compress.export.onnx_classifier import export_onnx
+from penjing.compress.export.onnx_graph import export_network
+from penjing.compress.graph.own import classifier_network
 from penjing.compress.measure.evaluate import EvaluateSettings, evaluate_classifier
 from penjing.compress.quantize.targets import TargetName
 from penjing.compress.quantizers.classifier import ArtifactSettings, quantize_checkpoint
@@ -85,10 +86,10 @@ def shape_rows(scratch: Path, arguments: argparse.Namespace) -> list[Row]:
     )
     files, options = {}, {}
     files["fp32"] = scratch / f"{name}.onnx"
-    size = export_onnx(full[0], (side, side), "onnxruntime-cpu", files["fp32"])
+    size = export_network(classifier_network(full[0], (side, side)), files["fp32"], {})
     rows = [new_row("int8", f"{name}/fp32/size", size, "B", runs=1)]
     files["fp32_narrow"] = scratch / f"{name}-narrow.onnx"
-    export_onnx(narrow[0], (side, side), "onnxruntime-cpu", files["fp32_narrow"])
+    export_network(classifier_network(narrow[0], (side, side)), files["fp32_narrow"], {})
     for label, (model, vision) in (("int8", full), ("int8_narrow", narrow)):
         source = scratch / f"{name}-{label}-fp32"
         with publish_folder(source) as partial_folder:
@@ -122,7 +123,7 @@ def fashion_rows(scratch: Path, arguments: argparse.Namespace) -> list[Row]:
     before = evaluate_classifier(arguments.model, arguments.model, evaluate, Silent()).value
     model, config = load_classifier(arguments.model)
     files, options = {"fp32": scratch / "fashion.onnx"}, {}
-    size = export_onnx(model, config.image_size, "onnxruntime-cpu", files["fp32"])
+    size = export_network(classifier_network(model, config.image_size), files["fp32"], {})
     rows = [
         new_row("int8", "fashion/fp32/accuracy", before, "share", runs=1),
         new_row("int8", "fashion/fp32/size", size, "B", runs=1),

@@ -32,7 +32,8 @@ from numpy.typing import NDArray
 from onnxruntime.quantization import CalibrationDataReader, QuantType, quantize_static
 from onnxruntime.quantization.shape_inference import quant_pre_process
 
-from penjing.compress.export.onnx_classifier import export_onnx
+from penjing.compress.export.onnx_graph import export_network
+from penjing.compress.graph.own import classifier_network
 from penjing.compress.quantize.targets import TARGETS
 from penjing.compress.quantizers.classifier import ArtifactSettings, quantize_checkpoint
 from penjing.compress.samples.data import DataSettings, ImageData, fitting_images, image_samples
@@ -97,7 +98,7 @@ def peer_rows(scratch: Path, arguments: argparse.Namespace) -> list[Row]:
     """Rows of FP32 and each contestant: accuracy, agreement, divergence, bytes, milliseconds of one batch."""
     model, config = load_classifier(arguments.model)
     fp32 = scratch / "fp32.onnx"
-    export_onnx(model, config.image_size, arguments.target, fp32)
+    export_network(classifier_network(model, config.image_size), fp32, {})
     calibration = image_samples(arguments.model, DataSettings(images=arguments.calibrate), Silent())
     seen = np.concatenate([images.numpy() for (images,) in calibration.inputs()])
     contestants = [

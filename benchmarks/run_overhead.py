@@ -95,9 +95,10 @@ def measure_in_process(artifact: Path) -> dict[str, float]:
     import torch
 
     from penjing.serve.engine.config import EngineConfig
-    from penjing.serve.engine.request import Request, SamplingParams
+    from penjing.serve.engine.request import Request
     from penjing.serve.runner.load import load_engine
     from penjing.serve.runner.runner import Runner
+    from penjing.serve.sampling.params import SamplingParams
 
     torch.empty(1)
     before = resident_bytes()

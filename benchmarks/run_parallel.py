@@ -70,7 +70,7 @@ def bubble(quick: bool) -> list[Row]:
 
 
 def traffic(quick: bool) -> list[Row]:
-    """Bytes of gradients that a process sends in a step, counted: float32, 8 bits, PowerSGD."""
+    """Bytes of gradients that a process sends in a step, and of parameters that it collects, by their format."""
     rows = []
     for mesh, ways in (({"dp": 2}, ("float32", "int8", "powersgd")), ({"zero": 2}, ("float32", "int8"))):
         plain: float | None = None
@@ -80,19 +80,34 @@ def traffic(quick: bool) -> list[Row]:
             baseline = None if plain is None else "float32"
             rows.append(new_row(NAME, name, sent, "bytes", runs=1, baseline=baseline, baseline_value=plain))
             plain = plain or sent
+    whole: float | None = None
+    for mode in ("fp32", "bf16"):
+        gathered = run_ranks(2, {"kind": "gathers", "parallel": {"zero": 3}, "mode": mode})["bytes"]
+        name = f"traffic: zero 3, parameters collected in {mode}"
+        baseline = None if whole is None else "fp32"
+        rows.append(new_row(NAME, name, gathered, "bytes", runs=1, baseline=baseline, baseline_value=whole))
+        whole = whole or gathered
     return rows
 
 
 def memory(quick: bool) -> list[Row]:
-    """Bytes of parameters, gradients and AdamW's state that a process of four holds at an update, by ZeRO level."""
+    """Bytes of parameters, gradients and AdamW's state that a process of four holds at an update, by ZeRO level; and
+    the most of a step with logits whole and split."""
     rows, whole = [], None
-    for zero in (0, 1, 2, 3):
-        held = run_ranks(4, {"kind": "memory", "parallel": {"dp": 4, "zero": zero, "tp": 1, "pp": 1}})
+    for zero, shards in ((0, None), (1, None), (2, None), (3, None), (3, 2)):
+        held = run_ranks(4, {"kind": "memory", "parallel": {"dp": 4, "zero": zero, "shards": shards}})
         total = float(sum(held.values()))
         baseline = None if whole is None else "ZeRO 0"
-        name = f"memory: ZeRO {zero}, 4 processes, held at an update"
+        name = f"memory: ZeRO {zero}{f' over {shards}' if shards else ''}, 4 processes, held at an update"
         rows.append(new_row(NAME, name, total, "bytes", runs=1, baseline=baseline, baseline_value=whole))
         whole = whole or total
+    gathered: float | None = None
+    for all_logits in (True, False):
+        most = run_ranks(2, {"kind": "logits", "parallel": {"tp": 2}, "whole": all_logits})["bytes"]
+        name = f"memory: a step of 2 tensor parallel processes, logits {'whole' if all_logits else 'split'}"
+        baseline = None if gathered is None else "whole"
+        rows.append(new_row(NAME, name, most, "bytes", runs=1, baseline=baseline, baseline_value=gathered))
+        gathered = gathered or most
     return rows
 
 

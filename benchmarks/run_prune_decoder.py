@@ -27,7 +27,9 @@ from penjing.compress.families.base import family_at
 from penjing.compress.measure.evaluate import Quality, compare
 from penjing.compress.recipe import load_recipe
 from penjing.compress.run import run_recipe
+from penjing.compress.steps.base import Context
 from penjing.compress.steps.prune import Prune, prune_checkpoint
+from penjing.compress.steps.prune_weights import PruneWeights
 from penjing.core.cli import guarded
 from penjing.core.config import read_recipe
 from penjing.core.errors import ConfigError
@@ -35,8 +37,10 @@ from penjing.core.files import publish_folder
 from penjing.core.manifest import MANIFEST_NAME
 from penjing.core.progress import Progress, progress_bar
 from penjing.core.runtime.timing import interleaved
-from penjing.serve.engine.request import Request, SamplingParams
+from penjing.core.work import Places
+from penjing.serve.engine.request import Request
 from penjing.serve.runner.load import load_engine
+from penjing.serve.sampling.params import SamplingParams
 
 ROOT = RESULTS.parents[1]
 BENCHMARK = "prune_decoder"
@@ -47,13 +51,20 @@ VARIANTS = {  # recipe, settings of its prune step
     "layers-fitted": ("smollm2-shallow", {"reconstruct": True, "layers_by": "influence"}),
     "layers": ("smollm2-shallow", {"reconstruct": True, "layers_by": "trials"}),
 }
+WEIGHTS = {  # settings of the step prune_weights
+    f"{method}-{name}": {"method": method, **measure}
+    for name, measure in (("2:4", {"pattern": "2:4"}), ("half", {"ratio": 0.5}))
+    for method in ("magnitude", "wanda", "sparsegpt")
+}
 ANY_LOSS = {"perplexity_ratio": 1e12, "retries": 0}
 PROMPT_TOKENS, NEW_TOKENS = 128, 32
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--variants", nargs="+", default=list(VARIANTS), metavar="NAME", help=", ".join(VARIANTS))
+    parser.add_argument(
+        "--variants", nargs="+", default=list(VARIANTS), metavar="NAME", help=", ".join([*VARIANTS, *WEIGHTS])
+    )
     parser.add_argument("--texts", nargs="+", default=list(SOURCES), choices=list(SOURCES))
     parser.add_argument("--windows", type=int, default=16, help="of 512 tokens of each text")
     parser.add_argument("--tokens", type=int, help="of calibration, in place of the recipes'")
@@ -68,8 +79,8 @@ def main() -> int:
     parser.add_argument("--work", type=Path, default=ROOT / "build" / "prune-decoder")
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the rows")
     arguments = parser.parse_args()
-    if unknown := sorted(set(arguments.variants) - VARIANTS.keys()):
-        raise ConfigError(f"--variants {unknown[0]}: there is no such variant; take {', '.join(VARIANTS)}")
+    if unknown := sorted(set(arguments.variants) - VARIANTS.keys() - WEIGHTS.keys()):
+        raise ConfigError(f"--variants {unknown[0]}: there is none; take {', '.join([*VARIANTS, *WEIGHTS])}")
     rows: list[Row] = []
     windows, versions = text_windows(arguments.model, arguments.texts, arguments.windows, rows)
     with progress_bar() as progress:
@@ -94,7 +105,7 @@ def stages(
     name: str, arguments: argparse.Namespace, progress: Progress
 ) -> Sequence[tuple[str, Path, dict[str, Any] | None]]:
     """Each stage of a variant that was asked for, its folder, and the record of what was removed if that was now."""
-    recipe, settings = VARIANTS[name]
+    recipe, settings = VARIANTS[name] if name in VARIANTS else ("smollm2-pruned", WEIGHTS[name])
     source = ROOT / "recipes" / f"{recipe}.toml"
     work: Path = arguments.work
     work.mkdir(parents=True, exist_ok=True)
@@ -124,14 +135,20 @@ def stages(
 
 def remove(
     source: Path, settings: dict[str, Any], out: Path, arguments: argparse.Namespace, progress: Progress
-) -> dict[str, Any]:
-    """Prune by the first step of a recipe with other settings; its record."""
+) -> dict[str, Any] | None:
+    """Prune by the first step of a recipe with other settings; its record. None where single weights become zero."""
     chosen = [f"model={arguments.model}"]
     if arguments.tokens:
         chosen.append(f"data.tokens={arguments.tokens}")
     if arguments.texts_of_its_own is not None:
         chosen.append(f'data.calibrate=["{arguments.texts_of_its_own}"]')
     loaded = load_recipe(source, chosen)
+    if settings in WEIGHTS.values():
+        weights = PruneWeights.model_validate(settings)
+        with publish_folder(out) as partial:
+            places = Places(arguments.model, partial, partial)
+            weights.run(places, Context(arguments.model, family_at(arguments.model), loaded.data, progress))
+        return None
     step = loaded.steps[0]
     assert isinstance(step, Prune)
     changed = settings | ({"ratio": arguments.ratio} if arguments.ratio and step.ratio else {})

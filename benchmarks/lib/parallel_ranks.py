@@ -19,15 +19,19 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from penjing.core.models.config import DecoderConfig
 from penjing.core.models.decoder import Decoder
 from penjing.core.progress import Silent
 from penjing.train.loop import Trainer
+from penjing.train.numerics.precision import Precision, PrecisionConfig
 from penjing.train.objective.objective import Batch, CrossEntropy
 from penjing.train.optim.optimizer import OptimizerConfig, build_optimizer
 from penjing.train.parallel.config import ParallelConfig
+from penjing.train.parallel.shard import gather_in
 from penjing.train.parallelize import form_mesh, parallelize
 from penjing.train.processes.world import World
 
@@ -59,15 +63,25 @@ class Tokens:
         """Nothing."""
 
 
-def trainer_of(model: Decoder, parallel: dict[str, Any], rows: int, length: int, accumulation: int = 1) -> Trainer:
-    """A loop over the whole process group."""
+def trainer_of(
+    model: Decoder,
+    parallel: dict[str, Any],
+    rows: int,
+    length: int,
+    accumulation: int = 1,
+    *,
+    mode: str = "fp32",
+    accuracy: bool = False,
+) -> Trainer:
+    """A loop over the whole process group, computing in the precision `mode`."""
     here = World(dist.get_rank(), dist.get_world_size())
     world = form_mesh(here, ParallelConfig.model_validate(parallel), Silent())
     spread = parallelize(model, world)
     return Trainer(
-        spread.model, CrossEntropy(), Tokens(rows, length, model.config.vocab_size),
+        spread.model, CrossEntropy(accuracy=accuracy), Tokens(rows, length, model.config.vocab_size),
         build_optimizer(spread.model, OptimizerConfig(), 1e-3), 10**6, accumulation=accumulation, world=world,
         pipeline=spread.pipeline, after_backward=spread.after_backward,
+        precision=Precision(spread.model, PrecisionConfig.model_validate({"mode": mode}), world.device, gather_in),
     )  # fmt: skip
 
 
@@ -143,6 +157,63 @@ def memory(parallel: dict[str, Any]) -> dict[str, float]:
     return held
 
 
+class _Gathered(TorchDispatchMode):
+    """Bytes of parameters that ZeRO collects inside, as they arrive."""
+
+    bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Count, then do."""
+        if func.namespace == "c10d" and func._opname == "_allgather_base_":
+            self.bytes += args[0].numel() * args[0].element_size()
+        return func(*args, **(kwargs or {}))
+
+
+def gathers(parallel: dict[str, Any], mode: str) -> dict[str, float]:
+    """Bytes of the parameters that a process collects in one step of decoder-tiny in the precision `mode`."""
+    trainer = trainer_of(Decoder(DecoderConfig.model_validate(_TINY)), parallel, 1, 16, mode=mode)
+    trainer.steps = 2
+    replica = trainer.world.replicate(trainer.model)
+    trainer._advance(replica)
+    with _Gathered() as gathered:
+        trainer._advance(replica)
+    return {"bytes": gathered.bytes}
+
+
+class _Held(TorchDispatchMode):
+    """The most bytes that tensors made inside held at any time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.most = 0
+        self._made: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Do, then count."""
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # what is done to its part comes here again
+        output = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(output):
+            if type(tensor) is torch.Tensor:
+                storage = tensor.untyped_storage()
+                self._made[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
+        self._made = {key: made for key, made in self._made.items() if not made[0].expired()}
+        self.most = max(self.most, sum(size for _, size in self._made.values()))
+        return output
+
+
+def logits(parallel: dict[str, Any], whole: bool) -> dict[str, float]:
+    """The most bytes of activations and gradients that a process holds in a step of decoder-tiny with 8 × 128 tokens;
+    `whole`: the objective also wants to know how many it got right, for which it takes all logits."""
+    trainer = trainer_of(Decoder(DecoderConfig.model_validate(_TINY)), parallel, 8, 128, accuracy=whole)
+    trainer.steps = 2
+    replica = trainer.world.replicate(trainer.model)
+    trainer._advance(replica)
+    with _Held() as held:
+        trainer._advance(replica)
+    return {"bytes": held.most}
+
+
 def _bytes(tensor: torch.Tensor) -> int:
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     return local.numel() * local.element_size()
@@ -196,7 +267,7 @@ def _put_to_sleep(layer: nn.Module, fixed: float, rate: float) -> None:
 
 
 def run_ranks(size: int, job: dict[str, Any]) -> dict[str, Any]:
-    """The result of `job` ("kind": "traffic", "memory" or "pipeline") in `size` processes of one thread.
+    """The result of `job`, whose "kind" is one of these functions, in `size` processes of one thread.
 
     Raises:
         subprocess.CalledProcessError: a process failed; what it said went to the terminal.
@@ -231,7 +302,8 @@ def _main(rank: int, size: int, folder: str, job: dict[str, Any]) -> None:
     torch.manual_seed(0)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=size)
     kind = job["kind"]
-    result = pipeline(job) if kind == "pipeline" else {"traffic": traffic, "memory": memory}[kind](job["parallel"])
+    kinds = {"traffic": traffic, "memory": memory, "gathers": gathers, "logits": logits}
+    result = pipeline(job) if kind == "pipeline" else kinds[kind](**{k: v for k, v in job.items() if k != "kind"})
     if rank == 0:
         (Path(folder) / "result.json").write_text(json.dumps(result))
     dist.barrier()

@@ -1,0 +1,187 @@
+"""Measure curation of text beside datatrove: signatures, clusters of near duplicates, languages, rules.
+
+    python benchmarks/run_curate.py          # a quarter of an hour; appends rows; fetches 60 MB of Debian's packages
+
+Speeds are of one thread in seconds of processor time, so that a shared machine tells less of itself; contestants take
+turns, and medians count. `signatures` are MinHash signatures of 14 × 8 over runs of five words; datatrove is given a
+plain splitter of words, as its own (spaCy) takes five times as long. `kept_…` are the documents that deduplication
+keeps of a corpus, and `same_…` the share of documents that stand in the same cluster for both: theirs run as their
+stages 1 to 3. `language_right_…` is the share of manual pages of 1 kB and more whose language is told as their folder
+says.
+"""
+
+from __future__ import annotations
+
+import argparse
+import struct
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from importlib.metadata import version
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+from lib.models import say, warn_if_busy
+from lib.rows import RESULTS, Row, append, new_row
+
+from penjing.core.cli import guarded
+from penjing.core.progress import Silent
+from penjing.core.text.near_duplicates import Signer, connected
+from penjing.core.text.records import Damage
+from penjing.curate.documents.document import Document
+from penjing.curate.documents.read import read_source, source_files
+from penjing.curate.documents.settings import SourceConfig
+from penjing.curate.steps.language import detect, language_model
+from penjing.curate.steps.rules import Rules, RulesStep
+
+DOCS = Path("usr/share/doc")
+CORPORA = {
+    "kernel": SourceConfig(
+        name="kernel", packages=("linux-doc-6.1",), path=DOCS, files=("*/networking/*", "*/admin-guide/*")
+    ),
+    "python": SourceConfig(
+        name="python", packages=("python3.11-doc",), path=DOCS, files=("*.rst.txt", "*/library/*.html")
+    ),
+    "manuals": SourceConfig(
+        name="manuals", packages=("manpages-zh", "manpages-de", "manpages-es"), path=Path("usr/share/man"), form="roff"
+    ),
+}  # fmt: skip
+LANGUAGES = ("de", "es", "fr", "pl", "ru", "ja", "zh")
+PEER = f"datatrove {version('datatrove')}"
+MORE = {"datatrove": version("datatrove"), "fasttext": version("fasttext-numpy2-wheel")}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the rows")
+    arguments = parser.parse_args()
+    warn_if_busy()
+    corpora = {name: texts_of(source) for name, source in CORPORA.items()}
+    for name, texts in corpora.items():
+        say(f"{name}: {len(texts):,} documents, {sum(map(len, texts)) / 1e6:.1f} M characters")
+    rows = speed_rows(corpora["kernel"] + corpora["manuals"], arguments.rounds)
+    for name, texts in corpora.items():
+        rows += cluster_rows(name, texts)
+    rows += language_rows()
+    append("curate", rows, arguments.results)
+    return 0
+
+
+def texts_of(source: SourceConfig) -> list[str]:
+    """The texts of a source that are not empty."""
+    found = []
+    for file in source_files(0, source, Silent()):
+        found += [each.text for each in read_source(file, source) if isinstance(each, Document) and each.text.strip()]
+    return found
+
+
+def speed_rows(texts: list[str], rounds: int) -> list[Row]:
+    """Megabytes of UTF-8 a second, one thread."""
+    megabytes = sum(len(text.encode()) for text in texts) / 1e6
+    signer, theirs = Signer(), their_signer()
+    model, rules = language_model(), Rules(RulesStep(kind="rules"))
+    work: dict[str, Callable[[str], Any]] = {
+        "ours": signer.signature,
+        "theirs": lambda text: theirs.get_signature(shingles) if (shingles := theirs.get_shingles(text)).size else None,
+        "language": lambda text: detect(model, text),
+        "rules": lambda text: rules.apply(Document("d", text, "s", "d")),
+    }
+    seconds: dict[str, list[float]] = {name: [] for name in work}
+    for turn in range(rounds):
+        for name, each in work.items():
+            began = time.process_time()
+            for text in texts:
+                each(text)
+            seconds[name].append(time.process_time() - began)
+            say(f"round {turn + 1}/{rounds}: {name} {megabytes / seconds[name][-1]:.2f} MB/s")
+    speed = {name: megabytes / median(each) for name, each in seconds.items()}
+    return [
+        new_row(
+            "curate", "signatures", speed["ours"], "MB/s", runs=rounds, baseline=f"{PEER}, plain words",
+            baseline_value=speed["theirs"], more_versions=MORE,
+        ),
+        new_row("curate", "language", speed["language"], "MB/s", runs=rounds, more_versions=MORE),
+        new_row("curate", "rules", speed["rules"], "MB/s", runs=rounds, more_versions=MORE),
+    ]  # fmt: skip
+
+
+def their_signer(folder: str = "/nonexistent") -> Any:
+    """datatrove's first stage on plain words, with numbers kept: else tables that differ in them alone are equal."""
+    from datatrove.pipeline.dedup.minhash import MinhashConfig, MinhashDedupSignature
+    from datatrove.utils.text import TextNormConfig
+
+    from penjing.curate.documents.words import WORDS
+
+    config = MinhashConfig(norm_config=TextNormConfig(norm_numbers=False))
+    return MinhashDedupSignature(folder, config, language=WORDS)  # pyright: ignore[reportArgumentType]
+
+
+def cluster_rows(name: str, texts: list[str]) -> list[Row]:
+    """What both keep of a corpus, and whether they mean the same documents."""
+    signer = Signer()
+    keys = np.stack([signer.keys(text) for text in texts])
+    ours = connected(keys.T, len(texts))
+    theirs = their_clusters(texts)
+    kept, their_kept = len(np.unique(ours)), len(np.unique(theirs))
+    same = float((ours == theirs).mean())
+    say(f"{name}: {kept:,} kept by us, {their_kept:,} by {PEER}, {same:.2%} in the same cluster")
+    return [
+        new_row(
+            "curate", f"kept_{name}", kept, "documents", runs=1, baseline=PEER, baseline_value=their_kept,
+            more_versions=MORE,
+        ),
+        new_row("curate", f"same_{name}", 100 * same, "%", runs=1, more_versions=MORE),
+    ]  # fmt: skip
+
+
+def their_clusters(texts: list[str]) -> np.ndarray:
+    """For each document the first of its cluster by datatrove's stages 1 to 3."""
+    from datatrove.data import Document as TheirDocument
+    from datatrove.pipeline.dedup.minhash import MinhashDedupBuckets, MinhashDedupCluster
+
+    with tempfile.TemporaryDirectory() as folder:
+        stage = their_signer(f"{folder}/signatures")
+        stage.run((TheirDocument(text=text, id=str(place)) for place, text in enumerate(texts)), 0, 1)
+        config = stage.config
+        for rank in range(config.num_buckets):
+            buckets = MinhashDedupBuckets(f"{folder}/signatures", f"{folder}/buckets", config=config)
+            buckets.run(None, rank, config.num_buckets)  # pyright: ignore[reportArgumentType]
+        joined = MinhashDedupCluster(f"{folder}/buckets", f"{folder}/clusters", config=config, save_cluster_id=True)
+        joined.run(None, 0, 1)  # pyright: ignore[reportArgumentType]
+        first = np.arange(len(texts))
+        heads: dict[int, int] = {}
+        path = Path(folder) / "clusters" / "000000.clusters"
+        for document, cluster in struct.iter_unpack("<2I", path.read_bytes() if path.exists() else b""):
+            first[document] = heads.setdefault(cluster, document)
+    return first
+
+
+def language_rows() -> list[Row]:
+    """How often the language of a manual page is told rightly."""
+    model, rows = language_model(), []
+    for language in LANGUAGES:
+        source = SourceConfig(
+            name=language, packages=(f"manpages-{language}",), path=Path("usr/share/man"), form="roff",
+            files=(f"{language}/*", f"{language}_*/*"),
+        )  # fmt: skip
+        right = total = damaged = 0
+        for file in source_files(0, source, Silent()):
+            for each in read_source(file, source):
+                if isinstance(each, Damage):
+                    damaged += 1
+                elif len(each.text.encode()) >= 1000:
+                    total += 1
+                    right += detect(model, each.text)[0] == language
+        say(f"{language}: {right} of {total} right, {damaged} damaged")
+        rows.append(
+            new_row("curate", f"language_right_{language}", 100 * right / total, "%", runs=1, more_versions=MORE)
+        )
+    return rows
+
+
+if __name__ == "__main__":
+    sys.exit(guarded(main))
