@@ -7,10 +7,10 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 # Tests run in two processes; each keeps its kernels on one core.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest
-PACKAGES := kernels core train compress serve model_repository recipes
+PACKAGES := kernels core train compress curate serve model_repository recipes
 CPU_SOURCES := $(wildcard kernels/cpu/*.cpp kernels/cpu/*.h)
 
-.PHONY: help install demo test test-full test-gpu sanitize lint format recipes-doc docs bench bench-gpu image image-test clean links
+.PHONY: help install demo test test-full test-gpu sanitize lint format recipes-doc docs bench bench-gpu chaos image image-test clean links
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "make %-12s %s\n", $$1, $$2}'
@@ -23,7 +23,7 @@ $(BIN)/python:
 # torch first: the pinned CPU build keeps later packages from choosing one with gigabytes of CUDA.
 $(STAMP): pyproject.toml constraints.txt setup.py $(CPU_SOURCES) | $(BIN)/python
 	$(BIN)/python -m pip install -q -c constraints.txt torch
-	$(BIN)/python -m pip install -q -c constraints.txt -e '.[dev]'
+	$(BIN)/python -m pip install -q -c constraints.txt -e '.[dev,curate]'
 	@$(MAKE) --no-print-directory links
 	@touch $@
 
@@ -70,7 +70,7 @@ recipes-doc: $(STAMP) ## write docs/recipes.md anew from the settings' descripti
 	@mv build/recipes.md docs/recipes.md
 
 $(VENV)/.docs: $(STAMP)
-	$(BIN)/python -m pip install -q -c constraints.txt -e '.[dev,docs]'
+	$(BIN)/python -m pip install -q -c constraints.txt -e '.[dev,curate,docs]'
 	@touch $@
 
 docs: $(VENV)/.docs ## build the documentation site into build/site
@@ -80,7 +80,11 @@ docs: $(VENV)/.docs ## build the documentation site into build/site
 bench: $(STAMP) ## measure the engine against transformers, through Triton server and beside its kernels; appends rows
 	$(BIN)/python benchmarks/run_engine.py
 	$(BIN)/python benchmarks/run_server.py
+	$(BIN)/python benchmarks/run_front.py
 	$(BIN)/python benchmarks/run_overhead.py
+
+chaos: $(STAMP) ## kill, stop, leave and fuzz a served SmolLM2 for a quarter of an hour; appends rows of what it did to whom
+	$(BIN)/python benchmarks/run_chaos.py
 
 bench-gpu: test-gpu ## check the GPU kernels, then measure them and the engine against torch and the ceilings; appends rows
 	$(GPU) benchmarks/run_kernels_gpu.py

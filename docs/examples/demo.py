@@ -83,7 +83,7 @@ def make_artifact(progress: Progress) -> Path:
 def free_ports() -> dict[str, int]:
     """The default ports, each replaced by a free one where something listens on it."""
     ports = {}
-    for name, default in (("grpc_port", 8001), ("http_port", 8000), ("metrics_port", 8002)):
+    for name, default in (("grpc_port", 8001), ("metrics_port", 8002)):
         for port in (default, 0):
             with socket.socket() as probe:
                 try:
