@@ -22,6 +22,7 @@ MAY_IMPORT = {
     "core": {"kernels", "core"},
     "train": {"kernels", "core", "train"},
     "compress": {"kernels", "core", "train", "compress"},
+    "curate": {"kernels", "core", "curate"},
     "serve": {"kernels", "core", "serve", "model_repository"},  # the last holds the files that Triton server reads
     "model_repository": {"core", "serve"},
 }
@@ -29,7 +30,7 @@ COMMAND_LINE = "penjing.core.cli"
 REACHES_UP = {"ask_server", "write_repository"}
 """Functions of the command line for what needs two stages; nothing else of core imports a stage."""
 LIGHT = ("penjing.core.cli_options", "penjing.core.imports.commands", "penjing.core.recipe_cli", "penjing.core.errors")
-STAGE_COMMANDS = ("penjing.train.cli", "penjing.compress.cli", "penjing.serve.cli")
+STAGE_COMMANDS = ("penjing.curate.cli", "penjing.train.cli", "penjing.compress.cli", "penjing.serve.cli")
 MAX_LINES = 400
 MAX_ADAPTER_LINES = 60
 DOOR = "api"  # `import penjing`: its files are modules beside the stages, and may import all of them
@@ -43,16 +44,18 @@ DOORS = (
     "train/cli.py",
     "compress/cli.py",
     "serve/cli.py",
+    "curate/cli.py",
 )
 MAX_MODULES = 16
 MANY_MODULES = ("kernels", "kernels/gpu")  # their idea is one operation a file
 ASKS_THE_FAMILY = re.compile(r"\bis_classifier\b|\bis_encoder\b|\bis_\w+_artifact\b|[\"']task[\"'] (not )?in\b")
 FAMILY_FILE = "core/family.py"
 PAGES = {
-    "compress/report/page.py": "the frame of every page",
+    "core/pages/page.py": "the frame of every page",
     "compress/report/run_page.py": "the page of a run",
     "compress/report/study_page.py": "the page of a sensitivity study",
     "compress/report/compare.py": "the page that compares runs",
+    "curate/report.py": "the page of a corpus",
 }
 MARKUP = re.compile(r"<(html|head|body|table|h[1-6])\b")
 FORMATS = {
@@ -63,10 +66,11 @@ FORMATS = {
     "report.json": "penjing.compress.report.schema.Report",
     "export.json": "penjing.compress.export.record.ExportRecord",
     "index.json": "penjing.train.data.shards.ShardIndex",
+    "report.json of a corpus": "penjing.curate.report.CorpusReport",
+    "keys.toml": "penjing.serve.access.keys.KeyFile",
 }
 """The class that writes and reads each kind of file that has a version."""
 ENTRIES = {
-    ("compress", "apply_quantization"): "each network that penjing quantizes places its own Q/DQ pairs",
     ("compress", "check"): "an entry of each family's table",
     ("compress", "quantize"): "an entry of each family's table",
     ("compress", "measure"): "parity of each family, and of its exports",
@@ -295,7 +299,7 @@ def test_every_field_of_a_configuration_says_what_it_means() -> None:
     assert not silent, f"give these a Field(description=...): {', '.join(silent)}"
 
 
-@pytest.mark.parametrize("stage", ["core", "train", "compress", "serve"])
+@pytest.mark.parametrize("stage", ["core", "train", "compress", "serve", "curate"])
 def test_a_public_name_has_one_meaning_in_a_stage(stage: str) -> None:
     """Not in kernels, where an operation has one name in torch and in the Triton language."""
     places: dict[str, list[str]] = {}
