@@ -10,6 +10,8 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from penjing.serve.gate.config import FrontLimits
 from penjing.serve.gate.errors import RETRY_SECONDS, ApiError
 
+READ_SECONDS = 0.05  # one turn of the event loop and more
+
 
 def connection_class(limits: FrontLimits) -> type[asyncio.Protocol]:
     """The class of a front's connections."""
@@ -106,7 +108,11 @@ def connection_class(limits: FrontLimits) -> type[asyncio.Protocol]:
 
         def _await_headers(self) -> None:
             self._unread = 0
-            self._header_timer = self.loop.call_later(limits.header_timeout, self._headers_are_late)
+            self._header_timer = self.loop.call_later(limits.header_timeout, self._headers_seem_late)
+
+        def _headers_seem_late(self) -> None:
+            # Timers run before sockets are read: where this process was kept from running, the headers lie there.
+            self._header_timer = self.loop.call_later(READ_SECONDS, self._headers_are_late)
 
         def _headers_are_late(self) -> None:
             self._header_timer = None

@@ -12,6 +12,9 @@ from typing import Any, NamedTuple
 
 from tests.serve.triton.serving import Served
 
+HEADER_TIMEOUT = 3.0
+"""Of the tests' front, and for a body: forty clients in one process need a second where others compute beside them."""
+
 
 class Answer(NamedTuple):
     status: int

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.serve.front.asking import Fronted
+from tests.serve.front.asking import HEADER_TIMEOUT, Fronted
 from tests.serve.triton.serving import serving
 
 LIMITS = {"max_num_sequences": 8, "max_waiting_requests": 8}
@@ -22,5 +22,6 @@ def tiny_long(make_tiny_checkpoint: Callable[..., Path]) -> Path:
 @pytest.fixture(scope="session")
 def front(tiny_long: Path) -> Iterator[Fronted]:
     """The front of a Triton server with the tiny model: 8 sequences run at once, 8 may wait."""
-    with serving(tiny_long, LIMITS, front={"limits": {"header_timeout": 1.0, "body_timeout": 1.0}}) as served:
+    limits = {"header_timeout": HEADER_TIMEOUT, "body_timeout": HEADER_TIMEOUT}
+    with serving(tiny_long, LIMITS, front={"limits": limits}) as served:
         yield Fronted(served)

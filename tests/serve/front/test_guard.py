@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import socket
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from tests.serve.front.asking import Fronted
 
 pytestmark = [pytest.mark.server, pytest.mark.xdist_group("front")]
+WHOLE = b"GET /v1/models HTTP/1.1\r\nhost: localhost\r\n\r\n"
 
 
 def test_models_and_health(front: Fronted) -> None:
@@ -59,12 +61,16 @@ def test_headers_too_many_or_too_slow(front: Fronted) -> None:
     start = b"GET / HTTP/1.1\r\nhost: localhost\r\n"
     assert front.send(start, *[b"x: " + b"y" * 4000 + b"\r\n"] * 12)[8:13] in (b" 431 ", b"")
     assert front.send(start + b"x: ", b"y" * 40_000)[8:13] in (b" 431 ", b"")
-    assert b" 408 " in front.send(b"GET /v1/models HTTP/1.1\r\nhost: loc")[:20]
-    assert front.send() == b""  # a connection that says nothing
-    first = b"GET /v1/models HTTP/1.1\r\nhost: localhost\r\n\r\n"
-    assert b" 408 " in front.send(first, b"GET /v1/mo", pause=0.2).split(b"owned_by")[-1]
     body = b"POST /v1/models HTTP/1.1\r\nhost: localhost\r\ncontent-length: 10\r\n\r\n12345"
-    assert b" 408 " in front.send(body)[:20]
+    with ThreadPoolExecutor() as pool:
+        begun = pool.submit(front.send, b"GET /v1/models HTTP/1.1\r\nhost: loc")
+        silent = pool.submit(front.send)
+        second = pool.submit(front.send, WHOLE, b"GET /v1/mo", pause=0.2)
+        short = pool.submit(front.send, body)
+    assert b" 408 " in begun.result()[:20]
+    assert silent.result() == b""
+    assert b" 408 " in second.result().split(b"owned_by")[-1]
+    assert b" 408 " in short.result()[:20]
 
 
 @pytest.mark.parametrize(
