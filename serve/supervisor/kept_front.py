@@ -7,8 +7,8 @@ from pathlib import Path
 from penjing.core.config import Config
 from penjing.core.errors import ServerError
 from penjing.serve.engine.config import BatchConfig
-from penjing.serve.front.process import FrontProcess
 from penjing.serve.gate.config import FrontJob, FrontModel
+from penjing.serve.site.process import FrontProcess
 from penjing.serve.supervisor import state
 from penjing.serve.supervisor.process import LOOPBACK, ServeConfig
 

@@ -24,7 +24,7 @@ from penjing.core.errors import PenjingError, ServerError, SetupError
 from penjing.core.files import atomic_write_text
 from penjing.core.progress import Progress, Silent, progress_bar
 from penjing.serve.families.base import family_at, read_overrides
-from penjing.serve.front.process import check_front
+from penjing.serve.site.process import check_front
 from penjing.serve.supervisor import state
 from penjing.serve.supervisor.detach import READY, detach_supervisor
 from penjing.serve.supervisor.install import ServerInstall, install

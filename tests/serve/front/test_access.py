@@ -13,8 +13,8 @@ import pytest
 
 from penjing.core.errors import InputError, SetupError
 from penjing.serve.access.keys import add_key, revoke_key
-from penjing.serve.front.process import check_front
 from penjing.serve.gate.config import FrontConfig
+from penjing.serve.site.process import check_front
 from tests.serve.front.asking import Fronted
 from tests.serve.triton.serving import serving, wait_until
 

@@ -12,8 +12,8 @@ import pytest
 from jsonschema import Draft202012Validator
 
 from penjing.serve.access.keys import add_key
-from penjing.serve.front.app import Front
 from penjing.serve.gate.config import FrontConfig, FrontJob, FrontModel
+from penjing.serve.site.app import Front
 
 MESSAGES = [{"role": "user", "content": "a"}]
 

@@ -164,7 +164,7 @@ def test_what_a_front_opens_and_writes(tiny_long: Path) -> None:
         assert f"{config.grpc_port}.front.log" in modes
         assert {name for name, others in modes.items() if others and not name.endswith(".lock")} == set()
         argv = Path(f"/proc/{found.front_pid}/cmdline").read_text().split("\0")[1:]
-        assert [word for word in argv if word] == ["-m", "penjing.serve.front.server"]
+        assert [word for word in argv if word] == ["-m", "penjing.serve.site.server"]
 
 
 def test_what_lies_on_the_disk_and_in_shared_memory_is_for_its_user_alone(server: Served) -> None:

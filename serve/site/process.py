@@ -141,7 +141,7 @@ class FrontProcess:
         try:
             with writing(self._stderr), open(self._stderr, "ab") as log:
                 self._process = subprocess.Popen(
-                    [sys.executable, "-m", "penjing.serve.front.server"],
+                    [sys.executable, "-m", "penjing.serve.site.server"],
                     env=os.environ | {VARIABLE: job.model_dump_json()},
                     stdin=subprocess.DEVNULL,
                     stdout=log,

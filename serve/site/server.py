@@ -1,4 +1,4 @@
-"""`python -m penjing.serve.front.server`: the front's process, as the supervisor starts it (see `FrontProcess`)."""
+"""`python -m penjing.serve.site.server`: the front's process, as the supervisor starts it (see `FrontProcess`)."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from contextlib import suppress
 import uvicorn
 import uvloop
 
-from penjing.serve.front.app import Front
-from penjing.serve.front.process import ALIVE, BEAT_SECONDS, READY
 from penjing.serve.gate.config import VARIABLE, FrontJob
 from penjing.serve.gate.connection import connection_class
 from penjing.serve.gate.log import open_log
+from penjing.serve.site.app import Front
+from penjing.serve.site.process import ALIVE, BEAT_SECONDS, READY
 
 GRACE_SECONDS = 3  # for answers that are under way when the process shall end
 

@@ -18,12 +18,12 @@ from penjing.serve.front.bodies import ChatBody, CompletionBody
 from penjing.serve.front.chat import answer_chat
 from penjing.serve.front.completions import complete
 from penjing.serve.front.embeddings import EmbeddingBody, answer_embeddings
-from penjing.serve.front.openapi import EVENTS_TYPE, JSON_TYPE, TEXT_TYPE, Described, describe
 from penjing.serve.front.texts import DetokenizeBody, TokenizeBody, detokenize, tokenize
 from penjing.serve.gate.config import FrontJob
 from penjing.serve.gate.errors import START_SECONDS, ApiError
 from penjing.serve.gate.guard import Exchange, Guard, Message
 from penjing.serve.gate.log import log_exchange
+from penjing.serve.site.openapi import EVENTS_TYPE, JSON_TYPE, TEXT_TYPE, Described, describe
 
 STREAMED = (JSON_TYPE, EVENTS_TYPE)
 POSTS = {
