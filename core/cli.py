@@ -77,9 +77,20 @@ app.add_typer(recipe_app, name="recipe")
 INTERRUPTED = 130
 
 
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        from importlib.metadata import version
+
+        print(f"penjing {version('penjing')}")
+        raise typer.Exit
+
+
 @app.callback()
 def _common(
     debug: Annotated[bool, typer.Option("--debug", help="Show the full traceback of an error.")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", help="Show the version and end.", callback=_show_version, is_eager=True)
+    ] = False,
 ) -> None:
     if debug:
         os.environ["PENJING_DEBUG"] = "1"

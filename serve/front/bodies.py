@@ -18,18 +18,20 @@ MAX_TOOLS = 128
 TokenIds = list[Annotated[int, Field(ge=0, lt=1 << 31)]]
 
 
-class Body(BaseModel):
-    """Of one request."""
+class Part(BaseModel):
+    """Any object in a body. JSON has types of its own, so none is guessed: `"5"` is no number."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class Body(Part):
+    """Of one request."""
 
     model: str = Field(description="What `/v1/models` lists.")
 
 
-class StreamOptions(BaseModel):
+class StreamOptions(Part):
     """What a stream has beside its text."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
 
     include_usage: bool | None = Field(default=None, description="A last chunk says how many tokens there were.")
     include_obfuscation: bool | None = Field(default=None, description="Is not done.")
@@ -114,28 +116,22 @@ class CompletionBody(Sampling):
     suffix: str | None = Field(default=None, description="May be null only.")
 
 
-class TextPart(BaseModel):
+class TextPart(Part):
     """A part of a message."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
 
     type: Literal["text"] = Field(description="Other parts are not read.")
     text: str = Field(description="Its text.")
 
 
-class FunctionCall(BaseModel):
+class FunctionCall(Part):
     """A call that an assistant made."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
 
     name: str = Field(description="Of the function.")
     arguments: str = Field(description="JSON.")
 
 
-class ToolCall(BaseModel):
+class ToolCall(Part):
     """A call that an assistant made."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
 
     id: str = Field(description="The tool's message refers to it.")
     type: Literal["function"] = Field(default="function", description="Others are not known.")
@@ -143,10 +139,8 @@ class ToolCall(BaseModel):
     index: int | None = Field(default=None, description="Of a stream's; is not used.")
 
 
-class ChatMessage(BaseModel):
+class ChatMessage(Part):
     """One message; fields that only an answer has may come back with it."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
 
     role: Literal["system", "developer", "user", "assistant", "tool"] = Field(description="Who speaks.")
     content: str | list[TextPart] | None = Field(default=None, description="Text, or parts that are text.")
@@ -184,10 +178,8 @@ def _arguments(call: ToolCall) -> Any:
         return call.function.arguments
 
 
-class JsonSchema(BaseModel):
+class JsonSchema(Part):
     """A schema with a name."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
 
     name: str = Field(description="Is not used.")
     schema_: dict[str, Any] = Field(alias="schema", description="The answer is JSON that fulfils it.")
@@ -195,10 +187,8 @@ class JsonSchema(BaseModel):
     description: str | None = Field(default=None, description="Is not used.")
 
 
-class ResponseFormat(BaseModel):
+class ResponseFormat(Part):
     """Of the answer."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
 
     type: Literal["text", "json_object", "json_schema"] = Field(description="Any text, any object, or by a schema.")
     json_schema: JsonSchema | None = Field(default=None, description="The schema.")
@@ -210,10 +200,8 @@ class ResponseFormat(BaseModel):
         return self
 
 
-class Function(BaseModel):
+class Function(Part):
     """What a tool is."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
 
     name: str = Field(pattern="^[a-zA-Z0-9_.-]{1,64}$", description="What it is called as.")
     description: str | None = Field(default=None, description="For the model.")
@@ -221,27 +209,21 @@ class Function(BaseModel):
     strict: bool | None = Field(default=None, description="Refuse keywords that are not known, or leave them out.")
 
 
-class Tool(BaseModel):
+class Tool(Part):
     """What the model may call."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
 
     type: Literal["function"] = Field(description="Others are not known.")
     function: Function = Field(description="What it is.")
 
 
-class NamedFunction(BaseModel):
+class NamedFunction(Part):
     """A tool's name."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
 
     name: str = Field(description="Of the tool.")
 
 
-class NamedTool(BaseModel):
+class NamedTool(Part):
     """The tool that the model must call."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
 
     type: Literal["function"] = Field(description="Others are not known.")
     function: NamedFunction = Field(description="Which.")
@@ -307,7 +289,7 @@ def read_body(kind: type[B], content_type: str, body: bytes) -> B:
         ApiError: it is no JSON, not of this kind, or has characters that no text has; names the field and the rule.
     """
     if content_type.partition(";")[0].strip().lower() != "application/json":
-        raise ApiError(415, "Send JSON, with the header content-type: application/json.", code="unsupported_media_type")
+        raise _not_announced(content_type)
     try:
         # It bounds depth and the length of numbers, and refuses what is no UTF-8 and lone surrogates.
         values = from_json(body, allow_inf_nan=False)
@@ -321,6 +303,14 @@ def read_body(kind: type[B], content_type: str, body: bytes) -> B:
         return kind.model_validate(values)
     except ValidationError as error:
         raise _explained(kind, error.errors(include_url=False, include_context=False)) from None
+
+
+def _not_announced(content_type: str) -> ApiError:
+    """Only with this header does a browser ask before it sends what a page of another origin wants sent."""
+    given = f"The content-type is {content_type[:80]!r}" if content_type else "There is no content-type"
+    hint = "with curl: --json '{...}', or -d '{...}' -H 'content-type: application/json'"
+    text = f"{given}; send JSON with the header content-type: application/json ({hint})."
+    return ApiError(415, text, code="unsupported_media_type")
 
 
 def _explained(kind: type[Body], errors: list[Any]) -> ApiError:

@@ -25,7 +25,7 @@ START_SECONDS = 30.0  # to the first beat: imports from a slow disk
 END_SECONDS = 5.0
 MAX_BACKOFF_SECONDS = 10.0
 STABLE_SECONDS = 30.0
-NEEDS = ("starlette", "uvicorn", "httptools", "uvloop", "prometheus_client")
+NEEDS = ("starlette", "uvicorn", "httptools", "uvloop")
 _PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None)
 

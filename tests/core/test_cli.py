@@ -1,5 +1,6 @@
 import subprocess
 import sys
+from importlib.metadata import version
 
 import pytest
 
@@ -24,6 +25,11 @@ def test_help_lists_every_command_and_imports_nothing_heavy():
     assert "heavy: []" in result.stdout
     for command in ("import", "compress", "generate", "serve", "stop", "chat", "server", "keys", "bench", "info"):
         assert f" {command} " in result.stdout
+
+
+def test_the_version_is_that_of_the_package():
+    result = run("--version")
+    assert (result.returncode, result.stdout, result.stderr) == (0, f"penjing {version('penjing')}\n", "")
 
 
 @pytest.mark.parametrize(

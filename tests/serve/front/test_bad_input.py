@@ -29,7 +29,10 @@ def test_not_json(front: Fronted) -> None:
     for raw in (b"", b"{", b"[1]", b"null", b'{"model": NaN}', b"\xff\xfe", b'{"model": "llm", "prompt": "\xff"}'):
         assert front.ask(COMPLETION, raw=raw).error["code"] == "invalid_json"
     for kind in ("text/plain", "application/x-www-form-urlencoded", ""):
-        assert front.ask(COMPLETION, raw=b"{}", headers={"content-type": kind}).status == 415
+        answer = front.ask(COMPLETION, raw=b"{}", headers={"content-type": kind})
+        assert answer.status == 415
+        assert kind in answer.error["message"]
+        assert "curl: --json" in answer.error["message"]  # what `curl -d` sends is a form
 
 
 def test_deep_and_large(front: Fronted) -> None:
