@@ -9,8 +9,10 @@ methods, called on transformers' model; only the trainers around them are left o
 from __future__ import annotations
 
 import hashlib
+import inspect
 import json
 import sys
+import textwrap
 from collections import defaultdict
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,9 +22,9 @@ import numpy as np
 import torch
 import trl  # pyright: ignore[reportMissingImports]
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedTokenizerFast
-from trl import DPOTrainer, GRPOTrainer, RewardTrainer  # pyright: ignore[reportMissingImports]
+from trl import DPOTrainer, GRPOTrainer, RewardTrainer, RLOOTrainer  # pyright: ignore[reportMissingImports]
 from trl.data_utils import common_prefix_length  # pyright: ignore[reportMissingImports]
-from trl.trainer.utils import selective_log_softmax  # pyright: ignore[reportMissingImports]
+from trl.trainer.utils import nanstd, selective_log_softmax  # pyright: ignore[reportMissingImports]
 
 from tests.train.reference import cases
 
@@ -126,7 +128,8 @@ def reward(folder: str) -> dict[str, Any]:
     return gradient(model, RewardTrainer.compute_loss(trainer, forward, inputs))
 
 
-def grpo(model: Any, settings: dict[str, Any]) -> dict[str, Any]:
+def sampled(settings: dict[str, Any]) -> tuple[dict[str, Any], list[int]]:
+    """A batch of answers, and how long they are."""
     rows = cases.answers(len(cases.ADVANTAGES), 3)
     sizes = [len(a) for _, a in rows]
     inputs = {
@@ -141,22 +144,60 @@ def grpo(model: Any, settings: dict[str, Any]) -> dict[str, Any]:
     for name, seed in (("old_per_token_logps", 4), ("ref_per_token_logps", 5)):
         found = cases.old_logprobs(seed, sizes)
         inputs[name] = torch.tensor([row + [0.0] * (width - len(row)) for row in found])
+    if "old" in settings:
+        del inputs["old_per_token_logps"]
+    return inputs, sizes
 
-    def logps(model: Any, ids: Any, mask: Any, keep: int, **_: Any) -> Any:
-        positions = (mask.cumsum(1) - 1).clamp(min=0)
-        logits = model(input_ids=ids, attention_mask=mask, position_ids=positions).logits[:, -keep - 1 : -1]
-        return selective_log_softmax(logits, ids[:, -keep:]), torch.zeros(len(ids), keep), None
 
+def logps(model: Any, ids: Any, mask: Any, keep: int, **_: Any) -> Any:
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    logits = model(input_ids=ids, attention_mask=mask, position_ids=positions).logits[:, -keep - 1 : -1]
+    return selective_log_softmax(logits, ids[:, -keep:]), torch.zeros(len(ids), keep), None
+
+
+def grpo(model: Any, settings: dict[str, Any]) -> dict[str, Any]:
+    inputs, _ = sampled(settings)
     low, high = settings["clip"]
+    kinds = {"token": "dapo", "answer": "grpo", "constant": "dr_grpo"}
     trainer = SimpleNamespace(
         _get_per_token_logps_and_entropies=logps, aux_loss_enabled=False, top_entropy_quantile=1.0,
-        off_policy_mask_threshold=None, importance_sampling_level="token", beta=settings["kl"], loss_type="dapo",
+        off_policy_mask_threshold=None, importance_sampling_level="token", beta=settings["kl"],
+        loss_type=kinds[settings.get("aggregate", "token")], max_completion_length=settings.get("most"),
         epsilon_low=low, epsilon_high=high, use_vllm=False, model=SimpleNamespace(training=True),
         args=SimpleNamespace(delta=settings.get("dual"), use_bias_correction_kl=False, steps_per_generation=1),
         accelerator=accelerator, _entropy_bonus_enabled=False,
         current_gradient_accumulation_steps=1, _metrics=metrics(), _step=0,
     )  # fmt: skip
     return gradient(model, GRPOTrainer._compute_loss(trainer, model, inputs))
+
+
+def rloo(model: Any) -> dict[str, Any]:
+    inputs, sizes = sampled({})
+    # Of a whole answer the ratio would be far from 1 with the old log-probabilities of `cases`.
+    with torch.no_grad():
+        ids, mask = (torch.cat([inputs[f"{x}_{y}"] for x in ("prompt", "completion")], 1) for y in ("ids", "mask"))
+        own, _, _ = logps(model, ids, mask, max(sizes))
+    shifts = torch.tensor(cases.rloo_shifts(len(sizes)))
+    inputs["old_logps"] = (own * inputs["completion_mask"]).sum(1) - shifts
+    low, high = cases.RLOO_CLIP
+    trainer = SimpleNamespace(
+        _get_per_token_logps_and_entropies=logps, aux_loss_enabled=False, epsilon_low=low, epsilon_high=high,
+        model=SimpleNamespace(training=True), accelerator=accelerator, _metrics=metrics(),
+    )  # fmt: skip
+    return gradient(model, RLOOTrainer._compute_loss(trainer, model, inputs))
+
+
+def advantages(trainer: Any, begin: str, **settings: Any) -> list[float]:
+    """What the lines of the trainer's own method that find advantages make of the rewards of `cases`."""
+    lines = inspect.getsource(trainer._generate_and_score_completions).splitlines()
+    first = next(place for place, line in enumerate(lines) if line.strip().startswith(begin))
+    last = next(place for place, line in enumerate(lines) if place > first and line.strip().startswith("is_std_zero"))
+    known = {
+        "torch": torch, "nanstd": nanstd, "num_generations": len(cases.REWARDS[0]),
+        "rewards": torch.tensor(cases.REWARDS).flatten(), "self": SimpleNamespace(**settings),
+    }  # fmt: skip
+    exec(textwrap.dedent("\n".join(lines[first:last])), known)
+    return known["advantages"].tolist()
 
 
 def main() -> None:
@@ -173,6 +214,15 @@ def main() -> None:
         "dpo": {name: dpo(model, name, settings) for name, settings in cases.DPO.items()},
         "reward": reward(folder),
         "grpo": {name: grpo(model, settings) for name, settings in cases.GRPO.items()},
+        "rloo": rloo(model),
+        "advantages": {
+            f"grpo, {scale}": advantages(GRPOTrainer, "mean_grouped_rewards", scale_rewards=scale)
+            for scale in ("group", "batch", "none")
+        }
+        | {
+            f"rloo, {scale}": advantages(RLOOTrainer, "grouped_rewards", normalize_advantages=scale == "batch")
+            for scale in ("none", "batch")
+        },
     }
     OUT.write_text(json.dumps(found, indent=1) + "\n")
     print(json.dumps(found)[:600])

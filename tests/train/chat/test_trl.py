@@ -18,10 +18,12 @@ from penjing.core.models.decoder import Decoder
 from penjing.core.models.reward import RewardModel
 from penjing.core.text.chat import ChatTemplate
 from penjing.core.text.tokenizer import Tokenizer
+from penjing.train.align.advantages import group_advantages, leave_one_out
 from penjing.train.chat.packed import pack_rows
 from penjing.train.chat.preferences import pair_batch
 from penjing.train.chat.tokens import ChatTokens, Masked, Pair
 from penjing.train.objective.objective import Batch, CrossEntropy, Objective
+from penjing.train.objective.policy import PolicyGradient, answer_tokens
 from penjing.train.objective.preference import DirectPreference, RewardModeling
 from penjing.train.state.initial import checkpoint_weights, fill_weights
 from tests.train.reference import cases
@@ -93,3 +95,47 @@ def test_rewards(tiny_checkpoint: Path) -> None:
     fill_weights(model.model, lambda name, shape: stored(f"model.{name}", shape))
     model.score.weight.data = torch.linspace(-1, 1, model.score.weight.numel())[None]
     check(model, RewardModeling(cases.CENTRING), pair_batch(given_pairs(), cases.PAD), TRL["reward"])
+
+
+def sampled() -> Batch:
+    """The answers of `cases` as a batch, with what TRL was told of them."""
+    answers = cases.answers(len(cases.ADVANTAGES), 3)
+    sizes = [len(answer) for _, answer in answers]
+    tokens = np.full((len(answers), max(len(prompt + answer) for prompt, answer in answers)), cases.PAD)
+    rows, owner = list[int](), np.repeat(np.arange(len(answers)), sizes)
+    for place, (prompt, answer) in enumerate(answers):
+        tokens[place, : len(prompt + answer)] = prompt + answer
+        begin = place * tokens.shape[1] + len(prompt) - 1
+        rows += range(begin, begin + len(answer))
+    zeros = torch.zeros(len(answers))
+    batch = {name: torch.from_numpy(np.asarray(each)) for name, each in (("tokens", tokens), ("answer", owner))}
+    batch |= {"rows": torch.tensor(rows), "next": torch.tensor([token for _, answer in answers for token in answer])}
+    for name, seed in (("old", 4), ("reference", 5)):
+        batch[name] = torch.tensor([value for row in cases.old_logprobs(seed, sizes) for value in row])
+    batch |= {"advantage": torch.tensor(cases.ADVANTAGES), "real": torch.ones(len(answers), dtype=torch.bool)}
+    return batch | dict.fromkeys(("reward", "ended", "silent"), zeros)
+
+
+@pytest.mark.parametrize("name", cases.GRPO)
+def test_group_relative_policies(decoder: Decoder, name: str) -> None:
+    settings, batch = dict(cases.GRPO[name]), sampled()
+    if "old" in settings:
+        batch.pop(settings.pop("old") or "old")
+    check(decoder, PolicyGradient(**settings), batch, TRL["grpo"][name])
+
+
+def test_policies_of_whole_answers(decoder: Decoder) -> None:
+    batch = sampled()
+    with torch.no_grad():
+        found, _ = answer_tokens(decoder, batch)
+    sizes = torch.bincount(batch["answer"])
+    shifts = torch.tensor(cases.rloo_shifts(len(sizes)))
+    batch["old"] = found - (shifts / sizes)[batch["answer"]]
+    check(decoder, PolicyGradient(cases.RLOO_CLIP, whole=True, aggregate="answer"), batch, TRL["rloo"])
+
+
+@pytest.mark.parametrize("name", TRL["advantages"])
+def test_advantages(name: str) -> None:
+    kind, _, scale = name.partition(", ")
+    found = {"grpo": group_advantages, "rloo": leave_one_out}[kind](torch.tensor(cases.REWARDS), scale)
+    torch.testing.assert_close(found.flatten(), torch.tensor(TRL["advantages"][name]), rtol=1e-6, atol=1e-6)

@@ -68,7 +68,13 @@ GRPO: dict[str, dict[str, Any]] = {
     "dapo": {"clip": (0.2, 0.28), "kl": 0.0},
     "dapo with KL": {"clip": (0.2, 0.2), "kl": 0.05},
     "dapo, dual clip": {"clip": (0.2, 0.2), "kl": 0.0, "dual": 1.5},
+    "grpo": {"clip": (0.2, 0.2), "kl": 0.05, "aggregate": "answer"},
+    "dr_grpo": {"clip": (0.2, 0.28), "kl": 0.0, "aggregate": "constant", "most": 16},
+    "dapo, on policy": {"clip": (0.2, 0.2), "kl": 0.05, "old": None},
 }
+RLOO_CLIP = (0.2, 0.28)
+REWARDS = [[1.0, 0.0, 0.0, 1.0], [0.5, 0.5, 0.5, 0.5], [-1.5, 2.0, 0.25, 0.0]]
+"""Of three prompts with four answers each."""
 MARGINS, CENTRING = [0.0, 0.5, 1.0, 0.25], 0.01
 
 
@@ -76,6 +82,11 @@ def old_logprobs(seed: int, sizes: list[int]) -> list[list[float]]:
     """What the policy that sampled, or a reference, may have given to each token of answers of these sizes."""
     random = np.random.default_rng(seed)
     return [(-6.0 + random.normal(0, 0.4, size)).tolist() for size in sizes]
+
+
+def rloo_shifts(rows: int) -> list[float]:
+    """By how much an answer has become likelier since it was sampled, in nats."""
+    return np.random.default_rng(7).normal(0, 0.25, rows).tolist()
 
 
 RANK, ALPHA = 4, 6.0

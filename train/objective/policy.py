@@ -1,0 +1,135 @@
+"""What a model learns from answers that it has sampled itself, each weighed by how much better it was than others.
+
+The batch is one of answers: "tokens" (B, T) int64; "rows" (R,) int64, the places in the flattened tokens whose next
+token is part of an answer, "next" (R,) int64, that token, and "answer" (R,) int64, the row in B of each; "advantage",
+"reward", "ended", "silent" (B,) float32; "real" (B,) bool, which answers count. "old" and "reference" (R,) float32, the
+tokens' log-probabilities before the first update from these answers and by the reference, may be there.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from penjing.train.objective.logprobs import token_logprobs
+from penjing.train.objective.objective import Batch, Loss
+
+Aggregate = Literal["token", "answer", "constant"]
+
+
+@dataclass(frozen=True)
+class PolicyGradient:
+    """The clipped policy gradient (https://arxiv.org/abs/1707.06347) with a penalty for leaving a reference.
+
+    With the ratio r of a token's probability to the one that it was sampled with and the answer's advantage A, a token
+    costs −min(r A, clamp(r, 1 − low, 1 + high) A) + kl × (exp(d) − d − 1), where d is the reference's log-probability
+    less the model's. Without "old" in the batch, r is 1 and the gradient is that of REINFORCE.
+
+    Attributes:
+        clip: low and high.
+        dual: the largest r of what is not clamped; bounds the loss of negative advantages. None: not bounded.
+        kl: weight of the penalty.
+        whole: r is of the whole answer, the product of its tokens' ratios, as in RLOO; there is no penalty then.
+        aggregate: what the loss is a mean of: "token", all tokens of the step (DAPO); "answer", the answers' means
+            (GRPO); "constant", the answers' sums over `most` (Dr. GRPO). Of whole answers: "answer".
+        most: tokens that an answer has at most.
+        temperature: that the answers were sampled with.
+    """
+
+    clip: tuple[float, float] = (0.2, 0.2)
+    dual: float | None = None
+    kl: float = 0.0
+    whole: bool = False
+    aggregate: Aggregate = "token"
+    most: int = 1
+    temperature: float = 1.0
+
+    def count(self, batch: Batch) -> int:
+        """The tokens of the answers that count, or these answers."""
+        return int((batch["real"][batch["answer"]] if self.aggregate == "token" else batch["real"]).sum())
+
+    def __call__(self, model: nn.Module, batch: Batch) -> Loss:
+        """See the class."""
+        found, entropy = answer_tokens(model, batch, self.temperature)
+        owner, sizes = batch["answer"], _sums(torch.ones_like(found), batch)
+        real = batch["real"].to(found.dtype)
+        log_ratio = found - batch["old"] if "old" in batch else found - found.detach()
+        advantage = batch["advantage"]
+        if self.whole:
+            log_ratio = _sums(log_ratio, batch)
+        else:
+            advantage = advantage[owner]
+        ratio = log_ratio.exp()
+        low, high = self.clip
+        free = ratio if self.dual is None else ratio.clamp(max=self.dual)
+        each = -torch.minimum(free * advantage, ratio.clamp(1 - low, 1 + high) * advantage)
+        away = None
+        if "reference" in batch:
+            ahead = batch["reference"] - found
+            away = ahead.exp() - ahead - 1
+            if self.kl and not self.whole:
+                each = each + self.kl * away
+        weight = real if self.whole else real[owner] * self._weights(sizes)[owner]
+        with torch.no_grad():
+            clipped = ((ratio < 1 - low) & (advantage < 0)) | ((ratio > 1 + high) & (advantage > 0))
+            counts = real if self.whole else real[owner]
+            counted = _answer_metrics(batch, entropy) | {"clipped": _mean(clipped, counts)}
+            if away is not None:
+                counted["kl"] = _mean(away, real[owner])
+        return Loss((each * weight).sum(), counted=counted)
+
+    def _weights(self, sizes: Tensor) -> Tensor:
+        """(B,), what a token of each answer weighs."""
+        if self.aggregate == "token":
+            return torch.ones_like(sizes)
+        return 1 / sizes if self.aggregate == "answer" else torch.full_like(sizes, 1 / self.most)
+
+    def evaluation(self) -> AnswerRewards:
+        """Held-out prompts are judged by the rewards of their answers."""
+        return AnswerRewards()
+
+
+@dataclass(frozen=True)
+class AnswerRewards:
+    """The rewards of answers, whose mean with the sign turned is the loss; the model is asked for its entropy."""
+
+    def count(self, batch: Batch) -> int:
+        """The answers that count."""
+        return int(batch["real"].sum())
+
+    def __call__(self, model: nn.Module, batch: Batch) -> Loss:
+        """See the class."""
+        _, entropy = answer_tokens(model, batch)
+        metrics = _answer_metrics(batch, entropy)
+        metrics.pop("silent")
+        return Loss(-metrics["reward"][0], counted=metrics)
+
+
+def answer_tokens(model: nn.Module, batch: Batch, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
+    """The log-probability of each token of the answers and the entropy before it, each (R,) float32."""
+    logits = model(batch["tokens"], logit_rows=batch["rows"])
+    return token_logprobs(logits, batch["next"], temperature)
+
+
+def _sums(values_R: Tensor, batch: Batch) -> Tensor:
+    """(B,), the sum of each answer's tokens."""
+    rows = batch["tokens"].shape[0]
+    return torch.zeros(rows, dtype=values_R.dtype, device=values_R.device).index_add(0, batch["answer"], values_R)
+
+
+def _mean(values: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    """A weighted sum, and the sum of the weights."""
+    return (values.to(weights.dtype) * weights).sum(), weights.sum()
+
+
+@torch.no_grad()
+def _answer_metrics(batch: Batch, entropy_R: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
+    real = batch["real"].to(entropy_R.dtype)
+    of_answers = {name: _mean(batch[name], real) for name in ("reward", "ended", "silent")}
+    return of_answers | {
+        "length": _mean(_sums(torch.ones_like(entropy_R), batch), real),
+        "entropy": _mean(entropy_R, real[batch["answer"]]),
+    }
