@@ -113,7 +113,8 @@ def served(model: Path, *settings: str) -> Iterator[Patient]:
         probe.close()
     config = ServeConfig(grpc_port=grpc_port, metrics_port=metrics_port, front=FrontConfig(port=front_port))
     try:
-        serve(model, config, detach=True, engine_overrides=["max_waiting_requests=4096", *settings])
+        overrides = ["max_waiting_requests=4096", *settings]
+        serve(model, config, detach=True, tied=True, engine_overrides=overrides)
         yield Patient(config, model.name)
     finally:
         stop(grpc_port)

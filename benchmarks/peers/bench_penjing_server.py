@@ -4,8 +4,6 @@ One asyncio client streams all answers over gRPC, on the same cores as the serve
 """
 
 import asyncio
-import socket
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -15,18 +13,7 @@ from figures import measure, read_prompts, report
 from penjing.core.info import versions
 from penjing.core.text.tokenizer import Tokenizer
 from penjing.serve.client.client import AsyncClient
-
-
-def penjing(*arguments: str) -> None:
-    subprocess.run([sys.executable, "-c", "from penjing.core.cli import main; main()", *arguments], check=True)
-
-
-def free_ports(count: int) -> list[int]:
-    held = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [one.getsockname()[1] for one in held]
-    for one in held:
-        one.close()
-    return ports
+from penjing.serve.supervisor.temporary import temporary_server
 
 
 async def answer(client: AsyncClient, text: str, num_prompt: int, new: int) -> None:
@@ -40,25 +27,19 @@ async def answer(client: AsyncClient, text: str, num_prompt: int, new: int) -> N
 def main(model: str, prompts_path: str, runs: int) -> None:
     prompts = read_prompts(prompts_path)
     tokenizer = Tokenizer.from_folder(Path(model))
-    grpc, http, metrics = map(str, free_ports(3))
-    ports = ("--grpc-port", grpc, "--http-port", http, "--metrics-port", metrics)
-    engine = ("--set", "enable_prefix_caching=false", "--set", f"max_num_sequences={len(prompts['p16'])}")
-    penjing("serve", model, "--detach", *ports, *engine)
+    engine = ["enable_prefix_caching=false", f"max_num_sequences={len(prompts['p16'])}"]
 
-    async def all_answers(batch, new) -> float:
+    async def all_answers(address, batch, new) -> float:
         texts = [tokenizer.decode(ids, skip_special=False) for ids in batch]
-        client = AsyncClient(f"127.0.0.1:{grpc}")
+        client = AsyncClient(address)
         start = time.perf_counter()
         await asyncio.gather(*(answer(client, text, len(ids), new) for text, ids in zip(texts, batch, strict=True)))
         seconds = time.perf_counter() - start
         await client.close()
         return seconds
 
-    try:
-        with asyncio.Runner() as runner:
-            figures = measure(lambda batch, new: runner.run(all_answers(batch, new)), prompts, runs)
-    finally:
-        penjing("stop", "--grpc-port", grpc)
+    with temporary_server(Path(model), engine) as address, asyncio.Runner() as runner:
+        figures = measure(lambda batch, new: runner.run(all_answers(address, batch, new)), prompts, runs)
     report(f"penjing {versions()['penjing']} through Triton server", figures)
 
 

@@ -17,11 +17,13 @@ from penjing.core.errors import SetupError
 from penjing.core.files import writing
 from penjing.serve.access.keys import read_keys
 from penjing.serve.gate.config import VARIABLE, FrontConfig, FrontJob
+from penjing.serve.triton.hang_clock import HangClock
 
 BEAT_SECONDS = 0.5
 ALIVE, READY = b".", b"+"  # beats: the latter where every model has just answered
 HANG_SECONDS = 15.0
 START_SECONDS = 30.0  # to the first beat: imports from a slow disk
+STARVE_SECONDS = 60.0  # beside these, in which it waits for a processor
 END_SECONDS = 5.0
 MAX_BACKOFF_SECONDS = 10.0
 STABLE_SECONDS = 30.0
@@ -80,12 +82,14 @@ class FrontProcess:
             return None
         with suppress(BlockingIOError):
             if beats := os.read(self._beats, 4096):
-                self._last_beat, self._alive = now, True
+                if not self._alive:
+                    self._alive, self._clock = True, HangClock(HANG_SECONDS, STARVE_SECONDS)
+                self._last_beat = now
                 self._ready = beats.endswith(READY)
         if (code := self._process.poll()) is not None:
             reason = f"the HTTP front ended unexpectedly (exit code {code})"
-        elif now - self._last_beat > (HANG_SECONDS if self._alive else START_SECONDS):
-            reason = f"the HTTP front has hung for {now - self._last_beat:.0f} s"
+        elif (failure := self._clock.verdict(self._process.pid, now, now - self._last_beat)) is not None:
+            reason = f"the HTTP front {failure}"
         else:
             return None
         self._kill()
@@ -153,6 +157,7 @@ class FrontProcess:
         finally:
             os.close(theirs)
         self._started = self._last_beat = time.monotonic()
+        self._clock = HangClock(START_SECONDS, STARVE_SECONDS)
         self._alive = self._ready = False
 
     def _signal(self, number: int) -> None:

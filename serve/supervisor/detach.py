@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -16,10 +18,17 @@ from penjing.serve.supervisor.process import ServeConfig
 
 POLL_SECONDS = 0.05
 READY = "ready"
+_PR_SET_PDEATHSIG = 1
+_libc = ctypes.CDLL(None)
 
 
-def detach_supervisor(model: Path, config: ServeConfig, engine_json: str, progress: Progress) -> None:
+def detach_supervisor(
+    model: Path, config: ServeConfig, engine_json: str, progress: Progress, *, tied: bool = False
+) -> None:
     """Start a supervisor in the background and return when its server is ready.
+
+    Args:
+        tied: it drains and ends when the calling thread does, however that ends.
 
     Raises:
         SetupError: the disk is full.
@@ -36,11 +45,23 @@ def detach_supervisor(model: Path, config: ServeConfig, engine_json: str, progre
     progress.start(f"loading {model.name}", 1)
     port = config.grpc_port
     errors = state.errors_path(port)
+    caller = os.getpid()
+
+    def end_with_caller() -> None:
+        _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+        if os.getppid() != caller:
+            os._exit(1)
+
     with writing(errors):
         errors.parent.mkdir(parents=True, exist_ok=True)
         with open(os.open(errors, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as stderr:
             process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=stderr, stderr=stderr, start_new_session=True
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=stderr,
+                stderr=stderr,
+                start_new_session=True,
+                preexec_fn=end_with_caller if tied else None,
             )
     try:
         while True:

@@ -54,7 +54,11 @@ class ServeConfig(Config):
         description="Without a sign of life from the model's process: the server stops answering until one comes.",
     )
     hang_timeout: float = Field(
-        default=5.0, description="Without a sign of life: the server is killed and started again."
+        default=5.0,
+        description="Without a sign of life, though it had processors: the server is killed and started again.",
+    )
+    starve_timeout: float = Field(
+        default=60.0, description="Without a sign of life, for want of a processor: the same."
     )
     step_timeout: float = Field(default=120.0, description="For one step of the engine: longer counts as hung.")
     front: FrontConfig | None = Field(default=None, description="The HTTP front before it; None: there is none.")

@@ -31,6 +31,7 @@ from penjing.serve.supervisor.install import ServerInstall, install
 from penjing.serve.supervisor.kept_front import KeptFront
 from penjing.serve.supervisor.process import EXIT_SECONDS, ServeConfig, ServerProcess, check_ports
 from penjing.serve.supervisor.vigil import Vigil
+from penjing.serve.triton.hang_clock import HangClock
 from penjing.serve.triton.pulse import Command, Phase
 
 POLL_SECONDS = 0.05
@@ -52,9 +53,11 @@ def serve(
     config: ServeConfig | None = None,
     *,
     detach: bool = False,
+    tied: bool = False,
     engine_overrides: list[str] | None = None,
 ) -> None:
-    """Serve `model`; returns when the server was told to stop, or with `detach` when it is ready.
+    """Serve `model`; returns when the server was told to stop, or with `detach` when it is ready. A detached server
+    that is `tied` also stops when the thread that called this ends, killed or not.
 
     Raises:
         InputError: `model` is not a checkpoint or artifact.
@@ -76,7 +79,7 @@ def serve(
     with progress_bar() as progress:
         server = install(progress)
         if detach:
-            detach_supervisor(model, config, engine_json, progress)
+            detach_supervisor(model, config, engine_json, progress, tied=tied)
         else:
             with state.owning(config.grpc_port):
                 _Supervisor(server, model, config, engine_json, progress).run()
@@ -224,6 +227,7 @@ class _Supervisor:
         config, pulse = self.config, server.pulse
         looked = time.monotonic()
         vigil = Vigil(config)
+        clock = HangClock(config.hang_timeout, config.starve_timeout)
         stopped_at: float | None = None
         while not self.stops:
             self._keep_front()
@@ -234,10 +238,10 @@ class _Supervisor:
             stalled, looked = now - looked, now
             if pulse.phase is Phase.FAILED:
                 return "the engine gave up (see the log)"
+            if (failure := clock.verdict(pulse.stub_pid, now, pulse.beat_age())) is not None:
+                return f"the model's process {failure}"
             if stalled > config.freeze_after:  # this process was asleep too: a suspended machine, say
                 continue
-            if (age := pulse.beat_age()) > config.hang_timeout:
-                return f"the model's process has hung for {age:.1f} s"
             if (age := pulse.loop_age()) > config.step_timeout:
                 return f"a step of the engine has taken {age:.0f} s"
             stopped_at = (stopped_at or now) if server.is_stopped() else None

@@ -13,7 +13,8 @@ from penjing.serve.supervisor.supervisor import serve, stop
 
 @contextmanager
 def temporary_server(model: Path, overrides: list[str] | None = None) -> Iterator[str]:
-    """Serve `model` on free ports of the loopback interface; yields host:port of gRPC, and stops the server at the end.
+    """Serve `model` on free ports of the loopback interface; yields host:port of gRPC, and stops the server at the end,
+    which a signal that kills this process is too.
 
     Raises:
         PenjingError: as of `serve`.
@@ -24,7 +25,7 @@ def temporary_server(model: Path, overrides: list[str] | None = None) -> Iterato
         probe.close()
     config = ServeConfig(grpc_port=grpc_port, metrics_port=metrics_port)
     try:
-        serve(model, config, detach=True, engine_overrides=overrides)
+        serve(model, config, detach=True, tied=True, engine_overrides=overrides)
         yield f"127.0.0.1:{grpc_port}"
     finally:
         stop(grpc_port)

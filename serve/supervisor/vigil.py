@@ -12,7 +12,7 @@ class Vigil:
 
     The two processes share locks. A process that was stopped, and goes on, may need one that the silenced server holds;
     only with the server's help it gets so far as to show life. So the server may speak for a moment when the process
-    leaves its stop, and once in the middle of a hang of another kind.
+    leaves its stop, and every few seconds of a silence of another kind.
     """
 
     def __init__(self, config: ServeConfig) -> None:
@@ -20,16 +20,16 @@ class Vigil:
         self._half_way = (config.freeze_after + config.hang_timeout) / 2
         self._speak_until = 0.0
         self._was_stopped = False
-        self._spoke = False
+        self._num_spoken = 0
 
     def should_be_silent(self, now: float, beat_age: float, stopped: bool) -> bool:
         """Judge by the age of the last beat (s) and by whether a signal has stopped the process."""
         if beat_age <= self._freeze_after and not stopped:
-            self._spoke = self._was_stopped = False
+            self._num_spoken, self._was_stopped = 0, False
             return False
         if self._was_stopped and not stopped:
             self._speak_until = now + SPEAK_SECONDS
-        elif beat_age > self._half_way and not self._spoke and not stopped:
-            self._spoke, self._speak_until = True, now + SPEAK_SECONDS
+        elif beat_age > self._half_way * (self._num_spoken + 1) and not stopped:
+            self._num_spoken, self._speak_until = int(beat_age / self._half_way), now + SPEAK_SECONDS
         self._was_stopped = stopped
         return stopped or now > self._speak_until

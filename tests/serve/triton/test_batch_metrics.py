@@ -52,7 +52,7 @@ def test_queue_batches_and_refusals_are_shown(artifact: Path, gate: Gate) -> Non
 
 
 def test_without_metrics_it_serves_all_the_same(artifact: Path, gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
-    from tests.serve.triton.test_adapter import Module
+    from tests.serve.triton.stand_in import Module
 
     class Closed(Module):
         @property

@@ -27,7 +27,7 @@ from penjing.serve.triton.batch_adapter import BatchAdapter
 from penjing.serve.triton.settings import read_settings
 from tests.serve.triton.classifiers import classifier_artifact, pixels
 from tests.serve.triton.serving import wait_until
-from tests.serve.triton.test_adapter import Module, Sender
+from tests.serve.triton.stand_in import Module, Sender
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,145 @@
+"""What keeps a server from starting, and how it is told."""
+
+from __future__ import annotations
+
+import os
+import socket
+from contextlib import ExitStack
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import penjing.model_repository
+from penjing.core.errors import (
+    ConfigError,
+    InputError,
+    ServerError,
+    SetupError,
+)
+from penjing.core.progress import Silent
+from penjing.serve.client.protocol import PULSE_VARIABLE
+from penjing.serve.supervisor import state, supervisor
+from penjing.serve.supervisor.process import ServeConfig, check_ports
+from penjing.serve.triton.pulse import Phase, Pulse, announce
+from tests.serve.triton.serving import Served, free_ports, leftovers
+
+pytestmark = [pytest.mark.server, pytest.mark.xdist_group("triton")]
+
+
+class Lost:
+    """A server whose model's process shows no life; half a minute passes with every look at it."""
+
+    process = SimpleNamespace(pid=0)
+
+    def __init__(self, clock: list[float], lives: bool) -> None:
+        self.clock, self.lives, self.killed = clock, lives, False
+        phase = Phase.SERVING if lives else Phase.LOADING
+        self.pulse = SimpleNamespace(stub_pid=int(lives), phase=phase, beat_age=lambda: 0.0 if lives else 1e9)
+
+    def wait(self, seconds: float, wake_fd: int) -> None:
+        self.clock[0] += 30.0
+
+    def kill(self) -> None:
+        self.killed = True
+
+
+def test_a_model_that_does_not_load_says_why(tiny_long: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "damaged"
+    folder.mkdir()
+    for file in tiny_long.iterdir():
+        (folder / file.name).write_bytes(file.read_bytes())
+    weights = bytearray((folder / "model.safetensors").read_bytes())
+    weights[-1] ^= 1
+    (folder / "model.safetensors").write_bytes(weights)
+    served = Served(folder)
+    assert served.process.wait(60) == ServerError.exit_code
+    assert "model.safetensors" in served.errors()
+    assert "Traceback" not in served.errors()
+    assert leftovers(served.config.grpc_port) == []
+    served.end()
+
+
+@pytest.mark.parametrize("num_lost", [2, 3])
+def test_a_model_process_that_never_lives_is_started_anew(
+    monkeypatch: pytest.MonkeyPatch, tiny_long: Path, num_lost: int
+) -> None:
+    clock, servers = [0.0], list[Lost]()
+
+    def start(*_: Any) -> Lost:
+        servers.append(Lost(clock, lives=len(servers) == num_lost))
+        return servers[-1]
+
+    def watch(self: Any, server: Any) -> str:
+        self.stops = 1
+        return "stopped"
+
+    monkeypatch.setattr(supervisor.ServerProcess, "start", start)
+    monkeypatch.setattr(supervisor._Supervisor, "_accepts_connections", lambda self: True)
+    monkeypatch.setattr(supervisor._Supervisor, "_canary", lambda self: None)
+    monkeypatch.setattr(supervisor._Supervisor, "_watch", watch)
+    monkeypatch.setattr(supervisor._Supervisor, "_sleep", lambda self, seconds: None)
+    monkeypatch.setattr(supervisor.time, "monotonic", lambda: clock[0])
+    port = free_ports(1)[0]
+    with state.owning(port):
+        found: Any = None  # what is installed does not matter: nothing is started
+        starting = supervisor._Supervisor(found, tiny_long, ServeConfig(grpc_port=port), "{}", Silent())
+        if num_lost == supervisor.MAX_LOST_STARTS:
+            with pytest.raises(ServerError, match="did not start within 60 s"):
+                starting.run()
+        else:
+            starting.run()
+    assert len(servers) == 3
+    assert all(server.killed for server in servers)
+
+
+def test_a_model_shows_life_before_it_imports(monkeypatch: pytest.MonkeyPatch) -> None:
+    pulse = Pulse()
+    assert not pulse.stub_pid
+    announce()  # without a supervisor: nothing to tell
+    monkeypatch.setenv(PULSE_VARIABLE, str(pulse.path))
+    announce()
+    assert (pulse.stub_pid, pulse.phase) == (os.getpid(), Phase.LOADING)
+    assert pulse.beat_age() < 60
+    text = (Path(penjing.model_repository.__path__[0]) / "llm" / "1" / "model.py").read_text()
+    assert text.index("announce()") < text.index("import triton_python_backend_utils") < text.index("LLMAdapter")
+
+
+def test_a_server_takes_connections_when_all_its_ports_are_open(tiny_long: Path) -> None:
+    grpc_port, http_port, metrics_port = free_ports(3)
+    config = ServeConfig(grpc_port=grpc_port, http_port=http_port, metrics_port=metrics_port)
+    found: Any = None  # what is installed does not matter: nothing is started
+    starting = supervisor._Supervisor(found, tiny_long, config, "{}", Silent())
+    accepts = []
+    with ExitStack() as listening:
+        for port in config.ports().values():
+            listening.enter_context(socket.create_server(("127.0.0.1", port)))
+            accepts.append(starting._accepts_connections())
+    assert accepts == [False, False, True]
+
+
+def test_wrong_settings_are_refused_before_anything_starts(tiny_long: Path, tmp_path: Path) -> None:
+    grpc_port, http_port, metrics_port = free_ports(3)
+    config = ServeConfig(grpc_port=grpc_port, http_port=http_port, metrics_port=metrics_port)
+    with pytest.raises(InputError, match="nothing"):
+        supervisor.serve(tmp_path / "nothing", config)
+    with pytest.raises(ConfigError, match=r"max_num_sequence.*did you mean"):
+        supervisor.serve(tiny_long, config, engine_overrides=["max_num_sequence=3"])
+    with pytest.raises(ConfigError, match="--grpc-port and --http-port are both"):
+        check_ports(ServeConfig(grpc_port=http_port, http_port=http_port, metrics_port=metrics_port))
+    with pytest.raises(SetupError, match="--host 'nowhere'"):
+        check_ports(ServeConfig(host="nowhere"))
+    assert state.read_state(grpc_port) is None
+
+
+@pytest.mark.parametrize("flag", ["grpc", "http", "metrics"])
+def test_a_port_in_use_is_named_with_its_flag(tiny_long: Path, flag: str) -> None:
+    grpc_port, http_port, metrics_port = free_ports(3)
+    ports = {"grpc": grpc_port, "http": http_port, "metrics": metrics_port}
+    config = ServeConfig(grpc_port=grpc_port, http_port=http_port, metrics_port=metrics_port)
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", ports[flag]))
+        taken.listen()
+        with pytest.raises(SetupError, match=f"port {ports[flag]} .--{flag}-port.*in use"):
+            supervisor.serve(tiny_long, config)
