@@ -38,19 +38,15 @@ class StreamOptions(Part):
 
 
 class Sampling(Body):
-    """What completions and chats have in common; null is the default."""
+    """How an answer's tokens are chosen, the same in every interface; null is the default."""
 
     temperature: float | None = Field(default=None, description="0 takes the most likely token each time; 1.")
     top_p: float | None = Field(default=None, description="Of the most likely tokens with this probability together.")
-    n: int | None = Field(default=None, description="So many answers.")
-    stop: str | list[str] | None = Field(default=None, description="The answer ends before one of these texts.")
     seed: int | None = Field(default=None, description="The same for the same answer.")
     presence_penalty: float | None = Field(default=None, description="Against tokens that were there; -2 to 2.")
     frequency_penalty: float | None = Field(default=None, description="Against tokens, by how often; -2 to 2.")
     logit_bias: dict[str, float] | None = Field(default=None, description="Added to tokens' scores; by token id.")
     stream: bool | None = Field(default=None, description="The answer comes as server-sent events.")
-    stream_options: StreamOptions | None = Field(default=None, description="Of a stream.")
-    user: str | None = Field(default=None, description="Is not used.")
     top_k: int | None = Field(default=None, description="Of the most likely so many tokens; 0 is all.")
     min_p: float | None = Field(default=None, description="Of tokens at least so likely, beside the most likely one.")
     repetition_penalty: float | None = Field(default=None, description="Against tokens that were there; 1 is none.")
@@ -65,10 +61,18 @@ class Sampling(Body):
     guided_grammar: str | None = Field(default=None, description="The answer is of this grammar, llguidance's Lark.")
     priority: int | None = Field(default=None, ge=-(1 << 31), lt=1 << 31, description="Lower ones come first.")
 
+
+class Generation(Sampling):
+    """What completions and chats have in common."""
+
+    n: int | None = Field(default=None, description="So many answers.")
+    stop: str | list[str] | None = Field(default=None, description="The answer ends before one of these texts.")
+    stream_options: StreamOptions | None = Field(default=None, description="Of a stream.")
+    user: str | None = Field(default=None, description="Is not used.")
+
     def sampling(self) -> dict[str, Any]:
         """The engine's parameters: those that were given."""
-        given = {name: getattr(self, name) for name in _ENGINE_FIELDS}
-        values = {name: value for name, value in given.items() if value is not None}
+        values = {name: value for name in _ENGINE_FIELDS if (value := getattr(self, name)) is not None}
         if (guided := self.guided()) is not None:
             values["guided"] = guided
         return values
@@ -99,11 +103,11 @@ _FORMS = {
     "guided_grammar": "grammar",
 }
 _ENGINE_FIELDS = tuple(
-    set(Sampling.model_fields) - set(Body.model_fields) - {"stream", "stream_options", "user", *_FORMS}
+    set(Generation.model_fields) - set(Body.model_fields) - {"stream", "stream_options", "user", *_FORMS}
 )
 
 
-class CompletionBody(Sampling):
+class CompletionBody(Generation):
     """Of `/v1/completions`."""
 
     prompt: str | list[str] | TokenIds | list[TokenIds] = Field(
@@ -229,7 +233,7 @@ class NamedTool(Part):
     function: NamedFunction = Field(description="Which.")
 
 
-class ChatBody(Sampling):
+class ChatBody(Generation):
     """Of `/v1/chat/completions`."""
 
     messages: list[ChatMessage] = Field(min_length=1, max_length=MAX_MESSAGES, description="The conversation so far.")
@@ -258,7 +262,7 @@ class ChatBody(Sampling):
         return [tool.model_dump(exclude_none=True) for tool in self.tools or []]
 
     def guided(self) -> dict[str, Any] | None:
-        """See `Sampling.guided`; `response_format` and `tools` are other ways."""
+        """See `Generation.guided`; `response_format` and `tools` are other ways."""
         found = super().guided()
         wanted = [] if found is None else [found]
         format_ = self.response_format

@@ -13,6 +13,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from penjing.serve.dialects.response_body import ResponseBody
+from penjing.serve.dialects.responses import answer_response
 from penjing.serve.front.backend import Backend, read_figures
 from penjing.serve.front.bodies import ChatBody, CompletionBody
 from penjing.serve.front.chat import answer_chat
@@ -29,6 +31,7 @@ STREAMED = (JSON_TYPE, EVENTS_TYPE)
 POSTS = {
     Described("/v1/completions", "Texts after prompts.", CompletionBody, STREAMED): complete,
     Described("/v1/chat/completions", "The next message of a chat.", ChatBody, STREAMED): answer_chat,
+    Described("/v1/responses", "The next items of a conversation.", ResponseBody, STREAMED): answer_response,
     Described("/v1/embeddings", "Vectors of texts.", EmbeddingBody): answer_embeddings,
     Described("/tokenize", "Token ids of a text.", TokenizeBody): tokenize,
     Described("/detokenize", "The text of token ids.", DetokenizeBody): detokenize,

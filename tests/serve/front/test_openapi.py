@@ -67,7 +67,9 @@ def document(front: Front) -> dict[str, Any]:
 def test_every_path_is_in_it(front: Front, document: dict[str, Any]) -> None:
     assert document["openapi"].startswith("3.1")
     assert document["info"]["version"]
-    assert {"/openapi.json", "/v1/chat/completions", "/v1/embeddings", "/v1/models/{name}"} < set(document["paths"])
+    assert {"/openapi.json", "/v1/chat/completions", "/v1/responses", "/v1/embeddings", "/v1/models/{name}"} < set(
+        document["paths"]
+    )
     for path, operations in document["paths"].items():
         ((method, operation),) = operations.items()
         assert set(operation["responses"]) >= {"200", "4XX"}
@@ -104,6 +106,17 @@ def test_schemas_are_json_schemas_and_references_lead_somewhere(document: dict[s
                 "response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {}}},
             },
             {"messages": [{"role": "king", "content": "a"}]},
+        ),
+        ("/v1/responses", {"input": "a", "text": {"format": {"type": "text"}}}, {"input": []}),
+        (
+            "/v1/responses",
+            {
+                "input": [
+                    {"role": "user", "content": "a"},
+                    {"type": "function_call_output", "call_id": "1", "output": "b"},
+                ]
+            },
+            {"input": [{"type": "function_call_output", "output": "b"}]},
         ),
         ("/v1/embeddings", {"input": ["a"], "encoding_format": "base64"}, {"input": "a", "encoding_format": "int8"}),
         ("/tokenize", {"prompt": "a"}, {}),

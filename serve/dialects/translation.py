@@ -1,0 +1,72 @@
+"""What the bodies of other interfaces have in common: they become the body of a chat, which is then asked."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from pydantic import Discriminator, Tag
+
+from penjing.serve.front.bodies import MAX_MESSAGES, ChatBody, ChatMessage, Sampling, ToolCall
+from penjing.serve.gate.errors import ApiError
+
+
+def kinds(*names: str, default: str | None = None) -> Discriminator:
+    """Tells objects of a list apart by their `type`; one without has the type `default`."""
+
+    def kind(value: Any) -> str | None:
+        found = value.get("type", default) if isinstance(value, dict) else getattr(value, "type", default)
+        return marked(found) if found in names else None
+
+    text = f"an object of the type {' or '.join(names)} is meant"
+    return Discriminator(kind, custom_error_type="unknown_type", custom_error_message=text)
+
+
+def tag(name: str) -> Tag:
+    """Of the type `name` among `kinds`."""
+    return Tag(marked(name))
+
+
+def marked(name: str) -> str:
+    """A type's name as errors know it: in brackets, since it is no part of the field's name."""
+    return f"[{name}]"
+
+
+class Chat:
+    """Messages of a chat as they are gathered from other objects."""
+
+    def __init__(self) -> None:
+        self.messages: list[ChatMessage] = []
+
+    def say(self, role: str, text: str) -> None:
+        """Add a message."""
+        self.messages.append(ChatMessage.model_construct(role=role, content=text))
+
+    def call(self, call: ToolCall) -> None:
+        """Add a call to the assistant's message that it belongs to."""
+        last = self.messages[-1] if self.messages else None
+        if last is None or last.role != "assistant":
+            last = ChatMessage.model_construct(role="assistant", content=None)
+            self.messages.append(last)
+        last.tool_calls = [*(last.tool_calls or []), call]
+
+    def result(self, call_id: str, text: str) -> None:
+        """Add what a tool answered."""
+        self.messages.append(ChatMessage.model_construct(role="tool", content=text, tool_call_id=call_id))
+
+    def body(self, body: Sampling, **values: Any) -> ChatBody:
+        """The body of a chat with these messages, the sampling of `body`, and further `values`, which are valid.
+
+        Raises:
+            ApiError: there are more messages than a chat may have.
+        """
+        if len(self.messages) > MAX_MESSAGES:
+            text = f"These are {len(self.messages)} messages, at most {MAX_MESSAGES} are read."
+            raise ApiError(400, text, code="invalid_value", param="messages")
+        same = {name: getattr(body, name) for name in Sampling.model_fields}
+        return ChatBody.model_construct(messages=self.messages, **same | values)
+
+
+def joined(content: str | Sequence[Any]) -> str:
+    """The text of content that is text or parts with a `text`."""
+    return content if isinstance(content, str) else "".join(part.text for part in content)

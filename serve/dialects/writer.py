@@ -1,0 +1,104 @@
+"""An answer of the engine in another interface's words: its events as they come, and the object that they add up to."""
+
+from __future__ import annotations
+
+import json
+from abc import ABC, abstractmethod
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Any
+
+from starlette.responses import JSONResponse, Response
+
+from penjing.serve.front.answers import Ask, Events, answer
+from penjing.serve.front.backend import Backend
+from penjing.serve.front.logprobs import Entry
+from penjing.serve.front.tools import CallReader
+from penjing.serve.gate.errors import ApiError
+
+
+@dataclass
+class Said:
+    """What is new: text to show, calls of tools that are complete, and at the end why it ends."""
+
+    text: str
+    calls: list[dict[str, Any]]
+    logprobs: list[Entry]
+    reason: str | None
+
+
+class Writer(ABC):
+    """One answer. Streamed or not, the same pieces go through it, so that both are the same answer."""
+
+    @abstractmethod
+    def push(self, said: Said) -> list[dict[str, Any]]:
+        """The events of what is new; each names its `type`."""
+
+    @abstractmethod
+    def failed(self, error: ApiError) -> list[dict[str, Any]]:
+        """The events of a failure after the first piece."""
+
+    @abstractmethod
+    def whole(self) -> dict[str, Any]:
+        """The answer so far."""
+
+
+async def respond(
+    backend: Backend, ask: Ask, writer: Writer, *, tools: bool, shown: Callable[[str], str] | None = None
+) -> Response:
+    """Answer with what `writer` makes of it.
+
+    Args:
+        tools: whether the model may call some.
+        shown: what to show of the last text, where that is not all of it.
+
+    Raises:
+        ApiError: what the client shall see.
+    """
+    if ask.stream:
+        return await Events.of(_events(backend, ask, writer, tools, shown))
+    async with aclosing(_said(backend, ask, tools, shown)) as pieces:
+        async for said in pieces:
+            writer.push(said)
+    return JSONResponse(writer.whole())
+
+
+async def _said(
+    backend: Backend, ask: Ask, tools: bool, shown: Callable[[str], str] | None
+) -> AsyncGenerator[Said, None]:
+    reader = CallReader() if tools else None
+    async with aclosing(answer(backend, ask)) as chunks:
+        async for _, chunk in chunks:
+            text, reason, calls = chunk.text, chunk.finish_reason, []
+            if reason is not None and shown is not None:
+                text = shown(text)
+            if reader is not None:
+                piece = reader.push(text, last=reason is not None)
+                text, calls = piece.text, piece.calls
+            yield Said(text, calls, chunk.logprobs, reason)
+
+
+async def _events(
+    backend: Backend, ask: Ask, writer: Writer, tools: bool, shown: Callable[[str], str] | None
+) -> AsyncGenerator[bytes, None]:
+    begun = False
+    try:
+        async with aclosing(_said(backend, ask, tools, shown)) as pieces:
+            async for said in pieces:
+                if events := writer.push(said):
+                    yield _written(events)
+                    begun = True
+    except ApiError as error:
+        if not begun:  # it still has a status of its own
+            raise
+        ask.exchange.reason = error.code or ""
+        yield _written(writer.failed(error))
+
+
+def _written(events: list[dict[str, Any]]) -> bytes:
+    """Server-sent events with their names."""
+    return b"".join(
+        b"event: %b\ndata: %b\n\n" % (event["type"].encode(), json.dumps(event, separators=(",", ":")).encode())
+        for event in events
+    )
