@@ -1,7 +1,7 @@
 """The whole parity matrix: every mesh × accumulation × unequal token counts × recomputation, as one process.
 
-Three updates each: SGD in float64 and AdamW in float32, for experts the other way round (see `spread_variants`).
-A pipeline of two stages takes two micro-batches at once; what is accumulated are such passes.
+Three updates each: SGD in float64 and AdamW in float32, for experts the other way round (see `spread_variants` of
+test_experts.py). A pipeline of two stages takes two micro-batches at once; what is accumulated are such passes.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from tests.train.parallel.test_parity import SPREAD, check
+from tests.train.parallel.parity import faults
+from tests.train.parallel.test_experts import SPREAD
 from tests.train.parallel.worlds import run_world
 
 MESHES: dict[int, dict[str, dict[str, Any]]] = {
@@ -53,4 +54,4 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, Any
 @pytest.mark.full
 @pytest.mark.parametrize(("size", "name"), [(size, name) for size in MESHES for name in product(size)])
 def test_every_combination_is_as_one_process(results: dict[int, dict[str, Any]], size: int, name: str) -> None:
-    check(dict(results[size][name]), product(size)[name])
+    assert not faults(results[size][name], product(size)[name])
