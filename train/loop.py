@@ -24,6 +24,7 @@ from penjing.train.monitor.monitor import ActivationRanges, Monitor
 from penjing.train.numerics.gradients import gradients_of, scale_gradients
 from penjing.train.numerics.precision import Precision, PrecisionConfig
 from penjing.train.objective.objective import Batch, Loss, Objective
+from penjing.train.objective.totals import add, means
 from penjing.train.optim.clip import ClipConfig, GradientNorms
 from penjing.train.optim.loss_scale import LossScale
 from penjing.train.optim.optimizer import AveragedWeights, load_optimizer_state, optimizer_state, set_learning_rate
@@ -48,7 +49,8 @@ class Evaluation:
     """Held-out data, `batches()` being this process's share of one pass, judged by `objective` every `every` steps.
 
     Attributes: parts: the same data in parts with names, whose losses are told too, as "loss/NAME". hear: called with
-        the results of evaluations between two steps; gives values to record.
+        the results of evaluations between two steps; gives values to record. show: called with the step's number
+        before each evaluation between two steps, also the last one: shows what the model makes of something.
     """
 
     batches: Callable[[], Iterable[Batch]]
@@ -56,13 +58,15 @@ class Evaluation:
     every: int
     parts: Mapping[str, Callable[[], Iterable[Batch]]] = field(default_factory=dict)
     hear: Callable[[dict[str, float]], dict[str, float]] | None = None
+    show: Callable[[int], None] | None = None
 
 
 @dataclass
 class Trainer:
     """A run. The first five fields are needed; the others do nothing special by default.
 
-    Attributes: accumulation: micro-batches of one step in each process. pipeline: runs `model`, the stages of this
+    Attributes: accumulation: micro-batches of one step in each process. size: how many units of the monitor's rates a
+        batch holds; by default as many as its loss counts. pipeline: runs `model`, the stages of this
         process, with those of others. after_backward: called when the
         gradients of a step are summed, to finish what is left of that. after_update: called with the step's number
         (from 1) after each update: proximal steps, router biases, profilers. stop_requested: asked once a step; when
@@ -78,6 +82,7 @@ class Trainer:
     steps: int
     rate: LearningRate = field(default_factory=LearningRate)
     accumulation: int = 1
+    size: Callable[[Batch], int] | None = None
     seed: int = 0
     world: World = field(default_factory=World)
     precision: Precision | None = None
@@ -119,6 +124,7 @@ class Trainer:
                 stop = self._advance(replica)
                 last = self.step == self.steps
                 if self.evaluation is not None and (last or self.step % self.evaluation.every == 0):
+                    self._show()
                     results = self.evaluate()
                     self.monitor.on_values(self.step, {f"eval/{name}": value for name, value in results.items()})
                     if self.evaluation.hear is not None:
@@ -135,6 +141,14 @@ class Trainer:
                 if checkpoints is not None:
                     checkpoints.wait()
         return self._return_to_best() or results
+
+    def _show(self) -> None:
+        if self.evaluation is None or self.evaluation.show is None:
+            return
+        self.world.at(f"the samples after step {self.step}")
+        paused_at = self.monitor.pause()
+        self.evaluation.show(self.step)
+        self.monitor.resume(paused_at)
 
     def _judge_step(self, results: dict[str, float]) -> bool:
         """Keep the weights where this evaluation is the best; True when there has been none for too long."""
@@ -172,7 +186,7 @@ class Trainer:
         micro_batches = [self.world.part(next(self.stream)) for _ in range(self.accumulation)]
         waited_s = time.perf_counter() - began
         self.world.at(f"step {self.step + 1}")
-        count = self._count(micro_batches)
+        count, size = self._count(micro_batches)
         watch = self.monitor.activations_every and self.step % self.monitor.activations_every == 0
         with ActivationRanges(self.model if watch else None) as ranges:
             sums = self._backward(replica, micro_batches, count)
@@ -199,10 +213,10 @@ class Trainer:
         for hook in self.after_update:
             hook(self.step)
 
-        means = _means(totals, count)
-        if nonfinite and not (self.loss_scale.enabled and math.isfinite(means["loss"])):
+        found = means(totals, count)
+        if nonfinite and not (self.loss_scale.enabled and math.isfinite(found["loss"])):
             _check_finite(micro_batches, self.step)
-        values = means | {
+        values = found | {
             "learning_rate": rate,
             "gradient_norm": norm,
             "gradient_limit": limit,
@@ -219,18 +233,19 @@ class Trainer:
         if self.pipeline is not None:
             values |= self.pipeline.values
         unexplained = nonfinite and (not self.loss_scale.enabled or self.loss_scale.exhausted)
-        self.monitor.on_step(self.step, self.steps, values, count, waited_s, unexplained)
+        self.monitor.on_step(self.step, self.steps, values, size, waited_s, unexplained)
         return stop
 
-    def _count(self, micro_batches: list[Batch]) -> int:
-        mine = sum(self.objective.count(batch) for batch in micro_batches) if self.world.speaks else 0
-        counted = torch.tensor(mine, dtype=torch.int64)
-        count = int(self.world.sum(counted))
+    def _count(self, micro_batches: list[Batch]) -> tuple[int, int]:
+        """What the loss of a step counts, and what its rates count, in all processes together."""
+        measures = (self.objective.count, self.size or self.objective.count)
+        mine = [sum(map(measure, micro_batches)) if self.world.speaks else 0 for measure in measures]
+        count, size = self.world.sum(torch.tensor(mine, dtype=torch.int64)).tolist()
         if count == 0:
             raise InputError(
                 f"step {self.step + 1}: every target of the batch is ignored; check the data for empty samples"
             )
-        return count
+        return count, size
 
     def _backward(self, replica: nn.Module, micro_batches: list[Batch], count: int) -> dict[str, float]:
         """Accumulate gradients of scale × loss / count; this process's sums of the loss and the metrics."""
@@ -244,7 +259,7 @@ class Trainer:
                 loss = self.objective(replica, self._on_device(batch))
                 (loss.total * (self.loss_scale.value / count)).backward()
             self.world.at(f"step {self.step + 1}, micro-batch {index + 1} of {len(micro_batches)}")
-            _add(totals, loss)
+            add(totals, loss)
         return {name: float(total) for name, total in totals.items()}
 
     def evaluate(self) -> dict[str, float]:
@@ -268,7 +283,7 @@ class Trainer:
                     part = totals[name] = {"count": torch.zeros((), dtype=torch.float64)}
                     for batch in map(self.world.part, batches()):
                         part["count"] += self.evaluation.objective.count(batch)
-                        _add(part, self._judge(self.evaluation.objective, self._on_device(batch)))
+                        add(part, self._judge(self.evaluation.objective, self._on_device(batch)))
                         self.world.at(f"the evaluation after step {self.step}", everywhere=False)
         finally:
             self.model.train()
@@ -284,7 +299,7 @@ class Trainer:
         whole = {metric: sum(sums.get((metric, name), 0.0) for name in totals) for metric, _ in sums}
         count = whole.pop("count")
         parts = {f"loss/{name}": sums["loss", name] / counted for name, counted in counts.items() if name}
-        return _means(whole, count) | parts
+        return means(whole, count) | parts
 
     def _judge(self, objective: Objective, batch: Batch) -> Loss:
         if self.pipeline is not None:
@@ -355,23 +370,6 @@ class Trainer:
     def _sum_over_world(self, values: dict[K, float]) -> dict[K, float]:
         summed = self.world.sum(torch.tensor(list(values.values()), dtype=torch.float64))
         return dict(zip(values, summed.tolist(), strict=True))
-
-
-_COUNT = "#"  # before the name of a metric: what its sum is divided by, where that is not the loss's count
-
-
-def _add(totals: dict[str, torch.Tensor], loss: Loss) -> None:
-    values = {"loss": loss.total.detach(), **loss.metrics}
-    for name, (total, count) in loss.counted.items():
-        values |= {name: total, f"{_COUNT}{name}": count}
-    for name, value in values.items():
-        totals[name] = totals[name] + value if name in totals else value
-
-
-def _means(totals: dict[str, float], count: float) -> dict[str, float]:
-    """Sums over their counts; NaN of what was counted nowhere."""
-    counts = {name: totals.get(f"{_COUNT}{name}", count) for name in totals if not name.startswith(_COUNT)}
-    return {name: totals[name] / counted if counted else math.nan for name, counted in counts.items()}
 
 
 def _check_finite(micro_batches: list[Batch], step: int) -> None:

@@ -22,7 +22,7 @@ from penjing.core.progress import Progress, Silent
 from penjing.train.batch_size import Cut, fastest_micro_batch, recut, repeats
 from penjing.train.checks import check_machine, check_output, with_steps
 from penjing.train.data.prefetch import Prefetched
-from penjing.train.families.base import MixedTask, Task, build_task
+from penjing.train.families.base import MixedTask, ShowingTask, Task, build_task
 from penjing.train.loop import Evaluation, Trainer
 from penjing.train.monitor.alarms import Alarms
 from penjing.train.monitor.flops import model_flops, peak_flops
@@ -39,6 +39,7 @@ from penjing.train.numerics.precision import (
     slow_modes,
 )
 from penjing.train.numerics.recompute import apply_recompute
+from penjing.train.objective.objective import Batch
 from penjing.train.optim.clip import GradientNorms
 from penjing.train.optim.loss_scale import LossScale, initial_scale
 from penjing.train.optim.optimizer import AveragedWeights, build_optimizer, freeze
@@ -211,6 +212,8 @@ class _Run:
         evaluation = best = None
         if every := recipe.evaluation.every:
             evaluation = Evaluation(lambda: task.held_out(micro_batch, world.data), task.objective.evaluation(), every)
+            if isinstance(task, ShowingTask):
+                evaluation = replace(evaluation, show=task.samples(spread.model, world))
             if isinstance(task, MixedTask):
                 parts = task.held_out_parts(micro_batch, world.data)
                 evaluation = replace(evaluation, parts=parts, hear=partial(task.hear, stream))
@@ -234,6 +237,7 @@ class _Run:
             steps=recipe.steps,
             rate=recipe.learning_rate,
             accumulation=cut.accumulation,
+            size=self._size,
             seed=recipe.seed,
             world=world,
             precision=Precision(model, recipe.precision, world.device, gather_in),
@@ -251,6 +255,11 @@ class _Run:
             stop_requested=stop_requested,
         )
 
+    @property
+    def _size(self) -> Callable[[Batch], int] | None:
+        """Of a model of text the rates count all tokens that it computes, also those that are no target."""
+        return (lambda batch: batch["tokens"].numel()) if self.task.unit == "tokens" else None
+
     def _checkpoints(self, name: str, keep: int) -> Checkpoints:
         """Checkpoints in a folder of the run."""
         folder, world = self.recipe.run_folder / name, self.world
@@ -267,7 +276,7 @@ class _Run:
         example = {name: tensor.to(world.device) for name, tensor in self.task.example(1).items()}
         # Of the plain objective: a teacher's passes are no work of this model.
         flops = model_flops(self._model_on_device, self.task.objective.evaluation(), example)
-        flops /= self.task.objective.count(example)
+        flops /= (self._size or self.task.objective.count)(example)
         # Without instructions for 16 bits the ceiling is float32's, and measuring the other would take a minute.
         half = recipe.precision.mode in ("bf16", "fp16", "hybrid") and multiplies_bfloat16(world.device)
         peak, origin = peak_flops(world.device, torch.bfloat16 if half else torch.float32)

@@ -14,7 +14,7 @@ from penjing.compress.distill.cache import CachedStream, TeacherCache
 from penjing.compress.distill.objective import Distillation
 from penjing.train.data.stream import Stream
 from penjing.train.data.tokens import TokenStream
-from penjing.train.families.base import Task
+from penjing.train.families.base import ShowingTask, Task
 from penjing.train.objective.objective import Batch, TaskObjective
 from penjing.train.processes.world import World
 
@@ -49,6 +49,9 @@ class WrappedTask:
 
     def after_update(self, model: nn.Module, world: World) -> tuple[Callable[[int], None], ...]:
         return self._task.after_update(model, world)
+
+    def samples(self, model: nn.Module, world: World) -> Callable[[int], None] | None:
+        return self._task.samples(model, world) if isinstance(self._task, ShowingTask) else None
 
     def export(self, model: nn.Module, folder: Path, created_by: dict[str, Any]) -> None:
         self._task.export(model, folder, created_by)

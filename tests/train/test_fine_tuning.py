@@ -167,10 +167,10 @@ def test_the_best_weights_are_exported_and_patience_ends_a_run(further: Path, tm
     assert all(torch.equal(again[name], exported[name]) for name in exported)
 
 
-def test_samples_are_shown_at_every_evaluation(further: Path, tmp_path: Path) -> None:
-    train(further, ["evaluation.prompts=['The import', 'a']", "evaluation.max_tokens=5"])
+def test_samples_are_shown_at_every_evaluation_also_the_last(further: Path, tmp_path: Path) -> None:
+    train(further, ["steps=6", "evaluation.prompts=['The import', 'a']", "evaluation.max_tokens=5"])
     shown = [json.loads(line) for line in (tmp_path / "out-run/samples.jsonl").read_text().splitlines()]
-    assert [(each["step"], each["prompt"]) for each in shown] == [(s, p) for s in (4, 8) for p in ("The import", "a")]
+    assert [(each["step"], each["prompt"]) for each in shown] == [(s, p) for s in (4, 6) for p in ("The import", "a")]
     assert all(each["answer"] for each in shown)
 
 

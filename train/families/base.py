@@ -24,7 +24,7 @@ from penjing.train.state.initial import Weights
 class Task(Protocol):
     """Everything that depends on the kind of data and model."""
 
-    unit: str  # what the objective counts, in the plural
+    unit: str  # what the run's rates count, in the plural
     objective: TaskObjective
 
     def build_model(self) -> nn.Module:
@@ -75,6 +75,15 @@ class MixedTask(Task, Protocol):
 
     def hear(self, stream: Prefetched, results: dict[str, float]) -> dict[str, float]:
         """Take an evaluation with "loss/DOMAIN", the same in all processes; what to record of the mixture."""
+        ...
+
+
+@runtime_checkable
+class ShowingTask(Task, Protocol):
+    """A task that shows what its model makes of something at each evaluation."""
+
+    def samples(self, model: nn.Module, world: World) -> Callable[[int], None] | None:
+        """What the loop calls with the step's number before each evaluation, in all processes; None shows nothing."""
         ...
 
 

@@ -78,21 +78,20 @@ class DecoderTask:
         return Tokenizer.from_folder(self._tokenizer).encode(text)
 
     def after_update(self, model: nn.Module, world: World) -> tuple[Callable[[int], None], ...]:
-        """See `Task`: router biases, and samples to look at."""
-        hooks = list[Callable[[int], None]]()
-        if self._balanced is not None:
-            self._balanced.world = world
-            if self._balanced.config.bias_rate:
-                hooks.append(self._balanced.bias_update(model, world))
+        """See `Task`: router biases."""
+        if self._balanced is None:
+            return ()
+        self._balanced.world = world
+        return (self._balanced.bias_update(model, world),) if self._balanced.config.bias_rate else ()
+
+    def samples(self, model: nn.Module, world: World) -> Callable[[int], None] | None:
+        """See `ShowingTask`: answers to `evaluation.prompts`."""
         evaluation = self._recipe.evaluation
-        if evaluation.prompts and evaluation.every:
-            prompts = tuple((text, list(self.prompt(text))) for text in evaluation.prompts)
-            tokenizer, path = Tokenizer.from_folder(self._tokenizer), self._recipe.run_folder / "samples.jsonl"
-            shown = Samples(
-                self.config, tokenizer, prompts, evaluation.max_tokens, evaluation.every, path, self._progress
-            )
-            hooks.append(shown.hook(model, world))
-        return tuple(hooks)
+        if not evaluation.prompts:
+            return None
+        prompts = tuple((text, list(self.prompt(text))) for text in evaluation.prompts)
+        tokenizer, path = Tokenizer.from_folder(self._tokenizer), self._recipe.run_folder / "samples.jsonl"
+        return Samples(self.config, tokenizer, prompts, evaluation.max_tokens, path, self._progress).hook(model, world)
 
     def export(self, model: nn.Module, folder: Path, created_by: dict[str, Any]) -> None:
         """See `Task`; an adapter is merged, and lies in the folder `adapter` too."""

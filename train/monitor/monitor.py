@@ -46,8 +46,8 @@ class MonitorConfig(Config):
 class Monitor:
     """Collects one run's steps. Only the main process has sinks and a progress that shows anything.
 
-    Attributes: last: the newest record of training. count, seconds: what this process's run has counted, and the
-        time of its steps, pauses left out.
+    Attributes: last: the newest record of training. count, learnt, seconds: how many units this run has computed, how
+        many of them its loss counted, and the time of its steps, pauses left out.
     """
 
     def __init__(
@@ -75,9 +75,9 @@ class Monitor:
         self._peak_flops = peak_flops
         self.progress: Progress = progress or Silent()
         self.last: Record = {}
-        self.count, self.seconds = 0, 0.0
+        self.count, self.learnt, self.seconds = 0, 0, 0.0
         self._since = time.perf_counter()
-        self._steps = self._count = 0
+        self._steps = self._count = self._learnt = 0
         self._waited = 0.0
 
     def start(self, first: int, steps: int) -> None:
@@ -89,11 +89,16 @@ class Monitor:
     def on_step(self, step: int, steps: int, values: Record, count: int, waited_s: float, nonfinite: bool) -> None:
         """Take the values of one finished step (`step` counts from 1); every process calls it with the same values.
 
+        Args:
+            values: with "count", what the loss counted.
+            count: the units that were computed; of conversations, that are learnt in part, more than those.
+
         Raises:
             AlarmError: an alarm whose action is "stop" rang.
         """
         self._steps += 1
         self._count += count
+        self._learnt += values.get("count", count)
         self._waited += waited_s
         rung = self.alarms.on_step(values["loss"], nonfinite)
         if step % self.every == 0 or step == steps or step == 1:
@@ -140,13 +145,14 @@ class Monitor:
 
     def _reset(self) -> None:
         self._since = time.perf_counter()
-        self._steps = self._count = 0
+        self._steps = self._count = self._learnt = 0
         self._waited = 0.0
 
     def _rates(self) -> Record:
         seconds = max(time.perf_counter() - self._since, 1e-9)
         rate = self._count / seconds
         self.count += self._count
+        self.learnt += self._learnt
         self.seconds += seconds
         used, total = memory_use(self._device)
         rates: Record = {
@@ -157,6 +163,8 @@ class Monitor:
             "memory_bytes": used,
             "memory_share": used / total,
         }
+        if self._learnt != self._count:
+            rates[f"learnt_{self._unit}_per_s"] = self._learnt / seconds
         if self._gpu_use is not None:
             rates["gpu_use"] = self._gpu_use()
         return rates
@@ -165,7 +173,8 @@ class Monitor:
         return (
             f"step {record['step']}/{steps} left {clock((steps - record['step']) * record['step_s'])} "
             f"loss {record['loss']:.4f} lr {record['learning_rate']:.1e} "
-            f"{record[f'{self._unit}_per_s']:,.0f} {self._unit}/s MFU {record['mfu']:.0%}"
+            f"{speed(record[f'{self._unit}_per_s'], record.get(f'learnt_{self._unit}_per_s'), self._unit)} "
+            f"MFU {record['mfu']:.0%}"
         )
 
     def _write(self, record: Record) -> None:
@@ -179,6 +188,12 @@ class Monitor:
         for alarm in rung:
             if alarm.action == "stop":
                 raise AlarmError(f"alarm {alarm.name} at step {step}: {alarm.message} (alarms.{alarm.name} = 'stop')")
+
+
+def speed(rate: float, learnt: float | None, unit: str) -> str:
+    """How fast a run is, for the user; `learnt`: units a second that its loss counts, None where it counts all."""
+    apart = "" if learnt is None else f" ({learnt:,.0f} learnt)"
+    return f"{rate:,.0f} {unit}/s{apart}"
 
 
 class ActivationRanges:

@@ -64,14 +64,12 @@ def greedy(model: nn.Module, config: DecoderConfig, prompt: Sequence[int], max_t
 
 @dataclass(frozen=True)
 class Samples:
-    """Called after each update: every `every` steps the answers to `prompts` (text, its tokens) are noted, and written
-    to `path`."""
+    """Notes the answers to `prompts` (text, its tokens), and writes them to `path`."""
 
     config: DecoderConfig
     tokenizer: Tokenizer
     prompts: tuple[tuple[str, list[int]], ...]
     max_tokens: int
-    every: int
     path: Path
     progress: Progress
 
@@ -79,8 +77,6 @@ class Samples:
         """What the loop calls with the step's number; in all processes, of which the main one writes."""
 
         def show(step: int) -> None:
-            if step % self.every:
-                return
             model.eval()
             for text, prompt in self.prompts:
                 answer = self.tokenizer.decode(greedy(model, self.config, prompt, self.max_tokens))

@@ -6,7 +6,7 @@ import math
 from pathlib import Path
 
 from penjing.core.progress import clock
-from penjing.train.monitor.monitor import Monitor
+from penjing.train.monitor.monitor import Monitor, speed
 
 
 def summary(
@@ -25,7 +25,7 @@ def summary(
         output, run: the checkpoint folder and the run's.
         steps: updates of the whole run.
         seconds: since the command began; may be less than the run took, when it was resumed.
-        unit: what the run counts ("tokens").
+        unit: what the run's rates count ("tokens").
         evaluation: means over the held-out data; may be empty.
     """
     rows: list[tuple[str, str]] = []
@@ -35,7 +35,8 @@ def summary(
         rows.append(("held out", ", ".join(_value(name, value, unit) for name, value in evaluation.items())))
     if monitor.seconds:
         rate = monitor.count / monitor.seconds
-        rows.append(("speed", f"{rate:,.0f} {unit}/s, MFU {monitor.mfu(rate):.0%}"))
+        learnt = None if monitor.learnt == monitor.count else monitor.learnt / monitor.seconds
+        rows.append(("speed", f"{speed(rate, learnt, unit)}, MFU {monitor.mfu(rate):.0%}"))
     rows += [("checkpoint", str(output)), ("run", f"{run} (metrics, training state)"), ("next", next_command)]
     return "\n".join(
         [f"{steps} steps, {clock(seconds)} in all", *(f"  {name:<10}  {text}" for name, text in rows if text)]

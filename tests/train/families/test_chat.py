@@ -129,3 +129,13 @@ def test_samples_are_answers_to_a_user(recipe: Path, tmp_path: Path) -> None:
     train(recipe, settings)
     (sample,) = [json.loads(line) for line in (tmp_path / "out-run/samples.jsonl").read_text().splitlines()]
     assert sample["prompt"] == "Who asks?"
+
+
+def test_the_speed_counts_what_is_computed_and_tells_what_is_learnt(recipe: Path, tmp_path: Path) -> None:
+    train(recipe, ["steps=3", "monitor.every=1"])
+    lines = [json.loads(line) for line in (tmp_path / "out-run/metrics.jsonl").read_text().splitlines()]
+    records = [line for line in lines if "step_s" in line]
+    assert len(records) == 3
+    for record in records:
+        assert record["tokens_per_s"] * record["step_s"] == pytest.approx(2 * 64)
+        assert record["learnt_tokens_per_s"] * record["step_s"] == pytest.approx(record["count"])

@@ -83,7 +83,9 @@ def test_a_classifier_learns_and_is_loaded_with_its_accuracy(recipe: Path, tmp_p
     assert right.item() == pytest.approx(results["accuracy"], abs=1e-6)
     assert config.labels[9] == "Ankle boot"
     records = [json.loads(line) for line in (tmp_path / "out-run/metrics.jsonl").read_text().splitlines()]
-    assert records[-2]["images_per_s"] > 0
+    speeds = [record["images_per_s"] for record in records if "images_per_s" in record]  # others are alarms
+    assert speeds
+    assert min(speeds) > 0
 
 
 def test_training_goes_on_from_a_classifier(recipe: Path, tmp_path: Path) -> None:

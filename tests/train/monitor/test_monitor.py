@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import socket
 import urllib.request
 from pathlib import Path
@@ -12,10 +13,12 @@ from torch import nn
 
 from penjing.core.errors import SetupError
 from penjing.core.models.decoder import Decoder
+from penjing.core.progress import Silent
 from penjing.train.monitor.alarms import AlarmConfig, AlarmError, Alarms
 from penjing.train.monitor.flops import forward_flops, peak_flops
 from penjing.train.monitor.monitor import ActivationRanges, Monitor, MonitorConfig, open_sinks
 from penjing.train.monitor.sinks import JsonLines, Prometheus, Record, TensorBoard
+from penjing.train.monitor.summary import summary
 from penjing.train.objective.objective import CrossEntropy
 from tests.conftest import tiny_config
 from tests.disk import run_in
@@ -30,6 +33,14 @@ class Kept:
         self.records.append(record)
 
     def close(self) -> None: ...
+
+
+class Told(Silent):
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def status(self, text: str) -> None:
+        self.lines.append(text)
 
 
 def values(loss: float) -> Record:
@@ -47,6 +58,23 @@ def test_records_carry_rates_every_so_often() -> None:
     assert record["tokens_per_s"] * record["step_s"] == pytest.approx(50, rel=1e-6)
     assert record["mfu"] == pytest.approx(3 * 2.0 * record["tokens_per_s"] / 1e6)
     assert 0 < record["memory_share"] < 1
+
+
+def test_what_is_learnt_of_what_is_computed_is_told_apart() -> None:
+    kept, told = Kept(), Told()
+    monitor = Monitor(Alarms(AlarmConfig()), [kept], every=1, unit="tokens", flops_per_unit=2.0, progress=told)
+    monitor.start(0, 2)
+    monitor.on_step(1, 2, values(1.0) | {"count": 50}, 50, 0.0, False)
+    monitor.on_step(2, 2, values(1.0) | {"count": 10}, 50, 0.0, False)
+    whole, part = kept.records
+    assert "learnt_tokens_per_s" not in whole
+    assert part["learnt_tokens_per_s"] == pytest.approx(part["tokens_per_s"] / 5)
+    assert re.search(r" [\d,]+ tokens/s MFU ", told.lines[0])
+    assert re.search(r" [\d,]+ tokens/s \([\d,]+ learnt\) MFU ", told.lines[1])
+    assert (monitor.count, monitor.learnt) == (100, 60)
+    assert re.search(
+        r"tokens/s \([\d,]+ learnt\), MFU", summary(Path("o"), Path("r"), 2, 1.0, monitor, "tokens", {}, "")
+    )
 
 
 def test_time_in_evaluation_is_not_time_of_steps() -> None:

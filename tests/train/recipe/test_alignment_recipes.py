@@ -34,7 +34,6 @@ def test_a_recipe_needs_nothing_but_the_checkpoint_that_it_begins_with(
         (tmp_path / "build" / begin).symlink_to(tiny_checkpoint)
     recipe = load_train_recipe(ROOT / f"recipes/{name}.toml")
     assert recipe.output == Path("build") / name
-    assert recipe.steps % recipe.evaluation.every == 0  # so that the last step shows its samples
     short = ["steps=1", "evaluation.every=1", "evaluation.samples=4", f"output=out/{name}", "device=cpu"]
     results = train(ROOT / f"recipes/{name}.toml", [*short, "data.batch_size=2"])
     assert RECIPES[name] in results
