@@ -10,12 +10,24 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from pydantic_core import from_json
 
 from penjing.serve.gate.errors import ApiError
+from penjing.serve.sampling.params import MAX_STOP_LENGTH, MAX_STOP_STRINGS, SamplingParams
 
 B = TypeVar("B", bound="Body")
 NUL = re.compile(rb"(?<!\\)(?:\\\\)*\\u0000")
 MAX_MESSAGES = 4096
 MAX_TOOLS = 128
 TokenIds = list[Annotated[int, Field(ge=0, lt=1 << 31)]]
+TOKEN_NAME = "^[0-9]{1,10}$"
+TokenName = Annotated[str, Field(pattern=TOKEN_NAME)]
+Bias = Annotated[float, Field(ge=-100, le=100)]
+StopText = Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH)]
+
+
+def _parameter(name: str, description: str) -> Any:
+    """A parameter of the engine's with its bounds, so that `/openapi.json` tells them."""
+    rules = SamplingParams.model_fields[name].metadata
+    bounds = {key: getattr(rule, key) for rule in rules for key in ("ge", "gt", "le", "lt") if hasattr(rule, key)}
+    return Field(default=None, description=description, **bounds)
 
 
 class Part(BaseModel):
@@ -40,18 +52,22 @@ class StreamOptions(Part):
 class Sampling(Body):
     """How an answer's tokens are chosen, the same in every interface; null is the default."""
 
-    temperature: float | None = Field(default=None, description="0 takes the most likely token each time; 1.")
-    top_p: float | None = Field(default=None, description="Of the most likely tokens with this probability together.")
-    seed: int | None = Field(default=None, description="The same for the same answer.")
-    presence_penalty: float | None = Field(default=None, description="Against tokens that were there; -2 to 2.")
-    frequency_penalty: float | None = Field(default=None, description="Against tokens, by how often; -2 to 2.")
-    logit_bias: dict[str, float] | None = Field(default=None, description="Added to tokens' scores; by token id.")
+    temperature: float | None = _parameter("temperature", "0 takes the most likely token each time; 1.")
+    top_p: float | None = _parameter("top_p", "Of the most likely tokens with this probability together.")
+    seed: int | None = _parameter("seed", "The same for the same answer.")
+    presence_penalty: float | None = _parameter("presence_penalty", "Against tokens that were there.")
+    frequency_penalty: float | None = _parameter("frequency_penalty", "Against tokens, by how often.")
+    logit_bias: dict[TokenName, Bias] | None = Field(
+        default=None,
+        description="Added to tokens' scores; by token id.",
+        json_schema_extra={"propertyNames": {"pattern": TOKEN_NAME}},  # pydantic's schema lets other names through
+    )
     stream: bool | None = Field(default=None, description="The answer comes as server-sent events.")
-    top_k: int | None = Field(default=None, description="Of the most likely so many tokens; 0 is all.")
-    min_p: float | None = Field(default=None, description="Of tokens at least so likely, beside the most likely one.")
-    repetition_penalty: float | None = Field(default=None, description="Against tokens that were there; 1 is none.")
-    min_tokens: int | None = Field(default=None, description="No end before so many tokens.")
-    stop_token_ids: list[int] | None = Field(default=None, description="The answer ends with one of these tokens.")
+    top_k: int | None = _parameter("top_k", "Of the most likely so many tokens; 0 is all.")
+    min_p: float | None = _parameter("min_p", "Of tokens at least so likely, beside the most likely one.")
+    repetition_penalty: float | None = _parameter("repetition_penalty", "Against tokens that were there; 1 is none.")
+    min_tokens: int | None = _parameter("min_tokens", "No end before so many tokens.")
+    stop_token_ids: TokenIds | None = Field(default=None, description="The answer ends with one of these tokens.")
     ignore_eos: bool | None = Field(default=None, description="The model's own end does not count.")
     include_stop_str_in_output: bool | None = Field(default=None, description="The text that ended it is shown.")
     skip_special_tokens: bool | None = Field(default=None, description="Control tokens are not shown; true.")
@@ -65,8 +81,10 @@ class Sampling(Body):
 class Generation(Sampling):
     """What completions and chats have in common."""
 
-    n: int | None = Field(default=None, description="So many answers.")
-    stop: str | list[str] | None = Field(default=None, description="The answer ends before one of these texts.")
+    n: int | None = _parameter("n", "So many answers.")
+    stop: StopText | Annotated[list[StopText], Field(max_length=MAX_STOP_STRINGS)] | None = Field(
+        default=None, description="The answer ends before one of these texts."
+    )
     stream_options: StreamOptions | None = Field(default=None, description="Of a stream.")
     user: str | None = Field(default=None, description="Is not used.")
 
@@ -115,7 +133,7 @@ class CompletionBody(Generation):
     )
     max_tokens: int | None = Field(default=None, ge=0, description="New tokens at most; 16. 0 only scores the prompt.")
     echo: bool | None = Field(default=None, description="The answer begins with the prompt.")
-    logprobs: int | None = Field(default=None, ge=0, description="So many likely tokens with each token.")
+    logprobs: int | None = _parameter("logprobs", "So many likely tokens with each token.")
     best_of: int | None = Field(default=None, description="May be n only.")
     suffix: str | None = Field(default=None, description="May be null only.")
 
@@ -240,7 +258,7 @@ class ChatBody(Generation):
     max_tokens: int | None = Field(default=None, ge=1, description="New tokens at most; as many as there is room for.")
     max_completion_tokens: int | None = Field(default=None, ge=1, description="The same.")
     logprobs: bool | None = Field(default=None, description="Each token comes with its log probability.")
-    top_logprobs: int | None = Field(default=None, ge=0, description="So many likely tokens with each token.")
+    top_logprobs: int | None = _parameter("logprobs", "So many likely tokens with each token.")
     response_format: ResponseFormat | None = Field(default=None, description="Of the answer.")
     tools: list[Tool] | None = Field(default=None, max_length=MAX_TOOLS, description="What the model may call.")
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = Field(
@@ -304,9 +322,16 @@ def read_body(kind: type[B], content_type: str, body: bytes) -> B:
     if NUL.search(body):
         raise ApiError(400, "The body has a NUL character, which no text has.", code="invalid_json")
     try:
-        return kind.model_validate(values)
+        return kind.model_validate({name: _whole(value) for name, value in values.items()})
     except ValidationError as error:
         raise _explained(kind, error.errors(include_url=False, include_context=False)) from None
+
+
+def _whole(value: Any) -> Any:
+    """JSON has one kind of number, so that 5.0 is an integer; also in a list."""
+    if isinstance(value, list):
+        return [_whole(entry) for entry in value]
+    return int(value) if isinstance(value, float) and value.is_integer() and abs(value) < 1 << 63 else value
 
 
 def _not_announced(content_type: str) -> ApiError:

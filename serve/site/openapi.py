@@ -19,6 +19,12 @@ KEYS = {
 }
 _TEXT = {"type": "string"}
 _OPTIONAL = {"type": ["string", "null"]}
+ANSWERS: dict[str, dict[str, Any]] = {
+    JSON_TYPE: {"schema": {"type": "object"}},
+    TEXT_TYPE: {"schema": _TEXT},
+    EVENTS_TYPE: {},  # OpenAPI 3.1 has no words for a sequence: some readers hold each event to a schema given here
+}
+"""By type of the answer."""
 ERROR = {
     "type": "object",
     "description": "OpenAI's error object.",
@@ -68,7 +74,7 @@ def describe(paths: Iterable[Described], *, keys: bool) -> dict[str, Any]:
 
 def _operations(path: Described) -> dict[str, Any]:
     error = {"content": {JSON_TYPE: {"schema": {"$ref": REFS.format(model=NAMED)}}}}
-    schemas = {kind: {"schema": {"type": "object"} if kind == JSON_TYPE else _TEXT} for kind in path.types}
+    schemas = {kind: ANSWERS[kind] for kind in path.types}
     operation: dict[str, Any] = {
         "summary": path.summary,
         "responses": {

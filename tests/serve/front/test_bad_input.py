@@ -66,7 +66,12 @@ def test_characters_that_no_text_has(front: Fronted, text: str) -> None:
         (COMPLETION, {"stream": "yes"}, "stream"),
         (COMPLETION, {"n": 0}, "n"),
         (COMPLETION, {"best_of": 4}, "best_of"),
-        (COMPLETION, {"logit_bias": {"a": 1}}, "logit_bias"),
+        (COMPLETION, {"logit_bias": {"a": 1}}, "logit_bias.a"),
+        (COMPLETION, {"logit_bias": {"5": 101}}, "logit_bias.5"),
+        (COMPLETION, {"logit_bias": {"9999999": 1}}, "logit_bias"),
+        (COMPLETION, {"top_p": 0}, "top_p"),
+        (COMPLETION, {"stop": [""]}, "stop.0"),
+        (COMPLETION, {"n": 1.5}, "n"),
         (COMPLETION, {"stream_options": {"usage": True}}, "stream_options.usage"),
         (COMPLETION, {"modle": "x"}, "modle"),
         (CHAT, {"messages": []}, "messages"),
@@ -87,7 +92,7 @@ def test_characters_that_no_text_has(front: Fronted, text: str) -> None:
         (COMPLETION, {"guided_regex": "a", "guided_choice": ["b"]}, "guided"),
         (COMPLETION, {"guided_choice": []}, "guided"),
         (CHAT, {"top_logprobs": 3}, "top_logprobs"),
-        (CHAT, {"top_logprobs": 30, "logprobs": True}, "logprobs"),
+        (CHAT, {"top_logprobs": 30, "logprobs": True}, "top_logprobs"),
     ],
 )
 def test_wrong_fields(front: Fronted, path: str, changes: dict[str, Any], param: str | None) -> None:
@@ -96,6 +101,13 @@ def test_wrong_fields(front: Fronted, path: str, changes: dict[str, Any], param:
     answer = front.ask(path, good | changes)
     assert (answer.status, answer.error["param"]) == (400, param)
     assert front.ask(path, good).status == 200
+
+
+def test_a_whole_number_may_have_a_point(front: Fronted) -> None:
+    """JSON has one kind of number, and some languages write 2 as 2.0."""
+    answer = front.ask(COMPLETION, {"model": "llm", "prompt": [5.0, 6.0], "max_tokens": 2.0, "n": 2.0})
+    assert answer.status == 200
+    assert answer.json["usage"]["prompt_tokens"] == 2
 
 
 def test_a_missing_field(front: Fronted) -> None:

@@ -12,8 +12,10 @@ import pytest
 from jsonschema import Draft202012Validator
 
 from penjing.serve.access.keys import add_key
+from penjing.serve.front.bodies import read_body
 from penjing.serve.gate.config import FrontConfig, FrontJob, FrontModel
-from penjing.serve.site.app import Front
+from penjing.serve.gate.errors import ApiError
+from penjing.serve.site.app import POSTS, Front
 
 MESSAGES = [{"role": "user", "content": "a"}]
 
@@ -118,6 +120,12 @@ def test_schemas_are_json_schemas_and_references_lead_somewhere(document: dict[s
             },
             {"input": [{"type": "function_call_output", "output": "b"}]},
         ),
+        ("/v1/completions", {"prompt": "a", "n": 1.0, "stop": ["a"]}, {"prompt": "a", "n": 65}),
+        ("/v1/completions", {"prompt": [1.0], "top_p": 1}, {"prompt": "a", "top_p": 0}),
+        ("/v1/completions", {"prompt": "a", "logit_bias": {"5": -100}}, {"prompt": "a", "logit_bias": {"a": 1}}),
+        ("/v1/completions", {"prompt": "a", "logprobs": 20}, {"prompt": "a", "logprobs": 21}),
+        ("/v1/chat/completions", {"messages": MESSAGES, "temperature": 0}, {"messages": MESSAGES, "temperature": -1}),
+        ("/v1/chat/completions", {"messages": MESSAGES, "stop": None}, {"messages": MESSAGES, "stop": [""]}),
         ("/v1/embeddings", {"input": ["a"], "encoding_format": "base64"}, {"input": "a", "encoding_format": "int8"}),
         ("/tokenize", {"prompt": "a"}, {}),
         ("/detokenize", {"tokens": [1]}, {"tokens": [-1]}),
@@ -131,6 +139,17 @@ def test_bodies_are_judged_as_the_front_does(
     judge.validate({"model": "a"} | good)
     assert not judge.is_valid({"model": "a"} | bad)
     assert not judge.is_valid([])
+    kind = {found.path: found.body for found in POSTS}[path]
+    assert kind is not None
+    read_body(kind, "application/json", json.dumps({"model": "a"} | good).encode())
+    with pytest.raises(ApiError):
+        read_body(kind, "application/json", json.dumps({"model": "a"} | bad).encode())
+
+
+def test_a_stream_has_no_schema_that_its_events_would_be_held_to(document: dict[str, Any]) -> None:
+    """Schemathesis took `{"type": "string"}` for the schema of each event, which is an object to it."""
+    answer = document["paths"]["/v1/chat/completions"]["post"]["responses"]["200"]["content"]
+    assert answer == {"application/json": {"schema": {"type": "object"}}, "text/event-stream": {}}
 
 
 def test_errors_are_as_described(front: Front, document: dict[str, Any]) -> None:
