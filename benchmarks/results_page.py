@@ -63,6 +63,7 @@ SECTIONS = {  # a title and what "This measures"
     "chaos": "Chaos: what faults, leaving clients and random requests did to a server. `Runs` is how many there were.",
     "train": "Training: training steps of penjing beside plain PyTorch loops.",
     "precision": "Precision of training: one recipe trained in each precision from the same start.",
+    "search": "Search for settings: the learning rate that successive halving chose, beside a full grid's best.",
     "recipes": "Recipes: what whole training runs reach on held-out data, how fast, and in how much memory.",
     "attention": "Attention: steps with sliding windows and LSH beside full attention. A name ends with its tokens.",
     "curate": "Curation of text: signatures, clusters of near duplicates, languages and rules, beside datatrove.",

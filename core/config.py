@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import hashlib
 import json
+import re
 import tomllib
 from pathlib import Path
 from typing import Any, TypeVar
@@ -87,12 +88,17 @@ def dump_toml(values: dict[str, Any]) -> str:
 
 def _toml_lines(values: dict[str, Any], prefix: str) -> list[str]:
     lines, later = [], []
-    for key, value in values.items():
+    for name, value in values.items():
+        key = _toml_key(name)
         if isinstance(value, dict):
             later += ["", f"[{prefix}{key}]", *_toml_lines(value, f"{prefix}{key}.")]
         elif isinstance(value, list) and value and all(isinstance(each, dict) for each in value):
             for each in value:
-                later += ["", f"[[{prefix}{key}]]", *(f"{name} = {inline_toml(part)}" for name, part in _present(each))]
+                later += [
+                    "",
+                    f"[[{prefix}{key}]]",
+                    *(f"{_toml_key(name)} = {inline_toml(part)}" for name, part in _present(each)),
+                ]
         elif value is not None:
             lines.append(f"{key} = {inline_toml(value)}")
     return [*lines, *later]
@@ -101,11 +107,15 @@ def _toml_lines(values: dict[str, Any], prefix: str) -> list[str]:
 def inline_toml(value: Any) -> str:
     """A JSON-ready value as TOML on one line, as it stands after `key =`."""
     if isinstance(value, dict):
-        return "{" + ", ".join(f"{name} = {inline_toml(part)}" for name, part in _present(value)) + "}"
+        return "{" + ", ".join(f"{_toml_key(name)} = {inline_toml(part)}" for name, part in _present(value)) + "}"
     if isinstance(value, list):
         return "[" + ", ".join(map(inline_toml, value)) + "]"
     # JSON's strings, numbers and booleans are TOML as they stand, but for surrogate pairs and the character DEL.
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
+def _toml_key(name: str) -> str:
+    return name if re.fullmatch("[A-Za-z0-9_-]+", name) else inline_toml(name)
 
 
 def _present(values: dict[str, Any]) -> list[tuple[str, Any]]:
@@ -114,7 +124,7 @@ def _present(values: dict[str, Any]) -> list[tuple[str, Any]]:
 
 def apply_override(values: dict[str, Any], override: str) -> None:
     """Set one value of a nested dictionary from the text `section.key=value`; entries of a list count from 0, as in
-    `steps.0.ratio=0.2`.
+    `steps.0.ratio=0.2`, and a name with a dot is quoted.
 
     Raises:
         ConfigError: the text has another form.
@@ -122,7 +132,7 @@ def apply_override(values: dict[str, Any], override: str) -> None:
     key, equals, text = override.partition("=")
     if not equals or not key.strip():
         raise ConfigError(f"--set {override!r}: write section.key=value, for example --set quantize.alpha=0.5")
-    *sections, name = key.strip().split(".")
+    *sections, name = _parts_of(key.strip())
     inner: Any = values
     for section in sections:
         inner = inner[_place(inner, section, override)] if isinstance(inner, list) else inner.setdefault(section, {})
@@ -132,6 +142,11 @@ def apply_override(values: dict[str, Any], override: str) -> None:
         inner[_place(inner, name, override)] = _parse_value(text)
     else:
         inner[name] = _parse_value(text)
+
+
+def _parts_of(key: str) -> list[str]:
+    """The names of a dotted key; one that holds a dot itself stands in quotes, as in `space."clip.norm"`."""
+    return [quoted or plain for quoted, plain in re.findall(r'"([^"]*)"|([^.]+)', key)] or [key]
 
 
 def _place(entries: list[Any], text: str, override: str) -> int:

@@ -43,7 +43,9 @@ def new(
 
 @recipe_app.command("keys")
 def keys(
-    stage: Annotated[Literal["compress", "curate", "train"], typer.Argument(help="The stage that runs the recipe.")],
+    stage: Annotated[
+        Literal["compress", "curate", "search", "train"], typer.Argument(help="The stage that runs the recipe.")
+    ],
     section: Annotated[str | None, typer.Argument(help="Such as steps.quantize or data; all when left out.")] = None,
 ) -> None:
     """Show every key of a stage's recipes: type, default, meaning.

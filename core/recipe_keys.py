@@ -29,6 +29,7 @@ from penjing.core.recipes import StageName
 RECIPES: dict[StageName, str] = {
     "compress": "penjing.compress.recipe:Recipe",
     "train": "penjing.train.recipe.recipe:TrainRecipe",
+    "search": "penjing.train.search.recipe:SearchRecipe",
     "curate": "penjing.curate.recipe:CurateRecipe",
 }
 FORMS: dict[StageName, dict[str, str]] = {"compress": {"steps": "penjing.compress.steps.registry:step_forms"}}
@@ -161,6 +162,7 @@ def page() -> str:
     titles: dict[StageName, str] = {
         "train": "Recipes of `penjing train`",
         "compress": "Recipes of `penjing compress`",
+        "search": "Recipes of `penjing train search`",
         "curate": "Recipes of `penjing curate`",
     }
     parts, seen = [head], {}

@@ -12,7 +12,7 @@ from typing import Any, Literal
 from penjing.core.errors import ConfigError, InputError
 from penjing.core.files import atomic_write_text
 
-StageName = Literal["train", "compress", "curate"]
+StageName = Literal["train", "search", "compress", "curate"]
 PACKAGE = "penjing.recipes"
 SUFFIX = ".toml"
 
@@ -62,7 +62,7 @@ def stage_of(values: dict[str, Any], source: str) -> StageName:
     """The stage that runs the recipe with these `values`.
 
     A training recipe describes its model in a table or begins with a checkpoint, `initial`; a compression recipe names
-    the folder of one; a recipe of a corpus has none, and sources.
+    the folder of one; a recipe of a corpus has none, and sources; one of a search names the recipe that it varies.
 
     Raises:
         ConfigError: it does neither; `source` names the recipe.
@@ -74,10 +74,30 @@ def stage_of(values: dict[str, Any], source: str) -> StageName:
         return "compress"
     if "sources" in values:
         return "curate"
+    if "space" in values:
+        return "search"
     raise ConfigError(
         f"{source} names no model: a training recipe describes one in [model] or names one by initial, a compression "
         'recipe has model = "FOLDER"'
     )
+
+
+def check_stage(values: dict[str, Any], source: str, stage: StageName) -> None:
+    """Refuse the recipe of another stage, by the name of the command that runs it.
+
+    Raises:
+        ConfigError: `values` are such a recipe; `source` names it.
+    """
+    try:
+        found = stage_of(values, source)
+    except ConfigError:
+        return  # what is missing is told when the recipe is read
+    if found != stage:
+        command = {"search": "train search"}
+        raise ConfigError(
+            f"{source} is a recipe of 'penjing {command.get(found, found)}', not of 'penjing "
+            f"{command.get(stage, stage)}'"
+        )
 
 
 def summary(text: str) -> str:

@@ -56,6 +56,7 @@ PAGES = {
     "compress/report/study_page.py": "the page of a sensitivity study",
     "compress/report/compare.py": "the page that compares runs",
     "curate/report.py": "the page of a corpus",
+    "train/search/page.py": "the page of a search for settings",
 }
 MARKUP = re.compile(r"<(html|head|body|table|h[1-6])\b")
 FORMATS = {
@@ -67,6 +68,7 @@ FORMATS = {
     "export.json": "penjing.compress.export.record.ExportRecord",
     "index.json": "penjing.train.data.shards.ShardIndex",
     "report.json of a corpus": "penjing.curate.report.CorpusReport",
+    "search.json": "penjing.train.search.state.SearchState",
     "keys.toml": "penjing.serve.access.keys.KeyFile",
 }
 """The class that writes and reads each kind of file that has a version."""

@@ -16,6 +16,6 @@ families     what a kind of network brings: its task, and the data that it learn
 plan         memory and time of a run before it runs; the search for the best mesh
 
 loop.py wires them; parallelize.py spreads a model over a mesh; run.py builds all from a recipe; launch/ starts it in
-many processes. Distillation and quantization-aware training bring another objective, a pruned model another model,
-parallelism another world.
+many processes, search/ many times with other settings. Distillation and quantization-aware training bring another
+objective, a pruned model another model, parallelism another world.
 """

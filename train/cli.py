@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated
 
@@ -30,6 +31,15 @@ def train(
         bool, typer.Option("--accept-changes", help="Resume although settings have changed that matter to the run.")
     ] = False,
     profile: Annotated[bool, typer.Option("--profile", help="Record a few steps with torch's profiler.")] = False,
+    until: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="Pause after this step, evaluated and saved; --resume auto goes on.", show_default=False
+        ),
+    ] = None,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="Write the last evaluation to this file.", show_default=False)
+    ] = None,
     force: Force = False,
     launch: Annotated[
         int | None,
@@ -51,16 +61,42 @@ def train(
         from penjing.train.launch.launch import launch as start
 
         flags = ["--resume", resume] * (resume != "never") + ["--accept-changes"] * accept_changes
-        flags += ["--profile"] * profile + ["--force"] * force
+        flags += ["--profile"] * profile + ["--force"] * force + ([] if until is None else ["--until", str(until)])
+        flags += [] if json_file is None else ["--json", str(json_file)]
         raise typer.Exit(start(launch, recipe, overrides or [], flags))
     from penjing.core.progress import progress_bar
     from penjing.train.run import train as run
 
     with progress_bar() as progress:
-        run(
+        results = run(
             recipe, overrides or [], resume=resume, accept_changes=accept_changes, force=force, profile=profile,
-            progress=progress,
+            until=until, progress=progress,
         )  # fmt: skip
+    if json_file is not None and os.environ.get("RANK", "0") == "0":
+        write_json(results, json_file)
+
+
+@train_app.command("search")
+def search(
+    recipe: Annotated[Path, typer.Argument(help="A search recipe, or a name of one.", show_default=False)],
+    overrides: Overrides = None,
+    force: Force = False,
+) -> None:
+    """Search for settings by successive halving: many short runs of a recipe, of which the better go on.
+
+    The same command goes on where a search was ended. FOLDER/best.toml is the recipe of the winner, whose checkpoint is
+    there already, and FOLDER/report.html shows all trials.
+
+    Examples:
+
+    - `penjing train search recipes/decoder-tiny-search.toml`
+    - `penjing train search recipes/decoder-tiny-search.toml --set trials=8 --set 'space."clip.norm"=[0.1, 10.0]'`
+    """
+    from penjing.core.progress import progress_bar
+    from penjing.train.search.search import run_search
+
+    with progress_bar() as progress:
+        run_search(recipe, overrides, force=force, progress=progress)
 
 
 @train_app.command("simulate")

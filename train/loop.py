@@ -70,7 +70,8 @@ class Trainer:
         process, with those of others. after_backward: called when the
         gradients of a step are summed, to finish what is left of that. after_update: called with the step's number
         (from 1) after each update: proximal steps, router biases, profilers. stop_requested: asked once a step; when
-        true in any process, all save and stop. best: judges evaluations, may end the run, and has the weights that it
+        true in any process, all save and stop. pause_at: the step at which `fit` returns, evaluated and saved, though
+        there are more. best: judges evaluations, may end the run, and has the weights that it
         ends with. settings: plain values that a resumed run wants to know, saved as
         "run". step: updates done so far.
     """
@@ -98,6 +99,7 @@ class Trainer:
     after_backward: tuple[Callable[[], None], ...] = ()
     after_update: tuple[Callable[[int], None], ...] = ()
     stop_requested: Callable[[], bool] = lambda: False
+    pause_at: int | None = None
     settings: dict[str, Any] = field(default_factory=dict)
     step: int = 0
 
@@ -107,7 +109,7 @@ class Trainer:
 
     def fit(self) -> dict[str, float]:
         """Train up to `steps`, or until `best` says that it is over, then evaluate; the result is that evaluation's
-        (empty without one), or the best one's where the weights go back to it.
+        (empty without one), or the best one's where the weights go back to it. `pause_at` ends it before that.
 
         Raises:
             InterruptedRunError: a stop was requested; the state is saved.
@@ -119,10 +121,11 @@ class Trainer:
         self.model.train()
         self.monitor.start(self.step, self.steps)
         results: dict[str, float] = {}
+        end = min(self.steps, self.pause_at or self.steps)
         try:
-            while self.step < self.steps and not (self.best is not None and self.best.is_over):
+            while self.step < end and not self.is_complete:
                 stop = self._advance(replica)
-                last = self.step == self.steps
+                last = self.step == end
                 if self.evaluation is not None and (last or self.step % self.evaluation.every == 0):
                     self._show()
                     results = self.evaluate()
@@ -140,7 +143,12 @@ class Trainer:
             for checkpoints in (self.checkpoints, None if self.best is None else self.best.checkpoints):
                 if checkpoints is not None:
                     checkpoints.wait()
-        return self._return_to_best() or results
+        return (self._return_to_best() if self.is_complete else {}) or results
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether no step is left, or `best` says that the run is over."""
+        return self.step >= self.steps or (self.best is not None and self.best.is_over)
 
     def _show(self) -> None:
         if self.evaluation is None or self.evaluation.show is None:

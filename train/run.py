@@ -70,6 +70,7 @@ def train(
     accept_changes: bool = False,
     force: bool = False,
     profile: bool = False,
+    until: int | None = None,
     progress: Progress | None = None,
 ) -> dict[str, float]:
     """Train as the recipe says and write its checkpoint; under torchrun, with all its processes.
@@ -80,6 +81,7 @@ def train(
         accept_changes: resume although the recipe's settings are not those of the state (see state/resume.py).
         force: replace an existing output and run.
         profile: record a few steps with torch's profiler, under the run folder.
+        until: pause after this step, evaluated and saved, for `resume` to go on from; no checkpoint is written then.
 
     Returns:
         The last evaluation: name → mean over the held-out data.
@@ -96,6 +98,7 @@ def train(
         accept_changes=accept_changes,
         force=force,
         profile=profile,
+        until=until,
         progress=progress,
         command=f"penjing train {recipe_path}",
     )
@@ -110,6 +113,7 @@ def train_task(
     accept_changes: bool = False,
     force: bool = False,
     profile: bool = False,
+    until: int | None = None,
     progress: Progress | None = None,
 ) -> dict[str, float]:
     """`train` for a task of the caller's own: distillation and quantization-aware training run the same loop.
@@ -131,7 +135,7 @@ def train_task(
         recipe = with_steps(recipe, task)
         with join_world(recipe.device, watch) as world, stop_signals() as stop_requested:
             run = _Run(recipe, task, form_mesh(world, measured(recipe, world, progress), progress), progress)
-            return run.train(resume, accept_changes, force, profile, stop_requested, began, command)
+            return run.train(resume, accept_changes, force, profile, until, stop_requested, began, command)
 
 
 class _Run:
@@ -149,6 +153,7 @@ class _Run:
         accept_changes: bool,
         force: bool,
         profile: bool,
+        until: int | None,
         stop_requested: Callable[[], bool],
         began: float,
         command: str,
@@ -166,7 +171,7 @@ class _Run:
         with ExitStack() as stack:
             trainer = self._trainer(spread, cut, checkpoints, stop_requested, stack, 0 if saved is None else saved[0])
             kept = {"micro_batch": largest, "shares": cut.shares, "recipe": recipe.model_dump(mode="json")}
-            trainer.settings = kept
+            trainer.settings, trainer.pause_at = kept, until
             if saved is not None:
                 trainer.load_state_dict(saved[1])
                 trainer.monitor.on_resume(checkpoints.path(saved[0]), saved[0], time.perf_counter() - began)
@@ -174,24 +179,20 @@ class _Run:
                 step = stack.enter_context(profiling(recipe.run_folder / "profile", world, self.progress))
                 trainer.after_update = (*trainer.after_update, step)
             results = trainer.fit()
+        if not trainer.is_complete:
+            self.progress.note(f"paused after step {trainer.step} of {recipe.steps}; --resume auto goes on from there")
+            return results
         world.at("writing the trained model")
         if trainer.average is not None:
             trainer.average.exchange()
         self._export(trainer.model, force or resume != "never", command, results)
         world.barrier()
         seconds = time.perf_counter() - began
-        self.progress.note(
-            summary(
-                recipe.output,
-                recipe.run_folder,
-                trainer.step,
-                seconds,
-                trainer.monitor,
-                self.task.unit,
-                results,
-                self.task.next_command(recipe.output),
-            )
-        )
+        said = summary(
+            recipe.output, recipe.run_folder, trainer.step, seconds, trainer.monitor, self.task.unit, results,
+            self.task.next_command(recipe.output),
+        )  # fmt: skip
+        self.progress.note(said)
         return results
 
     def _trainer(

@@ -1,9 +1,10 @@
-from typing import Annotated, Literal
+import tomllib
+from typing import Annotated, Any, Literal
 
 import pytest
 from pydantic import Field
 
-from penjing.core.config import Config, load_recipe, parse_config
+from penjing.core.config import Config, apply_override, dump_toml, load_recipe, parse_config
 from penjing.core.errors import ConfigError
 from penjing.core.models.config import DecoderConfig
 
@@ -160,3 +161,12 @@ def test_layer_types_repeat_and_are_checked():
     ):
         with pytest.raises(ConfigError, match=message):
             parse_config(DecoderConfig, mixed | changes, "recipe")
+
+
+def test_names_with_dots_are_quoted():
+    values: dict[str, Any] = {}
+    apply_override(values, 'space."clip.norm"=[0.1, 10.0]')
+    apply_override(values, 'space."a b.c".low=1')
+    assert values == {"space": {"clip.norm": [0.1, 10.0], "a b.c": {"low": 1}}}
+    values["inline"] = [[{"x.y": 1}], {"z": {"§.\n": "a"}}]
+    assert tomllib.loads(dump_toml(values)) == values

@@ -5,9 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 from penjing.core.checkpoint.decoder import open_checkpoint
-from penjing.core.config import load_recipe
+from penjing.core.config import parse_config, read_recipe
 from penjing.core.errors import ConfigError, InputError
 from penjing.core.family import family_of
+from penjing.core.recipes import check_stage
 from penjing.train.recipe.model import DecoderModel
 from penjing.train.recipe.recipe import TrainRecipe
 
@@ -21,7 +22,9 @@ def load_train_recipe(path: Path, overrides: list[str] | None = None) -> TrainRe
         ConfigError: see `load_recipe`; or [model] is written, and is not what `initial` is: names the settings.
         InputError: `initial` is missing, or damaged.
     """
-    recipe = load_recipe(TrainRecipe, path, overrides)
+    values = read_recipe(path, overrides)
+    check_stage(values, str(path), "train")
+    recipe = parse_config(TrainRecipe, values, str(path))
     if recipe.initial is None:
         if recipe.model is None:
             raise ConfigError(f"{path} has no model; describe one in [model], or name a checkpoint by initial")
