@@ -70,7 +70,14 @@ def generate(
 
 @app.command()
 def serve(
-    model: Model,
+    models: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="MODEL | NAME[:VERSION]=MODEL …",
+            help="A checkpoint or artifact folder; several with a name each.",
+            show_default=False,
+        ),
+    ],
     host: Annotated[str, typer.Option(help="Address of --openai, else of gRPC; loopback by default.")] = "127.0.0.1",
     grpc_port: Annotated[int, typer.Option(min=1, max=65535, help="gRPC.")] = 8001,
     http_port: Annotated[
@@ -97,7 +104,22 @@ def serve(
         typer.Option(
             "--set",
             metavar="KEY=VALUE",
-            help="A setting: max_num_sequences=64 of a decoder's engine, max_batch_size=128 of a classifier.",
+            help="A setting: max_num_sequences=64 of a decoder's engine, max_batch_size=128 of a classifier. Of "
+            "several models NAME.KEY=VALUE.",
+        ),
+    ] = None,
+    shares: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--share",
+            metavar="NAME:VERSION=SHARE",
+            help="Of the requests for NAME, 0 to 1; the first version without a share gets the rest.",
+        ),
+    ] = None,
+    kv_cache_bytes: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="Of several models: the key-value caches of all decoders together.", show_default=False
         ),
     ] = None,
 ) -> None:
@@ -113,7 +135,12 @@ def serve(
       (UINT8) or `images` (FP32), output `logits`
     - `penjing serve build/net-int8`, any other network, for `Client().infer({"x": array})`: model `graph`, with
       the network's own inputs and outputs
+    - `penjing serve llm=build/smollm2-int8 embed=build/minilm-int8 --openai 8080`: several models behind one front
+    - `penjing serve llm:1=build/a llm:2=build/b --share llm:2=0.1 --openai 8080`: two versions of one
     """
+    from penjing.serve.fleet.names import are_named, read_names
+    from penjing.serve.fleet.plan import make_plan
+    from penjing.serve.fleet.start import serve_fleet
     from penjing.serve.gate.config import front_config
     from penjing.serve.supervisor.supervisor import ServeConfig
     from penjing.serve.supervisor.supervisor import serve as run
@@ -130,7 +157,13 @@ def serve(
     )
     flags = {"kv_dtype": (kv_dtype, "auto"), "device": (device, "cpu")}  # of decoders; their defaults say nothing
     chosen = [f"{name}={value}" for name, (value, default) in flags.items() if value != default]
-    run(model, config, detach=detach, engine_overrides=[*chosen, *(overrides or [])])
+    if are_named(models):
+        plan = make_plan(read_names(models, shares or []), config, overrides or [], chosen, kv_cache_bytes)
+        serve_fleet(plan, detach=detach)
+        return
+    if shares or kv_cache_bytes:
+        raise ConfigError("--share and --kv-cache-bytes are of several models, each with a name: llm:1=build/a")
+    run(Path(models[0]), config, detach=detach, engine_overrides=[*chosen, *(overrides or [])])
 
 
 @app.command()
@@ -138,8 +171,8 @@ def stop(
     grpc_port: Annotated[int, typer.Option(min=1, max=65535, help="The gRPC port of the server to stop.")] = 8001,
     timeout: Annotated[float, typer.Option(help="Seconds to let running answers finish.")] = 30.0,
 ) -> None:
-    """Drain and stop a server that `penjing serve --detach` started."""
-    from penjing.serve.supervisor.supervisor import stop as run
+    """Drain and stop a server that `penjing serve --detach` started, with all of its models."""
+    from penjing.serve.supervisor.stop import stop as run
 
     run(grpc_port, timeout=timeout)
 
@@ -150,6 +183,7 @@ def chat(
     system: Annotated[str | None, typer.Option(help="A system message.")] = None,
     max_tokens: Annotated[int, typer.Option(help="Tokens of one answer at most.")] = 512,
     temperature: Annotated[float, typer.Option(help="0 takes the most likely token each time.")] = 0.7,
+    model: Annotated[str | None, typer.Option(help="The model's name on the server, where it was given one.")] = None,
 ) -> None:
     """Chat with a served model in the terminal; Ctrl-C cancels the answer, Ctrl-D leaves.
 
@@ -157,7 +191,7 @@ def chat(
     """
     from penjing.serve.client.chat import chat as run
 
-    run(server, system=system, max_tokens=max_tokens, temperature=temperature)
+    run(server, system=system, max_tokens=max_tokens, temperature=temperature, model=model)
 
 
 @server_app.command("install")
@@ -171,7 +205,7 @@ def server_install() -> None:
 @server_app.command("status")
 def server_status() -> None:
     """Show which Triton server would run and what is running."""
-    from penjing.serve.supervisor.status import status_to_terminal
+    from penjing.serve.fleet.status import status_to_terminal
 
     status_to_terminal()
 

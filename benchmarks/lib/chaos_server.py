@@ -18,7 +18,8 @@ from penjing.serve.client.client import Client
 from penjing.serve.gate.config import FrontConfig
 from penjing.serve.supervisor import state
 from penjing.serve.supervisor.process import ServeConfig
-from penjing.serve.supervisor.supervisor import serve, stop
+from penjing.serve.supervisor.stop import stop
+from penjing.serve.supervisor.supervisor import serve
 
 PROMPTS = ("Once upon a time", "The bonsai", "def main():", "Water boils at")
 CANARY_TOKENS = 16

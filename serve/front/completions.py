@@ -57,7 +57,7 @@ def _ask(backend: Backend, body: CompletionBody, exchange: Exchange) -> Ask:
         text = f"prompt: give 1 to {backend.max_prompts} prompts, not {len(prompts)}."
         raise ApiError(400, text, code="invalid_value", param="prompt")
     return Ask(
-        model=backend.decoder(body.model),
+        model=backend.decoder(body.model, exchange, body.user),
         sampling=sampling,
         exchange=exchange,
         prompts=prompts,

@@ -50,7 +50,7 @@ async def answer_embeddings(backend: Backend, request: Request) -> Response:
     """Answer one request."""
     exchange: Exchange = request.scope["state"]["exchange"]
     body = read_body(EmbeddingBody, request.headers.get("content-type", ""), exchange.body)
-    model = backend.encoder(body.model)
+    model = backend.encoder(body.model, exchange, body.user)
     exchange.model = model.id
     texts = body.texts
     _check_texts(texts, backend.max_prompts)
@@ -91,7 +91,7 @@ async def _rows(
             part = texts[begin : begin + size]
             tokens = await asyncio.to_thread(tokenizer.rows, part)  # without Python's lock: nobody waits
             seconds = max(0.0, ends - time.monotonic())
-            found.append(await backend.clients[model.name].embed(part, timeout=seconds))
+            found.append(await backend.clients[model.id].embed(part, timeout=seconds))
             exchange.count(sum(map(len, tokens)), 0)
     except PenjingError as error:
         raise backend.error(error) from None

@@ -84,11 +84,18 @@ def front_config(
 
 
 class FrontModel(Config):
-    """A model behind the front."""
+    """A model behind the front, or one version of it."""
 
-    id: str = Field(description="What clients call it.")
-    name: str = Field(description="Its name on Triton server, such as llm or encoder.")
+    id: str = Field(description="What clients call it; of a version NAME:VERSION.")
+    aliases: tuple[str, ...] = Field(default=(), description="What clients may call it beside.")
+    group: str | None = Field(default=None, description="The name under which versions share requests.")
+    version: int | None = Field(default=None, description="Of the group.")
+    share: float = Field(default=1.0, ge=0, le=1, description="Of the group's requests.")
+    kind: str = Field(description="What the model's own kind is called, such as llm or encoder.")
+    name: str = Field(description="Its name on Triton server.")
     folder: Path = Field(description="Its artifact or checkpoint.")
+    grpc: str = Field(description="Host and port of gRPC of the Triton server that has it.")
+    metrics: str = Field(description="Host and port of that server's metrics.")
     max_rows: int | None = Field(default=None, ge=1, description="Rows that a request to a batched model may have.")
 
 
@@ -97,8 +104,6 @@ class FrontJob(Config):
 
     front: FrontConfig = Field(description="Where it listens.")
     models: tuple[FrontModel, ...] = Field(description="What it serves.")
-    grpc: str = Field(description="Host and port of Triton server's gRPC.")
-    metrics: str = Field(description="Host and port of Triton server's metrics.")
     log: Path = Field(description="File of its log.")
     draining: bool = Field(default=False, description="It starts again while its server drains: it refuses requests.")
     beat_fd: int = Field(default=-1, description="Descriptor that shows life to the supervisor; -1: none.")

@@ -15,11 +15,12 @@ from starlette.routing import Route
 
 from penjing.serve.dialects.response_body import ResponseBody
 from penjing.serve.dialects.responses import answer_response
-from penjing.serve.front.backend import Backend, read_figures
+from penjing.serve.front.backend import Backend
 from penjing.serve.front.bodies import ChatBody, CompletionBody
 from penjing.serve.front.chat import answer_chat
 from penjing.serve.front.completions import complete
 from penjing.serve.front.embeddings import EmbeddingBody, answer_embeddings
+from penjing.serve.front.figures import figures
 from penjing.serve.front.texts import DetokenizeBody, TokenizeBody, detokenize, tokenize
 from penjing.serve.gate.config import FrontJob
 from penjing.serve.gate.errors import START_SECONDS, ApiError
@@ -109,7 +110,7 @@ class Front:
         return JSONResponse({"status": "live"})
 
     async def _figures(self, request: Request) -> Response:
-        return Response(await read_figures(self.job.metrics), media_type="text/plain; version=0.0.4; charset=utf-8")
+        return Response(await figures(self.backend), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     async def _openapi(self, request: Request) -> Response:
         return JSONResponse(describe(self._paths, keys=self.job.front.keys is not None))
@@ -120,10 +121,12 @@ class Front:
         return JSONResponse({"status": "ready"}) if self.backend.ready else _not_ready("not ready")
 
     async def _models(self, request: Request) -> Response:
-        return JSONResponse({"object": "list", "data": [self._described(model.id) for model in self.backend.listed]})
+        return JSONResponse({"object": "list", "data": [self._described(name) for name in self.backend.listed]})
 
     async def _model(self, request: Request) -> Response:
-        return JSONResponse(self._described(self.backend.model(request.path_params["name"]).id))
+        name = request.path_params["name"]
+        found = self.backend.model(name, request.scope["state"]["exchange"])
+        return JSONResponse(self._described(name if name in self.backend.listed else found.id))
 
     def _described(self, name: str) -> dict[str, Any]:
         return {"id": name, "object": "model", "created": self.backend.started, "owned_by": "penjing"}

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from penjing.core.config import Config
 from penjing.core.errors import ServerError
 from penjing.serve.engine.config import BatchConfig
-from penjing.serve.gate.config import FrontJob, FrontModel
+from penjing.serve.families.base import Family
+from penjing.serve.gate.config import FrontConfig, FrontJob, FrontModel
 from penjing.serve.site.process import FrontProcess
 from penjing.serve.supervisor import state
 from penjing.serve.supervisor.process import LOOPBACK, ServeConfig
@@ -15,24 +17,27 @@ from penjing.serve.supervisor.process import LOOPBACK, ServeConfig
 MAX_LOST_STARTS = 3
 
 
-class KeptFront:
-    """The front of one server, or none where the configuration has none."""
+def front_model(config: ServeConfig, folder: Path, family: Family, settings: Config, **names: Any) -> FrontModel:
+    """What the front must know of a served model. `names` are further fields of `FrontModel`."""
+    facts: dict[str, Any] = {
+        "id": folder.name,
+        "kind": family.name,
+        "name": config.model_name or family.name,
+        "folder": folder,
+        "grpc": config.address(config.grpc_port),
+        "metrics": f"{LOOPBACK}:{config.metrics_port}",
+        "max_rows": settings.max_batch_size if isinstance(settings, BatchConfig) else None,
+    }
+    return FrontModel(**facts | names)
 
-    def __init__(self, config: ServeConfig, model: Path, server_name: str, settings: Config) -> None:
-        max_rows = settings.max_batch_size if isinstance(settings, BatchConfig) else None
+
+class KeptFront:
+    """The front before `models`, or none where there is no configuration of one. Its files are those of `grpc_port`."""
+
+    def __init__(self, front: FrontConfig | None, models: tuple[FrontModel, ...], grpc_port: int) -> None:
         self._process: FrontProcess | None = None
-        self._log = state.log_path(config.grpc_port)
-        self._job = (
-            None
-            if config.front is None
-            else FrontJob(
-                front=config.front,
-                models=(FrontModel(id=model.name, name=server_name, folder=model, max_rows=max_rows),),
-                grpc=config.address(config.grpc_port),
-                metrics=f"{LOOPBACK}:{config.metrics_port}",
-                log=state.front_log_path(config.grpc_port),
-            )
-        )
+        self._log = state.log_path(grpc_port)
+        self._job = None if front is None else FrontJob(front=front, models=models, log=state.front_log_path(grpc_port))
 
     def start(self) -> None:
         """It says 503 until there is a model."""

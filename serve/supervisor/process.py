@@ -61,6 +61,9 @@ class ServeConfig(Config):
         default=60.0, description="Without a sign of life, for want of a processor: the same."
     )
     step_timeout: float = Field(default=120.0, description="For one step of the engine: longer counts as hung.")
+    model_name: str | None = Field(default=None, description="The model's name on the server. None: that of its kind.")
+    model_version: int = Field(default=1, description="The version that a named model has on the server.")
+    fleet_pid: int = Field(default=0, description="Process that serves this model beside others; 0: there is none.")
     front: FrontConfig | None = Field(default=None, description="The HTTP front before it; None: there is none.")
 
     def ports(self) -> dict[str, int]:
@@ -243,7 +246,7 @@ def command_line(install: ServerInstall, config: ServeConfig, family: Family, re
         f"--model-repository={repository}",
         f"--backend-directory={install.backends}",
         "--model-control-mode=explicit",
-        f"--load-model={family.name}",
+        f"--load-model={config.model_name or family.name}",
         "--disable-auto-complete-config",
         f"--grpc-address={config.host}",
         f"--grpc-port={config.grpc_port}",

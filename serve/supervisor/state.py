@@ -40,6 +40,10 @@ class ServerState:
     restarts: int = 0
     message: str = ""
     log: str = ""
+    name: str = ""
+    """The model's on the server."""
+    fleet_pid: int = 0
+    """Process that serves this model beside others; 0: there is none."""
 
 
 def run_folder() -> Path:
@@ -145,6 +149,15 @@ def running_ports() -> list[int]:
     return [port for port in ports if is_running(port)]
 
 
+def fleet_ports(state: ServerState) -> list[int]:
+    """gRPC ports of the servers that were started with this one, and its own."""
+    if not state.fleet_pid:
+        return [state.grpc_port]
+    states = [read_state(port) for port in running_ports()]
+    others = {found.grpc_port for found in states if found is not None and found.fleet_pid == state.fleet_pid}
+    return sorted({state.grpc_port, *others})
+
+
 def write_state(state: ServerState) -> bool:
     """Write `state`; False where the disk does not take it, which must not end a server that answers."""
     try:
@@ -201,6 +214,14 @@ def tail(path: Path, lines: int = 20) -> str:
         return ""
     kept = [line for line in text.splitlines() if line.strip() and line[0] not in "+|"]
     return "\n".join(kept[-lines:])
+
+
+def lives(pid: int) -> bool:
+    """Whether there is such a process that has not ended."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
 
 
 def _process_name(pid: int) -> str | None:

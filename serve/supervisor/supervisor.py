@@ -1,4 +1,4 @@
-"""`penjing serve` and `stop`: keeps a Triton server with a living engine behind it, or none at all.
+"""`penjing serve`: keeps a Triton server with a living engine behind it, or none at all.
 
 Triton server neither restarts a dead Python process nor says that it is gone: its health stays good. So the supervisor
 watches that process and its pulse (pulse.py), and kills and restarts the server when either is bad: clients see a
@@ -20,15 +20,15 @@ from pathlib import Path
 from typing import Any
 
 from penjing.core.config import parse_config
-from penjing.core.errors import PenjingError, ServerError, SetupError
-from penjing.core.files import atomic_write_text
+from penjing.core.errors import PenjingError, ServerError
 from penjing.core.progress import Progress, Silent, progress_bar
 from penjing.serve.families.base import family_at, read_overrides
+from penjing.serve.families.repository import rename_entry
 from penjing.serve.site.process import check_front
 from penjing.serve.supervisor import state
 from penjing.serve.supervisor.detach import READY, detach_supervisor
 from penjing.serve.supervisor.install import ServerInstall, install
-from penjing.serve.supervisor.kept_front import KeptFront
+from penjing.serve.supervisor.kept_front import KeptFront, front_model
 from penjing.serve.supervisor.process import EXIT_SECONDS, ServeConfig, ServerProcess, check_ports
 from penjing.serve.supervisor.vigil import Vigil
 from penjing.serve.triton.hang_clock import HangClock
@@ -85,32 +85,6 @@ def serve(
                 _Supervisor(server, model, config, engine_json, progress).run()
 
 
-def stop(grpc_port: int = 8001, *, timeout: float = 30.0) -> None:
-    """Drain and end the server on `grpc_port`; after `timeout` seconds it ends at once.
-
-    Raises:
-        ServerError: it did not end.
-    """
-    found = state.read_state(grpc_port)
-    if found is None or not state.is_running(grpc_port):
-        state.clean_up(grpc_port)
-        print(f"no penjing server runs on gRPC port {grpc_port}", file=sys.stderr)
-        return
-    with suppress(SetupError):  # the disk is full: the server takes its own time
-        atomic_write_text(state.drain_path(grpc_port), f"{timeout}\n")
-    for number, patience in ((signal.SIGTERM, timeout + 15.0), (signal.SIGTERM, 10.0), (signal.SIGKILL, 5.0)):
-        with suppress(ProcessLookupError):
-            os.kill(found.supervisor_pid, number)
-        deadline = time.monotonic() + patience
-        while time.monotonic() < deadline:
-            if not state.is_running(grpc_port):
-                state.clean_up(grpc_port)
-                print(f"the server on gRPC port {grpc_port} has stopped", file=sys.stderr)
-                return
-            time.sleep(0.05)
-    raise ServerError(f"the server on gRPC port {grpc_port} (process {found.supervisor_pid}) does not end; kill it")
-
-
 class _NotStartedError(Exception):
     """The model's process shows no life, and no error either; Triton server itself would wait for it without an end."""
 
@@ -125,7 +99,8 @@ class _Supervisor:
         self.engine_json, self.progress = engine_json, progress
         self.family = family_at(model)
         self.settings = parse_config(self.family.settings, json.loads(engine_json), "--set")
-        self.front = KeptFront(config, model, self.family.name, self.settings)
+        shown = front_model(config, model, self.family, self.settings, aliases=(self.family.name,))
+        self.front = KeptFront(config.front, (shown,), config.grpc_port)
         self.stops = 0  # signals received: one drains, two end at once
         self._saved, self._kept_files = True, 0.0
         self.state = state.ServerState(
@@ -138,6 +113,8 @@ class _Supervisor:
             supervisor_pid=os.getpid(),
             log=str(state.log_path(config.grpc_port)),
             front_url="" if config.front is None else config.front.url,
+            name=config.model_name or self.family.name,
+            fleet_pid=config.fleet_pid,
         )
 
     def run(self) -> None:
@@ -166,6 +143,8 @@ class _Supervisor:
         backoff, was_ready, lost_starts = 0.0, False, 0
         scratch = state.repository_path(self.config.grpc_port)
         repository = self.family.repository(self.model, self.settings, scratch)  # once: a disk may be full later
+        if (name := self.config.model_name) is not None:
+            repository = rename_entry(repository / self.family.name, scratch, name, self.config.model_version)
         while not self.stops:
             self._note("starting" if not was_ready else "restarting", self.state.message)
             server = ServerProcess.start(
@@ -332,7 +311,7 @@ class _Supervisor:
         """Ask the model as a client would; what failed, in words."""
         from penjing.serve.client.client import Client
 
-        with Client(self.config.address(self.config.grpc_port), model=self.family.name, retries=0) as client:
+        with Client(self.config.address(self.config.grpc_port), model=self.state.name, retries=0) as client:
             try:
                 self.family.ask(client, CANARY_SECONDS)
             except PenjingError as error:

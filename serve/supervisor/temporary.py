@@ -8,7 +8,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from penjing.serve.supervisor.process import ServeConfig
-from penjing.serve.supervisor.supervisor import serve, stop
+from penjing.serve.supervisor.stop import stop
+from penjing.serve.supervisor.supervisor import serve
 
 
 @contextmanager

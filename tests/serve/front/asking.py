@@ -36,16 +36,11 @@ class Answer(NamedTuple):
         return content["error"]
 
 
-class Fronted:
-    """A served model and its front."""
+class Asking:
+    """A front, by its port; HTTPS with a `context`."""
 
-    def __init__(self, served: Served, context: ssl.SSLContext | None = None) -> None:
-        self.context = context
-        assert served.config.front is not None
-        self.served = served
-        self.url = served.config.front.url
-        self.port = served.config.front.port
-        self.model = served_name(served)
+    def __init__(self, port: int, context: ssl.SSLContext | None = None) -> None:
+        self.port, self.context = port, context
 
     def ask(
         self,
@@ -89,6 +84,17 @@ class Fronted:
         with socket.create_connection(("127.0.0.1", self.port), timeout=20) as connection:
             connection.sendall(request)
             time.sleep(seconds)
+
+
+class Fronted(Asking):
+    """A served model and its front."""
+
+    def __init__(self, served: Served, context: ssl.SSLContext | None = None) -> None:
+        assert served.config.front is not None
+        super().__init__(served.config.front.port, context)
+        self.served = served
+        self.url = served.config.front.url
+        self.model = served_name(served)
 
 
 def served_name(served: Served) -> str:

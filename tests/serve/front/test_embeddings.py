@@ -10,12 +10,9 @@ import numpy as np
 import openai
 import pytest
 
-from penjing.compress.run import run_recipe
-from penjing.core.artifact.onnx_encoder import EncoderArtifact, open_encoder_artifact
-from penjing.core.imports.importer import import_model
+from penjing.core.artifact.onnx_encoder import EncoderArtifact
 from penjing.serve.access.keys import add_key
 from penjing.serve.client.client import Client
-from tests.core.models.encoders import small_recipe, write_sentence_transformer
 from tests.serve.front.asking import Fronted
 from tests.serve.triton.classifiers import serving_classifier
 
@@ -24,13 +21,6 @@ PATH = "/v1/embeddings"
 TEXTS = ["the value of a list", "python", "it returns the name of the class " * 3, "objets d'été ✓", "on to it"]
 ROWS = 4
 PER_MINUTE = 500
-
-
-@pytest.fixture(scope="module")
-def artifact(tmp_path_factory: pytest.TempPathFactory) -> EncoderArtifact:
-    folder = tmp_path_factory.mktemp("encoder")
-    checkpoint = import_model(str(write_sentence_transformer(folder / "source")), folder / "tiny")
-    return open_encoder_artifact(run_recipe(small_recipe(checkpoint, folder / "small-int8")))
 
 
 @pytest.fixture(scope="module")

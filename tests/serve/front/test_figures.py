@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from penjing.serve.front.backend import read_figures
+from penjing.serve.front.figures import read_figures
 from penjing.serve.gate.errors import ApiError
 from tests.serve.front.asking import Fronted
 from tests.serve.triton.serving import free_ports

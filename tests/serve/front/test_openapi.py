@@ -23,9 +23,7 @@ MESSAGES = [{"role": "user", "content": "a"}]
 def front_job(folder: Path, **config: Any) -> FrontJob:
     return FrontJob(
         front=FrontConfig(port=8080, **config),
-        models=(FrontModel(id="a", name="llm", folder=folder),),
-        grpc="127.0.0.1:1",
-        metrics="127.0.0.1:2",
+        models=(FrontModel(id="a", kind="llm", name="llm", folder=folder, grpc="127.0.0.1:1", metrics="127.0.0.1:2"),),
         log=folder / "log",
     )
 

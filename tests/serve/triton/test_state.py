@@ -8,7 +8,8 @@ import subprocess
 import pytest
 
 from penjing.core.errors import SetupError
-from penjing.serve.supervisor import state, supervisor
+from penjing.serve.supervisor import state
+from penjing.serve.supervisor.stop import stop
 from tests.serve.triton.serving import free_ports, leftovers
 
 
@@ -25,7 +26,7 @@ def test_stale_files_are_removed_and_strangers_are_not_killed() -> None:
                 pass
         assert stranger.poll() is None
         stranger.kill()
-    supervisor.stop(port)  # nothing there: says so
+    stop(port)  # nothing there: says so
     state_file = state.state_path(port)
     state_file.write_text(json.dumps({"state": "ready"}))
     assert state.read_state(port) is None

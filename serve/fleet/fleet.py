@@ -1,0 +1,198 @@
+"""Several models of one command: a supervisor and a Triton server each, and one front before all of them.
+
+Triton server can hold several models in one process. But the supervisor's ways with a model that is dead or hangs are
+to silence the server and to end it (supervisor.py), because a stream whose model's process is gone gets no end from
+Triton server; in one process that would end the others' answers too. So each model has a server of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from typing import Any
+
+from penjing.core.config import parse_config
+from penjing.core.errors import PenjingError, ServerError
+from penjing.core.progress import Progress, Silent
+from penjing.serve.families.base import family_at
+from penjing.serve.fleet.member import READY, Member
+from penjing.serve.fleet.plan import FleetModel, FleetPlan
+from penjing.serve.fleet.state import FleetState, fleet_path, write_fleet
+from penjing.serve.gate.config import FrontModel
+from penjing.serve.supervisor.kept_front import KeptFront, front_model
+from penjing.serve.supervisor.state import append_log
+
+POLL_SECONDS = 0.05
+NOTE_SECONDS = 0.5  # between two looks at the models' states
+END_SECONDS = 30.0  # beyond what running answers have: a server that does not end is killed
+NOT_READY, STARTING = "not ready", "starting"
+
+
+class Fleet:
+    """Keeps a member for each model, and the front, until it is told to stop."""
+
+    def __init__(self, plan: FleetPlan, progress: Progress) -> None:
+        self.plan, self.progress = plan, progress
+        self.members = [Member(model) for model in plan.models]
+        self.front = KeptFront(plan.front, tuple(map(shown, plan.models)), plan.port)
+        self.stops = 0  # signals received: one drains, two end at once
+        self._noted = 0.0
+        self.state = FleetState(
+            STARTING, plan.port, os.getpid(), front_url="" if plan.front is None else plan.front.url
+        )
+
+    def run(self) -> None:
+        """Returns after a stop.
+
+        Raises:
+            ServerError: a model cannot be loaded.
+        """
+        os.umask(0o077)
+        self.progress.start(f"loading {self.plan.names}", len(self.members))
+        with self._signals():
+            try:
+                self._note(STARTING)
+                self.front.start()
+                for member in self.members:
+                    member.start()
+                self._wait_ready()
+                self._watch()
+                self._drain()
+            except PenjingError as error:
+                self._note("failed", str(error))
+                raise
+            finally:
+                for member in self.members:
+                    member.kill()
+                self.front.end()
+                fleet_path(self.plan.port).unlink(missing_ok=True)
+
+    def _wait_ready(self) -> None:
+        loaded: set[str] = set()
+        while not self.stops:
+            self._keep_front(starting=True)
+            for member in self.members:
+                if (failure := member.failure()) is not None:
+                    raise ServerError(f"{member.model.id}: {failure}")
+                if member.model.id not in loaded and member.ready:
+                    loaded.add(member.model.id)
+                    self.progress.advance()
+            if len(loaded) == len(self.members) and self.front.answers():
+                self._note(READY)
+                self._say(f"{self.plan.names}: ready. {self.plan.endpoints}")
+                return
+            self._note_now_and_then(STARTING)
+            time.sleep(POLL_SECONDS)
+
+    def _watch(self) -> None:
+        while not self.stops:
+            self._keep_front(starting=False)
+            for member in self.members:
+                if (line := member.keep()) is not None:
+                    self._say(f"{member.model.id}: {line}")
+                    append_log(member.port, line)
+            waiting = [member.model.id for member in self.members if not member.ready]
+            if waiting:
+                self._note_now_and_then(NOT_READY, f"{', '.join(waiting)} cannot answer now")
+            elif not self.front.ready:
+                self._note_now_and_then(NOT_READY, "no answer has come back through the front")
+            else:
+                self._note_now_and_then(READY)
+            time.sleep(POLL_SECONDS)
+
+    def _drain(self) -> None:
+        """Finish what runs, refuse what comes, end every server."""
+        self._note("draining")
+        self.front.drain()
+        asked = 0
+        deadline = time.monotonic() + max(member.model.config.drain_timeout for member in self.members) + END_SECONDS
+        while not all(member.ended for member in self.members) and time.monotonic() < deadline:
+            if asked < min(self.stops, 2):
+                asked += 1
+                for member in self.members:
+                    member.ask_to_end()
+            time.sleep(POLL_SECONDS)
+
+    def _keep_front(self, *, starting: bool) -> None:
+        if (line := self.front.keep(starting=starting)) is not None:
+            self._say(line)
+            append_log(self.plan.port, line)
+
+    def _note_now_and_then(self, name: str, message: str = "") -> None:
+        changed = (name, message, self.front.pid) != (self.state.state, self.state.message, self.state.front_pid)
+        if changed or time.monotonic() > self._noted + NOTE_SECONDS:
+            self._note(name, message)
+
+    def _note(self, name: str, message: str = "") -> None:
+        facts = {member.model.id: _facts(member) for member in self.members}
+        found = replace(self.state, state=name, message=message, front_pid=self.front.pid, models=facts)
+        if found != self.state and write_fleet(found):
+            self.state = found
+        self._noted = time.monotonic()
+
+    def _say(self, line: str) -> None:
+        with suppress(OSError):  # a terminal that is gone, or a file on a full disk
+            self.progress.note(line)
+
+    @contextmanager
+    def _signals(self) -> Iterator[None]:
+        def count(*_: Any) -> None:
+            self.stops += 1
+
+        previous = {number: signal.signal(number, count) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+        try:
+            yield
+        finally:
+            for number, handler in previous.items():
+                signal.signal(number, handler)
+
+
+def shown(model: FleetModel) -> FrontModel:
+    """What the front must know of a model."""
+    family = family_at(model.folder)
+    settings = parse_config(family.settings, json.loads(model.engine_json), f"settings of {model.id}")
+    return front_model(
+        model.config,
+        model.folder,
+        family,
+        settings,
+        id=model.id,
+        group=model.group,
+        version=model.version,
+        share=model.share,
+    )
+
+
+def _facts(member: Member) -> dict[str, Any]:
+    model = member.model
+    facts: dict[str, Any] = {
+        "grpc_port": member.port,
+        "metrics_port": model.config.metrics_port,
+        "folder": str(model.folder),
+        "share": model.share,
+        "restarts": member.all_restarts,
+    }
+    if model.kv_cache is not None:
+        facts |= {"kv_cache_bytes": model.kv_cache.bytes, "kv_cache_tokens": model.kv_cache.tokens}
+    return facts
+
+
+def _main(arguments: list[str]) -> int:
+    """In the background: its first error goes to whoever detached it."""
+    plan = FleetPlan.model_validate_json(arguments[0])
+    try:
+        Fleet(plan, Silent()).run()
+    except PenjingError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(_main(sys.argv[1:]))

@@ -1,0 +1,94 @@
+"""`NAME=FOLDER`, `NAME:VERSION=FOLDER` and `--share NAME:VERSION=SHARE`: what several models are called."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from penjing.core.errors import ConfigError
+
+HOW = "write NAME=FOLDER or NAME:VERSION=FOLDER, such as llm=build/smollm2-int8 or llm:2=build/b"
+_NAME = re.compile(r"(?P<name>[A-Za-z0-9_][A-Za-z0-9_.-]{0,62})(?::(?P<version>[1-9][0-9]{0,8}))?")
+
+
+@dataclass(frozen=True)
+class Named:
+    """A model to serve. `version` is None where the name has one folder."""
+
+    name: str
+    version: int | None
+    folder: Path
+    share: float = 1.0
+    """Of the requests for `name`."""
+
+    @property
+    def id(self) -> str:
+        """What clients call just this one."""
+        return self.name if self.version is None else f"{self.name}:{self.version}"
+
+
+def are_named(arguments: Sequence[str]) -> bool:
+    """Whether the arguments of `penjing serve` name their models; a single folder does not, even with a = in it."""
+    return len(arguments) > 1 or ("=" in arguments[0] and not Path(arguments[0]).exists())
+
+
+def read_names(arguments: Sequence[str], shares: Sequence[str]) -> list[Named]:
+    """The models that the arguments of `penjing serve` name, each with its share of its name's requests.
+
+    Raises:
+        ConfigError: a text of another form, a name twice, versions beside a folder without one, impossible shares.
+    """
+    models: list[Named] = []
+    for argument in arguments:
+        name, equals, folder = argument.partition("=")
+        if not equals or not folder:
+            raise ConfigError(f"{argument!r} has no name, which each of several models needs; {HOW}")
+        group, version = _parts(name, argument)
+        models.append(Named(group, version, Path(folder)))
+    seen: set[str] = set()
+    for model in models:
+        if model.id in seen:
+            raise ConfigError(f"two models are called {model.id}; give each its own name or version")
+        seen.add(model.id)
+    for model in models:
+        if model.version is not None and model.name in seen:
+            raise ConfigError(f"{model.name} has versions and a folder without one; give that one a version too")
+    return _with_shares(models, shares)
+
+
+def _parts(name: str, source: str) -> tuple[str, int | None]:
+    found = _NAME.fullmatch(name)
+    if found is None:
+        raise ConfigError(f"{source!r}: {name!r} cannot be a model's name; {HOW}")
+    return found["name"], None if found["version"] is None else int(found["version"])
+
+
+def _with_shares(models: list[Named], texts: Sequence[str]) -> list[Named]:
+    given: dict[str, float] = {}
+    for text in texts:
+        name, _, value = text.partition("=")
+        versions = [model.id for model in models if model.version is not None]
+        if name not in versions:
+            known = f"those are {', '.join(versions)}" if versions else "no model has any"
+            raise ConfigError(f"--share {text}: {name!r} is no version that is served; {known}")
+        try:
+            given[name] = float(value)
+        except ValueError:
+            raise ConfigError(f"--share {text}: {value!r} is no number; write --share {name}=0.1") from None
+        if not 0 <= given[name] <= 1:
+            raise ConfigError(f"--share {text}: a share lies between 0 and 1")
+    return [Named(model.name, model.version, model.folder, _share(model, models, given)) for model in models]
+
+
+def _share(model: Named, models: list[Named], given: dict[str, float]) -> float:
+    """What was asked for; the first version without a share gets what the others leave."""
+    group = [other.id for other in models if other.name == model.name]
+    taken = sum(given.get(name, 0.0) for name in group)
+    rest = [name for name in group if name not in given]
+    if taken > 1 + 1e-9 or (not rest and taken < 1 - 1e-9):
+        raise ConfigError(f"the shares of {model.name} are {taken:g} in all; lower them to 1, or leave one version out")
+    if model.id in given:
+        return given[model.id]
+    return max(0.0, 1.0 - taken) if model.id == rest[0] else 0.0

@@ -1,0 +1,60 @@
+"""What is known of several models of one command: `cache/run/PORT.fleet.json`, by the first one's gRPC port."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from penjing.core.errors import SetupError
+from penjing.core.files import atomic_write_text
+from penjing.serve.supervisor.state import is_running, run_folder
+
+
+@dataclass(frozen=True)
+class FleetState:
+    """What the process that keeps the models last wrote. `state`: starting, ready, not ready, draining, failed."""
+
+    state: str
+    port: int
+    pid: int
+    message: str = ""
+    front_pid: int = 0
+    front_url: str = ""
+    models: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """By what clients call them: `grpc_port`, `metrics_port`, `folder`, `share`, `restarts`, and of a decoder
+    `kv_cache_bytes` and `kv_cache_tokens`."""
+
+
+def fleet_path(port: int) -> Path:
+    return run_folder() / f"{port}.fleet.json"
+
+
+def write_fleet(state: FleetState) -> bool:
+    """Write `state`; False where the disk does not take it."""
+    try:
+        atomic_write_text(fleet_path(state.port), json.dumps(asdict(state), indent=2) + "\n")
+    except (SetupError, OSError):
+        return False
+    return True
+
+
+def read_fleet(port: int) -> FleetState | None:
+    """What was last written; None when there is nothing that can be read."""
+    try:
+        values: Any = json.loads(fleet_path(port).read_text(encoding="utf-8"))
+        return FleetState(**{field.name: values[field.name] for field in fields(FleetState)})
+    except (FileNotFoundError, ValueError, KeyError, TypeError):
+        return None
+
+
+def running_fleets() -> list[FleetState]:
+    """Of all whose servers live."""
+    ports = sorted(int(path.name.partition(".")[0]) for path in run_folder().glob("*.fleet.json"))
+    states = [read_fleet(port) for port in ports]
+    return [
+        state
+        for state in states
+        if state is not None and any(is_running(model["grpc_port"]) for model in state.models.values())
+    ]

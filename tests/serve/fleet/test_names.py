@@ -1,0 +1,65 @@
+"""What several models of one command are called, and which share of the requests each version gets."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from penjing.core.errors import ConfigError
+from penjing.serve.fleet.names import are_named, read_names
+
+
+def test_names_and_versions() -> None:
+    models = read_names(["llm:1=build/a", "llm:2=build/b", "embed-1.5=x=y"], ["llm:2=0.1"])
+    assert [model.id for model in models] == ["llm:1", "llm:2", "embed-1.5"]
+    assert [model.name for model in models] == ["llm", "llm", "embed-1.5"]
+    assert [model.version for model in models] == [1, 2, None]
+    assert [model.share for model in models] == [0.9, 0.1, 1.0]
+    assert models[2].folder == Path("x=y")
+
+
+@pytest.mark.parametrize(
+    ("shares", "expected"),
+    [
+        ([], [1.0, 0.0, 0.0]),
+        (["m:1=0.2"], [0.2, 0.8, 0.0]),
+        (["m:2=0.25", "m:3=0.25"], [0.5, 0.25, 0.25]),
+        (["m:1=0", "m:2=0.5", "m:3=0.5"], [0.0, 0.5, 0.5]),
+    ],
+)
+def test_the_first_version_without_a_share_gets_the_rest(shares: list[str], expected: list[float]) -> None:
+    assert [model.share for model in read_names(["m:1=a", "m:2=b", "m:3=c"], shares)] == expected
+
+
+@pytest.mark.parametrize(
+    ("arguments", "shares", "message"),
+    [
+        (["a=x", "y"], [], "'y' has no name"),
+        (["a=", "b=x"], [], "'a=' has no name"),
+        (["a b=x"], [], "'a b' cannot be a model's name"),
+        (["../a=x"], [], "cannot be a model's name"),
+        (["a:0=x"], [], "cannot be a model's name"),
+        (["a=x", "a=y"], [], "two models are called a"),
+        (["a:1=x", "a:1=y"], [], "two models are called a:1"),
+        (["a=x", "a:1=y"], [], "a has versions and a folder without one"),
+        (["a=x", "b=y"], ["a=0.1"], "no model has any"),
+        (["a:1=x", "a:2=y"], ["a:3=0.1"], "those are a:1, a:2"),
+        (["a:1=x", "a:2=y"], ["a:2=much"], "'much' is no number"),
+        (["a:1=x", "a:2=y"], ["a:2=1.1"], "between 0 and 1"),
+        (["a:1=x", "a:2=y"], ["a:2=nan"], "between 0 and 1"),
+        (["a:1=x", "a:2=y"], ["a:1=0.6", "a:2=0.6"], "are 1.2 in all"),
+        (["a:1=x", "a:2=y"], ["a:1=0.4", "a:2=0.4"], "are 0.8 in all"),
+    ],
+)
+def test_what_cannot_be_is_refused(arguments: list[str], shares: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        read_names(arguments, shares)
+
+
+def test_a_single_folder_needs_no_name(tmp_path: Path) -> None:
+    (tmp_path / "lr=0.1").mkdir()
+    assert not are_named(["build/a"])
+    assert not are_named([str(tmp_path / "lr=0.1")])
+    assert are_named(["llm=build/a"])
+    assert are_named(["build/a", "build/b"])

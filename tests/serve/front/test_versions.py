@@ -1,0 +1,136 @@
+"""Which version answers a client, which models a front lists and finds ready, and several servers' figures as one."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from prometheus_client.parser import text_string_to_metric_families
+
+from penjing.serve.access.keys import Key
+from penjing.serve.access.limits import Account
+from penjing.serve.front.backend import Backend
+from penjing.serve.front.figures import Joined
+from penjing.serve.front.versions import chosen, sharer
+from penjing.serve.gate.config import FrontConfig, FrontJob, FrontModel
+from penjing.serve.gate.errors import ApiError
+from penjing.serve.gate.guard import Exchange
+
+CLIENTS = [f"client {number}" for number in range(2000)]
+
+
+def model(version: int | None = None, share: float = 1.0, name: str = "llm", kind: str = "llm") -> FrontModel:
+    return FrontModel(
+        id=name if version is None else f"{name}:{version}",
+        group=None if version is None else name,
+        version=version,
+        share=share,
+        kind=kind,
+        name=name,
+        folder=Path("anywhere"),
+        grpc="127.0.0.1:1",
+        metrics="127.0.0.1:2",
+    )
+
+
+def versions(share: float) -> list[FrontModel]:
+    return [model(1, 1 - share), model(2, share)]
+
+
+def of(share: float) -> list[int | None]:
+    """The version that each of `CLIENTS` gets."""
+    return [chosen("llm", versions(share), client).version for client in CLIENTS]
+
+
+def test_a_share_is_one_and_who_is_in_stays_in_as_it_grows() -> None:
+    tenth, half = of(0.1), of(0.5)
+    assert 140 < tenth.count(2) < 260  # 200 expected, σ = 13.4
+    assert 900 < half.count(2) < 1100
+    assert all(after == 2 for before, after in zip(tenth, half, strict=True) if before == 2)
+    assert set(of(0.0)) == {1}
+    assert set(of(1.0)) == {2}
+
+
+@given(st.text(), st.floats(0, 1))
+def test_any_client_has_one_version(client: str, share: float) -> None:
+    assert chosen("llm", versions(share), client) == chosen("llm", versions(share), client)
+
+
+def test_a_conversation_is_the_keys_user_the_key_the_user_or_the_request() -> None:
+    key = Account(Key(name="alice", sha256="0" * 64, created="2026-11-23T00:00:00Z"))
+    assert sharer(Exchange("r", account=key), None) == "alice"
+    assert sharer(Exchange("r", account=key), "bob") == "alice\0bob"
+    assert sharer(Exchange("r"), "bob") == "\0bob"
+    assert sharer(Exchange("r"), None) == "r"
+
+
+def test_the_backend_finds_models_by_name_and_goes_round_one_that_does_not_answer() -> None:
+    async def check() -> None:
+        models = (model(1, 0.0), model(2, 1.0), model(name="embed", kind="encoder"))
+        backend = Backend(FrontJob(front=FrontConfig(port=8080), models=models, log=Path("log")))
+        exchange = Exchange("r")
+        try:
+            assert backend.listed == ["llm", "llm:1", "llm:2", "embed"]
+            assert backend.decoder("llm", exchange).id == "llm:2"
+            assert backend.decoder(None, exchange).id == "llm:2"
+            assert backend.decoder("llm:1", exchange).id == "llm:1"
+            assert backend.encoder("embed", exchange).id == "embed"
+            for name, status in (("embed", 400), ("llm:3", 404), ("encoder", 404)):
+                with pytest.raises(ApiError) as error:
+                    backend.decoder(name, exchange)
+                assert error.value.status == status
+            assert not backend.ready
+            backend.alive(models[0])
+            assert backend.decoder("llm", exchange).id == "llm:1"  # the other one does not answer
+            assert backend.decoder("llm:2", exchange).id == "llm:2"
+            backend.alive(models[1])
+            assert backend.decoder("llm", exchange).id == "llm:2"
+            assert not backend.ready
+            backend.alive(models[2])
+            assert backend.ready
+        finally:
+            await backend.close()
+
+    asyncio.run(check())
+
+
+PAGE = """# HELP penjing:prompt_tokens Prompt tokens of accepted requests.
+# TYPE penjing:prompt_tokens counter
+penjing:prompt_tokens{model="llm"} 5
+# HELP batch_seconds Of a batch.
+# TYPE batch_seconds histogram
+batch_seconds_count{model="llm"} 2
+batch_seconds_sum{model="llm"} 0.5
+batch_seconds_bucket{model="llm",le="0.1"} 0
+batch_seconds_bucket{model="llm",le="+Inf"} 2
+# HELP requests Those of a text with a brace.
+# TYPE requests counter
+requests{model="llm",reason="a}b,c",version="1"} 4
+# HELP pool_bytes Of the server.
+# TYPE pool_bytes gauge
+pool_bytes 7
+"""
+
+
+def test_figures_of_several_servers_are_one_page_of_prometheus() -> None:
+    joined = Joined()
+    joined.add(PAGE, {"model": "llm", "version": "1"})
+    joined.add(PAGE.replace(" 5\n", " 6\n").replace('version="1"', 'version="2"'), {"model": "llm", "version": "2"})
+    families = list(text_string_to_metric_families(joined.page.decode()))
+    assert sorted(family.name for family in families) == [
+        "batch_seconds",
+        "penjing:prompt_tokens",
+        "pool_bytes",
+        "requests",
+    ]
+    found = {(s.name, tuple(sorted(s.labels.items()))): s.value for family in families for s in family.samples}
+    assert len(found) == 2 * 7
+    for version in ("1", "2"):
+        own = ("model", "llm"), ("version", version)
+        assert found["penjing:prompt_tokens_total", own] == (5.0 if version == "1" else 6.0)
+        assert found["pool_bytes", own] == 7.0
+        assert found["requests_total", (own[0], ("reason", "a}b,c"), own[1])] == 4.0
+        assert found["batch_seconds_bucket", (("le", "+Inf"), *own)] == 2.0
