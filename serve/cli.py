@@ -301,6 +301,31 @@ def bench_server(
     _show(result, json_file)
 
 
+@bench_app.command("ab")
+def bench_ab(
+    first: Annotated[str, typer.Argument(help="A model that runs here, such as llm:1, or host:port of its gRPC.")],
+    second: Annotated[str, typer.Argument(help="What is compared with it.")],
+    prompts: Annotated[
+        Path | None, typer.Option(help="A text file with a prompt a line; Python's help by default.")
+    ] = None,
+    count: Annotated[int, typer.Option(min=8, help="Prompts at most.")] = 64,
+    max_tokens: Annotated[int, typer.Option(min=1, help="New tokens of each answer.")] = 32,
+    json_file: Json = None,
+) -> None:
+    """Compare two served decoders on the same prompts, in turns: agreement, bits per byte and speed, with intervals.
+
+    Example: `penjing bench ab llm:1 llm:2`
+    """
+    from penjing.core.progress import progress_bar
+    from penjing.serve.bench.ab import bench_ab as run
+    from penjing.serve.bench.ab import read_prompts
+
+    lines = None if prompts is None else read_prompts(prompts)
+    with progress_bar() as progress:
+        result = run(first, second, prompts=lines, num_prompts=count, num_new_tokens=max_tokens, progress=progress)
+    _show(result, json_file)
+
+
 def _show(result: dict[str, Any], json_file: Path | None) -> None:
     from penjing.core.progress import print_table
 

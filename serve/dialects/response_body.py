@@ -154,7 +154,7 @@ class ResponseBody(Sampling):
     prompt: None = Field(default=None, description="May be null only.")
     reasoning: None = Field(default=None, description="May be null only.")
     metadata: dict[str, str] | None = Field(default=None, description="The answer repeats it.")
-    user: str | None = Field(default=None, description="Is not used.")
+    user: str | None = Field(default=None, description="Of several versions of a model, a user has always the same.")
     service_tier: str | None = Field(default=None, description="Is not used.")
     safety_identifier: str | None = Field(default=None, description="Is not used.")
     prompt_cache_key: str | None = Field(default=None, description="Is not used.")

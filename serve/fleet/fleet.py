@@ -8,6 +8,7 @@ Triton server; in one process that would end the others' answers too. So each mo
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import sys
@@ -30,7 +31,7 @@ from penjing.serve.supervisor.state import append_log
 
 POLL_SECONDS = 0.05
 NOTE_SECONDS = 0.5  # between two looks at the models' states
-END_SECONDS = 30.0  # beyond what running answers have: a server that does not end is killed
+END_SECONDS = 30.0  # from the second request to end: a server that is still there is killed
 NOT_READY, STARTING = "not ready", "starting"
 
 
@@ -110,13 +111,14 @@ class Fleet:
         """Finish what runs, refuse what comes, end every server."""
         self._note("draining")
         self.front.drain()
-        asked = 0
-        deadline = time.monotonic() + max(member.model.config.drain_timeout for member in self.members) + END_SECONDS
+        asked, deadline = 0, math.inf  # each supervisor knows how long its running answers have
         while not all(member.ended for member in self.members) and time.monotonic() < deadline:
             if asked < min(self.stops, 2):
                 asked += 1
                 for member in self.members:
                     member.ask_to_end()
+                if asked == 2:
+                    deadline = time.monotonic() + END_SECONDS
             time.sleep(POLL_SECONDS)
 
     def _keep_front(self, *, starting: bool) -> None:

@@ -86,7 +86,7 @@ class Generation(Sampling):
         default=None, description="The answer ends before one of these texts."
     )
     stream_options: StreamOptions | None = Field(default=None, description="Of a stream.")
-    user: str | None = Field(default=None, description="Is not used.")
+    user: str | None = Field(default=None, description="Of several versions of a model, a user has always the same.")
 
     def sampling(self) -> dict[str, Any]:
         """The engine's parameters: those that were given."""

@@ -31,7 +31,7 @@ class EmbeddingBody(Body):
         default=None, description="float is a list of numbers; base64 is of float32, the lowest byte first."
     )
     dimensions: int | None = Field(default=None, ge=1, description="May be the model's own only.")
-    user: str | None = Field(default=None, description="Is not used.")
+    user: str | None = Field(default=None, description="Of several versions of a model, a user has always the same.")
 
     @field_validator("input", mode="before")
     @classmethod

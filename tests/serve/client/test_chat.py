@@ -21,7 +21,8 @@ class Rote:
     fail_on = ""
     interrupt_after: int | None = None
 
-    def __init__(self, server: str) -> None:
+    def __init__(self, server: str, *, model: str | None) -> None:
+        assert (server, model) == ("localhost:1", None)
         type(self).asked = []
 
     def __enter__(self) -> Rote:

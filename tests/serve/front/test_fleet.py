@@ -16,6 +16,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from penjing.core.artifact.onnx_encoder import EncoderArtifact
+from penjing.serve.bench.ab import bench_ab
 from penjing.serve.client.client import Client
 from penjing.serve.fleet.fleet import shown as shown_to_front
 from penjing.serve.fleet.names import read_names
@@ -156,6 +157,19 @@ def test_figures_are_of_each_model_and_version(fleet: ServedFleet) -> None:
     fleet.complete("llm:2", max_tokens=500)
     wait_until(lambda: tokens()["llm", "2"] >= before["llm", "2"] + 499, 20, "the figures")
     assert tokens()["llm", "1"] < before["llm", "1"] + 499  # a token each two seconds shows its health
+
+
+def test_versions_are_compared_in_turns(fleet: ServedFleet) -> None:
+    first, second = (f"127.0.0.1:{model.config.grpc_port}" for model in fleet.plan.models[:2])
+    texts = [f"{PROMPT} {number}" for number in range(8)]
+    found = bench_ab(first, second, prompts=texts, num_new_tokens=8)
+    assert found["prompts"] == 8
+    assert found["agreement"]["value"] < 0.5
+    assert found["bits_per_byte"]["first"] != found["bits_per_byte"]["second"]
+    alike = bench_ab(first, first, prompts=texts, num_new_tokens=8)
+    assert alike["same_answers"] == {"value": 1.0, "low": 1.0, "high": 1.0}
+    assert alike["bits_per_byte_difference"] == {"value": 0.0, "low": 0.0, "high": 0.0}
+    assert alike["bits_per_byte"]["first"] == found["bits_per_byte"]["first"]
 
 
 def test_a_model_that_dies_takes_no_other_along(fleet: ServedFleet) -> None:

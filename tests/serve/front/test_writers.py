@@ -25,7 +25,8 @@ PIECES = st.lists(st.one_of(st.text(max_size=3), st.just(CALL)), max_size=8)
 
 
 def asked() -> Ask:
-    ask = Ask(FrontModel(id="a", name="llm", folder=Path("a")), {}, Exchange("id", completion_tokens=3))
+    model = FrontModel(id="a", kind="llm", name="llm", folder=Path("a"), grpc="127.0.0.1:1", metrics="127.0.0.1:2")
+    ask = Ask(model, {}, Exchange("id", completion_tokens=3))
     ask.tokens[0] = Chunk("", num_input_tokens=7, num_cached_tokens=2)
     return ask
 
