@@ -76,7 +76,6 @@ ENTRIES = {
     ("compress", "check"): "an entry of each family's table",
     ("compress", "quantize"): "an entry of each family's table",
     ("compress", "measure"): "parity of each family, and of its exports",
-    ("compress", "rerun"): "an entry of each family's table",
     ("serve", "parity"): "an entry of each family's table",
     ("serve", "signature"): "an entry of each family's table",
     ("serve", "workload"): "an entry of each family's table",

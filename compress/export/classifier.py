@@ -11,7 +11,7 @@ from penjing.compress.export.convert import convert
 from penjing.compress.export.record import ExportRecord, Form, publish_file, source_of
 from penjing.compress.export.tensorrt_engine import build_engine, check_machine, run_engine
 from penjing.compress.export.tensorrt_rules import check_tensorrt
-from penjing.compress.graph.classifier_parity import HINT, compare_file
+from penjing.compress.parity.classifier import ClassifierParity
 from penjing.compress.quantize.targets import TARGETS, TargetName
 from penjing.core.artifact.base import MODEL_FILE
 from penjing.core.artifact.onnx import recorded
@@ -56,7 +56,7 @@ def export_classifier(
     with TemporaryDirectory() as scratch, writing(Path(scratch)):
         file = Path(scratch) / MODEL_FILE
         file.write_bytes(data)
-        differences = compare_file(artifact, file, quantization)
+        differences = ClassifierParity.compare(artifact, file, quantization)
     record = ExportRecord(
         form=form,
         target=wanted,
@@ -105,5 +105,5 @@ def _in_tensorrt(artifact: ClassifierArtifact, plan: bytes) -> Difference:
     record = artifact.parity
     logits = run_engine(plan, normalised(recorded_images(record), artifact.config))
     found = logit_difference((FAKE_QUANTIZED, TENSORRT), recorded(record, FAKE_QUANTIZED), logits)
-    gate([found], record.bound.of(TENSORRT), HINT)
+    gate([found], record.bound.of(TENSORRT), ClassifierParity.hint)
     return found

@@ -9,10 +9,10 @@ from typing import Any
 from penjing.compress.distill.classifier import TRAINING
 from penjing.compress.export.classifier import export_classifier
 from penjing.compress.families.base import Exporter, Family, Pruner, Quantizer
-from penjing.compress.graph.classifier_parity import rerun
 from penjing.compress.measure.cost import classifier_calls
 from penjing.compress.measure.evaluate import evaluate_classifier, images_judged
 from penjing.compress.measure.skeleton import skeleton_of_classifier
+from penjing.compress.parity.classifier import ClassifierParity
 from penjing.compress.prune.batch_norm import reestimate_batch_norms
 from penjing.compress.prune.resnet_subject import ResNetSubject
 from penjing.compress.quantizers import classifier as quantizer
@@ -64,6 +64,6 @@ FAMILY = Family(
     pruner=Pruner(parts=(), open=_open, finish=refresh_batch_norms),
     training=TRAINING,
     quantizer=Quantizer(quantizer.ClassifierQuantize, quantizer.check, quantizer.quantize),
-    rerun=rerun,
+    rerun=ClassifierParity.rerun,
     exporter=Exporter(("onnx", "tensorrt"), (), export_classifier),
 )

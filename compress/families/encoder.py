@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from penjing.compress.export.text_encoder import export_text_encoder
+from penjing.compress.export.as_made import AsMade
 from penjing.compress.families.base import Exporter, Family, Quantizer
 from penjing.compress.measure.cost import encoder_calls
 from penjing.compress.measure.evaluate import EvaluateSettings, evaluate_encoder
 from penjing.compress.measure.skeleton import skeleton_of_encoder
-from penjing.compress.quantize.encoder_parity import rerun
+from penjing.compress.parity.encoder import EncoderParity
 from penjing.compress.quantizers import encoder as quantizer
 from penjing.compress.samples.data import text_samples
 from penjing.core.artifact.base import is_artifact
@@ -17,6 +17,8 @@ from penjing.core.checkpoint.encoder import WEIGHTS, load_encoder
 from penjing.core.errors import InputError
 from penjing.core.family import FAMILIES
 from penjing.core.files import sha256_file
+
+NOTE = "takes token ids and their mask; the tokenizer is the artifact's tokenizer.json"
 
 
 def _hashes(folder: Path) -> dict[str, str]:
@@ -41,6 +43,6 @@ FAMILY = Family(
     held_out=_held_out,
     calls=encoder_calls,
     quantizer=Quantizer(quantizer.EncoderQuantize, quantizer.check, quantizer.quantize),
-    rerun=rerun,
-    exporter=Exporter(("onnx",), (), export_text_encoder),
+    rerun=EncoderParity.rerun,
+    exporter=Exporter(("onnx",), (), AsMade(EncoderParity, NOTE)),
 )

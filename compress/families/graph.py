@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from penjing.compress.distill.graph import TRAINING
-from penjing.compress.export.graph import export_graph
+from penjing.compress.export.as_made import AsMade
 from penjing.compress.families.base import Exporter, Family, Pruner, Quantizer
-from penjing.compress.graph.parity import rerun
 from penjing.compress.measure.evaluate import EvaluateSettings, images_judged
 from penjing.compress.measure.graph import evaluate_graph, graph_calls
 from penjing.compress.measure.skeleton import skeleton_of_graph
+from penjing.compress.parity.graph import GraphParity
 from penjing.compress.prune_graph.statistics import refresh_graph
 from penjing.compress.prune_graph.subject import GraphSubject
 from penjing.compress.quantizers import graph as quantizer
@@ -59,6 +59,6 @@ FAMILY = Family(
     pruner=Pruner(parts=(), open=_open, finish=_refresh),
     training=TRAINING,
     quantizer=Quantizer(quantizer.GraphQuantize, quantizer.check, quantizer.quantize),
-    rerun=rerun,
-    exporter=Exporter(("onnx",), (), export_graph),
+    rerun=GraphParity.rerun,
+    exporter=Exporter(("onnx",), (), AsMade(GraphParity)),
 )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -15,27 +14,21 @@ from pydantic import Field
 from penjing.compress.distill.classifier import TRAINING
 from penjing.compress.distill.objective import DistillWeights
 from penjing.compress.distill.training import TrainingSettings, run_recipe_of, taught, train_checkpoint
-from penjing.compress.export.onnx_graph import OPSET, export_network
-from penjing.compress.graph.bits import graph_bits
-from penjing.compress.graph.calibrate import graph_layer_errors, prepare_graph
-from penjing.compress.graph.classifier_parity import measure
+from penjing.compress.export.onnx_graph import export_network
+from penjing.compress.graph.calibrate import prepare_graph
 from penjing.compress.graph.own import classifier_network
 from penjing.compress.graph.place import place_quantizers
 from penjing.compress.graph.ready import ready
 from penjing.compress.graph.stored import stored
 from penjing.compress.graph.task import QuantizedTask, trained_network
-from penjing.compress.quantize.targets import X64_REASON, GraphSettings, NetworkSettings, resolve
-from penjing.compress.rounding.modes import activation_quantizers
+from penjing.compress.parity.classifier import ClassifierParity
+from penjing.compress.quantize.targets import GraphSettings, NetworkSettings, resolve
+from penjing.compress.quantizers.onnx import quantization_for, said_of_network, said_of_parity, write_records
 from penjing.compress.samples.data import DataSettings, ImageData, image_samples
-from penjing.core.artifact.base import MODEL_FILE, QUANTIZATION_FILE
-from penjing.core.artifact.onnx import Quantization
-from penjing.core.artifact.parity import write_parity
+from penjing.core.artifact.base import MODEL_FILE
 from penjing.core.checkpoint.classifier import ClassifierConfig, load_classifier, save_classifier_config
 from penjing.core.errors import InputError
-from penjing.core.files import atomic_write_text
 from penjing.core.graph.network import Network
-from penjing.core.info import versions
-from penjing.core.manifest import write_manifest
 from penjing.core.progress import Progress, Silent
 from penjing.core.work import Places
 from penjing.train.families.base import Task
@@ -163,38 +156,15 @@ def write_artifact(
         InputError: the parity bound is exceeded: the artifact is refused.
     """
     network.module.eval()
-    target, activations, weights = resolve(settings.target, settings)
-    quantization = Quantization(
-        target=settings.target,
-        activations=activations,
-        weights=weights,
-        opset=OPSET,
-        optimise=activations != "fp8",  # 1.31 moves a MaxPool between FP8 pairs and then refuses its own graph
-        session_options=target.session_options,
-        session_options_reason=X64_REASON if target.session_options else "",
-    )
+    quantization = quantization_for(settings.target, settings)
     made = stored(network, settings.target)
     export_network(made, partial / MODEL_FILE, {}, settings.target)
-    pixels = _pixels(data, settings.parity_images)
-    parity, held = measure(network, made, partial / MODEL_FILE, config, quantization, pixels, settings.parity_bound)
-    write_parity(partial, parity)
+    comparison = ClassifierParity(_pixels(data, settings.parity_images), config)
+    parity, held = comparison.measure_network(network, made, partial / MODEL_FILE, quantization, settings.parity_bound)
     save_classifier_config(partial, config)
-    atomic_write_text(partial / QUANTIZATION_FILE, json.dumps(quantization.model_dump(), indent=2) + "\n")
-    write_manifest(partial, "artifact", {"command": "penjing compress", "versions": versions()})
-    return {
-        "target": settings.target,
-        "formats": {"activations": activations, "weights": weights},
-        "effective_bits": graph_bits(network),
-        "agreement": _agreement(network, floating, data),
-        "layers": graph_layer_errors(network, islice(data.inputs(), 1)),
-        "activations": [
-            {"name": each.name, "scale": float(each.positive_scale().detach()), "zero_point": int(each.zero_point)}
-            for each in activation_quantizers(network.module)
-        ],
-        "differences": [each.model_dump() for each in (*parity.differences, held)],
-        "bound": parity.bound.model_dump(),
-        "unmeasured": parity.unmeasured,
-    }
+    write_records(partial, quantization, parity)
+    said = said_of_network(network, quantization, islice(data.inputs(), 1))
+    return said | said_of_parity(parity, held) | {"agreement": _agreement(network, floating, data)}
 
 
 def _pixels(data: ImageData, count: int) -> NDArray[np.uint8]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator
 from itertools import islice
 from pathlib import Path
@@ -11,26 +10,22 @@ from typing import Any
 from pydantic import Field
 from torch import Tensor
 
-from penjing.compress.export.onnx_graph import OPSET, export_network
-from penjing.compress.graph.calibrate import calibrate_graph, graph_layer_errors
+from penjing.compress.export.onnx_graph import export_network
+from penjing.compress.graph.calibrate import calibrate_graph
 from penjing.compress.graph.own import encoder_network
 from penjing.compress.graph.place import apply_quantization
 from penjing.compress.graph.stored import stored
+from penjing.compress.parity.encoder import EncoderParity
 from penjing.compress.quantize.biases import absorb_biases
-from penjing.compress.quantize.encoder_parity import measure
 from penjing.compress.quantize.smooth import smooth
-from penjing.compress.quantize.targets import X64_REASON, EncoderSettings, GraphSettings, resolve
+from penjing.compress.quantize.targets import EncoderSettings, GraphSettings, resolve
+from penjing.compress.quantizers.onnx import quantization_for, said_of_network, said_of_parity, write_records
 from penjing.compress.samples.data import DataSettings, text_samples
 from penjing.compress.samples.retrieval import retrieval_set
-from penjing.core.artifact.base import MODEL_FILE, QUANTIZATION_FILE
-from penjing.core.artifact.onnx import Quantization
-from penjing.core.artifact.parity import write_parity
+from penjing.core.artifact.base import MODEL_FILE
 from penjing.core.checkpoint.encoder import load_encoder, save_encoder_files
 from penjing.core.errors import ConfigError
-from penjing.core.files import atomic_write_text
 from penjing.core.graph.network import Network
-from penjing.core.info import versions
-from penjing.core.manifest import write_manifest
 from penjing.core.models.encoder import Encoder
 from penjing.core.progress import Progress
 from penjing.core.text.text_tokenizer import TextTokenizer
@@ -75,7 +70,7 @@ def quantize(places: Places, step: EncoderQuantize, data: DataSettings, _: Path,
     model = load_encoder(places.source)
     tokenizer = TextTokenizer(places.source, model.config)
     save_encoder_files(partial, model.config, places.source, tokenizer.max_tokens)
-    target, activations, weights = resolve(step.target, step)
+    quantization = quantization_for(step.target, step)
 
     samples = text_samples(places.source, data, progress)
 
@@ -89,33 +84,23 @@ def quantize(places: Places, step: EncoderQuantize, data: DataSettings, _: Path,
     if step.smooth:
         smooth(model, watched(), step)
     network = calibrated_encoder(model, step, watched())
-    quantization = Quantization(
-        target=step.target,
-        activations=activations,
-        weights=weights,
-        opset=OPSET,
-        session_options=target.session_options,
-        session_options_reason=X64_REASON if target.session_options else "",
-    )
     export_network(stored(network, step.target), partial / MODEL_FILE, {}, step.target)
     probe = retrieval_set(PARITY_TEXTS)
-    texts = probe.queries + probe.documents
     progress.start("checking the artifact", 1)
-    parity = measure(network, partial / MODEL_FILE, tokenizer, quantization, texts, step.parity_bound)
+    comparison = EncoderParity(probe.queries + probe.documents, tokenizer)
+    parity = comparison.measure(comparison.embedded(network), partial / MODEL_FILE, quantization, step.parity_bound)
     progress.advance()
-    write_parity(partial, parity)
-    atomic_write_text(partial / QUANTIZATION_FILE, json.dumps(quantization.model_dump(), indent=2) + "\n")
-    write_manifest(partial, "artifact", {"command": "penjing compress", "versions": versions()})
-    shown = islice(samples.inputs(), ERROR_TEXTS)
-    quantized = {
-        "target": step.target,
-        "formats": {"weights": weights, "activations": activations, "embedding": step.embedding},
-        "training_steps": 0,
-        "layers": [row for row in graph_layer_errors(network, shown) if row["format"] != "float32"],
-        "differences": [each.model_dump() for each in parity.differences],
-        "bound": parity.bound.model_dump(),
-        "unmeasured": parity.unmeasured,
-    }
+    write_records(partial, quantization, parity)
+    said = said_of_network(network, quantization, islice(samples.inputs(), ERROR_TEXTS))
+    quantized = (
+        said
+        | said_of_parity(parity)
+        | {
+            "formats": said["formats"] | {"embedding": step.embedding},
+            "training_steps": 0,
+            "layers": [row for row in said["layers"] if row["format"] != "float32"],
+        }
+    )
     return {"kind": "quantize", "quantized": quantized}
 
 

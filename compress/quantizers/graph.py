@@ -12,26 +12,21 @@ from pydantic import Field
 from penjing.compress.distill.graph import TRAINING, LossName, Taught, from_teacher
 from penjing.compress.distill.objective import DistillWeights
 from penjing.compress.distill.training import TrainingSettings, run_recipe_of, train_checkpoint
-from penjing.compress.export.onnx_graph import OPSET, export_network
-from penjing.compress.graph.bits import graph_bits
-from penjing.compress.graph.calibrate import graph_layer_errors, prepare_graph
-from penjing.compress.graph.parity import measure, probe
+from penjing.compress.export.onnx_graph import export_network
+from penjing.compress.graph.calibrate import prepare_graph
 from penjing.compress.graph.place import place_quantizers
 from penjing.compress.graph.ready import ready
 from penjing.compress.graph.stored import stored
 from penjing.compress.graph.task import QuantizedTask, trained_network
-from penjing.compress.quantize.targets import X64_REASON, GraphSettings, resolve
-from penjing.compress.rounding.modes import activation_quantizers
+from penjing.compress.parity.graph import GraphParity, probe
+from penjing.compress.quantize.targets import GraphSettings, resolve
+from penjing.compress.quantizers.onnx import quantization_for, said_of_network, said_of_parity, write_records
 from penjing.compress.samples.data import DataSettings, Samples
 from penjing.compress.samples.graph import graph_samples
-from penjing.core.artifact.base import MODEL_FILE, QUANTIZATION_FILE
-from penjing.core.artifact.onnx import Quantization
-from penjing.core.artifact.parity import write_parity
+from penjing.core.artifact.base import MODEL_FILE
 from penjing.core.checkpoint.graph import load_network, save_skeleton
 from penjing.core.files import atomic_write_text
 from penjing.core.graph.network import Network
-from penjing.core.info import versions
-from penjing.core.manifest import write_manifest
 from penjing.core.progress import Progress
 from penjing.core.work import Places
 from penjing.train.families.base import Task
@@ -141,36 +136,14 @@ def write_graph_artifact(
         InputError: the parity bound is exceeded: the artifact is refused.
     """
     network.module.eval()
-    target, activations, weights = resolve(settings.target, settings)
-    quantization = Quantization(
-        target=settings.target,
-        activations=activations,
-        weights=weights,
-        opset=OPSET,
-        optimise=activations != "fp8",  # see the quantizer of classifiers
-        session_options=target.session_options,
-        session_options_reason=X64_REASON if target.session_options else "",
-    )
+    quantization = quantization_for(settings.target, settings)
     made = stored(network, settings.target)
     export_network(made, partial / MODEL_FILE, {}, settings.target)
     shown = probe(floating, next(iter(samples.inputs())), settings.parity_samples)
-    parity, held = measure(network, made, partial / MODEL_FILE, quantization, shown, settings.parity_bound)
-    write_parity(partial, parity)
+    comparison = GraphParity.with_inputs(shown, network.config)
+    parity, held = comparison.measure_network(network, made, partial / MODEL_FILE, quantization, settings.parity_bound)
     save_skeleton(partial, floating)
     atomic_write_text(partial / "config.json", json.dumps(network.config.model_dump(), indent=2) + "\n")
-    atomic_write_text(partial / QUANTIZATION_FILE, json.dumps(quantization.model_dump(), indent=2) + "\n")
-    write_manifest(partial, "artifact", {"command": "penjing compress", "versions": versions()})
-    return {
-        "target": settings.target,
-        "formats": {"activations": activations, "weights": weights},
-        "training_steps": 0,
-        "effective_bits": graph_bits(network),
-        "layers": graph_layer_errors(network, islice(samples.inputs(), 1)),
-        "activations": [
-            {"name": each.name, "scale": float(each.positive_scale().detach()), "zero_point": int(each.zero_point)}
-            for each in activation_quantizers(network.module)
-        ],
-        "differences": [each.model_dump() for each in (*parity.differences, held)],
-        "bound": parity.bound.model_dump(),
-        "unmeasured": parity.unmeasured,
-    }
+    write_records(partial, quantization, parity)
+    said = said_of_network(network, quantization, islice(samples.inputs(), 1))
+    return said | said_of_parity(parity, held) | {"training_steps": 0}

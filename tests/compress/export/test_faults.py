@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 
-from penjing.compress.export import classifier, compressed_tensors, decoder, record
+from penjing.compress.export import compressed_tensors, decoder, record
 from penjing.compress.export import gate as decoder_gate
 from penjing.compress.exports import export_artifact
+from penjing.compress.parity.classifier import ClassifierParity
 from penjing.compress.quantizers.classifier import ArtifactSettings, quantize_checkpoint
 from penjing.core.errors import InputError, SetupError
 from penjing.core.files import publish_folder
@@ -47,7 +48,7 @@ def dying(original: Callable[..., Any], error: BaseException) -> Callable[..., A
         ("decoder", "onnx", decoder_gate, "measure"),
         ("decoder", "onnx", decoder, "write_record"),
         ("decoder", "compressed-tensors", compressed_tensors, "write_compressed_tensors"),
-        ("classifier", "onnx", classifier, "compare_file"),
+        ("classifier", "onnx", ClassifierParity, "compare"),
         ("classifier", "onnx", record, "write_record"),
     ],
 )

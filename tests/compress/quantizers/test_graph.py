@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from penjing.compress.exports import export_artifact
-from penjing.compress.graph.parity import rerun
+from penjing.compress.parity.graph import GraphParity
 from penjing.compress.quantizers.graph import GraphQuantize, quantize
 from penjing.compress.samples.data import DataSettings
 from penjing.core.artifact.onnx_graph import open_graph_artifact, run_graph
@@ -48,7 +48,7 @@ def test_an_artifact_runs_verifies_and_says_what_was_decided(places: Places) -> 
     found = run_graph(artifact.session(1), artifact.config, {"images": images})
     assert found["output"].shape == (3, 6)
     assert artifact.parity.inputs["images"]["shape"] == [12, 3, 16, 16]
-    assert rerun(places.partial, Silent()) == artifact.parity.differences
+    assert GraphParity.rerun(places.partial, Silent()) == artifact.parity.differences
     assert [row["name"] for row in said["layers"] if row["format"] == "float32"] == ["right"]  # type: ignore[union-attr]
     assert 8 < said["effective_bits"] < 10  # type: ignore[operator]
     assert json.dumps(said)

@@ -18,8 +18,8 @@ from penjing.compress.export.onnx_graph import export_network
 from penjing.compress.exports import export_artifact
 from penjing.compress.graph.own import encoder_network
 from penjing.compress.graph.stored import stored
+from penjing.compress.parity.encoder import EncoderParity
 from penjing.compress.quantize.biases import absorb_biases
-from penjing.compress.quantize.encoder_parity import measure as measure_parity
 from penjing.compress.quantize.smooth import smooth
 from penjing.compress.quantizers.encoder import EncoderQuantize, calibrated_encoder
 from penjing.compress.run import run_recipe
@@ -274,8 +274,9 @@ def test_another_file_exceeds_the_parity_bound(for_cpu: Quantized, tmp_path: Pat
         tensor_at(lost.module, "layers.1.down.weight").zero_()
     export_network(stored(lost, "onnxruntime-cpu"), tmp_path / "model.onnx", {}, "onnxruntime-cpu")
     about = Quantization(target="onnxruntime-cpu", activations="uint8", weights="int8", opset=21, session_options={})
-    with pytest.raises(InputError, match=r"onnxruntime differs from .*cosine distance, mean.*0\.01; lower"):
-        measure_parity(for_cpu.network, tmp_path / "model.onnx", for_cpu.tokenize, about, TEXTS, 0.01)
+    comparison = EncoderParity(TEXTS, for_cpu.tokenize)
+    with pytest.raises(InputError, match=r"onnxruntime differs from .*cosine distance, mean.*0\.01; raise parity"):
+        comparison.measure(comparison.embedded(for_cpu.network), tmp_path / "model.onnx", about, 0.01)
 
 
 def test_fp8_is_refused(recipe: Path) -> None:
@@ -290,7 +291,7 @@ def test_the_file_is_exported_once_it_passed_again(ran: tuple[Path, Path], tmp_p
     assert file.read_bytes() == (out / "model.onnx").read_bytes()
     assert record.differences[0].quantity == "cosine distance"
     assert record.differences[0].mean <= 0.05
-    with pytest.raises(ConfigError, match="calibrated for onnxruntime-cpu"):
+    with pytest.raises(ConfigError, match="was quantized for onnxruntime-cpu, and tensorrt wants other quantizers"):
         export_artifact(out, "onnx", tmp_path / "other.onnx", target="tensorrt", force=False, progress=Silent())
     with pytest.raises(InputError, match="a text encoder, which is not written as gguf"):
         export_artifact(out, "gguf", tmp_path / "tiny.gguf", force=False, progress=Silent())
