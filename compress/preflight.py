@@ -143,7 +143,7 @@ def preflight(recipe: Recipe, context: Context, work: Path) -> None:
         f"needs about {megabytes(needs.memory)} of memory and the activations ({megabytes(memory)} available), "
         f"{megabytes(needs.disk)} of disk ({megabytes(disk)} free; as much again for each repeat), and "
         f"{clock(seconds)} for training and evaluation without repeats: multiply-accumulates of all passes at "
-        f"{USE:.0%} of the {flops / 1e9:.0f} GFLOP/s that a matrix product reached just now"
+        f"{USE:.0%} of the {flops / 1e9:.0f} GFLOP/s that a matrix product reached here"
     )
     if disk + held < needs.disk:
         raise SetupError(

@@ -16,6 +16,8 @@ from penjing.core.text.tokenizer import Tokenizer
 TOPIC_GAP = "\n\n"
 DOMAINS = Path(__file__).with_name("domains.txt")
 CONVERSATIONS = Path(__file__).with_name("conversations.jsonl")
+CHARS_PER_TOKEN = 6  # more than a token of prose has, so that a text is seldom read twice
+BESIDE_CUT = 256  # tokens; longer than any word, which is what tokens are joined within
 CODE_PACKAGES = ("email", "json")  # 350 kB; `code_text` reads modules that lie in no package
 
 
@@ -24,6 +26,7 @@ def heldout_text() -> str:
     return _topics(1)
 
 
+@cache
 def calibration_text() -> str:
     """The other help topics, for calibration, without the paragraphs that `heldout_text` has too. About 200 kB."""
     return TOPIC_GAP.join(_calibration_paragraphs(_topics(0)))
@@ -125,7 +128,13 @@ def _normal(paragraph: str) -> str:
 
 
 def _tokens(tokenizer: Tokenizer, text: str, num_tokens: int) -> torch.Tensor:
-    ids = tokenizer.encode(text, allow_special=False, add_special=False)
+    # Not all of 200 kB for a few windows: where a text is cut changes the tokens beside the cut alone.
+    length = CHARS_PER_TOKEN * (num_tokens + BESIDE_CUT)
+    while True:
+        ids = tokenizer.encode(text[:length], allow_special=False, add_special=False)
+        if length >= len(text) or len(ids) >= num_tokens + BESIDE_CUT:
+            break
+        length *= 2
     if len(ids) < num_tokens:
         raise InputError(f"the text has {len(ids)} tokens, {num_tokens} were asked for; ask for fewer")
     return torch.tensor(ids[:num_tokens], dtype=torch.int64)

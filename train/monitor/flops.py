@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import cache
 
 import torch
 from torch import nn
@@ -49,12 +50,17 @@ def model_flops(build_model: Callable[[], nn.Module], objective: Objective, batc
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> tuple[float, str]:
     """(FLOP/s, where the number comes from): the data sheet's for known GPUs in 16 bits, else a matrix product
-    measured now."""
+    measured once in a process."""
     if device.type == "cuda" and dtype in (torch.bfloat16, torch.float16):
         name = torch.cuda.get_device_name(device)
         for part, peak in _DATASHEET.items():
             if part in name:
                 return peak, f"data sheet of {name}"
+    return _measured_peak(device, dtype)
+
+
+@cache
+def _measured_peak(device: torch.device, dtype: torch.dtype) -> tuple[float, str]:
     size = 8192 if device.type == "cuda" else 1024
     a, b = (torch.ones(size, size, device=device, dtype=dtype) for _ in range(2))
     seconds = min(_time_product(a, b) for _ in range(12))  # of a busy machine the quietest moment

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from penjing.core.errors import InputError
+from penjing.core.text import corpus
 from penjing.core.text.corpus import (
     calibration_documents,
     calibration_text,
@@ -45,6 +46,18 @@ def test_tokens_begin_the_text(smollm2: Path) -> None:
         assert text.startswith(tokenizer.decode(ids[:1000].tolist()))
     with pytest.raises(InputError, match="1000000 were asked for"):
         heldout_tokens(tokenizer, 1_000_000)
+
+
+@pytest.mark.parametrize("per_token", [1, 6])  # with 1 the first part of the text is too short
+def test_tokens_of_a_part_are_those_of_the_whole(
+    per_token: int, smollm2: Path, tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(corpus, "CHARS_PER_TOKEN", per_token)
+    for folder in (smollm2, tiny_checkpoint):
+        tokenizer = Tokenizer.from_folder(folder)
+        whole = tokenizer.encode(calibration_text(), allow_special=False, add_special=False)
+        for count in (1, 64, 777, 1500, 4096, 20_000, len(whole)):
+            assert calibration_tokens(tokenizer, count).tolist() == whole[:count]
 
 
 def test_code_has_the_length_asked_for() -> None:
