@@ -7,16 +7,25 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from penjing.core.artifact.parity import SERVED
 
-Result = subprocess.CompletedProcess[str]
-Run = Callable[..., Result]
+Penjing = Callable[..., str]
 MAIN = "from penjing.core.cli import main; main()"
+SERIES = """
+import contextlib, io, json, sys
+from penjing.core.cli import _run
+answers, sys.stdout = sys.stdout, sys.stderr
+for line in sys.stdin:
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+        code = _run(json.loads(line))
+    print(json.dumps([code, said.getvalue()]), file=answers, flush=True)
+"""
 RECIPE = """
 model = "{model}"
 output = "{output}"
@@ -49,39 +58,55 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def pruned(place: Path) -> Path:
-    return prune(place, "pruned", "taylor", rounds=1)
+def penjing(place: Path) -> Iterator[Penjing]:
+    """Runs `penjing` with arguments and gives what it said, command after command in one other process: there the
+    family is found, and starting Python and torch anew takes longer than most of them."""
+    command = [sys.executable, "-c", SERIES]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment(place), cwd=place
+    ) as process:
+        asked, answers = process.stdin, process.stdout
+        assert asked is not None
+        assert answers is not None
+
+        def run(*arguments: str | Path, fails: bool = False) -> str:
+            print(json.dumps([str(each) for each in arguments]), file=asked, flush=True)
+            answer = answers.readline()
+            assert answer, "the process ended"
+            code, said = json.loads(answer)
+            assert (code != 0) == fails, said
+            return said
+
+        yield run
+        asked.close()
 
 
 @pytest.fixture(scope="module")
-def int8(place: Path, pruned: Path) -> Path:
-    penjing(
-        place, "compress", "quantize", pruned, place / "int8", "--set", "measure.rounds=1", "--set", "data.images=64"
-    )
+def pruned(place: Path, penjing: Penjing) -> Path:
+    recipe = place / "pruned.toml"
+    recipe.write_text(RECIPE.format(model=place / "toy", output=place / "pruned", method="taylor", rounds=1))
+    penjing("compress", recipe)
+    return place / "pruned"
+
+
+@pytest.fixture(scope="module")
+def int8(place: Path, pruned: Path, penjing: Penjing) -> Path:
+    penjing("compress", "quantize", pruned, place / "int8", "--set", "measure.rounds=1", "--set", "data.images=64")
     return place / "int8"
 
 
-def python(place: Path, *arguments: str, fails: bool = False) -> Result:
+def environment(place: Path) -> dict[str, str]:
     inherited = os.environ.get("PYTHONPATH")
     paths = [str(place / "packages"), *([inherited] if inherited else [])]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "COLUMNS": "200"}
-    result = subprocess.run(
-        [sys.executable, *arguments], capture_output=True, text=True, env=environment, cwd=place, check=False
-    )
-    assert (result.returncode != 0) == fails, result.stderr
-    return result
+    return os.environ | {"PYTHONPATH": os.pathsep.join(paths), "COLUMNS": "200"}
 
 
-def penjing(place: Path, *arguments: str | Path, fails: bool = False) -> Result:
-    """Run `penjing` in a process of its own, which finds the family by itself."""
-    return python(place, "-c", MAIN, *map(str, arguments), fails=fails)
-
-
-def prune(place: Path, name: str, method: str, rounds: int = 0) -> Path:
-    recipe = place / f"{name}.toml"
-    recipe.write_text(RECIPE.format(model=place / "toy", output=place / name, method=method, rounds=rounds))
-    penjing(place, "compress", recipe)
-    return place / name
+def python(place: Path, *arguments: str | Path) -> str:
+    """What a process of its own wrote to standard error."""
+    command = [sys.executable, *map(str, arguments)]
+    result = subprocess.run(command, capture_output=True, text=True, env=environment(place), cwd=place, check=False)
+    assert result.returncode == 0, result.stderr
+    return result.stderr
 
 
 def widths(folder: Path) -> list[int]:
@@ -89,7 +114,7 @@ def widths(folder: Path) -> list[int]:
 
 
 def test_it_is_inspected(place: Path) -> None:
-    shown = penjing(place, "compress", "inspect", place / "toy", "--json", place / "inspect.json").stderr
+    shown = python(place, "-c", MAIN, "compress", "inspect", place / "toy", "--json", place / "inspect.json")
     assert "MACs per point" in shown
     found = json.loads((place / "inspect.json").read_text())
     assert found["macs"] == 8 * 32 + 32 * 24 + 24 * 3
@@ -117,37 +142,37 @@ def test_it_is_quantized(pruned: Path, int8: Path) -> None:
     assert widths(int8) == widths(pruned)
 
 
-def test_runs_are_compared(place: Path, pruned: Path, int8: Path) -> None:
-    shown = penjing(place, "report", pruned, int8, "--out", place / "runs.html").stderr
+def test_runs_are_compared(place: Path, pruned: Path, int8: Path, penjing: Penjing) -> None:
+    shown = penjing("report", pruned, int8, "--out", place / "runs.html")
     assert "accuracy" in shown
     assert "accuracy" in (place / "runs.html").read_text()
 
 
-def test_it_is_exported(place: Path, int8: Path) -> None:
-    penjing(place, "export", int8, place / "toy.onnx", "--to", "onnx")
+def test_it_is_exported(place: Path, int8: Path, penjing: Penjing) -> None:
+    penjing("export", int8, place / "toy.onnx", "--to", "onnx")
     assert (place / "toy.onnx").read_bytes() == (int8 / "model.onnx").read_bytes()
     assert json.loads((place / "toy.onnx.json").read_text())["artifact"] == "int8"
-    penjing(place, "export", int8, place / "models", "--to", "model-repository")
+    penjing("export", int8, place / "models", "--to", "model-repository")
     assert "points" in (place / "models" / "toy" / "config.pbtxt").read_text()
 
 
-def test_what_it_cannot_do_is_one_clear_error(place: Path, int8: Path) -> None:
-    shown = penjing(place, "export", int8, place / "toy.gguf", "--to", "gguf", fails=True).stderr
+def test_what_it_cannot_do_is_one_clear_error(place: Path, int8: Path, penjing: Penjing) -> None:
+    shown = penjing("export", int8, place / "toy.gguf", "--to", "gguf", fails=True)
     assert shown.strip() == f"error: {int8} is a toy, which is not written as gguf; onnx is its only form"
     recipe = place / "finetune.toml"
     recipe.write_text(
         f'model = "{place / "toy"}"\noutput = "{place / "tuned"}"\n[[steps]]\nkind = "finetune"\nsteps = 4\n'
     )
-    shown = penjing(place, "compress", recipe, fails=True).stderr
+    shown = penjing("compress", recipe, fails=True)
     assert "error: steps.0: a toy cannot be trained" in shown
-    shown = penjing(place, "serve", place / "toy", fails=True).stderr
+    shown = penjing("serve", place / "toy", fails=True)
     assert f"{place / 'toy'} is the checkpoint of a toy" in shown
 
 
 @pytest.mark.server
 @pytest.mark.xdist_group("triton")
 def test_it_is_served_and_verified(place: Path, int8: Path) -> None:
-    penjing(place, "compress", "verify", int8, "--served", "--json", place / "verified.json")
+    python(place, "-c", MAIN, "compress", "verify", int8, "--served", "--json", place / "verified.json")
     found = json.loads((place / "verified.json").read_text())
     assert found["family"] == "toy"
     assert found["same_bits"] is True

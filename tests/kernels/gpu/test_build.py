@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from functools import cache
 
 import pytest
 
@@ -14,14 +15,16 @@ from penjing.kernels.gpu.registry import OPERATIONS, variants
 MAX_SHARED_BYTES = 227 * 1024  # of one block on sm_90 (CUDA programming guide, table of compute capabilities)
 
 
-def build(operation: str, *options: str) -> list[dict]:
-    """Compile in a process of its own: here the kernels are those of the interpreter."""
+@cache
+def build(*options: str) -> dict[str, list[dict]]:
+    """Compile all operations in a process of its own: here the kernels are those of the interpreter."""
     pytest.importorskip("triton")
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "penjing.kernels.gpu.build", operation, *options]
+    command = [sys.executable, "-m", "penjing.kernels.gpu.build", *options]
     ran = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert ran.returncode == 0, ran.stderr[-3000:]
-    return [json.loads(line) for line in ran.stdout.splitlines()]
+    usages = [json.loads(line) for line in ran.stdout.splitlines()]
+    return {name: [usage for usage in usages if usage["operation"] == name] for name in OPERATIONS}
 
 
 def check(usages: list[dict]) -> None:
@@ -31,15 +34,19 @@ def check(usages: list[dict]) -> None:
         assert usage["spill_bytes"] == 0 or not usage["hot"], usage
 
 
+@pytest.mark.xdist_group("sm_90")  # one process compiles for all
+@pytest.mark.timeout(900)  # the first waits for it
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_configurations_compile_for_sm_90(operation: str) -> None:
-    check(build(operation))
+    check(build()[operation])
 
 
 @pytest.mark.full
+@pytest.mark.xdist_group("sm_90")
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_rare_configurations_compile_for_sm_90(operation: str) -> None:
-    check(build(operation, "--full"))
+    check(build("--full")[operation])
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)
