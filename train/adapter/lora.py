@@ -97,14 +97,32 @@ def adapted_weights(base: Weights, seed: int, known: Mapping[str, Tensor] | None
         if part not in _PARTS:
             return base(name, shape)
         if known is not None:
-            if name not in known or tuple(known[name].shape) != shape:
-                raise ConfigError(
-                    f"adapter.initial has no {name} of shape {shape}; set adapter.rank and adapter.targets to its own"
-                )
             return known[name]
         return Normal(shape, (3 * shape[1]) ** -0.5, seed, name) if part == "lora_A" else Constant(0.0)
 
     return weights
+
+
+def check_adapter(known: Mapping[str, Tensor], model: nn.Module) -> None:
+    """Refuse tensors that are not the adapter of `model`, whose parameters may be without data: all of it, and no more.
+
+    Raises:
+        ConfigError: names a tensor.
+    """
+    shapes = {name: tuple(p.shape) for name, p in model.named_parameters() if name.split(".")[-2] in _PARTS}
+    if missing := sorted(shapes.keys() - known.keys()):
+        raise ConfigError(f"adapter.initial has no {missing[0]}; set adapter.targets to its own")
+    if more := sorted(known.keys() - shapes.keys()):
+        raise ConfigError(
+            f"adapter.initial also has {more[0]}, which would be left out; set adapter.targets to its own, or give an "
+            "adapter of this network"
+        )
+    for name, shape in shapes.items():
+        if tuple(known[name].shape) != shape:
+            raise ConfigError(
+                f"adapter.initial has {name} of shape {tuple(known[name].shape)}, beside this network it is {shape}; "
+                "give an adapter of this network"
+            )
 
 
 @torch.no_grad()

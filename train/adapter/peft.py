@@ -15,9 +15,23 @@ from penjing.core.errors import ConfigError, InputError
 from penjing.core.files import atomic_write_text, sha256_file
 from penjing.core.manifest import read_json_object
 from penjing.train.adapter.lora import AdapterConfig
+from penjing.train.state.state import check_finite
 
 _SETTINGS, _TENSORS, _PREFIX = "adapter_config.json", "adapter_model.safetensors", "base_model.model."
 _BASE = "penjing_base"  # a key that PEFT passes over: the hash of the base's weights
+# Settings by which PEFT computes something else than W + (alpha / r) B A, and what they are where it does not.
+_PLAIN: Mapping[str, tuple[object, ...]] = {
+    "peft_type": ("LORA",),
+    "bias": ("none", None),
+    "init_lora_weights": (True, False, "gaussian", "orthogonal", "eva", None),  # others change the base
+} | {
+    name: (None, False, [], {})
+    for name in (
+        "use_dora", "use_rslora", "use_qalora", "fan_in_fan_out", "lora_bias", "modules_to_save", "rank_pattern",
+        "alpha_pattern", "layer_replication", "target_parameters", "trainable_token_indices",
+        "alora_invocation_tokens",
+    )
+}  # fmt: skip
 
 
 def base_hash(base: Path) -> str:
@@ -53,11 +67,15 @@ def load_adapter(folder: Path, config: AdapterConfig, base: Path) -> dict[str, T
 
     Raises:
         ConfigError: its rank or alpha is not the recipe's, it is of another kind, or of another base.
-        InputError: missing or damaged.
+        InputError: missing or damaged, or not of finite numbers.
     """
     settings = read_json_object(folder / _SETTINGS)
-    if settings.get("peft_type") != "LORA" or settings.get("use_dora") or settings.get("use_rslora"):
-        raise ConfigError(f"adapter.initial = {folder} is no plain LoRA adapter; such are all that is read")
+    others = {name: settings.get(name) for name, plain in _PLAIN.items() if settings.get(name) not in plain}
+    if others:
+        said = ", ".join(f"{name} = {json.dumps(value):.60}" for name, value in others.items())
+        raise ConfigError(
+            f"adapter.initial = {folder} is no plain LoRA adapter, which is all that is read: it has {said}"
+        )
     for key, ours in (("r", config.rank), ("lora_alpha", config.alpha)):
         if settings.get(key) != ours:
             name = "rank" if key == "r" else "alpha"
@@ -69,7 +87,13 @@ def load_adapter(folder: Path, config: AdapterConfig, base: Path) -> dict[str, T
         )
     try:
         with safe_open(folder / _TENSORS, framework="pt") as reader:
-            names = list(reader.keys())
-            return {name.removeprefix(_PREFIX): reader.get_tensor(name).float() for name in names}
+            tensors = {name.removeprefix(_PREFIX): reader.get_tensor(name) for name in list(reader.keys())}
     except (SafetensorError, OSError) as error:
         raise InputError(f"{folder / _TENSORS} cannot be read ({error}); get the adapter again") from error
+    for name, tensor in tensors.items():
+        if not tensor.is_floating_point():
+            kind = str(tensor.dtype).removeprefix("torch.")
+            raise InputError(f"{folder / _TENSORS}: {name} is of {kind}, not of floating-point numbers; get it again")
+        tensors[name] = tensor.float()
+    check_finite(tensors, f"adapter.initial = {folder}")
+    return tensors

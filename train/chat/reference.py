@@ -36,7 +36,7 @@ def reference_logprobs(
         tokenizer: the folder of the tokenizer that wrote the pairs.
 
     Raises:
-        ConfigError: the reference has another tokenizer.
+        ConfigError: the reference has another tokenizer, or a context shorter than a pair.
         InputError: it is missing or damaged, or its log-probabilities are not finite.
         SetupError: the cache cannot be written.
     """
@@ -45,6 +45,12 @@ def reference_logprobs(
         raise ConfigError(
             f"objective.reference = {reference} has another tokenizer than initial = {tokenizer}, so that its tokens "
             "mean something else; name a checkpoint of the same one"
+        )
+    longest = max(len(pair.prompt) + max(len(pair.chosen), len(pair.rejected)) for pair in pairs)
+    if (sees := open_checkpoint(reference).config.max_position_embeddings) < longest:
+        raise ConfigError(
+            f"objective.reference = {reference} sees {sees} tokens, and a pair has {longest}; name another checkpoint, "
+            f"or set data.sequence_length = {sees}"
         )
     path = cache_dir() / "reference" / f"{_key(reference, pairs)}.safetensors"
     with writing(path):

@@ -31,20 +31,21 @@ class TooLongError(Exception):
 
 @dataclass
 class Taken:
-    """What became of the rows of some sources: those that were taken, how many were too long, and the bad ones."""
+    """What became of the rows of some sources: those that were taken, how many were too long, and the bad ones, each
+    with its place and the reason."""
 
     count: int = 0
     too_long: int = 0
-    bad: list[str] = field(default_factory=list)
+    bad: list[tuple[str, str]] = field(default_factory=list)
 
     def __str__(self) -> str:
         parts = [f"{self.count:,} rows"]
         if self.too_long:
             parts.append(f"{self.too_long:,} left out because they are longer than a sequence")
         if self.bad:
-            reasons = Counter(line.rpartition(": ")[2] for line in self.bad)
+            reasons = Counter(reason for _, reason in self.bad)
             said = ", ".join(f"{count} × {reason}" for reason, count in reasons.most_common(_SHOWN))
-            parts.append(f"{len(self.bad):,} left out because they are bad ({said}; the first: {self.bad[0]})")
+            parts.append(f"{len(self.bad):,} left out because they are bad ({said}; the first: {self.bad[0][0]})")
         return "; ".join(parts)
 
 
@@ -72,13 +73,14 @@ def take_rows(
             except TooLongError:
                 taken.too_long += 1
             except (RowError, RequestError) as error:
-                taken.bad.append(f"{where}: {error}")
+                taken.bad.append((where, str(error)))
     taken.count = len(kept)
     read = taken.count + taken.too_long + len(taken.bad)
     if taken.bad and len(taken.bad) > most_bad * read:
+        first = "; ".join(f"{where}: {reason}" for where, reason in taken.bad[:_SHOWN])
         raise InputError(
-            f"data.sources: {len(taken.bad)} of {read} rows are bad: {'; '.join(taken.bad[:_SHOWN])}; correct them, or "
-            "raise data.most_damaged to leave them out"
+            f"data.sources: {len(taken.bad)} of {read} rows are bad: {first}; correct them, or raise "
+            "data.most_damaged to leave them out"
         )
     if not kept:
         raise InputError(

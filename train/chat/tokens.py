@@ -22,6 +22,7 @@ from penjing.train.chat.rows import Row, RowError
 
 Learn = Literal["assistant", "last", "all"]
 _ROLES = ("system", "user", "assistant", "tool")
+_LARGEST = float(np.finfo(np.float32).max)
 
 
 @dataclass(frozen=True)
@@ -100,8 +101,8 @@ class ChatTokens:
         chosen, rejected, margin = row["chosen"], row["rejected"], row.get("margin", 0.0)
         if chosen == rejected:
             raise RowError("chosen and rejected are the same")
-        if not isinstance(margin, int | float) or isinstance(margin, bool) or not np.isfinite(margin):
-            raise RowError(f"margin must be a finite number (got {margin!r:.40})")
+        if not isinstance(margin, int | float) or isinstance(margin, bool) or not abs(margin) <= _LARGEST:
+            raise RowError(f"margin must be a finite number of float32 (got {margin!r:.40})")
         prompt = row.get("prompt")
         if isinstance(chosen, str) and isinstance(rejected, str) and isinstance(prompt, str):
             sides = [self._plain(prompt, answer) for answer in (chosen, rejected)]
@@ -117,6 +118,8 @@ class ChatTokens:
                 raise RowError("chosen and rejected answer two different prompts")
             sides = [self._conversation(messages, row.get("tools"), "last") for messages in both]
         begins = [int(side.learnt.argmax()) for side in sides]
+        if 0 in begins:
+            raise RowError("the prompt is empty, and no token begins a text, so that nothing comes before an answer")
         if not np.array_equal(sides[0].ids[: begins[0]], sides[1].ids[: begins[1]]):
             raise RowError("the tokens of the prompt are not the same before both answers")
         first, second = (side.ids[begin:] for side, begin in zip(sides, begins, strict=True))
@@ -148,6 +151,7 @@ class ChatTokens:
             raise RowError("the completion is empty, so that there is nothing to learn")
         if not self.tokenizer.eos_token_ids:
             raise RowError("the tokenizer has no token that ends a text, which an answer must end with")
+        _check_text(prompt + completion)
         # Apart, as they are when it answers: a token never spans the end of the prompt.
         before, after = self.tokenizer.encode(prompt), self.tokenizer.encode(completion, add_special=False)
         ids = np.array([*before, *after, self.tokenizer.eos_token_ids[-1]], np.int32)
@@ -182,7 +186,22 @@ class ChatTokens:
     def _rendered(self, messages: Any, begin_answer: bool, tools: Any) -> str:
         if self.template is None:
             raise RowError("conversations need a chat template, and the tokenizer has none; name one by data.template")
-        return self.template.render(messages, begin_answer, **({} if tools is None else {"tools": tools}))
+        if tools is not None and not (isinstance(tools, list) and all(isinstance(each, dict) for each in tools)):
+            raise RowError(f"tools must be a list of objects (got {tools!r:.40})")
+        return _check_text(self.template.render(messages, begin_answer, **({} if tools is None else {"tools": tools})))
+
+
+def _check_text(text: str) -> str:
+    """`text`, which is one.
+
+    Raises:
+        RowError: JSON can hold what no text does.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise RowError("it holds half of a surrogate pair, which is no character") from None
+    return text
 
 
 def _check_roles(messages: Any, *, answered: bool) -> None:
@@ -203,6 +222,9 @@ def _check_roles(messages: Any, *, answered: bool) -> None:
             after = "the beginning" if before == "begin" else f"a turn of {before!r}"
             raise RowError(f"messages[{place}] is of the role {role!r}, which cannot follow {after}")
         before = role
+    for place, message in enumerate(messages):
+        if message["role"] == "assistant" and message.get("content") in ("", []) and not message.get("tool_calls"):
+            raise RowError(f"messages[{place}], of the assistant, is empty, so that there is nothing to learn")
     if answered and "assistant" not in roles:
         raise RowError("there is no turn of the assistant, so that there is nothing to learn")
     if answered and roles[-1] != "assistant":

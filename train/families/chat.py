@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -115,7 +116,7 @@ def held_out_places(keys: Sequence[bytes], share: float) -> set[int]:
     if not share:
         return set()
     hashes = [int.from_bytes(hashlib.sha256(key).digest()[:8], "big") / 2**64 for key in keys]
-    edge = max(share, min(hashes) + 2**-60)
+    edge = max(share, math.nextafter(min(hashes), 1.0))
     held = {place for place, value in enumerate(hashes) if value < edge}
     if len(held) == len(keys):
         raise ConfigError(

@@ -18,14 +18,14 @@ from penjing.core.models.hf_config import decoder_config_to_hf
 from penjing.core.models.tensor_names import tensor_shapes
 from penjing.core.progress import Progress
 from penjing.core.text.tokenizer import Tokenizer
-from penjing.train.adapter.lora import adapt, adapted_weights, merged
+from penjing.train.adapter.lora import adapt, adapted_weights, check_adapter, merged
 from penjing.train.adapter.peft import load_adapter, save_adapter
 from penjing.train.monitor.samples import Samples
 from penjing.train.objective.balancing import Balanced, BalancingConfig
 from penjing.train.objective.objective import CrossEntropy, TaskObjective
 from penjing.train.processes.world import World
 from penjing.train.recipe.recipe import RunRecipe
-from penjing.train.state.initial import Weights, checkpoint_weights, fill_weights
+from penjing.train.state.initial import Weights, checkpoint_weights, fill_weights, without_data
 
 
 class DecoderTask:
@@ -47,8 +47,14 @@ class DecoderTask:
         self.config = config
         self._tokenizer, self._template = tokenizer, template
         decoder_config_to_hf(config)  # a model that no config.json can state is refused before the run
+        self._adapter: dict[str, Tensor] | None = None  # that the run begins with
         if recipe.adapter is not None:
             _check_adapter(recipe)
+            if recipe.adapter.initial is not None:
+                assert recipe.initial is not None, "or there was no base"
+                self._adapter = load_adapter(recipe.adapter.initial, recipe.adapter, recipe.initial)
+                with without_data():
+                    check_adapter(self._adapter, self.build_model())
         self._balanced = _balanced(recipe, config)
         self.objective: TaskObjective = self._balanced or _cross_entropy(recipe)
 
@@ -70,8 +76,7 @@ class DecoderTask:
         base = checkpoint_weights(folder)
         if adapter is None:
             return base
-        known = None if adapter.initial is None else load_adapter(adapter.initial, adapter, folder)
-        return adapted_weights(base, self._recipe.seed, known)
+        return adapted_weights(base, self._recipe.seed, self._adapter)
 
     def prompt(self, text: str) -> Sequence[int]:
         """The tokens of a prompt of `evaluation.prompts`."""

@@ -91,6 +91,10 @@ def test_a_template_that_writes_turns_anew_is_refused_but_for_the_last_turn(chat
         ({"messages": [{"role": "user", "content": 3}, *turns("a", "b")[1:]]}, "content must be text"),
         ({"prompt": "a", "completion": ""}, "the completion is empty"),
         ({"prompt": "a", "completion": turns("b")}, "must both be texts"),
+        ({"messages": turns("a", "")}, r"messages\[1\], of the assistant, is empty"),
+        ({"messages": turns("a", "\ud800")}, "half of a surrogate pair"),
+        ({"prompt": "\udfff", "completion": "a"}, "half of a surrogate pair"),
+        ({"messages": turns("a", "b"), "tools": "x"}, "tools must be a list of objects"),
         ({"text": "a"}, '"messages", or "prompt" and "completion" are needed, not \'text\''),
     ],
 )
@@ -106,7 +110,11 @@ def test_rows_that_cannot_be_learnt_say_why(chat: ChatTokens, row: Row, says: st
         ({"prompt": "a", "chosen": "b", "rejected": "b"}, "chosen and rejected are the same"),
         ({"chosen": turns("a", "b"), "rejected": turns("c", "d")}, "answer two different prompts"),
         ({"prompt": "a", "chosen": "b", "rejected": "c", "margin": float("nan")}, "margin must be a finite number"),
+        ({"prompt": "a", "chosen": "b", "rejected": "c", "margin": 10**400}, "margin must be a finite number"),
+        ({"prompt": "a", "chosen": "b", "rejected": "c", "margin": 1e300}, "margin must be a finite number"),
         ({"prompt": "a", "chosen": "b", "rejected": 3}, "must be texts, or lists of messages"),
+        ({"prompt": "", "chosen": "b", "rejected": "c"}, "the prompt is empty"),
+        ({"prompt": turns("a"), "chosen": turns("a", "b")[1:], "rejected": turns("a", "")[1:]}, "is empty"),
     ],
 )
 def test_pairs_that_cannot_be_compared_say_why(chat: ChatTokens, row: Row, says: str) -> None:
@@ -145,8 +153,10 @@ def test_bad_and_long_rows_are_counted_and_too_many_stop(chat: ChatTokens, tmp_p
 
     kept, taken = take_rows(sources, take, 0.5, Silent())
     assert (len(kept), taken.count, taken.too_long) == (8, 8, 1)
-    assert [line.partition(": ")[0].rpartition("/")[2] for line in taken.bad] == ["a.jsonl, line 9", "a.jsonl, line 10"]
+    assert [where.rpartition("/")[2] for where, _ in taken.bad] == ["a.jsonl, line 9", "a.jsonl, line 10"]
     assert "8 rows; 1 left out because they are longer than a sequence; 2 left out because they are bad" in str(taken)
+    named = write(tmp_path / "c.jsonl", [*good, *({"messages": [{"role": f"a: {place}"}]} for place in "bcb")])
+    assert "(2 × the role 'a: b' is unknown; roles are" in str(take_rows(named, take, 0.5, Silent())[1])
     with pytest.raises(InputError, match=r"2 of 11 rows are bad: .*a.jsonl, line 9: it is no JSON .*data.most_damaged"):
         take_rows(sources, take, 0.1, Silent())
     with pytest.raises(InputError, match="leave nothing to learn from: 0 rows; 1 left out because they are longer"):

@@ -14,6 +14,7 @@ from penjing.core.text.documents import Documents
 from penjing.serve.engine.request import SamplingParams
 from penjing.serve.generate import generate_stream
 from penjing.train.families.base import build_task
+from penjing.train.families.chat import held_out_places
 from penjing.train.processes.world import World
 from penjing.train.recipe.load import load_train_recipe
 from penjing.train.run import train
@@ -93,6 +94,16 @@ def test_equal_prompts_are_held_out_together(recipe: Path, tmp_path: Path) -> No
     assert len(learnt.texts) + len(held.texts) == 400
     assert 40 < len(held.texts) < 130
     assert sum(task.objective.count(batch) for batch in task.held_out(8, World())) > 0
+
+
+def test_one_prompt_is_held_out_however_few_there_are() -> None:
+    """Prompts are held out by their hashes, of which none may lie below the share."""
+    for number in range(40):
+        keys = [f"{number} {place}".encode() for place in range(3)]
+        assert len(held_out_places(keys, 1e-6)) == 1
+        assert len(held_out_places([*keys, *keys], 1e-6)) == 2
+    with pytest.raises(ConfigError, match="holds out all 4 rows"):
+        held_out_places([b"the same"] * 4, 0.1)
 
 
 @pytest.mark.parametrize(

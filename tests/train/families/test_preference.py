@@ -126,6 +126,12 @@ def test_a_reference_of_another_tokenizer_is_refused(recipe: Path, tmp_path: Pat
         build_task(load_train_recipe(recipe, [f"objective.reference={other}"]), Silent())
 
 
+def test_a_reference_that_cannot_see_the_longest_pair_is_refused(recipe: Path, tmp_path: Path) -> None:
+    short = write_tiny_checkpoint(tmp_path / "short", max_position_embeddings=32)
+    with pytest.raises(ConfigError, match=r"objective.reference = .*short sees 32 tokens, and a pair has \d+"):
+        build_task(load_train_recipe(recipe, [f"objective.reference={short}"]), Silent())
+
+
 def test_an_alarm_tells_of_chosen_answers_that_are_unlearnt() -> None:
     alarms = Alarms(AlarmConfig(patience=2))
     rung = [alarms.on_record({"chosen_change": change}) for change in (-0.1, -0.6, -0.7, -0.8)]
