@@ -297,6 +297,7 @@ class _Run:
             peak_flops=peak * world.size,
             progress=self.progress,
             gpu_use=gpu_use(world.device, recipe.alarms.gpu_use, self.progress.note),
+            waited="io_wait" if recipe.data.prefetch else "rollout_share",
         )
 
     def _spread(self, *, is_new: bool) -> Parallelized:

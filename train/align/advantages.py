@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 import torch
 from torch import Tensor
 
-Scale = Literal["group", "batch", "none"]
+from penjing.train.objective.policy import Scale
+
 _TINY = 1e-4  # added to a deviation: TRL's
 
 

@@ -16,17 +16,20 @@ _ASKED = ("What is {a} + {b}?", "Add {a} and {b}.", "How much are {a} and {b} to
 _OFF = (-10, -2, -1, 1, 2, 10)  # a wrong answer is as long as the right one, or nearly
 
 
-def builtin_rows(source: str) -> Iterator[dict[str, Any]]:
-    """The rows of `source`, conversations and pairs in one: each has "messages", "prompt", "chosen" and "rejected".
+def builtin_rows(source: str, section: str = "data") -> Iterator[dict[str, Any]]:
+    """The rows of `source`, conversations, pairs and prompts in one: each has "messages", "prompt", "chosen",
+    "rejected" and "answer".
 
     Args:
-        source: "builtin:sums": "What is 17 + 25?" and "17 + 25 = 42", which is chosen, or "17 + 25 = 41", rejected.
+        source: "builtin:sums": "What is 17 + 25?" and "17 + 25 = 42", which is chosen, or "17 + 25 = 41", rejected;
+            the answer is "42".
+        section: of the recipe, which messages name.
 
     Raises:
         InputError: there is no such source.
     """
     if source != "builtin:sums":
-        raise InputError(f"data.sources: {source!r} is unknown; choose {', '.join(BUILTIN)}, a file or a folder")
+        raise InputError(f"{section}.sources: {source!r} is unknown; choose {', '.join(BUILTIN)}, a file or a folder")
     numbers = range(1, _LARGEST + 1)
     chosen = sorted(product(numbers, numbers), key=lambda each: name_place(f"order {each}"))[:SUMS]
     for a, b in chosen:
@@ -35,4 +38,5 @@ def builtin_rows(source: str) -> Iterator[dict[str, Any]]:
         wrong = a + b + off[int(name_place(f"answer {a, b}") * len(off))]
         prompt = [{"role": "user", "content": question}]
         right, other = ([{"role": "assistant", "content": f"{a} + {b} = {said}"}] for said in (a + b, wrong))
-        yield {"messages": [*prompt, *right], "prompt": prompt, "chosen": right, "rejected": other}
+        pair = {"prompt": prompt, "chosen": right, "rejected": other}
+        yield {"messages": [*prompt, *right], **pair, "answer": str(a + b)}

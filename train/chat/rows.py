@@ -50,22 +50,25 @@ class Taken:
 
 
 def take_rows(
-    sources: Sequence[str], take: Callable[[Row], T], most_bad: float, progress: Progress
+    sources: Sequence[str], take: Callable[[Row], T], most_bad: float, progress: Progress, section: str = "data"
 ) -> tuple[list[T], Taken]:
     """What `take` makes of each row of `sources`, in their order; what became of the others is counted and told.
 
     Args:
         take: raises `RowError`, `RequestError` or `TooLongError` for a row that it leaves out.
         most_bad: a larger share of bad rows is an error.
+        section: of the recipe, which messages name.
 
     Raises:
         InputError: a source is missing, empty or damaged; too many rows are bad; or none is left.
     """
     kept: list[T] = []
     taken = Taken()
-    progress.start("reading conversations", sum(path.stat().st_size for each in sources for path in _files(each)))
+    progress.start(
+        "reading conversations", sum(path.stat().st_size for each in sources for path in _files(each, section))
+    )
     for source in sources:
-        for where, row in _rows(source, progress):
+        for where, row in _rows(source, progress, section):
             try:
                 if isinstance(row, str):
                     raise RowError(row)
@@ -79,33 +82,37 @@ def take_rows(
     if taken.bad and len(taken.bad) > most_bad * read:
         first = "; ".join(f"{where}: {reason}" for where, reason in taken.bad[:_SHOWN])
         raise InputError(
-            f"data.sources: {len(taken.bad)} of {read} rows are bad: {first}; correct them, or raise "
-            "data.most_damaged to leave them out"
+            f"{section}.sources: {len(taken.bad)} of {read} rows are bad: {first}; correct them, or raise "
+            f"{section}.most_damaged to leave them out"
         )
     if not kept:
         raise InputError(
-            f"data.sources {list(sources)} leave nothing to learn from: {taken}; give other data, or raise "
-            "data.sequence_length"
+            f"{section}.sources {list(sources)} leave nothing to learn from: {taken}; give other data, or "
+            + ("raise data.sequence_length" if section == "data" else "lower data.max_tokens")
         )
-    progress.note(f"data.sources: {taken}")
+    progress.note(f"{section}.sources: {taken}")
     return kept, taken
 
 
-def _files(source: str) -> list[Path]:
+def _files(source: str, section: str) -> list[Path]:
     if _is_builtin(source):
         return []
     path = Path(source)
     if not path.exists():
         raise InputError(
-            f"data.sources: {source} does not exist; name a .jsonl or .parquet file, a folder of them, or "
+            f"{section}.sources: {source} does not exist; name a .jsonl or .parquet file, a folder of them, or "
             f"{', '.join(BUILTIN)}"
         )
     files = [each for each in files_below(path) if each == path or form_of(each) in (*LINES, *TABLES)]
     if not files:
-        raise InputError(f"data.sources: {source} holds no {', '.join((*LINES, *TABLES))} file; name a folder of them")
+        raise InputError(
+            f"{section}.sources: {source} holds no {', '.join((*LINES, *TABLES))} file; name a folder of them"
+        )
     for each in files:
         if form_of(each) not in (*LINES, *TABLES):
-            raise InputError(f"data.sources: {each} is no {', '.join((*LINES, *TABLES))} file, which rows come from")
+            raise InputError(
+                f"{section}.sources: {each} is no {', '.join((*LINES, *TABLES))} file, which rows come from"
+            )
     return files
 
 
@@ -113,14 +120,14 @@ def _is_builtin(source: str) -> bool:
     return source.startswith("builtin:")
 
 
-def _rows(source: str, progress: Progress) -> Iterator[tuple[str, Row | str]]:
+def _rows(source: str, progress: Progress, section: str) -> Iterator[tuple[str, Row | str]]:
     """(Where, the row, or what is wrong with it) of each."""
     if _is_builtin(source):
-        for number, row in enumerate(builtin_rows(source), 1):
+        for number, row in enumerate(builtin_rows(source, section), 1):
             yield f"{source}, row {number}", row
-    for file in _files(source):
+    for file in _files(source, section):
         if form_of(file) in TABLES:
-            for number, row in enumerate(_table(file), 1):
+            for number, row in enumerate(_table(file, section), 1):
                 yield f"{file}, row {number}", row
             progress.advance(file.stat().st_size)
             continue
@@ -131,7 +138,7 @@ def _rows(source: str, progress: Progress) -> Iterator[tuple[str, Row | str]]:
                     if raw.strip():
                         yield f"{file}, line {number}", _of_line(raw)
         except (OSError, EOFError) as error:
-            raise InputError(f"data.sources: {file} cannot be read: {error}; get it again") from error
+            raise InputError(f"{section}.sources: {file} cannot be read: {error}; get it again") from error
 
 
 def _of_line(raw: bytes) -> Row | str:
@@ -142,7 +149,7 @@ def _of_line(raw: bytes) -> Row | str:
     return row if isinstance(row, dict) else "it is no JSON object"
 
 
-def _table(file: Path) -> Iterator[Row]:
+def _table(file: Path, section: str) -> Iterator[Row]:
     arrow = arrow_module("", file)
     try:
         if form_of(file) == ".parquet":
@@ -154,7 +161,7 @@ def _table(file: Path) -> Iterator[Row]:
             for batch in arrow.ipc.open_stream(stream):
                 yield from map(_without_nulls, batch.to_pylist())
     except (arrow.ArrowException, OSError) as error:
-        raise InputError(f"data.sources: {file} cannot be read: {error}; get it again") from error
+        raise InputError(f"{section}.sources: {file} cannot be read: {error}; get it again") from error
 
 
 def _without_nulls(value: Any) -> Any:

@@ -19,12 +19,14 @@ class Prefetched:
     """The batches of `stream`, `depth` of them ready; the state is that of the last batch handed out.
 
     Args:
+        depth: 0: none, and each is made when it is asked for, in the caller's thread.
         pin: copy into page-locked memory, from which a GPU reads without waiting.
     """
 
     def __init__(self, stream: Stream, depth: int = 4, pin: bool = False) -> None:
         self._stream = stream
         self._pin = pin
+        self._ahead = depth > 0
         self._state = stream.state_dict()
         self._ready: queue.Queue[tuple[Batch, dict[str, Any]] | BaseException] = queue.Queue(maxsize=depth)
         self._stopping = threading.Event()
@@ -34,6 +36,10 @@ class Prefetched:
         return self
 
     def __next__(self) -> Batch:
+        if not self._ahead:
+            batch = self._pinned(next(self._stream))
+            self._state = self._stream.state_dict()
+            return batch
         if self._thread is None:
             self._thread = threading.Thread(target=self._read, name="prefetch", daemon=True)
             self._thread.start()
@@ -80,12 +86,13 @@ class Prefetched:
     def _read(self) -> None:
         try:
             while not self._stopping.is_set():
-                batch = next(self._stream)
-                if self._pin:
-                    batch = {name: _pinned(tensor) for name, tensor in batch.items()}
+                batch = self._pinned(next(self._stream))
                 self._put((batch, self._stream.state_dict()))
         except BaseException as error:  # belongs to the loop: raised where the batch is asked for
             self._put(error)
+
+    def _pinned(self, batch: Batch) -> Batch:
+        return {name: _pinned(tensor) for name, tensor in batch.items()} if self._pin else batch
 
     def _put(self, entry: tuple[Batch, dict[str, Any]] | BaseException) -> None:
         while not self._stopping.is_set():

@@ -23,9 +23,10 @@ from penjing.train.families.base import Family, Task
 from penjing.train.families.chat import ChatTuning
 from penjing.train.families.decoder_task import DecoderTask
 from penjing.train.families.preference import preference_task
+from penjing.train.families.rollouts import RolloutTuning
 from penjing.train.objective.objective import Batch
 from penjing.train.processes.world import World
-from penjing.train.recipe.data import ChatData, PreferenceData, TextData
+from penjing.train.recipe.data import ChatData, PreferenceData, RolloutData, TextData
 from penjing.train.recipe.model import DecoderModel
 from penjing.train.recipe.recipe import RunRecipe, TrainRecipe
 from penjing.train.state.initial import Weights, decoder_weights
@@ -282,6 +283,8 @@ def _new_task(recipe: TrainRecipe, progress: Progress) -> LanguageModeling:
 def _checkpoint_task(folder: Path, recipe: RunRecipe, progress: Progress) -> Task:
     if isinstance(recipe.data, PreferenceData):
         return preference_task(folder, recipe, recipe.data, progress)
+    if isinstance(recipe.data, RolloutData):
+        return RolloutTuning(folder, recipe, recipe.data, progress)
     if isinstance(recipe.data, ChatData):
         return ChatTuning(folder, recipe, recipe.data, progress)
     assert isinstance(recipe.data, TextData)
@@ -298,4 +301,6 @@ def _language_modeling(
     return kind(recipe, model, data, progress)
 
 
-FAMILY = Family(data=(TextData, ChatData, PreferenceData), new_task=_new_task, checkpoint_task=_checkpoint_task)
+FAMILY = Family(
+    data=(TextData, ChatData, PreferenceData, RolloutData), new_task=_new_task, checkpoint_task=_checkpoint_task
+)

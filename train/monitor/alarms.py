@@ -30,6 +30,9 @@ class AlarmConfig(Config):
     chosen_falls: Action = Field(
         default="log", description="Of dpo: when the chosen answers themselves become much less likely."
     )
+    answers_run_on: Action = Field(
+        default="log", description="Of rollouts: when many answers do not end within data.max_tokens."
+    )
     loss_spike_deviations: float = Field(
         default=6.0, gt=0, description="Standard deviations above the running mean from which a loss is a spike."
     )
@@ -47,8 +50,13 @@ class AlarmConfig(Config):
         lt=0,
         description="The change of a chosen token's log-probability, in nats, below which chosen_falls rings.",
     )
+    answers_run_on_above: float = Field(
+        default=0.5, gt=0, le=1, description="The share of such answers above which answers_run_on rings."
+    )
     patience: int = Field(
-        default=3, ge=1, description="Records in a row before gpu_use, memory, io_wait or chosen_falls rings."
+        default=3,
+        ge=1,
+        description="Records in a row before gpu_use, memory, io_wait, chosen_falls or answers_run_on rings.",
     )
 
 
@@ -99,8 +107,8 @@ class Alarms:
         return rung
 
     def on_record(self, record: Mapping[str, Any]) -> list[Alarm]:
-        """Watch the slow quantities of a record, each optional: gpu_use, memory_share, io_wait, each a share of 1, and
-        chosen_change."""
+        """Watch the slow quantities of a record, each optional: gpu_use, memory_share, io_wait and ended, each a
+        share of 1, and chosen_change."""
         config = self.config
         rung: list[Alarm] = []
         for name, key, bad, rule in (
@@ -122,6 +130,15 @@ class Alarms:
                     f"a token of a chosen answer has changed by {change:.2f} nats, below {edge:g}, for "
                     f"{config.patience} records: the model unlearns both answers; lower the learning rate, raise "
                     "objective.beta, or set objective.sft",
+                )
+        if (ended := record.get("ended")) is not None:
+            edge = config.answers_run_on_above
+            self._in_a_row["run_on"] = self._in_a_row.get("run_on", 0) + 1 if 1 - ended > edge else 0
+            if self._in_a_row["run_on"] == config.patience:
+                rung += self._ring(
+                    "answers_run_on",
+                    f"{1 - ended:.0%} of the answers do not end, above {edge:.0%}, for {config.patience} records; "
+                    "raise data.max_tokens, begin with a checkpoint that ends its answers, or set algorithm.kl",
                 )
         return rung
 

@@ -48,6 +48,9 @@ class Monitor:
 
     Attributes: last: the newest record of training. count, learnt, seconds: how many units this run has computed, how
         many of them its loss counted, and the time of its steps, pauses left out.
+
+    Args:
+        waited: what a record calls the share of the time that passes until the batches of a step are there.
     """
 
     def __init__(
@@ -63,6 +66,7 @@ class Monitor:
         peak_flops: float = math.inf,
         progress: Progress | None = None,
         gpu_use: Callable[[], float] | None = None,
+        waited: str = "io_wait",
     ) -> None:
         self.alarms = alarms
         self.every = every
@@ -70,6 +74,7 @@ class Monitor:
         self._sinks = sinks
         self._device = device or torch.device("cpu")
         self._gpu_use = gpu_use
+        self._waited_for = waited
         self._unit = unit
         self._flops_per_unit = flops_per_unit
         self._peak_flops = peak_flops
@@ -159,7 +164,7 @@ class Monitor:
             f"{self._unit}_per_s": rate,
             "step_s": seconds / self._steps,
             "mfu": self.mfu(rate),
-            "io_wait": self._waited / seconds,
+            self._waited_for: self._waited / seconds,
             "memory_bytes": used,
             "memory_share": used / total,
         }
@@ -170,9 +175,10 @@ class Monitor:
         return rates
 
     def _line(self, record: Record, steps: int) -> str:
+        reward = f"reward {record['reward']:.3f} " if "reward" in record else ""
         return (
             f"step {record['step']}/{steps} left {clock((steps - record['step']) * record['step_s'])} "
-            f"loss {record['loss']:.4f} lr {record['learning_rate']:.1e} "
+            f"{reward}loss {record['loss']:.4f} lr {record['learning_rate']:.1e} "
             f"{speed(record[f'{self._unit}_per_s'], record.get(f'learnt_{self._unit}_per_s'), self._unit)} "
             f"MFU {record['mfu']:.0%}"
         )

@@ -32,7 +32,8 @@ def summary(
     if monitor.last:
         rows.append(("loss", f"{monitor.last['loss']:.4f} (last step)"))
     if evaluation:
-        rows.append(("held out", ", ".join(_value(name, value, unit) for name, value in evaluation.items())))
+        likely = unit == "tokens" and "reward" not in evaluation  # the loss is a token's negative log-probability
+        rows.append(("held out", ", ".join(_value(name, value, likely) for name, value in evaluation.items())))
     if monitor.seconds:
         rate = monitor.count / monitor.seconds
         learnt = None if monitor.learnt == monitor.count else monitor.learnt / monitor.seconds
@@ -43,8 +44,8 @@ def summary(
     )
 
 
-def _value(name: str, value: float, unit: str) -> str:
+def _value(name: str, value: float, likely: bool) -> str:
     if name == "accuracy":
         return f"accuracy {value:.2%}"
-    perplexity = f" (perplexity {math.exp(value):.1f})" if name == "loss" and unit == "tokens" and value < 20 else ""
+    perplexity = f" (perplexity {math.exp(value):.1f})" if name == "loss" and likely and value < 20 else ""
     return f"{name} {value:.4f}{perplexity}"

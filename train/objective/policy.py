@@ -2,8 +2,9 @@
 
 The batch is one of answers: "tokens" (B, T) int64; "rows" (R,) int64, the places in the flattened tokens whose next
 token is part of an answer, "next" (R,) int64, that token, and "answer" (R,) int64, the row in B of each; "advantage",
-"reward", "ended", "silent" (B,) float32; "real" (B,) bool, which answers count. "old" and "reference" (R,) float32, the
-tokens' log-probabilities before the first update from these answers and by the reference, may be there.
+"reward", "ended" and "silent", of a group of equal rewards, (B,) float32; "real" (B,) bool, which answers count. "old",
+"reference" and "engine" (R,) float32, the tokens' log-probabilities before the first update from these answers, by the
+reference and by the engine that sampled them, may be there.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from penjing.train.objective.logprobs import token_logprobs
 from penjing.train.objective.objective import Batch, Loss
 
 Aggregate = Literal["token", "answer", "constant"]
+Scale = Literal["group", "batch", "none"]  # what advantages are divided by
 
 
 @dataclass(frozen=True)
@@ -76,9 +78,12 @@ class PolicyGradient:
         with torch.no_grad():
             clipped = ((ratio < 1 - low) & (advantage < 0)) | ((ratio > 1 + high) & (advantage > 0))
             counts = real if self.whole else real[owner]
-            counted = _answer_metrics(batch, entropy) | {"clipped": _mean(clipped, counts)}
+            counted = _answer_metrics(batch, entropy)
+            counted |= {"clipped": _mean(clipped, counts), "silent": _mean(batch["silent"], real)}
             if away is not None:
                 counted["kl"] = _mean(away, real[owner])
+            if "engine" in batch:
+                counted["gap"] = _mean((found - batch["engine"]).abs(), real[owner])
         return Loss((each * weight).sum(), counted=counted)
 
     def _weights(self, sizes: Tensor) -> Tensor:
@@ -104,7 +109,6 @@ class AnswerRewards:
         """See the class."""
         _, entropy = answer_tokens(model, batch)
         metrics = _answer_metrics(batch, entropy)
-        metrics.pop("silent")
         return Loss(-metrics["reward"][0], counted=metrics)
 
 
@@ -128,7 +132,7 @@ def _mean(values: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
 @torch.no_grad()
 def _answer_metrics(batch: Batch, entropy_R: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
     real = batch["real"].to(entropy_R.dtype)
-    of_answers = {name: _mean(batch[name], real) for name in ("reward", "ended", "silent")}
+    of_answers = {name: _mean(batch[name], real) for name in ("reward", "ended")}
     return of_answers | {
         "length": _mean(_sums(torch.ones_like(entropy_R), batch), real),
         "entropy": _mean(entropy_R, real[batch["answer"]]),

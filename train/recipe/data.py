@@ -122,6 +122,24 @@ class PreferenceData(RowData):
     kind: Literal["preference"] = Field(description="Pairs of a better and a worse answer to one prompt.")
 
 
+class RolloutData(DataConfig):
+    """Answers that the model samples itself, to the prompts of [prompts]."""
+
+    kind: Literal["rollouts"] = Field(description="Answers that the model samples itself, to [prompts].")
+    batch_size: int = Field(gt=0, description="Prompts of one update over all processes.")
+    micro_batch: int | None = Field(  # pyright: ignore[reportIncompatibleVariableOverride]  # frozen
+        default=None, description="Prompts of one forward pass of one process; by default batch_size / processes."
+    )
+    prefetch: Literal[0] = Field(  # pyright: ignore[reportIncompatibleVariableOverride]  # frozen
+        default=0, description="Nothing is prepared ahead, since answers are sampled by the newest weights."
+    )
+    samples: int = Field(default=8, ge=2, le=64, description="Answers to each prompt.")
+    max_tokens: int = Field(ge=1, description="Tokens of an answer at most.")
+    temperature: float = Field(
+        default=1.0, gt=0, le=10, description="Logits are divided by it, when answers are sampled and when learnt."
+    )
+
+
 class SampleData(DataConfig, TrainingSource, Augment):
     """Samples of the user."""
 

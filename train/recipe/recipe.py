@@ -19,10 +19,13 @@ from penjing.train.optim.clip import ClipConfig
 from penjing.train.optim.optimizer import OptimizerConfig
 from penjing.train.optim.schedule import LearningRate
 from penjing.train.parallel.config import ParallelConfig
-from penjing.train.recipe.data import ChatData, FashionData, PreferenceData, SampleData, TextData
+from penjing.train.recipe.align import AlgorithmConfig, PromptConfig, RewardConfig
+from penjing.train.recipe.data import ChatData, FashionData, PreferenceData, RolloutData, SampleData, TextData
 from penjing.train.recipe.model import DecoderModel, ResNetModel
 
-Data = Annotated[TextData | ChatData | PreferenceData | FashionData | SampleData, Field(discriminator="kind")]
+Data = Annotated[
+    TextData | ChatData | PreferenceData | RolloutData | FashionData | SampleData, Field(discriminator="kind")
+]
 _UNITS = {"": 1, "B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 
 
@@ -196,6 +199,27 @@ class TrainRecipe(RunRecipe):
     model: Annotated[DecoderModel | ResNetModel, Field(discriminator="architecture")] | None = Field(
         default=None, description="What is trained from the beginning; with `initial` it comes from that checkpoint."
     )
+    prompts: PromptConfig | None = Field(
+        default=None, validate_default=True, description="Of rollouts: what the model is asked."
+    )
+    algorithm: AlgorithmConfig | None = Field(
+        default=None, validate_default=True, description="Of rollouts: how much each answer is learnt."
+    )
+    reward: RewardConfig | None = Field(
+        default=None, validate_default=True, description="Of rollouts: what an answer is worth."
+    )
+
+    @field_validator("prompts", "algorithm", "reward")
+    @classmethod
+    def _of_rollouts(cls, value: Any, info: ValidationInfo) -> Any:
+        kind = getattr(info.data.get("data"), "kind", None)
+        if kind == "rollouts" and value is None:
+            if info.field_name == "algorithm":
+                return AlgorithmConfig()
+            raise ValueError("is needed with data.kind = 'rollouts'")
+        if kind not in (None, "rollouts") and value is not None:
+            raise ValueError(f"is of data.kind = 'rollouts', not of {kind!r}; leave it out")
+        return value
 
 
 def parse_size(text: str) -> int:

@@ -23,7 +23,7 @@ def test_sums_are_the_same_on_every_machine() -> None:
     first = rows[0]["messages"]
     assert [each["content"] for each in first] == ["How much are 20 and 19 together?", "20 + 19 = 39"]
     digest = hashlib.sha256(json.dumps(rows).encode()).hexdigest()
-    assert digest == "4956f17c9a64da559f6d14fe70536c75c9a4736963c0fc1cb4a20f7cf6b8ad03"
+    assert digest == "03d62080429075a3fb474df624db089398bd05a189f27c612cdf51020232780c"
 
 
 def test_the_chosen_answer_is_right_and_the_rejected_one_wrong() -> None:
@@ -39,7 +39,7 @@ def test_the_chosen_answer_is_right_and_the_rejected_one_wrong() -> None:
         assert wrong is not None
         a, b, said = map(int, right.groups())
         assert re.findall(r"\d+", question) == [str(a), str(b)] == list(wrong.groups()[:2])
-        assert said == a + b != int(wrong[3])
+        assert said == a + b == int(row["answer"]) != int(wrong[3])
         assert int(wrong[3]) > 0
 
 

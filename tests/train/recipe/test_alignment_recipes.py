@@ -20,6 +20,7 @@ RECIPES = {
     "smollm2-lora": "loss",
     "smollm2-dpo": "reward_margin",
     "smollm2-reward": "preference_accuracy",
+    "smollm2-grpo": "reward",
 }
 
 

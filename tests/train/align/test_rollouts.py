@@ -1,0 +1,293 @@
+"""Learning from a model's own answers: what a run reaches, that it goes on as if it had not stopped, and what it
+refuses."""
+
+from __future__ import annotations
+
+import json
+import threading
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from penjing.core.checkpoint.reward import load_reward, save_reward
+from penjing.core.errors import ConfigError, InputError
+from penjing.core.models.reward import RewardModel
+from penjing.core.progress import Silent
+from penjing.train.align.prompts import Answer, Prompt, Sampled
+from penjing.train.align.rewards import ModelReward, Rewards, Verifier, number
+from penjing.train.align.user_reward import UserReward
+from penjing.train.families.base import build_task
+from penjing.train.families.rollouts import RolloutTuning
+from penjing.train.monitor.alarms import AlarmConfig, Alarms
+from penjing.train.processes.world import World
+from penjing.train.recipe.load import load_train_recipe
+from penjing.train.run import train
+from tests.conftest import write_tiny_checkpoint
+
+RECIPE = """
+output = "{folder}/out"
+initial = "{base}"
+steps = 4
+device = "cpu"
+seed = 1
+
+[prompts]
+sources = ["{folder}/prompts.jsonl"]
+held_out = 0.2
+
+[data]
+kind = "rollouts"
+batch_size = 4
+samples = 6
+max_tokens = 4
+
+[reward]
+kind = "{folder}/reward.py:vowels"
+unended = "scored"
+
+[learning_rate]
+kind = "constant"
+peak = 5e-3
+
+[optimizer]
+weight_decay = 0.0
+
+[precision]
+mode = "fp32"
+
+[evaluation]
+every = 0
+
+[monitor]
+every = 1
+tensorboard = false
+"""
+CODE = """
+import os, sys, time
+print("what the file prints is no answer")
+
+def vowels(prompt, answer, row):
+    assert prompt == row["prompt"]
+    return sum(letter in "aeiou" for letter in answer) / 4
+
+def same(prompt, answer, row):
+    return 0.3
+
+def raises(prompt, answer, row):
+    return row["nothing"]
+
+def hangs(prompt, answer, row):
+    time.sleep(600)
+
+def ends(prompt, answer, row):
+    os._exit(3)
+
+def silent(prompt, answer, row):
+    pass
+
+def bad(prompt, answer, row):
+    return float("nan")
+"""
+
+
+@pytest.fixture
+def recipe(tiny_checkpoint: Path, tmp_path: Path) -> Path:
+    rows = [{"prompt": f"Say {place}.", "answer": place} for place in range(20)]
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "reward.py").write_text(CODE)
+    path = tmp_path / "rollouts.toml"
+    path.write_text(RECIPE.format(folder=tmp_path, base=tiny_checkpoint))
+    return path
+
+
+def records(folder: Path) -> list[dict[str, Any]]:
+    """Of the steps, without alarms and evaluations."""
+    found = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [record for record in found if "loss" in record]
+
+
+@pytest.mark.parametrize("settings", [[], ["algorithm.kind=rloo", "adapter.rank=4", "learning_rate.peak=2e-2"]])
+def test_the_reward_rises_and_the_engine_follows_the_learner(recipe: Path, tmp_path: Path, settings: list[str]) -> None:
+    results = train(recipe, ["steps=20", "evaluation.every=20", *settings])
+    steps = records(tmp_path / "out-run")
+    first, last = (sum(record["reward"] for record in some) / 5 for some in (steps[:5], steps[-5:]))
+    assert last > first + 0.2
+    assert results["reward"] > first + 0.2
+    assert results["loss"] == -results["reward"]
+    # The engine samples by the weights of this very update, and with the learner's probabilities.
+    assert max(record["gap"] for record in steps) < 1e-4
+    answers = [json.loads(line) for line in (tmp_path / "out-run/answers.jsonl").read_text().splitlines()]
+    assert {"prompt", "answer", "reward"} == set(answers[0])
+    assert (tmp_path / "out/adapter").exists() == bool(settings)
+
+
+@pytest.mark.parametrize("settings", [[], ["algorithm.updates=2", "algorithm.kl=0.1"]])
+def test_a_run_goes_on_as_if_it_had_not_stopped(recipe: Path, tmp_path: Path, settings: list[str]) -> None:
+    train(recipe, ["steps=5", *settings])
+    whole = [f"output={tmp_path}/again", *settings]
+    train(recipe, ["steps=3", *whole])  # of two updates a rollout this is between them
+    train(recipe, ["steps=5", *whole], resume="auto")
+    first, second = (load_file(tmp_path / name / "model.safetensors") for name in ("out", "again"))
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    for ours, theirs in zip(*(records(tmp_path / f"{name}-run")[-2:] for name in ("out", "again")), strict=True):
+        assert all(ours[key] == theirs[key] for key in ("loss", "reward", "length", "entropy", "gradient_norm"))
+
+
+def test_equal_rewards_change_no_bit(recipe: Path, tmp_path: Path, tiny_checkpoint: Path) -> None:
+    train(recipe, [f"reward.kind={tmp_path}/reward.py:same"])
+    before, after = (load_file(folder / "model.safetensors") for folder in (tiny_checkpoint, tmp_path / "out"))
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert {record["silent"] for record in records(tmp_path / "out-run")} == {1.0}
+
+
+def test_the_first_of_several_updates_has_ratios_of_one_and_no_distance(recipe: Path, tmp_path: Path) -> None:
+    train(recipe, ["algorithm.updates=3", "algorithm.kl=0.1", "algorithm.clip=[0.01, 0.01]"])
+    found = records(tmp_path / "out-run")
+    assert found[0]["clipped"] == found[0]["kl"] == 0.0
+    assert found[1]["clipped"] > 0
+    assert found[1]["kl"] > 0
+    assert found[3]["clipped"] == 0.0  # new answers
+
+
+@dataclass(frozen=True)
+class Meeting(World):
+    """Processes that are threads: sums are made where all meet."""
+
+    barrier_of: threading.Barrier = field(default_factory=lambda: threading.Barrier(1), compare=False)
+    given: dict[int, Tensor] = field(default_factory=dict, compare=False)
+
+    def sum(self, values: Tensor) -> Tensor:
+        self.given[self.rank] = values.clone()
+        self.barrier_of.wait(120)
+        values.copy_(torch.stack([self.given[rank] for rank in range(self.size)]).sum(0))
+        self.barrier_of.wait(120)
+        return values
+
+
+@pytest.mark.parametrize("settings", [["algorithm.scale=batch"], ["algorithm.kind=rloo", "algorithm.kl=0.1"]])
+def test_two_processes_learn_what_one_does(recipe: Path, settings: list[str]) -> None:
+    loaded = load_train_recipe(recipe, ["data.batch_size=3", *settings])
+
+    def batches(world: World, micro_batch: int, passes: int) -> list[dict[str, Tensor]]:
+        task = build_task(loaded, Silent())
+        model = task.build_model()
+        task.initialize(model)
+        task.after_update(model, world)
+        stream = task.stream(micro_batch, world)
+        return [next(stream) for _ in range(passes)]
+
+    barrier, given = threading.Barrier(2), dict[int, Tensor]()
+    found: dict[int, list[dict[str, Tensor]]] = {}
+    worlds = [Meeting(rank, 2, barrier_of=barrier, given=given) for rank in range(2)]
+    threads = [
+        threading.Thread(target=lambda world=world: found.update({world.rank: batches(world, 1, 2)}))
+        for world in worlds
+    ]
+    for thread in threads:
+        thread.start()
+    (whole,) = batches(World(), 3, 1)
+    for thread in threads:
+        thread.join()
+    parts = [found[0][0], found[1][0], found[0][1], found[1][1]]
+    assert [bool(part["real"].all()) for part in parts] == [True, True, True, False]
+    for name in ("advantage", "reward", "ended", "silent"):
+        torch.testing.assert_close(torch.cat([part[name] for part in parts[:3]]), whole[name], rtol=1e-5, atol=1e-6)
+    assert torch.equal(torch.cat([part["next"] for part in parts[:3]]), whole["next"])
+
+
+def answers(*texts: str, ended: bool = True) -> list[Answer]:
+    return [Answer(Sampled([5], [0.0], ended), text) for text in texts]
+
+
+def test_a_verifier_compares_with_the_answer_of_the_row() -> None:
+    assert [number(text) for text in ("it is 1,234.50.", "-3", "5 + 8 = 13", "x.5", "none")] == [
+        1234.5, -3.0, 13.0, 0.5, None
+    ]  # fmt: skip
+    prompt = Prompt([1], {"prompt": "?", "answer": "42"})
+    assert Verifier("number")(prompt, answers("17 + 25 = 42", "42.0!", "42 or 43", "")) == [1.0, 1.0, 0.0, 0.0]
+    assert Verifier("exact")(prompt, answers(" 42\n", "it is 42")) == [1.0, 0.0]
+    assert Verifier("regex")(Prompt([1], {"answer": r"^yes\b"}), answers("yes, it is", "oh yes")) == [1.0, 0.0]
+    assert Rewards(Verifier("number"), -1.0, "verifier")(prompt, answers("42", ended=False)) == [-1.0]
+
+
+def test_a_reward_model_scores_prompt_and_answer(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    from penjing.core.checkpoint.decoder import open_checkpoint
+
+    torch.manual_seed(0)
+    (tmp_path / "reward").mkdir()
+    save_reward(tmp_path / "reward", RewardModel(open_checkpoint(tiny_checkpoint).config), tiny_checkpoint, {})
+    scorer = ModelReward(tmp_path / "reward", tiny_checkpoint, torch.device("cpu"))
+    some = [Answer(Sampled(tokens), "") for tokens in ([5, 6, 7], [9, 2])]
+    model = load_reward(tmp_path / "reward")
+    with torch.no_grad():
+        expected = [float(model(torch.tensor([[3, 4, *a.sampled.tokens]]), torch.tensor([1 + len(a.sampled.tokens)])))
+                    for a in some]  # fmt: skip
+    assert scorer(Prompt([3, 4], {}), some) == pytest.approx(expected, abs=1e-5)
+    other = write_tiny_checkpoint(tmp_path / "other", pre="smollm")
+    with pytest.raises(ConfigError, match="has another tokenizer than initial"):
+        ModelReward(tmp_path / "reward", other, torch.device("cpu"))
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("raises", r"raises raised KeyError, line 13: 'nothing'; mend the function"),
+        ("hangs", "took longer than 1 s for the answer 'x'; mend the function, or raise reward.timeout"),
+        ("ends", "its process ended with code 3 at the answer 'x'"),
+        ("silent", "returned no number for the answer 'x'; return a float"),
+        ("bad", "gives nan for the answer 'x' to 'Say 1.'; rewards are finite numbers"),
+    ],
+)
+def test_a_function_that_fails_is_one_error(recipe: Path, tmp_path: Path, name: str, says: str) -> None:
+    spec = f"{tmp_path}/reward.py:{name}"
+    rewards = Rewards(UserReward(spec, timeout=1.0), None, spec)
+    with pytest.raises(InputError, match=says):
+        rewards(Prompt([1], {"prompt": "Say 1."}), answers("x"))
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        (["reward.kind=verifier", "reward.check=regex", "algorithm.kind=rloo", "algorithm.scale=group"],
+         "algorithm.scale: .*of rloo is 'batch' or 'none'"),
+        (["algorithm.kind=rloo", "algorithm.dual=2.0"], "algorithm.dual: .*is of kind = 'grpo', not of 'rloo'"),
+        (["algorithm.reference=x"], "algorithm.reference: .*is what the penalty algorithm.kl is measured from"),
+        (["reward.kind=gold"], "reward.kind: .*'verifier', 'model', or a function"),
+        (["reward.kind=model"], "reward.folder: .*is the reward model that kind = 'model' asks"),
+        (["reward.check=exact"], "reward.check: .*leave it out"),
+        (["data={kind='chat', sources=['x'], batch_size=1, sequence_length=9}"],
+         "prompts: .*is of data.kind = 'rollouts', not of 'chat'"),
+        (["data.samples=1"], "data.rollouts.samples|data.samples"),
+        (["data.max_tokens=512"], "leaves no room for a prompt in the 512 tokens"),
+        (["prompts.held_out=0.0", "evaluation.every=1"], "prompts.held_out = 0 leaves nothing to evaluate on"),
+        (["prompts.sources=['nowhere']"], "prompts.sources: nowhere does not exist"),
+        (["compile=true"], "compile = true is not for data.kind = 'rollouts'"),
+        (["objective.label_smoothing=0.1"], r"\[objective\] is not for data.kind = 'rollouts'"),
+        (["parallel.zero=1"], "takes data parallelism alone"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_meant_is_one_error(recipe: Path, settings: list[str], says: str) -> None:
+    with pytest.raises((ConfigError, InputError), match=says):
+        train(recipe, settings)
+
+
+def test_rows_without_an_answer_are_bad_rows(recipe: Path, tmp_path: Path) -> None:
+    with (tmp_path / "prompts.jsonl").open("a") as file:
+        file.write('{"prompt": "Say it."}\n')
+    check = ["reward.kind=verifier", "prompts.most_damaged=0.1"]
+    task = build_task(load_train_recipe(recipe, check), Silent())
+    assert isinstance(task, RolloutTuning)
+    with pytest.raises(InputError, match=r'prompts.sources: 1 of 21 rows are bad: .*"answer", a text or a number'):
+        build_task(load_train_recipe(recipe, check[:1]), Silent())
+
+
+def test_an_alarm_tells_of_answers_that_run_on() -> None:
+    alarms = Alarms(AlarmConfig(patience=2))
+    rung = [alarms.on_record({"ended": ended}) for ended in (0.6, 0.4, 0.3, 0.2)]
+    assert [len(each) for each in rung] == [0, 0, 1, 0]
+    assert "70% of the answers do not end, above 50%" in rung[2][0].message

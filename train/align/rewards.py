@@ -1,0 +1,152 @@
+"""What answers are worth: a verifier compares them with the row's own answer, a reward model scores them, or a function
+of the user does."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from penjing.core.checkpoint.reward import load_reward
+from penjing.core.errors import ConfigError, InputError
+from penjing.core.text.tokenizer import read_backend
+from penjing.train.align.prompts import Answer, Prompt
+from penjing.train.align.user_reward import UserReward
+from penjing.train.chat.rows import Row
+from penjing.train.recipe.align import RewardConfig
+
+_NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?|-?\.\d+")
+_TOGETHER = 8  # answers in one pass of a reward model
+
+
+class Scorer(Protocol):
+    """Gives each answer to a prompt its worth."""
+
+    def wrong(self, row: Row) -> str | None:
+        """Why answers to the prompt of `row` could not be scored, or None."""
+        ...
+
+    def __call__(self, prompt: Prompt, answers: Sequence[Answer]) -> list[float]:
+        """A number for each."""
+        ...
+
+
+@dataclass(frozen=True)
+class Verifier:
+    """1 for an answer that is the row's `answer`, else 0. `check`: see `RewardConfig`."""
+
+    check: str
+
+    def wrong(self, row: Row) -> str | None:
+        """See `Scorer`."""
+        wanted = row.get("answer")
+        if not isinstance(wanted, str | int | float) or isinstance(wanted, bool):
+            return '"answer", a text or a number, is needed to verify what the model answers'
+        if self.check == "number" and number(str(wanted)) is None:
+            return 'the "answer" holds no number, which reward.check = "number" looks for'
+        if self.check == "regex":
+            try:
+                re.compile(str(wanted))
+            except re.error as error:
+                return f'the "answer" is no regular expression ({error})'
+        return None
+
+    def __call__(self, prompt: Prompt, answers: Sequence[Answer]) -> list[float]:
+        """See `Scorer`."""
+        wanted = str(prompt.row["answer"])
+        return [float(self._right(answer.text, wanted)) for answer in answers]
+
+    def _right(self, text: str, wanted: str) -> bool:
+        if self.check == "number":
+            return number(text) == number(wanted)
+        if self.check == "regex":
+            return re.search(wanted, text) is not None
+        return text.strip() == wanted.strip()
+
+
+def number(text: str) -> float | None:
+    """The last number of a text, whose thousands may be parted by commas."""
+    found = _NUMBER.findall(text)
+    return float(found[-1].replace(",", "")) if found else None
+
+
+class ModelReward:
+    """The score that a reward model gives to a prompt and its answer.
+
+    Args:
+        folder: its checkpoint.
+        tokenizer: the folder of the tokenizer that prompts are written in.
+
+    Raises:
+        ConfigError: it has another tokenizer.
+        InputError: it is missing, damaged, or no reward model.
+    """
+
+    def __init__(self, folder: Path, tokenizer: Path, device: torch.device) -> None:
+        if not (folder / "config.json").exists():
+            raise InputError(f"reward.folder = {folder} is no checkpoint; train one with objective.kind = 'reward'")
+        self._model = load_reward(folder).eval().to(device)
+        theirs, ours = (read_backend(each / "tokenizer.json").to_str() for each in (folder, tokenizer))
+        if theirs != ours:
+            raise ConfigError(
+                f"reward.folder = {folder} has another tokenizer than initial = {tokenizer}, so that its tokens mean "
+                "something else; train a reward model from a checkpoint of the same one"
+            )
+        self._device = device
+
+    def wrong(self, row: Row) -> None:
+        """See `Scorer`: every prompt will do."""
+
+    @torch.no_grad()
+    def __call__(self, prompt: Prompt, answers: Sequence[Answer]) -> list[float]:
+        """See `Scorer`."""
+        scores = list[float]()
+        texts = [prompt.tokens + answer.sampled.tokens for answer in answers]
+        width = max(map(len, texts))
+        for begin in range(0, len(texts), _TOGETHER):
+            some = texts[begin : begin + _TOGETHER]
+            tokens = torch.tensor([text + [0] * (width - len(text)) for text in some], device=self._device)
+            last = torch.tensor([place * width + len(text) - 1 for place, text in enumerate(some)], device=self._device)
+            scores += self._model(tokens, last).tolist()
+        return scores
+
+
+class Rewards:
+    """The rewards that a recipe asks for: `scorer`'s, but for answers that do not end."""
+
+    def __init__(self, scorer: Scorer, unended: float | None, name: str) -> None:
+        self.scorer, self._unended, self._name = scorer, unended, name
+
+    def __call__(self, prompt: Prompt, answers: Sequence[Answer]) -> list[float]:
+        """A finite number for each answer to `prompt`.
+
+        Raises:
+            InputError: the scorer gives another, or fails.
+        """
+        found = self.scorer(prompt, answers)
+        for answer, value in zip(answers, found, strict=True):
+            if not math.isfinite(value):
+                raise InputError(
+                    f"reward.kind = {self._name!r} gives {value} for the answer {answer.text!r:.80} to "
+                    f"{prompt.text!r:.80}; rewards are finite numbers"
+                )
+        if self._unended is None:
+            return found
+        return [value if answer.sampled.ended else self._unended for answer, value in zip(answers, found, strict=True)]
+
+
+def make_rewards(config: RewardConfig, tokenizer: Path, device: torch.device) -> Rewards:
+    """What `config` asks for; see `ModelReward` and `UserReward` for what is raised."""
+    if config.kind == "verifier":
+        scorer: Scorer = Verifier(config.check)
+    elif config.kind == "model":
+        assert config.folder is not None, "the recipe is checked"
+        scorer = ModelReward(config.folder, tokenizer, device)
+    else:
+        scorer = UserReward(config.kind, config.timeout)
+    return Rewards(scorer, None if config.unended == "scored" else float(config.unended), config.kind)

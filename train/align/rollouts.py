@@ -1,0 +1,245 @@
+"""The stream of a run that learns from its own answers: prompts are answered by the newest weights, answers rewarded,
+and what is learnt of each is found, for all prompts of a step at once.
+
+Each process answers the prompts that it will learn from; sums over the processes then give all of them everything. So
+advantages see the whole batch, and the state that is saved is the same in every process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from penjing.train.align.advantages import group_advantages, leave_one_out
+from penjing.train.align.prompts import Answer, Prompt, Sampled, answer_seed
+from penjing.train.align.rewards import Rewards
+from penjing.train.align.sampler import Sampler
+from penjing.train.data.order import Order
+from penjing.train.objective.objective import Batch
+from penjing.train.objective.policy import answer_tokens
+from penjing.train.processes.world import World
+from penjing.train.recipe.align import AlgorithmConfig
+from penjing.train.recipe.data import RolloutData
+
+Rollout = dict[str, Tensor]
+"""Of the P prompts of a step with S answers of up to L tokens: "tokens" (P, S, L) int64, "sizes" (P, S) int64, "ended"
+and "reward" (P, S) float64; "old", "reference", "engine" (P, S, L) float32 log-probabilities, where they are needed."""
+
+
+def answer_batch(
+    prompts: Sequence[Sequence[int]],
+    answers: Sequence[Sequence[int]],
+    pad: int,
+    of_answers: dict[str, Tensor],
+    of_tokens: dict[str, Sequence[Sequence[float]]] | None = None,
+) -> Batch:
+    """The batch that `penjing.train.objective.policy` describes, of B prompts and an answer to each.
+
+    Args:
+        pad: fills rows up at their end.
+        of_answers: numbers of the answers, (B,).
+        of_tokens: numbers of the answers' tokens, as many as each has.
+    """
+    width = max(len(prompt) + len(answer) for prompt, answer in zip(prompts, answers, strict=True))
+    tokens = np.full((len(prompts), width), pad, np.int64)
+    sizes = [len(answer) for answer in answers]
+    owner = np.repeat(np.arange(len(prompts)), sizes)
+    places = list[np.ndarray]()
+    for row, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
+        tokens[row, : len(prompt) + len(answer)] = [*prompt, *answer]
+        places.append(row * width + len(prompt) - 1 + np.arange(len(answer)))
+    rows = np.concatenate(places)
+    batch = {"tokens": tokens, "rows": rows, "next": tokens.reshape(-1)[rows + 1], "answer": owner}
+    found = {name: torch.from_numpy(each) for name, each in batch.items()} | of_answers
+    for name, values in (of_tokens or {}).items():
+        found[name] = torch.tensor([each for row in values for each in row], dtype=torch.float32)
+    return found
+
+
+@dataclass
+class Learner:
+    """What the task gives its streams once the model is there: who answers, and whose probabilities are asked for."""
+
+    model: nn.Module
+    sampler: Sampler
+    reference: nn.Module | None
+
+
+class RolloutStream:
+    """Endless micro-batches of rollouts; a prompt is a sample.
+
+    Args:
+        learner: gives the model, which is there when the first batch is asked for.
+        decode: the text of an answer's tokens.
+    """
+
+    def __init__(
+        self,
+        prompts: Sequence[Prompt],
+        data: RolloutData,
+        algorithm: AlgorithmConfig,
+        rewards: Rewards,
+        learner: Callable[[], Learner],
+        decode: Callable[[list[int]], str],
+        pad: int,
+        *,
+        micro_batch: int,
+        world: World,
+        seed: int,
+    ) -> None:
+        self._prompts, self._data, self._algorithm, self._rewards = prompts, data, algorithm, rewards
+        self._learner, self._decode, self._pad, self._seed = learner, decode, pad, seed
+        self._micro_batch, self._world = micro_batch, world
+        self._order = Order(len(prompts), data.batch_size, data.batch_size, 0, 1, seed)
+        self._rollout: Rollout | None = None
+        self._places = np.empty(0, np.int64)
+        self._used = 0  # updates made from the rollout
+        self._ready = list[Batch]()
+
+    def __iter__(self) -> Iterator[Batch]:
+        return self
+
+    def __next__(self) -> Batch:
+        if not self._ready:
+            if self._rollout is None:
+                self._places = self._order.next()[1]
+                self._rollout = self._roll_out(self._order.state_dict()["taken"])
+            self._used += 1
+            self._ready = self._batches(self._rollout)
+            if self._used == self._algorithm.updates:
+                self._rollout, self._used = None, 0
+        return self._ready.pop(0)
+
+    def _mine(self) -> list[np.ndarray]:
+        """The prompts of this process's micro-batches, as places among those of the step; from its end on, none."""
+        size, step = self._micro_batch, self._micro_batch * self._world.size
+        end = -(-self._data.batch_size // step) * step
+        return [np.arange(begin, begin + size) for begin in range(self._world.rank * size, end, step)]
+
+    def _roll_out(self, taken: int) -> Rollout:
+        data, learner = self._data, self._learner()
+        learner.model.eval()
+        mine = [place for some in self._mine() for place in some.tolist() if place < data.batch_size]
+        prompts = [self._prompts[int(self._places[place])] for place in mine]
+        seeds = [answer_seed(self._seed, taken, place) for place in mine]
+        found = learner.sampler.sample(
+            [prompt.tokens for prompt in prompts], seeds, data.samples, data.max_tokens, data.temperature
+        )
+        learner.model.train()
+        shape = data.batch_size, data.samples
+        rollout: Rollout = {
+            "tokens": torch.zeros((*shape, data.max_tokens), dtype=torch.int64),
+            "sizes": torch.zeros(shape, dtype=torch.int64),
+            "ended": torch.zeros(shape, dtype=torch.float64),
+            "reward": torch.zeros(shape, dtype=torch.float64),
+            "engine": torch.zeros((*shape, data.max_tokens)),
+        }
+        for place, prompt, answers in zip(mine, prompts, found, strict=True):
+            for sample, answer in enumerate(answers):
+                size = len(answer.tokens)
+                rollout["tokens"][place, sample, :size] = torch.tensor(answer.tokens)
+                rollout["engine"][place, sample, :size] = torch.tensor(answer.logprobs)
+                rollout["sizes"][place, sample], rollout["ended"][place, sample] = size, answer.ended
+            texts = [Answer(answer, self._decode(answer.tokens)) for answer in answers]
+            rollout["reward"][place] = torch.tensor(self._rewards(prompt, texts), dtype=torch.float64)
+        for name in sorted(rollout):
+            self._world.sum(rollout[name])
+        algorithm = self._algorithm
+        whole_kl = algorithm.kind == "rloo" and algorithm.kl > 0
+        if algorithm.updates > 1 or whole_kl:
+            rollout["old"] = self._asked(rollout, learner.model)
+        if learner.reference is not None:
+            rollout["reference"] = self._asked(rollout, learner.reference)
+        return rollout
+
+    @torch.no_grad()
+    def _asked(self, rollout: Rollout, model: nn.Module) -> Tensor:
+        """The log-probability of each token by `model`, (P, S, L), with zeros behind the answers."""
+        found, samples = torch.zeros_like(rollout["engine"]), self._data.samples
+        device = next(model.parameters()).device
+        for places in self._mine():
+            batch = self._batch(rollout, places)
+            on_device = {name: each.to(device) for name, each in batch.items()}
+            logprobs = answer_tokens(model, on_device, self._data.temperature)[0].float().cpu()
+            sizes = torch.bincount(batch["answer"]).tolist()
+            for row, each in enumerate(logprobs.split(sizes)):
+                if (place := int(places[row // samples])) < self._data.batch_size:
+                    found[place, row % samples, : len(each)] = each
+        return self._world.sum(found)
+
+    def _batches(self, rollout: Rollout) -> list[Batch]:
+        """This process's micro-batches of an update."""
+        algorithm, rewards = self._algorithm, rollout["reward"]
+        if algorithm.kind == "rloo" and algorithm.kl:
+            rewards = rewards - algorithm.kl * (rollout["old"] - rollout["reference"]).sum(-1)
+        assert algorithm.scale is not None, "the recipe resolves it"
+        if algorithm.kind == "rloo":
+            advantages = leave_one_out(rewards, algorithm.scale)
+        else:
+            advantages = group_advantages(rewards, algorithm.scale)
+        silent = (rewards == rewards[:, :1]).all(1, keepdim=True).expand_as(rewards)
+        last = self._data.batch_size - 1
+        found = []
+        for places in self._mine():
+            batch = self._batch(rollout, places)
+            some = torch.from_numpy(np.minimum(places, last))
+            batch["advantage"] = advantages[some].flatten().float()
+            batch["silent"] = silent[some].flatten().float()
+            batch["real"] = torch.from_numpy(places <= last).repeat_interleave(self._data.samples)
+            found.append(batch)
+        return found
+
+    def _batch(self, rollout: Rollout, places: np.ndarray) -> Batch:
+        """The answers to the prompts at `places` of the step, without what follows from the others; behind the last
+        prompt, the last again."""
+        places = np.minimum(places, self._data.batch_size - 1)
+        samples, some = self._data.samples, torch.from_numpy(places)
+        sizes = rollout["sizes"][some].flatten().tolist()
+        prompts = [self._prompts[int(self._places[place])].tokens for place in places for _ in range(samples)]
+
+        def cut(name: str) -> list[list[Any]]:
+            rows = rollout[name][some].flatten(0, 1).tolist()
+            return [row[:size] for row, size in zip(rows, sizes, strict=True)]
+
+        of_answers = {name: rollout[name][some].flatten().float() for name in ("reward", "ended")}
+        kept = [name for name in ("old", "reference") if name in rollout and self._is_learnt(name)]
+        if self._data.temperature == 1:
+            kept.append("engine")
+        return answer_batch(prompts, cut("tokens"), self._pad, of_answers, {name: cut(name) for name in kept})
+
+    def _is_learnt(self, name: str) -> bool:
+        """Whether an update needs these log-probabilities, and not the advantages alone."""
+        return name == "reference" or self._algorithm.updates > 1
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position, and the rollout that updates are still to be made from."""
+        order = self._order.state_dict()
+        held = None if self._rollout is None else dict(self._rollout)
+        return order | {
+            "num_samples": order["num_samples"] * self._algorithm.updates,
+            "rollout": held,
+            "places": self._places.tolist(),
+            "used": self._used,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from `state`; see `Order`."""
+        self._order.load_state_dict(state | {"num_samples": state["num_samples"] // self._algorithm.updates})
+        held = state["rollout"]
+        # A slice of each dimension reads a tensor that many processes saved, too.
+        whole = {name: tuple(slice(0, size) for size in each.shape) for name, each in (held or {}).items()}
+        self._rollout = None if held is None else {name: held[name][region] for name, region in whole.items()}
+        self._places = np.array(state["places"], np.int64)
+        self._used = int(state["used"])
+        self._ready = []
+
+
+def greedy_answers(sampler: Sampler, prompts: Sequence[Prompt], max_tokens: int) -> list[Sampled]:
+    """The likeliest answer to each prompt."""
+    found = sampler.sample([prompt.tokens for prompt in prompts], [0] * len(prompts), 1, max_tokens, 0.0)
+    return [answers[0] for answers in found]

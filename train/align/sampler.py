@@ -1,0 +1,110 @@
+"""Answers by the engine that serves models, from the weights that are just being learnt.
+
+The engine's decoder has the learner's own tensors where these are float32 on the CPU, so that an update is seen without
+copying; what an adapter changes, or lies elsewhere, is copied before answers are sampled. An answer depends on its
+prompt, its seed and the weights alone, bit for bit, so the answers of a step are the same in however many processes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from penjing.core.checkpoint.load import LoadedModel
+from penjing.core.errors import InputError
+from penjing.core.models.config import DecoderConfig
+from penjing.core.models.decoder import Decoder
+from penjing.core.models.rope import inverse_frequencies
+from penjing.core.runtime.batch_invariant import apply_batch_invariance
+from penjing.core.text.tokenizer import Tokenizer
+from penjing.serve.engine.config import EngineConfig
+from penjing.serve.engine.engine import LLMEngine
+from penjing.serve.engine.request import Request
+from penjing.serve.runner.load import make_engine
+from penjing.serve.sampling.params import SamplingParams
+from penjing.train.adapter.lora import merged
+from penjing.train.align.prompts import Sampled
+
+_TOGETHER = 64  # answers that the engine computes at once
+
+
+class Sampler:
+    """Samples from a model that is being trained.
+
+    Args:
+        model: a `Decoder`, whole in this process, with adapters or without.
+        config: its architecture.
+        tokenizer: the folder of its tokenizer, which names the tokens that end an answer.
+        longest: tokens of a prompt and its answer at most.
+        scale: of the adapters' products; None: there are none.
+    """
+
+    def __init__(
+        self, model: nn.Module, config: DecoderConfig, tokenizer: Path, longest: int, scale: float | None = None
+    ) -> None:
+        self._model, self._scale = model, scale
+        with torch.device("meta"):
+            decoder = Decoder(config)
+        learners = dict(model.named_parameters())
+        for name, parameter in list(decoder.named_parameters()):
+            tensor = learners[name].detach()
+            # What is not the learner's own float32 memory on the CPU gets memory here, filled by `_refresh`.
+            adapted = f"{name.removesuffix('.weight')}.lora_A.weight" in learners
+            plain = tensor.device.type == "cpu" and tensor.dtype == torch.float32 and tensor.is_contiguous()
+            mine = tensor if plain and not adapted else torch.empty(parameter.shape)
+            owner, _, leaf = name.rpartition(".")
+            setattr(decoder.get_submodule(owner), leaf, nn.Parameter(mine, requires_grad=False))
+        decoder.tie_weights()
+        decoder.model.inverse_frequency = inverse_frequencies(config)
+        apply_batch_invariance(decoder)
+        self._own = dict[str, Tensor](decoder.named_parameters())
+        loaded = LoadedModel(decoder.eval(), config, Tokenizer.from_folder(tokenizer), None, None, "fp32")
+        # Keys and values of a prompt are shared by its answers, and outlive no update.
+        limits = EngineConfig(max_num_sequences=_TOGETHER, max_model_len=longest, enable_prefix_caching=False)
+        self._engine: LLMEngine = make_engine(loaded, limits)
+
+    def sample(
+        self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], samples: int, max_tokens: int, temperature: float
+    ) -> list[list[Sampled]]:
+        """`samples` answers to each prompt, of `max_tokens` tokens at most.
+
+        Args:
+            seeds: one for each prompt; 63 bits.
+            temperature: 0 takes the likeliest tokens.
+
+        Raises:
+            InputError: the model's logits are not finite.
+        """
+        self._refresh()
+        found = [[Sampled() for _ in range(samples)] for _ in prompts]
+        for place, (prompt, seed) in enumerate(zip(prompts, seeds, strict=True)):
+            params = SamplingParams(
+                n=samples,
+                temperature=temperature,
+                seed=seed,
+                max_tokens=max_tokens,
+                logprobs=0 if temperature else None,
+            )
+            self._engine.add_prepared(self._engine.prepare(Request(str(place), list(prompt), params)))
+        while self._engine.has_work():
+            for output in self._engine.step():
+                if output.finish_reason == "error":
+                    self._engine.abort_all("abort")
+                    raise InputError(f"no answer can be sampled: {output.error}; lower the learning rate")
+                answer = found[int(output.request_id)][output.index]
+                answer.tokens += output.token_ids
+                for token, scores in zip(output.token_ids, output.logprobs or (), strict=False):
+                    answer.logprobs.append(scores[token].logprob)
+                answer.ended |= output.finish_reason == "stop"
+        return found
+
+    @torch.no_grad()
+    def _refresh(self) -> None:
+        """Take the weights as they are now, adapters merged."""
+        learners = dict[str, Tensor](self._model.named_parameters())
+        for name, tensor in learners.items() if self._scale is None else merged(learners, self._scale):
+            if self._own[name].data_ptr() != tensor.data_ptr():
+                self._own[name].copy_(tensor)

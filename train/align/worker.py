@@ -1,0 +1,40 @@
+"""The process that calls a reward function of the user: it reads JSON lines {"prompt", "answer", "row"} and answers
+each with one, {"reward"} or {"error"}. What the function prints goes to standard error.
+
+    python -m penjing.train.align.worker FILE.py:FUNCTION
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from typing import Any, TextIO
+
+from penjing.core.errors import InputError
+from penjing.core.imports.user_code import named_errors, user_function
+
+
+def serve_rewards(spec: str, questions: TextIO, answers: TextIO) -> None:
+    """Answer until `questions` end or the function fails; the first line says that its file was read."""
+
+    def say(what: dict[str, Any]) -> None:
+        answers.write(json.dumps(what) + "\n")
+        answers.flush()
+
+    try:
+        function = user_function(spec)
+        say({})
+        for line in questions:
+            with named_errors(spec):
+                given = function(**json.loads(line))
+            # numpy and torch have numbers of their own
+            say({"reward": float(given) if isinstance(given, int | float) or hasattr(given, "item") else None})
+    except InputError as error:
+        say({"error": str(error)})
+
+
+if __name__ == "__main__":
+    own = os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    serve_rewards(sys.argv[1], sys.stdin, own)

@@ -1,0 +1,193 @@
+"""The task of a decoder that learns from its own answers: it is asked, answers, and is told what the answers are
+worth."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from penjing.core.checkpoint.decoder import open_checkpoint
+from penjing.core.errors import ConfigError
+from penjing.core.files import writing
+from penjing.core.models.decoder import Decoder
+from penjing.core.progress import Progress
+from penjing.core.text.tokenizer import read_backend
+from penjing.train.align.prompts import Answer, read_prompts
+from penjing.train.align.rewards import make_rewards
+from penjing.train.align.rollouts import Learner, RolloutStream, answer_batch, greedy_answers
+from penjing.train.align.sampler import Sampler
+from penjing.train.chat.packed import shares
+from penjing.train.chat.tokens import ChatTokens
+from penjing.train.data.stream import Stream
+from penjing.train.families.chat import held_out_places
+from penjing.train.families.decoder_task import DecoderTask
+from penjing.train.objective.objective import Batch, TaskObjective
+from penjing.train.objective.policy import PolicyGradient
+from penjing.train.processes.world import World, choose_device
+from penjing.train.recipe.data import RolloutData
+from penjing.train.recipe.recipe import ObjectiveConfig, RunRecipe, TrainRecipe
+from penjing.train.state.initial import checkpoint_weights, fill_weights
+
+_SHOWN, _KEPT = 2, 10  # held-out answers that an evaluation prints and keeps
+
+
+class RolloutTuning(DecoderTask):
+    """The decoder in `folder`, by reinforcement learning from rewards of its own answers."""
+
+    def __init__(self, folder: Path, recipe: RunRecipe, data: RolloutData, progress: Progress) -> None:
+        if not isinstance(recipe, TrainRecipe):
+            raise ConfigError("data.kind = 'rollouts' is for penjing train; a step learns from data.kind = 'text'")
+        assert recipe.prompts is not None, "the recipe is checked"
+        assert recipe.algorithm is not None, "the recipe is checked"
+        assert recipe.reward is not None, "the recipe is checked"
+        _check_run(recipe)
+        config, prompts, algorithm = open_checkpoint(folder).config, recipe.prompts, recipe.algorithm
+        if config.moe is not None:
+            raise ConfigError(f"data.kind = 'rollouts' is for dense decoders, and {folder} has experts")
+        room = config.max_position_embeddings - data.max_tokens
+        if room < 1:
+            raise ConfigError(
+                f"data.max_tokens={data.max_tokens} leaves no room for a prompt in the "
+                f"{config.max_position_embeddings} tokens that {folder} can see; lower it"
+            )
+        self._writer = ChatTokens.from_folder(folder, prompts.template)
+        template = None if prompts.template is None or self._writer.template is None else self._writer.template.text
+        super().__init__(recipe, config, folder, progress, template)
+        self._data, self._algorithm = data, algorithm
+        self._rewards = make_rewards(recipe.reward, folder, choose_device(recipe.device))
+        found = read_prompts(
+            prompts.sources, self._writer, room, prompts.most_damaged, self._rewards.scorer.wrong, progress
+        )
+        held = held_out_places([each.key for each in found], prompts.held_out if recipe.evaluation.every else 0.0)
+        if recipe.evaluation.every and not held:
+            raise ConfigError(
+                "prompts.held_out = 0 leaves nothing to evaluate on; raise it, or set evaluation.every = 0"
+            )
+        self._learnt = [each for place, each in enumerate(found) if place not in held]
+        self._held = [found[place] for place in sorted(held)][: recipe.evaluation.samples]
+        self._longest = max(len(each.tokens) for each in found)
+        pad = config.pad_token_id
+        self._pad = next(iter(config.eos_token_ids), 0) if pad is None else pad
+        self.unit = "tokens" if algorithm.kind == "grpo" and algorithm.aggregate == "token" else "answers"
+        self.objective: TaskObjective = PolicyGradient(
+            clip=algorithm.clip, dual=algorithm.dual, kl=algorithm.kl, whole=algorithm.kind == "rloo",
+            aggregate=algorithm.aggregate if algorithm.kind == "grpo" else "answer", most=data.max_tokens,
+            temperature=data.temperature,
+        )  # fmt: skip
+        self._learner: Learner | None = None
+        progress.note(
+            f"{len(self._learnt):,} prompts of up to {self._longest} tokens are learnt from, {len(self._held):,} are "
+            f"held out; {data.batch_size} × {data.samples} answers a rollout"
+        )
+
+    def prompt(self, text: str) -> list[int]:
+        """See `DecoderTask`: a turn of the user, where there is a template."""
+        return self._writer.prompt({"prompt": text})
+
+    def example(self, micro_batch: int) -> Batch:
+        """See `Task`: the longest prompt, with answers of full length."""
+        answers = micro_batch * self._data.samples
+        tokens = [[self._pad] * self._data.max_tokens] * answers
+        zeros = torch.zeros(answers)
+        kept = ["old"] * (self._algorithm.updates > 1) + ["reference"] * (self._algorithm.kl > 0)
+        batch = answer_batch(
+            [[self._pad] * self._longest] * answers, tokens, self._pad,
+            dict.fromkeys(("advantage", "reward", "ended", "silent"), zeros),
+            {name: [[0.0] * self._data.max_tokens] * answers for name in kept},
+        )  # fmt: skip
+        return batch | {"real": torch.ones(answers, dtype=torch.bool)}
+
+    def stream(self, micro_batch: int, world: World) -> Stream:
+        """See `Task`; a batch can be asked for once `after_update` has been called."""
+        return RolloutStream(
+            self._learnt, self._data, self._algorithm, self._rewards, self._bound, self._text, self._pad,
+            micro_batch=micro_batch, world=world, seed=self._recipe.seed,
+        )  # fmt: skip
+
+    def held_out(self, micro_batch: int, world: World) -> Iterator[Batch]:
+        """See `Task`: the likeliest answers, by the weights as they are."""
+        cuts = list(shares(len(self._held), micro_batch, world.rank, world.size))
+        places = sorted({place for some, real in cuts for place in torch.tensor(some)[real].tolist()})
+        learner = self._bound()
+        found = greedy_answers(learner.sampler, [self._held[place] for place in places], self._data.max_tokens)
+        answers = dict(zip(places, found, strict=True))
+        rewards = dict[int, float]()
+        for place, sampled in answers.items():
+            answer = Answer(sampled, self._text(sampled.tokens))
+            (rewards[place],) = self._rewards(self._held[place], [answer])
+            if world.is_main and place < _KEPT:
+                self._keep(self._held[place].text, answer.text, rewards[place], shown=place < _SHOWN)
+        first = places[0] if places else None
+        for some, real in cuts:
+            # Where this process has no answer of its own to fill up with, a token stands for one.
+            some = [place if place in answers else first for place in some]
+            of_answers = {
+                "reward": torch.tensor([0.0 if place is None else rewards[place] for place in some]),
+                "ended": torch.tensor([0.0 if place is None else float(answers[place].ended) for place in some]),
+                "real": real,
+            }
+            prompts = [self._held[place or 0].tokens for place in some]
+            tokens = [[self._pad] if place is None else answers[place].tokens for place in some]
+            yield answer_batch(prompts, tokens, self._pad, of_answers)
+
+    def after_update(self, model: nn.Module, world: World) -> tuple[Callable[[int], None], ...]:
+        """See `Task`; the model is what answers from now on."""
+        scale = None if self._recipe.adapter is None else self._recipe.adapter.scale
+        longest = self._longest + self._data.max_tokens
+        sampler = Sampler(model, self.config, self._tokenizer, longest, scale)
+        self._learner = Learner(model, sampler, self._reference(world.device) if self._algorithm.kl else None)
+        return super().after_update(model, world)
+
+    def next_command(self, folder: Path) -> str:
+        """See `Task`."""
+        return f"penjing serve {folder}, then penjing chat"
+
+    def _bound(self) -> Learner:
+        assert self._learner is not None, "after_update comes before the first batch"
+        return self._learner
+
+    def _text(self, tokens: Sequence[int]) -> str:
+        return self._writer.tokenizer.decode(list(tokens))
+
+    def _reference(self, device: torch.device) -> nn.Module:
+        """What `algorithm.kl` is measured from, in float32."""
+        folder = self._algorithm.reference or self._tokenizer
+        theirs, ours = (read_backend(each / "tokenizer.json").to_str() for each in (folder, self._tokenizer))
+        if theirs != ours:
+            raise ConfigError(
+                f"algorithm.reference = {folder} has another tokenizer than initial = {self._tokenizer}, so that its "
+                "tokens mean something else; name a checkpoint of the same one"
+            )
+        model = Decoder(open_checkpoint(folder).config).eval().requires_grad_(False)
+        fill_weights(model, checkpoint_weights(folder, "algorithm.reference"))
+        return model.to(device)
+
+    def _keep(self, prompt: str, answer: str, reward: float, *, shown: bool) -> None:
+        path = self._recipe.run_folder / "answers.jsonl"
+        with writing(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with open(path, "a", encoding="utf-8") as file:
+                line = {"prompt": prompt, "answer": answer, "reward": reward}
+                file.write(json.dumps(line, ensure_ascii=False) + "\n")
+        if shown:
+            self._progress.note(f"{prompt!r:.80} → {answer!r:.160}: reward {reward:g}")
+
+
+def _check_run(recipe: TrainRecipe) -> None:
+    if not recipe.parallel.is_plain:
+        raise ConfigError(
+            "data.kind = 'rollouts' takes data parallelism alone; set parallel.zero to 0, and tp, pp, cp and ep to 1"
+        )
+    if recipe.compile:
+        raise ConfigError(
+            "compile = true is not for data.kind = 'rollouts': every batch has answers of other lengths; set it to "
+            "false"
+        )
+    if recipe.objective != ObjectiveConfig():
+        raise ConfigError(
+            "[objective] is not for data.kind = 'rollouts', which learns as [algorithm] says; leave it out"
+        )
