@@ -174,6 +174,22 @@ def test_samples_are_shown_at_every_evaluation_also_the_last(further: Path, tmp_
     assert all(each["answer"] for each in shown)
 
 
+@pytest.mark.parametrize(
+    ("prompt", "says"),
+    [
+        ("", "evaluation.prompts: '' has no tokens"),
+        ("import " * 99, r"evaluation.prompts: 'import .* tokens, .* sees 64"),
+    ],
+)
+def test_prompts_that_cannot_be_gone_on_with_are_refused_before_the_run(
+    further: Path, tmp_path: Path, prompt: str, says: str
+) -> None:
+    with pytest.raises(ConfigError, match=says) as raised:
+        train(further, [f"evaluation.prompts=['{prompt}']"])
+    assert len(str(raised.value)) < 200
+    assert not (tmp_path / "out-run").exists()
+
+
 @pytest.mark.parametrize("window", [None, 3])
 def test_greedy_samples_are_what_the_whole_text_gives(window: int | None) -> None:
     torch.manual_seed(0)

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from penjing.core.checkpoint.decoder import save_checkpoint
-from penjing.core.errors import ConfigError
+from penjing.core.errors import ConfigError, RequestError
 from penjing.core.files import atomic_write_text
 from penjing.core.manifest import write_manifest
 from penjing.core.models.config import DecoderConfig
@@ -20,6 +20,7 @@ from penjing.core.progress import Progress
 from penjing.core.text.tokenizer import Tokenizer
 from penjing.train.adapter.lora import adapt, adapted_weights, check_adapter, merged
 from penjing.train.adapter.peft import load_adapter, save_adapter
+from penjing.train.chat.rows import RowError
 from penjing.train.monitor.samples import Samples
 from penjing.train.objective.balancing import Balanced, BalancingConfig
 from penjing.train.objective.objective import CrossEntropy, TaskObjective
@@ -55,6 +56,7 @@ class DecoderTask:
                 self._adapter = load_adapter(recipe.adapter.initial, recipe.adapter, recipe.initial)
                 with without_data():
                     check_adapter(self._adapter, self.build_model())
+        self._prompts = tuple((text, self._prompt_tokens(text)) for text in recipe.evaluation.prompts)
         self._balanced = _balanced(recipe, config)
         self.objective: TaskObjective = self._balanced or _cross_entropy(recipe)
 
@@ -82,6 +84,24 @@ class DecoderTask:
         """The tokens of a prompt of `evaluation.prompts`."""
         return Tokenizer.from_folder(self._tokenizer).encode(text)
 
+    def _prompt_tokens(self, text: str) -> list[int]:
+        """`prompt`, of which there is one, and which the model can see.
+
+        Raises:
+            ConfigError: it is empty, no text, or too long.
+        """
+        try:
+            tokens = list(self.prompt(text))
+        except (RowError, RequestError) as error:
+            raise ConfigError(f"evaluation.prompts: {text!r:.60}: {error}; give another") from error
+        if not tokens:
+            raise ConfigError(f"evaluation.prompts: {text!r:.60} has no tokens to go on from; give a text")
+        if len(tokens) > (most := self.config.max_position_embeddings):
+            raise ConfigError(
+                f"evaluation.prompts: {text!r:.60} has {len(tokens)} tokens, and the model sees {most}; shorten it"
+            )
+        return tokens
+
     def after_update(self, model: nn.Module, world: World) -> tuple[Callable[[int], None], ...]:
         """See `Task`: router biases."""
         if self._balanced is None:
@@ -92,11 +112,11 @@ class DecoderTask:
     def samples(self, model: nn.Module, world: World) -> Callable[[int], None] | None:
         """See `ShowingTask`: answers to `evaluation.prompts`."""
         evaluation = self._recipe.evaluation
-        if not evaluation.prompts:
+        if not self._prompts:
             return None
-        prompts = tuple((text, list(self.prompt(text))) for text in evaluation.prompts)
         tokenizer, path = Tokenizer.from_folder(self._tokenizer), self._recipe.run_folder / "samples.jsonl"
-        return Samples(self.config, tokenizer, prompts, evaluation.max_tokens, path, self._progress).hook(model, world)
+        shown = Samples(self.config, tokenizer, self._prompts, evaluation.max_tokens, path, self._progress)
+        return shown.hook(model, world)
 
     def export(self, model: nn.Module, folder: Path, created_by: dict[str, Any]) -> None:
         """See `Task`; an adapter is merged, and lies in the folder `adapter` too."""
