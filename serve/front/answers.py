@@ -84,7 +84,7 @@ async def answer(backend: Backend, ask: Ask) -> AsyncGenerator[tuple[int, Chunk]
                 ask.tokens[index] = chunk
                 yield index, chunk
     except PenjingError as error:
-        raise backend.error(error) from None
+        raise backend.error(error, ask.model) from None
     backend.alive(ask.model)
 
 

@@ -43,6 +43,8 @@ class Backend:
         self._text_tokenizers: dict[str, TextTokenizer] = {}
         self._answered = {model.id: 0.0 for model in job.models}
         self._failing: dict[str, str] = {}
+        self._down: set[str] = set()
+        """Models whose last request found none: where there is another version, that one is asked."""
         self._hidden = {str(model.folder): model.id for model in job.models}
         for model in job.models:
             self._hidden |= {f"{model.grpc}: ": "", model.grpc: "server"}
@@ -70,9 +72,10 @@ class Backend:
                 404, f"There is no model {name[:80]!r}; there is {known}.", code="model_not_found", param="model"
             )
         found = chosen(name, versions, sharer(exchange, user))
-        if self.is_ready(found):
-            return found
-        return next((version for version in versions if self.is_ready(version)), found)
+        return next((version for version in (found, *versions) if self._can_answer(version)), found)
+
+    def _can_answer(self, model: FrontModel) -> bool:
+        return self.is_ready(model) and model.id not in self._down
 
     def decoder(self, name: str | None, exchange: Exchange, user: str | None = None) -> FrontModel:
         """The language model that a client calls `name`; None is the first one. See `model`.
@@ -118,6 +121,7 @@ class Backend:
     def alive(self, model: FrontModel) -> None:
         """Note that the model has just answered."""
         self._answered[model.id] = time.monotonic()
+        self._down.discard(model.id)
 
     def is_ready(self, model: FrontModel) -> bool:
         """Whether the model has answered within `FRESH_SECONDS`."""
@@ -129,9 +133,11 @@ class Backend:
         """Whether every model is."""
         return all(map(self.is_ready, self.models))
 
-    def error(self, error: PenjingError) -> ApiError:
-        """What a client is told of a failure of ours."""
+    def error(self, error: PenjingError, model: FrontModel) -> ApiError:
+        """What a client is told of a failure of the model's."""
         found = translated(error, self._hidden)
+        if found.status == 503:
+            self._down.add(model.id)
         if found.status == 500:
             log.error("%s: %s", type(error).__name__, error)
         return found
@@ -160,6 +166,7 @@ class Backend:
             if self._failing.get(model.id) != str(error):  # the same words every quarter of a second say no more
                 log.warning("%s does not answer: %s", model.id, error)
             self._failing[model.id] = str(error)
+            self._down.add(model.id)
             return
         self._failing.pop(model.id, None)
         self.alive(model)

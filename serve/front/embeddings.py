@@ -94,7 +94,7 @@ async def _rows(
             found.append(await backend.clients[model.id].embed(part, timeout=seconds))
             exchange.count(sum(map(len, tokens)), 0)
     except PenjingError as error:
-        raise backend.error(error) from None
+        raise backend.error(error, model) from None
     backend.alive(model)
     return np.concatenate(found)
 

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
+from penjing.core.errors import OverloadedError, UnavailableError
 from penjing.serve.access.keys import Key
 from penjing.serve.access.limits import Account
 from penjing.serve.front.backend import Backend
@@ -91,6 +92,13 @@ def test_the_backend_finds_models_by_name_and_goes_round_one_that_does_not_answe
             assert not backend.ready
             backend.alive(models[2])
             assert backend.ready
+            assert backend.error(OverloadedError("too much"), models[1]).status == 429
+            assert backend.decoder("llm", exchange).id == "llm:2"
+            assert backend.error(UnavailableError("it restarts"), models[1]).status == 503
+            assert backend.decoder("llm", exchange).id == "llm:1"
+            assert backend.decoder("llm:2", exchange).id == "llm:2"
+            backend.alive(models[1])
+            assert backend.decoder("llm", exchange).id == "llm:2"
         finally:
             await backend.close()
 
