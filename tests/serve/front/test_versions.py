@@ -128,6 +128,8 @@ def test_figures_of_several_servers_are_one_page_of_prometheus() -> None:
     joined.add(PAGE, {"model": "llm", "version": "1"})
     joined.add(PAGE.replace(" 5\n", " 6\n").replace('version="1"', 'version="2"'), {"model": "llm", "version": "2"})
     families = list(text_string_to_metric_families(joined.page.decode()))
+    heads = [line.split()[1:3] for line in joined.page.decode().splitlines() if line.startswith("#")]
+    assert len(heads) == 2 * len(families) == len({tuple(head) for head in heads})
     assert sorted(family.name for family in families) == [
         "batch_seconds",
         "penjing:prompt_tokens",
