@@ -43,7 +43,10 @@ def run(recipe: Path, settings: list[str], world: World, resume: str = "never", 
     steps = iter(range(1, 1000))
     stop: Callable[[], bool] = lambda: next(steps) == stop_after  # noqa: E731
     joined = form_mesh(world, settled.parallel, Silent())
-    results = train_run._Run(settled, task, joined, Silent()).train(resume, False, True, False, stop, 0.0, "tests")
+    results = train_run._Run(settled, task, joined, Silent()).train(
+        resume=resume, accept_changes=False, force=True, profile=False, until=None, stop_requested=stop, began=0.0,
+        command="tests",
+    )  # fmt: skip
     if not world.is_main:
         return results, [], {}
     lines = (settled.run_folder / "metrics.jsonl").read_text().splitlines()
