@@ -163,9 +163,9 @@ class Meeting(World):
 
     def sum(self, values: Tensor) -> Tensor:
         self.given[self.rank] = values.clone()
-        self.barrier_of.wait(120)
+        self.barrier_of.wait(600)
         values.copy_(torch.stack([self.given[rank] for rank in range(self.size)]).sum(0))
-        self.barrier_of.wait(120)
+        self.barrier_of.wait(600)
         return values
 
 
@@ -245,7 +245,7 @@ def test_a_reward_model_scores_prompt_and_answer(tiny_checkpoint: Path, tmp_path
 )
 def test_a_function_that_fails_is_one_error(recipe: Path, tmp_path: Path, name: str, says: str) -> None:
     spec = f"{tmp_path}/reward.py:{name}"
-    rewards = Rewards(UserReward(spec, timeout=1.0), None, spec)
+    rewards = Rewards(UserReward(spec, timeout=1.0 if name == "hangs" else 300.0), None, spec)
     with pytest.raises(InputError, match=says):
         rewards(Prompt([1], {"prompt": "Say 1."}), answers("x"))
 
