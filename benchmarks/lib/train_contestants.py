@@ -16,9 +16,10 @@ from torch import nn
 
 from penjing.core.models.config import DecoderConfig
 from penjing.core.models.decoder import Decoder
+from penjing.train.data.order import Order
 from penjing.train.data.shards import ShardIndex, ShardWriter, TokenShards, write_index
-from penjing.train.data.stream import Stream
-from penjing.train.data.tokens import TokenStream
+from penjing.train.data.stream import OrderedStream, Stream, shuffled
+from penjing.train.data.tokens import TokenRows
 from penjing.train.loop import Trainer
 from penjing.train.numerics.precision import Precision, PrecisionConfig
 from penjing.train.numerics.recompute import apply_recompute
@@ -57,9 +58,10 @@ class DecoderBench:
         values = self.config.model_dump(include=names)
         return LlamaForCausalLM(LlamaConfig(**{key: value for key, value in values.items() if value is not None}))
 
-    def stream(self) -> TokenStream:
+    def stream(self) -> OrderedStream[Order]:
         """Batches of random tokens."""
-        return TokenStream(self.shards, self.length, batch_size=self.batch_size, micro_batch=self.batch_size)
+        rows = TokenRows(self.shards, self.length)
+        return shuffled(rows, batch_size=self.batch_size, micro_batch=self.batch_size)
 
     def trainer(
         self,

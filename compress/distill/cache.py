@@ -16,7 +16,7 @@ import fcntl
 import hashlib
 import json
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,8 @@ from penjing.core.errors import InputError, SetupError
 from penjing.core.files import atomic_write_bytes, atomic_write_text, sha256_file, writing
 from penjing.core.progress import Progress
 from penjing.train.data.shards import INDEX_NAME, TokenShards
-from penjing.train.data.tokens import TokenStream, token_batch
+from penjing.train.data.stream import Draw
+from penjing.train.data.tokens import TokenRows
 from penjing.train.objective.objective import Batch
 
 SAMPLES = 64  # of a part
@@ -88,8 +89,9 @@ class TeacherCache:
             InputError: the teacher's logits hold NaN or infinity.
             SetupError: not enough disk space, no permission.
         """
-        folder, shards = self.folder, TokenShards(self.shards, "train")
-        count = (shards.num_tokens - 1) // self.sequence_length
+        folder = self.folder
+        sequences = TokenRows(TokenShards(self.shards, "train"), self.sequence_length, self.document_mask)
+        count = len(sequences)
         with writing(folder):
             folder.mkdir(parents=True, exist_ok=True)
         with open(folder.with_suffix(".lock"), "w") as lock:  # of several processes one works, the others wait
@@ -104,7 +106,7 @@ class TeacherCache:
             for part in missing:
                 samples = np.arange(part * SAMPLES, min((part + 1) * SAMPLES, count))
                 rows = [
-                    self._likeliest(answer, token_batch(shards, some, self.sequence_length, self.document_mask))
+                    self._likeliest(answer, sequences.read(some))
                     for some in np.array_split(samples, -(-len(samples) // _TOGETHER))
                 ]
                 tensors = {name: torch.cat([row[name] for row in rows]) for name in rows[0]}
@@ -167,24 +169,16 @@ class TeacherCache:
         return folder / f"part-{part:06d}.safetensors"
 
 
-class CachedStream:
-    """The batches of `stream`, with what the teacher said of them."""
+@dataclass(frozen=True)
+class Cached:
+    """The sequences of `rows`, with what the teacher said of them."""
 
-    def __init__(self, stream: TokenStream, cache: TeacherCache) -> None:
-        self._stream = stream
-        self._cache = cache
+    rows: TokenRows
+    cache: TeacherCache
 
-    def __iter__(self) -> Iterator[Batch]:
-        return self
+    def __len__(self) -> int:
+        return len(self.rows)
 
-    def __next__(self) -> Batch:
-        batch = next(self._stream)
-        return batch | self._cache.read(self._stream.samples)
-
-    def state_dict(self) -> dict[str, Any]:
-        """See `Stream`."""
-        return self._stream.state_dict()
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """See `Stream`."""
-        self._stream.load_state_dict(state)
+    def batch(self, draw: Draw) -> Batch:
+        """See `Samples`."""
+        return self.rows.batch(draw) | self.cache.read(draw.samples)

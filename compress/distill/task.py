@@ -10,10 +10,10 @@ import numpy as np
 import torch
 from torch import nn
 
-from penjing.compress.distill.cache import CachedStream, TeacherCache
+from penjing.compress.distill.cache import Cached, TeacherCache
 from penjing.compress.distill.objective import Distillation
-from penjing.train.data.stream import Stream
-from penjing.train.data.tokens import TokenStream
+from penjing.train.data.stream import OrderedStream, Stream
+from penjing.train.data.tokens import TokenRows
 from penjing.train.families.base import ShowingTask, Task
 from penjing.train.objective.objective import Batch, TaskObjective
 from penjing.train.processes.world import World
@@ -112,8 +112,9 @@ class Distilled(WrappedTask):
         stream = super().stream(micro_batch, world)
         if self._cache is None:
             return stream
-        assert isinstance(stream, TokenStream)
-        return CachedStream(stream, self._cache)
+        assert isinstance(stream, OrderedStream)
+        assert isinstance(stream.samples, TokenRows)
+        return OrderedStream(Cached(stream.samples, self._cache), stream.order)
 
     def export(self, model: nn.Module, folder: Path, created_by: dict[str, Any]) -> None:
         """See `Task`; without the projections."""

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from penjing.train.chat.tokens import Pair
-from penjing.train.data.order import Order
+from penjing.train.data.stream import Draw
 from penjing.train.objective.objective import Batch
 
 
@@ -57,37 +57,24 @@ def pair_batch(
     return batch
 
 
-class PairStream:
-    """Endless micro-batches of pairs, shuffled anew every epoch; see `pair_batch`."""
+@dataclass(frozen=True)
+class Pairs:
+    """Pairs as `Samples`; see `pair_batch`.
 
-    def __init__(
-        self,
-        pairs: Sequence[Pair],
-        reference: Tensor | None,
-        pad: int,
-        *,
-        batch_size: int,
-        micro_batch: int,
-        rank: int,
-        world_size: int,
-        seed: int,
-    ) -> None:
-        self._pairs, self._reference, self._pad = pairs, reference, pad
-        self.order = Order(len(pairs), batch_size, micro_batch, rank, world_size, seed)
+    Attributes:
+        reference: (N, 2) float32, what it says of both answers of each pair; None without one.
+        pad: fills rows up.
+    """
 
-    def __iter__(self) -> Iterator[Batch]:
-        return self
+    pairs: Sequence[Pair]
+    reference: Tensor | None
+    pad: int
 
-    def __next__(self) -> Batch:
-        _, samples = self.order.next()
-        some = [self._pairs[place] for place in samples.tolist()]
-        known = None if self._reference is None else self._reference[torch.from_numpy(samples)]
-        return pair_batch(some, self._pad, torch.from_numpy(self.order.real.copy()), reference=known)
+    def __len__(self) -> int:
+        return len(self.pairs)
 
-    def state_dict(self) -> dict[str, Any]:
-        """The position; see `Order`."""
-        return self.order.state_dict()
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from `state`; see `Order`."""
-        self.order.load_state_dict(state)
+    def batch(self, draw: Draw) -> Batch:
+        """See `Samples`."""
+        some = [self.pairs[place] for place in draw.samples.tolist()]
+        known = None if self.reference is None else self.reference[torch.from_numpy(draw.samples)]
+        return pair_batch(some, self.pad, torch.from_numpy(draw.real.copy()), reference=known)

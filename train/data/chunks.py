@@ -7,21 +7,21 @@ these is in its second half, behind any token.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from numpy.typing import NDArray
 from pydantic import Field
 
 from penjing.core.config import Config
 from penjing.core.errors import ConfigError, InputError
 from penjing.core.text.tokenizer import Tokenizer
-from penjing.train.data.order import Order
 from penjing.train.data.shards import TokenShards
+from penjing.train.data.stream import TokenSamples
+from penjing.train.data.tokens import documents_of
 from penjing.train.objective.objective import IGNORED, Batch
 
 _SENTENCE_ENDS = (".", "!", "?", "。", "！", "？", "…")
@@ -99,81 +99,30 @@ def cut(shards: TokenShards, length: int, overlap: int, seams_V: NDArray[np.int8
     return Chunks(context, begins, ends)
 
 
-class ChunkStream:
-    """Endless micro-batches as `TokenStream` gives them, a window a row; what is left of a row is filled up with the
-    end of text, and is no target."""
+class ChunkRows(TokenSamples):
+    """A window a sample; what is left of its row is filled up with the end of text, and is no target. `document_mask`:
+    as of `TokenRows`."""
 
-    def __init__(
-        self,
-        shards: TokenShards,
-        chunks: Chunks,
-        sequence_length: int,
-        *,
-        batch_size: int,
-        micro_batch: int,
-        rank: int = 0,
-        world_size: int = 1,
-        seed: int = 0,
-        document_mask: bool = False,
-    ) -> None:
-        self._shards, self._chunks, self._length, self._mask = shards, chunks, sequence_length, document_mask
-        self.order = Order(len(chunks.begins), batch_size, micro_batch, rank, world_size, seed)
+    def __init__(self, shards: TokenShards, chunks: Chunks, length: int, document_mask: bool = False) -> None:
+        self._shards, self._chunks, self._length, self._document_mask = shards, chunks, length, document_mask
 
-    def __iter__(self) -> Iterator[Batch]:
-        return self
+    def __len__(self) -> int:
+        return len(self._chunks.begins)
 
-    def __next__(self) -> Batch:
-        _, samples = self.order.next()
-        batch = chunk_batch(self._shards, self._chunks, samples, self._length, self._mask)
-        batch["targets"][torch.from_numpy(~self.order.real)] = IGNORED
+    def read(self, samples: Sequence[int] | NDArray[np.int64]) -> Batch:
+        """See `TokenSamples`."""
+        end_of_text, chunks = self._shards.index.end_of_text, self._chunks
+        tokens = torch.full((len(samples), self._length), end_of_text, dtype=torch.int64)
+        targets = torch.full((len(samples), self._length), IGNORED, dtype=torch.int64)
+        for row, sample in enumerate(samples):
+            context, begin, end = (int(each[sample]) for each in (chunks.context, chunks.begins, chunks.ends))
+            window = torch.from_numpy(self._shards.read(context, end - context))
+            tokens[row, : end - 1 - context] = window[:-1]
+            targets[row, begin - 1 - context : end - 1 - context] = window[begin - context :]
+        batch = {"tokens": tokens, "targets": targets}
+        if self._document_mask:
+            batch["documents"] = documents_of(tokens, end_of_text)
         return batch
-
-    def state_dict(self) -> dict[str, Any]:
-        """The position; see `Order`."""
-        return self.order.state_dict()
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from `state`; see `Order`."""
-        self.order.load_state_dict(state)
-
-
-def held_out_chunks(
-    shards: TokenShards,
-    chunks: Chunks,
-    length: int,
-    *,
-    micro_batch: int,
-    max_samples: int,
-    rank: int = 0,
-    world_size: int = 1,
-    document_mask: bool = False,
-) -> Iterator[Batch]:
-    """One pass over the first `max_samples` windows: this process's share, padded with ignored targets."""
-    count = min(len(chunks.begins), max_samples)
-    per_round = micro_batch * world_size
-    for begin in range(rank * micro_batch, -(-count // per_round) * per_round, per_round):
-        samples = np.arange(begin, begin + micro_batch)
-        batch = chunk_batch(shards, chunks, np.where(samples < count, samples, 0), length, document_mask)
-        batch["targets"][torch.from_numpy(samples >= count)] = IGNORED
-        yield batch
-
-
-def chunk_batch(
-    shards: TokenShards, chunks: Chunks, samples: NDArray[np.int64], length: int, document_mask: bool
-) -> Batch:
-    """The windows `samples` as {"tokens": (B, T), "targets": (B, T)}, int64, and "documents" as `TokenStream` does."""
-    end_of_text = shards.index.end_of_text
-    tokens = torch.full((len(samples), length), end_of_text, dtype=torch.int64)
-    targets = torch.full((len(samples), length), IGNORED, dtype=torch.int64)
-    for row, sample in enumerate(samples.tolist()):
-        context, begin, end = (int(each[sample]) for each in (chunks.context, chunks.begins, chunks.ends))
-        window = torch.from_numpy(shards.read(context, end - context))
-        tokens[row, : end - 1 - context] = window[:-1]
-        targets[row, begin - 1 - context : end - 1 - context] = window[begin - context :]
-    batch = {"tokens": tokens, "targets": targets}
-    if document_mask:
-        batch["documents"] = F.pad((tokens == end_of_text).cumsum(1)[:, :-1], (1, 0))
-    return batch
 
 
 def _seam(seams_T: NDArray[np.int8]) -> int:

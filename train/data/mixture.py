@@ -7,7 +7,7 @@ processes; so it is the same on any number of them, and after a kill.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +19,9 @@ from penjing.core.errors import ConfigError, InputError
 from penjing.train.data.mixing import Mixing
 from penjing.train.data.order import permute
 from penjing.train.data.shards import TokenShards, read_index
-from penjing.train.data.tokens import token_batch
-from penjing.train.objective.objective import IGNORED, Batch
+from penjing.train.data.stream import OrderedStream, TokenSamples
+from penjing.train.data.tokens import TokenRows
+from penjing.train.objective.objective import Batch
 
 
 def quotas(weights: NDArray[np.float64], batch_size: int, owed: NDArray[np.float64]) -> NDArray[np.int64]:
@@ -46,24 +47,42 @@ def quotas(weights: NDArray[np.float64], batch_size: int, owed: NDArray[np.float
     return given
 
 
-class MixtureStream:
-    """Endless micro-batches as `TokenStream` gives them, of several domains.
+class Mixture(TokenSamples):
+    """Sequences of several domains as samples, those of one domain after those of another."""
+
+    def __init__(self, domains: Sequence[TokenRows]) -> None:
+        self._domains = domains
+        self._ends = np.cumsum([len(rows) for rows in domains])
+
+    def __len__(self) -> int:
+        return int(self._ends[-1])
+
+    def read(self, samples: Sequence[int] | NDArray[np.int64]) -> Batch:
+        """See `TokenSamples`."""
+        parts = []
+        for sample in samples:
+            domain = int(np.searchsorted(self._ends, sample, side="right"))
+            rows = self._domains[domain]
+            parts.append(rows.read([int(sample - self._ends[domain]) + len(rows)]))
+        return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+
+
+class MixtureOrder:
+    """The order of `Mixture`: each step has the quotas of the domains.
 
     Args:
-        shards: domain → its tokens.
+        sizes: domain → its samples.
         mixing: the weights, which `hear` moves.
         steps: of the run, for `max_epochs`.
 
     Raises:
         ConfigError: a domain would be repeated more than `mixing.config.max_epochs` times.
-        InputError: a domain has less than one sequence.
     """
 
     def __init__(
         self,
-        shards: Mapping[str, TokenShards],
+        sizes: Mapping[str, int],
         mixing: Mixing,
-        sequence_length: int,
         *,
         batch_size: int,
         micro_batch: int,
@@ -71,45 +90,30 @@ class MixtureStream:
         world_size: int = 1,
         seed: int = 0,
         steps: int = 0,
-        document_mask: bool = False,
     ) -> None:
-        self._shards, self.mixing, self._length = list(shards.values()), mixing, sequence_length
-        self._names, self._steps, self._document_mask = list(shards), steps, document_mask
-        self._sizes = np.array([(each.num_tokens - 1) // sequence_length for each in shards.values()], np.int64)
-        for name, size in zip(self._names, self._sizes, strict=True):
-            if size < 1:
-                raise InputError(
-                    f"data.mixing: domain {name!r} has less than one sequence of {sequence_length} tokens; give it "
-                    "more text, or leave it out"
-                )
-        self._batch, self._micro, self._rank, self._world, self._seed = batch_size, micro_batch, rank, world_size, seed
+        self.mixing, self.seed = mixing, seed
+        self.real = np.ones(micro_batch, dtype=bool)
+        self._names, self._sizes, self._steps = list(sizes), np.array(list(sizes.values()), np.int64), steps
+        self._batch, self._micro, self._rank, self._world = batch_size, micro_batch, rank, world_size
         self._per_step = -(-batch_size // (micro_batch * world_size))
-        self._taken = np.zeros(len(shards), np.int64)  # samples that each domain has given to complete steps
-        self._owed = np.zeros(len(shards))
+        self._taken = np.zeros(len(sizes), np.int64)  # samples that each domain has given to complete steps
+        self._owed = np.zeros(len(sizes))
         self._step, self._part = 0, 0
-        self._rows: list[tuple[int, int]] = []  # (domain, sample) of the step at hand
+        self._rows = np.empty((2, 0), np.int64)  # epochs and samples of the step at hand
         self._check_epochs()
 
-    def __iter__(self) -> Iterator[Batch]:
-        return self
-
-    def __next__(self) -> Batch:
-        if not self._rows:
+    def next(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """See `SampleOrder`."""
+        if not self._part:
             self._rows = self._step_rows()
         begin = (self._part * self._world + self._rank) * self._micro
         places = np.arange(begin, begin + self._micro)
-        real = places < self._batch
-        rows = [self._rows[min(place, self._batch - 1)] for place in places.tolist()]
-        parts = [
-            token_batch(self._shards[domain], np.array([sample]), self._length, self._document_mask)
-            for domain, sample in rows
-        ]
-        batch = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
-        batch["targets"][torch.from_numpy(~real)] = IGNORED
+        self.real = places < self._batch
+        epochs, samples = self._rows[:, np.minimum(places, self._batch - 1)]
         self._part += 1
         if self._part == self._per_step:
-            self._rows, self._part, self._step = [], 0, self._step + 1
-        return batch
+            self._part, self._step = 0, self._step + 1
+        return epochs, samples
 
     def hear(self, losses: Mapping[str, float]) -> list[str]:
         """Move the weights of the steps to come by the held-out losses of the domains, at the end of a step; the
@@ -127,7 +131,7 @@ class MixtureStream:
     def state_dict(self) -> dict[str, Any]:
         """The position, the weights, and what both depend on."""
         return {
-            "step": self._step, "batch_size": self._batch, "seed": self._seed, "num_samples": int(self._sizes.sum()),
+            "step": self._step, "batch_size": self._batch, "seed": self.seed, "num_samples": int(self._sizes.sum()),
             "taken": self._taken.tolist(), "owed": self._owed.tolist(), "mixing": self.mixing.state_dict(),
         }  # fmt: skip
 
@@ -146,23 +150,23 @@ class MixtureStream:
                     "seed as they were, or start a new run"
                 )
         self._taken, self._owed = np.array(state["taken"], np.int64), np.array(state["owed"], np.float64)
-        self._step, self._part, self._rows = int(state["step"]), 0, []
+        self._step, self._part = int(state["step"]), 0
 
-    def _step_rows(self) -> list[tuple[int, int]]:
+    def _step_rows(self) -> NDArray[np.int64]:
         weights = np.array([self.mixing.weights[name] for name in self._names])
         given = quotas(weights, self._batch, self._owed)
         rows = []
         for domain, count in enumerate(given.tolist()):
             position = np.arange(self._taken[domain], self._taken[domain] + count)
-            size = int(self._sizes[domain])
+            size, before = int(self._sizes[domain]), int(self._sizes[:domain].sum())
             for epoch in np.unique(position // size).tolist():
                 inside = (position[position // size == epoch] % size).astype(np.uint64)
-                key = (self._seed * 1_000_003 + epoch) * 8191 + domain
-                rows += [(domain, sample) for sample in permute(inside, size, key).tolist()]
+                key = (self.seed * 1_000_003 + epoch) * 8191 + domain
+                rows.append(np.stack([np.full(len(inside), epoch), before + permute(inside, size, key)]))
         self._taken += given
         # processes get like shares of each domain: which ones is another permutation in every step
-        order = permute(np.arange(self._batch, dtype=np.uint64), self._batch, self._seed * 1_000_003 + self._step)
-        return [rows[place] for place in order.tolist()]
+        order = permute(np.arange(self._batch, dtype=np.uint64), self._batch, self.seed * 1_000_003 + self._step)
+        return np.concatenate(rows, 1)[:, order]
 
     def _check_epochs(self) -> None:
         for place, name in enumerate(self._names):
@@ -172,6 +176,30 @@ class MixtureStream:
                     f"data.mixing: {self._steps:,} steps would repeat domain {name!r} {epochs:.3g} times, more than "
                     f"max_epochs = {self.mixing.config.max_epochs:g}; give it more text or less weight, or raise that"
                 )
+
+
+def mixed(
+    shards: Mapping[str, TokenShards], mixing: Mixing, length: int, *, document_mask: bool = False, **more: int
+) -> OrderedStream[MixtureOrder]:
+    """Endless micro-batches of sequences of several domains.
+
+    Args:
+        shards: domain → its tokens.
+        more: as of `MixtureOrder`.
+
+    Raises:
+        ConfigError: as `MixtureOrder`.
+        InputError: a domain has less than one sequence.
+    """
+    for name, each in shards.items():
+        if each.num_tokens <= length:
+            raise InputError(
+                f"data.mixing: domain {name!r} has less than one sequence of {length} tokens; give it more text, or "
+                "leave it out"
+            )
+    rows = {name: TokenRows(each, length, document_mask) for name, each in shards.items()}
+    order = MixtureOrder({name: len(each) for name, each in rows.items()}, mixing, **more)
+    return OrderedStream(Mixture(list(rows.values())), order)
 
 
 def domain_shards(folder: Path, split: str) -> dict[str, TokenShards]:

@@ -58,6 +58,7 @@ class Order:
     Attributes:
         accumulation: micro-batches of this process in a step.
         real: (micro_batch,) bool, which samples of the last micro-batch count.
+        seed: what the order depends on.
 
     Raises:
         InputError: no samples.
@@ -82,7 +83,7 @@ class Order:
         self.real = np.ones(micro_batch, dtype=bool)
         self._rank = rank
         self._world_size = world_size
-        self._seed = seed
+        self.seed = seed
         self._shuffle = shuffle
         self._taken = 0  # samples that all processes together have taken
 
@@ -101,7 +102,7 @@ class Order:
         samples = np.empty(self.micro_batch, dtype=np.int64)
         for epoch in np.unique(epochs):
             here = epochs == epoch
-            samples[here] = permute(index[here], self.num_samples, self._seed * 1_000_003 + int(epoch))
+            samples[here] = permute(index[here], self.num_samples, self.seed * 1_000_003 + int(epoch))
         return epochs, samples
 
     def state_dict(self) -> dict[str, Any]:
@@ -110,7 +111,7 @@ class Order:
             "taken": self._taken,
             "num_samples": self.num_samples,
             "batch_size": self.batch_size,
-            "seed": self._seed,
+            "seed": self.seed,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

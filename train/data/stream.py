@@ -1,11 +1,18 @@
-"""The contract of the loop with whatever it learns from."""
+"""What the loop learns from: samples by number, drawn in an order that every process computes alone."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any, Protocol
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, Protocol, TypeVar
 
-from penjing.train.objective.objective import Batch
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from penjing.train.data.order import Order, mix
+from penjing.train.objective.objective import IGNORED, Batch
 
 
 class Stream(Protocol):
@@ -22,3 +29,115 @@ class Stream(Protocol):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Undo `state_dict`."""
         ...
+
+
+@dataclass(frozen=True)
+class Draw:
+    """The samples of a micro-batch.
+
+    Attributes:
+        samples: (B,) int64.
+        real: (B,) bool, which of them count; the others fill the batch up.
+        random: (B,) uint64, a number for each that follows from the seed, the epoch and the sample; None: samples are
+            taken as they are, to evaluate on.
+    """
+
+    samples: NDArray[np.int64]
+    real: NDArray[np.bool_]
+    random: NDArray[np.uint64] | None = None
+
+
+class Samples(Protocol):
+    """Samples by number."""
+
+    def __len__(self) -> int: ...
+
+    def batch(self, draw: Draw) -> Batch:
+        """The samples of `draw`, in its order; those that are not real count for nothing."""
+        ...
+
+
+class TokenSamples(ABC):
+    """Samples whose batches have "targets" (B, T)."""
+
+    @abstractmethod
+    def __len__(self) -> int: ...
+
+    @abstractmethod
+    def read(self, samples: Sequence[int] | NDArray[np.int64]) -> Batch:
+        """{"tokens": (B, T), "targets": (B, T)}, int64, of the samples in their order."""
+
+    def batch(self, draw: Draw) -> Batch:
+        """See `Samples`."""
+        batch = self.read(draw.samples)
+        batch["targets"][torch.from_numpy(~draw.real)] = IGNORED
+        return batch
+
+
+class SampleOrder(Protocol):
+    """Which samples a process takes next, as `Order` does."""
+
+    seed: int
+    real: NDArray[np.bool_]
+
+    def next(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """(epochs, samples) of the next micro-batch; `real` then says which of them count."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position, and what the sequence depends on."""
+        ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where `state_dict` was taken."""
+        ...
+
+
+O_co = TypeVar("O_co", bound=SampleOrder, covariant=True)
+
+
+class OrderedStream(Generic[O_co]):
+    """The `Stream` of `samples` in `order`."""
+
+    def __init__(self, samples: Samples, order: O_co) -> None:
+        self.samples, self.order = samples, order
+
+    def __iter__(self) -> Iterator[Batch]:
+        return self
+
+    def __next__(self) -> Batch:
+        epochs, samples = self.order.next()
+        random = mix(samples.astype(np.uint64) + (epochs.astype(np.uint64) << np.uint64(40)), self.order.seed)
+        return self.samples.batch(Draw(samples, self.order.real, random))
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position; see the order."""
+        return self.order.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from `state`; see the order."""
+        self.order.load_state_dict(state)
+
+
+def shuffled(
+    samples: Samples, *, batch_size: int, micro_batch: int, rank: int = 0, world_size: int = 1, seed: int = 0
+) -> OrderedStream[Order]:
+    """Endless micro-batches of `samples`, shuffled anew every epoch; see `Order`.
+
+    Raises:
+        InputError: there are none.
+    """
+    return OrderedStream(samples, Order(len(samples), batch_size, micro_batch, rank, world_size, seed))
+
+
+def one_pass(
+    samples: Samples, most: int | None = None, *, micro_batch: int, rank: int = 0, world_size: int = 1
+) -> Iterator[Batch]:
+    """One pass over the first `most` samples, or all: this process's micro-batches, as many as every other process has;
+    what fills them up is sample 0, which does not count."""
+    total = len(samples) if most is None else min(len(samples), most)
+    per_round = micro_batch * world_size
+    for begin in range(rank * micro_batch, -(-total // per_round) * per_round, per_round):
+        places = np.arange(begin, begin + micro_batch)
+        real = places < total
+        yield samples.batch(Draw(np.where(real, places, 0), real))

@@ -11,12 +11,12 @@ from penjing.core.checkpoint.decoder import open_checkpoint
 from penjing.core.errors import ConfigError
 from penjing.core.models.config import DecoderConfig
 from penjing.core.progress import Progress
-from penjing.train.chat.packed import PackedRows, RowStream, pack_rows, shares
+from penjing.train.chat.packed import PackedRows, pack_rows
 from penjing.train.chat.rows import Row, TooLongError, take_rows
 from penjing.train.chat.tokens import ChatTokens, Masked
-from penjing.train.data.stream import Stream
+from penjing.train.data.stream import Stream, one_pass, shuffled
 from penjing.train.families.decoder_task import DecoderTask
-from penjing.train.objective.objective import IGNORED, Batch
+from penjing.train.objective.objective import Batch
 from penjing.train.processes.world import World
 from penjing.train.recipe.data import ChatData, RowData
 from penjing.train.recipe.recipe import RunRecipe
@@ -67,23 +67,20 @@ class ChatTuning(DecoderTask):
 
     def example(self, micro_batch: int) -> Batch:
         """See `Task`."""
-        batch = self._learnt.batch([0] * micro_batch)
+        batch = self._learnt.read([0] * micro_batch)
         batch.pop("documents")  # whole rows are the upper bound of time and memory
         return batch
 
     def stream(self, micro_batch: int, world: World) -> Stream:
         """See `Task`."""
-        return RowStream(
+        return shuffled(
             self._learnt, batch_size=self._data.batch_size, micro_batch=micro_batch, rank=world.rank,
             world_size=world.size, seed=self._recipe.seed,
         )  # fmt: skip
 
     def held_out(self, micro_batch: int, world: World) -> Iterator[Batch]:
         """See `Task`."""
-        for rows, real in shares(len(self._held.rows), micro_batch, world.rank, world.size):
-            batch = self._held.batch(rows)
-            batch["targets"][~real] = IGNORED
-            yield batch
+        return one_pass(self._held, micro_batch=micro_batch, rank=world.rank, world_size=world.size)
 
     def next_command(self, folder: Path) -> str:
         """See `Task`."""

@@ -17,8 +17,8 @@ from penjing.core.models.resnet import Block, ResNet
 from penjing.core.models.resnet_config import ResNetConfig, cifar_resnet, imagenet_resnet
 from penjing.core.progress import Progress
 from penjing.train.data.fashion import CLASSES, load_fashion
-from penjing.train.data.images import ImageSet, ImageStream, held_out_images
-from penjing.train.data.stream import Stream
+from penjing.train.data.images import Images, ImageSet
+from penjing.train.data.stream import Stream, one_pass, shuffled
 from penjing.train.families.base import Family
 from penjing.train.objective.objective import Batch, CrossEntropy, TaskObjective
 from penjing.train.processes.world import World
@@ -84,30 +84,20 @@ class ImageClassification:
 
     def stream(self, micro_batch: int, world: World) -> Stream:
         """See `Task`."""
-        return ImageStream(
-            self._train,
-            self._mean,
-            self._std,
-            batch_size=self._data.batch_size,
+        data = self._data
+        return shuffled(
+            Images(self._train, self._mean, self._std, data.pad, data.flip, data.erase),
+            batch_size=data.batch_size,
             micro_batch=micro_batch,
             rank=world.rank,
             world_size=world.size,
             seed=self._recipe.seed,
-            pad=self._data.pad,
-            flip=self._data.flip,
-            erase=self._data.erase,
         )
 
     def held_out(self, micro_batch: int, world: World) -> Iterator[Batch]:
         """See `Task`: the first `evaluation.samples` test images."""
-        return held_out_images(
-            self._test.first(self._recipe.evaluation.samples),
-            self._mean,
-            self._std,
-            batch=_EVALUATION_BATCH,
-            rank=world.rank,
-            world_size=world.size,
-        )
+        images, most = Images(self._test, self._mean, self._std), self._recipe.evaluation.samples
+        return one_pass(images, most, micro_batch=_EVALUATION_BATCH, rank=world.rank, world_size=world.size)
 
     def after_update(self, model: nn.Module, world: World) -> tuple[Callable[[int], None], ...]:
         """See `Task`: nothing."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 
 from penjing.core.checkpoint.decoder import open_checkpoint
@@ -11,14 +11,14 @@ from penjing.core.errors import ConfigError
 from penjing.core.models.config import DecoderConfig
 from penjing.core.progress import Progress
 from penjing.core.text.tokenizer import Tokenizer, read_backend
-from penjing.train.data.chunks import Chunks, ChunkStream, cut, held_out_chunks, seams
+from penjing.train.data.chunks import ChunkConfig, ChunkRows, cut, seams
 from penjing.train.data.mixing import Mixing
-from penjing.train.data.mixture import MixtureStream, domain_shards
+from penjing.train.data.mixture import MixtureOrder, domain_shards, mixed
 from penjing.train.data.pack import prepare_tokens
 from penjing.train.data.prefetch import Prefetched
 from penjing.train.data.shards import TokenShards, read_index
-from penjing.train.data.stream import Stream
-from penjing.train.data.tokens import TokenStream, held_out_tokens
+from penjing.train.data.stream import OrderedStream, Stream, TokenSamples, one_pass, shuffled
+from penjing.train.data.tokens import TokenRows, held_out_rows
 from penjing.train.families.base import Family, Task
 from penjing.train.families.chat import ChatTuning
 from penjing.train.families.decoder_task import DecoderTask
@@ -33,7 +33,7 @@ from penjing.train.state.initial import Weights, decoder_weights
 
 
 class LanguageModeling(DecoderTask):
-    """A decoder on packed text.
+    """A decoder on packed text, in rows or in the windows of `data.chunks`.
 
     Args:
         model: a recipe's section, whose end of text is the tokenizer's; or the config of a ready model, whose weights
@@ -46,6 +46,7 @@ class LanguageModeling(DecoderTask):
     ) -> None:
         self._model = model
         self._data = data
+        self._read: dict[str, TokenSamples] = {}
         if data.sequence_length > model.max_position_embeddings:
             raise ConfigError(
                 f"data.sequence_length={data.sequence_length} is more than model.max_position_embeddings="
@@ -99,76 +100,39 @@ class LanguageModeling(DecoderTask):
 
     def stream(self, micro_batch: int, world: World) -> Stream:
         """See `Task`."""
-        return TokenStream(
-            TokenShards(self.folder, "train"),
-            self._data.sequence_length,
+        return shuffled(
+            self._rows("train"),
             batch_size=self._data.batch_size,
             micro_batch=micro_batch,
             rank=world.rank,
             world_size=world.size,
             seed=self._recipe.seed,
-            document_mask=self._data.document_mask,
         )
 
     def held_out(self, micro_batch: int, world: World) -> Iterator[Batch]:
         """See `Task`."""
-        return held_out_tokens(
-            TokenShards(self.folder, "held_out"),
-            self._data.sequence_length,
-            micro_batch=micro_batch,
-            max_samples=self._recipe.evaluation.samples,
-            rank=world.rank,
-            world_size=world.size,
-            document_mask=self._data.document_mask,
-        )
+        rows, most = self._rows("held_out"), self._recipe.evaluation.samples
+        return one_pass(rows, most, micro_batch=micro_batch, rank=world.rank, world_size=world.size)
 
+    def _rows(self, split: str) -> TokenSamples:
+        """The samples of a split: rows that follow each other, or windows that overlap."""
+        if split not in self._read:
+            data, shards = self._data, TokenShards(self.folder, split)
+            rows_of = TokenRows if split == "train" else held_out_rows
+            self._read[split] = (
+                rows_of(shards, data.sequence_length, data.document_mask)
+                if data.chunks is None
+                else self._windows(shards, data.chunks)
+            )
+        return self._read[split]
 
-class ChunkedLanguageModeling(LanguageModeling):
-    """A decoder on windows of packed text that overlap, as `data.chunks` says."""
-
-    def stream(self, micro_batch: int, world: World) -> Stream:
-        """See `Task`."""
-        shards, chunks = self._cut("train")
-        return ChunkStream(
-            shards,
-            chunks,
-            self._data.sequence_length,
-            batch_size=self._data.batch_size,
-            micro_batch=micro_batch,
-            rank=world.rank,
-            world_size=world.size,
-            seed=self._recipe.seed,
-            document_mask=self._data.document_mask,
-        )
-
-    def held_out(self, micro_batch: int, world: World) -> Iterator[Batch]:
-        """See `Task`."""
-        shards, chunks = self._cut("held_out")
-        return held_out_chunks(
-            shards,
-            chunks,
-            self._data.sequence_length,
-            micro_batch=micro_batch,
-            max_samples=self._recipe.evaluation.samples,
-            rank=world.rank,
-            world_size=world.size,
-            document_mask=self._data.document_mask,
-        )
-
-    def _cut(self, split: str) -> tuple[TokenShards, Chunks]:
-        if split not in self._known:
-            config, shards = self._data.chunks, TokenShards(self.folder, split)
-            assert config is not None
-            places = None
-            if config.boundary == "hybrid":
-                index = shards.index
-                places = seams(Tokenizer.from_folder(self.folder), index.vocab_size, index.end_of_text)
-            self._known[split] = shards, cut(shards, self._data.sequence_length, config.overlap, places)
-        return self._known[split]
-
-    @cached_property
-    def _known(self) -> dict[str, tuple[TokenShards, Chunks]]:
-        return {}
+    def _windows(self, shards: TokenShards, config: ChunkConfig) -> ChunkRows:
+        places = None
+        if config.boundary == "hybrid":
+            index = shards.index
+            places = seams(Tokenizer.from_folder(self.folder), index.vocab_size, index.end_of_text)
+        length = self._data.sequence_length
+        return ChunkRows(shards, cut(shards, length, config.overlap, places), length, self._data.document_mask)
 
 
 class MixedLanguageModeling(LanguageModeling):
@@ -180,7 +144,7 @@ class MixedLanguageModeling(LanguageModeling):
         length = self._data.sequence_length
         sizes = {name: (each.num_tokens - 1) // length for name, each in shards.items()}
         assert self._data.mixing is not None
-        return MixtureStream(
+        return mixed(
             shards,
             Mixing(self._data.mixing, sizes),
             length,
@@ -207,17 +171,10 @@ class MixedLanguageModeling(LanguageModeling):
                 "data.held_out"
             )
         each = max(1, self._recipe.evaluation.samples // len(shards))
+        share = {"micro_batch": micro_batch, "rank": world.rank, "world_size": world.size}
+        length, mask = self._data.sequence_length, self._data.document_mask
         return {
-            name: partial(
-                held_out_tokens,
-                tokens,
-                self._data.sequence_length,
-                micro_batch=micro_batch,
-                max_samples=each,
-                rank=world.rank,
-                world_size=world.size,
-                document_mask=self._data.document_mask,
-            )
+            name: partial(one_pass, held_out_rows(tokens, length, mask), each, **share)
             for name, tokens in shards.items()
         }
 
@@ -225,10 +182,11 @@ class MixedLanguageModeling(LanguageModeling):
         """See `MixedTask`."""
         losses = {name.removeprefix("loss/"): loss for name, loss in results.items() if name.startswith("loss/")}
 
-        def moved(mixture: MixtureStream) -> dict[str, float]:
-            for name in mixture.hear(losses):
-                self._progress.note(f"data.mixing: {name} gets more, {mixture.mixing.weights[name]:.1%} of each batch")
-            return {f"mixing/{name}": weight for name, weight in mixture.mixing.weights.items()}
+        def moved(mixture: OrderedStream[MixtureOrder]) -> dict[str, float]:
+            for name in mixture.order.hear(losses):
+                share = mixture.order.mixing.weights[name]
+                self._progress.note(f"data.mixing: {name} gets more, {share:.1%} of each batch")
+            return {f"mixing/{name}": weight for name, weight in mixture.order.mixing.weights.items()}
 
         return stream.change(moved)
 
@@ -297,7 +255,6 @@ def _language_modeling(
     if data.mixing is not None and data.chunks is not None:
         raise ConfigError("data.mixing and data.chunks exclude each other; leave one of them out")
     kind = LanguageModeling if data.mixing is None else MixedLanguageModeling
-    kind = ChunkedLanguageModeling if data.chunks is not None else kind
     return kind(recipe, model, data, progress)
 
 

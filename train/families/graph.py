@@ -13,7 +13,7 @@ from penjing.core.checkpoint.graph import load_network, save_graph
 from penjing.core.errors import ConfigError, InputError
 from penjing.core.graph.network import GraphModule, Network, set_tensor, tensors_of
 from penjing.core.progress import Progress
-from penjing.train.data.stream import Stream
+from penjing.train.data.stream import Stream, one_pass, shuffled
 from penjing.train.families.base import Family
 from penjing.train.objective.objective import Batch, TaskObjective
 from penjing.train.objective.outputs import Classes
@@ -22,7 +22,7 @@ from penjing.train.recipe.data import SampleData
 from penjing.train.recipe.recipe import RunRecipe, TrainRecipe
 from penjing.train.sources.open import open_source
 from penjing.train.sources.reader import Reader, form_of
-from penjing.train.sources.stream import SampleStream, held_out_samples
+from penjing.train.sources.stream import ReadSamples
 
 
 class GraphTraining:
@@ -76,9 +76,8 @@ class GraphTraining:
 
     def stream(self, micro_batch: int, world: World) -> Stream:
         """See `Task`."""
-        return SampleStream(
-            self._learnt,
-            self._data,
+        return shuffled(
+            ReadSamples(self._learnt, self._data),
             batch_size=self._data.batch_size,
             micro_batch=micro_batch,
             rank=world.rank,
@@ -89,8 +88,8 @@ class GraphTraining:
     def held_out(self, micro_batch: int, world: World) -> Iterator[Batch]:
         """See `Task`."""
         assert self._held is not None
-        total = self._recipe.evaluation.samples
-        return held_out_samples(self._held, total, batch=micro_batch, rank=world.rank, world_size=world.size)
+        held, most = ReadSamples(self._held, self._data), self._recipe.evaluation.samples
+        return one_pass(held, most, micro_batch=micro_batch, rank=world.rank, world_size=world.size)
 
     def after_update(self, model: nn.Module, world: World) -> tuple[Callable[[int], None], ...]:
         """See `Task`: nothing."""

@@ -12,12 +12,11 @@ from penjing.core.checkpoint.reward import save_reward
 from penjing.core.errors import ConfigError
 from penjing.core.models.reward import RewardModel
 from penjing.core.progress import Progress
-from penjing.train.chat.packed import shares
-from penjing.train.chat.preferences import PairStream, pair_batch
+from penjing.train.chat.preferences import Pairs, pair_batch
 from penjing.train.chat.reference import reference_logprobs
 from penjing.train.chat.rows import Row, TooLongError, take_rows
 from penjing.train.chat.tokens import ChatTokens, Pair
-from penjing.train.data.stream import Stream
+from penjing.train.data.stream import Stream, one_pass, shuffled
 from penjing.train.families.chat import held_out_places, ready_config
 from penjing.train.families.decoder_task import DecoderTask
 from penjing.train.objective.objective import Batch, TaskObjective
@@ -53,10 +52,11 @@ class PreferenceTuning(DecoderTask):
         known = self._reference(folder, pairs, progress)
         learnt, kept = ([place for place in range(len(pairs)) if (place in held) == side] for side in (False, True))
         kept = kept[: recipe.evaluation.samples]
-        self._learnt, self._held = ([pairs[place] for place in places] for places in (learnt, kept))
-        self._known, self._known_held = (None if known is None else known[places] for places in (learnt, kept))
-        pad = config.pad_token_id
-        self._pad = next(iter(config.eos_token_ids), 0) if pad is None else pad
+        pad = next(iter(config.eos_token_ids), 0) if config.pad_token_id is None else config.pad_token_id
+        self._learnt, self._held = (
+            Pairs([pairs[place] for place in places], None if known is None else known[places], pad)
+            for places in (learnt, kept)
+        )
         wanted = recipe.objective
         self.objective: TaskObjective = DirectPreference(wanted.loss, wanted.beta, wanted.label_smoothing, wanted.sft)
 
@@ -70,22 +70,21 @@ class PreferenceTuning(DecoderTask):
 
     def example(self, micro_batch: int) -> Batch:
         """See `Task`: the pairs with the longest answers, at full length."""
-        longest = max(self._learnt, key=lambda pair: len(pair.chosen) + len(pair.rejected))
-        known = None if self._known is None else self._known[:1].expand(micro_batch, 2).contiguous()
-        return pair_batch([longest] * micro_batch, self._pad, length=self._data.sequence_length, reference=known)
+        learnt = self._learnt
+        longest = max(learnt.pairs, key=lambda pair: len(pair.chosen) + len(pair.rejected))
+        known = None if learnt.reference is None else learnt.reference[:1].expand(micro_batch, 2).contiguous()
+        return pair_batch([longest] * micro_batch, learnt.pad, length=self._data.sequence_length, reference=known)
 
     def stream(self, micro_batch: int, world: World) -> Stream:
         """See `Task`."""
-        return PairStream(
-            self._learnt, self._known, self._pad, batch_size=self._data.batch_size, micro_batch=micro_batch,
-            rank=world.rank, world_size=world.size, seed=self._recipe.seed,
+        return shuffled(
+            self._learnt, batch_size=self._data.batch_size, micro_batch=micro_batch, rank=world.rank,
+            world_size=world.size, seed=self._recipe.seed,
         )  # fmt: skip
 
     def held_out(self, micro_batch: int, world: World) -> Iterator[Batch]:
         """See `Task`."""
-        for places, real in shares(len(self._held), micro_batch, world.rank, world.size):
-            known = None if self._known_held is None else self._known_held[places]
-            yield pair_batch([self._held[place] for place in places], self._pad, real, reference=known)
+        return one_pass(self._held, micro_batch=micro_batch, rank=world.rank, world_size=world.size)
 
     def next_command(self, folder: Path) -> str:
         """See `Task`."""

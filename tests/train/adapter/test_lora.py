@@ -73,7 +73,7 @@ def test_loss_gradients_and_merge_are_those_of_peft(tiny_checkpoint: Path) -> No
         for prompt, answer in cases.answers(6, 3)
     ]
     packed = pack_rows(texts, 40, cases.PAD)
-    batch = packed.batch(range(len(packed.rows)))
+    batch = packed.read(range(len(packed.rows)))
     objective = CrossEntropy()
     loss = objective(model, batch).total / objective.count(batch)
     assert loss.item() == pytest.approx(PEFT["loss"], abs=1e-6, rel=1e-6)

@@ -13,9 +13,10 @@ import torch
 from penjing.core.errors import InputError, RequestError
 from penjing.core.progress import Silent
 from penjing.core.text.chat import ChatTemplate
-from penjing.train.chat.packed import RowStream, pack_rows
+from penjing.train.chat.packed import pack_rows
 from penjing.train.chat.rows import Row, RowError, TooLongError, take_rows
 from penjing.train.chat.tokens import ChatTokens, Masked
+from penjing.train.data.stream import shuffled
 from penjing.train.objective.objective import IGNORED
 from tests.conftest import CHATML
 
@@ -189,13 +190,13 @@ def test_rows_hold_every_text_once_and_whole() -> None:
     assert all(sum(len(given[place].ids) for place in row) <= 32 for row in packed.rows)
     total = sum(len(text.ids) for text in given)
     assert len(packed.rows) <= -(-total // 32) * 1.1
-    batch = packed.batch(range(len(packed.rows)))
+    batch = packed.read(range(len(packed.rows)))
     assert int((batch["targets"] != IGNORED).sum()) == sum(len(text.ids) - 1 for text in given)
     assert len(pack_rows(given, 32, 0, together=False).rows) == 200
 
 
 def test_no_target_lies_beyond_its_text_and_documents_part_them() -> None:
-    batch = pack_rows(texts(4, 3), 9, 0).batch([0])
+    batch = pack_rows(texts(4, 3), 9, 0).read([0])
     assert batch["tokens"].tolist() == [[1, 2, 3, 4, 1, 2, 3, 0, 0]]
     assert batch["targets"].tolist() == [[2, 3, 4, IGNORED, 2, 3, IGNORED, IGNORED, IGNORED]]
     assert batch["documents"].tolist() == [[0, 0, 0, 0, 1, 1, 1, 2, 2]]
@@ -203,13 +204,13 @@ def test_no_target_lies_beyond_its_text_and_documents_part_them() -> None:
 
 def test_two_processes_see_the_rows_of_one() -> None:
     packed = pack_rows(texts(*range(1, 20)), 24, 0, together=False)
-    alone = RowStream(packed, batch_size=4, micro_batch=4, rank=0, world_size=1, seed=3)
-    both = [RowStream(packed, batch_size=4, micro_batch=2, rank=rank, world_size=2, seed=3) for rank in (0, 1)]
+    alone = shuffled(packed, batch_size=4, micro_batch=4, seed=3)
+    both = [shuffled(packed, batch_size=4, micro_batch=2, rank=rank, world_size=2, seed=3) for rank in (0, 1)]
     for _ in range(7):
         whole, parts = next(alone), [next(stream) for stream in both]
         assert torch.equal(whole["tokens"], torch.cat([part["tokens"] for part in parts]))
     state = alone.state_dict()
     expected = next(alone)
-    both[0] = RowStream(packed, batch_size=4, micro_batch=4, rank=0, world_size=1, seed=3)
+    both[0] = shuffled(packed, batch_size=4, micro_batch=4, seed=3)
     both[0].load_state_dict(state)
     assert torch.equal(next(both[0])["tokens"], expected["tokens"])

@@ -71,7 +71,7 @@ def test_fine_tuning(decoder: Decoder) -> None:
     ]
     packed = pack_rows(texts, 40, cases.PAD)
     assert len(packed.rows) < 6
-    check(decoder, CrossEntropy(), packed.batch(range(len(packed.rows))), TRL["sft"])
+    check(decoder, CrossEntropy(), packed.read(range(len(packed.rows))), TRL["sft"])
 
 
 def given_pairs() -> list[Pair]:

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 
 from penjing.core.errors import ConfigError
 from penjing.core.text.tokenizer import Tokenizer
-from penjing.train.data.chunks import ChunkStream, chunk_batch, cut, held_out_chunks, seams
+from penjing.train.data.chunks import ChunkRows, cut, seams
 from penjing.train.data.shards import ShardIndex, ShardWriter, TokenShards, write_index
+from penjing.train.data.stream import one_pass, shuffled
 from penjing.train.objective.objective import IGNORED
 
 END, LINE, STOP = 0, 1, 2
@@ -40,7 +41,7 @@ def test_every_token_is_a_target_once(
     overlap = min(overlap, length - 1)
     shards = shards_of(tmp_path_factory.mktemp("s"), tokens)
     chunks = cut(shards, length, overlap, SEAMS if hybrid else None)
-    batch = chunk_batch(shards, chunks, np.arange(len(chunks.begins)), length, True)
+    batch = ChunkRows(shards, chunks, length, document_mask=True).read(range(len(chunks.begins)))
     targets = batch["targets"]
     assert targets[targets != IGNORED].tolist() == tokens[1:]
     for row, (context, begin, end) in enumerate(zip(chunks.context, chunks.begins, chunks.ends, strict=True)):
@@ -98,7 +99,7 @@ def test_strided_perplexity_is_that_of_transformers_recipe(tmp_path: Path) -> No
         shards = shards_of(tmp_path, tokens[0].tolist())
         chunks = cut(shards, max_length - 1, max_length - 1 - stride, None)
         ours, targets_seen = 0.0, 0
-        for batch in held_out_chunks(shards, chunks, max_length - 1, micro_batch=3, max_samples=1000):
+        for batch in one_pass(ChunkRows(shards, chunks, max_length - 1), 1000, micro_batch=3):
             logits = model(batch["tokens"]).logits
             flat = torch.nn.functional.cross_entropy(
                 logits.flatten(0, 1), batch["targets"].flatten(), ignore_index=IGNORED, reduction="sum"
@@ -110,9 +111,9 @@ def test_strided_perplexity_is_that_of_transformers_recipe(tmp_path: Path) -> No
 
 def test_streams_agree_over_processes(tmp_path: Path) -> None:
     shards = shards_of(tmp_path, [5, 6, 7, LINE] * 100)
-    chunks = cut(shards, 16, 4, SEAMS)
-    one = ChunkStream(shards, chunks, 16, batch_size=8, micro_batch=8, seed=2)
-    two = [ChunkStream(shards, chunks, 16, batch_size=8, micro_batch=4, rank=r, world_size=2, seed=2) for r in (0, 1)]
+    rows = ChunkRows(shards, cut(shards, 16, 4, SEAMS), 16)
+    one = shuffled(rows, batch_size=8, micro_batch=8, seed=2)
+    two = [shuffled(rows, batch_size=8, micro_batch=4, rank=r, world_size=2, seed=2) for r in (0, 1)]
     for _ in range(3):
         assert torch.equal(next(one)["targets"], torch.cat([next(each)["targets"] for each in two]))
 

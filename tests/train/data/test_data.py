@@ -17,12 +17,13 @@ from penjing.core.progress import Silent
 from penjing.core.text.tokenizer import Tokenizer
 from penjing.train.data.corpora import documents, name_place
 from penjing.train.data.fashion import read_idx
-from penjing.train.data.images import ImageSet, ImageStream, held_out_images
+from penjing.train.data.images import Images, ImageSet
 from penjing.train.data.order import Order, permute
 from penjing.train.data.pack import pack, prepare_tokens
 from penjing.train.data.prefetch import Prefetched
 from penjing.train.data.shards import ShardFile, ShardIndex, ShardWriter, TokenShards, read_index, write_index
-from penjing.train.data.tokens import TokenStream, held_out_tokens
+from penjing.train.data.stream import OrderedStream, one_pass, shuffled
+from penjing.train.data.tokens import TokenRows, held_out_rows
 from penjing.train.objective.objective import IGNORED
 
 
@@ -139,7 +140,7 @@ def test_damaged_shards_are_named(tmp_path: Path) -> None:
 
 def test_targets_are_the_next_tokens(tmp_path: Path) -> None:
     shards = TokenShards(write_shards(tmp_path / "x", list(range(41))), "train")
-    stream = TokenStream(shards, 8, batch_size=5, micro_batch=5, seed=1)
+    stream = shuffled(TokenRows(shards, 8), batch_size=5, micro_batch=5, seed=1)
     batch = next(stream)
     assert torch.equal(batch["targets"], batch["tokens"] + 1)
     assert sorted(batch["tokens"][:, 0].tolist()) == [0, 8, 16, 24, 32]  # an epoch has every row once
@@ -147,7 +148,7 @@ def test_targets_are_the_next_tokens(tmp_path: Path) -> None:
 
 def test_documents_end_with_their_end_of_text(tmp_path: Path) -> None:
     shards = TokenShards(write_shards(tmp_path / "x", [7, 0, 5, 6, 0, 0, 8, 9, 0, 4]), "train")
-    stream = TokenStream(shards, 9, batch_size=1, micro_batch=1, document_mask=True)
+    stream = shuffled(TokenRows(shards, 9, document_mask=True), batch_size=1, micro_batch=1)
     batch = next(stream)
     assert batch["tokens"].tolist() == [[7, 0, 5, 6, 0, 0, 8, 9, 0]]
     assert batch["documents"].tolist() == [[0, 0, 1, 1, 1, 2, 3, 3, 3]]
@@ -160,7 +161,8 @@ def test_held_out_rows_come_once_whatever_the_world(tmp_path: Path) -> None:
     for world_size in (1, 2, 4):
         firsts = []
         for rank in range(world_size):
-            batches = list(held_out_tokens(shards, 8, micro_batch=2, max_samples=5, rank=rank, world_size=world_size))
+            rows = held_out_rows(shards, 8)
+            batches = list(one_pass(rows, 5, micro_batch=2, rank=rank, world_size=world_size))
             assert batches
             firsts += [
                 int(row) for b in batches for row, target in zip(b["tokens"][:, 0], b["targets"][:, 0], strict=True)
@@ -168,14 +170,14 @@ def test_held_out_rows_come_once_whatever_the_world(tmp_path: Path) -> None:
             ]  # fmt: skip
         assert sorted(firsts) == [0, 8, 16, 24, 32]
     with pytest.raises(ConfigError, match=r"less than one sequence of 64 \+ 1; lower data.sequence_length"):
-        next(held_out_tokens(shards, 64, micro_batch=1, max_samples=1))
+        held_out_rows(shards, 64)
 
 
 def test_prefetching_changes_neither_batches_nor_state(tmp_path: Path) -> None:
     shards = TokenShards(write_shards(tmp_path / "x", list(range(100))), "train")
 
-    def stream() -> TokenStream:
-        return TokenStream(shards, 4, batch_size=3, micro_batch=3, seed=2)
+    def stream() -> OrderedStream[Order]:
+        return shuffled(TokenRows(shards, 4), batch_size=3, micro_batch=3, seed=2)
 
     plain, ahead = stream(), Prefetched(stream(), depth=3)
     for _ in range(5):
@@ -192,7 +194,7 @@ def test_prefetching_changes_neither_batches_nor_state(tmp_path: Path) -> None:
 def test_an_error_of_the_reader_reaches_the_loop(tmp_path: Path) -> None:
     folder = write_shards(tmp_path / "x", list(range(100)))
     (folder / "train-00003.bin").write_bytes(b"\xff" * 14)
-    ahead = Prefetched(TokenStream(TokenShards(folder, "train"), 4, batch_size=24, micro_batch=24), depth=2)
+    ahead = Prefetched(shuffled(TokenRows(TokenShards(folder, "train"), 4), batch_size=24, micro_batch=24), depth=2)
     with pytest.raises(InputError, match="a shard is damaged"):
         next(ahead)
 
@@ -324,27 +326,16 @@ def test_images_are_normalised_and_augmented_by_their_own_dice() -> None:
     data = image_set()
     mean, std = data.statistics()
 
-    def batches(world_size: int, rank: int, micro_batch: int) -> ImageStream:
-        return ImageStream(
-            data,
-            mean,
-            std,
-            batch_size=8,
-            micro_batch=micro_batch,
-            rank=rank,
-            world_size=world_size,
-            seed=3,
-            pad=1,
-            flip=True,
-            erase=2,
-        )
+    def batches(world_size: int, rank: int, micro_batch: int) -> OrderedStream[Order]:
+        images = Images(data, mean, std, pad=1, flip=True, erase=2)
+        return shuffled(images, batch_size=8, micro_batch=micro_batch, rank=rank, world_size=world_size, seed=3)
 
     whole = next(batches(1, 0, 8))
     parts = [next(batches(2, rank, 4)) for rank in range(2)]
     assert torch.equal(whole["images"], torch.cat([part["images"] for part in parts]))
     assert torch.equal(whole["targets"], torch.cat([part["targets"] for part in parts]))
     assert whole["images"].dtype == torch.float32
-    plain = ImageStream(data, mean, std, batch_size=20, micro_batch=20)
+    plain = shuffled(Images(data, mean, std), batch_size=20, micro_batch=20)
     everything = torch.cat([next(plain)["images"]])
     assert everything.mean().item() == pytest.approx(0.0, abs=1e-5)
     assert everything.std().item() == pytest.approx(1.0, abs=2e-3)
@@ -355,7 +346,7 @@ def test_images_are_normalised_and_augmented_by_their_own_dice() -> None:
 def test_crops_and_flips_move_pixels_only() -> None:
     data = image_set()
     zero, one = np.zeros(1, np.float32), np.ones(1, np.float32)
-    stream = ImageStream(data, zero, one, batch_size=20, micro_batch=20, pad=2, flip=True)
+    stream = shuffled(Images(data, zero, one, pad=2, flip=True), batch_size=20, micro_batch=20)
     order = Order(20, 20, 20, 0, 1, 0)
     _, samples = order.next()
     images = next(stream)["images"]
@@ -372,7 +363,7 @@ def test_held_out_images_come_once() -> None:
     targets = [
         t
         for rank in range(2)
-        for b in held_out_images(data, mean, std, batch=2, rank=rank, world_size=2)
+        for b in one_pass(Images(data, mean, std), micro_batch=2, rank=rank, world_size=2)
         for t in b["targets"].tolist()
     ]
     assert sorted(t for t in targets if t != IGNORED) == sorted(data.labels.tolist())

@@ -17,9 +17,10 @@ from hypothesis import strategies as st
 from penjing.core.config import parse_config
 from penjing.core.errors import ConfigError, InputError
 from penjing.train.data.mixing import Mixing, MixingConfig
-from penjing.train.data.mixture import MixtureStream, quotas
+from penjing.train.data.mixture import MixtureOrder, mixed, quotas
 from penjing.train.data.prefetch import Prefetched
 from penjing.train.data.shards import ShardIndex, ShardWriter, TokenShards, write_index
+from penjing.train.data.stream import OrderedStream
 from penjing.train.objective.objective import IGNORED
 
 ANY = {"a": True, "b": True, "c": True}
@@ -144,10 +145,10 @@ def shards(tmp_path: Path) -> dict[str, TokenShards]:
 
 def stream(
     shards: dict[str, TokenShards], world: int = 1, rank: int = 0, micro: int = 4, **more: object
-) -> MixtureStream:
+) -> OrderedStream[MixtureOrder]:
     config = MixingConfig(kind="perplexity", weights={"a": 0.5, "b": 0.3, "c": 0.2}, min_rise=0, rises=1, max_epochs=99)
     mixing = Mixing(config, dict.fromkeys(shards, 1))
-    return MixtureStream(
+    return mixed(
         shards,
         mixing,
         8,
@@ -163,7 +164,7 @@ def stream(
 LOSSES = [{"a": 1.0, "b": 1.0, "c": 1.0}, {"a": 1.0, "b": 1.1, "c": 1.0}, {"a": 1.0, "b": 1.2, "c": 1.1}]
 
 
-def steps_of(streams: list[MixtureStream | Prefetched], parts: int, steps: int, every: int = 3) -> list[list[int]]:
+def steps_of(streams: list[OrderedStream[MixtureOrder]], parts: int, steps: int, every: int = 3) -> list[list[int]]:
     """The first tokens of the real rows of each step, heard losses after every third."""
     found = []
     for step in range(1, steps + 1):
@@ -176,8 +177,7 @@ def steps_of(streams: list[MixtureStream | Prefetched], parts: int, steps: int, 
         found.append(rows)
         if step % every == 0 and step // every <= len(LOSSES):
             for each in streams:
-                assert isinstance(each, MixtureStream)
-                each.hear(LOSSES[step // every - 1])
+                each.order.hear(LOSSES[step // every - 1])
     return found
 
 
@@ -205,15 +205,18 @@ def test_a_run_goes_on_with_the_same_batches_and_weights(shards: dict[str, Token
     second.load_state_dict(state)
     rest = [next(second)["tokens"][:, 0].tolist() for _ in range(3)]
     assert begun + rest == whole
-    assert second.mixing.weights == first.mixing.weights != stream(shards).mixing.weights
+    assert second.order.mixing.weights == first.order.mixing.weights != stream(shards).order.mixing.weights
 
 
 def test_what_was_read_ahead_is_dropped_when_weights_change(shards: dict[str, TokenShards]) -> None:
+    def heard(mixture: OrderedStream[MixtureOrder], losses: dict[str, float]) -> list[str]:
+        return mixture.order.hear(losses)
+
     plain, ahead = stream(shards, micro=8), Prefetched(stream(shards, micro=8), depth=4)
     for _ in range(3):
         assert torch.equal(next(plain)["tokens"], next(ahead)["tokens"])
     for losses in LOSSES[:2]:
-        assert plain.hear(losses) == ahead.change(partial(MixtureStream.hear, losses=losses))
+        assert plain.order.hear(losses) == ahead.change(partial(heard, losses=losses))
     for _ in range(5):
         assert torch.equal(next(plain)["tokens"], next(ahead)["tokens"])
     ahead.close()
@@ -223,16 +226,16 @@ def test_what_does_not_fit_is_refused(shards: dict[str, TokenShards]) -> None:
     sizes = dict.fromkeys(shards, 1)
     state = stream(shards).state_dict()
     few = {name: each for name, each in shards.items() if name != "c"}
-    other = MixtureStream(few, Mixing(MixingConfig(kind="fixed"), {"a": 1, "b": 1}), 8, batch_size=8, micro_batch=8)
+    other = mixed(few, Mixing(MixingConfig(kind="fixed"), {"a": 1, "b": 1}), 8, batch_size=8, micro_batch=8)
     with pytest.raises(InputError, match="made with the domains a, b, c, this run has a, b"):
         other.load_state_dict(state)
     with pytest.raises(ConfigError, match=r"100 steps would repeat domain 'b' 53.3 times, more than max_epochs = 4"):
-        MixtureStream(
+        mixed(
             shards, Mixing(MixingConfig(kind="fixed", weights={"a": 0.2, "b": 0.8, "c": 0.0}), sizes),
             8, batch_size=8, micro_batch=8, steps=100,
         )  # fmt: skip
     with pytest.raises(InputError, match="domain 'c' has less than one sequence of 64 tokens"):
-        MixtureStream(shards, Mixing(MixingConfig(kind="fixed"), sizes), 64, batch_size=8, micro_batch=8)
+        mixed(shards, Mixing(MixingConfig(kind="fixed"), sizes), 64, batch_size=8, micro_batch=8)
 
 
 RECIPE_CHANGES = [

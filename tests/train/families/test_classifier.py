@@ -18,7 +18,8 @@ from penjing.core.models.resnet import ResNet
 from penjing.core.models.resnet_config import BlockConfig, ResNetConfig, StageConfig
 from penjing.core.progress import Silent
 from penjing.train.data.fashion import CLASSES, load_fashion
-from penjing.train.data.images import ImageSet, held_out_images
+from penjing.train.data.images import Images, ImageSet
+from penjing.train.data.stream import one_pass
 from penjing.train.families import classifier as vision
 from penjing.train.families.base import build_checkpoint_task, build_task
 from penjing.train.families.classifier import ImageClassification
@@ -77,7 +78,7 @@ def test_a_classifier_learns_and_is_loaded_with_its_accuracy(recipe: Path, tmp_p
     model, config = load_classifier(tmp_path / "out")
     data = made_up("test").first(100)
     mean, std = np.array(config.mean, np.float32), np.array(config.std, np.float32)
-    (batch,) = held_out_images(data, mean, std, batch=100)
+    (batch,) = one_pass(Images(data, mean, std), micro_batch=100)
     with torch.no_grad():
         right = (model(batch["images"]).argmax(1) == batch["targets"]).float().mean()
     assert right.item() == pytest.approx(results["accuracy"], abs=1e-6)

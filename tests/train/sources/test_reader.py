@@ -14,12 +14,14 @@ from hypothesis import strategies as st
 from penjing.core.errors import InputError
 from penjing.core.graph.config import Pixels, TensorSpec
 from penjing.core.progress import Silent
+from penjing.train.data.order import Order
+from penjing.train.data.stream import OrderedStream, one_pass, shuffled
 from penjing.train.objective.outputs import REAL
 from penjing.train.sources.images import Wanted, load_images
 from penjing.train.sources.open import open_source
 from penjing.train.sources.reader import Form, Reader
 from penjing.train.sources.settings import Augment, SourceSettings
-from penjing.train.sources.stream import SampleStream, augmented, held_out_samples
+from penjing.train.sources.stream import ReadSamples, augmented
 from tests.train.sources.photos import folder_of, photo
 
 PIXELS = Pixels(height=16, width=16, mean=(0.5, 0.5, 0.5), std=(0.25, 0.25, 0.25))
@@ -125,9 +127,14 @@ def test_the_stream_is_the_same_however_it_is_cut(tmp_path: Path) -> None:
     folder_of(tmp_path, {"cat": 5, "dog": 4})
     augment = Augment(pad=2, flip=True, erase=3)
 
-    def stream(micro: int, rank: int = 0, size: int = 1) -> SampleStream:
-        return SampleStream(
-            reader_of(tmp_path), augment, batch_size=4, micro_batch=micro, rank=rank, world_size=size, seed=3
+    def stream(micro: int, rank: int = 0, size: int = 1) -> OrderedStream[Order]:
+        return shuffled(
+            ReadSamples(reader_of(tmp_path), augment),
+            batch_size=4,
+            micro_batch=micro,
+            rank=rank,
+            world_size=size,
+            seed=3,
         )
 
     whole = stream(4)
@@ -151,8 +158,8 @@ def test_augmented_images_keep_their_pixels() -> None:
 
 
 def test_held_out_samples_are_each_seen_once(tmp_path: Path) -> None:
-    reader = reader_of(folder_of(tmp_path, {"cat": 3, "dog": 4}))
-    batches = [list(held_out_samples(reader, 100, batch=2, rank=rank, world_size=2)) for rank in (0, 1)]
+    reader = ReadSamples(reader_of(folder_of(tmp_path, {"cat": 3, "dog": 4})), Augment())
+    batches = [list(one_pass(reader, 100, micro_batch=2, rank=rank, world_size=2)) for rank in (0, 1)]
     assert [len(each) for each in batches] == [2, 2]
     assert sum(int(batch[REAL].sum()) for each in batches for batch in each) == 7
 
