@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
+
+# all but tab and line feed: what moves the cursor, colours, renames the window, or turns the direction of writing
+_CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+
+
+def printable(text: str) -> str:
+    """`text` with control characters written out, as \\x1b, so that what stands in data cannot steer a terminal."""
+    return _CONTROLS.sub(lambda found: found[0].encode("unicode_escape", "surrogatepass").decode("ascii"), text)
 
 
 class Progress(Protocol):
@@ -64,7 +73,7 @@ class PlainProgress:
 
     def note(self, message: str) -> None:
         self._show_status()
-        print(message, file=sys.stderr, flush=True)
+        print(printable(message), file=sys.stderr, flush=True)
 
     def finish(self) -> None:
         self._show_status()
@@ -118,7 +127,7 @@ class TerminalProgress:
             self.bar.update(self._task, status=text)
 
     def note(self, message: str) -> None:
-        self.bar.console.print(message, highlight=False)
+        self.bar.console.print(printable(message), highlight=False)
 
     def finish(self) -> None:
         if self._task is not None:
@@ -190,7 +199,7 @@ def print_table(values: dict[str, Any]) -> None:
 
     table = Table(show_header=False, box=None, pad_edge=False)
     for key, value in _flatten(values):
-        table.add_row(key, f"{value:,.4g}" if isinstance(value, float) else str(value))
+        table.add_row(printable(key), f"{value:,.4g}" if isinstance(value, float) else printable(str(value)))
     error_console().print(table)
 
 

@@ -67,6 +67,7 @@ def why(
 
     Example: `penjing curate why printf.3.gz build/corpus-docs`
     """
+    from penjing.core.progress import printable
     from penjing.curate.why import explain
 
-    print("\n".join(explain(document, corpus)))
+    print("\n".join(map(printable, explain(document, corpus))))

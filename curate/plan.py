@@ -99,7 +99,10 @@ def make_plan(recipe: CurateRecipe, progress: Progress) -> Plan:
         InputError: a source has no files.
         SetupError: a package of Debian cannot be fetched.
     """
-    files = [file for number, source in enumerate(recipe.sources) for file in source_files(number, source, progress)]
+    own = (recipe.output, recipe.work_folder)  # a source may be the folder that both lie in
+    files = [
+        file for number, source in enumerate(recipe.sources) for file in source_files(number, source, progress, own)
+    ]
     limit, tasks, begin, size = recipe.task_mb * 1e6, [], 0, 0
     for place, file in enumerate(files):
         if size and size + file.size > limit:

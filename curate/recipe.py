@@ -36,6 +36,13 @@ class CurateRecipe(Config):
     sources: tuple[SourceConfig, ...] = Field(min_length=1, description="Where documents come from.")
     steps: tuple[Step, ...] = Field(default=(), description="What is done with them, in this order.")
 
+    @field_validator("output", "work")
+    @classmethod
+    def _is_a_name(cls, value: Path | None) -> Path | None:
+        if value is not None and (not value.name or "\0" in str(value)):
+            raise ValueError(f"{str(value)!r} is no name of a folder of its own; give one, such as build/corpus")
+        return value
+
     @field_validator("sources")
     @classmethod
     def _names_differ(cls, value: tuple[SourceConfig, ...]) -> tuple[SourceConfig, ...]:

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from penjing.curate.task import Counts
 
 READ = "read"
+_SHOWN = 5  # reasons in a summary
 PAGE = """
 <p>{{ report.read.documents | count }} documents with {{ report.read.chars | count }} characters were read, and
 {{ report.kept.documents | count }} with {{ report.kept.chars | count }} kept.
@@ -115,7 +116,8 @@ class CorpusReport(Config):
             for row in self.funnel
         ]
         if self.damaged or self.lines:
-            reasons = ", ".join(f"{reason}: {count:,}" for reason, count in self.reasons.items())
+            reasons = ", ".join(f"{reason}: {count:,}" for reason, count in list(self.reasons.items())[:_SHOWN])
+            reasons += f" and {len(self.reasons) - _SHOWN:,} more reasons" * (len(self.reasons) > _SHOWN)
             lines.append(f"left out as damaged: {self.damaged:,} documents and {self.lines:,} lines ({reasons})")
         return "\n".join(lines)
 

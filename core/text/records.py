@@ -27,6 +27,10 @@ TEXT_FIELDS = ("text", "content", "messages")
 LONGEST_LINE = 256 << 20  # bytes
 MOST_BAD_LINES = 0.01  # of a text: with more it is no UTF-8 text at all
 _ROWS = 256  # of a table at once
+_UNPACKED = (
+    50  # a longer compressed text than LONGEST_LINE is read up to so many times its size: text packs 3 to 10 times
+)
+_PIECE = 1 << 12  # bytes of a .zst file at once: they unpack to 128 MB at most, four bytes to a block of 128 KB
 _DAMAGED = (EOFError, OSError, zlib.error, lzma.LZMAError)  # what reading a damaged or compressed file raises
 
 
@@ -71,6 +75,8 @@ def read_records(file: Path, name: str, column: str | None = None) -> Iterator[R
         InputError: the file cannot be opened, its compression or table is damaged, or it has no such column.
         SetupError: it needs a package that is not installed.
     """
+    if file.exists() and not file.is_file():
+        raise InputError(f"{file} is no regular file, and is not read: a pipe or a device may never end")
     form = form_of(file)
     if form in TABLES:
         yield from _rows(file, name, column)
@@ -134,7 +140,7 @@ class _Zstd(io.RawIOBase):
 
     def _more(self) -> bool:
         """Decompress the next piece; False at the end of the file."""
-        piece = self._rest or self._file.read(1 << 16)
+        piece = self._rest or self._file.read(_PIECE)
         if not piece:
             if self._frame is not None:
                 raise EOFError("the file ends inside a compressed frame")
@@ -149,6 +155,17 @@ class _Zstd(io.RawIOBase):
 
 def _zstd(file: Path) -> IO[bytes]:
     return io.BufferedReader(_Zstd(file), 1 << 18)
+
+
+def _unpacked(stream: IO[bytes], most: int) -> bytes | None:
+    """All of `stream`; None where it has more than `most` bytes."""
+    parts, size = [], 0
+    while part := stream.read(1 << 20):
+        parts.append(part)
+        size += len(part)
+        if size > most:
+            return None
+    return b"".join(parts)
 
 
 def _raw_lines(file: Path) -> Iterator[tuple[int, bytes]]:
@@ -168,7 +185,7 @@ def _raw_lines(file: Path) -> Iterator[tuple[int, bytes]]:
 def _unreadable(file: Path, number: int, unit: str, error: Exception) -> InputError:
     after = f" after {unit} {number}" if number else ""
     reason = (str(error) or type(error).__name__).splitlines()[0]
-    return InputError(f"{file} cannot be read{after} ({reason}): cut off or damaged; get it again, or leave it out")
+    return InputError(f"{file} cannot be read ({reason}{after}): cut off or damaged; get it again, or leave it out")
 
 
 def _decoded(raw: bytes) -> tuple[str, str | None]:
@@ -266,7 +283,14 @@ def _check_column(file: Path, names: list[str], column: str | None) -> None:
 def _text(file: Path, name: str) -> Iterator[Record | Damage]:
     try:
         with open_bytes(file) as stream:
-            raw = stream.read().removeprefix(b"\xef\xbb\xbf")
+            if file.suffix.lower() not in COMPRESSED:
+                raw = stream.read()
+            elif (unpacked := _unpacked(stream, max(LONGEST_LINE, _UNPACKED * file.stat().st_size))) is not None:
+                raw = unpacked
+            else:
+                yield Damage(name, f"unpacks to more than {LONGEST_LINE >> 20} MB and {_UNPACKED} times its size")
+                return
+        raw = raw.removeprefix(b"\xef\xbb\xbf")
     except _DAMAGED as error:
         raise _unreadable(file, 0, "line", error) from error
     text, wrong = _decoded(raw)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from penjing.core.errors import InputError
+from penjing.core.errors import InputError, PenjingError
 from penjing.core.progress import Progress
 from penjing.core.text.records import LINES, TABLES, Damage, form_of, read_records
 from penjing.core.text.source_files import files_below
@@ -43,8 +43,10 @@ class SourceFile:
             raise InputError(f"{path} was changed or removed while the sources were read; run again")
 
 
-def source_files(number: int, source: SourceConfig, progress: Progress) -> list[SourceFile]:
-    """The files of the source `number`, in the order of their names.
+def source_files(
+    number: int, source: SourceConfig, progress: Progress, without: tuple[Path, ...] = ()
+) -> list[SourceFile]:
+    """The files of the source `number`, in the order of their names; none of those in the folders `without`.
 
     Raises:
         InputError: there are none.
@@ -58,9 +60,11 @@ def source_files(number: int, source: SourceConfig, progress: Progress) -> list[
             raise InputError(f"sources.{source.name}: {root} does not exist; check its path")
         for path in files_below(root):
             name = path.relative_to(root).as_posix() if path != root else path.name
+            name = name.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")  # names are any bytes
             if len(roots) > 1:
                 name = f"{source.packages[roots.index(root)]}/{name}"
-            if _wanted(source, path, name) and path.stat().st_size:
+            own = any(path.absolute().is_relative_to(folder.absolute()) for folder in without)
+            if not own and path.is_file() and _wanted(source, path, name) and path.stat().st_size:
                 stat = path.stat()
                 found.append(SourceFile(number, name, str(path.absolute()), stat.st_size, stat.st_mtime_ns))
     if not found:
@@ -90,7 +94,7 @@ def read_source(file: SourceFile, source: SourceConfig) -> Iterator[Document | D
         try:
             record = next(records, None)
         except InputError as error:  # cut off or damaged: what came before it stands
-            yield Damage(name, str(error))
+            yield Damage(name, str(error).removeprefix(f"{path} "))
             return
         if record is None:
             return
@@ -98,12 +102,18 @@ def read_source(file: SourceFile, source: SourceConfig) -> Iterator[Document | D
             yield record
             continue
         text = record.text if record.text is not None else conversation_text(record.messages)
-        if form == "html":
-            text = html_text(text)
-        elif form == "roff":
-            text = roff_text(text)
         domain = " ".join(str(record.fields.get("domain") or source.domain or source.name).split())
-        yield Document(record.name, text, source.name, domain, source.licence)
+        try:
+            text = {"html": html_text, "roff": roff_text}.get(form, str)(text)
+            f"{text}{domain}".encode()
+        except UnicodeEncodeError:
+            yield Damage(record.name, "holds half a surrogate pair, which is no character")
+        except PenjingError:
+            raise
+        except Exception as error:  # a library that fails on a page costs that page, with its reason
+            yield Damage(record.name, f"cannot be read as {form}: {type(error).__name__}: {error}")
+        else:
+            yield Document(record.name, text, source.name, domain, source.licence)
 
 
 def conversation_text(messages: object) -> str:

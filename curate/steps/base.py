@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import Protocol
 
@@ -11,7 +12,7 @@ from penjing.core.config import Config
 from penjing.curate.documents.document import Document
 
 
-class StepConfig(Config):
+class StepConfig(Config, ABC):
     """What every step says."""
 
     domains: tuple[str, ...] = Field(
@@ -25,9 +26,9 @@ class StepConfig(Config):
     def prepare(self, folder: Path) -> None:
         """Write into `folder` what the filters of all processes need; called once, before them."""
 
+    @abstractmethod
     def filter(self, folder: Path) -> Filter:
         """The work of the step in one process; `folder`: that of `prepare`."""
-        raise NotImplementedError
 
 
 class Filter(Protocol):

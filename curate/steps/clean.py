@@ -15,7 +15,8 @@ from penjing.curate.documents.needs import needed
 from penjing.curate.steps.base import StepConfig
 
 _CONTROL = re.compile("[\x00-\x08\x0b\x0e-\x1f\x7f\u200b\u2060\ufeff\ufff9-\ufffb]")
-_TRAILING = re.compile(r"[^\S\n]+(?=\n|$)")
+# from the first blank of a run, and never back: else a run of n blanks inside a line takes n² steps
+_TRAILING = re.compile(r"(?<![^\S\n])[^\S\n]++(?=\n|$)")
 _BLANK = re.compile(r"\n{4,}")
 
 

@@ -33,7 +33,8 @@ class RulesStep(StepConfig):
     )
     limits: dict[str, float] = Field(
         default={},
-        description="Other limits than the published ones, by datatrove's names, such as {min_doc_words = 20}; a limit "
+        description="Other limits than the published ones, by datatrove's names, such as {min_doc_words = 20}; those "
+        "of runs of words, top_n_grams and dup_n_grams, by the length of the run, such as {dup_5_grams = 0.3}. A limit "
         "of 0 leaves a rule of Gopher out.",
     )
 
@@ -89,7 +90,13 @@ class Rules:
             limits |= {"min_avg_word_length": None, "max_avg_word_length": None}
         if name == "c4" and of == "spaceless":
             limits |= {"min_words_per_line": -1, "filter_no_terminal_punct": False}
-        limits |= {key: value for key, value in self._config.limits.items() if key in _limits_of(name)}
+        given = self._config.limits
+        for parameter, value in _defaults(name).items():
+            if not isinstance(value, tuple):
+                limits |= {parameter: given[parameter]} if parameter in given else {}
+                continue
+            shares = [(size, given.get(_of_size(parameter, size), share)) for size, share in value]
+            limits[parameter] = tuple((size, share) for size, share in shares if share)
         return _class(name)(language=self._words, **limits)
 
 
@@ -97,6 +104,20 @@ def _class(name: str) -> Any:
     return getattr(needed("datatrove.pipeline.filters"), _CLASSES[name])
 
 
-def _limits_of(name: str) -> set[str]:
+def _defaults(name: str) -> dict[str, Any]:
+    """datatrove's limits of a set: numbers, and ((words, share), …) of the limits of runs of words."""
     parameters = inspect.signature(_class(name).__init__).parameters
-    return {key for key, each in parameters.items() if isinstance(each.default, int | float)}
+    return {key: each.default for key, each in parameters.items() if isinstance(each.default, int | float | tuple)}
+
+
+def _limits_of(name: str) -> set[str]:
+    """What a recipe calls them."""
+    named = [
+        [_of_size(key, size) for size, _ in value] if isinstance(value, tuple) else [key]
+        for key, value in _defaults(name).items()
+    ]
+    return {each for names in named for each in names}
+
+
+def _of_size(parameter: str, size: int) -> str:
+    return parameter.replace("_n_", f"_{size}_")

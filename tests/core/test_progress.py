@@ -3,7 +3,9 @@ import re
 
 from rich.console import Console
 
-from penjing.core.progress import PlainProgress, TerminalProgress, _flatten, clock, print_table
+from penjing.core.cli import guarded
+from penjing.core.errors import InputError
+from penjing.core.progress import PlainProgress, TerminalProgress, _flatten, clock, print_table, printable
 
 
 def test_plain_progress_prints_one_line_a_task(capsys):
@@ -69,3 +71,21 @@ def test_tables_go_to_standard_error(capsys):
     assert captured.out == ""
     assert "1,235" in captured.err
     assert dict(_flatten({"a": {"b": 1}, "c": 2})) == {"a.b": 1, "c": 2}
+
+
+def test_what_stands_in_data_cannot_steer_a_terminal(capsys):
+    hostile = "a\x1b[2J\x1b]0;title\x07\r\x9b31m\u202egnp\ttab\nline é \udcff"
+    shown = "a\\x1b[2J\\x1b]0;title\\x07\\r\\x9b31m\\u202egnp\ttab\nline é \\udcff"
+    assert printable(hostile) == shown
+    PlainProgress().note(hostile)
+    assert capsys.readouterr().err == shown + "\n"
+    print_table({"name\x1b[0m": "value\x1b[0m"})
+    assert "\x1b" not in capsys.readouterr().err
+
+
+def test_an_error_cannot_steer_a_terminal(capsys):
+    def work():
+        raise InputError("a\x1b[2J.txt is damaged")
+
+    assert guarded(work) == InputError.exit_code
+    assert capsys.readouterr().err == "error: a\\x1b[2J.txt is damaged\n"

@@ -102,6 +102,41 @@ def test_limits_can_be_changed_and_unknown_ones_are_named(tmp_path: Path) -> Non
         parse_config(RulesStep, {"kind": "rules", "sets": ["fineweb"], "limits": {"nonsense": 1}}, "recipe")
 
 
+def test_limits_of_runs_of_words_can_be_changed(tmp_path: Path) -> None:
+    from datatrove.data import Document as TheirDocument
+    from datatrove.pipeline.filters import GopherRepetitionFilter
+
+    from penjing.curate.documents.words import WORDS
+
+    text = f"{prose(1, 100)} {prose(2, 10)} {prose(2, 10)} {prose(3, 30)} " + " ".join(["one two"] * 8)
+    for limits, top, dup in (
+        ({}, ((2, 0.2), (3, 0.18), (4, 0.16)), ((5, 0.15), (6, 0.14), (7, 0.13), (8, 0.12), (9, 0.11), (10, 0.1))),
+        ({"top_2_grams": 0.01}, ((2, 0.01),), ()),
+        ({f"dup_{n}_grams": 0.0 for n in range(5, 10)} | {"dup_10_grams": 0.02}, (), ((10, 0.02),)),
+        ({f"dup_{n}_grams": 0.9 for n in range(5, 11)}, (), ()),
+    ):
+        theirs = GopherRepetitionFilter(top_n_grams=top, dup_n_grams=dup, language=cast(Any, WORDS))  # type: ignore
+        kept = theirs.filter(TheirDocument(text=text, id="d"))
+        step = parse_config(RulesStep, {"kind": "rules", "sets": ["gopher-repetition"], "limits": limits}, "recipe")
+        rule = None if kept is True else f"gopher-repetition: {kept[1]}"  # type: ignore[index]
+        assert applied(step, text, tmp_path)[0] == rule
+    with pytest.raises(ConfigError, match="limits: top_n_grams unknown; these sets have dup_10_grams, dup_5_grams"):
+        parse_config(RulesStep, {"kind": "rules", "limits": {"top_n_grams": 1}}, "recipe")
+
+
+def test_a_step_has_a_filter() -> None:
+    class Nothing(StepConfig):
+        """Says nothing of its work."""
+
+    with pytest.raises(TypeError, match="abstract"):
+        Nothing()  # type: ignore[abstract]
+
+
+def test_blanks_take_no_more_than_a_look_each(tmp_path: Path) -> None:
+    text = f"a{' ' * 300_000}b {chr(0x3000) * 300_000}c \t \nd"  # n² steps are hours
+    assert applied(CleanStep(kind="clean"), text, tmp_path)[1] == text.replace(" \t \n", "\n")
+
+
 def test_c4_takes_out_lines(tmp_path: Path) -> None:
     text = "A line that ends well, as it must.\nMenu\n" + "Another line that has a sentence in it.\n" * 4
     rule, after = applied(RulesStep(kind="rules", sets=("c4",)), text, tmp_path)

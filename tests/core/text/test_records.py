@@ -6,13 +6,15 @@ import bz2
 import gzip
 import json
 import lzma
+import os
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from penjing.core.errors import InputError
-from penjing.core.text.records import Damage, Record, read_records
+from penjing.core.text.records import Damage, Record, open_bytes, read_records
 from penjing.core.text.source_files import files_below
 
 LINES = b'{"text": "one"}\n\n{"text": "two", "domain": "code"}\n{"messages": [{"role": "user", "content": "hi"}]}\n'
@@ -157,3 +159,35 @@ def test_of_a_data_set_the_training_tables_are_taken(tmp_path: Path) -> None:
     write(plain / "test.txt", b"x")
     write(plain / ".git" / "config.txt", b"x")
     assert [path.name for path in files_below(plain)] == ["README.md", "test.txt"]
+
+
+@pytest.mark.parametrize("suffix", [".gz", ".bz2", ".xz", ".zst"])
+def test_a_text_that_unpacks_without_end_is_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, suffix: str
+) -> None:
+    monkeypatch.setattr("penjing.core.text.records.LONGEST_LINE", 1 << 20)
+    bomb = write(tmp_path / f"bomb.txt{suffix}", COMPRESS[suffix](b"a" * (20 << 20)))
+    if bomb.stat().st_size * 50 < 20 << 20:
+        assert list(read_records(bomb, "bomb")) == [Damage("bomb", "unpacks to more than 1 MB and 50 times its size")]
+    honest = write(tmp_path / f"honest.txt{suffix}", COMPRESS[suffix](b"word " * 1000))
+    assert list(read_records(honest, "honest")) == [Record("honest", "word " * 1000)]
+
+
+def test_a_frame_is_unpacked_in_pieces(tmp_path: Path) -> None:
+    packer = pytest.importorskip("zstandard").ZstdCompressor().compressobj()
+    pieces = [packer.compress(b"a" * (8 << 20)) for _ in range(64)]
+    bomb = write(tmp_path / "bomb.txt.zst", b"".join([*pieces, packer.flush()]))  # some kB for 512 MB
+    tracemalloc.start()
+    try:
+        with open_bytes(bomb) as stream:
+            assert sum(len(piece) for piece in iter(lambda: stream.read(1 << 20), b"")) == 512 << 20
+        assert tracemalloc.get_traced_memory()[1] < 320 << 20
+    finally:
+        tracemalloc.stop()
+
+
+def test_pipes_and_devices_are_not_read(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.txt")
+    for path in (tmp_path / "pipe.txt", Path("/dev/zero")):
+        with pytest.raises(InputError, match="is no regular file, and is not read"):
+            list(read_records(path, "pipe"))
