@@ -61,8 +61,8 @@ def test_the_reference_is_asked_once_and_answers_as_if_it_were_live(
     model = task.build_model()
     task.initialize(model)
     with torch.no_grad():
-        live, _ = answer_logprobs(model, pair_batch(task._learnt, 2))  # type: ignore[attr-defined]
-    torch.testing.assert_close(task._known, live, rtol=1e-5, atol=1e-4)  # type: ignore[attr-defined]
+        live, _ = answer_logprobs(model, pair_batch(task._learnt.pairs, 2))  # type: ignore[attr-defined]
+    torch.testing.assert_close(task._learnt.reference, live, rtol=1e-5, atol=1e-4)  # type: ignore[attr-defined]
     monkeypatch.setattr("penjing.train.chat.reference._asked", None)
     build_task(load_train_recipe(recipe), Silent())
     (kept,) = (tmp_path / "cache/reference").glob("*.safetensors")
@@ -79,7 +79,7 @@ def test_a_reward_model_orders_unseen_pairs_and_loads_elsewhere(recipe: Path, tm
     assert results["preference_accuracy"] == 1.0
     theirs = AutoModelForSequenceClassification.from_pretrained(tmp_path / "out", dtype=torch.float32)
     ours = load_reward(tmp_path / "out")
-    batch = pair_batch(build_task(load_train_recipe(recipe), Silent())._learnt[:3], 2)  # type: ignore[attr-defined]
+    batch = pair_batch(build_task(load_train_recipe(recipe), Silent())._learnt.pairs[:3], 2)  # type: ignore[attr-defined]
     with torch.no_grad():
         scores = ours(batch["tokens"], batch["last"])
         width = batch["tokens"].shape[1]
