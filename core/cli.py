@@ -21,7 +21,6 @@ from typer.main import get_command
 from penjing.core.cli_options import Json, write_json
 from penjing.core.errors import ConfigError, PenjingError
 from penjing.core.imports.commands import import_command
-from penjing.core.progress import printable
 from penjing.core.recipe_cli import recipe_app
 
 STAGES = {
@@ -195,5 +194,7 @@ def _fail(error: BaseException, message: str, exit_code: int) -> int:
         import traceback
 
         traceback.print_exception(error)
+    from penjing.core.progress import printable
+
     print(f"error: {printable(message)}", file=sys.stderr)
     return exit_code
