@@ -136,8 +136,14 @@ def one_pass(
     """One pass over the first `most` samples, or all: this process's micro-batches, as many as every other process has;
     what fills them up is sample 0, which does not count."""
     total = len(samples) if most is None else min(len(samples), most)
+    for draw in draws(total, micro_batch, rank, world_size):
+        yield samples.batch(draw)
+
+
+def draws(total: int, micro_batch: int, rank: int, world_size: int) -> Iterator[Draw]:
+    """The draws of `one_pass` over `total` samples."""
     per_round = micro_batch * world_size
     for begin in range(rank * micro_batch, -(-total // per_round) * per_round, per_round):
         places = np.arange(begin, begin + micro_batch)
         real = places < total
-        yield samples.batch(Draw(np.where(real, places, 0), real))
+        yield Draw(np.where(real, places, 0), real)

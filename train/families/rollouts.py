@@ -20,9 +20,8 @@ from penjing.train.align.prompts import Answer, read_prompts
 from penjing.train.align.rewards import make_rewards
 from penjing.train.align.rollouts import Learner, RolloutStream, answer_batch, greedy_answers
 from penjing.train.align.sampler import Sampler
-from penjing.train.chat.packed import shares
 from penjing.train.chat.tokens import ChatTokens
-from penjing.train.data.stream import Stream
+from penjing.train.data.stream import Stream, draws
 from penjing.train.families.chat import held_out_places
 from penjing.train.families.decoder_task import DecoderTask
 from penjing.train.objective.objective import Batch, TaskObjective
@@ -110,7 +109,8 @@ class RolloutTuning(DecoderTask):
 
     def held_out(self, micro_batch: int, world: World) -> Iterator[Batch]:
         """See `Task`: the likeliest answers, by the weights as they are."""
-        cuts = list(shares(len(self._held), micro_batch, world.rank, world.size))
+        given = draws(len(self._held), micro_batch, world.rank, world.size)
+        cuts = [(draw.samples.tolist(), torch.from_numpy(draw.real)) for draw in given]
         places = sorted({place for some, real in cuts for place in torch.tensor(some)[real].tolist()})
         learner = self._bound()
         found = greedy_answers(learner.sampler, [self._held[place] for place in places], self._data.max_tokens)
