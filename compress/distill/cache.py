@@ -180,5 +180,5 @@ class Cached:
         return len(self.rows)
 
     def batch(self, draw: Draw) -> Batch:
-        """See `Samples`."""
+        """See `Indexed`."""
         return self.rows.batch(draw) | self.cache.read(draw.samples)

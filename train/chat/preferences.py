@@ -59,7 +59,7 @@ def pair_batch(
 
 @dataclass(frozen=True)
 class Pairs:
-    """Pairs as `Samples`; see `pair_batch`.
+    """Pairs as `Indexed`; see `pair_batch`.
 
     Attributes:
         reference: (N, 2) float32, what it says of both answers of each pair; None without one.
@@ -74,7 +74,7 @@ class Pairs:
         return len(self.pairs)
 
     def batch(self, draw: Draw) -> Batch:
-        """See `Samples`."""
+        """See `Indexed`."""
         some = [self.pairs[place] for place in draw.samples.tolist()]
         known = None if self.reference is None else self.reference[torch.from_numpy(draw.samples)]
         return pair_batch(some, self.pad, torch.from_numpy(draw.real.copy()), reference=known)

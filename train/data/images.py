@@ -50,7 +50,7 @@ class ImageSet:
 
 @dataclass(frozen=True)
 class Images:
-    """Images as `Samples`: {"images": (B, C, H, W) float32 normalised, "targets": (B,) int64}.
+    """Images as `Indexed`: {"images": (B, C, H, W) float32 normalised, "targets": (B,) int64}.
 
     Attributes:
         mean, std: (C,) float32 each, of values in [0, 1].
@@ -70,7 +70,7 @@ class Images:
         return len(self.data.images)
 
     def batch(self, draw: Draw) -> Batch:
-        """See `Samples`."""
+        """See `Indexed`."""
         images, random = self.data.images[draw.samples], draw.random
         if random is not None and (self.pad or self.flip):
             images = moved(images.transpose(0, 2, 3, 1), random, self.pad, self.flip).transpose(0, 3, 1, 2)

@@ -47,8 +47,8 @@ class Draw:
     random: NDArray[np.uint64] | None = None
 
 
-class Samples(Protocol):
-    """Samples by number."""
+class Indexed(Protocol):
+    """Indexed by number."""
 
     def __len__(self) -> int: ...
 
@@ -58,7 +58,7 @@ class Samples(Protocol):
 
 
 class TokenSamples(ABC):
-    """Samples whose batches have "targets" (B, T)."""
+    """Indexed whose batches have "targets" (B, T)."""
 
     @abstractmethod
     def __len__(self) -> int: ...
@@ -68,7 +68,7 @@ class TokenSamples(ABC):
         """{"tokens": (B, T), "targets": (B, T)}, int64, of the samples in their order."""
 
     def batch(self, draw: Draw) -> Batch:
-        """See `Samples`."""
+        """See `Indexed`."""
         batch = self.read(draw.samples)
         batch["targets"][torch.from_numpy(~draw.real)] = IGNORED
         return batch
@@ -99,7 +99,7 @@ O_co = TypeVar("O_co", bound=SampleOrder, covariant=True)
 class OrderedStream(Generic[O_co]):
     """The `Stream` of `samples` in `order`."""
 
-    def __init__(self, samples: Samples, order: O_co) -> None:
+    def __init__(self, samples: Indexed, order: O_co) -> None:
         self.samples, self.order = samples, order
 
     def __iter__(self) -> Iterator[Batch]:
@@ -120,7 +120,7 @@ class OrderedStream(Generic[O_co]):
 
 
 def shuffled(
-    samples: Samples, *, batch_size: int, micro_batch: int, rank: int = 0, world_size: int = 1, seed: int = 0
+    samples: Indexed, *, batch_size: int, micro_batch: int, rank: int = 0, world_size: int = 1, seed: int = 0
 ) -> OrderedStream[Order]:
     """Endless micro-batches of `samples`, shuffled anew every epoch; see `Order`.
 
@@ -131,7 +131,7 @@ def shuffled(
 
 
 def one_pass(
-    samples: Samples, most: int | None = None, *, micro_batch: int, rank: int = 0, world_size: int = 1
+    samples: Indexed, most: int | None = None, *, micro_batch: int, rank: int = 0, world_size: int = 1
 ) -> Iterator[Batch]:
     """One pass over the first `most` samples, or all: this process's micro-batches, as many as every other process has;
     what fills them up is sample 0, which does not count."""

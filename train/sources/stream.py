@@ -18,7 +18,7 @@ from penjing.train.sources.settings import Augment
 
 @dataclass(frozen=True)
 class ReadSamples:
-    """What `reader` gives as `Samples`: {"input.N": the network's inputs, "targets": (B,) int64, "real": (B,) bool}."""
+    """What `reader` gives as `Indexed`: {"input.N": the network's inputs, "targets": (B,) int64, "real": (B,) bool}."""
 
     reader: Reader
     augment: Augment
@@ -27,7 +27,7 @@ class ReadSamples:
         return len(self.reader)
 
     def batch(self, draw: Draw) -> Batch:
-        """See `Samples`."""
+        """See `Indexed`."""
         pixels, random = self.reader.form.pixels, draw.random
         mean = () if pixels is None else tuple(value * pixels.scale for value in pixels.mean)
 

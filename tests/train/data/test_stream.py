@@ -22,7 +22,7 @@ from penjing.train.data.images import Images, ImageSet
 from penjing.train.data.mixing import Mixing, MixingConfig
 from penjing.train.data.mixture import mixed
 from penjing.train.data.shards import ShardIndex, ShardWriter, TokenShards, write_index
-from penjing.train.data.stream import Samples, one_pass, shuffled
+from penjing.train.data.stream import Indexed, one_pass, shuffled
 from penjing.train.data.tokens import TokenRows
 from penjing.train.objective.objective import Batch
 from penjing.train.sources.reader import Form, Reader
@@ -70,7 +70,7 @@ def pixels(seed: int) -> bytes:
     return file.getvalue()
 
 
-def samples_of(kind: str, folder: Path) -> tuple[Samples, Samples]:
+def samples_of(kind: str, folder: Path) -> tuple[Indexed, Indexed]:
     """What is shuffled, and what is held out."""
     if kind in ("tokens", "documents"):
         shards = shards_of(folder)
