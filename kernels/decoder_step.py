@@ -9,18 +9,18 @@ from __future__ import annotations
 import ctypes
 import time
 import weakref
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from penjing.kernels.cpu import library as abi
-from penjing.kernels.cpu.functions import CpuExtension, Int8Panels, float_linear
+from penjing.kernels.cpu.checks import float_linear
+from penjing.kernels.cpu.functions import CpuExtension
 from penjing.kernels.cpu.kv_layout import check_int8_head_dim
 from penjing.kernels.hadamard import check_block
-from penjing.kernels.int8_linear import PackedInt8
 from penjing.kernels.rotary import rotary_cos_sin
+from penjing.kernels.step_layers import AnyLinear, FloatLinear, LayerWeights, Packer, check_layers, groups_of, size
 
 # Rows of the rotary table at first; it doubles when a position lies beyond.
 FIRST_POSITIONS = 4096
@@ -36,39 +36,8 @@ PROBLEMS = {
 }
 
 
-@dataclass(frozen=True)
-class FloatLinear:
-    """A linear layer in float32, bfloat16 or float16; the weight is used in place."""
-
-    weight_NK: Tensor  # noqa: N815
-    bias_N: Tensor | None = None  # noqa: N815
-
-
-AnyLinear = PackedInt8 | FloatLinear
-
-
-@dataclass(frozen=True)
-class LayerWeights:
-    """One decoder layer. Norm weights are (hidden,), head norms (head_dim,) or None; window in keys, None: all."""
-
-    q: AnyLinear
-    k: AnyLinear
-    v: AnyLinear
-    out: AnyLinear
-    gate: AnyLinear
-    up: AnyLinear
-    down: AnyLinear
-    input_norm: Tensor
-    post_norm: Tensor
-    q_norm: Tensor | None = None
-    k_norm: Tensor | None = None
-    window: int | None = None
-    hadamard: int = 0
-    """Block of the transform of the input of `down` (`kernels.hadamard`); 0: none."""
-
-
 class DecoderStep:
-    """A decoder laid out for the C++ extension: INT8 weights are packed into one block, float ones used in place.
+    """A decoder laid out for the C++ extension: quantized weights are packed into one block, float ones used in place.
 
     Not for two threads at once. After a fork the child may use it too, unless a step was running in the parent.
     """
@@ -104,13 +73,13 @@ class DecoderStep:
         self._extension, self._inverse_frequency = extension, inverse_frequency_F.detach().float()
         self._kept: list[object] = []  # whatever the structures point to
         self._pool_shape = (self.num_layers, 2, None, num_kv_heads, None, head_dim)
-        _check_layers(layers, self.hidden, num_heads * head_dim, num_kv_heads * head_dim)
-        if _size(lm_head) != (self.vocab, self.hidden):
-            raise ValueError(f"the LM head has shape {_size(lm_head)}; {(self.vocab, self.hidden)} is needed")
+        check_layers(layers, self.hidden, num_heads * head_dim, num_kv_heads * head_dim)
+        if size(lm_head) != (self.vocab, self.hidden):
+            raise ValueError(f"the LM head has shape {size(lm_head)}; {(self.vocab, self.hidden)} is needed")
         if inverse_frequency_F.shape != (head_dim // 2,):
             raise ValueError(f"inverse_frequency_F has shape {tuple(inverse_frequency_F.shape)}")
 
-        packer = _Packer(extension, self._kept, [*_groups(layers), [lm_head]])
+        packer = Packer(extension, self._kept, [*groups_of(layers), [lm_head]])
         c_layers = (abi.Layer * len(layers))()
         for c_layer, layer in zip(c_layers, layers, strict=True):
             self._fill_layer(c_layer, layer, packer)
@@ -123,7 +92,7 @@ class DecoderStep:
             num_layers=len(layers),
             vocab=self.vocab,
             hidden=self.hidden,
-            intermediate=max(_size(layer.gate)[0] for layer in layers),
+            intermediate=max(size(layer.gate)[0] for layer in layers),
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
             head_dim=head_dim,
@@ -133,7 +102,7 @@ class DecoderStep:
         )
         self._kept += [c_layers, embedding_VE]
         floats = [
-            linear for group in (*_groups(layers), (lm_head,)) for linear in group if isinstance(linear, FloatLinear)
+            linear for group in (*groups_of(layers), (lm_head,)) for linear in group if isinstance(linear, FloatLinear)
         ]
         self.weight_bytes = packer.used + sum(linear.weight_NK.nbytes for linear in floats)
         """Bytes of weights that a step reads at least."""
@@ -275,10 +244,10 @@ class DecoderStep:
             raise MemoryError("no memory for the decoder")
         self._release = weakref.finalize(self, library.pj_free_decoder, self._decoder)
 
-    def _fill_layer(self, out: abi.Layer, layer: LayerWeights, packer: _Packer) -> None:
-        out.num_qkv = _fill_group(out.qkv, (layer.q, layer.k, layer.v), packer)
+    def _fill_layer(self, out: abi.Layer, layer: LayerWeights, packer: Packer) -> None:
+        out.num_qkv = packer.fill(out.qkv, (layer.q, layer.k, layer.v))
         out.out = packer.pack([layer.out])
-        out.num_gate_up = _fill_group(out.gate_up, (layer.gate, layer.up), packer)
+        out.num_gate_up = packer.fill(out.gate_up, (layer.gate, layer.up))
         out.down = packer.pack([layer.down])
         out.input_norm = self._vector(layer.input_norm, self.hidden)
         out.post_norm = self._vector(layer.post_norm, self.hidden)
@@ -289,7 +258,7 @@ class DecoderStep:
             raise ValueError(f"window={layer.window}: at least 1 key is needed")
         out.window = layer.window or 0
         if layer.hadamard:
-            check_block(layer.hadamard, _size(layer.down)[1])
+            check_block(layer.hadamard, size(layer.down)[1])
         out.hadamard = layer.hadamard
 
     def _vector(self, tensor: Tensor, size: int | None) -> int:
@@ -298,81 +267,6 @@ class DecoderStep:
         vector = tensor.detach().float().contiguous()
         self._kept.append(vector)
         return vector.data_ptr()
-
-
-class _Packer:
-    """Packs INT8 layers one behind the other, in the order they are used: the processor prefetches across layers."""
-
-    def __init__(self, extension: CpuExtension, kept: list[object], groups: Iterable[Sequence[AnyLinear]]):
-        self.extension, self.kept, self.used = extension, kept, 0
-        total = 0
-        for group in groups:
-            if all(isinstance(linear, PackedInt8) for linear in group):
-                total += self._needed(group, len(group) == 2)
-            else:
-                total += sum(self._needed([linear], False) for linear in group if isinstance(linear, PackedInt8))
-        self.memory = extension.empty_pages((total,), torch.uint8)
-        kept.append(self.memory)
-
-    def pack(self, group: Sequence[AnyLinear], swiglu: bool = False) -> abi.Linear:
-        """The layers of `group`, their outputs one behind the other, as one; a float layer comes alone."""
-        (first, *_) = group
-        if isinstance(first, FloatLinear):
-            weight = first.weight_NK.detach()
-            bias = None if first.bias_N is None else first.bias_N.detach().float().contiguous()
-            self.kept += [weight, bias]
-            return float_linear(weight, bias)
-        needed = self._needed(group, swiglu)
-        memory = self.memory[self.used : self.used + needed]
-        self.used += needed
-        packed = [linear for linear in group if isinstance(linear, PackedInt8)]
-        parts = [(linear.weight_NK, linear.scale_N, linear.bias_N) for linear in packed]
-        panels: Int8Panels = self.extension.prepack_parts(parts, swiglu=swiglu, memory=memory)
-        return panels.linear
-
-    def _needed(self, group: Sequence[AnyLinear], swiglu: bool) -> int:
-        out_features = sum(_size(linear)[0] for linear in group)
-        return self.extension.packed_bytes(out_features // 2 if swiglu else out_features, _size(group[0])[1], swiglu)
-
-
-def _fill_group(slots: ctypes.Array[abi.Linear], group: Sequence[AnyLinear], packer: _Packer) -> int:
-    """Projections of one input as one packed layer where all are INT8 (gate and up as SwiGLU); the slots used."""
-    if all(isinstance(linear, PackedInt8) for linear in group):
-        slots[0] = packer.pack(group, swiglu=len(group) == 2)
-        return 1
-    for i, linear in enumerate(group):
-        slots[i] = packer.pack([linear])
-    return len(group)
-
-
-def _groups(layers: Sequence[LayerWeights]) -> Iterable[Sequence[AnyLinear]]:
-    for layer in layers:
-        yield from ((layer.q, layer.k, layer.v), (layer.gate, layer.up), (layer.out,), (layer.down,))
-
-
-def _size(linear: AnyLinear) -> tuple[int, int]:
-    if isinstance(linear, PackedInt8):
-        return linear.out_features, linear.in_features
-    return linear.weight_NK.shape[0], linear.weight_NK.shape[1]
-
-
-def _check_layers(layers: Sequence[LayerWeights], hidden: int, q_size: int, kv_size: int) -> None:
-    if not layers:
-        raise ValueError("a decoder without layers")
-    for index, layer in enumerate(layers):
-        inner = _size(layer.gate)[0]
-        shapes = {
-            "q": (q_size, hidden),
-            "k": (kv_size, hidden),
-            "v": (kv_size, hidden),
-            "out": (hidden, q_size),
-            "gate": (inner, hidden),
-            "up": (inner, hidden),
-            "down": (hidden, inner),
-        }
-        for name, shape in shapes.items():
-            if _size(getattr(layer, name)) != shape:
-                raise ValueError(f"layer {index}: {name} has shape {_size(getattr(layer, name))}; {shape} is needed")
 
 
 def _address(name: str, tensor: Tensor, dtype: torch.dtype, shape: tuple[int | None, ...]) -> int:

@@ -14,7 +14,7 @@ from penjing.kernels.rounding import round_clamp_
 from penjing.kernels.swiglu import swiglu_torch
 
 if TYPE_CHECKING:
-    from penjing.kernels.cpu.functions import Int8Panels
+    from penjing.kernels.cpu.packing import Panels
 
 _int_mm = torch.ops.aten._int_mm.default
 # 1024 products of magnitudes up to 128 reach 2^24 at most: float32 counts that far.
@@ -32,7 +32,7 @@ class PackedInt8:
     out_features: int
 
     @cached_property
-    def panels(self) -> Int8Panels:
+    def panels(self) -> Panels:
         """The weight as the C++ extension wants it, a copy made at the first use (a `DecoderStep` has its own)."""
         from penjing.kernels.cpu import extension
 

@@ -55,7 +55,8 @@ def random_model(shape: dict[str, Any]) -> LoadedModel:
     from penjing.core.models.config import DecoderConfig
     from penjing.core.models.decoder import Decoder
     from penjing.core.runtime.batch_invariant import apply_batch_invariance
-    from penjing.core.runtime.quantized import apply_int8
+    from penjing.core.runtime.quantized import apply_quantized
+    from penjing.core.runtime.schemes import INT8
     from penjing.core.text.tokenizer import Tokenizer
 
     config = DecoderConfig.model_validate(shape)
@@ -73,7 +74,7 @@ def random_model(shape: dict[str, Any]) -> LoadedModel:
             return torch.randint(-127, 128, sizes[layer], dtype=torch.int8)
         return torch.full((sizes[layer][0], 1), sizes[layer][1] ** -0.5 / 73)  # 73: deviation of the codes
 
-    apply_int8(model, sizes, tensor)
+    apply_quantized(model, dict.fromkeys(sizes, INT8), tensor)
     apply_batch_invariance(model)
     backend: Any = Backend(models.BPE(vocab={f"t{i}": i for i in range(config.vocab_size)}, merges=[]))
     backend.decoder = decoders.Fuse()

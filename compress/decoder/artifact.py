@@ -1,4 +1,4 @@
-"""The weights of a decoder's INT8 artifact, made layer by layer with one layer in memory, each kept when it is done."""
+"""The weights of a decoder's quantized artifact, made layer by layer with one in memory, each kept when it is done."""
 
 from __future__ import annotations
 
@@ -120,7 +120,9 @@ class _Layers:
         keep = [name for name in linears if self.settings.keeps(name)]
         kv_scales = self.settings.kv_cache == "int8"
         ignored = keep + (list(_ROUTERS) if self.config.moe is not None else [])
-        scheme = quantization_config(ignored, kv_scales=kv_scales)
+        group = self.settings.group if self.settings.weights_bits == 4 else 0
+        eight = [name for name in linears if name not in keep and self.settings.bits(name) == 8]
+        scheme = quantization_config(ignored, kv_scales=kv_scales, group=group, eight=eight)
         quantized = {} if keep == linears else {"quantization_config": scheme}
         tied = self.config.tie_word_embeddings and not unties(self.settings)
         total = save_checkpoint(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 import torch
@@ -116,13 +117,24 @@ def check_settings(settings: Int8Settings, config: DecoderConfig) -> None:
     """The settings fit the model.
 
     Raises:
-        ConfigError: a `keep` pattern matches nothing, or the MLPs are not as wide as `transform.hadamard_down` needs.
+        ConfigError: a pattern matches nothing, `group` does not divide a layer's inputs, or the MLPs are not as wide as
+            `transform.hadamard_down` needs.
     """
     transformed(config, settings.transform)
     modules = linear_modules(config)
     for pattern in settings.keep:
         if not any(settings.model_copy(update={"keep": (pattern,)}).keeps(module) for module in modules):
             raise ConfigError(f"keep: {pattern!r} matches no linear layer; their names look like {modules[0]!r}")
+    for pattern in settings.keep_int8:
+        if not any(fnmatchcase(module, pattern) for module in modules):
+            raise ConfigError(f"keep_int8: {pattern!r} matches no linear layer; their names look like {modules[0]!r}")
+    shapes = tensor_shapes(config)
+    for module in modules[:-1]:
+        inputs = shapes[f"{module}.weight"][1]
+        if not settings.keeps(module) and settings.bits(module) == 4 and inputs % settings.group:
+            fitting = [str(size) for size in range(32, 257, 32) if inputs % size == 0]
+            advice = f"take group={' or '.join(fitting)}" if fitting else "name it in keep_int8"
+            raise ConfigError(f"group={settings.group} does not divide the {inputs} inputs of {module}; {advice}")
 
 
 def transformed(config: DecoderConfig, transform: Transform) -> DecoderConfig:
@@ -160,6 +172,11 @@ def checkpoint_hashes(checkpoint: Checkpoint) -> dict[str, str]:
     return {path.name: sha256_file(path) for path in files}
 
 
+def four_bits(settings: Int8Settings, count: int) -> int:
+    """Bytes of `count` weights of 4 bits and their scales."""
+    return count // 2 + 2 * count // settings.group
+
+
 def int8_needs(settings: Int8Settings, config: DecoderConfig, calibration_tokens: int) -> Needed:
     """Sizes from shapes alone."""
     shapes = tensor_shapes(config)
@@ -170,8 +187,10 @@ def int8_needs(settings: Int8Settings, config: DecoderConfig, calibration_tokens
     for name, count in numbers.items():
         module = name.removesuffix(".weight")
         if ".layers." in name:
-            linear = name.endswith("_proj.weight") and not settings.keeps(module)
-            layers += count + 4 * shapes[name][0] if linear else 4 * count
+            if not name.endswith("_proj.weight") or settings.keeps(module):
+                layers += 4 * count
+            else:
+                layers += count + 4 * shapes[name][0] if settings.bits(module) == 8 else four_bits(settings, count)
     if not config.tie_word_embeddings or unties(settings):
         head = table * half if settings.keeps("lm_head") else table + 4 * config.vocab_size
     artifact = layers + head + table * half

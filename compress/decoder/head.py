@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from penjing.compress.decoder.layer import ERROR_ROWS, Rotations, quantized_tensors, weight_rule
+from penjing.compress.decoder.layer import ERROR_ROWS, Rotations, int8_rule, quantized_tensors
 from penjing.compress.decoder.rotate import rotate_input
 from penjing.compress.decoder.settings import Int8Settings
 from penjing.compress.decoder.smooth import channel_magnitude, input_magnitude, smoothing_scale
@@ -87,7 +87,7 @@ def compress_head(
         for start in starts:
             kept_VE[start : start + ROWS_AT_ONCE] = rows(start) * scale_E
         return CompressedHead(tensors | {HEAD: kept_VE}, None)
-    meter, blocks, rule = ErrorMeter(), [], weight_rule(settings, x_ME / scale_E)
+    meter, blocks, rule = ErrorMeter(), [], int8_rule(settings, x_ME / scale_E)
     few_ME = x_ME[:: max(1, len(x_ME) // ERROR_ROWS)] / scale_E
     for start in starts:
         rows_RE = rows(start) * scale_E

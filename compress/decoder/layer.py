@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from penjing.compress.decoder.compensate import error_spread, quantize_compensated
+from penjing.compress.decoder.int4 import GroupedWeight, quantize_grouped, quantize_grouped_compensated
 from penjing.compress.decoder.parts import is_routed, mlps, same_input
 from penjing.compress.decoder.rotate import rotate_layer, rotation_matrix
 from penjing.compress.decoder.settings import Int8Settings
@@ -136,23 +137,34 @@ def compress_layer(
         if not quantized_here:
             continue
         x_MK = inputs[group]
-        rule = weight_rule(settings, x_MK)
+        formats = {settings.bits(f"model.layers.{layer}.{linear}") for linear in quantized_here}
+        rules_of = {bits: (int8_rule if bits == 8 else int4_rule)(settings, x_MK) for bits in formats}
         for linear in quantized_here:
-            quantized = rule(weights[f"{linear}.weight"])
+            quantized = rules_of[settings.bits(f"model.layers.{layer}.{linear}")](weights[f"{linear}.weight"])
             few_MK = x_MK[:: max(1, len(x_MK) // ERROR_ROWS)]
             errors[linear] = linear_error(weights[f"{linear}.weight"], quantized, few_MK)
+            del tensors[f"{linear}.weight"]
             tensors |= quantized_tensors(linear, quantized)
     if settings.kv_cache == "int8":
         tensors |= largest.scales(scales.get("self_attn.o_proj"))
     return CompressedLayer(tensors, errors, few)
 
 
-def weight_rule(settings: Int8Settings, x_MK: Tensor) -> Callable[[Tensor], QuantizedWeight]:
-    """How the settings round the weights that read the activations `x_MK`."""
+def int8_rule(settings: Int8Settings, x_MK: Tensor) -> Callable[[Tensor], QuantizedWeight]:
+    """How the settings round the 8-bit weights that read the activations `x_MK`."""
     if settings.rounding == "nearest":
         return quantize_per_channel
     spread_KK = error_spread(fake_quantize_activation(x_MK))
     return lambda weight_NK: quantize_compensated(weight_NK, spread_KK)
+
+
+def int4_rule(settings: Int8Settings, x_MK: Tensor) -> Callable[[Tensor], GroupedWeight]:
+    """How the settings round the 4-bit weights that read the activations `x_MK`."""
+    if settings.rounding == "nearest":
+        importance_K = x_MK.square().mean(dim=0)
+        return lambda weight_NK: quantize_grouped(weight_NK, settings.group, importance_K)
+    spread_KK = error_spread(fake_quantize_activation(x_MK))
+    return lambda weight_NK: quantize_grouped_compensated(weight_NK, settings.group, spread_KK)
 
 
 def _rule(settings: Int8Settings, hidden_ME: Tensor) -> FindScale:
@@ -160,7 +172,7 @@ def _rule(settings: Int8Settings, hidden_ME: Tensor) -> FindScale:
     if settings.transform.search_steps == 0:
         return by_alpha
     token_M = 1 / hidden_ME.square().mean(dim=1).clamp(min=torch.finfo(torch.float32).tiny)
-    return Search(token_M / token_M.mean(), settings.transform.search_steps)
+    return Search(token_M / token_M.mean(), settings.transform.search_steps, _group(settings))
 
 
 def _routed_rule(settings: Int8Settings) -> FindScale:
@@ -170,9 +182,13 @@ def _routed_rule(settings: Int8Settings) -> FindScale:
         return by_alpha
 
     def find(x_MK: Tensor, weight_NK: Tensor, alpha: float, heads: Heads | None) -> Tensor:
-        return Search(torch.ones(len(x_MK)), steps)(x_MK, weight_NK, alpha, heads)
+        return Search(torch.ones(len(x_MK)), steps, _group(settings))(x_MK, weight_NK, alpha, heads)
 
     return find
+
+
+def _group(settings: Int8Settings) -> int:
+    return settings.group if settings.weights_bits == 4 else 0
 
 
 def _fill_up(samples: dict[str, Tensor], weights: Weights) -> dict[int, int]:
@@ -201,6 +217,12 @@ def _check_finite(samples: dict[str, Tensor], layer: int) -> None:
             )
 
 
-def quantized_tensors(module: str, quantized: QuantizedWeight) -> Weights:
+def quantized_tensors(module: str, quantized: QuantizedWeight | GroupedWeight) -> Weights:
     """The tensors of a quantized linear layer under compressed-tensors' names."""
+    if isinstance(quantized, GroupedWeight):
+        return {
+            f"{module}.weight_packed": quantized.packed(),
+            f"{module}.weight_shape": torch.tensor(quantized.weight_NK.shape),
+            f"{module}.weight_scale": quantized.scale_NG,
+        }
     return {f"{module}.weight": quantized.weight_NK, f"{module}.weight_scale": quantized.scale_N1}

@@ -27,6 +27,7 @@ from penjing.core.checkpoint.decoder import Checkpoint, open_checkpoint
 from penjing.core.checkpoint.load import load_model
 from penjing.core.models.decoder import Decoder
 from penjing.core.progress import Progress, Silent
+from penjing.core.runtime.quantized import dequantized
 
 PROMPTS = (
     "The capital of France is",
@@ -137,7 +138,7 @@ class _LayerGaps:
 def fake_quantized_logits(
     checkpoint: Checkpoint, windows_WT: Tensor, each_layer: Callable[[int, Tensor, Tensor], None] | None = None
 ) -> Tensor:
-    """(W, T) token ids → (W, T, V) float32 logits, with weights and activations rounded to INT8 and widened again.
+    """(W, T) token ids → (W, T, V) float32 logits, with weights and activations rounded as stored and widened again.
 
     One layer is in memory at a time; a model in which nothing is quantized runs as it is.
 
@@ -152,11 +153,13 @@ def fake_quantized_logits(
         if each_layer is not None:
             each_layer(layer, before_WTE, hidden_WTE)
     x_WTE = stream.final_norm(hidden_WTE)
-    head_VE = stream.head_weight()
-    if not stream.is_int8("lm_head"):
-        return F.linear(x_WTE, head_VE.to(torch.float32))
-    scale_V1 = stream.stored(f"{HEAD}_scale")
+    if not stream.is_quantized("lm_head"):
+        return F.linear(x_WTE, stream.head_weight().to(torch.float32))
     x_WTE = fake_quantize_activation(x_WTE)
+    scheme = stream.schemes["lm_head"]
+    if scheme.bits == 4:
+        return F.linear(x_WTE, dequantized("lm_head", scheme, stream.stored))
+    head_VE, scale_V1 = stream.head_weight(), stream.stored(f"{HEAD}_scale")
     blocks = zip(head_VE.split(ROWS_AT_ONCE), scale_V1.split(ROWS_AT_ONCE), strict=True)
     return torch.cat([F.linear(x_WTE, QuantizedWeight(*block).dequantize()) for block in blocks], dim=-1)
 
@@ -165,7 +168,7 @@ def run_fake_quantized(stream: LayerStream, layer: int, hidden: Iterable[Tensor]
     """Send each of `hidden`, (W, T, E) float32, through a layer whose weights and activations are rounded, in place."""
 
     def rounded(name: str, x: Tensor) -> Tensor | None:
-        return fake_quantize_activation(x) if stream.is_int8(f"model.layers.{layer}.{name}") else None
+        return fake_quantize_activation(x) if stream.is_quantized(f"model.layers.{layer}.{name}") else None
 
     module = stream.float_layer(layer, stream.weights(layer))
     for hidden_WTE in hidden:

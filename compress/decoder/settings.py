@@ -1,4 +1,4 @@
-"""How a decoder becomes INT8: changes of its weights that INT8 fits better, and what is rounded how."""
+"""How a decoder becomes INT8 or INT4: changes of its weights that integers fit better, and what is rounded how."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Transform(Config):
 
 
 class Int8Settings(Config):
-    """What becomes INT8. Embeddings are looked up, not multiplied, and stay floating."""
+    """What becomes integers. Embeddings are looked up, not multiplied, and stay floating."""
 
     transform: Transform = Field(default=Transform(), description="Changes of the weights before they are rounded.")
     lm_head: Literal["int8", "keep"] = Field(
@@ -49,6 +49,22 @@ class Int8Settings(Config):
     )
     embedding_dtype: Literal["float32", "bfloat16", "float16"] = Field(
         default="float16", description="Of the embedding, and of a head that is kept."
+    )
+    weights_bits: Literal[8, 4] = Field(
+        default=8,
+        description="Of a weight of a layer's linear layers; with 4 each `group` of inputs has a scale of its own, and "
+        "the LM head stays in 8.",
+    )
+    group: int = Field(
+        default=64,
+        ge=32,
+        le=1024,
+        multiple_of=32,
+        description="Inputs that share a scale where weights have 4 bits; it divides the inputs of each such layer.",
+    )
+    keep_int8: tuple[str, ...] = Field(
+        default=(),
+        description='Shell patterns of linear layers that stay in 8 bits where others get 4, such as "*.down_proj".',
     )
     rounding: Literal["compensated", "nearest"] = Field(
         default="compensated", description="Of weights: errors of columns make up for each other (GPTQ), or not."
@@ -70,7 +86,17 @@ class Int8Settings(Config):
     def _budget(self) -> Int8Settings:
         if (self.effective_bits is None) != (self.sensitivity is None):
             raise ValueError("effective_bits and sensitivity go together: a budget, and whom to spend it on")
+        if self.weights_bits == 4 and self.effective_bits is not None:
+            raise ValueError("effective_bits is a budget above 8 bits: leave it out where weights_bits is 4")
+        if self.weights_bits == 8 and self.keep_int8:
+            raise ValueError("keep_int8 says what stays in 8 bits where weights_bits is 4; here all layers have 8")
         return self
+
+    def bits(self, module: str) -> Literal[8, 4]:
+        """Bits of a weight of the quantized linear layer `module`."""
+        if self.weights_bits == 8 or module == "lm_head":
+            return 8
+        return 8 if any(fnmatchcase(module, pattern) for pattern in self.keep_int8) else 4
 
     def keeps(self, module: str) -> bool:
         """Whether the linear layer `module` stays in floating point."""

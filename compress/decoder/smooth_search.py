@@ -6,6 +6,8 @@ the noise of the outputs follows from amplitudes alone, without a pass through t
     Σ_m u_m · max_k(x_mk / s_k)² · Σ_nk (w_nk · s_k)²       activations: a step a token
   + Σ_n max_k(w_nk · s_k)² · Σ_mk u_m · (x_mk / s_k)²       weights: a step a row
 
+With 4-bit weights the second line has a step for each group of a row, 127 / 7 times as long; it sums over groups.
+
 It is differentiable in s, so that Adam finds scales better than any alpha of SmoothQuant, from whose best it starts.
 """
 
@@ -19,6 +21,7 @@ from torch import Tensor
 
 from penjing.compress.decoder.smooth import Heads, magnitudes, smoothing_scale
 
+INT4_STEP = 127 / 7  # of a group of 4-bit weights, in steps of 8 bits
 ALPHAS = (0.0, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8)
 RATE = 0.03  # of the logarithm of a scale a step, decaying to zero
 SEARCH_ROWS = 1024  # tokens a step, others in the next: all of 5120 in every step gives SmolLM2 the same error
@@ -34,9 +37,11 @@ class RoundingNoise:
         x_MK: (M, K) float32 activations before they are divided.
         weight_NK: (N, K) float32, all weights that read them, before they are multiplied.
         token_M: (M,) u, how much each token's error counts.
+        group: inputs that share a step of a 4-bit weight; 0: 8 bits, a step a row.
     """
 
-    def __init__(self, x_MK: Tensor, weight_NK: Tensor, token_M: Tensor) -> None:
+    def __init__(self, x_MK: Tensor, weight_NK: Tensor, token_M: Tensor, group: int = 0) -> None:
+        self._group, self._coarser = group or weight_NK.shape[1], INT4_STEP**2 if group else 1.0
         self._x_MK, self._weight_NK, self._token_M = x_MK.abs(), weight_NK.abs(), token_M
         self._input_K = token_M @ x_MK.square()
         self._energy_K = weight_NK.square().sum(dim=0)
@@ -52,11 +57,14 @@ class RoundingNoise:
         """A scalar that can be differentiated by the positive `scale_K`."""
         fixed_K = scale_K.detach()
         largest_M = (self._x_MK / fixed_K).argmax(dim=1, keepdim=True)
-        largest_N = (self._weight_NK * fixed_K).argmax(dim=1, keepdim=True)
+        scaled_NGK = (self._weight_NK * fixed_K).unflatten(1, (-1, self._group))
+        first_G = torch.arange(scaled_NGK.shape[1]) * self._group
+        largest_NG = scaled_NGK.argmax(dim=2) + first_G
         token_M = self._x_MK.gather(1, largest_M)[:, 0] / scale_K[largest_M[:, 0]]
-        row_N = self._weight_NK.gather(1, largest_N)[:, 0] * scale_K[largest_N[:, 0]]
+        row_NG = self._weight_NK.gather(1, largest_NG) * scale_K[largest_NG]
         activation = (token_M.square() * self._token_M).sum() * (self._energy_K * scale_K.square()).sum()
-        return activation + row_N.square().sum() * (self._input_K / scale_K.square()).sum()
+        input_G = (self._input_K / scale_K.square()).view(-1, self._group).sum(dim=1)
+        return activation + self._coarser * (row_NG.square().sum(dim=0) * input_G).sum()
 
 
 @dataclass(frozen=True)
@@ -70,15 +78,17 @@ class Search:
     Attributes:
         token_M: (M,) how much each token's error counts.
         steps: of Adam after the best of ALPHAS.
+        group: see `RoundingNoise`.
     """
 
     token_M: Tensor  # noqa: N815
     steps: int
+    group: int = 0
 
     def __call__(self, x_MK: Tensor, weight_NK: Tensor, alpha: float, heads: Heads | None) -> Tensor:
         """See `FindScale`."""
         every = max(1, x_MK.shape[0] // SEARCH_ROWS)
-        whole = RoundingNoise(x_MK, weight_NK, self.token_M)
+        whole = RoundingNoise(x_MK, weight_NK, self.token_M, self.group)
         parts = [whole.part(slice(first, None, every)) for first in range(every)] if every > 1 else [whole]
 
         def noise(of_inputs: RoundingNoise, scale: Tensor) -> Tensor:

@@ -14,7 +14,8 @@ from penjing.core.checkpoint.decoder import Checkpoint, open_checkpoint
 from penjing.core.models.attention import causal_attention
 from penjing.core.models.decoder import Decoder, DecoderLayer
 from penjing.core.models.rope import inverse_frequencies
-from penjing.core.runtime.quantized import Int8Linear, apply_int8, int8_modules
+from penjing.core.runtime.quantized import apply_quantized, dequantized, quantized_linear
+from penjing.core.runtime.schemes import Scheme, quantized_modules
 from penjing.kernels.rms_norm import rms_norm
 from penjing.kernels.rotary import rotary_cos_sin
 
@@ -33,7 +34,7 @@ Half = Callable[[Tensor], Tensor]  # the residual stream of a window (1, T, E) â
 
 
 class LayerStream:
-    """The layers of a checkpoint or an INT8 artifact, run one after the other on hidden states that the caller keeps.
+    """The layers of a checkpoint or an artifact, run one after the other on hidden states that the caller keeps.
 
     Args:
         checkpoint: weights under Hugging Face names.
@@ -46,7 +47,7 @@ class LayerStream:
         self._inverse_frequency = inverse_frequencies(self.config)
         quantization = checkpoint.quantization
         linears = [name for name, layer in self._decoder.named_modules() if isinstance(layer, nn.Linear)]
-        self._int8_modules = set(int8_modules(quantization, linears)) if quantization is not None else set[str]()
+        self.schemes: dict[str, Scheme] = {} if quantization is None else quantized_modules(quantization, linears)
 
     def stored(self, name: str) -> Tensor:
         """The tensor `name` as it is stored: a view of the file, which stays mapped while the view lives.
@@ -60,19 +61,21 @@ class LayerStream:
         return F.embedding(windows_WT, self.stored(EMBEDDING)).to(torch.float32)
 
     def weights(self, layer: int) -> Weights:
-        """The float32 tensors of `layer`, dequantized where they are INT8; a copy that may be changed."""
+        """The float32 tensors of `layer`, dequantized where they are quantized; a copy that may be changed."""
         names = self._decoder.model.layers[layer].state_dict().keys()
         source, prefix = open_checkpoint(self.checkpoint.folder), f"model.layers.{layer}."
         found: Weights = {}
         for name in names:
-            found[name] = source.get(prefix + name).to(torch.float32, copy=True)
-            if self.is_int8(prefix + name.removesuffix(".weight")):
-                found[name] *= source.get(f"{prefix}{name}_scale")
+            module = prefix + name.removesuffix(".weight")
+            if self.is_quantized(module) and name.endswith(".weight"):
+                found[name] = dequantized(module, self.schemes[module], source.get)
+            else:
+                found[name] = source.get(prefix + name).to(torch.float32, copy=True)
         return found
 
-    def is_int8(self, module: str) -> bool:
-        """Whether the linear layer `module` ("model.layers.0.mlp.up_proj", "lm_head") is stored in INT8."""
-        return module in self._int8_modules
+    def is_quantized(self, module: str) -> bool:
+        """Whether the linear layer `module` ("model.layers.0.mlp.up_proj", "lm_head") is stored in integers."""
+        return module in self.schemes
 
     def float_layer(self, layer: int, weights: Weights) -> DecoderLayer:
         """The layer in float32 with `weights`."""
@@ -81,11 +84,11 @@ class LayerStream:
         return module
 
     def stored_layer(self, layer: int) -> DecoderLayer:
-        """The layer as it runs: what is stored in INT8 through the INT8 runtime, the rest in float32."""
+        """The layer as it runs: what is stored in integers through the runtime, the rest in float32."""
         module, prefix = self._empty_layer(layer), f"model.layers.{layer}."
         source = open_checkpoint(self.checkpoint.folder)
-        quantized = [name.removeprefix(prefix) for name in sorted(self._int8_modules) if name.startswith(prefix)]
-        apply_int8(module, quantized, lambda name: source.get(prefix + name))
+        schemes = {name.removeprefix(prefix): each for name, each in self.schemes.items() if name.startswith(prefix)}
+        apply_quantized(module, schemes, lambda name: source.get(prefix + name))
         floats = {name: source.get(prefix + name).to(torch.float32) for name in module.state_dict()}
         module.load_state_dict(floats, assign=True)
         return module
@@ -131,8 +134,8 @@ class LayerStream:
 
     def stored_head(self) -> Callable[[Tensor], Tensor]:
         """The LM head as it runs: (R, E) float32 â†’ (R, V) float32."""
-        if self.is_int8("lm_head"):
-            return Int8Linear(self.stored(HEAD), self.stored(f"{HEAD}_scale"))
+        if self.is_quantized("lm_head"):
+            return quantized_linear("lm_head", self.schemes["lm_head"], self.stored)
         return partial(F.linear, weight=self.head_weight().to(torch.float32))
 
     def final_norm(self, hidden_TE: Tensor) -> Tensor:

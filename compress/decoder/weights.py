@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -54,13 +55,21 @@ class LinearError:
         return {"weight": self.weight, "output": self.output}
 
 
+class Approximation(Protocol):
+    """Stored weights, whatever their format."""
+
+    def dequantize(self) -> Tensor:
+        """(N, K) float32."""
+        ...
+
+
 class ErrorMeter:
     """Adds up the error of a quantized linear layer over blocks of its rows."""
 
     def __init__(self) -> None:
         self._squares = torch.zeros(4, dtype=torch.float64)  # weight error, weight, output error, output
 
-    def add(self, weight_NK: Tensor, quantized: QuantizedWeight, x_MK: Tensor) -> None:
+    def add(self, weight_NK: Tensor, quantized: Approximation, x_MK: Tensor) -> None:
         """Compare the float rows `weight_NK` with their quantized form on the sample `x_MK`."""
         approximate_NK = quantized.dequantize()
         output_MN = x_MK @ weight_NK.t()
@@ -74,8 +83,8 @@ class ErrorMeter:
         return LinearError(_ratio(weight_error, weight), _ratio(output_error, output))
 
 
-def linear_error(weight_NK: Tensor, quantized: QuantizedWeight, x_MK: Tensor) -> LinearError:
-    """How far W8A8 is from the float layer on the sample `x_MK` (M, K) float32."""
+def linear_error(weight_NK: Tensor, quantized: Approximation, x_MK: Tensor) -> LinearError:
+    """How far the stored weight with INT8 activations is from the float layer on the sample `x_MK` (M, K) float32."""
     meter = ErrorMeter()
     meter.add(weight_NK, quantized, x_MK)
     return meter.result()

@@ -19,6 +19,7 @@ from penjing.core.checkpoint.decoder import copy_tokenizer
 from penjing.core.errors import InputError
 from penjing.core.files import atomic_write_text, publish_folder
 from penjing.core.progress import Progress
+from penjing.core.runtime.schemes import INT8_FORMAT
 
 EXACT_EVERYWHERE: TargetName = "onnxruntime-avx2"  # the default: right with any session options, any processor
 
@@ -32,10 +33,17 @@ def export_decoder(
         target: of "onnx"; None takes the form that is exact on every processor.
 
     Raises:
-        InputError: damaged, beyond the parity bound, with a transform that the form has not, or `out` exists.
+        InputError: damaged, beyond the parity bound, with a transform or 4-bit weights that the form has not, or `out`
+            exists.
         SetupError: disk full, no permission.
     """
     artifact = open_decoder_artifact(folder)
+    quantization = artifact.checkpoint.quantization
+    if form != "compressed-tensors" and quantization is not None and quantization.get("format") != INT8_FORMAT:
+        raise InputError(
+            f"{folder} has 4-bit weights, which are not written as {form}: export --to compressed-tensors, or compress "
+            "with weights_bits=8"
+        )
     if form != "onnx" and artifact.checkpoint.config.mlp_hadamard:
         raise InputError(
             f"{folder} has a Hadamard transform, which {form} does not: penjing and its ONNX files compute it. For "

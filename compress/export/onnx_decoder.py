@@ -34,7 +34,7 @@ from penjing.core.checkpoint.decoder import Checkpoint
 from penjing.core.errors import ConfigError, InputError
 from penjing.core.models.rope import inverse_frequencies
 from penjing.core.progress import Progress
-from penjing.core.runtime.quantized import int8_modules
+from penjing.core.runtime.schemes import quantized_modules
 from penjing.kernels.hadamard import hadamard
 
 MODEL_FILE, DATA_FILE = "model.onnx", "model.onnx.data"
@@ -98,7 +98,7 @@ class _Writer:
         self.signed = signed  # how weights are stored
         names = linear_modules(self.config)
         assert checkpoint.quantization is not None  # `_check` was here before
-        self.int8 = set(int8_modules(checkpoint.quantization, names))
+        self.int8 = set(quantized_modules(checkpoint.quantization, names))
         self._quantized: dict[str, tuple[str, str]] = {}  # value → its integers and scales: q, k and v read one input
         self._masks: dict[int | None, str] = {}
 

@@ -30,6 +30,7 @@ from penjing.compress.samples.data import DataSettings, check_window, token_samp
 from penjing.core.artifact.decoder import quantization_config
 from penjing.core.artifact.parity import write_parity
 from penjing.core.checkpoint.decoder import open_checkpoint, save_checkpoint
+from penjing.core.errors import ConfigError
 from penjing.core.manifest import MANIFEST_NAME, read_manifest, write_manifest
 from penjing.core.models.config import DecoderConfig
 from penjing.core.models.decoder import Decoder
@@ -40,11 +41,12 @@ from penjing.train.families.base import Task
 from penjing.train.recipe.recipe import RunRecipe
 
 TARGET = "penjing's INT8 runtime"
-FORMATS = {"weights": "int8, a scale a channel", "activations": "int8, a scale a token"}
+ACTIVATIONS = "int8, a scale a token"
+SCALE_BITS = 16  # of a group of 4-bit weights
 
 
 class DecoderQuantize(TrainingSettings, Int8Settings):
-    """INT8 for a decoder."""
+    """INT8 for a decoder, or 4-bit weights with INT8 activations."""
 
     learns_from_model: ClassVar[bool] = True  # where no teacher is named
 
@@ -59,8 +61,10 @@ def check(source: Path, step: DecoderQuantize, data: DataSettings) -> None:
 
     Raises:
         ConfigError: a `keep` pattern that matches nothing, a window longer than the context, a transform that does not
-            fit, no text to train on.
+            fit, no text to train on, training in 4 bits.
     """
+    if step.steps and step.weights_bits == 4:
+        raise ConfigError("training is in 8 bits: with weights_bits=4 take steps=0, which calibrates")
     check_settings(kept_by_budget(step, source), open_checkpoint(source).config)
     check_window(source, data)
     if step.steps:
@@ -121,35 +125,48 @@ def quantize(
     config = open_checkpoint(source).config
     quantized = {
         "target": TARGET,
-        "formats": FORMATS | {"embedding": step.embedding_dtype, "kv_cache": step.kv_cache},
+        "formats": _formats(settings) | {"embedding": step.embedding_dtype, "kv_cache": step.kv_cache},
         "effective_bits": mean_bits(settings, config),
         "training_steps": step.steps,
-        "layers": recorded_errors(records),
+        "layers": recorded_errors(records, settings),
         "differences": [each.model_dump() for each in parity.differences],
         "bound": parity.bound.model_dump(),
     }
     return {"kind": "quantize", "quantized": quantized, **facts}
 
 
+def _formats(settings: Int8Settings) -> dict[str, str]:
+    weights = "int8, a scale a channel"
+    if settings.weights_bits == 4:
+        kept = f" and {', '.join(settings.keep_int8)}" if settings.keep_int8 else ""
+        weights = f"int4, a scale for each {settings.group} inputs; of lm_head{kept} int8, a scale a channel"
+    return {"weights": weights, "activations": ACTIVATIONS}
+
+
 def mean_bits(settings: Int8Settings, config: DecoderConfig) -> float:
-    """Mean bits of a weight of the linear layers, the LM head included."""
+    """Mean bits of a weight of the linear layers, the LM head and the scales of 4-bit weights included."""
     shapes = tensor_shapes(config)
     sizes: dict[str, int] = {"lm_head": config.vocab_size * config.hidden_size}
     for name in linear_modules(config):
         if name != "lm_head":
             rows, columns = shapes[f"{name}.weight"]
             sizes[name] = rows * columns
-    floating = sum(size for name, size in sizes.items() if settings.keeps(name))
-    return STORED_BITS + (FLOAT_BITS - STORED_BITS) * floating / sum(sizes.values())
+
+    def bits(name: str) -> float:
+        if settings.keeps(name):
+            return FLOAT_BITS
+        return STORED_BITS if settings.bits(name) == 8 else 4 + SCALE_BITS / settings.group
+
+    return sum(size * bits(name) for name, size in sizes.items()) / sum(sizes.values())
 
 
-def recorded_errors(records: list[StepRecord]) -> list[dict[str, Any]]:
+def recorded_errors(records: list[StepRecord], settings: Int8Settings) -> list[dict[str, Any]]:
     """Rows of the report: of each quantized layer its full name, format, and errors of weight and output."""
     rows = []
     for record in records:
         prefix = f"model.layers.{int(record.name.removeprefix('layer_'))}." if record.name.startswith("layer_") else ""
         for name, error in record.result.get("errors", {}).items():
-            rows.append({"name": f"{prefix}{name}", "format": "int8", **error})
+            rows.append({"name": f"{prefix}{name}", "format": f"int{settings.bits(f'{prefix}{name}')}", **error})
     return rows
 
 

@@ -1,7 +1,7 @@
-"""What an artifact folder holds beyond a checkpoint: INT8 weights, the recipe, a report and a parity record.
+"""What an artifact folder holds beyond a checkpoint: quantized weights, the recipe, a report and a parity record.
 
-    config.json        with `quantization_config` (compressed-tensors, int-quantized)
-    model.safetensors  X.weight int8 and X.weight_scale for each quantized linear layer X
+    config.json        with `quantization_config` (compressed-tensors; int-quantized, with 4-bit weights pack-quantized)
+    model.safetensors  the tensors of `core.runtime.quantized` for each quantized linear layer
     recipe.toml        what made it; `penjing compress recipe.toml` makes it again
     report.json        sizes, perplexities, errors a layer, steps; report.html shows the same
     parity.json        the same inputs through every implementation, and how far they are apart
@@ -25,7 +25,15 @@ from penjing.core.checkpoint.decoder import Checkpoint, open_checkpoint
 from penjing.core.config import Config
 from penjing.core.errors import InputError
 from penjing.core.manifest import Manifest, verify
-from penjing.core.runtime.quantized import ACTIVATION_FIELDS, KV_CACHE_FIELDS, WEIGHT_FIELDS
+from penjing.core.runtime.schemes import (
+    ACTIVATION_FIELDS,
+    INT4_FORMAT,
+    INT4_WEIGHT_FIELDS,
+    INT8_FORMAT,
+    KV_CACHE_FIELDS,
+    MIXED_FORMAT,
+    WEIGHT_FIELDS,
+)
 
 INT8_RUNTIME = "int8_runtime"
 LAYER_OUTPUTS, LOGITS, LOGPROBS = "layer_outputs", "logits", "logprobs"
@@ -81,26 +89,41 @@ def open_decoder_artifact(folder: Path) -> DecoderArtifact:
     return DecoderArtifact(checkpoint, manifest, read_report_file(folder), read_parity(folder))
 
 
-def quantization_config(keep: list[str], *, kv_scales: bool = False) -> dict[str, Any]:
-    """`quantization_config` of `config.json`: W8A8 for every linear layer but the modules `keep`.
+def quantization_config(
+    keep: list[str], *, kv_scales: bool = False, group: int = 0, eight: list[str] | None = None
+) -> dict[str, Any]:
+    """`quantization_config` of `config.json`: W8A8 or W4A8 for every linear layer but the modules `keep`.
 
     Args:
         kv_scales: each layer has calibrated `self_attn.k_scale` and `self_attn.v_scale`.
+        group: 0: W8A8; else W4A8 with a scale for each `group` inputs.
+        eight: with groups, the modules that are W8A8 all the same.
     """
+    if not group:
+        layout, groups = INT8_FORMAT, {"group_0": _config_group(["Linear"], WEIGHT_FIELDS)}
+    else:
+        weights = INT4_WEIGHT_FIELDS | {"group_size": group}
+        layout, groups = INT4_FORMAT, {"group_0": _config_group(["Linear"], weights)}
+        if eight:
+            layout = MIXED_FORMAT
+            groups["group_0"]["format"] = INT4_FORMAT
+            groups["group_1"] = _config_group(eight, WEIGHT_FIELDS) | {"format": INT8_FORMAT}
     return {
         "quant_method": "compressed-tensors",
-        "format": "int-quantized",
+        "format": layout,
         "quantization_status": "compressed",
         "kv_cache_scheme": KV_CACHE_FIELDS if kv_scales else None,
         "ignore": keep,
-        "config_groups": {
-            "group_0": {
-                "targets": ["Linear"],
-                "weights": WEIGHT_FIELDS,
-                "input_activations": ACTIVATION_FIELDS,
-                "output_activations": None,
-            }
-        },
+        "config_groups": groups,
+    }
+
+
+def _config_group(targets: list[str], weights: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "targets": targets,
+        "weights": weights,
+        "input_activations": ACTIVATION_FIELDS,
+        "output_activations": None,
     }
 
 

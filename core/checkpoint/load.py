@@ -1,4 +1,4 @@
-"""Load a checkpoint or an INT8 artifact as a decoder that is ready to run."""
+"""Load a checkpoint or a quantized artifact as a decoder that is ready to run."""
 
 from __future__ import annotations
 
@@ -18,11 +18,13 @@ from penjing.core.models.config import DecoderConfig
 from penjing.core.models.decoder import Decoder
 from penjing.core.models.rope import inverse_frequencies
 from penjing.core.runtime.batch_invariant import apply_batch_invariance
-from penjing.core.runtime.quantized import apply_int8, int8_modules
+from penjing.core.runtime.quantized import apply_quantized
+from penjing.core.runtime.schemes import quantized_modules
 from penjing.core.text.chat import ChatTemplate
 from penjing.core.text.tokenizer import Tokenizer
 
 EMBEDDING = "model.embed_tokens.weight"
+SchemeName = Literal["fp32", "int8", "int4"]
 # Older Hugging Face checkpoints store the rotary frequencies, which follow from config.json.
 DERIVED = ("rotary_emb.inv_freq",)
 
@@ -36,7 +38,7 @@ class LoadedModel:
     tokenizer: Tokenizer
     chat_template: ChatTemplate | None
     manifest: Manifest | None  # None: a plain Hugging Face folder
-    scheme: Literal["fp32", "int8"]
+    scheme: SchemeName
 
 
 def load_model(folder: Path, device: str | torch.device = "cpu") -> LoadedModel:
@@ -44,8 +46,8 @@ def load_model(folder: Path, device: str | torch.device = "cpu") -> LoadedModel:
 
     Hashes are checked meanwhile where there is a manifest; nothing is returned before they are. Tensors are taken one
     at a time, on the CPU as views of the mapped file where no conversion is needed: peak memory is about that of the
-    model. INT8 weights are views of a mapping of their own, which ends with the last of them. Everything runs in
-    float32 except INT8 layers; an embedding that is not tied to the LM head stays in its stored type.
+    model. Quantized weights are views of a mapping of their own, which ends with the last of them. Everything
+    runs in float32 except quantized layers; an embedding that is not tied to the LM head stays in its stored type.
 
     Raises:
         InputError: a missing, damaged or unknown file, a missing or unexpected tensor, a scheme penjing does not run.
@@ -86,9 +88,10 @@ def _check_kv_scale(scale: Tensor, where: str) -> None:
         raise InputError(f"{where} has shape {tuple(scale.shape)}, {scale.dtype}: one positive number is needed")
 
 
-def _build(checkpoint: Checkpoint, device: torch.device) -> tuple[Decoder, Literal["fp32", "int8"]]:
+def _build(checkpoint: Checkpoint, device: torch.device) -> tuple[Decoder, SchemeName]:
     config, available = checkpoint.config, set(checkpoint.tensor_names)
     taken: set[str] = set()
+    scheme: SchemeName = "fp32"
 
     def take(name: str, source: Checkpoint = checkpoint) -> Tensor:
         if name not in available:
@@ -101,14 +104,15 @@ def _build(checkpoint: Checkpoint, device: torch.device) -> tuple[Decoder, Liter
     quantization = checkpoint.quantization
     if quantization is not None:
         linear_names = [name for name, layer in model.named_modules() if isinstance(layer, nn.Linear)]
-        quantized = int8_modules(quantization, linear_names)
+        quantized = quantized_modules(quantization, linear_names)
         if config.tie_word_embeddings and "lm_head" in quantized:
             raise InputError(
                 f"{checkpoint.folder}: lm_head is quantized but tied to the embedding; "
                 "list it under quantization_config.ignore or set tie_word_embeddings to false"
             )
+        scheme = "int4" if any(each.bits == 4 for each in quantized.values()) else "int8"
         mapping = open_checkpoint(checkpoint.folder)
-        apply_int8(model, quantized, lambda name: take(name, mapping))
+        apply_quantized(model, quantized, lambda name: take(name, mapping))
 
         if quantization.get("kv_cache_scheme") is not None:
             for layer in range(config.num_hidden_layers):
@@ -138,4 +142,4 @@ def _build(checkpoint: Checkpoint, device: torch.device) -> tuple[Decoder, Liter
             f"config.json describes it, the first is {unexpected[0]}"
         )
     apply_batch_invariance(model)
-    return model.eval(), "int8" if quantization is not None else "fp32"
+    return model.eval(), scheme

@@ -12,9 +12,10 @@ from penjing.core.models.decoder import Backbone, Decoder, DecoderLayer
 from penjing.core.models.mlp import MLP
 from penjing.core.models.norm import RMSNorm
 from penjing.core.runtime.batch_invariant import BatchInvariantLinear
-from penjing.core.runtime.quantized import Int8Linear
-from penjing.kernels.decoder_step import AnyLinear, DecoderStep, FloatLinear, LayerWeights
+from penjing.core.runtime.quantized import QUANTIZED, Int4Linear, Int8Linear
+from penjing.kernels.decoder_step import DecoderStep
 from penjing.kernels.dispatch import cpu_extension
+from penjing.kernels.step_layers import AnyLinear, FloatLinear, LayerWeights
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 SUPPORTED = (Decoder, Backbone, nn.ModuleList, nn.Embedding, DecoderLayer, Attention, MLP, RMSNorm)
@@ -23,7 +24,7 @@ SUPPORTED = (Decoder, Backbone, nn.ModuleList, nn.Embedding, DecoderLayer, Atten
 def fuse_decoder(model: Decoder) -> DecoderStep | None:
     """Lay out `model` for the C++ extension; None, with the reason in the log, where only the torch path serves.
 
-    INT8 weights are copied into packed panels, float ones are used in place; `model` must not change afterwards.
+    Quantized weights are copied into packed panels, float ones are used in place; `model` must not change afterwards.
     """
     reason = why_not_fused(model)
     if reason is not None:
@@ -60,7 +61,7 @@ def why_not_fused(model: Decoder) -> str | None:
             if _unusable(module.weight):
                 return f"{name}.weight is {module.weight.dtype} with strides {module.weight.stride()}"
         elif name.endswith("_proj") or name == "lm_head":
-            if type(module) is not Int8Linear:
+            if type(module) not in QUANTIZED:
                 return f"{name} is a {type(module).__name__}"
         elif type(module) not in SUPPORTED:
             return f"{name or 'the model'} is a {type(module).__name__}"
@@ -97,7 +98,7 @@ def _layer_weights(model: Decoder, index: int) -> LayerWeights:
 
 
 def _linear(module: nn.Module) -> AnyLinear:
-    if isinstance(module, Int8Linear):
+    if isinstance(module, (Int8Linear, Int4Linear)):
         return module.packed
     assert isinstance(module, nn.Linear)
     return FloatLinear(module.weight, module.bias)

@@ -6,27 +6,30 @@
 extern "C" {
 
 // Element type of a float weight, embedding or norm.
-enum PjDtype : int32_t { PJ_F32 = 0, PJ_BF16 = 1, PJ_F16 = 2, PJ_INT8 = 3 };
+enum PjDtype : int32_t { PJ_F32 = 0, PJ_BF16 = 1, PJ_F16 = 2, PJ_INT8 = 3, PJ_INT4 = 4 };
 
-// A linear layer y = x · Wᵀ + bias. INT8: panels as `pack.h` describes them; float: row-major (n, k), used in place.
+// A linear layer y = x · Wᵀ + bias. INT8 and INT4: panels as linear.cpp and pack_int4.cpp describe them, INT4 with the
+// scales of its groups among them; float: row-major (n, k), used in place.
 struct PjLinear {
     const void* weight;
     const float* scale;   // INT8: (columns) factor of each column, in packed order
-    const float* bias;    // INT8: (columns) in packed order, always present; float: (n) or null
+    const float* bias;    // INT8, INT4: (columns) in packed order, always present; float: (n) or null
     const int32_t* comp;  // INT8: (columns) 128 × the column's sum of weights
     int64_t n;            // output features (of a SwiGLU pair: of the product)
     int64_t k;            // input features
     int32_t dtype;        // PjDtype
-    int32_t width;        // INT8: columns of a panel, a multiple of 16, at most 64
-    int32_t swiglu;       // INT8: gate and up columns alternate in groups of 16; the output is silu(gate) × up
+    int32_t width;        // INT8, INT4: columns of a panel, a multiple of 16, at most 64
+    int32_t swiglu;       // INT8, INT4: gate and up columns alternate in groups of 16; the output is silu(gate) × up
+    int32_t group;        // INT4: inputs of a group, a multiple of 32 that divides k
+    int32_t scale_dtype;  // INT4: PjDtype of the groups' scales, one of the floats
     int32_t unused;
 };
 
-// Rows of an INT8 weight as they are stored, one of the layers that are packed as one.
+// Rows of a weight as they are stored, one of the layers that are packed as one.
 struct PjPart {
-    const int8_t* weight;  // (rows, k)
-    const float* scale;    // (rows)
-    const float* bias;     // (rows) or null
+    const void* weight;  // INT8: (rows, k); INT4: (rows, k / 2), each byte two of w + 8, the first in its low half
+    const void* scale;   // INT8: (rows) float32; INT4: (rows, k / group)
+    const float* bias;   // (rows) or null
     int64_t rows;
 };
 

@@ -15,7 +15,7 @@
 using namespace penjing;
 
 // Raised with every change of a structure or a function below.
-PJ_API int32_t pj_abi_version() { return 7; }
+PJ_API int32_t pj_abi_version() { return 8; }
 
 // Bytes of a structure, so that a test can hold Python's copy against it.
 PJ_API uint64_t pj_struct_bytes(int32_t which) {
@@ -58,6 +58,13 @@ PJ_API uint64_t pj_packed_bytes(int64_t n, int64_t k, int32_t swiglu) { return p
 PJ_API void pj_pack_int8(const PjPart* parts, int32_t num_parts, int64_t n, int64_t k, int32_t swiglu, void* memory,
                          PjLinear* linear) {
     pack_int8(parts, num_parts, n, k, swiglu != 0, num_threads(), memory, linear);
+}
+PJ_API uint64_t pj_packed_int4_bytes(int64_t n, int64_t k, int32_t swiglu, int32_t group, int32_t scale_dtype) {
+    return packed_int4_bytes(n, k, swiglu != 0, group, scale_dtype);
+}
+PJ_API void pj_pack_int4(const PjPart* parts, int32_t num_parts, int64_t n, int64_t k, int32_t swiglu, int32_t group,
+                         int32_t scale_dtype, void* memory, PjLinear* linear) {
+    pack_int4(parts, num_parts, n, k, swiglu != 0, group, scale_dtype, num_threads(), memory, linear);
 }
 PJ_API int32_t pj_linear(const PjLinear* linear, const float* x, int64_t rows, float* out) {
     return run_linear(*linear, x, rows, out) ? 0 : -1;

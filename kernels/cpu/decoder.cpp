@@ -50,9 +50,8 @@ private:
     Buffers carve_buffers(Carver& carver, int64_t rows) const {
         Buffers b{};
         const size_t r = static_cast<size_t>(rows);
+        b.rows = carve_rows(carver, rows, input_size());
         b.rows.x = carver.take<float>(r * static_cast<size_t>(input_size()));
-        b.rows.q = carver.take<uint8_t>(r * static_cast<size_t>(padded_k(input_size())));
-        b.rows.row_scale = carver.take<float>(r);
         b.act = carver.take<float>(r * static_cast<size_t>(act_size()));
         return b;
     }
@@ -87,14 +86,18 @@ private:
     static void sync(const Team& team, const PjLinear& linear) {
         team.sync(first_panels(linear, team.member, team.members));
     }
-    void quantize(const Rows& rows, int64_t row, int64_t k) const { quantize(rows, row, k, rows.x + row * k); }
-    void quantize(const Rows& rows, int64_t row, int64_t k, const float* x) const {
-        quantize_for_panels(*ops_, x, k, rows.q + row * padded_k(k), rows.row_scale + row);
+    // Row `row` of rows.x in each form that the `count` layers behind it read.
+    void quantize(const PjLinear* linears, int count, const Rows& rows, int64_t row) const {
+        for (int i = 0; i < count; ++i) {
+            bool done = false;
+            for (int before = 0; before < i; ++before) done = done || linears[before].dtype == linears[i].dtype;
+            if (!done) quantize_row_for(*ops_, linears[i], rows.x + row * linears[i].k, rows, row);
+        }
     }
     // Makes x a row of the input of `linear`; it may stand there already.
     void enter(const PjLinear& linear, const Rows& rows, int64_t row, const float* x) const {
         float* at = rows.x + row * linear.k;
-        if (linear.dtype == PJ_INT8) quantize(rows, row, linear.k, x);
+        if (in_panels(linear)) quantize_row_for(*ops_, linear, x, rows, row);
         else if (at != x) memcpy(at, x, static_cast<size_t>(linear.k) * sizeof(float));
     }
 
@@ -269,7 +272,7 @@ void Decoder::head(const Team& team, int64_t index, int64_t row, int64_t count, 
     const int64_t hidden = model_.hidden;
     each_row(team, count, layer.qkv[0], [&](int64_t i) {
         ops_->rms_norm_row(hidden_ + (row + i) * hidden, layer.input_norm, hidden, model_.eps, b.rows.x + i * hidden);
-        quantize(b.rows, i, hidden);
+        quantize(layer.qkv, layer.num_qkv, b.rows, i);
     });
     float* out = qkv_ + row * qkv_size();
     for (int i = 0; i < layer.num_qkv; ++i) {
@@ -311,7 +314,7 @@ void Decoder::tail(const Team& team, const PjLayer& layer, float* hidden, const 
     sync(team, layer.gate_up[0]);
     each_row(team, count, layer.gate_up[0], [&](int64_t i) {
         ops_->rms_norm_row(hidden + i * width, layer.post_norm, width, model_.eps, b.rows.x + i * width);
-        quantize(b.rows, i, width);
+        quantize(layer.gate_up, layer.num_gate_up, b.rows, i);
     });
     const int64_t stride = layer.num_gate_up == 1 ? inner : 2 * inner;
     for (int i = 0; i < layer.num_gate_up; ++i)
@@ -347,7 +350,7 @@ void Decoder::logits(const Team& team, const Buffers& own) {
     tail(team, layers_.back(), last_hidden_, last_attended_, count, b, model_.head);
     each_row(team, count, model_.head, [&](int64_t i) {
         ops_->rms_norm_row(last_hidden_ + i * width, model_.final_norm, width, model_.eps, b.rows.x + i * width);
-        quantize(b.rows, i, width);
+        quantize(&model_.head, 1, b.rows, i);
     });
     if (in_.top == 0) {
         apply_linear(*ops_, model_.head, b.rows, count, team.member, team.members, in_.logits, model_.vocab, false);

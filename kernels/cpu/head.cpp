@@ -9,10 +9,10 @@ namespace {
 
 constexpr int64_t TILE = 256;  // columns at a time: a whole number of panels, and 16 rows of it stay in first-level cache
 
-// Columns [begin, end) of a layer as a layer; INT8: `begin` is the first of a panel.
+// Columns [begin, end) of a layer as a layer; INT8 and INT4: `begin` is the first of a panel.
 PjLinear columns_of(const PjLinear& linear, int64_t begin, int64_t end) {
     PjLinear part = linear;
-    const int64_t bytes = linear.dtype == PJ_INT8 ? padded_k(linear.k) : linear.k * (linear.dtype == PJ_F32 ? 4 : 2);
+    const int64_t bytes = in_panels(linear) ? column_bytes(linear) : linear.k * (linear.dtype == PJ_F32 ? 4 : 2);
     part.weight = static_cast<const char*>(linear.weight) + begin * bytes;
     part.n = end - begin;
     if (linear.scale) part.scale += begin;
@@ -60,7 +60,7 @@ void top_of_columns(const Ops& ops, const PjLinear& linear, const Rows& rows, in
         buffer.nan[row] = 0;
     }
     // Shares begin at panels, as those of `apply_linear` do; a float layer is cut into cache lines of output.
-    const int64_t unit = linear.dtype == PJ_INT8 ? linear.width : 16, units = (linear.n + unit - 1) / unit;
+    const int64_t unit = in_panels(linear) ? linear.width : 16, units = (linear.n + unit - 1) / unit;
     const int64_t first = share(units, member, members) * unit;
     const int64_t last = std::min(share(units, member + 1, members) * unit, linear.n);
     const int64_t step = std::max(TILE / unit, int64_t{1}) * unit;

@@ -8,8 +8,8 @@ from ctypes import POINTER, c_char_p, c_double, c_float, c_int32, c_int64, c_uin
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
-ABI_VERSION = 7
-DTYPES = {"float32": 0, "bfloat16": 1, "float16": 2, "int8": 3}
+ABI_VERSION = 8
+DTYPES = {"float32": 0, "bfloat16": 1, "float16": 2, "int8": 3, "int4": 4}
 
 
 class MissingLibrary(Exception):  # noqa: N818  a state that is handled, not a failure
@@ -29,6 +29,8 @@ class Linear(ctypes.Structure):
         ("dtype", c_int32),
         ("width", c_int32),
         ("swiglu", c_int32),
+        ("group", c_int32),
+        ("scale_dtype", c_int32),
         ("unused", c_int32),
     )
 
@@ -185,6 +187,11 @@ _FUNCTIONS = {
     "pj_pack_int8": (
         None,
         [POINTER(Part), c_int32, c_int64, c_int64, c_int32, c_void_p, POINTER(Linear)],
+    ),
+    "pj_packed_int4_bytes": (c_uint64, [c_int64, c_int64, c_int32, c_int32, c_int32]),
+    "pj_pack_int4": (
+        None,
+        [POINTER(Part), c_int32, c_int64, c_int64, c_int32, c_int32, c_int32, c_void_p, POINTER(Linear)],
     ),
     "pj_linear": (c_int32, [POINTER(Linear), c_void_p, c_int64, c_void_p]),
     "pj_quantize": (None, [c_void_p, c_int64, c_int64, c_void_p, c_void_p]),

@@ -2,35 +2,12 @@
 
 #include <atomic>
 #include <cstring>
-#include <initializer_list>
 
 #include "memory.h"
+#include "panels.h"
 
 namespace penjing {
 namespace {
-
-// Row of `weight` behind a packed column, or −1 in the padding.
-int64_t source_row(int64_t column, int64_t n, bool swiglu) {
-    if (!swiglu) return column < n ? column : -1;
-    const int64_t group = column / 16, at = group / 2 * 16 + column % 16;
-    if (at >= n) return -1;
-    return group % 2 == 0 ? at : n + at;
-}
-
-int best_width(int64_t columns, bool swiglu, int threads) {
-    int best = PANEL;
-    int64_t least = INT64_MAX;
-    for (int width : {64, 48, 32}) {
-        if (swiglu && width % 32 != 0) continue;
-        const int64_t panels = (columns + width - 1) / width;
-        const int64_t columns_of_one = (panels + threads - 1) / threads * width;
-        if (columns_of_one < least) {
-            least = columns_of_one;
-            best = width;
-        }
-    }
-    return best;
-}
 
 struct LinearCall {
     const PjLinear& linear;
@@ -47,12 +24,12 @@ struct LinearCall {
 void linear_member(const Team& team, void* context) {
     LinearCall& call = *static_cast<LinearCall*>(context);
     const PjLinear& linear = call.linear;
-    const bool int8 = linear.dtype == PJ_INT8;
     Rows rows = call.buffer;
     if (!call.by_rows) {
-        if (int8) {
-            quantize_rows(call.ops, call.x, linear.k, linear.k, share(call.rows, team.member, team.members),
-                          share(call.rows, team.member + 1, team.members), rows);
+        if (in_panels(linear)) {
+            const int64_t end = share(call.rows, team.member + 1, team.members);
+            for (int64_t row = share(call.rows, team.member, team.members); row < end; ++row)
+                quantize_row_for(call.ops, linear, call.x + row * linear.k, rows, row);
             team.sync();
         }
         apply_linear(call.ops, linear, rows, call.rows, team.member, team.members, call.out, linear.n, false);
@@ -62,8 +39,9 @@ void linear_member(const Team& team, void* context) {
         const int64_t begin = call.next.fetch_add(call.chunk), left = call.rows - begin;
         if (left <= 0) return;
         const int64_t count = left < call.chunk ? left : call.chunk;
-        Rows part{rows.x + begin * linear.k, rows.q + begin * padded_k(linear.k), rows.row_scale + begin};
-        if (int8) quantize_rows(call.ops, call.x + begin * linear.k, linear.k, linear.k, 0, count, part);
+        for (int64_t row = begin; row < begin + count; ++row)
+            quantize_row_for(call.ops, linear, call.x + row * linear.k, rows, row);
+        const Rows part = rows_from(rows, linear, begin);
         apply_linear(call.ops, linear, part, count, 0, 1, call.out + begin * linear.n, linear.n, false);
     }
 }
@@ -88,7 +66,8 @@ PackedRow find_row(const Packing& p, int64_t row) {
     for (int i = 0; row >= 0 && i < p.num_parts; row -= p.parts[i++].rows) {
         const PjPart& part = p.parts[i];
         if (row >= part.rows) continue;
-        return {part.weight + row * p.linear.k, part.scale[row], part.bias ? part.bias[row] : 0.0f};
+        return {static_cast<const int8_t*>(part.weight) + row * p.linear.k, static_cast<const float*>(part.scale)[row],
+                part.bias ? part.bias[row] : 0.0f};
     }
     return {nullptr, 0.0f, 0.0f};
 }
@@ -144,7 +123,7 @@ void pack_int8(const PjPart* parts, int num_parts, int64_t n, int64_t k, bool sw
     linear->dtype = PJ_INT8;
     linear->swiglu = swiglu;
     const int64_t columns = padded_columns(*linear), groups = padded_k(k) / 4;
-    linear->width = best_width(columns, swiglu, threads);
+    linear->width = best_width(columns, {64, 48, 32}, swiglu, threads);
 
     int8_t* panels = static_cast<int8_t*>(memory);
     int32_t* comp = reinterpret_cast<int32_t*>(panels + columns * groups * 4);
@@ -158,9 +137,27 @@ void pack_int8(const PjPart* parts, int num_parts, int64_t n, int64_t k, bool sw
     linear->bias = biases;
 }
 
-void quantize_rows(const Ops& ops, const float* x, int64_t ldx, int64_t k, int64_t begin, int64_t end, Rows rows) {
-    for (int64_t row = begin; row < end; ++row)
-        quantize_for_panels(ops, x + row * ldx, k, rows.q + row * padded_k(k), rows.row_scale + row);
+Rows carve_rows(Carver& carver, int64_t rows, int64_t k) {
+    const size_t r = static_cast<size_t>(rows);
+    Rows found{};
+    found.q = carver.take<uint8_t>(r * static_cast<size_t>(padded_k(k)));
+    found.row_scale = carver.take<float>(r);
+    found.q4 = carver.take<int8_t>(r * static_cast<size_t>(k));
+    found.start = carver.take<int32_t>(r * static_cast<size_t>(k / LEAST_GROUP + 1));
+    return found;
+}
+
+Rows rows_from(const Rows& rows, const PjLinear& linear, int64_t row) {
+    const int64_t k = linear.k, groups = linear.dtype == PJ_INT4 ? k / linear.group : 0;
+    return {rows.x + row * k, rows.q + row * padded_k(k), rows.row_scale + row, rows.q4 + row * k,
+            rows.start + row * groups};
+}
+
+void quantize_row_for(const Ops& ops, const PjLinear& linear, const float* x, const Rows& rows, int64_t row) {
+    if (!in_panels(linear)) return;
+    const Rows at = rows_from(rows, linear, row);
+    if (linear.dtype == PJ_INT8) quantize_for_panels(ops, x, linear.k, at.q, at.row_scale);
+    else quantize_for_groups(ops, x, linear.k, linear.group, at.q4, at.start, at.row_scale);
 }
 
 void apply_linear(const Ops& ops, const PjLinear& linear, const Rows& rows, int64_t count, int member, int members,
@@ -172,6 +169,13 @@ void apply_linear(const Ops& ops, const PjLinear& linear, const Rows& rows, int6
             ops.int8_panel(linear, panel, task);
         return;
     }
+    if (linear.dtype == PJ_INT4) {
+        const int64_t panels = num_panels(linear), end = share(panels, member + 1, members);
+        const Int4Rows task{rows.q4, rows.start, rows.row_scale, out, linear.k, linear.k / linear.group, ldo,
+                            static_cast<int>(count), add};
+        for (int64_t panel = share(panels, member, members); panel < end; ++panel) ops.int4_panel(linear, panel, task);
+        return;
+    }
     // Shares of whole cache lines of output.
     const int64_t lines = (linear.n + 15) / 16;
     const int64_t n0 = share(lines, member, members) * 16, n1 = share(lines, member + 1, members) * 16;
@@ -180,8 +184,8 @@ void apply_linear(const Ops& ops, const PjLinear& linear, const Rows& rows, int6
 }
 
 Soon first_panels(const PjLinear& linear, int member, int members) {
-    if (linear.dtype != PJ_INT8) return {};
-    const int64_t panels = num_panels(linear), bytes = linear.width * padded_k(linear.k);
+    if (!in_panels(linear)) return {};
+    const int64_t panels = num_panels(linear), bytes = linear.width * column_bytes(linear);
     const int64_t begin = share(panels, member, members), end = share(panels, member + 1, members);
     const int64_t most = int64_t{128} << 10, mine = (end - begin) * bytes;  // the cache holds activations too
     return {static_cast<const char*>(linear.weight) + begin * bytes, mine < most ? mine : most};
@@ -202,13 +206,13 @@ bool run_linear(const PjLinear& linear, const float* x, int64_t rows, float* out
     const int threads = num_threads();
     static thread_local Scratch scratch;
     Carver sizes(nullptr);
-    const bool int8 = linear.dtype == PJ_INT8;
-    const size_t quantized = int8 ? static_cast<size_t>(rows * padded_k(linear.k)) : 0;
-    sizes.take<uint8_t>(quantized);
-    sizes.take<float>(static_cast<size_t>(rows));
-    Carver memory(scratch.reserve(sizes.used() + 64));
-    Rows buffer{const_cast<float*>(x), memory.take<uint8_t>(quantized), memory.take<float>(static_cast<size_t>(rows))};
-    if (buffer.q == nullptr) return false;
+    const int64_t quantized = in_panels(linear) ? rows : 0;
+    carve_rows(sizes, quantized, linear.k);
+    void* memory = scratch.reserve(sizes.used() + 64);
+    if (memory == nullptr) return false;
+    Carver carver(memory);
+    Rows buffer = carve_rows(carver, quantized, linear.k);
+    buffer.x = const_cast<float*>(x);
 
     LinearCall call{linear, ops(), x, rows, out, buffer, rows >= 48 * threads, row_chunk(rows, linear.k, threads)};
     run_team(linear_member, &call, threads);

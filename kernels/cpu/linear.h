@@ -1,8 +1,9 @@
-// INT8 weights in panels, and linear layers shared out among a team.
+// INT8 and INT4 weights in panels, and linear layers shared out among a team.
 #pragma once
 
 #include <cstddef>
 
+#include "memory.h"
 #include "ops.h"
 #include "pool.h"
 
@@ -11,9 +12,22 @@ namespace penjing {
 // Rows of activations in the form that linear layers read.
 struct Rows {
     float* x;         // (rows, k) float32
-    uint8_t* q;       // (rows, k rounded up to 4) quantized + 128
+    uint8_t* q;       // (rows, k rounded up to 4) quantized + 128, for INT8 layers
     float* row_scale; // (rows)
+    int8_t* q4;       // (rows, k) quantized, and (rows, k / group) where sums of groups start, for INT4 layers
+    int32_t* start;
 };
+
+constexpr int64_t LEAST_GROUP = 32;
+
+// Rows without x, of up to k inputs.
+Rows carve_rows(Carver& carver, int64_t rows, int64_t k);
+
+// The `count` rows from `row` on.
+Rows rows_from(const Rows& rows, const PjLinear& linear, int64_t row);
+
+// Quantizes x as row `row` of the input of `linear`; nothing for a float layer.
+void quantize_row_for(const Ops& ops, const PjLinear& linear, const float* x, const Rows& rows, int64_t row);
 
 // Bytes of a packed INT8 layer: panels, then 128 × column sums, scales and biases.
 size_t packed_bytes(int64_t n, int64_t k, bool swiglu);
@@ -25,14 +39,16 @@ size_t packed_bytes(int64_t n, int64_t k, bool swiglu);
 void pack_int8(const PjPart* parts, int num_parts, int64_t n, int64_t k, bool swiglu, int threads, void* memory,
                PjLinear* linear);
 
-// Quantizes rows [begin, end) of x (row stride ldx) into `rows`, whose row 0 is x's row 0.
-void quantize_rows(const Ops& ops, const float* x, int64_t ldx, int64_t k, int64_t begin, int64_t end, Rows rows);
+// The same for an INT4 weight, see pack_int4.cpp.
+size_t packed_int4_bytes(int64_t n, int64_t k, bool swiglu, int32_t group, int32_t scale_dtype);
+void pack_int4(const PjPart* parts, int num_parts, int64_t n, int64_t k, bool swiglu, int32_t group,
+               int32_t scale_dtype, int threads, void* memory, PjLinear* linear);
 
 // The member's share of the outputs of `linear` for the first `count` rows; a float layer reads rows.x with stride k.
 void apply_linear(const Ops& ops, const PjLinear& linear, const Rows& rows, int64_t count, int member, int members,
                   float* out, int64_t ldo, bool add);
 
-// The beginning of what the member reads of an INT8 layer in `apply_linear`.
+// The beginning of what the member reads of a packed layer in `apply_linear`.
 Soon first_panels(const PjLinear& linear, int member, int members);
 
 // A whole layer on float input (rows, k), with a team of its own. False when there is no memory.

@@ -22,6 +22,19 @@ struct Int8Rows {
     bool add;  // out += instead of out =
 };
 
+// Where the rows of an INT4 product go.
+struct Int4Rows {
+    const int8_t* x;         // (rows, k) activations
+    const int32_t* start;    // (rows, groups) −8 × the sum of each group
+    const float* row_scale;  // (rows)
+    float* out;              // (rows, n)
+    int64_t ldx;
+    int64_t lds;
+    int64_t ldo;
+    int rows;
+    bool add;  // out += instead of out =
+};
+
 // Keys and values are float32, or INT8 with a scale for each: then queries are 16-bit, so that scores are exact sums of
 // integers and only the cache itself costs accuracy.
 // Memory that a product asks for meanwhile: so many cache lines for each of its k-groups, from `at` on.
@@ -55,6 +68,10 @@ struct Ops {
 
     // One panel (columns first … of the packed order) of an INT8 linear layer for some rows.
     void (*int8_panel)(const PjLinear& linear, int64_t panel, const Int8Rows& rows);
+
+    // The same of an INT4 layer; start[g] = −8 × the sum of group g of a row's bytes.
+    void (*int4_panel)(const PjLinear& linear, int64_t panel, const Int4Rows& rows);
+    void (*group_starts)(const int8_t* q, int64_t k, int64_t group, int32_t* start);
 
     // Outputs [n0, n1) of a float linear layer.
     void (*float_linear)(const PjLinear& linear, const float* x, int64_t ldx, int64_t rows, int64_t n0, int64_t n1,
@@ -103,7 +120,7 @@ const Ops& ops();
 // 0 when done; −1: unknown name; −2: this processor cannot run it.
 int select_ops(const char* name);
 
-// Panels of an INT8 layer and where each lies.
+// Panels of an INT8 or INT4 layer and where each lies.
 inline int64_t padded_columns(const PjLinear& linear) {
     const int64_t half = (linear.n + 15) / 16 * 16;
     return linear.swiglu ? 2 * half : half;
@@ -112,11 +129,25 @@ inline int64_t num_panels(const PjLinear& linear) {
     return (padded_columns(linear) + linear.width - 1) / linear.width;
 }
 inline int64_t padded_k(int64_t k) { return (k + 3) / 4 * 4; }
+inline bool in_panels(const PjLinear& linear) { return linear.dtype == PJ_INT8 || linear.dtype == PJ_INT4; }
+inline int64_t scale_bytes(const PjLinear& linear) { return linear.scale_dtype == PJ_F32 ? 4 : 2; }
+// Of a packed layer, without comp, scale and bias of an INT8 one; the panel of column c begins at c times this.
+inline int64_t column_bytes(const PjLinear& linear) {
+    if (linear.dtype == PJ_INT8) return padded_k(linear.k);
+    return linear.k / 2 + linear.k / linear.group * scale_bytes(linear);
+}
 
 // One row in the form that int8_panel reads: activations + 128, padded to whole groups of 4.
 inline void quantize_for_panels(const Ops& ops, const float* x, int64_t k, uint8_t* q, float* scale) {
     ops.quantize_row(x, k, q, scale, 0x80);
     for (int64_t i = k; i < padded_k(k); ++i) q[i] = 0x80;
+}
+
+// One row in the form that int4_panel reads.
+inline void quantize_for_groups(const Ops& ops, const float* x, int64_t k, int64_t group, int8_t* q, int32_t* start,
+                                float* scale) {
+    ops.quantize_row(x, k, reinterpret_cast<uint8_t*>(q), scale, 0);
+    ops.group_starts(q, k, group, start);
 }
 
 }  // namespace penjing

@@ -15,6 +15,8 @@
 
 #include "simd_avx2.h"
 
+#include "int4_block.h"
+
 namespace {
 
 // Without VNNI the byte multiply-add saturates at 16 bits: widen both sides to 16 bits and sum pairs into 32.
@@ -58,6 +60,51 @@ inline void int8_block(int rows, int columns, const uint8_t* x, int64_t ldx, con
             case 2: int8_tile<2>(x, ldx, start, at, step, groups, columns, acc + column); break;
             case 3: int8_tile<3>(x, ldx, start, at, step, groups, columns, acc + column); break;
             default: int8_tile<4>(x, ldx, start, at, step, groups, columns, acc + column); break;
+        }
+    }
+}
+
+// Products of bytes in [0, 15] and [−127, 127]: two pairs of them stay far inside 16 bits, so nothing is widened first.
+template <int MR>
+inline void int4_tile(const Int4Block& b, int64_t column, const int8_t* x, const int32_t* start, float* total) {
+    const VI low_half = _mm256_set1_epi8(15), ones = _mm256_set1_epi16(1);
+    const bool fetches = column / 8 < b.ahead.lines;
+    const int8_t* ahead = b.ahead.at + (fetches ? column / 8 * 64 * (b.groups * b.group / 8) : 0);
+    const char* w = b.weight;
+    for (int m = 0; m < MR; ++m) v_store(total + m * penjing::PANEL, v_zero());
+    for (int64_t g = 0; g < b.groups; ++g) {
+        const char* scales = w;
+        w += b.columns * bytes_of_scale(b.scale_dtype);
+        VI sum[MR];
+        for (int m = 0; m < MR; ++m) sum[m] = _mm256_set1_epi32(start[m * b.lds + g]);
+        for (int64_t pair = 0; pair < b.group / 8; ++pair, w += 4 * b.columns, x += 8) {
+            if (fetches) _mm_prefetch(reinterpret_cast<const char*>(ahead), _MM_HINT_T1), ahead += 64;
+            const VI both = _mm256_loadu_si256(reinterpret_cast<const VI*>(w + 4 * column));
+            const VI first = _mm256_and_si256(both, low_half);
+            const VI second = _mm256_and_si256(_mm256_srli_epi16(both, 4), low_half);
+            for (int m = 0; m < MR; ++m) {
+                int32_t four[2];
+                __builtin_memcpy(four, x + m * b.ldx, 8);
+                const VI products = _mm256_add_epi16(_mm256_maddubs_epi16(first, _mm256_set1_epi32(four[0])),
+                                                     _mm256_maddubs_epi16(second, _mm256_set1_epi32(four[1])));
+                sum[m] = _mm256_add_epi32(sum[m], _mm256_madd_epi16(products, ones));
+            }
+        }
+        const V scale = v_load_scales(scales, column, b.scale_dtype);
+        for (int m = 0; m < MR; ++m) {
+            float* at = total + m * penjing::PANEL;
+            v_store(at, v_add(v_load(at), v_mul(v_from_int(sum[m]), scale)));
+        }
+    }
+}
+
+inline void int4_block(int rows, const Int4Block& b, const int8_t* x, const int32_t* start, float* total) {
+    for (int64_t column = 0; column < b.columns; column += 8) {
+        switch (rows) {
+            case 1: int4_tile<1>(b, column, x, start, total + column); break;
+            case 2: int4_tile<2>(b, column, x, start, total + column); break;
+            case 3: int4_tile<3>(b, column, x, start, total + column); break;
+            default: int4_tile<4>(b, column, x, start, total + column); break;
         }
     }
 }

@@ -17,6 +17,8 @@
 
 #include "simd_avx512.h"
 
+#include "int4_block.h"
+
 namespace {
 
 // rows × NR·16 sums of u8 × s8 products over all of k; a micro-tile stays in registers. Each k-group fetches LINES
@@ -94,6 +96,105 @@ inline void int8_block(int rows, int columns, const uint8_t* x, int64_t ldx, con
         case 2: return int8_rows_of<2>(rows, x, ldx, w, ahead, groups, columns, acc);
         case 3: return int8_rows_of<3>(rows, x, ldx, w, ahead, groups, columns, acc);
         default: return int8_rows_of<4>(rows, x, ldx, w, ahead, groups, columns, acc);
+    }
+}
+
+// Exact sums of one group of an INT4 layer; weights are unsigned halves of bytes, activations signed. A function of its
+// own: inlined into the loop over groups, GCC 12 keeps copies of the sums on the stack.
+template <int MR, int NR, int LINES>
+__attribute__((noinline)) void int4_sums(const int8_t* x, int64_t ldx, const int32_t* start, int64_t lds, const char* w,
+                                         const char* ahead, int64_t pairs, int64_t step, int32_t* acc) {
+    const VI low_half = _mm512_set1_epi8(15);
+    VI sum[MR][NR];
+#pragma GCC unroll 8
+    for (int m = 0; m < MR; ++m)
+#pragma GCC unroll 4
+        for (int n = 0; n < NR; ++n) sum[m][n] = _mm512_set1_epi32(start[m * lds]);
+    for (int64_t pair = 0; pair < pairs; ++pair) {
+#pragma GCC unroll 4
+        for (int n = 0; n < LINES; ++n) _mm_prefetch(ahead + 64 * n, _MM_HINT_T1);
+        ahead += 64 * LINES;
+        // The second half loads them again: the first-level cache has them, and registers are short.
+#pragma GCC unroll 2
+        for (int half = 0; half < 2; ++half) {
+            VI weight[NR];
+#pragma GCC unroll 4
+            for (int n = 0; n < NR; ++n) {
+                const VI both = _mm512_loadu_si512(w + 64 * n);
+                weight[n] = _mm512_and_si512(half ? _mm512_srli_epi16(both, 4) : both, low_half);
+            }
+#pragma GCC unroll 8
+            for (int m = 0; m < MR; ++m) {
+                int32_t four;
+                __builtin_memcpy(&four, x + m * ldx + 4 * half, 4);
+                const VI broadcast = _mm512_set1_epi32(four);
+#pragma GCC unroll 4
+                for (int n = 0; n < NR; ++n) sum[m][n] = _mm512_dpbusd_epi32(sum[m][n], weight[n], broadcast);
+            }
+        }
+        w += step;
+        x += 8;
+    }
+#pragma GCC unroll 8
+    for (int m = 0; m < MR; ++m)
+#pragma GCC unroll 4
+        for (int n = 0; n < NR; ++n) _mm512_storeu_si512(acc + m * penjing::PANEL + 16 * n, sum[m][n]);
+}
+
+template <int MR, int NR, int LINES>
+inline void int4_tile(const Int4Block& b, const int8_t* x, const int32_t* start, float* total) {
+    const int64_t step = 4 * b.columns, pairs = b.group / 8, scale_bytes = b.columns * bytes_of_scale(b.scale_dtype);
+    const char* w = b.weight;
+    const char* ahead = reinterpret_cast<const char*>(b.ahead.at);
+    alignas(64) int32_t acc[8 * penjing::PANEL];
+    for (int m = 0; m < MR; ++m)
+        for (int n = 0; n < NR; ++n) v_store(total + m * penjing::PANEL + 16 * n, v_zero());
+    for (int64_t g = 0; g < b.groups; ++g) {
+        ahead += b.skip;
+        int4_sums<MR, NR, LINES>(x, b.ldx, start + g, b.lds, w + scale_bytes, ahead, pairs, step, acc);
+        for (int n = 0; n < NR; ++n) {
+            const V scale = v_load_scales(w, 16 * n, b.scale_dtype);
+            for (int m = 0; m < MR; ++m) {
+                const int at = m * penjing::PANEL + 16 * n;
+                v_store(total + at, v_add(v_load(total + at), v_mul(v_from_int(vi_load(acc + at)), scale)));
+            }
+        }
+        x += b.group;
+        w += scale_bytes + step * pairs;
+        ahead += 64 * LINES * pairs;
+    }
+}
+
+template <int MR, int NR>
+inline void int4_lines(const Int4Block& b, const int8_t* x, const int32_t* start, float* total) {
+    switch (b.ahead.lines) {
+        case 0: return int4_tile<MR, NR, 0>(b, x, start, total);
+        case 1: return int4_tile<MR, NR, 1>(b, x, start, total);
+        case 2: return int4_tile<MR, NR, 2>(b, x, start, total);
+        default: return int4_tile<MR, NR, NR>(b, x, start, total);
+    }
+}
+
+template <int NR>
+inline void int4_rows_of(int rows, const Int4Block& b, const int8_t* x, const int32_t* start, float* total) {
+    switch (rows) {
+        case 1: return int4_lines<1, NR>(b, x, start, total);
+        case 2: return int4_lines<2, NR>(b, x, start, total);
+        case 3: return int4_lines<3, NR>(b, x, start, total);
+        case 4: return int4_lines<4, NR>(b, x, start, total);
+        case 5: return int4_lines<5, NR>(b, x, start, total);
+        case 6: return int4_lines<6, NR>(b, x, start, total);
+        case 7: return int4_lines<7, NR <= 3 ? NR : 3>(b, x, start, total);
+        default: return int4_lines<8, NR <= 3 ? NR : 3>(b, x, start, total);
+    }
+}
+
+inline void int4_block(int rows, const Int4Block& b, const int8_t* x, const int32_t* start, float* total) {
+    switch (b.columns / 16) {
+        case 1: return int4_rows_of<1>(rows, b, x, start, total);
+        case 2: return int4_rows_of<2>(rows, b, x, start, total);
+        case 3: return int4_rows_of<3>(rows, b, x, start, total);
+        default: return int4_rows_of<4>(rows, b, x, start, total);
     }
 }
 

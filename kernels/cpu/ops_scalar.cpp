@@ -5,6 +5,8 @@
 #include "ops.h"
 #include "simd_scalar.h"
 
+#include "int4_block.h"
+
 namespace {
 
 constexpr int int8_rows(int) { return 1; }
@@ -21,6 +23,29 @@ inline void int8_block(int, int columns, const uint8_t* x, int64_t, const int8_t
         }
     }
     for (int column = 0; column < columns; ++column) acc[column] = static_cast<int32_t>(sum[column]);
+}
+
+inline void int4_block(int, const Int4Block& b, const int8_t* x, const int32_t* start, float* total) {
+    for (int64_t column = 0; column < b.columns; ++column) total[column] = 0.0f;
+    const char* w = b.weight;
+    for (int64_t g = 0; g < b.groups; ++g) {
+        const char* scales = w;
+        w += b.columns * bytes_of_scale(b.scale_dtype);
+        int32_t sum[penjing::PANEL];
+        for (int64_t column = 0; column < b.columns; ++column) sum[column] = start[g];
+        for (int64_t pair = 0; pair < b.group / 8; ++pair, w += 4 * b.columns, x += 8) {
+            for (int64_t column = 0; column < b.columns; ++column) {
+                for (int i = 0; i < 4; ++i) {
+                    const int both = static_cast<uint8_t>(w[4 * column + i]);
+                    sum[column] += (both & 15) * x[i] + (both >> 4) * x[4 + i];
+                }
+            }
+        }
+        for (int64_t column = 0; column < b.columns; column += W) {
+            const V product = v_mul(v_from_int(vi_load(sum + column)), v_load_scales(scales, column, b.scale_dtype));
+            v_store(total + column, v_add(v_load(total + column), product));
+        }
+    }
 }
 
 constexpr int FLOAT_ROWS = 1, FLOAT_COLUMNS = 4;

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from penjing.kernels.cpu.functions import CpuExtension
-from penjing.kernels.decoder_step import FIRST_POSITIONS, DecoderStep, FloatLinear, LayerWeights
+from penjing.kernels.decoder_step import FIRST_POSITIONS, DecoderStep
 from penjing.kernels.int8_linear import prepack_int8
+from penjing.kernels.step_layers import FloatLinear, LayerWeights
 from tests.kernels.cpu import needs_extension, the_extension
 
 pytestmark = needs_extension

@@ -13,7 +13,8 @@ from penjing.core.checkpoint.load import LoadedModel
 from penjing.core.models.config import DecoderConfig
 from penjing.core.models.decoder import Decoder
 from penjing.core.runtime.batch_invariant import apply_batch_invariance
-from penjing.core.runtime.quantized import apply_int8
+from penjing.core.runtime.quantized import apply_quantized
+from penjing.core.runtime.schemes import INT8
 from penjing.core.text.tokenizer import Tokenizer
 from penjing.serve.engine.config import EngineConfig
 from penjing.serve.engine.engine import LLMEngine
@@ -71,7 +72,7 @@ def tiny_model(seed: int = 0, int8: bool = False, **changes: Any) -> LoadedModel
             tensors[f"{name}.weight_scale"] = scale
             if (bias := model.get_submodule(name).bias) is not None:
                 tensors[f"{name}.bias"] = bias  # type: ignore[assignment]
-        apply_int8(model, names, tensors.__getitem__)
+        apply_quantized(model, dict.fromkeys(names, INT8), tensors.__getitem__)
     apply_batch_invariance(model)
     return LoadedModel(model, config, byte_tokenizer(), None, None, "int8" if int8 else "fp32")
 

@@ -15,6 +15,7 @@ from penjing.core.models.decoder import Decoder
 from penjing.core.runtime.fused import fuse_decoder, why_not_fused
 from penjing.kernels.decoder_step import DecoderStep
 from penjing.kernels.dispatch import force_torch
+from tests.core.artifact.int4_artifact import write_int4_artifact
 from tests.core.artifact.int8_artifact import write_int8_artifact
 from tests.core.models.paged_decoder import Pages
 from tests.kernels.cpu import needs_extension
@@ -50,6 +51,10 @@ def make(make_tiny_checkpoint: MakeCheckpoint, folder: Path, name: str, scheme: 
     checkpoint = make_tiny_checkpoint(**CONFIGS[name])
     if scheme == "fp32":
         return load_model(checkpoint).model
+    if scheme.startswith("int4"):
+        eight = ("v_proj", "gate_proj", "down_proj") if scheme == "int4-mixed" else ()
+        scales = torch.float16 if scheme == "int4-half" else torch.bfloat16
+        return load_model(write_int4_artifact(checkpoint, folder / "int4", eight=eight, scale_dtype=scales)).model
     half = torch.bfloat16 if scheme == "int8-half" else torch.float32
     quantize_head = scheme != "int8" and name != "untied"  # the helper makes an INT8 head of a tied one
     out = write_int8_artifact(checkpoint, folder / "int8", quantize_head=quantize_head, embedding_dtype=half)
@@ -84,8 +89,14 @@ def draw_ids(count: int, seed: int) -> Tensor:
     return torch.randint(0, 320, (count,), generator=torch.Generator().manual_seed(seed))
 
 
-@pytest.mark.parametrize("scheme", ["fp32", "int8", "int8-head", "int8-half"])
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize(
+    ("name", "scheme"),
+    [
+        *((name, scheme) for name in CONFIGS for scheme in ("fp32", "int8", "int8-head", "int8-half")),
+        *((name, scheme) for name in CONFIGS if name != "odd" for scheme in ("int4", "int4-mixed")),
+        ("llama", "int4-half"),
+    ],
+)
 def test_bits_of_the_layers_one_by_one(
     make_tiny_checkpoint: MakeCheckpoint, tmp_path: Path, name: str, scheme: str
 ) -> None:

@@ -15,7 +15,8 @@ from torch import nn
 
 from penjing.core.errors import InputError
 from penjing.core.models.decoder import Decoder
-from penjing.core.runtime.quantized import Int8Linear, apply_int8, int8_modules
+from penjing.core.runtime.quantized import Int8Linear, apply_quantized
+from penjing.core.runtime.schemes import INT8, quantized_modules
 from tests.conftest import tiny_config
 from tests.core.artifact.int8_artifact import quantization_config, quantize_channels
 
@@ -76,7 +77,7 @@ def test_targets_are_matched_as_compressed_tensors_does(targets: list[str], igno
     config = quantization_config(ignore)
     config["config_groups"]["group_0"]["targets"] = targets
     matched = [name for name, layer in match_named_modules(model, targets, ignore) if isinstance(layer, nn.Linear)]
-    assert int8_modules(config, linear_names(model)) == matched
+    assert quantized_modules(config, linear_names(model)) == dict.fromkeys(matched, INT8)
 
 
 def replaced(path: str, value: Any) -> dict[str, Any]:
@@ -94,7 +95,9 @@ def replaced(path: str, value: Any) -> dict[str, Any]:
     [
         ("quant_method", "gptq", "'gptq'"),
         ("quant_method", None, "None"),
-        ("format", "pack-quantized", "pack-quantized"),
+        ("format", "marlin-24", "marlin-24.*pack-quantized"),
+        ("format", "pack-quantized", "num_bits is 8.*runs 4"),
+        ("format", "mixed-precision", "group_0.format is 'mixed-precision'"),
         ("kv_cache_scheme", {"num_bits": 8}, "kv_cache_scheme"),
         ("config_groups.group_0.weights", None, "weights is missing"),
         ("config_groups.group_0.weights.num_bits", 4, "num_bits is 4"),
@@ -115,7 +118,7 @@ def replaced(path: str, value: Any) -> dict[str, Any]:
 )
 def test_other_schemes_are_refused_by_name(path: str, value: Any, message: str) -> None:
     with pytest.raises(InputError, match=message):
-        int8_modules(replaced(path, value), ["model.layers.0.mlp.up_proj"])
+        quantized_modules(replaced(path, value), ["model.layers.0.mlp.up_proj"])
 
 
 def test_apply_refuses_what_does_not_fit() -> None:
@@ -123,11 +126,15 @@ def test_apply_refuses_what_does_not_fit() -> None:
     weight, scale = quantize_channels(draw(96, 64))
     name = "model.layers.0.mlp.up_proj"
     with pytest.raises(InputError, match=r"up_proj.weight has shape \(96, 32\).*\(96, 64\)"):
-        apply_int8(model, [name], {f"{name}.weight": weight[:, :32], f"{name}.weight_scale": scale}.__getitem__)
+        apply_quantized(
+            model, {name: INT8}, {f"{name}.weight": weight[:, :32], f"{name}.weight_scale": scale}.__getitem__
+        )
     with pytest.raises(InputError, match="up_proj: scale_N"):
-        apply_int8(model, [name], {f"{name}.weight": weight, f"{name}.weight_scale": scale[:5]}.__getitem__)
+        apply_quantized(model, {name: INT8}, {f"{name}.weight": weight, f"{name}.weight_scale": scale[:5]}.__getitem__)
     with pytest.raises(InputError, match="int8"):
-        apply_int8(model, [name], {f"{name}.weight": weight.float(), f"{name}.weight_scale": scale}.__getitem__)
+        apply_quantized(
+            model, {name: INT8}, {f"{name}.weight": weight.float(), f"{name}.weight_scale": scale}.__getitem__
+        )
     with pytest.raises(InputError, match="RMSNorm"):
-        apply_int8(model, ["model.norm"], {}.__getitem__)
+        apply_quantized(model, {"model.norm": INT8}, {}.__getitem__)
     assert isinstance(model.get_submodule(name), nn.Linear)

@@ -1,0 +1,116 @@
+"""Which linear layers of a checkpoint are quantized and how: its compressed-tensors `quantization_config`, read."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from penjing.core.errors import InputError
+from penjing.kernels.cpu.packing import LEAST_GROUP
+
+INT8_FORMAT, INT4_FORMAT, MIXED_FORMAT = "int-quantized", "pack-quantized", "mixed-precision"
+# The fields of a compressed-tensors scheme that W8A8 and W4A8 fix; anything else is another computation.
+WEIGHT_FIELDS = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel", "dynamic": False}
+INT4_WEIGHT_FIELDS = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "dynamic": False}
+ACTIVATION_FIELDS = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
+
+# Of an INT8 KV cache with one calibrated scale a layer, X.self_attn.k_scale and v_scale. This engine reads them and
+# keeps its own scale for each token and head, which is finer; other engines may need them.
+KV_CACHE_FIELDS = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "tensor", "dynamic": False}
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """How a linear layer is stored: 8 bits with a scale a channel, or 4 bits with one for each `group` inputs."""
+
+    bits: Literal[4, 8]
+    group: int = 0
+
+    def tensor_names(self, module: str) -> tuple[str, ...]:
+        """The tensors that stand for `module`.weight."""
+        weights = ("weight",) if self.bits == 8 else ("weight_packed", "weight_shape")
+        return tuple(f"{module}.{name}" for name in (*weights, "weight_scale"))
+
+
+INT8 = Scheme(8)
+
+
+def quantized_modules(quantization_config: dict[str, Any], linear_names: Iterable[str]) -> dict[str, Scheme]:
+    """Which of `linear_names` a compressed-tensors `quantization_config` quantizes to W8A8 or W4A8.
+
+    A group that names a layer is taken before one that names its class.
+
+    Raises:
+        InputError: another method, format or scheme; it names the field and the value that penjing runs.
+    """
+    method, layout = quantization_config.get("quant_method"), quantization_config.get("format", INT8_FORMAT)
+    if method != "compressed-tensors" or layout not in (INT8_FORMAT, INT4_FORMAT, MIXED_FORMAT):
+        raise InputError(
+            f"quant_method {method!r} with format {layout!r}: penjing runs compressed-tensors {INT8_FORMAT} (W8A8), "
+            f"{INT4_FORMAT} (W4A8) and {MIXED_FORMAT} of these two"
+        )
+    if quantization_config.get("kv_cache_scheme") is not None:
+        _require("kv_cache_scheme", quantization_config["kv_cache_scheme"], KV_CACHE_FIELDS)
+    groups = quantization_config.get("config_groups")
+    if not isinstance(groups, dict) or not groups:
+        raise InputError(f"config_groups is {groups!r}: an object of schemes and their targets is needed")
+    by_target: list[tuple[str, Scheme]] = []
+    for group_name, group in groups.items():
+        if not isinstance(group, dict):
+            raise InputError(f"config_groups.{group_name} is {group!r}: an object is needed")
+        scheme = _scheme(group_name, group, layout)
+        by_target += [(target, scheme) for target in _names(f"{group_name}.targets", group.get("targets"))]
+    ignore = _names("ignore", quantization_config.get("ignore") or [])
+    by_target.sort(key=lambda entry: entry[0] == "Linear")  # stable: among names the first one counts
+    found = {}
+    for name in linear_names:
+        schemes = [scheme for target, scheme in by_target if _matches(target, name)]
+        if schemes and not any(_matches(entry, name) for entry in ignore):
+            found[name] = schemes[0]
+    return found
+
+
+def _scheme(name: str, group: dict[str, Any], layout: str) -> Scheme:
+    stored = group.get("format") or layout
+    if stored not in (INT8_FORMAT, INT4_FORMAT):
+        raise InputError(f"{name}.format is {stored!r}: penjing runs {INT8_FORMAT} and {INT4_FORMAT}")
+    weights = group.get("weights")
+    _require(f"{name}.weights", weights, WEIGHT_FIELDS if stored == INT8_FORMAT else INT4_WEIGHT_FIELDS)
+    _require(f"{name}.input_activations", group.get("input_activations"), ACTIVATION_FIELDS)
+    if group.get("output_activations") is not None:
+        raise InputError(f"{name}.output_activations is set: penjing leaves outputs in float32")
+    if stored == INT8_FORMAT:
+        return INT8
+    size = weights.get("group_size") if isinstance(weights, dict) else None
+    if not isinstance(size, int) or size < LEAST_GROUP or size % LEAST_GROUP:
+        raise InputError(f"{name}.weights.group_size is {size!r}: penjing runs multiples of {LEAST_GROUP}")
+    if isinstance(weights, dict) and weights.get("actorder") not in (None, "static", "weight"):
+        raise InputError(f"{name}.weights.actorder is {weights['actorder']!r}: penjing runs groups that lie together")
+    return Scheme(4, size)
+
+
+def _names(where: str, value: Any) -> list[str]:
+    if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
+        raise InputError(f"{where} is {value!r}: a list of module names, classes or re:patterns is needed")
+    return value
+
+
+def _require(where: str, scheme: Any, fields: dict[str, Any]) -> None:
+    if not isinstance(scheme, dict):
+        raise InputError(f"{where} is missing: penjing runs W8A8 and W4A8, activations in INT8")
+    for key, wanted in fields.items():
+        value = scheme.get(key, False if key == "dynamic" else None)
+        if value != wanted:
+            raise InputError(f"{where}.{key} is {value!r}: penjing runs {wanted!r}")
+
+
+def _matches(target: str, name: str) -> bool:
+    """compressed-tensors' rule: a class name, a module name, or a regular expression after `re:`."""
+    if target.startswith("re:"):
+        try:
+            return re.match(target.removeprefix("re:"), name) is not None
+        except re.error as error:
+            raise InputError(f"quantization_config: {target} is no regular expression: {error}") from None
+    return target in ("Linear", name)

@@ -1,0 +1,27 @@
+// What the INT4 micro-tiles of all instruction sets share. Included after simd_*.h.
+#pragma once
+
+namespace {
+
+// A panel's columns for some rows.
+struct Int4Block {
+    const char* weight;  // of the panel
+    int64_t columns;
+    int64_t groups;
+    int64_t group;        // k of one, a multiple of 32
+    int32_t scale_dtype;  // PjDtype
+    int64_t ldx;          // of the rows' bytes
+    int64_t lds;          // of their starts
+    penjing::Ahead ahead;  // lines for each pair of k-groups
+    int64_t skip;          // bytes of `ahead` that a group's scales take
+};
+
+// W scales of a group, from column `column` on.
+inline V v_load_scales(const char* scales, int64_t column, int32_t dtype) {
+    if (dtype == PJ_F32) return v_load(reinterpret_cast<const float*>(scales) + column);
+    const uint16_t* halves = reinterpret_cast<const uint16_t*>(scales) + column;
+    return dtype == PJ_BF16 ? v_load_bf16_n(halves, W) : v_load_f16_n(halves, W);
+}
+inline int64_t bytes_of_scale(int32_t dtype) { return dtype == PJ_F32 ? 4 : 2; }
+
+}  // namespace

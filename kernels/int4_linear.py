@@ -1,0 +1,149 @@
+"""W4A8 linear layer: 4-bit weights with a scale for each group of inputs, activations quantized with a scale a token.
+
+    y[m, n] = scale[m] × Σ_g (Σ_{k in g} q[m, k] · w[n, k]) × scale[n, g] + bias[n]
+
+The sum of a group is exact. The groups are added in float32 in their order, each product rounded before it is added.
+Every implementation does just that: results are equal bit by bit on every processor and for every batch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import torch
+
+from penjing.kernels.cpu.packing import LEAST_GROUP, SCALE_DTYPES
+from penjing.kernels.dispatch import cpu_extension
+from penjing.kernels.int8_linear import int8_matmul
+from penjing.kernels.quantize import quantize_per_token_torch
+
+if TYPE_CHECKING:
+    from penjing.kernels.cpu.packing import Panels
+
+VALUES_A_WORD = 8
+OFFSET = 8
+
+
+@dataclass(frozen=True, eq=False)
+class PackedInt4:
+    """A 4-bit weight, checked once at load."""
+
+    packed_NK8: torch.Tensor  # noqa: N815  int32, contiguous: `pack_int4` of values in [−8, 7]
+    scale_NG: torch.Tensor  # noqa: N815  float32, bfloat16 or float16, contiguous
+    bias_N: torch.Tensor | None  # noqa: N815  float32
+    in_features: int
+    out_features: int
+    group: int
+
+    @cached_property
+    def panels(self) -> Panels:
+        """The weight as the C++ extension wants it, a copy made at the first use (a `DecoderStep` has its own)."""
+        from penjing.kernels.cpu import extension
+
+        cpp = extension()
+        assert cpp is not None  # asked for by the extension's own path
+        return cpp.prepack_int4([(self.packed_NK8, self.scale_NG, self.bias_N)], self.group)
+
+
+def pack_int4(weight_NK: torch.Tensor) -> torch.Tensor:
+    """(N, K / 8) int32 of (N, K) int8 in [−8, 7]: eight values + 8 a word, the first in the lowest bits, which is how
+    compressed-tensors' pack-quantized format has them.
+
+    Raises:
+        ValueError: another dtype or shape, or a value outside [−8, 7].
+    """
+    if weight_NK.dim() != 2 or weight_NK.dtype != torch.int8 or 0 in weight_NK.shape:
+        raise ValueError(f"weight_NK has shape {tuple(weight_NK.shape)} and {weight_NK.dtype}; int8 (N, K) is needed")
+    if weight_NK.shape[1] % VALUES_A_WORD:
+        raise ValueError(f"weight_NK has {weight_NK.shape[1]} inputs; a multiple of {VALUES_A_WORD} is needed")
+    low, high = (int(value) for value in torch.aminmax(weight_NK))
+    if low < -OFFSET or high >= OFFSET:
+        raise ValueError(f"weight_NK holds values from {low} to {high}; 4 bits hold −8 to 7")
+    words_NK8 = torch.zeros(len(weight_NK), weight_NK.shape[1] // VALUES_A_WORD, dtype=torch.int32)
+    for place in range(VALUES_A_WORD):
+        words_NK8 |= (weight_NK[:, place::VALUES_A_WORD].to(torch.int32) + OFFSET) << (4 * place)
+    return words_NK8
+
+
+def unpack_int4(packed_NK8: torch.Tensor) -> torch.Tensor:
+    """What `pack_int4` packed: (N, K) int8."""
+    places = [((packed_NK8 >> (4 * place)) & 15).to(torch.int8) for place in range(VALUES_A_WORD)]
+    return torch.stack(places, dim=-1).flatten(1) - OFFSET
+
+
+def prepack_int4(packed_NK8: torch.Tensor, scale_NG: torch.Tensor, bias_N: torch.Tensor | None = None) -> PackedInt4:
+    """Check a 4-bit weight for `int4_linear`.
+
+    Args:
+        packed_NK8: (N, K / 8) int32 of `pack_int4`.
+        scale_NG: (N, G) floating, each of K / G inputs that follow each other, a multiple of 32.
+        bias_N: (N,) floating or None.
+
+    Raises:
+        ValueError: a wrong shape, dtype or device, a scale that is NaN or infinite, or groups that do not fit.
+    """
+    if packed_NK8.dim() != 2 or packed_NK8.dtype != torch.int32 or 0 in packed_NK8.shape:
+        raise ValueError(f"packed_NK8 is {tuple(packed_NK8.shape)} {packed_NK8.dtype}; int32 (N, K / 8) is needed")
+    out_features, in_features = packed_NK8.shape[0], VALUES_A_WORD * packed_NK8.shape[1]
+    if scale_NG.dim() != 2 or len(scale_NG) != out_features or scale_NG.dtype not in SCALE_DTYPES:
+        raise ValueError(
+            f"scale_NG is {tuple(scale_NG.shape)} {scale_NG.dtype}; float32, bfloat16 or float16 of shape "
+            f"({out_features}, groups) is needed"
+        )
+    num_groups = scale_NG.shape[1]
+    if num_groups == 0 or in_features % num_groups or in_features // num_groups % LEAST_GROUP:
+        raise ValueError(
+            f"{in_features} inputs in {num_groups} groups: groups of a multiple of {LEAST_GROUP} inputs are needed"
+        )
+    if not torch.isfinite(scale_NG).all():
+        raise ValueError("scale_NG holds values that are NaN or infinite: the scales overflowed when they were stored")
+    if bias_N is not None and (bias_N.numel() != out_features or not bias_N.is_floating_point()):
+        raise ValueError(f"bias_N is {tuple(bias_N.shape)} {bias_N.dtype}; {out_features} floating values are needed")
+    for name, tensor in (("scale_NG", scale_NG), *(() if bias_N is None else (("bias_N", bias_N),))):
+        if tensor.device != packed_NK8.device:
+            raise ValueError(f"{name} is on {tensor.device}, packed_NK8 on {packed_NK8.device}")
+    return PackedInt4(
+        packed_NK8=packed_NK8.contiguous(),
+        scale_NG=scale_NG.detach().contiguous(),
+        bias_N=None if bias_N is None else bias_N.detach().reshape(out_features).to(torch.float32).contiguous(),
+        in_features=in_features,
+        out_features=out_features,
+        group=in_features // num_groups,
+    )
+
+
+def int4_linear(x_MK: torch.Tensor, packed: PackedInt4) -> torch.Tensor:
+    """The layer at the head of this file, with q, scale_M = quantize_per_token(x).
+
+    Args:
+        x_MK: (M, in_features) floating; M may be 0.
+
+    Returns:
+        (M, out_features) float32; row i depends on row i of `x_MK` alone, bit by bit.
+
+    Raises:
+        ValueError: a wrong shape, dtype or device.
+    """
+    if x_MK.dim() != 2 or x_MK.shape[1] != packed.in_features or not x_MK.is_floating_point():
+        raise ValueError(
+            f"x_MK has shape {tuple(x_MK.shape)} and {x_MK.dtype}; floating (M, {packed.in_features}) is needed"
+        )
+    if x_MK.device != packed.packed_NK8.device:
+        raise ValueError(f"x_MK is on {x_MK.device}, the weight on {packed.packed_NK8.device}")
+    extension = cpu_extension(x_MK)
+    return int4_linear_torch(x_MK, packed) if extension is None else extension.int4_linear(x_MK, packed.panels)
+
+
+def int4_linear_torch(x_MK: torch.Tensor, packed: PackedInt4) -> torch.Tensor:
+    """The reference of `int4_linear`."""
+    q_MK, scale_M = quantize_per_token_torch(x_MK)
+    weight_NK, scale_NG = unpack_int4(packed.packed_NK8), packed.scale_NG.to(torch.float32)
+    y_MN = torch.zeros(len(x_MK), packed.out_features, device=x_MK.device)
+    for index in range(scale_NG.shape[1]):
+        part = slice(index * packed.group, (index + 1) * packed.group)
+        acc_MN = int8_matmul(q_MK[:, part].contiguous(), weight_NK[:, part].contiguous())
+        y_MN.add_(acc_MN.to(torch.float32).mul_(scale_NG[:, index]))
+    y_MN.mul_(scale_M[:, None])
+    return y_MN if packed.bias_N is None else y_MN.add_(packed.bias_N)

@@ -1,0 +1,143 @@
+"""The linear layers of a decoder step: their kinds, and how those of one input are packed as one."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from penjing.kernels.cpu import library as abi
+from penjing.kernels.cpu.checks import float_linear
+from penjing.kernels.cpu.functions import CpuExtension
+from penjing.kernels.int4_linear import PackedInt4
+from penjing.kernels.int8_linear import PackedInt8
+
+
+@dataclass(frozen=True)
+class FloatLinear:
+    """A linear layer in float32, bfloat16 or float16; the weight is used in place."""
+
+    weight_NK: Tensor  # noqa: N815
+    bias_N: Tensor | None = None  # noqa: N815
+
+
+AnyLinear = PackedInt8 | PackedInt4 | FloatLinear
+
+
+@dataclass(frozen=True)
+class LayerWeights:
+    """One decoder layer. Norm weights are (hidden,), head norms (head_dim,) or None; window in keys, None: all."""
+
+    q: AnyLinear
+    k: AnyLinear
+    v: AnyLinear
+    out: AnyLinear
+    gate: AnyLinear
+    up: AnyLinear
+    down: AnyLinear
+    input_norm: Tensor
+    post_norm: Tensor
+    q_norm: Tensor | None = None
+    k_norm: Tensor | None = None
+    window: int | None = None
+    hadamard: int = 0
+    """Block of the transform of the input of `down` (`kernels.hadamard`); 0: none."""
+
+
+class Packer:
+    """Packs INT8 and INT4 layers one behind the other, in the order they are used: the processor prefetches across
+    layers."""
+
+    def __init__(self, extension: CpuExtension, kept: list[object], groups: Iterable[Sequence[AnyLinear]]):
+        self.extension, self.kept, self.used = extension, kept, 0
+        total = 0
+        for group in groups:
+            together = [group] if joins(group) else [[linear] for linear in group]
+            total += sum(self._needed(one, len(one) == 2) for one in together if not isinstance(one[0], FloatLinear))
+        self.memory = extension.empty_pages((total,), torch.uint8)
+        kept.append(self.memory)
+
+    def pack(self, group: Sequence[AnyLinear], swiglu: bool = False) -> abi.Linear:
+        """The layers of `group`, their outputs one behind the other, as one; a float layer comes alone."""
+        (first, *_) = group
+        if isinstance(first, FloatLinear):
+            weight = first.weight_NK.detach()
+            bias = None if first.bias_N is None else first.bias_N.detach().float().contiguous()
+            self.kept += [weight, bias]
+            return float_linear(weight, bias)
+        needed = self._needed(group, swiglu)
+        memory = self.memory[self.used : self.used + needed]
+        self.used += needed
+        if isinstance(first, PackedInt4):
+            fours = [linear for linear in group if isinstance(linear, PackedInt4)]
+            parts = [(linear.packed_NK8, linear.scale_NG, linear.bias_N) for linear in fours]
+            return self.extension.prepack_int4(parts, first.group, swiglu=swiglu, memory=memory).linear
+        eights = [linear for linear in group if isinstance(linear, PackedInt8)]
+        parts = [(linear.weight_NK, linear.scale_N, linear.bias_N) for linear in eights]
+        return self.extension.prepack_parts(parts, swiglu=swiglu, memory=memory).linear
+
+    def fill(self, slots: ctypes.Array[abi.Linear], group: Sequence[AnyLinear]) -> int:
+        """Projections of one input, as one packed layer where they join (gate and up as SwiGLU); the slots used."""
+        if joins(group):
+            slots[0] = self.pack(group, swiglu=len(group) == 2)
+            return 1
+        for i, linear in enumerate(group):
+            slots[i] = self.pack([linear])
+        return len(group)
+
+    def _needed(self, group: Sequence[AnyLinear], swiglu: bool) -> int:
+        first = group[0]
+        columns = sum(size(linear)[0] for linear in group)
+        columns = columns // 2 if swiglu else columns
+        if isinstance(first, PackedInt4):
+            sizes = columns, first.in_features, first.group, first.scale_NG.dtype
+            return self.extension.packed_int4_bytes(*sizes, swiglu)
+        return self.extension.packed_bytes(columns, size(first)[1], swiglu)
+
+
+def joins(group: Sequence[AnyLinear]) -> bool:
+    """Whether layers of one input are packed as one: all INT8, or all INT4 with the same groups and type of scales."""
+    if all(isinstance(linear, PackedInt8) for linear in group):
+        return True
+    fours = [linear for linear in group if isinstance(linear, PackedInt4)]
+    return len(fours) == len(group) and len({(linear.group, linear.scale_NG.dtype) for linear in fours}) == 1
+
+
+def groups_of(layers: Sequence[LayerWeights]) -> Iterable[Sequence[AnyLinear]]:
+    """Layers of the same input, layer by layer."""
+    for layer in layers:
+        yield from ((layer.q, layer.k, layer.v), (layer.gate, layer.up), (layer.out,), (layer.down,))
+
+
+def size(linear: AnyLinear) -> tuple[int, int]:
+    """(out_features, in_features)."""
+    if isinstance(linear, FloatLinear):
+        return linear.weight_NK.shape[0], linear.weight_NK.shape[1]
+    return linear.out_features, linear.in_features
+
+
+def check_layers(layers: Sequence[LayerWeights], hidden: int, q_size: int, kv_size: int) -> None:
+    """Raise ValueError unless all layers have the shapes of one decoder."""
+    if not layers:
+        raise ValueError("a decoder without layers")
+    for index, layer in enumerate(layers):
+        inner = size(layer.gate)[0]
+        shapes = {
+            "q": (q_size, hidden),
+            "k": (kv_size, hidden),
+            "v": (kv_size, hidden),
+            "out": (hidden, q_size),
+            "gate": (inner, hidden),
+            "up": (inner, hidden),
+            "down": (hidden, inner),
+        }
+        for name, shape in shapes.items():
+            if size(getattr(layer, name)) != shape:
+                raise ValueError(f"layer {index}: {name} has shape {size(getattr(layer, name))}; {shape} is needed")
+        for group in groups_of([layer]):
+            widths = {linear.group for linear in group if isinstance(linear, PackedInt4)}
+            if len(widths) > 1:
+                raise ValueError(f"layer {index}: INT4 layers of one input have groups of {sorted(widths)} inputs")
