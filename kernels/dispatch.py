@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 CPP_OPERATIONS: tuple[str, ...] = (
     "int8_linear",
+    "int4_linear",
     "linear",
     "quantize_per_token",
     "paged_attention",

@@ -1,0 +1,190 @@
+"""Four-bit weights: their rounding beside the definitions, and the artifact that an ordinary recipe makes of them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from penjing.compress.decoder.compensate import error_spread
+from penjing.compress.decoder.int4 import RATIOS, group_scale, quantize_grouped, quantize_grouped_compensated
+from penjing.compress.decoder.smooth_search import RoundingNoise
+from penjing.compress.export.gate import sequences
+from penjing.compress.exports import export_artifact
+from penjing.compress.report.schema import read_report
+from penjing.compress.run import run_recipe
+from penjing.compress.verify import verify_artifact
+from penjing.core.artifact.decoder import open_decoder_artifact
+from penjing.core.checkpoint.decoder import open_checkpoint
+from penjing.core.checkpoint.load import load_model
+from penjing.core.errors import ConfigError, InputError
+from penjing.core.progress import Silent
+from penjing.core.runtime.fused import why_not_fused
+from penjing.core.runtime.quantized import Int8Linear
+from penjing.kernels.int4_linear import unpack_int4
+from tests.compress.conftest import write_recipe
+from tests.compress.decoder.test_compensate import correlated
+
+FOUR = ["steps.0.weights_bits=4", "steps.0.group=32", "steps.0.keep_int8=['*.1.mlp.down_proj']"]
+FOUR += ["guard.perplexity_ratio=9", "steps.0.transform.search_steps=8"]
+
+
+def draw(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def loss(weight: Tensor, scale: Tensor, importance: Tensor) -> Tensor:
+    wide = scale.float()[:, None]
+    return ((weight - (weight / wide).round().clamp(-8, 7) * wide).square() * importance).sum(dim=1)
+
+
+def test_the_scale_of_a_group_loses_no_more_than_any_on_a_fine_grid() -> None:
+    weight, importance = draw(50, 32), draw(32, seed=1).exp()
+    found = loss(weight, group_scale(weight, importance), importance)
+    largest = weight.abs().amax(dim=1)
+    grid = torch.stack([loss(weight, (largest * ratio).bfloat16(), importance) for ratio in RATIOS])
+    assert (found <= grid.amin(dim=0) * (1 + 1e-5)).all()
+    assert found.sum() < 0.9 * grid[0].sum()  # clipping and the refinement gain something
+
+
+@pytest.mark.parametrize("factor", [0.0, 1e-42, 1e-30, 1e30])
+def test_awkward_groups_have_usable_scales(factor: float) -> None:
+    weight = draw(6, 64, seed=2)
+    weight[3] *= factor
+    quantized = quantize_grouped(weight, 32, torch.ones(64))
+    assert torch.isfinite(quantized.scale_NG).all()
+    assert (quantized.scale_NG != 0).all()
+    error = (quantized.dequantize() - weight).norm(dim=1)
+    assert (error <= 0.15 * weight.norm(dim=1) + 1e-36).all()
+
+
+def test_compensated_rounding_errs_less_on_fresh_activations_of_the_same_kind() -> None:
+    weight, every = draw(24, 128, seed=1), correlated(2048, 128)
+    spread, fresh = error_spread(every[:1024]), every[1024:]
+    nearest = quantize_grouped(weight, 32, every[:1024].square().mean(dim=0))
+    compensated = quantize_grouped_compensated(weight, 32, spread)
+    errors = [float((fresh @ (weight - each.dequantize()).t()).square().sum()) for each in (compensated, nearest)]
+    assert errors[0] < 0.5 * errors[1]
+    assert compensated.weight_NK.min() >= -8
+    assert compensated.weight_NK.max() <= 7
+
+
+def test_compensated_rounding_equals_the_papers_algorithm_in_double_precision() -> None:
+    weight, x = draw(5, 64, seed=2), correlated(300, 64)
+    found = quantize_grouped_compensated(weight, 32, error_spread(x))
+    hessian = (x.t() @ x).double()
+    inverse = torch.linalg.inv(hessian + 0.01 * hessian.diagonal().mean() * torch.eye(64))
+    left, wanted = weight.double(), torch.empty(5, 64)
+    for column in range(64):
+        scale = found.scale_NG[:, column // 32].double()
+        wanted[:, column] = (left[:, 0] / scale).round().clamp(-8, 7)
+        error = (left[:, 0] - wanted[:, column] * scale) / inverse[0, 0]
+        left = (left - error[:, None] * inverse[0])[:, 1:]
+        inverse = (inverse - torch.outer(inverse[:, 0], inverse[0]) / inverse[0, 0])[1:, 1:]
+    assert (found.weight_NK != wanted).float().mean() < 0.01  # ties of float32
+
+
+def test_the_noise_of_groups_is_that_of_their_own_steps() -> None:
+    x, weight, token = draw(40, 64), draw(10, 64, seed=1), torch.rand(40) + 0.5
+    scale = draw(64, seed=3).exp()
+    steps = (weight * scale).abs().unflatten(1, (2, 32)).amax(2)
+    inputs = ((x / scale).square() * token[:, None]).sum(0).view(2, 32).sum(1)
+    activations = ((x / scale).abs().amax(1).square() * token).sum() * (weight * scale).square().sum()
+    wanted = activations + (127 / 7) ** 2 * (steps.square().sum(0) * inputs).sum()
+    torch.testing.assert_close(RoundingNoise(x, weight, token, 32)(scale), wanted)
+
+
+@pytest.fixture(scope="module")
+def artifact(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tiny-int4")
+    return run_recipe(write_recipe(folder, tiny_checkpoint, folder / "tiny-int4"), FOUR)
+
+
+def test_the_artifact_says_what_it_holds(artifact: Path, tiny_int8: Path) -> None:
+    checkpoint = open_checkpoint(artifact)
+    packed = [name for name in checkpoint.tensor_names if name.endswith("_packed")]
+    assert len(packed) == 13  # of 14 in the layers, one stays in 8 bits
+    assert checkpoint.dtype("model.layers.1.mlp.down_proj.weight") == "I8"
+    assert checkpoint.dtype("lm_head.weight") == "I8"
+    for name in packed:
+        module = name.removesuffix(".weight_packed")
+        rows, columns = checkpoint.get(f"{module}.weight_shape").tolist()
+        assert checkpoint.shape(name) == (rows, columns // 8)
+        assert checkpoint.shape(f"{module}.weight_scale") == (rows, columns // 32)
+    report, eight = read_report(artifact), read_report(tiny_int8)
+    quantized = report.last.quantized
+    assert quantized is not None
+    assert quantized.formats["weights"].startswith("int4, a scale for each 32 inputs; of lm_head and *.1.mlp")
+    assert {row.format for row in quantized.layers} == {"int4", "int8"}
+    assert quantized.effective_bits is not None
+    assert 4.5 < quantized.effective_bits < 8
+    assert report.last.size.bytes < eight.last.size.bytes
+    assert load_model(artifact).scheme == "int4"
+
+
+def test_the_artifact_passes_its_gate_again_and_runs_fused(artifact: Path, tiny_checkpoint: Path) -> None:
+    verify_artifact(artifact, Silent())
+    model, ids = load_model(artifact).model, torch.tensor([[5, 17, 40, 99]])
+    assert why_not_fused(model) in (None, "the C++ extension is not built or switched off")
+    with torch.no_grad():
+        wanted = load_model(tiny_checkpoint).model(ids)
+        assert (model(ids) - wanted).square().mean().sqrt() < 0.5 * wanted.std()
+
+
+def test_transformers_reads_the_export_with_equal_weights(artifact: Path, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    out = tmp_path / "compressed"
+    export_artifact(artifact, "compressed-tensors", out, force=False, progress=Silent())
+    record = json.loads((out / "export.json").read_text())
+    assert record["unmeasured"] == {}
+    assert 0 < record["differences"][0]["mean"] < record["bound"]["value"]
+    theirs, ours = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32).eval(), load_model(out)
+    linears = [layer for layer in theirs.modules() if isinstance(layer, nn.Linear)]
+    assert len(linears) == 15
+    for layer in linears:
+        layer.quantization_scheme.input_activations = None  # pyright: ignore
+    for module in ours.model.modules():  # the same integers with activations as they are
+        if isinstance(module, Int8Linear):
+            widened = module.packed.weight_NK.float() * module.packed.scale_N[:, None]
+        elif hasattr(module, "packed"):
+            scale = module.packed.scale_NG.float().repeat_interleave(32, dim=1)  # type: ignore[union-attr]
+            widened = unpack_int4(module.packed.packed_NK8).float() * scale  # type: ignore[union-attr]
+        else:
+            continue
+        module.forward = lambda x, weight=widened: nn.functional.linear(x, weight)  # type: ignore[method-assign]
+    ids = torch.tensor([sequences(open_decoder_artifact(artifact))[0][0]])
+    with torch.no_grad():
+        wanted, found = theirs(ids).logits, ours.model(ids)
+    assert (found - wanted).abs().max() < 1e-4 * wanted.abs().max()
+
+
+@pytest.mark.parametrize("form", ["onnx", "gguf"])
+def test_other_exports_are_refused_by_name(artifact: Path, tmp_path: Path, form: str) -> None:
+    with pytest.raises(InputError, match="4-bit weights, which are not written as"):
+        export_artifact(artifact, form, tmp_path / "out", force=False, progress=Silent())  # type: ignore[arg-type]
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["steps.0.group=128"], "group=128 does not divide the 64 inputs of .*q_proj; take group=32 or 64"),
+        (["steps.0.group=48"], "group"),
+        (["steps.0.keep_int8=['nothing']"], "keep_int8: 'nothing' matches no linear layer"),
+        (["steps.0.weights_bits=8", "steps.0.keep_int8=['*']"], "keep_int8 says what stays"),
+        (["steps.0.steps=4"], "training is in 8 bits"),
+        (["steps.0.weights_bits=3"], "weights_bits"),
+        (["steps.0.effective_bits=9", "steps.0.sensitivity=x"], "effective_bits is a budget above 8 bits"),
+    ],
+)
+def test_settings_that_do_not_fit_are_refused(
+    tiny_checkpoint: Path, tmp_path: Path, overrides: list[str], message: str
+) -> None:
+    recipe = write_recipe(tmp_path, tiny_checkpoint, tmp_path / "out")
+    with pytest.raises(ConfigError, match=message):
+        run_recipe(recipe, ["steps.0.weights_bits=4", *overrides])
+    assert not (tmp_path / "out").exists()
