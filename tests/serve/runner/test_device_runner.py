@@ -14,7 +14,9 @@ import torch
 from penjing.core.checkpoint.load import LoadedModel
 from penjing.core.cli import main
 from penjing.core.errors import ConfigError
+from penjing.core.runtime.quantized import Int4Linear
 from penjing.kernels.dispatch import force_triton_language
+from penjing.kernels.int4_linear import pack_int4
 from penjing.serve.engine.config import EngineConfig
 from penjing.serve.engine.engine import LLMEngine
 from penjing.serve.engine.request import Request
@@ -270,3 +272,10 @@ def test_the_command_line_says_that_there_is_no_gpu(
     error = capsys.readouterr().err
     assert error.startswith("error: device=cuda cannot run here: no CUDA device")
     assert error.count("\n") == 1
+
+
+def test_four_bit_weights_are_refused() -> None:
+    model = tiny_model().model
+    model.set_submodule("lm_head", Int4Linear(pack_int4(torch.zeros(8, 64, dtype=torch.int8)), torch.ones(8, 1)))
+    with pytest.raises(ConfigError, match="4-bit weights run on the processor alone so far: set device=cpu"):
+        DeviceRunner(model, EngineConfig(), DEVICE)
