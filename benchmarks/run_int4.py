@@ -35,7 +35,7 @@ EIGHT_STEP = "the INT8 artifact"
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=11)
+    parser.add_argument("--rounds", type=int, default=11, help="0: no speed, bytes and quality of the artifacts alone")
     parser.add_argument("--int4", type=Path, help="an artifact with 4-bit weights")
     parser.add_argument("--int8", type=Path, help="an INT8 artifact of the same network")
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the rows")
@@ -45,13 +45,16 @@ def main() -> int:
         raise SetupError("the C++ kernels are not built; install a C++17 compiler and run pip install -e . again")
     if (arguments.int4 is None) != (arguments.int8 is None):
         raise SetupError("--int4 and --int8 go together: their steps are timed in turns")
-    warn_if_busy()
-    torch.set_num_threads(kernels.num_threads)
-    say(f"{kernels.isa}, {kernels.num_threads} threads")
+    rows: list[Row] = []
     with torch.inference_mode():
-        rows = [*few_rows(kernels, arguments.rounds), *many_rows(kernels, arguments.rounds)]
+        if arguments.rounds:
+            warn_if_busy()
+            torch.set_num_threads(kernels.num_threads)
+            say(f"{kernels.isa}, {kernels.num_threads} threads")
+            rows += [*few_rows(kernels, arguments.rounds), *many_rows(kernels, arguments.rounds)]
         if arguments.int4 is not None:
-            rows += step_rows(kernels, arguments.int4, arguments.int8, arguments.rounds)
+            if arguments.rounds:
+                rows += step_rows(kernels, arguments.int4, arguments.int8, arguments.rounds)
             rows += artifact_rows(arguments.int4, arguments.int8)
     append("int4", rows, arguments.results)
     return 0
@@ -161,7 +164,6 @@ def step_rows(kernels: CpuExtension, four: Path, eight: Path, rounds: int) -> li
         ours, beside = rate[f"four {what}"], rate[f"eight {what}"]
         share = ours * read_bytes["four"] / 1e9 / rate[READ] if what == "one_stream" else None
         rows.append(row(f"decoder_step_{what}", ours, "tok/s", rounds, EIGHT_STEP, beside, share))
-    rows.append(row("weights_read_a_step", read_bytes["four"] / 1e6, "MB", 1, EIGHT_STEP, read_bytes["eight"] / 1e6))
     return rows
 
 
@@ -172,7 +174,13 @@ def artifact_rows(four: Path, eight: Path) -> list[Row]:
     rows = [row("artifact_size", report.last.size.bytes / 1e6, "MB", 1, EIGHT_STEP, beside.last.size.bytes / 1e6)]
     for part, was in zip(quality.parts, before.parts, strict=True):
         rows.append(row(f"perplexity_{part.name}", part.value, "perplexity", 1, "FP32", was.value))
-    return rows
+    read = []
+    for folder in (four, eight):
+        step = fuse_decoder(load_model(folder).model)
+        if step is None:
+            raise SetupError(f"{folder} does not run as fused steps")
+        read.append(step.weight_bytes / 1e6)
+    return [*rows, row("weights_read_a_step", read[0], "MB", 1, EIGHT_STEP, read[1])]
 
 
 if __name__ == "__main__":
