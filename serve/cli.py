@@ -275,20 +275,46 @@ def bench_engine(
 
 @bench_app.command("server")
 def bench_server(
-    model: Model,
+    model: Annotated[Path | None, typer.Argument(help="A checkpoint or artifact folder.", show_default=False)] = None,
     server: Annotated[str, typer.Option(help="host:port of the gRPC endpoint.")] = "localhost:8001",
     runs: Runs = 5,
+    openai: Annotated[str | None, typer.Option(help="host:port of the HTTP front: an open loop of requests.")] = None,
+    scenario: Annotated[
+        Literal["chat", "long-prompt", "shared-prefix", "burst"], typer.Option(help="What is asked over HTTP.")
+    ] = "chat",
+    rate: Annotated[float, typer.Option(help="Requests a second over HTTP, on average.")] = 1.0,
+    seconds: Annotated[float, typer.Option(help="For so long requests are sent over HTTP.")] = 60.0,
+    goals: Annotated[
+        tuple[float, float], typer.Option(help="Seconds to the first token and a token, for a request to be good.")
+    ] = (1.0, 0.1),
+    report: Annotated[Path | None, typer.Option(help="Write a page about the load here.")] = None,
     json_file: Json = None,
 ) -> None:
     """Measure a running server from outside, and in turns MODEL, which it serves, in this process.
+
+    With `--openai` no MODEL is needed: requests arrive at times that do not depend on the answers.
 
     Examples:
 
     - `penjing bench server build/smollm2-int8 --server localhost:8001`: tokens a second, latencies
     - `penjing bench server build/resnet-fashion-int8`: images a second beside ONNX Runtime
     - `penjing bench server build/minilm-int8`: texts a second beside ONNX Runtime
+    - `penjing bench server --openai localhost:8080 --scenario chat --rate 2 --report out.html`
     """
     from penjing.core.progress import progress_bar
+
+    if (model is None) == (openai is None):
+        raise ConfigError("give MODEL, to compare a server with the engine, or --openai localhost:8080, for a load")
+    if openai is not None:
+        from penjing.serve.bench.load_page import write_load_page
+        from penjing.serve.bench.open_loop import bench_open_loop
+
+        with progress_bar() as progress:
+            result, outcomes = bench_open_loop(openai, scenario, rate, seconds, goals, progress)
+        if report is not None:
+            write_load_page(result, outcomes, report)
+        return _show(result, json_file)
+    assert model is not None
     from penjing.serve.families.base import family_at
 
     if family_at(model).workload is not None:

@@ -59,6 +59,7 @@ PAGES = {
     "compress/report/compare.py": "the page that compares runs",
     "curate/report.py": "the page of a corpus",
     "train/search/page.py": "the page of a search for settings",
+    "serve/bench/load_page.py": "the page of a load",
 }
 MARKUP = re.compile(r"<(html|head|body|table|h[1-6])\b")
 FORMATS = {

@@ -1,0 +1,204 @@
+"""`penjing bench server --openai`: an open loop of requests over HTTP, timed from when each was meant to be sent.
+
+Clients that wait for an answer before they ask again send less to a server that is slow, and so do not measure how slow
+it is ("coordinated omission"). Here requests have times of their own, drawn before the first is sent. What a request
+waits because this process or a connection was late counts as the server's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from penjing.core.errors import InputError, ServerError, UnavailableError
+from penjing.core.progress import Progress, Silent
+from penjing.serve.bench.load import Asked, Scenario, make_load
+
+KEY = "OPENAI_API_KEY"
+"""Variable of the environment with the key, since every user of a machine can read arguments."""
+LINE_BYTES = 1 << 20
+REQUEST_SECONDS = 600.0
+SHARES = (50, 90, 99)
+
+
+@dataclass
+class Outcome:
+    """What became of one request; seconds from the moment at which it was meant to be sent."""
+
+    asked: Asked
+    status: int = 0
+    """Of HTTP; 0: there was no connection."""
+    tokens: int = 0
+    arrivals: list[float] = field(default_factory=list)
+    """When pieces of text came."""
+    late: float = 0.0
+    """How much later than meant it was sent."""
+    end: float = 0.0
+
+    @property
+    def complete(self) -> bool:
+        """Whether the whole answer came."""
+        return self.status == 200 and bool(self.arrivals) and self.tokens == self.asked.max_tokens
+
+    @property
+    def gaps(self) -> list[float]:
+        """Between pieces of text; a piece has several tokens where they came within the server's interval."""
+        return [after - before for before, after in zip(self.arrivals, self.arrivals[1:], strict=False)]
+
+    @property
+    def per_token(self) -> float:
+        """Seconds a token after the first piece."""
+        return (self.arrivals[-1] - self.arrivals[0]) / max(1, self.tokens - 1)
+
+    def good(self, first: float, between: float) -> bool:
+        """Whether it began within `first` seconds and went on with a token within `between`, on average."""
+        return self.complete and self.arrivals[0] <= first and self.per_token <= between
+
+
+def bench_open_loop(
+    address: str,
+    scenario: Scenario,
+    rate: float,
+    seconds: float,
+    goals: tuple[float, float],
+    progress: Progress | None = None,
+) -> tuple[dict[str, Any], list[Outcome]]:
+    """Send the load of `scenario` to the front at `address`, host:port, and wait for every answer.
+
+    Args:
+        rate: requests a second.
+        seconds: in which requests are sent.
+        goals: seconds to the first token and seconds a token, within which a request counts as good.
+
+    Returns: figures, and what became of each request.
+
+    Raises:
+        InputError: an address or a rate that cannot be used, or a load without a request.
+        UnavailableError: no server answers.
+        ServerError: it shows no model to us.
+    """
+    host, port = _parsed(address)
+    if not (math.isfinite(rate) and rate > 0 and math.isfinite(seconds) and seconds > 0):
+        raise InputError(f"--rate {rate:g} and --seconds {seconds:g} must be above 0")
+    load = make_load(scenario, rate, seconds)
+    if not load:
+        raise InputError(f"{rate:g} requests a second for {seconds:g} s are none; give more seconds")
+    outcomes = asyncio.run(_run(host, port, load, progress or Silent()))
+    return figures(outcomes, scenario, rate, goals) | {"server": address}, outcomes
+
+
+def figures(outcomes: Sequence[Outcome], scenario: str, rate: float, goals: tuple[float, float]) -> dict[str, Any]:
+    """What the outcomes come to: percentiles in milliseconds of complete answers, shares of all requests."""
+    complete = [outcome for outcome in outcomes if outcome.complete]
+    good = sum(outcome.good(*goals) for outcome in outcomes)
+    span = max(outcome.asked.at + outcome.end for outcome in outcomes)
+    refused = sum(outcome.status in (429, 503) for outcome in outcomes)
+    return {
+        "scenario": scenario,
+        "rate": rate,
+        "requests": len(outcomes),
+        "complete": len(complete),
+        "refused": refused,
+        "failed": len(outcomes) - len(complete) - refused,
+        "goals": {"first_token_ms": 1000 * goals[0], "per_token_ms": 1000 * goals[1]},
+        "goodput": {"share": good / len(outcomes), "requests_per_second": good / span},
+        "tokens_per_second": sum(outcome.tokens for outcome in complete) / span,
+        "first_token_ms": percentiles([outcome.arrivals[0] for outcome in complete]),
+        "between_pieces_ms": percentiles([gap for outcome in complete for gap in outcome.gaps]),
+        "per_token_ms": percentiles([outcome.per_token for outcome in complete if outcome.tokens > 1]),
+        "whole_answer_ms": percentiles([outcome.end for outcome in complete]),
+        "sent_late_ms": percentiles([outcome.late for outcome in outcomes]),
+    }
+
+
+def percentiles(seconds: Sequence[float]) -> dict[str, float]:
+    """Milliseconds that so many percent do not exceed, by the nearest rank; nothing of nothing."""
+    ordered = sorted(seconds)
+    return {f"p{share}": 1000 * ordered[math.ceil(len(ordered) * share / 100) - 1] for share in SHARES if ordered}
+
+
+def _parsed(address: str) -> tuple[str, int]:
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit() or "/" in address:
+        raise InputError(f"--openai {address!r}: give host:port, such as localhost:8080")
+    return host.strip("[]"), int(port)
+
+
+async def _run(host: str, port: int, load: Sequence[Asked], progress: Progress) -> list[Outcome]:
+    try:
+        status, body = await _get(host, port, "/v1/models")
+    except OSError as error:
+        raise UnavailableError(f"no server answers at {host}:{port}: {error.strerror or error}") from None
+    if status != 200:
+        hint = f"; it asks for a key: put one into {KEY}" if status == 401 else ""
+        raise ServerError(f"{host}:{port} answers /v1/models with {status}{hint}")
+    model = json.loads(body)["data"][0]["id"]
+    progress.start("load", len(load))
+    started = time.monotonic()
+
+    async def ask(asked: Asked) -> Outcome:
+        await asyncio.sleep(started + asked.at - time.monotonic())
+        outcome = Outcome(asked)
+        await _ask(host, port, outcome, model, started + asked.at)
+        progress.advance()
+        return outcome
+
+    return list(await asyncio.gather(*map(ask, load)))
+
+
+async def _ask(host: str, port: int, outcome: Outcome, model: str, due: float) -> None:
+    """Send a request and note what comes; what goes wrong is its outcome."""
+    outcome.late = max(0.0, time.monotonic() - due)
+    try:
+        reader, writer = await asyncio.open_connection(host, port, limit=LINE_BYTES)
+    except OSError:
+        outcome.end = time.monotonic() - due
+        return
+    try:
+        async with asyncio.timeout(REQUEST_SECONDS):
+            writer.write(_request(host, port, "POST", "/v1/chat/completions", outcome.asked.body(model)))
+            outcome.status = _status(await reader.readline())
+            while line := await reader.readline():
+                if not line.startswith(b"data: {"):
+                    continue
+                event = json.loads(line[6:])
+                if any(choice["delta"].get("content") for choice in event.get("choices", ())):
+                    outcome.arrivals.append(time.monotonic() - due)
+                if event.get("usage"):
+                    outcome.tokens = event["usage"]["completion_tokens"]
+    except (ConnectionError, TimeoutError):
+        outcome.tokens = 0  # an answer that was cut off is not complete
+    finally:
+        writer.close()
+        outcome.end = time.monotonic() - due
+
+
+async def _get(host: str, port: int, path: str) -> tuple[int, bytes]:
+    reader, writer = await asyncio.open_connection(host, port)
+    try:
+        writer.write(_request(host, port, "GET", path))
+        answer = await reader.read()
+    finally:
+        writer.close()
+    head, _, body = answer.partition(b"\r\n\r\n")
+    return _status(head), body
+
+
+def _request(host: str, port: int, method: str, path: str, content: Any = None) -> bytes:
+    """A request on a connection of its own."""
+    body = b"" if content is None else json.dumps(content).encode()
+    lines = [f"{method} {path} HTTP/1.1", f"host: {host}:{port}", "connection: close", f"content-length: {len(body)}"]
+    lines += ["content-type: application/json"] if body else []
+    lines += [f"authorization: Bearer {os.environ[KEY]}"] if os.environ.get(KEY) else []
+    return "\r\n".join([*lines, "", ""]).encode() + body
+
+
+def _status(line: bytes) -> int:
+    words = line.split(b" ", 2)
+    return int(words[1]) if len(words) > 1 and words[1].isdigit() else 0
