@@ -190,6 +190,7 @@ class ResponseBody(Sampling):
             tools=None if self.tools is None else [_tool(tool) for tool in self.tools],
             tool_choice=choice,
             parallel_tool_calls=self.parallel_tool_calls,
+            user=self.user,
         )
 
     def _conversation(self) -> Chat:

@@ -21,6 +21,7 @@ FRESH_SECONDS = 10.0
 """For so long an answer proves that the model lives."""
 
 if TYPE_CHECKING:
+    from penjing.core.text.chat import ChatTemplate
     from penjing.core.text.text_tokenizer import TextTokenizer
     from penjing.core.text.tokenizer import Tokenizer
 
@@ -40,6 +41,7 @@ class Backend:
         self.started = int(time.time())
         self.timeout, self.max_prompts = job.front.limits.answer_timeout, job.front.limits.max_prompts
         self._tokenizers: dict[str, Tokenizer] = {}
+        self._chat_templates: dict[str, ChatTemplate | None] = {}
         self._text_tokenizers: dict[str, TextTokenizer] = {}
         self._answered = {model.id: 0.0 for model in job.models}
         self._failing: dict[str, str] = {}
@@ -106,6 +108,14 @@ class Backend:
 
             self._tokenizers[model.id] = await asyncio.to_thread(Tokenizer.from_folder, model.folder)
         return self._tokenizers[model.id]
+
+    async def chat_template(self, model: FrontModel) -> ChatTemplate | None:
+        """Of a language model, if it has one; read when it is first asked for."""
+        if model.id not in self._chat_templates:
+            from penjing.core.text.chat import ChatTemplate
+
+            self._chat_templates[model.id] = await asyncio.to_thread(ChatTemplate.from_folder, model.folder)
+        return self._chat_templates[model.id]
 
     async def text_tokenizer(self, model: FrontModel) -> TextTokenizer:
         """Of a text encoder; read when it is first asked for."""

@@ -20,6 +20,9 @@ TYPES = {
     504: "server_error",
 }
 """`type` by status; "invalid_request_error" for others."""
+MESSAGES = "/v1/messages"
+MESSAGES_TYPES = TYPES | {413: "request_too_large", 500: "api_error", 503: "overloaded_error", 504: "timeout_error"}
+"""The same in Anthropic's words, below the path `MESSAGES`."""
 
 
 class ApiError(Exception):
@@ -60,6 +63,17 @@ class ApiError(Exception):
     def body(self) -> bytes:
         """`content` as JSON; a lone surrogate of the client's stays an escape."""
         return json.dumps(self.content).encode()
+
+    def for_messages(self, request_id: str) -> dict[str, Any]:
+        """Anthropic's error object, with OpenAI's `param` and `code` in it."""
+        kind = MESSAGES_TYPES.get(self.status, "invalid_request_error")
+        return {"type": "error", "error": self.content["error"] | {"type": kind}, "request_id": request_id}
+
+    def told(self, path: str, request_id: str) -> bytes:
+        """The body of the answer to a request for `path`."""
+        if path != MESSAGES and not path.startswith(f"{MESSAGES}/"):
+            return self.body
+        return json.dumps(self.for_messages(request_id)).encode()
 
 
 def starting() -> ApiError:

@@ -46,6 +46,7 @@ class Exchange:
     """One request and what it has cost so far; `scope["state"]["exchange"]`."""
 
     request_id: str
+    path: str = ""
     body: bytes = b""
     model: str = ""
     status: int = 0
@@ -95,7 +96,7 @@ class Guard:
             return
         headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
         given = headers.get("x-request-id", "")
-        exchange = Exchange(given if REQUEST_ID.fullmatch(given) else secrets.token_hex(12))
+        exchange = Exchange(given if REQUEST_ID.fullmatch(given) else secrets.token_hex(12), scope["path"])
         scope.setdefault("state", {})["exchange"] = exchange
         begun = False
         answer = _Answer(send, exchange, {"x-request-id": exchange.request_id})
@@ -230,7 +231,7 @@ class _Answer:
         self.headers |= error.headers | {"content-type": "application/json"}
         if not self.body_is_read:
             self.headers["connection"] = "close"  # who knows how much more would come
-        await self.send_whole(error.status, error.body)
+        await self.send_whole(error.status, error.told(self._exchange.path, self._exchange.request_id))
 
     async def send_whole(self, status: int, body: bytes) -> None:
         """A short answer."""

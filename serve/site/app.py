@@ -13,6 +13,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from penjing.serve.dialects.message_body import CountBody, MessageBody
+from penjing.serve.dialects.messages import answer_message, count_tokens
 from penjing.serve.dialects.response_body import ResponseBody
 from penjing.serve.dialects.responses import answer_response
 from penjing.serve.front.backend import Backend
@@ -27,12 +29,15 @@ from penjing.serve.gate.errors import START_SECONDS, ApiError
 from penjing.serve.gate.guard import Exchange, Guard, Message
 from penjing.serve.gate.log import log_exchange
 from penjing.serve.site.openapi import EVENTS_TYPE, JSON_TYPE, TEXT_TYPE, Described, describe
+from penjing.serve.site.page import show_page
 
 STREAMED = (JSON_TYPE, EVENTS_TYPE)
 POSTS = {
     Described("/v1/completions", "Texts after prompts.", CompletionBody, STREAMED): complete,
     Described("/v1/chat/completions", "The next message of a chat.", ChatBody, STREAMED): answer_chat,
     Described("/v1/responses", "The next items of a conversation.", ResponseBody, STREAMED): answer_response,
+    Described("/v1/messages", "The next message, in Anthropic's words.", MessageBody, STREAMED): answer_message,
+    Described("/v1/messages/count_tokens", "The length of a message's prompt.", CountBody): count_tokens,
     Described("/v1/embeddings", "Vectors of texts.", EmbeddingBody): answer_embeddings,
     Described("/tokenize", "Token ids of a text.", TokenizeBody): tokenize,
     Described("/detokenize", "The text of token ids.", DetokenizeBody): detokenize,
@@ -58,6 +63,7 @@ class Front:
             Route(path.path, endpoint, methods=["GET" if path.body is None else "POST"])
             for path, endpoint in self._paths.items()
         ]
+        routes.append(Route("/", show_page, methods=["GET"]))
         app = Starlette(
             routes=routes,
             lifespan=self._lifespan,
@@ -139,7 +145,7 @@ def _not_ready(status: str) -> Response:
 async def _tell(request: Request, error: ApiError) -> Response:
     exchange: Exchange = request.scope["state"]["exchange"]
     exchange.reason = error.code or ""
-    return Response(error.body, error.status, error.headers, "application/json")
+    return Response(error.told(exchange.path, exchange.request_id), error.status, error.headers, "application/json")
 
 
 async def _tell_http(request: Request, error: HTTPException) -> Response:

@@ -9,9 +9,10 @@ from typing import Any, NamedTuple
 from pydantic.json_schema import models_json_schema
 
 from penjing.serve.front.bodies import Body
+from penjing.serve.gate.errors import MESSAGES
 
 REFS = "#/components/schemas/{model}"
-NAMED = "ApiError"
+NAMED, MESSAGES_NAMED = "ApiError", "MessageError"
 TEXT_TYPE, EVENTS_TYPE, JSON_TYPE = "text/plain", "text/event-stream", "application/json"
 KEYS = {
     "bearer": {"type": "http", "scheme": "bearer", "description": "A key of `penjing keys add`."},
@@ -40,6 +41,14 @@ ERROR = {
     },
 }
 
+MESSAGE_ERROR = {
+    "type": "object",
+    "description": "Anthropic's error object.",
+    "additionalProperties": False,
+    "required": ["type", "error", "request_id"],
+    "properties": {"type": {"const": "error"}, "request_id": _TEXT} | ERROR["properties"],
+}
+
 
 class Described(NamedTuple):
     """One path: `body` is None where it takes none; `types` are those of its answers; `is_open` needs no key."""
@@ -64,7 +73,7 @@ def describe(paths: Iterable[Described], *, keys: bool) -> dict[str, Any]:
         "openapi": "3.1.0",
         "info": {"title": "penjing", "version": version("penjing")},
         "paths": {each.path.replace(":path}", "}"): _operations(each) for each in paths},
-        "components": {"schemas": schemas.get("$defs", {}) | {NAMED: ERROR}},
+        "components": {"schemas": schemas.get("$defs", {}) | {NAMED: ERROR, MESSAGES_NAMED: MESSAGE_ERROR}},
     }
     if keys:
         found["components"]["securitySchemes"] = KEYS
@@ -73,7 +82,8 @@ def describe(paths: Iterable[Described], *, keys: bool) -> dict[str, Any]:
 
 
 def _operations(path: Described) -> dict[str, Any]:
-    error = {"content": {JSON_TYPE: {"schema": {"$ref": REFS.format(model=NAMED)}}}}
+    name = MESSAGES_NAMED if path.path.startswith(MESSAGES) else NAMED
+    error = {"content": {JSON_TYPE: {"schema": {"$ref": REFS.format(model=name)}}}}
     schemas = {kind: ANSWERS[kind] for kind in path.types}
     operation: dict[str, Any] = {
         "summary": path.summary,

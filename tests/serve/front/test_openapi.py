@@ -124,6 +124,12 @@ def test_schemas_are_json_schemas_and_references_lead_somewhere(document: dict[s
         ("/v1/completions", {"prompt": "a", "logprobs": 20}, {"prompt": "a", "logprobs": 21}),
         ("/v1/chat/completions", {"messages": MESSAGES, "temperature": 0}, {"messages": MESSAGES, "temperature": -1}),
         ("/v1/chat/completions", {"messages": MESSAGES, "stop": None}, {"messages": MESSAGES, "stop": [""]}),
+        ("/v1/messages", {"messages": MESSAGES, "max_tokens": 1, "system": "a"}, {"messages": MESSAGES}),
+        (
+            "/v1/messages/count_tokens",
+            {"messages": [{"role": "user", "content": [{"type": "tool_result", "tool_use_id": "1"}]}]},
+            {"messages": [{"role": "user", "content": [{"type": "image"}]}]},
+        ),
         ("/v1/embeddings", {"input": ["a"], "encoding_format": "base64"}, {"input": "a", "encoding_format": "int8"}),
         ("/tokenize", {"prompt": "a"}, {}),
         ("/detokenize", {"tokens": [1]}, {"tokens": [-1]}),
@@ -157,6 +163,15 @@ def test_errors_are_as_described(front: Front, document: dict[str, Any]) -> None
     judge = Draft202012Validator(schema | {"components": document["components"]})
     judge.validate(content)
     assert not judge.is_valid({"error": "text"})
+
+
+def test_errors_of_messages_are_anthropics(front: Front, document: dict[str, Any]) -> None:
+    status, content = get(front, "/v1/messages/nothing")
+    assert (status, content["error"]["type"]) == (404, "not_found_error")
+    schema = document["paths"]["/v1/messages"]["post"]["responses"]["4XX"]["content"]["application/json"]["schema"]
+    judge = Draft202012Validator(schema | {"components": document["components"]})
+    judge.validate(content)
+    assert not judge.is_valid({"error": content["error"]})
 
 
 def test_keys_are_in_it_where_they_are_asked_for(tmp_path: Path) -> None:

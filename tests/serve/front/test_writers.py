@@ -11,6 +11,7 @@ from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
 from penjing.serve.client.wire_text import Chunk
+from penjing.serve.dialects.message_writer import MessageWriter, StopText
 from penjing.serve.dialects.response_body import ResponseBody
 from penjing.serve.dialects.response_writer import ResponseWriter
 from penjing.serve.dialects.writer import Said
@@ -80,3 +81,45 @@ def test_a_response_that_fails_says_so_as_its_last_event() -> None:
     assert response.error is not None
     assert (response.error.code, response.error.message) == ("server_error", "The model went away; ask again.")
     assert response.output_text == "some"
+
+
+@given(PIECES, st.sampled_from(["stop", "length"]))
+def test_events_of_a_message_add_up_to_it(parts: list[Any], reason: str) -> None:
+    writer = MessageWriter(asked(), StopText(()))
+    events = [event for said in pieces_of(parts, reason) for event in writer.push(said)]
+    kinds = [event["type"] for event in events]
+    assert (kinds[0], kinds[-2:]) == ("message_start", ["message_delta", "message_stop"])
+    assert events[0]["message"]["content"] == []
+    grown: list[str] = []
+    is_open = False
+    for event in events[1:-2]:
+        assert event["index"] == len(grown) - (event["type"] != "content_block_start")
+        match event["type"]:
+            case "content_block_start":
+                assert not is_open
+                grown.append("")
+            case "content_block_delta":
+                delta = event["delta"]
+                grown[-1] += delta["text"] if delta["type"] == "text_delta" else delta["partial_json"]
+        is_open = event["type"] != "content_block_stop"
+    assert not is_open
+    whole = writer.whole()
+    assert [block["text"] if block["type"] == "text" else '{"at": 1}' for block in whole["content"]] == grown
+    assert "".join(grown) == "".join(part if isinstance(part, str) else '{"at": 1}' for part in parts)
+    called = any(block["type"] == "tool_use" for block in whole["content"])
+    assert whole["stop_reason"] == ("max_tokens" if reason == "length" else "tool_use" if called else "end_turn")
+    assert whole["usage"] == events[-2]["usage"]
+    assert (whole["usage"]["input_tokens"], whole["usage"]["cache_read_input_tokens"]) == (5, 2)
+
+
+def test_a_message_that_fails_says_so_in_anthropics_words() -> None:
+    (event,) = MessageWriter(asked(), StopText(())).failed(ApiError(504, "It took too long.", code="timeout"))
+    error = {"message": "It took too long.", "type": "timeout_error", "param": None, "code": "timeout"}
+    assert event == {"type": "error", "error": error, "request_id": "id"}
+
+
+def test_the_text_that_ended_an_answer_is_cut_off_and_named() -> None:
+    stop = StopText(["d", "bcd"], ["<end>"])
+    assert (stop.cut("abcd"), stop.met) == ("a", "bcd")
+    assert (stop.cut("abc<end>"), stop.met) == ("abc", None)
+    assert (stop.cut("abc"), stop.met) == ("abc", None)

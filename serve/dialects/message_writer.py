@@ -1,0 +1,132 @@
+"""The answer of `/v1/messages`: blocks of content, and the events in which they come."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from penjing.serve.dialects.writer import Said, Writer
+from penjing.serve.front.answers import Ask
+from penjing.serve.gate.errors import ApiError
+
+Event = dict[str, Any]
+REASONS = {"stop": "end_turn", "length": "max_tokens"}
+
+
+class StopText:
+    """Finds which of the texts that end an answer has ended it, and cuts it off.
+
+    Args:
+        stops: these texts.
+        ends: what the model's own end looks like where it is shown.
+    """
+
+    def __init__(self, stops: Sequence[str], ends: Sequence[str] = ()) -> None:
+        self._stops = sorted(stops, key=len, reverse=True)
+        self._ends = ends
+        self.met: str | None = None
+
+    def cut(self, text: str) -> str:
+        """The last text of an answer as it is shown."""
+        self.met = next((stop for stop in self._stops if text.endswith(stop)), None)
+        if self.met is not None:
+            return text[: -len(self.met)]
+        return next((text[: -len(end)] for end in self._ends if end and text.endswith(end)), text)
+
+
+class MessageWriter(Writer):
+    """One message. Its events have the order of Anthropic's: a block starts, grows and stops before the next."""
+
+    def __init__(self, ask: Ask, stop: StopText) -> None:
+        self._ask, self._stop = ask, stop
+        self._content: list[dict[str, Any]] = []
+        self._text: list[str] | None = None  # of the block that is open, the last one
+        self._begun = False
+        self._ending: dict[str, Any] = {"stop_reason": None, "stop_sequence": None}
+
+    def push(self, said: Said) -> list[Event]:
+        """See `Writer`."""
+        events: list[Event] = []
+        if not self._begun:
+            self._begun = True
+            events.append({"type": "message_start", "message": self.whole()})
+        if said.text:
+            events += self._say(said.text)
+        for call in said.calls:
+            events += self._close() + self._call(call["id"], **call["function"])
+        if said.reason is not None:
+            events += self._close() + self._end(said.reason)
+        return events
+
+    def failed(self, error: ApiError) -> list[Event]:
+        """See `Writer`."""
+        return [error.for_messages(self._ask.exchange.request_id)]
+
+    def whole(self) -> dict[str, Any]:
+        """See `Writer`."""
+        return {
+            "id": f"msg_{self._ask.exchange.request_id}",
+            "type": "message",
+            "role": "assistant",
+            "model": self._ask.model.id,
+            "content": list(self._content),
+            **self._ending,
+            "usage": self._usage(),
+        }
+
+    def _usage(self) -> dict[str, int]:
+        """Tokens that were cached are not among those of the input."""
+        usage = self._ask.usage
+        cached = usage["prompt_tokens_details"]["cached_tokens"]
+        return {
+            "input_tokens": usage["prompt_tokens"] - cached,
+            "cache_creation_input_tokens": 0,
+            "cache_read_input_tokens": cached,
+            "output_tokens": usage["completion_tokens"],
+        }
+
+    def _start(self, block: dict[str, Any]) -> Event:
+        return {"type": "content_block_start", "index": len(self._content), "content_block": block}
+
+    def _grow(self, **delta: str) -> Event:
+        return {"type": "content_block_delta", "index": len(self._content) - 1, "delta": delta}
+
+    def _stopped(self) -> Event:
+        return {"type": "content_block_stop", "index": len(self._content) - 1}
+
+    def _say(self, text: str) -> list[Event]:
+        events: list[Event] = []
+        if self._text is None:
+            block = {"type": "text", "text": ""}
+            events.append(self._start(block))
+            self._content.append(block)
+            self._text = []
+        self._text.append(text)
+        return [*events, self._grow(type="text_delta", text=text)]
+
+    def _close(self) -> list[Event]:
+        """End the open block of text, if there is one."""
+        if self._text is None:
+            return []
+        self._content[-1] = {"type": "text", "text": "".join(self._text)}
+        self._text = None
+        return [self._stopped()]
+
+    def _call(self, call_id: str, name: str, arguments: str) -> list[Event]:
+        block = {"type": "tool_use", "id": call_id, "name": name, "input": {}}
+        start = self._start(block)
+        self._content.append(block | {"input": json.loads(arguments)})
+        return [start, self._grow(type="input_json_delta", partial_json=arguments), self._stopped()]
+
+    def _end(self, reason: str) -> list[Event]:
+        stop_reason = REASONS.get(reason, reason)
+        if self._stop.met is not None:
+            stop_reason = "stop_sequence"
+        elif reason == "stop" and any(block["type"] == "tool_use" for block in self._content):
+            stop_reason = "tool_use"
+        self._ending = {"stop_reason": stop_reason, "stop_sequence": self._stop.met}
+        return [
+            {"type": "message_delta", "delta": self._ending, "usage": self._usage()},
+            {"type": "message_stop"},
+        ]

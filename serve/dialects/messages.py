@@ -1,0 +1,59 @@
+"""`/v1/messages`: Anthropic's Messages interface, as another form of a chat."""
+
+from __future__ import annotations
+
+import asyncio
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from penjing.core.errors import PenjingError
+from penjing.serve.dialects.message_body import CountBody, MessageBody
+from penjing.serve.dialects.message_writer import MessageWriter, StopText
+from penjing.serve.dialects.writer import respond
+from penjing.serve.front.answers import Ask
+from penjing.serve.front.backend import Backend
+from penjing.serve.front.bodies import read_body
+from penjing.serve.front.chat import chat_ask
+from penjing.serve.gate.errors import ApiError
+from penjing.serve.gate.guard import Exchange
+
+
+async def answer_message(backend: Backend, request: Request) -> Response:
+    """Answer one request."""
+    exchange: Exchange = request.scope["state"]["exchange"]
+    body = read_body(MessageBody, request.headers.get("content-type", ""), exchange.body)
+    chat = body.chat()
+    ask = chat_ask(backend, chat, exchange)
+    stop = StopText(())
+    if body.stop_sequences and not body.include_stop_str_in_output:
+        stop = StopText(body.stop_sequences, await _ends(backend, ask))
+    return await respond(backend, ask, MessageWriter(ask, stop), tools=bool(chat.offered), shown=stop.cut)
+
+
+async def _ends(backend: Backend, ask: Ask) -> list[str]:
+    """What the model's own end looks like where control tokens are shown, as they are beside tools."""
+    if ask.sampling.get("skip_special_tokens", True):
+        return []
+    tokenizer = await backend.tokenizer(ask.model)
+    return [tokenizer.decode([token], skip_special=False) for token in tokenizer.eos_token_ids]
+
+
+async def count_tokens(backend: Backend, request: Request) -> Response:
+    """How many tokens the prompt of a message would have; the model is not asked."""
+    exchange: Exchange = request.scope["state"]["exchange"]
+    body = read_body(CountBody, request.headers.get("content-type", ""), exchange.body)
+    ask = chat_ask(backend, body.chat(), exchange)
+    tokenizer, template = await backend.tokenizer(ask.model), await backend.chat_template(ask.model)
+    if template is None:
+        text = f"{ask.model.id} has no chat template; ask it at /v1/completions."
+        raise ApiError(400, text, code="wrong_model", param="model")
+
+    def count() -> int:
+        prompt = template.render(ask.messages or [], **ask.sampling.get("chat_template_kwargs", {}))
+        return len(tokenizer.encode_beside(prompt, False))
+
+    try:
+        return JSONResponse({"input_tokens": await asyncio.to_thread(count)})
+    except PenjingError as error:
+        raise backend.error(error) from None
