@@ -90,10 +90,10 @@ def bench_open_loop(
     if not load:
         raise InputError(f"{rate:g} requests a second for {seconds:g} s are none; give more seconds")
     outcomes = asyncio.run(_run(host, port, load, progress or Silent()))
-    return figures(outcomes, scenario, rate, goals) | {"server": address}, outcomes
+    return load_figures(outcomes, scenario, rate, goals) | {"server": address}, outcomes
 
 
-def figures(outcomes: Sequence[Outcome], scenario: str, rate: float, goals: tuple[float, float]) -> dict[str, Any]:
+def load_figures(outcomes: Sequence[Outcome], scenario: str, rate: float, goals: tuple[float, float]) -> dict[str, Any]:
     """What the outcomes come to: percentiles in milliseconds of complete answers, shares of all requests."""
     complete = [outcome for outcome in outcomes if outcome.complete]
     good = sum(outcome.good(*goals) for outcome in outcomes)

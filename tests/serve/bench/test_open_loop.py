@@ -19,7 +19,7 @@ from penjing.core.errors import ConfigError, InputError, ServerError, Unavailabl
 from penjing.serve import cli
 from penjing.serve.bench.load import BURST, Asked, make_load
 from penjing.serve.bench.load_page import load_page, write_load_page
-from penjing.serve.bench.open_loop import Outcome, bench_open_loop, figures, percentiles
+from penjing.serve.bench.open_loop import Outcome, bench_open_loop, load_figures, percentiles
 from tests.serve.triton.serving import free_ports
 
 GOALS = (1.0, 0.1)
@@ -116,7 +116,7 @@ def test_figures_count_everybody_and_time_the_complete() -> None:
         outcome(4.0, [], tokens=0, status=429),
         outcome(9.6, [], tokens=0, status=0),
     ]
-    found = figures(outcomes, "chat", 2.0, GOALS)
+    found = load_figures(outcomes, "chat", 2.0, GOALS)
     assert (found["requests"], found["complete"], found["refused"], found["failed"]) == (6, 3, 1, 2)
     assert found["goodput"] == {"share": pytest.approx(1 / 6), "requests_per_second": pytest.approx(1 / 9.7)}
     assert found["first_token_ms"]["p50"] == pytest.approx(500)
@@ -125,7 +125,7 @@ def test_figures_count_everybody_and_time_the_complete() -> None:
     page = load_page(found | {"server": "localhost:8080"}, outcomes)
     assert "16.7 %" in page
     assert not re.search("https?://", page)
-    load_page(figures(outcomes[3:], "chat", 2.0, GOALS) | {"server": "x"}, outcomes[3:])  # nothing to draw
+    load_page(load_figures(outcomes[3:], "chat", 2.0, GOALS) | {"server": "x"}, outcomes[3:])  # nothing to draw
 
 
 def test_no_request_waits_for_another_and_waiting_counts_from_when_it_was_due(tmp_path: Path) -> None:
