@@ -68,6 +68,7 @@ SECTIONS = {  # a title and what "This measures"
     "recipes": "Recipes: what whole training runs reach on held-out data, how fast, and in how much memory.",
     "attention": "Attention: steps with sliding windows and LSH beside full attention. A name ends with its tokens.",
     "curate": "Curation of text: signatures, clusters of near duplicates, languages and rules, beside datatrove.",
+    "pii": "Personal data: planted values that are found, `bare` without a word before them, and finds in documents.",
     "parallel": "Parallel training: cost and recovery of many processes, and the planner beside published runs.",
 }
 SHOWN = {  # metrics that are not folded, where not all are shown

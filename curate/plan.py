@@ -25,7 +25,9 @@ from penjing.curate.steps.base import StepConfig
 from penjing.curate.steps.dedup import DedupStep
 
 PLAN_FILE = "plan.json"
-_PACKAGES = ("datatrove", "ftfy", "fasttext-numpy2-wheel", "trafilatura", "pyarrow", "numpy")
+_PACKAGES = (
+    "datatrove", "ftfy", "fasttext-numpy2-wheel", "trafilatura", "pyarrow", "numpy", "phonenumbers", "python-stdnum",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -42,6 +42,11 @@ and left out; <code>quarantine.jsonl</code> lists them.{% endif %}</p>
 {% for example in rule.examples %}<p><code>{{ example[0] }}</code><br>{{ example[1] }}</p>{% endfor %}
 </details></td></tr>
 {% endfor %}</table></div>
+{% if report.personal %}<h2>Personal data that was replaced</h2>
+<div class="wide"><table><tr><th>step</th><th>kind</th><th>values</th><th>documents that had any</th></tr>
+{% for row in report.personal %}<tr><td>{{ row.step }}</td><td>{{ row.kind }}</td><td>{{ row.values | count }}</td>
+<td>{{ row.documents | count }}</td></tr>
+{% endfor %}</table></div>{% endif %}
 <h2>Sizes of documents</h2>
 {{ sizes }}
 <h2>Sources</h2>
@@ -81,6 +86,15 @@ class RuleRow(Amount):
     examples: list[list[str]] = Field(description="Id and beginning of a few of the documents.")
 
 
+class PersonalRow(Config):
+    """Personal data of a kind."""
+
+    step: str = Field(description="The step.")
+    kind: str = Field(description='The kind, such as "email".')
+    values: int = Field(ge=0, description="Values that were replaced.")
+    documents: int = Field(ge=0, description="Documents that had any.")
+
+
 class SourceRow(Config):
     """A source and its files."""
 
@@ -103,6 +117,7 @@ class CorpusReport(Config):
     domains: list[GroupRow] = Field(description="By domain.")
     languages: list[GroupRow] = Field(description="By language.")
     rules: list[RuleRow] = Field(description="What each rule dropped, most first.")
+    personal: list[PersonalRow] = Field(default=[], description="Personal data that was replaced, most first.")
     sizes: dict[str, dict[str, int]] = Field(
         description='Documents "before" and "after" by the logarithm to base 2 of their characters, rounded.'
     )
@@ -119,6 +134,9 @@ class CorpusReport(Config):
             reasons = ", ".join(f"{reason}: {count:,}" for reason, count in list(self.reasons.items())[:_SHOWN])
             reasons += f" and {len(self.reasons) - _SHOWN:,} more reasons" * (len(self.reasons) > _SHOWN)
             lines.append(f"left out as damaged: {self.damaged:,} documents and {self.lines:,} lines ({reasons})")
+        if self.personal:
+            said = ", ".join(f"{row.values:,} {row.kind}" for row in self.personal)
+            lines.append(f"personal data replaced: {said}")
         return "\n".join(lines)
 
 
@@ -156,6 +174,13 @@ def corpus_report(plan: Plan, counts: Counts) -> CorpusReport:
                 for key, (documents, chars) in counts.rules.items()
             ),
             key=lambda row: -row.documents,
+        ),
+        personal=sorted(
+            (
+                PersonalRow(step=key.split("\t")[0], kind=key.split("\t")[1], values=values, documents=documents)
+                for key, (values, documents) in counts.personal.items()
+            ),
+            key=lambda row: (row.step, -row.values, row.kind),
         ),
         sizes={when: dict(sorted(of.items(), key=lambda each: int(each[0]))) for when, of in counts.sizes.items()},
         sources=[

@@ -6,8 +6,8 @@ import gzip
 import json
 import math
 from collections import defaultdict
-from collections.abc import Iterator
-from dataclasses import asdict
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +20,14 @@ from penjing.curate.documents.read import read_source
 from penjing.curate.plan import Plan, Stage
 from penjing.curate.steps.base import Filter, StepConfig
 from penjing.curate.steps.dedup import DedupStep
+from penjing.curate.steps.pii import Pii, PiiStep
 
 DOCUMENTS, DROPPED, DAMAGED, COUNTS, KEYS = (
     "documents.parquet", "dropped.jsonl.gz", "damaged.jsonl", "counts.json", "keys.npy",
 )  # fmt: skip
 CLUSTERS = "clusters.npy"  # of a stage: for each of its documents the first of its cluster, by place
 READ = "read"
-_EXAMPLES = 3
+_EXAMPLES, _EXCERPT = 3, 200  # of a rule, and their characters
 
 
 def task_folder(stage: Stage, task: int) -> Path:
@@ -50,6 +51,7 @@ def run_task(plan: Plan, stage_number: int, task: int) -> None:
         for name, place in steps
     ]
     counts = Counts()
+    masked = _mask(plan)
     dedup = None if stage.after is None else plan.recipe.steps[stage.after]
     keys_of = dedup.keys() if isinstance(dedup, DedupStep) else None
     keys: list[Any] = []
@@ -73,11 +75,16 @@ def run_task(plan: Plan, stage_number: int, task: int) -> None:
                     if keys_of is not None:
                         keys.append(keys_of(outcome))
                 elif isinstance(outcome, Dropped):
+                    outcome = replace(outcome, excerpt=masked(outcome.excerpt)[:_EXCERPT])
                     dropped.write(json.dumps(asdict(outcome), ensure_ascii=False) + "\n")
                     counts.dropped(outcome)
                 else:
+                    outcome = replace(outcome, reason=masked(outcome.reason))
                     damaged.write(json.dumps({"id": outcome.name, "reason": outcome.reason}) + "\n")
                     counts.damaged(outcome)
+        for name, _, each in filters:
+            if isinstance(each, Pii):
+                counts.replaced(name, each.replaced)
         if keys_of is not None:
             np.save(partial / KEYS, np.stack(keys) if keys else np.empty((0, 0), np.uint64), allow_pickle=False)
         if stage_number == 0:
@@ -95,6 +102,7 @@ class Counts:
         self.examples: dict[str, list[list[str]]] = defaultdict(list)
         self.sizes: dict[str, dict[str, int]] = {"before": defaultdict(int), "after": defaultdict(int)}
         self.reasons: dict[str, int] = defaultdict(int)
+        self.personal: dict[str, list[int]] = defaultdict(lambda: [0, 0])
         self.num_damaged, self.num_lines = 0, 0
 
     def met(self, document: Document, step: str) -> None:
@@ -120,6 +128,12 @@ class Counts:
         if len(self.examples[key]) < _EXAMPLES:
             self.examples[key].append([document.id, document.excerpt])
 
+    def replaced(self, step: str, found: Mapping[str, tuple[int, int]]) -> None:
+        """Kind of personal data → values that `step` replaced, and documents that had any."""
+        for kind, (values, documents) in found.items():
+            entry = self.personal[f"{step}\t{kind}"]
+            entry[0], entry[1] = entry[0] + values, entry[1] + documents
+
     def damaged(self, damage: Damage) -> None:
         """Something could not be read."""
         self.num_damaged += not damage.part
@@ -128,10 +142,10 @@ class Counts:
 
     def add(self, other: dict[str, Any]) -> None:
         """Add what `as_json` of another gave."""
-        for name in ("after", "rules"):
-            for key, (documents, chars) in other[name].items():
+        for name in ("after", "rules", "personal"):
+            for key, (first, second) in other[name].items():
                 entry = getattr(self, name)[key]
-                entry[0], entry[1] = entry[0] + documents, entry[1] + chars
+                entry[0], entry[1] = entry[0] + first, entry[1] + second
         for key, found in other["examples"].items():
             self.examples[key] = (self.examples[key] + found)[:_EXAMPLES]
         for when, sizes in other["sizes"].items():
@@ -146,12 +160,25 @@ class Counts:
         """Plain values."""
         return {
             "after": self.after, "rules": self.rules, "examples": self.examples, "sizes": self.sizes,
-            "reasons": self.reasons, "num_damaged": self.num_damaged, "num_lines": self.num_lines,
+            "reasons": self.reasons, "personal": self.personal,
+            "num_damaged": self.num_damaged, "num_lines": self.num_lines,
         }  # fmt: skip
 
 
 def _size(document: Document) -> str:
     return str(round(math.log2(max(1, len(document.text)))))
+
+
+def _mask(plan: Plan) -> Callable[[str], str]:
+    """Takes personal data out of what is said of documents, where a step of the recipe takes it out of them."""
+    masks = [step.filter(plan.recipe.work_folder) for step in plan.recipe.steps if isinstance(step, PiiStep)]
+
+    def masked(text: str) -> str:
+        for mask in masks:
+            text = mask.masked(text)
+        return text
+
+    return masked
 
 
 def _config(plan: Plan, place: int) -> Any:

@@ -11,6 +11,7 @@ from typing import Any, Self
 
 from penjing.core.text.records import arrow_module
 
+_BEGINNING = 800  # characters
 _GROUP_CHARS = 16 << 20  # of text in one row group: what is held in memory
 
 
@@ -41,7 +42,7 @@ class Dropped:
     """A document that a step took out, with the rule that it broke.
 
     Attributes:
-        chars: of its text then; excerpt: how that began.
+        chars: of its text then; excerpt: how that began, longer than what is shown of it.
         twin: the document that was kept in its place, "" for none.
     """
 
@@ -58,7 +59,7 @@ class Dropped:
 
 def drop(document: Document, step: str, rule: str) -> Dropped:
     """`document`, taken out by `rule` of `step`."""
-    excerpt = " ".join(document.text[:400].split())[:200]
+    excerpt = " ".join(document.text[:_BEGINNING].split())
     return Dropped(
         document.id, step, rule, document.source, document.domain, document.language, len(document.text), excerpt
     )
