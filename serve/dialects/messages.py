@@ -56,4 +56,4 @@ async def count_tokens(backend: Backend, request: Request) -> Response:
     try:
         return JSONResponse({"input_tokens": await asyncio.to_thread(count)})
     except PenjingError as error:
-        raise backend.error(error) from None
+        raise backend.error(error, ask.model) from None
