@@ -137,5 +137,6 @@ def test_policies_of_whole_answers(decoder: Decoder) -> None:
 @pytest.mark.parametrize("name", TRL["advantages"])
 def test_advantages(name: str) -> None:
     kind, _, scale = name.partition(", ")
-    found = {"grpo": group_advantages, "rloo": leave_one_out}[kind](torch.tensor(cases.REWARDS), scale)
+    ways: dict[str, Any] = {"grpo": group_advantages, "rloo": leave_one_out}
+    found = ways[kind](torch.tensor(cases.REWARDS), scale)
     torch.testing.assert_close(found.flatten(), torch.tensor(TRL["advantages"][name]), rtol=1e-6, atol=1e-6)
