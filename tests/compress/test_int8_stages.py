@@ -25,7 +25,10 @@ from penjing.compress.distill.task import WrappedTask
 from penjing.compress.graph import task as graph_task
 from penjing.compress.measure import evaluate
 from penjing.compress.measure import graph as outputs
+from penjing.compress.parity.classifier import ClassifierParity
+from penjing.compress.parity.graph import GraphParity
 from penjing.compress.quantizers import classifier, decoder, graph
+from penjing.compress.quantizers import onnx as onnx_artifact
 from penjing.compress.run import run_recipe
 from penjing.compress.samples import data
 from penjing.compress.steps import prune
@@ -129,8 +132,8 @@ CLASSIFIER_FAULTS: tuple[Fault, ...] = (
     (graph_task.QuantizedTask, "after_update", 3, Killed()),  # training in INT8
     (classifier, "export_network", 1, Killed()),
     (classifier, "export_network", 1, FULL),
-    (classifier, "measure", 1, Killed()),
-    (classifier, "write_manifest", 1, Killed()),
+    (ClassifierParity, "measure_network", 1, Killed()),
+    (onnx_artifact, "write_manifest", 1, Killed()),
     (evaluate, "accuracy", 1, Killed()),
     (whole_run, "write_reports", 1, FULL),
     (whole_run, "write_manifest", 1, Killed()),
@@ -141,8 +144,8 @@ GRAPH_FAULTS: tuple[Fault, ...] = (
     (graph_task, "prepare_graph", 1, Killed()),
     (graph_task.QuantizedTask, "after_update", 3, Killed()),  # training in INT8
     (graph, "export_network", 1, FULL),
-    (graph, "measure", 1, Killed()),
-    (graph, "write_manifest", 1, Killed()),
+    (GraphParity, "measure_network", 1, Killed()),
+    (onnx_artifact, "write_manifest", 1, Killed()),
     (outputs, "scores_of", 1, Killed()),
     (whole_run, "write_manifest", 1, Killed()),
 )
@@ -302,7 +305,7 @@ def test_what_a_killed_run_left_and_what_was_damaged_since_is_named(
 ) -> None:
     path = recipe(tmp_path, "killed", CLASSIFIER, model=vision_folder(tmp_path / "model"))
     with monkeypatch.context() as patch:
-        Watch().install(patch, (classifier, "measure", 1, Killed()))
+        Watch().install(patch, (ClassifierParity, "measure_network", 1, Killed()))
         with pytest.raises(Killed):
             run_recipe(path)
     work = tmp_path / ".killed.work"

@@ -31,7 +31,8 @@ def settings() -> list[type[BaseModel]]:
 def test_they_are_found() -> None:
     front = ["FrontConfig", "FrontJob", "FrontLimits", "FrontModel", "Key", "KeyFile"]
     served = ["BatchConfig", "EngineConfig", "GraphSettings", "ServeConfig"]
-    assert [kind.__name__ for kind in settings()] == sorted([*served, *front])
+    fleet = ["Cache", "FleetModel", "FleetPlan"]
+    assert [kind.__name__ for kind in settings()] == sorted([*served, *front, *fleet])
 
 
 @pytest.mark.parametrize("kind", settings(), ids=lambda kind: kind.__name__)

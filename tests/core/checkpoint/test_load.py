@@ -165,10 +165,14 @@ def test_damaged_artifacts_are_named(
 
 
 def test_another_scheme_is_refused(tiny_checkpoint: Path, tmp_path: Path) -> None:
-    quantization = quantization_config(["lm_head"], format="pack-quantized")
-    artifact = write_int8_artifact(tiny_checkpoint, tmp_path / "int8", quantization=quantization)
-    with pytest.raises(InputError, match="pack-quantized"):
-        load_model(artifact)
+    for name, said in (
+        ("float-quantized", r"with format 'float-quantized': penjing runs .*int-quantized"),
+        ("pack-quantized", r"group_0\.weights\.num_bits is 8: penjing runs 4"),  # packed are 4 bits alone
+    ):
+        quantization = quantization_config(["lm_head"], format=name)
+        artifact = write_int8_artifact(tiny_checkpoint, tmp_path / name, quantization=quantization)
+        with pytest.raises(InputError, match=said):
+            load_model(artifact)
 
 
 def test_a_quantized_head_cannot_be_tied(tiny_checkpoint: Path, tmp_path: Path) -> None:
