@@ -146,7 +146,8 @@ def apply_override(values: dict[str, Any], override: str) -> None:
 
 def _parts_of(key: str) -> list[str]:
     """The names of a dotted key; one that holds a dot itself stands in quotes, as in `space."clip.norm"`."""
-    return [quoted or plain for quoted, plain in re.findall(r'"([^"]*)"|([^.]+)', key)] or [key]
+    outside_quotes = r'\.(?=(?:[^"]*"[^"]*")*[^"]*$)'
+    return [re.sub(r'^"(.*)"$', r"\1", part) for part in re.split(outside_quotes, key)]
 
 
 def _place(entries: list[Any], text: str, override: str) -> int:

@@ -163,10 +163,18 @@ def test_layer_types_repeat_and_are_checked():
             parse_config(DecoderConfig, mixed | changes, "recipe")
 
 
+def override_of(text):
+    values: dict[str, Any] = {}
+    apply_override(values, text)
+    return values
+
+
 def test_names_with_dots_are_quoted():
     values: dict[str, Any] = {}
     apply_override(values, 'space."clip.norm"=[0.1, 10.0]')
     apply_override(values, 'space."a b.c".low=1')
     assert values == {"space": {"clip.norm": [0.1, 10.0], "a b.c": {"low": 1}}}
+    assert override_of("a..b=1") == {"a": {"": {"b": 1}}}  # no name is left out in silence
+    assert override_of('a."b=1') == {'a."b': 1}
     values["inline"] = [[{"x.y": 1}], {"z": {"§.\n": "a"}}]
     assert tomllib.loads(dump_toml(values)) == values
