@@ -2,14 +2,8 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
-import time
-from pathlib import Path
 
-from penjing.core.errors import ServerError
-from penjing.core.files import writing
 from penjing.core.progress import Progress, progress_bar
 from penjing.serve.fleet.fleet import Fleet
 from penjing.serve.fleet.member import READY
@@ -17,10 +11,9 @@ from penjing.serve.fleet.plan import FleetPlan
 from penjing.serve.fleet.state import read_fleet
 from penjing.serve.site.process import check_front
 from penjing.serve.supervisor import state
+from penjing.serve.supervisor.detach import start_behind
 from penjing.serve.supervisor.install import install
 from penjing.serve.supervisor.process import check_ports
-
-POLL_SECONDS = 0.05
 
 
 def serve_fleet(plan: FleetPlan, *, detach: bool = False) -> None:
@@ -50,30 +43,13 @@ def serve_fleet(plan: FleetPlan, *, detach: bool = False) -> None:
 def _detach(plan: FleetPlan, progress: Progress) -> None:
     command = [sys.executable, "-m", "penjing.serve.fleet.fleet", plan.model_dump_json()]
     progress.start(f"loading {plan.names}", 1)
-    errors = _errors_path(plan.port)
-    with writing(errors):
-        errors.parent.mkdir(parents=True, exist_ok=True)
-        with open(os.open(errors, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as stderr:
-            process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=stderr, stderr=stderr, start_new_session=True
-            )
-    try:
-        while True:
-            found = read_fleet(plan.port)
-            if found is not None and found.pid == process.pid and found.state == READY:
-                break
-            if process.poll() is not None:
-                reason = errors.read_text(encoding="utf-8", errors="replace").strip()
-                raise ServerError(reason.removeprefix("error: ") or "the process that keeps the models ended")
-            time.sleep(POLL_SECONDS)
-    except KeyboardInterrupt:
-        process.terminate()
-        raise
+
+    def is_ready(pid: int) -> bool:
+        found = read_fleet(plan.port)
+        return found is not None and found.pid == pid and found.state == READY
+
+    errors = state.run_folder() / f"{plan.port}.fleet.log"
+    start_behind(command, errors, is_ready, "the process that keeps the models ended")
     progress.advance()
     flag = "" if plan.port == 8001 else f" --grpc-port {plan.port}"
     progress.note(f"{plan.names}: ready. {plan.endpoints}; end them with 'penjing stop{flag}'")
-
-
-def _errors_path(port: int) -> Path:
-    """What the process in the background says."""
-    return state.run_folder() / f"{port}.fleet.log"

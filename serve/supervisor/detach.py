@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from penjing.core.errors import ServerError
@@ -44,7 +45,32 @@ def detach_supervisor(
     ]
     progress.start(f"loading {model.name}", 1)
     port = config.grpc_port
-    errors = state.errors_path(port)
+
+    def is_ready(pid: int) -> bool:
+        found = state.read_state(port)
+        return found is not None and found.supervisor_pid == pid and found.state == READY
+
+    start_behind(command, state.errors_path(port), is_ready, "the supervisor ended without a word", tied=tied)
+    progress.advance()
+    flag = "" if port == 8001 else f" --grpc-port {port}"
+    progress.note(f"{model.name} is ready: {config.endpoints}; end it with 'penjing stop{flag}'")
+
+
+def start_behind(
+    command: list[str], errors: Path, is_ready: Callable[[int], bool], silent: str, *, tied: bool = False
+) -> None:
+    """Run `command` in the background and return when it is ready.
+
+    Args:
+        errors: the file for what it says.
+        is_ready: asked with its process number, again and again.
+        silent: what is told of one that ended and said nothing.
+        tied: it gets SIGTERM when the calling thread ends, however that happens.
+
+    Raises:
+        SetupError: the disk is full.
+        ServerError: it ended; with what it said.
+    """
     caller = os.getpid()
 
     def end_with_caller() -> None:
@@ -64,17 +90,11 @@ def detach_supervisor(
                 preexec_fn=end_with_caller if tied else None,
             )
     try:
-        while True:
-            found = state.read_state(port)
-            if found is not None and found.supervisor_pid == process.pid and found.state == READY:
-                break
+        while not is_ready(process.pid):
             if process.poll() is not None:
                 reason = errors.read_text(encoding="utf-8", errors="replace").strip()
-                raise ServerError(reason.removeprefix("error: ") or "the supervisor ended without a word")
+                raise ServerError(reason.removeprefix("error: ") or silent)
             time.sleep(POLL_SECONDS)
     except KeyboardInterrupt:
         process.terminate()
         raise
-    progress.advance()
-    flag = "" if port == 8001 else f" --grpc-port {port}"
-    progress.note(f"{model.name} is ready: {config.endpoints}; end it with 'penjing stop{flag}'")
