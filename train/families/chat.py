@@ -2,27 +2,21 @@
 
 from __future__ import annotations
 
-import hashlib
-import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
-from penjing.core.checkpoint.decoder import open_checkpoint
 from penjing.core.errors import ConfigError
-from penjing.core.models.config import DecoderConfig
 from penjing.core.progress import Progress
 from penjing.train.chat.packed import PackedRows, pack_rows
 from penjing.train.chat.rows import Row, TooLongError, take_rows
 from penjing.train.chat.tokens import ChatTokens, Masked
-from penjing.train.data.stream import Stream, one_pass, shuffled
-from penjing.train.families.decoder_task import DecoderTask
+from penjing.train.families.rows import RowTask, held_out_places, ready_config
 from penjing.train.objective.objective import Batch
-from penjing.train.processes.world import World
-from penjing.train.recipe.data import ChatData, RowData
+from penjing.train.recipe.data import ChatData
 from penjing.train.recipe.recipe import RunRecipe
 
 
-class ChatTuning(DecoderTask):
+class ChatTuning(RowTask[ChatData, PackedRows]):
     """The decoder in `folder` on packed conversations, of which it learns the answers."""
 
     def __init__(self, folder: Path, recipe: RunRecipe, data: ChatData, progress: Progress) -> None:
@@ -70,54 +64,3 @@ class ChatTuning(DecoderTask):
         batch = self._learnt.read([0] * micro_batch)
         batch.pop("documents")  # whole rows are the upper bound of time and memory
         return batch
-
-    def stream(self, micro_batch: int, world: World) -> Stream:
-        """See `Task`."""
-        return shuffled(
-            self._learnt, batch_size=self._data.batch_size, micro_batch=micro_batch, rank=world.rank,
-            world_size=world.size, seed=self._recipe.seed,
-        )  # fmt: skip
-
-    def held_out(self, micro_batch: int, world: World) -> Iterator[Batch]:
-        """See `Task`."""
-        return one_pass(self._held, micro_batch=micro_batch, rank=world.rank, world_size=world.size)
-
-    def next_command(self, folder: Path) -> str:
-        """See `Task`."""
-        return f"penjing serve {folder}, then penjing chat"
-
-
-def ready_config(folder: Path, data: RowData) -> DecoderConfig:
-    """The architecture of the checkpoint that learns from `data`.
-
-    Raises:
-        ConfigError: its context is shorter than a sequence.
-        InputError: a damaged checkpoint.
-    """
-    config = open_checkpoint(folder).config
-    if data.sequence_length > config.max_position_embeddings:
-        raise ConfigError(
-            f"data.sequence_length={data.sequence_length} is more than the {config.max_position_embeddings} tokens "
-            f"that {folder} can see; lower it"
-        )
-    return config
-
-
-def held_out_places(keys: Sequence[bytes], share: float) -> set[int]:
-    """The places of the rows that are held out: those whose key, such as their prompt, hashes below `share`, and one at
-    least; rows of one key stay together.
-
-    Raises:
-        ConfigError: nothing would be left to learn.
-    """
-    if not share:
-        return set()
-    hashes = [int.from_bytes(hashlib.sha256(key).digest()[:8], "big") / 2**64 for key in keys]
-    edge = max(share, math.nextafter(min(hashes), 1.0))
-    held = {place for place, value in enumerate(hashes) if value < edge}
-    if len(held) == len(keys):
-        raise ConfigError(
-            f"data.held_out = {share} holds out all {len(keys)} rows, since their prompts are equal or so few; lower "
-            "it, set data.held_out = 0 with evaluation.every = 0, or give more data"
-        )
-    return held

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,18 +15,16 @@ from penjing.train.chat.preferences import Pairs, pair_batch
 from penjing.train.chat.reference import reference_logprobs
 from penjing.train.chat.rows import Row, TooLongError, take_rows
 from penjing.train.chat.tokens import ChatTokens, Pair
-from penjing.train.data.stream import Stream, one_pass, shuffled
-from penjing.train.families.chat import held_out_places, ready_config
-from penjing.train.families.decoder_task import DecoderTask
+from penjing.train.families.rows import RowTask, held_out_places, ready_config
 from penjing.train.objective.objective import Batch, TaskObjective
 from penjing.train.objective.preference import DirectPreference, RewardModeling
-from penjing.train.processes.world import World, choose_device
+from penjing.train.processes.world import choose_device
 from penjing.train.recipe.data import PreferenceData
 from penjing.train.recipe.recipe import RunRecipe
 from penjing.train.state.initial import Normal, Values, Weights, checkpoint_weights
 
 
-class PreferenceTuning(DecoderTask):
+class PreferenceTuning(RowTask[PreferenceData, Pairs]):
     """The decoder in `folder` on pairs of answers, by direct preference optimisation."""
 
     unit = "pairs"
@@ -74,21 +71,6 @@ class PreferenceTuning(DecoderTask):
         longest = max(learnt.pairs, key=lambda pair: len(pair.chosen) + len(pair.rejected))
         known = None if learnt.reference is None else learnt.reference[:1].expand(micro_batch, 2).contiguous()
         return pair_batch([longest] * micro_batch, learnt.pad, length=self._data.sequence_length, reference=known)
-
-    def stream(self, micro_batch: int, world: World) -> Stream:
-        """See `Task`."""
-        return shuffled(
-            self._learnt, batch_size=self._data.batch_size, micro_batch=micro_batch, rank=world.rank,
-            world_size=world.size, seed=self._recipe.seed,
-        )  # fmt: skip
-
-    def held_out(self, micro_batch: int, world: World) -> Iterator[Batch]:
-        """See `Task`."""
-        return one_pass(self._held, micro_batch=micro_batch, rank=world.rank, world_size=world.size)
-
-    def next_command(self, folder: Path) -> str:
-        """See `Task`."""
-        return f"penjing serve {folder}, then penjing chat"
 
 
 class RewardTraining(PreferenceTuning):

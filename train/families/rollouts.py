@@ -22,8 +22,8 @@ from penjing.train.align.rollouts import Learner, RolloutStream, answer_batch, g
 from penjing.train.align.sampler import Sampler
 from penjing.train.chat.tokens import ChatTokens
 from penjing.train.data.stream import Stream, draws
-from penjing.train.families.chat import held_out_places
 from penjing.train.families.decoder_task import DecoderTask
+from penjing.train.families.rows import held_out_places
 from penjing.train.objective.objective import Batch, TaskObjective
 from penjing.train.objective.policy import PolicyGradient
 from penjing.train.processes.world import World, choose_device
