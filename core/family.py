@@ -23,6 +23,7 @@ FAMILIES: dict[FamilyName, str] = {
     "classifier": "an image classifier",
     "encoder": "a text encoder",
     "graph": "a graph",
+    "towers": "two towers",
 }
 """The families of penjing itself, and what messages call one of their networks."""
 GROUP, KEY = "penjing.families", "penjing_family"

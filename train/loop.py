@@ -23,7 +23,7 @@ from penjing.train.monitor.alarms import AlarmConfig, Alarms
 from penjing.train.monitor.monitor import ActivationRanges, Monitor
 from penjing.train.numerics.gradients import gradients_of, scale_gradients
 from penjing.train.numerics.precision import Precision, PrecisionConfig
-from penjing.train.objective.objective import Batch, Loss, Objective
+from penjing.train.objective.objective import Batch, Loss, Objective, WholeStep
 from penjing.train.objective.totals import add, means
 from penjing.train.optim.clip import ClipConfig, GradientNorms
 from penjing.train.optim.loss_scale import LossScale
@@ -262,6 +262,8 @@ class Trainer:
             batches = [self._on_device(batch) for batch in micro_batches]
             totals = self.pipeline.backward(self.objective, batches, self.loss_scale.value / count)
             return {name: float(total) for name, total in totals.items()}
+        if isinstance(self.objective, WholeStep):
+            self.objective.begin(self.model, [self._on_device(batch) for batch in micro_batches])
         for index, batch in enumerate(micro_batches):
             with self.world.reducing(replica, now=index == len(micro_batches) - 1):
                 loss = self.objective(replica, self._on_device(batch))

@@ -40,7 +40,7 @@ def decode_image(
             if width * height > max_pixels:
                 raise InputError(f"it has {width} x {height} pixels, at most {max_pixels:,} are decoded; shrink it")
             # Pillow scales while it averages, so that shrinking does not skip pixels.
-            upright = _eight_bits(ImageOps.exif_transpose(image))
+            upright = _opaque(_eight_bits(ImageOps.exif_transpose(image)))
             wanted = upright.convert("L" if pixels.order == "L" else "RGB")
             values = np.asarray(wanted.resize((pixels.width, pixels.height), Image.Resampling.BILINEAR))
     except InputError:
@@ -74,3 +74,11 @@ def _eight_bits(image: Image.Image) -> Image.Image:
     if not image.mode.startswith("I"):
         return image
     return Image.fromarray((np.asarray(image).clip(0, 0xFFFF) >> 8).astype(np.uint8))
+
+
+def _opaque(image: Image.Image) -> Image.Image:
+    """What is transparent becomes white: the colour that a file keeps there means nothing, and nobody has seen it."""
+    if not image.has_transparency_data:
+        return image
+    image = image.convert("RGBA")
+    return Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)

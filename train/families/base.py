@@ -136,9 +136,11 @@ def build_checkpoint_task(folder: Path, recipe: RunRecipe, progress: Progress) -
 
 
 def _check_data(recipe: RunRecipe, family: Family, model: str) -> None:
-    if recipe.objective.kind != "cross_entropy" and recipe.data.kind != "preference":
+    wanted = {"dpo": "preference", "reward": "preference", "clip": "pairs", "siglip": "pairs"}
+    if (kind := wanted.get(recipe.objective.kind, recipe.data.kind)) != recipe.data.kind:
+        compared = "answers" if kind == "preference" else "images and texts"
         raise ConfigError(
-            f"objective.kind = {recipe.objective.kind!r} compares pairs of answers; give data.kind = 'preference'"
+            f"objective.kind = {recipe.objective.kind!r} compares pairs of {compared}; give data.kind = {kind!r}"
         )
     if not isinstance(recipe.data, family.data):
         kinds = [repr(get_args(each.model_fields["kind"].annotation)[0]) for each in family.data]

@@ -166,7 +166,7 @@ def _new(model: ResNetModel, data: ImageSet, names: tuple[str, ...]) -> Classifi
     mean, std = data.statistics()
     _, channels, height, width = data.images.shape
     return ClassifierConfig(
-        model=_resnet_config(model, data.num_classes, channels),
+        model=resnet_config(model, data.num_classes, channels),
         image_size=(height, width),
         mean=tuple(float(value) for value in mean),
         std=tuple(float(value) for value in std),
@@ -191,7 +191,12 @@ def _fitting(config: ClassifierConfig, data: ImageSet) -> ClassifierConfig:
     return config
 
 
-def _resnet_config(model: ResNetModel, num_classes: int, in_channels: int) -> ResNetConfig:
+def resnet_config(model: ResNetModel, num_classes: int, in_channels: int) -> ResNetConfig:
+    """The architecture that a recipe's section describes.
+
+    Raises:
+        ConfigError: there is no network of its depth.
+    """
     try:
         if model.variant == "cifar":
             return cifar_resnet(model.depth, num_classes, width=model.width, in_channels=in_channels)
@@ -224,7 +229,7 @@ def _checkpoint_task(folder: Path, recipe: RunRecipe, progress: Progress) -> Ima
     ready, written = classifier_config(folder), recipe.model if isinstance(recipe, TrainRecipe) else None
     if written is not None and not (
         isinstance(written, ResNetModel)
-        and _resnet_config(written, ready.model.num_classes, ready.model.in_channels) == ready.model
+        and resnet_config(written, ready.model.num_classes, ready.model.in_channels) == ready.model
     ):
         raise InputError(f"initial = {folder} is of another architecture than [model]; leave [model] out")
     return ImageClassification(recipe, ready, recipe.data, progress)

@@ -8,9 +8,10 @@ backward pass.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Literal, Protocol, runtime_checkable
 
 import torch
 from torch import nn
@@ -46,6 +47,15 @@ class Objective(Protocol):
 
     def __call__(self, model: nn.Module, batch: Batch) -> Loss:
         """Run `model` on `batch`; called with gradients enabled (training) or not (evaluation)."""
+        ...
+
+
+@runtime_checkable
+class WholeStep(Protocol):
+    """An objective whose terms depend on all samples of a step, such as a comparison of each pair with all others."""
+
+    def begin(self, model: nn.Module, micro_batches: Sequence[Batch]) -> None:
+        """Called with a step's micro-batches, on the device; the objective is then called with each, in this order."""
         ...
 
 

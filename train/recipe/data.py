@@ -152,6 +152,34 @@ class SampleData(DataConfig, TrainingSource, Augment):
     most: int = Field(default=1_000_000, ge=1, description="So many images are read at most, of a classifier.")
 
 
+class PairData(DataConfig, Augment):
+    """Images with texts that belong to them."""
+
+    kind: Literal["pairs"] = Field(description="Images, each with a text that belongs to it.")
+    sources: tuple[str, ...] = Field(
+        min_length=1,
+        description="Tables (.jsonl, .parquet, .arrow) with an image and a text a row, .tar files as WebDataset writes "
+        "them, folders of such or of images with a .txt each; or 'builtin:emoji-google', '-twitter' and '-facebook'.",
+    )
+    held_out_sources: tuple[str, ...] = Field(
+        default=(), description="Pairs to evaluate on; by default a share of `sources` is held out."
+    )
+    held_out: float = Field(
+        default=0.1, ge=0, lt=1, description="Share of the texts of `sources` that is held out, with all their images."
+    )
+    column: str | None = Field(default=None, description="Column of tables that holds the images; by default found.")
+    text_column: str | None = Field(
+        default=None, description='Column of tables that holds the texts; by default "text", "caption" or the like.'
+    )
+    height: int = Field(default=32, ge=1, le=1 << 14, description="Rows that images are scaled to.")
+    width: int = Field(default=32, ge=1, le=1 << 14, description="Columns that images are scaled to.")
+    channels: Literal[1, 3] = Field(default=3, description="Channels of images; 1: grey.")
+    max_broken: float = Field(
+        default=0.01, ge=0, le=1, description="Share of the pairs that may be unreadable; they are named and left out."
+    )
+    workers: int = Field(default=4, ge=1, le=256, description="Threads that read and decode.")
+
+
 class FashionData(DataConfig):
     """Fashion-MNIST with random crops, flips and erased squares."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import ClassVar, Literal
 
 from pydantic import Field
@@ -38,3 +39,17 @@ class ResNetModel(Config):
     width_per_group: int = Field(
         default=64, gt=0, description='Channels of a group of a bottleneck\'s 3×3 convolution, of "imagenet".'
     )
+
+
+class TowersModel(Config):
+    """An image network and a text encoder whose vectors of what belongs together lie close."""
+
+    family: ClassVar[FamilyName] = "towers"
+
+    architecture: Literal["towers"] = Field(description="An image network beside a text encoder.")
+    image: ResNetModel = Field(description="The image network; it ends in a vector in place of classes.")
+    text: Path = Field(
+        description="A checkpoint of a text encoder, whose weights the text tower begins with; freeze = ['text.*'] "
+        "keeps them, and its vectors are then computed once."
+    )
+    dimension: int = Field(default=256, gt=0, description="Numbers of a vector.")

@@ -20,11 +20,12 @@ from penjing.train.optim.optimizer import OptimizerConfig
 from penjing.train.optim.schedule import LearningRate
 from penjing.train.parallel.config import ParallelConfig
 from penjing.train.recipe.align import AlgorithmConfig, PromptConfig, RewardConfig
-from penjing.train.recipe.data import ChatData, FashionData, PreferenceData, RolloutData, SampleData, TextData
-from penjing.train.recipe.model import DecoderModel, ResNetModel
+from penjing.train.recipe.data import ChatData, FashionData, PairData, PreferenceData, RolloutData, SampleData, TextData
+from penjing.train.recipe.model import DecoderModel, ResNetModel, TowersModel
 
 Data = Annotated[
-    TextData | ChatData | PreferenceData | RolloutData | FashionData | SampleData, Field(discriminator="kind")
+    TextData | ChatData | PreferenceData | RolloutData | PairData | FashionData | SampleData,
+    Field(discriminator="kind"),
 ]
 _UNITS = {"": 1, "B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 
@@ -32,10 +33,17 @@ _UNITS = {"": 1, "B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "KB": 10**3, 
 class ObjectiveConfig(Config):
     """What is minimised, and what it is told."""
 
-    kind: Literal["cross_entropy", "dpo", "reward"] = Field(
+    kind: Literal["cross_entropy", "dpo", "reward", "clip", "siglip"] = Field(
         default="cross_entropy",
         description='Cross-entropy of the next token or the class; of preferences "dpo" (direct preference '
-        'optimisation) or "reward" (a model that scores answers).',
+        'optimisation) or "reward" (a model that scores answers); of pairs of images and texts "clip" (each among all '
+        'others of a step) or "siglip" (each comparison for itself).',
+    )
+    temperature: float | None = Field(
+        default=None,
+        gt=0,
+        description="Of clip and siglip: what products of vectors are divided by at first, 0.07 or 0.1 by default; it "
+        "is learnt.",
     )
     label_smoothing: float = Field(
         default=0.0,
@@ -59,12 +67,14 @@ class ObjectiveConfig(Config):
         description="Of reward: weight of the squared sum of a pair's scores, which keeps them near 0.",
     )
 
-    @field_validator("label_smoothing", "loss", "beta", "sft", "reference", "centring")
+    @field_validator("temperature", "label_smoothing", "loss", "beta", "sft", "reference", "centring")
     @classmethod
     def _belongs(cls, value: Any, info: ValidationInfo) -> Any:
-        kinds = {"label_smoothing": ("cross_entropy", "dpo"), "centring": ("reward",)}.get(
-            info.field_name or "", ("dpo",)
-        )
+        kinds = {
+            "label_smoothing": ("cross_entropy", "dpo"),
+            "centring": ("reward",),
+            "temperature": ("clip", "siglip"),
+        }.get(info.field_name or "", ("dpo",))
         kind = info.data.get("kind", kinds[0])
         if kind not in kinds and value != cls.model_fields[info.field_name or ""].default:
             raise ValueError(f"is of kind = {' or '.join(map(repr, kinds))}, not of {kind!r}; leave it out")
@@ -196,7 +206,7 @@ class RunRecipe(Config):
 class TrainRecipe(RunRecipe):
     """What `penjing train` reads: a run and the model that it makes."""
 
-    model: Annotated[DecoderModel | ResNetModel, Field(discriminator="architecture")] | None = Field(
+    model: Annotated[DecoderModel | ResNetModel | TowersModel, Field(discriminator="architecture")] | None = Field(
         default=None, description="What is trained from the beginning; with `initial` it comes from that checkpoint."
     )
     prompts: PromptConfig | None = Field(

@@ -28,7 +28,7 @@ def read_table(path: Path, settings: SourceSettings) -> Source:
         SetupError: pyarrow is needed and not installed.
     """
     if path.suffix in (".jsonl", ".ndjson"):
-        rows, classes = _json_rows(path), {}
+        rows, classes = json_rows(path), {}
         names = list(dict.fromkeys(name for row in rows for name in row))
         column = _column(path, names, settings.column, _IMAGES, "column", lambda name: True)
         assert column is not None
@@ -36,7 +36,7 @@ def read_table(path: Path, settings: SourceSettings) -> Source:
         label = _column(path, names, settings.label_column, _LABELS, "label_column", None) if settings.labels else None
         raw = [row.get(label) for row in rows] if label else None
     else:
-        table, classes = _arrow_table(path)
+        table, classes = arrow_table(path)
         names, schema = table.column_names, table.schema
         column = _column(path, names, settings.column, _IMAGES, "column", lambda name: _is_image(schema.field(name)))
         assert column is not None
@@ -67,7 +67,12 @@ class _Lazy(Sequence[Any]):
         return self._at(index)
 
 
-def _json_rows(path: Path) -> list[dict[str, Any]]:
+def json_rows(path: Path) -> list[dict[str, Any]]:
+    """The objects of a file of JSON lines.
+
+    Raises:
+        InputError: it cannot be read, or a line is no object.
+    """
     rows = []
     try:
         with open(path, encoding="utf-8") as file:
@@ -86,8 +91,13 @@ def _json_rows(path: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def _arrow_table(path: Path) -> tuple[Any, dict[str, Sequence[str]]]:
-    """The table, and the classes of each column that Hugging Face's metadata names."""
+def arrow_table(path: Path) -> tuple[Any, dict[str, Sequence[str]]]:
+    """The table of a .parquet or .arrow file, and the classes of each column that Hugging Face's metadata names.
+
+    Raises:
+        InputError: damaged.
+        SetupError: pyarrow is needed and not installed.
+    """
     pa, pq = arrow_module("", path), arrow_module("parquet", path)
     try:
         if path.suffix == ".parquet":

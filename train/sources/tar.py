@@ -15,8 +15,11 @@ from penjing.train.sources.folder import SUFFIXES
 from penjing.train.sources.source import Label, Source, content_digest
 
 
-def read_tar(path: Path, labels: bool) -> Source:
-    """The samples of a tar that is not compressed: an image each, and its class as .cls, .txt or "label" of a .json.
+def read_tar(path: Path, labels: bool, texts: bool = False) -> Source:
+    """The samples of a tar that is not compressed: an image each, and its class as .cls or "label" of a .json.
+
+    Args:
+        texts: in place of classes, what is said of each image: as .txt, or "text" or "caption" of a .json.
 
     Raises:
         InputError: damaged, compressed, without images, or with a class here and none there.
@@ -33,16 +36,17 @@ def read_tar(path: Path, labels: bool) -> Source:
                 key = f"{folder}/{key}"
                 if f".{ending.lower()}" in SUFFIXES:
                     images.append((key, member.offset_data, member.size))
-                elif ending in ("cls", "json") and member.size < 1 << 20:
+                elif ending in ("txt" if texts else "cls", "json") and member.size < 1 << 20:
                     content = file.extractfile(member)
-                    if content is not None and (found := _class(content.read(), ending)) is not None:
+                    read = _text if texts else _class
+                    if content is not None and (found := read(content.read(), ending)) is not None:
                         classes[key] = found
     except (tarfile.TarError, OSError, ValueError, EOFError, RecursionError) as error:
         raise InputError(f"{path} is no whole, uncompressed tar ({error}); unpack it or get it again") from error
     if not images:
         raise InputError(f"{path} holds no images; give a tar with .jpg or .png files")
     keys = [key for key, _, _ in images]
-    if labels and classes and (missing := [key for key in keys if key not in classes]):
+    if labels and not texts and classes and (missing := [key for key in keys if key not in classes]):
         raise InputError(f"{missing[0]} in {path} has no class, others have; add it, or set data.labels = false")
 
     def load(index: int) -> bytes:
@@ -57,7 +61,7 @@ def read_tar(path: Path, labels: bool) -> Source:
         load,
         lambda index: f"{keys[index]} in {path}",
         lambda index: content_digest(load(index)),
-        [classes[key] for key in keys] if labels and classes else None,
+        [classes.get(key, "") for key in keys] if labels and classes else None,
     )
 
 
@@ -69,3 +73,12 @@ def _class(content: bytes, ending: str) -> Label | None:
     if text is None or isinstance(text, bool) or not isinstance(text, str | int):
         return None
     return int(text) if isinstance(text, str) and text.isdigit() else text
+
+
+def _text(content: bytes, ending: str) -> str | None:
+    text: Any = content.decode("utf-8").strip()
+    if ending == "json":
+        found = json.loads(text)
+        found = found if isinstance(found, dict) else {}
+        text = next((found[name] for name in ("text", "caption") if name in found), None)
+    return text if isinstance(text, str) else None

@@ -1,0 +1,1 @@
+"""Networks that see images and read text."""
