@@ -110,8 +110,8 @@ def encoder_rows(scratch: Path, arguments: argparse.Namespace) -> list[Row]:
 
 def quality_rows(artifact: EncoderArtifact, name: str, retrieval: Retrieval, embed: dict[str, Any]) -> list[Row]:
     """Mean cosine to the FP32 graph's embeddings, and the share of queries whose nearest document is the same."""
-    before, after = (embed[each](retrieval.queries + retrieval.documents) for each in ("fp32", name))
-    found = similarity(before, after, EvaluateSettings())
+    before, after = (embed[each](retrieval.texts()) for each in ("fp32", name))
+    found = similarity(before, after, EvaluateSettings(), {"": retrieval})
     unchanged, _ = found.parts
     return [
         _row(artifact, f"{name}/cosine_mean", found.value, "cosine", runs=1),

@@ -29,7 +29,7 @@ def _hashes(folder: Path) -> dict[str, str]:
 
 
 def _held_out(settings: EvaluateSettings) -> int:
-    return 2 * settings.texts
+    return 2 * settings.texts * (1 + len(settings.own))
 
 
 FAMILY = Family(

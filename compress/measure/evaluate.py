@@ -19,7 +19,7 @@ from penjing.compress.decoder.stream import LayerStream
 from penjing.compress.measure.bootstrap import interval, resampled_means
 from penjing.compress.measure.perplexity import evaluation_windows, exponential, own_windows, streamed_losses
 from penjing.compress.samples.data import fitting_images
-from penjing.compress.samples.retrieval import Embeddings, embeddings, nearest, retrieval_set
+from penjing.compress.samples.retrieval import Embeddings, Retrieval, embeddings, nearest, own_retrievals, retrieval_set
 from penjing.core.artifact.base import is_artifact
 from penjing.core.artifact.onnx_classifier import ClassifierArtifact, open_classifier_artifact
 from penjing.core.checkpoint.classifier import ClassifierConfig, load_classifier
@@ -44,8 +44,8 @@ class EvaluateSettings(SourceSettings):
     code_tokens: int = Field(default=4096, ge=0, description="Tokens of source code, for a decoder; 0 leaves it out.")
     own: dict[str, Path] = Field(
         default={},
-        description="Your own held-out texts, for a decoder, by the name that reports give them: UTF-8 files, folders "
-        "of them, and .jsonl files as in data.calibrate.",
+        description="Your own held-out texts, for a decoder or a text encoder, by the name that reports give them: "
+        "UTF-8 files, folders of them, and .jsonl files as in data.calibrate.",
     )
     own_tokens: int = Field(default=8192, ge=64, description="Tokens of each text of your own, at most.")
     window: int = Field(default=512, ge=16, description="Tokens of a window, which starts afresh.")
@@ -64,7 +64,11 @@ class EvaluateSettings(SourceSettings):
         "model's), or FILE.py:FUNCTION (of the outputs and the classes, which gives a number for each sample, larger "
         "where it is better). By default accuracy where the samples have classes, else similarity.",
     )
-    texts: int = Field(default=256, ge=8, description="Held-out paragraphs, for a text encoder.")
+    texts: int = Field(
+        default=256,
+        ge=8,
+        description="Held-out paragraphs, for a text encoder, and at most so many of each text of your own.",
+    )
     resamples: int = Field(default=2000, ge=100, description="Resamples of the bootstrap that gives the intervals.")
     seed: int = Field(default=0, ge=0, description="Seed of the bootstrap.")
 
@@ -124,7 +128,8 @@ class Quality:
         low, high: 95 % bootstrap interval over samples, which are images, texts, or windows of text.
         samples: how many.
         parts: of a perplexity the texts by themselves, in the order of `record`; of a similarity the shares of queries
-            whose nearest document is the model's choice, and the right one; none for images.
+            whose nearest document is the model's choice, and the right one, then of each text of the user's own its
+            mean cosine and the same two shares; none for images.
         record: each sample's outcome as base64: a bit an image, set if it is right; a float32 a window, its mean loss,
             or a text, its cosine. With it two checkpoints are compared sample by sample (`compare`).
     """
@@ -233,10 +238,11 @@ def evaluate_encoder(folder: Path, model: Path, settings: EvaluateSettings, prog
     Raises:
         InputError: either is damaged or computes NaN, or there is less text than asked for.
     """
-    retrieval = retrieval_set(settings.texts)
-    progress.start("embeddings of held-out text", 4 * settings.texts)
-    before, after = (embeddings(each, retrieval, progress) for each in (model, folder))
-    return similarity(before, after, settings)
+    sets = {"": retrieval_set(settings.texts), **own_retrievals(settings.own, settings.texts)}
+    texts = [text for each in sets.values() for text in each.texts()]
+    progress.start("embeddings of held-out text", 2 * len(texts))
+    before, after = (embeddings(each, texts, progress) for each in (model, folder))
+    return similarity(before, after, settings, sets)
 
 
 class OnnxClassifier(nn.Module):
@@ -283,8 +289,13 @@ def accuracy(right: NDArray[np.bool_], settings: EvaluateSettings) -> Quality:
     return Quality("accuracy", float(outcomes.mean()), low, high, len(right), (), record)
 
 
-def similarity(before: Embeddings, after: Embeddings, settings: EvaluateSettings) -> Quality:
-    """The quality of `after` beside `before`, both (2 × queries, hidden) of length 1: queries, then their documents.
+def similarity(
+    before: Embeddings, after: Embeddings, settings: EvaluateSettings, sets: dict[str, Retrieval]
+) -> Quality:
+    """The quality of `after` beside `before`, both (texts, hidden) of length 1, the texts of each of `sets` in turn.
+
+    Args:
+        sets: by the name of the user's text, "" for what comes along.
 
     Raises:
         InputError: a number is NaN or infinite.
@@ -292,15 +303,21 @@ def similarity(before: Embeddings, after: Embeddings, settings: EvaluateSettings
     cosines = (before * after).sum(1).astype(np.float64)
     if not np.isfinite(cosines).all():
         raise InputError("the encoder computes NaN or infinity: it is damaged; get or make it again")
-    count = len(cosines) // 2
-    first, second = (nearest(rows[:count], rows[count:]) for rows in (before, after))
-    parts = (
-        Part("nearest document unchanged", float((first == second).mean()), count),
-        Part("nearest document right", float((second == np.arange(count)).mean()), count),
-    )
+    parts: list[Part] = []
+    begin = 0
+    for name, retrieval in sets.items():
+        count, end = len(retrieval.queries), begin + len(retrieval.texts())
+        if name:
+            parts.append(Part(name, float(cosines[begin:end].mean()), end - begin))
+        if count:
+            first, second = (nearest(x[begin : begin + count], x[begin + count : end]) for x in (before, after))
+            said = f"{name}: " if name else ""
+            parts.append(Part(f"{said}nearest document unchanged", float((first == second).mean()), count))
+            parts.append(Part(f"{said}nearest document right", float((second == np.arange(count)).mean()), count))
+        begin = end
     low, high = interval(resampled_means([cosines], resamples=settings.resamples, seed=settings.seed))
     record = base64.b64encode(cosines.astype(np.float32).tobytes()).decode()
-    return Quality("similarity", float(cosines.mean()), low, high, len(cosines), parts, record)
+    return Quality("similarity", float(cosines.mean()), low, high, len(cosines), tuple(parts), record)
 
 
 def perplexity(losses: dict[str, list[float]], settings: EvaluateSettings) -> Quality:

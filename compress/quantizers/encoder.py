@@ -87,7 +87,7 @@ def quantize(places: Places, step: EncoderQuantize, data: DataSettings, _: Path,
     export_network(stored(network, step.target), partial / MODEL_FILE, {}, step.target)
     probe = retrieval_set(PARITY_TEXTS)
     progress.start("checking the artifact", 1)
-    comparison = EncoderParity(probe.queries + probe.documents, tokenizer)
+    comparison = EncoderParity(probe.texts(), tokenizer)
     parity = comparison.measure(comparison.embedded(network), partial / MODEL_FILE, quantization, step.parity_bound)
     progress.advance()
     write_records(partial, quantization, parity)

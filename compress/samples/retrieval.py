@@ -1,4 +1,4 @@
-"""Paragraphs of Python's help topics, and whether embeddings of their first sentences find them again.
+"""Paragraphs of Python's help topics or of the user, and whether embeddings of their first sentences find them again.
 
 Some paragraphs calibrate a text encoder, others evaluate it: a query is the first sentence of a paragraph, its document
 the paragraph.
@@ -6,7 +6,7 @@ the paragraph.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from penjing.compress.samples.text import CALIBRATE
+from penjing.compress.samples.text import CALIBRATE, EVALUATE
 from penjing.core.artifact.base import is_artifact
 from penjing.core.artifact.onnx_encoder import embed_in_batches, open_encoder_artifact
 from penjing.core.checkpoint.encoder import load_encoder
@@ -33,10 +33,14 @@ SHORTEST = 40  # characters: headings and stray lines are left out
 
 @dataclass(frozen=True)
 class Retrieval:
-    """`queries[i]` is the first sentence of the paragraph `documents[i]`."""
+    """`queries[i]` is the first sentence of the paragraph `documents[i]`; documents without a query come last."""
 
     queries: list[str]
     documents: list[str]
+
+    def texts(self) -> list[str]:
+        """Queries, then documents: the order of the rows of embeddings."""
+        return self.queries + self.documents
 
 
 def calibration_paragraphs(count: int) -> list[str]:
@@ -48,21 +52,24 @@ def calibration_paragraphs(count: int) -> list[str]:
     return _spread(_paragraphs(calibration_text()), count, "data.texts")
 
 
-def own_paragraphs(paths: Sequence[Path], count: int) -> list[str]:
+def own_paragraphs(paths: Sequence[Path], count: int, setting: str = CALIBRATE) -> list[str]:
     """At most `count` of the user's own texts, evenly spread over them: paragraphs of files, lines of JSONL files.
+
+    Args:
+        setting: which names the files, for messages.
 
     Raises:
         InputError: as `read_documents`; a conversation; or all of it is empty.
     """
     found: list[str] = []
-    for document in read_documents(paths, CALIBRATE):
+    for document in read_documents(paths, setting):
         if document.text is None:
             raise InputError(f'{document.name}: text encoders have no conversations; give "text"')
         found += _paragraphs(document.text, shortest=1)
     texts = list(dict.fromkeys(found))
     if not texts:
-        raise InputError(f"{CALIBRATE}: the files hold no text; give some")
-    return _spread(texts, min(count, len(texts)), CALIBRATE)
+        raise InputError(f"{setting}: the files hold no text; give some")
+    return _spread(texts, min(count, len(texts)), setting)
 
 
 def retrieval_set(count: int) -> Retrieval:
@@ -71,20 +78,32 @@ def retrieval_set(count: int) -> Retrieval:
     Raises:
         InputError: the text has fewer.
     """
-    found = [(text.split(". ", 1), text) for text in _paragraphs(heldout_text()) if ". " in text]
-    long = [(parts[0], text) for parts, text in found if min(map(len, parts)) >= SHORTEST // 2]
-    chosen = _spread(long, count, "evaluate.texts")
-    return Retrieval([f"{first}." for first, _ in chosen], [text for _, text in chosen])
+    found = [text for text in _paragraphs(heldout_text()) if _first_sentence(text) is not None]
+    return _with_queries(_spread(found, count, "evaluate.texts"))
 
 
-def embeddings(folder: Path, retrieval: Retrieval, progress: Progress) -> Embeddings:
-    """(2 × queries, hidden), queries first, by the checkpoint or the INT8 artifact in `folder`; a step of progress for
-    each text.
+def own_retrievals(texts: Mapping[str, Path], count: int) -> dict[str, Retrieval]:
+    """The user's own held-out texts by name, at most `count` paragraphs of each; see `own_paragraphs`."""
+    return {name: _with_queries(own_paragraphs([path], count, f"{EVALUATE}.{name}")) for name, path in texts.items()}
+
+
+def _with_queries(texts: list[str]) -> Retrieval:
+    asked = {text: first for text in texts if (first := _first_sentence(text)) is not None}
+    return Retrieval(list(asked.values()), [*asked, *(text for text in texts if text not in asked)])
+
+
+def _first_sentence(text: str) -> str | None:
+    """None where the text is one sentence, or either part is too short to mean something."""
+    first, _, others = text.partition(". ")
+    return f"{first}." if min(len(first), len(others)) >= SHORTEST // 2 else None
+
+
+def embeddings(folder: Path, texts: list[str], progress: Progress) -> Embeddings:
+    """(texts, hidden) by the checkpoint or the INT8 artifact in `folder`; a step of progress for each text.
 
     Raises:
         InputError: damaged, or of another kind.
     """
-    texts = retrieval.queries + retrieval.documents
     if is_artifact(folder):
         artifact = open_encoder_artifact(folder)
         rows = artifact.embed(artifact.session(torch.get_num_threads()), texts)

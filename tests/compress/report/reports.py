@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from penjing.compress.measure.evaluate import EvaluateSettings, accuracy, perplexity, similarity
+from penjing.compress.samples.retrieval import Retrieval
 
 
 def made_up_report(model: str = "build/dense", right: tuple[int, ...] = (190, 178, 188)) -> dict[str, Any]:
@@ -118,7 +119,9 @@ def made_up_int8(family: str) -> dict[str, Any]:
         if family == "encoder":
             angles = np.linspace(0.05, 0.15, 64)[:, None] * number
             before, after = (np.concatenate([np.cos(each), np.sin(each)], 1) for each in (0 * angles, angles))
-            stage["quality"] = asdict(similarity(before, after, EvaluateSettings()))
+            stage["quality"] = asdict(
+                similarity(before, after, EvaluateSettings(), {"": Retrieval(["q"] * 32, ["d"] * 32)})
+            )
     row = {"between": between, "quantity": quantity, "num_values": 320, "largest": 0.07, "mean": 0.004, "same": choice}
     last["quantized"] = {
         "target": "onnxruntime-cpu" if family != "decoder" else "compressed-tensors",
