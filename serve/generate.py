@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from penjing.core.errors import InputError, ServerError
-from penjing.serve.engine.config import Device, EngineConfig, KvDtype
+from penjing.serve.engine.config import Device, EngineConfig, KvDtype, Speculate
 from penjing.serve.engine.request import Request, RequestOutput
 from penjing.serve.runner.load import load_engine
 from penjing.serve.sampling.params import SamplingParams
@@ -51,12 +51,13 @@ def generate_to_terminal(
     chat: bool = False,
     kv_dtype: KvDtype = "auto",
     device: Device = "cpu",
+    speculate: Speculate = "off",
 ) -> None:
     """Stream the answer to standard output; speed and the reason of its end to standard error."""
     params = SamplingParams.from_json(sampling)
     started = time.monotonic()
     first_token_time, last = None, None
-    config = EngineConfig(max_num_sequences=NUM_SEQUENCES, kv_dtype=kv_dtype, device=device)
+    config = EngineConfig(max_num_sequences=NUM_SEQUENCES, kv_dtype=kv_dtype, device=device, speculate=speculate)
     for output in generate_stream(model, text, params, config, chat=chat):
         first_token_time = first_token_time or time.monotonic()
         last = output

@@ -14,7 +14,7 @@ from typing import Any
 from penjing.core.errors import InputError
 from penjing.core.progress import Progress, Silent
 from penjing.core.text.corpus import heldout_tokens
-from penjing.serve.engine.config import Device, EngineConfig, KvDtype
+from penjing.serve.engine.config import Device, EngineConfig, KvDtype, Speculate
 from penjing.serve.engine.engine import LLMEngine
 from penjing.serve.engine.request import Request
 from penjing.serve.runner.load import load_engine
@@ -41,6 +41,7 @@ def bench_engine(
     progress: Progress | None = None,
     kv_dtype: KvDtype = "auto",
     device: Device = "cpu",
+    speculate: Speculate = "off",
 ) -> dict[str, Any]:
     """Load `folder` and measure.
 
@@ -52,7 +53,13 @@ def bench_engine(
     Raises:
         InputError: the folder is no model, or its context or KV cache is shorter than 513 tokens.
     """
-    config = EngineConfig(enable_prefix_caching=False, max_num_sequences=NUM_STREAMS, kv_dtype=kv_dtype, device=device)
+    config = EngineConfig(
+        enable_prefix_caching=False,
+        max_num_sequences=NUM_STREAMS,
+        kv_dtype=kv_dtype,
+        device=device,
+        speculate=speculate,
+    )
     engine = load_engine(folder, config)
     return bench(engine, runs, progress or Silent()) | {"model": str(folder)}
 
@@ -103,6 +110,7 @@ def bench(engine: LLMEngine, runs: int, progress: Progress) -> dict[str, Any]:
             "largest_share_used": max(timing.largest_cache_share for timing in crowd),
             "waste": max(timing.cache_waste for timing in crowd),
         },
+        "speculation": _speculation(engine),
         "runs": runs,
         "scheme": engine.scheme,
         "device": engine.config.device,
@@ -136,6 +144,17 @@ def run_prompts(engine: LLMEngine, prompts: Sequence[Sequence[int]], num_new_tok
     timing.seconds = time.perf_counter() - started
     timing.largest_cache_share = num_used_most / engine.scheduler.blocks.num_usable
     return timing
+
+
+def _speculation(engine: LLMEngine) -> dict[str, Any]:
+    """Of all runs: how many guessed tokens were checked, and how many of them were right."""
+    stats = engine.stats()
+    return {
+        "drafter": engine.config.speculate,
+        "draft_tokens": stats.spec_decode_num_draft_tokens,
+        "accepted_tokens": stats.spec_decode_num_accepted_tokens,
+        "tokens_a_step": stats.generation_tokens / stats.num_steps,
+    }
 
 
 def _percentiles(seconds: list[float]) -> dict[str, float]:

@@ -10,6 +10,7 @@ from penjing.serve.engine.stop import StopStrings
 from penjing.serve.sampling.choice import Choice, Chooser, Wanted
 from penjing.serve.sampling.constraint import Constraint
 from penjing.serve.sampling.params import SamplingParams
+from penjing.serve.sampling.sampler import GREEDY_BELOW
 
 PROMPT_TAIL = 8  # prompt tokens that the detokenizer sees, for the space before the first word
 
@@ -68,6 +69,16 @@ class Answer:
     def constraint(self) -> Constraint | None:
         """What holds the answer to a form, if anything does."""
         return self._constraint
+
+    @property
+    def room(self) -> int:
+        """Tokens that may still come, 1 at least while the answer goes on."""
+        return self._max_output_tokens - self.sequence.num_output_tokens
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the most likely token is taken each time."""
+        return self._params.temperature < GREEDY_BELOW
 
     def largest_suffices(self) -> bool:
         """Whether the largest logit alone decides about the next token."""

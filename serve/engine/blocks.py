@@ -99,6 +99,15 @@ class BlockManager:
         table.extend(self._take_free() for _ in range(missing))
         return True
 
+    def trim(self, sequence: Sequence) -> None:
+        """Give back the blocks behind those that the tokens of `sequence` need: guesses that did not come had them."""
+        table, kept = sequence.block_table, self.blocks_for(sequence.num_tokens)
+        if len(table) > kept:
+            for block in reversed(table[kept:]):
+                self._drop(block)
+            del table[kept:]
+            sequence.table_version += 1
+
     def publish(self, sequence: Sequence) -> None:
         """Offer the full blocks of computed tokens to the prefix cache; call it after they are computed, not before.
 

@@ -10,6 +10,7 @@ from penjing.core.config import Config
 
 KvDtype = Literal["auto", "float32", "float16", "bfloat16", "int8"]
 Device = Literal["auto", "cpu", "cuda"]
+Speculate = Literal["off", "lookup"]
 
 
 class EngineConfig(Config):
@@ -95,6 +96,13 @@ class EngineConfig(Config):
         description="Seconds between two responses of a server's stream, at least; what comes meanwhile is joined. The "
         "first token and the end of an answer never wait. A response costs about a millisecond of processor time; 0 "
         "sends each token at once.",
+    )
+
+    speculate: Speculate = Field(
+        default="off",
+        description="Guess the next tokens of answers and check several in one step; no token changes. lookup: what "
+        "followed the same tokens in prompt or answer before, and what the form of a guided answer forces. How many "
+        "are checked follows from what they cost and how often they come true, none where that does not pay.",
     )
 
     @model_validator(mode="after")

@@ -15,16 +15,18 @@ from penjing.serve.engine.blocks import BlockManager
 from penjing.serve.engine.config import EngineConfig
 from penjing.serve.engine.invariants import Snapshot, check_invariants
 from penjing.serve.engine.pace import Pace
-from penjing.serve.engine.prepare import PreparedRequest, Preparer
+from penjing.serve.engine.prepare import PreparedRequest, Preparer, overload_reason
 from penjing.serve.engine.request import FinishReason, Request, RequestOutput
-from penjing.serve.engine.scheduler import RESERVED_PART, Scheduler, largest_window
-from penjing.serve.engine.sequence import Batch, Sequence
+from penjing.serve.engine.scheduler import Scheduler, largest_window
+from penjing.serve.engine.sequence import Batch, Sequence, SequenceChunk
+from penjing.serve.engine.speculation import Speculation, without_drafts
 from penjing.serve.engine.stats import EngineStats, Samples
 from penjing.serve.sampling.choice import NOT_FINITE, Choice, StepScores, Wanted, choose_rows
 from penjing.serve.sampling.constraint import Constraints
 
 if TYPE_CHECKING:
     from penjing.core.checkpoint.load import LoadedModel
+    from penjing.serve.speculate.rows import StepCosts
 
 MAX_RETRY_SECONDS = 60
 NOT_FINITE_WORDS = "the model's logits are not finite numbers for this input (an overflow or damaged weights)"
@@ -53,13 +55,16 @@ class LLMEngine:
     that fails ends with an output whose `finish_reason` is "error"; the others go on.
     """
 
-    def __init__(self, loaded: LoadedModel, config: EngineConfig, runner: ModelRunner) -> None:
+    def __init__(
+        self, loaded: LoadedModel, config: EngineConfig, runner: ModelRunner, costs: StepCosts | None = None
+    ) -> None:
         """`penjing.serve.runner.load` builds one around a model or a folder.
 
         Args:
             loaded: of it the architecture and the tokenizer are kept, not the model.
             config: resolved: nothing in it is "auto" or None.
             runner: holds the model, and a KV cache of `config.num_blocks` blocks.
+            costs: of its steps, where `config.speculate` is not "off".
         """
         self.config, self.runner = config, runner
         assert self.config.num_blocks is not None
@@ -84,6 +89,11 @@ class LLMEngine:
         self._num_prompt_tokens = 0
         self._num_generated_tokens = 0
         self._num_steps = 0
+        self._num_draft_tokens = self._num_accepted_tokens = 0
+        self.speculation: Speculation | None = None
+        if config.speculate != "off":
+            assert costs is not None, "guesses are weighed against what steps cost"
+            self.speculation = Speculation(config.speculate, costs)
         self._finished: dict[FinishReason, int] = {"stop": 0, "length": 0, "abort": 0, "error": 0}
         self._tokens_per_second = 0.0  # a running mean, for the back-off hint
 
@@ -94,22 +104,10 @@ class LLMEngine:
     def check_admission(self, prepared: PreparedRequest, pending_requests: int = 0, pending_tokens: int = 0) -> None:
         """Raise OverloadedError if too much waits; `pending_…` is what waits outside the engine. A request counts once
         for each of its `n` sequences."""
-        waiting = self.scheduler.num_waiting + pending_requests
+        reason = overload_reason(self.scheduler, self.config, prepared, pending_requests, pending_tokens)
+        if reason is None:
+            return
         tokens = self.scheduler.num_waiting_tokens + pending_tokens
-        if waiting == 0:
-            return
-        limits = self.config
-        most = limits.max_waiting_requests
-        left = most // RESERVED_PART
-        own = self.scheduler.waiting.num_of(prepared.request.key) if prepared.request.key else 0
-        if waiting + prepared.request.params.n > most:
-            reason = f"{waiting} sequences wait and max_waiting_requests={most}"
-        elif own and own + prepared.request.params.n > most - left:
-            reason = f"{own} sequences of this key wait, and {left} places of {most} are left to others"
-        elif tokens + len(prepared.prompt_ids) > limits.max_waiting_tokens:
-            reason = f"{tokens} tokens wait and max_waiting_tokens={limits.max_waiting_tokens}"
-        else:
-            return
         seconds = tokens / self._tokens_per_second if self._tokens_per_second else 1.0
         raise OverloadedError(
             f"the engine is overloaded: {reason}; retry in {min(max(1, math.ceil(seconds)), MAX_RETRY_SECONDS)} s"
@@ -179,7 +177,10 @@ class LLMEngine:
         """Compute one batch; what it adds to each of its answers."""
         started = time.monotonic()
         num_answers = self.scheduler.num_answering()
-        batch = self.scheduler.schedule(self._pace.prompt_tokens(num_answers))
+        drafts = self.speculation.propose(self.scheduler.running, self._answers) if self.speculation else None
+        batch = self.scheduler.schedule(self._pace.prompt_tokens(num_answers), drafts)
+        num_drafted = sum(len(chunk.sequence.draft) for chunk in batch.chunks)
+        self._num_draft_tokens += num_drafted
         if not batch.chunks:
             assert not self.scheduler.has_work(), "work, but nothing can be scheduled"
             return []
@@ -191,8 +192,9 @@ class LLMEngine:
         self._num_steps += 1
         self.samples.iteration_tokens_total.append(batch.num_tokens)
         seconds = max(time.monotonic() - started, 1e-6)
-        rate = batch.num_tokens / seconds
-        self._pace.observe(batch.num_tokens - min(num_answers, batch.num_tokens), num_answers, seconds)
+        rate = (batch.num_tokens - num_drafted) / seconds
+        num_prompt_tokens = batch.num_tokens - num_drafted - num_answers
+        self._pace.observe(max(num_prompt_tokens, 0), num_answers, seconds)
         self._tokens_per_second += 0.1 * (rate - self._tokens_per_second)
         return outputs
 
@@ -212,6 +214,8 @@ class LLMEngine:
             num_preemptions=scheduler.num_preemptions,
             prompt_tokens=self._num_prompt_tokens,
             generation_tokens=self._num_generated_tokens,
+            spec_decode_num_draft_tokens=self._num_draft_tokens,
+            spec_decode_num_accepted_tokens=self._num_accepted_tokens,
             num_steps=self._num_steps,
             request_success={str(reason): count for reason, count in self._finished.items()},
         )
@@ -237,7 +241,9 @@ class LLMEngine:
             scores, ready = self.runner.run(batch, self._largest_suffices(batch))
         finally:
             errors = {sequence: future.exception() for sequence, future in masks.items()}
-        choices = choose_rows(self._wanted(ready), scores)
+        numbers, checked = without_drafts(ready)
+        ready = [ready[number] for number in numbers]
+        choices = choose_rows(self._wanted(ready), scores, numbers)
         outputs: list[RequestOutput] = []
         failed = {sequence for sequence, choice in zip(ready, choices, strict=True) if choice.token == NOT_FINITE}
         if failed:
@@ -258,6 +264,45 @@ class LLMEngine:
                 self._answers[sequence].push_score(choice)
             else:
                 outputs.append(self._take_token(sequence, choice, now))
+        return [*outputs, *self._check_drafts(checked, scores, now)] if checked else outputs
+
+    def _check_drafts(self, rows: dict[Sequence, int], scores: StepScores, now: float) -> list[RequestOutput]:
+        """Take the tokens behind guesses that came, each as it would have been taken in a step of its own.
+
+        Args:
+            rows: the first row of each sequence with a draft, whose token has been taken; those of its draft follow.
+        """
+        outputs: list[RequestOutput] = []
+        going, depth = dict(rows), 0
+        while going:
+            going = {
+                sequence: row
+                for sequence, row in going.items()
+                if sequence in self._answers
+                and depth < len(sequence.draft)
+                and sequence.token_ids[-1] == sequence.draft[depth]
+            }
+            depth += 1
+            for sequence in list(going):
+                constraint = self._answers[sequence].constraint
+                try:
+                    if constraint is not None:
+                        constraint.fill()
+                except RequestError as error:
+                    del going[sequence]
+                    outputs += self._end_all([sequence], "error", str(error))
+            wanted = [self._answers[sequence].wanted() for sequence in going]
+            choices = choose_rows(wanted, scores, [row + depth for row in going.values()])
+            for sequence, choice in zip(going, choices, strict=True):
+                if choice.token == NOT_FINITE:
+                    outputs += self._end_all([sequence], "error", NOT_FINITE_WORDS)
+                    continue
+                self._num_accepted_tokens += 1
+                self.scheduler.advance(Batch([SequenceChunk(sequence, 1)], 1))
+                outputs.append(self._take_token(sequence, choice, now))
+        for sequence in rows:
+            if sequence in self._answers:
+                self.scheduler.settle(sequence)
         return outputs
 
     def _wanted(self, ready: list[Sequence]) -> list[Wanted]:
@@ -298,6 +343,7 @@ class LLMEngine:
         """Find whose fault a failed batch was: what fails alone too ends with an error."""
         outputs: list[RequestOutput] = []
         for chunk in batch.chunks:
+            self.scheduler.settle(chunk.sequence)
             try:
                 outputs += self._compute(Batch([chunk], chunk.num_tokens))
             except Exception as own_error:
@@ -335,6 +381,8 @@ class LLMEngine:
 
     def _forget(self, sequence: Sequence, reason: FinishReason) -> None:
         self.scheduler.finish(sequence)
+        if self.speculation is not None:
+            self.speculation.forget(sequence)
         del self._answers[sequence]
         self._finished[reason] += 1
         siblings = self._active[sequence.request_id]

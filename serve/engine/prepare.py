@@ -6,7 +6,9 @@ from dataclasses import dataclass
 
 from penjing.core.errors import RequestError
 from penjing.core.text.tokenizer import Tokenizer
+from penjing.serve.engine.config import EngineConfig
 from penjing.serve.engine.request import Request
+from penjing.serve.engine.scheduler import RESERVED_PART, Scheduler
 from penjing.serve.sampling.constraint import Constraint, Constraints
 
 
@@ -85,3 +87,24 @@ class Preparer:
                 f"the prompt has {num_tokens} tokens; with a context of {self._max_model_len} at most "
                 f"{self._max_model_len - 1} leave room for an answer: shorten it"
             )
+
+
+def overload_reason(
+    scheduler: Scheduler, limits: EngineConfig, prepared: PreparedRequest, pending_requests: int, pending_tokens: int
+) -> str | None:
+    """Why `prepared` must not wait beside what waits already in `scheduler` and outside of it; None: it may."""
+    waiting = scheduler.num_waiting + pending_requests
+    tokens = scheduler.num_waiting_tokens + pending_tokens
+    if waiting == 0:
+        return None
+    most = limits.max_waiting_requests
+    left = most // RESERVED_PART
+    request = prepared.request
+    own = scheduler.waiting.num_of(request.key) if request.key else 0
+    if waiting + request.params.n > most:
+        return f"{waiting} sequences wait and max_waiting_requests={most}"
+    if own and own + request.params.n > most - left:
+        return f"{own} sequences of this key wait, and {left} places of {most} are left to others"
+    if tokens + len(prepared.prompt_ids) > limits.max_waiting_tokens:
+        return f"{tokens} tokens wait and max_waiting_tokens={limits.max_waiting_tokens}"
+    return None

@@ -11,6 +11,7 @@ starves.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from penjing.serve.engine.blocks import NULL_BLOCK, BlockManager
@@ -76,12 +77,14 @@ class Scheduler:
         """Running sequences that only lack their next token."""
         return sum(sequence.num_computed_tokens + 1 == len(sequence.token_ids) for sequence in self.running)
 
-    def schedule(self, prompt_tokens: int | None = None) -> Batch:
+    def schedule(self, prompt_tokens: int | None = None, drafts: Mapping[Sequence, list[int]] | None = None) -> Batch:
         """The next step's batch; empty only when there is no work.
 
         Args:
             prompt_tokens: at most so many are of prompts (or of answers that are computed again), at least 1; None: as
                 many as the step can take. The next token of each running answer comes first.
+            drafts: guesses behind the last token of running answers. They get what is left of budget and blocks; those
+                that do are the `draft` of their sequence until `settle`.
         """
         chunks: list[SequenceChunk] = []
         num_preemptions, running, blocks = self.num_preemptions, self.running, self.blocks
@@ -113,7 +116,29 @@ class Scheduler:
             index += 1
         if self.waiting and self.num_preemptions == num_preemptions:
             self._admit(chunks, budget + kept)
-        return Batch(chunks, sum(num_tokens for _, num_tokens in chunks))
+        num_tokens = sum(num_tokens for _, num_tokens in chunks)
+        if drafts:
+            num_tokens += self._take_drafts(chunks, drafts, self.max_num_batched_tokens - num_tokens)
+        return Batch(chunks, num_tokens)
+
+    def _take_drafts(self, chunks: list[SequenceChunk], drafts: Mapping[Sequence, list[int]], budget: int) -> int:
+        """How many tokens of `drafts` the step computes besides."""
+        blocks, taken = self.blocks, 0
+        for sequence, num_tokens in chunks:
+            draft = drafts.get(sequence)
+            if draft is None or sequence.num_computed_tokens + num_tokens < sequence.num_tokens:
+                continue
+            draft = draft[: budget - taken]
+            if not blocks.grow(sequence, sequence.num_tokens + len(draft)):
+                draft = draft[: len(sequence.block_table) * blocks.block_size - sequence.num_tokens]
+            sequence.draft = draft
+            taken += len(draft)
+        return taken
+
+    def settle(self, sequence: Sequence) -> None:
+        """The step is over: what its draft did not gain is forgotten."""
+        sequence.draft = []
+        self.blocks.trim(sequence)
 
     def _most_of(self, sequence: Sequence) -> int:
         return MAX_SCORED_TOKENS if sequence.scores_prompt else self.max_num_batched_tokens

@@ -17,6 +17,7 @@ class Sequence:
     __slots__ = (
         "block_hashes",
         "block_table",
+        "draft",
         "fork_of",
         "forks",
         "index",
@@ -49,6 +50,7 @@ class Sequence:
         self.priority = priority  # lower numbers first
         self.token_ids = list(prompt_ids)
         self.num_prompt_tokens = len(prompt_ids)
+        self.draft: list[int] = []  # guessed tokens behind the last one that this step checks
         self.score_from = len(prompt_ids)  # first prompt token whose probability is still wanted; there: none
         self.num_computed_tokens = 0
         self.num_cached_tokens = 0  # found in the prefix cache when first admitted
@@ -81,14 +83,15 @@ class Sequence:
 
 
 class SequenceChunk(NamedTuple):
-    """`num_tokens` tokens of `sequence` to compute in a step, from its `num_computed_tokens` on."""
+    """`num_tokens` tokens of `sequence` to compute in a step, from its `num_computed_tokens` on, then its
+    `draft`."""
 
     sequence: Sequence
     num_tokens: int
 
 
 class Batch(NamedTuple):
-    """What one step computes; `num_tokens` over all chunks."""
+    """What one step computes; `num_tokens` over all chunks and drafts."""
 
     chunks: list[SequenceChunk]
     num_tokens: int

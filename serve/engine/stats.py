@@ -23,6 +23,8 @@ class EngineStats:
     num_preemptions: int
     prompt_tokens: int  # of requests that were admitted
     generation_tokens: int
+    spec_decode_num_draft_tokens: int  # guessed tokens that steps have checked
+    spec_decode_num_accepted_tokens: int  # of them those that came
     num_steps: int
     request_success: dict[str, int]  # finished sequences by finish reason
 

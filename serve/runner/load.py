@@ -8,6 +8,7 @@ from penjing.core.checkpoint.load import LoadedModel, load_model
 from penjing.core.models.decoder import Decoder
 from penjing.serve.engine.config import EngineConfig
 from penjing.serve.engine.engine import LLMEngine, ModelRunner
+from penjing.serve.runner.costs import measure_costs
 from penjing.serve.runner.device import find_device, free_device_memory, resolve_device
 from penjing.serve.runner.kv_pool import available_memory, resolve
 from penjing.serve.runner.runner import Runner
@@ -36,7 +37,8 @@ def make_engine(loaded: LoadedModel, config: EngineConfig | None = None) -> LLME
     config = resolve_device(config or EngineConfig(), loaded.config)
     available = available_memory() if config.device == "cpu" else free_device_memory(loaded.model, config)
     config = resolve(config, loaded.config, available)
-    return LLMEngine(loaded, config, make_runner(loaded.model, config))
+    runner = make_runner(loaded.model, config)
+    return LLMEngine(loaded, config, runner, None if config.speculate == "off" else measure_costs(runner, config))
 
 
 def make_runner(model: Decoder, config: EngineConfig) -> ModelRunner:

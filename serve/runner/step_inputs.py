@@ -83,20 +83,26 @@ class StepInputs:
 
     def fill(self, batch: Batch) -> list[Sequence]:
         """Write the step's inputs into the buffers; for each row whose logits are wanted, in order, its sequence: a
-        prompt that is scored has several."""
+        prompt that is scored has several, and so has an answer with a draft."""
         size, ready = self.block_size, []
         token_ids, positions, slots = self._token_ids, self._positions, self._slots
         row = 0
         for i, (sequence, num_tokens) in enumerate(batch.chunks):
             start = sequence.num_computed_tokens
             end = start + num_tokens
+            last = end == len(sequence.token_ids)
+            if sequence.draft:
+                token_ids[row + num_tokens : row + num_tokens + len(sequence.draft)] = sequence.draft
+                end += len(sequence.draft)
+                num_tokens += len(sequence.draft)
             if num_tokens == 1:
                 token_ids[row] = sequence.token_ids[start]
                 positions[row] = start
                 slots[row] = sequence.block_table[start // size] * size + start % size
             else:
                 position = np.arange(start, end)
-                token_ids[row : row + num_tokens] = sequence.token_ids[start:end]
+                given = sequence.token_ids[start:end]
+                token_ids[row : row + len(given)] = given
                 positions[row : row + num_tokens] = position
                 first = start // size
                 blocks = np.array(sequence.block_table[first : (end - 1) // size + 1], dtype=np.int64)
@@ -110,9 +116,10 @@ class StepInputs:
                 for position in range(first, min(end, sequence.num_prompt_tokens - 1)):
                     self._logit_rows[len(ready)] = row - end + position
                     ready.append(sequence)
-            if end == len(sequence.token_ids):
-                self._logit_rows[len(ready)] = row - 1
-                ready.append(sequence)
+            if last:
+                for behind in range(len(sequence.draft) + 1):
+                    self._logit_rows[len(ready)] = row - 1 - len(sequence.draft) + behind
+                    ready.append(sequence)
         return ready
 
     def pad(self, num_sequences: int, padded: int) -> None:

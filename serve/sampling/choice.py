@@ -160,23 +160,26 @@ class Wanted(NamedTuple):
     num_others: int = 0
 
 
-def choose_rows(wanted: Sequence[Wanted], scores: StepScores) -> list[Choice]:
-    """A choice for each row of a step."""
+def choose_rows(wanted: Sequence[Wanted], scores: StepScores, numbers: Sequence[int] | None = None) -> list[Choice]:
+    """A choice for each row of a step, or for those of `numbers`."""
     if not wanted:
         return []
     logits_RV = scores.logits_RV
     if logits_RV is None:
         assert scores.values_R is not None
         assert scores.ids_R is not None
-        finite = np.isfinite(scores.values_R).tolist()
-        return [
-            Choice(token if good else NOT_FINITE) for token, good in zip(scores.ids_R.tolist(), finite, strict=True)
-        ]
+        values, ids = scores.values_R, scores.ids_R
+        if numbers is not None:
+            values, ids = values[numbers], ids[numbers]
+        finite = np.isfinite(values).tolist()
+        return [Choice(token if good else NOT_FINITE) for token, good in zip(ids.tolist(), finite, strict=True)]
+    if numbers is None:
+        numbers = range(len(logits_RV))
     extension = cpu_extension()
     if extension is None:
-        return [_by_numpy(each, logits_V) for each, logits_V in zip(wanted, logits_RV, strict=True)]
+        return [_by_numpy(each, logits_RV[number]) for each, number in zip(wanted, numbers, strict=True)]
     rows = [_row(each) for each in wanted]
-    sample_rows(extension, [row for row, _ in rows], logits_RV, range(len(rows)))
+    sample_rows(extension, [row for row, _ in rows], logits_RV, numbers)
     return [kept.choice(row) for row, kept in rows]
 
 

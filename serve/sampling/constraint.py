@@ -47,6 +47,14 @@ class Constraint:
         self._raise_error()
         return self._matcher.is_stopped()
 
+    def forced(self) -> list[int]:
+        """The tokens that follow in any case, as the tokenizer would cut them; often none."""
+        return list(self._matcher.compute_ff_tokens())
+
+    def num_allowed(self, token_ids: list[int]) -> int:
+        """How many of `token_ids` may follow, one after the other."""
+        return int(self._matcher.validate_tokens(token_ids))
+
     def _raise_error(self) -> None:
         if self._matcher.is_error():
             raise RequestError(f"the answer cannot be held to its form (guided): {_reason(self._matcher)}")

@@ -22,6 +22,8 @@ COUNTERS = {
     "num_preemptions": "Sequences that lost their place and are computed again.",
     "prompt_tokens": "Prompt tokens of accepted requests.",
     "generation_tokens": "Tokens generated.",
+    "spec_decode_num_draft_tokens": "Guessed tokens that steps have checked.",
+    "spec_decode_num_accepted_tokens": "Guessed tokens that were right.",
 }
 FINISHED = "request_success"  # vLLM's name; the label tells how the sequence ended
 FINISH_REASONS = ("stop", "length", "abort", "error")

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Ids
 from dataclasses import dataclass
+from random import Random
 
 from penjing.serve.engine.blocks import BlockManager
 from penjing.serve.engine.invariants import Snapshot, check_invariants
 from penjing.serve.engine.scheduler import Scheduler
-from penjing.serve.engine.sequence import Batch, Sequence
+from penjing.serve.engine.sequence import Batch, Sequence, SequenceChunk
 
 NUM_TOKENS = 3  # a small vocabulary, so that different sequences often share their beginnings
 
@@ -58,6 +59,7 @@ class Harness:
         self.keys: dict[Sequence, list[int]] = {}
         self.num_added = 0
         self.num_computed = 0
+        self.num_accepted = 0
 
     def fits(self, num_tokens: int) -> bool:
         return self.scheduler.peak_blocks(num_tokens) <= self.blocks.num_usable
@@ -77,12 +79,16 @@ class Harness:
         self.scheduler.add(first)
         return sequences
 
-    def step(self, prompt_tokens: int | None = None) -> Batch:
-        """One step of the engine: schedule, compute, advance, append, finish. Checks contents and progress."""
+    def step(self, prompt_tokens: int | None = None, random: Random | None = None) -> Batch:
+        """One step of the engine: schedule, compute, advance, append, finish. Checks contents and progress.
+
+        With `random`, running answers have drafts, whose tokens are right at times.
+        """
         oldest = self.scheduler.running[0] if self.scheduler.running else None
         num_preemptions = self.scheduler.num_preemptions
         answering = {s for s in self.scheduler.running if s.num_computed_tokens + 1 == s.num_tokens}
-        batch = self.scheduler.schedule(prompt_tokens)
+        drafts = {} if random is None else {s: self._guess(s, random) for s in answering}
+        batch = self.scheduler.schedule(prompt_tokens, drafts)
         if self.scheduler.num_preemptions == num_preemptions:
             assert answering <= {chunk.sequence for chunk in batch.chunks}, "no running answer misses its token"
         if prompt_tokens is not None:
@@ -91,20 +97,42 @@ class Harness:
             assert batch.chunks, "work, but nothing is computed"
         if oldest is not None:
             assert batch.chunks[0].sequence is oldest, "the sequence that was admitted first always advances"
-        assert batch.num_tokens == sum(chunk.num_tokens for chunk in batch.chunks)
+        num_drafted = sum(len(chunk.sequence.draft) for chunk in batch.chunks)
+        assert batch.num_tokens == num_drafted + sum(chunk.num_tokens for chunk in batch.chunks)
         assert batch.num_tokens <= self.setup.max_num_batched_tokens
         for sequence, num_tokens in batch.chunks:
             self._compute(sequence, num_tokens)
         self.scheduler.advance(batch)
         for sequence, _ in batch.chunks:
-            if sequence.num_computed_tokens == sequence.num_tokens:
-                sequence.token_ids.append(self.keys[sequence][-1] % NUM_TOKENS)
-                if sequence.num_tokens == self.goals[sequence]:
-                    answer = sequence.token_ids[sequence.num_prompt_tokens :]
-                    prompt = sequence.token_ids[: sequence.num_prompt_tokens]
-                    assert answer == expected_answer(prompt, len(answer))
-                    self.finish(sequence)
+            if sequence.num_computed_tokens < sequence.num_tokens:
+                continue
+            self._take(sequence)
+            for guessed in sequence.draft:
+                if sequence not in self.goals or sequence.token_ids[-1] != guessed:
+                    break
+                self.num_accepted += 1
+                self.scheduler.advance(Batch([SequenceChunk(sequence, 1)], 1))
+                self._take(sequence)
+            if sequence in self.goals:
+                self.scheduler.settle(sequence)
+                held = self.blocks.blocks_for(sequence.num_tokens)
+                assert len(sequence.block_table) <= held, "blocks of guesses that did not come are given back"
         return batch
+
+    def _take(self, sequence: Sequence) -> None:
+        """Append the next token of the answer, which may be its last."""
+        key = self.keys[sequence][sequence.num_computed_tokens - 1]
+        sequence.token_ids.append(key % NUM_TOKENS)
+        if sequence.num_tokens == self.goals[sequence]:
+            answer = sequence.token_ids[sequence.num_prompt_tokens :]
+            prompt = sequence.token_ids[: sequence.num_prompt_tokens]
+            assert answer == expected_answer(prompt, len(answer))
+            self.finish(sequence)
+
+    def _guess(self, sequence: Sequence, random: Random) -> list[int]:
+        most = min(self.goals[sequence] - sequence.num_tokens - 1, random.randrange(8))
+        right = expected_answer(sequence.token_ids, max(most, 0))
+        return [token if random.random() < 0.8 else (token + 1) % NUM_TOKENS for token in right]
 
     def failed_step(self, victim: int) -> None:
         """The runner fails before anything is computed, because of one sequence, which ends."""
@@ -135,8 +163,12 @@ class Harness:
         size, table, keys = self.blocks.block_size, sequence.block_table, self.keys[sequence]
         start, end = sequence.num_computed_tokens, sequence.num_computed_tokens + num_tokens
         assert 0 < num_tokens <= sequence.num_tokens - start
+        assert not sequence.draft or end == sequence.num_tokens
+        end += len(sequence.draft)
+        token_ids = [*sequence.token_ids, *sequence.draft]
+        del keys[start:]
         for position in range(len(keys), end):
-            keys.append(next_key(keys[-1] if keys else 0, sequence.token_ids[position]))
+            keys.append(next_key(keys[-1] if keys else 0, token_ids[position]))
         for position in range(start, end):
             block = table[position // size]
             assert block != 0, "a token is written to the null block"

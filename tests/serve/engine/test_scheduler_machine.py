@@ -31,6 +31,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     num_operations: ClassVar[int] = 0
     num_preemptions: ClassVar[int] = 0
     num_hits: ClassVar[int] = 0
+    num_accepted: ClassVar[int] = 0
 
     harness: Harness
 
@@ -42,9 +43,9 @@ class SchedulerMachine(RuleBasedStateMachine):
     def add(self, seed: int) -> None:
         self._add(Random(seed))
 
-    @rule(prompt_tokens=st.none() | st.integers(1, 20))
-    def step(self, prompt_tokens: int | None) -> None:
-        self._step(prompt_tokens)
+    @rule(prompt_tokens=st.none() | st.integers(1, 20), seed=st.none() | st.integers(0, 2**32))
+    def step(self, prompt_tokens: int | None, seed: int | None) -> None:
+        self._step(prompt_tokens, None if seed is None else Random(seed))
 
     @rule(victim=st.integers(0, 7))
     def abort(self, victim: int) -> None:
@@ -62,7 +63,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             if choice < 0.25 and len(self.harness.goals) < 12:
                 self._add(random)
             elif choice < 0.90:
-                self._step(random.choice([None, 1, 3, 7]))
+                self._step(random.choice([None, 1, 3, 7]), random.choice([None, random]))
             elif choice < 0.96:
                 self._abort(random.randrange(8))
             else:
@@ -79,6 +80,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.harness.drain()
             SchedulerMachine.num_preemptions += self.harness.scheduler.num_preemptions
             SchedulerMachine.num_hits += self.harness.scheduler.prefix_hits
+            SchedulerMachine.num_accepted += self.harness.num_accepted
 
     def _add(self, random: Random) -> None:
         setup = self.harness.setup
@@ -92,8 +94,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.harness.add(prompt[:length], num_output_tokens, n, key, priority)
         self._count()
 
-    def _step(self, prompt_tokens: int | None) -> None:
-        self.harness.step(prompt_tokens)
+    def _step(self, prompt_tokens: int | None, random: Random | None) -> None:
+        self.harness.step(prompt_tokens, random)
         self._count()
 
     def _abort(self, victim: int) -> None:
@@ -112,7 +114,8 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 
 def run_machine(num_examples: int) -> None:
-    SchedulerMachine.num_operations = SchedulerMachine.num_preemptions = SchedulerMachine.num_hits = 0
+    SchedulerMachine.num_operations = SchedulerMachine.num_preemptions = 0
+    SchedulerMachine.num_hits = SchedulerMachine.num_accepted = 0
     run_state_machine_as_test(
         SchedulerMachine,
         settings=settings(
@@ -130,6 +133,7 @@ def test_100_000_random_operations_keep_every_invariant_and_leak_nothing() -> No
     assert SchedulerMachine.num_operations >= 100_000
     assert SchedulerMachine.num_preemptions > 1000, "the machine must reach preemption"
     assert SchedulerMachine.num_hits > 1000, "the machine must reach prefix hits"
+    assert SchedulerMachine.num_accepted > 1000, "the machine must reach guesses that come true"
 
 
 @pytest.mark.full

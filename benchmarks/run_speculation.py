@@ -1,0 +1,164 @@
+"""Measure guessed tokens (`speculate=lookup`) beside none, for kinds of requests, in process; appends rows.
+
+    python benchmarks/run_speculation.py                                # some minutes
+    python benchmarks/run_speculation.py build/smollm2-int4 --rounds 5
+
+`one_stream_KIND_CHOICE` are tokens a second behind an answer's first token, beside an engine that guesses nothing;
+`tokens_a_step_…` counts tokens and not seconds, so that a busy machine does not change it. Both engines get the same
+requests in turns, and their answers must be equal. Summaries, questions and code have their text from Python's own
+help and library; chats have none.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fnmatch
+import shutil
+import sys
+import textwrap
+import time
+from collections.abc import Callable
+from inspect import getsource
+from pathlib import Path
+from pydoc_data.topics import topics
+from statistics import median
+from typing import Any, NamedTuple
+
+from lib.models import add_arguments, make_models, say, warn_if_busy
+from lib.rows import RESULTS, Row, append, new_row
+
+from penjing.core.cli import guarded
+from penjing.core.errors import ServerError
+from penjing.serve.engine.config import EngineConfig, Speculate
+from penjing.serve.engine.engine import LLMEngine
+from penjing.serve.engine.request import Request
+from penjing.serve.runner.load import load_engine
+from penjing.serve.sampling.params import SamplingParams
+
+NEW_TOKENS = 96
+CHOICES: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0.0},
+    "sampled": {"temperature": 0.7, "top_k": 40, "seed": 1},
+}
+FUNCTIONS: tuple[Callable[..., Any], ...] = (textwrap.dedent, textwrap.indent, fnmatch.filter, shutil.move)
+CHATS = (
+    "Tell me about your favourite season and why you like it.",
+    "How do I learn to play the guitar as an adult?",
+    "What should I cook tonight with rice, eggs and spinach?",
+    "Write a short letter to a friend who moved to another country.",
+)
+FORM = {
+    "type": "object",
+    "properties": {
+        "name_of_the_person": {"type": "string", "maxLength": 20},
+        "is_a_registered_member": {"type": "boolean"},
+        "preferred_language": {"enum": ["English", "German", "French"]},
+        "number_of_orders": {"type": "integer", "minimum": 0, "maximum": 99},
+    },
+    "required": ["name_of_the_person", "is_a_registered_member", "preferred_language", "number_of_orders"],
+    "additionalProperties": False,
+}
+OFF = "speculate=off"
+
+
+class Run(NamedTuple):
+    """Seconds behind the first token of the first answer, tokens after it, and all answers."""
+
+    seconds: float
+    num_tokens: int
+    answers: dict[str, list[int]]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_arguments(parser)
+    parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the rows")
+    arguments = parser.parse_args()
+    _, artifact = make_models(arguments.checkpoint, arguments.model)
+    warn_if_busy()
+
+    def engine(speculate: Speculate) -> LLMEngine:
+        return load_engine(
+            artifact, EngineConfig(enable_prefix_caching=False, max_num_sequences=16, speculate=speculate)
+        )
+
+    off, on = engine("off"), engine("lookup")
+    assert on.speculation is not None
+    costs = on.speculation.costs
+    say("a step of n rows costs " + ", ".join(f"{n}: {costs.of(n) / costs.of(1):.2f}" for n in costs.rows) + " of one")
+    rows: list[Row] = []
+    for name, requests in cases(off).items():
+        rows += measure(name, requests, off, on, arguments.rounds)
+    append("speculation", rows, arguments.results)
+    return 0
+
+
+def cases(engine: LLMEngine) -> dict[str, list[list[Request]]]:
+    """By metric the groups of requests that are answered one after the other."""
+    texts = [" ".join(topics[name].split())[:1400] for name in ("assert", "lambda", "pass", "global")]
+    prompts = {
+        "summary": [f"Summarize this text, keeping its own words:\n\n{text}" for text in texts],
+        "question": [f"{text}\n\nWhich sentences of this text say what it is about? Quote them." for text in texts],
+        "code": [f"Write this function again with a better docstring:\n\n{getsource(f)}" for f in FUNCTIONS],
+        "chat": list(CHATS),
+    }
+    if engine.chat_template is None:
+        raise ServerError("the model has no chat template; take an instruct model")
+    template = engine.chat_template
+    found: dict[str, list[list[Request]]] = {}
+    crowd: dict[str, list[Request]] = {choice: [] for choice in CHOICES}
+    for kind, questions in prompts.items():
+        for choice, asked in CHOICES.items():
+            params = SamplingParams.from_json({**asked, "max_tokens": NEW_TOKENS, "ignore_eos": True})
+            requests = [
+                Request(f"{kind} {i}", template.render([{"role": "user", "content": text}]), params, add_special=False)
+                for i, text in enumerate(questions)
+            ]
+            found[f"one_stream_{kind}_{choice}"] = [[request] for request in requests]
+            crowd[choice] += requests
+    form = SamplingParams.from_json({"temperature": 0.7, "seed": 1, "guided": {"kind": "json_schema", "value": FORM}})
+    text = template.render([{"role": "user", "content": "Invent a customer."}])
+    found["one_stream_json_sampled"] = [[Request("form", text, form, add_special=False)]] * 4
+    return found | {f"16_streams_mixed_{choice}": [requests] for choice, requests in crowd.items()}
+
+
+def measure(name: str, groups: list[list[Request]], off: LLMEngine, on: LLMEngine, rounds: int) -> list[Row]:
+    speeds: dict[str, list[float]] = {"off": [], "on": []}
+    before = on.stats()
+    for turn in range(rounds + 1):
+        runs = {"off": [run(off, group) for group in groups], "on": [run(on, group) for group in groups]}
+        if [r.answers for r in runs["off"]] != [r.answers for r in runs["on"]]:
+            raise ServerError(f"{name}: the answers differ with guesses and without")
+        if turn > 0:  # the first turn warms up
+            for which, timed in runs.items():
+                speeds[which].append(sum(r.num_tokens for r in timed) / sum(r.seconds for r in timed))
+    # Of pairs that ran one after the other: a load that comes and goes meets both.
+    ratio = median(a / b for a, b in zip(speeds["on"], speeds["off"], strict=True))
+    after, value = on.stats(), median(speeds["on"])
+    accepted = after.spec_decode_num_accepted_tokens - before.spec_decode_num_accepted_tokens
+    generated = after.generation_tokens - before.generation_tokens
+    say(f"{name}: {ratio:.2f} times, {generated / (generated - accepted):.2f} tokens a row that was not guessed")
+    each = name.replace("one_stream", "tokens_a_step").replace("16_streams", "tokens_a_step_16")
+    return [
+        new_row("speculation", name, value, "tok/s", runs=rounds, baseline=OFF, baseline_value=value / ratio),
+        new_row("speculation", each, generated / (generated - accepted), "tokens", runs=1),
+    ]
+
+
+def run(engine: LLMEngine, requests: list[Request]) -> Run:
+    answers: dict[str, list[int]] = {request.request_id: [] for request in requests}
+    for request in requests:
+        engine.add(request)
+    begun, before = None, 0
+    while engine.has_work():
+        outputs = engine.step()
+        for output in outputs:
+            answers[output.request_id] += output.token_ids
+        if begun is None and all(answers.values()):
+            begun, before = time.perf_counter(), sum(map(len, answers.values()))
+    assert begun is not None, "every answer has a first token"
+    return Run(time.perf_counter() - begun, sum(map(len, answers.values())) - before, answers)
+
+
+if __name__ == "__main__":
+    sys.exit(guarded(main))

@@ -1,0 +1,55 @@
+"""What a step costs by the number of its rows, measured when an engine is made that guesses tokens."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+from penjing.serve.engine.config import EngineConfig
+from penjing.serve.engine.sequence import Batch, Sequence, SequenceChunk
+from penjing.serve.speculate.rows import StepCosts
+
+if TYPE_CHECKING:
+    from penjing.serve.engine.engine import ModelRunner
+
+ROWS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64)
+CONTEXT = 256  # tokens before a step's: longer contexts make further rows cheaper, since they share its keys
+ROUNDS = 5
+LONGEST_SECONDS = 2.0
+
+
+def measure_costs(runner: ModelRunner, config: EngineConfig) -> StepCosts:
+    """Run steps of one sequence, in turns, and keep the fastest of each size; some tenths of a second.
+
+    Args:
+        runner: its cache must not hold anything yet.
+        config: resolved.
+    """
+    assert config.num_blocks is not None
+    assert config.max_model_len is not None
+    room = min((config.num_blocks - 1) * config.block_size, config.max_model_len)
+    most = max(min(config.max_num_batched_tokens, room - 1), 1)
+    sizes = [rows for rows in ROWS if rows <= most]
+    if len(sizes) < 2:  # a step takes one token alone: there is nothing to weigh
+        return StepCosts({1: 1.0, 2: 2.0})
+    before = min(CONTEXT, room - sizes[-1])
+    fastest: dict[int, float] = {}
+    begun = time.perf_counter()
+    for turn in range(ROUNDS + 1):
+        for rows in sizes:
+            started = time.perf_counter()
+            runner.run(_step(before, rows, config.block_size))
+            if turn > 0:  # the first turn makes buffers
+                fastest[rows] = min(fastest.get(rows, float("inf")), time.perf_counter() - started)
+        if turn > 0 and time.perf_counter() - begun > LONGEST_SECONDS:
+            break
+    return StepCosts(fastest)
+
+
+def _step(before: int, rows: int, block_size: int) -> Batch:
+    """A sequence whose first `before` tokens count as computed, its last one and rows − 1 guesses."""
+    sequence = Sequence("costs", [0] * (before + 1))
+    sequence.num_computed_tokens = before
+    sequence.draft = [0] * (rows - 1)
+    sequence.block_table = list(range(1, 1 + -(-(before + rows) // block_size)))
+    return Batch([SequenceChunk(sequence, 1)], rows)
