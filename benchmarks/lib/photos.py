@@ -4,7 +4,8 @@
     unzip -d build/sources -q 'scikit_*.whl' 'skimage/data/*' 'sklearn/datasets/images/*'
     dpkg-deb -x mate-backgrounds_*.deb build/sources
 
-Backgrounds of MATE's folder "nature" and scikit-learn's two photographs are held out, the others calibrate.
+Backgrounds of MATE's folder "nature" and scikit-learn's two photographs are held out, the others calibrate. A training
+sees more: `apt-get download lomiri-wallpapers-16.04 lomiri-wallpapers-20.04 ukui-wallpapers`, unpacked in the same way.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ SKIMAGE = (
     *("astronaut", "brick", "camera", "chelsea", "coffee", "coins", "grass", "hubble_deep_field", "moon"),
     *("motorcycle_left", "retina", "rocket"),
 )
+MORE = ("usr", "share", "backgrounds")  # where Lomiri's and UKUI's photographs lie
+SUFFIXES = (".jpg", ".jpeg", ".png")
 SIZE, SMALLEST, LARGEST = 256, 200, 1400  # pixels
 
 
@@ -30,14 +33,30 @@ def cut_photos(sources: Path, out: Path) -> tuple[Path, Path]:
     Raises:
         InputError: the packages are not there.
     """
-    files = sorted(path for path in sources.rglob("*") if path.suffix in (".jpg", ".jpeg", ".png"))
+    seen, held = _photographs(sources)
+    return _squares(seen, out / "seen", 8), _squares(held, out / "held", 16)
+
+
+def cut_training(sources: Path, out: Path, each: int) -> Path:
+    """Write `out`: `each` squares of every photograph that is not held out, the same each time.
+
+    Raises:
+        InputError: the packages are not there.
+    """
+    seen, _ = _photographs(sources)
+    more = [path for path in sorted(sources.joinpath(*MORE).iterdir()) if path.suffix in SUFFIXES]
+    return _squares(seen + more, out, each)
+
+
+def _photographs(sources: Path) -> tuple[list[Path], list[Path]]:
+    files = sorted(path for path in sources.rglob("*") if path.suffix in SUFFIXES)
     nature = [path for path in files if path.parent.name == "nature"]
     scenes = [path for path in files if "sklearn" in path.parts]
     seen = [path for path in files if "mate" in path.parts and path.parent.name != "nature"]
     seen += [path for path in files if "skimage" in path.parts and path.stem in SKIMAGE]
     if not (nature and scenes and seen):
         raise InputError(f"{sources} lacks photographs of the packages; see benchmarks/lib/photos.py")
-    return _squares(seen, out / "seen", 8), _squares(nature + scenes, out / "held", 16)
+    return seen, nature + scenes
 
 
 def _squares(files: Sequence[Path], out: Path, each: int) -> Path:

@@ -14,6 +14,8 @@ from penjing.core.manifest import read_json_object
 Meaning = Literal["tensors", "classes", "embedding"]
 DTYPE_NAMES = ("float32", "float64", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "bool")
 
+_SIDE = 1 << 14  # pixels
+
 
 class TensorSpec(Config):
     """An input or an output of a network."""
@@ -29,15 +31,25 @@ class TensorSpec(Config):
 
 
 class Pixels(Config):
-    """How an image becomes the input: resized, then (value / 255 - mean) / std for each channel."""
+    """How an image becomes the input: scaled, its middle cut out, then (value / 255 - mean) / std for each channel."""
 
-    height: int = Field(ge=1, le=1 << 14, description="Rows of an image.")
-    width: int = Field(ge=1, le=1 << 14, description="Columns of an image.")
+    height: int = Field(ge=1, le=_SIDE, description="Rows of an image.")
+    width: int = Field(ge=1, le=_SIDE, description="Columns of an image.")
     mean: tuple[float, ...] = Field(min_length=1, max_length=4, description="Mean of each channel, from 0 to 1.")
     std: tuple[float, ...] = Field(min_length=1, max_length=4, description="Standard deviation of each channel.")
     layout: Literal["NCHW", "NHWC"] = Field(default="NCHW", description="Where the channels stand.")
     order: Literal["RGB", "BGR", "L"] = Field(default="RGB", description="Order of the channels; L is grey.")
     scale: float = Field(default=255.0, gt=0, description="What a pixel is divided by before mean and std.")
+    fit: Literal["stretch", "cover"] = Field(
+        default="stretch",
+        description="stretch scales an image to a size whatever its shape; cover keeps its shape, and scales it until "
+        "it just covers that size.",
+    )
+    resize: tuple[int, int] | None = Field(
+        default=None,
+        description="Rows and columns of that size, out of which the middle of height x width is cut; none: these.",
+    )
+    filter: Literal["bilinear", "bicubic"] = Field(default="bilinear", description="How pixels between are found.")
 
     @model_validator(mode="after")
     def _channels(self) -> Self:
@@ -46,6 +58,12 @@ class Pixels(Config):
             raise ValueError(f"{self.order} images have {channels} channels, so mean and std need {channels} numbers")
         if not all(value > 0 for value in self.std):
             raise ValueError("each std must be above 0")
+        rows, columns = self.resize or (self.height, self.width)
+        if not (self.height <= rows <= _SIDE and self.width <= columns <= _SIDE):
+            raise ValueError(
+                f"resize is {rows}x{columns}, out of which {self.height}x{self.width} are cut; it must be at least as "
+                f"large, and at most {_SIDE} a side"
+            )
         return self
 
 

@@ -14,6 +14,7 @@ from penjing.core.errors import InputError
 from penjing.core.graph.config import Pixels
 
 FORMATS = ("JPEG", "PNG")
+_FILTERS = {"bilinear": Image.Resampling.BILINEAR, "bicubic": Image.Resampling.BICUBIC}
 MAX_PIXELS = 50_000_000  # of one image: three bytes each while it is decoded
 
 
@@ -39,10 +40,8 @@ def decode_image(
             width, height = image.size
             if width * height > max_pixels:
                 raise InputError(f"it has {width} x {height} pixels, at most {max_pixels:,} are decoded; shrink it")
-            # Pillow scales while it averages, so that shrinking does not skip pixels.
             upright = _opaque(_eight_bits(ImageOps.exif_transpose(image)))
-            wanted = upright.convert("L" if pixels.order == "L" else "RGB")
-            values = np.asarray(wanted.resize((pixels.width, pixels.height), Image.Resampling.BILINEAR))
+            values = np.asarray(_fitted(upright.convert("L" if pixels.order == "L" else "RGB"), pixels))
     except InputError:
         raise
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
@@ -67,6 +66,30 @@ def network_input(images: NDArray[np.uint8], pixels: Pixels, dtype: str = "float
 def arranged(image: NDArray[np.uint8], pixels: Pixels) -> NDArray[np.uint8]:
     """(height, width, channels) in the layout of the network."""
     return image.transpose(2, 0, 1) if pixels.layout == "NCHW" else image
+
+
+def _fitted(image: Image.Image, pixels: Pixels) -> Image.Image:
+    """The middle of the scaled image, made from what it shows of the image: a long thin one is never scaled whole.
+
+    Sizes and places are torchvision's (`Resize` of a number, `CenterCrop`): lengths are cut off to integers.
+    """
+    rows, columns = pixels.resize or (pixels.height, pixels.width)
+    width, height = image.size
+    if pixels.fit == "cover":
+        if columns * height >= rows * width:
+            rows = max(rows, columns * height // width)
+        else:
+            columns = max(columns, rows * width // height)
+    top, left = round((rows - pixels.height) / 2), round((columns - pixels.width) / 2)
+    across, down = width / columns, height / rows
+    box = (
+        left * across,
+        top * down,
+        min(width, (left + pixels.width) * across),
+        min(height, (top + pixels.height) * down),
+    )
+    # Pillow scales while it averages, so that shrinking does not skip pixels.
+    return image.resize((pixels.width, pixels.height), _FILTERS[pixels.filter], box)
 
 
 def _eight_bits(image: Image.Image) -> Image.Image:

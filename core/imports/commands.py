@@ -44,6 +44,15 @@ def import_command(app: typer.Typer) -> None:
         layout: Annotated[str | None, typer.Option(help="NCHW or NHWC.")] = None,
         order: Annotated[str | None, typer.Option(help="Order of the channels: RGB, BGR, or L (grey).")] = None,
         scale: Annotated[float | None, typer.Option(help="What a pixel is divided by; 255 if left out.")] = None,
+        fit: Annotated[
+            str | None, typer.Option(help="Images of another shape: `stretch` them, or `cover` the size and cut.")
+        ] = None,
+        resize: Annotated[
+            str | None, typer.Option(help="Size before the middle of --size is cut out: `256x256`.")
+        ] = None,
+        filter_: Annotated[
+            str | None, typer.Option("--filter", help="How images are scaled: `bilinear` or `bicubic`.")
+        ] = None,
         tolerance: Annotated[
             float | None,
             typer.Option(help="Accept answers that differ by more than 1e-5 of their scale, up to this share."),
@@ -72,6 +81,9 @@ def import_command(app: typer.Typer) -> None:
             "layout": layout,
             "order": order,
             "scale": scale,
+            "fit": fit,
+            "resize": resize,
+            "filter": filter_,
             "tolerance": tolerance,
         }
         given = {key: value for key, value in said.items() if value is not None}

@@ -42,7 +42,8 @@ class GraphOptions:
         fixed: inputs of an ONNX file that get one value forever.
         labels: a file with a class name a line, or a JSON list.
         meaning: of the first output; classes where there are labels.
-        image: (rows, columns), mean, std, layout, order and scale of `Pixels`, as far as they are given.
+        image: (rows, columns), mean, std, layout, order, scale, fit, resize and filter of `Pixels`, as far as they are
+            given.
         tolerance: by how much answers may differ, as a share of the output's scale, where 1e-5 is not reached.
     """
 
@@ -281,6 +282,9 @@ def graph_options(
     layout: str | None = None,
     order: str | None = None,
     scale: float | None = None,
+    fit: str | None = None,
+    resize: str | None = None,
+    filter: str | None = None,
     tolerance: float | None = None,
 ) -> GraphOptions:
     """The options of the command line, read.
@@ -305,23 +309,29 @@ def graph_options(
         values[name] = _number(number, f"--fix {said}", "NAME=NUMBER, as sr=16000")
     image: dict[str, Any] = {}
     if size is not None:
-        sides = _numbers(size.replace("x", ","), f"--size {size}", "ROWSxCOLUMNS, as 224x224")
-        if len(sides) > 2 or not all(side.is_integer() and side >= 1 for side in sides):
-            raise ConfigError(f"--size {size}: write ROWSxCOLUMNS, as 224x224")
-        image |= {"height": int(sides[0]), "width": int(sides[-1])}
+        image["height"], image["width"] = _sides("size", size)
+    if resize is not None:
+        image["resize"] = _sides("resize", resize)
     image |= {
         key: tuple(_numbers(value, f"--{key} {value}", "a number for each channel, as 0.485,0.456,0.406"))
         for key, value in (("mean", mean), ("std", std))
         if value is not None
     }
-    image |= {
-        key: value for key, value in (("layout", layout), ("order", order), ("scale", scale)) if value is not None
-    }
+    said = {"layout": layout, "order": order, "scale": scale, "fit": fit, "filter": filter}
+    image |= {key: value for key, value in said.items() if value is not None}
     if meaning not in (None, "tensors", "classes", "embedding"):
         raise ConfigError(f"--meaning {meaning}: it is tensors, classes or embedding")
     if tolerance is not None and not CLOSE < tolerance <= MOST:
         raise ConfigError(f"--tolerance {tolerance}: write a share of the outputs' scale, above {CLOSE:.0e}, at most 1")
     return GraphOptions(weights, shapes, dtypes, axes, values, labels, meaning, image, tolerance)  # type: ignore[arg-type]
+
+
+def _sides(option: str, said: str) -> tuple[int, int]:
+    wanted = "ROWSxCOLUMNS, as 224x224"
+    sides = _numbers(said.replace("x", ","), f"--{option} {said}", wanted)
+    if len(sides) > 2 or not all(side.is_integer() and side >= 1 for side in sides):
+        raise ConfigError(f"--{option} {said}: write {wanted}")
+    return int(sides[0]), int(sides[-1])
 
 
 def _input(said: str) -> tuple[str, tuple[int, ...], str]:

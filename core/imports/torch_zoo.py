@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import importlib
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -72,7 +73,7 @@ def _timm(timm: Any, name: str) -> Found:
     except Exception as error:
         raise InputError(f"timm has no network {name!r} ({_first(error)}); see timm.list_models()") from None
     channels, height, width = data["input_size"]
-    pixels = _pixels(height, width, data["mean"], data["std"]) if channels == 3 else None
+    pixels = _timm_pixels(data, height, width) if channels == 3 else None
     labels: list[str] = []
     classes = getattr(model, "num_classes", 0)
     if classes == 1000:
@@ -97,7 +98,7 @@ def _torchvision(torchvision: Any, name: str) -> Found:
     preset, labels = chosen.transforms(), chosen.meta.get("categories") or []
     size = getattr(preset, "crop_size", None) or getattr(preset, "resize_size", None) or [224]
     height, width = size[0], size[-1]
-    pixels = _pixels(height, width, preset.mean, preset.std) if hasattr(preset, "mean") else None
+    pixels = _torchvision_pixels(preset, height, width) if hasattr(preset, "mean") else None
     classifies = not hasattr(model, "roi_heads") and type(preset).__name__ == "ImageClassification"
     example = (torch.randn(2, 3, height, width),)
     return Found(
@@ -109,8 +110,40 @@ def _torchvision(torchvision: Any, name: str) -> Found:
     )
 
 
-def _pixels(height: int, width: int, mean: Sequence[float], std: Sequence[float]) -> Pixels:
-    return Pixels(height=height, width=width, mean=tuple(mean), std=tuple(std))
+def _timm_pixels(data: Mapping[str, Any], height: int, width: int) -> Pixels:
+    """What timm's transforms of an evaluation do, by the part of the image that is kept and how its shape is treated;
+    of "border", which fills the image up to a square, there is nothing here: it is stretched."""
+    share = float(data.get("crop_pct") or 1)
+    mode = data.get("crop_mode") or "center"
+    scaled = None if mode == "border" else (math.floor(height / share), math.floor(width / share))
+    return Pixels(
+        height=height,
+        width=width,
+        mean=tuple(data["mean"]),
+        std=tuple(data["std"]),
+        fit="cover" if mode == "center" else "stretch",
+        resize=scaled,
+        filter=_filter(data.get("interpolation")),
+    )
+
+
+def _torchvision_pixels(preset: Any, height: int, width: int) -> Pixels:
+    crops = getattr(preset, "crop_size", None) is not None
+    resize = list(getattr(preset, "resize_size", None) or [height, width])
+    filter_ = getattr(preset, "interpolation", None)
+    return Pixels(
+        height=height,
+        width=width,
+        mean=tuple(preset.mean),
+        std=tuple(preset.std),
+        fit="cover" if crops else "stretch",
+        resize=(max(resize[0], height), max(resize[-1], width)) if crops else None,
+        filter=_filter(getattr(filter_, "value", filter_)),
+    )
+
+
+def _filter(name: Any) -> Literal["bilinear", "bicubic"]:
+    return "bicubic" if name == "bicubic" else "bilinear"
 
 
 def _transformers(transformers: Any, name: str) -> Found:

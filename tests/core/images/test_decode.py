@@ -103,3 +103,43 @@ def test_what_is_no_image_broken_or_a_bomb_is_refused(data: bytes, message: str)
 def test_how_large_an_image_may_be_is_a_setting() -> None:
     with pytest.raises(InputError, match="at most 5 are decoded"):
         decode_image(encoded(COLOURS), WANTED, max_pixels=5)
+
+
+@pytest.mark.parametrize("shape", [(61, 40, 3), (40, 61, 3), (33, 44, 3), (48, 48, 3), (20, 25, 3)])
+@pytest.mark.parametrize("resize", [(24, 24), (20, 20)])
+def test_covering_a_size_and_cutting_its_middle_is_what_transformers_does(
+    shape: tuple[int, ...], resize: tuple[int, int]
+) -> None:
+    from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
+
+    image = np.random.default_rng(1).integers(0, 256, shape, np.uint8)
+    process: Any = CLIPImageProcessorPil(
+        size={"shortest_edge": resize[0]}, crop_size={"height": 20, "width": 20}, do_rescale=False, do_normalize=False
+    )
+    expected = np.asarray(process(Image.fromarray(image)).pixel_values[0])
+    means, ones = (0.0,) * 3, (1.0,) * 3
+    pixels = Pixels(height=20, width=20, mean=means, std=ones, fit="cover", resize=resize, filter="bicubic")
+    found = decode_image(encoded(image), pixels).transpose(2, 0, 1).astype(int)
+    assert np.abs(found - expected).max() <= 2  # of noise; places within the image are 32-bit floats
+
+
+def test_a_stretched_image_loses_its_border() -> None:
+    image = np.zeros((64, 96, 3), np.uint8)
+    image[8:56, 12:84] = 200
+    pixels = Pixels(height=24, width=24, mean=(0.0,) * 3, std=(1.0,) * 3, resize=(32, 32))
+    found = decode_image(encoded(image), pixels)
+    assert found.shape == (24, 24, 3)
+    assert (found[1:-1, 1:-1] == 200).all()
+
+
+def test_a_thin_image_is_never_scaled_whole() -> None:
+    pixels = WANTED.model_copy(update={"height": 1000, "width": 1000, "fit": "cover"})
+    data = encoded(np.full((1, 40_000, 3), 7, np.uint8))  # 40 million pixels tall and wide, were it scaled whole
+    found = decode_image(data, pixels)
+    assert found.shape == (1000, 1000, 3)
+    assert (found == 7).all()
+
+
+def test_a_middle_larger_than_the_image_it_is_cut_from_is_refused() -> None:
+    with pytest.raises(ValueError, match="resize is 20x20, out of which 24x24 are cut"):
+        Pixels(height=24, width=24, mean=(0.0,) * 3, std=(1.0,) * 3, resize=(20, 20))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import onnx
@@ -19,6 +20,7 @@ from penjing.core.checkpoint.graph import load_network
 from penjing.core.checkpoint.graph_look import look, show
 from penjing.core.errors import ConfigError, InputError, PenjingError, SetupError
 from penjing.core.graph.network import operator_name
+from penjing.core.imports import torch_zoo
 from penjing.core.imports.graph import graph_options, import_graph
 from penjing.core.manifest import read_manifest
 from penjing.core.onnx_reader.module import OPERATORS
@@ -72,14 +74,16 @@ def test_a_function_comes_in_with_weights_labels_and_pixels(models: str, tmp_pat
     )
     (tmp_path / "labels.txt").write_text("\n".join(f"class {index}" for index in range(10)))
     options = graph_options(
-        weights=tmp_path / "w.pth", labels=tmp_path / "labels.txt", mean="0.5,0.5,0.5", std="0.2,0.2,0.2"
-    )
+        weights=tmp_path / "w.pth", labels=tmp_path / "labels.txt", mean="0.5,0.5,0.5", std="0.2,0.2,0.2",
+        fit="cover", resize="18x20", filter="bicubic"
+    )  # fmt: skip
     out = import_graph(f"{models}:build", tmp_path / "out", options)
     network = load_network(out)
     assert network.config.meaning == "classes"
     assert network.config.labels[9] == "class 9"
     assert network.config.pixels is not None
-    assert network.config.pixels.height == 16
+    pixels = network.config.pixels
+    assert (pixels.height, pixels.fit, pixels.resize, pixels.filter) == (16, "cover", (18, 20), "bicubic")
     images = torch.randn(3, 3, 16, 16)
     torch.testing.assert_close(network(images)[0], module(images))
     parity = read_manifest(out).created_by["parity"]
@@ -193,10 +197,27 @@ def test_what_is_not_installed_is_named(tmp_path: Path, monkeypatch: pytest.Monk
         import_graph("transformers/nonsense", tmp_path / "out")
 
 
+def test_images_are_fitted_as_the_packages_evaluate(tmp_path: Path) -> None:
+    """The names and numbers are timm's (`mobilenetv3_small_100`, `vit_…`) and torchvision's (`resnet18`, `ssd300`)."""
+    said = {"mean": (0.5,) * 3, "std": (0.5,) * 3}
+    timm = torch_zoo._timm_pixels(
+        {**said, "crop_pct": 0.875, "crop_mode": "center", "interpolation": "bicubic"}, 224, 224
+    )
+    assert (timm.fit, timm.resize, timm.filter) == ("cover", (256, 256), "bicubic")
+    squashed = torch_zoo._timm_pixels({**said, "crop_pct": 1.0, "crop_mode": "squash"}, 256, 256)
+    assert (squashed.fit, squashed.resize, squashed.filter) == ("stretch", (256, 256), "bilinear")
+    filter_ = SimpleNamespace(value="bilinear")
+    preset = SimpleNamespace(crop_size=[224], resize_size=[256], interpolation=filter_, **said)
+    cut = torch_zoo._torchvision_pixels(preset, 224, 224)
+    assert (cut.height, cut.fit, cut.resize, cut.filter) == (224, "cover", (256, 256), "bilinear")
+    whole = torch_zoo._torchvision_pixels(SimpleNamespace(resize_size=[520], **said), 520, 520)
+    assert (whole.fit, whole.resize) == ("stretch", None)
+
+
 @pytest.mark.parametrize(
     "said",
     [{"inputs": ["x"]}, {"inputs": ["x:0x2"]}, {"inputs": ["x:2:why"]}, {"dynamic": ["x:a=b"]}, {"dynamic": ["0=b"]},
-     {"fixed": ["sr=high"]}, {"size": "big"}, {"mean": "a,b"}, {"meaning": "boxes"}],
+     {"fixed": ["sr=high"]}, {"size": "big"}, {"resize": "1x2x3"}, {"mean": "a,b"}, {"meaning": "boxes"}],
 )  # fmt: skip
 def test_options_are_read_strictly(said: dict[str, object]) -> None:
     with pytest.raises(ConfigError, match="--"):
