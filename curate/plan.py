@@ -1,6 +1,7 @@
 """What a recipe comes to: files cut into tasks, steps cut into stages, and a fingerprint for each stage.
 
-A stage is a run of steps that look at one document at a time; deduplication, which looks at all, stands between two.
+A stage is a run of steps that look at one document at a time; deduplication, which looks at all, stands between two,
+and a step that learns from the documents begins one.
 The fingerprint of a stage covers the files, the steps up to it, penjing's own code and the packages that decide what
 comes out: results of another recipe, or another version, are never taken for those of this one.
 """
@@ -21,7 +22,7 @@ from penjing.core.manifest import read_json_object
 from penjing.core.progress import Progress
 from penjing.curate.documents.read import SourceFile, source_files
 from penjing.curate.recipe import CurateRecipe
-from penjing.curate.steps.base import StepConfig
+from penjing.curate.steps.base import LearningStep, StepConfig
 from penjing.curate.steps.dedup import DedupStep
 
 PLAN_FILE = "plan.json"
@@ -32,8 +33,8 @@ _PACKAGES = (
 
 @dataclass(frozen=True)
 class Stage:
-    """Places of its steps in the recipe, of the deduplication before it (None at the beginning) and after it (None at
-    the end), and its folder."""
+    """Places of its steps in the recipe, of the deduplication before it and after it (None where there is none), and
+    its folder."""
 
     steps: tuple[int, ...]
     before: int | None
@@ -53,20 +54,28 @@ class Plan:
     @property
     def stages(self) -> list[Stage]:
         """The stages in order; the last has no deduplication behind it."""
+
+        def end(after: int | None) -> None:
+            nonlocal key, steps, before
+            used = [self.recipe.steps[index] for index in ([] if before is None else [before]) + steps]
+            key = key_of(key, [each.model_dump(mode="json") for each in used], [_facts(each) for each in used])
+            key = key if after is None else key_of(key, self.recipe.steps[after].model_dump(mode="json"))
+            folder = self.recipe.work_folder / f"stage-{len(stages)}-{key[:16]}"
+            stages.append(Stage(tuple(steps), before, after, folder))
+            steps, before = [], after
+
         key = key_of([asdict(file) for file in self.files], self.tasks, self.code, self._sources())
         stages: list[Stage] = []
         steps: list[int] = []
         before: int | None = None
-        for place, step in enumerate([*self.recipe.steps, None]):
+        for place, step in enumerate(self.recipe.steps):
+            if isinstance(step, LearningStep) and (steps or before is not None or not stages):
+                end(None)  # what the steps before it left is stored, and it learns from that
             if isinstance(step, StepConfig):
                 steps.append(place)
-                continue
-            used = [self.recipe.steps[index] for index in ([] if before is None else [before]) + steps]
-            key = key_of(key, [each.model_dump(mode="json") for each in used], [_facts(each) for each in used])
-            key = key if step is None else key_of(key, step.model_dump(mode="json"))
-            folder = self.recipe.work_folder / f"stage-{len(stages)}-{key[:16]}"
-            stages.append(Stage(tuple(steps), before, None if step is None else place, folder))
-            steps, before = [], place
+            else:
+                end(place)
+        end(None)
         return stages
 
     def save(self, path: Path) -> None:

@@ -14,10 +14,12 @@ from penjing.curate.steps.decontaminate import DecontaminateStep
 from penjing.curate.steps.dedup import DedupStep
 from penjing.curate.steps.language import LanguageStep
 from penjing.curate.steps.pii import PiiStep
+from penjing.curate.steps.quality import QualityStep
 from penjing.curate.steps.rules import RulesStep
 
 Step = Annotated[
-    CleanStep | LanguageStep | RulesStep | PiiStep | DedupStep | DecontaminateStep, Field(discriminator="kind")
+    CleanStep | LanguageStep | RulesStep | PiiStep | DedupStep | DecontaminateStep | QualityStep,
+    Field(discriminator="kind"),
 ]
 
 

@@ -8,6 +8,7 @@ from pydantic import Field
 
 from penjing.core.config import Config
 from penjing.core.pages.page import AFTER, BEFORE, figure, render_page
+from penjing.curate.learned.facts import Learned
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -47,6 +48,24 @@ and left out; <code>quarantine.jsonl</code> lists them.{% endif %}</p>
 {% for row in report.personal %}<tr><td>{{ row.step }}</td><td>{{ row.kind }}</td><td>{{ row.values | count }}</td>
 <td>{{ row.documents | count }}</td></tr>
 {% endfor %}</table></div>{% endif %}
+{% for row, drawn in judged %}<h2>What step {{ row.step }} learned</h2>
+<p>It learned from {{ row.examples | count }} examples, {{ row.positive | count }} of them {{ row.speaks_of }}, and
+looked at {{ row.sample | count }} documents first. Judged on examples that were held back: area under the ROC curve
+{{ "%.3f" | format(row.auc) }}, calibration error {{ "%.3f" | format(row.calibration_error) }}. Threshold
+{% for domain, value in row.thresholds.items() %}{{ "%.3f" | format(value) }}{% if domain %} for {{ domain }}{% endif %}
+{{- ", " if not loop.last }}{% endfor %} ({{ row.chosen }}).
+{% if row.student %}A fastText student decides below {{ "%.3f" | format(row.student.low) }} and from
+{{ "%.3f" | format(row.student.high) }} on: {{ "%.0f" | format(100 * row.student.decided) }} % of documents that were
+held back, on which it and the encoder together end as the encoder alone in
+{{ "%.1f" | format(100 * row.student.agreement) }} %.{% endif %}</p>
+{{ drawn }}
+<div class="wide"><table><tr><th>judged by</th><th>documents</th></tr>
+{% for name, number in row.decided.items() %}<tr><td>{{ name }}</td><td>{{ number | count }}</td></tr>{% endfor %}
+</table></div>
+{% if row.kinds %}<div class="wide"><table><tr><th>kind of noise</th><th>area under the ROC curve</th></tr>
+{% for name, value in row.kinds.items() %}<tr><td>{{ name }}</td><td>{{ "%.3f" | format(value) }}</td></tr>{% endfor %}
+</table></div>{% endif %}
+{% endfor %}
 <h2>Sizes of documents</h2>
 {{ sizes }}
 <h2>Sources</h2>
@@ -118,6 +137,7 @@ class CorpusReport(Config):
     languages: list[GroupRow] = Field(description="By language.")
     rules: list[RuleRow] = Field(description="What each rule dropped, most first.")
     personal: list[PersonalRow] = Field(default=[], description="Personal data that was replaced, most first.")
+    learned: list[Learned] = Field(default=[], description="What steps learned, and how well.")
     sizes: dict[str, dict[str, int]] = Field(
         description='Documents "before" and "after" by the logarithm to base 2 of their characters, rounded.'
     )
@@ -137,11 +157,17 @@ class CorpusReport(Config):
         if self.personal:
             said = ", ".join(f"{row.values:,} {row.kind}" for row in self.personal)
             lines.append(f"personal data replaced: {said}")
+        for row in self.learned:
+            by = ", ".join(f"{number:,} by {name}" for name, number in row.decided.items())
+            lines.append(
+                f"step {row.step}: AUC {row.auc:.3f} and calibration error {row.calibration_error:.3f} on examples "
+                f"held back; judged {by or 'nothing'}"
+            )
         return "\n".join(lines)
 
 
-def corpus_report(plan: Plan, counts: Counts) -> CorpusReport:
-    """What the stages counted, put together."""
+def corpus_report(plan: Plan, counts: Counts, learned: list[Learned]) -> CorpusReport:
+    """What the stages counted and their steps learned, put together."""
     steps = [READ, *(f"{place}: {step.kind}" for place, step in enumerate(plan.recipe.steps))]
     amounts = {step: [0, 0] for step in steps}
     domains: dict[str, dict[str, list[int]]] = {step: {} for step in steps}
@@ -182,6 +208,7 @@ def corpus_report(plan: Plan, counts: Counts) -> CorpusReport:
             ),
             key=lambda row: (row.step, -row.values, row.kind),
         ),
+        learned=[row.model_copy(update={"decided": _decided(counts, row.step)}) for row in learned],
         sizes={when: dict(sorted(of.items(), key=lambda each: int(each[0]))) for when, of in counts.sizes.items()},
         sources=[
             SourceRow(
@@ -207,7 +234,29 @@ def report_page(report: CorpusReport) -> str:
         axes.set_ylabel("documents")
         axes.legend(frameon=False)
 
-    return render_page("Corpus", PAGE, {"report": report, "sizes": figure(draw, 8, 3)})
+    judged = [(row, figure(lambda axes, row=row: _reliability(axes, row), 5, 3)) for row in report.learned]
+    return render_page("Corpus", PAGE, {"report": report, "sizes": figure(draw, 8, 3), "judged": judged})
+
+
+def _reliability(axes: Axes, row: Learned) -> None:
+    """Probabilities beside shares of examples that were held back, over the probabilities of the sample."""
+    most = max([1, *row.histogram])
+    width = 1 / len(row.histogram)
+    places = [(place + 0.5) * width for place in range(len(row.histogram))]
+    axes.bar(
+        places, [count / most for count in row.histogram], width=width, color=BEFORE, label="the sample, by number"
+    )
+    axes.plot([0, 1], [0, 1], color="gray", linewidth=0.8)
+    axes.plot([each.expected for each in row.reliability], [each.found for each in row.reliability], "o-", color=AFTER,
+              label=f"examples held back: share of {row.speaks_of}")  # fmt: skip
+    axes.set_xlabel(f"probability of {row.speaks_of}")
+    axes.legend(frameon=False)
+
+
+def _decided(counts: Counts, step: str) -> dict[str, int]:
+    """Documents of a step by what judged them."""
+    pairs = [(key.split("\t"), number) for key, number in counts.decided.items()]
+    return {by: number for (where, by), number in sorted(pairs) if where == step}
 
 
 def _amount(entry: list[int]) -> Amount:

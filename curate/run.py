@@ -7,24 +7,27 @@ import gzip
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from penjing.core.config import load_recipe
+from penjing.core.config import load_recipe, parse_config
 from penjing.core.errors import InputError
 from penjing.core.files import publish_folder, writing
-from penjing.core.manifest import write_manifest
+from penjing.core.manifest import read_json_object, write_manifest
 from penjing.core.progress import Progress, Silent
 from penjing.core.text.records import arrow_module
 from penjing.core.text.source_files import SHARDS
 from penjing.curate.clusters import join_clusters
+from penjing.curate.learned.facts import FACTS, Learned
 from penjing.curate.plan import PLAN_FILE, Plan, Stage, make_plan
 from penjing.curate.recipe import CurateRecipe
 from penjing.curate.report import CorpusReport, corpus_report, report_page
-from penjing.curate.steps.base import StepConfig
+from penjing.curate.sample import sampled
+from penjing.curate.steps.base import LearningStep, StepConfig
 from penjing.curate.steps.dedup import DedupStep
-from penjing.curate.task import COUNTS, DAMAGED, DOCUMENTS, DROPPED, READ, Counts, run_task, task_folder
+from penjing.curate.steps.quality import LABELS_FILE
+from penjing.curate.task import COUNTS, DAMAGED, DOCUMENTS, DROPPED, READ, Counts, mask_of, run_task, task_folder
 from penjing.curate.workers import run_tasks
 
 QUARANTINE, REPORT, PAGE, DROPPED_FOLDER = "quarantine.jsonl", "report.json", "report.html", "dropped"
@@ -72,7 +75,7 @@ def curate_recipe(
         counts = Counts()
         for number, stage in enumerate(plan.stages):
             _run_stage(plan, number, stage, counts, progress)
-        report = corpus_report(plan, counts)
+        report = corpus_report(plan, counts, _learned(plan))
         progress.start("writing the corpus", 1)
         with publish_folder(recipe.output, replace=force) as partial:
             _write(plan, report, command, partial)
@@ -128,7 +131,12 @@ def _run_stage(plan: Plan, number: int, stage: Stage, counts: Counts, progress: 
             assert isinstance(step, StepConfig)
             if not folder.exists():
                 with publish_folder(folder) as partial:
-                    step.prepare(partial)
+                    if isinstance(step, LearningStep):
+                        documents = sampled(plan.stages[number - 1], len(tasks), step.sample, step.domains)
+                        facts = step.learn(partial, documents, plan.recipe.work_folder, progress)
+                        (partial / FACTS).write_text(facts.model_dump_json(), encoding="utf-8")
+                    else:
+                        step.prepare(partial)
     kinds = [plan.recipe.steps[place].kind for place in stage.steps]
     progress.start(", ".join([*(["reading"] if number == 0 else []), *kinds]) or "collecting", len(tasks))
     left = [task for task in tasks if not task_folder(stage, task).exists()]
@@ -155,6 +163,16 @@ def _run_stage(plan: Plan, number: int, stage: Stage, counts: Counts, progress: 
         progress.advance()
 
 
+def _learned(plan: Plan) -> list[Learned]:
+    """What the steps that learn have learned."""
+    return [
+        parse_config(Learned, read_json_object(path) | {"step": f"{place}: {plan.recipe.steps[place].kind}"}, str(path))
+        for stage in plan.stages
+        for place in stage.steps
+        if (path := stage.folder / f"step-{place}" / FACTS).exists()
+    ]
+
+
 def _check_damage(plan: Plan, stage: Stage, counts: Counts) -> None:
     """Stop where more is damaged than the recipe allows; the first case is named."""
     met = sum(documents for key, (documents, _) in counts.after.items() if key.startswith(f"{READ}\t"))
@@ -170,6 +188,12 @@ def _check_damage(plan: Plan, stage: Stage, counts: Counts) -> None:
         f"{counts.num_damaged:,} of {whole:,} documents are damaged, more than most_damaged = "
         f"{plan.recipe.most_damaged:g}; the first is {first['id']}: {first['reason']}. Mend them, or allow more"
     )
+
+
+def _masked_labels(path: Path, masked: Callable[[str], str]) -> str:
+    """Lines of labels whose texts `masked` has taken personal data out of."""
+    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    return "".join(json.dumps({**row, "text": masked(row["text"])}, ensure_ascii=False) + "\n" for row in rows)
 
 
 def _write(plan: Plan, report: CorpusReport, command: str, folder: Path) -> None:
@@ -189,6 +213,14 @@ def _write(plan: Plan, report: CorpusReport, command: str, folder: Path) -> None
             for task in tasks:
                 with gzip.open(task_folder(stage, task) / DROPPED, "rb") as part:
                     shutil.copyfileobj(part, file)
+    masked = mask_of(plan)
+    for stage in stages:
+        for place in stage.steps:
+            labels = stage.folder / f"step-{place}" / LABELS_FILE
+            if labels.exists():  # they cost money and time, and serve the next run as a file
+                (folder / "labels").mkdir(exist_ok=True)
+                name = f"{place}-{plan.recipe.steps[place].kind}.jsonl"
+                (folder / "labels" / name).write_text(_masked_labels(labels, masked), encoding="utf-8")
     (folder / REPORT).write_text(report.model_dump_json(indent=1) + "\n", encoding="utf-8")
     (folder / PAGE).write_text(report_page(report), encoding="utf-8")
     created_by = {"command": command, "recipe": plan.recipe.model_dump(mode="json")}

@@ -18,7 +18,7 @@ from penjing.core.text.records import Damage
 from penjing.curate.documents.document import Document, DocumentWriter, Dropped, drop, stored_documents
 from penjing.curate.documents.read import read_source
 from penjing.curate.plan import Plan, Stage
-from penjing.curate.steps.base import Filter, StepConfig
+from penjing.curate.steps.base import Filter, Judging, StepConfig
 from penjing.curate.steps.dedup import DedupStep
 from penjing.curate.steps.pii import Pii, PiiStep
 
@@ -51,7 +51,7 @@ def run_task(plan: Plan, stage_number: int, task: int) -> None:
         for name, place in steps
     ]
     counts = Counts()
-    masked = _mask(plan)
+    masked = mask_of(plan)
     dedup = None if stage.after is None else plan.recipe.steps[stage.after]
     keys_of = dedup.keys() if isinstance(dedup, DedupStep) else None
     keys: list[Any] = []
@@ -62,15 +62,15 @@ def run_task(plan: Plan, stage_number: int, task: int) -> None:
             gzip.open(partial / DROPPED, "wt", encoding="utf-8") as dropped,
             open(partial / DAMAGED, "w", encoding="utf-8") as damaged,
         ):
-            source = _read(plan, task) if stage_number == 0 else _deduplicated(plan, stages, stage_number, task)
-            for document in source:
+            for document in _coming(plan, stages, stage_number, task):
                 outcome = document
                 if isinstance(document, Document):
-                    counts.met(document, READ if stage.before is None else f"{stage.before}: dedup")
+                    if stage_number == 0 or stage.before is not None:
+                        counts.met(document, READ if stage.before is None else f"{stage.before}: dedup")
                     outcome = _through(document, filters, counts)
                 if isinstance(outcome, Document):
                     kept.add(outcome)
-                    if stage.after is None:
+                    if stage_number == len(stages) - 1:
                         counts.ended(outcome)
                     if keys_of is not None:
                         keys.append(keys_of(outcome))
@@ -85,6 +85,9 @@ def run_task(plan: Plan, stage_number: int, task: int) -> None:
         for name, _, each in filters:
             if isinstance(each, Pii):
                 counts.replaced(name, each.replaced)
+            if isinstance(each, Judging):
+                for said, number in each.decided.items():
+                    counts.decided[f"{name}\t{said}"] += number
         if keys_of is not None:
             np.save(partial / KEYS, np.stack(keys) if keys else np.empty((0, 0), np.uint64), allow_pickle=False)
         if stage_number == 0:
@@ -103,6 +106,7 @@ class Counts:
         self.sizes: dict[str, dict[str, int]] = {"before": defaultdict(int), "after": defaultdict(int)}
         self.reasons: dict[str, int] = defaultdict(int)
         self.personal: dict[str, list[int]] = defaultdict(lambda: [0, 0])
+        self.decided: dict[str, int] = defaultdict(int)
         self.num_damaged, self.num_lines = 0, 0
 
     def met(self, document: Document, step: str) -> None:
@@ -151,8 +155,9 @@ class Counts:
         for when, sizes in other["sizes"].items():
             for size, count in sizes.items():
                 self.sizes[when][size] += count
-        for reason, count in other["reasons"].items():
-            self.reasons[reason] += count
+        for name in ("reasons", "decided"):
+            for key, count in other[name].items():
+                getattr(self, name)[key] += count
         self.num_damaged += other["num_damaged"]
         self.num_lines += other["num_lines"]
 
@@ -160,7 +165,7 @@ class Counts:
         """Plain values."""
         return {
             "after": self.after, "rules": self.rules, "examples": self.examples, "sizes": self.sizes,
-            "reasons": self.reasons, "personal": self.personal,
+            "reasons": self.reasons, "personal": self.personal, "decided": self.decided,
             "num_damaged": self.num_damaged, "num_lines": self.num_lines,
         }  # fmt: skip
 
@@ -169,7 +174,7 @@ def _size(document: Document) -> str:
     return str(round(math.log2(max(1, len(document.text)))))
 
 
-def _mask(plan: Plan) -> Callable[[str], str]:
+def mask_of(plan: Plan) -> Callable[[str], str]:
     """Takes personal data out of what is said of documents, where a step of the recipe takes it out of them."""
     masks = [step.filter(plan.recipe.work_folder) for step in plan.recipe.steps if isinstance(step, PiiStep)]
 
@@ -192,6 +197,15 @@ def _read(plan: Plan, task: int) -> Iterator[Document | Damage | Dropped]:
                 yield drop(document, READ, "no text")
             else:
                 yield document
+
+
+def _coming(plan: Plan, stages: list[Stage], number: int, task: int) -> Iterator[Document | Damage | Dropped]:
+    """What comes into a stage: from the files, from a deduplication, or as the stage before left it."""
+    if number == 0:
+        return _read(plan, task)
+    if stages[number].before is not None:
+        return _deduplicated(plan, stages, number, task)
+    return stored_documents(task_folder(stages[number - 1], task) / DOCUMENTS)
 
 
 def _deduplicated(plan: Plan, stages: list[Stage], number: int, task: int) -> Iterator[Document | Dropped]:

@@ -13,7 +13,7 @@ from penjing.core.text.source_files import SHARDS
 from penjing.curate.run import DROPPED_FOLDER, QUARANTINE
 
 _SHOWN = 10
-_COLUMNS = ["id", "domain", "language", "cluster", "changed"]
+_COLUMNS = ["id", "domain", "language", "cluster", "changed", "quality", "noise"]
 
 
 def explain(document: str, corpus: Path) -> list[str]:
@@ -36,16 +36,22 @@ def explain(document: str, corpus: Path) -> list[str]:
 
 def _fates(corpus: Path) -> Iterator[tuple[str, str]]:
     for path in sorted((corpus / SHARDS).glob("*.parquet")):
-        for row in arrow_module("parquet", path).read_table(path, columns=_COLUMNS).to_pylist():
+        parquet = arrow_module("parquet", path)
+        columns = [name for name in _COLUMNS if name in parquet.read_schema(path).names]  # of older corpora fewer
+        for row in parquet.read_table(path, columns=columns).to_pylist():
             changed = json.loads(row["changed"])
+            judged = [f"{name} {row[name]:.3f}" for name in ("quality", "noise") if row.get(name) is not None]
             said = f"kept, domain {row['domain']}, language {row['language'] or 'not told'}"
             said += f", changed by {', '.join(changed)}" if changed else ", unchanged"
+            said += "".join(f", {each}" for each in judged)
             yield row["id"], said + (f", of the cluster of {row['cluster']}" if row["cluster"] != row["id"] else "")
     for path in sorted((corpus / DROPPED_FOLDER).glob("*.jsonl.gz")):
         with gzip.open(path, "rt", encoding="utf-8") as file:
             for line in file:
                 row = json.loads(line)
                 twin = f" of {row['twin']}, which was met first" if row["twin"] else ""
+                scores = [f" ({name} {row[name]:.3f})" for name in ("quality", "noise") if row.get(name) is not None]
+                twin += "".join(scores)
                 yield row["id"], f"dropped by step {row['step']}: {row['rule']}{twin}; it began {row['excerpt'][:80]!r}"
     for line in (corpus / QUARANTINE).read_text(encoding="utf-8").splitlines():
         row = json.loads(line)

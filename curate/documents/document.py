@@ -23,6 +23,7 @@ class Document:
         id: its source, file and line; unique in a corpus.
         language: ISO code, "" while it is unknown; `language_share`: how sure that is, 0 to 1.
         cluster: the id of the first document of its near duplicates, "" while they were not looked for.
+        quality, noise: what the steps of these names gave it, 0 to 1; None where they did not judge it.
         changed: what steps have done to the text.
     """
 
@@ -35,6 +36,8 @@ class Document:
     language_share: float = 0.0
     cluster: str = ""
     changed: list[str] = field(default_factory=list)
+    quality: float | None = None
+    noise: float | None = None
 
 
 @dataclass(frozen=True)
@@ -44,6 +47,7 @@ class Dropped:
     Attributes:
         chars: of its text then; excerpt: how that began, longer than what is shown of it.
         twin: the document that was kept in its place, "" for none.
+        quality, noise: as of `Document`.
     """
 
     id: str
@@ -55,14 +59,17 @@ class Dropped:
     chars: int
     excerpt: str
     twin: str = ""
+    quality: float | None = None
+    noise: float | None = None
 
 
 def drop(document: Document, step: str, rule: str) -> Dropped:
     """`document`, taken out by `rule` of `step`."""
     excerpt = " ".join(document.text[:_BEGINNING].split())
     return Dropped(
-        document.id, step, rule, document.source, document.domain, document.language, len(document.text), excerpt
-    )
+        document.id, step, rule, document.source, document.domain, document.language, len(document.text), excerpt,
+        quality=document.quality, noise=document.noise,
+    )  # fmt: skip
 
 
 class DocumentWriter:
@@ -76,6 +83,8 @@ class DocumentWriter:
                 ("language_share", arrow.float32()),
                 ("cluster", arrow.string()),
                 ("changed", arrow.string()),
+                ("quality", arrow.float32()),
+                ("noise", arrow.float32()),
             ]
         )
         self._table = arrow.Table

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections import Counter
 from pathlib import Path
 from typing import Protocol
 
 from pydantic import Field
 
 from penjing.core.config import Config
+from penjing.core.progress import Progress
 from penjing.curate.documents.document import Document
+from penjing.curate.learned.facts import Learned
 
 
 class StepConfig(Config, ABC):
@@ -31,6 +34,26 @@ class StepConfig(Config, ABC):
         """The work of the step in one process; `folder`: that of `prepare`."""
 
 
+class LearningStep(StepConfig):
+    """A step that learns from documents that the steps before it left."""
+
+    sample: int = Field(
+        default=2000, ge=1, description="Documents that the step looks at before it judges all: the same in every run."
+    )
+
+    @abstractmethod
+    def learn(self, folder: Path, documents: list[Document], kept: Path, progress: Progress) -> Learned:
+        """Write into `folder` what the filters of all processes need; called once, before them.
+
+        Args:
+            documents: at most `sample` of those that come to the step, of its domains, in the order of their ids.
+            kept: a folder for what an ended run should find again.
+
+        Raises:
+            InputError: there is too little to learn from.
+        """
+
+
 class Filter(Protocol):
     """One process's part of a step."""
 
@@ -40,3 +63,14 @@ class Filter(Protocol):
         An exception puts the document into quarantine.
         """
         ...
+
+
+class Judging(ABC):
+    """A filter that counts what judged its documents: `decided`, by name."""
+
+    def __init__(self) -> None:
+        self.decided: Counter[str] = Counter()
+
+    @abstractmethod
+    def apply(self, document: Document) -> str | None:
+        """See `Filter`."""

@@ -1,0 +1,1 @@
+"""What steps learn from examples: embeddings of texts, heads on them, a fast student, labels and made-up noise."""
