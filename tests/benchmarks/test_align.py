@@ -1,0 +1,53 @@
+"""The tasks of run_align.py: what is asked is never taught, and forms are told apart."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from lib.align_tasks import is_valid, numbers, pairs, sums, things, write_tasks
+from run_align import PARTS, Bench, before_and_after
+
+
+def test_the_model_that_starts_has_seen_no_sum() -> None:
+    shown = {row["messages"][0]["content"] for row in numbers()}
+    assert not shown & {row["prompt"] for row in sums()}
+    assert not [text for text in shown if "+" in text]
+
+
+def test_pairs_are_right_and_wrong() -> None:
+    right = {row["prompt"]: row["answer"] for row in sums()}
+    for row in pairs():
+        asked = row["prompt"][0]["content"]
+        assert row["chosen"][0]["content"] == right[asked] != row["rejected"][0]["content"]
+
+
+@pytest.mark.parametrize(
+    ("text", "valid"),
+    [
+        ('{"what": "pears", "many": 3}', True),
+        ('{"what": "pears", "many": "3"}', False),
+        ('{"what": "pears", "many": true}', False),
+        ('{"what": "pears"}', False),
+        ("3 pears", False),
+        ("[]", False),
+    ],
+)
+def test_answers_of_the_form(text: str, valid: bool) -> None:
+    assert is_valid(text) == valid
+    assert all(is_valid(row["messages"][1]["content"]) for row in things())
+
+
+def test_tasks_are_files_of_rows(tmp_path: Path) -> None:
+    write_tasks(tmp_path)
+    for name in ("numbers", "sums", "pairs", "things"):
+        assert [json.loads(line) for line in (tmp_path / f"{name}.jsonl").read_text().splitlines()]
+
+
+def test_every_part_is_described_and_rows_tell_before_and_after() -> None:
+    assert all(f"`{part}`" in (Bench.run.__globals__["__doc__"] or "") for part in PARTS)
+    rows = before_and_after("grpo/right_sums", 0.25, 0.75, 3)
+    assert [(row.metric, row.value, row.runs) for row in rows] == [
+        ("grpo/right_sums_before", 0.25, 3), ("grpo/right_sums_after", 0.75, 3)
+    ]  # fmt: skip
