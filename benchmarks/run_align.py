@@ -96,6 +96,7 @@ class Bench:
                 "output": str(output),
                 "seed": 1,
                 "checkpoint": {"every": 20},
+                "precision": {"mode": "auto"},
                 "monitor": {"every": 1},
             }
             path.write_text(dump_toml(whole | values))

@@ -1,4 +1,5 @@
-"""How much better an answer is than its siblings, the other answers to the same prompt: what it is learnt with."""
+"""How much better an answer is than its siblings, the other answers to the same prompt, or than what a learnt value
+expected: what it is learnt with."""
 
 from __future__ import annotations
 
@@ -44,3 +45,42 @@ def leave_one_out(rewards_PS: Tensor, scale: Scale = "none") -> Tensor:
     if scale == "batch":
         return (advantages - advantages.mean()) / (advantages.std() + _TINY)
     return advantages
+
+
+def generalized_advantages(
+    rewards_PSL: Tensor, values_PSL: Tensor, sizes_PS: Tensor, discount: float, trace: float
+) -> tuple[Tensor, Tensor]:
+    """Generalised advantage estimation (https://arxiv.org/abs/1506.02438): what came of each token, beyond what the
+    value before it expected.
+
+    Args:
+        rewards_PSL: (prompts, samples, tokens), for each token of the answers.
+        values_PSL: what was expected before it.
+        sizes_PS: tokens of each answer; what stands behind them is not looked at.
+
+    Returns:
+        Advantages and returns, advantages + values, (P, S, L), zero behind the answers.
+    """
+    real = answer_mask(sizes_PS, rewards_PSL.shape[-1])
+    rewards, values = (torch.where(real, each, 0.0) for each in (rewards_PSL, values_PSL))
+    advantages, after, ahead = torch.zeros_like(rewards), rewards.new_zeros(sizes_PS.shape), None
+    for place in reversed(range(rewards.shape[-1])):
+        expected = 0.0 if ahead is None else discount * ahead
+        after = rewards[..., place] + expected - values[..., place] + discount * trace * after
+        after = torch.where(real[..., place], after, 0.0)
+        advantages[..., place], ahead = after, values[..., place]
+    return advantages, torch.where(real, advantages + values, 0.0)
+
+
+def whitened(advantages_PSL: Tensor, sizes_PS: Tensor) -> Tensor:
+    """Advantages of tokens less their mean over all answers, over their deviation; zero where all are equal."""
+    real = answer_mask(sizes_PS, advantages_PSL.shape[-1])
+    found = advantages_PSL[real]
+    if bool((found == found[:1]).all()):
+        return torch.zeros_like(advantages_PSL)
+    return torch.where(real, (advantages_PSL - found.mean()) * torch.rsqrt(found.var() + 1e-8), 0.0)
+
+
+def answer_mask(sizes_PS: Tensor, width: int) -> Tensor:
+    """(P, S, width) bool, which places of the answers have a token."""
+    return torch.arange(width) < sizes_PS[..., None]

@@ -117,10 +117,18 @@ class ModelReward:
 
 
 class Rewards:
-    """The rewards that a recipe asks for: `scorer`'s, but for answers that do not end."""
+    """The rewards that a recipe asks for: `scorer`'s, but for answers that do not end.
 
-    def __init__(self, scorer: Scorer, unended: float | None, name: str) -> None:
-        self.scorer, self._unended, self._name = scorer, unended, name
+    Attributes:
+        gold: what is recorded beside them, and not learnt.
+    """
+
+    def __init__(self, scorer: Scorer, unended: float | None, name: str, gold: Verifier | None = None) -> None:
+        self.scorer, self.gold, self._unended, self._name = scorer, gold, unended, name
+
+    def wrong(self, row: Row) -> str | None:
+        """Why answers to the prompt of `row` could not be judged, or None."""
+        return self.scorer.wrong(row) or (None if self.gold is None else self.gold.wrong(row))
 
     def __call__(self, prompt: Prompt, answers: Sequence[Answer]) -> list[float]:
         """A finite number for each answer to `prompt`.
@@ -149,4 +157,5 @@ def make_rewards(config: RewardConfig, tokenizer: Path, device: torch.device) ->
         scorer = ModelReward(config.folder, tokenizer, device)
     else:
         scorer = UserReward(config.kind, config.timeout)
-    return Rewards(scorer, None if config.unended == "scored" else float(config.unended), config.kind)
+    gold = None if config.gold is None else Verifier(config.gold)
+    return Rewards(scorer, None if config.unended == "scored" else float(config.unended), config.kind, gold)

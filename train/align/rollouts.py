@@ -15,11 +15,18 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from penjing.train.align.advantages import group_advantages, leave_one_out
+from penjing.train.align.advantages import (
+    answer_mask,
+    generalized_advantages,
+    group_advantages,
+    leave_one_out,
+    whitened,
+)
 from penjing.train.align.prompts import Answer, Prompt, Sampled, answer_seed
 from penjing.train.align.rewards import Rewards
 from penjing.train.align.sampler import Sampler
 from penjing.train.data.order import Order
+from penjing.train.objective.actor_critic import valued_tokens
 from penjing.train.objective.objective import Batch
 from penjing.train.objective.policy import answer_tokens
 from penjing.train.processes.world import World
@@ -28,7 +35,8 @@ from penjing.train.recipe.data import RolloutData
 
 Rollout = dict[str, Tensor]
 """Of the P prompts of a step with S answers of up to L tokens: "tokens" (P, S, L) int64, "sizes" (P, S) int64, "ended"
-and "reward" (P, S) float64; "old", "reference", "engine" (P, S, L) float32 log-probabilities, where they are needed."""
+and "reward" (P, S) float64, "gold" likewise where it is recorded; "old", "reference", "engine" (P, S, L) float32
+log-probabilities and "value" (P, S, L), expected rewards, where they are needed."""
 
 
 def answer_batch(
@@ -139,6 +147,8 @@ class RolloutStream:
             "reward": torch.zeros(shape, dtype=torch.float64),
             "engine": torch.zeros((*shape, data.max_tokens)),
         }
+        if self._rewards.gold is not None:
+            rollout["gold"] = torch.zeros(shape, dtype=torch.float64)
         for place, prompt, answers in zip(mine, prompts, found, strict=True):
             for sample, answer in enumerate(answers):
                 size = len(answer.tokens)
@@ -147,33 +157,45 @@ class RolloutStream:
                 rollout["sizes"][place, sample], rollout["ended"][place, sample] = size, answer.ended
             texts = [Answer(answer, self._decode(answer.tokens)) for answer in answers]
             rollout["reward"][place] = torch.tensor(self._rewards(prompt, texts), dtype=torch.float64)
+            if self._rewards.gold is not None:
+                rollout["gold"][place] = torch.tensor(self._rewards.gold(prompt, texts), dtype=torch.float64)
         for name in sorted(rollout):
             self._world.sum(rollout[name])
         algorithm = self._algorithm
         whole_kl = algorithm.kind == "rloo" and algorithm.kl > 0
-        if algorithm.updates > 1 or whole_kl:
-            rollout["old"] = self._asked(rollout, learner.model)
+        if algorithm.kind == "ppo":
+            rollout["old"], rollout["value"] = self._asked(rollout, learner.model, valued=True)
+        elif algorithm.updates > 1 or whole_kl:
+            (rollout["old"],) = self._asked(rollout, learner.model)
         if learner.reference is not None:
-            rollout["reference"] = self._asked(rollout, learner.reference)
+            (rollout["reference"],) = self._asked(rollout, learner.reference)
         return rollout
 
     @torch.no_grad()
-    def _asked(self, rollout: Rollout, model: nn.Module) -> Tensor:
-        """The log-probability of each token by `model`, (P, S, L), with zeros behind the answers."""
-        found, samples = torch.zeros_like(rollout["engine"]), self._data.samples
+    def _asked(self, rollout: Rollout, model: nn.Module, *, valued: bool = False) -> list[Tensor]:
+        """The log-probability of each token by `model`, (P, S, L), with zeros behind the answers; if `valued`, and the
+        reward that is expected before it."""
+        found, samples = [torch.zeros_like(rollout["engine"]) for _ in range(1 + valued)], self._data.samples
         device = next(model.parameters()).device
         for places in self._mine():
             batch = self._batch(rollout, places)
             on_device = {name: each.to(device) for name, each in batch.items()}
-            logprobs = answer_tokens(model, on_device, self._data.temperature)[0].float().cpu()
+            if valued:
+                logprobs, _, values = valued_tokens(model, on_device, self._data.temperature)
+                said = [logprobs, values]
+            else:
+                said = [answer_tokens(model, on_device, self._data.temperature)[0]]
             sizes = torch.bincount(batch["answer"]).tolist()
-            for row, each in enumerate(logprobs.split(sizes)):
-                if (place := int(places[row // samples])) < self._data.batch_size:
-                    found[place, row % samples, : len(each)] = each
-        return self._world.sum(found)
+            for whole, mine in zip(found, said, strict=True):
+                for row, each in enumerate(mine.float().cpu().split(sizes)):
+                    if (place := int(places[row // samples])) < self._data.batch_size:
+                        whole[place, row % samples, : len(each)] = each
+        return [self._world.sum(each) for each in found]
 
     def _batches(self, rollout: Rollout) -> list[Batch]:
         """This process's micro-batches of an update."""
+        if self._algorithm.kind == "ppo":
+            return self._valued_batches(rollout)
         algorithm, rewards = self._algorithm, rollout["reward"]
         if algorithm.kind == "rloo" and algorithm.kl:
             rewards = rewards - algorithm.kl * (rollout["old"] - rollout["reference"]).sum(-1)
@@ -190,13 +212,39 @@ class RolloutStream:
             some = torch.from_numpy(np.minimum(places, last))
             batch["advantage"] = advantages[some].flatten().float()
             batch["silent"] = silent[some].flatten().float()
-            batch["real"] = torch.from_numpy(places <= last).repeat_interleave(self._data.samples)
+            batch["real"] = self._real(places)
             found.append(batch)
         return found
 
-    def _batch(self, rollout: Rollout, places: np.ndarray) -> Batch:
+    def _valued_batches(self, rollout: Rollout) -> list[Batch]:
+        """`_batches` of ppo: what came of each token is the reward of the answer, less the penalty from there on."""
+        algorithm, sizes = self._algorithm, rollout["sizes"]
+        real = answer_mask(sizes, rollout["old"].shape[-1])
+        rewards = torch.zeros_like(rollout["old"])
+        if "reference" in rollout:
+            rewards -= torch.where(real, algorithm.kl * (rollout["old"] - rollout["reference"]), 0.0)
+        at_end = rollout["reward"][..., None].to(rewards.dtype)
+        rewards.scatter_add_(-1, (sizes - 1).clamp(min=0)[..., None], at_end)
+        advantages, returns = generalized_advantages(
+            rewards, rollout["value"], sizes, algorithm.discount, algorithm.trace
+        )
+        if algorithm.scale == "batch":
+            advantages = whitened(advantages, sizes)
+        learnt = rollout | {"advantage": advantages, "return": returns}
+        batches = [self._batch(learnt, places, ("value", "advantage", "return")) for places in self._mine()]
+        return [batch | {"real": self._real(places)} for batch, places in zip(batches, self._mine(), strict=True)]
+
+    def _real(self, places: np.ndarray) -> Tensor:
+        """Which answers to the prompts at `places` count, and do not stand there to fill up."""
+        return torch.from_numpy(places < self._data.batch_size).repeat_interleave(self._data.samples)
+
+    def _batch(self, rollout: Rollout, places: np.ndarray, more: tuple[str, ...] = ()) -> Batch:
         """The answers to the prompts at `places` of the step, without what follows from the others; behind the last
-        prompt, the last again."""
+        prompt, the last again.
+
+        Args:
+            more: further numbers of tokens.
+        """
         places = np.minimum(places, self._data.batch_size - 1)
         samples, some = self._data.samples, torch.from_numpy(places)
         sizes = rollout["sizes"][some].flatten().tolist()
@@ -206,8 +254,9 @@ class RolloutStream:
             rows = rollout[name][some].flatten(0, 1).tolist()
             return [row[:size] for row, size in zip(rows, sizes, strict=True)]
 
-        of_answers = {name: rollout[name][some].flatten().float() for name in ("reward", "ended")}
-        kept = [name for name in ("old", "reference") if name in rollout and self._is_learnt(name)]
+        names = [name for name in ("reward", "ended", "gold") if name in rollout]
+        of_answers = {name: rollout[name][some].flatten().float() for name in names}
+        kept = [*more, *(name for name in ("old", "reference") if name in rollout and self._is_learnt(name))]
         if self._data.temperature == 1:
             kept.append("engine")
         return answer_batch(prompts, cut("tokens"), self._pad, of_answers, {name: cut(name) for name in kept})

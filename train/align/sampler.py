@@ -106,5 +106,5 @@ class Sampler:
         """Take the weights as they are now, adapters merged."""
         learners = dict[str, Tensor](self._model.named_parameters())
         for name, tensor in learners.items() if self._scale is None else merged(learners, self._scale):
-            if self._own[name].data_ptr() != tensor.data_ptr():
+            if name in self._own and self._own[name].data_ptr() != tensor.data_ptr():  # no head for values
                 self._own[name].copy_(tensor)

@@ -39,6 +39,7 @@ class DecoderTask:
     """
 
     unit = "tokens"
+    _network: type[Decoder] = Decoder
 
     def __init__(
         self, recipe: RunRecipe, config: DecoderConfig, tokenizer: Path, progress: Progress, template: str | None = None
@@ -62,7 +63,7 @@ class DecoderTask:
 
     def build_model(self) -> nn.Module:
         """See `Task`."""
-        model = Decoder(self.config)
+        model = self._network(self.config)
         if self._recipe.adapter is not None:
             adapt(model, self._recipe.adapter)
         return model

@@ -16,6 +16,7 @@ from penjing.core.files import writing
 from penjing.core.models.decoder import Decoder
 from penjing.core.progress import Progress
 from penjing.core.text.tokenizer import read_backend
+from penjing.train.align.actor_critic import ActorCritic
 from penjing.train.align.prompts import Answer, read_prompts
 from penjing.train.align.rewards import make_rewards
 from penjing.train.align.rollouts import Learner, RolloutStream, answer_batch, greedy_answers
@@ -24,12 +25,14 @@ from penjing.train.chat.tokens import ChatTokens
 from penjing.train.data.stream import Stream, draws
 from penjing.train.families.decoder_task import DecoderTask
 from penjing.train.families.rows import held_out_places
+from penjing.train.objective.actor_critic import ProximalPolicy
 from penjing.train.objective.objective import Batch, TaskObjective
 from penjing.train.objective.policy import PolicyGradient
 from penjing.train.processes.world import World, choose_device
+from penjing.train.recipe.align import AlgorithmConfig
 from penjing.train.recipe.data import RolloutData
 from penjing.train.recipe.recipe import ObjectiveConfig, RunRecipe, TrainRecipe
-from penjing.train.state.initial import checkpoint_weights, fill_weights
+from penjing.train.state.initial import Constant, Weights, checkpoint_weights, fill_weights
 
 _SHOWN, _KEPT = 2, 10  # held-out answers that an evaluation prints and keeps
 
@@ -55,12 +58,11 @@ class RolloutTuning(DecoderTask):
             )
         self._writer = ChatTokens.from_folder(folder, prompts.template)
         template = None if prompts.template is None or self._writer.template is None else self._writer.template.text
+        self._network = ActorCritic if algorithm.kind == "ppo" else Decoder
         super().__init__(recipe, config, folder, progress, template)
         self._data, self._algorithm = data, algorithm
         self._rewards = make_rewards(recipe.reward, folder, choose_device(recipe.device))
-        found = read_prompts(
-            prompts.sources, self._writer, room, prompts.most_damaged, self._rewards.scorer.wrong, progress
-        )
+        found = read_prompts(prompts.sources, self._writer, room, prompts.most_damaged, self._rewards.wrong, progress)
         held = held_out_places([each.key for each in found], prompts.held_out if recipe.evaluation.every else 0.0)
         if recipe.evaluation.every and not held:
             raise ConfigError(
@@ -71,17 +73,25 @@ class RolloutTuning(DecoderTask):
         self._longest = max(len(each.tokens) for each in found)
         pad = config.pad_token_id
         self._pad = next(iter(config.eos_token_ids), 0) if pad is None else pad
-        self.unit = "tokens" if algorithm.kind == "grpo" and algorithm.aggregate == "token" else "answers"
-        self.objective: TaskObjective = PolicyGradient(
-            clip=algorithm.clip, dual=algorithm.dual, kl=algorithm.kl, whole=algorithm.kind == "rloo",
-            aggregate=algorithm.aggregate if algorithm.kind == "grpo" else "answer", most=data.max_tokens,
-            temperature=data.temperature,
-        )  # fmt: skip
+        self.unit = "tokens" if algorithm.kind != "rloo" and algorithm.aggregate == "token" else "answers"
+        self.objective: TaskObjective = _objective(algorithm, data)
         self._learner: Learner | None = None
         progress.note(
             f"{len(self._learnt):,} prompts of up to {self._longest} tokens are learnt from, {len(self._held):,} are "
             f"held out; {data.batch_size} × {data.samples} answers a rollout"
         )
+
+    def build_model(self) -> nn.Module:
+        """See `Task`: with a head for values where these are learnt, which learns beside an adapter too."""
+        model = super().build_model()
+        if isinstance(model, ActorCritic):
+            model.value.requires_grad_(True)
+        return model
+
+    def weights(self) -> Weights:
+        """See `Task`: those of the checkpoint; values begin at zero, so that they disturb nothing."""
+        known = super().weights()
+        return lambda name, shape: Constant(0.0) if name.startswith("value.") else known(name, shape)
 
     def prompt(self, text: str) -> list[int]:
         """See `DecoderTask`: a turn of the user, where there is a template."""
@@ -93,9 +103,13 @@ class RolloutTuning(DecoderTask):
         tokens = [[self._pad] * self._data.max_tokens] * answers
         zeros = torch.zeros(answers)
         kept = ["old"] * (self._algorithm.updates > 1) + ["reference"] * (self._algorithm.kl > 0)
+        of_answers = ["reward", "ended"]
+        if self._algorithm.kind == "ppo":
+            kept += ["advantage", "return", "value"]
+        else:
+            of_answers += ["advantage", "silent"]
         batch = answer_batch(
-            [[self._pad] * self._longest] * answers, tokens, self._pad,
-            dict.fromkeys(("advantage", "reward", "ended", "silent"), zeros),
+            [[self._pad] * self._longest] * answers, tokens, self._pad, dict.fromkeys(of_answers, zeros),
             {name: [[0.0] * self._data.max_tokens] * answers for name in kept},
         )  # fmt: skip
         return batch | {"real": torch.ones(answers, dtype=torch.bool)}
@@ -115,10 +129,12 @@ class RolloutTuning(DecoderTask):
         learner = self._bound()
         found = greedy_answers(learner.sampler, [self._held[place] for place in places], self._data.max_tokens)
         answers = dict(zip(places, found, strict=True))
-        rewards = dict[int, float]()
+        rewards, golden, gold = dict[int, float](), dict[int, float](), self._rewards.gold
         for place, sampled in answers.items():
             answer = Answer(sampled, self._text(sampled.tokens))
             (rewards[place],) = self._rewards(self._held[place], [answer])
+            if gold is not None:
+                (golden[place],) = gold(self._held[place], [answer])
             if world.is_main and place < _KEPT:
                 self._keep(self._held[place].text, answer.text, rewards[place], shown=place < _SHOWN)
         first = places[0] if places else None
@@ -130,6 +146,8 @@ class RolloutTuning(DecoderTask):
                 "ended": torch.tensor([0.0 if place is None else float(answers[place].ended) for place in some]),
                 "real": real,
             }
+            if gold is not None:
+                of_answers["gold"] = torch.tensor([0.0 if place is None else golden[place] for place in some])
             prompts = [self._held[place or 0].tokens for place in some]
             tokens = [[self._pad] if place is None else answers[place].tokens for place in some]
             yield answer_batch(prompts, tokens, self._pad, of_answers)
@@ -177,7 +195,27 @@ class RolloutTuning(DecoderTask):
             self._progress.note(f"{prompt!r:.80} → {answer!r:.160}: reward {reward:g}")
 
 
+def _objective(algorithm: AlgorithmConfig, data: RolloutData) -> TaskObjective:
+    if algorithm.kind == "ppo":
+        return ProximalPolicy(
+            clip=algorithm.clip, dual=algorithm.dual, value_weight=algorithm.value_weight,
+            value_clip=algorithm.value_clip, entropy=algorithm.entropy, aggregate=algorithm.aggregate,
+            most=data.max_tokens, temperature=data.temperature,
+        )  # fmt: skip
+    return PolicyGradient(
+        clip=algorithm.clip, dual=algorithm.dual, kl=algorithm.kl, whole=algorithm.kind == "rloo",
+        aggregate=algorithm.aggregate if algorithm.kind == "grpo" else "answer", most=data.max_tokens,
+        temperature=data.temperature,
+    )  # fmt: skip
+
+
 def _check_run(recipe: TrainRecipe) -> None:
+    assert recipe.algorithm is not None, "the recipe is checked"
+    if (kind := recipe.algorithm.kind) != "ppo" and isinstance(recipe.data, RolloutData) and recipe.data.samples < 2:
+        raise ConfigError(
+            f"data.samples = 1 leaves {kind} no other answer to compare one with; set it to 2 or more, or use "
+            "algorithm.kind = 'ppo'"
+        )
     if not recipe.parallel.is_plain:
         raise ConfigError(
             "data.kind = 'rollouts' takes data parallelism alone; set parallel.zero to 0, and tp, pp, cp and ep to 1"

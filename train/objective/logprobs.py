@@ -16,7 +16,7 @@ from penjing.train.objective.cross_entropy import row_blocks
 
 
 def token_logprobs(logits_NV: Tensor, tokens_N: Tensor, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
-    """The log-probability of each row's token, differentiable once, and the entropy of each row, which is not.
+    """The log-probability of each row's token and the entropy of each row, differentiable once.
 
     Args:
         logits_NV: (N, V) floating; divided by `temperature` > 0.
@@ -39,19 +39,26 @@ class _TokenLogprobs(torch.autograd.Function):
             found[rows] = wide.gather(1, tokens[rows, None])[:, 0] - normaliser[rows]
             wide -= normaliser[rows, None]
             entropy[rows] = -(wide.exp() * wide).sum(-1)
-        ctx.save_for_backward(logits, normaliser, tokens)
+        ctx.save_for_backward(logits, normaliser, tokens, entropy)
         ctx.temperature = temperature
-        ctx.mark_non_differentiable(entropy)
+        ctx.set_materialize_grads(False)  # most losses leave the entropy out
         return found, entropy
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        logits, normaliser, tokens = ctx.saved_tensors
-        scale = (gradients[0] / ctx.temperature)[:, None]
-        result = torch.empty_like(logits)
+        logits, normaliser, tokens, entropy = ctx.saved_tensors
+        of_logprobs, of_entropy = (
+            None if gradient is None else (gradient / ctx.temperature)[:, None] for gradient in gradients
+        )
+        result = torch.zeros_like(logits)
         for rows in row_blocks(logits):
-            wide = (logits[rows].to(normaliser.dtype) / ctx.temperature - normaliser[rows, None]).exp_().neg_()
-            wide.scatter_add_(1, tokens[rows, None], torch.ones_like(wide[:, :1]))
-            result[rows] = wide.mul_(scale[rows])
+            logprobs = logits[rows].to(normaliser.dtype) / ctx.temperature - normaliser[rows, None]
+            shares = logprobs.exp()
+            if of_logprobs is not None:
+                wide = shares.neg()
+                wide.scatter_add_(1, tokens[rows, None], torch.ones_like(wide[:, :1]))
+                result[rows] = wide.mul_(of_logprobs[rows])
+            if of_entropy is not None:  # dH / dlogit = −p (log p + H)
+                result[rows] -= shares.mul_(logprobs.add_(entropy[rows, None])).mul_(of_entropy[rows])
         return result, None, None

@@ -4,7 +4,7 @@ The batch is one of answers: "tokens" (B, T) int64; "rows" (R,) int64, the place
 token is part of an answer, "next" (R,) int64, that token, and "answer" (R,) int64, the row in B of each; "advantage",
 "reward", "ended" and "silent", of a group of equal rewards, (B,) float32; "real" (B,) bool, which answers count. "old",
 "reference" and "engine" (R,) float32, the tokens' log-probabilities before the first update from these answers, by the
-reference and by the engine that sampled them, may be there.
+reference and by the engine that sampled them, may be there; and "gold" (B,) float32, rewards that are only recorded.
 """
 
 from __future__ import annotations
@@ -51,46 +51,36 @@ class PolicyGradient:
 
     def count(self, batch: Batch) -> int:
         """The tokens of the answers that count, or these answers."""
-        return int((batch["real"][batch["answer"]] if self.aggregate == "token" else batch["real"]).sum())
+        return count_of(self.aggregate, batch)
 
     def __call__(self, model: nn.Module, batch: Batch) -> Loss:
         """See the class."""
         found, entropy = answer_tokens(model, batch, self.temperature)
-        owner, sizes = batch["answer"], _sums(torch.ones_like(found), batch)
+        owner, sizes = batch["answer"], answer_sums(torch.ones_like(found), batch)
         real = batch["real"].to(found.dtype)
         log_ratio = found - batch["old"] if "old" in batch else found - found.detach()
         advantage = batch["advantage"]
         if self.whole:
-            log_ratio = _sums(log_ratio, batch)
+            log_ratio = answer_sums(log_ratio, batch)
         else:
             advantage = advantage[owner]
-        ratio = log_ratio.exp()
-        low, high = self.clip
-        free = ratio if self.dual is None else ratio.clamp(max=self.dual)
-        each = -torch.minimum(free * advantage, ratio.clamp(1 - low, 1 + high) * advantage)
+        each, clipped = clipped_cost(log_ratio.exp(), advantage, self.clip, self.dual)
         away = None
         if "reference" in batch:
             ahead = batch["reference"] - found
             away = ahead.exp() - ahead - 1
             if self.kl and not self.whole:
                 each = each + self.kl * away
-        weight = real if self.whole else real[owner] * self._weights(sizes)[owner]
+        weight = real if self.whole else real[owner] * token_weights(self.aggregate, sizes, self.most)[owner]
         with torch.no_grad():
-            clipped = ((ratio < 1 - low) & (advantage < 0)) | ((ratio > 1 + high) & (advantage > 0))
             counts = real if self.whole else real[owner]
-            counted = _answer_metrics(batch, entropy)
-            counted |= {"clipped": _mean(clipped, counts), "silent": _mean(batch["silent"], real)}
+            counted = answer_metrics(batch, entropy)
+            counted |= {"clipped": weighted_mean(clipped, counts), "silent": weighted_mean(batch["silent"], real)}
             if away is not None:
-                counted["kl"] = _mean(away, real[owner])
+                counted["kl"] = weighted_mean(away, real[owner])
             if "engine" in batch:
-                counted["gap"] = _mean((found - batch["engine"]).abs(), real[owner])
+                counted["gap"] = weighted_mean((found - batch["engine"]).abs(), real[owner])
         return Loss((each * weight).sum(), counted=counted)
-
-    def _weights(self, sizes: Tensor) -> Tensor:
-        """(B,), what a token of each answer weighs."""
-        if self.aggregate == "token":
-            return torch.ones_like(sizes)
-        return 1 / sizes if self.aggregate == "answer" else torch.full_like(sizes, 1 / self.most)
 
     def evaluation(self) -> AnswerRewards:
         """Held-out prompts are judged by the rewards of their answers."""
@@ -108,7 +98,7 @@ class AnswerRewards:
     def __call__(self, model: nn.Module, batch: Batch) -> Loss:
         """See the class."""
         _, entropy = answer_tokens(model, batch)
-        metrics = _answer_metrics(batch, entropy)
+        metrics = answer_metrics(batch, entropy)
         return Loss(-metrics["reward"][0], counted=metrics)
 
 
@@ -118,22 +108,47 @@ def answer_tokens(model: nn.Module, batch: Batch, temperature: float = 1.0) -> t
     return token_logprobs(logits, batch["next"], temperature)
 
 
-def _sums(values_R: Tensor, batch: Batch) -> Tensor:
+def count_of(aggregate: Aggregate, batch: Batch) -> int:
+    """What a loss is a mean of: the tokens of the answers that count, or these answers."""
+    return int((batch["real"][batch["answer"]] if aggregate == "token" else batch["real"]).sum())
+
+
+def token_weights(aggregate: Aggregate, sizes_B: Tensor, most: int) -> Tensor:
+    """(B,), what a token of each answer weighs in the sum of the loss."""
+    if aggregate == "token":
+        return torch.ones_like(sizes_B)
+    return 1 / sizes_B if aggregate == "answer" else torch.full_like(sizes_B, 1 / most)
+
+
+def clipped_cost(
+    ratio: Tensor, advantage: Tensor, clip: tuple[float, float], dual: float | None
+) -> tuple[Tensor, Tensor]:
+    """What each ratio costs, and which lie beyond `clip` so that nothing is learnt of them; see `PolicyGradient`."""
+    low, high = clip
+    free = ratio if dual is None else ratio.clamp(max=dual)
+    cost = -torch.minimum(free * advantage, ratio.clamp(1 - low, 1 + high) * advantage)
+    with torch.no_grad():
+        beyond = ((ratio < 1 - low) & (advantage < 0)) | ((ratio > 1 + high) & (advantage > 0))
+    return cost, beyond
+
+
+def answer_sums(values_R: Tensor, batch: Batch) -> Tensor:
     """(B,), the sum of each answer's tokens."""
     rows = batch["tokens"].shape[0]
     return torch.zeros(rows, dtype=values_R.dtype, device=values_R.device).index_add(0, batch["answer"], values_R)
 
 
-def _mean(values: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+def weighted_mean(values: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
     """A weighted sum, and the sum of the weights."""
     return (values.to(weights.dtype) * weights).sum(), weights.sum()
 
 
 @torch.no_grad()
-def _answer_metrics(batch: Batch, entropy_R: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
+def answer_metrics(batch: Batch, entropy_R: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
+    """(Sum, count) of what is recorded of all answers, whatever they are learnt with."""
     real = batch["real"].to(entropy_R.dtype)
-    of_answers = {name: _mean(batch[name], real) for name in ("reward", "ended")}
+    of_answers = {name: weighted_mean(batch[name], real) for name in ("reward", "ended", "gold") if name in batch}
     return of_answers | {
-        "length": _mean(_sums(torch.ones_like(entropy_R), batch), real),
-        "entropy": _mean(entropy_R, real[batch["answer"]]),
+        "length": weighted_mean(answer_sums(torch.ones_like(entropy_R), batch), real),
+        "entropy": weighted_mean(entropy_R, real[batch["answer"]]),
     }

@@ -10,6 +10,8 @@ from pydantic import Field, ValidationInfo, field_validator
 from penjing.core.config import Config
 from penjing.train.objective.policy import Aggregate, Scale
 
+_OF_PPO = ("discount", "trace", "value_weight", "value_clip", "entropy")
+
 
 class PromptConfig(Config):
     """What is asked."""
@@ -40,21 +42,21 @@ class PromptConfig(Config):
 class AlgorithmConfig(Config):
     """How much an answer is learnt, from its reward and those of the other answers to its prompt."""
 
-    kind: Literal["grpo", "rloo"] = Field(
+    kind: Literal["grpo", "rloo", "ppo"] = Field(
         default="grpo",
         description='"grpo": each token is weighed by how far the reward is above the mean of its group; "rloo": the '
-        "whole answer, above the mean of the others.",
+        'whole answer, above the mean of the others; "ppo": each token, above what a learnt value expected there.',
     )
     scale: Scale | None = Field(
         default=None,
         validate_default=True,
         description='Advantages are divided by the deviation of their "group" (by default of grpo) or of the whole '
-        '"batch", or by nothing, "none" (by default of rloo, which has no "group").',
+        '"batch" (by default of ppo), or by nothing, "none" (by default of rloo). Only grpo has a "group".',
     )
     aggregate: Aggregate = Field(
         default="token",
-        description='Of grpo: the loss is a mean of all tokens ("token"), of the means of answers ("answer"), or of '
-        'their sums over data.max_tokens ("constant").',
+        description='Of grpo and ppo: the loss is a mean of all tokens ("token"), of the means of answers ("answer"), '
+        'or of their sums over data.max_tokens ("constant").',
     )
     updates: int = Field(default=1, ge=1, description="Updates that are made from the answers to a batch of prompts.")
     clip: tuple[float, float] = Field(
@@ -63,28 +65,45 @@ class AlgorithmConfig(Config):
         "with updates above 1.",
     )
     dual: float | None = Field(
-        default=None, gt=1, description="Of grpo: the largest ratio that counts for answers below the mean."
+        default=None, gt=1, description="Of grpo and ppo: the largest ratio that counts for answers below the mean."
     )
     kl: float = Field(
         default=0.0,
         ge=0,
-        description="Weight of a penalty for leaving the reference: of grpo for each token, of rloo for each answer. "
-        "0: no reference is held in memory.",
+        description="Weight of a penalty for leaving the reference: of grpo a part of the loss, of rloo taken off the "
+        "reward of an answer, of ppo off that of each token. 0: no reference is held in memory.",
     )
     reference: Path | None = Field(
         default=None, description="With kl: the checkpoint that the model is held to; by default `initial`."
     )
+    discount: float = Field(
+        default=1.0, gt=0, le=1, description="Of ppo: what a reward is worth a token earlier (gamma)."
+    )
+    trace: float = Field(
+        default=0.95,
+        ge=0,
+        le=1,
+        description="Of ppo: how far advantages look ahead (lambda of GAE). 0: to the next value; 1: to the end.",
+    )
+    value_weight: float = Field(default=0.1, gt=0, description="Of ppo: weight of the value's loss.")
+    value_clip: float = Field(
+        default=0.2, gt=0, description="Of ppo: how far a value may move in the updates from one batch of answers."
+    )
+    entropy: float = Field(
+        default=0.0, ge=0, description="Of ppo: weight of a reward for the entropy of the next token, so that it tries."
+    )
 
-    @field_validator("scale", "aggregate", "dual", "reference")
+    @field_validator("scale", "aggregate", "dual", "reference", *_OF_PPO)
     @classmethod
     def _belongs(cls, value: Any, info: ValidationInfo) -> Any:
         kind, name = info.data.get("kind", "grpo"), info.field_name or ""
         if name == "scale" and value is None:
-            return {"grpo": "group", "rloo": "none"}[kind]
-        if name == "scale" and (kind, value) == ("rloo", "group"):
-            raise ValueError("of rloo is 'batch' or 'none'")
-        if name in ("aggregate", "dual") and kind != "grpo" and value != cls.model_fields[name].default:
-            raise ValueError(f"is of kind = 'grpo', not of {kind!r}; leave it out")
+            return {"grpo": "group", "rloo": "none", "ppo": "batch"}[kind]
+        if name == "scale" and kind != "grpo" and value == "group":
+            raise ValueError(f"of {kind} is 'batch' or 'none'")
+        owners = ("ppo",) if name in _OF_PPO else ("grpo", "ppo")
+        if name in ("aggregate", "dual", *_OF_PPO) and kind not in owners and value != cls.model_fields[name].default:
+            raise ValueError(f"is of kind = {' or '.join(map(repr, owners))}, not of {kind!r}; leave it out")
         if name == "reference" and value is not None and not info.data.get("kl"):
             raise ValueError("is what the penalty algorithm.kl is measured from; set that above 0, or leave it out")
         return value
@@ -113,6 +132,11 @@ class RewardConfig(Config):
         default=None, validate_default=True, description="Of model: the reward model's checkpoint."
     )
     timeout: float = Field(default=10.0, gt=0, description="Of a function: seconds that a call may take.")
+    gold: Literal["number", "exact", "regex"] | None = Field(
+        default=None,
+        description="Of model or a function: whether an answer is the row's `answer` is recorded too, as `check` of a "
+        "verifier says, and never learnt: it tells when a reward is gamed.",
+    )
     unended: float | Literal["scored"] = Field(
         default=0.0,
         description='The reward of every answer that does not end within data.max_tokens; "scored": that of the '
@@ -126,10 +150,14 @@ class RewardConfig(Config):
             raise ValueError("is 'verifier', 'model', or a function of your own as 'file.py:function'")
         return value
 
-    @field_validator("check", "folder", "timeout")
+    @field_validator("check", "folder", "timeout", "gold")
     @classmethod
     def _belongs(cls, value: Any, info: ValidationInfo) -> Any:
         kind, name = info.data.get("kind", ""), info.field_name or ""
+        if name == "gold":
+            if value is not None and kind == "verifier":
+                raise ValueError("is what is learnt with kind = 'verifier'; leave it out")
+            return value
         owner = {"check": "verifier", "folder": "model", "timeout": "function"}[name]
         mine = owner == (kind if kind in ("verifier", "model") else "function")
         if name == "folder" and mine and value is None:

@@ -133,7 +133,7 @@ class RolloutData(DataConfig):
     prefetch: Literal[0] = Field(  # pyright: ignore[reportIncompatibleVariableOverride]  # frozen
         default=0, description="Nothing is prepared ahead, since answers are sampled by the newest weights."
     )
-    samples: int = Field(default=8, ge=2, le=64, description="Answers to each prompt.")
+    samples: int = Field(default=8, ge=1, le=64, description="Answers to each prompt; of grpo and rloo 2 at least.")
     max_tokens: int = Field(ge=1, description="Tokens of an answer at most.")
     temperature: float = Field(
         default=1.0, gt=0, le=10, description="Logits are divided by it, when answers are sampled and when learnt."

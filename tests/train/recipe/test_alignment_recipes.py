@@ -8,7 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from penjing.core.checkpoint.decoder import open_checkpoint
+from penjing.core.checkpoint.reward import save_reward
 from penjing.core.config import read_recipe
+from penjing.core.models.reward import RewardModel
 from penjing.core.recipes import recipe_names
 from penjing.train.chat.builtin import builtin_rows
 from penjing.train.recipe.load import load_train_recipe
@@ -21,6 +24,7 @@ RECIPES = {
     "smollm2-dpo": "reward_margin",
     "smollm2-reward": "preference_accuracy",
     "smollm2-grpo": "reward",
+    "smollm2-ppo": "gold",
 }
 
 
@@ -33,6 +37,10 @@ def test_a_recipe_needs_nothing_but_the_checkpoint_that_it_begins_with(
     (tmp_path / "build").mkdir()
     for begin in ("smollm2", "smollm2-sft"):
         (tmp_path / "build" / begin).symlink_to(tiny_checkpoint)
+    if name == "smollm2-ppo":
+        (tmp_path / "build/smollm2-reward").mkdir()
+        model = RewardModel(open_checkpoint(tiny_checkpoint).config)
+        save_reward(tmp_path / "build/smollm2-reward", model, tiny_checkpoint, {})
     recipe = load_train_recipe(ROOT / f"recipes/{name}.toml")
     assert recipe.output == Path("build") / name
     short = ["steps=1", "evaluation.every=1", "evaluation.samples=4", f"output=out/{name}", "device=cpu"]

@@ -96,3 +96,32 @@ def adapter(shapes: dict[str, tuple[int, ...]]) -> dict[str, Any]:
     """Values of the two matrices of each adapted layer, by their names."""
     random = np.random.default_rng(6)
     return {name: random.normal(0, 0.1, shapes[name]).astype(np.float32) for name in sorted(shapes)}
+
+
+PPO: dict[str, dict[str, Any]] = {
+    "plain": {"clip": (0.2, 0.2), "value_weight": 0.1},
+    "all parts": {"clip": (0.2, 0.28), "dual": 1.5, "value_weight": 0.5, "value_clip": 0.1, "entropy": 0.01},
+    "mean of answers": {"clip": (0.2, 0.2), "value_weight": 0.5, "aggregate": "answer"},
+    "constant": {"clip": (0.1, 0.3), "value_weight": 1.0, "aggregate": "constant", "most": 16},
+}
+PPO_SIZES, PPO_VOCAB = [3, 1, 5, 2, 4, 5], 11
+GAE = {"no discount": (1.0, 0.95), "both": (0.9, 0.8), "next value": (1.0, 0.0), "to the end": (1.0, 1.0)}
+"""The discount and the trace."""
+
+
+def ppo_tokens() -> dict[str, Any]:
+    """Numbers of the tokens of `PPO_SIZES` answers: what the model says of them and what it said when they were
+    sampled; each (R,), but "logits" (R, V)."""
+    random, count = np.random.default_rng(8), sum(PPO_SIZES)
+    numbers: dict[str, Any] = {
+        name: random.normal(0, 1, count) for name in ("values", "old_values", "advantages", "returns")
+    }
+    numbers |= {"logits": random.normal(0, 1, (count, PPO_VOCAB)), "shift": random.normal(0, 0.25, count)}
+    numbers["next"] = random.integers(0, PPO_VOCAB, count)
+    return numbers
+
+
+def gae() -> dict[str, Any]:
+    """Of the same answers in rows of 5 tokens: "rewards" and "values"."""
+    random = np.random.default_rng(9)
+    return {name: random.normal(0, 1, (len(PPO_SIZES), max(PPO_SIZES))).tolist() for name in ("rewards", "values")}

@@ -1,0 +1,36 @@
+"""A decoder that also says how much reward it expects: a linear layer on its hidden state, beside the head."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from penjing.core.models.attention import Attend, causal_attention
+from penjing.core.models.config import DecoderConfig
+from penjing.core.models.decoder import Decoder
+
+
+class ActorCritic(Decoder):
+    """A `Decoder`, and a head for values, `value.weight` (1, E) and `value.bias` (1,)."""
+
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__(config)
+        self.value = nn.Linear(config.hidden_size, 1)
+
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]  # two results where both are asked for
+        self,
+        token_ids: Tensor,
+        positions: Tensor | None = None,
+        attend: Attend | None = None,
+        logit_rows: Tensor | None = None,
+        *,
+        valued: bool = False,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """As `Decoder`. If `valued`, the logits (R, V) and the expected rewards (R,) of `logit_rows`, of each of which
+        the tokens up to it are seen."""
+        if not valued:
+            return super().forward(token_ids, positions, attend, logit_rows)
+        assert logit_rows is not None, "values are of certain rows"
+        positions = torch.arange(token_ids.shape[-1], device=token_ids.device).expand(token_ids.shape)
+        hidden = self.model(token_ids, positions, causal_attention(self.config)).flatten(0, -2)[logit_rows]
+        return self.lm_head(hidden), self.value(hidden)[:, 0]
