@@ -8,7 +8,8 @@ https://arxiv.org/abs/2407.04616).
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from fnmatch import fnmatchcase
 from math import gcd
 from typing import Literal
 
@@ -65,6 +66,37 @@ def select(
                 order = np.argsort(scores[members[index]], kind="stable")
                 result.append((group, sorted(order[: len(group) - kept].tolist())))
     return result
+
+
+def select_by_group(groups: Sequence[Group], scores: Scores, shares: Mapping[str, float], round_to: int = 8) -> Choice:
+    """As `select`, with a share for each group.
+
+    Args:
+        shares: names of groups, with or without ".weight[dim 0]", or shell patterns of the short names → shares. The
+            first that fits a group counts; groups that none fits stay whole.
+
+    Raises:
+        ConfigError: a name that fits no group; lists the groups.
+    """
+    fitting = [next((name for name in shares if _is_of(group, name)), None) for group in groups]
+    for name in shares:
+        if not any(_is_of(group, name) for group in groups):
+            known = ", ".join(short_name(group) for group in groups)
+            raise ConfigError(f"ratios: {name!r} is no group that can lose units; there are {known}")
+    result: Choice = []
+    for group, values, name in zip(groups, scores, fitting, strict=True):
+        if name is not None:
+            result += select([group], [values], shares[name], round_to=round_to)
+    return result
+
+
+def short_name(group: Group) -> str:
+    """The name of a group as a recipe writes it: that of the layer whose outputs it is, such as "stem.conv"."""
+    return group.name.removesuffix(".weight[dim 0]")
+
+
+def _is_of(group: Group, name: str) -> bool:
+    return name in (group.name, short_name(group)) or fnmatchcase(short_name(group), name)
 
 
 def meet(target: float, measure: Callable[[float], float], *, steps: int = 12, tolerance: float = 0.005) -> float:

@@ -9,13 +9,11 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-import torch
 from pydantic import Field, field_validator, model_validator
 from torch import Tensor, nn
 
@@ -30,21 +28,20 @@ from penjing.compress.prune.budget import (
     share_for,
     sizes,
 )
-from penjing.compress.prune.graph import Group, dependency_graph
-from penjing.compress.prune.importance import Kind, Scores, activation, magnitude, random, taylor
-from penjing.compress.prune.ranking import MAX_SHARE, Choice, Scope, select
+from penjing.compress.prune.graph import dependency_graph
+from penjing.compress.prune.importance import Kind
+from penjing.compress.prune.ranking import MAX_SHARE, Choice, Scope, select, select_by_group
 from penjing.compress.prune.subject import Part, Subject, shapes_of
 from penjing.compress.prune.surgery import cuts_of
 from penjing.compress.samples.data import Samples
 from penjing.compress.steps.base import Context, Step
 from penjing.compress.steps.prune_checks import check_parts, check_protected, check_reconstruct
+from penjing.compress.steps.prune_scores import unit_scores
 from penjing.core.errors import ConfigError, InputError
 from penjing.core.manifest import write_manifest
 from penjing.core.progress import Progress
 from penjing.core.work import Places
-from penjing.train.numerics.recompute import apply_recompute, blocks
 
-LOGIT_STRIDE = 64
 SAID_BELOW = 0.02  # of the units fewer than asked for: more is said
 DECODER_PARTS = ("ffn", "heads", "hidden", "layers")
 
@@ -59,6 +56,11 @@ class Prune(Step):
     kind: Literal["prune"] = Field(default="prune", description="Remove units of the network.")
     method: Kind = Field(default="l1", description="How the importance of a unit is found.")
     ratio: float | None = Field(default=None, gt=0, lt=1, description="Share of the units that leaves.")
+    ratios: dict[str, float] | None = Field(
+        default=None,
+        description="Shares that leave by group, instead of a ratio for all: names of `penjing compress inspect` or "
+        "shell patterns, the first that fits counts; other groups stay whole.",
+    )
     target: Budget | None = Field(default=None, description="What may stay, instead of a ratio.")
     rank: Scope = Field(
         default="local", description="Units are compared within their group, or with all (classifiers, MLPs)."
@@ -98,18 +100,29 @@ class Prune(Step):
             raise ValueError("a number of 1 or more, or a list of layer numbers")
         return value
 
+    @field_validator("ratios")
+    @classmethod
+    def _shares_of_groups(cls, values: dict[str, float] | None) -> dict[str, float] | None:
+        if values is not None and (not values or any(not 0 < value < 1 for value in values.values())):
+            raise ValueError('name groups and shares above 0 and below 1, as { "stem.conv" = 0.25 }')
+        return values
+
     @model_validator(mode="after")
     def _one_budget(self) -> Prune:
         if ("layers" in (self.parts or ())) != (self.layers is not None):
             raise ValueError('layers and the part "layers" belong together: parts = ["layers"] with layers = 3')
         if self.parts is not None and (not self.parts or len(set(self.parts)) != len(self.parts)):
             raise ValueError(f"parts={list(self.parts)}: one or more of {', '.join(DECODER_PARTS)}, each once")
-        budgets = (self.ratio is not None) + (self.target is not None)
+        budgets = sum(given is not None for given in (self.ratio, self.ratios, self.target))
         if self.parts == ("layers",):
             if budgets:
-                raise ValueError('ratio and target are for widths: with parts = ["layers"] alone, leave them out')
+                raise ValueError(
+                    'ratio, ratios and target are for widths: with parts = ["layers"] alone, leave them out'
+                )
         elif budgets != 1:
-            raise ValueError("give one of ratio (0.3 removes 30 % of the units) and target (what may stay)")
+            raise ValueError(
+                "give one of ratio (0.3 removes 30 % of the units), ratios (by group) and target (what may stay)"
+            )
         if self.layers_by == "trials" and not isinstance(self.layers, int):
             raise ValueError("layers_by='trials' finds which layers leave: say how many, as layers = 3")
         if self.reconstruct and "hidden" in (self.parts or ()):
@@ -144,13 +157,17 @@ class Prune(Step):
 
     def weakens(self) -> dict[str, Any]:
         """See `Step`."""
-        return self.model_dump(mode="json", include={"ratio", "target", "layers"}, exclude_defaults=True)
+        return self.model_dump(mode="json", include={"ratio", "ratios", "target", "layers"}, exclude_defaults=True)
 
     def milder(self, factor: float, floor: float) -> Prune:
         """See `Step`; of layers that many, the first of a list; a target in absolute numbers stays."""
         changed: dict[str, Any] = {}
         if self.ratio is not None and self.ratio > floor:
             changed["ratio"] = max(floor, round(self.ratio * factor, 9))
+        if self.ratios is not None:
+            changed["ratios"] = {
+                name: max(min(share, floor), round(share * factor, 9)) for name, share in self.ratios.items()
+            }
         if self.target is not None:
             name, value = self.target.quantity()
             if 1 - value > floor:  # a part of what there is
@@ -285,7 +302,7 @@ def _choose(subject: Subject, step: Prune, data: Samples | None, progress: Progr
             'method = "activation"'
         )
     progress.start(f"importance by {step.method}", 1)
-    scores = {part: _scores(subject, groups, step, data) for part, groups in parts.items()}
+    scores = {part: unit_scores(subject, groups, step.method, step.seed, data) for part, groups in parts.items()}
 
     def choose(share: float) -> Choice:
         return [
@@ -295,15 +312,20 @@ def _choose(subject: Subject, step: Prune, data: Samples | None, progress: Progr
         ]
 
     share = step.ratio
-    if share is None:
-        assert step.target is not None
+    if step.target is not None:
         inputs = _first(data) if data is not None and step.target.latency is not None else None
         share = share_for(step.target, subject, choose, inputs, progress)
-    choice = choose(share)
+    if share is not None:
+        choice = choose(share)
+    else:
+        assert step.ratios is not None
+        own = [group for groups in parts.values() for group in groups]
+        choice = select_by_group(own, [each for of in scores.values() for each in of], step.ratios, step.round_to)
     left_alone = [part for part, groups in parts.items() if not any(group in groups for group, _ in choice)]
-    if choice and left_alone:
+    if choice and left_alone and share is not None:
         progress.note(f"nothing of {', '.join(left_alone)} leaves at a share of {share:.3g}: too few units to round")
     removed = sum(len(units) for _, units in choice) / sum(len(group) for groups in parts.values() for group in groups)
+    share = removed if share is None else share
     if choice and removed < share - SAID_BELOW:
         progress.note(
             f"a share of {share:.3g} of the units was asked for, {removed:.3g} leaves: widths that stay are rounded up "
@@ -332,20 +354,6 @@ def _scope(part: Part, step: Prune) -> Scope:
     return step.rank if part in ("channels", "ffn") else "local"
 
 
-def _scores(subject: Subject, groups: list[Group], step: Prune, data: Samples | None) -> Scores:
-    if step.method in ("l1", "l2"):
-        return magnitude(subject.weights, groups, 1 if step.method == "l1" else 2)
-    if step.method == "random":
-        return random(groups, step.seed)
-    assert data is not None
-    model = subject.network()
-    if step.method == "activation":
-        return activation(model, groups, _few_logits(data) if subject.unit == "token" else data.inputs())
-    if blocks(model):
-        apply_recompute(model, "full")  # what a whole network keeps for its gradients can be ten times its size
-    return taylor(model, groups, data.losses(model))
-
-
 def _summary(values: np.ndarray, removed: list[int]) -> dict[str, float]:
     """Least, mean and largest score of a group, and the part of the sum that left."""
     total = float(values.sum())
@@ -355,14 +363,6 @@ def _summary(values: np.ndarray, removed: list[int]) -> dict[str, float]:
         "largest": float(values.max()),
         "removed": float(values[removed].sum()) / total if total else 0.0,
     }
-
-
-def _few_logits(data: Samples) -> Iterator[tuple[Any, ...]]:
-    """Arguments of a decoder, one window at a time with one row of logits in 64: those of 2048 tokens would be 0.7 of
-    SmolLM2's size."""
-    for (tokens_BT,) in data.inputs():
-        for window_1T in tokens_BT.split(1):
-            yield window_1T, None, None, torch.arange(0, window_1T.numel(), LOGIT_STRIDE)
 
 
 def _first(data: Samples) -> tuple[Tensor, ...]:

@@ -1,0 +1,44 @@
+"""How important the units of a network are, by the method that a step names."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from penjing.compress.prune.graph import Group
+from penjing.compress.prune.importance import Kind, Scores, activation, magnitude, random, taylor
+from penjing.compress.prune.subject import Subject
+from penjing.compress.samples.data import Samples
+from penjing.train.numerics.recompute import apply_recompute, blocks
+
+LOGIT_STRIDE = 64
+
+
+def unit_scores(subject: Subject, groups: list[Group], method: Kind, seed: int, data: Samples | None) -> Scores:
+    """How important each unit of each group is, by `method`: (units,) a group.
+
+    Args:
+        seed: of "random".
+        data: calibration batches, which "taylor" and "activation" need.
+    """
+    if method in ("l1", "l2"):
+        return magnitude(subject.weights, groups, 1 if method == "l1" else 2)
+    if method == "random":
+        return random(groups, seed)
+    assert data is not None
+    model = subject.network()
+    if method == "activation":
+        return activation(model, groups, _few_logits(data) if subject.unit == "token" else data.inputs())
+    if blocks(model):
+        apply_recompute(model, "full")  # what a whole network keeps for its gradients can be ten times its size
+    return taylor(model, groups, data.losses(model))
+
+
+def _few_logits(data: Samples) -> Iterator[tuple[Any, ...]]:
+    """Arguments of a decoder, one window at a time with one row of logits in 64: those of 2048 tokens would be 0.7 of
+    SmolLM2's size."""
+    for (tokens_BT,) in data.inputs():
+        for window_1T in tokens_BT.split(1):
+            yield window_1T, None, None, torch.arange(0, window_1T.numel(), LOGIT_STRIDE)
