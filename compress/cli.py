@@ -159,6 +159,33 @@ def compress_sensitivity(
     write_json(result, json_file)
 
 
+@compress_app.command("search")
+def compress_search(
+    recipe: Annotated[Path, typer.Argument(help="A recipe of a search, or a name of one.", show_default=False)],
+    overrides: Overrides = None,
+    force: Force = False,
+    json_file: Json = None,
+) -> None:
+    """Choose widths of groups and bits of layers together: the best that each cost can buy, as recipes.
+
+    Measures single changes and combinations, fits a sum to them, and finds the combinations that no other beats. The
+    output holds search.json, report.html, and for each point of the front a recipe that `penjing compress` takes. Goes
+    on after a kill.
+
+    Examples:
+
+    - `penjing compress search recipes/resnet-fashion-search.toml`
+    - `penjing compress search recipes/resnet-fashion-search.toml --set cost=bytes --set space.widths=[1.0,0.5]`
+    """
+    from penjing.compress.search.search import run_joint_search
+    from penjing.core.progress import progress_bar
+
+    with progress_bar() as progress:
+        result = run_joint_search(recipe, overrides, force=force, progress=progress)
+    if json_file is not None:
+        write_json(result, json_file)
+
+
 @app.command("graph")
 def graph(
     checkpoint: Annotated[Path, typer.Argument(help="The folder of a graph.", show_default=False)],

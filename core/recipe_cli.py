@@ -44,7 +44,8 @@ def new(
 @recipe_app.command("keys")
 def keys(
     stage: Annotated[
-        Literal["compress", "curate", "search", "train"], typer.Argument(help="The stage that runs the recipe.")
+        Literal["compress", "compress-search", "curate", "search", "train"],
+        typer.Argument(help="The stage that runs the recipe."),
     ],
     section: Annotated[str | None, typer.Argument(help="Such as steps.quantize or data; all when left out.")] = None,
 ) -> None:

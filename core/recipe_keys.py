@@ -30,6 +30,7 @@ RECIPES: dict[StageName, str] = {
     "compress": "penjing.compress.recipe:Recipe",
     "train": "penjing.train.recipe.recipe:TrainRecipe",
     "search": "penjing.train.search.recipe:SearchRecipe",
+    "compress-search": "penjing.compress.search.recipe:JointRecipe",
     "curate": "penjing.curate.recipe:CurateRecipe",
 }
 FORMS: dict[StageName, dict[str, str]] = {"compress": {"steps": "penjing.compress.steps.registry:step_forms"}}
@@ -163,6 +164,7 @@ def page() -> str:
         "train": "Recipes of `penjing train`",
         "compress": "Recipes of `penjing compress`",
         "search": "Recipes of `penjing train search`",
+        "compress-search": "Recipes of `penjing compress search`",
         "curate": "Recipes of `penjing curate`",
     }
     parts, seen = [head], {}

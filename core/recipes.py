@@ -12,7 +12,7 @@ from typing import Any, Literal
 from penjing.core.errors import ConfigError, InputError
 from penjing.core.files import atomic_write_text
 
-StageName = Literal["train", "search", "compress", "curate"]
+StageName = Literal["train", "search", "compress", "compress-search", "curate"]
 PACKAGE = "penjing.recipes"
 SUFFIX = ".toml"
 
@@ -62,7 +62,8 @@ def stage_of(values: dict[str, Any], source: str) -> StageName:
     """The stage that runs the recipe with these `values`.
 
     A training recipe describes its model in a table or begins with a checkpoint, `initial`; a compression recipe names
-    the folder of one; a recipe of a corpus has none, and sources; one of a search names the recipe that it varies.
+    the folder of one; a recipe of a corpus has none, and sources; one of a search names the recipe that it varies,
+    in widths and bits if that is one of compression.
 
     Raises:
         ConfigError: it does neither; `source` names the recipe.
@@ -74,8 +75,10 @@ def stage_of(values: dict[str, Any], source: str) -> StageName:
         return "compress"
     if "sources" in values:
         return "curate"
-    if "space" in values:
-        return "search"
+    if isinstance(space := values.get("space"), dict):
+        return "compress-search" if space and not space.keys() - {"widths", "bits"} else "search"
+    if "base" in values and "cost" in values:  # with the whole of the default space
+        return "compress-search"
     raise ConfigError(
         f"{source} names no model: a training recipe describes one in [model] or names one by initial, a compression "
         'recipe has model = "FOLDER"'
@@ -93,7 +96,7 @@ def check_stage(values: dict[str, Any], source: str, stage: StageName) -> None:
     except ConfigError:
         return  # what is missing is told when the recipe is read
     if found != stage:
-        command = {"search": "train search"}
+        command = {"search": "train search", "compress-search": "compress search"}
         raise ConfigError(
             f"{source} is a recipe of 'penjing {command.get(found, found)}', not of 'penjing "
             f"{command.get(stage, stage)}'"

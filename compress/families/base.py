@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from torch import nn
+
 from penjing.compress.distill.training import Training
 from penjing.compress.export.record import ExportRecord, Form
 from penjing.compress.measure.answers import Questions, Score
@@ -23,6 +25,7 @@ from penjing.core.artifact.parity import Difference
 from penjing.core.config import Config
 from penjing.core.errors import ConfigError
 from penjing.core.family import FAMILIES, FamilyName, family_of, names_of, table_of
+from penjing.core.graph.network import Network
 from penjing.core.progress import Progress
 from penjing.core.work import Places
 
@@ -131,6 +134,8 @@ class Family:
         pruner, training, quantizer: for steps that prune, train and quantize.
         rerun: (artifact, progress) → its parity measured again here; InputError where that exceeds the record's bound.
         exporter: for `penjing export`.
+        as_graph: (checkpoint, its network as pruning takes it) → the same as a graph, which shares the weights; what
+            is searched needs it.
     """
 
     name: FamilyName
@@ -148,6 +153,7 @@ class Family:
     quantizer: Quantizer | None = None
     rerun: Callable[[Path, Progress], tuple[Difference, ...]] | None = None
     exporter: Exporter | None = None
+    as_graph: Callable[[Path, nn.Module], Network] | None = None
 
     def need(self, part: str, what: str) -> Any:
         """The entry `part`, for `what`, such as "pruned".

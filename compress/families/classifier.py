@@ -6,9 +6,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from torch import nn
+
 from penjing.compress.distill.classifier import TRAINING
 from penjing.compress.export.classifier import export_classifier
 from penjing.compress.families.base import Exporter, Family, Pruner, Quantizer
+from penjing.compress.graph.own import classifier_network
 from penjing.compress.measure.cost import classifier_calls
 from penjing.compress.measure.evaluate import evaluate_classifier, images_judged
 from penjing.compress.measure.skeleton import skeleton_of_classifier
@@ -18,10 +21,12 @@ from penjing.compress.prune.resnet_subject import ResNetSubject
 from penjing.compress.quantizers import classifier as quantizer
 from penjing.compress.samples.data import DataSettings, image_samples
 from penjing.core.artifact.base import is_artifact
-from penjing.core.checkpoint.classifier import classifier_skeleton, load_classifier, save_classifier
+from penjing.core.checkpoint.classifier import classifier_config, classifier_skeleton, load_classifier, save_classifier
 from penjing.core.errors import InputError
 from penjing.core.family import FAMILIES
+from penjing.core.graph.network import Network
 from penjing.core.manifest import read_manifest, verify
+from penjing.core.models.resnet import ResNet
 from penjing.core.progress import Progress
 
 
@@ -35,6 +40,11 @@ def _hashes(folder: Path) -> dict[str, str]:
 
 def _open(folder: Path, _: Sequence[str], __: Sequence[int], ___: Progress) -> ResNetSubject:
     return ResNetSubject(folder)
+
+
+def _as_graph(folder: Path, model: nn.Module) -> Network:
+    assert isinstance(model, ResNet)
+    return classifier_network(model, classifier_config(folder).image_size)
 
 
 def refresh_batch_norms(folder: Path, data: DataSettings, progress: Progress) -> dict[str, Any]:
@@ -66,4 +76,5 @@ FAMILY = Family(
     quantizer=Quantizer(quantizer.ClassifierQuantize, quantizer.check, quantizer.quantize),
     rerun=ClassifierParity.rerun,
     exporter=Exporter(("onnx", "tensorrt"), (), export_classifier),
+    as_graph=_as_graph,
 )

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from torch import fx, nn
+
 from penjing.compress.distill.graph import TRAINING
 from penjing.compress.export.as_made import AsMade
 from penjing.compress.families.base import Exporter, Family, Pruner, Quantizer
@@ -19,9 +21,10 @@ from penjing.compress.quantizers import graph as quantizer
 from penjing.compress.samples.data import DataSettings
 from penjing.compress.samples.graph import graph_samples
 from penjing.core.artifact.base import is_artifact
-from penjing.core.checkpoint.graph import graph_skeleton
+from penjing.core.checkpoint.graph import graph_skeleton, load_network
 from penjing.core.errors import InputError
 from penjing.core.family import FAMILIES
+from penjing.core.graph.network import Network
 from penjing.core.manifest import verify
 from penjing.core.progress import Progress
 
@@ -40,6 +43,11 @@ def _held_out(settings: EvaluateSettings) -> int:
 
 def _open(folder: Path, _: Sequence[str], __: Sequence[int], progress: Progress) -> GraphSubject:
     return GraphSubject(folder, progress)
+
+
+def _as_graph(folder: Path, model: nn.Module) -> Network:
+    assert isinstance(model, fx.GraphModule)
+    return load_network(folder).with_module(model)
 
 
 def _refresh(folder: Path, data: DataSettings, progress: Progress) -> dict[str, Any]:
@@ -61,4 +69,5 @@ FAMILY = Family(
     quantizer=Quantizer(quantizer.GraphQuantize, quantizer.check, quantizer.quantize),
     rerun=GraphParity.rerun,
     exporter=Exporter(("onnx",), (), AsMade(GraphParity)),
+    as_graph=_as_graph,
 )

@@ -58,7 +58,7 @@ def fisher_scores(network: Network, batches: Iterable[tuple[Tensor, ...]], seed:
             seen.clear()
             answers = [each for each in Watched(network.module, watch).run(*inputs) if each.is_floating_point()]
             outputs, errors = zip(*seen.values(), strict=True)
-            wanted = [_logits(answers[0])] if classes else answers
+            wanted = [logits_of(answers[0])] if classes else answers
             upstream = [_upstream(each.detach(), classes, generator) for each in wanted]
             gradients = torch.autograd.grad(wanted, outputs, upstream, allow_unused=True)
             for name, gradient, error in zip(seen, gradients, errors, strict=True):
@@ -113,8 +113,8 @@ def _sizes(network: Network) -> dict[str, int]:
     return {each.name: tensor_at(network.module, str(each.weight.target)).numel() for each in products(network)}
 
 
-def _logits(answers: Tensor) -> Tensor:
-    """(N, classes) logits; of shares, which some networks give, their logarithms."""
+def logits_of(answers: Tensor) -> Tensor:
+    """(N, classes) logits of a network's answers; of shares, which some networks give, their logarithms."""
     shares = answers.detach()
     if bool((shares >= 0).all()) and bool(((shares.sum(1) - 1).abs() < 1e-3).all()):
         return answers.clamp(min=SMALLEST_SHARE).log()

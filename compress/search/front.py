@@ -101,7 +101,7 @@ def best_of(cost: NDArray[np.float64], loss: NDArray[np.float64]) -> NDArray[np.
     return order[loss[order] < best]
 
 
-def spread(cost: NDArray[np.float64], count: int) -> list[int]:
+def evenly_spread(cost: NDArray[np.float64], count: int) -> list[int]:
     """At most `count` places of ascending costs, at ratios as equal as can be; the cheapest and the dearest are in."""
     if len(cost) <= count:
         return list(range(len(cost)))

@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from penjing.compress.search.front import Table
 
 POWERS = (1.0, 0.7, 0.5, 0.35)
+FEWEST = 3  # combinations, for a correlation of ranks to mean anything
 RIDGES = (0.01, 0.1, 1.0, 10.0)
 
 
@@ -71,9 +72,12 @@ def fit(
     Args:
         singles: of each variable (options,) what each option costs alone; 0 at the starting point.
         pairs: of neighbours, by number.
-        choices: (N, variables) options of the combinations, N ≥ 3.
+        choices: (N, variables) options of the combinations; of fewer than three nothing is learnt.
         measured: (N,) what they cost.
     """
+    if len(measured) < FEWEST:
+        plain = tuple(np.asarray(values, np.float64) for values in singles)
+        return Prediction(plain, {}, 1.0, 0.0, 0.0, 0.0)
     best: tuple[float, float, float] | None = None
     for power in POWERS:
         design, target = _design(singles, pairs, choices, power), np.maximum(measured, 0) ** power
@@ -110,7 +114,7 @@ def spearman(one: NDArray[np.float64], other: NDArray[np.float64]) -> float:
 def _ranks(values: NDArray[np.float64]) -> NDArray[np.float64]:
     _, place, counts = np.unique(values, return_inverse=True, return_counts=True)
     ends = np.cumsum(counts)
-    return ((ends - counts + 1 + ends) / 2)[place]
+    return np.asarray(ends - (counts - 1) / 2, np.float64)[place]
 
 
 def _design(
@@ -132,7 +136,7 @@ def _solve(
     scale = float(np.mean(design[:, 1 : 1 + variables] ** 2)) or 1.0
     penalty = np.full(design.shape[1], ridge * scale * len(design))
     penalty[0] = 1e-9 * scale * len(design)  # the common factor is free
-    return np.linalg.solve(design.T @ design + np.diag(penalty), design.T @ target)
+    return np.asarray(np.linalg.solve(design.T @ design + np.diag(penalty), design.T @ target), np.float64)
 
 
 def _left_out(

@@ -7,9 +7,7 @@ the output appears when all are measured.
 from __future__ import annotations
 
 import json
-import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
@@ -21,6 +19,7 @@ from penjing.compress.measure.perplexity import LARGEST_LOSS
 from penjing.compress.quantize.bits import RESULT_FILE
 from penjing.compress.report.study_page import study_page
 from penjing.compress.samples.data import ImageData, fitting_images
+from penjing.compress.sensitivity.cells import Remaining, already_published
 from penjing.core.checkpoint.classifier import classifier_config
 from penjing.core.checkpoint.decoder import open_checkpoint
 from penjing.core.config import Config, key_of, parse_config
@@ -28,8 +27,7 @@ from penjing.core.errors import ConfigError, InputError
 from penjing.core.family import FAMILIES, FamilyName
 from penjing.core.files import atomic_write_text, publish_folder
 from penjing.core.info import processor, versions
-from penjing.core.manifest import read_json_object
-from penjing.core.progress import Progress, Silent, clock
+from penjing.core.progress import Progress, Silent
 from penjing.core.work import WorkFolder
 
 PAGE_FILE = "sensitivity.html"
@@ -158,7 +156,7 @@ class Sensitivity:
         out = out or folder.with_name(f"{folder.resolve().name}-{self.suffix}")
         hashes = family_at(folder).hashes(folder)
         key = key_of(settings.model_dump(mode="json"), hashes, f"{version('penjing')}/{self.kind}/{SCHEMA + 1}")
-        if (done := _already(out, key, force)) is not None:
+        if (done := already_published(out, RESULT_FILE, key, force)) is not None:
             progress.note(f"{out} is already done: kept (--force makes it again)")
             return done
         with WorkFolder(out, key) as work:
@@ -231,7 +229,7 @@ def _rows(study: Study, title: str, work: WorkFolder, progress: Progress) -> lis
         f"{work.path.name} until all are measured"
     )
     progress.start(title, total)
-    remaining, rows = _Remaining(total), []
+    remaining, rows = Remaining(total), []
     for number, (name, size) in enumerate(study.sizes.items()):
         cells = []
         for step in study.steps:
@@ -242,39 +240,3 @@ def _rows(study: Study, title: str, work: WorkFolder, progress: Progress) -> lis
             progress.status(f"{remaining.done} of {total} cells, left {remaining}")
         rows.append({"name": name, "size": size, "cells": cells})
     return rows
-
-
-def _already(out: Path, key: str, force: bool) -> dict[str, Any] | None:
-    """The result that lies complete in `out`, if it is that of `key`; None if it is to be made.
-
-    Raises:
-        InputError: `out` holds something else.
-    """
-    if not out.exists() or (out.is_dir() and not any(out.iterdir())) or force:
-        return None
-    if not (out / RESULT_FILE).is_file():
-        raise InputError(f"{out} exists and holds no {RESULT_FILE}, so it is not replaced; choose another --out")
-    found = read_json_object(out / RESULT_FILE)
-    if found.get("key") != key:
-        raise InputError(f"{out} was made from another checkpoint or settings; replace it with --force, or set --out")
-    return found
-
-
-class _Remaining:
-    """Time to go, by the mean of the cells that were measured in this run."""
-
-    def __init__(self, cells: int) -> None:
-        self.done, self._cells, self._measured, self._seconds = 0, cells, 0, 0.0
-
-    @contextmanager
-    def timed(self, *, is_kept: bool) -> Iterator[None]:
-        began = time.monotonic()
-        yield
-        self.done += 1
-        if not is_kept:
-            self._measured += 1
-            self._seconds += time.monotonic() - began
-
-    def __str__(self) -> str:
-        left = self._cells - self.done
-        return clock(left * self._seconds / self._measured) if self._measured else "-:--"

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.optimize import Bounds, LinearConstraint, milp
 
-from penjing.compress.search.front import Front, Table, best_of, pareto_front, spread
+from penjing.compress.search.front import Front, Table, best_of, evenly_spread, pareto_front
 from penjing.core.errors import ConfigError
 
 
@@ -119,6 +119,6 @@ def test_variables_that_all_depend_on_each_other_are_refused() -> None:
 
 def test_points_are_spread_over_ratios() -> None:
     cost = np.array([1.0, 1.1, 2.0, 3.9, 8.0])
-    assert spread(cost, 9) == [0, 1, 2, 3, 4]
-    assert spread(cost, 4) == [0, 2, 3, 4]
+    assert evenly_spread(cost, 9) == [0, 1, 2, 3, 4]
+    assert evenly_spread(cost, 4) == [0, 2, 3, 4]
     assert best_of(np.array([2.0, 1.0, 1.0, 3.0]), np.array([1.0, 2.0, 2.0, 1.0])).tolist() == [1, 0]

@@ -23,7 +23,7 @@ def test_each_group_loses_its_own_share(tmp_path: Path) -> None:
     assert left == {first: sizes[first] // 2, second: sizes[second] - sizes[second] // 4}
     assert 0 < record["share_removed"] == record["share"] < 0.5
     # What leaves of a group is what a share for all takes of it.
-    assert [row["removed"] for row in record["groups"]][0] == every["groups"][0]["removed"]
+    assert record["groups"][0]["removed"] == every["groups"][0]["removed"]
 
 
 def test_the_first_pattern_that_fits_counts(tmp_path: Path) -> None:

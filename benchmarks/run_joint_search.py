@@ -1,0 +1,150 @@
+"""Search widths and bits of the Fashion-MNIST ResNet together, and heal what it found beside uniform choices; rows.
+
+    python benchmarks/run_joint_search.py                                   # a full model, three seeds: hours
+    python benchmarks/run_joint_search.py --model build/resnet-fashion --healing 400 --random 30   # what was run
+
+Nothing is timed: costs are multiply-accumulates (an INT8 one counts a quarter) or bytes, so that a busy machine does no
+harm. `rank_fitted` is Spearman's correlation of measured divergences with what was predicted of each from the others;
+`rank_random` that of fresh random combinations, which nothing was fitted to, beside plain sums of single changes.
+`COST/uniform_WIDTH_BITS` is the accuracy on the test images, after equal healing and rounding, of the search's best
+within the cost of that uniform choice, beside the uniform choice itself.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from lib.models import say
+from lib.rows import RESULTS, Row, append, new_row
+
+from penjing.compress.families.base import family_at
+from penjing.compress.recipe import load_recipe
+from penjing.compress.run import run_recipe
+from penjing.compress.search.draw import scattered
+from penjing.compress.search.points import point_recipe
+from penjing.compress.search.predict import fit, spearman
+from penjing.compress.search.recipe import Choices
+from penjing.compress.search.search import run_joint_search
+from penjing.compress.search.trial import Trials
+from penjing.core.cli import guarded
+from penjing.core.config import dump_toml, read_recipe
+from penjing.core.progress import PlainProgress
+from penjing.train.run import train
+
+BASE = "resnet-fashion-int8"
+RANDOM_SEED = 1000  # of the fresh combinations, which no search draws
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, help="a checkpoint of the ResNet; trained by its recipe if left out")
+    parser.add_argument("--folder", type=Path, help="where the search is kept, so that a killed run goes on")
+    parser.add_argument("--seeds", type=int, default=3, help="searches, each with combinations of its own")
+    parser.add_argument("--cost", choices=("macs", "bytes"), default="macs")
+    parser.add_argument("--combinations", type=int, default=48, help="that the sum is fitted to")
+    parser.add_argument("--random", type=int, default=60, help="fresh combinations that predictions are held against")
+    parser.add_argument("--images", type=int, default=2048, help="training images; half of them judge")
+    parser.add_argument("--healing", type=int, default=2814, help="steps of distillation; INT8 is calibrated after it")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the rows")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = arguments.folder or Path(scratch)
+        folder.mkdir(parents=True, exist_ok=True)
+        model = arguments.model
+        if model is None:
+            model = folder / "model"
+            train(Path("resnet-fashion"), [f'output="{model}"'])
+        rows = []
+        for seed in range(arguments.seeds):
+            rows += measure(model, folder, arguments, seed)
+    append("joint_search", rows, arguments.results)
+    return 0
+
+
+def measure(model: Path, folder: Path, arguments: argparse.Namespace, seed: int) -> list[Row]:
+    """The rows of one seed."""
+    settings: dict[str, Any] = {
+        "model": str(model),
+        "data.images": arguments.images,
+        "steps.0.round_to": 4,
+        "steps.1.steps": arguments.healing,
+        "steps.2.steps": 0,
+        "steps.2.teacher": str(model),
+        "guard.accuracy_points": 100.0,
+        "measure.rounds": 0,
+    }
+    output = folder / f"{arguments.cost}-{seed}"
+    search = {
+        "base": BASE,
+        "output": str(output),
+        "cost": arguments.cost,
+        "combinations": arguments.combinations,
+        "seed": seed,
+        "settings": settings,
+    }
+    path = folder / f"{arguments.cost}-{seed}.toml"
+    path.write_text(dump_toml(search))
+    result = run_joint_search(path, progress=PlainProgress())
+    values = read_recipe(Path(BASE), [f"{key}={json.dumps(value)}" for key, value in settings.items()])
+    recipe = load_recipe(values)
+    trials = Trials(recipe, Choices(), family_at(model), PlainProgress())
+    name = f"seed_{seed}/" if arguments.seeds > 1 else ""
+    rank, plain = result["prediction"]["rank"], result["prediction"]["plain_rank"]
+    runs = arguments.combinations
+    sums = "plain sums of single changes"
+    rows = [new_row("joint_search", f"{name}rank_fitted", rank, "Spearman", runs=runs, baseline=sums,
+                    baseline_value=plain)]  # fmt: skip
+    if arguments.random:
+        rank, plain = random_ranks(trials, result, arguments.random, RANDOM_SEED + seed)
+        rows.append(new_row("joint_search", f"{name}rank_random", rank, "Spearman", runs=arguments.random,
+                            baseline=sums, baseline_value=plain))  # fmt: skip
+    for entry in result["baselines"]:
+        if entry["best"] is None:
+            continue
+        uniform, best = (result["rows"][entry[which]]["choice"] for which in ("row", "best"))
+        found = []
+        for which, choice in (("uniform", uniform), ("best", best)):
+            made = point_recipe(values, trials.space, choice, output, f"front-{which}-{entry['row']}.toml")
+            report = run_recipe(made, progress=PlainProgress()) / "report.json"
+            found.append(json.loads(report.read_text())["stages"][-1]["quality"]["value"])
+            say(f"{which} {choice}: {found[-1]:.4f}")
+        said = "_".join(dict.fromkeys(_said(trials, uniform)))
+        metric = f"{name}{arguments.cost}/uniform_{said}"
+        rows.append(new_row("joint_search", metric, found[1], "share right", runs=1, baseline="the uniform choice",
+                            baseline_value=found[0]))  # fmt: skip
+    return rows
+
+
+def random_ranks(trials: Trials, result: dict[str, Any], count: int, seed: int) -> tuple[float, float]:
+    """Correlations of the measured divergences of fresh combinations with the fitted and with plain sums."""
+    space, rows = trials.space, result["rows"]
+    singles = [np.zeros(size) for size in space.sizes]
+    for row in rows:
+        if row["kind"] == "single":
+            place = int(np.flatnonzero(row["choice"])[0])
+            singles[place][row["choice"][place]] = row["divergence"]
+    fitted = [row for row in rows if row["kind"] in ("combination", "near the front")]
+    choices = np.array([row["choice"] for row in fitted])
+    prediction = fit(singles, space.pairs(), choices, np.array([row["divergence"] for row in fitted]))
+    fresh = scattered(space.sizes, count, seed)
+    measured = []
+    for number, choice in enumerate(fresh, 1):
+        measured.append(trials.divergence(choice))
+        say(f"{number} of {count} random combinations: {measured[-1]:.4g}")
+    drawn, found = np.array(fresh), np.array(measured)
+    plain = np.sum([values[drawn[:, place]] for place, values in enumerate(singles)], axis=0)
+    return spearman(prediction.of(drawn), found), spearman(plain, found)
+
+
+def _said(trials: Trials, choice: list[int]) -> list[str]:
+    return [f"{each.options[option]:g}" for each, option in zip(trials.space.variables, choice, strict=True)]
+
+
+if __name__ == "__main__":
+    sys.exit(guarded(main))

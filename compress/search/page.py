@@ -1,0 +1,147 @@
+"""The page of a joint search: every combination that was measured, its front, and what each choice costs alone."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from penjing.core.pages.page import AFTER, BEFORE, OTHERS, figure, render_page
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+TEMPLATE = """<p>{{ result.rows | length }} combinations of <code>{{ result.model }}</code> were measured before
+healing, each on {{ result.samples }} samples that calibrate and never evaluate: how far the answers are from those of
+the network as it is ({{ result.unit }}), beside {{ costs[result.cost] }}.</p>
+<div class="figures">{{ front }}{{ ranks }}</div>
+<p>The sum that was fitted ranks combinations that it was not fitted to with a correlation of
+<strong>{{ "%.3f" | format(result.prediction.rank) }}</strong> (Spearman, each left out in turn); plain sums of single
+changes have {{ "%.3f" | format(result.prediction.plain_rank) }}. On the front's points and the uniform choices, which
+were measured afterwards, it is {{ "%.3f" | format(result.prediction.measured_rank) }}. Its whole front has
+{{ result.prediction.points }} points, found {{ "exactly" if result.prediction.exact else "up to thinning" }}.</p>
+<h2>The front, as recipes</h2>
+<div class="wide"><table><tr><th>recipe</th><th>{{ result.cost }}</th><th>measured</th><th>predicted</th>
+{% for each in result.variables %}<th><code>{{ each.name }}</code></th>{% endfor %}</tr>
+{% for entry in result.front %}<tr><td><code>{{ entry.recipe }}</code></td>{{ cells(entry.row) }}</tr>
+{% endfor %}</table></div>
+<h2>Uniform choices, the line to beat</h2>
+<p>All groups at one width, all layers at one number of bits; beside each the best of the others that costs no more.</p>
+<table><tr><th>{{ result.cost }}</th><th>widths</th><th>bits</th><th>uniform</th><th>best</th><th>at</th></tr>
+{% for each in result.baselines %}<tr><td>{{ percent(rows[each.row].share) }}</td>
+<td>{{ option(each.row, "width") }}</td><td>{{ option(each.row, "bits") }}</td>
+<td>{{ number(rows[each.row].divergence) }}</td>
+{% if each.best is not none %}<td>{{ number(rows[each.best].divergence) }}</td><td>{{ percent(rows[each.best].share) }}
+</td>{% else %}<td></td><td></td>{% endif %}</tr>
+{% endfor %}</table>
+<h2>What each choice costs alone</h2>
+<div class="wide"><table><tr><th>choice</th><th>option</th><th>{{ result.cost }} saved</th><th>divergence</th></tr>
+{% for row in rows if row.kind == "single" %}<tr><td><code>{{ changed(row)[0] }}</code></td>
+<td>{{ changed(row)[1] }}</td><td>{{ percent(1 - row.share) }}</td><td>{{ number(row.divergence) }}</td></tr>
+{% endfor %}</table></div>
+<p>{{ result.device.name }}, {{ result.device.cores }} cores{% for name, version in result.versions.items() %},
+{{ name }} {{ version }}{% endfor %}</p>
+"""
+COSTS = {
+    "macs": "multiply-accumulates (an INT8 one counts a quarter)",
+    "bytes": "bytes of the weights of convolutions and linear layers",
+}
+ROW_CELLS = """<td>{{ share }}</td><td>{{ measured }}</td><td>{{ predicted }}</td>
+{% for each in options %}<td>{{ each }}</td>{% endfor %}"""
+SMALLEST = 1e-6  # what is below is drawn there, for a logarithm has no zero
+
+
+def search_page(result: dict[str, Any]) -> str:
+    """The HTML of a result; needs no other file and no network."""
+    from jinja2 import Environment
+    from markupsafe import Markup
+
+    row_cells = Environment(autoescape=True).from_string(ROW_CELLS)
+
+    def cells(place: int) -> Markup:
+        row = result["rows"][place]
+        options = [
+            _option(each, option) if option else ""
+            for each, option in zip(result["variables"], row["choice"], strict=True)
+        ]
+        return Markup(
+            row_cells.render(
+                share=_percent(row["share"]),
+                measured=_number(row["divergence"]),
+                predicted=_number(row["predicted"]),
+                options=options,
+            )
+        )
+
+    def option(place: int, kind: str) -> str:
+        choice = result["rows"][place]["choice"]
+        found = [
+            _option(each, at) for each, at in zip(result["variables"], choice, strict=True) if each["kind"] == kind
+        ]
+        return ", ".join(dict.fromkeys(found))
+
+    values = {
+        "result": result,
+        "rows": result["rows"],
+        "costs": COSTS,
+        "cells": cells,
+        "option": option,
+        "number": _number,
+        "percent": _percent,
+        "changed": lambda row: _changed(result, row),
+        "front": figure(lambda axes: _draw_front(axes, result), 5.6, 3.8),
+        "ranks": figure(lambda axes: _draw_ranks(axes, result), 4.2, 3.8),
+    }
+    return render_page(f"Search over {result['model']}", TEMPLATE, values)
+
+
+def _changed(result: dict[str, Any], row: dict[str, Any]) -> tuple[str, str]:
+    """The name of what a single change changes, and its option."""
+    place = next(place for place, option in enumerate(row["choice"]) if option)
+    variable = result["variables"][place]
+    return variable["name"], _option(variable, row["choice"][place])
+
+
+def _option(variable: dict[str, Any], option: int) -> str:
+    value = variable["options"][option]
+    return f"{value:g} bits" if variable["kind"] == "bits" else f"{100 * value:g} %"
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.1f} %"
+
+
+def _number(value: float) -> str:
+    return f"{value:.3g}"
+
+
+def _draw_front(axes: Axes, result: dict[str, Any]) -> None:
+    """Every combination, the uniform ones apart, and the measured front as a line."""
+    rows = result["rows"]
+    front = [rows[entry["row"]] for entry in result["front"]]
+    uniform = [rows[entry["row"]] for entry in result["baselines"]]
+    for of, color, size, label in (
+        (rows, BEFORE, 3, "measured"),
+        (uniform, OTHERS[0], 6, "uniform"),
+        (front, AFTER, 5, "front"),
+    ):
+        shares, losses = [100 * row["share"] for row in of], [max(row["divergence"], SMALLEST) for row in of]
+        axes.plot(shares, losses, "o", markersize=size, color=color, label=label)
+    axes.plot([100 * row["share"] for row in front], [max(row["divergence"], SMALLEST) for row in front], color=AFTER)
+    axes.set_yscale("log")
+    axes.set_xlabel(f"{result['cost']}, % of the network")
+    axes.set_ylabel(f"divergence, {result['unit']}")
+    axes.legend(frameon=False, fontsize=8)
+
+
+def _draw_ranks(axes: Axes, result: dict[str, Any]) -> None:
+    """What was predicted beside what was measured, of all but the network as it is."""
+    groups = {"fitted": ("combination", "near the front"), "single": ("single",), "after it": ("uniform", "front")}
+    for (label, kinds), color in zip(groups.items(), (BEFORE, OTHERS[0], AFTER), strict=True):
+        own = [row for row in result["rows"] if row["kind"] in kinds]
+        pairs = [(max(row["predicted"], SMALLEST), max(row["divergence"], SMALLEST)) for row in own]
+        axes.plot([x for x, _ in pairs], [y for _, y in pairs], "o", markersize=4, color=color, label=label)
+    axes.axline((SMALLEST, SMALLEST), slope=1, color=BEFORE, linewidth=1, linestyle="--")
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    axes.set_xlabel("predicted")
+    axes.set_ylabel("measured")
+    axes.legend(frameon=False, fontsize=8)

@@ -1,0 +1,78 @@
+"""What a search recipe says: the compression recipe that is varied, its choices, and what they cost."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field, field_validator
+
+from penjing.core.config import Config
+
+CostName = Literal["macs", "bytes"]
+WHOLE, FLOATING, STORED = 1.0, 32, 8
+
+
+class Choices(Config):
+    """`[space]`: what each group of channels and each layer may be. The network as it is has to be among it."""
+
+    widths: tuple[float, ...] = Field(
+        default=(1.0, 0.75, 0.5),
+        min_length=1,
+        description="Shares of its units that a group may keep, falling from 1.0, the network as it is. [1.0] alone "
+        "prunes nothing.",
+    )
+    bits: tuple[Literal[32, 8], ...] = Field(
+        default=(32, 8),
+        min_length=1,
+        description="Bits that a layer's weights and inputs may have: 32 is floating, the network as it is. [32] alone "
+        "quantizes nothing.",
+    )
+
+    @field_validator("widths")
+    @classmethod
+    def _falling(cls, values: tuple[float, ...]) -> tuple[float, ...]:
+        if values[0] != WHOLE:
+            raise ValueError(f"begin with 1.0, the network as it is: [1.0, {', '.join(map(str, values))}]")
+        if list(values) != sorted(set(values), reverse=True) or values[-1] < 0.1:
+            raise ValueError("each below the one before, and at least 0.1")
+        return values
+
+    @field_validator("bits")
+    @classmethod
+    def _floating_first(cls, values: tuple[int, ...]) -> tuple[int, ...]:
+        if values[0] != FLOATING or len(set(values)) != len(values):
+            raise ValueError("begin with 32, the network as it is: [32, 8]")
+        return values
+
+
+class JointRecipe(Config):
+    """A joint search: how wide each group of channels and whether each layer is INT8, chosen together. Single changes
+    and some combinations are measured on the samples of the base's [data], a sum with a term for each pair of
+    neighbours is fitted to them, and all combinations that nothing beats in its loss and its cost are found exactly."""
+
+    base: Path = Field(
+        description="The compression recipe that is varied: a file, or a name of `penjing recipe list`. Its prune step "
+        "gets a share for each group, its quantize step the layers that stay floating; its other steps heal."
+    )
+    output: Path = Field(description="The folder to make: search.json, report.html, and front-NN.toml, recipes.")
+    settings: dict[str, Any] = Field(
+        default={}, description='Settings that are not those of `base`, such as "data.images" or "steps.0.method".'
+    )
+    space: Choices = Field(default=Choices(), description="What may be chosen.")
+    cost: CostName = Field(
+        default="macs",
+        description='What a choice costs: "macs", multiply-accumulates of an input, an INT8 one counting a quarter of '
+        'a floating one; "bytes", those of the weights of convolutions and linear layers.',
+    )
+    budget: float | None = Field(
+        default=None, gt=0, lt=1, description="Most that a point may cost, as a part of what the network costs."
+    )
+    combinations: int = Field(
+        default=48,
+        ge=8,
+        le=10_000,
+        description="Combinations that are measured to fit the sum; a third near its front.",
+    )
+    points: int = Field(default=8, ge=2, le=200, description="Points of the front that become recipes.")
+    seed: int = Field(default=0, ge=0, lt=2**31, description="Of the combinations.")

@@ -1,0 +1,287 @@
+"""`penjing compress search`: from a search recipe to the front, measured, and a recipe for each of its points."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penjing.compress.families.base import family_at
+from penjing.compress.recipe import Recipe, load_recipe
+from penjing.compress.search.draw import near_front, scattered
+from penjing.compress.search.front import Front, Table, best_of, evenly_spread, pareto_front
+from penjing.compress.search.page import search_page
+from penjing.compress.search.points import point_recipe
+from penjing.compress.search.predict import Prediction, fit, spearman
+from penjing.compress.search.recipe import JointRecipe
+from penjing.compress.search.trial import Trials
+from penjing.compress.sensitivity.cells import Remaining, already_published
+from penjing.core.config import dump_toml, inline_toml, key_of, parse_config, read_recipe
+from penjing.core.errors import ConfigError
+from penjing.core.files import atomic_write_text, publish_folder
+from penjing.core.info import processor, versions
+from penjing.core.progress import Progress, Silent
+from penjing.core.recipes import check_stage
+from penjing.core.work import WorkFolder
+
+RESULT_FILE, PAGE_FILE = "search.json", "report.html"
+SCHEMA = 1
+NEAR_FRONT = 1 / 3  # of the combinations
+Kind = Literal["start", "single", "combination", "near the front", "uniform", "front"]
+Choice = tuple[int, ...]
+
+
+def run_joint_search(
+    path: Path, overrides: list[str] | None = None, *, force: bool = False, progress: Progress | None = None
+) -> dict[str, Any]:
+    """Search as the recipe says, or go on with a search that was killed.
+
+    Args:
+        overrides: "key=value" changes of the search recipe.
+        force: replace what another recipe or model made.
+
+    Returns:
+        The content of search.json: `variables` [{name, kind, options}], `rows` [{kind, choice, cost, share, divergence,
+        predicted}], `front` (numbers of rows, each with its `recipe`), `prediction`, `baselines`, and what made it.
+
+    Raises:
+        ConfigError: a recipe is wrong, the space lacks the network as it is, the budget is below the cheapest choice.
+        InputError: the model is damaged; the output holds something else, such as a search of another model.
+        SetupError: no permission, no space, another process works on the same output.
+    """
+    progress = progress or Silent()
+    given = read_recipe(path, overrides)
+    check_stage(given, str(path), "compress-search")
+    search = parse_config(JointRecipe, given, str(path))
+    fixed = [f"{key}={inline_toml(value)}" for key, value in search.settings.items()]
+    values = read_recipe(search.base, fixed)
+    check_stage(values, str(search.base), "compress")
+    recipe = load_recipe(values)
+    _check_held_out(recipe, search.base)
+    family = family_at(recipe.model)
+    hashes = family.hashes(recipe.model)
+    key = key_of(
+        search.model_dump(mode="json", exclude={"output"}), recipe.settings(), hashes, f"{version('penjing')}/{SCHEMA}"
+    )
+    if (done := already_published(search.output, RESULT_FILE, key, force)) is not None:
+        progress.note(f"{search.output} is already done: kept (--force makes it again)")
+        return done
+    with WorkFolder(search.output, key) as work:
+        trials = Trials(recipe, search.space, family, progress)
+        run = _Search(search, trials, work, progress)
+        result = run.run() | {
+            "model": str(recipe.model),
+            "base": str(search.base),
+            "input": hashes,
+            "settings": search.model_dump(mode="json"),
+            "versions": versions(),
+            "device": processor(),
+            "key": key,
+        }
+        with publish_folder(search.output, replace=force, marker=RESULT_FILE) as partial:
+            for entry in result["front"]:
+                row = result["rows"][entry["row"]]
+                made = point_recipe(values, trials.space, row["choice"], search.output, entry["recipe"])
+                load_recipe(made)
+                head = (
+                    f"# {search.base} at {100 * row['share']:.1f} % of its {search.cost}, divergence "
+                    f"{row['divergence']:.4g} before healing.\n"
+                )
+                atomic_write_text(partial / entry["recipe"], head + dump_toml(made))
+            atomic_write_text(partial / RESULT_FILE, json.dumps(result, indent=1) + "\n")
+            atomic_write_text(partial / PAGE_FILE, search_page(result))
+        work.remove()
+    progress.note(_said(result, search.output))
+    return result
+
+
+@dataclass
+class _Row:
+    kind: Kind
+    choice: Choice
+    divergence: float
+
+
+class _Search:
+    def __init__(self, search: JointRecipe, trials: Trials, work: WorkFolder, progress: Progress) -> None:
+        self.search, self.trials, self.space, self.work, self.progress = search, trials, trials.space, work, progress
+        self.rows: dict[Choice, _Row] = {self.space.start: _Row("start", self.space.start, 0.0)}
+        self.whole = float(self._costs([self.space.start])[0])
+        self.tables = self.space.tables(search.cost)
+        self.cheapest = self._check_budget()
+
+    def run(self) -> dict[str, Any]:
+        search, space = self.search, self.space
+        near = round(NEAR_FRONT * search.combinations)
+        singles = [_changed(space.start, place, option) for place, option in self._options()]
+        uniform = [space.uniform(share, bits) for share in search.space.widths for bits in search.space.bits]
+        uniform = [each for each in dict.fromkeys(uniform) if each != space.start]
+        total = len(singles) + search.combinations + 2 * len(uniform) + search.points
+        self.progress.note(
+            f"{len(space.variables)} choices, {int(np.prod([float(size) for size in space.sizes])):.2e} combinations; "
+            f"about {total} are measured on {self.trials.judged.count} samples each, kept in {self.work.path.name}"
+        )
+        self.progress.start("measuring", total)
+        self.left = Remaining(total)
+        self._measure("single", singles)
+        first = scattered(space.sizes, search.combinations - near, search.seed)
+        self._measure("combination", first)
+        later = near_front(self._front(self._fit(first)).choices, space.sizes, near, search.seed, self.rows)
+        self._measure("near the front", later)
+        prediction = self._fit([*first, *later])
+        self._measure("uniform", uniform)
+        front = self._front(prediction)
+        beside = [int((front.cost <= cost).sum()) - 1 for cost in self._costs(uniform) if cost >= front.cost[0]]
+        places = dict.fromkeys([*evenly_spread(front.cost, search.points), *beside])
+        chosen = [_choice(front.choices[place]) for place in places]
+        self._measure("front", chosen)
+        return self._result(prediction, front, chosen, uniform)
+
+    def _options(self) -> Iterable[tuple[int, int]]:
+        for place, size in enumerate(self.space.sizes):
+            for option in range(1, size):
+                yield place, option
+
+    def _measure(self, kind: Kind, choices: Iterable[Choice]) -> None:
+        for choice in choices:
+            name = f"point_{key_of(choice)[:20]}"
+            with self.left.timed(is_kept=choice in self.rows or self.work.record(name) is not None):
+                if choice not in self.rows:
+                    found = self.work.run(name, lambda own=choice: {"divergence": self.trials.divergence(own)}).result
+                    self.rows[choice] = _Row(kind, choice, found["divergence"])
+            self.progress.advance()
+            self.progress.status(f"{self.left.done} measured, left {self.left}")
+
+    def _fit(self, combinations: Sequence[Choice]) -> Prediction:
+        singles = [np.zeros(size) for size in self.space.sizes]
+        for place, option in self._options():
+            singles[place][option] = self.rows[_changed(self.space.start, place, option)].divergence
+        measured = np.array([self.rows[each].divergence for each in combinations])
+        return fit(singles, self.space.pairs(), np.array(combinations), measured)
+
+    def _front(self, prediction: Prediction) -> Front:
+        """The exact front of the fitted sum, within the budget."""
+        front = pareto_front(self.space.sizes, [*self.tables, *prediction.tables()])
+        if not front.exact:
+            self.progress.note("the front is longer than is kept: of nearly equal costs the better choice is taken")
+        within = front.cost <= self._budget() * (1 + 1e-12)
+        return Front(front.cost[within], front.loss[within], front.choices[within], front.exact)
+
+    def _budget(self) -> float:
+        return self.whole * (1.0 if self.search.budget is None else self.search.budget)
+
+    def _check_budget(self) -> float:
+        """The cheapest combination.
+
+        Raises:
+            ConfigError: it is above the budget.
+        """
+        least = pareto_front(self.space.sizes, [Table(each.scope, each.cost, each.cost) for each in self.tables])
+        cheapest = float(least.cost[0])
+        if cheapest > self._budget():
+            raise ConfigError(
+                f"budget={self.search.budget:g} is below the cheapest choice of the space, which costs "
+                f"{cheapest / self.whole:.3f} of the network; raise it, or give smaller widths"
+            )
+        return cheapest
+
+    def _costs(self, choices: Sequence[Choice]) -> NDArray[np.float64]:
+        return self.space.costs(self.search.cost, np.array(choices).reshape(len(choices), -1))
+
+    def _result(
+        self, prediction: Prediction, front: Front, chosen: Sequence[Choice], uniform: Sequence[Choice]
+    ) -> dict[str, Any]:
+        choices = list(self.rows)
+        costs = self._costs(choices)
+        measured = np.array([row.divergence for row in self.rows.values()])
+        predicted = prediction.of(np.array(choices))
+        rows = [
+            {
+                "kind": row.kind,
+                "choice": list(row.choice),
+                "cost": float(cost),
+                "share": float(cost) / self.whole,
+                "divergence": row.divergence,
+                "predicted": float(guess),
+            }
+            for row, cost, guess in zip(self.rows.values(), costs, predicted, strict=True)
+        ]
+        places = {choice: place for place, choice in enumerate(choices)}
+        allowed = np.array([place for place, cost in enumerate(costs) if place > 0 and cost <= self._budget()])
+        best = allowed[best_of(costs[allowed], measured[allowed])]
+        shown = best[evenly_spread(costs[best], self.search.points)]
+        baselines = [places[each] for each in uniform]
+        held_out = np.array([places[choice] for choice in dict.fromkeys([*chosen, *uniform])])
+        return {
+            "schema_version": SCHEMA,
+            "cost": self.search.cost,
+            "whole": self.whole,
+            "cheapest": self.cheapest,
+            "samples": self.trials.judged.count,
+            "unit": self.trials.unit,
+            "variables": [
+                {"name": each.name, "kind": each.kind, "options": list(each.options)} for each in self.space.variables
+            ],
+            "rows": rows,
+            "front": [{"row": int(row), "recipe": f"front-{number:02d}.toml"} for number, row in enumerate(shown, 1)],
+            "prediction": {
+                "power": prediction.power,
+                "ridge": prediction.ridge,
+                "rank": prediction.rank,
+                "plain_rank": prediction.plain_rank,
+                "measured_rank": spearman(predicted[held_out], measured[held_out]),
+                "points": len(front),
+                "exact": front.exact,
+            },
+            "baselines": [
+                {"row": place, "best": _best_within(costs, measured, float(costs[place]), baselines)}
+                for place in baselines
+            ],
+        }
+
+
+def _best_within(
+    costs: NDArray[np.float64], measured: NDArray[np.float64], most: float, baselines: Sequence[int]
+) -> int | None:
+    """The row that loses least of those that cost no more and are no baseline; None if there is none."""
+    within = [place for place, cost in enumerate(costs) if place not in baselines and cost <= most * (1 + 1e-12)]
+    return min(within, key=lambda place: (measured[place], costs[place]), default=None)
+
+
+def _changed(choice: Choice, place: int, option: int) -> Choice:
+    return (*choice[:place], option, *choice[place + 1 :])
+
+
+def _choice(values: NDArray[np.integer]) -> Choice:
+    return tuple(int(each) for each in values)
+
+
+def _check_held_out(recipe: Recipe, base: Path) -> None:
+    """Refuse to choose by what the result is evaluated on.
+
+    Raises:
+        ConfigError: [data] and [evaluate] look at the same samples.
+    """
+    data, evaluate = recipe.data, recipe.evaluate
+    if data.source is not None and evaluate.source == data.source and data.held_out == 0:
+        raise ConfigError(
+            f"{base}: data.held_out=0 leaves nothing of {data.source} that the search does not look at; set it to 0.1, "
+            "or give [evaluate] a source of its own"
+        )
+
+
+def _said(result: dict[str, Any], output: Path) -> str:
+    cheapest = result["rows"][result["front"][0]["row"]]
+    dearest = result["rows"][result["front"][-1]["row"]]
+    return (
+        f"{len(result['front'])} recipes in {output}, from {100 * cheapest['share']:.1f} to "
+        f"{100 * dearest['share']:.1f} % of the {result['cost']}; predictions rank left-out combinations with a "
+        f"correlation of {result['prediction']['rank']:.2f} (plain sums {result['prediction']['plain_rank']:.2f}); "
+        f"next: penjing compress {output / result['front'][0]['recipe']}"
+    )
