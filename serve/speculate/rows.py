@@ -20,8 +20,8 @@ class StepCosts:
         assert len(seconds) >= 2, "a line needs two points"
         self.rows = sorted(seconds)
         self.seconds: list[float] = []
-        for rows in self.rows:  # more rows never cost less: where they seem to, it is noise
-            self.seconds.append(max(seconds[rows], *self.seconds[-1:], 1e-9))
+        for rows in reversed(self.rows):  # fewer rows never cost more: where they seem to, something held them up
+            self.seconds.insert(0, max(min(seconds[rows], *self.seconds[:1]), 1e-9))
 
     @property
     def most_rows(self) -> int:
