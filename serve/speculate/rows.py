@@ -21,7 +21,7 @@ class StepCosts:
         self.rows = sorted(seconds)
         self.seconds: list[float] = []
         for rows in reversed(self.rows):  # fewer rows never cost more: where they seem to, something held them up
-            self.seconds.insert(0, max(min(seconds[rows], *self.seconds[:1]), 1e-9))
+            self.seconds.insert(0, max(min([seconds[rows], *self.seconds[:1]]), 1e-9))
 
     @property
     def most_rows(self) -> int:
