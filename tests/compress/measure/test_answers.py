@@ -1,5 +1,5 @@
-"""What a decoder answers: greedy texts against transformers and the engine, likelihoods against transformers, figures,
-and a run that asks."""
+"""What a decoder answers: greedy texts against transformers and the engine, likelihoods against transformers and
+lm-eval (reference/, see benchmarks/peers/lm_eval_reference.py), figures, and a run that asks."""
 
 from __future__ import annotations
 
@@ -31,6 +31,7 @@ from penjing.serve.sampling.params import SamplingParams
 from tests.compress.conftest import Notes, write_recipe
 from tests.serve.tiny import DEFAULTS, ids_of, run_all
 
+REFERENCE = Path(__file__).with_name("reference")
 SMALL = EvaluateSettings(prose_tokens=128, code_tokens=64, window=64)
 LINES: list[dict[str, Any]] = [
     {"query": "One and one is ", "choices": ["two", "three of them", "é"], "gold": 0},
@@ -200,3 +201,18 @@ def test_a_run_that_asks_shows_it_everywhere(
     file.write_text(file.read_text().replace("red", "blue"))
     with pytest.raises(InputError, match="made from another recipe, input or version"):
         run_recipe(recipe)
+
+
+@pytest.mark.parametrize("name", ["arc", "hellaswag", "plain"])
+def test_questions_are_answered_as_by_lm_eval(tiny_checkpoint: Path, name: str) -> None:
+    file = REFERENCE / f"{name}.jsonl"
+    wanted = json.loads((REFERENCE / "lm_eval.json").read_text())[name]
+    questions = questions_for(tiny_checkpoint, MeasureSettings(choices=(file,)), SMALL)
+    own = answered(tiny_checkpoint, questions, None, Silent())
+    found = own["likelihoods"][name]
+    assert len(found) == len(wanted["likelihoods"])
+    for ours, theirs in zip(found, wanted["likelihoods"], strict=True):
+        assert ours == pytest.approx(theirs, abs=2e-3, rel=1e-5)  # sums of up to a hundred float32 logarithms
+    figures = {each.measure: each.value for each in scores(questions, own, None, SMALL)}
+    for measure, metric in (("accuracy", "acc"), ("accuracy, likelihoods by bytes", "acc_norm")):
+        assert figures[measure] == pytest.approx(sum(wanted[metric]) / len(wanted[metric]))
