@@ -12,12 +12,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penjing.core.errors import InputError
-from penjing.core.imports.gguf_names import LLAMA3_FIELDS
+from penjing.core.imports.gguf_names import EXPERTS, LLAMA3_FIELDS
 from penjing.core.models.config import DecoderConfig, RopeScaling
 from penjing.core.models.hf_config import NATIVE, decoder_config_to_hf
 from penjing.core.models.rope import inverse_frequencies
 
-ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
+ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3", **EXPERTS}
 """`model_type` → GGUF architecture."""
 _UNEVEN = "deci"  # computes as llama, with widths of each layer's own
 _Q8_0_FILE = 7  # general.file_type: mostly Q8_0
@@ -30,7 +30,6 @@ def architecture_of(config: DecoderConfig, source: str) -> str:
         InputError: there is none, and why; `source` names the artifact.
     """
     unknown = {
-        "experts (moe)": config.moe is not None,
         "latent attention": config.latent_attention is not None,
         "LSH attention": "lsh_attention" in (config.layer_types or ()),
         f"shared_layers={config.shared_layers}": config.shared_layers > 1,
@@ -38,13 +37,22 @@ def architecture_of(config: DecoderConfig, source: str) -> str:
     }
     if found := [name for name, present in unknown.items() if present]:
         raise InputError(f"{source} has {' and '.join(found)}, which is not written as GGUF; serve it with penjing")
-    kinds = ("llama", "qwen2", "qwen3") if config.model_type == NATIVE else (config.model_type,)
+    moe = config.moe
+    like = tuple(EXPERTS) if moe is not None else ("llama", "qwen2", "qwen3")
+    kinds = like if config.model_type == NATIVE else (config.model_type,)
     fitting = [kind for kind in kinds if kind in ARCHITECTURES and _is_a(config, kind)]
     if not fitting:
         raise InputError(
             f"{source}: no GGUF architecture has this combination of biases and norms (attention_bias="
             f"{config.attention_bias}, attention_output_bias={config.attention_output_bias}, mlp_bias="
-            f"{config.mlp_bias}, qk_norm={config.qk_norm}); penjing serves the artifact as it is"
+            f"{config.mlp_bias}, qk_norm={config.qk_norm}){' and experts' if moe else ''}; penjing serves the "
+            "artifact as it is"
+        )
+    if moe is not None and (moe.mlp_only_layers or moe.norm_topk_prob != (fitting[0] != "qwen2_moe")):
+        raise InputError(
+            f"{source}: mlp_only_layers={list(moe.mlp_only_layers)} and norm_topk_prob={moe.norm_topk_prob} in a "
+            f"{fitting[0]} network: llama.cpp has experts in all of its layers, and shares of the chosen "
+            "scores in all but qwen2_moe, and so it is not written as GGUF; penjing serves the artifact as it is"
         )
     architecture, uneven = ARCHITECTURES[fitting[0]], config.intermediate_sizes is not None
     lost = "rotary scaling 'llama3'" if config.rope_scaling.rope_type == "llama3" else "MLPs of different widths"
@@ -84,7 +92,14 @@ def architecture_fields(config: DecoderConfig, source: str) -> dict[str, Any]:
         "rope.dimension_count": config.head_dim,
         "vocab_size": config.vocab_size,
     }
-    if config.model_type == "mistral" and config.sliding_window is not None:
+    if (moe := config.moe) is not None:
+        values |= {"expert_count": moe.num_experts, "expert_used_count": moe.num_experts_per_tok}
+        values["feed_forward_length" if architecture == "llama" else "expert_feed_forward_length"] = (
+            moe.moe_intermediate_size
+        )
+        if moe.shared_expert_intermediate_size:
+            values["expert_shared_feed_forward_length"] = moe.shared_expert_intermediate_size
+    if config.model_type in ("mistral", "mixtral") and config.sliding_window is not None:
         values["attention.sliding_window"] = config.sliding_window
     scaling = config.rope_scaling
     if scaling.rope_type == "linear":

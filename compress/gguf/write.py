@@ -21,7 +21,7 @@ from penjing.compress.gguf.tokenizer import tokenizer_fields
 from penjing.core.checkpoint.decoder import Checkpoint
 from penjing.core.errors import InputError
 from penjing.core.files import check_room
-from penjing.core.imports.gguf_names import PAIRED, ROPE_FACTORS, gguf_name_of
+from penjing.core.imports.gguf_names import ANY, PAIRED, ROPE_FACTORS, expert_of, gguf_name_of
 from penjing.core.progress import Progress
 
 BLOCK = 32
@@ -107,8 +107,26 @@ def _tensors(checkpoint: Checkpoint) -> Iterator[tuple[str, NDArray[Any], Any]]:
         yield ROPE_FACTORS, divisors, gguf.GGMLQuantizationType.F32
     turned = architecture_of(checkpoint.config, str(checkpoint.folder)) in PAIRED
     for name in checkpoint.tensor_names:
-        if not name.endswith("_scale"):
+        if name.endswith("_scale"):
+            continue
+        stacked, expert = expert_of(name)
+        if expert is None:
             yield gguf_name_of(name), *_tensor(checkpoint, name, turned)
+        elif expert == 0:
+            yield gguf_name_of(name), *_experts(checkpoint, stacked)
+
+
+def _experts(checkpoint: Checkpoint, stacked: str) -> tuple[NDArray[Any], Any]:
+    """(experts, rows, …) bytes of the experts of a layer, whose names have ANY for their number, and their type."""
+    assert checkpoint.config.moe is not None
+    names = [stacked.replace(ANY, str(index)) for index in range(checkpoint.config.moe.num_experts)]
+    parts = [_tensor(checkpoint, name, False) for name in names]
+    if len(kinds := {kind for _, kind in parts}) > 1:
+        raise InputError(
+            f"{checkpoint.folder}: of the experts {stacked} some are in INT8 and some are not, and GGUF has one type "
+            "for all of them; quantize all, or keep all"
+        )
+    return np.stack([data for data, _ in parts]), kinds.pop()
 
 
 def _tensor(checkpoint: Checkpoint, name: str, turned: bool) -> tuple[NDArray[Any], Any]:
@@ -123,7 +141,9 @@ def _tensor(checkpoint: Checkpoint, name: str, turned: bool) -> tuple[NDArray[An
     if weight.dtype == torch.int8:
         scale = checkpoint.get(f"{name}_scale").to(torch.float32).flatten()[order]
         return q8_0(weight.contiguous().numpy(), scale.numpy()), gguf.GGMLQuantizationType.Q8_0
-    if weight.dim() == 1:
+    if name.endswith(".shared_expert_gate.weight"):
+        weight = weight.flatten()
+    if weight.dim() == 1 or name.endswith(".mlp.gate.weight"):  # a router chooses by small differences
         return weight.to(torch.float32).numpy(), gguf.GGMLQuantizationType.F32
     halves = weight.to(torch.float16)
     if not torch.isfinite(halves).all():

@@ -16,14 +16,15 @@ import torch
 
 from penjing.core.config import C, parse_config
 from penjing.core.errors import ConfigError, InputError
-from penjing.core.imports.gguf_names import LLAMA3_FIELDS, PAIRED, ROPE_FACTORS, model_name_of
+from penjing.core.imports.gguf_names import EXPERTS, LLAMA3_FIELDS, PAIRED, ROPE_FACTORS, expert_of, model_name_of
 from penjing.core.models.config import DecoderConfig, RopeScaling
 from penjing.core.models.hf_config import NATIVE
 from penjing.core.models.tensor_names import check_layers, tensor_shapes
 
-SUPPORTED_ARCHITECTURES = (*PAIRED, "qwen2", "qwen3")
+SUPPORTED_ARCHITECTURES = (*PAIRED, "qwen2", "qwen3", "qwen2moe", "qwen3moe")
 _PICKLES = (".pth", ".pt", ".bin", ".ckpt", ".pkl", ".pickle")
 _MAGIC = b"GGUF"
+_SOFTMAX = 1  # expert_gating_func: how the router's outputs become scores
 
 
 class GgufFile:
@@ -66,9 +67,10 @@ class GgufFile:
         import gguf
 
         for name, gguf_name in self._gguf_name.items():
-            tensor = self._tensors[gguf_name]
+            tensor, (_, expert) = self._tensors[gguf_name], expert_of(name)
+            data = tensor.data if expert is None else tensor.data[expert]
             try:
-                values = gguf.dequantize(tensor.data, tensor.tensor_type)
+                values = gguf.dequantize(data, tensor.tensor_type)
             except NotImplementedError:
                 kind = tensor.tensor_type.name
                 raise InputError(
@@ -77,6 +79,8 @@ class GgufFile:
                 ) from None
             # a copy: F32 data is a view of the read-only map
             weight = torch.from_numpy(np.array(values, dtype=np.float32))
+            if name.endswith(".shared_expert_gate.weight"):
+                weight = weight.view(1, -1)  # a vector there
             yield name, self._unpermute(name, weight)
 
     def _unpermute(self, name: str, weight: torch.Tensor) -> torch.Tensor:
@@ -100,8 +104,6 @@ class GgufFile:
             raise InputError(f"{self.path}: rotates {rotary} of {head_dim} elements a head; only all are supported")
         if self._number("attention.value_length", head_dim) != head_dim:
             raise InputError(f"{self.path}: keys and values of different length are not supported")
-        if self._number("expert_count", 0):
-            raise InputError(f"{self.path}: a mixture of experts is not supported; take a dense model")
         window = self._number("attention.sliding_window", 0) or None
         bias = "blk.0.attn_q.bias" in self._tensors
         widths = self._widths(layers)
@@ -123,7 +125,8 @@ class GgufFile:
             "attention_bias": bias,
             "attention_output_bias": "blk.0.attn_output.bias" in self._tensors,
             "mlp_bias": "blk.0.ffn_gate.bias" in self._tensors,
-            "qk_norm": self._architecture == "qwen3",
+            "qk_norm": self._architecture in ("qwen3", "qwen3moe"),
+            "moe": self._experts(max(widths)),
             "sliding_window": window,
             "bos_token_id": self.fields.get("tokenizer.ggml.bos_token_id"),
             "eos_token_ids": self._stops(),
@@ -139,10 +142,29 @@ class GgufFile:
 
     def _model_type(self, window: int | None) -> str:
         if self._architecture in PAIRED:
-            return "mistral" if window else "llama"
+            return "mixtral" if self._number("expert_count", 0) else "mistral" if window else "llama"
         if window:
             raise InputError(f"{self.path}: a sliding window for {self._architecture} is not supported")
-        return self._architecture
+        return {theirs: ours for ours, theirs in EXPERTS.items()}.get(self._architecture, self._architecture)
+
+    def _experts(self, width: int) -> dict[str, Any] | None:
+        """The fields of `MoEConfig`; None for a network without experts. How scores become weights is not in the file
+        but in llama.cpp: they are divided by the sum of those chosen, but for Qwen2."""
+        qwen = self._architecture in ("qwen2moe", "qwen3moe")
+        if not qwen and not self._number("expert_count", 0):
+            return None
+        if (scores := self._number("expert_gating_func", _SOFTMAX)) != _SOFTMAX:
+            raise InputError(f"{self.path}: experts are chosen by function {scores}; only softmax (1) is supported")
+        values = {
+            "num_experts": self._number("expert_count"),
+            "num_experts_per_tok": self._number("expert_used_count"),
+            "moe_intermediate_size": self._number("expert_feed_forward_length", None if qwen else width),
+            "norm_topk_prob": self._architecture != "qwen2moe",
+        }
+        if self._architecture == "qwen2moe":
+            size = self._number("expert_shared_feed_forward_length")
+            values |= {"shared_expert_intermediate_size": size, "shared_expert_gate": True}
+        return values
 
     def _widths(self, layers: int) -> list[int]:
         """Inner width of the MLP of each layer."""
@@ -201,15 +223,24 @@ class GgufFile:
     def _match_names(self) -> dict[str, str]:
         shapes = tensor_shapes(self.config)
         known = {model_name_of(name): name for name in self._tensors if name != ROPE_FACTORS}
-        if unknown := [name for hf_name, name in known.items() if hf_name not in shapes]:
+        places = {expert_of(name)[0] for name in shapes}
+        if unknown := [name for hf_name, name in known.items() if hf_name not in places]:
             raise InputError(f"{self.path}: tensor {unknown[0]!r} has no place in a {self._architecture} model")
+        found: dict[str, str] = {}
         for name, shape in shapes.items():
-            if name not in known:
+            place, expert = expert_of(name)
+            if place not in known:
                 raise InputError(f"{self.path} lacks {name}; the file is not complete: get it again")
-            stored = tuple(int(size) for size in reversed(self._tensors[known[name]].shape))
+            stored = tuple(int(size) for size in reversed(self._tensors[known[place]].shape))
+            if expert is not None:
+                assert self.config.moe is not None
+                shape = (self.config.moe.num_experts, *shape)
+            if name.endswith(".shared_expert_gate.weight"):
+                shape = shape[1:]
             if stored != shape:
-                raise InputError(f"{self.path}: {known[name]} has the shape {stored}, its metadata says {shape}")
-        return {name: known[name] for name in shapes}
+                raise InputError(f"{self.path}: {known[place]} has the shape {stored}, its metadata says {shape}")
+            found[name] = known[place]
+        return found
 
     def _field(self, key: str, default: Any = None) -> Any:
         value = self.fields.get(f"{self._architecture}.{key}", default)

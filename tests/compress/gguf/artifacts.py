@@ -11,6 +11,7 @@ from penjing.core.artifact.decoder import quantization_config
 from penjing.core.checkpoint.decoder import Checkpoint, open_checkpoint, save_checkpoint
 from tests.conftest import random_tensors, tiny_config
 
+MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
     "llama-untied": {"tie_word_embeddings": False},
@@ -43,6 +44,25 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3": {"model_type": "qwen3", "qk_norm": True, "head_dim": 32},
     "qwen3-untied": {"model_type": "qwen3", "qk_norm": True, "tie_word_embeddings": False},
     "qwen3-128": {"model_type": "qwen3", "qk_norm": True, "head_dim": 128},  # transformers' reader assumes 128
+    "mixtral": {"model_type": "mixtral", "moe": MOE},
+    "qwen2-moe": {  # of these, transformers' reader assumes the widths
+        "model_type": "qwen2_moe",
+        "attention_bias": True,
+        "tie_word_embeddings": False,
+        "moe": {
+            **MOE,
+            "moe_intermediate_size": 1408,
+            "norm_topk_prob": False,
+            "shared_expert_intermediate_size": 5632,
+            "shared_expert_gate": True,
+        },
+    },
+    "qwen3-moe": {
+        "model_type": "qwen3_moe",
+        "qk_norm": True,
+        "head_dim": 128,
+        "moe": {**MOE, "moe_intermediate_size": 768},
+    },
     "pruned": {"model_type": "penjing", "intermediate_sizes": (96, 64)},
     "pruned-biases": {
         "model_type": "penjing",

@@ -153,7 +153,12 @@ def test_linear_scaling_and_sliding_window(tmp_path: Path) -> None:
     [
         ({"llama.rope.scaling.type": "yarn"}, "rotary scaling 'yarn' is not supported"),
         ({"llama.rope.dimension_count": 8}, "rotates 8 of 16"),
-        ({"llama.expert_count": 8}, "mixture of experts"),
+        ({"llama.expert_count": 8}, "lacks the metadata llama.expert_used_count"),
+        ({"llama.expert_count": 8, "llama.expert_used_count": 2}, r"'blk\.0\.ffn_\w+\.weight' has no place"),
+        ({"llama.expert_count": 8, "llama.expert_used_count": 9}, "num_experts_per_tok=9 is above num_experts=8"),
+        ({"llama.expert_count": 8, "llama.expert_gating_func": 2}, r"by function 2; only softmax \(1\)"),
+        ({"llama.expert_count": 2**31, "llama.expert_used_count": 2}, "num_experts"),
+        ({"llama.expert_count": "many"}, "expert_count must be a whole number"),
         ({"llama.block_count": 3}, r"lacks model\.layers\.2"),
         ({"llama.block_count": 1}, r"'blk\.1\.\w+\.weight' has no place"),
         ({"llama.feed_forward_length": 95}, r"has the shape \(96, 64\), its metadata says \(95, 64\)"),
