@@ -71,6 +71,7 @@ SECTIONS = {  # a title and what "This measures"
     "align": "Alignment: what SmolLM2 learns from conversations, pairs and its own answers, on unseen prompts.",
     "attention": "Attention: steps with sliding windows and LSH beside full attention. A name ends with its tokens.",
     "curate": "Curation of text: signatures, clusters of near duplicates, languages and rules, beside datatrove.",
+    "quality": "Quality and noise: areas under the ROC curve of the steps `quality` and `noise`, beside fastText.",
     "pii": "Personal data: planted values that are found, `bare` without a word before them, and finds in documents.",
     "parallel": "Parallel training: cost and recovery of many processes, and the planner beside published runs.",
 }

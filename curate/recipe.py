@@ -13,12 +13,13 @@ from penjing.curate.steps.clean import CleanStep
 from penjing.curate.steps.decontaminate import DecontaminateStep
 from penjing.curate.steps.dedup import DedupStep
 from penjing.curate.steps.language import LanguageStep
+from penjing.curate.steps.noise import NoiseStep
 from penjing.curate.steps.pii import PiiStep
 from penjing.curate.steps.quality import QualityStep
 from penjing.curate.steps.rules import RulesStep
 
 Step = Annotated[
-    CleanStep | LanguageStep | RulesStep | PiiStep | DedupStep | DecontaminateStep | QualityStep,
+    CleanStep | LanguageStep | RulesStep | PiiStep | DedupStep | DecontaminateStep | QualityStep | NoiseStep,
     Field(discriminator="kind"),
 ]
 

@@ -29,13 +29,20 @@ _ADVERTS = (
 
 
 def _shuffled_words(text: str, others: Sequence[str], dice: np.random.Generator) -> str:
-    return " ".join(dice.permutation(text.split()).tolist())
+    """The words in another order; lines and spaces stay."""
+    return _refilled(text, dice.permutation(np.array(text.split(), dtype=object)).tolist())
 
 
 def _foreign_words(text: str, others: Sequence[str], dice: np.random.Generator) -> str:
-    """Words drawn from other texts."""
+    """Words drawn from other texts in place of its own."""
     words = [word for place in dice.choice(len(others), 8) for word in others[int(place)].split()[:300]]
-    return " ".join(dice.choice(words or ["word"], max(1, len(text.split()))).tolist())
+    return _refilled(text, dice.choice(np.array(words or ["word"], dtype=object), len(text.split())).tolist())
+
+
+def _refilled(text: str, words: list[str]) -> str:
+    """`text` with other words between its spaces, one for each."""
+    left = iter(words)
+    return re.sub(r"\S+", lambda found: next(left), text)
 
 
 def _wrong_encoding(text: str, others: Sequence[str], dice: np.random.Generator) -> str:
@@ -130,8 +137,9 @@ def _cut_lines(text: str, others: Sequence[str], dice: np.random.Generator) -> s
     return "\n".join(pieces[:: int(dice.integers(2, 4))])
 
 
-def _spliced(text: str, others: Sequence[str], dice: np.random.Generator) -> str:
-    """Sentences of several texts in turn."""
+def spliced(text: str, others: Sequence[str], dice: np.random.Generator) -> str:
+    """Sentences of several texts in turn. Not one of `CORRUPTIONS`: each sentence is as clean as before, and heads that
+    learn from it only learn to distrust clean text (docs/log/2026-11-23-quality-and-noise.md)."""
     mixed: list[str] = []
     for each in (text, *(others[int(place)] for place in dice.choice(len(others), 3))):
         mixed += [piece for piece in re.split(r"(?<=[.!?])\s+|\n+", each) if piece.strip()][:8]
@@ -149,5 +157,4 @@ CORRUPTIONS: dict[str, Corruption] = {
     "menus": _menus,
     "adverts": _advert,
     "cut lines": _cut_lines,
-    "splices": _spliced,
 }

@@ -30,12 +30,24 @@ class DocumentEncoder:
 
         A document is embedded alone, so that the bits do not depend on its neighbours.
         """
-        mean = self._artifact.embed(self._session, windows_of(text, self._windows)).mean(0)
+        mean = self._embed(windows_of(text, self._windows)).mean(0)
         return (mean / max(float(np.linalg.norm(mean)), 1e-12)).astype(np.float32)
+
+    def pieces(self, text: str) -> list[tuple[str, NDArray[np.float32]]]:
+        """The windows of `text`, each with its (features,) of length 1."""
+        windows = windows_of(text, self._windows)
+        return list(zip(windows, self._embed(windows), strict=True))
+
+    def num_tokens(self, text: str) -> int:
+        """Tokens of `text`, of which the encoder reads so many at most."""
+        return len(self._artifact.tokenizer.rows([text])[0])
 
     def all(self, texts: list[str]) -> NDArray[np.float32]:
         """(texts, features)."""
         return np.stack([self(text) for text in texts])
+
+    def _embed(self, windows: list[str]) -> NDArray[np.float32]:
+        return self._artifact.embed(self._session, windows)
 
 
 def windows_of(text: str, windows: int) -> list[str]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,17 +35,31 @@ class Head:
 
     def __call__(self, x_NF: NDArray[np.floating]) -> Floats:
         """(N,) probabilities of (N, features)."""
-        return _sigmoid((x_NF - self.mean) / self.spread @ self.weights + self.bias)
+        return _sigmoid(self.odds(x_NF))
+
+    def odds(self, x_NF: NDArray[np.floating]) -> Floats:
+        """(N,) logarithms of odds of (N, features)."""
+        return (x_NF - self.mean) / self.spread @ self.weights + self.bias
 
     def save(self, path: Path) -> None:
         """Write it as JSON."""
-        values = {"mean": self.mean.tolist(), "spread": self.spread.tolist(), "weights": self.weights.tolist()}
-        path.write_text(json.dumps(values | {"bias": self.bias}), encoding="utf-8")
+        path.write_text(json.dumps(values_of(self)), encoding="utf-8")
 
 
 def load_head(path: Path) -> Head:
     """What `Head.save` wrote."""
-    values = read_json_object(path)
+    return head_of(read_json_object(path))
+
+
+def values_of(head: Head) -> dict[str, Any]:
+    """JSON-ready values of `head`."""
+    return {
+        "mean": head.mean.tolist(), "spread": head.spread.tolist(), "weights": head.weights.tolist(), "bias": head.bias
+    }  # fmt: skip
+
+
+def head_of(values: dict[str, Any]) -> Head:
+    """What `values_of` gave."""
     mean, spread, weights = (np.array(values[name]) for name in ("mean", "spread", "weights"))
     return Head(mean, spread, weights, float(values["bias"]))
 
