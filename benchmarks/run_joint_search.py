@@ -51,6 +51,7 @@ def main() -> int:
     parser.add_argument("--random", type=int, default=60, help="fresh combinations that predictions are held against")
     parser.add_argument("--images", type=int, default=2048, help="training images; half of them judge")
     parser.add_argument("--healing", type=int, default=2814, help="steps of distillation; INT8 is calibrated after it")
+    parser.add_argument("--test-images", type=int, default=10_000, help="that accuracy is measured on")
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the rows")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
@@ -76,6 +77,7 @@ def measure(model: Path, folder: Path, arguments: argparse.Namespace, seed: int)
         "steps.1.steps": arguments.healing,
         "steps.2.steps": 0,
         "steps.2.teacher": str(model),
+        "evaluate.images": arguments.test_images,
         "guard.accuracy_points": 100.0,
         "measure.rounds": 0,
     }
@@ -105,8 +107,8 @@ def measure(model: Path, folder: Path, arguments: argparse.Namespace, seed: int)
         rows.append(new_row("joint_search", f"{name}rank_random", rank, "Spearman", runs=arguments.random,
                             baseline=sums, baseline_value=plain))  # fmt: skip
     for entry in result["baselines"]:
-        if entry["best"] is None:
-            continue
+        if entry["best"] == entry["row"]:
+            continue  # the uniform choice is on the front itself
         uniform, best = (result["rows"][entry[which]]["choice"] for which in ("row", "best"))
         found = []
         for which, choice in (("uniform", uniform), ("best", best)):

@@ -24,13 +24,13 @@ were measured afterwards, it is {{ "%.3f" | format(result.prediction.measured_ra
 {% for entry in result.front %}<tr><td><code>{{ entry.recipe }}</code></td>{{ cells(entry.row) }}</tr>
 {% endfor %}</table></div>
 <h2>Uniform choices, the line to beat</h2>
-<p>All groups at one width, all layers at one number of bits; beside each the best of the others that costs no more.</p>
+<p>All groups at one width, all layers at one number of bits; beside each the best that costs no more.</p>
 <table><tr><th>{{ result.cost }}</th><th>widths</th><th>bits</th><th>uniform</th><th>best</th><th>at</th></tr>
 {% for each in result.baselines %}<tr><td>{{ percent(rows[each.row].share) }}</td>
 <td>{{ option(each.row, "width") }}</td><td>{{ option(each.row, "bits") }}</td>
 <td>{{ number(rows[each.row].divergence) }}</td>
-{% if each.best is not none %}<td>{{ number(rows[each.best].divergence) }}</td><td>{{ percent(rows[each.best].share) }}
-</td>{% else %}<td></td><td></td>{% endif %}</tr>
+{% if each.best != each.row %}<td>{{ number(rows[each.best].divergence) }}</td>
+<td>{{ percent(rows[each.best].share) }}</td>{% else %}<td colspan="2">itself</td>{% endif %}</tr>
 {% endfor %}</table>
 <h2>What each choice costs alone</h2>
 <div class="wide"><table><tr><th>choice</th><th>option</th><th>{{ result.cost }} saved</th><th>divergence</th></tr>

@@ -66,14 +66,14 @@ def run_joint_search(
     _check_held_out(recipe, search.base)
     family = family_at(recipe.model)
     hashes = family.hashes(recipe.model)
-    key = key_of(
-        search.model_dump(mode="json", exclude={"output"}), recipe.settings(), hashes, f"{version('penjing')}/{SCHEMA}"
-    )
+    code = f"{version('penjing')}/{SCHEMA}"
+    key = key_of(search.model_dump(mode="json", exclude={"output"}), recipe.settings(), hashes, code)
     if (done := already_published(search.output, RESULT_FILE, key, force)) is not None:
         progress.note(f"{search.output} is already done: kept (--force makes it again)")
         return done
-    with WorkFolder(search.output, key) as work:
-        trials = Trials(recipe, search.space, family, progress)
+    trials = Trials(recipe, search.space, family, progress)
+    # Another cost, or other steps that heal, change no measurement: what was measured before a kill is kept then too.
+    with WorkFolder(search.output, key_of(trials.decides, hashes, code)) as work:
         run = _Search(search, trials, work, progress)
         result = run.run() | {
             "model": str(recipe.model),
@@ -240,18 +240,15 @@ class _Search:
                 "exact": front.exact,
             },
             "baselines": [
-                {"row": place, "best": _best_within(costs, measured, float(costs[place]), baselines)}
-                for place in baselines
+                {"row": place, "best": _best_within(costs, measured, float(costs[place]))} for place in baselines
             ],
         }
 
 
-def _best_within(
-    costs: NDArray[np.float64], measured: NDArray[np.float64], most: float, baselines: Sequence[int]
-) -> int | None:
-    """The row that loses least of those that cost no more and are no baseline; None if there is none."""
-    within = [place for place, cost in enumerate(costs) if place not in baselines and cost <= most * (1 + 1e-12)]
-    return min(within, key=lambda place: (measured[place], costs[place]), default=None)
+def _best_within(costs: NDArray[np.float64], measured: NDArray[np.float64], most: float) -> int:
+    """The row that loses least of those that cost no more."""
+    within = [place for place, cost in enumerate(costs) if cost <= most * (1 + 1e-12)]
+    return min(within, key=lambda place: (measured[place], costs[place]))
 
 
 def _changed(choice: Choice, place: int, option: int) -> Choice:

@@ -71,6 +71,9 @@ class Batches:
 class Trials:
     """The network of a recipe's model, and every change of it that a space allows.
 
+    Attributes:
+        decides: all that a divergence depends on beside the checkpoint, JSON-ready.
+
     Raises:
         ConfigError: the family cannot be searched, the recipe lacks the step that a choice belongs to, or a choice
             changes nothing.
@@ -96,6 +99,12 @@ class Trials:
             )
         self._variables = (*widths, *bits)
         self.space = Space(self._variables, self._layers())
+        self.decides = {
+            "data": recipe.data.model_dump(mode="json"),
+            "widths": [(each.name, each.options, each.units) for each in widths],
+            "bits": [(each.name, each.options) for each in bits],
+            "quantize": None if self.settings is None else self.settings.model_dump(mode="json"),
+        }
         self._answers = [self._answered(self.traced, inputs) for inputs in self.judged.inputs()]
         progress.advance()
 

@@ -23,10 +23,12 @@ def already_published(out: Path, record: str, key: str, force: bool) -> dict[str
     if not out.exists() or (out.is_dir() and not any(out.iterdir())) or force:
         return None
     if not (out / record).is_file():
-        raise InputError(f"{out} exists and holds no {record}, so it is not replaced; choose another --out")
+        raise InputError(f"{out} exists and holds no {record}, so it is not replaced; choose another output")
     found = read_json_object(out / record)
     if found.get("key") != key:
-        raise InputError(f"{out} was made from another checkpoint or settings; replace it with --force, or set --out")
+        raise InputError(
+            f"{out} was made from another checkpoint or settings; replace it with --force, or set another output"
+        )
     return found
 
 

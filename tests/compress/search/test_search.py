@@ -123,13 +123,15 @@ def test_a_killed_search_measures_nothing_twice(
         run_joint_search(path)
     assert not (tmp_path / "search").exists()
     stop_at[0] = -1
-    result = run_joint_search(path)
+    other = ['cost="bytes"']  # another cost, under which what was measured stays true
+    result = run_joint_search(path, other)
     total = measured[0]
+    assert total == len(result["rows"]) - 1
     measured[0] = 0
-    again = run_joint_search(once)
+    again = run_joint_search(once, other)
     assert measured[0] == total
     assert [row["divergence"] for row in result["rows"]] == [row["divergence"] for row in again["rows"]]
-    assert run_joint_search(path, progress=notes) == result  # already done
+    assert run_joint_search(path, other, progress=notes) == result  # already done
     assert measured[0] == total
     assert "already done" in notes.lines[0]
 
@@ -140,6 +142,9 @@ def test_a_search_of_another_model_is_refused(tmp_path: Path, network: Path) -> 
     other = graph_folder(tmp_path / "other", Two(), image(12), seed=1)
     with pytest.raises(InputError, match="made from another checkpoint or settings; replace it with --force"):
         run_joint_search(path, [f'settings={{model="{other}"}}'])
+    (tmp_path / "search/search.json").write_text('{"key": ')
+    with pytest.raises(InputError, match=r"search\.json"):
+        run_joint_search(path)
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine/notes.txt").write_text("mine")
     with pytest.raises(InputError, match=r"mine exists and holds no search\.json, so it is not replaced"):
@@ -180,5 +185,6 @@ def test_a_space_of_two_is_searched_too(tmp_path: Path, network: Path) -> None:
 
 
 def test_a_budget_limits_the_front(tmp_path: Path, network: Path) -> None:
-    result = run_joint_search(write(tmp_path, network, space=SPACE, cost='"bytes"', budget="0.3"))
-    assert all(result["rows"][entry["row"]]["share"] <= 0.3 for entry in result["front"])
+    space = "{ widths = [1.0, 0.75, 0.5], bits = [32] }"
+    result = run_joint_search(write(tmp_path, network, space=space, cost='"bytes"', budget="0.6"))
+    assert all(result["rows"][entry["row"]]["share"] <= 0.6 for entry in result["front"])
