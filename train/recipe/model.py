@@ -10,6 +10,7 @@ from pydantic import Field
 from penjing.core.config import Config
 from penjing.core.family import FamilyName
 from penjing.core.models.config import DecoderConfig
+from penjing.core.vision.vit import ViTConfig
 
 
 class DecoderModel(DecoderConfig):
@@ -53,3 +54,19 @@ class TowersModel(Config):
         "keeps them, and its vectors are then computed once."
     )
     dimension: int = Field(default=256, gt=0, description="Numbers of a vector.")
+
+
+class VisionLanguageModel(Config):
+    """A decoder that sees: rows of a vision transformer stand in place of image tokens."""
+
+    family: ClassVar[FamilyName] = "vision_language"
+
+    architecture: Literal["vision-language"] = Field(description="A decoder beside a vision transformer.")
+    decoder: Path = Field(description="A checkpoint of a decoder, whose weights and tokenizer it begins with.")
+    vision: ViTConfig = Field(description="The vision transformer, which begins anew.")
+    scale_factor: int = Field(
+        default=2, gt=0, description="So many rows and columns of patches become one row for the decoder."
+    )
+    image_token: str = Field(
+        default="<image>", min_length=1, description="What the tokenizer calls an image's rows; added if it is new."
+    )

@@ -20,11 +20,20 @@ from penjing.train.optim.optimizer import OptimizerConfig
 from penjing.train.optim.schedule import LearningRate
 from penjing.train.parallel.config import ParallelConfig
 from penjing.train.recipe.align import AlgorithmConfig, PromptConfig, RewardConfig
-from penjing.train.recipe.data import ChatData, FashionData, PairData, PreferenceData, RolloutData, SampleData, TextData
-from penjing.train.recipe.model import DecoderModel, ResNetModel, TowersModel
+from penjing.train.recipe.data import (
+    ChatData,
+    FashionData,
+    PairData,
+    PreferenceData,
+    RolloutData,
+    SampleData,
+    SightData,
+    TextData,
+)
+from penjing.train.recipe.model import DecoderModel, ResNetModel, TowersModel, VisionLanguageModel
 
 Data = Annotated[
-    TextData | ChatData | PreferenceData | RolloutData | PairData | FashionData | SampleData,
+    TextData | ChatData | PreferenceData | RolloutData | SightData | PairData | FashionData | SampleData,
     Field(discriminator="kind"),
 ]
 _UNITS = {"": 1, "B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "KB": 10**3, "MB": 10**6, "GB": 10**9}
@@ -206,7 +215,10 @@ class RunRecipe(Config):
 class TrainRecipe(RunRecipe):
     """What `penjing train` reads: a run and the model that it makes."""
 
-    model: Annotated[DecoderModel | ResNetModel | TowersModel, Field(discriminator="architecture")] | None = Field(
+    model: (
+        Annotated[DecoderModel | ResNetModel | TowersModel | VisionLanguageModel, Field(discriminator="architecture")]
+        | None
+    ) = Field(
         default=None, description="What is trained from the beginning; with `initial` it comes from that checkpoint."
     )
     prompts: PromptConfig | None = Field(

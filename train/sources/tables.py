@@ -49,7 +49,7 @@ def read_table(path: Path, settings: SourceSettings) -> Source:
     labels = None if raw is None else [_label(path, value, classes.get(label or "", ())) for value in raw]
 
     def load(index: int) -> bytes:
-        return _encoded(values[index], path.parent, f"column {column!r}")
+        return encoded_image(values[index], path.parent, f"column {column!r}")
 
     return Source(
         str(path), len(values), load, lambda index: f"row {index} of {path}", lambda i: content_digest(load(i)), labels
@@ -151,7 +151,12 @@ def _column(
     )
 
 
-def _encoded(value: Any, folder: Path, where: str) -> bytes:
+def encoded_image(value: Any, folder: Path, where: str) -> bytes:
+    """The file that a cell of a table holds: bytes, base64, or a path inside `folder`; as such or as "bytes" or "path".
+
+    Raises:
+        InputError: it holds none of these, or the file cannot be read.
+    """
     if isinstance(value, Mapping):
         value = value.get("bytes") or value.get("path")
     if isinstance(value, bytes):

@@ -133,7 +133,7 @@ def test_a_tokenizer_of_another_model_is_refused(source: Path, tmp_path: Path) -
 
 
 def test_encoders_are_stored_in_float32(source: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="text encoders are stored in float32"):
+    with pytest.raises(ConfigError, match="a text encoder is stored in float32"):
         import_model(str(source), tmp_path / "out", dtype="bfloat16")
     (source / "modules.json").write_text("[1]")
     with pytest.raises(InputError, match=r"modules\.json is damaged"):

@@ -13,17 +13,32 @@ from penjing.core.errors import ConfigError, InputError
 from penjing.core.family import names_of, table_of
 from penjing.core.progress import Silent
 from penjing.train.families.base import Family, build_checkpoint_task
-from penjing.train.recipe.data import ChatData, FashionData, PairData, PreferenceData, RolloutData, SampleData, TextData
+from penjing.train.recipe.data import (
+    ChatData,
+    FashionData,
+    PairData,
+    PreferenceData,
+    RolloutData,
+    SampleData,
+    SightData,
+    TextData,
+)
 from penjing.train.recipe.recipe import TrainRecipe
 
 RECIPES = Path(__file__).parents[3] / "recipes"
 
 
 def test_decoders_classifiers_and_graphs_are_trained() -> None:
-    assert names_of("train") == ["decoder", "classifier", "graph", "towers"]
+    assert names_of("train") == ["decoder", "classifier", "graph", "towers", "vision_language"]
     tables: list[Family] = [table_of("train", name) for name in names_of("train")]
     of_decoders = (TextData, ChatData, PreferenceData, RolloutData)
-    assert [table.data for table in tables] == [of_decoders, (FashionData, SampleData), (SampleData,), (PairData,)]
+    assert [table.data for table in tables] == [
+        of_decoders,
+        (FashionData, SampleData),
+        (SampleData,),
+        (PairData,),
+        (SightData,),
+    ]
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,83 @@
+"""A decoder that sees: a vision transformer, pixel shuffle and a projection give rows that stand in place of image
+tokens, as in Idefics3 and SmolVLM (Laurençon et al., https://arxiv.org/abs/2408.12637).
+
+Shapes: N images, R rows of each, B texts of T tokens, E hidden of the decoder.
+"""
+
+from __future__ import annotations
+
+from pydantic import Field, model_validator
+from torch import Tensor, nn
+
+from penjing.core.config import Config
+from penjing.core.models.config import DecoderConfig
+from penjing.core.models.decoder import Decoder
+from penjing.core.vision.vit import VisionTransformer, ViTConfig
+
+
+class VisionLanguageConfig(Config):
+    """Everything that fixes the computation of a `VisionLanguage`."""
+
+    vision: ViTConfig = Field(description="The vision transformer.")
+    decoder: DecoderConfig = Field(description="The decoder; its vocabulary has the image token.")
+    scale_factor: int = Field(gt=0, description="So many rows and columns of patches become one row.")
+    image_token_id: int = Field(ge=0, description="The token in whose place a row of an image stands.")
+
+    @model_validator(mode="after")
+    def _fits(self) -> VisionLanguageConfig:
+        if self.vision.side % self.scale_factor:
+            raise ValueError(
+                f"{self.vision.side} patches of a side cannot be joined {self.scale_factor} at a time; "
+                "take a scale_factor that divides them"
+            )
+        if self.image_token_id >= self.decoder.vocab_size:
+            raise ValueError(
+                f"image_token_id={self.image_token_id} is none of the decoder's {self.decoder.vocab_size} tokens"
+            )
+        return self
+
+    @property
+    def rows(self) -> int:
+        """Tokens that an image takes."""
+        return (self.vision.side // self.scale_factor) ** 2
+
+
+class VisionLanguage(nn.Module):
+    """Tokens and images → logits of the next token."""
+
+    def __init__(self, config: VisionLanguageConfig):
+        super().__init__()
+        self.config = config
+        self.vision = VisionTransformer(config.vision)
+        inner = config.vision.hidden_size * config.scale_factor**2
+        self.projector = nn.Linear(inner, config.decoder.hidden_size, bias=False)
+        self.decoder = Decoder(config.decoder)
+
+    def see(self, images: Tensor) -> Tensor:
+        """Normalised images (N, C, H, W) → rows (N, R, E)."""
+        return self.projector(pixel_shuffle(self.vision(images), self.config.scale_factor))
+
+    def forward(self, tokens_BT: Tensor, images: Tensor, logit_rows: Tensor | None = None) -> Tensor:
+        """
+        Args:
+            tokens_BT: int64, with `image_token_id` N × R times, in the order of the images.
+            images: (N, C, H, W), in the dtype of the parameters.
+            logit_rows: see `Decoder`.
+        """
+        return self.decoder(tokens_BT, logit_rows=logit_rows, embedded=self.merged(tokens_BT, self.see(images)))
+
+    def merged(self, tokens_BT: Tensor, rows_NRE: Tensor) -> Tensor:
+        """(B, T, E): embeddings of the tokens, and the rows in place of image tokens."""
+        embedded = self.decoder.model.embed_tokens(tokens_BT)
+        here = (tokens_BT == self.config.image_token_id)[..., None]
+        return embedded.masked_scatter(here, rows_NRE.to(embedded.dtype))
+
+
+def pixel_shuffle(x_NPE: Tensor, factor: int) -> Tensor:
+    """The hidden states of `factor` × `factor` patches as one of factor² times the size: (N, P / factor²,
+    E × factor²)."""
+    number, patches, size = x_NPE.shape
+    side = round(patches**0.5)
+    few = side // factor
+    x = x_NPE.view(number, few, factor, few, factor, size).transpose(2, 3)
+    return x.reshape(number, few * few, factor * factor * size)

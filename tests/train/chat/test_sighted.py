@@ -1,0 +1,103 @@
+"""Conversations about images: placeholders, images, and what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer as Backend
+from tokenizers import models, pre_tokenizers
+
+from penjing.core.errors import InputError
+from penjing.core.progress import Silent
+from penjing.core.text.tokenizer import Tokenizer
+from penjing.train.chat.rows import RowError, TooLongError, take_rows
+from penjing.train.chat.sighted import SightedRows, SightTokens
+from penjing.train.chat.tokens import ChatTokens
+from penjing.train.data.stream import Draw
+from penjing.train.families.vision_language import image_token
+from penjing.train.objective.objective import IGNORED
+from tests.train.sources.test_reader import photo
+
+WORDS = ["[END]", "what", "is", "this", "a", "shoe", "bag", "?", "and"]
+ROWS, IMAGE = 4, len(WORDS)
+
+
+@pytest.fixture
+def tokens(tmp_path: Path) -> SightTokens:
+    backend = Backend(models.WordLevel({word: place for place, word in enumerate(WORDS)}, unk_token="?"))
+    backend.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer = Tokenizer(backend, [0])
+    assert image_token(tokenizer, "<image>") == IMAGE
+    for name, seed in (("a.png", 1), ("b.png", 2)):
+        (tmp_path / name).write_bytes(photo(seed))
+    (tmp_path / "broken.png").write_bytes(photo(1)[:200])
+    return SightTokens(ChatTokens(tokenizer, None), "<image>", ROWS, 8, 3, tmp_path, 24)
+
+
+def test_a_placeholder_becomes_the_rows_of_its_image(tokens: SightTokens) -> None:
+    row = {"prompt": "<image> and <image> what is this ?", "completion": "a shoe", "images": ["a.png", "b.png"]}
+    found = tokens.row(row)
+    assert found.text.ids.tolist() == [*[IMAGE] * 4, 8, *[IMAGE] * 4, 1, 2, 3, 7, 4, 5, 0]
+    assert np.flatnonzero(found.text.learnt).tolist() == [13, 14, 15]
+    assert [picture().shape for picture in found.pictures] == [(8, 8, 3)] * 2
+
+
+def test_answers_are_what_a_batch_learns(tokens: SightTokens) -> None:
+    one = tokens.row({"prompt": "<image> what is this ?", "completion": "a shoe", "images": ["a.png"]})
+    two = tokens.row({"prompt": "<image> what ?", "completion": "bag", "images": "b.png"})
+    batch = SightedRows([one, two], 0, 3).batch(Draw(np.array([0, 1, 0]), np.array([True, True, False])))
+    length = batch["tokens"].shape[1]
+    assert batch["tokens"].shape == (3, 11)
+    assert batch["rows"].tolist() == [7, 8, 9, length + 5, length + 6, 2 * length + 7, 2 * length + 8, 2 * length + 9]
+    assert batch["targets"].tolist() == [4, 5, 0, 6, 0, IGNORED, IGNORED, IGNORED]
+    assert batch["sample"].tolist() == [0, 0, 0, 1, 1, 2, 2, 2]
+    assert batch["images"].shape == (3, 3, 8, 8)
+    assert not batch["images"][0].equal(batch["images"][1])
+
+
+def test_who_is_blind_sees_grey(tokens: SightTokens) -> None:
+    row = tokens.row({"prompt": "<image> what ?", "completion": "bag", "images": ["a.png"]})
+    images = SightedRows([row], 0, 3, blind=True).batch(Draw(np.array([0]), np.array([True])))["images"]
+    assert images.unique().numel() == 1
+
+
+def test_several_questions_about_one_image(tokens: SightTokens) -> None:
+    picture = tokens.row({"prompt": "<image>", "completion": "bag", "images": ["a.png"]}).pictures[0]
+    found = tokens.turns(picture, [("what ?", "a bag"), ("is this ?", "shoe")])
+    assert found.text.ids.tolist() == [*[IMAGE] * 4, 1, 7, 4, 6, 0, 2, 3, 7, 5, 0]
+    assert np.flatnonzero(found.text.learnt).tolist() == [6, 7, 8, 12, 13]
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"images": []}, r"it has 0 images, and <image> stands 1 times"),
+        ({"images": ["a.png", "b.png"]}, r"it has 2 images, and <image> stands 1 times"),
+        ({"prompt": "what ?"}, r"it has 1 images, and <image> stands 0 times"),
+        ({"prompt": "what ?", "images": []}, "it has no image"),
+        ({"images": ["none.png"]}, r"an image cannot be read: .*none.png is no file"),
+        ({"images": ["broken.png"]}, "an image cannot be read: it is a broken image"),
+        ({"images": ["../outside.png"]}, "an image cannot be read: ../outside.png lies outside"),
+        ({"images": [7]}, "an image cannot be read: images holds no image but int"),
+        ({"completion": ""}, "the completion is empty"),
+    ],
+)
+def test_a_row_that_is_wrong_says_why(tokens: SightTokens, change: dict[str, Any], said: str) -> None:
+    row = {"prompt": "<image> what ?", "completion": "bag", "images": ["a.png"]} | change
+    with pytest.raises(RowError, match=said):
+        tokens.row(row)
+
+
+def test_what_is_too_long_is_counted(tokens: SightTokens) -> None:
+    with pytest.raises(TooLongError):
+        tokens.row({"prompt": "<image>" + " what" * 20, "completion": "bag", "images": ["a.png"]})
+
+
+def test_bad_rows_of_a_file_are_named(tokens: SightTokens, tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"prompt": "<image> what ?", "completion": "bag", "images": ["broken.png"]}\n')
+    with pytest.raises(InputError, match=r"1 of 1 rows are bad: .*rows.jsonl, line 1: an image cannot be read"):
+        take_rows([str(path)], tokens.row, 0.01, Silent())

@@ -1,0 +1,142 @@
+"""A decoder learns to see, from recipe to a checkpoint that transformers reads."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from penjing.core.checkpoint.vision_language import load_vision_language
+from penjing.core.errors import ConfigError, InputError
+from penjing.core.family import family_of
+from penjing.core.imports.importer import import_model
+from penjing.train.data.images import ImageSet
+from penjing.train.run import train
+from penjing.train.sources import scenes as scenes_module
+from penjing.train.sources.scenes import scenes
+
+RECIPE = """
+output = "{folder}/out"
+steps = 40
+seed = 1
+device = "cpu"
+[model]
+architecture = "vision-language"
+decoder = "{decoder}"
+[model.vision]
+image_size = 8
+patch_size = 4
+hidden_size = 16
+intermediate_size = 32
+num_hidden_layers = 1
+num_attention_heads = 2
+[data]
+kind = "image-chat"
+sources = ["{folder}/rows.jsonl"]
+held_out_sources = ["{folder}/rows.jsonl"]
+images = "{folder}"
+sequence_length = 40
+batch_size = 8
+[learning_rate]
+peak = 0.01
+[evaluation]
+every = 40
+[monitor]
+tensorboard = false
+"""
+COLOURS = {"red": (255, 0, 0), "green": (0, 255, 0)}
+
+
+@pytest.fixture
+def recipe(tmp_path: Path, tiny_checkpoint: Path) -> Path:
+    random, rows = np.random.default_rng(0), []
+    for place in range(16):
+        name = list(COLOURS)[place % 2]
+        noise = random.integers(-40, 40, (8, 8, 3))
+        Image.fromarray((np.array(COLOURS[name]) + noise).clip(0, 255).astype(np.uint8)).save(tmp_path / f"{place}.png")
+        rows.append(json.dumps({"prompt": "<image>What is it?", "completion": name, "images": [f"{place}.png"]}))
+    (tmp_path / "rows.jsonl").write_text("\n".join(rows))
+    path = tmp_path / "recipe.toml"
+    path.write_text(RECIPE.format(folder=tmp_path, decoder=tiny_checkpoint))
+    return path
+
+
+def test_a_decoder_learns_to_see(recipe: Path, tmp_path: Path) -> None:
+    assert train(recipe)["exact"] > 0.9
+    assert family_of(tmp_path / "out") == "vision_language"
+    blind = train(recipe, [f"output={tmp_path}/blind", "data.blind=true"])
+    assert blind["exact"] <= 0.5
+
+
+def test_what_was_trained_is_read_imported_and_trained_further(recipe: Path, tmp_path: Path) -> None:
+    from transformers import Idefics3ForConditionalGeneration
+
+    first = train(recipe, ["steps=20", "evaluation.every=20"])
+    ours = load_vision_language(tmp_path / "out")
+    theirs = Idefics3ForConditionalGeneration.from_pretrained(tmp_path / "out").eval()
+    tokens = torch.tensor([[5, ours.config.image_token_id, 6, 7]])
+    images = torch.randn(1, 3, 8, 8)
+    with torch.no_grad():
+        wanted = theirs(input_ids=tokens, pixel_values=images[None]).logits
+        torch.testing.assert_close(ours(tokens, images), wanted, atol=1e-4, rtol=1e-4)
+    import_model(str(tmp_path / "out"), tmp_path / "imported")
+    again = load_vision_language(tmp_path / "imported")
+    assert all(torch.equal(one, other) for one, other in zip(ours.parameters(), again.parameters(), strict=True))
+    text = recipe.read_text()
+    begin, end = text.index("[model]"), text.index("[data]")
+    recipe.write_text(f'initial = "{tmp_path}/imported"\n' + text[:begin] + text[end:])
+    further = train(
+        recipe,
+        ["steps=1", "evaluation.every=1", "learning_rate.peak=1e-9", f"output={tmp_path}/next", 'freeze=["vision.*"]'],
+    )
+    assert further["loss"] == pytest.approx(first["loss"], abs=0.05)
+
+
+@pytest.mark.parametrize("settings", [["data.micro_batch=4"], ["data.micro_batch=2"]])
+def test_micro_batches_change_nothing(recipe: Path, tmp_path: Path, settings: list[str]) -> None:
+    few = ["steps=2", "evaluation.every=2", "optimizer.name=sgd"]  # AdamW makes rounding large
+    whole = train(recipe, few)
+    assert train(recipe, [*few, *settings, f"output={tmp_path}/cut"])["loss"] == pytest.approx(whole["loss"], abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "said"),
+    [
+        (["model.scale_factor=3"], ConfigError, "2 patches of a side cannot be joined 3 at a time"),
+        (["data.sequence_length=1000000"], ConfigError, "is more than the .* tokens that it sees"),
+        (["model.decoder=nowhere"], InputError, "nowhere"),
+        (["model.vision.patch_size=3"], ConfigError, "image_size=8 is not divisible by patch_size=3"),
+        (["data.sources=['builtin:scenes']"], ConfigError, "set model.vision.image_size = 56"),
+        (["parallel.zero=2"], ConfigError, "takes data parallelism alone"),
+        (["compile=true"], ConfigError, "whose texts differ in length"),
+        (["objective.label_smoothing=0.1"], ConfigError, "whose answers are learnt"),
+        (["data.held_out_sources=[]", "data.held_out=0"], ConfigError, "leaves nothing to evaluate on"),
+    ],
+)
+def test_what_does_not_fit_is_one_line(recipe: Path, settings: list[str], error: type[Exception], said: str) -> None:
+    with pytest.raises(error, match=said):
+        train(recipe, settings)
+
+
+def test_scenes_say_what_lies_where(monkeypatch: pytest.MonkeyPatch) -> None:
+    labels = np.repeat(np.arange(10), 2)
+    images = np.broadcast_to(labels[:, None, None, None], (20, 1, 28, 28)).astype(np.uint8)
+    monkeypatch.setattr(scenes_module, "load_fashion", lambda split, progress: ImageSet(images, labels, 10))
+    monkeypatch.setattr(scenes_module, "SCENES", {"learn": ("train", 3), "judge": ("test", 3)})
+    names = [name.lower() for name in scenes_module.CLASSES]
+    for name, turns in (("learn", 8), ("judge", 1)):
+        for scene in scenes(name, None):  # type: ignore[arg-type]
+            picture = scene.picture()
+            assert picture.shape == (56, 56, 1)
+            grid = {names[picture[28 * y, 28 * x, 0]]: (x, y) for x in (0, 1) for y in (0, 1)}
+            assert len(grid) == 4
+            assert len(scene.turns) == turns
+            for question, answer in scene.turns:
+                side, _, of = question.removeprefix("What is ").removesuffix("?").partition(" the ")
+                step = {"left of": (-1, 0), "right of": (1, 0), "above": (0, -1), "below": (0, 1)}[side]
+                x, y = grid[of]
+                assert grid[answer.removeprefix(" the ")] == (x + step[0], y + step[1])

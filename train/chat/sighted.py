@@ -1,0 +1,166 @@
+"""Conversations about images as tokens: a placeholder in a text becomes as many image tokens as an image has rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from penjing.core.errors import InputError
+from penjing.core.graph.config import Pixels
+from penjing.core.images.decode import decode_image
+from penjing.train.chat.rows import Row, RowError, TooLongError
+from penjing.train.chat.tokens import ChatTokens, Masked
+from penjing.train.data.images import normalise
+from penjing.train.data.stream import Draw
+from penjing.train.objective.objective import IGNORED, Batch
+from penjing.train.sources.reader import FORMATS
+from penjing.train.sources.tables import encoded_image
+
+PLACEHOLDER = "<image>"
+Picture = Callable[[], NDArray[np.uint8]]
+"""An image (height, width, channels); grey ones may have one channel."""
+_GREY = 128
+
+
+@dataclass(frozen=True)
+class Sighted:
+    """A text's tokens, which of them are learnt, and the images whose rows stand in it, in their order."""
+
+    text: Masked
+    pictures: tuple[Picture, ...]
+
+    @property
+    def key(self) -> bytes:
+        """What equal questions share."""
+        return self.text.ids[~self.text.learnt].tobytes()
+
+
+@dataclass(frozen=True)
+class SightTokens:
+    """Writes rows with images in the tokens of a model.
+
+    Attributes: token: the image token, of which the tokenizer knows. rows: how many an image takes. size: rows and
+        columns of an image in pixels. channels: of an image. folder: where paths of images lie. longest: tokens of a
+        row at most.
+    """
+
+    writer: ChatTokens
+    token: str
+    rows: int
+    size: int
+    channels: int
+    folder: Path
+    longest: int
+
+    def row(self, row: Row) -> Sighted:
+        """The tokens and images of a row with `images`, and `messages` or `prompt` and `completion`.
+
+        Raises:
+            RowError, RequestError: no image, other numbers of images and placeholders, an image that cannot be read,
+                or what a conversation without images is refused for.
+            TooLongError: it has more than `longest` tokens.
+        """
+        images = row.get("images", row.get("image"))
+        images = images if isinstance(images, list) else [] if images is None else [images]
+        placeholders, texts = self._expanded({name: value for name, value in row.items() if name != "images"})
+        if placeholders != len(images):
+            raise RowError(f"it has {len(images)} images, and {PLACEHOLDER} stands {placeholders} times in its texts")
+        if not images:
+            raise RowError("it has no image")
+        text = self.writer.masked(texts)
+        self._check(text, len(images))
+        return Sighted(text, tuple(self._picture(image) for image in images))
+
+    def turns(self, picture: Picture, turns: Sequence[tuple[str, str]]) -> Sighted:
+        """An image, then questions, each with its answer, which is learnt and ended.
+
+        Raises:
+            TooLongError: see `row`.
+        """
+        parts = [
+            self.writer.masked({"prompt": ("" if place else self.token * self.rows) + prompt, "completion": completion})
+            for place, (prompt, completion) in enumerate(turns)
+        ]
+        ids, learnt = (np.concatenate(each) for each in zip(*((part.ids, part.learnt) for part in parts), strict=True))
+        self._check(Masked(ids, learnt), 1)
+        return Sighted(Masked(ids, learnt), (picture,))
+
+    def _check(self, text: Masked, images: int) -> None:
+        if len(text.ids) > self.longest:
+            raise TooLongError
+        token = self.writer.tokenizer.token_to_id(self.token)
+        if int((text.ids == token).sum()) != images * self.rows:
+            raise RowError(f"its texts hold the token {self.token!r}, which stands for rows of images alone")
+
+    def _expanded(self, value: Any) -> tuple[int, Any]:
+        """(Placeholders, the value with image tokens in their place)."""
+        if isinstance(value, str):
+            return value.count(PLACEHOLDER), value.replace(PLACEHOLDER, self.token * self.rows)
+        if isinstance(value, dict):
+            found = {name: self._expanded(each) for name, each in value.items()}
+            return sum(count for count, _ in found.values()), {name: each for name, (_, each) in found.items()}
+        if isinstance(value, list):
+            some = [self._expanded(each) for each in value]
+            return sum(count for count, _ in some), [each for _, each in some]
+        return 0, value
+
+    def _picture(self, value: Any) -> Picture:
+        pixels = Pixels(
+            height=self.size, width=self.size, mean=(0.0,) * self.channels, std=(1.0,) * self.channels,
+            order="L" if self.channels == 1 else "RGB",
+        )  # fmt: skip
+        try:
+            image = decode_image(encoded_image(value, self.folder, "images"), pixels, formats=FORMATS)
+        except InputError as error:
+            raise RowError(f"an image cannot be read: {error}") from None
+        return lambda: image
+
+
+@dataclass(frozen=True)
+class SightedRows:
+    """Rows as `Indexed`: see `Answers` for what a batch has.
+
+    Attributes: pad: the token that fills a row up. blind: images are grey.
+    """
+
+    rows: Sequence[Sighted]
+    pad: int
+    channels: int
+    blind: bool = False
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def batch(self, draw: Draw) -> Batch:
+        """See `Indexed`."""
+        chosen = [self.rows[place] for place in draw.samples]
+        length = max(len(each.text.ids) for each in chosen)
+        tokens = np.full((len(chosen), length), self.pad, np.int64)
+        places, targets, samples = [], [], []
+        for sample, each in enumerate(chosen):
+            ids, learnt = each.text.ids, each.text.learnt
+            tokens[sample, : len(ids)] = ids
+            found = np.flatnonzero(learnt[1:])
+            places.append(sample * length + found)
+            targets.append(np.where(draw.real[sample], ids[1:][found], IGNORED))
+            samples.append(np.full(len(found), sample))
+        named = {"tokens": tokens, "rows": places, "targets": targets, "sample": samples}
+        batch = {
+            name: torch.from_numpy((np.concatenate(each) if isinstance(each, list) else each).astype(np.int64))
+            for name, each in named.items()
+        }
+        return batch | {"images": torch.from_numpy(self._images(chosen))}
+
+    def _images(self, chosen: Sequence[Sighted]) -> NDArray[np.float32]:
+        images = np.stack([picture() for each in chosen for picture in each.pictures]).transpose(0, 3, 1, 2)
+        if self.blind:
+            images = np.full_like(images, _GREY)
+        half = np.full(images.shape[1], 0.5, np.float32)
+        values = normalise(images, half, half)
+        return np.ascontiguousarray(np.broadcast_to(values, (len(values), self.channels, *values.shape[2:])))
