@@ -58,6 +58,7 @@ SECTIONS = {  # a title and what "This measures"
     "int8_quality": "INT8 after pruning: what INT8 costs a pruned classifier, calibrated (`ptq`) or trained (`qat`).",
     "int8_peers": "INT8 quantizers: one classifier quantized by penjing, ONNX Runtime and NNCF.",
     "graph": "INT8 of imported networks: trained networks of other makers, quantized by penjing and two others.",
+    "graph_chain": "The whole chain: imported networks pruned, taught from their own answers, in INT8 and served.",
     "prune": "Pruning: time and memory of pruning a checkpoint, and how much faster the pruned network runs.",
     "prune_quality": "Quality after pruning: accuracy and perplexity of pruned networks, before and after healing.",
     "encoder": "Text encoder: MiniLM in INT8 beside FP32 and beside ONNX Runtime's dynamic quantizer.",

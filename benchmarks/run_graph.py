@@ -79,8 +79,8 @@ def graph_rows(scratch: Path, arguments: argparse.Namespace) -> list[Row]:
     say("cuts photographs")
     seen, held = cut_photos(arguments.sources, scratch / "photos")
     calibration = DataSettings(source=str(seen), images=arguments.calibrate)
-    images = _inputs(arguments.model, calibration)
-    test = _inputs(arguments.model, DataSettings(source=str(held), images=arguments.images))
+    images = inputs_of(arguments.model, calibration)
+    test = inputs_of(arguments.model, DataSettings(source=str(held), images=arguments.images))
     fp32 = scratch / "fp32.onnx"
     export_network(network, fp32, {})
     say("quantizes")
@@ -162,7 +162,7 @@ def run_all(session: Any, name: str, images: Values, batch: int) -> Values:
     return np.concatenate([session.run(None, {name: part})[0] for part in parts])
 
 
-def _inputs(model: Path, data: DataSettings) -> Values:
+def inputs_of(model: Path, data: DataSettings) -> Values:
     return np.concatenate([inputs[0].numpy() for inputs in graph_samples(model, data, Silent()).inputs()])
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from glob import escape
 from itertools import islice
 from pathlib import Path
 from typing import Any, ClassVar
@@ -14,7 +15,7 @@ from penjing.compress.distill.objective import DistillWeights
 from penjing.compress.distill.training import TrainingSettings, run_recipe_of, train_checkpoint
 from penjing.compress.export.onnx_graph import export_network
 from penjing.compress.graph.calibrate import prepare_graph
-from penjing.compress.graph.place import place_quantizers
+from penjing.compress.graph.place import place_quantizers, products
 from penjing.compress.graph.ready import ready
 from penjing.compress.graph.stored import stored
 from penjing.compress.graph.task import QuantizedTask, trained_network
@@ -24,7 +25,9 @@ from penjing.compress.quantizers.onnx import quantization_for, said_of_network, 
 from penjing.compress.samples.data import DataSettings, Samples
 from penjing.compress.samples.graph import graph_samples
 from penjing.core.artifact.base import MODEL_FILE
+from penjing.core.artifact.parity import DriftError
 from penjing.core.checkpoint.graph import load_network, save_skeleton
+from penjing.core.errors import ConfigError, InputError
 from penjing.core.files import atomic_write_text
 from penjing.core.graph.network import Network
 from penjing.core.progress import Progress
@@ -57,6 +60,14 @@ class GraphQuantize(TrainingSettings, GraphSettings):
         "how much outputs vary from sample to sample.",
     )
     parity_samples: int = Field(default=16, ge=2, description="Samples that are compared and kept for `verify`.")
+    fall_back: float = Field(
+        default=0.25,
+        ge=0,
+        lt=1,
+        description="Where ONNX Runtime drifts beyond parity_bound, up to this share of the layers stay floating, from "
+        "the network's input on, as few as are enough; they are named. 0 refuses the artifact at once, and so does a "
+        "network that was trained in INT8.",
+    )
 
 
 def check(source: Path, step: GraphQuantize, data: DataSettings) -> None:
@@ -92,9 +103,9 @@ def quantize(
     samples = graph_samples(source, data, progress)
     if step.steps == 0:
         progress.start("calibrating", 1)
-        network = calibrated(floating, step, samples)
+        quantized = _least_floating(places.partial, floating, step, samples, progress)
         progress.advance()
-        return {"kind": "quantize", "quantized": write_graph_artifact(places.partial, network, floating, step, samples)}
+        return {"kind": "quantize", "quantized": quantized}
     teacher, trained = step.teacher or model, places.scratch / _TRAINED
     made, resolved = ready(floating, step, samples)
 
@@ -109,6 +120,46 @@ def quantize(
     network = trained_network(made, resolved, trained)
     quantized = write_graph_artifact(places.partial, network, floating, step, samples)
     return {"kind": "quantize", "quantized": quantized | {"training_steps": step.steps}, "training": training}
+
+
+def _least_floating(
+    partial: Path, floating: Network, step: GraphQuantize, samples: Samples, progress: Progress
+) -> dict[str, Any]:
+    """Fill `partial` with the calibrated artifact, with as many layers floating as its parity gate asks for.
+
+    Two correct programs round a few numbers apart, because they add floating numbers in another order, and a network
+    may enlarge that from layer to layer. The earlier such a number lies, the more layers enlarge it, so the first
+    layers are the ones that stay floating.
+
+    Raises:
+        InputError: the gate refuses the artifact all the same; the first try's message.
+    """
+    network = calibrated(floating, step, samples)
+    layers = list(dict.fromkeys(each.name for each in products(network) if each.rounding is not None))
+    try:
+        return write_graph_artifact(partial, network, floating, step, samples)
+    except DriftError as drift:
+        refusal = drift
+    for count in _counts(len(layers), step.fall_back):
+        kept = layers[:count]
+        progress.note(f"{refusal}; trying again with {', '.join(kept)} in floating point")
+        milder = step.model_copy(update={"keep": (*step.keep, *map(escape, kept))})
+        for path in partial.iterdir():
+            path.unlink()
+        try:
+            said = write_graph_artifact(partial, calibrated(floating, milder, samples), floating, milder, samples)
+        except InputError:
+            continue
+        except ConfigError:  # a budget of bits has no room for more floating layers
+            break
+        return said | {"kept_for_parity": kept}
+    raise refusal
+
+
+def _counts(layers: int, share: float) -> list[int]:
+    """How many of the layers are tried in turn: an eighth, a quarter, half and all of the `share` of them."""
+    most = int(layers * share)
+    return sorted({-(-most // part) for part in (8, 4, 2, 1)}) if most else []
 
 
 def calibrated(floating: Network, settings: GraphSettings, samples: Samples) -> Network:

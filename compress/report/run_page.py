@@ -120,6 +120,8 @@ fastest round.</p>
 {% if q.effective_bits %}{{ "%.2f" | format(q.effective_bits) }} bits a weight on average, {% endif %}
 {% if q.training_steps %}{{ q.training_steps }} steps of training with rounded numbers{% else %}calibrated without
 training{% endif %}.
+{% if q.kept_for_parity %}{{ q.kept_for_parity | join(", ") }} stay floating, because ONNX Runtime's answers
+drifted from those of the network where they were rounded.{% endif %}
 {% if q.agreement is not none %}On {{ "%.2f %%" | format(100 * q.agreement) }} of the calibration samples it makes the
 choice that it made before.{% endif %}</p>
 {% if q.layers %}

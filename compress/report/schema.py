@@ -69,6 +69,10 @@ class Quantized(_Record):
     target: str = Field(description="The engine that the artifact is for.")
     formats: dict[str, str] = Field(description='What was rounded ("weights", "activations", …) → the format.')
     effective_bits: float | None = Field(default=None, gt=0, description="Bits a weight on average, where counted.")
+    kept_for_parity: tuple[str, ...] = Field(
+        default=(),
+        description="Layers left floating because ONNX Runtime drifted from the network where they were not.",
+    )
     training_steps: int = Field(default=0, ge=0, description="Of quantization-aware training; 0: calibrated only.")
     agreement: float | None = Field(
         default=None, ge=0, le=1, description="Share of calibration samples with the same choice as before rounding."

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from pydantic import Field
 
 from penjing.core.artifact.base import MODEL_FILE, PARITY_FILE, QUANTIZATION_FILE, is_artifact, read_report_file
-from penjing.core.artifact.parity import Bound, Difference, Parity, gate, is_within, read_parity
+from penjing.core.artifact.parity import Bound, Difference, DriftError, Parity, gate, is_within, read_parity
 from penjing.core.config import Config, parse_config
 from penjing.core.errors import ConfigError, InputError
 from penjing.core.family import FAMILIES, FamilyName, family_of
@@ -93,14 +93,15 @@ def gate_onnx(differences: tuple[Difference, ...], bound: Bound, hint: str) -> N
     """Refuse what ONNX Runtime computes too differently; processors whose integer sums saturate are named.
 
     Raises:
-        InputError: see `gate`.
+        InputError: see `gate`; a `DriftError` where not these sums alone are to blame.
     """
-    if is_within(differences, bound.of(ONNX_RUNTIME_FLOAT)):
+    saturates = is_within(differences, bound.of(ONNX_RUNTIME_FLOAT))
+    if saturates:
         hint = (
             "as written the file agrees, so its integer kernels on this processor do not (without VNNI, 16-bit sums "
             "saturate): use target 'onnxruntime-avx2'"
         )
-    gate(differences, bound, hint)
+    gate(differences, bound, hint, InputError if saturates else DriftError)
 
 
 def recorded(parity: Parity, name: str) -> NDArray[np.float64]:

@@ -25,6 +25,10 @@ FAKE_QUANTIZED, SERVED = "fake_quantized", "served_endpoint"
 C = TypeVar("C", bound=Config)
 
 
+class DriftError(InputError):
+    """Two implementations answer too differently, in small steps that a deep network enlarges."""
+
+
 class Difference(Config):
     """How far two implementations are apart over all inputs."""
 
@@ -85,11 +89,12 @@ def is_within(differences: Iterable[Difference], bound: Bound) -> bool:
     return found is not None and found <= bound.value
 
 
-def gate(differences: Iterable[Difference], bound: Bound, hint: str) -> None:
+def gate(differences: Iterable[Difference], bound: Bound, hint: str, error: type[InputError] = InputError) -> None:
     """Refuse what an implementation computes too differently.
 
     Args:
         hint: what the user can do about it.
+        error: what is raised where the bound is exceeded.
 
     Raises:
         InputError: the bound is exceeded, or nothing was measured that it is about.
@@ -99,7 +104,7 @@ def gate(differences: Iterable[Difference], bound: Bound, hint: str) -> None:
     if found is None:
         raise InputError(f"parity: {bound.quantity} of {second} against {first} were not measured; {hint}")
     if not found <= bound.value:
-        raise InputError(
+        raise error(
             f"parity: {second} differs from {first} by {found:.3g} ({bound.quantity}, {bound.statistic}), "
             f"the bound is {bound.value:g}; {hint}"
         )

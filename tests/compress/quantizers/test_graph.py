@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from penjing.compress.exports import export_artifact
+from penjing.compress.graph.place import products
 from penjing.compress.parity.graph import GraphParity
 from penjing.compress.quantizers.graph import GraphQuantize, quantize
 from penjing.compress.samples.data import DataSettings
 from penjing.core.artifact.onnx_graph import open_graph_artifact, run_graph
+from penjing.core.artifact.parity import DriftError
 from penjing.core.checkpoint.graph import graph_skeleton, save_graph
 from penjing.core.errors import ConfigError, InputError
+from penjing.core.graph.network import Network
 from penjing.core.graph.trace import from_torch
 from penjing.core.progress import Silent
 from penjing.core.work import Places
@@ -69,5 +73,30 @@ def test_an_artifact_is_exported_for_its_own_target(places: Places) -> None:
 
 
 def test_what_onnx_runtime_answers_too_differently_is_refused(places: Places) -> None:
-    with pytest.raises(InputError, match=r"parity: onnxruntime differs.*raise parity_bound"):
+    with pytest.raises(InputError, match="parity: onnxruntime differs"):
         _quantize(places, parity_bound=1e-12)
+
+
+def test_the_first_layers_stay_floating_where_onnx_runtime_drifts_otherwise(
+    places: Places, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried: list[list[str]] = []
+    measure = GraphParity.measure_network
+
+    def drifts(self: GraphParity, network: Network, *rest: Any) -> Any:
+        rounded = [each.name for each in products(network) if each.rounding is not None]
+        tried.append(rounded)
+        if len(rounded) > len(tried[0]) - 2:
+            raise DriftError("parity: onnxruntime differs")
+        return measure(self, network, *rest)
+
+    monkeypatch.setattr(GraphParity, "measure_network", drifts)
+    with pytest.raises(DriftError):
+        _quantize(places, fall_back=0)
+    assert len(tried) == 1
+    tried.clear()
+    said = _quantize(places, fall_back=0.5)
+    assert said["kept_for_parity"] == tried[0][:2]
+    assert [row["name"] for row in said["layers"] if row["format"] == "float32"] == tried[0][:2]  # type: ignore[union-attr]
+    assert len(tried[-1]) == len(tried[0]) - 2
+    assert GraphParity.rerun(places.partial, Silent()) == open_graph_artifact(places.partial).parity.differences
