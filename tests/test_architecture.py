@@ -59,6 +59,7 @@ PAGES = {
     "compress/report/compare.py": "the page that compares runs",
     "compress/search/page.py": "the page of a joint search",
     "curate/report.py": "the page of a corpus",
+    "train/align/page.py": "the page of a run that learns from rewards",
     "train/search/page.py": "the page of a search for settings",
     "serve/bench/load_page.py": "the page of a load",
 }

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -17,6 +18,7 @@ from penjing.core.models.decoder import Decoder
 from penjing.core.progress import Progress
 from penjing.core.text.tokenizer import read_backend
 from penjing.train.align.actor_critic import ActorCritic
+from penjing.train.align.page import write_rollout_page
 from penjing.train.align.prompts import Answer, read_prompts
 from penjing.train.align.rewards import make_rewards
 from penjing.train.align.rollouts import Learner, RolloutStream, answer_batch, greedy_answers
@@ -159,6 +161,13 @@ class RolloutTuning(DecoderTask):
         sampler = Sampler(model, self.config, self._tokenizer, longest, scale)
         self._learner = Learner(model, sampler, self._reference(world.device) if self._algorithm.kl else None)
         return super().after_update(model, world)
+
+    def export(self, model: nn.Module, folder: Path, created_by: dict[str, Any]) -> None:
+        """See `Task`; the run folder gets a page of how rewards moved."""
+        super().export(model, folder, created_by)
+        title = f"{self._algorithm.kind} from {self._tokenizer}"
+        if (page := write_rollout_page(self._recipe.run_folder, title, _KEPT)) is not None:
+            self._progress.note(f"rewards, lengths and answers: {page}")
 
     def next_command(self, folder: Path) -> str:
         """See `Task`."""

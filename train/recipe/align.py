@@ -9,28 +9,14 @@ from pydantic import Field, ValidationInfo, field_validator
 
 from penjing.core.config import Config
 from penjing.train.objective.policy import Aggregate, Scale
+from penjing.train.recipe.rows import RowConfig
 
 _OF_PPO = ("discount", "trace", "value_weight", "value_clip", "entropy")
 
 
-class PromptConfig(Config):
-    """What is asked."""
+class PromptConfig(RowConfig):
+    """What is asked: rows with `prompt` (a text, or messages) and, for a verifier, `answer`."""
 
-    sources: tuple[str, ...] = Field(
-        min_length=1,
-        description="Files .jsonl or .parquet of rows with `prompt` (a text, or messages) and, for a verifier, "
-        "`answer`; folders of them; or 'builtin:sums', 512 small sums.",
-    )
-    template: Path | None = Field(
-        default=None,
-        description="A file with a chat template (Jinja) in place of the checkpoint's; it is exported too.",
-    )
-    most_damaged: float = Field(
-        default=0.01,
-        ge=0,
-        lt=1,
-        description="Bad rows are left out, counted and told; a larger share of them stops.",
-    )
     held_out: float = Field(
         default=0.1,
         ge=0,

@@ -10,6 +10,7 @@ from pydantic import Field, field_validator
 from penjing.core.config import Config
 from penjing.train.data.chunks import ChunkConfig
 from penjing.train.data.mixing import MixingConfig
+from penjing.train.recipe.rows import RowConfig
 from penjing.train.sources.settings import Augment, TrainingSource
 
 
@@ -75,30 +76,10 @@ class TextData(DataConfig):
     )
 
 
-class RowData(DataConfig):
-    """Rows of JSON lines or tables, written in the tokens of the checkpoint that the run begins with."""
+class RowData(DataConfig, RowConfig):
+    """Rows that are cut to sequences."""
 
-    sources: tuple[str, ...] = Field(
-        min_length=1,
-        description="Files .jsonl or .parquet, and folders of them; or 'builtin:sums', 512 small sums.",
-    )
-    template: Path | None = Field(
-        default=None,
-        description="A file with a chat template (Jinja) in place of the checkpoint's; it is exported too.",
-    )
     sequence_length: int = Field(gt=1, description="Tokens of a sequence; longer rows are left out and counted.")
-    most_damaged: float = Field(
-        default=0.01,
-        ge=0,
-        lt=1,
-        description="Bad rows are left out, counted and told; a larger share of them stops.",
-    )
-    held_out: float = Field(
-        default=0.02,
-        ge=0,
-        lt=1,
-        description="Share of the rows that is kept for evaluation; equal prompts stay together.",
-    )
 
 
 class ChatData(RowData):

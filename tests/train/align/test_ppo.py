@@ -93,6 +93,9 @@ def test_a_value_is_learnt_with_the_policy_and_is_not_exported(recipe: Path, tmp
     assert max(record["gap"] for record in steps) < 1e-4
     assert {"gold", "reward"} <= results.keys()
     assert not [name for name in load_file(tmp_path / "out/model.safetensors") if "value" in name]
+    page = (tmp_path / "out-run/report.html").read_text()
+    assert f"<strong>{results['reward']:.3f}</strong>" in page
+    assert f"<strong>{steps[-1]['reward']:.3f}</strong>" in page
 
 
 @pytest.mark.parametrize(

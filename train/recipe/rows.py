@@ -1,0 +1,34 @@
+"""What sections say that name rows of a user's: conversations, pairs or prompts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pydantic import Field
+
+from penjing.core.config import Config
+
+
+class RowConfig(Config):
+    """Rows of JSON lines or tables, written in the tokens of the checkpoint that the run begins with."""
+
+    sources: tuple[str, ...] = Field(
+        min_length=1,
+        description="Files .jsonl or .parquet, and folders of them; or 'builtin:sums', 512 small sums.",
+    )
+    template: Path | None = Field(
+        default=None,
+        description="A file with a chat template (Jinja) in place of the checkpoint's; it is exported too.",
+    )
+    most_damaged: float = Field(
+        default=0.01,
+        ge=0,
+        lt=1,
+        description="Bad rows are left out, counted and told; a larger share of them stops.",
+    )
+    held_out: float = Field(
+        default=0.02,
+        ge=0,
+        lt=1,
+        description="Share of the rows that is kept for evaluation; equal prompts stay together.",
+    )
