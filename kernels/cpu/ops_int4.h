@@ -45,23 +45,9 @@ inline void int4_panel(const PjLinear& linear, int64_t panel, const penjing::Int
         for (int row = begin; row < end; ++row) {
             const float* sums = total + (row - begin) * penjing::PANEL;
             const V row_scale = v_set(rows.row_scale[row]);
-            float* out = rows.out + row * rows.ldo;
-            if (linear.swiglu) {
-                for (int column = 0; column < columns; column += 32) {
-                    for (int lane = 0; lane < 16; lane += W) {
-                        const int gate_at = column + lane, up_at = gate_at + 16;
-                        const V gate = finish(linear, sums + gate_at, first + gate_at, row_scale);
-                        const V up = finish(linear, sums + up_at, first + up_at, row_scale);
-                        const int64_t to = (first + column) / 2 + lane;
-                        put(out + to, v_silu_mul(gate, up), linear.n - to, rows.add);
-                    }
-                }
-            } else {
-                for (int column = 0; column < columns; column += W) {
-                    const int64_t to = first + column;
-                    put(out + to, finish(linear, sums + column, to, row_scale), linear.n - to, rows.add);
-                }
-            }
+            finish_row(linear, first, columns, rows.out + row * rows.ldo, rows.add, [&](int column) {
+                return finish(linear, sums + column, first + column, row_scale);
+            });
         }
     }
 }

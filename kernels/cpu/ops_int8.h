@@ -37,6 +37,24 @@ inline void put(float* out, V value, int64_t valid, bool add) {
     }
 }
 
+// One row of a panel's outputs, whose first is `first`; `value(column)` gives W of them from column `column` of the panel
+// on. With SwiGLU 16 columns of gate stand before 16 of up.
+template <class Value>
+inline void finish_row(const PjLinear& linear, int64_t first, int columns, float* out, bool add, Value value) {
+    if (linear.swiglu) {
+        for (int column = 0; column < columns; column += 32) {
+            for (int lane = 0; lane < 16; lane += W) {
+                const int64_t to = (first + column) / 2 + lane;
+                put(out + to, v_silu_mul(value(column + lane), value(column + lane + 16)), linear.n - to, add);
+            }
+        }
+    } else {
+        for (int column = 0; column < columns; column += W) {
+            put(out + first + column, value(column), linear.n - first - column, add);
+        }
+    }
+}
+
 inline void int8_panel(const PjLinear& linear, int64_t panel, const penjing::Int8Rows& rows) {
     const int64_t groups = penjing::padded_k(linear.k) / 4, first = panel * linear.width;
     const int64_t left = penjing::padded_columns(linear) - first;
@@ -62,23 +80,9 @@ inline void int8_panel(const PjLinear& linear, int64_t panel, const penjing::Int
         for (int row = begin; row < end; ++row) {
             const int32_t* sums = acc + (row - begin) * penjing::PANEL;
             const V row_scale = v_set(rows.row_scale[row]);
-            float* out = rows.out + row * rows.ldo;
-            if (linear.swiglu) {
-                for (int column = 0; column < columns; column += 32) {
-                    for (int lane = 0; lane < 16; lane += W) {
-                        const int gate_at = column + lane, up_at = gate_at + 16;
-                        const V gate = dequantize(linear, sums + gate_at, first + gate_at, row_scale);
-                        const V up = dequantize(linear, sums + up_at, first + up_at, row_scale);
-                        const int64_t at = (first + column) / 2 + lane;
-                        put(out + at, v_silu_mul(gate, up), linear.n - at, rows.add);
-                    }
-                }
-            } else {
-                for (int column = 0; column < columns; column += W) {
-                    const int64_t at = first + column;
-                    put(out + at, dequantize(linear, sums + column, at, row_scale), linear.n - at, rows.add);
-                }
-            }
+            finish_row(linear, first, columns, rows.out + row * rows.ldo, rows.add, [&](int column) {
+                return dequantize(linear, sums + column, first + column, row_scale);
+            });
         }
     }
 }
