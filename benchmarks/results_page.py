@@ -48,6 +48,7 @@ SECTIONS = {  # a title and what "This measures"
     "speculation": "Guessed tokens: `speculate=lookup` beside `off` in SmolLM2-135M, on a busy machine.",
     "kernels_cpu": "CPU kernels: speed beside torch and the memory. `64x576x960` is rows, inputs and outputs.",
     "int4": "4-bit weights: kernels, decoder steps, bytes and perplexity of SmolLM2 beside INT8.",
+    "int4_quality": "Quality of 4-bit weights: the rise of SmolLM2's perplexity, beside llama.cpp's own files.",
     "kernels_gpu": "GPU kernels: the speed of the Triton-language kernels and of the engine on a GPU.",
     "kv_cache": "Key-value cache: the INT8 key-value cache beside the float32 one, in quality, bytes and speed.",
     "overhead": "Overhead: what the engine costs beside its kernels, in start-up, memory and time of a step.",
