@@ -54,13 +54,14 @@ def main() -> int:
     parser.add_argument("--encoder", type=Path, default=Path("build/minilm-int8"))
     parser.add_argument("--learned", type=int, default=120, help="documents of each source that are learned from")
     parser.add_argument("--tested", type=int, default=60, help="documents of each source that are judged")
+    parser.add_argument("--only", choices=("noise", "quality"), help="one of the two steps alone")
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the rows")
     arguments = parser.parse_args()
     encoder = DocumentEncoder(arguments.encoder, 1)
     learned, tested = documents_of(arguments.learned, arguments.tested)
-    rows = noise_rows(encoder, learned, tested)
-    append("quality", rows, arguments.results)
-    append("quality", quality_rows(encoder, learned, tested), arguments.results)
+    for name, rows in (("noise", noise_rows), ("quality", quality_rows)):
+        if arguments.only in (None, name):
+            append("quality", rows(encoder, learned, tested), arguments.results)
     return 0
 
 

@@ -15,6 +15,7 @@ from penjing.curate.documents.debian import fetch_debian
 from penjing.curate.documents.document import Document
 from penjing.curate.documents.markup import html_text, roff_text
 from penjing.curate.documents.settings import SourceConfig
+from penjing.curate.documents.warc import SUFFIXES, warc_pages
 
 _TEXTS = (".txt", ".md", ".rst", ".py", ".c", ".h", ".cpp", ".rs", ".go", ".js", ".java", ".tex", ".pod", "")
 _HTML = (".html", ".htm", ".xhtml")
@@ -77,16 +78,19 @@ def _wanted(source: SourceConfig, path: Path, name: str) -> bool:
     if source.files:
         return any(fnmatch.fnmatch(name, pattern) or fnmatch.fnmatch(path.name, pattern) for pattern in source.files)
     form = form_of(path)
-    by_form = {"html": _HTML, "records": _RECORDS, "text": _TEXTS}
+    by_form = {"html": _HTML, "records": _RECORDS, "text": _TEXTS, "warc": SUFFIXES}
     if source.form == "roff":
         return True
-    return form in by_form.get(source.form, (*_TEXTS[:-1], *_HTML, *_RECORDS))
+    return form in by_form.get(source.form, (*_TEXTS[:-1], *_HTML, *_RECORDS, *SUFFIXES))
 
 
 def read_source(file: SourceFile, source: SourceConfig) -> Iterator[Document | Damage]:
     """The documents of a file, and what of it is damaged: all of it where it cannot be read to its end."""
     path, name = Path(file.path), f"{source.name}/{file.name}"
     form = source.form
+    if form == "warc" or (form == "auto" and form_of(path) in SUFFIXES):
+        yield from _pages(path, name, source)
+        return
     if form == "auto":
         form = "html" if form_of(path) in _HTML else "text"
     records = read_records(path, name, source.column)
@@ -114,6 +118,24 @@ def read_source(file: SourceFile, source: SourceConfig) -> Iterator[Document | D
             yield Damage(record.name, f"cannot be read as {form}: {type(error).__name__}: {error}")
         else:
             yield Document(record.name, text, source.name, domain, source.licence)
+
+
+def _pages(path: Path, name: str, source: SourceConfig) -> Iterator[Document | Damage]:
+    """The documents of an archive of a crawler."""
+    for page in warc_pages(path, name):
+        if isinstance(page, Damage):
+            yield page
+            continue
+        called, text, html = page
+        try:
+            text = html_text(text) if html else text
+            text.encode()
+        except PenjingError:
+            raise
+        except Exception as error:  # a library that fails on a page costs that page, with its reason
+            yield Damage(called, f"cannot be read as html: {type(error).__name__}: {error}")
+        else:
+            yield Document(called, text, source.name, source.domain or source.name, source.licence)
 
 
 def conversation_text(messages: object) -> str:

@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 
 from penjing.core.config import Config
 
-Form = Literal["auto", "text", "records", "html", "roff"]
+Form = Literal["auto", "text", "records", "html", "roff", "warc"]
 
 
 class SourceConfig(Config):
@@ -29,7 +29,7 @@ class SourceConfig(Config):
     form: Form = Field(
         default="auto",
         description="How files are read: plain text, records (JSON lines, Parquet, Arrow), HTML whose main text is "
-        'extracted, or roff (manual pages); "auto" goes by the suffix.',
+        'extracted, roff (manual pages), or the archives of crawlers (WARC, WET); "auto" goes by the suffix.',
     )
     column: str | None = Field(default=None, description="The field of records that holds the text.")
     domain: str = Field(default="", description="The domain of its documents; by default its name.")

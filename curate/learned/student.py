@@ -15,9 +15,10 @@ from penjing.curate.documents.needs import needed
 _READ = 10_000  # characters: of longer documents the beginning and the end
 _YES, _NO = "__label__yes", "__label__no"
 _OPTIONS = {
-    "lr": 0.5, "epoch": 10, "dim": 16, "wordNgrams": 2, "minn": 3, "maxn": 5, "bucket": 200_000, "minCount": 2,
+    "epoch": 10, "dim": 16, "wordNgrams": 2, "minn": 3, "maxn": 5, "bucket": 200_000, "minCount": 2,
     "loss": "softmax", "thread": 1, "verbose": 0,
 }  # fmt: skip
+_RATES = (0.5, 0.1, 0.02)  # of learning: the first under which fastText meets no NaN
 _FEWEST = 20  # documents on a side of the band, else their share of errors is a guess
 
 
@@ -27,8 +28,19 @@ def fit_student(path: Path, texts: list[str], y_N: NDArray[np.bool_]) -> Student
         for text, yes in zip(texts, y_N, strict=True):
             file.write(f"{_YES if yes else _NO} {_line(text)}\n")
         file.flush()
-        needed("fasttext").train_supervised(file.name, **_OPTIONS).save_model(str(path))
+        _trained(file.name).save_model(str(path))
     return Student(path)
+
+
+def _trained(path: str) -> Any:
+    train = needed("fasttext").train_supervised
+    for rate in _RATES:
+        try:
+            return train(path, lr=rate, **_OPTIONS)
+        except RuntimeError as error:
+            if "NaN" not in str(error) or rate == _RATES[-1]:
+                raise
+    raise AssertionError("the last rate returns or raises")
 
 
 class Student:

@@ -46,7 +46,7 @@ class NoiseStep(LearningStep):
         description="Files and folders of texts that are known to be clean, like the documents in language and kind; "
         "by default the documents themselves, most of which must be clean then.",
     )
-    sample: int = Field(default=500, ge=_FEWEST, description="Clean documents that are corrupted to learn from.")
+    sample: int = Field(default=1000, ge=_FEWEST, description="Clean documents that are corrupted to learn from.")
     flagged: float = Field(
         default=0.01,
         gt=0,

@@ -105,6 +105,21 @@ def test_a_student_is_the_same_each_time(tmp_path: Path) -> None:
     assert 0 <= one("") <= 1
 
 
+def test_a_student_that_meets_nan_learns_more_slowly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fasttext = pytest.importorskip("fasttext")
+    train, rates = fasttext.train_supervised, []
+
+    def fails_when_fast(path: str, lr: float, **options: object) -> object:
+        rates.append(lr)
+        if lr > 0.3:
+            raise RuntimeError("Encountered NaN.")
+        return train(path, lr=lr, **options)
+
+    monkeypatch.setattr(fasttext, "train_supervised", fails_when_fast)
+    fit_student(tmp_path / "a.bin", ["one text", "another text"] * 20, np.arange(40) % 2 == 0)
+    assert rates == [0.5, 0.1]
+
+
 def test_windows_reach_both_ends() -> None:
     text = "".join(chr(97 + place // WINDOW_CHARS % 26) for place in range(10 * WINDOW_CHARS))
     assert windows_of("short", 3) == ["short"]
