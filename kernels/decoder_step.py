@@ -19,6 +19,7 @@ from penjing.kernels.cpu.checks import float_linear
 from penjing.kernels.cpu.functions import CpuExtension
 from penjing.kernels.cpu.kv_layout import check_int8_head_dim
 from penjing.kernels.hadamard import check_block
+from penjing.kernels.low_rank import PROJECTIONS, StepAdapters
 from penjing.kernels.rotary import rotary_cos_sin
 from penjing.kernels.step_layers import AnyLinear, FloatLinear, LayerWeights, Packer, check_layers, groups_of, size
 
@@ -32,6 +33,7 @@ PROBLEMS = {
     -4: "a position is negative or lies beyond the longest context",
     -5: "a slot lies outside the cache",
     -6: "a logit row lies outside the step's rows",
+    -8: "an adapter's slot is free or there is none",
     -7: "cu_query_S1 must rise from 0 to T, with 1 ≤ queries ≤ context_len ≤ the keys that the block table holds",
 }
 
@@ -106,6 +108,8 @@ class DecoderStep:
         ]
         self.weight_bytes = packer.used + sum(linear.weight_NK.nbytes for linear in floats)
         """Bytes of weights that a step reads at least."""
+        self.adapters = StepAdapters([{name: size(getattr(layer, name)) for name in PROJECTIONS} for layer in layers])
+        """Low-rank adapters that rows of a step may name."""
         self.seconds = 0.0
         """Wall time that calls of the extension have taken so far."""
         self._model = model
@@ -125,6 +129,7 @@ class DecoderStep:
         logit_rows_R: Tensor,
         kv_pool: Tensor,
         kv_scale: Tensor | None = None,
+        adapter_T: Tensor | None = None,
     ) -> Tensor:
         """Compute T tokens of S sequences: store their keys and values, return the logits of R of them.
 
@@ -140,6 +145,8 @@ class DecoderStep:
             kv_pool: (num_layers, 2, num_blocks, num_kv_heads, block_size, head_dim) float32, or int8 with scales;
                 written in place.
             kv_scale: (num_layers, 2, num_blocks, num_kv_heads, block_size) float32 of an INT8 pool, see `kv_layout`.
+            adapter_T: (T,) int32, each row's slot in `adapters`, −1: none; neighbours of one adapter are computed
+                together. None: no row has one.
 
         Returns:
             logits_RV float32, valid until the next call.
@@ -151,15 +158,17 @@ class DecoderStep:
         if num_logits > self._logits.shape[0]:
             self._logits = torch.empty(num_logits, self.vocab)
         inputs = token_ids_T, positions_T, slot_T, cu_query_S1, context_len_S, block_table_SB, logit_rows_R, kv_pool
-        self._run(inputs, kv_scale, 0, self._logits, None)
+        self._run(inputs, kv_scale, 0, self._logits, None, adapter_T)
         return self._logits[:num_logits]
 
-    def step_top(self, top: int, *inputs: Tensor, kv_scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def step_top(
+        self, top: int, *inputs: Tensor, kv_scale: Tensor | None = None, adapter_T: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """`step`, but only the `top` largest logits of each row; the others are compared and not written down.
 
         Args:
             top: 1 … 1024.
-            inputs, kv_scale: the arguments of `step`, in its order.
+            inputs, kv_scale, adapter_T: the arguments of `step`, in its order.
 
         Returns:
             logits_RK float32 in descending order and ids_RK int32, K = top; equal logits by ascending id, (−inf, −1)
@@ -172,11 +181,17 @@ class DecoderStep:
             raise ValueError(f"top={top}: 1 to {MAX_TOP} is possible")
         num_logits = inputs[6].shape[0]
         logits_RK, ids_RK = torch.empty(num_logits, top), torch.empty(num_logits, top, dtype=torch.int32)
-        self._run(inputs, kv_scale, top, logits_RK, ids_RK)
+        self._run(inputs, kv_scale, top, logits_RK, ids_RK, adapter_T)
         return logits_RK, ids_RK
 
     def _run(
-        self, inputs: tuple[Tensor, ...], kv_scale: Tensor | None, top: int, logits: Tensor, top_ids_RK: Tensor | None
+        self,
+        inputs: tuple[Tensor, ...],
+        kv_scale: Tensor | None,
+        top: int,
+        logits: Tensor,
+        top_ids_RK: Tensor | None,
+        adapter_T: Tensor | None,
     ) -> None:
         token_ids_T, positions_T, slot_T, cu_query_S1, context_len_S, block_table_SB, logit_rows_R, kv_pool = inputs
         num_rows, num_sequences, num_logits = token_ids_T.shape[0], context_len_S.shape[0], logit_rows_R.shape[0]
@@ -214,6 +229,9 @@ class DecoderStep:
             logits=logits.data_ptr(),
             top_ids=None if top_ids_RK is None else top_ids_RK.data_ptr(),
         )
+        if adapter_T is not None:
+            step.adapter = _address("adapter_T", adapter_T, torch.int32, (num_rows,))
+            step.adapters, step.num_adapters = ctypes.addressof(self.adapters.table), len(self.adapters.table)
         result = self._call(step)
         if result == -4 and self._model.num_positions < self.max_positions:
             longest = int(positions_T.max()) + 1

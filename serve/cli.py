@@ -116,6 +116,14 @@ def serve(
             help="Of the requests for NAME, 0 to 1; the first version without a share gets the rest.",
         ),
     ] = None,
+    adapters: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--adapter",
+            metavar="[MODEL:]NAME=FOLDER",
+            help="A LoRA adapter in PEFT's format, which requests choose as MODEL:NAME; may be repeated.",
+        ),
+    ] = None,
     kv_cache_bytes: Annotated[
         int | None,
         typer.Option(
@@ -136,9 +144,10 @@ def serve(
     - `penjing serve build/net-int8`, any other network, for `Client().infer({"x": array})`: model `graph`, with
       the network's own inputs and outputs
     - `penjing serve llm=build/smollm2-int8 embed=build/minilm-int8 --openai 8080`: several models behind one front
+    - `penjing serve llm=build/smollm2-int8 --openai 8080 --adapter llm:alice=FOLDER`: also the model `llm:alice`
     - `penjing serve llm:1=build/a llm:2=build/b --share llm:2=0.1 --openai 8080`: two versions of one
     """
-    from penjing.serve.fleet.names import are_named, read_names
+    from penjing.serve.fleet.names import adapter_settings, are_named, read_names
     from penjing.serve.fleet.plan import make_plan
     from penjing.serve.fleet.start import serve_fleet
     from penjing.serve.gate.config import front_config
@@ -157,13 +166,15 @@ def serve(
     )
     flags = {"kv_dtype": (kv_dtype, "auto"), "device": (device, "cpu")}  # of decoders; their defaults say nothing
     chosen = [f"{name}={value}" for name, (value, default) in flags.items() if value != default]
-    if are_named(models):
-        plan = make_plan(read_names(models, shares or []), config, overrides or [], chosen, kv_cache_bytes)
+    named = are_named(models)
+    settings = [*(overrides or []), *adapter_settings(adapters or [], named=named)]
+    if named:
+        plan = make_plan(read_names(models, shares or []), config, settings, chosen, kv_cache_bytes)
         serve_fleet(plan, detach=detach)
         return
     if shares or kv_cache_bytes:
         raise ConfigError("--share and --kv-cache-bytes are of several models, each with a name: llm:1=build/a")
-    run(Path(models[0]), config, detach=detach, engine_overrides=[*chosen, *(overrides or [])])
+    run(Path(models[0]), config, detach=detach, engine_overrides=[*chosen, *settings])
 
 
 @app.command()

@@ -70,6 +70,17 @@ struct PjModel {
     int32_t unused;
 };
 
+// A low-rank pair beside a linear layer, y += scale × (x · Aᵀ) · Bᵀ; weights in place.
+struct PjLowRank {
+    const void* a;  // (rank, k)
+    const void* b;  // (blocks, rank, 16): B of shape (n, rank) in blocks of 16 outputs, the last one filled up
+    int64_t n;
+    int64_t k;
+    int64_t rank;   // 0: there is none
+    float scale;
+    int32_t dtype;  // PjDtype, a float, of both
+};
+
 // Sequences of one attention call. `cu_query` (s + 1), `context_len` (s), `block_table` (s, table_stride).
 struct PjSequences {
     const int32_t* cu_query;

@@ -3,11 +3,13 @@
 #include <algorithm>
 #include <atomic>
 #include <cstring>
+#include <initializer_list>
 #include <vector>
 
 #include "attention.h"
 #include "head.h"
 #include "linear.h"
+#include "low_rank.h"
 #include "memory.h"
 #include "ops.h"
 #include "pool.h"
@@ -24,6 +26,8 @@ constexpr int64_t ROWS_A_MEMBER = 48;
 struct Buffers {
     Rows rows;   // input of the next linear layer
     float* act;  // (rows, intermediate), or (rows, 2 × intermediate) when gate and up are apart
+    float* gated;  // (rows, intermediate) what `down` reads, and
+    float* low;    // (3, rows, rank), where a step has adapters
 };
 
 }  // namespace
@@ -44,7 +48,9 @@ private:
     int64_t q_size() const { return model_.num_heads * model_.head_dim; }
     int64_t kv_size() const { return model_.num_kv_heads * model_.head_dim; }
     int64_t qkv_size() const { return q_size() + 2 * kv_size(); }
-    int64_t act_size() const { return whole_gate_ ? model_.intermediate : 2 * model_.intermediate; }
+    int64_t act_size() const {
+        return whole_gate_ && rank_ == 0 ? model_.intermediate : 2 * ((model_.intermediate + 15) / 16 * 16);
+    }
     int64_t input_size() const { return std::max({model_.hidden, q_size(), model_.intermediate}); }
 
     Buffers carve_buffers(Carver& carver, int64_t rows) const {
@@ -53,10 +59,11 @@ private:
         b.rows = carve_rows(carver, rows, input_size());
         b.rows.x = carver.take<float>(r * static_cast<size_t>(input_size()));
         b.act = carver.take<float>(r * static_cast<size_t>(act_size()));
+        b.gated = carver.take<float>(rank_ > 0 ? r * static_cast<size_t>(model_.intermediate) : 0);
+        b.low = carver.take<float>(r * static_cast<size_t>(MOST_TOGETHER * rank_));
         return b;
     }
     size_t carve(void* memory);
-    int check() const;
     void mark_wanted();
 
     void member(const Team& team);
@@ -67,8 +74,10 @@ private:
 
     void embed(int64_t begin, int64_t end);
     void head(const Team& team, int64_t layer, int64_t row, int64_t count, const Buffers& b);
-    void tail(const Team& team, const PjLayer& layer, float* hidden, const float* attended, int64_t count,
+    void tail(const Team& team, int64_t layer, float* hidden, const float* attended, const int32_t* who, int64_t count,
               const Buffers& b, const PjLinear& after);
+    void adapt(const Team& team, int64_t layer, const int32_t* who, int64_t count, const float* x, int64_t ldx,
+               float* low, std::initializer_list<LowRankOut> outs) const;
     void store_rotated(int64_t layer, int64_t row, int64_t part);
     PjPages pages(int64_t layer) const;
 
@@ -111,6 +120,8 @@ private:
     StepInput in_{};
     int threads_ = 1;
     bool split_rows_ = false;
+    int64_t rank_ = 0;  // the largest of the step's adapters; 0: no row has one
+    std::vector<int32_t> last_who_;  // adapters of the rows whose logits are wanted
     AttentionPlan plan_;
     Scratch scratch_;
     float *hidden_ = nullptr, *qkv_ = nullptr, *attended_ = nullptr, *partial_ = nullptr;
@@ -149,23 +160,6 @@ size_t Decoder::carve(void* memory) {
     return carver.used();
 }
 
-int Decoder::check() const {
-    for (int64_t row = 0; row < in_.rows; ++row) {
-        if (in_.tokens[row] < 0 || in_.tokens[row] >= model_.vocab) return -3;
-        if (in_.positions[row] < 0 || in_.positions[row] >= model_.num_positions) return -4;
-        if (in_.slots[row] < -1 || in_.slots[row] >= in_.num_blocks * in_.block_size) return -5;
-    }
-    for (int64_t i = 0; i < in_.num_logits; ++i)
-        if (in_.logit_rows[i] < 0 || in_.logit_rows[i] >= in_.rows) return -6;
-    const PjSequences& s = in_.sequences;
-    if (s.cu_query[0] != 0 || s.cu_query[s.num_sequences] != in_.rows) return -7;
-    for (int64_t i = 0; i < s.num_sequences; ++i) {
-        const int64_t queries = int64_t{s.cu_query[i + 1]} - s.cu_query[i], keys = s.context_len[i];
-        if (queries < 1 || queries > keys || keys > s.table_stride * in_.block_size) return -7;
-    }
-    return 0;
-}
-
 void Decoder::mark_wanted() {
     std::vector<uint8_t> rows(static_cast<size_t>(in_.rows), 0);
     for (int64_t i = 0; i < in_.num_logits; ++i) rows[static_cast<size_t>(in_.logit_rows[i])] = 1;
@@ -178,7 +172,10 @@ void Decoder::mark_wanted() {
 
 int Decoder::run(const StepInput& input) {
     in_ = input;
-    if (const int problem = check()) return problem;
+    if (const int problem = check_step(model_, in_)) return problem;
+    rank_ = in_.adapter ? largest_rank(in_.adapters, model_.num_layers, in_.adapter, in_.rows) : 0;
+    last_who_.clear();
+    for (int64_t i = 0; rank_ > 0 && i < in_.num_logits; ++i) last_who_.push_back(in_.adapter[in_.logit_rows[i]]);
     ops_ = &ops();
     threads_ = num_threads();
     const AttentionShape shape{model_.num_heads, model_.num_kv_heads, model_.head_dim};
@@ -207,13 +204,14 @@ void Decoder::member(const Team& team) {
 void Decoder::by_columns(const Team& team, const Buffers& own) {
     Buffers b = in_.rows <= OWN_ROWS ? own : shared_;
     b.act = shared_.act;
+    b.low = shared_.low;
     embed(share(in_.rows, team.member, team.members), share(in_.rows, team.member + 1, team.members));
     team.sync();
     for (int64_t layer = 0; layer < model_.num_layers; ++layer) {
         head(team, layer, 0, in_.rows, b);
         attention(team, layer);
         if (layer + 1 < model_.num_layers)
-            tail(team, layers_[static_cast<size_t>(layer)], hidden_, attended_, in_.rows, b,
+            tail(team, layer, hidden_, attended_, in_.adapter, in_.rows, b,
                  layers_[static_cast<size_t>(layer + 1)].qkv[0]);
     }
 }
@@ -228,8 +226,8 @@ void Decoder::by_rows(const Team& team, const Buffers& own) {
             if (layer == 0) {
                 embed(row, row + count);
             } else {
-                tail(alone, layers_[static_cast<size_t>(layer - 1)], hidden_ + row * model_.hidden,
-                     attended_ + row * q_size(), count, own, layers_[static_cast<size_t>(layer)].qkv[0]);
+                tail(alone, layer - 1, hidden_ + row * model_.hidden, attended_ + row * q_size(),
+                     rank_ > 0 ? in_.adapter + row : nullptr, count, own, layers_[static_cast<size_t>(layer)].qkv[0]);
             }
             head(alone, layer, row, count, own);
         }
@@ -279,6 +277,9 @@ void Decoder::head(const Team& team, int64_t index, int64_t row, int64_t count, 
         apply_linear(*ops_, layer.qkv[i], b.rows, count, team.member, team.members, out, qkv_size(), false);
         out += layer.qkv[i].n;
     }
+    float *q = qkv_ + row * qkv_size(), *k = q + q_size(), *v = k + kv_size();
+    adapt(team, index, rank_ > 0 ? in_.adapter + row : nullptr, count, b.rows.x, hidden, b.low,
+          {{PROJ_Q, q, qkv_size(), 16}, {PROJ_K, k, qkv_size(), 16}, {PROJ_V, v, qkv_size(), 16}});
     sync(team, layer.out);
     const int64_t parts = model_.num_heads + 2 * model_.num_kv_heads, total = count * parts;
     for (int64_t i = share(total, team.member, team.members); i < share(total, team.member + 1, team.members); ++i)
@@ -305,26 +306,50 @@ void Decoder::store_rotated(int64_t index, int64_t row, int64_t part) {
     store_key_value(*ops_, pages(index), slot, kv_head, is_value ? nullptr : x, is_value ? x : nullptr);
 }
 
+// What the adapters of some rows add to projections of one input, which the team has computed or is computing. Ends
+// without a barrier.
+void Decoder::adapt(const Team& team, int64_t layer, const int32_t* who, int64_t count, const float* x, int64_t ldx,
+                    float* low, std::initializer_list<LowRankOut> outs) const {
+    if (rank_ == 0) return;
+    const LowRankCall call{*ops_, in_.adapters, who, layer, count, x, ldx, low, rank_, outs.begin(),
+                           static_cast<int>(outs.size())};
+    low_rank(call, team);
+}
+
 // Output projection, norm and MLP, each added to `hidden`. Ends with a barrier.
-void Decoder::tail(const Team& team, const PjLayer& layer, float* hidden, const float* attended, int64_t count,
-                   const Buffers& b, const PjLinear& after) {
+void Decoder::tail(const Team& team, int64_t index, float* hidden, const float* attended, const int32_t* who,
+                   int64_t count, const Buffers& b, const PjLinear& after) {
+    const PjLayer& layer = layers_[static_cast<size_t>(index)];
     const int64_t width = model_.hidden, inner = layer.down.k, heads = q_size();
     each_row(team, count, layer.out, [&](int64_t i) { enter(layer.out, b.rows, i, attended + i * heads); });
     apply_linear(*ops_, layer.out, b.rows, count, team.member, team.members, hidden, width, true);
+    adapt(team, index, who, count, attended, heads, b.low, {{PROJ_OUT, hidden, width, 16}});
     sync(team, layer.gate_up[0]);
     each_row(team, count, layer.gate_up[0], [&](int64_t i) {
         ops_->rms_norm_row(hidden + i * width, layer.post_norm, width, model_.eps, b.rows.x + i * width);
         quantize(layer.gate_up, layer.num_gate_up, b.rows, i);
     });
-    const int64_t stride = layer.num_gate_up == 1 ? inner : 2 * inner;
-    for (int i = 0; i < layer.num_gate_up; ++i)
-        apply_linear(*ops_, layer.gate_up[i], b.rows, count, team.member, team.members, b.act + i * inner, stride, false);
+    const bool whole = layer.num_gate_up == 1, opened = whole && rank_ > 0;
+    PjLinear first = layer.gate_up[0];
+    if (opened) {  // adapters add to gate and up: the pair's columns as they are packed, and the product afterwards
+        first.n = padded_columns(first);
+        first.swiglu = 0;
+    }
+    const int64_t stride = opened ? first.n : whole ? inner : 2 * inner;
+    apply_linear(*ops_, first, b.rows, count, team.member, team.members, b.act, stride, false);
+    if (!whole)
+        apply_linear(*ops_, layer.gate_up[1], b.rows, count, team.member, team.members, b.act + inner, stride, false);
+    adapt(team, index, who, count, b.rows.x, width, b.low,
+          {{PROJ_GATE, b.act, stride, opened ? 32 : 16},
+           {PROJ_UP, b.act + (opened ? 16 : inner), stride, opened ? 32 : 16}});
     sync(team, layer.down);
     each_row(team, count, layer.down, [&](int64_t i) {
         const float* act = b.act + i * stride;
-        if (layer.num_gate_up == 2) {
-            ops_->swiglu_row(act, act + inner, inner, b.rows.x + i * inner);
-            act = b.rows.x + i * inner;
+        if (!whole || opened) {
+            float* to = (rank_ > 0 ? b.gated : b.rows.x) + i * inner;
+            if (opened) open_swiglu_row(*ops_, act, inner, to);
+            else ops_->swiglu_row(act, act + inner, inner, to);
+            act = to;
         }
         if (layer.hadamard > 0) {
             ops_->hadamard_row(act, inner, layer.hadamard, b.rows.x + i * inner);
@@ -333,6 +358,7 @@ void Decoder::tail(const Team& team, const PjLayer& layer, float* hidden, const 
         enter(layer.down, b.rows, i, act);
     });
     apply_linear(*ops_, layer.down, b.rows, count, team.member, team.members, hidden, width, true);
+    adapt(team, index, who, count, b.gated, inner, b.low, {{PROJ_DOWN, hidden, width, 16}});
     sync(team, after);
 }
 
@@ -341,13 +367,14 @@ void Decoder::logits(const Team& team, const Buffers& own) {
     const int64_t count = in_.num_logits, width = model_.hidden, heads = q_size();
     Buffers b = count <= OWN_ROWS ? own : shared_;
     b.act = shared_.act;
+    b.low = shared_.low;
     for (int64_t i = share(count, team.member, team.members); i < share(count, team.member + 1, team.members); ++i) {
         const int64_t row = in_.logit_rows[i];
         memcpy(last_hidden_ + i * width, hidden_ + row * width, static_cast<size_t>(width) * sizeof(float));
         memcpy(last_attended_ + i * heads, attended_ + row * heads, static_cast<size_t>(heads) * sizeof(float));
     }
     team.sync();
-    tail(team, layers_.back(), last_hidden_, last_attended_, count, b, model_.head);
+    tail(team, model_.num_layers - 1, last_hidden_, last_attended_, last_who_.data(), count, b, model_.head);
     each_row(team, count, model_.head, [&](int64_t i) {
         ops_->rms_norm_row(last_hidden_ + i * width, model_.final_norm, width, model_.eps, b.rows.x + i * width);
         quantize(&model_.head, 1, b.rows, i);

@@ -20,6 +20,9 @@ struct StepInput {
     int64_t top;       // 0: all logits are wanted; else the largest ones, as many, in descending order
     float* logits;     // (num_logits, vocab), or (num_logits, top)
     int32_t* top_ids;  // (num_logits, top), −1 beyond the vocabulary; equal logits by ascending id
+    const PjLowRank* const* adapters;  // (num_adapters) of (num_layers × 7), q k v out gate up down of each layer; or null
+    const int32_t* adapter;            // (rows) whose each row is, −1: no adapter's; null: of all rows
+    int64_t num_adapters;
 };
 
 class Decoder;
@@ -27,7 +30,10 @@ class Decoder;
 Decoder* make_decoder(const PjModel& model);
 void free_decoder(Decoder* decoder);
 // 0 when done, or the first problem found before anything is computed: −1 no memory, −2 block id, −3 token, −4 position,
-// −5 slot, −6 logit row, −7 lengths of the sequences. One step at a time.
+// −5 slot, −6 logit row, −7 lengths of the sequences, −8 adapter. One step at a time.
 int run_step(Decoder& decoder, const StepInput& input);
+
+// The first problem of a step's numbers, as `run_step` returns it, or 0.
+int check_step(const PjModel& model, const StepInput& input);
 
 }  // namespace penjing

@@ -8,7 +8,7 @@ from ctypes import POINTER, c_char_p, c_double, c_float, c_int32, c_int64, c_uin
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
-ABI_VERSION = 8
+ABI_VERSION = 9
 DTYPES = {"float32": 0, "bfloat16": 1, "float16": 2, "int8": 3, "int4": 4}
 
 
@@ -124,6 +124,9 @@ class StepInput(ctypes.Structure):
         ("top", c_int64),
         ("logits", c_void_p),
         ("top_ids", c_void_p),
+        ("adapters", c_void_p),
+        ("adapter", c_void_p),
+        ("num_adapters", c_int64),
     )
 
 
@@ -170,7 +173,31 @@ class SampleRow(ctypes.Structure):
     )
 
 
-STRUCTURES = (Linear, Layer, Model, Sequences, Pages, StepInput, Part, SampleRow)  # in the order of pj_struct_bytes
+class LowRank(ctypes.Structure):
+    """PjLowRank."""
+
+    _fields_ = (
+        ("a", c_void_p),
+        ("b", c_void_p),
+        ("n", c_int64),
+        ("k", c_int64),
+        ("rank", c_int64),
+        ("scale", c_float),
+        ("dtype", c_int32),
+    )
+
+
+STRUCTURES = (
+    Linear,
+    Layer,
+    Model,
+    Sequences,
+    Pages,
+    StepInput,
+    Part,
+    SampleRow,
+    LowRank,
+)  # in the order of pj_struct_bytes
 
 # name → (result, arguments)
 _FUNCTIONS = {

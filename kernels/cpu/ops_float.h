@@ -88,6 +88,47 @@ inline void float_linear(const PjLinear& linear, const float* x, int64_t ldx, in
     }
 }
 
+// MR rows × 16 outputs of a low-rank pair. Each output is one sum over the ranks, in their order.
+template <int DTYPE, int MR>
+inline void low_rank_rows(const PjLowRank& pair, int64_t block, const float* low, int64_t ldl, float* out, int64_t ldo) {
+    constexpr int PARTS = 16 / W;
+    V sum[MR][PARTS];
+    for (int m = 0; m < MR; ++m)
+        for (int p = 0; p < PARTS; ++p) sum[m][p] = v_zero();
+    for (int64_t r = 0; r < pair.rank; ++r) {
+        for (int p = 0; p < PARTS; ++p) {
+            const V weight = load_weight<DTYPE>(pair.b, (block * pair.rank + r) * 16 + p * W, W);
+            for (int m = 0; m < MR; ++m) sum[m][p] = v_fma(v_set(low[m * ldl + r]), weight, sum[m][p]);
+        }
+    }
+    const int64_t left = pair.n - block * 16;
+    for (int m = 0; m < MR; ++m) {
+        for (int p = 0; p < PARTS && p * W < left; ++p) {
+            const int n = left - p * W < W ? static_cast<int>(left - p * W) : W;
+            float* at = out + m * ldo + p * W;
+            v_store_n(at, v_add(v_load_n(at, n), v_mul(sum[m][p], v_set(pair.scale))), n);
+        }
+    }
+}
+
+template <int DTYPE>
+inline void low_rank_typed(const PjLowRank& pair, int64_t block, const float* low, int64_t ldl, int64_t rows, float* out,
+                           int64_t ldo) {
+    int64_t row = 0;
+    for (; row + 4 <= rows; row += 4) low_rank_rows<DTYPE, 4>(pair, block, low + row * ldl, ldl, out + row * ldo, ldo);
+    for (; row + 2 <= rows; row += 2) low_rank_rows<DTYPE, 2>(pair, block, low + row * ldl, ldl, out + row * ldo, ldo);
+    if (row < rows) low_rank_rows<DTYPE, 1>(pair, block, low + row * ldl, ldl, out + row * ldo, ldo);
+}
+
+inline void low_rank_block(const PjLowRank& pair, int64_t block, const float* low, int64_t ldl, int64_t rows, float* out,
+                           int64_t ldo) {
+    switch (pair.dtype) {
+        case PJ_BF16: return low_rank_typed<PJ_BF16>(pair, block, low, ldl, rows, out, ldo);
+        case PJ_F16: return low_rank_typed<PJ_F16>(pair, block, low, ldl, rows, out, ldo);
+        default: return low_rank_typed<PJ_F32>(pair, block, low, ldl, rows, out, ldo);
+    }
+}
+
 inline void rms_norm_row(const float* x, const float* weight, int64_t k, float eps, float* out) {
     V sum = v_zero();
     int64_t i = 0;

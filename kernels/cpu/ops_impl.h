@@ -14,8 +14,8 @@
 namespace {
 
 constexpr penjing::Ops make_table(const char* name) {
-    return {name,       quantize_row, int8_panel, int4_panel, group_starts, float_linear, rms_norm_row, rotate_head, swiglu_row,
-            hadamard_row, widen_row, scale_row, sum_words, pack_keys, quantize_query, attend_tile, merge_tile,
+    return {name,       quantize_row, int8_panel, int4_panel, group_starts, float_linear, low_rank_block,
+            rms_norm_row, rotate_head, swiglu_row, hadamard_row, widen_row, scale_row, sum_words, pack_keys, quantize_query, attend_tile, merge_tile,
             peak_of_row, weigh_row, sum_weights, gather_from, peaks_of_groups, sum_of_powers, count_before};
 }
 

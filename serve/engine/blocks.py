@@ -151,7 +151,7 @@ class BlockManager:
         hashes, size = sequence.block_hashes, self.block_size
         while len(hashes) <= i:
             start = len(hashes) * size
-            parent = hashes[-1] if hashes else ROOT_HASH
+            parent = hashes[-1] if hashes else ROOT_HASH + sequence.root
             hashes.append(chain_hash(parent, sequence.token_ids[start : start + size]))
         return hashes[i]
 

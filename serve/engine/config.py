@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from penjing.core.config import Config
 
+AdapterName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_-]{0,62}$")]
 KvDtype = Literal["auto", "float32", "float16", "bfloat16", "int8"]
 Device = Literal["auto", "cpu", "cuda"]
 Speculate = Literal["off", "lookup"]
@@ -103,6 +105,17 @@ class EngineConfig(Config):
         description="Guess the next tokens of answers and check several in one step; no token changes. lookup: what "
         "followed the same tokens in prompt or answer before, and what the form of a guided answer forces. How many "
         "are checked follows from what they cost and how often they come true, none where that does not pay.",
+    )
+    adapters: dict[AdapterName, Annotated[Path, AfterValidator(Path.absolute)]] = Field(
+        default_factory=dict,
+        max_length=1024,
+        description="Folders of LoRA adapters in PEFT's format, by the names that requests choose them by: letters, "
+        "digits, _ and -, no digit first.",
+    )
+    adapter_dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        default="auto",
+        description="In what adapters are kept. auto: as they are stored beside float weights, bfloat16 beside integer "
+        "ones, whose own rounding is far larger.",
     )
 
     @model_validator(mode="after")

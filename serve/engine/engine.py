@@ -10,6 +10,7 @@ from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, Protocol
 
 from penjing.core.errors import OverloadedError, PenjingError, RequestError
+from penjing.serve.engine.adapters import Adapters
 from penjing.serve.engine.answer import Answer
 from penjing.serve.engine.blocks import BlockManager
 from penjing.serve.engine.config import EngineConfig
@@ -39,6 +40,8 @@ class ModelRunner(Protocol):
 
     kv_pool: Any
     kv_scale: Any
+    adapter_slots: dict[str, int]
+    """Of each adapter by its name."""
 
     def run(self, batch: Batch, largest: bool = False) -> tuple[StepScores, list[Sequence]]:
         """Compute the tokens of `batch` into the KV cache; see `penjing.serve.runner.runner.Runner.run`."""
@@ -83,7 +86,10 @@ class LLMEngine:
         self._pace = Pace(config.max_step_seconds, config.max_num_batched_tokens)
         self.scheduler = self._new_scheduler()
         self.constraints = Constraints(loaded.tokenizer, loaded.config.vocab_size)
-        self.preparer = Preparer(loaded.tokenizer, loaded.config.vocab_size, self.max_model_len, self.constraints)
+        self.adapters = Adapters(runner.adapter_slots)
+        self.preparer = Preparer(
+            loaded.tokenizer, loaded.config.vocab_size, self.max_model_len, self.constraints, self.adapters
+        )
         self._answers: dict[Sequence, Answer] = {}
         self._active: dict[str, list[Sequence]] = {}  # unfinished sequences of each request
         self._num_prompt_tokens = 0
@@ -130,7 +136,9 @@ class LLMEngine:
         """Queue a request that `prepare` and `check_admission` have passed."""
         request, params = prepared.request, prepared.request.params
         assert request.request_id not in self._active, "the caller checks that ids are new"
-        origin = {"key": request.key, "priority": request.priority}
+        origin: dict[str, Any] = {"key": request.key, "priority": request.priority}
+        if prepared.adapter is not None:
+            origin |= {"adapter": prepared.adapter.slot, "root": prepared.adapter.root}
         first = Sequence(request.request_id, prepared.prompt_ids, **origin)
         first.forks = [
             Sequence(request.request_id, prepared.prompt_ids, index, fork_of=first, **origin)

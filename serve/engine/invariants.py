@@ -108,7 +108,7 @@ def _check_running(snapshot: Snapshot, sequence: Sequence) -> list[str]:
     seen_from = 0 if snapshot.window is None else max(0, sequence.num_computed_tokens - snapshot.window + 1)
     if windowed * size > seen_from:
         broken.append(f"{sequence!r} gave up a block that its next query sees")
-    parent = ROOT_HASH
+    parent = ROOT_HASH + sequence.root
     for i, block in enumerate(table[: sequence.num_computed_tokens // size]):
         tokens = sequence.token_ids[i * size : (i + 1) * size]
         parent = sequence.block_hashes[i] if i < len(sequence.block_hashes) else chain_hash(parent, tokens)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from penjing.core.errors import RequestError
 from penjing.core.text.tokenizer import Tokenizer
+from penjing.serve.engine.adapters import Adapters, LoadedAdapter
 from penjing.serve.engine.config import EngineConfig
 from penjing.serve.engine.request import Request
 from penjing.serve.engine.scheduler import RESERVED_PART, Scheduler
@@ -19,6 +20,7 @@ class PreparedRequest:
     request: Request
     prompt_ids: list[int]
     constraint: Constraint | None = None
+    adapter: LoadedAdapter | None = None
 
 
 class Preparer:
@@ -28,18 +30,27 @@ class Preparer:
         max_prompt_bytes: a longer text cannot fit the context.
     """
 
-    def __init__(self, tokenizer: Tokenizer, vocab_size: int, max_model_len: int, constraints: Constraints) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        vocab_size: int,
+        max_model_len: int,
+        constraints: Constraints,
+        adapters: Adapters,
+    ) -> None:
         self._tokenizer, self._vocab_size, self._max_model_len = tokenizer, vocab_size, max_model_len
-        self._constraints = constraints
+        self._constraints, self._adapters = constraints, adapters
         self.max_prompt_bytes = tokenizer.most_bytes(max_model_len)
 
     def prepare(self, request: Request) -> PreparedRequest:
         """Tokenize and validate.
 
         Raises:
-            RequestError: an empty, too long or wrongly typed prompt, or parameters that do not fit the model.
+            RequestError: an empty, too long or wrongly typed prompt, parameters that do not fit the model, or an
+                adapter that there is not.
             SetupError: a form of the answer is asked for, and llguidance is not installed.
         """
+        adapter = self._adapters.named(request.params.lora_name)
         prompt_ids = self._tokenize(request.prompt, request.add_special)
         self._check_length(len(prompt_ids))
         params, last_id = request.params, self._vocab_size - 1
@@ -53,7 +64,7 @@ class Preparer:
                 f"leaves after a prompt of {len(prompt_ids)} tokens, got {params.min_tokens}"
             )
         constraint = None if params.guided is None else self._constraints.make(params.guided)
-        return PreparedRequest(request, prompt_ids, constraint)
+        return PreparedRequest(request, prompt_ids, constraint, adapter)
 
     def _tokenize(self, prompt: object, add_special: bool) -> list[int]:
         if isinstance(prompt, str):

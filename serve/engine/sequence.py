@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+NO_ADAPTER = -1
+
 
 class Sequence:
     """The tokens of one answer (prompt first) and how far the model is with them.
@@ -15,6 +17,7 @@ class Sequence:
     """
 
     __slots__ = (
+        "adapter",
         "block_hashes",
         "block_table",
         "draft",
@@ -29,6 +32,7 @@ class Sequence:
         "num_windowed_blocks",
         "priority",
         "request_id",
+        "root",
         "score_from",
         "table_version",
         "token_ids",
@@ -42,12 +46,16 @@ class Sequence:
         fork_of: Sequence | None = None,
         key: str = "",
         priority: int = 0,
+        adapter: int = NO_ADAPTER,
+        root: bytes = b"",
     ) -> None:
         assert prompt_ids, "a sequence starts with at least one token"
         self.request_id = request_id
         self.index = index
         self.key = key  # on whose behalf it runs
         self.priority = priority  # lower numbers first
+        self.adapter = adapter  # slot of its adapter in the runner
+        self.root = root  # beginning of its chain of digests: who has another adapter has other keys and values
         self.token_ids = list(prompt_ids)
         self.num_prompt_tokens = len(prompt_ids)
         self.draft: list[int] = []  # guessed tokens behind the last one that this step checks

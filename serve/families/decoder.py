@@ -26,12 +26,18 @@ def _check(folder: Path, settings: EngineConfig) -> Path:
         from penjing.serve.runner.device import resolve_device
 
         resolve_device(settings, checkpoint.config)
+    if settings.adapters:
+        from penjing.serve.runner.adapters import open_adapters
+
+        open_adapters(checkpoint, settings)
     return checkpoint.folder.absolute()
 
 
 def _entry(folder: Path, settings: EngineConfig, form: Form | None) -> Entry:
     if form == "onnxruntime":
         raise ConfigError(f"{folder} is a decoder, which runs in penjing's own engine: leave --form out or take python")
+    if settings.adapters:
+        raise ConfigError("a model repository has no adapters so far: leave them out, or serve them with penjing serve")
     verify(folder)
     engine_json = settings.model_dump_json(exclude_unset=True)
     return Entry(partial(write_decoder_entry, model=folder, engine_json=engine_json))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from pathlib import Path
 from penjing.core.errors import ConfigError
 
 HOW = "write NAME=FOLDER or NAME:VERSION=FOLDER, such as llm=build/smollm2-int8 or llm:2=build/b"
+_ADAPTER = re.compile(r"[A-Za-z_][A-Za-z0-9_-]{0,62}")
 _NAME = re.compile(r"(?P<name>[A-Za-z0-9_][A-Za-z0-9_.-]{0,62})(?::(?P<version>[1-9][0-9]{0,8}))?")
 
 
@@ -56,6 +58,31 @@ def read_names(arguments: Sequence[str], shares: Sequence[str]) -> list[Named]:
         if model.version is not None and model.name in seen:
             raise ConfigError(f"{model.name} has versions and a folder without one; give that one a version too")
     return _with_shares(models, shares)
+
+
+def adapter_settings(texts: Sequence[str], *, named: bool) -> list[str]:
+    """The settings that `--adapter NAME=FOLDER` asks for, of models with names (`named`) `--adapter MODEL:NAME=FOLDER`.
+
+    Raises:
+        ConfigError: a text of another form, or a name twice.
+    """
+    how = "write --adapter MODEL:NAME=FOLDER, such as llm:alice=build/alice" if named else "write --adapter NAME=FOLDER"
+    found: dict[str, str] = {}
+    for text in texts:
+        name, equals, folder = text.partition("=")
+        model, colon, adapter = name.rpartition(":")
+        if not equals or not folder or bool(colon) != named:
+            raise ConfigError(f"--adapter {text}: {how}")
+        if not _ADAPTER.fullmatch(adapter):
+            raise ConfigError(
+                f"--adapter {text}: {adapter!r} cannot be an adapter's name, which has letters, digits, _ and - and "
+                "begins with no digit, since numbers are versions"
+            )
+        if name in found:
+            raise ConfigError(f"--adapter {text}: {name} is given twice; give each its own name")
+        before = f"{model}." if named else ""
+        found[name] = f"{before}adapters.{adapter}={json.dumps(str(Path(folder).absolute()))}"
+    return list(found.values())
 
 
 def _parts(name: str, source: str) -> tuple[str, int | None]:

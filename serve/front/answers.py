@@ -43,6 +43,8 @@ class Ask:
         if account is not None:  # nobody comes before others by asking for it
             asked = max(0, self.sampling.get("priority", 0))
             self.sampling |= {"key": account.key.name, "priority": account.key.priority + asked}
+        if self.model.adapter is not None:
+            self.sampling = self.sampling | {"lora_name": self.model.adapter}
         checked = {name: value for name, value in self.sampling.items() if name in SamplingParams.model_fields}
         try:
             SamplingParams.from_json(checked)  # here it costs nobody else anything
@@ -89,7 +91,7 @@ async def answer(backend: Backend, ask: Ask) -> AsyncGenerator[tuple[int, Chunk]
 
 
 def _one(backend: Backend, ask: Ask, index: int) -> AsyncGenerator[Chunk, None]:
-    client = backend.clients[ask.model.id]
+    client = backend.clients[ask.model.key]
     prompt = None if ask.messages is not None else ask.prompts[index]
     return client.stream(prompt, messages=ask.messages, timeout=ask.timeout, whole=not ask.stream, **ask.sampling)
 

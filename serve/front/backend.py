@@ -54,7 +54,8 @@ class Backend:
     @property
     def listed(self) -> list[str]:
         """What clients may ask for, without further names."""
-        names = [name for model in self.models for name in (model.group, model.id) if name is not None]
+        models = [each for model in self.models for each in (model, *model.adapted())]
+        names = [name for model in models for name in (model.group, model.id) if name is not None]
         return list(dict.fromkeys(names))
 
     def model(self, name: str, exchange: Exchange, user: str | None = None) -> FrontModel:
@@ -77,7 +78,7 @@ class Backend:
         return next((version for version in (found, *versions) if self._can_answer(version)), found)
 
     def _can_answer(self, model: FrontModel) -> bool:
-        return self.is_ready(model) and model.id not in self._down
+        return self.is_ready(model) and model.key not in self._down
 
     def decoder(self, name: str | None, exchange: Exchange, user: str | None = None) -> FrontModel:
         """The language model that a client calls `name`; None is the first one. See `model`.
@@ -103,39 +104,39 @@ class Backend:
 
     async def tokenizer(self, model: FrontModel) -> Tokenizer:
         """Of a language model; read when it is first asked for."""
-        if model.id not in self._tokenizers:
+        if model.key not in self._tokenizers:
             from penjing.core.text.tokenizer import Tokenizer
 
-            self._tokenizers[model.id] = await asyncio.to_thread(Tokenizer.from_folder, model.folder)
-        return self._tokenizers[model.id]
+            self._tokenizers[model.key] = await asyncio.to_thread(Tokenizer.from_folder, model.folder)
+        return self._tokenizers[model.key]
 
     async def chat_template(self, model: FrontModel) -> ChatTemplate | None:
         """Of a language model, if it has one; read when it is first asked for."""
-        if model.id not in self._chat_templates:
+        if model.key not in self._chat_templates:
             from penjing.core.text.chat import ChatTemplate
 
-            self._chat_templates[model.id] = await asyncio.to_thread(ChatTemplate.from_folder, model.folder)
-        return self._chat_templates[model.id]
+            self._chat_templates[model.key] = await asyncio.to_thread(ChatTemplate.from_folder, model.folder)
+        return self._chat_templates[model.key]
 
     async def text_tokenizer(self, model: FrontModel) -> TextTokenizer:
         """Of a text encoder; read when it is first asked for."""
-        if model.id not in self._text_tokenizers:
+        if model.key not in self._text_tokenizers:
             from penjing.core.text.text_tokenizer import TextTokenizer, encoder_config
 
             def read() -> TextTokenizer:
                 return TextTokenizer(model.folder, encoder_config(model.folder))
 
-            self._text_tokenizers[model.id] = await asyncio.to_thread(read)
-        return self._text_tokenizers[model.id]
+            self._text_tokenizers[model.key] = await asyncio.to_thread(read)
+        return self._text_tokenizers[model.key]
 
     def alive(self, model: FrontModel) -> None:
         """Note that the model has just answered."""
-        self._answered[model.id] = time.monotonic()
-        self._down.discard(model.id)
+        self._answered[model.key] = time.monotonic()
+        self._down.discard(model.key)
 
     def is_ready(self, model: FrontModel) -> bool:
         """Whether the model has answered within `FRESH_SECONDS`."""
-        answered = self._answered[model.id]
+        answered = self._answered[model.key]
         return bool(answered) and time.monotonic() - answered < FRESH_SECONDS
 
     @property
@@ -147,7 +148,7 @@ class Backend:
         """What a client is told of a failure of the model's."""
         found = translated(error, self._hidden)
         if found.status == 503:
-            self._down.add(model.id)
+            self._down.add(model.key)
         if found.status == 500:
             log.error("%s: %s", type(error).__name__, error)
         return found

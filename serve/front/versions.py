@@ -10,8 +10,10 @@ from penjing.serve.gate.guard import Exchange
 
 
 def by_name(models: Iterable[FrontModel]) -> dict[str, tuple[FrontModel, ...]]:
-    """The versions behind each name that clients may ask for, in the order given; a version's own name has one."""
+    """The versions behind each name that clients may ask for, in the order given; a version's own name has one. A model
+    with an adapter has a name of its own."""
     found: dict[str, tuple[FrontModel, ...]] = {}
+    models = [each for model in models for each in (model, *model.adapted())]
     for model in models:
         if model.group is not None:
             found[model.group] = (*found.get(model.group, ()), model)

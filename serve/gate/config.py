@@ -96,7 +96,30 @@ class FrontModel(Config):
     folder: Path = Field(description="Its artifact or checkpoint.")
     grpc: str = Field(description="Host and port of gRPC of the Triton server that has it.")
     metrics: str = Field(description="Host and port of that server's metrics.")
+    adapters: tuple[str, ...] = Field(default=(), description="Names of the adapters that it was started with.")
+    adapter: str | None = Field(default=None, description="The one of them that this stands for.")
+    base: str | None = Field(default=None, description="The id of the model that this adapter is beside.")
     max_rows: int | None = Field(default=None, ge=1, description="Rows that a request to a batched model may have.")
+
+    @property
+    def key(self) -> str:
+        """By which connections and health are kept: an adapter has those of its model."""
+        return self.base or self.id
+
+    def adapted(self) -> tuple[FrontModel, ...]:
+        """The model with each of its adapters, MODEL:ADAPTER."""
+        return tuple(
+            self.model_copy(
+                update={
+                    "id": f"{self.id}:{name}",
+                    "aliases": tuple(f"{alias}:{name}" for alias in self.aliases),
+                    "group": None if self.group is None else f"{self.group}:{name}",
+                    "adapter": name,
+                    "base": self.id,
+                }
+            )
+            for name in self.adapters
+        )
 
 
 class FrontJob(Config):

@@ -44,6 +44,7 @@ class DeviceRunner:
         assert config.num_blocks is not None
         assert config.max_model_len is not None
         self.device, self.block_size = device, config.block_size
+        self.adapter_slots: dict[str, int] = {}
         self.kv_pool, self.kv_scale = allocate_pool(
             model.config, config.num_blocks, config.block_size, config.kv_dtype, device
         )

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 from penjing.core.checkpoint.load import LoadedModel, load_model
+from penjing.core.errors import ConfigError
 from penjing.core.models.decoder import Decoder
+from penjing.kernels.low_rank import Pairs
 from penjing.serve.engine.config import EngineConfig
 from penjing.serve.engine.engine import LLMEngine, ModelRunner
+from penjing.serve.runner.adapters import load_adapters
 from penjing.serve.runner.costs import measure_costs
 from penjing.serve.runner.device import find_device, free_device_memory, resolve_device
 from penjing.serve.runner.kv_pool import available_memory, resolve
@@ -23,13 +27,19 @@ def load_engine(folder: Path, config: EngineConfig | None = None) -> LLMEngine:
     """
     if config is not None:
         find_device(config.device)  # before the weights are read
-    return make_engine(load_model(folder), config)
+    adapters = {} if config is None else load_adapters(folder, config)
+    return make_engine(load_model(folder), config, adapters)
 
 
-def make_engine(loaded: LoadedModel, config: EngineConfig | None = None) -> LLMEngine:
+def make_engine(
+    loaded: LoadedModel, config: EngineConfig | None = None, adapters: Mapping[str, Pairs] | None = None
+) -> LLMEngine:
     """Build an engine around a loaded model; "auto" settings are decided here, see `LLMEngine.config`.
 
     The model itself is not kept where its weights are packed for the C++ step: without `loaded` they are held once.
+
+    Args:
+        adapters: what `load_adapters` made of the settings' folders, or others.
 
     Raises:
         ConfigError: the settings contradict each other, the model or the memory.
@@ -37,13 +47,15 @@ def make_engine(loaded: LoadedModel, config: EngineConfig | None = None) -> LLME
     config = resolve_device(config or EngineConfig(), loaded.config)
     available = available_memory() if config.device == "cpu" else free_device_memory(loaded.model, config)
     config = resolve(config, loaded.config, available)
-    runner = make_runner(loaded.model, config)
+    runner = make_runner(loaded.model, config, adapters)
     return LLMEngine(loaded, config, runner, None if config.speculate == "off" else measure_costs(runner, config))
 
 
-def make_runner(model: Decoder, config: EngineConfig) -> ModelRunner:
+def make_runner(model: Decoder, config: EngineConfig, adapters: Mapping[str, Pairs] | None = None) -> ModelRunner:
     """The runner for a resolved `config`."""
     if config.device == "cuda":
+        if adapters:
+            raise ConfigError("adapters are served on a CPU only; leave them out, or take device=cpu")
         from penjing.serve.runner.device_runner import DeviceRunner
 
         return DeviceRunner(model, config)
@@ -57,4 +69,5 @@ def make_runner(model: Decoder, config: EngineConfig) -> ModelRunner:
         max_sequences=config.max_num_sequences,
         max_model_len=config.max_model_len,
         kv_dtype=config.kv_dtype,
+        adapters=adapters,
     )

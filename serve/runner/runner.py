@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
+from penjing.core.errors import ConfigError
 from penjing.core.models.decoder import Decoder
-from penjing.core.runtime.fused import fuse_decoder
+from penjing.core.runtime.fused import fuse_decoder, why_not_fused
+from penjing.kernels.low_rank import Pairs
 from penjing.serve.engine.config import KvDtype
 from penjing.serve.engine.sequence import Batch, Sequence
 from penjing.serve.runner.kv_pool import allocate_pool
@@ -28,10 +32,24 @@ class Runner:
         max_sequences: int,
         max_model_len: int,
         kv_dtype: KvDtype = "float32",
+        adapters: Mapping[str, Pairs] | None = None,
     ) -> None:
+        """
+        Args:
+            adapters: by their names.
+
+        Raises:
+            ConfigError: there are adapters, and a model that the C++ step does not take.
+        """
         self.block_size = block_size
         self.fused = fuse_decoder(model)  # the whole step in one call; None: the model's own layers on torch
         self.layers = ModelStep(model) if self.fused is None else None  # the fused step has packed weights of its own
+        self.adapter_slots: dict[str, int] = {}
+        for name, layers in (adapters or {}).items():
+            if self.fused is None:
+                reason = why_not_fused(model)
+                raise ConfigError(f"adapters are for the C++ step alone, which this model does not run in: {reason}")
+            self.adapter_slots[name] = self.fused.adapters.add(layers)
         self.kv_pool, self.kv_scale = allocate_pool(model.config, num_blocks, block_size, kv_dtype)
         self.inputs = StepInputs(max_tokens, max_sequences, max_model_len, block_size)
 
@@ -48,10 +66,13 @@ class Runner:
         ready = self.inputs.fill(batch)
         tensors = self.inputs.buffers.first(batch.num_tokens, len(batch.chunks), len(ready))
         if self.fused is not None:
+            adapter_T = self.inputs.adapter[: batch.num_tokens] if self.inputs.has_adapters else None
             if largest:
-                values_R1, ids_R1 = self.fused.step_top(1, *tensors, self.kv_pool, kv_scale=self.kv_scale)
+                values_R1, ids_R1 = self.fused.step_top(
+                    1, *tensors, self.kv_pool, kv_scale=self.kv_scale, adapter_T=adapter_T
+                )
                 return StepScores(None, values_R1.numpy()[:, 0], ids_R1.numpy()[:, 0]), ready
-            logits_RV = self.fused.step(*tensors, kv_pool=self.kv_pool, kv_scale=self.kv_scale)
+            logits_RV = self.fused.step(*tensors, kv_pool=self.kv_pool, kv_scale=self.kv_scale, adapter_T=adapter_T)
             return StepScores(logits_RV.numpy()), ready
 
         assert self.layers is not None

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from penjing.serve.engine.sequence import Batch, Sequence
+from penjing.serve.engine.sequence import NO_ADAPTER, Batch, Sequence
 
 ALIGN = 4  # words of int32: views begin at 16 bytes, which kernels find faster to read
 
@@ -74,6 +74,11 @@ class StepInputs:
     ) -> None:
         self.buffers = StepBuffers(max_tokens, max_sequences, -(-max_model_len // block_size), pinned=pinned)
         self.block_size = block_size
+        self.adapter = torch.full((max_tokens,), NO_ADAPTER, dtype=torch.int32)
+        """(T,) the adapter's slot of each row, where `has_adapters`."""
+        self.has_adapters = False
+        """Whether a row of the last batch has one."""
+        self._adapter = self.adapter.numpy()
         self._token_ids, self._positions = self.buffers.token_ids.numpy(), self.buffers.positions.numpy()
         self._slots, self._cu_query = self.buffers.slots.numpy(), self.buffers.cu_query.numpy()
         self._context_len, self._logit_rows = self.buffers.context_len.numpy(), self.buffers.logit_rows.numpy()
@@ -86,8 +91,13 @@ class StepInputs:
         prompt that is scored has several, and so has an answer with a draft."""
         size, ready = self.block_size, []
         token_ids, positions, slots = self._token_ids, self._positions, self._slots
-        row = 0
-        for i, (sequence, num_tokens) in enumerate(batch.chunks):
+        row, chunks = 0, batch.chunks
+        self.has_adapters = any(sequence.adapter != NO_ADAPTER for sequence, _ in chunks)
+        if self.has_adapters:  # those of one adapter beside each other: its matrices are read once
+            chunks = sorted(chunks, key=lambda chunk: chunk.sequence.adapter)
+        for i, (sequence, num_tokens) in enumerate(chunks):
+            if self.has_adapters:
+                self._adapter[row : row + num_tokens] = sequence.adapter
             start = sequence.num_computed_tokens
             end = start + num_tokens
             last = end == len(sequence.token_ids)

@@ -63,6 +63,7 @@ class SamplingParams(BaseModel):
         default=None, ge=0, le=MAX_LOGPROBS, description=f"an integer from 0 to {MAX_LOGPROBS}, or null for none"
     )
     guided: Guided | None = Field(default=None, description=DESCRIPTION)
+    lora_name: str | None = Field(default=None, max_length=64, description="the name of an adapter, or null for none")
     skip_special_tokens: bool = Field(default=True, description="true or false")
 
     @field_validator("stop", "stop_token_ids", mode="before")

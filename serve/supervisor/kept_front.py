@@ -7,7 +7,7 @@ from typing import Any
 
 from penjing.core.config import Config
 from penjing.core.errors import ServerError
-from penjing.serve.engine.config import BatchConfig
+from penjing.serve.engine.config import BatchConfig, EngineConfig
 from penjing.serve.families.base import Family
 from penjing.serve.gate.config import FrontConfig, FrontJob, FrontModel
 from penjing.serve.site.process import FrontProcess
@@ -26,6 +26,7 @@ def front_model(config: ServeConfig, folder: Path, family: Family, settings: Con
         "folder": folder,
         "grpc": config.address(config.grpc_port),
         "metrics": f"{LOOPBACK}:{config.metrics_port}",
+        "adapters": tuple(settings.adapters) if isinstance(settings, EngineConfig) else (),
         "max_rows": settings.max_batch_size if isinstance(settings, BatchConfig) else None,
     }
     return FrontModel(**facts | names)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,34 +9,13 @@ from pathlib import Path
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from penjing.core.checkpoint.lora import BASE, PREFIX, SETTINGS, TENSORS, base_hash, not_plain
 from penjing.core.checkpoint.safetensors_writer import save_tensors
 from penjing.core.errors import ConfigError, InputError
-from penjing.core.files import atomic_write_text, sha256_file
+from penjing.core.files import atomic_write_text
 from penjing.core.manifest import read_json_object
 from penjing.train.adapter.lora import AdapterConfig
 from penjing.train.state.state import check_finite
-
-_SETTINGS, _TENSORS, _PREFIX = "adapter_config.json", "adapter_model.safetensors", "base_model.model."
-_BASE = "penjing_base"  # a key that PEFT passes over: the hash of the base's weights
-# Settings by which PEFT computes something else than W + (alpha / r) B A, and what they are where it does not.
-_PLAIN: Mapping[str, tuple[object, ...]] = {
-    "peft_type": ("LORA",),
-    "bias": ("none", None),
-    "init_lora_weights": (True, False, "gaussian", "orthogonal", "eva", None),  # others change the base
-} | {
-    name: (None, False, [], {})
-    for name in (
-        "use_dora", "use_rslora", "use_qalora", "fan_in_fan_out", "lora_bias", "modules_to_save", "rank_pattern",
-        "alpha_pattern", "layer_replication", "target_parameters", "trainable_token_indices",
-        "alora_invocation_tokens",
-    )
-}  # fmt: skip
-
-
-def base_hash(base: Path) -> str:
-    """A hash of the weights in the folder `base`."""
-    files = sorted(base.glob("*.safetensors"))
-    return hashlib.sha256("".join(sha256_file(file) for file in files).encode()).hexdigest()
 
 
 def save_adapter(folder: Path, parameters: Mapping[str, Tensor], config: AdapterConfig, base: Path) -> None:
@@ -56,10 +34,10 @@ def save_adapter(folder: Path, parameters: Mapping[str, Tensor], config: Adapter
         "inference_mode": True,
         # whole names, since a pattern may have chosen some layers only
         "target_modules": sorted({name.split(".lora_")[0] for name in tensors}),
-        _BASE: base_hash(base),
+        BASE: base_hash(base),
     }
-    atomic_write_text(folder / _SETTINGS, json.dumps(settings, indent=2) + "\n")
-    save_tensors({f"{_PREFIX}{name}": tensor for name, tensor in tensors.items()}, folder / _TENSORS)
+    atomic_write_text(folder / SETTINGS, json.dumps(settings, indent=2) + "\n")
+    save_tensors({f"{PREFIX}{name}": tensor for name, tensor in tensors.items()}, folder / TENSORS)
 
 
 def load_adapter(folder: Path, config: AdapterConfig, base: Path) -> dict[str, Tensor]:
@@ -69,10 +47,8 @@ def load_adapter(folder: Path, config: AdapterConfig, base: Path) -> dict[str, T
         ConfigError: its rank or alpha is not the recipe's, it is of another kind, or of another base.
         InputError: missing or damaged, or not of finite numbers.
     """
-    settings = read_json_object(folder / _SETTINGS)
-    others = {name: settings.get(name) for name, plain in _PLAIN.items() if settings.get(name) not in plain}
-    if others:
-        said = ", ".join(f"{name} = {json.dumps(value):.60}" for name, value in others.items())
+    settings = read_json_object(folder / SETTINGS)
+    if said := not_plain(settings):
         raise ConfigError(
             f"adapter.initial = {folder} is no plain LoRA adapter, which is all that is read: it has {said}"
         )
@@ -80,20 +56,20 @@ def load_adapter(folder: Path, config: AdapterConfig, base: Path) -> dict[str, T
         if settings.get(key) != ours:
             name = "rank" if key == "r" else "alpha"
             raise ConfigError(f"adapter.initial = {folder} has {key} = {settings.get(key)}; set adapter.{name} to it")
-    if _BASE in settings and settings[_BASE] != base_hash(base):
+    if BASE in settings and settings[BASE] != base_hash(base):
         raise ConfigError(
             f"adapter.initial = {folder} was trained beside {settings.get('base_model_name_or_path')}, and initial = "
             f"{base} has other weights; give that checkpoint"
         )
     try:
-        with safe_open(folder / _TENSORS, framework="pt") as reader:
-            tensors = {name.removeprefix(_PREFIX): reader.get_tensor(name) for name in list(reader.keys())}
+        with safe_open(folder / TENSORS, framework="pt") as reader:
+            tensors = {name.removeprefix(PREFIX): reader.get_tensor(name) for name in list(reader.keys())}
     except (SafetensorError, OSError) as error:
-        raise InputError(f"{folder / _TENSORS} cannot be read ({error}); get the adapter again") from error
+        raise InputError(f"{folder / TENSORS} cannot be read ({error}); get the adapter again") from error
     for name, tensor in tensors.items():
         if not tensor.is_floating_point():
             kind = str(tensor.dtype).removeprefix("torch.")
-            raise InputError(f"{folder / _TENSORS}: {name} is of {kind}, not of floating-point numbers; get it again")
+            raise InputError(f"{folder / TENSORS}: {name} is of {kind}, not of floating-point numbers; get it again")
         tensors[name] = tensor.float()
     check_finite(tensors, f"adapter.initial = {folder}")
     return tensors

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from penjing.core.errors import ConfigError
-from penjing.serve.fleet.names import are_named, read_names
+from penjing.serve.fleet.names import adapter_settings, are_named, read_names
 
 
 def test_names_and_versions() -> None:
@@ -63,3 +63,28 @@ def test_a_single_folder_needs_no_name(tmp_path: Path) -> None:
     assert not are_named([str(tmp_path / "lr=0.1")])
     assert are_named(["llm=build/a"])
     assert are_named(["build/a", "build/b"])
+
+
+def test_adapters() -> None:
+    assert adapter_settings(["alice=/a b", "bob=/c=d"], named=False) == ['adapters.alice="/a b"', 'adapters.bob="/c=d"']
+    assert adapter_settings(["llm:alice=/a"], named=True) == ['llm.adapters.alice="/a"']
+    assert adapter_settings(["llm:2:alice=/a"], named=True) == ['llm:2.adapters.alice="/a"']
+    assert adapter_settings(["alice=a"], named=False) == [f'adapters.alice="{Path.cwd()}/a"']
+
+
+@pytest.mark.parametrize(
+    ("texts", "named", "says"),
+    [
+        (["alice"], False, "NAME=FOLDER"),
+        (["alice="], False, "NAME=FOLDER"),
+        (["llm:alice=/a"], False, "NAME=FOLDER"),
+        (["alice=/a"], True, "MODEL:NAME=FOLDER"),
+        (["llm:2=/a"], True, "numbers are versions"),
+        (["a.b=/a"], False, "cannot be an adapter's name"),
+        (["=/a"], False, "cannot be an adapter's name"),
+        (["a=/a", "a=/b"], False, "given twice"),
+    ],
+)
+def test_adapters_of_another_form(texts: list[str], named: bool, says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        adapter_settings(texts, named=named)

@@ -13,6 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from penjing.core.errors import OverloadedError, UnavailableError
 from penjing.serve.access.keys import Key
 from penjing.serve.access.limits import Account
+from penjing.serve.front.answers import Ask
 from penjing.serve.front.backend import Backend
 from penjing.serve.front.figures import Joined
 from penjing.serve.front.versions import chosen, sharer
@@ -99,6 +100,36 @@ def test_the_backend_finds_models_by_name_and_goes_round_one_that_does_not_answe
             assert backend.decoder("llm:2", exchange).id == "llm:2"
             backend.alive(models[1])
             assert backend.decoder("llm", exchange).id == "llm:2"
+        finally:
+            await backend.close()
+
+    asyncio.run(check())
+
+
+def test_an_adapter_is_a_model_by_name_and_lives_with_its_base() -> None:
+    async def check() -> None:
+        adapted = model().model_copy(update={"adapters": ("alice", "bob"), "aliases": ("decoder",)})
+        versioned = [model(v, s, "new").model_copy(update={"adapters": ("eve",)}) for v, s in ((1, 0.0), (2, 1.0))]
+        backend = Backend(FrontJob(front=FrontConfig(port=8080), models=(adapted, *versioned), log=Path("log")))
+        exchange = Exchange("r")
+        try:
+            assert backend.listed[:3] == ["llm", "llm:alice", "llm:bob"]
+            assert backend.listed[3:] == ["new", "new:1", "new:eve", "new:1:eve", "new:2", "new:2:eve"]
+            for name in ("llm:alice", "decoder:alice"):
+                found = backend.decoder(name, exchange)
+                assert (found.id, found.adapter, found.key) == ("llm:alice", "alice", "llm")
+            assert backend.decoder("new:eve", exchange).id == "new:2:eve"
+            assert backend.decoder("new:1:eve", exchange).id == "new:1:eve"
+            assert backend.decoder("llm", exchange).adapter is None
+            with pytest.raises(ApiError, match="no model 'llm:eve'"):
+                backend.decoder("llm:eve", exchange)
+            for each in backend.models:
+                backend.alive(each)
+            assert backend.ready
+            assert backend.error(UnavailableError("it restarts"), backend.decoder("new:eve", exchange)).status == 503
+            assert backend.decoder("new:eve", exchange).id == "new:1:eve"
+            ask = Ask(backend.decoder("llm:bob", exchange), {"max_tokens": 1}, exchange, ["a"])
+            assert (ask.sampling["lora_name"], exchange.model) == ("bob", "llm:bob")
         finally:
             await backend.close()
 
