@@ -96,8 +96,6 @@ class StepInputs:
         if self.has_adapters:  # those of one adapter beside each other: its matrices are read once
             chunks = sorted(chunks, key=lambda chunk: chunk.sequence.adapter)
         for i, (sequence, num_tokens) in enumerate(chunks):
-            if self.has_adapters:
-                self._adapter[row : row + num_tokens] = sequence.adapter
             start = sequence.num_computed_tokens
             end = start + num_tokens
             last = end == len(sequence.token_ids)
@@ -105,6 +103,8 @@ class StepInputs:
                 token_ids[row + num_tokens : row + num_tokens + len(sequence.draft)] = sequence.draft
                 end += len(sequence.draft)
                 num_tokens += len(sequence.draft)
+            if self.has_adapters:
+                self._adapter[row : row + num_tokens] = sequence.adapter
             if num_tokens == 1:
                 token_ids[row] = sequence.token_ids[start]
                 positions[row] = start

@@ -16,8 +16,11 @@ from penjing.core.manifest import write_manifest
 from penjing.serve.engine.config import EngineConfig
 from penjing.serve.engine.engine import LLMEngine
 from penjing.serve.engine.request import Request
+from penjing.serve.engine.sequence import NO_ADAPTER, Batch, Sequence
 from penjing.serve.runner.load import load_engine
+from penjing.serve.runner.step_inputs import StepInputs
 from penjing.serve.sampling.params import SamplingParams
+from penjing.serve.speculate.rows import StepCosts
 from tests.core.checkpoint.adapters import adapter_tensors, merge, write_adapter
 from tests.kernels.cpu import needs_extension
 from tests.serve.tiny import ids_of, run_all
@@ -113,6 +116,23 @@ def test_any_company_chunks_and_preemption_leave_every_bit(tiny_checkpoint: Path
         assert answers(crowd, requests) == alone
         if "num_blocks" in settings:
             assert crowd.stats().num_preemptions > 0
+
+
+def test_guessed_tokens_have_the_adapter_of_their_answer(
+    tiny_checkpoint: Path, adapters: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("penjing.serve.runner.load.measure_costs", lambda *_: StepCosts({1: 1.0, 2: 1.0, 64: 1.01}))
+    requests = [request(f"r{i}", NAMES[i % 3], PROMPT * 2, max_tokens=40) for i in range(4)]
+    fill = StepInputs.fill
+
+    def fill_afresh(inputs: StepInputs, batch: Batch) -> list[Sequence]:
+        inputs.adapter.fill_(NO_ADAPTER)  # what the step before left there is often right
+        return fill(inputs, batch)
+
+    monkeypatch.setattr(StepInputs, "fill", fill_afresh)
+    guessing = engine_of(tiny_checkpoint, adapters, speculate="lookup")
+    assert answers(guessing, requests) == answers(engine_of(tiny_checkpoint, adapters), requests)
+    assert guessing.stats().spec_decode_num_draft_tokens > 0
 
 
 def test_each_has_its_own_prefixes(tiny_checkpoint: Path, adapters: dict[str, Path]) -> None:
