@@ -46,8 +46,6 @@ SECTIONS = {  # a title and what "This measures"
     "front": "HTTP front: OpenAI's interface beside gRPC and the engine in process, and what the front's process uses.",
     "sharing": "Requests beside each other: what a long prompt, another key's crowd and sampling cost the others.",
     "speculation": "Guessed tokens: `speculate=lookup` beside `off` in SmolLM2-135M, on a busy machine.",
-    "speculation": "Guessed tokens: `speculate=lookup` beside `off` in SmolLM2-135M, by kind of request.",
-    "adapters": "Adapters: what LoRA adapters cost 16 answers of one engine, beside the same answers without.",
     "kernels_cpu": "CPU kernels: speed beside torch and the memory. `64x576x960` is rows, inputs and outputs.",
     "int4": "4-bit weights: kernels, decoder steps, bytes and perplexity of SmolLM2 beside INT8.",
     "int4_quality": "Quality of 4-bit weights: the rise of SmolLM2's perplexity, beside llama.cpp's own files.",

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import torch
 
+from penjing.core.artifact.lora import AdapterFolder
 from penjing.core.checkpoint.decoder import Checkpoint, open_checkpoint
 from penjing.core.checkpoint.dtypes import DTYPES
-from penjing.core.checkpoint.lora import AdapterFolder
 from penjing.core.errors import ConfigError
 from penjing.kernels.low_rank import LowRank, Pairs
 from penjing.serve.engine.config import EngineConfig

@@ -9,7 +9,7 @@ from pathlib import Path
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from penjing.core.checkpoint.lora import BASE, PREFIX, SETTINGS, TENSORS, base_hash, not_plain
+from penjing.core.artifact.lora import BASE, PREFIX, SETTINGS, TENSORS, base_hash, not_plain
 from penjing.core.checkpoint.safetensors_writer import save_tensors
 from penjing.core.errors import ConfigError, InputError
 from penjing.core.files import atomic_write_text

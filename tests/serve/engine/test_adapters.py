@@ -21,7 +21,7 @@ from penjing.serve.runner.load import load_engine
 from penjing.serve.runner.step_inputs import StepInputs
 from penjing.serve.sampling.params import SamplingParams
 from penjing.serve.speculate.rows import StepCosts
-from tests.core.checkpoint.adapters import adapter_tensors, merge, write_adapter
+from tests.core.artifact.adapters import adapter_tensors, merge, write_adapter
 from tests.kernels.cpu import needs_extension
 from tests.serve.tiny import ids_of, run_all
 from tests.train.reference import cases
@@ -122,7 +122,7 @@ def test_guessed_tokens_have_the_adapter_of_their_answer(
     tiny_checkpoint: Path, adapters: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("penjing.serve.runner.load.measure_costs", lambda *_: StepCosts({1: 1.0, 2: 1.0, 64: 1.01}))
-    requests = [request(f"r{i}", NAMES[i % 3], PROMPT * 2, max_tokens=40) for i in range(4)]
+    requests = [request(f"r{i}", NAMES[1 + i % 2], PROMPT * 2, max_tokens=40) for i in range(4)]
     fill = StepInputs.fill
 
     def fill_afresh(inputs: StepInputs, batch: Batch) -> list[Sequence]:

@@ -11,7 +11,7 @@ from penjing.core.errors import ConfigError, InputError, RequestError
 from penjing.serve.engine.config import EngineConfig
 from penjing.serve.families.decoder import FAMILY
 from penjing.serve.runner.load import load_engine
-from tests.core.checkpoint.adapters import adapter_tensors, write_adapter
+from tests.core.artifact.adapters import adapter_tensors, write_adapter
 from tests.serve.engine.test_adapters import answers, request
 from tests.serve.front.asking import Fronted
 from tests.serve.triton.serving import serving

@@ -12,10 +12,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from penjing.core.artifact.lora import BASE, AdapterFolder, base_hash
 from penjing.core.checkpoint.decoder import open_checkpoint
-from penjing.core.checkpoint.lora import BASE, AdapterFolder, base_hash
 from penjing.core.errors import ConfigError, InputError
-from tests.core.checkpoint.adapters import adapter_tensors, write_adapter
+from tests.core.artifact.adapters import adapter_tensors, write_adapter
 
 Q = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
 QB = Q.replace("_A.", "_B.")
