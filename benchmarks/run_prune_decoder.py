@@ -8,13 +8,16 @@
 A variant is the prune step of a recipe with settings of its own. Rows are VARIANT/STAGE/TEXT_rise in percent, with the
 ends of the 95 % interval over the same windows, where the stage is removed, healed or int8; VARIANT/STAGE/worst_rise is
 the largest. VARIANT/decode is the speed of greedy answers in our engine, the checkpoint taking turns. What is complete
-in build/prune-decoder is not made again.
+in build/prune-decoder is neither made nor judged again.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -22,9 +25,10 @@ from typing import Any
 from lib.rows import RESULTS, Row, append, new_row
 from lib.texts import SOURCES
 from run_generalisation import ORIGINAL, qualities, text_windows
+from torch import Tensor
 
 from penjing.compress.families.base import family_at
-from penjing.compress.measure.evaluate import Quality, compare
+from penjing.compress.measure.evaluate import Quality, compare, quality_from_json
 from penjing.compress.recipe import load_recipe
 from penjing.compress.run import run_recipe
 from penjing.compress.steps.base import Context
@@ -33,7 +37,7 @@ from penjing.compress.steps.prune_weights import PruneWeights
 from penjing.core.cli import guarded
 from penjing.core.config import read_recipe
 from penjing.core.errors import ConfigError
-from penjing.core.files import publish_folder
+from penjing.core.files import atomic_write_text, publish_folder
 from penjing.core.manifest import MANIFEST_NAME
 from penjing.core.progress import Progress, progress_bar
 from penjing.core.runtime.timing import interleaved
@@ -44,9 +48,10 @@ from penjing.serve.sampling.params import SamplingParams
 
 ROOT = RESULTS.parents[1]
 BENCHMARK = "prune_decoder"
+TENTH = 0.17  # of the MLP channels: 1536 → 1280, a tenth of all parameters, as four layers are
 VARIANTS = {  # recipe, settings of its prune step
-    "channels-plain": ("smollm2-pruned", {"reconstruct": False}),
-    "channels": ("smollm2-pruned", {"reconstruct": True}),
+    "channels-plain": ("smollm2-pruned", {"reconstruct": False, "ratio": TENTH}),
+    "channels": ("smollm2-pruned", {"reconstruct": True, "ratio": TENTH}),
     "layers-plain": ("smollm2-shallow", {"reconstruct": False, "layers_by": "influence"}),
     "layers-fitted": ("smollm2-shallow", {"reconstruct": True, "layers_by": "influence"}),
     "layers": ("smollm2-shallow", {"reconstruct": True, "layers_by": "trials"}),
@@ -72,6 +77,7 @@ def main() -> int:
     parser.add_argument("--ratio", type=float, help="of the channels, in place of the recipe's")
     parser.add_argument("--heal", action="store_true", help="by the recipes' second step")
     parser.add_argument("--steps", type=int, help="updates of healing, in place of the recipes'")
+    parser.add_argument("--peak", type=float, default=3e-4, help="learning rate of healing")
     parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32", help="of healing")
     parser.add_argument("--int8", action="store_true", help="as recipes/smollm2-int8.toml does")
     parser.add_argument("--rounds", type=int, default=5, help="of timing; 0 leaves it out")
@@ -84,7 +90,7 @@ def main() -> int:
     rows: list[Row] = []
     windows, versions = text_windows(arguments.model, arguments.texts, arguments.windows, rows)
     with progress_bar() as progress:
-        before = qualities(arguments.model, windows, progress)
+        before = judged("fp32", arguments.model, windows, arguments.work, progress)
         rows += [
             new_row(BENCHMARK, f"fp32/{name}", quality.value, "perplexity", runs=1, more_versions=versions)
             for name, quality in before.items()
@@ -92,7 +98,8 @@ def main() -> int:
         append(BENCHMARK, rows, arguments.results)
         for name in arguments.variants:
             for stage, folder, record in stages(name, arguments, progress):
-                rows = rise_rows(f"{name}/{stage}", before, qualities(folder, windows, progress), versions)
+                after = judged(f"{name}-{stage}", folder, windows, arguments.work, progress)
+                rows = rise_rows(f"{name}/{stage}", before, after, versions)
                 if record is not None:
                     rows += size_rows(name, record)
                 if arguments.rounds and stage != "healed":  # healing changes no shape
@@ -101,10 +108,23 @@ def main() -> int:
     return 0
 
 
+def judged(name: str, folder: Path, windows: dict[str, Tensor], work: Path, progress: Progress) -> dict[str, Quality]:
+    """`qualities`, kept in `work` by `name` and by what the windows hold."""
+    held = hashlib.sha256(b"".join(text.encode() + part.numpy().tobytes() for text, part in windows.items()))
+    path = work / f"{name}-{held.hexdigest()[:12]}.json"
+    if path.exists():
+        return {text: quality_from_json(found) for text, found in json.loads(path.read_text()).items()}
+    found = qualities(folder, windows, progress)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    atomic_write_text(path, json.dumps({text: asdict(quality) for text, quality in found.items()}))
+    return found
+
+
 def stages(
     name: str, arguments: argparse.Namespace, progress: Progress
-) -> Sequence[tuple[str, Path, dict[str, Any] | None]]:
-    """Each stage of a variant that was asked for, its folder, and the record of what was removed if that was now."""
+) -> Iterator[tuple[str, Path, dict[str, Any] | None]]:
+    """Each stage of a variant that was asked for, its folder, and the record of what was removed if that was now; a
+    stage is made once the one before was judged."""
     recipe, settings = VARIANTS[name] if name in VARIANTS else ("smollm2-pruned", WEIGHTS[name])
     source = ROOT / "recipes" / f"{recipe}.toml"
     work: Path = arguments.work
@@ -112,25 +132,25 @@ def stages(
     removed, record = work / name, None
     if not (removed / MANIFEST_NAME).exists():
         record = remove(source, settings, removed, arguments, progress)
-    found: list[tuple[str, Path, dict[str, Any] | None]] = [("removed", removed, record)]
+    yield "removed", removed, record
     small = removed
     if arguments.heal:
         values: dict[str, Any] = read_recipe(source, [])
         heal = values["steps"][-1] | {"teacher": str(arguments.model), "precision": {"mode": arguments.precision}}
+        heal |= {"learning_rate": {"peak": arguments.peak, "warmup": 0.1}}
         heal |= {"steps": arguments.steps} if arguments.steps else {}
         if arguments.texts_of_its_own is not None:
             heal["sources"] = [str(arguments.texts_of_its_own)]
         values |= {"model": str(removed), "output": str(work / f"{name}-healed"), "steps": [heal], "guard": ANY_LOSS}
         values |= {"measure": {"rounds": 0}, "evaluate": {"prose_tokens": 512, "code_tokens": 0}}
         small = run_recipe(values, progress=progress)
-        found.append(("healed", small, None))
+        yield "healed", small, None
     if arguments.int8:
         int8 = work / f"{small.name}-int8"
         calibrated = read_recipe(ROOT / "recipes" / "smollm2-int8.toml", [])
         values = calibrated | {"model": str(small), "output": str(int8), "measure": {"rounds": 0}, "guard": ANY_LOSS}
         values |= {"evaluate": {"prose_tokens": 512, "code_tokens": 0}}
-        found.append(("int8", run_recipe(values, progress=progress), None))
-    return found
+        yield "int8", run_recipe(values, progress=progress), None
 
 
 def remove(

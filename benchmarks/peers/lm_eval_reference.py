@@ -37,7 +37,7 @@ def main() -> None:
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = HFLM(pretrained=AutoModelForCausalLM.from_pretrained(folder), tokenizer=tokenizer, batch_size=1)
     found: dict[str, Any] = {"versions": {name: version(name) for name in ("lm-eval", "transformers")}}
-    tasks = Path(lm_eval.__file__).with_name("tasks")
+    tasks = Path(str(lm_eval.__file__)).with_name("tasks")
     for name in ("arc", "hellaswag", "plain"):
         task = load_yaml(tasks / THEIRS[name], resolve_func=True) if name in THEIRS else PLAIN
         file = str(FOLDER / f"{name}.jsonl")
