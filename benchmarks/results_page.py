@@ -62,6 +62,7 @@ SECTIONS = {  # a title and what "This measures"
     "graph_chain": "The whole chain: imported networks pruned, taught from their own answers, in INT8 and served.",
     "prune": "Pruning: time and memory of pruning a checkpoint, and how much faster the pruned network runs.",
     "prune_quality": "Quality after pruning: accuracy and perplexity of pruned networks, before and after healing.",
+    "prune_decoder": "A tenth of a decoder: SmolLM2 on other texts, cut, healed and in INT8, on a busy machine.",
     "encoder": "Text encoder: MiniLM in INT8 beside FP32 and beside ONNX Runtime's dynamic quantizer.",
     "vision_server": "Classifier server: a classifier through Triton server, beside ONNX Runtime in process.",
     "schema_fuzz": "Fuzzing by schema: what schemathesis found in a server by its own OpenAPI document.",
@@ -83,6 +84,7 @@ SHOWN = {  # metrics that are not folded, where not all are shown
     "int8_quality": "*accuracy *points*",
     "int8_peers": "*accuracy *agreement *kl *bytes *milliseconds",
     "prune_quality": "*_dense_* *healed* *points* smollm2*",
+    "prune_decoder": "*worst* *decode",
     "attention": "*_16384",
     "parallel": "error* traffic* memory:*processes* step:*process step:*[0-9] bubble:*sleeping* overlap* recovery*",
 }
