@@ -25,6 +25,10 @@ KvDtype = Annotated[
     Literal["auto", "float32", "float16", "bfloat16", "int8"],
     typer.Option(help="How the KV cache is kept: int8 holds nearly four times the tokens, long contexts run faster."),
 ]
+Speculate = Annotated[
+    Literal["off", "lookup"],
+    typer.Option(help="Guess tokens that stood in prompt or answer before, and check several at once; none changes."),
+]
 Device = Annotated[
     Literal["auto", "cpu", "cuda"], typer.Option(help="Where the model runs; `auto`: on CUDA where there is a GPU.")
 ]
@@ -43,6 +47,7 @@ def generate(
     chat: Annotated[bool, typer.Option("--chat", help="Wrap the prompt in the model's chat template.")] = False,
     kv_dtype: KvDtype = "auto",
     device: Device = "cpu",
+    speculate: Speculate = "off",
     samples: Annotated[int, typer.Option(min=0, help="Write so many texts to --out, each sampled by itself.")] = 0,
     out: Annotated[Path | None, typer.Option(help="Folder of the --samples: a source of training text.")] = None,
 ) -> None:
@@ -62,10 +67,10 @@ def generate(
         raise ConfigError("--samples and --out belong together: how many texts, and the folder for them")
     if out is not None:
         with progress_bar() as progress:
-            config = EngineConfig(kv_dtype=kv_dtype, device=device)
+            config = EngineConfig(kv_dtype=kv_dtype, device=device, speculate=speculate)
             sample_texts(model, text, sampling, samples, out, progress, chat=chat, engine_config=config)
         return
-    generate_to_terminal(model, text, sampling, chat=chat, kv_dtype=kv_dtype, device=device)
+    generate_to_terminal(model, text, sampling, chat=chat, kv_dtype=kv_dtype, device=device, speculate=speculate)
 
 
 @app.command()
@@ -270,7 +275,12 @@ def keys_revoke(
 
 @bench_app.command("engine")
 def bench_engine(
-    model: Model, runs: Runs = 5, kv_dtype: KvDtype = "auto", device: Device = "cpu", json_file: Json = None
+    model: Model,
+    runs: Runs = 5,
+    kv_dtype: KvDtype = "auto",
+    device: Device = "cpu",
+    speculate: Speculate = "off",
+    json_file: Json = None,
 ) -> None:
     """Measure the engine in this process: prefill, one stream, 16 streams.
 
@@ -280,7 +290,7 @@ def bench_engine(
     from penjing.serve.bench.engine import bench_engine as run
 
     with progress_bar() as progress:
-        result = run(model, runs=runs, progress=progress, kv_dtype=kv_dtype, device=device)
+        result = run(model, runs=runs, progress=progress, kv_dtype=kv_dtype, device=device, speculate=speculate)
     _show(result, json_file)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from penjing.core.errors import InputError, RequestError
+from penjing.core.cli import _run
+from penjing.core.config import parse_config
+from penjing.core.errors import ConfigError, InputError, RequestError
 from penjing.serve.bench.engine import bench_engine
 from penjing.serve.engine.config import EngineConfig
 from penjing.serve.engine.request import Request
@@ -28,6 +31,26 @@ def test_generate_streams_to_the_terminal(tiny_checkpoint: Path, capsys: pytest.
     shown = capsys.readouterr()
     assert shown.out == expected + "\n"
     assert "12 new tokens" in shown.err or "ended by stop" in shown.err
+
+
+def test_the_commands_guess_tokens_on_demand_and_none_changes(
+    make_tiny_checkpoint: Callable[..., Path], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    folder = make_tiny_checkpoint(max_position_embeddings=1024)
+    shown = []
+    for speculate in ("off", "lookup"):
+        assert _run(["generate", str(folder), "in the", "--max-tokens", "12", "--speculate", speculate]) == 0
+        shown.append(capsys.readouterr().out)
+    assert shown[0] == shown[1]
+    figures = tmp_path / "figures.json"
+    arguments = ["--runs", "1", "--speculate", "lookup", "--json", str(figures)]
+    assert _run(["bench", "engine", str(folder), *arguments]) == 0
+    found = json.loads(figures.read_text())["speculation"]
+    assert found["drafter"] == "lookup"
+    assert found["draft_tokens"] >= found["accepted_tokens"]
+    assert found["tokens_a_step"] >= 1
+    with pytest.raises(ConfigError, match="speculate"):
+        parse_config(EngineConfig, {"speculate": "guess"}, "--set")
 
 
 def test_chat_applies_the_template(tiny_checkpoint: Path) -> None:

@@ -1,0 +1,43 @@
+"""The benchmark of guessed tokens, on a model of a few thousand parameters."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import run_speculation
+from run_speculation import Run, measure, run
+
+from penjing.core.errors import ServerError
+from penjing.serve.engine.request import Request
+from penjing.serve.sampling.params import SamplingParams
+from tests.serve.tiny import tiny_engine, tiny_model
+
+PARAMS = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+GROUPS = [[Request("a", [1, 2], PARAMS), Request("b", [3], PARAMS)]]
+
+
+def test_rows_have_the_ratio_of_rounds_and_tokens_a_row_that_was_not_guessed() -> None:
+    loaded = tiny_model()
+    off, on = tiny_engine(loaded), tiny_engine(loaded, speculate="lookup")
+    speed, tokens = measure("one_stream_chat_greedy", GROUPS, off, on, rounds=2)
+    assert (speed.metric, tokens.metric) == ("one_stream_chat_greedy", "tokens_a_step_chat_greedy")
+    assert speed.ratio is not None
+    assert speed.ratio > 0
+    stats = on.stats()
+    own = stats.generation_tokens - stats.spec_decode_num_accepted_tokens
+    assert tokens.value == pytest.approx(stats.generation_tokens / own)
+    assert stats.generation_tokens == 3 * 24
+
+
+def test_answers_that_differ_make_no_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, calls = tiny_engine(), []
+
+    def lying(*arguments: Any) -> Run:
+        found = run(*arguments)
+        calls.append(1)
+        return found._replace(answers={**found.answers, "a": [len(calls)]})
+
+    monkeypatch.setattr(run_speculation, "run", lying)
+    with pytest.raises(ServerError, match="answers differ"):
+        measure("one_stream_chat_greedy", GROUPS, engine, engine, rounds=1)
