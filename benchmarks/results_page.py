@@ -73,6 +73,7 @@ SECTIONS = {  # a title and what "This measures"
     "search": "Search for settings: the learning rate that successive halving chose, beside a full grid's best.",
     "joint_search": "Joint search: widths and bits chosen together, how predictions rank, and beside uniform ones.",
     "recipes": "Recipes: what whole training runs reach on held-out data, how fast, and in how much memory.",
+    "vision_language": "Images and text: what is found and answered of images never seen, beside guessing.",
     "align": "Alignment: what SmolLM2 learns from conversations, pairs and its own answers, on unseen prompts.",
     "attention": "Attention: steps with sliding windows and LSH beside full attention. A name ends with its tokens.",
     "curate": "Curation of text: signatures, clusters of near duplicates, languages and rules, beside datatrove.",
