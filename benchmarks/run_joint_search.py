@@ -1,8 +1,8 @@
 """Search widths and bits of the Fashion-MNIST ResNet together, and heal what it found beside uniform choices; rows.
 
     python benchmarks/run_joint_search.py                                   # a full model, three seeds: hours
-    penjing train recipes/resnet-fashion.toml --set model.width=16 --set steps=900 --set output=build/resnet-fashion-small
-    python benchmarks/run_joint_search.py --model build/resnet-fashion-small --seeds 1 --images 1024 --random 20 \\
+    penjing train recipes/resnet-fashion.toml --set model.width=16 --set steps=900 --set output=build/small
+    python benchmarks/run_joint_search.py --model build/small --seeds 1 --images 1024 --random 20 \\
         --healing 200 --test-images 4000                                    # what was run: under half an hour
 
 Nothing is timed: costs are multiply-accumulates (an INT8 one counts a quarter) or bytes, so that a busy machine does no
