@@ -30,6 +30,7 @@ pytestmark = needs_extension
 SIZES = {"num_blocks": 100, "block_size": 4, "max_num_batched_tokens": 64, "max_num_sequences": 16}
 PROMPT = list(range(40, 61))
 NAMES = (None, "alice", "bob")
+FORM = {"kind": "choice", "value": ["what a form forces is guessed, and comes true"]}
 
 
 def engine_of(base: Path, adapters: dict[str, Path] | None = None, **settings: Any) -> LLMEngine:
@@ -122,7 +123,7 @@ def test_guessed_tokens_have_the_adapter_of_their_answer(
     tiny_checkpoint: Path, adapters: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("penjing.serve.runner.load.measure_costs", lambda *_: StepCosts({1: 1.0, 2: 1.0, 64: 1.01}))
-    requests = [request(f"r{i}", NAMES[1 + i % 2], PROMPT * 2, max_tokens=40) for i in range(4)]
+    requests = [request(f"r{i}", NAMES[1 + i % 2], max_tokens=40, ignore_eos=False, guided=FORM) for i in range(4)]
     fill = StepInputs.fill
 
     def fill_afresh(inputs: StepInputs, batch: Batch) -> list[Sequence]:
@@ -132,7 +133,7 @@ def test_guessed_tokens_have_the_adapter_of_their_answer(
     monkeypatch.setattr(StepInputs, "fill", fill_afresh)
     guessing = engine_of(tiny_checkpoint, adapters, speculate="lookup")
     assert answers(guessing, requests) == answers(engine_of(tiny_checkpoint, adapters), requests)
-    assert guessing.stats().spec_decode_num_draft_tokens > 0
+    assert guessing.stats().spec_decode_num_accepted_tokens > 0
 
 
 def test_each_has_its_own_prefixes(tiny_checkpoint: Path, adapters: dict[str, Path]) -> None:
