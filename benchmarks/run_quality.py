@@ -8,8 +8,8 @@ under the ROC curve of telling these from corrupted ones (`curate/learned/corrup
 fastText on the same labels; half of the kinds of noise are for learning, and the test holds the other half alone
 (`_new`), or the same (`_seen`). `noise_auc` is that of the step `noise`, on documents that it did not see;
 `noise_left_out_KIND` on a kind of noise that it did not learn from either. `noise_flagged_DOMAIN` is the share of clean
-pieces that are above its threshold. `student_…` are the share of documents that the fast student of `quality` decides,
-and of those on which the cascade ends as the encoder alone. Qualities do not depend on how busy the machine is.
+pieces that are above its threshold. Qualities do not depend on how busy the machine
+is.
 """
 
 from __future__ import annotations
