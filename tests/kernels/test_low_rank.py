@@ -47,11 +47,12 @@ def draw_pairs(
 
 def step_of(weights: list[dict[str, Tensor]], hadamard: int = 0) -> DecoderStep:
     ones = torch.ones(HIDDEN)
-    layers = [
-        LayerWeights(**{n: FloatLinear(w) for n, w in held.items()}, input_norm=ones, post_norm=ones, hadamard=hadamard)
-        for held in weights
-    ]
-    return make_step(False, layers=layers)
+
+    def layer(held: dict[str, Tensor]) -> LayerWeights:
+        linears: dict[str, Any] = {name: FloatLinear(weight) for name, weight in held.items()}
+        return LayerWeights(**linears, input_norm=ones, post_norm=ones, hadamard=hadamard)
+
+    return make_step(False, layers=[layer(held) for held in weights])
 
 
 def merged(weights: list[dict[str, Tensor]], pairs: list[dict[str, LowRank]]) -> list[dict[str, Tensor]]:
