@@ -7,7 +7,7 @@ half hour that building llama.cpp takes.
 import sys
 from pathlib import Path
 
-from cyllama.llama import llama_cpp
+from cyllama.llama import llama_cpp  # pyright: ignore[reportMissingImports]
 
 KINDS = {"Q4_0": 2, "Q4_1": 3, "Q8_0": 7, "Q4_K_M": 15}  # llama_ftype of llama.h
 

@@ -131,7 +131,7 @@ def test_numbers_that_are_not_finite(tiny_checkpoint: Path, tmp_path: Path) -> N
 def test_an_adapter_of_other_weights(
     tiny_checkpoint: Path, make_tiny_checkpoint: Callable[..., Path], tmp_path: Path
 ) -> None:
-    said = {BASE: base_hash(tiny_checkpoint), "base_model_name_or_path": "build/tiny"}
+    said: dict[str, Any] = {BASE: base_hash(tiny_checkpoint), "base_model_name_or_path": "build/tiny"}
     folder = write_adapter(tmp_path / "a", adapter_tensors(tiny_checkpoint), **said)
     assert opened(tiny_checkpoint, folder).scale == 2.0
     with pytest.raises(ConfigError, match=r"alice .* was trained beside build/tiny, and .* has other weights"):
@@ -153,7 +153,8 @@ def test_an_artifact_whose_inputs_were_moved(tiny_checkpoint: Path, tmp_path: Pa
     )
     with pytest.raises(ConfigError, match=r"alice .* by rotate, smooth_down of its recipe"):
         opened(base, folder)
-    assert opened(base, write_adapter(tmp_path / "b", tensors, **{BASE: base_hash(base)})).ranks
+    said: dict[str, Any] = {BASE: base_hash(base)}
+    assert opened(base, write_adapter(tmp_path / "b", tensors, **said)).ranks
     (base / "recipe.toml").write_text("[[steps]]\ntransform = {rotate = false, smooth_down = 0.0, hadamard_down = 8}\n")
     assert opened(base, folder).ranks
     (base / "recipe.toml").write_text("[[")
