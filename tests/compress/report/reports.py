@@ -127,6 +127,7 @@ def made_up_int8(family: str) -> dict[str, Any]:
         "target": "onnxruntime-cpu" if family != "decoder" else "compressed-tensors",
         "formats": {"activations": "uint8" if family != "decoder" else "int8", "weights": "int8"},
         "effective_bits": 8.0,
+        "kept_for_parity": ["stem.conv"] if family == "classifier" else [],
         "training_steps": 0,
         "agreement": choice,
         "layers": [
