@@ -259,7 +259,7 @@ def dpo_rows(bench: Bench) -> list[Row]:
 
 def reward_rows(bench: Bench) -> list[Row]:
     model = bench.pairs("reward", bench.start(), {"kind": "reward", "centring": 0.01}, 48, 2e-5)
-    return [new_row("align", "reward/ordered_pairs", evaluated(model)["accuracy"], "share", runs=1)]
+    return [new_row("align", "reward/ordered_pairs", evaluated(model)["preference_accuracy"], "share", runs=1)]
 
 
 def memory_rows(bench: Bench) -> list[Row]:
