@@ -26,6 +26,7 @@ from penjing.core.config import Config, parse_config
 from penjing.core.errors import ConfigError, InputError
 from penjing.core.family import FAMILIES, FamilyName, family_of
 from penjing.core.manifest import Manifest, read_json_object, verify
+from penjing.core.runtime.onnx_runtime import has_vnni
 
 ONNX_RUNTIME = "onnxruntime"  # with the options that the artifact asks for
 ONNX_RUNTIME_DEFAULT, ONNX_RUNTIME_FLOAT = "onnxruntime_default_options", "onnxruntime_as_written"
@@ -95,7 +96,7 @@ def gate_onnx(differences: tuple[Difference, ...], bound: Bound, hint: str) -> N
     Raises:
         InputError: see `gate`; a `DriftError` where not these sums alone are to blame.
     """
-    saturates = is_within(differences, bound.of(ONNX_RUNTIME_FLOAT))
+    saturates = not has_vnni() and is_within(differences, bound.of(ONNX_RUNTIME_FLOAT))
     if saturates:
         hint = (
             "as written the file agrees, so its integer kernels on this processor do not (without VNNI, 16-bit sums "
