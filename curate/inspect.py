@@ -55,7 +55,9 @@ def inspect_source(path: Path, limit_mb: float, progress: Progress) -> dict[str,
         if read >= limit_mb * 1e6:
             break
     if not sizes and not damages:
-        raise InputError(f"{path} holds no text that is read; name files of text, JSON lines, Parquet, Arrow or HTML")
+        raise InputError(
+            f"{path} holds no text that is read; name files of text, JSON lines, Parquet, Arrow, HTML or WARC"
+        )
     forms = Counter(form_of(Path(file.path)) or "none" for file in files)
     result: dict[str, Any] = {
         "files": f"{len(files):,} ({', '.join(f'{form} {count:,}' for form, count in forms.most_common(6))})",
