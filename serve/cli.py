@@ -299,7 +299,9 @@ def bench_server(
     model: Annotated[Path | None, typer.Argument(help="A checkpoint or artifact folder.", show_default=False)] = None,
     server: Annotated[str, typer.Option(help="host:port of the gRPC endpoint.")] = "localhost:8001",
     runs: Runs = 5,
-    openai: Annotated[str | None, typer.Option(help="host:port of the HTTP front: an open loop of requests.")] = None,
+    openai: Annotated[
+        str | None, typer.Option(help="[https://]host:port of the front: an open loop of requests.")
+    ] = None,
     scenario: Annotated[
         Literal["chat", "long-prompt", "shared-prefix", "burst"], typer.Option(help="What is asked over HTTP.")
     ] = "chat",

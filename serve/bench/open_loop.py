@@ -11,10 +11,11 @@ import asyncio
 import json
 import math
 import os
+import ssl
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from penjing.core.errors import InputError, ServerError, UnavailableError
 from penjing.core.progress import Progress, Silent
@@ -24,7 +25,40 @@ KEY = "OPENAI_API_KEY"
 """Variable of the environment with the key, since every user of a machine can read arguments."""
 LINE_BYTES = 1 << 20
 REQUEST_SECONDS = 600.0
+HANDSHAKE_SECONDS = 30.0
 SHARES = (50, 90, 99)
+
+
+class Address(NamedTuple):
+    """Where the front is; with a `context` it is asked by HTTPS."""
+
+    host: str
+    port: int
+    context: ssl.SSLContext | None = None
+
+    @classmethod
+    def parsed(cls, text: str) -> Address:
+        """Of host:port or https://host:port. Certificates are checked against the system's authorities, or those of the
+        file that SSL_CERT_FILE names.
+
+        Raises:
+            InputError: it is neither.
+        """
+        scheme, mark, place = text.rpartition("://")
+        host, _, port = place.rpartition(":")
+        if not host or not port.isdigit() or "/" in place or scheme not in (("http", "https") if mark else ("",)):
+            raise InputError(f"--openai {text!r}: give host:port, such as localhost:8080, or https://host:port")
+        return cls(host.strip("[]"), int(port), ssl.create_default_context() if scheme == "https" else None)
+
+    def __str__(self) -> str:
+        return f"{self.host}:{self.port}"
+
+    async def connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        """A connection of its own for a request."""
+        patience = None if self.context is None else HANDSHAKE_SECONDS
+        return await asyncio.open_connection(
+            self.host, self.port, ssl=self.context, ssl_handshake_timeout=patience, limit=LINE_BYTES
+        )
 
 
 @dataclass
@@ -69,7 +103,7 @@ def bench_open_loop(
     goals: tuple[float, float],
     progress: Progress | None = None,
 ) -> tuple[dict[str, Any], list[Outcome]]:
-    """Send the load of `scenario` to the front at `address`, host:port, and wait for every answer.
+    """Send the load of `scenario` to the front at `address`, host:port or https://host:port, and wait for every answer.
 
     Args:
         rate: requests a second.
@@ -83,13 +117,13 @@ def bench_open_loop(
         UnavailableError: no server answers.
         ServerError: it shows no model to us.
     """
-    host, port = _parsed(address)
+    place = Address.parsed(address)
     if not (math.isfinite(rate) and rate > 0 and math.isfinite(seconds) and seconds > 0):
         raise InputError(f"--rate {rate:g} and --seconds {seconds:g} must be above 0")
     load = make_load(scenario, rate, seconds)
     if not load:
         raise InputError(f"{rate:g} requests a second for {seconds:g} s are none; give more seconds")
-    outcomes = asyncio.run(_run(host, port, load, progress or Silent()))
+    outcomes = asyncio.run(_run(place, load, progress or Silent()))
     return load_figures(outcomes, scenario, rate, goals) | {"server": address}, outcomes
 
 
@@ -123,21 +157,25 @@ def percentiles(seconds: Sequence[float]) -> dict[str, float]:
     return {f"p{share}": 1000 * ordered[math.ceil(len(ordered) * share / 100) - 1] for share in SHARES if ordered}
 
 
-def _parsed(address: str) -> tuple[str, int]:
-    host, _, port = address.rpartition(":")
-    if not host or not port.isdigit() or "/" in address:
-        raise InputError(f"--openai {address!r}: give host:port, such as localhost:8080")
-    return host.strip("[]"), int(port)
-
-
-async def _run(host: str, port: int, load: Sequence[Asked], progress: Progress) -> list[Outcome]:
+async def _run(address: Address, load: Sequence[Asked], progress: Progress) -> list[Outcome]:
     try:
-        status, body = await _get(host, port, "/v1/models")
+        status, body = await _get(address, "/v1/models")
+    except ssl.SSLCertVerificationError as error:
+        raise UnavailableError(
+            f"the certificate of {address} is not trusted: {error.verify_message}; to trust one of your own put the "
+            "path of its PEM file into SSL_CERT_FILE"
+        ) from None
+    except ssl.SSLError as error:
+        raise UnavailableError(
+            f"{address} does not speak HTTPS ({error.reason or error}); leave out https://"
+        ) from None
     except OSError as error:
-        raise UnavailableError(f"no server answers at {host}:{port}: {error.strerror or error}") from None
+        raise UnavailableError(f"no server answers at {address}: {error.strerror or error}") from None
+    if not status and address.context is None:
+        raise UnavailableError(f"{address} does not speak HTTP; if it speaks HTTPS, give https://{address}")
     if status != 200:
         hint = f"; it asks for a key: put one into {KEY}" if status == 401 else ""
-        raise ServerError(f"{host}:{port} answers /v1/models with {status}{hint}")
+        raise ServerError(f"{address} answers /v1/models with {status}{hint}")
     model = json.loads(body)["data"][0]["id"]
     progress.start("load", len(load))
     started = time.monotonic()
@@ -145,24 +183,24 @@ async def _run(host: str, port: int, load: Sequence[Asked], progress: Progress) 
     async def ask(asked: Asked) -> Outcome:
         await asyncio.sleep(started + asked.at - time.monotonic())
         outcome = Outcome(asked)
-        await _ask(host, port, outcome, model, started + asked.at)
+        await _ask(address, outcome, model, started + asked.at)
         progress.advance()
         return outcome
 
     return list(await asyncio.gather(*map(ask, load)))
 
 
-async def _ask(host: str, port: int, outcome: Outcome, model: str, due: float) -> None:
+async def _ask(address: Address, outcome: Outcome, model: str, due: float) -> None:
     """Send a request and note what comes; what goes wrong is its outcome."""
     outcome.late = max(0.0, time.monotonic() - due)
     try:
-        reader, writer = await asyncio.open_connection(host, port, limit=LINE_BYTES)
+        reader, writer = await address.connect()
     except OSError:
         outcome.end = time.monotonic() - due
         return
     try:
         async with asyncio.timeout(REQUEST_SECONDS):
-            writer.write(_request(host, port, "POST", "/v1/chat/completions", outcome.asked.body(model)))
+            writer.write(_request(address, "POST", "/v1/chat/completions", outcome.asked.body(model)))
             outcome.status = _status(await reader.readline())
             while line := await reader.readline():
                 if not line.startswith(b"data: {"):
@@ -172,17 +210,17 @@ async def _ask(host: str, port: int, outcome: Outcome, model: str, due: float) -
                     outcome.arrivals.append(time.monotonic() - due)
                 if event.get("usage"):
                     outcome.tokens = event["usage"]["completion_tokens"]
-    except (ConnectionError, TimeoutError):
+    except OSError:  # of the connection, of TLS, or the time is up
         outcome.tokens = 0  # an answer that was cut off is not complete
     finally:
         writer.close()
         outcome.end = time.monotonic() - due
 
 
-async def _get(host: str, port: int, path: str) -> tuple[int, bytes]:
-    reader, writer = await asyncio.open_connection(host, port)
+async def _get(address: Address, path: str) -> tuple[int, bytes]:
+    reader, writer = await address.connect()
     try:
-        writer.write(_request(host, port, "GET", path))
+        writer.write(_request(address, "GET", path))
         answer = await reader.read()
     finally:
         writer.close()
@@ -190,10 +228,10 @@ async def _get(host: str, port: int, path: str) -> tuple[int, bytes]:
     return _status(head), body
 
 
-def _request(host: str, port: int, method: str, path: str, content: Any = None) -> bytes:
+def _request(address: Address, method: str, path: str, content: Any = None) -> bytes:
     """A request on a connection of its own."""
     body = b"" if content is None else json.dumps(content).encode()
-    lines = [f"{method} {path} HTTP/1.1", f"host: {host}:{port}", "connection: close", f"content-length: {len(body)}"]
+    lines = [f"{method} {path} HTTP/1.1", f"host: {address}", "connection: close", f"content-length: {len(body)}"]
     lines += ["content-type: application/json"] if body else []
     lines += [f"authorization: Bearer {os.environ[KEY]}"] if os.environ.get(KEY) else []
     return "\r\n".join([*lines, "", ""]).encode() + body

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from penjing.serve.dialects.translation import Chat, joined, kinds, tag
 from penjing.serve.front.bodies import (
@@ -25,6 +25,16 @@ from penjing.serve.front.bodies import (
 from penjing.serve.gate.errors import ApiError
 
 LOGPROBS = "message.output_text.logprobs"
+
+
+def _off(value: bool) -> bool:
+    if value:
+        raise ValueError("nothing is done in the background here")
+    return value
+
+
+Off = Annotated[bool, AfterValidator(_off), Field(json_schema_extra={"const": False})]
+"""Not `Literal[False]`, to which 0 is false too."""
 
 
 class ItemText(Part):
@@ -148,7 +158,7 @@ class ResponseBody(Sampling):
     store: bool | None = Field(default=None, description="May be false or null only: nothing is kept.")
     previous_response_id: str | None = Field(default=None, description="May be null only: nothing is kept.")
     conversation: None = Field(default=None, description="May be null only.")
-    background: Literal[False] | None = Field(default=None, description="May be false or null only.")
+    background: Off | None = Field(default=None, description="May be false or null only.")
     truncation: Literal["disabled"] | None = Field(default=None, description="Nothing is left out of a long input.")
     max_tool_calls: None = Field(default=None, description="May be null only.")
     prompt: None = Field(default=None, description="May be null only.")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import ssl
 import threading
 from collections import Counter
 from collections.abc import Iterator
@@ -20,9 +21,11 @@ from penjing.serve import cli
 from penjing.serve.bench.load import BURST, Asked, make_load
 from penjing.serve.bench.load_page import load_page, write_load_page
 from penjing.serve.bench.open_loop import Outcome, bench_open_loop, load_figures, percentiles
+from tests.serve.certificates import localhost_certificate
 from tests.serve.triton.serving import free_ports
 
 GOALS = (1.0, 0.1)
+TLS_HANDSHAKE = b"\x16"
 
 
 def outcome(at: float, arrivals: list[float], tokens: int = 3, status: int = 200, asked: int = 3) -> Outcome:
@@ -37,7 +40,12 @@ class Door:
         self._wait_for, self._status = wait_for, status
 
     async def answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        head = await reader.readuntil(b"\r\n\r\n")
+        head = await reader.readexactly(1)
+        if head == TLS_HANDSHAKE:
+            writer.write(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+            writer.close()
+            return
+        head += await reader.readuntil(b"\r\n\r\n")
         length = re.search(rb"content-length: (\d+)", head)
         assert length is not None
         body = await reader.readexactly(int(length[1]))
@@ -56,18 +64,20 @@ class Door:
             writer.write(b"data: [DONE]\n\n")
         writer.close()
 
-    async def serve(self, port: int, started: threading.Event, ended: threading.Event) -> None:
+    async def serve(
+        self, port: int, started: threading.Event, ended: threading.Event, context: ssl.SSLContext | None
+    ) -> None:
         self._all_there = asyncio.Event()
-        async with await asyncio.start_server(self.answer, "127.0.0.1", port):
+        async with await asyncio.start_server(self.answer, "127.0.0.1", port, ssl=context):
             started.set()
             await asyncio.to_thread(ended.wait)
 
 
 @contextmanager
-def open_door(door: Door) -> Iterator[str]:
-    """Its address."""
+def open_door(door: Door, context: ssl.SSLContext | None = None) -> Iterator[str]:
+    """Its address; it speaks TLS with a `context`."""
     (port,), started, ended = free_ports(1), threading.Event(), threading.Event()
-    thread = threading.Thread(target=lambda: asyncio.run(door.serve(port, started, ended)))
+    thread = threading.Thread(target=lambda: asyncio.run(door.serve(port, started, ended, context)))
     thread.start()
     try:
         assert started.wait(60)
@@ -144,8 +154,26 @@ def test_no_request_waits_for_another_and_waiting_counts_from_when_it_was_due(tm
     assert (tmp_path / "out.html").stat().st_size > 10_000
 
 
+def test_a_front_that_speaks_https_is_measured_if_its_certificate_is_trusted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    certificate, key = localhost_certificate(tmp_path)
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    context.load_cert_chain(certificate, key)
+    with open_door(Door(1), context) as address:
+        with pytest.raises(UnavailableError, match=r"not trusted: self-signed certificate; .* SSL_CERT_FILE"):
+            bench_open_loop(f"https://{address}", "chat", 20, 0.5, GOALS)
+        with pytest.raises(UnavailableError, match=f"give https://{address}"):
+            bench_open_loop(address, "chat", 20, 0.5, GOALS)
+        monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
+        found, outcomes = bench_open_loop(f"https://{address}", "chat", 20, 0.5, GOALS)
+    assert found["complete"] == len(outcomes) > 0
+    with open_door(Door(1)) as address, pytest.raises(UnavailableError, match="does not speak HTTPS"):
+        bench_open_loop(f"https://{address}", "chat", 20, 0.5, GOALS)
+
+
 def test_what_cannot_be_measured_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    for address in ("localhost", "http://localhost:8080/v1", ":80"):
+    for address in ("localhost", "http://localhost:8080/v1", ":80", "https://localhost", "ftp://localhost:1", "://a:1"):
         with pytest.raises(InputError, match="give host:port"):
             bench_open_loop(address, "chat", 1, 1, GOALS)
     with pytest.raises(InputError, match="must be above 0"):

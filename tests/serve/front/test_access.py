@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ssl
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from penjing.core.errors import InputError, SetupError
 from penjing.serve.access.keys import add_key, revoke_key
 from penjing.serve.gate.config import FrontConfig
 from penjing.serve.site.process import check_front
+from tests.serve.certificates import localhost_certificate
 from tests.serve.front.asking import Fronted
 from tests.serve.triton.serving import serving, wait_until
 
@@ -25,10 +25,7 @@ pytestmark = [pytest.mark.server, pytest.mark.xdist_group("front")]
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """With cert.pem and key.pem of localhost, by openssl."""
     made = tmp_path_factory.mktemp("tls")
-    subject = ["-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1"]
-    files = ["-keyout", str(made / "key.pem"), "-out", str(made / "cert.pem")]
-    command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", *files, *subject]
-    subprocess.run(command, check=True, capture_output=True)
+    localhost_certificate(made)
     return made
 
 
