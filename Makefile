@@ -12,7 +12,7 @@ AGAIN := { [ $$? = 1 ] && echo 'the tests that failed, once more and alone:' && 
 PACKAGES := kernels core train compress curate serve model_repository recipes
 CPU_SOURCES := $(wildcard kernels/cpu/*.cpp kernels/cpu/*.h)
 
-.PHONY: help install demo test test-full test-gpu sanitize lint format recipes-doc docs bench bench-gpu chaos image image-test clean links
+.PHONY: help install demo test test-page test-full test-gpu sanitize lint format recipes-doc docs bench bench-gpu chaos image image-test clean links
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "make %-12s %s\n", $$1, $$2}'
@@ -37,6 +37,14 @@ demo: $(STAMP) ## import SmolLM2-135M, compress it to INT8, serve it from Triton
 test: $(STAMP) ## the tests (two processes; then, alone, those that time a real server)
 	$(PYTEST) -n 2 --dist loadgroup --ignore tests/serve/triton || $(AGAIN)
 	$(PYTEST) tests/serve/triton || $(AGAIN)
+
+$(VENV)/.browser: $(STAMP)
+	@command -v chromium >/dev/null || { echo 'error: no chromium here; try: apt-get install chromium'; exit 1; }
+	$(BIN)/python -m pip install -q -c constraints.txt -e '.[dev,curate,browser]'
+	@touch $@
+
+test-page: $(VENV)/.browser ## the page at / in Debian's Chromium, before a real server
+	$(PYTEST) tests/serve/front/test_page_in_browser.py
 
 test-full: $(STAMP) ## the tests with their long variants
 	$(PYTEST) -n 2 --dist loadgroup -m "" --ignore tests/serve/triton

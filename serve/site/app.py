@@ -30,6 +30,7 @@ from penjing.serve.gate.guard import Exchange, Guard, Message
 from penjing.serve.gate.log import log_exchange
 from penjing.serve.site.openapi import EVENTS_TYPE, JSON_TYPE, TEXT_TYPE, Described, describe
 from penjing.serve.site.page import show_page
+from penjing.serve.site.report import stages
 
 STREAMED = (JSON_TYPE, EVENTS_TYPE)
 POSTS = {
@@ -58,6 +59,7 @@ class Front:
             Described("/openapi.json", "This document."): self._openapi,
             Described("/v1/models", "What is served."): self._models,
             Described("/v1/models/{name:path}", "One of these."): self._model,
+            Described("/reports/{name:path}", "What compression did to one of these."): self._report,
         } | {path: self._with_backend(endpoint) for path, endpoint in POSTS.items()}
         routes = [
             Route(path.path, endpoint, methods=["GET" if path.body is None else "POST"])
@@ -133,6 +135,11 @@ class Front:
         name = request.path_params["name"]
         found = self.backend.model(name, request.scope["state"]["exchange"])
         return JSONResponse(self._described(name if name in self.backend.listed else found.id))
+
+    async def _report(self, request: Request) -> Response:
+        name = request.path_params["name"]
+        found = self.backend.model(name, request.scope["state"]["exchange"])
+        return JSONResponse(await asyncio.to_thread(stages, found.folder, name[:80]))
 
     def _described(self, name: str) -> dict[str, Any]:
         return {"id": name, "object": "model", "created": self.backend.started, "owned_by": "penjing"}
