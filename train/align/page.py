@@ -17,7 +17,19 @@ if TYPE_CHECKING:
 PAGE_NAME = "report.html"
 Records = Sequence[dict[str, Any]]
 _COLORS = {"reward": AFTER, "gold": OTHERS[0]}
-_CURVES = ("length", "ended", "entropy", "silent", "clipped", "gap", "kl", "value", "value_error", "rollout_share")
+_CURVES = (
+    "length",
+    "ended",
+    "entropy",
+    "silent",
+    "asked",
+    "clipped",
+    "gap",
+    "kl",
+    "value",
+    "value_error",
+    "rollout_share",
+)
 
 PAGE = """
 <p>{{ steps }} updates. The mean reward of sampled answers was {{ "%.3f" | format(first) }} in the first record and is

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -51,7 +51,7 @@ class Answer:
 
 
 def read_prompts(
-    sources: Sequence[str],
+    sources: Sequence[str] | Iterator[tuple[str, Row]],
     writer: ChatTokens,
     room: int,
     most_damaged: float,
@@ -61,6 +61,7 @@ def read_prompts(
     """The prompts of `sources` that have at most `room` tokens; others are counted and told.
 
     Args:
+        sources: see `take_rows`.
         wrong: why a row's answers could not be rewarded, or None.
 
     Raises:

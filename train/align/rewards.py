@@ -20,6 +20,7 @@ from penjing.train.align.user_reward import UserReward
 from penjing.train.chat.rows import Row
 from penjing.train.recipe.align import RewardConfig
 
+_WORD = re.compile(r"\d+|[^\W\d]+")
 _NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?|-?\.\d+")
 _TOGETHER = 8  # answers in one pass of a reward model
 
@@ -38,7 +39,11 @@ class Scorer(Protocol):
 
 @dataclass(frozen=True)
 class Verifier:
-    """1 for an answer that is the row's `answer`, else 0. `check`: see `RewardConfig`."""
+    """1 for an answer that is the row's `answer`, else 0. `check`: see `RewardConfig`.
+
+    With "number" an answer that only says a piece of the prompt again, of several numbers, is worth nothing: "0+4" does
+    not answer "0+4=?", though it ends with the sum, and a model soon learns that saying it again pays.
+    """
 
     check: str
 
@@ -59,7 +64,10 @@ class Verifier:
     def __call__(self, prompt: Prompt, answers: Sequence[Answer]) -> list[float]:
         """See `Scorer`."""
         wanted = str(prompt.row["answer"])
-        return [float(self._right(answer.text, wanted)) for answer in answers]
+        echoes = [self.check == "number" and is_echo(answer.text, prompt.text) for answer in answers]
+        return [
+            float(not echo and self._right(answer.text, wanted)) for answer, echo in zip(answers, echoes, strict=True)
+        ]
 
     def _right(self, text: str, wanted: str) -> bool:
         if self.check == "number":
@@ -73,6 +81,17 @@ def number(text: str) -> float | None:
     """The last number of a text, whose thousands may be parted by commas."""
     found = _NUMBER.findall(text)
     return float(found[-1].replace(",", "")) if found else None
+
+
+def is_echo(answer: str, prompt: str) -> bool:
+    """Whether an answer is a piece of the prompt with more than one number, whatever stands between the words.
+
+    A single number is none, since it may be what is asked: which of 3 and 5 is larger.
+    """
+    said, asked = (_WORD.findall(text.lower()) for text in (answer, prompt))
+    if sum(word.isdecimal() for word in said) < 2:
+        return False
+    return any(asked[begin : begin + len(said)] == said for begin in range(len(asked) - len(said) + 1))
 
 
 class ModelReward:
@@ -148,10 +167,21 @@ class Rewards:
         return [value if answer.sampled.ended else self._unended for answer, value in zip(answers, found, strict=True)]
 
 
-def make_rewards(config: RewardConfig, tokenizer: Path, device: torch.device) -> Rewards:
-    """What `config` asks for; see `ModelReward` and `UserReward` for what is raised."""
+def make_rewards(config: RewardConfig, tokenizer: Path, device: torch.device, tasks: Scorer | None = None) -> Rewards:
+    """What `config` asks for.
+
+    Args:
+        tasks: the scorer of computed problems, where these are asked.
+
+    Raises:
+        ConfigError: `tasks` are wanted, and there are none; or see `ModelReward`.
+        InputError: see `ModelReward` and `UserReward`.
+    """
     if config.kind == "verifier":
-        scorer: Scorer = Verifier(config.check)
+        check = config.check or ("number" if tasks is None else "task")
+        if check == "task" and tasks is None:
+            raise ConfigError("reward.check = 'task' is of prompts.kind = 'reasoning-gym'; use another check")
+        scorer: Scorer = tasks if check == "task" and tasks is not None else Verifier(check)
     elif config.kind == "model":
         assert config.folder is not None, "the recipe is checked"
         scorer = ModelReward(config.folder, tokenizer, device)

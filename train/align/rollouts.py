@@ -36,7 +36,8 @@ from penjing.train.recipe.data import RolloutData
 Rollout = dict[str, Tensor]
 """Of the P prompts of a step with S answers of up to L tokens: "tokens" (P, S, L) int64, "sizes" (P, S) int64, "ended"
 and "reward" (P, S) float64, "gold" likewise where it is recorded; "old", "reference", "engine" (P, S, L) float32
-log-probabilities and "value" (P, S, L), expected rewards, where they are needed."""
+log-probabilities and "value" (P, S, L), expected rewards, where they are needed. With redraws also "asked" (P, S)
+float64, how many answers were sampled in each place, and "reward sum" and the like (P, S), what these have together."""
 
 
 def answer_batch(
@@ -132,37 +133,39 @@ class RolloutStream:
     def _roll_out(self, taken: int) -> Rollout:
         data, learner = self._data, self._learner()
         learner.model.eval()
-        mine = [place for some in self._mine() for place in some.tolist() if place < data.batch_size]
-        prompts = [self._prompts[int(self._places[place])] for place in mine]
-        seeds = [answer_seed(self._seed, taken, place) for place in mine]
-        found = learner.sampler.sample(
-            [prompt.tokens for prompt in prompts], seeds, data.samples, data.max_tokens, data.temperature
-        )
-        learner.model.train()
+        judged = ["ended", "reward", *(["gold"] if self._rewards.gold is not None else [])]
+        counted = ["asked", *(f"{name} sum" for name in judged)] if self._algorithm.redraws else []
         shape = data.batch_size, data.samples
         rollout: Rollout = {
+            "place": torch.zeros(data.batch_size, dtype=torch.int64),
             "tokens": torch.zeros((*shape, data.max_tokens), dtype=torch.int64),
             "sizes": torch.zeros(shape, dtype=torch.int64),
-            "ended": torch.zeros(shape, dtype=torch.float64),
-            "reward": torch.zeros(shape, dtype=torch.float64),
             "engine": torch.zeros((*shape, data.max_tokens)),
-        }
-        if self._rewards.gold is not None:
-            rollout["gold"] = torch.zeros(shape, dtype=torch.float64)
-        for place, prompt, answers in zip(mine, prompts, found, strict=True):
-            for sample, answer in enumerate(answers):
-                size = len(answer.tokens)
-                rollout["tokens"][place, sample, :size] = torch.tensor(answer.tokens)
-                rollout["engine"][place, sample, :size] = torch.tensor(answer.logprobs)
-                rollout["sizes"][place, sample], rollout["ended"][place, sample] = size, answer.ended
-            texts = [Answer(answer, self._decode(answer.tokens)) for answer in answers]
-            rollout["reward"][place] = torch.tensor(self._rewards(prompt, texts), dtype=torch.float64)
-            if self._rewards.gold is not None:
-                rollout["gold"][place] = torch.tensor(self._rewards.gold(prompt, texts), dtype=torch.float64)
+        } | {name: torch.zeros(shape, dtype=torch.float64) for name in (*judged, *counted)}
+        mine = [place for some in self._mine() for place in some.tolist() if place < data.batch_size]
+        for place in mine:
+            rollout["place"][place] = int(self._places[place])
+        for draw in range(1 + self._algorithm.redraws):
+            # The first draw has the seeds of a run without redraws.
+            seeds = [answer_seed(self._seed, taken, place, *([draw] if draw else [])) for place in mine]
+            if draw:
+                for place, seed in zip(mine, seeds, strict=True):
+                    rollout["place"][place] = answer_seed(seed) % len(self._prompts)
+            prompts = [self._prompts[int(rollout["place"][place])].tokens for place in mine]
+            found = learner.sampler.sample(prompts, seeds, data.samples, data.max_tokens, data.temperature)
+            for place, answers in zip(mine, found, strict=True):
+                self._judge(rollout, place, answers)
+                if counted:
+                    rollout["asked"][place] += 1
+                    for name in judged:
+                        rollout[f"{name} sum"][place] += rollout[name][place]
+            mine = [place for place in mine if bool((rollout["reward"][place] == rollout["reward"][place, 0]).all())]
+        learner.model.train()
         for name in sorted(rollout):
             self._world.sum(rollout[name])
         algorithm = self._algorithm
         whole_kl = algorithm.kind == "rloo" and algorithm.kl > 0
+        self._places = rollout.pop("place").numpy()
         if algorithm.kind == "ppo":
             rollout["old"], rollout["value"] = self._asked(rollout, learner.model, valued=True)
         elif algorithm.updates > 1 or whole_kl:
@@ -170,6 +173,21 @@ class RolloutStream:
         if learner.reference is not None:
             (rollout["reference"],) = self._asked(rollout, learner.reference)
         return rollout
+
+    def _judge(self, rollout: Rollout, place: int, answers: Sequence[Sampled]) -> None:
+        """Put the answers to a prompt, and what they are worth, where others may have stood."""
+        for name in ("tokens", "engine"):
+            rollout[name][place] = 0
+        for sample, answer in enumerate(answers):
+            size = len(answer.tokens)
+            rollout["tokens"][place, sample, :size] = torch.tensor(answer.tokens)
+            rollout["engine"][place, sample, :size] = torch.tensor(answer.logprobs)
+            rollout["sizes"][place, sample], rollout["ended"][place, sample] = size, answer.ended
+        prompt = self._prompts[int(rollout["place"][place])]
+        texts = [Answer(answer, self._decode(answer.tokens)) for answer in answers]
+        rollout["reward"][place] = torch.tensor(self._rewards(prompt, texts), dtype=torch.float64)
+        if self._rewards.gold is not None:
+            rollout["gold"][place] = torch.tensor(self._rewards.gold(prompt, texts), dtype=torch.float64)
 
     @torch.no_grad()
     def _asked(self, rollout: Rollout, model: nn.Module, *, valued: bool = False) -> list[Tensor]:
@@ -254,8 +272,9 @@ class RolloutStream:
             rows = rollout[name][some].flatten(0, 1).tolist()
             return [row[:size] for row, size in zip(rows, sizes, strict=True)]
 
-        names = [name for name in ("reward", "ended", "gold") if name in rollout]
-        of_answers = {name: rollout[name][some].flatten().float() for name in names}
+        names = {name: name for name in ("reward", "ended", "gold", "asked") if name in rollout}
+        names |= {name: f"{name} sum" for name in names if f"{name} sum" in rollout}
+        of_answers = {name: rollout[of][some].flatten().float() for name, of in names.items()}
         kept = [*more, *(name for name in ("old", "reference") if name in rollout and self._is_learnt(name))]
         if self._data.temperature == 1:
             kept.append("engine")

@@ -50,11 +50,16 @@ class Taken:
 
 
 def take_rows(
-    sources: Sequence[str], take: Callable[[Row], T], most_bad: float, progress: Progress, section: str = "data"
+    sources: Sequence[str] | Iterator[tuple[str, Row]],
+    take: Callable[[Row], T],
+    most_bad: float,
+    progress: Progress,
+    section: str = "data",
 ) -> tuple[list[T], Taken]:
     """What `take` makes of each row of `sources`, in their order; what became of the others is counted and told.
 
     Args:
+        sources: files, folders and built-in ones; or rows that are there already, each after the place of it.
         take: raises `RowError`, `RequestError` or `TooLongError` for a row that it leaves out.
         most_bad: a larger share of bad rows is an error.
         section: of the recipe, which messages name.
@@ -64,33 +69,36 @@ def take_rows(
     """
     kept: list[T] = []
     taken = Taken()
-    progress.start(
-        "reading conversations", sum(path.stat().st_size for each in sources for path in _files(each, section))
-    )
-    for source in sources:
-        for where, row in _rows(source, progress, section):
-            try:
-                if isinstance(row, str):
-                    raise RowError(row)
-                kept.append(take(row))
-            except TooLongError:
-                taken.too_long += 1
-            except (RowError, RequestError) as error:
-                taken.bad.append((where, str(error)))
+    if isinstance(sources, Iterator):
+        named, known, size, rows = section, "", 0, sources
+    else:
+        named, known = f"{section}.sources", f" {list(sources)}"
+        size = sum(path.stat().st_size for each in sources for path in _files(each, section))
+        rows = (row for source in sources for row in _rows(source, progress, section))
+    progress.start("reading conversations", size)
+    for where, row in rows:
+        try:
+            if isinstance(row, str):
+                raise RowError(row)
+            kept.append(take(row))
+        except TooLongError:
+            taken.too_long += 1
+        except (RowError, RequestError) as error:
+            taken.bad.append((where, str(error)))
     taken.count = len(kept)
     read = taken.count + taken.too_long + len(taken.bad)
     if taken.bad and len(taken.bad) > most_bad * read:
         first = "; ".join(f"{where}: {reason}" for where, reason in taken.bad[:_SHOWN])
         raise InputError(
-            f"{section}.sources: {len(taken.bad)} of {read} rows are bad: {first}; correct them, or raise "
+            f"{named}: {len(taken.bad)} of {read} rows are bad: {first}; correct them, or raise "
             f"{section}.most_damaged to leave them out"
         )
     if not kept:
         raise InputError(
-            f"{section}.sources {list(sources)} leave nothing to learn from: {taken}; give other data, or "
+            f"{named}{known} leave nothing to learn from: {taken}; give other data, or "
             + ("raise data.sequence_length" if section == "data" else "lower data.max_tokens")
         )
-    progress.note(f"{section}.sources: {taken}")
+    progress.note(f"{named}: {taken}")
     return kept, taken
 
 

@@ -20,6 +20,7 @@ from penjing.core.text.tokenizer import read_backend
 from penjing.train.align.actor_critic import ActorCritic
 from penjing.train.align.page import write_rollout_page
 from penjing.train.align.prompts import Answer, read_prompts
+from penjing.train.align.reasoning import ReasoningTasks
 from penjing.train.align.rewards import make_rewards
 from penjing.train.align.rollouts import Learner, RolloutStream, answer_batch, greedy_answers
 from penjing.train.align.sampler import Sampler
@@ -63,8 +64,10 @@ class RolloutTuning(DecoderTask):
         self._network = ActorCritic if algorithm.kind == "ppo" else Decoder
         super().__init__(recipe, config, folder, progress, template)
         self._data, self._algorithm = data, algorithm
-        self._rewards = make_rewards(recipe.reward, folder, choose_device(recipe.device))
-        found = read_prompts(prompts.sources, self._writer, room, prompts.most_damaged, self._rewards.wrong, progress)
+        tasks = ReasoningTasks(prompts) if prompts.kind == "reasoning-gym" else None
+        self._rewards = make_rewards(recipe.reward, folder, choose_device(recipe.device), tasks)
+        given = prompts.sources if tasks is None else tasks.rows()
+        found = read_prompts(given, self._writer, room, prompts.most_damaged, self._rewards.wrong, progress)
         held = held_out_places([each.key for each in found], prompts.held_out if recipe.evaluation.every else 0.0)
         if recipe.evaluation.every and not held:
             raise ConfigError(
@@ -212,9 +215,9 @@ def _objective(algorithm: AlgorithmConfig, data: RolloutData) -> TaskObjective:
             most=data.max_tokens, temperature=data.temperature,
         )  # fmt: skip
     return PolicyGradient(
-        clip=algorithm.clip, dual=algorithm.dual, kl=algorithm.kl, whole=algorithm.kind == "rloo",
-        aggregate=algorithm.aggregate if algorithm.kind == "grpo" else "answer", most=data.max_tokens,
-        temperature=data.temperature,
+        clip=algorithm.clip, dual=algorithm.dual, kl=algorithm.kl, entropy=algorithm.entropy,
+        whole=algorithm.kind == "rloo", aggregate=algorithm.aggregate if algorithm.kind == "grpo" else "answer",
+        most=data.max_tokens, temperature=data.temperature,
     )  # fmt: skip
 
 

@@ -33,6 +33,9 @@ class AlarmConfig(Config):
     answers_run_on: Action = Field(
         default="log", description="Of rollouts: when many answers do not end within data.max_tokens."
     )
+    entropy_falls: Action = Field(
+        default="log", description="Of rollouts: when the model no longer tries different answers."
+    )
     loss_spike_deviations: float = Field(
         default=6.0, gt=0, description="Standard deviations above the running mean from which a loss is a spike."
     )
@@ -53,10 +56,14 @@ class AlarmConfig(Config):
     answers_run_on_above: float = Field(
         default=0.5, gt=0, le=1, description="The share of such answers above which answers_run_on rings."
     )
+    entropy_falls_below: float = Field(
+        default=0.02, gt=0, description="The entropy of a token, in nats, below which entropy_falls rings."
+    )
     patience: int = Field(
         default=3,
         ge=1,
-        description="Records in a row before gpu_use, memory, io_wait, chosen_falls or answers_run_on rings.",
+        description="Records in a row before gpu_use, memory, io_wait, chosen_falls, answers_run_on or entropy_falls "
+        "rings.",
     )
 
 
@@ -108,7 +115,7 @@ class Alarms:
 
     def on_record(self, record: Mapping[str, Any]) -> list[Alarm]:
         """Watch the slow quantities of a record, each optional: gpu_use, memory_share, io_wait and ended, each a
-        share of 1, and chosen_change."""
+        share of 1, chosen_change, and entropy beside reward."""
         config = self.config
         rung: list[Alarm] = []
         for name, key, bad, rule in (
@@ -139,6 +146,17 @@ class Alarms:
                     "answers_run_on",
                     f"{1 - ended:.0%} of the answers do not end, above {edge:.0%}, for {config.patience} records; "
                     "raise data.max_tokens, begin with a checkpoint that ends its answers, or set algorithm.kl",
+                )
+        if (entropy := record.get("entropy")) is not None and "reward" in record:
+            edge = config.entropy_falls_below
+            self._in_a_row["entropy"] = self._in_a_row.get("entropy", 0) + 1 if entropy < edge else 0
+            if self._in_a_row["entropy"] == config.patience:
+                rung += self._ring(
+                    "entropy_falls",
+                    f"the entropy of a token is {entropy:.3f} nats, below {edge:g}, for {config.patience} records, "
+                    f"with a mean reward of {record['reward']:.2f}: the model no longer tries other answers, so the "
+                    "reward will hardly rise; if it is not yet good, begin again with a lower learning rate, "
+                    "algorithm.entropy = 0.01, or algorithm.redraws",
                 )
         return rung
 

@@ -2,7 +2,9 @@
 
 The batch is one of answers: "tokens" (B, T) int64; "rows" (R,) int64, the places in the flattened tokens whose next
 token is part of an answer, "next" (R,) int64, that token, and "answer" (R,) int64, the row in B of each; "advantage",
-"reward", "ended" and "silent", of a group of equal rewards, (B,) float32; "real" (B,) bool, which answers count. "old",
+"reward", "ended" and "silent", of a group of equal rewards, (B,) float32; "real" (B,) bool, which answers count. Where
+there is "asked" (B,) float32, "reward", "ended" and "gold" are sums over so many answers, with those that were given
+first and replaced. "old",
 "reference" and "engine" (R,) float32, the tokens' log-probabilities before the first update from these answers, by the
 reference and by the engine that sampled them, may be there; and "gold" (B,) float32, rewards that are only recorded.
 """
@@ -27,13 +29,15 @@ class PolicyGradient:
     """The clipped policy gradient (https://arxiv.org/abs/1707.06347) with a penalty for leaving a reference.
 
     With the ratio r of a token's probability to the one that it was sampled with and the answer's advantage A, a token
-    costs −min(r A, clamp(r, 1 − low, 1 + high) A) + kl × (exp(d) − d − 1), where d is the reference's log-probability
-    less the model's. Without "old" in the batch, r is 1 and the gradient is that of REINFORCE.
+    costs −min(r A, clamp(r, 1 − low, 1 + high) A) + kl × (exp(d) − d − 1) − entropy × H, where d is the reference's
+    log-probability less the model's and H the model's entropy there. Without "old" in the batch, r is 1 and the
+    gradient is that of REINFORCE.
 
     Attributes:
         clip: low and high.
         dual: the largest r of what is not clamped; bounds the loss of negative advantages. None: not bounded.
         kl: weight of the penalty.
+        entropy: weight of a reward for the entropy of the model before each token.
         whole: r is of the whole answer, the product of its tokens' ratios, as in RLOO; there is no penalty then.
         aggregate: what the loss is a mean of: "token", all tokens of the step (DAPO); "answer", the answers' means
             (GRPO); "constant", the answers' sums over `most` (Dr. GRPO). Of whole answers: "answer".
@@ -44,6 +48,7 @@ class PolicyGradient:
     clip: tuple[float, float] = (0.2, 0.2)
     dual: float | None = None
     kl: float = 0.0
+    entropy: float = 0.0
     whole: bool = False
     aggregate: Aggregate = "token"
     most: int = 1
@@ -71,6 +76,8 @@ class PolicyGradient:
             away = ahead.exp() - ahead - 1
             if self.kl and not self.whole:
                 each = each + self.kl * away
+        if self.entropy and not self.whole:
+            each = each - self.entropy * entropy
         weight = real if self.whole else real[owner] * token_weights(self.aggregate, sizes, self.most)[owner]
         with torch.no_grad():
             counts = real if self.whole else real[owner]
@@ -147,7 +154,11 @@ def weighted_mean(values: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
 def answer_metrics(batch: Batch, entropy_R: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
     """(Sum, count) of what is recorded of all answers, whatever they are learnt with."""
     real = batch["real"].to(entropy_R.dtype)
-    of_answers = {name: weighted_mean(batch[name], real) for name in ("reward", "ended", "gold") if name in batch}
+    asked = (real * batch["asked"] if "asked" in batch else real).sum()
+    known = [name for name in ("reward", "ended", "gold") if name in batch]
+    of_answers = {name: (weighted_mean(batch[name], real)[0], asked) for name in known}
+    if "asked" in batch:
+        of_answers["asked"] = weighted_mean(batch["asked"], real)
     return of_answers | {
         "length": weighted_mean(answer_sums(torch.ones_like(entropy_R), batch), real),
         "entropy": weighted_mean(entropy_R, real[batch["answer"]]),

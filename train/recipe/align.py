@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import inf
 from pathlib import Path
 from typing import Any, Literal
 
@@ -9,20 +10,63 @@ from pydantic import Field, ValidationInfo, field_validator
 
 from penjing.core.config import Config
 from penjing.train.objective.policy import Aggregate, Scale
-from penjing.train.recipe.rows import RowConfig
+from penjing.train.recipe.rows import WrittenConfig
 
-_OF_PPO = ("discount", "trace", "value_weight", "value_clip", "entropy")
+_OF_PPO = ("discount", "trace", "value_weight", "value_clip")
+_OWNERS: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(_OF_PPO, ("ppo",)),
+    "aggregate": ("grpo", "ppo"),
+    "dual": ("grpo", "ppo"),
+    "entropy": ("grpo", "ppo"),
+    "redraws": ("grpo", "rloo"),
+}
 
 
-class PromptConfig(RowConfig):
-    """What is asked: rows with `prompt` (a text, or messages) and, for a verifier, `answer`."""
+class PromptConfig(WrittenConfig):
+    """What is asked: rows with `prompt` (a text, or messages) and, for a verifier, `answer`; or computed problems."""
 
+    kind: Literal["rows", "reasoning-gym"] = Field(
+        default="rows",
+        description='Your own rows, or problems that the package reasoning-gym computes, "reasoning-gym".',
+    )
+    sources: tuple[str, ...] = Field(
+        default=(),
+        validate_default=True,
+        description="Of rows: files .jsonl or .parquet, and folders of them; or 'builtin:sums', 512 small sums.",
+    )
+    tasks: dict[str, float] = Field(
+        default={},
+        validate_default=True,
+        description="Of reasoning-gym: its tasks with the share of the problems that each has, {chain_sum = 1.0}.",
+    )
+    settings: dict[str, dict[str, Any]] = Field(
+        default={},
+        description="Of reasoning-gym: settings of single tasks, {chain_sum = {max_terms = 2, max_digits = 1}}.",
+    )
+    count: int = Field(
+        default=1000, ge=2, le=1_000_000, description="Of reasoning-gym: problems, with those that are held out."
+    )
     held_out: float = Field(
         default=0.1,
         ge=0,
         lt=1,
         description="Share of the prompts that is kept for evaluation; equal prompts stay together.",
     )
+
+    @field_validator("sources", "tasks", "settings", "count")
+    @classmethod
+    def _of_kind(cls, value: Any, info: ValidationInfo) -> Any:
+        kind, name = info.data.get("kind", "rows"), info.field_name or ""
+        owner = "rows" if name == "sources" else "reasoning-gym"
+        if kind != owner and value != cls.model_fields[name].default:
+            raise ValueError(f"is of kind = {owner!r}, not of {kind!r}; leave it out")
+        if kind == owner and name == "sources" and not value:
+            raise ValueError("names what is asked: files, folders or 'builtin:sums'")
+        if kind == owner and name == "tasks" and not (value and all(0 < share < inf for share in value.values())):
+            raise ValueError("names at least one task, with a share above 0: {chain_sum = 1.0}")
+        if name == "settings" and (unknown := set(value) - set(info.data.get("tasks", value))):
+            raise ValueError(f"has {min(unknown)!r}, which tasks does not name")
+        return value
 
 
 class AlgorithmConfig(Config):
@@ -76,10 +120,19 @@ class AlgorithmConfig(Config):
         default=0.2, gt=0, description="Of ppo: how far a value may move in the updates from one batch of answers."
     )
     entropy: float = Field(
-        default=0.0, ge=0, description="Of ppo: weight of a reward for the entropy of the next token, so that it tries."
+        default=0.0,
+        ge=0,
+        description="Of grpo and ppo: weight of a reward for the entropy of the next token, so that it tries.",
+    )
+    redraws: int = Field(
+        default=0,
+        ge=0,
+        le=16,
+        description="Of grpo and rloo: how often a prompt whose answers are all worth the same, so that nothing is "
+        "learnt of them, is replaced by another before the update (dynamic sampling).",
     )
 
-    @field_validator("scale", "aggregate", "dual", "reference", *_OF_PPO)
+    @field_validator("scale", "reference", *_OWNERS)
     @classmethod
     def _belongs(cls, value: Any, info: ValidationInfo) -> Any:
         kind, name = info.data.get("kind", "grpo"), info.field_name or ""
@@ -87,8 +140,8 @@ class AlgorithmConfig(Config):
             return {"grpo": "group", "rloo": "none", "ppo": "batch"}[kind]
         if name == "scale" and kind != "grpo" and value == "group":
             raise ValueError(f"of {kind} is 'batch' or 'none'")
-        owners = ("ppo",) if name in _OF_PPO else ("grpo", "ppo")
-        if name in ("aggregate", "dual", *_OF_PPO) and kind not in owners and value != cls.model_fields[name].default:
+        owners = _OWNERS.get(name, (kind,))
+        if kind not in owners and value != cls.model_fields[name].default:
             raise ValueError(f"is of kind = {' or '.join(map(repr, owners))}, not of {kind!r}; leave it out")
         if name == "reference" and value is not None and not info.data.get("kl"):
             raise ValueError("is what the penalty algorithm.kl is measured from; set that above 0, or leave it out")
@@ -109,10 +162,11 @@ class RewardConfig(Config):
         description='"verifier": 1 for the answer that the prompt\'s row names, else 0; "model": the score of a reward '
         'model; or "file.py:function": a function of your own.'
     )
-    check: Literal["number", "exact", "regex"] = Field(
-        default="number",
-        description="Of verifier: the last number of the answer is that of the row's `answer`; the texts are the same; "
-        "or the answer matches it as a regular expression.",
+    check: Literal["number", "exact", "regex", "task"] | None = Field(
+        default=None,
+        description="Of verifier: the last number of the answer is that of the row's `answer`, and the answer does "
+        "not only say numbers of the prompt again; the texts are the same; the answer matches it as a regular "
+        "expression; or the scorer of reasoning-gym's task decides. By default the number, of reasoning-gym the task.",
     )
     folder: Path | None = Field(
         default=None, validate_default=True, description="Of model: the reward model's checkpoint."

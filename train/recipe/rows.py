@@ -9,13 +9,9 @@ from pydantic import Field
 from penjing.core.config import Config
 
 
-class RowConfig(Config):
-    """Rows of JSON lines or tables, written in the tokens of the checkpoint that the run begins with."""
+class WrittenConfig(Config):
+    """How rows are written in the tokens of the checkpoint that the run begins with, and which are held out."""
 
-    sources: tuple[str, ...] = Field(
-        min_length=1,
-        description="Files .jsonl or .parquet, and folders of them; or 'builtin:sums', 512 small sums.",
-    )
     template: Path | None = Field(
         default=None,
         description="A file with a chat template (Jinja) in place of the checkpoint's; it is exported too.",
@@ -31,4 +27,13 @@ class RowConfig(Config):
         ge=0,
         lt=1,
         description="Share of the rows that is kept for evaluation; equal prompts stay together.",
+    )
+
+
+class RowConfig(WrittenConfig):
+    """Rows of JSON lines or tables."""
+
+    sources: tuple[str, ...] = Field(
+        min_length=1,
+        description="Files .jsonl or .parquet, and folders of them; or 'builtin:sums', 512 small sums.",
     )

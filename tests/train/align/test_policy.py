@@ -53,3 +53,13 @@ def test_held_out_answers_are_judged_by_their_rewards(decoder: Decoder) -> None:
     assert float(loss.total) == -2.0
     assert [float(value) for value in loss.counted["reward"]] == [2.0, 5.0]
     assert float(loss.counted["length"][0]) == torch.bincount(batch["answer"])[:-1].sum()
+
+
+def test_the_reward_for_entropy_is_that_of_torchs_distribution(decoder: Decoder) -> None:  # noqa: F811
+    batch, weight = sampled(), decoder.model.norm.weight
+    logits = decoder(batch["tokens"], logit_rows=batch["rows"])
+    expected = torch.autograd.grad(-0.3 * torch.distributions.Categorical(logits=logits).entropy().sum(), weight)
+    with_entropy, plain = (
+        torch.autograd.grad(PolicyGradient(entropy=entropy)(decoder, batch).total, weight)[0] for entropy in (0.3, 0.0)
+    )
+    torch.testing.assert_close(with_entropy - plain, expected[0], rtol=1e-4, atol=1e-5)

@@ -75,6 +75,9 @@ def vowels(prompt, answer, row):
     assert prompt == row["prompt"]
     return sum(letter in "aeiou" for letter in answer) / 4
 
+def starts(prompt, answer, row):
+    return answer[:1] in "aeiou"
+
 def same(prompt, answer, row):
     return 0.3
 
@@ -126,7 +129,7 @@ def test_the_reward_rises_and_the_engine_follows_the_learner(recipe: Path, tmp_p
     assert (tmp_path / "out/adapter").exists() == bool(settings)
 
 
-@pytest.mark.parametrize("settings", [[], ["algorithm.updates=2", "algorithm.kl=0.1"]])
+@pytest.mark.parametrize("settings", [["algorithm.redraws=1"], ["algorithm.updates=2", "algorithm.kl=0.1"]])
 def test_a_run_goes_on_as_if_it_had_not_stopped(recipe: Path, tmp_path: Path, settings: list[str]) -> None:
     train(recipe, ["steps=5", *settings])
     whole = [f"output={tmp_path}/again", *settings]
@@ -143,6 +146,21 @@ def test_equal_rewards_change_no_bit(recipe: Path, tmp_path: Path, tiny_checkpoi
     before, after = (load_file(folder / "model.safetensors") for folder in (tiny_checkpoint, tmp_path / "out"))
     assert all(torch.equal(before[name], after[name]) for name in before)
     assert {record["silent"] for record in records(tmp_path / "out-run")} == {1.0}
+
+
+def test_prompts_whose_answers_are_worth_the_same_are_replaced(recipe: Path, tmp_path: Path) -> None:
+    # Few answers begin with a vowel, so that most groups of two are of equal rewards.
+    given = [f"reward.kind={tmp_path}/reward.py:starts", "data.samples=2", "steps=3", "learning_rate.peak=1e-9"]
+    silent = []
+    for redraws in (0, 4):
+        train(recipe, [*given, f"algorithm.redraws={redraws}"], force=True)
+        found = records(tmp_path / "out-run")[-3:]
+        silent.append(sum(record["silent"] for record in found))
+    assert silent[1] < silent[0]
+    assert "asked" not in found[0] or all(1 <= record["asked"] <= 5 for record in found)
+    assert max(record["asked"] for record in found) > 1
+    # What was replaced counts in the mean reward, which else would be higher than the model deserves.
+    assert all(0 <= record["reward"] <= 1 for record in found)
 
 
 def test_the_first_of_several_updates_has_ratios_of_one_and_no_distance(recipe: Path, tmp_path: Path) -> None:
@@ -170,7 +188,12 @@ class Meeting(World):
 
 
 @pytest.mark.parametrize(
-    "settings", [["algorithm.scale=batch"], ["algorithm.kind=rloo", "algorithm.kl=0.1"], ["algorithm.kind=ppo"]]
+    "settings",
+    [
+        ["algorithm.scale=batch", "algorithm.redraws=2"],
+        ["algorithm.kind=rloo", "algorithm.kl=0.1"],
+        ["algorithm.kind=ppo"],
+    ],
 )
 def test_two_processes_learn_what_one_does(recipe: Path, settings: list[str]) -> None:
     loaded = load_train_recipe(recipe, ["data.batch_size=3", *settings])
@@ -217,6 +240,26 @@ def test_a_verifier_compares_with_the_answer_of_the_row() -> None:
     assert Rewards(Verifier("number"), -1.0, "verifier")(prompt, answers("42", ended=False)) == [-1.0]
 
 
+@pytest.mark.parametrize(
+    ("prompt", "wanted", "answer", "worth"),
+    [
+        ("0+4=?", "4", "4", 1.0),
+        ("0+4=?", "4", "0+4", 0.0),
+        ("0+4=?", "4", " 0 + 4 = ?", 0.0),
+        ("0+4=?", "4", "0+4=4", 1.0),
+        ("What is 0 + 4?", "4", "what is 0 + 4", 0.0),
+        ("0加4等于几", "4", "0加4", 0.0),
+        ("0加4等于几", "4", "0加4等于4", 1.0),
+        ("Which is larger, 3 or 5?", "5", "5", 1.0),
+        ("Which is larger, 3 or 5?", "5", "3 or 5?", 0.0),
+        ("Which is larger, 3 or 5?", "5", "Not 3 but 5.", 1.0),
+        ("Say 12.5", "12.5", "12.50", 1.0),
+    ],
+)
+def test_saying_the_question_again_is_no_answer(prompt: str, wanted: str, answer: str, worth: float) -> None:
+    assert Verifier("number")(Prompt([1], {"prompt": prompt, "answer": wanted}), answers(answer)) == [worth]
+
+
 def test_a_reward_model_scores_prompt_and_answer(tiny_checkpoint: Path, tmp_path: Path) -> None:
     from penjing.core.checkpoint.decoder import open_checkpoint
 
@@ -238,7 +281,7 @@ def test_a_reward_model_scores_prompt_and_answer(tiny_checkpoint: Path, tmp_path
 @pytest.mark.parametrize(
     ("name", "says"),
     [
-        ("raises", r"raises raised KeyError, line 13: 'nothing'; mend the function"),
+        ("raises", r"raises raised KeyError, line 16: 'nothing'; mend the function"),
         ("hangs", "took longer than 1 s for the answer 'x'; mend the function, or raise reward.timeout"),
         ("ends", "its process ended with code 3 at the answer 'x'"),
         ("silent", "returned no number for the answer 'x'; return a float"),
@@ -259,6 +302,10 @@ def test_a_function_that_fails_is_one_error(recipe: Path, tmp_path: Path, name: 
          "algorithm.scale: .*of rloo is 'batch' or 'none'"),
         (["algorithm.kind=rloo", "algorithm.dual=2.0"],
          "algorithm.dual: .*is of kind = 'grpo' or 'ppo', not of 'rloo'"),
+        (["algorithm.kind=ppo", "algorithm.redraws=1"],
+         "algorithm.redraws: .*is of kind = 'grpo' or 'rloo', not of 'ppo'"),
+        (["algorithm.kind=rloo", "algorithm.entropy=0.1"],
+         "algorithm.entropy: .*is of kind = 'grpo' or 'ppo', not of 'rloo'"),
         (["algorithm.reference=x"], "algorithm.reference: .*is what the penalty algorithm.kl is measured from"),
         (["reward.kind=gold"], "reward.kind: .*'verifier', 'model', or a function"),
         (["reward.kind=model"], "reward.folder: .*is the reward model that kind = 'model' asks"),
@@ -294,3 +341,11 @@ def test_an_alarm_tells_of_answers_that_run_on() -> None:
     rung = [alarms.on_record({"ended": ended}) for ended in (0.6, 0.4, 0.3, 0.2)]
     assert [len(each) for each in rung] == [0, 0, 1, 0]
     assert "70% of the answers do not end, above 50%" in rung[2][0].message
+
+
+def test_an_alarm_tells_of_a_model_that_tries_nothing_else() -> None:
+    alarms = Alarms(AlarmConfig(patience=2))
+    rung = [alarms.on_record({"entropy": entropy, "reward": 0.2}) for entropy in (0.5, 0.01, 0.01, 0.01)]
+    assert [len(each) for each in rung] == [0, 0, 1, 0]
+    assert "0.010 nats, below 0.02, for 2 records, with a mean reward of 0.20" in rung[2][0].message
+    assert not alarms.on_record({"entropy": 0.0})  # of a run without rewards
