@@ -85,7 +85,7 @@ def random_int4(kernels: CpuExtension, outputs: int, inputs: int) -> Panels:
     generator = torch.Generator().manual_seed(inputs)
     words = torch.randint(-(1 << 31), (1 << 31) - 1, (outputs, inputs // 8), dtype=torch.int32, generator=generator)
     scales = (torch.rand(outputs, inputs // GROUP, generator=generator) * 0.01).bfloat16()
-    return kernels.prepack_int4([(words, scales, None)], GROUP)
+    return kernels.prepack_int4([(words, scales, None, None)], GROUP)
 
 
 def few_rows(kernels: CpuExtension, rounds: int) -> list[Row]:

@@ -2,6 +2,12 @@
 
     y[m, n] = scale[m] × Σ_g (Σ_{k in g} q[m, k] · w[n, k]) × scale[n, g] + bias[n]
 
+With offsets a weight is u × scale + offset for u in [0, 15], as llama.cpp's Q4_1 has it, and activations have a scale
+for each group too, as its Q8_1:
+
+    y[m, n] = Σ_g ((Σ_{k in g} q[m, k] · u[n, k]) × scale[n, g] + (Σ_{k in g} q[m, k]) × offset[n, g]) × scale[m, g]
+              + bias[n]
+
 The sum of a group is exact. The groups are added in float32 in their order, each product rounded before it is added.
 Every implementation does just that: results are equal bit by bit on every processor and for every batch.
 """
@@ -20,7 +26,7 @@ from penjing.kernels.int8_linear import int8_matmul
 from penjing.kernels.quantize import quantize_per_token_torch
 
 if TYPE_CHECKING:
-    from penjing.kernels.cpu.packing import Panels
+    from penjing.kernels.cpu.packing import Int4Part, Panels
 
 VALUES_A_WORD = 8
 OFFSET = 8
@@ -32,6 +38,7 @@ class PackedInt4:
 
     packed_NK8: torch.Tensor  # noqa: N815  int32, contiguous: `pack_int4` of values in [−8, 7]
     scale_NG: torch.Tensor  # noqa: N815  float32, bfloat16 or float16, contiguous
+    offset_NG: torch.Tensor | None  # noqa: N815  as scale_NG
     bias_N: torch.Tensor | None  # noqa: N815  float32
     in_features: int
     out_features: int
@@ -44,7 +51,12 @@ class PackedInt4:
 
         cpp = extension()
         assert cpp is not None  # asked for by the extension's own path
-        return cpp.prepack_int4([(self.packed_NK8, self.scale_NG, self.bias_N)], self.group)
+        return cpp.prepack_int4([self.part], self.group)
+
+    @property
+    def part(self) -> Int4Part:
+        """What the C++ extension packs."""
+        return self.packed_NK8, self.scale_NG, self.offset_NG, self.bias_N
 
 
 def pack_int4(weight_NK: torch.Tensor) -> torch.Tensor:
@@ -73,16 +85,23 @@ def unpack_int4(packed_NK8: torch.Tensor) -> torch.Tensor:
     return torch.stack(places, dim=-1).flatten(1) - OFFSET
 
 
-def prepack_int4(packed_NK8: torch.Tensor, scale_NG: torch.Tensor, bias_N: torch.Tensor | None = None) -> PackedInt4:
+def prepack_int4(
+    packed_NK8: torch.Tensor,
+    scale_NG: torch.Tensor,
+    bias_N: torch.Tensor | None = None,
+    offset_NG: torch.Tensor | None = None,
+) -> PackedInt4:
     """Check a 4-bit weight for `int4_linear`.
 
     Args:
         packed_NK8: (N, K / 8) int32 of `pack_int4`.
         scale_NG: (N, G) floating, each of K / G inputs that follow each other, a multiple of 32.
         bias_N: (N,) floating or None.
+        offset_NG: as `scale_NG`, what each weight of a group lies above; None for values around zero.
 
     Raises:
-        ValueError: a wrong shape, dtype or device, a scale that is NaN or infinite, or groups that do not fit.
+        ValueError: a wrong shape, dtype or device, a scale or an offset that is NaN or infinite, or groups that do not
+            fit.
     """
     if packed_NK8.dim() != 2 or packed_NK8.dtype != torch.int32 or 0 in packed_NK8.shape:
         raise ValueError(f"packed_NK8 is {tuple(packed_NK8.shape)} {packed_NK8.dtype}; int32 (N, K / 8) is needed")
@@ -99,14 +118,23 @@ def prepack_int4(packed_NK8: torch.Tensor, scale_NG: torch.Tensor, bias_N: torch
         )
     if not torch.isfinite(scale_NG).all():
         raise ValueError("scale_NG holds values that are NaN or infinite: the scales overflowed when they were stored")
+    if offset_NG is not None:
+        if offset_NG.shape != scale_NG.shape or offset_NG.dtype != scale_NG.dtype:
+            raise ValueError(
+                f"offset_NG is {tuple(offset_NG.shape)} {offset_NG.dtype}; shape and type of scale_NG, "
+                f"{tuple(scale_NG.shape)} {scale_NG.dtype}, are needed"
+            )
+        if not torch.isfinite(offset_NG).all():
+            raise ValueError("offset_NG holds values that are NaN or infinite: they overflowed when they were stored")
     if bias_N is not None and (bias_N.numel() != out_features or not bias_N.is_floating_point()):
         raise ValueError(f"bias_N is {tuple(bias_N.shape)} {bias_N.dtype}; {out_features} floating values are needed")
-    for name, tensor in (("scale_NG", scale_NG), *(() if bias_N is None else (("bias_N", bias_N),))):
-        if tensor.device != packed_NK8.device:
+    for name, tensor in (("scale_NG", scale_NG), ("offset_NG", offset_NG), ("bias_N", bias_N)):
+        if tensor is not None and tensor.device != packed_NK8.device:
             raise ValueError(f"{name} is on {tensor.device}, packed_NK8 on {packed_NK8.device}")
     return PackedInt4(
         packed_NK8=packed_NK8.contiguous(),
         scale_NG=scale_NG.detach().contiguous(),
+        offset_NG=None if offset_NG is None else offset_NG.detach().contiguous(),
         bias_N=None if bias_N is None else bias_N.detach().reshape(out_features).to(torch.float32).contiguous(),
         in_features=in_features,
         out_features=out_features,
@@ -115,7 +143,7 @@ def prepack_int4(packed_NK8: torch.Tensor, scale_NG: torch.Tensor, bias_N: torch
 
 
 def int4_linear(x_MK: torch.Tensor, packed: PackedInt4) -> torch.Tensor:
-    """The layer at the head of this file, with q, scale_M = quantize_per_token(x).
+    """The layer at the head of this file, with q, scale_M = quantize_per_token(x), with offsets of each group of x.
 
     Args:
         x_MK: (M, in_features) floating; M may be 0.
@@ -138,6 +166,8 @@ def int4_linear(x_MK: torch.Tensor, packed: PackedInt4) -> torch.Tensor:
 
 def int4_linear_torch(x_MK: torch.Tensor, packed: PackedInt4) -> torch.Tensor:
     """The reference of `int4_linear`."""
+    if packed.offset_NG is not None:
+        return _with_offsets(x_MK, packed, packed.offset_NG.to(torch.float32))
     q_MK, scale_M = quantize_per_token_torch(x_MK)
     weight_NK, scale_NG = unpack_int4(packed.packed_NK8), packed.scale_NG.to(torch.float32)
     y_MN = torch.zeros(len(x_MK), packed.out_features, device=x_MK.device)
@@ -146,4 +176,18 @@ def int4_linear_torch(x_MK: torch.Tensor, packed: PackedInt4) -> torch.Tensor:
         acc_MN = int8_matmul(q_MK[:, part].contiguous(), weight_NK[:, part].contiguous())
         y_MN.add_(acc_MN.to(torch.float32).mul_(scale_NG[:, index]))
     y_MN.mul_(scale_M[:, None])
+    return y_MN if packed.bias_N is None else y_MN.add_(packed.bias_N)
+
+
+def _with_offsets(x_MK: torch.Tensor, packed: PackedInt4, offset_NG: torch.Tensor) -> torch.Tensor:
+    weight_NK, scale_NG = unpack_int4(packed.packed_NK8), packed.scale_NG.to(torch.float32)
+    y_MN = torch.zeros(len(x_MK), packed.out_features, device=x_MK.device)
+    for index in range(scale_NG.shape[1]):
+        part = slice(index * packed.group, (index + 1) * packed.group)
+        q_MG, scale_M = quantize_per_token_torch(x_MK[:, part])
+        sum_M1 = q_MG.sum(dim=1, keepdim=True, dtype=torch.int32)
+        acc_MN = int8_matmul(q_MG.contiguous(), weight_NK[:, part].contiguous()) + OFFSET * sum_M1
+        term_MN = acc_MN.to(torch.float32).mul_(scale_NG[:, index])
+        term_MN.add_(sum_M1.to(torch.float32) * offset_NG[:, index])
+        y_MN.add_(term_MN.mul_(scale_M[:, None]))
     return y_MN if packed.bias_N is None else y_MN.add_(packed.bias_N)

@@ -73,7 +73,7 @@ class Packer:
         self.used += needed
         if isinstance(first, PackedInt4):
             fours = [linear for linear in group if isinstance(linear, PackedInt4)]
-            parts = [(linear.packed_NK8, linear.scale_NG, linear.bias_N) for linear in fours]
+            parts = [linear.part for linear in fours]
             return self.extension.prepack_int4(parts, first.group, swiglu=swiglu, memory=memory).linear
         eights = [linear for linear in group if isinstance(linear, PackedInt8)]
         parts = [(linear.weight_NK, linear.scale_N, linear.bias_N) for linear in eights]
@@ -94,16 +94,18 @@ class Packer:
         columns = columns // 2 if swiglu else columns
         if isinstance(first, PackedInt4):
             sizes = columns, first.in_features, first.group, first.scale_NG.dtype
-            return self.extension.packed_int4_bytes(*sizes, swiglu)
+            return self.extension.packed_int4_bytes(*sizes, swiglu, first.offset_NG is not None)
         return self.extension.packed_bytes(columns, size(first)[1], swiglu)
 
 
 def joins(group: Sequence[AnyLinear]) -> bool:
-    """Whether layers of one input are packed as one: all INT8, or all INT4 with the same groups and type of scales."""
+    """Whether layers of one input are packed as one: all INT8, or all INT4 with the same groups, type of scales and
+    offsets or none."""
     if all(isinstance(linear, PackedInt8) for linear in group):
         return True
     fours = [linear for linear in group if isinstance(linear, PackedInt4)]
-    return len(fours) == len(group) and len({(linear.group, linear.scale_NG.dtype) for linear in fours}) == 1
+    forms = {(linear.group, linear.scale_NG.dtype, linear.offset_NG is None) for linear in fours}
+    return len(fours) == len(group) and len(forms) == 1
 
 
 def groups_of(layers: Sequence[LayerWeights]) -> Iterable[Sequence[AnyLinear]]:
@@ -138,6 +140,8 @@ def check_layers(layers: Sequence[LayerWeights], hidden: int, q_size: int, kv_si
             if size(getattr(layer, name)) != shape:
                 raise ValueError(f"layer {index}: {name} has shape {size(getattr(layer, name))}; {shape} is needed")
         for group in groups_of([layer]):
-            widths = {linear.group for linear in group if isinstance(linear, PackedInt4)}
-            if len(widths) > 1:
+            fours = [linear for linear in group if isinstance(linear, PackedInt4)]
+            if len(widths := {linear.group for linear in fours}) > 1:
                 raise ValueError(f"layer {index}: INT4 layers of one input have groups of {sorted(widths)} inputs")
+            if len({linear.offset_NG is None for linear in fours}) > 1:
+                raise ValueError(f"layer {index}: of INT4 layers of one input some have offsets and some have none")

@@ -173,8 +173,8 @@ def checkpoint_hashes(checkpoint: Checkpoint) -> dict[str, str]:
 
 
 def four_bits(settings: Int8Settings, count: int) -> int:
-    """Bytes of `count` weights of 4 bits and their scales."""
-    return count // 2 + 2 * count // settings.group
+    """Bytes of `count` weights of 4 bits, their scales and offsets."""
+    return count // 2 + (4 if settings.offsets else 2) * count // settings.group
 
 
 def int8_needs(settings: Int8Settings, config: DecoderConfig, calibration_tokens: int) -> Needed:

@@ -10,7 +10,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from penjing.compress.decoder.compensate import error_spread, quantize_compensated
-from penjing.compress.decoder.int4 import GroupedWeight, quantize_grouped, quantize_grouped_compensated
+from penjing.compress.decoder.int4 import (
+    GroupedWeight,
+    activation_group,
+    group_range,
+    group_scale,
+    quantize_grouped,
+    quantize_grouped_compensated,
+)
 from penjing.compress.decoder.parts import is_routed, mlps, same_input
 from penjing.compress.decoder.rotate import rotate_layer, rotation_matrix
 from penjing.compress.decoder.settings import Int8Settings
@@ -142,7 +149,7 @@ def compress_layer(
         for linear in quantized_here:
             quantized = rules_of[settings.bits(f"model.layers.{layer}.{linear}")](weights[f"{linear}.weight"])
             few_MK = x_MK[:: max(1, len(x_MK) // ERROR_ROWS)]
-            errors[linear] = linear_error(weights[f"{linear}.weight"], quantized, few_MK)
+            errors[linear] = linear_error(weights[f"{linear}.weight"], quantized, few_MK, activation_group(quantized))
             del tensors[f"{linear}.weight"]
             tensors |= quantized_tensors(linear, quantized)
     if settings.kv_cache == "int8":
@@ -160,11 +167,12 @@ def int8_rule(settings: Int8Settings, x_MK: Tensor) -> Callable[[Tensor], Quanti
 
 def int4_rule(settings: Int8Settings, x_MK: Tensor) -> Callable[[Tensor], GroupedWeight]:
     """How the settings round the 4-bit weights that read the activations `x_MK`."""
+    fit = group_range if settings.offsets else group_scale
     if settings.rounding == "nearest":
         importance_K = x_MK.square().mean(dim=0)
-        return lambda weight_NK: quantize_grouped(weight_NK, settings.group, importance_K)
-    spread_KK = error_spread(fake_quantize_activation(x_MK))
-    return lambda weight_NK: quantize_grouped_compensated(weight_NK, settings.group, spread_KK)
+        return lambda weight_NK: quantize_grouped(weight_NK, settings.group, importance_K, fit)
+    spread_KK = error_spread(fake_quantize_activation(x_MK, settings.group if settings.offsets else 0))
+    return lambda weight_NK: quantize_grouped_compensated(weight_NK, settings.group, spread_KK, fit)
 
 
 def _rule(settings: Int8Settings, hidden_ME: Tensor) -> FindScale:
@@ -220,9 +228,12 @@ def _check_finite(samples: dict[str, Tensor], layer: int) -> None:
 def quantized_tensors(module: str, quantized: QuantizedWeight | GroupedWeight) -> Weights:
     """The tensors of a quantized linear layer under compressed-tensors' names."""
     if isinstance(quantized, GroupedWeight):
-        return {
+        found = {
             f"{module}.weight_packed": quantized.packed(),
             f"{module}.weight_shape": torch.tensor(quantized.weight_NK.shape),
             f"{module}.weight_scale": quantized.scale_NG,
         }
+        if quantized.offset_NG is not None:
+            found[f"{module}.weight_offset"] = quantized.offset_NG
+        return found
     return {f"{module}.weight": quantized.weight_NK, f"{module}.weight_scale": quantized.scale_N1}

@@ -155,8 +155,8 @@ def fake_quantized_logits(
     x_WTE = stream.final_norm(hidden_WTE)
     if not stream.is_quantized("lm_head"):
         return F.linear(x_WTE, stream.head_weight().to(torch.float32))
-    x_WTE = fake_quantize_activation(x_WTE)
     scheme = stream.schemes["lm_head"]
+    x_WTE = fake_quantize_activation(x_WTE, scheme.activation_group)
     if scheme.bits == 4:
         return F.linear(x_WTE, dequantized("lm_head", scheme, stream.stored))
     head_VE, scale_V1 = stream.head_weight(), stream.stored(f"{HEAD}_scale")
@@ -168,7 +168,8 @@ def run_fake_quantized(stream: LayerStream, layer: int, hidden: Iterable[Tensor]
     """Send each of `hidden`, (W, T, E) float32, through a layer whose weights and activations are rounded, in place."""
 
     def rounded(name: str, x: Tensor) -> Tensor | None:
-        return fake_quantize_activation(x) if stream.is_quantized(f"model.layers.{layer}.{name}") else None
+        scheme = stream.schemes.get(f"model.layers.{layer}.{name}")
+        return None if scheme is None else fake_quantize_activation(x, scheme.activation_group)
 
     module = stream.float_layer(layer, stream.weights(layer))
     for hidden_WTE in hidden:

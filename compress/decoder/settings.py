@@ -62,6 +62,11 @@ class Int8Settings(Config):
         multiple_of=32,
         description="Inputs that share a scale where weights have 4 bits; it divides the inputs of each such layer.",
     )
+    offsets: bool = Field(
+        default=False,
+        description="A group of 4-bit weights also has an offset, and activations have a scale for each group: "
+        "Q4_1's weights, exact where a model lies on such a grid already. Only penjing reads them.",
+    )
     keep_int8: tuple[str, ...] = Field(
         default=(),
         description='Shell patterns of linear layers that stay in 8 bits where others get 4, such as "*.down_proj".',
@@ -88,6 +93,8 @@ class Int8Settings(Config):
             raise ValueError("effective_bits and sensitivity go together: a budget, and whom to spend it on")
         if self.weights_bits == 4 and self.effective_bits is not None:
             raise ValueError("effective_bits is a budget above 8 bits: leave it out where weights_bits is 4")
+        if self.weights_bits == 8 and self.offsets:
+            raise ValueError("offsets are of groups of 4-bit weights: leave them out, or take weights_bits=4")
         if self.weights_bits == 8 and self.keep_int8:
             raise ValueError("keep_int8 says what stays in 8 bits where weights_bits is 4; here all layers have 8")
         return self

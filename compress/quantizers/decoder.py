@@ -42,7 +42,7 @@ from penjing.train.recipe.recipe import RunRecipe
 
 TARGET = "penjing's INT8 runtime"
 ACTIVATIONS = "int8, a scale a token"
-SCALE_BITS = 16  # of a group of 4-bit weights
+SCALE_BITS = 16  # of a group of 4-bit weights, and as many of its offset
 
 
 class DecoderQuantize(TrainingSettings, Int8Settings):
@@ -139,8 +139,12 @@ def _formats(settings: Int8Settings) -> dict[str, str]:
     weights = "int8, a scale a channel"
     if settings.weights_bits == 4:
         kept = f" and {', '.join(settings.keep_int8)}" if settings.keep_int8 else ""
-        weights = f"int4, a scale for each {settings.group} inputs; of lm_head{kept} int8, a scale a channel"
-    return {"weights": weights, "activations": ACTIVATIONS}
+        each = "a scale and an offset" if settings.offsets else "a scale"
+        weights = f"int4, {each} for each {settings.group} inputs; of lm_head{kept} int8, a scale a channel"
+    activations = ACTIVATIONS
+    if settings.offsets:
+        activations = f"int8, a scale for each {settings.group} inputs, where weights have 8 bits a scale a token"
+    return {"weights": weights, "activations": activations}
 
 
 def mean_bits(settings: Int8Settings, config: DecoderConfig) -> float:
@@ -152,10 +156,12 @@ def mean_bits(settings: Int8Settings, config: DecoderConfig) -> float:
             rows, columns = shapes[f"{name}.weight"]
             sizes[name] = rows * columns
 
+    group_bits = SCALE_BITS * (2 if settings.offsets else 1)
+
     def bits(name: str) -> float:
         if settings.keeps(name):
             return FLOAT_BITS
-        return STORED_BITS if settings.bits(name) == 8 else 4 + SCALE_BITS / settings.group
+        return STORED_BITS if settings.bits(name) == 8 else 4 + group_bits / settings.group
 
     return sum(size * bits(name) for name, size in sizes.items()) / sum(sizes.values())
 

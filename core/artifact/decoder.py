@@ -32,6 +32,9 @@ from penjing.core.runtime.schemes import (
     INT8_FORMAT,
     KV_CACHE_FIELDS,
     MIXED_FORMAT,
+    OFFSET_ACTIVATION_FIELDS,
+    OFFSET_FORMAT,
+    OFFSET_WEIGHT_FIELDS,
     WEIGHT_FIELDS,
 )
 
@@ -90,7 +93,7 @@ def open_decoder_artifact(folder: Path) -> DecoderArtifact:
 
 
 def quantization_config(
-    keep: list[str], *, kv_scales: bool = False, group: int = 0, eight: list[str] | None = None
+    keep: list[str], *, kv_scales: bool = False, group: int = 0, eight: list[str] | None = None, offsets: bool = False
 ) -> dict[str, Any]:
     """`quantization_config` of `config.json`: W8A8 or W4A8 for every linear layer but the modules `keep`.
 
@@ -98,15 +101,18 @@ def quantization_config(
         kv_scales: each layer has calibrated `self_attn.k_scale` and `self_attn.v_scale`.
         group: 0: W8A8; else W4A8 with a scale for each `group` inputs.
         eight: with groups, the modules that are W8A8 all the same.
+        offsets: groups have offsets too, and activations a scale for each group.
     """
     if not group:
         layout, groups = INT8_FORMAT, {"group_0": _config_group(["Linear"], WEIGHT_FIELDS)}
     else:
-        weights = INT4_WEIGHT_FIELDS | {"group_size": group}
-        layout, groups = INT4_FORMAT, {"group_0": _config_group(["Linear"], weights)}
+        layout, size = OFFSET_FORMAT if offsets else INT4_FORMAT, {"group_size": group}
+        weights = (OFFSET_WEIGHT_FIELDS if offsets else INT4_WEIGHT_FIELDS) | size
+        groups = {"group_0": _config_group(["Linear"], weights)}
+        if offsets:
+            groups["group_0"]["input_activations"] = OFFSET_ACTIVATION_FIELDS | size
         if eight:
-            layout = MIXED_FORMAT
-            groups["group_0"]["format"] = INT4_FORMAT
+            groups["group_0"]["format"], layout = layout, MIXED_FORMAT
             groups["group_1"] = _config_group(eight, WEIGHT_FIELDS) | {"format": INT8_FORMAT}
     return {
         "quant_method": "compressed-tensors",

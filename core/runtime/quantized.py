@@ -5,8 +5,9 @@ An artifact stores, for each quantized linear layer X, `X.weight_scale` and
     8 bits  X.weight (int8, (out, in)); the scale is floating (out, 1)
     4 bits  X.weight_packed (int32, (out, in / 8)) and X.weight_shape (out, in); the scale is floating (out, in / group)
 
-as compressed-tensors' int-quantized and pack-quantized formats have them. Activations are quantized per token while it
-runs (W8A8, `kernels.int8_linear`, and W4A8, `kernels.int4_linear`).
+as compressed-tensors' int-quantized and pack-quantized formats have them. Weights of 4 bits with offsets have
+`X.weight_offset` too, as the scale, and both are float16 in what penjing writes. Activations are quantized while it
+runs, per token or, beside offsets, per token and group (W8A8, `kernels.int8_linear`, and W4A8, `kernels.int4_linear`).
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 
 from penjing.core.errors import InputError
 from penjing.core.runtime.schemes import Scheme
-from penjing.kernels.int4_linear import PackedInt4, int4_linear, prepack_int4, unpack_int4
+from penjing.kernels.int4_linear import OFFSET, PackedInt4, int4_linear, prepack_int4, unpack_int4
 from penjing.kernels.int8_linear import PackedInt8, int8_linear, prepack_int8
 
 
@@ -47,9 +48,11 @@ class Int4Linear(nn.Module):
     It has no parameters: `packed` is made for the device that the weight lies on.
     """
 
-    def __init__(self, packed_NK8: Tensor, scale_NG: Tensor, bias_N: Tensor | None = None):
+    def __init__(
+        self, packed_NK8: Tensor, scale_NG: Tensor, bias_N: Tensor | None = None, offset_NG: Tensor | None = None
+    ):
         super().__init__()
-        self.packed: PackedInt4 = prepack_int4(packed_NK8, scale_NG, bias_N)
+        self.packed: PackedInt4 = prepack_int4(packed_NK8, scale_NG, bias_N, offset_NG)
         self.in_features, self.out_features = self.packed.in_features, self.packed.out_features
 
     def forward(self, x: Tensor) -> Tensor:
@@ -104,7 +107,8 @@ def quantized_linear(
     scale = tensor(f"{name}.weight_scale")
     if scheme.bits == 8:
         return Int8Linear(tensor(f"{name}.weight"), scale, bias_N)
-    layer = Int4Linear(tensor(f"{name}.weight_packed"), scale, bias_N)
+    offset = tensor(f"{name}.weight_offset") if scheme.offsets else None
+    layer = Int4Linear(tensor(f"{name}.weight_packed"), scale, bias_N, offset)
     if layer.packed.group != scheme.group:
         raise InputError(
             f"{name} has scales for groups of {layer.packed.group} inputs, config.json says {scheme.group}"
@@ -121,4 +125,8 @@ def dequantized(name: str, scheme: Scheme, tensor: Callable[[str], Tensor]) -> T
     if scheme.bits == 8:
         return tensor(f"{name}.weight").to(torch.float32) * scale.view(-1, 1)
     weight_NK = unpack_int4(tensor(f"{name}.weight_packed")).to(torch.float32)
-    return weight_NK * scale.repeat_interleave(scheme.group, dim=1)
+    wide_NK = scale.repeat_interleave(scheme.group, dim=1)
+    if not scheme.offsets:
+        return weight_NK * wide_NK
+    offset_NG = tensor(f"{name}.weight_offset").to(torch.float32)
+    return (weight_NK + OFFSET) * wide_NK + offset_NG.repeat_interleave(scheme.group, dim=1)

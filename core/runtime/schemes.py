@@ -11,10 +11,21 @@ from penjing.core.errors import InputError
 from penjing.kernels.cpu.packing import LEAST_GROUP
 
 INT8_FORMAT, INT4_FORMAT, MIXED_FORMAT = "int-quantized", "pack-quantized", "mixed-precision"
+# Not one of compressed-tensors: its zero points are integers, while a group's offset here is any number, as in Q4_1.
+OFFSET_FORMAT = "penjing-q4_1"
 # The fields of a compressed-tensors scheme that W8A8 and W4A8 fix; anything else is another computation.
 WEIGHT_FIELDS = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel", "dynamic": False}
 INT4_WEIGHT_FIELDS = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "dynamic": False}
 ACTIVATION_FIELDS = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
+OFFSET_WEIGHT_FIELDS = INT4_WEIGHT_FIELDS | {"symmetric": False}
+OFFSET_ACTIVATION_FIELDS = ACTIVATION_FIELDS | {"strategy": "group"}
+
+# What a stored form asks of weights and activations.
+_FORMATS = {
+    INT8_FORMAT: (WEIGHT_FIELDS, ACTIVATION_FIELDS),
+    INT4_FORMAT: (INT4_WEIGHT_FIELDS, ACTIVATION_FIELDS),
+    OFFSET_FORMAT: (OFFSET_WEIGHT_FIELDS, OFFSET_ACTIVATION_FIELDS),
+}
 
 # Of an INT8 KV cache with one calibrated scale a layer, X.self_attn.k_scale and v_scale. This engine reads them and
 # keeps its own scale for each token and head, which is finer; other engines may need them.
@@ -23,15 +34,25 @@ KV_CACHE_FIELDS = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": 
 
 @dataclass(frozen=True)
 class Scheme:
-    """How a linear layer is stored: 8 bits with a scale a channel, or 4 bits with one for each `group` inputs."""
+    """How a linear layer is stored: 8 bits with a scale a channel, or 4 bits with one for each `group` inputs.
+
+    With offsets a group also has what its weights lie above, and activations have a scale for each group.
+    """
 
     bits: Literal[4, 8]
     group: int = 0
+    offsets: bool = False
+
+    @property
+    def activation_group(self) -> int:
+        """Inputs that share a scale of activations; 0: all of a token."""
+        return self.group if self.offsets else 0
 
     def tensor_names(self, module: str) -> tuple[str, ...]:
         """The tensors that stand for `module`.weight."""
         weights = ("weight",) if self.bits == 8 else ("weight_packed", "weight_shape")
-        return tuple(f"{module}.{name}" for name in (*weights, "weight_scale"))
+        offsets = ("weight_offset",) if self.offsets else ()
+        return tuple(f"{module}.{name}" for name in (*weights, "weight_scale", *offsets))
 
 
 INT8 = Scheme(8)
@@ -46,10 +67,10 @@ def quantized_modules(quantization_config: dict[str, Any], linear_names: Iterabl
         InputError: another method, format or scheme; it names the field and the value that penjing runs.
     """
     method, layout = quantization_config.get("quant_method"), quantization_config.get("format", INT8_FORMAT)
-    if method != "compressed-tensors" or layout not in (INT8_FORMAT, INT4_FORMAT, MIXED_FORMAT):
+    if method != "compressed-tensors" or layout not in (*_FORMATS, MIXED_FORMAT):
         raise InputError(
             f"quant_method {method!r} with format {layout!r}: penjing runs compressed-tensors {INT8_FORMAT} (W8A8), "
-            f"{INT4_FORMAT} (W4A8) and {MIXED_FORMAT} of these two"
+            f"{INT4_FORMAT} (W4A8), its own {OFFSET_FORMAT}, and {MIXED_FORMAT} of these"
         )
     if quantization_config.get("kv_cache_scheme") is not None:
         _require("kv_cache_scheme", quantization_config["kv_cache_scheme"], KV_CACHE_FIELDS)
@@ -74,11 +95,11 @@ def quantized_modules(quantization_config: dict[str, Any], linear_names: Iterabl
 
 def _scheme(name: str, group: dict[str, Any], layout: str) -> Scheme:
     stored = group.get("format") or layout
-    if stored not in (INT8_FORMAT, INT4_FORMAT):
-        raise InputError(f"{name}.format is {stored!r}: penjing runs {INT8_FORMAT} and {INT4_FORMAT}")
-    weights = group.get("weights")
-    _require(f"{name}.weights", weights, WEIGHT_FIELDS if stored == INT8_FORMAT else INT4_WEIGHT_FIELDS)
-    _require(f"{name}.input_activations", group.get("input_activations"), ACTIVATION_FIELDS)
+    if stored not in _FORMATS:
+        raise InputError(f"{name}.format is {stored!r}: penjing runs {', '.join(_FORMATS)}")
+    weights, activations = group.get("weights"), group.get("input_activations")
+    _require(f"{name}.weights", weights, _FORMATS[stored][0])
+    _require(f"{name}.input_activations", activations, _FORMATS[stored][1])
     if group.get("output_activations") is not None:
         raise InputError(f"{name}.output_activations is set: penjing leaves outputs in float32")
     if stored == INT8_FORMAT:
@@ -88,7 +109,9 @@ def _scheme(name: str, group: dict[str, Any], layout: str) -> Scheme:
         raise InputError(f"{name}.weights.group_size is {size!r}: penjing runs multiples of {LEAST_GROUP}")
     if isinstance(weights, dict) and weights.get("actorder") not in (None, "static", "weight"):
         raise InputError(f"{name}.weights.actorder is {weights['actorder']!r}: penjing runs groups that lie together")
-    return Scheme(4, size)
+    if stored == OFFSET_FORMAT:
+        _require(f"{name}.input_activations", activations, {"group_size": size})
+    return Scheme(4, size, offsets=stored == OFFSET_FORMAT)
 
 
 def _names(where: str, value: Any) -> list[str]:

@@ -22,13 +22,14 @@ struct PjLinear {
     int32_t swiglu;       // INT8, INT4: gate and up columns alternate in groups of 16; the output is silu(gate) × up
     int32_t group;        // INT4: inputs of a group, a multiple of 32 that divides k
     int32_t scale_dtype;  // INT4: PjDtype of the groups' scales, one of the floats
-    int32_t unused;
+    int32_t offsets;      // INT4: a group also has an offset, and activations have a scale for each group of inputs
 };
 
 // Rows of a weight as they are stored, one of the layers that are packed as one.
 struct PjPart {
     const void* weight;  // INT8: (rows, k); INT4: (rows, k / 2), each byte two of w + 8, the first in its low half
     const void* scale;   // INT8: (rows) float32; INT4: (rows, k / group)
+    const void* offset;  // INT4: (rows, k / group) as the scales, or null
     const float* bias;   // (rows) or null
     int64_t rows;
 };
@@ -51,7 +52,8 @@ struct PjLayer {
 
 struct PjModel {
     const PjLayer* layers;
-    const void* embedding;    // (vocab, hidden)
+    const void* embedding;    // (vocab, hidden); null: it is the weight of `head`, which is INT8
+    const float* embedding_scale;  // (vocab) of an INT8 embedding that is not null
     const float* final_norm;  // (hidden)
     PjLinear head;
     const float* cos;  // (positions, head_dim / 2)

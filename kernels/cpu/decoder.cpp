@@ -257,10 +257,18 @@ void Decoder::attention(const Team& team, int64_t layer) {
 }
 
 void Decoder::embed(int64_t begin, int64_t end) {
-    const int64_t bytes = model_.hidden * (model_.embedding_dtype == PJ_F32 ? 4 : 2);
+    const int64_t hidden = model_.hidden, bytes = hidden * (model_.embedding_dtype == PJ_F32 ? 4 : 2);
     for (int64_t row = begin; row < end; ++row) {
-        const char* from = static_cast<const char*>(model_.embedding) + in_.tokens[row] * bytes;
-        ops_->widen_row(from, model_.embedding_dtype, model_.hidden, hidden_ + row * model_.hidden);
+        const int64_t token = in_.tokens[row];
+        float* to = hidden_ + row * hidden;
+        if (model_.embedding == nullptr) {
+            dequantize_row(model_.head, token, to);
+        } else if (model_.embedding_dtype == PJ_INT8) {
+            const int8_t* from = static_cast<const int8_t*>(model_.embedding) + token * hidden;
+            for (int64_t i = 0; i < hidden; ++i) to[i] = static_cast<float>(from[i]) * model_.embedding_scale[token];
+        } else {
+            ops_->widen_row(static_cast<const char*>(model_.embedding) + token * bytes, model_.embedding_dtype, hidden, to);
+        }
     }
 }
 

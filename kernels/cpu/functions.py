@@ -107,7 +107,7 @@ class CpuExtension:
         """Lay out INT4 weights of one input for `int4_linear`, as `prepack_parts` does INT8 ones.
 
         Args:
-            parts: (packed_NK8, scale_NG, bias_N) of each; see `kernels.int4_linear`.
+            parts: (packed_NK8, scale_NG, offset_NG, bias_N) of each; see `kernels.int4_linear`.
             group: inputs that share a scale, a multiple of 32 that divides K.
             memory: (packed_int4_bytes,) uint8 to fill, 64-byte aligned; allocated if None.
 
@@ -117,10 +117,16 @@ class CpuExtension:
         return pack_int4(self.library, parts, group, swiglu, memory)
 
     def packed_int4_bytes(
-        self, out_features: int, in_features: int, group: int, scale_dtype: torch.dtype, swiglu: bool = False
+        self,
+        out_features: int,
+        in_features: int,
+        group: int,
+        scale_dtype: torch.dtype,
+        swiglu: bool = False,
+        offsets: bool = False,
     ) -> int:
         """Bytes that `prepack_int4` needs for a layer."""
-        return packed_int4_bytes(self.library, out_features, in_features, group, scale_dtype, swiglu)
+        return packed_int4_bytes(self.library, out_features, in_features, group, scale_dtype, swiglu, offsets)
 
     def int8_linear(self, x_MK: Tensor, panels: Panels) -> Tensor:
         """(M, N) float32 = x_MK, quantized per token, times the packed weight; see `kernels.int8_linear`."""

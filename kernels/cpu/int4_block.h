@@ -11,9 +11,10 @@ struct Int4Block {
     int64_t group;        // k of one, a multiple of 32
     int32_t scale_dtype;  // PjDtype
     int64_t ldx;          // of the rows' bytes
-    int64_t lds;          // of their starts
+    int64_t lds;          // of their starts and group scales
+    const float* group_scale;  // of the rows, with offsets; null: no offsets
     penjing::Ahead ahead;  // lines for each pair of k-groups
-    int64_t skip;          // bytes of `ahead` that a group's scales take
+    int64_t skip;          // bytes of `ahead` that a group's scales and offsets take
 };
 
 // W scales of a group, from column `column` on.
@@ -23,5 +24,20 @@ inline V v_load_scales(const char* scales, int64_t column, int32_t dtype) {
     return dtype == PJ_BF16 ? v_load_bf16_n(halves, W) : v_load_f16_n(halves, W);
 }
 inline int64_t bytes_of_scale(int32_t dtype) { return dtype == PJ_F32 ? 4 : 2; }
+// Of the scales, and where there are any the offsets, of a group.
+inline int64_t bytes_of_group(const Int4Block& b) {
+    return b.columns * bytes_of_scale(b.scale_dtype) * (b.group_scale ? 2 : 1);
+}
+
+// W columns of a row's sum over one group, ready to be added: sum × scale, and with offsets (sum × scale + sum of the
+// activations × offset) × the group's scale of activations.
+inline V group_term(const Int4Block& b, const char* scales, int64_t column, VI sum, V scale, int64_t at,
+                    const int32_t* start) {
+    const V product = v_mul(v_from_int(sum), scale);
+    if (!b.group_scale) return product;
+    const V offset = v_load_scales(scales + b.columns * bytes_of_scale(b.scale_dtype), column, b.scale_dtype);
+    const V moved = v_mul(v_set(static_cast<float>(start[at])), offset);
+    return v_mul(v_add(product, moved), v_set(b.group_scale[at]));
+}
 
 }  // namespace

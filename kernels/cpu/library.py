@@ -8,7 +8,7 @@ from ctypes import POINTER, c_char_p, c_double, c_float, c_int32, c_int64, c_uin
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
-ABI_VERSION = 9
+ABI_VERSION = 10
 DTYPES = {"float32": 0, "bfloat16": 1, "float16": 2, "int8": 3, "int4": 4}
 
 
@@ -31,7 +31,7 @@ class Linear(ctypes.Structure):
         ("swiglu", c_int32),
         ("group", c_int32),
         ("scale_dtype", c_int32),
-        ("unused", c_int32),
+        ("offsets", c_int32),
     )
 
 
@@ -60,6 +60,7 @@ class Model(ctypes.Structure):
     _fields_ = (
         ("layers", POINTER(Layer)),
         ("embedding", c_void_p),
+        ("embedding_scale", c_void_p),
         ("final_norm", c_void_p),
         ("head", Linear),
         ("cos", c_void_p),
@@ -136,6 +137,7 @@ class Part(ctypes.Structure):
     _fields_ = (
         ("weight", c_void_p),
         ("scale", c_void_p),
+        ("offset", c_void_p),
         ("bias", c_void_p),
         ("rows", c_int64),
     )
@@ -215,7 +217,7 @@ _FUNCTIONS = {
         None,
         [POINTER(Part), c_int32, c_int64, c_int64, c_int32, c_void_p, POINTER(Linear)],
     ),
-    "pj_packed_int4_bytes": (c_uint64, [c_int64, c_int64, c_int32, c_int32, c_int32]),
+    "pj_packed_int4_bytes": (c_uint64, [c_int64, c_int64, c_int32, c_int32, c_int32, c_int32]),
     "pj_pack_int4": (
         None,
         [POINTER(Part), c_int32, c_int64, c_int64, c_int32, c_int32, c_int32, c_void_p, POINTER(Linear)],

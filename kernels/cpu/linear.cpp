@@ -144,19 +144,21 @@ Rows carve_rows(Carver& carver, int64_t rows, int64_t k) {
     found.row_scale = carver.take<float>(r);
     found.q4 = carver.take<int8_t>(r * static_cast<size_t>(k));
     found.start = carver.take<int32_t>(r * static_cast<size_t>(k / LEAST_GROUP + 1));
+    found.group_scale = carver.take<float>(r * static_cast<size_t>(k / LEAST_GROUP + 1));
     return found;
 }
 
 Rows rows_from(const Rows& rows, const PjLinear& linear, int64_t row) {
     const int64_t k = linear.k, groups = linear.dtype == PJ_INT4 ? k / linear.group : 0;
     return {rows.x + row * k, rows.q + row * padded_k(k), rows.row_scale + row, rows.q4 + row * k,
-            rows.start + row * groups};
+            rows.start + row * groups, rows.group_scale + row * groups};
 }
 
 void quantize_row_for(const Ops& ops, const PjLinear& linear, const float* x, const Rows& rows, int64_t row) {
     if (!in_panels(linear)) return;
     const Rows at = rows_from(rows, linear, row);
     if (linear.dtype == PJ_INT8) quantize_for_panels(ops, x, linear.k, at.q, at.row_scale);
+    else if (linear.offsets) quantize_each_group(ops, x, linear.k, linear.group, at.q4, at.start, at.group_scale);
     else quantize_for_groups(ops, x, linear.k, linear.group, at.q4, at.start, at.row_scale);
 }
 
@@ -171,7 +173,7 @@ void apply_linear(const Ops& ops, const PjLinear& linear, const Rows& rows, int6
     }
     if (linear.dtype == PJ_INT4) {
         const int64_t panels = num_panels(linear), end = share(panels, member + 1, members);
-        const Int4Rows task{rows.q4, rows.start, rows.row_scale, out, linear.k, linear.k / linear.group, ldo,
+        const Int4Rows task{rows.q4, rows.start, rows.row_scale, rows.group_scale, out, linear.k, linear.k / linear.group, ldo,
                             static_cast<int>(count), add};
         for (int64_t panel = share(panels, member, members); panel < end; ++panel) ops.int4_panel(linear, panel, task);
         return;
@@ -181,6 +183,14 @@ void apply_linear(const Ops& ops, const PjLinear& linear, const Rows& rows, int6
     const int64_t n0 = share(lines, member, members) * 16, n1 = share(lines, member + 1, members) * 16;
     const int64_t end = n1 < linear.n ? n1 : linear.n;
     if (n0 < end) ops.float_linear(linear, rows.x, linear.k, count, n0, end, out, ldo, add);
+}
+
+void dequantize_row(const PjLinear& linear, int64_t row, float* out) {
+    const int64_t first = row / linear.width * linear.width, left = padded_columns(linear) - first;
+    const int64_t width = left < linear.width ? left : linear.width, groups = padded_k(linear.k) / 4;
+    const int8_t* from = static_cast<const int8_t*>(linear.weight) + (first * groups + row - first) * 4;
+    for (int64_t i = 0; i < linear.k; ++i)
+        out[i] = static_cast<float>(from[i / 4 * width * 4 + i % 4]) * linear.scale[row];
 }
 
 Soon first_panels(const PjLinear& linear, int member, int members) {

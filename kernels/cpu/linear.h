@@ -16,6 +16,7 @@ struct Rows {
     float* row_scale; // (rows)
     int8_t* q4;       // (rows, k) quantized, and (rows, k / group) where sums of groups start, for INT4 layers
     int32_t* start;
+    float* group_scale;  // (rows, k / group) of activations, for INT4 layers with offsets
 };
 
 constexpr int64_t LEAST_GROUP = 32;
@@ -40,13 +41,16 @@ void pack_int8(const PjPart* parts, int num_parts, int64_t n, int64_t k, bool sw
                PjLinear* linear);
 
 // The same for an INT4 weight, see pack_int4.cpp.
-size_t packed_int4_bytes(int64_t n, int64_t k, bool swiglu, int32_t group, int32_t scale_dtype);
+size_t packed_int4_bytes(int64_t n, int64_t k, bool swiglu, int32_t group, int32_t scale_dtype, bool offsets);
 void pack_int4(const PjPart* parts, int num_parts, int64_t n, int64_t k, bool swiglu, int32_t group,
                int32_t scale_dtype, int threads, void* memory, PjLinear* linear);
 
 // The member's share of the outputs of `linear` for the first `count` rows; a float layer reads rows.x with stride k.
 void apply_linear(const Ops& ops, const PjLinear& linear, const Rows& rows, int64_t count, int member, int members,
                   float* out, int64_t ldo, bool add);
+
+// Row `row` of the weight of a packed INT8 layer without SwiGLU, times its scale: (k).
+void dequantize_row(const PjLinear& linear, int64_t row, float* out);
 
 // The beginning of what the member reads of a packed layer in `apply_linear`.
 Soon first_panels(const PjLinear& linear, int member, int members);

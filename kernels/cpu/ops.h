@@ -25,8 +25,9 @@ struct Int8Rows {
 // Where the rows of an INT4 product go.
 struct Int4Rows {
     const int8_t* x;         // (rows, k) activations
-    const int32_t* start;    // (rows, groups) −8 × the sum of each group
+    const int32_t* start;    // (rows, groups) −8 × the sum of each group; with offsets the sum itself
     const float* row_scale;  // (rows)
+    const float* group_scale;  // (rows, groups) with offsets, in place of row_scale
     float* out;              // (rows, n)
     int64_t ldx;
     int64_t lds;
@@ -69,9 +70,9 @@ struct Ops {
     // One panel (columns first … of the packed order) of an INT8 linear layer for some rows.
     void (*int8_panel)(const PjLinear& linear, int64_t panel, const Int8Rows& rows);
 
-    // The same of an INT4 layer; start[g] = −8 × the sum of group g of a row's bytes.
+    // The same of an INT4 layer; start[g] = factor × the sum of group g of a row's bytes.
     void (*int4_panel)(const PjLinear& linear, int64_t panel, const Int4Rows& rows);
-    void (*group_starts)(const int8_t* q, int64_t k, int64_t group, int32_t* start);
+    void (*group_starts)(const int8_t* q, int64_t k, int64_t group, int32_t factor, int32_t* start);
 
     // Outputs [n0, n1) of a float linear layer.
     void (*float_linear)(const PjLinear& linear, const float* x, int64_t ldx, int64_t rows, int64_t n0, int64_t n1,
@@ -135,10 +136,12 @@ inline int64_t num_panels(const PjLinear& linear) {
 inline int64_t padded_k(int64_t k) { return (k + 3) / 4 * 4; }
 inline bool in_panels(const PjLinear& linear) { return linear.dtype == PJ_INT8 || linear.dtype == PJ_INT4; }
 inline int64_t scale_bytes(const PjLinear& linear) { return linear.scale_dtype == PJ_F32 ? 4 : 2; }
+// Of a group of one column: its scale, and its offset where there are any.
+inline int64_t group_bytes(const PjLinear& linear) { return scale_bytes(linear) * (linear.offsets ? 2 : 1); }
 // Of a packed layer, without comp, scale and bias of an INT8 one; the panel of column c begins at c times this.
 inline int64_t column_bytes(const PjLinear& linear) {
     if (linear.dtype == PJ_INT8) return padded_k(linear.k);
-    return linear.k / 2 + linear.k / linear.group * scale_bytes(linear);
+    return linear.k / 2 + linear.k / linear.group * group_bytes(linear);
 }
 
 // One row in the form that int8_panel reads: activations + 128, padded to whole groups of 4.
@@ -151,7 +154,15 @@ inline void quantize_for_panels(const Ops& ops, const float* x, int64_t k, uint8
 inline void quantize_for_groups(const Ops& ops, const float* x, int64_t k, int64_t group, int8_t* q, int32_t* start,
                                 float* scale) {
     ops.quantize_row(x, k, reinterpret_cast<uint8_t*>(q), scale, 0);
-    ops.group_starts(q, k, group, start);
+    ops.group_starts(q, k, group, -8, start);
+}
+
+// The same for a layer with offsets: a scale for each group, and the sums of groups.
+inline void quantize_each_group(const Ops& ops, const float* x, int64_t k, int64_t group, int8_t* q, int32_t* sum,
+                                float* scale) {
+    for (int64_t at = 0; at < k; at += group)
+        ops.quantize_row(x + at, group, reinterpret_cast<uint8_t*>(q + at), scale++, 0);
+    ops.group_starts(q, k, group, 1, sum);
 }
 
 }  // namespace penjing

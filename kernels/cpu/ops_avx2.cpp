@@ -74,9 +74,9 @@ inline void int4_tile(const Int4Block& b, int64_t column, const int8_t* x, const
     for (int m = 0; m < MR; ++m) v_store(total + m * penjing::PANEL, v_zero());
     for (int64_t g = 0; g < b.groups; ++g) {
         const char* scales = w;
-        w += b.columns * bytes_of_scale(b.scale_dtype);
+        w += bytes_of_group(b);
         VI sum[MR];
-        for (int m = 0; m < MR; ++m) sum[m] = _mm256_set1_epi32(start[m * b.lds + g]);
+        for (int m = 0; m < MR; ++m) sum[m] = _mm256_set1_epi32(b.group_scale ? 0 : start[m * b.lds + g]);
         for (int64_t pair = 0; pair < b.group / 8; ++pair, w += 4 * b.columns, x += 8) {
             if (fetches) _mm_prefetch(reinterpret_cast<const char*>(ahead), _MM_HINT_T1), ahead += 64;
             const VI both = _mm256_loadu_si256(reinterpret_cast<const VI*>(w + 4 * column));
@@ -93,7 +93,7 @@ inline void int4_tile(const Int4Block& b, int64_t column, const int8_t* x, const
         const V scale = v_load_scales(scales, column, b.scale_dtype);
         for (int m = 0; m < MR; ++m) {
             float* at = total + m * penjing::PANEL;
-            v_store(at, v_add(v_load(at), v_mul(v_from_int(sum[m]), scale)));
+            v_store(at, v_add(v_load(at), group_term(b, scales, column, sum[m], scale, m * b.lds + g, start)));
         }
     }
 }

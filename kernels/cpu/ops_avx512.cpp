@@ -143,7 +143,8 @@ __attribute__((noinline)) void int4_sums(const int8_t* x, int64_t ldx, const int
 
 template <int MR, int NR, int LINES>
 inline void int4_tile(const Int4Block& b, const int8_t* x, const int32_t* start, float* total) {
-    const int64_t step = 4 * b.columns, pairs = b.group / 8, scale_bytes = b.columns * bytes_of_scale(b.scale_dtype);
+    const int64_t step = 4 * b.columns, pairs = b.group / 8, scale_bytes = bytes_of_group(b);
+    static constexpr int32_t zero = 0;  // sums of a layer with offsets start from nothing
     const char* w = b.weight;
     const char* ahead = reinterpret_cast<const char*>(b.ahead.at);
     alignas(64) int32_t acc[8 * penjing::PANEL];
@@ -151,12 +152,14 @@ inline void int4_tile(const Int4Block& b, const int8_t* x, const int32_t* start,
         for (int n = 0; n < NR; ++n) v_store(total + m * penjing::PANEL + 16 * n, v_zero());
     for (int64_t g = 0; g < b.groups; ++g) {
         ahead += b.skip;
-        int4_sums<MR, NR, LINES>(x, b.ldx, start + g, b.lds, w + scale_bytes, ahead, pairs, step, acc);
+        const int32_t* from = b.group_scale ? &zero : start + g;
+        int4_sums<MR, NR, LINES>(x, b.ldx, from, b.group_scale ? 0 : b.lds, w + scale_bytes, ahead, pairs, step, acc);
         for (int n = 0; n < NR; ++n) {
             const V scale = v_load_scales(w, 16 * n, b.scale_dtype);
             for (int m = 0; m < MR; ++m) {
                 const int at = m * penjing::PANEL + 16 * n;
-                v_store(total + at, v_add(v_load(total + at), v_mul(v_from_int(vi_load(acc + at)), scale)));
+                const V term = group_term(b, w, 16 * n, vi_load(acc + at), scale, m * b.lds + g, start);
+                v_store(total + at, v_add(v_load(total + at), term));
             }
         }
         x += b.group;

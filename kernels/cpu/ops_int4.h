@@ -4,12 +4,13 @@
 
 namespace {
 
-// start[g] = −8 × the sum of group g: what a group's sum begins with, because weights are stored as w + 8.
-inline void group_starts(const int8_t* q, int64_t k, int64_t group, int32_t* start) {
+// start[g] = factor × the sum of group g. With −8 it is what a group's sum begins with, because weights are stored as
+// w + 8.
+inline void group_starts(const int8_t* q, int64_t k, int64_t group, int32_t factor, int32_t* start) {
     for (int64_t at = 0; at < k; at += group) {
         int32_t sum = 0;
         for (int64_t i = 0; i < group; ++i) sum += q[at + i];
-        *start++ = -8 * sum;
+        *start++ = factor * sum;
     }
 }
 
@@ -32,11 +33,12 @@ inline void int4_panel(const PjLinear& linear, int64_t panel, const penjing::Int
         const int begin = static_cast<int>(static_cast<int64_t>(rows.rows) * block / blocks);
         const int end = static_cast<int>(static_cast<int64_t>(rows.rows) * (block + 1) / blocks);
         // As for INT8 (ops_int8.h): one block reads ahead of itself, several fetch parts of the next panel.
-        Int4Block task{weight, columns, groups, linear.group, linear.scale_dtype, rows.ldx, rows.lds, {}, 0};
+        Int4Block task{weight, columns, groups, linear.group, linear.scale_dtype, rows.ldx, rows.lds, nullptr, {}, 0};
+        if (linear.offsets) task.group_scale = rows.group_scale + begin * rows.lds;
         const int8_t* at = reinterpret_cast<const int8_t*>(weight);
         if (blocks == 1) {
             task.ahead = {at + int8_near(bytes), lines};
-            task.skip = columns * penjing::scale_bytes(linear);
+            task.skip = columns * penjing::group_bytes(linear);
         } else {
             const int parts = blocks < lines ? blocks : lines;
             task.ahead = {at + bytes + lines * pairs * block / parts * 64, block < parts ? (lines + parts - 1) / parts : 0};
@@ -44,7 +46,7 @@ inline void int4_panel(const PjLinear& linear, int64_t panel, const penjing::Int
         int4_block(end - begin, task, rows.x + begin * rows.ldx, rows.start + begin * rows.lds, total);
         for (int row = begin; row < end; ++row) {
             const float* sums = total + (row - begin) * penjing::PANEL;
-            const V row_scale = v_set(rows.row_scale[row]);
+            const V row_scale = v_set(linear.offsets ? 1.0f : rows.row_scale[row]);
             finish_row(linear, first, columns, rows.out + row * rows.ldo, rows.add, [&](int column) {
                 return finish(linear, sums + column, first + column, row_scale);
             });

@@ -30,9 +30,9 @@ inline void int4_block(int, const Int4Block& b, const int8_t* x, const int32_t* 
     const char* w = b.weight;
     for (int64_t g = 0; g < b.groups; ++g) {
         const char* scales = w;
-        w += b.columns * bytes_of_scale(b.scale_dtype);
+        w += bytes_of_group(b);
         int32_t sum[penjing::PANEL];
-        for (int64_t column = 0; column < b.columns; ++column) sum[column] = start[g];
+        for (int64_t column = 0; column < b.columns; ++column) sum[column] = b.group_scale ? 0 : start[g];
         for (int64_t pair = 0; pair < b.group / 8; ++pair, w += 4 * b.columns, x += 8) {
             for (int64_t column = 0; column < b.columns; ++column) {
                 for (int i = 0; i < 4; ++i) {
@@ -42,8 +42,9 @@ inline void int4_block(int, const Int4Block& b, const int8_t* x, const int32_t* 
             }
         }
         for (int64_t column = 0; column < b.columns; column += W) {
-            const V product = v_mul(v_from_int(vi_load(sum + column)), v_load_scales(scales, column, b.scale_dtype));
-            v_store(total + column, v_add(v_load(total + column), product));
+            const V scale = v_load_scales(scales, column, b.scale_dtype);
+            const V term = group_term(b, scales, column, vi_load(sum + column), scale, g, start);
+            v_store(total + column, v_add(v_load(total + column), term));
         }
     }
 }

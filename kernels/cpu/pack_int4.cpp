@@ -1,5 +1,5 @@
-// INT4 weights in panels. A panel holds its groups one behind the other: the group's scales, one a column, then its
-// pairs of k-groups. A pair is 8 values of each column in 4 bytes: low halves are the first k-group of 4, high halves the
+// INT4 weights in panels. A panel holds its groups one behind the other: the group's scales, one a column, its offsets
+// where the layer has any, then its pairs of k-groups. A pair is 8 values of each column in 4 bytes: low halves are the first k-group of 4, high halves the
 // second, so that a mask and a shift give what one VNNI instruction multiplies.
 #include <cstring>
 
@@ -20,6 +20,7 @@ struct Packing {
 struct PackedRow {
     const uint8_t* weight;  // null in the padding
     const char* scale;
+    const char* offset;  // null where the layer has none
     float bias;
 };
 
@@ -29,9 +30,10 @@ PackedRow find_row(const Packing& p, int64_t row) {
         const PjPart& part = p.parts[i];
         if (row >= part.rows) continue;
         return {static_cast<const uint8_t*>(part.weight) + row * (k / 2),
-                static_cast<const char*>(part.scale) + row * scales, part.bias ? part.bias[row] : 0.0f};
+                static_cast<const char*>(part.scale) + row * scales,
+                part.offset ? static_cast<const char*>(part.offset) + row * scales : nullptr, part.bias ? part.bias[row] : 0.0f};
     }
-    return {nullptr, nullptr, 0.0f};
+    return {nullptr, nullptr, nullptr, 0.0f};
 }
 
 // Four values in the halves of two bytes → in the low halves of four bytes.
@@ -53,7 +55,8 @@ void pack_panel(const Packing& p, int64_t panel) {
         char* at = to;
         for (int64_t g = 0; row.weight && g < groups; ++g) {
             memcpy(at + c * scale, row.scale + g * scale, static_cast<size_t>(scale));
-            at += width * scale;
+            if (row.offset) memcpy(at + (width + c) * scale, row.offset + g * scale, static_cast<size_t>(scale));
+            at += width * group_bytes(linear);
             for (int64_t pair = 0; pair < pairs; ++pair, at += width * 4) {
                 uint32_t eight;
                 memcpy(&eight, row.weight + (g * pairs + pair) * 4, 4);
@@ -70,7 +73,7 @@ void pack_member(const Team& team, void* context) {
     for (int64_t panel = share(panels, team.member, team.members); panel < end; ++panel) pack_panel(packing, panel);
 }
 
-PjLinear describe(int64_t n, int64_t k, bool swiglu, int32_t group, int32_t scale_dtype) {
+PjLinear describe(int64_t n, int64_t k, bool swiglu, int32_t group, int32_t scale_dtype, bool offsets) {
     PjLinear linear{};
     linear.n = n;
     linear.k = k;
@@ -78,20 +81,21 @@ PjLinear describe(int64_t n, int64_t k, bool swiglu, int32_t group, int32_t scal
     linear.swiglu = swiglu;
     linear.group = group;
     linear.scale_dtype = scale_dtype;
+    linear.offsets = offsets;
     return linear;
 }
 
 }  // namespace
 
-size_t packed_int4_bytes(int64_t n, int64_t k, bool swiglu, int32_t group, int32_t scale_dtype) {
-    const PjLinear linear = describe(n, k, swiglu, group, scale_dtype);
+size_t packed_int4_bytes(int64_t n, int64_t k, bool swiglu, int32_t group, int32_t scale_dtype, bool offsets) {
+    const PjLinear linear = describe(n, k, swiglu, group, scale_dtype, offsets);
     const size_t columns = static_cast<size_t>(padded_columns(linear));
     return columns * static_cast<size_t>(column_bytes(linear)) + columns * 4;
 }
 
 void pack_int4(const PjPart* parts, int num_parts, int64_t n, int64_t k, bool swiglu, int32_t group,
                int32_t scale_dtype, int threads, void* memory, PjLinear* linear) {
-    *linear = describe(n, k, swiglu, group, scale_dtype);
+    *linear = describe(n, k, swiglu, group, scale_dtype, parts[0].offset != nullptr);
     const int64_t columns = padded_columns(*linear);
     // Scales of 48 columns in 16 bits would put every second group across cache lines.
     linear->width = best_width(columns, {64, 32}, swiglu, threads);

@@ -15,8 +15,9 @@ from penjing.kernels.cpu.pages import empty_pages
 
 Int8Part = tuple[Tensor, Tensor, Tensor | None]
 """weight_NK int8, scale_N float32, bias_N float32 or None."""
-Int4Part = tuple[Tensor, Tensor, Tensor | None]
-"""packed_NK8 int32, scale_NG float32, bfloat16 or float16, bias_N float32 or None; see `kernels.int4_linear`."""
+Int4Part = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
+"""packed_NK8 int32, scale_NG and offset_NG (or None) float32, bfloat16 or float16, bias_N float32 or None; see
+`kernels.int4_linear`."""
 LEAST_GROUP = 32
 SCALE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -44,11 +45,12 @@ def pack_int8(library: ctypes.CDLL, parts: Sequence[Int8Part], swiglu: bool, mem
             raise ValueError(f"weight_NK has shape {tuple(weight_NK.shape)}; non-empty (N, K) is needed")
         check("scale_N", scale_N, torch.float32, (weight_NK.shape[0],))
         _check_bias(bias_N, weight_NK.shape[0])
-    out_features = _out_features(parts, swiglu)
+    out_features = _out_features([part[0].shape[0] for part in parts], swiglu)
     memory = _memory(library, library.pj_packed_bytes(out_features, in_features, swiglu), memory)
     linear = Linear()
+    c_parts = _parts([(weight_NK, scale_N, None, bias_N) for weight_NK, scale_N, bias_N in parts])
     library.pj_pack_int8(
-        _parts(parts), len(parts), out_features, in_features, swiglu, memory.data_ptr(), ctypes.byref(linear)
+        c_parts, len(parts), out_features, in_features, swiglu, memory.data_ptr(), ctypes.byref(linear)
     )
     return Panels(linear, memory, in_features, out_features)
 
@@ -67,14 +69,19 @@ def pack_int4(
         raise ValueError(f"group={group}: a multiple of {LEAST_GROUP} that divides the {in_features} inputs is needed")
     if dtype not in SCALE_DTYPES:
         raise ValueError(f"scale_NG is {dtype}; float32, bfloat16 or float16 is needed")
-    for packed_NK8, scale_NG, bias_N in parts:
+    offsets = parts[0][2] is not None
+    for packed_NK8, scale_NG, offset_NG, bias_N in parts:
         check("packed_NK8", packed_NK8, torch.int32, (None, words))
         if 0 in packed_NK8.shape:
             raise ValueError(f"packed_NK8 has shape {tuple(packed_NK8.shape)}; non-empty (N, K / 8) is needed")
         check("scale_NG", scale_NG, dtype, (packed_NK8.shape[0], in_features // group))
+        if (offset_NG is not None) != offsets:
+            raise ValueError("of weights that are packed as one, all have offsets or none has")
+        if offset_NG is not None:
+            check("offset_NG", offset_NG, dtype, tuple(scale_NG.shape))
         _check_bias(bias_N, packed_NK8.shape[0])
-    out_features = _out_features(parts, swiglu)
-    needed = packed_int4_bytes(library, out_features, in_features, group, dtype, swiglu)
+    out_features = _out_features([part[0].shape[0] for part in parts], swiglu)
+    needed = packed_int4_bytes(library, out_features, in_features, group, dtype, swiglu, offsets)
     memory = _memory(library, needed, memory)
     linear, scale_dtype = Linear(), _code(dtype)
     sizes = out_features, in_features, swiglu, group, scale_dtype
@@ -83,10 +90,16 @@ def pack_int4(
 
 
 def packed_int4_bytes(
-    library: ctypes.CDLL, out_features: int, in_features: int, group: int, scale_dtype: torch.dtype, swiglu: bool
+    library: ctypes.CDLL,
+    out_features: int,
+    in_features: int,
+    group: int,
+    scale_dtype: torch.dtype,
+    swiglu: bool,
+    offsets: bool,
 ) -> int:
     """Bytes that `pack_int4` needs for a layer."""
-    return library.pj_packed_int4_bytes(out_features, in_features, swiglu, group, _code(scale_dtype))
+    return library.pj_packed_int4_bytes(out_features, in_features, swiglu, group, _code(scale_dtype), offsets)
 
 
 def _code(dtype: torch.dtype) -> int:
@@ -98,8 +111,8 @@ def _check_bias(bias_N: Tensor | None, out_features: int) -> None:
         check("bias_N", bias_N, torch.float32, (out_features,))
 
 
-def _out_features(parts: Sequence[Int8Part], swiglu: bool) -> int:
-    num_rows = sum(weight.shape[0] for weight, _, _ in parts)
+def _out_features(rows: Sequence[int], swiglu: bool) -> int:
+    num_rows = sum(rows)
     if swiglu and num_rows % 2:
         raise ValueError(f"weight_NK has {num_rows} rows; gate and up have as many each")
     return num_rows // 2 if swiglu else num_rows
@@ -114,9 +127,10 @@ def _memory(library: ctypes.CDLL, needed: int, memory: Tensor | None) -> Tensor:
     return memory
 
 
-def _parts(parts: Sequence[Int8Part]) -> ctypes.Array[Part]:
+def _parts(parts: Sequence[Int4Part]) -> ctypes.Array[Part]:
     c_parts = (Part * len(parts))()
-    for c_part, (weight, scale, bias_N) in zip(c_parts, parts, strict=True):
+    for c_part, (weight, scale, offset, bias_N) in zip(c_parts, parts, strict=True):
         c_part.weight, c_part.scale, c_part.rows = weight.data_ptr(), scale.data_ptr(), weight.shape[0]
+        c_part.offset = None if offset is None else offset.data_ptr()
         c_part.bias = None if bias_N is None else bias_N.data_ptr()
     return c_parts

@@ -34,16 +34,19 @@ def random_weight(n: int, k: int, seed: int = 0) -> Tensor:
 
 
 def random_layer(
-    n: int, k: int, group: int, seed: int = 0, dtype: torch.dtype = torch.bfloat16, bias: bool = True
+    n: int,
+    k: int,
+    group: int,
+    seed: int = 0,
+    dtype: torch.dtype = torch.bfloat16,
+    bias: bool = True,
+    offsets: bool = False,
 ) -> PackedInt4:
     g = generator(seed + 1)
     scale = (torch.rand(n, k // group, generator=g) * 0.01 + 1e-4).to(dtype)
     bias_N = torch.randn(n, generator=g) if bias else None
-    return prepack_int4(pack_int4(random_weight(n, k, seed)), scale, bias_N)
-
-
-def parts_of(packed: PackedInt4) -> tuple[Tensor, Tensor, Tensor | None]:
-    return packed.packed_NK8, packed.scale_NG, packed.bias_N
+    offset = (torch.randn(n, k // group, generator=g) * 0.05).to(dtype) if offsets else None
+    return prepack_int4(pack_int4(random_weight(n, k, seed)), scale, bias_N, offset)
 
 
 def test_words_are_those_of_compressed_tensors() -> None:
@@ -56,12 +59,13 @@ def test_words_are_those_of_compressed_tensors() -> None:
 
 
 @needs_extension
+@pytest.mark.parametrize("offsets", [False, True])
 @pytest.mark.parametrize("dtype", SCALES)
 @pytest.mark.parametrize(("m", "k", "n", "group"), SHAPES)
-def test_equals_torch(isa: CpuExtension, m: int, k: int, n: int, group: int, dtype: torch.dtype) -> None:
-    packed = random_layer(n, k, group, seed=m + k, dtype=dtype, bias=m % 2 == 0)
+def test_equals_torch(isa: CpuExtension, m: int, k: int, n: int, group: int, dtype: torch.dtype, offsets: bool) -> None:
+    packed = random_layer(n, k, group, seed=m + k, dtype=dtype, bias=m % 2 == 0, offsets=offsets)
     x = torch.randn(m, k, generator=generator(k)) * 3
-    panels = isa.prepack_int4([parts_of(packed)], group)
+    panels = isa.prepack_int4([packed.part], group)
     assert torch.equal(isa.int4_linear(x, panels), int4_linear_torch(x, packed))
 
 
@@ -80,14 +84,47 @@ def test_the_reference_is_the_sum_of_exact_groups(m: int, k: int, n: int, group:
     np.testing.assert_array_equal(int4_linear(x, packed).numpy(), expected)
 
 
+@pytest.mark.parametrize(("m", "k", "n", "group"), SHAPES)
+def test_with_offsets_the_reference_is_a_product_of_rounded_groups(m: int, k: int, n: int, group: int) -> None:
+    packed, x = random_layer(n, k, group, seed=n, offsets=True), torch.randn(m, k, generator=generator(n)) * 2
+    assert packed.bias_N is not None
+    assert packed.offset_NG is not None
+    groups = x.double().unflatten(1, (-1, group))
+    scale = groups.abs().amax(2, keepdim=True) / 127
+    rounded = ((groups / scale).round() * scale).flatten(1)
+    unsigned = (unpack_int4(packed.packed_NK8).double() + 8).unflatten(1, (-1, group))
+    weight = (unsigned * packed.scale_NG.double()[..., None] + packed.offset_NG.double()[..., None]).flatten(1)
+    expected = rounded @ weight.t() + packed.bias_N.double()
+    torch.testing.assert_close(int4_linear_torch(x, packed).double(), expected, rtol=1e-5, atol=1e-4)
+
+
+def test_a_weight_of_q4_1_is_exact() -> None:
+    quants = pytest.importorskip("gguf.quants")
+    import gguf
+
+    kind = gguf.GGMLQuantizationType.Q4_1
+    blocks = quants.quantize(torch.randn(6, 64, generator=generator(3)).numpy(), kind)
+    theirs = torch.from_numpy(quants.dequantize(blocks, kind))
+    halves = torch.from_numpy(blocks.reshape(6, 2, 20)[:, :, :4].copy()).view(torch.float16)
+    nibbles = torch.from_numpy(blocks.reshape(6, 2, 20)[:, :, 4:].copy())
+    values = torch.cat([nibbles & 15, nibbles >> 4], dim=2).flatten(1).to(torch.int8) - 8
+    scale, offset = halves[..., 0].contiguous(), halves[..., 1].contiguous()
+    packed = prepack_int4(pack_int4(values), scale, None, offset)
+    one_hot = torch.eye(64)
+    torch.testing.assert_close(int4_linear(one_hot, packed).t(), theirs, rtol=1e-6, atol=1e-6)
+
+
 @needs_extension
 @pytest.mark.parametrize("value", [-8, 7])
 @pytest.mark.parametrize("x", [127, -127])
 def test_sums_do_not_saturate(isa: CpuExtension, value: int, x: int) -> None:
     k = 8192
     weight = torch.full((2, k), value, dtype=torch.int8)
-    panels = isa.prepack_int4([(pack_int4(weight), torch.ones(2, 1), None)], k)
+    packed = pack_int4(weight)
+    panels = isa.prepack_int4([(packed, torch.ones(2, 1), None, None)], k)
     assert isa.int4_linear(torch.full((3, k), float(x)), panels).unique().tolist() == [k * value * x]
+    panels = isa.prepack_int4([(packed, torch.ones(2, 1), torch.zeros(2, 1), None)], k)
+    assert isa.int4_linear(torch.full((3, k), float(x)), panels).unique().tolist() == [k * (value + 8) * x]
 
 
 @needs_extension
@@ -97,31 +134,35 @@ def test_swiglu_epilogue(isa: CpuExtension, m: int, k: int, inner: int) -> None:
     x = torch.randn(m, k, generator=generator(k)) * 2
     gate, up = int4_linear_torch(x, packed).double().chunk(2, dim=1)
     expected = torch.nn.functional.silu(gate) * up
-    y = isa.int4_linear(x, isa.prepack_int4([parts_of(packed)], 32, swiglu=True))
+    y = isa.int4_linear(x, isa.prepack_int4([packed.part], 32, swiglu=True))
     assert ((y - expected).abs() <= expected.abs() * (1e-6 + 1e-7 * gate.abs()) + 1e-34).all()
 
 
 @needs_extension
+@pytest.mark.parametrize("offsets", [False, True])
 @pytest.mark.parametrize("count", [1, 2, 3])
 def test_rows_do_not_depend_on_the_batch_the_threads_or_the_parts(
-    isa: CpuExtension, threads: CpuExtension, count: int
+    isa: CpuExtension, threads: CpuExtension, count: int, offsets: bool
 ) -> None:
-    packed, x = random_layer(577, 128, 64), torch.randn(200, 128, generator=generator(2))
+    packed, x = random_layer(577, 128, 64, offsets=offsets), torch.randn(200, 128, generator=generator(2))
     expected = int4_linear_torch(x, packed)
     threads.set_num_threads(count)
     assert packed.bias_N is not None
     rows = [500, 1, 76]
     split = [tensor.split(rows) for tensor in (packed.packed_NK8, packed.scale_NG, packed.bias_N)]
-    panels = isa.prepack_int4(list(zip(*split, strict=True)), 64)
+    moved = [None] * 3 if packed.offset_NG is None else packed.offset_NG.split(rows)
+    parts = [(words, scale, offset, bias) for words, scale, bias, offset in zip(*split, moved, strict=True)]
+    panels = isa.prepack_int4(parts, 64)
     for start, end in ((0, 1), (5, 7), (1, 17), (3, 66), (0, 200), (150, 199)):
         assert torch.equal(isa.int4_linear(x[start:end], panels), expected[start:end])
 
 
 @needs_extension
+@pytest.mark.parametrize("offsets", [False, True])
 @pytest.mark.parametrize("damage", [torch.nan, torch.inf])
-def test_a_damaged_row_harms_no_other(isa: CpuExtension, damage: float) -> None:
-    packed, x = random_layer(40, 64, 32), torch.randn(9, 64, generator=generator(1))
-    panels = isa.prepack_int4([parts_of(packed)], 32)
+def test_a_damaged_row_harms_no_other(isa: CpuExtension, damage: float, offsets: bool) -> None:
+    packed, x = random_layer(40, 64, 32, offsets=offsets), torch.randn(9, 64, generator=generator(1))
+    panels = isa.prepack_int4([packed.part], 32)
     clean = isa.int4_linear(x, panels)
     x[4, 37] = damage
     y = isa.int4_linear(x, panels)
@@ -161,6 +202,26 @@ def test_prepack_refuses(words: Tensor, scale: Tensor, bias: Tensor | None, mess
 
 
 @pytest.mark.parametrize(
+    ("offset", "message"),
+    [
+        (torch.ones(4, 1), "offset_NG"),
+        (torch.ones(4, 2).half(), "offset_NG"),
+        (torch.full((4, 2), torch.nan), "overflowed"),
+    ],
+)
+def test_prepack_refuses_offsets(offset: Tensor, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        prepack_int4(WORDS, torch.ones(4, 2), None, offset)
+
+
+@needs_extension
+def test_parts_with_offsets_and_without_are_not_packed_as_one() -> None:
+    parts = [(WORDS, torch.ones(4, 2), offset, None) for offset in (None, torch.ones(4, 2))]
+    with pytest.raises(ValueError, match="all have offsets or none"):
+        the_extension().prepack_int4(parts, 32)
+
+
+@pytest.mark.parametrize(
     ("weight", "message"),
     [
         (torch.full((2, 8), 8, dtype=torch.int8), "−8 to 7"),
@@ -186,7 +247,7 @@ def test_packing_refuses(weight: Tensor, message: str) -> None:
 )
 def test_panels_refuse(words: Tensor, scale: Tensor, group: int, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        the_extension().prepack_int4([(words, scale, None)], group)
+        the_extension().prepack_int4([(words, scale, None, None)], group)
 
 
 @pytest.mark.parametrize("x", [torch.ones(3), torch.ones(2, 33), torch.ones(2, 32, dtype=torch.int8)])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from penjing.compress.decoder.compensate import error_spread
-from penjing.compress.decoder.int4 import RATIOS, group_scale, quantize_grouped, quantize_grouped_compensated
+from penjing.compress.decoder.int4 import (
+    RATIOS,
+    group_range,
+    group_scale,
+    quantize_grouped,
+    quantize_grouped_compensated,
+)
 from penjing.compress.decoder.smooth_search import RoundingNoise
 from penjing.compress.export.gate import sequences
 from penjing.compress.exports import export_artifact
@@ -43,7 +50,7 @@ def loss(weight: Tensor, scale: Tensor, importance: Tensor) -> Tensor:
 
 def test_the_scale_of_a_group_loses_no_more_than_any_on_a_fine_grid() -> None:
     weight, importance = draw(50, 32), draw(32, seed=1).exp()
-    found = loss(weight, group_scale(weight, importance), importance)
+    found = loss(weight, group_scale(weight, importance).scale_N, importance)
     largest = weight.abs().amax(dim=1)
     grid = torch.stack([loss(weight, (largest * ratio).bfloat16(), importance) for ratio in RATIOS])
     assert (found <= grid.amin(dim=0) * (1 + 1e-5)).all()
@@ -59,6 +66,43 @@ def test_awkward_groups_have_usable_scales(factor: float) -> None:
     assert (quantized.scale_NG != 0).all()
     error = (quantized.dequantize() - weight).norm(dim=1)
     assert (error <= 0.15 * weight.norm(dim=1) + 1e-36).all()
+
+
+def on_a_grid(rows: int, columns: int) -> Tensor:
+    """What llama.cpp's Q4_1 makes of random weights, by the gguf package."""
+    from gguf import GGMLQuantizationType
+    from gguf.quants import dequantize, quantize
+
+    kind = GGMLQuantizationType.Q4_1
+    return torch.from_numpy(dequantize(quantize(draw(rows, columns).numpy(), kind), kind).copy())
+
+
+def test_weights_that_lie_on_a_grid_of_q4_1_are_kept() -> None:
+    weight = on_a_grid(30, 128)
+    nearest = quantize_grouped(weight, 32, torch.ones(128), group_range)
+    compensated = quantize_grouped_compensated(weight, 32, error_spread(correlated(300, 128)), group_range)
+    for kept in (nearest, compensated):
+        assert (kept.dequantize() - weight).abs().max() < 1e-5
+    without = quantize_grouped(weight, 32, torch.ones(128))
+    assert (without.dequantize() - weight).norm() > 0.05 * weight.norm()
+
+
+def test_offsets_lose_less_and_awkward_groups_have_usable_ones() -> None:
+    weight, importance = draw(50, 64), draw(64, seed=1).exp()
+    weight[3], weight[4], weight[5, :32] = 0.0, 0.25, 3e-7
+    with_offsets = quantize_grouped(weight, 32, importance, group_range)
+    without = quantize_grouped(weight, 32, importance)
+    assert with_offsets.offset_NG is not None
+    errors = [((each.dequantize() - weight).square() @ importance).sum() for each in (with_offsets, without)]
+    assert errors[0] < 0.95 * errors[1]
+    assert torch.equal(with_offsets.dequantize()[3:5], weight[3:5])
+    assert (with_offsets.scale_NG > 0).all()
+    assert torch.isfinite(with_offsets.offset_NG).all()
+
+
+def test_a_weight_beyond_float16_has_no_offset() -> None:
+    with pytest.raises(InputError, match="beyond float16"):
+        group_range(torch.full((1, 32), 1e5), torch.ones(32))
 
 
 def test_compensated_rounding_errs_less_on_fresh_activations_of_the_same_kind() -> None:
@@ -134,6 +178,35 @@ def test_the_artifact_passes_its_gate_again_and_runs_fused(artifact: Path, tiny_
         assert (model(ids) - wanted).square().mean().sqrt() < 0.5 * wanted.std()
 
 
+@pytest.fixture(scope="module")
+def with_offsets(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tiny-offsets")
+    plain = ["steps.0.transform.rotate=false", "steps.0.transform.smooth_down=0", "steps.0.transform.smooth_output=0"]
+    recipe = write_recipe(folder, tiny_checkpoint, folder / "tiny-offsets")
+    return run_recipe(recipe, [*FOUR, *plain, "steps.0.offsets=true"])
+
+
+def test_an_artifact_with_offsets_passes_its_gate_and_errs_less(with_offsets: Path, artifact: Path) -> None:
+    verify_artifact(with_offsets, Silent())
+    checkpoint = open_checkpoint(with_offsets)
+    name = "model.layers.0.mlp.up_proj.weight"
+    assert checkpoint.dtype(f"{name}_offset") == checkpoint.dtype(f"{name}_scale") == "F16"
+    reports = [read_report(folder).last.quantized for folder in (with_offsets, artifact)]
+    assert reports[0] is not None
+    assert reports[1] is not None
+    assert "a scale and an offset for each 32 inputs" in reports[0].formats["weights"]
+    assert reports[0].effective_bits > reports[1].effective_bits  # pyright: ignore
+    model = load_model(with_offsets).model
+    assert why_not_fused(model) in (None, "the C++ extension is not built or switched off")
+    shutil.copytree(with_offsets, damaged := with_offsets.parent / "damaged")
+    config = json.loads((damaged / "config.json").read_text())
+    config["quantization_config"]["config_groups"]["group_0"]["input_activations"]["group_size"] = 64
+    (damaged / "config.json").write_text(json.dumps(config))
+    (damaged / "penjing.json").unlink()
+    with pytest.raises(InputError, match="group_size is 64: penjing runs 32"):
+        load_model(damaged)
+
+
 def test_transformers_reads_the_export_with_equal_weights(artifact: Path, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
@@ -176,6 +249,7 @@ def test_other_exports_are_refused_by_name(artifact: Path, tmp_path: Path, form:
         (["steps.0.group=48"], "group"),
         (["steps.0.keep_int8=['nothing']"], "keep_int8: 'nothing' matches no linear layer"),
         (["steps.0.weights_bits=8", "steps.0.keep_int8=['*']"], "keep_int8 says what stays"),
+        (["steps.0.weights_bits=8", "steps.0.offsets=true"], "offsets are of groups of 4-bit weights"),
         (["steps.0.steps=4"], "training is in 8 bits"),
         (["steps.0.weights_bits=3"], "weights_bits"),
         (["steps.0.effective_bits=9", "steps.0.sensitivity=x"], "effective_bits is a budget above 8 bits"),
