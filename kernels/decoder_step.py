@@ -29,7 +29,7 @@ MAX_TOP = 1024
 PROBLEMS = {
     -1: "there is no memory for the working buffers",
     -2: "the block table holds an id outside the cache",
-    -3: "a token id lies outside the vocabulary",
+    -3: "a token id lies outside the vocabulary and the rows of images",
     -4: "a position is negative or lies beyond the longest context",
     -5: "a slot lies outside the cache",
     -6: "a logit row lies outside the step's rows",
@@ -130,6 +130,7 @@ class DecoderStep:
         kv_pool: Tensor,
         kv_scale: Tensor | None = None,
         adapter_T: Tensor | None = None,
+        seen_XE: Tensor | None = None,
     ) -> Tensor:
         """Compute T tokens of S sequences: store their keys and values, return the logits of R of them.
 
@@ -147,6 +148,7 @@ class DecoderStep:
             kv_scale: (num_layers, 2, num_blocks, num_kv_heads, block_size) float32 of an INT8 pool, see `kv_layout`.
             adapter_T: (T,) int32, each row's slot in `adapters`, −1: none; neighbours of one adapter are computed
                 together. None: no row has one.
+            seen_XE: (X, hidden) float32: what token vocab + i enters the first layer with, such as a row of an image.
 
         Returns:
             logits_RV float32, valid until the next call.
@@ -158,17 +160,22 @@ class DecoderStep:
         if num_logits > self._logits.shape[0]:
             self._logits = torch.empty(num_logits, self.vocab)
         inputs = token_ids_T, positions_T, slot_T, cu_query_S1, context_len_S, block_table_SB, logit_rows_R, kv_pool
-        self._run(inputs, kv_scale, 0, self._logits, None, adapter_T)
+        self._run(inputs, kv_scale, 0, self._logits, None, adapter_T, seen_XE)
         return self._logits[:num_logits]
 
     def step_top(
-        self, top: int, *inputs: Tensor, kv_scale: Tensor | None = None, adapter_T: Tensor | None = None
+        self,
+        top: int,
+        *inputs: Tensor,
+        kv_scale: Tensor | None = None,
+        adapter_T: Tensor | None = None,
+        seen_XE: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """`step`, but only the `top` largest logits of each row; the others are compared and not written down.
 
         Args:
             top: 1 … 1024.
-            inputs, kv_scale, adapter_T: the arguments of `step`, in its order.
+            inputs, kv_scale, adapter_T, seen_XE: the arguments of `step`, in its order.
 
         Returns:
             logits_RK float32 in descending order and ids_RK int32, K = top; equal logits by ascending id, (−inf, −1)
@@ -181,7 +188,7 @@ class DecoderStep:
             raise ValueError(f"top={top}: 1 to {MAX_TOP} is possible")
         num_logits = inputs[6].shape[0]
         logits_RK, ids_RK = torch.empty(num_logits, top), torch.empty(num_logits, top, dtype=torch.int32)
-        self._run(inputs, kv_scale, top, logits_RK, ids_RK, adapter_T)
+        self._run(inputs, kv_scale, top, logits_RK, ids_RK, adapter_T, seen_XE)
         return logits_RK, ids_RK
 
     def _run(
@@ -192,6 +199,7 @@ class DecoderStep:
         logits: Tensor,
         top_ids_RK: Tensor | None,
         adapter_T: Tensor | None,
+        seen_XE: Tensor | None,
     ) -> None:
         token_ids_T, positions_T, slot_T, cu_query_S1, context_len_S, block_table_SB, logit_rows_R, kv_pool = inputs
         num_rows, num_sequences, num_logits = token_ids_T.shape[0], context_len_S.shape[0], logit_rows_R.shape[0]
@@ -232,6 +240,9 @@ class DecoderStep:
         if adapter_T is not None:
             step.adapter = _address("adapter_T", adapter_T, torch.int32, (num_rows,))
             step.adapters, step.num_adapters = ctypes.addressof(self.adapters.table), len(self.adapters.table)
+        if seen_XE is not None:
+            step.seen = _address("seen_XE", seen_XE, torch.float32, (None, self.hidden))
+            step.num_seen = seen_XE.shape[0]
         result = self._call(step)
         if result == -4 and self._model.num_positions < self.max_positions:
             longest = int(positions_T.max()) + 1

@@ -45,6 +45,9 @@ def generate(
     seed: Annotated[int | None, typer.Option(help="Makes sampling repeatable.")] = None,
     stop: Annotated[list[str] | None, typer.Option(help="Stop before this text; may be repeated.")] = None,
     chat: Annotated[bool, typer.Option("--chat", help="Wrap the prompt in the model's chat template.")] = False,
+    images: Annotated[
+        list[Path] | None, typer.Option("--image", help="A JPEG or PNG for a model that sees; may be repeated.")
+    ] = None,
     kv_dtype: KvDtype = "auto",
     device: Device = "cpu",
     speculate: Speculate = "off",
@@ -53,7 +56,10 @@ def generate(
 ) -> None:
     """Generate text in this process, streaming it as it comes; or many texts to distil from.
 
-    Example: `penjing generate build/smollm2-int8 "Once upon a time" --max-tokens 64`
+    Examples:
+
+    - `penjing generate build/smollm2-int8 "Once upon a time" --max-tokens 64`
+    - `penjing generate build/vlm-tiny "What is left of the bag?" --image scene.png`
     """
     from penjing.core.progress import progress_bar
     from penjing.serve.engine.config import EngineConfig
@@ -66,11 +72,15 @@ def generate(
     if (samples > 0) != (out is not None):
         raise ConfigError("--samples and --out belong together: how many texts, and the folder for them")
     if out is not None:
+        if images:
+            raise ConfigError("--image is for one answer: leave --samples and --out away")
         with progress_bar() as progress:
             config = EngineConfig(kv_dtype=kv_dtype, device=device, speculate=speculate)
             sample_texts(model, text, sampling, samples, out, progress, chat=chat, engine_config=config)
         return
-    generate_to_terminal(model, text, sampling, chat=chat, kv_dtype=kv_dtype, device=device, speculate=speculate)
+    generate_to_terminal(
+        model, text, sampling, chat=chat, kv_dtype=kv_dtype, device=device, speculate=speculate, images=images or []
+    )
 
 
 @app.command()

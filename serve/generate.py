@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +23,10 @@ def generate_stream(
     params: SamplingParams | None = None,
     engine_config: EngineConfig | None = None,
     chat: bool = False,
+    images: Sequence[bytes] = (),
 ) -> Iterator[RequestOutput]:
-    """Load `folder` and yield outputs as they come; `chat` wraps the prompt in the model's template.
+    """Load `folder` and yield outputs as they come; `chat` wraps the prompt in the model's template. `images` come
+    before a prompt that does not say where they stand.
 
     Raises:
         InputError: the folder is not a model, or has no chat template and `chat` is set.
@@ -32,16 +34,29 @@ def generate_stream(
         ServerError: the model failed on this request.
     """
     engine = load_engine(folder, engine_config or EngineConfig(max_num_sequences=NUM_SEQUENCES))
+    prompt = engine.preparer.images.begin(prompt, len(images))
     if chat:
         if engine.chat_template is None:
             raise InputError(f"{folder} has no chat template; leave out --chat or use an instruct model")
         prompt = engine.chat_template.render([{"role": "user", "content": prompt}])
-    engine.add(Request("generate", prompt, params or SamplingParams(), add_special=not chat))
+    engine.add(Request("generate", prompt, params or SamplingParams(), add_special=not chat, images=images))
     while engine.has_work():
         for output in engine.step():
             if output.finish_reason == "error":
                 raise ServerError(str(output.error))
             yield output
+
+
+def read_image(path: Path) -> bytes:
+    """The content of an image's file.
+
+    Raises:
+        InputError: it cannot be read.
+    """
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise InputError(f"the image {path} cannot be read: {error.strerror}") from None
 
 
 def generate_to_terminal(
@@ -52,13 +67,15 @@ def generate_to_terminal(
     kv_dtype: KvDtype = "auto",
     device: Device = "cpu",
     speculate: Speculate = "off",
+    images: Sequence[Path] = (),
 ) -> None:
     """Stream the answer to standard output; speed and the reason of its end to standard error."""
+    files = [read_image(path) for path in images]
     params = SamplingParams.from_json(sampling)
     started = time.monotonic()
     first_token_time, last = None, None
     config = EngineConfig(max_num_sequences=NUM_SEQUENCES, kv_dtype=kv_dtype, device=device, speculate=speculate)
-    for output in generate_stream(model, text, params, config, chat=chat):
+    for output in generate_stream(model, text, params, config, chat=chat, images=files):
         first_token_time = first_token_time or time.monotonic()
         last = output
         sys.stdout.write(output.text)

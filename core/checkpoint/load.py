@@ -12,8 +12,10 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from penjing.core.checkpoint.decoder import Checkpoint, open_checkpoint
+from penjing.core.checkpoint.vision_language import load_vision_language
 from penjing.core.errors import InputError
-from penjing.core.manifest import Manifest, verify
+from penjing.core.family import family_of
+from penjing.core.manifest import MANIFEST_NAME, Manifest, read_manifest, verify
 from penjing.core.models.config import DecoderConfig
 from penjing.core.models.decoder import Decoder
 from penjing.core.models.rope import inverse_frequencies
@@ -22,7 +24,9 @@ from penjing.core.runtime.quantized import apply_quantized
 from penjing.core.runtime.schemes import quantized_modules
 from penjing.core.text.chat import ChatTemplate
 from penjing.core.text.tokenizer import Tokenizer
+from penjing.core.vision.sight import Sight
 
+SEES = "vision_language"
 EMBEDDING = "model.embed_tokens.weight"
 SchemeName = Literal["fp32", "int8", "int4"]
 # Older Hugging Face checkpoints store the rotary frequencies, which follow from config.json.
@@ -39,6 +43,7 @@ class LoadedModel:
     chat_template: ChatTemplate | None
     manifest: Manifest | None  # None: a plain Hugging Face folder
     scheme: SchemeName
+    sight: Sight | None = None  # of a decoder that sees
 
 
 def load_model(folder: Path, device: str | torch.device = "cpu") -> LoadedModel:
@@ -52,6 +57,8 @@ def load_model(folder: Path, device: str | torch.device = "cpu") -> LoadedModel:
     Raises:
         InputError: a missing, damaged or unknown file, a missing or unexpected tensor, a scheme penjing does not run.
     """
+    if (folder / "config.json").is_file() and family_of(folder) == SEES:
+        return _load_seeing(folder)
     checkpoint = open_checkpoint(folder)
     with ThreadPoolExecutor(1) as thread:
         verified = None if checkpoint.manifest is None else thread.submit(verify, folder)
@@ -69,6 +76,30 @@ def load_model(folder: Path, device: str | torch.device = "cpu") -> LoadedModel:
             if verified is not None:
                 verified.result()  # a damaged file explains whatever else went wrong with it
     return loaded
+
+
+def _load_seeing(folder: Path) -> LoadedModel:
+    """A decoder that sees, as `penjing train` and `penjing import` write it: in float32."""
+    model = load_vision_language(folder).requires_grad_(False)
+    apply_batch_invariance(model.decoder)
+    config, tokenizer = model.config.decoder, Tokenizer.from_folder(folder)
+    if tokenizer.vocab_size > config.vocab_size:
+        raise InputError(
+            f"{folder}: its tokenizer has {tokenizer.vocab_size} tokens, its embedding only {config.vocab_size} rows; "
+            "the files do not belong together"
+        )
+    return LoadedModel(
+        model=model.decoder,
+        config=config,
+        # What ends a text stands in the decoder's part of config.json, where the tokenizer does not look.
+        tokenizer=Tokenizer(
+            tokenizer.backend, [*tokenizer.eos_token_ids, *config.eos_token_ids], tokenizer.bos_token_id
+        ),
+        chat_template=ChatTemplate.from_folder(folder),
+        manifest=read_manifest(folder) if (folder / MANIFEST_NAME).exists() else None,
+        scheme="fp32",
+        sight=Sight.of(model),
+    )
 
 
 class _NoRandomWeights(TorchFunctionMode):

@@ -19,7 +19,12 @@ MAX_PIXELS = 50_000_000  # of one image: three bytes each while it is decoded
 
 
 def decode_image(
-    data: bytes, pixels: Pixels, *, max_pixels: int = MAX_PIXELS, formats: Sequence[str] = FORMATS
+    data: bytes,
+    pixels: Pixels,
+    *,
+    max_pixels: int = MAX_PIXELS,
+    formats: Sequence[str] = FORMATS,
+    still: bool = False,
 ) -> NDArray[np.uint8]:
     """An encoded image as the pixels that a network wants, turned as its EXIF tag says.
 
@@ -27,6 +32,7 @@ def decode_image(
         data: the file's content.
         max_pixels: a larger image is refused before it is decoded.
         formats: Pillow's names of what is read.
+        still: an animated image is refused; else its first frame is taken.
 
     Returns:
         uint8, (height, width, channels) of `pixels`, in its order of channels.
@@ -40,6 +46,9 @@ def decode_image(
             width, height = image.size
             if width * height > max_pixels:
                 raise InputError(f"it has {width} x {height} pixels, at most {max_pixels:,} are decoded; shrink it")
+            # A JPEG with several pictures is a photo of a phone beside its preview.
+            if still and image.format != "MPO" and getattr(image, "n_frames", 1) > 1:
+                raise InputError("it is animated; send one of its frames")
             upright = _opaque(_eight_bits(ImageOps.exif_transpose(image)))
             values = np.asarray(_fitted(upright.convert("L" if pixels.order == "L" else "RGB"), pixels))
     except InputError:

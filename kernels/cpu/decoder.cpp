@@ -261,7 +261,9 @@ void Decoder::embed(int64_t begin, int64_t end) {
     for (int64_t row = begin; row < end; ++row) {
         const int64_t token = in_.tokens[row];
         float* to = hidden_ + row * hidden;
-        if (model_.embedding == nullptr) {
+        if (token >= model_.vocab) {
+            std::copy_n(in_.seen + (token - model_.vocab) * hidden, hidden, to);
+        } else if (model_.embedding == nullptr) {
             dequantize_row(model_.head, token, to);
         } else if (model_.embedding_dtype == PJ_INT8) {
             const int8_t* from = static_cast<const int8_t*>(model_.embedding) + token * hidden;

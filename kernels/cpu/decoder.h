@@ -23,6 +23,8 @@ struct StepInput {
     const PjLowRank* const* adapters;  // (num_adapters) of (num_layers × 7), q k v out gate up down of each layer; or null
     const int32_t* adapter;            // (rows) whose each row is, −1: no adapter's; null: of all rows
     int64_t num_adapters;
+    const float* seen;  // (num_seen, hidden) what token vocab + i enters the first layer with: rows of images
+    int64_t num_seen;
 };
 
 class Decoder;

@@ -4,7 +4,7 @@ namespace penjing {
 
 int check_step(const PjModel& model, const StepInput& in) {
     for (int64_t row = 0; row < in.rows; ++row) {
-        if (in.tokens[row] < 0 || in.tokens[row] >= model.vocab) return -3;
+        if (in.tokens[row] < 0 || in.tokens[row] >= model.vocab + in.num_seen) return -3;
         if (in.positions[row] < 0 || in.positions[row] >= model.num_positions) return -4;
         if (in.slots[row] < -1 || in.slots[row] >= in.num_blocks * in.block_size) return -5;
         if (in.adapter && (in.adapter[row] < -1 || in.adapter[row] >= in.num_adapters)) return -8;

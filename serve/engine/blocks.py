@@ -20,6 +20,14 @@ def chain_hash(parent: bytes, token_ids: list[int]) -> bytes:
     return blake2b(parent + array("q", token_ids).tobytes(), digest_size=16).digest()
 
 
+def block_hash(sequence: Sequence, index: int, size: int, parent: bytes) -> bytes:
+    """Digest of a block of `sequence`, of all before it, and of the images that begin in them."""
+    start = index * size
+    for image in sequence.images:  # its tokens are those of any other, so its content counts from where it begins
+        parent += image.digest if start <= image.start < start + size else b""
+    return chain_hash(parent, sequence.token_ids[start : start + size])
+
+
 class BlockManager:
     """Owns the numbers of the KV blocks; knows nothing of tensors.
 
@@ -150,9 +158,8 @@ class BlockManager:
     def _hash_of(self, sequence: Sequence, i: int) -> bytes:
         hashes, size = sequence.block_hashes, self.block_size
         while len(hashes) <= i:
-            start = len(hashes) * size
             parent = hashes[-1] if hashes else ROOT_HASH + sequence.root
-            hashes.append(chain_hash(parent, sequence.token_ids[start : start + size]))
+            hashes.append(block_hash(sequence, len(hashes), size, parent))
         return hashes[i]
 
     def _take_free(self) -> int:

@@ -117,6 +117,18 @@ class EngineConfig(Config):
         description="In what adapters are kept. auto: as they are stored beside float weights, bfloat16 beside integer "
         "ones, whose own rounding is far larger.",
     )
+    max_images: int = Field(default=16, ge=0, le=1024, description="Images of one request, of a model that sees.")
+    max_image_bytes: int = Field(
+        default=20 << 20, gt=0, description="Bytes of an encoded image; a larger one is refused unread."
+    )
+    max_image_pixels: int = Field(
+        default=50_000_000, gt=0, le=1 << 30, description="Pixels of an image; a larger one is refused undecoded."
+    )
+    image_cache_bytes: int = Field(
+        default=64 << 20,
+        ge=0,
+        description="What images were turned into is kept in so much memory: one that comes again is not computed.",
+    )
 
     @model_validator(mode="after")
     def _every_running_sequence_steps(self) -> EngineConfig:

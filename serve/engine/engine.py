@@ -24,6 +24,7 @@ from penjing.serve.engine.speculation import Speculation, without_drafts
 from penjing.serve.engine.stats import EngineStats, Samples
 from penjing.serve.sampling.choice import NOT_FINITE, Choice, StepScores, Wanted, choose_rows
 from penjing.serve.sampling.constraint import Constraints
+from penjing.serve.sight.images import Images
 
 if TYPE_CHECKING:
     from penjing.core.checkpoint.load import LoadedModel
@@ -70,8 +71,7 @@ class LLMEngine:
             costs: of its steps, where `config.speculate` is not "off".
         """
         self.config, self.runner = config, runner
-        assert self.config.num_blocks is not None
-        assert self.config.max_model_len is not None
+        assert config.num_blocks is not None and config.max_model_len is not None  # noqa: PT018
         self.model_config, self.scheme = loaded.config, loaded.scheme
         types = [loaded.config.layer_type(layer) for layer in range(loaded.config.num_hidden_layers)]
         if hashed := [str(layer) for layer, kind in enumerate(types) if kind == "lsh_attention"]:
@@ -81,14 +81,15 @@ class LLMEngine:
                 ", ".join(hashed),
             )
         self.tokenizer, self.chat_template = loaded.tokenizer, loaded.chat_template
-        self.max_model_len: int = self.config.max_model_len
+        self.max_model_len: int = config.max_model_len
         self.samples = Samples()
         self._pace = Pace(config.max_step_seconds, config.max_num_batched_tokens)
         self.scheduler = self._new_scheduler()
         self.constraints = Constraints(loaded.tokenizer, loaded.config.vocab_size)
         self.adapters = Adapters(runner.adapter_slots)
+        images = Images(loaded.sight, loaded.tokenizer, config)
         self.preparer = Preparer(
-            loaded.tokenizer, loaded.config.vocab_size, self.max_model_len, self.constraints, self.adapters
+            loaded.tokenizer, loaded.config.vocab_size, self.max_model_len, self.constraints, self.adapters, images
         )
         self._answers: dict[Sequence, Answer] = {}
         self._active: dict[str, list[Sequence]] = {}  # unfinished sequences of each request
@@ -136,7 +137,7 @@ class LLMEngine:
         """Queue a request that `prepare` and `check_admission` have passed."""
         request, params = prepared.request, prepared.request.params
         assert request.request_id not in self._active, "the caller checks that ids are new"
-        origin: dict[str, Any] = {"key": request.key, "priority": request.priority}
+        origin: dict[str, Any] = {"key": request.key, "priority": request.priority, "images": prepared.images}
         if prepared.adapter is not None:
             origin |= {"adapter": prepared.adapter.slot, "root": prepared.adapter.root}
         first = Sequence(request.request_id, prepared.prompt_ids, **origin)

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
-from penjing.serve.engine.blocks import NULL_BLOCK, ROOT_HASH, BlockManager, chain_hash
+from penjing.serve.engine.blocks import NULL_BLOCK, ROOT_HASH, BlockManager, block_hash
 from penjing.serve.engine.scheduler import Scheduler
 from penjing.serve.engine.sequence import Sequence
 
@@ -111,7 +111,8 @@ def _check_running(snapshot: Snapshot, sequence: Sequence) -> list[str]:
     parent = ROOT_HASH + sequence.root
     for i, block in enumerate(table[: sequence.num_computed_tokens // size]):
         tokens = sequence.token_ids[i * size : (i + 1) * size]
-        parent = sequence.block_hashes[i] if i < len(sequence.block_hashes) else chain_hash(parent, tokens)
+        known = sequence.block_hashes
+        parent = known[i] if i < len(known) else block_hash(sequence, i, size, parent)
         published = blocks.hashes[block] if block != NULL_BLOCK else None
         if published is not None and (published != parent or blocks.tokens[block] != tuple(tokens)):
             broken.append(f"{sequence!r} holds block {block}, which is published for other tokens")

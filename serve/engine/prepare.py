@@ -11,6 +11,7 @@ from penjing.serve.engine.config import EngineConfig
 from penjing.serve.engine.request import Request
 from penjing.serve.engine.scheduler import RESERVED_PART, Scheduler
 from penjing.serve.sampling.constraint import Constraint, Constraints
+from penjing.serve.sight.images import Images, Placed
 
 
 @dataclass(frozen=True)
@@ -21,6 +22,7 @@ class PreparedRequest:
     prompt_ids: list[int]
     constraint: Constraint | None = None
     adapter: LoadedAdapter | None = None
+    images: tuple[Placed, ...] = ()
 
 
 class Preparer:
@@ -37,21 +39,27 @@ class Preparer:
         max_model_len: int,
         constraints: Constraints,
         adapters: Adapters,
+        images: Images,
     ) -> None:
         self._tokenizer, self._vocab_size, self._max_model_len = tokenizer, vocab_size, max_model_len
-        self._constraints, self._adapters = constraints, adapters
+        self._constraints, self._adapters, self.images = constraints, adapters, images
         self.max_prompt_bytes = tokenizer.most_bytes(max_model_len)
 
     def prepare(self, request: Request) -> PreparedRequest:
         """Tokenize and validate.
 
         Raises:
-            RequestError: an empty, too long or wrongly typed prompt, parameters that do not fit the model, or an
-                adapter that there is not.
+            RequestError: an empty, too long or wrongly typed prompt, parameters that do not fit the model, an adapter
+                that there is not, or images that cannot be read or have no place in the prompt.
             SetupError: a form of the answer is asked for, and llguidance is not installed.
         """
         adapter = self._adapters.named(request.params.lora_name)
-        prompt_ids = self._tokenize(request.prompt, request.add_special)
+        prompt = request.prompt
+        if isinstance(prompt, str):
+            prompt = self.images.expand(prompt, request.images)
+        elif request.images:
+            raise RequestError("images need a prompt of text, which says where they stand, not token ids")
+        prompt_ids = self._tokenize(prompt, request.add_special)
         self._check_length(len(prompt_ids))
         params, last_id = request.params, self._vocab_size - 1
         for name, ids in (("stop_token_ids", params.stop_token_ids), ("logit_bias", params.logit_bias or ())):
@@ -64,7 +72,8 @@ class Preparer:
                 f"leaves after a prompt of {len(prompt_ids)} tokens, got {params.min_tokens}"
             )
         constraint = None if params.guided is None else self._constraints.make(params.guided)
-        return PreparedRequest(request, prompt_ids, constraint, adapter)
+        images = self.images.place(prompt_ids, request.images)  # last, because it takes longest
+        return PreparedRequest(request, prompt_ids, constraint, adapter, images)
 
     def _tokenize(self, prompt: object, add_special: bool) -> list[int]:
         if isinstance(prompt, str):

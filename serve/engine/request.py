@@ -17,7 +17,8 @@ class Request:
     """One generation request.
 
     `prompt` is text or token ids; `add_special` puts begin-of-text before a text where the model's tokenizer does so
-    (off for rendered chat templates, which write it themselves). Requests with other `key`s share the engine fairly, by
+    (off for rendered chat templates, which write it themselves). `images` are JPEG or PNG files; for each, in their
+    order, a text has the model's image token once. Requests with other `key`s share the engine fairly, by
     tokens; a lower `priority` comes before a higher one. `arrival_time` is in seconds of `time.monotonic`.
     """
 
@@ -27,6 +28,7 @@ class Request:
     add_special: bool = True
     key: str = ""
     priority: int = 0
+    images: Sequence[bytes] = ()
     arrival_time: float = field(default_factory=time.monotonic)
 
 

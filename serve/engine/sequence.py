@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from penjing.serve.sight.images import Placed
 
 NO_ADAPTER = -1
 
@@ -23,6 +26,7 @@ class Sequence:
         "draft",
         "fork_of",
         "forks",
+        "images",
         "index",
         "key",
         "num_cached_tokens",
@@ -48,6 +52,7 @@ class Sequence:
         priority: int = 0,
         adapter: int = NO_ADAPTER,
         root: bytes = b"",
+        images: tuple[Placed, ...] = (),
     ) -> None:
         assert prompt_ids, "a sequence starts with at least one token"
         self.request_id = request_id
@@ -56,6 +61,7 @@ class Sequence:
         self.priority = priority  # lower numbers first
         self.adapter = adapter  # slot of its adapter in the runner
         self.root = root  # beginning of its chain of digests: who has another adapter has other keys and values
+        self.images = images  # in the order of their places
         self.token_ids = list(prompt_ids)
         self.num_prompt_tokens = len(prompt_ids)
         self.draft: list[int] = []  # guessed tokens behind the last one that this step checks

@@ -45,6 +45,8 @@ def make_engine(
         ConfigError: the settings contradict each other, the model or the memory.
     """
     config = resolve_device(config or EngineConfig(), loaded.config)
+    if loaded.sight is not None and config.device != "cpu":
+        raise ConfigError("a decoder that sees is served on a CPU only; take device=cpu")
     available = available_memory() if config.device == "cpu" else free_device_memory(loaded.model, config)
     config = resolve(config, loaded.config, available)
     runner = make_runner(loaded.model, config, adapters)

@@ -19,8 +19,17 @@ class ModelStep:
         self._scale = model.config.head_dim**-0.5
         self._windows = [model.config.layer_window(layer) for layer in range(model.config.num_hidden_layers)]
 
-    def __call__(self, tensors: StepTensors, kv_pool: torch.Tensor, kv_scale: torch.Tensor | None) -> torch.Tensor:
-        """Logits (R, V); the step's keys and values are written into the pool (see `penjing.serve.runner.kv_pool`)."""
+    def __call__(
+        self,
+        tensors: StepTensors,
+        kv_pool: torch.Tensor,
+        kv_scale: torch.Tensor | None,
+        seen_XE: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Logits (R, V); the step's keys and values are written into the pool (see `penjing.serve.runner.kv_pool`).
+
+        seen_XE: see `DecoderStep.step`.
+        """
         lengths = tensors.cu_query, tensors.context_len, tensors.block_table
 
         def attend(layer: int, q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor) -> torch.Tensor:
@@ -33,4 +42,10 @@ class ModelStep:
 
         rows = tensors.logit_rows.long()
         with torch.inference_mode():
-            return self.model(tensors.token_ids.long(), tensors.positions.long(), pad_values(attend), rows)
+            ids, positions, embedded = tensors.token_ids.long(), tensors.positions.long(), None
+            if seen_XE is not None:
+                beyond = ids - self.model.config.vocab_size
+                ids = torch.where(beyond >= 0, 0, ids)
+                embedded = self.model.model.embed_tokens(ids).to(seen_XE.dtype)
+                embedded[beyond >= 0] = seen_XE[beyond[beyond >= 0]]
+            return self.model(ids, positions, pad_values(attend), rows, embedded=embedded)

@@ -51,7 +51,9 @@ class Runner:
                 raise ConfigError(f"adapters are for the C++ step alone, which this model does not run in: {reason}")
             self.adapter_slots[name] = self.fused.adapters.add(layers)
         self.kv_pool, self.kv_scale = allocate_pool(model.config, num_blocks, block_size, kv_dtype)
-        self.inputs = StepInputs(max_tokens, max_sequences, max_model_len, block_size)
+        self.inputs = StepInputs(
+            max_tokens, max_sequences, max_model_len, block_size, vocab_size=model.config.vocab_size
+        )
 
     def run(self, batch: Batch, largest: bool = False) -> tuple[StepScores, list[Sequence]]:
         """Compute the tokens of `batch` into the KV cache; doing so again changes nothing.
@@ -65,15 +67,16 @@ class Runner:
         """
         ready = self.inputs.fill(batch)
         tensors = self.inputs.buffers.first(batch.num_tokens, len(batch.chunks), len(ready))
+        seen_XE = self.inputs.seen.rows()
         if self.fused is not None:
             adapter_T = self.inputs.adapter[: batch.num_tokens] if self.inputs.has_adapters else None
             if largest:
                 values_R1, ids_R1 = self.fused.step_top(
-                    1, *tensors, self.kv_pool, kv_scale=self.kv_scale, adapter_T=adapter_T
+                    1, *tensors, self.kv_pool, kv_scale=self.kv_scale, adapter_T=adapter_T, seen_XE=seen_XE
                 )
                 return StepScores(None, values_R1.numpy()[:, 0], ids_R1.numpy()[:, 0]), ready
-            logits_RV = self.fused.step(*tensors, kv_pool=self.kv_pool, kv_scale=self.kv_scale, adapter_T=adapter_T)
+            logits_RV = self.fused.step(*tensors, self.kv_pool, self.kv_scale, adapter_T, seen_XE)
             return StepScores(logits_RV.numpy()), ready
 
         assert self.layers is not None
-        return StepScores(self.layers(tensors, self.kv_pool, self.kv_scale).numpy()), ready
+        return StepScores(self.layers(tensors, self.kv_pool, self.kv_scale, seen_XE).numpy()), ready

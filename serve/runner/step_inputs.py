@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from penjing.serve.engine.sequence import NO_ADAPTER, Batch, Sequence
+from penjing.serve.runner.seen import SeenRows
 
 ALIGN = 4  # words of int32: views begin at 16 bytes, which kernels find faster to read
 
@@ -70,8 +71,16 @@ class StepInputs:
     """Writes batches into `buffers`, which belong to the host; steps change only what they must."""
 
     def __init__(
-        self, max_tokens: int, max_sequences: int, max_model_len: int, block_size: int, pinned: bool = False
+        self,
+        max_tokens: int,
+        max_sequences: int,
+        max_model_len: int,
+        block_size: int,
+        pinned: bool = False,
+        vocab_size: int = 0,
     ) -> None:
+        self.seen = SeenRows(vocab_size)
+        """Rows of images that stand in place of tokens of the last batch."""
         self.buffers = StepBuffers(max_tokens, max_sequences, -(-max_model_len // block_size), pinned=pinned)
         self.block_size = block_size
         self.adapter = torch.full((max_tokens,), NO_ADAPTER, dtype=torch.int32)
@@ -92,6 +101,7 @@ class StepInputs:
         size, ready = self.block_size, []
         token_ids, positions, slots = self._token_ids, self._positions, self._slots
         row, chunks = 0, batch.chunks
+        self.seen.clear()
         self.has_adapters = any(sequence.adapter != NO_ADAPTER for sequence, _ in chunks)
         if self.has_adapters:  # those of one adapter beside each other: its matrices are read once
             chunks = sorted(chunks, key=lambda chunk: chunk.sequence.adapter)
@@ -117,6 +127,8 @@ class StepInputs:
                 first = start // size
                 blocks = np.array(sequence.block_table[first : (end - 1) // size + 1], dtype=np.int64)
                 slots[row : row + num_tokens] = blocks[position // size - first] * size + position % size
+            if sequence.images:
+                self.seen.fill(sequence, start, token_ids[row : row + num_tokens])
             row += num_tokens
             self._cu_query[i + 1] = row
             self._context_len[i] = end

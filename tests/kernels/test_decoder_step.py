@@ -263,3 +263,23 @@ def test_a_row_with_a_nan_says_so_first() -> None:
     assert values[:, 0].isnan().tolist() == [False, True, False]
     with pytest.raises(ValueError, match="top=0"):
         step.step_top(0, *arguments.values())
+
+
+@pytest.mark.parametrize("int8", [True, False], ids=["int8", "float"])
+def test_ids_beyond_the_vocabulary_are_rows_of_a_table(isa: CpuExtension, threads: CpuExtension, int8: bool) -> None:
+    """A table that holds the rows of ordinary tokens gives their logits, bit by bit, in steps of any size."""
+    step, seen = make_step(int8), torch.randn(2, HIDDEN, generator=torch.Generator().manual_seed(5))
+    ordinary = make_step(int8, embedding_VE=torch.cat([seen, torch.zeros(VOCAB - 2, HIDDEN)]))
+    everywhere = make_step(int8, embedding_VE=torch.zeros(VOCAB, HIDDEN))
+    for count, num_threads in ((3, 1), (120, 1), (120, 2)):
+        threads.set_num_threads(num_threads)
+        ids = torch.arange(count) % 2
+        blocks = list(range(30))
+        wanted = ordinary.step(**inputs([(ids, 0, blocks)], new_pool())).clone()
+        found = everywhere.step(**inputs([(ids + VOCAB, 0, blocks)], new_pool()), seen_XE=seen).clone()
+        assert torch.equal(found, wanted)
+    arguments = inputs([(torch.tensor([1, VOCAB + 2]), 0, [0])], new_pool())
+    for table, message in ((seen, "rows of images"), (seen.double(), "seen_XE"), (seen[:, 1:], "seen_XE")):
+        with pytest.raises(ValueError, match=message):
+            step.step(**arguments, seen_XE=table)
+    assert step.step(**arguments, seen_XE=torch.ones(3, HIDDEN)).isfinite().all()

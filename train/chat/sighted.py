@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from penjing.core.errors import InputError
 from penjing.core.graph.config import Pixels
 from penjing.core.images.decode import decode_image
+from penjing.core.vision.sight import image_text
 from penjing.train.chat.rows import Row, RowError, TooLongError
 from penjing.train.chat.tokens import ChatTokens, Masked
 from penjing.train.data.images import normalise
@@ -45,18 +46,20 @@ class Sighted:
 class SightTokens:
     """Writes rows with images in the tokens of a model.
 
-    Attributes: token: the image token, of which the tokenizer knows. rows: how many an image takes. size: rows and
-        columns of an image in pixels. channels: of an image. folder: where paths of images lie. longest: tokens of a
-        row at most.
+    Attributes: token: the image token, of which the tokenizer knows. rows: how many an image takes. pixels: what an
+        image is made into. folder: where paths of images lie. longest: tokens of a row at most.
     """
 
     writer: ChatTokens
     token: str
     rows: int
-    size: int
-    channels: int
+    pixels: Pixels
     folder: Path
     longest: int
+
+    @property
+    def _text(self) -> str:
+        return image_text(self.writer.tokenizer, self.token, self.rows)
 
     def row(self, row: Row) -> Sighted:
         """The tokens and images of a row with `images`, and `messages` or `prompt` and `completion`.
@@ -84,7 +87,7 @@ class SightTokens:
             TooLongError: see `row`.
         """
         parts = [
-            self.writer.masked({"prompt": ("" if place else self.token * self.rows) + prompt, "completion": completion})
+            self.writer.masked({"prompt": ("" if place else self._text) + prompt, "completion": completion})
             for place, (prompt, completion) in enumerate(turns)
         ]
         ids, learnt = (np.concatenate(each) for each in zip(*((part.ids, part.learnt) for part in parts), strict=True))
@@ -101,7 +104,7 @@ class SightTokens:
     def _expanded(self, value: Any) -> tuple[int, Any]:
         """(Placeholders, the value with image tokens in their place)."""
         if isinstance(value, str):
-            return value.count(PLACEHOLDER), value.replace(PLACEHOLDER, self.token * self.rows)
+            return value.count(PLACEHOLDER), value.replace(PLACEHOLDER, self._text)
         if isinstance(value, dict):
             found = {name: self._expanded(each) for name, each in value.items()}
             return sum(count for count, _ in found.values()), {name: each for name, (_, each) in found.items()}
@@ -111,12 +114,8 @@ class SightTokens:
         return 0, value
 
     def _picture(self, value: Any) -> Picture:
-        pixels = Pixels(
-            height=self.size, width=self.size, mean=(0.0,) * self.channels, std=(1.0,) * self.channels,
-            order="L" if self.channels == 1 else "RGB",
-        )  # fmt: skip
         try:
-            image = decode_image(encoded_image(value, self.folder, "images"), pixels, formats=FORMATS)
+            image = decode_image(encoded_image(value, self.folder, "images"), self.pixels, formats=FORMATS)
         except InputError as error:
             raise RowError(f"an image cannot be read: {error}") from None
         return lambda: image

@@ -16,6 +16,7 @@ from penjing.core.checkpoint.vision_language import load_vision_language, save_v
 from penjing.core.errors import ConfigError, InputError
 from penjing.core.progress import Progress
 from penjing.core.text.tokenizer import Tokenizer
+from penjing.core.vision.sight import pixels_of
 from penjing.core.vision.vision_language import VisionLanguage, VisionLanguageConfig
 from penjing.core.vision.vit import initialize_vit
 from penjing.train.chat.rows import Row, take_rows
@@ -63,9 +64,7 @@ class SightTuning:
         self._tokenizer = writer.tokenizer
         self._template = None if data.template is None or writer.template is None else writer.template.text
         vision = config.vision
-        self._writer = SightTokens(
-            writer, token, config.rows, vision.image_size, vision.num_channels, data.images, data.sequence_length
-        )
+        self._writer = SightTokens(writer, token, config.rows, pixels_of(vision), data.images, data.sequence_length)
         rows = self._read(data.sources, progress)
         kept: list[Sighted] = []
         if data.held_out_sources and recipe.evaluation.every:

@@ -11,6 +11,7 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import models, pre_tokenizers
 
 from penjing.core.errors import InputError
+from penjing.core.graph.config import Pixels
 from penjing.core.progress import Silent
 from penjing.core.text.tokenizer import Tokenizer
 from penjing.train.chat.rows import RowError, TooLongError, take_rows
@@ -34,7 +35,8 @@ def tokens(tmp_path: Path) -> SightTokens:
     for name, seed in (("a.png", 1), ("b.png", 2)):
         (tmp_path / name).write_bytes(photo(seed))
     (tmp_path / "broken.png").write_bytes(photo(1)[:200])
-    return SightTokens(ChatTokens(tokenizer, None), "<image>", ROWS, 8, 3, tmp_path, 24)
+    pixels = Pixels(height=8, width=8, mean=(0.5,) * 3, std=(0.5,) * 3)
+    return SightTokens(ChatTokens(tokenizer, None), "<image>", ROWS, pixels, tmp_path, 24)
 
 
 def test_a_placeholder_becomes_the_rows_of_its_image(tokens: SightTokens) -> None:

@@ -1,0 +1,97 @@
+"""What a decoder that sees has beside its decoder, for inference: an encoded image → the rows that stand for it.
+
+Shapes: R rows of an image, E hidden of the decoder.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from pydantic import Field
+from torch import Tensor, nn
+
+from penjing.core.config import Config
+from penjing.core.graph.config import Pixels
+from penjing.core.images.decode import FORMATS, MAX_PIXELS, arranged, decode_image, network_input
+from penjing.core.text.tokenizer import Tokenizer
+from penjing.core.vision.vision_language import VisionLanguage, pixel_shuffle
+from penjing.core.vision.vit import VisionTransformer, ViTConfig
+
+HALF = 0.5  # an image enters as (pixel / 255 - 0.5) / 0.5, each channel alike, as SigLIP's do
+AROUND, WHOLE = "<fake_token_around_image>", "<global-img>"
+"""What Idefics3's processor writes around an image's tokens, and before those of an image that is not cut in tiles."""
+
+
+class SightConfig(Config):
+    """Everything that fixes the computation of a `Sight`."""
+
+    vision: ViTConfig = Field(description="The vision transformer.")
+    scale_factor: int = Field(gt=0, description="So many rows and columns of patches become one row.")
+    image_token_id: int = Field(ge=0, description="The token in whose place a row of an image stands.")
+    width: int = Field(gt=0, description="Numbers of a row: the decoder's hidden size.")
+
+    @property
+    def rows(self) -> int:
+        """Tokens that an image takes."""
+        return (self.vision.side // self.scale_factor) ** 2
+
+
+class Sight(nn.Module):
+    """A vision transformer, pixel shuffle and the projection behind them.
+
+    Images are computed one by one, so that the bits of an image's rows depend on nothing else.
+    """
+
+    def __init__(self, config: SightConfig, vision: VisionTransformer, projector: nn.Linear) -> None:
+        super().__init__()
+        self.config, self.vision, self.projector = config, vision, projector
+
+    @classmethod
+    def of(cls, model: VisionLanguage) -> Sight:
+        """The parts of `model`, shared with it."""
+        whole = model.config
+        config = SightConfig(
+            vision=whole.vision,
+            scale_factor=whole.scale_factor,
+            image_token_id=whole.image_token_id,
+            width=whole.decoder.hidden_size,
+        )
+        return cls(config, model.vision, model.projector)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Normalised images (N, C, H, W) → rows (N, R, E)."""
+        return self.projector(pixel_shuffle(self.vision(images), self.config.scale_factor))
+
+    def picture(self, data: bytes, max_pixels: int = MAX_PIXELS) -> NDArray[np.uint8]:
+        """An encoded image at the model's size: (height, width, channels).
+
+        Raises:
+            InputError: it is no JPEG or PNG, broken, cut off, animated, or has more pixels than that.
+        """
+        return decode_image(data, pixels_of(self.config.vision), max_pixels=max_pixels, formats=FORMATS, still=True)
+
+    @torch.inference_mode()
+    def rows_of(self, picture: NDArray[np.uint8]) -> Tensor:
+        """(R, E) float32 of what `picture` gave."""
+        pixels = pixels_of(self.config.vision)
+        values = network_input(arranged(picture, pixels)[None], pixels)
+        return self(torch.from_numpy(np.ascontiguousarray(values)))[0].float().contiguous()
+
+
+def pixels_of(config: ViTConfig) -> Pixels:
+    """How an image becomes the input of a vision transformer."""
+    grey = config.num_channels == 1
+    return Pixels(
+        height=config.image_size, width=config.image_size, mean=(HALF,) * config.num_channels,
+        std=(HALF,) * config.num_channels, order="L" if grey else "RGB",
+    )  # fmt: skip
+
+
+def image_text(tokenizer: Tokenizer, token: str, rows: int) -> str:
+    """What stands in a text for one image of so many rows: image tokens, and around them what Idefics3's processor
+    writes, where the tokenizer has it."""
+    text = token * rows
+    if tokenizer.token_to_id(AROUND) is None or tokenizer.token_to_id(WHOLE) is None:
+        return text
+    return f"{AROUND}{WHOLE}{text}{AROUND}"

@@ -1,0 +1,167 @@
+"""Images of requests: which tokens of a prompt they take, and the rows that stand there, each image computed once."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import TYPE_CHECKING, Any, Protocol
+
+from penjing.core.errors import InputError, RequestError
+from penjing.core.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from penjing.core.vision.sight import Sight
+
+
+class Limits(Protocol):
+    """Of the engine's settings, those of images."""
+
+    @property
+    def max_images(self) -> int: ...
+    @property
+    def max_image_bytes(self) -> int: ...
+    @property
+    def max_image_pixels(self) -> int: ...
+    @property
+    def image_cache_bytes(self) -> int: ...
+
+
+@dataclass(frozen=True)
+class Placed:
+    """An image in a prompt: row i stands in place of token `start` + i.
+
+    `digest` is of the pixels as the model sees them, `rows` (count, hidden) float32.
+    """
+
+    start: int
+    count: int
+    digest: bytes
+    rows: Any
+
+    @property
+    def end(self) -> int:
+        """Where the tokens behind it begin."""
+        return self.start + self.count
+
+
+class Images:
+    """The eyes of an engine; any thread may use them.
+
+    An image that was seen lately is not computed again; one that is being computed is waited for.
+    """
+
+    def __init__(self, sight: Sight | None, tokenizer: Tokenizer, limits: Limits) -> None:
+        self._sight, self._limits = sight, limits
+        self._lock = threading.Lock()
+        self._kept: OrderedDict[bytes, Future[Any]] = OrderedDict()
+        self._num_bytes = 0
+        self.num_computed = 0
+        """Images that went through the network so far."""
+        self.token: str | None = None
+        """What stands in a text for an image; None: the model takes none."""
+        self._token_id = self._rows = -1
+        self._text = ""
+        if sight is not None:
+            from penjing.core.vision.sight import image_text
+
+            self._token_id, self._rows = sight.config.image_token_id, sight.config.rows
+            self.token = tokenizer.id_to_token(self._token_id)
+            if self.token is None:
+                raise InputError(f"the tokenizer has no token {self._token_id}, which stands for images; import again")
+            self._text = image_text(tokenizer, self.token, self._rows)
+
+    def begin(self, prompt: str, count: int) -> str:
+        """The prompt, behind the places of `count` images where it has none."""
+        return prompt if self.token is None or self.token in prompt else self.token * count + prompt
+
+    def expand(self, prompt: str, images: Sequence[bytes]) -> str:
+        """The text with as many image tokens as each image has rows, where it had one.
+
+        Raises:
+            RequestError: other numbers of images and of their places, or too many or too large images.
+        """
+        if not images and (self.token is None or self.token not in prompt):
+            return prompt
+        if self._sight is None or self.token is None:
+            raise RequestError("this model takes no images: leave them out, or ask a model that sees")
+        places = prompt.count(self.token)
+        if places != len(images):
+            raise RequestError(
+                f"{self.token} stands {places} times in the prompt, and there are {len(images)} images; "
+                "one for each is needed"
+            )
+        if len(images) > self._limits.max_images:
+            raise RequestError(
+                f"the request has {len(images)} images, at most {self._limits.max_images} are taken (max_images)"
+            )
+        for number, image in enumerate(images):
+            if len(image) > self._limits.max_image_bytes:
+                raise RequestError(
+                    f"image {number} has {len(image):,} bytes, at most {self._limits.max_image_bytes:,} are read "
+                    "(max_image_bytes): shrink it"
+                )
+        return prompt.replace(self.token, self._text)
+
+    def place(self, prompt_ids: Sequence[int], images: Sequence[bytes]) -> tuple[Placed, ...]:
+        """The images of a prompt whose text `expand` gave.
+
+        Raises:
+            RequestError: one cannot be read, or image tokens stand in the prompt that belong to no image.
+        """
+        if self._sight is None:
+            return ()
+        where = [place for place, token in enumerate(prompt_ids) if token == self._token_id]
+        if len(where) != len(images) * self._rows:
+            raise RequestError(
+                f"the prompt has the token {self.token!r}, which stands for an image, {len(where)} times, and "
+                f"{len(images)} images came with it; give images with a text that has it once for each"
+            )
+        starts = where[:: self._rows]
+        if any(where[n * self._rows + self._rows - 1] != start + self._rows - 1 for n, start in enumerate(starts)):
+            raise RequestError(f"the tokenizer splits the tokens of an image, {self.token!r}; import the model again")
+        return tuple(
+            self._see(start, image, number) for number, (start, image) in enumerate(zip(starts, images, strict=True))
+        )
+
+    def _see(self, start: int, data: bytes, number: int) -> Placed:
+        assert self._sight is not None
+        try:
+            picture = self._sight.picture(data, self._limits.max_image_pixels)
+        except InputError as error:
+            raise RequestError(f"image {number} cannot be read: {error}") from None
+        digest = blake2b(picture.tobytes(), digest_size=16).digest()
+        return Placed(start, self._rows, digest, self._rows_of(digest, picture))
+
+    def _rows_of(self, digest: bytes, picture: Any) -> Any:
+        mine: Future[Any] = Future()
+        with self._lock:
+            known = self._kept.setdefault(digest, mine)
+            self._kept.move_to_end(digest)
+        if known is not mine:
+            return known.result()
+        assert self._sight is not None
+        try:
+            rows = self._sight.rows_of(picture)
+        except BaseException as error:
+            with self._lock:
+                del self._kept[digest]
+            mine.set_exception(error)
+            raise
+        with self._lock:
+            self.num_computed += 1
+            self._num_bytes += rows.nbytes
+            mine.set_result(rows)
+            self._forget_oldest()
+        return rows
+
+    def _forget_oldest(self) -> None:
+        for digest, future in list(self._kept.items()):
+            if self._num_bytes <= self._limits.image_cache_bytes:
+                return
+            if future.done():
+                del self._kept[digest]
+                self._num_bytes -= future.result().nbytes
