@@ -12,9 +12,12 @@ from torch import Tensor
 from penjing.compress.decoder.check import check_finite, linear_modules, transformed
 from penjing.compress.decoder.head import compress_embedding, compress_head, embed_for_calibration, unties
 from penjing.compress.decoder.layer import FEW_ROWS, Activations, Rotations, compress_layer
+from penjing.compress.decoder.rotate import rotation_signs
 from penjing.compress.decoder.settings import Int8Settings
 from penjing.compress.decoder.stream import LayerStream
 from penjing.core.artifact.decoder import quantization_config
+from penjing.core.artifact.transform import HEAD as HEAD_ROTATION
+from penjing.core.artifact.transform import RESIDUAL, write_transforms
 from penjing.core.checkpoint.decoder import open_checkpoint, save_checkpoint
 from penjing.core.manifest import write_manifest
 from penjing.core.progress import Progress
@@ -90,6 +93,7 @@ class _Layers:
         hidden_WTE = self._hidden_after(layer - 1)
         compressed = compress_layer(self.stream, layer, self.settings, self.rotations, hidden_WTE)
         self.tasks.save(_layer_name(layer), compressed.tensors)
+        self.tasks.save(_changes_name(layer), compressed.changes)
         self.tasks.save(_hidden_name(layer), {"hidden": hidden_WTE})
         self._hidden_WTE = hidden_WTE
         errors = {name: error.as_dict() for name, error in compressed.errors.items()}
@@ -133,8 +137,21 @@ class _Layers:
             tokenizer_from=self.source,
             extra_config=quantized,
         )
+        write_transforms(folder, self._transforms())
         write_manifest(folder, "artifact" if quantized else "checkpoint", {"command": "penjing compress"})
         return {"bytes": total}
+
+    def _transforms(self) -> dict[str, Tensor]:
+        found: dict[str, Tensor] = {}
+        if self.rotations is not None:
+            found = {
+                RESIDUAL: rotation_signs(self.rotations.residual_EE),
+                HEAD_ROTATION: rotation_signs(self.rotations.head_DD),
+            }
+        for layer in range(self.config.num_hidden_layers):
+            changes = self.tasks.load(_changes_name(layer))
+            found |= {f"model.layers.{layer}.{name}": vector for name, vector in changes.items()}
+        return found
 
     def _tensors(self) -> Iterator[tuple[str, Tensor]]:
         yield from compress_embedding(self.stream, self.settings, self.rotations).items()
@@ -149,6 +166,10 @@ class _Layers:
 
 def _layer_name(layer: int) -> str:
     return f"layer_{layer:03d}"
+
+
+def _changes_name(layer: int) -> str:
+    return f"changes_{layer:03d}"
 
 
 def _hidden_name(layer: int) -> str:

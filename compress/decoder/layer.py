@@ -31,6 +31,7 @@ from penjing.compress.decoder.weights import (
     linear_error,
     quantize_per_channel,
 )
+from penjing.core.artifact.transform import INPUTS, NORMS
 from penjing.core.errors import InputError
 from penjing.kernels.hadamard import hadamard
 from penjing.kernels.rounding import INT8_LIMIT
@@ -109,12 +110,13 @@ class Rotations:
 
 @dataclass(frozen=True)
 class CompressedLayer:
-    """Tensors of the artifact by their names inside the layer, the error of each quantized linear layer, and the
-    experts that saw few calibration tokens, with how many."""
+    """Tensors of the artifact by their names inside the layer, the error of each quantized linear layer, the experts
+    that saw few calibration tokens, with how many, and how the layer was changed (`core.artifact.transform`)."""
 
     tensors: Weights
     errors: dict[str, LinearError]
     few: dict[int, int]
+    changes: Weights
 
 
 @torch.no_grad()
@@ -123,7 +125,9 @@ def compress_layer(
 ) -> CompressedLayer:
     """Compress `layer`; `hidden_WTE`, the calibration text's (rotated) hidden states, moves on to the next layer."""
     weights = stream.weights(layer)
+    changes: Weights = {}
     if rotations is not None:
+        changes = {f"{norm}.folded": weights[f"{norm}.weight"].clone() for norm in NORMS}
         rotate_layer(weights, stream.config, rotations.residual_EE, rotations.head_DD)
     seen = Activations(num_windows=hidden_WTE.shape[0])
     largest = LargestKV()
@@ -133,6 +137,7 @@ def compress_layer(
     _check_finite(samples, layer)
     rules = (_rule(settings, seen.rows_of(hidden_WTE)), _routed_rule(settings))
     scales = smooth_linears(weights, samples, stream.config, settings.transform, *rules)
+    changes |= {f"{first}.divided": scales[first] for first in INPUTS if first in scales}
     inputs = {name: x_MK / scales[name] if name in scales else x_MK for name, x_MK in samples.items()}
     if block := settings.transform.hadamard_down:
         inputs["mlp.down_proj"] = hadamard(inputs["mlp.down_proj"], block)
@@ -154,7 +159,7 @@ def compress_layer(
             tensors |= quantized_tensors(linear, quantized)
     if settings.kv_cache == "int8":
         tensors |= largest.scales(scales.get("self_attn.o_proj"))
-    return CompressedLayer(tensors, errors, few)
+    return CompressedLayer(tensors, errors, few, changes)
 
 
 def int8_rule(settings: Int8Settings, x_MK: Tensor) -> Callable[[Tensor], QuantizedWeight]:

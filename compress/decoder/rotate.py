@@ -9,34 +9,26 @@ and the function stay the same and inference pays nothing. QuaRot (https://arxiv
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
 from penjing.compress.decoder.parts import mlps, norm_readers
 from penjing.compress.decoder.stream import Weights
+from penjing.core.artifact.transform import flat_matrix
 from penjing.core.models.config import DecoderConfig
 
 
 def rotation_matrix(size: int, seed: int) -> Tensor:
-    """A random orthogonal (size, size) float64 matrix whose entries are all about 1/√size.
-
-    Random signs times the Kronecker product of a Hadamard matrix (the power of two in `size`) and a Hartley matrix
-    (the odd rest): flat for every size; Hadamard matrices alone exist for few. Computed, so the same everywhere.
-    """
-    odd = size
-    while odd % 2 == 0:
-        odd //= 2
-    index = torch.arange(odd, dtype=torch.float64)
-    angle = 2 * math.pi / odd * torch.remainder(torch.outer(index, index), odd)
-    matrix = (torch.cos(angle) + torch.sin(angle)) / math.sqrt(odd)
-    butterfly = torch.tensor([[1.0, 1.0], [1.0, -1.0]], dtype=torch.float64) / math.sqrt(2)
-    for _ in range((size // odd).bit_length() - 1):
-        matrix = torch.kron(butterfly, matrix)
+    """A random orthogonal (size, size) float64 matrix whose entries are all about 1/√size: random signs times
+    `flat_matrix`. Computed, so the same everywhere."""
     generator = torch.Generator().manual_seed(seed)
     signs = torch.randint(0, 2, (size,), generator=generator).to(torch.float64) * 2 - 1
-    return signs[:, None] * matrix
+    return signs[:, None] * flat_matrix(size)
+
+
+def rotation_signs(rotation_EE: Tensor) -> Tensor:
+    """(size,) int8: the signs that made a matrix of `rotation_matrix`."""
+    return rotation_EE[:, 0].sign().to(torch.int8)
 
 
 def fold_norm(norm_E: Tensor, *linears_NE: Tensor) -> None:

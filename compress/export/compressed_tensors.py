@@ -40,7 +40,9 @@ def write_compressed_tensors(artifact: DecoderArtifact, folder: Path) -> None:
             f"{source} is an architecture that transformers does not know (layers of different widths, or another "
             "combination of its own); serve it with penjing, or prune with uniform widths"
         )
-    names = [name for name in artifact.manifest.sha256 if name.endswith((".safetensors", ".safetensors.index.json"))]
+    # The rest, of folders inside, is for penjing alone.
+    top = [name for name in artifact.manifest.sha256 if "/" not in name]
+    names = [name for name in top if name.endswith((".safetensors", ".safetensors.index.json"))]
     for name in ["config.json", *names, *TOKENIZER_FILES]:
         if (source / name).is_file():
             shutil.copyfile(source / name, folder / name)

@@ -28,7 +28,9 @@ from penjing.compress.distill.training import TrainingSettings, run_recipe_of, t
 from penjing.compress.quantize.bits import FLOAT_BITS, STORED_BITS, kept_by_budget
 from penjing.compress.samples.data import DataSettings, check_window, token_samples
 from penjing.core.artifact.decoder import quantization_config
+from penjing.core.artifact.lora import ORIGINALS, base_hash
 from penjing.core.artifact.parity import write_parity
+from penjing.core.artifact.transform import FILE
 from penjing.core.checkpoint.decoder import open_checkpoint, save_checkpoint
 from penjing.core.errors import ConfigError
 from penjing.core.manifest import MANIFEST_NAME, read_manifest, write_manifest
@@ -100,9 +102,9 @@ def quantize(
     calibrated, records = make_weights(source, settings, windows_WT, _tasks(scratch / "int8"), progress)
     facts: dict[str, Any] = {}
     if step.steps == 0:
-        for path in sorted(calibrated.iterdir()):
-            if path.name != MANIFEST_NAME:
-                link_or_copy(path, partial / path.name)
+        for path in sorted(calibrated.rglob("*")):
+            if path.is_file() and path.name != MANIFEST_NAME:
+                _take(path, partial / path.relative_to(calibrated))
         created_by = read_manifest(calibrated).created_by
     else:
         floats = Int8Settings(
@@ -117,11 +119,14 @@ def quantize(
 
         names = {"student": floating, "calibrated": calibrated, "teacher": teacher}
         facts["training"] = train_checkpoint(floating, partial, step, TRAINING, data, scratch, progress, wrap, names)
+        if (calibrated / FILE).exists():  # what was learnt is in the same basis
+            _take(calibrated / FILE, partial / FILE)
         created_by = read_manifest(partial).created_by
     progress.start("parity with the fake-quantized model", 3)
     parity = measure(partial, progress)
     write_parity(partial, parity)
-    write_manifest(partial, "artifact", created_by)
+    originals = sorted({base_hash(folder) for folder in {source, model}})
+    write_manifest(partial, "artifact", created_by, {ORIGINALS: originals})
     config = open_checkpoint(source).config
     quantized = {
         "target": TARGET,
@@ -174,6 +179,11 @@ def recorded_errors(records: list[StepRecord], settings: Int8Settings) -> list[d
         for name, error in record.result.get("errors", {}).items():
             rows.append({"name": f"{prefix}{name}", "format": f"int{settings.bits(f'{prefix}{name}')}", **error})
     return rows
+
+
+def _take(path: Path, to: Path) -> None:
+    to.parent.mkdir(exist_ok=True)
+    link_or_copy(path, to)
 
 
 def _tasks(path: Path) -> Tasks:

@@ -2,6 +2,7 @@
 
     config.json        with `quantization_config` (compressed-tensors; int-quantized, with 4-bit weights pack-quantized)
     model.safetensors  the tensors of `core.runtime.quantized` for each quantized linear layer
+    transform/         how layers were changed before they were rounded, see `core.artifact.transform`
     recipe.toml        what made it; `penjing compress recipe.toml` makes it again
     report.json        sizes, perplexities, errors a layer, steps; report.html shows the same
     parity.json        the same inputs through every implementation, and how far they are apart

@@ -20,6 +20,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from penjing.core.artifact.base import RECIPE_FILE
+from penjing.core.artifact.transform import LayerTransforms, read_transforms
 from penjing.core.checkpoint.decoder import Checkpoint
 from penjing.core.errors import ConfigError, InputError
 from penjing.core.files import sha256_file
@@ -29,6 +30,8 @@ from penjing.core.models.tensor_names import tensor_shapes
 SETTINGS, TENSORS, PREFIX = "adapter_config.json", "adapter_model.safetensors", "base_model.model."
 BASE = "penjing_base"
 """A key of the settings that PEFT passes over: the hash of the base's weights."""
+ORIGINALS = "originals"
+"""A key of an artifact's manifest: such hashes of the checkpoints that it was made of."""
 PICKLED = "adapter_model.bin"
 MAX_RANK = 1024
 _MOVES = ("rotate", "smooth_norm", "smooth_down", "smooth_output")  # of a recipe's transform: inputs and outputs
@@ -100,18 +103,23 @@ class AdapterFolder:
         self.scale = self._scale(settings)
         self._shapes = {name: shape for name, shape in tensor_shapes(base.config).items() if _LAYER.match(name)}
         self.ranks = self._look()
+        self._transforms: LayerTransforms | None = None
         if BASE in settings and settings[BASE] == base_hash(base.folder):
             return
-        if base.quantization is not None:
-            self._check_transforms(base.folder)
-        elif BASE in settings:
+        self._transforms = read_transforms(base.folder, base.config)
+        originals = [] if base.manifest is None else base.manifest.extra.get(ORIGINALS, [])
+        if BASE in settings and settings[BASE] not in originals and (originals or base.quantization is None):
             raise ConfigError(
                 f"{self._said} was trained beside {settings.get('base_model_name_or_path')}, and {base.folder} has "
                 "other weights; serve that checkpoint, or an artifact made of it"
             )
+        if base.quantization is not None and self._transforms is None:
+            self._check_transforms(base.folder)
 
     def load(self, dtype: torch.dtype | None = None) -> dict[str, LoraPair]:
         """Linear layer's name in the model → its pair, in `dtype`, else as it is stored.
+
+        Beside an artifact whose layers were changed before they were rounded, the pair is changed alike.
 
         Raises:
             InputError: it cannot be read, or has a number that is not finite.
@@ -125,6 +133,9 @@ class AdapterFolder:
                         if not bool(tensor.isfinite().all()):
                             raise InputError(f"{self._said}: {layer} holds NaN or infinity; get the adapter again")
                     kind = dtype or torch.promote_types(a_RK.dtype, b_NR.dtype)
+                    if self._transforms is not None:
+                        a_RK = self._transforms.reading(layer, a_RK)
+                        b_NR = self._transforms.giving(layer, b_NR)
                     pairs[layer] = LoraPair(a_RK.to(kind), b_NR.to(kind), self.scale)
         except (SafetensorError, OSError) as error:
             raise InputError(f"{self._said}: {TENSORS} cannot be read ({error}); get the adapter again") from error
@@ -141,9 +152,8 @@ class AdapterFolder:
         if moved:
             raise ConfigError(
                 f"{self._said} is beside the weights that {folder} was made of, and those were changed before they "
-                f"were rounded, by {', '.join(sorted(moved))} of its recipe's transform: what the adapter reads is not "
-                "there. Set these to false and 0 and make the artifact again (hadamard_down may stay), or serve the "
-                "checkpoint"
+                f"were rounded, by {', '.join(sorted(moved))} of its recipe's transform. How is not kept: an older "
+                f"penjing made it. Make it again with 'penjing compress {folder / RECIPE_FILE} --out {folder} --force'"
             )
 
     def _scale(self, settings: Mapping[str, Any]) -> float:

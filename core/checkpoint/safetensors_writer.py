@@ -39,7 +39,8 @@ _DTYPES = {
 
 
 def save_tensors(tensors: dict[str, torch.Tensor], path: Path, metadata: dict[str, str] | None = None) -> None:
-    """Write contiguous `tensors` of any shapes into the safetensors file `path`; nothing is left of it when that fails.
+    """Write contiguous `tensors` of any shapes into the safetensors file `path`, with the rights of any new file;
+    nothing is left of it when that fails.
 
     Raises:
         NoRoomError: the disk has too little room.
@@ -47,8 +48,11 @@ def save_tensors(tensors: dict[str, torch.Tensor], path: Path, metadata: dict[st
     """
     needed = sum(tensor.nbytes for tensor in tensors.values())
     check_room(path, needed)
+    path.touch()
+    rights = path.stat().st_mode & 0o777
     try:
-        save_file(tensors, path, metadata)
+        save_file(tensors, path, metadata)  # leaves a file that its owner alone may read
+        path.chmod(rights)
     except SafetensorError as error:
         path.unlink(missing_ok=True)
         if (code := _os_error(error)) == errno.ENOSPC:  # another program took the room

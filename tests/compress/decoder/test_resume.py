@@ -50,7 +50,7 @@ def test_a_killed_run_leaves_nothing_under_the_name_and_goes_on(
     assert flushes > 20
     recipe = write_recipe(tmp_path, tiny_checkpoint, tmp_path / "out")
     # The first kill early in the layers, the second while the artifact is published.
-    for left, complete in ((12, False), (flushes - 24, True)):
+    for left, complete in ((14, False), (flushes - 24, True)):
         process = subprocess.run([sys.executable, "-c", KILLED, str(recipe), str(left)], check=False)
         assert process.returncode == -signal.SIGKILL
         assert not (tmp_path / "out").exists()
