@@ -8,7 +8,8 @@ Tasks are those of lib/align_tasks.py. Every figure is of prompts that were not 
 engine without chance, or of pairs with such prompts. No figure depends on the speed of the machine. A run that was
 stopped goes on, and one that is complete is kept: delete its folder below --work to train it again.
 
-- `start` writes the model that `grpo` and `dpo` begin with, which has learnt to answer by a number alone.
+- `start` writes the model that `grpo` and `dpo` begin with, which has learnt to answer by a number alone, from six
+  steps of larger sums.
 - `sft` is the share of answers that have a form, here JSON of two keys, before and after learning from conversations.
 - `grpo` is the share of right sums before and after. With several seeds the row is their mean, with the lowest and
   the highest; `of_seed_N` is each.
@@ -56,6 +57,7 @@ from penjing.train.run import train
 HELD_OUT = 0.3
 ASKED = 48  # held-out prompts at most
 LENGTH = 64  # tokens of a row
+UPDATES = 10  # of grpo
 LONGEST = {"sums": 4, "things": 24}  # tokens of an answer
 
 
@@ -133,18 +135,18 @@ class Bench:
         }
 
     def start(self) -> Path:
-        return self.chat("start", self.checkpoint, "numbers", 4)
+        return self.chat("start", self.checkpoint, "worked", 6)
 
     def grpo(self, seed: int) -> Path:
         values = {
-            "steps": 40,
+            "steps": UPDATES,
             "seed": seed,
             "prompts": {"sources": [str(self.data("sums.jsonl"))], "held_out": HELD_OUT},
-            "data": {"kind": "rollouts", "batch_size": 8, "samples": 8, "max_tokens": LONGEST["sums"]},
-            "algorithm": {"kind": "grpo"},
+            "data": {"kind": "rollouts", "batch_size": 4, "samples": 8, "max_tokens": LONGEST["sums"]},
+            "algorithm": {"kind": "grpo", "redraws": 3, "entropy": 0.01},
             "reward": {"kind": "verifier"},
-            "learning_rate": {"kind": "constant", "peak": 3e-5},
-            "evaluation": {"every": 10, "samples": 40},
+            "learning_rate": {"kind": "constant", "peak": 2e-5},
+            "evaluation": {"every": UPDATES, "samples": 40},
         }
         return self.run(f"grpo-{seed}", self.start(), values)
 
@@ -267,7 +269,7 @@ def memory_rows(bench: Bench) -> list[Row]:
     peaks = {}
     for name, more in (("all", {}), ("lora", {"adapter": {"rank": 16, "alpha": 32.0}})):
         path, output = bench.work / f"memory-{name}.toml", bench.work / f"memory-{name}"
-        data = bench.rows("chat", "numbers", 4, 0.0)
+        data = bench.rows("chat", "worked", 4, 0.0)
         values = {"initial": str(bench.checkpoint), "output": str(output), "steps": 2, "data": data,
                   "learning_rate": {"kind": "constant", "peak": 1e-5}, "evaluation": {"every": 0},
                   "checkpoint": {"every": 100}} | more  # fmt: skip

@@ -1,9 +1,9 @@
 """Rows that the benchmarks of alignment teach and ask: small enough for a processor, and the same on every machine.
 
 Answers are a few tokens long and prompts a dozen, by a template without the system turn that SmolLM2's own has. Sums
-are written as "3+4=?", and only the number is wanted. The model that starts has learnt that form by saying numbers
-again, "7=?" and "7", so that it has seen no sum. Things are counted in JSON: "3 pears" and
-{"what": "pears", "many": 3}.
+are written as "3+4=?", and only the number is wanted. The model that starts has learnt that form from a few sums of
+larger numbers, "14+5=?" and "19"; one that had learnt it by saying numbers again, "7=?" and "7", said every question
+again. Things are counted in JSON: "3 pears" and {"what": "pears", "many": 3}.
 """
 
 from __future__ import annotations
@@ -28,18 +28,17 @@ Row = dict[str, Any]
 
 
 def write_tasks(folder: Path) -> None:
-    """Fill `folder` with numbers.jsonl, sums.jsonl, pairs.jsonl, things.jsonl and template.jinja."""
+    """Fill `folder` with worked.jsonl, sums.jsonl, pairs.jsonl, things.jsonl and template.jinja."""
     folder.mkdir(parents=True, exist_ok=True)
     atomic_write_text(folder / "template.jinja", TEMPLATE)
-    for name, rows in (("numbers", numbers()), ("sums", sums()), ("pairs", pairs()), ("things", things())):
+    for name, rows in (("worked", worked()), ("sums", sums()), ("pairs", pairs()), ("things", things())):
         atomic_write_text(folder / f"{name}.jsonl", "".join(f"{json.dumps(row)}\n" for row in rows))
 
 
-def numbers() -> Iterable[Row]:
-    """Conversations of a number that is said again."""
-    for number in range(2 * LARGEST + 2):
-        for asked in (f"{number}=?", f"What is {number}?", f"Say {number}."):
-            yield _chat(asked, str(number))
+def worked() -> Iterable[Row]:
+    """Conversations of a sum with its answer, none of `sums`."""
+    for a, b in product(range(LARGEST + 1, 2 * LARGEST + 2), range(1, LARGEST + 1)):
+        yield _chat(f"{a}+{b}=?", str(a + b))
 
 
 def sums() -> Iterable[Row]:

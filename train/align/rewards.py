@@ -135,15 +135,28 @@ class ModelReward:
         return scores
 
 
+class NoReward:
+    """0 for every answer, where a teacher is learnt from alone."""
+
+    def wrong(self, row: Row) -> None:
+        """See `Scorer`: every prompt will do."""
+
+    def __call__(self, prompt: Prompt, answers: Sequence[Answer]) -> list[float]:
+        """See `Scorer`."""
+        return [0.0] * len(answers)
+
+
 class Rewards:
     """The rewards that a recipe asks for: `scorer`'s, but for answers that do not end.
 
     Attributes:
         gold: what is recorded beside them, and not learnt.
+        known: whether there are any, and not 0 for every answer.
     """
 
     def __init__(self, scorer: Scorer, unended: float | None, name: str, gold: Verifier | None = None) -> None:
         self.scorer, self.gold, self._unended, self._name = scorer, gold, unended, name
+        self.known = not isinstance(scorer, NoReward)
 
     def wrong(self, row: Row) -> str | None:
         """Why answers to the prompt of `row` could not be judged, or None."""
@@ -167,8 +180,10 @@ class Rewards:
         return [value if answer.sampled.ended else self._unended for answer, value in zip(answers, found, strict=True)]
 
 
-def make_rewards(config: RewardConfig, tokenizer: Path, device: torch.device, tasks: Scorer | None = None) -> Rewards:
-    """What `config` asks for.
+def make_rewards(
+    config: RewardConfig | None, tokenizer: Path, device: torch.device, tasks: Scorer | None = None
+) -> Rewards:
+    """What `config` asks for; `NoReward` without one.
 
     Args:
         tasks: the scorer of computed problems, where these are asked.
@@ -177,6 +192,8 @@ def make_rewards(config: RewardConfig, tokenizer: Path, device: torch.device, ta
         ConfigError: `tasks` are wanted, and there are none; or see `ModelReward`.
         InputError: see `ModelReward` and `UserReward`.
     """
+    if config is None:
+        return Rewards(NoReward(), None, "none")
     if config.kind == "verifier":
         check = config.check or ("number" if tasks is None else "task")
         if check == "task" and tasks is None:

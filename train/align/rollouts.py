@@ -72,11 +72,21 @@ def answer_batch(
 
 @dataclass
 class Learner:
-    """What the task gives its streams once the model is there: who answers, and whose probabilities are asked for."""
+    """What the task gives its streams once the model is there: who answers, whose probabilities are asked for, and
+    whose logits are learnt from."""
 
     model: nn.Module
     sampler: Sampler
-    reference: nn.Module | None
+    reference: nn.Module | None = None
+    teacher: nn.Module | None = None
+
+    @torch.no_grad()
+    def taught(self, batch: Batch) -> Batch:
+        """`batch` with the logits of the teacher, if there is one."""
+        if self.teacher is None:
+            return batch
+        device = next(self.teacher.parameters()).device
+        return batch | {"teacher": self.teacher(batch["tokens"].to(device), logit_rows=batch["rows"].to(device))}
 
 
 class RolloutStream:
@@ -122,7 +132,8 @@ class RolloutStream:
             self._ready = self._batches(self._rollout)
             if self._used == self._algorithm.updates:
                 self._rollout, self._used = None, 0
-        return self._ready.pop(0)
+        # Logits of a whole vocabulary are many: only those of the micro-batch at hand are held.
+        return self._learner().taught(self._ready.pop(0))
 
     def _mine(self) -> list[np.ndarray]:
         """The prompts of this process's micro-batches, as places among those of the step; from its end on, none."""
@@ -272,7 +283,8 @@ class RolloutStream:
             rows = rollout[name][some].flatten(0, 1).tolist()
             return [row[:size] for row, size in zip(rows, sizes, strict=True)]
 
-        names = {name: name for name in ("reward", "ended", "gold", "asked") if name in rollout}
+        judged = ("reward", "ended", "gold", "asked") if self._rewards.known else ("ended",)
+        names = {name: name for name in judged if name in rollout}
         names |= {name: f"{name} sum" for name in names if f"{name} sum" in rollout}
         of_answers = {name: rollout[of][some].flatten().float() for name, of in names.items()}
         kept = [*more, *(name for name in ("old", "reference") if name in rollout and self._is_learnt(name))]

@@ -30,6 +30,7 @@ from penjing.train.families.decoder_task import DecoderTask
 from penjing.train.families.rows import held_out_places
 from penjing.train.objective.actor_critic import ProximalPolicy
 from penjing.train.objective.objective import Batch, TaskObjective
+from penjing.train.objective.on_policy import OnPolicyDistillation
 from penjing.train.objective.policy import PolicyGradient
 from penjing.train.processes.world import World, choose_device
 from penjing.train.recipe.align import AlgorithmConfig
@@ -48,7 +49,6 @@ class RolloutTuning(DecoderTask):
             raise ConfigError("data.kind = 'rollouts' is for penjing train; a step learns from data.kind = 'text'")
         assert recipe.prompts is not None, "the recipe is checked"
         assert recipe.algorithm is not None, "the recipe is checked"
-        assert recipe.reward is not None, "the recipe is checked"
         _check_run(recipe)
         config, prompts, algorithm = open_checkpoint(folder).config, recipe.prompts, recipe.algorithm
         if config.moe is not None:
@@ -107,7 +107,9 @@ class RolloutTuning(DecoderTask):
         answers = micro_batch * self._data.samples
         tokens = [[self._pad] * self._data.max_tokens] * answers
         zeros = torch.zeros(answers)
-        kept = ["old"] * (self._algorithm.updates > 1) + ["reference"] * (self._algorithm.kl > 0)
+        kept = ["old"] * (self._algorithm.updates > 1 and self._algorithm.kind != "distill") + ["reference"] * (
+            self._algorithm.kl > 0
+        )
         of_answers = ["reward", "ended"]
         if self._algorithm.kind == "ppo":
             kept += ["advantage", "return", "value"]
@@ -117,6 +119,8 @@ class RolloutTuning(DecoderTask):
             [[self._pad] * self._longest] * answers, tokens, self._pad, dict.fromkeys(of_answers, zeros),
             {name: [[0.0] * self._data.max_tokens] * answers for name in kept},
         )  # fmt: skip
+        if self._algorithm.kind == "distill":
+            batch["teacher"] = torch.zeros(1, 1).expand(len(batch["rows"]), self.config.vocab_size)
         return batch | {"real": torch.ones(answers, dtype=torch.bool)}
 
     def stream(self, micro_batch: int, world: World) -> Stream:
@@ -147,22 +151,28 @@ class RolloutTuning(DecoderTask):
             # Where this process has no answer of its own to fill up with, a token stands for one.
             some = [place if place in answers else first for place in some]
             of_answers = {
-                "reward": torch.tensor([0.0 if place is None else rewards[place] for place in some]),
                 "ended": torch.tensor([0.0 if place is None else float(answers[place].ended) for place in some]),
                 "real": real,
             }
+            if self._rewards.known:
+                of_answers["reward"] = torch.tensor([0.0 if place is None else rewards[place] for place in some])
             if gold is not None:
                 of_answers["gold"] = torch.tensor([0.0 if place is None else golden[place] for place in some])
             prompts = [self._held[place or 0].tokens for place in some]
             tokens = [[self._pad] if place is None else answers[place].tokens for place in some]
-            yield answer_batch(prompts, tokens, self._pad, of_answers)
+            yield learner.taught(answer_batch(prompts, tokens, self._pad, of_answers))
 
     def after_update(self, model: nn.Module, world: World) -> tuple[Callable[[int], None], ...]:
         """See `Task`; the model is what answers from now on."""
         scale = None if self._recipe.adapter is None else self._recipe.adapter.scale
         longest = self._longest + self._data.max_tokens
         sampler = Sampler(model, self.config, self._tokenizer, longest, scale)
-        self._learner = Learner(model, sampler, self._reference(world.device) if self._algorithm.kl else None)
+        algorithm, reference, teacher = self._algorithm, None, None
+        if algorithm.kl:
+            reference = self._other(algorithm.reference or self._tokenizer, "algorithm.reference", world.device)
+        if algorithm.teacher is not None:
+            teacher = self._other(algorithm.teacher, "algorithm.teacher", world.device)
+        self._learner = Learner(model, sampler, reference, teacher)
         return super().after_update(model, world)
 
     def export(self, model: nn.Module, folder: Path, created_by: dict[str, Any]) -> None:
@@ -183,17 +193,24 @@ class RolloutTuning(DecoderTask):
     def _text(self, tokens: Sequence[int]) -> str:
         return self._writer.tokenizer.decode(list(tokens))
 
-    def _reference(self, device: torch.device) -> nn.Module:
-        """What `algorithm.kl` is measured from, in float32."""
-        folder = self._algorithm.reference or self._tokenizer
+    def _other(self, folder: Path, name: str, device: torch.device) -> nn.Module:
+        """The model in `folder`, of the setting `name`, in float32 as it stays."""
+        if not (folder / "tokenizer.json").exists():
+            raise ConfigError(f"{name} = {folder} is no checkpoint with a tokenizer; name one")
         theirs, ours = (read_backend(each / "tokenizer.json").to_str() for each in (folder, self._tokenizer))
         if theirs != ours:
             raise ConfigError(
-                f"algorithm.reference = {folder} has another tokenizer than initial = {self._tokenizer}, so that its "
+                f"{name} = {folder} has another tokenizer than initial = {self._tokenizer}, so that its "
                 "tokens mean something else; name a checkpoint of the same one"
             )
-        model = Decoder(open_checkpoint(folder).config).eval().requires_grad_(False)
-        fill_weights(model, checkpoint_weights(folder, "algorithm.reference"))
+        config = open_checkpoint(folder).config
+        if config.vocab_size != self.config.vocab_size:
+            raise ConfigError(
+                f"{name} = {folder} gives probabilities to {config.vocab_size:,} tokens, and initial = "
+                f"{self._tokenizer} to {self.config.vocab_size:,}; name a checkpoint with as many"
+            )
+        model = Decoder(config).eval().requires_grad_(False)
+        fill_weights(model, checkpoint_weights(folder, name))
         return model.to(device)
 
     def _keep(self, prompt: str, answer: str, reward: float, *, shown: bool) -> None:
@@ -208,6 +225,8 @@ class RolloutTuning(DecoderTask):
 
 
 def _objective(algorithm: AlgorithmConfig, data: RolloutData) -> TaskObjective:
+    if algorithm.kind == "distill":
+        return OnPolicyDistillation(algorithm.divergence, algorithm.aggregate, data.max_tokens, data.temperature)
     if algorithm.kind == "ppo":
         return ProximalPolicy(
             clip=algorithm.clip, dual=algorithm.dual, value_weight=algorithm.value_weight,
@@ -223,7 +242,11 @@ def _objective(algorithm: AlgorithmConfig, data: RolloutData) -> TaskObjective:
 
 def _check_run(recipe: TrainRecipe) -> None:
     assert recipe.algorithm is not None, "the recipe is checked"
-    if (kind := recipe.algorithm.kind) != "ppo" and isinstance(recipe.data, RolloutData) and recipe.data.samples < 2:
+    if (
+        (kind := recipe.algorithm.kind) in ("grpo", "rloo")
+        and isinstance(recipe.data, RolloutData)
+        and recipe.data.samples < 2
+    ):
         raise ConfigError(
             f"data.samples = 1 leaves {kind} no other answer to compare one with; set it to 2 or more, or use "
             "algorithm.kind = 'ppo'"

@@ -9,16 +9,20 @@ from typing import Any, Literal
 from pydantic import Field, ValidationInfo, field_validator
 
 from penjing.core.config import Config
+from penjing.train.objective.on_policy import Divergence
 from penjing.train.objective.policy import Aggregate, Scale
 from penjing.train.recipe.rows import WrittenConfig
 
 _OF_PPO = ("discount", "trace", "value_weight", "value_clip")
 _OWNERS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(_OF_PPO, ("ppo",)),
-    "aggregate": ("grpo", "ppo"),
+    "aggregate": ("grpo", "ppo", "distill"),
     "dual": ("grpo", "ppo"),
     "entropy": ("grpo", "ppo"),
     "redraws": ("grpo", "rloo"),
+    "kl": ("grpo", "rloo", "ppo"),
+    "teacher": ("distill",),
+    "divergence": ("distill",),
 }
 
 
@@ -72,10 +76,11 @@ class PromptConfig(WrittenConfig):
 class AlgorithmConfig(Config):
     """How much an answer is learnt, from its reward and those of the other answers to its prompt."""
 
-    kind: Literal["grpo", "rloo", "ppo"] = Field(
+    kind: Literal["grpo", "rloo", "ppo", "distill"] = Field(
         default="grpo",
         description='"grpo": each token is weighed by how far the reward is above the mean of its group; "rloo": the '
-        'whole answer, above the mean of the others; "ppo": each token, above what a learnt value expected there.',
+        'whole answer, above the mean of the others; "ppo": each token, above what a learnt value expected there; '
+        '"distill": each token as a teacher would have gone on, whatever it is worth.',
     )
     scale: Scale | None = Field(
         default=None,
@@ -132,17 +137,29 @@ class AlgorithmConfig(Config):
         "learnt of them, is replaced by another before the update (dynamic sampling).",
     )
 
+    teacher: Path | None = Field(
+        default=None, validate_default=True, description="Of distill: the checkpoint that is learnt from."
+    )
+    divergence: Divergence = Field(
+        default="reverse",
+        description='Of distill: "reverse", KL(model ‖ teacher), or "forward", KL(teacher ‖ model), of each token.',
+    )
+
     @field_validator("scale", "reference", *_OWNERS)
     @classmethod
     def _belongs(cls, value: Any, info: ValidationInfo) -> Any:
         kind, name = info.data.get("kind", "grpo"), info.field_name or ""
         if name == "scale" and value is None:
-            return {"grpo": "group", "rloo": "none", "ppo": "batch"}[kind]
+            return {"grpo": "group", "ppo": "batch"}.get(kind, "none")
+        if name == "scale" and kind == "distill" and value != "none":
+            raise ValueError("divides advantages, which kind = 'distill' has none of; leave it out")
         if name == "scale" and kind != "grpo" and value == "group":
             raise ValueError(f"of {kind} is 'batch' or 'none'")
         owners = _OWNERS.get(name, (kind,))
         if kind not in owners and value != cls.model_fields[name].default:
             raise ValueError(f"is of kind = {' or '.join(map(repr, owners))}, not of {kind!r}; leave it out")
+        if name == "teacher" and kind == "distill" and value is None:
+            raise ValueError("is the checkpoint that kind = 'distill' learns from; name one")
         if name == "reference" and value is not None and not info.data.get("kl"):
             raise ValueError("is what the penalty algorithm.kl is measured from; set that above 0, or leave it out")
         return value

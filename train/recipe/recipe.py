@@ -228,7 +228,9 @@ class TrainRecipe(RunRecipe):
         default=None, validate_default=True, description="Of rollouts: how much each answer is learnt."
     )
     reward: RewardConfig | None = Field(
-        default=None, validate_default=True, description="Of rollouts: what an answer is worth."
+        default=None,
+        validate_default=True,
+        description="Of rollouts: what an answer is worth; of distill it is only recorded, and may be left out.",
     )
 
     @field_validator("prompts", "algorithm", "reward")
@@ -238,6 +240,8 @@ class TrainRecipe(RunRecipe):
         if kind == "rollouts" and value is None:
             if info.field_name == "algorithm":
                 return AlgorithmConfig()
+            if info.field_name == "reward" and getattr(info.data.get("algorithm"), "kind", None) == "distill":
+                return None
             raise ValueError("is needed with data.kind = 'rollouts'")
         if kind not in (None, "rollouts") and value is not None:
             raise ValueError(f"is of data.kind = 'rollouts', not of {kind!r}; leave it out")
