@@ -1,15 +1,18 @@
 """smoke.py CHECK …: what test.sh runs inside the container, as its user, against the container's server.
 
 stream   an answer comes token by token
+front=N  OpenAI's interface on port N is ready and streams a chat; its page and its figures are there
 user     nobody runs as root: this process, the supervisor, the server, the model's process
 recover  after SIGKILL of the model's process the health check fails, and is good again within 30 s
 drain    SIGTERM to the supervisor: the running answer is finished, the health check says so, new requests are refused
 """
 
+import json
 import os
 import signal
 import sys
 import time
+import urllib.request
 from pathlib import Path
 
 from healthcheck import problem
@@ -57,6 +60,27 @@ def stream() -> None:
     print(f"streamed {tokens} tokens in {len(chunks)} chunks: {answer.result.text!r}")
 
 
+def front(port: str) -> None:
+    address = f"http://127.0.0.1:{port}"
+
+    def ask(path: str, content: dict[str, object] | None = None) -> str:
+        data = None if content is None else json.dumps(content).encode()
+        request = urllib.request.Request(address + path, data, {"Content-Type": "application/json"})
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            return answer.read().decode()
+
+    expect(json.loads(ask("/health/ready")) == {"status": "ready"}, "the front is not ready")
+    (model,) = json.loads(ask("/v1/models"))["data"]
+    messages = [{"role": "user", "content": "Say hello."}]
+    chat = {"model": model["id"], "messages": messages, "max_tokens": STREAMED, "ignore_eos": True, "stream": True}
+    lines = [line for line in ask("/v1/chat/completions", chat).splitlines() if line.startswith("data: ")]
+    expect(lines[-1] == "data: [DONE]", "the chat has no end")
+    expect(len(lines) > 3, "the chat came in one piece")
+    expect("<!doctype html>" in ask("/"), "there is no page")
+    expect("penjing:num_requests_running" in ask("/metrics"), "there are no figures")
+    print(f"{model['id']}: a chat of {len(lines)} events over HTTP")
+
+
 def user() -> None:
     server = found()
     for pid in (os.getpid(), server.supervisor_pid, server.server_pid, server.stub_pid):
@@ -101,5 +125,9 @@ def drain() -> None:
 
 
 if __name__ == "__main__":
-    for name in sys.argv[1:]:
-        {"stream": stream, "user": user, "recover": recover, "drain": drain}[name]()
+    for argument in sys.argv[1:]:
+        name, _, value = argument.partition("=")
+        if name == "front":
+            front(value)
+        else:
+            {"stream": stream, "user": user, "recover": recover, "drain": drain}[name]()

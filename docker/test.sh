@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# test.sh: starts the image's server on a model and proves that it streams, is not root, tells the truth about its health,
+# test.sh: starts the image's server on a model and proves that it streams by gRPC and by OpenAI's interface, is not root, tells the truth about its health,
 # recovers, and drains on SIGTERM. Called by `make image-test`.
 #   IMAGE=penjing:cpu  MODEL=build/smollm2-int8  ENGINE=docker|buildah
 source "$(dirname "$0")/common.sh"
@@ -14,10 +14,11 @@ started=$SECONDS
 # With buildah the container shares the host's network, so the ports must be free ones.
 ports=$(python3 -c '
 import socket
-held = [socket.create_server(("127.0.0.1", 0)) for _ in range(3)]
+held = [socket.create_server(("127.0.0.1", 0)) for _ in range(4)]
 print(*(one.getsockname()[1] for one in held))')
-read -r grpc http metrics <<<"$ports"
-arguments=(serve /model --host 127.0.0.1 --grpc-port "$grpc" --http-port "$http" --metrics-port "$metrics")
+read -r grpc http metrics front <<<"$ports"
+arguments=(serve /model --host 127.0.0.1 --grpc-port "$grpc" --http-port "$http" --metrics-port "$metrics"
+  --openai "$front")
 container= server=
 
 if [ "$ENGINE" = docker ]; then
@@ -61,7 +62,7 @@ until healthy; do
   sleep 1
 done
 say "healthy after $((SECONDS - started)) s"
-inside env PYTHONPATH=/smoke python3 /smoke/smoke.py user stream recover stream drain || { show_logs; fail "smoke.py"; }
+inside env PYTHONPATH=/smoke python3 /smoke/smoke.py user stream front="$front" recover stream front="$front" drain || { show_logs; fail "smoke.py"; }
 code=0
 await_exit
 [ "$code" = 0 ] || { show_logs; fail "the container ended with exit code $code"; }
