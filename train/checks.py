@@ -26,6 +26,8 @@ def check_machine(recipe: RunRecipe, processes: int, *, is_new: bool) -> None:
         check_shares(data.batch_size, shares, processes)
         if isinstance(data.micro_batch, int):
             Cut(data.batch_size, shares, data.micro_batch).check()
+        if recipe.parallel.shares == "auto" and shares > 1:
+            _check_granularity(recipe, shares)
 
 
 def check_output(recipe: RunRecipe, resume: str, force: bool) -> None:
@@ -58,3 +60,23 @@ def with_steps(recipe: RunRecipe, task: Task) -> RunRecipe:
     if samples is None:
         raise ConfigError(f"epochs = {recipe.epochs:g}: these data do not tell how many samples they are; give steps")
     return recipe.model_copy(update={"steps": math.ceil(recipe.epochs * samples / recipe.data.batch_size)})
+
+
+def _check_granularity(recipe: RunRecipe, processes: int) -> None:
+    """Refuse micro-batches so large that a process has one alone, of which nothing can go to another.
+
+    Raises:
+        ConfigError: names a size.
+    """
+    data, share = recipe.data, recipe.data.batch_size // processes
+    if share == 1:
+        raise ConfigError(
+            f"parallel.shares = 'auto' moves samples from slow processes to fast ones, and data.batch_size="
+            f"{data.batch_size} leaves each of {processes} a single one; raise it to {8 * processes}, or set 'equal'"
+        )
+    if data.micro_batch == share:
+        raise ConfigError(
+            f"parallel.shares = 'auto' moves micro-batches from slow processes to fast ones, and data.micro_batch="
+            f"{share} leaves each of {processes} a single one; lower it to "
+            f"{recipe.parallel.default_micro_batch(share)}, or set 'equal'"
+        )

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -18,7 +19,8 @@ import torch
 from torch import nn
 
 from penjing.core.errors import InputError, PenjingError
-from penjing.train.data.stream import Stream
+from penjing.train.data.order import step_seed
+from penjing.train.data.stream import Stream, check_finite
 from penjing.train.monitor.alarms import AlarmConfig, Alarms
 from penjing.train.monitor.monitor import ActivationRanges, Monitor
 from penjing.train.numerics.gradients import gradients_of, scale_gradients
@@ -31,6 +33,7 @@ from penjing.train.optim.optimizer import AveragedWeights, load_optimizer_state,
 from penjing.train.optim.schedule import LearningRate
 from penjing.train.pipeline.pipeline import Pipeline
 from penjing.train.processes.world import World
+from penjing.train.shares import Shares
 from penjing.train.state.best import Best
 from penjing.train.state.checkpoint import Checkpoints
 from penjing.train.state.state import Tree, load_model_state, model_state
@@ -65,7 +68,8 @@ class Evaluation:
 class Trainer:
     """A run. The first five fields are needed; the others do nothing special by default.
 
-    Attributes: accumulation: micro-batches of one step in each process. size: how many units of the monitor's rates a
+    Attributes: accumulation: micro-batches of one step in each process. shares: gives each its own number instead, by
+        its speed. size: how many units of the monitor's rates a
         batch holds; by default as many as its loss counts. pipeline: runs `model`, the stages of this
         process, with those of others. after_backward: called when the
         gradients of a step are summed, to finish what is left of that. after_update: called with the step's number
@@ -83,6 +87,7 @@ class Trainer:
     steps: int
     rate: LearningRate = field(default_factory=LearningRate)
     accumulation: int = 1
+    shares: Shares | None = None
     size: Callable[[Batch], int] | None = None
     seed: int = 0
     world: World = field(default_factory=World)
@@ -185,13 +190,14 @@ class Trainer:
     def _advance(self, replica: nn.Module) -> bool:
         """One step; True when some process was asked to stop."""
         assert self.precision is not None
-        torch.manual_seed(_mix(self.seed, self.step, self.world.data.rank))
+        torch.manual_seed(step_seed(self.seed, self.step, self.world.data.rank))
         self.precision.switch(self.step, self.steps)
         self.loss_scale.enabled = self.precision.mode == "fp16"
         set_learning_rate(self.optimizer, rate := self.rate.at(self.step, self.steps))
         began = time.perf_counter()
         self.world.at(f"step {self.step + 1}, reading its data")
-        micro_batches = [self.world.part(next(self.stream)) for _ in range(self.accumulation)]
+        own = self.accumulation if self.shares is None else self.shares.own
+        micro_batches = [self.world.part(next(self.stream)) for _ in range(own)]
         waited_s = time.perf_counter() - began
         self.world.at(f"step {self.step + 1}")
         count, size = self._count(micro_batches)
@@ -223,7 +229,7 @@ class Trainer:
 
         found = means(totals, count)
         if nonfinite and not (self.loss_scale.enabled and math.isfinite(found["loss"])):
-            _check_finite(micro_batches, self.step)
+            check_finite(micro_batches, self.step)
         values = found | {
             "learning_rate": rate,
             "gradient_norm": norm,
@@ -240,6 +246,8 @@ class Trainer:
         values |= ranges.values
         if self.pipeline is not None:
             values |= self.pipeline.values
+        if self.shares is not None:
+            values |= self.shares.after_step()
         unexplained = nonfinite and (not self.loss_scale.enabled or self.loss_scale.exhausted)
         self.monitor.on_step(self.step, self.steps, values, size, waited_s, unexplained)
         return stop
@@ -265,8 +273,10 @@ class Trainer:
         if isinstance(self.objective, WholeStep):
             self.objective.begin(self.model, [self._on_device(batch) for batch in micro_batches])
         for index, batch in enumerate(micro_batches):
-            with self.world.reducing(replica, now=index == len(micro_batches) - 1):
-                loss = self.objective(replica, self._on_device(batch))
+            last, shares = index == len(micro_batches) - 1, self.shares
+            with self.world.reducing(replica, now=last), shares.whole(last) if shares else nullcontext():
+                with shares.forward() if shares else nullcontext():
+                    loss = self.objective(replica, self._on_device(batch))
                 (loss.total * (self.loss_scale.value / count)).backward()
             self.world.at(f"step {self.step + 1}, micro-batch {index + 1} of {len(micro_batches)}")
             add(totals, loss)
@@ -346,6 +356,7 @@ class Trainer:
             "alarms": self.monitor.alarms.state_dict(),
             "stream": self.stream.state_dict(),
             "best": None if self.best is None else self.best.state_dict(),
+            "shares": None if self.shares is None else self.shares.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Tree]) -> None:
@@ -368,6 +379,8 @@ class Trainer:
         self.stream.load_state_dict(state["stream"])
         if self.best is not None and state.get("best") is not None:
             self.best.load_state_dict(state["best"])
+        if self.shares is not None and state.get("shares") is not None:
+            self.shares.load_state_dict(state["shares"])
         self.step = int(state["step"])
 
     def _on_device(self, batch: Batch) -> Batch:
@@ -380,20 +393,3 @@ class Trainer:
     def _sum_over_world(self, values: dict[K, float]) -> dict[K, float]:
         summed = self.world.sum(torch.tensor(list(values.values()), dtype=torch.float64))
         return dict(zip(values, summed.tolist(), strict=True))
-
-
-def _check_finite(micro_batches: list[Batch], step: int) -> None:
-    for batch in micro_batches:
-        for name, tensor in batch.items():
-            if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
-                raise InputError(
-                    f"step {step}: the data hold NaN or infinity ({name!r} of the batch); check what [data] names"
-                )
-
-
-def _mix(seed: int, step: int, rank: int) -> int:
-    """A well-mixed 63-bit seed (splitmix64's finaliser)."""
-    value = (seed * 0x9E3779B97F4A7C15 + step * 0xBF58476D1CE4E5B9 + rank * 0x94D049BB133111EB) & 0xFFFFFFFFFFFFFFFF
-    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & 0xFFFFFFFFFFFFFFFF
-    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & 0xFFFFFFFFFFFFFFFF
-    return (value ^ (value >> 31)) >> 1

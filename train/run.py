@@ -55,6 +55,7 @@ from penjing.train.processes.watch import watching
 from penjing.train.processes.world import World, join_world
 from penjing.train.recipe.load import load_train_recipe
 from penjing.train.recipe.recipe import RunRecipe, parse_size
+from penjing.train.shares import unlike_shares
 from penjing.train.state.best import Best
 from penjing.train.state.checkpoint import Checkpoints, ShardedCheckpoints
 from penjing.train.state.initial import fill_weights, materialize, without_data
@@ -238,6 +239,7 @@ class _Run:
             steps=recipe.steps,
             rate=recipe.learning_rate,
             accumulation=cut.accumulation,
+            shares=unlike_shares(recipe.parallel, world, stream, cut.batch_size, micro_batch, self.progress.note),
             size=self._size,
             seed=recipe.seed,
             world=world,
@@ -371,8 +373,9 @@ class _Run:
             share = batch // parts
             if wanted == "auto":
                 largest = fastest_micro_batch(
-                    self.task, self._model, self._estimate, share, limit, recipe, world, self.progress
-                )
+                    self.task, self._model, self._estimate, recipe.parallel.default_micro_batch(share), limit, recipe,
+                    world, self.progress,
+                )  # fmt: skip
             else:
                 largest = int(wanted or recipe.parallel.default_micro_batch(share))
             cut = Cut(batch, parts, largest).check()

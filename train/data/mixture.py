@@ -21,6 +21,7 @@ from penjing.train.data.order import permute
 from penjing.train.data.shards import TokenShards, read_index
 from penjing.train.data.stream import OrderedStream, TokenSamples
 from penjing.train.data.tokens import TokenRows
+from penjing.train.data.turns import Turns
 from penjing.train.objective.objective import Batch
 
 
@@ -94,8 +95,8 @@ class MixtureOrder:
         self.mixing, self.seed = mixing, seed
         self.real = np.ones(micro_batch, dtype=bool)
         self._names, self._sizes, self._steps = list(sizes), np.array(list(sizes.values()), np.int64), steps
-        self._batch, self._micro, self._rank, self._world = batch_size, micro_batch, rank, world_size
-        self._per_step = -(-batch_size // (micro_batch * world_size))
+        self._batch = batch_size
+        self.turns = Turns(batch_size, micro_batch, rank, world_size)
         self._taken = np.zeros(len(sizes), np.int64)  # samples that each domain has given to complete steps
         self._owed = np.zeros(len(sizes))
         self._step, self._part = 0, 0
@@ -106,12 +107,12 @@ class MixtureOrder:
         """See `SampleOrder`."""
         if not self._part:
             self._rows = self._step_rows()
-        begin = (self._part * self._world + self._rank) * self._micro
-        places = np.arange(begin, begin + self._micro)
+        begin = self.turns.begin(self._part)
+        places = np.arange(begin, begin + self.turns.micro_batch)
         self.real = places < self._batch
         epochs, samples = self._rows[:, np.minimum(places, self._batch - 1)]
         self._part += 1
-        if self._part == self._per_step:
+        if self._part == self.turns.own:
             self._part, self._step = 0, self._step + 1
         return epochs, samples
 

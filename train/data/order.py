@@ -3,7 +3,7 @@
 Position p of the sequence is sample `permutation of epoch p // n` at `p mod n`. Step s takes positions [s·batch,
 (s+1)·batch), so which samples a step sees does not depend on micro-batches or the number of processes; only who
 computes them does. Where micro-batches of equal size do not divide the batch, the last of a step are filled up with
-samples that do not count.
+samples that do not count. Who takes which of them is the business of `Turns`.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penjing.core.errors import InputError
+from penjing.train.data.turns import Turns
 
 _ROUNDS = 4
 
@@ -25,6 +26,14 @@ def mix(values: NDArray[np.uint64], key: int) -> NDArray[np.uint64]:
         z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
         z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return z ^ (z >> np.uint64(31))
+
+
+def step_seed(seed: int, step: int, rank: int) -> int:
+    """A well-mixed 63-bit seed of a process's step (splitmix64's finaliser)."""
+    value = (seed * 0x9E3779B97F4A7C15 + step * 0xBF58476D1CE4E5B9 + rank * 0x94D049BB133111EB) & 0xFFFFFFFFFFFFFFFF
+    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & 0xFFFFFFFFFFFFFFFF
+    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & 0xFFFFFFFFFFFFFFFF
+    return (value ^ (value >> 31)) >> 1
 
 
 def permute(index: NDArray[np.uint64], size: int, key: int) -> NDArray[np.int64]:
@@ -56,7 +65,7 @@ class Order:
         shuffle: False keeps the stored order in every epoch.
 
     Attributes:
-        accumulation: micro-batches of this process in a step.
+        turns: which of a step's micro-batches are this process's; may change between steps.
         real: (micro_batch,) bool, which samples of the last micro-batch count.
         seed: what the order depends on.
 
@@ -78,35 +87,34 @@ class Order:
             raise InputError("the data hold no complete sample; give more data, or lower data.sequence_length")
         self.num_samples = num_samples
         self.batch_size = batch_size
-        self.micro_batch = micro_batch
-        self.accumulation = -(-batch_size // (micro_batch * world_size))
+        self.turns = Turns(batch_size, micro_batch, rank, world_size)
         self.real = np.ones(micro_batch, dtype=bool)
-        self._rank = rank
-        self._world_size = world_size
         self.seed = seed
         self._shuffle = shuffle
-        self._taken = 0  # samples that all processes together have taken
+        self._taken = 0  # samples that all processes together have taken in complete steps
+        self._part = 0  # of this process's micro-batches of the step at hand
 
     def next(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """(epochs, samples), each (micro_batch,) int64, of the next micro-batch."""
-        end = (self._taken // self.batch_size + 1) * self.batch_size  # of the step
-        begin = self._taken + self._rank * self.micro_batch
-        self._taken = min(self._taken + self.micro_batch * self._world_size, end)
-        position = np.arange(begin, begin + self.micro_batch, dtype=np.uint64)
+        begin, end = self._taken + self.turns.begin(self._part), self._taken + self.batch_size
+        self._part += 1
+        if self._part == self.turns.own:
+            self._taken, self._part = end, 0
+        position = np.arange(begin, begin + self.turns.micro_batch, dtype=np.uint64)
         self.real = position < end
         position = np.minimum(position, np.uint64(end - 1))
         epochs = (position // np.uint64(self.num_samples)).astype(np.int64)
         index = position % np.uint64(self.num_samples)
         if not self._shuffle:
             return epochs, index.astype(np.int64)
-        samples = np.empty(self.micro_batch, dtype=np.int64)
+        samples = np.empty(len(position), dtype=np.int64)
         for epoch in np.unique(epochs):
             here = epochs == epoch
             samples[here] = permute(index[here], self.num_samples, self.seed * 1_000_003 + int(epoch))
         return epochs, samples
 
     def state_dict(self) -> dict[str, Any]:
-        """The position in the sequence, and what the sequence depends on."""
+        """The position in the sequence, of whole steps, and what the sequence depends on."""
         return {
             "taken": self._taken,
             "num_samples": self.num_samples,
@@ -127,4 +135,4 @@ class Order:
                     f"the checkpoint was made with {name}={state[name]}, this run has {mine[name]}; "
                     "set [data] and seed as they were, or start a new run"
                 )
-        self._taken = int(state["taken"])
+        self._taken, self._part = int(state["taken"]), 0

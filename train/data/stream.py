@@ -11,7 +11,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from penjing.core.errors import InputError
 from penjing.train.data.order import Order, mix
+from penjing.train.data.turns import Turns
 from penjing.train.objective.objective import IGNORED, Batch
 
 
@@ -79,6 +81,7 @@ class SampleOrder(Protocol):
 
     seed: int
     real: NDArray[np.bool_]
+    turns: Turns
 
     def next(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """(epochs, samples) of the next micro-batch; `real` then says which of them count."""
@@ -147,3 +150,17 @@ def draws(total: int, micro_batch: int, rank: int, world_size: int) -> Iterator[
         places = np.arange(begin, begin + micro_batch)
         real = places < total
         yield Draw(np.where(real, places, 0), real)
+
+
+def check_finite(micro_batches: Sequence[Batch], step: int) -> None:
+    """Refuse numbers that nothing can be learnt from.
+
+    Raises:
+        InputError: NaN or infinity; names the entry of the batch.
+    """
+    for batch in micro_batches:
+        for name, tensor in batch.items():
+            if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
+                raise InputError(
+                    f"step {step}: the data hold NaN or infinity ({name!r} of the batch); check what [data] names"
+                )

@@ -47,6 +47,11 @@ class ParallelConfig(Config):
         default=None,
         description='Layers of each stage, in order; by default equally many; "cost" splits by their measured seconds.',
     )
+    shares: Literal["equal", "auto"] = Field(
+        default="equal",
+        description="How many samples of a step each process of data parallelism computes: all equally many, or, with "
+        '"auto", as many as suit its measured speed. The update stays the same.',
+    )
     balance: bool = Field(
         default=False,
         description="The stages are measured while training, and micro-batches, of data.micro_batch at most, "
@@ -91,10 +96,13 @@ class ParallelConfig(Config):
 
     def default_micro_batch(self, share: int) -> int:
         """Samples of a micro-batch where the recipe leaves it open: all of a group's `share` of the batch, or in a
-        pipeline so few that there are two micro-batches for each stage (one where `balance` goes on from there)."""
+        pipeline so few that there are two micro-batches for each stage (one where `balance` goes on from there), and
+        an eighth where shares follow the processes' speed."""
         wanted = self.micro_batches or self.num_stages * (1 if self.balance else 2)
-        if self.pp == 1:
+        if self.pp == 1 and self.shares == "equal":
             return share
+        if self.pp == 1:
+            return next(size for size in range(-(-share // 8), 0, -1) if share % size == 0)
         return max((size for size in range(1, share + 1) if share % size == 0 and share // size >= wanted), default=1)
 
     def spread(self, dp: int) -> int:
@@ -140,6 +148,8 @@ def check_parallel(
         raise ConfigError("parallel.balance and parallel.stage_layers are for pipelines; set parallel.pp above 1")
     if config.gradients == "powersgd" and not config.is_plain:
         raise ConfigError("parallel.gradients = 'powersgd' is for parallel.dp alone; use 'int8'")
+    if config.shares == "auto":
+        _check_shares(config, model)
     if config.shards is not None:
         if config.zero == 0:
             raise ConfigError("parallel.shards is how many processes ZeRO spreads over; set parallel.zero to 1, 2 or 3")
@@ -162,6 +172,21 @@ def check_parallel(
         _check_decoder(config, model, dp, sequence_length or 0)
     elif config.tp * config.pp * config.cp * config.ep > 1:
         raise ConfigError("parallel.tp, pp, cp and ep are for decoders; this model takes parallel.dp and parallel.zero")
+
+
+def _check_shares(config: ParallelConfig, model: object) -> None:
+    split = [f"{name} = {size}" for name in ("tp", "pp", "cp", "ep") if (size := getattr(config, name)) > 1]
+    split += [f"zero = {config.zero}"] if config.zero else []
+    if split:
+        raise ConfigError(
+            f"parallel.shares = 'auto' is for data parallelism alone: with parallel.{split[0]} processes exchange "
+            "something in every micro-batch, of which all need equally many; leave one of the two out"
+        )
+    if isinstance(model, DecoderConfig) and model.moe is not None:
+        raise ConfigError(
+            "parallel.shares = 'auto' gives processes unlike numbers of micro-batches, and the load of experts is "
+            "counted over all processes in each; set it to 'equal'"
+        )
 
 
 def _check_decoder(config: ParallelConfig, model: DecoderConfig, dp: int, length: int) -> None:

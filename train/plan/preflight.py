@@ -26,6 +26,16 @@ def check_recipe(recipe: RunRecipe, world_size: int) -> None:
         raise ConfigError("evaluation.best and evaluation.patience need evaluations; set evaluation.every above 0")
     if recipe.parallel == ParallelConfig():
         return
+    if recipe.parallel.shares == "auto" and recipe.objective.kind in ("clip", "siglip"):
+        raise ConfigError(
+            f"objective.kind = {recipe.objective.kind!r} compares each sample with those of all processes, which needs "
+            "equally many in each; set parallel.shares = 'equal'"
+        )
+    if recipe.parallel.shares == "auto" and recipe.data.kind == "rollouts":
+        raise ConfigError(
+            "data.kind = 'rollouts': the answers that the model samples are shared out equally; set parallel.shares = "
+            "'equal'"
+        )
     split = recipe.parallel.tp * recipe.parallel.pp * recipe.parallel.cp
     if evaluation.prompts and split > 1:
         raise ConfigError(

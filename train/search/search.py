@@ -142,7 +142,9 @@ class _Search:
         with self._lock:
             if number == len(self.state.trials):
                 known = self._results(self.recipe.first)
-                settings = self.drawer.draw([(self.state.trials[each].settings, known[each]) for each in range(number)])
+                settings = self.drawer.draw(
+                    [(trial.settings, known.get(n)) for n, trial in enumerate(self.state.trials)]
+                )
                 load_train_recipe(self.recipe.base, [*self.fixed, *_overrides(settings)])
                 self._keep([*self.state.trials, Trial(settings=settings)])
         return number

@@ -73,9 +73,9 @@ class Drawer:
             self._grid = [start, *(each for each in _grid(recipe) if each != start)][: recipe.trials]
             self.num_trials = len(self._grid)
 
-    def draw(self, results: Sequence[tuple[Settings, float]]) -> Settings:
+    def draw(self, results: Sequence[tuple[Settings, float | None]]) -> Settings:
         """The settings of the trial after those in `results`: (settings, value of the metric, infinite where the trial
-        failed), in the order in which they were drawn."""
+        failed, None while it runs), in the order in which they were drawn."""
         number = len(results)
         if number == 0:
             return self._start
@@ -85,7 +85,7 @@ class Drawer:
             warnings.simplefilter("ignore")  # of an experimental sampler
             return self._ask(number, results)
 
-    def _ask(self, number: int, results: Sequence[tuple[Settings, float]]) -> Settings:
+    def _ask(self, number: int, results: Sequence[tuple[Settings, float | None]]) -> Settings:
         optuna, samplers, seed = self._optuna, self._optuna.samplers, self._recipe.seed
         space = {key: self._distribution(allowed) for key, allowed in self._recipe.space.items()}
         if self._recipe.sampler == "spread":  # a sequence: what comes now is behind all that came before
@@ -102,6 +102,8 @@ class Drawer:
             sampler=sampler, direction="minimize" if self._recipe.goal == "lowest" else "maximize"
         )
         for settings, value in results:
+            if value is None:
+                continue
             ok = abs(value) != float("inf")
             state = optuna.trial.TrialState.COMPLETE if ok else optuna.trial.TrialState.FAIL
             study.add_trial(

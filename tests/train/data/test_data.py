@@ -45,7 +45,7 @@ def steps_of(world_size: int, micro_batch: int, steps: int) -> list[list[tuple[i
     orders = [Order(50, 12, micro_batch, rank, world_size, seed=4) for rank in range(world_size)]
     result = []
     for _ in range(steps):
-        taken = [(*order.next(), order.real) for _ in range(orders[0].accumulation) for order in orders]
+        taken = [(*order.next(), order.real) for _ in range(orders[0].turns.own) for order in orders]
         result.append(sorted((int(e), int(s)) for one in taken for e, s, real in zip(*one, strict=True) if real))
     return result
 

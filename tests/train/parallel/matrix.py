@@ -12,16 +12,21 @@ import math
 import os
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 from torch._dynamo.utils import counters
 
 from penjing.core.models.config import DecoderConfig
 from penjing.core.models.decoder import Decoder
+from penjing.train.data.order import Order
+from penjing.train.data.prefetch import Prefetched
+from penjing.train.data.stream import OrderedStream, TokenSamples
 from penjing.train.loop import Evaluation, InterruptedRunError, Trainer
 from penjing.train.numerics.compiled import compile_blocks
 from penjing.train.numerics.precision import Precision, PrecisionConfig
@@ -36,6 +41,7 @@ from penjing.train.parallel.mesh import MeshWorld
 from penjing.train.parallel.shard import gather_in
 from penjing.train.parallelize import form_mesh, parallelize
 from penjing.train.processes.world import World
+from penjing.train.shares import Shares
 from penjing.train.state.checkpoint import Checkpoints, ShardedCheckpoints
 from penjing.train.state.initial import decoder_weights, fill_weights, materialize, without_data
 from penjing.train.state.state import local_part, named_parameters
@@ -80,6 +86,23 @@ class Rows:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.taken = state["taken"]
+
+
+class Numbered(TokenSamples):
+    """The same rows as samples."""
+
+    def __init__(self, ragged: bool) -> None:
+        self.ragged = ragged
+
+    def __len__(self) -> int:
+        return 3 * ROWS
+
+    def read(self, samples: Sequence[int] | NDArray[np.int64]) -> Batch:
+        steps = [batch(int(sample) // ROWS, self.ragged) for sample in samples]
+        return {
+            name: torch.stack([step[name][int(sample) % ROWS] for step, sample in zip(steps, samples, strict=True)])
+            for name in steps[0]
+        }
 
 
 Part = tuple[torch.Tensor, tuple[slice, ...]]
@@ -187,6 +210,11 @@ def train(
         except InterruptedRunError:
             world.barrier()
             return {}
+    if "shares" in case and world.size > 1:
+        order = Order(3 * ROWS, ROWS, 2, world.rank, world.size, seed=0, shuffle=False)
+        trainer.stream = stream = Prefetched(OrderedStream(Numbered(ragged), order), depth=2)
+        trainer.shares = Shares(world, stream, ROWS, 2, print, gain=1.0)  # so much is never promised: it stays
+        trainer.shares.load_state_dict({"counts": case["shares"], "seen": [], "factors": [3.0] * world.size})
     evaluation = trainer.fit()
     return {
         "sizes": sorted({record["micro_batch"] for record in records if "micro_batch" in record}),

@@ -94,6 +94,9 @@ def test_every_stage_has_one_owner(schedule: Any) -> None:
         ({"pp": 2, "schedule": "zbv"}, 16, 2),
         ({"pp": 8}, 4, 1),
         ({"pp": 2, "micro_batches": 2}, 16, 8),
+        ({"shares": "auto"}, 16, 2),
+        ({"shares": "auto"}, 21, 3),
+        ({"shares": "auto"}, 7, 1),
     ],
 )
 def test_a_pipeline_gets_several_micro_batches_by_itself(parallel: dict[str, Any], share: int, size: int) -> None:

@@ -18,6 +18,7 @@ TWO: dict[str, dict[str, Any]] = {
         "model": {"sliding_window": 3, "model_type": "penjing"},
     },
     "dp 2": {"parallel": {"dp": 2}},
+    "dp 2, five micro-batches and one": {"parallel": {"dp": 2, "shares": "auto"}, "shares": [5, 1]},
     "pp 2": {"parallel": {"pp": 2}, "accumulation": 3},
     "pp 2, gpipe": {"parallel": {"pp": 2, "schedule": "gpipe"}, "accumulation": 1},
     "pp 2, resized": {"parallel": {"pp": 2, "balance": True}, "accumulation": 3},

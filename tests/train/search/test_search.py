@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from penjing.core.errors import ConfigError, InputError, SetupError
 from penjing.train.run import train
 from penjing.train.search.search import run_search
 from penjing.train.search.state import SearchState, read_search
+from penjing.train.search.trial import Outcome, Trials
 from tests.train.conftest import RECIPE
 
 PEAKS = (1e-3, 1e-2, 1e18)
@@ -77,6 +79,22 @@ def test_a_search_that_was_killed_goes_on_and_its_winner_is_a_run_like_any_other
     before = file.read_bytes()
     run_search(search_recipe)  # all is there: no process is started, nothing changes
     assert file.read_bytes() == before
+
+
+def test_trials_that_run_at_a_time_are_drawn_before_the_others_are_measured(
+    search_recipe: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    together = threading.Barrier(2, timeout=60)
+
+    def measured(self: Trials, recipe: Path, overrides: list[str], until: int, folder: Path) -> Outcome:
+        if until == 2 and folder.name != "2":
+            together.wait()  # of the three, two at a time
+        return Outcome({"loss": float(folder.name)})
+
+    monkeypatch.setattr(Trials, "run", measured)
+    for sampler in ("grid", "tpe"):
+        state = run_search(search_recipe, ["workers=2", f"sampler={sampler}"], force=True)
+        assert (state.winner, len(state.trials)) == (0, 3)
 
 
 def states(search_recipe: Path, *overrides: str) -> SearchState:
