@@ -7,7 +7,7 @@
     python benchmarks/run_parallel.py --list
 
 Bytes and simulations are exact wherever this runs. Times of several processes on one machine's cores say what penjing
-adds, not what a cluster gains; only `pipeline`, whose layers sleep, shows true bubbles.
+adds, not what a cluster gains; only `pipeline` and `shares`, whose layers sleep, show what a cluster would.
 """
 
 from __future__ import annotations
@@ -150,6 +150,31 @@ def pipeline(quick: bool) -> list[Row]:
     return rows
 
 
+def shares(quick: bool) -> list[Row]:
+    """Two sleeping processes, one at half speed: samples a second with equal shares and with unlike ones, beside the
+    sum of what each reaches alone."""
+    rates = (0.002, 0.004) if quick else (0.01, 0.02)
+    job = {"kind": "shares", "batch": 48, "micro_batch": 2, "steps": 8 if quick else 14, "unlike": False}
+    speeds = [job["batch"] / settled(run_ranks(1, job | {"rates": [rate]})["seconds"]) for rate in rates]
+    rows = []
+    for unlike in (False, True):
+        found = run_ranks(2, job | {"rates": rates, "unlike": unlike})
+        name = f"parallel.shares = {'auto' if unlike else 'equal'}, one of two processes at half speed"
+        reached = job["batch"] / settled(found["seconds"])
+        rows.append(
+            new_row(
+                NAME,
+                f"{name}: samples",
+                reached,
+                "1/s",
+                runs=3,
+                baseline="sum of each alone",
+                baseline_value=sum(speeds),
+            )
+        )
+    return rows
+
+
 def _pipeline(metric: str, value: float, unit: str, baseline: str, baseline_value: float) -> Row:
     return new_row(NAME, metric, value, unit, runs=1, baseline=baseline, baseline_value=baseline_value)
 
@@ -160,6 +185,7 @@ PIECES: dict[str, Callable[[bool], list[Row]]] = {
     "traffic": traffic,
     "memory": memory,
     "pipeline": pipeline,
+    "shares": shares,
     "overlap": overlap,
     "overhead": overhead,
     "recovery": recovery,

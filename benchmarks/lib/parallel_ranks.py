@@ -1,4 +1,4 @@
-"""What one process of a small world does for run_parallel.py: counts bytes, or runs a pipeline whose layers sleep.
+"""What one process of a small world does for run_parallel.py: counts bytes, or runs layers that sleep.
 
 Sleeping layers leave the processors free, so four stages run side by side on any machine, as on four GPUs. Started as
 a script, once a process: RANK WORLD_SIZE FOLDER JOB; the first process leaves FOLDER/result.json.
@@ -12,11 +12,15 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -26,6 +30,9 @@ from torch.utils._pytree import tree_leaves
 from penjing.core.models.config import DecoderConfig
 from penjing.core.models.decoder import Decoder
 from penjing.core.progress import Silent
+from penjing.train.data.order import Order
+from penjing.train.data.prefetch import Prefetched
+from penjing.train.data.stream import OrderedStream, TokenSamples
 from penjing.train.loop import Trainer
 from penjing.train.numerics.precision import Precision, PrecisionConfig
 from penjing.train.objective.objective import Batch, CrossEntropy
@@ -34,6 +41,7 @@ from penjing.train.parallel.config import ParallelConfig
 from penjing.train.parallel.shard import gather_in
 from penjing.train.parallelize import form_mesh, parallelize
 from penjing.train.processes.world import World
+from penjing.train.shares import Shares
 
 _SMALL = 4096  # bytes: the loop's own sums
 _TINY = {
@@ -266,6 +274,39 @@ def _put_to_sleep(layer: nn.Module, fixed: float, rate: float) -> None:
     layer.forward = lambda x, *rest: _Sleep.apply(inner(x, *rest), rate * (fixed + len(x)))  # type: ignore[method-assign]
 
 
+class _Numbered(TokenSamples):
+    """Samples of four tokens that are their numbers."""
+
+    def __len__(self) -> int:
+        return 1000
+
+    def read(self, samples: Sequence[int] | NDArray[np.int64]) -> Batch:
+        """See `TokenSamples`."""
+        tokens = torch.tensor(samples)[:, None].expand(-1, 4) % 64
+        return {"tokens": tokens, "targets": tokens.clone()}
+
+
+def shares(job: dict[str, Any]) -> dict[str, Any]:
+    """Seconds of each step of data parallelism, of which process i takes rates[i] seconds a sample forward and twice
+    that backward; `unlike`: shares follow the speed."""
+    world, batch, micro_batch = World(dist.get_rank(), dist.get_world_size()), job["batch"], job["micro_batch"]
+    values = _TINY | {"hidden_size": 16, "intermediate_size": 16, "head_dim": 4, "vocab_size": 64}
+    model = Decoder(DecoderConfig.model_validate(values | {"num_hidden_layers": 1, "num_attention_heads": 2}))
+    _put_to_sleep(model.model.layers[0], 0.0, job["rates"][world.rank])
+    order = Order(1000, batch, micro_batch, world.rank, world.size, seed=0)
+    stream = Prefetched(OrderedStream(_Numbered(), order))
+    trainer = Trainer(
+        model, CrossEntropy(), stream, build_optimizer(model, OptimizerConfig(), 1e-3), job["steps"],
+        accumulation=order.turns.own, world=world,
+        shares=Shares(world, stream, batch, micro_batch, print) if job["unlike"] else None,
+    )  # fmt: skip
+    ends = [time.perf_counter()]
+    trainer.monitor.on_step = lambda *rest: ends.append(time.perf_counter())  # type: ignore[method-assign]
+    trainer.fit()
+    stream.close()
+    return {"seconds": [after - before for before, after in pairwise(ends)]}
+
+
 def run_ranks(size: int, job: dict[str, Any]) -> dict[str, Any]:
     """The result of `job`, whose "kind" is one of these functions, in `size` processes of one thread.
 
@@ -302,8 +343,11 @@ def _main(rank: int, size: int, folder: str, job: dict[str, Any]) -> None:
     torch.manual_seed(0)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=size)
     kind = job["kind"]
-    kinds = {"traffic": traffic, "memory": memory, "gathers": gathers, "logits": logits}
-    result = pipeline(job) if kind == "pipeline" else kinds[kind](**{k: v for k, v in job.items() if k != "kind"})
+    counted = {"traffic": traffic, "memory": memory, "gathers": gathers, "logits": logits}
+    if asleep := {"pipeline": pipeline, "shares": shares}.get(kind):
+        result = asleep(job)
+    else:
+        result = counted[kind](**{k: v for k, v in job.items() if k != "kind"})
     if rank == 0:
         (Path(folder) / "result.json").write_text(json.dumps(result))
     dist.barrier()

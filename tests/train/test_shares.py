@@ -5,7 +5,8 @@ from __future__ import annotations
 import itertools
 import json
 import random
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -106,9 +107,10 @@ class Told(StageClock):
         super().__init__(torch.device("cpu"))
         self.forward, self.whole, self.count = forward, forward + backward, 0
 
-    def piece(self, stage: int, kind: str) -> AbstractContextManager[None]:
+    @contextmanager
+    def piece(self, stage: int, kind: str) -> Iterator[None]:
+        yield
         self._pieces[stage, kind].append({"forward": self.forward, "whole": self.whole, "last": 99.0}[kind])
-        return nullcontext()
 
 
 class Together(World):

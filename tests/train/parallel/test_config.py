@@ -43,6 +43,9 @@ MOE = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
         ({"shards": 2}, {}, 4, r"parallel\.shards is how many processes ZeRO spreads over"),
         ({"zero": 3, "shards": 3}, {}, 4, r"parallel\.shards=3 does not divide parallel\.dp=4"),
         ({"zero": 3, "shards": 2, "gradients": "int8"}, {}, 4, "not between their copies; leave parallel.shards out"),
+        ({"shares": "auto", "zero": 2}, {}, 2, r"parallel\.shares = 'auto' is for data .* with parallel\.zero = 2"),
+        ({"shares": "auto", "pp": 2}, {}, 4, r"with parallel\.pp = 2 processes exchange"),
+        ({"shares": "auto"}, {"moe": MOE, "model_type": "mixtral"}, 2, "the load of experts .* set it to 'equal'"),
         ({"zero": 3, "shards": 2, "ep": 2}, {"moe": MOE, "model_type": "mixtral"}, 4, "leave parallel.shards out"),
     ],
 )  # fmt: skip

@@ -11,6 +11,7 @@ import pytest
 from penjing.core.config import load_recipe
 from penjing.core.errors import ConfigError
 from penjing.train import run
+from penjing.train.checks import check_machine
 from penjing.train.launch.launch import launch
 from penjing.train.plan.planner import plan_recipe
 from penjing.train.plan.preflight import check_rank_memory, recipe_run
@@ -72,6 +73,24 @@ def test_averaged_weights_and_sgd_count():
 def test_what_cannot_fit_is_refused_before_processes_start(recipe, overrides, limit, advice):
     with pytest.raises(ConfigError, match=rf"a rank needs \d.*, only {limit[:3]}.0 KiB .*memory.limit.*; {advice}"):
         launch(2, recipe, [*overrides, f"memory.limit={limit}"], [])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "advice"),
+    [
+        (["data.batch_size=16", "data.micro_batch=8"], "leaves each of 2 a single one; lower it to 1"),
+        (
+            ["data.batch_size=2", "data.micro_batch=1"],
+            "data.batch_size=2 leaves each of 2 a single one; raise it to 16",
+        ),
+    ],
+)
+def test_shares_that_nothing_can_be_moved_of_are_refused(recipe, overrides, advice):
+    given = load_recipe(TrainRecipe, recipe, [*overrides, "parallel.shares=auto"])
+    with pytest.raises(ConfigError, match=rf"parallel.shares = 'auto' moves .*{advice}, or set 'equal'"):
+        check_machine(given, 2, is_new=True)
+    check_machine(given, 1, is_new=True)  # alone there is nothing to share
+    check_machine(given, 2, is_new=False)  # a run that goes on cuts its batch anew
 
 
 def test_each_process_refuses_it_too(recipe, monkeypatch):
