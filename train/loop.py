@@ -20,7 +20,7 @@ from torch import nn
 
 from penjing.core.errors import InputError, PenjingError
 from penjing.train.data.order import step_seed
-from penjing.train.data.stream import Stream, check_finite
+from penjing.train.data.stream import Stream, refuse_nonfinite
 from penjing.train.monitor.alarms import AlarmConfig, Alarms
 from penjing.train.monitor.monitor import ActivationRanges, Monitor
 from penjing.train.numerics.gradients import gradients_of, scale_gradients
@@ -229,7 +229,7 @@ class Trainer:
 
         found = means(totals, count)
         if nonfinite and not (self.loss_scale.enabled and math.isfinite(found["loss"])):
-            check_finite(micro_batches, self.step)
+            refuse_nonfinite(micro_batches, self.step)
         values = found | {
             "learning_rate": rate,
             "gradient_norm": norm,

@@ -152,7 +152,7 @@ def draws(total: int, micro_batch: int, rank: int, world_size: int) -> Iterator[
         yield Draw(np.where(real, places, 0), real)
 
 
-def check_finite(micro_batches: Sequence[Batch], step: int) -> None:
+def refuse_nonfinite(micro_batches: Sequence[Batch], step: int) -> None:
     """Refuse numbers that nothing can be learnt from.
 
     Raises:
