@@ -23,7 +23,7 @@ _RETURNS = (
     "return_num_output_tokens",
     "return_num_cached_tokens",
 )
-_REQUEST_FIELDS = ("key", "priority", "chat_template_kwargs")  # given beside the sampling parameters
+_REQUEST_FIELDS = ("key", "priority", "chat_template_kwargs", "request_id")  # given beside the sampling parameters
 _NUMBERS = {"FP32": "f", "UINT32": "I"}
 
 
@@ -93,7 +93,8 @@ def build_request(
         model: its name on the server.
         prompt: text or token ids.
         messages: of a chat, instead of a prompt.
-        sampling: the sampling parameters, and `key`, `priority` and `chat_template_kwargs` of the request.
+        sampling: the sampling parameters, and `key`, `priority`, `chat_template_kwargs` and `request_id` of the
+            request; by the latter its log has it.
         stream: whether the answer shall come in pieces.
 
     Raises:
@@ -101,6 +102,7 @@ def build_request(
         ValueError: a token id or the priority is no 32-bit integer.
     """
     request = _new_request(model)
+    request.id = str(sampling.get("request_id") or "")
     fields = {name: sampling[name] for name in _REQUEST_FIELDS if sampling.get(name) is not None}
     sampling = {name: value for name, value in sampling.items() if name not in _REQUEST_FIELDS}
 

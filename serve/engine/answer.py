@@ -29,6 +29,7 @@ class Answer:
         "_stops",
         "_tokenizer",
         "arrival_time",
+        "has_begun",
         "last_token_time",
         "sequence",
     )
@@ -45,6 +46,7 @@ class Answer:
     ) -> None:
         self.sequence = sequence
         self.arrival_time = arrival_time
+        self.has_begun = False
         self.last_token_time: float | None = None
         self._params = params
         self._constraint = constraint

@@ -93,9 +93,7 @@ class LLMEngine:
         )
         self._answers: dict[Sequence, Answer] = {}
         self._active: dict[str, list[Sequence]] = {}  # unfinished sequences of each request
-        self._num_prompt_tokens = 0
-        self._num_generated_tokens = 0
-        self._num_steps = 0
+        self._num_prompt_tokens = self._num_generated_tokens = self._num_steps = 0
         self._num_draft_tokens = self._num_accepted_tokens = 0
         self.speculation: Speculation | None = None
         if config.speculate != "off":
@@ -193,6 +191,7 @@ class LLMEngine:
         if not batch.chunks:
             assert not self.scheduler.has_work(), "work, but nothing can be scheduled"
             return []
+        self.samples.begin((self._answers[chunk.sequence] for chunk in batch.chunks), started)
         try:
             outputs = self._compute(batch)
         except Exception as error:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from penjing.core.errors import RequestError, ServerError
 from penjing.serve.engine.engine import LLMEngine, PreparedRequest
 from penjing.serve.engine.request import Request, RequestOutput
-from penjing.serve.engine.stats import EngineStats
+from penjing.serve.engine.stats import MASKS, EngineStats
 
 OnOutputs = Callable[[list[RequestOutput]], None]
 
@@ -102,7 +102,7 @@ class EngineLoop:
 
     def take_samples(self) -> dict[str, list[float]]:
         """Histogram samples since the last call (see `Samples`)."""
-        return self.engine.samples.take()
+        return self.engine.samples.take() | {MASKS: self.engine.constraints.take_seconds()}
 
     def _run(self) -> None:
         checked = True

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Protocol
 
+MASKS = "guided_mask_seconds"  # the one histogram whose samples lie elsewhere, where masks are made
 MAX_SAMPLES = 100_000  # samples kept until they are taken; older ones go first, so an unread engine stays bounded
 
 
@@ -29,13 +32,28 @@ class EngineStats:
     request_success: dict[str, int]  # finished sequences by finish reason
 
 
+class Queued(Protocol):
+    """An answer, as far as its time in the queue goes; `arrival_time` in seconds of `time.monotonic`."""
+
+    arrival_time: float
+    has_begun: bool
+
+
 @dataclass
 class Samples:
     """Observations since they were last taken, in seconds or tokens, named as the histograms."""
 
+    request_queue_time_seconds: deque[float] = field(default_factory=lambda: deque(maxlen=MAX_SAMPLES))
     time_to_first_token_seconds: deque[float] = field(default_factory=lambda: deque(maxlen=MAX_SAMPLES))
     time_per_output_token_seconds: deque[float] = field(default_factory=lambda: deque(maxlen=MAX_SAMPLES))
     iteration_tokens_total: deque[float] = field(default_factory=lambda: deque(maxlen=MAX_SAMPLES))
+
+    def begin(self, answers: Iterable[Queued], now: float) -> None:
+        """Note how long those of `answers` have waited that a step computes for the first time."""
+        for answer in answers:
+            if not answer.has_begun:
+                answer.has_begun = True
+                self.request_queue_time_seconds.append(now - answer.arrival_time)
 
     def take(self) -> dict[str, list[float]]:
         """All samples by histogram name, which are then forgotten. Safe beside a thread that appends."""

@@ -77,11 +77,18 @@ async def answer(backend: Backend, ask: Ask) -> AsyncGenerator[tuple[int, Chunk]
         ApiError: what the client shall see.
     """
     exchange = ask.exchange
+    last: dict[tuple[int, int], float] = {}  # when tokens of an answer came
     try:
         async with aclosing(_chunks(backend, ask)) as chunks:
             async for index, chunk in chunks:
+                now = time.monotonic()
                 if exchange.first_token is None:
-                    exchange.first_token = time.monotonic() - exchange.started
+                    exchange.first_token = now - exchange.started
+                    if ask.stream:  # else it waits for the last one
+                        backend.usage.first_token(exchange, exchange.first_token)
+                if (before := last.get((index, chunk.index))) is not None and chunk.num_tokens:
+                    backend.usage.tokens(exchange, chunk.num_tokens, now - before)
+                last[index, chunk.index] = now
                 exchange.count(0 if index in ask.tokens else chunk.num_input_tokens, chunk.num_tokens)
                 ask.tokens[index] = chunk
                 yield index, chunk
@@ -93,7 +100,14 @@ async def answer(backend: Backend, ask: Ask) -> AsyncGenerator[tuple[int, Chunk]
 def _one(backend: Backend, ask: Ask, index: int) -> AsyncGenerator[Chunk, None]:
     client = backend.clients[ask.model.key]
     prompt = None if ask.messages is not None else ask.prompts[index]
-    return client.stream(prompt, messages=ask.messages, timeout=ask.timeout, whole=not ask.stream, **ask.sampling)
+    return client.stream(
+        prompt,
+        messages=ask.messages,
+        timeout=ask.timeout,
+        whole=not ask.stream,
+        request_id=ask.exchange.request_id,
+        **ask.sampling,
+    )
 
 
 async def _chunks(backend: Backend, ask: Ask) -> AsyncGenerator[tuple[int, Chunk], None]:

@@ -14,6 +14,7 @@ from penjing.serve.front.versions import by_name, chosen, sharer
 from penjing.serve.gate.config import FrontJob, FrontModel
 from penjing.serve.gate.errors import ApiError, translated
 from penjing.serve.gate.guard import Exchange
+from penjing.serve.gate.usage import Usage
 
 CANARY_SECONDS = 2.0  # between two looks
 CANARY_TIMEOUT = 5.0
@@ -32,9 +33,11 @@ log = logging.getLogger("penjing.front")
 
 
 class Backend:
-    """The models, each on a Triton server. Made inside the event loop that uses it."""
+    """The models, each on a Triton server; what they answer is timed in `usage`. Made inside the event loop that uses
+    it."""
 
-    def __init__(self, job: FrontJob) -> None:
+    def __init__(self, job: FrontJob, usage: Usage | None = None) -> None:
+        self.usage = usage or Usage()
         self.models = job.models
         self._versions = by_name(job.models)
         self.clients = {model.id: AsyncClient(model.grpc, model=model.name, retries=0) for model in job.models}

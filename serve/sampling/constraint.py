@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+import time
+from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
@@ -13,6 +15,7 @@ from penjing.core.errors import RequestError, SetupError
 from penjing.core.text.tokenizer import Tokenizer
 from penjing.serve.sampling.guided import CALL_BEGIN, Guided
 
+MAX_SAMPLES = 100_000  # times of masks, kept until they are taken; older ones go first
 MAX_REASON = 300  # characters of the library's own words in an error
 
 
@@ -69,6 +72,7 @@ class Constraints:
         self._lock = threading.Lock()
         self._words: Any = None  # llguidance's tokenizer; most of a second to make, so only when needed
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="penjing-masks")
+        self._seconds: deque[float] = deque(maxlen=MAX_SAMPLES)
 
     def make(self, guided: Guided) -> Constraint:
         """Compile `guided`; any thread may call it.
@@ -93,7 +97,16 @@ class Constraints:
 
     def start(self, constraints: Sequence[Constraint]) -> list[Future[None]]:
         """Compute masks on another thread; the results tell of errors."""
-        return [self._pool.submit(constraint.fill) for constraint in constraints]
+        return [self._pool.submit(self._fill, constraint) for constraint in constraints]
+
+    def take_seconds(self) -> list[float]:
+        """What each mask since the last call has taken."""
+        return [self._seconds.popleft() for _ in range(len(self._seconds))]
+
+    def _fill(self, constraint: Constraint) -> None:
+        started = time.perf_counter()
+        constraint.fill()
+        self._seconds.append(time.perf_counter() - started)
 
 
 def _reason(matcher: Any) -> str:

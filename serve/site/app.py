@@ -28,6 +28,7 @@ from penjing.serve.gate.config import FrontJob
 from penjing.serve.gate.errors import START_SECONDS, ApiError
 from penjing.serve.gate.guard import Exchange, Guard, Message
 from penjing.serve.gate.log import log_exchange
+from penjing.serve.gate.usage import Usage
 from penjing.serve.site.openapi import EVENTS_TYPE, JSON_TYPE, TEXT_TYPE, Described, describe
 from penjing.serve.site.page import show_page
 from penjing.serve.site.report import stages
@@ -65,6 +66,7 @@ class Front:
             Route(path.path, endpoint, methods=["GET" if path.body is None else "POST"])
             for path, endpoint in self._paths.items()
         ]
+        self.usage = Usage(frozenset(route.path for route in routes) | {"/"})
         routes.append(Route("/", show_page, methods=["GET"]))
         app = Starlette(
             routes=routes,
@@ -101,7 +103,7 @@ class Front:
 
     @asynccontextmanager
     async def _lifespan(self, app: Starlette) -> AsyncIterator[None]:
-        self.backend, self._backend_made = Backend(self.job), True
+        self.backend, self._backend_made = Backend(self.job, self.usage), True
         watch = asyncio.create_task(self.backend.watch())
         try:
             yield
@@ -112,13 +114,15 @@ class Front:
             await self.backend.close()
 
     def _ended(self, scope: Message, exchange: Exchange) -> None:
+        self.usage.ended(exchange)
         log_exchange(scope, exchange)
 
     async def _live(self, request: Request) -> Response:
         return JSONResponse({"status": "live"})
 
     async def _figures(self, request: Request) -> Response:
-        return Response(await figures(self.backend), media_type="text/plain; version=0.0.4; charset=utf-8")
+        page = await figures(self.backend) + self.usage.page(self.guard.num_running)
+        return Response(page, media_type="text/plain; version=0.0.4; charset=utf-8")
 
     async def _openapi(self, request: Request) -> Response:
         return JSONResponse(describe(self._paths, keys=self.job.front.keys is not None))

@@ -27,7 +27,7 @@ STARVE_SECONDS = 60.0  # beside these, in which it waits for a processor
 END_SECONDS = 5.0
 MAX_BACKOFF_SECONDS = 10.0
 STABLE_SECONDS = 30.0
-NEEDS = ("starlette", "uvicorn", "httptools", "uvloop")
+NEEDS = ("starlette", "uvicorn", "httptools", "uvloop", "prometheus_client")
 _PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import os
 import resource
+import signal
 import struct
 
 STACK_BYTES = 1 << 30  # of each of some 60 threads, as address space: memory is taken when it is touched
@@ -38,8 +39,12 @@ class _Program(ctypes.Structure):
 _PROGRAM = _Program(len(_FILTER) // 8, _FILTER)
 
 
-def confine() -> None:
+def confine(file_bytes: int | None = None) -> None:
     """Confine this process and all that it starts; for `preexec_fn`.
+
+    Triton server inflates a gRPC message of up to 2 GiB and hands it to the model's process, which copies it under the
+    lock that all its threads share: for 1 GB, a megabyte of gzip, it showed no life for twenty seconds. Nothing of the
+    server bounds that but its shared memory. Where that would grow beyond `file_bytes`, the request is refused.
 
     Boost's shared memory sets its mode with fchmod, behind the umask's back. So that call does nothing here, where the
     kernel lets us say so; elsewhere `restrict` follows when the server is ready.
@@ -48,6 +53,9 @@ def confine() -> None:
     size = STACK_BYTES if hard == resource.RLIM_INFINITY else min(STACK_BYTES, hard)
     resource.setrlimit(resource.RLIMIT_STACK, (size, hard))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a core file would hold prompts
+    if file_bytes is not None:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # its default ends the process; else the call fails with EFBIG
+        resource.setrlimit(resource.RLIMIT_FSIZE, (file_bytes, file_bytes))
     os.umask(0o077)
     if _libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) == 0:
         _libc.prctl(_PR_SET_SECCOMP, _SECCOMP_MODE_FILTER, ctypes.byref(_PROGRAM), 0, 0)

@@ -17,7 +17,7 @@ from pydantic import Field
 
 from penjing.core.config import Config
 from penjing.core.errors import ConfigError, SetupError
-from penjing.serve.client.protocol import ENGINE_VARIABLE, MODEL_VARIABLE, PULSE_VARIABLE
+from penjing.serve.client.protocol import DECODER, ENGINE_VARIABLE, MODEL_VARIABLE, PULSE_VARIABLE
 from penjing.serve.families.base import Family
 from penjing.serve.gate.config import FrontConfig
 from penjing.serve.supervisor.confine import confine
@@ -61,6 +61,11 @@ class ServeConfig(Config):
         default=60.0, description="Without a sign of life, for want of a processor: the same."
     )
     step_timeout: float = Field(default=120.0, description="For one step of the engine: longer counts as hung.")
+    shared_memory_bytes: int = Field(
+        default=256 << 20,
+        ge=16 << 20,
+        description="Between Triton server and a decoder's process: a request that does not fit is refused.",
+    )
     model_name: str | None = Field(default=None, description="The model's name on the server. None: that of its kind.")
     model_version: int = Field(default=1, description="The version that a named model has on the server.")
     fleet_pid: int = Field(default=0, description="Process that serves this model beside others; 0: there is none.")
@@ -145,7 +150,7 @@ class ServerProcess:
         supervisor = os.getpid()
 
         def prepare() -> None:
-            confine()
+            confine(config.shared_memory_bytes if family.name == DECODER else None)
             _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
             if os.getppid() != supervisor:
                 os._exit(1)

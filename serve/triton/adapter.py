@@ -15,6 +15,7 @@ import numpy as np
 
 from penjing.core.config import parse_config
 from penjing.core.errors import OverloadedError, PenjingError, RequestError, ServerError, UnavailableError
+from penjing.serve.client.errors import code_of
 from penjing.serve.client.protocol import PING, PULSE_VARIABLE
 from penjing.serve.engine.config import EngineConfig
 from penjing.serve.engine.loop import EngineLoop
@@ -22,11 +23,13 @@ from penjing.serve.engine.request import Request, RequestOutput
 from penjing.serve.runner.load import load_engine
 from penjing.serve.sampling.params import SamplingParams
 from penjing.serve.triton.intake import Intake
+from penjing.serve.triton.journal import log_request, log_to_server
 from penjing.serve.triton.metrics import EngineMetrics, Refusals
 from penjing.serve.triton.pulse import Command, Phase, Pulse
 from penjing.serve.triton.reply import Outbox, Reply, send_error
 from penjing.serve.triton.settings import read_settings
-from penjing.serve.triton.tensors import read_call
+from penjing.serve.triton.strings import bound_strings
+from penjing.serve.triton.tensors import MAX_TEXT_BYTES, most_bytes, read_call
 
 BEAT_SECONDS = 0.05
 POLL_SECONDS = 0.01  # between two looks for clients that left; a step of a real model takes longer
@@ -34,6 +37,7 @@ METRICS_SECONDS = 0.25
 WORK_SHARE = 0.1  # of a thread's time: a look costs 30 to 100 µs a request, an observation 20 µs
 MAX_PAUSE_SECONDS = 0.5
 CANARY_SECONDS = 120.0
+MAX_ID_LENGTH = 64  # of a client's name for a request, as it is logged
 MAX_LIVE = 100_000  # requests that are unanswered; what waits in the engine is bounded far below
 
 log = logging.getLogger(__name__)
@@ -51,7 +55,7 @@ class LLMAdapter:
     """
 
     def __init__(self, args: dict[str, str], pb_utils: Any) -> None:
-        logging.basicConfig(level=logging.INFO, format="%(levelname)s %(asctime)s %(name)s: %(message)s")
+        log_to_server()
         self._pb_utils = pb_utils
         self._parent = os.getppid()
         self._phase = Phase.LOADING
@@ -87,6 +91,7 @@ class LLMAdapter:
         folder, values = read_settings(args)
         config = parse_config(EngineConfig, values, "engine settings")
         engine = load_engine(folder, config)
+        bound_strings(self._pb_utils, most_bytes(engine.preparer.max_prompt_bytes))
         self._chat_template = engine.chat_template
         loop = EngineLoop(engine)
         loop.start()
@@ -105,6 +110,7 @@ class LLMAdapter:
             try:
                 self._accept(request, sender)
             except Exception as error:
+                log_request({"request": _client_id(request), "refused": code_of(error).name})
                 self._refuse(sender, error)
 
     def _refuse(self, sender: Any, error: Exception) -> None:
@@ -130,6 +136,8 @@ class LLMAdapter:
         # Tensors live in memory that the server takes back when `execute` returns: everything is read here.
         assert self._loop is not None, "execute is called after __init__"
         parameters = request.parameters()
+        if len(parameters) > MAX_TEXT_BYTES:
+            raise RequestError(f"the parameters have {len(parameters)} bytes, at most {MAX_TEXT_BYTES} are read")
         if parameters and json.loads(parameters).get(PING) is True:
             return self._answer_ping(sender)
         inputs = {tensor.name(): np.asarray(tensor.as_numpy()) for tensor in request.inputs()}
@@ -139,7 +147,7 @@ class LLMAdapter:
         if len(self._live) >= MAX_LIVE:
             raise OverloadedError(f"{len(self._live)} requests are unanswered, at most {MAX_LIVE} may be; retry in 1 s")
         self._num_requests += 1
-        reply = Reply(str(self._num_requests), call, sender, request.timeout())
+        reply = Reply(str(self._num_requests), call, sender, request.timeout(), _client_id(request))
         self._live[reply.request_id] = reply
         try:
             self._intake.run(call.num_bytes, lambda: self._submit(reply), quick=call.params.guided is None)
@@ -178,6 +186,7 @@ class LLMAdapter:
         reply.close()
         sender, reply.sender = reply.sender, None
         del self._live[reply.request_id]
+        log_request(reply.journal.facts(reply.client_id, code_of(reply.ended_by or error).name))
         if reply.client_left:
             send_error(self._pb_utils, sender, None)
         elif reply.ended_by is not None:  # counted when that was found
@@ -195,6 +204,7 @@ class LLMAdapter:
 
     def _ended(self, reply: Reply) -> None:
         del self._live[reply.request_id]
+        log_request(reply.journal.facts(reply.client_id))
 
     def _stop_threads(self) -> None:
         self._stopping.set()
@@ -252,6 +262,11 @@ class LLMAdapter:
                 reply.ended_by = OverloadedError("the request's timeout passed before the answer was complete")
                 self._refusals.count(None)
                 loop.cancel(reply.request_id)
+
+
+def _client_id(request: Any) -> str:
+    """What the client calls the request, for the log."""
+    return str(request.request_id())[:MAX_ID_LENGTH]
 
 
 def _generate_one_token(loop: EngineLoop) -> None:

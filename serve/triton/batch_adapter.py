@@ -16,19 +16,23 @@ from typing import Any
 import numpy as np
 
 from penjing.core.config import parse_config
-from penjing.core.errors import InputError, OverloadedError, PenjingError, ServerError
+from penjing.core.errors import InputError, OverloadedError, PenjingError, RequestError, ServerError
 from penjing.serve.client.errors import code_of, message_of
 from penjing.serve.client.protocol import PING
 from penjing.serve.engine.config import BatchConfig
 from penjing.serve.families.base import BatchModel, family_at
 from penjing.serve.triton.batch_metrics import BatchMetrics, BatchSamples
+from penjing.serve.triton.journal import log_to_server
 from penjing.serve.triton.lifecycle import Life
 from penjing.serve.triton.metrics import Refusals
 from penjing.serve.triton.pulse import Phase
 from penjing.serve.triton.settings import read_settings
+from penjing.serve.triton.strings import bound_strings, refuse_too_long
+from penjing.serve.triton.tensors import MAX_TEXT_BYTES
 
 log = logging.getLogger(__name__)
 METRICS_SECONDS = 0.25
+MAX_STRING_BYTES = 256 << 20  # of a text or an encoded image; each model has limits of its own below
 EXPIRY_SECONDS = 0.1  # while a batch runs, requests that have waited too long are looked for so often
 
 
@@ -66,7 +70,7 @@ class BatchAdapter:
     """
 
     def __init__(self, args: Mapping[str, str], pb_utils: Any) -> None:
-        logging.basicConfig(level=logging.INFO, format="%(levelname)s %(asctime)s %(name)s: %(message)s")
+        log_to_server()
         self._pb_utils = pb_utils
         self._life = Life()
         try:
@@ -78,6 +82,7 @@ class BatchAdapter:
             assert isinstance(config, BatchConfig), f"settings of {family.name} are no BatchConfig"
             self._config = config
             self._model: BatchModel = family.load(folder, self._config)
+            bound_strings(pb_utils, MAX_STRING_BYTES)
             self._model.start([self._model.example()], lambda: None)()
             self._waiting: deque[_Waiting] = deque()
             self._changed, self._finalizing = threading.Condition(), False
@@ -220,10 +225,15 @@ class BatchAdapter:
         """What the model makes of the request, or the error that answers it."""
         try:
             parameters = request.parameters()
+            if len(parameters) > MAX_TEXT_BYTES:
+                raise RequestError(f"the parameters have {len(parameters)} bytes, at most {MAX_TEXT_BYTES} are read")
             if parameters and json.loads(parameters).get(PING) is True:
                 return self._model.example()
             # Tensors live in memory that the server takes back when `execute` returns: they are copied.
-            return self._model.prepare({tensor.name(): np.array(tensor.as_numpy()) for tensor in request.inputs()})
+            inputs = {tensor.name(): np.array(tensor.as_numpy()) for tensor in request.inputs()}
+            for name, array in inputs.items():
+                refuse_too_long(name, array, MAX_STRING_BYTES)
+            return self._model.prepare(inputs)
         except PenjingError as error:
             return error
         except Exception as error:  # a defect of ours, in one request

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from penjing.serve.client.errors import code_of
-from penjing.serve.engine.stats import EngineStats
+from penjing.serve.engine.stats import MASKS, EngineStats
 
 PREFIX = "penjing:"
 GAUGES = {
@@ -29,6 +29,14 @@ FINISHED = "request_success"  # vLLM's name; the label tells how the sequence en
 FINISH_REASONS = ("stop", "length", "abort", "error")
 TIME_BUCKETS = [0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0]
 HISTOGRAMS = {
+    "request_queue_time_seconds": (
+        "From arrival to the first step that computes something of a sequence, in seconds.",
+        [*TIME_BUCKETS, 7.5, 10.0, 20.0, 40.0, 80.0],
+    ),
+    MASKS: (
+        "What it took to find the tokens that may come next in an answer with a form, in seconds.",
+        [0.00001, 0.000025, 0.00005, 0.0001, 0.00025, 0.0005, *TIME_BUCKETS],
+    ),
     "time_to_first_token_seconds": (
         "From arrival to the first token, in seconds.",
         [*TIME_BUCKETS, 7.5, 10.0, 20.0, 40.0, 80.0],

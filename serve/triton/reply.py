@@ -11,6 +11,7 @@ from typing import Any
 from penjing.core.errors import PenjingError, ServerError, UnavailableError
 from penjing.serve.client.errors import code_of, message_of
 from penjing.serve.engine.request import RequestOutput
+from penjing.serve.triton.journal import Journal
 from penjing.serve.triton.tensors import Call, OutputTensors
 
 SENDING_SHARE = 0.05
@@ -22,8 +23,11 @@ log = logging.getLogger(__name__)
 class Reply:
     """What is owed to one request. It ends with exactly one FINAL response, whatever happens."""
 
-    def __init__(self, request_id: str, call: Call, sender: Any, timeout_us: int) -> None:
+    def __init__(self, request_id: str, call: Call, sender: Any, timeout_us: int, client_id: str = "") -> None:
         self.request_id = request_id
+        self.client_id = client_id
+        """What the client calls the request, in logs alone: several may have the same."""
+        self.journal = Journal()
         self.call = call
         self.sender: Any = sender
         self.deadline = time.monotonic() + timeout_us / 1e6 if timeout_us else None
@@ -53,6 +57,7 @@ class Reply:
 
     def take(self, outputs: list[RequestOutput]) -> list[RequestOutput]:
         """The outputs to send now: all that gathered, or none before the end when the client does not stream."""
+        self.journal.add(outputs)
         self._unfinished -= sum(output.finish_reason is not None for output in outputs)
         self._kept += outputs
         if not self.finished and not (self.call.stream and self._worth_sending()):

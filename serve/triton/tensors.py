@@ -16,6 +16,7 @@ import numpy as np
 from penjing.core.errors import RequestError
 from penjing.serve.engine.request import RequestOutput
 from penjing.serve.sampling.params import SamplingParams
+from penjing.serve.triton.strings import refuse_too_long
 
 RETURNS = (
     "return_finish_reason",
@@ -55,13 +56,15 @@ def read_call(inputs: Mapping[str, np.ndarray], parameters: str, max_prompt_byte
     Args:
         inputs: tensors by name: TYPE_STRING as object arrays of bytes, TYPE_BOOL as bool arrays, each of one element.
         parameters: the request's parameters as JSON; the sampling parameters if there is no such tensor.
-        max_prompt_bytes: a longer text is refused unread; messages may take more, for their JSON.
+        max_prompt_bytes: a longer text, and more token ids than a text of that length may have, are refused unread;
+            messages may take more, for their JSON.
 
     Raises:
         RequestError: names the tensor or field that is wrong, and the rule.
     """
-    text, ids = _text(inputs, "text_input", max_prompt_bytes), _ids(inputs, "prompt_token_ids")
-    messages = _text(inputs, "messages", ESCAPED * max_prompt_bytes + MAX_TEXT_BYTES)
+    text = _text(inputs, "text_input", max_prompt_bytes)
+    ids = _ids(inputs, "prompt_token_ids", max_prompt_bytes)
+    messages = _text(inputs, "messages", most_bytes(max_prompt_bytes))
     given = [name for name in ("text_input", "messages", "prompt_token_ids") if name in inputs]
     if len(given) != 1:
         raise RequestError(f"give one of text_input, messages and prompt_token_ids, got {', '.join(given) or 'none'}")
@@ -92,9 +95,15 @@ def read_call(inputs: Mapping[str, np.ndarray], parameters: str, max_prompt_byte
     )
 
 
+def most_bytes(max_prompt_bytes: int) -> int:
+    """Of any text of a request that is read, where a prompt may have `max_prompt_bytes`."""
+    return ESCAPED * max_prompt_bytes + MAX_TEXT_BYTES
+
+
 def _text(inputs: Mapping[str, np.ndarray], name: str, most: int = MAX_TEXT_BYTES) -> str | None:
     if name not in inputs:
         return None
+    refuse_too_long(name, inputs[name], most)
     value = _single(inputs, name)
     if not isinstance(value, bytes):
         raise RequestError(f"{name} must be a TYPE_STRING tensor, got {type(value).__name__}")
@@ -110,12 +119,14 @@ def _flag(inputs: Mapping[str, np.ndarray], name: str) -> bool | None:
     return bool(_single(inputs, name)) if name in inputs else None
 
 
-def _ids(inputs: Mapping[str, np.ndarray], name: str) -> list[int] | None:
+def _ids(inputs: Mapping[str, np.ndarray], name: str, most: int) -> list[int] | None:
     if name not in inputs:
         return None
     tensor = inputs[name]
     if not np.issubdtype(tensor.dtype, np.integer):
         raise RequestError(f"{name} must be a TYPE_INT32 tensor, got {tensor.dtype}")
+    if tensor.size > most:  # as Python's numbers they take ten times the memory, made under the lock that all share
+        raise RequestError(f"{name} has {tensor.size} token ids, at most {most} are read: shorten it")
     return tensor.reshape(-1).tolist()
 
 

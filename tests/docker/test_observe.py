@@ -16,7 +16,10 @@ from typing import Any
 import pytest
 import yaml
 
+from penjing.serve.access.keys import add_key
+from penjing.serve.gate import usage
 from penjing.serve.triton import batch_metrics, metrics
+from tests.serve.front.asking import Fronted
 from tests.serve.triton.serving import free_ports, serving, wait_until
 
 OBSERVE = Path(__file__).parents[2] / "docker" / "observe"
@@ -36,17 +39,18 @@ def needs(tool: str) -> str:
 
 
 def test_panels_and_alerts_ask_for_figures_that_there_are() -> None:
-    histograms = {*metrics.HISTOGRAMS, *batch_metrics.HISTOGRAMS}
-    known = {*metrics.GAUGES, *metrics.COUNTERS, metrics.FINISHED, metrics.REFUSED}
+    histograms = {*metrics.HISTOGRAMS, *batch_metrics.HISTOGRAMS, *(f"front_{name}" for name in usage.HISTOGRAMS)}
+    of_front = {f"front_{usage.RUNNING}", *(f"front_{name}_total" for name in usage.COUNTERS)}
+    known = {*metrics.GAUGES, *metrics.COUNTERS, metrics.FINISHED, metrics.REFUSED, *of_front}
     known |= {f"{name}_{part}" for name in histograms for part in ("bucket", "sum", "count")}
     texts = [*QUERIES, *(rule["expr"] for rule in ALERTS)]
     asked = {name for text in texts for name in re.findall(r"penjing:(\w+)", text)}
     assert asked <= known
     assert {name for text in QUERIES for name in re.findall(r"penjing:(\w+)", text)} >= {
-        *metrics.GAUGES, *metrics.COUNTERS, metrics.FINISHED, metrics.REFUSED,
+        *metrics.GAUGES, *metrics.COUNTERS, metrics.FINISHED, metrics.REFUSED, *of_front,
     }  # fmt: skip
     labels = {value for text in texts for value in re.findall(r'reason="(\w+)"', text)}
-    assert labels <= {*metrics.REASONS, *metrics.FINISH_REASONS}
+    assert labels <= {*metrics.REASONS, *metrics.FINISH_REASONS, "invalid_api_key"}
 
 
 def test_the_dashboard_fits_together() -> None:
@@ -77,10 +81,14 @@ def test_promtool_takes_the_files_and_the_alerts_fire_when_they_should() -> None
 def test_every_panel_shows_data_of_a_real_server(make_tiny_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
     binary = needs("prometheus")
     (port,) = free_ports(1)
-    with serving(make_tiny_checkpoint(max_position_embeddings=4096)) as served:
+    keys = tmp_path / "keys.toml"
+    secret = add_key(keys, "prometheus", {"metrics": True})
+    with serving(make_tiny_checkpoint(max_position_embeddings=4096), front={"keys": str(keys)}) as served:
+        front = Fronted(served)
         config = yaml.safe_load((OBSERVE / "prometheus.yaml").read_text())
         config["global"]["scrape_interval"] = "500ms"
-        config["scrape_configs"][0]["static_configs"][0]["targets"] = [f"127.0.0.1:{served.config.metrics_port}"]
+        config["scrape_configs"][0]["static_configs"][0]["targets"] = [f"127.0.0.1:{front.port}"]
+        config["scrape_configs"][0]["authorization"] = {"credentials": secret}
         config["rule_files"] = [str(OBSERVE / "alerts.yaml")]
         (tmp_path / "prometheus.yaml").write_text(yaml.safe_dump(config))
         command = [binary, f"--config.file={tmp_path}/prometheus.yaml", f"--storage.tsdb.path={tmp_path}/data"]
@@ -91,14 +99,18 @@ def test_every_panel_shows_data_of_a_real_server(make_tiny_checkpoint: Callable[
             ) as prometheus,
         ):
             try:
-                with served.client() as client:
-                    deadline = time.monotonic() + SCRAPE_SECONDS
-                    missing = [query for query in QUERIES if OF_BATCHES not in query and "queue_time" not in query]
-                    assert len(missing) > 12
-                    while missing and time.monotonic() < deadline:
-                        client.generate("a bonsai of words", max_tokens=20, ignore_eos=True)
-                        missing = [query for query in missing if not asked(port, query)]
-                        time.sleep(0.3)
+                bearer = {"authorization": f"Bearer {secret}"}
+                body: dict[str, Any] = {"model": "llm", "prompt": "a bonsai of words", "max_tokens": 20}
+                forms: list[dict[str, Any]] = [{"ignore_eos": True, "stream": True}, {"guided_regex": "[a-z]+"}]
+                deadline = time.monotonic() + SCRAPE_SECONDS
+                missing = [query for query in QUERIES if OF_BATCHES not in query]
+                assert len(missing) > 30
+                while missing and time.monotonic() < deadline:
+                    for form in forms:
+                        assert front.ask("/v1/completions", body | form, headers=bearer).status == 200
+                    assert front.ask("/v1/completions", body | {"model": "other"}, headers=bearer).status == 404
+                    missing = [query for query in missing if not asked(port, query)]
+                    time.sleep(0.3)
                 assert not missing, (tmp_path / "log").read_text()
                 assert asked(port, 'up{job="penjing"} == 1')
                 wait_until(lambda: not asked(port, 'ALERTS{alertstate="firing"}'), 1, "no alert")

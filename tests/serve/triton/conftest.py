@@ -11,7 +11,7 @@ import pytest
 
 from penjing.serve.client.protocol import ENGINE_VARIABLE, MODEL_VARIABLE, PULSE_VARIABLE
 from penjing.serve.triton.pulse import Pulse
-from tests.serve.triton.serving import Served, serving
+from tests.serve.triton.serving import SHARED_MEMORY_BYTES, Served, serving
 from tests.serve.triton.stand_in import STEP_SECONDS, Adapted, Gate
 
 LIMITS = {"max_num_sequences": 8, "max_waiting_requests": 8}
@@ -26,7 +26,7 @@ def tiny_long(make_tiny_checkpoint: Callable[..., Path]) -> Path:
 @pytest.fixture(scope="session")
 def server(tiny_long: Path) -> Iterator[Served]:
     """A Triton server with the tiny model: 8 sequences run at once, 8 may wait."""
-    with serving(tiny_long, LIMITS) as served:
+    with serving(tiny_long, LIMITS, shared_memory_bytes=SHARED_MEMORY_BYTES) as served:
         yield served
 
 

@@ -21,6 +21,7 @@ from penjing.serve.client.client import Client
 from penjing.serve.supervisor import state
 from penjing.serve.supervisor.process import ServeConfig
 
+SHARED_MEMORY_BYTES = 32 << 20
 START_SECONDS = 120.0
 
 

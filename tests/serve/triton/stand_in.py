@@ -117,6 +117,7 @@ def request(timeout_us: int = 0, parameters: dict[str, Any] | None = None, **inp
         inputs=lambda: tensors,
         parameters=lambda: json.dumps(parameters or {}),
         timeout=lambda: timeout_us,
+        request_id=lambda: "of-the-client",
     )
 
 

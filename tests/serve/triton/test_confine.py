@@ -8,6 +8,15 @@ from pathlib import Path
 
 from penjing.serve.supervisor.confine import STACK_BYTES, confine
 
+GROW = """
+import os, sys
+descriptor = os.open(sys.argv[1], os.O_CREAT | os.O_RDWR)
+os.ftruncate(descriptor, 1 << 20)
+try:
+    os.ftruncate(descriptor, (1 << 20) + 1)
+except OSError as error:
+    print(error.strerror)
+"""
 CODE = """
 import os, resource, sys
 path = sys.argv[1]
@@ -29,3 +38,10 @@ def test_files_are_for_their_user_alone_and_stacks_are_large(tmp_path: Path) -> 
     assert core == ["0", "0"]
     assert filtered == "1"
     assert (tmp_path / "other").stat().st_mode & 0o777 == 0o640
+
+
+def test_a_file_that_would_be_too_large_fails_the_call_and_not_the_process(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", GROW, str(tmp_path / "region")]
+    done = subprocess.run(command, preexec_fn=lambda: confine(1 << 20), capture_output=True, text=True, check=True)
+    assert done.stdout == "File too large\n"
+    assert (tmp_path / "region").stat().st_size == 1 << 20

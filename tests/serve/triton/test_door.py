@@ -5,13 +5,15 @@ from __future__ import annotations
 import os
 import re
 import socket
+import threading
 from pathlib import Path
 from typing import Any
 from unittest.mock import MagicMock
 
 import grpc
+import numpy as np
 import pytest
-from tritonclient.grpc import service_pb2, service_pb2_grpc
+from tritonclient.grpc import InferenceServerClient, InferInput, service_pb2, service_pb2_grpc
 
 from penjing.serve.engine.config import BatchConfig, EngineConfig
 from penjing.serve.gate.config import FrontLimits
@@ -20,7 +22,7 @@ from penjing.serve.supervisor.process import RESTRICTED, ServeConfig, command_li
 from penjing.serve.triton.intake import MAX_PENDING_BYTES
 from penjing.serve.triton.tensors import MAX_TEXT_BYTES
 from tests.disk import run_in
-from tests.serve.triton.serving import Served, free_ports, serving
+from tests.serve.triton.serving import SHARED_MEMORY_BYTES, Served, free_ports, serving
 
 pytestmark = [pytest.mark.server, pytest.mark.xdist_group("triton")]
 ANSWER_SECONDS = 30.0
@@ -57,6 +59,28 @@ def test_a_body_of_many_pieces_gets_an_error(server: Served) -> None:
     assert server.config.http_port is not None
     answer = post(server.config.http_port, "/v2/models/llm/generate", b"x" * 700_000, chunked=True)
     assert re.match(r"HTTP/1.1 (4|5)\d\d", answer)
+    with server.client() as client:
+        assert client.generate("a", max_tokens=2).num_output_tokens == 2
+    assert server.stub_pid == stub
+
+
+def test_a_message_that_inflates_beyond_the_shared_memory_is_refused(server: Served) -> None:
+    """A thousandth of it comes over the wire; the model's process would copy it all while nothing else runs there."""
+    stub = server.stub_pid
+    text = np.array([b"a" * (SHARED_MEMORY_BYTES + (1 << 20))], np.object_)
+    inputs = [InferInput("text_input", [1], "BYTES")]
+    inputs[0].set_data_from_numpy(text)
+    ended, errors = threading.Event(), []
+
+    def take(result: Any, error: Any) -> None:
+        errors.append(str(error))
+        ended.set()
+
+    with InferenceServerClient(server.address) as client:
+        client.start_stream(take, compression_algorithm="gzip")
+        client.async_stream_infer("llm", inputs)
+        assert ended.wait(60)
+    assert "shared memory" in errors[0]
     with server.client() as client:
         assert client.generate("a", max_tokens=2).num_output_tokens == 2
     assert server.stub_pid == stub
