@@ -48,10 +48,10 @@ from penjing.serve.engine.config import EngineConfig
 from penjing.serve.engine.request import Request
 from penjing.serve.runner.load import load_engine
 from penjing.serve.sampling.params import SamplingParams
+from penjing.train.chat.held_out import held_out_places
 from penjing.train.chat.reference import reference_logprobs
 from penjing.train.chat.rows import take_rows
 from penjing.train.chat.tokens import ChatTokens
-from penjing.train.families.rows import held_out_places
 from penjing.train.run import train
 
 HELD_OUT = 0.3

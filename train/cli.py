@@ -76,6 +76,29 @@ def train(
         write_json(results, json_file)
 
 
+@train_app.command("evaluate")
+def evaluate(
+    recipe: Recipe,
+    model: Annotated[Path, typer.Option(help="The checkpoint or artifact that answers.", show_default=False)],
+    samples: Annotated[int, typer.Option(min=1, max=64, help="Answers to each prompt, beside the likeliest.")] = 8,
+    overrides: Overrides = None,
+    json_file: Json = None,
+) -> None:
+    """Answer the prompts that a recipe of rollouts holds out, and print the mean reward and the best of several tries.
+
+    The model may be any of the recipe's tokenizer: before, after, or compressed.
+
+    Example: `penjing train evaluate recipes/smollm2-grpo.toml --model build/smollm2-grpo --samples 16`
+    """
+    from penjing.core.progress import print_table, progress_bar
+    from penjing.train.align.evaluate import evaluate_answers
+
+    with progress_bar() as progress:
+        result = evaluate_answers(recipe, overrides, model, samples, progress)
+    print_table(result)
+    write_json(result, json_file)
+
+
 @train_app.command("search")
 def search(
     recipe: Annotated[Path, typer.Argument(help="A search recipe, or a name of one.", show_default=False)],

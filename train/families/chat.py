@@ -7,10 +7,11 @@ from pathlib import Path
 
 from penjing.core.errors import ConfigError
 from penjing.core.progress import Progress
+from penjing.train.chat.held_out import held_out_places
 from penjing.train.chat.packed import PackedRows, pack_rows
 from penjing.train.chat.rows import Row, TooLongError, take_rows
 from penjing.train.chat.tokens import ChatTokens, Masked
-from penjing.train.families.rows import RowTask, held_out_places, ready_config
+from penjing.train.families.rows import RowTask, ready_config
 from penjing.train.objective.objective import Batch
 from penjing.train.recipe.data import ChatData
 from penjing.train.recipe.recipe import RunRecipe

@@ -11,11 +11,12 @@ from penjing.core.checkpoint.reward import save_reward
 from penjing.core.errors import ConfigError
 from penjing.core.models.reward import RewardModel
 from penjing.core.progress import Progress
+from penjing.train.chat.held_out import held_out_places
 from penjing.train.chat.preferences import Pairs, pair_batch
 from penjing.train.chat.reference import reference_logprobs
 from penjing.train.chat.rows import Row, TooLongError, take_rows
 from penjing.train.chat.tokens import ChatTokens, Pair
-from penjing.train.families.rows import RowTask, held_out_places, ready_config
+from penjing.train.families.rows import RowTask, ready_config
 from penjing.train.objective.objective import Batch, TaskObjective
 from penjing.train.objective.preference import DirectPreference, RewardModeling
 from penjing.train.processes.world import choose_device

@@ -24,10 +24,10 @@ from penjing.train.align.reasoning import ReasoningTasks
 from penjing.train.align.rewards import make_rewards
 from penjing.train.align.rollouts import Learner, RolloutStream, answer_batch, greedy_answers
 from penjing.train.align.sampler import Sampler
+from penjing.train.chat.held_out import held_out_places
 from penjing.train.chat.tokens import ChatTokens
 from penjing.train.data.stream import Stream, draws
 from penjing.train.families.decoder_task import DecoderTask
-from penjing.train.families.rows import held_out_places
 from penjing.train.objective.actor_critic import ProximalPolicy
 from penjing.train.objective.objective import Batch, TaskObjective
 from penjing.train.objective.on_policy import OnPolicyDistillation

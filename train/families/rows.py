@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
-import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Generic, TypeVar
 
@@ -58,23 +56,3 @@ def ready_config(folder: Path, data: RowData) -> DecoderConfig:
             f"that {folder} can see; lower it"
         )
     return config
-
-
-def held_out_places(keys: Sequence[bytes], share: float) -> set[int]:
-    """The places of the rows that are held out: those whose key, such as their prompt, hashes below `share`, and one at
-    least; rows of one key stay together.
-
-    Raises:
-        ConfigError: nothing would be left to learn.
-    """
-    if not share:
-        return set()
-    hashes = [int.from_bytes(hashlib.sha256(key).digest()[:8], "big") / 2**64 for key in keys]
-    edge = max(share, math.nextafter(min(hashes), 1.0))
-    held = {place for place, value in enumerate(hashes) if value < edge}
-    if len(held) == len(keys):
-        raise ConfigError(
-            f"data.held_out = {share} holds out all {len(keys)} rows, since their prompts are equal or so few; lower "
-            "it, set data.held_out = 0 with evaluation.every = 0, or give more data"
-        )
-    return held

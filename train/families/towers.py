@@ -22,12 +22,12 @@ from penjing.core.models.encoder_config import EncoderConfig
 from penjing.core.progress import Progress
 from penjing.core.text.text_tokenizer import TextTokenizer, encoder_config, pad
 from penjing.core.vision.towers import LARGEST_SCALE, TowersConfig, TwoTowers
+from penjing.train.chat.held_out import held_out_places
 from penjing.train.data.emoji import BUILTIN, emoji_pairs
 from penjing.train.data.images import normalise
 from penjing.train.data.stream import Draw, Stream, shuffled
 from penjing.train.families.base import Family
 from penjing.train.families.classifier import initialize_resnet, resnet_config
-from penjing.train.families.rows import held_out_places
 from penjing.train.objective.contrastive import Contrastive
 from penjing.train.objective.objective import Batch, TaskObjective
 from penjing.train.processes.world import World

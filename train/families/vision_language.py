@@ -19,12 +19,12 @@ from penjing.core.text.tokenizer import Tokenizer
 from penjing.core.vision.sight import pixels_of
 from penjing.core.vision.vision_language import VisionLanguage, VisionLanguageConfig
 from penjing.core.vision.vit import initialize_vit
+from penjing.train.chat.held_out import held_out_places
 from penjing.train.chat.rows import Row, take_rows
 from penjing.train.chat.sighted import Sighted, SightedRows, SightTokens
 from penjing.train.chat.tokens import ChatTokens
 from penjing.train.data.stream import Draw, Stream, one_pass, shuffled
 from penjing.train.families.base import Family
-from penjing.train.families.rows import held_out_places
 from penjing.train.objective.answers import Answers
 from penjing.train.objective.objective import Batch, TaskObjective
 from penjing.train.processes.world import World

@@ -13,8 +13,8 @@ from penjing.core.progress import Silent
 from penjing.core.text.documents import Documents
 from penjing.serve.engine.request import SamplingParams
 from penjing.serve.generate import generate_stream
+from penjing.train.chat.held_out import held_out_places
 from penjing.train.families.base import build_task
-from penjing.train.families.rows import held_out_places
 from penjing.train.processes.world import World
 from penjing.train.recipe.load import load_train_recipe
 from penjing.train.run import train
