@@ -210,14 +210,22 @@ def chat(
     max_tokens: Annotated[int, typer.Option(help="Tokens of one answer at most.")] = 512,
     temperature: Annotated[float, typer.Option(help="0 takes the most likely token each time.")] = 0.7,
     model: Annotated[str | None, typer.Option(help="The model's name on the server, where it was given one.")] = None,
+    images: Annotated[
+        list[Path] | None, typer.Option("--image", help="A JPEG or PNG that the chat is about; may be repeated.")
+    ] = None,
 ) -> None:
     """Chat with a served model in the terminal; Ctrl-C cancels the answer, Ctrl-D leaves.
 
-    Example: `penjing chat --server localhost:8001`
+    Examples:
+
+    - `penjing chat --server localhost:8001`
+    - `penjing chat --image photo.jpg`, with a model that sees
     """
     from penjing.serve.client.chat import chat as run
+    from penjing.serve.sight.wire import read_image
 
-    run(server, system=system, max_tokens=max_tokens, temperature=temperature, model=model)
+    files = [read_image(path) for path in images or ()]
+    run(server, system=system, max_tokens=max_tokens, temperature=temperature, model=model, images=files)
 
 
 @server_app.command("install")

@@ -13,6 +13,7 @@ from penjing.serve.engine.config import Device, EngineConfig, KvDtype, Speculate
 from penjing.serve.engine.request import Request, RequestOutput
 from penjing.serve.runner.load import load_engine
 from penjing.serve.sampling.params import SamplingParams
+from penjing.serve.sight.wire import read_image
 
 NUM_SEQUENCES = 16
 
@@ -45,18 +46,6 @@ def generate_stream(
             if output.finish_reason == "error":
                 raise ServerError(str(output.error))
             yield output
-
-
-def read_image(path: Path) -> bytes:
-    """The content of an image's file.
-
-    Raises:
-        InputError: it cannot be read.
-    """
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise InputError(f"the image {path} cannot be read: {error.strerror}") from None
 
 
 def generate_to_terminal(

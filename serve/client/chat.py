@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+from collections.abc import Sequence
 from typing import Any, TextIO
 
 from penjing.core.errors import OverloadedError, PenjingError, RequestError, ServerError
@@ -19,10 +20,11 @@ def chat(
     max_tokens: int = 512,
     temperature: float = 0.7,
     model: str | None = None,
+    images: Sequence[bytes] = (),
     source: TextIO | None = None,
     sink: TextIO | None = None,
 ) -> None:
-    """Talk with the model at `server`; it applies its own chat template.
+    """Talk with the model at `server`; it applies its own chat template. `images` come before the first message.
 
     Reads a message a line from `source` (standard input) and writes the answers to `sink` (standard output) as they
     come. Without a terminal there are no prompts, and the first failure ends the program.
@@ -40,7 +42,7 @@ def chat(
         if interactive:
             print(HELP, file=sys.stderr)
         sampling = {"max_tokens": max_tokens, "temperature": temperature}
-        conversation = Conversation(client, system, sampling, answers)
+        conversation = Conversation(client, system, sampling, answers, images)
         while (message := _read(lines, interactive)) is not None:
             if message == "/exit":
                 return
@@ -62,9 +64,16 @@ def chat(
 class Conversation:
     """The messages so far. An exchange that failed is forgotten; one that was cancelled keeps what had come."""
 
-    def __init__(self, client: Client, system: str | None, sampling: dict[str, Any], sink: TextIO) -> None:
-        self._client, self._sampling, self._sink = client, sampling, sink
-        self._start = [] if system is None else [{"role": "system", "content": system}]
+    def __init__(
+        self,
+        client: Client,
+        system: str | None,
+        sampling: dict[str, Any],
+        sink: TextIO,
+        images: Sequence[bytes] = (),
+    ) -> None:
+        self._client, self._sampling, self._sink, self._images = client, sampling, sink, list(images)
+        self._start: list[dict[str, Any]] = [] if system is None else [{"role": "system", "content": system}]
         self.messages = list(self._start)
 
     def reset(self) -> None:
@@ -73,8 +82,12 @@ class Conversation:
 
     def say(self, message: str) -> str:
         """Send a message and print the answer as it comes; Ctrl-C cancels it. Returns the answer."""
-        asked = [*self.messages, {"role": "user", "content": message}]
-        stream = self._client.stream(messages=asked, **self._sampling)
+        content: Any = message
+        if self._images and self.messages == self._start:
+            content = [*({"type": "image"} for _ in self._images), {"type": "text", "text": message}]
+        asked = [*self.messages, {"role": "user", "content": content}]
+        sampling: dict[str, Any] = self._sampling | ({"images": self._images} if self._images else {})
+        stream = self._client.stream(messages=asked, **sampling)
         try:
             with contextlib.suppress(KeyboardInterrupt), stream:
                 for chunk in stream:

@@ -84,7 +84,8 @@ class Client:
         timeout: float | None = None,
         **sampling: Any,
     ) -> Result:
-        """The whole answer to `prompt`, or to the chat `messages`."""
+        """The whole answer to `prompt`, or to the chat `messages`; `images=[bytes, …]` are JPEG or PNG files for one
+        that sees."""
         settings = self._settings
         request = settings.request(prompt, messages, sampling, stream=False)
         with Stream(self._stub, settings, request, settings.deadline(timeout)) as stream:

@@ -23,7 +23,8 @@ _RETURNS = (
     "return_num_output_tokens",
     "return_num_cached_tokens",
 )
-_REQUEST_FIELDS = ("key", "priority", "chat_template_kwargs", "request_id")  # given beside the sampling parameters
+_REQUEST_FIELDS = ("key", "priority", "chat_template_kwargs", "request_id", "images")
+"""Of a request, given beside the sampling parameters."""
 _NUMBERS = {"FP32": "f", "UINT32": "I"}
 
 
@@ -93,8 +94,8 @@ def build_request(
         model: its name on the server.
         prompt: text or token ids.
         messages: of a chat, instead of a prompt.
-        sampling: the sampling parameters, and `key`, `priority`, `chat_template_kwargs` and `request_id` of the
-            request; by the latter its log has it.
+        sampling: the sampling parameters, and `key`, `priority`, `chat_template_kwargs`, `images` (JPEG or PNG files)
+            and `request_id` of the request; by the latter its log has it.
         stream: whether the answer shall come in pieces.
 
     Raises:
@@ -114,6 +115,9 @@ def build_request(
         encoded = text.encode("utf-8", "surrogatepass")
         add(name, "BYTES", struct.pack("<I", len(encoded)) + encoded)
 
+    def add_files(name: str, files: Sequence[bytes]) -> None:
+        add(name, "BYTES", b"".join(struct.pack("<I", len(file)) + bytes(file) for file in files), len(files))
+
     def add_integers(name: str, values: Sequence[int]) -> None:
         try:
             add(name, "INT32", struct.pack(f"<{len(values)}i", *values), len(values))
@@ -132,6 +136,8 @@ def build_request(
         add_integers("priority", [fields["priority"]])
     if "chat_template_kwargs" in fields:
         add_text("chat_template_kwargs", json.dumps(fields["chat_template_kwargs"]))
+    if images := fields.get("images"):
+        add_files("image", [images] if isinstance(images, bytes) else list(images))
     add_text("sampling_parameters", json.dumps(dict(sampling)))
     add("stream", "BOOL", bytes([stream]))
     add("exclude_input_in_output", "BOOL", b"\1")

@@ -9,8 +9,10 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import from_json
 
+from penjing.core.errors import RequestError
 from penjing.serve.gate.errors import ApiError
 from penjing.serve.sampling.params import MAX_STOP_LENGTH, MAX_STOP_STRINGS, SamplingParams
+from penjing.serve.sight.wire import from_data_url
 
 B = TypeVar("B", bound="Body")
 NUL = re.compile(rb"(?<!\\)(?:\\\\)*\\u0000")
@@ -145,6 +147,20 @@ class TextPart(Part):
     text: str = Field(description="Its text.")
 
 
+class ImageUrl(Part):
+    """Where an image is."""
+
+    url: str = Field(description="data:image/jpeg;base64,... or data:image/png;base64,...; nothing is fetched.")
+    detail: Literal["auto", "low", "high"] | None = Field(default=None, description="Is not used.")
+
+
+class ImagePart(Part):
+    """An image in a message, for a model that sees."""
+
+    type: Literal["image_url"] = Field(description="An image.")
+    image_url: ImageUrl = Field(description="Where it is.")
+
+
 class FunctionCall(Part):
     """A call that an assistant made."""
 
@@ -165,7 +181,9 @@ class ChatMessage(Part):
     """One message; fields that only an answer has may come back with it."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"] = Field(description="Who speaks.")
-    content: str | list[TextPart] | None = Field(default=None, description="Text, or parts that are text.")
+    content: str | list[Annotated[TextPart | ImagePart, Field(discriminator="type")]] | None = Field(
+        default=None, description="Text, or parts: texts, and images of a user."
+    )
     name: str | None = Field(default=None, description="Of the speaker.")
     tool_calls: list[ToolCall] | None = Field(default=None, max_length=MAX_TOOLS, description="Of an assistant.")
     tool_call_id: str | None = Field(default=None, description="Of a tool: what it answers.")
@@ -175,13 +193,29 @@ class ChatMessage(Part):
     function_call: None = Field(default=None, description="May be null only.")
     reasoning_content: str | None = Field(default=None, description="Is not used.")
 
+    def images(self) -> list[bytes]:
+        """The files of its images.
+
+        Raises:
+            RequestError: one lies elsewhere, or is no base64; or they are not a user's.
+        """
+        urls = [part.image_url.url for part in self.content or [] if isinstance(part, ImagePart)]
+        if urls and self.role != "user":
+            raise RequestError(f"images are a user's: a message of the role {self.role!r} has some")
+        return [from_data_url(url) for url in urls]
+
     def rendered(self) -> dict[str, Any]:
         """As chat templates know messages."""
         content = self.content
         if content is None:
             content = ""  # many templates add texts without a look
         elif isinstance(content, list):
-            content = "".join(part.text for part in content)
+            parts = [
+                {"type": "text", "text": p.text} if isinstance(p, TextPart) else {"type": "image"} for p in content
+            ]
+            content = (
+                parts if any(part["type"] == "image" for part in parts) else "".join(part["text"] for part in parts)
+            )
         values: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role, "content": content}
         values |= {key: value for key in ("name", "tool_call_id") if (value := getattr(self, key)) is not None}
         if self.tool_calls:
@@ -346,7 +380,10 @@ def _explained(kind: type[Body], errors: list[Any]) -> ApiError:
     # Of a field that takes several types each says what is wrong: the deepest is about the type that was meant.
     field = errors[0]["loc"][:1]
     entry = max((entry for entry in errors if entry["loc"][:1] == field), key=lambda entry: len(entry["loc"]))
-    names = [str(part) for part in entry["loc"] if not re.search(r"[\[\](]|^(str|int|float|bool)$", str(part))]
+    loc = [str(part) for part in entry["loc"]]
+    tags = {at + 2 for at, part in enumerate(loc) if "tagged-union" in part}  # the kind of a part, which is no name
+    kept = [part for at, part in enumerate(loc) if at not in tags]
+    names = [part for part in kept if not re.search(r"[\[\](]|^(str|int|float|bool)$", part)]
     param = ".".join(names)
     if entry["type"] == "extra_forbidden":
         known = f"; there are {', '.join(sorted(kind.model_fields))}" if len(names) == 1 else ""

@@ -12,6 +12,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from penjing.core.errors import RequestError
 from penjing.serve.front.answers import DONE, Ask, Events, answer, event
 from penjing.serve.front.backend import Backend
 from penjing.serve.front.bodies import ChatBody, read_body
@@ -53,6 +54,12 @@ def chat_ask(backend: Backend, body: ChatBody, exchange: Exchange) -> Ask:
     if offered := body.offered:
         variables["tools"] = offered
         sampling.setdefault("skip_special_tokens", False)  # in some tokenizers the marks of a call are such
+    try:
+        images = [image for message in body.messages for image in message.images()]
+    except RequestError as error:
+        raise ApiError(400, f"{error}.", code="invalid_value", param="messages") from None
+    if images:
+        sampling["images"] = images
     if variables:
         sampling["chat_template_kwargs"] = variables
     return Ask(

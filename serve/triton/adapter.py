@@ -22,6 +22,7 @@ from penjing.serve.engine.loop import EngineLoop
 from penjing.serve.engine.request import Request, RequestOutput
 from penjing.serve.runner.load import load_engine
 from penjing.serve.sampling.params import SamplingParams
+from penjing.serve.sight.wire import with_places
 from penjing.serve.triton.intake import Intake
 from penjing.serve.triton.journal import log_request, log_to_server
 from penjing.serve.triton.metrics import EngineMetrics, Refusals
@@ -150,7 +151,7 @@ class LLMAdapter:
         reply = Reply(str(self._num_requests), call, sender, request.timeout(), _client_id(request))
         self._live[reply.request_id] = reply
         try:
-            self._intake.run(call.num_bytes, lambda: self._submit(reply), quick=call.params.guided is None)
+            self._intake.run(call.num_bytes, lambda: self._submit(reply), quick=call.is_quick)
         except OverloadedError as error:
             self._end_unsubmitted(reply, error)
 
@@ -161,7 +162,8 @@ class LLMAdapter:
         try:
             if call.messages is not None:
                 assert self._chat_template is not None, "looked at in _accept"
-                prompt = reply.prompt = self._chat_template.render(call.messages, **call.template)
+                messages = with_places(call.messages, loop.engine.preparer.images.token)
+                prompt = reply.prompt = self._chat_template.render(messages, **call.template)
             else:
                 prompt = call.prompt or ""
                 reply.prompt = prompt if isinstance(prompt, str) else loop.engine.tokenizer.decode(prompt)
@@ -173,6 +175,7 @@ class LLMAdapter:
                     add_special=call.messages is None,
                     key=call.key,
                     priority=call.priority,
+                    images=call.images,
                 ),
                 lambda outputs: self._outbox.put(reply, outputs),
             )

@@ -16,6 +16,7 @@ import numpy as np
 from penjing.core.errors import RequestError
 from penjing.serve.engine.request import RequestOutput
 from penjing.serve.sampling.params import SamplingParams
+from penjing.serve.sight.wire import read_images
 from penjing.serve.triton.strings import refuse_too_long
 
 RETURNS = (
@@ -36,7 +37,7 @@ MAX_KEY_LENGTH = 256
 class Call:
     """What a client asks for: a `prompt` of text or token ids, or the `messages` of a chat (the other is None) with
     further variables of the chat template; `num_bytes` is their length. `key` says on whose behalf a request comes,
-    and `priority` how urgent it is (lower first)."""
+    and `priority` how urgent it is (lower first). `images` are files."""
 
     prompt: str | list[int] | None
     messages: list[dict[str, Any]] | None
@@ -48,6 +49,12 @@ class Call:
     template: dict[str, Any] = field(default_factory=dict)
     key: str = ""
     priority: int = 0
+    images: tuple[bytes, ...] = ()
+
+    @property
+    def is_quick(self) -> bool:
+        """Whether a short one is prepared in a moment: a form is compiled, and images are looked at."""
+        return self.params.guided is None and not self.images
 
 
 def read_call(inputs: Mapping[str, np.ndarray], parameters: str, max_prompt_bytes: int) -> Call:
@@ -77,6 +84,7 @@ def read_call(inputs: Mapping[str, np.ndarray], parameters: str, max_prompt_byte
     returns = frozenset(name for name in RETURNS if _flag(inputs, name))
     sampling = _text(inputs, "sampling_parameters")
     params = SamplingParams.from_json(parameters if sampling is None else sampling)
+    images = read_images(inputs["image"]) if "image" in inputs else ()
     if "return_cumulative_logprob" in returns and params.logprobs is None:
         params = params.model_copy(update={"logprobs": 0})  # the chosen token's alone
     if "return_prompt_logprobs" in returns and params.prompt_logprobs is None:
@@ -88,10 +96,11 @@ def read_call(inputs: Mapping[str, np.ndarray], parameters: str, max_prompt_byte
         stream=stream,
         prepend_input=not stream and (exclude_input is False or (exclude_input is None and messages is None)),
         returns=returns,
-        num_bytes=len(text or messages or ()) + len(ids or ()),
+        num_bytes=len(text or messages or ()) + len(ids or ()) + sum(map(len, images)),
         template=_template(_text(inputs, "chat_template_kwargs")),
         key=_key(_text(inputs, "key")),
         priority=_integer(inputs, "priority"),
+        images=images,
     )
 
 

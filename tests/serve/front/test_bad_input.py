@@ -51,6 +51,10 @@ def test_characters_that_no_text_has(front: Fronted, text: str) -> None:
     assert front.ask(COMPLETION, raw=b'{"model": "llm", "prompt": "\\\\u0000"}').status == 200  # a backslash and digits
 
 
+def image(url: str) -> dict[str, Any]:
+    return {"type": "image_url", "image_url": {"url": url}}
+
+
 @pytest.mark.parametrize(
     ("path", "changes", "param"),
     [
@@ -76,7 +80,10 @@ def test_characters_that_no_text_has(front: Fronted, text: str) -> None:
         (COMPLETION, {"modle": "x"}, "modle"),
         (CHAT, {"messages": []}, "messages"),
         (CHAT, {"messages": [{"role": "king", "content": "x"}]}, "messages.0.role"),
-        (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages.0.content.0.type"),
+        (CHAT, {"messages": [{"role": "user", "content": [{"type": "video"}]}]}, "messages.0.content.0"),
+        (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages.0.content.0.image_url"),
+        (CHAT, {"messages": [{"role": "user", "content": [image("https://example.org/a.png")]}]}, "messages"),
+        (CHAT, {"messages": [{"role": "user", "content": [image("data:image/png;base64,AA==")]}]}, None),
         (CHAT, {"messages": [{"role": "user", "content": "x", "mood": 1}]}, "messages.0.mood"),
         (CHAT, {"response_format": {"type": "json_schema"}}, "response_format"),
         (CHAT, {"response_format": {"type": "json_schema", "json_schema": {"name": "a"}}}, SCHEMA),
