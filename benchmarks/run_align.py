@@ -8,14 +8,14 @@ Tasks are those of lib/align_tasks.py. Every figure is of prompts that were not 
 engine without chance, or of pairs with such prompts. No figure depends on the speed of the machine. A run that was
 stopped goes on, and one that is complete is kept: delete its folder below --work to train it again.
 
-- `start` writes the model that `grpo` and `dpo` begin with, which has learnt to answer by a number alone, from six
+- `start` writes the model that `grpo` begins with, which has learnt to answer by a number alone, from six
   steps of larger sums.
 - `sft` is the share of answers that have a form, here JSON of two keys, before and after learning from conversations.
 - `grpo` is the share of right sums before and after. With several seeds the row is their mean, with the lowest and
   the highest; `of_seed_N` is each.
 - `int8` is the same share of the model of seed 1 in INT8, beside that in 32 bits.
-- `dpo` is the share of pairs whose right sum is likelier than the wrong one, before and after.
-- `reward` is the share of pairs whose right sum gets the higher score.
+- `dpo` is the share of pairs whose answer of that form is likelier than one of another, before and after.
+- `reward` is the share of these pairs whose answer of the form gets the higher score.
 - `memory` is the largest resident memory of a run of two steps that learns a LoRA adapter, beside one that learns all
   weights.
 """
@@ -58,6 +58,7 @@ HELD_OUT = 0.3
 ASKED = 48  # held-out prompts at most
 LENGTH = 64  # tokens of a row
 UPDATES = 10  # of grpo
+PAIRED = 24  # steps of dpo and reward, of 4 pairs
 LONGEST = {"sums": 4, "things": 24}  # tokens of an answer
 
 
@@ -114,11 +115,11 @@ class Bench:
         return self.run(name, initial, {"steps": steps, "data": data, "learning_rate": rates, "evaluation": every})
 
     def pairs(self, name: str, initial: Path, objective: dict[str, Any], steps: int, peak: float) -> Path:
-        """`run` on data/pairs.jsonl."""
+        """`run` on data/forms.jsonl."""
         values = {
             "steps": steps,
             "objective": objective,
-            "data": self.rows("preference", "pairs", 8, HELD_OUT),
+            "data": self.rows("preference", "forms", 4, HELD_OUT),
             "learning_rate": {"kind": "constant", "peak": peak},
             "evaluation": {"every": steps, "samples": 1000},
         }
@@ -193,9 +194,9 @@ class Bench:
         return [writer.tokenizer.decode(each) if end else None for each, end in zip(tokens, ended, strict=True)]
 
     def ordered_pairs(self, folder: Path) -> float:
-        """The share of held-out pairs whose right sum is likelier than the wrong one."""
+        """The share of held-out pairs whose answer of the form is likelier than the other."""
         writer = self.writer(self.checkpoint)
-        pairs, _ = take_rows([str(self.data("pairs.jsonl"))], writer.pair, 0.0, Silent())
+        pairs, _ = take_rows([str(self.data("forms.jsonl"))], writer.pair, 0.0, Silent())
         held = sorted(held_out_places([pair.prompt.tobytes() for pair in pairs], HELD_OUT))
         some = [pairs[place] for place in held]
         found = reference_logprobs(folder, self.checkpoint, some, torch.device("cpu"), Silent())
@@ -253,15 +254,15 @@ def int8_rows(bench: Bench) -> list[Row]:
 
 
 def dpo_rows(bench: Bench) -> list[Row]:
-    taught = bench.pairs("dpo", bench.start(), {"kind": "dpo", "beta": 0.1}, 24, 5e-6)
-    rows = before_and_after("dpo/ordered_pairs", bench.ordered_pairs(bench.start()), bench.ordered_pairs(taught))
+    taught = bench.pairs("dpo", bench.checkpoint, {"kind": "dpo", "beta": 0.1}, PAIRED, 5e-6)
+    rows = before_and_after("dpo/ordered_forms", bench.ordered_pairs(bench.checkpoint), bench.ordered_pairs(taught))
     change = evaluated(taught)["chosen_change"]
-    return [*rows, new_row("align", "dpo/change_of_chosen_tokens", change, "nats", runs=1)]
+    return [*rows, new_row("align", "dpo/change_of_chosen_forms", change, "nats", runs=1)]
 
 
 def reward_rows(bench: Bench) -> list[Row]:
-    model = bench.pairs("reward", bench.start(), {"kind": "reward", "centring": 0.01}, 48, 2e-5)
-    return [new_row("align", "reward/ordered_pairs", evaluated(model)["preference_accuracy"], "share", runs=1)]
+    model = bench.pairs("reward", bench.checkpoint, {"kind": "reward", "centring": 0.01}, PAIRED, 2e-5)
+    return [new_row("align", "reward/ordered_forms", evaluated(model)["preference_accuracy"], "share", runs=1)]
 
 
 def memory_rows(bench: Bench) -> list[Row]:

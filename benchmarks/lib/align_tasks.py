@@ -3,7 +3,8 @@
 Answers are a few tokens long and prompts a dozen, by a template without the system turn that SmolLM2's own has. Sums
 are written as "3+4=?", and only the number is wanted. The model that starts has learnt that form from a few sums of
 larger numbers, "14+5=?" and "19"; one that had learnt it by saying numbers again, "7=?" and "7", said every question
-again. Things are counted in JSON: "3 pears" and {"what": "pears", "many": 3}.
+again. Things are counted in JSON: "3 pears" and {"what": "pears", "many": 3}. Pairs of answers are of that form and of
+another, which is what can be preferred without knowing how to add.
 """
 
 from __future__ import annotations
@@ -21,17 +22,16 @@ TEMPLATE = (
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 LARGEST = 9  # of the two numbers of a sum
-WRONG = (-2, -1, 1, 2)
 THINGS = ["pears", "cats", "trees", "books", "stones", "cups", "birds", "roads", "coins", "lamps", "doors", "ships"]
 
 Row = dict[str, Any]
 
 
 def write_tasks(folder: Path) -> None:
-    """Fill `folder` with worked.jsonl, sums.jsonl, pairs.jsonl, things.jsonl and template.jinja."""
+    """Fill `folder` with worked.jsonl, sums.jsonl, forms.jsonl, things.jsonl and template.jinja."""
     folder.mkdir(parents=True, exist_ok=True)
     atomic_write_text(folder / "template.jinja", TEMPLATE)
-    for name, rows in (("worked", worked()), ("sums", sums()), ("pairs", pairs()), ("things", things())):
+    for name, rows in (("worked", worked()), ("sums", sums()), ("forms", forms()), ("things", things())):
         atomic_write_text(folder / f"{name}.jsonl", "".join(f"{json.dumps(row)}\n" for row in rows))
 
 
@@ -47,15 +47,20 @@ def sums() -> Iterable[Row]:
         yield {"prompt": f"{a}+{b}=?", "answer": str(a + b)}
 
 
-def pairs() -> Iterable[Row]:
-    """Each sum with its answer and each number near it that is none."""
-    for row in sums():
-        right = int(row["answer"])
-        for off in WRONG:
-            if right + off >= 0:
-                prompt = [{"role": "user", "content": row["prompt"]}]
-                chosen, rejected = ([{"role": "assistant", "content": str(said)}] for said in (right, right + off))
-                yield {"prompt": prompt, "chosen": chosen, "rejected": rejected}
+def forms() -> Iterable[Row]:
+    """Every other of `things`, answered in the form and in one of the wrong ones in turn."""
+    for place, (count, what) in enumerate(product(range(2, 22, 2), THINGS)):
+        right = json.dumps({"what": what, "many": count})
+        wrong = (
+            f"{count} {what}",
+            json.dumps({"what": what}),
+            json.dumps({"what": what, "many": str(count)}),
+            right.removesuffix("}"),
+        )
+        prompt = [{"role": "user", "content": f"{count} {what}"}]
+        said = right, wrong[place % len(wrong)]
+        chosen, rejected = ([{"role": "assistant", "content": each}] for each in said)
+        yield {"prompt": prompt, "chosen": chosen, "rejected": rejected}
 
 
 def things() -> Iterable[Row]:

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from lib.align_tasks import is_valid, pairs, sums, things, worked, write_tasks
+from lib.align_tasks import forms, is_valid, sums, things, worked, write_tasks
 from run_align import PARTS, Bench, before_and_after
 
 
@@ -16,11 +16,10 @@ def test_the_model_that_starts_has_seen_none_of_the_sums() -> None:
     assert all(int(said) == sum(map(int, asked.removesuffix("=?").split("+"))) for asked, said in shown)
 
 
-def test_pairs_are_right_and_wrong() -> None:
-    right = {row["prompt"]: row["answer"] for row in sums()}
-    for row in pairs():
-        asked = row["prompt"][0]["content"]
-        assert row["chosen"][0]["content"] == right[asked] != row["rejected"][0]["content"]
+def test_pairs_are_of_the_form_and_of_another() -> None:
+    for row in forms():
+        assert is_valid(row["chosen"][0]["content"])
+        assert not is_valid(row["rejected"][0]["content"])
 
 
 @pytest.mark.parametrize(
@@ -41,7 +40,7 @@ def test_answers_of_the_form(text: str, valid: bool) -> None:
 
 def test_tasks_are_files_of_rows(tmp_path: Path) -> None:
     write_tasks(tmp_path)
-    for name in ("worked", "sums", "pairs", "things"):
+    for name in ("worked", "sums", "forms", "things"):
         assert [json.loads(line) for line in (tmp_path / f"{name}.jsonl").read_text().splitlines()]
 
 
