@@ -55,7 +55,7 @@ def source_files(
     """
     roots = [fetch_debian(package, progress) / (source.path or "") for package in source.packages]
     roots = roots or [Path(source.path or "")]
-    found = []
+    found, empty = [], []
     for root in roots:
         if not root.exists():
             raise InputError(f"sources.{source.name}: {root} does not exist; check its path")
@@ -65,9 +65,13 @@ def source_files(
             if len(roots) > 1:
                 name = f"{source.packages[roots.index(root)]}/{name}"
             own = any(path.absolute().is_relative_to(folder.absolute()) for folder in without)
-            if not own and path.is_file() and _wanted(source, path, name) and path.stat().st_size:
+            if not own and path.is_file() and _wanted(source, path, name):
                 stat = path.stat()
-                found.append(SourceFile(number, name, str(path.absolute()), stat.st_size, stat.st_mtime_ns))
+                kept = found if stat.st_size else empty
+                kept.append(SourceFile(number, name, str(path.absolute()), stat.st_size, stat.st_mtime_ns))
+    if not found and empty:
+        what = f"{empty[0].path} is" if len(empty) == 1 else f"the {len(empty):,} files from {empty[0].path} on are"
+        raise InputError(f"sources.{source.name}: {what} empty, and there is nothing else to read; get it again")
     if not found:
         wanted = f"matches {', '.join(source.files)}" if source.files else "is read here; name them by `files`"
         raise InputError(f"sources.{source.name}: of {' and '.join(map(str, roots))} no file {wanted}")

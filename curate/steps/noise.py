@@ -18,11 +18,12 @@ from penjing.core.progress import Progress
 from penjing.core.text.documents import read_documents
 from penjing.core.text.source_files import files_below
 from penjing.curate.documents.document import Document
+from penjing.curate.learned.conformal import enough_for, upper_threshold
 from penjing.curate.learned.corruptions import CORRUPTIONS
 from penjing.curate.learned.encoder import WINDOW_CHARS, DocumentEncoder, encoder_files
 from penjing.curate.learned.facts import Learned, histogram
 from penjing.curate.learned.heads import area_under_curve, calibration_error, reliability
-from penjing.curate.learned.surface import load_usual, usual_of
+from penjing.curate.learned.surface import Usual, load_usual, usual_of
 from penjing.curate.learned.twoheads import Looks, TwoHeads, learn_two_heads, load_two_heads
 from penjing.curate.steps.base import Judging, LearningStep
 
@@ -31,6 +32,7 @@ _FEWEST = 200  # clean documents
 _SHORTEST = 200  # characters of a piece that shows what is usual
 _OF_A_LANGUAGE = 20  # documents of the sample, else what is usual in it is not known
 _OF_EACH = 3  # corruptions of a document
+_KEPT_BACK = 3  # one document in so many sets the threshold, and nothing is learned from it
 
 
 class NoiseStep(LearningStep):
@@ -79,7 +81,9 @@ class NoiseStep(LearningStep):
                 f"steps.noise: {len(places)} clean documents of {_SHORTEST} characters and more; {_FEWEST} are needed. "
                 "Name texts that are clean by `clean`, or leave the step out"
             )
-        texts, domains = [texts[place] for place in places], [domains[place] for place in places]
+        back = list(range(0, len(texts), _KEPT_BACK))
+        kept_back = [(texts[place], domains[place]) for place in back]
+        texts = [texts[place] for place in sorted(set(places) - set(back))]
         encoder = DocumentEncoder(self.encoder, 1)
         pieces = [_piece(text, place) for place, text in enumerate(texts)]
         usual = usual_of([(piece, encoder.num_tokens(piece)) for piece in pieces], texts)
@@ -95,7 +99,9 @@ class NoiseStep(LearningStep):
             progress.advance()
         noisy, of = np.array([bool(kind) for kind in kinds]), np.repeat(np.arange(len(texts)), _OF_EACH + 1)
         heads, held = learn_two_heads(looks, noisy, of)
-        thresholds = self._thresholds(held[~noisy], domains)
+        judge = Judge(DocumentEncoder(self.encoder, self.windows), heads, usual)
+        scores = np.array([judge(text) for text, _ in kept_back])
+        thresholds, promised = self._thresholds(scores, np.array([domain for _, domain in kept_back]))
         heads.save(folder / _HEADS)
         usual.save(folder / _USUAL)
         (folder / _RULE).write_text(json.dumps({"thresholds": thresholds, "languages": languages}), encoding="utf-8")
@@ -104,8 +110,8 @@ class NoiseStep(LearningStep):
         return Learned(
             speaks_of="noise", examples=len(kinds), positive=int(noisy.sum()), sample=len(texts),
             auc=area_under_curve(held, noisy), calibration_error=calibration_error(rows), reliability=rows, kinds=aucs,
-            thresholds=thresholds, chosen=f"{self.flagged:.1%} of clean documents that were held back are above",
-            histogram=histogram(held[~noisy]),
+            thresholds=thresholds, chosen=f"{promised} of clean documents are expected above",
+            histogram=histogram(scores),
         )  # fmt: skip
 
     def _clean(self, documents: list[Document]) -> tuple[list[str], list[str]]:
@@ -117,14 +123,36 @@ class NoiseStep(LearningStep):
         order = np.random.default_rng(0).permutation(len(texts))[: self.sample]
         return [texts[place] for place in order], [""] * len(order)
 
-    def _thresholds(self, clean: NDArray[np.float64], domains: list[str]) -> dict[str, float]:
-        """By domain, where it has documents enough for the share; of all of them as ""."""
-        found = {"": float(np.quantile(clean, 1 - self.flagged))}
-        for domain in sorted(set(domains) - {""}):
-            mine = clean[np.array(domains) == domain]
-            if len(mine) * self.flagged >= 1:
-                found[domain] = float(np.quantile(mine, 1 - self.flagged))
-        return found
+    def _thresholds(self, scores_N: NDArray[np.float64], domains_N: NDArray[np.str_]) -> tuple[dict[str, float], str]:
+        """By domain, where it has documents enough to promise the share; of all of them as "". And what is promised."""
+        threshold, share = upper_threshold(scores_N, self.flagged)
+        found = {"": threshold}
+        for domain in sorted(set(domains_N.tolist()) - {""}):
+            mine = scores_N[domains_N == domain]
+            if len(mine) >= enough_for(self.flagged):
+                found[domain] = upper_threshold(mine, self.flagged)[0]
+        promised = f"{share:.1%}"
+        if few := sorted(set(domains_N.tolist()) - {""} - found.keys()):
+            promised += (
+                f" (over all domains: {', '.join(few)} have fewer than the {enough_for(self.flagged)} documents that a "
+                "threshold of their own needs)"
+            )
+        return found, promised
+
+
+class Judge:
+    """How noisy a document is: as the noisiest of its windows."""
+
+    def __init__(self, encoder: DocumentEncoder, heads: TwoHeads, usual: Usual) -> None:
+        self._encoder, self._heads, self._usual = encoder, heads, usual
+
+    def __call__(self, text: str) -> float:
+        """0 to 1."""
+        looks = [
+            Looks(vector, self._usual.features(piece, self._encoder.num_tokens(piece)))
+            for piece, vector in self._encoder.pieces(text)
+        ]
+        return float(self._heads(looks).max())
 
 
 class Noise(Judging):
@@ -132,9 +160,8 @@ class Noise(Judging):
 
     def __init__(self, config: NoiseStep, folder: Path) -> None:
         super().__init__()
-        self._encoder = DocumentEncoder(config.encoder, config.windows)
-        self._heads: TwoHeads = load_two_heads(folder / _HEADS)
-        self._usual = load_usual(folder / _USUAL)
+        encoder = DocumentEncoder(config.encoder, config.windows)
+        self._judge = Judge(encoder, load_two_heads(folder / _HEADS), load_usual(folder / _USUAL))
         rule = read_json_object(folder / _RULE)
         self._thresholds: dict[str, float] = rule["thresholds"]
         self._languages = frozenset(rule["languages"])
@@ -144,11 +171,7 @@ class Noise(Judging):
         if document.language and self._languages and document.language not in self._languages:
             self.decided[f"nothing: too few documents in {document.language}"] += 1
             return None
-        looks = [
-            Looks(vector, self._usual.features(piece, self._encoder.num_tokens(piece)))
-            for piece, vector in self._encoder.pieces(document.text)
-        ]
-        document.noise = float(self._heads(looks).max())
+        document.noise = self._judge(document.text)
         self.decided["heads"] += 1
         threshold = self._thresholds.get(document.domain, self._thresholds[""])
         return "looks like noise" if document.noise > threshold else None

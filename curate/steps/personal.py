@@ -194,6 +194,8 @@ _CALLED = re.compile(
     re.IGNORECASE,
 )
 
+_RECORD = re.compile(r"(?:isbn|issn|doi|serial|order|ref|id|number|no|nr)[\s.:=#-]{0,3}$", re.IGNORECASE)
+
 
 def _phones(text: str, regions: tuple[str, ...]) -> Iterator[tuple[Span, str]]:
     library = needed("phonenumbers")
@@ -204,6 +206,7 @@ def _phones(text: str, regions: tuple[str, ...]) -> Iterator[tuple[Span, str]]:
         if not 7 <= len(digits) <= 17 or len(set(digits)) < 3 or _DECIMAL.fullmatch(written):
             continue
         called = _CALLED.search(text, max(0, found.start() - 48), found.start()) is not None
+        record = _RECORD.search(text, max(0, found.start() - 16), found.start()) is not None
         for region in (None, *regions) if abroad else regions:
             if written.startswith("00") and region is None:
                 written = f"+{written[2:]}"
@@ -212,16 +215,24 @@ def _phones(text: str, regions: tuple[str, ...]) -> Iterator[tuple[Span, str]]:
             except library.NumberParseException:
                 continue
             # tables are full of digits: without a word for it, a number must be written as it is in its country
-            if library.is_valid_number(number) and (abroad or called or _as_written_there(written, number)):
+            bare = not record and _as_written_there(written, number)
+            if library.is_valid_number(number) and (abroad or called or bare):
                 yield found.span(), library.format_number(number, library.PhoneNumberFormat.E164)
                 break
 
 
 def _as_written_there(written: str, number: object) -> bool:
+    """Whether its digits are grouped as its country groups them, by signs that records and large numbers do not have;
+    or not grouped at all behind a 0, with which no other number begins."""
+    if re.fullmatch(r"0[1-9]\d{7,}", written):
+        return written != "0123456789"
     library = needed("phonenumbers")
     form = library.format_number(number, library.PhoneNumberFormat.NATIONAL)
     groups = [re.findall(r"\d+", each) for each in (form, written)]
-    return len(groups[0]) > 1 and groups[0] == groups[1] and bool(re.search(r"[()-]|^0", written))
+    if len(groups[0]) < 2 or groups[0] != groups[1]:
+        return False
+    thousands = all(len(group) == 3 for group in groups[1][1:])
+    return bool(re.search(r"[().-]|^0", written)) or (len(groups[1]) > 2 and not thousands)
 
 
 # --- keys -----------------------------------------------------------------------------------------------------------

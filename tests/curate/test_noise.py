@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +12,7 @@ from penjing.core.config import parse_config
 from penjing.core.errors import InputError
 from penjing.core.progress import Silent
 from penjing.curate.documents.document import Document
+from penjing.curate.learned.conformal import enough_for, upper_threshold
 from penjing.curate.learned.corruptions import CORRUPTIONS, spliced
 from penjing.curate.learned.surface import Usual, load_usual, usual_of
 from penjing.curate.learned.twoheads import Looks, learn_two_heads, load_two_heads
@@ -116,9 +118,34 @@ def test_a_run_drops_noise(tmp_path: Path, encoder: Path) -> None:
     (learned,) = report.learned
     assert learned.auc > 0.8
     assert set(learned.kinds) == set(CORRUPTIONS)
-    assert (learned.speaks_of, learned.examples, learned.positive) == ("noise", 880, 660)
+    assert (learned.speaks_of, learned.examples, learned.positive) == ("noise", 584, 438)
     assert [(rule.rule, rule.documents) for rule in report.rules] == [("looks like noise", len(lost))]
     assert "kind of noise" in (made.output / "report.html").read_text()
+
+
+def test_a_threshold_keeps_its_promise_whatever_the_scores_are() -> None:
+    dice = np.random.default_rng(0)
+    above = []
+    for _ in range(4000):
+        scores = dice.standard_cauchy(120)
+        threshold, promised = upper_threshold(scores[:-1], 0.05)
+        assert promised == pytest.approx(0.05)
+        above.append(scores[-1] > threshold)
+    assert np.mean(above) == pytest.approx(0.05, abs=0.01)
+    assert upper_threshold(np.arange(9.0), 0.01) == (8.0, pytest.approx(0.1))  # nine scores can promise no less
+    assert enough_for(0.01) == 99
+    assert upper_threshold(np.arange(99.0), 0.01) == (98.0, pytest.approx(0.01))
+
+
+def test_nothing_is_learned_from_what_sets_the_threshold(tmp_path: Path, encoder: Path) -> None:
+    made = parse_config(NoiseStep, {"kind": "noise", "encoder": str(encoder), "flagged": 0.05}, "test")
+    documents = [Document(f"d{n}", sentences(n), "s", "d", language="en") for n in range(240)]
+    facts = made.learn(tmp_path, documents, tmp_path, Silent())
+    judge = made.filter(tmp_path)
+    dropped = [judge.apply(each) is not None for each in documents]
+    assert sum(dropped[::3]) == 80 - math.ceil(81 * 0.95)  # one in three sets it, by what the filter says of it
+    assert facts.sample == 160
+    assert facts.chosen == f"{1 - math.ceil(81 * 0.95) / 81:.1%} of clean documents are expected above"
 
 
 def test_each_domain_has_its_threshold(tmp_path: Path, encoder: Path) -> None:
@@ -126,6 +153,7 @@ def test_each_domain_has_its_threshold(tmp_path: Path, encoder: Path) -> None:
     documents = [Document(f"d{n}", sentences(n), "s", "few" if n < 10 else "many", language="en") for n in range(210)]
     learned = made.learn(tmp_path, documents, tmp_path, Silent())
     assert set(learned.thresholds) == {"", "many"}
+    assert "few have fewer than the 19 documents" in learned.chosen
     judge = made.filter(tmp_path)
     assert judge.apply(Document("d", CORRUPTIONS["gibberish"](sentences(1), [], np.random.default_rng(0)), "s", "new"))
     other = Document("d", "gibberish", "s", "new", language="de")  # a language that nothing was learned of

@@ -49,6 +49,9 @@ def found(text: str, *regions: str) -> list[tuple[str, str]]:
         ("call (415) 555-2671 now", "phone", "(415) 555-2671"),
         ("+33 1 42 68 53 00", "phone", "+33 1 42 68 53 00"),
         ("0049 30 901820", "phone", "0049 30 901820"),
+        ("or 415.555.2671x12,", "phone", "415.555.2671x12"),
+        ("or 415 555 2671,", "phone", "415 555 2671"),
+        ("oder 030901820, abends", "phone", "030901820"),
         ("aws = AKIAIOSFODNN7EXAMPLE", "key", "AKIAIOSFODNN7EXAMPLE"),
         ("token: ghp_abcdefghijklmnopqrstuvwxyz0123456789", "key", "ghp_abcdefghijklmnopqrstuvwxyz0123456789"),
         ("Bearer eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxMjM0NTY3ODkwIn0.SflKxwRJSMeKKF2QT4fwpMeJ", "key",
@@ -75,6 +78,7 @@ def test_a_private_key_is_one_value() -> None:
         "00000000 00000001 00000002 00000003 4532 0151 1283 0366 0012 0013",
         "DE89 3704 0044 0532 0130 01, XX82WEST12345698765432, GB00WEST12345698765432",
         "Decimal('+35236450.6') 3.14159265358979 1,234,567,890 12345678 20260731123000 100-200-300",
+        "ISBN: 0201633388, flags 0100002, 0123456789, 415 555 267 and 212 555 100, order no. 030901820",
         "sk-xxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxx AKIAXXXXXXXXXXXXXXXX ghp_short task-list-of-things-to-do hf_transfer",
     ],
 )

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from penjing.core.errors import InputError
 from penjing.core.progress import Silent
 from penjing.core.text.records import Damage
 from penjing.curate.documents.document import Document
@@ -86,3 +87,14 @@ def test_what_is_no_archive_is_damaged(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_bytes(b"no archive at all, but some bytes\n" * 9)
     (damage,) = read(tmp_path / name)
     assert isinstance(damage, Damage)
+
+
+def test_empty_archives_are_said_to_be_empty(tmp_path: Path) -> None:
+    (tmp_path / "a.warc.gz").touch()
+    with pytest.raises(InputError, match=r"sources.web: \S+a.warc.gz is empty, and there is nothing else to read"):
+        read(tmp_path / "a.warc.gz")
+    (tmp_path / "b.warc.gz").touch()
+    with pytest.raises(InputError, match=r"the 2 files from \S+a.warc.gz on are empty"):
+        read(tmp_path)
+    (tmp_path / "c.txt").write_text(LONG)
+    assert len(read(tmp_path)) == 1
