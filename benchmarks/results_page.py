@@ -80,6 +80,7 @@ SECTIONS = {  # a title and what "This measures"
     "curate": "Curation of text: signatures, clusters of near duplicates, languages and rules, beside datatrove.",
     "quality": "Quality and noise: areas under the ROC curve of the steps `quality` and `noise`, beside fastText.",
     "pii": "Personal data: planted values that are found, `bare` without a word before them, and finds in documents.",
+    "remote": "Remote shards: how long a model waits for shards on a slow server; both sleep. On a busy machine.",
     "parallel": "Parallel training: cost and recovery of many processes, and the planner beside published runs.",
 }
 SHOWN = {  # metrics that are not folded, where not all are shown

@@ -19,7 +19,10 @@ from pathlib import Path
 from typing import IO, Any
 
 from penjing.core.errors import InputError, SetupError
+from penjing.core.remote.blocks import open_remote
+from penjing.core.remote.files import RemoteFile
 
+AnyFile = Path | RemoteFile  # on this machine, or elsewhere
 LINES = (".jsonl", ".ndjson")
 TABLES = (".parquet", ".arrow")
 COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
@@ -58,13 +61,13 @@ class Damage:
     part: bool = False
 
 
-def form_of(file: Path) -> str:
+def form_of(file: AnyFile) -> str:
     """The suffix of `file` without that of a compression, in lower case: ".txt" of "a.txt.gz"."""
     name = Path(file.stem) if file.suffix.lower() in COMPRESSED else file
     return name.suffix.lower()
 
 
-def read_records(file: Path, name: str, column: str | None = None) -> Iterator[Record | Damage]:
+def read_records(file: AnyFile, name: str, column: str | None = None) -> Iterator[Record | Damage]:
     """The documents of `file` in their order: the rows of a table or of JSON lines, else the file as one text.
 
     Args:
@@ -75,7 +78,7 @@ def read_records(file: Path, name: str, column: str | None = None) -> Iterator[R
         InputError: the file cannot be opened, its compression or table is damaged, or it has no such column.
         SetupError: it needs a package that is not installed.
     """
-    if file.exists() and not file.is_file():
+    if isinstance(file, Path) and file.exists() and not file.is_file():
         raise InputError(f"{file} is no regular file, and is not read: a pipe or a device may never end")
     form = form_of(file)
     if form in TABLES:
@@ -86,17 +89,26 @@ def read_records(file: Path, name: str, column: str | None = None) -> Iterator[R
         yield from _text(file, name)
 
 
-def open_bytes(file: Path) -> IO[bytes]:
+def open_bytes(file: AnyFile) -> IO[bytes]:
     """The bytes of `file`, decompressed where its suffix is in `COMPRESSED`.
 
     Raises:
-        SetupError: zstandard is needed and not installed.
+        SetupError: zstandard is needed and not installed, or a remote file cannot be reached.
+        InputError: a remote file is gone.
     """
-    openers: dict[str, Callable[[Path], Any]] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open, ".zst": _zstd}
-    return openers.get(file.suffix.lower(), lambda path: open(path, "rb"))(file)
+    openers: dict[str, Callable[[Any], Any]] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open, ".zst": _zstd}
+    packed = openers.get(file.suffix.lower())
+    if packed is None:
+        return _raw(file)
+    return packed(file if isinstance(file, Path) else open_remote(file))
 
 
-def arrow_module(name: str, file: Path) -> Any:
+def size_of(file: AnyFile) -> int:
+    """Its bytes as it is stored."""
+    return file.stat().st_size if isinstance(file, Path) else file.size
+
+
+def arrow_module(name: str, file: AnyFile) -> Any:
     """pyarrow, or a part of it such as "parquet".
 
     Raises:
@@ -111,13 +123,13 @@ def arrow_module(name: str, file: Path) -> Any:
 class _Zstd(io.RawIOBase):
     """The bytes of a .zst file of any number of frames; zstandard's own reader takes a cut file for a complete one."""
 
-    def __init__(self, file: Path) -> None:
+    def __init__(self, file: Path | IO[bytes]) -> None:
         try:
             self._library = import_module("zstandard")
         except ImportError:
             raise SetupError(f"{file} needs zstandard, which is not installed: pip install zstandard") from None
         self._frame: Any = None
-        self._file = open(file, "rb")  # noqa: SIM115 (closed with this object)
+        self._file = open(file, "rb") if isinstance(file, Path) else file  # noqa: SIM115 (closed with this object)
         self._rest, self._ready = b"", b""
 
     def readable(self) -> bool:
@@ -153,7 +165,11 @@ class _Zstd(io.RawIOBase):
         return True
 
 
-def _zstd(file: Path) -> IO[bytes]:
+def _raw(file: AnyFile) -> IO[bytes]:
+    return open(file, "rb") if isinstance(file, Path) else open_remote(file)
+
+
+def _zstd(file: Path | IO[bytes]) -> IO[bytes]:
     return io.BufferedReader(_Zstd(file), 1 << 18)
 
 
@@ -168,7 +184,7 @@ def _unpacked(stream: IO[bytes], most: int) -> bytes | None:
     return b"".join(parts)
 
 
-def _raw_lines(file: Path) -> Iterator[tuple[int, bytes]]:
+def _raw_lines(file: AnyFile) -> Iterator[tuple[int, bytes]]:
     """(Number, bytes) of each line; of one longer than `LONGEST_LINE`, so many bytes and one."""
     number = 0
     try:
@@ -182,7 +198,7 @@ def _raw_lines(file: Path) -> Iterator[tuple[int, bytes]]:
         raise _unreadable(file, number, "line", error) from error
 
 
-def _unreadable(file: Path, number: int, unit: str, error: Exception) -> InputError:
+def _unreadable(file: AnyFile, number: int, unit: str, error: Exception) -> InputError:
     after = f" after {unit} {number}" if number else ""
     reason = (str(error) or type(error).__name__).splitlines()[0]
     return InputError(f"{file} cannot be read ({reason}{after}): cut off or damaged; get it again, or leave it out")
@@ -197,7 +213,7 @@ def _decoded(raw: bytes) -> tuple[str, str | None]:
     return text, "holds the character NUL" if "\0" in text else None
 
 
-def _json_lines(file: Path, name: str, column: str | None) -> Iterator[Record | Damage]:
+def _json_lines(file: AnyFile, name: str, column: str | None) -> Iterator[Record | Damage]:
     for number, raw in _raw_lines(file):
         if not raw.strip():
             continue
@@ -235,7 +251,7 @@ def _of_values(values: Mapping[str, Any], where: str, column: str | None, shown:
     return Damage(where, f'an object with "text" or "messages" is needed, not {shown.strip()[:60]!r}')
 
 
-def _rows(file: Path, name: str, column: str | None) -> Iterator[Record | Damage]:
+def _rows(file: AnyFile, name: str, column: str | None) -> Iterator[Record | Damage]:
     arrow, number = arrow_module("", file), 0
     try:
         for batch in _batches(file, arrow):
@@ -247,7 +263,7 @@ def _rows(file: Path, name: str, column: str | None) -> Iterator[Record | Damage
         raise _unreadable(file, number, "row", error) from error
 
 
-def _batches(file: Path, arrow: Any) -> Iterator[Any]:
+def _batches(file: AnyFile, arrow: Any) -> Iterator[Any]:
     """Record batches of the columns that can be part of a document: no bytes, no lists but conversations."""
 
     def wanted(schema: Any) -> list[str]:
@@ -255,10 +271,11 @@ def _batches(file: Path, arrow: Any) -> Iterator[Any]:
         return [each.name for each in schema if each.name in TEXT_FIELDS or any(is_(each.type) for is_ in plain)]
 
     if form_of(file) == ".parquet":
-        with arrow_module("parquet", file).ParquetFile(file) as table:
+        stored = file if isinstance(file, Path) else open_remote(file)
+        with arrow_module("parquet", file).ParquetFile(stored) as table:
             yield from table.iter_batches(_ROWS, columns=wanted(table.schema_arrow))
         return
-    with arrow.memory_map(str(file)) as stream:
+    with arrow.memory_map(str(file)) if isinstance(file, Path) else arrow.PythonFile(open_remote(file)) as stream:
         try:
             reader = arrow.ipc.open_stream(stream)
         except arrow.ArrowInvalid:
@@ -270,7 +287,7 @@ def _batches(file: Path, arrow: Any) -> Iterator[Any]:
                 yield batch.select(names).slice(begin, _ROWS)
 
 
-def _check_column(file: Path, names: list[str], column: str | None) -> None:
+def _check_column(file: AnyFile, names: list[str], column: str | None) -> None:
     if column is not None and column not in names:
         raise InputError(f"{file} has no column of text {column!r}; its columns are {', '.join(names) or 'none'}")
     if column is None and not set(TEXT_FIELDS) & set(names):
@@ -280,12 +297,12 @@ def _check_column(file: Path, names: list[str], column: str | None) -> None:
         )
 
 
-def _text(file: Path, name: str) -> Iterator[Record | Damage]:
+def _text(file: AnyFile, name: str) -> Iterator[Record | Damage]:
     try:
         with open_bytes(file) as stream:
             if file.suffix.lower() not in COMPRESSED:
                 raw = stream.read()
-            elif (unpacked := _unpacked(stream, max(LONGEST_LINE, _UNPACKED * file.stat().st_size))) is not None:
+            elif (unpacked := _unpacked(stream, max(LONGEST_LINE, _UNPACKED * size_of(file)))) is not None:
                 raw = unpacked
             else:
                 yield Damage(name, f"unpacks to more than {LONGEST_LINE >> 20} MB and {_UNPACKED} times its size")

@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 from penjing.core.manifest import MANIFEST_NAME, check_inside, read_json_object
+from penjing.core.remote.files import RemoteFile, remote_files
 from penjing.core.text.records import LINES, TABLES, form_of
 
 SHARDS = "shards"  # of a corpus that `penjing curate` wrote
@@ -29,10 +30,34 @@ def files_below(path: Path) -> list[Path]:
         return files
     named = set(_listed(path))
     tables = [each for each in files if form_of(each) in (*TABLES, *LINES) and (not named or each in named)]
-    inside = {each: each.relative_to(path).as_posix() for each in tables}
-    if any(_TRAIN.search(name) for name in inside.values()):
-        return [each for each in tables if _TRAIN.search(inside[each]) or not _OTHER.search(inside[each])]
-    return tables
+    inside = [each.relative_to(path).as_posix() for each in tables]
+    return [each for each, name in zip(tables, inside, strict=True) if name in _trained(inside)]
+
+
+def remote_files_below(address: str) -> list[tuple[RemoteFile, str]]:
+    """As `files_below`, of a remote address: files, each with what it is called below it. What a README of the Hub says
+    is not looked at.
+
+    Raises:
+        InputError, SetupError: see `remote_files`.
+    """
+    root = address.rstrip("/")
+    files = [(each, each.address.removeprefix(root).strip("/") or each.name) for each in remote_files(address)]
+    marks = {name.rpartition("/")[2] for _, name in files} & set(_MARKS)
+    if not marks:
+        return files
+    tables = [(each, name) for each, name in files if form_of(each) in (*TABLES, *LINES)]
+    if MANIFEST_NAME in marks:
+        return [(each, name) for each, name in tables if name.startswith(f"{SHARDS}/")]
+    wanted = _trained([name for _, name in tables])
+    return [(each, name) for each, name in tables if name in wanted]
+
+
+def _trained(names: list[str]) -> set[str]:
+    """Those that are of the train split, where there is one; else all."""
+    if any(_TRAIN.search(name) for name in names):
+        return {name for name in names if _TRAIN.search(name) or not _OTHER.search(name)}
+    return set(names)
 
 
 def is_data_set(path: Path) -> bool:

@@ -9,8 +9,9 @@ from pathlib import Path
 
 from penjing.core.errors import InputError, PenjingError
 from penjing.core.progress import Progress
-from penjing.core.text.records import LINES, TABLES, Damage, form_of, read_records
-from penjing.core.text.source_files import files_below
+from penjing.core.remote.files import RemoteFile, is_remote, remote_file
+from penjing.core.text.records import LINES, TABLES, AnyFile, Damage, form_of, read_records
+from penjing.core.text.source_files import files_below, remote_files_below
 from penjing.curate.documents.debian import fetch_debian
 from penjing.curate.documents.document import Document
 from penjing.curate.documents.markup import html_text, roff_text
@@ -24,13 +25,18 @@ _RECORDS = (*LINES, *TABLES)
 
 @dataclass(frozen=True)
 class SourceFile:
-    """A file of a source: `name` within it, and what tells whether it is still the same."""
+    """A file of a source: `name` within it, its path or address, and what tells whether it is still the same."""
 
     source: int
     name: str
     path: str
     size: int
     mtime_ns: int
+    version: str = ""
+
+    def opened(self) -> AnyFile:
+        """What readers take."""
+        return RemoteFile(self.path, self.size, self.version) if is_remote(self.path) else Path(self.path)
 
     def check(self) -> None:
         """Refuse a file that is not what the plan was made of.
@@ -38,7 +44,11 @@ class SourceFile:
         Raises:
             InputError: changed or gone.
         """
-        path = Path(self.path)
+        path = self.opened()
+        if isinstance(path, RemoteFile):
+            if remote_file(path.address) != path:
+                raise InputError(f"{path} was changed while the sources were read; run again")
+            return
         stat = path.stat() if path.is_file() else None
         if stat is None or (stat.st_size, stat.st_mtime_ns) != (self.size, self.mtime_ns):
             raise InputError(f"{path} was changed or removed while the sources were read; run again")
@@ -53,6 +63,8 @@ def source_files(
         InputError: there are none.
         SetupError: a package of Debian cannot be fetched.
     """
+    if source.address is not None:
+        return _remote_files(number, source, source.address)
     roots = [fetch_debian(package, progress) / (source.path or "") for package in source.packages]
     roots = roots or [Path(source.path or "")]
     found, empty = [], []
@@ -78,7 +90,19 @@ def source_files(
     return found
 
 
-def _wanted(source: SourceConfig, path: Path, name: str) -> bool:
+def _remote_files(number: int, source: SourceConfig, address: str) -> list[SourceFile]:
+    below = remote_files_below(address)
+    read = [(file, name) for file, name in below if file.address == address or _wanted(source, file, name)]
+    wanted = [(file, name) for file, name in read if file.size]
+    if not wanted:
+        raise InputError(
+            f"sources.{source.name}: of the {len(below):,} files of {address} none is read here, or all are "
+            "empty; name them by `files`"
+        )
+    return [SourceFile(number, name, file.address, file.size, 0, file.version) for file, name in wanted]
+
+
+def _wanted(source: SourceConfig, path: AnyFile, name: str) -> bool:
     if source.files:
         return any(fnmatch.fnmatch(name, pattern) or fnmatch.fnmatch(path.name, pattern) for pattern in source.files)
     form = form_of(path)
@@ -90,7 +114,7 @@ def _wanted(source: SourceConfig, path: Path, name: str) -> bool:
 
 def read_source(file: SourceFile, source: SourceConfig) -> Iterator[Document | Damage]:
     """The documents of a file, and what of it is damaged: all of it where it cannot be read to its end."""
-    path, name = Path(file.path), f"{source.name}/{file.name}"
+    path, name = file.opened(), f"{source.name}/{file.name}"
     form = source.form
     if form == "warc" or (form == "auto" and form_of(path) in SUFFIXES):
         yield from _pages(path, name, source)
@@ -124,7 +148,7 @@ def read_source(file: SourceFile, source: SourceConfig) -> Iterator[Document | D
             yield Document(record.name, text, source.name, domain, source.licence)
 
 
-def _pages(path: Path, name: str, source: SourceConfig) -> Iterator[Document | Damage]:
+def _pages(path: AnyFile, name: str, source: SourceConfig) -> Iterator[Document | Damage]:
     """The documents of an archive of a crawler."""
     for page in warc_pages(path, name):
         if isinstance(page, Damage):

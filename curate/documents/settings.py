@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Literal
 
 from pydantic import Field, model_validator
 
 from penjing.core.config import Config
+from penjing.core.remote.files import is_remote
 
 Form = Literal["auto", "text", "records", "html", "roff", "warc"]
 
@@ -19,6 +21,10 @@ class SourceConfig(Config):
     path: Path | None = Field(
         default=None,
         description="A file or a folder; with `packages`, a folder below their root, such as usr/share/doc.",
+    )
+    address: str | None = Field(
+        default=None,
+        description="A file or a folder elsewhere, in place of `path`: s3://bucket/crawl/, https://host/a.warc.gz.",
     )
     packages: tuple[str, ...] = Field(
         default=(), description="Debian packages, fetched by apt-get and unpacked into the cache, not installed."
@@ -37,6 +43,12 @@ class SourceConfig(Config):
 
     @model_validator(mode="after")
     def _has_files(self) -> SourceConfig:
-        if self.path is None and not self.packages:
-            raise ValueError(f"source {self.name!r} needs a path or packages")
+        if self.path is None and not self.packages and self.address is None:
+            raise ValueError(f"source {self.name!r} needs a path, packages or an address")
+        if self.address is not None and (self.path is not None or self.packages):
+            raise ValueError(f"source {self.name!r} has an address beside a path or packages; make two sources of it")
+        if self.address is not None and not is_remote(self.address):
+            raise ValueError(f"address {self.address!r} is no address such as s3://bucket/a/; a path goes into `path`")
+        if self.path is not None and re.match(r"[a-z0-9+]{2,}:/", str(self.path)):
+            raise ValueError(f"path {str(self.path)!r} is an address; give it by `address`")
         return self

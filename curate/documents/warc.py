@@ -9,10 +9,9 @@ from __future__ import annotations
 import re
 import zlib
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import IO
 
-from penjing.core.text.records import Damage, open_bytes
+from penjing.core.text.records import AnyFile, Damage, open_bytes
 from penjing.curate.documents.needs import needed
 
 SUFFIXES = (".warc", ".wet")
@@ -23,7 +22,7 @@ _CHUNK = 1 << 16
 _SNIFFED = 4096  # bytes at the beginning of a page that may name its encoding
 
 
-def warc_pages(path: Path, name: str) -> Iterator[tuple[str, str, bool] | Damage]:
+def warc_pages(path: AnyFile, name: str) -> Iterator[tuple[str, str, bool] | Damage]:
     """(Name of the record, text, whether it is HTML) of the pages of an archive, and what is damaged.
 
     A record is named by its place and address: "a.warc.gz, record 3 (https://…)".

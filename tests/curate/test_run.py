@@ -185,9 +185,39 @@ def test_what_is_refused(tmp_path: Path) -> None:
         curate_recipe(recipe(tmp_path, tmp_path / "empty"), "test")
     with pytest.raises(ConfigError, match="several sources are called a"):
         recipe(tmp_path, tmp_path, sources=[{"name": "a", "path": "x"}] * 2)
-    with pytest.raises(ConfigError, match="needs a path or packages"):
+    with pytest.raises(ConfigError, match="needs a path, packages or an address"):
         recipe(tmp_path, tmp_path, sources=[{"name": "a"}])
     made = recipe(tmp_path, sources(tmp_path / "in"))
     curate_recipe(made, "test")
     with pytest.raises(InputError, match="already exists; replace it with --force"):
         curate_recipe(made, "test")
+
+
+def test_sources_elsewhere_give_the_same_corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fsspec = pytest.importorskip("fsspec")
+    monkeypatch.setenv("PENJING_CACHE", str(tmp_path / "cache"))
+    here = sources(tmp_path / "in")
+    (here / "empty.jsonl").touch()
+    for path in here.iterdir():
+        with fsspec.open(f"memory://bucket/in/{path.name}", "wb") as file:
+            file.write(path.read_bytes())
+    expected = kept(recipe(tmp_path, here))
+    away = {"name": "s", "address": "memory://bucket/in", "domain": "made"}
+    made = recipe(tmp_path / "away", here, sources=[away])
+    assert kept(made) == expected
+    with pytest.raises(InputError, match=r"sources.s: of the 8 files of memory://bucket/in none is read here"):
+        kept(recipe(tmp_path / "none", here, sources=[away | {"files": ["*.html"]}]))
+
+
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        ({"address": "bucket/in"}, "is no address such as s3://bucket"),
+        ({"address": "s3://b/in", "path": "in"}, "has an address beside a path"),
+        ({"path": "s3://b/in"}, "is an address; give it by `address`"),
+        ({}, "needs a path, packages or an address"),
+    ],
+)
+def test_addresses_and_paths_are_told_apart(tmp_path: Path, source: dict[str, str], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        recipe(tmp_path, tmp_path, sources=[{"name": "s", **source}])

@@ -8,9 +8,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from penjing.core.errors import InputError
+from penjing.core.remote.files import is_remote
 from penjing.core.text.corpus import calibration_documents
-from penjing.core.text.records import LINES, TABLES, Damage, Record, form_of, read_records
-from penjing.core.text.source_files import files_below, is_data_set
+from penjing.core.text.records import LINES, TABLES, AnyFile, Damage, Record, form_of, read_records
+from penjing.core.text.records import size_of as size_of_file
+from penjing.core.text.source_files import files_below, is_data_set, remote_files_below
 
 TEXT_SUFFIXES = (".txt", ".md", ".rst", ".py", ".c", ".h", ".cpp", ".rs", ".go", ".js", ".java", ".html", ".tex")
 BUILTIN = ("builtin:prose", "builtin:code", "builtin:calibration")
@@ -23,7 +25,8 @@ def documents(source: str, column: str | None = None) -> Iterator[Record | Damag
     Args:
         source: "builtin:prose" (CPython's help topics, 0.5 MB), "builtin:code" (the standard library's modules without
             tests, about 12 MB), "builtin:calibration" (0.5 MB of both that `penjing compress` never evaluates on), or
-            a file (see `read_records`), or a folder (see `files_below`) of which the suffixes `_READ` are taken.
+            a file (see `read_records`), or a folder (see `files_below`) of which the suffixes `_READ` are taken; or the
+            address of either elsewhere, such as s3://bucket/corpus/.
         column: the field of tables and JSON lines that holds the text.
 
     Raises:
@@ -38,21 +41,38 @@ def documents(source: str, column: str | None = None) -> Iterator[Record | Damag
         return (Record(f"{source}/{name}", text) for name, text in calibration_documents())
     if source.startswith("builtin:"):
         raise InputError(f"data.sources: {source!r} is unknown; choose {', '.join(BUILTIN)}, a file or a folder")
-    return _files(Path(source), column)
+    return _files(source, column)
 
 
 def size_of(source: str) -> int:
     """About how many bytes `documents(source)` has, for a progress; 0 where it will be refused."""
     if source.startswith("builtin:"):
         return sum(len(record.text or "") for record in documents(source) if isinstance(record, Record))
-    return sum(path.stat().st_size for path in source_paths(Path(source)))
+    return sum(size_of_file(file) for file, _ in source_files(source))
 
 
-def source_paths(source: Path) -> list[Path]:
-    """The files of `source` that are read."""
-    if not source.exists():
+def source_files(source: str) -> list[tuple[AnyFile, str]]:
+    """The files of `source` that are read, each with its name in what is said of it.
+
+    Raises:
+        InputError, SetupError: a remote source is not there, or cannot be reached.
+    """
+    if is_remote(source):
+        root = source.rstrip("/").rpartition("/")[2]
+        found = remote_files_below(source)
+        return [
+            (file, name if name == root else f"{root}/{name}")
+            for file, name in found
+            if file.address == source or form_of(file) in _READ
+        ]
+    path = Path(source)
+    if not path.exists():
         return []
-    return [path for path in files_below(source) if path == source or form_of(path) in _READ]
+    return [
+        (file, file.relative_to(path.parent).as_posix())
+        for file in files_below(path)
+        if file == path or form_of(file) in _READ
+    ]
 
 
 def domain_of(record: Record, source: str) -> str:
@@ -85,16 +105,16 @@ def _code() -> Iterator[Record]:
             continue  # the library's own samples of other encodings
 
 
-def _files(source: Path, column: str | None) -> Iterator[Record | Damage]:
-    if not source.exists():
+def _files(source: str, column: str | None) -> Iterator[Record | Damage]:
+    path = Path(source)
+    if not is_remote(source) and not path.exists():
         raise InputError(f"data.sources: {source} does not exist; name a file of texts or a folder of them")
-    paths = source_paths(source)
-    if not paths:
+    files = source_files(source)
+    if not files:
         known = ", ".join(_READ)
-        said = "its tables" if source.is_dir() and is_data_set(source) else known
+        said = "its tables" if not is_remote(source) and path.is_dir() and is_data_set(path) else known
         raise InputError(f"data.sources: {source} holds no file that is read here ({said}, also compressed)")
-    for path in paths:
-        name = path.relative_to(source.parent).as_posix()
-        for record in read_records(path, name, column):
+    for file, name in files:
+        for record in read_records(file, name, column):
             if isinstance(record, Damage) or record.text is None or record.text.strip():
                 yield record

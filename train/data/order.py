@@ -54,6 +54,31 @@ def permute(index: NDArray[np.uint64], size: int, key: int) -> NDArray[np.int64]
     return result.astype(np.int64)
 
 
+def permute_near(index: NDArray[np.uint64], size: int, key: int, group: int, window: int) -> NDArray[np.int64]:
+    """As `permute`, but neighbours of the result come from few places: `group` things that follow each other stay
+    together, and only those of `window` groups are mixed with each other. What is left over comes last.
+
+    So a reader of storage far away reads each of its blocks once, and knows which come next.
+    """
+    groups = size // group
+    if groups < 2:
+        return permute(index, size, key)
+    result = np.empty(len(index), np.int64)
+    rest = index >= groups * group
+    if rest.any():
+        result[rest] = groups * group + permute(index[rest] - np.uint64(groups * group), size - groups * group, key)
+    inside = np.flatnonzero(~rest)
+    number = index[inside] // np.uint64(window * group)  # of the window
+    for each in np.unique(number):
+        here = inside[number == each]
+        begin = int(each) * window
+        mixed = min(window, groups - begin)
+        place = permute(index[here] - np.uint64(begin * group), mixed * group, key * 1_000_003 + int(each))
+        chosen = permute((begin + place // group).astype(np.uint64), groups, key)
+        result[here] = chosen * group + place % group
+    return result
+
+
 class Order:
     """Which samples this process takes next, micro-batch by micro-batch.
 
@@ -63,6 +88,7 @@ class Order:
         micro_batch: samples of one micro-batch of one process.
         rank, world_size: this process and how many there are.
         shuffle: False keeps the stored order in every epoch.
+        near: (samples of a group, groups that are mixed), for `permute_near`; None mixes all samples.
 
     Attributes:
         turns: which of a step's micro-batches are this process's; may change between steps.
@@ -82,6 +108,7 @@ class Order:
         world_size: int,
         seed: int,
         shuffle: bool = True,
+        near: tuple[int, int] | None = None,
     ) -> None:
         if num_samples < 1:
             raise InputError("the data hold no complete sample; give more data, or lower data.sequence_length")
@@ -91,6 +118,7 @@ class Order:
         self.real = np.ones(micro_batch, dtype=bool)
         self.seed = seed
         self._shuffle = shuffle
+        self._near = near
         self._taken = 0  # samples that all processes together have taken in complete steps
         self._part = 0  # of this process's micro-batches of the step at hand
 
@@ -110,8 +138,22 @@ class Order:
         samples = np.empty(len(position), dtype=np.int64)
         for epoch in np.unique(epochs):
             here = epochs == epoch
-            samples[here] = permute(index[here], self.num_samples, self.seed * 1_000_003 + int(epoch))
+            samples[here] = self._permuted(index[here], int(epoch))
         return epochs, samples
+
+    def coming(self, num_samples: int) -> NDArray[np.int64]:
+        """(num_samples,) the samples that all processes together take next, of which `next` gives this one its own."""
+        position = np.arange(self._taken, self._taken + num_samples, dtype=np.uint64)
+        epochs = (position // np.uint64(self.num_samples)).astype(np.int64)
+        index = position % np.uint64(self.num_samples)
+        parts = [self._permuted(index[epochs == epoch], int(epoch)) for epoch in np.unique(epochs)]
+        return np.concatenate(parts)
+
+    def _permuted(self, index: NDArray[np.uint64], epoch: int) -> NDArray[np.int64]:
+        key = self.seed * 1_000_003 + epoch
+        if self._near is None:
+            return permute(index, self.num_samples, key)
+        return permute_near(index, self.num_samples, key, *self._near)
 
     def state_dict(self) -> dict[str, Any]:
         """The position in the sequence, of whole steps, and what the sequence depends on."""
@@ -120,6 +162,7 @@ class Order:
             "num_samples": self.num_samples,
             "batch_size": self.batch_size,
             "seed": self.seed,
+            **({} if self._near is None else {"near": list(self._near)}),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -129,10 +172,10 @@ class Order:
             InputError: the data or the batch size have changed, so that the sequence would be another.
         """
         mine = self.state_dict()
-        for name in ("num_samples", "batch_size", "seed"):
-            if state[name] != mine[name]:
+        for name in ("num_samples", "batch_size", "seed", "near"):
+            if state.get(name) != mine.get(name):
                 raise InputError(
-                    f"the checkpoint was made with {name}={state[name]}, this run has {mine[name]}; "
+                    f"the checkpoint was made with {name}={state.get(name)}, this run has {mine.get(name)}; "
                     "set [data] and seed as they were, or start a new run"
                 )
         self._taken, self._part = int(state["taken"]), 0

@@ -24,8 +24,10 @@ from penjing.core.errors import ConfigError, InputError, RequestError
 from penjing.core.files import atomic_write_text, sync_tree, writing
 from penjing.core.manifest import read_json_object
 from penjing.core.progress import Progress, Silent
+from penjing.core.remote.files import is_remote
 from penjing.core.text.chat import ChatTemplate
 from penjing.core.text.records import Record
+from penjing.core.text.source_files import remote_files_below
 from penjing.core.text.tokenizer import Tokenizer
 from penjing.train.data.corpora import documents, domain_of, size_of
 from penjing.train.data.shards import INDEX_NAME, ShardIndex, ShardWriter, shard_dtype, write_index
@@ -269,6 +271,9 @@ def _fingerprint(
     for source in sources:
         if source.startswith("builtin:"):
             facts.append(platform.python_version())
+            continue
+        if is_remote(source):
+            facts += [(file.address, file.size, file.version) for file, _ in remote_files_below(source)]
             continue
         root = Path(source)
         paths = sorted(root.rglob("*")) if root.is_dir() else [root]

@@ -11,7 +11,7 @@ import json
 import os
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -139,6 +139,12 @@ def read_index(folder: Path) -> ShardIndex:
         raise InputError(f"{error}; the file is damaged: make the shards again") from None
 
 
+class TokenSequence(Protocol):
+    """Tokens of a file."""
+
+    def __getitem__(self, place: slice, /) -> NDArray[Any]: ...
+
+
 class TokenShards:
     """One split of a folder of shards, as one long sequence of tokens.
 
@@ -155,24 +161,32 @@ class TokenShards:
                 f"{folder} has no split {split!r}, only {', '.join(self.index.splits)}; give it more text, or set "
                 "data.held_out (the share kept for evaluation) higher, or evaluation.every = 0"
             )
-        dtype = np.dtype(self.index.dtype).newbyteorder("<")
-        self._maps: list[NDArray[Any]] = []
+        self.dtype = np.dtype(self.index.dtype).newbyteorder("<")
+        self._shards: list[TokenSequence] = []
         for file in self.index.splits[split]:
             check_inside(folder / INDEX_NAME, file.name)
-            path = folder / file.name
-            size = path.stat().st_size if path.exists() else -1
-            if size != file.tokens * dtype.itemsize or size == 0:
-                found = "is missing" if size < 0 else f"has {size:,} bytes, not {file.tokens * dtype.itemsize:,}"
-                raise InputError(f"shard {path} {found}: it is empty or truncated; make the shards again")
-            self._maps.append(np.memmap(path, dtype=dtype, mode="r"))
-        self._ends = np.cumsum([len(shard) for shard in self._maps], dtype=np.int64)
-        if not self._maps:
+            self._shards.append(self._open(file))
+        self.ends = np.cumsum([file.tokens for file in self.index.splits[split]], dtype=np.int64)
+        if not self._shards:
             raise InputError(f"split {split!r} of {folder} has no tokens; give it more text")
+
+    def _open(self, file: ShardFile) -> TokenSequence:
+        """The tokens of a file."""
+        path = self.folder / file.name
+        size = path.stat().st_size if path.exists() else -1
+        self._check_size(str(path), file, size)
+        return np.memmap(path, dtype=self.dtype, mode="r")
+
+    def _check_size(self, name: str, file: ShardFile, size: int) -> None:
+        wanted = file.tokens * self.dtype.itemsize
+        if size != wanted or size == 0:
+            found = "is missing" if size < 0 else f"has {size:,} bytes, not {wanted:,}"
+            raise InputError(f"shard {name} {found}: it is empty or truncated; make the shards again")
 
     @property
     def num_tokens(self) -> int:
         """Tokens of the split."""
-        return int(self._ends[-1])
+        return int(self.ends[-1])
 
     def read(self, begin: int, num_tokens: int) -> NDArray[np.int64]:
         """Tokens begin … begin + num_tokens - 1 as (num_tokens,) int64, across files where need be.
@@ -181,11 +195,11 @@ class TokenShards:
             InputError: an id outside the vocabulary.
         """
         parts: list[NDArray[Any]] = []
-        shard = int(np.searchsorted(self._ends, begin, side="right"))
-        offset = begin - (int(self._ends[shard - 1]) if shard else 0)
+        shard = int(np.searchsorted(self.ends, begin, side="right"))
+        offset = begin - (int(self.ends[shard - 1]) if shard else 0)
         missing = num_tokens
         while missing > 0:
-            part = self._maps[shard][offset : offset + missing]
+            part = self._shards[shard][offset : offset + missing]
             parts.append(part)
             missing -= len(part)
             shard, offset = shard + 1, 0

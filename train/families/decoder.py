@@ -16,6 +16,7 @@ from penjing.train.data.mixing import Mixing
 from penjing.train.data.mixture import MixtureOrder, domain_shards, mixed
 from penjing.train.data.pack import prepare_tokens
 from penjing.train.data.prefetch import Prefetched
+from penjing.train.data.remote import RemoteShards, local_folder, open_shards, read_ahead
 from penjing.train.data.shards import TokenShards, read_index
 from penjing.train.data.stream import OrderedStream, Stream, TokenSamples, one_pass, shuffled
 from penjing.train.data.tokens import TokenRows, held_out_rows
@@ -47,16 +48,25 @@ class LanguageModeling(DecoderTask):
         self._model = model
         self._data = data
         self._read: dict[str, TokenSamples] = {}
+        self._opened: dict[str, TokenShards] = {}
         if data.sequence_length > model.max_position_embeddings:
             raise ConfigError(
                 f"data.sequence_length={data.sequence_length} is more than model.max_position_embeddings="
                 f"{model.max_position_embeddings}; raise that"
             )
         tokenizer = data.tokenizer or _initial_tokenizer(recipe, model)
-        self.folder = data.shards or self._prepare(data, tokenizer, progress)
+        if isinstance(data.shards, str) and (data.chunks or data.mixing):
+            raise ConfigError(
+                f"data.shards = {data.shards} is remote; data.chunks and data.mixing need shards on a disk of this "
+                "machine: copy them, or leave these out"
+            )
+        if data.shards is None:
+            self.folder = self._prepare(data, tokenizer, progress)
+        else:
+            self.folder = local_folder(data.shards) if isinstance(data.shards, str) else data.shards
         index = read_index(self.folder)
         if data.shards is not None and tokenizer is not None:
-            _check_tokenizer(data.shards, tokenizer)
+            _check_tokenizer(self.folder, tokenizer)
         if index.vocab_size > model.vocab_size:
             raise ConfigError(
                 f"the shards in {self.folder} have a vocabulary of {index.vocab_size}, model.vocab_size is "
@@ -100,14 +110,12 @@ class LanguageModeling(DecoderTask):
 
     def stream(self, micro_batch: int, world: World) -> Stream:
         """See `Task`."""
-        return shuffled(
-            self._rows("train"),
-            batch_size=self._data.batch_size,
-            micro_batch=micro_batch,
-            rank=world.rank,
-            world_size=world.size,
-            seed=self._recipe.seed,
-        )
+        rows, shards = self._rows("train"), self._opened.get("train")
+        share = {"micro_batch": micro_batch, "rank": world.rank, "world_size": world.size, "seed": self._recipe.seed}
+        if isinstance(shards, RemoteShards):
+            length = self._data.sequence_length
+            return read_ahead(rows, shards, length, batch_size=self._data.batch_size, **share)
+        return shuffled(rows, batch_size=self._data.batch_size, **share)
 
     def held_out(self, micro_batch: int, world: World) -> Iterator[Batch]:
         """See `Task`."""
@@ -117,7 +125,8 @@ class LanguageModeling(DecoderTask):
     def _rows(self, split: str) -> TokenSamples:
         """The samples of a split: rows that follow each other, or windows that overlap."""
         if split not in self._read:
-            data, shards = self._data, TokenShards(self.folder, split)
+            data, shards = self._data, open_shards(self.folder, split)
+            self._opened[split] = shards
             rows_of = TokenRows if split == "train" else held_out_rows
             self._read[split] = (
                 rows_of(shards, data.sequence_length, data.document_mask)
@@ -223,8 +232,8 @@ def _check_tokenizer(shards: Path, tokenizer: Path) -> None:
     ours = shards / "tokenizer.json"
     if ours.is_file() and read_backend(ours).to_str() != read_backend(tokenizer / "tokenizer.json").to_str():
         raise ConfigError(
-            f"data.shards = {shards} were made with another tokenizer than that of {tokenizer}; give data.sources, "
-            "which are then written in its tokens"
+            f"data.shards: those of {shards} were made with another tokenizer than that of {tokenizer}; give "
+            "data.sources, which are then written in its tokens"
         )
 
 

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import Field, field_validator
+from pydantic import BeforeValidator, Field, field_validator
 
 from penjing.core.config import Config
+from penjing.core.remote.files import is_remote
 from penjing.train.data.chunks import ChunkConfig
 from penjing.train.data.mixing import MixingConfig
 from penjing.train.recipe.rows import RowConfig
 from penjing.train.sources.settings import Augment, TrainingSource
+
+
+def _path_or_address(value: object) -> object:
+    return Path(value) if isinstance(value, str) and not is_remote(value) else value  # a Path would lose a slash
 
 
 class DataConfig(Config):
@@ -40,7 +45,8 @@ class TextData(DataConfig):
     sources: tuple[str, ...] = Field(
         default=(),
         description="Files and folders: text, JSON lines, Parquet, Arrow, each also compressed, or a data set of "
-        "Hugging Face or of `penjing curate`; 'builtin:prose' or 'builtin:code'.",
+        "Hugging Face or of `penjing curate`; also elsewhere, such as s3://bucket/corpus/ or https://host/a.jsonl.gz; "
+        "'builtin:prose' or 'builtin:code'.",
     )
     column: str | None = Field(
         default=None,
@@ -53,7 +59,11 @@ class TextData(DataConfig):
         lt=1,
         description="Documents that cannot be read are left out, counted and listed; a larger share of them stops.",
     )
-    shards: Path | None = Field(default=None, description="A folder of ready token shards, in place of sources.")
+    shards: Annotated[Path | str, BeforeValidator(_path_or_address)] | None = Field(
+        default=None,
+        description="A folder of ready token shards, in place of sources; also elsewhere, such as s3://bucket/shards: "
+        "then blocks are read ahead and kept in the cache, and only samples of a few blocks are mixed with each other.",
+    )
     tokenizer: Path | None = Field(
         default=None, description="A folder with a tokenizer.json; by default one is trained on the sources."
     )
