@@ -31,10 +31,10 @@ from lib.rows import RESULTS, append, new_row
 
 from penjing.core.cli import guarded
 from penjing.train.data.prefetch import Prefetched
-from penjing.train.data.remote import RemoteShards, local_folder, open_shards, read_ahead
 from penjing.train.data.shards import ShardIndex, ShardWriter, write_index
 from penjing.train.data.stream import Stream, shuffled
 from penjing.train.data.tokens import TokenRows
+from penjing.train.remote.shards import RemoteShards, local_folder, open_shards, read_ahead
 
 LATENCY, ROOM, PIECE = 0.05, 1.25, 1 << 16
 LENGTH, BATCH = 1024, 16

@@ -16,7 +16,6 @@ from penjing.train.data.mixing import Mixing
 from penjing.train.data.mixture import MixtureOrder, domain_shards, mixed
 from penjing.train.data.pack import prepare_tokens
 from penjing.train.data.prefetch import Prefetched
-from penjing.train.data.remote import RemoteShards, local_folder, open_shards, read_ahead
 from penjing.train.data.shards import TokenShards, read_index
 from penjing.train.data.stream import OrderedStream, Stream, TokenSamples, one_pass, shuffled
 from penjing.train.data.tokens import TokenRows, held_out_rows
@@ -30,6 +29,7 @@ from penjing.train.processes.world import World
 from penjing.train.recipe.data import ChatData, PreferenceData, RolloutData, TextData
 from penjing.train.recipe.model import DecoderModel
 from penjing.train.recipe.recipe import RunRecipe, TrainRecipe
+from penjing.train.remote.shards import RemoteShards, local_folder, open_shards, read_ahead
 from penjing.train.state.initial import Weights, decoder_weights
 
 

@@ -14,10 +14,10 @@ from penjing.core.remote import files
 from penjing.train.data.order import Order, permute_near
 from penjing.train.data.pack import prepare_tokens
 from penjing.train.data.prefetch import Prefetched
-from penjing.train.data.remote import RemoteShards, local_folder, open_shards, read_ahead
 from penjing.train.data.shards import ShardIndex, ShardWriter, TokenShards, write_index
 from penjing.train.data.stream import one_pass
 from penjing.train.data.tokens import TokenRows
+from penjing.train.remote.shards import RemoteShards, local_folder, open_shards, read_ahead
 from tests.core.remote.server import Files, serving
 
 fsspec = pytest.importorskip("fsspec")

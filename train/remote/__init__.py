@@ -1,0 +1,1 @@
+"""Training on data that lies elsewhere."""
