@@ -99,7 +99,7 @@ class NoiseStep(LearningStep):
             progress.advance()
         noisy, of = np.array([bool(kind) for kind in kinds]), np.repeat(np.arange(len(texts)), _OF_EACH + 1)
         heads, held = learn_two_heads(looks, noisy, of)
-        judge = Judge(DocumentEncoder(self.encoder, self.windows), heads, usual)
+        judge = NoiseHeads(DocumentEncoder(self.encoder, self.windows), heads, usual)
         scores = np.array([judge(text) for text, _ in kept_back])
         thresholds, promised = self._thresholds(scores, np.array([domain for _, domain in kept_back]))
         heads.save(folder / _HEADS)
@@ -140,7 +140,7 @@ class NoiseStep(LearningStep):
         return found, promised
 
 
-class Judge:
+class NoiseHeads:
     """How noisy a document is: as the noisiest of its windows."""
 
     def __init__(self, encoder: DocumentEncoder, heads: TwoHeads, usual: Usual) -> None:
@@ -161,7 +161,7 @@ class Noise(Judging):
     def __init__(self, config: NoiseStep, folder: Path) -> None:
         super().__init__()
         encoder = DocumentEncoder(config.encoder, config.windows)
-        self._judge = Judge(encoder, load_two_heads(folder / _HEADS), load_usual(folder / _USUAL))
+        self._judge = NoiseHeads(encoder, load_two_heads(folder / _HEADS), load_usual(folder / _USUAL))
         rule = read_json_object(folder / _RULE)
         self._thresholds: dict[str, float] = rule["thresholds"]
         self._languages = frozenset(rule["languages"])
