@@ -97,7 +97,7 @@ async def _events(backend: Backend, ask: Ask, head: dict[str, Any], body: ChatBo
     start = b"data: " + json.dumps(head, separators=(",", ":")).encode()[:-1] + b',"choices":['
     end = b'],"usage":null}\n\n' if body.include_usage else b"]}\n\n"
     seen: set[int] = set()
-    readers = defaultdict(CallReader) if body.offered else {}
+    readers = defaultdict(lambda: CallReader(partial=True)) if body.offered else {}
     async with aclosing(answer(backend, ask)) as chunks:
         async for _, chunk in chunks:
             index = b'{"index":%d,"delta":{' % chunk.index

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import secrets
 from dataclasses import dataclass
 from typing import Any
@@ -11,10 +12,13 @@ from pydantic_core import from_json
 
 from penjing.serve.sampling.guided import CALL_BEGIN, CALL_END
 
+_HEAD = re.compile(r'\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"arguments"\s*:\s*(?=\{)')
+"""What stands before a call's arguments; a call of another form waits for its end."""
+
 
 @dataclass
 class Piece:
-    """What new text is: text to show, and calls that are complete."""
+    """What new text is: text to show, and calls: complete ones, or what is new of them, as OpenAI's streams have it."""
 
     text: str
     calls: list[dict[str, Any]]
@@ -23,11 +27,16 @@ class Piece:
 class CallReader:
     """Takes one answer's text as it comes apart into what is said and what is called.
 
-    Text that could still become the beginning of a call is held back; of a call nothing is shown until it is complete,
-    since a client can do nothing with half of one.
+    Text that could still become the beginning of a call is held back.
+
+    Args:
+        partial: a call comes as it is written: its name first, then its arguments piece by piece. Else nothing is shown
+            of it until it is complete.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, partial: bool = False) -> None:
+        self._partial = partial
+        self._arguments: _ObjectEnd | None = None  # of a call that is being shown
         self._text = ""
         self._calling = False
         self.num_calls = 0
@@ -37,6 +46,10 @@ class CallReader:
         self._text += text
         piece = Piece("", [])
         while True:
+            if self._calling and self._partial and self._shows(piece):
+                if self._calling:
+                    break
+                continue
             if self._calling:
                 body, mark, rest = self._text.partition(CALL_END)
                 if not mark:
@@ -54,7 +67,9 @@ class CallReader:
                 break
             piece.text += self._said(before)
             self._text, self._calling = rest, True
-        if last:  # a call that was cut off is text, which the client may look at
+        if last and self._arguments is not None:  # half of the call has been shown: more there is not
+            self._text, self._calling, self._arguments = "", False, None
+        elif last:  # a call that was cut off is text, which the client may look at
             piece.text += CALL_BEGIN + self._text if self._calling else self._said(self._text)
             self._text, self._calling = "", False
         elif not self._calling:
@@ -63,9 +78,57 @@ class CallReader:
             self._text = self._text[len(self._text) - held :]
         return piece
 
+    def _shows(self, piece: Piece) -> bool:
+        """Add to `piece` what is new of a call whose arguments have begun; whether they have."""
+        if self._arguments is None:
+            head = _HEAD.match(self._text)
+            name = None if head is None else _text_of(head[1])
+            if head is None or name is None:
+                return False
+            piece.calls.append(_begun(self.num_calls, name))
+            self.num_calls += 1
+            self._arguments, self._text = _ObjectEnd(), self._text[head.end() :]
+        length = self._arguments.find(self._text)
+        if length:
+            if not piece.calls or piece.calls[-1]["index"] != self.num_calls - 1:
+                piece.calls.append({"index": self.num_calls - 1, "function": {"arguments": ""}})
+            piece.calls[-1]["function"]["arguments"] += self._text[:length]
+            self._text = self._text[length:]
+        if self._arguments.found:
+            _, mark, rest = self._text.partition(CALL_END)
+            if mark:
+                self._text, self._calling, self._arguments = rest, False, None
+        return True
+
     def _said(self, text: str) -> str:
         """`text` to show; line breaks between calls are not."""
         return "" if self.num_calls and not text.strip() else text
+
+
+class _ObjectEnd:
+    """Looks for the end of a JSON object in text that comes in pieces, each of which is seen once."""
+
+    def __init__(self) -> None:
+        self._depth = 0
+        self._in_text = self._escaped = False
+        self.found = False
+
+    def find(self, text: str) -> int:
+        """How many characters at the beginning of `text` belong to the object."""
+        for place, letter in enumerate(text):
+            if self.found:
+                return place
+            if self._in_text:
+                self._in_text = self._escaped or letter != '"'
+                self._escaped = letter == "\\" and not self._escaped
+            elif letter == '"':
+                self._in_text = True
+            elif letter in "{[":
+                self._depth += 1
+            elif letter in "}]":
+                self._depth -= 1
+                self.found = self._depth == 0
+        return len(text)
 
 
 def _held_back(text: str) -> int:
@@ -84,5 +147,17 @@ def _call(body: str, index: int) -> dict[str, Any] | None:
     if not isinstance(value, dict) or not isinstance(value.get("name"), str):
         return None
     arguments = json.dumps(value.get("arguments", {}), ensure_ascii=False)
-    function = {"name": value["name"], "arguments": arguments}
+    return _begun(index, value["name"], arguments)
+
+
+def _begun(index: int, name: str, arguments: str = "") -> dict[str, Any]:
+    function = {"name": name, "arguments": arguments}
     return {"index": index, "id": f"call_{secrets.token_hex(12)}", "type": "function", "function": function}
+
+
+def _text_of(literal: str) -> str | None:
+    """What a JSON text says; None if it is none."""
+    try:
+        return from_json(literal)
+    except ValueError:
+        return None

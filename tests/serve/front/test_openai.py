@@ -270,9 +270,15 @@ def test_tools_are_called(client: openai.OpenAI, front: Fronted, choice: Any) ->
     assert (call.function.name, set(json.loads(call.function.arguments))) == ("look", {"at"})
     deltas = [event.choices[0] for event in client.chat.completions.create(**asked, stream=True)]
     streamed = [call for delta in deltas for call in delta.delta.tool_calls or []]
-    assert [(each.index, each.function.arguments) for each in streamed if each.function] == [
-        (0, call.function.arguments)
+    assert [(each.index, each.type, each.function and each.function.name) for each in streamed if each.id] == [
+        (0, "function", "look")
     ]
+    assert "".join(each.function.arguments or "" for each in streamed if each.function) == call.function.arguments
+    with client.chat.completions.stream(**asked) as events:  # the package's own way to put the pieces together
+        named = [event for event in events if event.type == "tool_calls.function.arguments.done"]
+        (whole,) = events.get_final_completion().choices[0].message.tool_calls or []
+    assert [(event.name, event.arguments) for event in named] == [("look", call.function.arguments)]
+    assert (whole.function.name, whole.function.arguments) == ("look", call.function.arguments)
     assert deltas[-1].finish_reason == "tool_calls"
     answered: list[Any] = [
         *CHAT,

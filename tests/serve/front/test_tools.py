@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -43,6 +44,65 @@ def test_whole(text: str, shown: str, calls: list[tuple[str, str]]) -> None:
     assert read([text]) == (shown, calls)
     for call in calls:
         json.loads(call[1])
+
+
+def streamed(pieces: list[str]) -> tuple[str, list[tuple[str, str]]]:
+    """As a client of OpenAI's streams puts calls together."""
+    reader = CallReader(partial=True)
+    text, calls = "", list[list[str]]()
+    for found in [reader.push(piece) for piece in pieces] + [reader.push("", last=True)]:
+        text += found.text
+        assert len({delta["index"] for delta in found.calls}) == len(found.calls)
+        for delta in found.calls:
+            if "id" in delta:
+                assert (delta["index"], delta["type"]) == (len(calls), "function")
+                calls.append([delta["function"]["name"], ""])
+            assert delta["index"] == len(calls) - 1
+            calls[-1][1] += delta["function"]["arguments"]
+    assert reader.num_calls == len(calls)
+    return text, [(name, arguments) for name, arguments in calls]
+
+
+def test_a_call_is_shown_as_it_is_written() -> None:
+    reader = CallReader(partial=True)
+    assert reader.push('I say <tool_call>\n{"name": "lo').text == "I say "
+    assert not reader.push('ok", "arguments": ').calls
+    (begun,) = reader.push('{"at').calls
+    assert (begun["function"], begun["type"]) == ({"name": "look", "arguments": '{"at'}, "function")
+    assert reader.push('": "}\\"').calls == [{"index": 0, "function": {"arguments": '": "}\\"'}}]
+    assert reader.push('</tool_call>"}}').calls == [{"index": 0, "function": {"arguments": '</tool_call>"}'}}]
+    (second,) = reader.push('\n</tool_call>\n<tool_call>{"name": "b", "arguments": {}}</tool_call>', last=True).calls
+    assert (second["index"], second["function"]) == (1, {"name": "b", "arguments": "{}"})
+
+
+def test_a_call_that_is_cut_off_is_shown_as_far_as_it_came() -> None:
+    assert streamed([CALL[:45]]) == ("", [("look", '{"a')])
+    assert streamed([CALL[:20]]) == (CALL[:20], [])
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from(["", "text ", "a < b\n"]),
+            st.from_regex("[a-z_]{1,8}", fullmatch=True),
+            st.dictionaries(st.text(), st.recursive(st.none() | st.text() | st.integers(), st.lists), max_size=3),
+        ),
+        max_size=3,
+    ),
+    st.data(),
+)
+def test_pieces_of_a_stream_make_the_whole_calls(
+    parts: list[tuple[str, str, dict[str, Any]]], data: st.DataObject
+) -> None:
+    text = "".join(
+        f"{said}<tool_call>\n{json.dumps({'name': name, 'arguments': arguments}, ensure_ascii=False)}\n</tool_call>"
+        for said, name, arguments in parts
+    )
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=12)))
+    pieces = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+    shown, calls = streamed(pieces)
+    assert "".join(shown.split()) == "".join("".join(said.split()) for said, _, _ in parts)
+    assert [(name, json.loads(arguments)) for name, arguments in calls] == [(name, given) for _, name, given in parts]
 
 
 @given(
