@@ -19,9 +19,19 @@ from penjing.kernels.cpu.checks import float_linear
 from penjing.kernels.cpu.functions import CpuExtension
 from penjing.kernels.cpu.kv_layout import check_int8_head_dim
 from penjing.kernels.hadamard import check_block
+from penjing.kernels.int8_linear import PackedInt8
 from penjing.kernels.low_rank import PROJECTIONS, StepAdapters
 from penjing.kernels.rotary import rotary_cos_sin
-from penjing.kernels.step_layers import AnyLinear, FloatLinear, LayerWeights, Packer, check_layers, groups_of, size
+from penjing.kernels.step_layers import (
+    AnyLinear,
+    FloatLinear,
+    Int8Table,
+    LayerWeights,
+    Packer,
+    check_layers,
+    groups_of,
+    size,
+)
 
 # Rows of the rotary table at first; it doubles when a position lies beyond.
 FIRST_POSITIONS = 4096
@@ -48,7 +58,7 @@ class DecoderStep:
         self,
         extension: CpuExtension,
         layers: Sequence[LayerWeights],
-        embedding_VE: Tensor,
+        embedding_VE: Tensor | Int8Table,
         final_norm: Tensor,
         lm_head: AnyLinear,
         *,
@@ -62,7 +72,8 @@ class DecoderStep:
         """Pack the weights.
 
         Args:
-            embedding_VE: (vocab, hidden) float32, bfloat16 or float16.
+            embedding_VE: (vocab, hidden) float32, bfloat16, float16 or INT8; tied in INT8, the rows are read from the
+                packed LM head.
             final_norm: (hidden,).
             inverse_frequency_F: (head_dim / 2,) float32, radians a token.
             max_positions: positions 0 … max_positions − 1 may occur.
@@ -70,7 +81,8 @@ class DecoderStep:
         Raises:
             ValueError: shapes or dtypes that do not fit.
         """
-        self.vocab, self.hidden = embedding_VE.shape
+        eight = isinstance(embedding_VE, Int8Table)
+        self.vocab, self.hidden = (embedding_VE.weight_VE if eight else embedding_VE).shape
         self.num_layers, self.max_positions = len(layers), max_positions
         self._extension, self._inverse_frequency = extension, inverse_frequency_F.detach().float()
         self._kept: list[object] = []  # whatever the structures point to
@@ -85,10 +97,8 @@ class DecoderStep:
         c_layers = (abi.Layer * len(layers))()
         for c_layer, layer in zip(c_layers, layers, strict=True):
             self._fill_layer(c_layer, layer, packer)
-        embedding = float_linear(embedding_VE.detach(), None)
         model = abi.Model(
             layers=c_layers,
-            embedding=embedding.weight,
             final_norm=self._vector(final_norm, self.hidden),
             head=packer.pack([lm_head]),
             num_layers=len(layers),
@@ -100,9 +110,11 @@ class DecoderStep:
             head_dim=head_dim,
             eps=eps,
             attention_scale=head_dim**-0.5,
-            embedding_dtype=embedding.dtype,
         )
-        self._kept += [c_layers, embedding_VE]
+        self._set_embedding(model, embedding_VE, lm_head)
+        # Of a tied table the packed head has a copy.
+        in_head = isinstance(embedding_VE, Int8Table) and embedding_VE.channel_E is not None
+        self._kept += [c_layers] if in_head else [c_layers, embedding_VE]
         floats = [
             linear for group in (*groups_of(layers), (lm_head,)) for linear in group if isinstance(linear, FloatLinear)
         ]
@@ -117,6 +129,19 @@ class DecoderStep:
         self._decoder: int | None = None
         self._release: weakref.finalize | None = None
         self._grow_positions(min(FIRST_POSITIONS, max_positions))
+
+    def _set_embedding(self, model: abi.Model, embedding_VE: Tensor | Int8Table, lm_head: AnyLinear) -> None:
+        if not isinstance(embedding_VE, Int8Table):
+            embedding = float_linear(embedding_VE.detach(), None)
+            model.embedding, model.embedding_dtype = embedding.weight, embedding.dtype
+            return
+        model.embedding_dtype, factors = abi.DTYPES["int8"], embedding_VE.channel_E
+        if factors is None:
+            model.embedding, factors = embedding_VE.weight_VE.data_ptr(), embedding_VE.scale_V
+        elif not isinstance(lm_head, PackedInt8):
+            raise ValueError("an embedding that is tied in INT8 needs an LM head in INT8")
+        model.embedding_scale = factors.data_ptr()
+        self._kept.append(factors)
 
     def step(
         self,

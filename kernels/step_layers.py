@@ -24,6 +24,20 @@ class FloatLinear:
     bias_N: Tensor | None = None  # noqa: N815
 
 
+@dataclass(frozen=True, eq=False)
+class Int8Table:
+    """An embedding in INT8; with `channel_E` it is the LM head's weight too."""
+
+    weight_VE: Tensor  # noqa: N815  int8, contiguous
+    scale_V: Tensor  # noqa: N815  float32
+    channel_E: Tensor | None = None  # noqa: N815  float32, what a looked-up row's channels are multiplied by
+
+    def rows(self, token_ids: Tensor) -> Tensor:
+        """(…) int64 → (…, E) float32."""
+        rows = self.weight_VE[token_ids].to(torch.float32) * self.scale_V[token_ids].unsqueeze(-1)
+        return rows if self.channel_E is None else rows * self.channel_E
+
+
 AnyLinear = PackedInt8 | PackedInt4 | FloatLinear
 
 

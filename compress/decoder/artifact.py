@@ -126,8 +126,14 @@ class _Layers:
         ignored = keep + (list(_ROUTERS) if self.config.moe is not None else [])
         group = self.settings.group if self.settings.weights_bits == 4 else 0
         eight = [name for name in linears if name not in keep and self.settings.bits(name) == 8]
-        offsets = self.settings.offsets
-        scheme = quantization_config(ignored, kv_scales=kv_scales, group=group, eight=eight, offsets=offsets)
+        scheme = quantization_config(
+            ignored,
+            kv_scales=kv_scales,
+            group=group,
+            eight=eight,
+            offsets=self.settings.offsets,
+            embedding=self.settings.embedding_dtype == "int8",
+        )
         quantized = {} if keep == linears else {"quantization_config": scheme}
         tied = self.config.tie_word_embeddings and not unties(self.settings)
         total = save_checkpoint(

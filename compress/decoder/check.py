@@ -182,7 +182,8 @@ def int8_needs(settings: Int8Settings, config: DecoderConfig, calibration_tokens
     shapes = tensor_shapes(config)
     numbers = {name: math.prod(shape) for name, shape in shapes.items()}
     table = config.vocab_size * config.hidden_size
-    half = DTYPES[settings.embedding_dtype].itemsize
+    int8_table = settings.embedding_dtype == "int8"
+    half = 1 if int8_table else DTYPES[settings.embedding_dtype].itemsize
     layers = head = 0
     for name, count in numbers.items():
         module = name.removesuffix(".weight")
@@ -193,7 +194,7 @@ def int8_needs(settings: Int8Settings, config: DecoderConfig, calibration_tokens
                 layers += count + 4 * shapes[name][0] if settings.bits(module) == 8 else four_bits(settings, count)
     if not config.tie_word_embeddings or unties(settings):
         head = table * half if settings.keeps("lm_head") else table + 4 * config.vocab_size
-    artifact = layers + head + table * half
+    artifact = layers + head + table * half + (4 * config.vocab_size if int8_table else 0)
     calibration = 4 * calibration_tokens * config.hidden_size
     largest_layer = max(
         sum(4 * count for name, count in numbers.items() if name.startswith(f"model.layers.{layer}."))

@@ -13,9 +13,22 @@ from penjing.compress.decoder.rotate import rotate_input
 from penjing.compress.decoder.settings import Int8Settings
 from penjing.compress.decoder.smooth import channel_magnitude, input_magnitude, smoothing_scale
 from penjing.compress.decoder.stream import EMBEDDING, FINAL_NORM, HEAD, LayerStream, Weights
-from penjing.compress.decoder.weights import ROWS_AT_ONCE, ErrorMeter, LinearError, QuantizedWeight
+from penjing.compress.decoder.weights import (
+    ROWS_AT_ONCE,
+    ErrorMeter,
+    LinearError,
+    QuantizedWeight,
+    quantize_per_channel,
+)
 from penjing.core.checkpoint.dtypes import DTYPES
 from penjing.core.errors import InputError
+from penjing.core.models.config import DecoderConfig
+from penjing.core.runtime.embedding import CHANNEL
+from penjing.core.runtime.schemes import EMBEDDING_MODULE
+
+# Of the smoothing between the last norm and a table that is the embedding too. Of 0, 0.25, 0.5 and 0.7 the one with
+# which SmolLM2 loses least on five texts: 0.6 % of perplexity in all, 1.25 % without smoothing.
+TABLE_ALPHA = 0.5
 
 
 @dataclass(frozen=True)
@@ -28,16 +41,31 @@ class CompressedHead:
 
 def unties(settings: Int8Settings) -> bool:
     """Whether the artifact's LM head differs from its embedding even where the model's are one tensor."""
-    return settings.lm_head == "int8" or settings.transform.rotate or settings.transform.smooth_norm > 0
+    if settings.transform.rotate or settings.transform.smooth_norm > 0:
+        return True
+    return settings.lm_head == "int8" and settings.embedding_dtype != "int8"
+
+
+def one_table(settings: Int8Settings, config: DecoderConfig) -> bool:
+    """Whether embedding and LM head are the same integers."""
+    return config.tie_word_embeddings and settings.embedding_dtype == "int8" and not unties(settings)
 
 
 def compress_embedding(stream: LayerStream, settings: Int8Settings, rotations: Rotations | None) -> Weights:
-    """The embedding table (V, E) in `embedding_dtype`.
+    """The embedding table (V, E) in `embedding_dtype`; nothing where it comes with the head.
 
     Raises:
         InputError: a value does not fit the dtype.
     """
     table_VE = stream.stored(EMBEDDING)
+    if settings.embedding_dtype == "int8":
+        if one_table(settings, stream.config):
+            return {}
+        blocks = [
+            quantize_per_channel(rows_RE if rotations is None else rotate_input(rows_RE, rotations.residual_EE))
+            for rows_RE in table_VE.split(ROWS_AT_ONCE)
+        ]
+        return quantized_tensors(EMBEDDING_MODULE, _joined(blocks))
     stored_VE = torch.empty(table_VE.shape, dtype=DTYPES[settings.embedding_dtype])
     for rows_RE, stored_RE in zip(table_VE.split(ROWS_AT_ONCE), stored_VE.split(ROWS_AT_ONCE), strict=True):
         stored_RE.copy_(rows_RE if rotations is None else rotate_input(rows_RE, rotations.residual_EE))
@@ -76,24 +104,34 @@ def compress_head(
     starts = range(0, stored_VE.shape[0], ROWS_AT_ONCE)
     x_ME = F.rms_norm(sample_ME, new_norm_E.shape, new_norm_E, stream.config.rms_norm_eps)
     scale_E = torch.ones_like(norm_E)
-    if settings.transform.smooth_norm > 0:
+    tied = one_table(settings, stream.config)
+    alpha = TABLE_ALPHA if tied else settings.transform.smooth_norm
+    if alpha > 0:
         magnitude_E = torch.stack([input_magnitude(rows(start)) for start in starts]).amax(dim=0)
-        scale_E = smoothing_scale(channel_magnitude(x_ME), magnitude_E, settings.transform.smooth_norm)
+        scale_E = smoothing_scale(channel_magnitude(x_ME), magnitude_E, alpha)
     tensors: Weights = {FINAL_NORM: new_norm_E / scale_E}
-    if not unties(settings) and stream.config.tie_word_embeddings:
+    if not tied and not unties(settings) and stream.config.tie_word_embeddings:
         return CompressedHead(tensors, None)
     if settings.keeps("lm_head"):
         kept_VE = torch.empty(stored_VE.shape, dtype=DTYPES[settings.embedding_dtype])
         for start in starts:
             kept_VE[start : start + ROWS_AT_ONCE] = rows(start) * scale_E
         return CompressedHead(tensors | {HEAD: kept_VE}, None)
-    meter, blocks, rule = ErrorMeter(), [], int8_rule(settings, x_ME / scale_E)
+    # Compensation would make the head better and the embedding, which is looked up row by row, worse.
+    rule = quantize_per_channel if tied else int8_rule(settings, x_ME / scale_E)
+    meter, blocks = ErrorMeter(), list[QuantizedWeight]()
     few_ME = x_ME[:: max(1, len(x_ME) // ERROR_ROWS)] / scale_E
     for start in starts:
         rows_RE = rows(start) * scale_E
         blocks.append(rule(rows_RE))
         meter.add(rows_RE, blocks[-1], few_ME)
-    quantized = QuantizedWeight(
+    if tied:
+        tensors[CHANNEL] = scale_E.reciprocal()
+    module = EMBEDDING_MODULE if tied else "lm_head"
+    return CompressedHead(tensors | quantized_tensors(module, _joined(blocks)), meter.result())
+
+
+def _joined(blocks: list[QuantizedWeight]) -> QuantizedWeight:
+    return QuantizedWeight(
         torch.cat([block.weight_NK for block in blocks]), torch.cat([block.scale_N1 for block in blocks])
     )
-    return CompressedHead(tensors | quantized_tensors("lm_head", quantized), meter.result())

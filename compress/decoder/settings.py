@@ -47,8 +47,10 @@ class Int8Settings(Config):
     lm_head: Literal["int8", "keep"] = Field(
         default="int8", description='"keep" leaves the LM head in embedding_dtype, as vLLM\'s loader wants it.'
     )
-    embedding_dtype: Literal["float32", "bfloat16", "float16"] = Field(
-        default="float16", description="Of the embedding, and of a head that is kept."
+    embedding_dtype: Literal["float32", "bfloat16", "float16", "int8"] = Field(
+        default="float16",
+        description='Of the embedding, and of a head that is kept. "int8" has a scale a row; an embedding that is tied '
+        "to the LM head stays one table with it unless the weights are rotated.",
     )
     weights_bits: Literal[8, 4] = Field(
         default=8,
@@ -93,6 +95,8 @@ class Int8Settings(Config):
             raise ValueError("effective_bits and sensitivity go together: a budget, and whom to spend it on")
         if self.weights_bits == 4 and self.effective_bits is not None:
             raise ValueError("effective_bits is a budget above 8 bits: leave it out where weights_bits is 4")
+        if self.embedding_dtype == "int8" and self.keeps("lm_head"):
+            raise ValueError('embedding_dtype="int8" needs lm_head="int8" and no pattern in keep that names the head')
         if self.weights_bits == 8 and self.offsets:
             raise ValueError("offsets are of groups of 4-bit weights: leave them out, or take weights_bits=4")
         if self.weights_bits == 8 and self.keep_int8:

@@ -14,8 +14,9 @@ from penjing.core.checkpoint.decoder import Checkpoint, open_checkpoint
 from penjing.core.models.attention import causal_attention
 from penjing.core.models.decoder import Decoder, DecoderLayer
 from penjing.core.models.rope import inverse_frequencies
+from penjing.core.runtime.embedding import stored_table, tied_name
 from penjing.core.runtime.quantized import apply_quantized, dequantized, quantized_linear
-from penjing.core.runtime.schemes import Scheme, quantized_modules
+from penjing.core.runtime.schemes import Scheme, has_int8_embedding, quantized_modules
 from penjing.kernels.rms_norm import rms_norm
 from penjing.kernels.rotary import rotary_cos_sin
 
@@ -48,16 +49,21 @@ class LayerStream:
         quantization = checkpoint.quantization
         linears = [name for name, layer in self._decoder.named_modules() if isinstance(layer, nn.Linear)]
         self.schemes: dict[str, Scheme] = {} if quantization is None else quantized_modules(quantization, linears)
+        self._int8_table = has_int8_embedding(quantization)
 
     def stored(self, name: str) -> Tensor:
-        """The tensor `name` as it is stored: a view of the file, which stays mapped while the view lives.
+        """The tensor `name` as it is stored: a view of the file, which stays mapped while the view lives. The LM head's
+        where it is one table with the embedding are the embedding's.
 
         The file is opened anew each time, because pages that were read count as resident until it is unmapped.
         """
-        return open_checkpoint(self.checkpoint.folder).get(name)
+        tied = self._int8_table and self.config.tie_word_embeddings
+        return open_checkpoint(self.checkpoint.folder).get(tied_name(name) if tied else name)
 
     def embed(self, windows_WT: Tensor) -> Tensor:
         """(W, T) token ids → (W, T, E) float32 hidden states."""
+        if self._int8_table:
+            return stored_table(self.stored, self.config.tie_word_embeddings).rows(windows_WT)
         return F.embedding(windows_WT, self.stored(EMBEDDING)).to(torch.float32)
 
     def weights(self, layer: int) -> Weights:

@@ -1,8 +1,8 @@
 """A decoder artifact as transformers, vLLM and SGLang read it: compressed-tensors, without what penjing alone reads.
 
-The weights are the artifact's own files. The gate loads them with transformers and compressed-tensors, where these are
-installed; they divide activations by amax / 127.5 and may reach −128, our kernels by amax / 127, so layers agree to
-that difference of rounding and not to the last bit.
+The weights are the artifact's own files; an embedding in INT8 becomes float16, since others look up floats. The gate
+loads them with transformers and compressed-tensors, where these are installed; they divide activations by amax / 127.5
+and may reach −128, our kernels by amax / 127, so layers agree to that difference of rounding and not to the last bit.
 """
 
 from __future__ import annotations
@@ -18,9 +18,11 @@ import torch
 from torch import Tensor, nn
 
 from penjing.compress.export.gate import Computed
+from penjing.compress.export.table import names_with_floating_embedding, with_floating_embedding
 from penjing.core.artifact.decoder import DecoderArtifact
-from penjing.core.checkpoint.decoder import TOKENIZER_FILES
+from penjing.core.checkpoint.decoder import TOKENIZER_FILES, Checkpoint, save_checkpoint
 from penjing.core.errors import InputError
+from penjing.core.runtime.schemes import EMBEDDING_MODULE, has_int8_embedding
 
 LOADER = "transformers"
 NOT_INSTALLED = "transformers and compressed-tensors are not installed: pip install transformers compressed-tensors"
@@ -40,12 +42,31 @@ def write_compressed_tensors(artifact: DecoderArtifact, folder: Path) -> None:
             f"{source} is an architecture that transformers does not know (layers of different widths, or another "
             "combination of its own); serve it with penjing, or prune with uniform widths"
         )
+    checkpoint = artifact.checkpoint
+    if has_int8_embedding(checkpoint.quantization):
+        _write_floating_embedding(checkpoint, folder)
+        return
     # The rest, of folders inside, is for penjing alone.
     top = [name for name in artifact.manifest.sha256 if "/" not in name]
     names = [name for name in top if name.endswith((".safetensors", ".safetensors.index.json"))]
     for name in ["config.json", *names, *TOKENIZER_FILES]:
         if (source / name).is_file():
             shutil.copyfile(source / name, folder / name)
+
+
+def _write_floating_embedding(checkpoint: Checkpoint, folder: Path) -> None:
+    """The embedding in float16 and apart from the LM head: other engines look up no integers."""
+    quantization = dict(checkpoint.quantization or {})
+    groups = quantization["config_groups"].items()
+    quantization["config_groups"] = {key: group for key, group in groups if group["targets"] != [EMBEDDING_MODULE]}
+    names = names_with_floating_embedding(checkpoint)
+    save_checkpoint(
+        folder,
+        checkpoint.config.model_copy(update={"tie_word_embeddings": False}),
+        ((name, with_floating_embedding(checkpoint, name)) for name in names),
+        tokenizer_from=checkpoint.folder,
+        extra_config={"quantization_config": quantization},
+    )
 
 
 def can_read() -> bool:

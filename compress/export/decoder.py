@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 from penjing.compress.export import compressed_tensors
 from penjing.compress.export import gate as decoder_gate
@@ -11,7 +12,7 @@ from penjing.compress.export.decoder_runtime import read_layers
 from penjing.compress.export.onnx_decoder import write_decoder_onnx
 from penjing.compress.export.record import RECORD_FILE, ExportRecord, Form, publish_file, source_of, write_record
 from penjing.compress.gguf.architecture import context_length
-from penjing.compress.gguf.write import write_gguf
+from penjing.compress.gguf.write import BLOCK, write_gguf
 from penjing.compress.quantize.targets import TARGETS, TargetName
 from penjing.core.artifact.decoder import DecoderArtifact, open_decoder_artifact
 from penjing.core.artifact.onnx import ONNX_RUNTIME
@@ -19,7 +20,7 @@ from penjing.core.checkpoint.decoder import copy_tokenizer
 from penjing.core.errors import InputError
 from penjing.core.files import atomic_write_text, publish_folder
 from penjing.core.progress import Progress
-from penjing.core.runtime.schemes import INT8_FORMAT
+from penjing.core.runtime.schemes import INT8_FORMAT, has_int8_embedding, offset_group
 
 EXACT_EVERYWHERE: TargetName = "onnxruntime-avx2"  # the default: right with any session options, any processor
 
@@ -39,11 +40,7 @@ def export_decoder(
     """
     artifact = open_decoder_artifact(folder)
     quantization = artifact.checkpoint.quantization
-    if form != "compressed-tensors" and quantization is not None and quantization.get("format") != INT8_FORMAT:
-        raise InputError(
-            f"{folder} has 4-bit weights, which are not written as {form}: export --to compressed-tensors, or compress "
-            "with weights_bits=8"
-        )
+    _check_four_bits(folder, form, quantization)
     if form != "onnx" and artifact.checkpoint.config.mlp_hadamard:
         raise InputError(
             f"{folder} has a Hadamard transform, which {form} does not: penjing and its ONNX files compute it. For "
@@ -56,6 +53,26 @@ def export_decoder(
         record = make(artifact, target or EXACT_EVERYWHERE, partial, progress)
         write_record(partial / RECORD_FILE, record)
     return record
+
+
+def _check_four_bits(folder: Path, form: Form, quantization: dict[str, Any] | None) -> None:
+    group = offset_group(quantization)
+    if group and form != "gguf":
+        raise InputError(
+            f"{folder} has 4-bit weights with offsets, which are not written as {form}: export --to gguf, or compress "
+            "with offsets=false"
+        )
+    if group not in (0, BLOCK):
+        raise InputError(
+            f"{folder} has offsets for groups of {group} inputs, and GGUF's Q4_1 has groups of {BLOCK}: compress with "
+            f"group={BLOCK}"
+        )
+    four = quantization is not None and quantization.get("format") != INT8_FORMAT
+    if four and not group and form != "compressed-tensors":
+        raise InputError(
+            f"{folder} has 4-bit weights, which are not written as {form}: export --to compressed-tensors, or compress "
+            "with weights_bits=8"
+        )
 
 
 def _decoder_onnx(artifact: DecoderArtifact, target: TargetName, partial: Path, progress: Progress) -> ExportRecord:
@@ -99,6 +116,8 @@ def _gguf(artifact: DecoderArtifact, out: Path, progress: Progress) -> ExportRec
     config = artifact.checkpoint.config
     shorter = context_length(config) < config.max_position_embeddings
     cut = f"the context is cut to the window of {context_length(config)} tokens: llama.cpp has no windows here"
+    rounded = "the table of embedding and LM head is rounded once more: to blocks of 32, without the smoothing"
+    table = has_int8_embedding(artifact.checkpoint.quantization) and config.tie_word_embeddings
     record = ExportRecord(
         form="gguf",
         **source_of(artifact.checkpoint.folder),
@@ -107,6 +126,7 @@ def _gguf(artifact: DecoderArtifact, out: Path, progress: Progress) -> ExportRec
             "integers are the artifact's, scales rounded to float16",
             "llama.cpp rounds activations to 8 bits block by block, not token by token",
             *((cut,) if shorter else ()),
+            *((rounded,) if table else ()),
         ),
     )
     publish_file(out, record, lambda partial: write_gguf(artifact.checkpoint, partial, progress))

@@ -18,6 +18,7 @@ with VNNI.
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from torch import Tensor
 
 from penjing.compress.decoder.check import linear_modules
 from penjing.compress.export.onnx_builder import GraphBuilder
+from penjing.compress.export.table import with_floating_embedding
 from penjing.compress.quantize.targets import TargetName
 from penjing.core.checkpoint.decoder import Checkpoint
 from penjing.core.errors import ConfigError, InputError
@@ -137,7 +139,7 @@ class _Writer:
         )
 
     def _embedding(self) -> str:
-        weight = self.checkpoint.get("model.embed_tokens.weight")
+        weight = with_floating_embedding(self.checkpoint, "model.embed_tokens.weight")
         return self.graph.constant(
             "model.embed_tokens.weight", weight if weight.dtype == torch.float16 else weight.to(torch.float32)
         )
@@ -255,7 +257,7 @@ class _Writer:
         return node("Mul", [node("Div", [x, root], f"{name}/unit"), weight], name)
 
     def _linear(self, x: str, module: str, output: str) -> str:
-        node, get = self.graph.node, self.checkpoint.get
+        node, get = self.graph.node, partial(with_floating_embedding, self.checkpoint)
         bias = f"{module}.bias" if f"{module}.bias" in self.checkpoint.tensor_names else None
         product = output if bias is None else f"{output}/product"
         weight_KN = get(f"{module}.weight").t()

@@ -1,4 +1,5 @@
-"""A decoder artifact as GGUF for llama.cpp: INT8 layers as Q8_0 with the artifact's own integers.
+"""A decoder artifact as GGUF for llama.cpp: INT8 layers as Q8_0, 4-bit layers with offsets as Q4_1, with the artifact's
+own integers.
 
 Q8_0 stores 32 values a block with a float16 scale. A row's scale is repeated for each of its blocks, so the integers
 are those of the artifact; only scales are rounded, to 11 bits (small ones to 9). Activations are llama.cpp's affair: it
@@ -23,8 +24,12 @@ from penjing.core.errors import InputError
 from penjing.core.files import check_room
 from penjing.core.imports.gguf_names import ANY, PAIRED, ROPE_FACTORS, expert_of, gguf_name_of
 from penjing.core.progress import Progress
+from penjing.core.runtime.embedding import stored_table
+from penjing.core.runtime.schemes import has_int8_embedding
 
 BLOCK = 32
+EMBEDDING, FINAL_NORM = "model.embed_tokens.weight", "model.norm.weight"
+BESIDE = ("_scale", "_shape", "_offset", "_channel")  # what the names of tensors that belong to a weight end with
 SMALLEST_SCALE = (
     2.0**-16
 )  # subnormal, but within 2⁻⁹ of a float16: SmolLM2's first v_proj, its norm folded in, has 2.4e-5
@@ -106,14 +111,48 @@ def _tensors(checkpoint: Checkpoint) -> Iterator[tuple[str, NDArray[Any], Any]]:
     if divisors is not None:
         yield ROPE_FACTORS, divisors, gguf.GGMLQuantizationType.F32
     turned = architecture_of(checkpoint.config, str(checkpoint.folder)) in PAIRED
+    tied = has_int8_embedding(checkpoint.quantization) and checkpoint.config.tie_word_embeddings
     for name in checkpoint.tensor_names:
-        if name.endswith("_scale"):
+        if name.endswith(BESIDE):
             continue
+        if tied and name in (EMBEDDING, FINAL_NORM):
+            yield gguf_name_of(name), *_without_smoothing(checkpoint, name)
+            continue
+        if name.endswith("_packed"):
+            name = name.removesuffix("_packed")
         stacked, expert = expert_of(name)
         if expert is None:
             yield gguf_name_of(name), *_tensor(checkpoint, name, turned)
         elif expert == 0:
             yield gguf_name_of(name), *_experts(checkpoint, stacked)
+
+
+def _without_smoothing(checkpoint: Checkpoint, name: str) -> tuple[NDArray[Any], Any]:
+    """The table of embedding and LM head, or the last norm, as before the norm divided what the head reads."""
+    import gguf
+    from gguf.quants import quantize
+
+    table = stored_table(checkpoint.get, tied=True)
+    assert table.channel_E is not None  # a tied one has it
+    if name == FINAL_NORM:
+        return (checkpoint.get(name).float() / table.channel_E).numpy(), gguf.GGMLQuantizationType.F32
+    kind, rows = gguf.GGMLQuantizationType.Q8_0, torch.arange(len(table.weight_VE)).split(8192)
+    if table.weight_VE.shape[1] % BLOCK:
+        raise InputError(f"rows of {table.weight_VE.shape[1]} channels are no blocks of {BLOCK}, which Q8_0 needs")
+    return np.concatenate([quantize(table.rows(part).numpy(), kind) for part in rows]), kind
+
+
+def q4_1(packed: NDArray[np.int32], scale: NDArray[np.float16], offset: NDArray[np.float16]) -> NDArray[np.uint8]:
+    """(rows, K / 8) words of `kernels.int4_linear.pack_int4` and (rows, K / 32) each → (rows, K / 32 · 20) bytes of
+    Q4_1 blocks: float16 scale and offset, then 16 bytes whose low halves are the first 16 values."""
+    rows, words = packed.shape
+    pairs = packed.view(np.uint8).reshape(rows, words // 4, 16)  # a byte has two neighbours, the first one low
+    values = np.stack([pairs & 15, pairs >> 4], axis=3).reshape(rows, words // 4, BLOCK)
+    blocks = np.empty((rows, words // 4, 20), np.uint8)
+    blocks[:, :, :2] = scale.view(np.uint8).reshape(rows, -1, 2)
+    blocks[:, :, 2:4] = offset.view(np.uint8).reshape(rows, -1, 2)
+    blocks[:, :, 4:] = values[:, :, :16] | values[:, :, 16:] << 4
+    return blocks.reshape(rows, -1)
 
 
 def _experts(checkpoint: Checkpoint, stacked: str) -> tuple[NDArray[Any], Any]:
@@ -132,12 +171,18 @@ def _experts(checkpoint: Checkpoint, stacked: str) -> tuple[NDArray[Any], Any]:
 def _tensor(checkpoint: Checkpoint, name: str, turned: bool) -> tuple[NDArray[Any], Any]:
     import gguf
 
-    weight, config = checkpoint.get(name), checkpoint.config
+    four, config = f"{name}_packed" in checkpoint.tensor_names, checkpoint.config
+    weight = checkpoint.get(f"{name}_packed" if four else name)
     order = torch.arange(weight.shape[0])
     if turned and ".self_attn." in name and name.rpartition(".")[0].endswith(("q_proj", "k_proj")):
         heads = config.num_attention_heads if ".q_proj." in name else config.num_key_value_heads
         order = order.view(heads, 2, -1).transpose(1, 2).reshape(-1)  # rotated halves → interleaved pairs
     weight = weight[order]
+    if four:
+        scale, offset = (checkpoint.get(f"{name}_{end}")[order].contiguous() for end in ("scale", "offset"))
+        if scale.dtype != torch.float16 or offset.dtype != torch.float16:
+            raise InputError(f"{checkpoint.folder}: {name} has scales in {scale.dtype}; Q4_1 stores them in float16")
+        return q4_1(weight.contiguous().numpy(), scale.numpy(), offset.numpy()), gguf.GGMLQuantizationType.Q4_1
     if weight.dtype == torch.int8:
         scale = checkpoint.get(f"{name}_scale").to(torch.float32).flatten()[order]
         return q8_0(weight.contiguous().numpy(), scale.numpy()), gguf.GGMLQuantizationType.Q8_0

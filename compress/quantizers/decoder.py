@@ -67,6 +67,8 @@ def check(source: Path, step: DecoderQuantize, data: DataSettings) -> None:
     """
     if step.steps and step.weights_bits == 4:
         raise ConfigError("training is in 8 bits: with weights_bits=4 take steps=0, which calibrates")
+    if step.steps and step.embedding_dtype == "int8":
+        raise ConfigError('training keeps a floating embedding: with embedding_dtype="int8" take steps=0')
     check_settings(kept_by_budget(step, source), open_checkpoint(source).config)
     check_window(source, data)
     if step.steps:

@@ -28,6 +28,7 @@ from penjing.core.errors import InputError
 from penjing.core.manifest import Manifest, verify
 from penjing.core.runtime.schemes import (
     ACTIVATION_FIELDS,
+    EMBEDDING_MODULE,
     INT4_FORMAT,
     INT4_WEIGHT_FIELDS,
     INT8_FORMAT,
@@ -94,7 +95,13 @@ def open_decoder_artifact(folder: Path) -> DecoderArtifact:
 
 
 def quantization_config(
-    keep: list[str], *, kv_scales: bool = False, group: int = 0, eight: list[str] | None = None, offsets: bool = False
+    keep: list[str],
+    *,
+    kv_scales: bool = False,
+    group: int = 0,
+    eight: list[str] | None = None,
+    offsets: bool = False,
+    embedding: bool = False,
 ) -> dict[str, Any]:
     """`quantization_config` of `config.json`: W8A8 or W4A8 for every linear layer but the modules `keep`.
 
@@ -103,6 +110,7 @@ def quantization_config(
         group: 0: W8A8; else W4A8 with a scale for each `group` inputs.
         eight: with groups, the modules that are W8A8 all the same.
         offsets: groups have offsets too, and activations a scale for each group.
+        embedding: the embedding is in INT8, a scale a row.
     """
     if not group:
         layout, groups = INT8_FORMAT, {"group_0": _config_group(["Linear"], WEIGHT_FIELDS)}
@@ -115,6 +123,9 @@ def quantization_config(
         if eight:
             groups["group_0"]["format"], layout = layout, MIXED_FORMAT
             groups["group_1"] = _config_group(eight, WEIGHT_FIELDS) | {"format": INT8_FORMAT}
+    if embedding:
+        table = _config_group([EMBEDDING_MODULE], WEIGHT_FIELDS)
+        groups["group_table"] = table | {"input_activations": None, "format": INT8_FORMAT}
     return {
         "quant_method": "compressed-tensors",
         "format": layout,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,8 +21,9 @@ from penjing.core.models.config import DecoderConfig
 from penjing.core.models.decoder import Decoder
 from penjing.core.models.rope import inverse_frequencies
 from penjing.core.runtime.batch_invariant import apply_batch_invariance
+from penjing.core.runtime.embedding import Int8Embedding, stored_table, tied_name
 from penjing.core.runtime.quantized import apply_quantized
-from penjing.core.runtime.schemes import quantized_modules
+from penjing.core.runtime.schemes import EMBEDDING_MODULE, has_int8_embedding, quantized_modules
 from penjing.core.text.chat import ChatTemplate
 from penjing.core.text.tokenizer import Tokenizer
 from penjing.core.vision.sight import Sight
@@ -119,12 +121,29 @@ def _check_kv_scale(scale: Tensor, where: str) -> None:
         raise InputError(f"{where} has shape {tuple(scale.shape)}, {scale.dtype}: one positive number is needed")
 
 
+def _set_table(model: Decoder, checkpoint: Checkpoint, tensor: Callable[[str], Tensor]) -> None:
+    config = checkpoint.config
+    try:
+        table = stored_table(tensor, config.tie_word_embeddings)
+    except ValueError as error:
+        raise InputError(f"{checkpoint.folder}: {EMBEDDING_MODULE}: {error}") from None
+    if table.weight_VE.shape != (config.vocab_size, config.hidden_size):
+        raise InputError(
+            f"{checkpoint.folder}: {EMBEDDING} has shape {tuple(table.weight_VE.shape)}; config.json asks for "
+            f"({config.vocab_size}, {config.hidden_size})"
+        )
+    model.set_submodule("model.embed_tokens", Int8Embedding(table))
+
+
 def _build(checkpoint: Checkpoint, device: torch.device) -> tuple[Decoder, SchemeName]:
     config, available = checkpoint.config, set(checkpoint.tensor_names)
     taken: set[str] = set()
     scheme: SchemeName = "fp32"
 
+    int8_table = False
+
     def take(name: str, source: Checkpoint = checkpoint) -> Tensor:
+        name = tied_name(name) if int8_table and config.tie_word_embeddings else name
         if name not in available:
             raise InputError(f"{checkpoint.folder}: tensor {name} is missing; config.json promises it. Import it again")
         taken.add(name)
@@ -136,14 +155,17 @@ def _build(checkpoint: Checkpoint, device: torch.device) -> tuple[Decoder, Schem
     if quantization is not None:
         linear_names = [name for name, layer in model.named_modules() if isinstance(layer, nn.Linear)]
         quantized = quantized_modules(quantization, linear_names)
-        if config.tie_word_embeddings and "lm_head" in quantized:
-            raise InputError(
-                f"{checkpoint.folder}: lm_head is quantized but tied to the embedding; "
-                "list it under quantization_config.ignore or set tie_word_embeddings to false"
-            )
+        int8_table = has_int8_embedding(quantization)
+        if config.tie_word_embeddings and ("lm_head" in quantized) != int8_table:
+            which = "lm_head is quantized but tied to the embedding; list it under quantization_config.ignore"
+            if int8_table:
+                which = "the embedding is quantized but tied to lm_head; take lm_head out of quantization_config.ignore"
+            raise InputError(f"{checkpoint.folder}: {which} or set tie_word_embeddings to false")
         scheme = "int4" if any(each.bits == 4 for each in quantized.values()) else "int8"
         mapping = open_checkpoint(checkpoint.folder)
         apply_quantized(model, quantized, lambda name: take(name, mapping))
+        if int8_table:
+            _set_table(model, checkpoint, lambda name: take(name, mapping))
 
         if quantization.get("kv_cache_scheme") is not None:
             for layer in range(config.num_hidden_layers):

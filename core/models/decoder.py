@@ -74,7 +74,7 @@ class Decoder(nn.Module):
 
     def tie_weights(self) -> None:
         """Share the parameters that the configuration shares: call it after parameters were replaced."""
-        if self.config.tie_word_embeddings:
+        if self.config.tie_word_embeddings and isinstance(self.lm_head, nn.Linear):  # integers share no parameter
             self.lm_head.weight = self.model.embed_tokens.weight
         first, *others = self.model.layers[: self.config.shared_layers]
         for layer in others:

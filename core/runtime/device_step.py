@@ -18,6 +18,7 @@ from penjing.core.models.decoder import Decoder, DecoderLayer
 from penjing.core.models.mlp import MLP
 from penjing.core.models.norm import RMSNorm
 from penjing.core.runtime.batch_invariant import BatchInvariantLinear
+from penjing.core.runtime.embedding import Int8Embedding
 from penjing.core.runtime.quantized import Int8Linear
 from penjing.kernels.gpu.registry import MAX_HEAD_DIM
 from penjing.kernels.hadamard import hadamard
@@ -124,9 +125,11 @@ class DeviceStep:
         self.config, self.device, self.dtype = model.config, torch.device(device), dtype
         self._move: Callable[[Tensor], Tensor] = lambda x: x.detach().to(self.device)
         backbone = model.model
-        self._embedding = self._move(backbone.embed_tokens.weight).to(dtype)
-        head = model.lm_head
-        if isinstance(head, nn.Linear) and head.weight is backbone.embed_tokens.weight:
+        head, table = model.lm_head, backbone.embed_tokens
+        eight = isinstance(table, Int8Embedding)
+        every = torch.arange(model.config.vocab_size)
+        self._embedding = self._move(table(every) if eight else table.weight).to(dtype)
+        if isinstance(head, nn.Linear) and not eight and head.weight is table.weight:
             self._head: _Int8 | _Float = _Float(self._embedding, None, torch.float32)
         else:
             self._head = self._projection(head, torch.float32)

@@ -12,13 +12,14 @@ from penjing.core.models.decoder import Backbone, Decoder, DecoderLayer
 from penjing.core.models.mlp import MLP
 from penjing.core.models.norm import RMSNorm
 from penjing.core.runtime.batch_invariant import BatchInvariantLinear
+from penjing.core.runtime.embedding import Int8Embedding
 from penjing.core.runtime.quantized import QUANTIZED, Int4Linear, Int8Linear
 from penjing.kernels.decoder_step import DecoderStep
 from penjing.kernels.dispatch import cpu_extension
 from penjing.kernels.step_layers import AnyLinear, FloatLinear, LayerWeights
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-SUPPORTED = (Decoder, Backbone, nn.ModuleList, nn.Embedding, DecoderLayer, Attention, MLP, RMSNorm)
+SUPPORTED = (Decoder, Backbone, nn.ModuleList, nn.Embedding, Int8Embedding, DecoderLayer, Attention, MLP, RMSNorm)
 
 
 def fuse_decoder(model: Decoder) -> DecoderStep | None:
@@ -32,12 +33,13 @@ def fuse_decoder(model: Decoder) -> DecoderStep | None:
         return None
     config, backbone = model.config, model.model
     layers = [_layer_weights(model, index) for index in range(config.num_hidden_layers)]
+    embedding = backbone.embed_tokens
     extension = cpu_extension()
     assert extension is not None  # why_not_fused() has looked
     return DecoderStep(
         extension,
         layers,
-        backbone.embed_tokens.weight,
+        embedding.table if isinstance(embedding, Int8Embedding) else embedding.weight,
         backbone.norm.weight,
         _linear(model.lm_head),
         num_heads=config.num_attention_heads,
@@ -51,9 +53,9 @@ def fuse_decoder(model: Decoder) -> DecoderStep | None:
 
 def why_not_fused(model: Decoder) -> str | None:
     """Why `fuse_decoder` would give None, or None if it would not."""
-    embedding = model.model.embed_tokens.weight
-    if embedding.device.type != "cpu":
-        return f"the model is on {embedding.device}"
+    device = model.model.norm.weight.device
+    if device.type != "cpu":
+        return f"the model is on {device}"
     if cpu_extension() is None:
         return "the C++ extension is not built or switched off"
     for name, module in model.named_modules():
@@ -65,8 +67,9 @@ def why_not_fused(model: Decoder) -> str | None:
                 return f"{name} is a {type(module).__name__}"
         elif type(module) not in SUPPORTED:
             return f"{name or 'the model'} is a {type(module).__name__}"
-    if type(model.model.embed_tokens) is not nn.Embedding or _unusable(embedding):
-        return f"the embedding is {embedding.dtype} with strides {embedding.stride()}"
+    embedding = model.model.embed_tokens
+    if not isinstance(embedding, Int8Embedding) and _unusable(embedding.weight):
+        return f"the embedding is {embedding.weight.dtype} with strides {embedding.weight.stride()}"
     return None
 
 

@@ -27,6 +27,8 @@ _FORMATS = {
     OFFSET_FORMAT: (OFFSET_WEIGHT_FIELDS, OFFSET_ACTIVATION_FIELDS),
 }
 
+EMBEDDING_MODULE = "model.embed_tokens"
+
 # Of an INT8 KV cache with one calibrated scale a layer, X.self_attn.k_scale and v_scale. This engine reads them and
 # keeps its own scale for each token and head, which is finer; other engines may need them.
 KV_CACHE_FIELDS = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "tensor", "dynamic": False}
@@ -81,6 +83,9 @@ def quantized_modules(quantization_config: dict[str, Any], linear_names: Iterabl
     for group_name, group in groups.items():
         if not isinstance(group, dict):
             raise InputError(f"config_groups.{group_name} is {group!r}: an object is needed")
+        if group.get("targets") == [EMBEDDING_MODULE]:
+            _require(f"{group_name}.weights", group.get("weights"), WEIGHT_FIELDS)
+            continue
         scheme = _scheme(group_name, group, layout)
         by_target += [(target, scheme) for target in _names(f"{group_name}.targets", group.get("targets"))]
     ignore = _names("ignore", quantization_config.get("ignore") or [])
@@ -91,6 +96,20 @@ def quantized_modules(quantization_config: dict[str, Any], linear_names: Iterabl
         if schemes and not any(_matches(entry, name) for entry in ignore):
             found[name] = schemes[0]
     return found
+
+
+def has_int8_embedding(quantization_config: dict[str, Any] | None) -> bool:
+    """Whether a `quantization_config` that `quantized_modules` has read puts the embedding into INT8."""
+    groups = () if quantization_config is None else quantization_config["config_groups"].values()
+    return any(group.get("targets") == [EMBEDDING_MODULE] for group in groups)
+
+
+def offset_group(quantization_config: dict[str, Any] | None) -> int:
+    """Inputs of a group of the 4-bit weights that have offsets; 0 where none has."""
+    groups = () if quantization_config is None else quantization_config["config_groups"].values()
+    layout = None if quantization_config is None else quantization_config.get("format")
+    sizes = [group["weights"]["group_size"] for group in groups if (group.get("format") or layout) == OFFSET_FORMAT]
+    return sizes[0] if sizes else 0
 
 
 def _scheme(name: str, group: dict[str, Any], layout: str) -> Scheme:

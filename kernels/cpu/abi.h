@@ -53,7 +53,7 @@ struct PjLayer {
 struct PjModel {
     const PjLayer* layers;
     const void* embedding;    // (vocab, hidden); null: it is the weight of `head`, which is INT8
-    const float* embedding_scale;  // (vocab) of an INT8 embedding that is not null
+    const float* embedding_scale;  // INT8: (vocab); null embedding: (hidden) factors of the channels of a row
     const float* final_norm;  // (hidden)
     PjLinear head;
     const float* cos;  // (positions, head_dim / 2)

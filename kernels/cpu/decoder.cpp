@@ -265,6 +265,7 @@ void Decoder::embed(int64_t begin, int64_t end) {
             std::copy_n(in_.seen + (token - model_.vocab) * hidden, hidden, to);
         } else if (model_.embedding == nullptr) {
             dequantize_row(model_.head, token, to);
+            for (int64_t i = 0; i < hidden; ++i) to[i] *= model_.embedding_scale[i];
         } else if (model_.embedding_dtype == PJ_INT8) {
             const int8_t* from = static_cast<const int8_t*>(model_.embedding) + token * hidden;
             for (int64_t i = 0; i < hidden; ++i) to[i] = static_cast<float>(from[i]) * model_.embedding_scale[token];
