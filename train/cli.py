@@ -154,8 +154,11 @@ def simulate(
 @train_app.command("plan")
 def plan(
     recipe: Recipe,
-    gpus: Annotated[int, typer.Option(help="GPUs of the cluster.")],
-    memory: Annotated[str, typer.Option(help="Of a GPU, for example 80GiB.")],
+    gpus: Annotated[int | None, typer.Option(help="GPUs of the cluster, all alike.")] = None,
+    memory: Annotated[str | None, typer.Option(help="Of a GPU, for example 80GiB.")] = None,
+    cluster: Annotated[
+        Path | None, typer.Option(help="Pools of unlike machines as TOML, instead of --gpus and --memory.")
+    ] = None,
     gpus_per_node: Annotated[int, typer.Option(help="GPUs of a node, joined by its fast links.")] = 8,
     device: Annotated[str, typer.Option(help="a100, h100, h200, b200 or l40s.")] = "h100",
     out: Annotated[Path | None, typer.Option("--out", help="Write the best as a recipe into this TOML.")] = None,
@@ -164,10 +167,35 @@ def plan(
 ) -> None:
     """Search mesh, ZeRO, micro-batch and recomputation for a cluster by predicted time and memory; needs no GPU.
 
-    Example: `penjing train plan recipes/decoder-1b.toml --gpus 64 --memory 80GiB --out build/decoder-1b-64.toml`
-    """
-    from penjing.train.plan.planner import as_rows, plan_recipe, print_plan
+    Examples:
 
+    - `penjing train plan recipes/decoder-1b.toml --gpus 64 --memory 80GiB --out build/decoder-1b-64.toml`
+    - `penjing train plan recipes/decoder-1b.toml --cluster cluster.toml`
+    """
+    from penjing.core.errors import ConfigError
+    from penjing.train.plan.placement import Found
+    from penjing.train.plan.planner import (
+        as_rows,
+        placement_rows,
+        plan_cluster,
+        plan_recipe,
+        print_placements,
+        print_plan,
+    )
+
+    if cluster is not None:
+        if gpus is not None or memory is not None:
+            raise ConfigError("--cluster says what machines there are; leave --gpus and --memory out")
+        placed = plan_cluster(recipe, cluster, overrides, out=out)
+        if isinstance(placed, Found):
+            print_placements(placed)
+            write_json(placement_rows(placed), json_file)
+        else:
+            print_plan(placed, "its memory", str(cluster))
+            write_json(as_rows(placed), json_file)
+        return
+    if gpus is None or memory is None:
+        raise ConfigError("give --gpus and --memory of GPUs that are alike, or --cluster FILE of pools that are not")
     found = plan_recipe(
         recipe, overrides, gpus=gpus, memory=memory, gpus_per_node=gpus_per_node, device=device, out=out
     )

@@ -20,9 +20,10 @@ from penjing.train.data.order import Order
 from penjing.train.data.prefetch import Prefetched
 from penjing.train.data.stream import Draw, shuffled
 from penjing.train.objective.objective import Batch
+from penjing.train.parallel.share_balancer import ShareBalancer, fairest
 from penjing.train.pipeline.balance import StageClock
 from penjing.train.processes.world import World
-from penjing.train.shares import ShareBalancer, Shares, fairest
+from penjing.train.shares import Shares
 
 SECONDS = st.lists(st.floats(0.1, 10.0), min_size=1, max_size=4)
 

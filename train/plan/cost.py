@@ -66,14 +66,13 @@ def step_time(
     parallel = run.parallel
     tp, cp, pp, ep, dp = parallel.tp, parallel.cp, parallel.pp, parallel.ep, run.dp
     stages = layers_of(shape, pp, parallel.schedule, run.length)
-    rate = gpu.flops * gpu.efficiency * shape.hidden / (shape.hidden + _NARROW)
-    forward = [_forward(shape.layers[index], run, rate, linear_gain) for layers in stages for index in layers]
+    rate = reached(shape, gpu)
+    forward = [layer_forward(shape.layers[index], run, rate, linear_gain) for layers in stages for index in layers]
     head = 2 * shape.table * run.tokens / tp / rate
     sums = _stage_sums(forward, [len(layers) for layers in stages])
     chunk = max([*sums[:-1], sums[-1] + head])  # the heaviest stage paces the pipeline
     chunks = len(stages) // pp
-    passes = 3 + _AGAIN[run.recompute]
-    compute = chunk * chunks * passes
+    compute = chunk * chunks * passes(run)
 
     layers = ceil(len(shape.layers) / pp)
     routing = ceil(sum(layer.routed > 0 for layer in shape.layers) / pp)  # layers with experts
@@ -81,20 +80,20 @@ def step_time(
     hidden_bytes = 2 * run.tokens * shape.hidden
     # all-gather and reduce-scatter around attention and around the MLP, again in each further pass
     repeats = 2 + (1 if run.recompute == "full" else 0)
-    tensor = 4 * repeats * layers * _ring(hidden_bytes, tp, near)
+    tensor = 4 * repeats * layers * ring(hidden_bytes, tp, near)
     kept = max(layer.key_values for layer in shape.layers)
-    context = 2 * repeats * layers * _ring(2 * run.tokens * cp * kept / tp, cp, _link(gpu, tp, cp, gpus_per_node))
+    context = 2 * repeats * layers * ring(2 * run.tokens * cp * kept / tp, cp, _link(gpu, tp, cp, gpus_per_node))
     routed = max(layer.routed for layer in shape.layers)
     inner = tp * cp * pp
     # there and back, each token to each of its experts
-    expert = 2 * repeats * routing * _ring(hidden_bytes * routed, ep, _link(gpu, inner, ep, gpus_per_node))
+    expert = 2 * repeats * routing * ring(hidden_bytes * routed, ep, _link(gpu, inner, ep, gpus_per_node))
     one = compute + tensor + context + expert
     micro = run.micro_batches
 
     data = _data(shape, run, gpu, gpus_per_node, stages, one * micro)
     dense, experts = _held(shape, run, stages)
     updated = (dense + shape.table / tp) / run.shards + experts / (run.shards / ep if parallel.zero else 1)
-    optimizer = 28 * updated / gpu.memory_bandwidth  # 16 bytes read and 12 written a parameter
+    optimizer = update_seconds(updated, gpu)
     return StepTime(
         compute=compute * micro,
         tensor=tensor * micro,
@@ -110,7 +109,29 @@ def step_time(
     )
 
 
-def _forward(layer: LayerShape, run: Run, rate: float, linear_gain: float) -> float:
+def reached(shape: ModelShape, gpu: Hardware) -> float:
+    """FLOP/s of wide products and of what lies between them, in a model of this width."""
+    return gpu.flops * gpu.efficiency * shape.hidden / (shape.hidden + _NARROW)
+
+
+def passes(run: Run) -> float:
+    """Forward passes that a micro-batch's work is worth: one, two of the backward pass, and what is repeated."""
+    return 3 + _AGAIN[run.recompute]
+
+
+def hidden_rest(traffic: float, work: float) -> float:
+    """Seconds of data-parallel traffic that arithmetic does not hide; the first gather and the last reduction are
+    alone."""
+    return max(traffic - _HIDDEN * work, 0.05 * traffic)
+
+
+def update_seconds(parameters: float, gpu: Hardware) -> float:
+    """Of AdamW: 16 bytes read and 12 written a parameter."""
+    return 28 * parameters / gpu.memory_bandwidth
+
+
+def layer_forward(layer: LayerShape, run: Run, rate: float, linear_gain: float = 1.0) -> float:
+    """Seconds of a layer's forward pass over a micro-batch, at `rate` FLOP/s."""
     linear = 2 * (layer.dense + layer.active)
     attention = layer.forward_flops(run.length, causal=True) - linear
     return (linear / linear_gain + attention / _ATTENTION) * run.tokens / run.parallel.tp / rate
@@ -132,7 +153,7 @@ def _link(gpu: Hardware, inner: int, size: int, gpus_per_node: int) -> float:
     return min(gpu.node_link, gpu.network * together) * gpu.link_share
 
 
-def _ring(size: float, ranks: int, link: float) -> float:
+def ring(size: float, ranks: int, link: float) -> float:
     """Seconds of an all-gather, reduce-scatter or all-to-all after which each rank has seen `size` bytes."""
     return size * (ranks - 1) / ranks / link + _LATENCY * log2(ranks) if ranks > 1 else 0.0
 
@@ -165,17 +186,17 @@ def _data(
     # Without ZeRO the other half of an all-reduce in float32; with it parameters, in bfloat16
     gathers = {0: 1, 1: 0.5, 2: 0.5, 3: run.micro_batches}[parallel.zero]
     if parallel.shards is None:
-        exchanged = _ring(4 * dense, ranks, link)
+        exchanged = ring(4 * dense, ranks, link)
         if experts:  # fewer ranks have each
-            exchanged += _ring(4 * experts, ranks // parallel.ep, link)
+            exchanged += ring(4 * experts, ranks // parallel.ep, link)
         traffic = (reduces + gathers) * exchanged
     else:  # between the copies a rank's shard of the gradient alone, once a step
         inner = parallel.tp * (1 if parallel.cp > 1 else parallel.pp)
         near, held = _link(gpu, inner, run.shards, gpus_per_node), dense + experts
-        traffic = (reduces + gathers) * _ring(4 * held, run.shards, near)
+        traffic = (reduces + gathers) * ring(4 * held, run.shards, near)
         between = _link(gpu, inner * run.shards, ranks // run.shards, gpus_per_node)
-        traffic += 2 * _ring(4 * held / run.shards, ranks // run.shards, between)
-    return max(traffic - _HIDDEN * work, 0.05 * traffic)  # the first gather and the last reduction are alone
+        traffic += 2 * ring(4 * held / run.shards, ranks // run.shards, between)
+    return hidden_rest(traffic, work)
 
 
 def _held(shape: ModelShape, run: Run, stages: tuple[tuple[int, ...], ...]) -> tuple[float, float]:

@@ -69,3 +69,8 @@ def hardware(name: str) -> Hardware:
     if name.lower() not in _HARDWARE:
         raise ConfigError(f"device {name!r} is unknown; choose one of {', '.join(_HARDWARE)}")
     return _HARDWARE[name.lower()]
+
+
+def known_hardware() -> tuple[str, ...]:
+    """The names that `hardware` knows."""
+    return tuple(_HARDWARE)

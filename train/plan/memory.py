@@ -16,6 +16,7 @@ ZeRO: https://arxiv.org/abs/1910.02054; activations: https://arxiv.org/abs/2205.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -106,7 +107,8 @@ def show_bytes(size: float) -> str:
 
 def parallel_memory(shape: ModelShape, run: Run, accounting: Accounting = PENJING) -> ParallelMemory:
     """Memory of the rank of a pipeline that needs most; data-parallel ranks are alike."""
-    ranks = [_rank(shape, run, rank, accounting) for rank in range(run.parallel.pp)]
+    stages = layers_of(shape, run.parallel.pp, run.parallel.schedule, run.length)
+    ranks = [rank_memory(shape, run, rank, stages, accounting) for rank in range(run.parallel.pp)]
     return max(ranks, key=lambda memory: memory.total)
 
 
@@ -134,9 +136,15 @@ def live_chunks(schedule: Schedule, rank: int, ranks: int, micro_batches: int) -
     return min(limit, micro_batches * chunks)
 
 
-def _rank(shape: ModelShape, run: Run, rank: int, accounting: Accounting) -> ParallelMemory:
+def rank_memory(
+    shape: ModelShape,
+    run: Run,
+    rank: int,
+    stages: Sequence[Sequence[int]],
+    accounting: Accounting = PENJING,
+) -> ParallelMemory:
+    """Memory of a rank of a pipeline whose stages have these layers."""
     parallel, pp = run.parallel, run.parallel.pp
-    stages = layers_of(shape, pp, parallel.schedule, run.length)
     home = stage_ranks(parallel.schedule, pp) if pp > 1 else (0,)
     mine = [stage for stage, owner in enumerate(home) if owner == rank]
     layers = [shape.layers[index] for stage in mine for index in stages[stage]]

@@ -11,7 +11,10 @@ from penjing.core.errors import ConfigError
 from penjing.core.files import atomic_write_text
 from penjing.core.models.config import DecoderConfig
 from penjing.core.progress import error_console
+from penjing.train.plan.cluster import figures, joined, read_cluster
 from penjing.train.plan.hardware import hardware
+from penjing.train.plan.memory import Run, show_bytes
+from penjing.train.plan.placement import Found, Placement, find_placements
 from penjing.train.plan.search import Candidate, Plan, run_line, search
 from penjing.train.recipe.data import TextData
 from penjing.train.recipe.load import load_train_recipe
@@ -37,29 +40,79 @@ def plan_recipe(
     Raises:
         ConfigError: a recipe without decoder or text, a wrong size, an unknown device, or a cluster that cannot run it.
     """
-    recipe = load_train_recipe(recipe_path, overrides)
-    if not isinstance(recipe.model, DecoderConfig) or not isinstance(recipe.data, TextData):
-        raise ConfigError("planning is for decoders on text; give a recipe with model.architecture = 'decoder'")
-    if out is not None and out.suffix != ".toml":
-        raise ConfigError(f"--out {out}: the plan is a recipe; name a file that ends in .toml")
+    model, data = _plannable(recipe_path, overrides, out)
     try:
         limit = parse_size(memory)
     except ValueError as error:
         raise ConfigError(f"--memory {error}") from None
     found = search(
-        recipe.model, hardware(device), gpus=gpus, memory=limit, gpus_per_node=min(gpus_per_node, gpus),
-        batch_size=recipe.data.batch_size, length=recipe.data.sequence_length,
+        model, hardware(device), gpus=gpus, memory=limit, gpus_per_node=min(gpus_per_node, gpus),
+        batch_size=data.batch_size, length=data.sequence_length,
     )  # fmt: skip
     if out is not None:
-        atomic_write_text(out, recipe_text(recipe_path, overrides or [], found.best[0], gpus))
-        load_recipe(TrainRecipe, out)  # what was written is a recipe
+        _write_recipe(out, recipe_text(recipe_path, overrides or [], found.best[0], gpus))
     return found
+
+
+def plan_cluster(
+    recipe_path: Path, cluster_path: Path, overrides: list[str] | None = None, *, out: Path | None = None
+) -> Plan | Found:
+    """Search ways to use pools of unlike machines, and write the recipe of the best; a cluster whose pools do not
+    differ is planned as `plan_recipe` does.
+
+    Args:
+        out: a TOML file for the recipe.
+
+    Raises:
+        ConfigError: as `plan_recipe`, or a cluster that `read_cluster`, `figures` or `find_placements` refuses.
+    """
+    model, data = _plannable(recipe_path, overrides, out)
+    cluster = joined(read_cluster(cluster_path))
+    if len(cluster.pools) == 1:
+        pool, device = cluster.pools[0], figures(cluster.pools[0])
+        plan = search(
+            model, device, gpus=pool.count, memory=device.memory, gpus_per_node=pool.node, batch_size=data.batch_size,
+            length=data.sequence_length,
+        )  # fmt: skip
+        if out is not None:
+            _write_recipe(out, recipe_text(recipe_path, overrides or [], plan.best[0], pool.count))
+        return plan
+    found = find_placements(model, cluster, batch_size=data.batch_size, length=data.sequence_length)
+    if out is not None:
+        best = found.placements[0]
+        head = [run_line(best.run), f"predicted for {best.devices} devices: {best.step:.3g} s a step", *told(best)]
+        more: dict[str, Any] = {"shares": "auto"} if best.way == "replicas" else {}
+        more |= {"stage_layers": [n for part in best.parts for n in part.layers]} if best.way == "stages" else {}
+        _write_recipe(out, _with_run(recipe_path, overrides or [], best.run, head, more))
+    return found
+
+
+def _plannable(recipe_path: Path, overrides: list[str] | None, out: Path | None) -> tuple[DecoderConfig, TextData]:
+    recipe = load_train_recipe(recipe_path, overrides)
+    if not isinstance(recipe.model, DecoderConfig) or not isinstance(recipe.data, TextData):
+        raise ConfigError("planning is for decoders on text; give a recipe with model.architecture = 'decoder'")
+    if out is not None and out.suffix != ".toml":
+        raise ConfigError(f"--out {out}: the plan is a recipe; name a file that ends in .toml")
+    return recipe.model, recipe.data
+
+
+def _write_recipe(out: Path, text: str) -> None:
+    atomic_write_text(out, text)
+    load_recipe(TrainRecipe, out)  # what was written is a recipe
 
 
 def recipe_text(recipe_path: Path, overrides: list[str], best: Candidate, gpus: int) -> str:
     """The recipe as TOML with the settings of `best`."""
-    values = read_recipe(recipe_path, overrides)
-    run, parallel = best.run, best.run.parallel
+    head = [
+        run_line(best.run),
+        f"predicted for {gpus} GPUs: {best.time.total:.3g} s a step, MFU {best.time.mfu:.0%}, "
+        f"{best.memory.total / 2**30:.1f} GiB a rank",
+    ]
+    return _with_run(recipe_path, overrides, best.run, head, {})
+
+
+def _with_run(recipe_path: Path, overrides: list[str], run: Run, head: list[str], more: dict[str, Any]) -> str:
+    values, parallel = read_recipe(recipe_path, overrides), run.parallel
     chosen: dict[str, Any] = {"zero": parallel.zero}  # dp follows the processes, so that their number may change
     chosen |= {name: getattr(parallel, name) for name in ("tp", "pp", "cp", "ep") if getattr(parallel, name) > 1}
     if parallel.shards is not None:
@@ -68,14 +121,56 @@ def recipe_text(recipe_path: Path, overrides: list[str], best: Candidate, gpus: 
         chosen["sequence"] = parallel.sequence
     if parallel.pp > 1:
         chosen["schedule"] = parallel.schedule
-    values["parallel"] = chosen
+    values["parallel"] = chosen | more
     values["data"]["micro_batch"] = run.micro_batch
     values.setdefault("memory", {})["recompute"] = run.recompute
-    head = (
-        f"# {run_line(run)}\n# predicted for {gpus} GPUs: {best.time.total:.3g} s a step, MFU {best.time.mfu:.0%}, "
-        f"{best.memory.total / 2**30:.1f} GiB a rank\n"
-    )
-    return head + dump_toml(values)
+    return "".join(f"# {line}\n" for line in head) + dump_toml(values)
+
+
+def told(placement: Placement) -> list[str]:
+    """A line for each pool of a placement: its processes, and what they do."""
+    lines, first = [], 0
+    for part in placement.parts:
+        last = first + part.pool.count - 1
+        does = f"up to {part.samples} samples each" if part.samples else "equal shares"
+        if part.layers:
+            does = f"{'stages' if len(part.layers) > 1 else 'a stage'} of {' + '.join(map(str, part.layers))} layers"
+        span = f"process {first}" if first == last else f"processes {first} to {last}"
+        lines.append(f"{span}: {part.pool.label}, {does}, {show_bytes(part.memory)}")
+        first = last + 1
+    return lines
+
+
+def print_placements(found: Found) -> None:
+    """Show the ten best as a table, and what fell out and why."""
+    from rich.table import Table
+
+    console = error_console(width=None if sys.stderr.isatty() else 150)
+    table = Table("", "pools, in the order of their processes", "settings", "what each does")
+    table.add_column("step s", justify="right")
+    for place, one in enumerate(found.placements[:10], 1):
+        pools = " → ".join(f"{part.pool.count} {part.pool.label}" for part in one.parts)
+        table.add_row(str(place), pools, run_line(one.run), "\n".join(told(one)), f"{one.step:.3g}")
+    console.print(table)
+    reasons = "; ".join(f"{why}: {count}" for why, count in found.rejected.most_common()) or "none"
+    console.print(f"fell out: {reasons}", highlight=False)
+
+
+def placement_rows(found: Found) -> list[dict[str, Any]]:
+    """The ten best as plain values, for JSON."""
+    return [
+        {
+            "way": one.way,
+            "settings": run_line(one.run),
+            "step_s": one.step,
+            "pools": [
+                {"name": part.pool.label, "devices": part.pool.count, "samples": part.samples,
+                 "stage_layers": list(part.layers), "bytes": part.memory}
+                for part in one.parts
+            ],
+        }
+        for one in found.placements[:10]
+    ]  # fmt: skip
 
 
 def print_plan(plan: Plan, memory: str, device: str) -> None:

@@ -19,10 +19,10 @@ from penjing.train.plan.cost import StepTime, step_time
 from penjing.train.plan.hardware import Hardware
 from penjing.train.plan.memory import ParallelMemory, Run, parallel_memory
 
-_HEADROOM = 0.92  # of the memory may be planned: allocators lose the rest to fragments
-_MICRO_BATCHES = (1, 2, 4, 8, 16)
+HEADROOM = 0.92  # of the memory may be planned: allocators lose the rest to fragments
+MICRO_BATCHES = (1, 2, 4, 8, 16)
 _SHORT = 8192  # sequences below this are not spread over context ranks: all else is cheaper
-_RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")
+RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ def search(
         for run in _runs(parallel, dp, batch_size, length, rejected):
             considered += 1
             need = parallel_memory(shape, run)
-            if need.total > memory * _HEADROOM:
+            if need.total > memory * HEADROOM:
                 rejected[_why_memory(shape, need, memory)] += 1
                 if smallest is None or need.total < smallest.memory.total:
                     smallest = Candidate(run, step_time(shape, run, gpu, gpus_per_node), need)
@@ -83,7 +83,7 @@ def search(
         if smallest is None:
             reasons = "; ".join(f"{why} ({count})" for why, count in rejected.most_common(3))
             raise ConfigError(f"no mesh of {gpus} GPUs can run this model with batches of {batch_size}: {reasons}")
-        need = smallest.memory.total / _HEADROOM
+        need = smallest.memory.total / HEADROOM
         raise ConfigError(
             f"nothing fits into {memory / 2**30:.1f} GiB on {gpus} GPUs; the smallest needs {need / 2**30:.1f} GiB: "
             f"{run_line(smallest.run)}; give --memory {need / 2**30 + 0.05:.1f}GiB, more --gpus, or a smaller model"
@@ -108,17 +108,17 @@ def _order(candidate: Candidate) -> tuple[float, float]:
 
 def _why_memory(shape: ModelShape, need: ParallelMemory, memory: float) -> str:
     state = need.model_state + need.gathered
-    return "too large: model state alone" if state > memory * _HEADROOM else "too large: with activations"
+    return "too large: model state alone" if state > memory * HEADROOM else "too large: with activations"
 
 
 def _meshes(
     model: DecoderConfig, gpus: int, gpus_per_node: int, length: int, rejected: Counter[str]
 ) -> Iterator[ParallelConfig]:
-    for tp in _divisors(min(gpus, gpus_per_node)):
-        for pp in _divisors(gpus // tp):
-            for cp in _divisors(gpus // tp // pp) if length > _SHORT else (1,):
+    for tp in divisors(min(gpus, gpus_per_node)):
+        for pp in divisors(gpus // tp):
+            for cp in divisors(gpus // tp // pp) if length > _SHORT else (1,):
                 dp = gpus // (tp * pp * cp)
-                for ep in _divisors(dp) if model.moe is not None else (1,):
+                for ep in divisors(dp) if model.moe is not None else (1,):
                     for schedule in ("1f1b", "interleaved", "zbv", "dualpipev") if pp > 1 else ("1f1b",):
                         values = {"dp": dp, "tp": tp, "pp": pp, "cp": cp, "ep": ep, "schedule": schedule}
                         mesh = ParallelConfig.model_validate(values | {"sequence": tp > 1})
@@ -143,14 +143,14 @@ def _runs(parallel: ParallelConfig, dp: int, batch: int, length: int, rejected: 
     if batch % dp:
         rejected["impossible: dp does not divide data.batch_size"] += 1
         return
-    for micro_batch in _MICRO_BATCHES:
+    for micro_batch in MICRO_BATCHES:
         if batch // dp % micro_batch:
             continue
         micro_batches = batch // dp // micro_batch
         if not _schedule_runs(parallel, micro_batches):
             rejected["impossible: too few micro-batches for the pipeline's schedule"] += 1
             continue
-        for recompute in _RECOMPUTE:
+        for recompute in RECOMPUTE:
             yield Run(parallel, dp, micro_batch, micro_batches, length, recompute)
 
 
@@ -163,5 +163,6 @@ def _schedule_runs(parallel: ParallelConfig, micro_batches: int) -> bool:
     return micro_batches >= pp * chunks_of(parallel.schedule)
 
 
-def _divisors(number: int) -> list[int]:
+def divisors(number: int) -> list[int]:
+    """From 1 to the number itself."""
     return [size for size in range(1, number + 1) if number % size == 0]
