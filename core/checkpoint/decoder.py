@@ -13,6 +13,7 @@ from safetensors import SafetensorError, safe_open
 
 from penjing.core.checkpoint.safetensors_writer import MAX_SHARD_BYTES, SafetensorsWriter
 from penjing.core.errors import InputError
+from penjing.core.family import SEEING
 from penjing.core.files import atomic_write_text
 from penjing.core.manifest import MANIFEST_NAME, Manifest, check_inside, read_json_object, read_manifest
 from penjing.core.models.config import DecoderConfig
@@ -30,7 +31,7 @@ _WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
 class Checkpoint:
-    """A model folder opened for reading; weights stay on disk until `get`.
+    """A model folder opened for reading; weights stay on disk until `get`. Of a decoder that sees it is the decoder.
 
     Attributes:
         folder: where it lies.
@@ -45,14 +46,20 @@ class Checkpoint:
         self.folder = folder
         _check_folder(folder)
         self.config_json = read_json_object(folder / "config.json")
-        self.config = _with_generation_stops(
-            decoder_config_from_hf(self.config_json, str(folder / "config.json")), folder
-        )
+        self._within = ""  # what names begin with: of a decoder that sees, the decoder is opened
+        architecture = self.config_json
+        if architecture.get("model_type") == SEEING and isinstance(text := architecture.get("text_config"), dict):
+            architecture = {"tie_word_embeddings": architecture.get("tie_word_embeddings", False)} | text
+            self._within = "model.text_model."
+        self.config = _with_generation_stops(decoder_config_from_hf(architecture, str(folder / "config.json")), folder)
         self.quantization = self._read_quantization()
         self.manifest: Manifest | None = read_manifest(folder) if (folder / MANIFEST_NAME).exists() else None
         self._readers: dict[str, Any] = {}
         self._file_of = self._locate_tensors()
-        self.tensor_names = tuple(model_name(self.config, name) for name in self._file_of)
+        if self._within:
+            parts = (self._within, "lm_head.")
+            self._file_of = {name: file for name, file in self._file_of.items() if name.startswith(parts)}
+        self.tensor_names = tuple(model_name(self.config, self._of_decoder(name)) for name in self._file_of)
 
     def get(self, name: str) -> torch.Tensor:
         """The tensor `name` in its stored dtype and shape, read from disk now.
@@ -76,6 +83,10 @@ class Checkpoint:
         reader, stored = self._locate(name)
         return reader.get_slice(stored).get_dtype()
 
+    def _of_decoder(self, stored: str) -> str:
+        within = self._within and stored.startswith(self._within)
+        return "model." + stored.removeprefix(self._within) if within else stored
+
     def _read_quantization(self) -> dict[str, Any] | None:
         values = self.config_json.get("quantization_config")
         if values is not None and not isinstance(values, dict):
@@ -86,6 +97,8 @@ class Checkpoint:
     def _locate(self, name: str) -> tuple[Any, str]:
         """The open file that holds the tensor `name`, and its name there."""
         stored = stored_name(self.config, name)
+        if self._within and stored.startswith("model."):
+            stored = self._within + stored.removeprefix("model.")
         if stored not in self._file_of:
             raise InputError(
                 f"{self.folder} holds no tensor {stored!r}; it is not complete, or of another architecture"

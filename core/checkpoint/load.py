@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from penjing.core.checkpoint.decoder import Checkpoint, open_checkpoint
+from penjing.core.checkpoint.sight import load_sight
 from penjing.core.checkpoint.vision_language import load_vision_language
 from penjing.core.errors import InputError
 from penjing.core.family import family_of
@@ -73,6 +74,7 @@ def load_model(folder: Path, device: str | torch.device = "cpu") -> LoadedModel:
                 chat_template=ChatTemplate.from_folder(folder),
                 manifest=checkpoint.manifest,
                 scheme=scheme,
+                sight=load_sight(folder, checkpoint.config),
             )
         finally:
             if verified is not None:

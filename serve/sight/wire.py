@@ -38,6 +38,8 @@ def read_images(tensor: np.ndarray) -> tuple[bytes, ...]:
     images = []
     for number, value in enumerate(tensor.reshape(-1).tolist()):
         if not isinstance(value, bytes):
+            if isinstance(value, tuple):  # a `TooLong` of `penjing.serve.triton.strings`
+                raise RequestError(f"image {number} has {value[0]:,} bytes, more than are read: shrink it")
             raise RequestError(f"image must be a TYPE_STRING tensor, got {type(value).__name__}")
         images.append(value if value.startswith(FILES) else _from_base64(value, number))
     return tuple(images)

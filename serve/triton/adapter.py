@@ -92,7 +92,8 @@ class LLMAdapter:
         folder, values = read_settings(args)
         config = parse_config(EngineConfig, values, "engine settings")
         engine = load_engine(folder, config)
-        bound_strings(self._pb_utils, most_bytes(engine.preparer.max_prompt_bytes))
+        most = most_bytes(engine.preparer.max_prompt_bytes)
+        bound_strings(self._pb_utils, max(most, 2 * config.max_image_bytes if engine.preparer.images.token else 0))
         self._chat_template = engine.chat_template
         loop = EngineLoop(engine)
         loop.start()

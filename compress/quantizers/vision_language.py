@@ -1,0 +1,150 @@
+"""A decoder that sees becomes an INT8 artifact: its decoder as any other, its eyes in float32 beside it.
+
+What rotates the decoder's residual stream rotates the rows of images too: the projection takes it up.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+
+from penjing.compress.quantizers import decoder
+from penjing.compress.samples.data import DataSettings
+from penjing.core.artifact.transform import read_transforms
+from penjing.core.checkpoint.load import load_model
+from penjing.core.checkpoint.sight import save_sight
+from penjing.core.checkpoint.vision_language import load_vision_language, vision_language_config
+from penjing.core.errors import ConfigError
+from penjing.core.manifest import read_manifest, write_manifest
+from penjing.core.models.decoder import Decoder
+from penjing.core.progress import Progress
+from penjing.core.text.tokenizer import Tokenizer
+from penjing.core.vision.sight import Sight, pixels_of
+from penjing.core.vision.vision_language import VisionLanguage
+from penjing.core.work import Places
+from penjing.train.chat.rows import take_rows
+from penjing.train.chat.sighted import Sighted, SightedRows, SightTokens
+from penjing.train.chat.tokens import ChatTokens
+from penjing.train.data.stream import one_pass
+from penjing.train.sources.scenes import SCENES, SIDE, scenes
+
+BATCH = 8
+RESIDUAL = "model.layers.0.mlp.down_proj"  # a layer whose output goes into the residual stream, as rows of images do
+
+
+class SightQuantize(decoder.DecoderQuantize):
+    """INT8 for the decoder of one that sees; what it sees with stays in float32."""
+
+    questions: tuple[str, ...] = Field(
+        default=(),
+        description="Of a decoder that sees: rows with images that are asked before and after, JSON lines or Parquet "
+        "as for training, or builtin:scenes-test.",
+    )
+    question_images: Path = Field(default=Path(), description="Folder of the images that these rows name.")
+    most_questions: int = Field(default=200, ge=1, description="So many rows are asked, at most.")
+
+
+class Seeing(nn.Module):
+    """A decoder and its eyes, called as `VisionLanguage` is."""
+
+    def __init__(self, decoder: Decoder, sight: Sight) -> None:
+        super().__init__()
+        self.decoder, self.sight = decoder, sight
+
+    def forward(self, tokens_BT: Tensor, images: Tensor, logit_rows: Tensor | None = None) -> Tensor:
+        """See `VisionLanguage`."""
+        embedded = self.decoder.model.embed_tokens(tokens_BT).to(torch.float32)
+        here = (tokens_BT == self.sight.config.image_token_id)[..., None]
+        return self.decoder(
+            tokens_BT, logit_rows=logit_rows, embedded=embedded.masked_scatter(here, self.sight(images))
+        )
+
+
+def check(source: Path, step: SightQuantize, data: DataSettings) -> None:
+    """See `decoder.check`; training in INT8 is refused."""
+    if step.steps:
+        raise ConfigError("a decoder that sees is calibrated and not trained in INT8; take steps = 0")
+    size = vision_language_config(source).vision.image_size
+    if size != SIDE and (named := [name for name in step.questions if name in SCENES]):
+        raise ConfigError(f"{named[0]} has images of {SIDE} pixels, the model of {size}; take other questions")
+    decoder.check(source, step, data)
+
+
+def quantize(
+    places: Places, step: SightQuantize, data: DataSettings, model: Path, progress: Progress
+) -> dict[str, Any]:
+    """See `decoder.quantize`; the record has `images`, what was asked before and after, where there are questions."""
+    record = decoder.quantize(places, step, data, model, progress)
+    whole = load_vision_language(places.source)
+    sight = Sight.of(whole)
+    transforms = read_transforms(places.partial, whole.config.decoder)
+    turned = sight
+    if transforms is not None:
+        projector = nn.Linear(sight.projector.in_features, sight.projector.out_features, bias=False)
+        projector.weight = nn.Parameter(transforms.giving(RESIDUAL, sight.projector.weight.detach()).to(torch.float32))
+        turned = Sight(sight.config, sight.vision, projector)
+    save_sight(places.partial, turned)
+    manifest = read_manifest(places.partial)
+    write_manifest(places.partial, "artifact", manifest.created_by, manifest.extra)
+    if not step.questions:
+        return record
+    rows = _questions(places.source, whole, step, progress)
+    loaded = load_model(places.partial)
+    assert loaded.sight is not None
+    return record | {"images": compared(whole, Seeing(loaded.model, loaded.sight), rows, progress)}
+
+
+@torch.inference_mode()
+def compared(before: nn.Module, after: nn.Module, rows: SightedRows, progress: Progress) -> dict[str, Any]:
+    """How the answers of two networks differ, each given the right tokens so far.
+
+    Returns:
+        `questions`; of both `exact`, the share of questions of which every token is the likeliest; `same_tokens`, the
+        share of places where both find the same token likeliest; and the mean and largest difference of the
+        log-probabilities of the right tokens.
+    """
+    exact = {"before": 0, "after": 0}
+    same, gaps, questions = [], [], 0
+    progress.start("questions about images", len(rows))
+    for batch in one_pass(rows, len(rows), micro_batch=BATCH, rank=0, world_size=1):
+        targets, found = batch["targets"], {}
+        counted = targets >= 0
+        for name, network in (("before", before), ("after", after)):
+            logits = network(batch["tokens"], batch["images"], logit_rows=batch["rows"])[counted]
+            found[name] = logits.float().log_softmax(-1)
+            wrong = found[name].argmax(-1) != targets[counted]
+            asked = batch["sample"][counted].unique()
+            exact[name] += len(asked) - len(batch["sample"][counted][wrong].unique())
+        questions += len(asked)
+        same.append(found["before"].argmax(-1) == found["after"].argmax(-1))
+        right = targets[counted][:, None]
+        gaps.append((found["before"].gather(1, right) - found["after"].gather(1, right)).abs())
+        progress.advance(len(asked))
+    gap = torch.cat(gaps)
+    return {
+        "questions": questions,
+        "exact": {name: count / questions for name, count in exact.items()},
+        "same_tokens": float(torch.cat(same).float().mean()),
+        "logprob_difference": {"mean": float(gap.mean()), "largest": float(gap.max())},
+    }
+
+
+def _questions(folder: Path, whole: VisionLanguage, step: SightQuantize, progress: Progress) -> SightedRows:
+    vision = whole.config.vision
+    token = Tokenizer.from_folder(folder).id_to_token(whole.config.image_token_id)
+    assert token is not None
+    context = whole.config.decoder.max_position_embeddings
+    writer = SightTokens(
+        ChatTokens.from_folder(folder, None, "assistant"), token, whole.config.rows, pixels_of(vision),
+        step.question_images, context,
+    )  # fmt: skip
+    rows: list[Sighted] = []
+    if files := [each for each in step.questions if each not in SCENES]:
+        rows += take_rows(files, writer.row, 0.0, progress)[0]
+    for name in (each for each in step.questions if each in SCENES):
+        rows += [writer.turns(scene.picture, scene.turns) for scene in scenes(name, progress)]
+    return SightedRows(rows[: step.most_questions], 0, vision.num_channels)

@@ -1,0 +1,101 @@
+"""A decoder that sees in INT8: eyes in float32, turned with the decoder, and questions before and after."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from penjing.compress.run import run_recipe
+from penjing.core.artifact.base import read_report_file
+from penjing.core.checkpoint.decoder import open_checkpoint
+from penjing.core.checkpoint.load import load_model
+from penjing.core.checkpoint.sight import load_sight
+from penjing.core.checkpoint.vision_language import load_vision_language
+from penjing.core.errors import ConfigError, InputError
+from penjing.core.family import family_of
+from penjing.core.manifest import verify
+from penjing.serve.engine.config import EngineConfig
+from penjing.serve.engine.request import Request
+from penjing.serve.runner.load import load_engine
+from penjing.serve.sampling.params import SamplingParams
+from tests.serve.seeing import TOKEN, encoded, picture, write_seeing
+from tests.serve.tiny import DEFAULTS, run_all
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("seeing")
+    write_seeing(made, tied=True)
+    for seed in range(3):
+        (made / f"{seed}.png").write_bytes(encoded(picture(seed)))
+    rows = [
+        {"prompt": "<image>what?", "completion": " a bag", "images": [f"{seed}.png"]} for seed in range(3)
+    ]  # fmt: skip
+    (made / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n")
+    return made
+
+
+def recipe(folder: Path, output: Path, **step: Any) -> dict[str, Any]:
+    return {
+        "model": str(folder),
+        "output": str(output),
+        "data": {"tokens": 256, "window": 64},
+        "evaluate": {"prose_tokens": 128, "code_tokens": 0, "window": 64},
+        "measure": {"rounds": 0},
+        "steps": [
+            {"kind": "quantize", "rounding": "nearest", "questions": [str(folder / "rows.jsonl")],
+             "question_images": str(folder), **step}
+        ],
+    }  # fmt: skip
+
+
+def test_the_decoder_of_one_that_sees_is_opened_as_a_decoder(folder: Path) -> None:
+    opened, whole = open_checkpoint(folder), load_vision_language(folder)
+    assert opened.config == whole.config.decoder
+    for name, parameter in whole.decoder.named_parameters():
+        assert torch.equal(opened.get(name), parameter)
+
+
+@pytest.mark.parametrize("rotate", [True, False])
+def test_its_artifact_answers_nearly_as_it_did(folder: Path, tmp_path: Path, rotate: bool) -> None:
+    transform = {"rotate": rotate, "smooth_norm": 0.0, "smooth_down": 0.0, "smooth_output": 0.0}
+    artifact = run_recipe(recipe(folder, tmp_path / "int8", transform=transform))
+    verify(artifact)
+    assert family_of(artifact) == "decoder"  # for whoever reads text alone
+    found = read_report_file(artifact)["stages"][-1]["record"]["images"]
+    assert found["questions"] == 3
+    assert found["logprob_difference"]["mean"] < 0.1  # above 1 where the rows are not turned with the decoder
+    assert found["same_tokens"] >= 0.8
+    before, after = load_model(folder), load_model(artifact)
+    assert after.scheme == "int8"
+    assert before.sight is not None
+    assert after.sight is not None
+    seen = [model.sight.rows_of(model.sight.picture(encoded(picture(1)))) for model in (before, after) if model.sight]
+    assert torch.equal(*seen) is not rotate
+    torch.testing.assert_close(seen[0].norm(dim=1), seen[1].norm(dim=1), atol=1e-4, rtol=1e-4)
+    engine = load_engine(artifact, EngineConfig.model_validate(DEFAULTS))
+    params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
+    (outputs,) = run_all(engine, [Request("0", f"{TOKEN}what?", params, images=[encoded(picture(1))])]).values()
+    assert outputs[-1].num_output_tokens == 4
+
+
+def test_what_is_damaged_or_not_done_is_refused(folder: Path, tmp_path: Path) -> None:
+    artifact = run_recipe(recipe(folder, tmp_path / "int8", questions=[]))
+    weights = artifact / "sight" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-4])
+    with pytest.raises(InputError, match=r"model\.safetensors"):
+        load_model(artifact)
+    config = artifact / "sight" / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"width": 64}))
+    with pytest.raises(InputError, match="64 numbers"):
+        load_sight(artifact, open_checkpoint(artifact).config)
+    with pytest.raises(ConfigError, match="not trained in INT8"):
+        run_recipe(recipe(folder, tmp_path / "other", steps=5))
+    with pytest.raises(ConfigError, match="56 pixels"):
+        run_recipe(recipe(folder, tmp_path / "other", questions=["builtin:scenes-test"]))
+    with pytest.raises(ConfigError, match="prune"):
+        run_recipe(recipe(folder, tmp_path / "other") | {"steps": [{"kind": "prune", "ratio": 0.2}]})
