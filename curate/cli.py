@@ -1,4 +1,4 @@
-"""`penjing curate RECIPE | inspect | why`: flags here, the work in penjing.curate, imported when it is needed."""
+"""`penjing curate RECIPE | inspect | why | media`: flags here, the work in penjing.curate, imported when needed."""
 
 from __future__ import annotations
 
@@ -71,3 +71,38 @@ def why(
     from penjing.curate.why import explain
 
     print("\n".join(map(printable, explain(document, corpus))))
+
+
+@curate_app.command("media")
+def media(
+    source: Annotated[Path, typer.Argument(help="A folder of images and recordings.", show_default=False)],
+    output: Annotated[Path, typer.Argument(help="The folder that is written.", show_default=False)],
+    licence: Annotated[str, typer.Option(help="Noted with each record.")] = "",
+    distance: Annotated[
+        int, typer.Option(min=-1, max=63, help="Images whose perceptual hashes differ in so many of 64 bits are one.")
+    ] = 6,
+    max_pixels: Annotated[int, typer.Option(min=1, help="A larger image counts as broken.")] = 50_000_000,
+    most_damaged: Annotated[float, typer.Option(min=0, max=1, help="Share of the files that may be broken.")] = 0.05,
+    force: Force = False,
+    json_file: Json = None,
+) -> None:
+    """Make tars to train on out of a folder of images and recordings with their texts.
+
+    Images are turned upright and lose what a camera wrote into them, such as its place; of those that look alike the
+    first is kept. Of recordings the header is read. What is broken is listed in quarantine.jsonl with its reason.
+
+    Examples:
+
+    - `penjing curate media photos/ build/photos --licence CC-BY-4.0`
+    - `penjing train recipes/clip-emoji.toml --set 'data.sources=["build/photos/images"]'`
+    """
+    from penjing.core.progress import print_table, progress_bar
+    from penjing.curate.media.run import curate_media
+
+    with progress_bar() as progress:
+        report = curate_media(
+            source, output, licence=licence, distance=distance, max_pixels=max_pixels, most_damaged=most_damaged,
+            force=force, progress=progress,
+        )  # fmt: skip
+    print_table(report)
+    write_json(report, json_file)

@@ -1,0 +1,1 @@
+"""Images and recordings: read, mended and stored as records to train on."""
