@@ -83,7 +83,7 @@ def read_picture(content: bytes, max_pixels: int) -> Picture:
     return Picture(out.getvalue(), "jpg" if lossy else "png", form, *pixels.size, look, changed)
 
 
-class Looks:
+class Gallery:
     """Perceptual hashes that were met, to find those that are near."""
 
     def __init__(self, most: int) -> None:

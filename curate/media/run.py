@@ -22,7 +22,7 @@ from penjing.core.text.source_files import files_below
 from penjing.curate.media.audio import SUFFIXES as AUDIO
 from penjing.curate.media.audio import read_recording
 from penjing.curate.media.images import SUFFIXES as IMAGES
-from penjing.curate.media.images import Looks, hexadecimal, read_picture
+from penjing.curate.media.images import Gallery, hexadecimal, read_picture
 from penjing.curate.media.record import MediaRecord
 
 RECORDS, QUARANTINE, DROPPED, REPORT = "records.parquet", "quarantine.jsonl", "dropped.jsonl", "report.json"
@@ -74,7 +74,7 @@ def curate_media(
         raise InputError(f"{source} holds no file that ends with {', '.join((*IMAGES, *AUDIO))}")
     told = _Texts(source)
     counts: Counter[str] = Counter()
-    looks, seen = Looks(distance), dict[str, str]()
+    looks, seen = Gallery(distance), dict[str, str]()
     with publish_folder(output, replace=force) as partial:
         with ExitStack() as stack:
             kept = {kind: stack.enter_context(_Tars(partial / folder, shard_mb)) for kind, folder in _FOLDERS.items()}
@@ -133,7 +133,7 @@ class _TwinError(Exception):
         self.name, self.rule = name, rule
 
 
-def _record(kind: str, content: bytes, max_pixels: int, looks: Looks, name: str) -> tuple[dict[str, Any], bytes, str]:
+def _record(kind: str, content: bytes, max_pixels: int, looks: Gallery, name: str) -> tuple[dict[str, Any], bytes, str]:
     """(Fields of the record, what is stored, ending)."""
     if kind == "audio":
         found = read_recording(content)

@@ -18,7 +18,7 @@ from PIL import Image
 
 from penjing.core.errors import InputError
 from penjing.core.manifest import verify
-from penjing.curate.media.images import Looks, read_picture
+from penjing.curate.media.images import Gallery, read_picture
 from penjing.curate.media.run import curate_media
 from penjing.train.sources.pairs import open_pairs
 from penjing.train.sources.settings import SourceSettings
@@ -148,7 +148,7 @@ def test_twins_are_found_by_their_looks(tmp_path: Path) -> None:
 
 
 def test_looks_within_a_distance() -> None:
-    looks = Looks(2)
+    looks = Gallery(2)
     one = np.zeros(64, bool)
     assert looks.twin(one) is None
     for number in range(3000):  # more than its first table holds
