@@ -162,6 +162,9 @@ def plan(
     gpus_per_node: Annotated[int, typer.Option(help="GPUs of a node, joined by its fast links.")] = 8,
     device: Annotated[str, typer.Option(help="a100, h100, h200, b200 or l40s.")] = "h100",
     out: Annotated[Path | None, typer.Option("--out", help="Write the best as a recipe into this TOML.")] = None,
+    kubernetes: Annotated[
+        Path | None, typer.Option(help="With --cluster and --out: write a JobSet and Kueue's flavors into this JSON.")
+    ] = None,
     overrides: Overrides = None,
     json_file: Json = None,
 ) -> None:
@@ -186,7 +189,7 @@ def plan(
     if cluster is not None:
         if gpus is not None or memory is not None:
             raise ConfigError("--cluster says what machines there are; leave --gpus and --memory out")
-        placed = plan_cluster(recipe, cluster, overrides, out=out)
+        placed = plan_cluster(recipe, cluster, overrides, out=out, kubernetes=kubernetes)
         if isinstance(placed, Found):
             print_placements(placed)
             write_json(placement_rows(placed), json_file)
@@ -194,6 +197,8 @@ def plan(
             print_plan(placed, "its memory", str(cluster))
             write_json(as_rows(placed), json_file)
         return
+    if kubernetes is not None:
+        raise ConfigError("--kubernetes writes the pools of a cluster; give them by --cluster FILE")
     if gpus is None or memory is None:
         raise ConfigError("give --gpus and --memory of GPUs that are alike, or --cluster FILE of pools that are not")
     found = plan_recipe(

@@ -33,6 +33,10 @@ class Pool(Config):
     node_link: float | None = Field(default=None, gt=0, description="Bytes/s between devices of a machine, for each.")
     network: float | None = Field(default=None, gt=0, description="Bytes/s between machines, for each device.")
 
+    resource: str = Field(
+        default="", description="What Kubernetes counts its devices by; by default 'nvidia.com/gpu' for known kinds."
+    )
+
     @property
     def label(self) -> str:
         """Its name, or its kind."""

@@ -13,6 +13,7 @@ from penjing.core.models.config import DecoderConfig
 from penjing.core.progress import error_console
 from penjing.train.plan.cluster import figures, joined, read_cluster
 from penjing.train.plan.hardware import hardware
+from penjing.train.plan.jobset import write_manifests
 from penjing.train.plan.memory import Run, show_bytes
 from penjing.train.plan.placement import Found, Placement, find_placements
 from penjing.train.plan.search import Candidate, Plan, run_line, search
@@ -55,18 +56,27 @@ def plan_recipe(
 
 
 def plan_cluster(
-    recipe_path: Path, cluster_path: Path, overrides: list[str] | None = None, *, out: Path | None = None
+    recipe_path: Path,
+    cluster_path: Path,
+    overrides: list[str] | None = None,
+    *,
+    out: Path | None = None,
+    kubernetes: Path | None = None,
 ) -> Plan | Found:
     """Search ways to use pools of unlike machines, and write the recipe of the best; a cluster whose pools do not
     differ is planned as `plan_recipe` does.
 
     Args:
         out: a TOML file for the recipe.
+        kubernetes: a JSON file for the manifests of a run of that recipe.
 
     Raises:
-        ConfigError: as `plan_recipe`, or a cluster that `read_cluster`, `figures` or `find_placements` refuses.
+        ConfigError: as `plan_recipe` and `write_manifests`, or a cluster that `read_cluster`, `figures` or
+            `find_placements` refuses.
     """
     model, data = _plannable(recipe_path, overrides, out)
+    if kubernetes is not None and out is None:
+        raise ConfigError("--kubernetes: the manifests run the planned recipe; name a file for it by --out too")
     cluster = joined(read_cluster(cluster_path))
     if len(cluster.pools) == 1:
         pool, device = cluster.pools[0], figures(cluster.pools[0])
@@ -76,6 +86,8 @@ def plan_cluster(
         )  # fmt: skip
         if out is not None:
             _write_recipe(out, recipe_text(recipe_path, overrides or [], plan.best[0], pool.count))
+            if kubernetes is not None:
+                write_manifests(kubernetes, [pool], out)
         return plan
     found = find_placements(model, cluster, batch_size=data.batch_size, length=data.sequence_length)
     if out is not None:
@@ -84,6 +96,8 @@ def plan_cluster(
         more: dict[str, Any] = {"shares": "auto"} if best.way == "replicas" else {}
         more |= {"stage_layers": [n for part in best.parts for n in part.layers]} if best.way == "stages" else {}
         _write_recipe(out, _with_run(recipe_path, overrides or [], best.run, head, more))
+        if kubernetes is not None:
+            write_manifests(kubernetes, [part.pool for part in best.parts], out)
     return found
 
 

@@ -41,14 +41,21 @@ def pool(name: str, flops: float, count: int = 1, memory: str = "1GiB", **more: 
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(24))
 def test_layers_go_where_no_other_split_would_be_faster(seed: int) -> None:
     dice = random.Random(seed)
     shape = decoder_shape(tiny_config(num_hidden_layers=7, sliding_window=8, layer_types=None))
     devices = [(device(dice.uniform(1e9, 8e9), 10 ** dice.uniform(5.6, 7)), 1) for _ in range(3)]
     counts = [dice.randint(1, 2) for _ in devices]
     stages, dp = sum(counts), dice.choice([1, 2])
-    run = Run(ParallelConfig(dp=dp, pp=stages, zero=1 if dp == 2 else 0), dp, 2, 8, 32, dice.choice(RECOMPUTE))
+    run = Run(
+        ParallelConfig(dp=dp, pp=stages, zero=1 if dp == 2 else 0),
+        dp,
+        2,
+        dice.choice([1, 2, 8]),
+        32,
+        dice.choice(RECOMPUTE),
+    )
     across = 10 ** dice.uniform(4, 9)
     homes = [each for each, count in zip(devices, counts, strict=True) for _ in range(count)]
     sent = 2 * run.tokens * shape.hidden / across
@@ -61,7 +68,7 @@ def test_layers_go_where_no_other_split_would_be_faster(seed: int) -> None:
         ]
         if all(costs):
             seconds, tails, _ = zip(*(cost for cost in costs if cost), strict=True)
-            best = min(best, 7 * max(*seconds, sent) + sum(seconds) + max(tails))
+            best = min(best, (run.micro_batches - 1) * max(*seconds, sent) + sum(seconds) + max(tails))
     found = assign_layers(shape, run, devices, counts, across)
     assert (float("inf") if found is None else found[0]) == pytest.approx(best)
     if found is not None:
@@ -219,6 +226,7 @@ def test_a_missing_or_broken_file_is_named(tmp_path: Path) -> None:
     ("flags", "says"),
     [
         (["--cluster", "x.toml", "--gpus", "8"], "leave --gpus and --memory out"),
+        (["--gpus", "8", "--memory", "80GiB", "--kubernetes", "x.json"], "give them by --cluster FILE"),
         (["--gpus", "8"], "give --gpus and --memory of GPUs that are alike, or --cluster FILE"),
     ],
 )
