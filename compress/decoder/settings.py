@@ -82,8 +82,15 @@ class Int8Settings(Config):
     effective_bits: float | None = Field(
         default=None, ge=8, le=32, description="Bits of a weight on average: the most sensitive layers stay floating."
     )
+    budget_mb: float | None = Field(
+        default=None,
+        gt=0,
+        description="Megabytes (10⁶) that the artifact's weights may take where layers have 4 bits: those for which 4 "
+        "bits cost most get 8.",
+    )
     sensitivity: Path | None = Field(
-        default=None, description="What `penjing compress sensitivity --bits` made; effective_bits needs it."
+        default=None,
+        description="What `penjing compress sensitivity --bits` made; effective_bits and budget_mb need it.",
     )
     keep: tuple[str, ...] = Field(
         default=(), description='Shell patterns of linear layers that stay floating, such as "*.down_proj".'
@@ -91,8 +98,12 @@ class Int8Settings(Config):
 
     @model_validator(mode="after")
     def _budget(self) -> Int8Settings:
-        if (self.effective_bits is None) != (self.sensitivity is None):
-            raise ValueError("effective_bits and sensitivity go together: a budget, and whom to spend it on")
+        if (self.effective_bits is None and self.budget_mb is None) != (self.sensitivity is None):
+            raise ValueError(
+                "effective_bits or budget_mb and sensitivity go together: a budget, and whom to spend it on"
+            )
+        if self.weights_bits == 8 and self.budget_mb is not None:
+            raise ValueError("budget_mb is for weights_bits=4; where layers have 8 bits take effective_bits")
         if self.weights_bits == 4 and self.effective_bits is not None:
             raise ValueError("effective_bits is a budget above 8 bits: leave it out where weights_bits is 4")
         if self.embedding_dtype == "int8" and self.keeps("lm_head"):

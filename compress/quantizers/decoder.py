@@ -42,6 +42,7 @@ from penjing.core.work import Places, StepRecord, Tasks, link_or_copy
 from penjing.train.families.base import Task
 from penjing.train.recipe.recipe import RunRecipe
 
+MOST_NAMES = 4  # of layers in 8 bits that the summary names
 TARGET = "penjing's INT8 runtime"
 ACTIVATIONS = "int8, a scale a token"
 SCALE_BITS = 16  # of a group of 4-bit weights, and as many of its offset
@@ -146,6 +147,8 @@ def _formats(settings: Int8Settings) -> dict[str, str]:
     weights = "int8, a scale a channel"
     if settings.weights_bits == 4:
         kept = f" and {', '.join(settings.keep_int8)}" if settings.keep_int8 else ""
+        if len(settings.keep_int8) > MOST_NAMES:
+            kept = f" and {len(settings.keep_int8)} layers (see the list)"
         each = "a scale and an offset" if settings.offsets else "a scale"
         weights = f"int4, {each} for each {settings.group} inputs; of lm_head{kept} int8, a scale a channel"
     activations = ACTIVATIONS

@@ -4,7 +4,8 @@ Of a decoder: the network is transformed first as a recipe does (rotation, smoot
 no layer sensitive. Each decoder layer and the LM head are then rounded to each width, weights by row and activations by
 token, and measured. Each linear layer also gets a score from one backward pass, ½ Σ_t (g_t · ΔY_t)²: half the empirical
 Fisher information along the error of its outputs, about the rise of the loss in nats; see
-https://arxiv.org/abs/2001.00281. `quantize/bits.py` spends a budget by that score.
+https://arxiv.org/abs/2001.00281. With a width of 4 there is a score of W4A8 too: weights of 4 bits in groups of 32
+inputs, activations of 8. `quantize/bits.py` spends a budget by these scores.
 
 Of a classifier: the weights of each convolution and linear layer are rounded, one symmetric scale an output channel as
 in the artifact (a batch norm's factor behind it changes nothing: it scales whole channels); the rest and all
@@ -32,6 +33,7 @@ from penjing.compress.decoder.check import linear_modules
 from penjing.compress.decoder.settings import Int8Settings, Transform
 from penjing.compress.measure.perplexity import evaluation_windows
 from penjing.compress.prune.resnet_subject import ResNetSubject
+from penjing.compress.quantize.bits import GROUPED
 from penjing.compress.samples.data import DataSettings, ImageData, token_samples
 from penjing.compress.sensitivity.study import (
     Measure,
@@ -52,6 +54,7 @@ from penjing.core.work import WorkFolder
 from penjing.kernels.rounding import round_clamp_
 
 BASELINE = "baseline"
+GROUP = 32  # inputs, of the score of W4A8
 FLOATS = Int8Settings(lm_head="keep", embedding_dtype="float32", keep=("*",), rounding="nearest")
 
 
@@ -92,6 +95,12 @@ def round_rows(x: Tensor, bits: int) -> Tensor:
     scale = x.abs().amax(dim=-1, keepdim=True) / limit
     scale = scale.masked_fill(scale == 0, 1.0)
     return round_clamp_(x / scale, limit) * scale
+
+
+def round_groups(weight_NK: Tensor) -> Tensor:
+    """`weight_NK` rounded to 4 bits, GROUP inputs of a row at a time; whole rows where they are no groups."""
+    group = GROUP if weight_NK.shape[1] % GROUP == 0 else weight_NK.shape[1]
+    return round_rows(weight_NK.unflatten(1, (-1, group)), 4).flatten(1)
 
 
 def _decoder(folder: Path, settings: DecoderBits, work: WorkFolder, progress: Progress) -> Study:
@@ -149,21 +158,24 @@ def rounded(model: nn.Module, names: list[str], bits: int) -> Iterator[None]:
 def width_scores(
     model: nn.Module, windows_WT: Tensor, names: list[str], widths: tuple[int, ...], progress: Progress | None = None
 ) -> dict[str, dict[str, float]]:
-    """½ Σ_t (g_t · ΔY_t)² a token of each linear layer and width (as a string), in nats; see the module.
+    """½ Σ_t (g_t · ΔY_t)² a token of each linear layer and width (as a string, or GROUPED), in nats; see the module.
 
     Args:
         windows_WT: (W, T) tokens; g is the gradient of the summed loss of a window's next tokens.
     """
-    scores = {name: {str(bits): 0.0 for bits in widths} for name in names}
+    forms = [*map(str, widths), *([GROUPED] if 4 in widths else [])]
+    scores = {name: dict.fromkeys(forms, 0.0) for name in names}
 
     def watch(name: str, layer: nn.Linear) -> Any:
         def forward(_: nn.Module, inputs: tuple[Tensor, ...], y: Tensor) -> None:
             x, kept = inputs[0].detach(), y.detach()
 
             def backward(gradient: Tensor) -> None:
-                for bits in widths:
-                    error = F.linear(round_rows(x, bits), round_rows(layer.weight, bits), layer.bias) - kept
-                    scores[name][str(bits)] += float((gradient * error).sum(dim=-1).square().sum())
+                for form in forms:
+                    bits = 8 if form == GROUPED else int(form)
+                    weight_NK = round_groups(layer.weight) if form == GROUPED else round_rows(layer.weight, bits)
+                    error = F.linear(round_rows(x, bits), weight_NK, layer.bias) - kept
+                    scores[name][form] += float((gradient * error).sum(dim=-1).square().sum())
 
             y.register_hook(backward)
 

@@ -8,11 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from penjing.compress.decoder.settings import Transform
+from penjing.compress.decoder.check import int8_needs
+from penjing.compress.decoder.settings import Int8Settings, Transform
 from penjing.compress.decoder.weights import fake_quantize_activation, quantize_per_channel
-from penjing.compress.quantize.bits import choose_kept
+from penjing.compress.quantize.bits import GROUPED, choose_kept, kept_by_budget
 from penjing.compress.run import run_recipe
 from penjing.compress.sensitivity import bits as module
 from penjing.compress.sensitivity.bits import TO_BITS, DecoderBits, round_rows, rounded, width_scores
@@ -147,6 +149,47 @@ def test_a_budget_makes_an_artifact_that_everyone_loads(tiny_checkpoint: Path, t
         run_recipe(recipe, [overrides[0], 'steps.0.sensitivity="nowhere"'])
     with pytest.raises(ConfigError, match="go together"):
         run_recipe(recipe, overrides[:1])
+
+
+def test_a_budget_of_bytes_gives_8_bits_where_4_cost_most(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    result = TO_BITS.measure(tiny_checkpoint, SMALL, out=tmp_path / "bits")
+    config = open_checkpoint(tiny_checkpoint).config
+    fours = Int8Settings(weights_bits=4, group=32)
+    least = int8_needs(fours, config, 0).artifact
+
+    def resolved(room: float) -> Int8Settings:
+        changes = {"budget_mb": (least + room) / 1e6, "sensitivity": tmp_path / "bits"}
+        return kept_by_budget(fours.model_copy(update=changes), tiny_checkpoint)
+
+    rows = {row["name"]: row for row in result["linears"] if row["name"] != "lm_head"}
+    gains = {name: row["scores"][GROUPED] - row["scores"]["8"] for name, row in rows.items()}
+    assert resolved(1e6).keep_int8 == tuple(name for name in rows if gains[name] > 0)
+    assert resolved(0.5).keep_int8 == ()
+    chosen = resolved(9000)
+    used = int8_needs(chosen, config, 0).artifact - least
+    assert 0 < used <= 9000
+    left = {name: gain for name, gain in gains.items() if name not in chosen.keep_int8}
+    swapped = [
+        (taken, other)
+        for taken in chosen.keep_int8
+        for other, gain in left.items()
+        if rows[other]["parameters"] == rows[taken]["parameters"] and gain > gains[taken]
+    ]
+    assert not swapped  # the same bytes would have gained more
+    recipe = write_recipe(tmp_path, tiny_checkpoint, tmp_path / "mixed")
+    budget = [f"steps.0.budget_mb={(least + 9000) / 1e6}", f'steps.0.sensitivity="{tmp_path / "bits"}"']
+    four = ["steps.0.weights_bits=4", "steps.0.group=32", "steps.0.transform.search_steps=0", *budget]
+    out = run_recipe(recipe, [*four, "guard.perplexity_ratio=9"])
+    found = {name for name in rows if open_checkpoint(out).tensor_names.count(f"{name}.weight")}
+    assert found == set(chosen.keep_int8)
+    stored = sum(tensor.nbytes for tensor in load_file(out / "model.safetensors").values())
+    assert least < stored <= least + 9000
+    for changes, said in (
+        (["steps.0.budget_mb=0.001"], "is below the .* MB of 4 bits everywhere"),
+        (["steps.0.weights_bits=8"], "budget_mb is for weights_bits=4"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            run_recipe(recipe, [*four, *changes])
 
 
 def test_wrong_flags_and_networks_are_refused(tiny_checkpoint: Path, tiny_int8: Path) -> None:
