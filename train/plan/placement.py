@@ -94,8 +94,8 @@ def _check_pools(cluster: Cluster, found: Found) -> None:
         if pool.label not in used:
             reasons = "; ".join(why for why, _ in found.rejected.most_common(2)) or "no mesh divides its devices"
             raise ConfigError(
-                f"pool {pool.label!r} can do no part of this run: neither a replica nor a stage fits into "
-                f"{figures(pool).memory / 2**30:.1f} GiB ({reasons}); leave it out, or give a smaller model"
+                f"pool {pool.label!r} can do no part of this run, neither replicas nor stages on devices of "
+                f"{figures(pool).memory / 2**30:.1f} GiB: {reasons}; leave it out, or give another model or batch"
             )
 
 
