@@ -80,7 +80,7 @@ def media(
     licence: Annotated[str, typer.Option(help="Noted with each record.")] = "",
     distance: Annotated[
         int, typer.Option(min=-1, max=63, help="Images whose perceptual hashes differ in so many of 64 bits are one.")
-    ] = 6,
+    ] = 4,
     max_pixels: Annotated[int, typer.Option(min=1, help="A larger image counts as broken.")] = 50_000_000,
     most_damaged: Annotated[float, typer.Option(min=0, max=1, help="Share of the files that may be broken.")] = 0.05,
     force: Force = False,

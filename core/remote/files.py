@@ -240,7 +240,7 @@ def _told(address: str, error: Exception) -> PenjingError | None:
         said = f" (status {status})" if status else ""
         return SetupError(
             f"{address}: its store does not let us in{said}; give it keys as its library takes them, for example in "
-            "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or in FSSPEC_HTTPS_HEADERS"
+            'AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or as JSON in FSSPEC_HTTPS: {"headers": {"Authorization": …}}'
         )
     if status is not None and (status >= 500 or status in (408, 429)):
         return None

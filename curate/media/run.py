@@ -37,7 +37,7 @@ def curate_media(
     output: Path,
     *,
     licence: str = "",
-    distance: int = 6,
+    distance: int = 4,
     max_pixels: int = MAX_PIXELS,
     most_damaged: float = 0.05,
     shard_mb: float = 256,
