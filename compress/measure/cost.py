@@ -24,6 +24,7 @@ from penjing.core.artifact.onnx_encoder import IDS, MASK, open_encoder_artifact,
 from penjing.core.checkpoint.classifier import classifier_config, load_classifier
 from penjing.core.checkpoint.encoder import load_encoder
 from penjing.core.checkpoint.load import load_model
+from penjing.core.checkpoint.sight import FOLDER as SIGHT
 from penjing.core.config import Config
 from penjing.core.errors import InputError, SetupError
 from penjing.core.memory import available_bytes
@@ -33,6 +34,7 @@ from penjing.core.runtime.onnx_runtime import INPUT, OUTPUT, open_session, run_s
 from penjing.core.runtime.timing import interleaved, summarise
 from penjing.core.text.text_tokenizer import encoder_config
 
+WEIGHTS = ("*.safetensors", "*.onnx", f"{SIGHT}/*.safetensors")  # files of a folder
 TEXT_TOKENS = 128  # of a text that encoders are timed with
 
 Calls = dict["Case", dict[int, Callable[[], object]]]
@@ -132,7 +134,7 @@ def check_memory(folders: Sequence[Path]) -> None:
 
 def weight_bytes(folder: Path) -> int:
     """Size of the weight files of a checkpoint or artifact."""
-    return sum(path.stat().st_size for pattern in ("*.safetensors", "*.onnx") for path in folder.glob(pattern))
+    return sum(path.stat().st_size for pattern in WEIGHTS for path in folder.glob(pattern))
 
 
 def sizes_of(folder: Path, skeleton: Skeleton) -> dict[str, Any]:

@@ -66,7 +66,9 @@ def test_its_artifact_answers_nearly_as_it_did(folder: Path, tmp_path: Path, rot
     artifact = run_recipe(recipe(folder, tmp_path / "int8", transform=transform))
     verify(artifact)
     assert family_of(artifact) == "decoder"  # for whoever reads text alone
-    found = read_report_file(artifact)["stages"][-1]["record"]["images"]
+    stage = read_report_file(artifact)["stages"][-1]
+    assert stage["size"]["bytes"] == sum(path.stat().st_size for path in artifact.glob("**/model.safetensors"))
+    found = stage["record"]["images"]
     assert found["questions"] == 3
     assert found["logprob_difference"]["mean"] < 0.1  # above 1 where the rows are not turned with the decoder
     assert found["same_tokens"] >= 0.8
