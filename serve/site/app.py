@@ -28,6 +28,7 @@ from penjing.serve.gate.config import FrontJob
 from penjing.serve.gate.errors import START_SECONDS, ApiError
 from penjing.serve.gate.guard import Exchange, Guard, Message
 from penjing.serve.gate.log import log_exchange
+from penjing.serve.gate.traces import Traces, are_wanted
 from penjing.serve.gate.usage import Usage
 from penjing.serve.site.openapi import EVENTS_TYPE, JSON_TYPE, TEXT_TYPE, Described, describe
 from penjing.serve.site.page import show_page
@@ -52,6 +53,7 @@ class Front:
     def __init__(self, job: FrontJob) -> None:
         self.job = job
         self.backend: Backend
+        self._traces = Traces() if are_wanted() else None
         self._backend_made = False
         self._paths = {
             Described("/health/live", "Whether the front runs.", is_open=True): self._live,
@@ -112,9 +114,13 @@ class Front:
             with suppress(asyncio.CancelledError):
                 await watch
             await self.backend.close()
+            if self._traces is not None:
+                await asyncio.to_thread(self._traces.close)
 
     def _ended(self, scope: Message, exchange: Exchange) -> None:
         self.usage.ended(exchange)
+        if self._traces is not None:
+            self._traces.ended(scope, exchange)
         log_exchange(scope, exchange)
 
     async def _live(self, request: Request) -> Response:

@@ -17,6 +17,7 @@ from penjing.core.errors import SetupError
 from penjing.core.files import writing
 from penjing.serve.access.keys import read_keys
 from penjing.serve.gate.config import VARIABLE, FrontConfig, FrontJob
+from penjing.serve.gate.traces import check_traces
 from penjing.serve.triton.hang_clock import HangClock
 
 BEAT_SECONDS = 0.5
@@ -36,11 +37,12 @@ def check_front(config: FrontConfig) -> None:
     """Refuse what would fail after the model was loaded.
 
     Raises:
-        SetupError: a package, the certificate or its key is missing, or they do not belong together.
+        SetupError: a package, also of traces, the certificate or its key is missing, or they do not belong together.
         InputError: the file of keys cannot be used.
     """
     if missing := [name for name in NEEDS if importlib.util.find_spec(name) is None]:
         raise SetupError(f"--openai needs {', '.join(missing)}; install with: pip install 'penjing[front]'")
+    check_traces()
     if config.keys is not None:
         read_keys(config.keys)
     if config.certificate is not None:
