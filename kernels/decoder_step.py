@@ -120,7 +120,8 @@ class DecoderStep:
         ]
         self.weight_bytes = packer.used + sum(linear.weight_NK.nbytes for linear in floats)
         """Bytes of weights that a step reads at least."""
-        self.adapters = StepAdapters([{name: size(getattr(layer, name)) for name in PROJECTIONS} for layer in layers])
+        shapes = [{name: size(getattr(layer, name)) for name in PROJECTIONS} for layer in layers]
+        self.adapters = StepAdapters(shapes, self._extension.empty_pages)
         """Low-rank adapters that rows of a step may name."""
         self.seconds = 0.0
         """Wall time that calls of the extension have taken so far."""

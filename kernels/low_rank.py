@@ -7,7 +7,7 @@ none. Rows without one keep every bit that they have in a step without adapters.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,7 +16,9 @@ from torch import Tensor
 from penjing.kernels.cpu import library as abi
 
 PROJECTIONS = ("q", "k", "v", "out", "gate", "up", "down")
+_ONE_INPUT = (PROJECTIONS[:3], PROJECTIONS[3:4], PROJECTIONS[4:6], PROJECTIONS[6:])
 BLOCK = 16  # outputs that are computed together
+LINE = 64  # bytes that each matrix begins at a multiple of
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -39,16 +41,21 @@ def low_rank(x_MK: Tensor, pair: LowRank) -> Tensor:
     return (low_MR @ pair.b_NR.float().t()) * pair.scale
 
 
+Pages = Callable[[Sequence[int], torch.dtype], Tensor]
+_Group = list[tuple[abi.LowRank, Tensor, Tensor]]  # pairs that read one input: what describes each, A and B
+
+
 class StepAdapters:
     """The adapters of one decoder, laid out for the C++ extension, each in a slot; a free slot is used again."""
 
-    def __init__(self, shapes: Sequence[Mapping[str, tuple[int, int]]]) -> None:
+    def __init__(self, shapes: Sequence[Mapping[str, tuple[int, int]]], pages: Pages) -> None:
         """
         Args:
             shapes: for each layer the (N, K) of its linear layers, by the names of PROJECTIONS.
+            pages: makes the memory that matrices lie in; large pages are what a step reads fast.
         """
-        self._shapes = shapes
-        self._slots: list[tuple[ctypes.Array[abi.LowRank], list[Tensor]] | None] = []
+        self._shapes, self._pages = shapes, pages
+        self._slots: list[tuple[ctypes.Array[abi.LowRank], Tensor] | None] = []
         self.table: ctypes.Array[ctypes.c_void_p] = (ctypes.c_void_p * 0)()
         """What a step is given: a pointer for each slot, null for a free one."""
 
@@ -61,18 +68,20 @@ class StepAdapters:
         if len(layers) != len(self._shapes):
             raise ValueError(f"an adapter of {len(layers)} layers beside a decoder of {len(self._shapes)}")
         rows = (abi.LowRank * (len(layers) * len(PROJECTIONS)))()
-        kept: list[Tensor] = []
+        kept: list[_Group] = []
         for index, pairs in enumerate(layers):
             if unknown := pairs.keys() - set(PROJECTIONS):
                 raise ValueError(
                     f"layer {index}: {min(unknown)!r} is no projection; those are {', '.join(PROJECTIONS)}"
                 )
-            for place, name in enumerate(PROJECTIONS):
-                if name in pairs:
+            for names in _ONE_INPUT:
+                kept.append([])
+                for name in filter(pairs.__contains__, names):
+                    row = rows[index * len(PROJECTIONS) + PROJECTIONS.index(name)]
                     where = f"layer {index}, {name}"
-                    rows[index * len(PROJECTIONS) + place] = _row(where, pairs[name], self._shapes[index][name], kept)
+                    kept[-1].append((row, *_fill(row, where, pairs[name], self._shapes[index][name])))
         slot = self._slots.index(None) if None in self._slots else len(self._slots)
-        self._slots[slot : slot + 1] = [(rows, kept)]
+        self._slots[slot : slot + 1] = [(rows, _together(kept, self._pages))]
         self._point()
         return slot
 
@@ -86,7 +95,8 @@ class StepAdapters:
         self.table = (ctypes.c_void_p * len(addresses))(*addresses)
 
 
-def _row(where: str, pair: LowRank, shape: tuple[int, int], kept: list[Tensor]) -> abi.LowRank:
+def _fill(row: abi.LowRank, where: str, pair: LowRank, shape: tuple[int, int]) -> tuple[Tensor, Tensor]:
+    """Describe `pair` in `row`, but for where it lies; A (R, K), and B in blocks of 16 outputs (N / 16, R, 16)."""
     rank = pair.a_RK.shape[0]
     if pair.a_RK.shape != (rank, shape[1]) or pair.b_NR.shape != (shape[0], rank):
         raise ValueError(
@@ -95,9 +105,23 @@ def _row(where: str, pair: LowRank, shape: tuple[int, int], kept: list[Tensor]) 
         )
     if pair.a_RK.dtype != pair.b_NR.dtype or pair.a_RK.dtype not in FLOATS or pair.a_RK.device.type != "cpu":
         raise ValueError(f"{where}: A is {pair.a_RK.dtype} and B {pair.b_NR.dtype}; both must be of one float type")
-    a_RK, padding = pair.a_RK.detach().contiguous(), -shape[0] % BLOCK
-    b_NR = torch.nn.functional.pad(pair.b_NR.detach(), (0, 0, 0, padding))
-    blocks = b_NR.view(-1, BLOCK, rank).transpose(1, 2).contiguous()
-    kept += [a_RK, blocks]
-    dtype = abi.DTYPES[str(pair.a_RK.dtype).removeprefix("torch.")]
-    return abi.LowRank(a_RK.data_ptr(), blocks.data_ptr(), shape[0], shape[1], rank, pair.scale, dtype)
+    padded_NR = torch.nn.functional.pad(pair.b_NR.detach(), (0, 0, 0, -shape[0] % BLOCK))
+    row.n, row.k, row.rank, row.scale = *shape, rank, pair.scale
+    row.dtype = abi.DTYPES[str(pair.a_RK.dtype).removeprefix("torch.")]
+    return pair.a_RK.detach(), padded_NR.view(-1, BLOCK, rank).transpose(1, 2)
+
+
+def _together(groups: Sequence[_Group], pages: Pages) -> Tensor:
+    """Copy the matrices of each row behind each other, as steps read them, and say in the row where they lie. A step
+    reads all of them for few rows, and waits for memory: of 4 KiB each, thousands of pages would be looked up."""
+    order = [(row, name, pair[name == "b"]) for group in groups for name in "ab" for row, *pair in group]
+    memory, begin = pages((sum(_lines(matrix) for _, _, matrix in order),), torch.uint8), 0
+    for row, name, matrix in order:
+        place = memory[begin : begin + matrix.nbytes].view(matrix.dtype).view(matrix.shape)
+        setattr(row, name, place.copy_(matrix).data_ptr())
+        begin += _lines(matrix)
+    return memory
+
+
+def _lines(matrix: Tensor) -> int:
+    return -(-matrix.nbytes // LINE) * LINE

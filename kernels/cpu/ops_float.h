@@ -13,6 +13,18 @@ inline V load_weight(const void* w, int64_t at, int n) {
     return DTYPE == PJ_BF16 ? v_load_bf16_n(p, n) : v_load_f16_n(p, n);
 }
 
+// Asks for the memory of a weight that will be read; none there is no error.
+template <int DTYPE>
+inline void fetch_weight(const void* w, int64_t at, int64_t bytes = 0) {
+    __builtin_prefetch(static_cast<const char*>(w) + at * (DTYPE == PJ_F32 ? 4 : 2) + bytes, 0, 2);
+}
+
+// How far ahead small products fetch their weights. Few rows wait for memory, not for sums, and what the processor
+// fetches by itself begins anew with each of many small matrices.
+constexpr int64_t AHEAD_BYTES = 4096;
+constexpr int FEW_ROWS = 2;
+constexpr int64_t MOST_LOW = 64;  // outputs of a matrix that is small for all its inputs, as A of a low-rank pair
+
 // MR rows × NR outputs. Each output is W running sums over k, then one fixed tree: no row depends on its neighbours.
 template <int DTYPE, int MR, int NR>
 inline void float_tile(const PjLinear& linear, const float* x, int64_t ldx, int64_t n0, float* out, int64_t ldo,
@@ -21,6 +33,7 @@ inline void float_tile(const PjLinear& linear, const float* x, int64_t ldx, int6
     for (int m = 0; m < MR; ++m)
         for (int n = 0; n < NR; ++n) sum[m][n] = v_zero();
     const int64_t k = linear.k, whole = k - k % W;
+    const bool low = linear.n <= MOST_LOW;
     for (int64_t i = 0; i < whole; i += W) {
         V row[MR];
 #pragma GCC unroll 8
@@ -28,6 +41,7 @@ inline void float_tile(const PjLinear& linear, const float* x, int64_t ldx, int6
 #pragma GCC unroll 8
         for (int n = 0; n < NR; ++n) {
             const V weight = load_weight<DTYPE>(linear.weight, (n0 + n) * k + i, W);
+            if (MR <= FEW_ROWS && low) fetch_weight<DTYPE>(linear.weight, (n0 + n + NR) * k + i);  // of the next tile
 #pragma GCC unroll 8
             for (int m = 0; m < MR; ++m) sum[m][n] = v_fma(row[m], weight, sum[m][n]);
         }
@@ -96,8 +110,12 @@ inline void low_rank_rows(const PjLowRank& pair, int64_t block, const float* low
     for (int m = 0; m < MR; ++m)
         for (int p = 0; p < PARTS; ++p) sum[m][p] = v_zero();
     for (int64_t r = 0; r < pair.rank; ++r) {
+#pragma GCC unroll 16
         for (int p = 0; p < PARTS; ++p) {
-            const V weight = load_weight<DTYPE>(pair.b, (block * pair.rank + r) * 16 + p * W, W);
+            const int64_t at = (block * pair.rank + r) * 16 + p * W;
+            const V weight = load_weight<DTYPE>(pair.b, at, W);
+            if (MR <= FEW_ROWS) fetch_weight<DTYPE>(pair.b, at, AHEAD_BYTES);
+#pragma GCC unroll 8
             for (int m = 0; m < MR; ++m) sum[m][p] = v_fma(v_set(low[m * ldl + r]), weight, sum[m][p]);
         }
     }
