@@ -14,7 +14,8 @@ stopped goes on, and one that is complete is kept: delete its folder below --wor
 - `grpo` is the share of right sums before and after. With several seeds the row is their mean, with the lowest and
   the highest; `of_seed_N` is each.
 - `int8` is the same share of the model of seed 1 in INT8, beside that in 32 bits.
-- `dpo` is the share of pairs whose answer of that form is likelier than one of another, before and after.
+- `dpo` is the share of pairs whose answer of that form is likelier than one of another, before and after; and the share
+  of those where it has become likelier than the other when compared with the model that it began as (`preferred`).
 - `reward` is the share of these pairs whose answer of the form gets the higher score.
 - `memory` is the largest resident memory of a run of two steps that learns a LoRA adapter, beside one that learns all
   weights.
@@ -256,8 +257,9 @@ def int8_rows(bench: Bench) -> list[Row]:
 def dpo_rows(bench: Bench) -> list[Row]:
     taught = bench.pairs("dpo", bench.checkpoint, {"kind": "dpo", "beta": 0.1}, PAIRED, 5e-6)
     rows = before_and_after("dpo/ordered_forms", bench.ordered_pairs(bench.checkpoint), bench.ordered_pairs(taught))
-    change = evaluated(taught)["chosen_change"]
-    return [*rows, new_row("align", "dpo/change_of_chosen_forms", change, "nats", runs=1)]
+    found = evaluated(taught)
+    rows.append(new_row("align", "dpo/preferred_forms", found["preference_accuracy"], "share", runs=1))
+    return [*rows, new_row("align", "dpo/change_of_chosen_forms", found["chosen_change"], "nats", runs=1)]
 
 
 def reward_rows(bench: Bench) -> list[Row]:
