@@ -6,13 +6,20 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
 
 from penjing.core.text.records import arrow_module
+from penjing.curate.documents.rows import RowWriter
 
 _BEGINNING = 800  # characters
 _GROUP_CHARS = 16 << 20  # of text in one row group: what is held in memory
+_COLUMNS = {
+    **dict.fromkeys(("id", "text", "source", "domain", "licence", "language"), "string"),
+    "language_share": "float",
+    "cluster": "string",
+    "changed": "string",
+    "quality": "float",
+    "noise": "float",
+}
 
 
 @dataclass
@@ -72,47 +79,15 @@ def drop(document: Document, step: str, rule: str) -> Dropped:
     )  # fmt: skip
 
 
-class DocumentWriter:
-    """Writes documents into one Parquet file, in row groups of bounded size."""
+class DocumentWriter(RowWriter):
+    """Writes documents into one Parquet file."""
 
     def __init__(self, path: Path) -> None:
-        arrow, self._parquet = arrow_module("", path), arrow_module("parquet", path)
-        self._schema = arrow.schema(
-            [
-                *((name, arrow.string()) for name in ("id", "text", "source", "domain", "licence", "language")),
-                ("language_share", arrow.float32()),
-                ("cluster", arrow.string()),
-                ("changed", arrow.string()),
-                ("quality", arrow.float32()),
-                ("noise", arrow.float32()),
-            ]
-        )
-        self._table = arrow.Table
-        self._path = path
-        self._writer: Any = None
-        self._rows: list[dict[str, Any]] = []
-        self._chars = 0
-
-    def __enter__(self) -> Self:
-        self._writer = self._parquet.ParquetWriter(self._path, self._schema, compression="zstd")
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        if kind is None:
-            self._flush()
-        self._writer.close()
+        super().__init__(path, _COLUMNS, _GROUP_CHARS)
 
     def add(self, document: Document) -> None:
         """Append `document`."""
-        self._rows.append({**vars(document), "changed": json.dumps(document.changed)})
-        self._chars += len(document.text)
-        if self._chars >= _GROUP_CHARS:
-            self._flush()
-
-    def _flush(self) -> None:
-        if self._rows:
-            self._writer.write_table(self._table.from_pylist(self._rows, schema=self._schema))
-        self._rows, self._chars = [], 0
+        self.write({**vars(document), "changed": json.dumps(document.changed)}, len(document.text))
 
 
 def stored_documents(path: Path) -> Iterator[Document]:

@@ -17,8 +17,8 @@ from penjing.core.errors import InputError
 from penjing.core.files import publish_folder
 from penjing.core.manifest import write_manifest
 from penjing.core.progress import Progress, Silent
-from penjing.core.text.records import arrow_module
 from penjing.core.text.source_files import files_below
+from penjing.curate.documents.rows import RowWriter
 from penjing.curate.media.audio import SUFFIXES as AUDIO
 from penjing.curate.media.audio import read_recording
 from penjing.curate.media.images import SUFFIXES as IMAGES
@@ -30,6 +30,7 @@ MAX_PIXELS = 50_000_000
 _MOST_BYTES = 256 << 20  # of a file
 _TEXT_BYTES = 1 << 20
 _TOGETHER = 1024  # records in one row group
+_COLUMN_TYPES: dict[Any, str] = {int: "int64", float: "double"}
 
 
 def curate_media(
@@ -244,33 +245,14 @@ class _Tars:
             self._tar, self._size, self._number = None, 0, self._number + 1
 
 
-class _Table:
+class _Table(RowWriter):
     """Records in Parquet."""
 
     def __init__(self, path: Path) -> None:
-        arrow, self._parquet = arrow_module("", path), arrow_module("parquet", path)
-        kinds = {str: arrow.string(), int: arrow.int64(), float: arrow.float64()}
         fields = MediaRecord.model_fields.items()
-        self._schema = arrow.schema([(name, kinds.get(field.annotation, arrow.string())) for name, field in fields])
-        self._table, self._path = arrow.Table, path
-        self._rows: list[dict[str, Any]] = []
-
-    def __enter__(self) -> Self:
-        self._writer = self._parquet.ParquetWriter(self._path, self._schema, compression="zstd")
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        if kind is None:
-            self._flush()
-        self._writer.close()
+        columns = {name: _COLUMN_TYPES.get(field.annotation, "string") for name, field in fields}
+        super().__init__(path, columns, _TOGETHER)
 
     def add(self, record: MediaRecord) -> None:
         """Append a row."""
-        self._rows.append(record.model_dump())
-        if len(self._rows) >= _TOGETHER:
-            self._flush()
-
-    def _flush(self) -> None:
-        if self._rows:
-            self._writer.write_table(self._table.from_pylist(self._rows, schema=self._schema))
-        self._rows = []
+        self.write(record.model_dump())

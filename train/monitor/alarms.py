@@ -125,13 +125,11 @@ class Alarms:
         ):
             if record.get(key) is None:
                 continue
-            self._in_a_row[name] = self._in_a_row.get(name, 0) + 1 if bad(record[key]) else 0
-            if self._in_a_row[name] == config.patience:
+            if self._lasts(name, bad(record[key])):
                 rung += self._ring(name, f"{key} is {record[key]:.0%}, {rule} for {config.patience} records")
         if (change := record.get("chosen_change")) is not None:
             edge = config.chosen_falls_below
-            self._in_a_row["chosen"] = self._in_a_row.get("chosen", 0) + 1 if change < edge else 0
-            if self._in_a_row["chosen"] == config.patience:
+            if self._lasts("chosen", change < edge):
                 rung += self._ring(
                     "chosen_falls",
                     f"a token of a chosen answer has changed by {change:.2f} nats, below {edge:g}, for "
@@ -140,8 +138,7 @@ class Alarms:
                 )
         if (ended := record.get("ended")) is not None:
             edge = config.answers_run_on_above
-            self._in_a_row["run_on"] = self._in_a_row.get("run_on", 0) + 1 if 1 - ended > edge else 0
-            if self._in_a_row["run_on"] == config.patience:
+            if self._lasts("run_on", 1 - ended > edge):
                 rung += self._ring(
                     "answers_run_on",
                     f"{1 - ended:.0%} of the answers do not end, above {edge:.0%}, for {config.patience} records; "
@@ -149,8 +146,7 @@ class Alarms:
                 )
         if (entropy := record.get("entropy")) is not None and "reward" in record:
             edge = config.entropy_falls_below
-            self._in_a_row["entropy"] = self._in_a_row.get("entropy", 0) + 1 if entropy < edge else 0
-            if self._in_a_row["entropy"] == config.patience:
+            if self._lasts("entropy", entropy < edge):
                 rung += self._ring(
                     "entropy_falls",
                     f"the entropy of a token is {entropy:.3f} nats, below {edge:g}, for {config.patience} records, "
@@ -159,6 +155,11 @@ class Alarms:
                     "algorithm.entropy = 0.01, or algorithm.redraws",
                 )
         return rung
+
+    def _lasts(self, name: str, bad: bool) -> bool:
+        """Whether `patience` records in a row have just been bad."""
+        self._in_a_row[name] = self._in_a_row.get(name, 0) + 1 if bad else 0
+        return self._in_a_row[name] == self.config.patience
 
     def _ring(self, name: str, message: str) -> list[Alarm]:
         action: Action = getattr(self.config, name)
