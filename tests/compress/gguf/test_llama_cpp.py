@@ -53,14 +53,18 @@ def read(path: Path, ids: list[int], texts: list[str]) -> tuple[list[list[int]],
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_it_computes_every_family(tmp_path: Path, tiny_checkpoint: Path, family: str) -> None:
-    """It rounds activations to 8 bits, which costs a random network about 4 %; another layout is at 100 %."""
+    """It rounds activations to 8 bits, which costs a random network about 4 %; another layout is at 100 %. Some
+    tokens of experts are further off: rounding gives them another one."""
     checkpoint = make_int8(tmp_path / "artifact", tiny_checkpoint, **FAMILIES[family])
     write_gguf(checkpoint, tmp_path / "model.gguf", Silent())
     ids = [index * 7 % 320 for index in range(60)]
     _, logits = read(tmp_path / "model.gguf", ids, [])
     with torch.no_grad():
         expected = dequantized(checkpoint)(torch.tensor([ids]))[0]
-    assert (logits - expected).square().mean().sqrt() < 0.08 * expected.square().mean().sqrt()
+    errors = (logits - expected).square().mean(-1).sqrt() / expected.square().mean(-1).sqrt()
+    assert errors.median() < 0.08
+    if "moe" not in FAMILIES[family]:
+        assert errors.max() < 0.16
 
 
 @pytest.mark.parametrize("kind", ["gpt-2", "smollm", "llama-bpe", "qwen2", "tekken", "sentencepiece", "no space"])
