@@ -58,7 +58,7 @@ from penjing.train.run import train
 HELD_OUT = 0.3
 ASKED = 48  # held-out prompts at most
 LENGTH = 64  # tokens of a row
-UPDATES = 10  # of grpo
+UPDATES = 20  # of grpo
 PAIRED = 8  # steps of dpo and reward, of 4 pairs
 LONGEST = {"sums": 4, "things": 24}  # tokens of an answer
 
