@@ -148,11 +148,11 @@ def _record(kind: str, content: bytes, max_pixels: int, looks: Gallery, name: st
 
 
 def _content(path: Path) -> bytes:
-    if (size := path.stat().st_size) > _MOST_BYTES:
-        raise InputError(f"has {size:,} bytes, more than {_MOST_BYTES:,}")
-    if not size:
-        raise InputError("is empty")
     try:
+        if (size := path.stat().st_size) > _MOST_BYTES:
+            raise InputError(f"has {size:,} bytes, more than {_MOST_BYTES:,}")
+        if not size:
+            raise InputError("is empty")
         return path.read_bytes()
     except OSError as error:
         raise InputError(f"cannot be read ({error.strerror})") from None
@@ -168,6 +168,8 @@ class _Texts:
     def __init__(self, source: Path) -> None:
         self._lines: dict[Path, str] = {}
         for table in sorted(source.rglob("metadata.jsonl")) if source.is_dir() else ():
+            if not table.is_file():  # a pipe would be waited for
+                continue
             for line in table.read_text(encoding="utf-8", errors="replace").splitlines():
                 row = _parsed(line)
                 if isinstance(name := row.get("file_name"), str) and (text := _said(row)):

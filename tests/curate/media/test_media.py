@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import struct
 import tarfile
 import wave
@@ -18,6 +19,7 @@ from PIL import Image
 
 from penjing.core.errors import InputError
 from penjing.core.manifest import verify
+from penjing.curate.media import run
 from penjing.curate.media.images import Gallery, read_picture
 from penjing.curate.media.run import curate_media
 from penjing.train.sources.pairs import open_pairs
@@ -229,3 +231,33 @@ def test_hostile_names_and_texts(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     with pytest.raises(InputError, match=r"holds no file that ends with .jpg"):
         curate_media(tmp_path / "empty", tmp_path / "new")
+
+
+def test_tables_of_texts_that_are_no_files_are_passed_over(tmp_path: Path) -> None:
+    source = tmp_path / "in"
+    for name in ("pipe", "folder"):
+        (source / name).mkdir(parents=True)
+        (source / name / "a.jpg").write_bytes(stored(photo(len(name))))
+    os.mkfifo(source / "pipe" / "metadata.jsonl")
+    (source / "folder" / "metadata.jsonl").mkdir()
+    assert curate_media(source, tmp_path / "out")["image"] == 2
+
+
+def test_a_file_that_goes_while_others_are_read_costs_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = tmp_path / "in"
+    source.mkdir()
+    for seed in range(2):
+        (source / f"{seed}.jpg").write_bytes(stored(photo(seed)))
+    listed = run.files_below(source)
+    monkeypatch.setattr(run, "files_below", lambda _: [*listed, Gone(source / "2.jpg")])
+    assert curate_media(source, tmp_path / "out", most_damaged=0.5)["damaged"] == 1
+    assert lines(tmp_path / "out" / "quarantine.jsonl") == [
+        {"id": "2.jpg", "reason": "cannot be read (No such file or directory)"}
+    ]
+
+
+class Gone(type(Path())):  # type: ignore[misc]
+    """A file that was there when it was listed."""
+
+    def is_file(self) -> bool:
+        return True
