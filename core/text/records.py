@@ -130,7 +130,7 @@ class _Zstd(io.RawIOBase):
             raise SetupError(f"{file} needs zstandard, which is not installed: pip install zstandard") from None
         self._frame: Any = None
         self._file = open(file, "rb") if isinstance(file, Path) else file  # noqa: SIM115 (closed with this object)
-        self._rest, self._ready = b"", b""
+        self._rest, self._ready = b"", memoryview(b"")  # a view: what is left after a read is not copied
 
     def readable(self) -> bool:
         return True
@@ -158,7 +158,7 @@ class _Zstd(io.RawIOBase):
                 raise EOFError("the file ends inside a compressed frame")
             return False
         self._frame = self._frame or self._library.ZstdDecompressor().decompressobj()
-        self._ready = self._frame.decompress(piece)
+        self._ready = memoryview(self._frame.decompress(piece))
         self._rest = b""
         if self._frame.eof:
             self._rest, self._frame = self._frame.unused_data, None

@@ -14,6 +14,7 @@ import pytest
 
 from penjing.core.artifact.parity import SERVED
 
+pytestmark = pytest.mark.xdist_group("toy-family")  # one run for all
 Penjing = Callable[..., str]
 MAIN = "from penjing.core.cli import main; main()"
 SERIES = """

@@ -27,6 +27,8 @@ from penjing.core.runtime.onnx_runtime import check_external_data, open_session,
 from tests.compress.quantize.folders import image_data, vision_folder
 from tests.compress.quantize.networks import integer_weights
 
+pytestmark = pytest.mark.xdist_group("tensorrt-files")  # one artifact for all
+
 
 @pytest.fixture(scope="module")
 def artifacts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:

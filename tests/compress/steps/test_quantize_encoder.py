@@ -34,6 +34,7 @@ from penjing.core.progress import Silent
 from penjing.core.text.text_tokenizer import TextTokenizer
 from tests.core.models.encoders import write_sentence_transformer
 
+pytestmark = pytest.mark.xdist_group("quantized-encoder")  # one artifact for all
 LINEAR = ("query", "key", "value", "output", "up", "down")
 TEXTS = [f"the value of {word} is in the list" for word in ("a", "python", "it", "function", "zebra", "name")] * 3
 SMALL = ["data.texts=16", "evaluate.texts=16", "guard.similarity_loss=0.1", "steps.0.parity_bound=0.05"]

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.xdist_group("watched")  # one run for all
 SCRIPT = Path(__file__).with_name("watched.py")
 ENDED = r"error: rank {} \(\S+, process \d+\) ended at step 5: it was killed, .*--resume auto goes on"
 SILENT = r"error: rank {} \(\S+, process \d+\) has not answered for 2 s \(parallel.timeout\)"
