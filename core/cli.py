@@ -44,6 +44,7 @@ COMMANDS = {
     "train": "train",
     "compress": "compress",
     "server": "serve",
+    "models": "serve",
     "keys": "serve",
     "bench": "serve",
     "recipe": "",

@@ -1,4 +1,4 @@
-"""`penjing serve | stop | chat | generate | server | bench`: flags here, the work in the stage's folders."""
+"""`penjing serve | stop | chat | generate | server | bench`; what changes a server is in `cli_running.py`."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ import typer
 
 from penjing.core.cli_options import Json, stage_app, write_json
 from penjing.core.errors import ConfigError
+from penjing.serve.cli_running import keys_app, models_app
 
 app = stage_app()
 server_app = typer.Typer(help="The embedded Triton server: install it once, see what is there.", no_args_is_help=True)
 bench_app = typer.Typer(help="Tokens per second, latency and memory: a table and JSON.", no_args_is_help=True)
-keys_app = typer.Typer(help="Keys of an OpenAI front's clients: names, limits, hashes.", no_args_is_help=True)
+app.add_typer(models_app, name="models")
 app.add_typer(keys_app, name="keys")
 app.add_typer(server_app, name="server")
 app.add_typer(bench_app, name="bench")
@@ -242,53 +243,6 @@ def server_status() -> None:
     from penjing.serve.fleet.status import status_to_terminal
 
     status_to_terminal()
-
-
-KeyFile = Annotated[Path, typer.Option("--file", help="The file of the keys; `penjing serve --keys` reads it.")]
-
-
-@keys_app.command("add")
-def keys_add(
-    name: Annotated[str, typer.Argument(help="Of whoever gets the key.", show_default=False)],
-    file: KeyFile = Path("keys.toml"),
-    tokens_per_minute: Annotated[int | None, typer.Option(help="Of prompts and answers together.")] = None,
-    requests_per_minute: Annotated[int | None, typer.Option(help="Requests that begin.")] = None,
-    max_concurrent: Annotated[int | None, typer.Option(help="Requests under way at once.")] = None,
-    priority: Annotated[int, typer.Option(help="Lower ones come first in the queue; -100 to 100.")] = 0,
-    metrics: Annotated[bool, typer.Option("--metrics", help="It may read /metrics.")] = False,
-) -> None:
-    """Make a key and print its secret, once; servers that run know it at once.
-
-    Example: `penjing keys add alice --tokens-per-minute 20000`
-    """
-    from penjing.serve.access.commands import add_to_terminal
-
-    limits: dict[str, Any] = {
-        "tokens_per_minute": tokens_per_minute,
-        "requests_per_minute": requests_per_minute,
-        "max_concurrent": max_concurrent,
-        "priority": priority,
-        "metrics": metrics,
-    }
-    add_to_terminal(file, name, limits)
-
-
-@keys_app.command("list")
-def keys_list(file: KeyFile = Path("keys.toml")) -> None:
-    """Show names, dates and limits."""
-    from penjing.serve.access.commands import list_to_terminal
-
-    list_to_terminal(file)
-
-
-@keys_app.command("revoke")
-def keys_revoke(
-    name: Annotated[str, typer.Argument(help="Whose key.", show_default=False)], file: KeyFile = Path("keys.toml")
-) -> None:
-    """Refuse a key from now on; servers that run know it at once."""
-    from penjing.serve.access.commands import revoke_to_terminal
-
-    revoke_to_terminal(file, name)
 
 
 @bench_app.command("engine")

@@ -35,7 +35,7 @@ async def _ends(backend: Backend, ask: Ask) -> list[str]:
     """What the model's own end looks like where control tokens are shown, as they are beside tools."""
     if ask.sampling.get("skip_special_tokens", True):
         return []
-    tokenizer = await backend.tokenizer(ask.model)
+    tokenizer = await backend.upstream(ask.model).tokenizer()
     return [tokenizer.decode([token], skip_special=False) for token in tokenizer.eos_token_ids]
 
 
@@ -44,7 +44,8 @@ async def count_tokens(backend: Backend, request: Request) -> Response:
     exchange: Exchange = request.scope["state"]["exchange"]
     body = read_body(CountBody, request.headers.get("content-type", ""), exchange.body)
     ask = chat_ask(backend, body.chat(), exchange)
-    tokenizer, template = await backend.tokenizer(ask.model), await backend.chat_template(ask.model)
+    upstream = backend.upstream(ask.model)
+    tokenizer, template = await upstream.tokenizer(), await upstream.chat_template()
     if template is None:
         text = f"{ask.model.id} has no chat template; ask it at /v1/completions."
         raise ApiError(400, text, code="wrong_model", param="model")
@@ -56,4 +57,4 @@ async def count_tokens(backend: Backend, request: Request) -> Response:
     try:
         return JSONResponse({"input_tokens": await asyncio.to_thread(count)})
     except PenjingError as error:
-        raise backend.error(error, ask.model) from None
+        raise backend.error(error, upstream) from None

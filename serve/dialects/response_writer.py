@@ -50,7 +50,7 @@ class ResponseWriter(Writer):
 
     def whole(self) -> dict[str, Any]:
         """See `Writer`."""
-        return self._head | {"output": list(self._output)} | self._state
+        return self._head | {"model": self._ask.model.id, "output": list(self._output)} | self._state
 
     def _event(self, kind: str, **values: Any) -> Event:
         self._num_events += 1

@@ -14,25 +14,27 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from typing import Any
 
 from penjing.core.config import parse_config
-from penjing.core.errors import PenjingError, ServerError
+from penjing.core.errors import PenjingError, ServerError, SetupError
 from penjing.core.progress import Progress, Silent
 from penjing.serve.families.base import family_at
+from penjing.serve.fleet.change import forget_changes
+from penjing.serve.fleet.changer import Changer
 from penjing.serve.fleet.member import READY, Member
 from penjing.serve.fleet.plan import FleetModel, FleetPlan
 from penjing.serve.fleet.state import FleetState, fleet_path, write_fleet
 from penjing.serve.gate.config import FrontModel
 from penjing.serve.supervisor.kept_front import KeptFront, front_model
-from penjing.serve.supervisor.state import append_log
+from penjing.serve.supervisor.state import ServerState, append_log, owning, write_state
 
 POLL_SECONDS = 0.05
 NOTE_SECONDS = 0.5  # between two looks at the models' states
 END_SECONDS = 30.0  # from the second request to end: a server that is still there is killed
-NOT_READY, STARTING = "not ready", "starting"
+NOT_READY, STARTING, GONE = "not ready", "starting", "taken away"
 
 
 class Fleet:
@@ -41,9 +43,13 @@ class Fleet:
     def __init__(self, plan: FleetPlan, progress: Progress) -> None:
         self.plan, self.progress = plan, progress
         self.members = [Member(model) for model in plan.models]
+        self.port = plan.port  # by which the whole is known, also when its first model has been taken away
         self.front = KeptFront(plan.front, tuple(map(shown, plan.models)), plan.port)
+        self.changer = Changer(self.members, plan.port, self._show, lambda: self.front.has_heard)
+        self._held = ExitStack()
         self.stops = 0  # signals received: one drains, two end at once
         self._noted = 0.0
+        self._keeps_port = False
         self.state = FleetState(
             STARTING, plan.port, os.getpid(), front_url="" if plan.front is None else plan.front.url
         )
@@ -55,6 +61,7 @@ class Fleet:
             ServerError: a model cannot be loaded.
         """
         os.umask(0o077)
+        forget_changes(self.port)
         self.progress.start(f"loading {self.plan.names}", len(self.members))
         with self._signals():
             try:
@@ -69,10 +76,33 @@ class Fleet:
                 self._note("failed", str(error))
                 raise
             finally:
-                for member in self.members:
+                for member in self._all:
                     member.kill()
                 self.front.end()
-                fleet_path(self.plan.port).unlink(missing_ok=True)
+                self._held.close()
+                forget_changes(self.port)
+                fleet_path(self.port).unlink(missing_ok=True)
+
+    @property
+    def _all(self) -> list[Member]:
+        return [*self.members, *self.changer.between]
+
+    def _show(self) -> None:
+        """Tell the front of the models, and whoever asks how it stands."""
+        models = tuple(member.model for member in self.members)
+        self.plan = self.plan.model_copy(update={"models": models})
+        self.front.show(tuple(map(shown, models)))
+        self._noted = 0.0
+
+    def _keep_port(self) -> None:
+        """Nobody else shall be known by the first model's port once that model has gone."""
+        if not self._keeps_port and all(member.port != self.port for member in self._all):
+            with suppress(SetupError):
+                self._held.enter_context(owning(self.port))
+                self._keeps_port = True
+                pid = os.getpid()
+                host = self.members[0].model.config.host
+                write_state(ServerState(GONE, "", host, self.port, 0, 0, pid, fleet_pid=pid))  # for `penjing stop`
 
     def _wait_ready(self) -> None:
         loaded: set[str] = set()
@@ -98,6 +128,10 @@ class Fleet:
                 if (line := member.keep()) is not None:
                     self._say(f"{member.model.id}: {line}")
                     append_log(member.port, line)
+            if (line := self.changer.step()) is not None:
+                self._say(line)
+                append_log(self.port, line)
+                self._keep_port()
             waiting = [member.model.id for member in self.members if not member.ready]
             if waiting:
                 self._note_now_and_then(NOT_READY, f"{', '.join(waiting)} cannot answer now")
@@ -112,10 +146,10 @@ class Fleet:
         self._note("draining")
         self.front.drain()
         asked, deadline = 0, math.inf  # each supervisor knows how long its running answers have
-        while not all(member.ended for member in self.members) and time.monotonic() < deadline:
+        while not all(member.ended for member in self._all) and time.monotonic() < deadline:
             if asked < min(self.stops, 2):
                 asked += 1
-                for member in self.members:
+                for member in self._all:
                     member.ask_to_end()
                 if asked == 2:
                     deadline = time.monotonic() + END_SECONDS
@@ -124,7 +158,7 @@ class Fleet:
     def _keep_front(self, *, starting: bool) -> None:
         if (line := self.front.keep(starting=starting)) is not None:
             self._say(line)
-            append_log(self.plan.port, line)
+            append_log(self.port, line)
 
     def _note_now_and_then(self, name: str, message: str = "") -> None:
         changed = (name, message, self.front.pid) != (self.state.state, self.state.message, self.state.front_pid)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -83,6 +83,32 @@ def adapter_settings(texts: Sequence[str], *, named: bool) -> list[str]:
         before = f"{model}." if named else ""
         found[name] = f"{before}adapters.{adapter}={json.dumps(str(Path(folder).absolute()))}"
     return list(found.values())
+
+
+def changed_shares(shares: Mapping[str, float], given: Mapping[str, float]) -> dict[str, float]:
+    """The shares of all versions of a model when some are `given`: the others keep their proportions in what is left.
+
+    Args:
+        shares: of each version now, by NAME:VERSION.
+
+    Raises:
+        ConfigError: no such version, or shares that are impossible.
+    """
+    for name, share in given.items():
+        if name not in shares:
+            raise ConfigError(f"{name!r} is no version that is served; those are {', '.join(shares)}")
+        if not 0 <= share <= 1:  # also what is no number
+            raise ConfigError(f"{name}={share:g}: a share lies between 0 and 1")
+    taken = sum(given.values())
+    others = [name for name in shares if name not in given]
+    if taken > 1 + 1e-9 or (not others and taken < 1 - 1e-9):
+        raise ConfigError(f"the shares are {taken:g} in all; make them 1, or leave one version out")
+    before = sum(shares[name] for name in others)
+    left = max(0.0, 1.0 - taken)
+    found = dict(shares) | dict(given)
+    for index, name in enumerate(others):
+        found[name] = left * shares[name] / before if before else left * (index == 0)
+    return found
 
 
 def _parts(name: str, source: str) -> tuple[str, int | None]:

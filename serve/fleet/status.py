@@ -33,7 +33,7 @@ def status_to_terminal() -> None:
         }
     for port in state.running_ports():
         found = state.read_state(port)
-        if found is not None:
+        if found is not None and found.model:
             http = f"HTTP {found.http_port}, " if found.http_port else ""
             table[f"port {port}"] = {
                 "state": found.state + (f" ({found.message})" if found.message else ""),

@@ -15,6 +15,7 @@ from starlette.responses import Response
 from penjing.core.errors import PenjingError, RequestError
 from penjing.serve.client.wire_text import Chunk
 from penjing.serve.front.backend import Backend
+from penjing.serve.front.upstream import Upstream
 from penjing.serve.gate.config import FrontModel
 from penjing.serve.gate.errors import ApiError, translated
 from penjing.serve.gate.guard import Exchange, Receive, Send
@@ -51,6 +52,11 @@ class Ask:
         except RequestError as error:
             raise translated(error, {}) from None
 
+    def ask_instead(self, model: FrontModel) -> None:
+        """Another version answers."""
+        self.model = model
+        self.exchange.model = model.id
+
     @property
     def n(self) -> int:
         """Answers to each prompt."""
@@ -71,36 +77,53 @@ class Ask:
 
 
 async def answer(backend: Backend, ask: Ask) -> AsyncGenerator[tuple[int, Chunk], None]:
-    """(number of the prompt, chunk) as they come; closing it cancels what is left.
+    """(number of the prompt, chunk) as they come; closing it cancels what is left. Where the model has gone and nothing
+    has come yet, another version is asked, which is `ask.model` then.
 
     Raises:
         ApiError: what the client shall see.
     """
-    exchange = ask.exchange
+    tried: set[str] = set()
+    while True:
+        try:
+            async with aclosing(_answer(backend, ask)) as chunks:
+                async for found in chunks:
+                    yield found
+            return
+        except ApiError as error:
+            tried.add(ask.model.key)
+            other = backend.another(ask.exchange, tried) if error.status == 503 and not ask.tokens else None
+            if other is None:
+                raise
+            ask.ask_instead(other)
+
+
+async def _answer(backend: Backend, ask: Ask) -> AsyncGenerator[tuple[int, Chunk], None]:
+    exchange, upstream = ask.exchange, backend.upstream(ask.model)
     last: dict[tuple[int, int], float] = {}  # when tokens of an answer came
     try:
-        async with aclosing(_chunks(backend, ask)) as chunks:
-            async for index, chunk in chunks:
-                now = time.monotonic()
-                if exchange.first_token is None:
-                    exchange.first_token = now - exchange.started
-                    if ask.stream:  # else it waits for the last one
-                        backend.usage.first_token(exchange, exchange.first_token)
-                if (before := last.get((index, chunk.index))) is not None and chunk.num_tokens:
-                    backend.usage.tokens(exchange, chunk.num_tokens, now - before)
-                last[index, chunk.index] = now
-                exchange.count(0 if index in ask.tokens else chunk.num_input_tokens, chunk.num_tokens)
-                ask.tokens[index] = chunk
-                yield index, chunk
+        with upstream.running():
+            async with aclosing(_chunks(upstream, ask)) as chunks:
+                async for index, chunk in chunks:
+                    now = time.monotonic()
+                    if exchange.first_token is None:
+                        exchange.first_token = now - exchange.started
+                        if ask.stream:  # else it waits for the last one
+                            backend.usage.first_token(exchange, exchange.first_token)
+                    if (before := last.get((index, chunk.index))) is not None and chunk.num_tokens:
+                        backend.usage.tokens(exchange, chunk.num_tokens, now - before)
+                    last[index, chunk.index] = now
+                    exchange.count(0 if index in ask.tokens else chunk.num_input_tokens, chunk.num_tokens)
+                    ask.tokens[index] = chunk
+                    yield index, chunk
     except PenjingError as error:
-        raise backend.error(error, ask.model) from None
-    backend.alive(ask.model)
+        raise backend.error(error, upstream) from None
+    upstream.alive()
 
 
-def _one(backend: Backend, ask: Ask, index: int) -> AsyncGenerator[Chunk, None]:
-    client = backend.clients[ask.model.key]
+def _one(upstream: Upstream, ask: Ask, index: int) -> AsyncGenerator[Chunk, None]:
     prompt = None if ask.messages is not None else ask.prompts[index]
-    return client.stream(
+    return upstream.client.stream(
         prompt,
         messages=ask.messages,
         timeout=ask.timeout,
@@ -110,9 +133,9 @@ def _one(backend: Backend, ask: Ask, index: int) -> AsyncGenerator[Chunk, None]:
     )
 
 
-async def _chunks(backend: Backend, ask: Ask) -> AsyncGenerator[tuple[int, Chunk], None]:
+async def _chunks(upstream: Upstream, ask: Ask) -> AsyncGenerator[tuple[int, Chunk], None]:
     if ask.messages is not None or len(ask.prompts) == 1:
-        async with aclosing(_one(backend, ask, 0)) as chunks:
+        async with aclosing(_one(upstream, ask, 0)) as chunks:
             async for chunk in chunks:
                 yield 0, chunk
         return
@@ -120,7 +143,7 @@ async def _chunks(backend: Backend, ask: Ask) -> AsyncGenerator[tuple[int, Chunk
 
     async def pump(index: int) -> None:
         try:
-            async with aclosing(_one(backend, ask, index)) as chunks:
+            async with aclosing(_one(upstream, ask, index)) as chunks:
                 async for chunk in chunks:
                     queue.put_nowait((index, chunk))
         finally:
@@ -169,6 +192,12 @@ class Events(Response):
     async def of(cls, events: AsyncGenerator[bytes, None]) -> Events:
         """The response of `events`, once the first has come: what fails before has a status of its own."""
         return cls(await anext(events), events)
+
+
+def opening(head: dict[str, Any], ask: Ask) -> bytes:
+    """What each event of a stream begins with, up to its choices, once it is known who answers."""
+    head["model"] = ask.model.id
+    return b"data: " + json.dumps(head, separators=(",", ":")).encode()[:-1] + b',"choices":['
 
 
 def event(content: Any) -> bytes:

@@ -1,30 +1,20 @@
-"""What stands behind the front: our own gRPC clients, and a watch that knows whether each model really answers."""
+"""What stands behind the front: the models, which may change while it runs, and who of several versions answers."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import time
-from typing import TYPE_CHECKING
+from collections.abc import Collection, Sequence
 
 from penjing.core.errors import PenjingError
-from penjing.serve.client.client import AsyncClient
 from penjing.serve.client.protocol import DECODER, ENCODER
+from penjing.serve.front.upstream import Upstream
 from penjing.serve.front.versions import by_name, chosen, sharer
 from penjing.serve.gate.config import FrontJob, FrontModel
 from penjing.serve.gate.errors import ApiError, translated
 from penjing.serve.gate.guard import Exchange
 from penjing.serve.gate.usage import Usage
-
-CANARY_SECONDS = 2.0  # between two looks
-CANARY_TIMEOUT = 5.0
-FRESH_SECONDS = 10.0
-"""For so long an answer proves that the model lives."""
-
-if TYPE_CHECKING:
-    from penjing.core.text.chat import ChatTemplate
-    from penjing.core.text.text_tokenizer import TextTokenizer
-    from penjing.core.text.tokenizer import Tokenizer
 
 _LACKS = {DECODER: "writes no text", ENCODER: "makes no embeddings"}
 _PATHS = {DECODER: "at /v1/chat/completions and /v1/completions", ENCODER: "at /v1/embeddings"}
@@ -38,21 +28,27 @@ class Backend:
 
     def __init__(self, job: FrontJob, usage: Usage | None = None) -> None:
         self.usage = usage or Usage()
-        self.models = job.models
-        self._versions = by_name(job.models)
-        self.clients = {model.id: AsyncClient(model.grpc, model=model.name, retries=0) for model in job.models}
         self.started = int(time.time())
         self.timeout, self.max_prompts = job.front.limits.answer_timeout, job.front.limits.max_prompts
-        self._tokenizers: dict[str, Tokenizer] = {}
-        self._chat_templates: dict[str, ChatTemplate | None] = {}
-        self._text_tokenizers: dict[str, TextTokenizer] = {}
-        self._answered = {model.id: 0.0 for model in job.models}
-        self._failing: dict[str, str] = {}
-        self._down: set[str] = set()
-        """Models whose last request found none: where there is another version, that one is asked."""
-        self._hidden = {str(model.folder): model.id for model in job.models}
-        for model in job.models:
-            self._hidden |= {f"{model.grpc}: ": "", model.grpc: "server"}
+        self._upstreams: dict[str, Upstream] = {}
+        self._group: asyncio.TaskGroup | None = None
+        self._hidden: dict[str, str] = {}
+        self.update(job.models)
+
+    def update(self, models: Sequence[FrontModel]) -> None:
+        """From now on these are the models. Answers of one that is left out go on to their end."""
+        self.models = tuple(models)
+        self._versions = by_name(models)
+        keys = {model.key for model in models}
+        for key in self._upstreams.keys() - keys:
+            self._upstreams.pop(key).leave()
+        for model in models:
+            if model.key not in self._upstreams:
+                self._upstreams[model.key] = upstream = Upstream(model)
+                if self._group is not None:
+                    self._group.create_task(upstream.watch())
+            self._upstreams[model.key].model = model
+            self._hidden |= {str(model.folder): model.id, f"{model.grpc}: ": "", model.grpc: "server"}
 
     @property
     def listed(self) -> list[str]:
@@ -77,11 +73,30 @@ class Backend:
             raise ApiError(
                 404, f"There is no model {name[:80]!r}; there is {known}.", code="model_not_found", param="model"
             )
+        exchange.asked = name
         found = chosen(name, versions, sharer(exchange, user))
-        return next((version for version in (found, *versions) if self._can_answer(version)), found)
+        return next((version for version in (found, *versions) if self.upstream(version).can_answer), found)
 
-    def _can_answer(self, model: FrontModel) -> bool:
-        return self.is_ready(model) and model.key not in self._down
+    def another(self, exchange: Exchange, tried: Collection[str]) -> FrontModel | None:
+        """Another version that answers, where the client asked for none in particular.
+
+        Args:
+            tried: `key` of those that did not answer.
+        """
+        versions = self._versions.get(exchange.asked, ())
+        left = [version for version in versions if version.key not in tried and self.upstream(version).can_answer]
+        return max(left, key=lambda version: version.share, default=None)
+
+    def upstream(self, model: FrontModel) -> Upstream:
+        """Where `model` is asked; a model that has just been left out is there no more.
+
+        Raises:
+            ApiError: it is not there.
+        """
+        found = self._upstreams.get(model.key)
+        if found is None:
+            raise ApiError(503, "The model has just been taken away; ask again.", code="not_ready", retry_after=1)
+        return found
 
     def decoder(self, name: str | None, exchange: Exchange, user: str | None = None) -> FrontModel:
         """The language model that a client calls `name`; None is the first one. See `model`.
@@ -105,87 +120,28 @@ class Backend:
             raise ApiError(400, f"{found.id} {_LACKS[kind]}; ask it {where}.", code="wrong_model", param="model")
         return found
 
-    async def tokenizer(self, model: FrontModel) -> Tokenizer:
-        """Of a language model; read when it is first asked for."""
-        if model.key not in self._tokenizers:
-            from penjing.core.text.tokenizer import Tokenizer
-
-            self._tokenizers[model.key] = await asyncio.to_thread(Tokenizer.from_folder, model.folder)
-        return self._tokenizers[model.key]
-
-    async def chat_template(self, model: FrontModel) -> ChatTemplate | None:
-        """Of a language model, if it has one; read when it is first asked for."""
-        if model.key not in self._chat_templates:
-            from penjing.core.text.chat import ChatTemplate
-
-            self._chat_templates[model.key] = await asyncio.to_thread(ChatTemplate.from_folder, model.folder)
-        return self._chat_templates[model.key]
-
-    async def text_tokenizer(self, model: FrontModel) -> TextTokenizer:
-        """Of a text encoder; read when it is first asked for."""
-        if model.key not in self._text_tokenizers:
-            from penjing.core.text.text_tokenizer import TextTokenizer, encoder_config
-
-            def read() -> TextTokenizer:
-                return TextTokenizer(model.folder, encoder_config(model.folder))
-
-            self._text_tokenizers[model.key] = await asyncio.to_thread(read)
-        return self._text_tokenizers[model.key]
-
-    def alive(self, model: FrontModel) -> None:
-        """Note that the model has just answered."""
-        self._answered[model.key] = time.monotonic()
-        self._down.discard(model.key)
-
-    def is_ready(self, model: FrontModel) -> bool:
-        """Whether the model has answered within `FRESH_SECONDS`."""
-        answered = self._answered[model.key]
-        return bool(answered) and time.monotonic() - answered < FRESH_SECONDS
-
     @property
     def ready(self) -> bool:
-        """Whether every model is."""
-        return all(map(self.is_ready, self.models))
+        """Whether every model has answered lately."""
+        return all(self.upstream(model).is_ready for model in self.models)
 
-    def error(self, error: PenjingError, model: FrontModel) -> ApiError:
+    def error(self, error: PenjingError, upstream: Upstream) -> ApiError:
         """What a client is told of a failure of the model's."""
         found = translated(error, self._hidden)
         if found.status == 503:
-            self._down.add(model.key)
+            upstream.is_down = True
         if found.status == 500:
             log.error("%s: %s", type(error).__name__, error)
         return found
 
     async def watch(self) -> None:
         """Ask each model that nobody else has asked lately, for ever; one that does not answer holds no other up."""
-        async with asyncio.TaskGroup() as group:
-            for model in self.models:
-                group.create_task(self._watch(model))
-
-    async def _watch(self, model: FrontModel) -> None:
-        while True:
-            if time.monotonic() - self._answered[model.id] > CANARY_SECONDS:
-                await self._canary(model)
-            await asyncio.sleep(CANARY_SECONDS if self.is_ready(model) else CANARY_SECONDS / 8)
-
-    async def _canary(self, model: FrontModel) -> None:
-        client = self.clients[model.id]
-        try:
-            if model.kind == DECODER:
-                sampling = {"max_tokens": 1, "temperature": 0.0, "ignore_eos": True}
-                await client.generate("a", timeout=CANARY_TIMEOUT, **sampling)
-            elif not await client.is_ready(CANARY_TIMEOUT):
-                return
-        except PenjingError as error:
-            if self._failing.get(model.id) != str(error):  # the same words every quarter of a second say no more
-                log.warning("%s does not answer: %s", model.id, error)
-            self._failing[model.id] = str(error)
-            self._down.add(model.id)
-            return
-        self._failing.pop(model.id, None)
-        self.alive(model)
+        async with asyncio.TaskGroup() as self._group:
+            for upstream in self._upstreams.values():
+                self._group.create_task(upstream.watch())
+            await asyncio.Event().wait()
 
     async def close(self) -> None:
         """End the connections; running answers are cancelled."""
-        for client in self.clients.values():
-            await client.close()
+        for upstream in self._upstreams.values():
+            await upstream.client.close()

@@ -13,7 +13,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from penjing.core.errors import RequestError
-from penjing.serve.front.answers import DONE, Ask, Events, answer, event
+from penjing.serve.front.answers import DONE, Ask, Events, answer, event, opening
 from penjing.serve.front.backend import Backend
 from penjing.serve.front.bodies import ChatBody, read_body
 from penjing.serve.front.logprobs import of_chat
@@ -31,7 +31,7 @@ async def answer_chat(backend: Backend, request: Request) -> Response:
         "id": f"chatcmpl-{exchange.request_id}",
         "object": "chat.completion.chunk" if ask.stream else "chat.completion",
         "created": int(time.time()),
-        "model": ask.model.id,
+        "model": ask.model.id,  # until it has gone and another version answers
     }
     if ask.stream:
         return await Events.of(_events(backend, ask, head, body))
@@ -89,17 +89,18 @@ async def _whole(backend: Backend, ask: Ask, head: dict[str, Any], body: ChatBod
                 "logprobs": logprobs,
                 "finish_reason": reason,
             }
-    return head | {"choices": [choices[index] for index in sorted(choices)], "usage": ask.usage}
+    return head | {"model": ask.model.id, "choices": [choices[index] for index in sorted(choices)], "usage": ask.usage}
 
 
 async def _events(backend: Backend, ask: Ask, head: dict[str, Any], body: ChatBody) -> AsyncGenerator[bytes, None]:
     """Events by hand: the bytes before and after the text are the same in all of them."""
-    start = b"data: " + json.dumps(head, separators=(",", ":")).encode()[:-1] + b',"choices":['
+    start = b""
     end = b'],"usage":null}\n\n' if body.include_usage else b"]}\n\n"
     seen: set[int] = set()
     readers = defaultdict(lambda: CallReader(partial=True)) if body.offered else {}
     async with aclosing(answer(backend, ask)) as chunks:
         async for _, chunk in chunks:
+            start = start or opening(head, ask)
             index = b'{"index":%d,"delta":{' % chunk.index
             parts = []
             if chunk.index not in seen:

@@ -13,7 +13,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from penjing.serve.client.wire_text import Chunk
-from penjing.serve.front.answers import DONE, Ask, Events, answer, event
+from penjing.serve.front.answers import DONE, Ask, Events, answer, event, opening
 from penjing.serve.front.backend import Backend
 from penjing.serve.front.bodies import CompletionBody, read_body
 from penjing.serve.front.logprobs import Entry, of_completion
@@ -31,7 +31,7 @@ async def complete(backend: Backend, request: Request) -> Response:
         "id": f"cmpl-{exchange.request_id}",
         "object": "text_completion",
         "created": int(time.time()),
-        "model": ask.model.id,
+        "model": ask.model.id,  # until it has gone and another version answers
     }
     if ask.stream:
         return await Events.of(_events(backend, ask, head, body, texts))
@@ -79,7 +79,7 @@ async def _shown_prompts(backend: Backend, ask: Ask, body: CompletionBody) -> li
     """Text and first token of each prompt that is echoed."""
     if not body.echo:
         return [("", "")] * len(ask.prompts)
-    tokenizer = await backend.tokenizer(ask.model)
+    tokenizer = await backend.upstream(ask.model).tokenizer()
     shown = []
     for prompt in ask.prompts:
         if isinstance(prompt, str):
@@ -136,17 +136,18 @@ async def _whole(backend: Backend, ask: Ask, head: dict[str, Any], texts: _Texts
                 "logprobs": logprobs,
                 "finish_reason": chunk.finish_reason,
             }
-    return head | {"choices": [choices[index] for index in sorted(choices)], "usage": ask.usage}
+    return head | {"model": ask.model.id, "choices": [choices[index] for index in sorted(choices)], "usage": ask.usage}
 
 
 async def _events(
     backend: Backend, ask: Ask, head: dict[str, Any], body: CompletionBody, texts: _Texts
 ) -> AsyncGenerator[bytes, None]:
     """Events by hand: the bytes before and after the text are the same in all of them."""
-    start = b"data: " + json.dumps(head, separators=(",", ":")).encode()[:-1] + b',"choices":['
+    start = b""
     end = b'],"usage":null}\n\n' if body.include_usage else b"]}\n\n"
     async with aclosing(answer(backend, ask)) as chunks:
         async for prompt, chunk in chunks:
+            start = start or opening(head, ask)
             text, logprobs = texts.of(prompt, chunk)
             if not (text or logprobs or chunk.finish_reason):
                 continue

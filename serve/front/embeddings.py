@@ -14,7 +14,6 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from penjing.core.errors import PenjingError
-from penjing.core.text.text_tokenizer import TextTokenizer
 from penjing.serve.client.protocol import MAX_TEXT_BYTES
 from penjing.serve.front.backend import Backend
 from penjing.serve.front.bodies import Body, read_body
@@ -54,11 +53,18 @@ async def answer_embeddings(backend: Backend, request: Request) -> Response:
     exchange.model = model.id
     texts = body.texts
     _check_texts(texts, backend.max_prompts)
-    tokenizer = await backend.text_tokenizer(model)
-    if body.dimensions not in (None, tokenizer.config.hidden_size):
-        text = f"dimensions: {model.id} has {tokenizer.config.hidden_size}, not {body.dimensions}; leave it out."
-        raise ApiError(400, text, code="unsupported", param="dimensions")
-    rows = await _rows(backend, model, texts, tokenizer, exchange)
+    tried: set[str] = set()
+    while True:
+        try:
+            rows = await _rows(backend, model, texts, body.dimensions, exchange)
+            break
+        except ApiError as error:  # another version is asked where this one has gone and nothing has come yet
+            tried.add(model.key)
+            other = backend.another(exchange, tried) if error.status == 503 and not exchange.prompt_tokens else None
+            if other is None:
+                raise
+            model = other
+    exchange.model = model.id
     shown = _base64 if body.encoding_format == "base64" else np.ndarray.tolist
     data = [{"object": "embedding", "index": index, "embedding": shown(row)} for index, row in enumerate(rows)]
     usage = {"prompt_tokens": exchange.prompt_tokens, "total_tokens": exchange.prompt_tokens}
@@ -79,23 +85,29 @@ def _check_texts(texts: list[str], most: int) -> None:
 
 
 async def _rows(
-    backend: Backend, model: FrontModel, texts: list[str], tokenizer: TextTokenizer, exchange: Exchange
+    backend: Backend, model: FrontModel, texts: list[str], dimensions: int | None, exchange: Exchange
 ) -> np.ndarray:
     """(texts, hidden) float32. More texts than the model takes at once are asked one part after the other: together,
     parts would stand in each other's batches."""
+    upstream = backend.upstream(model)
+    tokenizer = await upstream.text_tokenizer()
+    if dimensions not in (None, tokenizer.config.hidden_size):
+        text = f"dimensions: {model.id} has {tokenizer.config.hidden_size}, not {dimensions}; leave it out."
+        raise ApiError(400, text, code="unsupported", param="dimensions")
     ends = time.monotonic() + backend.timeout
     size = model.max_rows or len(texts)
     found = []
     try:
-        for begin in range(0, len(texts), size):
-            part = texts[begin : begin + size]
-            tokens = await asyncio.to_thread(tokenizer.rows, part)  # without Python's lock: nobody waits
-            seconds = max(0.0, ends - time.monotonic())
-            found.append(await backend.clients[model.id].embed(part, timeout=seconds))
-            exchange.count(sum(map(len, tokens)), 0)
+        with upstream.running():
+            for begin in range(0, len(texts), size):
+                part = texts[begin : begin + size]
+                tokens = await asyncio.to_thread(tokenizer.rows, part)  # without Python's lock: nobody waits
+                seconds = max(0.0, ends - time.monotonic())
+                found.append(await upstream.client.embed(part, timeout=seconds))
+                exchange.count(sum(map(len, tokens)), 0)
     except PenjingError as error:
-        raise backend.error(error, model) from None
-    backend.alive(model)
+        raise backend.error(error, upstream) from None
+    upstream.alive()
     return np.concatenate(found)
 
 

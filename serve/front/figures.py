@@ -33,7 +33,7 @@ async def figures(backend: Backend) -> bytes:
         if model.version is not None:
             labels["version"] = str(model.version)
         ready = f"# HELP {READY} Whether the model has answered lately.\n# TYPE {READY} gauge\n{READY} "
-        joined.add(ready + str(int(backend.is_ready(model))), labels)
+        joined.add(ready + str(int(backend.upstream(model).is_ready)), labels)
         if isinstance(page, bytes):
             joined.add(page.decode(), labels)
             answered += 1

@@ -33,7 +33,7 @@ async def tokenize(backend: Backend, request: Request) -> Response:
     """Token ids of a text."""
     exchange: Exchange = request.scope["state"]["exchange"]
     body = read_body(TokenizeBody, request.headers.get("content-type", ""), exchange.body)
-    tokenizer = await backend.tokenizer(backend.decoder(body.model, exchange))
+    tokenizer = await backend.upstream(backend.decoder(body.model, exchange)).tokenizer()
     ids = await asyncio.to_thread(tokenizer.encode_beside, body.prompt, body.add_special_tokens is not False)
     return JSONResponse({"tokens": ids, "count": len(ids)})
 
@@ -42,7 +42,7 @@ async def detokenize(backend: Backend, request: Request) -> Response:
     """The text of token ids."""
     exchange: Exchange = request.scope["state"]["exchange"]
     body = read_body(DetokenizeBody, request.headers.get("content-type", ""), exchange.body)
-    tokenizer = await backend.tokenizer(backend.decoder(body.model, exchange))
+    tokenizer = await backend.upstream(backend.decoder(body.model, exchange)).tokenizer()
     if unknown := [number for number in body.tokens if number >= tokenizer.vocab_size]:
         raise ApiError(400, f"tokens: {unknown[0]} is no token of this model.", code="invalid_value", param="tokens")
     return JSONResponse({"prompt": await asyncio.to_thread(tokenizer.decode, body.tokens, False)})

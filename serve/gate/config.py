@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from pydantic import Field
+from pydantic import Field, TypeAdapter
 
 from penjing.core.config import Config, apply_override, parse_config
 from penjing.core.errors import ConfigError
@@ -98,13 +98,13 @@ class FrontModel(Config):
     metrics: str = Field(description="Host and port of that server's metrics.")
     adapters: tuple[str, ...] = Field(default=(), description="Names of the adapters that it was started with.")
     adapter: str | None = Field(default=None, description="The one of them that this stands for.")
-    base: str | None = Field(default=None, description="The id of the model that this adapter is beside.")
     max_rows: int | None = Field(default=None, ge=1, description="Rows that a request to a batched model may have.")
 
     @property
     def key(self) -> str:
-        """By which connections and health are kept: an adapter has those of its model."""
-        return self.base or self.id
+        """By which connections and health are kept: an adapter has those of its model, and a model that is loaded
+        later under an old name has its own."""
+        return self.grpc
 
     def adapted(self) -> tuple[FrontModel, ...]:
         """The model with each of its adapters, MODEL:ADAPTER."""
@@ -115,11 +115,14 @@ class FrontModel(Config):
                     "aliases": tuple(f"{alias}:{name}" for alias in self.aliases),
                     "group": None if self.group is None else f"{self.group}:{name}",
                     "adapter": name,
-                    "base": self.id,
                 }
             )
             for name in self.adapters
         )
+
+
+MODELS = TypeAdapter(tuple[FrontModel, ...])
+"""What the front's process is told, on its standard input, when they change."""
 
 
 class FrontJob(Config):

@@ -48,6 +48,8 @@ class Exchange:
     request_id: str
     path: str = ""
     body: bytes = b""
+    asked: str = ""
+    """The model's name as the client wrote it; `model` is who answers."""
     model: str = ""
     status: int = 0
     prompt_tokens: int = 0

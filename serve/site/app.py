@@ -24,7 +24,7 @@ from penjing.serve.front.completions import complete
 from penjing.serve.front.embeddings import EmbeddingBody, answer_embeddings
 from penjing.serve.front.figures import figures
 from penjing.serve.front.texts import DetokenizeBody, TokenizeBody, detokenize, tokenize
-from penjing.serve.gate.config import FrontJob
+from penjing.serve.gate.config import FrontJob, FrontModel
 from penjing.serve.gate.errors import START_SECONDS, ApiError
 from penjing.serve.gate.guard import Exchange, Guard, Message
 from penjing.serve.gate.log import log_exchange
@@ -98,6 +98,12 @@ class Front:
     def ready(self) -> bool:
         """Whether every model has just answered, and none is about to go."""
         return self._backend_made and self.backend.ready and not self.guard.draining
+
+    def show(self, models: tuple[FrontModel, ...]) -> None:
+        """From now on these are the models."""
+        self.job = self.job.model_copy(update={"models": models})
+        if self._backend_made:
+            self.backend.update(models)
 
     def drain(self) -> None:
         """Refuse requests from now on."""

@@ -16,7 +16,7 @@ from pathlib import Path
 from penjing.core.errors import SetupError
 from penjing.core.files import writing
 from penjing.serve.access.keys import read_keys
-from penjing.serve.gate.config import VARIABLE, FrontConfig, FrontJob
+from penjing.serve.gate.config import MODELS, VARIABLE, FrontConfig, FrontJob, FrontModel
 from penjing.serve.gate.traces import check_traces
 from penjing.serve.triton.hang_clock import HangClock
 
@@ -67,6 +67,7 @@ class FrontProcess:
         self._draining = False
         self._process: subprocess.Popen[bytes] | None = None
         self._beats = -1
+        self._unsaid = b""
         self.restarts = 0
         self._start()
 
@@ -82,6 +83,7 @@ class FrontProcess:
             if now >= self._restart_at:
                 self._start()
             return None
+        self._say()
         with suppress(BlockingIOError):
             if beats := os.read(self._beats, 4096):
                 if not self._alive:
@@ -100,6 +102,17 @@ class FrontProcess:
         self._backoff = min(max(1.0, 2 * self._backoff), MAX_BACKOFF_SECONDS)
         self.restarts += 1
         return reason
+
+    def show(self, models: tuple[FrontModel, ...]) -> None:
+        """From now on it serves these; so does one that is started later."""
+        self._job = self._job.model_copy(update={"models": models})
+        self._unsaid += MODELS.dump_json(models) + b"\n"
+        self._say()
+
+    @property
+    def has_heard(self) -> bool:
+        """Whether all that `show` said has left this process."""
+        return not self._unsaid
 
     @property
     def ready(self) -> bool:
@@ -149,7 +162,8 @@ class FrontProcess:
                 self._process = subprocess.Popen(
                     [sys.executable, "-m", "penjing.serve.site.server"],
                     env=os.environ | {VARIABLE: job.model_dump_json()},
-                    stdin=subprocess.DEVNULL,
+                    stdin=subprocess.PIPE,
+                    bufsize=0,
                     stdout=log,
                     stderr=log,
                     pass_fds=(theirs,),
@@ -158,9 +172,17 @@ class FrontProcess:
                 )
         finally:
             os.close(theirs)
+        assert self._process.stdin is not None, "it is a pipe"
+        os.set_blocking(self._process.stdin.fileno(), False)
+        self._unsaid = b""  # the job says it all
         self._started = self._last_beat = time.monotonic()
         self._clock = HangClock(START_SECONDS, STARVE_SECONDS)
         self._alive = self._ready = False
+
+    def _say(self) -> None:
+        if self._process is not None and self._process.stdin is not None and self._unsaid:
+            with suppress(BlockingIOError, BrokenPipeError):  # it is stopped, or gone: then it is started again
+                self._unsaid = self._unsaid[os.write(self._process.stdin.fileno(), self._unsaid) :]
 
     def _signal(self, number: int) -> None:
         if self._process is not None:
@@ -172,5 +194,7 @@ class FrontProcess:
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
+        if self._process.stdin is not None:
+            self._process.stdin.close()
         os.close(self._beats)
         self._process, self._beats = None, -1

@@ -10,12 +10,14 @@ from contextlib import suppress
 import uvicorn
 import uvloop
 
-from penjing.serve.gate.config import VARIABLE, FrontJob
+from penjing.serve.gate.config import MODELS, VARIABLE, FrontJob
 from penjing.serve.gate.connection import connection_class
 from penjing.serve.gate.log import open_log
 from penjing.serve.site.app import Front
 from penjing.serve.site.process import ALIVE, BEAT_SECONDS, READY
 
+STDIN = 0
+MAX_READ = 1 << 16
 GRACE_SECONDS = 3  # for answers that are under way when the process shall end
 
 
@@ -42,6 +44,24 @@ def uvicorn_config(front: Front) -> uvicorn.Config:
     )
 
 
+def listen(front: Front, loop: asyncio.AbstractEventLoop) -> None:
+    """Take from standard input what the supervisor says: a line with all models whenever they change."""
+    os.set_blocking(STDIN, False)
+    said = bytearray()
+
+    def read() -> None:
+        with suppress(BlockingIOError):
+            if not (part := os.read(STDIN, MAX_READ)):
+                loop.remove_reader(STDIN)
+            said.extend(part)
+        *lines, rest = said.split(b"\n")
+        if lines:
+            said[:] = rest
+            front.show(MODELS.validate_json(bytes(lines[-1])))
+
+    loop.add_reader(STDIN, read)
+
+
 async def _run(job: FrontJob) -> None:
     front = Front(job)
     loop = asyncio.get_running_loop()
@@ -54,6 +74,7 @@ async def _run(job: FrontJob) -> None:
 
     if job.beat_fd >= 0:
         beat()
+        listen(front, loop)
     await uvicorn.Server(uvicorn_config(front)).serve()
 
 

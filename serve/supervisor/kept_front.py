@@ -45,6 +45,18 @@ class KeptFront:
         if self._job is not None:
             self._process = FrontProcess(self._job, self._log)
 
+    def show(self, models: tuple[FrontModel, ...]) -> None:
+        """From now on it stands before these."""
+        if self._job is not None:
+            self._job = self._job.model_copy(update={"models": models})
+        if self._process is not None:
+            self._process.show(models)
+
+    @property
+    def has_heard(self) -> bool:
+        """Whether it knows of the last `show`."""
+        return self._process is None or self._process.has_heard
+
     @property
     def pid(self) -> int:
         """Of its process; 0 while there is none."""

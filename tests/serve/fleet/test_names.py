@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pytest
 
 from penjing.core.errors import ConfigError
-from penjing.serve.fleet.names import adapter_settings, are_named, read_names
+from penjing.serve.fleet.names import adapter_settings, are_named, changed_shares, read_names
 
 
 def test_names_and_versions() -> None:
@@ -55,6 +56,22 @@ def test_the_first_version_without_a_share_gets_the_rest(shares: list[str], expe
 def test_what_cannot_be_is_refused(arguments: list[str], shares: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         read_names(arguments, shares)
+
+
+def test_a_changed_share_leaves_the_others_their_proportions() -> None:
+    shares = {"m:1": 0.6, "m:2": 0.3, "m:3": 0.1}
+    assert changed_shares(shares, {"m:3": 0.4}) == pytest.approx({"m:1": 0.4, "m:2": 0.2, "m:3": 0.4})
+    assert changed_shares(shares, {"m:2": 1.0}) == {"m:1": 0.0, "m:2": 1.0, "m:3": 0.0}
+    assert changed_shares({"m:1": 0.0, "m:2": 1.0}, {"m:2": 0.25}) == {"m:1": 0.75, "m:2": 0.25}
+    for given, message in (
+        ({"m:4": 0.1}, "'m:4' is no version"),
+        ({"m:1": 1.5}, "between 0 and 1"),
+        ({"m:1": math.nan}, "between 0 and 1"),
+        ({"m:1": 0.6, "m:2": 0.6}, "are 1.2 in all"),
+        ({"m:1": 0.1, "m:2": 0.1, "m:3": 0.1}, "are 0.3 in all"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            changed_shares(shares, given)
 
 
 def test_a_single_folder_needs_no_name(tmp_path: Path) -> None:

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncGenerator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
-from penjing.core.errors import OverloadedError, UnavailableError
+from penjing.core.errors import OverloadedError, PenjingError, UnavailableError
 from penjing.serve.access.keys import Key
 from penjing.serve.access.limits import Account
-from penjing.serve.front.answers import Ask
+from penjing.serve.client.wire_text import Chunk
+from penjing.serve.front.answers import Ask, answer
 from penjing.serve.front.backend import Backend
 from penjing.serve.front.figures import Joined
 from penjing.serve.front.versions import chosen, sharer
@@ -33,7 +36,7 @@ def model(version: int | None = None, share: float = 1.0, name: str = "llm", kin
         kind=kind,
         name=name,
         folder=Path("anywhere"),
-        grpc="127.0.0.1:1",
+        grpc=f"127.0.0.1:{1 + (version or 0) + 10 * len(name)}",
         metrics="127.0.0.1:2",
     )
 
@@ -85,20 +88,20 @@ def test_the_backend_finds_models_by_name_and_goes_round_one_that_does_not_answe
                     backend.decoder(name, exchange)
                 assert error.value.status == status
             assert not backend.ready
-            backend.alive(models[0])
+            backend.upstream(models[0]).alive()
             assert backend.decoder("llm", exchange).id == "llm:1"  # the other one does not answer
             assert backend.decoder("llm:2", exchange).id == "llm:2"
-            backend.alive(models[1])
+            backend.upstream(models[1]).alive()
             assert backend.decoder("llm", exchange).id == "llm:2"
             assert not backend.ready
-            backend.alive(models[2])
+            backend.upstream(models[2]).alive()
             assert backend.ready
-            assert backend.error(OverloadedError("too much"), models[1]).status == 429
+            assert backend.error(OverloadedError("too much"), backend.upstream(models[1])).status == 429
             assert backend.decoder("llm", exchange).id == "llm:2"
-            assert backend.error(UnavailableError("it restarts"), models[1]).status == 503
+            assert backend.error(UnavailableError("it restarts"), backend.upstream(models[1])).status == 503
             assert backend.decoder("llm", exchange).id == "llm:1"
             assert backend.decoder("llm:2", exchange).id == "llm:2"
-            backend.alive(models[1])
+            backend.upstream(models[1]).alive()
             assert backend.decoder("llm", exchange).id == "llm:2"
         finally:
             await backend.close()
@@ -117,20 +120,102 @@ def test_an_adapter_is_a_model_by_name_and_lives_with_its_base() -> None:
             assert backend.listed[3:] == ["new", "new:1", "new:eve", "new:1:eve", "new:2", "new:2:eve"]
             for name in ("llm:alice", "decoder:alice"):
                 found = backend.decoder(name, exchange)
-                assert (found.id, found.adapter, found.key) == ("llm:alice", "alice", "llm")
+                assert (found.id, found.adapter, found.key) == ("llm:alice", "alice", adapted.grpc)
             assert backend.decoder("new:eve", exchange).id == "new:2:eve"
             assert backend.decoder("new:1:eve", exchange).id == "new:1:eve"
             assert backend.decoder("llm", exchange).adapter is None
             with pytest.raises(ApiError, match="no model 'llm:eve'"):
                 backend.decoder("llm:eve", exchange)
             for each in backend.models:
-                backend.alive(each)
+                backend.upstream(each).alive()
             assert backend.ready
-            assert backend.error(UnavailableError("it restarts"), backend.decoder("new:eve", exchange)).status == 503
+            going = backend.upstream(backend.decoder("new:eve", exchange))
+            assert backend.error(UnavailableError("it restarts"), going).status == 503
             assert backend.decoder("new:eve", exchange).id == "new:1:eve"
             ask = Ask(backend.decoder("llm:bob", exchange), {"max_tokens": 1}, exchange, ["a"])
             assert (ask.sampling["lora_name"], exchange.model) == ("bob", "llm:bob")
         finally:
+            await backend.close()
+
+    asyncio.run(check())
+
+
+class FakeClient:
+    """Says `error` after `chunks`."""
+
+    def __init__(self, chunks: int, error: PenjingError | None) -> None:
+        self._chunks, self._error = chunks, error
+
+    async def stream(self, *_: Any, **__: Any) -> AsyncGenerator[Chunk, None]:
+        for _number in range(self._chunks):
+            yield Chunk("a", num_tokens=1, num_input_tokens=1)
+        if self._error is not None:
+            raise self._error
+
+    async def close(self) -> None:
+        pass
+
+
+def test_a_request_that_finds_a_version_gone_goes_to_another_unless_it_has_begun() -> None:
+    gone = UnavailableError("it ends")
+
+    async def asked(name: str, *clients: FakeClient) -> tuple[str, int]:
+        models = tuple(versions(0.999999))
+        backend = Backend(FrontJob(front=FrontConfig(port=8080), models=models, log=Path("log")))
+        for each, client in zip(models, clients, strict=True):
+            upstream = backend.upstream(each)
+            await upstream.client.close()
+            upstream.client = client  # type: ignore[assignment]
+            upstream.alive()
+        exchange = Exchange("r")
+        ask = Ask(backend.decoder(name, exchange), {"max_tokens": 2}, exchange, ["a"], stream=True)
+        count = 0
+        try:
+            async for _ in answer(backend, ask):
+                count += 1
+        except ApiError as error:
+            return f"{ask.model.id} {error.status}", count
+        finally:
+            await backend.close()
+        assert exchange.model == ask.model.id
+        return ask.model.id, count
+
+    fine, lost, cut = FakeClient(2, None), FakeClient(0, gone), FakeClient(1, gone)
+    assert asyncio.run(asked("llm", fine, fine)) == ("llm:2", 2)
+    assert asyncio.run(asked("llm", fine, lost)) == ("llm:1", 2)
+    assert asyncio.run(asked("llm:2", fine, lost)) == ("llm:2 503", 0)
+    assert asyncio.run(asked("llm", lost, lost)) == ("llm:1 503", 0)
+    assert asyncio.run(asked("llm", fine, cut)) == ("llm:2 503", 1)
+    assert asyncio.run(asked("llm", fine, FakeClient(0, OverloadedError("much")))) == ("llm:2 429", 0)
+
+
+def test_models_change_while_requests_run() -> None:
+    async def check() -> None:
+        first, second = versions(0.0)
+        backend = Backend(FrontJob(front=FrontConfig(port=8080), models=(first,), log=Path("log")))
+        watching = asyncio.create_task(backend.watch())
+        closed: list[bool] = []
+        try:
+            await asyncio.sleep(0)
+            upstream = backend.upstream(first)
+
+            async def close() -> None:
+                closed.append(True)
+
+            real, upstream.client.close = upstream.client.close, close  # type: ignore[method-assign]
+            with upstream.running():
+                backend.update((second,))
+                assert backend.listed == ["llm", "llm:2"]
+                with pytest.raises(ApiError, match="taken away"):
+                    backend.upstream(first)
+                await asyncio.sleep(0.01)
+                assert not closed
+            async with asyncio.timeout(10):
+                while not closed:
+                    await asyncio.sleep(0.01)
+            await real()
+        finally:
+            watching.cancel()
             await backend.close()
 
     asyncio.run(check())
