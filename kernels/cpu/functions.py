@@ -15,7 +15,7 @@ from penjing.kernels.cpu.packing import Int4Part, Int8Part, Panels, pack_int4, p
 from penjing.kernels.cpu.pages import empty_pages
 from penjing.kernels.cpu.threads import default_threads
 
-ISAS = ("avx512_vnni", "avx2", "scalar")
+ISAS = ("amx", "avx512_vnni", "avx2", "scalar")
 
 
 class CpuExtension:
@@ -37,13 +37,13 @@ class CpuExtension:
         """Use the kernels of one instruction set from ISAS, or "auto".
 
         Raises:
-            ValueError: an unknown name, or one that this processor cannot run.
+            ValueError: an unknown name, or one that this processor or its system cannot run.
         """
         result = self.library.pj_select_isa(name.encode())
         if result == -1:
             raise ValueError(f"instruction set {name!r} is unknown; choose auto, {', '.join(ISAS)}")
         if result == -2:
-            raise ValueError(f"this processor does not run {name!r}; choose auto")
+            raise ValueError(f"this processor or its system does not run {name!r}; choose auto")
 
     @property
     def num_threads(self) -> int:

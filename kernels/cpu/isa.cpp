@@ -5,10 +5,33 @@
 
 #include "ops.h"
 
+#if defined(PJ_HAS_AMX)
+#include <cpuid.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
 namespace penjing {
 namespace {
 
 std::atomic<const Ops*> chosen{nullptr};
+
+#if defined(PJ_HAS_AMX)
+// Whether the processor has tiles for bytes, the system saves them, and this process may use them. Linux (since 5.16)
+// keeps room for them only in processes that ask; threads and forked children inherit the answer.
+bool amx_permitted() {
+    constexpr unsigned TILE = 1u << 24, INT8 = 1u << 25, OSXSAVE = 1u << 27, SAVED = 0x60000u;
+    constexpr long REQUEST = 0x1023, TILE_DATA = 18;  // arch_prctl(ARCH_REQ_XCOMP_PERM)
+    unsigned a, b, c, d;
+    if (!__get_cpuid(1, &a, &b, &c, &d) || !(c & OSXSAVE)) return false;
+    if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || !(d & TILE) || !(d & INT8)) return false;
+    // Palette 1 must have eight tiles of 16 rows of 64 bytes.
+    if (!__get_cpuid_count(0x1d, 1, &a, &b, &c, &d) || (b & 0xffff) < 64 || (b >> 16) < 8 || (c & 0xffff) < 16) return false;
+    unsigned low, high;
+    asm volatile("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
+    return (low & SAVED) == SAVED && syscall(SYS_arch_prctl, REQUEST, TILE_DATA) == 0;
+}
+#endif
 
 // The compiler's run-time checks include the operating system's saving of wide registers (XGETBV).
 bool runs(const char* name) {
@@ -22,6 +45,9 @@ bool runs(const char* name) {
                __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
                __builtin_cpu_supports("avx512vnni");
     }
+#if defined(PJ_HAS_AMX)
+    if (!strcmp(name, "amx")) return runs("avx512_vnni") && amx_permitted();
+#endif
 #endif
     return false;
 }
@@ -31,12 +57,21 @@ const Ops* table(const char* name) {
 #if defined(__x86_64__)
     if (!strcmp(name, "avx2")) return &avx2_ops();
     if (!strcmp(name, "avx512_vnni")) return &avx512_ops();
+#if defined(PJ_HAS_AMX)
+    if (!strcmp(name, "amx")) return &amx_ops();
+#endif
 #endif
     return nullptr;
 }
 
+bool known(const char* name) {
+    for (const char* other : {"amx", "avx512_vnni", "avx2", "scalar"})
+        if (!strcmp(name, other)) return true;
+    return false;
+}
+
 const Ops* best() {
-    for (const char* name : {"avx512_vnni", "avx2"})
+    for (const char* name : {"amx", "avx512_vnni", "avx2"})
         if (runs(name)) return table(name);
     return table("scalar");
 }
@@ -57,10 +92,9 @@ int select_ops(const char* name) {
         chosen.store(best(), std::memory_order_release);
         return 0;
     }
-    const Ops* wanted = table(name);
-    if (wanted == nullptr) return -1;
+    if (!known(name)) return -1;
     if (!runs(name)) return -2;
-    chosen.store(wanted, std::memory_order_release);
+    chosen.store(table(name), std::memory_order_release);
     return 0;
 }
 

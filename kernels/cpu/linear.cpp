@@ -167,15 +167,14 @@ void apply_linear(const Ops& ops, const PjLinear& linear, const Rows& rows, int6
     if (linear.dtype == PJ_INT8) {
         const int64_t panels = num_panels(linear);
         const Int8Rows task{rows.q, rows.row_scale, out, padded_k(linear.k), ldo, static_cast<int>(count), add};
-        for (int64_t panel = share(panels, member, members); panel < share(panels, member + 1, members); ++panel)
-            ops.int8_panel(linear, panel, task);
+        ops.int8_panels(linear, share(panels, member, members), share(panels, member + 1, members), task);
         return;
     }
     if (linear.dtype == PJ_INT4) {
-        const int64_t panels = num_panels(linear), end = share(panels, member + 1, members);
+        const int64_t panels = num_panels(linear);
         const Int4Rows task{rows.q4, rows.start, rows.row_scale, rows.group_scale, out, linear.k, linear.k / linear.group, ldo,
                             static_cast<int>(count), add};
-        for (int64_t panel = share(panels, member, members); panel < end; ++panel) ops.int4_panel(linear, panel, task);
+        ops.int4_panels(linear, share(panels, member, members), share(panels, member + 1, members), task);
         return;
     }
     // Shares of whole cache lines of output.
@@ -201,13 +200,13 @@ Soon first_panels(const PjLinear& linear, int member, int members) {
     return {static_cast<const char*>(linear.weight) + begin * bytes, mine < most ? mine : most};
 }
 
-int64_t most_chunk_rows(int64_t k) {
+int64_t most_chunk_rows(const Ops& ops, int64_t k) {
     const int64_t fitting = (int64_t{512} << 10) / k;
-    return fitting < 24 ? 24 : fitting > 96 ? 96 : fitting;
+    return fitting < 24 ? 24 : fitting > ops.chunk_rows ? ops.chunk_rows : fitting;
 }
 
-int64_t row_chunk(int64_t rows, int64_t k, int members) {
-    const int64_t most = most_chunk_rows(k), rounds = (rows + most * members - 1) / (most * members);
+int64_t row_chunk(const Ops& ops, int64_t rows, int64_t k, int members) {
+    const int64_t most = most_chunk_rows(ops, k), rounds = (rows + most * members - 1) / (most * members);
     return (rows + rounds * members - 1) / (rounds * members);
 }
 
@@ -224,7 +223,7 @@ bool run_linear(const PjLinear& linear, const float* x, int64_t rows, float* out
     Rows buffer = carve_rows(carver, quantized, linear.k);
     buffer.x = const_cast<float*>(x);
 
-    LinearCall call{linear, ops(), x, rows, out, buffer, rows >= 48 * threads, row_chunk(rows, linear.k, threads)};
+    LinearCall call{linear, ops(), x, rows, out, buffer, rows >= 48 * threads, row_chunk(ops(), rows, linear.k, threads)};
     run_team(linear_member, &call, threads);
     return true;
 }

@@ -59,8 +59,8 @@ Soon first_panels(const PjLinear& linear, int member, int members);
 bool run_linear(const PjLinear& linear, const float* x, int64_t rows, float* out);
 
 // Rows that a member takes at a time when `rows` are shared out: so many that they and a panel stay in a 1 MiB
-// second-level cache, and that all members get equally many pieces. At most `most_chunk_rows(k)`.
-int64_t row_chunk(int64_t rows, int64_t k, int members);
-int64_t most_chunk_rows(int64_t k);
+// second-level cache, and that all members get equally many pieces. At most `most_chunk_rows(ops, k)`.
+int64_t row_chunk(const Ops& ops, int64_t rows, int64_t k, int members);
+int64_t most_chunk_rows(const Ops& ops, int64_t k);
 
 }  // namespace penjing

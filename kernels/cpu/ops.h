@@ -1,5 +1,5 @@
-// What an instruction set provides: the inner kernels behind a table of functions, one table each for AVX-512 VNNI,
-// AVX2 and plain C++. Everything above the table (threads, blocking, paging) is compiled once for any processor.
+// What an instruction set provides: the inner kernels behind a table of functions, one table each for AMX, AVX-512
+// VNNI, AVX2 and plain C++. Everything above the table (threads, blocking, paging) is compiled once for any processor.
 #pragma once
 
 #include "abi.h"
@@ -63,15 +63,16 @@ struct AttentionTile {
 
 struct Ops {
     const char* name;
+    int64_t chunk_rows;  // most rows that a member takes at a time when rows are shared out
 
     // q = clamp(round_half_even(x / scale)) with scale = amax / 127 (1 where that is 0); bytes XOR flip.
     void (*quantize_row)(const float* x, int64_t k, uint8_t* q, float* scale, uint8_t flip);
 
-    // One panel (columns first … of the packed order) of an INT8 linear layer for some rows.
-    void (*int8_panel)(const PjLinear& linear, int64_t panel, const Int8Rows& rows);
+    // Panels [begin, end) of an INT8 linear layer for some rows.
+    void (*int8_panels)(const PjLinear& linear, int64_t begin, int64_t end, const Int8Rows& rows);
 
     // The same of an INT4 layer; start[g] = factor × the sum of group g of a row's bytes.
-    void (*int4_panel)(const PjLinear& linear, int64_t panel, const Int4Rows& rows);
+    void (*int4_panels)(const PjLinear& linear, int64_t begin, int64_t end, const Int4Rows& rows);
     void (*group_starts)(const int8_t* q, int64_t k, int64_t group, int32_t factor, int32_t* start);
 
     // Outputs [n0, n1) of a float linear layer.
@@ -118,6 +119,11 @@ const Ops& scalar_ops();
 #if defined(__x86_64__)
 const Ops& avx2_ops();
 const Ops& avx512_ops();
+// Compilers since GCC 11 and clang 12 know tiles.
+#if defined(__clang__) ? __clang_major__ >= 12 : __GNUC__ >= 11
+#define PJ_HAS_AMX 1
+const Ops& amx_ops();  // what AVX-512 does, with linear layers of several rows by tiles
+#endif
 #endif
 
 // The best table this processor runs, or the one forced by `select_ops`.

@@ -5,6 +5,7 @@
 #include "ops_math.h"
 
 #include "ops_attention.h"
+#include "ops_epilogue.h"
 #include "ops_float.h"
 #include "ops_int8.h"
 
@@ -14,7 +15,7 @@
 namespace {
 
 constexpr penjing::Ops make_table(const char* name) {
-    return {name,       quantize_row, int8_panel, int4_panel, group_starts, float_linear, low_rank_block,
+    return {name, 96, quantize_row, int8_panels, int4_panels, group_starts, float_linear, low_rank_block,
             rms_norm_row, rotate_head, swiglu_row, hadamard_row, widen_row, scale_row, sum_words, pack_keys, quantize_query, attend_tile, merge_tile,
             peak_of_row, weigh_row, sum_weights, gather_from, peaks_of_groups, sum_of_powers, count_before};
 }

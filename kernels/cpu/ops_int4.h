@@ -14,11 +14,6 @@ inline void group_starts(const int8_t* q, int64_t k, int64_t group, int32_t fact
     }
 }
 
-// y = total × row_scale + bias, each rounded.
-inline V finish(const PjLinear& linear, const float* total, int64_t column, V row_scale) {
-    return v_add(v_mul(v_load(total), row_scale), v_load(linear.bias + column));
-}
-
 inline void int4_panel(const PjLinear& linear, int64_t panel, const penjing::Int4Rows& rows) {
     const int64_t first = panel * linear.width, left = penjing::padded_columns(linear) - first;
     const int columns = left < linear.width ? static_cast<int>(left) : linear.width;
@@ -52,6 +47,10 @@ inline void int4_panel(const PjLinear& linear, int64_t panel, const penjing::Int
             });
         }
     }
+}
+
+inline void int4_panels(const PjLinear& linear, int64_t begin, int64_t end, const penjing::Int4Rows& rows) {
+    for (int64_t panel = begin; panel < end; ++panel) int4_panel(linear, panel, rows);
 }
 
 }  // namespace

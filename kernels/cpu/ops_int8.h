@@ -1,4 +1,4 @@
-// Per-token quantization and the INT8 linear layer's epilogue, over one instruction set's lanes.
+// Per-token quantization and the INT8 linear layer, over one instruction set's lanes.
 #pragma once
 
 namespace {
@@ -18,40 +18,6 @@ inline void quantize_row(const float* x, int64_t k, uint8_t* q, float* scale, ui
         const int n = k - i < W ? static_cast<int>(k - i) : W;
         const V value = v_round(v_div(n == W ? v_load(x + i) : v_load_n(x + i, n), by));
         v_store_bytes(q + i, v_max(low, v_min(high, value)), flip, n);
-    }
-}
-
-// y = acc × row_scale × column_scale + bias, each product rounded, as the torch reference does.
-inline V dequantize(const PjLinear& linear, const int32_t* acc, int64_t column, V row_scale) {
-    const V sum = v_from_int(vi_sub(vi_load(acc), vi_load(linear.comp + column)));
-    const V scaled = v_mul(v_mul(sum, row_scale), v_load(linear.scale + column));
-    return v_add(scaled, v_load(linear.bias + column));
-}
-
-inline void put(float* out, V value, int64_t valid, bool add) {
-    if (valid >= W) {
-        v_store(out, add ? v_add(v_load(out), value) : value);
-    } else if (valid > 0) {
-        const int n = static_cast<int>(valid);
-        v_store_n(out, add ? v_add(v_load_n(out, n), value) : value, n);
-    }
-}
-
-// One row of a panel's outputs, whose first is `first`; `value(column)` gives W of them from column `column` of the panel
-// on. With SwiGLU 16 columns of gate stand before 16 of up.
-template <class Value>
-inline void finish_row(const PjLinear& linear, int64_t first, int columns, float* out, bool add, Value value) {
-    if (linear.swiglu) {
-        for (int column = 0; column < columns; column += 32) {
-            for (int lane = 0; lane < 16; lane += W) {
-                const int64_t to = (first + column) / 2 + lane;
-                put(out + to, v_silu_mul(value(column + lane), value(column + lane + 16)), linear.n - to, add);
-            }
-        }
-    } else {
-        for (int column = 0; column < columns; column += W) {
-            put(out + first + column, value(column), linear.n - first - column, add);
-        }
     }
 }
 
@@ -85,6 +51,10 @@ inline void int8_panel(const PjLinear& linear, int64_t panel, const penjing::Int
             });
         }
     }
+}
+
+inline void int8_panels(const PjLinear& linear, int64_t begin, int64_t end, const penjing::Int8Rows& rows) {
+    for (int64_t panel = begin; panel < end; ++panel) int8_panel(linear, panel, rows);
 }
 
 }  // namespace

@@ -1,0 +1,115 @@
+// AMX (Sapphire Rapids and later): linear layers of several rows by tiles, everything else as on AVX-512.
+#include "ops.h"
+
+#if defined(PJ_HAS_AMX)
+#include <immintrin.h>
+
+#include <cmath>
+#include <cstdint>
+
+// Standard headers come first: what they define inline may run on any processor.
+#if defined(__clang__)
+#pragma clang attribute push(                                                                                     \
+    __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma,f16c,amx-tile,amx-int8"))), \
+    apply_to = function)
+#else
+#pragma GCC push_options
+#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma,f16c,amx-tile,amx-int8")
+#endif
+
+#include "simd_avx512.h"
+
+#include "ops_math.h"
+
+#include "ops_epilogue.h"
+
+#include "amx_tiles.h"
+
+namespace {
+
+using penjing::Int8Rows;
+using penjing::PANEL;
+
+// Fewer rows wait for memory, and tiles do not help.
+constexpr int LEAST_ROWS = 7;
+// A single block reads its panel from memory itself, so many bytes ahead.
+constexpr int64_t NEAR = 8192;
+
+void int8_panel(const PjLinear& linear, int64_t panel, const Int8Rows& rows, const RowTiles& tiles) {
+    const int64_t groups = penjing::padded_k(linear.k) / 4, first = panel * linear.width;
+    const int64_t left = penjing::padded_columns(linear) - first, steps = groups / TILE_GROUPS;
+    const int64_t rest = groups - steps * TILE_GROUPS, done = 4 * steps * TILE_GROUPS;
+    const int columns = left < linear.width ? static_cast<int>(left) : linear.width;
+    const int8_t* weight = static_cast<const int8_t*>(linear.weight) + first * groups * 4;
+    alignas(64) int32_t acc[2 * TILE_ROWS * PANEL];
+
+    // The blocks fetch equal parts of the next panel; one alone fetches a little ahead of itself.
+    const int64_t blocks = tiles.count / 2 * ((columns + 31) / 32) + tiles.count % 2;
+    const int lines = tiles.count == 1 ? TILE_GROUPS : static_cast<int>((columns + blocks - 1) / blocks);
+    const int8_t* ahead = weight + (tiles.count == 1 ? NEAR : columns * groups * 4);
+    for (int tile = 0; tile < tiles.count; tile += 2) {
+        const int begin = tiles.first(tile), second = tile + 1 < tiles.count ? tiles.first(tile + 1) : -1;
+        const uint8_t* x = rows.x + begin * rows.ldx;
+        if (second < 0) {  // with an odd number of tiles the last is alone
+            switch (columns / 16) {
+                case 1: sum_1<1>(x, rows.ldx, weight, columns, steps, ahead, lines, acc); break;
+                case 2: sum_1<2>(x, rows.ldx, weight, columns, steps, ahead, lines, acc); break;
+                case 3: sum_1<3>(x, rows.ldx, weight, columns, steps, ahead, lines, acc); break;
+                default: sum_1<4>(x, rows.ldx, weight, columns, steps, ahead, lines, acc); break;
+            }
+        } else {
+            const uint8_t* below = rows.x + second * rows.ldx;
+            for (int column = 0; column < columns; column += 32, ahead += 64 * lines * steps) {
+                const int8_t* w = weight + 4 * column;
+                if (column + 16 < columns) sum_2<2>(x, below, rows.ldx, w, columns, steps, ahead, lines, acc + column);
+                else sum_2<1>(x, below, rows.ldx, w, columns, steps, ahead, lines, acc + column);
+            }
+        }
+        for (int half = 0; half < (second < 0 ? 1 : 2); ++half) {
+            const int from = half ? second : begin, until = from + tiles.height;
+            int32_t* sums = acc + half * TILE_ROWS * PANEL;
+            const int8_t* w = weight + columns * done;
+            if (rest) sum_rest(tiles.height, columns, rows.x + from * rows.ldx + done, rows.ldx, w, columns, rest, sums);
+            for (int row = (tile + half) * tiles.height; row < until; ++row) {
+                const int32_t* own = sums + (row - from) * PANEL;
+                const V row_scale = v_set(rows.row_scale[row]);
+                finish_row(linear, first, columns, rows.out + row * rows.ldo, rows.add, [&](int column) {
+                    return dequantize(linear, own + column, first + column, row_scale);
+                });
+            }
+        }
+    }
+}
+
+void int8_panels(const PjLinear& linear, int64_t begin, int64_t end, const Int8Rows& rows) {
+    if (rows.rows < LEAST_ROWS || linear.k < 4 * TILE_GROUPS || begin == end)
+        return penjing::avx512_ops().int8_panels(linear, begin, end, rows);
+    const RowTiles tiles(rows.rows);
+    shape_tiles(tiles.height, TILE_GROUPS);
+    for (int64_t panel = begin; panel < end; ++panel) int8_panel(linear, panel, rows, tiles);
+    _tile_release();
+}
+
+}  // namespace
+
+#if defined(__clang__)
+#pragma clang attribute pop
+#else
+#pragma GCC pop_options
+#endif
+
+namespace penjing {
+
+const Ops& amx_ops() {
+    static const Ops table = [] {
+        Ops ops = avx512_ops();
+        ops.name = "amx";
+        ops.chunk_rows = 256;
+        ops.int8_panels = ::int8_panels;
+        return ops;
+    }();
+    return table;
+}
+
+}  // namespace penjing
+#endif
