@@ -55,13 +55,15 @@ class Seeing(nn.Module):
         super().__init__()
         self.decoder, self.sight = decoder, sight
 
-    def forward(self, tokens_BT: Tensor, images: Tensor, logit_rows: Tensor | None = None) -> Tensor:
+    def forward(
+        self, tokens_BT: Tensor, images: Tensor, logit_rows: Tensor | None = None, seen: Tensor | None = None
+    ) -> Tensor:
         """See `VisionLanguage`."""
         embedded = self.decoder.model.embed_tokens(tokens_BT).to(torch.float32)
         here = (tokens_BT == self.sight.config.image_token_id)[..., None]
-        return self.decoder(
-            tokens_BT, logit_rows=logit_rows, embedded=embedded.masked_scatter(here, self.sight(images))
-        )
+        rows = self.sight(images)
+        rows = rows if seen is None else rows[seen]
+        return self.decoder(tokens_BT, logit_rows=logit_rows, embedded=embedded.masked_scatter(here, rows))
 
 
 def check(source: Path, step: SightQuantize, data: DataSettings) -> None:
@@ -114,7 +116,7 @@ def compared(before: nn.Module, after: nn.Module, rows: SightedRows, progress: P
         targets, found = batch["targets"], {}
         counted = targets >= 0
         for name, network in (("before", before), ("after", after)):
-            logits = network(batch["tokens"], batch["images"], logit_rows=batch["rows"])[counted]
+            logits = network(batch["tokens"], batch["images"], batch["rows"], batch["seen"])[counted]
             found[name] = logits.float().log_softmax(-1)
             wrong = found[name].argmax(-1) != targets[counted]
             asked = batch["sample"][counted].unique()
@@ -146,5 +148,5 @@ def _questions(folder: Path, whole: VisionLanguage, step: SightQuantize, progres
     if files := [each for each in step.questions if each not in SCENES]:
         rows += take_rows(files, writer.row, 0.0, progress)[0]
     for name in (each for each in step.questions if each in SCENES):
-        rows += [writer.turns(scene.picture, scene.turns) for scene in scenes(name, progress)]
+        rows += writer.questions((scene.picture, scene.turns) for scene in scenes(name, progress))
     return SightedRows(rows[: step.most_questions], 0, vision.num_channels)

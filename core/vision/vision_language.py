@@ -57,14 +57,19 @@ class VisionLanguage(nn.Module):
         """Normalised images (N, C, H, W) → rows (N, R, E)."""
         return self.projector(pixel_shuffle(self.vision(images), self.config.scale_factor))
 
-    def forward(self, tokens_BT: Tensor, images: Tensor, logit_rows: Tensor | None = None) -> Tensor:
+    def forward(
+        self, tokens_BT: Tensor, images: Tensor, logit_rows: Tensor | None = None, seen: Tensor | None = None
+    ) -> Tensor:
         """
         Args:
-            tokens_BT: int64, with `image_token_id` N × R times, in the order of the images.
+            tokens_BT: int64, with `image_token_id` R times for each image that a text has.
             images: (N, C, H, W), in the dtype of the parameters.
             logit_rows: see `Decoder`.
+            seen: (M,) int64, which of the images stands there each time; all N in their order when None.
         """
-        return self.decoder(tokens_BT, logit_rows=logit_rows, embedded=self.merged(tokens_BT, self.see(images)))
+        rows = self.see(images)
+        rows = rows if seen is None else rows[seen]
+        return self.decoder(tokens_BT, logit_rows=logit_rows, embedded=self.merged(tokens_BT, rows))
 
     def merged(self, tokens_BT: Tensor, rows_NRE: Tensor) -> Tensor:
         """(B, T, E): embeddings of the tokens, and the rows in place of image tokens."""

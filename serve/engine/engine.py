@@ -129,7 +129,7 @@ class LLMEngine:
             raise RequestError(f"request_id {request.request_id!r} is in use; choose another")
         prepared = self.prepare(request)
         self.check_admission(prepared)
-        self.add_prepared(prepared)
+        self.add_prepared(self.preparer.see(prepared))
 
     def add_prepared(self, prepared: PreparedRequest) -> None:
         """Queue a request that `prepare` and `check_admission` have passed."""

@@ -61,19 +61,27 @@ class EngineLoop:
             ServerError: the loop drains, has stopped or has failed.
         """
         prepared = self.engine.prepare(request)
+        if request.images:  # nobody waits for an image of a request that is refused
+            with self._wake:
+                self._admit(prepared)
+            prepared = self.engine.preparer.see(prepared)
         with self._wake:
-            if self._draining or self._stopping or self.failure:
-                raise ServerError(f"the engine takes no requests: {self.failure or 'it is shutting down'}")
-            if request.request_id in self._callbacks:
-                raise RequestError(f"request_id {request.request_id!r} is in use; choose another")
-            self.engine.check_admission(
-                prepared,
-                pending_requests=len(self._inbox),
-                pending_tokens=sum(len(queued.prompt_ids) for queued in self._inbox),
-            )
+            self._admit(prepared)
             self._callbacks[request.request_id] = on_outputs
             self._inbox.append(prepared)
             self._wake.notify()
+
+    def _admit(self, prepared: PreparedRequest) -> None:
+        """Raise what `submit` raises where there is no place for `prepared`; the lock is held."""
+        if self._draining or self._stopping or self.failure:
+            raise ServerError(f"the engine takes no requests: {self.failure or 'it is shutting down'}")
+        if (request_id := prepared.request.request_id) in self._callbacks:
+            raise RequestError(f"request_id {request_id!r} is in use; choose another")
+        self.engine.check_admission(
+            prepared,
+            pending_requests=len(self._inbox),
+            pending_tokens=sum(len(queued.prompt_ids) for queued in self._inbox),
+        )
 
     def cancel(self, request_id: str) -> None:
         """End a request before the next step; its callback gets the final output. Unknown ids are ignored: the request

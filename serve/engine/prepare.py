@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from penjing.core.errors import RequestError
 from penjing.core.text.tokenizer import Tokenizer
@@ -16,12 +16,14 @@ from penjing.serve.sight.images import Images, Placed
 
 @dataclass(frozen=True)
 class PreparedRequest:
-    """A request that is valid for an engine, tokenized, with what holds its answers to a form."""
+    """A request that is valid for an engine, tokenized, with what holds its answers to a form. `starts`: where its
+    images begin in the prompt; `images`: they themselves, once `Preparer.see` has looked."""
 
     request: Request
     prompt_ids: list[int]
     constraint: Constraint | None = None
     adapter: LoadedAdapter | None = None
+    starts: tuple[int, ...] = ()
     images: tuple[Placed, ...] = ()
 
 
@@ -46,11 +48,11 @@ class Preparer:
         self.max_prompt_bytes = tokenizer.most_bytes(max_model_len)
 
     def prepare(self, request: Request) -> PreparedRequest:
-        """Tokenize and validate.
+        """Tokenize and validate. Images are counted, and not looked at: `see` does that, which takes longest.
 
         Raises:
             RequestError: an empty, too long or wrongly typed prompt, parameters that do not fit the model, an adapter
-                that there is not, or images that cannot be read or have no place in the prompt.
+                that there is not, too many or too large images, or some that have no place in the prompt.
             SetupError: a form of the answer is asked for, and llguidance is not installed.
         """
         adapter = self._adapters.named(request.params.lora_name)
@@ -72,8 +74,18 @@ class Preparer:
                 f"leaves after a prompt of {len(prompt_ids)} tokens, got {params.min_tokens}"
             )
         constraint = None if params.guided is None else self._constraints.make(params.guided)
-        images = self.images.place(prompt_ids, request.images)  # last, because it takes longest
-        return PreparedRequest(request, prompt_ids, constraint, adapter, images)
+        starts = self.images.places(prompt_ids, len(request.images))
+        return PreparedRequest(request, prompt_ids, constraint, adapter, starts)
+
+    def see(self, prepared: PreparedRequest) -> PreparedRequest:
+        """`prepared` with what its images became; the same where it has none.
+
+        Raises:
+            RequestError: one cannot be read.
+        """
+        if not prepared.starts:
+            return prepared
+        return replace(prepared, images=self.images.see(prepared.starts, prepared.request.images))
 
     def _tokenize(self, prompt: object, add_special: bool) -> list[int]:
         if isinstance(prompt, str):

@@ -106,23 +106,31 @@ class Images:
                 )
         return prompt.replace(self.token, self._text)
 
-    def place(self, prompt_ids: Sequence[int], images: Sequence[bytes]) -> tuple[Placed, ...]:
-        """The images of a prompt whose text `expand` gave.
+    def places(self, prompt_ids: Sequence[int], count: int) -> tuple[int, ...]:
+        """Where each of so many images begins in a prompt whose text `expand` gave.
 
         Raises:
-            RequestError: one cannot be read, or image tokens stand in the prompt that belong to no image.
+            RequestError: image tokens stand in the prompt that belong to no image.
         """
         if self._sight is None:
             return ()
         where = [place for place, token in enumerate(prompt_ids) if token == self._token_id]
-        if len(where) != len(images) * self._rows:
+        if len(where) != count * self._rows:
             raise RequestError(
                 f"the prompt has the token {self.token!r}, which stands for an image, {len(where)} times, and "
-                f"{len(images)} images came with it; give images with a text that has it once for each"
+                f"{count} images came with it; give images with a text that has it once for each"
             )
         starts = where[:: self._rows]
         if any(where[n * self._rows + self._rows - 1] != start + self._rows - 1 for n, start in enumerate(starts)):
             raise RequestError(f"the tokenizer splits the tokens of an image, {self.token!r}; import the model again")
+        return tuple(starts)
+
+    def see(self, starts: Sequence[int], images: Sequence[bytes]) -> tuple[Placed, ...]:
+        """The images that begin there, each computed if it was not seen lately.
+
+        Raises:
+            RequestError: one cannot be read.
+        """
         return tuple(
             self._see(start, image, number) for number, (start, image) in enumerate(zip(starts, images, strict=True))
         )

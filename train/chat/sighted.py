@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,15 +31,21 @@ _GREY = 128
 
 @dataclass(frozen=True)
 class Sighted:
-    """A text's tokens, which of them are learnt, and the images whose rows stand in it, in their order."""
+    """Texts, none of which sees another, as tokens with those that are learnt; and the images whose rows stand in each
+    of them, in their order."""
 
-    text: Masked
+    texts: tuple[Masked, ...]
     pictures: tuple[Picture, ...]
 
     @property
     def key(self) -> bytes:
         """What equal questions share."""
-        return self.text.ids[~self.text.learnt].tobytes()
+        return b"".join(text.ids[~text.learnt].tobytes() for text in self.texts)
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest text."""
+        return max(len(text.ids) for text in self.texts)
 
 
 @dataclass(frozen=True)
@@ -78,21 +84,24 @@ class SightTokens:
             raise RowError("it has no image")
         text = self.writer.masked(texts)
         self._check(text, len(images))
-        return Sighted(text, tuple(self._picture(image) for image in images))
+        return Sighted((text,), tuple(self._picture(image) for image in images))
 
-    def turns(self, picture: Picture, turns: Sequence[tuple[str, str]]) -> Sighted:
-        """An image, then questions, each with its answer, which is learnt and ended.
+    def questions(self, about: Iterable[tuple[Picture, Sequence[tuple[str, str]]]]) -> list[Sighted]:
+        """Images, each with questions about it and their answers, which are learnt and ended. No question sees another:
+        often an answer follows from those before it, and nobody would look at the image.
 
         Raises:
             TooLongError: see `row`.
         """
-        parts = [
-            self.writer.masked({"prompt": ("" if place else self._text) + prompt, "completion": completion})
-            for place, (prompt, completion) in enumerate(turns)
-        ]
-        ids, learnt = (np.concatenate(each) for each in zip(*((part.ids, part.learnt) for part in parts), strict=True))
-        self._check(Masked(ids, learnt), 1)
-        return Sighted(Masked(ids, learnt), (picture,))
+        known = dict[tuple[str, str], Masked]()  # scenes ask the same again and again
+
+        def text(turn: tuple[str, str]) -> Masked:
+            if turn not in known:
+                known[turn] = self.writer.masked({"prompt": self._text + turn[0], "completion": turn[1]})
+                self._check(known[turn], 1)
+            return known[turn]
+
+        return [Sighted(tuple(map(text, turns)), (picture,)) for picture, turns in about]
 
     def _check(self, text: Masked, images: int) -> None:
         if len(text.ids) > self.longest:
@@ -123,15 +132,17 @@ class SightTokens:
 
 @dataclass(frozen=True)
 class SightedRows:
-    """Rows as `Indexed`: see `Answers` for what a batch has.
+    """Rows as `Indexed`: see `Answers` for what a batch has. An image is in it once, whatever number of texts it is in.
 
-    Attributes: pad: the token that fills a row up. blind: images are grey.
+    Attributes: pad: the token that fills a text up. blind: images are grey. most: so many texts of a row are taken to
+        learn from, at random; to evaluate on, all.
     """
 
     rows: Sequence[Sighted]
     pad: int
     channels: int
     blind: bool = False
+    most: int | None = None
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -139,22 +150,34 @@ class SightedRows:
     def batch(self, draw: Draw) -> Batch:
         """See `Indexed`."""
         chosen = [self.rows[place] for place in draw.samples]
-        length = max(len(each.text.ids) for each in chosen)
-        tokens = np.full((len(chosen), length), self.pad, np.int64)
+        texts, real, seen, first = list[Masked](), list[np.bool_](), list[int](), 0
+        for place, each in enumerate(chosen):
+            taken = self._taken(each, None if draw.random is None else int(draw.random[place]))
+            texts += taken
+            real += [draw.real[place]] * len(taken)
+            seen += [*range(first, first := first + len(each.pictures))] * len(taken)
+        length = max(len(text.ids) for text in texts)
+        tokens = np.full((len(texts), length), self.pad, np.int64)
         places, targets, samples = [], [], []
-        for sample, each in enumerate(chosen):
-            ids, learnt = each.text.ids, each.text.learnt
+        for sample, text in enumerate(texts):
+            ids, learnt = text.ids, text.learnt
             tokens[sample, : len(ids)] = ids
             found = np.flatnonzero(learnt[1:])
             places.append(sample * length + found)
-            targets.append(np.where(draw.real[sample], ids[1:][found], IGNORED))
+            targets.append(np.where(real[sample], ids[1:][found], IGNORED))
             samples.append(np.full(len(found), sample))
-        named = {"tokens": tokens, "rows": places, "targets": targets, "sample": samples}
+        named = {"tokens": tokens, "seen": np.array(seen), "rows": places, "targets": targets, "sample": samples}
         batch = {
             name: torch.from_numpy((np.concatenate(each) if isinstance(each, list) else each).astype(np.int64))
             for name, each in named.items()
         }
         return batch | {"images": torch.from_numpy(self._images(chosen))}
+
+    def _taken(self, row: Sighted, random: int | None) -> Sequence[Masked]:
+        if random is None or self.most is None or self.most >= len(row.texts):
+            return row.texts
+        places = np.random.default_rng(random).permutation(len(row.texts))[: self.most]
+        return [row.texts[place] for place in places]
 
     def _images(self, chosen: Sequence[Sighted]) -> NDArray[np.float32]:
         images = np.stack([picture() for each in chosen for picture in each.pictures]).transpose(0, 3, 1, 2)

@@ -79,7 +79,9 @@ class SightTuning:
                 )
         pad = config.decoder.pad_token_id
         pad = next(iter(self._tokenizer.eos_token_ids), 0) if pad is None else pad
-        self._learnt, self._held = (SightedRows(each, pad, vision.num_channels, data.blind) for each in (rows, kept))
+        self._learnt, self._held = (
+            SightedRows(each, pad, vision.num_channels, data.blind, data.questions) for each in (rows, kept)
+        )
         progress.note(
             f"{len(rows):,} conversations about images are learnt, {len(kept):,} are held out; an image takes "
             f"{config.rows} tokens" + (", and is grey: data.blind" if data.blind else "")
@@ -113,7 +115,7 @@ class SightTuning:
     def example(self, micro_batch: int) -> Batch:
         """See `Task`: the longest row."""
         rows = self._learnt.rows
-        longest = max(range(len(rows)), key=lambda place: (len(rows[place].text.ids), len(rows[place].pictures)))
+        longest = max(range(len(rows)), key=lambda place: (rows[place].longest, len(rows[place].pictures)))
         return self._learnt.batch(Draw(np.full(micro_batch, longest), np.ones(micro_batch, np.bool_)))
 
     def stream(self, micro_batch: int, world: World) -> Stream:
@@ -151,7 +153,7 @@ class SightTuning:
         for name in (each for each in sources if each in SCENES):
             if self.config.vision.image_size != SIDE:
                 raise ConfigError(f"{name} has images of {SIDE} pixels; set model.vision.image_size = {SIDE}")
-            rows += [self._writer.turns(scene.picture, scene.turns) for scene in scenes(name, progress)]
+            rows += self._writer.questions((scene.picture, scene.turns) for scene in scenes(name, progress))
         return rows
 
     def _take(self, row: Row) -> Sighted:

@@ -12,7 +12,8 @@ from penjing.train.objective.objective import IGNORED, Batch, Loss
 class Answers:
     """Cross-entropy of the tokens of answers.
 
-    Batches have "tokens" (B, T), "images" (N, C, H, W), and for each of R tokens to learn: "rows" (R,), the place in
+    Batches have "tokens" (B, T), "images" (N, C, H, W), "seen" (M,), which of the images each run of image tokens
+    stands for, and for each of R tokens to learn: "rows" (R,), the place in
     the flattened tokens from which it follows; "targets" (R,), the token, `IGNORED` counting for nothing; and "sample"
     (R,), which of the B it is of. Evaluations also tell `exact`, the share of samples of which every token is the
     likeliest one: what greedy decoding answers exactly.
@@ -24,7 +25,7 @@ class Answers:
 
     def __call__(self, model: nn.Module, batch: Batch) -> Loss:
         """See the class."""
-        logits = model(batch["tokens"], batch["images"], logit_rows=batch["rows"])
+        logits = model(batch["tokens"], batch["images"], logit_rows=batch["rows"], seen=batch["seen"])
         targets = batch["targets"]
         total = cross_entropy_sum(logits, targets, ignored=IGNORED)
         with torch.no_grad():

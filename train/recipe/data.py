@@ -114,7 +114,8 @@ class SightData(RowData):
     sources: tuple[str, ...] = Field(
         min_length=1,
         description="Files .jsonl or .parquet, and folders of them, whose texts have <image> where each of `images` "
-        "stands; or 'builtin:scenes', scenes of Fashion-MNIST with questions.",
+        "stands; or 'builtin:scenes', scenes of Fashion-MNIST with questions, and 'builtin:scenes-described', others "
+        "that are told in reading order.",
     )
     held_out_sources: tuple[str, ...] = Field(
         default=(),
@@ -123,6 +124,12 @@ class SightData(RowData):
     images: Path = Field(default=Path(), description="The folder that paths of images are relative to, and stay in.")
     learn: Literal["assistant", "last", "all"] = Field(
         default="assistant", description="Which turns are learnt: all of the assistant, its last one, or everything."
+    )
+    questions: int | None = Field(
+        default=None,
+        ge=1,
+        description="Of the questions of a builtin scene, so many are learnt at a time, which chance chooses; by "
+        "default all. Each is a text of its own, and the image is computed once for all of them.",
     )
     blind: bool = Field(default=False, description="Images are replaced by grey, to see what is known without looking.")
 

@@ -13,9 +13,11 @@ from PIL import Image
 
 from penjing.core.checkpoint.load import load_model
 from penjing.core.cli import _run
-from penjing.core.errors import ConfigError, RequestError
+from penjing.core.errors import ConfigError, OverloadedError, RequestError
 from penjing.serve.engine.config import EngineConfig
 from penjing.serve.engine.engine import LLMEngine
+from penjing.serve.engine.loop import EngineLoop
+from penjing.serve.engine.prepare import PreparedRequest
 from penjing.serve.engine.request import Request, RequestOutput
 from penjing.serve.runner.load import load_engine, make_engine
 from penjing.serve.runner.model_step import ModelStep
@@ -43,6 +45,11 @@ def engine_of(folder: Path, **settings: Any) -> LLMEngine:
 
 def ask(number: int, prompt: str, *images: bytes, **params: Any) -> Request:
     return Request(str(number), prompt, SamplingParams(**(GREEDY | params)), images=images)
+
+
+def seen(engine: LLMEngine, request: Request) -> PreparedRequest:
+    """The request with its images, as it is queued."""
+    return engine.preparer.see(engine.prepare(request))
 
 
 def wanted(theirs: Any, prompt: str, seeds: list[int], count: int = 12) -> list[int]:
@@ -136,7 +143,7 @@ def test_threads_that_see_one_image_compute_it_once(folder: Path) -> None:
     engine = engine_of(folder)
     found: list[Any] = []
     image = encoded(picture(5))
-    threads = [threading.Thread(target=lambda: found.append(engine.prepare(ask(0, TOKEN, image)))) for _ in range(4)]
+    threads = [threading.Thread(target=lambda: found.append(seen(engine, ask(0, TOKEN, image)))) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -150,7 +157,7 @@ def test_what_was_seen_is_forgotten_beyond_its_memory(folder: Path) -> None:
     row_bytes = ROWS * 32 * 4
     images = Images(loaded.sight, loaded.tokenizer, EngineConfig(image_cache_bytes=2 * row_bytes))
     for seed in (1, 2, 1, 3, 1, 2):  # the third throws out the second
-        images.place([TOKEN_ID] * ROWS, [encoded(picture(seed))])
+        images.see(images.places([TOKEN_ID] * ROWS, 1), [encoded(picture(seed))])
     assert images.num_computed == 4
 
 
@@ -160,8 +167,8 @@ def test_a_turned_photo_is_seen_upright(folder: Path) -> None:
     exif[0x0112] = 6  # shown turned by 90 degrees clockwise
     upright = picture(1)
     turned = upright.transpose(Image.Transpose.ROTATE_90)
-    (one,) = engine.prepare(ask(0, TOKEN, encoded(upright))).images
-    (other,) = engine.prepare(ask(0, TOKEN, encoded(turned, exif=exif))).images
+    (one,) = seen(engine, ask(0, TOKEN, encoded(upright))).images
+    (other,) = seen(engine, ask(0, TOKEN, encoded(turned, exif=exif))).images
     assert one.digest == other.digest
 
 
@@ -173,8 +180,8 @@ def test_kinds_of_images(folder: Path) -> None:
         encoded(flat.convert("CMYK"), "JPEG"), encoded(sixteen), encoded(flat.convert("RGBA")),
         encoded(flat.convert("P")), encoded(flat.convert("1")), encoded(flat.convert("L"), "JPEG"),
     ):  # fmt: skip
-        (seen,) = engine.prepare(ask(0, TOKEN, data)).images
-        assert bool(seen.rows.isfinite().all())
+        (one,) = seen(engine, ask(0, TOKEN, data)).images
+        assert bool(one.rows.isfinite().all())
 
 
 def test_bad_requests_name_what_is_wrong(folder: Path) -> None:
@@ -213,9 +220,27 @@ def test_a_model_without_eyes_says_so() -> None:
     assert outputs[-1].finish_reason == "length"  # an ordinary text to it
 
 
+def test_images_of_a_request_that_is_refused_are_not_looked_at(folder: Path) -> None:
+    image = encoded(picture(7))
+    loop = EngineLoop(engine_of(folder, max_waiting_requests=2))  # not started: everything waits
+    for number in range(2):
+        loop.submit(ask(number, "text"), lambda outputs: None)
+    with pytest.raises(OverloadedError, match="2 sequences wait"):
+        loop.submit(ask(2, TOKEN, image), lambda outputs: None)
+    with pytest.raises(RequestError, match="in use"):
+        loop.submit(ask(0, TOKEN, image), lambda outputs: None)
+    engine = loop.engine
+    assert engine.preparer.images.num_computed == 0
+    for number in range(2):
+        engine.add(ask(number, "text"))
+    with pytest.raises(OverloadedError, match="2 sequences wait"):
+        engine.add(ask(2, TOKEN, image))
+    assert engine.preparer.images.num_computed == 0
+
+
 def test_idefics3_writes_tokens_around_an_image(tmp_path: Path) -> None:
     write_seeing(tmp_path, extra_tokens=("<fake_token_around_image>", "<global-img>"))
-    prepared = engine_of(tmp_path).prepare(ask(0, f"a{TOKEN}b", encoded(picture(1))))
+    prepared = seen(engine_of(tmp_path), ask(0, f"a{TOKEN}b", encoded(picture(1))))
     around, whole = 259, 260
     assert prepared.prompt_ids == [97, around, whole, *[TOKEN_ID] * ROWS, around, 98]
     assert prepared.images[0].start == 3

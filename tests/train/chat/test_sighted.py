@@ -42,8 +42,8 @@ def tokens(tmp_path: Path) -> SightTokens:
 def test_a_placeholder_becomes_the_rows_of_its_image(tokens: SightTokens) -> None:
     row = {"prompt": "<image> and <image> what is this ?", "completion": "a shoe", "images": ["a.png", "b.png"]}
     found = tokens.row(row)
-    assert found.text.ids.tolist() == [*[IMAGE] * 4, 8, *[IMAGE] * 4, 1, 2, 3, 7, 4, 5, 0]
-    assert np.flatnonzero(found.text.learnt).tolist() == [13, 14, 15]
+    assert found.texts[0].ids.tolist() == [*[IMAGE] * 4, 8, *[IMAGE] * 4, 1, 2, 3, 7, 4, 5, 0]
+    assert np.flatnonzero(found.texts[0].learnt).tolist() == [13, 14, 15]
     assert [picture().shape for picture in found.pictures] == [(8, 8, 3)] * 2
 
 
@@ -66,11 +66,34 @@ def test_who_is_blind_sees_grey(tokens: SightTokens) -> None:
     assert images.unique().numel() == 1
 
 
-def test_several_questions_about_one_image(tokens: SightTokens) -> None:
+def test_questions_about_one_image_do_not_see_each_other(tokens: SightTokens) -> None:
     picture = tokens.row({"prompt": "<image>", "completion": "bag", "images": ["a.png"]}).pictures[0]
-    found = tokens.turns(picture, [("what ?", "a bag"), ("is this ?", "shoe")])
-    assert found.text.ids.tolist() == [*[IMAGE] * 4, 1, 7, 4, 6, 0, 2, 3, 7, 5, 0]
-    assert np.flatnonzero(found.text.learnt).tolist() == [6, 7, 8, 12, 13]
+    (found,) = tokens.questions([(picture, [("what ?", "a bag"), ("is this ?", "shoe")])])
+    assert [text.ids.tolist() for text in found.texts] == [
+        [*[IMAGE] * 4, 1, 7, 4, 6, 0],
+        [*[IMAGE] * 4, 2, 3, 7, 5, 0],
+    ]
+    assert [np.flatnonzero(text.learnt).tolist() for text in found.texts] == [[6, 7, 8], [7, 8]]
+
+
+def test_an_image_is_in_a_batch_once_and_its_questions_are_chosen_by_chance(tokens: SightTokens) -> None:
+    one, two = (
+        tokens.row({"prompt": "<image>", "completion": "bag", "images": [name]}).pictures[0]
+        for name in ("a.png", "b.png")
+    )
+    three = [("what ?", "bag"), ("is ?", "shoe"), ("this ?", "a")]
+    some, other = tokens.questions([(one, three), (two, [("what ?", "shoe")])])
+    both = tokens.row({"prompt": "<image> and <image> ?", "completion": "bag", "images": ["b.png", "a.png"]})
+    rows = SightedRows([some, other, both], 0, 3, most=2)
+    real = np.ones(3, np.bool_)
+    chosen = [rows.batch(Draw(np.arange(3), real, np.full(3, n, np.uint64))) for n in range(20)]
+    assert all(batch["tokens"].shape[0] == 4 and batch["images"].shape[0] == 4 for batch in chosen)
+    assert chosen[0]["seen"].tolist() == [0, 0, 1, 2, 3]
+    assert len({tuple(batch["tokens"][:2].flatten().tolist()) for batch in chosen}) == 6
+    judged = rows.batch(Draw(np.arange(3), real))
+    assert judged["seen"].tolist() == [0, 0, 0, 1, 2, 3]
+    padded = rows.batch(Draw(np.array([1, 0]), np.array([True, False]), np.zeros(2, np.uint64)))
+    assert (padded["targets"][padded["sample"] > 0] == IGNORED).all()
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,9 @@ from penjing.core.checkpoint.vision_language import load_vision_language
 from penjing.core.errors import ConfigError, InputError
 from penjing.core.family import family_of
 from penjing.core.imports.importer import import_model
+from penjing.core.models.config import DecoderConfig
+from penjing.core.vision.vision_language import VisionLanguage, VisionLanguageConfig
+from penjing.core.vision.vit import ViTConfig
 from penjing.train.data.images import ImageSet
 from penjing.train.run import train
 from penjing.train.sources import scenes as scenes_module
@@ -96,6 +99,22 @@ def test_what_was_trained_is_read_imported_and_trained_further(recipe: Path, tmp
     assert further["loss"] == pytest.approx(first["loss"], abs=0.05)
 
 
+def test_the_rows_of_an_image_stand_in_each_of_its_questions() -> None:
+    """An image that is computed once for two texts gives what it gives when it comes with each."""
+    torch.manual_seed(0)
+    vision = ViTConfig(
+        image_size=8, patch_size=4, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2
+    )
+    decoder = DecoderConfig(
+        vocab_size=16, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=2, head_dim=8, max_position_embeddings=32,
+    )  # fmt: skip
+    model = VisionLanguage(VisionLanguageConfig(vision=vision, decoder=decoder, scale_factor=2, image_token_id=15))
+    tokens, images = torch.tensor([[15, 1, 2], [15, 3, 4], [15, 5, 6]]), torch.randn(2, 3, 8, 8)
+    places = torch.tensor([1, 0, 1])
+    torch.testing.assert_close(model(tokens, images, seen=places), model(tokens, images[places]))
+
+
 @pytest.mark.parametrize("settings", [["data.micro_batch=4"], ["data.micro_batch=2"]])
 def test_micro_batches_change_nothing(recipe: Path, tmp_path: Path, settings: list[str]) -> None:
     few = ["steps=2", "evaluation.every=2", "optimizer.name=sgd"]  # AdamW makes rounding large
@@ -126,7 +145,9 @@ def test_scenes_say_what_lies_where(monkeypatch: pytest.MonkeyPatch) -> None:
     labels = np.repeat(np.arange(10), 2)
     images = np.broadcast_to(labels[:, None, None, None], (20, 1, 28, 28)).astype(np.uint8)
     monkeypatch.setattr(scenes_module, "load_fashion", lambda split, progress: ImageSet(images, labels, 10))
-    monkeypatch.setattr(scenes_module, "SCENES", {"learn": ("train", 3), "judge": ("test", 3)})
+    monkeypatch.setattr(
+        scenes_module, "SCENES", {"learn": ("train", 3), "judge": ("test", 3), "tell": ("described", 3)}
+    )
     names = [name.lower() for name in scenes_module.CLASSES]
     for name, turns in (("learn", 8), ("judge", 1)):
         for scene in scenes(name, None):  # type: ignore[arg-type]
@@ -140,3 +161,7 @@ def test_scenes_say_what_lies_where(monkeypatch: pytest.MonkeyPatch) -> None:
                 step = {"left of": (-1, 0), "right of": (1, 0), "above": (0, -1), "below": (0, 1)}[side]
                 x, y = grid[of]
                 assert grid[answer.removeprefix(" the ")] == (x + step[0], y + step[1])
+    for scene in scenes("tell", None):  # type: ignore[arg-type]
+        picture = scene.picture()
+        there = ", ".join(f"the {names[picture[28 * y, 28 * x, 0]]}" for y in (0, 1) for x in (0, 1))
+        assert scene.turns == (("What is here?", f" {there}"),)
