@@ -45,6 +45,7 @@ COMMANDS = {
     "compress": "compress",
     "server": "serve",
     "models": "serve",
+    "adapters": "serve",
     "keys": "serve",
     "bench": "serve",
     "recipe": "",

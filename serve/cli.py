@@ -10,12 +10,13 @@ import typer
 
 from penjing.core.cli_options import Json, stage_app, write_json
 from penjing.core.errors import ConfigError
-from penjing.serve.cli_running import keys_app, models_app
+from penjing.serve.cli_running import adapters_app, keys_app, models_app
 
 app = stage_app()
 server_app = typer.Typer(help="The embedded Triton server: install it once, see what is there.", no_args_is_help=True)
 bench_app = typer.Typer(help="Tokens per second, latency and memory: a table and JSON.", no_args_is_help=True)
 app.add_typer(models_app, name="models")
+app.add_typer(adapters_app, name="adapters")
 app.add_typer(keys_app, name="keys")
 app.add_typer(server_app, name="server")
 app.add_typer(bench_app, name="bench")

@@ -1,4 +1,4 @@
-"""`penjing models | keys`: what changes a server while it runs."""
+"""`penjing models | adapters | keys`: what changes a server while it runs."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import typer
 models_app = typer.Typer(
     help="Load, promote and take away models of a server that runs, without a failed request.", no_args_is_help=True
 )
+adapters_app = typer.Typer(help="Adapters of a decoder that is served come and go.", no_args_is_help=True)
 keys_app = typer.Typer(help="Keys of an OpenAI front's clients: names, limits, hashes.", no_args_is_help=True)
 
 Port = Annotated[int, typer.Option("--grpc-port", min=1, max=65535, help="The first gRPC port of the server.")]
@@ -95,6 +96,41 @@ def models_list(grpc_port: Port = 8001) -> None:
     from penjing.serve.fleet.commands import show_models
 
     show_models(grpc_port)
+
+
+Adapter = Annotated[str, typer.Argument(metavar="[MODEL:]NAME", help="What requests call it.", show_default=False)]
+
+
+@adapters_app.command("add")
+def adapters_add(
+    adapter: Annotated[
+        str, typer.Argument(metavar="[MODEL:]NAME=FOLDER", help="In PEFT's format.", show_default=False)
+    ],
+    grpc_port: Port = 8001,
+) -> None:
+    """Serve a LoRA adapter from now on, or its folder again when that has changed; returns when requests find it.
+
+    Example: `penjing adapters add llm:alice=build/alice`
+    """
+    from penjing.serve.fleet.adapters import add_adapter
+
+    add_adapter(grpc_port, adapter)
+
+
+@adapters_app.command("remove")
+def adapters_remove(adapter: Adapter, grpc_port: Port = 8001) -> None:
+    """Refuse requests for an adapter from now on; answers that it has begun go on."""
+    from penjing.serve.fleet.adapters import remove_adapter
+
+    remove_adapter(grpc_port, adapter)
+
+
+@adapters_app.command("list")
+def adapters_list(grpc_port: Port = 8001) -> None:
+    """Show the adapters of a server that runs."""
+    from penjing.serve.fleet.adapters import show_adapters
+
+    show_adapters(grpc_port)
 
 
 KeyFile = Annotated[Path, typer.Option("--file", help="The file of the keys; `penjing serve --keys` reads it.")]

@@ -6,6 +6,9 @@ ENGINE_VARIABLE = "PENJING_ENGINE"
 """Environment variable: the engine's settings as JSON."""
 PULSE_VARIABLE = "PENJING_PULSE"
 """Environment variable: the file of the pulse (pulse.py); absent: the model runs without a supervisor."""
+ADAPTERS_VARIABLE = "PENJING_ADAPTERS"
+"""Environment variable: the file that lists the adapters which a decoder shall have (adapter_list.py); absent: they do
+not change."""
 
 PING = "ping"
 """Request parameter of a call that asks the served model for a sign of life; the rest of the request is not read."""

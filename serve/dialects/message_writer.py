@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from typing import Any
+
+from pydantic_core import from_json
 
 from penjing.serve.dialects.writer import Said, Writer
 from penjing.serve.front.answers import Ask
@@ -42,6 +43,7 @@ class MessageWriter(Writer):
         self._ask, self._stop = ask, stop
         self._content: list[dict[str, Any]] = []
         self._text: list[str] | None = None  # of the block that is open, the last one
+        self._input: list[str] | None = None  # of the call that is open, the last block
         self._begun = False
         self._ending: dict[str, Any] = {"stop_reason": None, "stop_sequence": None}
 
@@ -54,7 +56,9 @@ class MessageWriter(Writer):
         if said.text:
             events += self._say(said.text)
         for call in said.calls:
-            events += self._close() + self._call(call["id"], **call["function"])
+            if "id" in call:
+                events += self._close() + self._call(call["id"], call["function"]["name"])
+            events += self._write(call["function"]["arguments"])
         if said.reason is not None:
             events += self._close() + self._end(said.reason)
         return events
@@ -98,6 +102,7 @@ class MessageWriter(Writer):
     def _say(self, text: str) -> list[Event]:
         events: list[Event] = []
         if self._text is None:
+            events += self._close()
             block = {"type": "text", "text": ""}
             events.append(self._start(block))
             self._content.append(block)
@@ -106,18 +111,29 @@ class MessageWriter(Writer):
         return [*events, self._grow(type="text_delta", text=text)]
 
     def _close(self) -> list[Event]:
-        """End the open block of text, if there is one."""
+        """End the open block, if there is one."""
+        if self._input is not None:
+            text, self._input = "".join(self._input), None
+            self._content[-1] |= {"input": from_json(text, allow_partial=True) if text else {}}  # one may be cut off
+            return [self._stopped()]
         if self._text is None:
             return []
         self._content[-1] = {"type": "text", "text": "".join(self._text)}
         self._text = None
         return [self._stopped()]
 
-    def _call(self, call_id: str, name: str, arguments: str) -> list[Event]:
+    def _call(self, call_id: str, name: str) -> list[Event]:
         block = {"type": "tool_use", "id": call_id, "name": name, "input": {}}
-        start = self._start(block)
-        self._content.append(block | {"input": json.loads(arguments)})
-        return [start, self._grow(type="input_json_delta", partial_json=arguments), self._stopped()]
+        start = self._start(dict(block))
+        self._content.append(block)
+        self._input = []
+        return [start]
+
+    def _write(self, arguments: str) -> list[Event]:
+        """More of the open call's arguments."""
+        assert self._input is not None, "the first piece of a call opens it"
+        self._input.append(arguments)
+        return [self._grow(type="input_json_delta", partial_json=arguments)] if arguments else []
 
     def _end(self, reason: str) -> list[Event]:
         stop_reason = REASONS.get(reason, reason)

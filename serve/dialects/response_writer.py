@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 from typing import Any
 
+from pydantic_core import from_json
+
 from penjing.serve.dialects.response_body import ResponseBody
 from penjing.serve.dialects.writer import Said, Writer
 from penjing.serve.front.answers import Ask
@@ -22,6 +24,7 @@ class ResponseWriter(Writer):
         self._head = _head(ask, body)
         self._output: list[dict[str, Any]] = []
         self._text: list[str] | None = None  # of the message that is open, the last item
+        self._arguments: list[str] | None = None  # of the call that is open, the last item
         self._logprobs: list[dict[str, Any]] = []  # of that message
         self._unsaid: list[dict[str, Any]] = []  # of text that is held back
         self._num_events = 0
@@ -37,7 +40,9 @@ class ResponseWriter(Writer):
         if said.text:
             events += self._say(said.text)
         for call in said.calls:
-            events += self._close("completed") + self._call(call["id"], **call["function"])
+            if "id" in call:
+                events += self._close("completed") + self._call(call["id"], call["function"]["name"])
+            events += self._write(call["function"]["arguments"])
         if said.reason is not None:
             events += self._end(said.reason)
         return events
@@ -60,7 +65,7 @@ class ResponseWriter(Writer):
         return f"{kind}_{self._ask.exchange.request_id}_{len(self._output)}"
 
     def _say(self, text: str) -> list[Event]:
-        events = [] if self._text is not None else self._open()
+        events = [] if self._text is not None else [*self._close("completed"), *self._open()]
         assert self._text is not None, "just opened"
         self._text.append(text)
         new, self._unsaid = self._unsaid, []
@@ -79,7 +84,9 @@ class ResponseWriter(Writer):
         return [added, self._event("content_part.added", **self._place(), part=_part("", []))]
 
     def _close(self, status: str) -> list[Event]:
-        """End the open message, if there is one."""
+        """End the open message or call, if there is one."""
+        if self._arguments is not None:
+            return self._close_call(status)
         if self._text is None:
             return []
         text, place = "".join(self._text), self._place()
@@ -92,17 +99,34 @@ class ResponseWriter(Writer):
             self._event("output_item.done", output_index=place["output_index"], item=self._output[-1]),
         ]
 
-    def _call(self, call_id: str, name: str, arguments: str) -> list[Event]:
+    def _call(self, call_id: str, name: str) -> list[Event]:
         item = {"id": self._id("fc"), "type": "function_call", "call_id": call_id, "name": name}
-        done = item | {"arguments": arguments, "status": "completed"}
-        place = {"item_id": item["id"], "output_index": len(self._output)}
-        self._output.append(done)
-        begun = item | {"arguments": "", "status": "in_progress"}
+        item |= {"arguments": "", "status": "in_progress"}
+        added = self._event("output_item.added", output_index=len(self._output), item=item)
+        self._output.append(item)
+        self._arguments = []
+        return [added]
+
+    def _write(self, arguments: str) -> list[Event]:
+        """More of the open call's arguments."""
+        assert self._arguments is not None, "the first piece of a call opens it"
+        if not arguments:
+            return []
+        self._arguments.append(arguments)
+        place = {"item_id": self._output[-1]["id"], "output_index": len(self._output) - 1}
+        return [self._event("function_call_arguments.delta", **place, delta=arguments)]
+
+    def _close_call(self, status: str) -> list[Event]:
+        item = self._output[-1]
+        arguments, self._arguments = "".join(self._arguments or ()), None
+        if _is_whole(arguments):  # whatever cut the answer off came behind it
+            status = "completed"
+        place = {"item_id": item["id"], "output_index": len(self._output) - 1}
+        done = {"name": item["name"], "arguments": arguments}
+        self._output[-1] = item | {"arguments": arguments, "status": status}
         return [
-            self._event("output_item.added", output_index=place["output_index"], item=begun),
-            self._event("function_call_arguments.delta", **place, delta=arguments),
-            self._event("function_call_arguments.done", **place, name=name, arguments=arguments),
-            self._event("output_item.done", output_index=place["output_index"], item=done),
+            self._event("function_call_arguments.done", **place, **done),
+            self._event("output_item.done", output_index=place["output_index"], item=self._output[-1]),
         ]
 
     def _end(self, reason: str) -> list[Event]:
@@ -115,6 +139,14 @@ class ResponseWriter(Writer):
         else:
             self._state["completed_at"] = int(time.time())
         return [*events, self._event("incomplete" if cut else "completed", response=self.whole())]
+
+
+def _is_whole(arguments: str) -> bool:
+    try:
+        from_json(arguments)
+    except ValueError:
+        return False
+    return True
 
 
 def _head(ask: Ask, body: ResponseBody) -> dict[str, Any]:

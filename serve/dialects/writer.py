@@ -20,7 +20,8 @@ from penjing.serve.gate.errors import ApiError
 
 @dataclass
 class Said:
-    """What is new: text to show, calls of tools that are complete, and at the end why it ends."""
+    """What is new: text to show, calls of tools, and at the end why it ends. A call has an `id` where it begins; what
+    comes later of its arguments has none. It is complete when the next thing comes."""
 
     text: str
     calls: list[dict[str, Any]]
@@ -67,7 +68,7 @@ async def respond(
 async def _said(
     backend: Backend, ask: Ask, tools: bool, shown: Callable[[str], str] | None
 ) -> AsyncGenerator[Said, None]:
-    reader = CallReader() if tools else None
+    reader = CallReader(partial=ask.stream) if tools else None
     async with aclosing(answer(backend, ask)) as chunks:
         async for _, chunk in chunks:
             text, reason, calls = chunk.text, chunk.finish_reason, []

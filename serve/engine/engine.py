@@ -10,7 +10,7 @@ from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, Protocol
 
 from penjing.core.errors import OverloadedError, PenjingError, RequestError
-from penjing.serve.engine.adapters import Adapters
+from penjing.serve.engine.adapters import AdapterRunner, Adapters
 from penjing.serve.engine.answer import Answer
 from penjing.serve.engine.blocks import BlockManager
 from penjing.serve.engine.config import EngineConfig
@@ -36,13 +36,11 @@ NOT_FINITE_WORDS = "the model's logits are not finite numbers for this input (an
 log = logging.getLogger(__name__)
 
 
-class ModelRunner(Protocol):
+class ModelRunner(AdapterRunner, Protocol):
     """A model with its KV cache: all that the engine knows of tensors."""
 
     kv_pool: Any
     kv_scale: Any
-    adapter_slots: dict[str, int]
-    """Of each adapter by its name."""
 
     def run(self, batch: Batch, largest: bool = False) -> tuple[StepScores, list[Sequence]]:
         """Compute the tokens of `batch` into the KV cache; see `penjing.serve.runner.runner.Runner.run`."""
@@ -86,7 +84,7 @@ class LLMEngine:
         self._pace = Pace(config.max_step_seconds, config.max_num_batched_tokens)
         self.scheduler = self._new_scheduler()
         self.constraints = Constraints(loaded.tokenizer, loaded.config.vocab_size)
-        self.adapters = Adapters(runner.adapter_slots)
+        self.adapters = Adapters(runner)
         images = Images(loaded.sight, loaded.tokenizer, config)
         self.preparer = Preparer(
             loaded.tokenizer, loaded.config.vocab_size, self.max_model_len, self.constraints, self.adapters, images
@@ -136,8 +134,7 @@ class LLMEngine:
         request, params = prepared.request, prepared.request.params
         assert request.request_id not in self._active, "the caller checks that ids are new"
         origin: dict[str, Any] = {"key": request.key, "priority": request.priority, "images": prepared.images}
-        if prepared.adapter is not None:
-            origin |= {"adapter": prepared.adapter.slot, "root": prepared.adapter.root}
+        origin |= self.adapters.hold(request.request_id, prepared.adapter)
         first = Sequence(request.request_id, prepared.prompt_ids, **origin)
         first.forks = [
             Sequence(request.request_id, prepared.prompt_ids, index, fork_of=first, **origin)
@@ -397,3 +394,4 @@ class LLMEngine:
         siblings.remove(sequence)
         if not siblings:
             del self._active[sequence.request_id]
+            self.adapters.release(sequence.request_id)

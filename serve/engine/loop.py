@@ -7,6 +7,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
+from concurrent.futures import Future
 
 from penjing.core.errors import RequestError, ServerError
 from penjing.serve.engine.engine import LLMEngine, PreparedRequest
@@ -39,6 +40,7 @@ class EngineLoop:
         self._wake = threading.Condition()
         self._inbox: deque[PreparedRequest] = deque()
         self._cancelled: deque[str] = deque()
+        self._works: deque[tuple[Callable[[], None], Future[None]]] = deque()
         self._callbacks: dict[str, OnOutputs] = {}
         self._draining = False
         self._stopping = False
@@ -90,6 +92,18 @@ class EngineLoop:
             self._cancelled.append(request_id)
             self._wake.notify()
 
+    def between_steps(self, work: Callable[[], None]) -> Future[None]:
+        """Do `work` on the engine's thread before the next step. What it raises is the future's; so is the end of the
+        loop, which cancels it."""
+        future: Future[None] = Future()
+        with self._wake:
+            if self._stopping or self.failure:
+                future.cancel()
+            else:
+                self._works.append((work, future))
+                self._wake.notify()
+        return future
+
     def drain(self, timeout: float) -> bool:
         """Refuse new requests and wait until all others are answered; False if that takes longer than `timeout` s."""
         with self._wake:
@@ -118,10 +132,13 @@ class EngineLoop:
             self.heartbeat = time.monotonic()
             with self._wake:
                 woken = self._has_work() or self._wake.wait(IDLE_WAIT_SECONDS)
-                arrived, cancelled = list(self._inbox), list(self._cancelled)
+                arrived, cancelled, works = list(self._inbox), list(self._cancelled), list(self._works)
+                self._works.clear()
                 self._inbox.clear()
                 self._cancelled.clear()
                 stopping = self._stopping
+            for work, future in works:
+                _do(work, future)
             for prepared in arrived:
                 self.engine.add_prepared(prepared)
             for request_id in cancelled:
@@ -137,7 +154,7 @@ class EngineLoop:
                 self._check_idle()
 
     def _has_work(self) -> bool:
-        return bool(self._inbox or self._cancelled or self._stopping or self.engine.has_work())
+        return bool(self._inbox or self._works or self._cancelled or self._stopping or self.engine.has_work())
 
     def _check_idle(self) -> None:
         broken = self.engine.broken_invariants()
@@ -151,6 +168,9 @@ class EngineLoop:
             self.failure = reason
             arrived = list(self._inbox)
             self._inbox.clear()
+            for _, future in self._works:
+                future.cancel()
+            self._works.clear()
             self._wake.notify_all()
         for prepared in arrived:
             self.engine.add_prepared(prepared)
@@ -183,3 +203,10 @@ class EngineLoop:
             except Exception:  # the caller's defect ends the caller's request alone
                 log.exception("the output callback of request %s failed; the request is cancelled", request_id)
                 self.cancel(request_id)
+
+
+def _do(work: Callable[[], None], future: Future[None]) -> None:
+    try:
+        future.set_result(work())
+    except Exception as error:  # whoever asked for it is told
+        future.set_exception(error)

@@ -63,7 +63,7 @@ def ask_for(port: int, pid: int, **change: object) -> str:
         SetupError: another change is under way, or the disk is full.
     """
     wanted = Change.model_validate(change | {"id": secrets.token_hex(8)})
-    with _alone(port):
+    with alone(run_folder() / f"{port}.change.lock"):
         mask = os.umask(0o077)
         try:
             atomic_write_text(change_path(port), wanted.model_dump_json())
@@ -113,8 +113,12 @@ def _outcome(port: int) -> Answered | None:
 
 
 @contextmanager
-def _alone(port: int) -> Iterator[None]:
-    lock = run_folder() / f"{port}.change.lock"
+def alone(lock: Path) -> Iterator[None]:
+    """Hold a file, so that no other command changes the same meanwhile.
+
+    Raises:
+        SetupError: one does, or the disk is full.
+    """
     with writing(lock):
         held = os.open(lock, os.O_RDWR | os.O_CREAT, 0o600)
     try:

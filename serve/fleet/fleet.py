@@ -28,7 +28,7 @@ from penjing.serve.fleet.member import READY, Member
 from penjing.serve.fleet.plan import FleetModel, FleetPlan
 from penjing.serve.fleet.state import FleetState, fleet_path, write_fleet
 from penjing.serve.gate.config import FrontModel
-from penjing.serve.supervisor.kept_front import KeptFront, front_model
+from penjing.serve.supervisor.kept_front import KeptFront, adapters_stamp, front_model
 from penjing.serve.supervisor.state import ServerState, append_log, owning, write_state
 
 POLL_SECONDS = 0.05
@@ -50,6 +50,7 @@ class Fleet:
         self.stops = 0  # signals received: one drains, two end at once
         self._noted = 0.0
         self._keeps_port = False
+        self._adapters: list[tuple[int, ...]] = []
         self.state = FleetState(
             STARTING, plan.port, os.getpid(), front_url="" if plan.front is None else plan.front.url
         )
@@ -132,6 +133,10 @@ class Fleet:
                 self._say(line)
                 append_log(self.port, line)
                 self._keep_port()
+            adapters = [adapters_stamp(member.port) for member in self.members]
+            if adapters != self._adapters:
+                self._adapters = adapters
+                self._show()
             waiting = [member.model.id for member in self.members if not member.ready]
             if waiting:
                 self._note_now_and_then(NOT_READY, f"{', '.join(waiting)} cannot answer now")

@@ -30,6 +30,7 @@ class Member:
         self.restarts = 0
         self._backoff = self._restart_at = 0.0
         self._process: subprocess.Popen[bytes] | None = None
+        state.forget_adapters(self.port)
 
     def start(self) -> None:
         """Start its supervisor, which dies with this process.
@@ -125,3 +126,4 @@ class Member:
                 self._process.kill()
             self._process.wait()
             state.clean_up(self.port)
+            state.forget_adapters(self.port)

@@ -51,9 +51,9 @@ class CallReader:
                     break
                 continue
             if self._calling:
-                body, mark, rest = self._text.partition(CALL_END)
-                if not mark:
+                if (end := _call_end(self._text, last)) is None:
                     break
+                body, rest = self._text[:end], self._text[end + len(CALL_END) :]
                 call = _call(body, self.num_calls)
                 if call is None:
                     piece.text += CALL_BEGIN + body + CALL_END
@@ -129,6 +129,26 @@ class _ObjectEnd:
                 self._depth -= 1
                 self.found = self._depth == 0
         return len(text)
+
+
+def _call_end(text: str, last: bool) -> int | None:
+    """Where the mark that ends a call stands; None where it has not come. One inside of a JSON text ends nothing, but
+    where this is the `last` text and no other one has come: what a model writes need not be JSON.
+
+    It reads from the call's beginning each time, which costs only a call that cannot come piece by piece.
+    """
+    start = text.find("{")
+    first = text.find(CALL_END)
+    if first < 0:
+        return None
+    if not 0 <= start < first:
+        return first
+    body = _ObjectEnd()
+    length = start + body.find(text[start:])
+    if body.found:
+        end = text.find(CALL_END, length)
+        return None if end < 0 else end
+    return first if last else None
 
 
 def _held_back(text: str) -> int:

@@ -12,6 +12,7 @@ from penjing.core.errors import ConfigError
 from penjing.core.models.decoder import Decoder
 from penjing.core.runtime.device_step import DeviceStep, unsupported
 from penjing.core.runtime.quantized import Int4Linear
+from penjing.kernels.low_rank import Pairs
 from penjing.serve.engine.config import EngineConfig
 from penjing.serve.engine.sequence import Batch, Sequence
 from penjing.serve.runner.decode_graphs import Captured, DecodeGraphs, Tensors
@@ -72,6 +73,18 @@ class DeviceRunner:
         self.inputs.pad(0, max_sequences)
         self.buffers.copy_(self.inputs.buffers, max_sequences)
         self.graphs = DecodeGraphs(self._decode, max_sequences, capture)
+
+    def add_adapter(self, layers: Pairs) -> int:
+        """A device has none so far.
+
+        Raises:
+            ConfigError: always.
+        """
+        raise ConfigError("adapters are served on a CPU only; take device=cpu")
+
+    def remove_adapter(self, slot: int) -> None:
+        """There is none."""
+        raise AssertionError(slot)
 
     def run(self, batch: Batch, largest: bool = False) -> tuple[StepScores, list[Sequence]]:
         """Compute the tokens of `batch` into the KV cache; doing so again changes nothing.

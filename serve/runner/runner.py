@@ -44,16 +44,31 @@ class Runner:
         self.block_size = block_size
         self.fused = fuse_decoder(model)  # the whole step in one call; None: the model's own layers on torch
         self.layers = ModelStep(model) if self.fused is None else None  # the fused step has packed weights of its own
+        self._why_not_fused = "" if self.fused is not None else why_not_fused(model)
         self.adapter_slots: dict[str, int] = {}
         for name, layers in (adapters or {}).items():
-            if self.fused is None:
-                reason = why_not_fused(model)
-                raise ConfigError(f"adapters are for the C++ step alone, which this model does not run in: {reason}")
-            self.adapter_slots[name] = self.fused.adapters.add(layers)
+            self.adapter_slots[name] = self.add_adapter(layers)
         self.kv_pool, self.kv_scale = allocate_pool(model.config, num_blocks, block_size, kv_dtype)
         self.inputs = StepInputs(
             max_tokens, max_sequences, max_model_len, block_size, vocab_size=model.config.vocab_size
         )
+
+    def add_adapter(self, layers: Pairs) -> int:
+        """Take an adapter in, between two steps; its slot.
+
+        Raises:
+            ConfigError: the C++ step does not take the model.
+        """
+        if self.fused is None:
+            raise ConfigError(
+                f"adapters are for the C++ step alone, which this model does not run in: {self._why_not_fused}"
+            )
+        return self.fused.adapters.add(layers)
+
+    def remove_adapter(self, slot: int) -> None:
+        """Free a slot that no step uses any more, between two steps."""
+        assert self.fused is not None, "it took the adapter in"
+        self.fused.adapters.remove(slot)
 
     def run(self, batch: Batch, largest: bool = False) -> tuple[StepScores, list[Sequence]]:
         """Compute the tokens of `batch` into the KV cache; doing so again changes nothing.

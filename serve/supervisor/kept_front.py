@@ -13,6 +13,7 @@ from penjing.serve.gate.config import FrontConfig, FrontJob, FrontModel
 from penjing.serve.site.process import FrontProcess
 from penjing.serve.supervisor import state
 from penjing.serve.supervisor.process import LOOPBACK, ServeConfig
+from penjing.serve.triton.adapter_list import ServedAdapters, read_list, said_path, stamp_of
 
 MAX_LOST_STARTS = 3
 
@@ -26,10 +27,21 @@ def front_model(config: ServeConfig, folder: Path, family: Family, settings: Con
         "folder": folder,
         "grpc": config.address(config.grpc_port),
         "metrics": f"{LOOPBACK}:{config.metrics_port}",
-        "adapters": tuple(settings.adapters) if isinstance(settings, EngineConfig) else (),
+        "adapters": _adapters(config.grpc_port, settings) if isinstance(settings, EngineConfig) else (),
         "max_rows": settings.max_batch_size if isinstance(settings, BatchConfig) else None,
     }
     return FrontModel(**facts | names)
+
+
+def _adapters(grpc_port: int, settings: EngineConfig) -> tuple[str, ...]:
+    """Those that the model's process says it has; before it says anything, those that it was started with."""
+    said = read_list(said_path(state.adapters_path(grpc_port)), ServedAdapters)
+    return tuple(settings.adapters if said is None else said.adapters)
+
+
+def adapters_stamp(grpc_port: int) -> tuple[int, ...]:
+    """Another one whenever the adapters of the model have changed."""
+    return stamp_of(said_path(state.adapters_path(grpc_port)))
 
 
 class KeptFront:

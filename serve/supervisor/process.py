@@ -17,12 +17,12 @@ from pydantic import Field
 
 from penjing.core.config import Config
 from penjing.core.errors import ConfigError, SetupError
-from penjing.serve.client.protocol import DECODER, ENGINE_VARIABLE, MODEL_VARIABLE, PULSE_VARIABLE
+from penjing.serve.client.protocol import ADAPTERS_VARIABLE, DECODER, ENGINE_VARIABLE, MODEL_VARIABLE, PULSE_VARIABLE
 from penjing.serve.families.base import Family
 from penjing.serve.gate.config import FrontConfig
 from penjing.serve.supervisor.confine import confine
 from penjing.serve.supervisor.install import ServerInstall
-from penjing.serve.supervisor.state import opened_log, remove_shared_memory, shm_prefix
+from penjing.serve.supervisor.state import adapters_path, opened_log, remove_shared_memory, shm_prefix
 from penjing.serve.triton.pulse import Pulse
 
 LOOPBACK = "127.0.0.1"
@@ -147,6 +147,8 @@ class ServerProcess:
         remove_shared_memory(port)
         pulse = Pulse()
         names = {MODEL_VARIABLE: str(model), ENGINE_VARIABLE: engine_json, PULSE_VARIABLE: str(pulse.path)}
+        if family.name == DECODER:
+            names[ADAPTERS_VARIABLE] = str(adapters_path(port))
         supervisor = os.getpid()
 
         def prepare() -> None:

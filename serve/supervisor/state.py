@@ -17,6 +17,7 @@ from typing import IO, Any
 from penjing.core.cache import cache_dir
 from penjing.core.errors import SetupError
 from penjing.core.files import atomic_write_text, writing
+from penjing.serve.triton.adapter_list import said_path
 
 SHM_FOLDER = Path("/dev/shm")
 MAX_LOG_BYTES = 16 << 20
@@ -72,6 +73,17 @@ def front_log_path(grpc_port: int) -> Path:
 def drain_path(grpc_port: int) -> Path:
     """Holds how many seconds whoever asked for the stop gives running answers."""
     return run_folder() / f"{grpc_port}.drain"
+
+
+def adapters_path(grpc_port: int) -> Path:
+    """Which adapters a decoder shall have, once that has changed (`serve/triton/adapter_list.py`)."""
+    return run_folder() / f"{grpc_port}.adapters.json"
+
+
+def forget_adapters(grpc_port: int) -> None:
+    """A server that starts has those that its command names."""
+    for path in (adapters_path(grpc_port), said_path(adapters_path(grpc_port))):
+        path.unlink(missing_ok=True)
 
 
 def repository_path(grpc_port: int) -> Path:

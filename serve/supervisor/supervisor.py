@@ -24,11 +24,12 @@ from penjing.core.errors import PenjingError, ServerError
 from penjing.core.progress import Progress, Silent, progress_bar
 from penjing.serve.families.base import family_at, read_overrides
 from penjing.serve.families.repository import rename_entry
+from penjing.serve.gate.config import FrontModel
 from penjing.serve.site.process import check_front
 from penjing.serve.supervisor import state
 from penjing.serve.supervisor.detach import READY, detach_supervisor
 from penjing.serve.supervisor.install import ServerInstall, install
-from penjing.serve.supervisor.kept_front import KeptFront, front_model
+from penjing.serve.supervisor.kept_front import KeptFront, adapters_stamp, front_model
 from penjing.serve.supervisor.process import EXIT_SECONDS, ServeConfig, ServerProcess, check_ports
 from penjing.serve.supervisor.vigil import Vigil
 from penjing.serve.triton.hang_clock import HangClock
@@ -99,8 +100,8 @@ class _Supervisor:
         self.engine_json, self.progress = engine_json, progress
         self.family = family_at(model)
         self.settings = parse_config(self.family.settings, json.loads(engine_json), "--set")
-        shown = front_model(config, model, self.family, self.settings, aliases=(self.family.name,))
-        self.front = KeptFront(config.front, (shown,), config.grpc_port)
+        self.front = KeptFront(config.front, (self._shown(),), config.grpc_port)
+        self._adapters: tuple[int, ...] = ()
         self.stops = 0  # signals received: one drains, two end at once
         self._saved, self._kept_files = True, 0.0
         self.state = state.ServerState(
@@ -121,6 +122,8 @@ class _Supervisor:
         """Returns after a stop; raises ServerError if the first start fails."""
         os.umask(0o077)
         state.log_path(self.config.grpc_port).unlink(missing_ok=True)
+        if not self.config.fleet_pid:
+            state.forget_adapters(self.config.grpc_port)
         self.progress.start(f"loading {self.model.name}", 1)
         with self._signals() as self.wake_fd:
             try:
@@ -131,8 +134,17 @@ class _Supervisor:
                 raise
             finally:
                 self.front.end()
+                if not self.config.fleet_pid:
+                    state.forget_adapters(self.config.grpc_port)
+
+    def _shown(self) -> FrontModel:
+        return front_model(self.config, self.model, self.family, self.settings, aliases=(self.family.name,))
 
     def _keep_front(self) -> None:
+        adapters = adapters_stamp(self.config.grpc_port)
+        if adapters != self._adapters:
+            self._adapters = adapters
+            self.front.show((self._shown(),))
         if (line := self.front.keep(starting=self.state.state == "starting")) is not None:
             self._say(line)
             state.append_log(self.config.grpc_port, line)

@@ -16,13 +16,14 @@ import numpy as np
 from penjing.core.config import parse_config
 from penjing.core.errors import OverloadedError, PenjingError, RequestError, ServerError, UnavailableError
 from penjing.serve.client.errors import code_of
-from penjing.serve.client.protocol import PING, PULSE_VARIABLE
+from penjing.serve.client.protocol import ADAPTERS_VARIABLE, PING, PULSE_VARIABLE
 from penjing.serve.engine.config import EngineConfig
 from penjing.serve.engine.loop import EngineLoop
 from penjing.serve.engine.request import Request, RequestOutput
 from penjing.serve.runner.load import load_engine
 from penjing.serve.sampling.params import SamplingParams
 from penjing.serve.sight.wire import with_places
+from penjing.serve.triton.adapter_watch import AdapterWatch, reachable_folders
 from penjing.serve.triton.intake import Intake
 from penjing.serve.triton.journal import log_request, log_to_server
 from penjing.serve.triton.metrics import EngineMetrics, Refusals
@@ -35,6 +36,7 @@ from penjing.serve.triton.tensors import MAX_TEXT_BYTES, most_bytes, read_call
 BEAT_SECONDS = 0.05
 POLL_SECONDS = 0.01  # between two looks for clients that left; a step of a real model takes longer
 METRICS_SECONDS = 0.25
+ADAPTERS_SECONDS = 0.25
 WORK_SHARE = 0.1  # of a thread's time: a look costs 30 to 100 µs a request, an observation 20 µs
 MAX_PAUSE_SECONDS = 0.5
 CANARY_SECONDS = 120.0
@@ -67,6 +69,7 @@ class LLMAdapter:
         self._live: dict[str, Reply] = {}
         self._num_requests = 0
         self._intake = Intake()
+        self._adapters: AdapterWatch | None = None
         self._stopping = threading.Event()
         pulse = os.environ.get(PULSE_VARIABLE)
         self._pulse = Pulse(Path(pulse)) if pulse else None
@@ -76,6 +79,7 @@ class LLMAdapter:
                 ("pulse", self._beat, BEAT_SECONDS),
                 ("watch", self._drop_ended, POLL_SECONDS),
                 ("metrics", self._show_metrics, METRICS_SECONDS),
+                ("adapters", self._watch_adapters, ADAPTERS_SECONDS),
             )
         ]
         for thread in self._threads:
@@ -91,7 +95,11 @@ class LLMAdapter:
     def _load(self, args: dict[str, str]) -> None:
         folder, values = read_settings(args)
         config = parse_config(EngineConfig, values, "engine settings")
-        engine = load_engine(folder, config)
+        listed = os.environ.get(ADAPTERS_VARIABLE)
+        wanted = Path(listed) if listed else None
+        has_list = wanted is not None and wanted.exists()  # a restart: the list counts, and not what was asked at first
+        given = {} if has_list else reachable_folders(config.adapters)
+        engine = load_engine(folder, config.model_copy(update={"adapters": given}))
         most = most_bytes(engine.preparer.max_prompt_bytes)
         bound_strings(self._pb_utils, max(most, 2 * config.max_image_bytes if engine.preparer.images.token else 0))
         self._chat_template = engine.chat_template
@@ -99,6 +107,10 @@ class LLMAdapter:
         loop.start()
         _generate_one_token(loop)
         loop.take_samples()
+        if wanted is not None:
+            begun = config.model_copy(update={"adapters": {} if has_list else config.adapters})
+            self._adapters = AdapterWatch(wanted, folder, begun, loop)
+            self._adapters.look()
         self._outbox = Outbox(self._pb_utils, self._ended, engine.config.stream_interval)
         self._metrics = _metrics(self._pb_utils, args["model_name"], loop)
         self._loop = loop
@@ -250,6 +262,10 @@ class LLMAdapter:
         # From a drain on nothing is asked of the server: while it unloads the model, a call would never return.
         if self._metrics is not None and self._loop is not None and not self._refusing:
             self._metrics.update(self._loop.stats(), self._loop.take_samples(), self._refusals.snapshot())
+
+    def _watch_adapters(self) -> None:
+        if self._adapters is not None and self._phase is Phase.SERVING and not self._refusing:
+            self._adapters.look()
 
     def _drop_ended(self) -> None:
         """Cancel the requests whose client has left or whose time is up."""

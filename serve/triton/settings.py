@@ -33,15 +33,18 @@ def read_settings(args: Mapping[str, str]) -> tuple[Path, dict[str, Any]]:
         values = json.loads(text)
     except ValueError as error:
         raise ConfigError(f"{ENGINE_VARIABLE} is not valid JSON: {error}") from None
-    found = _reachable(Path(args.get("model_repository", "")) / folder)
+    found = reachable(Path(args.get("model_repository", "")) / folder)
     if not isinstance(values, dict):
         raise ConfigError(f"{ENGINE_VARIABLE} must be a JSON object, got {text!r:.80}")
     return found, values
 
 
-def _reachable(folder: Path) -> Path:
-    """The Python inside Triton server takes file names for ASCII. Those with other letters reach it as escapes that C++
-    and Rust libraries refuse, and that end the process when they are part of an error's message."""
+def reachable(folder: Path) -> Path:
+    """A folder by a name that every library takes.
+
+    The Python inside Triton server takes file names for ASCII. Those with other letters reach it as escapes that C++
+    and Rust libraries refuse, and that end the process when they are part of an error's message.
+    """
     text = str(folder)
     if text.isascii() or sys.getfilesystemencoding() == "utf-8":
         return folder

@@ -23,7 +23,20 @@ def test_help_lists_every_command_and_imports_nothing_heavy():
     result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
     assert result.returncode == 0, result.stderr
     assert "heavy: []" in result.stdout
-    for command in ("import", "compress", "generate", "serve", "stop", "chat", "server", "keys", "bench", "info"):
+    for command in (
+        "import",
+        "compress",
+        "generate",
+        "serve",
+        "stop",
+        "chat",
+        "server",
+        "models",
+        "adapters",
+        "keys",
+        "bench",
+        "info",
+    ):
         assert f" {command} " in result.stdout
 
 

@@ -17,6 +17,7 @@ from penjing.serve.engine.config import EngineConfig
 from penjing.serve.engine.engine import LLMEngine
 from penjing.serve.engine.request import Request
 from penjing.serve.engine.sequence import NO_ADAPTER, Batch, Sequence
+from penjing.serve.runner.adapters import load_adapters
 from penjing.serve.runner.load import load_engine
 from penjing.serve.runner.step_inputs import StepInputs
 from penjing.serve.sampling.params import SamplingParams
@@ -134,6 +135,58 @@ def test_guessed_tokens_have_the_adapter_of_their_answer(
     guessing = engine_of(tiny_checkpoint, adapters, speculate="lookup")
     assert answers(guessing, requests) == answers(engine_of(tiny_checkpoint, adapters), requests)
     assert guessing.stats().spec_decode_num_accepted_tokens > 0
+
+
+def test_they_come_and_go_while_answers_run(tiny_checkpoint: Path, adapters: dict[str, Path]) -> None:
+    alone = answers(engine_of(tiny_checkpoint, adapters), [request(str(name), name, max_tokens=30) for name in NAMES])
+    engine = engine_of(tiny_checkpoint)
+    pairs = {
+        name: load_adapters(tiny_checkpoint, EngineConfig(adapters={name: folder}))[name]
+        for name, folder in adapters.items()
+    }
+    removed: list[int] = []
+    remove = engine.runner.remove_adapter
+    engine.runner.remove_adapter = lambda slot: (removed.append(slot), remove(slot))[1]  # type: ignore[method-assign]
+
+    def begin(name: str, adapter: str | None) -> None:
+        engine.add(request(name, adapter, max_tokens=30))
+        found[name] = []
+        go(4)
+
+    def go(steps: int) -> None:
+        for _ in range(steps):
+            for o in engine.step():
+                found[o.request_id] += list(zip(o.token_ids, o.logprobs or [], strict=True))
+
+    found: dict[str, list[Any]] = {}
+    engine.adapters.add("alice", pairs["alice"])
+    begin("first", "alice")
+    engine.adapters.add("alice", pairs["bob"])  # other weights of the same name, beside an answer with the old ones
+    begin("second", "alice")
+    prepared = engine.prepare(request("late", "alice", max_tokens=30))
+    engine.adapters.remove("alice")
+    with pytest.raises(RequestError, match="no adapter 'alice'; this model has none"):
+        engine.prepare(request("third", "alice"))
+    begin("plain", None)
+    assert removed == []
+    go(24)
+    assert removed == [0]  # the first answer has ended
+    engine.adapters.add("carol", pairs["alice"])  # in the slot that is free
+    engine.add_prepared(prepared)  # its adapter has gone since, but not from under it
+    del prepared
+    found["late"] = []
+    begin("carol", "carol")
+    go(60)
+    assert found == {
+        "first": alone["alice"],
+        "second": alone["bob"],
+        "late": alone["bob"],
+        "plain": alone["None"],
+        "carol": alone["alice"],
+    }
+    assert removed == [0, 1]
+    assert engine.adapters.names == ["carol"]
+    assert not engine.broken_invariants()
 
 
 def test_each_has_its_own_prefixes(tiny_checkpoint: Path, adapters: dict[str, Path]) -> None:

@@ -120,7 +120,9 @@ def test_tools_are_used_and_their_results_read(client: Any, chats: openai.OpenAI
     (call,) = found.content
     assert (call.type, call.name, set(call.input), found.stop_reason) == ("tool_use", "look", {"at"}, "tool_use")
     with client.messages.stream(**asked) as stream:
+        kinds = [event.type for event in stream]
         final = stream.get_final_message()
+    assert "input_json" in kinds  # the package's word for a piece of a call
     assert (final.content[0].input, final.stop_reason) == (call.input, "tool_use")
     both = client.messages.create(**asked, stop_sequences=["never here"])
     assert (both.content[0].input, len(both.content), both.stop_reason) == (call.input, 1, "tool_use")

@@ -24,6 +24,8 @@ def read(pieces: list[str]) -> tuple[str, list[tuple[str, str]]]:
     return text, [(call["function"]["name"], call["function"]["arguments"]) for call in calls]
 
 
+QUOTING = '<tool_call>{"arguments": {"it": "a </tool_call> b"}, "name": "say"}</tool_call>'
+"""Arguments first: it cannot come piece by piece."""
 LOOK = ("look", '{"at": "a <b> ü"}')
 
 
@@ -38,6 +40,8 @@ LOOK = ("look", '{"at": "a <b> ü"}')
         ('<tool_call>\n{"name": "lo', '<tool_call>\n{"name": "lo', []),
         ('<tool_call>{"name": "look"}</tool_call>', "", [("look", "{}")]),
         ("<tool_call>[]</tool_call>", "<tool_call>[]</tool_call>", []),
+        (QUOTING + "\n" + CALL, "", [("say", '{"it": "a </tool_call> b"}'), LOOK]),
+        ('<tool_call>{"name": </tool_call> x', '<tool_call>{"name": </tool_call> x', []),
     ],
 )
 def test_whole(text: str, shown: str, calls: list[tuple[str, str]]) -> None:
@@ -107,7 +111,8 @@ def test_pieces_of_a_stream_make_the_whole_calls(
 
 @given(
     st.lists(
-        st.sampled_from(["I say <", "<tool_call>", "</tool_call>", CALL, '{"name": "x"}', "\n", "tool"]), max_size=8
+        st.sampled_from(["I say <", "<tool_call>", "</tool_call>", CALL, QUOTING, '{"name": "x"}', "\n", "tool"]),
+        max_size=8,
     ),
     st.data(),
 )

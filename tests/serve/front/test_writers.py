@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
+from collections.abc import AsyncGenerator
 from pathlib import Path
 from typing import Any
+from unittest.mock import AsyncMock
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from openai.types.responses import Response, ResponseStreamEvent
@@ -14,15 +19,19 @@ from penjing.serve.client.wire_text import Chunk
 from penjing.serve.dialects.message_writer import MessageWriter, StopText
 from penjing.serve.dialects.response_body import ResponseBody
 from penjing.serve.dialects.response_writer import ResponseWriter
-from penjing.serve.dialects.writer import Said
+from penjing.serve.dialects.writer import Said, respond
 from penjing.serve.front.answers import Ask
-from penjing.serve.gate.config import FrontModel
+from penjing.serve.front.backend import Backend
+from penjing.serve.gate.config import FrontConfig, FrontJob, FrontModel
 from penjing.serve.gate.errors import ApiError
 from penjing.serve.gate.guard import Exchange
 
 EVENTS: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
-CALL = {"index": 0, "id": "call_1", "type": "function", "function": {"name": "look", "arguments": '{"at": 1}'}}
-PIECES = st.lists(st.one_of(st.text(max_size=3), st.just(CALL)), max_size=8)
+CALL = {"index": 0, "id": "call_1", "type": "function"}
+BODY = ResponseBody(model="a", input="b")
+ARGUMENTS = '{"at": 1}'
+PIECES = st.lists(st.one_of(st.text(max_size=3), st.integers(0, len(ARGUMENTS))), max_size=8)
+"""Texts, and calls: a number says after how many characters their arguments are cut in two."""
 
 
 def asked() -> Ask:
@@ -33,7 +42,14 @@ def asked() -> Ask:
 
 
 def pieces_of(parts: list[Any], reason: str) -> list[Said]:
-    found = [Said(part, [], [], None) if isinstance(part, str) else Said("", [part], [], None) for part in parts]
+    found: list[Said] = []
+    for part in parts:
+        if isinstance(part, str):
+            found.append(Said(part, [], [], None))
+            continue
+        found.append(Said("", [CALL | {"function": {"name": "look", "arguments": ARGUMENTS[:part]}}], [], None))
+        if rest := ARGUMENTS[part:]:
+            found.append(Said("", [{"index": 0, "function": {"arguments": rest}}], [], None))
     return [*found, Said("", [], [], reason)]
 
 
@@ -62,11 +78,63 @@ def test_events_of_a_response_are_those_that_the_package_knows(parts: list[Any],
                 assert text_and_calls([event["item"]]) == grown[-1:]
     whole = writer.whole()
     assert text_and_calls(whole["output"]) == grown
-    assert "".join(grown) == "".join(part if isinstance(part, str) else '{"at": 1}' for part in parts)
+    assert "".join(grown) == "".join(part if isinstance(part, str) else ARGUMENTS for part in parts)
     assert whole["status"] == ("completed" if reason == "stop" else "incomplete")
     assert events[-1]["type"] == f"response.{whole['status']}"
     assert events[-1]["response"] == whole
     assert (whole["usage"]["input_tokens"], whole["usage"]["output_tokens"]) == (7, 3)
+
+
+class Letters:
+    """A client whose model writes a call letter by letter."""
+
+    async def stream(self, *_: Any, **__: Any) -> AsyncGenerator[Chunk, None]:
+        text = f'<tool_call>{{"name": "look", "arguments": {ARGUMENTS}}}</tool_call>'
+        for place, letter in enumerate(text):
+            yield Chunk(letter, "stop" if place == len(text) - 1 else None, num_tokens=1)
+
+    async def close(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("word", ["input_json_delta", "response.function_call_arguments.delta"])
+def test_a_call_is_streamed_as_it_is_written(word: str) -> None:
+    async def streamed() -> list[dict[str, Any]]:
+        ask = asked()
+        ask.stream, ask.messages = True, []
+        backend = Backend(FrontJob(front=FrontConfig(port=8080), models=(ask.model,), log=Path("log")))
+        upstream = backend.upstream(ask.model)
+        await upstream.client.close()
+        upstream.client = Letters()  # type: ignore[assignment]
+        writer = MessageWriter(ask, StopText(())) if word[0] == "i" else ResponseWriter(ask, BODY)
+        sent: list[bytes] = []
+
+        async def send(message: Any) -> None:
+            sent.append(message.get("body", b""))
+
+        response = await respond(backend, ask, writer, tools=True)
+        await response({"type": "http", "state": {"exchange": ask.exchange}}, AsyncMock(), send)
+        await backend.close()
+        return [json.loads(line[6:]) for line in b"".join(sent).splitlines() if line.startswith(b"data: ")]
+
+    events = asyncio.run(streamed())
+    deltas = [event["delta"] for event in events if event["type"] == word or word in str(event.get("delta"))]
+    texts = [delta if isinstance(delta, str) else delta["partial_json"] for delta in deltas]
+    assert texts == list(ARGUMENTS)
+
+
+def test_a_call_that_is_cut_off_is_incomplete_and_one_that_is_whole_is_not() -> None:
+    for size, status in ((4, "incomplete"), (len(ARGUMENTS), "completed")):
+        (begun,) = (said for said in pieces_of([size], "length") if said.calls and "id" in said.calls[0])
+        writer = ResponseWriter(asked(), ResponseBody(model="a", input="b"))
+        writer.push(begun)
+        events = writer.push(Said("", [], [], "length"))
+        assert (events[1]["item"]["status"], events[1]["item"]["arguments"]) == (status, ARGUMENTS[:size])
+        assert writer.whole()["status"] == "incomplete"
+        message = MessageWriter(asked(), StopText(()))
+        message.push(begun)
+        message.push(Said("", [], [], "length"))
+        assert message.whole()["content"][0]["input"] == ({} if size == 4 else {"at": 1})
 
 
 def test_a_response_that_fails_says_so_as_its_last_event() -> None:
@@ -104,8 +172,8 @@ def test_events_of_a_message_add_up_to_it(parts: list[Any], reason: str) -> None
         is_open = event["type"] != "content_block_stop"
     assert not is_open
     whole = writer.whole()
-    assert [block["text"] if block["type"] == "text" else '{"at": 1}' for block in whole["content"]] == grown
-    assert "".join(grown) == "".join(part if isinstance(part, str) else '{"at": 1}' for part in parts)
+    assert [block["text"] if block["type"] == "text" else ARGUMENTS for block in whole["content"]] == grown
+    assert "".join(grown) == "".join(part if isinstance(part, str) else ARGUMENTS for part in parts)
     called = any(block["type"] == "tool_use" for block in whole["content"])
     assert whole["stop_reason"] == ("max_tokens" if reason == "length" else "tool_use" if called else "end_turn")
     assert whole["usage"] == events[-2]["usage"]
