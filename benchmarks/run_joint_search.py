@@ -28,6 +28,7 @@ from lib.rows import RESULTS, Row, append, new_row
 from penjing.compress.families.base import family_at
 from penjing.compress.recipe import load_recipe
 from penjing.compress.run import run_recipe
+from penjing.compress.search.base import Changes
 from penjing.compress.search.draw import scattered
 from penjing.compress.search.points import point_recipe
 from penjing.compress.search.predict import fit, spearman
@@ -114,7 +115,8 @@ def measure(model: Path, folder: Path, arguments: argparse.Namespace, seed: int)
         uniform, best = (result["rows"][entry[which]]["choice"] for which in ("row", "best"))
         found = []
         for which, choice in (("uniform", uniform), ("best", best)):
-            made = point_recipe(values, trials.space, choice, output, f"front-{which}-{entry['row']}.toml")
+            steps = trials.point(values, choice)
+            made = point_recipe(values, steps, output, f"front-{which}-{entry['row']}.toml")
             report = run_recipe(made, progress=PlainProgress()) / "report.json"
             found.append(json.loads(report.read_text())["stages"][-1]["quality"]["value"])
             say(f"{which} {choice}: {found[-1]:.4f}")
@@ -125,7 +127,7 @@ def measure(model: Path, folder: Path, arguments: argparse.Namespace, seed: int)
     return rows
 
 
-def random_ranks(trials: Trials, result: dict[str, Any], count: int, seed: int) -> tuple[float, float]:
+def random_ranks(trials: Changes, result: dict[str, Any], count: int, seed: int) -> tuple[float, float]:
     """Correlations of the measured divergences of fresh combinations with the fitted and with plain sums."""
     space, rows = trials.space, result["rows"]
     singles = [np.zeros(size) for size in space.sizes]

@@ -15,6 +15,7 @@ from penjing.core.files import atomic_write_text
 StageName = Literal["train", "search", "compress", "compress-search", "curate"]
 PACKAGE = "penjing.recipes"
 SUFFIX = ".toml"
+CHOICES = {"widths", "bits", "layers"}  # of a search over compression; one over training names settings with dots
 
 
 @dataclass(frozen=True)
@@ -76,7 +77,7 @@ def stage_of(values: dict[str, Any], source: str) -> StageName:
     if "sources" in values:
         return "curate"
     if isinstance(space := values.get("space"), dict):
-        return "compress-search" if space and not space.keys() - {"widths", "bits"} else "search"
+        return "compress-search" if space and not space.keys() - CHOICES else "search"
     if "base" in values and "cost" in values:  # with the whole of the default space
         return "compress-search"
     raise ConfigError(

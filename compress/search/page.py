@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from penjing.core.pages.page import AFTER, BEFORE, OTHERS, figure, render_page
@@ -20,7 +21,7 @@ were measured afterwards, it is {{ "%.3f" | format(result.prediction.measured_ra
 {{ result.prediction.points }} points, found {{ "exactly" if result.prediction.exact else "up to thinning" }}.</p>
 <h2>The front, as recipes</h2>
 <div class="wide"><table><tr><th>recipe</th><th>{{ result.cost }}</th><th>measured</th><th>predicted</th>
-{% for each in result.variables %}<th><code>{{ each.name }}</code></th>{% endfor %}</tr>
+{% for each in columns %}<th>{{ each }}</th>{% endfor %}</tr>
 {% for entry in result.front %}<tr><td><code>{{ entry.recipe }}</code></td>{{ cells(entry.row) }}</tr>
 {% endfor %}</table></div>
 <h2>Uniform choices, the line to beat</h2>
@@ -37,15 +38,33 @@ were measured afterwards, it is {{ "%.3f" | format(result.prediction.measured_ra
 {% for row in rows if row.kind == "single" %}<tr><td><code>{{ changed(row)[0] }}</code></td>
 <td>{{ changed(row)[1] }}</td><td>{{ percent(1 - row.share) }}</td><td>{{ number(row.divergence) }}</td></tr>
 {% endfor %}</table></div>
+{% if result.latency is defined %}<h2>Latency</h2>
+<p>Predicted is a sum that was fitted to {{ result.latency.fitted | length }} whole networks:
+{{ ms(result.latency.coefficients.once) }} ms, {{ ms(result.latency.coefficients.a_layer) }} ms a layer, and
+{{ number(result.latency.coefficients.of_its_time) }} times what the layers take alone. The networks below were timed
+afterwards, in turns with the network as it is, which takes {{ ms(result.latency.start) }} ms
+{%- if result.latency.error is not none %}; half of the predictions are within
+{{ percent(result.latency.error) }}{% endif %}. Timed were
+{% for name, value in result.latency.workload.items() %}{{ name }} = {{ value }}{{ ", " if not loop.last }}{% endfor %};
+{{ result.latency.threads }} threads.</p>
+<div class="wide"><table><tr><th>{{ result.cost }}</th><th>predicted, ms</th><th>measured, ms</th><th>off by</th></tr>
+{% for each in result.latency.points %}<tr><td>{{ percent(rows[each.row].share) }}</td>
+<td>{{ ms(each.predicted) }}</td><td>{{ ms(each.seconds) }}</td>
+<td>{{ percent(each.predicted / each.seconds - 1) }}</td></tr>{% endfor %}</table></div>
+<details><summary>The layers alone</summary><table><tr>{% for name in result.latency.entries[0] %}<th>{{ name }}</th>
+{% endfor %}</tr>{% for entry in result.latency.entries %}<tr>{% for name, value in entry.items() %}
+<td>{{ ms(value) if name == "seconds" else value }}</td>{% endfor %}</tr>{% endfor %}</table></details>{% endif %}
 <p>{{ result.device.name }}, {{ result.device.cores }} cores{% for name, version in result.versions.items() %},
 {{ name }} {{ version }}{% endfor %}</p>
 """
 COSTS = {
     "macs": "multiply-accumulates (an INT8 one counts a quarter)",
     "bytes": "bytes of the weights of convolutions and linear layers",
+    "latency": "milliseconds that the engine takes, as a fitted sum predicts them",
 }
 ROW_CELLS = """<td>{{ share }}</td><td>{{ measured }}</td><td>{{ predicted }}</td>
 {% for each in options %}<td>{{ each }}</td>{% endfor %}"""
+MOST_COLUMNS = 24  # choices; where there are more, a row names those that are not the network as it is
 SMALLEST = 1e-6  # what is below is drawn there, for a logarithm has no zero
 
 
@@ -54,6 +73,7 @@ def search_page(result: dict[str, Any]) -> str:
     from jinja2 import Environment
     from markupsafe import Markup
 
+    wide = len(result["variables"]) > MOST_COLUMNS
     row_cells = Environment(autoescape=True).from_string(ROW_CELLS)
 
     def cells(place: int) -> Markup:
@@ -62,6 +82,8 @@ def search_page(result: dict[str, Any]) -> str:
             _option(each, option) if option else ""
             for each, option in zip(result["variables"], row["choice"], strict=True)
         ]
+        if wide:
+            options = [_summary(result, row["choice"])]
         return Markup(
             row_cells.render(
                 share=_percent(row["share"]),
@@ -83,6 +105,8 @@ def search_page(result: dict[str, Any]) -> str:
         "rows": result["rows"],
         "costs": COSTS,
         "cells": cells,
+        "columns": ["what is changed"] if wide else [each["name"] for each in result["variables"]],
+        "ms": _milliseconds,
         "option": option,
         "number": _number,
         "percent": _percent,
@@ -102,7 +126,22 @@ def _changed(result: dict[str, Any], row: dict[str, Any]) -> tuple[str, str]:
 
 def _option(variable: dict[str, Any], option: int) -> str:
     value = variable["options"][option]
+    if variable["kind"] == "layer" and not value:
+        return "gone"
     return f"{value:g} bits" if variable["kind"] == "bits" else f"{100 * value:g} %"
+
+
+def _summary(result: dict[str, Any], choice: Sequence[int]) -> str:
+    """The changed variables, those of one kind and option together."""
+    found: dict[str, list[str]] = {}
+    for each, option in zip(result["variables"], choice, strict=True):
+        if option:
+            found.setdefault(_option(each, option), []).append(each["name"].removeprefix("model.layers."))
+    return "; ".join(f"{option}: {', '.join(names)}" for option, names in sorted(found.items()))
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{1e3 * seconds:.4g}"
 
 
 def _percent(share: float) -> str:

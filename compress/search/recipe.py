@@ -9,8 +9,9 @@ from pydantic import Field, field_validator
 
 from penjing.core.config import Config
 
-CostName = Literal["macs", "bytes"]
-WHOLE, FLOATING, STORED = 1.0, 32, 8
+CostName = Literal["macs", "bytes", "latency"]
+WHOLE, GONE = 1.0, 0.0
+FLOATING, STORED, PACKED = 32, 8, 4
 
 
 class Choices(Config):
@@ -20,14 +21,16 @@ class Choices(Config):
         default=(1.0, 0.75, 0.5),
         min_length=1,
         description="Shares of its units that a group may keep, falling from 1.0, the network as it is. [1.0] alone "
-        "prunes nothing.",
+        "prunes nothing. Of a decoder, the groups are the channels of each layer's MLP.",
     )
-    bits: tuple[Literal[32, 8], ...] = Field(
+    bits: tuple[Literal[32, 8, 4], ...] = Field(
         default=(32, 8),
         min_length=1,
-        description="Bits that a layer's weights and inputs may have: 32 is floating, the network as it is. [32] alone "
-        "quantizes nothing.",
+        description="Bits that a layer's weights may have, the network as it is first: [32, 8] of classifiers and "
+        "graphs, 32 being floating; [8, 4] of decoders, as the quantize step of base stores 4 bits. One alone leaves "
+        "nothing to choose.",
     )
+    layers: bool = Field(default=False, description="Whether whole layers of a decoder may leave, all but the first.")
 
     @field_validator("widths")
     @classmethod
@@ -40,16 +43,26 @@ class Choices(Config):
 
     @field_validator("bits")
     @classmethod
-    def _floating_first(cls, values: tuple[int, ...]) -> tuple[int, ...]:
-        if values[0] != FLOATING or len(set(values)) != len(values):
-            raise ValueError("begin with 32, the network as it is: [32, 8]")
+    def _widest_first(cls, values: tuple[int, ...]) -> tuple[int, ...]:
+        if list(values) != sorted(set(values), reverse=True):
+            raise ValueError("begin with the network as it is, each below the one before: [32, 8], or [8, 4]")
         return values
 
 
+class Workload(Config):
+    """`[workload]`: what is timed where the cost is `latency`, on as many threads as the runtime takes by itself."""
+
+    streams: int = Field(default=1, ge=1, le=4096, description="Sequences that a decoder goes on with at a time.")
+    context: int = Field(default=128, ge=1, description="Tokens that each of them holds already.")
+    batch: int = Field(default=1, ge=1, description="Inputs at a time, of a classifier or a graph.")
+    rounds: int = Field(default=15, ge=3, le=1000, description="Times that everything is timed; medians count.")
+
+
 class JointRecipe(Config):
-    """A joint search: how wide each group of channels and whether each layer is INT8, chosen together. Single changes
-    and some combinations are measured on the samples of the base's [data], a sum with a term for each pair of
-    neighbours is fitted to them, and all combinations that nothing beats in its loss and its cost are found exactly."""
+    """A joint search: how wide each group of channels, how many bits each layer, and of a decoder which layers stay,
+    chosen together. Single changes and some combinations are measured on the samples of the base's [data], a sum with a
+    term for each pair of neighbours is fitted to them, and all combinations that nothing beats in its loss and its cost
+    are found exactly."""
 
     base: Path = Field(
         description="The compression recipe that is varied: a file, or a name of `penjing recipe list`. Its prune step "
@@ -60,10 +73,13 @@ class JointRecipe(Config):
         default={}, description='Settings that are not those of `base`, such as "data.images" or "steps.0.method".'
     )
     space: Choices = Field(default=Choices(), description="What may be chosen.")
+    workload: Workload = Field(default=Workload(), description="What is timed where the cost is latency.")
     cost: CostName = Field(
         default="macs",
         description='What a choice costs: "macs", multiply-accumulates of an input, an INT8 one counting a quarter of '
-        'a floating one; "bytes", those of the weights of convolutions and linear layers.',
+        'a floating one; "bytes", those of the weights of convolutions and linear layers; "latency", seconds of what '
+        "[workload] says, from a table of layers that are timed alone and a sum that is fitted to whole networks, in "
+        "ONNX Runtime, of decoders in penjing's own engine.",
     )
     budget: float | None = Field(
         default=None, gt=0, lt=1, description="Most that a point may cost, as a part of what the network costs."

@@ -7,19 +7,23 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
+from statistics import median
 from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from penjing.compress.families.base import family_at
+from penjing.compress.families.base import Family, family_at
 from penjing.compress.recipe import Recipe, load_recipe
+from penjing.compress.search.base import Changes
+from penjing.compress.search.decoder import DecoderTrials
 from penjing.compress.search.draw import near_front, scattered
 from penjing.compress.search.front import Front, Table, best_of, evenly_spread, pareto_front
+from penjing.compress.search.latency import Clock, fit_latency, timed
 from penjing.compress.search.page import search_page
 from penjing.compress.search.points import point_recipe
 from penjing.compress.search.predict import Prediction, fit, spearman
-from penjing.compress.search.recipe import JointRecipe
+from penjing.compress.search.recipe import Choices, JointRecipe
 from penjing.compress.search.trial import Trials
 from penjing.compress.sensitivity.cells import Remaining, already_published
 from penjing.core.config import dump_toml, inline_toml, key_of, parse_config, read_recipe
@@ -71,7 +75,7 @@ def run_joint_search(
     if (done := already_published(search.output, RESULT_FILE, key, force)) is not None:
         progress.note(f"{search.output} is already done: kept (--force makes it again)")
         return done
-    trials = Trials(recipe, search.space, family, progress)
+    trials = open_trials(recipe, search.space, family, progress)
     # Another cost, or other steps that heal, change no measurement: what was measured before a kill is kept then too.
     with WorkFolder(search.output, key_of(trials.decides, hashes, code)) as work:
         run = _Search(search, trials, work, progress)
@@ -87,7 +91,8 @@ def run_joint_search(
         with publish_folder(search.output, replace=force, marker=RESULT_FILE) as partial:
             for entry in result["front"]:
                 row = result["rows"][entry["row"]]
-                made = point_recipe(values, trials.space, row["choice"], search.output, entry["recipe"])
+                steps = trials.point(values, row["choice"])
+                made = point_recipe(values, steps, search.output, entry["recipe"])
                 load_recipe(made)
                 head = (
                     f"# {search.base} at {100 * row['share']:.1f} % of its {search.cost}, divergence "
@@ -101,6 +106,17 @@ def run_joint_search(
     return result
 
 
+def open_trials(recipe: Recipe, choices: Choices, family: Family, progress: Progress) -> Changes:
+    """The network of a recipe, as its family is searched.
+
+    Raises:
+        ConfigError: the family cannot be searched, or the recipe or the choices do not fit it.
+        InputError: the checkpoint is damaged.
+    """
+    kind = DecoderTrials if family.name == "decoder" else Trials
+    return kind(recipe, choices, family, progress)
+
+
 @dataclass
 class _Row:
     kind: Kind
@@ -109,8 +125,14 @@ class _Row:
 
 
 class _Search:
-    def __init__(self, search: JointRecipe, trials: Trials, work: WorkFolder, progress: Progress) -> None:
+    def __init__(self, search: JointRecipe, trials: Changes, work: WorkFolder, progress: Progress) -> None:
         self.search, self.trials, self.space, self.work, self.progress = search, trials, trials.space, work, progress
+        self.clock: Clock | None = None
+        self.timing: dict[str, Any] = {}
+        if search.cost == "latency":
+            self.clock = trials.clock(search.workload)
+            latency = fit_latency(self.space, self.clock, search.workload, search.seed, work, progress)
+            self.space, self.timing = self.space.timed(latency.tables), latency.record | {"start": latency.start}
         self.rows: dict[Choice, _Row] = {self.space.start: _Row("start", self.space.start, 0.0)}
         self.whole = float(self._costs([self.space.start])[0])
         self.tables = self.space.tables(search.cost)
@@ -118,6 +140,7 @@ class _Search:
 
     def run(self) -> dict[str, Any]:
         search, space = self.search, self.space
+        self.trials.prepare(self.work, self.progress)
         near = round(NEAR_FRONT * search.combinations)
         singles = [_changed(space.start, place, option) for place, option in self._options()]
         uniform = [space.uniform(share, bits) for share in search.space.widths for bits in search.space.bits]
@@ -125,7 +148,7 @@ class _Search:
         total = len(singles) + search.combinations + 2 * len(uniform) + search.points
         self.progress.note(
             f"{len(space.variables)} choices, {int(np.prod([float(size) for size in space.sizes])):.2e} combinations; "
-            f"about {total} are measured on {self.trials.judged.count} samples each, kept in {self.work.path.name}"
+            f"about {total} are measured on {self.trials.count} samples each, kept in {self.work.path.name}"
         )
         self.progress.start("measuring", total)
         self.left = Remaining(total)
@@ -223,7 +246,7 @@ class _Search:
             "cost": self.search.cost,
             "whole": self.whole,
             "cheapest": self.cheapest,
-            "samples": self.trials.judged.count,
+            "samples": self.trials.count,
             "unit": self.trials.unit,
             "variables": [
                 {"name": each.name, "kind": each.kind, "options": list(each.options)} for each in self.space.variables
@@ -242,7 +265,28 @@ class _Search:
             "baselines": [
                 {"row": place, "best": _best_within(costs, measured, float(costs[place]))} for place in baselines
             ],
+            **({"latency": self._timed(rows, [int(row) for row in shown], baselines)} if self.clock else {}),
         }
+
+    def _timed(self, rows: list[dict[str, Any]], front: list[int], uniform: list[int]) -> dict[str, Any]:
+        """How long the front's points and the uniform choices take, none of which the sum was fitted to.
+
+        Returns:
+            What the sum is made of, with `points` [{row, seconds, predicted}] and `error`, the median of how far
+            predictions are from them.
+        """
+        assert self.clock is not None
+        fitted = {tuple(each["choice"]) for each in self.timing["fitted"]}
+        places = [each for each in dict.fromkeys([*front, *uniform]) if tuple(rows[each]["choice"]) not in fitted]
+        self.progress.start("timing the front", len(places))
+        points = []
+        for place in places:
+            found = timed(self.clock, tuple(rows[place]["choice"]), self.search.workload, self.work)
+            seconds = found["ratio"] * self.timing["start"]
+            points.append({"row": place, "seconds": seconds, "predicted": rows[place]["cost"]})
+            self.progress.advance()
+        errors = [abs(each["predicted"] / each["seconds"] - 1) for each in points]
+        return self.timing | {"points": points, "error": median(errors) if errors else None}
 
 
 def _best_within(costs: NDArray[np.float64], measured: NDArray[np.float64], most: float) -> int:

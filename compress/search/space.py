@@ -1,11 +1,11 @@
-"""The choices of a search, and what each combination costs: counted layer by layer, exactly."""
+"""The choices of a search, and what each combination costs: counted layer by layer exactly, or timed."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import combinations
-from typing import Literal
+from typing import Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,12 +21,13 @@ class Variable:
 
     Attributes:
         name: of the group of channels or of the layer, as a recipe writes it.
+        kind: "layer" is a decoder's: shares of its MLP that stay, and 0 where the whole layer leaves.
         options: shares of the units that stay, or bits; the first is the network as it is.
         group: of a width. units: for each option, those that leave; empty lists where nothing does.
     """
 
     name: str
-    kind: Literal["width", "bits"]
+    kind: Literal["width", "bits", "layer"]
     options: tuple[float, ...]
     group: Group | None = None
     units: tuple[tuple[int, ...], ...] = ()
@@ -34,6 +35,19 @@ class Variable:
     def nearest(self, option: float) -> int:
         """The place of the option that is `option`, or else of the next larger one."""
         return max(place for place, each in enumerate(self.options) if each >= option)
+
+
+class Costly(Protocol):
+    """A part of the network that a cost is counted of."""
+
+    @property
+    def scope(self) -> tuple[int, ...]:
+        """The variables that its cost depends on, ascending."""
+        ...
+
+    def cost(self, variables: Sequence[Variable], name: CostName) -> NDArray[np.float64]:
+        """What it costs, one axis for each variable of its scope."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -59,13 +73,47 @@ class Weighted:
         found = {*self.rows, *self.columns} | ({self.bits} if self.bits is not None else set())
         return tuple(sorted(found))
 
+    def cost(self, variables: Sequence[Variable], name: CostName) -> NDArray[np.float64]:
+        """See `Costly`."""
+        shape = [len(variables[each].options) for each in self.scope]
+        rows, columns = np.ones(shape), np.ones(shape)
+        for stay, gone in ((rows, self.rows), (columns, self.columns)):
+            for each, shares in gone.items():
+                stay -= _along(shares, self.scope.index(each), len(shape))
+        bits = np.full(shape, float(FLOATING))
+        if self.bits is not None:
+            options = np.array(variables[self.bits].options, np.float64)
+            bits = np.broadcast_to(_along(options, self.scope.index(self.bits), len(shape)), shape)
+        whole = self.macs / FLOATING if name == "macs" else self.weights / 8
+        return whole * bits * rows * columns
+
+
+@dataclass(frozen=True)
+class Counted:
+    """A part whose costs are known for each case: one axis for each variable of `scope`."""
+
+    scope: tuple[int, ...]
+    costs: Mapping[CostName, NDArray[np.float64]]
+
+    def cost(self, variables: Sequence[Variable], name: CostName) -> NDArray[np.float64]:
+        """See `Costly`."""
+        return self.costs[name]
+
 
 @dataclass(frozen=True)
 class Space:
-    """All choices, and the layers that they are about."""
+    """All choices, and the layers that they are about.
+
+    Attributes:
+        beside: further pairs of variables whose changes may make each other worse, such as layers that follow each
+            other.
+        seconds: what `latency` is the sum of, once it was measured.
+    """
 
     variables: tuple[Variable, ...]
-    layers: tuple[Weighted, ...]
+    layers: tuple[Costly, ...]
+    beside: tuple[tuple[int, int], ...] = ()
+    seconds: tuple[Table, ...] = ()
 
     @property
     def sizes(self) -> list[int]:
@@ -78,14 +126,21 @@ class Space:
         return (0,) * len(self.variables)
 
     def pairs(self) -> list[tuple[int, int]]:
-        """Neighbours: variables that one layer depends on."""
-        return sorted({pair for layer in self.layers for pair in combinations(layer.scope, 2)})
+        """Neighbours: variables that one layer depends on, and those that stand beside each other."""
+        return sorted({pair for layer in self.layers for pair in combinations(layer.scope, 2)} | {*self.beside})
+
+    def timed(self, seconds: Sequence[Table]) -> Space:
+        """The same space, whose `latency` is the sum of `seconds`."""
+        return replace(self, seconds=tuple(seconds))
 
     def tables(self, cost: CostName) -> list[Table]:
         """What each layer costs, for `pareto_front`; layers that depend on nothing are one table of no variable."""
+        if cost == "latency":
+            assert self.seconds  # measured before anything asks
+            return list(self.seconds)
         found = []
         for layer in self.layers:
-            values = self._cost(layer, cost)
+            values = layer.cost(self.variables, cost)
             found.append(Table(layer.scope, values, np.zeros_like(values)))
         return found
 
@@ -98,7 +153,7 @@ class Space:
 
     def uniform(self, share: float, bits: float) -> tuple[int, ...]:
         """All groups at one share, all layers at one number of bits: what a search has to beat."""
-        return tuple(each.nearest(share if each.kind == "width" else bits) for each in self.variables)
+        return tuple(each.nearest(bits if each.kind == "bits" else share) for each in self.variables)
 
     def ratios(self, choice: Sequence[int]) -> dict[str, float]:
         """What a prune step removes of each group, by name."""
@@ -115,21 +170,6 @@ class Space:
             for each, option in zip(self.variables, choice, strict=True)
             if each.kind == "bits" and each.options[option] == FLOATING
         ]
-
-    def _cost(self, layer: Weighted, cost: CostName) -> NDArray[np.float64]:
-        """One axis for each variable of the layer's scope."""
-        scope = layer.scope
-        shape = [len(self.variables[each].options) for each in scope]
-        rows, columns = np.ones(shape), np.ones(shape)
-        for stay, gone in ((rows, layer.rows), (columns, layer.columns)):
-            for each, shares in gone.items():
-                stay -= _along(shares, scope.index(each), len(shape))
-        bits = np.full(shape, float(FLOATING))
-        if layer.bits is not None:
-            options = np.array(self.variables[layer.bits].options, np.float64)
-            bits = np.broadcast_to(_along(options, scope.index(layer.bits), len(shape)), shape)
-        whole = layer.macs / FLOATING if cost == "macs" else layer.weights / 8
-        return whole * bits * rows * columns
 
 
 def _along(values: NDArray[np.float64], axis: int, axes: int) -> NDArray[np.float64]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from glob import escape
-from typing import TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -35,17 +35,18 @@ from penjing.compress.quantize.targets import GraphSettings
 from penjing.compress.recipe import Recipe
 from penjing.compress.samples.data import Samples
 from penjing.compress.samples.graph import ExampleData
-from penjing.compress.search.recipe import WHOLE, Choices
+from penjing.compress.search.base import only_step
+from penjing.compress.search.latency import Clock
+from penjing.compress.search.points import graph_steps
+from penjing.compress.search.recipe import FLOATING, STORED, WHOLE, Choices, Workload
 from penjing.compress.search.space import Space, Variable, Weighted
-from penjing.compress.steps.base import Step
 from penjing.compress.steps.prune import Prune
 from penjing.compress.steps.prune_scores import unit_scores
 from penjing.compress.steps.quantize import Quantize
 from penjing.core.errors import ConfigError, InputError
 from penjing.core.graph.network import Network, tensor_at, tensors_of
 from penjing.core.progress import Progress
-
-S = TypeVar("S", bound=Step)
+from penjing.core.work import Tasks
 
 
 @dataclass(frozen=True)
@@ -82,6 +83,13 @@ class Trials:
 
     def __init__(self, recipe: Recipe, choices: Choices, family: Family, progress: Progress) -> None:
         self.family, self.folder = family, recipe.model
+        if choices.layers:
+            raise ConfigError("space.layers is for decoders; of a classifier or a graph give widths and bits")
+        if choices.bits[0] != FLOATING or not {*choices.bits} <= {FLOATING, STORED}:
+            raise ConfigError(
+                f"space.bits={list(choices.bits)}: layers of a classifier or a graph stay floating or have 8 bits; "
+                "write [32, 8], or [32]"
+            )
         as_graph = family.need("as_graph", "searched")
         subject = family.need("pruner", "pruned").open(recipe.model, (), (), progress)
         self.model = subject.network()
@@ -91,8 +99,8 @@ class Trials:
         self.seen, self.judged = _halves(samples, self.traced.config.inputs[0].shape)
         self._whole = {name: tensor.clone() for name, tensor in tensors_of(self.model).items()}
         progress.start("analysing the network", 1)
-        widths = self._widths(subject, _only(recipe, Prune), choices, samples)
-        self.settings, bits = self._bits(_only(recipe, Quantize), choices)
+        widths = self._widths(subject, only_step(recipe, Prune), choices, samples)
+        self.settings, bits = self._bits(only_step(recipe, Quantize), choices)
         if not widths and not bits:
             raise ConfigError(
                 "space: there is nothing to choose; give widths such as [1.0, 0.75, 0.5], or bits [32, 8]"
@@ -112,6 +120,22 @@ class Trials:
     def unit(self) -> str:
         """Of a divergence."""
         return "nats" if self.traced.config.meaning == "classes" else "of the size, squared"
+
+    @property
+    def count(self) -> int:
+        """How many samples are judged."""
+        return self.judged.count
+
+    def prepare(self, tasks: Tasks, progress: Progress) -> None:
+        """See `Changes`; nothing is costly enough to be kept."""
+
+    def clock(self, workload: Workload) -> Clock:
+        """See `Changes`."""
+        raise ConfigError("cost=latency is measured of decoders; of a classifier or a graph take macs or bytes")
+
+    def point(self, base: dict[str, Any], choice: Sequence[int]) -> list[dict[str, Any]]:
+        """See `Changes`."""
+        return graph_steps(base, self.space, choice)
 
     def divergence(self, choice: Sequence[int]) -> float:
         """How far the answers of a combination are from those of the network as it is; at most `LARGEST_LOSS`."""
@@ -268,17 +292,3 @@ def _halves(samples: Samples, shape: Sequence[int | str]) -> tuple[Batches, Batc
         half = len(batches[0][0]) // 2
         batches = [tuple(each[:half] for each in batches[0]), tuple(each[half:] for each in batches[0])]
     return Batches(tuple(batches[::2])), Batches(tuple(batches[1::2] or batches))
-
-
-def _only(recipe: Recipe, kind: type[S]) -> S | None:
-    """The step of a kind.
-
-    Raises:
-        ConfigError: there are several.
-    """
-    found = [step for step in recipe.steps if isinstance(step, kind)]
-    if len(found) > 1:
-        raise ConfigError(
-            f"base has {len(found)} steps of kind {found[0].kind!r}, a search varies one; leave out others"
-        )
-    return found[0] if found else None

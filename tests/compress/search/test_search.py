@@ -155,7 +155,7 @@ def test_a_search_of_another_model_is_refused(tmp_path: Path, network: Path) -> 
     ("lines", "said"),
     [
         ({"space": "{ widths = [0.75, 0.5] }"}, r"begin with 1\.0, the network as it is"),
-        ({"space": "{ bits = [8] }"}, "begin with 32, the network as it is"),
+        ({"space": "{ bits = [8] }"}, r"stay floating or have 8 bits; write \[32, 8\]"),
         ({"space": "{ widths = [1.0, 0.5, 0.75] }"}, "each below the one before"),
         ({"space": "{ widths = [1.0], bits = [32] }"}, "there is nothing to choose"),
         ({"space": SPACE, "budget": "0.02"}, r"budget=0\.02 is below the cheapest choice .* costs 0\.\d+ of the"),

@@ -19,6 +19,7 @@ from penjing.compress.recipe import Recipe, load_recipe
 from penjing.compress.samples import data
 from penjing.compress.samples.data import DataSettings
 from penjing.compress.search.recipe import Choices
+from penjing.compress.search.space import Weighted
 from penjing.compress.search.trial import Trials
 from penjing.compress.steps.prune import Prune, prune_checkpoint
 from penjing.core.checkpoint.classifier import load_classifier
@@ -96,9 +97,10 @@ def divergence(model: object, whole: object, batches: list[torch.Tensor]) -> flo
 def test_costs_count_bits_and_both_sides_of_a_layer(recipe: Recipe) -> None:
     space = Trials(recipe, Choices(), family_at(recipe.model), Silent()).space
     start, stored = (space.costs("macs", np.array([each])) for each in (space.start, space.uniform(1.0, 8)))
-    (stem,) = (layer for layer in space.layers if layer.name == "stem")
+    layers = [layer for layer in space.layers if isinstance(layer, Weighted)]
+    (stem,) = (layer for layer in layers if layer.name == "stem")
     assert stored == (start - stem.macs) / 4 + stem.macs
-    (inner,) = (layer for layer in space.layers if layer.name == "blocks.0.layers.1")
+    (inner,) = (layer for layer in layers if layer.name == "blocks.0.layers.1")
     assert len(inner.scope) == 3  # what it reads, what it makes, its bits
     assert {space.variables[each].kind for each in inner.scope} == {"width", "bits"}
     quarter = list(space.start)

@@ -1,0 +1,244 @@
+"""Seconds of a decoder's step in penjing's own engine: of its linear layers one by one, and of whole steps.
+
+Only shapes and bits matter for time, so that weights are made up. Layers are timed in the order in which a network
+runs them, one copy for each layer of the network: what is read again was pushed out of the caches by the others, as
+far as in the engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+import numpy as np
+import torch
+
+from penjing.compress.decoder.settings import Int8Settings
+from penjing.compress.search.latency import Choice, Part, clock_of
+from penjing.compress.search.recipe import GONE, PACKED, Workload
+from penjing.compress.search.space import Space
+from penjing.core.errors import ConfigError, SetupError
+from penjing.core.models.config import DecoderConfig
+from penjing.core.models.rope import inverse_frequencies
+from penjing.core.progress import Progress
+from penjing.kernels.cpu.packing import Panels
+from penjing.kernels.decoder_step import DecoderStep
+from penjing.kernels.dispatch import cpu_extension
+from penjing.kernels.int4_linear import PackedInt4, prepack_int4
+from penjing.kernels.int8_linear import PackedInt8, prepack_int8
+from penjing.kernels.step_layers import LayerWeights
+
+BLOCK = 16  # tokens of a block of the key-value cache, as the engine's default
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Of one decoder layer: `inner` features of its MLP, weights of `bits`."""
+
+    inner: int
+    bits: int
+
+
+class DecoderClock:
+    """See `Clock`.
+
+    Args:
+        variables: of each layer that of kind "layer" and that of kind "bits" in `space`; None where it has none.
+        whole_bits: of layers without such a variable.
+
+    Raises:
+        ConfigError: the workload is longer than the context.
+        SetupError: the C++ extension is not built or switched off.
+    """
+
+    def __init__(
+        self,
+        config: DecoderConfig,
+        settings: Int8Settings,
+        space: Space,
+        variables: Sequence[tuple[int | None, int | None]],
+        whole_bits: int,
+        workload: Workload,
+    ) -> None:
+        extension = cpu_extension()
+        if extension is None:
+            raise SetupError(
+                "latency is that of penjing's C++ kernels, which are not built or switched off; build them ('make "
+                "install'), or set cost=macs"
+            )
+        if workload.context >= config.max_position_embeddings:
+            raise ConfigError(
+                f"workload.context={workload.context}: the model's context is {config.max_position_embeddings} tokens; "
+                "give fewer"
+            )
+        self.config, self.settings, self.space, self.workload = config, settings, space, workload
+        self.extension, self.variables, self.whole_bits = extension, variables, whole_bits
+        self._weights: dict[tuple[int, int, int], PackedInt8 | PackedInt4] = {}
+
+    def shape(self, layer: int, choice: Choice) -> Shape | None:
+        """What is left of a layer; None where it leaves."""
+        width, bits = self.variables[layer]
+        share = 1.0 if width is None else self.space.variables[width].options[choice[width]]
+        if share == GONE:
+            return None
+        units = () if width is None else self.space.variables[width].units[choice[width]]
+        stored = self.whole_bits if bits is None else self.space.variables[bits].options[choice[bits]]
+        return Shape(self.config.ffn_size(layer) - len(units), int(stored))
+
+    @property
+    def now(self) -> Callable[[], float]:
+        """See `Clock`."""
+        return clock_of(self.extension.num_threads)
+
+    def parts(self, rounds: int, progress: Progress) -> tuple[list[Part], dict[str, Any]]:
+        """See `Clock`; the embedding costs nothing, and the LM head is part of what a step costs once."""
+        cases: list[dict[tuple[int, ...], Shape | None]] = []
+        for layer, pair in enumerate(self.variables):
+            scope = tuple(sorted(each for each in pair if each is not None))
+            sizes = [len(self.space.variables[each].options) for each in scope]
+            cases.append({case: self.shape(layer, self._with(scope, case)) for case in np.ndindex(*sizes)})
+        shapes = list(dict.fromkeys(shape for of in cases for shape in of.values() if shape is not None))
+        seconds = self._alone(shapes, rounds, progress)
+        parts = []
+        for pair, of in zip(self.variables, cases, strict=True):
+            scope = tuple(sorted(each for each in pair if each is not None))
+            sizes = [len(self.space.variables[each].options) for each in scope]
+            taken, stays = np.zeros(sizes), np.zeros(sizes)
+            for case, shape in of.items():
+                if shape is not None:
+                    taken[case], stays[case] = sum(seconds[shape].values()), 1.0
+            parts.append(Part(scope, taken, stays))
+        entries = [
+            {"layer": name, "inner": shape.inner, "bits": shape.bits, "seconds": value}
+            for shape, of in seconds.items()
+            for name, value in of.items()
+        ]
+        return parts, {"entries": entries, "isa": self.extension.isa, "threads": self.extension.num_threads}
+
+    def network(self, choice: Choice) -> Callable[[], object]:
+        """See `Clock`: one step, each stream's next token."""
+        shapes = {layer: self.shape(layer, choice) for layer in range(self.config.num_hidden_layers)}
+        step = self._step({layer: shape for layer, shape in shapes.items() if shape is not None})
+        streams, context = self.workload.streams, self.workload.context
+        blocks = -(-(context + 1) // BLOCK)
+        table_SB = torch.arange(1, 1 + streams * blocks, dtype=torch.int32).view(streams, blocks)
+        pool = torch.zeros(
+            step.num_layers, 2, 1 + streams * blocks, self.config.num_key_value_heads, BLOCK, self.config.head_dim
+        )
+        inputs = (
+            torch.arange(streams, dtype=torch.int32) % self.config.vocab_size,
+            torch.full((streams,), context, dtype=torch.int32),
+            table_SB[:, -1].long() * BLOCK + context % BLOCK,
+            torch.arange(streams + 1, dtype=torch.int32),
+            torch.full((streams,), context + 1, dtype=torch.int32),
+            table_SB.contiguous(),
+            torch.arange(streams, dtype=torch.int32),
+            pool,
+        )
+        return lambda: step.step_top(1, *inputs)
+
+    def _with(self, scope: tuple[int, ...], case: tuple[int, ...]) -> Choice:
+        choice = list(self.space.start)
+        for variable, option in zip(scope, case, strict=True):
+            choice[variable] = option
+        return tuple(choice)
+
+    def _alone(self, shapes: list[Shape], rounds: int, progress: Progress) -> dict[Shape, dict[str, float]]:
+        """Median seconds of each layer of one input alone."""
+        copies = self.config.num_hidden_layers
+        packed = {
+            (shape, name): [self._panels(name, shape) for _ in range(copies)] for shape in shapes for name in GROUPS
+        }
+        rows = {
+            each: torch.randn(self.workload.streams, panels[0].in_features, generator=_generator())
+            for each, panels in packed.items()
+        }
+        found: dict[tuple[Shape, str], list[float]] = {each: [] for each in packed}
+        progress.start("timing layers", rounds)
+        for _ in range(rounds):
+            for copy in range(copies):
+                for each, panels in packed.items():
+                    began = self.now()
+                    self.extension.int8_linear(rows[each], panels[copy])  # panels of 4 bits go the same way
+                    found[each].append(self.now() - began)
+            progress.advance()
+        return {shape: {name: median(found[shape, name]) for name in GROUPS} for shape in shapes}
+
+    def _panels(self, name: str, shape: Shape) -> Panels:
+        made = [self._made(*self._size(each, shape.inner), shape.bits) for each in GROUPS[name]]
+        swiglu = name == "gate_up"
+        fours = [each.part for each in made if isinstance(each, PackedInt4)]
+        if fours:
+            return self.extension.prepack_int4(fours, self.settings.group, swiglu=swiglu)
+        eights = [(each.weight_NK, each.scale_N, each.bias_N) for each in made if isinstance(each, PackedInt8)]
+        return self.extension.prepack_parts(eights, swiglu=swiglu)
+
+    def _step(self, shapes: dict[int, Shape]) -> DecoderStep:
+        config, ones = self.config, torch.ones
+        layers = []
+        for layer, shape in shapes.items():
+            made: dict[str, Any] = {
+                each: self._made(*self._size(each, shape.inner), shape.bits)
+                for group in GROUPS.values()
+                for each in group
+            }
+            if config.qk_norm:
+                made |= {"q_norm": ones(config.head_dim), "k_norm": ones(config.head_dim)}
+            made |= {"input_norm": ones(config.hidden_size), "post_norm": ones(config.hidden_size)}
+            layers.append(LayerWeights(**made, window=config.layer_window(layer)))
+        return DecoderStep(
+            self.extension,
+            layers,
+            torch.zeros(config.vocab_size, config.hidden_size, dtype=torch.float16),
+            ones(config.hidden_size),
+            self._made(config.vocab_size, config.hidden_size, 8),
+            num_heads=config.num_attention_heads,
+            num_kv_heads=config.num_key_value_heads,
+            head_dim=config.head_dim,
+            eps=config.rms_norm_eps,
+            inverse_frequency_F=inverse_frequencies(config),
+            max_positions=config.max_position_embeddings,
+        )
+
+    def _size(self, linear: str, inner: int) -> tuple[int, int]:
+        """Outputs and inputs."""
+        config = self.config
+        hidden, queries = config.hidden_size, config.num_attention_heads * config.head_dim
+        keys = config.num_key_value_heads * config.head_dim
+        return {
+            "q": (queries, hidden),
+            "k": (keys, hidden),
+            "v": (keys, hidden),
+            "out": (hidden, queries),
+            "gate": (inner, hidden),
+            "up": (inner, hidden),
+            "down": (hidden, inner),
+        }[linear]
+
+    def _made(self, rows: int, columns: int, bits: int) -> PackedInt8 | PackedInt4:
+        """A made-up weight, not yet packed; one for each shape."""
+        made = self._weights.get((rows, columns, bits))
+        if made is None:
+            made = self._weights[rows, columns, bits] = self._drawn(rows, columns, bits)
+        return made
+
+    def _drawn(self, rows: int, columns: int, bits: int) -> PackedInt8 | PackedInt4:
+        if bits != PACKED:
+            weight_NK = torch.randint(-127, 128, (rows, columns), generator=_generator(), dtype=torch.int8)
+            return prepack_int8(weight_NK, torch.full((rows,), 1e-4))
+        words_NK8 = torch.randint(-(2**31), 2**31 - 1, (rows, columns // 8), generator=_generator(), dtype=torch.int32)
+        offsets = self.settings.offsets
+        scale_NG = torch.full(
+            (rows, columns // self.settings.group), 1e-3, dtype=torch.float16 if offsets else torch.bfloat16
+        )
+        return prepack_int4(words_NK8, scale_NG, None, torch.full_like(scale_NG, -8e-3) if offsets else None)
+
+
+GROUPS = {"qkv": ("q", "k", "v"), "out": ("out",), "gate_up": ("gate", "up"), "down": ("down",)}
+"""Layers of one input, which the engine packs as one."""
+
+
+def _generator() -> torch.Generator:
+    return torch.Generator().manual_seed(0)

@@ -1,0 +1,200 @@
+"""Seconds of a whole network as a fitted sum of seconds of its layers, which are measured one by one.
+
+A layer that is timed alone is neither fused with what follows it nor found in the caches that its neighbours leave, and
+what is no layer (attention, norms, the runtime itself) is in no table. Both are fitted on a few whole networks:
+
+    seconds  ≈  c₀  +  c₁ × (layers that stay)  +  c₂ × Σ (seconds of layers alone)
+
+with coefficients that are not negative. Whole networks take turns with the network as it is, and count by their ratios
+to it, for what disturbs a machine disturbs both.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import product
+from statistics import median
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penjing.compress.search.draw import scattered
+from penjing.compress.search.front import Table
+from penjing.compress.search.recipe import Workload
+from penjing.compress.search.space import Space
+from penjing.core.config import key_of
+from penjing.core.progress import Progress
+from penjing.core.runtime.timing import interleaved
+from penjing.core.work import Tasks
+
+DRAWN = 8  # combinations that the sum is fitted to, beside the uniform ones
+MOST_UNIFORM = 6
+Choice = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Part:
+    """A layer, whose time depends on a few variables.
+
+    Attributes:
+        scope: variables by number, ascending.
+        seconds: one axis for each, what the layer takes alone; 0 where it leaves.
+        stays: the same, 1.0 or 0.0: whether what is around the layer is computed.
+    """
+
+    scope: tuple[int, ...]
+    seconds: NDArray[np.float64]
+    stays: NDArray[np.float64]
+
+
+class Clock(Protocol):
+    """A runtime that runs what a search may make."""
+
+    @property
+    def now(self) -> Callable[[], float]:
+        """What times are read from: `clock_of` the runtime's threads."""
+        ...
+
+    def parts(self, rounds: int, progress: Progress) -> tuple[list[Part], dict[str, Any]]:
+        """Every layer with its measured seconds, and the table that they are from, JSON-ready: `entries` and what
+        says where it was measured."""
+        ...
+
+    def network(self, choice: Choice) -> Callable[[], object]:
+        """One call of the workload on the network of a combination."""
+        ...
+
+
+def clock_of(threads: int) -> Callable[[], float]:
+    """The clock for work on so many threads: on one, the processor time of the thread, which other programs on the same
+    cores do not lengthen; on several, the time that passes."""
+    return time.thread_time if threads == 1 else time.perf_counter
+
+
+@dataclass(frozen=True)
+class Latency:
+    """A fitted sum.
+
+    Attributes:
+        tables: its terms, for `pareto_front`.
+        record: JSON-ready: `workload`, `entries`, `coefficients`, `fitted` [{choice, seconds, predicted}].
+        start: seconds of the network as it is.
+    """
+
+    tables: tuple[Table, ...]
+    record: dict[str, Any]
+    start: float
+
+
+def fit_latency(space: Space, clock: Clock, workload: Workload, seed: int, tasks: Tasks, progress: Progress) -> Latency:
+    """Measure layers and some whole networks, and fit the sum; what `tasks` keeps is not measured again.
+
+    Args:
+        seed: of the combinations.
+    """
+    parts, table = _parts(space, clock, workload, tasks, progress)
+    uniform = [space.uniform(share, bits) for share, bits in _uniform_options(space)][-MOST_UNIFORM:]
+    drawn = scattered(space.sizes, DRAWN, seed + 1)
+    chosen = [each for each in dict.fromkeys([*uniform, *drawn]) if any(each)]
+    progress.start("timing whole networks", len(chosen))
+    ratios, start = [], []
+    for choice in chosen:
+        found = timed(clock, choice, workload, tasks)
+        ratios.append(found["ratio"])
+        start.append(found["start"])
+        progress.advance()
+    whole = median(start)
+    fitted = np.array([space.start, *chosen])
+    seconds = whole * np.array([1.0, *ratios])
+    features = _features(parts, fitted)
+    coefficients = fit_nonnegative(features, seconds)
+    predicted = features @ coefficients
+    tables = [Table((), np.array(coefficients[0]), np.array(0.0))]
+    for part in parts:
+        cost = coefficients[1] * part.stays + coefficients[2] * part.seconds
+        tables.append(Table(part.scope, cost, np.zeros_like(cost)))
+    record = {
+        "workload": workload.model_dump(),
+        **table,
+        "coefficients": {"once": coefficients[0], "a_layer": coefficients[1], "of_its_time": coefficients[2]},
+        "fitted": [
+            {"choice": list(map(int, choice)), "seconds": float(real), "predicted": float(guess)}
+            for choice, real, guess in zip(fitted, seconds, predicted, strict=True)
+        ],
+    }
+    record["coefficients"] = {name: float(value) for name, value in record["coefficients"].items()}
+    return Latency(tuple(tables), record, whole)
+
+
+def timed(clock: Clock, choice: Choice, workload: Workload, tasks: Tasks) -> dict[str, Any]:
+    """`ratio`, seconds of a combination over those of the network as it is in the same rounds (the median), and
+    `start`, the latter's."""
+
+    def measure() -> dict[str, Any]:
+        networks = [clock.network((0,) * len(choice)), clock.network(choice)]
+        start, own = interleaved(networks, rounds=workload.rounds, seconds=0.0, now=clock.now)
+        return {"ratio": median(b / a for a, b in zip(start, own, strict=True)), "start": median(start)}
+
+    return tasks.run(f"seconds_{key_of(choice, workload.model_dump())[:20]}", measure).result
+
+
+def fit_nonnegative(features: NDArray[np.float64], seconds: NDArray[np.float64]) -> NDArray[np.float64]:
+    """(F,) coefficients, none negative, of the least squared relative error.
+
+    Args:
+        features: (N, F). seconds: (N,), positive.
+    """
+    weighted = features / seconds[:, None]
+    best, least = np.zeros(features.shape[1]), np.inf
+    for used in product((False, True), repeat=features.shape[1]):  # a few features: every set of them
+        if not any(used):
+            continue
+        places = np.flatnonzero(used)
+        found = np.linalg.lstsq(weighted[:, places], np.ones(len(seconds)), rcond=None)[0]
+        if (found < 0).any():
+            continue
+        error = float(((weighted[:, places] @ found - 1) ** 2).sum())
+        if error < least * (1 - 1e-12):
+            best, least = np.zeros(features.shape[1]), error
+            best[places] = found
+    return best
+
+
+def _parts(
+    space: Space, clock: Clock, workload: Workload, tasks: Tasks, progress: Progress
+) -> tuple[list[Part], dict[str, Any]]:
+    def measure() -> dict[str, Any]:
+        parts, table = clock.parts(workload.rounds, progress)
+        stored = [
+            {"scope": list(each.scope), "seconds": each.seconds.tolist(), "stays": each.stays.tolist()}
+            for each in parts
+        ]
+        return {"parts": stored, "table": table}
+
+    found = tasks.run(f"table_{key_of(workload.model_dump())[:20]}", measure).result
+    parts = [
+        Part(tuple(each["scope"]), np.array(each["seconds"], np.float64), np.array(each["stays"], np.float64))
+        for each in found["parts"]
+    ]
+    return parts, found["table"]
+
+
+def _features(parts: Sequence[Part], choices: NDArray[np.integer]) -> NDArray[np.float64]:
+    """(N, 3): one, layers that stay, the sum of their seconds."""
+    found = np.zeros((len(choices), 3))
+    found[:, 0] = 1.0
+    for part in parts:
+        case = tuple(choices[:, each] for each in part.scope)
+        found[:, 1] += part.stays[case]
+        found[:, 2] += part.seconds[case]
+    return found
+
+
+def _uniform_options(space: Space) -> list[tuple[float, float]]:
+    """Shares and bits of the uniform choices."""
+    shares = {each for one in space.variables if one.kind != "bits" for each in one.options if each}
+    bits = {each for one in space.variables if one.kind == "bits" for each in one.options}
+    return list(product(sorted(shares, reverse=True) or [1.0], sorted(bits, reverse=True) or [32.0]))
