@@ -55,6 +55,7 @@ def main() -> int:
     parser.add_argument("--random", type=int, default=60, help="fresh combinations that predictions are held against")
     parser.add_argument("--tokens", type=int, default=1024, help="of calibration text; half of them judge")
     parser.add_argument("--points", type=int, default=8, help="of the front, that are made and served")
+    parser.add_argument("--floor", type=float, default=0.48, help="least that a point costs, of the whole in INT8")
     parser.add_argument("--streams", type=int, default=1)
     parser.add_argument("--widths", default="1.0,0.75")
     parser.add_argument("--rounds", type=int, default=7, help="in which all engines take turns")
@@ -76,6 +77,7 @@ def main() -> int:
         "cost": "latency",
         "combinations": arguments.combinations,
         "points": arguments.points,
+        "floor": arguments.floor,
         "space": {"widths": list(widths), "bits": [8, 4], "layers": True},
         "workload": {"streams": arguments.streams},
         "settings": settings,

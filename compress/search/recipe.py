@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from penjing.core.config import Config
 
@@ -84,6 +84,13 @@ class JointRecipe(Config):
     budget: float | None = Field(
         default=None, gt=0, lt=1, description="Most that a point may cost, as a part of what the network costs."
     )
+    floor: float = Field(
+        default=0.0,
+        ge=0,
+        lt=1,
+        description="Least that a point is to cost, as such a part: below it networks are of no interest, and none of "
+        "the points is spent on them.",
+    )
     combinations: int = Field(
         default=48,
         ge=8,
@@ -92,3 +99,9 @@ class JointRecipe(Config):
     )
     points: int = Field(default=8, ge=2, le=200, description="Points of the front that become recipes.")
     seed: int = Field(default=0, ge=0, lt=2**31, description="Of the combinations.")
+
+    @model_validator(mode="after")
+    def _floor_below_budget(self) -> JointRecipe:
+        if self.budget is not None and self.floor >= self.budget:
+            raise ValueError(f"floor={self.floor:g} leaves nothing below budget={self.budget:g}; lower it")
+        return self

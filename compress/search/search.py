@@ -193,11 +193,19 @@ class _Search:
         front = pareto_front(self.space.sizes, [*self.tables, *prediction.tables()])
         if not front.exact:
             self.progress.note("the front is longer than is kept: of nearly equal costs the better choice is taken")
-        within = front.cost <= self._budget() * (1 + 1e-12)
+        within = self._allowed(front.cost)
+        if not (within & front.choices.any(axis=1)).any():
+            raise ConfigError(
+                f"no change of the network costs between floor={self.search.floor:g} and {self._budget() / self.whole:g} of the "
+                "network; lower floor, or raise budget"
+            )
         return Front(front.cost[within], front.loss[within], front.choices[within], front.exact)
 
     def _budget(self) -> float:
         return self.whole * (1.0 if self.search.budget is None else self.search.budget)
+
+    def _allowed(self, costs: NDArray[np.float64]) -> NDArray[np.bool_]:
+        return (costs <= self._budget() * (1 + 1e-12)) & (costs >= self.search.floor * self.whole)
 
     def _check_budget(self) -> float:
         """The cheapest combination.
@@ -236,7 +244,8 @@ class _Search:
             for row, cost, guess in zip(self.rows.values(), costs, predicted, strict=True)
         ]
         places = {choice: place for place, choice in enumerate(choices)}
-        allowed = np.array([place for place, cost in enumerate(costs) if place > 0 and cost <= self._budget()])
+        allowed = np.flatnonzero(self._allowed(costs))
+        allowed = allowed[allowed > 0]  # the first is the network as it is
         best = allowed[best_of(costs[allowed], measured[allowed])]
         shown = best[evenly_spread(costs[best], self.search.points)]
         baselines = [places[each] for each in uniform]

@@ -159,6 +159,8 @@ def test_a_search_of_another_model_is_refused(tmp_path: Path, network: Path) -> 
         ({"space": "{ widths = [1.0, 0.5, 0.75] }"}, "each below the one before"),
         ({"space": "{ widths = [1.0], bits = [32] }"}, "there is nothing to choose"),
         ({"space": SPACE, "budget": "0.02"}, r"budget=0\.02 is below the cheapest choice .* costs 0\.\d+ of the"),
+        ({"space": SPACE, "budget": "0.3", "floor": "0.3"}, r"floor=0\.3 leaves nothing below budget=0\.3"),
+        ({"space": SPACE, "floor": "0.9999"}, r"no change of the network costs between floor=0\.9999 and 1 of"),
         ({"space": "{ widths = [1.0, 0.95] }"}, "no group gets narrower .* with round_to=2"),
         ({"space": SPACE, "settings": "{ steps = [] }"}, "steps is empty"),
         ({"space": SPACE, "settings": '{ steps = [{ kind = "quantize" }] }'}, "needs a step of kind 'prune' in base"),
@@ -186,5 +188,7 @@ def test_a_space_of_two_is_searched_too(tmp_path: Path, network: Path) -> None:
 
 def test_a_budget_limits_the_front(tmp_path: Path, network: Path) -> None:
     space = "{ widths = [1.0, 0.75, 0.5], bits = [32] }"
-    result = run_joint_search(write(tmp_path, network, space=space, cost='"bytes"', budget="0.6"))
-    assert all(result["rows"][entry["row"]]["share"] <= 0.6 for entry in result["front"])
+    lines = {"space": space, "cost": '"bytes"', "budget": "0.6", "floor": "0.4"}
+    result = run_joint_search(write(tmp_path, network, **lines))
+    assert all(0.4 <= result["rows"][entry["row"]]["share"] <= 0.6 for entry in result["front"])
+    assert min(row["share"] for row in result["rows"]) < 0.4  # that were measured all the same
