@@ -73,7 +73,7 @@ SECTIONS = {  # a title and what "This measures"
     "precision": "Precision of training: one recipe trained in each precision from the same start.",
     "search": "Search for settings: the learning rate that successive halving chose, beside a full grid's best.",
     "joint_search": "Joint search: widths and bits chosen together, how predictions rank, and beside uniform ones.",
-    "decoder_search": "Search over a decoder: its layers, widths and bits for each speed, nothing healed; busy machine.",
+    "decoder_search": "Search over a decoder: its layers, widths and bits for each speed; not healed, busy machine.",
     "recipes": "Recipes: what whole training runs reach on held-out data, how fast, and in how much memory.",
     "vision_language": "Images and text: what is found and answered of images never seen, beside guessing.",
     "align": "Alignment: what SmolLM2 learns from conversations, pairs and its own answers, on unseen prompts.",

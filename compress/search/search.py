@@ -196,8 +196,8 @@ class _Search:
         within = self._allowed(front.cost)
         if not (within & front.choices.any(axis=1)).any():
             raise ConfigError(
-                f"no change of the network costs between floor={self.search.floor:g} and {self._budget() / self.whole:g} of the "
-                "network; lower floor, or raise budget"
+                f"no change of the network costs between floor={self.search.floor:g} and "
+                f"{self._budget() / self.whole:g} of the network; lower floor, or raise budget"
             )
         return Front(front.cost[within], front.loss[within], front.choices[within], front.exact)
 
