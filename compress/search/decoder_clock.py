@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from penjing.compress.decoder.settings import Int8Settings
-from penjing.compress.search.latency import Choice, Part, clock_of
+from penjing.compress.search.latency import Choice, TimedLayer, clock_of
 from penjing.compress.search.recipe import GONE, PACKED, Workload
 from penjing.compress.search.space import Space
 from penjing.core.errors import ConfigError, SetupError
@@ -92,7 +92,7 @@ class DecoderClock:
         """See `Clock`."""
         return clock_of(self.extension.num_threads)
 
-    def parts(self, rounds: int, progress: Progress) -> tuple[list[Part], dict[str, Any]]:
+    def parts(self, rounds: int, progress: Progress) -> tuple[list[TimedLayer], dict[str, Any]]:
         """See `Clock`; the embedding costs nothing, and the LM head is part of what a step costs once."""
         cases: list[dict[tuple[int, ...], Shape | None]] = []
         for layer, pair in enumerate(self.variables):
@@ -109,7 +109,7 @@ class DecoderClock:
             for case, shape in of.items():
                 if shape is not None:
                     taken[case], stays[case] = sum(seconds[shape].values()), 1.0
-            parts.append(Part(scope, taken, stays))
+            parts.append(TimedLayer(scope, taken, stays))
         entries = [
             {"layer": name, "inner": shape.inner, "bits": shape.bits, "seconds": value}
             for shape, of in seconds.items()

@@ -36,7 +36,7 @@ Choice = tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class Part:
+class TimedLayer:
     """A layer, whose time depends on a few variables.
 
     Attributes:
@@ -58,7 +58,7 @@ class Clock(Protocol):
         """What times are read from: `clock_of` the runtime's threads."""
         ...
 
-    def parts(self, rounds: int, progress: Progress) -> tuple[list[Part], dict[str, Any]]:
+    def parts(self, rounds: int, progress: Progress) -> tuple[list[TimedLayer], dict[str, Any]]:
         """Every layer with its measured seconds, and the table that they are from, JSON-ready: `entries` and what
         says where it was measured."""
         ...
@@ -75,7 +75,7 @@ def clock_of(threads: int) -> Callable[[], float]:
 
 
 @dataclass(frozen=True)
-class Latency:
+class FittedLatency:
     """A fitted sum.
 
     Attributes:
@@ -89,7 +89,9 @@ class Latency:
     start: float
 
 
-def fit_latency(space: Space, clock: Clock, workload: Workload, seed: int, tasks: Tasks, progress: Progress) -> Latency:
+def fit_latency(
+    space: Space, clock: Clock, workload: Workload, seed: int, tasks: Tasks, progress: Progress
+) -> FittedLatency:
     """Measure layers and some whole networks, and fit the sum; what `tasks` keeps is not measured again.
 
     Args:
@@ -102,7 +104,7 @@ def fit_latency(space: Space, clock: Clock, workload: Workload, seed: int, tasks
     progress.start("timing whole networks", len(chosen))
     ratios, start = [], []
     for choice in chosen:
-        found = timed(clock, choice, workload, tasks)
+        found = time_network(clock, choice, workload, tasks)
         ratios.append(found["ratio"])
         start.append(found["start"])
         progress.advance()
@@ -126,10 +128,10 @@ def fit_latency(space: Space, clock: Clock, workload: Workload, seed: int, tasks
         ],
     }
     record["coefficients"] = {name: float(value) for name, value in record["coefficients"].items()}
-    return Latency(tuple(tables), record, whole)
+    return FittedLatency(tuple(tables), record, whole)
 
 
-def timed(clock: Clock, choice: Choice, workload: Workload, tasks: Tasks) -> dict[str, Any]:
+def time_network(clock: Clock, choice: Choice, workload: Workload, tasks: Tasks) -> dict[str, Any]:
     """`ratio`, seconds of a combination over those of the network as it is in the same rounds (the median), and
     `start`, the latter's."""
 
@@ -165,7 +167,7 @@ def fit_nonnegative(features: NDArray[np.float64], seconds: NDArray[np.float64])
 
 def _parts(
     space: Space, clock: Clock, workload: Workload, tasks: Tasks, progress: Progress
-) -> tuple[list[Part], dict[str, Any]]:
+) -> tuple[list[TimedLayer], dict[str, Any]]:
     def measure() -> dict[str, Any]:
         parts, table = clock.parts(workload.rounds, progress)
         stored = [
@@ -176,13 +178,13 @@ def _parts(
 
     found = tasks.run(f"table_{key_of(workload.model_dump())[:20]}", measure).result
     parts = [
-        Part(tuple(each["scope"]), np.array(each["seconds"], np.float64), np.array(each["stays"], np.float64))
+        TimedLayer(tuple(each["scope"]), np.array(each["seconds"], np.float64), np.array(each["stays"], np.float64))
         for each in found["parts"]
     ]
     return parts, found["table"]
 
 
-def _features(parts: Sequence[Part], choices: NDArray[np.integer]) -> NDArray[np.float64]:
+def _features(parts: Sequence[TimedLayer], choices: NDArray[np.integer]) -> NDArray[np.float64]:
     """(N, 3): one, layers that stay, the sum of their seconds."""
     found = np.zeros((len(choices), 3))
     found[:, 0] = 1.0

@@ -19,7 +19,7 @@ from penjing.compress.search.base import Changes
 from penjing.compress.search.decoder import DecoderTrials
 from penjing.compress.search.draw import near_front, scattered
 from penjing.compress.search.front import Front, Table, best_of, evenly_spread, pareto_front
-from penjing.compress.search.latency import Clock, fit_latency, timed
+from penjing.compress.search.latency import Clock, fit_latency, time_network
 from penjing.compress.search.page import search_page
 from penjing.compress.search.points import point_recipe
 from penjing.compress.search.predict import Prediction, fit, spearman
@@ -290,7 +290,7 @@ class _Search:
         self.progress.start("timing the front", len(places))
         points = []
         for place in places:
-            found = timed(self.clock, tuple(rows[place]["choice"]), self.search.workload, self.work)
+            found = time_network(self.clock, tuple(rows[place]["choice"]), self.search.workload, self.work)
             seconds = found["ratio"] * self.timing["start"]
             points.append({"row": place, "seconds": seconds, "predicted": rows[place]["cost"]})
             self.progress.advance()

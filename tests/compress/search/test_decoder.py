@@ -17,7 +17,7 @@ from penjing.compress.recipe import Recipe, load_recipe
 from penjing.compress.run import run_recipe
 from penjing.compress.search import latency
 from penjing.compress.search.decoder import STRIDE, DecoderTrials
-from penjing.compress.search.latency import Part, clock_of, fit_latency, fit_nonnegative
+from penjing.compress.search.latency import TimedLayer, clock_of, fit_latency, fit_nonnegative
 from penjing.compress.search.points import decoder_steps, point_recipe
 from penjing.compress.search.recipe import Choices, Workload
 from penjing.compress.search.search import run_joint_search
@@ -187,10 +187,10 @@ def test_a_fitted_sum_finds_what_it_was_made_of(tmp_path: Path) -> None:
     class Made:
         now = staticmethod(clock_of(1))
 
-        def parts(self, rounds: int, progress: Any) -> tuple[list[Part], dict[str, Any]]:
+        def parts(self, rounds: int, progress: Any) -> tuple[list[TimedLayer], dict[str, Any]]:
             seconds = np.array([[4.0, 2.0], [3.0, 1.5], [0.0, 0.0]])
             stays = np.array([[1.0, 1.0], [1.0, 1.0], [0.0, 0.0]])
-            return [Part((layer, 3 + layer), seconds, stays) for layer in range(3)], {"entries": []}
+            return [TimedLayer((layer, 3 + layer), seconds, stays) for layer in range(3)], {"entries": []}
 
         def network(self, choice: tuple[int, ...]) -> Callable[[], object]:
             raise AssertionError("kept")
@@ -203,7 +203,7 @@ def test_a_fitted_sum_finds_what_it_was_made_of(tmp_path: Path) -> None:
         return {"ratio": float(0.5 + 0.25 * around + 2 * taken) / (0.5 + 0.75 + 24), "start": 0.5 + 0.75 + 24}
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(latency, "timed", timed)
+        patch.setattr(latency, "time_network", timed)
         found = fit_latency(space, Made(), Workload(), 0, Tasks(tmp_path), Silent())  # type: ignore[arg-type]
     assert found.record["coefficients"] == pytest.approx({"once": 0.5, "a_layer": 0.25, "of_its_time": 2.0})
     costs = space.timed(found.tables).costs("latency", np.array([(0, 1, 2, 0, 1, 0)]))
