@@ -22,7 +22,7 @@ from penjing.core.errors import ConfigError, InputError
 from penjing.core.graph.config import graph_config
 from penjing.core.imports.user_code import user_function
 from penjing.train.families.base import Task
-from penjing.train.families.graph import GraphTraining, rebuilt
+from penjing.train.families.graph import GraphTraining, laid_out, rebuilt
 from penjing.train.numerics.precision import Precision, PrecisionConfig
 from penjing.train.objective.cross_entropy import cross_entropy_sum
 from penjing.train.objective.objective import IGNORED, Batch, Loss, TaskObjective
@@ -217,7 +217,7 @@ def from_teacher(
     task.features = features
     network = load_network(teacher)
     device = choose_device(recipe.device)
-    model = rebuilt(network, features).to(device).eval().requires_grad_(False)
+    model = laid_out(rebuilt(network, features), device).to(device).eval().requires_grad_(False)
     Precision(model, PrecisionConfig(mode=recipe.precision.mode), device)
     classes = task.objective if task.labelled else None
     assert classes is None or isinstance(classes, Classes)

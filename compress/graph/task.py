@@ -23,7 +23,7 @@ from penjing.core.checkpoint.graph import WEIGHTS
 from penjing.core.graph.network import GraphModule, Network, tensors_of
 from penjing.core.manifest import write_manifest
 from penjing.train.families.base import Task
-from penjing.train.families.graph import copy_tensors, rebuilt
+from penjing.train.families.graph import copy_tensors, laid_out, rebuilt
 
 
 class FrozenGraph(GraphModule):
@@ -65,7 +65,9 @@ class QuantizedTask(WrappedTask):
     def build_model(self) -> nn.Module:
         """See `Task`; every quantizer is on."""
         placed = place_quantizers(self._network.with_module(rebuilt(self._network)), self._settings).module
-        model = FrozenGraph(placed, placed.graph)
+        model = laid_out(
+            FrozenGraph(placed, placed.graph), torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        )
         set_mode(model, "on")
         return OneAnswer(model) if self._one else model
 

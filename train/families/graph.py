@@ -12,12 +12,14 @@ from torch import Tensor, fx, nn
 from penjing.core.checkpoint.graph import load_network, save_graph
 from penjing.core.errors import ConfigError, InputError
 from penjing.core.graph.network import GraphModule, Network, set_tensor, tensors_of
+from penjing.core.memory import keep_freed_memory
 from penjing.core.progress import Progress
 from penjing.train.data.stream import Stream, one_pass, shuffled
 from penjing.train.families.base import Family
+from penjing.train.numerics.layout import channels_last
 from penjing.train.objective.objective import Batch, TaskObjective
 from penjing.train.objective.outputs import Classes
-from penjing.train.processes.world import World
+from penjing.train.processes.world import World, choose_device
 from penjing.train.recipe.data import SampleData
 from penjing.train.recipe.recipe import RunRecipe, TrainRecipe
 from penjing.train.sources.open import open_source
@@ -61,7 +63,7 @@ class GraphTraining:
 
     def build_model(self) -> nn.Module:
         """See `Task`."""
-        return rebuilt(self.network, self.features)
+        return laid_out(rebuilt(self.network, self.features), choose_device(self._recipe.device))
 
     def initialize(self, model: nn.Module) -> None:
         """See `Task`."""
@@ -105,6 +107,14 @@ class GraphTraining:
     def next_command(self, folder: Path) -> str:
         """See `Task`."""
         return f"penjing graph {folder}"
+
+
+def laid_out(model: GraphModule, device: torch.device) -> GraphModule:
+    """`model`, made fast to train where that is a processor: memory is kept, and images have their channels last."""
+    if device.type == "cpu":
+        keep_freed_memory()
+        channels_last(model)
+    return model
 
 
 def rebuilt(network: Network, features: tuple[str, ...] = ()) -> GraphModule:
