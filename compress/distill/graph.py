@@ -60,6 +60,8 @@ def samples(source: Path, step: TrainingSettings, data: DataSettings) -> SampleD
         pad=step.pad,
         flip=step.flip,
         erase=step.erase,
+        scale=step.scale,
+        colour=step.colour,
         held_out=data.held_out,
         **data.source_settings(),
     )
@@ -73,6 +75,8 @@ class FromTeacher:
         classes: what is learnt from the samples' own classes, and evaluated; None: they have none.
         loss: "divergence" of the softened classes, "mse", "cosine", or the user's own function.
         outputs: how many results of both are outputs; the others are features.
+        mix: in training, floating inputs are mixed with those of another sample of the batch, whose share is anything
+            up to this.
     """
 
     teacher: nn.Module
@@ -81,6 +85,7 @@ class FromTeacher:
     weights: DistillWeights
     temperature: float
     outputs: int
+    mix: float = 0.0
 
     def count(self, batch: Batch) -> int:
         """See `Objective`: every sample that is not there to fill up a batch."""
@@ -93,6 +98,8 @@ class FromTeacher:
             InputError: the user's function gives something else than a loss for each sample.
         """
         inputs, real = inputs_of(batch), batch[REAL]
+        if self.mix and model.training:
+            inputs = mixed(inputs, real, self.mix)
         with torch.no_grad():
             taught = self.teacher(*inputs)
         seen = model(*inputs)
@@ -138,7 +145,18 @@ class FromTeacher:
         """Cross-entropy where the samples have classes, else the outputs beside the teacher's, not softened."""
         if self.classes is not None:
             return self.classes.evaluation()
-        return replace(self, weights=DistillWeights(), temperature=1.0)
+        return replace(self, weights=DistillWeights(), temperature=1.0, mix=0.0)
+
+
+def mixed(inputs: tuple[Tensor, ...], real: Tensor, most: float) -> tuple[Tensor, ...]:
+    """Each sample with up to `most` of the one before it, where both are real (https://arxiv.org/abs/1710.09412)."""
+    share = most * torch.rand(len(real)).to(real.device) * (real & real.roll(1, 0))
+    return tuple(
+        each.lerp(each.roll(1, 0), share.to(each).view(-1, *[1] * (each.dim() - 1)))
+        if each.is_floating_point()
+        else each
+        for each in inputs
+    )
 
 
 def _summed(losses: Tensor, real: Tensor) -> Tensor:
@@ -181,7 +199,10 @@ def taught_by_graph(task: Task, recipe: RunRecipe, student: Path, teacher: Path,
     """
     assert isinstance(task, GraphTraining)
     return Taught(
-        task, from_teacher(task, recipe, student, teacher, step.weights, step.temperature, step.loss, step.features)
+        task,
+        from_teacher(
+            task, recipe, student, teacher, step.weights, step.temperature, step.loss, step.features, step.mix
+        ),
     )
 
 
@@ -194,6 +215,7 @@ def from_teacher(
     temperature: float = 1.0,
     loss: str = "auto",
     features: tuple[str, ...] = (),
+    mix: float = 0.0,
 ) -> FromTeacher:
     """The objective of `taught_by_graph`; `task` gives the results of `features` too from here on."""
     ours, theirs = graph_config(student), graph_config(teacher)
@@ -208,6 +230,8 @@ def from_teacher(
         raise ConfigError("weights.hidden and features, the nodes that are compared, belong together; set both")
     if weights.cross_entropy and not task.labelled:
         raise ConfigError("weights.cross_entropy needs samples with classes, and these have none; set it to 0")
+    if weights.cross_entropy and mix:
+        raise ConfigError("a mixture of two samples has no class of its own; set weights.cross_entropy or mix to 0")
     divides = task.num_classes > 1
     if loss == "divergence" and not divides:
         raise ConfigError("loss = 'divergence' needs a first output of (batch, classes); use 'mse' or 'cosine'")
@@ -221,7 +245,7 @@ def from_teacher(
     Precision(model, PrecisionConfig(mode=recipe.precision.mode), device)
     classes = task.objective if task.labelled else None
     assert classes is None or isinstance(classes, Classes)
-    return FromTeacher(model, classes, chosen, weights, temperature, len(ours.outputs))
+    return FromTeacher(model, classes, chosen, weights, temperature, len(ours.outputs), mix)
 
 
 def _said(config: Any) -> str:

@@ -71,6 +71,10 @@ class TrainingSettings(Config):
     pad: int = Field(default=0, ge=0, description="Pixels around an image before it is cropped, of a classifier.")
     flip: bool = Field(default=False, description="Mirror half of the images.")
     erase: int = Field(default=0, ge=0, description="Side of a square that is erased from each image, in pixels.")
+    scale: float = Field(default=1.0, gt=0, le=1, description="Least share of each image that is shown; 1: all of it.")
+    colour: float = Field(
+        default=0.0, ge=0, lt=1, description="Light, contrast and colours of images change by this share at most."
+    )
 
 
 @dataclass(frozen=True)

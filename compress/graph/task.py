@@ -65,9 +65,8 @@ class QuantizedTask(WrappedTask):
     def build_model(self) -> nn.Module:
         """See `Task`; every quantizer is on."""
         placed = place_quantizers(self._network.with_module(rebuilt(self._network)), self._settings).module
-        model = laid_out(
-            FrozenGraph(placed, placed.graph), torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        )
+        model = FrozenGraph(placed, placed.graph)
+        laid_out(model, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
         set_mode(model, "on")
         return OneAnswer(model) if self._one else model
 

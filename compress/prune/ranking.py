@@ -1,8 +1,8 @@
 """Which units go: the least important ones, under a share or a budget, in numbers that hardware likes.
 
-Ranking `local` takes the share from every group; `global` compares units of all groups by their score per parameter,
-each group's scores over their mean; `isomorphic` does so only among groups of the same build (Fang et al.,
-https://arxiv.org/abs/2407.04616).
+Ranking `local` takes the share from every group; `global` compares units of all groups, each group's scores over their
+mean; `isomorphic` does so only among groups of the same build (Fang et al., https://arxiv.org/abs/2407.04616). Scores
+that are changes of the loss have one scale in all groups, and are compared as they are.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ def select(
     scope: Scope = "local",
     round_to: int = 8,
     max_share: float = MAX_SHARE,
+    one_scale: bool = False,
 ) -> Choice:
     """The units to remove.
 
@@ -40,6 +41,7 @@ def select(
         share: of the units, over the groups that are compared with each other; 0 ≤ share < 1.
         round_to: what stays is rounded up to a multiple of it, in indices: of units that take 8 each, any number fits.
         max_share: no group loses more than this.
+        one_scale: the scores of different groups can be compared as they are.
 
     Returns:
         (group, ascending units) for each group that loses some.
@@ -59,7 +61,8 @@ def select(
             raise InputError(f"the importance of {group.name} holds NaN or infinity: its weights or gradients do")
     result: Choice = []
     for members in _compared(groups, scope):
-        for index, count in _shares([groups[i] for i in members], [scores[i] for i in members], share, scope).items():
+        of_members = [scores[i] for i in members]
+        for index, count in _shares([groups[i] for i in members], of_members, share, scope, one_scale).items():
             group = groups[members[index]]
             kept = _rounded(group, len(group) - min(count, int(max_share * len(group))), round_to)
             if kept < len(group):
@@ -137,12 +140,12 @@ def _compared(groups: Sequence[Group], scope: Scope) -> list[list[int]]:
     return list(alike.values())
 
 
-def _shares(groups: Sequence[Group], scores: Scores, share: float, scope: Scope) -> dict[int, int]:
+def _shares(groups: Sequence[Group], scores: Scores, share: float, scope: Scope, one_scale: bool) -> dict[int, int]:
     """How many units each group loses."""
     if scope == "local":
         return {index: int(share * len(group)) for index, group in enumerate(groups)}
-    # Layers differ in scale: over the group's mean, units of different groups can be compared.
-    relative = [values / max(values.mean(), 1e-30) for values in scores]
+    # Weights of different layers differ in scale: over the group's mean, their units can be compared.
+    relative = scores if one_scale else [values / max(values.mean(), 1e-30) for values in scores]
     flat = np.concatenate(relative)
     owner = np.repeat(np.arange(len(groups)), [len(group) for group in groups])
     gone = np.argsort(flat, kind="stable")[: int(share * flat.size)]

@@ -22,6 +22,8 @@ from penjing.train.sources.open import open_source
 from penjing.train.sources.reader import NO_CLASS, Reader, form_of
 from penjing.train.sources.settings import SourceSettings
 
+DRAWN = 8  # samples of a loss without labels
+
 
 @dataclass(frozen=True)
 class ExampleData:
@@ -34,9 +36,10 @@ class ExampleData:
         yield self.network.inputs()
 
     def losses(self, model: nn.Module) -> Iterator[Tensor]:
-        """See `Samples`; without labels there is no cross-entropy: half the mean square of the outputs stands in."""
+        """See `Samples`; without labels there is no cross-entropy, and `drawn_loss` stands in."""
+        generator = torch.Generator().manual_seed(0)
         for inputs in self.inputs():
-            yield output_energy(model(*inputs))
+            yield drawn_loss(model(*inputs), self.network.config, generator)
 
 
 @dataclass(frozen=True)
@@ -46,6 +49,7 @@ class SourceData:
     reader: Reader
     count: int
     batch: int
+    config: GraphConfig
 
     def labelled(self) -> Iterator[tuple[tuple[Tensor, ...], Tensor]]:
         """Inputs in the network's order, and classes (B,) int64; `NO_CLASS` where there are none."""
@@ -61,10 +65,18 @@ class SourceData:
             yield inputs
 
     def losses(self, model: nn.Module) -> Iterator[Tensor]:
-        """See `Samples`: cross-entropy of the first output where there are classes, else as `ExampleData`."""
+        """See `Samples`: cross-entropy of the first output where there are classes, else `drawn_loss` of a few samples.
+
+        Few, because each loss is one draw: their squares are what is averaged.
+        """
+        generator = torch.Generator().manual_seed(0)
         for inputs, targets in self.labelled():
-            outputs = model(*inputs)
-            yield output_energy(outputs) if (targets == NO_CLASS).all() else F.cross_entropy(outputs[0], targets)
+            if not (targets == NO_CLASS).all():
+                yield F.cross_entropy(model(*inputs)[0], targets)
+                continue
+            batched = fixed_batch(self.config) is None
+            for part in zip(*(each.split(DRAWN if batched else len(each)) for each in inputs), strict=True):
+                yield drawn_loss(model(*part), self.config, generator)
 
 
 def graph_samples(folder: Path, settings: DataSettings, progress: Progress) -> ExampleData | SourceData:
@@ -88,10 +100,10 @@ def source_data(
     reader = Reader(source, indices, form_of(config), settings, progress.note)
     size = fixed_batch(config)
     if size is None:
-        return SourceData(reader, min(most, len(reader)), min(batch, len(reader)))
+        return SourceData(reader, min(most, len(reader)), min(batch, len(reader)), config)
     if size > len(reader):
         raise ConfigError(f"the network takes {size} samples at a time, {source.where} has {len(reader)}; give more")
-    return SourceData(reader, min(most, len(reader)), size)
+    return SourceData(reader, min(most, len(reader)), size, config)
 
 
 def fixed_batch(config: GraphConfig) -> int | None:
@@ -100,7 +112,21 @@ def fixed_batch(config: GraphConfig) -> int | None:
     return first[0] if first and isinstance(first[0], int) else None
 
 
-def output_energy(outputs: tuple[Tensor, ...]) -> Tensor:
-    """Half the mean square of all floating outputs: its gradient says how far a unit moves them."""
-    floating = [output.flatten() for output in outputs if output.is_floating_point()]
-    return torch.cat(floating).square().mean() / 2
+def drawn_loss(outputs: tuple[Tensor, ...], config: GraphConfig, generator: torch.Generator) -> Tensor:
+    """A loss that needs no labels, and whose squared gradient says how far the answers move.
+
+    Where the first output tells classes apart, the cross-entropy to classes that are drawn from the network's own
+    distribution: the mean square of its gradients is Fisher's information, the curvature of the divergence from what
+    the network says now (Martens, https://arxiv.org/abs/1412.1193). Else the sum of all floating outputs, each with a
+    random sign: the mean square of its gradients is that of the outputs' own.
+
+    The largest class, or half the square of the outputs, would see those changes alone that go along with it.
+    """
+    first = outputs[0]
+    if config.meaning == "classes" and first.dim() == 2 and first.is_floating_point() and first.shape[1] > 1:
+        shares = first.detach().float().softmax(1).cpu()
+        drawn = torch.multinomial(shares, 1, generator=generator)[:, 0]
+        return F.cross_entropy(first, drawn.to(first.device))
+    rows = torch.cat([output.flatten() for output in outputs if output.is_floating_point()])
+    signs = torch.randint(0, 2, rows.shape, generator=generator) * 2 - 1
+    return (rows * signs.to(rows)).sum() / rows.numel() ** 0.5

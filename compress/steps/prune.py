@@ -308,7 +308,12 @@ def _choose(subject: Subject, step: Prune, data: Samples | None, progress: Progr
         return [
             chosen
             for part, groups in parts.items()
-            for chosen in select(groups, scores[part], share, scope=_scope(part, step), round_to=step.round_to)
+            for chosen in select(
+                *(groups, scores[part], share),
+                scope=_scope(part, step),
+                round_to=step.round_to,
+                one_scale=step.method == "taylor",
+            )
         ]
 
     share = step.ratio

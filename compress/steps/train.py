@@ -86,6 +86,13 @@ class Distill(TrainedStep):
         description="Nodes of a graph whose results are compared too (weights.hidden); 'penjing graph' shows their "
         "names. Student and teacher need the same shapes there.",
     )
+    mix: float = Field(
+        default=0.0,
+        ge=0,
+        le=0.5,
+        description="Each sample of a graph is mixed with another of its batch, whose share is anything up to this; "
+        "teacher and student see the mixture.",
+    )
     relation_heads: int | None = Field(
         default=None, gt=0, description="Heads of weights.relations; none given: as many as fit."
     )
@@ -115,8 +122,8 @@ class Distill(TrainedStep):
         """See `Step`."""
         super().check(context)
         training = context.family.need("training", "trained")
-        if training.taught is None and (self.loss != "auto" or self.features):
-            raise ConfigError(f"loss and features are for graphs, and {context.model} is none; leave them out")
+        if training.taught is None and (self.loss != "auto" or self.features or self.mix):
+            raise ConfigError(f"loss, features and mix are for graphs, and {context.model} is none; leave them out")
         if self.cache_top_k is not None and training.cached is None:
             raise ConfigError("cache_top_k is for decoders: images are cut anew in every epoch; leave it out")
 

@@ -25,6 +25,7 @@ def decode_image(
     max_pixels: int = MAX_PIXELS,
     formats: Sequence[str] = FORMATS,
     still: bool = False,
+    part: tuple[float, ...] | None = None,
 ) -> NDArray[np.uint8]:
     """An encoded image as the pixels that a network wants, turned as its EXIF tag says.
 
@@ -33,6 +34,7 @@ def decode_image(
         max_pixels: a larger image is refused before it is decoded.
         formats: Pillow's names of what is read.
         still: an animated image is refused; else its first frame is taken.
+        part: what is shown of that which the network would see: top, left, height and width as shares of it.
 
     Returns:
         uint8, (height, width, channels) of `pixels`, in its order of channels.
@@ -50,7 +52,7 @@ def decode_image(
             if still and image.format != "MPO" and getattr(image, "n_frames", 1) > 1:
                 raise InputError("it is animated; send one of its frames")
             upright = _opaque(_eight_bits(ImageOps.exif_transpose(image)))
-            values = np.asarray(_fitted(upright.convert("L" if pixels.order == "L" else "RGB"), pixels))
+            values = np.asarray(_fitted(upright.convert("L" if pixels.order == "L" else "RGB"), pixels, part))
     except InputError:
         raise
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
@@ -77,7 +79,7 @@ def arranged(image: NDArray[np.uint8], pixels: Pixels) -> NDArray[np.uint8]:
     return image.transpose(2, 0, 1) if pixels.layout == "NCHW" else image
 
 
-def _fitted(image: Image.Image, pixels: Pixels) -> Image.Image:
+def _fitted(image: Image.Image, pixels: Pixels, part: tuple[float, ...] | None) -> Image.Image:
     """The middle of the scaled image, made from what it shows of the image: a long thin one is never scaled whole.
 
     Sizes and places are torchvision's (`Resize` of a number, `CenterCrop`): lengths are cut off to integers.
@@ -97,6 +99,14 @@ def _fitted(image: Image.Image, pixels: Pixels) -> Image.Image:
         min(width, (left + pixels.width) * across),
         min(height, (top + pixels.height) * down),
     )
+    if part is not None:
+        x, y, wide, tall = box[0], box[1], box[2] - box[0], box[3] - box[1]
+        box = (
+            x + part[1] * wide,
+            y + part[0] * tall,
+            min(width, x + (part[1] + part[3]) * wide),
+            min(height, y + (part[0] + part[2]) * tall),
+        )
     # Pillow scales while it averages, so that shrinking does not skip pixels.
     return image.resize((pixels.width, pixels.height), _FILTERS[pixels.filter], box)
 

@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from penjing.core.errors import InputError
-from penjing.train.data.augment import erased, moved
+from penjing.train.data.augment import coloured, erased, moved, zoomed
 from penjing.train.data.stream import Draw
 from penjing.train.objective.objective import IGNORED, Batch
 
@@ -57,6 +57,8 @@ class Images:
         pad: pixels of zeros around an image before a random crop of its own size; 0 for none.
         flip: mirror left and right with probability one half.
         erase: side of a square set to the mean at a random place; 0 for none.
+        scale: least share of an image that is shown; 1 for all of it, always.
+        colour: by how much light, contrast and colours change at most; 0 for not at all.
     """
 
     data: ImageSet
@@ -65,6 +67,8 @@ class Images:
     pad: int = 0
     flip: bool = False
     erase: int = 0
+    scale: float = 1.0
+    colour: float = 0.0
 
     def __len__(self) -> int:
         return len(self.data.images)
@@ -72,8 +76,15 @@ class Images:
     def batch(self, draw: Draw) -> Batch:
         """See `Indexed`."""
         images, random = self.data.images[draw.samples], draw.random
-        if random is not None and (self.pad or self.flip):
-            images = moved(images.transpose(0, 2, 3, 1), random, self.pad, self.flip).transpose(0, 3, 1, 2)
+        if random is not None:
+            last = images.transpose(0, 2, 3, 1)
+            if self.scale < 1:
+                last = zoomed(last, random, self.scale)
+            if self.pad or self.flip:
+                last = moved(last, random, self.pad, self.flip)
+            if self.colour:
+                last = coloured(last, random, self.colour)
+            images = last.transpose(0, 3, 1, 2)
         values = normalise(images, self.mean, self.std)
         if random is not None and self.erase:
             squares = erased(random, images.shape[2], images.shape[3], self.erase)

@@ -86,7 +86,7 @@ class ImageClassification:
         """See `Task`."""
         data = self._data
         return shuffled(
-            Images(self._train, self._mean, self._std, data.pad, data.flip, data.erase),
+            Images(self._train, self._mean, self._std, data.pad, data.flip, data.erase, data.scale, data.colour),
             batch_size=data.batch_size,
             micro_batch=micro_batch,
             rank=world.rank,

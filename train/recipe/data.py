@@ -198,12 +198,7 @@ class PairData(DataConfig, Augment):
     workers: int = Field(default=4, ge=1, le=256, description="Threads that read and decode.")
 
 
-class FashionData(DataConfig):
+class FashionData(DataConfig, Augment):
     """Fashion-MNIST with random crops, flips and erased squares."""
 
     kind: Literal["fashion-mnist"] = Field(description="The images of Fashion-MNIST.")
-    pad: int = Field(default=0, ge=0, description="Pixels added around an image before it is cropped at random.")
-    flip: bool = Field(default=False, description="Half of the images are mirrored, left to right.")
-    erase: int = Field(
-        default=0, ge=0, description="Side of a square at a random place that gets the mean colour; 0: none."
-    )

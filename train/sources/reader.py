@@ -71,17 +71,24 @@ class Reader:
         return len(self.indices)
 
     def batch(
-        self, places: Sequence[int] | NDArray[np.int64], change: Change | None = None
+        self,
+        places: Sequence[int] | NDArray[np.int64],
+        change: Change | None = None,
+        shown: NDArray[np.float64] | None = None,
     ) -> tuple[dict[str, NDArray[Any]], NDArray[np.int64]]:
         """The inputs of the samples at `places` by name, (N, …) each, and their classes (N,), `NO_CLASS` without any.
 
         The sample after one that cannot be read is taken in its place, so that batches stay whole.
 
+        Args:
+            change: of fitted images.
+            shown: (N, 4), the part of each image that is shown in place of all; see `decode_image`.
+
         Raises:
             InputError: more are broken than `settings.max_broken`, or they do not fit the network.
         """
         with ThreadPoolExecutor(min(self.settings.workers, max(len(places), 1))) as pool:
-            found = list(pool.map(self._read, map(int, places)))
+            found = list(pool.map(self._read, map(int, places), [None] * len(places) if shown is None else shown))
         taken = np.array([place for place, _ in found])
         targets = np.full(len(taken), NO_CLASS) if self.targets is None else self.targets[taken]
         values = [value for _, value in found]
@@ -113,7 +120,7 @@ class Reader:
         laid = np.stack([arranged(image, self.form.pixels) for image in images])
         return np.ascontiguousarray(network_input(laid, self.form.pixels, self.form.inputs[0].dtype))
 
-    def _read(self, place: int) -> tuple[int, Any]:
+    def _read(self, place: int, shown: NDArray[np.float64] | None = None) -> tuple[int, Any]:
         for step in range(len(self.indices)):
             at = (place + step) % len(self.indices)
             index = int(self.indices[at])
@@ -121,14 +128,14 @@ class Reader:
             if said in self.broken:
                 continue
             try:
-                return at, self._one(self.source.load(index))
+                return at, self._one(self.source.load(index), shown)
             except UnfitError:
                 raise
             except InputError as error:
                 self._leave_out(said, str(error))
         raise AssertionError("the share of broken samples is checked")
 
-    def _one(self, values: Values) -> Any:
+    def _one(self, values: Values, shown: NDArray[np.float64] | None) -> Any:
         if isinstance(values, Mapping):
             return values
         if self.form.pixels is None:
@@ -141,7 +148,8 @@ class Reader:
             raise UnfitError(
                 f"{self.source.where} holds images, the network takes {names}; give tensors by these names"
             )
-        return decode_image(values, self.form.pixels, formats=FORMATS)
+        part = None if shown is None else tuple(map(float, shown))
+        return decode_image(values, self.form.pixels, formats=FORMATS, part=part)
 
     def _leave_out(self, said: str, reason: str) -> None:
         if said not in self.broken:

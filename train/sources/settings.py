@@ -63,6 +63,17 @@ class TrainingSource(SourceSettings):
 class Augment(Config):
     """How images are changed anew each time that they are learnt from."""
 
+    scale: float = Field(
+        default=1.0,
+        gt=0,
+        le=1,
+        description="Least share of an image that is shown: a part of at least this area, anywhere in it, is scaled to "
+        "the size of the whole; 1 shows all of it.",
+    )
+    colour: float = Field(
+        default=0.0, ge=0, lt=1, description="Light, contrast and colours change by this share at most; 0: not at all."
+    )
+
     pad: int = Field(default=0, ge=0, description="Pixels added around an image before it is cropped at random.")
     flip: bool = Field(default=False, description="Half of the images are mirrored, left to right.")
     erase: int = Field(

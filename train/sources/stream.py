@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from penjing.train.data.augment import erased, moved
+from penjing.train.data.augment import boxes, coloured, erased, moved, zoomed
 from penjing.train.data.stream import Draw
 from penjing.train.objective.objective import IGNORED, Batch
 from penjing.train.objective.outputs import REAL, input_name
@@ -32,9 +32,11 @@ class ReadSamples:
         mean = () if pixels is None else tuple(value * pixels.scale for value in pixels.mean)
 
         def change(images: NDArray[np.uint8]) -> NDArray[np.uint8]:
-            return images if random is None else augmented(images, random, self.augment, mean)
+            rest = self.augment.model_copy(update={"scale": 1.0})  # of the files, which show more than what is fitted
+            return images if random is None else augmented(images, random, rest, mean)
 
-        inputs, targets = self.reader.batch(draw.samples, change)
+        shown = None if random is None or self.augment.scale == 1 else boxes(random, self.augment.scale)
+        inputs, targets = self.reader.batch(draw.samples, change, shown)
         batch = {
             input_name(place): torch.from_numpy(np.ascontiguousarray(inputs[spec.name]))
             for place, spec in enumerate(self.reader.form.inputs)
@@ -49,13 +51,18 @@ class ReadSamples:
 def augmented(
     images: NDArray[np.uint8], random: NDArray[np.uint64], settings: Augment, mean: tuple[float, ...]
 ) -> NDArray[np.uint8]:
-    """Images (N, height, width, channels) cropped, mirrored and erased, each as its number of `random` says.
+    """Images (N, height, width, channels) scaled, cropped, mirrored, coloured and erased, each as its
+    number of `random` says.
 
     Args:
         mean: the colour of what is erased, channel by channel, as pixels.
     """
+    if settings.scale < 1:
+        images = zoomed(images, random, settings.scale)
     if settings.pad or settings.flip:
         images = moved(images, random, settings.pad, settings.flip)
+    if settings.colour:
+        images = coloured(images, random, settings.colour)
     if settings.erase:
         colour = np.array(mean).round().clip(0, 255).astype(np.uint8)
         squares = erased(random, images.shape[1], images.shape[2], settings.erase)

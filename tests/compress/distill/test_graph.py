@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from penjing.compress.distill.graph import FromTeacher, cosine_distances, squared_errors
+from penjing.compress.distill.graph import FromTeacher, cosine_distances, mixed, squared_errors
 from penjing.compress.distill.objective import DistillWeights
 from penjing.compress.run import run_recipe
 from penjing.core.checkpoint.graph import load_network
@@ -159,3 +159,24 @@ def test_a_rebuilt_graph_has_its_own_tensors(tmp_path: Path) -> None:
     with torch.no_grad():
         model.get_parameter("last.weight").zero_()
     assert kept.module.get_parameter("last.weight").abs().sum() > 0
+
+
+def test_samples_are_mixed_with_the_one_before() -> None:
+    x, numbers = torch.eye(4), torch.arange(4)
+    real = torch.tensor([True, True, True, False])
+    found, same = mixed((x, numbers), real, 0.4)
+    assert same is numbers
+    shares = found.diagonal()
+    assert bool((shares >= 0.6).all())
+    assert torch.allclose(found.sum(1), torch.ones(4))
+    assert torch.allclose(found[2, 1], 1 - shares[2])  # with the one before it
+    assert torch.equal(found[[0, 3]], x[[0, 3]])  # the one before is not real, or itself
+
+
+def test_a_graph_learns_from_parts_and_mixtures(tmp_path: Path, photos: str) -> None:
+    step = {"kind": "distill", "steps": 2, "scale": 0.5, "colour": 0.2, "mix": 0.4}
+    out = run(tmp_path, photos, step | {"teacher": str(network(tmp_path / "teacher", seed=7))}, labels=False)
+    record = json.loads((out / "report.json").read_text())["stages"][1]["record"]
+    assert 0 < record["losses"]["last"]["loss"] < 10
+    with pytest.raises(ConfigError, match="no class of its own"):
+        run(tmp_path / "b", photos, step | {"weights": {"cross_entropy": 1.0}, "teacher": str(tmp_path / "teacher")})

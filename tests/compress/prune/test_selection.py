@@ -159,6 +159,13 @@ def test_ranking_over_all_groups_takes_more_where_it_costs_less() -> None:
     assert chosen == {"a": 5}
 
 
+def test_changes_of_the_loss_are_compared_as_they_are() -> None:
+    groups = [made_group(10, name="a"), made_group(10, name="b")]
+    scores = [np.array([1.0] * 5 + [100.0] * 5), np.full(10, 0.5)]
+    found = select(groups, scores, 0.25, scope="global", round_to=1, one_scale=True)
+    assert {group.name[0]: len(units) for group, units in found} == {"b": 5}
+
+
 @pytest.mark.parametrize(
     ("share", "round_to", "words"), [(1.0, 8, "share=1.0"), (-0.1, 8, "share=-0.1"), (0.5, 0, "round_to=0")]
 )

@@ -8,14 +8,18 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from PIL import Image
 
 from penjing.core.errors import InputError
 from penjing.core.graph.config import Pixels, TensorSpec
+from penjing.core.images.decode import decode_image
 from penjing.core.progress import Silent
+from penjing.train.data.augment import boxes, coloured, zoomed
 from penjing.train.data.order import Order
-from penjing.train.data.stream import OrderedStream, one_pass, shuffled
+from penjing.train.data.stream import Draw, OrderedStream, one_pass, shuffled
 from penjing.train.objective.outputs import REAL
 from penjing.train.sources.images import Wanted, load_images
 from penjing.train.sources.open import open_source
@@ -173,3 +177,48 @@ def test_images_for_our_own_classifiers(tmp_path: Path) -> None:
     assert halves[0].num_classes == 2
     assert not {image.tobytes() for image in halves[0].images} & {image.tobytes() for image in halves[1].images}
     assert len(load_images(given, Wanted(3, 8, 8), 0.25, "train", 5, Silent()).images) == 5
+
+
+def test_a_part_of_an_image_is_shown(tmp_path: Path) -> None:
+    """The left half of an image that is red there and blue elsewhere is red, whatever the file's size."""
+    image = np.zeros((40, 80, 3), np.uint8)
+    image[:, :40, 0] = image[:, 40:, 2] = 255
+    Image.fromarray(image).save(tmp_path / "one.png")
+    pixels = Pixels(height=8, width=8, mean=(0.0,) * 3, std=(1.0,) * 3)
+    data = (tmp_path / "one.png").read_bytes()
+    left = decode_image(data, pixels, part=(0.2, 0.0, 0.5, 0.45))
+    assert (left == (255, 0, 0)).all()
+    assert (decode_image(data, pixels, part=(0.0, 0.0, 1.0, 1.0)) == decode_image(data, pixels)).all()
+
+
+def test_parts_and_colours_stay_within_their_bounds() -> None:
+    random = np.random.default_rng(0).integers(0, 2**64, 500, np.uint64)
+    found = boxes(random, 0.3)
+    area, ratio = found[:, 2] * found[:, 3], found[:, 2] / found[:, 3]
+    assert found.min() >= 0
+    assert (found[:, :2] + found[:, 2:]).max() <= 1 + 1e-9
+    assert 0.3 - 1e-9 <= area.min() < 0.35
+    assert area.max() > 0.9
+    assert 3 / 4 - 1e-9 <= ratio.min() < ratio.max() <= 4 / 3 + 1e-9
+    images = np.full((500, 4, 4, 3), 100, np.uint8)
+    lights = coloured(images, random, 0.2).mean((1, 2, 3))
+    assert 80 <= lights.min() < 85
+    assert 115 < lights.max() <= 120
+    assert (zoomed(images, random, 0.3) == 100).all()
+    grey = np.random.default_rng(1).integers(0, 256, (5, 6, 4, 1), np.uint8)
+    assert zoomed(grey, random[:5], 0.3).shape == coloured(grey, random[:5], 0.3).shape == grey.shape
+    assert (coloured(grey, random[:5], 0.0) == grey).all()
+
+
+def test_samples_are_cut_out_of_their_files(tmp_path: Path) -> None:
+    reader = reader_of(folder_of(tmp_path, {"a": 4, "b": 4}))
+    random = np.arange(4, dtype=np.uint64)
+    draw = Draw(np.arange(4), np.ones(4, bool), random)
+    whole = ReadSamples(reader, Augment()).batch(draw)["input.0"]
+    cut = ReadSamples(reader, Augment(scale=0.3)).batch(draw)["input.0"]
+    again = ReadSamples(reader, Augment(scale=0.3)).batch(draw)["input.0"]
+    assert cut.shape == whole.shape
+    assert not torch.equal(cut, whole)
+    assert torch.equal(cut, again)
+    alone = ReadSamples(reader, Augment(scale=0.3)).batch(Draw(np.arange(2, 3), np.ones(1, bool), random[2:3]))
+    assert torch.equal(alone["input.0"], cut[2:3])
