@@ -17,6 +17,7 @@ from torch import Tensor
 from penjing.kernels.cpu import library as abi
 from penjing.kernels.cpu.checks import float_linear
 from penjing.kernels.cpu.functions import CpuExtension
+from penjing.kernels.cpu.key_blocks import StepBlocks
 from penjing.kernels.cpu.kv_layout import check_int8_head_dim
 from penjing.kernels.hadamard import check_block
 from penjing.kernels.int8_linear import PackedInt8
@@ -44,6 +45,7 @@ PROBLEMS = {
     -5: "a slot lies outside the cache",
     -6: "a logit row lies outside the step's rows",
     -8: "an adapter's slot is free or there is none",
+    -9: "rows that choose blocks of keys have no window besides, and full_layers is at least 0",
     -7: "cu_query_S1 must rise from 0 to T, with 1 ≤ queries ≤ context_len ≤ the keys that the block table holds",
 }
 
@@ -157,6 +159,7 @@ class DecoderStep:
         kv_scale: Tensor | None = None,
         adapter_T: Tensor | None = None,
         seen_XE: Tensor | None = None,
+        key_blocks: StepBlocks | None = None,
     ) -> Tensor:
         """Compute T tokens of S sequences: store their keys and values, return the logits of R of them.
 
@@ -175,6 +178,7 @@ class DecoderStep:
             adapter_T: (T,) int32, each row's slot in `adapters`, −1: none; neighbours of one adapter are computed
                 together. None: no row has one.
             seen_XE: (X, hidden) float32: what token vocab + i enters the first layer with, such as a row of an image.
+            key_blocks: rows of layers from its `full_layers` on choose what they read; these have no window.
 
         Returns:
             logits_RV float32, valid until the next call.
@@ -186,7 +190,7 @@ class DecoderStep:
         if num_logits > self._logits.shape[0]:
             self._logits = torch.empty(num_logits, self.vocab)
         inputs = token_ids_T, positions_T, slot_T, cu_query_S1, context_len_S, block_table_SB, logit_rows_R, kv_pool
-        self._run(inputs, kv_scale, 0, self._logits, None, adapter_T, seen_XE)
+        self._run(inputs, kv_scale, 0, self._logits, None, adapter_T, seen_XE, key_blocks)
         return self._logits[:num_logits]
 
     def step_top(
@@ -196,12 +200,13 @@ class DecoderStep:
         kv_scale: Tensor | None = None,
         adapter_T: Tensor | None = None,
         seen_XE: Tensor | None = None,
+        key_blocks: StepBlocks | None = None,
     ) -> tuple[Tensor, Tensor]:
         """`step`, but only the `top` largest logits of each row; the others are compared and not written down.
 
         Args:
             top: 1 … 1024.
-            inputs, kv_scale, adapter_T, seen_XE: the arguments of `step`, in its order.
+            inputs, kv_scale, adapter_T, seen_XE, key_blocks: the arguments of `step`, in its order.
 
         Returns:
             logits_RK float32 in descending order and ids_RK int32, K = top; equal logits by ascending id, (−inf, −1)
@@ -214,7 +219,7 @@ class DecoderStep:
             raise ValueError(f"top={top}: 1 to {MAX_TOP} is possible")
         num_logits = inputs[6].shape[0]
         logits_RK, ids_RK = torch.empty(num_logits, top), torch.empty(num_logits, top, dtype=torch.int32)
-        self._run(inputs, kv_scale, top, logits_RK, ids_RK, adapter_T, seen_XE)
+        self._run(inputs, kv_scale, top, logits_RK, ids_RK, adapter_T, seen_XE, key_blocks)
         return logits_RK, ids_RK
 
     def _run(
@@ -226,6 +231,7 @@ class DecoderStep:
         top_ids_RK: Tensor | None,
         adapter_T: Tensor | None,
         seen_XE: Tensor | None,
+        key_blocks: StepBlocks | None,
     ) -> None:
         token_ids_T, positions_T, slot_T, cu_query_S1, context_len_S, block_table_SB, logit_rows_R, kv_pool = inputs
         num_rows, num_sequences, num_logits = token_ids_T.shape[0], context_len_S.shape[0], logit_rows_R.shape[0]
@@ -269,6 +275,8 @@ class DecoderStep:
         if seen_XE is not None:
             step.seen = _address("seen_XE", seen_XE, torch.float32, (None, self.hidden))
             step.num_seen = seen_XE.shape[0]
+        if key_blocks is not None:
+            self._add_key_blocks(step, key_blocks, kv_pool)
         result = self._call(step)
         if result == -4 and self._model.num_positions < self.max_positions:
             longest = int(positions_T.max()) + 1
@@ -279,6 +287,18 @@ class DecoderStep:
             raise MemoryError(PROBLEMS[result])
         if result:
             raise ValueError(PROBLEMS[result])
+
+    def _add_key_blocks(self, step: abi.StepInput, key_blocks: StepBlocks, kv_pool: Tensor) -> None:
+        blocks, (_, _, num_blocks, kv_heads, block_size, head_dim) = key_blocks.blocks, kv_pool.shape
+        blocks.check(block_size)
+        shape = (
+            self.num_layers - key_blocks.full_layers,
+            *blocks.summary_shape(num_blocks, kv_heads, block_size, head_dim),
+        )
+        step.summary = _address("summary", key_blocks.summary, torch.int8, shape)
+        step.summary_scale = _address("summary_scale", key_blocks.summary_scale, torch.float32, shape[:-1])
+        step.full_layers = key_blocks.full_layers
+        step.selection = abi.Selection(blocks.block, blocks.sink, blocks.window, blocks.budget)
 
     def _call(self, step: abi.StepInput) -> int:
         started = time.perf_counter()

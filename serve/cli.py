@@ -11,6 +11,7 @@ import typer
 from penjing.core.cli_options import Json, stage_app, write_json
 from penjing.core.errors import ConfigError
 from penjing.serve.cli_running import adapters_app, keys_app, models_app
+from penjing.serve.options import Device, EngineSet, KvDtype, Speculate, engine_config
 
 app = stage_app()
 server_app = typer.Typer(help="The embedded Triton server: install it once, see what is there.", no_args_is_help=True)
@@ -23,17 +24,6 @@ app.add_typer(bench_app, name="bench")
 
 Model = Annotated[Path, typer.Argument(help="A checkpoint or artifact folder.", show_default=False)]
 Runs = Annotated[int, typer.Option(min=1, help="Runs after a warm-up; medians are shown.")]
-KvDtype = Annotated[
-    Literal["auto", "float32", "float16", "bfloat16", "int8"],
-    typer.Option(help="How the KV cache is kept: int8 holds nearly four times the tokens, long contexts run faster."),
-]
-Speculate = Annotated[
-    Literal["off", "lookup"],
-    typer.Option(help="Guess tokens that stood in prompt or answer before, and check several at once; none changes."),
-]
-Device = Annotated[
-    Literal["auto", "cpu", "cuda"], typer.Option(help="Where the model runs; `auto`: on CUDA where there is a GPU.")
-]
 
 
 @app.command()
@@ -53,6 +43,7 @@ def generate(
     kv_dtype: KvDtype = "auto",
     device: Device = "cpu",
     speculate: Speculate = "off",
+    overrides: EngineSet = None,
     samples: Annotated[int, typer.Option(min=0, help="Write so many texts to --out, each sampled by itself.")] = 0,
     out: Annotated[Path | None, typer.Option(help="Folder of the --samples: a source of training text.")] = None,
 ) -> None:
@@ -64,7 +55,6 @@ def generate(
     - `penjing generate build/vlm-tiny "What is left of the bag?" --image scene.png`
     """
     from penjing.core.progress import progress_bar
-    from penjing.serve.engine.config import EngineConfig
     from penjing.serve.generate import generate_to_terminal
     from penjing.serve.samples import sample_texts
 
@@ -73,16 +63,14 @@ def generate(
     text = sys.stdin.read() if prompt == "-" else prompt
     if (samples > 0) != (out is not None):
         raise ConfigError("--samples and --out belong together: how many texts, and the folder for them")
+    config = engine_config(kv_dtype, device, speculate, overrides)
     if out is not None:
         if images:
             raise ConfigError("--image is for one answer: leave --samples and --out away")
         with progress_bar() as progress:
-            config = EngineConfig(kv_dtype=kv_dtype, device=device, speculate=speculate)
             sample_texts(model, text, sampling, samples, out, progress, chat=chat, engine_config=config)
         return
-    generate_to_terminal(
-        model, text, sampling, chat=chat, kv_dtype=kv_dtype, device=device, speculate=speculate, images=images or []
-    )
+    generate_to_terminal(model, text, sampling, chat=chat, engine_config=config, images=images or [])
 
 
 @app.command()
@@ -253,6 +241,7 @@ def bench_engine(
     kv_dtype: KvDtype = "auto",
     device: Device = "cpu",
     speculate: Speculate = "off",
+    overrides: EngineSet = None,
     json_file: Json = None,
 ) -> None:
     """Measure the engine in this process: prefill, one stream, 16 streams.
@@ -263,7 +252,8 @@ def bench_engine(
     from penjing.serve.bench.engine import bench_engine as run
 
     with progress_bar() as progress:
-        result = run(model, runs=runs, progress=progress, kv_dtype=kv_dtype, device=device, speculate=speculate)
+        config = engine_config(kv_dtype, device, speculate, overrides)
+        result = run(model, runs=runs, progress=progress, engine_config=config)
     _show(result, json_file)
 
 

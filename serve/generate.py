@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from penjing.core.errors import InputError, ServerError
-from penjing.serve.engine.config import Device, EngineConfig, KvDtype, Speculate
+from penjing.serve.engine.config import EngineConfig, with_defaults
 from penjing.serve.engine.request import Request, RequestOutput
 from penjing.serve.runner.load import load_engine
 from penjing.serve.sampling.params import SamplingParams
@@ -53,9 +53,7 @@ def generate_to_terminal(
     text: str,
     sampling: dict[str, Any],
     chat: bool = False,
-    kv_dtype: KvDtype = "auto",
-    device: Device = "cpu",
-    speculate: Speculate = "off",
+    engine_config: EngineConfig | None = None,
     images: Sequence[Path] = (),
 ) -> None:
     """Stream the answer to standard output; speed and the reason of its end to standard error."""
@@ -63,7 +61,7 @@ def generate_to_terminal(
     params = SamplingParams.from_json(sampling)
     started = time.monotonic()
     first_token_time, last = None, None
-    config = EngineConfig(max_num_sequences=NUM_SEQUENCES, kv_dtype=kv_dtype, device=device, speculate=speculate)
+    config = with_defaults(engine_config, max_num_sequences=NUM_SEQUENCES)
     for output in generate_stream(model, text, params, config, chat=chat, images=files):
         first_token_time = first_token_time or time.monotonic()
         last = output

@@ -32,7 +32,7 @@ COMMAND_LINE = "penjing.core.cli"
 REACHES_UP = {"ask_server", "write_repository"}
 """Functions of the command line for what needs two stages; nothing else of core imports a stage."""
 MORE_COMMANDS = ("penjing.core.imports.commands", "penjing.core.recipe_cli", "penjing.serve.cli_running")
-LIGHT = ("penjing.core.cli_options", "penjing.core.errors", *MORE_COMMANDS)
+LIGHT = ("penjing.core.cli_options", "penjing.core.errors", "penjing.serve.options", *MORE_COMMANDS)
 STAGE_COMMANDS = ("penjing.curate.cli", "penjing.train.cli", "penjing.compress.cli", "penjing.serve.cli")
 MAX_LINES = 400
 MAX_ADAPTER_LINES = 60

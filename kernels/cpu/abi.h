@@ -92,8 +92,20 @@ struct PjSequences {
     int64_t num_sequences;
 };
 
+// Which older keys a row reads: those of the row's own block and the `window − 1` before it, of the first `sink`, and of
+// others that the row chooses, until they are `budget`. Keys lie in blocks of `block`: 16, 32 or 64, counted from the
+// sequence's first. A row at block b reads all keys where b < budget.
+struct PjSelection {
+    int64_t block;   // 0: every key is read
+    int64_t sink;
+    int64_t window;  // at least 1
+    int64_t budget;  // at least sink + window
+};
+
 // One layer's pages: (num_blocks, num_kv_heads, block_size, head_dim), float32 without scales and int8 with. Scales are
 // (num_blocks, num_kv_heads, block_size): apart, so that rows stay aligned and scales of neighbours share cache lines.
+// What is known of each block of keys: (num_blocks, num_kv_heads, block_size / block, 2, head_dim) and their scales
+// without the last dimension; see select.h.
 struct PjPages {
     void* k;
     void* v;
@@ -103,5 +115,7 @@ struct PjPages {
     int64_t block_size;
     int64_t num_kv_heads;
     int64_t head_dim;
+    int8_t* summary;  // both or none
+    float* summary_scale;
 };
 }

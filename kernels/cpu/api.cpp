@@ -2,7 +2,7 @@
 // finds (a block id outside the cache) comes back as a negative number.
 #include <atomic>
 
-#include "attention.h"
+#include "attention_call.h"
 #include "decoder.h"
 #include "linear.h"
 #include "memory.h"
@@ -15,14 +15,14 @@
 using namespace penjing;
 
 // Raised with every change of a structure or a function below.
-PJ_API int32_t pj_abi_version() { return 12; }
+PJ_API int32_t pj_abi_version() { return 13; }
 
 // Bytes of a structure, so that a test can hold Python's copy against it.
 PJ_API uint64_t pj_struct_bytes(int32_t which) {
     constexpr uint64_t bytes[] = {sizeof(PjLinear), sizeof(PjLayer),   sizeof(PjModel), sizeof(PjSequences),
                                   sizeof(PjPages),  sizeof(StepInput), sizeof(PjPart),
-                                  sizeof(SampleRow), sizeof(PjLowRank)};
-    return which >= 0 && which < 9 ? bytes[which] : 0;
+                                  sizeof(SampleRow), sizeof(PjLowRank), sizeof(PjSelection)};
+    return which >= 0 && which < 10 ? bytes[which] : 0;
 }
 
 PJ_API const char* pj_isa() { return ops().name; }
@@ -144,8 +144,10 @@ PJ_API void pj_write_kv(const float* k, const float* v, const int64_t* slots, in
 }
 
 PJ_API int32_t pj_attention(const float* q, float* out, const PjPages* pages, const PjSequences* sequences,
-                            int64_t num_heads, float scale, int64_t window) {
-    return run_attention(q, out, *pages, *sequences, {num_heads, pages->num_kv_heads, pages->head_dim}, scale, window);
+                            int64_t num_heads, float scale, int64_t window, const PjSelection* selection,
+                            const int64_t* slots, uint8_t* masks) {
+    return run_attention(q, out, *pages, *sequences, {num_heads, pages->num_kv_heads, pages->head_dim}, scale, window,
+                         selection, slots, masks);
 }
 
 PJ_API void* pj_make_decoder(const PjModel* model) { return make_decoder(*model); }

@@ -22,6 +22,7 @@ struct TileRows {
     const void* v[TILE_KEYS];
     float k_scale[TILE_KEYS];  // of INT8 pages
     float v_scale[TILE_KEYS];
+    const void* fetch[TILE_KEYS];  // where rows choose: those of k that are read, in order; then the last again
 };
 
 struct Working {
@@ -33,6 +34,7 @@ struct Working {
     float* total;
     int32_t* low;
     int32_t* high;
+    uint8_t* chosen;
     TileRows* rows;  // two: of the tile that is computed and of the next
     size_t floats;
 };
@@ -49,6 +51,7 @@ Working carve(float* scratch, int64_t rows, int64_t head_dim) {
     w.total = carver.take<float>(r);
     w.low = carver.take<int32_t>(r);
     w.high = carver.take<int32_t>(r);
+    w.chosen = carver.take<uint8_t>(r);
     w.rows = carver.take<TileRows>(2);
     w.floats = carver.used() / sizeof(float);
     return w;
@@ -96,6 +99,7 @@ private:
 struct Sight {
     int64_t first, last;  // tokens of the item that see any of it: positions rise, so they are a range
     int64_t key_begin, key_end;
+    int chosen;  // bits of AttentionTile::chosen that any row has
 };
 
 int64_t low_of(const AttentionCall& call, const AttentionPlan::Item& item, int64_t token, int64_t start) {
@@ -103,6 +107,12 @@ int64_t low_of(const AttentionCall& call, const AttentionPlan::Item& item, int64
 }
 int64_t high_of(const AttentionPlan::Item& item, int64_t token, int64_t start) {
     return std::min<int64_t>(TILE_KEYS, item.position + token + 1 - start);
+}
+
+int chosen_of(const AttentionPlan& plan, const AttentionCall& call, const AttentionPlan::Item& item, int64_t token,
+              int64_t tile) {
+    if (call.masks == nullptr) return ALL_CHOSEN;
+    return call.masks[((item.first_row + token) * plan.shape().num_kv_heads + item.kv_head) * call.mask_stride + tile];
 }
 
 // Finds the rows of keys and values of a tile. False when no row of the item sees it.
@@ -115,14 +125,27 @@ bool locate(const AttentionPlan& plan, const AttentionCall& call, const Attentio
     if (sight.first >= sight.last) return false;
     sight.key_begin = low_of(call, item, sight.first, start);
     sight.key_end = high_of(item, sight.last - 1, start);
+    sight.chosen = call.masks ? 0 : ALL_CHOSEN;
+    for (int64_t token = sight.first; call.masks && token < sight.last; ++token)
+        sight.chosen |= chosen_of(plan, call, item, token, tile);
+    if (sight.chosen == 0) return false;
 
     const PjPages& pages = call.pages;
     const PageRows page_rows(pages, plan.sequences(), item);
+    int64_t fetched = 0;
     for (int64_t key = sight.key_begin; key < sight.key_end;) {
-        const int64_t left = page_rows.left_in_page(start + key), count = std::min(left, sight.key_end - key);
-        const int64_t row = page_rows.row(start + key);
+        int64_t left = page_rows.left_in_page(start + key);
+        if (call.masks) {
+            left = std::min(left, CHOICE_KEYS - key % CHOICE_KEYS);
+            if (!(sight.chosen >> key / CHOICE_KEYS & 1)) {
+                key += left;
+                continue;
+            }
+        }
+        const int64_t row = page_rows.row(start + key), count = std::min(left, sight.key_end - key);
         for (int64_t i = 0; i < count; ++i) {
             rows.k[key + i] = page_rows.key(row + i);
+            if (call.masks) rows.fetch[fetched++] = rows.k[key + i];
             rows.v[key + i] = page_rows.value(row + i);
         }
         if (pages.k_scale) {
@@ -131,9 +154,10 @@ bool locate(const AttentionPlan& plan, const AttentionCall& call, const Attentio
         }
         key += count;
     }
+    for (int64_t i = fetched; call.masks && i < TILE_KEYS; ++i) rows.fetch[i] = rows.fetch[fetched - 1];
     // The next tile's scales are read before its keys are fetched: ask for them now.
     const int64_t next_end = std::min<int64_t>(start + 2 * TILE_KEYS, item.position + item.num_tokens);
-    for (int64_t key = start + TILE_KEYS; pages.k_scale && key < next_end;) {
+    for (int64_t key = start + TILE_KEYS; pages.k_scale && !call.masks && key < next_end;) {
         const int64_t count = page_rows.left_in_page(key), row = page_rows.row(key);
         for (int64_t i = 0; i < std::min(count, next_end - key); i += 16) {
             __builtin_prefetch(pages.k_scale + row + i);
@@ -141,7 +165,7 @@ bool locate(const AttentionPlan& plan, const AttentionCall& call, const Attentio
         }
         key += count;
     }
-    // Keys outside may lie in pages that were given away or do not exist: visible ones stand in. Scales need none: masked
+    // Keys outside may lie in pages that were given away or do not exist: ones that are read stand in. Scales need none: masked
     // scores are replaced, and weights outside are not read.
     const auto stand_in = [&](int64_t key, int64_t by) {
         rows.k[key] = rows.k[by];
@@ -149,6 +173,9 @@ bool locate(const AttentionPlan& plan, const AttentionCall& call, const Attentio
     };
     for (int64_t key = 0; key < sight.key_begin; ++key) stand_in(key, sight.key_begin);
     for (int64_t key = sight.key_end; key < TILE_KEYS; ++key) stand_in(key, sight.key_end - 1);
+    for (int64_t key = 0; call.masks && key < TILE_KEYS; ++key) {
+        if (!(sight.chosen >> key / CHOICE_KEYS & 1)) rows.k[key] = rows.v[key] = rows.fetch[0];
+    }
     return true;
 }
 
@@ -184,16 +211,27 @@ void attend(const Ops& ops, const AttentionPlan& plan, const AttentionCall& call
         for (int64_t head = 0; head < group; ++head) {
             w.low[token * group + head] = static_cast<int32_t>(low_of(call, item, token, start));
             w.high[token * group + head] = static_cast<int32_t>(high_of(item, token, start));
+            w.chosen[token * group + head] = static_cast<uint8_t>(chosen_of(plan, call, item, token, tile));
         }
     }
     const bool int8 = call.pages.k_scale != nullptr;
     const int head_dim = static_cast<int>(shape.head_dim);
-    ops.pack_keys(rows.k, rows.v, static_cast<int>(sight.key_end), int8 ? head_dim / 4 : head_dim, w.keys);
-    const int64_t row = sight.first * group;
-    const char* q = static_cast<const char*>(w.q) + row * head_dim * query_bytes(call.pages);
-    ops.attend_tile({q, w.q_scale + row, w.keys, int8 ? rows.k_scale : nullptr, rows.v_scale, rows.v, ahead,
-                     w.low + row, w.high + row, peak + row, total + row, out + row * head_dim,
-                     static_cast<int>((sight.last - sight.first) * group), head_dim});
+    ops.pack_keys(rows.k, rows.v, static_cast<int>(sight.key_end), int8 ? head_dim / 4 : head_dim, sight.chosen, w.keys);
+    for (int64_t first = sight.first; first < sight.last; ahead = nullptr) {
+        // Tokens that see none of the tile stay as they are; they lie between others where rows choose.
+        int64_t last = first;
+        while (last < sight.last && w.chosen[last * group] != 0) ++last;
+        if (last == first) {
+            ++first;
+            continue;
+        }
+        const int64_t row = first * group;
+        const char* q = static_cast<const char*>(w.q) + row * head_dim * query_bytes(call.pages);
+        ops.attend_tile({q, w.q_scale + row, w.keys, int8 ? rows.k_scale : nullptr, rows.v_scale, rows.v, ahead,
+                         w.low + row, w.high + row, call.masks ? w.chosen + row : nullptr, peak + row, total + row,
+                         out + row * head_dim, static_cast<int>((last - first) * group), head_dim});
+        first = last;
+    }
 }
 
 void finish(const Ops& ops, const AttentionPlan& plan, const AttentionCall& call, const AttentionPlan::Item& item,
@@ -205,21 +243,6 @@ void finish(const Ops& ops, const AttentionPlan& plan, const AttentionCall& call
         float* to = call.out + (item.first_row + row / group) * call.ldo + head * shape.head_dim;
         ops.scale_row(w.out + row * shape.head_dim, 1.0f / w.total[row], shape.head_dim, to);
     }
-}
-
-struct Call {
-    const Ops& ops;
-    const AttentionPlan& plan;
-    const AttentionCall& call;
-    float* scratch;
-    size_t scratch_floats;
-    std::atomic<int64_t> next{0};
-};
-
-void attention_member(const Team& team, void* context) {
-    Call& c = *static_cast<Call*>(context);
-    float* scratch = c.scratch + static_cast<size_t>(team.member) * c.scratch_floats;
-    run_attention_items(c.ops, c.plan, c.call, nullptr, c.next, scratch);
 }
 
 }  // namespace
@@ -302,23 +325,28 @@ void run_item(const Ops& ops, const AttentionPlan& plan, const AttentionCall& ca
     const bool whole = unit.pieces == 1;
     float* base = call.partial + unit.partial;
     if (whole) clear_state(w.peak, w.total, w.out, rows, head_dim);
+    for (int64_t tile = item.tile_begin; !whole && tile < item.tile_end; ++tile) {
+        const Partial state = partial_of(base, tile - base_tile, rows, head_dim);
+        clear_state(state.peak, state.total, state.out, rows, head_dim);
+    }
     Sight sight{}, next_sight{};
-    bool seen = locate(plan, call, item, item.tile_begin, w.rows[item.tile_begin % 2], sight);
-    for (int64_t tile = item.tile_begin; tile < item.tile_end; ++tile) {
+    int64_t side = 0;
+    // The first tile from `tile` on that a row of `of` sees.
+    const auto find = [&](const AttentionPlan::Item& of, int64_t tile, TileRows& found, Sight& seen) {
+        while (tile < of.tile_end && !locate(plan, call, of, tile, found, seen)) ++tile;
+        return tile;
+    };
+    for (int64_t tile = find(item, item.tile_begin, w.rows[side], sight); tile < item.tile_end; side ^= 1) {
         Partial state{w.peak, w.total, w.out};
-        if (!whole) {
-            state = partial_of(base, tile - base_tile, rows, head_dim);
-            clear_state(state.peak, state.total, state.out, rows, head_dim);
-        }
-        TileRows& next_rows = w.rows[(tile + 1) % 2];
-        const bool more = tile + 1 < item.tile_end;
-        bool next_seen = false;
-        if (more) next_seen = locate(plan, call, item, tile + 1, next_rows, next_sight);
-        else if (following) next_seen = locate(plan, call, *following, following->tile_begin, next_rows, next_sight);
-        if (seen)
-            attend(ops, plan, call, item, tile, w, w.rows[tile % 2], sight, next_seen ? next_rows.k : nullptr,
-                   state.peak, state.total, state.out);
-        seen = next_seen;
+        if (!whole) state = partial_of(base, tile - base_tile, rows, head_dim);
+        TileRows& next_rows = w.rows[side ^ 1];
+        const int64_t next = find(item, tile + 1, next_rows, next_sight);
+        bool more = next < item.tile_end;
+        if (!more && following)
+            more = find(*following, following->tile_begin, next_rows, next_sight) < following->tile_end;
+        attend(ops, plan, call, item, tile, w, w.rows[side], sight, !more ? nullptr : call.masks ? next_rows.fetch : next_rows.k, state.peak,
+               state.total, state.out);
+        tile = next;
         sight = next_sight;
     }
     if (!whole) {
@@ -364,27 +392,6 @@ void store_key_value(const Ops& ops, const PjPages& pages, int64_t slot, int64_t
     };
     if (key) store(key, pages.k, pages.k_scale);
     if (value) store(value, pages.v, pages.v_scale);
-}
-
-int run_attention(const float* q, float* out, const PjPages& pages, const PjSequences& sequences,
-                  const AttentionShape& shape, float scale, int64_t window) {
-    const int threads = num_threads();
-    AttentionPlan plan;
-    if (!plan.build(sequences, shape, pages.num_blocks, pages.block_size, window, threads)) return -2;
-    if (plan.items().empty()) return 0;
-    static thread_local Scratch scratch;
-    const size_t own = attention_scratch_floats(plan);
-    float* memory = static_cast<float*>(
-        scratch.reserve((own * static_cast<size_t>(threads) + static_cast<size_t>(plan.partial_floats())) * 4));
-    if (memory == nullptr) return -1;
-    std::vector<std::atomic<int32_t>> unfinished(plan.units().size());
-    for (size_t i = 0; i < unfinished.size(); ++i) unfinished[i].store(plan.units()[i].pieces);
-    const int64_t stride = shape.num_heads * shape.head_dim;
-    const AttentionCall call{q, out, stride, stride, pages, scale, window, memory + own * static_cast<size_t>(threads),
-                             unfinished.data()};
-    Call context{ops(), plan, call, memory, own};
-    run_team(attention_member, &context, threads);
-    return 0;
 }
 
 }  // namespace penjing

@@ -68,6 +68,8 @@ struct AttentionCall {
     int64_t window;                         // 0: all keys
     float* partial;                         // plan.partial_floats()
     std::atomic<int32_t>* unfinished;       // (units) pieces left; equal to `pieces` before and after
+    const uint8_t* masks;                   // (rows, num_kv_heads, mask_stride), see SelectionPlan; null: all keys
+    int64_t mask_stride;
 };
 
 // Floats of working memory for one member.
@@ -79,9 +81,5 @@ void run_attention_items(const Ops& ops, const AttentionPlan& plan, const Attent
 
 // Writes one head's key and value (null: leaves it) to the page and offset of `slot`, quantized where pages are INT8.
 void store_key_value(const Ops& ops, const PjPages& pages, int64_t slot, int64_t kv_head, const float* key, const float* value);
-
-// A whole call with a team of its own. 0 when done, −1 without memory, −2 for a block id outside the cache.
-int run_attention(const float* q, float* out, const PjPages& pages, const PjSequences& sequences,
-                  const AttentionShape& shape, float scale, int64_t window);
 
 }  // namespace penjing

@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from penjing.kernels.cpu.key_blocks import KeyBlocks
 from penjing.kernels.cpu.kv_layout import check_cache
-from penjing.kernels.cpu.library import DTYPES, Linear, Pages, Sequences
+from penjing.kernels.cpu.library import DTYPES, Linear, Pages, Selection, Sequences
 
 
 def float_linear(weight_NK: Tensor, bias_N: Tensor | None) -> Linear:
@@ -64,12 +65,24 @@ def check_sequences(
     )
 
 
+def add_key_blocks(pages: Pages, blocks: KeyBlocks, summary: Tensor, summary_scale: Tensor) -> Selection:
+    """Add the summaries of one layer to `pages`; raises ValueError for shapes or dtypes that do not fit together."""
+    blocks.check(pages.block_size)
+    shape = blocks.summary_shape(pages.num_blocks, pages.num_kv_heads, pages.block_size, pages.head_dim)
+    check("summary", summary, torch.int8, shape)
+    check("summary_scale", summary_scale, torch.float32, shape[:-1])
+    pages.summary, pages.summary_scale = summary.data_ptr(), summary_scale.data_ptr()
+    return Selection(blocks.block, blocks.sink, blocks.window, blocks.budget)
+
+
 def raise_for(result: int, num_blocks: int) -> None:
     """Turn the library's negative results into exceptions."""
     if result == -1:
         raise MemoryError("no memory for the working buffers of the step")
     if result == -2:
         raise ValueError(f"the block table holds an id outside the cache of {num_blocks} blocks")
+    if result == -9:
+        raise ValueError("rows that choose blocks of keys have no window besides")
 
 
 def pages_of(k_cache: Tensor, v_cache: Tensor, k_scale: Tensor | None, v_scale: Tensor | None) -> Pages:

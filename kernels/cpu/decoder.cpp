@@ -13,6 +13,7 @@
 #include "memory.h"
 #include "ops.h"
 #include "pool.h"
+#include "select.h"
 
 namespace penjing {
 namespace {
@@ -79,6 +80,7 @@ private:
     void adapt(const Team& team, int64_t layer, const int32_t* who, int64_t count, const float* x, int64_t ldx,
                float* low, std::initializer_list<LowRankOut> outs) const;
     void store_rotated(int64_t layer, int64_t row, int64_t part);
+    bool chooses(int64_t layer) const { return in_.selection.block > 0 && layer >= in_.full_layers; }
     PjPages pages(int64_t layer) const;
 
     // Runs `prepare(i)` for each row: all of them on every member where the buffers are the member's own, else shared
@@ -123,6 +125,9 @@ private:
     int64_t rank_ = 0;  // the largest of the step's adapters; 0: no row has one
     std::vector<int32_t> last_who_;  // adapters of the rows whose logits are wanted
     AttentionPlan plan_;
+    SelectionPlan choice_;
+    uint8_t* masks_ = nullptr;  // of the layer that runs
+    std::vector<uint8_t> wanted_rows_;  // by row, what `wanted_` is by item
     Scratch scratch_;
     float *hidden_ = nullptr, *qkv_ = nullptr, *attended_ = nullptr, *partial_ = nullptr;
     float *last_hidden_ = nullptr, *last_attended_ = nullptr;
@@ -146,6 +151,7 @@ size_t Decoder::carve(void* memory) {
     last_hidden_ = carver.take<float>(logits * static_cast<size_t>(model_.hidden));
     last_attended_ = carver.take<float>(logits * static_cast<size_t>(q_size()));
     partial_ = carver.take<float>(static_cast<size_t>(plan_.partial_floats()));
+    masks_ = carver.take<uint8_t>(choice_.mask_bytes());
     split_rows_ = in_.rows >= ROWS_A_MEMBER * threads_;
     shared_ = carve_buffers(carver, std::max(split_rows_ ? 0 : in_.rows, in_.num_logits));
     const int64_t own_rows = split_rows_ ? std::max(OWN_ROWS, most_chunk_rows(*ops_, input_size())) : OWN_ROWS;
@@ -154,7 +160,8 @@ size_t Decoder::carve(void* memory) {
     top_.resize(static_cast<size_t>(threads_));
     for (int i = 0; i < threads_; ++i) {
         own_[static_cast<size_t>(i)] = carve_buffers(carver, own_rows);
-        attention_scratch_[static_cast<size_t>(i)] = carver.take<float>(attention_scratch_floats(plan_));
+        attention_scratch_[static_cast<size_t>(i)] = carver.take<float>(
+            std::max(attention_scratch_floats(plan_), choice_.scratch_floats()));
         if (in_.top > 0) top_[static_cast<size_t>(i)] = carve_top(carver, in_.num_logits, static_cast<int>(in_.top));
     }
     return carver.used();
@@ -164,9 +171,11 @@ void Decoder::mark_wanted() {
     std::vector<uint8_t> rows(static_cast<size_t>(in_.rows), 0);
     for (int64_t i = 0; i < in_.num_logits; ++i) rows[static_cast<size_t>(in_.logit_rows[i])] = 1;
     wanted_.clear();
+    wanted_rows_.assign(static_cast<size_t>(in_.rows), 0);
     for (const AttentionPlan::Item& item : plan_.items()) {
         const auto begin = rows.begin() + item.first_row;
         wanted_.push_back(std::find(begin, begin + item.num_tokens, 1) != begin + item.num_tokens);
+        if (wanted_.back()) std::fill_n(wanted_rows_.begin() + item.first_row, item.num_tokens, 1);
     }
 }
 
@@ -181,9 +190,13 @@ int Decoder::run(const StepInput& input) {
     const AttentionShape shape{model_.num_heads, model_.num_kv_heads, model_.head_dim};
     const int64_t window = widest_ == INT64_MAX ? 0 : widest_;
     if (!plan_.build(in_.sequences, shape, in_.num_blocks, in_.block_size, window, threads_)) return -2;
+    if (!choice_.build(in_.sequences, shape, in_.selection, in_.slots, in_.rows, in_.block_size)) return -9;
+    for (int64_t layer = in_.full_layers; in_.selection.block && layer < model_.num_layers; ++layer)
+        if (layers_[static_cast<size_t>(layer)].window || in_.full_layers < 0 || !in_.summary) return -9;
     void* memory = scratch_.reserve(carve(nullptr));
     if (memory == nullptr) return -1;
     carve(memory);
+    if (choice_.mask_bytes()) memset(masks_, ALL_CHOSEN, choice_.mask_bytes());
     mark_wanted();
     if (unfinished_.size() < plan_.units().size())
         unfinished_ = std::vector<std::atomic<int32_t>>(plan_.units().size() * 2);
@@ -241,18 +254,34 @@ PjPages Decoder::pages(int64_t layer) const {
     const int64_t bytes = rows * model_.head_dim * (in_.pool_scale ? 1 : static_cast<int64_t>(sizeof(float)));
     char* k = static_cast<char*>(in_.pool) + layer * 2 * bytes;
     float* scale = in_.pool_scale ? in_.pool_scale + layer * 2 * rows : nullptr;
-    return {k, k + bytes, scale, scale ? scale + rows : nullptr, in_.num_blocks, in_.block_size, model_.num_kv_heads,
-            model_.head_dim};
+    PjPages pages{k, k + bytes, scale, scale ? scale + rows : nullptr, in_.num_blocks, in_.block_size,
+                  model_.num_kv_heads, model_.head_dim, nullptr, nullptr};
+    if (chooses(layer)) {
+        const int64_t halves = (layer - in_.full_layers) * rows / in_.selection.block * 2;
+        pages.summary = in_.summary + halves * model_.head_dim;
+        pages.summary_scale = in_.summary_scale + halves;
+    }
+    return pages;
 }
 
 // Ends with a barrier.
 void Decoder::attention(const Team& team, int64_t layer) {
+    const bool last = layer + 1 == model_.num_layers, choosing = chooses(layer) && choice_.mask_bytes() > 0;
     const AttentionCall call{qkv_, attended_, qkv_size(), q_size(), pages(layer), model_.attention_scale,
-                             layers_[static_cast<size_t>(layer)].window, partial_, unfinished_.data()};
+                             layers_[static_cast<size_t>(layer)].window, partial_, unfinished_.data(),
+                             choosing ? masks_ : nullptr, choice_.tiles()};
+    float* scratch = attention_scratch_[static_cast<size_t>(team.member)];
+    if (chooses(layer) && !choice_.completed().empty()) {
+        summarize_blocks(choice_, call.pages, team);
+        if (choosing) team.sync();
+    }
+    if (choosing) {
+        choose_blocks(*ops_, choice_, call.pages, qkv_, qkv_size(), model_.attention_scale,
+                      last ? wanted_rows_.data() : nullptr, team, scratch, masks_);
+        team.sync();
+    }
     std::atomic<int64_t>& next = next_[static_cast<size_t>(2 * layer + 1)];
-    const bool last = layer + 1 == model_.num_layers;
-    run_attention_items(*ops_, plan_, call, last ? wanted_.data() : nullptr, next,
-                        attention_scratch_[static_cast<size_t>(team.member)]);
+    run_attention_items(*ops_, plan_, call, last ? wanted_.data() : nullptr, next, scratch);
     sync(team, layers_[static_cast<size_t>(layer)].out);
 }
 

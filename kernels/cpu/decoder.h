@@ -25,6 +25,10 @@ struct StepInput {
     int64_t num_adapters;
     const float* seen;  // (num_seen, hidden) what token vocab + i enters the first layer with: rows of images
     int64_t num_seen;
+    PjSelection selection;  // of the layers from `full_layers` on, which have no window of their own
+    int64_t full_layers;
+    int8_t* summary;  // (num_layers − full_layers, num_blocks, num_kv_heads, block_size / block, 2, head_dim)
+    float* summary_scale;  // the same without head_dim
 };
 
 class Decoder;
@@ -32,7 +36,8 @@ class Decoder;
 Decoder* make_decoder(const PjModel& model);
 void free_decoder(Decoder* decoder);
 // 0 when done, or the first problem found before anything is computed: −1 no memory, −2 block id, −3 token, −4 position,
-// −5 slot, −6 logit row, −7 lengths of the sequences, −8 adapter. One step at a time.
+// −5 slot, −6 logit row, −7 lengths of the sequences, −8 adapter,
+// −9 selection. One step at a time.
 int run_step(Decoder& decoder, const StepInput& input);
 
 // The first problem of a step's numbers, as `run_step` returns it, or 0.

@@ -9,8 +9,18 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from penjing.kernels.cpu.checks import check, check_sequences, check_slots, float_linear, pages_of, raise_for, rows
-from penjing.kernels.cpu.library import Linear
+from penjing.kernels.cpu.checks import (
+    add_key_blocks,
+    check,
+    check_sequences,
+    check_slots,
+    float_linear,
+    pages_of,
+    raise_for,
+    rows,
+)
+from penjing.kernels.cpu.key_blocks import TILE_KEYS, LayerBlocks
+from penjing.kernels.cpu.library import Linear, Pages, Selection
 from penjing.kernels.cpu.packing import Int4Part, Int8Part, Panels, pack_int4, pack_int8, packed_int4_bytes
 from penjing.kernels.cpu.pages import empty_pages
 from penjing.kernels.cpu.threads import default_threads
@@ -264,8 +274,9 @@ class CpuExtension:
         window: int | None = None,
         k_scale: Tensor | None = None,
         v_scale: Tensor | None = None,
+        chooses: LayerBlocks | None = None,
     ) -> Tensor:
-        """(T, num_heads, head_dim) float32; see `kernels.paged_attention`."""
+        """(T, num_heads, head_dim) float32; see `kernels.paged_attention`, and `kernels.key_blocks` for `chooses`."""
         pages = pages_of(k_cache, v_cache, k_scale, v_scale)
         num_kv_heads, head_dim = k_cache.shape[1], k_cache.shape[3]
         check("q_THD", q_THD, torch.float32, (None, None, head_dim))
@@ -284,6 +295,22 @@ class CpuExtension:
                 q_THD.shape[1],
                 scale,
                 window or 0,
+                *self._chosen(pages, chooses, (q_THD.shape[0], num_kv_heads, int(context_len_S.max()))),
             )
             raise_for(result, k_cache.shape[0])
         return out_THD
+
+    @staticmethod
+    def _chosen(
+        pages: Pages, chooses: LayerBlocks | None, shape: tuple[int, int, int]
+    ) -> tuple[Selection | None, int | None, int | None]:
+        if chooses is None:
+            return None, None, None
+        selection = add_key_blocks(pages, chooses.blocks, chooses.summary, chooses.summary_scale)
+        slots, masks = chooses.slots, chooses.masks
+        if slots is not None:
+            check("slot_T", slots, torch.int64, (shape[0],))
+            check_slots(slots, pages.num_blocks * pages.block_size)
+        if masks is not None:
+            check("masks", masks, torch.uint8, (*shape[:2], -(-shape[2] // TILE_KEYS)))
+        return selection, None if slots is None else slots.data_ptr(), None if masks is None else masks.data_ptr()

@@ -8,7 +8,7 @@ from ctypes import POINTER, c_char_p, c_double, c_float, c_int32, c_int64, c_uin
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
-ABI_VERSION = 12
+ABI_VERSION = 13
 DTYPES = {"float32": 0, "bfloat16": 1, "float16": 2, "int8": 3, "int4": 4}
 
 
@@ -104,6 +104,19 @@ class Pages(ctypes.Structure):
         ("block_size", c_int64),
         ("num_kv_heads", c_int64),
         ("head_dim", c_int64),
+        ("summary", c_void_p),
+        ("summary_scale", c_void_p),
+    )
+
+
+class Selection(ctypes.Structure):
+    """PjSelection."""
+
+    _fields_ = (
+        ("block", c_int64),
+        ("sink", c_int64),
+        ("window", c_int64),
+        ("budget", c_int64),
     )
 
 
@@ -130,6 +143,10 @@ class StepInput(ctypes.Structure):
         ("num_adapters", c_int64),
         ("seen", c_void_p),
         ("num_seen", c_int64),
+        ("selection", Selection),
+        ("full_layers", c_int64),
+        ("summary", c_void_p),
+        ("summary_scale", c_void_p),
     )
 
 
@@ -201,6 +218,7 @@ STRUCTURES = (
     Part,
     SampleRow,
     LowRank,
+    Selection,
 )  # in the order of pj_struct_bytes
 
 # name → (result, arguments)
@@ -236,7 +254,13 @@ _FUNCTIONS = {
     "pj_hadamard": (None, [c_void_p, c_int64, c_int64, c_int64, c_void_p]),
     "pj_rotate": (None, [c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_int64]),
     "pj_write_kv": (None, [c_void_p, c_void_p, c_void_p, c_int64, POINTER(Pages)]),
-    "pj_attention": (c_int32, [c_void_p, c_void_p, POINTER(Pages), POINTER(Sequences), c_int64, c_float, c_int64]),
+    "pj_attention": (
+        c_int32,
+        [
+            *(c_void_p, c_void_p, POINTER(Pages), POINTER(Sequences), c_int64, c_float, c_int64),
+            *(POINTER(Selection), c_void_p, c_void_p),
+        ],
+    ),
     "pj_make_decoder": (c_void_p, [POINTER(Model)]),
     "pj_free_decoder": (None, [c_void_p]),
     "pj_sample": (c_int32, [POINTER(c_void_p), c_int64, c_int64]),

@@ -7,6 +7,8 @@
 namespace penjing {
 
 constexpr int TILE_KEYS = 64;  // keys of an attention tile; tiles start at multiples of it (absolute positions)
+constexpr int CHOICE_KEYS = 16;  // keys that a bit of AttentionTile::chosen stands for
+constexpr int ALL_CHOSEN = (1 << TILE_KEYS / CHOICE_KEYS) - 1;
 constexpr int PANEL = 64;      // most columns of an INT8 panel
 constexpr int MAX_VECTOR = 16;
 constexpr int MAX_HADAMARD = 256;
@@ -54,6 +56,7 @@ struct AttentionTile {
     const void* const* ahead;  // TILE_KEYS rows that the next tile starts with, to be fetched meanwhile; or null
     const int32_t* low;         // (rows) keys [low, high) of the tile are visible; at least one is
     const int32_t* high;
+    const uint8_t* chosen;      // (rows) bit b: keys 16 b … 16 b + 15 are seen, at least one of them; null: all
     float* peak;                // (rows) running maximum of the scores, −inf at first
     float* total;               // (rows) running sum of weights
     float* out;                 // (rows, head_dim) running weighted sum, not yet divided by total
@@ -95,8 +98,9 @@ struct Ops {
     uint32_t (*sum_words)(const uint32_t* words, int64_t count);
 
     // Transposes the first `keys` rows of a tile into groups of one vector: out[group][word][lane]. A row has `words` of
-    // 32 bits: a float, or four dimensions in INT8. Meanwhile the rows `ahead`, as many, are fetched.
-    void (*pack_keys)(const void* const* k, const void* const* ahead, int keys, int words, float* out);
+    // 32 bits: a float, or four dimensions in INT8. Meanwhile the rows `ahead`, as many, are fetched. Bits of `chosen` as
+    // in AttentionTile: what none needs is left out.
+    void (*pack_keys)(const void* const* k, const void* const* ahead, int keys, int words, int chosen, float* out);
     // x × factor in 16 bits with one scale, amax / 32767. Of each four dimensions the even ones come first.
     void (*quantize_query)(const float* x, float factor, int head_dim, int16_t* q, float* scale);
     // Attention of some rows to one tile, merged into their running state.
@@ -104,6 +108,11 @@ struct Ops {
     // Merges the state of a tile (peak −inf: nothing seen) into a running state, as attend_tile does itself.
     void (*merge_tile)(const float* peak, const float* total, const float* out, int rows, int head_dim,
                        float* running_peak, float* running_total, float* running_out);
+
+    // How much `heads` queries may find in `count` blocks of keys, see ops_select.h.
+    void (*score_blocks)(const float* weights, int heads, int head_dim, const int8_t* summary, const float* scale,
+                         int count, float* score, int64_t stride);
+    void (*join_scores)(float* score, int heads, int64_t stride, int64_t count, float* value);
 
     // Rows of logits and their weights; see ops_sample.h.
     float (*peak_of_row)(const float* x, int64_t n);

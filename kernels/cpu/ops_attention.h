@@ -6,6 +6,7 @@
 namespace {
 
 using penjing::AttentionTile;
+using penjing::CHOICE_KEYS;
 using penjing::TILE_KEYS;
 
 constexpr int KEY_GROUPS = TILE_KEYS / W;
@@ -17,8 +18,9 @@ inline void fetch_row(const void* row, int bytes) {
 }
 
 // A little at a time: bursts of requests fill the first-level cache's miss buffers and stall (27 against 37 GB/s).
-inline void pack_keys(const void* const* k, const void* const* ahead, int keys, int words, float* out) {
+inline void pack_keys(const void* const* k, const void* const* ahead, int keys, int words, int chosen, float* out) {
     for (int group = 0; group * W < keys; ++group) {
+        if (!(chosen >> (group * W / CHOICE_KEYS) & 1)) continue;
         const float* rows[W];
         // Past the last key the first stands in; its scores are masked.
         for (int lane = 0; lane < W; ++lane)
@@ -60,6 +62,37 @@ inline void quantize_query(const float* x, float factor, int head_dim, int16_t* 
             q[d + i + 3] = static_cast<int16_t>(lane[i + 3]);
         }
     }
+}
+
+// Ranges of a tile's keys that some rows see.
+struct Seen {
+    int begin[KEY_GROUPS], end[KEY_GROUPS];
+    int ranges;
+};
+
+template <int MR>
+inline Seen seen_by(const AttentionTile& tile, int row) {
+    const int32_t *low = tile.low + row, *high = tile.high + row;
+    int first = low[0], last = high[0];
+    for (int m = 1; m < MR; ++m) {
+        first = low[m] < first ? low[m] : first;
+        last = high[m] > last ? high[m] : last;
+    }
+    Seen seen;
+    seen.ranges = 1;
+    seen.begin[0] = first;
+    seen.end[0] = last;
+    if (tile.chosen == nullptr) return seen;
+    int chosen = 0;
+    for (int m = 0; m < MR; ++m) chosen |= tile.chosen[row + m];
+    seen.ranges = 0;
+    for (int at = first; at < last; at = (at / CHOICE_KEYS + 1) * CHOICE_KEYS) {
+        if (!(chosen >> at / CHOICE_KEYS & 1)) continue;
+        const int next = (at / CHOICE_KEYS + 1) * CHOICE_KEYS, end = next < last ? next : last;
+        if (seen.ranges > 0 && seen.end[seen.ranges - 1] == at) seen.end[seen.ranges - 1] = end;
+        else seen.begin[seen.ranges] = at, seen.end[seen.ranges++] = end;
+    }
+    return seen;
 }
 
 template <int MR, int NR>
@@ -129,13 +162,12 @@ inline V load_value(const float* p, int n) { return TAIL ? v_load_n(p, n) : v_lo
 template <bool TAIL>
 inline V load_value(const int8_t* p, int n) { return TAIL ? v_load_int8_n(p, n) : v_load_int8(p); }
 
+// Added to `sum`.
 template <int MR, int NR, bool TAIL, typename T>
 inline void weighted_values(const float* weight, const void* const* v, int first, int last, int d, int rest,
                             const void* const* ahead, int head_dim, V (&sum)[MR][NR]) {
-    for (int m = 0; m < MR; ++m)
-        for (int n = 0; n < NR; ++n) sum[m][n] = v_zero();
     for (int key = first; key < last; ++key) {
-        if (ahead) fetch_row(ahead[key], head_dim * static_cast<int>(sizeof(T)));
+        if (ahead) fetch_row(ahead[key - first], head_dim * static_cast<int>(sizeof(T)));
         const T* row = static_cast<const T*>(v[key]) + d;
         V value[NR];
 #pragma GCC unroll 4
@@ -146,6 +178,18 @@ inline void weighted_values(const float* weight, const void* const* v, int first
 #pragma GCC unroll 4
             for (int n = 0; n < NR; ++n) sum[m][n] = v_fma(by, value[n], sum[m][n]);
         }
+    }
+}
+
+template <int MR, int NR, bool TAIL, typename T>
+inline void values_of(const float* weight, const AttentionTile& tile, const Seen& seen, int d, int rest,
+                      const void* const* ahead, V (&sum)[MR][NR]) {
+    for (int m = 0; m < MR; ++m)
+        for (int n = 0; n < NR; ++n) sum[m][n] = v_zero();
+    for (int range = 0; range < seen.ranges; ++range) {
+        const int first = seen.begin[range], last = seen.end[range];
+        weighted_values<MR, NR, TAIL, T>(weight, tile.v, first, last, d, rest, ahead, tile.head_dim, sum);
+        if (ahead) ahead += last - first;
     }
 }
 
@@ -189,40 +233,45 @@ inline void attend_rows(const AttentionTile& tile, int row) {
     float peak[MR], total[MR], keep[MR], take[MR];
     const int head_dim = tile.head_dim;
     const int32_t *low = tile.low + row, *high = tile.high + row;
-    int first = low[0], last = high[0];
-    for (int m = 1; m < MR; ++m) {
-        first = low[m] < first ? low[m] : first;
-        last = high[m] > last ? high[m] : last;
-    }
-
+    const Seen seen = seen_by<MR>(tile, row);
     constexpr bool INT8 = sizeof(T) == 1;
-    const int begin = first / W, end = (last + W - 1) / W;
-    int group = begin;
-    for (; group + ATTENTION_VECTORS <= end; group += ATTENTION_VECTORS) {
-        if (INT8) scores_int8<MR, ATTENTION_VECTORS>(tile, row, group, weight);
-        else scores<MR, ATTENTION_VECTORS>(tile, row, group, weight);
-    }
-    for (; group < end; ++group) {
-        if (INT8) scores_int8<MR, 1>(tile, row, group, weight);
-        else scores<MR, 1>(tile, row, group, weight);
+    for (int range = 0; range < seen.ranges; ++range) {
+        const int end = (seen.end[range] + W - 1) / W;
+        int group = seen.begin[range] / W;
+        for (; group + ATTENTION_VECTORS <= end; group += ATTENTION_VECTORS) {
+            if (INT8) scores_int8<MR, ATTENTION_VECTORS>(tile, row, group, weight);
+            else scores<MR, ATTENTION_VECTORS>(tile, row, group, weight);
+        }
+        for (; group < end; ++group) {
+            if (INT8) scores_int8<MR, 1>(tile, row, group, weight);
+            else scores<MR, 1>(tile, row, group, weight);
+        }
     }
 
     for (int m = 0; m < MR; ++m) {
         float* p = weight + m * TILE_KEYS;
+        const int chosen = tile.chosen ? tile.chosen[row + m] : ~0;
         V most = v_set(-INFINITY), sum = v_zero();
-        for (group = begin; group < end; ++group) {
-            V score = v_load(p + group * W);
-            if (group * W < low[m] || (group + 1) * W > high[m]) {
-                score = v_keep(score, low[m] - group * W, high[m] - group * W);
-                v_store(p + group * W, score);
+        for (int range = 0; range < seen.ranges; ++range) {
+            for (int group = seen.begin[range] / W; group * W < seen.end[range]; ++group) {
+                V score = v_load(p + group * W);
+                if (!(chosen >> (group * W / CHOICE_KEYS) & 1)) {
+                    score = v_set(-INFINITY);
+                    v_store(p + group * W, score);
+                } else if (group * W < low[m] || (group + 1) * W > high[m]) {
+                    score = v_keep(score, low[m] - group * W, high[m] - group * W);
+                    v_store(p + group * W, score);
+                }
+                most = v_max(most, score);
             }
-            most = v_max(most, score);
         }
         peak[m] = v_largest(most);
-        for (group = begin; group < end; ++group) {
-            const V part = v_exp2(v_sub(v_load(p + group * W), v_set(peak[m])));
-            v_store(p + group * W, INT8 ? v_mul(part, v_load(tile.v_scale + group * W)) : part);
-            sum = v_add(sum, part);
+        for (int range = 0; range < seen.ranges; ++range) {
+            for (int group = seen.begin[range] / W; group * W < seen.end[range]; ++group) {
+                const V part = v_exp2(v_sub(v_load(p + group * W), v_set(peak[m])));
+                v_store(p + group * W, INT8 ? v_mul(part, v_load(tile.v_scale + group * W)) : part);
+                sum = v_add(sum, part);
+            }
         }
         total[m] = v_sum(sum);
     }
@@ -234,14 +283,14 @@ inline void attend_rows(const AttentionTile& tile, int row) {
     int d = 0;
     for (; d + NR * W <= head_dim; d += NR * W) {
         V sum[MR][NR];
-        weighted_values<MR, NR, false, T>(weight, tile.v, first, last, d, 0, ahead, head_dim, sum);
+        values_of<MR, NR, false, T>(weight, tile, seen, d, 0, ahead, sum);
         ahead = nullptr;
         merge_values<MR, NR, false>(sum, keep, take, out + d, head_dim, 0);
     }
     for (; d < head_dim; d += W) {
         V sum[MR][1];
         const int rest = head_dim - d < W ? head_dim - d : W;
-        weighted_values<MR, 1, true, T>(weight, tile.v, first, last, d, rest, ahead, head_dim, sum);
+        values_of<MR, 1, true, T>(weight, tile, seen, d, rest, ahead, sum);
         ahead = nullptr;
         merge_values<MR, 1, true>(sum, keep, take, out + d, head_dim, rest);
     }

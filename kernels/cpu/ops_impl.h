@@ -11,12 +11,14 @@
 
 #include "ops_int4.h"
 #include "ops_sample.h"
+#include "ops_select.h"
 
 namespace {
 
 constexpr penjing::Ops make_table(const char* name) {
     return {name, 96, quantize_row, int8_panels, int4_panels, group_starts, float_linear, low_rank_block,
             rms_norm_row, rotate_head, swiglu_row, hadamard_row, widen_row, scale_row, sum_words, pack_keys, quantize_query, attend_tile, merge_tile,
+            score_blocks, join_scores,
             peak_of_row, weigh_row, sum_weights, gather_from, peaks_of_groups, sum_of_powers, count_before};
 }
 

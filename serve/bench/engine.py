@@ -14,7 +14,7 @@ from typing import Any
 from penjing.core.errors import InputError
 from penjing.core.progress import Progress, Silent
 from penjing.core.text.corpus import heldout_tokens
-from penjing.serve.engine.config import Device, EngineConfig, KvDtype, Speculate
+from penjing.serve.engine.config import EngineConfig, with_defaults
 from penjing.serve.engine.engine import LLMEngine
 from penjing.serve.engine.request import Request
 from penjing.serve.runner.load import load_engine
@@ -39,9 +39,7 @@ def bench_engine(
     folder: Path,
     runs: int = RUNS,
     progress: Progress | None = None,
-    kv_dtype: KvDtype = "auto",
-    device: Device = "cpu",
-    speculate: Speculate = "off",
+    engine_config: EngineConfig | None = None,
 ) -> dict[str, Any]:
     """Load `folder` and measure.
 
@@ -53,14 +51,8 @@ def bench_engine(
     Raises:
         InputError: the folder is no model, or its context or KV cache is shorter than 513 tokens.
     """
-    config = EngineConfig(
-        enable_prefix_caching=False,
-        max_num_sequences=NUM_STREAMS,
-        kv_dtype=kv_dtype,
-        device=device,
-        speculate=speculate,
-    )
-    engine = load_engine(folder, config)
+    config = with_defaults(engine_config, max_num_sequences=NUM_STREAMS)
+    engine = load_engine(folder, config.model_copy(update={"enable_prefix_caching": False}))
     return bench(engine, runs, progress or Silent()) | {"model": str(folder)}
 
 
@@ -111,6 +103,7 @@ def bench(engine: LLMEngine, runs: int, progress: Progress) -> dict[str, Any]:
             "waste": max(timing.cache_waste for timing in crowd),
         },
         "speculation": _speculation(engine),
+        "attention": engine.config.attention,
         "runs": runs,
         "scheme": engine.scheme,
         "device": engine.config.device,

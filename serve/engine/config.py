@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, model_validator
 
@@ -13,6 +13,7 @@ AdapterName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_-]{0,62}$")]
 KvDtype = Literal["auto", "float32", "float16", "bfloat16", "int8"]
 Device = Literal["auto", "cpu", "cuda"]
 Speculate = Literal["off", "lookup"]
+AttentionKind = Literal["full", "window+blocks"]
 
 
 class EngineConfig(Config):
@@ -106,6 +107,27 @@ class EngineConfig(Config):
         "followed the same tokens in prompt or answer before, and what the form of a guided answer forces. How many "
         "are checked follows from what they cost and how often they come true, none where that does not pay.",
     )
+    attention: AttentionKind = Field(
+        default="full",
+        description="What a token reads of those before it. full: all keys. window+blocks: the last ones, the first "
+        "ones, and blocks between them that it chooses by what is kept of each, attention_budget keys in all; long "
+        "contexts are faster, and answers may differ. On a CPU, for models whose layers all see everything.",
+    )
+    attention_window: int = Field(
+        default=512, ge=1, description="Of window+blocks: the last keys, which are always read."
+    )
+    attention_sink: int = Field(
+        default=16, ge=0, description="Of window+blocks: the first keys of a text, which are always read."
+    )
+    attention_budget: int = Field(
+        default=2048, ge=1, description="Of window+blocks: keys that a token reads, window and sink included."
+    )
+    attention_block: Literal[16, 32, 64] = Field(
+        default=16, description="Of window+blocks: keys that are chosen together; block_size is a multiple of it."
+    )
+    attention_full_layers: int = Field(
+        default=2, ge=0, description="Of window+blocks: so many layers at the start read all keys."
+    )
     adapters: dict[AdapterName, Annotated[Path, AfterValidator(Path.absolute)]] = Field(
         default_factory=dict,
         max_length=1024,
@@ -139,6 +161,30 @@ class EngineConfig(Config):
                 f"raise the first or lower the second"
             )
         return self
+
+    @model_validator(mode="after")
+    def _blocks_of_keys_fit(self) -> EngineConfig:
+        if self.attention == "full":
+            return self
+        size = self.attention_block
+        for name in ("attention_window", "attention_sink", "attention_budget", "block_size"):
+            if (keys := getattr(self, name)) % size:
+                raise ValueError(
+                    f"{name}={keys} is not a multiple of attention_block={size}; take {keys // size * size or size} or "
+                    f"{(keys // size + 1) * size}"
+                )
+        if self.attention_budget < self.attention_window + self.attention_sink:
+            raise ValueError(
+                f"attention_budget={self.attention_budget} is below attention_window={self.attention_window} and "
+                f"attention_sink={self.attention_sink}, which it holds; raise it or lower these"
+            )
+        return self
+
+
+def with_defaults(config: EngineConfig | None, **values: Any) -> EngineConfig:
+    """`config` with `values` where it says nothing itself."""
+    given = {} if config is None else config.model_dump(exclude_unset=True)
+    return EngineConfig.model_validate(values | given)
 
 
 class BatchConfig(Config):

@@ -26,6 +26,10 @@ def _check(folder: Path, settings: EngineConfig) -> Path:
         from penjing.serve.runner.device import resolve_device
 
         resolve_device(settings, checkpoint.config)
+    if settings.attention != "full":
+        from penjing.serve.runner.key_blocks import check_key_blocks
+
+        check_key_blocks(settings, checkpoint.config)
     if settings.adapters:
         from penjing.serve.runner.adapters import open_adapters
 

@@ -17,6 +17,7 @@ from penjing.kernels.cpu.kv_layout import check_int8_head_dim
 from penjing.serve.engine.config import EngineConfig, KvDtype
 from penjing.serve.engine.scheduler import largest_window
 from penjing.serve.runner.device import resolve_device
+from penjing.serve.runner.key_blocks import bytes_per_page, check_key_blocks
 
 AVAILABLE_SHARE = 0.4  # of the memory that is free when the engine starts
 MAX_AUTO_BYTES = 4 << 30
@@ -31,6 +32,7 @@ def resolve(config: EngineConfig, model: DecoderConfig, available_bytes: int) ->
         ConfigError: the settings contradict each other, the model or the memory; says by how much.
     """
     config = resolve_device(config, model)
+    check_key_blocks(config, model)
     size, context = config.block_size, model.max_position_embeddings
     if config.max_model_len is not None and config.max_model_len > context:
         raise ConfigError(f"max_model_len={config.max_model_len} is above the model's context of {context} tokens")
@@ -40,7 +42,7 @@ def resolve(config: EngineConfig, model: DecoderConfig, available_bytes: int) ->
         except ValueError as error:
             raise ConfigError(f"kv_dtype=int8 does not fit this model: {error}") from None
     longest = config.max_model_len or context
-    block_bytes = bytes_per_block(model, size, config.kv_dtype)
+    block_bytes = bytes_per_block(model, size, config.kv_dtype) + bytes_per_page(config, model)
     # A null block, and one sequence's last block beyond `longest` tokens of every sequence that may run.
     useful_blocks = 1 + config.max_num_sequences * _peak_blocks(config, model, longest)
     if config.num_blocks is not None:

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from penjing.core.checkpoint.load import LoadedModel, load_model
+from penjing.core.checkpoint.decoder import open_checkpoint
+from penjing.core.checkpoint.load import SEES, LoadedModel, load_model
 from penjing.core.errors import ConfigError
+from penjing.core.family import family_of
 from penjing.core.models.decoder import Decoder
 from penjing.kernels.low_rank import Pairs
 from penjing.serve.engine.config import EngineConfig
@@ -14,6 +16,7 @@ from penjing.serve.engine.engine import LLMEngine, ModelRunner
 from penjing.serve.runner.adapters import load_adapters
 from penjing.serve.runner.costs import measure_costs
 from penjing.serve.runner.device import find_device, free_device_memory, resolve_device
+from penjing.serve.runner.key_blocks import allocate_summaries, check_key_blocks
 from penjing.serve.runner.kv_pool import available_memory, resolve
 from penjing.serve.runner.runner import Runner
 
@@ -27,6 +30,8 @@ def load_engine(folder: Path, config: EngineConfig | None = None) -> LLMEngine:
     """
     if config is not None:
         find_device(config.device)  # before the weights are read
+        if config.attention != "full" and family_of(folder) != SEES:
+            check_key_blocks(config, open_checkpoint(folder).config)
     adapters = {} if config is None else load_adapters(folder, config)
     return make_engine(load_model(folder), config, adapters)
 
@@ -72,4 +77,5 @@ def make_runner(model: Decoder, config: EngineConfig, adapters: Mapping[str, Pai
         max_model_len=config.max_model_len,
         kv_dtype=config.kv_dtype,
         adapters=adapters,
+        key_blocks=allocate_summaries(config, model.config),
     )

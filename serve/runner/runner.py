@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from penjing.core.errors import ConfigError
 from penjing.core.models.decoder import Decoder
 from penjing.core.runtime.fused import fuse_decoder, why_not_fused
+from penjing.kernels.cpu.key_blocks import StepBlocks
 from penjing.kernels.low_rank import Pairs
 from penjing.serve.engine.config import KvDtype
 from penjing.serve.engine.sequence import Batch, Sequence
@@ -33,18 +34,26 @@ class Runner:
         max_model_len: int,
         kv_dtype: KvDtype = "float32",
         adapters: Mapping[str, Pairs] | None = None,
+        key_blocks: StepBlocks | None = None,
     ) -> None:
         """
         Args:
             adapters: by their names.
+            key_blocks: rows choose what they read by these.
 
         Raises:
-            ConfigError: there are adapters, and a model that the C++ step does not take.
+            ConfigError: there are adapters or `key_blocks`, and a model that the C++ step does not take.
         """
         self.block_size = block_size
         self.fused = fuse_decoder(model)  # the whole step in one call; None: the model's own layers on torch
         self.layers = ModelStep(model) if self.fused is None else None  # the fused step has packed weights of its own
         self._why_not_fused = "" if self.fused is not None else why_not_fused(model)
+        self.key_blocks = key_blocks
+        if key_blocks is not None and self.fused is None:
+            raise ConfigError(
+                f"attention=window+blocks is for the C++ step alone, which this model does not run in: "
+                f"{self._why_not_fused}"
+            )
         self.adapter_slots: dict[str, int] = {}
         for name, layers in (adapters or {}).items():
             self.adapter_slots[name] = self.add_adapter(layers)
@@ -87,10 +96,16 @@ class Runner:
             adapter_T = self.inputs.adapter[: batch.num_tokens] if self.inputs.has_adapters else None
             if largest:
                 values_R1, ids_R1 = self.fused.step_top(
-                    1, *tensors, self.kv_pool, kv_scale=self.kv_scale, adapter_T=adapter_T, seen_XE=seen_XE
+                    1,
+                    *tensors,
+                    self.kv_pool,
+                    kv_scale=self.kv_scale,
+                    adapter_T=adapter_T,
+                    seen_XE=seen_XE,
+                    key_blocks=self.key_blocks,
                 )
                 return StepScores(None, values_R1.numpy()[:, 0], ids_R1.numpy()[:, 0]), ready
-            logits_RV = self.fused.step(*tensors, self.kv_pool, self.kv_scale, adapter_T, seen_XE)
+            logits_RV = self.fused.step(*tensors, self.kv_pool, self.kv_scale, adapter_T, seen_XE, self.key_blocks)
             return StepScores(logits_RV.numpy()), ready
 
         assert self.layers is not None

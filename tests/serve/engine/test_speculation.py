@@ -21,7 +21,16 @@ from penjing.serve.sampling.params import SamplingParams
 from penjing.serve.speculate.drafter import FORCED, Draft
 from tests.serve.tiny import DEFAULTS, VOCAB_SIZE, generate, ids_of, run_all, text_of, tiny_engine, tiny_model
 
-PATHS = ["fp32", "int8", "window", "fp32-torch", "kv-int8"]
+PATHS = ["fp32", "int8", "window", "fp32-torch", "kv-int8", "key-blocks"]
+
+KEY_BLOCKS: dict[str, Any] = {
+    "attention": "window+blocks",
+    "attention_window": 16,
+    "attention_sink": 0,
+    "attention_budget": 32,
+    "attention_full_layers": 0,
+    "block_size": 16,
+}
 
 
 @pytest.fixture(scope="module", params=PATHS)
@@ -31,6 +40,9 @@ def loaded(request: pytest.FixtureRequest) -> Iterator[LoadedModel]:
             patch.setattr("penjing.serve.runner.runner.fuse_decoder", lambda model: None)
         if request.param.startswith("kv-int8"):
             patch.setitem(DEFAULTS, "kv_dtype", "int8")
+        if request.param == "key-blocks":
+            for name, value in KEY_BLOCKS.items():
+                patch.setitem(DEFAULTS, name, value)
         window = 12 if request.param == "window" else None
         yield tiny_model(int8=request.param == "int8", sliding_window=window)
 

@@ -1,0 +1,212 @@
+"""Attention that reads chosen blocks of keys: the choice, the result and its bits, on every instruction set."""
+
+from __future__ import annotations
+
+from itertools import pairwise, product
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from penjing.kernels.cpu.functions import CpuExtension
+from penjing.kernels.cpu.key_blocks import MASK_KEYS, TILE_KEYS, KeyBlocks, LayerBlocks
+from penjing.kernels.cpu.kv_layout import LayerCache
+from penjing.kernels.key_blocks import mask_of_blocks, score_torch, summarize_torch
+from tests.kernels.cpu import needs_extension
+
+pytestmark = needs_extension
+
+HEADS, KV_HEADS, DIM = 6, 2, 20
+
+
+class Layer:
+    """Keys and values of one sequence in pages drawn at random, with the summaries of its blocks."""
+
+    def __init__(self, kernels: CpuExtension, context: int, blocks: KeyBlocks, page: int, int8: bool, seed: int = 0):
+        generator = torch.Generator().manual_seed(seed)
+        self.kernels, self.blocks, self.page, self.context = kernels, blocks, page, context
+        self.q, k, v = (
+            torch.randn(context, heads, DIM, generator=generator) * size
+            for heads, size in ((HEADS, 2.0), (KV_HEADS, 1.0), (KV_HEADS, 1.0))
+        )
+        pages = -(-context // page)
+        self.k = torch.full((pages + 2, KV_HEADS, page, DIM), 0 if int8 else torch.nan).to(
+            torch.int8 if int8 else torch.float32
+        )
+        self.v = self.k.clone()
+        scales = [torch.full(self.k.shape[:3], torch.nan) for _ in range(2)] if int8 else [None, None]
+        self.k_scale, self.v_scale = scales
+        self.table = torch.randperm(pages + 2, generator=torch.Generator().manual_seed(seed + 1))[None, :pages].int()
+        shape = blocks.summary_shape(pages + 2, KV_HEADS, page, DIM)
+        self.summary, self.summary_scale = torch.zeros(shape, dtype=torch.int8), torch.full(shape[:-1], torch.nan)
+        self.keys, self.values = k, v
+        self.masks = torch.zeros(0, dtype=torch.uint8)
+
+    def slots(self, begin: int, end: int) -> Tensor:
+        position = torch.arange(begin, end)
+        return self.table[0].long()[position // self.page] * self.page + position % self.page
+
+    def run(self, begin: int, end: int) -> Tensor:
+        """Store the tokens begin … end − 1 and attend their rows, (end − begin, HEADS, DIM)."""
+        slots = self.slots(begin, end)
+        caches = self.k, self.v
+        self.kernels.write_kv(self.keys[begin:end], self.values[begin:end], *caches, slots, self.k_scale, self.v_scale)
+        self.masks = torch.full((end - begin, KV_HEADS, -(-end // TILE_KEYS)), 15, dtype=torch.uint8)
+        chooses = LayerBlocks(self.blocks, self.summary, self.summary_scale, slots, self.masks)
+        lengths = torch.tensor([0, end - begin]).int(), torch.tensor([end]).int(), self.table
+        arguments = self.q[begin:end].contiguous(), *caches, *lengths, DIM**-0.5, None, self.k_scale, self.v_scale
+        return self.kernels.paged_attention(*arguments, chooses)
+
+    def stored(self) -> tuple[Tensor, Tensor]:
+        """(context, KV_HEADS, DIM) as they lie in the pages."""
+        cache = LayerCache(self.k, self.v, self.k_scale, self.v_scale)
+        slots = self.slots(0, self.context)
+        rows = [(slots // self.page * KV_HEADS + head) * self.page + slots % self.page for head in range(KV_HEADS)]
+        k, v = zip(*(cache.gather(row) for row in rows), strict=True)
+        return torch.stack(k, 1), torch.stack(v, 1)
+
+
+def seen_of(masks: Tensor, head: int, context: int) -> Tensor:
+    """(rows, context) bool of what the masks let the rows of a head of keys see, the order of time aside."""
+    bits = (masks[:, head, :, None] >> torch.arange(TILE_KEYS // MASK_KEYS).to(torch.uint8)) & 1
+    return bits.flatten(1).repeat_interleave(MASK_KEYS, 1)[:, :context].bool()
+
+
+CASES = [
+    (KeyBlocks(16, 1, 2, 5), 16, 330, False),
+    (KeyBlocks(16, 0, 1, 3), 64, 300, True),
+    (KeyBlocks(32, 1, 2, 4), 64, 301, False),
+    (KeyBlocks(64, 0, 1, 2), 64, 333, True),
+    (KeyBlocks(16, 2, 3, 5), 16, 200, False),
+]
+
+
+@pytest.mark.parametrize(("blocks", "page", "context", "int8"), CASES)
+def test_result_is_that_of_the_chosen_keys(
+    isa: CpuExtension, blocks: KeyBlocks, page: int, context: int, int8: bool
+) -> None:
+    layer = Layer(isa, context, blocks, page, int8)
+    out = layer.run(0, context).double()
+    k, v = layer.stored()
+    group = HEADS // KV_HEADS
+    for head in range(KV_HEADS):
+        position = torch.arange(context)
+        seen = seen_of(layer.masks, head, context) & (position <= position[:, None])
+        for row in range(0, context, 7):
+            assert seen[row].sum() == blocks.num_read(row)
+        q = layer.q[:, head * group : (head + 1) * group].double().transpose(0, 1)
+        kv = (x[:, head].double().expand(group, -1, -1) for x in (k, v))
+        expected = F.scaled_dot_product_attention(q, *kv, attn_mask=seen).transpose(0, 1)
+        torch.testing.assert_close(
+            out[:, head * group : (head + 1) * group], expected, atol=2e-3 if int8 else 1e-5, rtol=1e-4
+        )
+
+
+@pytest.mark.parametrize(("blocks", "page", "context", "int8"), CASES)
+def test_summaries_and_choices_are_those_of_the_reference(
+    isa: CpuExtension, blocks: KeyBlocks, page: int, context: int, int8: bool
+) -> None:
+    layer = Layer(isa, context, blocks, page, int8)
+    layer.run(0, context)
+    cache = LayerCache(layer.k, layer.v, layer.k_scale, layer.v_scale)
+    summary, scale = summarize_torch(cache, blocks, layer.table[0].long())
+    full = context // blocks.block
+
+    def by_block(x: Tensor) -> Tensor:  # (pages, heads, blocks of a page, …) → (full blocks, heads, …)
+        return x.transpose(1, 2).flatten(0, 1)[:full]
+
+    mine = by_block(layer.summary[layer.table[0].long()]), by_block(layer.summary_scale[layer.table[0].long()])
+    torch.testing.assert_close(mine[1], by_block(scale), atol=0, rtol=1e-6)
+    assert (mine[0].int() - by_block(summary).int()).abs().max() <= 1
+    group = HEADS // KV_HEADS
+    for row, head in product(range(blocks.budget * blocks.block, context, 29), range(KV_HEADS)):
+        own = row // blocks.block
+        first, last = blocks.sink, own - blocks.window + 1
+        q = layer.q[row, head * group : (head + 1) * group]
+        value = score_torch(q, mine[0][first:last, head], mine[1][first:last, head], DIM**-0.5)
+        order = value.argsort(descending=True)[: blocks.budget - blocks.sink - blocks.window]
+        wanted = {*range(first), *range(last, own + 1), *(first + int(i) for i in order)}
+        got = layer.masks[row, head].tolist()
+        assert got == mask_of_blocks(wanted, blocks, len(got)), (row, head)
+
+
+@pytest.mark.parametrize(("blocks", "page", "context", "int8"), CASES)
+def test_bits_do_not_depend_on_how_the_prompt_was_cut(
+    isa: CpuExtension, blocks: KeyBlocks, page: int, context: int, int8: bool
+) -> None:
+    whole = Layer(isa, context, blocks, page, int8).run(0, context)
+    for cuts in ([0, 150, 151, 152, context], [0, 17, 129, context - 1, context]):
+        layer = Layer(isa, context, blocks, page, int8)
+        parts = torch.cat([layer.run(begin, end) for begin, end in pairwise(cuts)])
+        assert torch.equal(whole, parts)
+
+
+def test_bits_do_not_depend_on_threads_and_company(isa: CpuExtension) -> None:
+    blocks, page, context = CASES[0][:3]
+    alone = Layer(isa, context, blocks, page, False).run(0, context)
+    threads = isa.num_threads
+    try:
+        isa.set_num_threads(3)
+        assert torch.equal(alone, Layer(isa, context, blocks, page, False).run(0, context))
+    finally:
+        isa.set_num_threads(threads)
+
+
+def test_keys_that_are_not_chosen_are_not_read(isa: CpuExtension) -> None:
+    blocks, page, context = CASES[0][:3]
+    layer = Layer(isa, context, blocks, page, False)
+    layer.run(0, context - 1)
+    out = layer.run(context - 1, context)
+    for head in range(KV_HEADS):
+        seen = seen_of(layer.masks, head, context)[0]
+        hidden = layer.slots(0, context)[~seen]
+        assert len(hidden) == context - blocks.num_read(context - 1)
+        layer.k[hidden // page, head, hidden % page] = torch.nan
+        layer.v[hidden // page, head, hidden % page] = torch.inf
+    layer.keys, layer.values = layer.keys, layer.values
+    assert torch.equal(out, layer.run(context - 1, context))
+
+
+def test_a_key_that_stands_out_is_found(isa: CpuExtension) -> None:
+    blocks, page, context = KeyBlocks(16, 1, 1, 3), 16, 400
+    layer = Layer(isa, context, blocks, page, False)
+    for head in range(KV_HEADS):
+        layer.keys[123, head] = layer.q[context - 1, head * 3 : head * 3 + 3].mean(0) * 5
+    layer.run(0, context)
+    for head in range(KV_HEADS):
+        assert seen_of(layer.masks, head, context)[-1, 123]
+
+
+@pytest.mark.parametrize("fill", [torch.nan, torch.inf])
+def test_queries_that_are_not_finite_choose_something(isa: CpuExtension, fill: float) -> None:
+    blocks, page, context = CASES[0][:3]
+    layer = Layer(isa, context, blocks, page, False)
+    layer.q[-1] = fill
+    layer.run(0, context)
+    assert seen_of(layer.masks, 0, context)[-1].sum() == blocks.num_read(context - 1)
+
+
+@pytest.mark.parametrize(
+    ("numbers", "page", "words"),
+    [
+        ((8, 1, 1, 3), 16, "blocks of 8 keys"),
+        ((32, 1, 1, 3), 16, "divides the page"),
+        ((16, 1, 0, 3), 16, "budget of 3 blocks"),
+        ((16, 2, 2, 3), 16, "must hold both"),
+        ((16, -1, 2, 3), 16, "budget of 3"),
+    ],
+)
+def test_numbers_that_contradict_each_other(numbers: tuple[int, int, int, int], page: int, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        KeyBlocks(*numbers).check(page)
+
+
+def test_a_window_besides_is_refused(isa: CpuExtension) -> None:
+    blocks, page, context = CASES[0][:3]
+    layer = Layer(isa, context, blocks, page, False)
+    layer.run(0, context)
+    chooses = LayerBlocks(blocks, layer.summary, layer.summary_scale)
+    lengths = torch.tensor([0, 1]).int(), torch.tensor([context]).int(), layer.table
+    with pytest.raises(ValueError, match="no window besides"):
+        isa.paged_attention(layer.q[-1:], layer.k, layer.v, *lengths, 0.2, 50, None, None, chooses)
