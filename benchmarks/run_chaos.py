@@ -2,10 +2,13 @@
 
     python benchmarks/run_chaos.py                    # a quarter of an hour; appends rows
     python benchmarks/run_chaos.py MODEL --fuzzed 1000 --left 50 --turns 1
+    python benchmarks/run_chaos.py MODEL --only fuzz --pieces 10 --piece 3       # a tenth of the random requests
+    python benchmarks/run_chaos.py MODEL --only soak --minutes 30                # at 80 % of what it can do
 
 A server with its front takes, one after the other: SIGKILL and SIGSTOP of the model's process, of Triton server and of
 the front, alone and together, while clients stream; clients that leave after the first piece, that dawdle, that never
-read; and random bodies, headers and protobufs on every port. Before and after, greedy answers must be the same.
+read; and random bodies, headers and protobufs on every port. Each of its ports is taken by somebody else while its
+process is away. Before and after, greedy answers must be the same. The long load is asked for by its name alone.
 
 `lost` counts answers that nobody broke: streams that hung, or said that they were complete and were not. `restarts`
 of the fuzzing count processes that had to be started again.
@@ -16,6 +19,7 @@ from __future__ import annotations
 import argparse
 import os
 import signal
+import socket
 import sys
 import time
 from pathlib import Path
@@ -24,6 +28,7 @@ from statistics import median
 from lib.chaos_fuzz import GrpcFuzz, fuzz, fuzz_front, fuzz_http2, fuzz_metrics
 from lib.chaos_load import Load, dawdle, leave
 from lib.chaos_server import Patient, served, wait_until
+from lib.chaos_soak import WARM_SECONDS, capacity, soak
 from lib.models import ARTIFACT, CHECKPOINT, make_models, say
 from lib.rows import RESULTS, Row, append, new_row
 
@@ -31,7 +36,10 @@ from penjing.core.cli import guarded
 
 STOP_SECONDS = 2.0
 IDLE_SECONDS = 60.0
-PARTS = ("faults", "clients", "fuzz")
+PARTS = ("faults", "clients", "fuzz", "ports")
+SOAK = "soak"
+SHARE = 0.8
+STOLEN_SECONDS = 5.0
 KINDS = ("answered", "closed", "hung", "refused", "inside")
 FAULTS: dict[str, tuple[tuple[str, ...], int, bool]] = {  # whom, by which signal, and whether they go on by themselves
     "kill stub": (("stub",), signal.SIGKILL, False),
@@ -56,7 +64,10 @@ def main() -> int:
     parser.add_argument("--turns", type=int, default=2, help="of each fault")
     parser.add_argument("--left", type=int, default=1000, help="clients that leave")
     parser.add_argument("--fuzzed", type=int, default=100_000, help="requests that nobody should send")
-    parser.add_argument("--only", choices=PARTS, nargs="+", default=PARTS, help="of the parts")
+    parser.add_argument("--pieces", type=int, default=1, help="into which the random requests are divided")
+    parser.add_argument("--piece", type=int, default=1, help="of these, counted from 1")
+    parser.add_argument("--minutes", type=float, default=30.0, help="of the long load")
+    parser.add_argument("--only", choices=(*PARTS, SOAK), nargs="+", default=PARTS, help="of the parts")
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the rows")
     arguments = parser.parse_args()
     model = arguments.model
@@ -70,7 +81,11 @@ def main() -> int:
         if "clients" in arguments.only:
             rows += clients(patient, arguments.left)
         if "fuzz" in arguments.only:
-            rows += fuzzing(patient, arguments.fuzzed)
+            rows += fuzzing(patient, arguments.fuzzed // arguments.pieces, arguments.piece - 1)
+        if "ports" in arguments.only:
+            rows += ports(patient)
+        if SOAK in arguments.only:
+            rows += soaking(patient, 60 * arguments.minutes)
         after = patient.canaries()
         different = sum(one != other for one, other in zip(before, after, strict=True))
         rows.append(new_row("chaos", "canaries/different", different, "answers", runs=len(before)))
@@ -135,7 +150,67 @@ def clients(patient: Patient, count: int) -> list[Row]:
     return [new_row("chaos", name, value, unit, runs=runs) for name, (value, unit, runs) in rows.items()]
 
 
-def fuzzing(patient: Patient, count: int) -> list[Row]:
+def ports(patient: Patient) -> list[Row]:
+    """Somebody listens on a port when the process that had it is started again."""
+    lost, seconds = 0, []
+    config = patient.config
+    for name, victim, port in (("front", "front", patient.front_port), ("grpc", "server", config.grpc_port)):
+        supervisor, pid = patient.state.supervisor_pid, patient.pids()[victim]
+        os.kill(supervisor, signal.SIGSTOP)
+        os.kill(pid, signal.SIGKILL)
+        thief = steal(port)
+        os.kill(supervisor, signal.SIGCONT)
+        time.sleep(STOLEN_SECONDS)
+        thief.close()
+        took = patient.seconds_to_recover()
+        lost += took is None
+        seconds.append(took or 0.0)
+        say(f"the port of {name} was stolen: {'not back' if took is None else f'back {took:.1f} s after it was free'}")
+    return [
+        new_row("chaos", "ports/not_recovered", lost, "ports", runs=len(seconds)),
+        new_row("chaos", "ports/recovery_max", max(seconds), "s", runs=len(seconds)),
+    ]
+
+
+def steal(port: int) -> socket.socket:
+    """Listen on a port as soon as nobody else does."""
+    while True:
+        thief = socket.socket()
+        thief.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            thief.bind(("127.0.0.1", port))
+        except OSError:
+            thief.close()
+            time.sleep(0.01)
+            continue
+        thief.listen()
+        return thief
+
+
+def soaking(patient: Patient, seconds: float) -> list[Row]:
+    """A long load at `SHARE` of what the server can do."""
+    pids = patient.pids()
+    most = capacity(patient)
+    say(f"{most:.0f} tokens a second at most; {SHARE:.0%} of them for {seconds / 60:.0f} minutes")
+    soak(patient, WARM_SECONDS, SHARE * most, seed=0)
+    soaked = soak(patient, seconds, SHARE * most, seed=1)
+    ends, count = soaked.ends, sum(soaked.ends.values())
+    quarter = max(1, len(soaked.memory) // 4)
+    growth = 100 * (median(soaked.memory[-quarter:]) / median(soaked.memory[:quarter]) - 1)
+    rows = {
+        "soak/minutes": (seconds / 60, "min", 1),
+        "soak/share_of_capacity": (100 * soaked.tokens / seconds / most, "%", count),
+        "soak/complete": (ends["complete"], "answers", count),
+        "soak/truncated": (ends["short"], "answers", count),
+        "soak/broken": (ends["broken"] + ends["refused"], "answers", count),
+        "soak/memory_growth": (growth, "%", len(soaked.memory)),
+        "soak/blocks_held_after": (100 * patient.figures()["kv_cache_usage_perc"], "%", 1),
+        "soak/restarts": (sum(patient.pids()[name] != pid for name, pid in pids.items()), "processes", 1),
+    }
+    return [new_row("chaos", name, value, unit, runs=runs) for name, (value, unit, runs) in rows.items()]
+
+
+def fuzzing(patient: Patient, count: int, piece: int = 0) -> list[Row]:
     """Half of the requests for the front, a quarter for gRPC as protobufs, the rest as bytes for gRPC and metrics."""
     pids, rows = patient.pids(), []
     kinds = {"front": (fuzz_front, 2), "grpc": (GrpcFuzz(patient.address), 4), "http2": (fuzz_http2, 8)}
@@ -143,7 +218,7 @@ def fuzzing(patient: Patient, count: int) -> list[Row]:
     fuzz(patient, 400, fuzz_front)  # caches and threads that stay
     memory = patient.memory()
     for name, (send, part) in kinds.items():
-        counts = fuzz(patient, count // part, send)
+        counts = fuzz(patient, count // part, send, piece=piece)
         say(f"fuzzed {name}: {dict(counts)}")
         sent = sum(counts.values()) - counts["inside"]
         shown = [what for what in KINDS if counts[what] or what in ("hung", "inside")]

@@ -1,12 +1,16 @@
 """Measure what OpenAI's interface costs: answers over HTTP, over gRPC and in process, in turns; appends rows.
 
-    python benchmarks/run_front.py          # two minutes
+    python benchmarks/run_front.py            # two minutes
+    python benchmarks/run_front.py --figures  # seconds: only what the front's own figures and log lines cost
 
 One server has both doors; its prefix cache is off. `streams_16_…` are tokens a second of 16 prompts of 128 tokens with
-64 new tokens each, prompts included; `streams_16_json_schema` is held to a schema over HTTP. `processor_time` is what
-the front's process uses for a token of these streams. `first_token` is what one client waits after a prompt of 32
-tokens, and `first_token_added` the median difference between HTTP and gRPC. `memory_1000_streams` is what the front's
-process grows by while 1 000 streams are open, of which 16 run and the others wait. Rows are medians of the rounds.
+64 new tokens each, prompts included. `…_joined` are those of a second server with `stream_interval=0.1`, and
+`…_json_schema` are held to a schema over HTTP. `processor_time` is what the front's process uses for a token of these
+streams. `first_token` is what one client waits after a prompt of 32 tokens, and `first_token_added` the median
+difference between HTTP and gRPC. `memory_1000_streams` is what the front's process grows by while 1 000 streams are
+open, of which 16 run and the others wait. `figures_and_log` is the processor time, in one thread and without a server,
+of a token's part in the histograms, the counters and the line of a request of 64 tokens that come in 16 pieces. Rows
+are medians of the rounds.
 """
 
 from __future__ import annotations
@@ -23,6 +27,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from statistics import median
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from lib.chaos_load import http_request, http_stream
@@ -36,15 +41,21 @@ from penjing.core.errors import SetupError
 from penjing.serve.bench.engine import run_prompts
 from penjing.serve.client.client import AsyncClient, Client
 from penjing.serve.engine.config import EngineConfig
+from penjing.serve.gate.guard import Exchange
+from penjing.serve.gate.log import log_exchange, open_log
+from penjing.serve.gate.usage import Usage
 from penjing.serve.runner.load import load_engine
 
 NUM_STREAMS, NEW_TOKENS = 16, 64
+JOINED = 0.1  # seconds for which a second server joins tokens
 PROBES = 10  # first tokens of a round, by each door
 IDLE_STREAMS = 1000
 IDLE_TOKENS = 1024  # so that no stream ends while the others open
 OPEN_SECONDS = 60.0
 FREE: dict[str, Any] = {"temperature": 0.8, "seed": 1}
 GREEDY: dict[str, Any] = {"temperature": 0.0}
+PATH, PIECES = "/v1/completions", 16
+FIGURES_ROUNDS, FIGURES_REQUESTS = 7, 300
 Prompts = list[list[int]]
 
 
@@ -53,17 +64,23 @@ def main() -> int:
     add_arguments(parser)
     parser.set_defaults(rounds=5)
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the rows")
+    parser.add_argument("--figures", action="store_true", help="measure what figures and log lines cost, and no more")
     arguments = parser.parse_args()
+    if arguments.figures:
+        append("front", [figures_row()], arguments.results)
+        return 0
     _, artifact = make_models(arguments.checkpoint, arguments.model)
     warn_if_busy()
     os.environ["OMP_NUM_THREADS"] = str(arguments.threads)  # of the engine here and of the one that is served
     prompts = json.loads(make_prompts(artifact).read_text())
     engine = load_engine(artifact, EngineConfig(enable_prefix_caching=False, max_num_sequences=NUM_STREAMS))
-    with served(artifact, "enable_prefix_caching=false", f"max_num_sequences={NUM_STREAMS}") as patient:
+    settings = "enable_prefix_caching=false", f"max_num_sequences={NUM_STREAMS}"
+    with served(artifact, *settings) as patient, served(artifact, *settings, f"stream_interval={JOINED}") as joined:
         crowd: Prompts = prompts["p16"]
         contestants: dict[str, Callable[[], dict[str, float]]] = {
             "process": lambda: {"process": speed(run_prompts(engine, crowd, NEW_TOKENS).seconds)},
             "grpc": lambda: {"grpc": speed(asyncio.run(by_grpc(patient, crowd)))},
+            "joined": lambda: {"joined": speed(asyncio.run(by_grpc(joined, crowd)))},
             "http": lambda: with_processor_time(patient, crowd),
             "free": lambda: {"free": speed(asyncio.run(by_http(patient, crowd, FREE)))},
             "schema": lambda: {"schema": speed(asyncio.run(by_http(patient, crowd, FREE | {"guided_json": SCHEMA})))},
@@ -80,7 +97,7 @@ def main() -> int:
             if turn > 0:  # the first turn warms up
                 rounds.append(figures)
         memory = memory_of_streams(patient, IDLE_STREAMS)
-    append("front", front_rows(rounds, memory), arguments.results)
+    append("front", [*front_rows(rounds, memory), figures_row()], arguments.results)
     return 0
 
 
@@ -215,6 +232,26 @@ def memory_of_streams(patient: Patient, count: int) -> float:
         return float(resident(pid) - before)
 
 
+def figures_row() -> Row:
+    """What `penjing.serve.gate.usage` and `log` cost."""
+    usage = Usage(frozenset({PATH}))
+    found = []
+    with TemporaryDirectory() as folder:
+        open_log(Path(folder) / "front.log")
+        for _ in range(FIGURES_ROUNDS):
+            started = time.thread_time()
+            for number in range(FIGURES_REQUESTS):
+                exchange = Exchange(str(number), path=PATH, model="llm", status=200)
+                usage.first_token(exchange, 0.01)
+                for _ in range(PIECES):
+                    usage.tokens(exchange, NEW_TOKENS // PIECES, 0.04)
+                    exchange.count(0, NEW_TOKENS // PIECES)
+                usage.ended(exchange)
+                log_exchange({"method": "POST", "path": PATH}, exchange)
+            found.append(1e6 * (time.thread_time() - started) / (FIGURES_REQUESTS * NEW_TOKENS))
+    return new_row("front", "figures_and_log", median(found), "µs a token", runs=FIGURES_ROUNDS)
+
+
 def front_rows(rounds: list[dict[str, float]], memory: float) -> list[Row]:
     """Rows from the rounds' figures and the bytes of the idle streams; see the top of this file."""
     runs = len(rounds)
@@ -228,6 +265,7 @@ def front_rows(rounds: list[dict[str, float]], memory: float) -> list[Row]:
         row("streams_16_http", "http", "tok/s", "gRPC", "grpc"),
         row("streams_16_http", "http", "tok/s", "in process", "process"),
         row("streams_16_grpc", "grpc", "tok/s", "in process", "process"),
+        row("streams_16_grpc_joined", "joined", "tok/s", "in process", "process"),
         row("streams_16_json_schema", "schema", "tok/s", "free text over HTTP", "free"),
         row("processor_time", "processor", "µs a token"),
         row("first_token", "first_http", "ms", "gRPC", "first_grpc"),

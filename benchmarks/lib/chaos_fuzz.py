@@ -199,13 +199,17 @@ def infer_bytes(draw: random.Random) -> bytes:
 
 
 def fuzz(
-    patient: Patient, count: int, send: Callable[[Patient, random.Random, Counts], None], threads: int = 4
+    patient: Patient,
+    count: int,
+    send: Callable[[Patient, random.Random, Counts], None],
+    threads: int = 4,
+    piece: int = 0,
 ) -> Counts:
-    """`count` requests by `send`; the same ones every time."""
+    """`count` requests by `send`; the same ones every time, and other ones in each `piece`."""
     every = [Counts() for _ in range(threads)]
 
     def run(number: int) -> None:
-        draw = random.Random(number)
+        draw = random.Random(number if piece == 0 else f"{piece} {number}")
         for _ in range(count // threads):
             try:
                 send(patient, draw, every[number])

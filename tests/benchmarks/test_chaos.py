@@ -7,10 +7,11 @@ import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from lib import chaos_fuzz
+from lib import chaos_fuzz, chaos_soak
 from lib.chaos_fuzz import Counts, exchange, front_bytes, fuzz, infer_bytes
 from tritonclient.grpc import service_pb2
 
@@ -91,3 +92,62 @@ def test_protobufs_are_wrong_in_many_ways_and_some_can_be_read() -> None:
         names.add(request.model_name)
     assert 120 < readable < 200
     assert {"", "llm", "x"} <= names
+
+
+def test_pieces_are_other_requests_and_the_same_every_time() -> None:
+    def sent(piece: int) -> list[int]:
+        drawn: list[int] = []
+        patient: Any = None
+        counts = fuzz(patient, 8, lambda _, draw, __: drawn.append(draw.randrange(10**9)), threads=2, piece=piece)
+        assert not counts
+        return sorted(drawn)
+
+    assert sent(0) == sent(0)
+    assert sent(1) == sent(1)
+    assert not {*sent(0), *sent(1)} & {*sent(2)}
+
+
+class Quick:
+    """A patient that is asked, and grows by a byte at each look."""
+
+    address = "nowhere"
+    looks = 0
+
+    def memory(self) -> int:
+        self.looks += 1
+        return 1000 + self.looks
+
+    def figures(self) -> dict[str, float]:
+        return {"num_requests_running": 0.0}
+
+
+class QuickClient:
+    """Its answers are one token short every third time."""
+
+    asked = 0
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        pass
+
+    def __enter__(self) -> QuickClient:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def generate(self, prompt: str, *, max_tokens: int, **_: Any) -> Any:
+        assert prompt
+        type(self).asked += 1
+        return SimpleNamespace(num_output_tokens=max_tokens - (self.asked % 3 == 0))
+
+
+def test_a_long_load_counts_what_is_cut_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chaos_soak, "Client", QuickClient)
+    monkeypatch.setattr(chaos_soak, "LOOK_SECONDS", 0.05)
+    patient: Any = Quick()
+    soaked = chaos_soak.soak(patient, 0.4, 5000.0, seed=1)
+    total = sum(soaked.ends.values())
+    assert total == QuickClient.asked > 5
+    assert abs(soaked.ends["short"] - total / 3) <= 1
+    assert soaked.tokens > 0
+    assert len(soaked.memory) >= 3

@@ -8,7 +8,7 @@ import sys
 import time
 
 import pytest
-from run_front import NEW_TOKENS, check_length, front_rows, processor_seconds, tokens_of
+from run_front import NEW_TOKENS, check_length, figures_row, front_rows, processor_seconds, tokens_of
 
 from penjing.core.errors import SetupError
 
@@ -18,7 +18,7 @@ USAGE = b'data: {"usage":{"prompt_tokens":3,"completion_tokens":64}}\n\n'
 
 def test_rows_are_medians_beside_the_other_doors() -> None:
     one = {"process": 200.0, "grpc": 160.0, "http": 80.0, "processor": 90.0, "free": 100.0, "schema": 95.0}
-    one |= {"first_http": 24.0, "first_grpc": 20.0, "first_added": 3.0}
+    one |= {"joined": 180.0, "first_http": 24.0, "first_grpc": 20.0, "first_added": 3.0}
     rounds = [one, {name: 2 * value for name, value in one.items()}, {name: 9 * value for name, value in one.items()}]
     rows = front_rows(rounds, 5e7)
     found = {(row.metric, row.baseline): (row.value, row.ratio, row.unit, row.runs) for row in rows}
@@ -26,12 +26,21 @@ def test_rows_are_medians_beside_the_other_doors() -> None:
         ("streams_16_http", "gRPC"): (160, 0.5, "tok/s", 3),
         ("streams_16_http", "in process"): (160, 0.4, "tok/s", 3),
         ("streams_16_grpc", "in process"): (320, 0.8, "tok/s", 3),
+        ("streams_16_grpc_joined", "in process"): (360, 0.9, "tok/s", 3),
         ("streams_16_json_schema", "free text over HTTP"): (190, 0.95, "tok/s", 3),
         ("processor_time", None): (180, None, "µs a token", 3),
         ("first_token", "gRPC"): (48, 1.2, "ms", 3),
         ("first_token_added", None): (6, None, "ms", 3),
         ("memory_1000_streams", None): (5e7, None, "bytes", 1),
     }
+
+
+def test_figures_and_lines_cost_something(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("run_front.FIGURES_REQUESTS", 3)
+    row = figures_row()
+    assert (row.metric, row.unit) == ("figures_and_log", "µs a token")
+    assert row.value is not None
+    assert row.value > 0
 
 
 def test_an_answer_counts_when_it_is_whole() -> None:
