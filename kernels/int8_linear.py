@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from penjing.kernels.dispatch import cpu_extension, gpu_kernels
-from penjing.kernels.quantize import quantize_per_token, quantize_per_token_torch
+from penjing.kernels.quantize import quantize_above, quantize_per_token, quantize_per_token_torch
 from penjing.kernels.rounding import round_clamp_
 from penjing.kernels.swiglu import swiglu_torch
 
@@ -30,6 +30,8 @@ class PackedInt8:
     bias_N: torch.Tensor | None  # noqa: N815  float32
     in_features: int
     out_features: int
+    zero_points: bool = False
+    """Activations have a zero point a token, so that their range need not lie evenly around 0."""
 
     @cached_property
     def panels(self) -> Panels:
@@ -38,16 +40,27 @@ class PackedInt8:
 
         cpp = extension()
         assert cpp is not None  # asked for by the extension's own path
-        return cpp.prepack_int8(self.weight_NK, self.scale_N, self.bias_N)
+        return cpp.prepack_int8(self.weight_NK, self.scale_N, self.bias_N, zero_points=self.zero_points)
+
+    @cached_property
+    def row_sums(self) -> torch.Tensor:
+        """(N,) int32: the sum of each row of the weight, which a zero point multiplies."""
+        return self.weight_NK.sum(dim=1, dtype=torch.int32)
 
 
-def prepack_int8(weight_NK: torch.Tensor, scale_N: torch.Tensor, bias_N: torch.Tensor | None = None) -> PackedInt8:
+def prepack_int8(
+    weight_NK: torch.Tensor,
+    scale_N: torch.Tensor,
+    bias_N: torch.Tensor | None = None,
+    zero_points: bool = False,
+) -> PackedInt8:
     """Check an INT8 weight and lay it out for `int8_linear`.
 
     Args:
         weight_NK: (out_features, in_features) int8.
         scale_N: (N,) or (N, 1) floating; y ≈ x · (weight × scale)ᵀ.
         bias_N: (N,) floating or None.
+        zero_points: of activations, see `kernels.quantize.quantize_above`.
 
     Raises:
         ValueError: a wrong shape, dtype or device.
@@ -69,12 +82,14 @@ def prepack_int8(weight_NK: torch.Tensor, scale_N: torch.Tensor, bias_N: torch.T
         bias_N=None if bias_N is None else bias_N.detach().reshape(out_features).to(torch.float32).contiguous(),
         in_features=in_features,
         out_features=out_features,
+        zero_points=zero_points,
     )
 
 
 def int8_linear(x_MK: torch.Tensor, packed: PackedInt8) -> torch.Tensor:
     """y_MN = (q_MK · weight_NKᵀ) × scale_M × scale_N + bias_N with q, scale_M = quantize_per_token(x).
 
+    With zero points z_M, q, scale_M, z_M = quantize_above(x) and z_M is subtracted from q before the product.
     The sum runs in int32 and is exact, so row i of the result depends on row i of `x_MK` alone, bit by bit.
 
     Args:
@@ -88,6 +103,8 @@ def int8_linear(x_MK: torch.Tensor, packed: PackedInt8) -> torch.Tensor:
     """
     _check_input(x_MK, packed)
     if gpu_kernels("int8_matmul", x_MK, packed.weight_NK) is not None:
+        if packed.zero_points:
+            return scaled_above(x_MK, packed)
         return scaled_int8_matmul(*quantize_per_token(x_MK), packed)
     extension = cpu_extension(x_MK)
     return int8_linear_torch(x_MK, packed) if extension is None else extension.int8_linear(x_MK, packed.panels)
@@ -104,10 +121,32 @@ def _check_input(x_MK: torch.Tensor, packed: PackedInt8) -> None:
 
 def int8_linear_torch(x_MK: torch.Tensor, packed: PackedInt8) -> torch.Tensor:
     """The reference of `int8_linear`."""
+    if packed.zero_points:
+        return scaled_above(x_MK, packed)
     q_MK, scale_M = quantize_per_token_torch(x_MK)
     y_MN = int8_matmul(q_MK, packed.weight_NK).to(torch.float32)
     y_MN.mul_(scale_M[:, None]).mul_(packed.scale_N)
     return y_MN if packed.bias_N is None else y_MN.add_(packed.bias_N)
+
+
+def scaled_above(
+    x_MK: torch.Tensor,
+    packed: PackedInt8,
+    residual_MN: torch.Tensor | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> torch.Tensor:
+    """`int8_linear` of a layer with zero points, in torch around the INT8 product.
+
+    Args:
+        residual_MN: added to the result in float32.
+        dtype: of the result.
+    """
+    q_MK, scale_M, zero_M = quantize_above(x_MK)
+    sums_MN = int8_matmul(q_MK, packed.weight_NK) - zero_M[:, None] * packed.row_sums
+    y_MN = sums_MN.to(torch.float32).mul_(scale_M[:, None]).mul_(packed.scale_N)
+    if packed.bias_N is not None:
+        y_MN.add_(packed.bias_N)
+    return (y_MN if residual_MN is None else y_MN + residual_MN).to(dtype)
 
 
 def scaled_int8_matmul(

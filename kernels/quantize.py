@@ -1,4 +1,4 @@
-"""Dynamic symmetric INT8 quantization of activations, one scale a token."""
+"""Dynamic INT8 quantization of activations, one scale a token: around zero, or above a zero point of the token."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import torch
 
 from penjing.kernels.dispatch import cpu_extension, gpu_kernels
 from penjing.kernels.rounding import INT8_LIMIT, round_clamp_
+
+LEVELS = 255  # steps between the least and the largest of a row that has a zero point
 
 
 def quantize_per_token(x_MK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -39,3 +41,26 @@ def quantize_per_token_torch(x_MK: torch.Tensor) -> tuple[torch.Tensor, torch.Te
     scale_M = torch.maximum(x_MK.amax(dim=1), -x_MK.amin(dim=1)) / INT8_LIMIT
     scale_M.masked_fill_(scale_M == 0, 1.0)
     return round_clamp_(x_MK / scale_M[:, None]).to(torch.int8), scale_M
+
+
+def quantize_above(x_MK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Quantize each row by its range, 0 included, as compressed-tensors' asymmetric dynamic activations are.
+
+    scale = (max − min) / 255 (1 where that is zero), zero = round_half_even(−min / scale) − 128,
+    q = clamp(round_half_even(x / scale) + zero, −128, 127), in float32: x ≈ (q − zero) × scale. A row whose values lie
+    on one side of 0 gets half the step of `quantize_per_token`.
+    A row that holds inf or NaN gets a scale that is not finite, so the damage stays visible downstream.
+
+    Args:
+        x_MK: (M, K ≥ 1) floating; half types are widened first.
+
+    Returns:
+        q_MK int8, scale_M float32, zero_M int32 in −128 … 127.
+    """
+    x_MK = x_MK.to(torch.float32)
+    below_M = (-x_MK.amin(dim=1)).clamp_(min=0)
+    scale_M = (x_MK.amax(dim=1).clamp_(min=0) + below_M) / LEVELS
+    scale_M.masked_fill_(scale_M == 0, 1.0)
+    zero_M = (below_M / scale_M).round_().nan_to_num_(nan=128.0) - 128
+    q_MK = (x_MK / scale_M[:, None]).round_().add_(zero_M[:, None]).clamp_(-128, 127)
+    return q_MK.nan_to_num_(nan=0.0).to(torch.int8), scale_M, zero_M.to(torch.int32)

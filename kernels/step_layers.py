@@ -91,7 +91,8 @@ class Packer:
             return self.extension.prepack_int4(parts, first.group, swiglu=swiglu, memory=memory).linear
         eights = [linear for linear in group if isinstance(linear, PackedInt8)]
         parts = [(linear.weight_NK, linear.scale_N, linear.bias_N) for linear in eights]
-        return self.extension.prepack_parts(parts, swiglu=swiglu, memory=memory).linear
+        above = eights[0].zero_points
+        return self.extension.prepack_parts(parts, swiglu=swiglu, memory=memory, zero_points=above).linear
 
     def fill(self, slots: ctypes.Array[abi.Linear], group: Sequence[AnyLinear]) -> int:
         """Projections of one input, as one packed layer where they join (gate and up as SwiGLU); the slots used."""
@@ -115,8 +116,9 @@ class Packer:
 def joins(group: Sequence[AnyLinear]) -> bool:
     """Whether layers of one input are packed as one: all INT8, or all INT4 with the same groups, type of scales and
     offsets or none."""
-    if all(isinstance(linear, PackedInt8) for linear in group):
-        return True
+    eights = [linear for linear in group if isinstance(linear, PackedInt8)]
+    if len(eights) == len(group):
+        return True  # `check_layers` has seen that all have zero points or none has
     fours = [linear for linear in group if isinstance(linear, PackedInt4)]
     forms = {(linear.group, linear.scale_NG.dtype, linear.offset_NG is None) for linear in fours}
     return len(fours) == len(group) and len(forms) == 1
@@ -157,5 +159,7 @@ def check_layers(layers: Sequence[LayerWeights], hidden: int, q_size: int, kv_si
             fours = [linear for linear in group if isinstance(linear, PackedInt4)]
             if len(widths := {linear.group for linear in fours}) > 1:
                 raise ValueError(f"layer {index}: INT4 layers of one input have groups of {sorted(widths)} inputs")
+            if len({linear.zero_points for linear in group if isinstance(linear, PackedInt8)}) > 1:
+                raise ValueError(f"layer {index}: of INT8 layers of one input some have zero points and some have none")
             if len({linear.offset_NG is None for linear in fours}) > 1:
                 raise ValueError(f"layer {index}: of INT4 layers of one input some have offsets and some have none")

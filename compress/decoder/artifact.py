@@ -133,6 +133,7 @@ class _Layers:
             eight=eight,
             offsets=self.settings.offsets,
             embedding=self.settings.embedding_dtype == "int8",
+            above=[name for name in linears if name not in keep and self.settings.above(name)],
         )
         quantized = {} if keep == linears else {"quantization_config": scheme}
         tied = self.config.tie_word_embeddings and not unties(self.settings)

@@ -12,6 +12,7 @@ from pydantic import ValidationError
 
 from penjing.compress.decoder.head import unties
 from penjing.compress.decoder.settings import Int8Settings, Transform
+from penjing.core.artifact.transform import INPUTS
 from penjing.core.checkpoint.decoder import Checkpoint, open_checkpoint
 from penjing.core.checkpoint.dtypes import DTYPES
 from penjing.core.errors import ConfigError, InputError
@@ -125,9 +126,13 @@ def check_settings(settings: Int8Settings, config: DecoderConfig) -> None:
     for pattern in settings.keep:
         if not any(settings.model_copy(update={"keep": (pattern,)}).keeps(module) for module in modules):
             raise ConfigError(f"keep: {pattern!r} matches no linear layer; their names look like {modules[0]!r}")
+    for pattern in settings.zero_points:
+        if not any(fnmatchcase(module, pattern) for module in modules):
+            raise ConfigError(f"zero_points: {pattern!r} matches no linear layer; their names look like {modules[0]!r}")
     for pattern in settings.keep_int8:
         if not any(fnmatchcase(module, pattern) for module in modules):
             raise ConfigError(f"keep_int8: {pattern!r} matches no linear layer; their names look like {modules[0]!r}")
+    _check_zero_points(settings, modules)
     shapes = tensor_shapes(config)
     for module in modules[:-1]:
         inputs = shapes[f"{module}.weight"][1]
@@ -135,6 +140,21 @@ def check_settings(settings: Int8Settings, config: DecoderConfig) -> None:
             fitting = [str(size) for size in range(32, 257, 32) if inputs % size == 0]
             advice = f"take group={' or '.join(fitting)}" if fitting else "name it in keep_int8"
             raise ConfigError(f"group={settings.group} does not divide the {inputs} inputs of {module}; {advice}")
+
+
+def _check_zero_points(settings: Int8Settings, modules: list[str]) -> None:
+    """Layers that read the same input read the same integers: all in INT8 have zero points, or none."""
+    readers: dict[str, set[bool]] = {}
+    for module in modules[:-1]:
+        block, _, name = module.rpartition(".")
+        first = next(
+            (first for first, layers in INPUTS.items() if any(f".{name}" in f".{one}" for one in layers)), name
+        )
+        if not settings.keeps(module):
+            readers.setdefault(f"{block}.{first.rpartition('.')[2]}", set()).add(settings.above(module))
+    for module, found in readers.items():
+        if len(found) > 1:
+            raise ConfigError(f"zero_points: name all layers that read what {module} reads, or none of them")
 
 
 def transformed(config: DecoderConfig, transform: Transform) -> DecoderConfig:
@@ -189,7 +209,8 @@ def int8_needs(settings: Int8Settings, config: DecoderConfig, calibration_tokens
         module = name.removesuffix(".weight")
         if ".layers." in name:
             if not name.endswith("_proj.weight") or settings.keeps(module):
-                layers += 4 * count
+                kept = name.endswith("_proj.weight") and DTYPES[settings.keep_dtype].itemsize
+                layers += (kept or 4) * count
             else:
                 layers += count + 4 * shapes[name][0] if settings.bits(module) == 8 else four_bits(settings, count)
     if not config.tie_word_embeddings or unties(settings):

@@ -32,6 +32,7 @@ from penjing.compress.decoder.weights import (
     quantize_per_channel,
 )
 from penjing.core.artifact.transform import INPUTS, NORMS
+from penjing.core.checkpoint.dtypes import DTYPES
 from penjing.core.errors import InputError
 from penjing.kernels.hadamard import hadamard
 from penjing.kernels.rounding import INT8_LIMIT
@@ -135,7 +136,9 @@ def compress_layer(
     samples = seen.samples()
     few = _fill_up(samples, weights)
     _check_finite(samples, layer)
-    rules = (_rule(settings, seen.rows_of(hidden_WTE)), _routed_rule(settings))
+    hidden_ME, above = seen.rows_of(hidden_WTE), settings.above(f"model.layers.{layer}.mlp.down_proj")
+    down_rule = _rule(settings, hidden_ME, above=True) if above else None
+    rules = (_rule(settings, hidden_ME), _routed_rule(settings), down_rule)
     scales = smooth_linears(weights, samples, stream.config, settings.transform, *rules)
     changes |= {f"{first}.divided": scales[first] for first in INPUTS if first in scales}
     inputs = {name: x_MK / scales[name] if name in scales else x_MK for name, x_MK in samples.items()}
@@ -144,17 +147,26 @@ def compress_layer(
         weights["mlp.down_proj.weight"] = hadamard(weights["mlp.down_proj.weight"], block)
 
     tensors, errors = dict(weights), {}
+    for name in weights:
+        linear = name.removesuffix(".weight")
+        if linear.endswith("_proj") and settings.keeps(f"model.layers.{layer}.{linear}"):
+            tensors[name] = weights[name].to(DTYPES[settings.keep_dtype])
     for group, linears in same_input(weights).items():
         quantized_here = [name for name in linears if not settings.keeps(f"model.layers.{layer}.{name}")]
         if not quantized_here:
             continue
         x_MK = inputs[group]
         formats = {settings.bits(f"model.layers.{layer}.{linear}") for linear in quantized_here}
-        rules_of = {bits: (int8_rule if bits == 8 else int4_rule)(settings, x_MK) for bits in formats}
+        above = settings.above(f"model.layers.{layer}.{group}")
+        rules_of = {
+            bits: int8_rule(settings, x_MK, above) if bits == 8 else int4_rule(settings, x_MK) for bits in formats
+        }
         for linear in quantized_here:
             quantized = rules_of[settings.bits(f"model.layers.{layer}.{linear}")](weights[f"{linear}.weight"])
             few_MK = x_MK[:: max(1, len(x_MK) // ERROR_ROWS)]
-            errors[linear] = linear_error(weights[f"{linear}.weight"], quantized, few_MK, activation_group(quantized))
+            errors[linear] = linear_error(
+                weights[f"{linear}.weight"], quantized, few_MK, activation_group(quantized), above
+            )
             del tensors[f"{linear}.weight"]
             tensors |= quantized_tensors(linear, quantized)
     if settings.kv_cache == "int8":
@@ -162,11 +174,11 @@ def compress_layer(
     return CompressedLayer(tensors, errors, few, changes)
 
 
-def int8_rule(settings: Int8Settings, x_MK: Tensor) -> Callable[[Tensor], QuantizedWeight]:
-    """How the settings round the 8-bit weights that read the activations `x_MK`."""
+def int8_rule(settings: Int8Settings, x_MK: Tensor, above: bool = False) -> Callable[[Tensor], QuantizedWeight]:
+    """How the settings round the 8-bit weights that read the activations `x_MK`; `above`: with zero points."""
     if settings.rounding == "nearest":
         return quantize_per_channel
-    spread_KK = error_spread(fake_quantize_activation(x_MK))
+    spread_KK = error_spread(fake_quantize_activation(x_MK, above=above))
     return lambda weight_NK: quantize_compensated(weight_NK, spread_KK)
 
 
@@ -180,12 +192,12 @@ def int4_rule(settings: Int8Settings, x_MK: Tensor) -> Callable[[Tensor], Groupe
     return lambda weight_NK: quantize_grouped_compensated(weight_NK, settings.group, spread_KK, fit)
 
 
-def _rule(settings: Int8Settings, hidden_ME: Tensor) -> FindScale:
+def _rule(settings: Int8Settings, hidden_ME: Tensor, above: bool = False) -> FindScale:
     """How smoothing scales are found; an error counts by the size of the residual stream that it is added to."""
     if settings.transform.search_steps == 0:
         return by_alpha
     token_M = 1 / hidden_ME.square().mean(dim=1).clamp(min=torch.finfo(torch.float32).tiny)
-    return Search(token_M / token_M.mean(), settings.transform.search_steps, _group(settings))
+    return Search(token_M / token_M.mean(), settings.transform.search_steps, _group(settings), above)
 
 
 def _routed_rule(settings: Int8Settings) -> FindScale:

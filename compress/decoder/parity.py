@@ -156,7 +156,7 @@ def fake_quantized_logits(
     if not stream.is_quantized("lm_head"):
         return F.linear(x_WTE, stream.head_weight().to(torch.float32))
     scheme = stream.schemes["lm_head"]
-    x_WTE = fake_quantize_activation(x_WTE, scheme.activation_group)
+    x_WTE = fake_quantize_activation(x_WTE, scheme.activation_group, scheme.zero_points)
     if scheme.bits == 4:
         return F.linear(x_WTE, dequantized("lm_head", scheme, stream.stored))
     head_VE, scale_V1 = stream.head_weight(), stream.stored(f"{HEAD}_scale")
@@ -169,7 +169,7 @@ def run_fake_quantized(stream: LayerStream, layer: int, hidden: Iterable[Tensor]
 
     def rounded(name: str, x: Tensor) -> Tensor | None:
         scheme = stream.schemes.get(f"model.layers.{layer}.{name}")
-        return None if scheme is None else fake_quantize_activation(x, scheme.activation_group)
+        return None if scheme is None else fake_quantize_activation(x, scheme.activation_group, scheme.zero_points)
 
     module = stream.float_layer(layer, stream.weights(layer))
     for hidden_WTE in hidden:

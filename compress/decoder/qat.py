@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from penjing.compress.decoder.weights import QuantizedWeight
 from penjing.compress.rounding.fake_quantize import fake_quantize
 from penjing.compress.rounding.formats import INT8_WEIGHT
-from penjing.kernels.quantize import quantize_per_token_torch
+from penjing.kernels.quantize import quantize_above, quantize_per_token_torch
 from penjing.kernels.rounding import INT8_LIMIT
 
 UNIT = 0.005  # a usual scale: an update of 1e-5 moves a weight by 0.002 of its row's scale
@@ -26,6 +26,19 @@ LARGEST = (
     INT8_LIMIT - 1e-3
 )  # scales: beyond the limit the largest weight of a row would count as clipped, and not learn
 INSIDE = 0.49  # of a scale: how far a weight may begin from the integer that it begins with
+
+
+class _Above(torch.autograd.Function):
+    """The same with a zero point a token."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        q_MK, scale_M, zero_M = quantize_above(x.reshape(-1, x.shape[-1]))
+        return ((q_MK - zero_M[:, None]).to(torch.float32) * scale_M[:, None]).view(x.shape).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return gradients[0]
 
 
 class _PerToken(torch.autograd.Function):
@@ -52,8 +65,16 @@ class FakeInt8Linear(nn.Linear):
 
     begun_scale: Tensor
 
-    def __init__(self, in_features: int, out_features: int, bias: bool, device: torch.device | None = None) -> None:
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool,
+        device: torch.device | None = None,
+        zero_points: bool = False,
+    ) -> None:
         super().__init__(in_features, out_features, bias, device)
+        self.zero_points = zero_points
         self.log_scale = nn.Parameter(torch.zeros(out_features, device=device))
         self.register_buffer("begun_scale", torch.ones(out_features, 1, device=device))
 
@@ -83,15 +104,22 @@ class FakeInt8Linear(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         scale_N1 = self.scale()
         weight_NK = fake_quantize(self.float_weight(), scale_N1, torch.zeros_like(scale_N1), INT8_WEIGHT)
-        return F.linear(_PerToken.apply(input), weight_NK, self.bias)  # pyright: ignore[reportArgumentType]
+        rounded = (_Above if self.zero_points else _PerToken).apply(input)
+        return F.linear(rounded, weight_NK, self.bias)  # pyright: ignore[reportArgumentType]
 
 
-def apply_fake_int8(model: nn.Module, names: Iterable[str]) -> None:
-    """Replace the linear layers `names` of `model`; their weights mean nothing until `begin`."""
+def apply_fake_int8(model: nn.Module, names: Iterable[str], above: Callable[[str], bool] = lambda name: False) -> None:
+    """Replace the linear layers `names` of `model`; their weights mean nothing until `begin`.
+
+    Args:
+        above: whether the activations of a layer have a zero point a token.
+    """
     for name in names:
         layer = model.get_submodule(name)
         assert isinstance(layer, nn.Linear), name
-        replacement = FakeInt8Linear(layer.in_features, layer.out_features, layer.bias is not None, layer.weight.device)
+        replacement = FakeInt8Linear(
+            layer.in_features, layer.out_features, layer.bias is not None, layer.weight.device, above(name)
+        )
         if layer.bias is not None:
             replacement.bias = layer.bias
         model.set_submodule(name, replacement)

@@ -92,8 +92,18 @@ class Int8Settings(Config):
         default=None,
         description="What `penjing compress sensitivity --bits` made; effective_bits and budget_mb need it.",
     )
+    zero_points: tuple[str, ...] = Field(
+        default=(),
+        description='Shell patterns of linear layers in 8 bits, such as "*.down_proj", whose activations have a zero '
+        "point a token beside the scale: a token whose outliers lie on one side of 0 gets half the step. The LM head "
+        "has none.",
+    )
     keep: tuple[str, ...] = Field(
         default=(), description='Shell patterns of linear layers that stay floating, such as "*.down_proj".'
+    )
+
+    keep_dtype: Literal["float32", "bfloat16", "float16"] = Field(
+        default="float32", description="Of the linear layers that `keep` names."
     )
 
     @model_validator(mode="after")
@@ -110,6 +120,8 @@ class Int8Settings(Config):
             raise ValueError('embedding_dtype="int8" needs lm_head="int8" and no pattern in keep that names the head')
         if self.weights_bits == 8 and self.offsets:
             raise ValueError("offsets are of groups of 4-bit weights: leave them out, or take weights_bits=4")
+        if self.weights_bits == 4 and self.zero_points:
+            raise ValueError("zero_points are of activations in 8-bit networks: leave them out where weights_bits is 4")
         if self.weights_bits == 8 and self.keep_int8:
             raise ValueError("keep_int8 says what stays in 8 bits where weights_bits is 4; here all layers have 8")
         return self
@@ -119,6 +131,10 @@ class Int8Settings(Config):
         if self.weights_bits == 8 or module == "lm_head":
             return 8
         return 8 if any(fnmatchcase(module, pattern) for pattern in self.keep_int8) else 4
+
+    def above(self, module: str) -> bool:
+        """Whether the activations of the quantized linear layer `module` have a zero point a token."""
+        return module != "lm_head" and any(fnmatchcase(module, pattern) for pattern in self.zero_points)
 
     def keeps(self, module: str) -> bool:
         """Whether the linear layer `module` stays in floating point."""

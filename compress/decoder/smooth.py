@@ -104,6 +104,7 @@ def smooth_linears(
     transform: Transform,
     find: FindScale = by_alpha,
     find_routed: FindScale = by_alpha,
+    find_down: FindScale | None = None,
 ) -> dict[str, Tensor]:
     """Smooth one layer in place, as far as `transform` asks.
 
@@ -111,6 +112,7 @@ def smooth_linears(
         weights: the layer's float32 tensors.
         samples: first linear layer of those that share an input → (M, K) activations on calibration text.
         find_routed: of inputs that only the tokens of one expert have.
+        find_down: of down_proj, whose scales may be negative; None: `find`.
 
     Returns:
         For each input that changed, the (K,) scale that it is now divided by.
@@ -127,7 +129,7 @@ def smooth_linears(
             scales |= dict.fromkeys(readers, scale_K)
     if transform.smooth_down > 0:
         for mlp in mlps(weights):
-            down, rule = f"{mlp}.down_proj", find_routed if is_routed(mlp) else find
+            down, rule = f"{mlp}.down_proj", find_routed if is_routed(mlp) else find_down or find
             scale_K = rule(samples[down], weights[f"{down}.weight"], transform.smooth_down, None)
             _divide_outputs(weights, f"{mlp}.up_proj", scale_K)
             weights[f"{down}.weight"].mul_(scale_K)

@@ -6,7 +6,9 @@ the noise of the outputs follows from amplitudes alone, without a pass through t
     Σ_m u_m · max_k(x_mk / s_k)² · Σ_nk (w_nk · s_k)²       activations: a step a token
   + Σ_n max_k(w_nk · s_k)² · Σ_mk u_m · (x_mk / s_k)²       weights: a step a row
 
-With 4-bit weights the second line has a step for each group of a row, 127 / 7 times as long; it sums over groups.
+Where a token has a zero point, half of its range stands for the maximum in the first line, and a scale may be negative
+(`compress/rounding/signs.py`). With 4-bit weights the second line has a step for each group of a row, 127 / 7 times as
+long; it sums over groups.
 
 It is differentiable in s, so that Adam finds scales better than any alpha of SmoothQuant, from whose best it starts.
 """
@@ -20,6 +22,7 @@ import torch
 from torch import Tensor
 
 from penjing.compress.decoder.smooth import Heads, magnitudes, smoothing_scale
+from penjing.compress.rounding.signs import aligned_signs
 
 INT4_STEP = 127 / 7  # of a group of 4-bit weights, in steps of 8 bits
 ALPHAS = (0.0, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8)
@@ -38,11 +41,14 @@ class RoundingNoise:
         weight_NK: (N, K) float32, all weights that read them, before they are multiplied.
         token_M: (M,) u, how much each token's error counts.
         group: inputs that share a step of a 4-bit weight; 0: 8 bits, a step a row.
+        above: tokens have zero points.
     """
 
-    def __init__(self, x_MK: Tensor, weight_NK: Tensor, token_M: Tensor, group: int = 0) -> None:
+    def __init__(self, x_MK: Tensor, weight_NK: Tensor, token_M: Tensor, group: int = 0, above: bool = False) -> None:
         self._group, self._coarser = group or weight_NK.shape[1], INT4_STEP**2 if group else 1.0
-        self._x_MK, self._weight_NK, self._token_M = x_MK.abs(), weight_NK.abs(), token_M
+        self._above = above
+        self._x_MK = x_MK if above else x_MK.abs()
+        self._weight_NK, self._token_M = weight_NK.abs(), token_M
         self._input_K = token_M @ x_MK.square()
         self._energy_K = weight_NK.square().sum(dim=0)
 
@@ -56,15 +62,20 @@ class RoundingNoise:
     def __call__(self, scale_K: Tensor) -> Tensor:
         """A scalar that can be differentiated by the positive `scale_K`."""
         fixed_K = scale_K.detach()
-        largest_M = (self._x_MK / fixed_K).argmax(dim=1, keepdim=True)
+        over_MK = self._x_MK / fixed_K
         scaled_NGK = (self._weight_NK * fixed_K).unflatten(1, (-1, self._group))
         first_G = torch.arange(scaled_NGK.shape[1]) * self._group
         largest_NG = scaled_NGK.argmax(dim=2) + first_G
-        token_M = self._x_MK.gather(1, largest_M)[:, 0] / scale_K[largest_M[:, 0]]
+        token_M = self._winner(over_MK.argmax(dim=1), scale_K)
+        if self._above:  # 0 is always in the range
+            token_M = (token_M.clamp(min=0) - self._winner(over_MK.argmin(dim=1), scale_K).clamp(max=0)) / 2
         row_NG = self._weight_NK.gather(1, largest_NG) * scale_K[largest_NG]
         activation = (token_M.square() * self._token_M).sum() * (self._energy_K * scale_K.square()).sum()
         input_G = (self._input_K / scale_K.square()).view(-1, self._group).sum(dim=1)
         return activation + self._coarser * (row_NG.square().sum(dim=0) * input_G).sum()
+
+    def _winner(self, channel_M: Tensor, scale_K: Tensor) -> Tensor:
+        return self._x_MK.gather(1, channel_M[:, None])[:, 0] / scale_K[channel_M]
 
 
 @dataclass(frozen=True)
@@ -78,17 +89,25 @@ class Search:
     Attributes:
         token_M: (M,) how much each token's error counts.
         steps: of Adam after the best of ALPHAS.
-        group: see `RoundingNoise`.
+        group, above: see `RoundingNoise`; with `above` scales have the signs that fit.
     """
 
     token_M: Tensor  # noqa: N815
     steps: int
     group: int = 0
+    above: bool = False
 
     def __call__(self, x_MK: Tensor, weight_NK: Tensor, alpha: float, heads: Heads | None) -> Tensor:
         """See `FindScale`."""
+        if not self.above or heads is not None or x_MK.shape[1] < 2:
+            return self._search(x_MK, weight_NK, heads)
+        first_K = aligned_signs(x_MK, self.token_M)
+        scale_K = self._search(x_MK * first_K, weight_NK, heads) * first_K
+        return scale_K * aligned_signs(x_MK / scale_K, self.token_M)
+
+    def _search(self, x_MK: Tensor, weight_NK: Tensor, heads: Heads | None) -> Tensor:
         every = max(1, x_MK.shape[0] // SEARCH_ROWS)
-        whole = RoundingNoise(x_MK, weight_NK, self.token_M, self.group)
+        whole = RoundingNoise(x_MK, weight_NK, self.token_M, self.group, self.above)
         parts = [whole.part(slice(first, None, every)) for first in range(every)] if every > 1 else [whole]
 
         def noise(of_inputs: RoundingNoise, scale: Tensor) -> Tensor:

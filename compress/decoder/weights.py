@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from penjing.kernels.quantize import quantize_per_token
+from penjing.kernels.quantize import quantize_above, quantize_per_token
 from penjing.kernels.rounding import INT8_LIMIT, round_clamp_
 
 ROWS_AT_ONCE = 8192  # of an embedding or LM head: bounds what float temporaries take
@@ -38,12 +38,16 @@ def quantize_per_channel(weight_NK: Tensor) -> QuantizedWeight:
     return QuantizedWeight(quantized, scale_N1)
 
 
-def fake_quantize_activation(x: Tensor, group: int = 0) -> Tensor:
+def fake_quantize_activation(x: Tensor, group: int = 0, above: bool = False) -> Tensor:
     """Quantize each token of `x` (…, K) as the INT8 runtime does and widen it again; float32.
 
     Args:
         group: neighbours that share a scale; 0: all K.
+        above: tokens have zero points.
     """
+    if above:
+        q_MK, scale_M, zero_M = quantize_above(x.reshape(-1, x.shape[-1]))
+        return ((q_MK - zero_M[:, None]).to(torch.float32) * scale_M[:, None]).view(x.shape)
     q_MK, scale_M = quantize_per_token(x.reshape(-1, group or x.shape[-1]))
     return (q_MK.to(torch.float32) * scale_M[:, None]).view(x.shape)
 
@@ -71,18 +75,18 @@ class ErrorMeter:
     """Adds up the error of a quantized linear layer over blocks of its rows.
 
     Args:
-        group: of `fake_quantize_activation`.
+        group, above: of `fake_quantize_activation`.
     """
 
-    def __init__(self, group: int = 0) -> None:
-        self._group = group
+    def __init__(self, group: int = 0, above: bool = False) -> None:
+        self._group, self._above = group, above
         self._squares = torch.zeros(4, dtype=torch.float64)  # weight error, weight, output error, output
 
     def add(self, weight_NK: Tensor, quantized: Approximation, x_MK: Tensor) -> None:
         """Compare the float rows `weight_NK` with their quantized form on the sample `x_MK`."""
         approximate_NK = quantized.dequantize()
         output_MN = x_MK @ weight_NK.t()
-        error_MN = output_MN - fake_quantize_activation(x_MK, self._group) @ approximate_NK.t()
+        error_MN = output_MN - fake_quantize_activation(x_MK, self._group, self._above) @ approximate_NK.t()
         self._squares += torch.stack(
             [_square_sum(part) for part in (weight_NK - approximate_NK, weight_NK, error_MN, output_MN)]
         )
@@ -92,13 +96,15 @@ class ErrorMeter:
         return LinearError(_ratio(weight_error, weight), _ratio(output_error, output))
 
 
-def linear_error(weight_NK: Tensor, quantized: Approximation, x_MK: Tensor, group: int = 0) -> LinearError:
+def linear_error(
+    weight_NK: Tensor, quantized: Approximation, x_MK: Tensor, group: int = 0, above: bool = False
+) -> LinearError:
     """How far the stored weight with INT8 activations is from the float layer on the sample `x_MK` (M, K) float32.
 
     Args:
-        group: of `fake_quantize_activation`.
+        group, above: of `fake_quantize_activation`.
     """
-    meter = ErrorMeter(group)
+    meter = ErrorMeter(group, above)
     meter.add(weight_NK, quantized, x_MK)
     return meter.result()
 

@@ -111,7 +111,12 @@ def quantize(
         created_by = read_manifest(calibrated).created_by
     else:
         floats = Int8Settings(
-            transform=step.transform, lm_head="keep", embedding_dtype="float32", keep=("*",), rounding="nearest"
+            transform=step.transform,
+            lm_head="keep",
+            embedding_dtype="float32",
+            keep=("*",),
+            zero_points=step.zero_points,  # they choose scales and signs
+            rounding="nearest",
         )
         floating, _ = make_weights(source, floats, windows_WT, _tasks(scratch / "floating"), progress)
         teacher = step.teacher or model
@@ -152,6 +157,8 @@ def _formats(settings: Int8Settings) -> dict[str, str]:
         each = "a scale and an offset" if settings.offsets else "a scale"
         weights = f"int4, {each} for each {settings.group} inputs; of lm_head{kept} int8, a scale a channel"
     activations = ACTIVATIONS
+    if settings.zero_points:
+        activations = f"{ACTIVATIONS}, and a zero point of {', '.join(settings.zero_points)}"
     if settings.offsets:
         activations = f"int8, a scale for each {settings.group} inputs, where weights have 8 bits a scale a token"
     return {"weights": weights, "activations": activations}
@@ -216,7 +223,7 @@ class Int8Task(WrappedTask):
     def build_model(self) -> nn.Module:
         """See `Task`."""
         model = super().build_model()
-        apply_fake_int8(model, self._names)
+        apply_fake_int8(model, self._names, self._quantize.above)
         return model
 
     def initialize(self, model: nn.Module) -> None:
@@ -228,7 +235,9 @@ class Int8Task(WrappedTask):
     def export(self, model: nn.Module, folder: Path, created_by: dict[str, Any]) -> None:
         """See `Task`."""
         assert isinstance(model, Decoder)
-        extra = {"quantization_config": quantization_config(self._kept, kv_scales=self._quantize.kv_cache == "int8")}
+        above = [name for name in self._names if self._quantize.above(name)]
+        kv_scales = self._quantize.kv_cache == "int8"
+        extra = {"quantization_config": quantization_config(self._kept, kv_scales=kv_scales, above=above)}
         tensors = self._tensors(model)
         save_checkpoint(folder, model.config, tensors, tokenizer_from=self._floating, extra_config=extra)
         write_manifest(folder, "artifact", created_by)
@@ -243,7 +252,8 @@ class Int8Task(WrappedTask):
                 yield f"{name}_scale", quantized.scale_N1.cpu()
             else:
                 half = name == EMBEDDING or name == "lm_head.weight"
-                dtype = DTYPES[self._quantize.embedding_dtype if half else "float32"]
+                kept = self._quantize.keep_dtype if module in self._kept else "float32"
+                dtype = DTYPES[self._quantize.embedding_dtype if half else kept]
                 yield name, parameters[name].detach().to("cpu", dtype)
         if self._quantize.kv_cache == "int8":  # as calibrated: training moves keys and values little
             calibrated = open_checkpoint(self._calibrated)

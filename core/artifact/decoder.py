@@ -27,6 +27,7 @@ from penjing.core.config import Config
 from penjing.core.errors import InputError
 from penjing.core.manifest import Manifest, verify
 from penjing.core.runtime.schemes import (
+    ABOVE_FIELDS,
     ACTIVATION_FIELDS,
     EMBEDDING_MODULE,
     INT4_FORMAT,
@@ -102,6 +103,7 @@ def quantization_config(
     eight: list[str] | None = None,
     offsets: bool = False,
     embedding: bool = False,
+    above: list[str] | None = None,
 ) -> dict[str, Any]:
     """`quantization_config` of `config.json`: W8A8 or W4A8 for every linear layer but the modules `keep`.
 
@@ -111,9 +113,12 @@ def quantization_config(
         eight: with groups, the modules that are W8A8 all the same.
         offsets: groups have offsets too, and activations a scale for each group.
         embedding: the embedding is in INT8, a scale a row.
+        above: without groups, the modules whose activations have a zero point a token.
     """
     if not group:
         layout, groups = INT8_FORMAT, {"group_0": _config_group(["Linear"], WEIGHT_FIELDS)}
+        if above:
+            groups["group_1"] = _config_group(above, WEIGHT_FIELDS) | {"input_activations": ABOVE_FIELDS}
     else:
         layout, size = OFFSET_FORMAT if offsets else INT4_FORMAT, {"group_size": group}
         weights = (OFFSET_WEIGHT_FIELDS if offsets else INT4_WEIGHT_FIELDS) | size

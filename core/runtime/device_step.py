@@ -22,7 +22,7 @@ from penjing.core.runtime.embedding import Int8Embedding
 from penjing.core.runtime.quantized import Int8Linear
 from penjing.kernels.gpu.registry import MAX_HEAD_DIM
 from penjing.kernels.hadamard import hadamard
-from penjing.kernels.int8_linear import PackedInt8, prepack_int8, scaled_int8_matmul
+from penjing.kernels.int8_linear import PackedInt8, prepack_int8, scaled_above, scaled_int8_matmul
 from penjing.kernels.linear import linear
 from penjing.kernels.paged_attention import paged_attention
 from penjing.kernels.quantize import quantize_per_token
@@ -56,11 +56,19 @@ class _Int8:
     swiglu: bool = False
 
     def __call__(self, x_MK: Tensor, residual_MN: Tensor | None = None) -> Tensor:
+        if self.packed.zero_points:
+            return self._above(x_MK, residual_MN)
         return self._product(*quantize_per_token(x_MK), residual_MN)
 
     def of_norm(self, x_MK: Tensor, weight_K: Tensor, eps: float) -> Tensor:
+        if self.packed.zero_points:
+            return self._above(rms_norm(x_MK, weight_K, eps), None)
         codes_MK, scale_M, _ = rms_norm_quantize(x_MK, weight_K, eps)
         return self._product(codes_MK, scale_M, None)
+
+    def _above(self, x_MK: Tensor, residual_MN: Tensor | None) -> Tensor:
+        y_MN = scaled_above(x_MK, self.packed, residual_MN, self.dtype)
+        return swiglu(*y_MN.chunk(2, dim=1)) if self.swiglu else y_MN
 
     def _product(self, codes_MK: Tensor, scale_M: Tensor, residual_MN: Tensor | None) -> Tensor:
         return scaled_int8_matmul(

@@ -29,9 +29,11 @@ class Int8Linear(nn.Module):
     It has no parameters: `packed` is made for the device that the weight lies on.
     """
 
-    def __init__(self, weight_NK: Tensor, scale_N: Tensor, bias_N: Tensor | None = None):
+    def __init__(
+        self, weight_NK: Tensor, scale_N: Tensor, bias_N: Tensor | None = None, zero_points: bool = False
+    ) -> None:
         super().__init__()
-        self.packed: PackedInt8 = prepack_int8(weight_NK, scale_N, bias_N)
+        self.packed: PackedInt8 = prepack_int8(weight_NK, scale_N, bias_N, zero_points)
         self.in_features, self.out_features = self.packed.in_features, self.packed.out_features
 
     def forward(self, x: Tensor) -> Tensor:
@@ -106,7 +108,7 @@ def quantized_linear(
     """
     scale = tensor(f"{name}.weight_scale")
     if scheme.bits == 8:
-        return Int8Linear(tensor(f"{name}.weight"), scale, bias_N)
+        return Int8Linear(tensor(f"{name}.weight"), scale, bias_N, scheme.zero_points)
     offset = tensor(f"{name}.weight_offset") if scheme.offsets else None
     layer = Int4Linear(tensor(f"{name}.weight_packed"), scale, bias_N, offset)
     if layer.packed.group != scheme.group:

@@ -20,6 +20,8 @@ ACTIVATION_FIELDS = {"num_bits": 8, "type": "int", "symmetric": True, "strategy"
 OFFSET_WEIGHT_FIELDS = INT4_WEIGHT_FIELDS | {"symmetric": False}
 OFFSET_ACTIVATION_FIELDS = ACTIVATION_FIELDS | {"strategy": "group"}
 
+ABOVE_FIELDS = ACTIVATION_FIELDS | {"symmetric": False}  # a zero point a token too; of 8-bit weights alone
+
 # What a stored form asks of weights and activations.
 _FORMATS = {
     INT8_FORMAT: (WEIGHT_FIELDS, ACTIVATION_FIELDS),
@@ -38,12 +40,14 @@ KV_CACHE_FIELDS = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": 
 class Scheme:
     """How a linear layer is stored: 8 bits with a scale a channel, or 4 bits with one for each `group` inputs.
 
-    With offsets a group also has what its weights lie above, and activations have a scale for each group.
+    With offsets a group also has what its weights lie above, and activations have a scale for each group. With zero
+    points, of 8-bit weights, activations have one a token beside the scale.
     """
 
     bits: Literal[4, 8]
     group: int = 0
     offsets: bool = False
+    zero_points: bool = False
 
     @property
     def activation_group(self) -> int:
@@ -57,7 +61,7 @@ class Scheme:
         return tuple(f"{module}.{name}" for name in (*weights, "weight_scale", *offsets))
 
 
-INT8 = Scheme(8)
+INT8, INT8_ABOVE = Scheme(8), Scheme(8, zero_points=True)
 
 
 def quantized_modules(quantization_config: dict[str, Any], linear_names: Iterable[str]) -> dict[str, Scheme]:
@@ -118,11 +122,12 @@ def _scheme(name: str, group: dict[str, Any], layout: str) -> Scheme:
         raise InputError(f"{name}.format is {stored!r}: penjing runs {', '.join(_FORMATS)}")
     weights, activations = group.get("weights"), group.get("input_activations")
     _require(f"{name}.weights", weights, _FORMATS[stored][0])
-    _require(f"{name}.input_activations", activations, _FORMATS[stored][1])
+    above = stored == INT8_FORMAT and isinstance(activations, dict) and activations.get("symmetric") is False
+    _require(f"{name}.input_activations", activations, ABOVE_FIELDS if above else _FORMATS[stored][1])
     if group.get("output_activations") is not None:
         raise InputError(f"{name}.output_activations is set: penjing leaves outputs in float32")
     if stored == INT8_FORMAT:
-        return INT8
+        return INT8_ABOVE if above else INT8
     size = weights.get("group_size") if isinstance(weights, dict) else None
     if not isinstance(size, int) or size < LEAST_GROUP or size % LEAST_GROUP:
         raise InputError(f"{name}.weights.group_size is {size!r}: penjing runs multiples of {LEAST_GROUP}")

@@ -23,6 +23,8 @@ struct PjLinear {
     int32_t group;        // INT4: inputs of a group, a multiple of 32 that divides k
     int32_t scale_dtype;  // INT4: PjDtype of the groups' scales, one of the floats
     int32_t offsets;      // INT4: a group also has an offset, and activations have a scale for each group of inputs
+    int32_t zero_points;  // INT8: activations have a zero point a token, not zero in the middle of their range
+    int32_t unused;
 };
 
 // Rows of a weight as they are stored, one of the layers that are packed as one.

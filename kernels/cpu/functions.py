@@ -88,6 +88,7 @@ class CpuExtension:
         *,
         swiglu: bool = False,
         memory: Tensor | None = None,
+        zero_points: bool = False,
     ) -> Panels:
         """Lay out an INT8 weight for `int8_linear`; the panels divide evenly among the present number of threads.
 
@@ -97,19 +98,28 @@ class CpuExtension:
             scale_N: (N,) float32.
             bias_N: (N,) float32 or None.
             memory: (packed_bytes,) uint8 to fill, 64-byte aligned; allocated if None.
+            zero_points: activations have a zero point a token, see `kernels.quantize`.
 
         Raises:
             ValueError: a wrong shape, dtype or layout.
         """
-        return self.prepack_parts([(weight_NK, scale_N, bias_N)], swiglu=swiglu, memory=memory)
+        parts = [(weight_NK, scale_N, bias_N)]
+        return self.prepack_parts(parts, swiglu=swiglu, memory=memory, zero_points=zero_points)
 
-    def prepack_parts(self, parts: Sequence[Int8Part], *, swiglu: bool = False, memory: Tensor | None = None) -> Panels:
+    def prepack_parts(
+        self,
+        parts: Sequence[Int8Part],
+        *,
+        swiglu: bool = False,
+        memory: Tensor | None = None,
+        zero_points: bool = False,
+    ) -> Panels:
         """`prepack_int8` of several (weight_NK, scale_N, bias_N) as if they were one, the first one's outputs first.
 
         Raises:
             ValueError: a wrong shape, dtype or layout.
         """
-        return pack_int8(self.library, parts, swiglu, memory)
+        return pack_int8(self.library, parts, swiglu, memory, zero_points)
 
     def prepack_int4(
         self, parts: Sequence[Int4Part], group: int, *, swiglu: bool = False, memory: Tensor | None = None

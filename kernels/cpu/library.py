@@ -32,6 +32,8 @@ class Linear(ctypes.Structure):
         ("group", c_int32),
         ("scale_dtype", c_int32),
         ("offsets", c_int32),
+        ("zero_points", c_int32),
+        ("unused", c_int32),
     )
 
 

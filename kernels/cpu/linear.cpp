@@ -142,6 +142,7 @@ Rows carve_rows(Carver& carver, int64_t rows, int64_t k) {
     Rows found{};
     found.q = carver.take<uint8_t>(r * static_cast<size_t>(padded_k(k)));
     found.row_scale = carver.take<float>(r);
+    found.zero = carver.take<int32_t>(r);
     found.q4 = carver.take<int8_t>(r * static_cast<size_t>(k));
     found.start = carver.take<int32_t>(r * static_cast<size_t>(k / LEAST_GROUP + 1));
     found.group_scale = carver.take<float>(r * static_cast<size_t>(k / LEAST_GROUP + 1));
@@ -150,14 +151,15 @@ Rows carve_rows(Carver& carver, int64_t rows, int64_t k) {
 
 Rows rows_from(const Rows& rows, const PjLinear& linear, int64_t row) {
     const int64_t k = linear.k, groups = linear.dtype == PJ_INT4 ? k / linear.group : 0;
-    return {rows.x + row * k, rows.q + row * padded_k(k), rows.row_scale + row, rows.q4 + row * k,
-            rows.start + row * groups, rows.group_scale + row * groups};
+    return {rows.x + row * k, rows.q + row * padded_k(k), rows.row_scale + row, rows.zero + row,
+            rows.q4 + row * k, rows.start + row * groups, rows.group_scale + row * groups};
 }
 
 void quantize_row_for(const Ops& ops, const PjLinear& linear, const float* x, const Rows& rows, int64_t row) {
     if (!in_panels(linear)) return;
     const Rows at = rows_from(rows, linear, row);
-    if (linear.dtype == PJ_INT8) quantize_for_panels(ops, x, linear.k, at.q, at.row_scale);
+    if (linear.dtype == PJ_INT8 && linear.zero_points) quantize_above(ops, x, linear.k, at.q, at.row_scale, at.zero);
+    else if (linear.dtype == PJ_INT8) quantize_for_panels(ops, x, linear.k, at.q, at.row_scale);
     else if (linear.offsets) quantize_each_group(ops, x, linear.k, linear.group, at.q4, at.start, at.group_scale);
     else quantize_for_groups(ops, x, linear.k, linear.group, at.q4, at.start, at.row_scale);
 }
@@ -166,7 +168,8 @@ void apply_linear(const Ops& ops, const PjLinear& linear, const Rows& rows, int6
                   float* out, int64_t ldo, bool add) {
     if (linear.dtype == PJ_INT8) {
         const int64_t panels = num_panels(linear);
-        const Int8Rows task{rows.q, rows.row_scale, out, padded_k(linear.k), ldo, static_cast<int>(count), add};
+        const int32_t* zero = linear.zero_points ? rows.zero : nullptr;
+        const Int8Rows task{rows.q, rows.row_scale, zero, out, padded_k(linear.k), ldo, static_cast<int>(count), add};
         ops.int8_panels(linear, share(panels, member, members), share(panels, member + 1, members), task);
         return;
     }

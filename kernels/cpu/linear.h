@@ -12,8 +12,9 @@ namespace penjing {
 // Rows of activations in the form that linear layers read.
 struct Rows {
     float* x;         // (rows, k) float32
-    uint8_t* q;       // (rows, k rounded up to 4) quantized + 128, for INT8 layers
+    uint8_t* q;       // (rows, k rounded up to 4) quantized + 128 or + zero, for INT8 layers
     float* row_scale; // (rows)
+    int32_t* zero;    // (rows) what stands for 0 in q, for INT8 layers with zero points
     int8_t* q4;       // (rows, k) quantized, and (rows, k / group) where sums of groups start, for INT4 layers
     int32_t* start;
     float* group_scale;  // (rows, k / group) of activations, for INT4 layers with offsets

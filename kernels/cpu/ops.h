@@ -15,8 +15,9 @@ constexpr int MAX_HADAMARD = 256;
 
 // Where the rows of an INT8 product go.
 struct Int8Rows {
-    const uint8_t* x;        // (rows, k rounded up to 4) activations + 128
+    const uint8_t* x;        // (rows, k rounded up to 4) activations + 128, or + zero
     const float* row_scale;  // (rows)
+    const int32_t* zero;     // (rows) what stands for 0 in x; null: 128 does
     float* out;              // (rows, n)
     int64_t ldx;
     int64_t ldo;
@@ -70,6 +71,10 @@ struct Ops {
 
     // q = clamp(round_half_even(x / scale)) with scale = amax / 127 (1 where that is 0); bytes XOR flip.
     void (*quantize_row)(const float* x, int64_t k, uint8_t* q, float* scale, uint8_t flip);
+
+    // q = clamp(round_half_even(x / scale) + zero) in 0 … 255, with scale = (max − min) / 255 (1 where that is 0) of the
+    // row and 0, and zero = round_half_even(−min / scale).
+    void (*quantize_row_above)(const float* x, int64_t k, uint8_t* q, float* scale, int32_t* zero);
 
     // Panels [begin, end) of an INT8 linear layer for some rows.
     void (*int8_panels)(const PjLinear& linear, int64_t begin, int64_t end, const Int8Rows& rows);
@@ -163,6 +168,12 @@ inline int64_t column_bytes(const PjLinear& linear) {
 inline void quantize_for_panels(const Ops& ops, const float* x, int64_t k, uint8_t* q, float* scale) {
     ops.quantize_row(x, k, q, scale, 0x80);
     for (int64_t i = k; i < padded_k(k); ++i) q[i] = 0x80;
+}
+
+// The same for a layer whose activations have zero points: activations + zero.
+inline void quantize_above(const Ops& ops, const float* x, int64_t k, uint8_t* q, float* scale, int32_t* zero) {
+    ops.quantize_row_above(x, k, q, scale, zero);
+    for (int64_t i = k; i < padded_k(k); ++i) q[i] = 0x80;  // any: the weights there are 0
 }
 
 // One row in the form that int4_panel reads.

@@ -73,8 +73,9 @@ void int8_panel(const PjLinear& linear, int64_t panel, const Int8Rows& rows, con
             for (int row = (tile + half) * tiles.height; row < until; ++row) {
                 const int32_t* own = sums + (row - from) * PANEL;
                 const V row_scale = v_set(rows.row_scale[row]);
+                const int32_t* zero = rows.zero ? rows.zero + row : nullptr;
                 finish_row(linear, first, columns, rows.out + row * rows.ldo, rows.add, [&](int column) {
-                    return dequantize(linear, own + column, first + column, row_scale);
+                    return dequantize(linear, own + column, first + column, row_scale, zero);
                 });
             }
         }

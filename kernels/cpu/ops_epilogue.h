@@ -3,9 +3,12 @@
 
 namespace {
 
-// y = acc × row_scale × column_scale + bias, each product rounded, as the torch reference does.
-inline V dequantize(const PjLinear& linear, const int32_t* acc, int64_t column, V row_scale) {
-    const V sum = v_from_int(vi_sub(vi_load(acc), vi_load(linear.comp + column)));
+// y = acc × row_scale × column_scale + bias, each product rounded, as the torch reference does; `zero`: the row's zero
+// point, null for 128.
+inline V dequantize(const PjLinear& linear, const int32_t* acc, int64_t column, V row_scale, const int32_t* zero) {
+    VI comp = vi_load(linear.comp + column);
+    if (zero) comp = vi_mul(vi_over128(comp), vi_set(*zero));
+    const V sum = v_from_int(vi_sub(vi_load(acc), comp));
     const V scaled = v_mul(v_mul(sum, row_scale), v_load(linear.scale + column));
     return v_add(scaled, v_load(linear.bias + column));
 }

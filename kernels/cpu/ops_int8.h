@@ -21,6 +21,34 @@ inline void quantize_row(const float* x, int64_t k, uint8_t* q, float* scale, ui
     }
 }
 
+inline void quantize_row_above(const float* x, int64_t k, uint8_t* q, float* scale, int32_t* zero) {
+    VI peak = vi_zero();
+    V high = v_zero(), low = v_zero();  // 0 is always in the range
+    for (int64_t i = 0; i < k; i += W) {
+        const V value = k - i < W ? v_load_n(x + i, static_cast<int>(k - i)) : v_load(x + i);
+        peak = vi_abs_max(peak, value);
+        high = v_max(value, high);
+        low = v_max(v_sub(v_zero(), value), low);
+    }
+    const uint32_t bits = vi_largest(peak);
+    float largest;
+    __builtin_memcpy(&largest, &bits, 4);
+    const float below = v_largest(low), range = v_largest(high) + below;
+    // An infinity or NaN shows in the scale; comparisons alone would lose a NaN.
+    const float step = bits < 0x7f800000u ? range / 255.0f : largest;
+    const float divisor = step == 0.0f ? 1.0f : step;
+    const float level = v_largest(v_round(v_set(below / divisor)));
+    const float begin = bits < 0x7f800000u ? level : 128.0f;
+    *scale = divisor;
+    *zero = static_cast<int32_t>(begin);
+    const V by = v_set(divisor), shift = v_set(begin - 128.0f), most = v_set(127.0f), least = v_set(-128.0f);
+    for (int64_t i = 0; i < k; i += W) {
+        const int n = k - i < W ? static_cast<int>(k - i) : W;
+        const V value = v_add(v_round(v_div(n == W ? v_load(x + i) : v_load_n(x + i, n), by)), shift);
+        v_store_bytes(q + i, v_max(least, v_min(most, value)), 0x80, n);
+    }
+}
+
 inline void int8_panel(const PjLinear& linear, int64_t panel, const penjing::Int8Rows& rows) {
     const int64_t groups = penjing::padded_k(linear.k) / 4, first = panel * linear.width;
     const int64_t left = penjing::padded_columns(linear) - first;
@@ -46,8 +74,9 @@ inline void int8_panel(const PjLinear& linear, int64_t panel, const penjing::Int
         for (int row = begin; row < end; ++row) {
             const int32_t* sums = acc + (row - begin) * penjing::PANEL;
             const V row_scale = v_set(rows.row_scale[row]);
+            const int32_t* zero = rows.zero ? rows.zero + row : nullptr;
             finish_row(linear, first, columns, rows.out + row * rows.ldo, rows.add, [&](int column) {
-                return dequantize(linear, sums + column, first + column, row_scale);
+                return dequantize(linear, sums + column, first + column, row_scale, zero);
             });
         }
     }

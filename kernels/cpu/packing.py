@@ -32,7 +32,13 @@ class Panels:
     out_features: int
 
 
-def pack_int8(library: ctypes.CDLL, parts: Sequence[Int8Part], swiglu: bool, memory: Tensor | None) -> Panels:
+def pack_int8(
+    library: ctypes.CDLL,
+    parts: Sequence[Int8Part],
+    swiglu: bool,
+    memory: Tensor | None,
+    zero_points: bool = False,
+) -> Panels:
     """Lay out INT8 weights of one input as one layer; see `CpuExtension.prepack_int8`.
 
     Raises:
@@ -52,6 +58,7 @@ def pack_int8(library: ctypes.CDLL, parts: Sequence[Int8Part], swiglu: bool, mem
     library.pj_pack_int8(
         c_parts, len(parts), out_features, in_features, swiglu, memory.data_ptr(), ctypes.byref(linear)
     )
+    linear.zero_points = int(zero_points)
     return Panels(linear, memory, in_features, out_features)
 
 

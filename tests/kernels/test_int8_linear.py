@@ -7,7 +7,7 @@ import torch
 from penjing.kernels import int8_linear as module
 from penjing.kernels.dispatch import force_torch
 from penjing.kernels.int8_linear import PackedInt8, int8_linear, int8_matmul, prepack_int8
-from penjing.kernels.quantize import quantize_per_token
+from penjing.kernels.quantize import quantize_above, quantize_per_token
 
 pytestmark = pytest.mark.usefixtures("implementation")
 SHAPES = [
@@ -158,3 +158,27 @@ def test_prepack_refuses(weight: torch.Tensor, scale: torch.Tensor, bias: torch.
 def test_linear_refuses(x: torch.Tensor) -> None:
     with pytest.raises(ValueError, match="x_MK"):
         int8_linear(x, random_layer(5, 12, bias=False))
+
+
+@pytest.mark.parametrize(("m", "k", "n"), [*SHAPES, (130, 96, 33)])
+def test_zero_points_equal_float64(m: int, k: int, n: int) -> None:
+    plain = random_layer(n, k, bias=True)
+    packed = prepack_int8(plain.weight_NK, plain.scale_N, plain.bias_N, zero_points=True)
+    x = torch.randn(m, k, generator=torch.Generator().manual_seed(m)).exp()  # all of it above 0
+    x[::3] *= -1
+    x[::5] = 0
+    q, scale, zero = quantize_above(x)
+    sums = exact(q.to(torch.int32) - zero[:, None], packed.weight_NK).astype(np.float64)
+    assert packed.bias_N is not None
+    expected = sums * scale[:, None].double().numpy() * packed.scale_N.double().numpy() + packed.bias_N.double().numpy()
+    y = int8_linear(x, packed)
+    np.testing.assert_allclose(y.numpy(), expected, rtol=1e-5, atol=1e-5 * np.abs(expected).max())
+    with force_torch():
+        assert torch.equal(y, int8_linear(x, packed))
+
+
+def test_a_damaged_row_above_a_zero_point_is_visible_and_harms_no_other() -> None:
+    packed = prepack_int8(random_int8(6, 40, 3), torch.ones(6), zero_points=True)
+    x = torch.ones(4, 40)
+    x[1, 7], x[2, 9] = float("nan"), float("-inf")
+    assert int8_linear(x, packed).isfinite().all(dim=1).tolist() == [True, False, False, True]

@@ -60,16 +60,17 @@ def same_on_each(kernels: CpuExtension, levels: list[str], x: Tensor, panels: Pa
     outputs=OUTPUTS,
     inputs=st.integers(1, 400),
     swiglu=st.booleans(),
+    above=st.booleans(),
     seed=st.integers(0, 999),
     data=st.data(),
 )
 def test_int8(
-    levels: list[str], rows: int, outputs: int, inputs: int, swiglu: bool, seed: int, data: st.DataObject
+    levels: list[str], rows: int, outputs: int, inputs: int, swiglu: bool, above: bool, seed: int, data: st.DataObject
 ) -> None:
     kernels, g = the_extension(), torch.Generator().manual_seed(seed)
     weight = torch.randint(-128, 128, ((1 + swiglu) * outputs, inputs), dtype=torch.int8, generator=g)
     scale, bias = torch.rand(len(weight), generator=g) * 1e-3, torch.randn(len(weight), generator=g)
-    panels = kernels.prepack_int8(weight, scale, bias, swiglu=swiglu)
+    panels = kernels.prepack_int8(weight, scale, bias, swiglu=swiglu, zero_points=above)
     same_on_each(kernels, levels, torch.randn(rows, inputs, generator=g), panels, data.draw(st.integers(0, rows)))
 
 

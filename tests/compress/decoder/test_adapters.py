@@ -106,6 +106,23 @@ def test_integers_lose_no_more_with_one(tiny_checkpoint: Path, tmp_path: Path) -
     assert moved > 20 * loss["alice"]
 
 
+def test_they_fit_channels_whose_sign_changed(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    settings = FLOATS | {"zero_points": ["*.down_proj"]}
+    base = made(tmp_path / "work", tiny_checkpoint, TRANSFORMS["all"] | {"search_steps": 2}, **settings)
+    drawn = adapter_tensors(tiny_checkpoint)
+    merged = merge(load_file(tiny_checkpoint / "model.safetensors"), drawn, scale=2.0)
+    tensors = load_file(base / "model.safetensors")
+    for layer, pair in (
+        AdapterFolder("alice", write_adapter(tmp_path / "a", drawn), open_checkpoint(base)).load().items()
+    ):
+        tensors[f"{layer}.weight"] = tensors[f"{layer}.weight"] + pair.scale * (pair.b_NR @ pair.a_RK)
+    token_ids = torch.randint(0, 320, (2, 24), generator=torch.Generator().manual_seed(4))
+    with torch.no_grad():
+        wanted, found = network(tiny_checkpoint, merged)(token_ids), network(base, tensors)(token_ids)
+    assert (load_file(base / FILE)["model.layers.0.mlp.down_proj.divided"] < 0).any()
+    assert (found - wanted).abs().max() < 2e-5 * wanted.abs().max()
+
+
 def test_an_artifact_without_transforms_keeps_none(tiny_checkpoint: Path, tmp_path: Path) -> None:
     off = {"rotate": False, "smooth_norm": 0, "smooth_down": 0, "smooth_output": 0}
     base = made(tmp_path / "work", tiny_checkpoint, off)

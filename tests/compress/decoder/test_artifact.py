@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from penjing.compress.report.schema import read_report
 from penjing.compress.run import run_recipe
@@ -100,6 +101,23 @@ def test_layers_can_be_kept(tiny_int8: Path, tmp_path: Path) -> None:
     assert checkpoint.dtype("model.layers.1.mlp.down_proj.weight") == "F32"
     assert checkpoint.dtype("model.layers.0.mlp.up_proj.weight") == "F32"
     assert checkpoint.dtype("model.layers.1.mlp.up_proj.weight") == "I8"
+    load_model(out)
+
+
+def test_kept_layers_in_16_bits(tiny_int8: Path, tmp_path: Path) -> None:
+    overrides = ['steps.0.keep=["*.0.mlp.down_proj"]', "steps.0.keep_dtype=float16"]
+    out = run_recipe(tiny_int8 / "recipe.toml", overrides, out=tmp_path / "o")
+    assert open_checkpoint(out).dtype("model.layers.0.mlp.down_proj.weight") == "F16"
+    load_model(out)
+
+
+def test_zero_points_are_stored_as_compressed_tensors_has_them(tiny_int8: Path, tmp_path: Path) -> None:
+    out = run_recipe(tiny_int8 / "recipe.toml", ['steps.0.zero_points=["*.down_proj"]'], out=tmp_path / "o")
+    groups = open_checkpoint(out).config_json["quantization_config"]["config_groups"]
+    assert [group["input_activations"]["symmetric"] for group in groups.values()] == [True, False]
+    assert groups["group_1"]["targets"] == [f"model.layers.{layer}.mlp.down_proj" for layer in range(2)]
+    divided = load_file(out / "transform" / "layers.safetensors")["model.layers.0.mlp.down_proj.divided"]
+    assert (divided < 0).any()  # signs
     load_model(out)
 
 

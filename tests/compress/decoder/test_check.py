@@ -76,6 +76,8 @@ def test_an_embedding_beyond_float16_is_refused(make_tiny_checkpoint: Callable[.
         (["evaluate.window=2048", "evaluate.prose_tokens=2048", "evaluate.code_tokens=0"], "evaluate.*2048"),
         (["data.window=1024", "data.tokens=1024"], r"steps.0: data.window=1024 is longer than the context of 512"),
         (['steps.0.keep=["*.down_prj"]'], r"steps.0: keep: '\*.down_prj' matches no linear layer"),
+        (['steps.0.zero_points=["*.down_prj"]'], r"steps.0: zero_points: '\*.down_prj' matches no linear layer"),
+        (['steps.0.zero_points=["*.q_proj"]'], r"name all layers that read what model.layers.0.self_attn.q_proj reads"),
         (["steps.0.transform.hadamard_down=64"], "hadamard_down: .* needed that divides 96"),
         (["steps.0.transform.hadamard_down=3"], "hadamard_down: .* power of two"),
     ],

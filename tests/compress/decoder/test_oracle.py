@@ -15,6 +15,7 @@ from penjing.compress.decoder.stream import LayerStream
 from penjing.core.checkpoint.decoder import open_checkpoint
 from penjing.core.checkpoint.load import load_model
 from penjing.core.models.decoder import Decoder
+from tests.core.artifact.int8_artifact import above_zero_points, quantization_config, write_int8_artifact
 
 
 def oracle(folder: Path) -> Any:
@@ -91,3 +92,14 @@ def test_the_int8_runtime_equals_the_fake_quantized_model(tiny_int8: Path) -> No
     # Almost all rows to float32 rounding; where one activation sits on a rounding edge a token may differ by a step.
     assert gaps.median() < 1e-5
     assert gaps.mean() < 0.02 * runtime.std()
+
+
+def test_zero_points_are_those_of_compressed_tensors(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    groups = above_zero_points("re:.*_proj")  # every layer's: their rule of dividing is ours then
+    quantization = quantization_config(["lm_head"], config_groups=groups)
+    folder = write_int8_artifact(tiny_checkpoint, tmp_path / "above", quantization=quantization)
+    ids = token_ids(folder, 4, 32)
+    with torch.no_grad():
+        wanted, found = oracle(folder)(ids).logits, load_model(folder).model(ids)
+    assert (found - wanted).abs().median() < 1e-4 * wanted.std()  # the rest sits on rounding edges
+    assert (found - wanted).abs().mean() < 0.02 * wanted.std()

@@ -96,6 +96,19 @@ def test_a_layer_computes_what_the_runtime_computes_of_its_integers() -> None:
         assert (made(x) - F.linear(x, made.float_weight(), made.bias)).abs().max() > 1e-3  # it does round
 
 
+def test_with_zero_points_it_computes_what_the_runtime_computes() -> None:
+    torch.manual_seed(3)
+    made, weight = FakeInt8Linear(24, 10, bias=False, zero_points=True), torch.randn(10, 24)
+    made.begin(weight, quantize_per_channel(weight))
+    quantized, x = made.quantized(), torch.randn(5, 24).exp().requires_grad_()
+    y = made(x)
+    runtime = Int8Linear(quantized.weight_NK, quantized.scale_N1, zero_points=True)
+    assert torch.allclose(y, runtime(x.detach()), rtol=1e-5, atol=1e-4)
+    y.sum().backward()
+    assert x.grad is not None
+    assert torch.allclose(x.grad, (quantized.weight_NK * quantized.scale_N1).sum(0).expand(5, 24), rtol=1e-4, atol=1e-4)
+
+
 def test_a_layer_begins_with_the_integers_it_is_given() -> None:
     weight = torch.randn(10, 24, generator=torch.Generator().manual_seed(1))
     given = quantize_per_channel(weight)

@@ -46,7 +46,7 @@ def test_an_override_reaches_a_section() -> None:
     [
         (
             "steps.0.lm_heat=keep",
-            "unknown key 'steps.0.lm_heat'; did you mean 'lm_head'.*keep, keep_int8, kind, kv_cache, .*lm_head",
+            "unknown key .steps.0.lm_heat.; did you mean .*keep, keep_dtype, keep_int8, kind, kv_cache, .*lm_head",
         ),
         ("smooth.alpha=0.5", "unknown key 'smooth'.*data, evaluate, guard, measure, model, output, steps"),
         ("steps.0.lm_head=int4", "steps.0.lm_head: input should be 'int8' or 'keep'.*got 'int4'"),

@@ -23,7 +23,7 @@ from penjing.core.checkpoint.load import load_model
 from penjing.core.cli import _run
 from penjing.core.errors import ConfigError, InputError
 from penjing.core.progress import Silent
-from tests.core.artifact.int8_artifact import write_int8_artifact
+from tests.core.artifact.int8_artifact import above_zero_points, quantization_config, write_int8_artifact
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "llama": {},
@@ -51,12 +51,16 @@ def read(session: DecoderSession, ids: list[int]) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("target", ["onnxruntime-avx2", "onnxruntime-cpu"])
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", [*VARIANTS, "above"])
 def test_logits_are_those_of_the_fake_quantized_model(
     variant: str, target: TargetName, tmp_path: Path, make_tiny_checkpoint: Callable[..., Path]
 ) -> None:
-    source = make_tiny_checkpoint(**VARIANTS[variant])
-    folder = write_int8_artifact(source, tmp_path / "int8", quantize_head=variant == "llama")
+    source, quantization = make_tiny_checkpoint(**VARIANTS.get(variant, {})), None
+    if variant == "above":
+        groups = above_zero_points("re:.*down_proj", "re:.*[qkv]_proj")
+        quantization = quantization_config(["lm_head"], config_groups=groups)
+    head = variant == "llama"
+    folder = write_int8_artifact(source, tmp_path / "int8", quantize_head=head, quantization=quantization)
     session = exported(folder, tmp_path / "onnx", target)
     ids = tokens(40)
     found = read(session, ids)

@@ -29,6 +29,13 @@ def quantization_config(ignore: list[str], **changes: Any) -> dict[str, Any]:
     } | changes
 
 
+def above_zero_points(*targets: str) -> dict[str, Any]:
+    """`config_groups` in which the activations of `targets` have zero points."""
+    group = quantization_config([])["config_groups"]["group_0"]
+    above = group | {"targets": list(targets), "input_activations": group["input_activations"] | {"symmetric": False}}
+    return {"group_0": group, "group_1": above}
+
+
 def quantize_channels(weight_NK: Tensor) -> tuple[Tensor, Tensor]:
     """Round to nearest with one scale a row: int8 (N, K), float32 (N, 1)."""
     scale = weight_NK.abs().amax(1, keepdim=True) / 127

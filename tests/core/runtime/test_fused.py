@@ -16,7 +16,7 @@ from penjing.core.runtime.fused import fuse_decoder, why_not_fused
 from penjing.kernels.decoder_step import DecoderStep
 from penjing.kernels.dispatch import force_torch
 from tests.core.artifact.int4_artifact import write_int4_artifact
-from tests.core.artifact.int8_artifact import write_int8_artifact
+from tests.core.artifact.int8_artifact import above_zero_points, quantization_config, write_int8_artifact
 from tests.core.models.paged_decoder import Pages
 from tests.kernels.cpu import needs_extension
 
@@ -57,7 +57,14 @@ def make(make_tiny_checkpoint: MakeCheckpoint, folder: Path, name: str, scheme: 
         return load_model(write_int4_artifact(checkpoint, folder / "int4", eight=eight, scale_dtype=scales)).model
     half = torch.bfloat16 if scheme == "int8-half" else torch.float32
     quantize_head = scheme != "int8" and name != "untied"  # the helper makes an INT8 head of a tied one
-    out = write_int8_artifact(checkpoint, folder / "int8", quantize_head=quantize_head, embedding_dtype=half)
+    ignore, groups = (
+        [] if quantize_head else ["lm_head"],
+        above_zero_points("re:.*down_proj", "re:.*self_attn.[qkv]_proj"),
+    )
+    quantization = quantization_config(ignore, config_groups=groups) if scheme == "int8-above" else None
+    out = write_int8_artifact(
+        checkpoint, folder / "int8", quantize_head=quantize_head, embedding_dtype=half, quantization=quantization
+    )
     return load_model(out).model
 
 
@@ -92,7 +99,7 @@ def draw_ids(count: int, seed: int) -> Tensor:
 @pytest.mark.parametrize(
     ("name", "scheme"),
     [
-        *((name, scheme) for name in CONFIGS for scheme in ("fp32", "int8", "int8-head", "int8-half")),
+        *((name, scheme) for name in CONFIGS for scheme in ("fp32", "int8", "int8-head", "int8-half", "int8-above")),
         *((name, scheme) for name in CONFIGS if name != "odd" for scheme in ("int4", "int4-mixed")),
         ("llama", "int4-half"),
     ],
