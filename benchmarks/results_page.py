@@ -53,6 +53,7 @@ SECTIONS = {  # a title and what "This measures"
     "int4_quality": "Quality of 4-bit weights: the rise of SmolLM2's perplexity, beside llama.cpp's own files.",
     "kernels_gpu": "GPU kernels: the speed of the Triton-language kernels and of the engine on a GPU.",
     "kv_cache": "Key-value cache: the INT8 key-value cache beside the float32 one, in quality, bytes and speed.",
+    "long_context": "Long contexts: a window and chosen blocks of keys beside full attention, in SmolLM2-135M.",
     "overhead": "Overhead: what the engine costs beside its kernels, in start-up, memory and time of a step.",
     "compress": "Compression of SmolLM2: INT8 by recipe, with 95 % intervals. `smollm2-int8` has no name before it.",
     "generalisation": "INT8 on other texts: the rise of SmolLM2's perplexity on texts unlike the calibration's, 95 %.",

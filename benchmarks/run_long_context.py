@@ -1,0 +1,277 @@
+"""Measure attention to a window and chosen blocks of keys beside full attention, in long contexts; appends rows.
+
+    python benchmarks/run_long_context.py build/smollm2-int8                    # about an hour on one core
+    python benchmarks/run_long_context.py build/smollm2-int8 --only steps       # what needs a quiet machine
+    python benchmarks/run_long_context.py build/smollm2-int8 --only perplexity --table
+
+`keys_read` are counted: keys that a decode step reads in all layers, beside the keys of the context; `bytes_read` has
+the summaries too that it chooses by. `pass_key` is the negative log-likelihood a digit, in nats, of a
+number that stands at one of nine depths of the context and is asked for at its end. Perplexity is that of the tokens
+behind the 2048th of each window of held-out text. Both go through the step that serves, prompts in chunks, so that
+every token chooses. `decode` are steps of one sequence in tokens a second, with both kinds in turns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+
+import torch
+import torch.nn.functional as F
+from lib.models import ARTIFACT, say, warn_if_busy
+from lib.rows import RESULTS, Row, append, new_row
+from run_kernels import Case, Rounds
+from torch import Tensor
+
+from penjing.core.checkpoint.load import LoadedModel, load_model
+from penjing.core.cli import guarded
+from penjing.core.errors import SetupError
+from penjing.core.models.config import DecoderConfig
+from penjing.core.runtime.fused import fuse_decoder
+from penjing.core.text.corpus import code_text, heldout_text
+from penjing.kernels.cpu.key_blocks import StepBlocks
+from penjing.kernels.decoder_step import DecoderStep
+from penjing.serve.engine.config import EngineConfig, KvDtype
+from penjing.serve.runner.key_blocks import allocate_summaries, bytes_per_page, key_blocks_of
+from penjing.serve.runner.kv_pool import allocate_pool, bytes_per_block
+
+PAGE, CHUNK = 16, 256
+CONTEXT = 8192
+COUNTED_FROM = 2048  # before it the smallest budgets of the table read nearly everything too
+DEPTHS = tuple(tenth / 10 for tenth in range(1, 10))
+KV_DTYPES: tuple[KvDtype, KvDtype] = ("float32", "int8")
+CHOOSING = EngineConfig(attention="window+blocks")
+TABLE = [(block, budget) for block in (16, 32, 64) for budget in (1024, 2048)]
+FULL = "full attention"
+
+
+@dataclass
+class Cache:
+    """Pages of one sequence, in order, and the summaries where rows choose."""
+
+    config: DecoderConfig
+    step: DecoderStep
+    pool: Tensor
+    scale: Tensor | None
+    blocks: StepBlocks | None
+
+    @classmethod
+    def make(cls, config: DecoderConfig, step: DecoderStep, kind: KvDtype, engine: EngineConfig, tokens: int) -> Cache:
+        pages = -(-tokens // PAGE)
+        engine = engine.model_copy(
+            update={"num_blocks": pages, "kv_dtype": kind, "block_size": max(PAGE, engine.attention_block)}
+        )
+        pages = -(-tokens // engine.block_size)
+        return cls(
+            config,
+            step,
+            *allocate_pool(config, pages, engine.block_size, kind),
+            allocate_summaries(engine.model_copy(update={"num_blocks": pages}), config),
+        )
+
+    def run(self, ids_T: Tensor, start: int, wanted: Tensor) -> Tensor:
+        """Compute tokens that stand from `start` on; the logits of the rows `wanted`."""
+        end = start + len(ids_T)
+        position = torch.arange(start, end)
+        table = torch.arange(self.pool.shape[2], dtype=torch.int32)[None]
+        lengths = torch.tensor([0, len(ids_T)]).int(), torch.tensor([end]).int()
+        numbers = ids_T.int(), position.int(), position, *lengths, table, wanted.int(), self.pool
+        return self.step.step(*numbers, self.scale, key_blocks=self.blocks)
+
+    def prefill(self, ids_T: Tensor, start: int) -> None:
+        for at in range(0, len(ids_T), CHUNK):
+            self.run(ids_T[at : at + CHUNK], start + at, torch.arange(0))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", type=Path, nargs="?", default=ARTIFACT, help="an artifact or checkpoint")
+    parser.add_argument("--windows", type=int, default=1, help=f"of {CONTEXT} tokens of prose, and as many of code")
+    parser.add_argument("--table", action="store_true", help="perplexity by size of block and budget too")
+    parser.add_argument("--kv", choices=KV_DTYPES, help="pass key and perplexity with this cache alone")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--only", choices=["counts", "perplexity", "pass_key", "steps"])
+    parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the rows")
+    arguments = parser.parse_args()
+    warn_if_busy()
+    loaded = load_model(arguments.model)
+    step = fuse_decoder(loaded.model)
+    if step is None:
+        raise SetupError(f"{arguments.model} does not run as fused steps")
+    kinds = KV_DTYPES if arguments.kv is None else (arguments.kv,)
+    wanted = ("counts", "perplexity", "pass_key", "steps") if arguments.only is None else (arguments.only,)
+    with torch.inference_mode():
+        if "counts" in wanted:
+            append("long_context", count_rows(loaded.config), arguments.results)
+        if "perplexity" in wanted:
+            append("long_context", perplexity_rows(loaded, step, kinds, arguments), arguments.results)
+        if "pass_key" in wanted:
+            append("long_context", pass_key_rows(loaded, step, kinds), arguments.results)
+        if "steps" in wanted:
+            append("long_context", step_rows(loaded.config, step, arguments.rounds), arguments.results)
+    return 0
+
+
+def share_read(config: DecoderConfig, engine: EngineConfig, position: int, kind: KvDtype | None) -> float:
+    """What a row at `position` reads in all layers, as a share of full attention: keys, or bytes of a kind of cache."""
+    blocks, layers = key_blocks_of(engine), config.num_hidden_layers
+    assert blocks is not None
+    chosen = float(blocks.num_read(position))
+    if kind is not None:
+        key_bytes = bytes_per_block(config, 1, kind) / layers / config.num_key_value_heads
+        chosen += blocks.num_scored(position) * 2 * (config.head_dim + 4) / key_bytes
+    full = engine.attention_full_layers * (position + 1)
+    return (full + (layers - engine.attention_full_layers) * chosen) / (layers * (position + 1))
+
+
+def count_rows(config: DecoderConfig) -> list[Row]:
+    rows: list[Row] = []
+    for context in (8192, 16384):
+        for kind in (None, *KV_DTYPES):
+            name = f"keys_read_{context}" if kind is None else f"bytes_read_{context}_{kind}"
+            share = share_read(config, CHOOSING, context - 1, kind)
+            rows.append(new_row("long_context", name, share, "share", runs=0, baseline=FULL, baseline_value=1.0))
+    for kind in KV_DTYPES:
+        full = bytes_per_block(config, 1, "float32")
+        held = bytes_per_block(config, 1, kind) + bytes_per_page(CHOOSING, config) / CHOOSING.block_size
+        rows.append(
+            new_row(
+                "long_context", f"bytes_per_token_{kind}", held, "B", runs=0, baseline="float32 cache, full attention",
+                baseline_value=full,
+            )
+        )  # fmt: skip
+    return rows
+
+
+def perplexity_rows(
+    loaded: LoadedModel, step: DecoderStep, kinds: tuple[KvDtype, ...], arguments: argparse.Namespace
+) -> list[Row]:
+    count = CONTEXT * arguments.windows
+    texts = {"prose": heldout_text(), "code": code_text(8 * count)}
+    rows: list[Row] = []
+    for name, text in texts.items():
+        ids = torch.tensor(loaded.tokenizer.encode(text)[:count]).view(-1, CONTEXT)
+        for kind in kinds:
+            base = perplexity(loaded.config, step, ids, kind, EngineConfig())
+            rows.append(new_row("long_context", f"perplexity_{name}_{kind}_full", base, "perplexity", runs=1))
+            for engine in engines(arguments.table and kind == kinds[0]):
+                value = perplexity(loaded.config, step, ids, kind, engine)
+                label = f"perplexity_{name}_{kind}_blocks_of_{engine.attention_block}_budget_{engine.attention_budget}"
+                rows.append(
+                    new_row("long_context", label, value, "perplexity", runs=1, baseline=FULL, baseline_value=base)
+                )
+                say(f"{label}: {value:.4f}, {value / base - 1:+.3%}")
+    return rows
+
+
+def engines(table: bool) -> list[EngineConfig]:
+    if not table:
+        return [CHOOSING]
+    return [
+        EngineConfig.model_validate(
+            {
+                "attention": "window+blocks",
+                "attention_block": block,
+                "attention_budget": budget,
+                "attention_sink": block,
+                "attention_window": 256 if budget == 1024 else 512,
+                "block_size": max(PAGE, block),
+            }
+        )
+        for block, budget in TABLE
+    ]
+
+
+def perplexity(config: DecoderConfig, step: DecoderStep, windows: Tensor, kind: KvDtype, engine: EngineConfig) -> float:
+    loss, tokens = 0.0, 0
+    for ids_T in windows:
+        cache = Cache.make(config, step, kind, engine, CONTEXT)
+        for start in range(0, CONTEXT, CHUNK):
+            counted = start >= COUNTED_FROM
+            logits = cache.run(ids_T[start : start + CHUNK], start, torch.arange(CHUNK if counted else 0))
+            if counted:
+                following = ids_T[start + 1 : start + CHUNK + 1]
+                loss += F.cross_entropy(logits[: len(following)].double(), following, reduction="sum").item()
+                tokens += len(following)
+    return math.exp(loss / tokens)
+
+
+def pass_key_rows(loaded: LoadedModel, step: DecoderStep, kinds: tuple[KvDtype, ...]) -> list[Row]:
+    rows: list[Row] = []
+    for kind in kinds:
+        found = {
+            name: pass_keys(loaded, step, kind, engine)
+            for name, engine in (("full", EngineConfig()), ("blocks", CHOOSING))
+        }
+        for depth, full, chosen in zip(DEPTHS, found["full"], found["blocks"], strict=True):
+            name = f"pass_key_{kind}_depth_{depth:.1f}"
+            rows.append(new_row("long_context", f"{name}_full", full, "nats", runs=1))
+            rows.append(new_row("long_context", name, chosen, "nats", runs=1))
+            say(f"{name}: {full:.4f} with full attention, {chosen:.4f} with blocks")
+    return rows
+
+
+def pass_keys(loaded: LoadedModel, step: DecoderStep, kind: KvDtype, engine: EngineConfig) -> list[float]:
+    """Nats a digit at each depth. What stands before the number is computed once for all depths."""
+    encode, random = loaded.tokenizer.encode, Random(0)
+    text = encode(heldout_text())[:CONTEXT]
+    cache = Cache.make(loaded.config, step, kind, engine, CONTEXT)
+    nats: list[float] = []
+    computed = 0
+    for depth in DEPTHS:
+        number = "".join(str(random.randrange(10)) for _ in range(5))
+        told = encode(f"\n\nThe pass key is {number}. Remember it: {number} is the pass key.\n\n")
+        asked = encode("\n\nWhat is the pass key? The pass key is")
+        answer = encode(f" {number}")
+        at = int(depth * CONTEXT) // PAGE * PAGE
+        cache.prefill(torch.tensor(text[computed:at]), computed)
+        computed = at
+        rest = text[at : CONTEXT - len(told) - len(asked) - len(answer)]
+        cache.prefill(torch.tensor([*told, *rest]), at)
+        begin = at + len(told) + len(rest)
+        ids = torch.tensor([*asked, *answer])
+        logits = cache.run(ids, begin, torch.arange(len(asked) - 1, len(ids) - 1))
+        loss = F.cross_entropy(logits.double(), torch.tensor(answer), reduction="none")
+        nats.append(loss[-5:].mean().item())
+    return nats
+
+
+def step_rows(config: DecoderConfig, step: DecoderStep, rounds: int) -> list[Row]:
+    """Decode steps over random keys; how fast a choice is made does not depend on what is chosen."""
+    step.max_positions = 16384  # what a position is rotated by does not matter here
+    cases: dict[str, Case] = {}
+    for context in (8192, 16384):
+        for kind in KV_DTYPES:
+            for name, engine in (("full", EngineConfig()), ("blocks", CHOOSING)):
+                cache = Cache.make(config, step, kind, engine, context)
+                if cache.scale is None:
+                    cache.pool.normal_()
+                else:
+                    cache.pool.random_(-127, 128)
+                    cache.scale.uniform_(0.01, 0.02)
+                if cache.blocks is not None:
+                    cache.blocks.summary.random_(-127, 128)
+                    cache.blocks.summary_scale.uniform_(0.005, 0.01)
+                run = lambda c=cache, p=context - 1: c.run(torch.tensor([7]), p, torch.arange(1))  # noqa: E731
+                cases[f"{context}_{kind}_{name}"] = Case(run, 1, 4)
+    rate = Rounds(cases, rounds).rate
+    return [
+        new_row(
+            "long_context",
+            f"decode_{name}",
+            value,
+            "tok/s",
+            runs=rounds,
+            baseline=None if name.endswith("full") else FULL,
+            baseline_value=None if name.endswith("full") else rate[name.replace("blocks", "full")],
+        )
+        for name, value in rate.items()
+    ]
+
+
+if __name__ == "__main__":
+    sys.exit(guarded(main))
