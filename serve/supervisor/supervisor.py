@@ -196,6 +196,7 @@ class _Supervisor:
     def _wait_ready(self, server: ServerProcess) -> str | None:
         """None once the whole path from gRPC to the engine has given a token, or a stop was asked; else what failed."""
         started = time.monotonic()
+        clock = HangClock(LOADING_BEAT_SECONDS, self.config.start_timeout)  # starved as it loads is not hung either
         while not self.stops:
             self._keep_front()
             if (failure := server.wait(POLL_SECONDS, self.wake_fd)) is not None:
@@ -205,8 +206,9 @@ class _Supervisor:
             seconds = time.monotonic() - started
             if seconds > FIRST_BEAT_SECONDS and not server.pulse.stub_pid:
                 raise _NotStartedError(f"the model's process did not start within {FIRST_BEAT_SECONDS:.0f} s")
-            if seconds > LOADING_BEAT_SECONDS < server.pulse.beat_age():
-                raise _NotStartedError(f"the model's process has hung for {LOADING_BEAT_SECONDS:.0f} s as it loaded")
+            pid = server.pulse.stub_pid
+            if pid and (failure := clock.verdict(pid, time.monotonic(), server.pulse.beat_age())) is not None:
+                raise _NotStartedError(f"the model's process {failure} as it loaded")
             if seconds > self.config.start_timeout:
                 return f"the model was not ready within {self.config.start_timeout:.0f} s"
             if server.pulse.phase is Phase.SERVING and self._accepts_connections():

@@ -22,6 +22,7 @@ from penjing.core.progress import Silent
 from penjing.serve.client.protocol import PULSE_VARIABLE
 from penjing.serve.supervisor import state, supervisor
 from penjing.serve.supervisor.process import ServeConfig, check_ports
+from penjing.serve.triton.hang_clock import HangClock, ThreadState
 from penjing.serve.triton.pulse import Phase, Pulse, announce
 from tests.serve.triton.serving import Served, free_ports, leftovers
 
@@ -92,6 +93,42 @@ def test_a_model_process_that_never_lives_is_started_anew(
             starting.run()
     assert len(servers) == 3
     assert all(server.killed for server in servers)
+
+
+@pytest.mark.parametrize("runnable", [True, False])
+def test_a_model_that_gets_no_processor_as_it_loads_is_waited_for(
+    monkeypatch: pytest.MonkeyPatch, tiny_long: Path, runnable: bool
+) -> None:
+    clock = [0.0]
+
+    class Loading(Lost):
+        """It has beaten once, long ago; ninety seconds later it serves."""
+
+        def __init__(self, *_: Any) -> None:
+            super().__init__(clock, lives=False)
+            self.pulse.stub_pid, self.pulse.beat_age = 1, lambda: clock[0] + 1.0
+
+        def wait(self, seconds: float, wake_fd: int) -> None:
+            clock[0] += 0.4
+            if clock[0] > 90.0:
+                self.pulse.phase = Phase.SERVING
+
+    monkeypatch.setattr(supervisor._Supervisor, "_accepts_connections", lambda self: True)
+    monkeypatch.setattr(supervisor._Supervisor, "_canary", lambda self: None)
+    monkeypatch.setattr(supervisor.time, "monotonic", lambda: clock[0])
+    states = {1: ThreadState(runnable, 0.0)}
+    monkeypatch.setattr(supervisor, "HangClock", lambda *times: HangClock(*times, look=lambda _: states))
+    port = free_ports(1)[0]
+    with state.owning(port):
+        found: Any = None
+        starting = supervisor._Supervisor(found, tiny_long, ServeConfig(grpc_port=port), "{}", Silent())
+        starting.wake_fd = -1
+        server: Any = Loading()
+        if runnable:
+            assert starting._wait_ready(server) is None
+        else:
+            with pytest.raises(supervisor._NotStartedError, match=r"has hung for 60.* s as it loaded"):
+                starting._wait_ready(server)
 
 
 def test_a_model_shows_life_before_it_imports(monkeypatch: pytest.MonkeyPatch) -> None:
