@@ -4,10 +4,17 @@
     python benchmarks/run_vision_server.py --model build/resnet-fashion-int8
 
     python benchmarks/run_vision_server.py --only burst     # the last answer of eight requests that come at once
+    python benchmarks/run_vision_server.py --only processor # the processor time of a request, process by process
 
 Requests carry the 64 images that ONNX Runtime runs at once alone, then 16, then one, which the server gathers. Rows in
 benchmarks/results/vision_server.jsonl; `ratio` is the share of ONNX Runtime's throughput. Client and server share the
 machine's cores: `client_cores` is what the client keeps of them.
+
+`processor_…` are milliseconds of processor time of a request, which say the same on a busy machine: of ONNX Runtime in
+process on one thread, of Triton server, of the model's process that it runs ("stub"), of our client, and of the least
+that a client can do, which sends bytes that were made before and reads none (`client_of_bytes`). `processor_share` is
+what ONNX Runtime needs of all that the served request costs but for the client, which has a machine of its own in
+earnest.
 """
 
 from __future__ import annotations
@@ -16,32 +23,42 @@ import argparse
 import asyncio
 import sys
 import tempfile
+import time
+from collections import defaultdict
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+import grpc.aio
 import numpy as np
 import onnxruntime
 from lib.models import warn_if_busy
+from lib.processor_time import below, seconds
 from lib.rows import RESULTS, Row, append, new_row
 from run_int8 import synthetic
 
 from penjing.compress.quantizers.classifier import ArtifactSettings, quantize_checkpoint
 from penjing.compress.samples.data import ImageData
-from penjing.core.artifact.onnx_classifier import open_classifier_artifact
+from penjing.core.artifact.onnx_classifier import normalised, open_classifier_artifact
 from penjing.core.checkpoint.classifier import save_classifier
 from penjing.core.cli import guarded
 from penjing.core.files import publish_folder
 from penjing.core.models.resnet_config import cifar_resnet
+from penjing.core.runtime.onnx_runtime import INPUT
 from penjing.serve.bench.batched import bench_batched, run_requests
 from penjing.serve.client.client import AsyncClient
-from penjing.serve.client.protocol import REQUEST_SECONDS
+from penjing.serve.client.protocol import CLASSIFIER, REQUEST_SECONDS
+from penjing.serve.client.wire_tensors import build_infer
+from penjing.serve.families.classifier import IMAGES_UNDER_WAY
+from penjing.serve.supervisor.state import read_state
 from penjing.serve.supervisor.temporary import temporary_server
 from penjing.train.data.images import ImageSet
 
 SIDE = 28
 REQUEST_IMAGES = (64, 16, 1)
 BURST = 8  # requests
+CLIENTS = ("client", "client_of_bytes")
+NAMES = {"triton_python_b": "stub", "python": "supervisor"}
 
 
 def main() -> int:
@@ -52,7 +69,7 @@ def main() -> int:
     parser.add_argument(
         "--threads", type=int, default=0, help="of ONNX Runtime, alone and served; 0: one for each core"
     )
-    parser.add_argument("--only", choices=("throughput", "burst"))
+    parser.add_argument("--only", choices=("throughput", "burst", "processor"))
     parser.add_argument("--quick", action="store_true", help="one short run, to try the script")
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the rows")
     arguments = parser.parse_args()
@@ -63,7 +80,7 @@ def main() -> int:
         model = arguments.model or synthetic_artifact(Path(scratch), 8 if arguments.quick else 32)
         with temporary_server(model, [f"threads={arguments.threads}"]) as server:
             name, rows = "random" if arguments.model is None else arguments.model.name, list[Row]()
-            if arguments.only != "burst":
+            if arguments.only in (None, "throughput"):
                 for request_images in REQUEST_IMAGES:
                     found = bench_batched(
                         model,
@@ -74,8 +91,11 @@ def main() -> int:
                         request_images=request_images,
                     )
                     rows += server_rows(name, found)
-            if arguments.only != "throughput":
+            if arguments.only in (None, "burst"):
                 rows += burst_rows(name, model, server, arguments.runs)
+            if arguments.only in (None, "processor"):
+                for request_images in REQUEST_IMAGES:
+                    rows += processor_rows(name, model, server, arguments, request_images)
     append("vision_server", rows, arguments.results)
     return 0
 
@@ -112,6 +132,61 @@ def server_rows(name: str, found: dict[str, Any]) -> list[Row]:
         for kind in ("floats", "pixels")
     ]
     return [*rows, new_row("vision_server", f"{case}/client_cores", found["client_cores"], "cores", runs=found["runs"])]
+
+
+def processor_rows(
+    name: str, model: Path, server: str, arguments: argparse.Namespace, request_images: int
+) -> list[Row]:
+    """Milliseconds of processor time of a request, medians of `--runs` turns; see the module."""
+    artifact = open_classifier_artifact(model)
+    shape = (request_images, artifact.config.model.in_channels, *artifact.config.image_size)
+    pixels = np.random.default_rng(0).integers(0, 256, shape, np.uint8)
+    alone, floats = artifact.session(1), normalised(pixels, artifact.config)
+    requests, streams = max(64, arguments.images // request_images // 4), max(1, IMAGES_UNDER_WAY // request_images)
+    state = read_state(int(server.rpartition(":")[2]))
+    assert state is not None, "the server was started by this script"
+    processes = below(state.supervisor_pid)
+    data = build_infer(CLASSIFIER, {"pixels": pixels}).SerializeToString()
+
+    async def ask(client: AsyncClient, _: int) -> None:
+        await client.classify(pixels, timeout=REQUEST_SECONDS)
+
+    async def ask_bytes() -> None:
+        async with grpc.aio.insecure_channel(server) as channel:
+            call: Any = channel.unary_unary("/inference.GRPCInferenceService/ModelInfer")
+            left = iter(range(requests))
+
+            async def stream() -> None:
+                for _ in left:
+                    await call(data, timeout=REQUEST_SECONDS)
+
+            await asyncio.gather(*(stream() for _ in range(streams)))
+
+    found: dict[str, list[float]] = defaultdict(list)
+    for _ in range(arguments.runs + 1):
+        marks = [time.process_time()]
+        for _ in range(requests):
+            alone.run(None, {INPUT: floats})
+        marks.append(time.process_time())
+        before = seconds(processes)
+        asyncio.run(run_requests(server, ask, requests, streams))
+        after = seconds(processes)
+        marks.append(time.process_time())
+        asyncio.run(ask_bytes())
+        marks.append(time.process_time())
+        took = dict(zip(("onnxruntime", *CLIENTS), np.diff(marks).tolist(), strict=True))
+        took |= {NAMES.get(each, each): after[each] - before[each] for each in after}
+        for what, value in took.items():
+            found[what].append(1000 * value / requests)
+    middle = {what: median(values[1:]) for what, values in found.items()}  # the first turn warms memory up
+    case = f"{name}/requests_of_{request_images}"
+    rows = [
+        new_row("vision_server", f"{case}/processor_{what}", value, "ms", runs=arguments.runs)
+        for what, value in middle.items()
+    ]
+    server_alone = sum(value for what, value in middle.items() if what not in ("onnxruntime", *CLIENTS))
+    share = middle["onnxruntime"] / server_alone
+    return [*rows, new_row("vision_server", f"{case}/processor_share", share, "share", runs=arguments.runs)]
 
 
 def synthetic_artifact(scratch: Path, width: int) -> Path:
