@@ -6,6 +6,10 @@
 
 namespace {
 
+using penjing::PANEL;
+
+// Fewer rows wait for memory, and tiles do not help.
+constexpr int LEAST_ROWS = 9;
 constexpr int TILE_ROWS = 16;    // of activations
 constexpr int TILE_GROUPS = 16;  // k-groups of 4 inputs
 
@@ -73,7 +77,7 @@ inline void sum_1(const uint8_t* x, int64_t ldx, const int8_t* w, int64_t width,
             _tile_dpbusd(3, 4, 7);
         }
     }
-    const int64_t lda = 4 * penjing::PANEL;
+    const int64_t lda = 4 * PANEL;
     _tile_stored(0, acc, lda);
     if (NR > 1) _tile_stored(1, acc + 16, lda);
     if (NR > 2) _tile_stored(2, acc + 32, lda);
@@ -102,8 +106,8 @@ inline void sum_2(const uint8_t* x, const uint8_t* second, int64_t ldx, const in
             _tile_dpbusd(3, 5, 7);
         }
     }
-    const int64_t lda = 4 * penjing::PANEL;
-    int32_t* below = acc + TILE_ROWS * penjing::PANEL;
+    const int64_t lda = 4 * PANEL;
+    int32_t* below = acc + TILE_ROWS * PANEL;
     _tile_stored(0, acc, lda);
     _tile_stored(2, below, lda);
     if (NR > 1) _tile_stored(1, acc + 16, lda);
@@ -113,7 +117,7 @@ inline void sum_2(const uint8_t* x, const uint8_t* second, int64_t ldx, const in
 // Adds the k-groups that fill no tile: `groups` of them for some rows and columns.
 inline void sum_rest(int rows, int columns, const uint8_t* x, int64_t ldx, const int8_t* w, int64_t width,
                      int64_t groups, int32_t* acc) {
-    for (int m = 0; m < rows; ++m, x += ldx, acc += penjing::PANEL) {
+    for (int m = 0; m < rows; ++m, x += ldx, acc += PANEL) {
         for (int column = 0; column < columns; column += 16) {
             VI sum = vi_load(acc + column);
             for (int64_t g = 0; g < groups; ++g) {

@@ -154,7 +154,7 @@ size_t Decoder::carve(void* memory) {
     masks_ = carver.take<uint8_t>(choice_.mask_bytes());
     split_rows_ = in_.rows >= ROWS_A_MEMBER * threads_;
     shared_ = carve_buffers(carver, std::max(split_rows_ ? 0 : in_.rows, in_.num_logits));
-    const int64_t own_rows = split_rows_ ? std::max(OWN_ROWS, most_chunk_rows(*ops_, input_size())) : OWN_ROWS;
+    const int64_t own_rows = split_rows_ ? std::max(OWN_ROWS, most_chunk_rows(input_size())) : OWN_ROWS;
     own_.resize(static_cast<size_t>(threads_));
     attention_scratch_.resize(static_cast<size_t>(threads_));
     top_.resize(static_cast<size_t>(threads_));
@@ -231,7 +231,7 @@ void Decoder::by_columns(const Team& team, const Buffers& own) {
 
 void Decoder::by_rows(const Team& team, const Buffers& own) {
     const Team alone{0, 1, nullptr};
-    const int64_t chunk = row_chunk(*ops_, in_.rows, input_size(), team.members);
+    const int64_t chunk = row_chunk(in_.rows, input_size(), team.members);
     for (int64_t layer = 0; layer < model_.num_layers; ++layer) {
         std::atomic<int64_t>& next = next_[static_cast<size_t>(2 * layer)];
         for (int64_t row; (row = next.fetch_add(chunk)) < in_.rows;) {

@@ -12,7 +12,8 @@ struct Int4Block {
     int32_t scale_dtype;  // PjDtype
     int64_t ldx;          // of the rows' bytes
     int64_t lds;          // of their starts and group scales
-    const float* group_scale;  // of the rows, with offsets; null: no offsets
+    const float* group_sum;    // of the rows, with offsets
+    const float* group_scale;  // the same; null: no offsets
     penjing::Ahead ahead;  // lines for each pair of k-groups
     int64_t skip;          // bytes of `ahead` that a group's scales and offsets take
 };
@@ -31,12 +32,11 @@ inline int64_t bytes_of_group(const Int4Block& b) {
 
 // W columns of a row's sum over one group, ready to be added: sum × scale, and with offsets (sum × scale + sum of the
 // activations × offset) × the group's scale of activations.
-inline V group_term(const Int4Block& b, const char* scales, int64_t column, VI sum, V scale, int64_t at,
-                    const int32_t* start) {
+inline V group_term(const Int4Block& b, const char* scales, int64_t column, VI sum, V scale, int64_t at) {
     const V product = v_mul(v_from_int(sum), scale);
     if (!b.group_scale) return product;
     const V offset = v_load_scales(scales + b.columns * bytes_of_scale(b.scale_dtype), column, b.scale_dtype);
-    const V moved = v_mul(v_set(static_cast<float>(start[at])), offset);
+    const V moved = v_mul(v_set(b.group_sum[at]), offset);
     return v_mul(v_add(product, moved), v_set(b.group_scale[at]));
 }
 

@@ -137,6 +137,8 @@ void pack_int8(const PjPart* parts, int num_parts, int64_t n, int64_t k, bool sw
     linear->bias = biases;
 }
 
+constexpr size_t MORE_ROWS = 15;  // behind the last, see Int4Rows
+
 Rows carve_rows(Carver& carver, int64_t rows, int64_t k) {
     const size_t r = static_cast<size_t>(rows);
     Rows found{};
@@ -145,14 +147,15 @@ Rows carve_rows(Carver& carver, int64_t rows, int64_t k) {
     found.zero = carver.take<int32_t>(r);
     found.q4 = carver.take<int8_t>(r * static_cast<size_t>(k));
     found.start = carver.take<int32_t>(r * static_cast<size_t>(k / LEAST_GROUP + 1));
-    found.group_scale = carver.take<float>(r * static_cast<size_t>(k / LEAST_GROUP + 1));
+    found.group_sum = carver.take<float>((r + MORE_ROWS) * static_cast<size_t>(k / LEAST_GROUP + 1));
+    found.group_scale = carver.take<float>((r + MORE_ROWS) * static_cast<size_t>(k / LEAST_GROUP + 1));
     return found;
 }
 
 Rows rows_from(const Rows& rows, const PjLinear& linear, int64_t row) {
     const int64_t k = linear.k, groups = linear.dtype == PJ_INT4 ? k / linear.group : 0;
     return {rows.x + row * k, rows.q + row * padded_k(k), rows.row_scale + row, rows.zero + row,
-            rows.q4 + row * k, rows.start + row * groups, rows.group_scale + row * groups};
+            rows.q4 + row * k, rows.start + row * groups, rows.group_sum + row * groups, rows.group_scale + row * groups};
 }
 
 void quantize_row_for(const Ops& ops, const PjLinear& linear, const float* x, const Rows& rows, int64_t row) {
@@ -160,7 +163,7 @@ void quantize_row_for(const Ops& ops, const PjLinear& linear, const float* x, co
     const Rows at = rows_from(rows, linear, row);
     if (linear.dtype == PJ_INT8 && linear.zero_points) quantize_above(ops, x, linear.k, at.q, at.row_scale, at.zero);
     else if (linear.dtype == PJ_INT8) quantize_for_panels(ops, x, linear.k, at.q, at.row_scale);
-    else if (linear.offsets) quantize_each_group(ops, x, linear.k, linear.group, at.q4, at.start, at.group_scale);
+    else if (linear.offsets) quantize_each_group(ops, x, linear.k, linear.group, at.q4, at.group_sum, at.group_scale);
     else quantize_for_groups(ops, x, linear.k, linear.group, at.q4, at.start, at.row_scale);
 }
 
@@ -175,7 +178,7 @@ void apply_linear(const Ops& ops, const PjLinear& linear, const Rows& rows, int6
     }
     if (linear.dtype == PJ_INT4) {
         const int64_t panels = num_panels(linear);
-        const Int4Rows task{rows.q4, rows.start, rows.row_scale, rows.group_scale, out, linear.k, linear.k / linear.group, ldo,
+        const Int4Rows task{rows.q4, rows.start, rows.row_scale, rows.group_sum, rows.group_scale, out, linear.k, linear.k / linear.group, ldo,
                             static_cast<int>(count), add};
         ops.int4_panels(linear, share(panels, member, members), share(panels, member + 1, members), task);
         return;
@@ -203,13 +206,13 @@ Soon first_panels(const PjLinear& linear, int member, int members) {
     return {static_cast<const char*>(linear.weight) + begin * bytes, mine < most ? mine : most};
 }
 
-int64_t most_chunk_rows(const Ops& ops, int64_t k) {
+int64_t most_chunk_rows(int64_t k) {
     const int64_t fitting = (int64_t{512} << 10) / k;
-    return fitting < 24 ? 24 : fitting > ops.chunk_rows ? ops.chunk_rows : fitting;
+    return fitting < 24 ? 24 : fitting > 96 ? 96 : fitting;
 }
 
-int64_t row_chunk(const Ops& ops, int64_t rows, int64_t k, int members) {
-    const int64_t most = most_chunk_rows(ops, k), rounds = (rows + most * members - 1) / (most * members);
+int64_t row_chunk(int64_t rows, int64_t k, int members) {
+    const int64_t most = most_chunk_rows(k), rounds = (rows + most * members - 1) / (most * members);
     return (rows + rounds * members - 1) / (rounds * members);
 }
 
@@ -226,7 +229,7 @@ bool run_linear(const PjLinear& linear, const float* x, int64_t rows, float* out
     Rows buffer = carve_rows(carver, quantized, linear.k);
     buffer.x = const_cast<float*>(x);
 
-    LinearCall call{linear, ops(), x, rows, out, buffer, rows >= 48 * threads, row_chunk(ops(), rows, linear.k, threads)};
+    LinearCall call{linear, ops(), x, rows, out, buffer, rows >= 48 * threads, row_chunk(rows, linear.k, threads)};
     run_team(linear_member, &call, threads);
     return true;
 }

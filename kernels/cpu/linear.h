@@ -17,7 +17,8 @@ struct Rows {
     int32_t* zero;    // (rows) what stands for 0 in q, for INT8 layers with zero points
     int8_t* q4;       // (rows, k) quantized, and (rows, k / group) where sums of groups start, for INT4 layers
     int32_t* start;
-    float* group_scale;  // (rows, k / group) of activations, for INT4 layers with offsets
+    float* group_sum;    // (rows, k / group), for INT4 layers with offsets in place of `start`
+    float* group_scale;  // (rows, k / group) of activations, likewise
 };
 
 constexpr int64_t LEAST_GROUP = 32;
@@ -60,8 +61,8 @@ Soon first_panels(const PjLinear& linear, int member, int members);
 bool run_linear(const PjLinear& linear, const float* x, int64_t rows, float* out);
 
 // Rows that a member takes at a time when `rows` are shared out: so many that they and a panel stay in a 1 MiB
-// second-level cache, and that all members get equally many pieces. At most `most_chunk_rows(ops, k)`.
-int64_t row_chunk(const Ops& ops, int64_t rows, int64_t k, int members);
-int64_t most_chunk_rows(const Ops& ops, int64_t k);
+// second-level cache, and that all members get equally many pieces. At most `most_chunk_rows(k)`.
+int64_t row_chunk(int64_t rows, int64_t k, int members);
+int64_t most_chunk_rows(int64_t k);
 
 }  // namespace penjing

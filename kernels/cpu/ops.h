@@ -27,11 +27,12 @@ struct Int8Rows {
 
 // Where the rows of an INT4 product go.
 struct Int4Rows {
-    const int8_t* x;         // (rows, k) activations
-    const int32_t* start;    // (rows, groups) −8 × the sum of each group; with offsets the sum itself
-    const float* row_scale;  // (rows)
-    const float* group_scale;  // (rows, groups) with offsets, in place of row_scale
-    float* out;              // (rows, n)
+    const int8_t* x;           // (rows, k) activations
+    const int32_t* start;      // (rows, groups) −8 × the sum of each group
+    const float* row_scale;    // (rows)
+    const float* group_sum;    // with offsets (rows + 15, groups), in place of start: the sum of each group, and
+    const float* group_scale;  // in place of row_scale; what stands behind the rows is read, and does not matter
+    float* out;                // (rows, n)
     int64_t ldx;
     int64_t lds;
     int64_t ldo;
@@ -67,7 +68,6 @@ struct AttentionTile {
 
 struct Ops {
     const char* name;
-    int64_t chunk_rows;  // most rows that a member takes at a time when rows are shared out
 
     // q = clamp(round_half_even(x / scale)) with scale = amax / 127 (1 where that is 0); bytes XOR flip.
     void (*quantize_row)(const float* x, int64_t k, uint8_t* q, float* scale, uint8_t flip);
@@ -184,11 +184,14 @@ inline void quantize_for_groups(const Ops& ops, const float* x, int64_t k, int64
 }
 
 // The same for a layer with offsets: a scale for each group, and the sums of groups.
-inline void quantize_each_group(const Ops& ops, const float* x, int64_t k, int64_t group, int8_t* q, int32_t* sum,
+inline void quantize_each_group(const Ops& ops, const float* x, int64_t k, int64_t group, int8_t* q, float* sum,
                                 float* scale) {
-    for (int64_t at = 0; at < k; at += group)
+    for (int64_t at = 0; at < k; at += group) {
+        int32_t whole;
         ops.quantize_row(x + at, group, reinterpret_cast<uint8_t*>(q + at), scale++, 0);
-    ops.group_starts(q, k, group, 1, sum);
+        ops.group_starts(q + at, group, group, 1, &whole);
+        *sum++ = static_cast<float>(whole);
+    }
 }
 
 }  // namespace penjing

@@ -23,15 +23,14 @@
 
 #include "ops_epilogue.h"
 
+#include "int4_block.h"
+
 #include "amx_tiles.h"
 
 namespace {
 
 using penjing::Int8Rows;
-using penjing::PANEL;
 
-// Fewer rows wait for memory, and tiles do not help.
-constexpr int LEAST_ROWS = 7;
 // A single block reads its panel from memory itself, so many bytes ahead.
 constexpr int64_t NEAR = 8192;
 
@@ -93,6 +92,8 @@ void int8_panels(const PjLinear& linear, int64_t begin, int64_t end, const Int8R
 
 }  // namespace
 
+#include "amx_int4.h"
+
 #if defined(__clang__)
 #pragma clang attribute pop
 #else
@@ -105,8 +106,8 @@ const Ops& amx_ops() {
     static const Ops table = [] {
         Ops ops = avx512_ops();
         ops.name = "amx";
-        ops.chunk_rows = 256;
         ops.int8_panels = ::int8_panels;
+        ops.int4_panels = ::int4_panels;
         return ops;
     }();
     return table;

@@ -93,7 +93,7 @@ inline void int4_tile(const Int4Block& b, int64_t column, const int8_t* x, const
         const V scale = v_load_scales(scales, column, b.scale_dtype);
         for (int m = 0; m < MR; ++m) {
             float* at = total + m * penjing::PANEL;
-            v_store(at, v_add(v_load(at), group_term(b, scales, column, sum[m], scale, m * b.lds + g, start)));
+            v_store(at, v_add(v_load(at), group_term(b, scales, column, sum[m], scale, m * b.lds + g)));
         }
     }
 }

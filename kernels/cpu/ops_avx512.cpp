@@ -158,7 +158,7 @@ inline void int4_tile(const Int4Block& b, const int8_t* x, const int32_t* start,
             const V scale = v_load_scales(w, 16 * n, b.scale_dtype);
             for (int m = 0; m < MR; ++m) {
                 const int at = m * penjing::PANEL + 16 * n;
-                const V term = group_term(b, w, 16 * n, vi_load(acc + at), scale, m * b.lds + g, start);
+                const V term = group_term(b, w, 16 * n, vi_load(acc + at), scale, m * b.lds + g);
                 v_store(total + at, v_add(v_load(total + at), term));
             }
         }

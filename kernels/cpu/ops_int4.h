@@ -28,8 +28,11 @@ inline void int4_panel(const PjLinear& linear, int64_t panel, const penjing::Int
         const int begin = static_cast<int>(static_cast<int64_t>(rows.rows) * block / blocks);
         const int end = static_cast<int>(static_cast<int64_t>(rows.rows) * (block + 1) / blocks);
         // As for INT8 (ops_int8.h): one block reads ahead of itself, several fetch parts of the next panel.
-        Int4Block task{weight, columns, groups, linear.group, linear.scale_dtype, rows.ldx, rows.lds, nullptr, {}, 0};
-        if (linear.offsets) task.group_scale = rows.group_scale + begin * rows.lds;
+        Int4Block task{weight, columns, groups, linear.group, linear.scale_dtype, rows.ldx, rows.lds, nullptr, nullptr, {}, 0};
+        if (linear.offsets) {
+            task.group_sum = rows.group_sum + begin * rows.lds;
+            task.group_scale = rows.group_scale + begin * rows.lds;
+        }
         const int8_t* at = reinterpret_cast<const int8_t*>(weight);
         if (blocks == 1) {
             task.ahead = {at + int8_near(bytes), lines};
