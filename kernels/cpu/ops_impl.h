@@ -16,11 +16,7 @@
 namespace {
 
 constexpr penjing::Ops make_table(const char* name) {
-<<<<<<< HEAD
-    return {name, 96, quantize_row, quantize_row_above, int8_panels, int4_panels, group_starts, float_linear, low_rank_block,
-=======
-    return {name,       quantize_row, int8_panels, int4_panels, group_starts, float_linear, low_rank_block,
->>>>>>> 78f2b32 (INT4 layers of nine rows and more run on AMX's tiles, unpacked once for 128 rows, with the bits of every other level)
+    return {name, quantize_row, quantize_row_above, int8_panels, int4_panels, group_starts, float_linear, low_rank_block,
             rms_norm_row, rotate_head, swiglu_row, hadamard_row, widen_row, scale_row, sum_words, pack_keys, quantize_query, attend_tile, merge_tile,
             score_blocks, join_scores,
             peak_of_row, weigh_row, sum_weights, gather_from, peaks_of_groups, sum_of_powers, count_before};

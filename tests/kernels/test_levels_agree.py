@@ -111,6 +111,8 @@ def test_inputs_of_many_tiles(levels: list[str]) -> None:
     scale = torch.rand(40, 5184 // 32, generator=g).half()
     panels = kernels.prepack_int4([(pack_int4(weight), scale, -7 * scale, None)], 32)
     same_on_each(kernels, levels, torch.randn(75, 5184, generator=g), panels, 9)
+    whole = kernels.prepack_int4([(pack_int4(weight), scale[:, :1].clone(), None, None)], 5184)
+    same_on_each(kernels, levels, torch.randn(75, 5184, generator=g), whole, 9)
     panels = kernels.prepack_int8(weight, torch.rand(40, generator=g))
     same_on_each(kernels, levels, torch.randn(75, 5184, generator=g), panels, 9)
 
