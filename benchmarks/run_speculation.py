@@ -2,6 +2,7 @@
 
     python benchmarks/run_speculation.py                                # some minutes
     python benchmarks/run_speculation.py build/smollm2-int4 --rounds 5
+    python benchmarks/run_speculation.py --draft build/smollm2-draft    # `speculate=draft`; rows begin with draft/
 
 `one_stream_KIND_CHOICE` are tokens a second behind an answer's first token, beside an engine that guesses nothing;
 `tokens_a_step_…` counts tokens and not seconds, so that a busy machine does not change it. Both engines get the same
@@ -73,22 +74,24 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_arguments(parser)
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the rows")
+    parser.add_argument("--draft", type=Path, help="a network that guesses too")
     arguments = parser.parse_args()
     _, artifact = make_models(arguments.checkpoint, arguments.model)
     warn_if_busy()
 
-    def engine(speculate: Speculate) -> LLMEngine:
-        return load_engine(
-            artifact, EngineConfig(enable_prefix_caching=False, max_num_sequences=16, speculate=speculate)
-        )
+    def engine(speculate: Speculate, draft: Path | None = None) -> LLMEngine:
+        settings = {"enable_prefix_caching": False, "max_num_sequences": 16, "speculate": speculate, "draft": draft}
+        return load_engine(artifact, EngineConfig.model_validate(settings))
 
-    off, on = engine("off"), engine("lookup")
+    off, on = engine("off"), engine("draft" if arguments.draft else "lookup", arguments.draft)
     assert on.speculation is not None
     costs = on.speculation.costs
     say("a step of n rows costs " + ", ".join(f"{n}: {costs.of(n) / costs.of(1):.2f}" for n in costs.rows) + " of one")
     rows: list[Row] = []
     for name, requests in cases(off).items():
-        rows += measure(name, requests, off, on, arguments.rounds)
+        measured = measure(name, requests, off, on, arguments.rounds)
+        prefix = "draft/" if arguments.draft else ""
+        rows += [row.model_copy(update={"metric": prefix + row.metric}) for row in measured]
     append("speculation", rows, arguments.results)
     return 0
 

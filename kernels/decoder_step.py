@@ -129,6 +129,9 @@ class DecoderStep:
         """Wall time that calls of the extension have taken so far."""
         self._model = model
         self._logits = torch.empty(0, self.vocab)
+        self.hidden_RE: Tensor | None = None
+        """(rows, hidden) float32, what the head was given for the logits of the last step in its first rows; kept from
+        `keep_hidden` on."""
         self._decoder: int | None = None
         self._release: weakref.finalize | None = None
         self._grow_positions(min(FIRST_POSITIONS, max_positions))
@@ -145,6 +148,10 @@ class DecoderStep:
             raise ValueError("an embedding that is tied in INT8 needs an LM head in INT8")
         model.embedding_scale = factors.data_ptr()
         self._kept.append(factors)
+
+    def keep_hidden(self) -> None:
+        """From now on `hidden_RE` is filled."""
+        self.hidden_RE = torch.empty(1, self.hidden)
 
     def step(
         self,
@@ -277,6 +284,10 @@ class DecoderStep:
             step.num_seen = seen_XE.shape[0]
         if key_blocks is not None:
             self._add_key_blocks(step, key_blocks, kv_pool)
+        if self.hidden_RE is not None:
+            if num_logits > self.hidden_RE.shape[0]:
+                self.hidden_RE = torch.empty(num_logits, self.hidden)
+            step.hidden = self.hidden_RE.data_ptr()
         result = self._call(step)
         if result == -4 and self._model.num_positions < self.max_positions:
             longest = int(positions_T.max()) + 1

@@ -416,7 +416,9 @@ void Decoder::logits(const Team& team, const Buffers& own) {
     team.sync();
     tail(team, model_.num_layers - 1, last_hidden_, last_attended_, last_who_.data(), count, b, model_.head);
     each_row(team, count, model_.head, [&](int64_t i) {
-        ops_->rms_norm_row(last_hidden_ + i * width, model_.final_norm, width, model_.eps, b.rows.x + i * width);
+        float* normed = b.rows.x + i * width;
+        ops_->rms_norm_row(last_hidden_ + i * width, model_.final_norm, width, model_.eps, normed);
+        if (in_.hidden) std::copy_n(normed, width, in_.hidden + i * width);
         quantize(&model_.head, 1, b.rows, i);
     });
     if (in_.top == 0) {

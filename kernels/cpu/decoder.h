@@ -29,6 +29,7 @@ struct StepInput {
     int64_t full_layers;
     int8_t* summary;  // (num_layers − full_layers, num_blocks, num_kv_heads, block_size / block, 2, head_dim)
     float* summary_scale;  // the same without head_dim
+    float* hidden;  // (num_logits, hidden) what the head is given, in float; null: not wanted
 };
 
 class Decoder;

@@ -8,7 +8,7 @@ from ctypes import POINTER, c_char_p, c_double, c_float, c_int32, c_int64, c_uin
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
-ABI_VERSION = 14
+ABI_VERSION = 15
 DTYPES = {"float32": 0, "bfloat16": 1, "float16": 2, "int8": 3, "int4": 4}
 
 
@@ -149,6 +149,7 @@ class StepInput(ctypes.Structure):
         ("full_layers", c_int64),
         ("summary", c_void_p),
         ("summary_scale", c_void_p),
+        ("hidden", c_void_p),
     )
 
 

@@ -12,7 +12,7 @@ from penjing.core.config import Config
 AdapterName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_-]{0,62}$")]
 KvDtype = Literal["auto", "float32", "float16", "bfloat16", "int8"]
 Device = Literal["auto", "cpu", "cuda"]
-Speculate = Literal["off", "lookup"]
+Speculate = Literal["off", "lookup", "draft"]
 AttentionKind = Literal["full", "window+blocks"]
 
 
@@ -104,8 +104,14 @@ class EngineConfig(Config):
     speculate: Speculate = Field(
         default="off",
         description="Guess the next tokens of answers and check several in one step; no token changes. lookup: what "
-        "followed the same tokens in prompt or answer before, and what the form of a guided answer forces. How many "
-        "are checked follows from what they cost and how often they come true, none where that does not pay.",
+        "followed the same tokens in prompt or answer before, and what the form of a guided answer forces. draft: "
+        "also what the network in `draft` guesses where these know nothing better. How many are checked follows from "
+        "what they cost and how often they come true, none where that does not pay.",
+    )
+    draft: Annotated[Path, AfterValidator(Path.absolute)] | None = Field(
+        default=None,
+        description="Of speculate = draft: the folder of a network that was trained for this model, see "
+        "algorithm.kind = 'draft' of penjing train.",
     )
     attention: AttentionKind = Field(
         default="full",
@@ -177,6 +183,16 @@ class EngineConfig(Config):
             raise ValueError(
                 f"attention_budget={self.attention_budget} is below attention_window={self.attention_window} and "
                 f"attention_sink={self.attention_sink}, which it holds; raise it or lower these"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _a_draft_is_used(self) -> EngineConfig:
+        if (self.speculate == "draft") != (self.draft is not None):
+            raise ValueError(
+                "speculate=draft needs the folder of a network; set draft=FOLDER too"
+                if self.draft is None
+                else "draft names a network, which speculate=draft asks; set that too"
             )
         return self
 

@@ -28,7 +28,6 @@ from penjing.serve.sight.images import Images
 
 if TYPE_CHECKING:
     from penjing.core.checkpoint.load import LoadedModel
-    from penjing.serve.speculate.rows import StepCosts
 
 MAX_RETRY_SECONDS = 60
 NOT_FINITE_WORDS = "the model's logits are not finite numbers for this input (an overflow or damaged weights)"
@@ -58,7 +57,7 @@ class LLMEngine:
     """
 
     def __init__(
-        self, loaded: LoadedModel, config: EngineConfig, runner: ModelRunner, costs: StepCosts | None = None
+        self, loaded: LoadedModel, config: EngineConfig, runner: ModelRunner, speculation: Speculation | None = None
     ) -> None:
         """`penjing.serve.runner.load` builds one around a model or a folder.
 
@@ -66,7 +65,7 @@ class LLMEngine:
             loaded: of it the architecture and the tokenizer are kept, not the model.
             config: resolved: nothing in it is "auto" or None.
             runner: holds the model, and a KV cache of `config.num_blocks` blocks.
-            costs: of its steps, where `config.speculate` is not "off".
+            speculation: guesses, where `config.speculate` is not "off".
         """
         self.config, self.runner = config, runner
         assert config.num_blocks is not None and config.max_model_len is not None  # noqa: PT018
@@ -93,10 +92,7 @@ class LLMEngine:
         self._active: dict[str, list[Sequence]] = {}  # unfinished sequences of each request
         self._num_prompt_tokens = self._num_generated_tokens = self._num_steps = 0
         self._num_draft_tokens = self._num_accepted_tokens = 0
-        self.speculation: Speculation | None = None
-        if config.speculate != "off":
-            assert costs is not None, "guesses are weighed against what steps cost"
-            self.speculation = Speculation(config.speculate, costs)
+        self.speculation = speculation
         self._finished: dict[FinishReason, int] = {"stop": 0, "length": 0, "abort": 0, "error": 0}
         self._tokens_per_second = 0.0  # a running mean, for the back-off hint
 
@@ -262,12 +258,14 @@ class LLMEngine:
                 failed.add(sequence)
                 outputs += self._end_all([sequence], "error", str(error))
         now = time.monotonic()
-        for sequence, choice in zip(ready, choices, strict=True):
+        for number, sequence, choice in zip(numbers, ready, choices, strict=True):
             if sequence in failed:
                 continue
             if sequence.scores_prompt:  # its rows come in order, that of its last token behind them
                 self._answers[sequence].push_score(choice)
             else:
+                if self.speculation is not None:
+                    self.speculation.saw(sequence, scores.hidden_RE, number)
                 outputs.append(self._take_token(sequence, choice, now))
         return [*outputs, *self._check_drafts(checked, scores, now)] if checked else outputs
 
@@ -303,6 +301,8 @@ class LLMEngine:
                     outputs += self._end_all([sequence], "error", NOT_FINITE_WORDS)
                     continue
                 self._num_accepted_tokens += 1
+                if self.speculation is not None:
+                    self.speculation.saw(sequence, scores.hidden_RE, going[sequence] + depth)
                 self.scheduler.advance(Batch([SequenceChunk(sequence, 1)], 1))
                 outputs.append(self._take_token(sequence, choice, now))
         for sequence in rows:

@@ -3,32 +3,49 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Literal
+from typing import TYPE_CHECKING, Protocol
 
 from penjing.serve.engine.answer import Answer
 from penjing.serve.engine.sequence import Sequence
 from penjing.serve.speculate.acceptance import Acceptance, Shares
-from penjing.serve.speculate.drafter import NO_DRAFT, Draft, Drafter
+from penjing.serve.speculate.drafter import FIRST_CONFIDENCE, NO_DRAFT, Draft, Drafter
 from penjing.serve.speculate.forced import ForcedDrafter
 from penjing.serve.speculate.lookup import LookupDrafter
 from penjing.serve.speculate.rows import StepCosts, share_rows
+from penjing.serve.speculate.worth import Worth, saved_seconds
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 MOST_GUESSES = 16  # of one answer in a step
+MOST_OF_NETWORK = 6  # it was trained to guess some tokens ahead
 
 DRAFTERS = {"lookup": LookupDrafter}
+
+
+class Network(Protocol):
+    """A network that guesses for several answers; see `penjing.serve.speculate.network`."""
+
+    costs: StepCosts
+    """Seconds of one guess for each of so many answers."""
+
+    def guess(self, hidden: list[Tensor], last_ids: list[int], most: int, least: float) -> list[Draft]: ...
 
 
 class Speculation:
     """Belongs to one engine.
 
     Args:
-        kind: which drafter guesses; answers of a given form have what it forces guessed besides.
         costs: of steps on this machine.
+        network: guesses too, for answers that are free; what an answer's own tokens or form tell goes before where it
+            is likelier.
     """
 
-    def __init__(self, kind: Literal["lookup"], costs: StepCosts) -> None:
+    def __init__(self, costs: StepCosts, network: Network | None = None) -> None:
         self.costs = costs
-        self._make = DRAFTERS[kind]
+        self._network, self._worth = network, Worth()
+        self._hidden: dict[Sequence, Tensor] = {}
+        self._make = DRAFTERS["lookup"]
         # Greedy answers repeat themselves more than sampled ones.
         self._shares = {True: Shares(), False: Shares()}
         self._guessing: dict[Sequence, _Guessing] = {}
@@ -41,21 +58,52 @@ class Speculation:
             if sequence.num_output_tokens and sequence.num_computed_tokens + 1 == len(sequence.token_ids)
         ]
         guessing = [self._guessing.get(answer.sequence) or self._begin(answer) for answer in answers]
+        offered, seconds = self._ask_network(answers)
         chances = [
-            each.guess(min(answer.room - 1, MOST_GUESSES)) for each, answer in zip(guessing, answers, strict=True)
+            each.guess(min(answer.room - 1, MOST_GUESSES), offered.get(answer.sequence, NO_DRAFT))
+            for each, answer in zip(guessing, answers, strict=True)
         ]
         if not any(chances):
             return {}
         counts = share_rows(chances, len(answers), self.costs)
+        if offered:
+            taken = [
+                chance
+                for each, row, count in zip(guessing, chances, counts, strict=True)
+                if each.draft.kinds and each.draft.kinds[0] >= FIRST_CONFIDENCE
+                for chance in row[:count]
+            ]
+            self._worth.note(saved_seconds(taken, len(answers), self.costs), seconds)
         return {
             answer.sequence: each.draft.token_ids[:count]
             for answer, each, count in zip(answers, guessing, counts, strict=True)
             if count
         }
 
+    def saw(self, sequence: Sequence, hidden_RE: Tensor | None, row: int) -> None:
+        """The token that `sequence` gets now was chosen from this row of what the model's head was given."""
+        if self._network is not None and hidden_RE is not None:
+            self._hidden[sequence] = hidden_RE[row].clone()
+
     def forget(self, sequence: Sequence) -> None:
         """Its answer has ended."""
         self._guessing.pop(sequence, None)
+        self._hidden.pop(sequence, None)
+
+    def _ask_network(self, answers: list[Answer]) -> tuple[dict[Sequence, Draft], float]:
+        """What the network guesses for those of `answers` that are free, and the seconds that this is known to take;
+        nothing while it has not paid lately."""
+        network = self._network
+        if network is None:
+            return {}, 0.0
+        free = [answer.sequence for answer in answers if answer.constraint is None and answer.sequence in self._hidden]
+        if not free or not self._worth.ask():
+            return {}, 0.0
+        # Another guess for all saves a step at most where the best of them is sure.
+        once = network.costs.of(len(free))
+        hidden, last = [self._hidden[each] for each in free], [each.token_ids[-1] for each in free]
+        drafts = network.guess(hidden, last, MOST_OF_NETWORK, once / self.costs.of(len(answers)))
+        return dict(zip(free, drafts, strict=True)), once * len(drafts[0].token_ids)
 
     def _begin(self, answer: Answer) -> _Guessing:
         drafter: Drafter = self._make(answer.sequence.token_ids)
@@ -88,11 +136,18 @@ class _Guessing:
         self._begin = len(token_ids)
         self.draft: Draft = NO_DRAFT
 
-    def guess(self, most: int) -> list[float]:
-        """Learn from the last guess, make a new one, and say how likely its first tokens are to come."""
+    def guess(self, most: int, offered: Draft) -> list[float]:
+        """Learn from the last guess, make a new one, or take the one that is offered if it promises more, and say how
+        likely its first tokens are to come."""
         if self.draft.token_ids:
             came = self._token_ids[self._begin : self._begin + len(self.draft.token_ids)]
             self._acceptance.observe(self.draft, came)
         self._begin = len(self._token_ids)
         self.draft = self._drafter.draft(most)
-        return self._acceptance.chances(self.draft)
+        chances = self._acceptance.chances(self.draft)
+        if offered.token_ids and most > 0:
+            other = Draft(offered.token_ids[:most], offered.kinds[:most])
+            promised = self._acceptance.chances(other)
+            if sum(promised) > sum(chances):
+                self.draft, chances = other, promised
+        return chances

@@ -34,6 +34,10 @@ def _check(folder: Path, settings: EngineConfig) -> Path:
         from penjing.serve.runner.adapters import open_adapters
 
         open_adapters(checkpoint, settings)
+    if settings.draft is not None:
+        from penjing.core.checkpoint.draft import load_draft
+
+        load_draft(settings.draft)
     return checkpoint.folder.absolute()
 
 
@@ -42,6 +46,8 @@ def _entry(folder: Path, settings: EngineConfig, form: Form | None) -> Entry:
         raise ConfigError(f"{folder} is a decoder, which runs in penjing's own engine: leave --form out or take python")
     if settings.adapters:
         raise ConfigError("a model repository has no adapters so far: leave them out, or serve them with penjing serve")
+    if settings.draft is not None:
+        raise ConfigError("a model repository has no draft network so far: leave it out, or use it with penjing serve")
     verify(folder)
     engine_json = settings.model_dump_json(exclude_unset=True)
     return Entry(partial(write_decoder_entry, model=folder, engine_json=engine_json))

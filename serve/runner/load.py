@@ -6,19 +6,22 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from penjing.core.checkpoint.decoder import open_checkpoint
+from penjing.core.checkpoint.draft import load_draft
 from penjing.core.checkpoint.load import SEES, LoadedModel, load_model
-from penjing.core.errors import ConfigError
+from penjing.core.errors import ConfigError, InputError
 from penjing.core.family import family_of
 from penjing.core.models.decoder import Decoder
 from penjing.kernels.low_rank import Pairs
 from penjing.serve.engine.config import EngineConfig
 from penjing.serve.engine.engine import LLMEngine, ModelRunner
+from penjing.serve.engine.speculation import Speculation
 from penjing.serve.runner.adapters import load_adapters
 from penjing.serve.runner.costs import measure_costs
 from penjing.serve.runner.device import find_device, free_device_memory, resolve_device
 from penjing.serve.runner.key_blocks import allocate_summaries, check_key_blocks
 from penjing.serve.runner.kv_pool import available_memory, resolve
 from penjing.serve.runner.runner import Runner
+from penjing.serve.speculate.network import DraftNetwork, head_rows
 
 
 def load_engine(folder: Path, config: EngineConfig | None = None) -> LLMEngine:
@@ -55,7 +58,32 @@ def make_engine(
     available = available_memory() if config.device == "cpu" else free_device_memory(loaded.model, config)
     config = resolve(config, loaded.config, available)
     runner = make_runner(loaded.model, config, adapters)
-    return LLMEngine(loaded, config, runner, None if config.speculate == "off" else measure_costs(runner, config))
+    network = None if config.draft is None else load_network(config.draft, loaded, runner)
+    speculation = None if config.speculate == "off" else Speculation(measure_costs(runner, config), network)
+    return LLMEngine(loaded, config, runner, speculation)
+
+
+def load_network(folder: Path, loaded: LoadedModel, runner: ModelRunner) -> DraftNetwork:
+    """The network in `folder` that guesses for `loaded`, whose runner then tells it what it needs.
+
+    Raises:
+        InputError: it is missing, damaged, or was trained for another model.
+        ConfigError: the model does not run in the C++ step.
+    """
+    if not isinstance(runner, Runner):
+        raise ConfigError("speculate = draft runs on a CPU only; take device=cpu")
+    stored = load_draft(folder)
+    shape = stored.network.config
+    if (shape.vocab_size, shape.hidden_size) != (loaded.config.vocab_size, loaded.config.hidden_size):
+        raise InputError(
+            f"draft = {folder} was trained for a model of {shape.vocab_size:,} tokens and {shape.hidden_size} "
+            f"channels; this one has {loaded.config.vocab_size:,} and {loaded.config.hidden_size}"
+        )
+    rows = head_rows(loaded.model.lm_head, stored.anchor_ids_A)
+    if rows is None:
+        raise ConfigError("speculate = draft needs an LM head in floating point or INT8; take speculate = lookup")
+    runner.keep_hidden()
+    return DraftNetwork(stored, rows)
 
 
 def make_runner(model: Decoder, config: EngineConfig, adapters: Mapping[str, Pairs] | None = None) -> ModelRunner:

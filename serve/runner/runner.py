@@ -79,6 +79,18 @@ class Runner:
         assert self.fused is not None, "it took the adapter in"
         self.fused.adapters.remove(slot)
 
+    def keep_hidden(self) -> None:
+        """From now on scores come with `hidden_RE`.
+
+        Raises:
+            ConfigError: the model does not run in the C++ step.
+        """
+        if self.fused is None:
+            raise ConfigError(
+                "speculate = draft is for the C++ step alone, which this model does not run in; take speculate = lookup"
+            )
+        self.fused.keep_hidden()
+
     def run(self, batch: Batch, largest: bool = False) -> tuple[StepScores, list[Sequence]]:
         """Compute the tokens of `batch` into the KV cache; doing so again changes nothing.
 
@@ -104,9 +116,9 @@ class Runner:
                     seen_XE=seen_XE,
                     key_blocks=self.key_blocks,
                 )
-                return StepScores(None, values_R1.numpy()[:, 0], ids_R1.numpy()[:, 0]), ready
+                return StepScores(None, values_R1.numpy()[:, 0], ids_R1.numpy()[:, 0], self.fused.hidden_RE), ready
             logits_RV = self.fused.step(*tensors, self.kv_pool, self.kv_scale, adapter_T, seen_XE, self.key_blocks)
-            return StepScores(logits_RV.numpy()), ready
+            return StepScores(logits_RV.numpy(), hidden_RE=self.fused.hidden_RE), ready
 
         assert self.layers is not None
         return StepScores(self.layers(tensors, self.kv_pool, self.kv_scale, seen_XE).numpy()), ready

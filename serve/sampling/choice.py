@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -22,6 +22,9 @@ from penjing.serve.sampling.sampler import (
     uniform,
 )
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
 Scores = list[tuple[int, float, int]]
 """`(token id, natural log of the probability, rank)` for some tokens."""
 NOT_FINITE = -2
@@ -34,6 +37,8 @@ class StepScores(NamedTuple):
     logits_RV: np.ndarray | None  # noqa: N815
     values_R: np.ndarray | None = None  # noqa: N815
     ids_R: np.ndarray | None = None  # noqa: N815
+    hidden_RE: Tensor | None = None  # noqa: N815
+    """Where a draft network reads it: what the model's head was given."""
 
 
 class Choice(NamedTuple):

@@ -9,7 +9,9 @@ from typing import NamedTuple, Protocol
 
 FORCED = 0  # a token that the answer's form asks for
 LONGEST_MATCH = 8  # tokens in front of a guess that are compared; a longer match is no surer
-NUM_KINDS = LONGEST_MATCH + 1
+FIRST_CONFIDENCE = LONGEST_MATCH + 1  # kinds from here on are of a draft network, by how sure it is itself
+CONFIDENCES = 10
+NUM_KINDS = FIRST_CONFIDENCE + CONFIDENCES
 
 
 class Draft(NamedTuple):
@@ -17,7 +19,8 @@ class Draft(NamedTuple):
 
     token_ids: list[int]
     kinds: list[int]
-    """FORCED, or how many tokens before it stood before the same token once already, at most LONGEST_MATCH."""
+    """FORCED; or how many tokens before it stood before the same token once already, at most LONGEST_MATCH; or
+    FIRST_CONFIDENCE + i, where a draft network gives it a probability from i / CONFIDENCES on."""
 
 
 NO_DRAFT = Draft([], [])

@@ -179,7 +179,7 @@ class RolloutStream:
         self._places = rollout.pop("place").numpy()
         if algorithm.kind == "ppo":
             rollout["old"], rollout["value"] = self._asked(rollout, learner.model, valued=True)
-        elif algorithm.updates > 1 or whole_kl:
+        elif (algorithm.updates > 1 and algorithm.kind != "draft") or whole_kl:
             (rollout["old"],) = self._asked(rollout, learner.model)
         if learner.reference is not None:
             (rollout["reference"],) = self._asked(rollout, learner.reference)

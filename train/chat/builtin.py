@@ -7,9 +7,10 @@ from itertools import product
 from typing import Any
 
 from penjing.core.errors import InputError
+from penjing.train.chat.questions import questions
 from penjing.train.data.corpora import name_place
 
-BUILTIN = ("builtin:sums",)
+BUILTIN = ("builtin:sums", "builtin:questions")
 SUMS = 512  # of the 1 600 of two numbers from 1 to 40: a pass takes minutes on two cores
 _LARGEST = 40
 _ASKED = ("What is {a} + {b}?", "Add {a} and {b}.", "How much are {a} and {b} together?")
@@ -22,12 +23,15 @@ def builtin_rows(source: str, section: str = "data") -> Iterator[dict[str, Any]]
 
     Args:
         source: "builtin:sums": "What is 17 + 25?" and "17 + 25 = 42", which is chosen, or "17 + 25 = 41", rejected;
-            the answer is "42".
+            the answer is "42". "builtin:questions": see `penjing.train.chat.questions`; only "prompt".
         section: of the recipe, which messages name.
 
     Raises:
         InputError: there is no such source.
     """
+    if source == "builtin:questions":
+        yield from questions()
+        return
     if source != "builtin:sums":
         raise InputError(f"{section}.sources: {source!r} is unknown; choose {', '.join(BUILTIN)}, a file or a folder")
     numbers = range(1, _LARGEST + 1)

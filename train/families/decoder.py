@@ -22,6 +22,7 @@ from penjing.train.data.tokens import TokenRows, held_out_rows
 from penjing.train.families.base import Family, Task
 from penjing.train.families.chat import ChatTuning
 from penjing.train.families.decoder_task import DecoderTask
+from penjing.train.families.draft import DraftTuning
 from penjing.train.families.preference import preference_task
 from penjing.train.families.rollouts import RolloutTuning
 from penjing.train.objective.objective import Batch
@@ -251,7 +252,8 @@ def _checkpoint_task(folder: Path, recipe: RunRecipe, progress: Progress) -> Tas
     if isinstance(recipe.data, PreferenceData):
         return preference_task(folder, recipe, recipe.data, progress)
     if isinstance(recipe.data, RolloutData):
-        return RolloutTuning(folder, recipe, recipe.data, progress)
+        drafts = isinstance(recipe, TrainRecipe) and recipe.algorithm is not None and recipe.algorithm.kind == "draft"
+        return (DraftTuning if drafts else RolloutTuning)(folder, recipe, recipe.data, progress)
     if isinstance(recipe.data, ChatData):
         return ChatTuning(folder, recipe, recipe.data, progress)
     assert isinstance(recipe.data, TextData)

@@ -14,8 +14,10 @@ from penjing.train.objective.policy import Aggregate, Scale
 from penjing.train.recipe.rows import WrittenConfig
 
 _OF_PPO = ("discount", "trace", "value_weight", "value_clip")
+_OF_DRAFT = ("guesses", "layers", "intermediate_size", "known_tokens")
 _OWNERS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(_OF_PPO, ("ppo",)),
+    **dict.fromkeys(_OF_DRAFT, ("draft",)),
     "aggregate": ("grpo", "ppo", "distill"),
     "dual": ("grpo", "ppo"),
     "entropy": ("grpo", "ppo"),
@@ -36,7 +38,8 @@ class PromptConfig(WrittenConfig):
     sources: tuple[str, ...] = Field(
         default=(),
         validate_default=True,
-        description="Of rows: files .jsonl or .parquet, and folders of them; or 'builtin:sums', 512 small sums.",
+        description="Of rows: files .jsonl or .parquet, and folders of them; or 'builtin:sums', 512 small sums, or "
+        "'builtin:questions', a thousand without answers.",
     )
     tasks: dict[str, float] = Field(
         default={},
@@ -76,11 +79,12 @@ class PromptConfig(WrittenConfig):
 class AlgorithmConfig(Config):
     """How much an answer is learnt, from its reward and those of the other answers to its prompt."""
 
-    kind: Literal["grpo", "rloo", "ppo", "distill"] = Field(
+    kind: Literal["grpo", "rloo", "ppo", "distill", "draft"] = Field(
         default="grpo",
         description='"grpo": each token is weighed by how far the reward is above the mean of its group; "rloo": the '
         'whole answer, above the mean of the others; "ppo": each token, above what a learnt value expected there; '
-        '"distill": each token as a teacher would have gone on, whatever it is worth.',
+        '"distill": each token as a teacher would have gone on, whatever it is worth. "draft": the model stays as it '
+        "is, and a small network learns to guess what it says.",
     )
     scale: Scale | None = Field(
         default=None,
@@ -145,14 +149,26 @@ class AlgorithmConfig(Config):
         description='Of distill: "reverse", KL(model ‖ teacher), or "forward", KL(teacher ‖ model), of each token.',
     )
 
+    guesses: int = Field(default=3, ge=1, le=8, description="Of draft: how many tokens ahead it learns to guess.")
+    layers: int = Field(default=1, ge=1, le=16, description="Of draft: layers of the network.")
+    intermediate_size: int | None = Field(
+        default=None, ge=1, description="Of draft: inner size of a layer; by default that of the model's."
+    )
+    known_tokens: int = Field(
+        default=8192,
+        ge=1,
+        description="Of draft: tokens that can be guessed, those of the prompts first and then the first ones of the "
+        "vocabulary, which are the most frequent ones of a tokenizer that was learnt by merging pairs.",
+    )
+
     @field_validator("scale", "reference", *_OWNERS)
     @classmethod
     def _belongs(cls, value: Any, info: ValidationInfo) -> Any:
         kind, name = info.data.get("kind", "grpo"), info.field_name or ""
         if name == "scale" and value is None:
             return {"grpo": "group", "ppo": "batch"}.get(kind, "none")
-        if name == "scale" and kind == "distill" and value != "none":
-            raise ValueError("divides advantages, which kind = 'distill' has none of; leave it out")
+        if name == "scale" and kind in ("distill", "draft") and value != "none":
+            raise ValueError(f"divides advantages, which kind = {kind!r} has none of; leave it out")
         if name == "scale" and kind != "grpo" and value == "group":
             raise ValueError(f"of {kind} is 'batch' or 'none'")
         owners = _OWNERS.get(name, (kind,))

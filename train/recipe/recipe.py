@@ -230,7 +230,8 @@ class TrainRecipe(RunRecipe):
     reward: RewardConfig | None = Field(
         default=None,
         validate_default=True,
-        description="Of rollouts: what an answer is worth; of distill it is only recorded, and may be left out.",
+        description="Of rollouts: what an answer is worth; of distill and draft it is only recorded, and may be left "
+        "out.",
     )
 
     @field_validator("prompts", "algorithm", "reward")
@@ -240,7 +241,8 @@ class TrainRecipe(RunRecipe):
         if kind == "rollouts" and value is None:
             if info.field_name == "algorithm":
                 return AlgorithmConfig()
-            if info.field_name == "reward" and getattr(info.data.get("algorithm"), "kind", None) == "distill":
+            algorithm = getattr(info.data.get("algorithm"), "kind", None)
+            if info.field_name == "reward" and algorithm in ("distill", "draft"):
                 return None
             raise ValueError("is needed with data.kind = 'rollouts'")
         if kind not in (None, "rollouts") and value is not None:

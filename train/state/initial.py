@@ -77,6 +77,16 @@ class Constant:
         return torch.full([part.stop - part.start for part in region], self._value)
 
 
+class Given:
+    """A tensor that is there as a whole."""
+
+    def __init__(self, values: torch.Tensor) -> None:
+        self._values = values
+
+    def __getitem__(self, region: tuple[slice, ...], /) -> torch.Tensor:
+        return self._values[region]
+
+
 class _Stored:
     """A tensor of a checkpoint."""
 

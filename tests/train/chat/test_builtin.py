@@ -53,7 +53,9 @@ def test_they_are_conversations_and_pairs(tiny_checkpoint: Path) -> None:
 
 
 def test_a_name_that_is_unknown_is_refused_with_those_that_are_known() -> None:
-    with pytest.raises(InputError, match=r"'builtin:prose' is unknown; choose builtin:sums, a file or a folder"):
+    with pytest.raises(
+        InputError, match=r"'builtin:prose' is unknown; choose builtin:sums, builtin:questions, a file or a folder"
+    ):
         take_rows(["builtin:prose"], dict, 0.0, Silent())
     with pytest.raises(InputError, match=r"chats.jsonl does not exist; .*, or builtin:sums"):
         take_rows(["chats.jsonl"], dict, 0.0, Silent())

