@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import math
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
@@ -42,7 +43,8 @@ from penjing.serve.runner.kv_pool import allocate_pool, bytes_per_block
 PAGE, CHUNK = 16, 256
 CONTEXT = 8192
 COUNTED_FROM = 2048  # before it the smallest budgets of the table read nearly everything too
-DEPTHS = tuple(tenth / 10 for tenth in range(1, 10))
+DEPTHS = tuple(tenth / 10 for tenth in range(9, 0, -1))
+DIGITS = 5  # of a pass key; SmolLM2 has a token for each
 KV_DTYPES: tuple[KvDtype, KvDtype] = ("float32", "int8")
 CHOOSING = EngineConfig(attention="window+blocks")
 TABLE = [(block, budget) for block in (16, 32, 64) for budget in (1024, 2048)]
@@ -92,6 +94,7 @@ def main() -> int:
     parser.add_argument("model", type=Path, nargs="?", default=ARTIFACT, help="an artifact or checkpoint")
     parser.add_argument("--windows", type=int, default=1, help=f"of {CONTEXT} tokens of prose, and as many of code")
     parser.add_argument("--table", action="store_true", help="perplexity by size of block and budget too")
+    parser.add_argument("--text", choices=["prose", "code"], help="perplexity of this text alone")
     parser.add_argument("--kv", choices=KV_DTYPES, help="pass key and perplexity with this cache alone")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--only", choices=["counts", "perplexity", "pass_key", "steps"])
@@ -110,7 +113,7 @@ def main() -> int:
         if "perplexity" in wanted:
             append("long_context", perplexity_rows(loaded, step, kinds, arguments), arguments.results)
         if "pass_key" in wanted:
-            append("long_context", pass_key_rows(loaded, step, kinds), arguments.results)
+            pass_key_rows(loaded, step, kinds, arguments.results)
         if "steps" in wanted:
             append("long_context", step_rows(loaded.config, step, arguments.rounds), arguments.results)
     return 0
@@ -152,6 +155,8 @@ def perplexity_rows(
 ) -> list[Row]:
     count = CONTEXT * arguments.windows
     texts = {"prose": heldout_text(), "code": code_text(8 * count)}
+    if arguments.text is not None:
+        texts = {arguments.text: texts[arguments.text]}
     rows: list[Row] = []
     for name, text in texts.items():
         ids = torch.tensor(loaded.tokenizer.encode(text)[:count]).view(-1, CONTEXT)
@@ -200,44 +205,36 @@ def perplexity(config: DecoderConfig, step: DecoderStep, windows: Tensor, kind: 
     return math.exp(loss / tokens)
 
 
-def pass_key_rows(loaded: LoadedModel, step: DecoderStep, kinds: tuple[KvDtype, ...]) -> list[Row]:
-    rows: list[Row] = []
+def pass_key_rows(loaded: LoadedModel, step: DecoderStep, kinds: tuple[KvDtype, ...], folder: Path) -> None:
+    """Append the rows of each depth as it is measured."""
     for kind in kinds:
-        found = {
-            name: pass_keys(loaded, step, kind, engine)
-            for name, engine in (("full", EngineConfig()), ("blocks", CHOOSING))
-        }
-        for depth, full, chosen in zip(DEPTHS, found["full"], found["blocks"], strict=True):
+        full, chosen = (pass_keys(loaded, step, kind, engine) for engine in (EngineConfig(), CHOOSING))
+        for depth, base, value in zip(DEPTHS, full, chosen, strict=True):
             name = f"pass_key_{kind}_depth_{depth:.1f}"
-            rows.append(new_row("long_context", f"{name}_full", full, "nats", runs=1))
-            rows.append(new_row("long_context", name, chosen, "nats", runs=1))
-            say(f"{name}: {full:.4f} with full attention, {chosen:.4f} with blocks")
-    return rows
+            rows = [
+                new_row("long_context", f"{name}_full", base, "nats", runs=1),
+                new_row("long_context", name, value, "nats", runs=1),
+            ]
+            append("long_context", rows, folder)
 
 
-def pass_keys(loaded: LoadedModel, step: DecoderStep, kind: KvDtype, engine: EngineConfig) -> list[float]:
-    """Nats a digit at each depth. What stands before the number is computed once for all depths."""
+def pass_keys(loaded: LoadedModel, step: DecoderStep, kind: KvDtype, engine: EngineConfig) -> Iterator[float]:
+    """Nats a digit at each depth. The text is computed once: less and less of it stands before the number."""
     encode, random = loaded.tokenizer.encode, Random(0)
     text = encode(heldout_text())[:CONTEXT]
     cache = Cache.make(loaded.config, step, kind, engine, CONTEXT)
-    nats: list[float] = []
-    computed = 0
-    for depth in DEPTHS:
-        number = "".join(str(random.randrange(10)) for _ in range(5))
+    places = [int(depth * CONTEXT) // PAGE * PAGE for depth in DEPTHS]
+    cache.prefill(torch.tensor(text[: places[0]]), 0)
+    for at in places:
+        number = "".join(str(random.randrange(10)) for _ in range(DIGITS))
         told = encode(f"\n\nThe pass key is {number}. Remember it: {number} is the pass key.\n\n")
-        asked = encode("\n\nWhat is the pass key? The pass key is")
-        answer = encode(f" {number}")
-        at = int(depth * CONTEXT) // PAGE * PAGE
-        cache.prefill(torch.tensor(text[computed:at]), computed)
-        computed = at
+        asked, answer = encode("\n\nWhat is the pass key? The pass key is"), encode(f" {number}")
         rest = text[at : CONTEXT - len(told) - len(asked) - len(answer)]
         cache.prefill(torch.tensor([*told, *rest]), at)
-        begin = at + len(told) + len(rest)
         ids = torch.tensor([*asked, *answer])
-        logits = cache.run(ids, begin, torch.arange(len(asked) - 1, len(ids) - 1))
+        logits = cache.run(ids, at + len(told) + len(rest), torch.arange(len(asked) - 1, len(ids) - 1))
         loss = F.cross_entropy(logits.double(), torch.tensor(answer), reduction="none")
-        nats.append(loss[-5:].mean().item())
-    return nats
+        yield loss[-DIGITS:].mean().item()
 
 
 def step_rows(config: DecoderConfig, step: DecoderStep, rounds: int) -> list[Row]:

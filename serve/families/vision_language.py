@@ -17,8 +17,12 @@ from penjing.serve.families.repository import write_decoder_entry
 def _check(folder: Path, settings: EngineConfig) -> Path:
     from penjing.core.checkpoint.vision_language import vision_language_config
 
-    vision_language_config(folder)
+    config = vision_language_config(folder)
     _check_settings(settings)
+    if settings.attention != "full":
+        from penjing.serve.runner.key_blocks import check_key_blocks
+
+        check_key_blocks(settings, config.decoder)
     return folder.absolute()
 
 
