@@ -41,10 +41,13 @@ from penjing.core.work import Tasks
 BENCHMARK, ORIGINAL = "generalisation", "the FP32 checkpoint"
 WINDOW = 512
 INT8, HADAMARD = "smollm2-int8", "smollm2-int8-hadamard"
+SYMMETRIC, HALF = "steps.0.zero_points=[]", "steps.0.keep_dtype=float16"
 KEEP_3 = 'steps.0.keep=["model.layers.[0-2].mlp.down_proj"]'
 VARIANTS = {  # recipe, settings
     INT8: (INT8, []),
-    "int8-keep-3": (INT8, [KEEP_3]),
+    "int8-symmetric": (INT8, [SYMMETRIC]),
+    "int8-keep-3": (INT8, [SYMMETRIC, KEEP_3]),
+    "int8-zero-keep-3": (INT8, [KEEP_3, HALF]),
     "int8-alphas": (INT8, ["steps.0.transform.search_steps=0"]),
     "int8-nearest": (INT8, ["steps.0.rounding=nearest"]),
     "int8-keep-down": (INT8, ['steps.0.keep=["*.down_proj"]']),
