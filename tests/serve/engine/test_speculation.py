@@ -33,6 +33,19 @@ KEY_BLOCKS: dict[str, Any] = {
 }
 
 
+PLAIN = dict(DEFAULTS)
+
+
+@pytest.fixture(autouse=True)
+def plain_without_a_path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last path's settings stay until the module ends; tests of no path have none of them."""
+    if "loaded" not in request.fixturenames:
+        for name in [name for name in DEFAULTS if name not in PLAIN]:
+            monkeypatch.delitem(DEFAULTS, name)
+        for name, value in PLAIN.items():
+            monkeypatch.setitem(DEFAULTS, name, value)
+
+
 @pytest.fixture(scope="module", params=PATHS)
 def loaded(request: pytest.FixtureRequest) -> Iterator[LoadedModel]:
     with pytest.MonkeyPatch.context() as patch:
