@@ -58,6 +58,8 @@ def main() -> int:
     parser.add_argument("--floor", type=float, default=0.48, help="least that a point costs, of the whole in INT8")
     parser.add_argument("--streams", type=int, default=1)
     parser.add_argument("--widths", default="1.0,0.75")
+    parser.add_argument("--served", default="all", help="which of them, as 2,4,6")
+    parser.add_argument("--evaluated", type=int, default=8192, help="tokens of held-out prose, and half of code")
     parser.add_argument("--rounds", type=int, default=7, help="in which all engines take turns")
     parser.add_argument("--only", choices=("search", "random", "serve"), help="one part; the search is kept")
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the rows")
@@ -120,12 +122,17 @@ def served(result: dict[str, Any], output: Path, arguments: argparse.Namespace, 
         whole["steps"][0].pop(key, None)
     whole["output"] = str(arguments.folder / "int8")
     recipes = [("int8", whole, result["latency"]["start"], 0.0)]
+    wanted = None if arguments.served == "all" else {int(each) for each in arguments.served.split(",")}
     for number, entry in enumerate(result["front"], 1):
+        if wanted is not None and number not in wanted:
+            continue
         values = read_recipe(output / entry["recipe"])
         values["steps"] = [step for step in values["steps"] if step["kind"] not in HEALING]
         row = result["rows"][entry["row"]]
         recipes.append((f"front_{number:02d}", values, row["cost"], row["divergence"]))
     for title, values, cost, divergence in recipes:
+        held_out = {"prose_tokens": arguments.evaluated, "code_tokens": arguments.evaluated // 2}
+        values["evaluate"] = values["evaluate"] | held_out
         run_recipe(values, progress=PlainProgress())
         made.append((title, Path(values["output"]), cost, divergence))
         say(f"{title}: {perplexity(Path(values['output'])):.2f}, predicted {1e3 * cost:.2f} ms")

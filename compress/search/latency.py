@@ -3,10 +3,11 @@
 A layer that is timed alone is neither fused with what follows it nor found in the caches that its neighbours leave, and
 what is no layer (attention, norms, the runtime itself) is in no table. Both are fitted on a few whole networks:
 
-    seconds  ≈  c₀  +  c₁ × (layers that stay)  +  c₂ × Σ (seconds of layers alone)
+    seconds  ≈  c₀  +  c₁ × (layers that stay)  +  c₂ × Σ (seconds of layers alone)  +  c₃ × (numbers at borders)
 
-with coefficients that are not negative. Whole networks take turns with the network as it is, and count by their ratios
-to it, for what disturbs a machine disturbs both.
+with coefficients that are not negative; a border is where one layer computes on integers and the next one does not.
+Whole networks take turns with the network as it is, and count by their ratios to it, for what disturbs a machine
+disturbs both.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from penjing.core.work import Tasks
 
 DRAWN = 8  # combinations that the sum is fitted to, beside the uniform ones
 MOST_UNIFORM = 6
+COEFFICIENTS = ("once", "a_layer", "of_its_time", "a_border")
 Choice = tuple[int, ...]
 
 
@@ -43,11 +45,13 @@ class TimedLayer:
         scope: variables by number, ascending.
         seconds: one axis for each, what the layer takes alone; 0 where it leaves.
         stays: the same, 1.0 or 0.0: whether what is around the layer is computed.
+        border: the same, how many numbers become integers or cease to be; None where none do.
     """
 
     scope: tuple[int, ...]
     seconds: NDArray[np.float64]
     stays: NDArray[np.float64]
+    border: NDArray[np.float64] | None = None
 
 
 class Clock(Protocol):
@@ -117,17 +121,18 @@ def fit_latency(
     tables = [Table((), np.array(coefficients[0]), np.array(0.0))]
     for part in parts:
         cost = coefficients[1] * part.stays + coefficients[2] * part.seconds
+        if part.border is not None:
+            cost = cost + coefficients[3] * part.border
         tables.append(Table(part.scope, cost, np.zeros_like(cost)))
     record = {
         "workload": workload.model_dump(),
         **table,
-        "coefficients": {"once": coefficients[0], "a_layer": coefficients[1], "of_its_time": coefficients[2]},
+        "coefficients": dict(zip(COEFFICIENTS, map(float, coefficients), strict=True)),
         "fitted": [
             {"choice": list(map(int, choice)), "seconds": float(real), "predicted": float(guess)}
             for choice, real, guess in zip(fitted, seconds, predicted, strict=True)
         ],
     }
-    record["coefficients"] = {name: float(value) for name, value in record["coefficients"].items()}
     return FittedLatency(tuple(tables), record, whole)
 
 
@@ -151,8 +156,9 @@ def fit_nonnegative(features: NDArray[np.float64], seconds: NDArray[np.float64])
     """
     weighted = features / seconds[:, None]
     best, least = np.zeros(features.shape[1]), np.inf
+    present = features.any(axis=0)
     for used in product((False, True), repeat=features.shape[1]):  # a few features: every set of them
-        if not any(used):
+        if not any(used) or (~present & np.array(used)).any():
             continue
         places = np.flatnonzero(used)
         found = np.linalg.lstsq(weighted[:, places], np.ones(len(seconds)), rcond=None)[0]
@@ -171,27 +177,36 @@ def _parts(
     def measure() -> dict[str, Any]:
         parts, table = clock.parts(workload.rounds, progress)
         stored = [
-            {"scope": list(each.scope), "seconds": each.seconds.tolist(), "stays": each.stays.tolist()}
+            {
+                "scope": list(each.scope),
+                "seconds": each.seconds.tolist(),
+                "stays": each.stays.tolist(),
+                "border": None if each.border is None else each.border.tolist(),
+            }
             for each in parts
         ]
         return {"parts": stored, "table": table}
 
     found = tasks.run(f"table_{key_of(workload.model_dump())[:20]}", measure).result
-    parts = [
-        TimedLayer(tuple(each["scope"]), np.array(each["seconds"], np.float64), np.array(each["stays"], np.float64))
-        for each in found["parts"]
-    ]
+    parts = []
+    for each in found["parts"]:
+        arrays = (
+            None if each[name] is None else np.array(each[name], float) for name in ("seconds", "stays", "border")
+        )
+        parts.append(TimedLayer(tuple(each["scope"]), *arrays))  # type: ignore[arg-type]
     return parts, found["table"]
 
 
 def _features(parts: Sequence[TimedLayer], choices: NDArray[np.integer]) -> NDArray[np.float64]:
-    """(N, 3): one, layers that stay, the sum of their seconds."""
-    found = np.zeros((len(choices), 3))
+    """(N, 4): one, layers that stay, the sum of their seconds, numbers at borders."""
+    found = np.zeros((len(choices), len(COEFFICIENTS)))
     found[:, 0] = 1.0
     for part in parts:
         case = tuple(choices[:, each] for each in part.scope)
         found[:, 1] += part.stays[case]
         found[:, 2] += part.seconds[case]
+        if part.border is not None:
+            found[:, 3] += part.border[case]
     return found
 
 

@@ -41,7 +41,9 @@ were measured afterwards, it is {{ "%.3f" | format(result.prediction.measured_ra
 {% if result.latency is defined %}<h2>Latency</h2>
 <p>Predicted is a sum that was fitted to {{ result.latency.fitted | length }} whole networks:
 {{ ms(result.latency.coefficients.once) }} ms, {{ ms(result.latency.coefficients.a_layer) }} ms a layer, and
-{{ number(result.latency.coefficients.of_its_time) }} times what the layers take alone. The networks below were timed
+{{ number(result.latency.coefficients.of_its_time) }} times what the layers take alone
+{%- if result.latency.coefficients.a_border %}, and {{ number(1e9 * result.latency.coefficients.a_border) }} ns for each
+number that becomes an integer or ceases to be one{% endif %}. The networks below were timed
 afterwards, in turns with the network as it is, which takes {{ ms(result.latency.start) }} ms
 {%- if result.latency.error is not none %}; half of the predictions are within
 {{ percent(result.latency.error) }}{% endif %}. Timed were

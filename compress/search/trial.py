@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from glob import escape
 from typing import Any
 
@@ -36,7 +37,7 @@ from penjing.compress.recipe import Recipe
 from penjing.compress.samples.data import Samples
 from penjing.compress.samples.graph import ExampleData
 from penjing.compress.search.base import only_step
-from penjing.compress.search.latency import Clock
+from penjing.compress.search.graph_clock import GraphClock
 from penjing.compress.search.points import graph_steps
 from penjing.compress.search.recipe import FLOATING, STORED, WHOLE, Choices, Workload
 from penjing.compress.search.space import Space, Variable, Weighted
@@ -47,6 +48,8 @@ from penjing.core.errors import ConfigError, InputError
 from penjing.core.graph.network import Network, tensor_at, tensors_of
 from penjing.core.progress import Progress
 from penjing.core.work import Tasks
+
+FEW = 8  # samples: where only time is asked for, ranges need no more
 
 
 @dataclass(frozen=True)
@@ -90,8 +93,8 @@ class Trials:
                 f"space.bits={list(choices.bits)}: layers of a classifier or a graph stay floating or have 8 bits; "
                 "write [32, 8], or [32]"
             )
-        as_graph = family.need("as_graph", "searched")
-        subject = family.need("pruner", "pruned").open(recipe.model, (), (), progress)
+        self._as_graph = as_graph = family.need("as_graph", "searched")
+        self._subject = subject = family.need("pruner", "pruned").open(recipe.model, (), (), progress)
         self.model = subject.network()
         self.traced: Network = as_graph(recipe.model, self.model)
         samples = family.samples(recipe.model, recipe.data, progress)
@@ -129,9 +132,11 @@ class Trials:
     def prepare(self, tasks: Tasks, progress: Progress) -> None:
         """See `Changes`; nothing is costly enough to be kept."""
 
-    def clock(self, workload: Workload) -> Clock:
+    def clock(self, workload: Workload) -> GraphClock:
         """See `Changes`."""
-        raise ConfigError("cost=latency is measured of decoders; of a classifier or a graph take macs or bytes")
+        few = Batches(tuple(tuple(each[:FEW] for each in inputs) for inputs in self.seen.batches[:1]))
+        as_graph = partial(self._as_graph, self.folder)
+        return GraphClock(self._subject, as_graph, self.traced, self.space, self.settings, few, workload)
 
     def point(self, base: dict[str, Any], choice: Sequence[int]) -> list[dict[str, Any]]:
         """See `Changes`."""

@@ -205,7 +205,9 @@ def test_a_fitted_sum_finds_what_it_was_made_of(tmp_path: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(latency, "time_network", timed)
         found = fit_latency(space, Made(), Workload(), 0, Tasks(tmp_path), Silent())  # type: ignore[arg-type]
-    assert found.record["coefficients"] == pytest.approx({"once": 0.5, "a_layer": 0.25, "of_its_time": 2.0})
+    assert found.record["coefficients"] == pytest.approx(
+        {"once": 0.5, "a_layer": 0.25, "of_its_time": 2.0, "a_border": 0.0}
+    )
     costs = space.timed(found.tables).costs("latency", np.array([(0, 1, 2, 0, 1, 0)]))
     assert costs[0] == pytest.approx(0.5 + 2 * 0.25 + 2 * (4 + 1.5))
     assert len(set(made)) == len(made) >= 8
