@@ -71,6 +71,7 @@ def main() -> int:
     parser.add_argument("--work", type=Path, default=Path("build/chain"), help="folder of the runs")
     parser.add_argument("--ratio", type=float, default=0.3, help="share of the channels that leaves")
     parser.add_argument("--updates", type=int, default=100, help="from the network's own answers, after pruning")
+    parser.add_argument("--rate", type=float, default=3e-4, help="peak of the learning rate of these updates")
     parser.add_argument("--updates-in-int8", type=int, default=15)
     parser.add_argument("--images", type=int, default=192, help="held-out images")
     parser.add_argument("--rounds", type=int, default=7)
@@ -115,6 +116,7 @@ def commands(arguments: argparse.Namespace, training: Path, outputs: dict[str, P
     steps: dict[str, Any] = {
         "steps.0.ratio": arguments.ratio,
         "steps.1.steps": arguments.updates,
+        "steps.1.learning_rate.peak": arguments.rate,
         "steps.1.checkpoint_every": 20,
         "steps.2.steps": arguments.updates_in_int8,
         "steps.2.batch_size": 16,
