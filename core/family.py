@@ -29,6 +29,7 @@ FAMILIES: dict[FamilyName, str] = {
 """The families of penjing itself, and what messages call one of their networks."""
 GROUP, KEY = "penjing.families", "penjing_family"
 SEEING = "idefics3"  # `model_type` of decoders with a vision transformer
+EYES = "sight"  # folder of an artifact with what a decoder sees with
 BERT = "bert"  # `model_type` of the text encoders that penjing knows
 
 
@@ -62,6 +63,15 @@ def family_of(folder: Path) -> FamilyName:
         f"{path} names no family of networks: a decoder has model_type, a text encoder model_type {BERT!r}, an image "
         "classifier task; get the folder again, or import the model with 'penjing import'"
     )
+
+
+def sees(folder: Path) -> bool:
+    """Whether the checkpoint or artifact in `folder` is a decoder that takes images.
+
+    Raises:
+        InputError: see `family_of`.
+    """
+    return (folder / EYES).is_dir() or family_of(folder) == "vision_language"
 
 
 def table_of(stage: str, name: FamilyName) -> Any:

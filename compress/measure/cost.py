@@ -24,9 +24,9 @@ from penjing.core.artifact.onnx_encoder import IDS, MASK, open_encoder_artifact,
 from penjing.core.checkpoint.classifier import classifier_config, load_classifier
 from penjing.core.checkpoint.encoder import load_encoder
 from penjing.core.checkpoint.load import load_model
-from penjing.core.checkpoint.sight import FOLDER as SIGHT
 from penjing.core.config import Config
 from penjing.core.errors import InputError, SetupError
+from penjing.core.family import EYES
 from penjing.core.memory import available_bytes
 from penjing.core.models.decoder import Decoder
 from penjing.core.progress import Progress, megabytes
@@ -34,7 +34,7 @@ from penjing.core.runtime.onnx_runtime import INPUT, OUTPUT, open_session, run_s
 from penjing.core.runtime.timing import interleaved, summarise
 from penjing.core.text.text_tokenizer import encoder_config
 
-WEIGHTS = ("*.safetensors", "*.onnx", f"{SIGHT}/*.safetensors")  # files of a folder
+WEIGHTS = ("*.safetensors", "*.onnx", f"{EYES}/*.safetensors")  # files of a folder
 TEXT_TOKENS = 128  # of a text that encoders are timed with
 
 Calls = dict["Case", dict[int, Callable[[], object]]]

@@ -16,18 +16,19 @@ from torch import nn
 from penjing.core.checkpoint.safetensors_writer import save_tensors
 from penjing.core.config import parse_config
 from penjing.core.errors import ConfigError, InputError
+from penjing.core.family import EYES
 from penjing.core.files import atomic_write_text
 from penjing.core.manifest import read_json_object
 from penjing.core.models.config import DecoderConfig
 from penjing.core.vision.sight import Sight, SightConfig
 from penjing.core.vision.vit import VisionTransformer
 
-FOLDER, _CONFIG, _WEIGHTS = "sight", "config.json", "model.safetensors"
+_CONFIG, _WEIGHTS = "config.json", "model.safetensors"
 
 
 def save_sight(folder: Path, sight: Sight) -> None:
     """Write the eyes into an artifact's folder, which is not yet published and gets its manifest afterwards."""
-    place = folder / FOLDER
+    place = folder / EYES
     place.mkdir()
     atomic_write_text(place / _CONFIG, sight.config.model_dump_json(indent=2) + "\n")
     save_tensors({name: tensor.detach().contiguous() for name, tensor in sight.state_dict().items()}, place / _WEIGHTS)
@@ -39,7 +40,7 @@ def load_sight(folder: Path, decoder: DecoderConfig) -> Sight | None:
     Raises:
         InputError: damaged, or of another decoder.
     """
-    place = folder / FOLDER
+    place = folder / EYES
     if not place.exists():
         return None
     try:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jinja2
 
@@ -12,6 +13,8 @@ from penjing.core.manifest import read_json_object
 from penjing.core.text.chat_sandbox import TemplateRaisedError, TemplateRefusedError, compile_template, render
 
 MAX_TEMPLATE_CHARS = 1_000_000
+_IMAGE = {"type": "image"}
+_PROBE = "wherever"  # a word that no template writes by itself
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
 
 
@@ -61,11 +64,28 @@ class ChatTemplate:
         text = _default_template(config.get("chat_template"), config_path)
         return None if text is None else cls(text, str(config_path), special)
 
+    @cached_property
+    def form(self) -> Literal["text", "parts", "both"]:
+        """What it takes a message's `content` for: a text, a list of parts such as `{"type": "text", "text": …}` as
+        SmolVLM's does, or either. Found by a trial of both."""
+        if "type" not in self.text or not self._tried([{"type": "text", "text": _PROBE}]):
+            return "text"  # a template that takes parts asks what each of them is
+        return "both" if self._tried(_PROBE) else "parts"
+
+    def _tried(self, content: Any) -> bool:
+        values = self.special_tokens | {"tools": None, "documents": None, "add_generation_prompt": False}
+        try:
+            found = render(self._template, values | {"messages": [{"role": "user", "content": content}]})
+        except Exception:  # whatever it fails with: this form is not its own
+            return False
+        return _PROBE in found and "'type'" not in found and '"type"' not in found
+
     def render(self, messages: list[dict[str, Any]], add_generation_prompt: bool = True, **variables: Any) -> str:
         """The prompt text of a conversation; encode it with `add_special=False`, since it has its begin-of-text.
 
         Args:
-            messages: objects with `role` and `content` (text, or a list of `{"type": "text", "text": …}` parts).
+            messages: objects with `role` and `content` (text, or a list of `{"type": "text", "text": …}` parts; with
+                `{"type": "image"}` among them where `form` is not "text").
             add_generation_prompt: end with the beginning of the assistant's answer.
             variables: further variables of the template, such as `enable_thinking`.
 
@@ -74,7 +94,7 @@ class ChatTemplate:
             InputError: the template tries what the sandbox refuses.
         """
         values = self.special_tokens | {"tools": None, "documents": None} | variables
-        values |= {"messages": _checked(messages), "add_generation_prompt": add_generation_prompt}
+        values |= {"messages": _checked(messages, self.form), "add_generation_prompt": add_generation_prompt}
         try:
             return render(self._template, values)
         except TemplateRefusedError as error:
@@ -87,7 +107,7 @@ class ChatTemplate:
             ) from error
 
 
-def _checked(messages: Any) -> list[dict[str, Any]]:
+def _checked(messages: Any, form: Literal["text", "parts", "both"]) -> list[dict[str, Any]]:
     if not isinstance(messages, list) or not messages:
         raise RequestError("messages must be a list of at least one message with role and content")
     checked = []
@@ -97,11 +117,18 @@ def _checked(messages: Any) -> list[dict[str, Any]]:
         role, content = message.get("role"), message.get("content")
         if not isinstance(role, str) or not role:
             raise RequestError(f"messages[{index}].role must be text such as 'user' (got {role!r:.80})")
+        if isinstance(content, list) and form != "text" and _IMAGE in content:
+            content = [
+                part if part == _IMAGE else {"type": "text", "text": _part_text(part, index)} for part in content
+            ]
+            checked.append({**message, "content": content})
+            continue
         if isinstance(content, list):
             content = "".join(_part_text(part, index) for part in content)
         if not isinstance(content, str) and not (content is None and "tool_calls" in message):
             raise RequestError(f"messages[{index}].content must be text or a list of text parts (got {content!r:.80})")
-        checked.append({**message, "content": content})
+        whole = [{"type": "text", "text": content}] if form == "parts" and content is not None else content
+        checked.append({**message, "content": whole})
     return checked
 
 

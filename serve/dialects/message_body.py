@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator
 
-from penjing.serve.dialects.translation import Chat, joined, kinds, tag
+from penjing.serve.dialects.translation import Chat, image_part, joined, kinds, tag, text_part
 from penjing.serve.front.bodies import (
     MAX_MESSAGES,
     MAX_TOOLS,
@@ -16,12 +16,14 @@ from penjing.serve.front.bodies import (
     ChatBody,
     Function,
     FunctionCall,
+    ImagePart,
     JsonSchema,
     NamedFunction,
     NamedTool,
     Part,
     ResponseFormat,
     Sampling,
+    TextPart,
     Tool,
     ToolCall,
 )
@@ -38,6 +40,21 @@ class TextBlock(_Block):
     type: Literal["text"] = Field(description="What the block is.")
     text: str = Field(description="Its text.")
     citations: list[Any] | None = Field(default=None, description="Is not used.")
+
+
+class Base64Source(Part):
+    """An image itself."""
+
+    type: Literal["base64"] = Field(description="Others are not known: nothing is fetched, and no files are kept.")
+    media_type: Literal["image/jpeg", "image/png"] = Field(description="What it is.")
+    data: str = Field(description="Its file in base64.")
+
+
+class ImageBlock(_Block):
+    """An image of a user, for a model that sees."""
+
+    type: Literal["image"] = Field(description="What the block is.")
+    source: Base64Source = Field(description="Where it is.")
 
 
 class ToolUseBlock(_Block):
@@ -61,9 +78,10 @@ class ToolResultBlock(_Block):
 
 Block = Annotated[
     Annotated[TextBlock, tag("text")]
+    | Annotated[ImageBlock, tag("image")]
     | Annotated[ToolUseBlock, tag("tool_use")]
     | Annotated[ToolResultBlock, tag("tool_result")],
-    kinds("text", "tool_use", "tool_result"),
+    kinds("text", "image", "tool_use", "tool_result"),
 ]
 
 
@@ -71,7 +89,9 @@ class Turn(Part):
     """One message."""
 
     role: Literal["user", "assistant"] = Field(description="Who speaks.")
-    content: str | list[Block] = Field(description="Text, or blocks: text, calls of an assistant, results of a user.")
+    content: str | list[Block] = Field(
+        description="Text, or blocks: text, calls of an assistant, images and results of a user."
+    )
 
 
 class MessageTool(_Block):
@@ -170,9 +190,9 @@ class CountBody(Body):
             for block in blocks:
                 if isinstance(block, ToolResultBlock):
                     chat.result(block.tool_use_id, joined(block.content or ""))
-            texts = [block.text for block in blocks if isinstance(block, TextBlock)]
-            if texts or not any(isinstance(block, ToolResultBlock) for block in blocks):
-                chat.say(turn.role, "".join(texts))
+            parts = [_part(block) for block in blocks if isinstance(block, TextBlock | ImageBlock)]
+            if parts or not any(isinstance(block, ToolResultBlock) for block in blocks):
+                chat.say(turn.role, parts)
             for block in blocks:
                 if isinstance(block, ToolUseBlock):
                     function = FunctionCall(name=block.name, arguments=json.dumps(block.input, ensure_ascii=False))
@@ -201,11 +221,19 @@ class MessageBody(CountBody, Sampling):
 
 
 def _check_blocks(role: str, blocks: Sequence[Block], index: int) -> None:
-    wrong = "tool_result" if role == "assistant" else "tool_use"
+    wrong = ("tool_result", "image") if role == "assistant" else ("tool_use",)
     for number, block in enumerate(blocks):
-        if block.type == wrong:
+        if block.type in wrong:
             where = f"messages.{index}.content.{number}.type"
-            raise ApiError(400, f"{where}: no {wrong} is in a message of {role}.", code="invalid_value", param=where)
+            raise ApiError(
+                400, f"{where}: no {block.type} is in a message of {role}.", code="invalid_value", param=where
+            )
+
+
+def _part(block: TextBlock | ImageBlock) -> TextPart | ImagePart:
+    if isinstance(block, TextBlock):
+        return text_part(block.text)
+    return image_part(f"data:{block.source.media_type};base64,{block.source.data}")
 
 
 def _tool(tool: MessageTool) -> Tool:

@@ -44,6 +44,9 @@ async def count_tokens(backend: Backend, request: Request) -> Response:
     exchange: Exchange = request.scope["state"]["exchange"]
     body = read_body(CountBody, request.headers.get("content-type", ""), exchange.body)
     ask = chat_ask(backend, body.chat(), exchange)
+    if "images" in ask.sampling:
+        text = "The tokens of images are not counted: leave them out."
+        raise ApiError(400, text, code="unsupported", param="messages")
     upstream = backend.upstream(ask.model)
     tokenizer, template = await upstream.tokenizer(), await upstream.chat_template()
     if template is None:

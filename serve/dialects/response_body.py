@@ -6,19 +6,21 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, model_validator
 
-from penjing.serve.dialects.translation import Chat, joined, kinds, tag
+from penjing.serve.dialects.translation import Chat, image_part, joined, kinds, tag, text_part
 from penjing.serve.front.bodies import (
     MAX_MESSAGES,
     MAX_TOOLS,
     ChatBody,
     Function,
     FunctionCall,
+    ImagePart,
     JsonSchema,
     NamedFunction,
     NamedTool,
     Part,
     ResponseFormat,
     Sampling,
+    TextPart,
     Tool,
     ToolCall,
 )
@@ -46,6 +48,22 @@ class ItemText(Part):
     logprobs: list[Any] | None = Field(default=None, description="Is not used.")
 
 
+class ItemImage(Part):
+    """An image of a user, for a model that sees."""
+
+    type: Literal["input_image"] = Field(description="An image.")
+    image_url: str = Field(description="data:image/jpeg;base64,... or data:image/png;base64,...; nothing is fetched.")
+    detail: Literal["auto", "low", "high", "original"] | None = Field(default=None, description="Is not used.")
+    file_id: None = Field(default=None, description="May be null only: no files are kept.")
+
+
+_TEXTS = ("input_text", "output_text", "text")
+ItemPart = Annotated[
+    Annotated[ItemText, tag("text")] | Annotated[ItemImage, tag("input_image")],
+    kinds(*_TEXTS, "input_image", alike=dict.fromkeys(_TEXTS, "text")),
+]
+
+
 class _Item(Part):
     id: str | None = Field(default=None, description="Is not used.")
     status: str | None = Field(default=None, description="Is not used.")
@@ -56,7 +74,7 @@ class MessageItem(_Item):
 
     type: Literal["message"] = Field(default="message", description="What the item is.")
     role: Literal["system", "developer", "user", "assistant"] = Field(description="Who speaks.")
-    content: str | list[ItemText] = Field(description="Text, or parts that are text.")
+    content: str | list[ItemPart] = Field(description="Text, or parts: texts, and images of a user.")
     phase: str | None = Field(default=None, description="Is not used.")
 
 
@@ -209,13 +227,19 @@ class ResponseBody(Sampling):
             chat.say("system", self.instructions)
         for item in [MessageItem(role="user", content=self.input)] if isinstance(self.input, str) else self.input:
             if isinstance(item, MessageItem):
-                chat.say(item.role, joined(item.content))
+                chat.say(item.role, _parts(item.content))
             elif isinstance(item, CallItem):
                 function = FunctionCall(name=item.name, arguments=item.arguments)
                 chat.call(ToolCall(id=item.call_id, function=function))
             else:
                 chat.result(item.call_id, joined(item.output))
         return chat
+
+
+def _parts(content: str | list[ItemPart]) -> str | list[TextPart | ImagePart]:
+    if isinstance(content, str):
+        return content
+    return [image_part(part.image_url) if isinstance(part, ItemImage) else text_part(part.text) for part in content]
 
 
 def _tool(tool: FunctionTool) -> Tool:

@@ -2,21 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pydantic import Discriminator, Tag
 
-from penjing.serve.front.bodies import MAX_MESSAGES, ChatBody, ChatMessage, Sampling, ToolCall
+from penjing.serve.front.bodies import (
+    MAX_MESSAGES,
+    ChatBody,
+    ChatMessage,
+    ImagePart,
+    ImageUrl,
+    Sampling,
+    TextPart,
+    ToolCall,
+)
 from penjing.serve.gate.errors import ApiError
 
 
-def kinds(*names: str, default: str | None = None) -> Discriminator:
-    """Tells objects of a list apart by their `type`; one without has the type `default`."""
+def kinds(*names: str, default: str | None = None, alike: Mapping[str, str] | None = None) -> Discriminator:
+    """Tells objects of a list apart by their `type`; one without has the type `default`. `alike`: types with the tag of
+    another."""
+    same = alike or {}
 
     def kind(value: Any) -> str | None:
         found = value.get("type", default) if isinstance(value, dict) else getattr(value, "type", default)
-        return marked(found) if found in names else None
+        return marked(same.get(found, found)) if found in names else None
 
     text = f"an object of the type {' or '.join(names)} is meant"
     return Discriminator(kind, custom_error_type="unknown_type", custom_error_message=text)
@@ -38,9 +49,11 @@ class Chat:
     def __init__(self) -> None:
         self.messages: list[ChatMessage] = []
 
-    def say(self, role: str, text: str) -> None:
-        """Add a message."""
-        self.messages.append(ChatMessage.model_construct(role=role, content=text))
+    def say(self, role: str, content: str | Sequence[TextPart | ImagePart]) -> None:
+        """Add a message; parts without an image are one text."""
+        if not isinstance(content, str) and not any(isinstance(part, ImagePart) for part in content):
+            content = joined(content)
+        self.messages.append(ChatMessage.model_construct(role=role, content=content))
 
     def call(self, call: ToolCall) -> None:
         """Add a call to the assistant's message that it belongs to."""
@@ -65,6 +78,16 @@ class Chat:
             raise ApiError(400, text, code="invalid_value", param="messages")
         same = {name: getattr(body, name) for name in Sampling.model_fields}
         return ChatBody.model_construct(messages=self.messages, **same | values)
+
+
+def text_part(text: str) -> TextPart:
+    """As a chat has it."""
+    return TextPart.model_construct(type="text", text=text)
+
+
+def image_part(url: str) -> ImagePart:
+    """An image in a `data:` URL, as a chat has it."""
+    return ImagePart.model_construct(type="image_url", image_url=ImageUrl.model_construct(url=url))
 
 
 def joined(content: str | Sequence[Any]) -> str:

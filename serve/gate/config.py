@@ -17,6 +17,12 @@ class FrontLimits(Config):
     """What `penjing serve --front KEY=VALUE` changes."""
 
     max_body_bytes: int = Field(default=1 << 20, ge=1024, le=1 << 30, description="Of a request's body.")
+    max_image_body_bytes: int = Field(
+        default=32 << 20, ge=1024, le=1 << 30, description="Of a request's body instead, before a model that sees."
+    )
+    max_held_bytes: int = Field(
+        default=256 << 20, ge=1024, le=1 << 40, description="Of all bodies of more than max_body_bytes together."
+    )
     max_header_bytes: int = Field(default=32768, ge=1024, le=1 << 20, description="Of a request's line and headers.")
     max_connections: int = Field(default=2048, ge=1, le=1 << 20, description="Open at once; one more is refused.")
     max_prompts: int = Field(default=128, ge=1, le=4096, description="Prompts or texts of one request.")
@@ -98,6 +104,7 @@ class FrontModel(Config):
     metrics: str = Field(description="Host and port of that server's metrics.")
     adapters: tuple[str, ...] = Field(default=(), description="Names of the adapters that it was started with.")
     adapter: str | None = Field(default=None, description="The one of them that this stands for.")
+    sees: bool = Field(default=False, description="Whether requests to it may have images.")
     max_rows: int | None = Field(default=None, ge=1, description="Rows that a request to a batched model may have.")
 
     @property

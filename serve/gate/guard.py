@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 from penjing.serve.access.limits import Account
 from penjing.serve.gate.admission import Admission
 from penjing.serve.gate.config import FrontConfig
-from penjing.serve.gate.errors import ApiError, draining
+from penjing.serve.gate.errors import RETRY_SECONDS, ApiError, draining
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
@@ -48,6 +48,8 @@ class Exchange:
     request_id: str
     path: str = ""
     body: bytes = b""
+    held: int = 0
+    """Bytes of a large body, as counted against those of all requests."""
     asked: str = ""
     """The model's name as the client wrote it; `model` is who answers."""
     model: str = ""
@@ -81,13 +83,21 @@ class Guard:
     Args:
         app: gets requests whose body has been read: it lies in `scope["state"]["exchange"]`.
         ended: is called once for each request, when it has its answer or has gone.
+        sees: whether a model takes images now, so that bodies may be larger.
 
     Raises:
         InputError: the file of keys cannot be used.
     """
 
-    def __init__(self, app: App, config: FrontConfig, ended: Callable[[Message, Exchange], None]) -> None:
-        self.app, self._limits, self._ended = app, config.limits, ended
+    def __init__(
+        self,
+        app: App,
+        config: FrontConfig,
+        ended: Callable[[Message, Exchange], None],
+        sees: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self.app, self._limits, self._ended, self._sees = app, config.limits, ended, sees
+        self._held = 0
         self._hosts = {*LOCAL_NAMES, *map(str.lower, config.limits.allowed_hosts)} if config.is_local else None
         self._admission = Admission(config.keys)
         self.draining = False
@@ -131,6 +141,7 @@ class Guard:
             await answer.send_error(ApiError(500, "The server failed on this request.", code="internal_error"))
         finally:
             self.num_running -= 1
+            self._held -= exchange.held
             if begun and exchange.account is not None:
                 exchange.account.end()
             self._ended(scope, exchange)
@@ -177,7 +188,10 @@ class Guard:
         )
 
     async def _read_body(self, scope: Message, headers: dict[str, str], receive: Receive) -> bytes:
-        limit = self._limits.max_body_bytes
+        usual = limit = self._limits.max_body_bytes
+        if self._sees():
+            limit = max(usual, self._limits.max_image_body_bytes)
+        exchange: Exchange = scope["state"]["exchange"]
         too_large = ApiError(413, f"The body may have {limit} bytes.", code="too_large")
         length = headers.get("content-length", "")
         if length and not (re.fullmatch("[0-9]{1,18}", length) and int(length) <= limit):
@@ -196,10 +210,20 @@ class Guard:
                         size += len(part)
                     if size > limit:
                         raise too_large
+                    if size > usual:
+                        self._hold(exchange, size)
                     if not message.get("more_body", False):
                         return b"".join(parts)
         except TimeoutError:
             raise ApiError(408, "The body took too long to come.", code="timeout") from None
+
+    def _hold(self, exchange: Exchange, size: int) -> None:
+        """Count a large body, of which so much has come: many of them together could take all memory."""
+        if self._held + size - exchange.held > self._limits.max_held_bytes:
+            text = f"Large bodies of other requests have {self._held} bytes already; try again."
+            raise ApiError(503, text, code="overloaded", retry_after=RETRY_SECONDS)
+        self._held += size - exchange.held
+        exchange.held = size
 
 
 class _GoneError(Exception):

@@ -60,8 +60,9 @@ def from_data_url(url: str) -> bytes:
     return _from_base64(url[found.end() :].encode("utf-8", "replace"), 0)
 
 
-def with_places(messages: list[dict[str, Any]], token: str | None) -> list[dict[str, Any]]:
-    """Chat messages whose parts {"type": "image"} are texts of the image token.
+def with_places(messages: list[dict[str, Any]], token: str | None, form: str) -> list[dict[str, Any]]:
+    """Chat messages whose parts {"type": "image"} are texts of the image token; as they are where the template, of the
+    `form` that it says, takes parts and writes the token itself.
 
     Raises:
         RequestError: the model has no such token: it takes no images.
@@ -72,7 +73,8 @@ def with_places(messages: list[dict[str, Any]], token: str | None) -> list[dict[
         if isinstance(content, list) and any(map(_is_image, content)):
             if token is None:
                 raise RequestError("this model takes no images: leave them out, or ask a model that sees")
-            parts: Sequence[Any] = [{"type": "text", "text": token} if _is_image(part) else part for part in content]
+            written: Any = {"type": "text", "text": token} if form == "text" else {"type": "image"}
+            parts: Sequence[Any] = [written if _is_image(part) else part for part in content]
             message = {**message, "content": parts}
         placed.append(message)
     return placed

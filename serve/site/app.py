@@ -76,7 +76,7 @@ class Front:
             exception_handlers={ApiError: _tell, HTTPException: _tell_http},  # type: ignore[dict-item]
         )
         app.router.redirect_slashes = False
-        self.guard = Guard(app, job.front, self._ended)
+        self.guard = Guard(app, job.front, self._ended, self._sees)
         self.guard.draining = job.draining
 
     async def application(self, scope: Message, receive: Any, send: Any) -> None:
@@ -122,6 +122,9 @@ class Front:
             await self.backend.close()
             if self._traces is not None:
                 await asyncio.to_thread(self._traces.close)
+
+    def _sees(self) -> bool:
+        return any(model.sees for model in self.job.models)
 
     def _ended(self, scope: Message, exchange: Exchange) -> None:
         self.usage.ended(exchange)

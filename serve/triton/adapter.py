@@ -175,7 +175,7 @@ class LLMAdapter:
         try:
             if call.messages is not None:
                 assert self._chat_template is not None, "looked at in _accept"
-                messages = with_places(call.messages, loop.engine.preparer.images.token)
+                messages = with_places(call.messages, loop.engine.preparer.images.token, self._chat_template.form)
                 prompt = reply.prompt = self._chat_template.render(messages, **call.template)
             else:
                 prompt = call.prompt or ""

@@ -3,6 +3,8 @@ epoch, image)."""
 
 from __future__ import annotations
 
+from typing import Literal
+
 import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
@@ -10,13 +12,20 @@ from PIL import Image
 from penjing.train.data.order import mix
 
 
-def moved(images: NDArray[np.uint8], random: NDArray[np.uint64], pad: int, flip: bool) -> NDArray[np.uint8]:
-    """Images (N, height, width, channels), each cut out of itself with a black border.
+def moved(
+    images: NDArray[np.uint8],
+    random: NDArray[np.uint64],
+    pad: int,
+    flip: bool,
+    border: Literal["constant", "edge"] = "constant",
+) -> NDArray[np.uint8]:
+    """Images (N, height, width, channels), each cut out of itself with a border.
 
     Args:
         random: (N,).
         pad: pixels of the border.
         flip: mirror left and right with probability one half.
+        border: "constant" is black, "edge" goes on with the pixels of the edge.
     """
     count, height, width, _ = images.shape
     places = np.uint64(2 * pad + 1)
@@ -25,7 +34,7 @@ def moved(images: NDArray[np.uint8], random: NDArray[np.uint64], pad: int, flip:
     if flip:
         mirrored = (random >> np.uint64(32)) & np.uint64(1) == 1
         columns[mirrored] = columns[mirrored][:, ::-1]
-    around = np.pad(images, ((0, 0), (pad, pad), (pad, pad), (0, 0)))
+    around = np.pad(images, ((0, 0), (pad, pad), (pad, pad), (0, 0)), mode=border)
     return around[np.arange(count)[:, None, None], rows[:, :, None], columns[:, None, :]]
 
 

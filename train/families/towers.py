@@ -70,7 +70,9 @@ class TextedImages:
         pixels = self.reader.form.pixels
         assert pixels is not None, "the reader is made for images"
         if draw.random is not None:
-            images = augmented(images, draw.random, self.data, tuple(255 * value for value in pixels.mean))
+            # Drawings lie on white: a black border would tell how far each was moved.
+            grey = tuple(255 * value for value in pixels.mean)
+            images = augmented(images, draw.random, self.data, grey, "edge")
         mean, std = (np.array(values, np.float32) for values in (pixels.mean, pixels.std))
         batch = {
             "images": torch.from_numpy(np.array(normalise(images.transpose(0, 3, 1, 2), mean, std), order="C")),

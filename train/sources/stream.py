@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 import torch
@@ -49,18 +50,23 @@ class ReadSamples:
 
 
 def augmented(
-    images: NDArray[np.uint8], random: NDArray[np.uint64], settings: Augment, mean: tuple[float, ...]
+    images: NDArray[np.uint8],
+    random: NDArray[np.uint64],
+    settings: Augment,
+    mean: tuple[float, ...],
+    border: Literal["constant", "edge"] = "constant",
 ) -> NDArray[np.uint8]:
     """Images (N, height, width, channels) scaled, cropped, mirrored, coloured and erased, each as its
     number of `random` says.
 
     Args:
         mean: the colour of what is erased, channel by channel, as pixels.
+        border: see `moved`.
     """
     if settings.scale < 1:
         images = zoomed(images, random, settings.scale)
     if settings.pad or settings.flip:
-        images = moved(images, random, settings.pad, settings.flip)
+        images = moved(images, random, settings.pad, settings.flip, border)
     if settings.colour:
         images = coloured(images, random, settings.colour)
     if settings.erase:

@@ -296,3 +296,42 @@ def test_where_templates_come_from(tmp_path: Path, tiny_checkpoint: Path) -> Non
     with pytest.raises(InputError, match="cannot read"):
         ChatTemplate.from_folder(folder)
     assert ChatTemplate.from_folder(tmp_path) is None
+
+
+# In the manner of SmolVLM's: it walks over the parts of a message, and writes the image token itself.
+OF_PARTS = (
+    "{% for m in messages %}{{ m['role'] | capitalize }}{% if m['content'][0]['type'] == 'image' %}:{% else %}: "
+    "{% endif %}{% for part in m['content'] %}{% if part['type'] == 'text' %}{{ part['text'] }}"
+    "{% elif part['type'] == 'image' %}<image>{% endif %}{% endfor %}<end>\n{% endfor %}"
+    "{% if add_generation_prompt %}Assistant:{% endif %}"
+)
+OF_EITHER = (
+    "{% for m in messages %}{% if m.content is string %}{{ m.content }}{% else %}{% for part in m.content %}"
+    "{% if part.type == 'image' %}<begin><image>{% else %}{{ part.text }}{% endif %}{% endfor %}{% endif %}{% endfor %}"
+)
+
+
+def test_a_template_of_parts_is_given_parts() -> None:
+    template = ChatTemplate(OF_PARTS, "a test")
+    assert template.form == "parts"
+    image, text = {"type": "image"}, {"type": "text", "text": "what?"}
+    asked = [{"role": "user", "content": [image, text]}, {"role": "assistant", "content": "a bag"}]
+    assert template.render(asked) == "User:<image>what?<end>\nAssistant: a bag<end>\nAssistant:"
+    assert template.render([{"role": "user", "content": "what?"}]) == "User: what?<end>\nAssistant:"
+    with pytest.raises(RequestError, match="only parts of type 'text'"):
+        template.render([{"role": "user", "content": [{"type": "video"}]}])
+
+
+def test_a_template_of_texts_or_parts_gets_parts_where_there_is_an_image() -> None:
+    template = ChatTemplate(OF_EITHER, "a test")
+    assert template.form == "both"
+    parts = [{"type": "text", "text": "a"}, {"type": "image"}, {"type": "text", "text": "b"}]
+    assert template.render([{"role": "user", "content": parts}]) == "a<begin><image>b"
+    assert template.render([{"role": "user", "content": parts[::2]}]) == "ab"
+    with pytest.raises(RequestError, match="only parts of type 'text'"):
+        ChatTemplate(TEMPLATES["llama-3"], "a test").render([{"role": "user", "content": parts}])
+
+
+@pytest.mark.parametrize("name", sorted(TEMPLATES))
+def test_templates_of_texts_are_known_as_such(name: str) -> None:
+    assert ChatTemplate(TEMPLATES[name], "a test", {"bos_token": "<s>", "eos_token": "</s>"}).form == "text"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -97,6 +98,56 @@ def test_openais_package_sends_images(front: Fronted, folder: Path) -> None:
             messages: Any = [{"role": role, "content": [part]}]
             with pytest.raises(openai.BadRequestError, match=words):
                 client.chat.completions.create(messages=messages, **greedy)
+
+
+def test_other_dialects_send_images_in_their_own_words(front: Fronted, folder: Path) -> None:
+    first = encoded(picture(1))
+    data = base64.b64encode(first).decode()
+    wanted = alone(folder, f"user:see {TOKEN}?\n", first)[0]
+    greedy = {"model": "llm", "temperature": 0.0, "ignore_eos": True}
+    image: dict[str, Any] = {"type": "base64", "media_type": "image/png", "data": data}
+
+    def blocks(source: Any, role: str = "user") -> Any:
+        content = [{"type": "text", "text": "see "}, {"type": "image", "source": source}, {"type": "text", "text": "?"}]
+        return greedy | {"max_tokens": 8, "messages": [{"role": role, "content": content}]}
+
+    answer = front.ask("/v1/messages", blocks(image))
+    assert answer.json["content"] == [{"type": "text", "text": wanted}]
+    for body, words in (
+        (blocks(image | {"data": data[:50]}), "neither a JPEG|broken"),
+        (blocks(image | {"media_type": "image/gif"}), "media_type"),
+        (blocks({"type": "url", "url": "https://example.org/a.png"}), "source"),
+        (blocks(image, "assistant"), "no image is in a message of assistant"),
+    ):
+        refused = front.ask("/v1/messages", body)
+        assert refused.status == 400
+        assert re.search(words, refused.json["error"]["message"])
+    counted = front.ask("/v1/messages/count_tokens", {"model": "llm", "messages": blocks(image)["messages"]})
+    assert "not counted" in counted.json["error"]["message"]
+
+    def items(url: Any, role: str = "user") -> Any:
+        see, what = ({"type": "input_text", "text": text} for text in ("see ", "?"))
+        content = [see, {"type": "input_image", "image_url": url}, what]
+        return greedy | {"max_output_tokens": 8, "input": [{"role": role, "content": content}]}
+
+    found = front.ask("/v1/responses", items(f"data:image/png;base64,{data}")).json
+    assert found["output"][0]["content"][0]["text"] == wanted
+    for body, words in (
+        (items("https://example.org/a.png"), "not fetched"),
+        (items(None), "image_url"),
+        (items(f"data:image/png;base64,{data}", "system"), "images are a user's"),
+    ):
+        refused = front.ask("/v1/responses", body)
+        assert refused.status == 400
+        assert re.search(words, refused.json["error"]["message"])
+
+
+def test_a_photo_of_megabytes_fits_a_body(front: Fronted) -> None:
+    large = encoded(picture(3, (900, 900)))  # 2.4 MB of noise
+    assert len(large) > 2 << 20
+    asked = {"model": "llm", "max_tokens": 1, "messages": [{"role": "user", "content": [image_part(large)]}]}
+    answer = front.ask("/v1/chat/completions", asked)
+    assert answer.status == 200, answer.body
 
 
 def test_a_model_without_eyes_refuses_images(tiny_checkpoint: Path) -> None:

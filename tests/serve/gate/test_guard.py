@@ -1,0 +1,81 @@
+"""How large a body may be, beside all others: the guard alone, without a socket."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+from penjing.serve.gate.config import FrontConfig, FrontLimits
+from penjing.serve.gate.guard import Guard, Message
+
+SMALL, LARGE = 2048, 8192
+
+
+def guard_of(sees: bool, gate: asyncio.Event, begun: list[int]) -> Guard:
+    async def app(scope: Message, receive: Any, send: Any) -> None:
+        begun.append(len(scope["state"]["exchange"].body))
+        await gate.wait()
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b""})
+
+    limits = FrontLimits(max_body_bytes=SMALL, max_image_body_bytes=LARGE, max_held_bytes=2 * LARGE)
+    return Guard(app, FrontConfig(port=1, limits=limits), lambda *_: None, lambda: sees)
+
+
+async def asked(guard: Guard, size: int) -> tuple[int, Any]:
+    """Status and body of a request whose body comes in two parts."""
+    parts, sent = [bytes(size // 2), bytes(size - size // 2)], list[Message]()
+
+    async def receive() -> Message:
+        if not parts:
+            await asyncio.Event().wait()
+        part = parts.pop(0)
+        return {"type": "http.request", "body": part, "more_body": bool(parts)}
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+
+    scope = {"type": "http", "method": "POST", "path": "/v1/models", "headers": [(b"host", b"localhost")]}
+    await guard(scope, receive, send)
+    return sent[0]["status"], sent[-1].get("body", b"")
+
+
+def test_a_body_may_be_larger_where_a_model_sees() -> None:
+    async def run() -> None:
+        gate, begun = asyncio.Event(), list[int]()
+        gate.set()
+        for sees, size, status in (
+            (False, SMALL, 200), (False, SMALL + 1, 413), (True, SMALL + 1, 200), (True, LARGE, 200),
+            (True, LARGE + 1, 413),
+        ):  # fmt: skip
+            assert (await asked(guard_of(sees, gate, begun), size))[0] == status
+        assert begun == [SMALL, SMALL + 1, LARGE]
+
+    asyncio.run(run())
+
+
+def test_large_bodies_have_so_much_memory_together_and_small_ones_always_pass() -> None:
+    async def run() -> None:
+        gate, begun = asyncio.Event(), list[int]()
+        guard = guard_of(True, gate, begun)
+        held = [asyncio.create_task(asked(guard, LARGE)) for _ in range(2)]
+        while len(begun) < 2:
+            await asyncio.sleep(0)
+        status, body = await asked(guard, LARGE)
+        assert status == 503
+        assert "Large bodies of other requests" in json.loads(body)["error"]["message"]
+        small = asyncio.create_task(asked(guard, SMALL))
+        while len(begun) < 3:
+            await asyncio.sleep(0)
+        gate.set()
+        assert [status for status, _ in await asyncio.gather(*held, small)] == [200] * 3
+        assert (await asked(guard, LARGE))[0] == 200  # what was held is given back
+
+    asyncio.run(run())
+
+
+def test_limits_before_a_model_that_sees_hold_a_photo() -> None:
+    limits = FrontLimits()
+    assert limits.max_image_body_bytes > 20 * (1 << 20) * 4 / 3  # of EngineConfig.max_image_bytes, in base64
+    assert limits.max_held_bytes >= 4 * limits.max_image_body_bytes
