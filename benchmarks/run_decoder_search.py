@@ -17,6 +17,7 @@ import argparse
 import json
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -136,8 +137,10 @@ def served(result: dict[str, Any], output: Path, arguments: argparse.Namespace, 
         run_recipe(values, progress=PlainProgress())
         made.append((title, Path(values["output"]), cost, divergence))
         say(f"{title}: {perplexity(Path(values['output'])):.2f}, predicted {1e3 * cost:.2f} ms")
-    calls = [Streams(folder, arguments.streams) for _, folder, _, _ in made]
-    times = interleaved(calls, rounds=arguments.rounds, seconds=0.0, now=time.thread_time)
+    engines = [Streams(folder, arguments.streams) for _, folder, _, _ in made]
+    calls = [partial(engine.run, tokens) for engine in engines for tokens in (NEW_TOKENS, 1)]  # less the prompt
+    both = interleaved(calls, rounds=arguments.rounds, seconds=0.0, now=time.thread_time)
+    times = [[a - b for a, b in zip(*pair, strict=True)] for pair in zip(both[::2], both[1::2], strict=True)]
     rows, base = [], perplexity(made[0][1])
     for (title, folder, cost, _), own in zip(made[1:], times[1:], strict=True):
         speed = median(whole_s / own_s for whole_s, own_s in zip(times[0], own, strict=True))
@@ -149,7 +152,7 @@ def served(result: dict[str, Any], output: Path, arguments: argparse.Namespace, 
 
 
 class Streams:
-    """Some prompts of 128 tokens that an engine goes on with; a call is the time of NEW_TOKENS of each."""
+    """Some prompts of 128 tokens that an engine goes on with."""
 
     def __init__(self, folder: Path, streams: int) -> None:
         config = EngineConfig(enable_prefix_caching=False, max_num_sequences=streams, kv_cache_bytes=256 << 20)
@@ -157,8 +160,9 @@ class Streams:
         tokens = heldout_tokens(self.engine.tokenizer, 128 * streams).tolist()
         self.prompts = [tokens[128 * at : 128 * (at + 1)] for at in range(streams)]
 
-    def __call__(self) -> None:
-        run_prompts(self.engine, self.prompts, NEW_TOKENS)
+    def run(self, tokens: int) -> None:
+        """As many new tokens of each."""
+        run_prompts(self.engine, self.prompts, tokens)
 
 
 def perplexity(folder: Path) -> float:
