@@ -82,6 +82,7 @@ SECTIONS = {  # a title and what "This measures"
     "attention": "Attention: steps with sliding windows and LSH beside full attention. A name ends with its tokens.",
     "curate": "Curation of text: signatures, clusters of near duplicates, languages and rules, beside datatrove.",
     "it_helps": "Whether curation helps: perplexity of a small decoder after raw text and after what curation kept.",
+    "semantic_dedup": "Deduplication by meaning: changed copies that are found, and documents taken for others.",
     "quality": "Quality and noise: areas under the ROC curve of the steps `quality` and `noise`, beside fastText.",
     "pii": "Personal data: planted values that are found, `bare` without a word before them, and finds in documents.",
     "remote": "Remote shards: how long a model waits for shards on a slow server; both sleep. On a busy machine.",

@@ -1,5 +1,4 @@
-"""Joins the keys that the tasks of a stage wrote into clusters of duplicates: once all tasks are done, in one process,
-a column of keys at a time."""
+"""Joins the keys that the tasks of a stage wrote into clusters of duplicates: in one process, once all are done."""
 
 from __future__ import annotations
 
@@ -14,21 +13,27 @@ from numpy.typing import NDArray
 from penjing.core.files import atomic_write_text
 from penjing.core.text.near_duplicates import connected
 from penjing.core.text.records import arrow_module
+from penjing.curate.learned.meaning import leaders
 from penjing.curate.plan import Stage
+from penjing.curate.steps.dedup import DedupStep
 from penjing.curate.task import CLUSTERS, DOCUMENTS, KEYS, task_folder
 
 
-def join_clusters(stage: Stage, num_tasks: int) -> None:
+def join_clusters(stage: Stage, num_tasks: int, step: DedupStep) -> None:
     """Write `CLUSTERS` into the stage's folder, and for each task where its documents begin and the names of those
     that stand for others.
 
-    16 bytes of memory a document, and the ids of those that stand for others.
+    16 bytes of memory a document, with vectors 4 kB, and the ids of those that stand for others.
     """
     if (stage.folder / CLUSTERS).exists():
         return
     keys = [np.load(task_folder(stage, task) / KEYS, allow_pickle=False, mmap_mode="r") for task in range(num_tasks)]
     sizes = [len(each) for each in keys]
-    first = connected(_columns(keys), sum(sizes))
+    if step.method == "semantic":
+        rows = [each for each in keys if len(each)]
+        first = leaders(np.concatenate(rows) if rows else np.empty((0, 1), np.uint64), step.least)
+    else:
+        first = connected(_columns(keys), sum(sizes))
     heads = np.unique(first[first != np.arange(len(first))])
     begins = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
     names: dict[int, str] = {}

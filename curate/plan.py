@@ -59,7 +59,8 @@ class Plan:
             nonlocal key, steps, before
             used = [self.recipe.steps[index] for index in ([] if before is None else [before]) + steps]
             key = key_of(key, [each.model_dump(mode="json") for each in used], [_facts(each) for each in used])
-            key = key if after is None else key_of(key, self.recipe.steps[after].model_dump(mode="json"))
+            if after is not None:
+                key = key_of(key, self.recipe.steps[after].model_dump(mode="json"), _facts(self.recipe.steps[after]))
             folder = self.recipe.work_folder / f"stage-{len(stages)}-{key[:16]}"
             stages.append(Stage(tuple(steps), before, after, folder))
             steps, before = [], after
@@ -139,6 +140,4 @@ def _code() -> str:
 
 
 def _facts(step: StepConfig | DedupStep) -> list[Any]:
-    if not isinstance(step, StepConfig):
-        return []
     return [(str(path.absolute()), sha256_file(path)) for path in step.files()]

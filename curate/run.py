@@ -159,7 +159,7 @@ def _run_stage(plan: Plan, number: int, stage: Stage, counts: Counts, progress: 
         assert isinstance(step, DedupStep)
         progress.start(f"dedup ({step.method})", 1)
         with writing(stage.folder):
-            join_clusters(stage, len(plan.tasks))
+            join_clusters(stage, len(plan.tasks), step)
         progress.advance()
 
 
