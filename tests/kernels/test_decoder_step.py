@@ -60,7 +60,7 @@ def new_pool() -> Tensor:
     return torch.full((LAYERS, 2, NUM_BLOCKS, KV_HEADS, BLOCK_SIZE, HEAD_DIM), torch.nan)
 
 
-def inputs(parts: list[tuple[Tensor, int, list[int]]], pool: Tensor, first_position: int = 0) -> dict[str, Tensor]:
+def inputs(parts: list[tuple[Tensor, int, list[int]]], pool: Tensor, first_position: int = 0) -> dict[str, Any]:
     """Arguments of `step` for (new ids, tokens before them, blocks) of each sequence; logits of all rows."""
     positions = [torch.arange(past, past + len(ids)) for ids, past, _ in parts]
     tables = [torch.tensor(blocks) for _, _, blocks in parts]
@@ -101,7 +101,7 @@ def test_logits_do_not_depend_on_chunks_company_blocks_or_threads(
         assert torch.equal(torch.cat(rows), whole)
 
 
-def new_int8_pool() -> dict[str, Tensor]:
+def new_int8_pool() -> dict[str, Any]:
     pages = torch.full((LAYERS, 2, NUM_BLOCKS, KV_HEADS, BLOCK_SIZE, HEAD_DIM), -128, dtype=torch.int8)
     return {"kv_pool": pages, "kv_scale": torch.full(pages.shape[:-1], torch.nan)}
 
@@ -161,7 +161,8 @@ def test_skipped_slots_are_not_stored() -> None:
     step, pool = make_step(False), new_pool()
     arguments = inputs([(draw_ids(3), 0, [1])], pool)
     pool[:, :, 1] = 0  # the skipped token's key is read all the same
-    step.step(**(arguments | {"slot_T": torch.tensor([4, -1, 6])}))
+    arguments["slot_T"] = torch.tensor([4, -1, 6])
+    step.step(**arguments)
     stored = pool[:, :, 1].ne(0).any(dim=(0, 1, 2, 4))
     assert stored.tolist() == [True, False, True, False]
     assert pool[:, :, [0, *range(2, NUM_BLOCKS)]].isnan().all()
@@ -203,7 +204,7 @@ def int32(*values: int) -> Tensor:
         ({"kv_pool": INT8_POOL, "kv_scale": torch.ones(LAYERS, 2, NUM_BLOCKS)}, "kv_scale has shape"),
     ],
 )
-def test_refuses_before_it_computes(changed: dict[str, Tensor], message: str) -> None:
+def test_refuses_before_it_computes(changed: dict[str, Any], message: str) -> None:
     step, pool = make_step(True), new_pool()
     arguments = inputs([(draw_ids(3), 0, [0, 1])], pool)
     with pytest.raises(ValueError, match=message):

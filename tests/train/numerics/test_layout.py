@@ -39,6 +39,8 @@ def test_it_learns_the_same() -> None:
         model(x)[0].square().sum().backward()
     for name, parameter in plain.named_parameters():
         other = last.get_parameter(name)
+        assert parameter.grad is not None
+        assert other.grad is not None
         assert torch.allclose(parameter.grad, other.grad, rtol=1e-4, atol=1e-4), name
     assert tensors_of(last)["first.weight"].is_contiguous(memory_format=torch.channels_last)
 
