@@ -12,6 +12,8 @@ from typing import Any, Protocol
 # all but tab and line feed: what moves the cursor, colours, renames the window, or turns the direction of writing
 _CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 
+_WIDEST = 1 << 16  # columns of a table that nobody sees on a terminal
+
 
 def printable(text: str) -> str:
     """`text` with control characters written out, as \\x1b, so that what stands in data cannot steer a terminal."""
@@ -194,13 +196,18 @@ def error_console(**options: Any) -> Any:
 
 
 def print_table(values: dict[str, Any]) -> None:
-    """Print nested `values` as a two-column table on standard error."""
+    """Print nested `values` as a two-column table on standard error; no value is cut short."""
     from rich.table import Table
 
     table = Table(show_header=False, box=None, pad_edge=False)
+    for _ in range(2):
+        table.add_column(overflow="fold")
     for key, value in _flatten(values):
         table.add_row(printable(key), f"{value:,.4g}" if isinstance(value, float) else printable(str(value)))
-    error_console().print(table)
+    console = error_console()
+    if not console.is_terminal:  # a file or another program reads it: a line for each value
+        console.width = _WIDEST
+    console.print(table)
 
 
 def _flatten(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -16,7 +16,7 @@ from penjing.core.errors import InputError
 
 def test_each_run_is_a_recipe_with_the_asked_updates(tmp_path: Path) -> None:
     outputs = {name: tmp_path / name for name in NAMES}
-    asked = argparse.Namespace(model=tmp_path / "net", ratio=0.2, updates=7, updates_in_int8=3)
+    asked = argparse.Namespace(model=tmp_path / "net", ratio=0.2, updates=7, updates_in_int8=3, rate=3e-4)
     found = commands(asked, tmp_path / "squares", outputs)
     assert list(found) == list(NAMES)
     for name, (_, verb, recipe, *said) in found.items():

@@ -83,6 +83,7 @@ embedding_dtype = "float16"
 num_tokens = 6144
 window = 512
 """
+NEWER = ("zero_points",)  # settings of a step that the older grammar did not have
 
 
 def today(folder: Path, text: str, family: FamilyName, *overrides: str) -> tuple[str, Recipe]:
@@ -111,7 +112,11 @@ def test_the_new_spelling_is_the_recipe_in_the_repository(
     said, found = today(tmp_path, text, family)
     assert said == (f"{tmp_path}/old.toml: {sections} are sections of an older grammar. Today the same is written")
     wanted = load_recipe(ROOT / f"recipes/{name}.toml", family=family)
-    assert found.model_dump(exclude=newer) == wanted.model_dump(exclude=newer)
+    old, new = (recipe.model_dump(exclude=newer) for recipe in (found, wanted))
+    for step in (*old["steps"], *new["steps"]):
+        for setting in NEWER:
+            step.pop(setting, None)
+    assert old == new
 
 
 def test_samples_of_a_recipe_with_steps_and_of_no_step_at_all(tmp_path: Path) -> None:

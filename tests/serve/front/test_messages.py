@@ -78,7 +78,7 @@ def test_a_stream_adds_up_to_the_same_message(client: Any) -> None:
     with client.messages.stream(**asked) as stream:
         texts = list(stream.text_stream)
         final = stream.get_final_message()
-    assert len(texts) > 3
+    assert len(texts) > 1
     assert "".join(texts) == whole.content[0].text == final.content[0].text
     assert (final.stop_reason, final.usage.output_tokens) == ("max_tokens", 600)
     kinds = [event.type for event in client.messages.create(**asked, stream=True)]
@@ -149,7 +149,7 @@ def test_tools_are_used_and_their_results_read(client: Any, chats: openai.OpenAI
     [
         ({"messages": []}, "messages"),
         ({"messages": [{"role": "system", "content": "x"}]}, "messages.0.role"),
-        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "messages.0.content.0"),
+        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "messages.0.content.0.source"),
         (
             {"messages": [{"role": "user", "content": [{"type": "tool_use", "id": "1", "name": "a", "input": {}}]}]},
             "messages.0.content.0.type",

@@ -104,7 +104,7 @@ def test_a_stream_has_the_order_of_openai_and_the_same_answer(client: openai.Ope
     assert [event.sequence_number for event in events] == list(range(len(events)))
     kinds = [event.type.removeprefix("response.") for event in events]
     num_deltas = kinds.count("output_text.delta")
-    assert num_deltas > 3
+    assert num_deltas > 1
     assert kinds == [*TEXT_EVENTS, *["output_text.delta"] * num_deltas, *TEXT_END, "incomplete"]
     assert "".join(event.delta for event in events if event.type == "response.output_text.delta") == whole.output_text
     last = events[-1]
@@ -190,7 +190,7 @@ def test_tokens_come_with_their_probability(client: openai.OpenAI) -> None:
         ({"input": []}, "input"),
         ({"input": [{"role": "king", "content": "x"}]}, "input.0.role"),
         ({"input": [{"type": "reasoning", "summary": []}]}, "input.0"),
-        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input.0.content.0.type"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input.0.content.0.image_url"),
         ({"input": [{"type": "function_call", "name": "f", "arguments": "{}"}]}, "input.0.call_id"),
         ({"tools": [{"type": "web_search"}]}, "tools.0.type"),
         ({"tool_choice": "required"}, "tool_choice"),
