@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penjing.core.errors import InputError
+from penjing.core.config import parse_config
+from penjing.core.errors import ConfigError, InputError
 from penjing.core.progress import Silent
 from penjing.curate.learned import meaning
 from penjing.curate.learned.meaning import leaders, packed
@@ -128,3 +129,19 @@ def test_another_encoder_begins_anew(tmp_path: Path, encoder: Path) -> None:
     before = make_plan(made, Silent()).stages[0].folder
     (encoder / "penjing.json").write_text("{ }")
     assert make_plan(made, Silent()).stages[0].folder != before
+
+
+@pytest.mark.parametrize(
+    ("values", "says"),
+    [
+        ({"method": "minhash", "least": 0.7}, 'least is of method = "semantic", not of "minhash": leave it out'),
+        ({"method": "exact", "rows": 3}, 'rows is of method = "minhash", not of "exact": leave it out'),
+        ({"method": "semantic", "buckets": 3}, 'buckets is of method = "minhash", not of "semantic": leave it out'),
+        ({"method": "semantic", "least": 1.0}, "least"),
+        ({"method": "semantic", "windows": 0}, "windows"),
+    ],
+)
+def test_settings_that_would_do_nothing_are_refused(values: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        parse_config(dedup.DedupStep, {"kind": "dedup", **values}, "test")
+    assert says in str(raised.value)
