@@ -20,8 +20,10 @@ class Guess(NamedTuple):
     """Of the known tokens, by the draft network."""
     wanted_NK: Tensor  # noqa: N815
     """The same, by the decoder."""
+    likeliest_N: Tensor  # noqa: N815
+    """(N,) int64, the token that the draft network finds likeliest."""
     inside_N: Tensor  # noqa: N815
-    """Whether the guessed token is still of the same answer."""
+    """Whether the guessed token is still of the same answer; the rest of a row means nothing where it is not."""
 
 
 class Drafted(Decoder):
@@ -50,26 +52,39 @@ class Drafted(Decoder):
         following: Tensor | None = None,
         owner: Tensor | None = None,
         guesses: int = 0,
+        states: Tensor | None = None,
+        only_states: bool = False,
     ) -> Tensor | list[Guess]:
-        """As `Decoder`; or with `guesses`, what the draft network guesses 1, 2 … `guesses` tokens behind the token
-        that follows each of `logit_rows`.
+        """As `Decoder`; with `only_states` (R, E), the decoder's last hidden states at `logit_rows`; with `guesses`,
+        what the draft network guesses 1, 2 … `guesses` tokens behind the token that follows each of them.
 
         Args:
             following: (R,) int64, the token of the answer that follows each of `logit_rows`.
             owner: (R,) int64, which answer each is of; rows of one stand in order.
+            states: what `only_states` gave for the same texts; by default it is computed.
         """
-        if not guesses:
+        if not (guesses or only_states):
             return super().forward(token_ids, positions, attend, logit_rows)
         assert logit_rows is not None
+        if states is None:
+            states = self._states(token_ids, logit_rows)
+        if only_states:
+            return states
         assert following is not None
         assert owner is not None
-        positions = torch.arange(token_ids.shape[-1], device=token_ids.device).expand(token_ids.shape)
         with torch.no_grad():
-            hidden = self.model(token_ids, positions, causal_attention(self.config)).flatten(0, -2)[logit_rows]
-            wanted_RK = hidden.float() @ self.lm_head.weight[self.token_ids].float().T
-        state, known, found = hidden, self.numbers[following], list[Guess]()
-        for ahead in range(1, min(guesses, len(following) - 1) + 1):
-            count = len(following) - ahead
-            state, logits = self.draft(state[:count], known[ahead - 1 : ahead - 1 + count])
-            found.append(Guess(logits, wanted_RK[ahead:], owner[ahead:] == owner[:count]))
+            wanted_RK = states.float() @ self.lm_head.weight[self.token_ids].float().T
+        state, known, found = states, self.numbers[following], list[Guess]()
+        place = torch.arange(len(following), device=following.device)
+        for ahead in range(1, guesses + 1):
+            # All rows stay, so that no tensor is empty where answers are shorter than the guesses.
+            inside = (owner.roll(-ahead) == owner) & (place < len(place) - ahead)
+            state, logits = self.draft(state, known.roll(1 - ahead))
+            likeliest = self.token_ids[logits.detach().argmax(-1)]
+            found.append(Guess(logits, wanted_RK.roll(-ahead, 0), likeliest, inside))
         return found
+
+    @torch.no_grad()
+    def _states(self, token_ids: Tensor, rows: Tensor) -> Tensor:
+        positions = torch.arange(token_ids.shape[-1], device=token_ids.device).expand(token_ids.shape)
+        return self.model(token_ids, positions, causal_attention(self.config)).flatten(0, -2)[rows]

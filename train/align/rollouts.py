@@ -88,6 +88,12 @@ class Learner:
         device = next(self.teacher.parameters()).device
         return batch | {"teacher": self.teacher(batch["tokens"].to(device), logit_rows=batch["rows"].to(device))}
 
+    @torch.no_grad()
+    def states(self, batch: Batch) -> Tensor:
+        """(R, E): what the decoder below a draft network makes of `batch`; the same after an update."""
+        device = next(self.model.parameters()).device
+        return self.model(batch["tokens"].to(device), logit_rows=batch["rows"].to(device), only_states=True)
+
 
 class RolloutStream:
     """Endless micro-batches of rollouts; a prompt is a sample.
@@ -119,6 +125,7 @@ class RolloutStream:
         self._places = np.empty(0, np.int64)
         self._used = 0  # updates made from the rollout
         self._ready = list[Batch]()
+        self._states = list[Tensor]()  # of a decoder that does not change, for each micro-batch of the rollout
 
     def __iter__(self) -> Iterator[Batch]:
         return self
@@ -128,6 +135,7 @@ class RolloutStream:
             if self._rollout is None:
                 self._places = self._order.next()[1]
                 self._rollout = self._roll_out(self._order.state_dict()["taken"])
+                self._states = []
             self._used += 1
             self._ready = self._batches(self._rollout)
             if self._used == self._algorithm.updates:
@@ -243,6 +251,9 @@ class RolloutStream:
             batch["silent"] = silent[some].flatten().float()
             batch["real"] = self._real(places)
             found.append(batch)
+        if algorithm.kind == "draft":  # a forward pass of the decoder would be most of the work of each update
+            self._states = self._states or [self._learner().states(batch) for batch in found]
+            found = [batch | {"states": states} for batch, states in zip(found, self._states, strict=True)]
         return found
 
     def _valued_batches(self, rollout: Rollout) -> list[Batch]:
@@ -316,7 +327,7 @@ class RolloutStream:
         self._rollout = None if held is None else {name: held[name][region] for name, region in whole.items()}
         self._places = np.array(state["places"], np.int64)
         self._used = int(state["used"])
-        self._ready = []
+        self._ready, self._states = [], []
 
 
 def greedy_answers(sampler: Sampler, prompts: Sequence[Prompt], max_tokens: int) -> list[Sampled]:

@@ -1,7 +1,7 @@
 """What a draft network learns: to guess, behind each token of an answer, what the model goes on with.
 
 The batch is that of `penjing.train.objective.policy`, where only "tokens", "rows", "next", "answer" and "real" are
-learnt from.
+learnt from; "states" (R, E) floating, the model's last hidden states at the rows, may be there.
 """
 
 from __future__ import annotations
@@ -37,21 +37,23 @@ class DraftDistillation:
     def __call__(self, model: nn.Module, batch: Batch) -> Loss:
         """See the class; `model` is a `Drafted`."""
         following, owner = batch["next"], batch["answer"]
-        found = model(batch["tokens"], logit_rows=batch["rows"], following=following, owner=owner, guesses=self.guesses)
+        found = model(
+            batch["tokens"], logit_rows=batch["rows"], following=following, owner=owner, guesses=self.guesses,
+            states=batch.get("states"),
+        )  # fmt: skip
         real = batch["real"][owner].float()
         total = torch.zeros((), device=real.device)
         came, taken = torch.ones_like(real), torch.zeros_like(real)
         counted: dict[str, tuple[Tensor, Tensor]] = {}
         for ahead, guess in enumerate(found, start=1):
-            count = len(guess.inside_N)
-            weight = real[:count] * guess.inside_N
+            weight = real * guess.inside_N
             wanted = (guess.wanted_NK.float() / self.temperature).softmax(-1)
             each = -(wanted * guess.logits_NK.float().log_softmax(-1)).sum(-1)
             total = total + (each * weight).sum()
             with torch.no_grad():
-                right = model.token_ids[guess.logits_NK.argmax(-1)] == following[ahead:]  # pyright: ignore[reportIndexIssue]
-                came = came[:count] * (right & guess.inside_N)
-                taken[:count] += came
+                right = guess.likeliest_N == following.roll(-ahead)
+                came = came * (right & guess.inside_N)
+                taken += came
                 counted[f"guessed_{ahead}"] = weighted_mean(right.float(), weight)
         counted["tokens_a_step"] = weighted_mean(1 + taken, real)
         ends = batch["real"].float()

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
 from penjing.core.checkpoint.draft import load_draft, save_draft
 from penjing.core.errors import ConfigError, InputError
@@ -19,10 +20,12 @@ from penjing.serve.sampling.params import SamplingParams
 from penjing.serve.speculate.drafter import NO_DRAFT
 from penjing.serve.speculate.rows import StepCosts
 from penjing.train.align.drafted import Drafted
+from penjing.train.align.rollouts import Learner
 from penjing.train.chat.tokens import ChatTokens
 from penjing.train.families.base import build_task
 from penjing.train.families.draft import known_tokens
 from penjing.train.objective.draft import DraftDistillation
+from penjing.train.objective.objective import Batch, Loss
 from penjing.train.recipe.load import load_train_recipe
 from penjing.train.run import train
 from tests.conftest import write_tiny_checkpoint
@@ -148,6 +151,32 @@ def test_what_is_counted_is_what_a_step_would_give(tiny_checkpoint: Path, recipe
     assert mean["guessed_2"] == pytest.approx(1)
     assert mean["ended"] == 0.5
     assert mean["length"] == 3
+
+
+def test_answers_of_a_single_token_teach_nothing_and_stop_nothing(recipe: Path, tmp_path: Path) -> None:
+    sizes = ["data.max_tokens=1", "data.batch_size=1", "algorithm.updates=1", "evaluation.every=0"]
+    train(recipe, [*sizes, "steps=1", "monitor.activations_every=1"])
+    (only,) = records(tmp_path / "out-run")
+    assert only["loss"] == only["gradient_norm"] == 0
+    assert only["tokens_a_step"] == 1
+
+
+def test_what_the_decoder_makes_of_answers_is_found_once_and_changes_no_bit(
+    recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked, states, learn = list[int](), Learner.states, DraftDistillation.__call__
+    monkeypatch.setattr(Learner, "states", lambda *given: asked.append(1) or states(*given))
+    settings = ["steps=4", "algorithm.updates=2", "data.micro_batch=4", "evaluation.every=0", "precision.mode=bf16"]
+    train(recipe, settings)
+    assert len(asked) == 4  # of two rollouts, in two micro-batches each
+    kept = (tmp_path / "out" / "draft.safetensors").read_bytes()
+
+    def anew(self: DraftDistillation, model: nn.Module, batch: Batch) -> Loss:
+        return learn(self, model, {name: each for name, each in batch.items() if name != "states"})
+
+    monkeypatch.setattr(DraftDistillation, "__call__", anew)
+    train(recipe, [*settings, f"output={tmp_path}/other"])
+    assert (tmp_path / "other" / "draft.safetensors").read_bytes() == kept
 
 
 def test_a_network_finds_the_states_of_a_rotated_head_and_refuses_another_model(tmp_path: Path) -> None:
