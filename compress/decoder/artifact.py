@@ -25,13 +25,19 @@ from penjing.core.work import StepRecord, Tasks
 
 
 def make_weights(
-    source: Path, settings: Int8Settings, windows_WT: Tensor, tasks: Tasks, progress: Progress
+    source: Path,
+    settings: Int8Settings,
+    windows_WT: Tensor,
+    tasks: Tasks,
+    progress: Progress,
+    rows_RE: Tensor | None = None,
 ) -> tuple[Path, list[StepRecord]]:
     """Transform and quantize the decoder in `source` without measuring anything.
 
     Args:
         windows_WT: calibration text, (windows, tokens) int64.
         tasks: what is kept of this very work; a killed run goes on after its last complete layer.
+        rows_RE: see `embed_for_calibration`.
 
     Returns:
         A folder inside that of `tasks`, and the record of each layer. It is an artifact without its records; a
@@ -40,7 +46,7 @@ def make_weights(
     Raises:
         InputError: a weight or an activation is NaN or infinite.
     """
-    return tasks.path / "artifact", _Layers(source, settings, windows_WT, tasks, progress).make()
+    return tasks.path / "artifact", _Layers(source, settings, windows_WT, tasks, progress, rows_RE).make()
 
 
 # Under every name that a type gives them; compressed-tensors quantizes each linear layer that is not named.
@@ -51,10 +57,16 @@ class _Layers:
     """The tasks of one artifact, in order."""
 
     def __init__(
-        self, source: Path, settings: Int8Settings, windows_WT: Tensor, tasks: Tasks, progress: Progress
+        self,
+        source: Path,
+        settings: Int8Settings,
+        windows_WT: Tensor,
+        tasks: Tasks,
+        progress: Progress,
+        rows_RE: Tensor | None,
     ) -> None:
         self.source, self.settings, self.windows_WT, self.tasks = source, settings, windows_WT, tasks
-        self.progress = progress
+        self.progress, self.rows_RE = progress, rows_RE
         self.stream = LayerStream(open_checkpoint(source))
         self.config = self.stream.config
         self.rotations = Rotations.of(settings, self.config.hidden_size, self.config.head_dim)
@@ -104,7 +116,7 @@ class _Layers:
             return self._hidden_WTE
         if layer >= 0:
             return self.tasks.load(_hidden_name(layer))["hidden"]
-        return embed_for_calibration(self.stream, self.rotations, self.windows_WT)
+        return embed_for_calibration(self.stream, self.rotations, self.windows_WT, self.rows_RE)
 
     def _head(self) -> dict[str, Any]:
         self.progress.start("compressing the head", 1)

@@ -77,9 +77,20 @@ def compress_embedding(stream: LayerStream, settings: Int8Settings, rotations: R
     return {EMBEDDING: stored_VE}
 
 
-def embed_for_calibration(stream: LayerStream, rotations: Rotations | None, windows_WT: Tensor) -> Tensor:
-    """(W, T) token ids → (W, T, E) float32 hidden states in the rotated basis."""
-    hidden_WTE = stream.embed(windows_WT)
+def embed_for_calibration(
+    stream: LayerStream, rotations: Rotations | None, windows_WT: Tensor, rows_RE: Tensor | None = None
+) -> Tensor:
+    """(W, T) token ids → (W, T, E) float32 hidden states in the rotated basis.
+
+    Args:
+        rows_RE: what tokens beyond the vocabulary point into: rows of images, float32.
+    """
+    if rows_RE is None:
+        hidden_WTE = stream.embed(windows_WT)
+    else:
+        beyond_WT = windows_WT >= stream.config.vocab_size
+        hidden_WTE = stream.embed(windows_WT.masked_fill(beyond_WT, 0))
+        hidden_WTE[beyond_WT] = rows_RE[windows_WT[beyond_WT] - stream.config.vocab_size]
     return hidden_WTE if rotations is None else rotate_input(hidden_WTE, rotations.residual_EE)
 
 

@@ -25,10 +25,16 @@ from penjing.compress.prune_decoder.trials import layers_by_trial
 from penjing.compress.prune_decoder.weights import WeightMethod, zero_weights
 from penjing.compress.quantizers import decoder as quantizer
 from penjing.compress.samples.data import DataSettings, Samples, token_samples
+from penjing.compress.sight.parity import measure_sight
+from penjing.core.artifact.parity import Difference
 from penjing.core.checkpoint.decoder import open_checkpoint
 from penjing.core.errors import ConfigError, InputError
 from penjing.core.family import FAMILIES
 from penjing.core.progress import Progress
+
+
+def _rerun(folder: Path, progress: Progress) -> tuple[Difference, ...]:
+    return *rerun(folder, progress), *measure_sight(folder)
 
 
 def _hashes(folder: Path) -> dict[str, str]:
@@ -113,6 +119,6 @@ FAMILY = Family(
     ),
     training=TRAINING,
     quantizer=Quantizer(quantizer.DecoderQuantize, quantizer.check, quantizer.quantize, _needs),
-    rerun=rerun,
+    rerun=_rerun,
     exporter=Exporter(("onnx", "compressed-tensors", "gguf"), ("onnx", "compressed-tensors"), export_decoder),
 )

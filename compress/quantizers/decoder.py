@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 
+import torch
 from pydantic import Field
 from torch import Tensor, nn
 
@@ -83,7 +84,12 @@ def needed(source: Path, step: DecoderQuantize, data: DataSettings) -> tuple[int
 
 
 def quantize(
-    places: Places, step: DecoderQuantize, data: DataSettings, model: Path, progress: Progress
+    places: Places,
+    step: DecoderQuantize,
+    data: DataSettings,
+    model: Path,
+    progress: Progress,
+    seen: tuple[Tensor, Tensor] | None = None,
 ) -> dict[str, Any]:
     """Fill `places.partial`, not yet published, with the artifact of the decoder in `places.source`.
 
@@ -91,6 +97,8 @@ def quantize(
 
     Args:
         model: what the run began with, which is learnt from unless the step names a teacher.
+        seen: windows of tokens that calibrate beside the text, and the rows of images that tokens beyond the vocabulary
+            point into; (windows, tokens) int64 and (rows, hidden) float32.
 
     Returns:
         What it decided and measured, JSON-ready.
@@ -102,7 +110,10 @@ def quantize(
     source, partial, scratch = places.source, places.partial, places.scratch
     settings = kept_by_budget(step, source)
     windows_WT = token_samples(source, data, progress).windows
-    calibrated, records = make_weights(source, settings, windows_WT, _tasks(scratch / "int8"), progress)
+    rows_RE = None
+    if seen is not None:
+        windows_WT, rows_RE = torch.cat([windows_WT, seen[0]]), seen[1]
+    calibrated, records = make_weights(source, settings, windows_WT, _tasks(scratch / "int8"), progress, rows_RE)
     facts: dict[str, Any] = {}
     if step.steps == 0:
         for path in sorted(calibrated.rglob("*")):

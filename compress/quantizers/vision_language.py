@@ -1,4 +1,4 @@
-"""A decoder that sees becomes an INT8 artifact: its decoder as any other, its eyes in float32 beside it.
+"""A decoder that sees becomes an INT8 artifact: its decoder as any other, its eyes beside it.
 
 What rotates the decoder's residual stream rotates the rows of images too: the projection takes it up.
 """
@@ -6,7 +6,7 @@ What rotates the decoder's residual stream rotates the rows of images too: the p
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from pydantic import Field
@@ -14,6 +14,10 @@ from torch import Tensor, nn
 
 from penjing.compress.quantizers import decoder
 from penjing.compress.samples.data import DataSettings
+from penjing.compress.sight.parity import measure_sight
+from penjing.compress.sight.rounding import round_sight
+from penjing.compress.sight.rows import BATCH, images_of, read_rows, seen_text
+from penjing.core.artifact.parity import read_parity, write_parity
 from penjing.core.artifact.transform import read_transforms
 from penjing.core.checkpoint.load import load_model
 from penjing.core.checkpoint.sight import save_sight
@@ -22,23 +26,35 @@ from penjing.core.errors import ConfigError
 from penjing.core.manifest import read_manifest, write_manifest
 from penjing.core.models.decoder import Decoder
 from penjing.core.progress import Progress
-from penjing.core.text.tokenizer import Tokenizer
-from penjing.core.vision.sight import Sight, pixels_of
-from penjing.core.vision.vision_language import VisionLanguage
+from penjing.core.vision.sight import Sight
 from penjing.core.work import Places
-from penjing.train.chat.rows import take_rows
-from penjing.train.chat.sighted import Sighted, SightedRows, SightTokens
-from penjing.train.chat.tokens import ChatTokens
+from penjing.train.chat.sighted import SightedRows
 from penjing.train.data.stream import one_pass
-from penjing.train.sources.scenes import SCENES, SIDE, scenes
+from penjing.train.sources.scenes import SCENES, SIDE
 
-BATCH = 8
 RESIDUAL = "model.layers.0.mlp.down_proj"  # a layer whose output goes into the residual stream, as rows of images do
 
 
 class SightQuantize(decoder.DecoderQuantize):
-    """INT8 for the decoder of one that sees; what it sees with stays in float32."""
+    """INT8 for a decoder that sees, and for what it sees with."""
 
+    sight: Literal["int8", "float32"] = Field(
+        default="int8",
+        description="Of a decoder that sees: the linear layers of its vision transformer and projection.",
+    )
+    sight_alpha: float = Field(
+        default=0.5,
+        ge=0,
+        le=1,
+        description="Of a decoder that sees: SmoothQuant's alpha inside the vision transformer; 0 leaves it out.",
+    )
+    rows: tuple[str, ...] = Field(
+        default=(),
+        description="Of a decoder that sees: rows with images that calibrate it beside the text, JSON lines or Parquet "
+        "as for training, or builtin:scenes. Without them its eyes are rounded to nearest.",
+    )
+    row_images: Path = Field(default=Path(), description="Folder of the images that these rows name.")
+    most_rows: int = Field(default=128, ge=1, description="So many rows calibrate, at most.")
     questions: tuple[str, ...] = Field(
         default=(),
         description="Of a decoder that sees: rows with images that are asked before and after, JSON lines or Parquet "
@@ -71,8 +87,10 @@ def check(source: Path, step: SightQuantize, data: DataSettings) -> None:
     if step.steps:
         raise ConfigError("a decoder that sees is calibrated and not trained in INT8; take steps = 0")
     size = vision_language_config(source).vision.image_size
-    if size != SIDE and (named := [name for name in step.questions if name in SCENES]):
-        raise ConfigError(f"{named[0]} has images of {SIDE} pixels, the model of {size}; take other questions")
+    if size != SIDE and (named := [name for name in (*step.questions, *step.rows) if name in SCENES]):
+        raise ConfigError(f"{named[0]} has images of {SIDE} pixels, the model of {size}; take other rows")
+    if shared := sorted(set(step.questions) & set(step.rows)):
+        raise ConfigError(f"{shared[0]} would calibrate and judge; take other rows for one of them")
     decoder.check(source, step, data)
 
 
@@ -80,24 +98,37 @@ def quantize(
     places: Places, step: SightQuantize, data: DataSettings, model: Path, progress: Progress
 ) -> dict[str, Any]:
     """See `decoder.quantize`; the record has `images`, what was asked before and after, where there are questions."""
-    record = decoder.quantize(places, step, data, model, progress)
     whole = load_vision_language(places.source)
-    sight = Sight.of(whole)
+    sight, images, seen = Sight.of(whole), None, None
+    if step.rows:
+        rows = read_rows(places.source, whole, step.rows, step.row_images, step.most_rows, progress)
+        images = images_of(rows)
+        seen = seen_text(rows, images, sight, whole.config.decoder.vocab_size, data.window)
+    record = decoder.quantize(places, step, data, model, progress, seen)
     transforms = read_transforms(places.partial, whole.config.decoder)
-    turned = sight
     if transforms is not None:
-        projector = nn.Linear(sight.projector.in_features, sight.projector.out_features, bias=False)
-        projector.weight = nn.Parameter(transforms.giving(RESIDUAL, sight.projector.weight.detach()).to(torch.float32))
-        turned = Sight(sight.config, sight.vision, projector)
-    save_sight(places.partial, turned)
+        projector = nn.Linear(whole.projector.in_features, whole.projector.out_features, bias=False)
+        projector.weight = nn.Parameter(transforms.giving(RESIDUAL, whole.projector.weight.detach()).to(torch.float32))
+        sight = Sight(sight.config, sight.vision, projector)
+    if step.sight == "int8":
+        made = round_sight(sight, images, step.sight_alpha, step.rounding == "compensated", progress)
+        save_sight(places.partial, made.sight, made.tensors)
+        differences = measure_sight(places.partial)
+        parity = read_parity(places.partial)
+        write_parity(places.partial, parity.model_copy(update={"differences": parity.differences + differences}))
+        quantized = record["quantized"]
+        quantized["layers"] += made.layers
+        quantized["differences"] += [each.model_dump() for each in differences]
+    else:
+        save_sight(places.partial, sight)
     manifest = read_manifest(places.partial)
     write_manifest(places.partial, "artifact", manifest.created_by, manifest.extra)
     if not step.questions:
         return record
-    rows = _questions(places.source, whole, step, progress)
+    asked = read_rows(places.source, whole, step.questions, step.question_images, step.most_questions, progress)
     loaded = load_model(places.partial)
     assert loaded.sight is not None
-    return record | {"images": compared(whole, Seeing(loaded.model, loaded.sight), rows, progress)}
+    return record | {"images": compared(whole, Seeing(loaded.model, loaded.sight), asked, progress)}
 
 
 @torch.inference_mode()
@@ -133,20 +164,3 @@ def compared(before: nn.Module, after: nn.Module, rows: SightedRows, progress: P
         "same_tokens": float(torch.cat(same).float().mean()),
         "logprob_difference": {"mean": float(gap.mean()), "largest": float(gap.max())},
     }
-
-
-def _questions(folder: Path, whole: VisionLanguage, step: SightQuantize, progress: Progress) -> SightedRows:
-    vision = whole.config.vision
-    token = Tokenizer.from_folder(folder).id_to_token(whole.config.image_token_id)
-    assert token is not None
-    context = whole.config.decoder.max_position_embeddings
-    writer = SightTokens(
-        ChatTokens.from_folder(folder, None, "assistant"), token, whole.config.rows, pixels_of(vision),
-        step.question_images, context,
-    )  # fmt: skip
-    rows: list[Sighted] = []
-    if files := [each for each in step.questions if each not in SCENES]:
-        rows += take_rows(files, writer.row, 0.0, progress)[0]
-    for name in (each for each in step.questions if each in SCENES):
-        rows += writer.questions((scene.picture, scene.turns) for scene in scenes(name, progress))
-    return SightedRows(rows[: step.most_questions], 0, vision.num_channels)

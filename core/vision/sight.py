@@ -5,6 +5,8 @@ Shapes: R rows of an image, E hidden of the decoder.
 
 from __future__ import annotations
 
+from typing import Literal
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -21,6 +23,7 @@ from penjing.core.vision.vit import VisionTransformer, ViTConfig
 HALF = 0.5  # an image enters as (pixel / 255 - 0.5) / 0.5, each channel alike, as SigLIP's do
 AROUND, WHOLE = "<fake_token_around_image>", "<global-img>"
 """What Idefics3's processor writes around an image's tokens, and before those of an image that is not cut in tiles."""
+_ABOVE = ".mlp.fc2"
 
 
 class SightConfig(Config):
@@ -30,6 +33,9 @@ class SightConfig(Config):
     scale_factor: int = Field(gt=0, description="So many rows and columns of patches become one row.")
     image_token_id: int = Field(ge=0, description="The token in whose place a row of an image stands.")
     width: int = Field(gt=0, description="Numbers of a row: the decoder's hidden size.")
+    linears: Literal["float32", "int8"] = Field(
+        default="float32", description="How the linear layers of transformer and projection are computed."
+    )
 
     @property
     def rows(self) -> int:
@@ -43,7 +49,7 @@ class Sight(nn.Module):
     Images are computed one by one, so that the bits of an image's rows depend on nothing else.
     """
 
-    def __init__(self, config: SightConfig, vision: VisionTransformer, projector: nn.Linear) -> None:
+    def __init__(self, config: SightConfig, vision: VisionTransformer, projector: nn.Module) -> None:
         super().__init__()
         self.config, self.vision, self.projector = config, vision, projector
 
@@ -77,6 +83,12 @@ class Sight(nn.Module):
         pixels = pixels_of(self.config.vision)
         values = network_input(arranged(picture, pixels)[None], pixels)
         return self(torch.from_numpy(np.ascontiguousarray(values)))[0].float().contiguous()
+
+
+def is_above(name: str) -> bool:
+    """Whether the activations of the linear layer `name` of a `Sight` in INT8 have a zero point a patch: what GELU
+    gives lies above -0.17, and would leave half of the integers unused."""
+    return name.endswith(_ABOVE)
 
 
 def pixels_of(config: ViTConfig) -> Pixels:

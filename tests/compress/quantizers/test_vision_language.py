@@ -1,4 +1,4 @@
-"""A decoder that sees in INT8: eyes in float32, turned with the decoder, and questions before and after."""
+"""A decoder that sees in INT8: its eyes turned with the decoder, in INT8 or float32, and questions before and after."""
 
 from __future__ import annotations
 
@@ -8,16 +8,22 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
+from torch import Tensor
 
+from penjing.compress.families.base import family
 from penjing.compress.run import run_recipe
+from penjing.compress.sight.parity import BOUND, measure_sight
 from penjing.core.artifact.base import read_report_file
+from penjing.core.artifact.parity import read_parity
 from penjing.core.checkpoint.decoder import open_checkpoint
-from penjing.core.checkpoint.load import load_model
+from penjing.core.checkpoint.load import LoadedModel, load_model
 from penjing.core.checkpoint.sight import load_sight
 from penjing.core.checkpoint.vision_language import load_vision_language
 from penjing.core.errors import ConfigError, InputError
 from penjing.core.family import family_of
 from penjing.core.manifest import verify
+from penjing.core.progress import Silent
 from penjing.serve.engine.config import EngineConfig
 from penjing.serve.engine.request import Request
 from penjing.serve.runner.load import load_engine
@@ -60,10 +66,13 @@ def test_the_decoder_of_one_that_sees_is_opened_as_a_decoder(folder: Path) -> No
         assert torch.equal(opened.get(name), parameter)
 
 
+CHANGES = {"smooth_norm": 0.0, "smooth_down": 0.0, "smooth_output": 0.0}
+
+
 @pytest.mark.parametrize("rotate", [True, False])
 def test_its_artifact_answers_nearly_as_it_did(folder: Path, tmp_path: Path, rotate: bool) -> None:
-    transform = {"rotate": rotate, "smooth_norm": 0.0, "smooth_down": 0.0, "smooth_output": 0.0}
-    artifact = run_recipe(recipe(folder, tmp_path / "int8", transform=transform))
+    step = {"transform": CHANGES | {"rotate": rotate}, "sight": "float32"}
+    artifact = run_recipe(recipe(folder, tmp_path / "int8", **step))
     verify(artifact)
     assert family_of(artifact) == "decoder"  # for whoever reads text alone
     stage = read_report_file(artifact)["stages"][-1]
@@ -74,15 +83,55 @@ def test_its_artifact_answers_nearly_as_it_did(folder: Path, tmp_path: Path, rot
     assert found["same_tokens"] >= 0.8
     before, after = load_model(folder), load_model(artifact)
     assert after.scheme == "int8"
-    assert before.sight is not None
-    assert after.sight is not None
-    seen = [model.sight.rows_of(model.sight.picture(encoded(picture(1)))) for model in (before, after) if model.sight]
+    seen = rows_of_both(before, after)
     assert torch.equal(*seen) is not rotate
     torch.testing.assert_close(seen[0].norm(dim=1), seen[1].norm(dim=1), atol=1e-4, rtol=1e-4)
+    answered(artifact)
+
+
+@pytest.mark.parametrize("calibrated", [True, False])
+def test_eyes_in_int8_see_nearly_as_they_did(folder: Path, tmp_path: Path, calibrated: bool) -> None:
+    rows = folder / "calibrate.jsonl"
+    rows.write_text((folder / "rows.jsonl").read_text() * 8)
+    named = {"rows": [str(rows)], "row_images": str(folder)} if calibrated else {}
+    step = {"transform": CHANGES | {"rotate": False}, "embedding_dtype": "int8", **named}
+    artifact = run_recipe(recipe(folder, tmp_path / "int8", **step) | {"data": {"tokens": 256, "window": 16}})
+    verify(artifact)
+    before, after = rows_of_both(load_model(folder), load_model(artifact))
+    assert float((after - before).norm() / before.norm()) < 0.02
+    stage = read_report_file(artifact)["stages"][-1]
+    assert stage["record"]["images"]["logprob_difference"]["mean"] < 0.1
+    assert sum(each["name"].startswith("sight.") for each in stage["quantized"]["layers"]) == 13 * calibrated
+    parity = {each.quantity: each for each in read_parity(artifact).differences}
+    assert 0 <= parity["sight_layer_outputs"].mean < 1e-3
+    assert parity["sight_rows"].mean < 0.01
+    rerun = family("decoder").rerun
+    assert rerun is not None
+    assert {each.quantity for each in rerun(artifact, Silent())} == parity.keys()
+    integers = {
+        name
+        for name, tensor in load_file(artifact / "sight" / "model.safetensors").items()
+        if tensor.dtype == torch.int8
+    }
+    assert len(integers) == 13
+    answered(artifact)
+
+
+def rows_of_both(before: LoadedModel, after: LoadedModel) -> list[Tensor]:
+    return [model.sight.rows_of(model.sight.picture(encoded(picture(1)))) for model in (before, after) if model.sight]
+
+
+def answered(artifact: Path) -> None:
     engine = load_engine(artifact, EngineConfig.model_validate(DEFAULTS))
     params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
     (outputs,) = run_all(engine, [Request("0", f"{TOKEN}what?", params, images=[encoded(picture(1))])]).values()
     assert outputs[-1].num_output_tokens == 4
+
+
+def test_eyes_that_compute_otherwise_than_what_was_calibrated_are_refused(folder: Path, tmp_path: Path) -> None:
+    artifact = run_recipe(recipe(folder, tmp_path / "int8", questions=[]))
+    with pytest.raises(InputError, match="sight_layer_outputs"):
+        measure_sight(artifact, BOUND.model_copy(update={"value": -1.0}))
 
 
 def test_what_is_damaged_or_not_done_is_refused(folder: Path, tmp_path: Path) -> None:
@@ -99,5 +148,10 @@ def test_what_is_damaged_or_not_done_is_refused(folder: Path, tmp_path: Path) ->
         run_recipe(recipe(folder, tmp_path / "other", steps=5))
     with pytest.raises(ConfigError, match="56 pixels"):
         run_recipe(recipe(folder, tmp_path / "other", questions=["builtin:scenes-test"]))
+    with pytest.raises(ConfigError, match="calibrate and judge"):
+        run_recipe(recipe(folder, tmp_path / "other", rows=[str(folder / "rows.jsonl")]))
+    few = {"rows": [str(folder / "rows.jsonl")], "row_images": str(folder), "questions": []}
+    with pytest.raises(ConfigError, match="tokens, and a window 64"):
+        run_recipe(recipe(folder, tmp_path / "other", **few))
     with pytest.raises(ConfigError, match="prune"):
         run_recipe(recipe(folder, tmp_path / "other") | {"steps": [{"kind": "prune", "ratio": 0.2}]})

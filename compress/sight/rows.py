@@ -1,0 +1,87 @@
+"""Conversations about images for compression: those that calibrate, and those that are asked before and after."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from penjing.core.errors import ConfigError
+from penjing.core.progress import Progress
+from penjing.core.text.tokenizer import Tokenizer
+from penjing.core.vision.sight import Sight, pixels_of
+from penjing.core.vision.vision_language import VisionLanguage
+from penjing.train.chat.rows import take_rows
+from penjing.train.chat.sighted import Sighted, SightedRows, SightTokens
+from penjing.train.chat.tokens import ChatTokens
+from penjing.train.data.stream import Draw, one_pass
+from penjing.train.sources.scenes import SCENES, scenes
+
+BATCH = 8  # images at a time
+
+
+def read_rows(
+    folder: Path, whole: VisionLanguage, named: Sequence[str], images: Path, most: int, progress: Progress
+) -> SightedRows:
+    """The first `most` of the rows with images that `named` names, in the tokens of the model in `folder`.
+
+    Raises:
+        InputError: a source is missing or damaged, or too many of its rows are bad.
+    """
+    vision = whole.config.vision
+    token = Tokenizer.from_folder(folder).id_to_token(whole.config.image_token_id)
+    assert token is not None
+    context = whole.config.decoder.max_position_embeddings
+    writer = SightTokens(
+        ChatTokens.from_folder(folder, None, "assistant"), token, whole.config.rows, pixels_of(vision), images, context
+    )
+    rows: list[Sighted] = []
+    if files := [each for each in named if each not in SCENES]:
+        rows += take_rows(files, writer.row, 0.0, progress)[0]
+    for name in (each for each in named if each in SCENES):
+        rows += writer.questions((scene.picture, scene.turns) for scene in scenes(name, progress)[:most])
+    return SightedRows(rows[:most], 0, vision.num_channels)
+
+
+def images_of(rows: SightedRows) -> Tensor:
+    """(N, C, H, W) float32: the images of all rows, as they enter the network."""
+    batches = one_pass(rows, len(rows), micro_batch=BATCH, rank=0, world_size=1)
+    return torch.cat([batch["images"] for batch in batches])
+
+
+@torch.inference_mode()
+def seen_text(rows: SightedRows, images: Tensor, sight: Sight, vocab_size: int, window: int) -> tuple[Tensor, Tensor]:
+    """All conversations in one stream, cut into windows; what is left at its end is left out.
+
+    Returns:
+        (windows, tokens) int64, where a row of an image is a token beyond the vocabulary: its size and the place in
+        (rows of all images, hidden) float32.
+
+    Args:
+        images: of `images_of`.
+        sight: whose rows the decoder will read.
+
+    Raises:
+        ConfigError: there is not one window.
+    """
+    seen_RE = torch.cat([sight(batch).flatten(0, 1) for batch in images.split(BATCH)])
+    stream, first = list[Tensor](), 0
+    for place, row in enumerate(rows.rows):
+        batch = rows.batch(Draw(np.array([place]), np.ones(1, np.bool_)))
+        each = sight.config.rows
+        for text, ids in enumerate(batch["tokens"]):
+            ids = ids[: len(row.texts[text].ids)].clone()  # what pads it is left out
+            here = ids == sight.config.image_token_id
+            ids[here] = vocab_size + first * each + torch.arange(int(here.sum()))
+            stream.append(ids)
+        first += len(row.pictures)
+    ids_T = torch.cat(stream)
+    if len(ids_T) < window:
+        raise ConfigError(
+            f"the rows that calibrate have {len(ids_T)} tokens, and a window {window}: name more rows, or take a "
+            "smaller data.window"
+        )
+    return ids_T[: len(ids_T) // window * window].view(-1, window), seen_RE
