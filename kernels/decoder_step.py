@@ -70,6 +70,7 @@ class DecoderStep:
         eps: float,
         inverse_frequency_F: Tensor,
         max_positions: int,
+        rotary_scale: float = 1.0,
     ):
         """Pack the weights.
 
@@ -79,6 +80,7 @@ class DecoderStep:
             final_norm: (hidden,).
             inverse_frequency_F: (head_dim / 2,) float32, radians a token.
             max_positions: positions 0 … max_positions − 1 may occur.
+            rotary_scale: by what rotated queries and keys grow, as YaRN does it.
 
         Raises:
             ValueError: shapes or dtypes that do not fit.
@@ -87,6 +89,7 @@ class DecoderStep:
         self.vocab, self.hidden = (embedding_VE.weight_VE if eight else embedding_VE).shape
         self.num_layers, self.max_positions = len(layers), max_positions
         self._extension, self._inverse_frequency = extension, inverse_frequency_F.detach().float()
+        self._rotary_scale = rotary_scale
         self._kept: list[object] = []  # whatever the structures point to
         self._pool_shape = (self.num_layers, 2, None, num_kv_heads, None, head_dim)
         check_layers(layers, self.hidden, num_heads * head_dim, num_kv_heads * head_dim)
@@ -318,7 +321,7 @@ class DecoderStep:
         return result
 
     def _grow_positions(self, count: int) -> None:
-        cos, sin = rotary_cos_sin(self._inverse_frequency, torch.arange(count))
+        cos, sin = rotary_cos_sin(self._inverse_frequency, torch.arange(count), self._rotary_scale)
         self._tables = (cos.contiguous(), sin.contiguous())
         self._model.cos, self._model.sin = (table.data_ptr() for table in self._tables)
         self._model.num_positions = count

@@ -12,10 +12,14 @@ from penjing.kernels.dispatch import gpu_kernels
 from penjing.kernels.kv_cache import write_kv
 
 
-def rotary_cos_sin(inverse_frequency_F: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """cos and sin of position × frequency, each (…, T, F) float32; positions (…, T) integer, F = head_dim / 2."""
+def rotary_cos_sin(
+    inverse_frequency_F: torch.Tensor, positions: torch.Tensor, scale: float = 1.0
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """cos and sin of position × frequency, each (…, T, F) float32, times `scale`, by which what they rotate grows;
+    positions (…, T) integer, F = head_dim / 2."""
     angle = positions.to(torch.float32)[..., None] * inverse_frequency_F
-    return angle.cos(), angle.sin()
+    cos, sin = angle.cos(), angle.sin()
+    return (cos, sin) if scale == 1.0 else (cos * scale, sin * scale)
 
 
 def apply_rotary(x_THD: torch.Tensor, cos_TF: torch.Tensor, sin_TF: torch.Tensor) -> torch.Tensor:

@@ -36,7 +36,7 @@ from penjing.compress.export.table import with_floating_embedding
 from penjing.compress.quantize.targets import TargetName
 from penjing.core.checkpoint.decoder import Checkpoint
 from penjing.core.errors import ConfigError, InputError
-from penjing.core.models.rope import inverse_frequencies
+from penjing.core.models.rope import inverse_frequencies, yarn_magnitudes
 from penjing.core.progress import Progress
 from penjing.core.runtime.schemes import quantized_modules
 from penjing.kernels.hadamard import hadamard
@@ -160,8 +160,12 @@ class _Writer:
             "Unsqueeze", [self._cast("position_ids", TensorProto.FLOAT, "positions"), number([2, 3])], "positions/4d"
         )
         angles = node("Mul", [places, frequencies], "angles")
-        node("Cos", [angles], "cos")
-        node("Sin", [angles], "sin")
+        scale, _ = yarn_magnitudes(self.config.rope_scaling)
+        for operator, name in (("Cos", "cos"), ("Sin", "sin")):
+            if scale == 1.0:
+                node(operator, [angles], name)
+            else:
+                node("Mul", [node(operator, [angles], f"{name}/plain"), self._float(scale)], name)
         past = node("Shape", ["past_key_values.0.key"], "past/shape", start=2, end=3)
         total = node("Add", [past, node("Shape", ["input_ids"], "tokens/shape", start=1, end=2)], "total/shape")
         ends = [node("Squeeze", [value], f"{value}/scalar") for value in (past, total)]

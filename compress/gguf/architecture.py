@@ -12,10 +12,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penjing.core.errors import InputError
-from penjing.core.imports.gguf_names import EXPERTS, LLAMA3_FIELDS
+from penjing.core.imports.gguf_names import EXPERTS, LLAMA3_FIELDS, YARN_FIELDS
 from penjing.core.models.config import DecoderConfig, RopeScaling
 from penjing.core.models.hf_config import NATIVE, decoder_config_to_hf
-from penjing.core.models.rope import inverse_frequencies
+from penjing.core.models.rope import inverse_frequencies, yarn_magnitudes
 
 ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3", **EXPERTS}
 """`model_type` → GGUF architecture."""
@@ -104,6 +104,10 @@ def architecture_fields(config: DecoderConfig, source: str) -> dict[str, Any]:
     scaling = config.rope_scaling
     if scaling.rope_type == "linear":
         values |= {"rope.scaling.type": "linear", "rope.scaling.factor": float(scaling.factor)}
+    if scaling.rope_type == "yarn":
+        _check_yarn(scaling, source)
+        values["rope.scaling.type"] = "yarn"
+        values |= {f"rope.scaling.{name}": getattr(scaling, ours) for name, ours in YARN_FIELDS.items()}
     if scaling.rope_type == "llama3":  # llama.cpp reads the divisors alone; these say what they were made of
         values |= {f"rope.scaling.{name}": getattr(scaling, ours) for name, ours in LLAMA3_FIELDS.items()}
     return {
@@ -111,6 +115,19 @@ def architecture_fields(config: DecoderConfig, source: str) -> dict[str, Any]:
         "general.file_type": _Q8_0_FILE,
         **{f"{architecture}.{name}": value for name, value in values.items()},
     }
+
+
+def _check_yarn(scaling: RopeScaling, source: str) -> None:
+    """Raise InputError unless `scaling` is what llama.cpp computes from the factor and the original context alone."""
+    usual = RopeScaling()
+    rotated, _ = yarn_magnitudes(scaling)
+    if not scaling.truncate or rotated != yarn_magnitudes(RopeScaling(rope_type="yarn", factor=scaling.factor))[0]:
+        names = ("attention_factor", "mscale", "mscale_all_dim", "truncate")
+        odd = [f"{name}={getattr(scaling, name)}" for name in names if getattr(scaling, name) != getattr(usual, name)]
+        raise InputError(
+            f"{source}: rotary scaling 'yarn' with {', '.join(odd)} has no place in GGUF; penjing serves the artifact "
+            "as it is"
+        )
 
 
 def rotary_divisors(config: DecoderConfig) -> NDArray[np.float32] | None:

@@ -16,7 +16,15 @@ import torch
 
 from penjing.core.config import C, parse_config
 from penjing.core.errors import ConfigError, InputError
-from penjing.core.imports.gguf_names import EXPERTS, LLAMA3_FIELDS, PAIRED, ROPE_FACTORS, expert_of, model_name_of
+from penjing.core.imports.gguf_names import (
+    EXPERTS,
+    LLAMA3_FIELDS,
+    PAIRED,
+    ROPE_FACTORS,
+    YARN_FIELDS,
+    expert_of,
+    model_name_of,
+)
 from penjing.core.models.config import DecoderConfig, RopeScaling
 from penjing.core.models.hf_config import NATIVE
 from penjing.core.models.tensor_names import check_layers, tensor_shapes
@@ -198,9 +206,23 @@ class GgufFile:
             return self._llama3_scaling(np.array(factors.data, dtype=np.float64), head_dim)
         if kind == "linear":
             return self._parse(RopeScaling, {"rope_type": "linear", "factor": self._field("rope.scaling.factor")})
+        if kind == "yarn":
+            return self._yarn_scaling()
         if kind != "none":
-            raise InputError(f"{self.path}: rotary scaling {kind!r} is not supported; supported: none, linear, llama3")
+            raise InputError(
+                f"{self.path}: rotary scaling {kind!r} is not supported; supported: none, linear, llama3, yarn"
+            )
         return RopeScaling()
+
+    def _yarn_scaling(self) -> RopeScaling:
+        """llama.cpp's YaRN is that of transformers, unless other keys change what follows from the factor."""
+        plain = {"attn_factor": 1.0, "yarn_attn_factor": 1.0, "yarn_ext_factor": 1.0, "yarn_log_multiplier": 0.0}
+        for name, usual in plain.items():
+            if (value := self._real(f"rope.scaling.{name}", usual)) != usual:
+                raise InputError(f"{self.path}: rotary scaling 'yarn' with {name}={value} is not supported")
+        usual = {name: getattr(RopeScaling(), name) for name in ("beta_fast", "beta_slow")}
+        values = {ours: self._field(f"rope.scaling.{name}", usual.get(ours)) for name, ours in YARN_FIELDS.items()}
+        return self._parse(RopeScaling, {"rope_type": "yarn", **values})
 
     def _llama3_scaling(self, factors: np.ndarray, head_dim: int) -> RopeScaling:
         """Llama 3.1's settings from the divisors: every published model uses 1, 4 and 8192 and differs in `factor`.

@@ -10,6 +10,12 @@ import re
 PAIRED = ("llama", "mistral", "deci")
 """Architectures that compute as Llama, where the rows of q and k are in the order of interleaved rotary pairs."""
 ROPE_FACTORS = "rope_freqs.weight"  # divisors of the rotary frequencies; they follow from the configuration
+YARN_FIELDS = {  # below rope.scaling.
+    "factor": "factor",
+    "original_context_length": "original_max_position_embeddings",
+    "yarn_beta_fast": "beta_fast",
+    "yarn_beta_slow": "beta_slow",
+}
 LLAMA3_FIELDS = {  # below rope.scaling. in files of ours; other files have the divisors alone
     "llama3_factor": "factor",  # not "factor", by which llama.cpp divides all frequencies again
     "low_freq_factor": "low_freq_factor",

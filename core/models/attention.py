@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from penjing.core.models.config import DecoderConfig
 from penjing.core.models.norm import RMSNorm
+from penjing.core.models.rope import yarn_magnitudes
 from penjing.kernels.dispatch import gpu_kernels
 from penjing.kernels.flash_attention import flash_attention, flash_attention_packed
 from penjing.kernels.lsh_attention import lsh_attention, rotations
@@ -39,6 +40,7 @@ class Attention(nn.Module):
             self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
             self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
         self.qk_norm = config.qk_norm
+        self.rotated_scale, _ = yarn_magnitudes(config.rope_scaling)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
         q, k, v = (
@@ -46,6 +48,8 @@ class Attention(nn.Module):
         )
         if self.qk_norm:
             q, k = self.q_norm(q), self.k_norm(k)
+        if self.rotated_scale != 1.0:
+            cos, sin = cos * self.rotated_scale, sin * self.rotated_scale
         q, k = apply_rotary(q, cos, sin), apply_rotary(k, cos, sin)
         return self.o_proj(attend(self.layer, q, k, v).flatten(-2))
 

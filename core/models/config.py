@@ -24,7 +24,7 @@ Flag = Annotated[bool, Strict()]
 
 
 class RopeScaling(Config):
-    """Rotary frequency scaling: Llama 3 (`llama3`), `linear`, `yarn` (latent attention only), or none (`default`)."""
+    """Rotary frequency scaling: Llama 3 (`llama3`), `linear`, `yarn`, or none (`default`)."""
 
     rope_type: Literal["default", "linear", "llama3", "yarn"] = Field(default="default", description="Kind of scaling.")
     factor: Number = Field(default=1.0, gt=0, description="By how much the context grows.")
@@ -48,6 +48,14 @@ class RopeScaling(Config):
     )
     mscale_all_dim: Number = Field(
         default=0.0, ge=0, description="Of yarn: growth of the logits' scale with log(factor)."
+    )
+    attention_factor: Number | None = Field(
+        default=None,
+        ge=0,
+        description="Of yarn: what rotated queries and keys are multiplied by. When left out: it follows from factor.",
+    )
+    truncate: Flag = Field(
+        default=True, description="Of yarn: whether the pairs between which it blends are rounded to whole ones."
     )
 
 
@@ -276,8 +284,6 @@ class DecoderConfig(Config):
     @model_validator(mode="after")
     def _variants_fit(self) -> DecoderConfig:
         latent, moe = self.latent_attention, self.moe
-        if latent is None and self.rope_scaling.rope_type == "yarn":
-            raise ValueError("rope_scaling of type 'yarn' is only supported with latent_attention")
         if latent is not None:
             whole = latent.qk_nope_head_dim + latent.qk_rope_head_dim
             if self.head_dim != whole or self.num_key_value_heads != self.num_attention_heads:

@@ -65,9 +65,11 @@ _SCALING_FIELDS = {
         "beta_slow",
         "mscale",
         "mscale_all_dim",
+        "attention_factor",
+        "truncate",
     ),
 }
-_SCALING_OPTIONAL = ("beta_fast", "beta_slow", "mscale", "mscale_all_dim")
+_SCALING_OPTIONAL = ("beta_fast", "beta_slow", "mscale", "mscale_all_dim", "attention_factor", "truncate")
 
 
 def decoder_config_from_hf(values: dict[str, Any], source: str) -> DecoderConfig:
@@ -110,7 +112,7 @@ def decoder_config_from_hf(values: dict[str, Any], source: str) -> DecoderConfig
         "max_position_embeddings": values["max_position_embeddings"],
         "rms_norm_eps": values.get("rms_norm_eps", 1e-6),
         "rope_theta": rope.get("rope_theta", 10000.0),
-        "rope_scaling": _rope_scaling(rope, model_type, source),
+        "rope_scaling": _rope_scaling(rope, source),
         "tie_word_embeddings": values.get("tie_word_embeddings", False),
         "attention_bias": attention_bias,
         "attention_output_bias": attention_bias and model_type not in _QKV_BIAS,
@@ -241,16 +243,11 @@ def _rope_values(values: dict[str, Any], source: str) -> dict[str, Any]:
     return rope
 
 
-def _rope_scaling(rope: dict[str, Any], model_type: str, source: str) -> dict[str, Any]:
+def _rope_scaling(rope: dict[str, Any], source: str) -> dict[str, Any]:
     rope_type = rope.get("rope_type", "default")
-    kinds = [kind for kind in _SCALING_FIELDS if kind != "yarn" or model_type in LATENT_TYPES]
-    if not isinstance(rope_type, str) or rope_type not in kinds:
-        known = ", ".join(kinds)
+    if not isinstance(rope_type, str) or rope_type not in _SCALING_FIELDS:
+        known = ", ".join(_SCALING_FIELDS)
         raise InputError(f"{source}: rotary scaling {rope_type!r} is not supported; supported: {known}")
-    if rope_type == "yarn" and (
-        odd := [name for name in ("attention_factor", "truncate") if rope.get(name) is not None]
-    ):
-        raise InputError(f"{source}: rotary scaling 'yarn' with {odd[0]} is not supported")
     given = {name for name in rope if rope[name] is not None}
     used = [name for name in _SCALING_FIELDS[rope_type] if name in given or name not in _SCALING_OPTIONAL]
     if missing := [name for name in used if name not in given]:
@@ -260,7 +257,8 @@ def _rope_scaling(rope: dict[str, Any], model_type: str, source: str) -> dict[st
 
 def _rope_scaling_to_hf(scaling: RopeScaling) -> dict[str, Any]:
     used = _SCALING_FIELDS[scaling.rope_type]
-    return {"rope_type": scaling.rope_type, **{name: getattr(scaling, name) for name in used}}
+    left_out = {name for name in _SCALING_OPTIONAL if getattr(scaling, name) == getattr(RopeScaling(), name)}
+    return {"rope_type": scaling.rope_type, **{name: getattr(scaling, name) for name in used if name not in left_out}}
 
 
 def _window(values: dict[str, Any], model_type: str, source: str) -> dict[str, Any]:

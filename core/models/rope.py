@@ -44,14 +44,18 @@ def _yarn_kept(config: DecoderConfig, size: int) -> torch.Tensor:
         wavelengths = scaling.original_max_position_embeddings / (turns * 2 * math.pi)
         return size * math.log(wavelengths) / (2 * math.log(config.rope_theta))
 
-    low, high = max(math.floor(pair_of(scaling.beta_fast)), 0), min(math.ceil(pair_of(scaling.beta_slow)), size - 1)
+    first, last = pair_of(scaling.beta_fast), pair_of(scaling.beta_slow)
+    if scaling.truncate:
+        first, last = math.floor(first), math.ceil(last)
+    low, high = max(first, 0), min(last, size - 1)
     pairs = torch.arange(size // 2, dtype=torch.float32, device="cpu")
     ramp = (pairs - low) / max(high - low, 0.001)
     return 1 - ramp.clamp(0.0, 1.0)
 
 
 def yarn_magnitudes(scaling: RopeScaling) -> tuple[float, float]:
-    """(factor of rotated queries and keys, factor of all queries) under `yarn`; ones otherwise."""
+    """(factor of rotated queries and keys, factor of all queries) under `yarn`; ones otherwise. The second is for
+    latent attention alone."""
     if scaling.rope_type != "yarn":
         return 1.0, 1.0
 
@@ -60,4 +64,6 @@ def yarn_magnitudes(scaling: RopeScaling) -> tuple[float, float]:
 
     both = scaling.mscale and scaling.mscale_all_dim
     rotated = growth(scaling.mscale) / growth(scaling.mscale_all_dim) if both else growth(1.0)
+    if scaling.attention_factor is not None:
+        rotated = scaling.attention_factor
     return rotated, growth(scaling.mscale_all_dim) ** 2

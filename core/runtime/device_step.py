@@ -17,6 +17,7 @@ from penjing.core.models.attention import Attention
 from penjing.core.models.decoder import Decoder, DecoderLayer
 from penjing.core.models.mlp import MLP
 from penjing.core.models.norm import RMSNorm
+from penjing.core.models.rope import yarn_magnitudes
 from penjing.core.runtime.batch_invariant import BatchInvariantLinear
 from penjing.core.runtime.embedding import Int8Embedding
 from penjing.core.runtime.quantized import Int8Linear
@@ -143,6 +144,7 @@ class DeviceStep:
             self._head = self._projection(head, torch.float32)
         self._norm = self._norm_before(self._head, backbone.norm)
         self._frequency = self._move(backbone.inverse_frequency).to(torch.float32)
+        self._rotary_scale, _ = yarn_magnitudes(model.config.rope_scaling)
         self._layers = [self._layer(model, index) for index in range(model.config.num_hidden_layers)]
 
     @torch.inference_mode()
@@ -174,7 +176,7 @@ class DeviceStep:
         config, eps = self.config, self.config.rms_norm_eps
         sizes = [config.num_attention_heads, config.num_key_value_heads, config.num_key_value_heads]
         x = torch.nn.functional.embedding(token_ids_T, self._embedding)
-        angles = rotary_cos_sin(self._frequency, positions_T)
+        angles = rotary_cos_sin(self._frequency, positions_T, self._rotary_scale)
         for index, layer in enumerate(self._layers):
             heads = layer.qkv.of_norm(x, layer.input_norm, eps).unflatten(1, (-1, config.head_dim))
             q, k, v = heads.split(sizes, dim=1)

@@ -11,6 +11,7 @@ from penjing.core.models.attention import Attention
 from penjing.core.models.decoder import Backbone, Decoder, DecoderLayer
 from penjing.core.models.mlp import MLP
 from penjing.core.models.norm import RMSNorm
+from penjing.core.models.rope import yarn_magnitudes
 from penjing.core.runtime.batch_invariant import BatchInvariantLinear
 from penjing.core.runtime.embedding import Int8Embedding
 from penjing.core.runtime.quantized import QUANTIZED, Int4Linear, Int8Linear
@@ -48,6 +49,7 @@ def fuse_decoder(model: Decoder) -> DecoderStep | None:
         eps=config.rms_norm_eps,
         inverse_frequency_F=backbone.inverse_frequency,
         max_positions=config.max_position_embeddings,
+        rotary_scale=yarn_magnitudes(config.rope_scaling)[0],
     )
 
 

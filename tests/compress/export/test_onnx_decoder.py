@@ -30,6 +30,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "qwen3": {"model_type": "qwen3", "qk_norm": True, "tie_word_embeddings": False},
     "qwen2": {"model_type": "qwen2", "attention_bias": True},
     "window": {"model_type": "mistral", "sliding_window": 5, "num_key_value_heads": 4},
+    "yarn": {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}},
     "hadamard": {"model_type": "penjing", "mlp_hadamard": 32},
 }
 

@@ -12,11 +12,13 @@ from penjing.core.checkpoint.decoder import Checkpoint, open_checkpoint, save_ch
 from tests.conftest import random_tensors, tiny_config
 
 MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "beta_fast": 24.0}
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
     "llama-untied": {"tie_word_embeddings": False},
     "llama-biases": {"attention_bias": True, "attention_output_bias": True, "mlp_bias": True},
     "llama-linear": {"rope_scaling": {"rope_type": "linear", "factor": 2.0}},
+    "llama-yarn": {"rope_scaling": YARN},
     "llama-3": {"rope_theta": 500000.0, "rope_scaling": {"rope_type": "llama3", "factor": 8.0}},
     "llama-3-other": {
         "rope_scaling": {
@@ -35,6 +37,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "attention_bias": True,
         "rope_scaling": {"rope_type": "linear", "factor": 2.0},
     },
+    "qwen2-yarn": {"model_type": "qwen2", "attention_bias": True, "rope_scaling": YARN},
     "qwen2-window": {
         "model_type": "qwen2",
         "attention_bias": True,

@@ -28,7 +28,7 @@ from penjing.core.imports.importer import import_model
 from penjing.core.models.decoder import Decoder
 from penjing.core.progress import Silent
 from penjing.core.text.tokenizer import Tokenizer
-from tests.compress.gguf.artifacts import FAMILIES, MOE, make_int8
+from tests.compress.gguf.artifacts import FAMILIES, MOE, YARN, make_int8
 from tests.conftest import tiny_config
 from tests.core.imports.gguf_files import transformers_model
 from tests.disk import run_in
@@ -232,6 +232,8 @@ def dequantized(checkpoint: Checkpoint) -> Decoder:
             {"model_type": "qwen3", "qk_norm": True, "rope_scaling": {"rope_type": "llama3", "factor": 8.0}},
             "rotary scaling 'llama3' in a qwen3",
         ),
+        ({"rope_scaling": YARN | {"attention_factor": 1.0}}, "'yarn' with attention_factor=1.0 has no place in GGUF"),
+        ({"rope_scaling": YARN | {"truncate": False}}, "with truncate=False"),
     ],
 )
 def test_what_gguf_cannot_say_is_refused_by_name(tmp_path: Path, overrides: dict[str, Any], message: str) -> None:

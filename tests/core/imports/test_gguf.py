@@ -148,10 +148,28 @@ def test_linear_scaling_and_sliding_window(tmp_path: Path) -> None:
     assert (config.model_type, config.sliding_window) == ("mistral", 128)
 
 
+YARN = {
+    "llama.rope.scaling.type": "yarn",
+    "llama.rope.scaling.factor": 4.0,
+    "llama.rope.scaling.original_context_length": 64,
+}
+
+
+def test_yarn_scaling(tmp_path: Path) -> None:
+    write(tmp_path / "a.gguf", metadata=YARN)
+    expected = RopeScaling(rope_type="yarn", factor=4.0, original_max_position_embeddings=64)
+    assert GgufFile(tmp_path / "a.gguf").config.rope_scaling == expected
+    write(tmp_path / "b.gguf", metadata=YARN | {"llama.rope.scaling.yarn_beta_fast": 16.0})
+    assert GgufFile(tmp_path / "b.gguf").config.rope_scaling == expected.model_copy(update={"beta_fast": 16.0})
+
+
 @pytest.mark.parametrize(
     ("metadata", "message"),
     [
-        ({"llama.rope.scaling.type": "yarn"}, "rotary scaling 'yarn' is not supported"),
+        ({"llama.rope.scaling.type": "longrope"}, "rotary scaling 'longrope' is not supported"),
+        ({"llama.rope.scaling.type": "yarn"}, r"lacks the metadata llama\.rope\.scaling\.factor"),
+        (YARN | {"llama.rope.scaling.attn_factor": 0.5}, "'yarn' with attn_factor=0.5 is not supported"),
+        (YARN | {"llama.rope.scaling.yarn_log_multiplier": 0.1}, "with yarn_log_multiplier="),
         ({"llama.rope.dimension_count": 8}, "rotates 8 of 16"),
         ({"llama.expert_count": 8}, "lacks the metadata llama.expert_used_count"),
         ({"llama.expert_count": 8, "llama.expert_used_count": 2}, r"'blk\.0\.ffn_\w+\.weight' has no place"),

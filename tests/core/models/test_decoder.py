@@ -34,11 +34,18 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 8.0, "original_max_position_embeddings": 64}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama2": ("llama", {"num_key_value_heads": 6}),
     "llama3": ("llama", {"rope_parameters": LLAMA3}),
     "linear_rope": ("llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}}),
     "smollm2": ("llama", {"tie_word_embeddings": True, "rope_parameters": {"rope_theta": 1e5, "rope_type": "default"}}),
+    "yarn": ("llama", {"rope_parameters": YARN}),
+    "qwen3_yarn": ("qwen3", {"head_dim": 16, "rope_parameters": YARN}),
+    "yarn_settings": (
+        "llama",
+        {"rope_parameters": YARN | {"beta_fast": 16.0, "beta_slow": 2.0, "attention_factor": 0.7, "truncate": False}},
+    ),
     "biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
     "wide_heads": ("llama", {"head_dim": 20}),
     "mistral": ("mistral", {"sliding_window": 11}),
@@ -97,7 +104,7 @@ def test_positions_shift_the_rotation(family: str) -> None:
     assert (model(ids) - expected).abs().max() > 1e-3
 
 
-@pytest.mark.parametrize("family", ["llama3", "smollm2", "mistral", "qwen2", "qwen3"])
+@pytest.mark.parametrize("family", ["llama3", "yarn", "smollm2", "mistral", "qwen2", "qwen3"])
 @torch.inference_mode()
 def test_paged_steps_equal_transformers(family: str) -> None:
     reference, model = build(family)

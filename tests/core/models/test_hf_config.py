@@ -19,6 +19,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from penjing.core.errors import InputError
 from penjing.core.models.config import DecoderConfig, RopeScaling
 from penjing.core.models.hf_config import SUPPORTED_MODEL_TYPES, decoder_config_from_hf, decoder_config_to_hf
+from penjing.core.models.rope import yarn_magnitudes
 from penjing.core.models.tensor_names import tensor_shapes
 from tests.conftest import tiny_config
 
@@ -109,7 +110,11 @@ def test_lsh_layers_are_read_back_and_refused_by_transformers(overrides: dict[st
         AutoConfig.for_model(**values)
 
 
-@pytest.mark.parametrize("scaling", [{"rope_type": "linear", "factor": 4.0}, LLAMA3])
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+YARNS = [YARN, YARN | {"beta_fast": 16.0, "truncate": False, "attention_factor": 1.25}]
+
+
+@pytest.mark.parametrize("scaling", [{"rope_type": "linear", "factor": 4.0}, LLAMA3, *YARNS])
 def test_the_old_spelling_of_rotary_settings(scaling: dict[str, Any]) -> None:
     old: dict[str, Any] = {
         "model_type": "llama",
@@ -125,9 +130,11 @@ def test_the_old_spelling_of_rotary_settings(scaling: dict[str, Any]) -> None:
         assert config.rope_scaling == RopeScaling.model_validate(scaling)
     with_scaling: dict[str, Any] = old | {"rope_scaling": scaling}
     theirs = AutoConfig.for_model(**with_scaling)
-    frequencies, _ = ROPE_INIT_FUNCTIONS[scaling["rope_type"]](theirs, torch.device("cpu"))
+    frequencies, growth = ROPE_INIT_FUNCTIONS[scaling["rope_type"]](theirs, torch.device("cpu"))
     again = AutoConfig.for_model(**decoder_config_to_hf(config))
-    assert torch.equal(ROPE_INIT_FUNCTIONS[scaling["rope_type"]](again, torch.device("cpu"))[0], frequencies)
+    found, regrowth = ROPE_INIT_FUNCTIONS[scaling["rope_type"]](again, torch.device("cpu"))
+    assert torch.equal(found, frequencies)
+    assert regrowth == growth == yarn_magnitudes(config.rope_scaling)[0]
 
 
 def test_defaults_of_a_sparse_config_are_those_of_transformers() -> None:
@@ -152,7 +159,8 @@ def test_defaults_of_a_sparse_config_are_those_of_transformers() -> None:
         ({"architectures": ["LlamaForSequenceClassification"]}, r"take a \.\.\.ForCausalLM checkpoint"),
         ({"architectures": "LlamaModel"}, "LlamaModel is not a language model"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rotary scaling 'yarn' is not supported"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "'yarn' lacks original_max_position_embeddings"),
+        ({"rope_scaling": {"rope_type": "dynamic", "factor": 4.0}}, "rotary scaling 'dynamic' is not supported"),
         ({"rope_scaling": {"rope_type": ["yarn"]}}, "is not supported"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "lacks low_freq_factor, high_freq_factor"),
         ({"rope_scaling": 3}, "rope_scaling must be an object"),

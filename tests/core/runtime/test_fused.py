@@ -29,6 +29,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "qwen3": {"model_type": "qwen3", "qk_norm": True, "head_dim": 24},
     "biases": {"attention_bias": True, "attention_output_bias": True, "mlp_bias": True},
     "window": {"model_type": "mistral", "sliding_window": 20},
+    "yarn": {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}},
     "hadamard": {"model_type": "penjing", "mlp_hadamard": 32},
     "windows": {
         "model_type": "qwen2",
