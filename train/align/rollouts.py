@@ -24,7 +24,7 @@ from penjing.train.align.advantages import (
 )
 from penjing.train.align.prompts import Answer, Prompt, Sampled, answer_seed
 from penjing.train.align.rewards import Rewards
-from penjing.train.align.sampler import Sampler
+from penjing.train.align.sampler import EngineSampler
 from penjing.train.data.order import Order
 from penjing.train.objective.actor_critic import valued_tokens
 from penjing.train.objective.objective import Batch
@@ -76,7 +76,7 @@ class Learner:
     whose logits are learnt from."""
 
     model: nn.Module
-    sampler: Sampler
+    sampler: EngineSampler
     reference: nn.Module | None = None
     teacher: nn.Module | None = None
 
@@ -330,7 +330,7 @@ class RolloutStream:
         self._ready, self._states = [], []
 
 
-def greedy_answers(sampler: Sampler, prompts: Sequence[Prompt], max_tokens: int) -> list[Sampled]:
+def greedy_answers(sampler: EngineSampler, prompts: Sequence[Prompt], max_tokens: int) -> list[Sampled]:
     """The likeliest answer to each prompt."""
     found = sampler.sample([prompt.tokens for prompt in prompts], [0] * len(prompts), 1, max_tokens, 0.0)
     return [answers[0] for answers in found]

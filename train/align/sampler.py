@@ -1,4 +1,4 @@
-"""Answers by the engine that serves models, from the weights that are just being learnt.
+"""EngineSampler by the engine that serves models, from the weights that are just being learnt.
 
 The engine's decoder has the learner's own tensors where these are float32 on the CPU, so that an update is seen without
 copying; what an adapter changes, or lies elsewhere, is copied before answers are sampled. An answer depends on its
@@ -31,7 +31,54 @@ from penjing.train.align.prompts import Sampled
 _TOGETHER = 64  # answers that the engine computes at once
 
 
-class Sampler:
+class EngineSampler:
+    """Samples from the model of an engine.
+
+    Args:
+        longest: tokens of a prompt and its answer at most.
+    """
+
+    def __init__(self, loaded: LoadedModel, longest: int) -> None:
+        # Keys and values of a prompt are shared by its answers, and outlive no update.
+        limits = EngineConfig(max_num_sequences=_TOGETHER, max_model_len=longest, enable_prefix_caching=False)
+        self._engine: LLMEngine = make_engine(loaded, limits)
+
+    def sample(
+        self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], samples: int, max_tokens: int, temperature: float
+    ) -> list[list[Sampled]]:
+        """`samples` answers to each prompt, of `max_tokens` tokens at most.
+
+        Args:
+            seeds: one for each prompt; 63 bits.
+            temperature: 0 takes the likeliest tokens.
+
+        Raises:
+            InputError: the model's logits are not finite.
+        """
+        found = [[Sampled() for _ in range(samples)] for _ in prompts]
+        for place, (prompt, seed) in enumerate(zip(prompts, seeds, strict=True)):
+            params = SamplingParams(
+                n=samples,
+                temperature=temperature,
+                seed=seed,
+                max_tokens=max_tokens,
+                logprobs=0 if temperature else None,
+            )
+            self._engine.add_prepared(self._engine.prepare(Request(str(place), list(prompt), params)))
+        while self._engine.has_work():
+            for output in self._engine.step():
+                if output.finish_reason == "error":
+                    self._engine.abort_all("abort")
+                    raise InputError(f"no answer can be sampled: {output.error}; lower the learning rate")
+                answer = found[int(output.request_id)][output.index]
+                answer.tokens += output.token_ids
+                for token, scores in zip(output.token_ids, output.logprobs or (), strict=False):
+                    answer.logprobs.append(scores[token].logprob)
+                answer.ended |= output.finish_reason == "stop"
+        return found
+
+
+class Sampler(EngineSampler):
     """Samples from a model that is being trained.
 
     Args:
@@ -62,44 +109,14 @@ class Sampler:
         apply_batch_invariance(decoder)
         self._own = dict[str, Tensor](decoder.named_parameters())
         loaded = LoadedModel(decoder.eval(), config, Tokenizer.from_folder(tokenizer), None, None, "fp32")
-        # Keys and values of a prompt are shared by its answers, and outlive no update.
-        limits = EngineConfig(max_num_sequences=_TOGETHER, max_model_len=longest, enable_prefix_caching=False)
-        self._engine: LLMEngine = make_engine(loaded, limits)
+        super().__init__(loaded, longest)
 
     def sample(
         self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], samples: int, max_tokens: int, temperature: float
     ) -> list[list[Sampled]]:
-        """`samples` answers to each prompt, of `max_tokens` tokens at most.
-
-        Args:
-            seeds: one for each prompt; 63 bits.
-            temperature: 0 takes the likeliest tokens.
-
-        Raises:
-            InputError: the model's logits are not finite.
-        """
+        """See `EngineSampler`; by the weights as they are now."""
         self._refresh()
-        found = [[Sampled() for _ in range(samples)] for _ in prompts]
-        for place, (prompt, seed) in enumerate(zip(prompts, seeds, strict=True)):
-            params = SamplingParams(
-                n=samples,
-                temperature=temperature,
-                seed=seed,
-                max_tokens=max_tokens,
-                logprobs=0 if temperature else None,
-            )
-            self._engine.add_prepared(self._engine.prepare(Request(str(place), list(prompt), params)))
-        while self._engine.has_work():
-            for output in self._engine.step():
-                if output.finish_reason == "error":
-                    self._engine.abort_all("abort")
-                    raise InputError(f"no answer can be sampled: {output.error}; lower the learning rate")
-                answer = found[int(output.request_id)][output.index]
-                answer.tokens += output.token_ids
-                for token, scores in zip(output.token_ids, output.logprobs or (), strict=False):
-                    answer.logprobs.append(scores[token].logprob)
-                answer.ended |= output.finish_reason == "stop"
-        return found
+        return super().sample(prompts, seeds, samples, max_tokens, temperature)
 
     @torch.no_grad()
     def _refresh(self) -> None:

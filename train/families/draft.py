@@ -11,10 +11,12 @@ from torch import Tensor, nn
 
 from penjing.core.checkpoint.decoder import open_checkpoint
 from penjing.core.checkpoint.draft import save_draft
+from penjing.core.checkpoint.load import load_model
 from penjing.core.errors import ConfigError
 from penjing.core.progress import Progress
 from penjing.core.runtime.draft import DraftConfig
 from penjing.train.align.drafted import Drafted
+from penjing.train.align.sampler import EngineSampler
 from penjing.train.families.rollouts import RolloutTuning
 from penjing.train.objective.draft import DraftDistillation
 from penjing.train.recipe.data import RolloutData
@@ -35,6 +37,8 @@ class DraftTuning(RolloutTuning):
         algorithm = self._algorithm
         if algorithm.kl:
             raise ConfigError("algorithm.kl holds a model that learns; leave it out with kind = 'draft'")
+        if algorithm.answers is not None:
+            self._check_other(algorithm.answers, "algorithm.answers")
         wanted = algorithm.known_tokens
         self._token_ids = known_tokens(self._learnt_tokens(), self.config.eos_token_ids, wanted, self.config.vocab_size)
         self._shape = DraftConfig(
@@ -85,6 +89,12 @@ class DraftTuning(RolloutTuning):
     def _of_decoder(self, name: str) -> Tensor:
         return open_checkpoint(self._tokenizer).get(name).float()
 
+    def _sampler(self, model: nn.Module, longest: int) -> EngineSampler:
+        answers = self._algorithm.answers
+        if answers is None:
+            return super()._sampler(model, longest)
+        return EngineSampler(load_model(answers), longest)
+
     def export(self, model: nn.Module, folder: Path, created_by: dict[str, Any]) -> None:
         """See `Task`: the draft network alone."""
         assert isinstance(model, Drafted)
@@ -92,7 +102,7 @@ class DraftTuning(RolloutTuning):
 
     def next_command(self, folder: Path) -> str:
         """See `Task`."""
-        return f"penjing serve {self._tokenizer} --set speculate=draft --set draft={folder}"
+        return f"penjing serve {self._algorithm.answers or self._tokenizer} --set speculate=draft --set draft={folder}"
 
 
 def known_tokens(seen: list[int], ends: tuple[int, ...] | list[int], count: int, vocab_size: int) -> Tensor:

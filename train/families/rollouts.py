@@ -23,7 +23,7 @@ from penjing.train.align.prompts import Answer, read_prompts
 from penjing.train.align.reasoning import ReasoningTasks
 from penjing.train.align.rewards import make_rewards
 from penjing.train.align.rollouts import Learner, RolloutStream, answer_batch, greedy_answers
-from penjing.train.align.sampler import Sampler
+from penjing.train.align.sampler import EngineSampler, Sampler
 from penjing.train.chat.held_out import held_out_places
 from penjing.train.chat.tokens import ChatTokens
 from penjing.train.data.stream import Stream, draws
@@ -164,9 +164,7 @@ class RolloutTuning(DecoderTask):
 
     def after_update(self, model: nn.Module, world: World) -> tuple[Callable[[int], None], ...]:
         """See `Task`; the model is what answers from now on."""
-        scale = None if self._recipe.adapter is None else self._recipe.adapter.scale
-        longest = self._longest + self._data.max_tokens
-        sampler = Sampler(model, self.config, self._tokenizer, longest, scale)
+        sampler = self._sampler(model, self._longest + self._data.max_tokens)
         algorithm, reference, teacher = self._algorithm, None, None
         if algorithm.kl:
             reference = self._other(algorithm.reference or self._tokenizer, "algorithm.reference", world.device)
@@ -174,6 +172,11 @@ class RolloutTuning(DecoderTask):
             teacher = self._other(algorithm.teacher, "algorithm.teacher", world.device)
         self._learner = Learner(model, sampler, reference, teacher)
         return super().after_update(model, world)
+
+    def _sampler(self, model: nn.Module, longest: int) -> EngineSampler:
+        """What answers, prompts and answers having `longest` tokens at most."""
+        scale = None if self._recipe.adapter is None else self._recipe.adapter.scale
+        return Sampler(model, self.config, self._tokenizer, longest, scale)
 
     def export(self, model: nn.Module, folder: Path, created_by: dict[str, Any]) -> None:
         """See `Task`; the run folder gets a page of how rewards moved."""
@@ -195,6 +198,13 @@ class RolloutTuning(DecoderTask):
 
     def _other(self, folder: Path, name: str, device: torch.device) -> nn.Module:
         """The model in `folder`, of the setting `name`, in float32 as it stays."""
+        self._check_other(folder, name)
+        model = Decoder(open_checkpoint(folder).config).eval().requires_grad_(False)
+        fill_weights(model, checkpoint_weights(folder, name))
+        return model.to(device)
+
+    def _check_other(self, folder: Path, name: str) -> None:
+        """Refuse a model whose tokens are not those of `initial`."""
         if not (folder / "tokenizer.json").exists():
             raise ConfigError(f"{name} = {folder} is no checkpoint with a tokenizer; name one")
         theirs, ours = (read_backend(each / "tokenizer.json").to_str() for each in (folder, self._tokenizer))
@@ -209,9 +219,6 @@ class RolloutTuning(DecoderTask):
                 f"{name} = {folder} gives probabilities to {config.vocab_size:,} tokens, and initial = "
                 f"{self._tokenizer} to {self.config.vocab_size:,}; name a checkpoint with as many"
             )
-        model = Decoder(config).eval().requires_grad_(False)
-        fill_weights(model, checkpoint_weights(folder, name))
-        return model.to(device)
 
     def _keep(self, prompt: str, answer: str, reward: float, *, shown: bool) -> None:
         path = self._recipe.run_folder / "answers.jsonl"

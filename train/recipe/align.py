@@ -14,7 +14,7 @@ from penjing.train.objective.policy import Aggregate, Scale
 from penjing.train.recipe.rows import WrittenConfig
 
 _OF_PPO = ("discount", "trace", "value_weight", "value_clip")
-_OF_DRAFT = ("guesses", "layers", "intermediate_size", "known_tokens")
+_OF_DRAFT = ("guesses", "layers", "intermediate_size", "known_tokens", "answers")
 _OWNERS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(_OF_PPO, ("ppo",)),
     **dict.fromkeys(_OF_DRAFT, ("draft",)),
@@ -159,6 +159,12 @@ class AlgorithmConfig(Config):
         ge=1,
         description="Of draft: tokens that can be guessed, those of the prompts first and then the first ones of the "
         "vocabulary, which are the most frequent ones of a tokenizer that was learnt by merging pairs.",
+    )
+
+    answers: Path | None = Field(
+        default=None,
+        description="Of draft: the artifact that will be served, such as the model in INT8, which answers in place of "
+        "the model: as it will then, and sooner.",
     )
 
     @field_validator("scale", "reference", *_OWNERS)

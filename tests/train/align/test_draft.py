@@ -179,6 +179,31 @@ def test_what_the_decoder_makes_of_answers_is_found_once_and_changes_no_bit(
     assert (tmp_path / "other" / "draft.safetensors").read_bytes() == kept
 
 
+def test_another_model_answers_in_place_of_the_one_that_is_read(recipe: Path, tmp_path: Path) -> None:
+    other = write_tiny_checkpoint(tmp_path / "other", seed=5)
+    settings = ["steps=1", "data.temperature=1", "evaluation.every=1"]
+    said = {}
+    for name, more in (("own", []), ("other", [f"algorithm.answers={other}"])):
+        train(recipe, [*settings, *more, f"output={tmp_path}/{name}-draft"])
+        lines = (tmp_path / f"{name}-draft-run" / "answers.jsonl").read_text().splitlines()
+        said[name] = [json.loads(line)["answer"] for line in lines]
+    engine = load_engine(other, EngineConfig(num_blocks=40))
+    writer = ChatTokens.from_folder(other, None)
+    for line, answer in zip(lines, said["other"], strict=True):
+        prompt = writer.prompt({"prompt": json.loads(line)["prompt"]})
+        engine.add(Request(answer, prompt, SamplingParams(temperature=0.0, max_tokens=12)))
+        tokens = list[int]()
+        while engine.has_work():
+            tokens += [token for output in engine.step() for token in output.token_ids]
+        assert writer.tokenizer.decode(tokens) == answer
+    assert said["own"] != said["other"]
+    assert f"serve {other} " in build_task(load_train_recipe(recipe, more), Silent()).next_command(tmp_path)
+    with pytest.raises(ConfigError, match=r"algorithm\.answers = .* is no checkpoint"):
+        build_task(load_train_recipe(recipe, [f"algorithm.answers={tmp_path}"]), Silent())
+    with pytest.raises(ConfigError, match=r"answers.* is of kind = 'draft'"):
+        load_train_recipe(recipe, ["algorithm.kind=grpo", "algorithm.known_tokens=8192", f"algorithm.answers={other}"])
+
+
 def test_a_network_finds_the_states_of_a_rotated_head_and_refuses_another_model(tmp_path: Path) -> None:
     torch.manual_seed(0)
     config = DraftConfig(hidden_size=8, intermediate_size=12, num_layers=1, vocab_size=64, num_known=16)
