@@ -2,6 +2,7 @@
 
     python benchmarks/run_it_helps.py --work build/it-helps   # an hour of one core; fetches 80 MB of Debian's packages
     python benchmarks/run_it_helps.py --steps 1200            # as `recipes/decoder-tiny.toml` has it
+    python benchmarks/run_it_helps.py --prepare               # all but the training, which a later call does
 
 `raw` is what the sources of `recipes/corpus-docs.toml` say, read and not filtered: pages that stand several times, in
 seven languages, some of them tables or lists. `curated` is what the recipe's steps keep of it; `english` is what is
@@ -71,15 +72,22 @@ def main() -> int:
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=ARMS)
     parser.add_argument("--windows", type=int, default=128, help=f"of {WINDOW} tokens of each text")
     parser.add_argument("--work", type=Path, default=ROOT / "build" / "it-helps")
+    parser.add_argument("--prepare", action="store_true", help="end before the first training")
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the rows")
     arguments = parser.parse_args()
     work: Path = arguments.work
     corpora(work)
     tokenizer = trained_tokenizer(work)
     windows = held_out_windows(work, tokenizer, arguments.windows)
+    arms = (RAW, *(each for each in arguments.arms if each != RAW))
+    if arguments.prepare:
+        for seed in range(arguments.seeds):
+            for arm in arms:
+                lesson(work, arm, seed)
+        return 0
     losses: dict[tuple[str, int], dict[str, float]] = {}
     for seed in range(arguments.seeds):
-        for arm in (RAW, *(each for each in arguments.arms if each != RAW)):
+        for arm in arms:
             losses[arm, seed] = judged(work, arm, seed, arguments.steps, tokenizer, windows)
             said = ", ".join(f"{text} {math.exp(loss):.1f}" for text, loss in losses[arm, seed].items())
             say(f"{arm}, seed {seed}: {said}")
@@ -165,6 +173,12 @@ def held_out_windows(work: Path, tokenizer: Path, count: int) -> dict[str, torch
     }
 
 
+def lesson(work: Path, arm: str, seed: int) -> Path:
+    """What `arm` learns from with `seed`."""
+    data = work / f"{arm}-{seed}.jsonl"
+    return data if data.exists() else stored(data, drawn(texts_of(work, arm), seed, 8_000_000))
+
+
 def judged(
     work: Path, arm: str, seed: int, steps: int, tokenizer: Path, windows: dict[str, torch.Tensor]
 ) -> dict[str, float]:
@@ -172,11 +186,8 @@ def judged(
     name = f"{arm}-{seed}-{steps}"
     result = work / f"{name}.json"
     if not result.exists():
-        data = work / f"{arm}-{seed}.jsonl"
-        if not data.exists():
-            stored(data, drawn(texts_of(work, arm), seed, 8_000_000))
         changes: dict[str, object] = {
-            "output": str(work / name), "seed": seed, "steps": steps, "data.sources": [str(data)],
+            "output": str(work / name), "seed": seed, "steps": steps, "data.sources": [str(lesson(work, arm, seed))],
             "data.tokenizer": str(tokenizer), "data.held_out": 0.01, "evaluation.every": 0, "checkpoint.every": 100,
         }  # fmt: skip
         if not (work / name).exists():

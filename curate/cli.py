@@ -1,9 +1,9 @@
-"""`penjing curate RECIPE | inspect | why | media`: flags here, the work in penjing.curate, imported when needed."""
+"""`penjing curate RECIPE | inspect | why | media | ask | agree`: flags here, the work elsewhere."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -106,3 +106,50 @@ def media(
         )  # fmt: skip
     print_table(report)
     write_json(report, json_file)
+
+
+@curate_app.command("ask")
+def ask(
+    corpus: Annotated[Path, typer.Argument(help="The corpus folder.", show_default=False)],
+    tasks: Annotated[Path, typer.Argument(help="The file that is written, such as tasks.json.", show_default=False)],
+    form: Annotated[Literal["label-studio", "argilla"], typer.Option(help="For which of both.")] = "label-studio",
+    documents: Annotated[int, typer.Option(min=1, help="So many at most.")] = 200,
+    labels: Annotated[str, typer.Option(help="What people choose from, with commas.")] = "good,bad",
+    domain: Annotated[list[str] | None, typer.Option(help="Of this domain alone; may be repeated.")] = None,
+) -> None:
+    """Write documents of a corpus as tasks for people to judge, in Label Studio or Argilla.
+
+    Example: `penjing curate ask build/corpus-docs tasks.json`
+    """
+    from penjing.core.progress import print_table
+    from penjing.curate.annotate.tiers import ask as written
+
+    chosen = tuple(label.strip() for label in labels.split(",") if label.strip())
+    print_table(written(corpus, tasks, form, documents, chosen, tuple(domain or ())))
+
+
+@curate_app.command("agree")
+def agree(
+    exports: Annotated[list[Path], typer.Argument(help="What Label Studio or Argilla exported.", show_default=False)],
+    labels: Annotated[Path, typer.Option(help="Settled labels, for the step `quality`.")] = Path("labels.jsonl"),
+    experts: Annotated[Path, typer.Option(help="Tasks that are left to experts.")] = Path("experts.json"),
+    least: Annotated[float, typer.Option(min=0, max=1, help="Probability from which a label is settled.")] = 0.8,
+    expert_domain: Annotated[
+        list[str] | None, typer.Option(help="Documents of this domain are for experts; may be repeated.")
+    ] = None,
+    form: Annotated[Literal["label-studio", "argilla"], typer.Option(help="Of the experts' tasks.")] = "label-studio",
+    json_file: Json = None,
+) -> None:
+    """Join what several people answered: labels to learn from, and what experts must look at.
+
+    Each judge's errors are estimated together with the labels (Dawid and Skene), so that those who are often right
+    count for more.
+
+    Example: `penjing curate agree export.json --labels labels.jsonl`
+    """
+    from penjing.core.progress import print_table
+    from penjing.curate.annotate.tiers import agree as joined
+
+    found = joined(exports, labels, experts, least=least, expert_domains=tuple(expert_domain or ()), form=form)
+    print_table(found)
+    write_json(found, json_file)

@@ -9,6 +9,7 @@ from pydantic import Field, field_validator
 
 from penjing.core.config import Config
 from penjing.curate.documents.settings import SourceConfig
+from penjing.curate.steps.augment import AugmentStep
 from penjing.curate.steps.clean import CleanStep
 from penjing.curate.steps.decontaminate import DecontaminateStep
 from penjing.curate.steps.dedup import DedupStep
@@ -19,7 +20,15 @@ from penjing.curate.steps.quality import QualityStep
 from penjing.curate.steps.rules import RulesStep
 
 Step = Annotated[
-    CleanStep | LanguageStep | RulesStep | PiiStep | DedupStep | DecontaminateStep | QualityStep | NoiseStep,
+    CleanStep
+    | LanguageStep
+    | RulesStep
+    | PiiStep
+    | DedupStep
+    | DecontaminateStep
+    | QualityStep
+    | NoiseStep
+    | AugmentStep,
     Field(discriminator="kind"),
 ]
 
@@ -55,6 +64,14 @@ class CurateRecipe(Config):
         names = [source.name for source in value]
         if twice := sorted({name for name in names if names.count(name) > 1}):
             raise ValueError(f"several sources are called {', '.join(twice)}; give each its own name")
+        return value
+
+    @field_validator("steps")
+    @classmethod
+    def _duplicates_before_more(cls, value: tuple[Step, ...]) -> tuple[Step, ...]:
+        kinds = [step.kind for step in value]
+        if "augment" in kinds and "dedup" in kinds[kinds.index("augment") :]:
+            raise ValueError("dedup stands behind augment, and would drop what that makes; put it before")
         return value
 
     @property

@@ -48,6 +48,10 @@ and left out; <code>quarantine.jsonl</code> lists them.{% endif %}</p>
 {% for row in report.personal %}<tr><td>{{ row.step }}</td><td>{{ row.kind }}</td><td>{{ row.values | count }}</td>
 <td>{{ row.documents | count }}</td></tr>
 {% endfor %}</table></div>{% endif %}
+{% if report.made %}<h2>Documents that were made</h2>
+<div class="wide"><table><tr><th>step</th><th>outcome</th><th>number</th></tr>
+{% for row in report.made %}<tr><td>{{ row.step }}</td><td>{{ row.outcome }}</td><td>{{ row.number | count }}</td></tr>
+{% endfor %}</table></div>{% endif %}
 {% for row, drawn in judged %}<h2>What step {{ row.step }} learned</h2>
 <p>It learned from {{ row.examples | count }} examples, {{ row.positive | count }} of them {{ row.speaks_of }}, and
 looked at {{ row.sample | count }} documents first. Judged on examples that were held back: area under the ROC curve
@@ -114,6 +118,14 @@ class PersonalRow(Config):
     documents: int = Field(ge=0, description="Documents that had any.")
 
 
+class MadeRow(Config):
+    """What a step that makes documents came to."""
+
+    step: str = Field(description="The step.")
+    outcome: str = Field(description='Such as "made", or why a document or a sentence was not.')
+    number: int = Field(ge=0, description="Documents or sentences.")
+
+
 class SourceRow(Config):
     """A source and its files."""
 
@@ -137,6 +149,7 @@ class CorpusReport(Config):
     languages: list[GroupRow] = Field(description="By language.")
     rules: list[RuleRow] = Field(description="What each rule dropped, most first.")
     personal: list[PersonalRow] = Field(default=[], description="Personal data that was replaced, most first.")
+    made: list[MadeRow] = Field(default=[], description="What steps made of documents, and what failed its check.")
     learned: list[Learned] = Field(default=[], description="What steps learned, and how well.")
     sizes: dict[str, dict[str, int]] = Field(
         description='Documents "before" and "after" by the logarithm to base 2 of their characters, rounded.'
@@ -157,6 +170,9 @@ class CorpusReport(Config):
         if self.personal:
             said = ", ".join(f"{row.values:,} {row.kind}" for row in self.personal)
             lines.append(f"personal data replaced: {said}")
+        for step in dict.fromkeys(row.step for row in self.made):
+            said = ", ".join(f"{row.outcome}: {row.number:,}" for row in self.made if row.step == step)
+            lines.append(f"step {step}: {said}")
         for row in self.learned:
             by = ", ".join(f"{number:,} by {name}" for name, number in row.decided.items())
             lines.append(
@@ -208,6 +224,13 @@ def corpus_report(plan: Plan, counts: Counts, learned: list[Learned]) -> CorpusR
             ),
             key=lambda row: (row.step, -row.values, row.kind),
         ),
+        made=[
+            MadeRow(step=step, outcome=outcome, number=number)
+            for place, each in enumerate(plan.recipe.steps)
+            if each.kind == "augment"
+            for step in [f"{place}: {each.kind}"]
+            for outcome, number in _decided(counts, step).items()
+        ],
         learned=[row.model_copy(update={"decided": _decided(counts, row.step)}) for row in learned],
         sizes={when: dict(sorted(of.items(), key=lambda each: int(each[0]))) for when, of in counts.sizes.items()},
         sources=[

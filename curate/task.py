@@ -6,19 +6,20 @@ import gzip
 import json
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from penjing.core.errors import SetupError
 from penjing.core.files import atomic_write_text, publish_folder
 from penjing.core.text.records import Damage
 from penjing.curate.documents.document import Document, DocumentWriter, Dropped, drop, stored_documents
 from penjing.curate.documents.read import read_source
 from penjing.curate.plan import Plan, Stage
-from penjing.curate.steps.base import Filter, Judging, StepConfig
+from penjing.curate.steps.base import Filter, Judging, Making, StepConfig
 from penjing.curate.steps.dedup import DedupStep
 from penjing.curate.steps.pii import Pii, PiiStep
 
@@ -63,25 +64,26 @@ def run_task(plan: Plan, stage_number: int, task: int) -> None:
             open(partial / DAMAGED, "w", encoding="utf-8") as damaged,
         ):
             for document in _coming(plan, stages, stage_number, task):
-                outcome = document
+                outcomes: Iterable[Document | Dropped | Damage] = (document,)
                 if isinstance(document, Document):
                     if stage_number == 0 or stage.before is not None:
                         counts.met(document, READ if stage.before is None else f"{stage.before}: dedup")
-                    outcome = _through(document, filters, counts)
-                if isinstance(outcome, Document):
-                    kept.add(outcome)
-                    if stage_number == len(stages) - 1:
-                        counts.ended(outcome)
-                    if keys_of is not None:
-                        keys.append(keys_of(outcome))
-                elif isinstance(outcome, Dropped):
-                    outcome = replace(outcome, excerpt=masked(outcome.excerpt)[:_EXCERPT])
-                    dropped.write(json.dumps(asdict(outcome), ensure_ascii=False) + "\n")
-                    counts.dropped(outcome)
-                else:
-                    outcome = replace(outcome, reason=masked(outcome.reason))
-                    damaged.write(json.dumps({"id": outcome.name, "reason": outcome.reason}) + "\n")
-                    counts.damaged(outcome)
+                    outcomes = _through(document, filters, counts)
+                for outcome in outcomes:
+                    if isinstance(outcome, Document):
+                        kept.add(outcome)
+                        if stage_number == len(stages) - 1:
+                            counts.ended(outcome)
+                        if keys_of is not None:
+                            keys.append(keys_of(outcome))
+                    elif isinstance(outcome, Dropped):
+                        shown = replace(outcome, excerpt=masked(outcome.excerpt)[:_EXCERPT])
+                        dropped.write(json.dumps(asdict(shown), ensure_ascii=False) + "\n")
+                        counts.dropped(shown)
+                    else:
+                        shown = replace(outcome, reason=masked(outcome.reason))
+                        damaged.write(json.dumps({"id": shown.name, "reason": shown.reason}) + "\n")
+                        counts.damaged(shown)
         for name, _, each in filters:
             if isinstance(each, Pii):
                 counts.replaced(name, each.replaced)
@@ -228,14 +230,25 @@ def _deduplicated(plan: Plan, stages: list[Stage], number: int, task: int) -> It
 
 def _through(
     document: Document, filters: list[tuple[str, StepConfig, Filter]], counts: Counts
-) -> Document | Dropped | Damage:
-    for name, config, each in filters:
+) -> Iterator[Document | Dropped | Damage]:
+    """What becomes of `document`, and of the documents that are made of it."""
+    for place, (name, config, each) in enumerate(filters):
+        further: list[Document] = []
         if not config.domains or document.domain in config.domains:
             try:
                 rule = each.apply(document)
+                if rule is None and isinstance(each, Making):
+                    further = each.made(document)
+            except SetupError:
+                raise  # of what the step needs for every document
             except Exception as error:  # a library that fails on a text costs that text, with its reason
-                return Damage(document.id, f"{name} failed: {type(error).__name__}: {error}")
+                yield Damage(document.id, f"{name} failed: {type(error).__name__}: {error}")
+                return
             if rule is not None:
-                return drop(document, name, rule)
+                yield drop(document, name, rule)
+                return
         counts.passed(name, document)
-    return document
+        for made in further:
+            counts.passed(name, made)
+            yield from _through(made, filters[place + 1 :], counts)
+    yield document

@@ -13,7 +13,7 @@ from penjing.core.text.source_files import SHARDS
 from penjing.curate.run import DROPPED_FOLDER, QUARANTINE
 
 _SHOWN = 10
-_COLUMNS = ["id", "domain", "language", "cluster", "changed", "quality", "noise"]
+_COLUMNS = ["id", "domain", "language", "cluster", "changed", "quality", "noise", "made"]
 
 
 def explain(document: str, corpus: Path) -> list[str]:
@@ -41,7 +41,8 @@ def _fates(corpus: Path) -> Iterator[tuple[str, str]]:
         for row in parquet.read_table(path, columns=columns).to_pylist():
             changed = json.loads(row["changed"])
             judged = [f"{name} {row[name]:.3f}" for name in ("quality", "noise") if row.get(name) is not None]
-            said = f"kept, domain {row['domain']}, language {row['language'] or 'not told'}"
+            said = f"made by {row['made']} and " if row.get("made") else ""
+            said += f"kept, domain {row['domain']}, language {row['language'] or 'not told'}"
             said += f", changed by {', '.join(changed)}" if changed else ", unchanged"
             said += "".join(f", {each}" for each in judged)
             yield row["id"], said + (f", of the cluster of {row['cluster']}" if row["cluster"] != row["id"] else "")

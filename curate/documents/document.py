@@ -19,6 +19,7 @@ _COLUMNS = {
     "changed": "string",
     "quality": "float",
     "noise": "float",
+    "made": "string",
 }
 
 
@@ -32,6 +33,7 @@ class Document:
         cluster: the id of the first document of its near duplicates, "" while they were not looked for.
         quality, noise: what the steps of these names gave it, 0 to 1; None where they did not judge it.
         changed: what steps have done to the text.
+        made: how the step `augment` made it out of another document, "" of one that was read.
     """
 
     id: str
@@ -45,6 +47,7 @@ class Document:
     changed: list[str] = field(default_factory=list)
     quality: float | None = None
     noise: float | None = None
+    made: str = ""
 
 
 @dataclass(frozen=True)

@@ -74,3 +74,14 @@ class Judging(ABC):
     @abstractmethod
     def apply(self, document: Document) -> str | None:
         """See `Filter`."""
+
+
+class Making(Judging):
+    """A filter that makes further documents of those that pass it; they go through the steps behind it too."""
+
+    @abstractmethod
+    def made(self, document: Document) -> list[Document]:
+        """New documents of `document`, which stays; each has `made` and an id of its own.
+
+        An exception puts `document` into quarantine; a `SetupError` ends the run.
+        """

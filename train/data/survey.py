@@ -37,7 +37,8 @@ class Survey:
 
     Attributes:
         trained: (documents,) int64: so many of its first characters are trained on, the others are held out: 0 of a
-            document that is held out, the largest number of one that is not.
+            document that is held out, the largest number of one that is not. -1 of one that is left out: it was made of
+            one that is held out.
         note: one line about the split for the user.
     """
 
@@ -49,6 +50,8 @@ class Survey:
         if index >= len(self.trained):
             raise InputError("data.sources have grown while they were read; run again when they stay as they are")
         cut = int(self.trained[index])
+        if cut < 0:
+            return "", ""
         return text[:cut], text[cut:]
 
     def save(self, folder: Path) -> None:
@@ -95,6 +98,7 @@ def survey(
     given: dict[str, int] = {}
     groups: list[int] = []  # documents that their source says are of one cluster
     domains: dict[str, list[int]] = {}
+    made: list[bool] = []  # by the step `augment` of `penjing curate`, out of another document of its cluster
     for record, source in records:
         if isinstance(record, Damage):
             damaged.add(record)
@@ -102,16 +106,22 @@ def survey(
         text = record.text if record.text is not None else json.dumps(record.messages)
         keys.append(signer.keys(text))
         places.append(name_place(record.name))
-        sizes.append(len(text))
+        made.append(bool(record.fields.get("made")))
+        sizes.append(0 if made[-1] else len(text))  # the share that is held out is of what was read
         cuts.append(_WHOLE if record.text is None else _boundary(text, held_out))  # a conversation is not cut
         cluster = record.fields.get("cluster")
-        groups.append(len(sizes) - 1 if cluster is None else given.setdefault(str(cluster), len(sizes) - 1))
+        groups.append(len(sizes) - 1 if cluster in (None, "") else given.setdefault(str(cluster), len(sizes) - 1))
         if domain_of is not None:
             domains.setdefault(domain_of(record, source), []).append(len(sizes) - 1)
         progress.advance(len(text))
     damaged.finish(len(sizes), most_damaged, folder, progress)
     if not sizes:
         return Survey(np.empty(0, np.int64))
+    if all(made):
+        raise InputError(
+            "data.sources hold nothing but documents that 'penjing curate' made of others (augment), which no model is "
+            "judged by; add those that they were made of"
+        )
     keys_DB = np.stack(keys)
     label = connected([*keys_DB.T, np.array(groups, np.uint64)], len(sizes))
     facts: list[Any] = [label, np.array(places), np.array(sizes, np.int64), np.array(cuts)]
@@ -119,6 +129,7 @@ def survey(
     for members in domains.values():
         if (whole.trained[members] == _WHOLE).all():
             whole.trained[members] = _split(*(each[members] for each in facts), share=held_out).trained
+    whole.trained[np.array(made) & (whole.trained != _WHOLE)] = -1
     return whole
 
 

@@ -1,0 +1,1 @@
+"""Documents out to people who judge them, and their judgements back in."""
