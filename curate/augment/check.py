@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from penjing.curate.augment.sentences import marks_of, negations_of
-from penjing.curate.steps.language import detect
 
 _SHORTER, _LONGER = 0.6, 1.6
 
@@ -19,12 +17,14 @@ class Checker:
 
     Args:
         encoder: maps a text to its (features,) of length 1.
-        language: the model of `steps.language`.
+        language: maps a text to its ISO code, "" where there are no letters.
         least: the cosine that a sentence must keep.
     """
 
-    def __init__(self, encoder: Callable[[str], NDArray[np.float32]], language: Any, least: float) -> None:
-        self._encoder, self._language, self._least = encoder, language, least
+    def __init__(
+        self, encoder: Callable[[str], NDArray[np.float32]], language: Callable[[str], str], least: float
+    ) -> None:
+        self._encoder, self.language, self._least = encoder, language, least
 
     def wrong(self, sentence: str, made: str) -> str:
         """What `made` of `sentence` breaks; "" where nothing. What costs least is looked at first."""
@@ -42,7 +42,3 @@ class Checker:
         if float(self._encoder(sentence) @ self._encoder(made)) < self._least:
             return "meaning"
         return ""
-
-    def language(self, text: str) -> str:
-        """ISO code, "" where there are no letters."""
-        return detect(self._language, text)[0]

@@ -23,6 +23,7 @@ _MODES = Path("usr/share/apertium/modes")
 _PAIR = re.compile(r"[a-z]{2,3}(?:_[A-Z]{2})?-[a-z]{2,3}(?:_[A-Z]{2})?")
 _SECONDS = 120.0  # a call may take, beside a second for each 500 characters
 _CHARS_A_SECOND = 500
+_UNHEARD = (-13, 141)  # of a program whose reader has ended: that one says why
 _PIECES = ("source.spm", "target.spm")  # sentencepiece models of OPUS-MT
 _MODEL = "model.bin"
 _BEAMS, _TOKENS_TOGETHER = 2, 2048
@@ -98,9 +99,9 @@ class Apertium:
                 codes = [process.wait() for process in processes]
             errors.seek(0)
             said = errors.read().decode("utf-8", "replace").strip().splitlines()
-        if failed := [self._chain[place][0] for place, code in enumerate(codes) if code]:
+        if failed := [self._chain[place][0] for place, code in enumerate(codes) if code not in (0, *_UNHEARD)]:
             raise SetupError(
-                f"apertium's {Path(failed[0]).name} failed ({said[0] if said else 'it gave no reason'}); apt-get "
+                f"apertium's {Path(failed[-1]).name} failed ({said[0] if said else 'it gave no reason'}); apt-get "
                 "install apertium, or leave the step out"
             )
         return out.decode("utf-8", "replace")

@@ -22,7 +22,7 @@ from penjing.curate.augment.wordnet import FILES, WordNet, load_wordnet, wordnet
 from penjing.curate.documents.document import Document
 from penjing.curate.learned.encoder import DocumentEncoder, encoder_files
 from penjing.curate.steps.base import Making, StepConfig
-from penjing.curate.steps.language import LID, language_model
+from penjing.curate.steps.language import LID, detect, language_model
 
 _LANGUAGES = ("en",)  # that MiniLM was trained on, and WordNet is of
 _OF_A_METHOD = {
@@ -118,7 +118,8 @@ class Augment(Making):
     def __init__(self, config: AugmentStep) -> None:
         super().__init__()
         self._config = config
-        self._check = Checker(DocumentEncoder(config.encoder, 1), language_model(), config.least)
+        model = language_model()
+        self._check = Checker(DocumentEncoder(config.encoder, 1), lambda text: detect(model, text)[0], config.least)
         self._wordnet: WordNet | None = None
         self._translators: tuple[Translator, Translator] | None = None
         if config.method == "synonyms":

@@ -129,15 +129,11 @@ def test_prose_alone_is_said_otherwise() -> None:
         ("The car is red today.", "The auto is red today.", ""),
     ],
 )
-def test_a_changed_sentence_keeps_what_it_says(
-    sentence: str, made: str, reason: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("penjing.curate.augment.check.detect", lambda _, text: ("de" if "Das" in text else "en", 1.0))
-
+def test_a_changed_sentence_keeps_what_it_says(sentence: str, made: str, reason: str) -> None:
     def encoder(text: str) -> np.ndarray:
         return np.array([1.0, 0.0] if "cow" not in text else [0.0, 1.0], np.float32)
 
-    assert Checker(encoder, None, 0.8).wrong(sentence, made) == reason
+    assert Checker(encoder, lambda text: "de" if "Das" in text else "en", 0.8).wrong(sentence, made) == reason
 
 
 PROGRAMS = {  # in place of apertium's: the text between marks, every word of the "language" turned round
@@ -222,7 +218,7 @@ def encoder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(augment, "DocumentEncoder", Nearly)
     monkeypatch.setattr(augment, "language_model", lambda: None)
     monkeypatch.setattr(augment, "fetch_package", lambda *_: None)
-    monkeypatch.setattr("penjing.curate.augment.check.detect", lambda *_: ("en", 1.0))
+    monkeypatch.setattr(augment, "detect", lambda *_: ("en", 1.0))
     (tmp_path / "encoder").mkdir()
     (tmp_path / "encoder" / "penjing.json").write_text("{}")
     return tmp_path / "encoder"
