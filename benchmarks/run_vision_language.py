@@ -4,16 +4,23 @@
     python benchmarks/run_vision_language.py --seeds 1 2 3      # each from three seeds, and a decoder that is blind
     python benchmarks/run_vision_language.py --trained build/clip-emoji build/vlm-tiny   # runs that are there already
     python benchmarks/run_vision_language.py --pixels           # what no network reaches: the nearest drawing in pixels
+    python benchmarks/run_vision_language.py --int8 build/vlm-int8      # what INT8 costs in answers, and its size
+    python benchmarks/run_vision_language.py --times build/vlm-tiny build/vlm-int8  # an answer about a new image, and
+                                                                # about one that was seen; a checkpoint, its artifact
 
 The figures are of the recipe's last evaluation: retrieval of a vendor's emoji by two towers, and exact answers about
-scenes of Fashion-MNIST. Each stands beside what guessing reaches. No time is measured.
+scenes of Fashion-MNIST. Each stands beside what guessing reaches. Times are processor time of the whole process, which
+other programs disturb less than the clock; contestants take turns.
 """
 
 from __future__ import annotations
 
 import argparse
+import io
+import itertools
 import json
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,17 +28,26 @@ from typing import Any
 import numpy as np
 from lib.rows import RESULTS, Row, append, new_row
 from numpy.typing import NDArray
+from PIL import Image
 
+from penjing.core.artifact.base import read_report_file
 from penjing.core.cli import guarded
 from penjing.core.graph.config import Pixels
 from penjing.core.images.decode import decode_image
 from penjing.core.manifest import read_manifest
 from penjing.core.progress import Silent
+from penjing.serve.engine.config import EngineConfig
+from penjing.serve.engine.engine import LLMEngine
+from penjing.serve.engine.request import Request
+from penjing.serve.runner.load import load_engine
+from penjing.serve.sampling.params import SamplingParams
 from penjing.train.data.emoji import emoji_pairs
 from penjing.train.run import train
 
 RECIPES = ("clip-emoji", "vlm-tiny")
 DRAWN = 1860  # emoji that the third vendor draws, each with a name of its own
+ANSWER = 8  # tokens
+_NUMBERS = itertools.count()
 OTHERS = 9  # classes of Fashion-MNIST that a thing's neighbour may be of
 
 
@@ -41,8 +57,17 @@ def main() -> int:
     parser.add_argument("--recipes", nargs="+", default=RECIPES, choices=RECIPES, help="what is trained")
     parser.add_argument("--pixels", action="store_true", help="train nothing, compare pixels of emoji")
     parser.add_argument("--trained", type=Path, nargs="+", help="checkpoints of finished runs of the recipes")
+    parser.add_argument("--int8", type=Path, help="artifact whose recipe asked questions")
+    parser.add_argument("--times", type=Path, nargs=2, help="a checkpoint that sees and its artifact")
+    parser.add_argument("--rounds", type=int, default=15, help="requests of each kind that are timed")
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the rows")
     arguments = parser.parse_args()
+    if arguments.int8:
+        append("vision_language", int8_rows(read_report_file(arguments.int8), arguments.int8.name), arguments.results)
+        return 0
+    if arguments.times:
+        append("vision_language", time_rows(*arguments.times, arguments.rounds), arguments.results)
+        return 0
     if arguments.pixels:
         append("vision_language", [nearest_pixels()], arguments.results)
         return 0
@@ -89,6 +114,68 @@ def nearest_pixels() -> Row:
         "vision_language", "emoji/nearest_in_pixels", right, "share", runs=1, baseline="guessing",
         baseline_value=1 / DRAWN,
     )  # fmt: skip
+
+
+def int8_rows(report: dict[str, Any], name: str) -> list[Row]:
+    """Exact answers after quantization beside those before, and how many times smaller the weights are."""
+    first, last = report["stages"][0], report["stages"][-1]
+    exact = last["record"]["images"]["exact"]
+    sizes = [stage["size"]["bytes"] / 1e6 for stage in (last, first)]
+    return [
+        new_row(
+            "vision_language", f"{name}/exact", exact["after"], "share", runs=1, baseline="the checkpoint",
+            baseline_value=exact["before"],
+        ),
+        new_row(
+            "vision_language", f"{name}/size", sizes[0], "MB", runs=1, baseline="the checkpoint",
+            baseline_value=sizes[1],
+        ),
+    ]  # fmt: skip
+
+
+def time_rows(checkpoint: Path, artifact: Path, rounds: int) -> list[Row]:
+    """Milliseconds of processor time until the first token and for a whole answer, medians of interleaved rounds."""
+    engines = {name: load_engine(folder, EngineConfig()) for name, folder in
+               (("fp32", checkpoint), ("int8", artifact))}  # fmt: skip
+    found: dict[str, list[float]] = {}
+    for turn in range(-2, rounds):  # the first two warm caches and threads up
+        image = _noise(turn + 2)
+        for name, engine in engines.items():
+            for when, tokens in (("new", 1), ("seen", 1)):
+                spent = _processor_ms(engine, image, tokens)
+                if turn >= 0:
+                    found.setdefault(f"{name}/first_token/{when}", []).append(spent)
+            spent = _processor_ms(engine, _noise(1000 + turn), ANSWER)
+            if turn >= 0:
+                found.setdefault(f"{name}/answer", []).append(spent)
+    medians = {name: float(np.median(times)) for name, times in found.items()}
+    named = artifact.name
+    pairs = [(f"{name}/first_token/seen", f"{name}/first_token/new") for name in engines]
+    pairs += [(f"int8/{what}", f"fp32/{what}") for what in ("first_token/new", "answer")]
+    return [
+        new_row(
+            "vision_language", f"{named}/{what}", medians[what], "ms of processor", runs=rounds, baseline=beside,
+            baseline_value=medians[beside],
+        )
+        for what, beside in pairs
+    ]  # fmt: skip
+
+
+def _processor_ms(engine: LLMEngine, image: bytes, tokens: int) -> float:
+    started = time.process_time()
+    params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
+    name = str(next(_NUMBERS))
+    engine.add(Request(name, "<image>What is left of the bag?", params, images=[image]))
+    while engine.has_work():
+        engine.step()
+    return (time.process_time() - started) * 1e3
+
+
+def _noise(seed: int) -> bytes:
+    """A PNG of 56 pixels a side."""
+    file = io.BytesIO()
+    Image.fromarray(np.random.default_rng(seed).integers(0, 256, (56, 56, 3), dtype=np.uint8)).save(file, "PNG")
+    return file.getvalue()
 
 
 def rows_of(created_by: dict[str, Any]) -> list[Row]:
