@@ -33,7 +33,11 @@ def channel_magnitude(x_MK: Tensor) -> Tensor:
     """
     relative_MK = x_MK.abs()
     relative_MK /= relative_MK.amax(dim=1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
-    return torch.quantile(relative_MK, QUANTILE, dim=0)
+    # `torch.quantile` sorts all tokens: 1.3 s of 6144 × 1536, 0.07 s for the largest ones alone.
+    place = QUANTILE * (len(relative_MK) - 1)
+    below = int(place)
+    largest_KC = relative_MK.t().contiguous().topk(len(relative_MK) - below, dim=1).values
+    return largest_KC[:, -1].lerp(largest_KC[:, max(0, largest_KC.shape[1] - 2)], place - below)
 
 
 def smoothing_scale(activation_K: Tensor, weight_K: Tensor, alpha: float) -> Tensor:

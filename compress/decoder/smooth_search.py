@@ -27,14 +27,47 @@ from penjing.compress.rounding.signs import aligned_signs
 INT4_STEP = 127 / 7  # of a group of 4-bit weights, in steps of 8 bits
 ALPHAS = (0.0, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8)
 RATE = 0.03  # of the logarithm of a scale a step, decaying to zero
+CANDIDATES = 16  # channels of a token or row that can become its largest while scales are searched
 SEARCH_ROWS = 1024  # tokens a step, others in the next: all of 5120 in every step gives SmolLM2 the same error
+
+
+class _Largest:
+    """The largest product x · f of each row, or of each group of its channels; only the winner carries a gradient.
+
+    Args:
+        x_RGK: (R, G, K / G) float32.
+        channel_RGC: of which of the K channels these are; None: of all in order.
+    """
+
+    def __init__(self, x_RGK: Tensor, channel_RGC: Tensor | None = None) -> None:
+        self._x_RGK, self._channel_RGC = x_RGK, channel_RGC
+
+    def near(self, factor_K: Tensor) -> _Largest:
+        """The same among the CANDIDATES channels that come first where f is `factor_K`."""
+        first_G1 = torch.arange(self._x_RGK.shape[1])[:, None] * self._x_RGK.shape[2]
+        count = min(CANDIDATES, self._x_RGK.shape[2])
+        place_RGC = (self._x_RGK * factor_K.view(self._x_RGK.shape[1:])).topk(count, sorted=False).indices
+        return _Largest(self._x_RGK.gather(2, place_RGC), place_RGC + first_G1)
+
+    def __call__(self, factor_K: Tensor) -> Tensor:
+        """(R, G)."""
+        fixed_K = factor_K.detach()
+        if self._channel_RGC is None:
+            groups, size = self._x_RGK.shape[1:]
+            place_RG1 = (self._x_RGK * fixed_K.view(groups, size)).argmax(dim=2, keepdim=True)
+            channel_RG1 = place_RG1 + torch.arange(groups)[:, None] * size
+        else:
+            place_RG1 = (self._x_RGK * fixed_K[self._channel_RGC]).argmax(dim=2, keepdim=True)
+            channel_RG1 = self._channel_RGC.gather(2, place_RG1)
+        return self._x_RGK.gather(2, place_RG1)[..., 0] * factor_K[channel_RG1[..., 0]]
 
 
 class RoundingNoise:
     """The formula above, proportional to the expected squared error of the outputs.
 
     Sums over tokens and rows do not depend on the scale but for a factor a channel, and are taken once. Of the maxima
-    only the winners carry a gradient, so that a step is one pass over each matrix, and none backward.
+    only the winners carry a gradient, so that a step is one pass over each matrix, and none backward; `near` leaves
+    the few channels that can win.
 
     Args:
         x_MK: (M, K) float32 activations before they are divided.
@@ -46,36 +79,40 @@ class RoundingNoise:
 
     def __init__(self, x_MK: Tensor, weight_NK: Tensor, token_M: Tensor, group: int = 0, above: bool = False) -> None:
         self._group, self._coarser = group or weight_NK.shape[1], INT4_STEP**2 if group else 1.0
-        self._above = above
-        self._x_MK = x_MK if above else x_MK.abs()
-        self._weight_NK, self._token_M = weight_NK.abs(), token_M
-        self._input_K = token_M @ x_MK.square()
+        self._weights = _Largest(weight_NK.abs().unflatten(1, (-1, self._group)))
         self._energy_K = weight_NK.square().sum(dim=0)
+        self._x_MK, self._above = x_MK, above
+        self._of_tokens(x_MK, token_M)
 
     def part(self, rows: slice) -> RoundingNoise:
         """The same of some of the tokens."""
         found = copy(self)
-        found._x_MK, found._token_M = self._x_MK[rows], self._token_M[rows]
-        found._input_K = found._token_M @ found._x_MK.square()
+        found._of_tokens(self._x_MK[rows], self._token_M[rows])
+        return found
+
+    def near(self, scale_K: Tensor) -> RoundingNoise:
+        """Nearly the same, and fast, for scales not far from `scale_K`: only the channels that are largest there are
+        looked at."""
+        found = copy(self)
+        found._weights = self._weights.near(scale_K)
+        found._sides = [side.near(1 / scale_K) for side in self._sides]
         return found
 
     def __call__(self, scale_K: Tensor) -> Tensor:
         """A scalar that can be differentiated by the positive `scale_K`."""
-        fixed_K = scale_K.detach()
-        over_MK = self._x_MK / fixed_K
-        scaled_NGK = (self._weight_NK * fixed_K).unflatten(1, (-1, self._group))
-        first_G = torch.arange(scaled_NGK.shape[1]) * self._group
-        largest_NG = scaled_NGK.argmax(dim=2) + first_G
-        token_M = self._winner(over_MK.argmax(dim=1), scale_K)
+        inverse_K = 1 / scale_K
+        token_M = self._sides[0](inverse_K)[:, 0]
         if self._above:  # 0 is always in the range
-            token_M = (token_M.clamp(min=0) - self._winner(over_MK.argmin(dim=1), scale_K).clamp(max=0)) / 2
-        row_NG = self._weight_NK.gather(1, largest_NG) * scale_K[largest_NG]
+            token_M = (token_M.clamp(min=0) + self._sides[1](inverse_K)[:, 0].clamp(min=0)) / 2
         activation = (token_M.square() * self._token_M).sum() * (self._energy_K * scale_K.square()).sum()
-        input_G = (self._input_K / scale_K.square()).view(-1, self._group).sum(dim=1)
-        return activation + self._coarser * (row_NG.square().sum(dim=0) * input_G).sum()
+        input_G = (self._input_K * inverse_K.square()).view(-1, self._group).sum(dim=1)
+        return activation + self._coarser * (self._weights(scale_K).square().sum(dim=0) * input_G).sum()
 
-    def _winner(self, channel_M: Tensor, scale_K: Tensor) -> Tensor:
-        return self._x_MK.gather(1, channel_M[:, None])[:, 0] / scale_K[channel_M]
+    def _of_tokens(self, x_MK: Tensor, token_M: Tensor) -> None:
+        sides = (x_MK, -x_MK) if self._above else (x_MK.abs(),)
+        self._sides = [_Largest(side_MK[:, None]) for side_MK in sides]
+        self._x_MK, self._token_M = x_MK, token_M
+        self._input_K = token_M @ x_MK.square()
 
 
 @dataclass(frozen=True)
@@ -110,14 +147,18 @@ class Search:
         whole = RoundingNoise(x_MK, weight_NK, self.token_M, self.group, self.above)
         parts = [whole.part(slice(first, None, every)) for first in range(every)] if every > 1 else [whole]
 
+        def wide(scale: Tensor) -> Tensor:
+            return scale if heads is None else heads.of_queries(scale, x_MK.shape[1])
+
         def noise(of_inputs: RoundingNoise, scale: Tensor) -> Tensor:
-            return of_inputs(scale if heads is None else heads.of_queries(scale, x_MK.shape[1]))
+            return of_inputs(wide(scale))
 
         found = magnitudes(x_MK, weight_NK, heads)
         candidates = [smoothing_scale(*found, each) for each in ALPHAS]
         candidates.append(torch.ones_like(candidates[0]))
         noises = [float(noise(parts[0], scale)) for scale in candidates]
         best = candidates[noises.index(min(noises))]
+        parts = [part.near(wide(best)) for part in parts]
         logarithm = best.log().requires_grad_(True)
         adam = torch.optim.Adam([logarithm], lr=RATE)
         for step in range(self.steps):

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from penjing.compress.decoder.smooth import Heads, by_alpha
-from penjing.compress.decoder.smooth_search import ALPHAS, SEARCH_ROWS, RoundingNoise, Search
+from penjing.compress.decoder.smooth import QUANTILE, Heads, by_alpha, channel_magnitude
+from penjing.compress.decoder.smooth_search import ALPHAS, CANDIDATES, SEARCH_ROWS, RoundingNoise, Search
 from penjing.compress.decoder.weights import fake_quantize_activation, quantize_per_channel
 from penjing.compress.rounding.signs import aligned_signs
 
@@ -48,6 +48,26 @@ def test_its_gradient_is_that_of_the_formula_written_out() -> None:
     (wanted,) = torch.autograd.grad(formula(scale), scale)
     (found,) = torch.autograd.grad(RoundingNoise(x, weight, tokens)(scale), scale)
     assert torch.allclose(found, wanted, rtol=1e-4)
+
+
+@pytest.mark.parametrize(("group", "above"), [(0, False), (0, True), (32, False)])
+def test_the_channels_that_come_near_give_the_same_noise_and_gradient(group: int, above: bool) -> None:
+    x, weight = heavy_tailed(128, 8 * CANDIDATES)
+    scale = by_alpha(x, weight, 0.5, None)
+    whole = RoundingNoise(x, weight, torch.ones(128), group, above)
+    near = whole.near(scale)
+    assert near(scale).equal(whole(scale))
+    moved = (scale * torch.rand(len(scale), generator=torch.Generator().manual_seed(3)).add(0.7)).requires_grad_()
+    (wanted,) = torch.autograd.grad(whole(moved), moved)
+    (found,) = torch.autograd.grad(near(moved), moved)
+    assert torch.allclose(found, wanted, rtol=1e-3)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 50, 101, 999])
+def test_how_large_a_channel_gets_is_the_quantile_that_torch_finds(rows: int) -> None:
+    x, _ = heavy_tailed(rows, 16)
+    relative = x.abs() / x.abs().amax(dim=1, keepdim=True)
+    assert torch.allclose(channel_magnitude(x), torch.quantile(relative, QUANTILE, dim=0), rtol=1e-5)
 
 
 def test_it_beats_every_alpha_on_fresh_tokens() -> None:
