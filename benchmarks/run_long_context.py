@@ -37,7 +37,7 @@ from penjing.core.text.corpus import code_text, heldout_text
 from penjing.kernels.cpu.key_blocks import StepBlocks
 from penjing.kernels.decoder_step import DecoderStep
 from penjing.serve.engine.config import EngineConfig, KvDtype
-from penjing.serve.runner.key_blocks import allocate_summaries, bytes_per_page, key_blocks_of
+from penjing.serve.runner.key_blocks import allocate_summaries, bytes_per_page, full_layers_of, key_blocks_of
 from penjing.serve.runner.kv_pool import allocate_pool, bytes_per_block
 
 PAGE, CHUNK = 16, 256
@@ -96,6 +96,8 @@ def main() -> int:
     parser.add_argument("--table", action="store_true", help="perplexity by size of block and budget too")
     parser.add_argument("--text", choices=["prose", "code"], help="perplexity of this text alone")
     parser.add_argument("--kv", choices=KV_DTYPES, help="pass key and perplexity with this cache alone")
+    parser.add_argument("--full-layers", type=int, nargs="+", help="pass key with these layers reading all keys")
+    parser.add_argument("--budget", type=int, default=2048, help="of --full-layers: keys that the other layers read")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--only", choices=["counts", "perplexity", "pass_key", "steps"])
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the rows")
@@ -113,7 +115,7 @@ def main() -> int:
         if "perplexity" in wanted:
             append("long_context", perplexity_rows(loaded, step, kinds, arguments), arguments.results)
         if "pass_key" in wanted:
-            pass_key_rows(loaded, step, kinds, arguments.results)
+            pass_key_rows(loaded, step, kinds, arguments)
         if "steps" in wanted:
             append("long_context", step_rows(loaded.config, step, arguments.rounds), arguments.results)
     return 0
@@ -127,8 +129,9 @@ def share_read(config: DecoderConfig, engine: EngineConfig, position: int, kind:
     if kind is not None:
         key_bytes = bytes_per_block(config, 1, kind) / layers / config.num_key_value_heads
         chosen += blocks.num_scored(position) * 2 * (config.head_dim + 4) / key_bytes
-    full = engine.attention_full_layers * (position + 1)
-    return (full + (layers - engine.attention_full_layers) * chosen) / (layers * (position + 1))
+    num_full = len(full_layers_of(engine))
+    full = num_full * (position + 1)
+    return (full + (layers - num_full) * chosen) / (layers * (position + 1))
 
 
 def count_rows(config: DecoderConfig) -> list[Row]:
@@ -205,8 +208,22 @@ def perplexity(config: DecoderConfig, step: DecoderStep, windows: Tensor, kind: 
     return math.exp(loss / tokens)
 
 
-def pass_key_rows(loaded: LoadedModel, step: DecoderStep, kinds: tuple[KvDtype, ...], folder: Path) -> None:
-    """Append the rows of each depth as it is measured."""
+def pass_key_rows(
+    loaded: LoadedModel, step: DecoderStep, kinds: tuple[KvDtype, ...], arguments: argparse.Namespace
+) -> None:
+    """Append the rows of each depth as it is measured; with `--full-layers` of the engine that has these alone."""
+    folder: Path = arguments.results
+    if arguments.full_layers is not None:
+        settings = {"attention_full_layers": arguments.full_layers, "attention_budget": arguments.budget}
+        engine = EngineConfig.model_validate(CHOOSING.model_dump() | settings)
+        share = share_read(loaded.config, engine, CONTEXT - 1, None)
+        name = f"full_layers_{'_'.join(map(str, arguments.full_layers))}_budget_{arguments.budget}"
+        append("long_context", [new_row("long_context", f"keys_read_{CONTEXT}_{name}", share, "share", runs=0)], folder)
+        for kind in kinds:
+            for depth, value in zip(DEPTHS, pass_keys(loaded, step, kind, engine), strict=True):
+                row = new_row("long_context", f"pass_key_{kind}_depth_{depth:.1f}_{name}", value, "nats", runs=1)
+                append("long_context", [row], folder)
+        return
     for kind in kinds:
         full, chosen = (pass_keys(loaded, step, kind, engine) for engine in (EngineConfig(), CHOOSING))
         for depth, base, value in zip(DEPTHS, full, chosen, strict=True):

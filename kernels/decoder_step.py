@@ -45,7 +45,7 @@ PROBLEMS = {
     -5: "a slot lies outside the cache",
     -6: "a logit row lies outside the step's rows",
     -8: "an adapter's slot is free or there is none",
-    -9: "rows that choose blocks of keys have no window besides, and full_layers is at least 0",
+    -9: "rows that choose blocks of keys have no window besides, and each has summaries",
     -7: "cu_query_S1 must rise from 0 to T, with 1 ≤ queries ≤ context_len ≤ the keys that the block table holds",
 }
 
@@ -188,7 +188,7 @@ class DecoderStep:
             adapter_T: (T,) int32, each row's slot in `adapters`, −1: none; neighbours of one adapter are computed
                 together. None: no row has one.
             seen_XE: (X, hidden) float32: what token vocab + i enters the first layer with, such as a row of an image.
-            key_blocks: rows of layers from its `full_layers` on choose what they read; these have no window.
+            key_blocks: rows of layers that are not among its `full_layers` choose what they read; these have no window.
 
         Returns:
             logits_RV float32, valid until the next call.
@@ -305,13 +305,15 @@ class DecoderStep:
     def _add_key_blocks(self, step: abi.StepInput, key_blocks: StepBlocks, kv_pool: Tensor) -> None:
         blocks, (_, _, num_blocks, kv_heads, block_size, head_dim) = key_blocks.blocks, kv_pool.shape
         blocks.check(block_size)
+        choosing = [layer for layer in range(self.num_layers) if layer not in key_blocks.full_layers]
         shape = (
-            self.num_layers - key_blocks.full_layers,
+            len(choosing),
             *blocks.summary_shape(num_blocks, kv_heads, block_size, head_dim),
         )
         step.summary = _address("summary", key_blocks.summary, torch.int8, shape)
         step.summary_scale = _address("summary_scale", key_blocks.summary_scale, torch.float32, shape[:-1])
-        step.full_layers = key_blocks.full_layers
+        summary_of = [choosing.index(layer) if layer in choosing else -1 for layer in range(self.num_layers)]
+        step.choosing, step.num_choosing = (ctypes.c_int32 * self.num_layers)(*summary_of), len(choosing)
         step.selection = abi.Selection(blocks.block, blocks.sink, blocks.window, blocks.budget)
 
     def _call(self, step: abi.StepInput) -> int:

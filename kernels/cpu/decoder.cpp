@@ -80,7 +80,7 @@ private:
     void adapt(const Team& team, int64_t layer, const int32_t* who, int64_t count, const float* x, int64_t ldx,
                float* low, std::initializer_list<LowRankOut> outs) const;
     void store_rotated(int64_t layer, int64_t row, int64_t part);
-    bool chooses(int64_t layer) const { return in_.selection.block > 0 && layer >= in_.full_layers; }
+    bool chooses(int64_t layer) const { return in_.selection.block > 0 && in_.choosing[layer] >= 0; }
     PjPages pages(int64_t layer) const;
 
     // Runs `prepare(i)` for each row: all of them on every member where the buffers are the member's own, else shared
@@ -191,8 +191,9 @@ int Decoder::run(const StepInput& input) {
     const int64_t window = widest_ == INT64_MAX ? 0 : widest_;
     if (!plan_.build(in_.sequences, shape, in_.num_blocks, in_.block_size, window, threads_)) return -2;
     if (!choice_.build(in_.sequences, shape, in_.selection, in_.slots, in_.rows, in_.block_size)) return -9;
-    for (int64_t layer = in_.full_layers; in_.selection.block && layer < model_.num_layers; ++layer)
-        if (layers_[static_cast<size_t>(layer)].window || in_.full_layers < 0 || !in_.summary) return -9;
+    if (in_.selection.block && (!in_.choosing || !in_.summary)) return -9;
+    for (int64_t layer = 0; in_.selection.block && layer < model_.num_layers; ++layer)
+        if (in_.choosing[layer] >= in_.num_choosing || (chooses(layer) && layers_[static_cast<size_t>(layer)].window)) return -9;
     void* memory = scratch_.reserve(carve(nullptr));
     if (memory == nullptr) return -1;
     carve(memory);
@@ -257,7 +258,7 @@ PjPages Decoder::pages(int64_t layer) const {
     PjPages pages{k, k + bytes, scale, scale ? scale + rows : nullptr, in_.num_blocks, in_.block_size,
                   model_.num_kv_heads, model_.head_dim, nullptr, nullptr};
     if (chooses(layer)) {
-        const int64_t halves = (layer - in_.full_layers) * rows / in_.selection.block * 2;
+        const int64_t halves = in_.choosing[layer] * rows / in_.selection.block * 2;
         pages.summary = in_.summary + halves * model_.head_dim;
         pages.summary_scale = in_.summary_scale + halves;
     }

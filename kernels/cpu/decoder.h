@@ -25,9 +25,10 @@ struct StepInput {
     int64_t num_adapters;
     const float* seen;  // (num_seen, hidden) what token vocab + i enters the first layer with: rows of images
     int64_t num_seen;
-    PjSelection selection;  // of the layers from `full_layers` on, which have no window of their own
-    int64_t full_layers;
-    int8_t* summary;  // (num_layers − full_layers, num_blocks, num_kv_heads, block_size / block, 2, head_dim)
+    PjSelection selection;  // of the layers that choose, which have no window of their own
+    const int32_t* choosing;  // (num_layers) which summaries are a layer's; −1: it reads everything
+    int64_t num_choosing;
+    int8_t* summary;  // (num_choosing, num_blocks, num_kv_heads, block_size / block, 2, head_dim)
     float* summary_scale;  // the same without head_dim
     float* hidden;  // (num_logits, hidden) what the head is given, in float; null: not wanted
 };

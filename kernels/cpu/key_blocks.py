@@ -73,10 +73,10 @@ class StepBlocks:
     """The summaries of a decoder's layers, for its step."""
 
     blocks: KeyBlocks
-    full_layers: int
-    """So many layers at the start read everything."""
+    full_layers: frozenset[int]
+    """Layers that read everything."""
     summary: Tensor
-    """(num_layers − full_layers, …), see `KeyBlocks.summary_shape`; written in place."""
+    """Of the other layers, in their order: (layers that choose, …), see `KeyBlocks.summary_shape`; written in place."""
     summary_scale: Tensor
 
 

@@ -8,7 +8,7 @@ from ctypes import POINTER, c_char_p, c_double, c_float, c_int32, c_int64, c_uin
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
-ABI_VERSION = 15
+ABI_VERSION = 16
 DTYPES = {"float32": 0, "bfloat16": 1, "float16": 2, "int8": 3, "int4": 4}
 
 
@@ -146,7 +146,8 @@ class StepInput(ctypes.Structure):
         ("seen", c_void_p),
         ("num_seen", c_int64),
         ("selection", Selection),
-        ("full_layers", c_int64),
+        ("choosing", POINTER(c_int32)),
+        ("num_choosing", c_int64),
         ("summary", c_void_p),
         ("summary_scale", c_void_p),
         ("hidden", c_void_p),

@@ -131,8 +131,10 @@ class EngineConfig(Config):
     attention_block: Literal[16, 32, 64] = Field(
         default=16, description="Of window+blocks: keys that are chosen together; block_size is a multiple of it."
     )
-    attention_full_layers: int = Field(
-        default=2, ge=0, description="Of window+blocks: so many layers at the start read all keys."
+    attention_full_layers: Annotated[int, Field(ge=0)] | tuple[Annotated[int, Field(ge=0)], ...] = Field(
+        default=2,
+        description="Of window+blocks: layers that read all keys, by their numbers from 0, such as [7]; a number "
+        "alone: so many at the start. A layer that looks up what was said once should be among them.",
     )
     adapters: dict[AdapterName, Annotated[Path, AfterValidator(Path.absolute)]] = Field(
         default_factory=dict,

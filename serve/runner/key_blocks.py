@@ -19,6 +19,12 @@ def key_blocks_of(config: EngineConfig) -> KeyBlocks | None:
     return KeyBlocks(size, *(keys // size for keys in sizes))
 
 
+def full_layers_of(config: EngineConfig) -> frozenset[int]:
+    """Layers that read all keys."""
+    layers = config.attention_full_layers
+    return frozenset(range(layers) if isinstance(layers, int) else layers)
+
+
 def check_key_blocks(config: EngineConfig, model: DecoderConfig) -> None:
     """Raise ConfigError unless `model` can be served with `config.attention`; nothing of its weights is looked at."""
     if config.attention == "full":
@@ -45,10 +51,16 @@ def check_key_blocks(config: EngineConfig, model: DecoderConfig) -> None:
                 f"{name}={keys} holds the whole context of {context} tokens, so that nothing is left to choose; "
                 f"lower it, or leave attention=full"
             )
-    if config.attention_full_layers >= model.num_hidden_layers:
+    given, layers = config.attention_full_layers, full_layers_of(config)
+    has = f"attention_full_layers={list(given) if isinstance(given, tuple) else given}: the model has"
+    if isinstance(given, tuple) and (beyond := [layer for layer in given if layer >= model.num_hidden_layers]):
         raise ConfigError(
-            f"attention_full_layers={config.attention_full_layers}: the model has {model.num_hidden_layers} layers, "
-            "so that none would choose; lower it, or leave attention=full"
+            f"{has} {model.num_hidden_layers} layers, the first of them 0, and none with the number {beyond[0]}; "
+            "name others"
+        )
+    if len(layers) >= model.num_hidden_layers:
+        raise ConfigError(
+            f"{has} {model.num_hidden_layers} layers, so that none would choose; name fewer, or leave attention=full"
         )
 
 
@@ -57,7 +69,7 @@ def bytes_per_page(config: EngineConfig, model: DecoderConfig) -> int:
     blocks = key_blocks_of(config)
     if blocks is None:
         return 0
-    layers = model.num_hidden_layers - config.attention_full_layers
+    layers = model.num_hidden_layers - len(full_layers_of(config))
     return layers * bytes_of_summaries(blocks, model.num_key_value_heads, config.block_size, model.head_dim)
 
 
@@ -67,11 +79,9 @@ def allocate_summaries(config: EngineConfig, model: DecoderConfig) -> StepBlocks
     if blocks is None:
         return None
     assert config.num_blocks is not None
-    layers = model.num_hidden_layers - config.attention_full_layers
+    layers = model.num_hidden_layers - len(full_layers_of(config))
     shape = (
         layers,
         *blocks.summary_shape(config.num_blocks, model.num_key_value_heads, config.block_size, model.head_dim),
     )
-    return StepBlocks(
-        blocks, config.attention_full_layers, torch.zeros(shape, dtype=torch.int8), torch.zeros(shape[:-1])
-    )
+    return StepBlocks(blocks, full_layers_of(config), torch.zeros(shape, dtype=torch.int8), torch.zeros(shape[:-1]))

@@ -36,6 +36,7 @@ PATHS: dict[str, dict[str, Any]] = {
     "fp32": {},
     "kv-int8": {"kv_dtype": "int8"},
     "no-sink": {"attention_sink": 0, "attention_budget": 32, "attention_full_layers": 0},
+    "last-layer-full": {"attention_full_layers": [1]},
     "blocks-of-32": {"attention_block": 32, "attention_window": 32, "attention_sink": 0, "block_size": 64},
 }
 
@@ -164,6 +165,8 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"attention_block": 24}, "attention_block"),
     ({"attention": "window"}, "attention"),
     ({"attention_window": 0}, "attention_window"),
+    ({"attention_full_layers": -1}, "attention_full_layers"),
+    ({"attention_full_layers": [-1]}, "attention_full_layers"),
 ]
 
 
@@ -177,6 +180,8 @@ MISFITS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({}, {"attention_window": 512, "attention_budget": 1024}, "attention_window=512 holds the whole context of 256"),
     ({}, {"attention_budget": 256}, "attention_budget=256 holds the whole context of 256"),
     ({}, {"attention_full_layers": 2}, "the model has 2 layers"),
+    ({}, {"attention_full_layers": [0, 1]}, r"attention_full_layers=\[0, 1\]: the model has 2 layers, so that none"),
+    ({}, {"attention_full_layers": [1, 5]}, r"\[1, 5\]: the model has 2 layers, .* none with the number 5"),
     ({"sliding_window": 32}, {}, "layers of sliding_attention"),
     ({"layer_types": ["full_attention", "lsh_attention"], "model_type": "penjing"}, {}, "layers of lsh_attention"),
 ]
