@@ -154,7 +154,9 @@ def ports(patient: Patient) -> list[Row]:
     """Somebody listens on a port when the process that had it is started again."""
     lost, seconds = 0, []
     config = patient.config
-    for name, victim, port in (("front", "front", patient.front_port), ("grpc", "server", config.grpc_port)):
+    doors = {"front": ("front", patient.front_port)}
+    doors |= {"grpc": ("server", config.grpc_port), "metrics": ("server", config.metrics_port)}
+    for name, (victim, port) in doors.items():
         supervisor, pid = patient.state.supervisor_pid, patient.pids()[victim]
         os.kill(supervisor, signal.SIGSTOP)
         os.kill(pid, signal.SIGKILL)

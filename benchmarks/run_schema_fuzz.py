@@ -34,7 +34,7 @@ from penjing.core.errors import SetupError
 SCRIPT = ROOT / "benchmarks" / "peers" / "schemathesis.sh"
 PROGRAM = ROOT / "build" / "peers" / "schemathesis" / "venv" / "bin" / "schemathesis"
 CONTEXT = 64  # tokens of prompt and answer, so that 64 answers to a request are short too
-SECONDS = 3600
+SECONDS = 4 * 3600  # ten thousand requests took an hour on two cores with fifteen other processes
 IDLE_SECONDS = 120.0
 
 
@@ -61,7 +61,10 @@ def fuzz(patient: Patient, cases: int, seed: int) -> list[Row]:
     for failure in report["failures"]:
         say(json.dumps(failure)[:1000])
     if not report["complete"] or report["errors"]:
-        raise SetupError(f"schemathesis ended early: {report['stop_reason']}, {json.dumps(report['errors'])[:1000]}")
+        raise SetupError(
+            f"schemathesis ended early after {sent} requests: {report['stop_reason']}, its own errors: "
+            f"{json.dumps(report['errors'])[:20_000]}"
+        )
     wait_until(lambda: patient.figures()["num_requests_running"] == 0, IDLE_SECONDS)
     held = 100 * patient.figures()["kv_cache_usage_perc"]
     restarts = sum(patient.pids()[name] != pid for name, pid in pids.items())

@@ -39,7 +39,8 @@ class Counts(Counter[str]):
 def wrong_field(draw: random.Random) -> dict[str, Any]:
     """A field and a value, which may be right; it never asks for an answer that takes long."""
     name, value = draw.choice(FIELDS), draw.choice(VALUES)
-    lasting = name == "max_tokens" and isinstance(value, int | float) and value > 1
+    # None asks for all that the context has room for: a minute on a machine that is busy.
+    lasting = name == "max_tokens" and (value is None or (isinstance(value, int | float) and value > 1))
     return {name: -1 if lasting else value}
 
 
@@ -164,6 +165,7 @@ class GrpcFuzz:
         except self._errors as error:
             if error.code() is self._deadline:  # type: ignore[attr-defined]
                 counts["hung"] += 1
+                say(f"no answer within {ANSWER_SECONDS:.0f} s to the protobuf {data[:2000]!r}")
                 return
             received = str(error.details()).encode()  # type: ignore[attr-defined]
         counts["answered"] += 1

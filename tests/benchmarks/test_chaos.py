@@ -151,3 +151,10 @@ def test_a_long_load_counts_what_is_cut_short(monkeypatch: pytest.MonkeyPatch) -
     assert abs(soaked.ends["short"] - total / 3) <= 1
     assert soaked.tokens > 0
     assert len(soaked.memory) >= 3
+
+
+def test_no_random_field_asks_for_a_long_answer() -> None:
+    draw = random.Random(0)
+    asked = [field["max_tokens"] for _ in range(5000) if "max_tokens" in (field := chaos_fuzz.wrong_field(draw))]
+    assert asked
+    assert all(value is not None and not (isinstance(value, int | float) and value > 1) for value in asked)
