@@ -1,18 +1,21 @@
 """Measure curation of text beside datatrove: signatures, clusters of near duplicates, languages, rules.
 
     python benchmarks/run_curate.py          # a quarter of an hour; appends rows; fetches 60 MB of Debian's packages
+    python benchmarks/run_curate.py --only workers    # one process beside two, on a machine that is quiet otherwise
 
 Speeds are of one thread in seconds of processor time, so that a shared machine tells less of itself; contestants take
 turns, and medians count. `signatures` are MinHash signatures of 14 × 8 over runs of five words; datatrove is given a
 plain splitter of words, as its own (spaCy) takes five times as long. `kept_…` are the documents that deduplication
 keeps of a corpus, and `same_…` the share of documents that stand in the same cluster for both: theirs run as their
 stages 1 to 3. `language_right_…` is the share of manual pages of 1 kB and more whose language is told as their folder
-says.
+says. `workers_2` is how many times as fast two processes make a corpus of the kernel's documents as one does, by the
+clock: cleaned, languages told, filtered, each kept once; `workers_2_work` is their processor time over its.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import struct
 import sys
 import tempfile
@@ -34,7 +37,11 @@ from penjing.core.text.records import Damage
 from penjing.curate.documents.document import Document
 from penjing.curate.documents.read import read_source, source_files
 from penjing.curate.documents.settings import SourceConfig
-from penjing.curate.steps.language import detect, language_model
+from penjing.curate.recipe import CurateRecipe
+from penjing.curate.run import curate_recipe
+from penjing.curate.steps.clean import CleanStep
+from penjing.curate.steps.dedup import DedupStep
+from penjing.curate.steps.language import LanguageStep, detect, language_model
 from penjing.curate.steps.rules import Rules, RulesStep
 
 DOCS = Path("usr/share/doc")
@@ -57,18 +64,53 @@ MORE = {"datatrove": version("datatrove"), "fasttext": version("fasttext-numpy2-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--only", choices=("workers",), help="measure this alone")
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the rows")
     arguments = parser.parse_args()
     warn_if_busy()
+    if arguments.only == "workers":
+        append("curate", worker_rows(arguments.rounds), arguments.results)
+        return 0
     corpora = {name: texts_of(source) for name, source in CORPORA.items()}
     for name, texts in corpora.items():
         say(f"{name}: {len(texts):,} documents, {sum(map(len, texts)) / 1e6:.1f} M characters")
     rows = speed_rows(corpora["kernel"] + corpora["manuals"], arguments.rounds)
     for name, texts in corpora.items():
         rows += cluster_rows(name, texts)
-    rows += language_rows()
+    rows += language_rows() + worker_rows(arguments.rounds)
     append("curate", rows, arguments.results)
     return 0
+
+
+def worker_rows(rounds: int) -> list[Row]:
+    """One process beside two: seconds of a whole run, from the files to the corpus."""
+    steps = (
+        CleanStep(kind="clean"), LanguageStep(kind="language"), RulesStep(kind="rules"), DedupStep(kind="dedup"),
+    )  # fmt: skip
+    language_model()
+    seconds: dict[int, list[float]] = {1: [], 2: []}
+    work: dict[int, list[float]] = {1: [], 2: []}
+    for turn in range(rounds):
+        for workers in seconds:
+            with tempfile.TemporaryDirectory() as folder:
+                recipe = CurateRecipe(
+                    output=Path(folder) / "corpus",
+                    workers=workers,
+                    task_mb=0.2,
+                    sources=(CORPORA["kernel"],),
+                    steps=steps,
+                )
+                began, used = time.monotonic(), sum(os.times()[:4])
+                curate_recipe(recipe, "benchmarks/run_curate.py")
+                seconds[workers].append(time.monotonic() - began)
+                work[workers].append(sum(os.times()[:4]) - used)
+            say(f"round {turn + 1}/{rounds}: {workers} processes {seconds[workers][-1]:.1f} s, "
+                f"{work[workers][-1]:.1f} s of processors")  # fmt: skip
+    ratio, cost = (median(each[1]) / median(each[2]) for each in (seconds, work))
+    return [
+        new_row("curate", "workers_2", ratio, "times", runs=rounds, more_versions=MORE),
+        new_row("curate", "workers_2_work", 1 / cost, "times", runs=rounds, more_versions=MORE),
+    ]
 
 
 def texts_of(source: SourceConfig) -> list[str]:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import io
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,6 +19,12 @@ SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff")
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")
 _ORIENTATION = 0x0112  # of EXIF
 _QUALITY = 95  # of JPEG that has to be stored again
+_CUT = 0.05  # of width and height, that a copy may lack
+_VIEWS = tuple((x / 2 * _CUT, y / 2 * _CUT) for y in range(3) for x in range(3))  # where what is left may begin
+_SMALL = 256  # pixels of a side that views are cut from
+_THUMB, _SEEN = 32, 24  # pixels of what is kept of an image, and of what is compared
+_FARTHER = 4  # bits more than for whole images that hashes of views may differ in
+_ALIKE, _ALIKE_CUT = 0.98, 0.95  # correlation of the pixels of two that are one: whole, and one cut out of the other
 
 
 @dataclass(frozen=True)
@@ -27,6 +35,8 @@ class Picture:
         data, ending: the file to store, without EXIF, GPS, comments and profiles, "jpg" or "png".
         form: what the source was.
         look: (64,) bool, its perceptual hash.
+        views: (9,) uint64, those of its parts that are left when 5 % of width and height are cut off.
+        thumb: (32, 32, 3) uint8, the image in small.
     """
 
     data: bytes
@@ -35,6 +45,8 @@ class Picture:
     width: int
     height: int
     look: NDArray[np.bool_]
+    views: NDArray[np.uint64]
+    thumb: NDArray[np.uint8]
     changed: str
 
 
@@ -80,29 +92,85 @@ def read_picture(content: bytes, max_pixels: int) -> Picture:
         pixels.save(out, "PNG")
     look = np.asarray(hashing.phash(pixels.convert("L")).hash, bool).ravel()
     changed = "turned, stored again" if turned else "stored again"
-    return Picture(out.getvalue(), "jpg" if lossy else "png", form, *pixels.size, look, changed)
+    views, thumb = _views(pixels, hashing.phash)
+    return Picture(out.getvalue(), "jpg" if lossy else "png", form, *pixels.size, look, views, thumb, changed)
+
+
+def _views(pixels: Image.Image, phash: Callable[[Image.Image], Any]) -> tuple[NDArray[np.uint64], NDArray[np.uint8]]:
+    """(Hashes of the parts, the image in small)."""
+    grey = pixels.convert("L")
+    grey = grey.resize((min(_SMALL, grey.width), min(_SMALL, grey.height)), Image.Resampling.BOX)
+    found = []
+    for x, y in _VIEWS:
+        box = (x * grey.width, y * grey.height, (x + 1 - _CUT) * grey.width, (y + 1 - _CUT) * grey.height)
+        part = grey.resize((_THUMB, _THUMB), Image.Resampling.LANCZOS, box=box)  # the size that the hash is of
+        found.append(_packed(np.asarray(phash(part).hash, bool).ravel()))
+    small = pixels.convert("RGB").resize((2 * _THUMB, 2 * _THUMB), Image.Resampling.BOX)
+    return np.array(found, np.uint64), np.asarray(small.resize((_THUMB, _THUMB), Image.Resampling.BOX))
 
 
 class Gallery:
-    """Perceptual hashes that were met, to find those that are near."""
+    """What was met of images, to find those that look alike: by perceptual hashes first, of whole images and of one
+    beside parts of the other, and then by their pixels in small. 3.2 kB an image.
+
+    Args:
+        most: bits of 64 that hashes of whole images may differ in; -1 finds none.
+    """
 
     def __init__(self, most: int) -> None:
         self._most = most
-        self._hashes = np.empty(1024, np.uint64)
+        self._hashes = np.empty((1024, 1 + len(_VIEWS)), np.uint64)  # of the whole, and of its parts
         self._names: list[str] = []
+        self._thumbs: list[NDArray[np.uint8]] = []
 
-    def twin(self, look: NDArray[np.bool_]) -> str | None:
-        """The name of the first hash of which `most` bits or fewer differ from (64,) `look`; None: there is none."""
-        away = np.bitwise_count(self._hashes[: len(self._names)] ^ _packed(look))
-        near = np.flatnonzero(away <= self._most)
-        return self._names[int(near[0])] if len(near) else None
+    def twin(self, picture: Picture) -> str | None:
+        """The name of the first image that looks like `picture`; None: there is none."""
+        if self._most < 0:
+            return None
+        known = self._hashes[: len(self._names)]
+        whole = _packed(picture.look)
+        near = np.bitwise_count(known ^ whole)  # the stored ones and their parts beside the new one
+        parts = np.bitwise_count(known[:, :1] ^ picture.views)  # and its parts beside them
+        limits = np.full(near.shape[1], self._most + _FARTHER)
+        limits[0] = self._most
+        hits = (near <= limits).any(1) | (parts <= self._most + _FARTHER).any(1)
+        for place in np.flatnonzero(hits).tolist():
+            old, new = self._thumbs[place], picture.thumb
+            if near[place, 0] <= self._most and _correlation(_cut(old, None), _cut(new, None)) >= _ALIKE:
+                return self._names[place]
+            for view in range(len(_VIEWS)):
+                for distance, large, small in ((near[place, 1 + view], old, new), (parts[place, view], new, old)):
+                    if (
+                        distance <= self._most + _FARTHER
+                        and _correlation(_cut(large, _VIEWS[view]), _cut(small, None)) >= _ALIKE_CUT
+                    ):
+                        return self._names[place]
+        return None
 
-    def add(self, look: NDArray[np.bool_], name: str) -> None:
-        """Have `look` found from now on, as `name`."""
+    def add(self, picture: Picture, name: str) -> None:
+        """Have `picture` found from now on, as `name`."""
         if len(self._names) == len(self._hashes):
             self._hashes = np.concatenate([self._hashes, np.empty_like(self._hashes)])
-        self._hashes[len(self._names)] = _packed(look)
+        self._hashes[len(self._names), 0] = _packed(picture.look)
+        self._hashes[len(self._names), 1:] = picture.views
         self._names.append(name)
+        self._thumbs.append(picture.thumb)
+
+
+def _cut(thumb: NDArray[np.uint8], view: tuple[float, float] | None) -> NDArray[np.float32]:
+    """(24, 24, 3) the whole of an image in small, or what is left of it from `view` on."""
+    x, y, side = (*view, 1 - _CUT) if view is not None else (0.0, 0.0, 1.0)
+    box = (x * _THUMB, y * _THUMB, (x + side) * _THUMB, (y + side) * _THUMB)
+    return np.asarray(Image.fromarray(thumb).resize((_SEEN, _SEEN), Image.Resampling.BILINEAR, box=box), np.float32)
+
+
+def _correlation(first: NDArray[np.float32], second: NDArray[np.float32]) -> float:
+    """Of two images' pixels, each channel less its mean; 1.0 where both are of one colour, the same."""
+    one, other = (each.reshape(-1, 3) - each.reshape(-1, 3).mean(0) for each in (first, second))
+    size = float(np.linalg.norm(one) * np.linalg.norm(other))
+    if size < 1e-3:
+        return float(np.abs(first - second).max() < 1)
+    return float((one * other).sum()) / size
 
 
 def hexadecimal(look: NDArray[np.bool_]) -> str:

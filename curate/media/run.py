@@ -140,9 +140,9 @@ def _record(kind: str, content: bytes, max_pixels: int, looks: Gallery, name: st
         found = read_recording(content)
         return vars(found), content, found.form.lower()
     picture = read_picture(content, max_pixels)
-    if (twin := looks.twin(picture.look)) is not None:
+    if (twin := looks.twin(picture)) is not None:
         raise _TwinError(twin, "looks alike")
-    looks.add(picture.look, name)
+    looks.add(picture, name)
     fields = {name: getattr(picture, name) for name in ("form", "width", "height", "changed")}
     return {**fields, "look": hexadecimal(picture.look)}, picture.data, picture.ending
 

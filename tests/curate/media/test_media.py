@@ -10,6 +10,7 @@ import tarfile
 import wave
 import zlib
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from PIL import Image
 from penjing.core.errors import InputError
 from penjing.core.manifest import verify
 from penjing.curate.media import run
-from penjing.curate.media.images import Gallery, read_picture
+from penjing.curate.media.images import Gallery, Picture, read_picture
 from penjing.curate.media.run import curate_media
 from penjing.train.sources.pairs import open_pairs
 from penjing.train.sources.settings import SourceSettings
@@ -151,16 +152,39 @@ def test_twins_are_found_by_their_looks(tmp_path: Path) -> None:
 
 def test_looks_within_a_distance() -> None:
     looks = Gallery(2)
+    picture = read_picture(stored(photo(1)), 10**6)
+    far = np.full(9, np.uint64(0xF0F0F0F0F0F0F0F0))  # no part is near any
+
+    def seen(look: np.ndarray, thumb: np.ndarray = picture.thumb) -> Picture:
+        return replace(picture, look=look, views=far, thumb=thumb)
+
     one = np.zeros(64, bool)
-    assert looks.twin(one) is None
+    assert looks.twin(seen(one)) is None
     for number in range(3000):  # more than its first table holds
-        looks.add(np.unpackbits(np.array([number + 7], ">u8").view(np.uint8)).astype(bool), str(number))
-    looks.add(~one, "far")
+        looks.add(seen(np.unpackbits(np.array([number + 7], ">u8").view(np.uint8)).astype(bool)), str(number))
+    looks.add(seen(~one), "far")
     near = ~one
     near[[5, 60]] = False
-    assert looks.twin(near) == "far"
+    assert looks.twin(seen(near)) == "far"
+    assert looks.twin(seen(near, picture.thumb[::-1])) is None  # its pixels are others
     near[20] = False
-    assert looks.twin(near) is None
+    assert looks.twin(seen(near)) is None
+    assert Gallery(-1).twin(seen(one)) is None
+
+
+@pytest.mark.parametrize("box", [(0, 0, 0.95, 0.95), (0.025, 0.025, 0.975, 0.975), (0.05, 0, 1, 0.95)])
+def test_copies_that_were_cut_are_found_either_way(box: tuple[float, ...]) -> None:
+    whole = photo(3, (400, 300))
+    left, top, right, bottom = (round(side * part) for side, part in zip((400, 300) * 2, box, strict=True))
+    cut = whole.crop((left, top, right, bottom))
+    pictures = [read_picture(stored(each), 10**6) for each in (whole, cut)]
+    for first, second in (pictures, pictures[::-1]):
+        looks = Gallery(4)
+        for number in range(10, 20):
+            looks.add(read_picture(stored(photo(number)), 10**6), "another")
+        looks.add(first, "copy")
+        assert looks.twin(second) == "copy"
+        assert looks.twin(read_picture(stored(photo(4)), 10**6)) is None
 
 
 def bomb(side: int) -> bytes:
