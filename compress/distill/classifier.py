@@ -25,6 +25,7 @@ def images(source: Path, step: TrainingSettings, data: DataSettings) -> FashionD
         raise ConfigError(f"{source} is an image classifier, which has no use for {', '.join(wrong)}; leave it out")
     sizes = {"batch_size": step.batch_size, "micro_batch": step.micro_batch}
     changes = {"pad": step.pad, "flip": step.flip, "erase": step.erase, "scale": step.scale, "colour": step.colour}
+    changes["mix"] = step.mixture()
     if data.source is None:
         return FashionData(kind="fashion-mnist", **sizes, **changes)
     return SampleData(kind="samples", held_out=data.held_out, **data.source_settings(), **sizes, **changes)

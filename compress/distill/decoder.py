@@ -36,7 +36,7 @@ def text(source: Path, step: TrainingSettings, _: DataSettings) -> TextData:
     refuse_experts(open_checkpoint(source).config, source, "training inside a compression run")
     if not step.sources:
         raise ConfigError(f"{source} is a decoder: give the step sources = [folders of text], or 'builtin:code'")
-    if wrong := unused(step, {"pad", "flip", "erase", "scale", "colour"}):
+    if wrong := [*unused(step, {"pad", "flip", "erase", "scale", "colour"}), *["mix"] * bool(step.mixture())]:
         raise ConfigError(f"{source} is a decoder, which has no use for {', '.join(wrong)}; leave it out")
     return TextData(
         kind="text",

@@ -62,6 +62,7 @@ def samples(source: Path, step: TrainingSettings, data: DataSettings) -> SampleD
         erase=step.erase,
         scale=step.scale,
         colour=step.colour,
+        mix=step.mixture(),
         held_out=data.held_out,
         **data.source_settings(),
     )

@@ -76,6 +76,10 @@ class TrainingSettings(Config):
         default=0.0, ge=0, lt=1, description="Light, contrast and colours of images change by this share at most."
     )
 
+    def mixture(self) -> float:
+        """The largest share of another sample, with its class, in each that is learnt from."""
+        return 0.0
+
 
 @dataclass(frozen=True)
 class Training:

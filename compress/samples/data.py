@@ -203,15 +203,15 @@ def fitting_images(
     held_out: float = 0.0,
     most: int = sys.maxsize,
 ) -> ImageSet:
-    """The "train" or "test" images for the classifier in `folder`: of the source that `settings` name, scaled to its
-    size, else of Fashion-MNIST, if it takes such; at most `most`.
+    """The "train" or "test" images for the classifier in `folder`: of the source that `settings` name, fitted as
+    it says, else of Fashion-MNIST, if it takes such; at most `most`.
 
     Raises:
         InputError: it takes images of another shape, or has other classes.
         SetupError: the images cannot be fetched, or do not fit into memory.
     """
     if settings is not None and settings.source is not None:
-        wanted = Wanted(config.model.in_channels, *config.image_size, config.labels)
+        wanted = Wanted(config.pixels(), config.labels)
         return load_images(settings, wanted, held_out, split, most, progress)
     data = load_fashion(split, progress)
     shape, takes = data.images.shape[1:], (config.model.in_channels, *config.image_size)

@@ -59,6 +59,17 @@ class Finetune(TrainedStep):
 
     kind: Literal["finetune"] = Field(default="finetune", description="Learn from the data's own targets.")
     label_smoothing: float = Field(default=0.0, ge=0, lt=1, description="Of the cross-entropy.")
+    mix: float = Field(
+        default=0.0,
+        ge=0,
+        lt=1,
+        description="Each image is mixed with another one, whose share is anything up to this, and learns the classes "
+        "of both by their shares.",
+    )
+
+    def mixture(self) -> float:
+        """See `TrainingSettings`."""
+        return self.mix
 
     def run(self, places: Places, context: Context) -> dict[str, Any]:
         """See `Step`."""

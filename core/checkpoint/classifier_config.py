@@ -12,6 +12,7 @@ from pydantic import Field
 from penjing.core.config import Config, parse_config
 from penjing.core.errors import ConfigError, InputError
 from penjing.core.files import atomic_write_text
+from penjing.core.graph.config import FIT, RESIZE, Filter, Fit, Pixels
 from penjing.core.manifest import read_json_object
 from penjing.core.models.resnet_config import ResNetConfig
 
@@ -27,6 +28,27 @@ class ClassifierConfig(Config):
     )
     std: tuple[float, ...] = Field(description="Standard deviation of each channel, by which it is then divided.")
     labels: tuple[str, ...] = Field(min_length=1, description="Name of each class, in the order of the logits.")
+    fit: Fit = Field(default="stretch", description=FIT + "the rest with grey.")
+    resize: tuple[int, int] | None = Field(default=None, description=RESIZE)
+    filter: Filter = Field(default="bilinear", description="How pixels between are found.")
+
+    def pixels(self) -> Pixels:
+        """How an image of any size becomes one of this network's, before it is normalised."""
+        return fitted_pixels(self.image_size, self.model.in_channels, self.fit, self.resize, self.filter)
+
+
+def fitted_pixels(
+    size: tuple[int, int], channels: int, fit: Fit, resize: tuple[int, int] | None, filter_: Filter
+) -> Pixels:
+    """How an image of any size becomes one of `size` (rows, columns) and `channels`, 1 or 3; its border is grey.
+
+    Raises:
+        ValueError: `resize` is smaller than `size`.
+    """
+    grey, ones = (0.5,) * channels, (1.0,) * channels
+    order = "L" if channels == 1 else "RGB"
+    height, width = size
+    return Pixels(height=height, width=width, mean=grey, std=ones, order=order, fit=fit, resize=resize, filter=filter_)
 
 
 def save_classifier_config(folder: Path, config: ClassifierConfig) -> None:

@@ -14,6 +14,14 @@ from penjing.core.manifest import read_json_object
 Meaning = Literal["tensors", "classes", "embedding"]
 DTYPE_NAMES = ("float32", "float64", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "bool")
 
+Fit = Literal["stretch", "cover", "border"]
+FIT = (
+    "What becomes of an image of another shape: stretch scales it to a size whatever its shape; cover keeps its shape, "
+    "and scales it until it just covers that size; border keeps it, too, scales it until all of it is inside, and "
+    "fills "
+)
+RESIZE = "Rows and columns of that size, out of which the middle of height x width is cut; none: these."
+Filter = Literal["bilinear", "bicubic"]
 _SIDE = 1 << 14  # pixels
 
 
@@ -40,16 +48,9 @@ class Pixels(Config):
     layout: Literal["NCHW", "NHWC"] = Field(default="NCHW", description="Where the channels stand.")
     order: Literal["RGB", "BGR", "L"] = Field(default="RGB", description="Order of the channels; L is grey.")
     scale: float = Field(default=255.0, gt=0, description="What a pixel is divided by before mean and std.")
-    fit: Literal["stretch", "cover"] = Field(
-        default="stretch",
-        description="stretch scales an image to a size whatever its shape; cover keeps its shape, and scales it until "
-        "it just covers that size.",
-    )
-    resize: tuple[int, int] | None = Field(
-        default=None,
-        description="Rows and columns of that size, out of which the middle of height x width is cut; none: these.",
-    )
-    filter: Literal["bilinear", "bicubic"] = Field(default="bilinear", description="How pixels between are found.")
+    fit: Fit = Field(default="stretch", description=FIT + "the rest with the mean.")
+    resize: tuple[int, int] | None = Field(default=None, description=RESIZE)
+    filter: Filter = Field(default="bilinear", description="How pixels between are found.")
 
     @model_validator(mode="after")
     def _channels(self) -> Self:

@@ -82,33 +82,75 @@ def arranged(image: NDArray[np.uint8], pixels: Pixels) -> NDArray[np.uint8]:
 def _fitted(image: Image.Image, pixels: Pixels, part: tuple[float, ...] | None) -> Image.Image:
     """The middle of the scaled image, made from what it shows of the image: a long thin one is never scaled whole.
 
-    Sizes and places are torchvision's (`Resize` of a number, `CenterCrop`): lengths are cut off to integers.
+    Sizes and places are torchvision's (`Resize` of a number, `CenterCrop`): lengths are cut off to integers. With a
+    border they are timm's (`ResizeKeepRatio` of the longest side, `CenterCropOrPad`): lengths are rounded.
     """
+    rows, columns = _scaled(image.size, pixels)
+    size = pixels.width, pixels.height
+    across = _shown(columns, pixels.width, None if part is None else (part[1], part[3]))
+    down = _shown(rows, pixels.height, None if part is None else (part[0], part[2]))
+    inside = _within(*across, columns, pixels.width), _within(*down, rows, pixels.height)
+    steps = image.size[0] / columns, image.size[1] / rows
+    # Pillow scales while it averages, so that shrinking does not skip pixels.
+    if pixels.fit != "border" or inside == ((0, pixels.width), (0, pixels.height)):
+        box = _box(across, down, steps, image.size)
+        return image.resize(size, _FILTERS[pixels.filter], box)
+    canvas = Image.new(image.mode, size, _filling(pixels))
+    (left, right), (top, bottom) = inside
+    if left < right and top < bottom:  # a part of the image may lie in its border alone
+        within = _cut(across, columns), _cut(down, rows)
+        shown = image.resize((right - left, bottom - top), _FILTERS[pixels.filter], _box(*within, steps, image.size))
+        canvas.paste(shown, (left, top))
+    return canvas
+
+
+def _scaled(size: tuple[int, int], pixels: Pixels) -> tuple[int, int]:
+    """Rows and columns of the scaled image, out of which the middle is cut, or around which the border lies."""
     rows, columns = pixels.resize or (pixels.height, pixels.width)
-    width, height = image.size
+    width, height = size
+    if pixels.fit == "border":
+        ratio = max(height / rows, width / columns)
+        return max(1, round(height / ratio)), max(1, round(width / ratio))
     if pixels.fit == "cover":
         if columns * height >= rows * width:
-            rows = max(rows, columns * height // width)
-        else:
-            columns = max(columns, rows * width // height)
-    top, left = round((rows - pixels.height) / 2), round((columns - pixels.width) / 2)
-    across, down = width / columns, height / rows
-    box = (
-        left * across,
-        top * down,
-        min(width, (left + pixels.width) * across),
-        min(height, (top + pixels.height) * down),
+            return max(rows, columns * height // width), columns
+        return rows, max(columns, rows * width // height)
+    return rows, columns
+
+
+def _shown(scaled: int, wanted: int, part: tuple[float, float] | None) -> tuple[float, float]:
+    """Where what is shown begins and ends along an axis of the scaled image; before 0 and after `scaled` is border."""
+    first = round((scaled - wanted) / 2) if scaled >= wanted else -((wanted - scaled) // 2)
+    begin, share = part or (0.0, 1.0)
+    return first + begin * wanted, first + (begin + share) * wanted
+
+
+def _within(begin: float, end: float, scaled: int, wanted: int) -> tuple[int, int]:
+    """Which of the `wanted` pixels between `begin` and `end` show the image and no border."""
+    step = (end - begin) / wanted
+    return round((max(begin, 0) - begin) / step), round((min(end, scaled) - begin) / step)
+
+
+def _cut(ends: tuple[float, float], scaled: int) -> tuple[float, float]:
+    return max(ends[0], 0), min(ends[1], scaled)
+
+
+def _box(
+    across: tuple[float, float], down: tuple[float, float], steps: tuple[float, float], size: tuple[int, int]
+) -> tuple[float, float, float, float]:
+    """The part of the image, for Pillow; rounding must not lead out of it."""
+    return (
+        across[0] * steps[0],
+        down[0] * steps[1],
+        min(size[0], across[1] * steps[0]),
+        min(size[1], down[1] * steps[1]),
     )
-    if part is not None:
-        x, y, wide, tall = box[0], box[1], box[2] - box[0], box[3] - box[1]
-        box = (
-            x + part[1] * wide,
-            y + part[0] * tall,
-            min(width, x + (part[1] + part[3]) * wide),
-            min(height, y + (part[0] + part[2]) * tall),
-        )
-    # Pillow scales while it averages, so that shrinking does not skip pixels.
-    return image.resize((pixels.width, pixels.height), _FILTERS[pixels.filter], box)
+
+
+def _filling(pixels: Pixels) -> int | tuple[int, ...]:
+    """The mean as a colour of an image, whose channels are RGB or grey."""
+    colours = tuple(min(max(round(each * pixels.scale), 0), 255) for each in pixels.mean)
+    return colours[0] if len(colours) == 1 else colours[::-1] if pixels.order == "BGR" else colours
 
 
 def _eight_bits(image: Image.Image) -> Image.Image:

@@ -45,7 +45,8 @@ def import_command(app: typer.Typer) -> None:
         order: Annotated[str | None, typer.Option(help="Order of the channels: RGB, BGR, or L (grey).")] = None,
         scale: Annotated[float | None, typer.Option(help="What a pixel is divided by; 255 if left out.")] = None,
         fit: Annotated[
-            str | None, typer.Option(help="Images of another shape: `stretch` them, or `cover` the size and cut.")
+            str | None,
+            typer.Option(help="Images of another shape: `stretch` them, `cover` the size and cut, or add a `border`."),
         ] = None,
         resize: Annotated[
             str | None, typer.Option(help="Size before the middle of --size is cut out: `256x256`.")

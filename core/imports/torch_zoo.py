@@ -13,10 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from penjing.core.errors import InputError, SetupError
-from penjing.core.graph.config import Meaning, Pixels
+from penjing.core.graph.config import Fit, Meaning, Pixels
 from penjing.core.imports.user_code import named_errors, user_function
 
 LENGTH = 16  # tokens of an example
+_FITS: dict[str, Fit] = {"border": "border", "squash": "stretch"}  # timm's words for them
 
 
 @dataclass(frozen=True)
@@ -111,18 +112,16 @@ def _torchvision(torchvision: Any, name: str) -> Found:
 
 
 def _timm_pixels(data: Mapping[str, Any], height: int, width: int) -> Pixels:
-    """What timm's transforms of an evaluation do, by the part of the image that is kept and how its shape is treated;
-    of "border", which fills the image up to a square, there is nothing here: it is stretched."""
+    """What timm's transforms of an evaluation do: which part of an image is kept, and how its shape is treated."""
     share = float(data.get("crop_pct") or 1)
     mode = data.get("crop_mode") or "center"
-    scaled = None if mode == "border" else (math.floor(height / share), math.floor(width / share))
     return Pixels(
         height=height,
         width=width,
         mean=tuple(data["mean"]),
         std=tuple(data["std"]),
-        fit="cover" if mode == "center" else "stretch",
-        resize=scaled,
+        fit=_FITS.get(mode, "cover"),
+        resize=(math.floor(height / share), math.floor(width / share)),
         filter=_filter(data.get("interpolation")),
     )
 

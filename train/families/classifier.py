@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from penjing.core.checkpoint.classifier import load_classifier, save_classifier
-from penjing.core.checkpoint.classifier_config import ClassifierConfig, classifier_config
+from penjing.core.checkpoint.classifier_config import ClassifierConfig, classifier_config, fitted_pixels
 from penjing.core.errors import ConfigError, InputError
 from penjing.core.models.resnet import Block, ResNet
 from penjing.core.models.resnet_config import ResNetConfig, cifar_resnet, imagenet_resnet
@@ -26,6 +26,7 @@ from penjing.train.recipe.data import FashionData, SampleData
 from penjing.train.recipe.model import ResNetModel
 from penjing.train.recipe.recipe import RunRecipe, TrainRecipe
 from penjing.train.sources.images import Wanted, class_names, load_images
+from penjing.train.sources.mix import MixedSamples
 from penjing.train.state.state import check_finite
 
 _EVALUATION_BATCH = 500
@@ -53,7 +54,9 @@ class ImageClassification:
         ready = model if isinstance(model, ClassifierConfig) else None
         self._train, self._test, names = _images(data, ready, recipe, progress)
         self.checkpoint = (
-            _fitting(model, self._train) if isinstance(model, ClassifierConfig) else _new(model, self._train, names)
+            _fitting(model, self._train)
+            if isinstance(model, ClassifierConfig)
+            else _new(model, data, self._train, names)
         )
         self.config = self.checkpoint.model
         self._mean, self._std = (np.array(x, np.float32) for x in (self.checkpoint.mean, self.checkpoint.std))
@@ -85,8 +88,9 @@ class ImageClassification:
     def stream(self, micro_batch: int, world: World) -> Stream:
         """See `Task`."""
         data = self._data
+        images = Images(self._train, self._mean, self._std, data.pad, data.flip, data.erase, data.scale, data.colour)
         return shuffled(
-            Images(self._train, self._mean, self._std, data.pad, data.flip, data.erase, data.scale, data.colour),
+            MixedSamples(images, data.mix) if data.mix else images,
             batch_size=data.batch_size,
             micro_batch=micro_batch,
             rank=world.rank,
@@ -152,9 +156,13 @@ def _images(
     if data.source is None:
         raise ConfigError("data.kind = 'samples' needs data.source (or data.images), such as 'photos/'")
     if ready is None:
-        wanted = Wanted(data.channels, data.height, data.width, class_names(data))
+        try:
+            pixels = fitted_pixels((data.height, data.width), data.channels, data.fit, data.resize, data.filter)
+        except ValueError as error:
+            raise ConfigError(f"data.{error}") from None
+        wanted = Wanted(pixels, class_names(data))
     else:
-        wanted = Wanted(ready.model.in_channels, *ready.image_size, ready.labels)
+        wanted = Wanted(ready.pixels(), ready.labels)
     found = [
         load_images(data, wanted, data.held_out, split, most, progress)
         for split, most in (("train", data.most), ("test", recipe.evaluation.samples))
@@ -162,15 +170,19 @@ def _images(
     return found[0], found[1], wanted.names
 
 
-def _new(model: ResNetModel, data: ImageSet, names: tuple[str, ...]) -> ClassifierConfig:
-    mean, std = data.statistics()
-    _, channels, height, width = data.images.shape
+def _new(
+    model: ResNetModel, data: FashionData | SampleData, images: ImageSet, names: tuple[str, ...]
+) -> ClassifierConfig:
+    mean, std = images.statistics()
+    _, channels, height, width = images.images.shape
+    fitted = {"fit": data.fit, "resize": data.resize, "filter": data.filter} if isinstance(data, SampleData) else {}
     return ClassifierConfig(
-        model=resnet_config(model, data.num_classes, channels),
+        model=resnet_config(model, images.num_classes, channels),
         image_size=(height, width),
         mean=tuple(float(value) for value in mean),
         std=tuple(float(value) for value in std),
         labels=names,
+        **fitted,
     )
 
 

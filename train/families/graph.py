@@ -22,6 +22,7 @@ from penjing.train.objective.outputs import Classes
 from penjing.train.processes.world import World, choose_device
 from penjing.train.recipe.data import SampleData
 from penjing.train.recipe.recipe import RunRecipe, TrainRecipe
+from penjing.train.sources.mix import MixedSamples
 from penjing.train.sources.open import open_source
 from penjing.train.sources.reader import Reader, form_of
 from penjing.train.sources.stream import ReadSamples
@@ -59,6 +60,11 @@ class GraphTraining:
             raise ConfigError("data.held_out = 0 leaves nothing to evaluate on; raise it, or set evaluation.every = 0")
         self.num_classes = form.classes
         self.labelled = self._learnt.targets is not None
+        if data.mix and not (self.labelled and all(spec.dtype.startswith("float") for spec in config.inputs)):
+            raise ConfigError(
+                f"mix = {data.mix:g} needs samples with classes, and inputs that are floating numbers; {source.where} "
+                f"and {', '.join(map(str, config.inputs))} are not both: set it to 0"
+            )
         self.objective: TaskObjective = Classes(recipe.objective.label_smoothing)
 
     def build_model(self) -> nn.Module:
@@ -78,8 +84,9 @@ class GraphTraining:
 
     def stream(self, micro_batch: int, world: World) -> Stream:
         """See `Task`."""
+        samples = ReadSamples(self._learnt, self._data)
         return shuffled(
-            ReadSamples(self._learnt, self._data),
+            MixedSamples(samples, self._data.mix) if self._data.mix else samples,
             batch_size=self._data.batch_size,
             micro_batch=micro_batch,
             rank=world.rank,

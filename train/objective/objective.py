@@ -19,7 +19,8 @@ from torch import nn
 from penjing.core.errors import ConfigError
 from penjing.core.models.decoder import Decoder
 from penjing.kernels.dispatch import gpu_kernels
-from penjing.train.objective.cross_entropy import cross_entropy_sum, logits_in_parts
+from penjing.train.objective.cross_entropy import logits_in_parts
+from penjing.train.objective.mixture import classes_sum
 
 Batch = dict[str, torch.Tensor]
 IGNORED = -100  # a target with this value counts for nothing (padding)
@@ -105,7 +106,7 @@ class CrossEntropy:
             return Loss(model(batch["tokens"], targets=targets, label_smoothing=self.label_smoothing, **inside))
         with logits_in_parts() if self.takes_parts else nullcontext():
             logits = model(batch[self.inputs], **inside).flatten(0, -2)
-        total = cross_entropy_sum(logits, targets, ignored=IGNORED, label_smoothing=self.label_smoothing)
+        total = classes_sum(logits, batch, ignored=IGNORED, label_smoothing=self.label_smoothing)
         if not self.accuracy:
             return Loss(total)
         return Loss(total, {"accuracy": (logits.detach().argmax(-1) == targets).sum().to(torch.float32)})

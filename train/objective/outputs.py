@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from penjing.core.errors import ConfigError
-from penjing.train.objective.cross_entropy import cross_entropy_sum
+from penjing.train.objective.mixture import classes_sum
 from penjing.train.objective.objective import IGNORED, Batch, Loss
 
 REAL = "real"
@@ -48,7 +48,7 @@ class Classes:
     def __call__(self, model: nn.Module, batch: Batch) -> Loss:
         """See `Objective`."""
         logits, targets = model(*inputs_of(batch))[0], batch["targets"]
-        total = cross_entropy_sum(logits, targets, ignored=IGNORED, label_smoothing=self.label_smoothing)
+        total = classes_sum(logits, batch, ignored=IGNORED, label_smoothing=self.label_smoothing)
         return Loss(total, {"accuracy": (logits.detach().argmax(-1) == targets).sum().to(torch.float32)})
 
     def evaluation(self) -> Classes:

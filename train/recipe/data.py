@@ -8,11 +8,12 @@ from typing import Annotated, Literal
 from pydantic import BeforeValidator, Field, field_validator
 
 from penjing.core.config import Config
+from penjing.core.graph.config import FIT, RESIZE, Filter, Fit
 from penjing.core.remote.files import is_remote
 from penjing.train.data.chunks import ChunkConfig
 from penjing.train.data.mixing import MixingConfig
 from penjing.train.recipe.rows import RowConfig
-from penjing.train.sources.settings import Augment, TrainingSource
+from penjing.train.sources.settings import Augment, Mixed, TrainingSource
 
 
 def _path_or_address(value: object) -> object:
@@ -158,7 +159,7 @@ class RolloutData(DataConfig):
     )
 
 
-class SampleData(DataConfig, TrainingSource, Augment):
+class SampleData(DataConfig, TrainingSource, Augment, Mixed):
     """Samples of the user."""
 
     kind: Literal["samples"] = Field(description="Your own samples: images by class, or what a graph takes.")
@@ -167,6 +168,9 @@ class SampleData(DataConfig, TrainingSource, Augment):
         default=32, ge=1, le=1 << 14, description="Columns that a new classifier's images are scaled to."
     )
     channels: Literal[1, 3] = Field(default=3, description="Channels of a new classifier's images; 1: grey.")
+    fit: Fit = Field(default="stretch", description=FIT + "the rest with grey. Of a new classifier, which keeps it.")
+    resize: tuple[int, int] | None = Field(default=None, description=RESIZE + " Of a new classifier.")
+    filter: Filter = Field(default="bilinear", description="How pixels between are found, of a new classifier.")
     most: int = Field(default=1_000_000, ge=1, description="So many images are read at most, of a classifier.")
 
 
@@ -198,7 +202,7 @@ class PairData(DataConfig, Augment):
     workers: int = Field(default=4, ge=1, le=256, description="Threads that read and decode.")
 
 
-class FashionData(DataConfig, Augment):
+class FashionData(DataConfig, Augment, Mixed):
     """Fashion-MNIST with random crops, flips and erased squares."""
 
     kind: Literal["fashion-mnist"] = Field(description="The images of Fashion-MNIST.")

@@ -21,11 +21,9 @@ _TOGETHER = 64
 
 @dataclass(frozen=True)
 class Wanted:
-    """Images (channels, height, width), and the names of the classes; none: those of the source."""
+    """How images are fitted, and the names of the classes; none: those of the source."""
 
-    channels: int
-    height: int
-    width: int
+    pixels: Pixels
     names: tuple[str, ...] = ()
 
 
@@ -46,7 +44,7 @@ def class_names(settings: SourceSettings) -> tuple[str, ...]:
 def load_images(
     settings: SourceSettings, wanted: Wanted, held_out: float, split: str, most: int, progress: Progress
 ) -> ImageSet:
-    """At most `most` images of the "train" or "test" half of a source with classes, mixed, scaled to the wanted size.
+    """At most `most` images of the "train" or "test" half of a source with classes, mixed, fitted as wanted.
 
     Args:
         held_out: share that is for testing, see `Source.halves`; 0 and "test": all.
@@ -58,15 +56,9 @@ def load_images(
     source = open_source(settings)
     names = wanted.names or class_names(settings)
     indices = source.halves(held_out)[0] if split == "train" else source.judged(held_out)
-    neutral = (0.0,) * wanted.channels, (1.0,) * wanted.channels
-    pixels = Pixels(
-        height=wanted.height,
-        width=wanted.width,
-        mean=neutral[0],
-        std=neutral[1],
-        order="L" if wanted.channels == 1 else "RGB",
-    )
-    spec = TensorSpec(name="images", dtype="float32", shape=("batch", wanted.channels, wanted.height, wanted.width))
+    pixels = wanted.pixels
+    channels, height, width = len(pixels.mean), pixels.height, pixels.width
+    spec = TensorSpec(name="images", dtype="float32", shape=("batch", channels, height, width))
     digits = names == tuple(map(str, range(len(names))))
     reader = Reader(
         source, indices, Form((spec,), pixels, len(names), () if digits else names), settings, progress.note
@@ -74,14 +66,14 @@ def load_images(
     if reader.targets is None:
         raise InputError(f"{source.where} has no classes, which a classifier needs; make a folder for each class")
     count = min(most, len(reader))
-    if (size := count * wanted.channels * wanted.height * wanted.width) > 0.5 * available_bytes():
+    if (size := count * channels * height * width) > 0.5 * available_bytes():
         raise SetupError(
-            f"{count} images of {wanted.height} × {wanted.width} take {megabytes(size)} of memory, "
+            f"{count} images of {height} × {width} take {megabytes(size)} of memory, "
             f"{megabytes(available_bytes())} are available; take fewer or smaller ones"
         )
     order = permute(np.arange(count, dtype=np.uint64), len(reader), 0)
     progress.start(f"reading images of {source.where}", -(-count // _TOGETHER))
-    images = np.empty((count, wanted.channels, wanted.height, wanted.width), np.uint8)
+    images = np.empty((count, channels, height, width), np.uint8)
     labels = np.empty(count, np.int64)
     for begin in range(0, count, _TOGETHER):
         found, targets = reader.images(order[begin : begin + _TOGETHER])

@@ -79,3 +79,15 @@ class Augment(Config):
     erase: int = Field(
         default=0, ge=0, description="Side of a square at a random place that gets the mean colour; 0: none."
     )
+
+
+class Mixed(Config):
+    """How a sample and another one become one, each time that it is learnt from."""
+
+    mix: float = Field(
+        default=0.0,
+        ge=0,
+        lt=1,
+        description="Each image is mixed with another one, whose share is anything up to this, and learns the classes "
+        "of both by their shares; 0: not at all. 0.5 is a start.",
+    )

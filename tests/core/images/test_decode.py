@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from PIL import Image
+from PIL import Image, ImageOps
 
 from penjing.core.errors import InputError
 from penjing.core.graph.config import Pixels
@@ -121,6 +121,36 @@ def test_covering_a_size_and_cutting_its_middle_is_what_transformers_does(
     pixels = Pixels(height=20, width=20, mean=means, std=ones, fit="cover", resize=resize, filter="bicubic")
     found = decode_image(encoded(image), pixels).transpose(2, 0, 1).astype(int)
     assert np.abs(found - expected).max() <= 2  # of noise; places within the image are 32-bit floats
+
+
+@pytest.mark.parametrize("shape", [(64, 40, 3), (40, 64, 3), (36, 45, 3), (48, 40, 3), (6, 30, 3), (24, 8, 3)])
+def test_a_border_is_what_pillow_pads_by(shape: tuple[int, ...]) -> None:
+    image = np.random.default_rng(1).integers(0, 256, shape, np.uint8)
+    colour = (10, 128, 250)
+    expected = ImageOps.pad(Image.fromarray(image), (20, 24), Image.Resampling.BICUBIC, colour)
+    means = (10 / 255, 128 / 255, 250 / 255)
+    pixels = Pixels(height=24, width=20, mean=means, std=(1.0,) * 3, fit="border", filter="bicubic")
+    found = decode_image(encoded(image), pixels)
+    assert np.abs(found.astype(int) - np.asarray(expected).astype(int)).max() <= 2
+    turned = decode_image(encoded(image), pixels.model_copy(update={"order": "BGR", "mean": means[::-1]}))
+    assert np.array_equal(turned[:, :, ::-1], found)
+
+
+def test_a_border_may_be_cut_and_shown_in_part() -> None:
+    image = encoded(np.full((20, 40, 3), 200, np.uint8))
+    pixels = Pixels(height=16, width=16, mean=(0.0,) * 3, std=(1.0,) * 3, fit="border", resize=(20, 20))
+    found = decode_image(image, pixels)[:, :, 0]  # 10 x 20 once scaled, of which 16 columns are left
+    assert found[:, 0].tolist() == [0] * 3 + [200] * 10 + [0] * 3
+    assert (found == found[:, :1]).all()
+    upper = decode_image(image, pixels, part=(0.0, 0.0, 0.5, 1.0))[:, :, 0]
+    assert upper[:, 0].tolist() == [0] * 6 + [200] * 10
+    assert not decode_image(image, pixels, part=(0.0, 0.3, 0.15, 0.5)).any()
+
+
+def test_a_hair_is_never_scaled_to_nothing() -> None:
+    pixels = Pixels(height=8, width=8, mean=(0.0,) * 3, std=(1.0,) * 3, fit="border")
+    found = decode_image(encoded(np.full((1, 4000, 3), 9, np.uint8)), pixels)
+    assert (found[:, :, 0].max(1) == 9).sum() == 1
 
 
 def test_a_stretched_image_loses_its_border() -> None:

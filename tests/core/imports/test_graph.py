@@ -206,6 +206,8 @@ def test_images_are_fitted_as_the_packages_evaluate(tmp_path: Path) -> None:
     assert (timm.fit, timm.resize, timm.filter) == ("cover", (256, 256), "bicubic")
     squashed = torch_zoo._timm_pixels({**said, "crop_pct": 1.0, "crop_mode": "squash"}, 256, 256)
     assert (squashed.fit, squashed.resize, squashed.filter) == ("stretch", (256, 256), "bilinear")
+    padded = torch_zoo._timm_pixels({**said, "crop_pct": 0.95, "crop_mode": "border"}, 224, 224)
+    assert (padded.fit, padded.resize) == ("border", (235, 235))
     filter_ = SimpleNamespace(value="bilinear")
     preset = SimpleNamespace(crop_size=[224], resize_size=[256], interpolation=filter_, **said)
     cut = torch_zoo._torchvision_pixels(preset, 224, 224)

@@ -13,15 +13,19 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
+from penjing.core.checkpoint.classifier_config import fitted_pixels
 from penjing.core.errors import InputError
-from penjing.core.graph.config import Pixels, TensorSpec
+from penjing.core.graph.config import Fit, Pixels, TensorSpec
 from penjing.core.images.decode import decode_image
 from penjing.core.progress import Silent
 from penjing.train.data.augment import boxes, coloured, zoomed
+from penjing.train.data.images import Images, ImageSet
 from penjing.train.data.order import Order
 from penjing.train.data.stream import Draw, OrderedStream, one_pass, shuffled
+from penjing.train.objective.mixture import OTHERS, SHARES
 from penjing.train.objective.outputs import REAL
 from penjing.train.sources.images import Wanted, load_images
+from penjing.train.sources.mix import MixedSamples
 from penjing.train.sources.open import open_source
 from penjing.train.sources.reader import Form, Reader
 from penjing.train.sources.settings import Augment, SourceSettings
@@ -171,12 +175,65 @@ def test_held_out_samples_are_each_seen_once(tmp_path: Path) -> None:
 def test_images_for_our_own_classifiers(tmp_path: Path) -> None:
     folder_of(tmp_path, {"cat": 12, "dog": 12})
     given = SourceSettings(source=str(tmp_path))
-    halves = [load_images(given, Wanted(1, 10, 12), 0.25, split, 100, Silent()) for split in ("train", "test")]
+    halves = [
+        load_images(given, Wanted(fitted_pixels((10, 12), 1, "stretch", None, "bilinear")), 0.25, split, 100, Silent())
+        for split in ("train", "test")
+    ]
     assert sum(len(half.images) for half in halves) == 24
     assert halves[0].images.shape[1:] == (1, 10, 12)
     assert halves[0].num_classes == 2
     assert not {image.tobytes() for image in halves[0].images} & {image.tobytes() for image in halves[1].images}
-    assert len(load_images(given, Wanted(3, 8, 8), 0.25, "train", 5, Silent()).images) == 5
+    assert (
+        len(
+            load_images(
+                given, Wanted(fitted_pixels((8, 8), 3, "stretch", None, "bilinear")), 0.25, "train", 5, Silent()
+            ).images
+        )
+        == 5
+    )
+
+
+def test_images_of_our_own_classifiers_keep_their_shape_where_that_is_wanted(tmp_path: Path) -> None:
+    """An image whose middle square is white and whose left and right are black."""
+    for name in ("cat", "dog"):
+        (tmp_path / name).mkdir()
+        for place in range(2):
+            image = np.zeros((16, 48, 3), np.uint8)
+            image[:, 16:32] = 255 - place
+            Image.fromarray(image).save(tmp_path / name / f"{place}.png")
+    given = SourceSettings(source=str(tmp_path))
+
+    def read(fit: Fit) -> Any:
+        wanted = Wanted(fitted_pixels((16, 16), 3, fit, None, "bilinear"))
+        return load_images(given, wanted, 0.0, "train", 9, Silent()).images[0, 0].astype(int)
+
+    assert (read("cover") >= 254).all()
+    assert (read("stretch")[:, 0] == 0).all()
+    border = read("border")
+    assert (border[:5] == 128).all()
+    assert (border[11:] == 128).all()
+    assert border[8, 8] >= 254
+    assert border[8, 0] == 0
+
+
+def test_a_sample_is_mixed_with_another_by_its_own_number_alone() -> None:
+    images = np.arange(10, dtype=np.uint8).reshape(10, 1, 1, 1).repeat(3, 1)
+    zero, one = np.zeros(3, np.float32), np.full(3, 1 / 255, np.float32)
+    mixed = MixedSamples(Images(ImageSet(images, np.arange(10), 10), zero, one), 0.4)
+    random = np.random.default_rng(0).integers(0, 2**64, 200, np.uint64)
+    draw = Draw(np.arange(200) % 10, np.ones(200, np.bool_), random)
+    found = mixed.batch(draw)
+    own, other, share = found["targets"], found[OTHERS], found[SHARES]
+    expected = (1 - share) * own + share * other
+    assert torch.allclose(found["images"], expected[:, None, None, None].expand(-1, 3, 1, 1), atol=1e-5)
+    assert 0 <= float(share.min()) < 0.02
+    assert 0.38 < float(share.max()) <= 0.4
+    assert len(set(other.tolist())) == 10
+    half = mixed.batch(Draw(draw.samples[50:90], draw.real[50:90], random[50:90]))
+    assert torch.equal(half["images"], found["images"][50:90])
+    plain = mixed.batch(Draw(draw.samples, draw.real))
+    assert OTHERS not in plain
+    assert torch.allclose(plain["images"][:10, 0, 0, 0], torch.arange(10.0))
 
 
 def test_a_part_of_an_image_is_shown(tmp_path: Path) -> None:
