@@ -43,12 +43,11 @@ def fitted_pixels(
     """How an image of any size becomes one of `size` (rows, columns) and `channels`, 1 or 3; its border is grey.
 
     Raises:
-        ValueError: `resize` is smaller than `size`.
+        ConfigError: `resize` is smaller than `size`.
     """
-    grey, ones = (0.5,) * channels, (1.0,) * channels
-    order = "L" if channels == 1 else "RGB"
-    height, width = size
-    return Pixels(height=height, width=width, mean=grey, std=ones, order=order, fit=fit, resize=resize, filter=filter_)
+    values = {"height": size[0], "width": size[1], "fit": fit, "resize": resize, "filter": filter_}
+    values |= {"mean": (0.5,) * channels, "std": (1.0,) * channels, "order": "L" if channels == 1 else "RGB"}
+    return parse_config(Pixels, values, "images")
 
 
 def save_classifier_config(folder: Path, config: ClassifierConfig) -> None:

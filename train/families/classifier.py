@@ -156,10 +156,7 @@ def _images(
     if data.source is None:
         raise ConfigError("data.kind = 'samples' needs data.source (or data.images), such as 'photos/'")
     if ready is None:
-        try:
-            pixels = fitted_pixels((data.height, data.width), data.channels, data.fit, data.resize, data.filter)
-        except ValueError as error:
-            raise ConfigError(f"data.{error}") from None
+        pixels = fitted_pixels((data.height, data.width), data.channels, data.fit, data.resize, data.filter)
         wanted = Wanted(pixels, class_names(data))
     else:
         wanted = Wanted(ready.pixels(), ready.labels)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from penjing.core.checkpoint.classifier_config import fitted_pixels
-from penjing.core.errors import InputError
+from penjing.core.errors import ConfigError, InputError
 from penjing.core.graph.config import Fit, Pixels, TensorSpec
 from penjing.core.images.decode import decode_image
 from penjing.core.progress import Silent
@@ -209,6 +209,8 @@ def test_images_of_our_own_classifiers_keep_their_shape_where_that_is_wanted(tmp
 
     assert (read("cover") >= 254).all()
     assert (read("stretch")[:, 0] == 0).all()
+    with pytest.raises(ConfigError, match="resize is 16x16, out of which 32x32 are cut"):
+        fitted_pixels((32, 32), 3, "cover", (16, 16), "bilinear")
     border = read("border")
     assert (border[:5] == 128).all()
     assert (border[11:] == 128).all()
