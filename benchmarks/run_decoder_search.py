@@ -29,9 +29,10 @@ from run_joint_search import random_ranks
 from penjing.compress.families.base import family_at
 from penjing.compress.recipe import load_recipe
 from penjing.compress.run import run_recipe
+from penjing.compress.search.families import open_trials
 from penjing.compress.search.points import HEALING
 from penjing.compress.search.recipe import Choices
-from penjing.compress.search.search import open_trials, run_joint_search
+from penjing.compress.search.search import run_joint_search
 from penjing.core.cli import guarded
 from penjing.core.config import dump_toml, read_recipe
 from penjing.core.progress import PlainProgress

@@ -4,6 +4,7 @@
     penjing train recipes/resnet-fashion.toml --set model.width=16 --set steps=900 --set output=build/small
     python benchmarks/run_joint_search.py --model build/small --seeds 1 --images 1024 --random 20 \\
         --healing 200 --test-images 4000                                    # what was run: under half an hour
+    python benchmarks/run_joint_search.py --model build/small --seeds 1 --images 1024 --random 60 --only-ranks
 
 Nothing is timed: costs are multiply-accumulates (an INT8 one counts a quarter) or bytes, so that a busy machine does no
 harm. `rank_fitted` is Spearman's correlation of measured divergences with what was predicted of each from the others;
@@ -55,6 +56,7 @@ def main() -> int:
     parser.add_argument("--images", type=int, default=2048, help="training images; half of them judge")
     parser.add_argument("--healing", type=int, default=2814, help="steps of distillation; INT8 is calibrated after it")
     parser.add_argument("--test-images", type=int, default=10_000, help="that accuracy is measured on")
+    parser.add_argument("--only-ranks", action="store_true", help="heal nothing: how well predictions rank, no more")
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the rows")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
@@ -109,7 +111,7 @@ def measure(model: Path, folder: Path, arguments: argparse.Namespace, seed: int)
         rank, plain = random_ranks(trials, result, arguments.random, RANDOM_SEED + seed)
         rows.append(new_row("joint_search", f"{name}rank_random", rank, "Spearman", runs=arguments.random,
                             baseline=sums, baseline_value=plain))  # fmt: skip
-    for entry in result["baselines"]:
+    for entry in [] if arguments.only_ranks else result["baselines"]:
         if entry["best"] == entry["row"]:
             continue  # the uniform choice is on the front itself
         uniform, best = (result["rows"][entry[which]]["choice"] for which in ("row", "best"))

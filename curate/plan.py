@@ -12,11 +12,13 @@ import json
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from platform import node
 from typing import Any
 
 import penjing.core.text.near_duplicates as near_duplicates
 import penjing.core.text.records as records
 from penjing.core.config import key_of, parse_config
+from penjing.core.errors import SetupError
 from penjing.core.files import atomic_write_text, sha256_file
 from penjing.core.manifest import read_json_object
 from penjing.core.progress import Progress
@@ -88,6 +90,18 @@ class Plan:
             "code": self.code,
         }
         atomic_write_text(path, json.dumps(values))
+
+    def check_code(self) -> None:
+        """See that this machine keeps what the one that made the plan would keep.
+
+        Raises:
+            SetupError: penjing's modules or the packages that decide differ.
+        """
+        if self.code != _code():
+            raise SetupError(
+                f"{node()} has another version of penjing, or of {', '.join(_PACKAGES)}, than the machine that made "
+                "the plan, and might keep other documents; install the same on all"
+            )
 
     def _sources(self) -> list[Any]:
         return [source.model_dump(mode="json") for source in self.recipe.sources]

@@ -7,6 +7,7 @@ from typing import Annotated
 
 from pydantic import Field, field_validator
 
+from penjing.core.cluster.ray_cluster import RaySettings
 from penjing.core.config import Config
 from penjing.curate.documents.settings import SourceConfig
 from penjing.curate.steps.augment import AugmentStep
@@ -41,6 +42,9 @@ class CurateRecipe(Config):
     workers: int = Field(default=1, ge=1, description="Processes that read and filter.")
     task_mb: float = Field(
         default=64, gt=0, description="A task takes files of about so many megabytes; a file is never cut."
+    )
+    ray: RaySettings | None = Field(
+        default=None, description="With this section tasks run on a Ray cluster, instead of `workers` processes."
     )
     most_damaged: float = Field(
         default=0.01,

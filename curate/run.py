@@ -21,6 +21,7 @@ from penjing.core.text.source_files import SHARDS
 from penjing.curate.clusters import join_clusters
 from penjing.curate.learned.facts import FACTS, Learned
 from penjing.curate.plan import PLAN_FILE, Plan, Stage, make_plan
+from penjing.curate.ray_tasks import run_tasks_on_ray
 from penjing.curate.recipe import CurateRecipe
 from penjing.curate.report import CorpusReport, corpus_report, report_page
 from penjing.curate.sample import sampled
@@ -141,7 +142,11 @@ def _run_stage(plan: Plan, number: int, stage: Stage, counts: Counts, progress: 
     progress.start(", ".join([*(["reading"] if number == 0 else []), *kinds]) or "collecting", len(tasks))
     left = [task for task in tasks if not task_folder(stage, task).exists()]
     progress.advance(len(tasks) - len(left))
-    if plan.recipe.workers == 1 or len(left) < 2:
+    if plan.recipe.ray is not None and left:
+        run_tasks_on_ray(
+            plan.recipe.work_folder / PLAN_FILE, number, left, plan.recipe.ray, lambda task: progress.advance()
+        )
+    elif plan.recipe.workers == 1 or len(left) < 2:
         for task in left:
             run_task(plan, number, task)
             progress.advance()

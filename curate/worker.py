@@ -11,10 +11,11 @@ import json
 import os
 import sys
 import threading
+from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
 
-from penjing.core.errors import PenjingError
+from penjing.core.cluster.answers import answer_of
 from penjing.curate.plan import load_plan
 from penjing.curate.task import run_task
 
@@ -28,13 +29,7 @@ def main() -> None:
     sys.stdout = sys.stderr  # what a library prints is no answer
     while True:
         stage, task = tasks.get()
-        answer: dict[str, object] = {"task": task}
-        try:
-            run_task(plan, stage, task)
-        except PenjingError as error:
-            answer |= {"error": str(error), "code": error.exit_code}
-        except Exception as error:  # the edge of the process: the one that asked tells the user
-            answer |= {"error": f"unexpected {type(error).__name__}: {error}", "code": 70}
+        answer = {"task": task} | answer_of(partial(run_task, plan, stage, task))
         print(json.dumps(answer), file=answers, flush=True)
 
 

@@ -12,9 +12,9 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
-from penjing.core.errors import ConfigError, InputError, PenjingError, SetupError
+from penjing.core.cluster.answers import failure
+from penjing.core.errors import SetupError
 
-_KINDS: dict[int, type[PenjingError]] = {2: ConfigError, 3: InputError, 6: SetupError}
 _TRIES = 2
 _COMMAND = (sys.executable, "-m", "penjing.curate.worker")
 
@@ -60,7 +60,7 @@ def run_tasks(plan_file: Path, stage: int, tasks: list[int], workers: int, done:
                 waiting.append(task)
                 start(place, _Worker(plan_file, place, events))
             elif "error" in answer:
-                raise _KINDS.get(int(answer["code"]), PenjingError)(answer["error"])
+                raise failure(int(answer["code"]), answer["error"])
             else:
                 left -= 1
                 done(task)

@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
+from penjing.core.cluster.ray_cluster import RaySettings
 from penjing.core.config import Config
 
 CostName = Literal["macs", "bytes", "latency"]
@@ -99,6 +100,9 @@ class JointRecipe(Config):
     )
     points: int = Field(default=8, ge=2, le=200, description="Points of the front that become recipes.")
     seed: int = Field(default=0, ge=0, lt=2**31, description="Of the combinations.")
+    ray: RaySettings | None = Field(
+        default=None, description="With this section combinations are measured on a Ray cluster; times are taken here."
+    )
 
     @model_validator(mode="after")
     def _floor_below_budget(self) -> JointRecipe:

@@ -13,18 +13,18 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from penjing.compress.families.base import Family, family_at
+from penjing.compress.families.base import family_at
 from penjing.compress.recipe import Recipe, load_recipe
 from penjing.compress.search.base import Changes
-from penjing.compress.search.decoder import DecoderTrials
 from penjing.compress.search.draw import near_front, scattered
+from penjing.compress.search.families import open_trials
 from penjing.compress.search.front import Front, Table, best_of, evenly_spread, pareto_front
 from penjing.compress.search.latency import Clock, fit_latency, time_network
 from penjing.compress.search.page import search_page
 from penjing.compress.search.points import point_recipe
 from penjing.compress.search.predict import Prediction, fit, spearman
-from penjing.compress.search.recipe import Choices, JointRecipe
-from penjing.compress.search.trial import Trials
+from penjing.compress.search.ray_divergences import RayDivergences
+from penjing.compress.search.recipe import JointRecipe
 from penjing.compress.sensitivity.cells import Remaining, already_published
 from penjing.core.config import dump_toml, inline_toml, key_of, parse_config, read_recipe
 from penjing.core.errors import ConfigError
@@ -71,14 +71,17 @@ def run_joint_search(
     family = family_at(recipe.model)
     hashes = family.hashes(recipe.model)
     code = f"{version('penjing')}/{SCHEMA}"
-    key = key_of(search.model_dump(mode="json", exclude={"output"}), recipe.settings(), hashes, code)
+    key = key_of(search.model_dump(mode="json", exclude={"output", "ray"}), recipe.settings(), hashes, code)
     if (done := already_published(search.output, RESULT_FILE, key, force)) is not None:
         progress.note(f"{search.output} is already done: kept (--force makes it again)")
         return done
     trials = open_trials(recipe, search.space, family, progress)
     # Another cost, or other steps that heal, change no measurement: what was measured before a kill is kept then too.
     with WorkFolder(search.output, key_of(trials.decides, hashes, code)) as work:
-        run = _Search(search, trials, work, progress)
+        away = None
+        if search.ray is not None:
+            away = RayDivergences(search.ray, values, search.space, work.path)
+        run = _Search(search, trials, work, progress, away)
         result = run.run() | {
             "model": str(recipe.model),
             "base": str(search.base),
@@ -106,17 +109,6 @@ def run_joint_search(
     return result
 
 
-def open_trials(recipe: Recipe, choices: Choices, family: Family, progress: Progress) -> Changes:
-    """The network of a recipe, as its family is searched.
-
-    Raises:
-        ConfigError: the family cannot be searched, or the recipe or the choices do not fit it.
-        InputError: the checkpoint is damaged.
-    """
-    kind = DecoderTrials if family.name == "decoder" else Trials
-    return kind(recipe, choices, family, progress)
-
-
 @dataclass
 class _Row:
     kind: Kind
@@ -125,8 +117,16 @@ class _Row:
 
 
 class _Search:
-    def __init__(self, search: JointRecipe, trials: Changes, work: WorkFolder, progress: Progress) -> None:
+    def __init__(
+        self,
+        search: JointRecipe,
+        trials: Changes,
+        work: WorkFolder,
+        progress: Progress,
+        away: RayDivergences | None,
+    ) -> None:
         self.search, self.trials, self.space, self.work, self.progress = search, trials, trials.space, work, progress
+        self.away = away
         self.clock: Clock | None = None
         self.timing: dict[str, Any] = {}
         if search.cost == "latency":
@@ -171,9 +171,14 @@ class _Search:
             for option in range(1, size):
                 yield place, option
 
-    def _measure(self, kind: Kind, choices: Iterable[Choice]) -> None:
+    def _measure(self, kind: Kind, choices: Sequence[Choice]) -> None:
+        if self.away is not None:
+            missing = [each for each in choices if each not in self.rows and self.work.record(_name(each)) is None]
+            for done, (choice, value) in enumerate(self.away.of(missing), 1):
+                self.work.run(_name(choice), lambda own=value: {"divergence": own})
+                self.progress.status(f"{done} of {len(missing)} measured on the cluster")
         for choice in choices:
-            name = f"point_{key_of(choice)[:20]}"
+            name = _name(choice)
             with self.left.timed(is_kept=choice in self.rows or self.work.record(name) is not None):
                 if choice not in self.rows:
                     found = self.work.run(name, lambda own=choice: {"divergence": self.trials.divergence(own)}).result
@@ -306,6 +311,11 @@ def _best_within(costs: NDArray[np.float64], measured: NDArray[np.float64], most
 
 def _changed(choice: Choice, place: int, option: int) -> Choice:
     return (*choice[:place], option, *choice[place + 1 :])
+
+
+def _name(choice: Choice) -> str:
+    """Of the task that measures it."""
+    return f"point_{key_of(choice)[:20]}"
 
 
 def _choice(values: NDArray[np.integer]) -> Choice:

@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator
 
+from penjing.core.cluster.ray_cluster import RaySettings
 from penjing.core.config import Config
 
 Value = bool | int | float | str
@@ -76,6 +77,9 @@ class SearchRecipe(Config):
     goal: Literal["lowest", "highest"] = Field(default="lowest", description="Which values of it are better.")
     seed: int = Field(default=0, ge=0, description="Of the choice of settings; the trials have the seed of `base`.")
     workers: int = Field(default=1, ge=1, description="Trials that run at a time, each with its share of the cores.")
+    ray: RaySettings | None = Field(
+        default=None, description="With this section trials run on a Ray cluster, `workers` of them at a time."
+    )
 
     @field_validator("space", mode="before")
     @classmethod

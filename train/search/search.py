@@ -23,10 +23,11 @@ from penjing.train.processes.stop import stop_signals
 from penjing.train.recipe.load import load_train_recipe
 from penjing.train.search.halving import cost, rungs, survivors
 from penjing.train.search.page import search_page
+from penjing.train.search.ray_trials import RayTrials
 from penjing.train.search.recipe import SearchRecipe
 from penjing.train.search.space import Drawer, Settings, starting_point
 from penjing.train.search.state import SearchState, Trial, read_search
-from penjing.train.search.trial import Outcome, Trials
+from penjing.train.search.trial import Outcome, Runs, Trials
 
 STATE_NAME, PAGE_NAME, BEST_NAME = "search.json", "report.html", "best.toml"
 POLL_SECONDS = 0.5
@@ -48,7 +49,8 @@ def run_search(
     Raises:
         ConfigError: a recipe is wrong, the space lacks the base recipe's values, or a trial's settings are refused.
         InputError: the output holds another search, or every trial of a rung has failed.
-        SetupError: optuna is missing, another process works on the search, or a file cannot be written.
+        SetupError: optuna or a Ray cluster is missing, another process works on the search, or a file cannot be
+            written.
         InterruptedRunError: a stop was requested; the same command goes on.
     """
     given = read_recipe(path, overrides)
@@ -63,7 +65,7 @@ def run_search(
     values = base.model_dump(mode="json")
     drawer = Drawer(recipe, starting_point(recipe, values))
     plan = rungs(drawer.num_trials, recipe.first, recipe.factor, base.steps)
-    key = key_of(recipe.model_dump(mode="json", exclude={"workers", "output"}), values)
+    key = key_of(recipe.model_dump(mode="json", exclude={"workers", "output", "ray"}), values)
     with _locked(recipe.output):
         state = _open(recipe.output, key, force) or SearchState(
             key=key,
@@ -82,7 +84,10 @@ class _Search:
     ) -> None:
         self.recipe, self.fixed, self.drawer, self.state, self.progress = recipe, fixed, drawer, state, progress
         self.lowest = recipe.goal == "lowest"
-        self.trials = Trials(max((os.cpu_count() or 1) // recipe.workers, 1))
+        if recipe.ray is None:
+            self.trials: Runs = Trials(max((os.cpu_count() or 1) // recipe.workers, 1))
+        else:
+            self.trials = RayTrials(recipe.ray, recipe.output / "trials")
         self._lock = threading.Lock()
 
     def run(self) -> SearchState:

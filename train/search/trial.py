@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import json
 import os
 import signal
 import subprocess
 import sys
 import threading
-from contextlib import suppress
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
+from penjing.core.errors import SetupError
 from penjing.core.files import writing
 
 GRACE_SECONDS = 60.0
@@ -29,6 +34,22 @@ class Outcome:
     reason: str = ""
 
 
+class Runs(Protocol):
+    """Where trials run. May be used from several threads."""
+
+    def run(self, recipe: Path, overrides: list[str], until: int, folder: Path) -> Outcome | None:
+        """Bring the trial of a `folder` from where it is to step `until`; None when it was stopped on the way.
+
+        Raises:
+            SetupError: a file cannot be written, or there is no place to run.
+        """
+        ...
+
+    def stop(self) -> None:
+        """Let all trials save their state and end; none is begun any more."""
+        ...
+
+
 class Trials:
     """Runs jobs in processes, from several threads; `stop` ends them all, and what they have is kept."""
 
@@ -41,10 +62,11 @@ class Trials:
     def run(self, recipe: Path, overrides: list[str], until: int, folder: Path) -> Outcome | None:
         """Bring the trial of a `folder` from where it is to step `until`; None when it was stopped on the way.
 
-        What it says goes to log.txt in that folder.
+        What it says goes to log.txt in that folder. A process that an ended search left there may still save its
+        state: it is waited for.
 
         Raises:
-            SetupError: a file cannot be written.
+            SetupError: a file cannot be written, or another process goes on working on the trial.
         """
         result, log = folder / "evaluation.json", folder / "log.txt"
         changes = [part for override in overrides for part in ("--set", override)]
@@ -54,7 +76,7 @@ class Trials:
             result.unlink(missing_ok=True)
             start = log.stat().st_size if log.exists() else 0
             out = open(log, "ab")  # noqa: SIM115 closed below
-        with out:
+        with out, _alone(folder) as lock:
             with self._lock:
                 if self.stopped:
                     return None
@@ -65,6 +87,7 @@ class Trials:
                     stderr=out,
                     env=os.environ | {"OMP_NUM_THREADS": str(self._threads)},
                     start_new_session=True,  # Ctrl-C reaches it through `stop`
+                    pass_fds=(lock,),  # held until it ends, whatever becomes of this process
                     preexec_fn=_save_and_end_with_the_search,
                 )
                 self._running.add(process)
@@ -91,6 +114,28 @@ class Trials:
             except subprocess.TimeoutExpired:
                 with suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)
+
+
+@contextmanager
+def _alone(folder: Path) -> Iterator[int]:
+    """A lock on the trial, which processes that inherit it hold too."""
+    lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        deadline = time.monotonic() + 2 * GRACE_SECONDS
+        while True:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    raise SetupError(
+                        f"another process works on the trial in {folder} and does not end; end it, and give the same "
+                        "command again"
+                    ) from None
+                time.sleep(0.1)
+        yield lock
+    finally:
+        os.close(lock)
 
 
 def _save_and_end_with_the_search() -> None:
