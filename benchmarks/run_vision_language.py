@@ -66,7 +66,9 @@ def main() -> int:
         append("vision_language", int8_rows(read_report_file(arguments.int8), arguments.int8.name), arguments.results)
         return 0
     if arguments.times:
-        append("vision_language", time_rows(*arguments.times, arguments.rounds), arguments.results)
+        append(
+            "vision_language", time_rows(arguments.times[0], arguments.times[1], arguments.rounds), arguments.results
+        )
         return 0
     if arguments.pixels:
         append("vision_language", [nearest_pixels()], arguments.results)
