@@ -52,8 +52,9 @@ def run(tmp_path: Path, photos: str, *steps: dict[str, Any], **data: Any) -> Pat
     return run_recipe(recipe)
 
 
-def test_a_graph_is_fine_tuned_on_photos(tmp_path: Path, photos: str) -> None:
-    out = run(tmp_path, photos, {"kind": "finetune", "steps": 6, "flip": True, "pad": 1})
+@pytest.mark.parametrize("mix", [0.0, 0.4])
+def test_a_graph_is_fine_tuned_on_photos(tmp_path: Path, photos: str, mix: float) -> None:
+    out = run(tmp_path, photos, {"kind": "finetune", "steps": 6, "flip": True, "pad": 1, "mix": mix})
     before, after = (tensors_of(load_network(folder).module) for folder in (tmp_path / "net", out))
     assert not torch.equal(before["last.weight"], after["last.weight"])
     assert not torch.equal(before["first.1.running_mean"], after["first.1.running_mean"])
@@ -62,6 +63,12 @@ def test_a_graph_is_fine_tuned_on_photos(tmp_path: Path, photos: str) -> None:
     assert record["losses"]["last"]["loss"] < record["losses"]["first"]["loss"]
     assert record["data"] == [photos]
     assert report["stages"][1]["quality"]["name"] == "accuracy"
+
+
+def test_samples_without_classes_are_not_mixed(tmp_path: Path, photos: str) -> None:
+    with pytest.raises(ConfigError, match=r"mix = 0\.4 needs samples with classes"):
+        run(tmp_path, photos, {"kind": "finetune", "steps": 2, "mix": 0.4}, labels=False)
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("loss", ["auto", "mse", "cosine"])
