@@ -31,7 +31,8 @@ class AlarmConfig(Config):
         default="log", description="Of dpo: when the chosen answers themselves become much less likely."
     )
     answers_run_on: Action = Field(
-        default="log", description="Of rollouts: when many answers do not end within data.max_tokens."
+        default="log",
+        description="Of rollouts, but for a draft network: when many answers do not end within data.max_tokens.",
     )
     entropy_falls: Action = Field(
         default="log", description="Of rollouts: when the model no longer tries different answers."
@@ -136,7 +137,7 @@ class Alarms:
                     f"{config.patience} records: the model unlearns both answers; lower the learning rate, raise "
                     "objective.beta, or set objective.sft",
                 )
-        if (ended := record.get("ended")) is not None:
+        if (ended := record.get("ended")) is not None and "tokens_a_step" not in record:
             edge = config.answers_run_on_above
             if self._lasts("run_on", 1 - ended > edge):
                 rung += self._ring(

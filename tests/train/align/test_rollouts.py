@@ -341,6 +341,8 @@ def test_an_alarm_tells_of_answers_that_run_on() -> None:
     rung = [alarms.on_record({"ended": ended}) for ended in (0.6, 0.4, 0.3, 0.2)]
     assert [len(each) for each in rung] == [0, 0, 1, 0]
     assert "70% of the answers do not end, above 50%" in rung[2][0].message
+    alarms = Alarms(AlarmConfig(patience=1))
+    assert not alarms.on_record({"ended": 0.2, "tokens_a_step": 1.5})  # a draft network's model does not change
 
 
 def test_an_alarm_tells_of_a_model_that_tries_nothing_else() -> None:
