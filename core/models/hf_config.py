@@ -257,7 +257,8 @@ def _rope_scaling(rope: dict[str, Any], source: str) -> dict[str, Any]:
 
 def _rope_scaling_to_hf(scaling: RopeScaling) -> dict[str, Any]:
     used = _SCALING_FIELDS[scaling.rope_type]
-    left_out = {name for name in _SCALING_OPTIONAL if getattr(scaling, name) == getattr(RopeScaling(), name)}
+    optional = [name for name in _SCALING_OPTIONAL if not name.startswith("beta_")]  # those have one default everywhere
+    left_out = {name for name in optional if getattr(scaling, name) == getattr(RopeScaling(), name)}
     return {"rope_type": scaling.rope_type, **{name: getattr(scaling, name) for name in used if name not in left_out}}
 
 
