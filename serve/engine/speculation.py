@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 MOST_GUESSES = 16  # of one answer in a step
 MOST_OF_NETWORK = 6  # it was trained to guess some tokens ahead
+AGAIN = 0.5  # of guesses that follow a right one are right, by the network of SmolLM2
+SURE = 1.0  # tokens that an answer's own words promise, above which the network is not asked
 
 DRAFTERS = {"lookup": LookupDrafter}
 
@@ -58,14 +60,15 @@ class Speculation:
             if sequence.num_output_tokens and sequence.num_computed_tokens + 1 == len(sequence.token_ids)
         ]
         guessing = [self._guessing.get(answer.sequence) or self._begin(answer) for answer in answers]
-        offered, seconds = self._ask_network(answers)
         chances = [
-            each.guess(min(answer.room - 1, MOST_GUESSES), offered.get(answer.sequence, NO_DRAFT))
-            for each, answer in zip(guessing, answers, strict=True)
+            each.guess(min(answer.room - 1, MOST_GUESSES)) for each, answer in zip(guessing, answers, strict=True)
         ]
-        if not any(chances):
-            return {}
-        counts = share_rows(chances, len(answers), self.costs)
+        unsure = [answer for answer, row in zip(answers, chances, strict=True) if sum(row) < SURE]
+        offered, seconds = self._ask_network(unsure, len(answers))
+        for number, (answer, each) in enumerate(zip(answers, guessing, strict=True)):
+            if answer.sequence in offered:
+                chances[number] = each.weigh(offered[answer.sequence], chances[number], answer.room - 1)
+        counts = share_rows(chances, len(answers), self.costs) if any(chances) else [0] * len(answers)
         if offered:
             taken = [
                 chance
@@ -90,19 +93,21 @@ class Speculation:
         self._guessing.pop(sequence, None)
         self._hidden.pop(sequence, None)
 
-    def _ask_network(self, answers: list[Answer]) -> tuple[dict[Sequence, Draft], float]:
-        """What the network guesses for those of `answers` that are free, and the seconds that this is known to take;
-        nothing while it has not paid lately."""
+    def _ask_network(self, answers: list[Answer], num_rows: int) -> tuple[dict[Sequence, Draft], float]:
+        """What the network guesses for those of `answers` that are free, in a step of `num_rows` without guesses, and
+        the seconds that this is known to take; nothing while it has not paid lately."""
         network = self._network
         if network is None:
             return {}, 0.0
         free = [answer.sequence for answer in answers if answer.constraint is None and answer.sequence in self._hidden]
         if not free or not self._worth.ask():
             return {}, 0.0
-        # Another guess for all saves a step at most where the best of them is sure.
-        once = network.costs.of(len(free))
+        once, alone = network.costs.of(len(free)), self.costs.of(num_rows)
+        rows = self.costs.of(num_rows + len(free)) - alone
+        # A further guess for all comes true with about half of their chance so far, and then saves its share of a step.
+        least = (once + rows) / (AGAIN * alone * len(free) / num_rows)
         hidden, last = [self._hidden[each] for each in free], [each.token_ids[-1] for each in free]
-        drafts = network.guess(hidden, last, MOST_OF_NETWORK, once / self.costs.of(len(answers)))
+        drafts = network.guess(hidden, last, MOST_OF_NETWORK if self._worth.pays else 1, least)
         return dict(zip(free, drafts, strict=True)), once * len(drafts[0].token_ids)
 
     def _begin(self, answer: Answer) -> _Guessing:
@@ -136,18 +141,21 @@ class _Guessing:
         self._begin = len(token_ids)
         self.draft: Draft = NO_DRAFT
 
-    def guess(self, most: int, offered: Draft) -> list[float]:
-        """Learn from the last guess, make a new one, or take the one that is offered if it promises more, and say how
-        likely its first tokens are to come."""
+    def guess(self, most: int) -> list[float]:
+        """Learn from the last guess, make a new one, and say how likely its first tokens are to come."""
         if self.draft.token_ids:
             came = self._token_ids[self._begin : self._begin + len(self.draft.token_ids)]
             self._acceptance.observe(self.draft, came)
         self._begin = len(self._token_ids)
         self.draft = self._drafter.draft(most)
-        chances = self._acceptance.chances(self.draft)
-        if offered.token_ids and most > 0:
-            other = Draft(offered.token_ids[:most], offered.kinds[:most])
-            promised = self._acceptance.chances(other)
-            if sum(promised) > sum(chances):
-                self.draft, chances = other, promised
-        return chances
+        return self._acceptance.chances(self.draft)
+
+    def weigh(self, offered: Draft, chances: list[float], most: int) -> list[float]:
+        """Take the guess that is `offered` in place of its own if that promises more tokens; the chances of the one
+        that was taken."""
+        other = Draft(offered.token_ids[:most], offered.kinds[:most])
+        promised = self._acceptance.chances(other)
+        if sum(promised) <= sum(chances):
+            return chances
+        self.draft = other
+        return promised

@@ -58,7 +58,7 @@ class DraftNetwork:
         Args:
             hidden: (E,) float32 of each, what the served model's head was given when it chose these tokens.
             most: guesses of each at most.
-            least: no answer is guessed further when the best chance of all, by the network itself, is below.
+            least: no answer is guessed further when the mean of their chances, by the network itself, is below.
         """
         state = torch.stack(list(hidden)) @ self._basis
         known = self._numbers[torch.tensor(last_ids)]
@@ -74,7 +74,7 @@ class DraftNetwork:
             for draft, token_id, kind in zip(found, ids, kinds.tolist(), strict=True):
                 draft.token_ids.append(token_id)
                 draft.kinds.append(kind)
-            if float(chance.max()) < least:
+            if float(chance.mean()) < least:
                 break
         return found
 

@@ -6,15 +6,20 @@ from collections.abc import Sequence
 
 from penjing.serve.speculate.rows import StepCosts
 
-MEMORY = 0.9  # of the mean of what it saved and took that is left after a step
-LONGEST_PAUSE = 64  # steps
+MEMORY = 0.95  # of the mean of what it saved and took that is left after a step
+PAUSE = 16  # steps, in each of which a guess that is made for nothing costs less than a tenth
 
 
 class Worth:
-    """Pauses while asking takes more than it saves; every pause is twice the one before."""
+    """Asks a step in seventeen while asking has taken more than it saved."""
 
     def __init__(self) -> None:
-        self._balance, self._pause, self._left = 0.0, 1, 0
+        self._balance, self._left = 0.0, 0
+
+    @property
+    def pays(self) -> bool:
+        """False while asking only finds out whether it would pay again."""
+        return self._balance >= 0
 
     def ask(self) -> bool:
         """Whether to ask in this step."""
@@ -26,10 +31,8 @@ class Worth:
     def note(self, saved: float, took: float) -> None:
         """Seconds that guesses of this step are expected to save, and that making them took."""
         self._balance = MEMORY * self._balance + (1 - MEMORY) * (saved - took)
-        if self._balance >= 0:
-            self._pause = 1
-            return
-        self._left, self._pause = self._pause, min(2 * self._pause, LONGEST_PAUSE)
+        if not self.pays:
+            self._left = PAUSE
 
 
 def saved_seconds(chances: Sequence[float], num_rows: int, costs: StepCosts) -> float:

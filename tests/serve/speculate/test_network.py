@@ -13,7 +13,7 @@ from penjing.core.runtime.draft import Draft, DraftConfig
 from penjing.serve.speculate.drafter import CONFIDENCES, FIRST_CONFIDENCE, NUM_KINDS
 from penjing.serve.speculate.network import DraftNetwork
 from penjing.serve.speculate.rows import StepCosts
-from penjing.serve.speculate.worth import LONGEST_PAUSE, Worth, saved_seconds
+from penjing.serve.speculate.worth import PAUSE, Worth, saved_seconds
 
 SIZE, VOCAB, KNOWN = 64, 200, 50
 
@@ -53,22 +53,36 @@ def test_it_guesses_what_the_trained_network_guesses(made: tuple[Draft, DraftNet
     assert served.guess([hidden[3]], [last[3]], 3, 0.0) == [found[3]]  # whoever else is there
 
 
-def test_it_stops_when_even_the_surest_guess_is_unlikely(made: tuple[Draft, DraftNetwork]) -> None:
+def test_it_stops_when_guesses_are_unlikely(made: tuple[Draft, DraftNetwork]) -> None:
     _, served = made
-    assert [len(draft.token_ids) for draft in served.guess(list(torch.randn(3, SIZE)), [0, 2, 4], 6, 1.1)] == [1] * 3
+    hidden = list(torch.randn(3, SIZE))
+    assert [len(draft.token_ids) for draft in served.guess(hidden, [0, 2, 4], 6, 1.1)] == [1] * 3
+    assert [len(draft.token_ids) for draft in served.guess(hidden, [0, 2, 4], 6, 0.0)] == [6] * 3
 
 
-def test_a_network_that_does_not_pay_is_asked_less_and_less_and_comes_back() -> None:
+def test_a_network_that_does_not_pay_is_asked_rarely_and_comes_back() -> None:
     worth, asked = Worth(), 0
     for _ in range(1000):
         if worth.ask():
             asked += 1
             worth.note(0.0, 1.0)
-    assert 1000 / (LONGEST_PAUSE + 1) < asked < 40
-    for _ in range(20 * LONGEST_PAUSE):
+    assert asked == -(-1000 // (PAUSE + 1))
+    assert not worth.pays
+    while not worth.pays:
         if worth.ask():
+            asked += 1
             worth.note(2.0, 1.0)
     assert [worth.ask() for _ in range(10)] == [True] * 10
+
+
+def test_one_guess_for_nothing_does_not_end_a_network_that_pays() -> None:
+    worth = Worth()
+    worth.note(0.0, 1.0)
+    for _ in range(PAUSE):
+        worth.ask()
+    for saved in (4.0, 0.0, 4.0, 0.0, 4.0):
+        assert worth.ask()
+        worth.note(saved, 1.0)
 
 
 def test_guesses_save_their_tokens_share_of_a_step_less_what_their_rows_cost() -> None:
