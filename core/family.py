@@ -29,6 +29,7 @@ FAMILIES: dict[FamilyName, str] = {
 """The families of penjing itself, and what messages call one of their networks."""
 GROUP, KEY = "penjing.families", "penjing_family"
 SEEING = "idefics3"  # `model_type` of decoders with a vision transformer
+PAIRED = ("clip", "siglip")  # `model_type` of two towers
 EYES = "sight"  # folder of an artifact with what a decoder sees with
 BERT = "bert"  # `model_type` of the text encoders that penjing knows
 
@@ -55,6 +56,8 @@ def family_of(folder: Path) -> FamilyName:
         return "classifier"
     if values.get("model_type") == SEEING:
         return "vision_language"
+    if values.get("model_type") in PAIRED:
+        return "towers"
     if values.get("model_type") == BERT:
         return "encoder"
     if "model_type" in values or "architectures" in values:

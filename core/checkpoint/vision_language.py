@@ -4,25 +4,23 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from torch import Tensor, nn
+from torch import nn
 
 from penjing.core.checkpoint.decoder import copy_tokenizer
+from penjing.core.checkpoint.named import named_tensors
 from penjing.core.checkpoint.safetensors_writer import MAX_SHARD_BYTES, SafetensorsWriter
 from penjing.core.config import parse_config
 from penjing.core.errors import ConfigError, InputError
 from penjing.core.family import SEEING
 from penjing.core.files import atomic_write_text
-from penjing.core.manifest import MANIFEST_NAME, check_inside, read_json_object, verify, write_manifest
+from penjing.core.manifest import MANIFEST_NAME, read_json_object, verify, write_manifest
 from penjing.core.models.hf_config import decoder_config_from_hf, decoder_config_to_hf
 from penjing.core.vision.vision_language import VisionLanguage, VisionLanguageConfig
 
-_WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _NAMES = {
     "vision.": "model.vision_model.",
     "projector.": "model.connector.modality_projection.proj.",
@@ -129,37 +127,10 @@ def load_vision_language(folder: Path) -> VisionLanguage:
     config = vision_language_config(folder)
     if (folder / MANIFEST_NAME).exists():
         verify(folder)
-    stored = dict(_tensors(folder))
     model = VisionLanguage(config)
     wanted = {idefics3_name(name): parameter for name, parameter in model.named_parameters()}
-    extra = stored.keys() - wanted.keys() - {"lm_head.weight"}  # some writers store a tied head too
-    if missing := sorted(wanted.keys() - stored.keys()) or sorted(extra):
-        what = "has no place in" if missing[0] in extra else "is missing of"
-        raise InputError(f"{folder}: the tensor {missing[0]} {what} the model of its config.json; get it again")
+    shapes = {name: parameter.shape for name, parameter in wanted.items()}
     with torch.no_grad():
-        for name, parameter in wanted.items():
-            tensor = stored.pop(name)
-            if tensor.shape != parameter.shape or not tensor.is_floating_point() or not bool(tensor.isfinite().all()):
-                raise InputError(
-                    f"{folder}: {name} has shape {tuple(tensor.shape)} and {tensor.dtype}, finite floating "
-                    f"{tuple(parameter.shape)} is needed; get the model again"
-                )
-            parameter.copy_(tensor)
+        for name, tensor in named_tensors(folder, shapes, unused=("lm_head.weight",)):  # some store a tied head too
+            wanted[name].copy_(tensor)
     return model.eval()
-
-
-def _tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
-    names = [_WEIGHTS]
-    if (folder / _INDEX).exists() and not (folder / _WEIGHTS).exists():
-        places = read_json_object(folder / _INDEX).get("weight_map")
-        if not isinstance(places, dict) or not all(isinstance(name, str) for name in places.values()):
-            raise InputError(f"{folder / _INDEX} has no weight_map of tensor names to file names; get it again")
-        names = sorted(set(places.values()))
-    for name in names:
-        check_inside(folder / _INDEX, name)
-        try:
-            with safe_open(folder / name, framework="pt") as file:
-                for key in file.keys():  # noqa: SIM118 (no dict)
-                    yield key, file.get_tensor(key)
-        except (SafetensorError, OSError, ValueError) as error:
-            raise InputError(f"{folder / name} is not a complete safetensors file ({error}); get it again") from error

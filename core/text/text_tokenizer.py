@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,6 +15,17 @@ from penjing.core.models.encoder_config import EncoderConfig, encoder_config_fro
 from penjing.core.text.tokenizer import read_backend
 
 TOKENIZER, LIMITS = "tokenizer.json", "sentence_bert_config.json"
+
+
+class Readable(Protocol):
+    """What a tokenizer must know of a network of texts."""
+
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def hidden_size(self) -> int: ...
+    @property
+    def max_position_embeddings(self) -> int: ...
 
 
 @dataclass(frozen=True)
@@ -38,7 +49,7 @@ class TextTokenizer:
         InputError: `tokenizer.json` is missing, malformed, or names tokens that the model has no embedding for.
     """
 
-    def __init__(self, folder: Path, config: EncoderConfig) -> None:
+    def __init__(self, folder: Path, config: Readable) -> None:
         path = folder / TOKENIZER
         self._backend = read_backend(path)
         largest = max(self._backend.get_vocab(with_added_tokens=True).values(), default=-1)
@@ -86,7 +97,7 @@ def encoder_config(folder: Path) -> EncoderConfig:
     return encoder_config_from_hf(read_json_object(path), str(path))
 
 
-def _longest_text(folder: Path, config: EncoderConfig) -> int:
+def _longest_text(folder: Path, config: Readable) -> int:
     path = folder / LIMITS
     if not path.exists():
         return config.max_position_embeddings

@@ -6,12 +6,35 @@ Parameter names are those of Hugging Face's `Idefics3VisionTransformer`. Shapes:
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Protocol
+
 import torch
 import torch.nn.functional as F
 from pydantic import Field, model_validator
 from torch import Tensor, nn
 
 from penjing.core.config import Config
+from penjing.core.vision.paired_config import Activation
+
+_ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
+    "gelu_pytorch_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
+    "gelu": F.gelu,
+}
+
+
+class LayerSizes(Protocol):
+    """What a `ViTLayer` must know."""
+
+    @property
+    def hidden_size(self) -> int: ...
+    @property
+    def intermediate_size(self) -> int: ...
+    @property
+    def num_attention_heads(self) -> int: ...
+    @property
+    def layer_norm_eps(self) -> float: ...
 
 
 class ViTConfig(Config):
@@ -51,10 +74,10 @@ class _Embeddings(nn.Module):
 
 
 class _Attention(nn.Module):
-    def __init__(self, config: ViTConfig):
+    def __init__(self, config: LayerSizes, causal: bool):
         super().__init__()
         size = config.hidden_size
-        self.num_heads = config.num_attention_heads
+        self.num_heads, self.causal = config.num_attention_heads, causal
         self.q_proj, self.k_proj, self.v_proj, self.out_proj = (nn.Linear(size, size) for _ in range(4))
 
     def forward(self, x_NPE: Tensor) -> Tensor:
@@ -62,25 +85,33 @@ class _Attention(nn.Module):
             layer(x_NPE).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
             for layer in (self.q_proj, self.k_proj, self.v_proj)
         )
-        return self.out_proj(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=self.causal)
+        return self.out_proj(mixed.transpose(1, 2).flatten(2))
 
 
-class _MLP(nn.Module):
-    def __init__(self, config: ViTConfig):
+class TwoLinears(nn.Module):
+    """The MLP of a layer."""
+
+    def __init__(self, config: LayerSizes, activation: Activation):
         super().__init__()
         self.fc1 = nn.Linear(config.hidden_size, config.intermediate_size)
         self.fc2 = nn.Linear(config.intermediate_size, config.hidden_size)
+        self._activation = _ACTIVATIONS[activation]
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.fc2(F.gelu(self.fc1(x), approximate="tanh"))
+        return self.fc2(self._activation(self.fc1(x)))
 
 
 class ViTLayer(nn.Module):
-    """Attention among all patches and an MLP, each behind a norm and added to the residual."""
+    """Attention among all patches and an MLP, each behind a norm and added to the residual.
 
-    def __init__(self, config: ViTConfig):
+    Args:
+        causal: what is seen comes before, as in CLIP's texts.
+    """
+
+    def __init__(self, config: LayerSizes, activation: Activation = "gelu_pytorch_tanh", causal: bool = False):
         super().__init__()
-        self.self_attn, self.mlp = _Attention(config), _MLP(config)
+        self.self_attn, self.mlp = _Attention(config, causal), TwoLinears(config, activation)
         self.layer_norm1, self.layer_norm2 = (nn.LayerNorm(config.hidden_size, config.layer_norm_eps) for _ in range(2))
 
     def forward(self, x: Tensor) -> Tensor:

@@ -16,12 +16,12 @@ from torch import Tensor, nn
 from penjing.core.checkpoint.encoder import load_encoder
 from penjing.core.checkpoint.towers import load_towers, save_towers, towers_config
 from penjing.core.errors import ConfigError, InputError
-from penjing.core.graph.config import Pixels, TensorSpec
-from penjing.core.models.encoder import Encoder
+from penjing.core.graph.config import TensorSpec
 from penjing.core.models.encoder_config import EncoderConfig
+from penjing.core.models.resnet import ResNet
 from penjing.core.progress import Progress
 from penjing.core.text.text_tokenizer import TextTokenizer, encoder_config, pad
-from penjing.core.vision.towers import LARGEST_SCALE, TowersConfig, TwoTowers
+from penjing.core.vision.towers import LARGEST_SCALE, TowersConfig, TwoTowers, text_tower
 from penjing.train.chat.held_out import held_out_places
 from penjing.train.data.emoji import BUILTIN, emoji_pairs
 from penjing.train.data.images import normalise
@@ -119,14 +119,11 @@ class TowerTraining:
         tokens = self._tokenizer.rows(list(names))
         features = self._features(tokens, progress) if self._text_is_frozen() else None
         settings = SourceSettings(max_broken=data.max_broken, workers=data.workers)
-        height, width = config.image_size
-        order = "L" if config.image.in_channels == 1 else "RGB"
-        pixels = Pixels(height=height, width=width, mean=config.mean, std=config.std, order=order)
-        shape = ("batch", config.image.in_channels, height, width)
+        shape = ("batch", config.channels, *config.image_size)
         spec = TensorSpec(name="images", dtype="float32", shape=shape)
 
         def pairs(of: Source, indices: np.ndarray) -> TextedImages:
-            form = Form((spec,), pixels, len(names), names)
+            form = Form((spec,), config.pixels, len(names), names)
             return TextedImages(Reader(of, indices, form, settings, progress.note), data, tokens, features)
 
         self._learnt = pairs(source, learnt)
@@ -155,6 +152,7 @@ class TowerTraining:
             check_finite(given, f"initial = {self._recipe.initial}")
             model.load_state_dict(given)
             return
+        assert isinstance(model.image, ResNet), "a recipe without initial has one"
         initialize_resnet(model.image)
         nn.init.normal_(model.text_projection.weight, 0.0, self.config.text.hidden_size**-0.5)
         kind = self.config.loss
@@ -209,7 +207,7 @@ class TowerTraining:
 
     def _text_is_frozen(self) -> bool:
         with torch.device("meta"):
-            names = [f"text.{name}" for name, _ in Encoder(self.config.text).named_parameters()]
+            names = [f"text.{name}" for name, _ in text_tower(self.config.text).named_parameters()]
         return all(any(fnmatch(name, pattern) for pattern in self._recipe.freeze) for name in names)
 
     @torch.no_grad()

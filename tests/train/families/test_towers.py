@@ -13,8 +13,10 @@ from PIL import Image
 from penjing.core.checkpoint.towers import load_towers
 from penjing.core.errors import ConfigError, InputError
 from penjing.core.family import family_of
+from penjing.core.imports.importer import import_model
 from penjing.train.run import train
 from tests.core.models.encoders import write_sentence_transformer
+from tests.core.vision.paired import Kind, write_paired
 
 RECIPE = """
 output = "{folder}/out"
@@ -118,3 +120,23 @@ def test_an_objective_of_pairs_needs_pairs(recipe: Path) -> None:
     recipe.write_text(text)
     with pytest.raises(ConfigError, match=r"compares pairs of images and texts; give data.kind = 'pairs'"):
         train(recipe)
+
+
+@pytest.mark.parametrize("kind", ["clip", "siglip"])
+@pytest.mark.parametrize("freeze", ['["text.*"]', '["image.*"]'])
+def test_training_goes_on_from_what_was_imported(recipe: Path, tmp_path: Path, kind: Kind, freeze: str) -> None:
+    from transformers import AutoModel
+
+    write_paired(tmp_path / "theirs", kind)
+    import_model(str(tmp_path / "theirs"), tmp_path / "in")
+    lines = recipe.read_text().splitlines()
+    begin, end = lines.index("[model]"), lines.index("[data]")
+    recipe.write_text("\n".join([f'initial = "{tmp_path}/in"', *lines[:begin], *lines[end:]]))
+    settings = [f"objective.kind={kind}", f"freeze={freeze}", "steps=3", "data.micro_batch=8", "evaluation.every=3"]
+    results = train(recipe, [*settings, "learning_rate.peak=1e-3"])
+    assert 0 <= results["image_to_text_at_1"] <= 1
+    before, after = (AutoModel.from_pretrained(tmp_path / name).state_dict() for name in ("in", "out"))
+    parts = {name.split(".")[0] for name in before if not torch.equal(before[name], after[name])}
+    frozen, learnt = ("text_model", "vision_model") if "text" in freeze else ("vision_model", "text_model")
+    assert learnt in parts
+    assert (frozen in parts) == (kind == "siglip" and frozen == "text_model")  # its head is our text_projection

@@ -1,0 +1,239 @@
+"""Two towers in Hugging Face's layout of CLIP and SigLIP: `config.json` with `model_type` clip or siglip, safetensors,
+`preprocessor_config.json`, tokenizer files."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from penjing.core.checkpoint.named import named_tensors
+from penjing.core.config import parse_config
+from penjing.core.errors import ConfigError, InputError
+from penjing.core.files import atomic_write_text
+from penjing.core.graph.config import Pixels
+from penjing.core.manifest import read_json_object
+from penjing.core.vision.paired_config import ImageTransformerConfig, TextTransformerConfig
+from penjing.core.vision.towers import TowersConfig, TwoTowers
+
+PREPROCESSOR, PROCESSOR = "preprocessor_config.json", "processor_config.json"
+_ALIKE = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "layer_norm_eps")
+# What Hugging Face's classes take where config.json leaves a field out.
+_DEFAULTS: dict[str, dict[str, dict[str, Any]]] = {
+    "clip": {
+        "text_config": {
+            "vocab_size": 49408, "hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 12,
+            "num_attention_heads": 8, "max_position_embeddings": 77, "layer_norm_eps": 1e-5,
+            "hidden_act": "quick_gelu", "eos_token_id": 49407,
+        },
+        "vision_config": {
+            "image_size": 224, "patch_size": 32, "num_channels": 3, "hidden_size": 768, "intermediate_size": 3072,
+            "num_hidden_layers": 12, "num_attention_heads": 12, "layer_norm_eps": 1e-5, "hidden_act": "quick_gelu",
+        },
+    },
+    "siglip": {
+        "text_config": {
+            "vocab_size": 32000, "hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12,
+            "num_attention_heads": 12, "max_position_embeddings": 64, "layer_norm_eps": 1e-6,
+            "hidden_act": "gelu_pytorch_tanh", "pad_token_id": 1,
+        },
+        "vision_config": {
+            "image_size": 224, "patch_size": 16, "num_channels": 3, "hidden_size": 768, "intermediate_size": 3072,
+            "num_hidden_layers": 12, "num_attention_heads": 12, "layer_norm_eps": 1e-6,
+            "hidden_act": "gelu_pytorch_tanh", "vision_use_head": True,
+        },
+    },
+}  # fmt: skip
+_OLD_END = 2  # configs before transformers' pull request 24773 say so, and mean the largest token of a text
+_NAMES = {
+    "clip": {
+        "image.projection.": "visual_projection.", "image.": "vision_model.", "text.": "text_model.",
+        "text_projection.": "text_projection.",
+    },
+    "siglip": {"image.": "vision_model.", "text.": "text_model.", "text_projection.": "text_model.head."},
+}  # fmt: skip
+# Older files store what config.json determines.
+_UNUSED = ("text_model.embeddings.position_ids", "vision_model.embeddings.position_ids")
+_FILTERS = {2: "bilinear", 3: "bicubic"}  # Pillow's numbers
+
+
+def is_paired(values: dict[str, Any]) -> bool:
+    """Whether the content of a `config.json` is of this layout."""
+    return values.get("model_type") in _DEFAULTS
+
+
+def paired_config(folder: Path) -> TowersConfig:
+    """The content of `config.json` and `preprocessor_config.json`.
+
+    Raises:
+        InputError: missing, damaged, or of a computation that `TwoTowers` does not do.
+    """
+    path = folder / "config.json"
+    values = read_json_object(path)
+    kind = str(values["model_type"])
+    text, vision = (_part(values, f"{name}_config", kind, path) for name in ("text", "vision"))
+    if vision.get("vision_use_head") is False:
+        raise InputError(f"{path}: vision_use_head=false leaves no vector of an image; only towers with one are read")
+    clip = kind == "clip"
+    end = text.get("eos_token_id")
+    if clip and type(end) is not int:
+        raise InputError(f"{path}: text_config.eos_token_id={end!r} must be one token")
+    dimension = values.get("projection_dim", 512) if clip else text.get("projection_size") or text["hidden_size"]
+    chosen = {
+        "image": {name: vision[name] for name in (*_ALIKE, "image_size", "patch_size", "num_channels")}
+        | {"activation": vision["hidden_act"], "pooling": "class" if clip else "attention", "dimension": dimension},
+        "text": {name: text[name] for name in (*_ALIKE, "vocab_size", "max_position_embeddings")}
+        | {"activation": text["hidden_act"]}
+        | (
+            {"pooling": "end", "end_token_id": None if end == _OLD_END else end}
+            if clip
+            else {"pooling": "last", "pad_token_id": text["pad_token_id"]}
+        ),
+    }
+    try:
+        image = parse_config(ImageTransformerConfig, chosen["image"], f"{path}: vision_config")
+        texts = parse_config(TextTransformerConfig, chosen["text"], f"{path}: text_config")
+        seen = _pixels(folder, image.image_size, image.num_channels)
+    except ConfigError as error:
+        raise InputError(f"{error}; the file is damaged, or of another kind of model") from None
+    return TowersConfig(
+        image=image, image_size=(seen.height, seen.width), mean=seen.mean, std=seen.std, fit=seen.fit,
+        resize=seen.resize, filter=seen.filter, text=texts, loss="clip" if clip else "siglip",
+    )  # fmt: skip
+
+
+def load_paired(folder: Path, config: TowersConfig) -> TwoTowers:
+    """The towers in float32 on the CPU. Hashes are the caller's matter.
+
+    Raises:
+        InputError: missing, damaged, not finite, or with other tensors than `config.json` promises.
+    """
+    with torch.device("meta"):  # a damaged size may be a billion
+        model = TwoTowers(config)
+    names = {paired_name(config, name): name for name in model.state_dict()}
+    shapes = {
+        theirs: torch.Size([1]) if _is_scalar(theirs, config) else model.state_dict()[ours].shape
+        for theirs, ours in names.items()
+    }
+    found = {
+        names[theirs]: tensor.reshape(()) if _is_scalar(theirs, config) else tensor
+        for theirs, tensor in named_tensors(folder, shapes, _UNUSED)
+    }
+    model.load_state_dict(found, assign=True)
+    return model.requires_grad_()
+
+
+def paired_tensors(config: TowersConfig, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The state of a `TwoTowers` as the file has it."""
+    named = {paired_name(config, name): tensor for name, tensor in tensors.items()}
+    return {name: tensor.reshape(1) if _is_scalar(name, config) else tensor for name, tensor in named.items()}
+
+
+def paired_name(config: TowersConfig, name: str) -> str:
+    """The name that Hugging Face gives to the parameter `name` of a `TwoTowers`."""
+    names = _NAMES[config.loss]
+    ours = next((prefix for prefix in names if name.startswith(prefix)), "")
+    return names.get(ours, "") + name.removeprefix(ours)
+
+
+def save_paired_config(folder: Path, config: TowersConfig) -> None:
+    """Write `config.json` and `preprocessor_config.json`, as transformers reads them."""
+    image, text, kind = config.image, config.text, config.loss
+    assert isinstance(image, ImageTransformerConfig)
+    assert isinstance(text, TextTransformerConfig)
+    vision: dict[str, Any] = {"model_type": f"{kind}_vision_model", "hidden_act": image.activation}
+    vision |= image.model_dump(exclude={"activation", "pooling", "dimension"})
+    words: dict[str, Any] = {"model_type": f"{kind}_text_model", "hidden_act": text.activation}
+    words |= text.model_dump(exclude={"activation", "pooling", "end_token_id", "pad_token_id"})
+    if kind == "clip":
+        words["eos_token_id"] = _OLD_END if text.end_token_id is None else text.end_token_id
+        values: dict[str, Any] = {"architectures": ["CLIPModel"], "projection_dim": config.dimension}
+        vision["projection_dim"] = words["projection_dim"] = config.dimension
+    else:
+        words |= {"pad_token_id": text.pad_token_id, "projection_size": config.dimension}
+        values = {"architectures": ["SiglipModel"]}
+        vision["vision_use_head"] = True
+    values |= {"model_type": kind, "text_config": words, "vision_config": vision}
+    height, width = config.image_size
+    seen: dict[str, Any] = {
+        "do_resize": True, "do_rescale": True, "rescale_factor": 1 / 255, "do_normalize": True,
+        "image_mean": list(config.mean), "image_std": list(config.std),
+        "resample": next(number for number, name in _FILTERS.items() if name == config.filter),
+        "image_processor_type": "CLIPImageProcessor" if kind == "clip" else "SiglipImageProcessor",
+    }  # fmt: skip
+    if config.fit == "cover":
+        short = (config.resize or config.image_size)[0]
+        seen |= {
+            "do_center_crop": True,
+            "size": {"shortest_edge": short},
+            "crop_size": {"height": height, "width": width},
+        }
+    else:
+        seen |= {"do_center_crop": False, "size": {"height": height, "width": width}}
+    for name, content in (("config.json", values), (PREPROCESSOR, seen)):
+        atomic_write_text(folder / name, json.dumps(content, indent=2) + "\n")
+
+
+def _is_scalar(theirs: str, config: TowersConfig) -> bool:
+    """Whether a file has one number of one axis where we have none."""
+    return config.loss == "siglip" and theirs in ("logit_scale", "logit_bias")
+
+
+def _part(values: dict[str, Any], name: str, kind: str, path: Path) -> dict[str, Any]:
+    """The object `name` with what is left out; `NAME_dict` of old files stands in its place."""
+    given = values.get(f"{name}_dict")
+    given = values.get(name) if given is None else given
+    if given is None:
+        given = {}
+    if not isinstance(given, dict):
+        raise InputError(f"{path}: {name} must be an object; get the model again")
+    return _DEFAULTS[kind][name] | given
+
+
+def _pixels(folder: Path, size: int, channels: int) -> Pixels:
+    """How images enter."""
+    path = folder / PREPROCESSOR
+    if path.exists():
+        values = read_json_object(path)
+    elif (folder / PROCESSOR).exists():
+        path = folder / PROCESSOR
+        values = read_json_object(path).get("image_processor")
+        if not isinstance(values, dict):
+            raise InputError(f"{path} has no image_processor, which says how images enter; get the model again")
+    else:
+        raise InputError(f"{folder} has no {PREPROCESSOR}, which says how images enter; get the model again")
+    for name in ("do_resize", "do_rescale", "do_normalize"):
+        if values.get(name, True) is not True:
+            raise InputError(f"{path}: {name}={values[name]!r} is not supported; it must be true")
+    factor = values.get("rescale_factor", 1 / 255)
+    if not isinstance(factor, float) or abs(factor * 255 - 1) > 1e-3:
+        raise InputError(f"{path}: rescale_factor={factor!r} is not supported; it must be 1 / 255")
+    if not isinstance(resample := values.get("resample", 3), int) or resample not in _FILTERS:
+        raise InputError(f"{path}: resample={resample!r} is not supported; it must be 2 (bilinear) or 3 (bicubic)")
+    seen: dict[str, Any] = {"mean": values.get("image_mean"), "std": values.get("image_std")}
+    seen |= {"filter": _FILTERS[resample], "height": size, "width": size, "order": "L" if channels == 1 else "RGB"}
+    scaled = values.get("size", size)
+    shortest = scaled.get("shortest_edge") if isinstance(scaled, dict) else None
+    if values.get("do_center_crop", False):
+        shortest = scaled if shortest is None and isinstance(scaled, int) else shortest
+        cut = _sides(values.get("crop_size", size))
+        if cut != (size, size) or type(shortest) is not int:
+            raise InputError(
+                f"{path} scales to {scaled} and cuts out {values.get('crop_size', size)}; config.json has images of "
+                f"{size} x {size} pixels: the files do not belong together"
+            )
+        seen |= {"fit": "cover", "resize": (shortest, shortest)}
+        return parse_config(Pixels, seen, str(path))
+    if _sides(scaled) != (size, size):
+        raise InputError(
+            f"{path} scales to {scaled}; config.json has images of {size} x {size} pixels: the files do not belong "
+            "together"
+        )
+    return parse_config(Pixels, seen, str(path))
+
+
+def _sides(size: Any) -> tuple[Any, Any]:
+    return (size.get("height"), size.get("width")) if isinstance(size, dict) else (size, size)
