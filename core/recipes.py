@@ -15,7 +15,8 @@ from penjing.core.files import atomic_write_text
 StageName = Literal["train", "search", "compress", "compress-search", "curate"]
 PACKAGE = "penjing.recipes"
 SUFFIX = ".toml"
-CHOICES = {"widths", "bits", "layers"}  # of a search over compression; one over training names settings with dots
+# Of a search over compression; one over training names settings with dots.
+CHOICES = {"widths", "bits", "layers", "windows"}
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from penjing.core.checkpoint.decoder import Checkpoint, open_checkpoint
-from penjing.core.models.attention import causal_attention
+from penjing.core.models.attention import Attend, causal_attention
 from penjing.core.models.decoder import Decoder, DecoderLayer
 from penjing.core.models.rope import inverse_frequencies
 from penjing.core.runtime.embedding import stored_table, tied_name
@@ -106,14 +106,15 @@ class LayerStream:
         hidden_WTE: Tensor,
         observe: Observe | None = None,
         observe_kv: ObserveKV | None = None,
+        attend: Attend | None = None,
     ) -> None:
-        """Send `hidden_WTE` through a layer, window by window, in place."""
-        attend = causal_attention(self._decoder.config)
+        """Send `hidden_WTE` through a layer, window by window, in place; `attend`: instead of the network's own."""
+        sees = attend or causal_attention(self._decoder.config)
 
         def watched(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             if observe_kv is not None:
                 observe_kv(k, v)
-            return attend(layer, q, k, v)
+            return sees(layer, q, k, v)
 
         handles = [] if observe is None else _hook_linears(module, observe)
         cos, sin = rotary_cos_sin(self._inverse_frequency, torch.arange(hidden_WTE.shape[1]))

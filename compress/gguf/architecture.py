@@ -140,7 +140,8 @@ def rotary_divisors(config: DecoderConfig) -> NDArray[np.float32] | None:
 
 def _is_a(config: DecoderConfig, kind: str) -> bool:
     """Whether `config` with full attention and layers of one width is a network of the Hugging Face type `kind`."""
-    same = {"model_type": kind, "sliding_window": None, "layer_types": None, "intermediate_sizes": None}
+    windows = {"sliding_window": None, "sliding_windows": None, "layer_types": None}
+    same = {"model_type": kind, "intermediate_sizes": None} | windows
     try:
         decoder_config_to_hf(config.model_copy(update=same))
     except InputError:

@@ -77,7 +77,7 @@ class DecoderSubject:
         with torch.device("meta"):
             self.dense: nn.Module = self.build(whole)
             # Windows decide which tokens meet, not which channels: full attention has all the couplings.
-            plain = {"layer_types": None, "sliding_window": None}
+            plain = {"layer_types": None, "sliding_window": None, "sliding_windows": None}
             self.model: nn.Module = self.build(self._config.model_copy(update=plain))
             self.example = (torch.zeros(BATCH, TOKENS, dtype=torch.int64),)
 
@@ -188,10 +188,13 @@ def kept_layers(config: DecoderConfig, dropped: Sequence[int]) -> list[int]:
 
 def _without_layers(config: DecoderConfig, kept: list[int]) -> DecoderConfig:
     types = [config.layer_type(layer) for layer in kept]
+    windows = [config.layer_window(layer) for layer in kept]
     changed: dict[str, Any] = {"num_hidden_layers": len(kept)}
     if config.layer_types is not None:
         changed["layer_types"] = types
-        changed["sliding_window"] = config.sliding_window if "sliding_attention" in types else None
+        changed["sliding_window"] = max((each for each in windows if each is not None), default=None)
+        if config.sliding_windows is not None:
+            changed["sliding_windows"] = [each or 0 for each in windows] if changed["sliding_window"] else None
     if config.intermediate_sizes is not None:
         inner = [config.intermediate_sizes[layer] for layer in kept]
         changed |= {"intermediate_sizes": inner, "intermediate_size": max(inner)}

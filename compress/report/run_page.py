@@ -26,6 +26,7 @@ MEANINGS = {
     "prune": "whole channels, heads or layers were removed",
     "prune_weights": "the weights that matter least became zero",
     "sparsify": "training drew channels that matter little towards zero, so that they can be removed",
+    "window": "layers see fewer tokens back",
     "distill": "training taught it to answer as the network before it was made smaller",
     "finetune": "training on the data again",
     "quantize": "weights and the numbers between layers were rounded to fewer bits",

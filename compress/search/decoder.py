@@ -1,4 +1,5 @@
-"""A decoder that is changed and judged again and again: channels of MLPs leave, whole layers leave, weights get 4 bits.
+"""A decoder that is changed and judged again and again: channels of MLPs leave, whole layers leave, weights get 4 bits,
+layers see fewer tokens back.
 
 What is judged is a decoder whose transforms are those of the base's quantize step (rotation, smoothing), so that 4 bits
 are rounded as they will be. 8 bits are taken to cost nothing: every combination has at least them, and what they cost
@@ -11,8 +12,7 @@ Layers run one after the other from the first that is changed; what enters it is
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -20,10 +20,11 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from penjing.compress.decoder.artifact import make_weights
-from penjing.compress.decoder.layer import Activations, int4_rule
+from penjing.compress.decoder.cases import LayerCases
+from penjing.compress.decoder.layer import Activations
 from penjing.compress.decoder.parts import same_input
 from penjing.compress.decoder.settings import Int8Settings
 from penjing.compress.decoder.stream import LayerStream
@@ -38,38 +39,21 @@ from penjing.compress.search.base import only_step
 from penjing.compress.search.decoder_clock import DecoderClock
 from penjing.compress.search.points import decoder_steps
 from penjing.compress.search.recipe import GONE, PACKED, STORED, WHOLE, Choices, Workload
-from penjing.compress.search.space import Counted, Space, Variable
+from penjing.compress.search.space import Counted, OfLayer, Space, Variable
 from penjing.compress.steps.prune import Prune
 from penjing.compress.steps.prune_scores import unit_scores
 from penjing.compress.steps.quantize import Quantize
+from penjing.compress.steps.window import Window
 from penjing.core.checkpoint.decoder import open_checkpoint
 from penjing.core.errors import ConfigError, InputError
+from penjing.core.models.attention import causal_attention
 from penjing.core.models.config import DecoderConfig
-from penjing.core.models.decoder import DecoderLayer
+from penjing.core.models.hf_config import with_windows
 from penjing.core.progress import Progress
 from penjing.core.work import Tasks
 
 STRIDE = 4  # tokens of which one is judged: logits are most of the work of a small decoder otherwise
 ROWS = 128  # of logits at a time
-DOWN = "mlp.down_proj"
-MLP = ("mlp.gate_proj", "mlp.up_proj", DOWN)
-
-
-@dataclass
-class _Layer:
-    """A layer of the network in floating point, with its weights of 4 bits (widened again).
-
-    Attributes:
-        weights, biases: linear → (N, K) and (N,) as they are. packed: the same in 4 bits; of `DOWN` by option of the
-            layer's variable, else option 0.
-        units: of each option of the layer's variable, those that stay; None: all.
-    """
-
-    module: DecoderLayer
-    weights: dict[str, Tensor]
-    biases: dict[str, Tensor]
-    packed: dict[tuple[str, int], Tensor]
-    units: list[Tensor | None]
 
 
 class DecoderTrials:
@@ -104,25 +88,30 @@ class DecoderTrials:
             for index in range(self.config.num_hidden_layers)
             if len(choices.bits) > 1
         ]
-        if not layers and not bits:
+        attention = self._attention(recipe, choices.windows)
+        variables = (*layers, *bits, *attention)
+        if not variables:
             raise ConfigError(
-                "space: there is nothing to choose; give widths such as [1.0, 0.75], layers=true, or bits=[8, 4]"
+                "space: there is nothing to choose; give widths such as [1.0, 0.75], layers=true, bits=[8, 4], or "
+                "windows such as [512]"
             )
-        places = {(each.name, each.kind): place for place, each in enumerate((*layers, *bits))}
+        places = {(each.name, each.kind): place for place, each in enumerate(variables)}
         self.of_layer = [
-            (places.get((f"model.layers.{index}", "layer")), places.get((f"model.layers.{index}", "bits")))
+            OfLayer(*(places.get((f"model.layers.{index}", kind)) for kind in ("layer", "bits", "attention")))
             for index in range(self.config.num_hidden_layers)
         ]
-        variables = (*layers, *bits)
+        count = self.config.num_hidden_layers
+        self.sees = {each: causal_attention(with_windows(self.config, [each] * count)) for each in choices.windows}
         self.space = Space(variables, self._counted(variables), _beside(self.of_layer))
         self.decides = {
             "data": recipe.data.model_dump(mode="json"),
             "units": [(each.name, each.options, each.units) for each in layers],
             "bits": [(each.name, each.options) for each in bits],
+            "attention": [(each.name, each.options) for each in attention],
             "quantize": self.settings.model_dump(mode="json"),
             "stride": STRIDE,
         }
-        self._layers: list[_Layer] = []
+        self._layers: list[LayerCases] = []
 
     @property
     def count(self) -> int:
@@ -135,7 +124,7 @@ class DecoderTrials:
 
     def point(self, base: dict[str, Any], choice: Sequence[int]) -> list[dict[str, Any]]:
         """See `Changes`."""
-        return decoder_steps(base, self.space, choice, self.choices.bits[0])
+        return decoder_steps(base, self.space, choice, self.choices.bits[0], self.config.num_hidden_layers)
 
     @torch.no_grad()
     def prepare(self, tasks: Tasks, progress: Progress) -> None:
@@ -149,11 +138,11 @@ class DecoderTrials:
         for index in range(self.config.num_hidden_layers):
             weights = stream.weights(index)
             module = stream.float_layer(index, weights)
-            layer = _Layer(module, *_linears(module), {}, self._staying(index))
+            layer = LayerCases(module, self._staying(index))
             if rounds:
                 active = Activations(num_windows=len(self.seen))
                 stream.run(module, seen_WTE, active.observe)
-                self._round(layer, same_input(weights), active.samples())
+                layer.round(self.settings, same_input(weights), active.samples())
             self._layers.append(layer)
             self._entering.append(hidden_WTE.clone())
             self._run(index, self.space.start, hidden_WTE)
@@ -165,7 +154,7 @@ class DecoderTrials:
     def divergence(self, choice: Sequence[int]) -> float:
         """How far the answers of a combination are from those of the network as it is; at most `LARGEST_LOSS`."""
         changed = [
-            index for index, pair in enumerate(self.of_layer) if any(each is not None and choice[each] for each in pair)
+            index for index, each in enumerate(self.of_layer) if any(choice[variable] for variable in each.scope)
         ]
         if not changed:
             return 0.0
@@ -182,48 +171,28 @@ class DecoderTrials:
 
     def _run(self, index: int, choice: Sequence[int], hidden_WTE: Tensor) -> None:
         """Send hidden states through a layer as a combination has it, in place."""
-        width, bits = self.of_layer[index]
+        width, bits, attention = self.of_layer[index]
         option = 0 if width is None else choice[width]
         if width is not None and self.space.variables[width].options[option] == GONE:
             return
         stored = self.choices.bits[0] if bits is None else self.space.variables[bits].options[choice[bits]]
         packed = stored == PACKED
         layer = self._layers[index]
-        for name, whole in layer.weights.items():
-            staying = layer.units[option] if name in MLP else None
-            weight = whole if not packed else layer.packed[name, option if name == DOWN else 0]
-            if staying is not None and not (name == DOWN and packed):  # that is rounded as it is cut
-                weight = weight[:, staying] if name == DOWN else weight[staying]
-            linear = layer.module.get_submodule(name)
-            assert isinstance(linear, nn.Linear)
-            linear.weight = nn.Parameter(weight, requires_grad=False)
-            if name in layer.biases:
-                bias = layer.biases[name] if staying is None or name == DOWN else layer.biases[name][staying]
-                linear.bias = nn.Parameter(bias, requires_grad=False)
+        layer.take(option, packed=packed)
         group = self.settings.group if self.settings.offsets else 0
         rounded: Callable[[str, Tensor], Tensor] = lambda _, x: fake_quantize_activation(x, group)  # noqa: E731
-        self._stream.run(layer.module, hidden_WTE, rounded if packed else None)
+        attend = None
+        if attention is not None and choice[attention]:
+            attend = self.sees[int(self.space.variables[attention].options[choice[attention]])]
+        self._stream.run(layer.module, hidden_WTE, rounded if packed else None, attend=attend)
 
     def _logits(self, hidden_WTE: Tensor) -> Sequence[Tensor]:
         """(≤ ROWS, V) at a time, of every fourth token."""
         hidden_RE = self._stream.final_norm(hidden_WTE[:, ::STRIDE].flatten(0, 1))
         return [F.linear(rows_RE, self._head) for rows_RE in hidden_RE.split(ROWS)]
 
-    def _round(self, layer: _Layer, inputs: Mapping[str, Sequence[str]], samples: dict[str, Tensor]) -> None:
-        for group, names in inputs.items():
-            for name in names:
-                if name != DOWN:
-                    layer.packed[name, 0] = int4_rule(self.settings, samples[group])(layer.weights[name]).dequantize()
-                    continue
-                for option, staying in enumerate(layer.units):
-                    if staying is not None and not len(staying):
-                        continue  # the layer leaves
-                    kept = slice(None) if staying is None else staying
-                    rule = int4_rule(self.settings, samples[group][:, kept].contiguous())
-                    layer.packed[name, option] = rule(layer.weights[name][:, kept].contiguous()).dequantize()
-
     def _staying(self, index: int) -> list[Tensor | None]:
-        width, _ = self.of_layer[index]
+        width = self.of_layer[index].width
         if width is None:
             return [None]
         variable, inner = self.space.variables[width], self.config.ffn_size(index)
@@ -309,6 +278,25 @@ class DecoderTrials:
                 units.append(())
         return [(tuple(options), tuple(units)) for options, units in found]
 
+    def _attention(self, recipe: Recipe, windows: Sequence[int]) -> list[Variable]:
+        """Of each layer that sees more than the smallest window what it may see, falling from what it sees."""
+        if not windows:
+            return []
+        if any(isinstance(step, Window) for step in recipe.steps):
+            raise ConfigError("base has a step of kind 'window', which space.windows varies: leave it out of base")
+        if windows[0] >= self.judged_WT.shape[1]:
+            raise ConfigError(
+                f"space.windows={list(windows)}: texts of {self.judged_WT.shape[1]} tokens show nothing of a window of "
+                f'{windows[0]}; give longer ones by "data.window" in [settings], or smaller windows'
+            )
+        found = []
+        for index in range(self.config.num_hidden_layers):
+            sees = self.config.layer_window(index) or self.config.max_position_embeddings
+            options = [sees, *(each for each in windows if each < sees)]
+            if len(options) > 1:
+                found.append(Variable(f"model.layers.{index}", "attention", tuple(map(float, options))))
+        return found
+
     def _check_width(self, inner: int) -> None:
         if PACKED in self.choices.bits and inner % self.settings.group:
             raise ConfigError(
@@ -322,7 +310,7 @@ class DecoderTrials:
         hidden, queries = config.hidden_size, config.num_attention_heads * config.head_dim
         attention = 2 * hidden * (queries + config.num_key_value_heads * config.head_dim)
         extra = (2 if self.settings.offsets else 1) * 2 / self.settings.group  # bytes of a weight's scale and offset
-        for index, (width, bits) in enumerate(self.of_layer):
+        for index, (width, bits, _) in enumerate(self.of_layer):
             scope = tuple(sorted(each for each in (width, bits) if each is not None))
             sizes = [len(variables[each].options) for each in scope]
             macs, stored = np.zeros(sizes), np.zeros(sizes)
@@ -354,14 +342,9 @@ def _halves(windows_WT: Tensor) -> tuple[Tensor, Tensor]:
     return windows_WT[::2], windows_WT[1::2]
 
 
-def _linears(module: nn.Module) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Weights, and biases of those that have one."""
-    linears = {name: layer for name, layer in module.named_modules() if isinstance(layer, nn.Linear)}
-    weights = {name: layer.weight.detach() for name, layer in linears.items()}
-    return weights, {name: layer.bias.detach() for name, layer in linears.items() if layer.bias is not None}
-
-
-def _beside(of_layer: list[tuple[int | None, int | None]]) -> tuple[tuple[int, int], ...]:
-    """Variables of layers that follow each other."""
-    layers = [width for width, _ in of_layer]
-    return tuple((one, two) for one, two in pairwise(layers) if one is not None and two is not None)
+def _beside(of_layer: list[OfLayer]) -> tuple[tuple[int, int], ...]:
+    """Variables of layers that follow each other, and those of one layer."""
+    pairs = [(one.width, two.width) for one, two in pairwise(of_layer)]
+    pairs += [(one.attention, two.attention) for one, two in pairwise(of_layer)]
+    pairs += [(each.width, each.attention) for each in of_layer]
+    return tuple((one, two) for one, two in pairs if one is not None and two is not None)

@@ -1,4 +1,5 @@
-"""Seconds of a decoder's step in penjing's own engine: of its linear layers one by one, and of whole steps.
+"""Seconds of a decoder's step in penjing's own engine: of its linear layers one by one, of attention by the keys that
+it reads, and of whole steps.
 
 Only shapes and bits matter for time, so that weights are made up. Layers are timed in the order in which a network
 runs them, one copy for each layer of the network: what is read again was pushed out of the caches by the others, as
@@ -7,18 +8,20 @@ far as in the engine.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from statistics import median
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from penjing.compress.decoder.settings import Int8Settings
 from penjing.compress.search.latency import Choice, TimedLayer, clock_of
 from penjing.compress.search.recipe import GONE, PACKED, Workload
-from penjing.compress.search.space import Space
+from penjing.compress.search.space import OfLayer, Space
 from penjing.core.errors import ConfigError, SetupError
 from penjing.core.models.config import DecoderConfig
 from penjing.core.models.rope import inverse_frequencies
@@ -30,26 +33,28 @@ from penjing.kernels.int4_linear import PackedInt4, prepack_int4
 from penjing.kernels.int8_linear import PackedInt8, prepack_int8
 from penjing.kernels.step_layers import LayerWeights
 
+K = TypeVar("K")
 BLOCK = 16  # tokens of a block of the key-value cache, as the engine's default
 
 
 @dataclass(frozen=True)
 class Shape:
-    """Of one decoder layer: `inner` features of its MLP, weights of `bits`."""
+    """Of one decoder layer: `inner` features of its MLP, weights of `bits`, a sliding `window`, None: none."""
 
     inner: int
     bits: int
+    window: int | None
 
 
 class DecoderClock:
     """See `Clock`.
 
     Args:
-        variables: of each layer that of kind "layer" and that of kind "bits" in `space`; None where it has none.
+        variables: of each layer in `space`.
         whole_bits: of layers without such a variable.
 
     Raises:
-        ConfigError: the workload is longer than the context.
+        ConfigError: the workload is longer than the model's context, or too short for a window to matter.
         SetupError: the C++ extension is not built or switched off.
     """
 
@@ -58,7 +63,7 @@ class DecoderClock:
         config: DecoderConfig,
         settings: Int8Settings,
         space: Space,
-        variables: Sequence[tuple[int | None, int | None]],
+        variables: Sequence[OfLayer],
         whole_bits: int,
         workload: Workload,
     ) -> None:
@@ -73,19 +78,28 @@ class DecoderClock:
                 f"workload.context={workload.context}: the model's context is {config.max_position_embeddings} tokens; "
                 "give fewer"
             )
+        windows = [option for each in space.variables if each.kind == "attention" for option in each.options[1:]]
+        if windows and max(windows) > workload.context:
+            raise ConfigError(
+                f"workload.context={workload.context}: a window of {max(windows):g} tokens saves nothing there; raise "
+                "it, or give smaller space.windows"
+            )
         self.config, self.settings, self.space, self.workload = config, settings, space, workload
         self.extension, self.variables, self.whole_bits = extension, variables, whole_bits
         self._weights: dict[tuple[int, int, int], PackedInt8 | PackedInt4] = {}
 
     def shape(self, layer: int, choice: Choice) -> Shape | None:
         """What is left of a layer; None where it leaves."""
-        width, bits = self.variables[layer]
+        width, bits, attention = self.variables[layer]
         share = 1.0 if width is None else self.space.variables[width].options[choice[width]]
         if share == GONE:
             return None
         units = () if width is None else self.space.variables[width].units[choice[width]]
         stored = self.whole_bits if bits is None else self.space.variables[bits].options[choice[bits]]
-        return Shape(self.config.ffn_size(layer) - len(units), int(stored))
+        window = self.config.layer_window(layer)
+        if attention is not None and choice[attention]:
+            window = int(self.space.variables[attention].options[choice[attention]])
+        return Shape(self.config.ffn_size(layer) - len(units), int(stored), window)
 
     @property
     def now(self) -> Callable[[], float]:
@@ -95,25 +109,29 @@ class DecoderClock:
     def parts(self, rounds: int, progress: Progress) -> tuple[list[TimedLayer], dict[str, Any]]:
         """See `Clock`; the embedding costs nothing, and the LM head is part of what a step costs once."""
         cases: list[dict[tuple[int, ...], Shape | None]] = []
-        for layer, pair in enumerate(self.variables):
-            scope = tuple(sorted(each for each in pair if each is not None))
-            sizes = [len(self.space.variables[each].options) for each in scope]
-            cases.append({case: self.shape(layer, self._with(scope, case)) for case in np.ndindex(*sizes)})
-        shapes = list(dict.fromkeys(shape for of in cases for shape in of.values() if shape is not None))
-        seconds = self._alone(shapes, rounds, progress)
+        for layer, of in enumerate(self.variables):
+            sizes = [len(self.space.variables[each].options) for each in of.scope]
+            cases.append({case: self.shape(layer, self._with(of.scope, case)) for case in np.ndindex(*sizes)})
+        found = [shape for of in cases for shape in of.values() if shape is not None]
+        linear = self._linear([*dict.fromkeys((shape.inner, shape.bits) for shape in found)], rounds, progress)
+        attention = self._attention([*dict.fromkeys(self._keys(shape) for shape in found)], rounds, progress)
         parts = []
-        for pair, of in zip(self.variables, cases, strict=True):
-            scope = tuple(sorted(each for each in pair if each is not None))
-            sizes = [len(self.space.variables[each].options) for each in scope]
+        for variables, of in zip(self.variables, cases, strict=True):
+            sizes = [len(self.space.variables[each].options) for each in variables.scope]
             taken, stays = np.zeros(sizes), np.zeros(sizes)
             for case, shape in of.items():
                 if shape is not None:
-                    taken[case], stays[case] = sum(seconds[shape].values()), 1.0
-            parts.append(TimedLayer(scope, taken, stays))
+                    taken[case] = sum(linear[shape.inner, shape.bits].values()) + attention[self._keys(shape)]
+                    stays[case] = 1.0
+            parts.append(TimedLayer(variables.scope, taken, stays))
         entries = [
-            {"layer": name, "inner": shape.inner, "bits": shape.bits, "seconds": value}
-            for shape, of in seconds.items()
+            {"layer": name, "inner": inner, "bits": bits, "keys": None, "seconds": value}
+            for (inner, bits), of in linear.items()
             for name, value in of.items()
+        ]
+        entries += [
+            {"layer": "attention", "inner": None, "bits": None, "keys": keys, "seconds": value}
+            for keys, value in attention.items()
         ]
         return parts, {"entries": entries, "isa": self.extension.isa, "threads": self.extension.num_threads}
 
@@ -122,18 +140,14 @@ class DecoderClock:
         shapes = {layer: self.shape(layer, choice) for layer in range(self.config.num_hidden_layers)}
         step = self._step({layer: shape for layer, shape in shapes.items() if shape is not None})
         streams, context = self.workload.streams, self.workload.context
-        blocks = -(-(context + 1) // BLOCK)
-        table_SB = torch.arange(1, 1 + streams * blocks, dtype=torch.int32).view(streams, blocks)
-        pool = torch.zeros(
-            step.num_layers, 2, 1 + streams * blocks, self.config.num_key_value_heads, BLOCK, self.config.head_dim
-        )
+        table_SB, pool = self._cache(step.num_layers)
         inputs = (
             torch.arange(streams, dtype=torch.int32) % self.config.vocab_size,
             torch.full((streams,), context, dtype=torch.int32),
             table_SB[:, -1].long() * BLOCK + context % BLOCK,
             torch.arange(streams + 1, dtype=torch.int32),
             torch.full((streams,), context + 1, dtype=torch.int32),
-            table_SB.contiguous(),
+            table_SB,
             torch.arange(streams, dtype=torch.int32),
             pool,
         )
@@ -145,29 +159,71 @@ class DecoderClock:
             choice[variable] = option
         return tuple(choice)
 
-    def _alone(self, shapes: list[Shape], rounds: int, progress: Progress) -> dict[Shape, dict[str, float]]:
-        """Median seconds of each layer of one input alone."""
-        copies = self.config.num_hidden_layers
+    def _keys(self, shape: Shape) -> int:
+        """That a stream's next token reads."""
+        return min(self.workload.context + 1, shape.window or self.workload.context + 1)
+
+    def _cache(self, layers: int) -> tuple[Tensor, Tensor]:
+        """Blocks of each stream (S, B) and a pool of keys and values (layers, 2, blocks, KV, BLOCK, D)."""
+        streams, blocks = self.workload.streams, -(-(self.workload.context + 1) // BLOCK)
+        table_SB = torch.arange(1, 1 + streams * blocks, dtype=torch.int32).view(streams, blocks).contiguous()
+        heads, size = self.config.num_key_value_heads, self.config.head_dim
+        return table_SB, torch.zeros(layers, 2, 1 + streams * blocks, heads, BLOCK, size)
+
+    def _linear(
+        self, shapes: list[tuple[int, int]], rounds: int, progress: Progress
+    ) -> dict[tuple[int, int], dict[str, float]]:
+        """Median seconds of each layer of one input alone, by features of the MLP and bits."""
         packed = {
-            (shape, name): [self._panels(name, shape) for _ in range(copies)] for shape in shapes for name in GROUPS
+            (shape, name): [self._panels(name, *shape) for _ in range(self.config.num_hidden_layers)]
+            for shape in shapes
+            for name in GROUPS
         }
         rows = {
             each: torch.randn(self.workload.streams, panels[0].in_features, generator=_generator())
             for each, panels in packed.items()
         }
-        found: dict[tuple[Shape, str], list[float]] = {each: [] for each in packed}
+        calls = {
+            each: [partial(self.extension.int8_linear, rows[each], own) for own in panels]  # of 4 bits as well
+            for each, panels in packed.items()
+        }
+        found = self._timed(calls, rounds, progress)
+        return {shape: {name: found[shape, name] for name in GROUPS} for shape in shapes}
+
+    def _attention(self, keys: list[int], rounds: int, progress: Progress) -> dict[int, float]:
+        """Median seconds of one layer's attention alone, by the keys that a token reads."""
+        streams, config = self.workload.streams, self.config
+        table_SB, pool = self._cache(config.num_hidden_layers)
+        q_THD = torch.randn(streams, config.num_attention_heads, config.head_dim, generator=_generator())
+        own = (
+            torch.arange(streams + 1, dtype=torch.int32),
+            torch.full((streams,), self.workload.context + 1, dtype=torch.int32),
+            table_SB,
+            config.head_dim**-0.5,
+        )
+        calls = {
+            each: [partial(self.extension.paged_attention, q_THD, *layer, *own, each) for layer in pool]
+            for each in keys
+        }
+        return self._timed(calls, rounds, progress)
+
+    def _timed(
+        self, calls: Mapping[K, Sequence[Callable[[], object]]], rounds: int, progress: Progress
+    ) -> dict[K, float]:
+        """Median seconds of calls, the copies of each taking turns with all others."""
+        found: dict[K, list[float]] = {each: [] for each in calls}
         progress.start("timing layers", rounds)
         for _ in range(rounds):
-            for copy in range(copies):
-                for each, panels in packed.items():
+            for copies in zip(*calls.values(), strict=True):
+                for each, call in zip(calls, copies, strict=True):
                     began = self.now()
-                    self.extension.int8_linear(rows[each], panels[copy])  # panels of 4 bits go the same way
+                    call()
                     found[each].append(self.now() - began)
             progress.advance()
-        return {shape: {name: median(found[shape, name]) for name in GROUPS} for shape in shapes}
+        return {each: median(times) for each, times in found.items()}
 
-    def _panels(self, name: str, shape: Shape) -> Panels:
-        made = [self._made(*self._size(each, shape.inner), shape.bits) for each in GROUPS[name]]
+    def _panels(self, name: str, inner: int, bits: int) -> Panels:
+        made = [self._made(*self._size(each, inner), bits) for each in GROUPS[name]]
         swiglu = name == "gate_up"
         fours = [each.part for each in made if isinstance(each, PackedInt4)]
         if fours:
@@ -178,7 +234,7 @@ class DecoderClock:
     def _step(self, shapes: dict[int, Shape]) -> DecoderStep:
         config, ones = self.config, torch.ones
         layers = []
-        for layer, shape in shapes.items():
+        for shape in shapes.values():
             made: dict[str, Any] = {
                 each: self._made(*self._size(each, shape.inner), shape.bits)
                 for group in GROUPS.values()
@@ -187,7 +243,7 @@ class DecoderClock:
             if config.qk_norm:
                 made |= {"q_norm": ones(config.head_dim), "k_norm": ones(config.head_dim)}
             made |= {"input_norm": ones(config.hidden_size), "post_norm": ones(config.hidden_size)}
-            layers.append(LayerWeights(**made, window=config.layer_window(layer)))
+            layers.append(LayerWeights(**made, window=shape.window))
         return DecoderStep(
             self.extension,
             layers,

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from penjing.compress.search.draw import scattered
 from penjing.compress.search.front import Table
-from penjing.compress.search.recipe import Workload
+from penjing.compress.search.recipe import GONE, Workload
 from penjing.compress.search.space import Space
 from penjing.core.config import key_of
 from penjing.core.progress import Progress
@@ -102,7 +102,7 @@ def fit_latency(
         seed: of the combinations.
     """
     parts, table = _parts(space, clock, workload, tasks, progress)
-    uniform = [space.uniform(share, bits) for share, bits in _uniform_options(space)][-MOST_UNIFORM:]
+    uniform = [space.uniform(*options) for options in _uniform_options(space)][-MOST_UNIFORM:]
     drawn = scattered(space.sizes, DRAWN, seed + 1)
     chosen = [each for each in dict.fromkeys([*uniform, *drawn]) if any(each)]
     progress.start("timing whole networks", len(chosen))
@@ -210,8 +210,10 @@ def _features(parts: Sequence[TimedLayer], choices: NDArray[np.integer]) -> NDAr
     return found
 
 
-def _uniform_options(space: Space) -> list[tuple[float, float]]:
-    """Shares and bits of the uniform choices."""
-    shares = {each for one in space.variables if one.kind != "bits" for each in one.options if each}
-    bits = {each for one in space.variables if one.kind == "bits" for each in one.options}
-    return list(product(sorted(shares, reverse=True) or [1.0], sorted(bits, reverse=True) or [32.0]))
+def _uniform_options(space: Space) -> list[tuple[float, ...]]:
+    """Shares, bits and windows of the uniform choices."""
+    found: dict[str, set[float]] = {"share": set(), "bits": set(), "attention": set()}
+    for one in space.variables:
+        found[one.kind if one.kind in found else "share"] |= {*one.options}
+    falling = [sorted(options - {GONE}, reverse=True) for options in found.values()]
+    return list(product(*(options or [nothing] for options, nothing in zip(falling, (1.0, 32.0, np.inf), strict=True))))

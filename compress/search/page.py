@@ -25,10 +25,13 @@ were measured afterwards, it is {{ "%.3f" | format(result.prediction.measured_ra
 {% for entry in result.front %}<tr><td><code>{{ entry.recipe }}</code></td>{{ cells(entry.row) }}</tr>
 {% endfor %}</table></div>
 <h2>Uniform choices, the line to beat</h2>
-<p>All groups at one width, all layers at one number of bits; beside each the best that costs no more.</p>
-<table><tr><th>{{ result.cost }}</th><th>widths</th><th>bits</th><th>uniform</th><th>best</th><th>at</th></tr>
+<p>All groups at one width, all layers at one number of bits{{ " and one window" if windows }}; beside each the best
+that costs no more.</p>
+<table><tr><th>{{ result.cost }}</th><th>widths</th><th>bits</th>{% if windows %}<th>sees</th>{% endif %}
+<th>uniform</th><th>best</th><th>at</th></tr>
 {% for each in result.baselines %}<tr><td>{{ percent(rows[each.row].share) }}</td>
-<td>{{ option(each.row, "width") }}</td><td>{{ option(each.row, "bits") }}</td>
+<td>{{ option(each.row, "width", "layer") }}</td><td>{{ option(each.row, "bits") }}</td>
+{% if windows %}<td>{{ option(each.row, "attention") }}</td>{% endif %}
 <td>{{ number(rows[each.row].divergence) }}</td>
 {% if each.best != each.row %}<td>{{ number(rows[each.best].divergence) }}</td>
 <td>{{ percent(rows[each.best].share) }}</td>{% else %}<td colspan="2">itself</td>{% endif %}</tr>
@@ -55,7 +58,8 @@ afterwards, in turns with the network as it is, which takes {{ ms(result.latency
 <td>{{ percent(each.predicted / each.seconds - 1) }}</td></tr>{% endfor %}</table></div>
 <details><summary>The layers alone</summary><table><tr>{% for name in result.latency.entries[0] %}<th>{{ name }}</th>
 {% endfor %}</tr>{% for entry in result.latency.entries %}<tr>{% for name, value in entry.items() %}
-<td>{{ ms(value) if name == "seconds" else value }}</td>{% endfor %}</tr>{% endfor %}</table></details>{% endif %}
+<td>{{ "" if value is none else ms(value) if name == "seconds" else value }}</td>{% endfor %}</tr>
+{% endfor %}</table></details>{% endif %}
 <p>{{ result.device.name }}, {{ result.device.cores }} cores{% for name, version in result.versions.items() %},
 {{ name }} {{ version }}{% endfor %}</p>
 """
@@ -95,10 +99,10 @@ def search_page(result: dict[str, Any]) -> str:
             )
         )
 
-    def option(place: int, kind: str) -> str:
+    def option(place: int, *kinds: str) -> str:
         choice = result["rows"][place]["choice"]
         found = [
-            _option(each, at) for each, at in zip(result["variables"], choice, strict=True) if each["kind"] == kind
+            _option(each, at) for each, at in zip(result["variables"], choice, strict=True) if each["kind"] in kinds
         ]
         return ", ".join(dict.fromkeys(found))
 
@@ -107,6 +111,7 @@ def search_page(result: dict[str, Any]) -> str:
         "rows": result["rows"],
         "costs": COSTS,
         "cells": cells,
+        "windows": any(each["kind"] == "attention" for each in result["variables"]),
         "columns": ["what is changed"] if wide else [each["name"] for each in result["variables"]],
         "ms": _milliseconds,
         "option": option,
@@ -130,6 +135,8 @@ def _option(variable: dict[str, Any], option: int) -> str:
     value = variable["options"][option]
     if variable["kind"] == "layer" and not value:
         return "gone"
+    if variable["kind"] == "attention":
+        return f"{value:g} tokens"
     return f"{value:g} bits" if variable["kind"] == "bits" else f"{100 * value:g} %"
 
 

@@ -52,12 +52,14 @@ def graph_steps(base: dict[str, Any], space: Space, choice: Sequence[int]) -> li
     return _needed(steps, pruned=bool(ratios), quantized=bool(stored))
 
 
-def decoder_steps(base: dict[str, Any], space: Space, choice: Sequence[int], bits: int) -> list[dict[str, Any]]:
+def decoder_steps(
+    base: dict[str, Any], space: Space, choice: Sequence[int], bits: int, layers: int
+) -> list[dict[str, Any]]:
     """The steps of a combination of a decoder. Layers that stay are numbered anew, as the steps see them.
 
     Args:
         base: values of the base recipe.
-        bits: of layers that have no choice of them.
+        bits: of layers that have no choice of them. layers: how many the network has.
     """
     taken = list(zip(space.variables, choice, strict=True))
     names = dict.fromkeys(each.name for each in space.variables)
@@ -74,6 +76,8 @@ def decoder_steps(base: dict[str, Any], space: Space, choice: Sequence[int], bit
         if each.kind == "layer" and at and each.name in left
     }
     stored = {each.name: each.options[at] for each, at in taken if each.kind == "bits"}
+    seen = {each.name: int(each.options[at]) for each, at in taken if each.kind == "attention" and at}
+    windows = [seen.get(f"model.layers.{number}", 0) for number in range(layers) if number not in gone]
     eight = [f"{renumbered(name)}.*" for name in left if stored.get(name, bits) == STORED]
     four = bits == PACKED if not stored else any(stored.get(name, bits) == PACKED for name in left)
     steps: list[dict[str, Any]] = []
@@ -88,14 +92,19 @@ def decoder_steps(base: dict[str, Any], space: Space, choice: Sequence[int], bit
             if four:
                 step |= {"weights_bits": PACKED, "keep_int8": eight}
         steps.append(step)
-    return _needed(steps, pruned=bool(ratios or gone), quantized=True)
+    steps = _needed(steps, pruned=bool(ratios or gone), quantized=True, heals=any(windows))
+    if any(windows):
+        pruned = [place for place, step in enumerate(steps) if step["kind"] == "prune"]
+        steps.insert(pruned[0] + 1 if pruned else 0, {"kind": "window", "windows": windows})
+    return steps
 
 
 def _unsized(step: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in step.items() if key not in SIZES}
 
 
-def _needed(steps: list[dict[str, Any]], *, pruned: bool, quantized: bool) -> list[dict[str, Any]]:
-    """Without what would do nothing."""
-    idle = {*(() if quantized else ("quantize",)), *(() if pruned else ("prune", *HEALING))}
+def _needed(steps: list[dict[str, Any]], *, pruned: bool, quantized: bool, heals: bool = False) -> list[dict[str, Any]]:
+    """Without what would do nothing; `heals`: something beside a prune is to be healed."""
+    idle = {*(() if quantized else ("quantize",)), *(() if pruned else ("prune",))}
+    idle |= set() if pruned or heals else {*HEALING}
     return [step for step in steps if step["kind"] not in idle]

@@ -32,6 +32,12 @@ class Choices(Config):
         "nothing to choose.",
     )
     layers: bool = Field(default=False, description="Whether whole layers of a decoder may leave, all but the first.")
+    windows: tuple[int, ...] = Field(
+        default=(),
+        description="Tokens that a query of a decoder's layer may be left to see, its own included, falling, beside "
+        "what it sees as it is. They need cost=latency, texts of more tokens (data.window of base) and a longer "
+        "workload.context.",
+    )
 
     @field_validator("widths")
     @classmethod
@@ -49,6 +55,13 @@ class Choices(Config):
             raise ValueError("begin with the network as it is, each below the one before: [32, 8], or [8, 4]")
         return values
 
+    @field_validator("windows")
+    @classmethod
+    def _shorter(cls, values: tuple[int, ...]) -> tuple[int, ...]:
+        if list(values) != sorted(set(values), reverse=True) or (values and values[-1] < 1):
+            raise ValueError("numbers of tokens of 1 or more, each below the one before: [1024, 256]")
+        return values
+
 
 class Workload(Config):
     """`[workload]`: what is timed where the cost is `latency`, on as many threads as the runtime takes by itself."""
@@ -60,10 +73,10 @@ class Workload(Config):
 
 
 class JointRecipe(Config):
-    """A joint search: how wide each group of channels, how many bits each layer, and of a decoder which layers stay,
-    chosen together. Single changes and some combinations are measured on the samples of the base's [data], a sum with a
-    term for each pair of neighbours is fitted to them, and all combinations that nothing beats in its loss and its cost
-    are found exactly."""
+    """A joint search: how wide each group of channels, how many bits each layer, and of a decoder which layers stay and
+    how far back each sees, chosen together. Single changes and some combinations are measured on the samples of the
+    base's [data], a sum with a term for each pair of neighbours is fitted to them, and all combinations that nothing
+    beats in its loss and its cost are found exactly."""
 
     base: Path = Field(
         description="The compression recipe that is varied: a file, or a name of `penjing recipe list`. Its prune step "
@@ -105,7 +118,11 @@ class JointRecipe(Config):
     )
 
     @model_validator(mode="after")
-    def _floor_below_budget(self) -> JointRecipe:
+    def _costs_fit(self) -> JointRecipe:
         if self.budget is not None and self.floor >= self.budget:
             raise ValueError(f"floor={self.floor:g} leaves nothing below budget={self.budget:g}; lower it")
+        if self.space.windows and self.cost != "latency":
+            raise ValueError(
+                f'space.windows with cost={self.cost}: a window takes no weights away, but time; set cost="latency"'
+            )
         return self

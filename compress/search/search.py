@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
+from itertools import product
 from pathlib import Path
 from statistics import median
 from typing import Any, Literal
@@ -143,7 +144,8 @@ class _Search:
         self.trials.prepare(self.work, self.progress)
         near = round(NEAR_FRONT * search.combinations)
         singles = [_changed(space.start, place, option) for place, option in self._options()]
-        uniform = [space.uniform(share, bits) for share in search.space.widths for bits in search.space.bits]
+        axes = search.space.widths, search.space.bits, (np.inf, *search.space.windows)
+        uniform = [space.uniform(*each) for each in product(*axes)]
         uniform = [each for each in dict.fromkeys(uniform) if each != space.start]
         total = len(singles) + search.combinations + 2 * len(uniform) + search.points
         self.progress.note(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
-from typing import Literal, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,13 +21,14 @@ class Variable:
 
     Attributes:
         name: of the group of channels or of the layer, as a recipe writes it.
-        kind: "layer" is a decoder's: shares of its MLP that stay, and 0 where the whole layer leaves.
-        options: shares of the units that stay, or bits; the first is the network as it is.
+        kind: "layer" is a decoder's: shares of its MLP that stay, and 0 where the whole layer leaves. "attention" too:
+            tokens that a query sees.
+        options: shares of the units that stay, bits, or tokens; the first is the network as it is.
         group: of a width. units: for each option, those that leave; empty lists where nothing does.
     """
 
     name: str
-    kind: Literal["width", "bits", "layer"]
+    kind: Literal["width", "bits", "layer", "attention"]
     options: tuple[float, ...]
     group: Group | None = None
     units: tuple[tuple[int, ...], ...] = ()
@@ -35,6 +36,19 @@ class Variable:
     def nearest(self, option: float) -> int:
         """The place of the option that is `option`, or else of the next larger one."""
         return max(place for place, each in enumerate(self.options) if each >= option)
+
+
+class OfLayer(NamedTuple):
+    """The numbers of a decoder layer's variables, None where it has no such choice."""
+
+    width: int | None
+    bits: int | None
+    attention: int | None
+
+    @property
+    def scope(self) -> tuple[int, ...]:
+        """Those that it has, ascending."""
+        return tuple(sorted(each for each in self if each is not None))
 
 
 class Costly(Protocol):
@@ -151,9 +165,14 @@ class Space:
             total += table.cost[tuple(choices[:, each] for each in table.scope)] if table.scope else float(table.cost)
         return total
 
-    def uniform(self, share: float, bits: float) -> tuple[int, ...]:
-        """All groups at one share, all layers at one number of bits: what a search has to beat."""
-        return tuple(each.nearest(bits if each.kind == "bits" else share) for each in self.variables)
+    def uniform(self, share: float, bits: float, window: float = np.inf) -> tuple[int, ...]:
+        """All groups at one share, all layers at one number of bits and one window, infinity being none: what a search
+        has to beat."""
+        wanted = {"bits": bits, "attention": window}
+        return tuple(
+            0 if (option := wanted.get(each.kind, share)) > each.options[0] else each.nearest(option)
+            for each in self.variables
+        )
 
     def ratios(self, choice: Sequence[int]) -> dict[str, float]:
         """What a prune step removes of each group, by name."""

@@ -88,6 +88,8 @@ class Trials:
         self.family, self.folder = family, recipe.model
         if choices.layers:
             raise ConfigError("space.layers is for decoders; of a classifier or a graph give widths and bits")
+        if choices.windows:
+            raise ConfigError("space.windows is for decoders; of a classifier or a graph give widths and bits")
         if choices.bits[0] != FLOATING or not {*choices.bits} <= {FLOATING, STORED}:
             raise ConfigError(
                 f"space.bits={list(choices.bits)}: layers of a classifier or a graph stay floating or have 8 bits; "

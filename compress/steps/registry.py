@@ -12,6 +12,7 @@ from penjing.compress.steps.prune_weights import PruneWeights
 from penjing.compress.steps.quantize import quantize_for
 from penjing.compress.steps.sparsify import Sparsify
 from penjing.compress.steps.train import Distill, Finetune
+from penjing.compress.steps.window import Window
 from penjing.core.config import parse_config
 from penjing.core.errors import ConfigError
 from penjing.core.family import FamilyName, names_of
@@ -20,6 +21,7 @@ STEPS: dict[str, Callable[[FamilyName], type[Step]]] = {
     "prune": lambda _: Prune,
     "prune_weights": lambda _: PruneWeights,
     "sparsify": lambda _: Sparsify,
+    "window": lambda _: Window,
     "distill": lambda _: Distill,
     "finetune": lambda _: Finetune,
     "quantize": quantize_for,

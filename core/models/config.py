@@ -195,6 +195,11 @@ class DecoderConfig(Config):
         default=None,
         description="Attention of each layer; a shorter list repeats; none: all slide if sliding_window is set.",
     )
+    sliding_windows: tuple[Whole, ...] | None = Field(
+        default=None,
+        description="Tokens that a query sees in each layer, where sliding layers differ, sliding_window being the "
+        "most; 0 in layers that do not slide.",
+    )
     lsh: LSH = Field(default=LSH(), description="Of the layers with lsh_attention.")
     moe: MoEConfig | None = Field(default=None, description="Experts in place of MLPs; none: plain MLPs.")
     latent_attention: LatentAttentionConfig | None = Field(
@@ -241,6 +246,19 @@ class DecoderConfig(Config):
             raise ValueError("layer_types names sliding_attention; set sliding_window to the tokens that a query sees")
         if not slides and self.sliding_window is not None:
             raise ValueError(f"sliding_window={self.sliding_window}, but layer_types names no sliding_attention")
+        return self
+
+    @model_validator(mode="after")
+    def _sliding_windows_fit(self) -> DecoderConfig:
+        sizes = self.sliding_windows
+        if sizes is None:
+            return self
+        slides = [self.layer_type(layer) == "sliding_attention" for layer in range(self.num_hidden_layers)]
+        if [size > 0 for size in sizes] != slides or max(sizes) != self.sliding_window:
+            raise ValueError(
+                f"sliding_windows={list(sizes)}: one number for each of the {self.num_hidden_layers} layers, 0 for "
+                f"those that do not slide, the largest of them sliding_window={self.sliding_window}"
+            )
         return self
 
     @model_validator(mode="after")
@@ -321,4 +339,6 @@ class DecoderConfig(Config):
 
     def layer_window(self, layer: int) -> int | None:
         """The sliding window of `layer` in tokens, or None where there is none."""
-        return self.sliding_window if self.layer_type(layer) == "sliding_attention" else None
+        if self.layer_type(layer) != "sliding_attention":
+            return None
+        return self.sliding_window if self.sliding_windows is None else self.sliding_windows[layer]

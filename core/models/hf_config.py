@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from penjing.core.config import parse_config
@@ -182,6 +183,35 @@ def decoder_config_to_hf(config: DecoderConfig, dtype: str = "float32") -> dict[
     return values | moe_to_hf(config) | latent_to_hf(config)
 
 
+def with_windows(config: DecoderConfig, windows: Sequence[int | None]) -> DecoderConfig:
+    """`config` whose layers see so many tokens each, in the Hugging Face type that it has where that expresses it, else
+    in one that only penjing reads.
+
+    Args:
+        windows: of each layer; None: what its type lets it see without a window.
+
+    Raises:
+        ConfigError: the network has latent attention, or a window is not positive.
+    """
+    sizes = [size for size in windows if size is not None]
+    kinds = [config.layer_type(layer) for layer in range(config.num_hidden_layers)]
+    types = [
+        "sliding_attention" if size is not None else "lsh_attention" if kind == "lsh_attention" else "full_attention"
+        for size, kind in zip(windows, kinds, strict=True)
+    ]
+    changed = {
+        "layer_types": types,
+        "sliding_window": max(sizes, default=None),
+        "sliding_windows": [size or 0 for size in windows] if len(set(sizes)) > 1 else None,
+    }
+    made = parse_config(DecoderConfig, config.model_dump() | changed, "the network with windows")
+    try:
+        decoder_config_to_hf(made)
+    except InputError:
+        return made.model_copy(update={"model_type": NATIVE})
+    return made
+
+
 def token_ids(value: Any) -> tuple[int, ...]:
     """An id, a list of ids or None, as `config.json` writes end-of-text tokens → a tuple."""
     if value is None:
@@ -300,6 +330,7 @@ def _check_expressible(config: DecoderConfig) -> None:
         "mlp_bias": not config.mlp_bias or kind == "llama",
         "intermediate_sizes": config.intermediate_sizes is None,
         "sliding_window": config.sliding_window is None or kind in ("mistral", "qwen2", "qwen3", "mixtral"),
+        "sliding_windows": config.sliding_windows is None,
         "layer_types": config.layer_types is None
         or (kind in ("qwen2", "qwen3") and "lsh_attention" not in config.layer_types),
     }

@@ -39,7 +39,7 @@ def read(folder: Path, text: str, *overrides: str) -> Recipe:
             PRUNE,
             "steps.0.kind=prunes",
             r"steps.0.kind = 'prunes' is no kind of step; "
-            r"use prune, prune_weights, sparsify, distill, finetune, quantize",
+            r"use prune, prune_weights, sparsify, window, distill, finetune, quantize",
         ),
         (PRUNE, "guard.otherwise=ignore", r"guard.otherwise: input should be 'stop' or 'skip'"),
         (PRUNE, "guard.perplexity_ratio=0.9", r"guard.perplexity_ratio: .*greater than or equal to 1"),

@@ -121,13 +121,13 @@ def space_of(layers: int) -> Space:
 
 def test_steps_number_the_layers_that_stay() -> None:
     steps = [PRUNE | {"target": None}, {"kind": "distill"}, dict(FOUR) | {"effective_bits": 9}]
-    found = decoder_steps({"steps": steps}, space_of(4), (0, 2, 1, 0, 1, 1, 1, 0), 8)
+    found = decoder_steps({"steps": steps}, space_of(4), (0, 2, 1, 0, 1, 1, 1, 0), 8, 4)
     assert found[0]["layers"] == [1]
     assert found[0]["ratios"] == {"model.layers.1.mlp.gate_proj": 0.5}  # that was the third
     assert found[0]["parts"] == ["ffn", "layers"]
     assert found[2]["keep_int8"] == ["model.layers.2.*"]
     assert "effective_bits" not in found[2]
-    found = decoder_steps({"steps": steps}, space_of(4), (0, 0, 0, 0, 0, 0, 0, 0), 8)
+    found = decoder_steps({"steps": steps}, space_of(4), (0, 0, 0, 0, 0, 0, 0, 0), 8, 4)
     assert [step["kind"] for step in found] == ["quantize"]
     assert not found[0].keys() & {"weights_bits", "group", "offsets", "keep_int8"}
 
@@ -149,7 +149,7 @@ def test_a_search_by_latency_writes_recipes_that_run(decoder: Path, tmp_path: Pa
     result = run_joint_search(tmp_path / "search.toml")
     assert json.loads((tmp_path / "search/search.json").read_text()) == result
     timing = result["latency"]
-    assert {entry["layer"] for entry in timing["entries"]} == {"qkv", "out", "gate_up", "down"}
+    assert {entry["layer"] for entry in timing["entries"]} == {"qkv", "out", "gate_up", "down", "attention"}
     assert result["whole"] == pytest.approx(timing["fitted"][0]["predicted"])
     for point in timing["points"]:
         assert point["predicted"] == result["rows"][point["row"]]["cost"]
@@ -170,7 +170,7 @@ def test_a_step_has_the_layers_of_its_combination(
     gone = trials.space.variables[1].options.index(0.0)
     assert parts[1].scope == (1, 5)
     assert (parts[1].seconds[gone] == 0).all()
-    assert (parts[1].seconds[:gone] == 4).all()
+    assert (parts[1].seconds[:gone] == 5).all()  # four of linear layers and attention
     assert (parts[1].stays[:, 0] == [*([1] * gone), 0]).all()
     choice = (0, gone, 1, 0, 0, 0, 1, 1)
     logits, ids = clock.network(choice)()  # type: ignore[misc]
