@@ -28,7 +28,7 @@ FAMILIES: dict[FamilyName, str] = {
 }
 """The families of penjing itself, and what messages call one of their networks."""
 GROUP, KEY = "penjing.families", "penjing_family"
-SEEING = "idefics3"  # `model_type` of decoders with a vision transformer
+SEEING = ("idefics3", "smolvlm")  # `model_type` of decoders with a vision transformer: one network, two names
 PAIRED = ("clip", "siglip")  # `model_type` of two towers
 EYES = "sight"  # folder of an artifact with what a decoder sees with
 BERT = "bert"  # `model_type` of the text encoders that penjing knows
@@ -54,7 +54,7 @@ def family_of(folder: Path) -> FamilyName:
         raise InputError(f"{path}: {KEY} = {name!r} is not installed; the known families are {known}")
     if "task" in values:
         return "classifier"
-    if values.get("model_type") == SEEING:
+    if values.get("model_type") in SEEING:
         return "vision_language"
     if values.get("model_type") in PAIRED:
         return "towers"

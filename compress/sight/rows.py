@@ -31,19 +31,23 @@ def read_rows(
     Raises:
         InputError: a source is missing or damaged, or too many of its rows are bad.
     """
-    vision = whole.config.vision
     token = Tokenizer.from_folder(folder).id_to_token(whole.config.image_token_id)
     assert token is not None
     context = whole.config.decoder.max_position_embeddings
     writer = SightTokens(
-        ChatTokens.from_folder(folder, None, "assistant"), token, whole.config.rows, pixels_of(vision), images, context
+        ChatTokens.from_folder(folder, None, "assistant"),
+        token,
+        whole.config.rows,
+        pixels_of(whole.config),
+        images,
+        context,
     )
     rows: list[Sighted] = []
     if files := [each for each in named if each not in SCENES]:
         rows += take_rows(files, writer.row, 0.0, progress)[0]
     for name in (each for each in named if each in SCENES):
         rows += writer.questions((scene.picture, scene.turns) for scene in scenes(name, progress)[:most])
-    return SightedRows(rows[:most], 0, vision.num_channels)
+    return SightedRows(rows[:most], 0, whole.config.vision.num_channels)
 
 
 def images_of(rows: SightedRows) -> Tensor:

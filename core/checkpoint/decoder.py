@@ -25,6 +25,7 @@ TOKENIZER_FILES = (
     "tokenizer_config.json",
     "special_tokens_map.json",
     "chat_template.jinja",
+    "chat_template.json",
     "generation_config.json",
 )
 _WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -48,7 +49,7 @@ class Checkpoint:
         self.config_json = read_json_object(folder / "config.json")
         self._within = ""  # what names begin with: of a decoder that sees, the decoder is opened
         architecture = self.config_json
-        if architecture.get("model_type") == SEEING and isinstance(text := architecture.get("text_config"), dict):
+        if architecture.get("model_type") in SEEING and isinstance(text := architecture.get("text_config"), dict):
             architecture = {"tie_word_embeddings": architecture.get("tie_word_embeddings", False)} | text
             self._within = "model.text_model."
         self.config = _with_generation_stops(decoder_config_from_hf(architecture, str(folder / "config.json")), folder)

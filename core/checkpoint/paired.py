@@ -15,11 +15,11 @@ from penjing.core.config import parse_config
 from penjing.core.errors import ConfigError, InputError
 from penjing.core.files import atomic_write_text
 from penjing.core.graph.config import Pixels
+from penjing.core.images.processor import PREPROCESSOR, filter_of, read_preprocessor, resample
 from penjing.core.manifest import read_json_object
 from penjing.core.vision.paired_config import ImageTransformerConfig, TextTransformerConfig
 from penjing.core.vision.towers import TowersConfig, TwoTowers
 
-PREPROCESSOR, PROCESSOR = "preprocessor_config.json", "processor_config.json"
 _ALIKE = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "layer_norm_eps")
 # What Hugging Face's classes take where config.json leaves a field out.
 _DEFAULTS: dict[str, dict[str, dict[str, Any]]] = {
@@ -57,7 +57,6 @@ _NAMES = {
 }  # fmt: skip
 # Older files store what config.json determines.
 _UNUSED = ("text_model.embeddings.position_ids", "vision_model.embeddings.position_ids")
-_FILTERS = {2: "bilinear", 3: "bicubic"}  # Pillow's numbers
 
 
 def is_paired(values: dict[str, Any]) -> bool:
@@ -161,7 +160,7 @@ def save_paired_config(folder: Path, config: TowersConfig) -> None:
     seen: dict[str, Any] = {
         "do_resize": True, "do_rescale": True, "rescale_factor": 1 / 255, "do_normalize": True,
         "image_mean": list(config.mean), "image_std": list(config.std),
-        "resample": next(number for number, name in _FILTERS.items() if name == config.filter),
+        "resample": resample(config.filter),
         "image_processor_type": "CLIPImageProcessor" if kind == "clip" else "SiglipImageProcessor",
     }  # fmt: skip
     if config.fit == "cover":
@@ -195,26 +194,17 @@ def _part(values: dict[str, Any], name: str, kind: str, path: Path) -> dict[str,
 
 def _pixels(folder: Path, size: int, channels: int) -> Pixels:
     """How images enter."""
-    path = folder / PREPROCESSOR
-    if path.exists():
-        values = read_json_object(path)
-    elif (folder / PROCESSOR).exists():
-        path = folder / PROCESSOR
-        values = read_json_object(path).get("image_processor")
-        if not isinstance(values, dict):
-            raise InputError(f"{path} has no image_processor, which says how images enter; get the model again")
-    else:
+    found = read_preprocessor(folder)
+    if found is None:
         raise InputError(f"{folder} has no {PREPROCESSOR}, which says how images enter; get the model again")
-    for name in ("do_resize", "do_rescale", "do_normalize"):
-        if values.get(name, True) is not True:
-            raise InputError(f"{path}: {name}={values[name]!r} is not supported; it must be true")
-    factor = values.get("rescale_factor", 1 / 255)
-    if not isinstance(factor, float) or abs(factor * 255 - 1) > 1e-3:
-        raise InputError(f"{path}: rescale_factor={factor!r} is not supported; it must be 1 / 255")
-    if not isinstance(resample := values.get("resample", 3), int) or resample not in _FILTERS:
-        raise InputError(f"{path}: resample={resample!r} is not supported; it must be 2 (bilinear) or 3 (bicubic)")
+    path, values = found
     seen: dict[str, Any] = {"mean": values.get("image_mean"), "std": values.get("image_std")}
-    seen |= {"filter": _FILTERS[resample], "height": size, "width": size, "order": "L" if channels == 1 else "RGB"}
+    seen |= {
+        "filter": filter_of(path, values, "bicubic"),
+        "height": size,
+        "width": size,
+        "order": "L" if channels == 1 else "RGB",
+    }
     scaled = values.get("size", size)
     shortest = scaled.get("shortest_edge") if isinstance(scaled, dict) else None
     if values.get("do_center_crop", False):

@@ -1,4 +1,4 @@
-"""Checkpoint folders of decoders that see, in Hugging Face's layout of Idefics3 (SmolVLM's first version is one):
+"""Checkpoint folders of decoders that see, in Hugging Face's layout of Idefics3, which SmolVLM's is by another name:
 `config.json`, safetensors, tokenizer files, `preprocessor_config.json`, `penjing.json`."""
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from penjing.core.config import parse_config
 from penjing.core.errors import ConfigError, InputError
 from penjing.core.family import SEEING
 from penjing.core.files import atomic_write_text
+from penjing.core.images.processor import PREPROCESSOR, filter_of, read_preprocessor, resample
 from penjing.core.manifest import MANIFEST_NAME, read_json_object, verify, write_manifest
 from penjing.core.models.hf_config import decoder_config_from_hf, decoder_config_to_hf
 from penjing.core.vision.vision_language import VisionLanguage, VisionLanguageConfig
@@ -51,7 +52,7 @@ def vision_language_config(folder: Path) -> VisionLanguageConfig:
     """
     path = folder / "config.json"
     values = read_json_object(path)
-    if values.get("model_type") != SEEING:
+    if values.get("model_type") not in SEEING:
         raise InputError(
             f"{folder} is no decoder that sees: its config.json has model_type {values.get('model_type')!r}"
         )
@@ -69,10 +70,42 @@ def vision_language_config(folder: Path) -> VisionLanguageConfig:
             "decoder": decoder_config_from_hf(text, str(path)).model_dump(),
             "scale_factor": values.get("scale_factor", 2),
             "image_token_id": values.get("image_token_id", 128257),
+            "look": _look(folder, vision.get("image_size", _VISION["image_size"])),
         }
         return parse_config(VisionLanguageConfig, chosen, str(path))
     except ConfigError as error:
         raise InputError(f"{error}; the file is damaged, or of another kind of model") from None
+
+
+def _look(folder: Path, side: object) -> dict[str, Any]:
+    """How images become the input, by `preprocessor_config.json`; a folder without one sees whole images.
+
+    Raises:
+        InputError: it asks for what `Look` cannot say.
+    """
+    found = read_preprocessor(folder)
+    if found is None:
+        return {}
+    path, values = found
+    for name, ours in (("image_mean", PIXELS["mean"]), ("image_std", PIXELS["std"])):
+        said = values.get(name, [ours])
+        if not isinstance(said, list) or any(each != ours for each in said):
+            raise InputError(f"{path}: {name}={said!r:.60} is not supported; each channel must have {ours}")
+    look: dict[str, Any] = {"filter": filter_of(path, values, "lanczos")}
+    if not values.get("do_image_splitting", True):
+        return look
+    longest, square = (_longest_edge(values.get(name)) for name in ("size", "max_image_size"))
+    if longest is None or square != side:
+        raise InputError(
+            f"{path}: images are cut into squares of {square} pixels a side, scaled to {longest}; the network's have "
+            f"{side}: max_image_size.longest_edge must be that, and size.longest_edge a number"
+        )
+    return {**look, "tiles": longest}
+
+
+def _longest_edge(value: object) -> int | None:
+    edge = value.get("longest_edge") if isinstance(value, dict) else None
+    return edge if type(edge) is int and edge > 0 else None
 
 
 def save_vision_language(
@@ -92,7 +125,7 @@ def save_vision_language(
     """
     values = {
         "architectures": ["Idefics3ForConditionalGeneration"],
-        "model_type": SEEING,
+        "model_type": SEEING[0],
         "image_token_id": config.image_token_id,
         "scale_factor": config.scale_factor,
         "tie_word_embeddings": config.decoder.tie_word_embeddings,
@@ -101,13 +134,15 @@ def save_vision_language(
     }
     atomic_write_text(folder / "config.json", json.dumps(values, indent=2) + "\n")
     pixels = {
-        "image_processor_type": "Idefics3ImageProcessor", "do_image_splitting": False, "do_normalize": True,
+        "image_processor_type": "Idefics3ImageProcessor", "do_image_splitting": bool(config.look.tiles),
+        "do_normalize": True,
         "image_mean": [PIXELS["mean"]] * config.vision.num_channels,
         "image_std": [PIXELS["std"]] * config.vision.num_channels,
         "max_image_size": {"longest_edge": config.vision.image_size},
-        "size": {"longest_edge": config.vision.image_size},
+        "size": {"longest_edge": config.look.tiles or config.vision.image_size},
+        "resample": resample(config.look.filter),
     }  # fmt: skip
-    atomic_write_text(folder / "preprocessor_config.json", json.dumps(pixels, indent=2) + "\n")
+    atomic_write_text(folder / PREPROCESSOR, json.dumps(pixels, indent=2) + "\n")
     copy_tokenizer(tokenizer_from, folder)
     for name, content in (("tokenizer.json", tokenizer), ("chat_template.jinja", template)):
         if content is not None:

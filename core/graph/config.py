@@ -21,7 +21,7 @@ FIT = (
     "fills "
 )
 RESIZE = "Rows and columns of that size, out of which the middle of height x width is cut; none: these."
-Filter = Literal["bilinear", "bicubic"]
+Filter = Literal["bilinear", "bicubic", "lanczos"]
 _SIDE = 1 << 14  # pixels
 
 

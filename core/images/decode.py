@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,10 +12,17 @@ from PIL import Image, ImageOps
 
 from penjing.core.errors import InputError
 from penjing.core.graph.config import Pixels
+from penjing.core.images.tiles import cut
 
 FORMATS = ("JPEG", "PNG")
-_FILTERS = {"bilinear": Image.Resampling.BILINEAR, "bicubic": Image.Resampling.BICUBIC}
+_FILTERS = {
+    "bilinear": Image.Resampling.BILINEAR,
+    "bicubic": Image.Resampling.BICUBIC,
+    "lanczos": Image.Resampling.LANCZOS,
+}
+_ORIENTATION, _TURNED = 0x0112, range(5, 9)  # the EXIF tag, and what swaps width and height
 MAX_PIXELS = 50_000_000  # of one image: three bytes each while it is decoded
+_Taken = TypeVar("_Taken")
 
 
 def decode_image(
@@ -42,6 +49,49 @@ def decode_image(
     Raises:
         InputError: no image of these formats, broken, cut off, or too large.
     """
+    upright = _upright(data, pixels, max_pixels, formats, still)
+    return _ordered(_fitted(upright, pixels, part), pixels)
+
+
+def decode_tiles(
+    data: bytes, pixels: Pixels, tiles: int, *, max_pixels: int = MAX_PIXELS, formats: Sequence[str] = FORMATS
+) -> list[NDArray[np.uint8]]:
+    """An encoded image as squares of the network's size, row by row, and then the whole; see `decode_image`.
+
+    Args:
+        pixels: of a square network, which is shown all of an image.
+        tiles: to which the longer side is scaled; see `Look`.
+    """
+    upright = _upright(data, pixels, max_pixels, formats, still=True)
+    return [_ordered(each, pixels) for each in cut(upright, tiles, pixels.width, _FILTERS[pixels.filter])]
+
+
+def upright_size(data: bytes, *, max_pixels: int = MAX_PIXELS, formats: Sequence[str] = FORMATS) -> tuple[int, int]:
+    """(width, height) of an encoded image once it is turned as its EXIF tag says, mostly by its first bytes alone.
+
+    Raises:
+        InputError: see `decode_image`.
+    """
+
+    def size(image: Image.Image) -> tuple[int, int]:
+        width, height = image.size
+        return (height, width) if image.getexif().get(_ORIENTATION) in _TURNED else (width, height)
+
+    return _opened(data, max_pixels, formats, False, size)
+
+
+def _upright(data: bytes, pixels: Pixels, max_pixels: int, formats: Sequence[str], still: bool) -> Image.Image:
+    def upright(image: Image.Image) -> Image.Image:
+        turned = _opaque(_eight_bits(ImageOps.exif_transpose(image)))
+        return turned.convert("L" if pixels.order == "L" else "RGB")
+
+    return _opened(data, max_pixels, formats, still, upright)
+
+
+def _opened(
+    data: bytes, max_pixels: int, formats: Sequence[str], still: bool, take: Callable[[Image.Image], _Taken]
+) -> _Taken:
+    """What `take` makes of an encoded image; whatever that stumbles over is an `InputError`."""
     known = " or ".join(formats)
     try:
         with Image.open(io.BytesIO(data), formats=list(formats)) as image:
@@ -51,8 +101,7 @@ def decode_image(
             # A JPEG with several pictures is a photo of a phone beside its preview.
             if still and image.format != "MPO" and getattr(image, "n_frames", 1) > 1:
                 raise InputError("it is animated; send one of its frames")
-            upright = _opaque(_eight_bits(ImageOps.exif_transpose(image)))
-            values = np.asarray(_fitted(upright.convert("L" if pixels.order == "L" else "RGB"), pixels, part))
+            return take(image)
     except InputError:
         raise
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
@@ -61,6 +110,10 @@ def decode_image(
         raise InputError(f"it is no {known} image ({len(data)} bytes); encode it as one") from None
     except Exception as error:  # decoders raise whatever a broken file makes them stumble over
         raise InputError(f"it is a broken image ({type(error).__name__}: {error}); encode it again") from None
+
+
+def _ordered(image: Image.Image, pixels: Pixels) -> NDArray[np.uint8]:
+    values = np.asarray(image)
     if pixels.order == "L":
         return values[:, :, None]
     return values[:, :, ::-1] if pixels.order == "BGR" else values

@@ -52,7 +52,7 @@ def import_command(app: typer.Typer) -> None:
             str | None, typer.Option(help="Size before the middle of --size is cut out: `256x256`.")
         ] = None,
         filter_: Annotated[
-            str | None, typer.Option("--filter", help="How images are scaled: `bilinear` or `bicubic`.")
+            str | None, typer.Option("--filter", help="How images are scaled: `bilinear`, `bicubic` or `lanczos`.")
         ] = None,
         tolerance: Annotated[
             float | None,

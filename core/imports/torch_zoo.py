@@ -7,13 +7,13 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from penjing.core.errors import InputError, SetupError
-from penjing.core.graph.config import Fit, Meaning, Pixels
+from penjing.core.graph.config import Filter, Fit, Meaning, Pixels
 from penjing.core.imports.user_code import named_errors, user_function
 
 LENGTH = 16  # tokens of an example
@@ -141,8 +141,8 @@ def _torchvision_pixels(preset: Any, height: int, width: int) -> Pixels:
     )
 
 
-def _filter(name: Any) -> Literal["bilinear", "bicubic"]:
-    return "bicubic" if name == "bicubic" else "bilinear"
+def _filter(name: Any) -> Filter:
+    return name if name in ("bicubic", "lanczos") else "bilinear"
 
 
 def _transformers(transformers: Any, name: str) -> Found:

@@ -47,7 +47,8 @@ class ChatTemplate:
 
     @classmethod
     def from_folder(cls, folder: Path) -> ChatTemplate | None:
-        """The template in `chat_template.jinja`, else in `tokenizer_config.json`; None when there is none.
+        """The template in `chat_template.jinja`, else in `chat_template.json`, as processors of images kept it, else in
+        `tokenizer_config.json`; None when there is none.
 
         Raises:
             InputError: a malformed file or template.
@@ -61,8 +62,12 @@ class ChatTemplate:
                 return cls(template_path.read_text(encoding="utf-8"), str(template_path), special)
             except (OSError, UnicodeDecodeError) as error:
                 raise InputError(f"cannot read {template_path}: {error}") from error
-        text = _default_template(config.get("chat_template"), config_path)
-        return None if text is None else cls(text, str(config_path), special)
+        processor_path = folder / "chat_template.json"
+        processor = read_json_object(processor_path) if processor_path.exists() else {}
+        for path, values in ((processor_path, processor), (config_path, config)):
+            if (text := _default_template(values.get("chat_template"), path)) is not None:
+                return cls(text, str(path), special)
+        return None
 
     @cached_property
     def form(self) -> Literal["text", "parts", "both"]:

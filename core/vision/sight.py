@@ -15,14 +15,22 @@ from torch import Tensor, nn
 
 from penjing.core.config import Config
 from penjing.core.graph.config import Pixels
-from penjing.core.images.decode import FORMATS, MAX_PIXELS, arranged, decode_image, network_input
+from penjing.core.images.decode import (
+    MAX_PIXELS,
+    arranged,
+    decode_image,
+    decode_tiles,
+    network_input,
+    upright_size,
+)
+from penjing.core.images.tiles import UNCUT, Grid, Look, grid_of
 from penjing.core.text.tokenizer import Tokenizer
-from penjing.core.vision.vision_language import VisionLanguage, pixel_shuffle
+from penjing.core.vision.vision_language import VisionLanguage, VisionLanguageConfig, pixel_shuffle
 from penjing.core.vision.vit import VisionTransformer, ViTConfig
 
 HALF = 0.5  # an image enters as (pixel / 255 - 0.5) / 0.5, each channel alike, as SigLIP's do
 AROUND, WHOLE = "<fake_token_around_image>", "<global-img>"
-"""What Idefics3's processor writes around an image's tokens, and before those of an image that is not cut in tiles."""
+"""What Idefics3's processor writes around an image's tokens, and before those of a whole image."""
 _ABOVE = ".mlp.fc2"
 
 
@@ -33,6 +41,7 @@ class SightConfig(Config):
     scale_factor: int = Field(gt=0, description="So many rows and columns of patches become one row.")
     image_token_id: int = Field(ge=0, description="The token in whose place a row of an image stands.")
     width: int = Field(gt=0, description="Numbers of a row: the decoder's hidden size.")
+    look: Look = Field(default=Look(), description="How an image becomes what the transformer is given.")
     linears: Literal["float32", "int8"] = Field(
         default="float32", description="How the linear layers of transformer and projection are computed."
     )
@@ -62,6 +71,7 @@ class Sight(nn.Module):
             scale_factor=whole.scale_factor,
             image_token_id=whole.image_token_id,
             width=whole.decoder.hidden_size,
+            look=whole.look,
         )
         return cls(config, model.vision, model.projector)
 
@@ -69,18 +79,32 @@ class Sight(nn.Module):
         """Normalised images (N, C, H, W) → rows (N, R, E)."""
         return self.projector(pixel_shuffle(self.vision(images), self.config.scale_factor))
 
-    def picture(self, data: bytes, max_pixels: int = MAX_PIXELS) -> NDArray[np.uint8]:
-        """An encoded image at the model's size: (height, width, channels).
+    def grid(self, data: bytes, max_pixels: int = MAX_PIXELS) -> Grid:
+        """The squares that an encoded image is cut into.
+
+        Raises:
+            InputError: see `pictures`; only what an image says of itself is read.
+        """
+        tiles = self.config.look.tiles
+        if not tiles:
+            return UNCUT
+        return grid_of(upright_size(data, max_pixels=max_pixels), tiles, self.config.vision.image_size)
+
+    def pictures(self, data: bytes, max_pixels: int = MAX_PIXELS) -> list[NDArray[np.uint8]]:
+        """An encoded image at the model's size, (height, width, channels): its squares, and then the whole.
 
         Raises:
             InputError: it is no JPEG or PNG, broken, cut off, animated, or has more pixels than that.
         """
-        return decode_image(data, pixels_of(self.config.vision), max_pixels=max_pixels, formats=FORMATS, still=True)
+        pixels, tiles = pixels_of(self.config), self.config.look.tiles
+        if tiles:
+            return decode_tiles(data, pixels, tiles, max_pixels=max_pixels)
+        return [decode_image(data, pixels, max_pixels=max_pixels, still=True)]
 
     @torch.inference_mode()
     def rows_of(self, picture: NDArray[np.uint8]) -> Tensor:
         """(R, E) float32 of what `picture` gave."""
-        pixels = pixels_of(self.config.vision)
+        pixels = pixels_of(self.config)
         values = network_input(arranged(picture, pixels)[None], pixels)
         return self(torch.from_numpy(np.ascontiguousarray(values)))[0].float().contiguous()
 
@@ -91,19 +115,27 @@ def is_above(name: str) -> bool:
     return name.endswith(_ABOVE)
 
 
-def pixels_of(config: ViTConfig) -> Pixels:
-    """How an image becomes the input of a vision transformer."""
-    grey = config.num_channels == 1
+def pixels_of(config: SightConfig | VisionLanguageConfig) -> Pixels:
+    """How an image becomes the input of the vision transformer."""
+    vision = config.vision
+    grey = vision.num_channels == 1
     return Pixels(
-        height=config.image_size, width=config.image_size, mean=(HALF,) * config.num_channels,
-        std=(HALF,) * config.num_channels, order="L" if grey else "RGB",
+        height=vision.image_size, width=vision.image_size, mean=(HALF,) * vision.num_channels,
+        std=(HALF,) * vision.num_channels, order="L" if grey else "RGB", filter=config.look.filter,
     )  # fmt: skip
 
 
-def image_text(tokenizer: Tokenizer, token: str, rows: int) -> str:
-    """What stands in a text for one image of so many rows: image tokens, and around them what Idefics3's processor
-    writes, where the tokenizer has it."""
+def image_text(tokenizer: Tokenizer, token: str, rows: int, grid: Grid = UNCUT) -> str:
+    """What stands in a text for one image whose every piece has so many rows: image tokens, and around them what
+    Idefics3's processor writes, where the tokenizer has it."""
     text = token * rows
     if tokenizer.token_to_id(AROUND) is None or tokenizer.token_to_id(WHOLE) is None:
-        return text
-    return f"{AROUND}{WHOLE}{text}{AROUND}"
+        return text * grid.pieces
+    whole = f"{AROUND}{WHOLE}{text}{AROUND}"
+    if grid.pieces == 1:
+        return whole
+    lines = [
+        "".join(f"{AROUND}<row_{row + 1}_col_{column + 1}>{text}" for column in range(grid.columns)) + "\n"
+        for row in range(grid.rows)
+    ]
+    return "".join([*lines, "\n", whole])

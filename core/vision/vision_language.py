@@ -10,6 +10,7 @@ from pydantic import Field, model_validator
 from torch import Tensor, nn
 
 from penjing.core.config import Config
+from penjing.core.images.tiles import MOST_A_SIDE, Look
 from penjing.core.models.config import DecoderConfig
 from penjing.core.models.decoder import Decoder
 from penjing.core.vision.vit import VisionTransformer, ViTConfig
@@ -22,6 +23,7 @@ class VisionLanguageConfig(Config):
     decoder: DecoderConfig = Field(description="The decoder; its vocabulary has the image token.")
     scale_factor: int = Field(gt=0, description="So many rows and columns of patches become one row.")
     image_token_id: int = Field(ge=0, description="The token in whose place a row of an image stands.")
+    look: Look = Field(default=Look(), description="How an image becomes what the transformer is given.")
 
     @model_validator(mode="after")
     def _fits(self) -> VisionLanguageConfig:
@@ -29,6 +31,11 @@ class VisionLanguageConfig(Config):
             raise ValueError(
                 f"{self.vision.side} patches of a side cannot be joined {self.scale_factor} at a time; "
                 "take a scale_factor that divides them"
+            )
+        if self.look.tiles > MOST_A_SIDE * self.vision.image_size:
+            raise ValueError(
+                f"tiles={self.look.tiles} cuts an image into more than {MOST_A_SIDE} squares of "
+                f"{self.vision.image_size} pixels a side; scale it less"
             )
         if self.image_token_id >= self.decoder.vocab_size:
             raise ValueError(

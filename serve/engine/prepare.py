@@ -48,7 +48,8 @@ class Preparer:
         self.max_prompt_bytes = tokenizer.most_bytes(max_model_len)
 
     def prepare(self, request: Request) -> PreparedRequest:
-        """Tokenize and validate. Images are counted, and not looked at: `see` does that, which takes longest.
+        """Tokenize and validate. Images are counted, and at most their sizes are read: `see` looks at them, which
+        takes longest.
 
         Raises:
             RequestError: an empty, too long or wrongly typed prompt, parameters that do not fit the model, an adapter
@@ -74,7 +75,7 @@ class Preparer:
                 f"leaves after a prompt of {len(prompt_ids)} tokens, got {params.min_tokens}"
             )
         constraint = None if params.guided is None else self._constraints.make(params.guided)
-        starts = self.images.places(prompt_ids, len(request.images))
+        starts = self.images.places(prompt_ids, request.images)
         return PreparedRequest(request, prompt_ids, constraint, adapter, starts)
 
     def see(self, prepared: PreparedRequest) -> PreparedRequest:

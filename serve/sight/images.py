@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from penjing.core.errors import InputError, RequestError
 from penjing.core.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
+    from penjing.core.images.tiles import Grid
     from penjing.core.vision.sight import Sight
+
+_Read = TypeVar("_Read")
 
 
 class Limits(Protocol):
@@ -32,7 +35,7 @@ class Limits(Protocol):
 
 @dataclass(frozen=True)
 class Placed:
-    """An image in a prompt: row i stands in place of token `start` + i.
+    """An image, or a piece of one, in a prompt: row i stands in place of token `start` + i.
 
     `digest` is of the pixels as the model sees them, `rows` (count, hidden) float32.
     """
@@ -64,15 +67,12 @@ class Images:
         self.token: str | None = None
         """What stands in a text for an image; None: the model takes none."""
         self._token_id = self._rows = -1
-        self._text = ""
+        self._tokenizer = tokenizer
         if sight is not None:
-            from penjing.core.vision.sight import image_text
-
             self._token_id, self._rows = sight.config.image_token_id, sight.config.rows
             self.token = tokenizer.id_to_token(self._token_id)
             if self.token is None:
                 raise InputError(f"the tokenizer has no token {self._token_id}, which stands for images; import again")
-            self._text = image_text(tokenizer, self.token, self._rows)
 
     def begin(self, prompt: str, count: int) -> str:
         """The prompt, behind the places of `count` images where it has none."""
@@ -82,7 +82,8 @@ class Images:
         """The text with as many image tokens as each image has rows, where it had one.
 
         Raises:
-            RequestError: other numbers of images and of their places, or too many or too large images.
+            RequestError: other numbers of images and of their places, or too many or too large images, or one that the
+                model would cut into squares and whose size cannot be read.
         """
         if not images and (self.token is None or self.token not in prompt):
             return prompt
@@ -104,10 +105,14 @@ class Images:
                     f"image {number} has {len(image):,} bytes, at most {self._limits.max_image_bytes:,} are read "
                     "(max_image_bytes): shrink it"
                 )
-        return prompt.replace(self.token, self._text)
+        from penjing.core.vision.sight import image_text
 
-    def places(self, prompt_ids: Sequence[int], count: int) -> tuple[int, ...]:
-        """Where each of so many images begins in a prompt whose text `expand` gave.
+        first, *others = prompt.split(self.token)
+        texts = [image_text(self._tokenizer, self.token, self._rows, grid) for grid in self._grids(images)]
+        return first + "".join(text + other for text, other in zip(texts, others, strict=True))
+
+    def places(self, prompt_ids: Sequence[int], images: Sequence[bytes]) -> tuple[int, ...]:
+        """Where each piece of the images begins in a prompt whose text `expand` gave.
 
         Raises:
             RequestError: image tokens stand in the prompt that belong to no image.
@@ -115,10 +120,10 @@ class Images:
         if self._sight is None:
             return ()
         where = [place for place, token in enumerate(prompt_ids) if token == self._token_id]
-        if len(where) != count * self._rows:
+        if len(where) != self._rows * sum(grid.pieces for grid in self._grids(images)):
             raise RequestError(
                 f"the prompt has the token {self.token!r}, which stands for an image, {len(where)} times, and "
-                f"{count} images came with it; give images with a text that has it once for each"
+                f"{len(images)} images came with it; give images with a text that has it once for each"
             )
         starts = where[:: self._rows]
         if any(where[n * self._rows + self._rows - 1] != start + self._rows - 1 for n, start in enumerate(starts)):
@@ -126,23 +131,27 @@ class Images:
         return tuple(starts)
 
     def see(self, starts: Sequence[int], images: Sequence[bytes]) -> tuple[Placed, ...]:
-        """The images that begin there, each computed if it was not seen lately.
+        """The pieces of images that begin there, each computed if it was not seen lately.
 
         Raises:
             RequestError: one cannot be read.
         """
-        return tuple(
-            self._see(start, image, number) for number, (start, image) in enumerate(zip(starts, images, strict=True))
-        )
-
-    def _see(self, start: int, data: bytes, number: int) -> Placed:
         assert self._sight is not None
-        try:
-            picture = self._sight.picture(data, self._limits.max_image_pixels)
-        except InputError as error:
-            raise RequestError(f"image {number} cannot be read: {error}") from None
+        pieces = [
+            piece
+            for number, image in enumerate(images)
+            for piece in _read(number, self._sight.pictures, image, self._limits.max_image_pixels)
+        ]
+        return tuple(map(self._see, starts, pieces))
+
+    def _see(self, start: int, picture: Any) -> Placed:
         digest = blake2b(picture.tobytes(), digest_size=16).digest()
         return Placed(start, self._rows, digest, self._rows_of(digest, picture))
+
+    def _grids(self, images: Sequence[bytes]) -> list[Grid]:
+        assert self._sight is not None
+        most = self._limits.max_image_pixels
+        return [_read(number, self._sight.grid, image, most) for number, image in enumerate(images)]
 
     def _rows_of(self, digest: bytes, picture: Any) -> Any:
         mine: Future[Any] = Future()
@@ -173,3 +182,10 @@ class Images:
             if future.done():
                 del self._kept[digest]
                 self._num_bytes -= future.result().nbytes
+
+
+def _read(number: int, read: Callable[[bytes, int], _Read], data: bytes, max_pixels: int) -> _Read:
+    try:
+        return read(data, max_pixels)
+    except InputError as error:
+        raise RequestError(f"image {number} cannot be read: {error}") from None

@@ -64,7 +64,7 @@ class SightTuning:
         self._tokenizer = writer.tokenizer
         self._template = None if data.template is None or writer.template is None else writer.template.text
         vision = config.vision
-        self._writer = SightTokens(writer, token, config.rows, pixels_of(vision), data.images, data.sequence_length)
+        self._writer = SightTokens(writer, token, config.rows, pixels_of(config), data.images, data.sequence_length)
         rows = self._read(data.sources, progress)
         kept: list[Sighted] = []
         if data.held_out_sources and recipe.evaluation.every:

@@ -335,3 +335,14 @@ def test_a_template_of_texts_or_parts_gets_parts_where_there_is_an_image() -> No
 @pytest.mark.parametrize("name", sorted(TEMPLATES))
 def test_templates_of_texts_are_known_as_such(name: str) -> None:
     assert ChatTemplate(TEMPLATES[name], "a test", {"bos_token": "<s>", "eos_token": "</s>"}).form == "text"
+
+
+def test_a_template_beside_a_processor_goes_before_that_of_the_tokenizer(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": "tokenizer"}))
+    (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": "processor"}))
+    template = ChatTemplate.from_folder(tmp_path)
+    assert template is not None
+    assert template.render([{"role": "user", "content": "hello"}]) == "processor"
+    (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": 3}))
+    with pytest.raises(InputError, match=r"chat_template\.json: chat_template must be text"):
+        ChatTemplate.from_folder(tmp_path)

@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 import torch
 
+from penjing.core.checkpoint.decoder import open_checkpoint
 from penjing.core.checkpoint.vision_language import load_vision_language, save_vision_language, vision_language_config
 from penjing.core.errors import InputError
 from penjing.core.family import family_of
+from penjing.core.images.tiles import Look
 from penjing.core.vision.vision_language import pixel_shuffle
 
 IMAGE = 59
@@ -122,6 +124,55 @@ def test_a_folder_that_is_wrong_is_one_line(tmp_path: Path, change: dict[str, An
         (values[inside] if inside else values)[key] = value
     path.write_text(json.dumps(values))
     with pytest.raises(InputError, match=said) as caught:
+        load_vision_language(tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+def test_smolvlm_is_the_same_network_by_another_name(tmp_path: Path) -> None:
+    write_idefics3(tmp_path)
+    wanted = load_vision_language(tmp_path)
+    path = tmp_path / "config.json"
+    values = json.loads(path.read_text()) | {"model_type": "smolvlm"}
+    path.write_text(json.dumps(values))
+    assert family_of(tmp_path) == "vision_language"
+    assert open_checkpoint(tmp_path).config == wanted.config.decoder
+    tokens, images = texts_with_images()
+    torch.testing.assert_close(load_vision_language(tmp_path)(tokens, images), wanted(tokens, images))
+
+
+def test_how_images_are_shown_is_kept(tmp_path: Path) -> None:
+    write_idefics3(tmp_path / "theirs")
+    path = tmp_path / "theirs/preprocessor_config.json"
+    assert vision_language_config(tmp_path / "theirs").look == Look()
+    said = {"size": {"longest_edge": 64}, "max_image_size": {"longest_edge": 16}, "image_mean": [0.5] * 3}
+    path.write_text(json.dumps(said))
+    ours = load_vision_language(tmp_path / "theirs")
+    assert ours.config.look == Look(filter="lanczos", tiles=64)
+    for place, look in enumerate((ours.config.look, Look(), Look(filter="bicubic"))):
+        config = ours.config.model_copy(update={"look": look})
+        (tmp_path / f"{place}").mkdir()
+        save_vision_language(tmp_path / f"{place}", config, ours, tmp_path / "theirs", {})
+        assert vision_language_config(tmp_path / f"{place}") == config
+
+
+@pytest.mark.parametrize(
+    ("said", "why"),
+    [
+        ({"do_image_splitting": True}, "scaled to None; the network's have 16"),
+        ({"size": {"longest_edge": 64}, "max_image_size": {"longest_edge": 8}}, "squares of 8 pixels"),
+        ({"size": {"longest_edge": "64"}, "max_image_size": {"longest_edge": 16}}, "scaled to None"),
+        ({"size": {"longest_edge": 1600}, "max_image_size": {"longest_edge": 16}}, "more than 8 squares"),
+        ({"size": 3, "max_image_size": None}, "squares of None pixels"),
+        ({"image_mean": [0.4, 0.5, 0.5]}, "image_mean="),
+        ({"image_std": "half"}, "image_std="),
+        ({"resample": 0}, "resample=0 is not supported"),
+        ({"resample": []}, "resample=.* is not supported"),
+    ],
+)
+def test_images_that_are_shown_otherwise_are_refused(tmp_path: Path, said: dict[str, Any], why: str) -> None:
+    write_idefics3(tmp_path)
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(said))
+    with pytest.raises(InputError, match=why) as caught:
         load_vision_language(tmp_path)
     assert "\n" not in str(caught.value)
 

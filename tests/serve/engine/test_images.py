@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from pathlib import Path
 from typing import Any
@@ -157,7 +158,8 @@ def test_what_was_seen_is_forgotten_beyond_its_memory(folder: Path) -> None:
     row_bytes = ROWS * 32 * 4
     images = Images(loaded.sight, loaded.tokenizer, EngineConfig(image_cache_bytes=2 * row_bytes))
     for seed in (1, 2, 1, 3, 1, 2):  # the third throws out the second
-        images.see(images.places([TOKEN_ID] * ROWS, 1), [encoded(picture(seed))])
+        image = [encoded(picture(seed))]
+        images.see(images.places([TOKEN_ID] * ROWS, image), image)
     assert images.num_computed == 4
 
 
@@ -244,6 +246,53 @@ def test_idefics3_writes_tokens_around_an_image(tmp_path: Path) -> None:
     around, whole = 259, 260
     assert prepared.prompt_ids == [97, around, whole, *[TOKEN_ID] * ROWS, around, 98]
     assert prepared.images[0].start == 3
+
+
+def with_squares(folder: Path, **extra: Any) -> Any:
+    """A model whose images are cut into squares; transformers' own."""
+    names = ["<fake_token_around_image>", "<global-img>", "<row_1_col_1>", "<row_1_col_2>", "<row_2_col_1>"]
+    theirs = write_seeing(folder, extra_tokens=tuple(names))
+    values = {"do_image_splitting": True, "size": {"longest_edge": 2 * SIDE}, "max_image_size": {"longest_edge": SIDE}}
+    (folder / "preprocessor_config.json").write_text(json.dumps(values | extra))
+    return theirs
+
+
+def test_a_large_image_is_seen_in_squares_and_whole_as_transformers_does(tmp_path: Path) -> None:
+    from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil
+    from transformers.models.smolvlm.processing_smolvlm import get_image_prompt_string
+
+    theirs = with_squares(tmp_path, resample=3)
+    photo, engine = picture(1, (3 * SIDE, 2 * SIDE)), engine_of(tmp_path)
+    processor: Any = SmolVLMImageProcessorPil(
+        size={"longest_edge": 2 * SIDE}, max_image_size={"longest_edge": SIDE}, resample=3,
+        image_mean=[0.5] * 3, image_std=[0.5] * 3,
+    )  # fmt: skip
+    said = processor([[photo, picture(2)]], return_row_col_info=True, return_tensors="pt")
+    text = get_image_prompt_string(2, 2, ROWS, "<fake_token_around_image>", TOKEN, "<global-img>")
+    tokenizer = load_model(tmp_path).tokenizer
+    tokens = torch.tensor([tokenizer.encode(f"a{text}b{text}", add_special=False)])
+    request = ask(0, f"a{TOKEN}b{TOKEN}", encoded(photo), encoded(picture(2)))
+    for _ in range(2):  # the pieces are kept
+        assert seen(engine, request).prompt_ids == tokens[0].tolist()
+        assert engine.preparer.images.num_computed == said["pixel_values"].shape[1] == 10
+    (answer,) = run_all(engine, [request]).values()
+    begun = tokens.shape[1]
+    with torch.no_grad():
+        for _ in range(GREEDY["max_tokens"]):
+            logits = theirs(input_ids=tokens, pixel_values=said["pixel_values"]).logits[0, -1]
+            tokens = torch.cat([tokens, logits.argmax()[None, None]], 1)
+    assert ids_of(answer) == tokens[0, begun:].tolist()
+
+
+def test_squares_of_what_cannot_be_read_are_one_line(tmp_path: Path) -> None:
+    with_squares(tmp_path)
+    engine = engine_of(tmp_path)
+    for broken in (b"no image", encoded(picture(1))[:30]):
+        with pytest.raises(RequestError, match="image 1 cannot be read"):
+            seen(engine, ask(0, f"{TOKEN}{TOKEN}", encoded(picture(2)), broken))
+    half = encoded(picture(1, (64, 64)))[:600]
+    with pytest.raises(RequestError, match="image 0 cannot be read"):
+        seen(engine, ask(0, TOKEN, half))
 
 
 def test_what_a_device_cannot_do_is_refused_before_it_runs(folder: Path, theirs: Any, monkeypatch: Any) -> None:
