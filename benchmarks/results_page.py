@@ -70,6 +70,7 @@ SECTIONS = {  # a title and what "This measures"
     "encoder": "Text encoder: MiniLM in INT8 beside FP32 and beside ONNX Runtime's dynamic quantizer.",
     "vision_server": "Classifier server: a classifier through Triton server, beside ONNX Runtime in process.",
     "schema_fuzz": "Fuzzing by schema: what schemathesis found in a server by its own OpenAPI document.",
+    "load_peer": "Load generators: `penjing bench server --openai` and aiperf, about known times and about a front.",
     "chaos": "Chaos: what faults, leaving clients and random requests did to a server. `Runs` is how many there were.",
     "train": "Training: training steps of penjing beside plain PyTorch loops.",
     "precision": "Precision of training: one recipe trained in each precision from the same start.",

@@ -8,7 +8,8 @@
 A server with its front takes, one after the other: SIGKILL and SIGSTOP of the model's process, of Triton server and of
 the front, alone and together, while clients stream; clients that leave after the first piece, that dawdle, that never
 read; and random bodies, headers and protobufs on every port. Each of its ports is taken by somebody else while its
-process is away. Before and after, greedy answers must be the same. The long load is asked for by its name alone.
+process is away. A second server's time of day jumps ahead and back by a day. Before and after, greedy answers must be
+the same. The long load is asked for by its name alone.
 
 `lost` counts answers that nobody broke: streams that hung, or said that they were complete and were not. `restarts`
 of the fuzzing count processes that had to be started again.
@@ -25,6 +26,7 @@ import time
 from pathlib import Path
 from statistics import median
 
+from lib.chaos_clock import clock_jumps
 from lib.chaos_fuzz import GrpcFuzz, fuzz, fuzz_front, fuzz_http2, fuzz_metrics
 from lib.chaos_load import Load, dawdle, leave
 from lib.chaos_server import Patient, served, wait_until
@@ -36,7 +38,7 @@ from penjing.core.cli import guarded
 
 STOP_SECONDS = 2.0
 IDLE_SECONDS = 60.0
-PARTS = ("faults", "clients", "fuzz", "ports")
+PARTS = ("faults", "clients", "fuzz", "ports", "clock")
 SOAK = "soak"
 SHARE = 0.8
 STOLEN_SECONDS = 5.0
@@ -73,9 +75,18 @@ def main() -> int:
     model = arguments.model
     if model == ARTIFACT:
         _, model = make_models(arguments.checkpoint, model)
+    rows: list[Row] = clock_jumps(model.absolute(), arguments.turns) if "clock" in arguments.only else []
+    if set(arguments.only) != {"clock"}:
+        rows += hurt(model, arguments)
+    append("chaos", rows, arguments.results)
+    return 0
+
+
+def hurt(model: Path, arguments: argparse.Namespace) -> list[Row]:
+    """All parts but the clock, to one server."""
+    rows: list[Row] = []
     with served(model) as patient:
         before = patient.canaries()
-        rows: list[Row] = []
         if "faults" in arguments.only:
             rows += faults(patient, arguments.turns)
         if "clients" in arguments.only:
@@ -89,8 +100,7 @@ def main() -> int:
         after = patient.canaries()
         different = sum(one != other for one, other in zip(before, after, strict=True))
         rows.append(new_row("chaos", "canaries/different", different, "answers", runs=len(before)))
-    append("chaos", rows, arguments.results)
-    return 0
+    return rows
 
 
 def faults(patient: Patient, turns: int) -> list[Row]:

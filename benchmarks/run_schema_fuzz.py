@@ -63,7 +63,7 @@ def fuzz(patient: Patient, cases: int, seed: int) -> list[Row]:
     if not report["complete"] or report["errors"]:
         raise SetupError(
             f"schemathesis ended early after {sent} requests: {report['stop_reason']}, its own errors: "
-            f"{json.dumps(report['errors'])[:20_000]}"
+            f"{json.dumps(report['errors'])}\n{report['said'][-20_000:]}"
         )
     wait_until(lambda: patient.figures()["num_requests_running"] == 0, IDLE_SECONDS)
     held = 100 * patient.figures()["kv_cache_usage_perc"]
@@ -96,7 +96,7 @@ def narrowed(url: str, model: str) -> dict[str, Any]:
 
 
 def ask(folder: Path, document: dict[str, Any], url: str, cases: int, seed: int) -> dict[str, Any]:
-    """Schemathesis' report.
+    """Schemathesis' report, and under `said` what it wrote: the report names its own errors by their kind alone.
 
     Raises:
         SetupError: it wrote none.
@@ -109,7 +109,7 @@ def ask(folder: Path, document: dict[str, Any], url: str, cases: int, seed: int)
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=SECONDS, check=False)
     if not (folder / "report.json").exists():
         raise SetupError(f"schemathesis wrote no report:\n{(done.stdout + done.stderr)[-2000:]}")
-    return json.loads((folder / "report.json").read_text())
+    return json.loads((folder / "report.json").read_text()) | {"said": done.stdout}
 
 
 if __name__ == "__main__":

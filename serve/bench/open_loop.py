@@ -128,10 +128,14 @@ def bench_open_loop(
 
 
 def load_figures(outcomes: Sequence[Outcome], scenario: str, rate: float, goals: tuple[float, float]) -> dict[str, Any]:
-    """What the outcomes come to: percentiles in milliseconds of complete answers, shares of all requests."""
+    """What the outcomes come to: percentiles in milliseconds of complete answers, shares of all requests.
+
+    A second of `requests_per_second` and `tokens_per_second` is one between the first request and the last end.
+    """
     complete = [outcome for outcome in outcomes if outcome.complete]
     good = sum(outcome.good(*goals) for outcome in outcomes)
-    span = max(outcome.asked.at + outcome.end for outcome in outcomes)
+    first = min(outcome.asked.at for outcome in outcomes)  # what is idle before it says nothing about the server
+    span = max(outcome.asked.at + outcome.end for outcome in outcomes) - first
     refused = sum(outcome.status in (429, 503) for outcome in outcomes)
     return {
         "scenario": scenario,
@@ -142,6 +146,7 @@ def load_figures(outcomes: Sequence[Outcome], scenario: str, rate: float, goals:
         "failed": len(outcomes) - len(complete) - refused,
         "goals": {"first_token_ms": 1000 * goals[0], "per_token_ms": 1000 * goals[1]},
         "goodput": {"share": good / len(outcomes), "requests_per_second": good / span},
+        "requests_per_second": len(complete) / span,
         "tokens_per_second": sum(outcome.tokens for outcome in complete) / span,
         "first_token_ms": percentiles([outcome.arrivals[0] for outcome in complete]),
         "between_pieces_ms": percentiles([gap for outcome in complete for gap in outcome.gaps]),

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import random
 import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from lib import chaos_fuzz, chaos_soak
+from lib import chaos_clock, chaos_fuzz, chaos_soak
 from lib.chaos_fuzz import Counts, exchange, front_bytes, fuzz, infer_bytes
 from tritonclient.grpc import service_pb2
 
@@ -158,3 +160,24 @@ def test_no_random_field_asks_for_a_long_answer() -> None:
     asked = [field["max_tokens"] for _ in range(5000) if "max_tokens" in (field := chaos_fuzz.wrong_field(draw))]
     assert asked
     assert all(value is not None and not (isinstance(value, int | float) and value > 1) for value in asked)
+
+
+def test_what_is_started_has_the_time_of_day_of_a_file_and_nothing_else_changes(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The library is another's: here only that what starts inside gets it, and what starts after does not."""
+    peer = tmp_path / "build" / "peers" / "libfaketime"
+    library = peer / chaos_clock.LIBRARY.replace("*", "3.11")
+    library.parent.mkdir(parents=True)
+    library.touch()
+    monkeypatch.setattr(chaos_clock, "ROOT", tmp_path)
+    monkeypatch.setattr(chaos_clock, "SCRIPT", tmp_path / "script.sh")
+    (tmp_path / "script.sh").touch()
+    before = dict(os.environ)
+    with chaos_clock.faked_clock() as file:
+        assert file.read_text() == "+0"
+        assert os.environ["LD_PRELOAD"] == f"{peer / 'timed_locks.so'}:{library}"
+        assert os.environ["FAKETIME_TIMESTAMP_FILE"] == str(file)
+    assert dict(os.environ) == before
+    assert sum(chaos_clock.OFFSETS) == 0
+    assert chaos_clock.OFFSETS[-1] == 0

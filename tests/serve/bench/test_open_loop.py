@@ -119,7 +119,7 @@ def test_percentiles_are_numpys() -> None:
 
 def test_figures_count_everybody_and_time_the_complete() -> None:
     outcomes = [
-        outcome(0.0, [0.5, 0.6, 0.7]),
+        outcome(0.2, [0.5, 0.6, 0.7]),  # nothing was asked before
         outcome(1.0, [1.5, 1.6]),  # began too late
         outcome(2.0, [0.2, 0.5], tokens=2, asked=2),  # too slow from then on
         outcome(3.0, [0.1], tokens=1),  # cut off
@@ -128,7 +128,8 @@ def test_figures_count_everybody_and_time_the_complete() -> None:
     ]
     found = load_figures(outcomes, "chat", 2.0, GOALS)
     assert (found["requests"], found["complete"], found["refused"], found["failed"]) == (6, 3, 1, 2)
-    assert found["goodput"] == {"share": pytest.approx(1 / 6), "requests_per_second": pytest.approx(1 / 9.7)}
+    assert found["goodput"] == {"share": pytest.approx(1 / 6), "requests_per_second": pytest.approx(1 / 9.5)}
+    assert (found["requests_per_second"], found["tokens_per_second"]) == pytest.approx((3 / 9.5, 8 / 9.5))
     assert found["first_token_ms"]["p50"] == pytest.approx(500)
     assert found["first_token_ms"]["p99"] == pytest.approx(1500)
     assert found["per_token_ms"]["p99"] == pytest.approx(300)
