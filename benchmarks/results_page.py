@@ -82,6 +82,7 @@ SECTIONS = {  # a title and what "This measures"
     "align": "Alignment: what SmolLM2 learns from conversations, pairs and its own answers, on unseen prompts.",
     "attention": "Attention: steps with sliding windows and LSH beside full attention. A name ends with its tokens.",
     "curate": "Curation of text: signatures, clusters of near duplicates, languages and rules, beside datatrove.",
+    "media": "Images to train on: how many one core reads, turns, stores and hashes, beside Pillow. On a busy machine.",
     "it_helps": "Whether curation helps: perplexity of a small decoder after raw text and after what curation kept.",
     "semantic_dedup": "Deduplication by meaning: changed copies that are found, and documents taken for others.",
     "quality": "Quality and noise: areas under the ROC curve of the steps `quality` and `noise`, beside fastText.",

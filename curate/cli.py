@@ -83,13 +83,15 @@ def media(
     ] = 4,
     max_pixels: Annotated[int, typer.Option(min=1, help="A larger image counts as broken.")] = 50_000_000,
     most_damaged: Annotated[float, typer.Option(min=0, max=1, help="Share of the files that may be broken.")] = 0.05,
+    workers: Annotated[int, typer.Option(min=1, help="Processes that read.")] = 1,
     force: Force = False,
     json_file: Json = None,
 ) -> None:
     """Make tars to train on out of a folder of images and recordings with their texts.
 
     Images are turned upright and lose what a camera wrote into them, such as its place; of those that look alike the
-    first is kept. Of recordings the header is read. What is broken is listed in quarantine.jsonl with its reason.
+    first is kept. Of recordings the header is read. What is broken is listed in quarantine.jsonl with its reason. The
+    command given again after it was ended goes on with what is left.
 
     Examples:
 
@@ -102,7 +104,7 @@ def media(
     with progress_bar() as progress:
         report = curate_media(
             source, output, licence=licence, distance=distance, max_pixels=max_pixels, most_damaged=most_damaged,
-            force=force, progress=progress,
+            workers=workers, force=force, progress=progress,
         )  # fmt: skip
     print_table(report)
     write_json(report, json_file)

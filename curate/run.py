@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import fcntl
 import gzip
 import json
-import os
 import shutil
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 
 from penjing.core.config import load_recipe, parse_config
@@ -18,6 +15,7 @@ from penjing.core.manifest import read_json_object, write_manifest
 from penjing.core.progress import Progress, Silent
 from penjing.core.text.records import arrow_module
 from penjing.core.text.source_files import SHARDS
+from penjing.curate.alone import alone_in
 from penjing.curate.clusters import join_clusters
 from penjing.curate.learned.facts import FACTS, Learned
 from penjing.curate.plan import PLAN_FILE, Plan, Stage, make_plan
@@ -69,7 +67,7 @@ def curate_recipe(
     if recipe.output.exists() and any(recipe.output.iterdir()) and not force:
         raise InputError(f"output {recipe.output} already exists; replace it with --force, or choose another output")
     work = recipe.work_folder
-    with _alone_in(work):
+    with alone_in(work):
         plan = make_plan(recipe, progress)
         with writing(work):
             plan.save(work / PLAN_FILE)
@@ -83,43 +81,6 @@ def curate_recipe(
         progress.advance()
         shutil.rmtree(work)
     return report
-
-
-@contextmanager
-def _alone_in(work: Path) -> Iterator[None]:
-    """Keep other processes out of the folder `work`, made if need be.
-
-    Raises:
-        InputError: one is in it.
-        SetupError: it cannot be made.
-    """
-    lock = None
-    while lock is None:  # a process that ended just now has removed the folder, and a lock in none keeps nobody out
-        with writing(work):
-            lock = _lock(work)
-    try:
-        yield
-    finally:
-        os.close(lock)
-
-
-def _lock(work: Path) -> int | None:
-    work.mkdir(parents=True, exist_ok=True)
-    try:
-        lock = os.open(work / ".lock", os.O_CREAT | os.O_RDWR, 0o644)
-    except FileNotFoundError:
-        return None
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if (work / ".lock").stat().st_ino == os.fstat(lock).st_ino:
-            return lock
-    except BlockingIOError:
-        os.close(lock)
-        raise InputError(f"{work} is worked in by another process; wait for it, or choose another `work`") from None
-    except FileNotFoundError:
-        pass  # removed in between: the lock is closed below
-    os.close(lock)
-    return None
 
 
 def _run_stage(plan: Plan, number: int, stage: Stage, counts: Counts, progress: Progress) -> None:

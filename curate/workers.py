@@ -8,21 +8,25 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, NoReturn
 
-from penjing.core.cluster.answers import failure
+from penjing.core.cluster.answers import answer_of, failure
 from penjing.core.errors import SetupError
 
 _TRIES = 2
-_COMMAND = (sys.executable, "-m", "penjing.curate.worker")
+_PYTHON, _TEXT = (sys.executable, "-m"), "penjing.curate.worker"
 
 
-def run_tasks(plan_file: Path, stage: int, tasks: list[int], workers: int, done: Callable[[int], None]) -> None:
+def run_tasks(
+    plan_file: Path, stage: int, tasks: list[int], workers: int, done: Callable[[int], None], module: str = _TEXT
+) -> None:
     """Do `tasks` of a stage on `workers` processes.
 
     Args:
+        module: what a process runs, with `plan_file` as its argument; it calls `answer_tasks`.
         done: called with each task that is complete, from this thread.
 
     Raises:
@@ -33,6 +37,7 @@ def run_tasks(plan_file: Path, stage: int, tasks: list[int], workers: int, done:
     running: dict[int, tuple[_Worker, int]] = {}
     waiting, tries = list(reversed(tasks)), dict.fromkeys(tasks, 0)
     left = len(tasks)
+    command = [*_PYTHON, module, str(plan_file)]
 
     def start(place: int, worker: _Worker) -> None:
         if waiting:
@@ -45,7 +50,7 @@ def run_tasks(plan_file: Path, stage: int, tasks: list[int], workers: int, done:
 
     try:
         for place in range(min(workers, len(tasks))):
-            start(place, _Worker(plan_file, place, events))
+            start(place, _Worker(command, place, events))
         while left:
             place, answer = events.get()
             if place not in running:
@@ -54,11 +59,11 @@ def run_tasks(plan_file: Path, stage: int, tasks: list[int], workers: int, done:
             if answer is None:
                 if tries[task] >= _TRIES:
                     raise SetupError(
-                        f"task {task} ended its process twice ({worker.ending()}): its documents may need more "
+                        f"task {task} ended its process twice ({worker.ending()}): what it reads may need more "
                         "memory than there is. Finished tasks are kept; lower workers or task_mb, and run again"
                     )
                 waiting.append(task)
-                start(place, _Worker(plan_file, place, events))
+                start(place, _Worker(command, place, events))
             elif "error" in answer:
                 raise failure(int(answer["code"]), answer["error"])
             else:
@@ -70,12 +75,34 @@ def run_tasks(plan_file: Path, stage: int, tasks: list[int], workers: int, done:
             worker.kill()
 
 
+def answer_tasks(work: Callable[[int, int], None]) -> NoReturn:
+    """What a process of `run_tasks` does: it reads "STAGE TASK" lines, calls `work` and answers with a line of JSON.
+
+    It ends with its caller, in the midst of a task: else it would go on beside the run that takes up its work.
+    """
+    tasks: SimpleQueue[tuple[int, int]] = SimpleQueue()
+    threading.Thread(target=_hear, args=(tasks,), daemon=True).start()
+    answers = sys.stdout
+    sys.stdout = sys.stderr  # what a library prints is no answer
+    while True:
+        stage, task = tasks.get()
+        answer = {"task": task} | answer_of(partial(work, stage, task))
+        print(json.dumps(answer), file=answers, flush=True)
+
+
+def _hear(tasks: SimpleQueue[tuple[int, int]]) -> None:
+    for line in sys.stdin:
+        stage, task = map(int, line.split())
+        tasks.put((stage, task))
+    os._exit(0)  # the caller has no more tasks, or is gone; what it asks for is written by then
+
+
 class _Worker:
     """A process, and a thread that hears its answers and its end."""
 
-    def __init__(self, plan_file: Path, place: int, events: SimpleQueue[tuple[int, dict[str, Any] | None]]) -> None:
+    def __init__(self, command: list[str], place: int, events: SimpleQueue[tuple[int, dict[str, Any] | None]]) -> None:
         self._process = subprocess.Popen(
-            [*_COMMAND, str(plan_file)],
+            command,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

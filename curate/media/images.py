@@ -22,21 +22,45 @@ _QUALITY = 95  # of JPEG that has to be stored again
 _CUT = 0.05  # of width and height, that a copy may lack
 _VIEWS = tuple((x / 2 * _CUT, y / 2 * _CUT) for y in range(3) for x in range(3))  # where what is left may begin
 _SMALL = 256  # pixels of a side that views are cut from
+NUM_HASHES = 1 + len(_VIEWS)
 _THUMB, _SEEN = 32, 24  # pixels of what is kept of an image, and of what is compared
+THUMB_SHAPE = (_THUMB, _THUMB, 3)
 _FARTHER = 4  # bits more than for whole images that hashes of views may differ in
 _ALIKE, _ALIKE_CUT = 0.98, 0.95  # correlation of the pixels of two that are one: whole, and one cut out of the other
 
 
 @dataclass(frozen=True)
-class Picture:
+class Appearance:
+    """What images are compared by.
+
+    Attributes:
+        look: (64,) bool, the perceptual hash.
+        views: (9,) uint64, those of the parts that are left when 5 % of width and height are cut off.
+        thumb: (32, 32, 3) uint8, the image in small.
+    """
+
+    look: NDArray[np.bool_]
+    views: NDArray[np.uint64]
+    thumb: NDArray[np.uint8]
+
+    @property
+    def hashes(self) -> NDArray[np.uint64]:
+        """(10,) of the whole, and of its parts."""
+        return np.array([_packed(self.look), *self.views], np.uint64)
+
+
+def appearance_of(hashes: NDArray[np.uint64], thumb: NDArray[np.uint8]) -> Appearance:
+    """The one whose `hashes` these are."""
+    return Appearance(np.unpackbits(hashes[:1].astype(">u8").view(np.uint8)).astype(bool), hashes[1:], thumb)
+
+
+@dataclass(frozen=True)
+class Picture(Appearance):
     """An image that is whole.
 
     Attributes:
         data, ending: the file to store, without EXIF, GPS, comments and profiles, "jpg" or "png".
         form: what the source was.
-        look: (64,) bool, its perceptual hash.
-        views: (9,) uint64, those of its parts that are left when 5 % of width and height are cut off.
-        thumb: (32, 32, 3) uint8, the image in small.
     """
 
     data: bytes
@@ -44,9 +68,6 @@ class Picture:
     form: str
     width: int
     height: int
-    look: NDArray[np.bool_]
-    views: NDArray[np.uint64]
-    thumb: NDArray[np.uint8]
     changed: str
 
 
@@ -93,7 +114,7 @@ def read_picture(content: bytes, max_pixels: int) -> Picture:
     look = np.asarray(hashing.phash(pixels.convert("L")).hash, bool).ravel()
     changed = "turned, stored again" if turned else "stored again"
     views, thumb = _views(pixels, hashing.phash)
-    return Picture(out.getvalue(), "jpg" if lossy else "png", form, *pixels.size, look, views, thumb, changed)
+    return Picture(look, views, thumb, out.getvalue(), "jpg" if lossy else "png", form, *pixels.size, changed)
 
 
 def _views(pixels: Image.Image, phash: Callable[[Image.Image], Any]) -> tuple[NDArray[np.uint64], NDArray[np.uint8]]:
@@ -119,11 +140,11 @@ class Gallery:
 
     def __init__(self, most: int) -> None:
         self._most = most
-        self._hashes = np.empty((1024, 1 + len(_VIEWS)), np.uint64)  # of the whole, and of its parts
+        self._hashes = np.empty((1024, NUM_HASHES), np.uint64)  # of the whole, and of its parts
         self._names: list[str] = []
         self._thumbs: list[NDArray[np.uint8]] = []
 
-    def twin(self, picture: Picture) -> str | None:
+    def twin(self, picture: Appearance) -> str | None:
         """The name of the first image that looks like `picture`; None: there is none."""
         if self._most < 0:
             return None
@@ -147,12 +168,11 @@ class Gallery:
                         return self._names[place]
         return None
 
-    def add(self, picture: Picture, name: str) -> None:
+    def add(self, picture: Appearance, name: str) -> None:
         """Have `picture` found from now on, as `name`."""
         if len(self._names) == len(self._hashes):
             self._hashes = np.concatenate([self._hashes, np.empty_like(self._hashes)])
-        self._hashes[len(self._names), 0] = _packed(picture.look)
-        self._hashes[len(self._names), 1:] = picture.views
+        self._hashes[len(self._names)] = picture.hashes
         self._names.append(name)
         self._thumbs.append(picture.thumb)
 

@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from penjing.core.config import parse_config
 from penjing.core.errors import ConfigError, InputError
 from penjing.core.progress import printable
+from penjing.curate import alone
 from penjing.curate import run as running
 from penjing.curate.recipe import CurateRecipe
 from penjing.curate.run import curate_recipe
@@ -38,10 +39,9 @@ def quarantine(output: Path) -> list[tuple[str, str]]:
 
 def test_a_worker_ends_with_its_caller_in_the_midst_of_a_task(tmp_path: Path) -> None:
     code = (
-        "import time, penjing.curate.worker as worker\n"
-        "worker.load_plan = lambda path: None\n"
-        "worker.run_task = lambda *task: (print('begun', flush=True), time.sleep(3600))\n"
-        "worker.main()\n"
+        "import time\n"
+        "from penjing.curate.workers import answer_tasks\n"
+        "answer_tasks(lambda *task: (print('begun', flush=True), time.sleep(3600)))\n"
     )
     with subprocess.Popen(
         [sys.executable, "-c", code, "plan"], stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True
@@ -121,7 +121,7 @@ def test_two_runs_are_never_in_one_folder(tmp_path: Path, monkeypatch: pytest.Mo
 
     monkeypatch.setattr(running, "make_plan", second)
     curate_recipe(made, "first")
-    assert said == [f"{made.work_folder} is worked in by another process; wait for it, or choose another `work`"]
+    assert said == [f"{made.work_folder} is worked in by another process; wait for it, or choose another output"]
 
 
 def test_a_lock_in_a_folder_that_was_removed_keeps_nobody_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -132,9 +132,19 @@ def test_a_lock_in_a_folder_that_was_removed_keeps_nobody_out(tmp_path: Path, mo
             shutil.rmtree(work)
         real(lock, how)
 
-    monkeypatch.setattr(running.fcntl, "flock", removed_before)
-    with running._alone_in(work), pytest.raises(InputError, match="worked in by another"), running._alone_in(work):
+    monkeypatch.setattr(alone.fcntl, "flock", removed_before)
+    with alone.alone_in(work), pytest.raises(InputError, match="worked in by another"), alone.alone_in(work):
         pass
+
+
+def test_a_folder_of_others_is_not_worked_in(tmp_path: Path) -> None:
+    path = sources(tmp_path / "in")
+    made = recipe(tmp_path, path, work=tmp_path / "mine")
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "letter.txt").write_text("dear")
+    with pytest.raises(InputError, match="mine holds files that are not of a run of this command"):
+        curate_recipe(made, "test")
+    assert os.listdir(tmp_path / "mine") == ["letter.txt"]
 
 
 DISK = """
@@ -186,6 +196,7 @@ def test_a_corpus_is_no_source_of_itself(tmp_path: Path) -> None:
     made = recipe(tmp_path, tmp_path, steps=[])
     (made.work_folder / "stage-0-old" / "task-00000").mkdir(parents=True)
     write_lines(made.work_folder / "stage-0-old" / "task-00000" / "damaged.jsonl", ["left of a killed run"])
+    (made.work_folder / ".lock").touch()
     assert len(kept(made)) == 2
     curate_recipe(made, "test", force=True)
     assert len(corpus_of(made.output)) == 2

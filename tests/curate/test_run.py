@@ -114,12 +114,12 @@ def test_a_worker_that_is_killed_is_replaced_once(tmp_path: Path, monkeypatch: p
     )
     import sys
 
-    monkeypatch.setattr(workers, "_COMMAND", (sys.executable, str(script)))
+    monkeypatch.setattr(workers, "_PYTHON", (sys.executable,))
     done: list[int] = []
-    workers.run_tasks(Path("none"), 0, [0, 1, 2, 3], 2, done.append)
+    workers.run_tasks(Path("none"), 0, [0, 1, 2, 3], 2, done.append, str(script))
     assert sorted(done) == [0, 1, 2, 3]
     with pytest.raises(SetupError, match=r"task 3 ended its process twice \(killed by signal 9\)"):
-        workers.run_tasks(Path("always-3"), 0, [0, 1, 2, 3], 2, lambda task: None)
+        workers.run_tasks(Path("always-3"), 0, [0, 1, 2, 3], 2, lambda task: None, str(script))
 
 
 def test_errors_of_workers_are_their_own(tmp_path: Path) -> None:
