@@ -135,10 +135,14 @@ def remote_files(address: str) -> list[RemoteFile]:
     found: dict[str, Any] = _asked(address, lambda: store.find(root, detail=True))
     files = []
     for path, info in sorted(found.items()):
-        below = path.removeprefix(root).strip("/")
-        if not below or "?" in below or any(part.startswith(".") for part in below.split("/")):
+        below = path.removeprefix(root.rstrip("/"))  # of names such as a//b both strokes count
+        if not below.strip("/") or any(part.startswith(".") for part in below.split("/")):
+            continue
+        if "?" in below and address.startswith("http"):
             continue  # pages that list a folder link to themselves in other orders
-        full = f"{address.rstrip('/')}/{below}"
+        if below.endswith("/") and not info.get("size"):
+            continue  # stores of objects mark folders so
+        full = address.rstrip("/") + below
         # lists of folders over http have neither sizes nor versions
         files.append(remote_file(full) if info.get("size") is None else _described(full, info))
     if not files:
@@ -162,11 +166,18 @@ def read_remote(address: str, most: int = 64 << 20) -> bytes:
 def _store(protocol: str) -> Any:
     try:
         fsspec = import_module("fsspec")
-        options: dict[str, Any] = {}
+        options: dict[str, dict[str, Any]] = {}
         if protocol in ("http", "https"):
             limits = import_module("aiohttp").ClientTimeout(sock_connect=_CONNECT_S, sock_read=_READ_S)
             options["client_kwargs"] = {"timeout": limits}
-        return fsspec.filesystem(protocol, **options)
+        elif protocol in ("s3", "s3a"):  # which else asks five times itself, each of our times
+            retries = {"total_max_attempts": 1}
+            options["config_kwargs"] = {"connect_timeout": _CONNECT_S, "read_timeout": _READ_S, "retries": retries}
+        given = fsspec.config.conf.get(protocol, {})  # what the user says goes first
+        store = fsspec.filesystem(protocol, **{key: ours | given.get(key, {}) for key, ours in options.items()})
+        if protocol in ("s3", "s3a"):
+            store.retries = 1  # of s3fs, beside those of its library
+        return store
     except ImportError as error:
         raise SetupError(
             f"{protocol}:// needs a package that is not installed ({error}): pip install 'penjing[remote]', or the one "

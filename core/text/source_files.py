@@ -42,7 +42,7 @@ def remote_files_below(address: str) -> list[tuple[RemoteFile, str]]:
         InputError, SetupError: see `remote_files`.
     """
     root = address.rstrip("/")
-    files = [(each, each.address.removeprefix(root).strip("/") or each.name) for each in remote_files(address)]
+    files = [(each, each.address.removeprefix(root).removeprefix("/") or each.name) for each in remote_files(address)]
     marks = {name.rpartition("/")[2] for _, name in files} & set(_MARKS)
     if not marks:
         return files

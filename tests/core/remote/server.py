@@ -1,4 +1,5 @@
-"""A file server over HTTP that knows ranges and ETags, and can be told to be slow, to fail or to change."""
+"""A file server over HTTP that knows ranges, ETags and as much of S3 as reading needs, and can be told to be slow, to
+fail or to change."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from urllib.parse import parse_qs, quote, unquote, urlsplit
 
 
 class Files:
@@ -23,6 +25,26 @@ class Files:
     def __init__(self, files: dict[str, bytes]) -> None:
         self.files, self.failures, self.status = files, list[int](), 0
         self.latency, self.ranges, self.gets = 0.0, True, dict[str, int]()
+
+
+def listed(bucket: str, prefix: str, files: dict[str, bytes]) -> str:
+    """What S3 answers to ListObjectsV2."""
+    keys = [name.removeprefix(f"{bucket}/") for name in sorted(files) if name.startswith(f"{bucket}/{prefix}")]
+    rows = "".join(
+        f"<Contents><Key>{quote(key)}</Key><Size>{len(files[f'{bucket}/{key}'])}</Size>"
+        f"<ETag>{tag_of(files, bucket, key)}</ETag><LastModified>2026-01-01T00:00:00.000Z</LastModified></Contents>"
+        for key in keys
+    )
+    return (
+        '<?xml version="1.0"?><ListBucketResult xmlns="http://s3.amazonaws.com/doc/2006-03-01/">'
+        f"<Name>{bucket}</Name><Prefix>{prefix}</Prefix><KeyCount>{len(keys)}</KeyCount><IsTruncated>false</IsTruncated>"
+        f"<EncodingType>url</EncodingType>{rows}</ListBucketResult>"
+    )
+
+
+def tag_of(files: dict[str, bytes], bucket: str, key: str) -> str:
+    """The ETag of an object."""
+    return hashlib.sha256(files[f"{bucket}/{key}"]).hexdigest()[:16]
 
 
 @contextmanager
@@ -43,11 +65,14 @@ def serving(files: Files) -> Iterator[str]:
 
         def answer(self, body: bool) -> None:
             time.sleep(files.latency)
-            path = self.path.lstrip("/")
+            address = urlsplit(self.path)
+            path = unquote(address.path).lstrip("/")
             inside = sorted(name for name in files.files if name.startswith(path))
             data, status, cut = files.files.get(path, b""), files.status or 200, False
             if not files.status and path not in files.files:
-                if path.endswith("/") and inside:
+                if "list-type=2" in address.query:
+                    data = listed(path, parse_qs(address.query).get("prefix", [""])[0], files.files).encode()
+                elif path.endswith("/") and inside:
                     data = "".join(f'<a href="/{name}">{name}</a>\n' for name in inside).encode()
                 else:
                     status = 404
