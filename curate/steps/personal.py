@@ -127,14 +127,15 @@ def _addresses(text: str) -> Iterator[tuple[Span, str]]:
 
 
 def _is_meant(text: str, found: re.Match[str], version: int) -> bool:
-    """Whether four numbers are an address: versions and sections look alike, and their numbers are small, as those of
-    one address in forty are."""
+    """Whether four numbers are an address: versions and sections look alike, and most of their numbers are small, as
+    those of one address in a thousand are."""
     before = max(0, found.start() - 32), found.start()
     if version == 6:
         return True
     if _NUMBERED.search(text, *before):
         return False
-    large = any(int(part) >= 100 for part in found[0].split("."))
+    parts = sorted(int(part) for part in found[0].split("."))
+    large = parts[3] >= 100 or parts[2] >= 20
     return large or bool(_ADDRESS.search(text, *before)) or text[found.end() : found.end() + 1] in ("/", ":")
 
 
@@ -146,10 +147,10 @@ _CARD = re.compile(
 )
 _ISSUERS = re.compile(  # ISO/IEC 7812: the first digits and lengths that networks of cards have
     r"4\d{15}|(?:5[1-5]\d\d|222[1-9]|22[3-9]\d|2[3-6]\d\d|27[01]\d|2720)\d{12}|3[47]\d{13}|"
-    r"(?:6011|64[4-9]\d|65\d\d)\d{12}|3(?:0[0-5]|[689]\d)\d{11}|35(?:2[89]|[3-8]\d)\d{12}|62\d{14}"
+    r"(?:6011|64[4-9]\d|65\d\d)\d{12}|3(?:0[0-5]|[689]\d)\d{11}|35\d{14}|62\d{14}"
 )
 _SELDOM = re.compile(  # lengths and digits that codes of goods and numbers of records have more often
-    r"4(?:\d{12}|\d{18})|62\d{15,17}|(?:50|5[6-8]|6[37])\d{10,17}|0604\d{8,15}|35\d{14}|(?:1800|2131)\d{11}"
+    r"4(?:\d{12}|\d{18})|62\d{15,17}|(?:50|5[6-8]|6[37])\d{10,17}|0604\d{8,15}|(?:1800|2131)\d{11}"
 )
 _PAID = re.compile(
     r"(?:card|visa|master|maestro|amex|american express|jcb|credit|debit|kredit|karte|carte|tarjeta|carta|karta|cartão|"

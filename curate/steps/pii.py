@@ -24,6 +24,11 @@ _REGIONS = {
 _KEY_BYTES = 16
 
 
+def regions_of(language: str) -> tuple[str, ...]:
+    """Countries whose telephone numbers are looked for in texts of a language; "" for one that is not known."""
+    return _REGIONS.get(language, ())
+
+
 class PiiStep(StepConfig):
     """Replace personal data and secrets."""
 
@@ -115,7 +120,7 @@ class Pii:
 
     def _replaced(self, text: str, language: str) -> tuple[str, Counter[str]]:
         given = self._config.regions
-        regions = _REGIONS.get(language, ()) if given is None else given
+        regions = regions_of(language) if given is None else given
         names: dict[tuple[str, str], str] = {}
         counts: Counter[str] = Counter()
         parts, end = [], 0
