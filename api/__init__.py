@@ -29,6 +29,7 @@ if TYPE_CHECKING:
         UnavailableError,
     )
     from penjing.core.progress import Progress, progress_bar
+    from penjing.core.vision.embedder import Embedder
     from penjing.graphs import Network, QuantizedNetwork
     from penjing.networks import ImageClassifier, LoadedModel, TextEncoder, load
     from penjing.serve.client.client import AsyncClient, Client
@@ -39,6 +40,7 @@ __all__ = [
     "AsyncClient",
     "Client",
     "ConfigError",
+    "Embedder",
     "ImageClassifier",
     "InputError",
     "LoadedModel",
@@ -67,6 +69,7 @@ _PLACES = {
     "penjing.graphs": ("Network", "QuantizedNetwork"),
     "penjing.networks": ("ImageClassifier", "LoadedModel", "TextEncoder", "load"),
     "penjing.serve.client.client": ("AsyncClient", "Client"),
+    "penjing.core.vision.embedder": ("Embedder",),
     "penjing.core.progress": ("Progress", "progress_bar"),
     "penjing.core.errors": (
         *("ConfigError", "InputError", "OverloadedError", "PenjingError", "RequestError", "ServerError", "SetupError"),

@@ -19,10 +19,12 @@ from penjing.core.checkpoint.classifier import load_classifier
 from penjing.core.checkpoint.classifier_config import ClassifierConfig
 from penjing.core.checkpoint.encoder import load_encoder
 from penjing.core.checkpoint.load import LoadedModel, load_model
+from penjing.core.checkpoint.towers import load_embedder
 from penjing.core.errors import ConfigError, InputError
 from penjing.core.family import family_of
 from penjing.core.models.encoder_config import EncoderConfig
 from penjing.core.text.text_tokenizer import TextTokenizer, TextTokens
+from penjing.core.vision.embedder import Embedder
 from penjing.graphs import Network, QuantizedNetwork
 
 
@@ -78,7 +80,7 @@ class TextEncoder:
         return self._embed([texts] if isinstance(texts, str) else list(texts))
 
 
-Loaded: TypeAlias = LoadedModel | ImageClassifier | TextEncoder | Network | QuantizedNetwork
+Loaded: TypeAlias = LoadedModel | ImageClassifier | TextEncoder | Embedder | Network | QuantizedNetwork
 
 
 def load(folder: str | os.PathLike[str], *, device: str = "cpu") -> Loaded:
@@ -88,8 +90,8 @@ def load(folder: str | os.PathLike[str], *, device: str = "cpu") -> Loaded:
         device: where a decoder runs, such as "cuda"; other families run on the CPU.
 
     Returns:
-        A decoder as `LoadedModel`, whose `model(token_ids)` gives logits; `ImageClassifier`; `TextEncoder`; of a graph
-        `Network`, or `QuantizedNetwork` where it is an artifact.
+        A decoder as `LoadedModel`, whose `model(token_ids)` gives logits; `ImageClassifier`; `TextEncoder`; of two
+        towers `Embedder`; of a graph `Network`, or `QuantizedNetwork` where it is an artifact.
 
     Raises:
         ConfigError: a device that the network's family does not run on here.
@@ -140,8 +142,9 @@ def _graph(folder: Path) -> Network | QuantizedNetwork:
     return QuantizedNetwork.load(folder) if is_artifact(folder) else Network.load(folder)
 
 
-_OPEN: dict[str, Callable[[Path], ImageClassifier | TextEncoder | Network | QuantizedNetwork]] = {
+_OPEN: dict[str, Callable[[Path], ImageClassifier | TextEncoder | Embedder | Network | QuantizedNetwork]] = {
     "classifier": _classifier,
     "encoder": _encoder,
     "graph": _graph,
+    "towers": load_embedder,
 }

@@ -1,5 +1,5 @@
 """Checkpoint folders of two towers: `config.json`, safetensors, `tokenizer.json`, `sentence_bert_config.json` (the
-longest text), `penjing.json`. Those of CLIP and SigLIP are in Hugging Face's layout; see `paired.py`."""
+longest text), `penjing.json`. Those of CLIP and SigLIP are in Hugging Face's layout; see `towers_config.py`."""
 
 from __future__ import annotations
 
@@ -7,22 +7,34 @@ import json
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
-from torch import nn
+from torch import Tensor, nn
 
 from penjing.core.checkpoint.decoder import copy_tokenizer
-from penjing.core.checkpoint.paired import is_paired, load_paired, paired_config, paired_tensors, save_paired_config
+from penjing.core.checkpoint.named import named_tensors
 from penjing.core.checkpoint.safetensors_writer import save_tensors
-from penjing.core.config import parse_config
-from penjing.core.errors import ConfigError, InputError
+from penjing.core.checkpoint.towers_config import save_towers_config, towers_config
+from penjing.core.errors import InputError
 from penjing.core.files import atomic_write_text
-from penjing.core.manifest import MANIFEST_NAME, read_json_object, verify, write_manifest
-from penjing.core.text.text_tokenizer import LIMITS
+from penjing.core.manifest import MANIFEST_NAME, verify, write_manifest
+from penjing.core.text.text_tokenizer import LIMITS, TextTokenizer
+from penjing.core.vision.embedder import Embedder
 from penjing.core.vision.paired_config import ImageTransformerConfig
-from penjing.core.vision.towers import TowersConfig, TwoTowers
+from penjing.core.vision.towers import TwoTowers
+from penjing.core.vision.towers_config import TowersConfig
 
 WEIGHTS = "model.safetensors"
+_NAMES = {
+    "clip": {
+        "image.projection.": "visual_projection.", "image.": "vision_model.", "text.": "text_model.",
+        "text_projection.": "text_projection.",
+    },
+    "siglip": {"image.": "vision_model.", "text.": "text_model.", "text_projection.": "text_model.head."},
+}  # fmt: skip
+# Older files store what config.json determines.
+_UNUSED = ("text_model.embeddings.position_ids", "vision_model.embeddings.position_ids")
 
 
 def save_towers(
@@ -32,30 +44,12 @@ def save_towers(
     """Fill `folder`, not yet published (see `publish_folder`); longer texts than `max_tokens` are cut."""
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()}
     copy_tokenizer(tokenizer_from, folder)
+    save_towers_config(folder, config)
     if isinstance(config.image, ImageTransformerConfig):
-        save_paired_config(folder, config)
-        tensors = paired_tensors(config, tensors)
-    else:
-        atomic_write_text(folder / "config.json", json.dumps(config.model_dump(), indent=2) + "\n")
+        tensors = _paired_tensors(config, tensors)
     atomic_write_text(folder / LIMITS, json.dumps({"max_seq_length": max_tokens}) + "\n")
     save_tensors(tensors, folder / WEIGHTS, metadata={"format": "pt"})
     write_manifest(folder, "checkpoint", created_by)
-
-
-def towers_config(folder: Path) -> TowersConfig:
-    """The content of the towers' `config.json`.
-
-    Raises:
-        InputError: missing, damaged, or of another kind.
-    """
-    path = folder / "config.json"
-    values = read_json_object(path)
-    if is_paired(values):
-        return paired_config(folder)
-    try:
-        return parse_config(TowersConfig, values, str(path))
-    except ConfigError as error:
-        raise InputError(f"{folder} cannot be loaded: {error}; make it again") from error
 
 
 def load_towers(folder: Path) -> TwoTowers:
@@ -69,7 +63,7 @@ def load_towers(folder: Path) -> TwoTowers:
     if not paired or (folder / MANIFEST_NAME).exists():
         verify(folder)
     if paired:
-        return load_paired(folder, config).eval()
+        return _load_paired(folder, config).eval()
     try:
         tensors = load_file(folder / WEIGHTS)
         model = TwoTowers(config)
@@ -77,3 +71,50 @@ def load_towers(folder: Path) -> TwoTowers:
     except (SafetensorError, OSError, RuntimeError) as error:
         raise InputError(f"{folder} cannot be loaded: {error}; make it again") from error
     return model.eval()
+
+
+def load_embedder(folder: Path, threads: int = 0) -> Embedder:
+    """The towers and their tokenizer for inference.
+
+    Args:
+        threads: see `Embedder`.
+
+    Raises:
+        InputError: missing, damaged, or of another kind.
+    """
+    model = load_towers(folder)
+    return Embedder(model, TextTokenizer(folder, model.config.text), threads)
+
+
+def _load_paired(folder: Path, config: TowersConfig) -> TwoTowers:
+    with torch.device("meta"):  # a damaged size may be a billion
+        model = TwoTowers(config)
+    names = {_paired_name(config, name): name for name in model.state_dict()}
+    shapes = {
+        theirs: torch.Size([1]) if _is_scalar(theirs, config) else model.state_dict()[ours].shape
+        for theirs, ours in names.items()
+    }
+    found = {
+        names[theirs]: tensor.reshape(()) if _is_scalar(theirs, config) else tensor
+        for theirs, tensor in named_tensors(folder, shapes, _UNUSED)
+    }
+    model.load_state_dict(found, assign=True)
+    return model.requires_grad_()
+
+
+def _paired_tensors(config: TowersConfig, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The state of a `TwoTowers` as the file has it."""
+    named = {_paired_name(config, name): tensor for name, tensor in tensors.items()}
+    return {name: tensor.reshape(1) if _is_scalar(name, config) else tensor for name, tensor in named.items()}
+
+
+def _paired_name(config: TowersConfig, name: str) -> str:
+    """The name that Hugging Face gives to the parameter `name` of a `TwoTowers`."""
+    names = _NAMES[config.loss]
+    ours = next((prefix for prefix in names if name.startswith(prefix)), "")
+    return names.get(ours, "") + name.removeprefix(ours)
+
+
+def _is_scalar(theirs: str, config: TowersConfig) -> bool:
+    """Whether a file has one number of one axis where we have none."""
+    return config.loss == "siglip" and theirs in ("logit_scale", "logit_bias")

@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from penjing.core.checkpoint.towers import load_towers, save_towers, towers_config
+from penjing.core.checkpoint.towers import load_towers, save_towers
+from penjing.core.checkpoint.towers_config import towers_config
 from penjing.core.errors import InputError
 from penjing.core.files import publish_folder
 from penjing.core.manifest import read_json_object
@@ -13,7 +14,7 @@ from penjing.core.progress import Progress
 from penjing.core.text.text_tokenizer import TOKENIZER, TextTokenizer
 from penjing.core.text.tokenizer import read_backend
 from penjing.core.vision.paired_config import TextTransformerConfig
-from penjing.core.vision.towers import TowersConfig
+from penjing.core.vision.towers_config import TowersConfig
 
 _WORD = "a"
 

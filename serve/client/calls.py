@@ -13,13 +13,14 @@ import numpy as np
 
 from penjing.core.errors import ConfigError, RequestError
 from penjing.serve.client.errors import CallFailedError, call_failed
-from penjing.serve.client.protocol import CLASSIFIER, DECODER, ENCODER, GRAPH
+from penjing.serve.client.protocol import CLASSIFIER, DECODER, ENCODER, GRAPH, TOWERS
 from penjing.serve.client.wire_tensors import (
     Classification,
     build_infer,
     config_request,
     image_tensor,
     named_tensors,
+    picture_tensor,
     probe,
     read_infer,
     text_tensor,
@@ -62,12 +63,17 @@ class CallSettings:
     def texts_request(self, texts: Any, deadline: float | None) -> Any:
         return build_infer(self.model or ENCODER, text_tensor(texts), remaining(deadline))
 
+    def pictures_request(self, images: Any, deadline: float | None) -> Any:
+        return build_infer(self.model or TOWERS, picture_tensor(images), remaining(deadline))
+
     def tensors_request(self, inputs: Mapping[str, Any], deadline: float | None) -> Any:
         return build_infer(self.model or GRAPH, named_tensors(inputs), remaining(deadline))
 
     def batched_names(self) -> tuple[str, ...]:
         """Names of batched models that may be behind the server."""
-        return (CLASSIFIER, ENCODER, GRAPH) if self.model is None else () if self.model == DECODER else (self.model,)
+        if self.model is None:
+            return (CLASSIFIER, ENCODER, GRAPH, TOWERS)
+        return () if self.model == DECODER else (self.model,)
 
     def deadline(self, timeout: float | None) -> float | None:
         timeout = self.timeout if timeout is None else timeout
@@ -104,6 +110,12 @@ def embed(stub: Any, settings: CallSettings, texts: Any, timeout: float | None) 
     """See `Client.embed`."""
     deadline = settings.deadline(timeout)
     return _infer(stub, settings, settings.texts_request(texts, deadline), deadline)["embedding"]
+
+
+def embed_images(stub: Any, settings: CallSettings, images: Any, timeout: float | None) -> np.ndarray:
+    """See `Client.embed_images`."""
+    deadline = settings.deadline(timeout)
+    return _infer(stub, settings, settings.pictures_request(images, deadline), deadline)["embedding"]
 
 
 def infer(stub: Any, settings: CallSettings, inputs: Mapping[str, Any], timeout: float | None) -> dict[str, np.ndarray]:
@@ -149,6 +161,12 @@ async def embed_async(stub: Any, settings: CallSettings, texts: Any, timeout: fl
     """See `AsyncClient.embed`."""
     deadline = settings.deadline(timeout)
     return (await _infer_async(stub, settings, settings.texts_request(texts, deadline), deadline))["embedding"]
+
+
+async def embed_images_async(stub: Any, settings: CallSettings, images: Any, timeout: float | None) -> np.ndarray:
+    """See `AsyncClient.embed_images`."""
+    deadline = settings.deadline(timeout)
+    return (await _infer_async(stub, settings, settings.pictures_request(images, deadline), deadline))["embedding"]
 
 
 async def infer_async(

@@ -109,8 +109,14 @@ class Client:
         return calls.classify(self._stub, self._settings, images, timeout)
 
     def embed(self, texts: str | Sequence[str], *, timeout: float | None = None) -> np.ndarray:
-        """(N, hidden) float32 embeddings of length 1 of N texts, by a served text encoder."""
+        """(N, hidden) float32 embeddings of length 1 of N texts, by a served text encoder; or by two
+        towers, where the client was made with `model="towers"`."""
         return calls.embed(self._stub, self._settings, texts, timeout)
+
+    def embed_images(self, images: Any, *, timeout: float | None = None) -> np.ndarray:
+        """(N, D) float32 embeddings of length 1 of N images, by two served towers: JPEG or PNG files as bytes, or uint8
+        (N, C, H, W) at the model's size."""
+        return calls.embed_images(self._stub, self._settings, images, timeout)
 
     def infer(self, inputs: Mapping[str, Any], *, timeout: float | None = None) -> dict[str, np.ndarray]:
         """The outputs, by name, of a served graph, for tensors by the names of its inputs. An input of bytes, such as
@@ -279,8 +285,12 @@ class AsyncClient:
         return await calls.classify_async(self._stub, self._settings, images, timeout)
 
     async def embed(self, texts: str | Sequence[str], *, timeout: float | None = None) -> np.ndarray:
-        """(N, hidden) float32 embeddings of length 1 of N texts, by a served text encoder."""
+        """(N, hidden) float32 embeddings of length 1 of N texts; see `Client.embed`."""
         return await calls.embed_async(self._stub, self._settings, texts, timeout)
+
+    async def embed_images(self, images: Any, *, timeout: float | None = None) -> np.ndarray:
+        """(N, D) float32 embeddings of length 1 of N images; see `Client.embed_images`."""
+        return await calls.embed_images_async(self._stub, self._settings, images, timeout)
 
     async def infer(self, inputs: Mapping[str, Any], *, timeout: float | None = None) -> dict[str, np.ndarray]:
         """The outputs, by name, of a served graph; see `Client.infer`."""

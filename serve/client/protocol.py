@@ -13,7 +13,7 @@ not change."""
 PING = "ping"
 """Request parameter of a call that asks the served model for a sign of life; the rest of the request is not read."""
 
-DECODER, CLASSIFIER, ENCODER, GRAPH = "llm", "classifier", "encoder", "graph"
+DECODER, CLASSIFIER, ENCODER, GRAPH, TOWERS = "llm", "classifier", "encoder", "graph", "towers"
 """What the models of penjing's own families are called on the server."""
 
 MAX_TEXT_BYTES = 1 << 20

@@ -58,6 +58,24 @@ def image_tensor(images: Any) -> dict[str, np.ndarray]:
     raise RequestError(f"images must be uint8 (pixels) or floating (normalised), got {array.dtype}")
 
 
+def picture_tensor(images: Any) -> dict[str, np.ndarray]:
+    """The input that images for two towers are: files are `image`, (N, C, H, W) of uint8 is `pixels`.
+
+    Raises:
+        RequestError: neither, or none.
+    """
+    rows = [images] if isinstance(images, bytes) else images
+    if isinstance(rows, list | tuple) and rows and all(isinstance(row, bytes) for row in rows):
+        return {"image": _named("image", rows)}
+    array = np.asarray(images)
+    if array.dtype != np.uint8 or array.ndim != 4 or len(array) == 0:
+        raise RequestError(
+            "images must be the bytes of a JPEG or PNG, a list of them, or uint8 of shape (N, C, H, W) with N ≥ 1, got "
+            f"{array.dtype} {array.shape}"
+        )
+    return {"pixels": array}
+
+
 def text_tensor(texts: Any) -> dict[str, np.ndarray]:
     """The input that a list of texts is: (N, 1) of UTF-8.
 

@@ -57,7 +57,7 @@ class BatchModel(Protocol):
     """A loaded model. `prepare` is called for each request, `start` once for those that came together."""
 
     def prepare(self, inputs: Arrays) -> Any:
-        """Check and convert one request's tensors (rows, …).
+        """Check and convert one request's tensors (rows, …) to something whose `len` is the rows.
 
         Raises:
             RequestError: names the tensor and the rule.

@@ -64,11 +64,7 @@ class TextEncoder:
 
     def prepare(self, inputs: Arrays) -> list[str]:
         """The texts of a request."""
-        array = inputs.get(TEXT)
-        if array is None or array.ndim != 2 or array.shape[1] != 1 or len(array) == 0:
-            shape = "nothing" if array is None else f"the shape {array.shape}"
-            raise RequestError(f"{TEXT} must have the shape (N, 1) with N ≥ 1, one text a row, got {shape}")
-        return [_text(value, row) for row, value in enumerate(array[:, 0])]
+        return read_texts(inputs.get(TEXT))
 
     def start(
         self, requests: Sequence[list[str]], begun: Callable[[], None]
@@ -93,6 +89,18 @@ class TextEncoder:
     def example(self) -> list[str]:
         """One word."""
         return ["word"]
+
+
+def read_texts(array: NDArray[Any] | None) -> list[str]:
+    """The texts of a request's tensor.
+
+    Raises:
+        RequestError: none, another shape, a text that is too long or not UTF-8.
+    """
+    if array is None or array.ndim != 2 or array.shape[1] != 1 or len(array) == 0:
+        shape = "nothing" if array is None else f"the shape {array.shape}"
+        raise RequestError(f"{TEXT} must have the shape (N, 1) with N ≥ 1, one text a row, got {shape}")
+    return [_text(value, row) for row, value in enumerate(array[:, 0])]
 
 
 def _text(value: bytes | str, row: int) -> str:

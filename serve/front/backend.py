@@ -8,7 +8,7 @@ import time
 from collections.abc import Collection, Sequence
 
 from penjing.core.errors import PenjingError
-from penjing.serve.client.protocol import DECODER, ENCODER
+from penjing.serve.client.protocol import DECODER, ENCODER, TOWERS
 from penjing.serve.front.upstream import Upstream
 from penjing.serve.front.versions import by_name, chosen, sharer
 from penjing.serve.gate.config import FrontJob, FrontModel
@@ -17,7 +17,12 @@ from penjing.serve.gate.guard import Exchange
 from penjing.serve.gate.usage import Usage
 
 _LACKS = {DECODER: "writes no text", ENCODER: "makes no embeddings"}
-_PATHS = {DECODER: "at /v1/chat/completions and /v1/completions", ENCODER: "at /v1/embeddings"}
+_PATHS = {
+    DECODER: "at /v1/chat/completions and /v1/completions",
+    ENCODER: "at /v1/embeddings",
+    TOWERS: "at /v1/embeddings",
+}
+_ALIKE = {ENCODER: (ENCODER, TOWERS)}
 
 log = logging.getLogger("penjing.front")
 
@@ -110,12 +115,12 @@ class Backend:
         return self._of_kind(name, DECODER, exchange, user)
 
     def encoder(self, name: str, exchange: Exchange, user: str | None = None) -> FrontModel:
-        """The text encoder that a client calls `name`; see `decoder`."""
+        """The text encoder, or the two towers, that a client calls `name`; see `decoder`."""
         return self._of_kind(name, ENCODER, exchange, user)
 
     def _of_kind(self, name: str, kind: str, exchange: Exchange, user: str | None) -> FrontModel:
         found = self.model(name, exchange, user)
-        if found.kind != kind:
+        if found.kind not in _ALIKE.get(kind, (kind,)):
             where = _PATHS.get(found.kind, "by gRPC alone")
             raise ApiError(400, f"{found.id} {_LACKS[kind]}; ask it {where}.", code="wrong_model", param="model")
         return found

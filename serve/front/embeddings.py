@@ -1,4 +1,4 @@
-"""`/v1/embeddings`: what a served text encoder makes of texts, bit for bit."""
+"""`/v1/embeddings`: what a served text encoder, or the text tower of two, makes of texts, bit for bit."""
 
 from __future__ import annotations
 
@@ -91,8 +91,8 @@ async def _rows(
     parts would stand in each other's batches."""
     upstream = backend.upstream(model)
     tokenizer = await upstream.text_tokenizer()
-    if dimensions not in (None, tokenizer.config.hidden_size):
-        text = f"dimensions: {model.id} has {tokenizer.config.hidden_size}, not {dimensions}; leave it out."
+    if dimensions not in (None, upstream.dimension):
+        text = f"dimensions: {model.id} has {upstream.dimension}, not {dimensions}; leave it out."
         raise ApiError(400, text, code="unsupported", param="dimensions")
     ends = time.monotonic() + backend.timeout
     size = model.max_rows or len(texts)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from penjing.core.errors import PenjingError
 from penjing.serve.client.client import AsyncClient
-from penjing.serve.client.protocol import DECODER
+from penjing.serve.client.protocol import DECODER, TOWERS
 from penjing.serve.gate.config import FrontModel
 
 CANARY_SECONDS = 2.0  # between two looks
@@ -44,6 +44,8 @@ class Upstream:
         self._chat_template: ChatTemplate | None = None
         self._has_read_template = False
         self._text_tokenizer: TextTokenizer | None = None
+        self.dimension = 0
+        """Numbers of a text's vector, known once there is `text_tokenizer`."""
 
     @property
     def is_ready(self) -> bool:
@@ -127,12 +129,20 @@ class Upstream:
         return self._chat_template
 
     async def text_tokenizer(self) -> TextTokenizer:
-        """Of a text encoder; read when it is first asked for."""
+        """Of a text encoder or two towers; read when it is first asked for."""
         if self._text_tokenizer is None:
-            from penjing.core.text.text_tokenizer import TextTokenizer, encoder_config
-
-            def read() -> TextTokenizer:
-                return TextTokenizer(self.model.folder, encoder_config(self.model.folder))
-
-            self._text_tokenizer = await asyncio.to_thread(read)
+            self._text_tokenizer, self.dimension = await asyncio.to_thread(_text_tokenizer, self.model)
         return self._text_tokenizer
+
+
+def _text_tokenizer(model: FrontModel) -> tuple[TextTokenizer, int]:
+    """What makes tokens of texts, and how many numbers a vector has."""
+    from penjing.core.text.text_tokenizer import TextTokenizer, encoder_config
+
+    if model.kind == TOWERS:
+        from penjing.core.checkpoint.towers_config import towers_config
+
+        towers = towers_config(model.folder)
+        return TextTokenizer(model.folder, towers.text), towers.dimension
+    config = encoder_config(model.folder)
+    return TextTokenizer(model.folder, config), config.hidden_size

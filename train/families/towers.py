@@ -14,14 +14,16 @@ import torch
 from torch import Tensor, nn
 
 from penjing.core.checkpoint.encoder import load_encoder
-from penjing.core.checkpoint.towers import load_towers, save_towers, towers_config
+from penjing.core.checkpoint.towers import load_towers, save_towers
+from penjing.core.checkpoint.towers_config import towers_config
 from penjing.core.errors import ConfigError, InputError
 from penjing.core.graph.config import TensorSpec
 from penjing.core.models.encoder_config import EncoderConfig
 from penjing.core.models.resnet import ResNet
 from penjing.core.progress import Progress
 from penjing.core.text.text_tokenizer import TextTokenizer, encoder_config, pad
-from penjing.core.vision.towers import LARGEST_SCALE, TowersConfig, TwoTowers, text_tower
+from penjing.core.vision.towers import LARGEST_SCALE, TwoTowers, text_tower
+from penjing.core.vision.towers_config import TowersConfig
 from penjing.train.chat.held_out import held_out_places
 from penjing.train.data.emoji import BUILTIN, emoji_pairs
 from penjing.train.data.images import normalise
@@ -203,7 +205,7 @@ class TowerTraining:
 
     def next_command(self, folder: Path) -> str:
         """See `Task`."""
-        return ""
+        return f"penjing serve {folder}"
 
     def _text_is_frozen(self) -> bool:
         with torch.device("meta"):

@@ -12,7 +12,8 @@ import pytest
 import torch
 from PIL import Image
 
-from penjing.core.checkpoint.towers import load_towers, save_towers, towers_config
+from penjing.core.checkpoint.towers import load_towers, save_towers
+from penjing.core.checkpoint.towers_config import towers_config
 from penjing.core.errors import InputError
 from penjing.core.family import family_of
 from penjing.core.images.decode import arranged, decode_image, network_input

@@ -1,5 +1,5 @@
-"""Two towers in Hugging Face's layout of CLIP and SigLIP: `config.json` with `model_type` clip or siglip, safetensors,
-`preprocessor_config.json`, tokenizer files."""
+"""Configuration of two towers' folders, without torch: penjing's own `config.json`, or Hugging Face's of CLIP and
+SigLIP (`model_type` clip or siglip) with `preprocessor_config.json` beside it."""
 
 from __future__ import annotations
 
@@ -7,10 +7,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
-
-from penjing.core.checkpoint.named import named_tensors
 from penjing.core.config import parse_config
 from penjing.core.errors import ConfigError, InputError
 from penjing.core.files import atomic_write_text
@@ -18,7 +14,7 @@ from penjing.core.graph.config import Pixels
 from penjing.core.images.processor import PREPROCESSOR, filter_of, read_preprocessor, resample
 from penjing.core.manifest import read_json_object
 from penjing.core.vision.paired_config import ImageTransformerConfig, TextTransformerConfig
-from penjing.core.vision.towers import TowersConfig, TwoTowers
+from penjing.core.vision.towers_config import TowersConfig
 
 _ALIKE = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "layer_norm_eps")
 # What Hugging Face's classes take where config.json leaves a field out.
@@ -48,98 +44,33 @@ _DEFAULTS: dict[str, dict[str, dict[str, Any]]] = {
     },
 }  # fmt: skip
 _OLD_END = 2  # configs before transformers' pull request 24773 say so, and mean the largest token of a text
-_NAMES = {
-    "clip": {
-        "image.projection.": "visual_projection.", "image.": "vision_model.", "text.": "text_model.",
-        "text_projection.": "text_projection.",
-    },
-    "siglip": {"image.": "vision_model.", "text.": "text_model.", "text_projection.": "text_model.head."},
-}  # fmt: skip
-# Older files store what config.json determines.
-_UNUSED = ("text_model.embeddings.position_ids", "vision_model.embeddings.position_ids")
 
 
-def is_paired(values: dict[str, Any]) -> bool:
-    """Whether the content of a `config.json` is of this layout."""
-    return values.get("model_type") in _DEFAULTS
-
-
-def paired_config(folder: Path) -> TowersConfig:
-    """The content of `config.json` and `preprocessor_config.json`.
+def towers_config(folder: Path) -> TowersConfig:
+    """The content of the towers' `config.json`, and of `preprocessor_config.json` where images are told of there.
 
     Raises:
-        InputError: missing, damaged, or of a computation that `TwoTowers` does not do.
+        InputError: missing, damaged, of another kind, or of a computation that `TwoTowers` does not do.
     """
     path = folder / "config.json"
     values = read_json_object(path)
-    kind = str(values["model_type"])
-    text, vision = (_part(values, f"{name}_config", kind, path) for name in ("text", "vision"))
-    if vision.get("vision_use_head") is False:
-        raise InputError(f"{path}: vision_use_head=false leaves no vector of an image; only towers with one are read")
-    clip = kind == "clip"
-    end = text.get("eos_token_id")
-    if clip and type(end) is not int:
-        raise InputError(f"{path}: text_config.eos_token_id={end!r} must be one token")
-    dimension = values.get("projection_dim", 512) if clip else text.get("projection_size") or text["hidden_size"]
-    chosen = {
-        "image": {name: vision[name] for name in (*_ALIKE, "image_size", "patch_size", "num_channels")}
-        | {"activation": vision["hidden_act"], "pooling": "class" if clip else "attention", "dimension": dimension},
-        "text": {name: text[name] for name in (*_ALIKE, "vocab_size", "max_position_embeddings")}
-        | {"activation": text["hidden_act"]}
-        | (
-            {"pooling": "end", "end_token_id": None if end == _OLD_END else end}
-            if clip
-            else {"pooling": "last", "pad_token_id": text["pad_token_id"]}
-        ),
-    }
+    if values.get("model_type") in _DEFAULTS:
+        return _paired_config(folder, values)
     try:
-        image = parse_config(ImageTransformerConfig, chosen["image"], f"{path}: vision_config")
-        texts = parse_config(TextTransformerConfig, chosen["text"], f"{path}: text_config")
-        seen = _pixels(folder, image.image_size, image.num_channels)
+        return parse_config(TowersConfig, values, str(path))
     except ConfigError as error:
-        raise InputError(f"{error}; the file is damaged, or of another kind of model") from None
-    return TowersConfig(
-        image=image, image_size=(seen.height, seen.width), mean=seen.mean, std=seen.std, fit=seen.fit,
-        resize=seen.resize, filter=seen.filter, text=texts, loss="clip" if clip else "siglip",
-    )  # fmt: skip
+        raise InputError(f"{folder} cannot be loaded: {error}; make it again") from error
 
 
-def load_paired(folder: Path, config: TowersConfig) -> TwoTowers:
-    """The towers in float32 on the CPU. Hashes are the caller's matter.
-
-    Raises:
-        InputError: missing, damaged, not finite, or with other tensors than `config.json` promises.
-    """
-    with torch.device("meta"):  # a damaged size may be a billion
-        model = TwoTowers(config)
-    names = {paired_name(config, name): name for name in model.state_dict()}
-    shapes = {
-        theirs: torch.Size([1]) if _is_scalar(theirs, config) else model.state_dict()[ours].shape
-        for theirs, ours in names.items()
-    }
-    found = {
-        names[theirs]: tensor.reshape(()) if _is_scalar(theirs, config) else tensor
-        for theirs, tensor in named_tensors(folder, shapes, _UNUSED)
-    }
-    model.load_state_dict(found, assign=True)
-    return model.requires_grad_()
+def save_towers_config(folder: Path, config: TowersConfig) -> None:
+    """Write what `towers_config` reads; where the towers are CLIP's or SigLIP's, transformers reads it too."""
+    if isinstance(config.image, ImageTransformerConfig):
+        _save_paired_config(folder, config)
+    else:
+        atomic_write_text(folder / "config.json", json.dumps(config.model_dump(), indent=2) + "\n")
 
 
-def paired_tensors(config: TowersConfig, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The state of a `TwoTowers` as the file has it."""
-    named = {paired_name(config, name): tensor for name, tensor in tensors.items()}
-    return {name: tensor.reshape(1) if _is_scalar(name, config) else tensor for name, tensor in named.items()}
-
-
-def paired_name(config: TowersConfig, name: str) -> str:
-    """The name that Hugging Face gives to the parameter `name` of a `TwoTowers`."""
-    names = _NAMES[config.loss]
-    ours = next((prefix for prefix in names if name.startswith(prefix)), "")
-    return names.get(ours, "") + name.removeprefix(ours)
-
-
-def save_paired_config(folder: Path, config: TowersConfig) -> None:
-    """Write `config.json` and `preprocessor_config.json`, as transformers reads them."""
+def _save_paired_config(folder: Path, config: TowersConfig) -> None:
     image, text, kind = config.image, config.text, config.loss
     assert isinstance(image, ImageTransformerConfig)
     assert isinstance(text, TextTransformerConfig)
@@ -176,9 +107,38 @@ def save_paired_config(folder: Path, config: TowersConfig) -> None:
         atomic_write_text(folder / name, json.dumps(content, indent=2) + "\n")
 
 
-def _is_scalar(theirs: str, config: TowersConfig) -> bool:
-    """Whether a file has one number of one axis where we have none."""
-    return config.loss == "siglip" and theirs in ("logit_scale", "logit_bias")
+def _paired_config(folder: Path, values: dict[str, Any]) -> TowersConfig:
+    path = folder / "config.json"
+    kind = str(values["model_type"])
+    text, vision = (_part(values, f"{name}_config", kind, path) for name in ("text", "vision"))
+    if vision.get("vision_use_head") is False:
+        raise InputError(f"{path}: vision_use_head=false leaves no vector of an image; only towers with one are read")
+    clip = kind == "clip"
+    end = text.get("eos_token_id")
+    if clip and type(end) is not int:
+        raise InputError(f"{path}: text_config.eos_token_id={end!r} must be one token")
+    dimension = values.get("projection_dim", 512) if clip else text.get("projection_size") or text["hidden_size"]
+    chosen = {
+        "image": {name: vision[name] for name in (*_ALIKE, "image_size", "patch_size", "num_channels")}
+        | {"activation": vision["hidden_act"], "pooling": "class" if clip else "attention", "dimension": dimension},
+        "text": {name: text[name] for name in (*_ALIKE, "vocab_size", "max_position_embeddings")}
+        | {"activation": text["hidden_act"]}
+        | (
+            {"pooling": "end", "end_token_id": None if end == _OLD_END else end}
+            if clip
+            else {"pooling": "last", "pad_token_id": text["pad_token_id"]}
+        ),
+    }
+    try:
+        image = parse_config(ImageTransformerConfig, chosen["image"], f"{path}: vision_config")
+        texts = parse_config(TextTransformerConfig, chosen["text"], f"{path}: text_config")
+        seen = _pixels(folder, image.image_size, image.num_channels)
+    except ConfigError as error:
+        raise InputError(f"{error}; the file is damaged, or of another kind of model") from None
+    return TowersConfig(
+        image=image, image_size=(seen.height, seen.width), mean=seen.mean, std=seen.std, fit=seen.fit,
+        resize=seen.resize, filter=seen.filter, text=texts, loss="clip" if clip else "siglip",
+    )  # fmt: skip
 
 
 def _part(values: dict[str, Any], name: str, kind: str, path: Path) -> dict[str, Any]:

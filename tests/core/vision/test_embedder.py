@@ -1,0 +1,88 @@
+"""Vectors of images and texts, each by itself, by a ResNet beside a BERT."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+import penjing
+from penjing.core.checkpoint.encoder import load_encoder
+from penjing.core.checkpoint.towers import load_embedder, save_towers
+from penjing.core.errors import InputError
+from penjing.core.vision.embedder import Embedder
+from penjing.core.vision.towers import TwoTowers
+from penjing.core.vision.towers_config import TowersConfig
+from penjing.train.families.classifier import resnet_config
+from penjing.train.recipe.model import ResNetModel
+from tests.core.models.encoders import write_sentence_transformer
+
+TEXTS = ["the name of a list", "python", "it returns the value of an object and the name of the class"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two towers as `penjing train` leaves them."""
+    path = tmp_path_factory.mktemp("towers")
+    text = load_encoder(write_sentence_transformer(path / "text", layers=1))
+    config = TowersConfig(
+        image=resnet_config(ResNetModel(architecture="resnet", depth=8, width=4), 12, 3),
+        image_size=(10, 8), mean=(0.5,) * 3, std=(0.25,) * 3, text=text.config, loss="clip",
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = TwoTowers(config).eval()
+    model.text.load_state_dict(text.state_dict())
+    (path / "made").mkdir()
+    save_towers(path / "made", model, config, path / "text", 40, {})
+    return path / "made"
+
+
+def pixels(count: int) -> np.ndarray:
+    return np.random.default_rng(0).integers(0, 256, (count, 3, 10, 8), np.uint8)
+
+
+def test_vectors_are_the_networks(folder: Path) -> None:
+    embedder = penjing.load(folder)
+    assert isinstance(embedder, Embedder)
+    images = pixels(3)
+    values = torch.from_numpy((images.astype(np.float32) / 255 - 0.5) / 0.25)
+    model = embedder._model
+    with torch.no_grad():
+        wanted = model(values, *embedder.tokenizer(TEXTS).tensors())
+    found = embedder.embed_images(images)
+    np.testing.assert_allclose(found, wanted.images.numpy(), atol=1e-6)
+    np.testing.assert_allclose(embedder.embed_texts(TEXTS), wanted.texts.numpy(), atol=1e-6)
+    files = []
+    for image in images:
+        file = io.BytesIO()
+        Image.fromarray(image.transpose(1, 2, 0)).save(file, "PNG")
+        files.append(file.getvalue())
+    assert np.array_equal(embedder.embed_images(files), found)
+
+
+def test_neither_company_nor_threads_move_a_bit(folder: Path) -> None:
+    one, many = load_embedder(folder, threads=1), load_embedder(folder, threads=4)
+    images = pixels(6)
+    assert np.array_equal(one.embed_images(images), many.embed_images(images))
+    assert np.array_equal(one.embed_images(images[2:3])[0], many.embed_images(images)[2])
+    assert np.array_equal(one.embed_texts(TEXTS[0])[0], many.embed_texts(TEXTS)[0])
+    assert many.embed_texts(TEXTS).shape == (3, 12)
+
+
+def test_what_cannot_be_embedded_is_one_line(folder: Path) -> None:
+    embedder = load_embedder(folder, threads=1)
+    for bad, said in (
+        ([], "there is no image to embed"),
+        ([b"x"], "it is no JPEG or PNG image"),
+        (pixels(1)[:, :, :4], r"give uint8 of shape \(N, 3, 10, 8\)"),
+        (pixels(1)[0], "give uint8 of shape"),
+        (pixels(1).astype(np.float32), "images are float32"),
+    ):
+        with pytest.raises(InputError, match=said):
+            embedder.embed_images(bad)  # type: ignore[arg-type]
+    with pytest.raises(InputError, match="there is no text"):
+        embedder.embed_texts([])
