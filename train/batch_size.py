@@ -15,6 +15,7 @@ from penjing.core.progress import Progress
 from penjing.train.families.base import Task
 from penjing.train.numerics.precision import Precision
 from penjing.train.plan.estimate import MemoryEstimate, check_memory
+from penjing.train.processes.devices import synchronize
 from penjing.train.processes.world import World
 from penjing.train.recipe.recipe import RunRecipe
 
@@ -146,8 +147,7 @@ def _samples_per_s(model: nn.Module, task: Task, size: int, world: World) -> flo
         while len(times) < 2 or (sum(times) < _TARGET_S and len(times) < 10):
             began = time.perf_counter()
             task.objective(model, batch).total.backward()
-            if world.device.type == "cuda":
-                torch.cuda.synchronize(world.device)
+            synchronize(world.device)
             times.append(time.perf_counter() - began)
     except torch.OutOfMemoryError:
         return 0.0

@@ -9,7 +9,8 @@ from penjing.train.batch_size import Cut, check_shares
 from penjing.train.families.base import Task
 from penjing.train.numerics.precision import check_hardware
 from penjing.train.plan.preflight import check_recipe
-from penjing.train.processes.world import World, choose_device
+from penjing.train.processes.devices import choose_device
+from penjing.train.processes.world import World
 from penjing.train.recipe.recipe import RunRecipe
 
 

@@ -49,6 +49,7 @@ from penjing.train.parallel.shard import gather_in
 from penjing.train.parallelize import Parallelized, form_mesh, gather, measured, parallelize
 from penjing.train.plan.estimate import MemoryEstimate, check_memory, estimate_memory, share_of
 from penjing.train.plan.preflight import check_run
+from penjing.train.processes.devices import can_pin, with_buffers_on
 from penjing.train.processes.marks import Marked
 from penjing.train.processes.stop import stop_signals
 from penjing.train.processes.watch import watching
@@ -207,7 +208,7 @@ class _Run:
     ) -> Trainer:
         recipe, world, task = self.recipe, self.world, self.task
         micro_batch = cut.micro_batch
-        stream = Prefetched(task.stream(micro_batch, world.data), recipe.data.prefetch, pin=world.device.type == "cuda")
+        stream = Prefetched(task.stream(micro_batch, world.data), recipe.data.prefetch, pin=can_pin(world.device))
         stack.callback(stream.close)
         if said := repeats(recipe.data.batch_size, stream.state_dict().get("num_samples")):
             self.progress.note(said)
@@ -323,7 +324,7 @@ class _Run:
 
     def _model_on_device(self) -> nn.Module:
         with self.world.device:  # tensors without data cannot be moved
-            return self._model()
+            return with_buffers_on(self.world.device, self._model())
 
     def _model(self, *, by_block: bool = False) -> nn.Module:
         """As the task makes it, with what is frozen and recomputed; `by_block`: its blocks compiled."""

@@ -21,7 +21,7 @@ from penjing.core.progress import Progress
 from penjing.train.families.base import Task
 from penjing.train.families.decoder import LanguageModeling
 from penjing.train.objective.objective import CrossEntropy
-from penjing.train.processes.world import choose_device
+from penjing.train.processes.devices import choose_device
 from penjing.train.recipe.data import TextData
 from penjing.train.recipe.recipe import RunRecipe
 

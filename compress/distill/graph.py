@@ -27,7 +27,7 @@ from penjing.train.numerics.precision import Precision, PrecisionConfig
 from penjing.train.objective.cross_entropy import cross_entropy_sum
 from penjing.train.objective.objective import IGNORED, Batch, Loss, TaskObjective
 from penjing.train.objective.outputs import REAL, Classes, inputs_of
-from penjing.train.processes.world import choose_device
+from penjing.train.processes.devices import choose_device
 from penjing.train.recipe.data import SampleData
 from penjing.train.recipe.recipe import RunRecipe
 

@@ -32,7 +32,7 @@ from penjing.train.objective.objective import CrossEntropy
 from penjing.train.optim.clip import ClipConfig
 from penjing.train.optim.optimizer import OptimizerConfig
 from penjing.train.optim.schedule import LearningRate
-from penjing.train.processes.world import choose_device
+from penjing.train.processes.devices import choose_device
 from penjing.train.recipe.data import FashionData, SampleData, TextData
 from penjing.train.recipe.recipe import CheckpointConfig, EvaluationConfig, MemoryConfig, ObjectiveConfig, RunRecipe
 from penjing.train.run import train_task
@@ -49,7 +49,10 @@ class TrainingSettings(Config):
         default=None, description='Samples of one forward pass; none given: all; "auto" takes the fastest that fits.'
     )
     seed: int = Field(default=0, ge=0, description="Seed of the order of samples.")
-    device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="Where the network learns.")
+    device: str = Field(
+        default="auto",
+        description='Where the network learns: "cpu", the accelerator that torch finds, by its type, or "auto".',
+    )
     learning_rate: LearningRate = Field(default=LearningRate(), description="Rate over the updates.")
     optimizer: OptimizerConfig = Field(default=OptimizerConfig(), description="Which optimizer, and its settings.")
     clip: ClipConfig = Field(default=ClipConfig(), description="Bounds of gradients.")

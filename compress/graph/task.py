@@ -24,6 +24,7 @@ from penjing.core.graph.network import GraphModule, Network, tensors_of
 from penjing.core.manifest import write_manifest
 from penjing.train.families.base import Task
 from penjing.train.families.graph import copy_tensors, laid_out, rebuilt
+from penjing.train.processes.devices import choose_device
 
 
 class FrozenGraph(GraphModule):
@@ -66,7 +67,7 @@ class QuantizedTask(WrappedTask):
         """See `Task`; every quantizer is on."""
         placed = place_quantizers(self._network.with_module(rebuilt(self._network)), self._settings).module
         model = FrozenGraph(placed, placed.graph)
-        laid_out(model, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+        laid_out(model, choose_device("auto"))
         set_mode(model, "on")
         return OneAnswer(model) if self._one else model
 

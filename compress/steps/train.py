@@ -21,7 +21,7 @@ from penjing.core.progress import Progress
 from penjing.core.work import Places
 from penjing.train.families.base import Task
 from penjing.train.objective.objective import CrossEntropy
-from penjing.train.processes.world import choose_device
+from penjing.train.processes.devices import choose_device
 from penjing.train.recipe.recipe import RunRecipe
 
 TRAINING, FORWARD = 3, 1  # passes' worth of multiply-accumulates

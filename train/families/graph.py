@@ -19,7 +19,8 @@ from penjing.train.families.base import Family
 from penjing.train.numerics.layout import channels_last
 from penjing.train.objective.objective import Batch, TaskObjective
 from penjing.train.objective.outputs import Classes
-from penjing.train.processes.world import World, choose_device
+from penjing.train.processes.devices import choose_device
+from penjing.train.processes.world import World
 from penjing.train.recipe.data import SampleData
 from penjing.train.recipe.recipe import RunRecipe, TrainRecipe
 from penjing.train.sources.mix import MixedSamples

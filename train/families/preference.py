@@ -19,7 +19,7 @@ from penjing.train.chat.tokens import ChatTokens, Pair
 from penjing.train.families.rows import RowTask, ready_config
 from penjing.train.objective.objective import Batch, TaskObjective
 from penjing.train.objective.preference import DirectPreference, RewardModeling
-from penjing.train.processes.world import choose_device
+from penjing.train.processes.devices import choose_device
 from penjing.train.recipe.data import PreferenceData
 from penjing.train.recipe.recipe import RunRecipe
 from penjing.train.state.initial import Normal, Values, Weights, checkpoint_weights

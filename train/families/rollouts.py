@@ -32,7 +32,8 @@ from penjing.train.objective.actor_critic import ProximalPolicy
 from penjing.train.objective.objective import Batch, TaskObjective
 from penjing.train.objective.on_policy import OnPolicyDistillation
 from penjing.train.objective.policy import PolicyGradient
-from penjing.train.processes.world import World, choose_device
+from penjing.train.processes.devices import choose_device
+from penjing.train.processes.world import World
 from penjing.train.recipe.align import AlgorithmConfig
 from penjing.train.recipe.data import RolloutData
 from penjing.train.recipe.recipe import ObjectiveConfig, RunRecipe, TrainRecipe

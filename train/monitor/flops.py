@@ -13,6 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_flop
 
 from penjing.kernels.dispatch import force_torch
 from penjing.train.objective.objective import Batch, Objective
+from penjing.train.processes.devices import synchronize
 
 # Dense bfloat16 peaks from NVIDIA's data sheets, FLOP/s; the names are parts of torch's device names.
 _DATASHEET = {"H200": 989e12, "H100 PCIe": 756e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "L4": 121e12}
@@ -59,19 +60,23 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> tuple[float, str]:
     return _measured_peak(device, dtype)
 
 
+_LONG_S = 0.01  # of a product: at 100 TFLOP/s one of 8192³ takes 11 ms, and larger ones are no better use of a device
+
+
 @cache
 def _measured_peak(device: torch.device, dtype: torch.dtype) -> tuple[float, str]:
-    size = 8192 if device.type == "cuda" else 1024
+    size, largest = 1024, 1024 if device.type == "cpu" else 8192
     a, b = (torch.ones(size, size, device=device, dtype=dtype) for _ in range(2))
+    while size < largest and min(_time_product(a, b) for _ in range(2)) < _LONG_S:  # small ones leave much of it idle
+        size *= 2
+        a, b = (torch.ones(size, size, device=device, dtype=dtype) for _ in range(2))
     seconds = min(_time_product(a, b) for _ in range(12))  # of a busy machine the quietest moment
     return 2 * size**3 / seconds, f"{size}³ matrix product measured here in {str(dtype).removeprefix('torch.')}"
 
 
 def _time_product(a: torch.Tensor, b: torch.Tensor) -> float:
-    if a.device.type == "cuda":
-        torch.cuda.synchronize(a.device)
+    synchronize(a.device)
     began = time.perf_counter()
     torch.mm(a, b)
-    if a.device.type == "cuda":
-        torch.cuda.synchronize(a.device)
+    synchronize(a.device)
     return time.perf_counter() - began

@@ -7,11 +7,17 @@ from pathlib import Path
 
 import torch
 
+from penjing.core.errors import ConfigError
 
-def memory_use(device: torch.device) -> tuple[int, int]:
-    """(bytes used by this process, bytes there are): of the GPU, or of main memory."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device), torch.cuda.get_device_properties(device).total_memory
+
+def memory_use(device: torch.device) -> tuple[int, int] | None:
+    """(bytes used by this process, bytes there are): of the accelerator, or of main memory. None of an accelerator
+    whose package tells torch neither."""
+    if device.type != "cpu":
+        try:
+            return torch.accelerator.max_memory_allocated(device), torch.accelerator.get_memory_info(device)[1]
+        except RuntimeError:
+            return None
     page, total = os.sysconf("SC_PAGE_SIZE"), os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     statm = Path("/proc/self/statm")
     if statm.exists():
@@ -22,9 +28,18 @@ def memory_use(device: torch.device) -> tuple[int, int]:
 
 
 def memory_limit(device: torch.device, num_local: int = 1) -> int:
-    """Bytes that one of `num_local` processes on this machine may use now: 90 % of what is free."""
-    if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0] * 0.9)
+    """Bytes that one of `num_local` processes on this machine may use now: 90 % of what is free.
+
+    Raises:
+        ConfigError: an accelerator whose package does not tell torch its memory.
+    """
+    if device.type != "cpu":
+        try:
+            return int(torch.accelerator.get_memory_info(device)[0] * 0.9)
+        except RuntimeError as error:
+            raise ConfigError(
+                f"torch cannot tell how much memory {device} has; say it by memory.limit, as memory.limit = '16GiB'"
+            ) from error
     meminfo = Path("/proc/meminfo")
     if meminfo.exists():
         fields = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())

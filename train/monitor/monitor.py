@@ -159,15 +159,14 @@ class Monitor:
         self.count += self._count
         self.learnt += self._learnt
         self.seconds += seconds
-        used, total = memory_use(self._device)
         rates: Record = {
             f"{self._unit}_per_s": rate,
             "step_s": seconds / self._steps,
             "mfu": self.mfu(rate),
             self._waited_for: self._waited / seconds,
-            "memory_bytes": used,
-            "memory_share": used / total,
         }
+        if (memory := memory_use(self._device)) is not None:
+            rates |= {"memory_bytes": memory[0], "memory_share": memory[0] / memory[1]}
         if self._learnt != self._count:
             rates[f"learnt_{self._unit}_per_s"] = self._learnt / seconds
         if self._gpu_use is not None:

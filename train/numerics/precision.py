@@ -142,6 +142,9 @@ def multiplies_bfloat16(device: torch.device) -> bool:
     for float32 (measured with AVX2 alone)."""
     if device.type == "cuda":
         return torch.cuda.get_device_capability(device) >= (8, 0)
+    if device.type != "cpu":
+        says = getattr(torch.get_device_module(device), "is_bf16_supported", None)  # as XPUs and NPUs have it
+        return says is not None and bool(says())
     if platform.machine() in ("x86_64", "AMD64"):
         return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
     return torch.ops.mkldnn._is_mkldnn_bf16_supported()
@@ -159,7 +162,7 @@ def for_device(config: PrecisionConfig, device: torch.device) -> PrecisionConfig
 def slow_modes(config: PrecisionConfig, device: torch.device) -> str:
     """What to tell the user about modes that `device` computes without instructions of its own; empty if there are
     none."""
-    if device.type == "cuda":
+    if device.type != "cpu":
         return ""
     slow = sorted(config.modes & ({"fp16"} if multiplies_bfloat16(device) else {"fp16", "bf16", "hybrid"}))
     if not slow:
@@ -175,7 +178,8 @@ def check_hardware(config: PrecisionConfig, device: torch.device) -> None:
     """
     major, minor = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
     capability = 10 * major + minor
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "a CPU"
+    name = "a CPU" if device.type == "cpu" else f"an accelerator of type {device.type!r}"
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else name
     if "tf32" in config.modes and capability < 80:
         raise ConfigError(
             f"precision.mode = 'tf32' needs an NVIDIA GPU of compute capability 8.0 or more, this run is on {name}; "

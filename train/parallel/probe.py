@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from penjing.train.parallel.mesh import MeshWorld
+from penjing.train.processes.devices import synchronize
 from penjing.train.processes.world import World
 
 _SIZES = (2**16, 2**20, 2**24)  # bytes
@@ -38,8 +39,7 @@ def all_reduce_bandwidth(world: World) -> dict[int, float]:
             dist.barrier(group)
             began = time.perf_counter()
             dist.all_reduce(values, group=group)
-            if world.device.type == "cuda":
-                torch.cuda.synchronize(world.device)
+            synchronize(world.device)
             taken.append(time.perf_counter() - began)
         slowest = torch.tensor(statistics.median(taken), dtype=torch.float64, device=world.device)
         dist.all_reduce(slowest, dist.ReduceOp.MAX, group=group)

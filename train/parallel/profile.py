@@ -11,14 +11,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import torch
-from torch.profiler import ProfilerActivity, profile, schedule
+from torch.profiler import ProfilerActivity, profile, schedule, supported_activities
 
 from penjing.core.files import atomic_write_text, writing
 from penjing.core.progress import Progress
 from penjing.train.parallel.mesh import MeshWorld
 from penjing.train.parallel.probe import all_reduce_bandwidth, gradient_group
 from penjing.train.parallel.traffic import Traffic, read_trace
+from penjing.train.processes.devices import synchronize
 from penjing.train.processes.world import World
 
 _SKIPPED, _WARM_UP, _RECORDED = 2, 1, 3
@@ -37,13 +37,13 @@ def profiling(folder: Path, world: World, progress: Progress) -> Iterator[Callab
     if limits:
         shown = ", ".join(f"{limit / 1e9:.2f} GB/s with {size // 1024} KiB" for size, limit in limits.items())
         progress.note(f"all-reduce over {gradient_group(world)[1]} processes with nothing else to do: {shown}")
-    on_cuda = world.device.type == "cuda"
-    activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if on_cuda else [])
+    beside = world.device.type != "cpu"
+    activities = [*supported_activities()] if beside else [ProfilerActivity.CPU]
 
     def save(recorded: profile) -> None:
         trace = folder / f"trace-{world.rank}.json"
         recorded.export_chrome_trace(str(trace))
-        order = "self_cuda_time_total" if on_cuda else "self_cpu_time_total"
+        order = "self_device_time_total" if beside else "self_cpu_time_total"
         table = recorded.key_averages().table(sort_by=order, row_limit=25)
         atomic_write_text(folder / f"table-{world.rank}.txt", table)
         progress.note(f"profile of {_RECORDED} steps: {trace}\n{table}")
@@ -65,8 +65,7 @@ def profiling(folder: Path, world: World, progress: Progress) -> Iterator[Callab
         activities=activities, schedule=plan, on_trace_ready=save, record_shapes=True, profile_memory=True
     ) as active:
         yield lambda step: active.step()
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
+    synchronize(world.device)
 
 
 def _gradient_bandwidth(traffic: Traffic, world: World, limits: dict[int, float]) -> float | None:

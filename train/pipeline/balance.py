@@ -25,6 +25,7 @@ from penjing.train.parallel.config import ParallelConfig
 from penjing.train.pipeline.balancer import MicroBatchBalancer, Observation
 from penjing.train.pipeline.measure import measure_layers
 from penjing.train.pipeline.split import equal_split, split_layers, stage_costs
+from penjing.train.processes.devices import synchronize
 
 _GAIN = 0.05  # of a step must be promised before sizes change: a change costs a pass to try shapes out
 
@@ -33,7 +34,7 @@ class StageClock:
     """Seconds of every piece of work of this process's stages since `reset`; on a GPU by its own clock."""
 
     def __init__(self, device: torch.device) -> None:
-        self._on_gpu = device.type == "cuda"
+        self._device, self._on_gpu = device, device.type != "cpu"
         self.reset()
 
     def reset(self) -> None:
@@ -48,7 +49,7 @@ class StageClock:
             yield
             self._pieces[stage, kind].append(time.perf_counter() - began)
             return
-        events = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        events = [torch.Event(self._device, enable_timing=True) for _ in range(2)]
         events[0].record()
         yield
         events[1].record()
@@ -58,7 +59,7 @@ class StageClock:
         """By (stage, kind), in order."""
         if not self._on_gpu:
             return dict(self._pieces)
-        torch.cuda.synchronize()
+        synchronize(self._device)
         return {key: [a.elapsed_time(b) / 1000 for a, b in pairs] for key, pairs in self._pieces.items()}
 
 

@@ -16,6 +16,7 @@ from penjing.core.progress import Progress, Silent
 from penjing.kernels.cross_entropy import linear_cross_entropy
 from penjing.kernels.rotary import rotary_cos_sin
 from penjing.train.pipeline.shape import decoder_shape
+from penjing.train.processes.devices import synchronize
 
 _RUNS = 3
 
@@ -65,6 +66,5 @@ def _seconds(work: Callable[[], Tensor], device: torch.device) -> tuple[float, f
 
 
 def _now(device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    synchronize(device)
     return time.perf_counter()

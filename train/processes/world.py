@@ -6,7 +6,6 @@ more dimensions than data parallelism offers the same methods; the loop asks for
 
 from __future__ import annotations
 
-import os
 import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -18,9 +17,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from penjing.core.errors import ConfigError, SetupError
+from penjing.core.errors import SetupError
 from penjing.train.numerics.gradients import global_norm, gradients_of
 from penjing.train.processes.compressed import compress_ddp
+from penjing.train.processes.devices import backends, choose_device
 from penjing.train.processes.watch import WORK_FACTOR, Watch
 
 
@@ -104,7 +104,7 @@ class World:
         """
         if self.size == 1:
             return model
-        devices = [self.device] if self.device.type == "cuda" else None
+        devices = [self.device] if self.device.type != "cpu" else None
         # torch 2.13 would have it called forward_sync_buffers, which 2.11 does not know.
         warnings.filterwarnings("ignore", message="`broadcast_buffers` is deprecated", category=FutureWarning)
         replica = DistributedDataParallel(model, devices, broadcast_buffers=False)  # see average_buffers
@@ -133,15 +133,15 @@ def join_world(device: str = "auto", watch: Watch | None = None) -> Iterator[Wor
     """Join the processes of `watch` (one process without it); leave them at the end.
 
     Args:
-        device: "cpu", "cuda", or "auto": CUDA where there is one.
+        device: see `choose_device`.
 
     Raises:
-        ConfigError: "cuda" where there is none.
+        ConfigError: see `choose_device`.
         SetupError: the processes do not reach each other.
     """
     chosen = choose_device(device)
-    if chosen.type == "cuda":
-        torch.cuda.set_device(chosen)
+    if chosen.type != "cpu":
+        torch.accelerator.set_device_index(chosen)
     if watch is None:
         yield World(device=chosen)
         return
@@ -149,7 +149,7 @@ def join_world(device: str = "auto", watch: Watch | None = None) -> Iterator[Wor
     rank, size = watch.rank, watch.size
     try:
         dist.init_process_group(
-            "cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo",
+            backends(chosen),
             store=watch.group_store(),
             rank=rank,
             world_size=size,
@@ -162,24 +162,3 @@ def join_world(device: str = "auto", watch: Watch | None = None) -> Iterator[Wor
         ) from error
     yield World(rank, size, chosen, watch=watch)
     dist.destroy_process_group()  # not after an error: the others may never come
-
-
-def choose_device(device: str) -> torch.device:
-    """The device of this process: see `join_world`.
-
-    Raises:
-        ConfigError: "cuda" where there is none, or more processes than GPUs.
-    """
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    if device == "cuda":
-        if not torch.cuda.is_available():
-            raise ConfigError("device = 'cuda': torch finds no CUDA device here; write device = 'cpu' or 'auto'")
-        index, found = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
-        if index >= found:
-            raise ConfigError(
-                f"each process computes on a GPU of its own: this is process {index + 1} of this machine, where torch "
-                f"finds {found}; start {found} (--launch {found}), or set device = 'cpu'"
-            )
-        return torch.device("cuda", index)
-    return torch.device(device)

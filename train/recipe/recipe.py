@@ -157,8 +157,10 @@ class RunRecipe(Config):
     seed: int = Field(
         default=0, ge=0, description="First weights, order of the data and all other chance follow from it."
     )
-    device: Literal["auto", "cpu", "cuda"] = Field(
-        default="auto", description='What computes; "auto" takes a GPU where there is one.'
+    device: str = Field(
+        default="auto",
+        description='What computes: "cpu", or the accelerator that torch finds, by its type, such as "cuda", "xpu" or '
+        '"npu"; "auto" takes the accelerator where there is one.',
     )
     compile: bool = Field(default=False, description="The model is compiled by torch.compile.")
     initial: Path | None = Field(
