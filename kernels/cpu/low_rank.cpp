@@ -44,9 +44,8 @@ void expand(const LowRankCall& call, int member, int members) {
             const PjLowRank& pair = parts[to.which];
             if (pair.rank == 0) continue;
             const int64_t blocks = (pair.n + 15) / 16;
-            for (int64_t block = share(blocks, member, members); block < share(blocks, member + 1, members); ++block)
-                call.ops.low_rank_block(pair, block, low_of(call, i, first), call.rank, rows,
-                                        to.out + first * to.ldo + block * to.spread, to.ldo);
+            call.ops.low_rank_blocks(pair, share(blocks, member, members), share(blocks, member + 1, members),
+                                     low_of(call, i, first), call.rank, rows, to.out + first * to.ldo, to.ldo, to.spread);
         }
     });
 }

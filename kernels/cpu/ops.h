@@ -87,9 +87,10 @@ struct Ops {
     void (*float_linear)(const PjLinear& linear, const float* x, int64_t ldx, int64_t rows, int64_t n0, int64_t n1,
                          float* out, int64_t ldo, bool add);
 
-    // Outputs [16 × block, + 16) of a low-rank pair, added for some rows of x · Aᵀ (rows, ldl); `out` is where they begin.
-    void (*low_rank_block)(const PjLowRank& pair, int64_t block, const float* low, int64_t ldl, int64_t rows, float* out,
-                           int64_t ldo);
+    // Outputs [16 × begin, 16 × end) of a low-rank pair, added for some rows of x · Aᵀ (rows, ldl) to (rows, ldo), where
+    // each 16 of a row stand `spread` behind the 16 before.
+    void (*low_rank_blocks)(const PjLowRank& pair, int64_t begin, int64_t end, const float* low, int64_t ldl,
+                            int64_t rows, float* out, int64_t ldo, int64_t spread);
 
     void (*rms_norm_row)(const float* x, const float* weight, int64_t k, float eps, float* out);
     void (*rotate_head)(float* x, const float* cos, const float* sin, int64_t head_dim);

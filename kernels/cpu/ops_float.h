@@ -13,47 +13,58 @@ inline V load_weight(const void* w, int64_t at, int n) {
     return DTYPE == PJ_BF16 ? v_load_bf16_n(p, n) : v_load_f16_n(p, n);
 }
 
-// Asks for the memory of a weight that will be read; none there is no error.
-template <int DTYPE>
-inline void fetch_weight(const void* w, int64_t at, int64_t bytes = 0) {
-    __builtin_prefetch(static_cast<const char*>(w) + at * (DTYPE == PJ_F32 ? 4 : 2) + bytes, 0, 2);
-}
-
-// How far ahead small products fetch their weights. Few rows wait for memory, not for sums, and what the processor
-// fetches by itself begins anew with each of many small matrices.
+// How far ahead products of few rows fetch their weights: what the processor fetches by itself begins anew with each of
+// many small matrices.
 constexpr int64_t AHEAD_BYTES = 4096;
-constexpr int FEW_ROWS = 2;
 constexpr int64_t MOST_LOW = 64;  // outputs of a matrix that is small for all its inputs, as A of a low-rank pair
+
+// Asks for `bytes` of memory that will be read, AHEAD_BYTES from `at` on; none there is no error.
+template <int BYTES>
+inline void fetch_ahead(const char* at) {
+#pragma GCC unroll 8
+    for (int i = 0; i < BYTES; i += 64) __builtin_prefetch(at + AHEAD_BYTES + i, 0, 2);
+}
+template <int DTYPE>
+constexpr int weight_bytes() {
+    return DTYPE == PJ_F32 ? 4 : 2;
+}
 
 // MR rows × NR outputs. Each output is W running sums over k, then one fixed tree: no row depends on its neighbours.
 template <int DTYPE, int MR, int NR>
 inline void float_tile(const PjLinear& linear, const float* x, int64_t ldx, int64_t n0, float* out, int64_t ldo,
-                       bool add) {
+                       bool add, bool fetch) {
     V sum[MR][NR];
+    // Every loop over the tile is unrolled by force: one that is not puts the sums on the stack.
+#pragma GCC unroll 8
     for (int m = 0; m < MR; ++m)
+#pragma GCC unroll 8
         for (int n = 0; n < NR; ++n) sum[m][n] = v_zero();
     const int64_t k = linear.k, whole = k - k % W;
-    const bool low = linear.n <= MOST_LOW;
+    const char* from = static_cast<const char*>(linear.weight) + n0 * k * weight_bytes<DTYPE>();
     for (int64_t i = 0; i < whole; i += W) {
         V row[MR];
 #pragma GCC unroll 8
         for (int m = 0; m < MR; ++m) row[m] = v_load(x + m * ldx + i);
+        if (fetch) fetch_ahead<NR * W * weight_bytes<DTYPE>()>(from + i * NR * weight_bytes<DTYPE>());
 #pragma GCC unroll 8
         for (int n = 0; n < NR; ++n) {
             const V weight = load_weight<DTYPE>(linear.weight, (n0 + n) * k + i, W);
-            if (MR <= FEW_ROWS && low) fetch_weight<DTYPE>(linear.weight, (n0 + n + NR) * k + i);  // of the next tile
 #pragma GCC unroll 8
             for (int m = 0; m < MR; ++m) sum[m][n] = v_fma(row[m], weight, sum[m][n]);
         }
     }
     if (whole < k) {
         const int rest = static_cast<int>(k - whole);
+#pragma GCC unroll 8
         for (int n = 0; n < NR; ++n) {
             const V weight = load_weight<DTYPE>(linear.weight, (n0 + n) * k + whole, rest);
+#pragma GCC unroll 8
             for (int m = 0; m < MR; ++m) sum[m][n] = v_fma(v_load_n(x + m * ldx + whole, rest), weight, sum[m][n]);
         }
     }
+#pragma GCC unroll 8
     for (int m = 0; m < MR; ++m) {
+#pragma GCC unroll 8
         for (int n = 0; n < NR; ++n) {
             const float value = v_sum(sum[m][n]) + (linear.bias ? linear.bias[n0 + n] : 0.0f);
             float* at = out + m * ldo + n0 + n;
@@ -64,14 +75,14 @@ inline void float_tile(const PjLinear& linear, const float* x, int64_t ldx, int6
 
 template <int DTYPE, int NR>
 inline void float_rows(int rows, const PjLinear& linear, const float* x, int64_t ldx, int64_t n0, float* out,
-                       int64_t ldo, bool add) {
+                       int64_t ldo, bool add, bool fetch) {
     switch (rows) {
-        case 1: return float_tile<DTYPE, 1, NR>(linear, x, ldx, n0, out, ldo, add);
-        case 2: return float_tile<DTYPE, FLOAT_ROWS < 2 ? 1 : 2, NR>(linear, x, ldx, n0, out, ldo, add);
-        case 3: return float_tile<DTYPE, FLOAT_ROWS < 3 ? 1 : 3, NR>(linear, x, ldx, n0, out, ldo, add);
-        case 4: return float_tile<DTYPE, FLOAT_ROWS < 4 ? 1 : 4, NR>(linear, x, ldx, n0, out, ldo, add);
-        case 5: return float_tile<DTYPE, FLOAT_ROWS < 5 ? 1 : 5, NR>(linear, x, ldx, n0, out, ldo, add);
-        default: return float_tile<DTYPE, FLOAT_ROWS < 6 ? 1 : 6, NR>(linear, x, ldx, n0, out, ldo, add);
+        case 1: return float_tile<DTYPE, 1, NR>(linear, x, ldx, n0, out, ldo, add, fetch);
+        case 2: return float_tile<DTYPE, FLOAT_ROWS < 2 ? 1 : 2, NR>(linear, x, ldx, n0, out, ldo, add, fetch);
+        case 3: return float_tile<DTYPE, FLOAT_ROWS < 3 ? 1 : 3, NR>(linear, x, ldx, n0, out, ldo, add, fetch);
+        case 4: return float_tile<DTYPE, FLOAT_ROWS < 4 ? 1 : 4, NR>(linear, x, ldx, n0, out, ldo, add, fetch);
+        case 5: return float_tile<DTYPE, FLOAT_ROWS < 5 ? 1 : 5, NR>(linear, x, ldx, n0, out, ldo, add, fetch);
+        default: return float_tile<DTYPE, FLOAT_ROWS < 6 ? 1 : 6, NR>(linear, x, ldx, n0, out, ldo, add, fetch);
     }
 }
 
@@ -84,10 +95,11 @@ inline void float_linear_typed(const PjLinear& linear, const float* x, int64_t l
         for (int64_t block = 0; block < blocks; ++block) {
             const int64_t begin = rows * block / blocks, end = rows * (block + 1) / blocks;
             const int count = static_cast<int>(end - begin);
+            const bool fetch = block == 0 && linear.n <= MOST_LOW;
             if (wide)
-                float_rows<DTYPE, FLOAT_COLUMNS>(count, linear, x + begin * ldx, ldx, n, out + begin * ldo, ldo, add);
+                float_rows<DTYPE, FLOAT_COLUMNS>(count, linear, x + begin * ldx, ldx, n, out + begin * ldo, ldo, add, fetch);
             else
-                float_rows<DTYPE, 1>(count, linear, x + begin * ldx, ldx, n, out + begin * ldo, ldo, add);
+                float_rows<DTYPE, 1>(count, linear, x + begin * ldx, ldx, n, out + begin * ldo, ldo, add, fetch);
         }
         n += wide ? FLOAT_COLUMNS : 1;
     }
@@ -102,48 +114,72 @@ inline void float_linear(const PjLinear& linear, const float* x, int64_t ldx, in
     }
 }
 
-// MR rows × 16 outputs of a low-rank pair. Each output is one sum over the ranks, in their order.
-template <int DTYPE, int MR>
-inline void low_rank_rows(const PjLowRank& pair, int64_t block, const float* low, int64_t ldl, float* out, int64_t ldo) {
+// MR rows × NB blocks of 16 outputs of a low-rank pair. Each output is one sum over the ranks, in their order; a block
+// alone would wait for each sum, so some are computed together.
+template <int DTYPE, int MR, int NB>
+inline void low_rank_tile(const PjLowRank& pair, int64_t block, const float* low, int64_t ldl, float* out, int64_t ldo,
+                          int64_t spread, bool fetch) {
     constexpr int PARTS = 16 / W;
-    V sum[MR][PARTS];
-    for (int m = 0; m < MR; ++m)
-        for (int p = 0; p < PARTS; ++p) sum[m][p] = v_zero();
-    for (int64_t r = 0; r < pair.rank; ++r) {
-#pragma GCC unroll 16
-        for (int p = 0; p < PARTS; ++p) {
-            const int64_t at = (block * pair.rank + r) * 16 + p * W;
-            const V weight = load_weight<DTYPE>(pair.b, at, W);
-            if (MR <= FEW_ROWS) fetch_weight<DTYPE>(pair.b, at, AHEAD_BYTES);
+    V sum[MR][NB * PARTS];
 #pragma GCC unroll 8
-            for (int m = 0; m < MR; ++m) sum[m][p] = v_fma(v_set(low[m * ldl + r]), weight, sum[m][p]);
+    for (int m = 0; m < MR; ++m)
+#pragma GCC unroll 16
+        for (int p = 0; p < NB * PARTS; ++p) sum[m][p] = v_zero();
+    const int64_t first = block * pair.rank * 16;
+    const char* from = static_cast<const char*>(pair.b) + first * weight_bytes<DTYPE>();
+    for (int64_t r = 0; r < pair.rank; ++r) {
+        V row[MR];
+#pragma GCC unroll 8
+        for (int m = 0; m < MR; ++m) row[m] = v_set(low[m * ldl + r]);
+        if (fetch) fetch_ahead<NB * 16 * weight_bytes<DTYPE>()>(from + r * NB * 16 * weight_bytes<DTYPE>());
+#pragma GCC unroll 16
+        for (int p = 0; p < NB * PARTS; ++p) {
+            const V weight = load_weight<DTYPE>(pair.b, first + (p / PARTS * pair.rank + r) * 16 + p % PARTS * W, W);
+#pragma GCC unroll 8
+            for (int m = 0; m < MR; ++m) sum[m][p] = v_fma(row[m], weight, sum[m][p]);
         }
     }
-    const int64_t left = pair.n - block * 16;
+    const V scale = v_set(pair.scale);
+#pragma GCC unroll 8
     for (int m = 0; m < MR; ++m) {
-        for (int p = 0; p < PARTS && p * W < left; ++p) {
-            const int n = left - p * W < W ? static_cast<int>(left - p * W) : W;
-            float* at = out + m * ldo + p * W;
-            v_store_n(at, v_add(v_load_n(at, n), v_mul(sum[m][p], v_set(pair.scale))), n);
+#pragma GCC unroll 16
+        for (int p = 0; p < NB * PARTS; ++p) {
+            const int64_t left = pair.n - (block + p / PARTS) * 16 - p % PARTS * W;
+            if (left <= 0) continue;
+            const int n = left < W ? static_cast<int>(left) : W;
+            float* at = out + m * ldo + p / PARTS * spread + p % PARTS * W;
+            v_store_n(at, v_add(v_load_n(at, n), v_mul(sum[m][p], scale)), n);
         }
     }
+}
+
+template <int DTYPE, int NB>
+inline void low_rank_rows(const PjLowRank& pair, int64_t block, const float* low, int64_t ldl, int64_t rows, float* out,
+                          int64_t ldo, int64_t spread) {
+    int64_t row = 0;
+    for (; row + 4 <= rows; row += 4)
+        low_rank_tile<DTYPE, 4, NB>(pair, block, low + row * ldl, ldl, out + row * ldo, ldo, spread, row == 0);
+    for (; row + 2 <= rows; row += 2)
+        low_rank_tile<DTYPE, 2, NB>(pair, block, low + row * ldl, ldl, out + row * ldo, ldo, spread, row == 0);
+    if (row < rows) low_rank_tile<DTYPE, 1, NB>(pair, block, low + row * ldl, ldl, out + row * ldo, ldo, spread, row == 0);
 }
 
 template <int DTYPE>
-inline void low_rank_typed(const PjLowRank& pair, int64_t block, const float* low, int64_t ldl, int64_t rows, float* out,
-                           int64_t ldo) {
-    int64_t row = 0;
-    for (; row + 4 <= rows; row += 4) low_rank_rows<DTYPE, 4>(pair, block, low + row * ldl, ldl, out + row * ldo, ldo);
-    for (; row + 2 <= rows; row += 2) low_rank_rows<DTYPE, 2>(pair, block, low + row * ldl, ldl, out + row * ldo, ldo);
-    if (row < rows) low_rank_rows<DTYPE, 1>(pair, block, low + row * ldl, ldl, out + row * ldo, ldo);
+inline void low_rank_typed(const PjLowRank& pair, int64_t begin, int64_t end, const float* low, int64_t ldl,
+                           int64_t rows, float* out, int64_t ldo, int64_t spread) {
+    constexpr int TOGETHER = W == 16 ? 4 : 1;  // as many sums as registers hold
+    int64_t block = begin;
+    for (; block + TOGETHER <= end; block += TOGETHER)
+        low_rank_rows<DTYPE, TOGETHER>(pair, block, low, ldl, rows, out + block * spread, ldo, spread);
+    for (; block < end; ++block) low_rank_rows<DTYPE, 1>(pair, block, low, ldl, rows, out + block * spread, ldo, spread);
 }
 
-inline void low_rank_block(const PjLowRank& pair, int64_t block, const float* low, int64_t ldl, int64_t rows, float* out,
-                           int64_t ldo) {
+inline void low_rank_blocks(const PjLowRank& pair, int64_t begin, int64_t end, const float* low, int64_t ldl,
+                            int64_t rows, float* out, int64_t ldo, int64_t spread) {
     switch (pair.dtype) {
-        case PJ_BF16: return low_rank_typed<PJ_BF16>(pair, block, low, ldl, rows, out, ldo);
-        case PJ_F16: return low_rank_typed<PJ_F16>(pair, block, low, ldl, rows, out, ldo);
-        default: return low_rank_typed<PJ_F32>(pair, block, low, ldl, rows, out, ldo);
+        case PJ_BF16: return low_rank_typed<PJ_BF16>(pair, begin, end, low, ldl, rows, out, ldo, spread);
+        case PJ_F16: return low_rank_typed<PJ_F16>(pair, begin, end, low, ldl, rows, out, ldo, spread);
+        default: return low_rank_typed<PJ_F32>(pair, begin, end, low, ldl, rows, out, ldo, spread);
     }
 }
 
