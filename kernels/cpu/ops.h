@@ -122,8 +122,9 @@ struct Ops {
 
     // Rows of logits and their weights; see ops_sample.h.
     float (*peak_of_row)(const float* x, int64_t n);
-    void (*weigh_row)(const float* x, int64_t n, float peak, float temperature, float* weight);
+    double (*weigh_row)(const float* x, int64_t n, float peak, float temperature, float* weight);
     double (*sum_weights)(const float* weight, int64_t n);
+    int64_t (*split)(float* x, int64_t n, float least, bool above);
     int64_t (*gather_from)(const float* x, int64_t n, float least, float* value, int32_t* id);
     int64_t (*peaks_of_groups)(const float* x, int64_t n, float* peak);
     double (*sum_of_powers)(const float* x, int64_t n, float peak);

@@ -38,14 +38,6 @@ inline float peak_of_row(const float* x, int64_t n) {
     return wrong ? NAN : largest;
 }
 
-inline void weigh_row(const float* x, int64_t n, float peak, float temperature, float* weight) {
-    const V top = v_set(peak), by = v_set(temperature);
-    for (int64_t i = 0; i < n; i += W) {
-        const int count = n - i < W ? static_cast<int>(n - i) : W;
-        v_store_n(weight + i, v_exp_unfused(v_div(v_sub(v_load_n(x + i, count), top), by)), count);
-    }
-}
-
 // A weight as a multiple of 2^−34: sums of 2^19 of them are exact, so their order is nobody's business.
 inline double exact(float weight) {
     constexpr double shift = 1.5 * (1 << 18);
@@ -53,31 +45,56 @@ inline double exact(float weight) {
 }
 
 inline double sum_weights(const float* weight, int64_t n) {
-    double sums[8] = {};
+    constexpr int LANES = 32;  // one sum of a few lanes would wait for itself
+    double sums[LANES] = {};
     int64_t i = 0;
-    for (; i + 8 <= n; i += 8)
-        for (int lane = 0; lane < 8; ++lane) sums[lane] += exact(weight[i + lane]);
+    for (; i + LANES <= n; i += LANES)
+        for (int lane = 0; lane < LANES; ++lane) sums[lane] += exact(weight[i + lane]);
     for (; i < n; ++i) sums[0] += exact(weight[i]);
     double sum = 0;
     for (double part : sums) sum += part;
     return sum;
 }
 
+// Weights e^((x − peak) ÷ temperature) and their sum.
+inline double weigh_row(const float* x, int64_t n, float peak, float temperature, float* weight) {
+    constexpr int64_t BLOCK = 1024;  // is summed while it is in the first cache
+    const V top = v_set(peak), by = v_set(temperature);
+    double sum = 0;
+    for (int64_t begin = 0; begin < n; begin += BLOCK) {
+        const int64_t end = begin + BLOCK < n ? begin + BLOCK : n;
+        for (int64_t i = begin; i < end; i += W) {
+            const int count = end - i < W ? static_cast<int>(end - i) : W;
+            v_store_n(weight + i, v_exp_unfused(v_div(v_sub(v_load_n(x + i, count), top), by)), count);
+        }
+        sum += sum_weights(weight + begin, end - begin);
+    }
+    return sum;
+}
+
+// Moves values of at least `least` (or, if `above`, larger ones) to the front; how many. Without a branch, since
+// nobody can guess it.
+inline int64_t split(float* x, int64_t n, float least, bool above) {
+    int64_t found = 0;
+    for (int64_t i = 0; i < n; ++i) {
+        const float value = x[i];
+        x[i] = x[found];
+        x[found] = value;
+        found += above ? value > least : value >= least;
+    }
+    return found;
+}
+
 // Values of at least `least` and where they stand, in order; how many.
 inline int64_t gather_from(const float* x, int64_t n, float least, float* value, int32_t* id) {
-    int64_t found = 0;
-    for (int64_t i = 0; i < n; i += 32) {
-        const int64_t end = i + 32 < n ? i + 32 : n;
-        if (end == i + 32) {
-            int any = 0;
-            for (int lane = 0; lane < 32; ++lane) any |= x[i + lane] >= least;
-            if (!any) continue;
-        }
-        for (int64_t j = i; j < end; ++j) {
-            value[found] = x[j];
-            id[found] = static_cast<int32_t>(j);
-            found += x[j] >= least;
-        }
+    const V bound = v_set(least);
+    int64_t found = 0, i = 0;
+    for (; i + W <= n; i += W)
+        found += v_pack(v_load(x + i), bound, static_cast<int32_t>(i), value + found, id + found);
+    for (; i < n; ++i) {
+        value[found] = x[i];
+        id[found] = static_cast<int32_t>(i);
+        found += x[i] >= least;
     }
     return found;
 }

@@ -73,24 +73,23 @@ float kth_largest(const Ops& ops, const float* x, int64_t n, int64_t k, const Ro
     return room.spare[k - 1];
 }
 
-// The smallest weight of the smallest set of largest weights that holds `goal`; all of `value` hold at least that much.
-float nucleus(const Ops& ops, float* value, int64_t n, double goal) {
+// The smallest weight of the smallest set of largest weights that holds `goal`, if `above` is held by larger ones than
+// those in `value`; all of these hold at least the rest.
+float nucleus(const Ops& ops, float* value, int64_t n, double above, double goal) {
     float *begin = value, *end = value + n;
-    double above = 0;
     for (int round = 0; end - begin > 64 && round < 64; ++round) {
         float *middle = begin + (end - begin) / 2;
         const float pivot = std::max(std::min(*begin, *middle), std::min(std::max(*begin, *middle), *(end - 1)));
-        float* equal = std::partition(begin, end, [pivot](float x) { return x > pivot; });
-        const double larger = ops.sum_weights(begin, equal - begin);
-        if (above + larger >= goal) {
-            end = equal;
+        float* less = begin + ops.split(begin, end - begin, pivot, false);
+        const double largest = ops.sum_weights(begin, less - begin);
+        if (above + largest < goal && less < end) {
+            above += largest;
+            begin = less;
             continue;
         }
-        float* less = std::partition(equal, end, [pivot](float x) { return x == pivot; });
-        const double equals = ops.sum_weights(equal, less - equal);
-        if (above + larger + equals >= goal || less == end) return pivot;
-        above += larger + equals;
-        begin = less;
+        float* equal = begin + ops.split(begin, less - begin, pivot, true);
+        if (above + ops.sum_weights(begin, equal - begin) < goal) return pivot;
+        end = equal;
     }
     std::sort(begin, end, std::greater<float>());
     for (float* at = begin; at < end; ++at) {
@@ -142,8 +141,7 @@ int32_t choose(const Ops& ops, const SampleRow& row, int64_t vocab, float peak, 
         id = room.id;
     }
     float* weight = room.weight;
-    ops.weigh_row(x, count, peak, row.temperature, weight);
-    double total = ops.sum_weights(weight, count);
+    double total = ops.weigh_row(x, count, peak, row.temperature, weight);
     if (row.top_p < 1 || row.min_p > 0) {
         // From here on `value` holds weights, and `other` the places of those that are still of interest.
         int32_t* other = reinterpret_cast<int32_t*>(room.logits);
@@ -151,24 +149,28 @@ int32_t choose(const Ops& ops, const SampleRow& row, int64_t vocab, float peak, 
         float least = row.min_p;
         if (row.top_p < 1) {
             const double goal = row.top_p * total;
-            // Mostly the larger ones hold enough; smaller than the second bound is less than half of what may be left
-            // out.
-            large = ops.gather_from(weight, count, 1.0f / 128, room.value, other);
-            if (ops.sum_weights(room.value, large) < goal) {
-                const double small = (1 - row.top_p) * total / static_cast<double>(2 * count) - 1e-10;
-                large = ops.gather_from(weight, count, static_cast<float>(std::max(small, 0.0)), room.value, other);
-            }
+            // Bands of weights from the largest down, until they hold enough. Smaller than the last bound is less than
+            // half of what may be left out.
+            const double small = std::max((1 - row.top_p) * total / static_cast<double>(2 * count) - 1e-10, 0.0);
+            float bound = 1, last = 1;
+            double above = 0, held = 0;
+            do {
+                last = bound;
+                above = held;
+                bound = bound / 32 > small && bound > 1.0f / (1 << 20) ? bound / 32 : static_cast<float>(small);
+                large = ops.gather_from(weight, count, bound, room.value, other);
+                held = ops.sum_weights(room.value, large);
+            } while (held < goal && bound > static_cast<float>(small));
             memcpy(room.spare, room.value, static_cast<size_t>(large) * sizeof(float));
-            least = std::max(least, nucleus(ops, room.spare, large, goal));
+            int64_t known = above > 0 ? ops.split(room.spare, large, last, false) : 0;
+            if (known == large) known = 0, above = 0;  // rounding: nothing is enough
+            least = std::max(least, nucleus(ops, room.spare + known, large - known, above, goal));
         } else {
             large = ops.gather_from(weight, count, least, room.value, other);
         }
-        count = 0;
-        for (int64_t i = 0; i < large; ++i) {
-            if (!(room.value[i] >= least)) continue;
-            weight[count] = room.value[i];
-            other[count++] = id ? id[other[i]] : other[i];
-        }
+        int32_t* place = reinterpret_cast<int32_t*>(room.spare);
+        count = ops.gather_from(room.value, large, least, weight, place);
+        for (int64_t i = 0; i < count; ++i) other[i] = id ? id[other[place[i]]] : other[place[i]];
         id = other;
         total = ops.sum_weights(weight, count);
     }

@@ -91,6 +91,22 @@ inline void v_store_bytes(uint8_t* p, V x, uint8_t flip, int n) {
     for (int i = 0; i < n; ++i) p[i] = lanes[i];
 }
 
+// Lanes of x that are at least `least`, side by side, and their places from `first` on; how many. May write W of each.
+inline int v_pack(V x, V least, int32_t first, float* value, int32_t* id) {
+    float lanes[W], bound[W];
+    v_store(lanes, x);
+    v_store(bound, least);
+    int any = 0, found = 0;
+    for (int lane = 0; lane < W; ++lane) any |= lanes[lane] >= bound[lane];
+    if (!any) return 0;
+    for (int lane = 0; lane < W; ++lane) {
+        value[found] = lanes[lane];
+        id[found] = first + lane;
+        found += lanes[lane] >= bound[lane];
+    }
+    return found;
+}
+
 inline V v_load_int8(const int8_t* p) {
     return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))));
 }

@@ -71,6 +71,16 @@ inline void v_store_bytes(uint8_t* p, V x, uint8_t flip, int n) {
     _mm_mask_storeu_epi8(p, lanes_below(n), _mm_xor_si128(bytes, _mm_set1_epi8(static_cast<char>(flip))));
 }
 
+// Lanes of x that are at least `least`, side by side, and their places from `first` on; how many. Writes W of each.
+inline int v_pack(V x, V least, int32_t first, float* value, int32_t* id) {
+    const __mmask16 kept = _mm512_cmp_ps_mask(x, least, _CMP_GE_OQ);
+    if (!kept) return 0;
+    const __m512i lane = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+    _mm512_storeu_ps(value, _mm512_maskz_compress_ps(kept, x));
+    _mm512_storeu_si512(id, _mm512_maskz_compress_epi32(kept, _mm512_add_epi32(lane, _mm512_set1_epi32(first))));
+    return __builtin_popcount(kept);
+}
+
 inline V v_load_int8(const int8_t* p) {
     return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
 }

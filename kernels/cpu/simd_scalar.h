@@ -117,6 +117,22 @@ inline float from_f16(uint16_t half) {
     }
     return from_bits(sign | (exponent == 31 ? 0x7f800000u : (exponent + 112) << 23) | (fraction << 13));
 }
+// Lanes of x that are at least `least`, side by side, and their places from `first` on; how many. May write W of each.
+inline int v_pack(V x, V least, int32_t first, float* value, int32_t* id) {
+    float lanes[W], bound[W];
+    v_store(lanes, x);
+    v_store(bound, least);
+    int any = 0, found = 0;
+    for (int lane = 0; lane < W; ++lane) any |= lanes[lane] >= bound[lane];
+    if (!any) return 0;
+    for (int lane = 0; lane < W; ++lane) {
+        value[found] = lanes[lane];
+        id[found] = first + lane;
+        found += lanes[lane] >= bound[lane];
+    }
+    return found;
+}
+
 inline V v_load_int8(const int8_t* p) { PJ_LANES(V, static_cast<float>(p[i])); }
 inline V v_load_int8_n(const int8_t* p, int n) { PJ_LANES(V, i < n ? static_cast<float>(p[i]) : 0.0f); }
 inline V v_load_bf16_n(const uint16_t* p, int n) { PJ_LANES(V, i < n ? from_bits(uint32_t{p[i]} << 16) : 0.0f); }

@@ -64,6 +64,7 @@ PARAMS: list[dict[str, Any]] = [
     {},
     {"temperature": 0.0},
     {"temperature": 0.7, "top_p": 0.9},
+    {"temperature": 2.5, "top_p": 0.99},
     {"top_p": 1e-9},
     {"top_p": 0.999999},
     {"top_k": 1},
