@@ -5,9 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from penjing.core.cluster.ray_cluster import RaySettings
+from penjing.core.cluster.slurm import SlurmSettings
 from penjing.core.config import Config
 from penjing.curate.documents.settings import SourceConfig
 from penjing.curate.steps.augment import AugmentStep
@@ -46,6 +47,9 @@ class CurateRecipe(Config):
     ray: RaySettings | None = Field(
         default=None, description="With this section tasks run on a Ray cluster, instead of `workers` processes."
     )
+    slurm: SlurmSettings | None = Field(
+        default=None, description="With this section tasks run as jobs of Slurm, instead of `workers` processes."
+    )
     most_damaged: float = Field(
         default=0.01,
         ge=0,
@@ -54,6 +58,12 @@ class CurateRecipe(Config):
     )
     sources: tuple[SourceConfig, ...] = Field(min_length=1, description="Where documents come from.")
     steps: tuple[Step, ...] = Field(default=(), description="What is done with them, in this order.")
+
+    @model_validator(mode="after")
+    def _one_cluster(self) -> CurateRecipe:
+        if self.ray is not None and self.slurm is not None:
+            raise ValueError("tasks run on Ray or on Slurm: leave one of [ray] and [slurm] out")
+        return self
 
     @field_validator("output", "work")
     @classmethod

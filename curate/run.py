@@ -23,6 +23,7 @@ from penjing.curate.ray_tasks import run_tasks_on_ray
 from penjing.curate.recipe import CurateRecipe
 from penjing.curate.report import CorpusReport, corpus_report, report_page
 from penjing.curate.sample import sampled
+from penjing.curate.slurm_tasks import run_tasks_on_slurm
 from penjing.curate.steps.base import LearningStep, StepConfig
 from penjing.curate.steps.dedup import DedupStep
 from penjing.curate.steps.quality import LABELS_FILE
@@ -103,18 +104,21 @@ def _run_stage(plan: Plan, number: int, stage: Stage, counts: Counts, progress: 
     progress.start(", ".join([*(["reading"] if number == 0 else []), *kinds]) or "collecting", len(tasks))
     left = [task for task in tasks if not task_folder(stage, task).exists()]
     progress.advance(len(tasks) - len(left))
+    plan_file = plan.recipe.work_folder / PLAN_FILE
+
+    def done(_: int) -> None:
+        progress.advance()
+
     if plan.recipe.ray is not None and left:
-        run_tasks_on_ray(
-            plan.recipe.work_folder / PLAN_FILE, number, left, plan.recipe.ray, lambda task: progress.advance()
-        )
+        run_tasks_on_ray(plan_file, number, left, plan.recipe.ray, done)
+    elif plan.recipe.slurm is not None and left:
+        run_tasks_on_slurm(plan_file, number, left, plan.recipe.slurm, done)
     elif plan.recipe.workers == 1 or len(left) < 2:
         for task in left:
             run_task(plan, number, task)
             progress.advance()
     else:
-        run_tasks(
-            plan.recipe.work_folder / PLAN_FILE, number, left, plan.recipe.workers, lambda task: progress.advance()
-        )
+        run_tasks(plan_file, number, left, plan.recipe.workers, done)
     if missing := [task for task in tasks if not task_folder(stage, task).exists()]:
         raise InputError(f"tasks {missing} of stage {number} left no result; run again, they are done first")
     for task in tasks:
