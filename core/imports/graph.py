@@ -1,5 +1,5 @@
-"""`penjing import` of any network: an ONNX file, a function of the user's, or a name of timm, torchvision or
-transformers → the checkpoint folder of a graph."""
+"""`penjing import` of any network: an ONNX file, a function of the user's, a name of timm, torchvision or transformers,
+or the image tower of two → the checkpoint folder of a graph."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ from penjing.core.graph.trace import from_torch
 from penjing.core.imports.torch_parity import compared_with_module
 from penjing.core.imports.torch_weights import load_weights
 from penjing.core.imports.torch_zoo import Found, from_function, from_package
+from penjing.core.imports.tower import TOWER, image_tower
 from penjing.core.manifest import MANIFEST_NAME, read_manifest, verify
 from penjing.core.onnx_reader.example import check_size
 from penjing.core.onnx_reader.read import from_onnx
@@ -58,7 +59,7 @@ class GraphOptions:
     tolerance: float | None = None
 
 
-Kind = Literal["onnx", "function", "package"]
+Kind = Literal["onnx", "function", "package", "tower"]
 
 
 def kind_of(source: str) -> Kind | None:
@@ -68,6 +69,8 @@ def kind_of(source: str) -> Kind | None:
     file, colon, name = source.rpartition(":")
     if colon and file.endswith(".py") and name.isidentifier():
         return "function"
+    if colon and name == TOWER and Path(file).expanduser().is_dir():
+        return "tower"
     package, slash, name = source.partition("/")
     return "package" if slash and name and package in PACKAGES and not Path(source).exists() else None
 
@@ -84,7 +87,8 @@ def import_graph(
 
     Args:
         source: an `.onnx` file; `file.py:function`, which returns a module, or (module, example inputs), and whose
-            code is run; or `timm/NAME`, `torchvision/NAME`, `transformers/NAME` of an installed package.
+            code is run; `timm/NAME`, `torchvision/NAME`, `transformers/NAME` of an installed package; or
+            `folder:image`, the image tower of two.
         out: folder to make. If it already holds this very import, it is kept and that is said.
         force: replace a folder that penjing made before.
 
@@ -156,7 +160,8 @@ def _from_file(source: str, options: GraphOptions) -> tuple[Network, dict[str, A
 
 
 def _from_code(source: str, kind: Kind, options: GraphOptions) -> tuple[Network, dict[str, Any]]:
-    found = from_function(source) if kind == "function" else from_package(source)
+    read = {"function": from_function, "package": from_package, "tower": image_tower}[kind]
+    found = read(source)
     if options.weights is not None:
         load_weights(found.module, options.weights)
     found = _with_example(found, options, source)
@@ -249,7 +254,9 @@ def _described(options: GraphOptions) -> dict[str, Any]:
 
 def _hashes(source: str, kind: Kind, options: GraphOptions) -> dict[str, Any]:
     found: dict[str, Any] = {}
-    if kind != "package":
+    if kind == "tower":
+        found["source_sha256"] = verify(Path(source.rpartition(":")[0]).expanduser()).sha256
+    elif kind != "package":
         found["source_sha256"] = sha256_file(Path(source if kind == "onnx" else source.rpartition(":")[0]).expanduser())
     if options.weights is not None:
         found["weights_sha256"] = sha256_file(options.weights)

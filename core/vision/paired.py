@@ -65,7 +65,7 @@ class TextTransformer(nn.Module):
         known_NT = tokens_NT if config.end_token_id is None else (tokens_NT == config.end_token_id).to(torch.int32)
         ends_N = torch.where(mask_NT != 0, known_NT, -1).argmax(-1)
         x_NTE = self.final_layer_norm(self.encoder(self.embeddings(tokens_NT)))
-        return x_NTE[torch.arange(len(x_NTE), device=x_NTE.device), ends_N]
+        return x_NTE[torch.arange(x_NTE.shape[0], device=x_NTE.device), ends_N]
 
 
 class _Patches(nn.Module):
@@ -79,7 +79,7 @@ class _Patches(nn.Module):
     def forward(self, images: Tensor) -> Tensor:
         x_NPE = self.patch_embedding(images).flatten(2).transpose(1, 2)
         if self.class_embedding is not None:
-            x_NPE = torch.cat([self.class_embedding.expand(len(x_NPE), 1, -1), x_NPE], 1)
+            x_NPE = torch.cat([self.class_embedding.expand(x_NPE.shape[0], 1, -1), x_NPE], 1)
         return x_NPE + self.position_embedding.weight
 
 
@@ -125,7 +125,7 @@ class _Question(nn.Module):
             F.linear(source, weight, bias).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
             for source, weight, bias in zip(sources, weights, biases, strict=True)
         )
-        mixed = F.scaled_dot_product_attention(q.expand(len(x_NPE), -1, -1, -1), k, v)
+        mixed = F.scaled_dot_product_attention(q.expand(x_NPE.shape[0], -1, -1, -1), k, v)
         answer = self.attention.out_proj(mixed.transpose(1, 2).flatten(2))
         return (answer + self.mlp(self.layernorm(answer)))[:, 0]
 

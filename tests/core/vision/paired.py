@@ -1,4 +1,4 @@
-"""Small CLIP and SigLIP folders of transformers, with random weights and letters as tokens."""
+"""Small two towers with random weights: transformers' CLIP and SigLIP with letters as tokens, and our own."""
 
 from __future__ import annotations
 
@@ -8,6 +8,14 @@ from typing import Any, Literal
 
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
+
+from penjing.core.checkpoint.encoder import load_encoder
+from penjing.core.checkpoint.towers import save_towers
+from penjing.core.vision.towers import TwoTowers
+from penjing.core.vision.towers_config import TowersConfig
+from penjing.train.families.classifier import resnet_config
+from penjing.train.recipe.model import ResNetModel
+from tests.core.models.encoders import write_sentence_transformer
 
 Kind = Literal["clip", "siglip"]
 SIDE, LONGEST, END, PAD = 16, 12, 31, 1
@@ -50,3 +58,18 @@ def write_paired(folder: Path, kind: Kind, *, end: int = END, side: int = SIDE) 
         pixels |= {"size": {"height": side, "width": side}, "image_processor_type": "SiglipImageProcessor"}
     (folder / "preprocessor_config.json").write_text(json.dumps(pixels))
     return model
+
+
+def write_resnet_towers(folder: Path) -> Path:
+    """A ResNet beside a BERT, for images of 10 × 8 pixels, as `penjing train` leaves them; the checkpoint is inside."""
+    text = load_encoder(write_sentence_transformer(folder / "text", layers=1))
+    config = TowersConfig(
+        image=resnet_config(ResNetModel(architecture="resnet", depth=8, width=4), 12, 3),
+        image_size=(10, 8), mean=(0.5,) * 3, std=(0.25,) * 3, text=text.config, loss="clip",
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = TwoTowers(config).eval()
+    model.text.load_state_dict(text.state_dict())
+    (folder / "made").mkdir()
+    save_towers(folder / "made", model, config, folder / "text", 40, {})
+    return folder / "made"

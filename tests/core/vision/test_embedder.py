@@ -11,34 +11,17 @@ import torch
 from PIL import Image
 
 import penjing
-from penjing.core.checkpoint.encoder import load_encoder
-from penjing.core.checkpoint.towers import load_embedder, save_towers
+from penjing.core.checkpoint.towers import load_embedder
 from penjing.core.errors import InputError
 from penjing.core.vision.embedder import Embedder
-from penjing.core.vision.towers import TwoTowers
-from penjing.core.vision.towers_config import TowersConfig
-from penjing.train.families.classifier import resnet_config
-from penjing.train.recipe.model import ResNetModel
-from tests.core.models.encoders import write_sentence_transformer
+from tests.core.vision.paired import write_resnet_towers
 
 TEXTS = ["the name of a list", "python", "it returns the value of an object and the name of the class"]
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two towers as `penjing train` leaves them."""
-    path = tmp_path_factory.mktemp("towers")
-    text = load_encoder(write_sentence_transformer(path / "text", layers=1))
-    config = TowersConfig(
-        image=resnet_config(ResNetModel(architecture="resnet", depth=8, width=4), 12, 3),
-        image_size=(10, 8), mean=(0.5,) * 3, std=(0.25,) * 3, text=text.config, loss="clip",
-    )  # fmt: skip
-    torch.manual_seed(0)
-    model = TwoTowers(config).eval()
-    model.text.load_state_dict(text.state_dict())
-    (path / "made").mkdir()
-    save_towers(path / "made", model, config, path / "text", 40, {})
-    return path / "made"
+    return write_resnet_towers(tmp_path_factory.mktemp("towers"))
 
 
 def pixels(count: int) -> np.ndarray:
