@@ -111,23 +111,29 @@ def read_picture(content: bytes, max_pixels: int) -> Picture:
         pixels.save(out, "JPEG", quality=_QUALITY, subsampling=0)
     else:
         pixels.save(out, "PNG")
-    look = np.asarray(hashing.phash(pixels.convert("L")).hash, bool).ravel()
+    grey = pixels.convert("L")
+    look = np.asarray(hashing.phash(grey).hash, bool).ravel()
     changed = "turned, stored again" if turned else "stored again"
-    views, thumb = _views(pixels, hashing.phash)
+    views, thumb = _views(pixels, grey, hashing.phash)
     return Picture(look, views, thumb, out.getvalue(), "jpg" if lossy else "png", form, *pixels.size, changed)
 
 
-def _views(pixels: Image.Image, phash: Callable[[Image.Image], Any]) -> tuple[NDArray[np.uint64], NDArray[np.uint8]]:
+def _views(
+    pixels: Image.Image, grey: Image.Image, phash: Callable[[Image.Image], Any]
+) -> tuple[NDArray[np.uint64], NDArray[np.uint8]]:
     """(Hashes of the parts, the image in small)."""
-    grey = pixels.convert("L")
     grey = grey.resize((min(_SMALL, grey.width), min(_SMALL, grey.height)), Image.Resampling.BOX)
-    found = []
-    for x, y in _VIEWS:
-        box = (x * grey.width, y * grey.height, (x + 1 - _CUT) * grey.width, (y + 1 - _CUT) * grey.height)
-        part = grey.resize((_THUMB, _THUMB), Image.Resampling.LANCZOS, box=box)  # the size that the hash is of
-        found.append(_packed(np.asarray(phash(part).hash, bool).ravel()))
+    found = np.empty(len(_VIEWS), np.uint64)
+    for x in {x for x, _ in _VIEWS}:  # rows first, as Pillow does, and once for the parts that begin at one column
+        box = (x * grey.width, 0, (x + 1 - _CUT) * grey.width, grey.height)
+        rows = grey.resize((_THUMB, grey.height), Image.Resampling.LANCZOS, box=box)
+        for place in (place for place, view in enumerate(_VIEWS) if view[0] == x):
+            y = _VIEWS[place][1]
+            box = (0, y * grey.height, _THUMB, (y + 1 - _CUT) * grey.height)
+            part = rows.resize((_THUMB, _THUMB), Image.Resampling.LANCZOS, box=box)  # the size that the hash is of
+            found[place] = _packed(np.asarray(phash(part).hash, bool).ravel())
     small = pixels.convert("RGB").resize((2 * _THUMB, 2 * _THUMB), Image.Resampling.BOX)
-    return np.array(found, np.uint64), np.asarray(small.resize((_THUMB, _THUMB), Image.Resampling.BOX))
+    return found, np.asarray(small.resize((_THUMB, _THUMB), Image.Resampling.BOX))
 
 
 class Gallery:
