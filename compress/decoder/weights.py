@@ -11,6 +11,7 @@ from torch import Tensor
 from penjing.kernels.quantize import quantize_above, quantize_per_token
 from penjing.kernels.rounding import INT8_LIMIT, round_clamp_
 
+TOKENS_AT_ONCE = 256  # of activations: what is between fits the cache
 ROWS_AT_ONCE = 8192  # of an embedding or LM head: bounds what float temporaries take
 
 
@@ -45,11 +46,17 @@ def fake_quantize_activation(x: Tensor, group: int = 0, above: bool = False) -> 
         group: neighbours that share a scale; 0: all K.
         above: tokens have zero points.
     """
-    if above:
-        q_MK, scale_M, zero_M = quantize_above(x.reshape(-1, x.shape[-1]))
-        return ((q_MK - zero_M[:, None]).to(torch.float32) * scale_M[:, None]).view(x.shape)
-    q_MK, scale_M = quantize_per_token(x.reshape(-1, group or x.shape[-1]))
-    return (q_MK.to(torch.float32) * scale_M[:, None]).view(x.shape)
+    rows_MK = x.detach().reshape(-1, x.shape[-1] if above else group or x.shape[-1])
+    found_MK = torch.empty(rows_MK.shape)
+    for part_MK, into_MK in zip(rows_MK.split(TOKENS_AT_ONCE), found_MK.split(TOKENS_AT_ONCE), strict=True):
+        if above:
+            q_MK, scale_M, zero_M = quantize_above(part_MK)
+            torch.sub(q_MK, zero_M[:, None], out=into_MK)
+        else:
+            q_MK, scale_M = quantize_per_token(part_MK)
+            into_MK.copy_(q_MK)
+        into_MK.mul_(scale_M[:, None])
+    return found_MK.view(x.shape)
 
 
 @dataclass(frozen=True)
