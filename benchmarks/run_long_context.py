@@ -96,7 +96,9 @@ def main() -> int:
     parser.add_argument("--table", action="store_true", help="perplexity by size of block and budget too")
     parser.add_argument("--text", choices=["prose", "code"], help="perplexity of this text alone")
     parser.add_argument("--kv", choices=KV_DTYPES, help="pass key and perplexity with this cache alone")
-    parser.add_argument("--full-layers", type=int, nargs="+", help="pass key with these layers reading all keys")
+    parser.add_argument(
+        "--full-layers", type=int, nargs="+", help="pass key and perplexity with these layers reading all keys"
+    )
     parser.add_argument("--budget", type=int, default=2048, help="of --full-layers: keys that the other layers read")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--only", choices=["counts", "perplexity", "pass_key", "steps"])
@@ -113,7 +115,8 @@ def main() -> int:
         if "counts" in wanted:
             append("long_context", count_rows(loaded.config), arguments.results)
         if "perplexity" in wanted:
-            append("long_context", perplexity_rows(loaded, step, kinds, arguments), arguments.results)
+            for row in perplexity_rows(loaded, step, kinds, arguments):
+                append("long_context", [row], arguments.results)
         if "pass_key" in wanted:
             pass_key_rows(loaded, step, kinds, arguments)
         if "steps" in wanted:
@@ -153,27 +156,31 @@ def count_rows(config: DecoderConfig) -> list[Row]:
     return rows
 
 
+def with_layers(arguments: argparse.Namespace) -> EngineConfig:
+    """The engine of `--full-layers`."""
+    settings = {"attention_full_layers": arguments.full_layers, "attention_budget": arguments.budget}
+    return EngineConfig.model_validate(CHOOSING.model_dump() | settings)
+
+
 def perplexity_rows(
     loaded: LoadedModel, step: DecoderStep, kinds: tuple[KvDtype, ...], arguments: argparse.Namespace
-) -> list[Row]:
+) -> Iterator[Row]:
     count = CONTEXT * arguments.windows
     texts = {"prose": heldout_text(), "code": code_text(8 * count)}
     if arguments.text is not None:
         texts = {arguments.text: texts[arguments.text]}
-    rows: list[Row] = []
+    suffix = "" if arguments.full_layers is None else f"_full_layers_{'_'.join(map(str, arguments.full_layers))}"
     for name, text in texts.items():
         ids = torch.tensor(loaded.tokenizer.encode(text)[:count]).view(-1, CONTEXT)
         for kind in kinds:
             base = perplexity(loaded.config, step, ids, kind, EngineConfig())
-            rows.append(new_row("long_context", f"perplexity_{name}_{kind}_full", base, "perplexity", runs=1))
-            for engine in engines(arguments.table and kind == kinds[0]):
+            yield new_row("long_context", f"perplexity_{name}_{kind}_full", base, "perplexity", runs=1)
+            for engine in [with_layers(arguments)] if suffix else engines(arguments.table and kind == kinds[0]):
                 value = perplexity(loaded.config, step, ids, kind, engine)
                 label = f"perplexity_{name}_{kind}_blocks_of_{engine.attention_block}_budget_{engine.attention_budget}"
-                rows.append(
-                    new_row("long_context", label, value, "perplexity", runs=1, baseline=FULL, baseline_value=base)
-                )
+                label += suffix
+                yield new_row("long_context", label, value, "perplexity", runs=1, baseline=FULL, baseline_value=base)
                 say(f"{label}: {value:.4f}, {value / base - 1:+.3%}")
-    return rows
 
 
 def engines(table: bool) -> list[EngineConfig]:
@@ -214,8 +221,7 @@ def pass_key_rows(
     """Append the rows of each depth as it is measured; with `--full-layers` of the engine that has these alone."""
     folder: Path = arguments.results
     if arguments.full_layers is not None:
-        settings = {"attention_full_layers": arguments.full_layers, "attention_budget": arguments.budget}
-        engine = EngineConfig.model_validate(CHOOSING.model_dump() | settings)
+        engine = with_layers(arguments)
         share = share_read(loaded.config, engine, CONTEXT - 1, None)
         name = f"full_layers_{'_'.join(map(str, arguments.full_layers))}_budget_{arguments.budget}"
         append("long_context", [new_row("long_context", f"keys_read_{CONTEXT}_{name}", share, "share", runs=0)], folder)
