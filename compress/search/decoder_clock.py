@@ -118,12 +118,12 @@ class DecoderClock:
         parts = []
         for variables, of in zip(self.variables, cases, strict=True):
             sizes = [len(self.space.variables[each].options) for each in variables.scope]
-            taken, stays = np.zeros(sizes), np.zeros(sizes)
+            taken, stays, reading = np.zeros(sizes), np.zeros(sizes), np.zeros(sizes)
             for case, shape in of.items():
                 if shape is not None:
-                    taken[case] = sum(linear[shape.inner, shape.bits].values()) + attention[self._keys(shape)]
-                    stays[case] = 1.0
-            parts.append(TimedLayer(variables.scope, taken, stays))
+                    taken[case], stays[case] = sum(linear[shape.inner, shape.bits].values()), 1.0
+                    reading[case] = attention[self._keys(shape)]
+            parts.append(TimedLayer(variables.scope, taken, stays, attention=reading))
         entries = [
             {"layer": name, "inner": inner, "bits": bits, "keys": None, "seconds": value}
             for (inner, bits), of in linear.items()

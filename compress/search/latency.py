@@ -4,8 +4,10 @@ A layer that is timed alone is neither fused with what follows it nor found in t
 what is no layer (attention, norms, the runtime itself) is in no table. Both are fitted on a few whole networks:
 
     seconds  ≈  c₀  +  c₁ × (layers that stay)  +  c₂ × Σ (seconds of layers alone)  +  c₃ × (numbers at borders)
+                +  c₄ × Σ (seconds of attention alone)
 
 with coefficients that are not negative; a border is where one layer computes on integers and the next one does not.
+Attention has a factor of its own, for its keys and values push weights out of the caches.
 Whole networks take turns with the network as it is, and count by their ratios to it, for what disturbs a machine
 disturbs both.
 """
@@ -33,7 +35,7 @@ from penjing.core.work import Tasks
 
 DRAWN = 8  # combinations that the sum is fitted to, beside the uniform ones
 MOST_UNIFORM = 6
-COEFFICIENTS = ("once", "a_layer", "of_its_time", "a_border")
+COEFFICIENTS = ("once", "a_layer", "of_its_time", "a_border", "of_attention")
 Choice = tuple[int, ...]
 
 
@@ -46,12 +48,15 @@ class TimedLayer:
         seconds: one axis for each, what the layer takes alone; 0 where it leaves.
         stays: the same, 1.0 or 0.0: whether what is around the layer is computed.
         border: the same, how many numbers become integers or cease to be; None where none do.
+        attention: the same, what a decoder's attention takes alone, which is no part of `seconds`; None where there is
+            none.
     """
 
     scope: tuple[int, ...]
     seconds: NDArray[np.float64]
     stays: NDArray[np.float64]
     border: NDArray[np.float64] | None = None
+    attention: NDArray[np.float64] | None = None
 
 
 class Clock(Protocol):
@@ -123,6 +128,8 @@ def fit_latency(
         cost = coefficients[1] * part.stays + coefficients[2] * part.seconds
         if part.border is not None:
             cost = cost + coefficients[3] * part.border
+        if part.attention is not None:
+            cost = cost + coefficients[4] * part.attention
         tables.append(Table(part.scope, cost, np.zeros_like(cost)))
     record = {
         "workload": workload.model_dump(),
@@ -182,6 +189,7 @@ def _parts(
                 "seconds": each.seconds.tolist(),
                 "stays": each.stays.tolist(),
                 "border": None if each.border is None else each.border.tolist(),
+                "attention": None if each.attention is None else each.attention.tolist(),
             }
             for each in parts
         ]
@@ -191,14 +199,15 @@ def _parts(
     parts = []
     for each in found["parts"]:
         arrays = (
-            None if each[name] is None else np.array(each[name], float) for name in ("seconds", "stays", "border")
+            None if each[name] is None else np.array(each[name], float)
+            for name in ("seconds", "stays", "border", "attention")
         )
         parts.append(TimedLayer(tuple(each["scope"]), *arrays))  # type: ignore[arg-type]
     return parts, found["table"]
 
 
 def _features(parts: Sequence[TimedLayer], choices: NDArray[np.integer]) -> NDArray[np.float64]:
-    """(N, 4): one, layers that stay, the sum of their seconds, numbers at borders."""
+    """(N, 5): one, layers that stay, the sum of their seconds, numbers at borders, seconds of attention."""
     found = np.zeros((len(choices), len(COEFFICIENTS)))
     found[:, 0] = 1.0
     for part in parts:
@@ -207,6 +216,8 @@ def _features(parts: Sequence[TimedLayer], choices: NDArray[np.integer]) -> NDAr
         found[:, 2] += part.seconds[case]
         if part.border is not None:
             found[:, 3] += part.border[case]
+        if part.attention is not None:
+            found[:, 4] += part.attention[case]
     return found
 
 

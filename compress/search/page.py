@@ -45,6 +45,8 @@ that costs no more.</p>
 <p>Predicted is a sum that was fitted to {{ result.latency.fitted | length }} whole networks:
 {{ ms(result.latency.coefficients.once) }} ms, {{ ms(result.latency.coefficients.a_layer) }} ms a layer, and
 {{ number(result.latency.coefficients.of_its_time) }} times what the layers take alone
+{%- if result.latency.coefficients.of_attention %}, {{ number(result.latency.coefficients.of_attention) }} times what
+attention takes alone{% endif %}
 {%- if result.latency.coefficients.a_border %}, and {{ number(1e9 * result.latency.coefficients.a_border) }} ns for each
 number that becomes an integer or ceases to be one{% endif %}. The networks below were timed
 afterwards, in turns with the network as it is, which takes {{ ms(result.latency.start) }} ms

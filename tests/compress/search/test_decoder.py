@@ -170,7 +170,10 @@ def test_a_step_has_the_layers_of_its_combination(
     gone = trials.space.variables[1].options.index(0.0)
     assert parts[1].scope == (1, 5)
     assert (parts[1].seconds[gone] == 0).all()
-    assert (parts[1].seconds[:gone] == 5).all()  # four of linear layers and attention
+    assert (parts[1].seconds[:gone] == 4).all()
+    assert parts[1].attention is not None
+    assert (parts[1].attention[:gone] == 1).all()
+    assert (parts[1].attention[gone] == 0).all()
     assert (parts[1].stays[:, 0] == [*([1] * gone), 0]).all()
     choice = (0, gone, 1, 0, 0, 0, 1, 1)
     logits, ids = clock.network(choice)()  # type: ignore[misc]
@@ -191,7 +194,9 @@ def test_a_fitted_sum_finds_what_it_was_made_of(tmp_path: Path) -> None:
         def parts(self, rounds: int, progress: Any) -> tuple[list[TimedLayer], dict[str, Any]]:
             seconds = np.array([[4.0, 2.0], [3.0, 1.5], [0.0, 0.0]])
             stays = np.array([[1.0, 1.0], [1.0, 1.0], [0.0, 0.0]])
-            return [TimedLayer((layer, 3 + layer), seconds, stays) for layer in range(3)], {"entries": []}
+            reading = np.array([[2.0, 0.5], [2.0, 2.0], [0.0, 0.0]])
+            layers = [TimedLayer((layer, 3 + layer), seconds, stays, attention=reading) for layer in range(3)]
+            return layers, {"entries": []}
 
         def network(self, choice: tuple[int, ...]) -> Callable[[], object]:
             raise AssertionError("kept")
@@ -201,16 +206,18 @@ def test_a_fitted_sum_finds_what_it_was_made_of(tmp_path: Path) -> None:
         parts = clock.parts(1, None)[0]
         taken = sum(part.seconds[tuple(choice[each] for each in part.scope)] for part in parts)
         around = sum(part.stays[tuple(choice[each] for each in part.scope)] for part in parts)
-        return {"ratio": float(0.5 + 0.25 * around + 2 * taken) / (0.5 + 0.75 + 24), "start": 0.5 + 0.75 + 24}
+        read = sum(part.attention[tuple(choice[each] for each in part.scope)] for part in parts)
+        whole = 0.5 + 0.75 + 24 + 18
+        return {"ratio": float(0.5 + 0.25 * around + 2 * taken + 3 * read) / whole, "start": whole}
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(latency, "time_network", timed)
         found = fit_latency(space, Made(), Workload(), 0, Tasks(tmp_path), Silent())  # type: ignore[arg-type]
     assert found.record["coefficients"] == pytest.approx(
-        {"once": 0.5, "a_layer": 0.25, "of_its_time": 2.0, "a_border": 0.0}
+        {"once": 0.5, "a_layer": 0.25, "of_its_time": 2.0, "a_border": 0.0, "of_attention": 3.0}
     )
     costs = space.timed(found.tables).costs("latency", np.array([(0, 1, 2, 0, 1, 0)]))
-    assert costs[0] == pytest.approx(0.5 + 2 * 0.25 + 2 * (4 + 1.5))
+    assert costs[0] == pytest.approx(0.5 + 2 * 0.25 + 2 * (4 + 1.5) + 3 * (2 + 2))
     assert len(set(made)) == len(made) >= 8
 
 
