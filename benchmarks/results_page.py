@@ -77,6 +77,7 @@ SECTIONS = {  # a title and what "This measures"
     "search": "Search for settings: the learning rate that successive halving chose, beside a full grid's best.",
     "joint_search": "Joint search: widths and bits chosen together, how predictions rank, and beside uniform ones.",
     "decoder_search": "Search over a decoder: its layers, widths and bits for each speed; not healed, busy machine.",
+    "window_search": "How far back each layer sees: what windows save in a step behind each context; busy machine.",
     "recipes": "Recipes: what whole training runs reach on held-out data, how fast, and in how much memory.",
     "vision_language": "Images and text: what is found and answered of images never seen, beside guessing.",
     "align": "Alignment: what SmolLM2 learns from conversations, pairs and its own answers, on unseen prompts.",
