@@ -13,40 +13,29 @@ from penjing.compress.decoder.weights import QuantizedWeight, quantize_per_chann
 from penjing.kernels.rounding import round_clamp_
 
 DAMPING = 0.01  # of the mean of the diagonal; ten times as much as long as the matrix is not positive in float32
-PRODUCTS = 384  # rows of XᵀX at a time, from the diagonal on: of 1536 a quarter faster than the whole
 COLUMNS = 128  # at a time: the columns behind them are corrected by one product
 
 
 def error_spread(x_MK: Tensor) -> Tensor:
     """(K, K) upper triangular: row k says how the error of column k is made up for by the columns after it.
 
-    The Cholesky factor of the inverse of XᵀX, damped. Channels that are never active ask for nothing. It is the inverse
-    of the upper factor U of XᵀX = U·Uᵀ: one factorization from the last column on, and no inverse of the whole.
+    The Cholesky factor of the inverse of XᵀX, damped. Channels that are never active ask for nothing.
 
     Args:
         x_MK: (M, K) float32 finite activations; any M ≥ 1.
     """
-    lower_KK = _upper_products(x_MK).flip(0, 1)
-    diagonal_K = lower_KK.diagonal()
+    hessian_KK = x_MK.t() @ x_MK
+    diagonal_K = hessian_KK.diagonal()
     diagonal_K += torch.where(diagonal_K == 0, 1.0, 0.0)
     added = DAMPING * float(diagonal_K.mean())
     while True:
         diagonal_K += added
-        factor_KK, failed = torch.linalg.cholesky_ex(lower_KK)
+        factor_KK, failed = torch.linalg.cholesky_ex(hessian_KK)
         if not failed:
-            unit_KK = torch.eye(len(factor_KK))
-            return torch.linalg.solve_triangular(factor_KK, unit_KK, upper=False).flip(0, 1)
+            upper_KK, failed = torch.linalg.cholesky_ex(torch.cholesky_inverse(factor_KK), upper=True)
+            if not failed:
+                return upper_KK
         added *= 10
-
-
-def _upper_products(x_MK: Tensor) -> Tensor:
-    """(K, K): XᵀX on and above the diagonal, and a part of what is below it, which the factorization does not read."""
-    num_columns = x_MK.shape[1]
-    found_KK = torch.zeros(num_columns, num_columns)
-    for begin in range(0, num_columns, PRODUCTS):
-        end = min(begin + PRODUCTS, num_columns)
-        torch.mm(x_MK[:, begin:end].t(), x_MK[:, begin:], out=found_KK[begin:end, begin:])
-    return found_KK
 
 
 def quantize_compensated(weight_NK: Tensor, spread_KK: Tensor) -> QuantizedWeight:

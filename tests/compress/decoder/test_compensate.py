@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from penjing.compress.decoder.compensate import COLUMNS, PRODUCTS, error_spread, quantize_compensated
+from penjing.compress.decoder.compensate import COLUMNS, error_spread, quantize_compensated
 from penjing.compress.decoder.weights import QuantizedWeight, quantize_per_channel
 
 
@@ -48,7 +48,7 @@ def test_it_equals_the_papers_algorithm_column_by_column_in_double_precision() -
     assert (found.weight_NK != wanted).float().mean() < 0.01  # ties of float32
 
 
-@pytest.mark.parametrize("columns", [7, PRODUCTS, PRODUCTS + 40])
+@pytest.mark.parametrize("columns", [7, 400])
 def test_the_spread_is_the_factor_of_the_inverse_in_double_precision(columns: int) -> None:
     x = correlated(2 * columns, columns)
     hessian = x.double().t() @ x.double()
