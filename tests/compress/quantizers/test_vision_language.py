@@ -118,7 +118,8 @@ def test_eyes_in_int8_see_nearly_as_they_did(folder: Path, tmp_path: Path, calib
 
 
 def rows_of_both(before: LoadedModel, after: LoadedModel) -> list[Tensor]:
-    return [model.sight.rows_of(model.sight.picture(encoded(picture(1)))) for model in (before, after) if model.sight]
+    sights = [model.sight for model in (before, after) if model.sight]
+    return [sight.rows_of(pixels) for sight in sights for pixels in sight.pictures(encoded(picture(1)))]
 
 
 def answered(artifact: Path) -> None:

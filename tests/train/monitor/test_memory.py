@@ -8,6 +8,8 @@ CPU = torch.device("cpu")
 
 
 def test_memory_of_the_machine() -> None:
-    used, total = memory_use(CPU)
+    use = memory_use(CPU)
+    assert use is not None
+    used, total = use
     assert 10 * 2**20 < used < total
     assert 0 < memory_limit(CPU, 4) < total
