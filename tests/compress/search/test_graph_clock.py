@@ -79,6 +79,7 @@ def test_a_layer_of_8_bits_is_computed_on_integers(tmp_path: Path) -> None:
 def test_a_graph_is_searched_by_latency(tmp_path: Path, network: Path) -> None:
     lines = {"space": SPACE.replace("0.75, ", ""), "cost": '"latency"', "workload": "{ rounds = 3 }"}
     result = run_joint_search(write(tmp_path, network, combinations="8", **lines))
-    assert result["latency"]["coefficients"].keys() == {"once", "a_layer", "of_its_time", "a_border"}
+    known = {"once", "a_layer", "of_its_time", "of_attention", "a_border"}
+    assert result["latency"]["coefficients"].keys() == known
     assert result["whole"] > 0
     assert "The layers alone" in (tmp_path / "search/report.html").read_text()
