@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shlex
@@ -25,8 +26,9 @@ _SECONDS = 120.0  # a call may take, beside a second for each 500 characters
 _CHARS_A_SECOND = 500
 _UNHEARD = (-13, 141)  # of a program whose reader has ended: that one says why
 _PIECES = ("source.spm", "target.spm")  # sentencepiece models of OPUS-MT
-_MODEL = "model.bin"
+_MODEL, _SETTINGS = "model.bin", "config.json"
 _BEAMS, _TOKENS_TOGETHER = 2, 2048
+_LONGEST = 500  # pieces of a sentence; OPUS-MT has 512 positions, and CTranslate2 fails beyond them
 
 
 class Translator(Protocol):
@@ -143,9 +145,9 @@ def _programs(mode: str) -> list[list[str]]:
 
 
 class CTranslate2:
-    """A model that CTranslate2 has converted from OPUS-MT, on one thread: a folder with model.bin and the two models of
-    sentencepiece, `ct2-transformers-converter --model Helsinki-NLP/opus-mt-en-de --output_dir FOLDER --copy_files
-    source.spm target.spm`.
+    """A model that CTranslate2 has converted from OPUS-MT, on one thread: a folder with model.bin, config.json and the
+    two models of sentencepiece, `ct2-transformers-converter --model Helsinki-NLP/opus-mt-en-de --output_dir FOLDER
+    --copy_files source.spm target.spm`.
 
     Raises:
         InputError: `folder` lacks a file, or a file is damaged.
@@ -167,12 +169,17 @@ class CTranslate2:
             self._source, self._target = (
                 sentencepiece.SentencePieceProcessor(model_file=str(folder / name)) for name in _PIECES
             )
-        except (RuntimeError, OSError, ValueError) as error:
+            settings: dict[str, Any] = dict(json.loads((folder / _SETTINGS).read_text(encoding="utf-8")))
+        except (RuntimeError, OSError, TypeError, ValueError) as error:
             raise InputError(f"steps: {folder} cannot be opened by CTranslate2: {error}") from None
+        # Only one of CTranslate2's two converters of OPUS-MT has the model add the end that it was trained with.
+        self._end = [] if settings.get("add_source_eos") else [settings.get("eos_token", "</s>")]
 
     def __call__(self, sentences: list[str]) -> list[str] | None:
-        """See `Translator`."""
-        pieces = self._source.encode(sentences, out_type=str)
+        """See `Translator`; None also where a sentence is longer than the model reads."""
+        pieces = [[*each, *self._end] for each in self._source.encode(sentences, out_type=str)]
+        if any(len(each) > _LONGEST for each in pieces):
+            return None
         found = self._model.translate_batch(
             pieces, beam_size=_BEAMS, max_batch_size=_TOKENS_TOGETHER, batch_type="tokens"
         )
@@ -185,7 +192,7 @@ def translator_files(folder: Path) -> tuple[Path, ...]:
     Raises:
         InputError: one is missing.
     """
-    found = tuple(folder / name for name in (_MODEL, *_PIECES))
+    found = tuple(folder / name for name in (_MODEL, _SETTINGS, *_PIECES))
     if missing := [path.name for path in found if not path.is_file()]:
         raise InputError(
             f"steps: {folder} lacks {', '.join(missing)}; convert a model of OPUS-MT by ct2-transformers-converter, "

@@ -180,7 +180,7 @@ class Augment(Making):
         other = there(sentences)
         home = None if other is None else back(other)
         if home is None:
-            self.decided["translations lost: their number changed"] += 1
+            self.decided["translations lost: sentences joined, split or too long"] += 1
             return sentences
         return home
 

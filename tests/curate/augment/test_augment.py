@@ -184,7 +184,7 @@ def test_a_translator_that_fails_ends_the_run(apertium: Path, monkeypatch: pytes
 
 
 def test_a_folder_of_a_model_must_be_whole(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"lacks model\.bin, source\.spm"):
+    with pytest.raises(InputError, match=r"lacks model\.bin, config\.json, source\.spm"):
         CTranslate2(tmp_path)
 
 
