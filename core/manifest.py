@@ -16,7 +16,7 @@ from penjing.core.files import atomic_write_text, sha256_file
 
 MANIFEST_NAME = "penjing.json"
 SCHEMA_VERSION = 1
-Kind = Literal["checkpoint", "artifact", "corpus"]
+Kind = Literal["checkpoint", "artifact", "adapter", "corpus"]
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
@@ -37,7 +37,7 @@ def write_manifest(
 
     Args:
         folder: a complete folder, not yet published.
-        kind: "checkpoint", "artifact" or "corpus".
+        kind: "checkpoint", "artifact", "adapter" or "corpus".
         created_by: command, source, license, versions: whatever says how to make it again.
         extra: further facts of the stage that wrote it.
     """

@@ -7,6 +7,7 @@ from functools import cache, cached_property
 from typing import TYPE_CHECKING
 
 import torch
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from penjing.kernels.dispatch import cpu_extension, gpu_kernels
 from penjing.kernels.quantize import quantize_above, quantize_per_token, quantize_per_token_torch
@@ -261,13 +262,14 @@ def int8_matmul(q_MK: torch.Tensor, weight_NK: torch.Tensor) -> torch.Tensor:
 @cache
 def _int_mm_is_exact() -> bool:
     # Before VNNI, multiply-add instructions saturate at 16 bits; such a processor fails on these extremes.
-    ones = torch.ones(32, 256, dtype=torch.int8)
-    extremes = torch.cat([ones * 127, ones * -127, ones * -128])
-    expected = extremes.long() @ extremes.long().t()
-    return all(
-        torch.equal(_int_mm(rows, extremes.t()).long(), expected[: len(rows)])
-        for rows in (extremes, extremes[:1], extremes[:33])
-    )
+    with unset_fake_temporarily():  # a rehearsal on tensors without data may be the first to ask
+        ones = torch.ones(32, 256, dtype=torch.int8)
+        extremes = torch.cat([ones * 127, ones * -127, ones * -128])
+        expected = extremes.long() @ extremes.long().t()
+        return all(
+            torch.equal(_int_mm(rows, extremes.t()).long(), expected[: len(rows)])
+            for rows in (extremes, extremes[:1], extremes[:33])
+        )
 
 
 def _float32_matmul(q_MK: torch.Tensor, weight_NK: torch.Tensor) -> torch.Tensor:

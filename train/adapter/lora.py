@@ -9,6 +9,7 @@ from __future__ import annotations
 import fnmatch
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Literal
 
 import torch
 from pydantic import Field
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 
 from penjing.core.config import Config
 from penjing.core.errors import ConfigError
+from penjing.train.adapter.int8 import FrozenInt8
 from penjing.train.state.initial import Constant, Normal, Values, Weights
 
 _PARTS = ("lora_A", "lora_B")
@@ -29,6 +31,11 @@ class AdapterConfig(Config):
     targets: tuple[str, ...] = Field(
         default=("*_proj",), min_length=1, description="Patterns of names of the linear layers that get an adapter."
     )
+    base: Literal["float", "int8"] = Field(
+        default="float",
+        description='In what the frozen network lies: as it is stored, or in "int8" (QLoRA), where its linear layers '
+        "round as a served artifact does. An artifact keeps its own integers, a checkpoint is rounded as it is read.",
+    )
     initial: Path | None = Field(
         default=None, description="A folder with an adapter in the format of PEFT that the run begins with."
     )
@@ -39,8 +46,8 @@ class AdapterConfig(Config):
         return self.alpha / self.rank
 
 
-class AdaptedLinear(nn.Linear):
-    """A linear layer and the two small ones beside it."""
+class Adapted(nn.Module):
+    """What an adapter makes of a linear layer, which comes behind it among the bases."""
 
     lora_A: nn.Linear  # noqa: N815 (PEFT's names)
     lora_B: nn.Linear  # noqa: N815
@@ -51,6 +58,17 @@ class AdaptedLinear(nn.Linear):
         return super().forward(input) + self.scale * self.lora_B(self.lora_A(input))
 
 
+class AdaptedLinear(Adapted, nn.Linear):
+    """A linear layer and the two small ones beside it."""
+
+
+class AdaptedInt8(Adapted, FrozenInt8):
+    """A frozen layer in INT8 and the two small ones beside it."""
+
+
+_ADAPTED: Mapping[type[nn.Module], type[Adapted]] = {nn.Linear: AdaptedLinear, FrozenInt8: AdaptedInt8}
+
+
 def adapt(model: nn.Module, config: AdapterConfig) -> None:
     """Freeze `model` and put an adapter beside each linear layer that a pattern matches.
 
@@ -58,7 +76,7 @@ def adapt(model: nn.Module, config: AdapterConfig) -> None:
         ConfigError: a pattern matches none; the rank is no smaller than a layer; or a layer shares its weight, which
             another part of the network would see changed when the adapter is merged.
     """
-    linears = {name: module for name, module in model.named_modules() if type(module) is nn.Linear}
+    linears = {name: module for name, module in model.named_modules() if type(module) in _ADAPTED}
     for pattern in config.targets:
         if not fnmatch.filter(linears, pattern):
             names = ", ".join(list(linears)[:4])
@@ -70,22 +88,23 @@ def adapt(model: nn.Module, config: AdapterConfig) -> None:
     for name, linear in linears.items():
         if not any(fnmatch.fnmatch(name, pattern) for pattern in config.targets):
             continue
+        assert isinstance(linear, nn.Linear | FrozenInt8)
         if config.rank >= min(linear.weight.shape):
             raise ConfigError(
                 f"adapter.rank={config.rank} is no smaller than {name}, which is {tuple(linear.weight.shape)}; lower it"
             )
         if len(shared := owners[id(linear.weight)]) > 1:
             raise ConfigError(f"adapter.targets: {' and '.join(shared)} are one matrix; leave {name} out")
-        linear.__class__ = AdaptedLinear
-        assert isinstance(linear, AdaptedLinear)
-        linear.lora_A = nn.Linear(linear.in_features, config.rank, bias=False)
-        linear.lora_B = nn.Linear(config.rank, linear.out_features, bias=False)
-        linear.scale = config.scale
+        first = nn.Linear(linear.in_features, config.rank, bias=False)
+        second = nn.Linear(config.rank, linear.out_features, bias=False)
+        linear.__class__ = _ADAPTED[type(linear)]  # pyright: ignore[reportAttributeAccessIssue]  # a subclass of its own
+        assert isinstance(linear, Adapted)
+        linear.lora_A, linear.lora_B, linear.scale = first, second, config.scale
 
 
 def adapter_names(model: nn.Module) -> list[str]:
     """The layers with an adapter."""
-    return [name for name, module in model.named_modules() if isinstance(module, AdaptedLinear)]
+    return [name for name, module in model.named_modules() if isinstance(module, Adapted)]
 
 
 def adapted_weights(base: Weights, seed: int, known: Mapping[str, Tensor] | None = None) -> Weights:

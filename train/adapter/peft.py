@@ -19,8 +19,7 @@ from penjing.train.state.state import check_finite
 
 
 def save_adapter(folder: Path, parameters: Mapping[str, Tensor], config: AdapterConfig, base: Path) -> None:
-    """Write the adapter among `parameters` into `folder`, part of a checkpoint that is not yet published."""
-    folder.mkdir()
+    """Write the adapter among `parameters` into `folder`, which is not yet published."""
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in parameters.items() if ".lora_" in name}
     settings = {
         "peft_type": "LORA",

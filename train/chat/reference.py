@@ -19,6 +19,7 @@ from penjing.core.files import atomic_write_bytes, sha256_file, writing
 from penjing.core.models.decoder import Decoder
 from penjing.core.progress import Progress
 from penjing.core.text.tokenizer import read_backend
+from penjing.train.adapter.int8 import read_int8_base
 from penjing.train.chat.preferences import pair_batch
 from penjing.train.chat.tokens import Pair
 from penjing.train.objective.preference import answer_logprobs
@@ -69,9 +70,13 @@ def reference_logprobs(
 
 @torch.no_grad()
 def _asked(reference: Path, pairs: Sequence[Pair], device: torch.device, progress: Progress) -> Tensor:
-    config = open_checkpoint(reference).config
-    model = Decoder(config).eval()
-    fill_weights(model, checkpoint_weights(reference, "objective.reference"))
+    checkpoint = open_checkpoint(reference)
+    model, weights = Decoder(checkpoint.config).eval(), checkpoint_weights(reference, "objective.reference")
+    if checkpoint.quantization is not None:  # rounds as beside an adapter that learns there
+        base = read_int8_base(reference, checkpoint.config)
+        base.apply(model)
+        weights = base.weights()
+    fill_weights(model, weights)
     model.to(device)
     progress.start("asking the reference", len(pairs))
     found = []

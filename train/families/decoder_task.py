@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from penjing.core.checkpoint.decoder import save_checkpoint
+from penjing.core.checkpoint.decoder import open_checkpoint, save_checkpoint
 from penjing.core.errors import ConfigError, RequestError
 from penjing.core.files import atomic_write_text
 from penjing.core.manifest import write_manifest
@@ -18,6 +18,7 @@ from penjing.core.models.hf_config import decoder_config_to_hf
 from penjing.core.models.tensor_names import tensor_shapes
 from penjing.core.progress import Progress
 from penjing.core.text.tokenizer import Tokenizer
+from penjing.train.adapter.int8 import Int8Base, read_int8_base
 from penjing.train.adapter.lora import adapt, adapted_weights, check_adapter, merged
 from penjing.train.adapter.peft import load_adapter, save_adapter
 from penjing.train.chat.rows import RowError
@@ -50,11 +51,13 @@ class DecoderTask:
         self._tokenizer, self._template = tokenizer, template
         decoder_config_to_hf(config)  # a model that no config.json can state is refused before the run
         self._adapter: dict[str, Tensor] | None = None  # that the run begins with
+        self._int8: Int8Base | None = None  # what the adapter learns beside, if not floating-point numbers
         if recipe.adapter is not None:
-            _check_adapter(recipe)
+            folder = _check_adapter(recipe)
+            if recipe.adapter.base == "int8":
+                self._int8 = read_int8_base(folder, config)
             if recipe.adapter.initial is not None:
-                assert recipe.initial is not None, "or there was no base"
-                self._adapter = load_adapter(recipe.adapter.initial, recipe.adapter, recipe.initial)
+                self._adapter = load_adapter(recipe.adapter.initial, recipe.adapter, folder)
                 with without_data():
                     check_adapter(self._adapter, self.build_model())
         self._prompts = tuple((text, self._prompt_tokens(text)) for text in recipe.evaluation.prompts)
@@ -64,6 +67,8 @@ class DecoderTask:
     def build_model(self) -> nn.Module:
         """See `Task`."""
         model = self._network(self.config)
+        if self._int8 is not None:
+            self._int8.apply(model)
         if self._recipe.adapter is not None:
             adapt(model, self._recipe.adapter)
         return model
@@ -76,7 +81,7 @@ class DecoderTask:
         """See `Task`: those of the checkpoint."""
         folder, adapter = self._recipe.initial, self._recipe.adapter
         assert folder is not None, "a ready model has `initial` weights"
-        base = checkpoint_weights(folder)
+        base = checkpoint_weights(folder) if self._int8 is None else self._int8.weights()
         if adapter is None:
             return base
         return adapted_weights(base, self._recipe.seed, self._adapter)
@@ -120,11 +125,21 @@ class DecoderTask:
         return shown.hook(model, world)
 
     def export(self, model: nn.Module, folder: Path, created_by: dict[str, Any]) -> None:
-        """See `Task`; an adapter is merged, and lies in the folder `adapter` too."""
+        """See `Task`; an adapter is merged, and lies in the folder `adapter` too. Beside an artifact, whose
+        integers would have to be made anew, it is written alone."""
         parameters, adapter = dict[str, Tensor](model.named_parameters()), self._recipe.adapter
         if adapter is not None:
-            assert self._recipe.initial is not None
-            save_adapter(folder / "adapter", parameters, adapter, self._recipe.initial)
+            base = self._recipe.initial
+            assert base is not None
+            if self._int8 is not None and self._int8.is_artifact:
+                save_adapter(folder, parameters, adapter, base)
+                write_manifest(folder, "adapter", created_by)
+                return
+            (folder / "adapter").mkdir()
+            save_adapter(folder / "adapter", parameters, adapter, base)
+            if self._int8 is not None:  # merged with what was rounded, not with the integers
+                whole = open_checkpoint(base)
+                parameters |= {name: whole.get(name).float() for name in tensor_shapes(self.config)}
             parameters = dict(merged(parameters, adapter.scale))
         tensors = ((name, parameters[name].detach().cpu()) for name in tensor_shapes(self.config))
         save_checkpoint(folder, self.config, tensors, tokenizer_from=self._tokenizer)
@@ -134,15 +149,29 @@ class DecoderTask:
 
     def next_command(self, folder: Path) -> str:
         """See `Task`."""
-        return f'penjing generate {folder} "The import statement"'
+        return self._served_beside(folder) or f'penjing generate {folder} "The import statement"'
+
+    def _served_beside(self, folder: Path) -> str:
+        """How to serve an adapter that was written alone; empty where a whole network was."""
+        if self._int8 is None or not self._int8.is_artifact:
+            return ""
+        return f"penjing serve {self._int8.folder} --openai 8080 --adapter {folder.name}={folder}"
 
 
-def _check_adapter(recipe: RunRecipe) -> None:
+def _check_adapter(recipe: RunRecipe) -> Path:
+    """The folder that the adapter is trained beside."""
     parallel = recipe.parallel
+    assert recipe.adapter is not None
     if recipe.initial is None:
         raise ConfigError("[adapter] learns beside the weights of a checkpoint; name one by initial")
     if parallel.tp * parallel.pp * parallel.cp * parallel.ep > 1:
         raise ConfigError("[adapter] takes parallel.dp and zero; set parallel.tp, pp, cp and ep to 1")
+    if recipe.adapter.base == "float" and open_checkpoint(recipe.initial).quantization is not None:
+        raise ConfigError(
+            f"initial = {recipe.initial} is quantized; set adapter.base = 'int8' to learn beside its integers, or give "
+            "the checkpoint that it was made from"
+        )
+    return recipe.initial
 
 
 def _cross_entropy(recipe: RunRecipe) -> CrossEntropy:

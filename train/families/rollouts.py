@@ -263,6 +263,11 @@ def _check_run(recipe: TrainRecipe) -> None:
         raise ConfigError(
             "data.kind = 'rollouts' takes data parallelism alone; set parallel.zero to 0, and tp, pp, cp and ep to 1"
         )
+    if recipe.adapter is not None and recipe.adapter.base == "int8":
+        raise ConfigError(
+            "adapter.base = 'int8' is not for data.kind = 'rollouts', whose answers come from floating-point weights; "
+            "leave it out"
+        )
     if recipe.compile:
         raise ConfigError(
             "compile = true is not for data.kind = 'rollouts': every batch has answers of other lengths; set it to "

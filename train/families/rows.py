@@ -39,7 +39,7 @@ class RowTask(DecoderTask, Generic[D, S]):
 
     def next_command(self, folder: Path) -> str:
         """See `Task`."""
-        return f"penjing serve {folder}, then penjing chat"
+        return self._served_beside(folder) or f"penjing serve {folder}, then penjing chat"
 
 
 def ready_config(folder: Path, data: RowData) -> DecoderConfig:

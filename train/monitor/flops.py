@@ -9,7 +9,7 @@ from functools import cache
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils.flop_counter import FlopCounterMode, sdpa_flop
+from torch.utils.flop_counter import FlopCounterMode, mm_flop, sdpa_flop
 
 from penjing.kernels.dispatch import force_torch
 from penjing.train.objective.objective import Batch, Objective
@@ -24,6 +24,13 @@ def _cpu_attention_flops(q: torch.Size, k: torch.Size, v: torch.Size, *_: object
     return sdpa_flop(q, k, v)
 
 
+def _integer_flops(a: torch.Size, b: torch.Size, *_: object, **__: object) -> int:
+    return mm_flop(a, b)
+
+
+_OTHERS = {_CPU_ATTENTION: _cpu_attention_flops, torch.ops.aten._int_mm: _integer_flops}
+
+
 @torch.no_grad()
 def forward_flops(model: nn.Module, objective: Objective, batch: Batch) -> float:
     """Floating-point operations of one forward pass of `batch` (matrix products, convolutions, attention), counted as
@@ -35,7 +42,7 @@ def forward_flops(model: nn.Module, objective: Objective, batch: Batch) -> float
     training = model.training
     model.eval()  # the statistics of batch norms stay
     try:
-        with FlopCounterMode(display=False, custom_mapping={_CPU_ATTENTION: _cpu_attention_flops}) as counter:
+        with FlopCounterMode(display=False, custom_mapping=_OTHERS) as counter:
             objective(model, batch)
     finally:
         model.train(training)

@@ -112,18 +112,21 @@ def decoder_weights(std: float, num_layers: int, seed: int) -> Weights:
     return weights
 
 
-def checkpoint_weights(folder: Path, role: str = "initial") -> Weights:
+def checkpoint_weights(folder: Path, role: str = "initial", *, quantized: bool = False) -> Weights:
     """The weights of a checkpoint, opened when the first is wanted; `role` is what messages call it.
+
+    Args:
+        quantized: of an artifact too, as they are stored.
 
     Raises:
         InputError: from what is returned: a tensor is missing, of another shape, or not finite; or the checkpoint is
-            quantized.
+            quantized, and is not to be.
     """
 
     @functools.cache
     def opened() -> Checkpoint:
         checkpoint = open_checkpoint(folder)
-        if checkpoint.quantization is not None:
+        if checkpoint.quantization is not None and not quantized:
             raise InputError(f"{role} = {folder} is quantized; take the checkpoint that it was made from")
         return checkpoint
 

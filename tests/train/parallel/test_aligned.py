@@ -20,6 +20,7 @@ from tests.train.parallel.worlds import run_world
 pytestmark = pytest.mark.xdist_group("aligned")  # one world for all
 
 LIMIT = 1e-5  # that of float32 in parity.py
+ROUNDED = 1e-3  # where a last bit may round an activation to the next of 255 integers
 SCRIPT = Path(__file__).with_name("aligned.py")
 RECIPE = """
 initial = "{folder}/base"
@@ -60,6 +61,7 @@ OBJECTIVES: dict[str, dict[str, Any]] = {
     "chat": {"recipe": "chat.toml", "settings": ["data.micro_batch=1"]},
     "chat, frozen": {"recipe": "chat.toml", "settings": ["freeze=['model.embed_tokens.*', 'model.layers.0.*']"]},
     "adapter": {"recipe": "chat.toml", "settings": ["adapter={rank=4, targets=['*.q_proj', '*.down_proj']}"]},
+    "adapter, int8": {"recipe": "chat.toml", "settings": ["adapter={rank=4, base='int8'}"]},
     "dpo": {"recipe": "preference.toml", "settings": [*DPO, "data.micro_batch=1"]},
     "dpo, adapter": {
         "recipe": "preference.toml", "settings": [*DPO, "objective.sft=0.2", "adapter={rank=4}"],
@@ -71,6 +73,7 @@ RESUMED = (
     "chat on pp 2",
     "chat, frozen on tp 2",
     "adapter on zero 3",
+    "adapter, int8 on zero 3",
     "dpo on dp 2",
     "dpo on tp 2",
     "reward on zero 3",
@@ -80,6 +83,7 @@ _BESIDE = ("norm", "embed_tokens", "k_proj", "v_proj", "o_proj", "gate_proj", "u
 STILL = {
     "chat, frozen": ("embed_tokens", "layers.0."),
     "adapter": _BESIDE,
+    "adapter, int8": _BESIDE[:2],
     "dpo, adapter": _BESIDE[:2],
 }
 # What an objective is refused on is below.
@@ -91,6 +95,7 @@ CASES: dict[str, dict[str, Any]] = {
         "chat": ("dp 2", "zero 3", "tp 2", "pp 2"),
         "chat, frozen": ("dp 2", "zero 3", "tp 2"),
         "adapter": ("dp 2", "zero 3"),
+        "adapter, int8": ("dp 2", "zero 3"),
         "dpo": ("dp 2", "zero 3", "tp 2"),
         "dpo, adapter": ("zero 3",),
         "reward": ("dp 2", "zero 3"),
@@ -126,13 +131,13 @@ def aligned(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", CASES)
 def test_two_processes_learn_as_one(aligned: dict[str, Any], name: str) -> None:
-    result = aligned[name]
+    result, limit = aligned[name], ROUNDED if "int8" in name else LIMIT
     records = result["records"]
     assert {"loss", "gradient_norm"} <= records.keys()
-    assert max(records.values()) <= LIMIT, records
-    assert max(result["evaluation"].values()) <= LIMIT, result["evaluation"]
+    assert max(records.values()) <= limit, records
+    assert max(result["evaluation"].values()) <= limit, result["evaluation"]
     assert result["names"]
-    assert result["weights"] <= LIMIT
+    assert result["weights"] <= limit
     for parameter, distance in result["moved"].items():
         still = any(part in parameter for part in STILL.get(name.rpartition(" on ")[0], ()))
         assert (distance == 0.0) == still, parameter
