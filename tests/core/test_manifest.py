@@ -58,7 +58,7 @@ def test_names_cannot_leave_the_folder(folder: Path, name: str) -> None:
     [
         ({"schema_version": 2}, "schema_version 2, this penjing reads 1; upgrade"),
         ({"schema_version": "one"}, "schema_version"),
-        ({"kind": "picture"}, "'checkpoint', 'artifact' or 'corpus'"),
+        ({"kind": "picture"}, "'checkpoint', 'artifact', 'adapter' or 'corpus'"),
         ({"colour": "red"}, "unknown key 'colour'"),
         ({"sha256": {}}, "sha256"),
         ({"sha256": {"a": 1}}, "sha256"),
