@@ -6,6 +6,7 @@ import math
 import os
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -27,7 +28,9 @@ Data = str | os.PathLike[str] | Mapping[str, Tensor] | Iterable[Any]
 """Samples: what `data.source` of a recipe names; or tensors by the names of inputs, a row a sample; or batches. A batch
 is a tensor, a list of tensors in the order of the network's inputs, with or without labels behind them, or tensors by
 name."""
-SAMPLES = 2048  # of batches that are given; the rest is not read
+SAMPLES = 2048  # of batches that are given, to look at; the rest is not read
+LEARNT = 2 << 30  # bytes of batches that are given, to learn from
+BATCH_SIZE = 64  # of an update, where batches do not say it
 LABELS = "labels"
 UNGUARDED = {"accuracy_points": 100.0, "similarity_loss": 2.0, "retries": 0}
 """A step by itself may cost what it likes: the caller heals the network, or looks at `report`."""
@@ -188,7 +191,7 @@ class Network:
         *,
         data: Data | None = None,
         epochs: float = 1.0,
-        batch_size: int = 64,
+        batch_size: int | None = None,
         sections: Mapping[str, Mapping[str, Any]] | None = None,
         progress: Progress | None = None,
         **settings: Any,
@@ -196,22 +199,24 @@ class Network:
         """Teach this network, in place, to answer as `teacher` does; returns it.
 
         Args:
-            data, sections: see `prune`.
+            data, sections: see `prune`. Of batches, as many samples are read as 2 GiB hold; the report says how many.
             epochs: how often each sample is seen; `steps`, the number of updates, goes before it.
-            batch_size: samples of an update.
+            batch_size: samples of an update; those of the first batch that is given, or else 64.
             settings: further keys of the step, which `penjing recipe keys compress steps.distill` lists.
 
         Raises:
             ConfigError: how many samples a file or folder holds is not known here: give steps.
             PenjingError: as `penjing compress` says.
         """
+        rows = 0
         if data is not None and not isinstance(data, str | os.PathLike):
-            data = gathered(data, self.config)
+            data, first = _to_learn(data, self.config)
+            rows, batch_size = _rows(data), batch_size or min(first, _rows(data))
+        batch_size = batch_size or BATCH_SIZE
         if "steps" not in settings:
             if isinstance(data, str | os.PathLike):
                 raise ConfigError(f"data={os.fspath(data)!r} is not counted; give steps=N, the number of updates")
-            rows = len(next(iter((data or self._network.example).values())))  # type: ignore[union-attr]
-            settings["steps"] = max(1, math.ceil(epochs * rows / batch_size))
+            settings["steps"] = max(1, math.ceil(epochs * (rows or _rows(self._network.example)) / batch_size))
         with TemporaryDirectory(prefix="penjing-") as scratch:
             taught_by = str(teacher.save(Path(scratch) / "teacher"))
             step = {"kind": "distill", "teacher": taught_by, "batch_size": batch_size, **settings}
@@ -220,7 +225,8 @@ class Network:
         seen = gathered(data, self.config) if isinstance(data, Mapping) else self._network.example
         inputs = [seen[spec.name] for spec in self.config.inputs]
         before, after = (_cosine(network(*inputs), teacher(*inputs)) for network in (self._network, learnt))
-        line = f"distill: {settings['steps']} updates, cosine to the teacher {before:.4f} → {after:.4f}"
+        of = f" of {batch_size} from {rows:,} samples" if rows else ""
+        line = f"distill: {settings['steps']} updates{of}, cosine to the teacher {before:.4f} → {after:.4f}"
         self._network, self._said = learnt, (*self._said, line)
         return self
 
@@ -233,7 +239,7 @@ class Network:
         progress: Progress | None = None,
         **settings: Any,
     ) -> QuantizedNetwork:
-        """The network in INT8 for an engine; this one stays as it is.
+        """The network in INT8 for an engine; this one stays as it is, and its report says what came of it.
 
         Args:
             data, sections: see `prune`.
@@ -246,7 +252,8 @@ class Network:
         scratch: TemporaryDirectory[str] = TemporaryDirectory(prefix="penjing-")
         step = {"kind": "quantize", "target": target, **settings}
         made, said = self._run(step, data, sections, Path(scratch.name), progress)
-        return QuantizedNetwork(made, [*self._said, f"quantize: {said}"], scratch)
+        self._said = (*self._said, f"quantize: {said}")
+        return QuantizedNetwork(made, self._said, scratch)
 
     def _run(
         self,
@@ -349,8 +356,8 @@ class QuantizedNetwork:
         return summary_line(read_report(self.folder))
 
 
-def gathered(data: Mapping[str, Tensor] | Iterable[Any], config: GraphConfig) -> dict[str, Tensor]:
-    """Tensors as they are, or at most `SAMPLES` rows of batches, by the names of inputs; labels under "labels".
+def gathered(data: Mapping[str, Tensor] | Iterable[Any], config: GraphConfig, most: int = SAMPLES) -> dict[str, Tensor]:
+    """Tensors as they are, or at most `most` rows of batches, by the names of inputs; labels under "labels".
 
     Raises:
         InputError: nothing, or batches that are no tensors or of another number.
@@ -363,11 +370,28 @@ def gathered(data: Mapping[str, Tensor] | Iterable[Any], config: GraphConfig) ->
     for batch in data:
         found.append(_named(batch, names))
         rows += len(next(iter(found[-1].values())))
-        if rows >= SAMPLES:
+        if rows >= most:
             break
     if not found or any(each.keys() != found[0].keys() for each in found):
         raise InputError(f"data gives no batches, or unlike ones; each needs tensors for {', '.join(names)}")
-    return {name: torch.cat([each[name] for each in found])[:SAMPLES].contiguous() for name in found[0]}
+    return {name: torch.cat([each[name] for each in found])[:most].contiguous() for name in found[0]}
+
+
+def _to_learn(data: Mapping[str, Tensor] | Iterable[Any], config: GraphConfig) -> tuple[dict[str, Tensor], int]:
+    """All of `data`, of batches as much as `LEARNT` bytes hold; and how many samples of it one update takes."""
+    if isinstance(data, Mapping):
+        return gathered(data, config), BATCH_SIZE
+    batches = iter(data)
+    first = next(batches, None)
+    if first is None:
+        return gathered((), config), BATCH_SIZE
+    shown = gathered([first], config)
+    size = sum(value[0].numel() * value.element_size() for value in shown.values())
+    return gathered(chain([first], batches), config, max(SAMPLES, LEARNT // max(size, 1))), _rows(shown)
+
+
+def _rows(values: Mapping[str, Tensor]) -> int:
+    return len(next(iter(values.values())))
 
 
 def _named(batch: Any, names: list[str]) -> dict[str, Tensor]:

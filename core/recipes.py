@@ -43,7 +43,7 @@ def recipe_names() -> list[str]:
 
 
 def named_recipe(name: str) -> str:
-    """The TOML text of the recipe `name`.
+    """The TOML text of the recipe `name`, which may also be called as in a checkout: "recipes/NAME.toml".
 
     Raises:
         ConfigError: there is none of this name; near ones are listed.
@@ -51,6 +51,9 @@ def named_recipe(name: str) -> str:
     from importlib.resources import files
 
     names = recipe_names()
+    in_checkout = Path(name)
+    if in_checkout.parent == Path("recipes") and in_checkout.suffix == SUFFIX and in_checkout.stem in names:
+        name = in_checkout.stem
     if name not in names:
         near = difflib.get_close_matches(Path(name).name.removesuffix(SUFFIX), names, n=3)
         meant = f"did you mean {' or '.join(map(repr, near))}? " if near else ""

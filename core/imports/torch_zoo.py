@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import math
 from collections.abc import Mapping, Sequence
@@ -64,6 +65,11 @@ def from_package(source: str) -> Found:
         raise SetupError(
             f"{source}: {package} cannot be imported ({error}); install it with 'pip install {package}'"
         ) from None
+    except RuntimeError as error:  # compiled operators of torchvision that this torch does not load
+        raise SetupError(
+            f"{source}: {package} cannot be imported beside torch {torch.__version__} ({_first(error)}); install the "
+            f"torchvision that was built for this torch, from the same index"
+        ) from None
     return {"timm": _timm, "torchvision": _torchvision, "transformers": _transformers}[package](library, name)
 
 
@@ -72,7 +78,9 @@ def _timm(timm: Any, name: str) -> Found:
         model = timm.create_model(name, pretrained=False)
         data = timm.data.resolve_model_data_config(model)
     except Exception as error:
-        raise InputError(f"timm has no network {name!r} ({_first(error)}); see timm.list_models()") from None
+        raise InputError(
+            f"timm has no network {name!r} ({_first(error)}); {_near(name, timm.list_models())}see timm.list_models()"
+        ) from None
     channels, height, width = data["input_size"]
     pixels = _timm_pixels(data, height, width) if channels == 3 else None
     labels: list[str] = []
@@ -91,7 +99,8 @@ def _torchvision(torchvision: Any, name: str) -> Found:
         weights = models.get_model_weights(name)
     except Exception as error:
         raise InputError(
-            f"torchvision has no network {name!r} ({_first(error)}); see torchvision.models.list_models()"
+            f"torchvision has no network {name!r} ({_first(error)}); {_near(name, models.list_models())}see "
+            "torchvision.models.list_models()"
         ) from None
     chosen = next(iter(weights), None)
     if chosen is None:
@@ -196,6 +205,11 @@ def _shown(model: Any, config: Any) -> Found:
         keyword["decoder_input_ids"] = torch.randint(10, (2, LENGTH))
     dynamic = {key: {0: "batch", 1: "decoder_length" if key.startswith("dec") else "length"} for key in keyword}
     return Found(model, keyword=keyword, dynamic=dynamic, meaning=meaning, labels=labels)
+
+
+def _near(name: str, names: Sequence[str]) -> str:
+    near = [known for known in names if known.startswith(name)][:3] or difflib.get_close_matches(name, names)
+    return f"did you mean {' or '.join(map(repr, near))}? " if near else ""
 
 
 def _first(error: BaseException) -> str:

@@ -125,6 +125,14 @@ def test_a_network_learns_in_place_what_a_teacher_answers() -> None:
     assert after > before + 0.5
 
 
+def test_an_update_takes_a_batch_of_the_loader_and_all_of_it_is_learnt() -> None:
+    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.randn(2500, 6)), batch_size=500)
+    found = network().distill(network(), data=loader).report()
+    assert found.startswith("distill: 5 updates of 500 from 2,500 samples")
+    with pytest.raises(penjing.InputError, match="data gives no batches"):
+        network().distill(network(), data=[])
+
+
 def test_a_network_becomes_int8_on_the_batches_of_a_loader(tmp_path: Path) -> None:
     net, loader = network(), [(torch.randn(16, 6), torch.zeros(16, dtype=torch.int64)) for _ in range(4)]
     int8 = net.quantize(loader)
@@ -132,5 +140,6 @@ def test_a_network_becomes_int8_on_the_batches_of_a_loader(tmp_path: Path) -> No
     expected = net(x)[0]
     assert (int8(x)[0] - expected).abs().mean() < 0.05 * expected.std()
     assert int8.report().startswith("quantize: ")
+    assert net.report() == int8.report()
     assert (tmp_path / "int8") == int8.save(tmp_path / "int8")
     assert torch.equal(penjing.QuantizedNetwork.load(tmp_path / "int8")(x)[0], int8(x)[0])

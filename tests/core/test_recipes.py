@@ -88,6 +88,7 @@ def test_which_stage() -> None:
 def test_a_name_stands_for_the_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert read_recipe(Path("decoder-tiny"), ["steps=3"])["steps"] == 3
+    assert read_recipe(Path("recipes/decoder-tiny.toml")) == read_recipe(Path("decoder-tiny"))
     Path("decoder-tiny").write_text("steps = 7\n")
     assert read_recipe(Path("decoder-tiny")) == {"steps": 7}  # a file comes first
     with pytest.raises(ConfigError, match=r"recipe build/decodr-tiny.toml does not exist; did you mean 'decoder-tiny'"):

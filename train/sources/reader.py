@@ -141,7 +141,8 @@ class Reader:
         if self.form.pixels is None:
             raise UnfitError(
                 f"{self.source.where} holds images, and nothing says how they become {self.form.inputs[0]}; import the "
-                "network again with what it does to pixels (`pixels` in config.json), or give tensors"
+                "network again and say what it does to pixels, such as --size 224x224 --mean 0.485,0.456,0.406 --std "
+                "0.229,0.224,0.225, or give tensors"
             )
         if len(self.form.inputs) != 1:
             names = ", ".join(spec.name for spec in self.form.inputs)

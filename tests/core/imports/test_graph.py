@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import random
+import re
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -195,6 +197,23 @@ def test_what_is_not_installed_is_named(tmp_path: Path, monkeypatch: pytest.Monk
         import_graph("timm/resnet18", tmp_path / "out")
     with pytest.raises(InputError, match="no network 'nonsense'"):
         import_graph("transformers/nonsense", tmp_path / "out")
+
+
+def test_a_package_that_does_not_fit_and_a_name_that_is_nearly_right_are_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "timm.py").write_text(
+        "def create_model(name, pretrained): raise RuntimeError(f'Unknown model ({name})')\n"
+        "def list_models(): return ['mobilenetv2_035', 'mobilenetv3_small_050', 'mobilenetv3_small_075', 'vit']\n"
+    )
+    (tmp_path / "torchvision.py").write_text("raise RuntimeError('operator torchvision::nms does not exist')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in ("timm", "torchvision"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    with pytest.raises(InputError, match="did you mean 'mobilenetv3_small_050' or 'mobilenetv3_small_075'"):
+        import_graph("timm/mobilenetv3_small", tmp_path / "out")
+    with pytest.raises(SetupError, match=f"beside torch {re.escape(torch.__version__)} .*built for this torch"):
+        import_graph("torchvision/resnet18", tmp_path / "out")
 
 
 def test_images_are_fitted_as_the_packages_evaluate(tmp_path: Path) -> None:
