@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 import os
 import shutil
-from collections.abc import Iterable, Mapping, Sequence
-from itertools import chain
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -15,6 +14,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, fx, nn
 
+from penjing.batches import BATCH_SIZE, Data, gathered, rows_of, to_learn
 from penjing.core.artifact.base import MODEL_FILE, REPORT_FILE
 from penjing.core.artifact.onnx_graph import open_graph_artifact, run_graph
 from penjing.core.checkpoint.graph import load_network, parameters_of, save_graph
@@ -24,14 +24,6 @@ from penjing.core.graph import network as graph
 from penjing.core.graph.config import GraphConfig, Meaning, Pixels
 from penjing.core.progress import Progress
 
-Data = str | os.PathLike[str] | Mapping[str, Tensor] | Iterable[Any]
-"""Samples: what `data.source` of a recipe names; or tensors by the names of inputs, a row a sample; or batches. A batch
-is a tensor, a list of tensors in the order of the network's inputs, with or without labels behind them, or tensors by
-name."""
-SAMPLES = 2048  # of batches that are given, to look at; the rest is not read
-LEARNT = 2 << 30  # bytes of batches that are given, to learn from
-BATCH_SIZE = 64  # of an update, where batches do not say it
-LABELS = "labels"
 UNGUARDED = {"accuracy_points": 100.0, "similarity_loss": 2.0, "retries": 0}
 """A step by itself may cost what it likes: the caller heals the network, or looks at `report`."""
 
@@ -56,6 +48,7 @@ class Network:
         meaning: Meaning = "tensors",
         labels: Sequence[str] = (),
         pixels: Pixels | None = None,
+        tokenizer: str | os.PathLike[str] | None = None,
     ) -> Network:
         """The network that `model` computes in evaluation mode, with weights of its own.
 
@@ -66,6 +59,7 @@ class Network:
             meaning: of the first output: "classes", "embedding", or "tensors".
             labels: name of each class.
             pixels: how images become the first input.
+            tokenizer: a tokenizer.json or its folder, by which texts of `data` become the inputs.
 
         Raises:
             InputError: it cannot be exported, or uses an operator that penjing does not know; says which.
@@ -74,7 +68,7 @@ class Network:
 
         example = (example_inputs,) if isinstance(example_inputs, Tensor) else tuple(example_inputs)
         found = from_torch(model, example, dynamic=dynamic, meaning=meaning, labels=labels, pixels=pixels)
-        return cls(found.copy())
+        return cls(_with_tokenizer(found.copy(), tokenizer))
 
     @classmethod
     def from_onnx(
@@ -87,12 +81,14 @@ class Network:
         labels: Sequence[str] = (),
         pixels: Pixels | None = None,
         tolerance: float | None = None,
+        tokenizer: str | os.PathLike[str] | None = None,
     ) -> Network:
         """The network of an ONNX file, whose answers were compared with those of ONNX Runtime.
 
         Args:
             shapes: sizes of the example, by input; needed where the file leaves them open.
-            dynamic, meaning, labels, pixels: see `from_torch`; tolerance: a share of the answers' scale, beyond 1e-5.
+            dynamic, meaning, labels, pixels, tokenizer: see `from_torch`.
+            tolerance: a share of the answers' scale, beyond 1e-5.
 
         Raises:
             InputError: damaged, or it holds what penjing cannot compute; says which operator. Or its answers differ.
@@ -101,7 +97,7 @@ class Network:
 
         said = {"meaning": meaning, "labels": labels, "pixels": pixels}
         found = from_onnx(Path(path), shapes=shapes, dynamic=dynamic, tolerance=tolerance, **said)  # type: ignore[arg-type]
-        return cls(found.network)
+        return cls(_with_tokenizer(found.network, tokenizer))
 
     @classmethod
     def load(cls, folder: str | os.PathLike[str]) -> Network:
@@ -210,13 +206,13 @@ class Network:
         """
         rows = 0
         if data is not None and not isinstance(data, str | os.PathLike):
-            data, first = _to_learn(data, self.config)
-            rows, batch_size = _rows(data), batch_size or min(first, _rows(data))
+            data, first = to_learn(data, self.config)
+            rows, batch_size = rows_of(data), batch_size or min(first, rows_of(data))
         batch_size = batch_size or BATCH_SIZE
         if "steps" not in settings:
             if isinstance(data, str | os.PathLike):
                 raise ConfigError(f"data={os.fspath(data)!r} is not counted; give steps=N, the number of updates")
-            settings["steps"] = max(1, math.ceil(epochs * (rows or _rows(self._network.example)) / batch_size))
+            settings["steps"] = max(1, math.ceil(epochs * (rows or rows_of(self._network.example)) / batch_size))
         with TemporaryDirectory(prefix="penjing-") as scratch:
             taught_by = str(teacher.save(Path(scratch) / "teacher"))
             step = {"kind": "distill", "teacher": taught_by, "batch_size": batch_size, **settings}
@@ -356,56 +352,10 @@ class QuantizedNetwork:
         return summary_line(read_report(self.folder))
 
 
-def gathered(data: Mapping[str, Tensor] | Iterable[Any], config: GraphConfig, most: int = SAMPLES) -> dict[str, Tensor]:
-    """Tensors as they are, or at most `most` rows of batches, by the names of inputs; labels under "labels".
+def _with_tokenizer(network: graph.Network, path: str | os.PathLike[str] | None) -> graph.Network:
+    from penjing.core.imports.graph_tokenizer import with_tokenizer
 
-    Raises:
-        InputError: nothing, or batches that are no tensors or of another number.
-    """
-    names = [spec.name for spec in config.inputs]
-    found: list[dict[str, Tensor]] = []
-    rows = 0
-    if isinstance(data, Mapping):
-        return {name: value.contiguous() for name, value in _named(data, names).items()}
-    for batch in data:
-        found.append(_named(batch, names))
-        rows += len(next(iter(found[-1].values())))
-        if rows >= most:
-            break
-    if not found or any(each.keys() != found[0].keys() for each in found):
-        raise InputError(f"data gives no batches, or unlike ones; each needs tensors for {', '.join(names)}")
-    return {name: torch.cat([each[name] for each in found])[:most].contiguous() for name in found[0]}
-
-
-def _to_learn(data: Mapping[str, Tensor] | Iterable[Any], config: GraphConfig) -> tuple[dict[str, Tensor], int]:
-    """All of `data`, of batches as much as `LEARNT` bytes hold; and how many samples of it one update takes."""
-    if isinstance(data, Mapping):
-        return gathered(data, config), BATCH_SIZE
-    batches = iter(data)
-    first = next(batches, None)
-    if first is None:
-        return gathered((), config), BATCH_SIZE
-    shown = gathered([first], config)
-    size = sum(value[0].numel() * value.element_size() for value in shown.values())
-    return gathered(chain([first], batches), config, max(SAMPLES, LEARNT // max(size, 1))), _rows(shown)
-
-
-def _rows(values: Mapping[str, Tensor]) -> int:
-    return len(next(iter(values.values())))
-
-
-def _named(batch: Any, names: list[str]) -> dict[str, Tensor]:
-    if isinstance(batch, Mapping):
-        given = {name: batch[name] for name in (*names, LABELS) if name in batch}
-    else:
-        values = [batch] if isinstance(batch, Tensor) else list(batch)
-        given = dict(zip([*names, LABELS], values, strict=False)) if len(values) <= len(names) + 1 else {}
-    if any(name not in given for name in names) or not all(isinstance(value, Tensor) for value in given.values()):
-        raise InputError(
-            f"a batch of data is {type(batch).__name__} that does not fit; give a tensor for each of "
-            f"{', '.join(names)}, in order or by name, and labels behind them if there are any"
-        )
-    return {name: value.detach().cpu() for name, value in given.items()}
+    return network if path is None else with_tokenizer(network, Path(path))
 
 
 @torch.no_grad()

@@ -26,7 +26,7 @@ from penjing.compress.samples.data import DataSettings, Samples
 from penjing.compress.samples.graph import graph_samples
 from penjing.core.artifact.base import MODEL_FILE
 from penjing.core.artifact.parity import DriftError
-from penjing.core.checkpoint.graph import load_network, save_skeleton
+from penjing.core.checkpoint.graph import load_network, save_skeleton, save_tokenizer
 from penjing.core.errors import ConfigError, InputError
 from penjing.core.files import atomic_write_text
 from penjing.core.graph.network import Network
@@ -194,6 +194,7 @@ def write_graph_artifact(
     comparison = GraphParity.with_inputs(shown, network.config)
     parity, held = comparison.measure_network(network, made, partial / MODEL_FILE, quantization, settings.parity_bound)
     save_skeleton(partial, floating)
+    save_tokenizer(partial, floating)
     atomic_write_text(partial / "config.json", json.dumps(network.config.model_dump(), indent=2) + "\n")
     write_records(partial, quantization, parity)
     said = said_of_network(network, quantization, islice(samples.inputs(), 1))

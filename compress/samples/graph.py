@@ -97,7 +97,7 @@ def source_data(
     config = graph_config(folder)
     source = open_source(settings)
     indices = source.halves(held_out)[0] if split == "train" else source.judged(held_out)
-    reader = Reader(source, indices, form_of(config), settings, progress.note)
+    reader = Reader(source, indices, form_of(config, folder), settings, progress.note)
     size = fixed_batch(config)
     if size is None:
         return SourceData(reader, min(most, len(reader)), min(batch, len(reader)), config)

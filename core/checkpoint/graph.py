@@ -4,6 +4,7 @@ config.json           inputs, outputs, what they mean (`GraphConfig`)
 graph.json            the operators, in order
 model.safetensors     weights, under the names that operators use; "parameters" of its metadata lists what is trained
 example.safetensors   inputs that show the network ("input.NAME"), and what it answered when it came in ("output.NAME")
+tokenizer.json        how texts become its inputs, where it came in with one
 penjing.json          kind "checkpoint", SHA-256 of each file above
 """
 
@@ -26,6 +27,7 @@ from penjing.core.graph.config import graph_config
 from penjing.core.graph.network import Network, tensors_of
 from penjing.core.graph.store import dump_graph, load_graph
 from penjing.core.manifest import read_json_object, verify, write_manifest
+from penjing.core.text.text_tokenizer import TOKENIZER
 
 _DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
@@ -49,7 +51,14 @@ def save_graph(folder: Path, network: Network, created_by: dict[str, Any]) -> No
     shown = {f"input.{name}": value for name, value in network.example.items()}
     shown |= {f"output.{spec.name}": value for spec, value in zip(config.outputs, answers, strict=True)}
     save_file(_apart({name: value.detach().cpu().contiguous() for name, value in shown.items()}), folder / EXAMPLE)
+    save_tokenizer(folder, network)
     write_manifest(folder, "checkpoint", created_by)
+
+
+def save_tokenizer(folder: Path, network: Network) -> None:
+    """Put the network's tokenizer into `folder`, a checkpoint or an artifact that is not yet published; or nothing."""
+    if network.tokenizer is not None:
+        atomic_write_text(folder / TOKENIZER, network.tokenizer)
 
 
 def load_network(folder: Path) -> Network:
@@ -67,6 +76,8 @@ def load_network(folder: Path) -> Network:
         shown = load_file(folder / EXAMPLE)
         text = (folder / GRAPH).read_text()
         example = {spec.name: shown[f"input.{spec.name}"] for spec in config.inputs}
+        tokenizer = folder / TOKENIZER
+        words = tokenizer.read_text(encoding="utf-8") if tokenizer.is_file() else None
     except (SafetensorError, OSError, ValueError, KeyError) as error:
         raise InputError(f"{folder} cannot be loaded: {error}; import the network again") from error
     module = load_graph(text, tensors, str(folder / GRAPH), trained)
@@ -76,7 +87,7 @@ def load_network(folder: Path) -> Network:
         not isinstance(results, (list, tuple)) or len(results) != len(config.outputs)
     ):
         raise InputError(f"{folder}: config.json and {GRAPH} name other inputs or outputs; import the network again")
-    return Network(module, config, example)
+    return Network(module, config, example, words)
 
 
 def _names(said: Any) -> frozenset[str]:

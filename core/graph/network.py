@@ -52,11 +52,13 @@ class Network:
             output: a tuple of tensors, in the order of `config.outputs`. No operator writes into its arguments.
         config: names, types and shapes of inputs and outputs, and what they mean.
         example: inputs by name that show it; dynamic axes have a size of two or more.
+        tokenizer: the content of a tokenizer.json by which texts become its inputs; None: it has none.
     """
 
     module: fx.GraphModule
     config: GraphConfig
     example: dict[str, Tensor]
+    tokenizer: str | None = None
 
     def __call__(self, *inputs: Tensor) -> tuple[Tensor, ...]:
         """The outputs, in the order of `config.outputs`."""

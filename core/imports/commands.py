@@ -37,6 +37,9 @@ def import_command(app: typer.Typer) -> None:
             Many, typer.Option(metavar="NAME=NUMBER", help="One value forever for an input of an ONNX file.")
         ] = None,
         labels: Annotated[Path | None, typer.Option(help="Names of the classes, one a line or a JSON list.")] = None,
+        tokenizer: Annotated[
+            Path | None, typer.Option(help="A tokenizer.json, or its folder, by which texts become tokens.")
+        ] = None,
         meaning: Annotated[str | None, typer.Option(help="The first output: tensors, classes, embedding.")] = None,
         size: Annotated[str | None, typer.Option(help="Rows and columns of images: `224x224`.")] = None,
         mean: Annotated[str | None, typer.Option(help="Mean of each channel, 0 to 1: `0.485,0.456,0.406`.")] = None,
@@ -75,6 +78,7 @@ def import_command(app: typer.Typer) -> None:
             "dynamic": dynamic,
             "fixed": fix,
             "labels": labels,
+            "tokenizer": tokenizer,
             "meaning": meaning,
             "size": size,
             "mean": mean,

@@ -20,6 +20,7 @@ from penjing.core.graph.config import Meaning, Pixels
 from penjing.core.graph.network import Network
 from penjing.core.graph.passes import simplify
 from penjing.core.graph.trace import from_torch
+from penjing.core.imports.graph_tokenizer import tokenizer_file, with_tokenizer
 from penjing.core.imports.torch_parity import compared_with_module
 from penjing.core.imports.torch_weights import load_weights
 from penjing.core.imports.torch_zoo import Found, from_function, from_package
@@ -42,6 +43,7 @@ class GraphOptions:
         dynamic: input → axis → name of what may differ from call to call.
         fixed: inputs of an ONNX file that get one value forever.
         labels: a file with a class name a line, or a JSON list.
+        tokenizer: a tokenizer.json or its folder, by which texts become the inputs.
         meaning: of the first output; classes where there are labels.
         image: (rows, columns), mean, std, layout, order, scale, fit, resize and filter of `Pixels`, as far as they are
             given.
@@ -57,6 +59,7 @@ class GraphOptions:
     meaning: Meaning | None = None
     image: Mapping[str, Any] = field(default_factory=dict)
     tolerance: float | None = None
+    tokenizer: Path | None = None
 
 
 Kind = Literal["onnx", "function", "package", "tower"]
@@ -117,6 +120,8 @@ def import_graph(
     progress.start(f"importing {source}", 1)
     network, parity = _from_file(source, options) if kind == "onnx" else _from_code(source, kind, options)
     network, gains = simplify(_labelled(network, options))
+    if options.tokenizer is not None:
+        network = with_tokenizer(network, options.tokenizer)
     progress.advance()
     with publish_folder(out, replace=force) as partial:
         save_graph(
@@ -172,6 +177,8 @@ def _from_code(source: str, kind: Kind, options: GraphOptions) -> tuple[Network,
     if found.labels or found.meaning != "tensors":
         config = config.model_copy(update={"labels": tuple(found.labels), "meaning": found.meaning})
     network = replace(network, config=config)
+    if found.tokenizer is not None:
+        network = with_tokenizer(network, found.tokenizer)
     return network, compared_with_module(network, found, source, options.tolerance)
 
 
@@ -248,7 +255,7 @@ def _pixels(network: Network, said: Mapping[str, Any]) -> Pixels:
 
 def _described(options: GraphOptions) -> dict[str, Any]:
     values = {key: value for key, value in asdict(options).items() if value}
-    values |= {key: Path(values[key]).name for key in ("weights", "labels") if key in values}
+    values |= {key: Path(values[key]).name for key in ("weights", "labels", "tokenizer") if key in values}
     return json.loads(json.dumps(values))
 
 
@@ -262,6 +269,8 @@ def _hashes(source: str, kind: Kind, options: GraphOptions) -> dict[str, Any]:
         found["weights_sha256"] = sha256_file(options.weights)
     if options.labels is not None:
         found["labels_sha256"] = sha256_file(options.labels)
+    if options.tokenizer is not None:
+        found["tokenizer_sha256"] = sha256_file(tokenizer_file(options.tokenizer))
     return found
 
 
@@ -293,6 +302,7 @@ def graph_options(
     resize: str | None = None,
     filter: str | None = None,
     tolerance: float | None = None,
+    tokenizer: Path | None = None,
 ) -> GraphOptions:
     """The options of the command line, read.
 
@@ -330,7 +340,7 @@ def graph_options(
         raise ConfigError(f"--meaning {meaning}: it is tensors, classes or embedding")
     if tolerance is not None and not CLOSE < tolerance <= MOST:
         raise ConfigError(f"--tolerance {tolerance}: write a share of the outputs' scale, above {CLOSE:.0e}, at most 1")
-    return GraphOptions(weights, shapes, dtypes, axes, values, labels, meaning, image, tolerance)  # type: ignore[arg-type]
+    return GraphOptions(weights, shapes, dtypes, axes, values, labels, meaning, image, tolerance, tokenizer)  # type: ignore[arg-type]
 
 
 def _sides(option: str, said: str) -> tuple[int, int]:

@@ -6,7 +6,7 @@ import difflib
 import importlib
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from penjing.core.errors import InputError, SetupError
 from penjing.core.graph.config import Filter, Fit, Meaning, Pixels
 from penjing.core.imports.user_code import named_errors, user_function
+from penjing.core.text.text_tokenizer import TOKENIZER
 
 LENGTH = 16  # tokens of an example
 _FITS: dict[str, Fit] = {"border": "border", "squash": "stretch"}  # timm's words for them
@@ -32,6 +33,7 @@ class Found:
     meaning: Meaning = "tensors"
     labels: Sequence[str] = ()
     pixels: Pixels | None = None
+    tokenizer: Path | None = None
 
 
 def from_function(source: str) -> Found:
@@ -155,13 +157,15 @@ def _filter(name: Any) -> Filter:
 
 
 def _transformers(transformers: Any, name: str) -> Found:
-    """A local folder (with its weights), a class (`ViTForImageClassification`) or a type of models (`bert`)."""
+    """A local folder (with its weights and tokenizer), a class (`ViTForImageClassification`) or a type (`bert`)."""
+    tokenizer = None
     try:
         if Path(name).expanduser().is_dir():
             folder = Path(name).expanduser()
             config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
             kind = getattr(transformers, (getattr(config, "architectures", None) or ["AutoModel"])[0])
             weighted = any(folder.glob("*.safetensors"))
+            tokenizer = folder / TOKENIZER if (folder / TOKENIZER).is_file() else None
             model = (
                 kind.from_pretrained(folder, local_files_only=True, use_safetensors=True) if weighted else kind(config)
             )
@@ -178,7 +182,7 @@ def _transformers(transformers: Any, name: str) -> Found:
     config = model.config
     config.use_cache = False
     config.return_dict = True
-    return _shown(model.eval(), config)
+    return replace(_shown(model.eval(), config), tokenizer=tokenizer)
 
 
 def _shown(model: Any, config: Any) -> Found:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import penjing
-from penjing.graphs import SAMPLES, gathered
+from penjing.batches import SAMPLES, gathered
 from tests.core.artifact.graph_artifacts import two_inputs
 
 

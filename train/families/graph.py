@@ -54,7 +54,7 @@ class GraphTraining:
             raise ConfigError("training a graph needs samples; set data.source (or data.images), such as 'photos/'")
         source = open_source(data)
         learnt, held = source.halves(data.held_out)
-        form = form_of(config)
+        form = form_of(config, folder)
         self._learnt = Reader(source, learnt, form, data, progress.note)
         self._held = Reader(source, held, form, data, progress.note) if recipe.evaluation.every and len(held) else None
         if recipe.evaluation.every and self._held is None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from penjing.core.graph.config import GraphConfig, Pixels, TensorSpec
 from penjing.core.images.decode import arranged, decode_image, network_input
 from penjing.train.sources.settings import SourceSettings
 from penjing.train.sources.source import Source, Values
+from penjing.train.sources.texts import Texts, texts_of
 
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM")  # none of them runs another program, as EPS does
 NO_CLASS = -1
@@ -34,14 +36,20 @@ class Form:
     pixels: Pixels | None = None
     classes: int = 0
     names: tuple[str, ...] = ()
+    texts: Texts | None = None
 
 
-def form_of(config: GraphConfig) -> Form:
-    """The form of a graph: its first output has classes if it is floating and (batch, classes)."""
+def form_of(config: GraphConfig, folder: Path | None = None) -> Form:
+    """The form of a graph: its first output has classes if it is floating and (batch, classes).
+
+    Args:
+        folder: where its tokenizer lies, if it has one.
+    """
     first = config.outputs[0]
     last = first.shape[-1] if len(first.shape) == 2 and first.dtype.startswith(("float", "bfloat")) else 0
     known = config.meaning in ("classes", "tensors") and isinstance(last, int)
-    return Form(config.inputs, config.pixels, int(last) if known else 0, config.labels)
+    texts = None if folder is None else texts_of(folder, config.inputs)
+    return Form(config.inputs, config.pixels, int(last) if known else 0, config.labels, texts)
 
 
 @dataclass
@@ -94,6 +102,9 @@ class Reader:
         values = [value for _, value in found]
         if isinstance(values[0], Mapping):
             return self._arrays(values), targets
+        if isinstance(values[0], str):
+            assert self.form.texts is not None
+            return self.form.texts.arrays(values, self.settings.text_tokens), targets
         images = np.stack(values)
         images = images if change is None else change(images)
         return {self.form.inputs[0].name: self.normalised(images)}, targets
@@ -107,8 +118,8 @@ class Reader:
         kept = []
         with ThreadPoolExecutor(min(self.settings.workers, max(len(places), 1))) as pool:
             for place, value in pool.map(self._read, map(int, places)):
-                if isinstance(value, Mapping):
-                    raise InputError(f"{self.source.where} holds tensors, this network takes images; give images")
+                if not isinstance(value, np.ndarray):
+                    raise InputError(f"{self.source.where} holds no images, and this network takes images alone")
                 kept.append((place, value))
         taken = np.array([place for place, _ in kept])
         targets = np.full(len(taken), NO_CLASS) if self.targets is None else self.targets[taken]
@@ -137,6 +148,13 @@ class Reader:
 
     def _one(self, values: Values, shown: NDArray[np.float64] | None) -> Any:
         if isinstance(values, Mapping):
+            return values
+        if isinstance(values, str):
+            if self.form.texts is None:
+                raise UnfitError(
+                    f"{self.source.where} holds texts, and the network takes {', '.join(map(str, self.form.inputs))}, "
+                    "with no tokenizer; import one that takes tokens with --tokenizer, or give tensors"
+                )
             return values
         if self.form.pixels is None:
             raise UnfitError(

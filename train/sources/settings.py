@@ -21,6 +21,12 @@ class SourceSettings(Config):
     column: str | None = Field(
         default=None, description="Column of a table that holds the images; none given: the one that does."
     )
+    text_column: str | None = Field(
+        default=None,
+        description="Column of a table that holds texts, for a graph that takes tokens and was imported with its "
+        'tokenizer; none given: "text", "sentence" or "content", where no column holds images.',
+    )
+    text_tokens: int = Field(default=128, ge=1, description="Tokens of such a text at most; longer ones are cut.")
     label_column: str | None = Field(
         default=None, description='Column of a table that holds the classes; none given: "label", if there is one.'
     )

@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 
 from penjing.core.errors import InputError
 
-Values = bytes | Mapping[str, NDArray]
-"""An encoded image, or the arrays of one sample by the name of their input ("" where it has none)."""
+Values = bytes | str | Mapping[str, NDArray]
+"""An encoded image, a text, or the arrays of one sample by the name of their input ("" where it has none)."""
 Label = str | int
 _HEAD = 1 << 16
 _TEST = ("test", "val", "valid", "validation", "dev")

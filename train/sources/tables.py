@@ -1,4 +1,4 @@
-"""Tables with a column of images: Parquet, Arrow (as Hugging Face `datasets` writes it), JSON lines."""
+"""Tables with a column of images or of texts: Parquet, Arrow (as Hugging Face `datasets` writes it), JSON lines."""
 
 from __future__ import annotations
 
@@ -13,9 +13,11 @@ from penjing.core.errors import InputError
 from penjing.core.text.records import arrow_module
 from penjing.train.sources.folder import SUFFIXES
 from penjing.train.sources.settings import SourceSettings
-from penjing.train.sources.source import Label, Source, content_digest
+from penjing.train.sources.source import Label, Source, Values, content_digest
+from penjing.train.sources.texts import text_at
 
 _IMAGES = ("image", "img", "images", "png", "jpg", "jpeg", "pixels", "picture", "photo", "file_name", "path")
+_TEXTS = ("text", "sentence", "content")
 _LONGEST_LINE = 256 << 20  # characters: an image in base64 has fewer
 _LABELS = ("label", "labels", "class", "cls", "target")
 
@@ -30,16 +32,14 @@ def read_table(path: Path, settings: SourceSettings) -> Source:
     if path.suffix in (".jsonl", ".ndjson"):
         rows, classes = json_rows(path), {}
         names = list(dict.fromkeys(name for row in rows for name in row))
-        column = _column(path, names, settings.column, _IMAGES, "column", lambda name: True)
-        assert column is not None
+        column, written = _held(path, names, settings, lambda name: True)
         values: Sequence[Any] = [row.get(column) for row in rows]
         label = _column(path, names, settings.label_column, _LABELS, "label_column", None) if settings.labels else None
         raw = [row.get(label) for row in rows] if label else None
     else:
         table, classes = arrow_table(path)
         names, schema = table.column_names, table.schema
-        column = _column(path, names, settings.column, _IMAGES, "column", lambda name: _is_image(schema.field(name)))
-        assert column is not None
+        column, written = _held(path, names, settings, lambda name: _is_image(schema.field(name)))
         label = _column(path, names, settings.label_column, _LABELS, "label_column", None) if settings.labels else None
         stored = table.column(column)
         values = _Lazy(len(stored), lambda index: stored[index].as_py())
@@ -48,12 +48,16 @@ def read_table(path: Path, settings: SourceSettings) -> Source:
         raise InputError(f"{path} has no rows; give a table that has")
     labels = None if raw is None else [_label(path, value, classes.get(label or "", ())) for value in raw]
 
-    def load(index: int) -> bytes:
-        return encoded_image(values[index], path.parent, f"column {column!r}")
+    def load(index: int) -> Values:
+        said = f"column {column!r}"
+        return text_at(values[index], said) if written else encoded_image(values[index], path.parent, said)
 
-    return Source(
-        str(path), len(values), load, lambda index: f"row {index} of {path}", lambda i: content_digest(load(i)), labels
-    )
+    def digest(index: int) -> int:
+        if written:
+            return content_digest(str(values[index]).encode())
+        return content_digest(encoded_image(values[index], path.parent, f"column {column!r}"))
+
+    return Source(str(path), len(values), load, lambda index: f"row {index} of {path}", digest, labels)
 
 
 class _Lazy(Sequence[Any]):
@@ -127,6 +131,25 @@ def _is_image(field: Any) -> bool:
     return "bytes: binary" in kind if kind.startswith("struct<") else kind in ("binary", "large_binary")
 
 
+def _held(path: Path, names: Sequence[str], settings: SourceSettings, fits: Callable[[str], bool]) -> tuple[str, bool]:
+    """The column that the samples are in, and whether they are texts."""
+    if settings.text_column is not None and settings.column is not None:
+        raise InputError(
+            f"data.column = {settings.column!r} and data.text_column = {settings.text_column!r}: give one, for images "
+            "or for texts"
+        )
+    if settings.text_column is not None:
+        column = _column(path, names, settings.text_column, _TEXTS, "text_column", None)
+        assert column is not None
+        return column, True
+    images = settings.column or any(name in names and fits(name) for name in _IMAGES)
+    if not images and (column := next((name for name in _TEXTS if name in names), None)):
+        return column, True
+    column = _column(path, names, settings.column, _IMAGES, "column", fits)
+    assert column is not None
+    return column, False
+
+
 def _column(
     path: Path,
     names: Sequence[str],
@@ -146,8 +169,8 @@ def _column(
     if fits is None:
         return None
     raise InputError(
-        f"{path} has the columns {', '.join(names) or 'none'}, of which none is known to hold images; name it by "
-        f"data.{setting}"
+        f"{path} has the columns {', '.join(names) or 'none'}, of which none is known to hold images or texts; name "
+        f"it by data.{setting}, or data.text_column"
     )
 
 

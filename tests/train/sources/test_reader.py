@@ -99,7 +99,7 @@ def test_classes_have_to_be_those_of_the_network(tmp_path: Path) -> None:
 
 def test_images_need_to_be_wanted(tmp_path: Path) -> None:
     folder_of(tmp_path, {"": 2})
-    with pytest.raises(InputError, match="`pixels`"):
+    with pytest.raises(InputError, match="--size 224x224"):
         reader_of(tmp_path, Form((INPUT,))).batch([0])
 
 
