@@ -1,17 +1,20 @@
-"""EngineSampler by the engine that serves models, from the weights that are just being learnt.
+"""Sampling by the engine that serves models, from the weights that are just being learnt.
 
 The engine's decoder has the learner's own tensors where these are float32 on the CPU, so that an update is seen without
-copying; what an adapter changes, or lies elsewhere, is copied before answers are sampled. An answer depends on its
-prompt, its seed and the weights alone, bit for bit, so the answers of a step are the same in however many processes.
+copying; what an adapter changes, lies elsewhere or is shared among processes is copied before answers are sampled, a
+tensor at a time. An answer depends on its prompt, its seed and the weights alone, bit for bit, so the answers of a step
+are the same in however many processes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 from penjing.core.checkpoint.load import LoadedModel
 from penjing.core.errors import InputError
@@ -82,7 +85,8 @@ class Sampler(EngineSampler):
     """Samples from a model that is being trained.
 
     Args:
-        model: a `Decoder`, whole in this process, with adapters or without.
+        model: a `Decoder` with adapters or without, whole in this process or shared among several, which then all call
+            `sample` as often.
         config: its architecture.
         tokenizer: the folder of its tokenizer, which names the tokens that end an answer.
         longest: tokens of a prompt and its answer at most.
@@ -101,6 +105,7 @@ class Sampler(EngineSampler):
             # What is not the learner's own float32 memory on the CPU gets memory here, filled by `_refresh`.
             adapted = f"{name.removesuffix('.weight')}.lora_A.weight" in learners
             plain = tensor.device.type == "cpu" and tensor.dtype == torch.float32 and tensor.is_contiguous()
+            plain = plain and not isinstance(tensor, DTensor)
             mine = tensor if plain and not adapted else torch.empty(parameter.shape)
             owner, _, leaf = name.rpartition(".")
             setattr(decoder.get_submodule(owner), leaf, nn.Parameter(mine, requires_grad=False))
@@ -121,7 +126,27 @@ class Sampler(EngineSampler):
     @torch.no_grad()
     def _refresh(self) -> None:
         """Take the weights as they are now, adapters merged."""
-        learners = dict[str, Tensor](self._model.named_parameters())
+        for module in self._model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()  # what a forward pass has gathered is of before the update
+        learners = _Whole(dict(self._model.named_parameters()))
         for name, tensor in learners.items() if self._scale is None else merged(learners, self._scale):
             if name in self._own and self._own[name].data_ptr() != tensor.data_ptr():  # no head for values
                 self._own[name].copy_(tensor)
+
+
+class _Whole(Mapping[str, Tensor]):
+    """Parameters of which many processes may each hold a part: whole when they are read, in all processes at once."""
+
+    def __init__(self, parameters: Mapping[str, Tensor]) -> None:
+        self._parameters = parameters
+
+    def __getitem__(self, name: str) -> Tensor:
+        tensor = self._parameters[name]
+        return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._parameters)
+
+    def __len__(self) -> int:
+        return len(self._parameters)

@@ -164,8 +164,10 @@ def _check_adapter(recipe: RunRecipe) -> Path:
     assert recipe.adapter is not None
     if recipe.initial is None:
         raise ConfigError("[adapter] learns beside the weights of a checkpoint; name one by initial")
-    if parallel.tp * parallel.pp * parallel.cp * parallel.ep > 1:
-        raise ConfigError("[adapter] takes parallel.dp and zero; set parallel.tp, pp, cp and ep to 1")
+    if parallel.pp * parallel.cp * parallel.ep > 1:
+        raise ConfigError("[adapter] takes parallel.dp, zero and tp; set parallel.pp, cp and ep to 1")
+    if parallel.tp > 1 and recipe.adapter.base == "int8":
+        raise ConfigError("adapter.base = 'int8' takes parallel.dp and zero; set parallel.tp to 1")
     if recipe.adapter.base == "float" and open_checkpoint(recipe.initial).quantization is not None:
         raise ConfigError(
             f"initial = {recipe.initial} is quantized; set adapter.base = 'int8' to learn beside its integers, or give "

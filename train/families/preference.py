@@ -78,8 +78,6 @@ class RewardTraining(PreferenceTuning):
     """The decoder in `folder`, with a score in place of its head, on pairs of answers."""
 
     def __init__(self, folder: Path, recipe: RunRecipe, data: PreferenceData, progress: Progress) -> None:
-        if recipe.parallel.tp > 1:
-            raise ConfigError("parallel.tp is not for reward models; use parallel.dp, with parallel.zero")
         if recipe.adapter is not None:
             raise ConfigError("[adapter] is not for reward models, whose score has none; leave it out")
         if recipe.evaluation.prompts:

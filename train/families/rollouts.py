@@ -259,9 +259,16 @@ def _check_run(recipe: TrainRecipe) -> None:
             f"data.samples = 1 leaves {kind} no other answer to compare one with; set it to 2 or more, or use "
             "algorithm.kind = 'ppo'"
         )
-    if not recipe.parallel.is_plain:
+    parallel = recipe.parallel
+    if parallel.pp * parallel.cp * parallel.ep > 1 or parallel.sequence:
         raise ConfigError(
-            "data.kind = 'rollouts' takes data parallelism alone; set parallel.zero to 0, and tp, pp, cp and ep to 1"
+            "data.kind = 'rollouts' takes parallel.dp, zero and tp; set parallel.pp, cp and ep to 1 and "
+            "parallel.sequence to false"
+        )
+    if recipe.algorithm.kind == "draft" and not parallel.is_plain:
+        raise ConfigError(
+            "algorithm.kind = 'draft' takes data parallelism alone, since the model itself does not learn; set "
+            "parallel.zero to 0 and parallel.tp to 1"
         )
     if recipe.adapter is not None and recipe.adapter.base == "int8":
         raise ConfigError(

@@ -50,10 +50,11 @@ class MeshWorld(World):
 
     @property
     def data(self) -> World:
-        """Which share of the batch is this process's; processes that share a sample have the same."""
+        """Which share of the batch is this process's; processes that share a sample have the same, and sums are over
+        one of each."""
         size = self._size("replicate") * self._size("shard")
         rank = self._rank("replicate") * self._size("shard") + self._rank("shard")
-        return World(rank, size, self.device)
+        return World(rank, size, self.device, group=self.tokens)
 
     @property
     def speaks(self) -> bool:
@@ -164,8 +165,8 @@ def build_mesh(world: World, config: ParallelConfig) -> MeshWorld:
         experts = DeviceMesh(world.device.type, ranks, mesh_dim_names=("outer", "expert", *_INNER))
         expert_fsdp = _fsdp_mesh(experts, "outer", config)
     return MeshWorld(
-        world.rank, world.size, world.device, config.gradients, world.watch, mesh, config, fsdp,
-        tokens, copies, experts, expert_fsdp,
+        world.rank, world.size, world.device, config.gradients, world.watch, mesh=mesh, config=config, fsdp=fsdp,
+        tokens=tokens, copies=copies, experts=experts, expert_fsdp=expert_fsdp,
     )  # fmt: skip
 
 

@@ -50,6 +50,28 @@ class SplitLinear(nn.Linear):
         return F.linear(input, weight.to_local() if isinstance(weight, DTensor) else weight)
 
 
+class Columns(ColwiseParallel):
+    """A layer split by its outputs; of the small matrices beside it the first is in every process, the second split."""
+
+    def _partition_linear_fn(self, name: str, module: nn.Module, device_mesh: DeviceMesh) -> None:
+        _split(module, device_mesh, Replicate() if name == "lora_A" else Shard(0))
+
+
+class Rows(RowwiseParallel):
+    """A layer split by its inputs; of the small matrices beside it the first is split, the second in every process."""
+
+    def _partition_linear_fn(self, name: str, module: nn.Module, device_mesh: DeviceMesh) -> None:
+        _split(module, device_mesh, Replicate() if name == "lora_B" else Shard(1))
+
+
+def _split(module: nn.Module, mesh: DeviceMesh, placement: Shard | Replicate) -> None:
+    """Share the weight of `module` alone, and its bias where there are outputs to split."""
+    for name, parameter in list(module.named_parameters(recurse=False)):
+        part = placement if name == "weight" or placement == Shard(0) else Replicate()
+        made = distribute_tensor(parameter, mesh, [part])
+        module.register_parameter(name, nn.Parameter(made, requires_grad=parameter.requires_grad))
+
+
 def apply_tensor_parallel(
     model: nn.Module, mesh: DeviceMesh, *, sequence: bool = False, experts: DeviceMesh | None = None
 ) -> tuple[list[str], list[str]]:
@@ -96,10 +118,10 @@ def _split_layer(layer: DecoderLayer, mesh: DeviceMesh, between: Shard | Replica
         attention,
         mesh,
         {
-            "q_proj": ColwiseParallel(),
-            "k_proj": ColwiseParallel(),
-            "v_proj": ColwiseParallel(),
-            "o_proj": RowwiseParallel(output_layouts=between),
+            "q_proj": Columns(),
+            "k_proj": Columns(),
+            "v_proj": Columns(),
+            "o_proj": Rows(output_layouts=between),
         },
     )
     attention.register_forward_pre_hook(_arrived)
@@ -116,9 +138,9 @@ def _split_mlp(mlp: MLP, mesh: DeviceMesh, between: Shard | Replicate) -> None:
         mlp,
         mesh,
         {
-            "gate_proj": ColwiseParallel(),
-            "up_proj": ColwiseParallel(),
-            "down_proj": RowwiseParallel(output_layouts=between),
+            "gate_proj": Columns(),
+            "up_proj": Columns(),
+            "down_proj": Rows(output_layouts=between),
         },
     )
     mlp.register_forward_pre_hook(_arrived)

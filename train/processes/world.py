@@ -33,6 +33,7 @@ class World:
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     gradients: str = "float32"  # how they travel: see compressed.py
     watch: Watch | None = field(default=None, compare=False)
+    group: dist.ProcessGroup | None = field(default=None, compare=False)  # None: all processes
 
     @property
     def is_main(self) -> bool:
@@ -62,7 +63,7 @@ class World:
     def sum(self, values: torch.Tensor) -> torch.Tensor:
         """Sum `values` over all processes, in place."""
         if self.size > 1:
-            dist.all_reduce(values, dist.ReduceOp.SUM)
+            dist.all_reduce(values, dist.ReduceOp.SUM, group=self.group)
         return values
 
     def sum_tokens(self, values: torch.Tensor) -> torch.Tensor:

@@ -318,7 +318,7 @@ def test_a_function_that_fails_is_one_error(recipe: Path, tmp_path: Path, name: 
         (["prompts.sources=['nowhere']"], "prompts.sources: nowhere does not exist"),
         (["compile=true"], "compile = true is not for data.kind = 'rollouts'"),
         (["objective.label_smoothing=0.1"], r"\[objective\] is not for data.kind = 'rollouts'"),
-        (["parallel.zero=1"], "takes data parallelism alone"),
+        (["algorithm={kind='draft'}", "parallel.zero=1"], "algorithm.kind = 'draft' takes data parallelism alone"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_meant_is_one_error(recipe: Path, settings: list[str], says: str) -> None:

@@ -31,7 +31,7 @@ from penjing.train.recipe.load import load_train_recipe
 
 Outcome = tuple[dict[str, float], list[dict[str, Any]], dict[str, torch.Tensor]]
 # What the loop and the objectives say of a step, and not the clock.
-CLOCKED = ("_per_s", "step_s", "mfu", "io_wait", "memory", "recovered_s")
+CLOCKED = ("_per_s", "rollout_share", "step_s", "mfu", "io_wait", "memory", "recovered_s")
 
 
 def run(recipe: Path, settings: list[str], world: World, resume: str = "never", stop_after: int = 0) -> Outcome:

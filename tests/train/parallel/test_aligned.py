@@ -1,5 +1,5 @@
-"""Conversations, adapters, preferences, reward models and frozen parameters on meshes: each gives the losses, metrics,
-evaluation and weights of one process, and goes on in every bit where it was stopped."""
+"""Conversations, adapters, preferences, reward models, rollouts and frozen parameters on meshes: each gives the
+losses, metrics, evaluation and weights of one process, and goes on in every bit where it was stopped."""
 
 from __future__ import annotations
 
@@ -55,6 +55,16 @@ activations_every = 0
 every = 1
 tensorboard = false
 """
+ROLLOUTS = """
+[prompts]
+sources = ["{folder}/prompts.jsonl"]
+held_out = 0.2
+
+[reward]
+kind = "verifier"
+check = "regex"
+unended = "scored"
+"""
 # Of another reference: beside itself, a model that has not learnt yet prefers what rounding says.
 DPO = ["objective.kind=dpo", "objective.reference=other"]
 OBJECTIVES: dict[str, dict[str, Any]] = {
@@ -67,6 +77,12 @@ OBJECTIVES: dict[str, dict[str, Any]] = {
         "recipe": "preference.toml", "settings": [*DPO, "objective.sft=0.2", "adapter={rank=4}"],
     },
     "reward": {"recipe": "preference.toml", "settings": ["objective.kind=reward", "objective.centring=0.01"]},
+    "grpo": {"recipe": "rollouts.toml", "settings": ["algorithm={kind='grpo', kl=0.02, updates=2}"]},
+    "grpo, adapter": {
+        "recipe": "rollouts.toml", "settings": ["algorithm={kind='grpo', redraws=1}", "adapter={rank=4}"],
+    },
+    "ppo": {"recipe": "rollouts.toml", "settings": ["algorithm={kind='ppo', kl=0.05, updates=2}"]},
+    "distill": {"recipe": "rollouts.toml", "settings": ["algorithm={kind='distill', teacher='other'}"]},
 }  # fmt: skip
 MESHES = {mesh: f"parallel.{mesh.replace(' ', '=')}" for mesh in ("dp 2", "zero 3", "tp 2", "pp 2")}
 RESUMED = (
@@ -77,6 +93,8 @@ RESUMED = (
     "dpo on dp 2",
     "dpo on tp 2",
     "reward on zero 3",
+    "grpo on zero 3",
+    "grpo, adapter on tp 2",
 )
 # Parts of the names of what keeps every bit, in what is exported.
 _BESIDE = ("norm", "embed_tokens", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj")
@@ -85,6 +103,7 @@ STILL = {
     "adapter": _BESIDE,
     "adapter, int8": _BESIDE[:2],
     "dpo, adapter": _BESIDE[:2],
+    "grpo, adapter": _BESIDE[:2],
 }
 # What an objective is refused on is below.
 CASES: dict[str, dict[str, Any]] = {
@@ -94,11 +113,15 @@ CASES: dict[str, dict[str, Any]] = {
     for objective, meshes in {
         "chat": ("dp 2", "zero 3", "tp 2", "pp 2"),
         "chat, frozen": ("dp 2", "zero 3", "tp 2"),
-        "adapter": ("dp 2", "zero 3"),
+        "adapter": ("dp 2", "zero 3", "tp 2"),
         "adapter, int8": ("dp 2", "zero 3"),
         "dpo": ("dp 2", "zero 3", "tp 2"),
-        "dpo, adapter": ("zero 3",),
-        "reward": ("dp 2", "zero 3"),
+        "dpo, adapter": ("zero 3", "tp 2"),
+        "reward": ("dp 2", "zero 3", "tp 2"),
+        "grpo": ("dp 2", "zero 3", "tp 2"),
+        "grpo, adapter": ("zero 3", "tp 2"),
+        "ppo": ("dp 2", "zero 3", "tp 2"),
+        "distill": ("zero 3", "tp 2"),
     }.items()
     for mesh in meshes
 }  # fmt: skip
@@ -110,6 +133,12 @@ def prepare(folder: Path) -> None:
     write_tiny_checkpoint(folder / "other", seed=1)
     for kind in ("chat", "preference"):
         (folder / f"{kind}.toml").write_text(RECIPE.format(folder=folder, kind=kind))
+    rollouts = (RECIPE + ROLLOUTS).format(folder=folder, kind="rollouts")
+    begin, end = rollouts.index("sources"), rollouts.index("\n\n[optimizer]")
+    rollouts = rollouts[:begin] + "batch_size = 4\nsamples = 4\nmax_tokens = 4" + rollouts[end:]
+    (folder / "rollouts.toml").write_text(rollouts)
+    prompts = [{"prompt": f"Say {place}.", "answer": "[aeiou]"} for place in range(20)]
+    (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in prompts))
     chats, pairs = [], []
     for place in range(24):
         prompt = [{"role": "user", "content": f"{place} " * (1 + place % 4)}]
@@ -152,9 +181,9 @@ def test_a_run_that_was_stopped_goes_on_in_every_bit(aligned: dict[str, Any], na
 REFUSED = {
     "dpo": ("pp 2", "data.kind = 'preference' takes parallel.dp, zero and tp; set parallel.pp, cp and ep to 1"),
     "chat, frozen": ("pp 2", "freeze is not for pipelines; set parallel.pp = 1, or leave freeze out"),
-    "adapter": ("pp 2", "[adapter] takes parallel.dp and zero; set parallel.tp, pp, cp and ep to 1"),
-    "dpo, adapter": ("tp 2", "[adapter] takes parallel.dp and zero; set parallel.tp, pp, cp and ep to 1"),
-    "reward": ("tp 2", "parallel.tp is not for reward models; use parallel.dp, with parallel.zero"),
+    "adapter": ("pp 2", "[adapter] takes parallel.dp, zero and tp; set parallel.pp, cp and ep to 1"),
+    "adapter, int8": ("tp 2", "adapter.base = 'int8' takes parallel.dp and zero; set parallel.tp to 1"),
+    "grpo": ("pp 2", "data.kind = 'rollouts' takes parallel.dp, zero and tp; set parallel.pp, cp and ep to 1"),
 }
 
 
