@@ -59,7 +59,7 @@ PAGES = {
     "compress/report/run_page.py": "the page of a run",
     "compress/report/study_page.py": "the page of a sensitivity study",
     "compress/report/compare.py": "the page that compares runs",
-    "compress/search/page.py": "the page of a joint search",
+    "compress/report/search_page.py": "the page of a joint search",
     "curate/report.py": "the page of a corpus",
     "train/align/page.py": "the page of a run that learns from rewards",
     "train/search/page.py": "the page of a search for settings",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from penjing.compress.recipe import Recipe
@@ -40,6 +41,15 @@ class Changes(Protocol):
 
     def divergence(self, choice: Sequence[int]) -> float:
         """How far the answers of a combination are from those of the network as it is."""
+        ...
+
+    def healed(self, folder: Path, choice: Sequence[int], tasks: Tasks, progress: Progress) -> float:
+        """How far the answers of a checkpoint, with the bits of a combination, are from those of the network as it is.
+
+        Args:
+            folder: what the steps of `choice` made, all but the one that quantizes.
+            tasks: of its own, to keep what is costly.
+        """
         ...
 
     def clock(self, workload: Workload) -> Clock:

@@ -71,6 +71,7 @@ class DecoderTrials:
     unit = "nats"
 
     def __init__(self, recipe: Recipe, choices: Choices, family: Family, progress: Progress) -> None:
+        self.recipe, self.family = recipe, family
         self.folder, self.choices = recipe.model, choices
         self.config: DecoderConfig = open_checkpoint(recipe.model).config
         prune, quantize = only_step(recipe, Prune), only_step(recipe, Quantize)
@@ -90,11 +91,6 @@ class DecoderTrials:
         ]
         attention = self._attention(recipe, choices.windows)
         variables = (*layers, *bits, *attention)
-        if not variables:
-            raise ConfigError(
-                "space: there is nothing to choose; give widths such as [1.0, 0.75], layers=true, bits=[8, 4], or "
-                "windows such as [512]"
-            )
         places = {(each.name, each.kind): place for place, each in enumerate(variables)}
         self.of_layer = [
             OfLayer(*(places.get((f"model.layers.{index}", kind)) for kind in ("layer", "bits", "attention")))
@@ -158,11 +154,36 @@ class DecoderTrials:
         ]
         if not changed:
             return 0.0
-        hidden_WTE = self._entering[changed[0]].clone()
-        for index in range(changed[0], len(self._layers)):
+        return self._from_whole(self._logits(self._through(choice, changed[0])))
+
+    def healed(self, folder: Path, choice: Sequence[int], tasks: Tasks, progress: Progress) -> float:
+        """See `Changes`. The layers that stay are rounded anew, from what enters them in `folder`."""
+        quantize = tuple(step for step in self.recipe.steps if isinstance(step, Quantize))
+        recipe = self.recipe.model_copy(update={"model": folder, "steps": quantize})
+        made = DecoderTrials(recipe, Choices(widths=(WHOLE,), bits=self.choices.bits), self.family, progress)
+        made.prepare(tasks, progress)
+        own = [
+            choice[of.bits]
+            for of in self.of_layer
+            if of.bits is not None
+            and (of.width is None or self.space.variables[of.width].options[choice[of.width]] != GONE)
+        ]
+        return self._from_whole(made.logits(own))
+
+    @torch.no_grad()
+    def logits(self, choice: Sequence[int]) -> Sequence[Tensor]:
+        """(≤ ROWS, V) at a time, of the judged tokens of a combination."""
+        return self._logits(self._through(choice, 0))
+
+    def _through(self, choice: Sequence[int], first: int) -> Tensor:
+        hidden_WTE = self._entering[first].clone()
+        for index in range(first, len(self._layers)):
             self._run(index, choice, hidden_WTE)
+        return hidden_WTE
+
+    def _from_whole(self, found: Sequence[Tensor]) -> float:
         total, rows = 0.0, 0
-        for before_RV, logits_RV in zip(self._answers, self._logits(hidden_WTE), strict=True):
+        for before_RV, logits_RV in zip(self._answers, found, strict=True):
             after_RV = logits_RV.log_softmax(-1)
             total += float((before_RV.exp() * (before_RV - after_RV)).sum(dtype=torch.float64))
             rows += len(after_RV)

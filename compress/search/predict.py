@@ -14,7 +14,7 @@ grows with d, the front of the right side, a sum over single choices and pairs, 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -53,12 +53,22 @@ class Prediction:
 
     def of(self, choices: NDArray[np.integer]) -> NDArray[np.float64]:
         """The divergences of combinations (N, variables), (N,) in nats or squared errors."""
+        return np.maximum(self.total(choices), 0) ** (1 / self.power)
+
+    def total(self, choices: NDArray[np.integer]) -> NDArray[np.float64]:
+        """The same to the power p: the sum itself."""
         total = np.zeros(len(choices))
         for place, values in enumerate(self.singles):
             total += values[choices[:, place]]
         for (first, second), values in self.pairs.items():
             total += values[choices[:, first], choices[:, second]]
-        return np.maximum(total, 0) ** (1 / self.power)
+        return total
+
+    def scaled(self, factors: Sequence[float]) -> Prediction:
+        """With what each variable adds times a factor of its own, and what a pair adds times the mean of its two."""
+        singles = tuple(factor * values for factor, values in zip(factors, self.singles, strict=True))
+        pairs = {each: (factors[each[0]] + factors[each[1]]) / 2 * values for each, values in self.pairs.items()}
+        return replace(self, singles=singles, pairs=pairs)
 
 
 def fit(

@@ -72,6 +72,33 @@ class Workload(Config):
     rounds: int = Field(default=15, ge=3, le=1000, description="Times that everything is timed; medians count.")
 
 
+class Heal(Config):
+    """`[heal]`: some points of the front are made and trained as base's steps say, and a second round is chosen around
+    them by what healing forgave. They are judged by the same samples, which training may see; INT8 is calibrated."""
+
+    points: int = Field(
+        default=3,
+        ge=1,
+        le=100,
+        description="Points of the first front that are healed, spread over its costs. Each takes as long as the "
+        "steps of base that train; how long is said after the first.",
+    )
+    second: int = Field(
+        default=2,
+        ge=0,
+        le=100,
+        description="Further points, healed too, of the front that what was healed foretells; 0: no second round.",
+    )
+    uniform: bool = Field(
+        default=False,
+        description="Whether uniform choices are healed as well, and beside each the best within its cost, so that "
+        "they are compared after equal healing.",
+    )
+    steps: int | None = Field(
+        default=None, ge=1, description="Of each step of base that trains, such as 100; by default as base says."
+    )
+
+
 class JointRecipe(Config):
     """A joint search: how wide each group of channels, how many bits each layer, and of a decoder which layers stay and
     how far back each sees, chosen together. Single changes and some combinations are measured on the samples of the
@@ -113,6 +140,11 @@ class JointRecipe(Config):
     )
     points: int = Field(default=8, ge=2, le=200, description="Points of the front that become recipes.")
     seed: int = Field(default=0, ge=0, lt=2**31, description="Of the combinations.")
+    heal: Heal | None = Field(
+        default=None,
+        description="With this section points are healed, and recipes are written for those that nothing beats then; "
+        "without, recipes are those of the front before healing.",
+    )
     ray: RaySettings | None = Field(
         default=None, description="With this section combinations are measured on a Ray cluster; times are taken here."
     )

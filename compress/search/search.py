@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from importlib.metadata import version
 from itertools import product
 from pathlib import Path
@@ -16,16 +15,17 @@ from numpy.typing import NDArray
 
 from penjing.compress.families.base import family_at
 from penjing.compress.recipe import Recipe, load_recipe
+from penjing.compress.report.search_page import search_page
 from penjing.compress.search.base import Changes
 from penjing.compress.search.draw import near_front, scattered
-from penjing.compress.search.families import open_trials
-from penjing.compress.search.front import Front, Table, best_of, evenly_spread, pareto_front
+from penjing.compress.search.families import RayDivergences, open_trials
+from penjing.compress.search.front import Front, Table, evenly_spread, pareto_front
+from penjing.compress.search.heal import Healer, fit_recovery, left_out
 from penjing.compress.search.latency import Clock, fit_latency, time_network
-from penjing.compress.search.page import search_page
 from penjing.compress.search.points import point_recipe
-from penjing.compress.search.predict import Prediction, fit, spearman
-from penjing.compress.search.ray_divergences import RayDivergences
+from penjing.compress.search.predict import Prediction, fit
 from penjing.compress.search.recipe import JointRecipe
+from penjing.compress.search.result import SCHEMA, Choice, Kind, Measured, Row
 from penjing.compress.sensitivity.cells import Remaining, already_published
 from penjing.core.config import dump_toml, inline_toml, key_of, parse_config, read_recipe
 from penjing.core.errors import ConfigError
@@ -36,10 +36,7 @@ from penjing.core.recipes import check_stage
 from penjing.core.work import WorkFolder
 
 RESULT_FILE, PAGE_FILE = "search.json", "report.html"
-SCHEMA = 1
 NEAR_FRONT = 1 / 3  # of the combinations
-Kind = Literal["start", "single", "combination", "near the front", "uniform", "front"]
-Choice = tuple[int, ...]
 
 
 def run_joint_search(
@@ -53,7 +50,8 @@ def run_joint_search(
 
     Returns:
         The content of search.json: `variables` [{name, kind, options}], `rows` [{kind, choice, cost, share, divergence,
-        predicted}], `front` (numbers of rows, each with its `recipe`), `prediction`, `baselines`, and what made it.
+        predicted}], with healed, round and foretold where points were healed, `front` (numbers of rows, each with its
+        `recipe`), `prediction`, `baselines`, and what made it.
 
     Raises:
         ConfigError: a recipe is wrong, the space lacks the network as it is, the budget is below the cheapest choice.
@@ -77,12 +75,13 @@ def run_joint_search(
         progress.note(f"{search.output} is already done: kept (--force makes it again)")
         return done
     trials = open_trials(recipe, search.space, family, progress)
+    healer = Healer(search.heal, trials, values, recipe, family, progress) if search.heal is not None else None
     # Another cost, or other steps that heal, change no measurement: what was measured before a kill is kept then too.
     with WorkFolder(search.output, key_of(trials.decides, hashes, code)) as work:
         away = None
         if search.ray is not None:
             away = RayDivergences(search.ray, values, search.space, work.path)
-        run = _Search(search, trials, work, progress, away)
+        run = _Search(search, trials, work, progress, away, healer)
         result = run.run() | {
             "model": str(recipe.model),
             "base": str(search.base),
@@ -98,9 +97,10 @@ def run_joint_search(
                 steps = trials.point(values, row["choice"])
                 made = point_recipe(values, steps, search.output, entry["recipe"])
                 load_recipe(made)
+                after = f", {row['healed']:.4g} after the search's" if "healed" in row else ""
                 head = (
                     f"# {search.base} at {100 * row['share']:.1f} % of its {search.cost}, divergence "
-                    f"{row['divergence']:.4g} before healing.\n"
+                    f"{row['divergence']:.4g} before healing{after}.\n"
                 )
                 atomic_write_text(partial / entry["recipe"], head + dump_toml(made))
             atomic_write_text(partial / RESULT_FILE, json.dumps(result, indent=1) + "\n")
@@ -108,13 +108,6 @@ def run_joint_search(
         work.remove()
     progress.note(_said(result, search.output))
     return result
-
-
-@dataclass
-class _Row:
-    kind: Kind
-    choice: Choice
-    divergence: float
 
 
 class _Search:
@@ -125,16 +118,18 @@ class _Search:
         work: WorkFolder,
         progress: Progress,
         away: RayDivergences | None,
+        healer: Healer | None,
     ) -> None:
         self.search, self.trials, self.space, self.work, self.progress = search, trials, trials.space, work, progress
-        self.away = away
+        self.away, self.healer = away, healer
+        self.healing: dict[str, Any] = {}
         self.clock: Clock | None = None
         self.timing: dict[str, Any] = {}
         if search.cost == "latency":
             self.clock = trials.clock(search.workload)
             latency = fit_latency(self.space, self.clock, search.workload, search.seed, work, progress)
             self.space, self.timing = self.space.timed(latency.tables), latency.record | {"start": latency.start}
-        self.rows: dict[Choice, _Row] = {self.space.start: _Row("start", self.space.start, 0.0)}
+        self.rows: dict[Choice, Row] = {self.space.start: Row("start", self.space.start, 0.0)}
         self.whole = float(self._costs([self.space.start])[0])
         self.tables = self.space.tables(search.cost)
         self.cheapest = self._check_budget()
@@ -162,11 +157,109 @@ class _Search:
         prediction = self._fit([*first, *later])
         self._measure("uniform", uniform)
         front = self._front(prediction)
-        beside = [int((front.cost <= cost).sum()) - 1 for cost in self._costs(uniform) if cost >= front.cost[0]]
-        places = dict.fromkeys([*evenly_spread(front.cost, search.points), *beside])
-        chosen = [_choice(front.choices[place]) for place in places]
+        beside = self._beside(front, uniform)
+        spread = [_choice(front.choices[place]) for place in evenly_spread(front.cost, search.points)]
+        chosen = [*dict.fromkeys([*spread, *beside])]
         self._measure("front", chosen)
-        return self._result(prediction, front, chosen, uniform)
+        if self.healer is not None:
+            self._heal(self.healer, prediction, front, uniform)
+        held_out = [*dict.fromkeys([*chosen, *uniform])]
+        result = Measured(search, self.trials, self.rows, self._costs([*self.rows]), self._allowed)
+        return (
+            result.said(prediction, front, held_out, uniform)
+            | {"cheapest": self.cheapest}
+            | ({"healing": self.healing} if self.healer else {})
+            | ({"latency": self._timed(result, uniform)} if self.clock else {})
+        )
+
+    def _beside(self, front: Front, uniform: Sequence[Choice]) -> list[Choice]:
+        """The front's best within the cost of each uniform choice."""
+        places = [int((front.cost <= cost).sum()) - 1 for cost in self._costs(uniform) if cost >= front.cost[0]]
+        return [_choice(front.choices[place]) for place in places]
+
+    def _heal(self, healer: Healer, prediction: Prediction, front: Front, uniform: Sequence[Choice]) -> None:
+        """Heal points of the front, and then points of the front that these foretell."""
+        heal = self.search.heal
+        assert heal is not None
+        changed = front.choices.any(axis=1)
+        costs, choices = front.cost[changed], front.choices[changed]
+        within = [each for each in uniform if heal.uniform and self._allowed(self._costs([each]))[0]]
+        spread = [_choice(choices[place]) for place in evenly_spread(costs, heal.points)]
+        beside = [each for each in self._beside(front, within) if any(each)]
+        first = [*dict.fromkeys([*spread, *within, *beside])]
+        self._measure("front", first)
+        self._healed(healer, first, 1)
+        kinds = [each.kind for each in self.space.variables]
+        foretold = left_out(prediction, kinds, np.array(first), self._losses(first))
+        for choice, value in zip(first, foretold, strict=True):
+            self.rows[choice].foretold = None if np.isnan(value) else float(value)
+        recovery = fit_recovery(prediction, kinds, np.array(first), self._losses(first))
+        second: list[Choice] = []
+        if heal.second:
+            after = recovery.applied(prediction)
+            later = self._front(after)
+            second = [each for each in self._beside(later, within) if any(each) and each not in first]
+            known = {*first, self.space.start}
+            second += near_front(later.choices, self.space.sizes, heal.second, self.search.seed + 1, known)
+            second = [each for each in dict.fromkeys(second) if self._allowed(self._costs([each]))[0]]
+            self._measure("second round", second)
+            self._healed(healer, second, 2)
+            for choice, value in zip(second, after.of(np.array(second)) if second else [], strict=True):
+                self.rows[choice].foretold = float(value)
+            every = [*first, *second]
+            recovery = fit_recovery(prediction, kinds, np.array(every), self._losses(every))
+        self.healing = {
+            "steps": healer.trained,
+            "first": len(first),
+            "second": len(second),
+            "left": recovery.factors,
+            "power": prediction.power,
+        }
+
+    def _losses(self, choices: Sequence[Choice]) -> NDArray[np.float64]:
+        """After healing."""
+        return np.array([self.rows[each].healed for each in choices], np.float64)
+
+    def _healed(self, healer: Healer, choices: Sequence[Choice], number: Literal[1, 2]) -> None:
+        """Heal combinations that were measured; where there is nothing to train they are healed as they are."""
+        wanted = [each for each in choices if healer.changes(each)]
+        kept = sum(self.work.record(healer.name(each)) is not None for each in wanted)
+        steps = " + ".join(map(str, healer.trained))
+        self.progress.note(f"healing {len(wanted)} points with {steps} steps each; {kept} are kept from before")
+        left = Remaining(len(wanted))
+        for choice in choices:
+            row = self.rows[choice]
+            row.round = number
+            if choice not in wanted:
+                row.healed = row.divergence
+                continue
+            with left.timed(is_kept=self.work.record(healer.name(choice)) is not None):
+                row.healed = healer.divergence(choice, self.work)
+            self.progress.note(
+                f"{left.done} of {len(wanted)} healed: {row.divergence:.4g} → {row.healed:.4g} {self.trials.unit}, "
+                f"left {left}"
+            )
+
+    def _timed(self, found: Measured, uniform: Sequence[Choice]) -> dict[str, Any]:
+        """How long the front's points and the uniform choices take, none of which the sum was fitted to.
+
+        Returns:
+            What the sum is made of, with `points` [{row, seconds, predicted}] and `error`, the median of how far
+            predictions are from them.
+        """
+        assert self.clock is not None
+        fitted = {tuple(each["choice"]) for each in self.timing["fitted"]}
+        wanted = dict.fromkeys([*found.front, *(found.places[each] for each in uniform)])
+        places = [each for each in wanted if found.rows[each].choice not in fitted]
+        self.progress.start("timing the front", len(places))
+        points = []
+        for place in places:
+            timed = time_network(self.clock, found.rows[place].choice, self.search.workload, self.work)
+            seconds = timed["ratio"] * self.timing["start"]
+            points.append({"row": place, "seconds": seconds, "predicted": float(found.costs[place])})
+            self.progress.advance()
+        errors = [abs(each["predicted"] / each["seconds"] - 1) for each in points]
+        return self.timing | {"points": points, "error": median(errors) if errors else None}
 
     def _options(self) -> Iterable[tuple[int, int]]:
         for place, size in enumerate(self.space.sizes):
@@ -184,7 +277,7 @@ class _Search:
             with self.left.timed(is_kept=choice in self.rows or self.work.record(name) is not None):
                 if choice not in self.rows:
                     found = self.work.run(name, lambda own=choice: {"divergence": self.trials.divergence(own)}).result
-                    self.rows[choice] = _Row(kind, choice, found["divergence"])
+                    self.rows[choice] = Row(kind, choice, found["divergence"])
             self.progress.advance()
             self.progress.status(f"{self.left.done} measured, left {self.left}")
 
@@ -232,84 +325,6 @@ class _Search:
     def _costs(self, choices: Sequence[Choice]) -> NDArray[np.float64]:
         return self.space.costs(self.search.cost, np.array(choices).reshape(len(choices), -1))
 
-    def _result(
-        self, prediction: Prediction, front: Front, chosen: Sequence[Choice], uniform: Sequence[Choice]
-    ) -> dict[str, Any]:
-        choices = list(self.rows)
-        costs = self._costs(choices)
-        measured = np.array([row.divergence for row in self.rows.values()])
-        predicted = prediction.of(np.array(choices))
-        rows = [
-            {
-                "kind": row.kind,
-                "choice": list(row.choice),
-                "cost": float(cost),
-                "share": float(cost) / self.whole,
-                "divergence": row.divergence,
-                "predicted": float(guess),
-            }
-            for row, cost, guess in zip(self.rows.values(), costs, predicted, strict=True)
-        ]
-        places = {choice: place for place, choice in enumerate(choices)}
-        allowed = np.flatnonzero(self._allowed(costs))
-        allowed = allowed[allowed > 0]  # the first is the network as it is
-        best = allowed[best_of(costs[allowed], measured[allowed])]
-        shown = best[evenly_spread(costs[best], self.search.points)]
-        baselines = [places[each] for each in uniform]
-        held_out = np.array([places[choice] for choice in dict.fromkeys([*chosen, *uniform])])
-        return {
-            "schema_version": SCHEMA,
-            "cost": self.search.cost,
-            "whole": self.whole,
-            "cheapest": self.cheapest,
-            "samples": self.trials.count,
-            "unit": self.trials.unit,
-            "variables": [
-                {"name": each.name, "kind": each.kind, "options": list(each.options)} for each in self.space.variables
-            ],
-            "rows": rows,
-            "front": [{"row": int(row), "recipe": f"front-{number:02d}.toml"} for number, row in enumerate(shown, 1)],
-            "prediction": {
-                "power": prediction.power,
-                "ridge": prediction.ridge,
-                "rank": prediction.rank,
-                "plain_rank": prediction.plain_rank,
-                "measured_rank": spearman(predicted[held_out], measured[held_out]),
-                "points": len(front),
-                "exact": front.exact,
-            },
-            "baselines": [
-                {"row": place, "best": _best_within(costs, measured, float(costs[place]))} for place in baselines
-            ],
-            **({"latency": self._timed(rows, [int(row) for row in shown], baselines)} if self.clock else {}),
-        }
-
-    def _timed(self, rows: list[dict[str, Any]], front: list[int], uniform: list[int]) -> dict[str, Any]:
-        """How long the front's points and the uniform choices take, none of which the sum was fitted to.
-
-        Returns:
-            What the sum is made of, with `points` [{row, seconds, predicted}] and `error`, the median of how far
-            predictions are from them.
-        """
-        assert self.clock is not None
-        fitted = {tuple(each["choice"]) for each in self.timing["fitted"]}
-        places = [each for each in dict.fromkeys([*front, *uniform]) if tuple(rows[each]["choice"]) not in fitted]
-        self.progress.start("timing the front", len(places))
-        points = []
-        for place in places:
-            found = time_network(self.clock, tuple(rows[place]["choice"]), self.search.workload, self.work)
-            seconds = found["ratio"] * self.timing["start"]
-            points.append({"row": place, "seconds": seconds, "predicted": rows[place]["cost"]})
-            self.progress.advance()
-        errors = [abs(each["predicted"] / each["seconds"] - 1) for each in points]
-        return self.timing | {"points": points, "error": median(errors) if errors else None}
-
-
-def _best_within(costs: NDArray[np.float64], measured: NDArray[np.float64], most: float) -> int:
-    """The row that loses least of those that cost no more."""
-    within = [place for place, cost in enumerate(costs) if cost <= most * (1 + 1e-12)]
-    return min(within, key=lambda place: (measured[place], costs[place]))
-
 
 def _changed(choice: Choice, place: int, option: int) -> Choice:
     return (*choice[:place], option, *choice[place + 1 :])
@@ -341,9 +356,13 @@ def _check_held_out(recipe: Recipe, base: Path) -> None:
 def _said(result: dict[str, Any], output: Path) -> str:
     cheapest = result["rows"][result["front"][0]["row"]]
     dearest = result["rows"][result["front"][-1]["row"]]
+    healed = ""
+    if (healing := result.get("healing")) is not None:
+        healed = f"{healing['first']} + {healing['second']} points were healed; "
     return (
         f"{len(result['front'])} recipes in {output}, from {100 * cheapest['share']:.1f} to "
         f"{100 * dearest['share']:.1f} % of the {result['cost']}; predictions rank left-out combinations with a "
         f"correlation of {result['prediction']['rank']:.2f} (plain sums {result['prediction']['plain_rank']:.2f}); "
+        f"{healed}"
         f"next: penjing compress {output / result['front'][0]['recipe']}"
     )

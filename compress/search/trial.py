@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from glob import escape
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -149,13 +150,20 @@ class Trials:
         if not any(choice):
             return 0.0
         try:
-            network = self._made(choice)
-            total = 0.0
-            with torch.no_grad():
-                for inputs, before in zip(self.judged.inputs(), self._answers, strict=True):
-                    total += float(self._apart(before, self._answered(network, inputs)).double().sum())
+            return self._from_whole(self._made(choice))
         finally:
             self._restore()
+
+    def healed(self, folder: Path, choice: Sequence[int], tasks: Tasks, progress: Progress) -> float:
+        """See `Changes`."""
+        model = self.family.need("pruner", "pruned").open(folder, (), (), progress).network()
+        return self._from_whole(self._rounded(self._as_graph(folder, model), choice))
+
+    def _from_whole(self, network: Network) -> float:
+        total = 0.0
+        with torch.no_grad():
+            for inputs, before in zip(self.judged.inputs(), self._answers, strict=True):
+                total += float(self._apart(before, self._answered(network, inputs)).double().sum())
         mean = total / self.judged.count if self.traced.config.batched else total / len(self.judged.batches)
         return min(max(mean, 0.0), LARGEST_LOSS) if np.isfinite(mean) else LARGEST_LOSS
 
@@ -170,14 +178,18 @@ class Trials:
             mask(self.model, selection)
             if self.refreshes:
                 reestimate_graph(self.traced.module, self.seen.inputs())
+        return self._rounded(self.traced, choice)
+
+    def _rounded(self, network: Network, choice: Sequence[int]) -> Network:
+        """With the bits of a combination, calibrated."""
         floating = self.space.floating(choice)
         if self.settings is None or len(floating) == sum(each.kind == "bits" for each in self._variables):
-            return self.traced
+            return network
         keep = (*self.settings.keep, *map(escape, floating))
-        made, settings = ready(self.traced, self.settings.model_copy(update={"keep": keep}), self.seen)
-        network = place_quantizers(made.copy(), settings)
-        prepare_graph(network, made, settings, self.seen)
-        return network
+        made, settings = ready(network, self.settings.model_copy(update={"keep": keep}), self.seen)
+        rounded = place_quantizers(made.copy(), settings)
+        prepare_graph(rounded, made, settings, self.seen)
+        return rounded
 
     def _restore(self) -> None:
         with torch.no_grad():

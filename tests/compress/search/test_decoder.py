@@ -17,6 +17,7 @@ from penjing.compress.recipe import Recipe, load_recipe
 from penjing.compress.run import run_recipe
 from penjing.compress.search import latency
 from penjing.compress.search.decoder import STRIDE, DecoderTrials
+from penjing.compress.search.families import open_trials
 from penjing.compress.search.latency import TimedLayer, clock_of, fit_latency, fit_nonnegative
 from penjing.compress.search.points import decoder_steps, point_recipe
 from penjing.compress.search.recipe import Choices, Workload
@@ -61,7 +62,8 @@ def base(model: Path, output: Path, **quantize: Any) -> dict[str, Any]:
 
 def opened(values: dict[str, Any], folder: Path, **choices: Any) -> DecoderTrials:
     recipe: Recipe = load_recipe(values)
-    trials = DecoderTrials(recipe, Choices(**(ALL | choices)), family_at(recipe.model), Silent())
+    trials = open_trials(recipe, Choices(**(ALL | choices)), family_at(recipe.model), Silent())
+    assert isinstance(trials, DecoderTrials)
     folder.mkdir(exist_ok=True)
     trials.prepare(Tasks(folder), Silent())
     return trials

@@ -19,8 +19,25 @@ the network as it is ({{ result.unit }}), beside {{ costs[result.cost] }}.</p>
 changes have {{ "%.3f" | format(result.prediction.plain_rank) }}. On the front's points and the uniform choices, which
 were measured afterwards, it is {{ "%.3f" | format(result.prediction.measured_rank) }}. Its whole front has
 {{ result.prediction.points }} points, found {{ "exactly" if result.prediction.exact else "up to thinning" }}.</p>
+{% if healing %}<h2>Healed points</h2>
+<p>{{ healing.first }} points were made and trained ({{ healing.steps | join(" + ") }} steps), then {{ healing.second }}
+more of the front that these foretell. Of what changes cost before, training leaves
+{% for kind, factor in healing.left.items() %}{{ percent(factor ** (1 / healing.power)) }} of {{ KINDS[kind] }}
+{{- ", " if not loop.last }}{% endfor %}, as far as so few points can tell.
+{%- if result.prediction.healed_rank is not none %} What was foretold of a point, by the others of the first round and
+in the second by the first, ranks them with a correlation of
+{{ "%.3f" | format(result.prediction.healed_rank) }}.{% endif %}
+Recipes are those that no other healed point beats in both.</p>
+<div class="wide"><table><tr><th>{{ result.cost }}</th><th>round</th><th>before healing</th><th>healed</th>
+<th>foretold</th><th>recipe</th></tr>
+{% for row in healed %}<tr><td>{{ percent(row.share) }}</td>
+<td>{{ row.round }}{{ ", uniform" if is_uniform(row) }}</td>
+<td>{{ number(row.divergence) }}</td><td>{{ number(row.healed) }}</td>
+<td>{{ "" if row.foretold is none else number(row.foretold) }}</td><td>{{ recipe_of(row) }}</td></tr>
+{% endfor %}</table></div>{% endif %}
 <h2>The front, as recipes</h2>
-<div class="wide"><table><tr><th>recipe</th><th>{{ result.cost }}</th><th>measured</th><th>predicted</th>
+<div class="wide"><table><tr><th>recipe</th><th>{{ result.cost }}</th>
+<th>{{ "before healing" if healing else "measured" }}</th><th>predicted</th>{% if healing %}<th>healed</th>{% endif %}
 {% for each in columns %}<th>{{ each }}</th>{% endfor %}</tr>
 {% for entry in result.front %}<tr><td><code>{{ entry.recipe }}</code></td>{{ cells(entry.row) }}</tr>
 {% endfor %}</table></div>
@@ -28,13 +45,17 @@ were measured afterwards, it is {{ "%.3f" | format(result.prediction.measured_ra
 <p>All groups at one width, all layers at one number of bits{{ " and one window" if windows }}; beside each the best
 that costs no more.</p>
 <table><tr><th>{{ result.cost }}</th><th>widths</th><th>bits</th>{% if windows %}<th>sees</th>{% endif %}
-<th>uniform</th><th>best</th><th>at</th></tr>
+<th>uniform</th><th>best</th><th>at</th>{% if healing %}<th>uniform, healed</th><th>best, healed</th>
+<th>at</th>{% endif %}</tr>
 {% for each in result.baselines %}<tr><td>{{ percent(rows[each.row].share) }}</td>
 <td>{{ option(each.row, "width", "layer") }}</td><td>{{ option(each.row, "bits") }}</td>
 {% if windows %}<td>{{ option(each.row, "attention") }}</td>{% endif %}
 <td>{{ number(rows[each.row].divergence) }}</td>
 {% if each.best != each.row %}<td>{{ number(rows[each.best].divergence) }}</td>
-<td>{{ percent(rows[each.best].share) }}</td>{% else %}<td colspan="2">itself</td>{% endif %}</tr>
+<td>{{ percent(rows[each.best].share) }}</td>{% else %}<td colspan="2">itself</td>{% endif %}
+{% if each.healed is defined %}<td>{{ number(rows[each.row].healed) }}</td>
+{% if each.healed != each.row %}<td>{{ number(rows[each.healed].healed) }}</td>
+<td>{{ percent(rows[each.healed].share) }}</td>{% else %}<td colspan="2">itself</td>{% endif %}{% endif %}</tr>
 {% endfor %}</table>
 <h2>What each choice costs alone</h2>
 <div class="wide"><table><tr><th>choice</th><th>option</th><th>{{ result.cost }} saved</th><th>divergence</th></tr>
@@ -70,8 +91,9 @@ COSTS = {
     "bytes": "bytes of the weights of convolutions and linear layers",
     "latency": "milliseconds that the engine takes, as a fitted sum predicts them",
 }
+KINDS = {"width": "widths", "bits": "bits", "layer": "layers and their widths", "attention": "attention"}
 ROW_CELLS = """<td>{{ share }}</td><td>{{ measured }}</td><td>{{ predicted }}</td>
-{% for each in options %}<td>{{ each }}</td>{% endfor %}"""
+{% if healed is not none %}<td>{{ healed }}</td>{% endif %}{% for each in options %}<td>{{ each }}</td>{% endfor %}"""
 MOST_COLUMNS = 24  # choices; where there are more, a row names those that are not the network as it is
 SMALLEST = 1e-6  # what is below is drawn there, for a logarithm has no zero
 
@@ -97,6 +119,7 @@ def search_page(result: dict[str, Any]) -> str:
                 share=_percent(row["share"]),
                 measured=_number(row["divergence"]),
                 predicted=_number(row["predicted"]),
+                healed=_number(row["healed"]) if "healed" in row else None,
                 options=options,
             )
         )
@@ -108,9 +131,15 @@ def search_page(result: dict[str, Any]) -> str:
         ]
         return ", ".join(dict.fromkeys(found))
 
+    recipes = {tuple(result["rows"][entry["row"]]["choice"]): entry["recipe"] for entry in result["front"]}
     values = {
         "result": result,
         "rows": result["rows"],
+        "healing": result.get("healing"),
+        "healed": sorted((row for row in result["rows"] if "healed" in row), key=lambda row: row["cost"]),
+        "recipe_of": lambda row: recipes.get(tuple(row["choice"]), ""),
+        "is_uniform": lambda row: any(result["rows"][each["row"]] is row for each in result["baselines"]),
+        "KINDS": KINDS,
         "costs": COSTS,
         "cells": cells,
         "windows": any(each["kind"] == "attention" for each in result["variables"]),
@@ -167,6 +196,7 @@ def _draw_front(axes: Axes, result: dict[str, Any]) -> None:
     """Every combination, the uniform ones apart, and the measured front as a line."""
     rows = result["rows"]
     front = [rows[entry["row"]] for entry in result["front"]]
+    healed = [row for row in rows if "healed" in row]
     uniform = [rows[entry["row"]] for entry in result["baselines"]]
     for of, color, size, label in (
         (rows, BEFORE, 3, "measured"),
@@ -176,6 +206,9 @@ def _draw_front(axes: Axes, result: dict[str, Any]) -> None:
         shares, losses = [100 * row["share"] for row in of], [max(row["divergence"], SMALLEST) for row in of]
         axes.plot(shares, losses, "o", markersize=size, color=color, label=label)
     axes.plot([100 * row["share"] for row in front], [max(row["divergence"], SMALLEST) for row in front], color=AFTER)
+    if healed:
+        shares = [100 * row["share"] for row in healed]
+        axes.plot(shares, [max(row["healed"], SMALLEST) for row in healed], "*", color=OTHERS[1], label="healed")
     axes.set_yscale("log")
     axes.set_xlabel(f"{result['cost']}, % of the network")
     axes.set_ylabel(f"divergence, {result['unit']}")
@@ -184,7 +217,11 @@ def _draw_front(axes: Axes, result: dict[str, Any]) -> None:
 
 def _draw_ranks(axes: Axes, result: dict[str, Any]) -> None:
     """What was predicted beside what was measured, of all but the network as it is."""
-    groups = {"fitted": ("combination", "near the front"), "single": ("single",), "after it": ("uniform", "front")}
+    groups = {
+        "fitted": ("combination", "near the front"),
+        "single": ("single",),
+        "after it": ("uniform", "front", "second round"),
+    }
     for (label, kinds), color in zip(groups.items(), (BEFORE, OTHERS[0], AFTER), strict=True):
         own = [row for row in result["rows"] if row["kind"] in kinds]
         pairs = [(max(row["predicted"], SMALLEST), max(row["divergence"], SMALLEST)) for row in own]
