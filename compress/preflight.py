@@ -13,6 +13,7 @@ from penjing.compress.measure.answers import CHOICES, PROMPTS
 from penjing.compress.measure.cost import sizes_of
 from penjing.compress.plan import Planned, plan
 from penjing.compress.recipe import Recipe
+from penjing.compress.samples.own import OWN
 from penjing.compress.samples.text import CALIBRATE, EVALUATE
 from penjing.compress.steps.base import Context
 from penjing.core.errors import ConfigError, SetupError
@@ -55,7 +56,7 @@ def input_hashes(recipe: Recipe, context: Context) -> dict[str, dict[str, str]]:
 
 def _own_texts(recipe: Recipe) -> dict[str, dict[str, str]]:
     named = {
-        CALIBRATE: recipe.data.calibrate,
+        CALIBRATE: tuple(path for path in recipe.data.calibrate if str(path) != OWN),  # follows from the model
         EVALUATE: tuple(recipe.evaluate.own.values()),
         PROMPTS: recipe.measure.prompts,
         CHOICES: recipe.measure.choices,

@@ -16,6 +16,7 @@ from typing import Any
 from penjing.compress.measure.evaluate import Quality, quality_from_json
 from penjing.compress.plan import Planned
 from penjing.compress.recipe import Recipe
+from penjing.compress.samples.own import OWN
 from penjing.compress.samples.text import CALIBRATE, EVALUATE
 from penjing.compress.steps.base import Context
 from penjing.core.config import key_of
@@ -101,6 +102,8 @@ class Results:
             parts += [self.recipe.data.model_dump(mode="json"), self.hashes.get(CALIBRATE)]
         elif self.recipe.data.source is not None:  # what is trained on
             parts += [self.recipe.data.source_settings(), self.recipe.data.held_out, self.hashes.get(CALIBRATE)]
+        if OWN in step.decides().get("sources", ()):
+            parts.append(self.recipe.data.own_texts.model_dump(mode="json"))
         return key_of(*parts)
 
     def _quality(self, name: str, folder: Path) -> Quality:

@@ -92,6 +92,18 @@ def verify(folder: Path) -> Manifest:
     return manifest
 
 
+def identity(folder: Path) -> dict[str, str]:
+    """What tells one checkpoint from another: the hashes in its manifest, or of its files where it has none.
+
+    Raises:
+        InputError: there is no checkpoint.
+    """
+    read_json_object(folder / "config.json")
+    if (folder / MANIFEST_NAME).is_file():
+        return read_manifest(folder).sha256
+    return {path.name: sha256_file(path) for path in sorted(folder.iterdir()) if path.is_file()}
+
+
 def check_inside(path: Path, name: str) -> None:
     """Refuse a file name, read from `path`, that would lead out of its folder.
 

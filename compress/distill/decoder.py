@@ -8,7 +8,7 @@ from torch import nn
 
 from penjing.compress.decoder.check import refuse_experts
 from penjing.compress.distill.cache import Answer, TeacherCache
-from penjing.compress.distill.networks import check_decoder, decoder, identity
+from penjing.compress.distill.networks import check_decoder, decoder
 from penjing.compress.distill.objective import Distillation, DistillWeights, Teacher
 from penjing.compress.distill.task import Distilled
 from penjing.compress.distill.training import Training, TrainingSettings, unused
@@ -16,6 +16,7 @@ from penjing.compress.samples.data import DataSettings
 from penjing.core.cache import cache_dir
 from penjing.core.checkpoint.decoder import Checkpoint, open_checkpoint
 from penjing.core.errors import ConfigError
+from penjing.core.manifest import identity
 from penjing.core.models.config import DecoderConfig
 from penjing.core.progress import Progress
 from penjing.train.families.base import Task

@@ -12,8 +12,7 @@ from torch import nn
 from penjing.core.checkpoint.classifier import classifier_skeleton, load_classifier
 from penjing.core.checkpoint.decoder import Checkpoint, open_checkpoint
 from penjing.core.errors import InputError
-from penjing.core.files import sha256_file
-from penjing.core.manifest import MANIFEST_NAME, read_json_object, read_manifest
+from penjing.core.manifest import read_json_object
 from penjing.core.models.decoder import Decoder
 from penjing.train.state.initial import checkpoint_weights, fill_weights
 from penjing.train.state.state import check_finite
@@ -102,15 +101,3 @@ def _kind(name: str) -> str:
 
 def _depth(modules: Iterable[tuple[str, nn.Module]]) -> int:
     return sum(1 for name, _ in modules if re.fullmatch(r"(blocks|model\.layers)\.\d+", name))
-
-
-def identity(folder: Path) -> dict[str, str]:
-    """What tells one checkpoint from another: the hashes in its manifest, or of its files where it has none.
-
-    Raises:
-        InputError: there is no checkpoint.
-    """
-    read_json_object(folder / "config.json")
-    if (folder / MANIFEST_NAME).is_file():
-        return read_manifest(folder).sha256
-    return {path.name: sha256_file(path) for path in sorted(folder.iterdir()) if path.is_file()}

@@ -13,13 +13,13 @@ from typing import Any, Literal
 from pydantic import Field
 from torch import nn
 
-from penjing.compress.distill.networks import identity
 from penjing.compress.distill.objective import Distillation, DistillWeights, Teacher
 from penjing.compress.distill.task import Distilled
 from penjing.compress.samples.data import DataSettings
+from penjing.compress.samples.own import OWN, own_texts
 from penjing.core.config import Config
 from penjing.core.files import atomic_write_text, writing
-from penjing.core.manifest import MANIFEST_NAME, read_manifest
+from penjing.core.manifest import MANIFEST_NAME, identity, read_manifest
 from penjing.core.models.config import DecoderConfig
 from penjing.core.models.resnet_config import ResNetConfig
 from penjing.core.progress import Progress
@@ -38,6 +38,7 @@ from penjing.train.recipe.recipe import CheckpointConfig, EvaluationConfig, Memo
 from penjing.train.run import train_task
 
 _KEY, _TRAINED, _RUN = "step.json", "trained", "run"
+WRITER = "writer"
 
 
 class TrainingSettings(Config):
@@ -66,7 +67,9 @@ class TrainingSettings(Config):
         default=None, ge=0, description="Held-out samples at the end; none given: 10 000 images or 256 sequences."
     )
     sources: tuple[str, ...] = Field(
-        default=(), description="Text of a decoder: folders, files, builtin:calibration, builtin:prose, builtin:code."
+        default=(),
+        description="Text of a decoder: folders, files, builtin:calibration, builtin:prose, builtin:code, and "
+        "builtin:own, texts that its teacher (else the recipe's model) writes, as [data.own_texts] says.",
     )
     sequence_length: int = Field(default=256, gt=0, description="Tokens of a sample, of a decoder.")
     document_mask: bool = Field(default=False, description="Keep attention inside each document, of a decoder.")
@@ -128,7 +131,7 @@ def train_checkpoint(
         work: a folder for this step alone: the run's checkpoints and metrics. After a kill, the same call goes on from
             there to the same result; for another step or other checkpoints it starts empty.
         wrap: (task of the checkpoint's own, recipe of the run) → the task that is trained.
-        names: the checkpoints that the step reads, by role.
+        names: the checkpoints that the step reads, by role; the "writer" writes where "builtin:own" is a source.
 
     Returns:
         A JSON record: settings, checkpoints, data, losses, evaluation, seconds.
@@ -138,6 +141,8 @@ def train_checkpoint(
     """
     began = time.perf_counter()
     recipe = run_recipe_of(source, step, training, data, work)
+    if WRITER in names:
+        recipe = _with_own_texts(recipe, own_texts(names[WRITER], data.own_texts, progress))
     _claim(work, step, data, names, progress)
     check_kept(work / _TRAINED)
     if not (work / _TRAINED / MANIFEST_NAME).is_file():
@@ -163,6 +168,17 @@ def train_checkpoint(
         "evaluation": read_manifest(partial).created_by["evaluation"],
         "seconds": time.perf_counter() - began,
     }
+
+
+def writer_of(step: TrainingSettings, model: Path) -> dict[str, Path]:
+    """The role of `model` for `train_checkpoint`, where the step learns from text that a model writes."""
+    return {WRITER: model} if OWN in step.sources else {}
+
+
+def _with_own_texts(recipe: RunRecipe, folder: Path) -> RunRecipe:
+    assert isinstance(recipe.data, TextData)
+    sources = tuple(str(folder) if source == OWN else source for source in recipe.data.sources)
+    return recipe.model_copy(update={"data": recipe.data.model_copy(update={"sources": sources})})
 
 
 def run_recipe_of(
@@ -223,6 +239,8 @@ def unused(step: TrainingSettings, names: set[str]) -> list[str]:
 def _claim(work: Path, step: TrainingSettings, data: DataSettings, names: dict[str, Path], progress: Progress) -> None:
     """Make `work` the folder of this step on these checkpoints: what another left there goes."""
     facts = {"step": step.model_dump(mode="json"), **{role: identity(folder) for role, folder in names.items()}}
+    if WRITER in names:
+        facts["own_texts"] = data.own_texts.model_dump(mode="json")
     if data.source is not None:
         facts |= {"data": data.source_settings() | {"held_out": data.held_out}}
     key = json.dumps(facts, sort_keys=True) + "\n"

@@ -25,7 +25,7 @@ from penjing.compress.decoder.stream import EMBEDDING
 from penjing.compress.distill.decoder import TRAINING
 from penjing.compress.distill.objective import DistillWeights
 from penjing.compress.distill.task import WrappedTask
-from penjing.compress.distill.training import TrainingSettings, run_recipe_of, taught, train_checkpoint
+from penjing.compress.distill.training import TrainingSettings, run_recipe_of, taught, train_checkpoint, writer_of
 from penjing.compress.quantize.bits import FLOAT_BITS, STORED_BITS, kept_by_budget
 from penjing.compress.samples.data import DataSettings, check_window, token_samples
 from penjing.core.artifact.decoder import quantization_config
@@ -136,7 +136,7 @@ def quantize(
             learning = taught(task, run, TRAINING, floating, teacher, step, step.distill, step.temperature)
             return Int8Task(learning, floating, calibrated, settings)
 
-        names = {"student": floating, "calibrated": calibrated, "teacher": teacher}
+        names = {"student": floating, "calibrated": calibrated, "teacher": teacher} | writer_of(step, teacher)
         facts["training"] = train_checkpoint(floating, partial, step, TRAINING, data, scratch, progress, wrap, names)
         if (calibrated / FILE).exists():  # what was learnt is in the same basis
             _take(calibrated / FILE, partial / FILE)

@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from pydantic import Field, model_validator
 from torch import Tensor, nn
 
+from penjing.compress.samples.own import OWN, OwnTexts, own_texts
 from penjing.compress.samples.retrieval import calibration_paragraphs, own_paragraphs
 from penjing.compress.samples.text import decoder_windows
 from penjing.core.checkpoint.classifier import ClassifierConfig, classifier_config
@@ -52,11 +53,13 @@ class DataSettings(TrainingSource):
     calibrate: tuple[Path, ...] = Field(
         default=(),
         description="Your own text, for a decoder or a text encoder: UTF-8 files, folders of them, and .jsonl files, "
-        'each line of which has "text", or, for a decoder, "messages" that its chat template writes.',
+        'each line of which has "text", or, for a decoder, "messages" that its chat template writes; and '
+        '"builtin:own", texts that the decoder writes itself.',
     )
     own: float = Field(
         default=0.5, gt=0, le=1, description="Share of the windows or paragraphs that are your own text."
     )
+    own_texts: OwnTexts = Field(default=OwnTexts(), description='What a decoder writes for "builtin:own".')
     batch_windows: int = Field(default=4, ge=1, description="Windows that run at a time.")
     texts: int = Field(default=128, ge=8, description="Paragraphs, for a text encoder.")
 
@@ -154,17 +157,16 @@ def image_samples(folder: Path, settings: DataSettings, progress: Progress) -> I
     return ImageData(images, config.mean, config.std, settings.batch_images)
 
 
-def token_samples(folder: Path, settings: DataSettings, _: Progress) -> TokenData:
-    """Calibration text in the tokens of the decoder in `folder`.
+def token_samples(folder: Path, settings: DataSettings, progress: Progress) -> TokenData:
+    """Calibration text in the tokens of the decoder in `folder`, which writes its own where that is named.
 
     Raises:
         ConfigError: windows longer than the decoder's context.
         InputError: the checkpoint is damaged, or there is less text than asked for.
     """
     check_window(folder, settings)
-    windows_WT = decoder_windows(
-        folder, settings.tokens, settings.window, settings.code, settings.calibrate, settings.own
-    )
+    own = [own_texts(folder, settings.own_texts, progress) if str(path) == OWN else path for path in settings.calibrate]
+    windows_WT = decoder_windows(folder, settings.tokens, settings.window, settings.code, own, settings.own)
     return TokenData(windows_WT, settings.batch_windows)
 
 
@@ -172,8 +174,11 @@ def text_samples(folder: Path, settings: DataSettings, _: Progress) -> TextSampl
     """Calibration paragraphs in the tokens of the text encoder in `folder`, a share of them the user's own.
 
     Raises:
+        ConfigError: text of its own is asked for.
         InputError: the checkpoint is damaged, a file cannot be read, or there are fewer paragraphs than asked for.
     """
+    if OWN in map(str, settings.calibrate):
+        raise ConfigError(f"data.calibrate: {OWN} is for decoders; {folder} is a text encoder, which writes nothing")
     tokenizer, own = TextTokenizer(folder, encoder_config(folder)), list[str]()
     if settings.calibrate:
         own = own_paragraphs(settings.calibrate, max(1, round(settings.own * settings.texts)))

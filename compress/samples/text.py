@@ -37,7 +37,7 @@ def decoder_windows(
         parts.append(spread(documents.tokens(own, CALIBRATE), max(1, round(share * left)), window))
     if documents.template is not None:
         tokens = _conversations(documents)
-        count = min(round(CHAT * left), len(tokens) // window)
+        count = min(round(CHAT * left), left - sum(map(len, parts)), len(tokens) // window)
         parts.append(torch.tensor(tokens[: count * window], dtype=torch.int64).view(-1, window))
     left -= sum(map(len, parts))
     if left:

@@ -11,7 +11,7 @@ from penjing.compress.distill.features import AttentionRelations, HiddenStates
 from penjing.compress.distill.graph import LossName
 from penjing.compress.distill.objective import Distillation, DistillWeights, Matcher, Teacher
 from penjing.compress.distill.task import Distilled
-from penjing.compress.distill.training import Training, TrainingSettings, run_recipe_of, train_checkpoint
+from penjing.compress.distill.training import Training, TrainingSettings, run_recipe_of, train_checkpoint, writer_of
 from penjing.compress.families.base import Needs
 from penjing.compress.steps.base import Context, Step
 from penjing.core.errors import ConfigError
@@ -187,5 +187,6 @@ class Distill(TrainedStep):
 def _trained(
     places: Places, step: TrainedStep, training: Training, wrap: Any, names: dict[str, Path], context: Context
 ) -> dict[str, Any]:
+    names = names | writer_of(step, step.teacher_of(context.model) or context.model)
     paths = places.source, places.partial
     return train_checkpoint(*paths, step, training, context.data, places.scratch, context.progress, wrap, names)

@@ -43,6 +43,14 @@ def test_own_text_takes_its_share(tiny_checkpoint: Path, tmp_path: Path) -> None
         decoder_windows(tiny_checkpoint, 512, 64, 0.25, (path,), 0.25)
 
 
+def test_own_text_alone_leaves_no_room_for_a_conversation(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    path = tmp_path / "own.txt"
+    path.write_text("zebra " * 4000)
+    windows = decoder_windows(tiny_checkpoint, 768, 64, 0.25, (path,), 1.0)
+    assert windows.shape == (12, 64)
+    assert all("zebra zebra" in Tokenizer.from_folder(tiny_checkpoint).decode(row.tolist()) for row in windows)
+
+
 def test_windows_are_spread_over_the_text() -> None:
     assert spread(list(range(105)), 3, 10)[:, 0].tolist() == [0, 30, 60]
     assert len(spread(list(range(35)), 8, 10)) == 3
