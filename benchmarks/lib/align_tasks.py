@@ -4,7 +4,7 @@ Answers are a few tokens long and prompts a dozen, by a template without the sys
 are written as "3+4=?", and only the number is wanted. The model that starts has learnt that form from a few sums of
 larger numbers, "14+5=?" and "19"; one that had learnt it by saying numbers again, "7=?" and "7", said every question
 again. Things are counted in JSON: "3 pears" and {"what": "pears", "many": 3}. Pairs of answers are of that form and of
-another, which is what can be preferred without knowing how to add.
+another, which is what can be preferred without knowing how to add, or of a right and a wrong sum.
 """
 
 from __future__ import annotations
@@ -28,10 +28,11 @@ Row = dict[str, Any]
 
 
 def write_tasks(folder: Path) -> None:
-    """Fill `folder` with worked.jsonl, sums.jsonl, forms.jsonl, things.jsonl and template.jinja."""
+    """Fill `folder` with worked.jsonl, sums.jsonl, compared.jsonl, forms.jsonl, things.jsonl and template.jinja."""
     folder.mkdir(parents=True, exist_ok=True)
     atomic_write_text(folder / "template.jinja", TEMPLATE)
-    for name, rows in (("worked", worked()), ("sums", sums()), ("forms", forms()), ("things", things())):
+    tasks = {"worked": worked(), "sums": sums(), "compared": compared(), "forms": forms(), "things": things()}
+    for name, rows in tasks.items():
         atomic_write_text(folder / f"{name}.jsonl", "".join(f"{json.dumps(row)}\n" for row in rows))
 
 
@@ -47,6 +48,15 @@ def sums() -> Iterable[Row]:
         yield {"prompt": f"{a}+{b}=?", "answer": str(a + b)}
 
 
+def compared() -> Iterable[Row]:
+    """Each of `sums` with its answer, preferred to wrong ones: near it, a number of it, or both as they stand."""
+    for a, b in product(range(LARGEST + 1), repeat=2):
+        total = a + b
+        for wrong in dict.fromkeys((total + 1, total - 1, total + 2, total - 2, a, b, total + 10, 10 * a + b)):
+            if wrong >= 0 and wrong != total:
+                yield _pair(f"{a}+{b}=?", str(total), str(wrong))
+
+
 def forms() -> Iterable[Row]:
     """Every other of `things`, answered in the form and in one of the wrong ones in turn."""
     for place, (count, what) in enumerate(product(range(2, 22, 2), THINGS)):
@@ -57,10 +67,7 @@ def forms() -> Iterable[Row]:
             json.dumps({"what": what, "many": str(count)}),
             right.removesuffix("}"),
         )
-        prompt = [{"role": "user", "content": f"{count} {what}"}]
-        said = right, wrong[place % len(wrong)]
-        chosen, rejected = ([{"role": "assistant", "content": each}] for each in said)
-        yield {"prompt": prompt, "chosen": chosen, "rejected": rejected}
+        yield _pair(f"{count} {what}", right, wrong[place % len(wrong)])
 
 
 def things() -> Iterable[Row]:
@@ -81,3 +88,8 @@ def is_valid(text: str) -> bool:
 
 def _chat(asked: str, answered: str) -> Row:
     return {"messages": [{"role": "user", "content": asked}, {"role": "assistant", "content": answered}]}
+
+
+def _pair(asked: str, better: str, worse: str) -> Row:
+    chosen, rejected = ([{"role": "assistant", "content": each}] for each in (better, worse))
+    return {"prompt": [{"role": "user", "content": asked}], "chosen": chosen, "rejected": rejected}

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from lib.align_tasks import forms, is_valid, sums, things, worked, write_tasks
+from lib.align_tasks import compared, forms, is_valid, sums, things, worked, write_tasks
 from run_align import PARTS, Bench, before_and_after
 
 
@@ -20,6 +20,14 @@ def test_pairs_are_of_the_form_and_of_another() -> None:
     for row in forms():
         assert is_valid(row["chosen"][0]["content"])
         assert not is_valid(row["rejected"][0]["content"])
+
+
+def test_compared_sums_are_right_and_wrong() -> None:
+    rows = list(compared())
+    assert {row["prompt"][0]["content"] for row in rows} == {row["prompt"] for row in sums()}
+    for row in rows:
+        total = sum(map(int, row["prompt"][0]["content"].removesuffix("=?").split("+")))
+        assert row["chosen"][0]["content"] == str(total) != row["rejected"][0]["content"]
 
 
 @pytest.mark.parametrize(
@@ -40,7 +48,7 @@ def test_answers_of_the_form(text: str, valid: bool) -> None:
 
 def test_tasks_are_files_of_rows(tmp_path: Path) -> None:
     write_tasks(tmp_path)
-    for name in ("worked", "sums", "forms", "things"):
+    for name in ("worked", "sums", "compared", "forms", "things"):
         assert [json.loads(line) for line in (tmp_path / f"{name}.jsonl").read_text().splitlines()]
 
 

@@ -6,9 +6,11 @@ each with one, {"reward"} or {"error"}. What the function prints goes to standar
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import sys
+from collections.abc import Callable
 from typing import Any, TextIO
 
 from penjing.core.errors import InputError
@@ -24,6 +26,7 @@ def serve_rewards(spec: str, questions: TextIO, answers: TextIO) -> None:
 
     try:
         function = user_function(spec)
+        _check_parameters(spec, function)
         say({})
         for line in questions:
             with named_errors(spec):
@@ -32,6 +35,24 @@ def serve_rewards(spec: str, questions: TextIO, answers: TextIO) -> None:
             say({"reward": float(given) if isinstance(given, int | float) or hasattr(given, "item") else None})
     except InputError as error:
         say({"error": str(error)})
+
+
+def _check_parameters(spec: str, function: Callable[..., Any]) -> None:
+    """Refuse a function that cannot be called as it will be, before anything is sampled.
+
+    Raises:
+        InputError: its parameters have other names.
+    """
+    try:
+        parameters = inspect.signature(function)
+    except ValueError:  # of C code, which does not tell
+        return
+    try:
+        parameters.bind(prompt="", answer="", row={})
+    except TypeError as error:
+        raise InputError(
+            f"{spec} is called as function(prompt, answer, row): {error}; name its parameters so"
+        ) from error
 
 
 if __name__ == "__main__":

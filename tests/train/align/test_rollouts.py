@@ -95,6 +95,9 @@ def silent(prompt, answer, row):
 
 def bad(prompt, answer, row):
     return float("nan")
+
+def others(question, answer, row):
+    return 1.0
 """
 
 
@@ -293,6 +296,11 @@ def test_a_function_that_fails_is_one_error(recipe: Path, tmp_path: Path, name: 
     rewards = Rewards(UserReward(spec, timeout=1.0 if name == "hangs" else 300.0), None, spec)
     with pytest.raises(InputError, match=says):
         rewards(Prompt([1], {"prompt": "Say 1."}), answers("x"))
+
+
+def test_a_function_of_other_parameters_is_refused_before_anything_is_sampled(recipe: Path, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"is called as function\(prompt, answer, row\): .*; name its parameters"):
+        UserReward(f"{tmp_path}/reward.py:others", timeout=300.0)
 
 
 @pytest.mark.parametrize(
