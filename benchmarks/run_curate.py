@@ -2,6 +2,7 @@
 
     python benchmarks/run_curate.py          # a quarter of an hour; appends rows; fetches 60 MB of Debian's packages
     python benchmarks/run_curate.py --only workers    # one process beside two, on a machine that is quiet otherwise
+    python benchmarks/run_curate.py --only scale      # the same text ten and a hundred times, a quarter of an hour
 
 Speeds are of one thread in seconds of processor time, so that a shared machine tells less of itself; contestants take
 turns, and medians count. `signatures` are MinHash signatures of 14 × 8 over runs of five words; datatrove is given a
@@ -10,18 +11,25 @@ keeps of a corpus, and `same_…` the share of documents that stand in the same 
 stages 1 to 3. `language_right_…` is the share of manual pages of 1 kB and more whose language is told as their folder
 says. `workers_2` is how many times as fast two processes make a corpus of the kernel's documents as one does, by the
 clock: cleaned, languages told, filtered, each kept once; `workers_2_work` is their processor time over its.
+`scale_N_cost` is the processor time that `penjing curate` takes for a megabyte where there is N times as much text,
+over that where there is once as much, and `scale_N_memory` what each further document adds to the peak of memory. The
+texts are N copies of the kernel's documents with the letters of each copy changed, so that they are as unlike as
+different documents; they are cleaned, filtered and deduplicated in one process.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import struct
+import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable
 from importlib.metadata import version
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -31,6 +39,7 @@ from lib.models import say, warn_if_busy
 from lib.rows import RESULTS, Row, append, new_row
 
 from penjing.core.cli import guarded
+from penjing.core.errors import SetupError
 from penjing.core.progress import Silent
 from penjing.core.text.near_duplicates import Signer, connected
 from penjing.core.text.records import Damage
@@ -56,6 +65,15 @@ CORPORA = {
         name="manuals", packages=("manpages-zh", "manpages-de", "manpages-es"), path=Path("usr/share/man"), form="roff"
     ),
 }  # fmt: skip
+CHILD = """
+from pathlib import Path
+from penjing.core.cli import main
+try:
+    main()
+finally:
+    print(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0])
+"""
+SCALES, SCALED = (1, 10, 100), 400  # copies, of so many documents
 LANGUAGES = ("de", "es", "fr", "pl", "ru", "ja", "zh")
 PEER = f"datatrove {version('datatrove')}"
 MORE = {"datatrove": version("datatrove"), "fasttext": version("fasttext-numpy2-wheel")}
@@ -64,12 +82,15 @@ MORE = {"datatrove": version("datatrove"), "fasttext": version("fasttext-numpy2-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--only", choices=("workers",), help="measure this alone")
+    parser.add_argument("--only", choices=("workers", "scale"), help="measure this alone")
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the rows")
     arguments = parser.parse_args()
     warn_if_busy()
     if arguments.only == "workers":
         append("curate", worker_rows(arguments.rounds), arguments.results)
+        return 0
+    if arguments.only == "scale":
+        append("curate", scale_rows(), arguments.results)
         return 0
     corpora = {name: texts_of(source) for name, source in CORPORA.items()}
     for name, texts in corpora.items():
@@ -111,6 +132,51 @@ def worker_rows(rounds: int) -> list[Row]:
         new_row("curate", "workers_2", ratio, "times", runs=rounds, more_versions=MORE),
         new_row("curate", "workers_2_work", 1 / cost, "times", runs=rounds, more_versions=MORE),
     ]
+
+
+def scale_rows() -> list[Row]:
+    """Once, ten and a hundred times a text of a megabyte and a half: processor time and memory as it grows."""
+    texts = [text for text in texts_of(CORPORA["kernel"]) if len(text) < 20_000][:SCALED]
+    costs: dict[int, float] = {}
+    peaks: dict[int, tuple[int, int]] = {}
+    for times in SCALES:
+        with tempfile.TemporaryDirectory() as name:
+            folder = Path(name)
+            size = 0
+            for copy in range(times):
+                lines = [json.dumps({"text": changed(text, copy)}, ensure_ascii=False) for text in texts]
+                (folder / f"{copy:03}.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
+                size += sum(map(len, lines))
+            recipe = folder / "recipe.toml"
+            steps = "".join(f'[[steps]]\nkind = "{kind}"\n' for kind in ("clean", "dedup"))
+            rules = '[[steps]]\nkind = "rules"\nsets = ["gopher-repetition"]\n'
+            source = f'[[sources]]\nname = "text"\npath = "{folder}"\nfiles = ["*.jsonl"]\nform = "records"\n'
+            recipe.write_text(f'output = "{folder}/corpus"\nworkers = 1\n{source}{rules}{steps}', encoding="utf-8")
+            process = subprocess.Popen([sys.executable, "-c", CHILD, "curate", str(recipe)], stdout=subprocess.PIPE)
+            assert process.stdout is not None
+            said = process.stdout.read().split()
+            _, code, used = os.wait4(process.pid, 0)
+            process.returncode = os.waitstatus_to_exitcode(code)
+            if code:
+                raise SetupError(f"penjing curate ended with {process.returncode}; see above")
+        costs[times] = (used.ru_utime + used.ru_stime) / (size / 1e6)
+        peaks[times] = (len(texts) * times, int(said[-1]) * 1024)
+        say(f"{times} times: {costs[times]:.3f} s a MB of {size / 1e6:.1f}, {int(said[-1]) / 1024:.0f} MB at most")
+    rows = []
+    for before, times in pairwise(SCALES):
+        ratio = costs[times] / costs[SCALES[0]]
+        grown = (peaks[times][1] - peaks[before][1]) / (peaks[times][0] - peaks[before][0])
+        rows += [
+            new_row("curate", f"scale_{times}_cost", ratio, "times", runs=1, more_versions=MORE),
+            new_row("curate", f"scale_{times}_memory", grown, "bytes a document", runs=1, more_versions=MORE),
+        ]
+    return rows
+
+
+def changed(text: str, copy: int) -> str:
+    """`text` with each of its small letters moved on by `copy` places in an alphabet of 52 letters."""
+    letters = "abcdefghijklmnopqrstuvwxyzабвгдежзийклмнопрстуфхцчшщъ"[:52]
+    return text.translate({ord(a): letters[(at + copy) % 52] for at, a in enumerate(letters)} if copy else {})
 
 
 def texts_of(source: SourceConfig) -> list[str]:

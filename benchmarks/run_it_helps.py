@@ -30,7 +30,8 @@ from pathlib import Path
 import numpy as np
 import torch
 from lib.models import say
-from lib.rows import RESULTS, Row, append, new_row
+from lib.paired import paired_rows
+from lib.rows import RESULTS, append
 from lib.texts import SOURCES
 from run_generalisation import qualities
 
@@ -54,15 +55,6 @@ ARMS = (RAW, CURATED, ENGLISH)
 SHARE, HELD_OUT = 0.25, 0.01  # of the clusters of near duplicates: those that are looked at, and of all, held out
 TEXTS = ("news", "essays", "sayings", "french")
 VOCABULARY, WINDOW = 4096, 256
-T_975 = {
-    1: 12.706,
-    2: 4.303,
-    3: 3.182,
-    4: 2.776,
-    5: 2.571,
-    6: 2.447,
-    7: 2.365,
-}  # Student's t at 97.5 %, by degrees of freedom
 
 
 def main() -> int:
@@ -91,7 +83,7 @@ def main() -> int:
             losses[arm, seed] = judged(work, arm, seed, arguments.steps, tokenizer, windows)
             said = ", ".join(f"{text} {math.exp(loss):.1f}" for text, loss in losses[arm, seed].items())
             say(f"{arm}, seed {seed}: {said}")
-    append(BENCHMARK, rows_of(losses, arguments.seeds), arguments.results)
+    append(BENCHMARK, paired_rows(BENCHMARK, losses, arguments.seeds, RAW, "the raw text"), arguments.results)
     return 0
 
 
@@ -196,31 +188,6 @@ def judged(
         found = {text: math.log(each.value) for text, each in qualities(work / name, windows, Silent()).items()}
         atomic_write_text(result, json.dumps(found))
     return json.loads(result.read_text(encoding="utf-8"))
-
-
-def rows_of(losses: dict[tuple[str, int], dict[str, float]], seeds: int) -> list[Row]:
-    rows = []
-    for arm in dict.fromkeys(arm for arm, _ in losses):
-        for text in losses[RAW, 0]:
-            mine = np.array([losses[arm, seed][text] for seed in range(seeds)])
-            raw = np.array([losses[RAW, seed][text] for seed in range(seeds)])
-            value, beside = math.exp(mine.mean()), None if arm == RAW else math.exp(raw.mean())
-            baseline = "the raw text" if beside else None
-            rows.append(
-                new_row(
-                    BENCHMARK, f"{arm}/{text}", value, "perplexity", runs=seeds, baseline=baseline,
-                    baseline_value=beside,
-                )
-            )  # fmt: skip
-            if arm != RAW:
-                middle = float((mine - raw).mean())
-                wide = T_975[seeds - 1] * float((mine - raw).std(ddof=1)) / math.sqrt(seeds) if seeds > 1 else 0.0
-                ends = [("", middle)] + ([("_low", middle - wide), ("_high", middle + wide)] if wide else [])
-                rows += [
-                    new_row(BENCHMARK, f"{arm}/{text}_change{end}", 100 * math.expm1(each), "%", runs=seeds)
-                    for end, each in ends
-                ]
-    return rows
 
 
 if __name__ == "__main__":
