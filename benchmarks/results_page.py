@@ -85,6 +85,7 @@ SECTIONS = {  # a title and what "This measures"
     "curate": "Curation of text: signatures, clusters of near duplicates, languages and rules, beside datatrove.",
     "media": "Images to train on: how many one core reads, turns, stores and hashes, beside Pillow. On a busy machine.",
     "it_helps": "Whether curation helps: perplexity of a small decoder after raw text and after what curation kept.",
+    "mixing": "Mixtures of domains: perplexity of a small decoder on each domain, by the way that shares are chosen.",
     "semantic_dedup": "Deduplication by meaning: changed copies that are found, and documents taken for others.",
     "quality": "Quality and noise: areas under the ROC curve of the steps `quality` and `noise`, beside fastText.",
     "pii": "Personal data: planted values that are found, `bare` without a word before them, and finds in documents.",

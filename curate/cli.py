@@ -83,6 +83,12 @@ def media(
     ] = 4,
     max_pixels: Annotated[int, typer.Option(min=1, help="A larger image counts as broken.")] = 50_000_000,
     most_damaged: Annotated[float, typer.Option(min=0, max=1, help="Share of the files that may be broken.")] = 0.05,
+    towers: Annotated[
+        Path | None, typer.Option(help="A checkpoint of two towers, such as an imported CLIP: how well texts fit.")
+    ] = None,
+    least_alignment: Annotated[
+        float | None, typer.Option(min=-1, max=1, help="Drop images whose text fits less, by --towers.")
+    ] = None,
     workers: Annotated[int, typer.Option(min=1, help="Processes that read.")] = 1,
     force: Force = False,
     json_file: Json = None,
@@ -96,6 +102,7 @@ def media(
     Examples:
 
     - `penjing curate media photos/ build/photos --licence CC-BY-4.0`
+    - `penjing curate media photos/ build/photos --towers build/clip --least-alignment 0.2`
     - `penjing train recipes/clip-emoji.toml --set 'data.sources=["build/photos/images"]'`
     """
     from penjing.core.progress import print_table, progress_bar
@@ -104,7 +111,7 @@ def media(
     with progress_bar() as progress:
         report = curate_media(
             source, output, licence=licence, distance=distance, max_pixels=max_pixels, most_damaged=most_damaged,
-            workers=workers, force=force, progress=progress,
+            towers=towers, least_alignment=least_alignment, workers=workers, force=force, progress=progress,
         )  # fmt: skip
     print_table(report)
     write_json(report, json_file)

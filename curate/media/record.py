@@ -26,4 +26,7 @@ class MediaRecord(Config):
     sample_rate: int = Field(default=0, description="Samples a second of a recording.")
     channels: int = Field(default=0, description="Of a recording.")
     seconds: float = Field(default=0.0, description="How long a recording lasts.")
+    alignment: float | None = Field(
+        default=None, description="How well the text fits the image, from -1 to 1, where two towers were asked."
+    )
     changed: str = Field(default="", description="What was done to it: turned, stored again.")

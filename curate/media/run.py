@@ -24,6 +24,7 @@ from penjing.core.progress import Progress, Silent
 from penjing.core.text.source_files import files_below
 from penjing.curate.alone import alone_in
 from penjing.curate.documents.needs import needed
+from penjing.curate.media.alignment import Alignment
 from penjing.curate.media.audio import SUFFIXES as AUDIO
 from penjing.curate.media.images import SUFFIXES as IMAGES
 from penjing.curate.media.images import Gallery, appearance_of
@@ -58,6 +59,8 @@ def curate_media(
     max_pixels: int = MAX_PIXELS,
     most_damaged: float = 0.05,
     shard_mb: float = 256,
+    towers: Path | None = None,
+    least_alignment: float | None = None,
     workers: int = 1,
     task_mb: float = 32,
     force: bool = False,
@@ -75,6 +78,8 @@ def curate_media(
         max_pixels: a larger image counts as broken, and is not decoded.
         most_damaged: share of the files that may be broken.
         shard_mb: a tar is closed when it has so many megabytes.
+        towers: a checkpoint that says how well a text fits its image; see `Alignment`.
+        least_alignment: images whose text fits less are dropped.
         workers: processes that read.
         task_mb: a task takes files of about so many megabytes.
 
@@ -88,6 +93,9 @@ def curate_media(
     progress = progress or Silent()
     if not source.exists():
         raise InputError(f"{source} does not exist; name a folder of images or recordings")
+    if least_alignment is not None and towers is None:
+        raise InputError("--least-alignment needs --towers, a checkpoint that tells how well a text fits its image")
+    alignment = None if towers is None else Alignment(towers, max_pixels, least_alignment)
     work = output.with_name(f"{output.name}-work")
     own = (output.absolute(), work.absolute())
     files = [
@@ -108,14 +116,19 @@ def curate_media(
             progress.start("keeping each once", len(files))
             told = Texts(source)
             with ExitStack() as stack:
-                chosen = _Chosen(partial, stack, shard_mb, distance, licence)
+                chosen = _Chosen(partial, stack, shard_mb, distance, licence, alignment)
                 for found, content, look in _all_found(plan):
                     chosen.add(found, content, look, told)
                     progress.advance()
             report = {"files": len(files), **{name: chosen.counts[name] for name in _COUNTED}}
+            if alignment is not None:
+                report |= {"does not fit": chosen.counts["does not fit"], **alignment.summary()}
             _check_damage(report, most_damaged, partial)
             (partial / REPORT).write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-            settings = {"source": str(source), "distance": distance, "max_pixels": max_pixels, "licence": licence}
+            settings = {
+                "source": str(source), "distance": distance, "max_pixels": max_pixels, "licence": licence,
+                "towers": towers and str(towers), "least_alignment": least_alignment,
+            }  # fmt: skip
             write_manifest(partial, "corpus", {"command": "penjing curate media", **settings}, report)
         shutil.rmtree(work)
     return report
@@ -165,13 +178,16 @@ def _all_found(plan: MediaPlan) -> Iterator[tuple[Found, Callable[[], bytes], An
 class _Chosen:
     """What is kept, dropped and broken, into the files of `folder`, which are closed with `stack`."""
 
-    def __init__(self, folder: Path, stack: ExitStack, shard_mb: float, distance: int, licence: str) -> None:
+    def __init__(
+        self, folder: Path, stack: ExitStack, shard_mb: float, distance: int, licence: str, alignment: Alignment | None
+    ) -> None:
         self.counts: Counter[str] = Counter()
         self._kept = {kind: stack.enter_context(Tars(folder / name, shard_mb)) for kind, name in _FOLDERS.items()}
         self._table = stack.enter_context(Table(folder / RECORDS))
         self._broken = stack.enter_context((folder / QUARANTINE).open("w", encoding="utf-8"))
         self._dropped = stack.enter_context((folder / DROPPED).open("w", encoding="utf-8"))
         self._looks, self._seen, self._licence = Gallery(distance), dict[str, str](), licence
+        self._alignment = alignment
 
     def add(self, found: Found, content: Callable[[], bytes], look: Any, told: Texts) -> None:
         """Keep a file or not."""
@@ -194,8 +210,15 @@ class _Chosen:
                 return
             self._looks.add(look, found.name)
         self._seen[found.sha256] = found.name
-        kind = found.kind
-        facts = {"source": found.name, "text": text, "licence": self._licence}
+        kind, fits = found.kind, None
+        if self._alignment is not None and text and kind == "image":
+            fits, least = self._alignment.score(content(), text), self._alignment.least
+            if least is not None and fits < least:
+                self.counts["does not fit"] += 1
+                told_of = {"id": found.name, "rule": "does not fit", "alignment": round(fits, 4)}
+                self._dropped.write(json.dumps(told_of) + "\n")
+                return
+        facts = {"source": found.name, "text": text, "licence": self._licence, "alignment": fits}
         of_file = {"kind": kind, "bytes": found.bytes, "sha256": found.sha256, **(found.fields or {})}
         record = MediaRecord(key=f"{self.counts[kind]:08d}", **facts, **of_file)
         self._kept[kind].add(record, content(), found.ending)

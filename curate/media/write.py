@@ -14,7 +14,7 @@ from penjing.curate.documents.rows import RowWriter
 from penjing.curate.media.record import MediaRecord
 
 _TOGETHER = 1024  # records in one row group
-_COLUMN_TYPES: dict[Any, str] = {int: "int64", float: "double"}
+_COLUMN_TYPES: dict[Any, str] = {int: "int64", float: "double", float | None: "double"}
 
 
 class Tars:
