@@ -7,7 +7,8 @@
 All see the same floating network, are calibrated on the same squares of photographs (benchmarks/lib/photos.py says
 where they come from), and answer the same held-out ones in ONNX Runtime, in turns (`interleaved`). `agreement` is the
 share of the floating network's classes, `kl` the mean divergence from its probabilities, `error` the root mean square
-difference of answers over their spread. `--nncf` is where `pip install --target build/nncf nncf==3.4.0` put it.
+difference of answers over their spread. With `--processor-time`, `processor_milliseconds` is the processor time of
+one thread, in place of `milliseconds`. `--nncf` is where `pip install --target build/nncf nncf==3.4.0` put it.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from typing import Any
 import numpy as np
 from lib.models import say, warn_if_busy
 from lib.photos import cut_photos
+from lib.processor_time import add_processor_time, clock_of
 from lib.rows import RESULTS, Row, append, new_row
 from numpy.typing import NDArray
 from onnxruntime.quantization import CalibrationDataReader, QuantType, quantize_static
@@ -64,8 +66,10 @@ def main() -> int:
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--threads", type=int, default=0, help="of ONNX Runtime; 0: one for each core")
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the rows")
+    add_processor_time(parser)
     arguments = parser.parse_args()
-    warn_if_busy()
+    if not arguments.processor_time:
+        warn_if_busy()
     with tempfile.TemporaryDirectory() as scratch:
         rows = graph_rows(Path(scratch), arguments)
     append("graph", rows, arguments.results)
@@ -74,6 +78,7 @@ def main() -> int:
 
 def graph_rows(scratch: Path, arguments: argparse.Namespace) -> list[Row]:
     """Rows of FP32 and of each contestant."""
+    clock = clock_of(arguments)
     network = load_network(arguments.model)
     config, name = network.config, network.config.inputs[0].name
     say("cuts photographs")
@@ -104,7 +109,7 @@ def graph_rows(scratch: Path, arguments: argparse.Namespace) -> list[Row]:
     say("answers and times")
     answers = {each: run_all(session, name, test, arguments.batch) for each, session in sessions.items()}
     calls = [partial(session.run, None, {name: test[: arguments.batch]}) for session in sessions.values()]
-    times = interleaved(calls, rounds=arguments.rounds, seconds=arguments.seconds)
+    times = interleaved(calls, rounds=arguments.rounds, seconds=arguments.seconds, now=clock)
     found = {
         each: quality(answers["fp32"], answers[each])
         | {"bytes": Path(files[each]).stat().st_size, "milliseconds": 1000 * median(taken)}
@@ -113,19 +118,26 @@ def graph_rows(scratch: Path, arguments: argparse.Namespace) -> list[Row]:
     return [
         row
         for each, file in files.items()
-        for row in rows_of(f"{arguments.model.name}/{each}", found.get(each), found["fp32"], file, arguments.rounds)
+        for row in rows_of(
+            f"{arguments.model.name}/{each}",
+            found.get(each),
+            found["fp32"],
+            file,
+            arguments.rounds,
+            "processor_" if arguments.processor_time else "",
+        )
     ]
 
 
 def rows_of(
-    metric: str, found: dict[str, float] | None, fp32: dict[str, float], file: Path | str, rounds: int
+    metric: str, found: dict[str, float] | None, fp32: dict[str, float], file: Path | str, rounds: int, clock: str = ""
 ) -> list[Row]:
     """A row for each figure of a contestant; without a value where it could not run (`file` is the reason)."""
     plain = metric.endswith("/fp32")
     return [
         new_row(
             "graph",
-            f"{metric}/{figure}",
+            f"{metric}/{clock if figure == 'milliseconds' else ''}{figure}",
             None if found is None else found[figure],
             unit,
             runs=0 if found is None else rounds if figure == "milliseconds" else 1,

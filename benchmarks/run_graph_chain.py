@@ -36,6 +36,7 @@ from typing import Any
 import numpy as np
 from lib.models import say, warn_if_busy
 from lib.photos import cut_photos, cut_pictures, cut_training
+from lib.processor_time import add_processor_time, clock_of
 from lib.rows import RESULTS, Row, append, new_row
 from run_graph import COMPARED, FP32, TARGET, UNITS, Values, inputs_of, quality, run_all
 
@@ -79,8 +80,10 @@ def main() -> int:
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--threads", type=int, default=0, help="of ONNX Runtime; 0: one for each core")
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the rows")
+    add_processor_time(parser)
     arguments = parser.parse_args()
-    warn_if_busy()
+    if not arguments.processor_time:
+        warn_if_busy()
     arguments.work.mkdir(parents=True, exist_ok=True)
     training = learnt_from(arguments)
     outputs = {name: arguments.work / f"{arguments.model.name}-{name}" for name in NAMES}
@@ -133,6 +136,7 @@ def commands(arguments: argparse.Namespace, training: Path, outputs: dict[str, P
 
 def measured(scratch: Path, arguments: argparse.Namespace, outputs: dict[str, Path]) -> list[Row]:
     """Rows of FP32 and of each artifact, in process and served."""
+    clock = clock_of(arguments)
     network = load_network(arguments.model)
     config, name = network.config, network.config.inputs[0].name
     _, held = cut_photos(arguments.sources, scratch / "photos")
@@ -150,7 +154,7 @@ def measured(scratch: Path, arguments: argparse.Namespace, outputs: dict[str, Pa
     answers = {each: run_all(session, name, test, arguments.batch) for each, session in sessions.items()}
     part = test[: arguments.batch]
     calls = [partial(session.run, None, {name: part}) for session in sessions.values()]
-    times = interleaved(calls, rounds=arguments.rounds, seconds=arguments.seconds)
+    times = interleaved(calls, rounds=arguments.rounds, seconds=arguments.seconds, now=clock)
     case, rows, plain = arguments.model.name, list[Row](), dict[str, float]()
     if arguments.pictures:
         more = DataSettings(source=str(arguments.work / "pictures" / "held"), images=arguments.images)
@@ -173,7 +177,7 @@ def measured(scratch: Path, arguments: argparse.Namespace, outputs: dict[str, Pa
             rows.append(
                 new_row(
                     "graph_chain",
-                    f"{case}/{each}/{figure}",
+                    f"{case}/{each}/{'processor_' * (arguments.processor_time and figure == 'milliseconds')}{figure}",
                     found[figure],
                     UNITS[figure],
                     runs=arguments.rounds if figure == "milliseconds" else 1,
@@ -216,6 +220,15 @@ def served_rows(
             partial(session.run, None, {name: part}),
             partial(client.infer, {name: part}),
         )
+        apart = new_row(
+            "graph_chain",
+            f"{case}/served_apart",
+            float(np.abs(np.concatenate(answers) - expected).max()),
+            "at most",
+            runs=1,
+        )
+        if arguments.processor_time:  # a server's is not in this process
+            return [apart]
         alone, served = interleaved(calls, rounds=arguments.rounds, seconds=arguments.seconds)
     return [
         new_row(
@@ -227,13 +240,7 @@ def served_rows(
             baseline="the same artifact in process",
             baseline_value=1000 * median(alone),
         ),
-        new_row(
-            "graph_chain",
-            f"{case}/served_apart",
-            float(np.abs(np.concatenate(answers) - expected).max()),
-            "at most",
-            runs=1,
-        ),
+        apart,
     ]
 
 

@@ -1,10 +1,30 @@
-"""Processor time of processes on this machine: what a request costs, however busy the cores are."""
+"""Processor time: of one thread, or of processes on this machine: what a call costs, however busy the cores are."""
 
 from __future__ import annotations
 
+import argparse
+import time
 from collections import defaultdict
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+
+
+def add_processor_time(parser: argparse.ArgumentParser) -> None:
+    """The flag that `clock_of` reads."""
+    parser.add_argument(
+        "--processor-time",
+        action="store_true",
+        help="of one thread, in place of the clock: for a machine that has other work",
+    )
+
+
+def clock_of(arguments: argparse.Namespace) -> Callable[[], float]:
+    """The clock for `interleaved`, in seconds; with the flag that of this process, whose sessions get one thread."""
+    if not arguments.processor_time:
+        return time.perf_counter
+    arguments.threads = 1
+    return time.process_time
 
 
 def below(pid: int) -> dict[int, str]:

@@ -19,7 +19,15 @@ def arguments(tmp_path_factory: pytest.TempPathFactory) -> argparse.Namespace:
     checkpoint = import_model(str(write_sentence_transformer(folder / "source")), folder / "tiny")
     artifact = run_recipe(small_recipe(checkpoint, folder / "int8"))
     return argparse.Namespace(
-        model=artifact, checkpoint=checkpoint, queries=8, texts=8, rounds=1, seconds=0.0, threads=1, exact=False
+        model=artifact,
+        checkpoint=checkpoint,
+        queries=8,
+        texts=8,
+        rounds=1,
+        seconds=0.0,
+        threads=1,
+        exact=False,
+        processor_time=False,
     )
 
 
@@ -33,6 +41,7 @@ def test_rows_of_a_small_encoder(arguments: argparse.Namespace, tmp_path: Path) 
         assert size < 1
         assert rows[f"{name}/throughput"].ratio is not None
     assert rows["fp32/throughput"].baseline is None
+    assert rows["int8/ahead"].value is not None
 
 
 def test_exact_rows_alone(arguments: argparse.Namespace, tmp_path: Path) -> None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import time
+from argparse import Namespace
 from pathlib import Path
 
 import numpy as np
 import pytest
 from lib.photos import cut_photos
+from lib.processor_time import clock_of
 from PIL import Image
 from run_graph import nncf, quality, rows_of
 
@@ -55,3 +58,13 @@ def test_squares_are_cut_alike_and_missing_packages_are_named(tmp_path: Path) ->
     assert one == two
     with pytest.raises(InputError, match=r"lacks photographs.*benchmarks/lib/photos.py"):
         cut_photos(tmp_path / "one", tmp_path / "three")
+
+
+def test_processor_time_is_of_one_thread_and_its_rows_are_called_so(tmp_path: Path) -> None:
+    arguments = Namespace(processor_time=True, threads=0)
+    assert (clock_of(arguments), arguments.threads) == (time.process_time, 1)
+    assert clock_of(Namespace(processor_time=False)) is time.perf_counter
+    found = {"agreement": 1.0, "kl": 0.0, "error": 0.1, "bytes": 25.0, "milliseconds": 1.0}
+    metrics = {row.metric for row in rows_of("net/penjing", found, found, tmp_path, 3, "processor_")}
+    assert "net/penjing/processor_milliseconds" in metrics
+    assert "net/penjing/milliseconds" not in metrics
