@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
+import onnx
 import onnxruntime
 import torch
 from numpy.typing import NDArray
@@ -173,7 +174,9 @@ class Entry:
             self.do_import()
         network = load_network(self.dense)
         if self.name.startswith("onnx/") and not FILES[self.name.partition("/")[2]].fixed:
-            return network, self.site / FILES[self.name.partition("/")[2]].path
+            file = self.site / FILES[self.name.partition("/")[2]].path
+            if set(_inputs(network)) == {each.name for each in onnx.load(file).graph.input}:  # ours have no ":"
+                return network, file
         file = self.place / "whole.onnx"
         export_network(network, file, {})
         return network, file
@@ -234,8 +237,6 @@ def spread_apart(network: Network, file: Path) -> float:
 
 def quantized_apart(network: Network, file: Path) -> float:
     """As `spread_apart`, of a peer's file, which must hold something quantized."""
-    import onnx
-
     if not any("QuantizeLinear" in node.op_type for node in onnx.load(file).graph.node):
         raise ValueError("nothing is quantized")
     return spread_apart(network, file)

@@ -13,11 +13,12 @@ import time
 import nncf
 import numpy as np
 import onnx
-from nncf.quantization.advanced_parameters import AdvancedQuantizationParameters, OverflowFix
+from bench_nncf_any import loaded, one_scale
+from nncf.quantization.advanced_parameters import OverflowFix
 
 
 def main(source: str, images: str, out: str, mode: str) -> None:
-    model = onnx.load(source)
+    model = loaded(source)
     name, batches = model.graph.input[0].name, np.load(images)[:, None]
     fix = {"int8": OverflowFix.DISABLE, "int7": OverflowFix.ENABLE}[mode]
     began = time.perf_counter()
@@ -25,7 +26,7 @@ def main(source: str, images: str, out: str, mode: str) -> None:
         model,
         nncf.Dataset(list(batches), lambda image: {name: image}),
         subset_size=len(batches),
-        advanced_parameters=AdvancedQuantizationParameters(overflow_fix=fix),
+        advanced_parameters=one_scale(overflow_fix=fix),
     )
     seconds = time.perf_counter() - began
     onnx.save(quantized, out)
