@@ -3,8 +3,8 @@
 INPUTS has one batch by the names of inputs. Prints one JSON line with NNCF's version.
 
 Two things are done for it. The file is given in operators of version 20 at most, because what NNCF 3.4 writes into
-newer ones is refused by ONNX Runtime ("output_dtype INT8 does not match y_zero_point type UINT8"). And activations get one
-scale each, because ONNX Runtime refuses one for each channel in front of a depthwise convolution."""
+newer ones is refused by ONNX Runtime ("output_dtype INT8 does not match y_zero_point type UINT8"). And activations get
+one scale each, because ONNX Runtime refuses one for each channel in front of a depthwise convolution."""
 
 # pyright: reportMissingImports=false
 

@@ -76,6 +76,7 @@ class FromTeacher:
         classes: what is learnt from the samples' own classes, and evaluated; None: they have none.
         loss: "divergence" of the softened classes, "mse", "cosine", or the user's own function.
         outputs: how many results of both are outputs; the others are features.
+        keeps: the model learns in evaluation mode, with the statistics of batch norms that it has.
         mix: in training, floating inputs are mixed with those of another sample of the batch, whose share is anything
             up to this.
     """
@@ -87,6 +88,7 @@ class FromTeacher:
     temperature: float
     outputs: int
     mix: float = 0.0
+    keeps: bool = False
 
     def count(self, batch: Batch) -> int:
         """See `Objective`: every sample that is not there to fill up a batch."""
@@ -101,9 +103,13 @@ class FromTeacher:
         inputs, real = inputs_of(batch), batch[REAL]
         if self.mix and model.training:
             inputs = mixed(inputs, real, self.mix)
+        learns = model.training
+        if self.keeps and learns:
+            model.eval()
         with torch.no_grad():
             taught = self.teacher(*inputs)
         seen = model(*inputs)
+        model.train(learns)
         ours, theirs = seen[: self.outputs], taught[: self.outputs]
         parts: dict[str, tuple[float, Tensor]] = {}
         if self.weights.logits:
@@ -202,7 +208,16 @@ def taught_by_graph(task: Task, recipe: RunRecipe, student: Path, teacher: Path,
     return Taught(
         task,
         from_teacher(
-            task, recipe, student, teacher, step.weights, step.temperature, step.loss, step.features, step.mix
+            task,
+            recipe,
+            student,
+            teacher,
+            step.weights,
+            step.temperature,
+            step.loss,
+            step.features,
+            step.mix,
+            step.batch_norms == "keep",
         ),
     )
 
@@ -217,6 +232,7 @@ def from_teacher(
     loss: str = "auto",
     features: tuple[str, ...] = (),
     mix: float = 0.0,
+    keeps: bool = False,
 ) -> FromTeacher:
     """The objective of `taught_by_graph`; `task` gives the results of `features` too from here on."""
     ours, theirs = graph_config(student), graph_config(teacher)
@@ -246,7 +262,7 @@ def from_teacher(
     Precision(model, PrecisionConfig(mode=recipe.precision.mode), device)
     classes = task.objective if task.labelled else None
     assert classes is None or isinstance(classes, Classes)
-    return FromTeacher(model, classes, chosen, weights, temperature, len(ours.outputs), mix)
+    return FromTeacher(model, classes, chosen, weights, temperature, len(ours.outputs), mix, keeps)
 
 
 def _said(config: Any) -> str:

@@ -104,6 +104,11 @@ class Distill(TrainedStep):
         description="Each sample of a graph is mixed with another of its batch, whose share is anything up to this; "
         "teacher and student see the mixture.",
     )
+    batch_norms: Literal["learn", "keep"] = Field(
+        default="learn",
+        description='Of a graph: "learn" measures each batch; "keep" trains with the statistics that there are, and '
+        "drops nothing out, which is how the network will answer. A few images measure mostly chance.",
+    )
     relation_heads: int | None = Field(
         default=None, gt=0, description="Heads of weights.relations; none given: as many as fit."
     )
@@ -133,8 +138,12 @@ class Distill(TrainedStep):
         """See `Step`."""
         super().check(context)
         training = context.family.need("training", "trained")
-        if training.taught is None and (self.loss != "auto" or self.features or self.mix):
-            raise ConfigError(f"loss, features and mix are for graphs, and {context.model} is none; leave them out")
+        if training.taught is None and (
+            self.loss != "auto" or self.features or self.mix or self.batch_norms != "learn"
+        ):
+            raise ConfigError(
+                f"loss, features, mix and batch_norms are for graphs, and {context.model} is none; leave them out"
+            )
         if self.cache_top_k is not None and training.cached is None:
             raise ConfigError("cache_top_k is for decoders: images are cut anew in every epoch; leave it out")
 

@@ -20,7 +20,7 @@ from penjing.train.chat.tokens import ChatTokens, Masked
 from penjing.train.data.images import normalise
 from penjing.train.data.stream import Draw
 from penjing.train.objective.objective import IGNORED, Batch
-from penjing.train.sources.reader import FORMATS
+from penjing.train.sources.decoders import FORMATS
 from penjing.train.sources.tables import encoded_image
 
 PLACEHOLDER = "<image>"

@@ -13,12 +13,12 @@ from numpy.typing import NDArray
 
 from penjing.core.errors import InputError
 from penjing.core.graph.config import GraphConfig, Pixels, TensorSpec
-from penjing.core.images.decode import arranged, decode_image, network_input
+from penjing.core.images.decode import arranged, network_input
+from penjing.train.sources.decoders import decoded
 from penjing.train.sources.settings import SourceSettings
 from penjing.train.sources.source import Source, Values
 from penjing.train.sources.texts import Texts, texts_of
 
-FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM")  # none of them runs another program, as EPS does
 NO_CLASS = -1
 Change = Callable[[NDArray[np.uint8]], NDArray[np.uint8]]
 """What augmentation does with images (N, height, width, channels)."""
@@ -168,7 +168,7 @@ class Reader:
                 f"{self.source.where} holds images, the network takes {names}; give tensors by these names"
             )
         part = None if shown is None else tuple(map(float, shown))
-        return decode_image(values, self.form.pixels, formats=FORMATS, part=part)
+        return decoded(values, self.form.pixels, part, min(self.settings.processes, self.settings.workers))
 
     def _leave_out(self, said: str, reason: str) -> None:
         if said not in self.broken:

@@ -38,6 +38,12 @@ class SourceSettings(Config):
         description="Share of the samples that may be unreadable; they are named and left out.",
     )
     workers: int = Field(default=4, ge=1, le=256, description="Threads that read and decode.")
+    processes: int = Field(
+        default=0,
+        ge=0,
+        le=256,
+        description="Processes that decode and scale images for these threads; 0: the threads do it themselves.",
+    )
 
     @model_validator(mode="before")
     @classmethod

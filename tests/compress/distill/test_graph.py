@@ -82,6 +82,15 @@ def test_a_graph_learns_from_another_without_classes(tmp_path: Path, photos: str
     assert 0 <= record["evaluation"]["agreement"] <= 1
 
 
+@pytest.mark.parametrize("kept", ["keep", "learn"])
+def test_batch_norms_may_keep_their_statistics(tmp_path: Path, photos: str, kept: str) -> None:
+    step = {"kind": "distill", "teacher": str(network(tmp_path / "teacher", seed=7)), "steps": 3, "batch_norms": kept}
+    out = run(tmp_path, photos, step, labels=False)
+    before, after = (tensors_of(load_network(folder).module) for folder in (tmp_path / "net", out))
+    assert torch.equal(before["first.1.running_mean"], after["first.1.running_mean"]) is (kept == "keep")
+    assert not torch.equal(before["first.1.weight"], after["first.1.weight"])
+
+
 def test_features_and_a_loss_of_the_user(tmp_path: Path, photos: str) -> None:
     mine = tmp_path / "mine.py"
     mine.write_text("def loss(ours, theirs, targets):\n    return (ours[0] - theirs[0]).abs().mean(1)\n")

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from penjing.core.checkpoint.classifier_config import fitted_pixels
-from penjing.core.errors import ConfigError, InputError
+from penjing.core.errors import ConfigError, InputError, SetupError
 from penjing.core.graph.config import Fit, Pixels, TensorSpec
 from penjing.core.images.decode import decode_image
 from penjing.core.progress import Silent
@@ -24,6 +24,7 @@ from penjing.train.data.order import Order
 from penjing.train.data.stream import Draw, OrderedStream, one_pass, shuffled
 from penjing.train.objective.mixture import OTHERS, SHARES
 from penjing.train.objective.outputs import REAL
+from penjing.train.sources import decoders
 from penjing.train.sources.images import Wanted, load_images
 from penjing.train.sources.mix import MixedSamples
 from penjing.train.sources.open import open_source
@@ -50,6 +51,23 @@ def test_images_are_fitted_and_normalised(tmp_path: Path) -> None:
     assert inputs["x"].dtype == np.float32
     assert targets.tolist() == [0, 1]
     assert np.abs(inputs["x"]).max() <= 2.01
+
+
+def test_processes_decode_what_threads_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder_of(tmp_path, {"": 6})
+    (tmp_path / "000.png").write_bytes(b"no image")
+    parts = np.array([[0.1, 0.2, 0.6, 0.7]] * 6)
+    read = {}
+    for processes in (0, 1):
+        reader = reader_of(tmp_path, processes=processes, max_broken=0.5)
+        read[processes] = reader.batch(range(6), shown=parts)[0]["x"], reader.broken
+    assert np.array_equal(read[0][0], read[1][0])
+    assert read[0][1] == read[1][1]
+    assert len(read[1][1]) == 1
+    for process in decoders._pool(1)._processes.values():
+        process.kill()
+    with pytest.raises(SetupError, match=r"lower data\.processes"):
+        reader_of(tmp_path, processes=1, max_broken=0.5).batch(range(6))
 
 
 def test_what_is_broken_is_named_and_replaced(tmp_path: Path) -> None:
