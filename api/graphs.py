@@ -24,6 +24,8 @@ from penjing.core.graph import network as graph
 from penjing.core.graph.config import GraphConfig, Meaning, Pixels
 from penjing.core.progress import Progress
 
+RATE = 3e-4
+"""Peak of a distill's learning rate: that of recipes/graph-int8.toml, for a network that has learnt already."""
 UNGUARDED = {"accuracy_points": 100.0, "similarity_loss": 2.0, "retries": 0}
 """A step by itself may cost what it likes: the caller heals the network, or looks at `report`."""
 
@@ -209,6 +211,7 @@ class Network:
             data, first = to_learn(data, self.config)
             rows, batch_size = rows_of(data), batch_size or min(first, rows_of(data))
         batch_size = batch_size or BATCH_SIZE
+        settings.setdefault("learning_rate", {"peak": RATE})
         if "steps" not in settings:
             if isinstance(data, str | os.PathLike):
                 raise ConfigError(f"data={os.fspath(data)!r} is not counted; give steps=N, the number of updates")
