@@ -1,12 +1,15 @@
 """Ask a server for everything that its own OpenAPI document allows, and much that it does not; appends rows.
 
-    python benchmarks/run_schema_fuzz.py build/decoder-tiny      # about ten minutes; a small decoder, since it answers
+    python benchmarks/run_schema_fuzz.py build/decoder-tiny      # half an hour; a small decoder, since it answers
 
 Schemathesis makes the requests and holds each answer to the document: no status of 500 and more, none that is not
 described, bodies of the right type and form, refusals of what breaks the schema, and the methods that a path takes.
 That everything that fulfils the schema is accepted is not asked for, since a schema cannot say which tokens a model
 has, or which fields exclude each other. In the document that it reads, the model is the one that is served and answers
 are short; with a random name nearly every request would end at the first look.
+
+The server is one, and its paths are asked one after the other, so that an error of schemathesis' own ends the requests
+of one path: that path is asked once more with another seed, and `tool_errors` counts such errors, whose words are shown.
 
 `failures` are requests, `restarts` processes that had to be started again, `cache_held_after` the share of the
 key-value cache that is still in use when all have their answers, `canaries_different` greedy answers that are not the
@@ -36,6 +39,7 @@ PROGRAM = ROOT / "build" / "peers" / "schemathesis" / "venv" / "bin" / "schemath
 CONTEXT = 64  # tokens of prompt and answer, so that 64 answers to a request are short too
 SECONDS = 4 * 3600  # ten thousand requests took an hour on two cores with fifteen other processes
 IDLE_SECONDS = 120.0
+ATTEMPTS = 3
 
 
 def main() -> int:
@@ -55,24 +59,33 @@ def fuzz(patient: Patient, cases: int, seed: int) -> list[Row]:
     """Rows of one run."""
     pids, before = patient.pids(), patient.canaries()
     url = f"http://127.0.0.1:{patient.front_port}"
-    with TemporaryDirectory() as folder:
-        report = ask(Path(folder), narrowed(url, patient.model), url, cases, seed)
-    sent, failures = report["test_cases"]["generated"], report["test_cases"]["with_failures"]
-    for failure in report["failures"]:
-        say(json.dumps(failure)[:1000])
-    if not report["complete"] or report["errors"]:
-        raise SetupError(
-            f"schemathesis ended early after {sent} requests: {report['stop_reason']}, its own errors: "
-            f"{json.dumps(report['errors'])}\n{report['said'][-20_000:]}"
-        )
+    document = narrowed(url, patient.model)
+    sent = failures = tool_errors = 0
+    versions: dict[str, str] = {}
+    for path in document["paths"]:
+        for attempt in range(ATTEMPTS):
+            with TemporaryDirectory() as folder:
+                report = ask(Path(folder), document, path, url, cases, seed + 1000 * attempt)
+            versions = {"schemathesis": report["schemathesis_version"]}
+            sent += report["test_cases"]["generated"]
+            failures += report["test_cases"]["with_failures"]
+            tool_errors += len(report["errors"])
+            say(f"{path}: {report['test_cases']}, {len(report['errors'])} errors of schemathesis' own; {sent} so far")
+            for failure in report["failures"]:
+                say(json.dumps(failure)[:1000])
+            if report["complete"] and not report["errors"]:
+                break
+            say(f"ended early, {report['stop_reason']}: {json.dumps(report['errors'])}\n{report['said'][-5000:]}")
+        else:
+            raise SetupError(f"schemathesis came to no end at {path} in {ATTEMPTS} attempts; its words stand above")
     wait_until(lambda: patient.figures()["num_requests_running"] == 0, IDLE_SECONDS)
     held = 100 * patient.figures()["kv_cache_usage_perc"]
     restarts = sum(patient.pids()[name] != pid for name, pid in pids.items())
     different = sum(one != other for one, other in zip(before, patient.canaries(), strict=True))
-    versions = {"schemathesis": report["schemathesis_version"]}
     values = {
         "requests": (sent, "requests"),
         "failures": (failures, "requests"),
+        "tool_errors": (tool_errors, "errors"),
         "restarts": (restarts, "processes"),
         "cache_held_after": (held, "%"),
         "canaries_different": (different, "answers"),
@@ -95,15 +108,15 @@ def narrowed(url: str, model: str) -> dict[str, Any]:
     return document
 
 
-def ask(folder: Path, document: dict[str, Any], url: str, cases: int, seed: int) -> dict[str, Any]:
-    """Schemathesis' report, and under `said` what it wrote: the report names its own errors by their kind alone.
+def ask(folder: Path, document: dict[str, Any], path: str, url: str, cases: int, seed: int) -> dict[str, Any]:
+    """Schemathesis' report of one path, and under `said` what it wrote: the report names its own errors by their kind alone.
 
     Raises:
         SetupError: it wrote none.
     """
     (folder / "openapi.json").write_text(json.dumps(document))
     command = [str(PROGRAM), "run", "openapi.json", "--url", url, "--seed", str(seed), "--max-examples", str(cases)]
-    command += ["--phases", "coverage,fuzzing", "--exclude-checks", "positive_data_acceptance", "--workers", "4"]
+    command += ["--phases", "coverage,fuzzing", "--exclude-checks", "positive_data_acceptance", "--include-path", path]
     command += ["--continue-on-failure", "--no-shrink", "--suppress-health-check", "all", "--request-timeout", "120"]
     command += ["--report", "json", "--report-json-path", "report.json"]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=SECONDS, check=False)

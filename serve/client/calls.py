@@ -57,17 +57,17 @@ class CallSettings:
         except (TypeError, ValueError) as error:
             raise RequestError(f"a sampling parameter or message cannot be sent: {error}") from None
 
-    def images_request(self, images: Any, deadline: float | None) -> Any:
-        return build_infer(self.model or CLASSIFIER, image_tensor(images), remaining(deadline))
+    def images_request(self, images: Any, deadline: float | None, request_id: str) -> Any:
+        return build_infer(self.model or CLASSIFIER, image_tensor(images), remaining(deadline), request_id)
 
-    def texts_request(self, texts: Any, deadline: float | None) -> Any:
-        return build_infer(self.model or ENCODER, text_tensor(texts), remaining(deadline))
+    def texts_request(self, texts: Any, deadline: float | None, request_id: str) -> Any:
+        return build_infer(self.model or ENCODER, text_tensor(texts), remaining(deadline), request_id)
 
-    def pictures_request(self, images: Any, deadline: float | None) -> Any:
-        return build_infer(self.model or TOWERS, picture_tensor(images), remaining(deadline))
+    def pictures_request(self, images: Any, deadline: float | None, request_id: str) -> Any:
+        return build_infer(self.model or TOWERS, picture_tensor(images), remaining(deadline), request_id)
 
-    def tensors_request(self, inputs: Mapping[str, Any], deadline: float | None) -> Any:
-        return build_infer(self.model or GRAPH, named_tensors(inputs), remaining(deadline))
+    def tensors_request(self, inputs: Mapping[str, Any], deadline: float | None, request_id: str) -> Any:
+        return build_infer(self.model or GRAPH, named_tensors(inputs), remaining(deadline), request_id)
 
     def batched_names(self) -> tuple[str, ...]:
         """Names of batched models that may be behind the server."""
@@ -100,28 +100,32 @@ def remaining(deadline: float | None) -> float | None:
     return None if deadline is None else max(0.0, deadline - time.monotonic())
 
 
-def classify(stub: Any, settings: CallSettings, images: Any, timeout: float | None) -> Classification:
+def classify(stub: Any, settings: CallSettings, images: Any, timeout: float | None, request_id: str) -> Classification:
     """See `Client.classify`."""
     deadline = settings.deadline(timeout)
-    return Classification(_infer(stub, settings, settings.images_request(images, deadline), deadline)["logits"])
+    return Classification(
+        _infer(stub, settings, settings.images_request(images, deadline, request_id), deadline)["logits"]
+    )
 
 
-def embed(stub: Any, settings: CallSettings, texts: Any, timeout: float | None) -> np.ndarray:
+def embed(stub: Any, settings: CallSettings, texts: Any, timeout: float | None, request_id: str) -> np.ndarray:
     """See `Client.embed`."""
     deadline = settings.deadline(timeout)
-    return _infer(stub, settings, settings.texts_request(texts, deadline), deadline)["embedding"]
+    return _infer(stub, settings, settings.texts_request(texts, deadline, request_id), deadline)["embedding"]
 
 
-def embed_images(stub: Any, settings: CallSettings, images: Any, timeout: float | None) -> np.ndarray:
+def embed_images(stub: Any, settings: CallSettings, images: Any, timeout: float | None, request_id: str) -> np.ndarray:
     """See `Client.embed_images`."""
     deadline = settings.deadline(timeout)
-    return _infer(stub, settings, settings.pictures_request(images, deadline), deadline)["embedding"]
+    return _infer(stub, settings, settings.pictures_request(images, deadline, request_id), deadline)["embedding"]
 
 
-def infer(stub: Any, settings: CallSettings, inputs: Mapping[str, Any], timeout: float | None) -> dict[str, np.ndarray]:
+def infer(
+    stub: Any, settings: CallSettings, inputs: Mapping[str, Any], timeout: float | None, request_id: str
+) -> dict[str, np.ndarray]:
     """See `Client.infer`."""
     deadline = settings.deadline(timeout)
-    return _infer(stub, settings, settings.tensors_request(inputs, deadline), deadline)
+    return _infer(stub, settings, settings.tensors_request(inputs, deadline, request_id), deadline)
 
 
 def _infer(stub: Any, settings: CallSettings, request: Any, deadline: float | None) -> dict[str, np.ndarray]:
@@ -150,31 +154,41 @@ def answers(stub: Any, settings: CallSettings, deadline: float) -> bool:
     return False
 
 
-async def classify_async(stub: Any, settings: CallSettings, images: Any, timeout: float | None) -> Classification:
+async def classify_async(
+    stub: Any, settings: CallSettings, images: Any, timeout: float | None, request_id: str
+) -> Classification:
     """See `AsyncClient.classify`."""
     deadline = settings.deadline(timeout)
-    found = await _infer_async(stub, settings, settings.images_request(images, deadline), deadline)
+    found = await _infer_async(stub, settings, settings.images_request(images, deadline, request_id), deadline)
     return Classification(found["logits"])
 
 
-async def embed_async(stub: Any, settings: CallSettings, texts: Any, timeout: float | None) -> np.ndarray:
+async def embed_async(
+    stub: Any, settings: CallSettings, texts: Any, timeout: float | None, request_id: str
+) -> np.ndarray:
     """See `AsyncClient.embed`."""
     deadline = settings.deadline(timeout)
-    return (await _infer_async(stub, settings, settings.texts_request(texts, deadline), deadline))["embedding"]
+    return (await _infer_async(stub, settings, settings.texts_request(texts, deadline, request_id), deadline))[
+        "embedding"
+    ]
 
 
-async def embed_images_async(stub: Any, settings: CallSettings, images: Any, timeout: float | None) -> np.ndarray:
+async def embed_images_async(
+    stub: Any, settings: CallSettings, images: Any, timeout: float | None, request_id: str
+) -> np.ndarray:
     """See `AsyncClient.embed_images`."""
     deadline = settings.deadline(timeout)
-    return (await _infer_async(stub, settings, settings.pictures_request(images, deadline), deadline))["embedding"]
+    return (await _infer_async(stub, settings, settings.pictures_request(images, deadline, request_id), deadline))[
+        "embedding"
+    ]
 
 
 async def infer_async(
-    stub: Any, settings: CallSettings, inputs: Mapping[str, Any], timeout: float | None
+    stub: Any, settings: CallSettings, inputs: Mapping[str, Any], timeout: float | None, request_id: str
 ) -> dict[str, np.ndarray]:
     """See `AsyncClient.infer`."""
     deadline = settings.deadline(timeout)
-    return await _infer_async(stub, settings, settings.tensors_request(inputs, deadline), deadline)
+    return await _infer_async(stub, settings, settings.tensors_request(inputs, deadline, request_id), deadline)
 
 
 async def _infer_async(

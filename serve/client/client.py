@@ -104,24 +104,26 @@ class Client:
         request = settings.request(prompt, messages, sampling, stream=True)
         return Stream(self._stub, settings, request, settings.deadline(timeout))
 
-    def classify(self, images: Any, *, timeout: float | None = None) -> Classification:
+    def classify(self, images: Any, *, timeout: float | None = None, request_id: str = "") -> Classification:
         """Classify (N, C, H, W) images: uint8, which the server normalises, or floating, normalised by the caller."""
-        return calls.classify(self._stub, self._settings, images, timeout)
+        return calls.classify(self._stub, self._settings, images, timeout, request_id)
 
-    def embed(self, texts: str | Sequence[str], *, timeout: float | None = None) -> np.ndarray:
+    def embed(self, texts: str | Sequence[str], *, timeout: float | None = None, request_id: str = "") -> np.ndarray:
         """(N, hidden) float32 embeddings of length 1 of N texts, by a served text encoder; or by two
         towers, where the client was made with `model="towers"`."""
-        return calls.embed(self._stub, self._settings, texts, timeout)
+        return calls.embed(self._stub, self._settings, texts, timeout, request_id)
 
-    def embed_images(self, images: Any, *, timeout: float | None = None) -> np.ndarray:
+    def embed_images(self, images: Any, *, timeout: float | None = None, request_id: str = "") -> np.ndarray:
         """(N, D) float32 embeddings of length 1 of N images, by two served towers: JPEG or PNG files as bytes, or uint8
         (N, C, H, W) at the model's size."""
-        return calls.embed_images(self._stub, self._settings, images, timeout)
+        return calls.embed_images(self._stub, self._settings, images, timeout, request_id)
 
-    def infer(self, inputs: Mapping[str, Any], *, timeout: float | None = None) -> dict[str, np.ndarray]:
+    def infer(
+        self, inputs: Mapping[str, Any], *, timeout: float | None = None, request_id: str = ""
+    ) -> dict[str, np.ndarray]:
         """The outputs, by name, of a served graph, for tensors by the names of its inputs. An input of bytes, such as
         `image`, takes a file's content or a list of them."""
-        return calls.infer(self._stub, self._settings, inputs, timeout)
+        return calls.infer(self._stub, self._settings, inputs, timeout, request_id)
 
     def is_ready(self, timeout: float = 1.0) -> bool:
         """Whether the model behind the server answers within `timeout` seconds. Triton server's own health knows less:
@@ -280,21 +282,25 @@ class AsyncClient:
         request = self._settings.request(prompt, messages, sampling, stream=not whole)
         return self._run(request, self._settings.deadline(timeout))
 
-    async def classify(self, images: Any, *, timeout: float | None = None) -> Classification:
+    async def classify(self, images: Any, *, timeout: float | None = None, request_id: str = "") -> Classification:
         """Classify (N, C, H, W) images: uint8, which the server normalises, or floating, normalised by the caller."""
-        return await calls.classify_async(self._stub, self._settings, images, timeout)
+        return await calls.classify_async(self._stub, self._settings, images, timeout, request_id)
 
-    async def embed(self, texts: str | Sequence[str], *, timeout: float | None = None) -> np.ndarray:
+    async def embed(
+        self, texts: str | Sequence[str], *, timeout: float | None = None, request_id: str = ""
+    ) -> np.ndarray:
         """(N, hidden) float32 embeddings of length 1 of N texts; see `Client.embed`."""
-        return await calls.embed_async(self._stub, self._settings, texts, timeout)
+        return await calls.embed_async(self._stub, self._settings, texts, timeout, request_id)
 
-    async def embed_images(self, images: Any, *, timeout: float | None = None) -> np.ndarray:
+    async def embed_images(self, images: Any, *, timeout: float | None = None, request_id: str = "") -> np.ndarray:
         """(N, D) float32 embeddings of length 1 of N images; see `Client.embed_images`."""
-        return await calls.embed_images_async(self._stub, self._settings, images, timeout)
+        return await calls.embed_images_async(self._stub, self._settings, images, timeout, request_id)
 
-    async def infer(self, inputs: Mapping[str, Any], *, timeout: float | None = None) -> dict[str, np.ndarray]:
+    async def infer(
+        self, inputs: Mapping[str, Any], *, timeout: float | None = None, request_id: str = ""
+    ) -> dict[str, np.ndarray]:
         """The outputs, by name, of a served graph; see `Client.infer`."""
-        return await calls.infer_async(self._stub, self._settings, inputs, timeout)
+        return await calls.infer_async(self._stub, self._settings, inputs, timeout, request_id)
 
     async def is_ready(self, timeout: float = 1.0) -> bool:
         """Whether the model behind the server answers within `timeout` seconds."""

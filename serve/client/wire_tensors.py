@@ -114,9 +114,12 @@ def _named(name: str, value: Any) -> np.ndarray:
     return array
 
 
-def build_infer(model: str, tensors: Mapping[str, np.ndarray], timeout: float | None = None) -> Any:
-    """A `ModelInferRequest`; the server refuses it when it has waited for `timeout` seconds."""
-    request = _messages().ModelInferRequest(model_name=model)
+def build_infer(
+    model: str, tensors: Mapping[str, np.ndarray], timeout: float | None = None, request_id: str = ""
+) -> Any:
+    """A `ModelInferRequest`; the server refuses it when it has waited for `timeout` seconds, and logs it by
+    `request_id`."""
+    request = _messages().ModelInferRequest(model_name=model, id=request_id)
     for name, array in tensors.items():
         request.inputs.add(name=name, datatype=DATATYPES[array.dtype], shape=array.shape)
         request.raw_input_contents.append(_raw(array))

@@ -23,7 +23,7 @@ _RETURNS = (
     "return_num_output_tokens",
     "return_num_cached_tokens",
 )
-_REQUEST_FIELDS = ("key", "priority", "chat_template_kwargs", "request_id", "images")
+_REQUEST_FIELDS = ("key", "priority", "chat_template_kwargs", "request_id", "images", "stages")
 """Of a request, given beside the sampling parameters."""
 _NUMBERS = {"FP32": "f", "UINT32": "I"}
 
@@ -43,6 +43,8 @@ class Chunk:
     """On the first chunk, when asked for: null for the prompt's first token, then what `logprobs` has."""
     logprobs: list[dict[str, Any]] = field(default_factory=list)
     """An object by token id for each token, when `logprobs` was asked for; the token itself comes first."""
+    stages: tuple[float, float, float] | None = None
+    """Of an answer's last chunk, when asked for: its seconds in the queue, up to the first token, and from there on."""
 
 
 @dataclass(frozen=True)
@@ -94,8 +96,8 @@ def build_request(
         model: its name on the server.
         prompt: text or token ids.
         messages: of a chat, instead of a prompt.
-        sampling: the sampling parameters, and `key`, `priority`, `chat_template_kwargs`, `images` (JPEG or PNG files)
-            and `request_id` of the request; by the latter its log has it.
+        sampling: the sampling parameters, and `key`, `priority`, `chat_template_kwargs`, `images` (JPEG or PNG files),
+            `request_id` of the request, by which its log has it, and `stages`: whether its last chunk shall tell them.
         stream: whether the answer shall come in pieces.
 
     Raises:
@@ -141,7 +143,7 @@ def build_request(
     add_text("sampling_parameters", json.dumps(dict(sampling)))
     add("stream", "BOOL", bytes([stream]))
     add("exclude_input_in_output", "BOOL", b"\1")
-    for name in _RETURNS:
+    for name in (*_RETURNS, "return_stage_seconds") if fields.get("stages") else _RETURNS:
         add(name, "BOOL", b"\1")
     if sampling.get("logprobs") is not None:
         add("return_logprobs", "BOOL", b"\1")
@@ -188,6 +190,7 @@ def read_response(message: Any) -> list[Chunk]:
     (scored,) = tensors.get("prompt_logprobs", ["null"])
     prompt_logprobs = json.loads(scored)
     logprobs = tensors.get("logprobs", ["null"] * count)
+    seconds = tensors.get("stage_seconds")
     chunks = []
     for index in range(count):
         reason = None if reasons[index] == "None" else reasons[index]
@@ -203,6 +206,7 @@ def read_response(message: Any) -> list[Chunk]:
                     num_cached_tokens,
                     None if index else prompt_logprobs,
                     entries,
+                    None if seconds is None or reason is None else tuple(seconds[3 * index : 3 * index + 3]),
                 )
             )
     return chunks

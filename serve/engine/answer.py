@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import time
+
 from penjing.core.text.detokenizer import IncrementalDetokenizer
 from penjing.core.text.tokenizer import Tokenizer
-from penjing.serve.engine.request import FinishReason, Logprob, RequestOutput
+from penjing.serve.engine.request import FinishReason, Logprob, RequestOutput, Stages
 from penjing.serve.engine.sequence import Sequence
 from penjing.serve.engine.stop import StopStrings
 from penjing.serve.sampling.choice import Choice, Chooser, Wanted
@@ -29,7 +31,8 @@ class Answer:
         "_stops",
         "_tokenizer",
         "arrival_time",
-        "has_begun",
+        "begun_time",
+        "first_token_time",
         "last_token_time",
         "sequence",
     )
@@ -46,7 +49,8 @@ class Answer:
     ) -> None:
         self.sequence = sequence
         self.arrival_time = arrival_time
-        self.has_begun = False
+        self.begun_time: float | None = None
+        self.first_token_time: float | None = None
         self.last_token_time: float | None = None
         self._params = params
         self._constraint = constraint
@@ -81,6 +85,18 @@ class Answer:
     def greedy(self) -> bool:
         """Whether the most likely token is taken each time."""
         return self._params.temperature < GREEDY_BELOW
+
+    def took_token(self, now: float) -> None:
+        """Note when a token came, in seconds of `time.monotonic`."""
+        if self.first_token_time is None:
+            self.first_token_time = now
+        self.last_token_time = now
+
+    def stages(self, now: float) -> Stages:
+        """Where the time of an answer went that ends `now`."""
+        begun = now if self.begun_time is None else self.begun_time
+        first = now if self.first_token_time is None else self.first_token_time
+        return Stages(begun - self.arrival_time, first - begun, now - first)
 
     def largest_suffices(self) -> bool:
         """Whether the largest logit alone decides about the next token."""
@@ -143,6 +159,7 @@ class Answer:
         """The last output of an answer that ends from outside (cancelled or failed)."""
         output = self._output()
         output.error = error
+        output.stages = self.stages(time.monotonic())
         self._finish(output, reason, "")
         return output
 

@@ -372,8 +372,9 @@ class LLMEngine:
             self.samples.time_to_first_token_seconds.append(now - answer.arrival_time)
         else:
             self.samples.time_per_output_token_seconds.append(now - answer.last_token_time)
-        answer.last_token_time = now
+        answer.took_token(now)
         if output.finish_reason is not None:
+            output.stages = answer.stages(now)
             self._forget(sequence, output.finish_reason)
         return output
 

@@ -41,6 +41,15 @@ class Logprob(NamedTuple):
     decoded_token: str
 
 
+class Stages(NamedTuple):
+    """Seconds of an answer in the engine: in the queue, from its first step to its first token, and from there to its
+    end. An answer that is taken back and computed again goes on in the stage that it is in."""
+
+    queue: float
+    prefill: float
+    decode: float
+
+
 @dataclass(slots=True)
 class RequestOutput:
     """What one step added to one of a request's `n` sequences.
@@ -51,7 +60,7 @@ class RequestOutput:
     why. `num_output_tokens` counts all tokens of the index so far, `num_cached_tokens` the prompt tokens that the
     prefix cache supplied. `logprobs` holds a dictionary by token id for each of `token_ids` (the chosen token
     first), when asked for. `prompt_logprobs`, on the first output of the first index when asked for, holds None for
-    the prompt's first token and such a dictionary for each further one.
+    the prompt's first token and such a dictionary for each further one. `stages` is set on the last output.
     """
 
     request_id: str
@@ -65,3 +74,4 @@ class RequestOutput:
     num_output_tokens: int = 0
     num_cached_tokens: int = 0
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    stages: Stages | None = None

@@ -33,10 +33,10 @@ class EngineStats:
 
 
 class Queued(Protocol):
-    """An answer, as far as its time in the queue goes; `arrival_time` in seconds of `time.monotonic`."""
+    """An answer, as far as its time in the queue goes; times in seconds of `time.monotonic`."""
 
     arrival_time: float
-    has_begun: bool
+    begun_time: float | None
 
 
 @dataclass
@@ -51,8 +51,8 @@ class Samples:
     def begin(self, answers: Iterable[Queued], now: float) -> None:
         """Note how long those of `answers` have waited that a step computes for the first time."""
         for answer in answers:
-            if not answer.has_begun:
-                answer.has_begun = True
+            if answer.begun_time is None:
+                answer.begun_time = now
                 self.request_queue_time_seconds.append(now - answer.arrival_time)
 
     def take(self) -> dict[str, list[float]]:

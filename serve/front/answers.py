@@ -115,6 +115,8 @@ async def _answer(backend: Backend, ask: Ask) -> AsyncGenerator[tuple[int, Chunk
                     last[index, chunk.index] = now
                     exchange.count(0 if index in ask.tokens else chunk.num_input_tokens, chunk.num_tokens)
                     ask.tokens[index] = chunk
+                    if chunk.stages is not None and chunk.index == 0:
+                        exchange.stages.append((now - exchange.started, chunk.stages))
                     yield index, chunk
     except PenjingError as error:
         raise backend.error(error, upstream) from None
@@ -129,6 +131,7 @@ def _one(upstream: Upstream, ask: Ask, index: int) -> AsyncGenerator[Chunk, None
         timeout=ask.timeout,
         whole=not ask.stream,
         request_id=ask.exchange.request_id,
+        stages=ask.exchange.traced or None,
         **ask.sampling,
     )
 

@@ -103,7 +103,7 @@ async def _rows(
                 part = texts[begin : begin + size]
                 tokens = await asyncio.to_thread(tokenizer.rows, part)  # without Python's lock: nobody waits
                 seconds = max(0.0, ends - time.monotonic())
-                found.append(await upstream.client.embed(part, timeout=seconds))
+                found.append(await upstream.client.embed(part, timeout=seconds, request_id=exchange.request_id))
                 exchange.count(sum(map(len, tokens)), 0)
     except PenjingError as error:
         raise backend.error(error, upstream) from None

@@ -18,6 +18,8 @@ from penjing.serve.gate.admission import Admission
 from penjing.serve.gate.config import FrontConfig
 from penjing.serve.gate.errors import RETRY_SECONDS, ApiError, draining
 
+Stages = tuple[float, float, float]
+"""Queue, prefill and decode."""
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
@@ -63,6 +65,10 @@ class Exchange:
     """Seconds from the start."""
     account: Account | None = None
     """Of the key, where keys are asked for."""
+    traced: bool = False
+    """Whether a span is made of it, so that the engine is asked where its time goes."""
+    stages: list[tuple[float, Stages]] = field(default_factory=list)
+    """Of the first answer to each prompt: when it ended, in seconds from the start, and its seconds in the engine."""
 
     @property
     def key(self) -> str:
@@ -84,6 +90,7 @@ class Guard:
         app: gets requests whose body has been read: it lies in `scope["state"]["exchange"]`.
         ended: is called once for each request, when it has its answer or has gone.
         sees: whether a model takes images now, so that bodies may be larger.
+        traced: whether spans are made of requests.
 
     Raises:
         InputError: the file of keys cannot be used.
@@ -95,7 +102,10 @@ class Guard:
         config: FrontConfig,
         ended: Callable[[Message, Exchange], None],
         sees: Callable[[], bool] = lambda: False,
+        *,
+        traced: bool = False,
     ) -> None:
+        self._traced = traced
         self.app, self._limits, self._ended, self._sees = app, config.limits, ended, sees
         self._held = 0
         self._hosts = {*LOCAL_NAMES, *map(str.lower, config.limits.allowed_hosts)} if config.is_local else None
@@ -109,6 +119,7 @@ class Guard:
         headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
         given = headers.get("x-request-id", "")
         exchange = Exchange(given if REQUEST_ID.fullmatch(given) else secrets.token_hex(12), scope["path"])
+        exchange.traced = self._traced
         scope.setdefault("state", {})["exchange"] = exchange
         begun = False
         answer = _Answer(send, exchange, {"x-request-id": exchange.request_id})

@@ -1,4 +1,5 @@
-"""Traces of requests for OpenTelemetry: a span for each, sent by OTLP over HTTP where a collector is named.
+"""Traces of requests for OpenTelemetry: a span for each, and in it what its first answers did in the engine, sent by
+OTLP over HTTP where a collector is named.
 
 OpenTelemetry's own variables say where and how: OTEL_EXPORTER_OTLP_ENDPOINT turns it on, OTEL_EXPORTER_OTLP_HEADERS,
 OTEL_SERVICE_NAME, OTEL_RESOURCE_ATTRIBUTES, OTEL_TRACES_SAMPLER and others are read by its packages. A request that
@@ -21,6 +22,7 @@ from penjing.serve.gate.guard import ALWAYS_OPEN, Exchange, Message
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace.export import SpanExporter
+    from opentelemetry.trace import Span
 
 ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
 """Variables of the environment of which one names the collector, such as http://localhost:4318."""
@@ -28,6 +30,8 @@ NEEDS = ("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http")
 SERVICE = "penjing"
 CLOSE_SECONDS = 2.0
 FAILED = 500
+STAGES = ("queue", "prefill", "decode")
+MAX_STAGED = 16  # prompts of a request whose answers get spans; further ones say the same
 
 
 def are_wanted(environment: Mapping[str, str] = os.environ) -> bool:
@@ -88,9 +92,23 @@ class Traces:
         )
         if exchange.first_token is not None:
             span.add_event("first_token", timestamp=begin + int(exchange.first_token * 1e9))
+        self._stages(span, begin, exchange)
         if exchange.status >= FAILED:
             span.set_status(Status(StatusCode.ERROR, exchange.reason))
         span.end(now)
+
+    def _stages(self, span: Span, begin: int, exchange: Exchange) -> None:
+        """Spans of what the engine says of its answers. It tells how long each stage took; an answer's end is when its
+        last piece came here, so that they lie late by what the way takes, a millisecond or so."""
+        from opentelemetry.trace import set_span_in_context
+
+        inside = set_span_in_context(span)
+        for ended, seconds in exchange.stages[:MAX_STAGED]:
+            at = begin + int(1e9 * (ended - sum(seconds)))
+            for name, took in zip(STAGES, seconds, strict=True):
+                stage = self._tracer.start_span(f"engine {name}", context=inside, start_time=at)
+                at += int(1e9 * took)
+                stage.end(at)
 
     def close(self) -> None:
         """Send what is left, for `CLOSE_SECONDS` at most: a collector that is away is asked again and again."""

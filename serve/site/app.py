@@ -76,7 +76,7 @@ class Front:
             exception_handlers={ApiError: _tell, HTTPException: _tell_http},  # type: ignore[dict-item]
         )
         app.router.redirect_slashes = False
-        self.guard = Guard(app, job.front, self._ended, self._sees)
+        self.guard = Guard(app, job.front, self._ended, self._sees, traced=self._traces is not None)
         self.guard.draining = job.draining
 
     async def application(self, scope: Message, receive: Any, send: Any) -> None:

@@ -25,7 +25,7 @@ from penjing.serve.sampling.params import SamplingParams
 from penjing.serve.sight.wire import with_places
 from penjing.serve.triton.adapter_watch import AdapterWatch, reachable_folders
 from penjing.serve.triton.intake import Intake
-from penjing.serve.triton.journal import log_request, log_to_server
+from penjing.serve.triton.journal import client_id, log_request, log_to_server
 from penjing.serve.triton.metrics import EngineMetrics, Refusals
 from penjing.serve.triton.pulse import Command, Phase, Pulse
 from penjing.serve.triton.reply import Outbox, Reply, send_error
@@ -40,7 +40,6 @@ ADAPTERS_SECONDS = 0.25
 WORK_SHARE = 0.1  # of a thread's time: a look costs 30 to 100 µs a request, an observation 20 µs
 MAX_PAUSE_SECONDS = 0.5
 CANARY_SECONDS = 120.0
-MAX_ID_LENGTH = 64  # of a client's name for a request, as it is logged
 MAX_LIVE = 100_000  # requests that are unanswered; what waits in the engine is bounded far below
 
 log = logging.getLogger(__name__)
@@ -124,7 +123,7 @@ class LLMAdapter:
             try:
                 self._accept(request, sender)
             except Exception as error:
-                log_request({"request": _client_id(request), "refused": code_of(error).name})
+                log_request({"request": client_id(request), "refused": code_of(error).name})
                 self._refuse(sender, error)
 
     def _refuse(self, sender: Any, error: Exception) -> None:
@@ -161,7 +160,7 @@ class LLMAdapter:
         if len(self._live) >= MAX_LIVE:
             raise OverloadedError(f"{len(self._live)} requests are unanswered, at most {MAX_LIVE} may be; retry in 1 s")
         self._num_requests += 1
-        reply = Reply(str(self._num_requests), call, sender, request.timeout(), _client_id(request))
+        reply = Reply(str(self._num_requests), call, sender, request.timeout(), client_id(request))
         self._live[reply.request_id] = reply
         try:
             self._intake.run(call.num_bytes, lambda: self._submit(reply), quick=call.is_quick)
@@ -282,11 +281,6 @@ class LLMAdapter:
                 reply.ended_by = OverloadedError("the request's timeout passed before the answer was complete")
                 self._refusals.count(None)
                 loop.cancel(reply.request_id)
-
-
-def _client_id(request: Any) -> str:
-    """What the client calls the request, for the log."""
-    return str(request.request_id())[:MAX_ID_LENGTH]
 
 
 def _generate_one_token(loop: EngineLoop) -> None:

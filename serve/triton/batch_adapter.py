@@ -22,7 +22,7 @@ from penjing.serve.client.protocol import PING
 from penjing.serve.engine.config import BatchConfig
 from penjing.serve.families.base import BatchModel, family_at
 from penjing.serve.triton.batch_metrics import BatchMetrics, BatchSamples
-from penjing.serve.triton.journal import log_to_server
+from penjing.serve.triton.journal import client_id, log_request, log_to_server
 from penjing.serve.triton.lifecycle import Life
 from penjing.serve.triton.metrics import Refusals
 from penjing.serve.triton.pulse import Phase
@@ -38,12 +38,14 @@ EXPIRY_SECONDS = 0.1  # while a batch runs, requests that have waited too long a
 
 @dataclass
 class _Waiting:
-    """A request that is not computed yet; `arrived`, and `until`, when it has waited too long (monotonic seconds)."""
+    """A request that is not computed yet; `arrived`, and `until`, when it has waited too long (monotonic seconds).
+    `client_id` is what the client calls it, in the log alone."""
 
     sender: Any
     prepared: Any
     arrived: float
     until: float
+    client_id: str
 
 
 @dataclass
@@ -108,19 +110,19 @@ class BatchAdapter:
         self._life.owe(len(requests))
         most = self._config.max_queue_size
         for request in requests:
-            sender = request.get_response_sender()
+            sender, name = request.get_response_sender(), client_id(request)
             if len(self._waiting) >= most:  # nobody else adds; refused before its tensors are copied
                 seconds = max(1, math.ceil(most / self._config.max_batch_size * self._batch_seconds))
                 message = f"the queue is full: {most} requests wait; retry in {seconds} s"
-                self._refuse(sender, OverloadedError(message, seconds))
+                self._refuse(sender, OverloadedError(message, seconds), name)
                 continue
             prepared = self._prepare(request)
             if isinstance(prepared, PenjingError):
-                self._refuse(sender, prepared)
+                self._refuse(sender, prepared, name)
                 continue
             seconds = min(self._config.queue_timeout, (request.timeout() or math.inf) / 1e6)
             with self._changed:
-                self._waiting.append(_Waiting(sender, prepared, now := time.monotonic(), now + seconds))
+                self._waiting.append(_Waiting(sender, prepared, now := time.monotonic(), now + seconds, name))
                 self._changed.notify()
 
     def finalize(self) -> None:
@@ -134,8 +136,9 @@ class BatchAdapter:
             thread.join()
         self._life.end(Phase.DRAINED)
 
-    def _refuse(self, sender: Any, error: PenjingError, *, late: bool = False) -> None:
+    def _refuse(self, sender: Any, error: PenjingError, name: str, *, late: bool = False) -> None:
         """Now, from whichever thread: answers of batches that run are not waited for."""
+        log_request({"request": name, "refused": code_of(error).name})
         self._refusals.count(None if late else error)
         self._send(sender, error)
         self._life.answered(1)
@@ -187,7 +190,8 @@ class BatchAdapter:
             if late:
                 self._waiting = deque(each for each in self._waiting if now <= each.until)
         for each in late:
-            self._refuse(each.sender, OverloadedError("timeout expired: the request has waited too long"), late=True)
+            error = OverloadedError("timeout expired: the request has waited too long")
+            self._refuse(each.sender, error, each.client_id, late=True)
 
     def _send_answers(self) -> None:
         while (batch := self._started.get()) is not None:
@@ -200,6 +204,7 @@ class BatchAdapter:
                 else:
                     self._samples.answered += 1
                 self._send(request.sender, answer)
+                _log(request, answer, batch.begun_at[0])
             self._life.answered(len(batch.requests))
 
     def _note(self, batch: _Batch) -> None:
@@ -264,6 +269,17 @@ class BatchAdapter:
             return self._pb_utils.InferenceResponse(error=codes(message_of(answer), status))
         tensors = [self._pb_utils.Tensor(name, array) for name, array in answer.items()]
         return self._pb_utils.InferenceResponse(output_tensors=tensors)
+
+
+def _log(request: _Waiting, answer: dict[str, np.ndarray] | PenjingError, begun: float) -> None:
+    """A line for a request that has its answer, if its client has named it."""
+    facts = {
+        "request": request.client_id,
+        "seconds": round(time.monotonic() - request.arrived, 4),
+        "queue": round(begun - request.arrived, 4),
+        "rows": len(request.prepared),
+    }
+    log_request(facts | ({"refused": code_of(answer).name} if isinstance(answer, PenjingError) else {}))
 
 
 def _metrics(pb_utils: Any, model_name: str) -> BatchMetrics | None:

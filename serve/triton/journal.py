@@ -7,9 +7,10 @@ import logging
 import time
 from typing import Any
 
-from penjing.serve.engine.request import RequestOutput
+from penjing.serve.engine.request import RequestOutput, Stages
 
 REQUEST = "penjing.request"
+MAX_ID_LENGTH = 64  # of a client's name for a request, as it is logged
 _requests = logging.getLogger(REQUEST)
 
 
@@ -30,14 +31,21 @@ def log_request(facts: dict[str, Any]) -> None:
         _requests.info("request", extra={"facts": facts})
 
 
+def client_id(request: Any) -> str:
+    """What the client of a Triton server request calls it, for the log."""
+    return str(request.request_id())[:MAX_ID_LENGTH]
+
+
 class Journal:
-    """What the log says of one request: when its tokens came, how many, and how its answers ended."""
+    """What the log says of one request: when its tokens came, how many, how its answers ended, and where the first one
+    spent its time in the engine."""
 
     def __init__(self) -> None:
         self._arrived = time.monotonic()
         self._first_token: float | None = None
         self._prompt_tokens = self._completion_tokens = self._cached_tokens = 0
         self._reasons: list[str] = []
+        self._stages: Stages | None = None
 
     def add(self, outputs: list[RequestOutput]) -> None:
         """Note what a step gave."""
@@ -46,6 +54,8 @@ class Journal:
             self._completion_tokens += len(output.token_ids)
             if output.finish_reason is not None:
                 self._reasons.append(output.finish_reason)
+            if output.index == 0 and output.stages is not None:
+                self._stages = output.stages
         if self._first_token is None and self._completion_tokens:
             self._first_token = time.monotonic() - self._arrived
 
@@ -56,6 +66,7 @@ class Journal:
             "refused": refused,
             "seconds": round(time.monotonic() - self._arrived, 4),
             "first_token": None if self._first_token is None else round(self._first_token, 4),
+            **({} if self._stages is None else {name: round(took, 4) for name, took in self._stages._asdict().items()}),
             "prompt_tokens": self._prompt_tokens,
             "cached_tokens": self._cached_tokens,
             "completion_tokens": self._completion_tokens,

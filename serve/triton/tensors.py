@@ -1,7 +1,7 @@
 """A Triton server request → what it asks of the engine; outputs of the engine → tensors of a response.
 
 Names and rules of the tensors are those of Triton server's vLLM backend; `messages`, `chat_template_kwargs`,
-`prompt_token_ids`, `key`, `priority` and what counts cached tokens and scores a prompt are ours.
+`prompt_token_ids`, `key`, `priority` and what counts cached tokens, scores a prompt and tells of stages are ours.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ RETURNS = (
     "return_num_output_tokens",
     "return_num_cached_tokens",
     "return_prompt_logprobs",
+    "return_stage_seconds",
 )
 MAX_TEXT_BYTES = 4 << 20  # of JSON that is not a prompt: parsing a megabyte takes 10 ms of the lock that all share
 ESCAPED = 6  # bytes that JSON may need for one of a text
@@ -202,6 +203,7 @@ class OutputTensors:
         reasons = ["None"] * n  # as the vLLM backend writes an answer that goes on
         counts = [0] * n
         logprobs: list[list[dict[int, Any]] | None] = [None] * n
+        stages = np.zeros((n, 3), np.float32)
         for output in outputs:
             index = output.index
             texts[index] += output.text
@@ -209,6 +211,8 @@ class OutputTensors:
             if index == 0:
                 self._num_cached_tokens = output.num_cached_tokens
             reasons[index] = output.finish_reason or reasons[index]
+            if output.stages is not None:
+                stages[index] = output.stages
             if output.logprobs is not None:
                 logprobs[index] = (logprobs[index] or []) + [_logprob_json(entry) for entry in output.logprobs]
                 chosen = zip(output.token_ids, output.logprobs, strict=True)
@@ -230,6 +234,8 @@ class OutputTensors:
             scored = next((output.prompt_logprobs for output in outputs if output.prompt_logprobs is not None), None)
             entries = scored and [entry if entry is None else _logprob_json(entry) for entry in scored]
             tensors["prompt_logprobs"] = _strings([json.dumps(entries)])
+        if "return_stage_seconds" in returns:
+            tensors["stage_seconds"] = stages
         return tensors
 
 

@@ -118,6 +118,8 @@ def test_a_request_has_one_name_in_every_log(front: Fronted) -> None:
     assert (ours["status"], ours["completion_tokens"]) == (200, 3)
     assert (theirs["completion_tokens"], theirs["finish_reasons"]) == (3, ["length"])
     assert theirs["prompt_tokens"] == ours["prompt_tokens"]
+    assert 0 < theirs["prefill"] <= theirs["first_token"]
+    assert theirs["queue"] + theirs["prefill"] + theirs["decode"] <= ours["seconds"] + 1e-3
 
 
 def lines(path: Path, name: str) -> dict[str, Any]:

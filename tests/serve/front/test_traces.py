@@ -59,6 +59,22 @@ def test_a_request_becomes_a_span_of_its_callers_trace() -> None:
     }
 
 
+def test_what_the_engine_did_lies_inside_a_requests_span() -> None:
+    exchange = Exchange("id-1", "/v1/completions", model="m", status=200, stages=[(1.5, (0.25, 0.5, 0.7))])
+    exchange.started -= 2.0
+    queue, prefill, decode, request = spans(exchange)
+    assert [span.name for span in (queue, prefill, decode)] == ["engine queue", "engine prefill", "engine decode"]
+    assert all(span.parent.span_id == request.context.span_id for span in (queue, prefill, decode))
+    at = [(time - request.start_time) / 1e9 for time in (queue.start_time, prefill.start_time, decode.start_time)]
+    assert at == pytest.approx([0.05, 0.3, 0.8], abs=1e-3)
+    assert (decode.end_time - request.start_time) / 1e9 == pytest.approx(1.5, abs=1e-3)
+
+
+def test_one_request_makes_no_spans_without_an_end() -> None:
+    many = Exchange("a", "/v1/completions", status=200, stages=[(1.0, (0.1, 0.1, 0.1))] * 1000)
+    assert len(spans(many)) == 3 * traces.MAX_STAGED + 1
+
+
 @pytest.mark.parametrize("parent", ["", "nonsense", "00-0-0-0", f"00-{'0' * 32}-{PARENT}-01"])
 def test_a_parent_that_is_none_begins_a_trace(parent: str) -> None:
     failed = Exchange("a", "/x" * 300, status=500, reason="internal_error")

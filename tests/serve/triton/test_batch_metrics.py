@@ -51,6 +51,23 @@ def test_queue_batches_and_refusals_are_shown(artifact: Path, gate: Gate) -> Non
     assert not adapter._shower.is_alive()
 
 
+def test_a_request_with_a_name_has_a_line_in_the_log(
+    artifact: Path, gate: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines: list[dict[str, object]] = []
+    monkeypatch.setattr("penjing.serve.triton.batch_adapter.log_request", lines.append)
+    adapter = gated_adapter(artifact, gate, max_batch_size=4, max_queue_size=3)
+    good, wrong = Request(name="good", pixels=pixels(2)), Request(name="wrong", pixels=pixels(1)[:0])
+    gate.release(1)
+    adapter.execute([good, wrong])
+    assert good.sender.done.wait(10)
+    adapter.finalize()
+    refused, answered = sorted(lines, key=len)
+    assert refused == {"request": "wrong", "refused": "INVALID_ARGUMENT"}
+    assert (answered["request"], answered["rows"]) == ("good", 2)
+    assert 0 <= float(str(answered["queue"])) <= float(str(answered["seconds"]))
+
+
 def test_without_metrics_it_serves_all_the_same(artifact: Path, gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
     from tests.serve.triton.stand_in import Module
 

@@ -263,8 +263,8 @@ def answers(adapter: BatchAdapter, requests: list[Request]) -> list[Any]:
 
 
 class Request:
-    def __init__(self, microseconds: int = 0, **tensors: np.ndarray) -> None:
-        self._tensors, self.microseconds = tensors, microseconds
+    def __init__(self, microseconds: int = 0, name: str = "", **tensors: np.ndarray) -> None:
+        self._tensors, self.microseconds, self._name = tensors, microseconds, name
         self.sender = Sender()
 
     def get_response_sender(self) -> Sender:
@@ -272,6 +272,9 @@ class Request:
 
     def timeout(self) -> int:
         return self.microseconds
+
+    def request_id(self) -> str:
+        return self._name
 
     def parameters(self) -> str:
         return ""
