@@ -3,14 +3,14 @@
     python benchmarks/run_chaos.py                    # a quarter of an hour; appends rows
     python benchmarks/run_chaos.py MODEL --fuzzed 1000 --left 50 --turns 1
     python benchmarks/run_chaos.py MODEL --only fuzz --pieces 10 --piece 3       # a tenth of the random requests
-    python benchmarks/run_chaos.py MODEL --only soak --minutes 30 --set kv_cache_bytes=268435456    # at 80 % of what it can
+    python benchmarks/run_chaos.py MODEL --only soak --minutes 30 --set kv_cache_bytes=268435456
 
 A server with its front takes, one after the other: SIGKILL and SIGSTOP of the model's process, of Triton server and of
 the front, alone and together, while clients stream; clients that leave after the first piece, that dawdle, that never
 read; and random bodies, headers and protobufs on every port. Each of its ports is taken by somebody else while its
 process is away. A second server's time of day jumps ahead and back by a day. Before and after, greedy answers must be
-the same. The long load is asked for by its name alone; a small cache is full before its memory is looked at first,
-since pages of the key-value cache count only once they were used.
+the same. The long load, at 80 % of what the server can do, is asked for by its name alone; a small cache is full before
+its memory is looked at first, since pages of the key-value cache count only once they were used.
 
 `lost` counts answers that nobody broke: streams that hung, or said that they were complete and were not. `restarts`
 of the fuzzing count processes that had to be started again.

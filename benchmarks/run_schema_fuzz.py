@@ -9,7 +9,7 @@ has, or which fields exclude each other. In the document that it reads, the mode
 are short; with a random name nearly every request would end at the first look.
 
 The server is one, and its paths are asked one after the other, so that an error of schemathesis' own ends the requests
-of one path: that path is asked once more with another seed, and `tool_errors` counts such errors, whose words are shown.
+of one path: that one is asked once more with another seed, and `tool_errors` counts such errors, whose words are shown.
 
 `failures` are requests, `restarts` processes that had to be started again, `cache_held_after` the share of the
 key-value cache that is still in use when all have their answers, `canaries_different` greedy answers that are not the
@@ -109,7 +109,7 @@ def narrowed(url: str, model: str) -> dict[str, Any]:
 
 
 def ask(folder: Path, document: dict[str, Any], path: str, url: str, cases: int, seed: int) -> dict[str, Any]:
-    """Schemathesis' report of one path, and under `said` what it wrote: the report names its own errors by their kind alone.
+    """Schemathesis' report of one path, and under `said` what it wrote: the report names its own errors by kind alone.
 
     Raises:
         SetupError: it wrote none.
