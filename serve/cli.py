@@ -261,6 +261,10 @@ def bench_engine(
 def bench_server(
     model: Annotated[Path | None, typer.Argument(help="A checkpoint or artifact folder.", show_default=False)] = None,
     server: Annotated[str, typer.Option(help="host:port of the gRPC endpoint.")] = "localhost:8001",
+    name: Annotated[
+        str | None,
+        typer.Option(help="The model's name on the server, where it was given one; of a server here it is known."),
+    ] = None,
     runs: Runs = 5,
     openai: Annotated[
         str | None, typer.Option(help="[https://]host:port of the front: an open loop of requests.")
@@ -308,8 +312,10 @@ def bench_server(
     else:
         from penjing.serve.bench.server import bench_server as run
 
+    from penjing.serve.supervisor.state import served_name
+
     with progress_bar() as progress:
-        result = run(model, server, runs=runs, progress=progress)
+        result = run(model, server, runs=runs, progress=progress, name=name or served_name(server))
     _show(result, json_file)
 
 

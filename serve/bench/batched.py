@@ -20,7 +20,12 @@ RUNS = 5
 
 
 def bench_batched(
-    folder: Path, server: str = "localhost:8001", runs: int = RUNS, progress: Progress | None = None, **options: Any
+    folder: Path,
+    server: str = "localhost:8001",
+    runs: int = RUNS,
+    progress: Progress | None = None,
+    name: str | None = None,
+    **options: Any,
 ) -> dict[str, Any]:
     """Measure the model at `server` and, in turns, its file in this process: the cores are never busy with both.
 
@@ -31,6 +36,7 @@ def bench_batched(
     Args:
         folder: the artifact that is served.
         server: host:port of the gRPC endpoint.
+        name: the model's on the server; None: that of its kind.
         options: of the family's workload: `images`, `texts`, `threads` …
 
     Raises:
@@ -41,7 +47,7 @@ def bench_batched(
     prepare = family_at(folder).workload
     if prepare is None:
         raise InputError(f"{folder} is no artifact whose requests are batched; 'penjing bench server' measures it")
-    with Client(server) as client:
+    with Client(server, model=name) as client:
         work = prepare(folder, client, **options)
     rates: dict[str, list[float]] = {"onnxruntime": [], **{name: [] for name in work.forms}}
     latencies: list[float] = []
@@ -50,7 +56,7 @@ def bench_batched(
     for turn in range(runs + 1):
         found = {"onnxruntime": _run_alone(work)}
         for index, (name, parts) in enumerate(work.forms.items()):
-            found[name], seconds, cores = _run_requests(server, work, parts)
+            found[name], seconds, cores = _run_requests(server, name, work, parts)
             if turn > 0 and index == 0:
                 latencies += seconds
                 client_cores.append(cores)
@@ -79,19 +85,23 @@ def _run_alone(work: Workload) -> float:
     return rows / (time.perf_counter() - started)
 
 
-def _run_requests(server: str, work: Workload, parts: Any) -> tuple[float, list[float], float]:
+def _run_requests(server: str, name: str | None, work: Workload, parts: Any) -> tuple[float, list[float], float]:
     """Rows a second, each request's seconds, and the cores that this process used."""
 
     async def ask(client: AsyncClient, number: int) -> None:
         await work.ask(client, parts[number % len(parts)])
 
     used = time.process_time()
-    together, seconds = asyncio.run(run_requests(server, ask, work.num_requests, work.streams))
+    together, seconds = asyncio.run(run_requests(server, ask, work.num_requests, work.streams, name))
     return work.num_requests * work.request_rows / together, seconds, (time.process_time() - used) / together
 
 
 async def run_requests(
-    server: str, ask: Callable[[AsyncClient, int], Awaitable[object]], requests: int, streams: int
+    server: str,
+    ask: Callable[[AsyncClient, int], Awaitable[object]],
+    requests: int,
+    streams: int,
+    name: str | None = None,
 ) -> tuple[float, list[float]]:
     """Send `requests` requests, each as soon as one of the `streams` that are always under way is answered.
 
@@ -111,7 +121,7 @@ async def run_requests(
             await ask(client, number)
             seconds.append(time.perf_counter() - started)
 
-    async with AsyncClient(server) as client:
+    async with AsyncClient(server, model=name) as client:
         await client.is_ready()  # connects
         started = time.perf_counter()
         await asyncio.gather(*(stream() for _ in range(streams)))

@@ -23,7 +23,11 @@ REQUEST_SECONDS = 600.0
 
 
 def bench_server(
-    folder: Path, server: str = "localhost:8001", runs: int = RUNS, progress: Progress | None = None
+    folder: Path,
+    server: str = "localhost:8001",
+    runs: int = RUNS,
+    progress: Progress | None = None,
+    name: str | None = None,
 ) -> dict[str, Any]:
     """Measure the model at `server` and, in turns, the same model in this process: two cores are never busy with both.
 
@@ -33,13 +37,14 @@ def bench_server(
     Args:
         folder: the checkpoint or artifact that is served.
         server: host:port of the gRPC endpoint.
+        name: the model's on the server; None: that of its kind.
 
     Raises:
         InputError: the folder is no model.
         ServerError: no server answers.
     """
     progress = progress or Silent()
-    with Client(server) as client:
+    with Client(server, model=name) as client:
         client.generate("a", max_tokens=1)  # raises at once when there is no server
     engine = load_engine(folder, EngineConfig(enable_prefix_caching=False, max_num_sequences=NUM_STREAMS))
     timings: dict[str, dict[str, list[Timing]]] = {who: {case: [] for case in CASES} for who in ("server", "engine")}
@@ -48,7 +53,7 @@ def bench_server(
         for case, (count, length, num_new_tokens) in CASES.items():
             texts = _texts(engine, count, length, turn)
             prompts = [engine.tokenizer.encode(text) for text in texts]
-            over = asyncio.run(_run_prompts(server, texts, num_new_tokens))
+            over = asyncio.run(_run_prompts(server, name, texts, num_new_tokens))
             alone = run_prompts(engine, prompts, num_new_tokens)
             if turn > 0:  # the first turn warms caches and pages up
                 timings["server"][case].append(over)
@@ -83,7 +88,7 @@ def _texts(engine: LLMEngine, count: int, length: int, turn: int) -> list[str]:
     return [engine.tokenizer.decode(tokens[300 * i + turn : 300 * i + turn + length]) for i in range(count)]
 
 
-async def _run_prompts(server: str, texts: list[str], num_new_tokens: int) -> Timing:
+async def _run_prompts(server: str, name: str | None, texts: list[str], num_new_tokens: int) -> Timing:
     """Stream all prompts at once and time every token as it arrives; tokens that come together share the time."""
     timing = Timing(0.0)
 
@@ -100,7 +105,7 @@ async def _run_prompts(server: str, texts: list[str], num_new_tokens: int) -> Ti
                 timing.inter_token_seconds += [(now - last) / chunk.num_tokens] * chunk.num_tokens
             last = now
 
-    async with AsyncClient(server) as client:
+    async with AsyncClient(server, model=name) as client:
         await client.is_ready()  # connects
         started = time.perf_counter()
         await asyncio.gather(*(run(text) for text in texts))

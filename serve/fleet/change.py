@@ -21,10 +21,11 @@ from penjing.core.config import Config
 from penjing.core.errors import ServerError, SetupError
 from penjing.core.files import atomic_write_text, writing
 from penjing.serve.fleet.plan import FleetModel
-from penjing.serve.fleet.state import read_fleet
-from penjing.serve.supervisor.state import lives, run_folder
+from penjing.serve.fleet.state import FleetState, read_fleet
+from penjing.serve.supervisor.state import is_running, lives, read_state, run_folder
 
 POLL_SECONDS = 0.05
+NAME = "llm"  # in an example
 
 
 class Change(Config):
@@ -131,16 +132,28 @@ def alone(lock: Path) -> Iterator[None]:
         os.close(held)
 
 
-def running_fleet(port: int) -> tuple[int, dict[str, dict[str, Any]]]:
-    """Process and models of the server on gRPC port `port`.
+def found_fleet(port: int) -> FleetState:
+    """The server on gRPC port `port`.
 
     Raises:
         SetupError: no server of models with names runs there.
     """
     found = read_fleet(port)
     if found is None or not lives(found.pid):
+        alone = read_state(port) if is_running(port) else None
+        if alone is not None and alone.model and not alone.fleet_pid:
+            raise SetupError(
+                f"the server on gRPC port {port} has one model without a name, {alone.model}, and stays as it is; stop "
+                f"it, and start it with a name to change it later: 'penjing serve {NAME}={alone.model}'"
+            )
         raise SetupError(
             f"no server of models with names runs from gRPC port {port}; start one with 'penjing serve llm:1=FOLDER', "
             "or name its port with --grpc-port"
         )
+    return found
+
+
+def running_fleet(port: int) -> tuple[int, dict[str, dict[str, Any]]]:
+    """Process and models of that server; see `found_fleet`."""
+    found = found_fleet(port)
     return found.pid, found.models

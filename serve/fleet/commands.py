@@ -8,7 +8,7 @@ from typing import Any
 
 from penjing.core.errors import ConfigError, SetupError
 from penjing.core.progress import print_table
-from penjing.serve.fleet.change import ask_for, running_fleet
+from penjing.serve.fleet.change import ask_for, found_fleet, running_fleet
 from penjing.serve.fleet.names import read_names
 from penjing.serve.fleet.plan import PORT_STEP, make_plan
 from penjing.serve.supervisor import state
@@ -72,13 +72,15 @@ def rollback_to_terminal(port: int, name: str) -> None:
 
 def show_models(port: int) -> None:
     """Names, shares, states and folders."""
-    _, models = running_fleet(port)
+    fleet = found_fleet(port)
+    models = fleet.models
     table: dict[str, Any] = {}
     for name, model in models.items():
         found = state.read_state(int(model["grpc_port"]))
         share = {"share": f"{model['share']:.1%}"} if ":" in name else {}
         table[name] = {"state": "starting" if found is None else found.state, **share, "folder": model["folder"]}
     print_table(table)
+    _say(f"changes are not kept when the server ends; this starts it as it is now: {fleet.command}")
 
 
 def _free_ports(models: dict[str, dict[str, Any]]) -> ServeConfig:

@@ -22,6 +22,7 @@ from penjing.core.config import parse_config
 from penjing.core.errors import PenjingError, ServerError, SetupError
 from penjing.core.progress import Progress, Silent
 from penjing.serve.families.base import family_at
+from penjing.serve.fleet.again import command_again
 from penjing.serve.fleet.change import forget_changes
 from penjing.serve.fleet.changer import Changer
 from penjing.serve.fleet.member import READY, Member
@@ -172,7 +173,10 @@ class Fleet:
 
     def _note(self, name: str, message: str = "") -> None:
         facts = {member.model.id: _facts(member) for member in self.members}
-        found = replace(self.state, state=name, message=message, front_pid=self.front.pid, models=facts)
+        command = command_again(self.plan)
+        found = replace(
+            self.state, state=name, message=message, front_pid=self.front.pid, command=command, models=facts
+        )
         if found != self.state and write_fleet(found):
             self.state = found
         self._noted = time.monotonic()

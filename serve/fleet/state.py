@@ -22,6 +22,8 @@ class FleetState:
     message: str = ""
     front_pid: int = 0
     front_url: str = ""
+    command: str = ""
+    """That starts all of it again, as it is now."""
     models: dict[str, dict[str, Any]] = field(default_factory=dict)
     """By what clients call them: `grpc_port`, `metrics_port`, `folder`, `share`, `restarts`, and of a decoder
     `kv_cache_bytes` and `kv_cache_tokens`."""

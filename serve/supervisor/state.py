@@ -21,6 +21,7 @@ from penjing.serve.triton.adapter_list import said_path
 
 SHM_FOLDER = Path("/dev/shm")
 MAX_LOG_BYTES = 16 << 20
+LOCAL_HOSTS = ("localhost", "127.0.0.1", "[::1]")
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,15 @@ def run_folder() -> Path:
 
 def state_path(grpc_port: int) -> Path:
     return run_folder() / f"{grpc_port}.json"
+
+
+def served_name(server: str) -> str | None:
+    """What the model at host:port of a gRPC endpoint is called there, if this user runs that server here."""
+    host, _, port = server.rpartition(":")
+    if host not in LOCAL_HOSTS or not port.isdigit() or not is_running(int(port)):
+        return None
+    found = read_state(int(port))
+    return None if found is None else found.name or None
 
 
 def log_path(grpc_port: int) -> Path:

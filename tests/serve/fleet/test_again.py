@@ -1,0 +1,69 @@
+"""The command that starts a changed server again: read by the command line itself, it makes the same plan."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from penjing.core.errors import SetupError
+from penjing.serve import cli
+from penjing.serve.fleet.again import command_again
+from penjing.serve.fleet.change import running_fleet
+from penjing.serve.fleet.plan import FleetPlan
+from penjing.serve.supervisor import state
+from tests.serve.triton.serving import free_ports
+
+
+@pytest.fixture
+def planned(monkeypatch: pytest.MonkeyPatch) -> Callable[[list[str]], FleetPlan]:
+    """What `penjing serve` with these words would start."""
+    plans: list[FleetPlan] = []
+    monkeypatch.setattr("penjing.serve.fleet.start.serve_fleet", lambda plan, detach: plans.append(plan))
+
+    def plan(words: list[str]) -> FleetPlan:
+        done = CliRunner().invoke(cli.app, words, catch_exceptions=False)
+        assert done.exit_code == 0, done.output
+        return plans.pop()
+
+    return plan
+
+
+def facts(plan: FleetPlan) -> list[Any]:
+    models = [(m.id, m.folder, m.share, json.loads(m.engine_json), m.config) for m in plan.models]
+    return [models, plan.front]
+
+
+def test_the_command_makes_the_plan_again(
+    planned: Callable[[list[str]], FleetPlan], make_tiny_checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    folder = make_tiny_checkpoint(max_position_embeddings=4096)
+    odd = tmp_path / "a folder"
+    odd.symlink_to(folder)
+    port = free_ports(1)[0]
+    words = ["serve", f"llm:1={folder}", f"llm:2={odd}", f"b={folder}", "--share", "llm:2=0.25", "--openai", "8080"]
+    words += ["--grpc-port", str(port), "--kv-cache-bytes", "30000000", "--set", "llm:2.max_num_sequences=8"]
+    words += ["--set", "b.kv_dtype=int8", "--front", 'allowed_hosts=["x.org"]', "--host", "0.0.0.0"]
+    words += ["--keys", str(tmp_path / "keys.toml"), "--tls", str(tmp_path / "cert"), str(tmp_path / "key")]
+    first = planned(words)
+    again = shlex.split(command_again(first))
+    assert again[:2] == ["penjing", "serve"]
+    assert facts(planned(again[1:])) == facts(first)
+
+
+def test_a_server_without_names_is_told_from_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    port = free_ports(1)[0]
+    with pytest.raises(SetupError, match="no server of models with names runs"):
+        running_fleet(port)
+    with state.owning(port):
+        state.write_state(state.ServerState("ready", "/models/a", "127.0.0.1", port, 0, 2, 1, name="llm"))
+        with pytest.raises(SetupError, match="penjing serve llm=/models/a"):
+            running_fleet(port)
+        assert state.served_name(f"localhost:{port}") == "llm"
+        assert state.served_name(f"elsewhere:{port}") is None
+    assert state.served_name(f"localhost:{port}") is None
