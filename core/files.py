@@ -81,7 +81,7 @@ def publish_folder(final: Path, *, replace: bool = False, marker: str = "penjing
         SetupError: disk full, no permission.
     """
     final = final.absolute()
-    _check_replaceable(final, replace, marker)
+    check_replaceable(final, replace, marker)
     with writing(final):
         final.parent.mkdir(parents=True, exist_ok=True)
         _remove_stale(final)
@@ -134,7 +134,12 @@ def sha256_file(path: Path) -> str:
         raise InputError(f"cannot read {path}: {error.strerror}") from error
 
 
-def _check_replaceable(final: Path, replace: bool, marker: str) -> None:
+def check_replaceable(final: Path, replace: bool, marker: str) -> None:
+    """Refuse what `publish_folder` will refuse, before there is anything to publish; `final` is absolute.
+
+    Raises:
+        InputError: `final` exists and may not be replaced, or its path leads through a file.
+    """
     if file := next((parent for parent in final.parents if parent.is_file()), None):
         raise InputError(f"{file} is a file, so {final} cannot lie in it; choose another output folder")
     if not final.exists() or (final.is_dir() and not any(final.iterdir())):
@@ -181,7 +186,7 @@ def _glob_escape(name: str) -> str:
 
 
 def _move_into_place(partial: Path, final: Path, replace: bool, marker: str) -> None:
-    _check_replaceable(final, replace, marker)  # again: another process may have finished first
+    check_replaceable(final, replace, marker)  # again: another process may have finished first
     if final.exists() and any(final.iterdir()):
         _exchange(partial, final)
     else:

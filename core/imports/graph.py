@@ -14,7 +14,7 @@ import torch
 
 from penjing.core.checkpoint.graph import parameters_of, save_graph
 from penjing.core.errors import ConfigError, InputError
-from penjing.core.files import publish_folder, sha256_file
+from penjing.core.files import check_replaceable, publish_folder, sha256_file
 from penjing.core.graph.compare import CLOSE, MOST
 from penjing.core.graph.config import Meaning, Pixels
 from penjing.core.graph.network import Network
@@ -117,6 +117,7 @@ def import_graph(
     if not force and kind == "onnx" and _is_complete(out, created_by):
         progress.note(f"{out} already holds {source}: kept (--force makes it again)")
         return out
+    check_replaceable(out.absolute(), force, MANIFEST_NAME)  # before minutes of work
     progress.start(f"importing {source}", 1)
     network, parity = _from_file(source, options) if kind == "onnx" else _from_code(source, kind, options)
     network, gains = simplify(_labelled(network, options))

@@ -199,6 +199,16 @@ def test_what_is_not_installed_is_named(tmp_path: Path, monkeypatch: pytest.Monk
         import_graph("transformers/nonsense", tmp_path / "out")
 
 
+def test_a_folder_that_is_there_is_refused_before_any_work(
+    models: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "penjing.json").write_text("{}")
+    monkeypatch.setattr("penjing.core.imports.graph.from_function", lambda source: pytest.fail("it was built"))
+    with pytest.raises(InputError, match="already exists; replace it with --force"):
+        import_graph(f"{models}:build", tmp_path / "out")
+
+
 def test_a_package_that_does_not_fit_and_a_name_that_is_nearly_right_are_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
