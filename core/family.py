@@ -28,7 +28,7 @@ FAMILIES: dict[FamilyName, str] = {
 }
 """The families of penjing itself, and what messages call one of their networks."""
 GROUP, KEY = "penjing.families", "penjing_family"
-SEEING = ("idefics3", "smolvlm")  # `model_type` of decoders with a vision transformer: one network, two names
+SEEING = ("idefics3", "smolvlm", "llava")  # `model_type` of decoders with a vision transformer; two name one network
 PAIRED = ("clip", "siglip")  # `model_type` of two towers
 EYES = "sight"  # folder of an artifact with what a decoder sees with
 BERT = "bert"  # `model_type` of the text encoders that penjing knows

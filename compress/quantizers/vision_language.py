@@ -1,10 +1,11 @@
 """A decoder that sees becomes an INT8 artifact: its decoder as any other, its eyes beside it.
 
-What rotates the decoder's residual stream rotates the rows of images too: the projection takes it up.
+What rotates the decoder's residual stream rotates the rows of images too: the projector takes it up.
 """
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any, Literal
 
@@ -26,6 +27,7 @@ from penjing.core.errors import ConfigError
 from penjing.core.manifest import read_manifest, write_manifest
 from penjing.core.models.decoder import Decoder
 from penjing.core.progress import Progress
+from penjing.core.vision.projector import linears
 from penjing.core.vision.sight import Sight
 from penjing.core.work import Places
 from penjing.train.chat.sighted import SightedRows
@@ -107,8 +109,12 @@ def quantize(
     record = decoder.quantize(places, step, data, model, progress, seen)
     transforms = read_transforms(places.partial, whole.config.decoder)
     if transforms is not None:
-        projector = nn.Linear(whole.projector.in_features, whole.projector.out_features, bias=False)
-        projector.weight = nn.Parameter(transforms.giving(RESIDUAL, whole.projector.weight.detach()).to(torch.float32))
+        projector = copy.deepcopy(whole.projector)
+        last = linears(projector)[-1][1]
+        last.weight = nn.Parameter(transforms.giving(RESIDUAL, last.weight.detach()).to(torch.float32))
+        if last.bias is not None:
+            turned = transforms.giving(RESIDUAL, last.bias.detach()[:, None])[:, 0]
+            last.bias = nn.Parameter(turned.to(torch.float32))
         sight = Sight(sight.config, sight.vision, projector)
     if step.sight == "int8":
         made = round_sight(sight, images, step.sight_alpha, step.rounding == "compensated", progress)

@@ -23,6 +23,7 @@ from penjing.compress.sight.rows import BATCH
 from penjing.core.errors import InputError
 from penjing.core.progress import Progress
 from penjing.core.runtime.quantized import Int8Linear
+from penjing.core.vision.projector import linears
 from penjing.core.vision.sight import Sight, is_above
 from penjing.core.vision.vision_language import pixel_shuffle
 from penjing.core.vision.vit import ViTLayer
@@ -62,7 +63,7 @@ def round_sight(
     made = _Rounding(copy.deepcopy(sight), compensate)
     vision = made.sight.vision
     progress.start("compressing what it sees with", len(vision.encoder.layers) + 1)
-    hidden = [] if images is None else [vision.embeddings(batch) for batch in images.split(BATCH)]
+    hidden = [] if images is None else [vision.embedded(batch) for batch in images.split(BATCH)]
     for place, layer in enumerate(vision.encoder.layers):
         assert isinstance(layer, ViTLayer)
         prefix = f"vision.encoder.layers.{place}."
@@ -74,12 +75,14 @@ def round_sight(
                 made.round(prefix + name, x_MK)
         hidden = [layer(each) for each in hidden]
         progress.advance()
-    factor, x_MK = sight.config.scale_factor, None
+    rows = list[Tensor]()
     if hidden:
         if alpha:
             _smooth_projection(made.sight, hidden, alpha)
-        x_MK = _rows([pixel_shuffle(vision.post_layernorm(each), factor) for each in hidden])
-    made.round("projector", x_MK)
+        rows = [pixel_shuffle(vision.finished(each), sight.config.scale_factor) for each in hidden]
+    for name, _ in linears(made.sight.projector):
+        x_MK = _input(made.sight.projector, name, rows) if rows else None
+        made.round(".".join(filter(None, ("projector", name))), x_MK)
     progress.advance()
     return RoundedSight(made.sight, made.tensors, made.layers)
 
@@ -133,11 +136,12 @@ def _smooth(layer: ViTLayer, hidden: Sequence[Tensor], alpha: float) -> None:
 
 
 def _smooth_projection(sight: Sight, hidden: Sequence[Tensor], alpha: float) -> None:
-    """The last norm into the projection, which reads each of its channels once for each patch of a row."""
+    """The last norm into the projector, whose first layer reads each of its channels once for each patch of a row."""
     norm, projector = sight.vision.post_layernorm, sight.projector
-    assert isinstance(projector, nn.Linear)
-    weight = projector.weight
-    x_ME = _rows([norm(each) for each in hidden])
+    if not isinstance(norm, nn.LayerNorm):
+        return  # what is read is the residual stream itself, which nothing can divide
+    weight = linears(projector)[0][1].weight
+    x_ME = _rows([sight.vision.finished(each) for each in hidden])
     size = x_ME.shape[1]
     magnitude_E = input_magnitude(weight).view(-1, size).amax(0)
     scale_E = smoothing_scale(channel_magnitude(x_ME), magnitude_E, alpha)
@@ -154,13 +158,13 @@ def _divide(norm: nn.LayerNorm, scale_K: Tensor) -> None:
     norm.bias.div_(scale_K)
 
 
-def _input(layer: ViTLayer, name: str, hidden: Sequence[Tensor]) -> Tensor:
-    """What the linear layer `name` inside `layer` reads on calibration images, (M, K)."""
+def _input(network: nn.Module, name: str, given: Sequence[Tensor]) -> Tensor:
+    """What the linear layer `name` inside `network` reads on calibration images, (M, K); "" is the network itself."""
     found = list[Tensor]()
-    handle = layer.get_submodule(name).register_forward_pre_hook(_keep(found))
+    handle = network.get_submodule(name).register_forward_pre_hook(_keep(found))
     try:
-        for each in hidden:
-            layer(each)
+        for each in given:
+            network(each)
     finally:
         handle.remove()
     return _rows(found)

@@ -47,7 +47,7 @@ def read_rows(
         rows += take_rows(files, writer.row, 0.0, progress)[0]
     for name in (each for each in named if each in SCENES):
         rows += writer.questions((scene.picture, scene.turns) for scene in scenes(name, progress)[:most])
-    return SightedRows(rows[:most], 0, whole.config.vision.num_channels)
+    return SightedRows(rows[:most], 0, pixels_of(whole.config))
 
 
 def images_of(rows: SightedRows) -> Tensor:

@@ -19,6 +19,7 @@ from penjing.core.manifest import MANIFEST_NAME, Manifest, check_inside, read_js
 from penjing.core.models.config import DecoderConfig
 from penjing.core.models.hf_config import decoder_config_from_hf, decoder_config_to_hf, token_ids
 from penjing.core.models.tensor_names import model_name, stored_name
+from penjing.core.vision.layout import Names, names_found, text_config
 
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -47,18 +48,19 @@ class Checkpoint:
         self.folder = folder
         _check_folder(folder)
         self.config_json = read_json_object(folder / "config.json")
-        self._within = ""  # what names begin with: of a decoder that sees, the decoder is opened
+        self._within: Names | None = None  # of a decoder that sees, the decoder is opened
         architecture = self.config_json
-        if architecture.get("model_type") in SEEING and isinstance(text := architecture.get("text_config"), dict):
-            architecture = {"tie_word_embeddings": architecture.get("tie_word_embeddings", False)} | text
-            self._within = "model.text_model."
+        sees = architecture.get("model_type") in SEEING
+        if sees:
+            architecture = text_config(architecture, str(folder / "config.json"))
         self.config = _with_generation_stops(decoder_config_from_hf(architecture, str(folder / "config.json")), folder)
         self.quantization = self._read_quantization()
         self.manifest: Manifest | None = read_manifest(folder) if (folder / MANIFEST_NAME).exists() else None
         self._readers: dict[str, Any] = {}
         self._file_of = self._locate_tensors()
-        if self._within:
-            parts = (self._within, "lm_head.")
+        if sees:
+            self._within = names_found(self.config_json["model_type"], self._file_of)
+            parts = (self._within.decoder, self._within.head)
             self._file_of = {name: file for name, file in self._file_of.items() if name.startswith(parts)}
         self.tensor_names = tuple(model_name(self.config, self._of_decoder(name)) for name in self._file_of)
 
@@ -85,8 +87,12 @@ class Checkpoint:
         return reader.get_slice(stored).get_dtype()
 
     def _of_decoder(self, stored: str) -> str:
-        within = self._within and stored.startswith(self._within)
-        return "model." + stored.removeprefix(self._within) if within else stored
+        within = self._within
+        if within is None:
+            return stored
+        if stored.startswith(within.head):
+            return "lm_head." + stored.removeprefix(within.head)
+        return "model." + stored.removeprefix(within.decoder)
 
     def _read_quantization(self) -> dict[str, Any] | None:
         values = self.config_json.get("quantization_config")
@@ -98,8 +104,8 @@ class Checkpoint:
     def _locate(self, name: str) -> tuple[Any, str]:
         """The open file that holds the tensor `name`, and its name there."""
         stored = stored_name(self.config, name)
-        if self._within and stored.startswith("model."):
-            stored = self._within + stored.removeprefix("model.")
+        if self._within is not None:
+            stored = self._within.stored(f"decoder.{stored}")
         if stored not in self._file_of:
             raise InputError(
                 f"{self.folder} holds no tensor {stored!r}; it is not complete, or of another architecture"

@@ -22,13 +22,15 @@ def named_tensors(
 
     Args:
         wanted: shape of each tensor by its name in the file.
-        unused: names of tensors that may be there too, and are left out.
+        unused: names of tensors that may be there too, and are left out; one that ends with a dot stands for all that
+            begin so.
 
     Raises:
         InputError: missing, damaged, a pickle, not finite, or with other tensors than these.
     """
     places = dict(_places(folder))
-    extra = places.keys() - wanted.keys() - set(unused)
+    begins = tuple(name for name in unused if name.endswith("."))
+    extra = {name for name in places.keys() - wanted.keys() - set(unused) if not name.startswith(begins)}
     if missing := sorted(wanted.keys() - places.keys()) or sorted(extra):
         what = "has no place in" if missing[0] in extra else "is missing of"
         raise InputError(f"{folder}: the tensor {missing[0]} {what} the model of its config.json; get it again")
@@ -43,6 +45,15 @@ def named_tensors(
                         f"{shape} is needed; get the model again"
                     )
                 yield name, tensor.to(torch.float32)
+
+
+def stored_names(folder: Path) -> list[str]:
+    """The names of all tensors in the folder.
+
+    Raises:
+        InputError: missing, damaged, or a pickle.
+    """
+    return [name for name, _ in _places(folder)]
 
 
 def _places(folder: Path) -> Iterator[tuple[str, str]]:

@@ -25,6 +25,7 @@ from penjing.core.manifest import read_json_object
 from penjing.core.models.config import DecoderConfig
 from penjing.core.runtime.quantized import apply_quantized
 from penjing.core.runtime.schemes import INT8, INT8_ABOVE, Scheme
+from penjing.core.vision.projector import build_projector
 from penjing.core.vision.sight import Sight, SightConfig, is_above
 from penjing.core.vision.vit import VisionTransformer
 
@@ -65,7 +66,7 @@ def load_sight(folder: Path, decoder: DecoderConfig) -> Sight | None:
             f"it has {decoder.hidden_size} and {decoder.vocab_size} tokens: make the artifact again"
         )
     inner = config.vision.hidden_size * config.scale_factor**2
-    sight = Sight(config, VisionTransformer(config.vision), nn.Linear(inner, config.width, bias=False))
+    sight = Sight(config, VisionTransformer(config.vision), build_projector(config.projector, inner, config.width))
     try:
         stored = load_file(place / _WEIGHTS)
     except (SafetensorError, OSError, ValueError) as error:

@@ -10,8 +10,7 @@ from typing import Any
 from penjing.core.config import parse_config
 from penjing.core.errors import ConfigError, InputError
 from penjing.core.files import atomic_write_text
-from penjing.core.graph.config import Pixels
-from penjing.core.images.processor import PREPROCESSOR, filter_of, read_preprocessor, resample
+from penjing.core.images.processor import PREPROCESSOR, read_pixels, written_pixels
 from penjing.core.manifest import read_json_object
 from penjing.core.vision.paired_config import ImageTransformerConfig, TextTransformerConfig
 from penjing.core.vision.towers_config import TowersConfig
@@ -87,22 +86,10 @@ def _save_paired_config(folder: Path, config: TowersConfig) -> None:
         values = {"architectures": ["SiglipModel"]}
         vision["vision_use_head"] = True
     values |= {"model_type": kind, "text_config": words, "vision_config": vision}
-    height, width = config.image_size
-    seen: dict[str, Any] = {
-        "do_resize": True, "do_rescale": True, "rescale_factor": 1 / 255, "do_normalize": True,
-        "image_mean": list(config.mean), "image_std": list(config.std),
-        "resample": resample(config.filter),
+    seen = {
+        **written_pixels(config.pixels),
         "image_processor_type": "CLIPImageProcessor" if kind == "clip" else "SiglipImageProcessor",
-    }  # fmt: skip
-    if config.fit == "cover":
-        short = (config.resize or config.image_size)[0]
-        seen |= {
-            "do_center_crop": True,
-            "size": {"shortest_edge": short},
-            "crop_size": {"height": height, "width": width},
-        }
-    else:
-        seen |= {"do_center_crop": False, "size": {"height": height, "width": width}}
+    }
     for name, content in (("config.json", values), (PREPROCESSOR, seen)):
         atomic_write_text(folder / name, json.dumps(content, indent=2) + "\n")
 
@@ -132,7 +119,7 @@ def _paired_config(folder: Path, values: dict[str, Any]) -> TowersConfig:
     try:
         image = parse_config(ImageTransformerConfig, chosen["image"], f"{path}: vision_config")
         texts = parse_config(TextTransformerConfig, chosen["text"], f"{path}: text_config")
-        seen = _pixels(folder, image.image_size, image.num_channels)
+        seen = read_pixels(folder, image.image_size, image.num_channels)
     except ConfigError as error:
         raise InputError(f"{error}; the file is damaged, or of another kind of model") from None
     return TowersConfig(
@@ -150,40 +137,3 @@ def _part(values: dict[str, Any], name: str, kind: str, path: Path) -> dict[str,
     if not isinstance(given, dict):
         raise InputError(f"{path}: {name} must be an object; get the model again")
     return _DEFAULTS[kind][name] | given
-
-
-def _pixels(folder: Path, size: int, channels: int) -> Pixels:
-    """How images enter."""
-    found = read_preprocessor(folder)
-    if found is None:
-        raise InputError(f"{folder} has no {PREPROCESSOR}, which says how images enter; get the model again")
-    path, values = found
-    seen: dict[str, Any] = {"mean": values.get("image_mean"), "std": values.get("image_std")}
-    seen |= {
-        "filter": filter_of(path, values, "bicubic"),
-        "height": size,
-        "width": size,
-        "order": "L" if channels == 1 else "RGB",
-    }
-    scaled = values.get("size", size)
-    shortest = scaled.get("shortest_edge") if isinstance(scaled, dict) else None
-    if values.get("do_center_crop", False):
-        shortest = scaled if shortest is None and isinstance(scaled, int) else shortest
-        cut = _sides(values.get("crop_size", size))
-        if cut != (size, size) or type(shortest) is not int:
-            raise InputError(
-                f"{path} scales to {scaled} and cuts out {values.get('crop_size', size)}; config.json has images of "
-                f"{size} x {size} pixels: the files do not belong together"
-            )
-        seen |= {"fit": "cover", "resize": (shortest, shortest)}
-        return parse_config(Pixels, seen, str(path))
-    if _sides(scaled) != (size, size):
-        raise InputError(
-            f"{path} scales to {scaled}; config.json has images of {size} x {size} pixels: the files do not belong "
-            "together"
-        )
-    return parse_config(Pixels, seen, str(path))
-
-
-def _sides(size: Any) -> tuple[Any, Any]:
-    return (size.get("height"), size.get("width")) if isinstance(size, dict) else (size, size)

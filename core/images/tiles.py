@@ -10,14 +10,18 @@ from PIL import Image
 from pydantic import Field
 
 from penjing.core.config import Config
-from penjing.core.graph.config import Filter
+from penjing.core.graph.config import Filter, Fit
 
 MOST_A_SIDE = 8  # squares: SmolVLM has 4
 
 
 class Look(Config):
-    """How a decoder that sees is shown an image."""
+    """How a decoder that sees is shown an image; see `Pixels`."""
 
+    mean: tuple[float, ...] = Field(default=(), description="Mean of each channel, from 0 to 1; none: 0.5.")
+    std: tuple[float, ...] = Field(default=(), description="Standard deviation of each channel; none: 0.5.")
+    fit: Fit = Field(default="stretch", description="What becomes of an image of another shape.")
+    resize: tuple[int, int] | None = Field(default=None, description="Its size before its middle is cut out.")
     filter: Filter = Field(default="bilinear", description="How pixels between are found when it is scaled.")
     tiles: int = Field(
         default=0,

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from penjing.core.vision.paired_config import ImageTransformerConfig, TextTransformerConfig, TransformerConfig
-from penjing.core.vision.vit import TwoLinears, ViTLayer
+from penjing.core.vision.vit import Patches, TwoLinears, ViTLayer
 
 
 class ImageTransformer(nn.Module):
@@ -22,7 +22,7 @@ class ImageTransformer(nn.Module):
         super().__init__()
         self.config = config
         size, has_class = config.hidden_size, config.pooling == "class"
-        self.embeddings = _Patches(config)
+        self.embeddings = Patches(config.num_channels, size, config.patch_size, config.patches, has_class)
         self.pre_layrnorm = nn.LayerNorm(size, config.layer_norm_eps) if has_class else nn.Identity()
         self.encoder = _Layers(config, causal=False)
         self.post_layernorm = nn.LayerNorm(size, config.layer_norm_eps)
@@ -66,21 +66,6 @@ class TextTransformer(nn.Module):
         ends_N = torch.where(mask_NT != 0, known_NT, -1).argmax(-1)
         x_NTE = self.final_layer_norm(self.encoder(self.embeddings(tokens_NT)))
         return x_NTE[torch.arange(x_NTE.shape[0], device=x_NTE.device), ends_N]
-
-
-class _Patches(nn.Module):
-    def __init__(self, config: ImageTransformerConfig):
-        super().__init__()
-        size, patch, has_class = config.hidden_size, config.patch_size, config.pooling == "class"
-        self.class_embedding = nn.Parameter(torch.zeros(size)) if has_class else None
-        self.patch_embedding = nn.Conv2d(config.num_channels, size, patch, patch, bias=not has_class)
-        self.position_embedding = nn.Embedding(config.patches + has_class, size)
-
-    def forward(self, images: Tensor) -> Tensor:
-        x_NPE = self.patch_embedding(images).flatten(2).transpose(1, 2)
-        if self.class_embedding is not None:
-            x_NPE = torch.cat([self.class_embedding.expand(x_NPE.shape[0], 1, -1), x_NPE], 1)
-        return x_NPE + self.position_embedding.weight
 
 
 class _Tokens(nn.Module):

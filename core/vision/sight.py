@@ -25,13 +25,14 @@ from penjing.core.images.decode import (
 )
 from penjing.core.images.tiles import UNCUT, Grid, Look, grid_of
 from penjing.core.text.tokenizer import Tokenizer
+from penjing.core.vision.projector import ProjectorConfig
 from penjing.core.vision.vision_language import VisionLanguage, VisionLanguageConfig, pixel_shuffle
 from penjing.core.vision.vit import VisionTransformer, ViTConfig
 
-HALF = 0.5  # an image enters as (pixel / 255 - 0.5) / 0.5, each channel alike, as SigLIP's do
+HALF = 0.5  # where nothing is said, an image enters as (pixel / 255 - 0.5) / 0.5, as SigLIP's do
 AROUND, WHOLE = "<fake_token_around_image>", "<global-img>"
 """What Idefics3's processor writes around an image's tokens, and before those of a whole image."""
-_ABOVE = ".mlp.fc2"
+_ABOVE = (".mlp.fc2", "projector.linear_2")
 
 
 class SightConfig(Config):
@@ -39,6 +40,7 @@ class SightConfig(Config):
 
     vision: ViTConfig = Field(description="The vision transformer.")
     scale_factor: int = Field(gt=0, description="So many rows and columns of patches become one row.")
+    projector: ProjectorConfig = Field(default=ProjectorConfig(), description="What makes rows of joined patches.")
     image_token_id: int = Field(ge=0, description="The token in whose place a row of an image stands.")
     width: int = Field(gt=0, description="Numbers of a row: the decoder's hidden size.")
     look: Look = Field(default=Look(), description="How an image becomes what the transformer is given.")
@@ -53,7 +55,7 @@ class SightConfig(Config):
 
 
 class Sight(nn.Module):
-    """A vision transformer, pixel shuffle and the projection behind them.
+    """A vision transformer, pixel shuffle and the projector behind them.
 
     Images are computed one by one, so that the bits of an image's rows depend on nothing else.
     """
@@ -69,6 +71,7 @@ class Sight(nn.Module):
         config = SightConfig(
             vision=whole.vision,
             scale_factor=whole.scale_factor,
+            projector=whole.projector,
             image_token_id=whole.image_token_id,
             width=whole.decoder.hidden_size,
             look=whole.look,
@@ -110,18 +113,18 @@ class Sight(nn.Module):
 
 
 def is_above(name: str) -> bool:
-    """Whether the activations of the linear layer `name` of a `Sight` in INT8 have a zero point a patch: what GELU
+    """Whether the activations of the linear layer `name` of a `Sight` in INT8 have a zero point a patch: what a GELU
     gives lies above -0.17, and would leave half of the integers unused."""
     return name.endswith(_ABOVE)
 
 
 def pixels_of(config: SightConfig | VisionLanguageConfig) -> Pixels:
     """How an image becomes the input of the vision transformer."""
-    vision = config.vision
-    grey = vision.num_channels == 1
+    channels, side, look = config.vision.num_channels, config.vision.image_size, config.look
+    half = (HALF,) * channels
     return Pixels(
-        height=vision.image_size, width=vision.image_size, mean=(HALF,) * vision.num_channels,
-        std=(HALF,) * vision.num_channels, order="L" if grey else "RGB", filter=config.look.filter,
+        height=side, width=side, mean=look.mean or half, std=look.std or half, order="L" if channels == 1 else "RGB",
+        fit=look.fit, resize=look.resize, filter=look.filter,
     )  # fmt: skip
 
 

@@ -1,5 +1,6 @@
-"""A decoder that sees: a vision transformer, pixel shuffle and a projection give rows that stand in place of image
-tokens, as in Idefics3 and SmolVLM (Laurençon et al., https://arxiv.org/abs/2408.12637).
+"""A decoder that sees: a vision transformer, pixel shuffle and a projector give rows that stand in place of image
+tokens, as in Idefics3 and SmolVLM (Laurençon et al., https://arxiv.org/abs/2408.12637), and in LLaVA (Liu et al.,
+https://arxiv.org/abs/2310.03744).
 
 Shapes: N images, R rows of each, B texts of T tokens, E hidden of the decoder.
 """
@@ -13,6 +14,7 @@ from penjing.core.config import Config
 from penjing.core.images.tiles import MOST_A_SIDE, Look
 from penjing.core.models.config import DecoderConfig
 from penjing.core.models.decoder import Decoder
+from penjing.core.vision.projector import ProjectorConfig, build_projector
 from penjing.core.vision.vit import VisionTransformer, ViTConfig
 
 
@@ -22,6 +24,7 @@ class VisionLanguageConfig(Config):
     vision: ViTConfig = Field(description="The vision transformer.")
     decoder: DecoderConfig = Field(description="The decoder; its vocabulary has the image token.")
     scale_factor: int = Field(gt=0, description="So many rows and columns of patches become one row.")
+    projector: ProjectorConfig = Field(default=ProjectorConfig(), description="What makes rows of joined patches.")
     image_token_id: int = Field(ge=0, description="The token in whose place a row of an image stands.")
     look: Look = Field(default=Look(), description="How an image becomes what the transformer is given.")
 
@@ -57,7 +60,7 @@ class VisionLanguage(nn.Module):
         self.config = config
         self.vision = VisionTransformer(config.vision)
         inner = config.vision.hidden_size * config.scale_factor**2
-        self.projector = nn.Linear(inner, config.decoder.hidden_size, bias=False)
+        self.projector = build_projector(config.projector, inner, config.decoder.hidden_size)
         self.decoder = Decoder(config.decoder)
 
     def see(self, images: Tensor) -> Tensor:

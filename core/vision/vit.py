@@ -1,7 +1,8 @@
-"""Vision transformers on one device (Dosovitskiy et al., https://arxiv.org/abs/2010.11929), as SigLIP and Idefics3 have
-them: no class token, pre-norm layers, a norm after the last.
+"""Vision transformers on one device (Dosovitskiy et al., https://arxiv.org/abs/2010.11929) with pre-norm layers: as
+SigLIP and Idefics3 have them, with a norm after the last, or as CLIP has them, with a class token.
 
-Parameter names are those of Hugging Face's `Idefics3VisionTransformer`. Shapes: N images, P patches, E hidden.
+Parameter names are those of Hugging Face's `Idefics3VisionTransformer` and `CLIPVisionModel`. Shapes: N images,
+P patches, E hidden.
 """
 
 from __future__ import annotations
@@ -17,11 +18,12 @@ from torch import Tensor, nn
 from penjing.core.config import Config
 from penjing.core.vision.paired_config import Activation
 
-_ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
+ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
     "gelu_pytorch_tanh": lambda x: F.gelu(x, approximate="tanh"),
     "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
     "gelu": F.gelu,
 }
+"""What may stand between two linear layers. Its smallest value is -0.17."""
 
 
 class LayerSizes(Protocol):
@@ -48,6 +50,13 @@ class ViTConfig(Config):
     num_hidden_layers: int = Field(gt=0, le=1024, description="Layers.")
     num_attention_heads: int = Field(gt=0, description="Heads.")
     layer_norm_eps: float = Field(default=1e-6, gt=0, description="Added to the variance before its root.")
+    activation: Activation = Field(default="gelu_pytorch_tanh", description="Between the two layers of the MLP.")
+    class_token: bool = Field(
+        default=False,
+        description="A token beside the patches, which have no bias then, and a norm before the first layer, as CLIP "
+        "has them; what becomes of the token is left out.",
+    )
+    last_norm: bool = Field(default=True, description="A norm after the last layer.")
 
     @model_validator(mode="after")
     def _parts_divide(self) -> ViTConfig:
@@ -62,15 +71,24 @@ class ViTConfig(Config):
         return self.image_size // self.patch_size
 
 
-class _Embeddings(nn.Module):
-    def __init__(self, config: ViTConfig):
+class Patches(nn.Module):
+    """Images (N, C, H, W) → their patches with positions (N, P, E), behind a class token where there is one.
+
+    Args:
+        patches: of an image.
+    """
+
+    def __init__(self, channels: int, size: int, patch: int, patches: int, class_token: bool):
         super().__init__()
-        size, patch = config.hidden_size, config.patch_size
-        self.patch_embedding = nn.Conv2d(config.num_channels, size, patch, patch)
-        self.position_embedding = nn.Embedding(config.side**2, size)
+        self.class_embedding = nn.Parameter(torch.zeros(size)) if class_token else None
+        self.patch_embedding = nn.Conv2d(channels, size, patch, patch, bias=not class_token)
+        self.position_embedding = nn.Embedding(patches + class_token, size)
 
     def forward(self, images: Tensor) -> Tensor:
-        return self.patch_embedding(images).flatten(2).transpose(1, 2) + self.position_embedding.weight
+        x_NPE = self.patch_embedding(images).flatten(2).transpose(1, 2)
+        if self.class_embedding is not None:
+            x_NPE = torch.cat([self.class_embedding.expand(x_NPE.shape[0], 1, -1), x_NPE], 1)
+        return x_NPE + self.position_embedding.weight
 
 
 class _Attention(nn.Module):
@@ -96,7 +114,7 @@ class TwoLinears(nn.Module):
         super().__init__()
         self.fc1 = nn.Linear(config.hidden_size, config.intermediate_size)
         self.fc2 = nn.Linear(config.intermediate_size, config.hidden_size)
-        self._activation = _ACTIVATIONS[activation]
+        self._activation = ACTIVATIONS[activation]
 
     def forward(self, x: Tensor) -> Tensor:
         return self.fc2(self._activation(self.fc1(x)))
@@ -122,7 +140,7 @@ class ViTLayer(nn.Module):
 class _Layers(nn.Module):
     def __init__(self, config: ViTConfig):
         super().__init__()
-        self.layers = nn.ModuleList(ViTLayer(config) for _ in range(config.num_hidden_layers))
+        self.layers = nn.ModuleList(ViTLayer(config, config.activation) for _ in range(config.num_hidden_layers))
 
 
 class VisionTransformer(nn.Module):
@@ -131,15 +149,26 @@ class VisionTransformer(nn.Module):
     def __init__(self, config: ViTConfig):
         super().__init__()
         self.config = config
-        self.embeddings = _Embeddings(config)
+        size, has_class = config.hidden_size, config.class_token
+        self.embeddings = Patches(config.num_channels, size, config.patch_size, config.side**2, has_class)
+        self.pre_layrnorm = nn.LayerNorm(size, config.layer_norm_eps) if has_class else nn.Identity()
         self.encoder = _Layers(config)
-        self.post_layernorm = nn.LayerNorm(config.hidden_size, config.layer_norm_eps)
+        self.post_layernorm = nn.LayerNorm(size, config.layer_norm_eps) if config.last_norm else nn.Identity()
 
     def forward(self, images: Tensor) -> Tensor:
-        x = self.embeddings(images)
+        """See the class."""
+        x = self.embedded(images)
         for layer in self.encoder.layers:
             x = layer(x)
-        return self.post_layernorm(x)
+        return self.finished(x)
+
+    def embedded(self, images: Tensor) -> Tensor:
+        """What the first layer reads."""
+        return self.pre_layrnorm(self.embeddings(images))
+
+    def finished(self, x: Tensor) -> Tensor:
+        """The hidden states of the patches, of what the last layer gives."""
+        return self.post_layernorm(x[:, 1:] if self.config.class_token else x)
 
 
 @torch.no_grad()
@@ -148,8 +177,10 @@ def initialize_vit(model: VisionTransformer) -> None:
     for module in model.modules():
         if isinstance(module, nn.Linear | nn.Conv2d):
             nn.init.normal_(module.weight, 0.0, module.weight[0].numel() ** -0.5)
-            assert module.bias is not None
-            nn.init.zeros_(module.bias)
+            if module.bias is not None:
+                nn.init.zeros_(module.bias)
         elif isinstance(module, nn.LayerNorm):
             module.reset_parameters()
     nn.init.normal_(model.embeddings.position_embedding.weight, 0.0, 0.02)
+    if model.embeddings.class_embedding is not None:
+        nn.init.normal_(model.embeddings.class_embedding, 0.0, 0.02)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,41 @@ def write_seeing(folder: Path, *, tied: bool = False, extra_tokens: tuple[str, .
     backend = byte_tokenizer().backend
     backend.add_special_tokens([AddedToken(each, special=True) for each in (TOKEN, *extra_tokens)])
     backend.save(str(folder / "tokenizer.json"))
+    return model
+
+
+def write_llava(folder: Path, tower: str = "clip_vision_model") -> Any:
+    """Transformers' LLaVA with random weights, which reads the last layer but one of its tower; bytes are tokens."""
+    from transformers import LlavaConfig, LlavaForConditionalGeneration
+
+    torch.manual_seed(0)
+    text = {
+        "model_type": "llama", "vocab_size": 264, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": CONTEXT,
+        "pad_token_id": 257, "bos_token_id": None, "eos_token_id": EOS,
+    }  # fmt: skip
+    vision = {
+        "model_type": tower, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 3,
+        "num_attention_heads": 2, "image_size": SIDE, "patch_size": 8,
+    }  # fmt: skip
+    config = LlavaConfig(
+        text_config=text, vision_config=vision, image_token_index=TOKEN_ID,
+        vision_feature_select_strategy="default" if tower == "clip_vision_model" else "full",
+    )  # fmt: skip
+    model = LlavaForConditionalGeneration(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.2 * torch.randn_like(parameter))
+    model.save_pretrained(folder)
+    backend = byte_tokenizer().backend
+    backend.add_special_tokens([AddedToken(TOKEN, special=True)])
+    backend.save(str(folder / "tokenizer.json"))
+    pixels = {
+        "image_mean": [0.4, 0.45, 0.5], "image_std": [0.2, 0.25, 0.3], "resample": 3, "size": {"shortest_edge": SIDE},
+        "do_center_crop": True, "crop_size": {"height": SIDE, "width": SIDE},
+        "image_processor_type": "CLIPImageProcessor",
+    }  # fmt: skip
+    (folder / "preprocessor_config.json").write_text(json.dumps(pixels))
     return model
 
 

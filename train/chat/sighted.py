@@ -134,13 +134,13 @@ class SightTokens:
 class SightedRows:
     """Rows as `Indexed`: see `Answers` for what a batch has. An image is in it once, whatever number of texts it is in.
 
-    Attributes: pad: the token that fills a text up. blind: images are grey. most: so many texts of a row are taken to
-        learn from, at random; to evaluate on, all.
+    Attributes: pad: the token that fills a text up. pixels: how images enter the network. blind: images are grey. most:
+        so many texts of a row are taken to learn from, at random; to evaluate on, all.
     """
 
     rows: Sequence[Sighted]
     pad: int
-    channels: int
+    pixels: Pixels
     blind: bool = False
     most: int | None = None
 
@@ -183,6 +183,5 @@ class SightedRows:
         images = np.stack([picture() for each in chosen for picture in each.pictures]).transpose(0, 3, 1, 2)
         if self.blind:
             images = np.full_like(images, _GREY)
-        half = np.full(images.shape[1], 0.5, np.float32)
-        values = normalise(images, half, half)
-        return np.ascontiguousarray(np.broadcast_to(values, (len(values), self.channels, *values.shape[2:])))
+        mean, std = (np.array(each, np.float32) for each in (self.pixels.mean, self.pixels.std))
+        return np.ascontiguousarray(normalise(images, mean, std))  # a grey image has all channels alike

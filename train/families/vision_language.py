@@ -12,10 +12,16 @@ from pydantic import ValidationError
 from torch import Tensor, nn
 
 from penjing.core.checkpoint.decoder import Checkpoint, open_checkpoint
-from penjing.core.checkpoint.vision_language import load_vision_language, save_vision_language, vision_language_config
+from penjing.core.checkpoint.vision_language import (
+    layout_of,
+    load_vision_language,
+    save_vision_language,
+    vision_language_config,
+)
 from penjing.core.errors import ConfigError, InputError
 from penjing.core.progress import Progress
 from penjing.core.text.tokenizer import Tokenizer
+from penjing.core.vision.projector import linears
 from penjing.core.vision.sight import pixels_of
 from penjing.core.vision.vision_language import VisionLanguage, VisionLanguageConfig
 from penjing.core.vision.vit import initialize_vit
@@ -63,8 +69,8 @@ class SightTuning:
         image_token(writer.tokenizer, token)
         self._tokenizer = writer.tokenizer
         self._template = None if data.template is None or writer.template is None else writer.template.text
-        vision = config.vision
-        self._writer = SightTokens(writer, token, config.rows, pixels_of(config), data.images, data.sequence_length)
+        pixels = pixels_of(config)
+        self._writer = SightTokens(writer, token, config.rows, pixels, data.images, data.sequence_length)
         rows = self._read(data.sources, progress)
         kept: list[Sighted] = []
         if data.held_out_sources and recipe.evaluation.every:
@@ -79,9 +85,7 @@ class SightTuning:
                 )
         pad = config.decoder.pad_token_id
         pad = next(iter(self._tokenizer.eos_token_ids), 0) if pad is None else pad
-        self._learnt, self._held = (
-            SightedRows(each, pad, vision.num_channels, data.blind, data.questions) for each in (rows, kept)
-        )
+        self._learnt, self._held = (SightedRows(each, pad, pixels, data.blind, data.questions) for each in (rows, kept))
         progress.note(
             f"{len(rows):,} conversations about images are learnt, {len(kept):,} are held out; an image takes "
             f"{config.rows} tokens" + (", and is grey: data.blind" if data.blind else "")
@@ -103,7 +107,10 @@ class SightTuning:
             return
         torch.manual_seed(self._recipe.seed)
         initialize_vit(model.vision)
-        nn.init.normal_(model.projector.weight, 0.0, model.projector.in_features**-0.5)
+        for _, layer in linears(model.projector):
+            nn.init.normal_(layer.weight, 0.0, layer.in_features**-0.5)
+            if layer.bias is not None:
+                nn.init.zeros_(layer.bias)
         checkpoint = open_checkpoint(self._decoder)
         for name, parameter in model.decoder.named_parameters():
             parameter.copy_(_taken(checkpoint, name, parameter))
@@ -135,7 +142,7 @@ class SightTuning:
         return ()
 
     def export(self, model: nn.Module, folder: Path, created_by: dict[str, Any]) -> None:
-        """See `Task`: as Hugging Face's Idefics3."""
+        """See `Task`: as Hugging Face's Idefics3 or LLaVA."""
         save_vision_language(
             folder, self.config, model, self._decoder, created_by,
             tokenizer=self._tokenizer.backend.to_str(pretty=True), template=self._template,
@@ -215,10 +222,12 @@ def _new_task(recipe: TrainRecipe, progress: Progress) -> SightTuning:
     decoder = checkpoint.config.model_copy(update={"vocab_size": max(checkpoint.config.vocab_size, token + 1)})
     try:
         config = VisionLanguageConfig(
-            vision=model.vision, decoder=decoder, scale_factor=model.scale_factor, image_token_id=token
-        )
+            vision=model.vision, decoder=decoder, scale_factor=model.scale_factor, projector=model.projector,
+            image_token_id=token,
+        )  # fmt: skip
     except ValidationError as error:
         raise ConfigError(f"model: {error.errors()[0]['msg'].removeprefix('Value error, ')}") from None
+    layout_of(config)
     return SightTuning(recipe, config, model.decoder, model.image_token, data, progress)
 
 

@@ -10,6 +10,7 @@ from pydantic import Field
 from penjing.core.config import Config
 from penjing.core.family import FamilyName
 from penjing.core.models.config import DecoderConfig
+from penjing.core.vision.projector import ProjectorConfig
 from penjing.core.vision.vit import ViTConfig
 
 
@@ -66,6 +67,9 @@ class VisionLanguageModel(Config):
     vision: ViTConfig = Field(description="The vision transformer, which begins anew.")
     scale_factor: int = Field(
         default=2, gt=0, description="So many rows and columns of patches become one row for the decoder."
+    )
+    projector: ProjectorConfig = Field(
+        default=ProjectorConfig(), description="What makes rows of joined patches, which begins anew."
     )
     image_token: str = Field(
         default="<image>", min_length=1, description="What the tokenizer calls an image's rows; added if it is new."

@@ -28,7 +28,7 @@ from penjing.serve.engine.config import EngineConfig
 from penjing.serve.engine.request import Request
 from penjing.serve.runner.load import load_engine
 from penjing.serve.sampling.params import SamplingParams
-from tests.serve.seeing import TOKEN, encoded, picture, write_seeing
+from tests.serve.seeing import TOKEN, encoded, picture, write_llava, write_seeing
 from tests.serve.tiny import DEFAULTS, run_all
 
 
@@ -114,6 +114,28 @@ def test_eyes_in_int8_see_nearly_as_they_did(folder: Path, tmp_path: Path, calib
         if tensor.dtype == torch.int8
     }
     assert len(integers) == 13
+    answered(artifact)
+
+
+@pytest.mark.parametrize("rotate", [True, False])
+def test_a_llava_becomes_integers_too(tmp_path: Path, rotate: bool) -> None:
+    write_llava(tmp_path)
+    (tmp_path / "0.png").write_bytes(encoded(picture(0)))
+    row = json.dumps({"prompt": "<image>what?", "completion": " a bag", "images": ["0.png"]}) + "\n"
+    for name, count in (("rows", 3), ("calibrate", 24)):
+        (tmp_path / f"{name}.jsonl").write_text(row * count)
+    named = {"rows": [str(tmp_path / "calibrate.jsonl")], "row_images": str(tmp_path)}
+    step = {"transform": CHANGES | {"rotate": rotate}, **named}
+    made = recipe(tmp_path, tmp_path / "int8", **step) | {"data": {"tokens": 256, "window": 16}}
+    artifact = run_recipe(made)
+    stage = read_report_file(artifact)["stages"][-1]
+    assert stage["record"]["images"]["logprob_difference"]["mean"] < 0.1
+    names = [each["name"] for each in stage["quantized"]["layers"]]
+    assert {"sight.projector.linear_1", "sight.projector.linear_2"} <= set(names)
+    before, after = rows_of_both(load_model(tmp_path), load_model(artifact))
+    torch.testing.assert_close(before.norm(dim=1), after.norm(dim=1), atol=0.05, rtol=0.05)
+    if not rotate:
+        assert float((after - before).norm() / before.norm()) < 0.02
     answered(artifact)
 
 

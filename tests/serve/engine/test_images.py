@@ -24,7 +24,7 @@ from penjing.serve.runner.load import load_engine, make_engine
 from penjing.serve.runner.model_step import ModelStep
 from penjing.serve.sampling.params import SamplingParams
 from penjing.serve.sight.images import Images
-from tests.serve.seeing import ROWS, SIDE, TOKEN, TOKEN_ID, encoded, picture, write_seeing
+from tests.serve.seeing import ROWS, SIDE, TOKEN, TOKEN_ID, encoded, picture, write_llava, write_seeing
 from tests.serve.tiny import DEFAULTS, ids_of, run_all, tiny_engine
 
 GREEDY = {"temperature": 0.0, "ignore_eos": True, "max_tokens": 12}
@@ -79,6 +79,20 @@ def test_greedy_answers_are_those_of_transformers(folder: Path, theirs: Any) -> 
         assert ids_of(answers[str(number), 0]) == wanted(theirs, prompt, seeds), prompt
     assert engine.preparer.images.num_computed == 3  # of five
     assert ids_of(answers["0", 0]) != ids_of(run_all(engine, [ask(9, cases[0][0], encoded(picture(2)))])["9", 0])
+
+
+def test_greedy_answers_of_a_llava_are_those_of_transformers(tmp_path: Path) -> None:
+    theirs = write_llava(tmp_path)
+    (outputs,) = run_all(engine_of(tmp_path), [ask(0, f"a{TOKEN}b", encoded(picture(1)))]).values()
+    pixels = np.asarray(picture(1)).transpose(2, 0, 1).astype(np.float32)
+    mean, std = (np.array(each, np.float32)[:, None, None] for each in ([0.4, 0.45, 0.5], [0.2, 0.25, 0.3]))
+    values = torch.from_numpy((pixels / 255 - mean) / std)[None]
+    tokens = torch.tensor([[97, *[TOKEN_ID] * ROWS, 98]])
+    with torch.no_grad():
+        for _ in range(12):
+            logits = theirs(input_ids=tokens, pixel_values=values).logits[0, -1]
+            tokens = torch.cat([tokens, logits.argmax()[None, None]], 1)
+    assert ids_of(outputs) == tokens[0, 2 + ROWS :].tolist()
 
 
 def test_the_models_own_layers_give_the_same(folder: Path, theirs: Any) -> None:

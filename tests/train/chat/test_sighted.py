@@ -24,6 +24,7 @@ from tests.train.sources.test_reader import photo
 
 WORDS = ["[END]", "what", "is", "this", "a", "shoe", "bag", "?", "and"]
 ROWS, IMAGE = 4, len(WORDS)
+PIXELS = Pixels(height=8, width=8, mean=(0.5,) * 3, std=(0.5,) * 3)
 
 
 @pytest.fixture
@@ -35,8 +36,7 @@ def tokens(tmp_path: Path) -> SightTokens:
     for name, seed in (("a.png", 1), ("b.png", 2)):
         (tmp_path / name).write_bytes(photo(seed))
     (tmp_path / "broken.png").write_bytes(photo(1)[:200])
-    pixels = Pixels(height=8, width=8, mean=(0.5,) * 3, std=(0.5,) * 3)
-    return SightTokens(ChatTokens(tokenizer, None), "<image>", ROWS, pixels, tmp_path, 24)
+    return SightTokens(ChatTokens(tokenizer, None), "<image>", ROWS, PIXELS, tmp_path, 24)
 
 
 def test_a_placeholder_becomes_the_rows_of_its_image(tokens: SightTokens) -> None:
@@ -50,7 +50,7 @@ def test_a_placeholder_becomes_the_rows_of_its_image(tokens: SightTokens) -> Non
 def test_answers_are_what_a_batch_learns(tokens: SightTokens) -> None:
     one = tokens.row({"prompt": "<image> what is this ?", "completion": "a shoe", "images": ["a.png"]})
     two = tokens.row({"prompt": "<image> what ?", "completion": "bag", "images": "b.png"})
-    batch = SightedRows([one, two], 0, 3).batch(Draw(np.array([0, 1, 0]), np.array([True, True, False])))
+    batch = SightedRows([one, two], 0, PIXELS).batch(Draw(np.array([0, 1, 0]), np.array([True, True, False])))
     length = batch["tokens"].shape[1]
     assert batch["tokens"].shape == (3, 11)
     assert batch["rows"].tolist() == [7, 8, 9, length + 5, length + 6, 2 * length + 7, 2 * length + 8, 2 * length + 9]
@@ -62,7 +62,7 @@ def test_answers_are_what_a_batch_learns(tokens: SightTokens) -> None:
 
 def test_who_is_blind_sees_grey(tokens: SightTokens) -> None:
     row = tokens.row({"prompt": "<image> what ?", "completion": "bag", "images": ["a.png"]})
-    images = SightedRows([row], 0, 3, blind=True).batch(Draw(np.array([0]), np.array([True])))["images"]
+    images = SightedRows([row], 0, PIXELS, blind=True).batch(Draw(np.array([0]), np.array([True])))["images"]
     assert images.unique().numel() == 1
 
 
@@ -84,7 +84,7 @@ def test_an_image_is_in_a_batch_once_and_its_questions_are_chosen_by_chance(toke
     three = [("what ?", "bag"), ("is ?", "shoe"), ("this ?", "a")]
     some, other = tokens.questions([(one, three), (two, [("what ?", "shoe")])])
     both = tokens.row({"prompt": "<image> and <image> ?", "completion": "bag", "images": ["b.png", "a.png"]})
-    rows = SightedRows([some, other, both], 0, 3, most=2)
+    rows = SightedRows([some, other, both], 0, PIXELS, most=2)
     real = np.ones(3, np.bool_)
     chosen = [rows.batch(Draw(np.arange(3), real, np.full(3, n, np.uint64))) for n in range(20)]
     assert all(batch["tokens"].shape[0] == 4 and batch["images"].shape[0] == 4 for batch in chosen)

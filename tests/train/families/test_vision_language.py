@@ -99,6 +99,29 @@ def test_what_was_trained_is_read_imported_and_trained_further(recipe: Path, tmp
     assert further["loss"] == pytest.approx(first["loss"], abs=0.05)
 
 
+def test_a_llava_is_begun_and_its_projector_trained_first(recipe: Path, tmp_path: Path) -> None:
+    from transformers import LlavaForConditionalGeneration
+
+    shape = [
+        "model.scale_factor=1", "model.projector.kind=mlp", "model.projector.bias=true", "model.vision.last_norm=false",
+        "model.vision.class_token=true", "model.vision.activation=quick_gelu",
+    ]  # fmt: skip
+    frozen = 'freeze=["vision.*", "decoder.*"]'
+    before = train(recipe, [*shape, "steps=1", "evaluation.every=1", frozen])
+    first = load_vision_language(tmp_path / "out")
+    after = train(recipe, [*shape, "steps=20", "evaluation.every=20", frozen, f"output={tmp_path}/more"])
+    assert after["loss"] < before["loss"]
+    more = load_vision_language(tmp_path / "more")
+    for name, parameter in first.named_parameters():
+        assert torch.equal(parameter, more.get_parameter(name)) is not name.startswith("projector."), name
+    theirs = LlavaForConditionalGeneration.from_pretrained(tmp_path / "more").eval()
+    token = more.config.image_token_id
+    tokens, images = torch.tensor([[5, token, token, token, token, 6]]), torch.randn(1, 3, 8, 8)
+    with torch.no_grad():
+        wanted = theirs(input_ids=tokens, pixel_values=images).logits
+        torch.testing.assert_close(more(tokens, images), wanted, atol=1e-4, rtol=1e-4)
+
+
 def test_the_rows_of_an_image_stand_in_each_of_its_questions() -> None:
     """An image that is computed once for two texts gives what it gives when it comes with each."""
     torch.manual_seed(0)
@@ -127,6 +150,7 @@ def test_micro_batches_change_nothing(recipe: Path, tmp_path: Path, settings: li
     [
         (["model.scale_factor=3"], ConfigError, "2 patches of a side cannot be joined 3 at a time"),
         (["data.sequence_length=1000000"], ConfigError, "is more than the .* tokens that it sees"),
+        (["model.projector.bias=true"], ConfigError, "no folder of Hugging Face holds such a model"),
         (["model.decoder=nowhere"], InputError, "nowhere"),
         (["model.vision.patch_size=3"], ConfigError, "image_size=8 is not divisible by patch_size=3"),
         (["data.sources=['builtin:scenes']"], ConfigError, "set model.vision.image_size = 56"),
