@@ -60,7 +60,8 @@ def test_transformers_reads_what_is_imported(tmp_path: Path, tower: str) -> None
 
     theirs = write_llava(tmp_path / "theirs", tower)
     import_model(str(tmp_path / "theirs"), tmp_path / "ours")
-    again, loading = LlavaForConditionalGeneration.from_pretrained(tmp_path / "ours", output_loading_info=True)
+    read: Any = LlavaForConditionalGeneration.from_pretrained
+    again, loading = read(tmp_path / "ours", output_loading_info=True)
     assert not any(loading[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     assert vision_language_config(tmp_path / "ours") == vision_language_config(tmp_path / "theirs")
     tokens, images = texts_with_images()
