@@ -23,7 +23,7 @@ class ProjectorConfig(Config):
     activation: Activation = Field(default="gelu", description="Of an mlp, what is between its layers.")
 
 
-class MLP(nn.Module):
+class TwoLayers(nn.Module):
     """Two linear layers with a curve between; names are those of LLaVA's `multi_modal_projector`."""
 
     def __init__(self, config: ProjectorConfig, inner: int, width: int) -> None:
@@ -38,7 +38,7 @@ class MLP(nn.Module):
 
 _KINDS: dict[str, Callable[[ProjectorConfig, int, int], nn.Module]] = {
     "linear": lambda config, inner, width: nn.Linear(inner, width, config.bias),
-    "mlp": MLP,
+    "mlp": TwoLayers,
 }
 
 
