@@ -15,11 +15,11 @@ from numpy.typing import NDArray
 from penjing.core.artifact.base import is_artifact
 from penjing.core.artifact.onnx_classifier import normalised, open_classifier_artifact
 from penjing.core.artifact.onnx_encoder import embed_in_batches, open_encoder_artifact
+from penjing.core.artifact.towers import load_embedder
 from penjing.core.checkpoint.classifier import load_classifier
 from penjing.core.checkpoint.classifier_config import ClassifierConfig
 from penjing.core.checkpoint.encoder import load_encoder
 from penjing.core.checkpoint.load import LoadedModel, load_model
-from penjing.core.checkpoint.towers import load_embedder
 from penjing.core.errors import ConfigError, InputError
 from penjing.core.family import family_of
 from penjing.core.models.encoder_config import EncoderConfig

@@ -12,6 +12,7 @@ from penjing.core.graph.trace import from_torch
 from penjing.core.models.encoder import Encoder
 from penjing.core.models.resnet import ResNet
 from penjing.core.runtime.onnx_runtime import INPUT, OUTPUT
+from penjing.core.vision.towers import ImageTower, TextTower, TwoTowers
 
 _SEQUENCE = {0: "batch", 1: "sequence"}
 
@@ -31,6 +32,27 @@ def encoder_network(model: Encoder) -> Network:
         meaning="embedding",
     )
     return Network(traced.module, config, {IDS: ids, MASK: mask})
+
+
+def tower_networks(towers: TwoTowers) -> dict[str, Network]:
+    """Both towers by name: "image" takes normalised images, "text" "input_ids" and "attention_mask" (batch, sequence)
+    int64; each gives vectors (batch, numbers) float32 of length 1. Weights are shared, not copied.
+
+    Raises:
+        InputError: a tower computes what no graph can say.
+    """
+    config = towers.config
+    images = torch.randn(2, config.channels, *config.image_size, generator=torch.Generator().manual_seed(0))
+    ids = torch.arange(6).view(2, 3) % config.text.vocab_size
+    image = from_torch(
+        ImageTower(towers).eval(), keyword={"images": images}, dynamic={"images": {0: "batch"}}, meaning="embedding",
+        pixels=config.pixels,
+    )  # fmt: skip
+    text = from_torch(
+        TextTower(towers).eval(), keyword={IDS: ids, MASK: torch.ones_like(ids)},
+        dynamic={IDS: _SEQUENCE, MASK: _SEQUENCE}, meaning="embedding",
+    )  # fmt: skip
+    return {"image": image, "text": text}
 
 
 def classifier_network(model: ResNet, image_size: tuple[int, int]) -> Network:

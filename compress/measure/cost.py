@@ -18,7 +18,7 @@ from penjing.compress.export.onnx_graph import export_network
 from penjing.compress.graph.own import encoder_network
 from penjing.compress.measure.generate import Sequences
 from penjing.compress.measure.skeleton import Skeleton, layers_of
-from penjing.core.artifact.base import is_artifact
+from penjing.core.artifact.base import MODEL_FILE, is_artifact
 from penjing.core.artifact.onnx_classifier import open_classifier_artifact
 from penjing.core.artifact.onnx_encoder import IDS, MASK, open_encoder_artifact, open_encoder_session
 from penjing.core.checkpoint.classifier import classifier_config, load_classifier
@@ -34,7 +34,7 @@ from penjing.core.runtime.onnx_runtime import INPUT, OUTPUT, open_session, run_s
 from penjing.core.runtime.timing import interleaved, summarise
 from penjing.core.text.text_tokenizer import encoder_config
 
-WEIGHTS = ("*.safetensors", "*.onnx", f"{EYES}/*.safetensors")  # files of a folder
+WEIGHTS = ("*.safetensors", "*.onnx", f"{EYES}/*.safetensors", f"*/{MODEL_FILE}")  # files of a folder
 TEXT_TOKENS = 128  # of a text that encoders are timed with
 
 Calls = dict["Case", dict[int, Callable[[], object]]]

@@ -17,11 +17,13 @@ from penjing.core.artifact.base import is_artifact
 from penjing.core.checkpoint.classifier import classifier_config, classifier_skeleton
 from penjing.core.checkpoint.decoder import open_checkpoint
 from penjing.core.checkpoint.graph import graph_skeleton
+from penjing.core.checkpoint.towers_config import towers_config
 from penjing.core.graph.network import operator_name
 from penjing.core.models.decoder import Decoder
 from penjing.core.models.encoder import Encoder
 from penjing.core.models.resnet import ResNet
 from penjing.core.text.text_tokenizer import encoder_config
+from penjing.core.vision.towers import TwoTowers
 
 _WIDE = ("linear", "conv1d", "conv2d", "conv3d", "convolution", "addmm")  # the first axis of their weight are outputs
 BATCH, TOKENS = 2, 16  # what the analysis runs on; sizes of 1 would be mistaken for broadcasts
@@ -76,6 +78,20 @@ def skeleton_of_encoder(folder: Path) -> Skeleton:
         model = Encoder(encoder_config(folder)).eval()
         tokens = torch.zeros(BATCH, TOKENS, dtype=torch.int64)
     return Skeleton(model, (tokens, tokens), BATCH * TOKENS, "token")
+
+
+def skeleton_of_towers(folder: Path) -> Skeleton:
+    """Of two towers' checkpoint or artifact; a pair of an image and a text counts.
+
+    Raises:
+        InputError: damaged.
+    """
+    config = towers_config(folder)
+    with torch.device("meta"):
+        model = TwoTowers(config).eval()
+        images = torch.empty(BATCH, config.channels, *config.image_size)
+        tokens = torch.zeros(BATCH, min(TOKENS, config.text.max_position_embeddings), dtype=torch.int64)
+    return Skeleton(model, (images, tokens, torch.ones_like(tokens)), BATCH, "sample")
 
 
 def skeleton_of_graph(folder: Path) -> Skeleton:

@@ -39,20 +39,9 @@ from penjing.train.recipe.recipe import RunRecipe
 _TRAINED = "quantized"
 
 
-class GraphQuantize(TrainingSettings, GraphSettings):
-    """INT8 for a graph."""
+class GateSettings(GraphSettings):
+    """INT8 for a graph that is calibrated, and how far ONNX Runtime may be from it."""
 
-    learns_from_model: ClassVar[bool] = True  # where no teacher is named
-
-    steps: int = Field(default=0, ge=0, description="Updates of quantization-aware training; 0 calibrates only.")
-    teacher: Path | None = Field(default=None, description="Whom it learns from; none given: the recipe's model.")
-    temperature: float = Field(default=1.0, gt=0, description="Divides the logits of teacher and student.")
-    distill: DistillWeights = Field(default=DistillWeights(), description="Weights of the parts of the loss.")
-    loss: LossName = Field(
-        default="auto",
-        description="What outputs are compared by (distill.logits): divergence (of classes), mse, cosine, or "
-        "FILE.py:FUNCTION, as in a distill. By default the divergence where the first output has classes, else mse.",
-    )
     parity_bound: float = Field(
         default=0.02,
         gt=0,
@@ -67,6 +56,22 @@ class GraphQuantize(TrainingSettings, GraphSettings):
         description="Where ONNX Runtime drifts beyond parity_bound, up to this share of the layers stay floating, from "
         "the network's input on, as few as are enough; they are named. 0 refuses the artifact at once, and so does a "
         "network that was trained in INT8.",
+    )
+
+
+class GraphQuantize(TrainingSettings, GateSettings):
+    """INT8 for a graph."""
+
+    learns_from_model: ClassVar[bool] = True  # where no teacher is named
+
+    steps: int = Field(default=0, ge=0, description="Updates of quantization-aware training; 0 calibrates only.")
+    teacher: Path | None = Field(default=None, description="Whom it learns from; none given: the recipe's model.")
+    temperature: float = Field(default=1.0, gt=0, description="Divides the logits of teacher and student.")
+    distill: DistillWeights = Field(default=DistillWeights(), description="Weights of the parts of the loss.")
+    loss: LossName = Field(
+        default="auto",
+        description="What outputs are compared by (distill.logits): divergence (of classes), mse, cosine, or "
+        "FILE.py:FUNCTION, as in a distill. By default the divergence where the first output has classes, else mse.",
     )
 
 
@@ -103,7 +108,7 @@ def quantize(
     samples = graph_samples(source, data, progress)
     if step.steps == 0:
         progress.start("calibrating", 1)
-        quantized = _least_floating(places.partial, floating, step, samples, progress)
+        quantized = least_floating(places.partial, floating, step, samples, progress)
         progress.advance()
         return {"kind": "quantize", "quantized": quantized}
     teacher, trained = step.teacher or model, places.scratch / _TRAINED
@@ -122,8 +127,8 @@ def quantize(
     return {"kind": "quantize", "quantized": quantized | {"training_steps": step.steps}, "training": training}
 
 
-def _least_floating(
-    partial: Path, floating: Network, step: GraphQuantize, samples: Samples, progress: Progress
+def least_floating(
+    partial: Path, floating: Network, step: GateSettings, samples: Samples, progress: Progress
 ) -> dict[str, Any]:
     """Fill `partial` with the calibrated artifact, with as many layers floating as its parity gate asks for.
 
@@ -176,7 +181,7 @@ def calibrated(floating: Network, settings: GraphSettings, samples: Samples) -> 
 
 
 def write_graph_artifact(
-    partial: Path, network: Network, floating: Network, settings: GraphQuantize, samples: Samples
+    partial: Path, network: Network, floating: Network, settings: GateSettings, samples: Samples
 ) -> dict[str, Any]:
     """Fill `partial` with the artifact of `network`: quantized, and calibrated or trained.
 

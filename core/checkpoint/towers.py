@@ -19,8 +19,7 @@ from penjing.core.checkpoint.towers_config import save_towers_config, towers_con
 from penjing.core.errors import InputError
 from penjing.core.files import atomic_write_text
 from penjing.core.manifest import MANIFEST_NAME, verify, write_manifest
-from penjing.core.text.text_tokenizer import LIMITS, TextTokenizer
-from penjing.core.vision.embedder import Embedder
+from penjing.core.text.text_tokenizer import LIMITS
 from penjing.core.vision.paired_config import ImageTransformerConfig
 from penjing.core.vision.towers import TwoTowers
 from penjing.core.vision.towers_config import TowersConfig
@@ -43,13 +42,18 @@ def save_towers(
 ) -> None:  # fmt: skip
     """Fill `folder`, not yet published (see `publish_folder`); longer texts than `max_tokens` are cut."""
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()}
-    copy_tokenizer(tokenizer_from, folder)
-    save_towers_config(folder, config)
+    save_beside(folder, config, tokenizer_from, max_tokens)
     if isinstance(config.image, ImageTransformerConfig):
         tensors = _paired_tensors(config, tensors)
-    atomic_write_text(folder / LIMITS, json.dumps({"max_seq_length": max_tokens}) + "\n")
     save_tensors(tensors, folder / WEIGHTS, metadata={"format": "pt"})
     write_manifest(folder, "checkpoint", created_by)
+
+
+def save_beside(folder: Path, config: TowersConfig, tokenizer_from: Path, max_tokens: int) -> None:
+    """All that `folder` holds beside weights and manifest."""
+    copy_tokenizer(tokenizer_from, folder)
+    save_towers_config(folder, config)
+    atomic_write_text(folder / LIMITS, json.dumps({"max_seq_length": max_tokens}) + "\n")
 
 
 def load_towers(folder: Path) -> TwoTowers:
@@ -71,19 +75,6 @@ def load_towers(folder: Path) -> TwoTowers:
     except (SafetensorError, OSError, RuntimeError) as error:
         raise InputError(f"{folder} cannot be loaded: {error}; make it again") from error
     return model.eval()
-
-
-def load_embedder(folder: Path, threads: int = 0) -> Embedder:
-    """The towers and their tokenizer for inference.
-
-    Args:
-        threads: see `Embedder`.
-
-    Raises:
-        InputError: missing, damaged, or of another kind.
-    """
-    model = load_towers(folder)
-    return Embedder(model, TextTokenizer(folder, model.config.text), threads)
 
 
 def _load_paired(folder: Path, config: TowersConfig) -> TwoTowers:

@@ -5,26 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
 
 from penjing.core.checkpoint.towers import load_towers
 from penjing.core.errors import InputError
 from penjing.core.family import family_of
 from penjing.core.imports.torch_zoo import Found
-from penjing.core.vision.towers import TwoTowers
+from penjing.core.vision.towers import ImageTower
 
 TOWER = "image"
-
-
-class _ImageTower(nn.Module):
-    """Normalised images (N, C, height, width) → vectors (N, D) of length 1."""
-
-    def __init__(self, towers: TwoTowers) -> None:
-        super().__init__()
-        self.tower = towers.image
-
-    def forward(self, images: Tensor) -> Tensor:
-        return nn.functional.normalize(self.tower(images), dim=-1)
 
 
 def image_tower(source: str) -> Found:
@@ -41,6 +29,6 @@ def image_tower(source: str) -> Found:
     generator = torch.Generator().manual_seed(0)
     example = torch.randn(2, config.channels, *config.image_size, generator=generator)
     return Found(
-        _ImageTower(towers).requires_grad_(False).eval(), keyword={"images": example},
+        ImageTower(towers).requires_grad_(False).eval(), keyword={"images": example},
         dynamic={"images": {0: "batch"}}, meaning="embedding", pixels=config.pixels,
     )  # fmt: skip

@@ -16,23 +16,31 @@ from numpy.typing import NDArray
 
 from penjing.core.errors import InputError
 from penjing.core.images.decode import FORMATS, MAX_PIXELS, arranged, decode_image, network_input
-from penjing.core.text.text_tokenizer import TextTokenizer, pad
-from penjing.core.vision.towers import TwoTowers
+from penjing.core.text.text_tokenizer import TextTokenizer, TextTokens, pad
+from penjing.core.vision.towers_config import TowersConfig
 
-Vector = NDArray[np.float32]
+Vector = Vectors = NDArray[np.float32]
 
 
 class Embedder:
     """Two towers on the CPU; `load_embedder` opens a folder.
 
     Args:
-        model: in evaluation mode.
+        see: normalised images (N, C, H, W) float32 → vectors (N, D) of length 1, on the thread that calls.
+        read: tokens of texts → vectors, likewise.
         threads: rows that are computed beside each other; 0: one for each core.
     """
 
-    def __init__(self, model: TwoTowers, tokenizer: TextTokenizer, threads: int = 0) -> None:
-        self._model = model.requires_grad_(False)
-        self.config, self.tokenizer = model.config, tokenizer
+    def __init__(
+        self,
+        config: TowersConfig,
+        see: Callable[[Vectors], Vectors],
+        read: Callable[[TextTokens], Vectors],
+        tokenizer: TextTokenizer,
+        threads: int = 0,
+    ) -> None:
+        self._network_of_images, self._network_of_texts = see, read
+        self.config, self.tokenizer = config, tokenizer
         self.pixels = self.config.pixels
         # torch counts threads for each thread that asks it.
         self._pool = ThreadPoolExecutor(
@@ -85,14 +93,12 @@ class Embedder:
         image = decode_image(data, self.pixels, max_pixels=max_pixels, formats=FORMATS, still=True)
         return arranged(image, self.pixels)
 
-    @torch.inference_mode()
     def _see(self, image: NDArray[np.uint8]) -> Vector:
         values = np.ascontiguousarray(network_input(image[None], self.pixels))
-        return self._model.of_images(torch.from_numpy(values))[0].numpy()
+        return self._network_of_images(values)[0]
 
-    @torch.inference_mode()
     def _read(self, row: list[int]) -> Vector:
-        return self._model.of_features(self._model.text(*pad([row]).tensors()))[0].numpy()
+        return self._network_of_texts(pad([row]))[0]
 
     @staticmethod
     def _together(vectors: Sequence[Future[Vector]], what: str) -> Vector:

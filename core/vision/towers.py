@@ -76,3 +76,27 @@ def text_tower(config: EncoderConfig | TextTransformerConfig) -> Encoder | TextT
 
 def _unit(vectors: Tensor) -> Tensor:
     return F.normalize(vectors.to(torch.promote_types(vectors.dtype, torch.float32)), dim=-1)
+
+
+class ImageTower(nn.Module):
+    """Normalised images (N, C, height, width) → vectors (N, D) of length 1."""
+
+    def __init__(self, towers: TwoTowers) -> None:
+        super().__init__()
+        self.tower = towers.image
+
+    def forward(self, images: Tensor) -> Tensor:
+        """See the class."""
+        return F.normalize(self.tower(images), dim=-1)
+
+
+class TextTower(nn.Module):
+    """Token ids and their mask (N, T) → vectors (N, D) of length 1."""
+
+    def __init__(self, towers: TwoTowers) -> None:
+        super().__init__()
+        self.tower, self.projection = towers.text, towers.text_projection
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        """See the class."""
+        return F.normalize(self.projection(self.tower(input_ids, attention_mask)), dim=-1)

@@ -75,7 +75,7 @@ class Towers:
     """
 
     def __init__(self, folder: Path, settings: TowersSettings) -> None:
-        from penjing.core.checkpoint.towers import load_embedder
+        from penjing.core.artifact.towers import load_embedder
 
         self._embedder, self._most = load_embedder(folder, settings.threads), settings.max_image_pixels
         config = self._embedder.config

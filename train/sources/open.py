@@ -6,6 +6,8 @@ import hashlib
 from pathlib import Path
 
 from penjing.core.errors import InputError
+from penjing.core.progress import Silent
+from penjing.train.data.emoji import BUILTIN, emoji_pairs
 from penjing.train.sources.folder import SUFFIXES, image_folder
 from penjing.train.sources.settings import SourceSettings
 from penjing.train.sources.source import Source, join
@@ -28,7 +30,7 @@ def open_source(settings: SourceSettings) -> Source:
     assert text is not None
     if ".py:" in text:
         return call_function(text, settings.labels)
-    path = Path(text)
+    path = Path(built_in(text))
     try:
         there, is_folder = path.exists(), path.is_dir()
     except (OSError, ValueError) as error:  # a name that no file can have
@@ -44,6 +46,15 @@ def open_source(settings: SourceSettings) -> Source:
     if not there:
         raise InputError(f"data.source = {text} does not exist; name a folder or file with samples")
     return _file(path, settings)
+
+
+def built_in(text: str) -> str:
+    """The path of what comes from a package, such as builtin:emoji-google, fetched on the first call; `text` else.
+
+    Raises:
+        InputError, SetupError: see `emoji_pairs`.
+    """
+    return str(emoji_pairs(text.removeprefix(BUILTIN), Silent())) if text.startswith(BUILTIN) else text
 
 
 def fingerprint(settings: SourceSettings) -> dict[str, str]:

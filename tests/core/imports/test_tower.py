@@ -11,8 +11,8 @@ from PIL import Image
 
 import penjing
 from penjing.compress.run import run_recipe
+from penjing.core.artifact.towers import load_embedder
 from penjing.core.checkpoint.graph import load_network
-from penjing.core.checkpoint.towers import load_embedder
 from penjing.core.errors import InputError
 from penjing.core.images.decode import network_input
 from penjing.core.imports.graph import import_graph, kind_of

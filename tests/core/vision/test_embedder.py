@@ -11,7 +11,8 @@ import torch
 from PIL import Image
 
 import penjing
-from penjing.core.checkpoint.towers import load_embedder
+from penjing.core.artifact.towers import load_embedder
+from penjing.core.checkpoint.towers import load_towers
 from penjing.core.errors import InputError
 from penjing.core.vision.embedder import Embedder
 from tests.core.vision.paired import write_resnet_towers
@@ -33,7 +34,7 @@ def test_vectors_are_the_networks(folder: Path) -> None:
     assert isinstance(embedder, Embedder)
     images = pixels(3)
     values = torch.from_numpy((images.astype(np.float32) / 255 - 0.5) / 0.25)
-    model = embedder._model
+    model = load_towers(folder)
     with torch.no_grad():
         wanted = model(values, *embedder.tokenizer(TEXTS).tensors())
     found = embedder.embed_images(images)

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from penjing.core.checkpoint.towers import load_embedder
+from penjing.core.artifact.towers import load_embedder
 from penjing.core.errors import ConfigError, InputError, RequestError
 from penjing.core.imports.importer import import_model
 from penjing.core.vision.embedder import Embedder
