@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -12,12 +13,13 @@ from torch import Tensor
 from penjing.core.errors import ConfigError
 from penjing.core.progress import Progress
 from penjing.core.text.tokenizer import Tokenizer
-from penjing.core.vision.sight import Sight, pixels_of
+from penjing.core.vision.sight import Sight, picture_of, pixels_of
 from penjing.core.vision.vision_language import VisionLanguage
 from penjing.train.chat.rows import take_rows
 from penjing.train.chat.sighted import Sighted, SightedRows, SightTokens
 from penjing.train.chat.tokens import ChatTokens
 from penjing.train.data.stream import Draw, one_pass
+from penjing.train.sources.decoders import FORMATS
 from penjing.train.sources.scenes import SCENES, scenes
 
 BATCH = 8  # images at a time
@@ -38,7 +40,7 @@ def read_rows(
         ChatTokens.from_folder(folder, None, "assistant"),
         token,
         whole.config.rows,
-        pixels_of(whole.config),
+        partial(picture_of, whole.config, formats=FORMATS),
         images,
         context,
     )

@@ -47,6 +47,7 @@ _VISION: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 12, "num_attention_heads": 12, "layer_norm_eps": 1e-6, "hidden_act": "gelu_pytorch_tanh",
     },
 }  # fmt: skip
+_SOUND = "penjing_sound"  # of preprocessor_config.json, where what enters is a recording
 _ARCHITECTURES = {"idefics3": "Idefics3ForConditionalGeneration", "llava": "LlavaForConditionalGeneration"}
 
 
@@ -157,7 +158,7 @@ def _look(folder: Path, side: object) -> dict[str, Any]:
         said = values.get(name, [HALF])
         if not isinstance(said, list) or any(each != HALF for each in said):
             raise InputError(f"{path}: {name}={said!r:.60} is not supported; each channel must have {HALF}")
-    look: dict[str, Any] = {"filter": filter_of(path, values, "lanczos")}
+    look: dict[str, Any] = {"filter": filter_of(path, values, "lanczos"), "sound": values.get(_SOUND)}
     if not values.get("do_image_splitting", True):
         return look
     longest, square = (_longest_edge(values.get(name)) for name in ("size", "max_image_size"))
@@ -228,8 +229,9 @@ def _idefics3_values(config: VisionLanguageConfig) -> dict[str, Any]:
 
 def _idefics3_seen(config: VisionLanguageConfig) -> dict[str, Any]:
     pixels = pixels_of(config)
+    sound = {} if config.look.sound is None else {_SOUND: config.look.sound.model_dump()}
     return {
-        "image_processor_type": "Idefics3ImageProcessor", "do_image_splitting": bool(config.look.tiles),
+        **sound, "image_processor_type": "Idefics3ImageProcessor", "do_image_splitting": bool(config.look.tiles),
         "do_normalize": True, "image_mean": list(pixels.mean), "image_std": list(pixels.std),
         "max_image_size": {"longest_edge": config.vision.image_size},
         "size": {"longest_edge": config.look.tiles or config.vision.image_size},

@@ -11,6 +11,7 @@ from pydantic import Field
 
 from penjing.core.config import Config
 from penjing.core.graph.config import Filter, Fit
+from penjing.core.images.sound import Sound
 
 MOST_A_SIDE = 8  # squares: SmolVLM has 4
 
@@ -28,6 +29,9 @@ class Look(Config):
         ge=0,
         le=4096,
         description="Its longer side is scaled to this, and squares are cut from it beside the whole; 0: no squares.",
+    )
+    sound: Sound | None = Field(
+        default=None, description="It is a recording, of which the network sees a spectrogram; none: it is an image."
     )
 
 

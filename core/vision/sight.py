@@ -5,6 +5,7 @@ Shapes: R rows of an image, E hidden of the decoder.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
 import numpy as np
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from penjing.core.config import Config
 from penjing.core.graph.config import Pixels
 from penjing.core.images.decode import (
+    FORMATS,
     MAX_PIXELS,
     arranged,
     decode_image,
@@ -23,6 +25,7 @@ from penjing.core.images.decode import (
     network_input,
     upright_size,
 )
+from penjing.core.images.sound import spectrogram
 from penjing.core.images.tiles import UNCUT, Grid, Look, grid_of
 from penjing.core.text.tokenizer import Tokenizer
 from penjing.core.vision.projector import ProjectorConfig
@@ -99,10 +102,10 @@ class Sight(nn.Module):
         Raises:
             InputError: it is no JPEG or PNG, broken, cut off, animated, or has more pixels than that.
         """
-        pixels, tiles = pixels_of(self.config), self.config.look.tiles
+        tiles = self.config.look.tiles
         if tiles:
-            return decode_tiles(data, pixels, tiles, max_pixels=max_pixels)
-        return [decode_image(data, pixels, max_pixels=max_pixels, still=True)]
+            return decode_tiles(data, pixels_of(self.config), tiles, max_pixels=max_pixels)
+        return [picture_of(self.config, data, max_pixels=max_pixels, still=True)]
 
     @torch.inference_mode()
     def rows_of(self, picture: NDArray[np.uint8]) -> Tensor:
@@ -116,6 +119,25 @@ def is_above(name: str) -> bool:
     """Whether the activations of the linear layer `name` of a `Sight` in INT8 have a zero point a patch: what a GELU
     gives lies above -0.17, and would leave half of the integers unused."""
     return name.endswith(_ABOVE)
+
+
+def picture_of(
+    config: SightConfig | VisionLanguageConfig,
+    data: bytes,
+    *,
+    max_pixels: int = MAX_PIXELS,
+    formats: Sequence[str] = FORMATS,
+    still: bool = False,
+) -> NDArray[np.uint8]:
+    """The file of an image, or of a recording where the model hears, as (height, width, channels); see `decode_image`
+    and `spectrogram`, where `max_pixels` are samples.
+
+    Raises:
+        InputError: see there.
+    """
+    if config.look.sound is not None:
+        return spectrogram(data, config.look.sound, config.vision.image_size, max_samples=max_pixels)
+    return decode_image(data, pixels_of(config), max_pixels=max_pixels, formats=formats, still=still)
 
 
 def pixels_of(config: SightConfig | VisionLanguageConfig) -> Pixels:

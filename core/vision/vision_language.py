@@ -40,6 +40,8 @@ class VisionLanguageConfig(Config):
                 f"tiles={self.look.tiles} cuts an image into more than {MOST_A_SIDE} squares of "
                 f"{self.vision.image_size} pixels a side; scale it less"
             )
+        if self.look.sound is not None and (self.vision.num_channels != 1 or self.look.tiles):
+            raise ValueError("a spectrogram has one channel and is seen whole; set vision.num_channels = 1")
         if self.image_token_id >= self.decoder.vocab_size:
             raise ValueError(
                 f"image_token_id={self.image_token_id} is none of the decoder's {self.decoder.vocab_size} tokens"

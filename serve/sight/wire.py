@@ -13,7 +13,7 @@ import numpy as np
 
 from penjing.core.errors import InputError, RequestError
 
-FILES = (b"\xff\xd8", b"\x89PNG")  # how a JPEG and a PNG begin
+FILES = (b"\xff\xd8", b"\x89PNG", b"RIFF")  # how a JPEG, a PNG and a WAV begin
 _DATA_URL = re.compile(r"data:image/(?:jpeg|jpg|png);base64,", re.IGNORECASE)
 
 
@@ -30,7 +30,7 @@ def read_image(path: Path) -> bytes:
 
 
 def read_images(tensor: np.ndarray) -> tuple[bytes, ...]:
-    """The files in the input `image`: JPEG or PNG as they are, or in base64 as for Triton server's vLLM backend.
+    """The files in the input `image`: JPEG, PNG or WAV as they are, or in base64 as for Triton server's vLLM backend.
 
     Raises:
         RequestError: it holds no bytes.

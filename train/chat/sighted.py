@@ -13,14 +13,12 @@ from numpy.typing import NDArray
 
 from penjing.core.errors import InputError
 from penjing.core.graph.config import Pixels
-from penjing.core.images.decode import decode_image
 from penjing.core.vision.sight import image_text
 from penjing.train.chat.rows import Row, RowError, TooLongError
 from penjing.train.chat.tokens import ChatTokens, Masked
 from penjing.train.data.images import normalise
 from penjing.train.data.stream import Draw
 from penjing.train.objective.objective import IGNORED, Batch
-from penjing.train.sources.decoders import FORMATS
 from penjing.train.sources.tables import encoded_image
 
 PLACEHOLDER = "<image>"
@@ -52,14 +50,14 @@ class Sighted:
 class SightTokens:
     """Writes rows with images in the tokens of a model.
 
-    Attributes: token: the image token, of which the tokenizer knows. rows: how many an image takes. pixels: what an
-        image is made into. folder: where paths of images lie. longest: tokens of a row at most.
+    Attributes: token: the image token, of which the tokenizer knows. rows: how many an image takes. read: what makes a
+        picture of a file, or raises InputError. folder: where paths of images lie. longest: tokens of a row at most.
     """
 
     writer: ChatTokens
     token: str
     rows: int
-    pixels: Pixels
+    read: Callable[[bytes], NDArray[np.uint8]]
     folder: Path
     longest: int
 
@@ -124,7 +122,7 @@ class SightTokens:
 
     def _picture(self, value: Any) -> Picture:
         try:
-            image = decode_image(encoded_image(value, self.folder, "images"), self.pixels, formats=FORMATS)
+            image = self.read(encoded_image(value, self.folder, "images"))
         except InputError as error:
             raise RowError(f"an image cannot be read: {error}") from None
         return lambda: image

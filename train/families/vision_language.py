@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +20,11 @@ from penjing.core.checkpoint.vision_language import (
     vision_language_config,
 )
 from penjing.core.errors import ConfigError, InputError
+from penjing.core.images.tiles import Look
 from penjing.core.progress import Progress
 from penjing.core.text.tokenizer import Tokenizer
 from penjing.core.vision.projector import linears
-from penjing.core.vision.sight import pixels_of
+from penjing.core.vision.sight import picture_of, pixels_of
 from penjing.core.vision.vision_language import VisionLanguage, VisionLanguageConfig
 from penjing.core.vision.vit import initialize_vit
 from penjing.train.chat.held_out import held_out_places
@@ -37,6 +39,7 @@ from penjing.train.processes.world import World
 from penjing.train.recipe.data import SightData
 from penjing.train.recipe.model import VisionLanguageModel
 from penjing.train.recipe.recipe import ObjectiveConfig, RunRecipe, TrainRecipe
+from penjing.train.sources.decoders import FORMATS
 from penjing.train.sources.scenes import SCENES, SIDE, scenes
 from penjing.train.state.state import check_finite
 
@@ -70,7 +73,8 @@ class SightTuning:
         self._tokenizer = writer.tokenizer
         self._template = None if data.template is None or writer.template is None else writer.template.text
         pixels = pixels_of(config)
-        self._writer = SightTokens(writer, token, config.rows, pixels, data.images, data.sequence_length)
+        read = partial(picture_of, config, formats=FORMATS)
+        self._writer = SightTokens(writer, token, config.rows, read, data.images, data.sequence_length)
         rows = self._read(data.sources, progress)
         kept: list[Sighted] = []
         if data.held_out_sources and recipe.evaluation.every:
@@ -158,8 +162,10 @@ class SightTuning:
             found, _ = take_rows(files, self._take, self._data.most_damaged, progress)
             rows += found
         for name in (each for each in sources if each in SCENES):
-            if self.config.vision.image_size != SIDE:
-                raise ConfigError(f"{name} has images of {SIDE} pixels; set model.vision.image_size = {SIDE}")
+            if self.config.vision.image_size != SIDE or self.config.look.sound is not None:
+                raise ConfigError(
+                    f"{name} has images of {SIDE} pixels; set model.vision.image_size = {SIDE}, and no model.sound"
+                )
             rows += self._writer.questions((scene.picture, scene.turns) for scene in scenes(name, progress))
         return rows
 
@@ -223,7 +229,7 @@ def _new_task(recipe: TrainRecipe, progress: Progress) -> SightTuning:
     try:
         config = VisionLanguageConfig(
             vision=model.vision, decoder=decoder, scale_factor=model.scale_factor, projector=model.projector,
-            image_token_id=token,
+            image_token_id=token, look=Look(sound=model.sound),
         )  # fmt: skip
     except ValidationError as error:
         raise ConfigError(f"model: {error.errors()[0]['msg'].removeprefix('Value error, ')}") from None

@@ -9,6 +9,7 @@ from pydantic import Field
 
 from penjing.core.config import Config
 from penjing.core.family import FamilyName
+from penjing.core.images.sound import Sound
 from penjing.core.models.config import DecoderConfig
 from penjing.core.vision.projector import ProjectorConfig
 from penjing.core.vision.vit import ViTConfig
@@ -70,6 +71,11 @@ class VisionLanguageModel(Config):
     )
     projector: ProjectorConfig = Field(
         default=ProjectorConfig(), description="What makes rows of joined patches, which begins anew."
+    )
+    sound: Sound | None = Field(
+        default=None,
+        description="What enters are recordings (WAV), which the transformer sees as spectrograms: image_size bands of "
+        "pitch and as many moments; none: images.",
     )
     image_token: str = Field(
         default="<image>", min_length=1, description="What the tokenizer calls an image's rows; added if it is new."

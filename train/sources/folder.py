@@ -11,6 +11,7 @@ import numpy as np
 from penjing.core.errors import InputError
 from penjing.train.sources.source import Source, content_digest, is_test
 
+RECORDING = ".wav"  # of what is heard
 SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm"})
 _HEAD = 1 << 16
 _NO_LABELS = "set data.labels = false to take the images without classes"

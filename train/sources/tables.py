@@ -11,7 +11,7 @@ from typing import Any
 
 from penjing.core.errors import InputError
 from penjing.core.text.records import arrow_module
-from penjing.train.sources.folder import SUFFIXES
+from penjing.train.sources.folder import RECORDING, SUFFIXES
 from penjing.train.sources.settings import SourceSettings
 from penjing.train.sources.source import Label, Source, Values, content_digest
 from penjing.train.sources.texts import text_at
@@ -186,7 +186,7 @@ def encoded_image(value: Any, folder: Path, where: str) -> bytes:
         return value
     if not isinstance(value, str):
         raise InputError(f"{where} holds no image but {type(value).__name__}")
-    if Path(value).suffix.lower() in SUFFIXES:
+    if Path(value).suffix.lower() in (*SUFFIXES, RECORDING):
         place = folder / value
         try:
             place = place.resolve()

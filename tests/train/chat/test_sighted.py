@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from tokenizers import models, pre_tokenizers
 
 from penjing.core.errors import InputError
 from penjing.core.graph.config import Pixels
+from penjing.core.images.decode import decode_image
 from penjing.core.progress import Silent
 from penjing.core.text.tokenizer import Tokenizer
 from penjing.train.chat.rows import RowError, TooLongError, take_rows
@@ -20,6 +22,7 @@ from penjing.train.chat.tokens import ChatTokens
 from penjing.train.data.stream import Draw
 from penjing.train.families.vision_language import image_token
 from penjing.train.objective.objective import IGNORED
+from penjing.train.sources.decoders import FORMATS
 from tests.train.sources.test_reader import photo
 
 WORDS = ["[END]", "what", "is", "this", "a", "shoe", "bag", "?", "and"]
@@ -36,7 +39,8 @@ def tokens(tmp_path: Path) -> SightTokens:
     for name, seed in (("a.png", 1), ("b.png", 2)):
         (tmp_path / name).write_bytes(photo(seed))
     (tmp_path / "broken.png").write_bytes(photo(1)[:200])
-    return SightTokens(ChatTokens(tokenizer, None), "<image>", ROWS, PIXELS, tmp_path, 24)
+    read = partial(decode_image, pixels=PIXELS, formats=FORMATS)
+    return SightTokens(ChatTokens(tokenizer, None), "<image>", ROWS, read, tmp_path, 24)
 
 
 def test_a_placeholder_becomes_the_rows_of_its_image(tokens: SightTokens) -> None:

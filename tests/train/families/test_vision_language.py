@@ -11,16 +11,23 @@ import torch
 from PIL import Image
 
 from penjing.core.checkpoint.vision_language import load_vision_language
-from penjing.core.errors import ConfigError, InputError
+from penjing.core.errors import ConfigError, InputError, RequestError
 from penjing.core.family import family_of
+from penjing.core.images.sound import Sound
 from penjing.core.imports.importer import import_model
 from penjing.core.models.config import DecoderConfig
 from penjing.core.vision.vision_language import VisionLanguage, VisionLanguageConfig
 from penjing.core.vision.vit import ViTConfig
+from penjing.serve.engine.config import EngineConfig
+from penjing.serve.engine.request import Request
+from penjing.serve.runner.load import load_engine
+from penjing.serve.sampling.params import SamplingParams
 from penjing.train.data.images import ImageSet
 from penjing.train.run import train
 from penjing.train.sources import scenes as scenes_module
 from penjing.train.sources.scenes import scenes
+from tests.core.images.test_sound import recording, tone
+from tests.serve.tiny import run_all
 
 RECIPE = """
 output = "{folder}/out"
@@ -189,3 +196,29 @@ def test_scenes_say_what_lies_where(monkeypatch: pytest.MonkeyPatch) -> None:
         picture = scene.picture()
         there = ", ".join(f"the {names[picture[28 * y, 28 * x, 0]]}" for y in (0, 1) for x in (0, 1))
         assert scene.turns == (("What is here?", f" {there}"),)
+
+
+def test_what_sees_spectrograms_hears(recipe: Path, tmp_path: Path) -> None:
+    """Tones instead of colours: the same recipe with recordings in place of images, and the engine."""
+    random, rows = np.random.default_rng(0), []
+    tones = {"high": 2000.0, "low": 300.0}
+    for place in range(16):
+        name = list(tones)[place % 2]
+        sound = tone(tones[name] * random.uniform(0.9, 1.1), 0.12) + random.normal(0, 0.01, 1920)
+        (tmp_path / f"{place}.wav").write_bytes(recording(sound))
+        rows.append(json.dumps({"prompt": "<image>Which?", "completion": name, "images": [f"{place}.wav"]}))
+    (tmp_path / "rows.jsonl").write_text("\n".join(rows))
+    hears = ["model.sound.hop=250", "model.vision.num_channels=1"]
+    assert train(recipe, hears)["exact"] > 0.9
+    model = load_vision_language(tmp_path / "out")
+    assert model.config.look.sound == Sound(hop=250)
+    engine = load_engine(tmp_path / "out", EngineConfig(num_blocks=64, max_num_sequences=2))
+    params = SamplingParams(temperature=0.0, max_tokens=12)
+    for place, name in enumerate(tones):
+        asked = Request("0", "<image>Which?", params, images=[(tmp_path / f"{place}.wav").read_bytes()])
+        (outputs,) = run_all(engine, [asked]).values()
+        assert "".join(each.text for each in outputs).startswith(name)
+    with pytest.raises(RequestError, match=r"image 0 cannot be read: it is no WAV file"):
+        run_all(engine, [Request("1", "<image>Which?", params, images=[b"\x89PNG"])])
+    with pytest.raises(ConfigError, match=r"set vision\.num_channels = 1"):
+        train(recipe, ["model.sound.hop=250", f"output={tmp_path}/other"])

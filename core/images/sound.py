@@ -1,0 +1,109 @@
+"""Recordings → pictures of their log-mel spectrograms, as Whisper's feature extractor makes them (Radford et al.,
+https://arxiv.org/abs/2212.04356), so that what sees pictures can hear."""
+
+from __future__ import annotations
+
+import io
+import wave
+from functools import cache
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import Field
+
+from penjing.core.config import Config
+from penjing.core.errors import InputError
+
+_WIDTHS = {1: np.uint8, 2: np.int16, 4: np.int32}  # bytes of a number → its type; three bytes are made four
+_RANGE = 8.0  # powers of ten below the loudest that are told apart, as Whisper has it
+_LEAST = 1e-10  # power
+
+
+class Sound(Config):
+    """How a recording becomes a picture: a row for each band of pitch, the highest below, a column for each moment."""
+
+    rate: int = Field(default=16_000, ge=1000, le=192_000, description="Samples a second; others are made so many.")
+    hop: int = Field(default=160, ge=1, description="Samples from one column to the next.")
+    window: int = Field(default=400, ge=16, description="Samples that a column looks at.")
+
+    def seconds(self, side: int) -> float:
+        """What a picture of `side` columns shows."""
+        return side * self.hop / self.rate
+
+
+def spectrogram(data: bytes, sound: Sound, side: int, *, max_samples: int) -> NDArray[np.uint8]:
+    """(side, side, 1): bands of pitch by moments, 255 for the loudest, 0 for 80 decibels less; silence behind the end.
+
+    Args:
+        data: a WAV file of plain numbers (PCM), of any rate and number of channels, whose mean is heard.
+        max_samples: a longer file is refused before it is read.
+
+    Raises:
+        InputError: no such file, broken, or longer than the picture.
+    """
+    samples = _resampled(*_read(data, max_samples), sound.rate)
+    most = side * sound.hop
+    if len(samples) > most:
+        raise InputError(
+            f"it lasts {len(samples) / sound.rate:.2f} s, and {sound.seconds(side):.2f} s are heard; cut it"
+        )
+    half = sound.window // 2
+    padded = np.pad(np.pad(samples, (0, most - len(samples))), half, mode="reflect")
+    frames = np.lib.stride_tricks.sliding_window_view(padded, sound.window)[:: sound.hop][:side]
+    hann = 0.5 - 0.5 * np.cos(2 * np.pi * np.arange(sound.window) / sound.window)
+    power = np.abs(np.fft.rfft(frames * hann)) ** 2
+    log = np.log10(np.maximum(mel_bands(side, sound.window, sound.rate) @ power.T, _LEAST))
+    values = np.clip((log - (log.max() - _RANGE)) / _RANGE, 0, 1)
+    return np.round(255 * values).astype(np.uint8)[:, :, None]
+
+
+@cache
+def mel_bands(bands: int, window: int, rate: int) -> NDArray[np.float64]:
+    """(bands, window / 2 + 1): triangles of equal area, evenly spread over Slaney's mel scale up to half the rate."""
+    edges = _hertz(np.linspace(0, _mel(rate / 2), bands + 2))
+    tones = np.linspace(0, rate / 2, window // 2 + 1)
+    low, middle, high = edges[:-2, None], edges[1:-1, None], edges[2:, None]
+    rising, falling = (tones - low) / (middle - low), (high - tones) / (high - middle)
+    return np.maximum(0, np.minimum(rising, falling)) * (2 / (high - low))
+
+
+def _mel(hertz: float) -> float:
+    """Even up to 1000 Hz, logarithmic above."""
+    return 3 * hertz / 200 if hertz < 1000 else 15 + 27 * np.log(hertz / 1000) / np.log(6.4)
+
+
+def _hertz(mels: NDArray[np.float64]) -> NDArray[np.float64]:
+    return np.where(mels < 15, 200 * mels / 3, 1000 * np.exp((mels - 15) * np.log(6.4) / 27))
+
+
+def _read(data: bytes, most: int) -> tuple[NDArray[np.float64], int]:
+    """(samples from -1 to 1, of all channels the mean; how many a second)."""
+    try:
+        with wave.open(io.BytesIO(data)) as file:
+            count, channels, width, rate = (
+                file.getnframes(), file.getnchannels(), file.getsampwidth(), file.getframerate()
+            )  # fmt: skip
+            if count * channels > most:
+                raise InputError(f"it has {count * channels:,} samples, at most {most:,} are decoded; cut it")
+            found = file.readframes(count)
+    except InputError:
+        raise
+    except Exception as error:  # `wave` raises whatever a broken file makes it stumble over
+        raise InputError(f"it is no WAV file of plain numbers ({type(error).__name__}: {error})") from None
+    if not count or rate < 1 or width not in (1, 2, 3, 4) or len(found) != count * channels * width:
+        raise InputError(f"it is a broken WAV file: {len(found)} bytes where {count * channels * width} are promised")
+    if width == 3:
+        raw = np.frombuffer(found, np.uint8).reshape(-1, 3)
+        found, width = np.pad(raw, ((0, 0), (1, 0))).tobytes(), 4
+    values = np.frombuffer(found, _WIDTHS[width]).astype(np.float64)
+    values = (values - 128) / 128 if width == 1 else values / 2.0 ** (8 * width - 1)
+    return values.reshape(-1, channels).mean(1), rate
+
+
+def _resampled(samples: NDArray[np.float64], rate: int, wanted: int) -> NDArray[np.float64]:
+    """The same sound in `wanted` samples a second, without what those cannot say."""
+    if rate == wanted:
+        return samples
+    count = max(1, round(len(samples) * wanted / rate))
+    tones = np.fft.rfft(samples)[: count // 2 + 1]
+    return np.fft.irfft(tones, count) * (count / len(samples))
