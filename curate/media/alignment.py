@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from penjing.core.checkpoint.towers import load_embedder
+from penjing.core.artifact.towers import load_embedder
 
 _SHARES = (5, 50, 95)  # of the images lie below what the report names so
 

@@ -200,9 +200,9 @@ def _taken(checkpoint: Checkpoint, name: str, parameter: Tensor) -> Tensor:
 def _check_run(recipe: RunRecipe, config: VisionLanguageConfig, data: SightData) -> None:
     if recipe.objective != ObjectiveConfig():
         raise ConfigError("[objective] is not for data.kind = 'image-chat', whose answers are learnt; leave it out")
-    if not recipe.parallel.is_plain:
+    if not recipe.parallel.is_data_parallel:
         raise ConfigError(
-            "data.kind = 'image-chat' takes data parallelism alone; set parallel.zero to 0, and tp, pp, cp and ep to 1"
+            "data.kind = 'image-chat' takes data parallelism and ZeRO alone; set parallel.tp, pp, cp and ep to 1"
         )
     if recipe.compile:
         raise ConfigError("compile = true is not for data.kind = 'image-chat', whose texts differ in length")

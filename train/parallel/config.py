@@ -72,7 +72,12 @@ class ParallelConfig(Config):
     @property
     def is_plain(self) -> bool:
         """Data parallelism alone, as without this section."""
-        return self.zero == 0 and self.tp == self.pp == self.cp == self.ep == 1
+        return self.zero == 0 and self.is_data_parallel
+
+    @property
+    def is_data_parallel(self) -> bool:
+        """Each process runs the whole network on samples of its own, whoever holds the parameters."""
+        return self.tp == self.pp == self.cp == self.ep == 1
 
     @property
     def stages_per_process(self) -> int:

@@ -161,7 +161,7 @@ def test_micro_batches_change_nothing(recipe: Path, tmp_path: Path, settings: li
         (["model.decoder=nowhere"], InputError, "nowhere"),
         (["model.vision.patch_size=3"], ConfigError, "image_size=8 is not divisible by patch_size=3"),
         (["data.sources=['builtin:scenes']"], ConfigError, "set model.vision.image_size = 56"),
-        (["parallel.zero=2"], ConfigError, "takes data parallelism alone"),
+        (["parallel.tp=2"], ConfigError, "takes data parallelism and ZeRO alone"),
         (["compile=true"], ConfigError, "whose texts differ in length"),
         (["objective.label_smoothing=0.1"], ConfigError, "whose answers are learnt"),
         (["data.held_out_sources=[]", "data.held_out=0"], ConfigError, "leaves nothing to evaluate on"),
