@@ -58,6 +58,7 @@ SECTIONS = {  # a title and what "This measures"
     "overhead": "Overhead: what the engine costs beside its kernels, in start-up, memory and time of a step.",
     "compress": "Compression of SmolLM2: INT8 by recipe, with 95 % intervals. `smollm2-int8` has no name before it.",
     "generalisation": "INT8 on other texts: the rise of SmolLM2's perplexity on texts unlike the calibration's, 95 %.",
+    "calibration": "Time of calibration: SmolLM2 in INT8, with threads and the machine's load in each row.",
     "gguf": "GGUF: how far INT8 answers are from llama.cpp's FP32 answers, in llama.cpp and in our engine.",
     "int8": "INT8 classifiers: image classifiers in INT8 beside FP32, in the same ONNX Runtime.",
     "int8_quality": "INT8 after pruning: what INT8 costs a pruned classifier, calibrated (`ptq`) or trained (`qat`).",
