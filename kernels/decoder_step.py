@@ -78,9 +78,9 @@ class DecoderStep:
             embedding_VE: (vocab, hidden) float32, bfloat16, float16 or INT8; tied in INT8, the rows are read from the
                 packed LM head.
             final_norm: (hidden,).
-            inverse_frequency_F: (head_dim / 2,) float32, radians a token.
+            inverse_frequency_F: (head_dim / 2,) float32, radians a token, or a row for each way that layers rotate.
             max_positions: positions 0 … max_positions − 1 may occur.
-            rotary_scale: by what rotated queries and keys grow, as YaRN does it.
+            rotary_scale: by what queries and keys that the first row rotates grow, as YaRN does it.
 
         Raises:
             ValueError: shapes or dtypes that do not fit.
@@ -95,7 +95,8 @@ class DecoderStep:
         check_layers(layers, self.hidden, num_heads * head_dim, num_kv_heads * head_dim)
         if size(lm_head) != (self.vocab, self.hidden):
             raise ValueError(f"the LM head has shape {size(lm_head)}; {(self.vocab, self.hidden)} is needed")
-        if inverse_frequency_F.shape != (head_dim // 2,):
+        rows = inverse_frequency_F.shape[0] if inverse_frequency_F.dim() == 2 else 1
+        if inverse_frequency_F.shape[-1] != head_dim // 2 or any(not 0 <= layer.rotary < rows for layer in layers):
             raise ValueError(f"inverse_frequency_F has shape {tuple(inverse_frequency_F.shape)}")
 
         packer = Packer(extension, self._kept, [*groups_of(layers), [lm_head]])
@@ -323,7 +324,10 @@ class DecoderStep:
         return result
 
     def _grow_positions(self, count: int) -> None:
-        cos, sin = rotary_cos_sin(self._inverse_frequency, torch.arange(count), self._rotary_scale)
+        frequency = self._inverse_frequency.unsqueeze(-2)  # with rows: (rows, 1, head_dim / 2)
+        cos, sin = rotary_cos_sin(frequency, torch.arange(count))
+        for table in (cos, sin):
+            (table if table.dim() == 2 else table[0]).mul_(self._rotary_scale)
         self._tables = (cos.contiguous(), sin.contiguous())
         self._model.cos, self._model.sin = (table.data_ptr() for table in self._tables)
         self._model.num_positions = count
@@ -338,19 +342,25 @@ class DecoderStep:
     def _fill_layer(self, out: abi.Layer, layer: LayerWeights, packer: Packer) -> None:
         out.num_qkv = packer.fill(out.qkv, (layer.q, layer.k, layer.v))
         out.out = packer.pack([layer.out])
-        out.num_gate_up = packer.fill(out.gate_up, (layer.gate, layer.up))
+        out.num_gate_up = packer.fill(out.gate_up, (layer.gate, layer.up), layer.gelu)
         out.down = packer.pack([layer.down])
-        out.input_norm = self._vector(layer.input_norm, self.hidden)
-        out.post_norm = self._vector(layer.post_norm, self.hidden)
-        head_dim = self._pool_shape[-1]
-        out.q_norm = None if layer.q_norm is None else self._vector(layer.q_norm, head_dim)
-        out.k_norm = None if layer.k_norm is None else self._vector(layer.k_norm, head_dim)
+        for name in ("input_norm", "post_norm", "out_norm", "down_norm"):
+            setattr(out, name, self._optional(getattr(layer, name), self.hidden))
+        head_dim, whole = self._pool_shape[-1], layer.whole_norm
+        out.q_norm = self._optional(layer.q_norm, size(layer.q)[0] if whole else head_dim)
+        out.k_norm = self._optional(layer.k_norm, size(layer.k)[0] if whole else head_dim)
+        if whole and (layer.q_norm is None or layer.k_norm is None):
+            raise ValueError("whole_norm needs q_norm and k_norm")
+        out.whole_norm, out.gelu, out.rotary = whole, layer.gelu, layer.rotary
         if layer.window is not None and layer.window < 1:
             raise ValueError(f"window={layer.window}: at least 1 key is needed")
         out.window = layer.window or 0
         if layer.hadamard:
             check_block(layer.hadamard, size(layer.down)[1])
         out.hadamard = layer.hadamard
+
+    def _optional(self, tensor: Tensor | None, size: int | None) -> int | None:
+        return None if tensor is None else self._vector(tensor, size)
 
     def _vector(self, tensor: Tensor, size: int | None) -> int:
         if tensor.shape != (size,):

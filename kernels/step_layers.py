@@ -43,7 +43,8 @@ AnyLinear = PackedInt8 | PackedInt4 | FloatLinear
 
 @dataclass(frozen=True)
 class LayerWeights:
-    """One decoder layer. Norm weights are (hidden,), head norms (head_dim,) or None; window in keys, None: all."""
+    """One decoder layer. Norm weights are (hidden,), head norms (head_dim,) or, over all heads at once, (heads ×
+    head_dim,); None: there is none. Window in keys, None: all."""
 
     q: AnyLinear
     k: AnyLinear
@@ -52,13 +53,22 @@ class LayerWeights:
     gate: AnyLinear
     up: AnyLinear
     down: AnyLinear
-    input_norm: Tensor
-    post_norm: Tensor
+    input_norm: Tensor | None
+    post_norm: Tensor | None
     q_norm: Tensor | None = None
     k_norm: Tensor | None = None
     window: int | None = None
     hadamard: int = 0
     """Block of the transform of the input of `down` (`kernels.hadamard`); 0: none."""
+    out_norm: Tensor | None = None
+    down_norm: Tensor | None = None
+    """Both or none: norms of what attention and MLP add to the residual."""
+    whole_norm: bool = False
+    """Whether the head norms span all heads of a token."""
+    gelu: bool = False
+    """Whether the gate's activation is gelu by its tanh formula; else silu."""
+    rotary: int = 0
+    """Row of the frequencies that the layer rotates by."""
 
 
 class Packer:
@@ -94,10 +104,12 @@ class Packer:
         above = eights[0].zero_points
         return self.extension.prepack_parts(parts, swiglu=swiglu, memory=memory, zero_points=above).linear
 
-    def fill(self, slots: ctypes.Array[abi.Linear], group: Sequence[AnyLinear]) -> int:
+    def fill(self, slots: ctypes.Array[abi.Linear], group: Sequence[AnyLinear], gelu: bool = False) -> int:
         """Projections of one input, as one packed layer where they join (gate and up as SwiGLU); the slots used."""
         if joins(group):
             slots[0] = self.pack(group, swiglu=len(group) == 2)
+            if gelu:
+                slots[0].swiglu = 2
             return 1
         for i, linear in enumerate(group):
             slots[i] = self.pack([linear])
@@ -143,6 +155,8 @@ def check_layers(layers: Sequence[LayerWeights], hidden: int, q_size: int, kv_si
         raise ValueError("a decoder without layers")
     for index, layer in enumerate(layers):
         inner = size(layer.gate)[0]
+        if (layer.out_norm is None) != (layer.down_norm is None):
+            raise ValueError(f"layer {index}: of out_norm and down_norm one is missing")
         shapes = {
             "q": (q_size, hidden),
             "k": (kv_size, hidden),

@@ -121,6 +121,11 @@ def check_settings(settings: Int8Settings, config: DecoderConfig) -> None:
         ConfigError: a pattern matches nothing, `group` does not divide a layer's inputs, or the MLPs are not as wide as
             `transform.hadamard_down` needs.
     """
+    if settings.transform.rotate and config.norms != "before":
+        raise ConfigError(
+            f"transform.rotate: a norm behind attention and MLP (norms={config.norms!r}) does not let a rotation of "
+            "the residual through; set rotate = false"
+        )
     transformed(config, settings.transform)
     modules = linear_modules(config)
     for pattern in settings.keep:

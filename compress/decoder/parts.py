@@ -24,15 +24,16 @@ def is_routed(name: str) -> bool:
 
 
 def norm_readers(names: Iterable[str]) -> dict[str, tuple[str, ...]]:
-    """The norms of a layer with tensors `names`, and the linear layers that read each. Calibration sees the input of
-    the first of them."""
+    """The norms before the halves of a layer with tensors `names`, if any, and the linear layers that read each.
+    Calibration sees the input of the first of them."""
     names = set(names)
     routers = [name for name in ROUTERS if f"{name}.weight" in names]
     inner = [f"{mlp}.{part}" for mlp in sorted(mlps(names)) for part in ("gate_proj", "up_proj")]
-    return {
+    readers = {
         "input_layernorm": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
         "post_attention_layernorm": (*routers, *inner),
     }
+    return {norm: linears for norm, linears in readers.items() if f"{norm}.weight" in names}
 
 
 def same_input(names: Iterable[str]) -> dict[str, tuple[str, ...]]:

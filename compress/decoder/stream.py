@@ -13,12 +13,11 @@ from torch import Tensor, nn
 from penjing.core.checkpoint.decoder import Checkpoint, open_checkpoint
 from penjing.core.models.attention import Attend, causal_attention
 from penjing.core.models.decoder import Decoder, DecoderLayer
-from penjing.core.models.rope import inverse_frequencies
+from penjing.core.models.rope import inverse_frequencies, layer_angles
 from penjing.core.runtime.embedding import stored_table, tied_name
 from penjing.core.runtime.quantized import apply_quantized, dequantized, quantized_linear
 from penjing.core.runtime.schemes import Scheme, has_int8_embedding, quantized_modules
 from penjing.kernels.rms_norm import rms_norm
-from penjing.kernels.rotary import rotary_cos_sin
 
 EMBEDDING, FINAL_NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
 LOGIT_ROWS = 128  # rows of logits at a time: 128 × 49 152 float32 are 25 MB
@@ -117,7 +116,7 @@ class LayerStream:
             return sees(layer, q, k, v)
 
         handles = [] if observe is None else _hook_linears(module, observe)
-        cos, sin = rotary_cos_sin(self._inverse_frequency, torch.arange(hidden_WTE.shape[1]))
+        cos, sin = self._angles(module, hidden_WTE.shape[1])
         try:
             for window_TE in hidden_WTE:
                 window_TE.copy_(module(window_TE[None], cos, sin, watched)[0])
@@ -128,11 +127,11 @@ class LayerStream:
     def halves(self, module: DecoderLayer, num_tokens: int) -> tuple[Half, Half]:
         """Attention and MLP of a layer, each with its norm and added to the residual stream."""
         attend = causal_attention(self._decoder.config)
-        cos, sin = rotary_cos_sin(self._inverse_frequency, torch.arange(num_tokens))
-        return (
-            lambda x_1TE: x_1TE + module.self_attn(module.input_layernorm(x_1TE), cos, sin, attend),
-            lambda x_1TE: x_1TE + module.mlp(module.post_attention_layernorm(x_1TE)),
-        )
+        cos, sin = self._angles(module, num_tokens)
+        return lambda x_1TE: module.with_attention(x_1TE, cos, sin, attend), module.with_mlp
+
+    def _angles(self, module: DecoderLayer, num_tokens: int) -> tuple[Tensor, Tensor]:
+        return layer_angles(self.config, self._inverse_frequency, torch.arange(num_tokens))(module.self_attn.layer)
 
     def head_weight(self) -> Tensor:
         """(V, E) weight of the LM head as it is stored: the embedding where they are tied."""

@@ -91,7 +91,7 @@ def check_exportable(checkpoint: Checkpoint, target: TargetName) -> None:
         "shared layers": config.shared_layers > 1,
         "LSH attention": "lsh_attention" in (config.layer_types or ()),
     }
-    if found := [name for name, present in unknown.items() if present]:
+    if found := [name for name, present in unknown.items() if present] + config.departures():
         raise InputError(f"{folder} has {' and '.join(found)}; plain decoder layers alone are written as ONNX")
     if checkpoint.quantization is None:
         raise InputError(f"{folder} is not quantized; 'penjing compress' makes an INT8 artifact of it")

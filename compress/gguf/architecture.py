@@ -35,7 +35,7 @@ def architecture_of(config: DecoderConfig, source: str) -> str:
         f"shared_layers={config.shared_layers}": config.shared_layers > 1,
         f"mlp_hadamard={config.mlp_hadamard}": config.mlp_hadamard > 0,
     }
-    if found := [name for name, present in unknown.items() if present]:
+    if found := [name for name, present in unknown.items() if present] + config.departures():
         raise InputError(f"{source} has {' and '.join(found)}, which is not written as GGUF; serve it with penjing")
     moe = config.moe
     like = tuple(EXPERTS) if moe is not None else ("llama", "qwen2", "qwen3")

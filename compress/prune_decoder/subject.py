@@ -154,7 +154,7 @@ class DecoderSubject:
                 tensor = self.weights(name)
                 assert tensor is not None
                 tensor = cuts[name].of(tensor) if name in cuts else tensor
-                over_hidden = name.endswith(("layernorm.weight", "model.norm.weight"))
+                over_hidden = name.endswith(("layernorm.weight", "model.norm.weight", "output_norm.weight"))
                 yield name, tensor * gain if over_hidden and gain != 1 else tensor
 
         dtype = DTYPES[self._checkpoint.dtype(EMBEDDING)]
@@ -195,6 +195,8 @@ def _without_layers(config: DecoderConfig, kept: list[int]) -> DecoderConfig:
         changed["sliding_window"] = max((each for each in windows if each is not None), default=None)
         if config.sliding_windows is not None:
             changed["sliding_windows"] = [each or 0 for each in windows] if changed["sliding_window"] else None
+    if config.layer_rotary is not None:
+        changed["layer_rotary"] = [config.layer_rotary[layer] for layer in kept]
     if config.intermediate_sizes is not None:
         inner = [config.intermediate_sizes[layer] for layer in kept]
         changed |= {"intermediate_sizes": inner, "intermediate_size": max(inner)}

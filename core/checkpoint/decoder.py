@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +44,9 @@ class Checkpoint:
         tensor_names: names of all stored tensors in the model, in file order.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(
+        self, folder: Path, read_config: Callable[[dict[str, Any], str], DecoderConfig] = decoder_config_from_hf
+    ) -> None:
         self.folder = folder
         _check_folder(folder)
         self.config_json = read_json_object(folder / "config.json")
@@ -53,7 +55,7 @@ class Checkpoint:
         sees = architecture.get("model_type") in SEEING
         if sees:
             architecture = text_config(architecture, str(folder / "config.json"))
-        self.config = _with_generation_stops(decoder_config_from_hf(architecture, str(folder / "config.json")), folder)
+        self.config = _with_generation_stops(read_config(architecture, str(folder / "config.json")), folder)
         self.quantization = self._read_quantization()
         self.manifest: Manifest | None = read_manifest(folder) if (folder / MANIFEST_NAME).exists() else None
         self._readers: dict[str, Any] = {}

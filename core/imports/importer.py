@@ -12,17 +12,19 @@ from typing import Any, Literal, Protocol
 
 import torch
 
-from penjing.core.checkpoint.decoder import Checkpoint, copy_tokenizer, open_checkpoint, save_checkpoint
+from penjing.core.checkpoint.decoder import copy_tokenizer, open_checkpoint, save_checkpoint
 from penjing.core.checkpoint.dtypes import DTYPES
 from penjing.core.errors import ConfigError, InputError
 from penjing.core.family import FAMILIES, family_of
 from penjing.core.files import atomic_write_text, publish_folder, sha256_file
 from penjing.core.imports.encoder import import_encoder
+from penjing.core.imports.folded import folds
+from penjing.core.imports.folded_weights import FoldedCheckpoint
 from penjing.core.imports.gguf import GgufFile
 from penjing.core.imports.gguf_tokenizer import tokenizer_from_gguf
 from penjing.core.imports.towers import import_towers
 from penjing.core.imports.vision_language import import_vision_language
-from penjing.core.manifest import MANIFEST_NAME, read_manifest, verify, write_manifest
+from penjing.core.manifest import MANIFEST_NAME, read_json_object, read_manifest, verify, write_manifest
 from penjing.core.models.config import DecoderConfig
 from penjing.core.models.tensor_names import tensor_shapes
 from penjing.core.packages import PACKAGES, fetch_package
@@ -177,7 +179,8 @@ class _FolderSource:
     """A Hugging Face folder; its weights must be floating-point and fit `config.json`."""
 
     def __init__(self, folder: Path) -> None:
-        self._checkpoint: Checkpoint = open_checkpoint(folder)
+        values = read_json_object(folder / "config.json") if (folder / "config.json").is_file() else {}
+        self._checkpoint = FoldedCheckpoint(folder) if folds(values) else open_checkpoint(folder)
         self._folder = folder
         if self._checkpoint.quantization is not None:
             raise InputError(f"{folder} is quantized already; import the original, or serve it as it is")

@@ -25,7 +25,7 @@ Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 
 
 class Attention(nn.Module):
-    """Projections, optional head norms (Qwen3) and rotation around an `Attend`."""
+    """Projections, optional norms of queries and keys (Qwen3, OLMo 2) and rotation around an `Attend`."""
 
     def __init__(self, config: DecoderConfig, layer: int):
         super().__init__()
@@ -37,16 +37,24 @@ class Attention(nn.Module):
         self.v_proj = nn.Linear(hidden, kv_heads * config.head_dim, bias=config.attention_bias)
         self.o_proj = nn.Linear(heads * config.head_dim, hidden, bias=config.attention_output_bias)
         if config.qk_norm:
-            self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
-            self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
+            whole = config.qk_norm_over == "all"
+            self.q_norm = RMSNorm(config.head_dim * (heads if whole else 1), config.rms_norm_eps)
+            self.k_norm = RMSNorm(config.head_dim * (kv_heads if whole else 1), config.rms_norm_eps)
         self.qk_norm = config.qk_norm
-        self.rotated_scale, _ = yarn_magnitudes(config.rope_scaling)
+        self.whole_norm = config.qk_norm_over == "all"
+        main = config.layer_rotary is None or config.layer_rotary[layer] == "main"
+        self.rotated_scale = yarn_magnitudes(config.rope_scaling)[0] if main else 1.0
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
         q, k, v = (
             projection(x).unflatten(-1, (-1, self.head_dim)) for projection in (self.q_proj, self.k_proj, self.v_proj)
         )
-        if self.qk_norm:
+        if self.whole_norm:
+            q, k = (
+                norm(x.flatten(-2)).unflatten(-1, (-1, self.head_dim))
+                for norm, x in ((self.q_norm, q), (self.k_norm, k))
+            )
+        elif self.qk_norm:
             q, k = self.q_norm(q), self.k_norm(k)
         if self.rotated_scale != 1.0:
             cos, sin = cos * self.rotated_scale, sin * self.rotated_scale

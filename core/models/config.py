@@ -129,6 +129,7 @@ class LatentAttentionConfig(Config):
 
 
 LayerType = Literal["full_attention", "sliding_attention", "lsh_attention"]
+Rotary = Literal["main", "local", "none"]
 
 
 class LSH(Config):
@@ -187,6 +188,30 @@ class DecoderConfig(Config):
     qk_norm: Flag = Field(
         default=False,
         description="Whether queries and keys pass an RMSNorm over a head before they are rotated (Qwen3).",
+    )
+    qk_norm_over: Literal["head", "all"] = Field(
+        default="head", description="What qk_norm spans: each head, or all heads of a token together (OLMo 2)."
+    )
+    norms: Literal["before", "around", "after"] = Field(
+        default="before",
+        description="Where attention and MLP have an RMSNorm: before them, before and after them (Gemma 3), or after "
+        "them alone (OLMo 2); what comes after is applied to what is added to the residual.",
+    )
+    activation: Literal["silu", "gelu_tanh"] = Field(
+        default="silu", description="Of the MLP's gate; gelu_tanh is GELU by its tanh formula (Gemma)."
+    )
+    layer_rotary: tuple[Rotary, ...] | None = Field(
+        default=None,
+        description="How each layer rotates queries and keys: main as rope_theta and rope_scaling say, local by "
+        "rope_local_theta (Gemma 3), none not at all (SmolLM3); none: all main.",
+    )
+    rope_local_theta: Number = Field(
+        default=10000.0, gt=0, description="Base of the rotary frequencies of local layers, which are not scaled."
+    )
+    rotary_pairs: Whole | None = Field(
+        default=None,
+        gt=0,
+        description="Pairs of a head's dimensions that rotate, i and i + D/2 for the first so many i; none: all.",
     )
     sliding_window: Whole | None = Field(
         default=None, gt=0, description="Tokens that a query sees in a sliding layer, itself included."
@@ -288,6 +313,40 @@ class DecoderConfig(Config):
             if block & (block - 1) or not 2 <= block <= 256 or size % block:
                 raise ValueError(f"mlp_hadamard={block}: a power of two from 2 to 256 is needed that divides {size}")
         return self
+
+    @model_validator(mode="after")
+    def _departures_fit(self) -> DecoderConfig:
+        found = self.departures()
+        if found and self.model_type != "penjing":
+            raise ValueError(f"{', '.join(found)}: only the model_type 'penjing' has that")
+        if found and (self.latent_attention is not None or self.moe is not None or self.shared_layers > 1):
+            raise ValueError(f"{', '.join(found)}: not beside moe, latent_attention or shared_layers")
+        if self.layer_rotary is not None and len(self.layer_rotary) != self.num_hidden_layers:
+            raise ValueError(
+                f"layer_rotary names {len(self.layer_rotary)} layers, num_hidden_layers is {self.num_hidden_layers}"
+            )
+        if self.rotary_pairs is not None and self.rotary_pairs >= self.head_dim // 2:
+            raise ValueError(
+                f"rotary_pairs={self.rotary_pairs}: below head_dim / 2 = {self.head_dim // 2}, or left out"
+            )
+        if self.qk_norm_over == "all" and not self.qk_norm:
+            raise ValueError("qk_norm_over='all' needs qk_norm")
+        return self
+
+    def departures(self) -> list[str]:
+        """Where a layer departs from Llama's in ways that no Hugging Face type of `hf_config` has, as NAME=VALUE.
+        Whatever computes a layer knows each of them or refuses it by this name."""
+        plain = {
+            "qk_norm_over": "head",
+            "norms": "before",
+            "activation": "silu",
+            "layer_rotary": None,
+            "rotary_pairs": None,
+        }
+        found = {name: getattr(self, name) for name, usual in plain.items() if getattr(self, name) != usual}
+        if (kinds := found.get("layer_rotary")) is not None:
+            found["layer_rotary"] = "/".join(sorted(set(kinds)))
+        return [f"{name}={value}" for name, value in found.items()]
 
     def ffn_size(self, layer: int) -> int:
         """Inner width of the MLP of `layer`."""

@@ -1,5 +1,5 @@
 """The decoder on one device: Llama 2/3, SmolLM2, Mistral, Qwen2/2.5, Qwen3; Mixtral, Qwen2/3-MoE, dots.llm1,
-DeepSeek-V2/V3.
+DeepSeek-V2/V3; and what `core.imports.folded` makes of Gemma 3, Granite, SmolLM3, OLMo 2 and Phi-3.
 
 Parameter names are those of Hugging Face checkpoints, up to `tensor_names.stored_name`. Shapes: B sequences, T tokens,
 E hidden, H heads, KV key-value heads, D head_dim, V vocabulary. Leading dimensions are free: (B, T) for a batch, (T,)
@@ -17,13 +17,12 @@ from penjing.core.models.latent_attention import LatentAttention
 from penjing.core.models.mlp import MLP
 from penjing.core.models.moe import MoE
 from penjing.core.models.norm import RMSNorm
-from penjing.core.models.rope import inverse_frequencies
+from penjing.core.models.rope import inverse_frequencies, layer_angles
 from penjing.kernels.cross_entropy import linear_cross_entropy
-from penjing.kernels.rotary import rotary_cos_sin
 
 
 class DecoderLayer(nn.Module):
-    """Attention and MLP (or experts), each behind a norm and added to the residual."""
+    """Attention and MLP (or experts), each behind a norm, before one or between two, and added to the residual."""
 
     def __init__(self, config: DecoderConfig, layer: int):
         super().__init__()
@@ -32,13 +31,38 @@ class DecoderLayer(nn.Module):
         if config.moe is not None and config.is_moe(layer):
             self.mlp = MoE(config.hidden_size, config.moe)
         else:
-            self.mlp = MLP(config.hidden_size, config.ffn_size(layer), config.mlp_bias, config.mlp_hadamard)
-        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+            self.mlp = MLP(
+                config.hidden_size, config.ffn_size(layer), config.mlp_bias, config.mlp_hadamard, config.activation
+            )
+
+        def norm(there: bool) -> RMSNorm | None:
+            return RMSNorm(config.hidden_size, config.rms_norm_eps) if there else None
+
+        before, after = config.norms != "after", config.norms != "before"
+        self.input_layernorm, self.post_attention_layernorm = norm(before), norm(before)
+        self.attention_output_norm, self.mlp_output_norm = norm(after), norm(after)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the norms, which activations follow."""
+        norm = self.input_layernorm if self.mlp_output_norm is None else self.mlp_output_norm
+        assert norm is not None
+        return norm.weight.dtype
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), cos, sin, attend)
-        return x + self.mlp(self.post_attention_layernorm(x))
+        return self.with_mlp(self.with_attention(x, cos, sin, attend))
+
+    def with_attention(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
+        """The first half: attention with its norms, added to `x`."""
+        read = x if self.input_layernorm is None else self.input_layernorm(x)
+        made = self.self_attn(read, cos, sin, attend)
+        return x + (made if self.attention_output_norm is None else self.attention_output_norm(made))
+
+    def with_mlp(self, x: Tensor) -> Tensor:
+        """The second half: the MLP likewise."""
+        read = x if self.post_attention_layernorm is None else self.post_attention_layernorm(x)
+        made = self.mlp(read)
+        return x + (made if self.mlp_output_norm is None else self.mlp_output_norm(made))
 
 
 class Backbone(nn.Module):
@@ -48,6 +72,7 @@ class Backbone(nn.Module):
 
     def __init__(self, config: DecoderConfig):
         super().__init__()
+        self.config = config
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(DecoderLayer(config, layer) for layer in range(config.num_hidden_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
@@ -56,9 +81,9 @@ class Backbone(nn.Module):
     def forward(self, token_ids: Tensor, positions: Tensor, attend: Attend, embedded: Tensor | None = None) -> Tensor:
         # The embedding may be stored in half precision; activations follow the norms.
         x = (self.embed_tokens(token_ids) if embedded is None else embedded).to(self.norm.weight.dtype)
-        cos, sin = rotary_cos_sin(self.inverse_frequency, positions)
-        for layer in self.layers:
-            x = layer(x, cos, sin, attend)
+        angles = layer_angles(self.config, self.inverse_frequency, positions)
+        for index, layer in enumerate(self.layers):
+            x = layer(x, *angles(index), attend)
         return self.norm(x)
 
 

@@ -34,6 +34,22 @@ _ARCHITECTURES = {
     NATIVE: "PenjingForCausalLM",
 }
 SUPPORTED_MODEL_TYPES = tuple(_ARCHITECTURES)
+FOLDED = {
+    "gemma3_text": "Gemma3ForCausalLM",
+    "granite": "GraniteForCausalLM",
+    "smollm3": "SmolLM3ForCausalLM",
+    "olmo2": "Olmo2ForCausalLM",
+    "olmo3": "Olmo3ForCausalLM",
+    "phi3": "Phi3ForCausalLM",
+    "exaone4": "Exaone4ForCausalLM",
+    "glm": "GlmForCausalLM",
+    "glm4": "Glm4ForCausalLM",
+    "helium": "HeliumForCausalLM",
+    "ernie4_5": "Ernie4_5ForCausalLM",
+    "ministral": "MinistralForCausalLM",
+    "seed_oss": "SeedOssForCausalLM",
+}
+"""Types that `penjing import` turns into one of those above (`core.imports.folded`)."""
 # What transformers assumes when a config.json leaves the field out.
 _DEFAULTS: dict[str, dict[str, Any]] = {
     "llama": {"max_position_embeddings": 2048},
@@ -225,10 +241,15 @@ def _check_architecture(values: dict[str, Any], source: str) -> str:
         architectures = [architectures]
     named = ", ".join(map(str, architectures))
     supported = ", ".join(SUPPORTED_MODEL_TYPES)
+    if isinstance(model_type, str) and model_type in FOLDED:
+        raise InputError(
+            f"{source}: {model_type} is read by import alone, which folds its weights: "
+            "'penjing import FOLDER NEW_FOLDER', then take NEW_FOLDER"
+        )
     if not isinstance(model_type, str) or model_type not in _ARCHITECTURES:
         raise InputError(
             f"{source}: architecture {model_type!r}{f' ({named})' if named else ''} is not supported; "
-            f"supported: {supported}"
+            f"supported: {supported}; by import also {', '.join(FOLDED)}"
         )
     if architectures and _ARCHITECTURES[model_type] not in architectures:
         raise InputError(f"{source}: {named} is not a language model of {supported}; take a ...ForCausalLM checkpoint")

@@ -4,24 +4,27 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
+from penjing.kernels.geglu import geglu
 from penjing.kernels.hadamard import hadamard
 from penjing.kernels.swiglu import swiglu
 
 
 class MLP(nn.Module):
-    """down(silu(gate(x)) × up(x)): (…, hidden) → (…, hidden).
+    """down(act(gate(x)) × up(x)): (…, hidden) → (…, hidden).
 
     Args:
         hadamard: block of the transform of what `down` reads, which its weight undoes (`kernels.hadamard`); 0: none.
+        activation: of the gate, "silu" or "gelu_tanh".
     """
 
-    def __init__(self, hidden: int, inner: int, bias: bool = False, hadamard: int = 0):
+    def __init__(self, hidden: int, inner: int, bias: bool = False, hadamard: int = 0, activation: str = "silu"):
         super().__init__()
-        self.hadamard = hadamard
+        self.hadamard, self.activation = hadamard, activation
         self.gate_proj = nn.Linear(hidden, inner, bias=bias)
         self.up_proj = nn.Linear(hidden, inner, bias=bias)
         self.down_proj = nn.Linear(inner, hidden, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        inner = swiglu(self.gate_proj(x), self.up_proj(x))
+        gated = geglu if self.activation == "gelu_tanh" else swiglu
+        inner = gated(self.gate_proj(x), self.up_proj(x))
         return self.down_proj(hadamard(inner, self.hadamard).to(inner.dtype) if self.hadamard else inner)

@@ -3,20 +3,55 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
+from torch import Tensor
 
-from penjing.core.models.config import DecoderConfig, RopeScaling
+from penjing.core.models.config import DecoderConfig, RopeScaling, Rotary
+from penjing.kernels.rotary import rotary_cos_sin
+
+ROTARIES: tuple[Rotary, ...] = ("main", "local", "none")
+"""Rows of `inverse_frequencies` where layers differ."""
 
 
 def inverse_frequencies(config: DecoderConfig) -> torch.Tensor:
-    """Radians a token for each pair of rotated dimensions, (rotary_dim / 2,) float32.
+    """Radians a token for each pair of rotated dimensions, (rotary_dim / 2,) float32; with `layer_rotary` a row for
+    each of ROTARIES. A pair that does not rotate has 0.
 
     `linear` divides all by the factor. `llama3` (Llama 3.1, https://arxiv.org/abs/2407.21783) and `yarn`
     (https://arxiv.org/abs/2309.00071) divide only those whose wavelength is long against the original context, and
     blend between: by the number of turns, or by the index of the pair.
     """
-    size = config.rotary_dim
+    if config.layer_rotary is None:
+        return _filled(config, _main_frequencies(config))
+    plain = {"layer_rotary": None, "rope_theta": config.rope_local_theta, "rope_scaling": RopeScaling()}
+    rows = [_main_frequencies(config), _main_frequencies(config.model_copy(update=plain))]
+    filled = [_filled(config, row) for row in rows]
+    return torch.stack([*filled, torch.zeros_like(filled[0])])
+
+
+def layer_angles(config: DecoderConfig, frequency: Tensor, positions: Tensor) -> Callable[[int], tuple[Tensor, Tensor]]:
+    """layer → cos and sin of `rotary_cos_sin` for `positions`, computed once for layers that rotate alike.
+
+    Args:
+        frequency: what `inverse_frequencies` gives for `config`.
+    """
+    if config.layer_rotary is None:
+        angles = rotary_cos_sin(frequency, positions)
+        return lambda layer: angles
+    kinds = config.layer_rotary
+    of_kind = {kind: rotary_cos_sin(frequency[ROTARIES.index(kind)], positions) for kind in sorted(set(kinds))}
+    return lambda layer: of_kind[kinds[layer]]
+
+
+def _filled(config: DecoderConfig, frequency: Tensor) -> Tensor:
+    still = config.rotary_dim // 2 - frequency.shape[0]
+    return frequency if not still else torch.cat((frequency, torch.zeros(still, device=frequency.device)))
+
+
+def _main_frequencies(config: DecoderConfig) -> Tensor:
+    size = config.rotary_dim if config.rotary_pairs is None else 2 * config.rotary_pairs
     # On the CPU also while a model is made on the meta device, whose arange imports sympy: a second of start-up.
     steps = torch.arange(0, size, 2, dtype=torch.int64, device="cpu")
     exponent = steps.to(torch.float32) / size

@@ -62,7 +62,10 @@ def tensor_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config.vocab_size, hidden)}
     for layer in (0, *range(config.shared_layers, config.num_hidden_layers)):
         names = _attention_shapes(config) | _mlp_shapes(config, layer)
-        ordered = {"input_layernorm.weight": (hidden,)} | names | {"post_attention_layernorm.weight": (hidden,)}
+        before, after = ("input_layernorm", "post_attention_layernorm"), ("attention_output_norm", "mlp_output_norm")
+        norms = (before if config.norms != "after" else ()) + (after if config.norms != "before" else ())
+        ordered = {f"{norm}.weight": (hidden,) for norm in norms[:1]} | names
+        ordered |= {f"{norm}.weight": (hidden,) for norm in norms[1:]}
         shapes |= {f"model.layers.{layer}.{name}": shape for name, shape in ordered.items()}
     shapes["model.norm.weight"] = (hidden,)
     if not config.tie_word_embeddings:
@@ -97,7 +100,9 @@ def _attention_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
         | _linear("self_attn.o_proj", hidden, query, config.attention_output_bias)
     )
     if config.qk_norm:
-        shapes |= {"self_attn.q_norm.weight": (head_dim,), "self_attn.k_norm.weight": (head_dim,)}
+        whole = config.qk_norm_over == "all"
+        sizes = {"q": query if whole else head_dim, "k": key if whole else head_dim}
+        shapes |= {f"self_attn.{name}_norm.weight": (size,) for name, size in sizes.items()}
     return shapes
 
 

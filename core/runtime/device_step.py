@@ -36,6 +36,8 @@ def unsupported(model: Decoder) -> str | None:
     """Why `DeviceStep` cannot take `model`, or None if it can."""
     if model.config.head_dim > MAX_HEAD_DIM:  # torch's way would wait for the device
         return f"head_dim={model.config.head_dim} is above {MAX_HEAD_DIM}"
+    if departures := model.config.departures():
+        return ", ".join(departures)
     for index, layer in enumerate(model.model.layers):
         assert isinstance(layer, DecoderLayer)
         for part, wanted in ((layer.self_attn, Attention), (layer.mlp, MLP)):
@@ -216,8 +218,9 @@ class DeviceStep:
             window=model.config.layer_window(index),
         )
 
-    def _norm_before(self, reader: _Int8 | _Float | _Mixed, norm: RMSNorm) -> Tensor:
+    def _norm_before(self, reader: _Int8 | _Float | _Mixed, norm: RMSNorm | None) -> Tensor:
         """The weight in float32 before INT8 codes, else in `dtype`, which it would promote the result to."""
+        assert norm is not None  # unsupported() has looked
         return self._move(norm.weight).to(torch.float32 if isinstance(reader, _Int8) else self.dtype)
 
     def _projection(self, module: nn.Module, dtype: torch.dtype | None = None) -> _Int8 | _Float:

@@ -11,7 +11,7 @@ from penjing.core.models.attention import Attention
 from penjing.core.models.decoder import Backbone, Decoder, DecoderLayer
 from penjing.core.models.mlp import MLP
 from penjing.core.models.norm import RMSNorm
-from penjing.core.models.rope import yarn_magnitudes
+from penjing.core.models.rope import ROTARIES, yarn_magnitudes
 from penjing.core.runtime.batch_invariant import BatchInvariantLinear
 from penjing.core.runtime.embedding import Int8Embedding
 from penjing.core.runtime.quantized import QUANTIZED, Int4Linear, Int8Linear
@@ -85,6 +85,7 @@ def _layer_weights(model: Decoder, index: int) -> LayerWeights:
     attention, mlp = layer.self_attn, layer.mlp
     assert isinstance(attention, Attention)
     assert isinstance(mlp, MLP)
+    kinds = model.config.layer_rotary
     return LayerWeights(
         q=_linear(attention.q_proj),
         k=_linear(attention.k_proj),
@@ -93,13 +94,22 @@ def _layer_weights(model: Decoder, index: int) -> LayerWeights:
         gate=_linear(mlp.gate_proj),
         up=_linear(mlp.up_proj),
         down=_linear(mlp.down_proj),
-        input_norm=layer.input_layernorm.weight,
-        post_norm=layer.post_attention_layernorm.weight,
+        input_norm=_norm(layer.input_layernorm),
+        post_norm=_norm(layer.post_attention_layernorm),
+        out_norm=_norm(layer.attention_output_norm),
+        down_norm=_norm(layer.mlp_output_norm),
+        whole_norm=attention.whole_norm,
+        gelu=mlp.activation == "gelu_tanh",
+        rotary=0 if kinds is None else ROTARIES.index(kinds[index]),
         q_norm=attention.q_norm.weight if attention.qk_norm else None,
         k_norm=attention.k_norm.weight if attention.qk_norm else None,
         window=model.config.layer_window(index),
         hadamard=mlp.hadamard,
     )
+
+
+def _norm(module: RMSNorm | None) -> Tensor | None:
+    return None if module is None else module.weight
 
 
 def _linear(module: nn.Module) -> AnyLinear:

@@ -19,7 +19,8 @@ struct PjLinear {
     int64_t k;            // input features
     int32_t dtype;        // PjDtype
     int32_t width;        // INT8, INT4: columns of a panel, a multiple of 16, at most 64
-    int32_t swiglu;       // INT8, INT4: gate and up columns alternate in groups of 16; the output is silu(gate) × up
+    int32_t swiglu;       // INT8, INT4: gate and up columns alternate in groups of 16; the output is silu(gate) × up;
+                          // 2: gelu by its tanh formula in place of silu
     int32_t group;        // INT4: inputs of a group, a multiple of 32 that divides k
     int32_t scale_dtype;  // INT4: PjDtype of the groups' scales, one of the floats
     int32_t offsets;      // INT4: a group also has an offset, and activations have a scale for each group of inputs
@@ -42,14 +43,20 @@ struct PjLayer {
     PjLinear out;
     PjLinear gate_up[2];
     PjLinear down;
-    const float* input_norm;   // (hidden)
-    const float* post_norm;    // (hidden)
-    const float* q_norm;       // (head_dim) or null
-    const float* k_norm;       // (head_dim) or null
+    const float* input_norm;   // (hidden) or null
+    const float* post_norm;    // (hidden) or null
+    const float* out_norm;     // (hidden) or null: of what attention adds to the residual
+    const float* down_norm;    // (hidden) or null: of what the MLP adds
+    const float* q_norm;       // (head_dim), with whole_norm (heads × head_dim), or null
+    const float* k_norm;
     int64_t window;            // keys a query sees, itself included; 0: all
     int64_t hadamard;          // block of the Hadamard transform before `down`, see ops.h; 0: none
     int32_t num_qkv;           // 1 or 3
     int32_t num_gate_up;       // 1 or 2
+    int32_t gelu;              // the gate's activation: gelu by its tanh formula, not silu
+    int32_t whole_norm;        // q_norm and k_norm span all heads
+    int32_t rotary;            // which of the tables of cos and sin
+    int32_t unused;
 };
 
 struct PjModel {
@@ -58,7 +65,7 @@ struct PjModel {
     const float* embedding_scale;  // INT8: (vocab); null embedding: (hidden) factors of the channels of a row
     const float* final_norm;  // (hidden)
     PjLinear head;
-    const float* cos;  // (positions, head_dim / 2)
+    const float* cos;  // (tables, positions, head_dim / 2)
     const float* sin;
     int64_t num_layers;
     int64_t vocab;

@@ -117,6 +117,9 @@ PJ_API void pj_rms_norm(const float* x, const float* weight, int64_t rows, int64
     const Ops& kernels = ops();
     for (int64_t row = 0; row < rows; ++row) kernels.rms_norm_row(x + row * k, weight, k, eps, out + row * k);
 }
+PJ_API void pj_geglu(const float* gate, const float* up, int64_t count, float* out) {
+    ops().geglu_row(gate, up, count, out);
+}
 PJ_API void pj_swiglu(const float* gate, const float* up, int64_t count, float* out) {
     ops().swiglu_row(gate, up, count, out);
 }

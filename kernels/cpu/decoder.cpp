@@ -29,6 +29,7 @@ struct Buffers {
     float* act;  // (rows, intermediate), or (rows, 2 × intermediate) when gate and up are apart
     float* gated;  // (rows, intermediate) what `down` reads, and
     float* low;    // (3, rows, rank), where a step has adapters
+    float* made;   // (rows, hidden) what a half of a layer gives, where a norm stands before the residual
 };
 
 }  // namespace
@@ -39,6 +40,7 @@ public:
         for (const PjLayer& layer : layers_) {
             whole_gate_ = whole_gate_ && layer.num_gate_up == 1;
             widest_ = std::max({widest_, layer.window == 0 ? INT64_MAX : layer.window});
+            norms_after_ = norms_after_ || layer.out_norm;
         }
     }
     int run(const StepInput& input);
@@ -62,6 +64,7 @@ private:
         b.act = carver.take<float>(r * static_cast<size_t>(act_size()));
         b.gated = carver.take<float>(rank_ > 0 ? r * static_cast<size_t>(model_.intermediate) : 0);
         b.low = carver.take<float>(r * static_cast<size_t>(MOST_TOGETHER * rank_));
+        b.made = carver.take<float>(norms_after_ ? r * static_cast<size_t>(model_.hidden) : 0);
         return b;
     }
     size_t carve(void* memory);
@@ -79,6 +82,9 @@ private:
               const Buffers& b, const PjLinear& after);
     void adapt(const Team& team, int64_t layer, const int32_t* who, int64_t count, const float* x, int64_t ldx,
                float* low, std::initializer_list<LowRankOut> outs) const;
+    void add_normed(const Team& team, const float* norm, float* made, int64_t count, float* hidden,
+                    const PjLinear& after) const;
+    void norm_heads(const Team& team, const PjLayer& layer, int64_t row, int64_t count);
     void store_rotated(int64_t layer, int64_t row, int64_t part);
     bool chooses(int64_t layer) const { return in_.selection.block > 0 && in_.choosing[layer] >= 0; }
     PjPages pages(int64_t layer) const;
@@ -105,6 +111,12 @@ private:
             if (!done) quantize_row_for(*ops_, linears[i], rows.x + row * linears[i].k, rows, row);
         }
     }
+    // Row `row` of rows.x: x behind its norm, or x where there is none.
+    void enter_norm(const float* norm, const Rows& rows, int64_t row, const float* x) const {
+        float* at = rows.x + row * model_.hidden;
+        if (norm) ops_->rms_norm_row(x, norm, model_.hidden, model_.eps, at);
+        else std::copy_n(x, model_.hidden, at);
+    }
     // Makes x a row of the input of `linear`; it may stand there already.
     void enter(const PjLinear& linear, const Rows& rows, int64_t row, const float* x) const {
         float* at = rows.x + row * linear.k;
@@ -114,7 +126,7 @@ private:
 
     PjModel model_;
     std::vector<PjLayer> layers_;
-    bool whole_gate_ = true;
+    bool whole_gate_ = true, norms_after_ = false;
     int64_t widest_ = 0;  // keys that the widest window sees
 
     // Of the step that runs.
@@ -219,6 +231,7 @@ void Decoder::by_columns(const Team& team, const Buffers& own) {
     Buffers b = in_.rows <= OWN_ROWS ? own : shared_;
     b.act = shared_.act;
     b.low = shared_.low;
+    b.made = shared_.made;
     embed(share(in_.rows, team.member, team.members), share(in_.rows, team.member + 1, team.members));
     team.sync();
     for (int64_t layer = 0; layer < model_.num_layers; ++layer) {
@@ -310,7 +323,7 @@ void Decoder::head(const Team& team, int64_t index, int64_t row, int64_t count, 
     const PjLayer& layer = layers_[static_cast<size_t>(index)];
     const int64_t hidden = model_.hidden;
     each_row(team, count, layer.qkv[0], [&](int64_t i) {
-        ops_->rms_norm_row(hidden_ + (row + i) * hidden, layer.input_norm, hidden, model_.eps, b.rows.x + i * hidden);
+        enter_norm(layer.input_norm, b.rows, i, hidden_ + (row + i) * hidden);
         quantize(layer.qkv, layer.num_qkv, b.rows, i);
     });
     float* out = qkv_ + row * qkv_size();
@@ -322,9 +335,20 @@ void Decoder::head(const Team& team, int64_t index, int64_t row, int64_t count, 
     adapt(team, index, rank_ > 0 ? in_.adapter + row : nullptr, count, b.rows.x, hidden, b.low,
           {{PROJ_Q, q, qkv_size(), 16}, {PROJ_K, k, qkv_size(), 16}, {PROJ_V, v, qkv_size(), 16}});
     sync(team, layer.out);
+    if (layer.whole_norm) norm_heads(team, layer, row, count);
     const int64_t parts = model_.num_heads + 2 * model_.num_kv_heads, total = count * parts;
     for (int64_t i = share(total, team.member, team.members); i < share(total, team.member + 1, team.members); ++i)
         store_rotated(index, row + i / parts, i % parts);
+    sync(team, layer.out);
+}
+
+// Norms that span all heads of a token's queries or keys. Ends with a barrier.
+void Decoder::norm_heads(const Team& team, const PjLayer& layer, int64_t row, int64_t count) {
+    for (int64_t i = share(count, team.member, team.members); i < share(count, team.member + 1, team.members); ++i) {
+        float *q = qkv_ + (row + i) * qkv_size(), *k = q + q_size();
+        ops_->rms_norm_row(q, layer.q_norm, q_size(), model_.eps, q);
+        ops_->rms_norm_row(k, layer.k_norm, kv_size(), model_.eps, k);
+    }
     sync(team, layer.out);
 }
 
@@ -337,8 +361,8 @@ void Decoder::store_rotated(int64_t index, int64_t row, int64_t part) {
     const bool is_query = part < model_.num_heads;
     if (!is_value) {
         const float* norm = is_query ? layer.q_norm : layer.k_norm;
-        if (norm) ops_->rms_norm_row(x, norm, head_dim, model_.eps, x);
-        const int64_t angle = in_.positions[row] * (head_dim / 2);
+        if (norm && !layer.whole_norm) ops_->rms_norm_row(x, norm, head_dim, model_.eps, x);
+        const int64_t angle = (layer.rotary * model_.num_positions + in_.positions[row]) * (head_dim / 2);
         ops_->rotate_head(x, model_.cos + angle, model_.sin + angle, head_dim);
     }
     const int64_t slot = in_.slots[row];
@@ -357,17 +381,32 @@ void Decoder::adapt(const Team& team, int64_t layer, const int32_t* who, int64_t
     low_rank(call, team);
 }
 
+// hidden += norm(made), row by row. Ends with a barrier.
+void Decoder::add_normed(const Team& team, const float* norm, float* made, int64_t count, float* hidden,
+                         const PjLinear& after) const {
+    const int64_t width = model_.hidden;
+    for (int64_t i = share(count, team.member, team.members); i < share(count, team.member + 1, team.members); ++i) {
+        float *x = made + i * width, *to = hidden + i * width;
+        ops_->rms_norm_row(x, norm, width, model_.eps, x);
+        for (int64_t j = 0; j < width; ++j) to[j] += x[j];
+    }
+    sync(team, after);
+}
+
 // Output projection, norm and MLP, each added to `hidden`. Ends with a barrier.
 void Decoder::tail(const Team& team, int64_t index, float* hidden, const float* attended, const int32_t* who,
                    int64_t count, const Buffers& b, const PjLinear& after) {
     const PjLayer& layer = layers_[static_cast<size_t>(index)];
     const int64_t width = model_.hidden, inner = layer.down.k, heads = q_size();
     each_row(team, count, layer.out, [&](int64_t i) { enter(layer.out, b.rows, i, attended + i * heads); });
-    apply_linear(*ops_, layer.out, b.rows, count, team.member, team.members, hidden, width, true);
-    adapt(team, index, who, count, attended, heads, b.low, {{PROJ_OUT, hidden, width, 16}});
+    const bool after_norm = layer.out_norm != nullptr;
+    float* made = after_norm ? b.made : hidden;
+    apply_linear(*ops_, layer.out, b.rows, count, team.member, team.members, made, width, !after_norm);
+    adapt(team, index, who, count, attended, heads, b.low, {{PROJ_OUT, made, width, 16}});
     sync(team, layer.gate_up[0]);
+    if (after_norm) add_normed(team, layer.out_norm, made, count, hidden, layer.gate_up[0]);
     each_row(team, count, layer.gate_up[0], [&](int64_t i) {
-        ops_->rms_norm_row(hidden + i * width, layer.post_norm, width, model_.eps, b.rows.x + i * width);
+        enter_norm(layer.post_norm, b.rows, i, hidden + i * width);
         quantize(layer.gate_up, layer.num_gate_up, b.rows, i);
     });
     const bool whole = layer.num_gate_up == 1, opened = whole && rank_ > 0;
@@ -384,12 +423,13 @@ void Decoder::tail(const Team& team, int64_t index, float* hidden, const float* 
           {{PROJ_GATE, b.act, stride, opened ? 32 : 16},
            {PROJ_UP, b.act + (opened ? 16 : inner), stride, opened ? 32 : 16}});
     sync(team, layer.down);
+    const auto gated = layer.gelu ? ops_->geglu_row : ops_->swiglu_row;
     each_row(team, count, layer.down, [&](int64_t i) {
         const float* act = b.act + i * stride;
         if (!whole || opened) {
             float* to = (rank_ > 0 ? b.gated : b.rows.x) + i * inner;
-            if (opened) open_swiglu_row(*ops_, act, inner, to);
-            else ops_->swiglu_row(act, act + inner, inner, to);
+            if (opened) open_gated_row(gated, act, inner, to);
+            else gated(act, act + inner, inner, to);
             act = to;
         }
         if (layer.hadamard > 0) {
@@ -398,9 +438,10 @@ void Decoder::tail(const Team& team, int64_t index, float* hidden, const float* 
         }
         enter(layer.down, b.rows, i, act);
     });
-    apply_linear(*ops_, layer.down, b.rows, count, team.member, team.members, hidden, width, true);
-    adapt(team, index, who, count, b.gated, inner, b.low, {{PROJ_DOWN, hidden, width, 16}});
+    apply_linear(*ops_, layer.down, b.rows, count, team.member, team.members, made, width, !after_norm);
+    adapt(team, index, who, count, b.gated, inner, b.low, {{PROJ_DOWN, made, width, 16}});
     sync(team, after);
+    if (after_norm) add_normed(team, layer.down_norm, made, count, hidden, after);
 }
 
 // The last layer's tail, the final norm and the head, for the rows whose logits are wanted.
@@ -409,6 +450,7 @@ void Decoder::logits(const Team& team, const Buffers& own) {
     Buffers b = count <= OWN_ROWS ? own : shared_;
     b.act = shared_.act;
     b.low = shared_.low;
+    b.made = shared_.made;
     for (int64_t i = share(count, team.member, team.members); i < share(count, team.member + 1, team.members); ++i) {
         const int64_t row = in_.logit_rows[i];
         memcpy(last_hidden_ + i * width, hidden_ + row * width, static_cast<size_t>(width) * sizeof(float));

@@ -234,6 +234,14 @@ class CpuExtension:
         self.library.pj_swiglu(gate.data_ptr(), up.data_ptr(), gate.numel(), out.data_ptr())
         return out
 
+    def geglu(self, gate: Tensor, up: Tensor) -> Tensor:
+        """gelu(gate) × up with the tanh formula, element by element, float32."""
+        check("gate", gate, torch.float32, tuple(up.shape))
+        check("up", up, torch.float32, tuple(gate.shape))
+        out = torch.empty_like(gate)
+        self.library.pj_geglu(gate.data_ptr(), up.data_ptr(), gate.numel(), out.data_ptr())
+        return out
+
     def hadamard(self, x_MK: Tensor, block: int) -> Tensor:
         """Each block of `block` columns times a Hadamard matrix, float32; see `kernels.hadamard`."""
         check("x_MK", x_MK, torch.float32, (None, None))

@@ -47,12 +47,18 @@ class Layer(ctypes.Structure):
         ("down", Linear),
         ("input_norm", c_void_p),
         ("post_norm", c_void_p),
+        ("out_norm", c_void_p),
+        ("down_norm", c_void_p),
         ("q_norm", c_void_p),
         ("k_norm", c_void_p),
         ("window", c_int64),
         ("hadamard", c_int64),
         ("num_qkv", c_int32),
         ("num_gate_up", c_int32),
+        ("gelu", c_int32),
+        ("whole_norm", c_int32),
+        ("rotary", c_int32),
+        ("unused", c_int32),
     )
 
 
@@ -254,6 +260,7 @@ _FUNCTIONS = {
     ),
     "pj_swiglu_quantize": (None, [c_void_p, c_void_p, c_int64, c_int64, c_void_p, c_int32, c_void_p, c_void_p]),
     "pj_rms_norm": (None, [c_void_p, c_void_p, c_int64, c_int64, c_float, c_void_p]),
+    "pj_geglu": (None, [c_void_p, c_void_p, c_int64, c_void_p]),
     "pj_swiglu": (None, [c_void_p, c_void_p, c_int64, c_void_p]),
     "pj_hadamard": (None, [c_void_p, c_int64, c_int64, c_int64, c_void_p]),
     "pj_rotate": (None, [c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_int64]),

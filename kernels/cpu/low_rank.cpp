@@ -67,9 +67,9 @@ void low_rank(const LowRankCall& call, const Team& team) {
     expand(call, team.member, team.members);
 }
 
-void open_swiglu_row(const Ops& ops, const float* x, int64_t n, float* out) {
+void open_gated_row(void (*gated)(const float*, const float*, int64_t, float*), const float* x, int64_t n, float* out) {
     for (int64_t at = 0; at < n; at += 16)
-        ops.swiglu_row(x + 2 * at, x + 2 * at + 16, std::min<int64_t>(16, n - at), out + at);
+        gated(x + 2 * at, x + 2 * at + 16, std::min<int64_t>(16, n - at), out + at);
 }
 
 }  // namespace penjing

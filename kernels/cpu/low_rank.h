@@ -43,7 +43,8 @@ int64_t largest_rank(const PjLowRank* const* adapters, int64_t num_layers, const
 // Both halves, on each member. The team has computed or is computing the outputs; ends without a barrier.
 void low_rank(const LowRankCall& call, const Team& team);
 
-// silu(gate) × up of a row (2 × n) where 16 of each come in turn, as a SwiGLU pair is packed.
-void open_swiglu_row(const Ops& ops, const float* x, int64_t n, float* out);
+// What `gated` (swiglu_row or geglu_row of `Ops`) gives for a row (2 × n) where 16 of gate and up come in turn, as such a
+// pair is packed.
+void open_gated_row(void (*gated)(const float*, const float*, int64_t, float*), const float* x, int64_t n, float* out);
 
 }  // namespace penjing

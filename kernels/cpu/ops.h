@@ -95,6 +95,7 @@ struct Ops {
     void (*rms_norm_row)(const float* x, const float* weight, int64_t k, float eps, float* out);
     void (*rotate_head)(float* x, const float* cos, const float* sin, int64_t head_dim);
     void (*swiglu_row)(const float* gate, const float* up, int64_t n, float* out);
+    void (*geglu_row)(const float* gate, const float* up, int64_t n, float* out);
     // x · H in blocks of `block` (a power of two up to MAX_HADAMARD that divides k), H orthogonal; out may be x.
     void (*hadamard_row)(const float* x, int64_t k, int64_t block, float* out);
     void (*widen_row)(const void* x, int32_t dtype, int64_t k, float* out);

@@ -30,7 +30,8 @@ inline void finish_row(const PjLinear& linear, int64_t first, int columns, float
         for (int column = 0; column < columns; column += 32) {
             for (int lane = 0; lane < 16; lane += W) {
                 const int64_t to = (first + column) / 2 + lane;
-                put(out + to, v_silu_mul(value(column + lane), value(column + lane + 16)), linear.n - to, add);
+                const V gate = value(column + lane), up = value(column + lane + 16);
+                put(out + to, linear.swiglu == 2 ? v_gelu_mul(gate, up) : v_silu_mul(gate, up), linear.n - to, add);
             }
         }
     } else {

@@ -221,6 +221,13 @@ inline void swiglu_row(const float* gate, const float* up, int64_t n, float* out
     }
 }
 
+inline void geglu_row(const float* gate, const float* up, int64_t n, float* out) {
+    for (int64_t i = 0; i < n; i += W) {
+        const int count = n - i < W ? static_cast<int>(n - i) : W;
+        v_store_n(out + i, v_gelu_mul(v_load_n(gate + i, count), v_load_n(up + i, count)), count);
+    }
+}
+
 // One stage: pairs that lie `half` apart become their sum and their difference.
 template <int HALF>
 inline void butterfly(float* x, int64_t block) {

@@ -23,4 +23,11 @@ inline V v_silu_mul(V gate, V up) {
     return v_mul(v_div(gate, v_add(v_set(1.0f), exponential)), up);
 }
 
+// gelu(gate) × up with gelu's tanh formula: ½ (1 + tanh(z)) is the logistic function of 2 z, z = √(2 / π) (x + 0.044715 x³).
+inline V v_gelu_mul(V gate, V up) {
+    const V cubic = v_mul(v_fma(v_mul(gate, gate), v_set(0.044715f), v_set(1.0f)), gate);
+    const V exponential = v_exp2(v_mul(cubic, v_set(-2.30220820f)));  // −2 √(2 / π) log2(e)
+    return v_mul(v_div(gate, v_add(v_set(1.0f), exponential)), up);
+}
+
 }  // namespace

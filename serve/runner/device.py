@@ -56,7 +56,8 @@ def resolve_device(config: EngineConfig, model: DecoderConfig) -> EngineConfig:
 
 def is_dense(model: DecoderConfig) -> bool:
     """Whether the fused step takes the model's layers; others run one operation after the other."""
-    return model.moe is None and model.latent_attention is None and model.head_dim <= MAX_HEAD_DIM
+    plain = model.moe is None and model.latent_attention is None and not model.departures()
+    return plain and model.head_dim <= MAX_HEAD_DIM
 
 
 def free_device_memory(model: Decoder, config: EngineConfig) -> int:

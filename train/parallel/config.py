@@ -201,6 +201,10 @@ def _check_decoder(config: ParallelConfig, model: DecoderConfig, dp: int, length
             _divides("tp", tp, f"model.{name}", getattr(model, name))
         if model.latent_attention is not None:
             raise ConfigError(f"parallel.tp={tp}: latent attention is not split by it; use zero = 3")
+        if model.qk_norm_over == "all":
+            raise ConfigError(
+                f"parallel.tp={tp}: model.qk_norm_over='all' spans the heads that it splits; use zero = 3"
+            )
         if model.moe is not None:
             for name in ("moe_intermediate_size", "shared_expert_intermediate_size"):
                 _divides("tp", tp, f"model.moe.{name}", getattr(model.moe, name) or 0)

@@ -11,10 +11,9 @@ from torch import Tensor
 from penjing.core.models.attention import causal_attention
 from penjing.core.models.config import DecoderConfig
 from penjing.core.models.decoder import DecoderLayer
-from penjing.core.models.rope import inverse_frequencies
+from penjing.core.models.rope import inverse_frequencies, layer_angles
 from penjing.core.progress import Progress, Silent
 from penjing.kernels.cross_entropy import linear_cross_entropy
-from penjing.kernels.rotary import rotary_cos_sin
 from penjing.train.pipeline.shape import decoder_shape
 from penjing.train.processes.devices import synchronize
 
@@ -37,13 +36,13 @@ def measure_layers(
     kinds = {shape: index for index, shape in reversed(list(enumerate(map(repr, shapes))))}
     progress.start("measuring layers", len(kinds) + 1)
     positions = torch.arange(length, device=device)
-    cos, sin = rotary_cos_sin(inverse_frequencies(config).to(device), positions)
+    angles = layer_angles(config, inverse_frequencies(config).to(device), positions)
     attend = causal_attention(config)
     x = torch.randn(samples, length, config.hidden_size, device=device, requires_grad=True)
     measured = {}
     for kind, index in kinds.items():
         layer = DecoderLayer(config, index).to(device)
-        measured[kind] = _seconds(lambda layer=layer: layer(x, cos, sin, attend).sum(), device)
+        measured[kind] = _seconds(lambda layer=layer, index=index: layer(x, *angles(index), attend).sum(), device)
         progress.advance()
     weight = torch.randn(config.vocab_size, config.hidden_size, device=device, requires_grad=True)
     targets = torch.zeros(samples * length, dtype=torch.long, device=device)

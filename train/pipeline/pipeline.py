@@ -26,7 +26,7 @@ from penjing.core.errors import ConfigError
 from penjing.core.models.attention import causal_attention, document_positions
 from penjing.core.models.decoder import Decoder
 from penjing.core.models.moe import watch_routing
-from penjing.kernels.rotary import rotary_cos_sin
+from penjing.core.models.rope import layer_angles
 from penjing.train.numerics.gradients import gradients_of
 from penjing.train.objective.balancing import Balanced, StageBalancing
 from penjing.train.objective.cross_entropy import logits_in_parts
@@ -93,11 +93,11 @@ class DecoderStage(nn.Module):
         else:
             positions = document_positions(documents)
         if self.is_first:
-            x = self.model.embed_tokens(x).to(layers[0].input_layernorm.weight.dtype)  # pyright: ignore[reportCallIssue]
-        cos, sin = rotary_cos_sin(self.inverse_frequency, positions)  # pyright: ignore[reportArgumentType]
+            x = self.model.embed_tokens(x).to(layers[0].dtype)  # pyright: ignore[reportCallIssue]
+        angles = layer_angles(self.config, self.inverse_frequency, positions)  # pyright: ignore[reportArgumentType]
         with watch_routing() as routings:
-            for layer in layers:
-                x = layer(x, cos, sin, attend)
+            for index, layer in zip(self.layers_here, layers, strict=True):
+                x = layer(x, *angles(index), attend)
         if self.balancing is not None and counted is not None:
             x = self.balancing(x, routings, counted.flatten())
         return self.lm_head(self.model.norm(x)) if self.is_last else x  # pyright: ignore[reportCallIssue]
@@ -293,7 +293,7 @@ class Pipeline:
 
     def _empty_hidden(self, part: DecoderStage, tokens: torch.Tensor) -> torch.Tensor:
         rows, length = tokens.shape
-        dtype = part.model.layers[part.layers_here.start].input_layernorm.weight.dtype  # type: ignore[union-attr, index]
+        dtype = part.model.layers[part.layers_here.start].dtype  # type: ignore[union-attr, index]
         size = (rows, length // part.sequence_parts, part.config.hidden_size)
         return torch.empty(size, dtype=dtype, device=self._device)  # type: ignore[arg-type]
 

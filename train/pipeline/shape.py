@@ -101,7 +101,7 @@ def decoder_shape(model: object) -> ModelShape:
 def _layer(model: DecoderConfig, index: int) -> LayerShape:
     hidden, moe = model.hidden_size, model.moe if model.is_moe(index) else None
     attention, queries, key_values, values = _attention(model)
-    dense = attention + 2 * hidden
+    dense = attention + (4 if model.norms == "around" else 2) * hidden
     experts = active = 0
     if moe is None:
         inner = model.ffn_size(index)
@@ -140,7 +140,8 @@ def _attention(model: DecoderConfig) -> tuple[int, int, int, int]:
         parameters = hidden * (2 * queries + key_values)
         parameters += queries + key_values if model.attention_bias else 0
         parameters += hidden if model.attention_output_bias else 0
-        parameters += 2 * model.head_dim if model.qk_norm else 0
+        if model.qk_norm:
+            parameters += queries + key_values // 2 if model.qk_norm_over == "all" else 2 * model.head_dim
         return parameters, queries, key_values, queries
     queries, values = heads * model.head_dim, heads * latent.v_head_dim
     rank = latent.q_lora_rank

@@ -1,0 +1,177 @@
+"""Families whose weights are folded when they are read: logits of what is imported against transformers'."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from penjing.core.checkpoint.decoder import open_checkpoint
+from penjing.core.checkpoint.load import load_model
+from penjing.core.errors import InputError
+from penjing.core.imports.importer import import_model
+from penjing.core.models.hf_config import FOLDED
+
+SMALL: dict[str, Any] = {
+    "vocab_size": 320,
+    "hidden_size": 48,
+    "intermediate_size": 40,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "pad_token_id": 0,
+    "bos_token_id": 0,
+    "eos_token_id": 2,
+}
+LINEAR = {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 5e5,
+    "factor": 8.0,
+    "original_max_position_embeddings": 64,
+    "attention_factor": 1.2,
+}
+PARTIAL = {"rope_theta": 10000.0, "rope_type": "default", "partial_rotary_factor": 0.5}
+CASES: dict[str, tuple[str, dict[str, Any], str]] = {
+    "gemma3": ("gemma3_text", {"head_dim": 16, "sliding_window": 12, "sliding_window_pattern": 3}, "penjing"),
+    "gemma3_scaled": (
+        "gemma3_text",
+        {
+            "head_dim": 24,
+            "query_pre_attn_scalar": 20,
+            "sliding_window": 9,
+            "num_key_value_heads": 1,
+            "rope_parameters": {
+                "full_attention": LINEAR,
+                "sliding_attention": {"rope_theta": 1e4, "rope_type": "default"},
+            },
+        },
+        "penjing",
+    ),
+    "granite": (
+        "granite",
+        {
+            "embedding_multiplier": 12.0,
+            "logits_scaling": 8.0,
+            "residual_multiplier": 0.22,
+            "attention_multiplier": 0.0156,
+            "tie_word_embeddings": True,
+            "mlp_bias": True,
+            "attention_bias": True,
+        },
+        "llama",
+    ),
+    "granite_untied": ("granite", {"embedding_multiplier": 3.0, "logits_scaling": 2.0}, "llama"),
+    "smollm3": ("smollm3", {}, "penjing"),
+    "smollm3_window": ("smollm3", {"use_sliding_window": True, "sliding_window": 10}, "penjing"),
+    "olmo2": ("olmo2", {}, "penjing"),
+    "olmo3": ("olmo3", {"sliding_window": 10}, "penjing"),
+    "olmo3_yarn": (
+        "olmo3",
+        {
+            "sliding_window": 10,
+            "rope_parameters": {
+                "full_attention": YARN,
+                "sliding_attention": {"rope_type": "default", "rope_theta": 5e5},
+            },
+        },
+        "penjing",
+    ),
+    "phi3": ("phi3", {}, "llama"),
+    "phi3_window": ("phi3", {"sliding_window": 11}, "mistral"),
+    "phi3_partial": ("phi3", {"rope_parameters": PARTIAL}, "penjing"),
+    "exaone4": ("exaone4", {"sliding_window": 10}, "penjing"),
+    "exaone4_full": ("exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 4}, "penjing"),
+    "glm": ("glm", {"head_dim": 12, "rope_parameters": PARTIAL | {"partial_rotary_factor": 2 / 3}}, "penjing"),
+    "glm4": ("glm4", {"head_dim": 16, "rope_parameters": PARTIAL}, "penjing"),
+    "helium": ("helium", {"head_dim": 12}, "llama"),
+    "ernie4_5": ("ernie4_5", {"head_dim": 12}, "llama"),
+    "ministral": ("ministral", {"sliding_window": 9, "head_dim": 12}, "mistral"),
+    "seed_oss": ("seed_oss", {"head_dim": 12}, "qwen2"),
+}
+
+
+def save(folder: Path, tokenizer: Path, kind: str, changes: dict[str, Any]) -> Any:
+    """A random model of transformers, saved to `folder`; no parameter is left at zero or one."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model(kind, **(SMALL | changes)), attn_implementation="eager"
+    )
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            plain = 1.0 if "norm" in name and "gemma3" not in kind else 0.0
+            parameter.copy_(plain + torch.randn_like(parameter) * (0.2 if parameter.dim() == 1 else 0.15))
+    model.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(tokenizer).save_pretrained(folder)
+    return model.eval()
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_logits_are_those_of_transformers(case: str, tmp_path: Path, tiny_checkpoint: Path) -> None:
+    kind, changes, becomes = CASES[case]
+    reference = save(tmp_path / "hf", tiny_checkpoint, kind, changes)
+    out = import_model(str(tmp_path / "hf"), tmp_path / "out")
+    assert open_checkpoint(out).config.model_type == becomes
+    tokens = torch.randint(0, 320, (2, 40), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        expected = reference(tokens).logits
+        found = load_model(out).model(tokens)
+    assert float(expected.std()) > 0.01
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=3e-5 * float(expected.abs().max()))
+
+
+def test_every_family_has_a_case() -> None:
+    assert {kind for kind, _, _ in CASES.values()} == set(FOLDED)
+
+
+def test_what_transformers_reads_again_is_the_same(tmp_path: Path, tiny_checkpoint: Path) -> None:
+    reference = save(tmp_path / "hf", tiny_checkpoint, *CASES["granite"][:2])
+    out = import_model(str(tmp_path / "hf"), tmp_path / "out")
+    again: Any = AutoModelForCausalLM.from_pretrained(out, attn_implementation="eager")
+    tokens = torch.arange(3, 30)[None]
+    with torch.no_grad():
+        torch.testing.assert_close(again(tokens).logits, reference(tokens).logits, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("case", "changes", "message"),
+    [
+        ("gemma3", {"final_logit_softcapping": 30.0}, "final_logit_softcapping=30.0 is not supported"),
+        ("gemma3", {"hidden_activation": "silu"}, "activation 'silu' of gemma3_text is not supported"),
+        ("gemma3", {"architectures": ["Gemma3TextModel"]}, "take a Gemma3ForCausalLM folder"),
+        ("granite", {"logits_scaling": 0}, "logits_scaling must be a positive number"),
+        ("phi3", {"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4}}, "'longrope' is not supported"),
+        ("smollm3", {"no_rope_layers": [1]}, "no_rope_layers must have a number for each of 4"),
+        ("glm4", {"rope_parameters": None, "partial_rotary_factor": 0.1}, "is no even number"),
+        ("olmo3", {"layer_types": ["linear_attention"] * 4}, "layer_types must name"),
+    ],
+)
+def test_what_no_layer_computes_is_refused_by_name(
+    case: str, changes: dict[str, Any], message: str, tmp_path: Path, tiny_checkpoint: Path
+) -> None:
+    save(tmp_path / "hf", tiny_checkpoint, *CASES[case][:2])
+    path = tmp_path / "hf" / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    with pytest.raises(InputError, match=message):
+        import_model(str(tmp_path / "hf"), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_folder_that_was_not_imported_says_how(tmp_path: Path, tiny_checkpoint: Path) -> None:
+    save(tmp_path / "hf", tiny_checkpoint, *CASES["olmo2"][:2])
+    with pytest.raises(InputError, match="'penjing import FOLDER NEW_FOLDER'"):
+        load_model(tmp_path / "hf")
+
+
+def test_a_tensor_that_is_missing_is_named(tmp_path: Path, tiny_checkpoint: Path) -> None:
+    save(tmp_path / "hf", tiny_checkpoint, *CASES["phi3"][:2])
+    save(tmp_path / "other", tiny_checkpoint, "phi3", {"intermediate_size": 38})
+    shutil.copyfile(tmp_path / "other" / "model.safetensors", tmp_path / "hf" / "model.safetensors")
+    with pytest.raises(InputError, match=r"layers\.0\.mlp\.up_proj\.weight has the shape \(36, 48\)"):
+        import_model(str(tmp_path / "hf"), tmp_path / "out")
