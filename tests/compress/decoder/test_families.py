@@ -1,0 +1,89 @@
+"""Decoders whose layers depart from Llama's: quantized, pruned and healed like others, or refused by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from penjing.compress.run import run_recipe
+from penjing.compress.verify import verify_artifact
+from penjing.core.checkpoint.load import load_model
+from penjing.core.cli import _run
+from penjing.core.errors import ConfigError
+from penjing.core.models.decoder import Decoder
+from penjing.core.runtime.fused import fuse_decoder
+from tests.compress.conftest import write_recipe
+from tests.conftest import tiny_config
+
+GEMMA: dict[str, Any] = {
+    "model_type": "penjing",
+    "norms": "around",
+    "qk_norm": True,
+    "activation": "gelu_tanh",
+    "sliding_window": 20,
+    "layer_types": ("sliding_attention", "full_attention"),
+    "layer_rotary": ("local", "main"),
+}
+OLMO: dict[str, Any] = {"model_type": "penjing", "norms": "after", "qk_norm": True, "qk_norm_over": "all"}
+STILL: dict[str, Any] = {"model_type": "penjing", "layer_rotary": ("main", "none"), "rotary_pairs": 5}
+UNROTATED = "steps.0.transform.rotate=false"
+FOUR = ["steps.0.weights_bits=4", "steps.0.group=32", "steps.0.embedding_dtype=int8", UNROTATED]
+
+
+def answers(folder: Path, checkpoint: Path) -> float:
+    """How far the artifact's logits are from the checkpoint's, of their spread."""
+    ids = torch.randint(0, 320, (2, 40), generator=torch.Generator().manual_seed(0))
+    artifact = load_model(folder)
+    assert fuse_decoder(artifact.model) is not None
+    with torch.no_grad():
+        ours, floating = artifact.model(ids), load_model(checkpoint).model(ids)
+    return float((ours - floating).square().mean().sqrt() / floating.std())
+
+
+@pytest.mark.parametrize("fields", [GEMMA, OLMO, STILL], ids=["gemma", "olmo", "still"])
+@pytest.mark.parametrize(("changes", "bound"), [([UNROTATED], 0.1), (FOUR, 0.5)], ids=["int8", "int4"])
+def test_the_artifact_answers_nearly_as_the_model(
+    fields: dict[str, Any], changes: list[str], bound: float, tmp_path: Path, make_tiny_checkpoint: Callable[..., Path]
+) -> None:
+    checkpoint = make_tiny_checkpoint(**fields)
+    out = run_recipe(write_recipe(tmp_path, checkpoint, tmp_path / "out"), changes)
+    assert answers(out, checkpoint) < bound
+    verify_artifact(out)
+
+
+def test_what_does_not_take_it_says_so(
+    tmp_path: Path, make_tiny_checkpoint: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe = write_recipe(tmp_path, make_tiny_checkpoint(**GEMMA), tmp_path / "out")
+    with pytest.raises(ConfigError, match=r"norms='around'.*set rotate = false"):
+        run_recipe(recipe, ["steps.0.transform.rotate=true"])
+    out = run_recipe(recipe, [UNROTATED])
+    for form in ("onnx", "gguf"):
+        assert _run(["export", str(out), str(tmp_path / "refused"), "--to", form]) == 3
+        assert "activation=gelu_tanh" in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.parametrize("fields", [GEMMA, OLMO, STILL], ids=["gemma", "olmo", "still"])
+def test_gradients_are_those_of_the_function(fields: dict[str, Any]) -> None:
+    """Along the gradient itself, in float32."""
+    torch.manual_seed(0)
+    model = Decoder(tiny_config(**fields))
+    ids = torch.randint(0, 320, (1, 24))
+
+    def loss() -> torch.Tensor:
+        return model(ids)[0, :-1].log_softmax(-1).gather(1, ids[0, 1:, None]).mean()
+
+    loss().backward()
+    weight = model.get_parameter("model.layers.0.mlp.gate_proj.weight")
+    assert weight.grad is not None
+    step = weight.grad * (0.03 / weight.grad.norm())
+    with torch.no_grad():
+        weight += step
+        after = float(loss())
+        weight -= 2 * step
+        before = float(loss())
+    assert float((weight.grad * step).sum()) == pytest.approx((after - before) / 2, rel=0.05)
