@@ -51,7 +51,7 @@ SECTIONS = {  # a title and what "This measures"
     "kernels_cpu": "CPU kernels: speed beside torch and the memory. `64x576x960` is rows, inputs and outputs.",
     "levels": "AMX: layers and steps of SmolLM2 beside AVX-512 VNNI; processor time of one thread, busy machine.",
     "int4": "4-bit weights: kernels, decoder steps, bytes and perplexity of SmolLM2 beside INT8.",
-    "int4_quality": "Quality of 4-bit weights: the rise of SmolLM2's perplexity, beside llama.cpp's own files.",
+    "int4_quality": "Quality of 4-bit weights: how far perplexity rises, beside llama.cpp's own files of SmolLM2.",
     "kernels_gpu": "GPU kernels: the speed of the Triton-language kernels and of the engine on a GPU.",
     "kv_cache": "Key-value cache: the INT8 key-value cache beside the float32 one, in quality, bytes and speed.",
     "long_context": "Long contexts: a window and chosen blocks of keys beside full attention, in SmolLM2-135M.",
