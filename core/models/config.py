@@ -336,14 +336,9 @@ class DecoderConfig(Config):
     def departures(self) -> list[str]:
         """Where a layer departs from Llama's in ways that no Hugging Face type of `hf_config` has, as NAME=VALUE.
         Whatever computes a layer knows each of them or refuses it by this name."""
-        plain = {
-            "qk_norm_over": "head",
-            "norms": "before",
-            "activation": "silu",
-            "layer_rotary": None,
-            "rotary_pairs": None,
-        }
-        found = {name: getattr(self, name) for name, usual in plain.items() if getattr(self, name) != usual}
+        names = ("qk_norm_over", "norms", "activation", "layer_rotary", "rotary_pairs")
+        usual = {name: type(self).model_fields[name].default for name in names}
+        found = {name: value for name in names if (value := getattr(self, name)) != usual[name]}
         if (kinds := found.get("layer_rotary")) is not None:
             found["layer_rotary"] = "/".join(sorted(set(kinds)))
         return [f"{name}={value}" for name, value in found.items()]
