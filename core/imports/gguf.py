@@ -95,7 +95,7 @@ class GgufFile:
             yield name, self._unpermute(name, self._scaled(name, weight))
 
     def _scaled(self, name: str, weight: torch.Tensor) -> torch.Tensor:
-        """Gemma's factors, which llama.cpp applies as it computes, in the weights (see `imports.folded`)."""
+        """Gemma's factors, which llama.cpp applies as it computes, in the weights (see `core.folded`)."""
         if self._architecture != GEMMA:
             return weight
         config = self.config

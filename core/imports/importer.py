@@ -17,9 +17,9 @@ from penjing.core.checkpoint.dtypes import DTYPES
 from penjing.core.errors import ConfigError, InputError
 from penjing.core.family import FAMILIES, family_of
 from penjing.core.files import atomic_write_text, publish_folder, sha256_file
+from penjing.core.folded.families import folds
+from penjing.core.folded.weights import FoldedCheckpoint
 from penjing.core.imports.encoder import import_encoder
-from penjing.core.imports.folded import folds
-from penjing.core.imports.folded_weights import FoldedCheckpoint
 from penjing.core.imports.gguf import GgufFile
 from penjing.core.imports.gguf_tokenizer import tokenizer_from_gguf
 from penjing.core.imports.towers import import_towers

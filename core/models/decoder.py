@@ -1,5 +1,5 @@
 """The decoder on one device: Llama 2/3, SmolLM2, Mistral, Qwen2/2.5, Qwen3; Mixtral, Qwen2/3-MoE, dots.llm1,
-DeepSeek-V2/V3; and what `core.imports.folded` makes of Gemma 3, Granite, SmolLM3, OLMo 2 and Phi-3.
+DeepSeek-V2/V3; and what `core.folded` makes of Gemma 3, Granite, SmolLM3, OLMo 2 and Phi-3.
 
 Parameter names are those of Hugging Face checkpoints, up to `tensor_names.stored_name`. Shapes: B sequences, T tokens,
 E hidden, H heads, KV key-value heads, D head_dim, V vocabulary. Leading dimensions are free: (B, T) for a batch, (T,)

@@ -49,7 +49,7 @@ FOLDED = {
     "ministral": "MinistralForCausalLM",
     "seed_oss": "SeedOssForCausalLM",
 }
-"""Types that `penjing import` turns into one of those above (`core.imports.folded`)."""
+"""Types that `penjing import` turns into one of those above (`core.folded`)."""
 # What transformers assumes when a config.json leaves the field out.
 _DEFAULTS: dict[str, dict[str, Any]] = {
     "llama": {"max_position_embeddings": 2048},

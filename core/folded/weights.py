@@ -1,4 +1,4 @@
-"""The tensors of a folder as `folded.Fold` says, under our names; the folder is opened like any checkpoint."""
+"""The tensors of a folder as `families.Fold` says, under our names; the folder is opened like any checkpoint."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 from penjing.core.checkpoint.decoder import Checkpoint
 from penjing.core.errors import InputError
-from penjing.core.imports.folded import Fold, fold_from_hf
+from penjing.core.folded.families import Fold, fold_from_hf
 from penjing.core.models.config import DecoderConfig
 
 _QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
@@ -17,7 +17,7 @@ _MLP = ("mlp.gate_proj", "mlp.up_proj")
 
 
 class FoldedCheckpoint(Checkpoint):
-    """A folder of one of the families of `folded`, which reads like a checkpoint of the network that it becomes."""
+    """A folder of one of the families of `families`, which reads like a checkpoint of the network that it becomes."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder, self._read)
