@@ -6,11 +6,17 @@
         --healing 200 --test-images 4000                                    # what was run: under half an hour
     python benchmarks/run_joint_search.py --model build/small --seeds 1 --images 1024 --random 60 --only-ranks
 
+    python benchmarks/run_joint_search.py --width 8 --training 600 --images 1024 --healing 100 --heal 4 --random 0 \\
+        --combinations 24 --test-images 4000 --folder build/joint       # three seeds, also of the training; short
+
+With `--heal N` the search itself heals N points, uniform choices and what it finds beside them, and goes round again
+([heal]); the search's best is then chosen by what it measured after healing.
+
 Nothing is timed: costs are multiply-accumulates (an INT8 one counts a quarter) or bytes, so that a busy machine does no
 harm. `rank_fitted` is Spearman's correlation of measured divergences with what was predicted of each from the others;
 `rank_random` that of fresh random combinations, which nothing was fitted to, beside plain sums of single changes.
 `COST/uniform_WIDTH_BITS` is the accuracy on the test images, after equal healing and rounding, of the search's best
-within the cost of that uniform choice, beside the uniform choice itself.
+within the cost of that uniform choice, beside the uniform choice itself. `mean/COST/uniform_…` are means over seeds.
 """
 
 from __future__ import annotations
@@ -55,6 +61,9 @@ def main() -> int:
     parser.add_argument("--random", type=int, default=60, help="fresh combinations that predictions are held against")
     parser.add_argument("--images", type=int, default=2048, help="training images; half of them judge")
     parser.add_argument("--healing", type=int, default=2814, help="steps of distillation; INT8 is calibrated after it")
+    parser.add_argument("--heal", type=int, default=0, help="points that the search heals in each round; 0: none")
+    parser.add_argument("--width", type=int, help="of networks that are trained here, one for each seed")
+    parser.add_argument("--training", type=int, default=5625, help="steps of their training")
     parser.add_argument("--test-images", type=int, default=10_000, help="that accuracy is measured on")
     parser.add_argument("--only-ranks", action="store_true", help="heal nothing: how well predictions rank, no more")
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the rows")
@@ -62,15 +71,40 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as scratch:
         folder = arguments.folder or Path(scratch)
         folder.mkdir(parents=True, exist_ok=True)
-        model = arguments.model
-        if model is None:
-            model = folder / "model"
-            train(Path("resnet-fashion"), [f'output="{model}"'])
-        rows = []
+        found: dict[str, list[Row]] = {}
         for seed in range(arguments.seeds):
-            rows += measure(model, folder, arguments, seed)
-    append("joint_search", rows, arguments.results)
+            model = arguments.model or trained(folder, arguments, seed)
+            rows = measure(model, folder, arguments, seed)
+            append("joint_search", rows, arguments.results)
+            for row in rows:
+                found.setdefault(row.metric.removeprefix(f"seed_{seed}/"), []).append(row)
+    if arguments.seeds > 1:
+        append("joint_search", means(found, arguments.seeds), arguments.results)
     return 0
+
+
+def trained(folder: Path, arguments: argparse.Namespace, seed: int) -> Path:
+    """A network of this seed, which is kept."""
+    model = folder / f"model-{seed}"
+    if not model.exists():
+        given = [f"output={json.dumps(str(model))}", f"seed={seed + 1}", f"steps={arguments.training}"]
+        given += ["evaluation.every=0", *([f"model.width={arguments.width}"] if arguments.width else [])]
+        train(Path("resnet-fashion"), given, resume="auto")
+    return model
+
+
+def means(found: dict[str, list[Row]], seeds: int) -> list[Row]:
+    """Over the seeds: accuracies of the search's best beside those of each uniform choice, and how many of them it is
+    no worse than. Where a seed has no row the uniform choice is the search's best itself."""
+    rows, kept = [], 0
+    uniform = {name: own for name, own in found.items() if "/uniform_" in name}
+    for name, own in uniform.items():
+        values, others = [row.value or 0.0 for row in own], [(row.value or 0.0) / (row.ratio or 1.0) for row in own]
+        kept += sum(values) >= sum(others)
+        rows.append(new_row("joint_search", f"mean/{name}", sum(values) / len(own), "share right", runs=len(own),
+                            baseline="the uniform choice", baseline_value=sum(others) / len(own)))  # fmt: skip
+    return [*rows, new_row("joint_search", "mean/no_worse", float(kept), "uniform choices", runs=seeds,
+                           baseline="all that it does not find itself", baseline_value=len(uniform))]  # fmt: skip
 
 
 def measure(model: Path, folder: Path, arguments: argparse.Namespace, seed: int) -> list[Row]:
@@ -95,6 +129,9 @@ def measure(model: Path, folder: Path, arguments: argparse.Namespace, seed: int)
         "seed": seed,
         "settings": settings,
     }
+    if arguments.heal:
+        counts = {"points": arguments.heal, "second": arguments.heal, "steps": arguments.healing}
+        search["heal"] = counts | {"uniform": True}
     path = folder / f"{arguments.cost}-{seed}.toml"
     path.write_text(dump_toml(search))
     result = run_joint_search(path, progress=PlainProgress())
@@ -112,9 +149,10 @@ def measure(model: Path, folder: Path, arguments: argparse.Namespace, seed: int)
         rows.append(new_row("joint_search", f"{name}rank_random", rank, "Spearman", runs=arguments.random,
                             baseline=sums, baseline_value=plain))  # fmt: skip
     for entry in [] if arguments.only_ranks else result["baselines"]:
-        if entry["best"] == entry["row"]:
+        judged = "healed" if arguments.heal else "best"
+        if entry[judged] == entry["row"]:
             continue  # the uniform choice is on the front itself
-        uniform, best = (result["rows"][entry[which]]["choice"] for which in ("row", "best"))
+        uniform, best = (result["rows"][entry[which]]["choice"] for which in ("row", judged))
         found = []
         for which, choice in (("uniform", uniform), ("best", best)):
             steps = trials.point(values, choice)

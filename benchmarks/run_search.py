@@ -4,8 +4,14 @@
     python benchmarks/run_search.py --work build/search    # the same; what is done is kept there, and gone on with
     python benchmarks/run_search.py --steps 1200 --set data.sequence_length=256 --set data.batch_size=8   # as it is
 
+    python benchmarks/run_search.py --only ray             # searches on a Ray cluster that loses a node
+
 Learning rates at equal ratios are searched by successive halving, then every one of them is run to the end. Steps are
-counted, not seconds, so that a busy machine does no harm. `loss` is the held-out loss of the learning rate that the
+counted, not seconds, so that a busy machine does no harm. With `--only ray` nothing of that runs: two nodes of a Ray
+cluster are started on this machine (`pip install 'penjing[ray]'`), of which one is killed while it works, and what a
+joint search of thirty combinations and more finds, and what a search for learning rates finds, is held against the same
+searches without Ray. `ray/front` is the share of the rows and points of the former that are equal to the last bit,
+`ray/losses` that of the latter's losses. `loss` is the held-out loss of the learning rate that the
 search chose, beside that of the grid's best; `learning_rate` likewise; `steps` is what the search ran beside the grid.
 """
 
@@ -15,21 +21,28 @@ import argparse
 import json
 import sys
 import tempfile
-from contextlib import ExitStack
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 from lib.models import say
 from lib.rows import RESULTS, Row, append, new_row
 
+from penjing.compress.search.search import run_joint_search
 from penjing.core.cli import guarded
 from penjing.core.config import dump_toml, inline_toml
 from penjing.core.files import atomic_write_text
+from penjing.core.progress import PlainProgress
 from penjing.train.run import train
 from penjing.train.search.halving import cost
 from penjing.train.search.search import run_search
 from penjing.train.search.state import SearchState
 
 KEY, LOW, HIGH = "learning_rate.peak", 1e-4, 1e-1
+STORE_BYTES = 80_000_000
 
 
 def main() -> int:
@@ -40,21 +53,33 @@ def main() -> int:
     parser.add_argument("--workers", type=int, default=1, help="trials at a time")
     parser.add_argument("--set", action="append", dest="overrides", metavar="KEY=VALUE", help="of the recipe")
     parser.add_argument("--work", type=Path, help="folder of all runs, which is kept; another run goes on from it")
+    parser.add_argument("--finalists", type=int, default=1, help="trials that run to the end at least")
+    parser.add_argument("--only", choices=("grid", "ray"), default="grid")
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the rows")
     arguments = parser.parse_args()
     overrides = arguments.overrides or ["data.sequence_length=128", "data.batch_size=4"]
     with ExitStack() as stack:
         work = arguments.work or Path(stack.enter_context(tempfile.TemporaryDirectory()))
         work.mkdir(parents=True, exist_ok=True)
-        state, grid = measure(
-            arguments.recipe, arguments.steps, arguments.trials, overrides, work, workers=arguments.workers
-        )
-    append("search", search_rows(state, grid), arguments.results)
+        if arguments.only == "ray":
+            rows = on_ray(work)
+        else:
+            state, grid = measure(
+                arguments.recipe,
+                arguments.steps,
+                arguments.trials,
+                overrides,
+                work,
+                workers=arguments.workers,
+                finalists=arguments.finalists,
+            )
+            rows = search_rows(state, grid)
+    append("search", rows, arguments.results)
     return 0
 
 
 def measure(
-    recipe: str, steps: int, trials: int, overrides: list[str], folder: Path, *, workers: int = 1
+    recipe: str, steps: int, trials: int, overrides: list[str], folder: Path, *, workers: int = 1, finalists: int = 1
 ) -> tuple[SearchState, dict[int, float]]:
     """A finished search, and the loss of a whole run with each trial's settings.
 
@@ -69,6 +94,7 @@ def measure(
         "workers": workers,
         "first": max(steps // 16, 1),
         "factor": 4,
+        "finalists": finalists,
         "sampler": "grid",
         "settings": {"steps": steps, KEY: start} | {key: int(value) for key, value in settings.items()},
         "space": {KEY: [LOW, HIGH]},
@@ -104,6 +130,92 @@ def search_rows(state: SearchState, grid: dict[int, float]) -> list[Row]:
             "search", "steps", cost(state.plan), "steps", runs=1, baseline=beside, baseline_value=len(grid) * steps
         ),
     ]
+
+
+def on_ray(folder: Path) -> list[Row]:
+    """The rows of searches on a cluster that loses a node."""
+    network = folder / "network"
+    if not network.exists():
+        short = ["model.width=8", "steps=40", "evaluation.every=0", "data.batch_size=32"]
+        train(Path("resnet-fashion"), [*short, f"output={inline_toml(str(network))}"])
+    settings = {"model": str(network), "data.images": 256, "steps.0.round_to": 2}
+    joint = {"base": "resnet-fashion-int8", "settings": settings, "combinations": 30, "points": 4}
+    rates = {
+        "base": "decoder-tiny",
+        "trials": 4,
+        "first": 4,
+        "factor": 2,
+        "workers": 2,
+        "settings": {"steps": 12, "data.sequence_length": 32, "data.batch_size": 2, "evaluation.samples": 8},
+        "space": {KEY: [1e-4, 1e-2]},
+    }
+    given = {"joint": joint, "rates": rates}
+    for name, values in given.items():
+        (folder / f"{name}.toml").write_text(dump_toml(values | {"output": str(folder / f"{name}-here")}))
+    front = run_joint_search(folder / "joint.toml", progress=PlainProgress())
+    losses = run_search(folder / "rates.toml", progress=PlainProgress())
+    cluster = TwoNodes()
+    try:
+        for name, values in given.items():
+            ray = {"address": cluster.address, "resources": {"trial": 1}}
+            text = dump_toml(values | {"output": str(folder / f"{name}-ray"), "ray": ray})
+            (folder / f"{name}-ray.toml").write_text(text)
+        with cluster.killed_when(lambda: len([*folder.glob(".joint-ray.work/point_*.json")]) >= 5):
+            far = run_joint_search(folder / "joint-ray.toml", progress=PlainProgress())
+        with cluster.killed_when(lambda: len([*folder.glob("rates-ray/trials/*/run/metrics.jsonl")]) >= 3):
+            away = run_search(folder / "rates-ray.toml", progress=PlainProgress())
+    finally:
+        cluster.shutdown()
+    pairs = [*zip(front["rows"], far["rows"], strict=True), *zip(front["front"], far["front"], strict=True)]
+    equal = sum(one == other for one, other in pairs) / len(pairs)
+    trials = [*zip(losses.trials, away.trials, strict=True)]
+    same = sum(one.evaluations == other.evaluations for one, other in trials) / len(trials)
+    beside = "the same without Ray"
+    return [
+        new_row("search", "ray/front", equal, "share equal", runs=len(pairs), baseline=beside, baseline_value=1.0),
+        new_row("search", "ray/losses", same, "share equal", runs=len(trials), baseline=beside, baseline_value=1.0),
+    ]
+
+
+class TwoNodes:
+    """A head that takes no tasks, and two nodes of one processor each."""
+
+    def __init__(self) -> None:
+        utils: Any = import_module("ray.cluster_utils")
+        head = {"num_cpus": 0, "object_store_memory": STORE_BYTES, "include_dashboard": False}
+        self._cluster = utils.Cluster(initialize_head=True, head_node_args=head)
+        self._nodes = [self._node(), self._node()]
+        self.address = str(self._cluster.address)
+
+    @contextmanager
+    def killed_when(self, so: Callable[[], bool]) -> Iterator[None]:
+        """One of two nodes ends as in a crash as soon as something is so; another takes its place before."""
+        while len(self._nodes) < 2:
+            self._nodes.append(self._node())
+        ended = threading.Event()
+
+        def watch() -> None:
+            while not so() and not ended.wait(0.02):
+                pass
+            if not ended.is_set():
+                self._cluster.remove_node(self._nodes.pop(), allow_graceful=False)
+                say("a node was killed")
+
+        thread = threading.Thread(target=watch)
+        thread.start()
+        try:
+            yield
+        finally:
+            ended.set()
+            thread.join()
+
+    def shutdown(self) -> None:
+        """End it."""
+        import_module("ray").shutdown()
+        self._cluster.shutdown()
+
+    def _node(self) -> Any:
+        return self._cluster.add_node(num_cpus=1, object_store_memory=STORE_BYTES, resources={"trial": 1})
 
 
 if __name__ == "__main__":

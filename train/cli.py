@@ -165,6 +165,9 @@ def plan(
     kubernetes: Annotated[
         Path | None, typer.Option(help="With --cluster and --out: write a JobSet and Kueue's flavors into this JSON.")
     ] = None,
+    ray: Annotated[
+        Path | None, typer.Option(help="With --cluster and --out: write a placement on a Ray cluster into this JSON.")
+    ] = None,
     overrides: Overrides = None,
     json_file: Json = None,
 ) -> None:
@@ -184,21 +187,26 @@ def plan(
         plan_recipe,
         print_placements,
         print_plan,
+        print_roles,
+        role_rows,
     )
 
     if cluster is not None:
         if gpus is not None or memory is not None:
             raise ConfigError("--cluster says what machines there are; leave --gpus and --memory out")
-        placed = plan_cluster(recipe, cluster, overrides, out=out, kubernetes=kubernetes)
+        placed = plan_cluster(recipe, cluster, overrides, out=out, kubernetes=kubernetes, ray=ray)
         if isinstance(placed, Found):
             print_placements(placed)
             write_json(placement_rows(placed), json_file)
+        elif isinstance(placed, list):
+            print_roles(placed)
+            write_json(role_rows(placed), json_file)
         else:
             print_plan(placed, "its memory", str(cluster))
             write_json(as_rows(placed), json_file)
         return
-    if kubernetes is not None:
-        raise ConfigError("--kubernetes writes the pools of a cluster; give them by --cluster FILE")
+    if kubernetes is not None or ray is not None:
+        raise ConfigError("--kubernetes and --ray write the pools of a cluster; give them by --cluster FILE")
     if gpus is None or memory is None:
         raise ConfigError("give --gpus and --memory of GPUs that are alike, or --cluster FILE of pools that are not")
     found = plan_recipe(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from math import gcd
 from pathlib import Path
+from typing import Literal
 
 from pydantic import Field, model_validator
 
@@ -33,6 +34,14 @@ class Pool(Config):
     node_link: float | None = Field(default=None, gt=0, description="Bytes/s between devices of a machine, for each.")
     network: float | None = Field(default=None, gt=0, description="Bytes/s between machines, for each device.")
 
+    roles: tuple[Literal["learner", "rollout", "data"], ...] = Field(
+        default=("learner", "rollout"),
+        min_length=1,
+        description="What the pool may do: learn, sample answers (recipes of rollouts), prepare texts.",
+    )
+    data_rate: float | None = Field(
+        default=None, gt=0, description="Tokens/s that a device reads, cleans and tokenizes, of a pool for data."
+    )
     resource: str = Field(
         default="", description="What Kubernetes counts its devices by; by default 'nvidia.com/gpu' for known kinds."
     )
@@ -57,6 +66,10 @@ class Cluster(Config):
         "of the slower network.",
     )  # fmt: skip
 
+    prompt_tokens: int = Field(
+        default=256, ge=1, description="Tokens of a prompt, where roles of a recipe of rollouts are planned."
+    )
+
     @model_validator(mode="after")
     def _names_differ(self) -> Cluster:
         labels = [pool.label for pool in self.pools]
@@ -67,6 +80,11 @@ class Cluster(Config):
                 raise ValueError(
                     f"pool {pool.label!r}: count = {pool.count} is no multiple of per_node = {pool.node}; machines "
                     "must be whole"
+                )
+            if "data" in pool.roles and pool.data_rate is None:
+                raise ValueError(
+                    f"pool {pool.label!r}: of a pool for data give data_rate, tokens/s that a device prepares; a trial "
+                    "of penjing curate says how many"
                 )
         return self
 
@@ -120,7 +138,8 @@ def joined(cluster: Cluster) -> Cluster:
     found: list[Pool] = []
     for pool in cluster.pools:
         for place, other in enumerate(found):
-            if figures(pool) == figures(other) and pool.kind == other.kind and cluster.between is None:
+            same = (pool.kind, pool.roles, pool.data_rate) == (other.kind, other.roles, other.data_rate)
+            if same and figures(pool) == figures(other) and cluster.between is None:
                 node = gcd(pool.node, other.node)
                 found[place] = other.model_copy(update={"count": pool.count + other.count, "per_node": node})
                 break

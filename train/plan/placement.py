@@ -74,6 +74,13 @@ def find_placements(model: DecoderConfig, cluster: Cluster, *, batch_size: int, 
         ConfigError: an unknown kind without figures, a pool that can hold no part of the model in any way, or nothing
             that works.
     """
+    found = find_ways(model, cluster, batch_size=batch_size, length=length)
+    _check_pools(cluster, found)
+    return found
+
+
+def find_ways(model: DecoderConfig, cluster: Cluster, *, batch_size: int, length: int) -> Found:
+    """`find_placements`, where pools that can do nothing are no error."""
     shape = decoder_shape(model)
     devices = {pool.label: figures(pool) for pool in cluster.pools}
     found = Found()
@@ -83,7 +90,6 @@ def find_placements(model: DecoderConfig, cluster: Cluster, *, batch_size: int, 
             ways = [_alike(job, pools), _replicas(job, pools)]
             ways += [_stages(job, order) for order in permutations(pools)] if size > 1 else []
             found.placements += [way for way in ways if way is not None]
-    _check_pools(cluster, found)
     found.placements.sort(key=lambda each: (each.step, each.devices))
     return found
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +13,15 @@ from penjing.core.errors import ConfigError
 from penjing.core.files import atomic_write_text
 from penjing.core.models.config import DecoderConfig
 from penjing.core.progress import error_console
-from penjing.train.plan.cluster import figures, joined, read_cluster
+from penjing.train.plan.cluster import Cluster, Pool, figures, joined, read_cluster
 from penjing.train.plan.hardware import hardware
 from penjing.train.plan.jobset import write_manifests
 from penjing.train.plan.memory import Run, show_bytes
 from penjing.train.plan.placement import Found, Placement, find_placements
+from penjing.train.plan.ray_placement import write_placement
+from penjing.train.plan.roles import Answers, Assignment, assign_roles
 from penjing.train.plan.search import Candidate, Plan, run_line, search
-from penjing.train.recipe.data import TextData
+from penjing.train.recipe.data import RolloutData, TextData
 from penjing.train.recipe.load import load_train_recipe
 from penjing.train.recipe.recipe import TrainRecipe, parse_size
 
@@ -42,6 +46,8 @@ def plan_recipe(
         ConfigError: a recipe without decoder or text, a wrong size, an unknown device, or a cluster that cannot run it.
     """
     model, data = _plannable(recipe_path, overrides, out)
+    if isinstance(data, RolloutData):
+        raise ConfigError("a recipe of rollouts is planned for pools, which get roles: give --cluster FILE, of one too")
     try:
         limit = parse_size(memory)
     except ValueError as error:
@@ -62,22 +68,42 @@ def plan_cluster(
     *,
     out: Path | None = None,
     kubernetes: Path | None = None,
-) -> Plan | Found:
+    ray: Path | None = None,
+) -> Plan | Found | list[Assignment]:
     """Search ways to use pools of unlike machines, and write the recipe of the best; a cluster whose pools do not
-    differ is planned as `plan_recipe` does.
+    differ is planned as `plan_recipe` does. Where answers are sampled, or a pool may prepare data, pools get roles.
 
     Args:
         out: a TOML file for the recipe.
-        kubernetes: a JSON file for the manifests of a run of that recipe.
+        kubernetes: a JSON file for the manifests of a run of that recipe. ray: one for its placement on a Ray cluster.
 
     Raises:
-        ConfigError: as `plan_recipe` and `write_manifests`, or a cluster that `read_cluster`, `figures` or
-            `find_placements` refuses.
+        ConfigError: as `plan_recipe`, `write_manifests` and `write_placement`, or a cluster that `read_cluster`,
+            `figures`, `find_placements` or `assign_roles` refuses.
     """
     model, data = _plannable(recipe_path, overrides, out)
-    if kubernetes is not None and out is None:
-        raise ConfigError("--kubernetes: the manifests run the planned recipe; name a file for it by --out too")
+    for flag, file in (("--kubernetes", kubernetes), ("--ray", ray)):
+        if file is not None and out is None:
+            raise ConfigError(f"{flag}: what it writes runs the planned recipe; name a file for it by --out too")
     cluster = joined(read_cluster(cluster_path))
+
+    def write_runs(pools: list[Pool], prepare: Sequence[str] = ()) -> None:
+        assert out is not None
+        if kubernetes is not None:
+            write_manifests(kubernetes, pools, out)
+        if ray is not None:
+            for line in write_placement(ray, pools, out, prepare):
+                error_console().print(line, highlight=False, soft_wrap=True)
+
+    if isinstance(data, RolloutData) or any("data" in pool.roles for pool in cluster.pools):
+        assignments = _roles(model, cluster, data)
+        if out is not None:
+            best = next((each for each in assignments if each.runs), None)
+            if best is None:
+                raise ConfigError("--out: no way that penjing runs fits, for it samples where it learns; see the table")
+            _write_recipe(out, _role_recipe(recipe_path, overrides or [], best, data))
+            write_runs([part.pool for part in best.learner.parts], best.data)
+        return assignments
     if len(cluster.pools) == 1:
         pool, device = cluster.pools[0], figures(cluster.pools[0])
         plan = search(
@@ -86,25 +112,97 @@ def plan_cluster(
         )  # fmt: skip
         if out is not None:
             _write_recipe(out, recipe_text(recipe_path, overrides or [], plan.best[0], pool.count))
-            if kubernetes is not None:
-                write_manifests(kubernetes, [pool], out)
+            write_runs([pool])
         return plan
     found = find_placements(model, cluster, batch_size=data.batch_size, length=data.sequence_length)
     if out is not None:
         best = found.placements[0]
         head = [run_line(best.run), f"predicted for {best.devices} devices: {best.step:.3g} s a step", *told(best)]
-        more: dict[str, Any] = {"shares": "auto"} if best.way == "replicas" else {}
-        more |= {"stage_layers": [n for part in best.parts for n in part.layers]} if best.way == "stages" else {}
-        _write_recipe(out, _with_run(recipe_path, overrides or [], best.run, head, more))
-        if kubernetes is not None:
-            write_manifests(kubernetes, [part.pool for part in best.parts], out)
+        _write_recipe(out, _with_run(recipe_path, overrides or [], best.run, head, _more(best)))
+        write_runs([part.pool for part in best.parts])
     return found
 
 
-def _plannable(recipe_path: Path, overrides: list[str] | None, out: Path | None) -> tuple[DecoderConfig, TextData]:
+def _more(placement: Placement) -> dict[str, Any]:
+    """Settings of [parallel] that a placement needs beside its mesh."""
+    more: dict[str, Any] = {"shares": "auto"} if placement.way == "replicas" else {}
+    return more | (
+        {"stage_layers": [n for part in placement.parts for n in part.layers]} if placement.way == "stages" else {}
+    )
+
+
+def _roles(model: DecoderConfig, cluster: Cluster, data: TextData | RolloutData) -> list[Assignment]:
+    if isinstance(data, TextData):
+        return assign_roles(model, cluster, batch_size=data.batch_size, length=data.sequence_length)
+    answers = Answers(data.batch_size, data.samples, data.max_tokens, cluster.prompt_tokens)
+    length = answers.length + answers.tokens
+    return assign_roles(model, cluster, batch_size=answers.count, length=length, answers=answers)
+
+
+def _role_recipe(recipe_path: Path, overrides: list[str], best: Assignment, data: TextData | RolloutData) -> str:
+    run = best.learner.run
+    head = [run_line(run), f"predicted: {best.step:.3g} s a step", *told(best.learner), *role_lines(best)]
+    if isinstance(data, RolloutData):  # whose micro-batches are of prompts
+        run = replace(run, micro_batch=run.micro_batch // data.samples)
+    return _with_run(recipe_path, overrides, run, head, _more(best.learner))
+
+
+def role_lines(one: Assignment) -> list[str]:
+    """A line for each role beside learning: who has it, and what it takes of a step."""
+    lines = []
+    if one.rollout:
+        who = ", ".join(f"{pool} up to {load} answers each" for pool, load in one.rollout.items())
+        weights = f", and {one.seconds['weights']:.3g} s for the weights" if one.seconds["weights"] else ""
+        lines.append(f"sampling: {who}: {one.seconds['sampling']:.3g} s{weights}")
+    if one.data:
+        lines.append(f"data: {', '.join(one.data)}: {one.seconds['data']:.3g} s beside it")
+    return lines
+
+
+def print_roles(found: list[Assignment]) -> None:
+    """Show the ten best as a table, and whether the best is one that penjing runs."""
+    from rich.table import Table
+
+    console = error_console(width=None if sys.stderr.isatty() else 150)
+    table = Table("", "learning", "other roles", "settings")
+    for header in ("learning s", "step s"):
+        table.add_column(header, justify="right")
+    for place, one in enumerate(found[:10], 1):
+        learns = "\n".join(f"{part.pool.count} {part.pool.label}" for part in one.learner.parts)
+        other = "\n".join(role_lines(one)) + ("" if one.runs else "\n(predicted alone)")
+        learning = f"{one.seconds['learning']:.3g}"
+        table.add_row(str(place), learns, other, run_line(one.learner.run), learning, f"{one.step:.3g}")
+    console.print(table)
+    runs = next((place for place, one in enumerate(found, 1) if one.runs), None)
+    if runs != 1:
+        best = "none of these" if runs is None else f"way {runs} ({found[runs - 1].step:.3g} s a step)"
+        console.print(f"penjing samples where it learns: it runs {best}, which --out writes", highlight=False)
+
+
+def role_rows(found: list[Assignment]) -> list[dict[str, Any]]:
+    """The ten best as plain values, for JSON."""
+    return [
+        {
+            "learner": [part.pool.label for part in one.learner.parts],
+            "rollout": one.rollout,
+            "data": list(one.data),
+            "settings": run_line(one.learner.run),
+            "seconds": one.seconds,
+            "step_s": one.step,
+            "runs": one.runs,
+        }
+        for one in found[:10]
+    ]
+
+
+def _plannable(
+    recipe_path: Path, overrides: list[str] | None, out: Path | None
+) -> tuple[DecoderConfig, TextData | RolloutData]:
     recipe = load_train_recipe(recipe_path, overrides)
-    if not isinstance(recipe.model, DecoderConfig) or not isinstance(recipe.data, TextData):
-        raise ConfigError("planning is for decoders on text; give a recipe with model.architecture = 'decoder'")
+    if not isinstance(recipe.model, DecoderConfig) or not isinstance(recipe.data, TextData | RolloutData):
+        raise ConfigError(
+            "planning is for decoders on text or rollouts; give a recipe with model.architecture = 'decoder'"
+        )
     if out is not None and out.suffix != ".toml":
         raise ConfigError(f"--out {out}: the plan is a recipe; name a file that ends in .toml")
     return recipe.model, recipe.data

@@ -17,12 +17,12 @@ class Rung:
     trials: int
 
 
-def rungs(trials: int, first: int, factor: int, steps: int) -> list[Rung]:
+def rungs(trials: int, first: int, factor: int, steps: int, finalists: int = 1) -> list[Rung]:
     """The rungs of a search, the last of which is the whole run of the trials that are left.
 
     Args:
         trials: of the first rung. first: its steps. factor: of steps from rung to rung; one trial in so many goes on.
-        steps: of a whole run.
+        steps: of a whole run. finalists: trials that go to the end at least.
 
     Raises:
         ConfigError: a whole run is no longer than the first rung.
@@ -32,9 +32,9 @@ def rungs(trials: int, first: int, factor: int, steps: int) -> list[Rung]:
     found = [Rung(first, trials)]
     while found[-1].steps < steps:
         last = found[-1]
-        going = max(1, last.trials // factor)
-        # One trial left has nothing to compete with: it runs to the end at once.
-        far = last.steps * factor if going > 1 else steps
+        going = min(max(finalists, last.trials // factor), last.trials)
+        # Those left that nothing leaves behind any more run to the end at once.
+        far = last.steps * factor if going > finalists else steps
         # A rung just before the end would cost nearly the whole run and tell the same.
         far = steps if far * 1.5 > steps else far
         found.append(Rung(far, going))

@@ -68,6 +68,12 @@ class SearchRecipe(Config):
     trials: int = Field(default=16, ge=2, le=10_000, description="How many settings are tried; the first is `base`.")
     first: int = Field(ge=1, description="Steps of every trial before the first are left behind.")
     factor: int = Field(default=4, ge=2, description="One in so many goes on, for so many times the steps.")
+    finalists: int = Field(
+        default=1,
+        ge=1,
+        description="Trials that run to the end at least. Early steps prefer settings that learn fast; a second one at "
+        "the end costs less than a longer `first`.",
+    )
     sampler: Literal["spread", "random", "grid", "tpe"] = Field(
         default="spread",
         description='How settings are chosen: "spread" fills the space evenly (Sobol\'s sequence), "grid" takes equal '
@@ -80,6 +86,13 @@ class SearchRecipe(Config):
     ray: RaySettings | None = Field(
         default=None, description="With this section trials run on a Ray cluster, `workers` of them at a time."
     )
+
+    @field_validator("finalists")
+    @classmethod
+    def _are_trials(cls, value: int, info: Any) -> int:
+        if value > info.data.get("trials", value):
+            raise ValueError(f"must be at most trials = {info.data['trials']}")
+        return value
 
     @field_validator("space", mode="before")
     @classmethod

@@ -64,7 +64,7 @@ def run_search(
         )
     values = base.model_dump(mode="json")
     drawer = Drawer(recipe, starting_point(recipe, values))
-    plan = rungs(drawer.num_trials, recipe.first, recipe.factor, base.steps)
+    plan = rungs(drawer.num_trials, recipe.first, recipe.factor, base.steps, recipe.finalists)
     key = key_of(recipe.model_dump(mode="json", exclude={"workers", "output", "ray"}), values)
     with _locked(recipe.output):
         state = _open(recipe.output, key, force) or SearchState(

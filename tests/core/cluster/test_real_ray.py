@@ -1,4 +1,5 @@
-"""Ray itself, with two nodes of which one is killed: the same corpus, the same front.
+"""Ray itself, with two nodes of which one is killed: the same corpus, the same front, the same trials; and
+a run that is placed on both.
 
 Without the package ray these are skipped; starting the cluster alone takes ten seconds to a minute.
 """
@@ -12,9 +13,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from penjing.compress.search.search import run_joint_search
+from penjing.core.config import dump_toml, inline_toml, read_recipe
 from penjing.core.errors import SetupError
+from penjing.train.launch.ray_nodes import Node, Placement, run_placement
+from penjing.train.run import train
+from penjing.train.search.search import run_search
 from tests.compress.graphs import graph_folder
 from tests.compress.prune_graph.traits import image
 from tests.compress.search.test_search import Two, write
@@ -72,3 +79,42 @@ def test_a_front_is_the_same(cluster: TwoNodes, tmp_path: Path) -> None:
     assert len(found["rows"]) >= 30
     for name in ("rows", "front", "prediction", "baselines"):
         assert found[name] == expected[name]
+
+
+def test_trials_are_the_same(cluster: TwoNodes, tmp_path: Path) -> None:
+    values: dict[str, Any] = {
+        "base": "decoder-tiny",
+        "trials": 3,
+        "first": 4,
+        "workers": 2,
+        "settings": {"steps": 8, "data.sequence_length": 32, "data.batch_size": 2, "evaluation.samples": 8},
+        "space": {"learning_rate.peak": [1e-4, 1e-2]},
+    }
+    found = []
+    for name, more in (("here", {}), ("ray", {"ray": {"address": cluster.address, "resources": {"trial": 1}}})):
+        (tmp_path / f"{name}.toml").write_text(dump_toml(values | more | {"output": str(tmp_path / name)}))
+        thread = killing(cluster, lambda: bool([*tmp_path.glob("ray/trials/*/log.txt")])) if more else None
+        found.append(run_search(tmp_path / f"{name}.toml"))
+        if thread is not None:
+            thread.join()
+    here, ray = found
+    assert [trial.evaluations for trial in ray.trials] == [trial.evaluations for trial in here.trials]
+    assert ray.winner == here.winner
+
+
+def test_a_placed_run_is_that_of_one_machine(cluster: TwoNodes, tmp_path: Path) -> None:
+    cluster.mend()
+    settings = {"steps": 6, "data.sequence_length": 32, "data.batch_size": 4, "evaluation.samples": 8}
+    given = [*(f"{key}={value}" for key, value in settings.items()), 'precision.mode="fp32"']
+    here, ray = tmp_path / "here", tmp_path / "ray"
+    train(Path("decoder-tiny"), [*given, f"output={inline_toml(str(here))}"])
+    values = read_recipe(Path("decoder-tiny"), [*given, f"output={inline_toml(str(ray))}"])
+    (tmp_path / "run.toml").write_text(dump_toml(values))
+    node = Node(pool="pool", processes=1, resources={"penjing_pool": 1.0})
+    run_placement(Placement(schema_version=1, recipe=str(tmp_path / "run.toml"), nodes=(node, node)), cluster.address)
+    one, two = (load_file(folder / "model.safetensors") for folder in (here, ray))
+    for name, tensor in one.items():
+        torch.testing.assert_close(two[name], tensor, rtol=1e-3, atol=1e-4)
+    wrong = node.model_copy(update={"resources": {"penjing_none": 1.0}})
+    with pytest.raises(SetupError, match="not all 1 machines are free within 2 seconds"):
+        run_placement(Placement(schema_version=1, recipe="run.toml", nodes=(wrong,)), cluster.address, patience=2)

@@ -11,7 +11,7 @@ STORE_BYTES = 80_000_000
 
 
 class TwoNodes:
-    """Its nodes have the resource `trial`."""
+    """Its nodes have the resources `trial` and `penjing_pool`."""
 
     def __init__(self) -> None:
         utils: Any = import_module("ray.cluster_utils")
@@ -39,7 +39,9 @@ class TwoNodes:
         self._cluster.shutdown()
 
     def _node(self) -> Any:
-        return self._cluster.add_node(num_cpus=1, object_store_memory=STORE_BYTES, resources={"trial": 1})
+        return self._cluster.add_node(
+            num_cpus=1, object_store_memory=STORE_BYTES, resources={"trial": 1, "penjing_pool": 1}
+        )
 
 
 @contextmanager

@@ -31,6 +31,12 @@ def test_rungs(trials: int, first: int, factor: int, steps: int, expected: list[
     assert rungs(trials, first, factor, steps) == expected
 
 
+def test_finalists_run_to_the_end() -> None:
+    assert rungs(12, 8, 4, 128, finalists=2) == [Rung(8, 12), Rung(32, 3), Rung(128, 2)]
+    assert rungs(16, 75, 4, 1200, finalists=4) == [Rung(75, 16), Rung(1200, 4)]
+    assert rungs(2, 1, 4, 10, finalists=2) == [Rung(1, 2), Rung(10, 2)]
+
+
 @given(st.integers(2, 500), st.integers(1, 50), st.integers(2, 8), st.integers(2, 5000))
 def test_rungs_rise_to_the_whole_run_of_ever_fewer(trials: int, first: int, factor: int, steps: int) -> None:
     if first >= steps:
