@@ -167,7 +167,7 @@ def _option(variable: dict[str, Any], option: int) -> str:
     if variable["kind"] == "layer" and not value:
         return "gone"
     if variable["kind"] == "attention":
-        return f"{value:g} tokens"
+        return f"{value:g} tokens" if value > 1 else "itself alone"
     return f"{value:g} bits" if variable["kind"] == "bits" else f"{100 * value:g} %"
 
 

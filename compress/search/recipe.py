@@ -35,8 +35,8 @@ class Choices(Config):
     windows: tuple[int, ...] = Field(
         default=(),
         description="Tokens that a query of a decoder's layer may be left to see, its own included, falling, beside "
-        "what it sees as it is. They need cost=latency, texts of more tokens (data.window of base) and a longer "
-        "workload.context.",
+        "what it sees as it is. With 1 it looks nothing up: no attention is left but products of its own token. They "
+        "need cost=latency, texts of more tokens (data.window of base) and a longer workload.context.",
     )
 
     @field_validator("widths")

@@ -62,6 +62,29 @@ def test_what_is_judged_is_what_transformers_computes(qwen: Path, tmp_path: Path
     assert trials.divergence((0, 2, 0, 0)) > trials.divergence((0, 1, 0, 0)) > 0
 
 
+def test_a_window_of_one_looks_nothing_up(qwen: Path, tmp_path: Path) -> None:
+    values = values_of(qwen, tmp_path)
+    trials = opened(values, tmp_path / "work", **NONE, windows=(24, 1))
+    choice = (0, 2, 0, 2)
+    made = point_recipe(values, trials.point(values, choice), tmp_path / "search", "front-01.toml")
+    assert made["steps"][0]["windows"] == [0, 1, 0, 1]
+    run_recipe(made | {"steps": made["steps"][:1]})
+    whole, changed = (AutoModelForCausalLM.from_pretrained(each).eval() for each in (qwen, made["output"]))
+    blind = AutoModelForCausalLM.from_pretrained(qwen).eval()
+    for layer in (1, 3):  # what is left of attention: values, heads that share one, and the output
+        own = blind.model.layers[layer].self_attn
+        shared = own.config.num_attention_heads // own.config.num_key_value_heads
+
+        def alone(hidden_states: torch.Tensor, own: Any = own, shared: int = shared, **_: Any) -> Any:
+            values_TD = own.v_proj(hidden_states).unflatten(-1, (-1, own.head_dim))
+            return own.o_proj(values_TD.repeat_interleave(shared, -2).flatten(-2)), None
+
+        own.forward = alone
+    with torch.no_grad():
+        torch.testing.assert_close(changed(trials.judged_WT).logits, blind(trials.judged_WT).logits)
+    assert trials.divergence(choice) == pytest.approx(apart(whole, blind, trials.judged_WT), rel=1e-4)
+
+
 def test_windows_are_timed_by_the_keys_that_are_read(
     qwen: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
