@@ -76,6 +76,7 @@ FORMATS = {
     "index.json": "penjing.train.data.shards.ShardIndex",
     "report.json of a corpus": "penjing.curate.report.CorpusReport",
     "search.json": "penjing.train.search.state.SearchState",
+    "a placement on Ray": "penjing.train.launch.ray_nodes.RayRun",
     "keys.toml": "penjing.serve.access.keys.KeyFile",
 }
 """The class that writes and reads each kind of file that has a version."""

@@ -85,7 +85,7 @@ class RayCluster:
 
     def __init__(self, settings: RaySettings, function: Callable[..., Any], shared: Path) -> None:
         self.settings = settings
-        self._ray = connected(settings)
+        self._ray = connected_ray(settings)
         self._check_nodes()
         self._options: dict[str, Any] = {
             "num_cpus": settings.cpus,
@@ -240,7 +240,7 @@ class RayCluster:
             )
 
 
-def connected(settings: RaySettings) -> Any:
+def connected_ray(settings: RaySettings) -> Any:
     """The module ray, connected to the cluster.
 
     Raises:

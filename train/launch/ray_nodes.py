@@ -22,7 +22,7 @@ from typing import Any
 from pydantic import Field
 
 from penjing.core.cli import guarded
-from penjing.core.cluster.ray_cluster import RaySettings, connected
+from penjing.core.cluster.ray_cluster import RaySettings, connected_ray
 from penjing.core.config import Config, parse_config
 from penjing.core.errors import ConfigError, InputError, SetupError
 from penjing.core.manifest import read_json_object
@@ -33,7 +33,7 @@ TAIL = 30  # lines of a machine's output that an error shows
 _PR_SET_PDEATHSIG = 1  # prctl(2)
 
 
-class Node(Config):
+class RayMachine(Config):
     """A machine of the run."""
 
     pool: str = Field(description="Whose machine it is.")
@@ -41,42 +41,42 @@ class Node(Config):
     resources: dict[str, float] = Field(min_length=1, description="What it reserves.")
 
 
-class Placement(Config):
+class RayRun(Config):
     """All machines, in the order of their processes."""
 
     schema_version: int = Field(ge=1, le=1, description="Of this file.")
     recipe: str = Field(description="The training recipe, at the same path on all machines.")
-    nodes: tuple[Node, ...] = Field(min_length=1, description="The machines.")
+    nodes: tuple[RayMachine, ...] = Field(min_length=1, description="The machines.")
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the placement of a file."""
+def run_file(arguments: Sequence[str] | None = None) -> int:
+    """Do what a file says."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     if len(given) != 1:
         raise ConfigError("give the file that 'penjing train plan --ray' wrote")
-    run_placement(read_placement(Path(given[0])))
+    run_on_ray(read_ray_run(Path(given[0])))
     return 0
 
 
-def read_placement(path: Path) -> Placement:
-    """The placement of a file.
+def read_ray_run(path: Path) -> RayRun:
+    """What the file says.
 
     Raises:
         ConfigError: the file holds something else. InputError: it is missing or damaged.
     """
-    return parse_config(Placement, read_json_object(path), str(path))
+    return parse_config(RayRun, read_json_object(path), str(path))
 
 
-def command(placement: Placement, rank: int, address: str, port: int) -> list[str]:
+def torchrun(run: RayRun, rank: int, address: str, port: int) -> list[str]:
     """What the machine `rank` runs."""
     return [
-        sys.executable, "-m", "torch.distributed.run", f"--nnodes={len(placement.nodes)}", f"--node-rank={rank}",
-        f"--nproc-per-node={placement.nodes[rank].processes}", f"--master-addr={address}", f"--master-port={port}",
-        "--module", "penjing.train", placement.recipe, "--resume=auto",
+        sys.executable, "-m", "torch.distributed.run", f"--nnodes={len(run.nodes)}", f"--node-rank={rank}",
+        f"--nproc-per-node={run.nodes[rank].processes}", f"--master-addr={address}", f"--master-port={port}",
+        "--module", "penjing.train", run.recipe, "--resume=auto",
     ]  # fmt: skip
 
 
-def run_placement(placement: Placement, address: str = "auto", patience: float = PATIENCE) -> None:
+def run_on_ray(run: RayRun, address: str = "auto", patience: float = PATIENCE) -> None:
     """Run until it is done.
 
     Args:
@@ -87,20 +87,20 @@ def run_placement(placement: Placement, address: str = "auto", patience: float =
         SetupError: Ray is missing, there is no cluster, or not all machines are free in time.
         InputError: the run failed more often than `RETRIES`; shows what the machine said.
     """
-    ray = connected(RaySettings(address=address))
+    ray = connected_ray(RaySettings(address=address))
     groups = import_module("ray.util.placement_group")
-    bundles = [dict(node.resources) for node in placement.nodes]
+    bundles = [dict(node.resources) for node in run.nodes]
     group = groups.placement_group(bundles, strategy="STRICT_SPREAD")
     try:
         if not group.wait(patience):
-            wanted = "; ".join(f"{node.pool}: {node.resources}" for node in placement.nodes)
+            wanted = "; ".join(f"{node.pool}: {node.resources}" for node in run.nodes)
             raise SetupError(
                 f"not all {len(bundles)} machines are free within {patience:g} seconds ({wanted}); start them with "
                 "'ray start --resources' as the plan said, or wait for other work there"
             )
         said = ""
         for _ in range(RETRIES + 1):
-            said = _attempt(ray, group, placement)
+            said = _attempt(ray, group, run)
             if not said:
                 return
             print(f"{said}\nall begin again from the newest checkpoint", file=sys.stderr)
@@ -110,12 +110,12 @@ def run_placement(placement: Placement, address: str = "auto", patience: float =
         groups.remove_placement_group(group)
 
 
-def _attempt(ray: Any, group: Any, placement: Placement) -> str:
+def _attempt(ray: Any, group: Any, run: RayRun) -> str:
     """Run once; what went wrong, or nothing."""
     strategy = import_module("ray.util.scheduling_strategies").PlacementGroupSchedulingStrategy
 
     def on(rank: int, function: Any) -> Any:
-        needs = dict(placement.nodes[rank].resources)
+        needs = dict(run.nodes[rank].resources)
         options = {"num_cpus": needs.pop("CPU", 0), "num_gpus": needs.pop("GPU", 0), "resources": needs}
         where = strategy(placement_group=group, placement_group_bundle_index=rank)
         return ray.remote(max_retries=0, scheduling_strategy=where, **options)(function)
@@ -124,17 +124,17 @@ def _attempt(ray: Any, group: Any, placement: Placement) -> str:
     rank = 0
     try:
         address, port = ray.get(on(0, _free_port).remote())
-        for rank in range(len(placement.nodes)):
-            refs[on(rank, _run).remote(command(placement, rank, address, port))] = rank
+        for rank in range(len(run.nodes)):
+            refs[on(rank, _run).remote(torchrun(run, rank, address, port))] = rank
         left = list(refs)
         while left:
             (done, *_), left = ray.wait(left, num_returns=1)
             rank = refs[done]
             code, tail = ray.get(done)
             if code:
-                return f"machine {rank} ({placement.nodes[rank].pool}) ended with {code}:\n{tail}"
+                return f"machine {rank} ({run.nodes[rank].pool}) ended with {code}:\n{tail}"
     except ray.exceptions.RayError as error:
-        return f"machine {rank} ({placement.nodes[rank].pool}) was lost: {type(error).__name__}"
+        return f"machine {rank} ({run.nodes[rank].pool}) was lost: {type(error).__name__}"
     finally:
         for ref in refs:
             with suppress(ray.exceptions.RayError):
@@ -168,4 +168,4 @@ def _end_with_the_task() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(guarded(main))
+    sys.exit(guarded(run_file))

@@ -19,7 +19,7 @@ from penjing.train.plan.jobset import write_manifests
 from penjing.train.plan.memory import Run, show_bytes
 from penjing.train.plan.placement import Found, Placement, find_placements
 from penjing.train.plan.ray_placement import write_placement
-from penjing.train.plan.roles import Answers, Assignment, assign_roles
+from penjing.train.plan.roles import Assignment, Sampling, assign_roles
 from penjing.train.plan.search import Candidate, Plan, run_line, search
 from penjing.train.recipe.data import RolloutData, TextData
 from penjing.train.recipe.load import load_train_recipe
@@ -134,7 +134,7 @@ def _more(placement: Placement) -> dict[str, Any]:
 def _roles(model: DecoderConfig, cluster: Cluster, data: TextData | RolloutData) -> list[Assignment]:
     if isinstance(data, TextData):
         return assign_roles(model, cluster, batch_size=data.batch_size, length=data.sequence_length)
-    answers = Answers(data.batch_size, data.samples, data.max_tokens, cluster.prompt_tokens)
+    answers = Sampling(data.batch_size, data.samples, data.max_tokens, cluster.prompt_tokens)
     length = answers.length + answers.tokens
     return assign_roles(model, cluster, batch_size=answers.count, length=length, answers=answers)
 

@@ -33,7 +33,7 @@ BYTES = 2  # of a weight that samples, and of a number of the key-value cache
 
 
 @dataclass(frozen=True)
-class Answers:
+class Sampling:
     """What a step of rollouts samples: `samples` answers of up to `tokens` to each of `prompts` prompts of `length`."""
 
     prompts: int
@@ -43,7 +43,7 @@ class Answers:
 
     @property
     def count(self) -> int:
-        """Answers of a step."""
+        """Sampling of a step."""
         return self.prompts * self.samples
 
 
@@ -75,7 +75,7 @@ class Assignment:
 
 
 def assign_roles(
-    model: DecoderConfig, cluster: Cluster, *, batch_size: int, length: int, answers: Answers | None = None
+    model: DecoderConfig, cluster: Cluster, *, batch_size: int, length: int, answers: Sampling | None = None
 ) -> list[Assignment]:
     """All ways that fit, the fastest first; of each the fastest placement of its learners.
 
@@ -108,7 +108,7 @@ def assign_roles(
     return sorted(found, key=lambda each: (each.step, len(each.rollout), each.learner.devices))
 
 
-def answer_seconds(shape: ModelShape, device: Hardware, load: int, answers: Answers, taken: float) -> float | None:
+def answer_seconds(shape: ModelShape, device: Hardware, load: int, answers: Sampling, taken: float) -> float | None:
     """What a device takes for `load` answers; None if not even one fits beside `taken` bytes of what else it holds."""
     weights = BYTES * shape.parameters
     token = BYTES * sum(layer.key_values for layer in shape.layers)
@@ -126,7 +126,7 @@ class _Job:
     shape: ModelShape
     devices: dict[str, Hardware]
     cluster: Cluster
-    answers: Answers | None
+    answers: Sampling | None
 
 
 def _options(pool: Pool, samples: bool) -> Iterator[frozenset[str]]:
@@ -151,7 +151,7 @@ def _learners(model: DecoderConfig, job: _Job, batch_size: int, length: int) -> 
     return best
 
 
-def _together(job: _Job, answers: Answers, pools: Sequence[Pool], length: int) -> Placement | None:
+def _together(job: _Job, answers: Sampling, pools: Sequence[Pool], length: int) -> Placement | None:
     """Data parallelism with equal shares, which is what rollouts take: at the pace of the slowest device and link."""
     devices = [job.devices[pool.label] for pool in pools]
     between = job.cluster.between if len(pools) > 1 else None
@@ -202,9 +202,9 @@ def _assigned(
 
 
 def share_answers(
-    shape: ModelShape, devices: dict[str, Hardware], pools: Sequence[Pool], answers: Answers, held: dict[str, float]
+    shape: ModelShape, devices: dict[str, Hardware], pools: Sequence[Pool], answers: Sampling, held: dict[str, float]
 ) -> tuple[dict[str, int], float] | None:
-    """Answers of the fullest device of each pool, and seconds until all are sampled; None if they fit nowhere.
+    """Sampling of the fullest device of each pool, and seconds until all are sampled; None if they fit nowhere.
 
     Each answer goes to the pool that would be done with it soonest, which is best where more answers never take less
     time. held: bytes that a device of a pool needs for learning.

@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from penjing.compress.search.search import run_joint_search
 from penjing.core.config import dump_toml, inline_toml, read_recipe
 from penjing.core.errors import SetupError
-from penjing.train.launch.ray_nodes import Node, Placement, run_placement
+from penjing.train.launch.ray_nodes import RayMachine, RayRun, run_on_ray
 from penjing.train.run import train
 from penjing.train.search.search import run_search
 from tests.compress.graphs import graph_folder
@@ -110,11 +110,11 @@ def test_a_placed_run_is_that_of_one_machine(cluster: TwoNodes, tmp_path: Path) 
     train(Path("decoder-tiny"), [*given, f"output={inline_toml(str(here))}"])
     values = read_recipe(Path("decoder-tiny"), [*given, f"output={inline_toml(str(ray))}"])
     (tmp_path / "run.toml").write_text(dump_toml(values))
-    node = Node(pool="pool", processes=1, resources={"penjing_pool": 1.0})
-    run_placement(Placement(schema_version=1, recipe=str(tmp_path / "run.toml"), nodes=(node, node)), cluster.address)
+    node = RayMachine(pool="pool", processes=1, resources={"penjing_pool": 1.0})
+    run_on_ray(RayRun(schema_version=1, recipe=str(tmp_path / "run.toml"), nodes=(node, node)), cluster.address)
     one, two = (load_file(folder / "model.safetensors") for folder in (here, ray))
     for name, tensor in one.items():
         torch.testing.assert_close(two[name], tensor, rtol=1e-3, atol=1e-4)
     wrong = node.model_copy(update={"resources": {"penjing_none": 1.0}})
     with pytest.raises(SetupError, match="not all 1 machines are free within 2 seconds"):
-        run_placement(Placement(schema_version=1, recipe="run.toml", nodes=(wrong,)), cluster.address, patience=2)
+        run_on_ray(RayRun(schema_version=1, recipe="run.toml", nodes=(wrong,)), cluster.address, patience=2)

@@ -15,17 +15,17 @@ from penjing.core import cli
 from penjing.core.config import dump_toml, read_recipe
 from penjing.core.errors import ConfigError
 from penjing.core.models.config import DecoderConfig
-from penjing.train.launch.ray_nodes import command, main, read_placement
+from penjing.train.launch.ray_nodes import read_ray_run, run_file, torchrun
 from penjing.train.pipeline.shape import decoder_shape
 from penjing.train.plan.cluster import Cluster, Pool, figures
 from penjing.train.plan.placement import find_ways
 from penjing.train.plan.planner import plan_cluster
 from penjing.train.plan.ray_placement import placement, write_placement
-from penjing.train.plan.roles import Answers, answer_seconds, assign_roles
+from penjing.train.plan.roles import Sampling, answer_seconds, assign_roles
 from penjing.train.plan.search import HEADROOM
 from tests.conftest import tiny_config
 
-ANSWERS = Answers(prompts=8, samples=1, tokens=20, length=12)
+ANSWERS = Sampling(prompts=8, samples=1, tokens=20, length=12)
 
 
 def model() -> DecoderConfig:
@@ -147,7 +147,7 @@ def test_the_plan_says_who_does_what(recipe: Path, tmp_path: Path, capsys: pytes
     assert row["data"] == ["cpu"]
     assert any("data: cpu" in line for line in out.read_text().splitlines()[:6])
     assert read_recipe(out)["parallel"]
-    nodes = read_placement(ray).nodes
+    nodes = read_ray_run(ray).nodes
     assert [node.pool for node in nodes] == [
         name for name in row["learner"] for _ in range(2 if name == "quick" else 1)
     ]
@@ -162,16 +162,16 @@ def test_a_placement_is_a_torchrun_on_each_machine(tmp_path: Path) -> None:
         {"penjing_cpu": 1.0, "CPU": 1.0},
     ]
     write_placement(tmp_path / "ray.json", pools, Path("build/run.toml"))
-    read = read_placement(tmp_path / "ray.json")
+    read = read_ray_run(tmp_path / "ray.json")
     for rank, processes in enumerate([8, 8, 1, 1, 1]):
-        given = parse_args(command(read, rank, "10.0.0.1", 4000)[3:])  # torchrun takes it
+        given = parse_args(torchrun(read, rank, "10.0.0.1", 4000)[3:])  # torchrun takes it
         assert (given.nnodes, given.node_rank, given.nproc_per_node) == ("5", rank, str(processes))
         assert (given.module, given.training_script) == (True, "penjing.train")
         assert given.training_script_args == ["build/run.toml", "--resume=auto"]
     with pytest.raises(ConfigError, match=r"name a file that ends in \.json"):
         write_placement(tmp_path / "ray.yaml", pools, Path("run.toml"))
     with pytest.raises(ConfigError, match="give the file that"):
-        main([])
+        run_file([])
 
 
 @pytest.mark.parametrize(
