@@ -62,7 +62,8 @@ def main() -> int:
         work = arguments.work or Path(stack.enter_context(tempfile.TemporaryDirectory()))
         work.mkdir(parents=True, exist_ok=True)
         if arguments.only == "ray":
-            rows = on_ray(work)
+            for row in on_ray(work):
+                append("search", [row], arguments.results)
         else:
             state, grid = measure(
                 arguments.recipe,
@@ -73,8 +74,7 @@ def main() -> int:
                 workers=arguments.workers,
                 finalists=arguments.finalists,
             )
-            rows = search_rows(state, grid)
-    append("search", rows, arguments.results)
+            append("search", search_rows(state, grid), arguments.results)
     return 0
 
 
@@ -132,49 +132,48 @@ def search_rows(state: SearchState, grid: dict[int, float]) -> list[Row]:
     ]
 
 
-def on_ray(folder: Path) -> list[Row]:
-    """The rows of searches on a cluster that loses a node."""
+def on_ray(folder: Path) -> Iterator[Row]:
+    """The rows of searches on a cluster that loses a node, each as it is measured."""
     network = folder / "network"
     if not network.exists():
         short = ["model.width=8", "steps=40", "evaluation.every=0", "data.batch_size=32"]
         train(Path("resnet-fashion"), [*short, f"output={inline_toml(str(network))}"])
-    settings = {"model": str(network), "data.images": 256, "steps.0.round_to": 2}
-    joint = {"base": "resnet-fashion-int8", "settings": settings, "combinations": 30, "points": 4}
-    rates = {
+    joint: dict[str, Any] = {"base": "resnet-fashion-int8", "combinations": 30, "points": 4}
+    joint["settings"] = {"model": str(network), "data.images": 256, "steps.0.round_to": 2}
+    rates: dict[str, Any] = {
         "base": "decoder-tiny",
-        "trials": 4,
+        "trials": 3,
         "first": 4,
-        "factor": 2,
         "workers": 2,
-        "settings": {"steps": 12, "data.sequence_length": 32, "data.batch_size": 2, "evaluation.samples": 8},
         "space": {KEY: [1e-4, 1e-2]},
     }
-    given = {"joint": joint, "rates": rates}
-    for name, values in given.items():
-        (folder / f"{name}.toml").write_text(dump_toml(values | {"output": str(folder / f"{name}-here")}))
-    front = run_joint_search(folder / "joint.toml", progress=PlainProgress())
-    losses = run_search(folder / "rates.toml", progress=PlainProgress())
+    rates["settings"] = {"steps": 8, "data.sequence_length": 32, "data.batch_size": 2, "evaluation.samples": 8}
     cluster = TwoNodes()
     try:
-        for name, values in given.items():
-            ray = {"address": cluster.address, "resources": {"trial": 1}}
-            text = dump_toml(values | {"output": str(folder / f"{name}-ray"), "ray": ray})
-            (folder / f"{name}-ray.toml").write_text(text)
+        far = {"address": cluster.address, "resources": {"trial": 1}}
+        for name, values in (("joint", joint), ("rates", rates)):
+            for place, more in (("here", {}), ("ray", {"ray": far})):
+                text = dump_toml(values | more | {"output": str(folder / f"{name}-{place}")})
+                (folder / f"{name}-{place}.toml").write_text(text)
         with cluster.killed_when(lambda: len([*folder.glob(".joint-ray.work/point_*.json")]) >= 5):
-            far = run_joint_search(folder / "joint-ray.toml", progress=PlainProgress())
-        with cluster.killed_when(lambda: len([*folder.glob("rates-ray/trials/*/run/metrics.jsonl")]) >= 3):
+            found = run_joint_search(folder / "joint-ray.toml", progress=PlainProgress())
+        here = run_joint_search(folder / "joint-here.toml", progress=PlainProgress())
+        pairs = [*zip(here["rows"], found["rows"], strict=True), *zip(here["front"], found["front"], strict=True)]
+        yield equal_row("ray/front", sum(one == other for one, other in pairs), len(pairs))
+        with cluster.killed_when(lambda: len([*folder.glob("rates-ray/trials/*/run/metrics.jsonl")]) >= 2):
             away = run_search(folder / "rates-ray.toml", progress=PlainProgress())
+        own = run_search(folder / "rates-here.toml", progress=PlainProgress())
+        trials = [*zip(own.trials, away.trials, strict=True)]
+        equal = sum(one.evaluations == other.evaluations for one, other in trials)
+        yield equal_row("ray/losses", equal, len(trials))
     finally:
         cluster.shutdown()
-    pairs = [*zip(front["rows"], far["rows"], strict=True), *zip(front["front"], far["front"], strict=True)]
-    equal = sum(one == other for one, other in pairs) / len(pairs)
-    trials = [*zip(losses.trials, away.trials, strict=True)]
-    same = sum(one.evaluations == other.evaluations for one, other in trials) / len(trials)
+
+
+def equal_row(metric: str, equal: int, count: int) -> Row:
+    """How many of so many things are those of the same search without Ray, to the last bit."""
     beside = "the same without Ray"
-    return [
-        new_row("search", "ray/front", equal, "share equal", runs=len(pairs), baseline=beside, baseline_value=1.0),
-        new_row("search", "ray/losses", same, "share equal", runs=len(trials), baseline=beside, baseline_value=1.0),
-    ]
+    return new_row("search", metric, equal / count, "share equal", runs=count, baseline=beside, baseline_value=1.0)
 
 
 class TwoNodes:
