@@ -323,7 +323,9 @@ class _Search:
         return cheapest
 
     def _costs(self, choices: Sequence[Choice]) -> NDArray[np.float64]:
-        return self.space.costs(self.search.cost, np.array(choices).reshape(len(choices), -1))
+        return self.space.costs(
+            self.search.cost, np.array(choices, np.int64).reshape(len(choices), len(self.space.variables))
+        )
 
 
 def _changed(choice: Choice, place: int, option: int) -> Choice:
