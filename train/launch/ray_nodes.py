@@ -1,6 +1,6 @@
 """A run on the machines of a Ray cluster, as `penjing train plan --ray` placed it: a torchrun on each.
 
-    ray job submit -- python -m penjing.train.launch.ray_nodes PLACEMENT.json
+    python -m penjing.train.launch.ray_nodes PLACEMENT.json
 
 All bundles of the placement group are reserved together, or none is. When a machine is lost, or a process fails, all
 begin again from the newest checkpoint, as often as `RETRIES`.
@@ -125,7 +125,7 @@ def _attempt(ray: Any, group: Any, run: RayRun) -> str:
     try:
         address, port = ray.get(on(0, _free_port).remote())
         for rank in range(len(run.nodes)):
-            refs[on(rank, _run).remote(torchrun(run, rank, address, port))] = rank
+            refs[on(rank, _run).remote(torchrun(run, rank, address, port), str(Path.cwd()))] = rank
         left = list(refs)
         while left:
             (done, *_), left = ray.wait(left, num_returns=1)
@@ -150,10 +150,12 @@ def _free_port() -> tuple[str, int]:
         return address, found.getsockname()[1]
 
 
-def _run(given: list[str]) -> tuple[int, str]:
-    """Run a command in a process that ends with this one; its exit status, and its last lines."""
+def _run(given: list[str], folder: str) -> tuple[int, str]:
+    """Run a command in a folder, by a process that ends with this one; its exit status, and its last lines."""
+    if not Path(folder).is_dir():
+        return SetupError.exit_code, f"{folder} is not there; all machines must see the same files"
     process = subprocess.Popen(
-        given, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, preexec_fn=_end_with_the_task
+        given, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=folder, preexec_fn=_end_with_the_task
     )
     assert process.stdout is not None
     lines: list[str] = []

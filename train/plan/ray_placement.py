@@ -44,7 +44,11 @@ def write_placement(path: Path, pools: Sequence[Pool], recipe: Path, data: Seque
     prepares = [
         f"to prepare data on {name}: penjing curate RECIPE --set ray.resources={{{resource(name)}=1}}" for name in data
     ]
-    return [*starts, *prepares, f"then: ray job submit -- python -m penjing.train.launch.ray_nodes {path}"]
+    return [
+        *starts,
+        *prepares,
+        f"then, where the recipe's paths begin: python -m penjing.train.launch.ray_nodes {path}",
+    ]
 
 
 def placement(pools: Sequence[Pool], recipe: Path) -> dict[str, Any]:
