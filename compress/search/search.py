@@ -162,7 +162,7 @@ class _Search:
         chosen = [*dict.fromkeys([*spread, *beside])]
         self._measure("front", chosen)
         if self.healer is not None:
-            self._heal(self.healer, prediction, front, uniform)
+            self._heal(self.healer, prediction, front, chosen, uniform)
         held_out = [*dict.fromkeys([*chosen, *uniform])]
         result = Measured(search, self.trials, self.rows, self._costs([*self.rows]), self._allowed)
         return (
@@ -177,16 +177,25 @@ class _Search:
         places = [int((front.cost <= cost).sum()) - 1 for cost in self._costs(uniform) if cost >= front.cost[0]]
         return [_choice(front.choices[place]) for place in places]
 
-    def _heal(self, healer: Healer, prediction: Prediction, front: Front, uniform: Sequence[Choice]) -> None:
-        """Heal points of the front, and then points of the front that these foretell."""
+    def _heal(
+        self,
+        healer: Healer,
+        prediction: Prediction,
+        front: Front,
+        chosen: Sequence[Choice],
+        uniform: Sequence[Choice],
+    ) -> None:
+        """Heal points of the front, beside those of `chosen` that have nothing to train, and then points of the front
+        that these foretell."""
         heal = self.search.heal
         assert heal is not None
-        changed = front.choices.any(axis=1)
+        changed = np.array([healer.changes(_choice(each)) for each in front.choices])
         costs, choices = front.cost[changed], front.choices[changed]
         within = [each for each in uniform if heal.uniform and self._allowed(self._costs([each]))[0]]
         spread = [_choice(choices[place]) for place in evenly_spread(costs, heal.points)]
         beside = [each for each in self._beside(front, within) if any(each)]
-        first = [*dict.fromkeys([*spread, *within, *beside])]
+        as_they_are = [each for each in chosen if any(each) and not healer.changes(each)]
+        first = [*dict.fromkeys([*spread, *as_they_are, *within, *beside])]
         self._measure("front", first)
         self._healed(healer, first, 1)
         kinds = [each.kind for each in self.space.variables]

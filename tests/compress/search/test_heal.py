@@ -135,8 +135,8 @@ def test_a_search_heals_and_goes_round_again(
     )  # the base's, not the search's
     assert not list(tmp_path.glob(".search.work"))
     few = ["heal={points=1,second=0,steps=3}", f'output="{tmp_path / "few"}"']  # nothing beside the front
-    (alone,) = [row for row in run_joint_search(path, few)["rows"] if "healed" in row]
-    assert alone["foretold"] is None
+    rows = [row for row in run_joint_search(path, few)["rows"] if "healed" in row]
+    assert sum(row["healed"] != row["divergence"] for row in rows) == 1  # others have nothing to train
 
 
 def test_a_healed_decoder_is_judged_as_the_recipe_makes_it(
