@@ -18,6 +18,7 @@ import argparse
 import json
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,18 +27,24 @@ from lib.models import say
 from lib.rows import RESULTS, Row, append, new_row
 
 from penjing.compress.decoder.settings import Int8Settings
+from penjing.compress.families.base import family_at
+from penjing.compress.measure.evaluate import EvaluateSettings
 from penjing.compress.run import run_recipe
+from penjing.compress.samples.data import DataSettings
 from penjing.compress.search.decoder_clock import DecoderClock
 from penjing.compress.search.latency import fit_latency, time_network
 from penjing.compress.search.recipe import Workload
 from penjing.compress.search.search import run_joint_search
 from penjing.compress.search.space import OfLayer, Space, Variable
+from penjing.compress.steps.base import Context
+from penjing.compress.steps.window import Window
 from penjing.core.checkpoint.decoder import open_checkpoint
 from penjing.core.cli import guarded
 from penjing.core.config import read_recipe
+from penjing.core.files import publish_folder
 from penjing.core.models.config import DecoderConfig
 from penjing.core.progress import PlainProgress
-from penjing.core.work import Tasks
+from penjing.core.work import Places, Tasks
 
 WINDOW = 512
 RECIPE = Path("recipes/smollm2-windows-search.toml")
@@ -50,7 +57,12 @@ def main() -> int:
     parser.add_argument("--contexts", default="1024,4096,16384", help="tokens that a stream holds already")
     parser.add_argument("--rounds", type=int, default=7, help="in which networks take turns")
     parser.add_argument("--made", default="", help="points of the front that are made and evaluated, as 4,6")
-    parser.add_argument("--only", choices=("steps", "search"), help="one part; the search is kept")
+    parser.add_argument("--only", choices=("steps", "search", "chosen"), help="one part; the search is kept")
+    parser.add_argument(
+        "--chosen",
+        default="0:128,1:128,2:512,11:128,29:1024",
+        help="LAYER:WINDOW, for --only chosen",
+    )
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the rows")
     arguments = parser.parse_args()
     rows: list[Row] = []
@@ -60,6 +72,8 @@ def main() -> int:
             rows += steps(config, context, arguments.rounds)
     if arguments.only in (None, "search"):
         rows += searched(arguments)
+    if arguments.only == "chosen":
+        rows += chosen(arguments)
     append("window_search", rows, arguments.results)
     return 0
 
@@ -88,6 +102,49 @@ def steps(config: DecoderConfig, context: int, rounds: int) -> list[Row]:
             name = f"context_{context}/windows_{WINDOW}_{sum(choice)}/step"
             rows.append(new_row("window_search", name, speed, "of the speed without windows", runs=rounds,
                                 baseline="predicted", baseline_value=predicted))  # fmt: skip
+    return rows
+
+
+def chosen(arguments: argparse.Namespace) -> list[Row]:
+    """Held-out perplexity of windows that are given, in floating point and unhealed, and what a step takes with them
+    behind each context, in turns with the network as it is."""
+    model: Path = arguments.model
+    windows = {int(layer): int(size) for layer, size in (each.split(":") for each in arguments.chosen.split(","))}
+    config = open_checkpoint(model).config
+    made = arguments.folder / ("windows-" + "-".join(f"{layer}.{size}" for layer, size in windows.items()))
+    if not made.exists():
+        places = Places(model, made, made)
+        with publish_folder(made) as partial:
+            step = Window(windows=tuple(windows.get(layer, 0) for layer in range(config.num_hidden_layers)))
+            context = Context(model, family_at(model), DataSettings(), PlainProgress())
+            step.run(replace(places, partial=partial), context)
+    settings = EvaluateSettings(prose_tokens=8192, code_tokens=4096, window=4096)
+    evaluate = family_at(model).evaluate
+    tasks = Tasks(arguments.folder)
+    found = {
+        folder: tasks.run(
+            f"perplexity-{folder.name}",
+            lambda own=folder: {"value": evaluate(own, model, settings, PlainProgress()).value},
+        ).result["value"]
+        for folder in (model, made)
+    }
+    title = "_".join(f"{layer}.{size}" for layer, size in windows.items())
+    rows = [
+        new_row("window_search", f"chosen_{title}/perplexity", found[made], "perplexity", runs=1,
+                baseline="the whole network", baseline_value=found[model])
+    ]  # fmt: skip
+    say(f"perplexity {found[model]:.4f} → {found[made]:.4f}")
+    options = {layer: (float(config.max_position_embeddings), float(size)) for layer, size in windows.items()}
+    space = Space(tuple(Variable(f"model.layers.{layer}", "attention", sees) for layer, sees in options.items()), ())
+    numbers = {layer: place for place, layer in enumerate(windows)}
+    of_layer = [OfLayer(None, None, numbers.get(layer)) for layer in range(config.num_hidden_layers)]
+    for context in map(int, arguments.contexts.split(",")):
+        workload = Workload(context=context, rounds=arguments.rounds)
+        clock = DecoderClock(config, Int8Settings(), space, of_layer, 8, workload)
+        speed = 1 / time_network(clock, (1,) * len(windows), workload, tasks)["ratio"]
+        say(f"{context} tokens: {speed:.3f}")
+        rows.append(new_row("window_search", f"context_{context}/chosen_{title}/step", speed,
+                            "of the speed without windows", runs=arguments.rounds))  # fmt: skip
     return rows
 
 
