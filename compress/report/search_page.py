@@ -21,9 +21,10 @@ were measured afterwards, it is {{ "%.3f" | format(result.prediction.measured_ra
 {{ result.prediction.points }} points, found {{ "exactly" if result.prediction.exact else "up to thinning" }}.</p>
 {% if healing %}<h2>Healed points</h2>
 <p>{{ healing.first }} points were made and trained ({{ healing.steps | join(" + ") }} steps), then {{ healing.second }}
-more of the front that these foretell. Of what changes cost before, training leaves
+more of the front that these foretell; where bits alone change there is nothing to train.
+{% if healing.left %}Of what changes cost before, training leaves
 {% for kind, factor in healing.left.items() %}{{ percent(factor ** (1 / healing.power)) }} of {{ KINDS[kind] }}
-{{- ", " if not loop.last }}{% endfor %}, as far as so few points can tell.
+{{- ", " if not loop.last }}{% endfor %}, as far as so few points can tell.{% endif %}
 {%- if result.prediction.healed_rank is not none %} What was foretold of a point, by the others of the first round and
 in the second by the first, ranks them with a correlation of
 {{ "%.3f" | format(result.prediction.healed_rank) }}.{% endif %}

@@ -199,29 +199,32 @@ class _Search:
         self._measure("front", first)
         self._healed(healer, first, 1)
         kinds = [each.kind for each in self.space.variables]
-        foretold = left_out(prediction, kinds, np.array(first), self._losses(first))
-        for choice, value in zip(first, foretold, strict=True):
-            self.rows[choice].foretold = None if np.isnan(value) else float(value)
-        recovery = fit_recovery(prediction, kinds, np.array(first), self._losses(first))
+        taught = [each for each in first if healer.changes(each)]  # the others say nothing of training
         second: list[Choice] = []
-        if heal.second:
+        factors: dict[str, float] = {}
+        if taught:
+            foretold = left_out(prediction, kinds, np.array(taught), self._losses(taught))
+            for choice, value in zip(taught, foretold, strict=True):
+                self.rows[choice].foretold = None if np.isnan(value) else float(value)
+            recovery = fit_recovery(prediction, kinds, np.array(taught), self._losses(taught))
             after = recovery.applied(prediction)
             later = self._front(after)
-            second = [each for each in self._beside(later, within) if any(each) and each not in first]
             known = {*first, self.space.start}
+            second = [each for each in self._beside(later, within) if each not in known and heal.second]
             second += near_front(later.choices, self.space.sizes, heal.second, self.search.seed + 1, known)
             second = [each for each in dict.fromkeys(second) if self._allowed(self._costs([each]))[0]]
             self._measure("second round", second)
             self._healed(healer, second, 2)
-            for choice, value in zip(second, after.of(np.array(second)) if second else [], strict=True):
+            again = [each for each in second if healer.changes(each)]
+            for choice, value in zip(again, after.of(np.array(again)) if again else [], strict=True):
                 self.rows[choice].foretold = float(value)
-            every = [*first, *second]
-            recovery = fit_recovery(prediction, kinds, np.array(every), self._losses(every))
+            every = [*taught, *again]
+            factors = fit_recovery(prediction, kinds, np.array(every), self._losses(every)).factors
         self.healing = {
             "steps": healer.trained,
             "first": len(first),
             "second": len(second),
-            "left": recovery.factors,
+            "left": factors,
             "power": prediction.power,
         }
 
