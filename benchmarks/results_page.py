@@ -53,6 +53,7 @@ SECTIONS = {  # a title and what "This measures"
     "int4": "4-bit weights: kernels, decoder steps, bytes and perplexity of SmolLM2 beside INT8.",
     "int4_quality": "Quality of 4-bit weights: how far perplexity rises, beside llama.cpp's own files of SmolLM2.",
     "kernels_gpu": "GPU kernels: the speed of the Triton-language kernels and of the engine on a GPU.",
+    "tensor_parallel": "Several processes: one decoder in several processes beside one, in memory and processor time.",
     "kv_cache": "Key-value cache: the INT8 key-value cache beside the float32 one, in quality, bytes and speed.",
     "long_context": "Long contexts: a window and chosen blocks of keys beside full attention, in SmolLM2-135M.",
     "overhead": "Overhead: what the engine costs beside its kernels, in start-up, memory and time of a step.",

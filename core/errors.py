@@ -7,6 +7,7 @@ PenjingError
 ├── OverloadedError   the engine's limits are reached; `retry_after` says in how many seconds to try again
 ├── SetupError        the machine lacks something (libpython, glibc, a free port, disk space, a network)
 └── ServerError       a server did not answer, or answered with an error
+    ├── BrokenEngineError what computes a model has ended under it; nothing can be computed until it is loaded again
     └── UnavailableError  there is none, or it loads, restarts or shuts down; try again later, or another one
 """
 
@@ -43,6 +44,10 @@ class SetupError(PenjingError):
 
 class ServerError(PenjingError):
     exit_code = 7
+
+
+class BrokenEngineError(ServerError):
+    pass
 
 
 class UnavailableError(ServerError):

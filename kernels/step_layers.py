@@ -12,6 +12,7 @@ from torch import Tensor
 from penjing.kernels.cpu import library as abi
 from penjing.kernels.cpu.checks import float_linear
 from penjing.kernels.cpu.functions import CpuExtension
+from penjing.kernels.cpu.packing import Panels
 from penjing.kernels.int4_linear import PackedInt4
 from penjing.kernels.int8_linear import PackedInt8
 
@@ -123,6 +124,12 @@ class Packer:
             sizes = columns, first.in_features, first.group, first.scale_NG.dtype
             return self.extension.packed_int4_bytes(*sizes, swiglu, first.offset_NG is not None)
         return self.extension.packed_bytes(columns, size(first)[1], swiglu)
+
+
+def pack_together(extension: CpuExtension, linears: Sequence[PackedInt8 | PackedInt4]) -> list[Panels]:
+    """Each of `linears` as the extension wants it, in one piece of memory: alone, each would begin at a huge page."""
+    packer = Packer(extension, [], [[linear] for linear in linears])
+    return [Panels(packer.pack([each]), packer.memory, each.in_features, each.out_features) for each in linears]
 
 
 def joins(group: Sequence[AnyLinear]) -> bool:

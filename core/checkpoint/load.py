@@ -25,6 +25,7 @@ from penjing.core.runtime.batch_invariant import apply_batch_invariance
 from penjing.core.runtime.embedding import Int8Embedding, stored_table, tied_name
 from penjing.core.runtime.quantized import apply_quantized
 from penjing.core.runtime.schemes import EMBEDDING_MODULE, has_int8_embedding, quantized_modules
+from penjing.core.runtime.tensor_parallel import Split
 from penjing.core.text.chat import ChatTemplate
 from penjing.core.text.tokenizer import Tokenizer
 from penjing.core.vision.sight import Sight
@@ -49,13 +50,18 @@ class LoadedModel:
     sight: Sight | None = None  # of a decoder that sees
 
 
-def load_model(folder: Path, device: str | torch.device = "cpu") -> LoadedModel:
+def load_model(folder: Path, device: str | torch.device = "cpu", share: tuple[int, int] | None = None) -> LoadedModel:
     """Load `folder`, a checkpoint or an artifact, for inference.
 
     Hashes are checked meanwhile where there is a manifest; nothing is returned before they are. Tensors are taken one
     at a time, on the CPU as views of the mapped file where no conversion is needed: peak memory is about that of the
     model. Quantized weights are views of a mapping of their own, which ends with the last of them. Everything
     runs in float32 except quantized layers; an embedding that is not tied to the LM head stays in its stored type.
+
+    Args:
+        folder: where it lies.
+        device: where tensors go.
+        share: (rank, ranks): of float layers the part of that process is kept, see `core.runtime.tensor_parallel`.
 
     Raises:
         InputError: a missing, damaged or unknown file, a missing or unexpected tensor, a scheme penjing does not run.
@@ -66,7 +72,7 @@ def load_model(folder: Path, device: str | torch.device = "cpu") -> LoadedModel:
     with ThreadPoolExecutor(1) as thread:
         verified = None if checkpoint.manifest is None else thread.submit(verify, folder)
         try:
-            model, scheme = _build(checkpoint, torch.device(device))
+            model, scheme = _build(checkpoint, torch.device(device), share)
             loaded = LoadedModel(
                 model=model,
                 config=checkpoint.config,
@@ -137,7 +143,7 @@ def _set_table(model: Decoder, checkpoint: Checkpoint, tensor: Callable[[str], T
     model.set_submodule("model.embed_tokens", Int8Embedding(table))
 
 
-def _build(checkpoint: Checkpoint, device: torch.device) -> tuple[Decoder, SchemeName]:
+def _build(checkpoint: Checkpoint, device: torch.device, share: tuple[int, int] | None) -> tuple[Decoder, SchemeName]:
     config, available = checkpoint.config, set(checkpoint.tensor_names)
     taken: set[str] = set()
     scheme: SchemeName = "fp32"
@@ -181,7 +187,10 @@ def _build(checkpoint: Checkpoint, device: torch.device) -> tuple[Decoder, Schem
                 f"{checkpoint.folder}: {name} has shape {tuple(value.shape)} and {value.dtype}; "
                 f"config.json asks for floating {tuple(parameter.shape)}"
             )
-        if name != EMBEDDING or config.tie_word_embeddings:
+        if share is not None:
+            rank, ranks = share
+            value = Split(config, ranks).cut(rank, name, value)
+        elif name != EMBEDDING or config.tie_word_embeddings:
             value = value.to(torch.float32)
         owner, _, leaf = name.rpartition(".")
         setattr(model.get_submodule(owner), leaf, nn.Parameter(value, requires_grad=False))

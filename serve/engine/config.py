@@ -136,6 +136,14 @@ class EngineConfig(Config):
         description="Of window+blocks: layers that read all keys, by their numbers from 0, such as [7]; a number "
         "alone: so many at the start. A layer that looks up what was said once should be among them.",
     )
+    tensor_parallel: int = Field(
+        default=1,
+        ge=1,
+        le=64,
+        description="Processes of this machine that compute a step together, each with a part of the weights, the "
+        "heads and the KV cache. No token changes. On a CPU, for dense decoders, without adapters, images, a draft "
+        "network and window+blocks.",
+    )
     adapters: dict[AdapterName, Annotated[Path, AfterValidator(Path.absolute)]] = Field(
         default_factory=dict,
         max_length=1024,
@@ -185,6 +193,21 @@ class EngineConfig(Config):
             raise ValueError(
                 f"attention_budget={self.attention_budget} is below attention_window={self.attention_window} and "
                 f"attention_sink={self.attention_sink}, which it holds; raise it or lower these"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _parts_go_together(self) -> EngineConfig:
+        without = {
+            "speculate=draft": self.speculate == "draft",
+            "attention=window+blocks": self.attention != "full",
+            "adapters": bool(self.adapters),
+            "device=cuda": self.device == "cuda",
+        }
+        if self.tensor_parallel > 1 and (named := [name for name, given in without.items() if given]):
+            raise ValueError(
+                f"tensor_parallel={self.tensor_parallel} does not go with {', '.join(named)} so far; leave out one of "
+                "them"
             )
         return self
 

@@ -9,7 +9,7 @@ import time
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, Protocol
 
-from penjing.core.errors import OverloadedError, PenjingError, RequestError
+from penjing.core.errors import BrokenEngineError, OverloadedError, PenjingError, RequestError
 from penjing.serve.engine.adapters import AdapterRunner, Adapters
 from penjing.serve.engine.answer import Answer
 from penjing.serve.engine.blocks import BlockManager
@@ -174,7 +174,11 @@ class LLMEngine:
         return self.scheduler.has_work()
 
     def step(self) -> list[RequestOutput]:
-        """Compute one batch; what it adds to each of its answers."""
+        """Compute one batch; what it adds to each of its answers.
+
+        Raises:
+            BrokenEngineError: what computes the model has ended; no later step can succeed.
+        """
         started = time.monotonic()
         num_answers = self.scheduler.num_answering()
         drafts = self.speculation.propose(self.scheduler.running, self._answers) if self.speculation else None
@@ -187,6 +191,8 @@ class LLMEngine:
         self.samples.begin((self._answers[chunk.sequence] for chunk in batch.chunks), started)
         try:
             outputs = self._compute(batch)
+        except BrokenEngineError:
+            raise
         except Exception as error:
             log.exception("a batch of %d sequences failed; each is tried alone", len(batch.chunks))
             outputs = self._compute_separately(batch, error)
@@ -351,6 +357,8 @@ class LLMEngine:
             self.scheduler.settle(chunk.sequence)
             try:
                 outputs += self._compute(Batch([chunk], chunk.num_tokens))
+            except BrokenEngineError:
+                raise
             except Exception as own_error:
                 message = f"the model failed on this request: {type(own_error).__name__}: {own_error}"
                 outputs += self._end_all([chunk.sequence], "error", message)

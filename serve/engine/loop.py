@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 
-from penjing.core.errors import RequestError, ServerError
+from penjing.core.errors import BrokenEngineError, RequestError, ServerError
 from penjing.serve.engine.engine import LLMEngine, PreparedRequest
 from penjing.serve.engine.request import Request, RequestOutput
 from penjing.serve.engine.stats import MASKS, EngineStats
@@ -180,6 +180,9 @@ class EngineLoop:
         try:
             outputs = self.engine.step()
             self._consecutive_failures = 0
+        except BrokenEngineError as error:
+            self._fail(str(error))
+            return
         except Exception as error:  # a defect of ours: fail what runs, keep serving the next request
             log.exception("an engine step failed")
             self._consecutive_failures += 1

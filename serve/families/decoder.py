@@ -30,6 +30,10 @@ def _check(folder: Path, settings: EngineConfig) -> Path:
         from penjing.serve.runner.key_blocks import check_key_blocks
 
         check_key_blocks(settings, checkpoint.config)
+    if settings.tensor_parallel > 1:
+        from penjing.serve.runner.parallel_runner import check_parallel
+
+        check_parallel(settings, folder)
     if settings.adapters:
         from penjing.serve.runner.adapters import open_adapters
 

@@ -20,6 +20,8 @@ from penjing.serve.runner.costs import measure_costs
 from penjing.serve.runner.device import find_device, free_device_memory, resolve_device
 from penjing.serve.runner.key_blocks import allocate_summaries, check_key_blocks
 from penjing.serve.runner.kv_pool import available_memory, resolve
+from penjing.serve.runner.parallel_runner import ParallelRunner, cached_model, check_parallel, start_workers
+from penjing.serve.runner.ranks import Workers
 from penjing.serve.runner.runner import Runner
 from penjing.serve.speculate.network import DraftNetwork, head_rows
 
@@ -35,12 +37,19 @@ def load_engine(folder: Path, config: EngineConfig | None = None) -> LLMEngine:
         find_device(config.device)  # before the weights are read
         if config.attention != "full" and family_of(folder) != SEES:
             check_key_blocks(config, open_checkpoint(folder).config)
+        if config.tensor_parallel > 1:
+            check_parallel(config, folder)
+            workers = start_workers(folder, config)
+            return make_engine(load_model(folder, share=(0, config.tensor_parallel)), config, workers=workers)
     adapters = {} if config is None else load_adapters(folder, config)
     return make_engine(load_model(folder), config, adapters)
 
 
 def make_engine(
-    loaded: LoadedModel, config: EngineConfig | None = None, adapters: Mapping[str, Pairs] | None = None
+    loaded: LoadedModel,
+    config: EngineConfig | None = None,
+    adapters: Mapping[str, Pairs] | None = None,
+    workers: Workers | None = None,
 ) -> LLMEngine:
     """Build an engine around a loaded model; "auto" settings are decided here, see `LLMEngine.config`.
 
@@ -48,16 +57,18 @@ def make_engine(
 
     Args:
         adapters: what `load_adapters` made of the settings' folders, or others.
+        workers: the other processes of `config.tensor_parallel`, which load the same model.
 
     Raises:
         ConfigError: the settings contradict each other, the model or the memory.
+        BrokenEngineError: a worker ended before it had loaded.
     """
     config = resolve_device(config or EngineConfig(), loaded.config)
     if loaded.sight is not None and config.device != "cpu":
         raise ConfigError("a decoder that sees is served on a CPU only; take device=cpu")
     available = available_memory() if config.device == "cpu" else free_device_memory(loaded.model, config)
-    config = resolve(config, loaded.config, available)
-    runner = make_runner(loaded.model, config, adapters)
+    config = resolve(config, cached_model(config, loaded.config), available)
+    runner = make_runner(loaded.model, config, adapters, workers)
     network = None if config.draft is None else load_network(config.draft, loaded, runner)
     speculation = None if config.speculate == "off" else Speculation(measure_costs(runner, config), network)
     return LLMEngine(loaded, config, runner, speculation)
@@ -86,8 +97,17 @@ def load_network(folder: Path, loaded: LoadedModel, runner: ModelRunner) -> Draf
     return DraftNetwork(stored, rows)
 
 
-def make_runner(model: Decoder, config: EngineConfig, adapters: Mapping[str, Pairs] | None = None) -> ModelRunner:
+def make_runner(
+    model: Decoder,
+    config: EngineConfig,
+    adapters: Mapping[str, Pairs] | None = None,
+    workers: Workers | None = None,
+) -> ModelRunner:
     """The runner for a resolved `config`."""
+    if config.tensor_parallel > 1:
+        if workers is None:
+            raise ConfigError("tensor_parallel needs a folder, which other processes load too; leave tensor_parallel=1")
+        return ParallelRunner(model, config, workers)
     if config.device == "cuda":
         if adapters:
             raise ConfigError("adapters are served on a CPU only; leave them out, or take device=cpu")
