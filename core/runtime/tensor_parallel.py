@@ -60,6 +60,8 @@ class Split:
         for what, value in kinds.items():
             if value is not None:
                 raise ConfigError(f"{wanted} does not fit this model, which {what}; leave tensor_parallel=1")
+        if found := config.departures():
+            raise ConfigError(f"{wanted} does not fit a model with {', '.join(found)}; leave tensor_parallel=1")
         if not self._heads_fit():
             heads, kv = config.num_attention_heads, config.num_key_value_heads
             fitting = [str(n) for n in range(1, heads + 1) if Split(config, n)._heads_fit()]

@@ -174,17 +174,12 @@ class LLMEngine:
         return self.scheduler.has_work()
 
     def step(self) -> list[RequestOutput]:
-        """Compute one batch; what it adds to each of its answers.
-
-        Raises:
-            BrokenEngineError: what computes the model has ended; no later step can succeed.
-        """
+        """Compute one batch; what it adds to each of its answers. After a BrokenEngineError no step can succeed."""
         started = time.monotonic()
         num_answers = self.scheduler.num_answering()
         drafts = self.speculation.propose(self.scheduler.running, self._answers) if self.speculation else None
         batch = self.scheduler.schedule(self._pace.prompt_tokens(num_answers), drafts)
-        num_drafted = sum(len(chunk.sequence.draft) for chunk in batch.chunks)
-        self._num_draft_tokens += num_drafted
+        self._num_draft_tokens += (num_drafted := sum(len(chunk.sequence.draft) for chunk in batch.chunks))
         if not batch.chunks:
             assert not self.scheduler.has_work(), "work, but nothing can be scheduled"
             return []
@@ -199,10 +194,9 @@ class LLMEngine:
         self._num_steps += 1
         self.samples.iteration_tokens_total.append(batch.num_tokens)
         seconds = max(time.monotonic() - started, 1e-6)
-        rate = (batch.num_tokens - num_drafted) / seconds
-        num_prompt_tokens = batch.num_tokens - num_drafted - num_answers
-        self._pace.observe(max(num_prompt_tokens, 0), num_answers, seconds)
-        self._tokens_per_second += 0.1 * (rate - self._tokens_per_second)
+        num_own = batch.num_tokens - num_drafted
+        self._pace.observe(max(num_own - num_answers, 0), num_answers, seconds)
+        self._tokens_per_second += 0.1 * (num_own / seconds - self._tokens_per_second)
         return outputs
 
     def stats(self) -> EngineStats:

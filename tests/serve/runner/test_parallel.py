@@ -212,6 +212,9 @@ def test_what_does_not_go_together_is_refused(make_tiny_checkpoint: Callable[...
     )
     with pytest.raises(ConfigError, match="has experts"):
         load_engine(moe, EngineConfig(tensor_parallel=2))
+    apart = tiny_config(model_type="penjing", norms="around")
+    with pytest.raises(ConfigError, match="norms=around"):
+        Split(apart, 2).check()
     with pytest.raises(ConfigError, match="needs a folder"):
         make_engine(tiny_model(), EngineConfig(tensor_parallel=2))
     check_parallel(EngineConfig(tensor_parallel=2), make_tiny_checkpoint())
