@@ -62,7 +62,8 @@ class Fold:
 
 def folds(values: Values) -> bool:
     """Whether a parsed `config.json` is of a family that is read here."""
-    return values.get("model_type") in _FAMILIES
+    kind = values.get("model_type")
+    return isinstance(kind, str) and kind in _FAMILIES
 
 
 def fold_from_hf(values: Values, source: str) -> Fold:

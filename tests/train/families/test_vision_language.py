@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ import torch
 from PIL import Image
 
 from penjing.core.checkpoint.vision_language import load_vision_language
+from penjing.core.config import load_recipe
 from penjing.core.errors import ConfigError, InputError, RequestError
 from penjing.core.family import family_of
 from penjing.core.images.sound import Sound
@@ -23,6 +25,8 @@ from penjing.serve.engine.request import Request
 from penjing.serve.runner.load import load_engine
 from penjing.serve.sampling.params import SamplingParams
 from penjing.train.data.images import ImageSet
+from penjing.train.families import vision_language
+from penjing.train.recipe.recipe import TrainRecipe
 from penjing.train.run import train
 from penjing.train.sources import scenes as scenes_module
 from penjing.train.sources.scenes import scenes
@@ -161,7 +165,6 @@ def test_micro_batches_change_nothing(recipe: Path, tmp_path: Path, settings: li
         (["model.decoder=nowhere"], InputError, "nowhere"),
         (["model.vision.patch_size=3"], ConfigError, "image_size=8 is not divisible by patch_size=3"),
         (["data.sources=['builtin:scenes']"], ConfigError, "set model.vision.image_size = 56"),
-        (["parallel.tp=2"], ConfigError, "takes data parallelism and ZeRO alone"),
         (["compile=true"], ConfigError, "whose texts differ in length"),
         (["objective.label_smoothing=0.1"], ConfigError, "whose answers are learnt"),
         (["data.held_out_sources=[]", "data.held_out=0"], ConfigError, "leaves nothing to evaluate on"),
@@ -170,6 +173,14 @@ def test_micro_batches_change_nothing(recipe: Path, tmp_path: Path, settings: li
 def test_what_does_not_fit_is_one_line(recipe: Path, settings: list[str], error: type[Exception], said: str) -> None:
     with pytest.raises(error, match=said):
         train(recipe, settings)
+
+
+@pytest.mark.parametrize("axis", ["tp", "pp", "cp", "ep"])
+def test_parts_of_the_network_stay_together(recipe: Path, axis: str) -> None:
+    """Whoever runs it: one process alone is told that it is too few first."""
+    given = load_recipe(TrainRecipe, recipe, [f"parallel.{axis}=2"])
+    with pytest.raises(ConfigError, match="takes data parallelism and ZeRO alone"):
+        vision_language._check_run(given, cast(Any, None), cast(Any, None))
 
 
 def test_scenes_say_what_lies_where(monkeypatch: pytest.MonkeyPatch) -> None:
