@@ -55,14 +55,14 @@ def bench_batched(
     progress.start("benchmark", runs + 1)
     for turn in range(runs + 1):
         found = {"onnxruntime": _run_alone(work)}
-        for index, (name, parts) in enumerate(work.forms.items()):
-            found[name], seconds, cores = _run_requests(server, name, work, parts)
+        for index, (form, parts) in enumerate(work.forms.items()):
+            found[form], seconds, cores = _run_requests(server, name, work, parts)
             if turn > 0 and index == 0:
                 latencies += seconds
                 client_cores.append(cores)
         if turn > 0:  # the first turn warms memory up
-            for name, rate in found.items():
-                rates[name].append(rate)
+            for form, rate in found.items():
+                rates[form].append(rate)
         progress.advance()
     speeds = {name: median(values) for name, values in rates.items()}
     shares = {name: speeds[name] / speeds["onnxruntime"] for name in work.forms}

@@ -143,7 +143,7 @@ def test_parity_through_the_endpoint_is_recorded_and_another_model_is_refused(
 
 
 def test_bench(served: ServedClassifier, artifact: ClassifierArtifact) -> None:
-    found = bench_batched(artifact.folder, served.address, runs=1, images=256, threads=1)
+    found = bench_batched(artifact.folder, served.address, runs=2, images=256, threads=1)
     speeds = found["images_per_second"]
     assert set(speeds) == {"onnxruntime", "server_floats", "server_pixels"}
     assert found["share"]["server_pixels"] == speeds["server_pixels"] / speeds["onnxruntime"] > 0
