@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from penjing.calls import import_model, prune, quantize, report, run, serving
     from penjing.core.errors import (
+        BrokenEngineError,
         ConfigError,
         InputError,
         OverloadedError,
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AsyncClient",
+    "BrokenEngineError",
     "Client",
     "ConfigError",
     "Embedder",
@@ -72,8 +74,8 @@ _PLACES = {
     "penjing.core.vision.embedder": ("Embedder",),
     "penjing.core.progress": ("Progress", "progress_bar"),
     "penjing.core.errors": (
-        *("ConfigError", "InputError", "OverloadedError", "PenjingError", "RequestError", "ServerError", "SetupError"),
-        "UnavailableError",
+        *("BrokenEngineError", "ConfigError", "InputError", "OverloadedError", "PenjingError", "RequestError"),
+        *("ServerError", "SetupError", "UnavailableError"),
     ),
 }
 _PLACE = {name: module for module, names in _PLACES.items() for name in names}
