@@ -75,10 +75,9 @@ def fold_from_hf(values: Values, source: str) -> Fold:
     kind = values["model_type"]
     family = _FAMILIES[kind]
     named = values.get("architectures") or [FOLDED[kind]]
-    if FOLDED[kind] not in named:
-        raise InputError(
-            f"{source}: {', '.join(map(str, named))} is not a language model; take a {FOLDED[kind]} folder"
-        )
+    if not isinstance(named, list) or FOLDED[kind] not in named:
+        said = ", ".join(map(str, named)) if isinstance(named, list) else repr(named)
+        raise InputError(f"{source}: {said} is not a language model; take a {FOLDED[kind]} folder")
     given = family.defaults | {name: value for name, value in values.items() if value is not None}
     activation = given.get("hidden_activation") or given.get("hidden_act") or family.activation
     if activation not in (("silu", "swish") if family.activation == "silu" else (family.activation,)):
@@ -115,9 +114,11 @@ def _config(values: Values, source: str, rope: Values | None = None, **changes: 
     return config
 
 
-def _sliding(values: Values, source: str, pattern: int) -> Values:
+def _sliding(values: Values, source: str, pattern: Any) -> Values:
     """`layer_types` and `sliding_window` where every `pattern`-th layer sees all; 0: none does."""
     layers, window = _count(values, "num_hidden_layers", source), values.get("sliding_window")
+    if isinstance(pattern, bool) or not isinstance(pattern, int) or pattern < 0:
+        raise InputError(f"{source}: sliding_window_pattern must be a whole number (got {pattern!r})")
     types = values.get("layer_types")
     if types is None:
         full = [pattern > 0 and (layer + 1) % pattern == 0 for layer in range(layers)]
@@ -134,15 +135,18 @@ def _ropes(values: Values, source: str, main: float, local: float) -> tuple[Valu
     rope = values.get("rope_parameters")
     rope = rope if isinstance(rope, dict) else {}
     if "full_attention" in rope or "sliding_attention" in rope:
-        whole = dict(rope.get("full_attention") or {})
-        near = dict(rope.get("sliding_attention") or {})
+        sections = [rope.get(name) or {} for name in ("full_attention", "sliding_attention")]
+        if not all(isinstance(section, dict) for section in sections):
+            raise InputError(f"{source}: rope_parameters must have rotary settings for each kind of layer")
+        whole, near = (dict(section) for section in sections)
         if near.get("rope_type", "default") != "default":
             raise InputError(f"{source}: rotary scaling of sliding layers is not supported")
         whole.setdefault("rope_theta", values.get("rope_theta", main))
-        return {"rope_parameters": whole}, float(near.get("rope_theta", values.get("rope_local_base_freq", local)))
+        theta = near.get("rope_theta", values.get("rope_local_base_freq", local))
+        return {"rope_parameters": whole}, _number({"rope_theta": theta}, "rope_theta", source)
     theta = values.get("rope_theta", main)
     made = {"rope_theta": theta, "rope_scaling": values.get("rope_scaling"), "rope_parameters": rope or None}
-    return made, float(values.get("rope_local_base_freq", local))
+    return made, _number({"rope_local_base_freq": local} | values, "rope_local_base_freq", source)
 
 
 def _gemma3(values: Values, source: str) -> Fold:
@@ -207,6 +211,8 @@ def _olmo3(values: Values, source: str) -> Fold:
 def _exaone4(values: Values, source: str) -> Fold:
     pattern = values.get("sliding_window_pattern", 4)
     layers = _count(values, "num_hidden_layers", source)
+    if pattern == "":
+        raise InputError(f"{source}: sliding_window_pattern is empty; it names kinds of layers, such as LLLG")
     if values.get("layer_types") is None and isinstance(pattern, str):
         types = [pattern[layer % len(pattern)] == "L" and layer < layers - 1 for layer in range(layers)]
         values = values | {"layer_types": ["sliding_attention" if near else "full_attention" for near in types]}
@@ -268,7 +274,7 @@ def _partial(values: Values, source: str, **changes: Any) -> tuple[DecoderConfig
 
 def _number(values: Values, name: str, source: str) -> float:
     value = values.get(name)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < _LARGEST:
         raise InputError(f"{source}: {name} must be a positive number (got {value!r})")
     return float(value)
 
@@ -280,6 +286,7 @@ def _count(values: Values, name: str, source: str) -> int:
     return value
 
 
+_LARGEST = 1e18  # of a factor: its square is still a float32, and an integer of hundreds of digits is none
 # What transformers assumes when a config.json leaves the field out.
 _FAMILIES: dict[str, _Family] = {
     "gemma3_text": _Family(

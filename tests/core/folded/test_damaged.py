@@ -1,0 +1,42 @@
+"""One value of a folded family's config.json is something else: it is read, or an error says what is wrong."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import pytest
+
+from penjing.core.errors import PenjingError
+from penjing.core.folded.families import fold_from_hf
+from penjing.core.models.hf_config import FOLDED
+from tests.core.folded.test_families import SMALL
+from tests.core.imports.test_damaged_folder import ODD
+
+FIELDS = (
+    *SMALL, "architectures", "hidden_act", "hidden_activation", "head_dim", "rms_norm_eps", "tie_word_embeddings",
+    "attention_bias", "attention_out_bias", "use_bias", "rope_theta", "rope_scaling", "rope_parameters",
+    "rope_local_base_freq", "partial_rotary_factor", "layer_types", "sliding_window", "sliding_window_pattern",
+    "use_sliding_window", "no_rope_layers", "no_rope_layer_interval", "query_pre_attn_scalar", "embedding_multiplier",
+    "logits_scaling", "attention_multiplier", "residual_multiplier",
+)  # fmt: skip
+SECTIONS = ("full_attention", "sliding_attention", "rope_theta", "rope_type", "partial_rotary_factor", "factor")
+
+
+@pytest.mark.parametrize("kind", sorted(FOLDED))
+def test_any_damaged_value_is_read_or_refused(kind: str) -> None:
+    whole: dict[str, Any] = SMALL | {"model_type": kind, "head_dim": 12, "architectures": [FOLDED[kind]]}
+    fold_from_hf(whole | {"attention_bias": False}, "config.json")
+    changes: list[dict[str, Any]] = [{name: odd} for name in FIELDS for odd in ODD]
+    for section in ("rope_parameters", "rope_scaling"):
+        changes += [{section: {name: odd}} for name in SECTIONS for odd in ODD]
+        changes += [{section: {"full_attention": {name: odd}}} for name in SECTIONS[2:] for odd in ODD]
+        changes += [{section: {"sliding_attention": {name: odd}}} for name in SECTIONS[2:] for odd in ODD]
+    for change in changes:
+        with contextlib.suppress(PenjingError):
+            try:
+                fold_from_hf(whole | change, "config.json")
+            except PenjingError:
+                raise
+            except Exception as error:
+                raise AssertionError(f"{change} gives {error!r}") from error
