@@ -143,6 +143,7 @@ def test_the_plan_says_who_does_what(recipe: Path, tmp_path: Path, capsys: pytes
     assert "data: cpu" in said
     assert "ray.resources={penjing_cpu=1}" in said
     assert "python -m penjing.train.launch.ray_nodes" in said
+    assert "failed where it was tried" in said
     (row, *_) = json.loads((tmp_path / "rows.json").read_text())
     assert row["data"] == ["cpu"]
     assert any("data: cpu" in line for line in out.read_text().splitlines()[:6])
