@@ -83,11 +83,11 @@ def vision_language_config(folder: Path) -> VisionLanguageConfig:
     if not isinstance(vision, dict):
         raise InputError(f"{path} needs the objects text_config and vision_config; get the model again")
     tower = vision.get("model_type", "clip_vision_model") if kind == "llava" else "idefics3"
-    if tower not in _VISION:
+    if tower not in tuple(_VISION):  # a list, which a damaged file may hold, has no hash
         known = " and ".join(name for name in _VISION if name != "idefics3")
         raise InputError(f"{path}: the vision tower {tower!r:.60} is not supported; {known} are")
     seen = _VISION[tower] | vision
-    if (activation := seen["hidden_act"]) not in ACTIVATIONS:
+    if (activation := seen["hidden_act"]) not in tuple(ACTIVATIONS):
         known = ", ".join(map(repr, ACTIVATIONS))
         raise InputError(f"{path}: vision_config.hidden_act={activation!r} is not supported; it must be one of {known}")
     try:
@@ -129,7 +129,7 @@ def _llava(folder: Path, values: dict[str, Any], seen: dict[str, Any], vision: d
             f"{path}: vision_feature_select_strategy={strategy!r:.60} is not supported with this tower; it must be "
             f"{wanted!r}"
         )
-    if (curve := values.get("projector_hidden_act", "gelu")) not in ACTIVATIONS:
+    if (curve := values.get("projector_hidden_act", "gelu")) not in tuple(ACTIVATIONS):
         raise InputError(
             f"{path}: projector_hidden_act={curve!r:.60} is not supported; it must be one of "
             f"{', '.join(map(repr, ACTIVATIONS))}"
