@@ -9,6 +9,8 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from penjing.serve.sampling.formats import with_readable_times
+
 MAX_BYTES = 64 << 10
 MAX_DEPTH = 48  # of nested lists and objects; the library's own reader stops at 128
 MAX_NODES = 10_000
@@ -60,7 +62,7 @@ class Guided(BaseModel):
             return LLMatcher.grammar_from_lark(self.value)
         if self.kind == "tools":
             return LLMatcher.grammar_from_lark(_tools_grammar(self.value, special))
-        schema = {"type": "object"} if self.kind == "json_object" else self.value
+        schema = {"type": "object"} if self.kind == "json_object" else with_readable_times(self.value)
         return LLMatcher.grammar_from_json_schema(json.dumps(schema), defaults=_json_options(self.strict))
 
 
@@ -148,7 +150,8 @@ def _call_rules(functions: list[dict[str, Any]]) -> Iterator[str]:
     for index, function in enumerate(functions):
         # The parameters stay a schema of their own: references in it begin at its root.
         parameters = function.get("parameters") or {"type": "object"}
-        schema = {**parameters, "x-guidance": _json_options(function.get("strict") is True)}
+        options = _json_options(function.get("strict") is True)
+        schema = {**with_readable_times(parameters), "x-guidance": options}
         begin = _quoted(f'{{"name": {json.dumps(function["name"])}, "arguments": ')
         yield f"call_{index}: {begin} %json {json.dumps(schema)} {_quoted('}')}"
 
