@@ -3,9 +3,9 @@
     python benchmarks/run_structured.py                 # ten minutes
     python benchmarks/run_structured.py --schemas 20    # one
 
-Each of the schemas of `lib/front_schemas.py` is asked for with five seeds at temperature 1, as `response_format`, strict,
-16 at a time. `structured/valid` is the share of all answers that `json` parses and `jsonschema` finds valid, formats
-included. `structured/cut` are answers that met `max_tokens`, of which nothing is promised; they are not valid ones.
+Each of the schemas of `lib/front_schemas.py` is asked for with five seeds at temperature 1, as `response_format`,
+strict, 16 at a time. `structured/valid` is the share of all answers that `json` parses and `jsonschema` finds valid,
+formats included. `structured/cut` are answers that met `max_tokens`, of which nothing is promised; they are not valid.
 """
 
 from __future__ import annotations

@@ -188,14 +188,14 @@ async def _run(address: Address, load: Sequence[Asked], progress: Progress) -> l
     async def ask(asked: Asked) -> Outcome:
         await asyncio.sleep(started + asked.at - time.monotonic())
         outcome = Outcome(asked)
-        await _ask(address, outcome, model, started + asked.at)
+        await send(address, outcome, model, started + asked.at)
         progress.advance()
         return outcome
 
     return list(await asyncio.gather(*map(ask, load)))
 
 
-async def _ask(address: Address, outcome: Outcome, model: str, due: float) -> None:
+async def send(address: Address, outcome: Outcome, model: str, due: float) -> None:
     """Send a request and note what comes; what goes wrong is its outcome."""
     outcome.late = max(0.0, time.monotonic() - due)
     try:

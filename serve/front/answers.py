@@ -12,7 +12,7 @@ from typing import Any
 
 from starlette.responses import Response
 
-from penjing.core.errors import PenjingError, RequestError
+from penjing.core.errors import OverloadedError, PenjingError, RequestError
 from penjing.serve.client.wire_text import Chunk
 from penjing.serve.front.backend import Backend
 from penjing.serve.front.upstream import Upstream
@@ -100,8 +100,10 @@ async def answer(backend: Backend, ask: Ask) -> AsyncGenerator[tuple[int, Chunk]
 
 async def _answer(backend: Backend, ask: Ask) -> AsyncGenerator[tuple[int, Chunk], None]:
     exchange, upstream = ask.exchange, backend.upstream(ask.model)
+    wanted = exchange.key, ask.n * max(1, len(ask.prompts)), len(exchange.body)
     last: dict[tuple[int, int], float] = {}  # when tokens of an answer came
     try:
+        upstream.fullness.check(*wanted)
         with upstream.running():
             async with aclosing(_chunks(upstream, ask)) as chunks:
                 async for index, chunk in chunks:
@@ -115,12 +117,14 @@ async def _answer(backend: Backend, ask: Ask) -> AsyncGenerator[tuple[int, Chunk
                     last[index, chunk.index] = now
                     exchange.count(0 if index in ask.tokens else chunk.num_input_tokens, chunk.num_tokens)
                     ask.tokens[index] = chunk
+                    upstream.alive()
                     if chunk.stages is not None and chunk.index == 0:
                         exchange.stages.append((now - exchange.started, chunk.stages))
                     yield index, chunk
     except PenjingError as error:
+        if isinstance(error, OverloadedError):
+            upstream.fullness.note(*wanted, error)
         raise backend.error(error, upstream) from None
-    upstream.alive()
 
 
 def _one(upstream: Upstream, ask: Ask, index: int) -> AsyncGenerator[Chunk, None]:

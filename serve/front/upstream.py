@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from penjing.core.errors import PenjingError
 from penjing.serve.client.client import AsyncClient
 from penjing.serve.client.protocol import DECODER, TOWERS
+from penjing.serve.front.fullness import Fullness
 from penjing.serve.gate.config import FrontModel
 
 CANARY_SECONDS = 2.0  # between two looks
@@ -35,6 +36,7 @@ class Upstream:
         self.client = AsyncClient(model.grpc, model=model.name, retries=0)
         self.is_down = False
         """Its last request found none: where there is another version, that one is asked."""
+        self.fullness = Fullness()
         self._answered = 0.0
         self._failing = ""
         self._num_running = 0
@@ -58,7 +60,7 @@ class Upstream:
         return self.is_ready and not self.is_down
 
     def alive(self) -> None:
-        """Note that it has just answered."""
+        """Note that it has just answered, or gone on with an answer."""
         self._answered = time.monotonic()
         self.is_down = False
 

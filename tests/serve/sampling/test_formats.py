@@ -1,4 +1,4 @@
-"""Dates and times of a schema: what is allowed is what Python's own `datetime` reads, and no value of the schema moves."""
+"""Dates and times of a schema: what is allowed is what Python's own `datetime` reads; no value of a schema moves."""
 
 from __future__ import annotations
 
