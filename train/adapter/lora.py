@@ -145,13 +145,18 @@ def check_adapter(known: Mapping[str, Tensor], model: nn.Module) -> None:
 
 
 @torch.no_grad()
+def merge(name: str, tensor: Tensor, parameters: Mapping[str, Tensor], scale: float) -> Tensor:
+    """`tensor`, the matrix or vector `name` of a network, with the product of its adapter among `parameters` added, in
+    float32; the same tensor where it has none."""
+    owner, _, leaf = name.rpartition(".")
+    first, second = (parameters.get(f"{owner}.{part}.weight") for part in _PARTS)
+    if leaf != "weight" or first is None or second is None:
+        return tensor
+    return tensor + scale * (second @ first)
+
+
 def merged(parameters: Mapping[str, Tensor], scale: float) -> Iterator[tuple[str, Tensor]]:
-    """(Name, tensor) of the network without adapters: each product added to its matrix, in float32."""
+    """(Name, tensor) of the network without adapters, each as `merge` makes it when it is asked for."""
     for name, tensor in parameters.items():
-        owner, _, leaf = name.rpartition(".")
-        if owner.rpartition(".")[2] in _PARTS:
-            continue
-        first, second = (parameters.get(f"{owner}.{part}.weight") for part in _PARTS)
-        if leaf == "weight" and first is not None and second is not None:
-            tensor = tensor + scale * (second @ first)
-        yield name, tensor
+        if name.rpartition(".")[0].rpartition(".")[2] not in _PARTS:
+            yield name, merge(name, tensor, parameters, scale)

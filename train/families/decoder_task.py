@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from penjing.core.models.tensor_names import tensor_shapes
 from penjing.core.progress import Progress
 from penjing.core.text.tokenizer import Tokenizer
 from penjing.train.adapter.int8 import Int8Base, read_int8_base
-from penjing.train.adapter.lora import adapt, adapted_weights, check_adapter, merged
+from penjing.train.adapter.lora import adapt, adapted_weights, check_adapter, merge
 from penjing.train.adapter.peft import load_adapter, save_adapter
 from penjing.train.chat.rows import RowError
 from penjing.train.monitor.samples import Samples
@@ -125,8 +125,8 @@ class DecoderTask:
         return shown.hook(model, world)
 
     def export(self, model: nn.Module, folder: Path, created_by: dict[str, Any]) -> None:
-        """See `Task`; an adapter is merged, and lies in the folder `adapter` too. Beside an artifact, whose
-        integers would have to be made anew, it is written alone."""
+        """See `Task`; an adapter is merged, one tensor at a time, and lies in the folder `adapter` too. Beside an
+        artifact, whose integers would have to be made anew, it is written alone."""
         parameters, adapter = dict[str, Tensor](model.named_parameters()), self._recipe.adapter
         if adapter is not None:
             base = self._recipe.initial
@@ -137,15 +137,21 @@ class DecoderTask:
                 return
             (folder / "adapter").mkdir()
             save_adapter(folder / "adapter", parameters, adapter, base)
-            if self._int8 is not None:  # merged with what was rounded, not with the integers
-                whole = open_checkpoint(base)
-                parameters |= {name: whole.get(name).float() for name in tensor_shapes(self.config)}
-            parameters = dict(merged(parameters, adapter.scale))
-        tensors = ((name, parameters[name].detach().cpu()) for name in tensor_shapes(self.config))
-        save_checkpoint(folder, self.config, tensors, tokenizer_from=self._tokenizer)
+        save_checkpoint(folder, self.config, self._exported(parameters), tokenizer_from=self._tokenizer)
         if self._template is not None:
             atomic_write_text(folder / "chat_template.jinja", self._template)
         write_manifest(folder, "checkpoint", created_by)
+
+    def _exported(self, parameters: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+        """(Name, tensor) of the whole network, each made when it is asked for. An adapter is merged with what was
+        rounded, not with the integers."""
+        adapter = self._recipe.adapter
+        for name in tensor_shapes(self.config):
+            # Opened for each: what was read of a mapped file counts as memory of the process until it is closed.
+            tensor = parameters[name] if self._int8 is None else open_checkpoint(self._int8.folder).get(name).float()
+            if adapter is not None:
+                tensor = merge(name, tensor, parameters, adapter.scale)
+            yield name, tensor.detach().cpu()
 
     def next_command(self, folder: Path) -> str:
         """See `Task`."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from penjing.compress.decoder.artifact import make_weights
 from penjing.compress.decoder.settings import Int8Settings
 from penjing.core.checkpoint.decoder import open_checkpoint
+from penjing.core.checkpoint.safetensors_writer import SafetensorsWriter
 from penjing.core.errors import ConfigError
 from penjing.core.manifest import verify
 from penjing.core.models.decoder import Decoder
@@ -205,6 +207,22 @@ def test_a_checkpoint_is_rounded_as_it_is_read_and_merged_as_it_was(
     assert b.abs().max() > 0
     torch.testing.assert_close(merged[f"{name}.weight"], stored[f"{name}.weight"] + 2.0 * b @ a)
     assert torch.equal(merged["model.norm.weight"], stored["model.norm.weight"])
+
+
+def test_one_merged_tensor_is_in_memory_at_a_time(
+    recipe: Path, tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before: list[weakref.ref[Tensor]] = []
+    add = SafetensorsWriter.add
+
+    def watched(writer: SafetensorsWriter, name: str, tensor: Tensor) -> None:
+        assert all(each() is None for each in before), f"{name} is made while others are kept"
+        before.append(weakref.ref(tensor))
+        add(writer, name, tensor)
+
+    monkeypatch.setattr(SafetensorsWriter, "add", watched)
+    train(recipe, ["steps=1", f"initial={tiny_checkpoint}"])
+    assert len(before) == len(load_file(tiny_checkpoint / "model.safetensors"))
 
 
 def test_the_reference_of_pairs_may_be_the_artifact(
