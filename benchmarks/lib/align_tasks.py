@@ -49,12 +49,11 @@ def sums() -> Iterable[Row]:
 
 
 def compared() -> Iterable[Row]:
-    """Each of `sums` with its answer, preferred to wrong ones: near it, a number of it, or both as they stand."""
+    """Each of `sums` with its answer, preferred to the answer of every other sum, and to both numbers as they stand."""
     for a, b in product(range(LARGEST + 1), repeat=2):
         total = a + b
-        for wrong in dict.fromkeys((total + 1, total - 1, total + 2, total - 2, a, b, total + 10, 10 * a + b)):
-            if wrong >= 0 and wrong != total:
-                yield _pair(f"{a}+{b}=?", str(total), str(wrong))
+        for wrong in sorted({*range(2 * LARGEST + 1), 10 * a + b} - {total}):
+            yield _pair(f"{a}+{b}=?", str(total), str(wrong))
 
 
 def forms() -> Iterable[Row]:

@@ -352,13 +352,14 @@ def _what_it_is(path: Path) -> str:
     """What to do with a file that is no GGUF."""
     if path.suffix in _PICKLES:
         return (
-            f"{path} is a pickle, which can run code and is not read; in Python, load it into the module that it is "
-            "of, and write a folder that is: of a language model or text encoder with save_pretrained(FOLDER) of "
-            "transformers. Then 'penjing import FOLDER OUT'"
+            f"{path} is a pickle, which can run code and is not read; in Python, load it into its module once. Save a "
+            "language model or text encoder with save_pretrained(FOLDER) of transformers, then 'penjing import FOLDER "
+            "OUT'; of another network save the state_dict as net.safetensors, then 'penjing import file.py:function "
+            "OUT --weights net.safetensors'"
         )
     if path.suffix == ".safetensors":
         return f"{path} holds weights alone; give the folder in which it lies beside its config.json"
-    return f"{path} is not a GGUF file (it does not begin with 'GGUF'); give a .gguf model"
+    return f"{path} is not a GGUF file (it does not begin with 'GGUF'); give a .gguf model or a Hugging Face folder"
 
 
 def _contents(path: Path, field: Any) -> Any:

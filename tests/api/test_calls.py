@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import penjing
 from penjing.calls import _toml
@@ -72,6 +73,22 @@ def test_a_report_of_nothing_is_refused(tmp_path: Path) -> None:
 def test_import_takes_paths(tiny_checkpoint: Path, tmp_path: Path) -> None:
     out = penjing.import_model(tiny_checkpoint, tmp_path / "imported")
     assert isinstance(penjing.load(out), penjing.LoadedModel)
+
+
+def test_import_takes_an_onnx_file_and_its_options(tmp_path: Path) -> None:
+    class Sum(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + x
+
+    penjing.Network.from_torch(Sum(), torch.zeros(2, 3)).export(tmp_path / "x.onnx")
+    network = penjing.Network.load(penjing.import_model(tmp_path / "x.onnx", tmp_path / "x"))
+    assert torch.equal(network(torch.ones(2, 3))[0], torch.full((2, 3), 2.0))
+    with pytest.raises(penjing.InputError, match=r"no\.onnx"):
+        penjing.import_model("no.onnx", tmp_path / "y")
+    with pytest.raises(penjing.ConfigError, match="labels is for .onnx files and modules"):
+        penjing.import_model(tmp_path, tmp_path / "y", labels=tmp_path)
+    with pytest.raises(penjing.ConfigError, match=r"dtype 'float16'.*leave it out"):
+        penjing.import_model(tmp_path / "x.onnx", tmp_path / "y", dtype="float16")
 
 
 MILD = {"guard": {"perplexity_ratio": 1000.0}, "evaluate": TEXTS, "measure": {"seconds": 0.0, "rounds": 1}}
