@@ -21,7 +21,8 @@ def images(source: Path, step: TrainingSettings, data: DataSettings) -> FashionD
     Raises:
         ConfigError: settings of text.
     """
-    if wrong := unused(step, {"sources", "sequence_length", "document_mask", "held_out"}):
+    wrong = unused(step, {"sources", "sequence_length", "document_mask", "held_out"})
+    if wrong := [*wrong, *["adapter"] * (step.beside() is not None)]:
         raise ConfigError(f"{source} is an image classifier, which has no use for {', '.join(wrong)}; leave it out")
     sizes = {"batch_size": step.batch_size, "micro_batch": step.micro_batch}
     changes = {"pad": step.pad, "flip": step.flip, "erase": step.erase, "scale": step.scale, "colour": step.colour}

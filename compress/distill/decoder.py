@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import torch
 from torch import nn
 
 from penjing.compress.decoder.check import refuse_experts
@@ -18,7 +19,9 @@ from penjing.core.checkpoint.decoder import Checkpoint, open_checkpoint
 from penjing.core.errors import ConfigError
 from penjing.core.manifest import identity
 from penjing.core.models.config import DecoderConfig
+from penjing.core.models.decoder import Decoder
 from penjing.core.progress import Progress
+from penjing.train.adapter.lora import adapt
 from penjing.train.families.base import Task
 from penjing.train.families.decoder import LanguageModeling
 from penjing.train.objective.objective import CrossEntropy
@@ -31,14 +34,18 @@ def text(source: Path, step: TrainingSettings, _: DataSettings) -> TextData:
     """The step's `sources`, with the tokenizer of the checkpoint.
 
     Raises:
-        ConfigError: no sources, or settings of images.
+        ConfigError: no sources, settings of images, or an adapter that does not fit.
         InputError: a decoder with experts.
     """
-    refuse_experts(open_checkpoint(source).config, source, "training inside a compression run")
+    config = open_checkpoint(source).config
+    refuse_experts(config, source, "training inside a compression run")
     if not step.sources:
         raise ConfigError(f"{source} is a decoder: give the step sources = [folders of text], or 'builtin:code'")
     if wrong := [*unused(step, {"pad", "flip", "erase", "scale", "colour"}), *["mix"] * bool(step.mixture())]:
         raise ConfigError(f"{source} is a decoder, which has no use for {', '.join(wrong)}; leave it out")
+    if (adapter := step.beside()) is not None:
+        with torch.device("meta"):
+            adapt(Decoder(config), adapter)
     return TextData(
         kind="text",
         batch_size=step.batch_size,

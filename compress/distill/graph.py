@@ -47,7 +47,8 @@ def samples(source: Path, step: TrainingSettings, data: DataSettings) -> SampleD
     Raises:
         ConfigError: settings of text, or no source.
     """
-    if wrong := unused(step, {"sources", "sequence_length", "document_mask", "held_out"}):
+    wrong = unused(step, {"sources", "sequence_length", "document_mask", "held_out"})
+    if wrong := [*wrong, *["adapter"] * (step.beside() is not None)]:
         raise ConfigError(f"{source} is a graph, which has no use for {', '.join(wrong)}; leave it out")
     if data.source is None:
         raise ConfigError(

@@ -24,6 +24,7 @@ from penjing.core.models.config import DecoderConfig
 from penjing.core.models.resnet_config import ResNetConfig
 from penjing.core.progress import Progress
 from penjing.core.work import check_kept
+from penjing.train.adapter.lora import AdapterConfig
 from penjing.train.families.base import Task, build_checkpoint_task
 from penjing.train.loop import InterruptedRunError
 from penjing.train.monitor.monitor import MonitorConfig
@@ -85,6 +86,10 @@ class TrainingSettings(Config):
     def mixture(self) -> float:
         """The largest share of another sample, with its class, in each that is learnt from."""
         return 0.0
+
+    def beside(self) -> AdapterConfig | None:
+        """The small matrices that learn beside the network, which is frozen; None: the network learns."""
+        return None
 
 
 @dataclass(frozen=True)
@@ -197,6 +202,7 @@ def run_recipe_of(
         seed=step.seed,
         device=step.device,
         initial=source,
+        adapter=step.beside(),
         average=step.average,
         data=training.data(source, step, data),
         objective=ObjectiveConfig(label_smoothing=getattr(step, "label_smoothing", 0.0)),

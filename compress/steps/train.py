@@ -19,6 +19,7 @@ from penjing.core.models.config import DecoderConfig
 from penjing.core.models.resnet_config import ResNetConfig
 from penjing.core.progress import Progress
 from penjing.core.work import Places
+from penjing.train.adapter.lora import AdapterConfig
 from penjing.train.families.base import Task
 from penjing.train.objective.objective import CrossEntropy
 from penjing.train.processes.devices import choose_device
@@ -29,6 +30,16 @@ TRAINING, FORWARD = 3, 1  # passes' worth of multiply-accumulates
 
 class TrainedStep(TrainingSettings, Step):
     """A step that trains."""
+
+    adapter: AdapterConfig | None = Field(
+        default=None,
+        description="Small matrices (LoRA) that learn beside the frozen network of a decoder, in less than half of the "
+        "memory; the step ends with their sum. None given: all weights learn.",
+    )
+
+    def beside(self) -> AdapterConfig | None:
+        """See `TrainingSettings`."""
+        return self.adapter
 
     def check(self, context: Context) -> None:
         """See `Step`."""
@@ -41,14 +52,16 @@ class TrainedStep(TrainingSettings, Step):
 
 
 def training_needs(step: TrainingSettings, size: dict[str, Any], taught: bool) -> Needs:
-    """What training a network of `size` takes, with or without a teacher of the same size."""
+    """What training a network of `size` takes, with or without a teacher of the same size. Beside an adapter, which is
+    not counted, a frozen network has neither gradients nor moments."""
     weights = 4 * size["parameters"]
+    kept, passes = (4, TRAINING) if step.beside() is None else (1, TRAINING - FORWARD)
     samples = step.steps * step.batch_size * (step.sequence_length if size["macs_per"] == "token" else 1)
     return Needs(
-        memory=weights * (4 + taught),
+        memory=weights * (kept + taught),
         disk=size["bytes"],
-        scratch=4 * weights,
-        macs=samples * (TRAINING + taught * FORWARD) * size["macs"],
+        scratch=kept * weights,
+        macs=samples * (passes + taught * FORWARD) * size["macs"],
     )
 
 

@@ -15,7 +15,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from penjing.compress.distill.classifier import images
+from penjing.compress.distill.decoder import text as decoder_text
 from penjing.compress.run import run_recipe
+from penjing.compress.samples.data import DataSettings
 from penjing.compress.steps.registry import STEPS as KINDS
 from penjing.compress.steps.train import Distill, Finetune, TrainedStep
 from penjing.core.checkpoint.classifier import classifier_config, load_classifier
@@ -62,6 +65,47 @@ def test_a_decoder_comes_nearer_to_its_teacher(
         wanted = teacher(tokens).log_softmax(-1)
         apart = [(wanted.exp() * (wanted - model(tokens).log_softmax(-1))).sum(-1).mean() for model in (first, last)]
     assert apart[1] < 0.9 * apart[0]  # on tokens that it never saw
+
+
+@pytest.mark.parametrize("base", ["float", "int8"])
+def test_a_decoder_heals_by_an_adapter(
+    tiny_checkpoint: Path, student: Path, text_step: MakeStep, tmp_path: Path, base: str
+) -> None:
+    adapter = {"rank": 8, "alpha": 16.0, "targets": ["*.self_attn.?_proj", "*.mlp.*"], "base": base}
+    step = text_step(steps=20, temperature=2.0, adapter=adapter, learning_rate={"peak": 1e-2})
+    losses = distill(student, tiny_checkpoint, tmp_path, step)["losses"]
+    assert isinstance(losses, dict)
+    assert losses["last"]["divergence"] < 0.9 * losses["first"]["divergence"]
+    verify(tmp_path / "partial")
+    before, after = (load_file(folder / "model.safetensors") for folder in (student, tmp_path / "partial"))
+    small = load_file(tmp_path / "partial/adapter/adapter_model.safetensors")
+    assert before.keys() == after.keys()
+    for name, tensor in before.items():
+        parts = [f"base_model.model.{name.removesuffix('weight')}lora_{part}.weight" for part in "BA"]
+        if "_proj" in name:
+            b, a = (small.pop(part) for part in parts)
+            torch.testing.assert_close(after[name], tensor + 2.0 * b @ a)
+        else:
+            assert torch.equal(after[name], tensor)
+    assert not small
+
+
+@pytest.mark.parametrize(
+    ("adapter", "says"),
+    [({"targets": ["*.nothing"]}, "matches no linear layer"), ({"rank": 4096}, "is no smaller than")],
+)
+def test_an_adapter_that_does_not_fit_is_refused_before_the_run(
+    tiny_checkpoint: Path, text_step: MakeStep, adapter: dict[str, object], says: str
+) -> None:
+    with pytest.raises(ConfigError, match=says):
+        decoder_text(tiny_checkpoint, text_step(adapter=adapter), DataSettings())
+
+
+def test_a_classifier_has_no_use_for_an_adapter(tmp_path: Path) -> None:
+    step = KINDS["finetune"]("classifier").model_validate(STEPS | {"kind": "finetune", "adapter": {"rank": 4}})
+    assert isinstance(step, TrainedStep)
+    with pytest.raises(ConfigError, match="no use for adapter"):
+        images(write_classifier(tmp_path / "model"), step, DataSettings())
 
 
 @pytest.mark.usefixtures("small_images")
