@@ -85,7 +85,7 @@ def test_import_takes_an_onnx_file_and_its_options(tmp_path: Path) -> None:
     assert torch.equal(network(torch.ones(2, 3))[0], torch.full((2, 3), 2.0))
     with pytest.raises(penjing.InputError, match=r"no\.onnx"):
         penjing.import_model("no.onnx", tmp_path / "y")
-    with pytest.raises(penjing.ConfigError, match="labels is for .onnx files and modules"):
+    with pytest.raises(penjing.ConfigError, match=r"labels is for \.onnx files and modules"):
         penjing.import_model(tmp_path, tmp_path / "y", labels=tmp_path)
     with pytest.raises(penjing.ConfigError, match=r"dtype 'float16'.*leave it out"):
         penjing.import_model(tmp_path / "x.onnx", tmp_path / "y", dtype="float16")
