@@ -47,7 +47,10 @@ def check_model(checkpoint: Checkpoint) -> None:
     quantized = checkpoint.quantization
     if quantized is not None or (checkpoint.manifest is not None and checkpoint.manifest.kind == "artifact"):
         method = quantized.get("quant_method") if quantized is not None else "compressed"
-        raise InputError(f"{folder} is quantized already ({method}); compress the checkpoint it was made from")
+        raise InputError(
+            f"{folder} is quantized already ({method}); compress the checkpoint it was made from, "
+            "or floating weights that 'penjing import --dequantize' makes"
+        )
     expected = tensor_shapes(checkpoint.config)
     stored = set(checkpoint.tensor_names)
     for name, shape in expected.items():

@@ -20,7 +20,7 @@ from typing import Any
 
 from pydantic import Field
 
-from penjing.core.artifact.base import read_report_file
+from penjing.core.artifact.base import PARITY_FILE, read_report_file
 from penjing.core.artifact.parity import Difference, Parity, measured, parse_stored, read_parity
 from penjing.core.checkpoint.decoder import Checkpoint, open_checkpoint
 from penjing.core.config import Config
@@ -92,6 +92,11 @@ def open_decoder_artifact(folder: Path) -> DecoderArtifact:
     if checkpoint.manifest is None or checkpoint.manifest.kind != "artifact":
         raise InputError(f"{folder} is not an artifact; 'penjing compress' makes one from a checkpoint")
     manifest = verify(folder)
+    if not (folder / PARITY_FILE).is_file():
+        raise InputError(
+            f"{folder} has no parity record: it was imported with the integers of another program, and is served only. "
+            "'penjing import --dequantize' makes floating weights of its source, which 'penjing compress' takes"
+        )
     return DecoderArtifact(checkpoint, manifest, read_report_file(folder), read_parity(folder))
 
 

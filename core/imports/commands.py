@@ -61,6 +61,10 @@ def import_command(app: typer.Typer) -> None:
             float | None,
             typer.Option(help="Accept answers that differ by more than 1e-5 of their scale, up to this share."),
         ] = None,
+        dequantize: Annotated[
+            bool,
+            typer.Option("--dequantize", help="Make floating weights of a folder that is quantized."),
+        ] = False,
         force: Force = False,
     ) -> None:
         """Turn a model into a penjing checkpoint (safetensors, hashed).
@@ -94,6 +98,8 @@ def import_command(app: typer.Typer) -> None:
         given = {key: value for key, value in said.items() if value is not None}
         with progress_bar() as progress:
             if kind_of(source) is not None:
+                if dequantize:
+                    raise ConfigError("--dequantize is for folders of Hugging Face; leave it out")
                 import_graph(source, out, graph_options(**given), force=force, progress=progress)  # type: ignore[arg-type]
                 return
             if given:
@@ -101,4 +107,4 @@ def import_command(app: typer.Typer) -> None:
                 raise ConfigError(f"--{option} is for .onnx files and modules; {source} needs no more than a folder")
             from penjing.core.imports.importer import import_model
 
-            import_model(source, out, force=force, progress=progress)
+            import_model(source, out, force=force, progress=progress, dequantize=dequantize)

@@ -12,13 +12,15 @@ from typing import Any, Literal, Protocol
 
 import torch
 
-from penjing.core.checkpoint.decoder import copy_tokenizer, open_checkpoint, save_checkpoint
+from penjing.core.checkpoint.decoder import Checkpoint, copy_tokenizer, save_checkpoint
 from penjing.core.checkpoint.dtypes import DTYPES
 from penjing.core.errors import ConfigError, InputError
 from penjing.core.family import FAMILIES, family_of
 from penjing.core.files import atomic_write_text, publish_folder, sha256_file
 from penjing.core.folded.families import folds
 from penjing.core.folded.weights import FoldedCheckpoint
+from penjing.core.foreign.folder import FoldedForeignCheckpoint, ForeignCheckpoint
+from penjing.core.foreign.keep import Kept, runs_as_it_is, said_of_integers
 from penjing.core.imports.encoder import import_encoder
 from penjing.core.imports.gguf import GgufFile
 from penjing.core.imports.gguf_tokenizer import tokenizer_from_gguf
@@ -32,6 +34,7 @@ from penjing.core.progress import Progress, Silent
 from penjing.core.text.tokenizer import Tokenizer
 
 Dtype = Literal["float32", "bfloat16", "float16"]
+_FLOATING = (Checkpoint, FoldedCheckpoint)
 _DERIVED = ("rotary_emb.inv_freq",)  # older checkpoints store what config.json determines
 
 
@@ -54,7 +57,13 @@ class _Source(Protocol):
 
 
 def import_model(
-    source: str, out: Path, *, force: bool = False, progress: Progress | None = None, dtype: Dtype = "float32"
+    source: str,
+    out: Path,
+    *,
+    force: bool = False,
+    progress: Progress | None = None,
+    dtype: Dtype = "float32",
+    dequantize: bool = False,
 ) -> Path:
     """Make the checkpoint folder `out` from `source`, one tensor at a time; `out` appears only when it is complete.
 
@@ -64,6 +73,8 @@ def import_model(
         out: folder to make. If it already holds this very import, it is kept and that is said.
         force: replace a folder that penjing made before.
         dtype: of the stored weights of a decoder; those of other families are float32.
+        dequantize: make floating weights of a folder that is quantized, also where its integers could be kept. Kept,
+            they become an artifact, which is served; see `core.foreign.keep`.
 
     Raises:
         ConfigError: another dtype than these.
@@ -82,9 +93,16 @@ def import_model(
     }.get(family)
     if whole is not None and dtype != "float32":
         raise ConfigError(f"dtype {dtype!r}: {FAMILIES[family]} is stored in float32; leave it out")
-    model = None if whole is not None else (_FolderSource(path) if path.is_dir() else _GgufSource(path, described))
+    if whole is not None or not path.is_dir():
+        model = None if whole is not None else _GgufSource(path, described)
+    else:
+        model = _FolderSource(path, dequantize)
     identity = _folder_identity(path, described) if model is None else model.identity()
     created_by = {"command": "penjing import", "penjing": version("penjing"), "dtype": dtype, **identity}
+    if dequantize:
+        if not isinstance(model, _FolderSource) or model.foreign is None:
+            raise ConfigError(f"{source} is not quantized: leave --dequantize out")
+        created_by["dequantize"] = True
     if not force and _is_complete(out, created_by):
         progress.note(f"{out} already holds {source}: kept (--force makes it again)")
         return out
@@ -103,8 +121,15 @@ def import_model(
                 "the files do not belong together"
             )
         progress.start(f"importing {source}", model.num_tensors)
-        total = save_checkpoint(partial, model.config, _converted(model, DTYPES[dtype], progress), dtype=dtype)
-        write_manifest(partial, "checkpoint", created_by)
+        kept = model.kept(dequantize) if isinstance(model, _FolderSource) else None
+        if kept is not None and kept.reason is None:
+            total = _save_kept(partial, model, kept, progress)
+            write_manifest(partial, "artifact", created_by)
+        else:
+            total = save_checkpoint(partial, model.config, _converted(model, DTYPES[dtype], progress), dtype=dtype)
+            write_manifest(partial, "checkpoint", created_by)
+    if isinstance(model, _FolderSource) and model.foreign is not None:
+        progress.note(said_of_integers(kept, model.foreign, dtype))
     progress.note(f"{out}: {model.num_tensors} tensors, {total / 1e6:.0f} MB, license {created_by['license']}")
     return out
 
@@ -144,6 +169,16 @@ def _converted(model: _Source, dtype: torch.dtype, progress: Progress) -> Iterat
         progress.advance()
 
 
+def _save_kept(folder: Path, model: _Source, kept: Kept, progress: Progress) -> int:
+    def counted() -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in kept.tensors():
+            yield name, tensor
+            progress.advance(name.endswith((".weight", ".weight_packed", ".bias")))
+
+    extra = {"quantization_config": kept.quantization()}
+    return save_checkpoint(folder, model.config, counted(), dtype=kept.dtype, extra_config=extra)
+
+
 class _GgufSource:
     def __init__(self, path: Path, described: str) -> None:
         self._path = path
@@ -176,14 +211,20 @@ class _GgufSource:
 
 
 class _FolderSource:
-    """A Hugging Face folder; its weights must be floating-point and fit `config.json`."""
+    """A Hugging Face folder; its weights must be floating-point, or quantized in a way that is read, and fit
+    `config.json`."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, dequantize: bool = False) -> None:
         values = read_json_object(folder / "config.json") if (folder / "config.json").is_file() else {}
-        self._checkpoint = FoldedCheckpoint(folder) if folds(values) else open_checkpoint(folder)
+        kinds = (ForeignCheckpoint, FoldedForeignCheckpoint) if values.get("quantization_config") else _FLOATING
+        self._checkpoint = kinds[folds(values)](folder)
         self._folder = folder
-        if self._checkpoint.quantization is not None:
-            raise InputError(f"{folder} is quantized already; import the original, or serve it as it is")
+        self.foreign = self._checkpoint if isinstance(self._checkpoint, ForeignCheckpoint) else None
+        if self.foreign is not None and not dequantize and runs_as_it_is(self.foreign):
+            raise InputError(
+                f"{folder} is quantized in a form that penjing runs: serve it as it is, or make floating weights of it "
+                "with --dequantize"
+            )
         if not (folder / "tokenizer.json").is_file():
             raise InputError(
                 f"{folder} has no tokenizer.json; make one with transformers: "
@@ -191,6 +232,10 @@ class _FolderSource:
             )
         self._shapes = tensor_shapes(self.config)
         self._check_tensors()
+
+    def kept(self, dequantize: bool) -> Kept | None:
+        """What becomes of the folder's integers; None: it has none, or floating weights are wanted."""
+        return None if self.foreign is None or dequantize else Kept(self.foreign)
 
     def identity(self) -> dict[str, Any]:
         return _folder_identity(self._folder, self._folder.resolve().name)

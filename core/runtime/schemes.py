@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from penjing.core.errors import InputError
 from penjing.kernels.cpu.packing import LEAST_GROUP
@@ -34,6 +34,8 @@ EMBEDDING_MODULE = "model.embed_tokens"
 # Of an INT8 KV cache with one calibrated scale a layer, X.self_attn.k_scale and v_scale. This engine reads them and
 # keeps its own scale for each token and head, which is finer; other engines may need them.
 KV_CACHE_FIELDS = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "tensor", "dynamic": False}
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -67,8 +69,6 @@ INT8, INT8_ABOVE = Scheme(8), Scheme(8, zero_points=True)
 def quantized_modules(quantization_config: dict[str, Any], linear_names: Iterable[str]) -> dict[str, Scheme]:
     """Which of `linear_names` a compressed-tensors `quantization_config` quantizes to W8A8 or W4A8.
 
-    A group that names a layer is taken before one that names its class.
-
     Raises:
         InputError: another method, format or scheme; it names the field and the value that penjing runs.
     """
@@ -80,22 +80,44 @@ def quantized_modules(quantization_config: dict[str, Any], linear_names: Iterabl
         )
     if quantization_config.get("kv_cache_scheme") is not None:
         _require("kv_cache_scheme", quantization_config["kv_cache_scheme"], KV_CACHE_FIELDS)
+
+    def read(group_name: str, group: dict[str, Any]) -> Scheme | None:
+        if group.get("targets") == [EMBEDDING_MODULE]:
+            _require(f"{group_name}.weights", group.get("weights"), WEIGHT_FIELDS)
+            return None
+        return _scheme(group_name, group, layout)
+
+    return by_module(quantization_config, linear_names, read)
+
+
+def by_module(
+    quantization_config: dict[str, Any], names: Iterable[str], read: Callable[[str, dict[str, Any]], T | None]
+) -> dict[str, T]:
+    """What `read` makes of the group of `config_groups` that is for each of `names`; a module that none is for, or that
+    is ignored, is left out.
+
+    A group that names a layer is taken before one that names its class.
+
+    Args:
+        read: name of a group and its values → what it asks for; None: the group is left out.
+
+    Raises:
+        InputError: groups, targets or names to ignore are not what they must be.
+    """
     groups = quantization_config.get("config_groups")
     if not isinstance(groups, dict) or not groups:
         raise InputError(f"config_groups is {groups!r}: an object of schemes and their targets is needed")
-    by_target: list[tuple[str, Scheme]] = []
+    by_target: list[tuple[str, T]] = []
     for group_name, group in groups.items():
         if not isinstance(group, dict):
             raise InputError(f"config_groups.{group_name} is {group!r}: an object is needed")
-        if group.get("targets") == [EMBEDDING_MODULE]:
-            _require(f"{group_name}.weights", group.get("weights"), WEIGHT_FIELDS)
-            continue
-        scheme = _scheme(group_name, group, layout)
-        by_target += [(target, scheme) for target in _names(f"{group_name}.targets", group.get("targets"))]
+        scheme = read(group_name, group)
+        if scheme is not None:
+            by_target += [(target, scheme) for target in _names(f"{group_name}.targets", group.get("targets"))]
     ignore = _names("ignore", quantization_config.get("ignore") or [])
     by_target.sort(key=lambda entry: entry[0] == "Linear")  # stable: among names the first one counts
     found = {}
-    for name in linear_names:
+    for name in names:
         schemes = [scheme for target, scheme in by_target if _matches(target, name)]
         if schemes and not any(_matches(entry, name) for entry in ignore):
             found[name] = schemes[0]

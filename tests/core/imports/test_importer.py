@@ -183,7 +183,7 @@ def test_damaged_folders_leave_nothing(tmp_path: Path, hf_folder: Path) -> None:
     refused(r"has the shape \(96, 64\), config.json says \(90, 64\)", intermediate_size=90)
     refused(r"holds no tensor 'model\.layers\.2", num_hidden_layers=3)
     refused(r"'model\.layers\.1\.\S+' has no place", num_hidden_layers=1)
-    refused("is quantized already", quantization_config={"quant_method": "gptq"})
+    refused("bits is None; penjing reads 4 and 8", quantization_config={"quant_method": "gptq"})
     refused("quantization_config must be an object", quantization_config="int8")
     refused("above 10000", num_hidden_layers=10**9)
 

@@ -1,0 +1,153 @@
+"""What another program quantized becomes an artifact with the very same integers, where penjing has such a form.
+
+Of 4 bits that is weight = code × scale + offset for groups of inputs that lie together, offset = −zero × scale, which
+float32 holds exactly (of zeros in the middle, −8 × scale, any type does). Activations, which such folders leave in 16
+bits, get 8 bits and a scale for each group. Of 8 bits it is W8A8: symmetric, one scale a channel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from math import gcd
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from penjing.core.artifact.decoder import quantization_config
+from penjing.core.errors import InputError
+from penjing.core.folded.weights import FoldedCheckpoint
+from penjing.core.foreign.folder import ForeignCheckpoint
+from penjing.core.foreign.layer import Grouped, num_groups
+from penjing.core.models.tensor_names import tensor_shapes
+from penjing.core.runtime.schemes import quantized_modules
+from penjing.kernels.cpu.packing import LEAST_GROUP
+from penjing.kernels.int4_linear import OFFSET, pack_int4
+
+EMBEDDING = "model.embed_tokens.weight"
+_DTYPES = {"BF16": "bfloat16", "F16": "float16"}
+
+
+class Kept:
+    """The tensors and the quantization_config of the artifact that `checkpoint` becomes.
+
+    Attributes:
+        group: inputs of a group of the 4-bit layers, which divides the folder's own: scales are repeated.
+        four, eight: how many layers have that many bits.
+        dtype: of the embedding, which stays as it was stored, as `config.json` says it.
+        reason: why the integers cannot be kept; None: they can.
+    """
+
+    def __init__(self, checkpoint: ForeignCheckpoint) -> None:
+        """Look at each layer, one in memory at a time.
+
+        Raises:
+            InputError: damaged.
+        """
+        self._checkpoint = checkpoint
+        self.reason = _reason(checkpoint)
+        self._symmetric, self._eight, self.four, self.group = True, list[str](), 0, 0
+        for name in checkpoint.modules if self.reason is None else ():
+            layer = checkpoint.grouped(name)
+            self.reason = self.reason or _reason_of_layer(name, layer)
+            self._symmetric &= layer.symmetric()
+            if layer.bits == 8:
+                self._eight.append(name)
+            else:
+                self.four += 1
+                self.group = gcd(self.group, _spacing(layer))
+        self.eight = len(self._eight)
+        self.dtype = _DTYPES.get(checkpoint.dtype(EMBEDDING), "float32")
+        if self.reason is None and self.group % LEAST_GROUP:
+            self.reason = f"its groups begin every {self.group} inputs; multiples of {LEAST_GROUP} fit"
+
+    def quantization(self) -> dict[str, Any]:
+        """`quantization_config` of the artifact."""
+        shapes = tensor_shapes(self._checkpoint.config)
+        linear = {name.removesuffix(".weight") for name in shapes if name.endswith("_proj.weight")}
+        keep = sorted((linear | {"lm_head"}) - set(self._checkpoint.modules))
+        if not self.four:
+            return quantization_config(keep)
+        return quantization_config(keep, group=self.group, eight=self._eight, offsets=True)
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Name and tensor of everything stored, one layer in memory at a time."""
+        for name in tensor_shapes(self._checkpoint.config):
+            module = name.removesuffix(".weight")
+            if not name.endswith(".weight") or module not in self._checkpoint.modules:
+                yield name, self._checkpoint.get(name)
+                continue
+            layer = self._checkpoint.grouped(module)
+            if layer.bits == 8:
+                yield name, (layer.code_NK.to(torch.int16) - 128).to(torch.int8)
+                yield f"{module}.weight_scale", layer.scale_NG
+                continue
+            scale_NG, offset_NG = self._scales(layer)
+            yield f"{module}.weight_packed", pack_int4(layer.code_NK.to(torch.int8) - OFFSET)
+            yield f"{module}.weight_shape", torch.tensor(layer.code_NK.shape)
+            yield f"{module}.weight_scale", scale_NG
+            yield f"{module}.weight_offset", offset_NG
+
+    def _scales(self, layer: Grouped) -> tuple[Tensor, Tensor]:
+        """(N, K / group) scales and offsets; in their own type where every zero of the folder is the middle."""
+        group_G = torch.arange(0, layer.code_NK.shape[1], self.group) // layer.size
+        scale_NG = layer.scale_NG if self._symmetric else layer.scale_NG.to(torch.float32)
+        offset_NG = scale_NG * -layer.zero_NG.to(scale_NG.dtype)
+        return scale_NG[:, group_G].contiguous(), offset_NG[:, group_G].contiguous()
+
+
+def _reason(checkpoint: ForeignCheckpoint) -> str | None:
+    """Why no integers of this network can be kept; None: it depends on its layers."""
+    config, shapes = checkpoint.config, tensor_shapes(checkpoint.config)
+    if isinstance(checkpoint, FoldedCheckpoint):
+        return "factors of its family go into its weights"
+    for name in checkpoint.modules:
+        if f"{name}.weight" not in shapes or not name.endswith(("_proj", "lm_head")):
+            return f"{name} is no linear layer that runs in integers"
+    if config.moe is not None or config.latent_attention is not None:
+        return "it has experts or latent attention"
+    if "lm_head" in checkpoint.modules and config.tie_word_embeddings:
+        return "lm_head is quantized but tied to the embedding"
+    return None
+
+
+def _reason_of_layer(name: str, layer: Grouped) -> str | None:
+    if layer.group_K is not None and not torch.equal(layer.group_K, _together(layer)):
+        return f"the inputs of {name} are grouped in the order of how active they are (desc_act)"
+    if layer.bits == 8 and (layer.scale_NG.shape[1] > 1 or not layer.symmetric()):
+        return f"{name} has 8 bits and not one scale a channel around zero"
+    return None
+
+
+def _together(layer: Grouped) -> Tensor:
+    return torch.arange(layer.code_NK.shape[1]) // layer.size
+
+
+def _spacing(layer: Grouped) -> int:
+    """Every so many inputs, at most, a group may begin; a last group that is short counts too."""
+    inputs = layer.code_NK.shape[1]
+    return inputs if num_groups(inputs, layer.size) == 1 else gcd(inputs, layer.size)
+
+
+def said_of_integers(kept: Kept | None, checkpoint: ForeignCheckpoint, dtype: str) -> str:
+    """What an import says of the integers; `kept` is None where floating weights were asked for."""
+    name = checkpoint.packing.name
+    if kept is None or kept.reason is not None:
+        why = "" if kept is None else f", because {kept.reason}"
+        return f"{name}: {len(checkpoint.modules)} layers are made {dtype}{why}; 'penjing compress' rounds them again"
+    four = f"{kept.four} layers of 4 bits keep their integers, in groups of {kept.group}" if kept.four else ""
+    eight = f"{kept.eight} layers of 8 bits keep theirs, with a scale a channel" if kept.eight else ""
+    where = "group of 4-bit weights" if kept.four else "token"
+    return (
+        f"{name}: {' and '.join(part for part in (four, eight) if part)}; activations will be rounded to 8 bits with a "
+        f"scale for each {where}"
+    )
+
+
+def runs_as_it_is(checkpoint: ForeignCheckpoint) -> bool:
+    """Whether penjing runs the folder without an import: its layers are W8A8 or W4A8 of compressed-tensors."""
+    assert checkpoint.quantization is not None
+    try:
+        return bool(quantized_modules(checkpoint.quantization, checkpoint.modules))
+    except InputError:
+        return False
