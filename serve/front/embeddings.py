@@ -1,11 +1,11 @@
-"""`/v1/embeddings`: what a served text encoder, or the text tower of two, makes of texts, bit for bit."""
+"""`/v1/embeddings`: what a served text encoder makes of texts, or two towers of texts and images, bit for bit."""
 
 from __future__ import annotations
 
 import asyncio
 import base64
 import time
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 from pydantic import Field, field_validator
@@ -13,19 +13,24 @@ from pydantic_core import PydanticCustomError
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from penjing.core.errors import PenjingError
-from penjing.serve.client.protocol import MAX_TEXT_BYTES
+from penjing.core.errors import PenjingError, RequestError
+from penjing.serve.client.protocol import MAX_TEXT_BYTES, TOWERS
 from penjing.serve.front.backend import Backend
-from penjing.serve.front.bodies import Body, read_body
+from penjing.serve.front.bodies import Body, ImagePart, TextPart, read_body
 from penjing.serve.gate.config import FrontModel
 from penjing.serve.gate.errors import ApiError
 from penjing.serve.gate.guard import Exchange
+from penjing.serve.sight.wire import from_data_url
+
+Item = Annotated[TextPart | ImagePart, Field(discriminator="type")]
 
 
 class EmbeddingBody(Body):
     """Of `/v1/embeddings`."""
 
-    input: str | list[str] = Field(description="A text, or a list of texts.")
+    input: str | Item | list[str | Item] = Field(
+        description="A text, or an image for two towers, as a part of a chat's message; or a list of these."
+    )
     encoding_format: Literal["float", "base64"] | None = Field(
         default=None, description="float is a list of numbers; base64 is of float32, the lowest byte first."
     )
@@ -39,10 +44,21 @@ class EmbeddingBody(Body):
             raise PydanticCustomError("token_ids", "token ids are not read here: send texts")
         return value
 
-    @property
-    def texts(self) -> list[str]:
-        """One or more."""
-        return [self.input] if isinstance(self.input, str) else self.input
+    def items(self) -> list[str | bytes]:
+        """Texts, and the files of images.
+
+        Raises:
+            RequestError: an image lies elsewhere, or is no base64.
+        """
+        given = self.input if isinstance(self.input, list) else [self.input]
+        return [
+            each
+            if isinstance(each, str)
+            else each.text
+            if isinstance(each, TextPart)
+            else from_data_url(each.image_url.url)
+            for each in given
+        ]
 
 
 async def answer_embeddings(backend: Backend, request: Request) -> Response:
@@ -51,12 +67,15 @@ async def answer_embeddings(backend: Backend, request: Request) -> Response:
     body = read_body(EmbeddingBody, request.headers.get("content-type", ""), exchange.body)
     model = backend.encoder(body.model, exchange, body.user)
     exchange.model = model.id
-    texts = body.texts
-    _check_texts(texts, backend.max_prompts)
+    try:
+        items = body.items()
+    except RequestError as error:
+        raise ApiError(400, f"{error}.", code="invalid_value", param="input") from None
+    _check_items(items, model, backend.max_prompts)
     tried: set[str] = set()
     while True:
         try:
-            rows = await _rows(backend, model, texts, body.dimensions, exchange)
+            rows = await _rows(backend, model, items, body.dimensions, exchange)
             break
         except ApiError as error:  # another version is asked where this one has gone and nothing has come yet
             tried.add(model.key)
@@ -71,44 +90,57 @@ async def answer_embeddings(backend: Backend, request: Request) -> Response:
     return JSONResponse({"object": "list", "data": data, "model": model.id, "usage": usage})
 
 
-def _check_texts(texts: list[str], most: int) -> None:
-    """What needs no tokenizer; one that is longer than the model reads is cut by it, as over gRPC."""
-    if not 0 < len(texts) <= most:
-        text = f"input: give 1 to {most} texts, not {len(texts)}."
-        raise ApiError(400, text, code="invalid_value", param="input")
-    for index, text in enumerate(texts):
-        if not text:
-            raise ApiError(400, f"input: text {index} is empty.", code="invalid_value", param="input")
-        if (size := len(text.encode())) > MAX_TEXT_BYTES:
-            text = f"input: text {index} has {size} bytes, at most {MAX_TEXT_BYTES} are read; shorten it."
-            raise ApiError(400, text, code="invalid_value", param="input")
+def _check_items(items: list[str | bytes], model: FrontModel, most: int) -> None:
+    """What needs no tokenizer; a text that is longer than the model reads is cut by it, as over gRPC."""
+
+    def wrong(text: str) -> ApiError:
+        return ApiError(400, f"input: {text}", code="invalid_value", param="input")
+
+    if not 0 < len(items) <= most:
+        raise wrong(f"give 1 to {most} texts or images, not {len(items)}.")
+    for index, item in enumerate(items):
+        if isinstance(item, bytes):
+            if model.kind != TOWERS:
+                raise wrong(f"{index} is an image, and {model.id} reads texts alone; ask two towers.")
+        elif not item:
+            raise wrong(f"text {index} is empty.")
+        elif (size := len(item.encode())) > MAX_TEXT_BYTES:
+            raise wrong(f"text {index} has {size} bytes, at most {MAX_TEXT_BYTES} are read; shorten it.")
 
 
 async def _rows(
-    backend: Backend, model: FrontModel, texts: list[str], dimensions: int | None, exchange: Exchange
+    backend: Backend, model: FrontModel, items: list[str | bytes], dimensions: int | None, exchange: Exchange
 ) -> np.ndarray:
-    """(texts, hidden) float32. More texts than the model takes at once are asked one part after the other: together,
-    parts would stand in each other's batches."""
+    """(items, hidden) float32. More than the model takes at once are asked one part after the other: together, parts
+    would stand in each other's batches."""
     upstream = backend.upstream(model)
     tokenizer = await upstream.text_tokenizer()
     if dimensions not in (None, upstream.dimension):
         text = f"dimensions: {model.id} has {upstream.dimension}, not {dimensions}; leave it out."
         raise ApiError(400, text, code="unsupported", param="dimensions")
     ends = time.monotonic() + backend.timeout
-    size = model.max_rows or len(texts)
-    found = []
+    size = model.max_rows or len(items)
+    found = np.empty((len(items), upstream.dimension), np.float32)
+    texts = [index for index, item in enumerate(items) if isinstance(item, str)]
+    images = [index for index, item in enumerate(items) if isinstance(item, bytes)]
     try:
         with upstream.running():
-            for begin in range(0, len(texts), size):
-                part = texts[begin : begin + size]
+            for places in (
+                rows[begin : begin + size] for rows in (texts, images) for begin in range(0, len(rows), size)
+            ):
+                part: Any = [items[place] for place in places]
+                asked = {"timeout": max(0.0, ends - time.monotonic()), "request_id": exchange.request_id}
+                if isinstance(part[0], bytes):
+                    found[places] = await upstream.client.embed_images(part, **asked)
+                    exchange.count(len(part) * upstream.image_tokens, 0)
+                    continue
                 tokens = await asyncio.to_thread(tokenizer.rows, part)  # without Python's lock: nobody waits
-                seconds = max(0.0, ends - time.monotonic())
-                found.append(await upstream.client.embed(part, timeout=seconds, request_id=exchange.request_id))
+                found[places] = await upstream.client.embed(part, **asked)
                 exchange.count(sum(map(len, tokens)), 0)
     except PenjingError as error:
         raise backend.error(error, upstream) from None
     upstream.alive()
-    return np.concatenate(found)
+    return found
 
 
 def _base64(row: np.ndarray) -> str:

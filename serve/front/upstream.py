@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -47,7 +48,9 @@ class Upstream:
         self._has_read_template = False
         self._text_tokenizer: TextTokenizer | None = None
         self.dimension = 0
-        """Numbers of a text's vector, known once there is `text_tokenizer`."""
+        """Numbers of a vector, known once there is `text_tokenizer`."""
+        self.image_tokens = 0
+        """What an image counts as, known with it: a token for each 16 × 16 pixels that the model looks at."""
 
     @property
     def is_ready(self) -> bool:
@@ -133,18 +136,19 @@ class Upstream:
     async def text_tokenizer(self) -> TextTokenizer:
         """Of a text encoder or two towers; read when it is first asked for."""
         if self._text_tokenizer is None:
-            self._text_tokenizer, self.dimension = await asyncio.to_thread(_text_tokenizer, self.model)
+            found = await asyncio.to_thread(_text_tokenizer, self.model)
+            self._text_tokenizer, self.dimension, self.image_tokens = found
         return self._text_tokenizer
 
 
-def _text_tokenizer(model: FrontModel) -> tuple[TextTokenizer, int]:
-    """What makes tokens of texts, and how many numbers a vector has."""
+def _text_tokenizer(model: FrontModel) -> tuple[TextTokenizer, int, int]:
+    """What makes tokens of texts, how many numbers a vector has, and as how many tokens an image counts."""
     from penjing.core.text.text_tokenizer import TextTokenizer, encoder_config
 
     if model.kind == TOWERS:
         from penjing.core.checkpoint.towers_config import towers_config
 
         towers = towers_config(model.folder)
-        return TextTokenizer(model.folder, towers.text), towers.dimension
+        return TextTokenizer(model.folder, towers.text), towers.dimension, math.ceil(math.prod(towers.image_size) / 256)
     config = encoder_config(model.folder)
-    return TextTokenizer(model.folder, config), config.hidden_size
+    return TextTokenizer(model.folder, config), config.hidden_size, 0

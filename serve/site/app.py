@@ -41,7 +41,7 @@ POSTS = {
     Described("/v1/responses", "The next items of a conversation.", ResponseBody, STREAMED): answer_response,
     Described("/v1/messages", "The next message, in Anthropic's words.", MessageBody, STREAMED): answer_message,
     Described("/v1/messages/count_tokens", "The length of a message's prompt.", CountBody): count_tokens,
-    Described("/v1/embeddings", "Vectors of texts.", EmbeddingBody): answer_embeddings,
+    Described("/v1/embeddings", "Vectors of texts and images.", EmbeddingBody): answer_embeddings,
     Described("/tokenize", "Token ids of a text.", TokenizeBody): tokenize,
     Described("/detokenize", "The text of token ids.", DetokenizeBody): detokenize,
 }

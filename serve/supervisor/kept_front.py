@@ -8,6 +8,7 @@ from typing import Any
 from penjing.core.config import Config
 from penjing.core.errors import ServerError
 from penjing.core.family import sees
+from penjing.serve.client.protocol import TOWERS
 from penjing.serve.engine.config import BatchConfig, EngineConfig
 from penjing.serve.families.base import Family
 from penjing.serve.gate.config import FrontConfig, FrontJob, FrontModel
@@ -28,7 +29,7 @@ def front_model(config: ServeConfig, folder: Path, family: Family, settings: Con
         "folder": folder,
         "grpc": config.address(config.grpc_port),
         "metrics": f"{LOOPBACK}:{config.metrics_port}",
-        "sees": sees(folder),
+        "sees": sees(folder) or family.name == TOWERS,
         "adapters": _adapters(config.grpc_port, settings) if isinstance(settings, EngineConfig) else (),
         "max_rows": settings.max_batch_size if isinstance(settings, BatchConfig) else None,
     }

@@ -26,6 +26,7 @@ from penjing.serve.triton.journal import client_id, log_request, log_to_server
 from penjing.serve.triton.lifecycle import Life
 from penjing.serve.triton.metrics import Refusals
 from penjing.serve.triton.pulse import Phase
+from penjing.serve.triton.reply import send_error
 from penjing.serve.triton.settings import read_settings
 from penjing.serve.triton.strings import bound_strings, refuse_too_long
 from penjing.serve.triton.tensors import MAX_TEXT_BYTES
@@ -33,6 +34,9 @@ from penjing.serve.triton.tensors import MAX_TEXT_BYTES
 log = logging.getLogger(__name__)
 METRICS_SECONDS = 0.25
 MAX_STRING_BYTES = 256 << 20  # of a text or an encoded image; each model has limits of its own below
+LEFT_SECONDS = 0.1
+"""What has waited so long is computed only if its client is still there: to ask costs a message to the server, a fifth
+of a millisecond, which a request that waits for nobody is spared."""
 EXPIRY_SECONDS = 0.1  # while a batch runs, requests that have waited too long are looked for so often
 
 
@@ -180,8 +184,17 @@ class BatchAdapter:
                     if batch and rows > self._config.max_batch_size:
                         break
                     batch.append(self._waiting.popleft())
-            if batch:
+            if batch := [each for each in batch if not self._has_left(each)]:
                 return batch
+
+    def _has_left(self, request: _Waiting) -> bool:
+        """Whether the client of a request that has waited for long is gone; then it is over."""
+        if time.monotonic() - request.arrived < LEFT_SECONDS or not request.sender.is_cancelled():
+            return False
+        log_request({"request": request.client_id, "refused": "CANCELLED"})
+        send_error(self._pb_utils, request.sender, None)
+        self._life.answered(1)
+        return True
 
     def _refuse_late(self) -> None:
         with self._changed:

@@ -21,6 +21,7 @@ PATH = "/v1/embeddings"
 TEXTS = ["the value of a list", "python", "it returns the name of the class " * 3, "objets d'été ✓", "on to it"]
 ROWS = 4
 PER_MINUTE = 500
+PICTURE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
 
 
 @pytest.fixture(scope="module")
@@ -94,8 +95,8 @@ def test_more_texts_than_the_model_takes_at_once(client: openai.OpenAI, grpc: Cl
     [
         ({"input": ""}, "input", "text 0 is empty"),
         ({"input": ["a", ""]}, "input", "text 1 is empty"),
-        ({"input": []}, "input", "1 to 16 texts, not 0"),
-        ({"input": ["a"] * 17}, "input", "1 to 16 texts, not 17"),
+        ({"input": []}, "input", "1 to 16 texts or images, not 0"),
+        ({"input": ["a"] * 17}, "input", "1 to 16 texts or images, not 17"),
         ({"input": ["a", "é" * (600 << 10)]}, "input", "text 1 has 1228800 bytes"),
         ({"input": 5}, "input", "valid string"),
         ({"input": None}, "input", "valid string"),
@@ -103,6 +104,7 @@ def test_more_texts_than_the_model_takes_at_once(client: openai.OpenAI, grpc: Cl
         ({"input": [[1, 2]]}, "input", "send texts"),
         ({"input": ["a", 1]}, "input.1", "valid string"),
         ({"input": {"text": "a"}}, "input", "valid string"),
+        ({"input": [PICTURE]}, "input", "0 is an image, and small-int8 reads texts alone"),
         ({"encoding_format": "int8"}, "encoding_format", "float"),
         ({"dimensions": 16}, "dimensions", "has 32, not 16"),
         ({"dimensions": "32"}, "dimensions", "valid integer"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -23,7 +24,7 @@ from penjing.core.runtime import onnx_runtime
 from penjing.serve.engine.config import BatchConfig
 from penjing.serve.families import classifier
 from penjing.serve.supervisor.export import export_repository
-from penjing.serve.triton.batch_adapter import BatchAdapter
+from penjing.serve.triton.batch_adapter import LEFT_SECONDS, BatchAdapter
 from penjing.serve.triton.settings import read_settings
 from tests.serve.triton.classifiers import classifier_artifact, pixels
 from tests.serve.triton.serving import wait_until
@@ -174,6 +175,37 @@ def test_a_full_queue_refuses_at_once_and_what_waits_too_long_is_not_computed(ar
     assert gate.rows == [1] * 4
     assert adapter._life._unanswered == 0
     assert not adapter._life._running
+
+
+def test_nothing_is_computed_for_clients_that_left_while_they_waited(
+    artifact: Path, gate: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    adapter = gated_adapter(artifact, gate, max_batch_size=2)
+    running = [Request(pixels=pixels(2)) for _ in range(2)]
+    for count, request in enumerate(running, 1):  # one runs, one stands behind it
+        adapter.execute([request])
+        wait_until(lambda: len(adapter._waiting) == 0, 10, f"batch {count}")
+    gone, stays, goes_too = (Request(pixels=pixels(1)) for _ in range(3))
+    adapter.execute([gone, stays, goes_too])
+    for request in (gone, goes_too):
+        request.sender.cancelled = True
+    time.sleep(LEFT_SECONDS)
+    gate.release(3)
+    everyone = [*running, gone, stays, goes_too]
+    assert all(request.sender.done.wait(10) for request in everyone)
+    assert [request.sender.error().code for request in (gone, goes_too)] == ["cancelled"] * 2
+    assert sum(gate.rows) == 5, "the one that stayed, in a batch of its own"
+
+    def asked() -> bool:
+        raise AssertionError("who has hardly waited is not asked for")
+
+    quick = Request(pixels=pixels(1))
+    monkeypatch.setattr(quick.sender, "is_cancelled", asked)
+    adapter.execute([quick])
+    gate.release(1)
+    assert quick.sender.done.wait(10)
+    adapter.finalize()
+    assert adapter._life._unanswered == 0
 
 
 def test_what_was_taken_over_is_answered_before_the_end(artifact: Path, gate: Gate) -> None:

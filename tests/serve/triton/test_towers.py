@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import io
 import shutil
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import openai
 import pytest
 from PIL import Image
 
@@ -123,6 +126,41 @@ def test_openais_path_gives_the_same(served: ServedClassifier, local: Embedder) 
     assert (wrong.status, "clip has 20, not 24" in wrong.json["error"]["message"]) == (400, True)
     refused = front.ask("/v1/completions", {"model": "clip", "prompt": "a"})
     assert "ask it at /v1/embeddings" in refused.json["error"]["message"]
+
+
+def test_openais_package_sends_images_beside_texts(served: ServedClassifier, local: Embedder) -> None:
+    front, files = Fronted(served), [picture(index, form="JPEG" if index % 2 else "PNG") for index in range(20)]
+
+    def part(file: bytes, form: str = "jpeg") -> Any:
+        return {
+            "type": "image_url",
+            "image_url": {"url": f"data:image/{form};base64,{base64.b64encode(file).decode()}"},
+        }
+
+    with openai.OpenAI(base_url=f"{front.url}/v1", api_key="none", max_retries=0) as client:
+        mixed: Any = [TEXTS[0], part(files[0]), {"type": "text", "text": TEXTS[1]}, part(files[1])]
+        answer = client.embeddings.create(model="clip", input=mixed)
+        found = np.array([entry.embedding for entry in answer.data], np.float32)
+        assert np.array_equal(found[[0, 2]], local.embed_texts(TEXTS[:2]))
+        assert np.array_equal(found[[1, 3]], local.embed_images(files[:2]))
+        texts = sum(map(len, local.tokenizer.rows(TEXTS[:2])))
+        assert answer.usage.prompt_tokens == texts + 2 * -(-SIDE * SIDE // 256)
+        one: Any = part(files[2])
+        alone = client.embeddings.create(model="clip", input=one)
+        assert np.array_equal(np.array(alone.data[0].embedding, np.float32), local.embed_images(files[2:3])[0])
+    for given, words in (
+        ([part(b"no image")], "no JPEG or PNG"),
+        (["a", part(files[0][:-40])], "broken image"),
+        ([part(files[0], "gif")], "addresses are not fetched"),
+        ([{"type": "image_url", "image_url": {"url": "https://example.org/a.png"}}], "addresses are not fetched"),
+        ([part(file) for file in files], "1 to 16 texts or images, not 20"),
+        ([{"type": "input_audio"}], "input_audio"),
+    ):
+        refused = front.ask("/v1/embeddings", {"model": "clip", "input": given})
+        assert refused.status == 400
+        assert words in refused.error["message"]
+    large = front.ask("/v1/embeddings", {"model": "clip", "input": part(picture(0, (90, 110)) + bytes(2 << 20))})
+    assert large.status == 200, "a body with images may have more than a megabyte"
 
 
 def test_a_repository_is_exported_and_damage_refused(folder: Path, tmp_path: Path) -> None:
