@@ -40,7 +40,7 @@ def measure_sight(folder: Path, bound: Bound = BOUND) -> tuple[Difference, ...]:
         return ()
     runtime, imitated = loaded.sight, _imitated(loaded.sight)
     pictures = [_picture(runtime.config.vision, seed) for seed in range(PICTURES)]
-    rows = [torch.stack([sight.rows_of(each) for each in pictures]) for sight in (imitated, runtime)]
+    rows = [sight.rows_of(pictures) for sight in (imitated, runtime)]
     logits = [_logits(loaded.model, each, runtime.config.image_token_id) for each in rows]
     differences = (
         tensor_difference(BETWEEN, SIGHT_LAYERS, _layer_gaps(imitated, runtime, pictures)),
@@ -88,8 +88,7 @@ def _layer_gaps(imitated: Sight, runtime: Sight, pictures: list[NDArray[np.uint8
 
     for place, layer in enumerate(imitated.vision.encoder.layers):
         handles.append(layer.register_forward_hook(lambda *each, place=place: compare(place, *each)))
-    for picture in pictures:
-        imitated.rows_of(picture)
+    imitated.rows_of(pictures)
     for handle in handles:
         handle.remove()
     return torch.cat(gaps)

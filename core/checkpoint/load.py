@@ -13,22 +13,23 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from penjing.core.checkpoint.decoder import Checkpoint, open_checkpoint
-from penjing.core.checkpoint.sight import load_sight
-from penjing.core.checkpoint.vision_language import load_vision_language
+from penjing.core.checkpoint.sight import load_sight, read_sight_config
+from penjing.core.checkpoint.vision_language import load_vision_language, vision_language_config
 from penjing.core.errors import InputError
 from penjing.core.family import family_of
 from penjing.core.manifest import MANIFEST_NAME, Manifest, read_manifest, verify
 from penjing.core.models.config import DecoderConfig
 from penjing.core.models.decoder import Decoder
 from penjing.core.models.rope import inverse_frequencies
-from penjing.core.runtime.batch_invariant import apply_batch_invariance
+from penjing.core.runtime.batch_invariant import apply_batch_invariance, apply_image_invariance
 from penjing.core.runtime.embedding import Int8Embedding, stored_table, tied_name
 from penjing.core.runtime.quantized import apply_quantized
 from penjing.core.runtime.schemes import EMBEDDING_MODULE, has_int8_embedding, quantized_modules
 from penjing.core.runtime.tensor_parallel import Split
 from penjing.core.text.chat import ChatTemplate
 from penjing.core.text.tokenizer import Tokenizer
-from penjing.core.vision.sight import Sight
+from penjing.core.vision.sight import Sight, SightConfig
+from penjing.core.vision.vision_language import VisionLanguage
 
 SEES = "vision_language"
 EMBEDDING = "model.embed_tokens.weight"
@@ -108,8 +109,41 @@ def _load_seeing(folder: Path) -> LoadedModel:
         chat_template=ChatTemplate.from_folder(folder),
         manifest=read_manifest(folder) if (folder / MANIFEST_NAME).exists() else None,
         scheme="fp32",
-        sight=Sight.of(model),
+        sight=_sight_of(model),
     )
+
+
+def load_sight_of(folder: Path) -> Sight:
+    """What the decoder in `folder`, a checkpoint or an artifact, sees with; hashes are checked where there is a
+    manifest.
+
+    Raises:
+        InputError: damaged, or it sees nothing.
+    """
+    if family_of(folder) == SEES:
+        return _sight_of(load_vision_language(folder).requires_grad_(False))
+    verify(folder)
+    sight = load_sight(folder, open_checkpoint(folder).config)
+    if sight is None:
+        raise InputError(f"{folder} takes no images")
+    return sight
+
+
+def sight_config_of(folder: Path) -> SightConfig:
+    """The configuration of the same; no weights are read.
+
+    Raises:
+        InputError: damaged, or it sees nothing.
+    """
+    if family_of(folder) == SEES:
+        return SightConfig.of(vision_language_config(folder))
+    return read_sight_config(folder)
+
+
+def _sight_of(model: VisionLanguage) -> Sight:
+    sight = Sight.of(model)
+    apply_image_invariance(sight)
+    return sight
 
 
 class _NoRandomWeights(TorchFunctionMode):

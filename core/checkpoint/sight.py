@@ -23,6 +23,7 @@ from penjing.core.family import EYES
 from penjing.core.files import atomic_write_text
 from penjing.core.manifest import read_json_object
 from penjing.core.models.config import DecoderConfig
+from penjing.core.runtime.batch_invariant import apply_image_invariance
 from penjing.core.runtime.quantized import apply_quantized
 from penjing.core.runtime.schemes import INT8, INT8_ABOVE, Scheme
 from penjing.core.vision.projector import build_projector
@@ -46,6 +47,19 @@ def save_sight(folder: Path, sight: Sight, integers: Mapping[str, Tensor] | None
     save_tensors({name: tensor.detach().contiguous() for name, tensor in stored.items()}, place / _WEIGHTS)
 
 
+def read_sight_config(folder: Path) -> SightConfig:
+    """The configuration of the eyes in the folder of a decoder.
+
+    Raises:
+        InputError: missing or damaged.
+    """
+    path = folder / EYES / _CONFIG
+    try:
+        return parse_config(SightConfig, read_json_object(path), str(path))
+    except ConfigError as error:
+        raise InputError(f"{error}; the file is damaged: make the artifact again") from None
+
+
 def load_sight(folder: Path, decoder: DecoderConfig) -> Sight | None:
     """The eyes in the folder of a decoder, in float32 and, where they are stored so, INT8; None where it has none.
     Hashes are the caller's matter.
@@ -56,10 +70,7 @@ def load_sight(folder: Path, decoder: DecoderConfig) -> Sight | None:
     place = folder / EYES
     if not place.exists():
         return None
-    try:
-        config = parse_config(SightConfig, read_json_object(place / _CONFIG), str(place / _CONFIG))
-    except ConfigError as error:
-        raise InputError(f"{error}; the file is damaged: make the artifact again") from None
+    config = read_sight_config(folder)
     if config.width != decoder.hidden_size or config.image_token_id >= decoder.vocab_size:
         raise InputError(
             f"{place} gives rows of {config.width} numbers for the token {config.image_token_id}; the decoder beside "
@@ -81,6 +92,7 @@ def load_sight(folder: Path, decoder: DecoderConfig) -> Sight | None:
             raise InputError(f"{place / _WEIGHTS}: {name:.100} does not fit the config; make the artifact again")
     apply_quantized(sight, schemes, stored.__getitem__)
     sight.load_state_dict({name: stored[name].to(torch.float32) for name in sight.state_dict()})
+    apply_image_invariance(sight)
     return sight.requires_grad_(False).eval()
 
 

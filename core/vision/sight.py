@@ -56,11 +56,23 @@ class SightConfig(Config):
         """Tokens that an image takes."""
         return (self.vision.side // self.scale_factor) ** 2
 
+    @classmethod
+    def of(cls, whole: VisionLanguageConfig) -> SightConfig:
+        """That of a whole model."""
+        return cls(
+            vision=whole.vision,
+            scale_factor=whole.scale_factor,
+            projector=whole.projector,
+            image_token_id=whole.image_token_id,
+            width=whole.decoder.hidden_size,
+            look=whole.look,
+        )
+
 
 class Sight(nn.Module):
     """A vision transformer, pixel shuffle and the projector behind them.
 
-    Images are computed one by one, so that the bits of an image's rows depend on nothing else.
+    `apply_image_invariance` makes the bits of an image's rows depend on nothing but the image and the threads of torch.
     """
 
     def __init__(self, config: SightConfig, vision: VisionTransformer, projector: nn.Module) -> None:
@@ -70,49 +82,40 @@ class Sight(nn.Module):
     @classmethod
     def of(cls, model: VisionLanguage) -> Sight:
         """The parts of `model`, shared with it."""
-        whole = model.config
-        config = SightConfig(
-            vision=whole.vision,
-            scale_factor=whole.scale_factor,
-            projector=whole.projector,
-            image_token_id=whole.image_token_id,
-            width=whole.decoder.hidden_size,
-            look=whole.look,
-        )
-        return cls(config, model.vision, model.projector)
+        return cls(SightConfig.of(model.config), model.vision, model.projector)
 
     def forward(self, images: Tensor) -> Tensor:
         """Normalised images (N, C, H, W) → rows (N, R, E)."""
         return self.projector(pixel_shuffle(self.vision(images), self.config.scale_factor))
 
-    def grid(self, data: bytes, max_pixels: int = MAX_PIXELS) -> Grid:
-        """The squares that an encoded image is cut into.
-
-        Raises:
-            InputError: see `pictures`; only what an image says of itself is read.
-        """
-        tiles = self.config.look.tiles
-        if not tiles:
-            return UNCUT
-        return grid_of(upright_size(data, max_pixels=max_pixels), tiles, self.config.vision.image_size)
-
-    def pictures(self, data: bytes, max_pixels: int = MAX_PIXELS) -> list[NDArray[np.uint8]]:
-        """An encoded image at the model's size, (height, width, channels): its squares, and then the whole.
-
-        Raises:
-            InputError: it is no JPEG or PNG, broken, cut off, animated, or has more pixels than that.
-        """
-        tiles = self.config.look.tiles
-        if tiles:
-            return decode_tiles(data, pixels_of(self.config), tiles, max_pixels=max_pixels)
-        return [picture_of(self.config, data, max_pixels=max_pixels, still=True)]
-
     @torch.inference_mode()
-    def rows_of(self, picture: NDArray[np.uint8]) -> Tensor:
-        """(R, E) float32 of what `picture` gave."""
+    def rows_of(self, pictures: Sequence[NDArray[np.uint8]]) -> Tensor:
+        """(N, R, E) float32 of what `pictures_of` gave."""
         pixels = pixels_of(self.config)
-        values = network_input(arranged(picture, pixels)[None], pixels)
-        return self(torch.from_numpy(np.ascontiguousarray(values)))[0].float().contiguous()
+        values = network_input(np.stack([arranged(picture, pixels) for picture in pictures]), pixels)
+        return self(torch.from_numpy(np.ascontiguousarray(values))).float().contiguous()
+
+
+def grid_of_file(config: SightConfig, data: bytes, max_pixels: int = MAX_PIXELS) -> Grid:
+    """The squares that an encoded image is cut into.
+
+    Raises:
+        InputError: see `pictures_of`; only what an image says of itself is read.
+    """
+    if not config.look.tiles:
+        return UNCUT
+    return grid_of(upright_size(data, max_pixels=max_pixels), config.look.tiles, config.vision.image_size)
+
+
+def pictures_of(config: SightConfig, data: bytes, max_pixels: int = MAX_PIXELS) -> list[NDArray[np.uint8]]:
+    """An encoded image at the model's size, (height, width, channels): its squares, and then the whole.
+
+    Raises:
+        InputError: it is no JPEG or PNG, broken, cut off, animated, or has more pixels than that.
+    """
+    if config.look.tiles:
+        return decode_tiles(data, pixels_of(config), config.look.tiles, max_pixels=max_pixels)
+    return [picture_of(config, data, max_pixels=max_pixels, still=True)]
 
 
 def is_above(name: str) -> bool:

@@ -16,6 +16,9 @@ PING = "ping"
 DECODER, CLASSIFIER, ENCODER, GRAPH, TOWERS = "llm", "classifier", "encoder", "graph", "towers"
 """What the models of penjing's own families are called on the server."""
 
+SIGHT = "sight"
+"""What a decoder sees with is called on the server where it is a model of its own."""
+
 MAX_TEXT_BYTES = 1 << 20
 """Of one text of an encoder, of which the tokenizer keeps the beginning."""
 

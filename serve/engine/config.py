@@ -167,6 +167,18 @@ class EngineConfig(Config):
         ge=0,
         description="What images were turned into is kept in so much memory: one that comes again is not computed.",
     )
+    image_model: bool = Field(
+        default=True,
+        description="Of a served model that sees: the encoder of images is a Triton model of its own, `sight`, in a "
+        "process of its own, which computes images of several requests in one batch while answers go on. false: it "
+        "runs in the decoder's process.",
+    )
+    image_batch: int = Field(
+        default=16, ge=1, le=1024, description="Images, or squares of them, that `sight` computes at once."
+    )
+    image_threads: int = Field(
+        default=0, ge=0, le=1024, description="Threads of `sight`, which share a batch out. 0: one for each core."
+    )
 
     @model_validator(mode="after")
     def _every_running_sequence_steps(self) -> EngineConfig:

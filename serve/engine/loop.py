@@ -63,22 +63,34 @@ class EngineLoop:
             ServerError: the loop drains, has stopped or has failed.
         """
         prepared = self.engine.prepare(request)
-        if request.images:  # nobody waits for an image of a request that is refused
+        with self._wake:
+            if self._draining:
+                raise ServerError("the engine takes no requests: it is shutting down")
+            if (request_id := request.request_id) in self._callbacks:
+                raise RequestError(f"request_id {request_id!r} is in use; choose another")
+            self._admit(prepared)
+            self._callbacks[request_id] = on_outputs  # from now on it is owed an answer
+            if not request.images:
+                return self._queue(prepared)
+        try:  # after the look above, because nobody waits for an image of a request that is refused
+            prepared = self.engine.preparer.see(prepared)
             with self._wake:
                 self._admit(prepared)
-            prepared = self.engine.preparer.see(prepared)
-        with self._wake:
-            self._admit(prepared)
-            self._callbacks[request.request_id] = on_outputs
-            self._inbox.append(prepared)
-            self._wake.notify()
+                self._queue(prepared)
+        except BaseException:
+            with self._wake:
+                del self._callbacks[request.request_id]
+                self._wake.notify_all()
+            raise
+
+    def _queue(self, prepared: PreparedRequest) -> None:
+        self._inbox.append(prepared)
+        self._wake.notify()
 
     def _admit(self, prepared: PreparedRequest) -> None:
         """Raise what `submit` raises where there is no place for `prepared`; the lock is held."""
-        if self._draining or self._stopping or self.failure:
+        if self._stopping or self.failure:
             raise ServerError(f"the engine takes no requests: {self.failure or 'it is shutting down'}")
-        if (request_id := prepared.request.request_id) in self._callbacks:
-            raise RequestError(f"request_id {request_id!r} is in use; choose another")
         self.engine.check_admission(
             prepared,
             pending_requests=len(self._inbox),

@@ -20,6 +20,7 @@ from penjing.core.family import family_of, table_of
 
 if TYPE_CHECKING:
     from penjing.serve.client.client import AsyncClient, Client
+    from penjing.serve.engine.config import BatchConfig
 
 Form = Literal["onnxruntime", "python"]
 """The backend of Triton server behind an entry of a model repository."""
@@ -84,6 +85,16 @@ class BatchModel(Protocol):
 
 
 @dataclass(frozen=True)
+class BatchPart:
+    """A batched model as Triton server's Python process knows it: its `name` there, its settings, and how it is loaded
+    from a folder with them (raises InputError)."""
+
+    name: str
+    settings: type[BatchConfig]
+    load: Callable[[Path, Any], BatchModel]
+
+
+@dataclass(frozen=True)
 class Workload:
     """What `penjing bench server` times of a batched model: the same rows in this process and through a server.
 
@@ -106,10 +117,11 @@ class Workload:
 @dataclass(frozen=True)
 class Entry:
     """A model's folder in a model repository for a `tritonserver` that somebody else starts: `write` fills it; `note`
-    is what the user must know of it."""
+    is what the user must know of it. `beside` fill the folders of models that it asks, by their names."""
 
     write: Callable[[Path], None]
     note: str = ""
+    beside: Mapping[str, Callable[[Path], None]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,7 +11,7 @@ from penjing.core.manifest import verify
 from penjing.serve.client.protocol import DECODER
 from penjing.serve.engine.config import EngineConfig
 from penjing.serve.families.base import Entry, Family, Form, Served
-from penjing.serve.families.repository import ENTRIES, write_decoder_entry
+from penjing.serve.families.sight import decoder_entry, repository
 
 if TYPE_CHECKING:
     from penjing.serve.client.client import Client
@@ -53,8 +52,7 @@ def _entry(folder: Path, settings: EngineConfig, form: Form | None) -> Entry:
     if settings.draft is not None:
         raise ConfigError("a model repository has no draft network so far: leave it out, or use it with penjing serve")
     verify(folder)
-    engine_json = settings.model_dump_json(exclude_unset=True)
-    return Entry(partial(write_decoder_entry, model=folder, engine_json=engine_json))
+    return decoder_entry(folder, settings)
 
 
 def _ask(client: Client, seconds: float) -> None:
@@ -93,7 +91,7 @@ FAMILY = Family(
     settings=EngineConfig,
     queued_by_server=False,
     check=_check,
-    repository=lambda *_: ENTRIES,
+    repository=repository,
     entry=_entry,
     ask=_ask,
     parity=_parity,

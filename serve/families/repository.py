@@ -24,15 +24,25 @@ LABELS_FILE = "labels.txt"
 ARTIFACT_FOLDER = "1/artifact"
 
 
-def write_python_entry(folder: Path, signature: Signature, config: BatchConfig, artifact: Path | None = None) -> None:
+def write_python_entry(
+    folder: Path,
+    signature: Signature,
+    config: BatchConfig,
+    artifact: Path | None = None,
+    *,
+    code: str = "batched",
+    parameters: Mapping[str, str] | None = None,
+) -> None:
     """Fill `folder` with the model's entry in the Python backend.
 
     Args:
-        artifact: is copied into it; None leaves it to the environment to name one.
+        artifact: is copied into it; None leaves it to the environment to name one, or to `parameters`.
+        code: whose `model.py` it has, of those in `penjing.model_repository`.
+        parameters: of the model, see `read_settings`.
     """
     (folder / "1").mkdir(parents=True)
-    shutil.copyfile(ENTRIES / "batched" / "1" / "model.py", folder / "1" / "model.py")
-    parameters = {}
+    shutil.copyfile(ENTRIES / code / "1" / "model.py", folder / "1" / "model.py")
+    parameters = dict(parameters or {})
     if artifact is not None:
         shutil.copytree(artifact, folder / ARTIFACT_FOLDER)
         parameters = {"model": ARTIFACT_FOLDER, "engine": config.model_dump_json(exclude_unset=True)}
@@ -56,22 +66,37 @@ def write_onnx_entry(
     _write_config(folder, "onnxruntime", signature, signature.file_inputs, config, parameters, more)
 
 
-def write_decoder_entry(folder: Path, model: Path, engine_json: str) -> None:
-    """Fill `folder` with a language model's entry in the Python backend; `model` is copied into it."""
+def write_decoder_entry(folder: Path, model: Path | None, parameters: Mapping[str, str]) -> None:
+    """Fill `folder` with a language model's entry in the Python backend.
+
+    Args:
+        model: is copied into it; None leaves it to the environment to name one.
+        parameters: of the model, see `read_settings`.
+    """
     source = ENTRIES / "llm"
     (folder / "1").mkdir(parents=True)
     shutil.copyfile(source / "1" / "model.py", folder / "1" / "model.py")
-    shutil.copytree(model, folder / ARTIFACT_FOLDER)
+    parameters = dict(parameters)
+    if model is not None:
+        shutil.copytree(model, folder / ARTIFACT_FOLDER)
+        parameters = {"model": ARTIFACT_FOLDER, **parameters}
     text = (source / "config.pbtxt").read_text(encoding="utf-8")
-    parameters = _parameters({"model": ARTIFACT_FOLDER, "engine": engine_json})
-    (folder / "config.pbtxt").write_text(text + parameters, encoding="utf-8")
+    (folder / "config.pbtxt").write_text(text + _parameters(parameters), encoding="utf-8")
+
+
+def models_of(repository: Path) -> list[str]:
+    """The names of the models in a repository."""
+    return sorted(path.parent.name for path in repository.glob("*/config.pbtxt"))
 
 
 def rename_entry(entry: Path, repository: Path, name: str, version: int) -> Path:
-    """Make `repository` of a copy of the folder `entry`, as the model `name` in `version`; returns it. `entry` may lie
-    in it, and is then taken."""
+    """Make `repository` of a copy of the folder `entry`, as the model `name` in `version`, and of the models beside it
+    as they are; returns it. `entry` may lie in it, and is then taken."""
     made = repository.with_name(f"{repository.name}.renamed")
     shutil.rmtree(made, ignore_errors=True)
+    for beside in models_of(entry.parent):
+        if beside != entry.name:
+            shutil.copytree(entry.parent / beside, made / beside, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copytree(entry, made / name, ignore=shutil.ignore_patterns("__pycache__"))
     (made / name / "1").rename(made / name / str(version))
     config = made / name / "config.pbtxt"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 from penjing.core.errors import ConfigError
@@ -11,7 +10,7 @@ from penjing.core.manifest import MANIFEST_NAME, verify
 from penjing.serve.engine.config import EngineConfig
 from penjing.serve.families.base import Entry, Form
 from penjing.serve.families.decoder import FAMILY as DECODER_FAMILY
-from penjing.serve.families.repository import write_decoder_entry
+from penjing.serve.families.sight import decoder_entry
 
 
 def _check(folder: Path, settings: EngineConfig) -> Path:
@@ -39,8 +38,7 @@ def _entry(folder: Path, settings: EngineConfig, form: Form | None) -> Entry:
         raise ConfigError(f"{folder} is a decoder, which runs in penjing's own engine: leave --form out or take python")
     if (folder / MANIFEST_NAME).exists():
         verify(folder)
-    engine_json = settings.model_dump_json(exclude_unset=True)
-    return Entry(partial(write_decoder_entry, model=folder, engine_json=engine_json))
+    return decoder_entry(folder, settings)
 
 
 FAMILY = replace(DECODER_FAMILY, check=_check, entry=_entry, parity=None)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
@@ -15,9 +16,11 @@ from penjing.core.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from penjing.core.images.tiles import Grid
-    from penjing.core.vision.sight import Sight
+    from penjing.core.vision.sight import Sight, SightConfig
 
 _Read = TypeVar("_Read")
+Compute = Callable[[Sequence[Any]], Sequence[Any]]
+"""Pictures (height, width, channels) uint8 → the rows (R, hidden) float32 of each. Any thread calls it."""
 
 
 class Limits(Protocol):
@@ -52,13 +55,18 @@ class Placed:
 
 
 class Images:
-    """The eyes of an engine; any thread may use them.
+    """Images of an engine's requests; any thread may use it.
 
     An image that was seen lately is not computed again; one that is being computed is waited for.
+
+    Args:
+        sight: None for a model that takes no images.
     """
 
     def __init__(self, sight: Sight | None, tokenizer: Tokenizer, limits: Limits) -> None:
-        self._sight, self._limits = sight, limits
+        self._limits = limits
+        self._sight: SightConfig | None = None
+        self._compute: Compute | None = None
         self._lock = threading.Lock()
         self._kept: OrderedDict[bytes, Future[Any]] = OrderedDict()
         self._num_bytes = 0
@@ -69,10 +77,18 @@ class Images:
         self._token_id = self._rows = -1
         self._tokenizer = tokenizer
         if sight is not None:
+            from penjing.serve.sight.eyes import Eyes
+
+            self._sight, self._compute = sight.config, Eyes(sight)
             self._token_id, self._rows = sight.config.image_token_id, sight.config.rows
             self.token = tokenizer.id_to_token(self._token_id)
             if self.token is None:
                 raise InputError(f"the tokenizer has no token {self._token_id}, which stands for images; import again")
+
+    def elsewhere(self, compute: Compute) -> None:
+        """Have pictures computed by another, such as another process, which has the same network; it is not kept here.
+        Before the first request."""
+        self._compute = compute
 
     def begin(self, prompt: str, count: int) -> str:
         """The prompt, behind the places of `count` images where it has none."""
@@ -137,43 +153,56 @@ class Images:
             RequestError: one cannot be read.
         """
         assert self._sight is not None
-        pieces = [
+        from penjing.core.vision.sight import pictures_of
+
+        read = partial(pictures_of, self._sight)
+        pictures = [
             piece
             for number, image in enumerate(images)
-            for piece in _read(number, self._sight.pictures, image, self._limits.max_image_pixels)
+            for piece in _read(number, read, image, self._limits.max_image_pixels)
         ]
-        return tuple(map(self._see, starts, pieces))
-
-    def _see(self, start: int, picture: Any) -> Placed:
-        digest = blake2b(picture.tobytes(), digest_size=16).digest()
-        return Placed(start, self._rows, digest, self._rows_of(digest, picture))
+        digests = [blake2b(picture.tobytes(), digest_size=16).digest() for picture in pictures]
+        rows = self._rows_of(dict(zip(digests, pictures, strict=True)))
+        return tuple(Placed(start, self._rows, each, rows[each]) for start, each in zip(starts, digests, strict=True))
 
     def _grids(self, images: Sequence[bytes]) -> list[Grid]:
         assert self._sight is not None
-        most = self._limits.max_image_pixels
-        return [_read(number, self._sight.grid, image, most) for number, image in enumerate(images)]
+        from penjing.core.vision.sight import grid_of_file
 
-    def _rows_of(self, digest: bytes, picture: Any) -> Any:
-        mine: Future[Any] = Future()
+        read, most = partial(grid_of_file, self._sight), self._limits.max_image_pixels
+        return [_read(number, read, image, most) for number, image in enumerate(images)]
+
+    def _rows_of(self, pictures: Mapping[bytes, Any]) -> dict[bytes, Any]:
+        """The rows of each picture by its digest; those that nobody has seen or computes are computed together."""
+        mine: dict[bytes, Future[Any]] = {}
+        found: dict[bytes, Future[Any]] = {}
         with self._lock:
-            known = self._kept.setdefault(digest, mine)
-            self._kept.move_to_end(digest)
-        if known is not mine:
-            return known.result()
-        assert self._sight is not None
+            for digest in pictures:
+                if digest not in self._kept:
+                    self._kept[digest] = mine[digest] = Future()
+                self._kept.move_to_end(digest)
+                found[digest] = self._kept[digest]
+        if mine:
+            self._fill(mine, pictures)
+        return {digest: future.result() for digest, future in found.items()}
+
+    def _fill(self, mine: Mapping[bytes, Future[Any]], pictures: Mapping[bytes, Any]) -> None:
+        assert self._compute is not None
         try:
-            rows = self._sight.rows_of(picture)
+            rows = self._compute([pictures[digest] for digest in mine])
         except BaseException as error:
             with self._lock:
-                del self._kept[digest]
-            mine.set_exception(error)
+                for digest in mine:
+                    del self._kept[digest]
+            for future in mine.values():
+                future.set_exception(error)
             raise
         with self._lock:
-            self.num_computed += 1
-            self._num_bytes += rows.nbytes
-            mine.set_result(rows)
+            self.num_computed += len(mine)
+            for future, each in zip(mine.values(), rows, strict=True):
+                self._num_bytes += each.nbytes
+                future.set_result(each)
             self._forget_oldest()
-        return rows
 
     def _forget_oldest(self) -> None:
         for digest, future in list(self._kept.items()):

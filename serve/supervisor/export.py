@@ -18,7 +18,8 @@ def export_repository(
     force: bool = False,
     progress: Progress | None = None,
 ) -> Path:
-    """Write the model repository `out`, which holds one model; its files are complete when it appears.
+    """Write the model repository `out`, which holds one model, and what it sees with where that is a model of its own;
+    its files are complete when it appears.
 
     Args:
         folder: an artifact, or a decoder's checkpoint; every hash is checked.
@@ -40,6 +41,8 @@ def export_repository(
     entry = family.entry(folder, settings, form)
     with publish_folder(out, replace=force, marker=f"{family.name}/config.pbtxt") as partial:
         entry.write(partial / family.name)
+        for name, write in entry.beside.items():
+            write(partial / name)
     if entry.note:
         progress.note(entry.note)
     return out / family.name

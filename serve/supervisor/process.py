@@ -17,13 +17,21 @@ from pydantic import Field
 
 from penjing.core.config import Config
 from penjing.core.errors import ConfigError, SetupError
-from penjing.serve.client.protocol import ADAPTERS_VARIABLE, DECODER, ENGINE_VARIABLE, MODEL_VARIABLE, PULSE_VARIABLE
+from penjing.serve.client.protocol import (
+    ADAPTERS_VARIABLE,
+    DECODER,
+    ENGINE_VARIABLE,
+    MODEL_VARIABLE,
+    PULSE_VARIABLE,
+    SIGHT,
+)
 from penjing.serve.families.base import Family
+from penjing.serve.families.repository import models_of
 from penjing.serve.gate.config import FrontConfig
 from penjing.serve.supervisor.confine import confine
 from penjing.serve.supervisor.install import ServerInstall
 from penjing.serve.supervisor.state import adapters_path, opened_log, remove_shared_memory, shm_prefix
-from penjing.serve.triton.pulse import Pulse
+from penjing.serve.triton.pulse import EYES_SLOT, Command, Pulse
 
 LOOPBACK = "127.0.0.1"
 RESTRICTED = "shared-memory,model-repository,trace,logging"
@@ -32,6 +40,7 @@ choose files that it writes."""
 KEY_BYTES = 10_000
 """Every user of the machine can read the key among the server's arguments. But as 20,000 digits it is longer than gRPC
 (16 KiB) and the server's HTTP (8 KiB) take a header, so that it cannot be sent."""
+MODEL_PROCESS, EYES_PROCESS = "the model's process", "the process of what the model sees with"
 EXIT_SECONDS = 5
 ANSWER_SECONDS = 24 * 3600  # for what runs when the server ends: the supervisor decides how long it may take
 _PR_SET_PDEATHSIG = 1
@@ -123,13 +132,16 @@ def _check_port(flag: str, host: str, port: int) -> None:
 
 @dataclass
 class ServerProcess:
-    """A running tritonserver and the pulse of its model."""
+    """A running tritonserver and the pulse of its model; `eyes` is that of what the model sees with, where it is a
+    model of its own."""
 
     config: ServeConfig
     process: subprocess.Popen[bytes]
     pulse: Pulse
     server_fd: int
+    eyes: Pulse | None = None
     stub_fd: int = -1
+    eyes_fd: int = -1
     frozen: bool = False
 
     @classmethod
@@ -159,7 +171,7 @@ class ServerProcess:
 
         with opened_log(port) as log:
             process = subprocess.Popen(
-                command_line(install, config, family, repository),
+                command_line(install, config, repository),
                 env=install.environment() | names,
                 # The embedded Python takes no PYTHONPATH; its sys.path starts with the working directory.
                 cwd=install.numpy_folder or install.binary.parent,
@@ -169,20 +181,31 @@ class ServerProcess:
                 start_new_session=True,
                 preexec_fn=prepare,
             )
-        return cls(config, process, pulse, os.pidfd_open(process.pid))
+        eyes = Pulse(pulse.path, EYES_SLOT) if SIGHT in models_of(repository) else None
+        return cls(config, process, pulse, os.pidfd_open(process.pid), eyes)
 
-    def watch_stub(self) -> None:
-        """Watch the model's process too, from its first beat on."""
-        if self.stub_fd < 0 and self.pulse.stub_pid:
+    def watch_stubs(self) -> None:
+        """Watch the processes of models too, from their first beats on."""
+        self.stub_fd = self._watched(self.stub_fd, self.pulse)
+        self.eyes_fd = self._watched(self.eyes_fd, self.eyes)
+
+    def _watched(self, fd: int, pulse: Pulse | None) -> int:
+        if fd < 0 and pulse is not None and pulse.stub_pid:
             try:
-                self.stub_fd = os.pidfd_open(self.pulse.stub_pid)
+                return os.pidfd_open(pulse.stub_pid)
             except ProcessLookupError:  # it ended right after its first beat: `wait` will see the server end
                 os.killpg(self.process.pid, signal.SIGKILL)
+        return fd
+
+    def command(self, command: Command) -> None:
+        """Tell the processes of models."""
+        for pulse in filter(None, (self.pulse, self.eyes)):
+            pulse.command = command
 
     def wait(self, seconds: float, wake_fd: int) -> str | None:
         """Wait until a process ends (says which), `wake_fd` becomes readable, or `seconds` pass."""
-        self.watch_stub()
-        names = {self.server_fd: "tritonserver", self.stub_fd: "the model's process"}
+        self.watch_stubs()
+        names = {self.server_fd: "tritonserver", self.stub_fd: MODEL_PROCESS, self.eyes_fd: EYES_PROCESS}
         readable, _, _ = select.select([fd for fd in (*names, wake_fd) if fd >= 0], [], [], seconds)
         if wake_fd in readable:
             os.read(wake_fd, 64)
@@ -227,10 +250,11 @@ class ServerProcess:
         with suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
-        for fd in (self.server_fd, self.stub_fd):
+        for fd in (self.server_fd, self.stub_fd, self.eyes_fd):
             if fd >= 0:
                 os.close(fd)
-        self.pulse.close()
+        for pulse in filter(None, (self.eyes, self.pulse)):
+            pulse.close()
         remove_shared_memory(self.config.grpc_port)
 
 
@@ -242,8 +266,8 @@ def _is_stopped(pid: int) -> bool:
     return stat.rsplit(")", 1)[1].split()[0] == "T"
 
 
-def command_line(install: ServerInstall, config: ServeConfig, family: Family, repository: Path) -> list[str]:
-    """The tritonserver command: one model, explicit control, sensitive APIs closed."""
+def command_line(install: ServerInstall, config: ServeConfig, repository: Path) -> list[str]:
+    """The tritonserver command: the models of the repository, explicit control, sensitive APIs closed."""
     closed = f"{RESTRICTED}:penjing={secrets.token_hex(KEY_BYTES)}"
     http = ["--allow-http=false"]
     if config.http_port is not None:
@@ -253,7 +277,7 @@ def command_line(install: ServerInstall, config: ServeConfig, family: Family, re
         f"--model-repository={repository}",
         f"--backend-directory={install.backends}",
         "--model-control-mode=explicit",
-        f"--load-model={config.model_name or family.name}",
+        *(f"--load-model={name}" for name in models_of(repository)),
         "--disable-auto-complete-config",
         f"--grpc-address={config.host}",
         f"--grpc-port={config.grpc_port}",

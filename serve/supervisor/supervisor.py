@@ -9,12 +9,10 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import socket
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,8 +28,15 @@ from penjing.serve.supervisor import state
 from penjing.serve.supervisor.detach import READY, detach_supervisor
 from penjing.serve.supervisor.install import ServerInstall, install
 from penjing.serve.supervisor.kept_front import KeptFront, adapters_stamp, front_model
-from penjing.serve.supervisor.process import EXIT_SECONDS, ServeConfig, ServerProcess, check_ports
-from penjing.serve.supervisor.vigil import Vigil
+from penjing.serve.supervisor.process import (
+    EXIT_SECONDS,
+    MODEL_PROCESS,
+    ServeConfig,
+    ServerProcess,
+    check_ports,
+)
+from penjing.serve.supervisor.signals import stop_signals
+from penjing.serve.supervisor.vigil import EyesVigil, Vigil
 from penjing.serve.triton.hang_clock import HangClock
 from penjing.serve.triton.pulse import Command, Phase
 
@@ -125,7 +130,7 @@ class _Supervisor:
         if not self.config.fleet_pid:
             state.forget_adapters(self.config.grpc_port)
         self.progress.start(f"loading {self.model.name}", 1)
-        with self._signals() as self.wake_fd:
+        with stop_signals(self._stop) as self.wake_fd:
             try:
                 self.front.start()
                 self._run_servers()
@@ -136,6 +141,9 @@ class _Supervisor:
                 self.front.end()
                 if not self.config.fleet_pid:
                     state.forget_adapters(self.config.grpc_port)
+
+    def _stop(self) -> None:
+        self.stops += 1
 
     def _shown(self) -> FrontModel:
         return front_model(self.config, self.model, self.family, self.settings, aliases=(self.family.name,))
@@ -201,17 +209,21 @@ class _Supervisor:
             self._keep_front()
             if (failure := server.wait(POLL_SECONDS, self.wake_fd)) is not None:
                 return failure
-            if server.pulse.phase is Phase.FAILED:  # the reason is on its way to the log
+            if Phase.FAILED in (
+                server.pulse.phase,
+                server.eyes and server.eyes.phase,
+            ):  # the reason is on its way to the log
                 return server.wait(GIVE_UP_SECONDS, self.wake_fd) or "the model could not be loaded"
             seconds = time.monotonic() - started
             if seconds > FIRST_BEAT_SECONDS and not server.pulse.stub_pid:
                 raise _NotStartedError(f"the model's process did not start within {FIRST_BEAT_SECONDS:.0f} s")
             pid = server.pulse.stub_pid
             if pid and (failure := clock.verdict(pid, time.monotonic(), server.pulse.beat_age())) is not None:
-                raise _NotStartedError(f"the model's process {failure} as it loaded")
+                raise _NotStartedError(f"{MODEL_PROCESS} {failure} as it loaded")
             if seconds > self.config.start_timeout:
                 return f"the model was not ready within {self.config.start_timeout:.0f} s"
-            if server.pulse.phase is Phase.SERVING and self._accepts_connections():
+            seeing = server.eyes is None or server.eyes.phase is Phase.SERVING
+            if server.pulse.phase is Phase.SERVING and seeing and self._accepts_connections():
                 return self._canary()
         return None
 
@@ -221,6 +233,7 @@ class _Supervisor:
         looked = time.monotonic()
         vigil = Vigil(config)
         clock = HangClock(config.hang_timeout, config.starve_timeout)
+        eyes = None if server.eyes is None else EyesVigil(config, server.eyes)
         stopped_at: float | None = None
         while not self.stops:
             self._keep_front()
@@ -232,7 +245,9 @@ class _Supervisor:
             if pulse.phase is Phase.FAILED:
                 return "the engine gave up (see the log)"
             if (failure := clock.verdict(pulse.stub_pid, now, pulse.beat_age())) is not None:
-                return f"the model's process {failure}"
+                return f"{MODEL_PROCESS} {failure}"
+            if eyes is not None and (failure := eyes.failure(now)) is not None:
+                return failure
             if stalled > config.freeze_after:  # this process was asleep too: a suspended machine, say
                 continue
             if (age := pulse.loop_age()) > config.step_timeout:
@@ -268,11 +283,12 @@ class _Supervisor:
         if server.pulse.stub_pid and server.pulse.phase is Phase.SERVING:
             owed = server.pulse.unanswered
             self._say(f"stopping: {owed} running answers have {timeout:.0f} s; Ctrl-C again ends them now")
-            server.pulse.command = Command.DRAIN
+            server.command(Command.DRAIN)
             self._drained(server, REFUSE_SECONDS, cut_short=False)
+            self._seen(server, timeout)
             server.ask_to_end()  # its health is bad from now on, and what runs still gets its answer
             if not self._drained(server, timeout):
-                server.pulse.command = Command.ABORT
+                server.command(Command.ABORT)
                 self._drained(server, 2.0, cut_short=False)
             time.sleep(FLUSH_SECONDS)
         server.exit()
@@ -281,7 +297,7 @@ class _Supervisor:
         """Let Triton server, which holds the queue, answer it. For a request that it has lost, as it may when a client
         cancels, it would wait without an end: seconds without a batch say that nothing else is left."""
         self._say(f"stopping: running requests have {timeout:.0f} s; Ctrl-C again ends them now")
-        server.pulse.command = Command.DRAIN  # it asks nothing of a server that ends
+        server.command(Command.DRAIN)  # it asks nothing of a server that ends
         time.sleep(REFUSE_SECONDS)
         server.ask_to_end()
         busy_at = now = time.monotonic()
@@ -299,6 +315,13 @@ class _Supervisor:
             if ended or time.monotonic() > deadline or (cut_short and self.stops > 1):
                 return False
         return True
+
+    def _seen(self, server: ServerProcess, timeout: float) -> None:
+        """Wait for images that another model computes: it takes no request once the server ends."""
+        deadline = time.monotonic() + timeout
+        while server.pulse.unseen and self.stops < 2 and time.monotonic() < deadline:
+            if server.wait(POLL_SECONDS, self.wake_fd) is not None:
+                return
 
     def _drain_seconds(self) -> float:
         try:
@@ -353,26 +376,6 @@ class _Supervisor:
         deadline = time.monotonic() + seconds
         while not self.stops and time.monotonic() < deadline:
             time.sleep(POLL_SECONDS)
-
-    @contextmanager
-    def _signals(self) -> Iterator[int]:
-        """Count SIGINT and SIGTERM; yields a descriptor that becomes readable when one comes."""
-        reader, writer = os.pipe()
-        os.set_blocking(writer, False)
-
-        def count(*_: Any) -> None:
-            self.stops += 1
-            with suppress(BlockingIOError):
-                os.write(writer, b"x")
-
-        previous = {number: signal.signal(number, count) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
-        try:
-            yield reader
-        finally:
-            for number, handler in previous.items():
-                signal.signal(number, handler)
-            os.close(reader)
-            os.close(writer)
 
 
 def _main(arguments: list[str]) -> int:

@@ -1,8 +1,10 @@
-"""When a server shall be silent because the model behind it is."""
+"""When a server shall be silent because the model behind it is, and when what it sees with has failed."""
 
 from __future__ import annotations
 
-from penjing.serve.supervisor.process import ServeConfig
+from penjing.serve.supervisor.process import EYES_PROCESS, ServeConfig
+from penjing.serve.triton.hang_clock import HangClock
+from penjing.serve.triton.pulse import Phase, Pulse
 
 SPEAK_SECONDS = 0.5
 
@@ -33,3 +35,22 @@ class Vigil:
             self._num_spoken, self._speak_until = int(beat_age / self._half_way), now + SPEAK_SECONDS
         self._was_stopped = stopped
         return stopped or now > self._speak_until
+
+
+class EyesVigil:
+    """Watches the process of what a decoder sees with. The server is not silenced for it: texts need it not."""
+
+    def __init__(self, config: ServeConfig, pulse: Pulse) -> None:
+        self._pulse, self._step_timeout = pulse, config.step_timeout
+        self._clock = HangClock(config.hang_timeout, config.starve_timeout)
+
+    def failure(self, now: float) -> str | None:
+        """What is wrong with it, in words; to be called often. `now`: of `time.monotonic`."""
+        pulse = self._pulse
+        if pulse.phase is Phase.FAILED:
+            return f"{EYES_PROCESS} gave up (see the log)"
+        if (failure := self._clock.verdict(pulse.stub_pid, now, pulse.beat_age())) is not None:
+            return f"{EYES_PROCESS} {failure}"
+        if (age := pulse.loop_age()) > self._step_timeout:
+            return f"a batch of images has taken {age:.0f} s"
+        return None

@@ -16,7 +16,7 @@ import numpy as np
 from penjing.core.config import parse_config
 from penjing.core.errors import OverloadedError, PenjingError, RequestError, ServerError, UnavailableError
 from penjing.serve.client.errors import code_of
-from penjing.serve.client.protocol import ADAPTERS_VARIABLE, PING, PULSE_VARIABLE
+from penjing.serve.client.protocol import ADAPTERS_VARIABLE, PING, PULSE_VARIABLE, SIGHT
 from penjing.serve.engine.config import EngineConfig
 from penjing.serve.engine.loop import EngineLoop
 from penjing.serve.engine.request import Request, RequestOutput
@@ -24,12 +24,13 @@ from penjing.serve.runner.load import load_engine
 from penjing.serve.sampling.params import SamplingParams
 from penjing.serve.sight.wire import with_places
 from penjing.serve.triton.adapter_watch import AdapterWatch, reachable_folders
-from penjing.serve.triton.intake import Intake
+from penjing.serve.triton.eyes import RemoteEyes
+from penjing.serve.triton.intake import WAITING_THREADS, Intake
 from penjing.serve.triton.journal import client_id, log_request, log_to_server
 from penjing.serve.triton.metrics import EngineMetrics, Refusals
 from penjing.serve.triton.pulse import Command, Phase, Pulse
 from penjing.serve.triton.reply import Outbox, Reply, send_error
-from penjing.serve.triton.settings import read_settings
+from penjing.serve.triton.settings import parameter, read_settings
 from penjing.serve.triton.strings import bound_strings
 from penjing.serve.triton.tensors import MAX_TEXT_BYTES, most_bytes, read_call
 
@@ -68,6 +69,7 @@ class LLMAdapter:
         self._live: dict[str, Reply] = {}
         self._num_requests = 0
         self._intake = Intake()
+        self._eyes: RemoteEyes | None = None
         self._adapters: AdapterWatch | None = None
         self._stopping = threading.Event()
         pulse = os.environ.get(PULSE_VARIABLE)
@@ -99,8 +101,13 @@ class LLMAdapter:
         has_list = wanted is not None and wanted.exists()  # a restart: the list counts, and not what was asked at first
         given = {} if has_list else reachable_folders(config.adapters)
         engine = load_engine(folder, config.model_copy(update={"adapters": given}))
+        images = engine.preparer.images
+        if images.token is not None and (name := parameter(args, SIGHT)) is not None:
+            self._eyes = RemoteEyes(self._pb_utils, name, config.image_batch)
+            images.elsewhere(self._eyes)
+            self._intake.widen(WAITING_THREADS)
         most = most_bytes(engine.preparer.max_prompt_bytes)
-        bound_strings(self._pb_utils, max(most, 2 * config.max_image_bytes if engine.preparer.images.token else 0))
+        bound_strings(self._pb_utils, max(most, 2 * config.max_image_bytes if images.token else 0))
         self._chat_template = engine.chat_template
         loop = EngineLoop(engine)
         loop.start()
@@ -255,7 +262,8 @@ class LLMAdapter:
             if not self._live:
                 self._phase = Phase.DRAINED
         beat = time.monotonic() if loop is None else loop.heartbeat
-        pulse.beat(loop_beat=beat, phase=self._phase, unanswered=len(self._live))
+        unseen = 0 if self._eyes is None else self._intake.num_slow
+        pulse.beat(loop_beat=beat, phase=self._phase, unanswered=len(self._live), unseen=unseen)
 
     def _show_metrics(self) -> None:
         # From a drain on nothing is asked of the server: while it unloads the model, a call would never return.

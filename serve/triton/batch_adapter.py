@@ -11,6 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,12 +21,12 @@ from penjing.core.errors import InputError, OverloadedError, PenjingError, Reque
 from penjing.serve.client.errors import code_of, message_of
 from penjing.serve.client.protocol import PING
 from penjing.serve.engine.config import BatchConfig
-from penjing.serve.families.base import BatchModel, family_at
+from penjing.serve.families.base import BatchModel, BatchPart, family_at
 from penjing.serve.triton.batch_metrics import BatchMetrics, BatchSamples
 from penjing.serve.triton.journal import client_id, log_request, log_to_server
 from penjing.serve.triton.lifecycle import Life
 from penjing.serve.triton.metrics import Refusals
-from penjing.serve.triton.pulse import Phase
+from penjing.serve.triton.pulse import MODEL_SLOT, Phase
 from penjing.serve.triton.reply import send_error
 from penjing.serve.triton.settings import read_settings
 from penjing.serve.triton.strings import bound_strings, refuse_too_long
@@ -71,30 +72,33 @@ class BatchAdapter:
 
     The artifact's folder and the settings come from where those of an engine do (`settings.py`).
 
+    Args:
+        part: None is the model of the folder's family.
+        slot: of the pulse.
+
     Raises:
         PenjingError: the model cannot be loaded, or does not run.
     """
 
-    def __init__(self, args: Mapping[str, str], pb_utils: Any) -> None:
+    def __init__(
+        self, args: Mapping[str, str], pb_utils: Any, part: BatchPart | None = None, slot: int = MODEL_SLOT
+    ) -> None:
         log_to_server()
         self._pb_utils = pb_utils
-        self._life = Life()
+        self._life = Life(slot)
         try:
             folder, values = read_settings(args)
-            family = family_at(folder)
-            if family.load is None:
-                raise InputError(f"{folder} holds no model whose requests are batched; serve it with 'penjing serve'")
-            config = parse_config(family.settings, values, "engine settings")
-            assert isinstance(config, BatchConfig), f"settings of {family.name} are no BatchConfig"
+            part = part or _part_of(folder)
+            config = parse_config(part.settings, values, "engine settings")
             self._config = config
-            self._model: BatchModel = family.load(folder, self._config)
+            self._model: BatchModel = part.load(folder, self._config)
             bound_strings(pb_utils, MAX_STRING_BYTES)
             self._model.start([self._model.example()], lambda: None)()
             self._waiting: deque[_Waiting] = deque()
             self._changed, self._finalizing = threading.Condition(), False
             self._started: queue.SimpleQueue[_Batch | None] = queue.SimpleQueue()
             self._refusals, self._samples, self._batch_seconds = Refusals(), BatchSamples(), 0.0
-            self._metrics = _metrics(pb_utils, str(args.get("model_name", family.name)))
+            self._metrics = _metrics(pb_utils, str(args.get("model_name", part.name)))
             self._ending = threading.Event()
             self._threads = [
                 threading.Thread(target=work, name=f"penjing-{name}", daemon=True)
@@ -282,6 +286,14 @@ class BatchAdapter:
             return self._pb_utils.InferenceResponse(error=codes(message_of(answer), status))
         tensors = [self._pb_utils.Tensor(name, array) for name, array in answer.items()]
         return self._pb_utils.InferenceResponse(output_tensors=tensors)
+
+
+def _part_of(folder: Path) -> BatchPart:
+    family = family_at(folder)
+    if family.load is None:
+        raise InputError(f"{folder} holds no model whose requests are batched; serve it with 'penjing serve'")
+    assert issubclass(family.settings, BatchConfig), f"settings of {family.name} are no BatchConfig"
+    return BatchPart(family.name, family.settings, family.load)
 
 
 def _log(request: _Waiting, answer: dict[str, np.ndarray] | PenjingError, begun: float) -> None:

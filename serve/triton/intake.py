@@ -12,6 +12,7 @@ from penjing.core.errors import OverloadedError
 INLINE_BYTES = 4096  # a shorter prompt takes about a millisecond: less than handing it over may cost the others
 MAX_PENDING_BYTES = 64 << 20
 NUM_THREADS = 2
+WAITING_THREADS = 32  # where those of images wait for another process, which computes what is there in one batch
 
 log = logging.getLogger(__name__)
 
@@ -20,9 +21,15 @@ class Intake:
     """Runs what prepares a request, at once where that is short, else on threads of its own; what waits is bounded."""
 
     def __init__(self) -> None:
-        self._pool = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="penjing-intake")
+        self._pool = self._slow_pool = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="penjing-intake")
         self._lock = threading.Lock()
         self._pending_bytes = 0
+        self.num_slow = 0
+        """Of the prompts that wait or are read, those that are not quick."""
+
+    def widen(self, threads: int) -> None:
+        """Give those that are not quick threads of their own, on which they mostly wait. Before the first prompt."""
+        self._slow_pool = ThreadPoolExecutor(threads, thread_name_prefix="penjing-images")
 
     def run(self, num_bytes: int, work: Callable[[], None], quick: bool = True) -> None:
         """Do `work` for a prompt of `num_bytes`; whatever it raises is its own matter off this thread. It may take
@@ -40,13 +47,15 @@ class Intake:
                     "retry in 1 s"
                 )
             self._pending_bytes += num_bytes
-        self._pool.submit(self._do, num_bytes, work)
+            self.num_slow += not quick
+        (self._pool if quick else self._slow_pool).submit(self._do, num_bytes, work, quick)
 
     def stop(self) -> None:
         """Wait for what has begun or waits."""
         self._pool.shutdown()
+        self._slow_pool.shutdown()
 
-    def _do(self, num_bytes: int, work: Callable[[], None]) -> None:
+    def _do(self, num_bytes: int, work: Callable[[], None], quick: bool) -> None:
         try:
             work()
         except Exception:
@@ -54,3 +63,4 @@ class Intake:
         finally:
             with self._lock:
                 self._pending_bytes -= num_bytes
+                self.num_slow -= not quick

@@ -9,22 +9,22 @@ from collections import deque
 from pathlib import Path
 
 from penjing.serve.client.protocol import PULSE_VARIABLE
-from penjing.serve.triton.pulse import Command, Phase, Pulse
+from penjing.serve.triton.pulse import MODEL_SLOT, Command, Phase, Pulse
 
 BEAT_SECONDS = 0.05
 
 
 class Life:
-    """Beats from the start on, and tells since when a batch has been running."""
+    """Beats from the start on, and tells since when a batch has been running. `slot`: see `Pulse`."""
 
-    def __init__(self) -> None:
+    def __init__(self, slot: int = MODEL_SLOT) -> None:
         self.phase = Phase.LOADING
         self._parent = os.getppid()
         self._running: deque[float] = deque()  # since when; batches end in the order in which they begin
         self._unanswered = 0
         self._counting = threading.Lock()
         pulse = os.environ.get(PULSE_VARIABLE)
-        self._pulse = Pulse(Path(pulse)) if pulse else None
+        self._pulse = Pulse(Path(pulse), slot) if pulse else None
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="penjing-pulse", daemon=True)
         self._thread.start()

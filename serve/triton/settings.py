@@ -23,12 +23,10 @@ def read_settings(args: Mapping[str, str]) -> tuple[Path, dict[str, Any]]:
         InputError: no folder is named.
         ConfigError: the settings are no JSON object.
     """
-    config = json.loads(args["model_config"])
-    parameters = {name: entry["string_value"] for name, entry in config.get("parameters", {}).items()}
-    folder = parameters.get("model") or os.environ.get(MODEL_VARIABLE)
+    folder = parameter(args, "model") or os.environ.get(MODEL_VARIABLE)
     if not folder:
         raise InputError(f"no model is named: set {MODEL_VARIABLE}, or the parameter model in config.pbtxt")
-    text = parameters.get("engine") or os.environ.get(ENGINE_VARIABLE) or "{}"
+    text = parameter(args, "engine") or os.environ.get(ENGINE_VARIABLE) or "{}"
     try:
         values = json.loads(text)
     except ValueError as error:
@@ -37,6 +35,12 @@ def read_settings(args: Mapping[str, str]) -> tuple[Path, dict[str, Any]]:
     if not isinstance(values, dict):
         raise ConfigError(f"{ENGINE_VARIABLE} must be a JSON object, got {text!r:.80}")
     return found, values
+
+
+def parameter(args: Mapping[str, str], name: str) -> str | None:
+    """A parameter of the model's configuration; None where it is not set."""
+    entry = json.loads(args["model_config"]).get("parameters", {}).get(name)
+    return None if entry is None else entry["string_value"] or None
 
 
 def reachable(folder: Path) -> Path:

@@ -24,6 +24,7 @@ from penjing.core.errors import ConfigError, InputError
 from penjing.core.family import family_of
 from penjing.core.manifest import verify
 from penjing.core.progress import Silent
+from penjing.core.vision.sight import pictures_of
 from penjing.serve.engine.config import EngineConfig
 from penjing.serve.engine.request import Request
 from penjing.serve.runner.load import load_engine
@@ -141,7 +142,7 @@ def test_a_llava_becomes_integers_too(tmp_path: Path, rotate: bool) -> None:
 
 def rows_of_both(before: LoadedModel, after: LoadedModel) -> list[Tensor]:
     sights = [model.sight for model in (before, after) if model.sight]
-    return [sight.rows_of(pixels) for sight in sights for pixels in sight.pictures(encoded(picture(1)))]
+    return [sight.rows_of(pictures_of(sight.config, encoded(picture(1))))[0] for sight in sights]
 
 
 def answered(artifact: Path) -> None:

@@ -124,12 +124,12 @@ def test_only_grpc_listens_for_others_and_http_is_closed_unless_asked_for(server
     argv = Path(f"/proc/{pids(server)[1]}/cmdline").read_text().split("\0")
     assert f"--http-port={server.config.http_port}" in argv
     anything: Any = MagicMock()  # neither what is installed nor the family matters to the addresses
-    argv = command_line(anything, ServeConfig(host="0.0.0.0"), anything, Path("models"))
+    argv = command_line(anything, ServeConfig(host="0.0.0.0"), Path("models"))
     assert "--allow-http=false" in argv
     assert [each for each in argv if "0.0.0.0" in each] == ["--grpc-address=0.0.0.0"]
     assert "--metrics-address=127.0.0.1" in argv
     assert not [each for each in argv if each.startswith(("--http-port", "--http-address"))]
-    argv = command_line(anything, ServeConfig(host="0.0.0.0", http_port=1), anything, Path("models"))
+    argv = command_line(anything, ServeConfig(host="0.0.0.0", http_port=1), Path("models"))
     assert "--http-address=127.0.0.1" in argv
     assert any(each.startswith(f"--http-restricted-api={RESTRICTED}:") for each in argv)
 

@@ -33,6 +33,7 @@ class Lost:
     """A server whose model's process shows no life; half a minute passes with every look at it."""
 
     process = SimpleNamespace(pid=0)
+    eyes = None
 
     def __init__(self, clock: list[float], lives: bool) -> None:
         self.clock, self.lives, self.killed = clock, lives, False
