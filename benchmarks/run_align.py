@@ -17,8 +17,9 @@ stopped goes on, and one that is complete is kept: delete its folder below --wor
 - `dpo` is the share of pairs whose answer of that form is likelier than one of another, before and after; and the share
   of those where it has become likelier than the other when compared with the model that it began as (`preferred`).
 - `reward` is the share of these pairs whose answer of the form gets the higher score.
-- `judge` is the share of pairs of a right and a wrong sum whose right one gets the higher score, by a reward model that
-  the model of `start` becomes; the sums are none of those that it learnt from.
+- `judge` is the share of pairs of a right and a wrong sum whose right one gets the higher score, by a reward model
+  that the model of `start` becomes; the sums are none of those that it learnt from. `near_misses` are those whose wrong
+  sum is off by one or two. `chosen_right` is the share of these sums whose right answer scores higher than all others.
 - `ppo` lets the model of `start` learn by PPO from that reward model, which never sees whether an answer is right: the
   learnt reward and the share of right answers (`gold`), among those that are sampled and of held-out sums, over the
   distance from the model that it began as. `gold_peak` is the highest share of right answers in the mean of five
@@ -51,6 +52,7 @@ from penjing.serve.engine.config import EngineConfig
 from penjing.serve.engine.request import Request
 from penjing.serve.runner.load import load_engine
 from penjing.serve.sampling.params import SamplingParams
+from penjing.train.align.rewards import ModelReward
 from penjing.train.chat.held_out import held_out_places
 from penjing.train.chat.reference import reference_logprobs
 from penjing.train.chat.rows import take_rows
@@ -62,7 +64,7 @@ ASKED = 48  # held-out prompts at most
 LENGTH = 64  # tokens of a row
 UPDATES = 20  # of grpo
 PAIRED = 8  # steps of dpo and reward, of 4 pairs
-JUDGED = 140  # steps of judge, of 8 pairs
+JUDGED = 72  # steps of judge, of 32 pairs
 TRIED = 40  # updates of ppo, two from each 32 answers
 POINTS = 5  # of the curves of ppo, each the mean of as many updates as the others
 LONGEST = {"sums": 4, "things": 24}  # tokens of an answer
@@ -135,10 +137,11 @@ class Bench:
         """A model that scores sums."""
         values = {
             "steps": JUDGED,
+            "freeze": ["model.embed_tokens.*", "model.layers.?.*", "model.layers.1[0-4].*"],  # half of the layers
             "objective": {"kind": "reward", "centring": 0.01},
-            "data": self.rows("preference", "compared", 8, HELD_OUT),
-            "learning_rate": {"kind": "cosine", "peak": 5e-5, "warmup": 0.1},
-            "evaluation": {"every": JUDGED, "samples": 1000},
+            "data": self.rows("preference", "compared", 32, HELD_OUT),
+            "learning_rate": {"kind": "constant", "peak": 1e-4},
+            "evaluation": {"every": JUDGED // 3, "samples": 192},
         }
         return self.run("judge", self.start(), values)
 
@@ -154,6 +157,22 @@ class Bench:
             "evaluation": {"every": TRIED // 2, "samples": 40},
         }
         return self.run("ppo", self.start(), values)
+
+    def scored_sums(self, folder: Path) -> list[tuple[float, list[tuple[float, int, bool]]]]:
+        """Of each held-out sum what a reward model gives its right answer, and each other one: the score, by how much
+        it is off, and whether it is as long as the right one."""
+        writer, scores = self.writer(folder), ModelReward(folder, folder, torch.device("cpu"))
+        rows, _ = take_rows([str(self.data("compared.jsonl"))], lambda row: row, 0.0, Silent())
+        pairs = [writer.pair(row) for row in rows]
+        found: dict[bytes, tuple[float, list[tuple[float, int, bool]]]] = {}
+        for place in sorted(held_out_places([pair.prompt.tobytes() for pair in pairs], HELD_OUT)):
+            pair, row = pairs[place], rows[place]
+            right, wrong = (row[name][0]["content"] for name in ("chosen", "rejected"))
+            texts = [[*pair.prompt.tolist(), *answer.tolist()] for answer in (pair.chosen, pair.rejected)]
+            first, second = scores.of(texts)
+            others = found.setdefault(pair.prompt.tobytes(), (first, []))[1]
+            others.append((second, abs(int(wrong) - int(right)), len(wrong) == len(right)))
+        return list(found.values())
 
     def asked(self) -> dict[str, Any]:
         """Sums for rollouts."""
@@ -301,9 +320,17 @@ def reward_rows(bench: Bench) -> list[Row]:
 
 
 def judge_rows(bench: Bench) -> list[Row]:
-    found = evaluated(bench.judge())
-    names = {"ordered_sums": "preference_accuracy", "ordered_sums_of_equal_length": "accuracy_of_equal_length"}
-    return [new_row("align", f"judge/{name}", found[of], "share", runs=1) for name, of in names.items()]
+    scored = bench.scored_sums(bench.judge())
+    ordered = [(right > other, off, alike) for right, others in scored for other, off, alike in others]
+    shares = {
+        "ordered_sums": mean(right for right, _, _ in ordered),
+        "ordered_sums_of_equal_length": mean(right for right, _, alike in ordered if alike),
+        "ordered_near_misses": mean(right for right, off, _ in ordered if off <= 2),
+        "chosen_right": mean(all(right > other for other, _, _ in others) for right, others in scored),
+    }
+    for name, share in shares.items():
+        say(f"judge/{name}: {share:.3f}; {len(ordered)} pairs of {len(scored)} sums")
+    return [new_row("align", f"judge/{name}", share, "share", runs=1) for name, share in shares.items()]
 
 
 def ppo_rows(bench: Bench) -> list[Row]:

@@ -13,11 +13,12 @@ from typing import Protocol
 import torch
 
 from penjing.core.checkpoint.reward import load_reward
-from penjing.core.errors import ConfigError, InputError
+from penjing.core.errors import ConfigError, InputError, RequestError
 from penjing.core.text.tokenizer import read_backend
 from penjing.train.align.prompts import Answer, Prompt
 from penjing.train.align.user_reward import UserReward
-from penjing.train.chat.rows import Row
+from penjing.train.chat.rows import Row, RowError
+from penjing.train.chat.tokens import ChatTokens
 from penjing.train.recipe.align import RewardConfig
 
 _WORD = re.compile(r"\d+|[^\W\d]+")
@@ -95,7 +96,8 @@ def is_echo(answer: str, prompt: str) -> bool:
 
 
 class ModelReward:
-    """The score that a reward model gives to a prompt and its answer.
+    """The score that a reward model gives to a prompt and its answer, behind what its template writes at the end of an
+    answer: there it has learnt to score.
 
     Args:
         folder: its checkpoint.
@@ -116,16 +118,26 @@ class ModelReward:
                 f"reward.folder = {folder} has another tokenizer than initial = {tokenizer}, so that its tokens mean "
                 "something else; train a reward model from a checkpoint of the same one"
             )
+        try:
+            self._behind = ChatTokens.from_folder(folder).behind_answer()
+        except (RowError, RequestError) as error:
+            raise InputError(f"reward.folder = {folder}: its chat template writes no answer: {error}") from error
         self._device = device
 
     def wrong(self, row: Row) -> None:
         """See `Scorer`: every prompt will do."""
 
-    @torch.no_grad()
     def __call__(self, prompt: Prompt, answers: Sequence[Answer]) -> list[float]:
         """See `Scorer`."""
+        ended = [self._behind if answer.sampled.ended else [] for answer in answers]
+        return self.of(
+            [prompt.tokens + answer.sampled.tokens + more for answer, more in zip(answers, ended, strict=True)]
+        )
+
+    @torch.no_grad()
+    def of(self, texts: Sequence[list[int]]) -> list[float]:
+        """The score behind the last token of each text."""
         scores = list[float]()
-        texts = [prompt.tokens + answer.sampled.tokens for answer in answers]
         width = max(map(len, texts))
         for begin in range(0, len(texts), _TOGETHER):
             some = texts[begin : begin + _TOGETHER]

@@ -145,6 +145,20 @@ class ChatTokens:
             raise RowError("the prompt is empty")
         return ids
 
+    def behind_answer(self) -> list[int]:
+        """The tokens that the template writes behind the one that ends an answer, such as a line's end, which a model
+        that answers does not say; none without a template.
+
+        Raises:
+            RowError, RequestError: the template cannot write a question and an answer.
+        """
+        if self.template is None:
+            return []
+        turns = [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}]
+        ids = self._conversation(turns, None, "last").ids.tolist()
+        ends = [place for place, token in enumerate(ids) if token in self.tokenizer.eos_token_ids]
+        return ids[ends[-1] + 1 :] if ends else []
+
     def _plain(self, prompt: str, completion: str) -> Masked:
         """A prompt and what follows it, without a template; the answer ends with the token that ends a text."""
         if not completion:

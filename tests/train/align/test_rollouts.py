@@ -21,6 +21,7 @@ from penjing.core.progress import Silent
 from penjing.train.align.prompts import Answer, Prompt, Sampled
 from penjing.train.align.rewards import ModelReward, Rewards, Verifier, number
 from penjing.train.align.user_reward import UserReward
+from penjing.train.chat.tokens import ChatTokens
 from penjing.train.families.base import build_task
 from penjing.train.families.rollouts import RolloutTuning
 from penjing.train.monitor.alarms import AlarmConfig, Alarms
@@ -276,6 +277,16 @@ def test_a_reward_model_scores_prompt_and_answer(tiny_checkpoint: Path, tmp_path
         expected = [float(model(torch.tensor([[3, 4, *a.sampled.tokens]]), torch.tensor([1 + len(a.sampled.tokens)])))
                     for a in some]  # fmt: skip
     assert scorer(Prompt([3, 4], {}), some) == pytest.approx(expected, abs=1e-5)
+    writer = ChatTokens.from_folder(tiny_checkpoint)
+    turns = {"prompt": ("user", "1 + 1?"), "chosen": ("assistant", "2"), "rejected": ("assistant", "3")}
+    pair = writer.pair({name: [{"role": role, "content": said}] for name, (role, said) in turns.items()})
+    behind = writer.behind_answer()
+    assert behind == pair.chosen[-len(behind) :].tolist() == writer.tokenizer.encode("\n", add_special=False)
+    sampled = Sampled(pair.chosen[: -len(behind)].tolist(), ended=True)
+    learnt = torch.tensor([[*pair.prompt.tolist(), *pair.chosen.tolist()]])  # as it was when the model learnt
+    with torch.no_grad():
+        expected = [float(model(learnt, torch.tensor([learnt.shape[1] - 1])))]
+    assert scorer(Prompt(pair.prompt.tolist(), {}), [Answer(sampled, "")]) == pytest.approx(expected, abs=1e-5)
     other = write_tiny_checkpoint(tmp_path / "other", pre="smollm")
     with pytest.raises(ConfigError, match="has another tokenizer than initial"):
         ModelReward(tmp_path / "reward", other, torch.device("cpu"))
