@@ -2,17 +2,16 @@
 
     python -m penjing.train.launch.ray_nodes PLACEMENT.json
 
-All bundles of the placement group are reserved together, or none is. When a machine is lost, or a process fails, all
-begin again from the newest checkpoint, as often as `RETRIES`.
+All bundles of the placement group are reserved together, or none is. On each machine an actor starts torchrun and is
+asked every second how it does, so that nothing has to be cancelled by force: when a machine is lost, or a process
+fails, the others are told to stop, and all begin again from the newest checkpoint, as often as `RETRIES`.
 """
 
 from __future__ import annotations
 
-import ctypes
-import signal
 import socket
-import subprocess
 import sys
+from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
 from importlib import import_module
@@ -26,11 +25,13 @@ from penjing.core.cluster.ray_cluster import RaySettings, connected_ray
 from penjing.core.config import Config, parse_config
 from penjing.core.errors import ConfigError, InputError, SetupError
 from penjing.core.manifest import read_json_object
+from penjing.train.launch.tied import TiedTorchrun
 
 RETRIES = 3
 PATIENCE = 300.0  # seconds for all machines to be free
 TAIL = 30  # lines of a machine's output that an error shows
-_PR_SET_PDEATHSIG = 1  # prctl(2)
+LOOK = 1.0  # seconds between two looks at all machines
+STOP = 90.0  # seconds for a machine to save its state and end, before it is ended
 
 
 class RayMachine(Config):
@@ -68,11 +69,10 @@ def read_ray_run(path: Path) -> RayRun:
 
 
 def torchrun(run: RayRun, rank: int, address: str, port: int) -> list[str]:
-    """What the machine `rank` runs."""
+    """Arguments of the torchrun of machine `rank`."""
     return [
-        sys.executable, "-m", "torch.distributed.run", f"--nnodes={len(run.nodes)}", f"--node-rank={rank}",
-        f"--nproc-per-node={run.nodes[rank].processes}", f"--master-addr={address}", f"--master-port={port}",
-        "--module", "penjing.train", run.recipe, "--resume=auto",
+        f"--nnodes={len(run.nodes)}", f"--node-rank={rank}", f"--nproc-per-node={run.nodes[rank].processes}",
+        f"--master-addr={address}", f"--master-port={port}", "--module", "penjing.train", run.recipe, "--resume=auto",
     ]  # fmt: skip
 
 
@@ -113,60 +113,86 @@ def run_on_ray(run: RayRun, address: str = "auto", patience: float = PATIENCE) -
 def _attempt(ray: Any, group: Any, run: RayRun) -> str:
     """Run once; what went wrong, or nothing."""
     strategy = import_module("ray.util.scheduling_strategies").PlacementGroupSchedulingStrategy
-
-    def on(rank: int, function: Any) -> Any:
-        needs = dict(run.nodes[rank].resources)
-        options = {"num_cpus": needs.pop("CPU", 0), "num_gpus": needs.pop("GPU", 0), "resources": needs}
-        where = strategy(placement_group=group, placement_group_bundle_index=rank)
-        return ray.remote(max_retries=0, scheduling_strategy=where, **options)(function)
-
-    refs: dict[Any, int] = {}
+    machines: list[Any] = []
     rank = 0
-    try:
-        address, port = ray.get(on(0, _free_port).remote())
-        for rank in range(len(run.nodes)):
-            refs[on(rank, _run).remote(torchrun(run, rank, address, port), str(Path.cwd()))] = rank
-        left = list(refs)
-        while left:
-            (done, *_), left = ray.wait(left, num_returns=1)
-            rank = refs[done]
-            code, tail = ray.get(done)
-            if code:
-                return f"machine {rank} ({run.nodes[rank].pool}) ended with {code}:\n{tail}"
-    except ray.exceptions.RayError as error:
+
+    def lost(error: Exception) -> str:
         return f"machine {rank} ({run.nodes[rank].pool}) was lost: {type(error).__name__}"
+
+    try:
+        for rank, node in enumerate(run.nodes):
+            needs = dict(node.resources)
+            options = {"num_cpus": needs.pop("CPU", 0), "num_gpus": needs.pop("GPU", 0), "resources": needs}
+            where = strategy(placement_group=group, placement_group_bundle_index=rank)
+            # An actor of one thread: what it starts is the child of a thread that lives as long as it.
+            machine = ray.remote(max_restarts=0, scheduling_strategy=where, **options)(Machine)
+            machines.append(machine.remote())
+        rank = 0
+        address, port = ray.get(machines[0].free_port.remote())
+        for rank, machine in enumerate(machines):
+            if wrong := ray.get(machine.start.remote(torchrun(run, rank, address, port), str(Path.cwd()))):
+                return f"machine {rank} ({run.nodes[rank].pool}): {wrong}"
+        left = dict(enumerate(machines))
+        tails = [deque[str](maxlen=TAIL) for _ in machines]
+        while left:
+            for rank, machine in [*left.items()]:
+                code, lines = ray.get(machine.look.remote(LOOK / len(left)))
+                for line in lines:
+                    print(f"{run.nodes[rank].pool} {rank}: {line}", end="", flush=True)
+                tails[rank].extend(lines)
+                if code:
+                    return f"machine {rank} ({run.nodes[rank].pool}) ended with {code}:\n{''.join(tails[rank])}"
+                if code == 0:
+                    del left[rank]
+    except ray.exceptions.RayError as error:
+        return lost(error)
     finally:
-        for ref in refs:
-            with suppress(ray.exceptions.RayError):
-                ray.cancel(ref, force=True)
+        _end(ray, machines)
     return ""
 
 
-def _free_port() -> tuple[str, int]:
-    """Of this machine: its address among the cluster's, and a port that is free now."""
-    address = import_module("ray").util.get_node_ip_address()
-    with socket.socket() as found:
-        found.bind(("", 0))
-        return address, found.getsockname()[1]
+def _end(ray: Any, machines: Sequence[Any]) -> None:
+    """Stop what still runs, on all machines at a time, and give them back."""
+    stopping = []
+    for machine in machines:
+        with suppress(ray.exceptions.RayError):
+            stopping.append(machine.stop.remote(STOP))
+    for each in stopping:
+        with suppress(ray.exceptions.RayError):  # its machine is lost
+            ray.get(each, timeout=2 * STOP)
+    for machine in machines:
+        ray.kill(machine)
 
 
-def _run(given: list[str], folder: str) -> tuple[int, str]:
-    """Run a command in a folder, by a process that ends with this one; its exit status, and its last lines."""
-    if not Path(folder).is_dir():
-        return SetupError.exit_code, f"{folder} is not there; all machines must see the same files"
-    process = subprocess.Popen(
-        given, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=folder, preexec_fn=_end_with_the_task
-    )
-    assert process.stdout is not None
-    lines: list[str] = []
-    for line in process.stdout:
-        print(line, end="", flush=True)  # Ray shows it where the job was submitted
-        lines = [*lines[1 - TAIL :], line]
-    return process.wait(), "".join(lines)
+class Machine:
+    """An actor: the torchrun of one machine."""
 
+    def __init__(self) -> None:
+        self._torchrun: TiedTorchrun | None = None
 
-def _end_with_the_task() -> None:
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    def free_port(self) -> tuple[str, int]:
+        """Of this machine: its address among the cluster's, and a port that is free now."""
+        address = import_module("ray").util.get_node_ip_address()
+        with socket.socket() as found:
+            found.bind(("", 0))
+            return address, found.getsockname()[1]
+
+    def start(self, arguments: list[str], folder: str) -> str:
+        """Start torchrun in a folder; what is wrong with it, or nothing."""
+        if not Path(folder).is_dir():
+            return f"{folder} is not there; all machines must see the same files"
+        self._torchrun = TiedTorchrun(arguments, Path(folder))
+        return ""
+
+    def look(self, seconds: float) -> tuple[int | None, list[str]]:
+        """Its exit status, None if it still runs after `seconds`, and what it said since the last look."""
+        assert self._torchrun is not None
+        return self._torchrun.wait(seconds), self._torchrun.said()
+
+    def stop(self, patience: float) -> None:
+        """End it."""
+        if self._torchrun is not None:
+            self._torchrun.stop(patience)
 
 
 if __name__ == "__main__":

@@ -48,7 +48,6 @@ def write_placement(path: Path, pools: Sequence[Pool], recipe: Path, data: Seque
         *starts,
         *prepares,
         f"then, where the recipe's paths begin: python -m penjing.train.launch.ray_nodes {path}",
-        "that last command failed where it was tried (docs/limits.md); rather take --kubernetes, or torchrun by hand",
     ]
 
 

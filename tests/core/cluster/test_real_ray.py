@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 
 from penjing.compress.search.search import run_joint_search
 from penjing.core.config import dump_toml, inline_toml, read_recipe
-from penjing.core.errors import SetupError
+from penjing.core.errors import InputError, SetupError
 from penjing.train.launch.ray_nodes import RayMachine, RayRun, run_on_ray
 from penjing.train.run import train
 from penjing.train.search.search import run_search
@@ -68,7 +68,7 @@ def test_a_corpus_is_the_same(cluster: TwoNodes, tmp_path: Path) -> None:
 def test_a_front_is_the_same(cluster: TwoNodes, tmp_path: Path) -> None:
     network = graph_folder(tmp_path / "dense", Two(), image(12))
     (tmp_path / "ray").mkdir()
-    lines = {"space": "{ widths = [1.0, 0.75, 0.5], bits = [32, 8] }", "combinations": "16"}
+    lines = {"space": "{ widths = [1.0, 0.75, 0.5], bits = [32, 8] }", "combinations": "32"}
     expected = run_joint_search(write(tmp_path, network, **lines))
     ray = f'{{ address = "{cluster.address}", resources = {{ trial = 1 }} }}'
     path = write(tmp_path / "ray", network, **lines, ray=ray)
@@ -102,19 +102,65 @@ def test_trials_are_the_same(cluster: TwoNodes, tmp_path: Path) -> None:
     assert ray.winner == here.winner
 
 
-def test_a_placed_run_is_that_of_one_machine(cluster: TwoNodes, tmp_path: Path) -> None:
-    cluster.mend()
-    settings = {"steps": 6, "data.sequence_length": 32, "data.batch_size": 4, "evaluation.samples": 8}
-    given = [*(f"{key}={value}" for key, value in settings.items()), 'precision.mode="fp32"']
-    here, ray = tmp_path / "here", tmp_path / "ray"
-    train(Path("decoder-tiny"), [*given, f"output={inline_toml(str(here))}"])
-    values = read_recipe(Path("decoder-tiny"), [*given, f"output={inline_toml(str(ray))}"])
-    (tmp_path / "run.toml").write_text(dump_toml(values))
+def placed(folder: Path, output: Path, **settings: Any) -> tuple[Path, list[str]]:
+    """A training recipe that writes `output`, and what it changes of decoder-tiny."""
+    few = {"data.sequence_length": 32, "data.batch_size": 4, "evaluation.samples": 8}
+    given = [f"{key.replace('__', '.')}={value}" for key, value in (few | settings).items()]
+    given += ['precision.mode="fp32"', f"output={inline_toml(str(output))}"]
+    path = folder / f"{output.name}.toml"
+    path.write_text(dump_toml(read_recipe(Path("decoder-tiny"), given)))
+    return path, given
+
+
+def same_weights(one: Path, other: Path) -> None:
+    first, second = (load_file(folder / "model.safetensors") for folder in (one, other))
+    for name, tensor in first.items():
+        torch.testing.assert_close(second[name], tensor, rtol=1e-3, atol=1e-4)
+
+
+def on_two(recipe: Path, cluster: TwoNodes) -> None:
     node = RayMachine(pool="pool", processes=1, resources={"penjing_pool": 1.0})
-    run_on_ray(RayRun(schema_version=1, recipe=str(tmp_path / "run.toml"), nodes=(node, node)), cluster.address)
-    one, two = (load_file(folder / "model.safetensors") for folder in (here, ray))
-    for name, tensor in one.items():
-        torch.testing.assert_close(two[name], tensor, rtol=1e-3, atol=1e-4)
-    wrong = node.model_copy(update={"resources": {"penjing_none": 1.0}})
+    run_on_ray(RayRun(schema_version=1, recipe=str(recipe), nodes=(node, node)), cluster.address)
+
+
+def test_a_placed_run_is_that_of_one_machine(
+    cluster: TwoNodes, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cluster.mend()
+    _, given = placed(tmp_path, tmp_path / "here", steps=6)
+    train(Path("decoder-tiny"), given)
+    on_two(placed(tmp_path, tmp_path / "ray", steps=6)[0], cluster)
+    same_weights(tmp_path / "here", tmp_path / "ray")
+    assert "pool 0: " in capsys.readouterr().out
+    damaged = placed(tmp_path, tmp_path / "damaged")[0]
+    damaged.write_text(damaged.read_text().replace("steps", "step"))
+    with pytest.raises(
+        InputError, match=r"failed 4 times; the last time machine \d \(pool\) ended with \d+:\n(.*\n)*.*step"
+    ):
+        on_two(damaged, cluster)
+    wrong = RayMachine(pool="pool", processes=1, resources={"penjing_none": 1.0})
     with pytest.raises(SetupError, match="not all 1 machines are free within 2 seconds"):
         run_on_ray(RayRun(schema_version=1, recipe="run.toml", nodes=(wrong,)), cluster.address, patience=2)
+
+
+def test_a_placed_run_outlives_a_machine(cluster: TwoNodes, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    settings: dict[str, Any] = {"steps": 60, "checkpoint__every": 10}
+    _, given = placed(tmp_path, tmp_path / "here", **settings)
+    train(Path("decoder-tiny"), given)
+    recipe, _ = placed(tmp_path, tmp_path / "ray", **settings)
+    failed: list[Exception] = []
+
+    def run() -> None:
+        try:
+            on_two(recipe, cluster)
+        except Exception as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    killing(cluster, lambda: bool([*tmp_path.glob("ray-run/checkpoints/step*")])).join()
+    cluster.mend()  # here: a node ends with the thread that started it
+    thread.join()
+    assert not failed
+    assert "all begin again from the newest checkpoint" in capsys.readouterr().err
+    same_weights(tmp_path / "here", tmp_path / "ray")

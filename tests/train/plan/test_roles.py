@@ -143,7 +143,6 @@ def test_the_plan_says_who_does_what(recipe: Path, tmp_path: Path, capsys: pytes
     assert "data: cpu" in said
     assert "ray.resources={penjing_cpu=1}" in said
     assert "python -m penjing.train.launch.ray_nodes" in said
-    assert "failed where it was tried" in said
     (row, *_) = json.loads((tmp_path / "rows.json").read_text())
     assert row["data"] == ["cpu"]
     assert any("data: cpu" in line for line in out.read_text().splitlines()[:6])
@@ -165,7 +164,7 @@ def test_a_placement_is_a_torchrun_on_each_machine(tmp_path: Path) -> None:
     write_placement(tmp_path / "ray.json", pools, Path("build/run.toml"))
     read = read_ray_run(tmp_path / "ray.json")
     for rank, processes in enumerate([8, 8, 1, 1, 1]):
-        given = parse_args(torchrun(read, rank, "10.0.0.1", 4000)[3:])  # torchrun takes it
+        given = parse_args(torchrun(read, rank, "10.0.0.1", 4000))  # torchrun takes it
         assert (given.nnodes, given.node_rank, given.nproc_per_node) == ("5", rank, str(processes))
         assert (given.module, given.training_script) == (True, "penjing.train")
         assert given.training_script_args == ["build/run.toml", "--resume=auto"]
