@@ -9,6 +9,10 @@
     python benchmarks/run_joint_search.py --width 8 --training 600 --images 1024 --healing 100 --heal 4 --random 0 \\
         --combinations 24 --test-images 4000 --folder build/joint       # three seeds, also of the training; short
 
+    python benchmarks/run_joint_search.py --width 8 --training 300 --images 512 --healing 60 --heal 3 --random 0 \\
+        --combinations 24 --widths 0.875 0.75 0.625 0.5 0.375 --round-to 1 --budget 0.24 --only-bits 8 \\
+        --folder build/joint                            # three seeds beside uniform pruning and uniform INT8 alone
+
 With `--heal N` the search itself heals N points, uniform choices and what it finds beside them, and goes round again
 ([heal]); the search's best is then chosen by what it measured after healing.
 
@@ -57,6 +61,10 @@ def main() -> int:
     parser.add_argument("--folder", type=Path, help="where the search is kept, so that a killed run goes on")
     parser.add_argument("--seeds", type=int, default=3, help="searches, each with combinations of its own")
     parser.add_argument("--cost", choices=("macs", "bytes"), default="macs")
+    parser.add_argument("--widths", type=float, nargs="+", help="below 1.0, in place of the search's own")
+    parser.add_argument("--round-to", type=int, default=4, help="channels that widths are multiples of")
+    parser.add_argument("--budget", type=float, help="most that a point may cost, as a part of the network's")
+    parser.add_argument("--only-bits", type=int, choices=(32, 8), help="of the uniform choices that are compared")
     parser.add_argument("--combinations", type=int, default=48, help="that the sum is fitted to")
     parser.add_argument("--random", type=int, default=60, help="fresh combinations that predictions are held against")
     parser.add_argument("--images", type=int, default=2048, help="training images; half of them judge")
@@ -112,7 +120,7 @@ def measure(model: Path, folder: Path, arguments: argparse.Namespace, seed: int)
     settings: dict[str, Any] = {
         "model": str(model),
         "data.images": arguments.images,
-        "steps.0.round_to": 4,
+        "steps.0.round_to": arguments.round_to,
         "steps.1.steps": arguments.healing,
         "steps.2.steps": 0,
         "steps.2.teacher": str(model),
@@ -129,6 +137,10 @@ def measure(model: Path, folder: Path, arguments: argparse.Namespace, seed: int)
         "seed": seed,
         "settings": settings,
     }
+    if arguments.widths:
+        search["space"] = {"widths": [1.0, *arguments.widths]}
+    if arguments.budget:
+        search["budget"] = arguments.budget
     if arguments.heal:
         counts = {"points": arguments.heal, "second": arguments.heal, "steps": arguments.healing}
         search["heal"] = counts | {"uniform": True}
@@ -137,7 +149,8 @@ def measure(model: Path, folder: Path, arguments: argparse.Namespace, seed: int)
     result = run_joint_search(path, progress=PlainProgress())
     values = read_recipe(Path(BASE), [f"{key}={json.dumps(value)}" for key, value in settings.items()])
     recipe = load_recipe(values)
-    trials = Trials(recipe, Choices(), family_at(model), PlainProgress())
+    choices = Choices.model_validate(search.get("space", {}))
+    trials = Trials(recipe, choices, family_at(model), PlainProgress())
     name = f"seed_{seed}/" if arguments.seeds > 1 else ""
     rank, plain = result["prediction"]["rank"], result["prediction"]["plain_rank"]
     runs = arguments.combinations
@@ -150,9 +163,11 @@ def measure(model: Path, folder: Path, arguments: argparse.Namespace, seed: int)
                             baseline=sums, baseline_value=plain))  # fmt: skip
     for entry in [] if arguments.only_ranks else result["baselines"]:
         judged = "healed" if arguments.heal else "best"
-        if entry[judged] == entry["row"]:
-            continue  # the uniform choice is on the front itself
+        if entry.get(judged, entry["row"]) == entry["row"]:
+            continue  # the uniform choice is the front's own, or beyond the budget
         uniform, best = (result["rows"][entry[which]]["choice"] for which in ("row", judged))
+        if arguments.only_bits not in (None, *_bits(trials, uniform)):
+            continue
         found = []
         for which, choice in (("uniform", uniform), ("best", best)):
             steps = trials.point(values, choice)
@@ -186,6 +201,11 @@ def random_ranks(trials: Changes, result: dict[str, Any], count: int, seed: int)
     drawn, found = np.array(fresh), np.array(measured)
     plain = np.sum([values[drawn[:, place]] for place, values in enumerate(singles)], axis=0)
     return spearman(prediction.of(drawn), found), spearman(plain, found)
+
+
+def _bits(trials: Trials, choice: list[int]) -> set[float]:
+    own = zip(trials.space.variables, choice, strict=True)
+    return {each.options[option] for each, option in own if each.kind == "bits"}
 
 
 def _said(trials: Trials, choice: list[int]) -> list[str]:

@@ -52,6 +52,9 @@ TENTH = 0.17  # of the MLP channels: 1536 → 1280, a tenth of all parameters, a
 VARIANTS = {  # recipe, settings of its prune step
     "channels-plain": ("smollm2-pruned", {"reconstruct": False, "ratio": TENTH}),
     "channels": ("smollm2-pruned", {"reconstruct": True, "ratio": TENTH}),
+    "obs-plain": ("smollm2-pruned", {"method": "obs", "ratio": TENTH}),
+    "obs": ("smollm2-pruned", {"method": "obs", "reconstruct": True, "ratio": TENTH}),
+    "obs-global": ("smollm2-pruned", {"method": "obs", "reconstruct": True, "rank": "global", "ratio": TENTH}),
     "layers-plain": ("smollm2-shallow", {"reconstruct": False, "layers_by": "influence"}),
     "layers-fitted": ("smollm2-shallow", {"reconstruct": True, "layers_by": "influence"}),
     "layers": ("smollm2-shallow", {"reconstruct": True, "layers_by": "trials"}),

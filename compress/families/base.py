@@ -18,6 +18,8 @@ from penjing.compress.measure.answers import Questions, Score
 from penjing.compress.measure.cost import Calls, MeasureSettings
 from penjing.compress.measure.evaluate import EvaluateSettings, Quality, QualityName
 from penjing.compress.measure.skeleton import Skeleton
+from penjing.compress.prune.graph import Group
+from penjing.compress.prune.importance import Scores
 from penjing.compress.prune.subject import Subject
 from penjing.compress.quantize.targets import TargetName
 from penjing.compress.samples.data import DataSettings, Samples
@@ -42,6 +44,7 @@ class Needs:
 
 
 DepthChoice = Literal["influence", "trials"]
+OneByOne = Callable[[Subject, Sequence[Group], Samples, Progress], Scores]
 Reconstruct = Callable[[Path, Path, Path, Sequence[int], Samples, Progress], list[dict[str, Any]]]
 
 
@@ -56,6 +59,8 @@ class Pruner:
             the record of why; None: no layer leaves as a whole.
         reconstruct: (checkpoint, the same as it was cut, a folder, dropped layers, samples, progress)
             writes the cut one with fitted weights into the folder; its record. None: nothing is fitted.
+        obs: (subject, groups, samples, progress) → how important units are, if those that stay are corrected for what
+            left. None: the method is not there.
         zero_weights: (checkpoint, a folder, method, share, pattern, samples, progress) writes it with zeros into the
             folder; its record. None: single weights stay.
         finish: what is done to the pruned checkpoint, not yet published, with samples; its record. None: nothing.
@@ -65,6 +70,7 @@ class Pruner:
     open: Callable[[Path, Sequence[str], Sequence[int], Progress], Subject]
     depth: Callable[[Path, int, DepthChoice, Samples, Progress], tuple[list[int], dict[str, Any]]] | None = None
     reconstruct: Reconstruct | None = None
+    obs: OneByOne | None = None
     zero_weights: Callable[..., list[dict[str, Any]]] | None = None
     finish: Callable[[Path, DataSettings, Progress], dict[str, Any]] | None = None
 

@@ -18,7 +18,11 @@ from penjing.compress.measure.answers import answered, questions_for, scores
 from penjing.compress.measure.cost import decoder_calls
 from penjing.compress.measure.evaluate import EvaluateSettings, evaluate_decoder
 from penjing.compress.measure.skeleton import skeleton_of_decoder
+from penjing.compress.prune.graph import Group
+from penjing.compress.prune.importance import Scores
+from penjing.compress.prune.subject import Subject
 from penjing.compress.prune_decoder.depth import block_influence, least
+from penjing.compress.prune_decoder.obs import obs_scores
 from penjing.compress.prune_decoder.reconstruct import reconstruct
 from penjing.compress.prune_decoder.subject import DecoderSubject
 from penjing.compress.prune_decoder.trials import layers_by_trial
@@ -71,6 +75,10 @@ def _reconstruct(
     return reconstruct(whole, cut, into, dropped, _windows(samples), progress)
 
 
+def _obs(subject: Subject, groups: Sequence[Group], samples: Samples, progress: Progress) -> Scores:
+    return obs_scores(subject.folder, groups, subject.dropped, _windows(samples), progress)
+
+
 def _zero_weights(
     source: Path,
     into: Path,
@@ -115,6 +123,7 @@ FAMILY = Family(
         open=_open,
         depth=_depth,
         reconstruct=_reconstruct,
+        obs=_obs,
         zero_weights=_zero_weights,
     ),
     training=TRAINING,

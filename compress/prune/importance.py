@@ -6,6 +6,9 @@
 - `activation`: mean |input| of the layers that read the unit, times the magnitude of their weights for it (after
   Minitron, https://arxiv.org/abs/2407.14679, and Wanda, https://arxiv.org/abs/2306.11695); needs calibration inputs.
 - `random`: a baseline.
+
+A family may bring `obs`, the error that a unit leaves behind once those that stay are corrected for it
+(prune_decoder/obs.py).
 """
 
 from __future__ import annotations
@@ -22,7 +25,7 @@ from penjing.compress.prune.graph import Group, Place
 from penjing.core.errors import InputError
 from penjing.core.graph.network import operator_name
 
-Kind = Literal["l1", "l2", "taylor", "activation", "random"]
+Kind = Literal["l1", "l2", "taylor", "activation", "obs", "random"]
 Scores = list[np.ndarray]  # for each group, (units,) float64
 Weights = Callable[[str], Tensor | None]  # a parameter by its name; None for a statistic
 

@@ -65,12 +65,9 @@ that costs no more.</p>
 {% endfor %}</table></div>
 {% if result.latency is defined %}<h2>Latency</h2>
 <p>Predicted is a sum that was fitted to {{ result.latency.fitted | length }} whole networks:
-{{ ms(result.latency.coefficients.once) }} ms, {{ ms(result.latency.coefficients.a_layer) }} ms a layer, and
-{{ number(result.latency.coefficients.of_its_time) }} times what the layers take alone
-{%- if result.latency.coefficients.of_attention %}, {{ number(result.latency.coefficients.of_attention) }} times what
-attention takes alone{% endif %}
-{%- if result.latency.coefficients.a_border %}, and {{ number(1e9 * result.latency.coefficients.a_border) }} ns for each
-number that becomes an integer or ceases to be one{% endif %}. The networks below were timed
+{{ ms(result.latency.coefficients.once) }} ms
+{%- for name, value in result.latency.coefficients.items() if name != "once" and value -%}
+, {{ coefficient(name, value) }}{% endfor %}. The networks below were timed
 afterwards, in turns with the network as it is, which takes {{ ms(result.latency.start) }} ms
 {%- if result.latency.error is not none %}; half of the predictions are within
 {{ percent(result.latency.error) }}{% endif %}. Timed were
@@ -95,6 +92,16 @@ COSTS = {
 KINDS = {"width": "widths", "bits": "bits", "layer": "layers and their widths", "attention": "attention"}
 ROW_CELLS = """<td>{{ share }}</td><td>{{ measured }}</td><td>{{ predicted }}</td>
 {% if healed is not none %}<td>{{ healed }}</td>{% endif %}{% for each in options %}<td>{{ each }}</td>{% endfor %}"""
+ALONE = {
+    "of_8_bits": "layers of 8 bits",
+    "of_4_bits": "layers of 4 bits",
+    "of_attention": "attentions",
+    "convolutions_32": "floating convolutions",
+    "convolutions_8": "convolutions of 8 bits",
+    "linear_32": "floating linear layers",
+    "linear_8": "linear layers of 8 bits",
+}
+BORDERS = {"to_integers": "becomes an integer", "from_integers": "ceases to be one"}
 MOST_COLUMNS = 24  # choices; where there are more, a row names those that are not the network as it is
 SMALLEST = 1e-6  # what is below is drawn there, for a logarithm has no zero
 
@@ -150,6 +157,7 @@ def search_page(result: dict[str, Any]) -> str:
         "number": _number,
         "percent": _percent,
         "changed": lambda row: _changed(result, row),
+        "coefficient": _coefficient,
         "front": figure(lambda axes: _draw_front(axes, result), 5.6, 3.8),
         "ranks": figure(lambda axes: _draw_ranks(axes, result), 4.2, 3.8),
     }
@@ -179,6 +187,15 @@ def _summary(result: dict[str, Any], choice: Sequence[int]) -> str:
         if option:
             found.setdefault(_option(each, option), []).append(each["name"].removeprefix("model.layers."))
     return "; ".join(f"{option}: {', '.join(names)}" for option, names in sorted(found.items()))
+
+
+def _coefficient(name: str, value: float) -> str:
+    """What a part of a fitted latency counts."""
+    if name == "a_layer":
+        return f"{_milliseconds(value)} ms a layer"
+    if name in ALONE:
+        return f"{_number(value)} times what {ALONE[name]} take alone"
+    return f"{_number(1e9 * value)} ns for each number that {BORDERS[name]}"
 
 
 def _milliseconds(seconds: float) -> str:

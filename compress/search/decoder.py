@@ -283,7 +283,9 @@ class DecoderTrials:
             progress.start("analysing the network", 1)
             groups = dependency_graph(subject.model, subject.example, protect=step.protect).groups
             groups = subject.parts(groups)["ffn"]
-            scores = unit_scores(subject, groups, step.method, step.seed, TokenData(self.seen, 1))
+            obs = family.need("pruner", "pruned").obs
+            data = TokenData(self.seen, 1)
+            scores = unit_scores(subject, groups, step.method, step.seed, data, obs, progress)
             progress.advance()
             for group, values in zip(groups, scores, strict=True):
                 options, units = found[int(short_name(group).split(".")[2])]

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from statistics import median
 from typing import Any, TypeVar
 
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from penjing.compress.decoder.settings import Int8Settings
 from penjing.compress.search.latency import Choice, TimedLayer, clock_of
-from penjing.compress.search.recipe import GONE, PACKED, Workload
+from penjing.compress.search.recipe import GONE, PACKED, STORED, Workload
 from penjing.compress.search.space import OfLayer, Space
 from penjing.core.errors import ConfigError, SetupError
 from penjing.core.models.config import DecoderConfig
@@ -34,6 +34,9 @@ from penjing.kernels.int8_linear import PackedInt8, prepack_int8
 from penjing.kernels.step_layers import LayerWeights
 
 K = TypeVar("K")
+LAYER = "a_layer"  # what is around the products of a layer that stays
+KINDS = {STORED: "of_8_bits", PACKED: "of_4_bits", None: "of_attention"}
+"""Bits of a layer, None for attention → the coefficient of its seconds alone."""
 BLOCK = 16  # tokens of a block of the key-value cache, as the engine's default
 
 
@@ -118,12 +121,12 @@ class DecoderClock:
         parts = []
         for variables, of in zip(self.variables, cases, strict=True):
             sizes = [len(self.space.variables[each].options) for each in variables.scope]
-            taken, stays, reading = np.zeros(sizes), np.zeros(sizes), np.zeros(sizes)
+            kinds = {name: np.zeros(sizes) for name in KINDS.values()} | {LAYER: np.zeros(sizes)}
             for case, shape in of.items():
                 if shape is not None:
-                    taken[case], stays[case] = sum(linear[shape.inner, shape.bits].values()), 1.0
-                    reading[case] = attention[self._keys(shape)]
-            parts.append(TimedLayer(variables.scope, taken, stays, attention=reading))
+                    kinds[KINDS[shape.bits]][case] = sum(linear[shape.inner, shape.bits].values())
+                    kinds[KINDS[None]][case], kinds[LAYER][case] = attention[self._keys(shape)], 1.0
+            parts.append(TimedLayer(variables.scope, kinds))
         entries = [
             {"layer": name, "inner": inner, "bits": bits, "keys": None, "seconds": value}
             for (inner, bits), of in linear.items()
@@ -134,6 +137,11 @@ class DecoderClock:
             for keys, value in attention.items()
         ]
         return parts, {"entries": entries, "isa": self.extension.isa, "threads": self.extension.num_threads}
+
+    @cached_property
+    def whole(self) -> Callable[[], object]:
+        """See `Clock`."""
+        return self.network(self.space.start)
 
     def network(self, choice: Choice) -> Callable[[], object]:
         """See `Clock`: one step, each stream's next token."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from glob import escape
 from math import prod
 from pathlib import Path
@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import nn
 from torch.fx import Node
 
@@ -43,6 +44,8 @@ from penjing.core.runtime.onnx_runtime import open_graph
 from penjing.core.runtime.timing import interleaved
 
 OPSET = 21
+TO_INTEGERS, FROM_INTEGERS = "to_integers", "from_integers"
+KINDS = ("convolutions_32", "convolutions_8", "linear_32", "linear_8")
 TURN = 0.002  # seconds that a layer is called for in each round: one call is too short to be told from the clock
 
 
@@ -108,15 +111,20 @@ class GraphClock:
         seconds = self._alone(singles, rounds, progress)
         parts = []
         for scope, cases in found:
-            taken = np.zeros([len(self.space.variables[each].options) for each in scope])
+            kinds = {name: np.zeros([len(self.space.variables[each].options) for each in scope]) for name in KINDS}
             for case, single in cases.items():
-                taken[case] = seconds[single]
-            parts.append(TimedLayer(scope, taken, np.ones_like(taken)))
+                kinds[_kind(single)][case] = seconds[single]
+            parts.append(TimedLayer(scope, kinds))
         parts += self._borders(network, layers)
         entries = [
             {"weight": "×".join(map(str, each.weight)), "bits": each.bits, "seconds": seconds[each]} for each in singles
         ]
         return parts, {"entries": entries, "threads": self.threads}
+
+    @cached_property
+    def whole(self) -> Callable[[], object]:
+        """See `Clock`."""
+        return self.network(self.space.start)
 
     def network(self, choice: Choice) -> Callable[[], object]:
         """See `Clock`."""
@@ -188,25 +196,27 @@ class GraphClock:
         return Single(shape, (rows, columns, *weight[2:]), groups, stride, padding, dilation, bits)
 
     def _borders(self, network: Network, layers: Mapping[str, Weighted]) -> list[TimedLayer]:
-        """For each layer and those whose results it reads: the numbers that it reads, where one of both has 8 bits and
-        the other has not; of the whole network, whatever its widths."""
+        """For each layer and each of those whose results it reads: the numbers that it reads, where one of both has 8
+        bits and the other has not."""
         owners = {product.node: layers[product.name] for product in products(network)}
-        found: dict[tuple[int, int], float] = {}
+        parts = []
         for node, layer in owners.items():
             read = node.args[0]
             assert isinstance(read, Node)
             for other in _made_by(read, owners):
-                if layer.bits is not None and other.bits is not None and layer.bits != other.bits:
-                    first, second = sorted((layer.bits, other.bits))
-                    numbers = float(read.meta["val"].numel())
-                    found[first, second] = found.get((first, second), 0.0) + numbers
-        parts = []
-        for scope, numbers in found.items():
-            bits = [np.array(self.space.variables[each].options) for each in scope]
-            apart = bits[0][:, None] != bits[1][None, :]
-            nothing = np.zeros(apart.shape)
-            parts.append(TimedLayer(scope, nothing, nothing, numbers * apart))
+                if layer.bits is None or other.bits is None or layer.bits == other.bits:
+                    continue
+                scope = tuple(sorted({layer.bits, other.bits, *layer.columns}))
+                numbers = float(read.meta["val"].numel()) * layer.inputs_left(self.space.variables, scope)
+                reads, makes = (self._eight(each, scope) for each in (layer.bits, other.bits))
+                kinds = {TO_INTEGERS: numbers * (reads & ~makes), FROM_INTEGERS: numbers * (makes & ~reads)}
+                parts.append(TimedLayer(scope, kinds))
         return parts
+
+    def _eight(self, variable: int, scope: tuple[int, ...]) -> NDArray[np.bool_]:
+        """Whether a layer has 8 bits, along the axis of its variable."""
+        bits = np.array(self.space.variables[variable].options)
+        return np.reshape(bits == STORED, [-1 if each == variable else 1 for each in scope])
 
     def _alone(self, singles: Sequence[Single], rounds: int, progress: Progress) -> dict[Single, float]:
         """Median seconds of each, without what a call of the runtime takes by itself."""
@@ -219,6 +229,10 @@ class GraphClock:
         times = interleaved(calls, rounds=rounds, seconds=TURN, now=self.now, done=progress.advance)
         empty, *own = map(median, times)
         return {single: max(each - empty, 0.0) for single, each in zip(singles, own, strict=True)}
+
+
+def _kind(single: Single) -> str:
+    return f"{'convolutions' if single.stride else 'linear'}_{single.bits}"
 
 
 def _made_by(node: Node, owners: Mapping[Node, Weighted]) -> list[Weighted]:

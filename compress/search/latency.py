@@ -1,13 +1,13 @@
 """Seconds of a whole network as a fitted sum of seconds of its layers, which are measured one by one.
 
 A layer that is timed alone is neither fused with what follows it nor found in the caches that its neighbours leave, and
-what is no layer (attention, norms, the runtime itself) is in no table. Both are fitted on a few whole networks:
+what is no layer (attention, norms, the runtime itself) is in no table. Both are fitted on some whole networks:
 
-    seconds  ≈  c₀  +  c₁ × (layers that stay)  +  c₂ × Σ (seconds of layers alone)  +  c₃ × (numbers at borders)
-                +  c₄ × Σ (seconds of attention alone)
+    seconds  ≈  c₀  +  Σ_k c_k × (what layers have of kind k)
 
-with coefficients that are not negative; a border is where one layer computes on integers and the next one does not.
-Attention has a factor of its own, for its keys and values push weights out of the caches.
+Kinds are seconds alone, of layers with each number of bits and of attention, for each is fused otherwise and pushes
+other things out of the caches; the layers that stay, whatever they are; and the numbers that become integers, and those
+that cease to be, where one layer computes on integers and the next one does not. No coefficient is negative.
 Whole networks take turns with the network as it is, and count by their ratios to it, for what disturbs a machine
 disturbs both.
 """
@@ -15,7 +15,7 @@ disturbs both.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from statistics import median
@@ -33,30 +33,23 @@ from penjing.core.progress import Progress
 from penjing.core.runtime.timing import interleaved
 from penjing.core.work import Tasks
 
-DRAWN = 8  # combinations that the sum is fitted to, beside the uniform ones
+DRAWN = 16  # combinations that the sum is fitted to, beside the uniform ones
 MOST_UNIFORM = 6
-COEFFICIENTS = ("once", "a_layer", "of_its_time", "a_border", "of_attention")
+ONCE = "once"  # what a network takes whatever its layers are
 Choice = tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class TimedLayer:
-    """A layer, whose time depends on a few variables.
+    """A part of the network, whose time depends on a few variables.
 
     Attributes:
         scope: variables by number, ascending.
-        seconds: one axis for each, what the layer takes alone; 0 where it leaves.
-        stays: the same, 1.0 or 0.0: whether what is around the layer is computed.
-        border: the same, how many numbers become integers or cease to be; None where none do.
-        attention: the same, what a decoder's attention takes alone, which is no part of `seconds`; None where there is
-            none.
+        kinds: what it has of each kind, by the name of the kind's coefficient: one axis for each variable.
     """
 
     scope: tuple[int, ...]
-    seconds: NDArray[np.float64]
-    stays: NDArray[np.float64]
-    border: NDArray[np.float64] | None = None
-    attention: NDArray[np.float64] | None = None
+    kinds: Mapping[str, NDArray[np.float64]]
 
 
 class Clock(Protocol):
@@ -72,8 +65,13 @@ class Clock(Protocol):
         says where it was measured."""
         ...
 
+    @property
+    def whole(self) -> Callable[[], object]:
+        """One call of the workload on the network as it is; made once, for everything takes turns with it."""
+        ...
+
     def network(self, choice: Choice) -> Callable[[], object]:
-        """One call of the workload on the network of a combination."""
+        """The same on the network of a combination."""
         ...
 
 
@@ -113,28 +111,25 @@ def fit_latency(
     progress.start("timing whole networks", len(chosen))
     ratios, start = [], []
     for choice in chosen:
-        found = time_network(clock, choice, workload, tasks)
-        ratios.append(found["ratio"])
-        start.append(found["start"])
+        timed = time_network(clock, choice, workload, tasks)
+        ratios.append(timed["ratio"])
+        start.append(timed["start"])
         progress.advance()
     whole = median(start)
     fitted = np.array([space.start, *chosen])
     seconds = whole * np.array([1.0, *ratios])
-    features = _features(parts, fitted)
-    coefficients = fit_nonnegative(features, seconds)
-    predicted = features @ coefficients
-    tables = [Table((), np.array(coefficients[0]), np.array(0.0))]
+    names, features = _features(parts, fitted)
+    found = fit_nonnegative(features, seconds)
+    predicted = features @ found
+    coefficients = dict(zip(names, map(float, found), strict=True))
+    tables = [Table((), np.array(coefficients[ONCE]), np.array(0.0))]
     for part in parts:
-        cost = coefficients[1] * part.stays + coefficients[2] * part.seconds
-        if part.border is not None:
-            cost = cost + coefficients[3] * part.border
-        if part.attention is not None:
-            cost = cost + coefficients[4] * part.attention
+        cost = sum((coefficients[name] * values for name, values in part.kinds.items()), np.array(0.0))
         tables.append(Table(part.scope, cost, np.zeros_like(cost)))
     record = {
         "workload": workload.model_dump(),
         **table,
-        "coefficients": dict(zip(COEFFICIENTS, map(float, coefficients), strict=True)),
+        "coefficients": coefficients,
         "fitted": [
             {"choice": list(map(int, choice)), "seconds": float(real), "predicted": float(guess)}
             for choice, real, guess in zip(fitted, seconds, predicted, strict=True)
@@ -148,7 +143,7 @@ def time_network(clock: Clock, choice: Choice, workload: Workload, tasks: Tasks)
     `start`, the latter's."""
 
     def measure() -> dict[str, Any]:
-        networks = [clock.network((0,) * len(choice)), clock.network(choice)]
+        networks = [clock.whole, clock.network(choice)]
         start, own = interleaved(networks, rounds=workload.rounds, seconds=0.0, now=clock.now)
         return {"ratio": median(b / a for a, b in zip(start, own, strict=True)), "start": median(start)}
 
@@ -184,41 +179,29 @@ def _parts(
     def measure() -> dict[str, Any]:
         parts, table = clock.parts(workload.rounds, progress)
         stored = [
-            {
-                "scope": list(each.scope),
-                "seconds": each.seconds.tolist(),
-                "stays": each.stays.tolist(),
-                "border": None if each.border is None else each.border.tolist(),
-                "attention": None if each.attention is None else each.attention.tolist(),
-            }
+            {"scope": list(each.scope), "kinds": {name: values.tolist() for name, values in each.kinds.items()}}
             for each in parts
         ]
         return {"parts": stored, "table": table}
 
-    found = tasks.run(f"table_{key_of(workload.model_dump())[:20]}", measure).result
-    parts = []
-    for each in found["parts"]:
-        arrays = (
-            None if each[name] is None else np.array(each[name], float)
-            for name in ("seconds", "stays", "border", "attention")
-        )
-        parts.append(TimedLayer(tuple(each["scope"]), *arrays))  # type: ignore[arg-type]
+    found = tasks.run(f"kinds_{key_of(workload.model_dump())[:20]}", measure).result
+    parts = [
+        TimedLayer(tuple(each["scope"]), {name: np.array(values, float) for name, values in each["kinds"].items()})
+        for each in found["parts"]
+    ]
     return parts, found["table"]
 
 
-def _features(parts: Sequence[TimedLayer], choices: NDArray[np.integer]) -> NDArray[np.float64]:
-    """(N, 5): one, layers that stay, the sum of their seconds, numbers at borders, seconds of attention."""
-    found = np.zeros((len(choices), len(COEFFICIENTS)))
+def _features(parts: Sequence[TimedLayer], choices: NDArray[np.integer]) -> tuple[list[str], NDArray[np.float64]]:
+    """Names of the coefficients, and (N, their number) what they are multiplied with."""
+    names = [ONCE, *dict.fromkeys(name for part in parts for name in part.kinds)]
+    found = np.zeros((len(choices), len(names)))
     found[:, 0] = 1.0
     for part in parts:
         case = tuple(choices[:, each] for each in part.scope)
-        found[:, 1] += part.stays[case]
-        found[:, 2] += part.seconds[case]
-        if part.border is not None:
-            found[:, 3] += part.border[case]
-        if part.attention is not None:
-            found[:, 4] += part.attention[case]
-    return found
+        for name, values in part.kinds.items():
+            found[:, names.index(name)] += values[case]
+    return names, found
 
 
 def _uniform_options(space: Space) -> list[tuple[float, ...]]:

@@ -14,7 +14,7 @@ from penjing.compress.search.front import Front, best_of, evenly_spread
 from penjing.compress.search.predict import Prediction, spearman
 from penjing.compress.search.recipe import JointRecipe
 
-SCHEMA = 2
+SCHEMA = 3
 FEWEST = 3  # points, for a correlation of ranks
 Kind = Literal["start", "single", "combination", "near the front", "uniform", "front", "second round"]
 Choice = tuple[int, ...]

@@ -87,13 +87,14 @@ class Weighted:
         found = {*self.rows, *self.columns} | ({self.bits} if self.bits is not None else set())
         return tuple(sorted(found))
 
+    def inputs_left(self, variables: Sequence[Variable], scope: tuple[int, ...]) -> NDArray[np.float64]:
+        """The share of its inputs that stays, one axis for each variable of `scope`."""
+        return _left(self.columns, variables, scope)
+
     def cost(self, variables: Sequence[Variable], name: CostName) -> NDArray[np.float64]:
         """See `Costly`."""
         shape = [len(variables[each].options) for each in self.scope]
-        rows, columns = np.ones(shape), np.ones(shape)
-        for stay, gone in ((rows, self.rows), (columns, self.columns)):
-            for each, shares in gone.items():
-                stay -= _along(shares, self.scope.index(each), len(shape))
+        rows, columns = (_left(gone, variables, self.scope) for gone in (self.rows, self.columns))
         bits = np.full(shape, float(FLOATING))
         if self.bits is not None:
             options = np.array(variables[self.bits].options, np.float64)
@@ -189,6 +190,16 @@ class Space:
             for each, option in zip(self.variables, choice, strict=True)
             if each.kind == "bits" and each.options[option] == FLOATING
         ]
+
+
+def _left(
+    gone: Mapping[int, NDArray[np.float64]], variables: Sequence[Variable], scope: tuple[int, ...]
+) -> NDArray[np.float64]:
+    """What stays of 1 where each variable takes shares."""
+    left = np.ones([len(variables[each].options) for each in scope])
+    for each, shares in gone.items():
+        left -= _along(shares, scope.index(each), len(scope))
+    return left
 
 
 def _along(values: NDArray[np.float64], axis: int, axes: int) -> NDArray[np.float64]:

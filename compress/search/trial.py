@@ -47,7 +47,7 @@ from penjing.compress.steps.prune_scores import unit_scores
 from penjing.compress.steps.quantize import Quantize
 from penjing.core.errors import ConfigError, InputError
 from penjing.core.graph.network import Network, tensor_at, tensors_of
-from penjing.core.progress import Progress
+from penjing.core.progress import Progress, Silent
 from penjing.core.work import Tasks
 
 FEW = 8  # samples: where only time is asked for, ranges need no more
@@ -208,7 +208,7 @@ class Trials:
         groups = [group for part in subject.parts(graph.groups).values() for group in part]
         if not groups:
             raise InputError(f"{self.folder}: nothing of this network can be pruned; set space.widths=[1.0]")
-        scores = unit_scores(subject, groups, step.method, step.seed, samples)
+        scores = unit_scores(subject, groups, step.method, step.seed, samples, None, Silent())
         found = []
         for group, values in zip(groups, scores, strict=True):
             options = [WHOLE]

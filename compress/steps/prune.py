@@ -35,7 +35,7 @@ from penjing.compress.prune.subject import Part, Subject, shapes_of
 from penjing.compress.prune.surgery import cuts_of
 from penjing.compress.samples.data import Samples
 from penjing.compress.steps.base import Context, Step
-from penjing.compress.steps.prune_checks import check_parts, check_protected, check_reconstruct
+from penjing.compress.steps.prune_checks import check_method, check_parts, check_protected, check_reconstruct
 from penjing.compress.steps.prune_scores import unit_scores
 from penjing.core.errors import ConfigError, InputError
 from penjing.core.manifest import write_manifest
@@ -54,7 +54,11 @@ class Prune(Step):
     """
 
     kind: Literal["prune"] = Field(default="prune", description="Remove units of the network.")
-    method: Kind = Field(default="l1", description="How the importance of a unit is found.")
+    method: Kind = Field(
+        default="l1",
+        description="How the importance of a unit is found. Decoders alone have obs: the error that it leaves behind "
+        "once those that stay are corrected for it by least squares, as reconstruct does then.",
+    )
     ratio: float | None = Field(default=None, gt=0, lt=1, description="Share of the units that leaves.")
     ratios: dict[str, float] | None = Field(
         default=None,
@@ -139,7 +143,7 @@ class Prune(Step):
     def needs_data(self) -> bool:
         """See `Step`."""
         timed = self.target is not None and self.target.latency is not None
-        looks = self.method in ("taylor", "activation") or self.reconstruct
+        looks = self.method in ("taylor", "activation", "obs") or self.reconstruct
         return looks or isinstance(self.layers, int) or timed
 
     def check_order(self, before: tuple[Step, ...], after: tuple[Step, ...]) -> None:
@@ -152,6 +156,7 @@ class Prune(Step):
         context.family.need("pruner", "pruned")
         check_parts(self.parts, context)
         check_reconstruct(self.reconstruct, context)
+        check_method(self.method, self.width_parts(), context)
         if self.protect:
             check_protected(self.protect, context.model, context.family.skeleton(context.model).model)
 
@@ -210,7 +215,7 @@ def prune_checkpoint(
     """
     began = time.perf_counter()
     subject, why = _open(source, step, pruner, data, progress)
-    choice, found = _choose(subject, step, data, progress)
+    choice, found = _choose(subject, step, pruner, data, progress)
     dropped = subject.dropped
     if not choice and not dropped:
         raise ConfigError(
@@ -280,7 +285,9 @@ def _open(
     return pruner.open(source, step.width_parts(), dropped, progress), why
 
 
-def _choose(subject: Subject, step: Prune, data: Samples | None, progress: Progress) -> tuple[Choice, dict[str, Any]]:
+def _choose(
+    subject: Subject, step: Prune, pruner: Pruner, data: Samples | None, progress: Progress
+) -> tuple[Choice, dict[str, Any]]:
     """The units that leave, and the record of how they were chosen."""
     found: dict[str, Any] = {"kind": "prune", "method": step.method, "rank": step.rank, "round_to": step.round_to}
     if step.parts == ("layers",):
@@ -302,7 +309,10 @@ def _choose(subject: Subject, step: Prune, data: Samples | None, progress: Progr
             'method = "activation"'
         )
     progress.start(f"importance by {step.method}", 1)
-    scores = {part: unit_scores(subject, groups, step.method, step.seed, data) for part, groups in parts.items()}
+    scores = {
+        part: unit_scores(subject, groups, step.method, step.seed, data, pruner.obs, progress)
+        for part, groups in parts.items()
+    }
 
     def choose(share: float) -> Choice:
         return [
@@ -312,7 +322,7 @@ def _choose(subject: Subject, step: Prune, data: Samples | None, progress: Progr
                 *(groups, scores[part], share),
                 scope=_scope(part, step),
                 round_to=step.round_to,
-                one_scale=step.method == "taylor",
+                one_scale=step.method in ("taylor", "obs"),
             )
         ]
 

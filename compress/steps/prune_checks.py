@@ -34,6 +34,25 @@ def check_reconstruct(asked: bool, context: Context) -> None:
         raise ConfigError(f"reconstruct is for decoders, {context.model} is {context.family.said}; leave it out")
 
 
+def check_method(method: str, parts: tuple[str, ...], context: Context) -> None:
+    """Refuse "obs" where there is none.
+
+    Raises:
+        ConfigError: the family has none, or one of `parts` is read by more than the layer that would be corrected.
+    """
+    if method != "obs":
+        return
+    if context.family.need("pruner", "pruned").obs is None:
+        raise ConfigError(
+            f'method="obs" is for decoders, {context.model} is {context.family.said}; take "taylor" or "activation"'
+        )
+    if "hidden" in parts:
+        raise ConfigError(
+            'method="obs" corrects down_proj and o_proj for what leaves, and the part "hidden" is read by all layers; '
+            'take method="activation" for it'
+        )
+
+
 def check_protected(protect: tuple[str, ...], folder: Path, model: nn.Module) -> None:
     """Refuse patterns that protect nothing.
 

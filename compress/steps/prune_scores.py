@@ -7,27 +7,46 @@ from typing import Any
 
 import torch
 
+from penjing.compress.families.base import OneByOne
 from penjing.compress.prune.graph import Group
 from penjing.compress.prune.importance import Kind, Scores, activation, magnitude, random, taylor
 from penjing.compress.prune.subject import Subject
 from penjing.compress.samples.data import Samples
+from penjing.core.errors import ConfigError
+from penjing.core.progress import Progress
 from penjing.train.numerics.recompute import apply_recompute, blocks
 
 LOGIT_STRIDE = 64
 
 
-def unit_scores(subject: Subject, groups: list[Group], method: Kind, seed: int, data: Samples | None) -> Scores:
+def unit_scores(
+    subject: Subject,
+    groups: list[Group],
+    method: Kind,
+    seed: int,
+    data: Samples | None,
+    obs: OneByOne | None,
+    progress: Progress,
+) -> Scores:
     """How important each unit of each group is, by `method`: (units,) a group.
 
     Args:
         seed: of "random".
-        data: calibration batches, which "taylor" and "activation" need.
+        data: calibration batches, which "taylor", "activation" and "obs" need.
+        obs: that method of the family, see `Pruner`.
+
+    Raises:
+        ConfigError: the family has no "obs".
     """
     if method in ("l1", "l2"):
         return magnitude(subject.weights, groups, 1 if method == "l1" else 2)
     if method == "random":
         return random(groups, seed)
     assert data is not None
+    if method == "obs":
+        if obs is None:
+            raise ConfigError(f'method="obs" is for decoders, {subject.folder} is none; take "taylor" or "activation"')
+        return obs(subject, groups, data, progress)
     model = subject.network()
     if method == "activation":
         return activation(model, groups, _few_logits(data) if subject.unit == "token" else data.inputs())

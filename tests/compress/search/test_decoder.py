@@ -171,12 +171,12 @@ def test_a_step_has_the_layers_of_its_combination(
     assert {entry["seconds"] for entry in table["entries"]} == {1.0}  # a call lasts a tick
     gone = trials.space.variables[1].options.index(0.0)
     assert parts[1].scope == (1, 5)
-    assert (parts[1].seconds[gone] == 0).all()
-    assert (parts[1].seconds[:gone] == 4).all()
-    assert parts[1].attention is not None
-    assert (parts[1].attention[:gone] == 1).all()
-    assert (parts[1].attention[gone] == 0).all()
-    assert (parts[1].stays[:, 0] == [*([1] * gone), 0]).all()
+    kinds = parts[1].kinds
+    assert all((values[gone] == 0).all() for values in kinds.values())
+    assert (kinds["of_8_bits"][:gone] == [4, 0]).all()
+    assert (kinds["of_4_bits"][:gone] == [0, 4]).all()
+    assert (kinds["of_attention"][:gone] == 1).all()
+    assert (kinds["a_layer"][:, 0] == [*([1] * gone), 0]).all()
     choice = (0, gone, 1, 0, 0, 0, 1, 1)
     logits, ids = clock.network(choice)()  # type: ignore[misc]
     assert logits.shape == ids.shape == (2, 1)
@@ -197,7 +197,8 @@ def test_a_fitted_sum_finds_what_it_was_made_of(tmp_path: Path) -> None:
             seconds = np.array([[4.0, 2.0], [3.0, 1.5], [0.0, 0.0]])
             stays = np.array([[1.0, 1.0], [1.0, 1.0], [0.0, 0.0]])
             reading = np.array([[2.0, 0.5], [2.0, 2.0], [0.0, 0.0]])
-            layers = [TimedLayer((layer, 3 + layer), seconds, stays, attention=reading) for layer in range(3)]
+            kinds = {"layers": seconds, "a_layer": stays, "of_attention": reading}
+            layers = [TimedLayer((layer, 3 + layer), kinds) for layer in range(3)]
             return layers, {"entries": []}
 
         def network(self, choice: tuple[int, ...]) -> Callable[[], object]:
@@ -206,9 +207,10 @@ def test_a_fitted_sum_finds_what_it_was_made_of(tmp_path: Path) -> None:
     def timed(clock: Any, choice: tuple[int, ...], workload: Workload, tasks: Tasks) -> dict[str, float]:
         made.append(choice)
         parts = clock.parts(1, None)[0]
-        taken = sum(part.seconds[tuple(choice[each] for each in part.scope)] for part in parts)
-        around = sum(part.stays[tuple(choice[each] for each in part.scope)] for part in parts)
-        read = sum(part.attention[tuple(choice[each] for each in part.scope)] for part in parts)
+        taken, around, read = (
+            sum(part.kinds[name][tuple(choice[each] for each in part.scope)] for part in parts)
+            for name in ("layers", "a_layer", "of_attention")
+        )
         whole = 0.5 + 0.75 + 24 + 18
         return {"ratio": float(0.5 + 0.25 * around + 2 * taken + 3 * read) / whole, "start": whole}
 
@@ -216,7 +218,7 @@ def test_a_fitted_sum_finds_what_it_was_made_of(tmp_path: Path) -> None:
         patch.setattr(latency, "time_network", timed)
         found = fit_latency(space, Made(), Workload(), 0, Tasks(tmp_path), Silent())  # type: ignore[arg-type]
     assert found.record["coefficients"] == pytest.approx(
-        {"once": 0.5, "a_layer": 0.25, "of_its_time": 2.0, "a_border": 0.0, "of_attention": 3.0}
+        {"once": 0.5, "layers": 2.0, "a_layer": 0.25, "of_attention": 3.0}
     )
     costs = space.timed(found.tables).costs("latency", np.array([(0, 1, 2, 0, 1, 0)]))
     assert costs[0] == pytest.approx(0.5 + 2 * 0.25 + 2 * (4 + 1.5) + 3 * (2 + 2))

@@ -12,7 +12,8 @@ from penjing.compress.families.base import family_at
 from penjing.compress.graph.place import products
 from penjing.compress.graph.prepare import prepared
 from penjing.compress.recipe import load_recipe
-from penjing.compress.search.graph_clock import GraphClock, Single, _model
+from penjing.compress.search import latency
+from penjing.compress.search.graph_clock import FROM_INTEGERS, TO_INTEGERS, GraphClock, Single, _model
 from penjing.compress.search.recipe import Choices, Workload
 from penjing.compress.search.search import run_joint_search
 from penjing.compress.search.trial import Trials
@@ -49,9 +50,12 @@ def test_layers_have_the_shapes_of_the_pruned_network(
     first = next(single for single in timed if single.weight == (8, 3, 3, 3))
     assert first.inputs == (3, 3, 12, 12)
     assert (first.stride, first.padding, first.dilation) == ((1, 1), (0, 0), (1, 1))
-    (border,) = (part for part in parts if part.border is not None and part.scope == (2, 3))
-    assert border.border is not None
-    assert border.border.tolist() == [[0, 2400], [2400, 0]]  # 3 images of 8 channels of 10 × 10
+    border = next(part for part in parts if TO_INTEGERS in part.kinds and {2, 3} <= {*part.scope})
+    assert border.scope == (0, 2, 3)
+    whole, half = border.kinds[TO_INTEGERS]
+    assert whole.tolist() == [[0, 2400], [0, 0]]  # 3 images of 8 channels of 10 × 10, then of 4
+    assert half.tolist() == [[0, 1200], [0, 0]]
+    assert border.kinds[FROM_INTEGERS][0].tolist() == [[0, 0], [2400, 0]]
 
 
 def test_layers_alone_and_whole_networks_run(tmp_path: Path, network: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -76,10 +80,11 @@ def test_a_layer_of_8_bits_is_computed_on_integers(tmp_path: Path) -> None:
     assert b"QLinearConv" in (tmp_path / "made.onnx").read_bytes()
 
 
-def test_a_graph_is_searched_by_latency(tmp_path: Path, network: Path) -> None:
+def test_a_graph_is_searched_by_latency(tmp_path: Path, network: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(latency, "DRAWN", 3)
     lines = {"space": SPACE.replace("0.75, ", ""), "cost": '"latency"', "workload": "{ rounds = 3 }"}
     result = run_joint_search(write(tmp_path, network, combinations="8", **lines))
-    known = {"once", "a_layer", "of_its_time", "of_attention", "a_border"}
+    known = {"once", "convolutions_32", "convolutions_8", "linear_32", "linear_8", "to_integers", "from_integers"}
     assert result["latency"]["coefficients"].keys() == known
     assert result["whole"] > 0
     assert "The layers alone" in (tmp_path / "search/report.html").read_text()
