@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from statistics import median
 from typing import Any, TypeVar
 
@@ -89,6 +89,7 @@ class DecoderClock:
             )
         self.config, self.settings, self.space, self.workload = config, settings, space, workload
         self.extension, self.variables, self.whole_bits = extension, variables, whole_bits
+        self._whole: Callable[[], object] | None = None
         self._weights: dict[tuple[int, int, int], PackedInt8 | PackedInt4] = {}
 
     def shape(self, layer: int, choice: Choice) -> Shape | None:
@@ -138,10 +139,12 @@ class DecoderClock:
         ]
         return parts, {"entries": entries, "isa": self.extension.isa, "threads": self.extension.num_threads}
 
-    @cached_property
+    @property
     def whole(self) -> Callable[[], object]:
         """See `Clock`."""
-        return self.network(self.space.start)
+        if self._whole is None:
+            self._whole = self.network(self.space.start)
+        return self._whole
 
     def network(self, choice: Choice) -> Callable[[], object]:
         """See `Clock`: one step, each stream's next token."""
