@@ -9,6 +9,7 @@ from penjing.core.errors import InputError
 from penjing.core.progress import Silent
 from penjing.train.data.emoji import BUILTIN, emoji_pairs
 from penjing.train.sources.folder import SUFFIXES, image_folder
+from penjing.train.sources.packed import TARS, is_tar
 from penjing.train.sources.settings import SourceSettings
 from penjing.train.sources.source import Source, join
 from penjing.train.sources.tables import read_table
@@ -37,7 +38,7 @@ def open_source(settings: SourceSettings) -> Source:
         raise InputError(f"data.source = {text[:200]!r} cannot be a path ({error!s:.200})") from None
     if is_folder:
         files = sorted(
-            found for found in path.rglob("*") if found.is_file() and found.suffix.lower() in (*TABLES, ".tar")
+            found for found in path.rglob("*") if found.is_file() and (found.suffix.lower() in TABLES or is_tar(found))
         )
         if not files or any(found.suffix.lower() in SUFFIXES for found in path.rglob("*")):
             return image_folder(path, settings.labels)
@@ -74,9 +75,9 @@ def _file(path: Path, settings: SourceSettings) -> Source:
     suffix = path.suffix.lower()
     if suffix in TABLES:
         return read_table(path, settings)
-    if suffix == ".tar":
+    if is_tar(path):
         return read_tar(path, settings.labels)
     if suffix in ARRAYS:
         return read_arrays(path, settings.labels)
-    kinds = ", ".join((*TABLES, ".tar", *ARRAYS))
+    kinds = ", ".join((*TABLES, *TARS, *ARRAYS))
     raise InputError(f"data.source = {path} is no folder and no {kinds} file; give one of these or FILE.py:FUNCTION")

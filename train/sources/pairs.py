@@ -10,6 +10,7 @@ from typing import Any
 from penjing.core.errors import InputError
 from penjing.train.sources.folder import image_folder
 from penjing.train.sources.open import TABLES
+from penjing.train.sources.packed import TARS, is_tar
 from penjing.train.sources.settings import SourceSettings
 from penjing.train.sources.source import Source, join
 from penjing.train.sources.tables import arrow_table, json_rows, read_table
@@ -43,18 +44,20 @@ def _open(path: Path, settings: SourceSettings, column: str | None) -> list[Sour
     if path.is_dir():
         if found := [path / name for name in METADATA if (path / name).is_file()]:
             return [_table(found[0], settings, column)]
-        files = sorted(file for file in path.rglob("*") if file.suffix.lower() in (*TABLES, ".tar") and file.is_file())
+        files = sorted(
+            file for file in path.rglob("*") if (file.suffix.lower() in TABLES or is_tar(file)) and file.is_file()
+        )
         return [each for file in files for each in _open(file, settings, column)] or [_folder(path)]
     if not path.exists():
         raise InputError(f"data.sources: {path} does not exist; name a folder or file with images and texts")
-    if path.suffix.lower() == ".tar":
+    if is_tar(path):
         tar = read_tar(path, labels=True, texts=True)
         if tar.labels is None:
             raise InputError(f"{path} has no texts; give each image a .txt, or a .json with text or caption")
         return [tar]
     if path.suffix.lower() in TABLES:
         return [_table(path, settings, column)]
-    raise InputError(f"data.sources: {path} is no folder and no {', '.join((*TABLES, '.tar'))} file; give one of these")
+    raise InputError(f"data.sources: {path} is no folder and no {', '.join((*TABLES, *TARS))} file; give one of these")
 
 
 def _table(path: Path, settings: SourceSettings, wanted: str | None) -> Source:

@@ -15,8 +15,9 @@ class SourceSettings(Config):
     source: str | None = Field(
         default=None,
         description="The user's own samples: a folder of images, with a folder for each class or without; a .tar "
-        "(WebDataset), .parquet, .arrow, .jsonl, .npz or .safetensors file, or a folder of such; or FILE.py:FUNCTION, "
-        "which yields inputs, or pairs of inputs and labels. `images` is another spelling where they are images.",
+        "(WebDataset; also .tar.gz, .tgz, .tar.bz2, .tar.xz and .tar.zst), .parquet, .arrow, .jsonl, .npz or "
+        ".safetensors file, or a folder of such; or FILE.py:FUNCTION, which yields inputs, or pairs of inputs and "
+        "labels. `images` is another spelling where they are images.",
     )
     column: str | None = Field(
         default=None, description="Column of a table that holds the images; none given: the one that does."

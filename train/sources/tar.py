@@ -12,22 +12,25 @@ from typing import Any
 
 from penjing.core.errors import InputError
 from penjing.train.sources.folder import SUFFIXES
+from penjing.train.sources.packed import unpacked
 from penjing.train.sources.source import Label, Source, content_digest
 
 
 def read_tar(path: Path, labels: bool, texts: bool = False) -> Source:
-    """The samples of a tar that is not compressed: an image each, and its class as .cls or "label" of a .json.
+    """The samples of a tar: an image each, and its class as .cls or "label" of a .json.
 
     Args:
         texts: in place of classes, what is said of each image: as .txt, or "text" or "caption" of a .json.
 
     Raises:
-        InputError: damaged, compressed, without images, or with a class here and none there.
+        InputError: damaged, without images, or with a class here and none there; see `unpacked`.
+        SetupError: a compressed one has no room on the disk.
     """
+    plain = unpacked(path)
     images: list[tuple[str, int, int]] = []
     classes: dict[str, Label] = {}
     try:
-        with tarfile.open(path, "r:") as file:
+        with tarfile.open(plain, "r:") as file:
             for member in file:
                 if not member.isfile():
                     continue
@@ -42,7 +45,7 @@ def read_tar(path: Path, labels: bool, texts: bool = False) -> Source:
                     if content is not None and (found := read(content.read(), ending)) is not None:
                         classes[key] = found
     except (tarfile.TarError, OSError, ValueError, EOFError, RecursionError) as error:
-        raise InputError(f"{path} is no whole, uncompressed tar ({error}); unpack it or get it again") from error
+        raise InputError(f"{path} is no whole tar ({error}); get it again") from error
     if not images:
         raise InputError(f"{path} holds no images; give a tar with .jpg or .png files")
     keys = [key for key, _, _ in images]
@@ -51,7 +54,7 @@ def read_tar(path: Path, labels: bool, texts: bool = False) -> Source:
 
     def load(index: int) -> bytes:
         _, begin, size = images[index]
-        with open(path, "rb") as file:
+        with open(plain, "rb") as file:
             file.seek(begin)
             return file.read(size)
 
