@@ -122,7 +122,7 @@ class Client:
         self, inputs: Mapping[str, Any], *, timeout: float | None = None, request_id: str = ""
     ) -> dict[str, np.ndarray]:
         """The outputs, by name, of a served graph, for tensors by the names of its inputs. An input of bytes, such as
-        `image`, takes a file's content or a list of them."""
+        `image`, takes a file's content or a list of them, and `text` a text or a list."""
         return calls.infer(self._stub, self._settings, inputs, timeout, request_id)
 
     def is_ready(self, timeout: float = 1.0) -> bool:

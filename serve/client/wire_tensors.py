@@ -91,7 +91,7 @@ def text_tensor(texts: Any) -> dict[str, np.ndarray]:
 
 
 def named_tensors(inputs: Mapping[str, Any]) -> dict[str, np.ndarray]:
-    """Tensors by name; a file's bytes, or a list of them, is (N, 1) of them.
+    """Tensors by name; a file's bytes or a text, or a list of such, is (N, 1) of bytes.
 
     Raises:
         RequestError: nothing, or of a type that does not travel.
@@ -102,15 +102,17 @@ def named_tensors(inputs: Mapping[str, Any]) -> dict[str, np.ndarray]:
 
 
 def _named(name: str, value: Any) -> np.ndarray:
-    rows = [value] if isinstance(value, bytes) else value
-    if isinstance(rows, list | tuple) and rows and all(isinstance(row, bytes) for row in rows):
+    rows = [value] if isinstance(value, bytes | str) else value
+    if isinstance(rows, list | tuple) and rows and all(isinstance(row, bytes | str) for row in rows):
         array = np.empty((len(rows), 1), np.object_)  # numpy's own type of bytes drops zeros at the end
-        array[:, 0] = rows
+        array[:, 0] = [row.encode("utf-8", "surrogatepass") if isinstance(row, str) else row for row in rows]
         return array
     array = np.asarray(value)
     strange = array.dtype == np.object_ and not all(isinstance(each, bytes) for each in array.flat)
     if strange or array.dtype not in DATATYPES:
-        raise RequestError(f"{name} is an array of {array.dtype}, which is not sent; give numbers, flags or bytes")
+        raise RequestError(
+            f"{name} is an array of {array.dtype}, which is not sent; give numbers, flags, bytes or texts"
+        )
     return array
 
 

@@ -91,27 +91,27 @@ class TextEncoder:
         return ["word"]
 
 
-def read_texts(array: NDArray[Any] | None) -> list[str]:
-    """The texts of a request's tensor.
+def read_texts(array: NDArray[Any] | None, name: str = TEXT) -> list[str]:
+    """The texts of a request's tensor `name`.
 
     Raises:
         RequestError: none, another shape, a text that is too long or not UTF-8.
     """
     if array is None or array.ndim != 2 or array.shape[1] != 1 or len(array) == 0:
         shape = "nothing" if array is None else f"the shape {array.shape}"
-        raise RequestError(f"{TEXT} must have the shape (N, 1) with N ≥ 1, one text a row, got {shape}")
-    return [_text(value, row) for row, value in enumerate(array[:, 0])]
+        raise RequestError(f"{name} must have the shape (N, 1) with N ≥ 1, one text a row, got {shape}")
+    return [_text(value, f"{name}[{row}]") for row, value in enumerate(array[:, 0])]
 
 
-def _text(value: bytes | str, row: int) -> str:
+def _text(value: bytes | str, where: str) -> str:
     if isinstance(value, str):
         value = value.encode()
     if len(value) > MAX_TEXT_BYTES:
-        raise RequestError(f"{TEXT}[{row}] has {len(value)} bytes, at most {MAX_TEXT_BYTES} are read; shorten it")
+        raise RequestError(f"{where} has {len(value)} bytes, at most {MAX_TEXT_BYTES} are read; shorten it")
     try:
         return value.decode()
     except UnicodeDecodeError as error:
-        raise RequestError(f"{TEXT}[{row}] is not UTF-8 ({error.reason} at byte {error.start})") from None
+        raise RequestError(f"{where} is not UTF-8 ({error.reason} at byte {error.start})") from None
 
 
 def workload(folder: Path, client: Client, *, texts: int = 1024, threads: int = 0) -> Workload:

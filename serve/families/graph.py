@@ -23,11 +23,12 @@ from penjing.core.artifact.onnx_graph import (
 from penjing.core.artifact.parity import FAKE_QUANTIZED, SERVED
 from penjing.core.errors import InputError, RequestError, ServerError
 from penjing.core.graph import config as graph
+from penjing.core.text.network_inputs import texts_of
 from penjing.serve.client.protocol import GRAPH, REQUEST_SECONDS
 from penjing.serve.client.wire_tensors import DATATYPES
 from penjing.serve.families.base import Served, Signature, TensorSpec, Workload
 from penjing.serve.families.batched import batched
-from penjing.serve.families.graph_model import GraphModel, GraphSettings, image_inputs, pixel_spec
+from penjing.serve.families.graph_model import GraphModel, GraphSettings, image_inputs, pixel_spec, text_input
 
 if TYPE_CHECKING:
     from penjing.serve.client.client import AsyncClient, Client
@@ -40,7 +41,8 @@ SAME = 0.05  # of an output's spread, on average; rows in other company may be r
 
 
 def signature(artifact: GraphArtifact) -> Signature:
-    """The network's own tensors; where its first input is an image, `pixels` or encoded images may be given for it."""
+    """The network's own tensors; where its first input is an image, `pixels` or encoded images may be given for it, and
+    where it has a tokenizer, `text` for all of them."""
     config = artifact.config
     pictures = image_inputs(config)
     own = [_spec(spec, config) for spec in config.inputs]
@@ -51,6 +53,11 @@ def signature(artifact: GraphArtifact) -> Signature:
         pixels = _spec(pixel_spec(config), config)
         image = TensorSpec(pictures[1], "BYTES", rows or (1,))
         inputs = [_optional(own[0]), _optional(pixels), _optional(image), *own[1:]]
+    elif texts_of(artifact.folder, config.inputs) is not None:
+        inputs = [
+            *map(_optional, own),
+            TensorSpec(text_input(config), "BYTES", (1,) if config.batched else (-1, 1), True),
+        ]
     outputs = [_spec(spec, config) for spec in config.outputs]
     if config.meaning == "classes" and config.labels:
         outputs[0] = TensorSpec(outputs[0].name, outputs[0].datatype, outputs[0].shape, labels=config.labels)

@@ -21,8 +21,10 @@ from penjing.core.artifact.onnx_graph import (
 from penjing.core.errors import InputError, PenjingError, RequestError
 from penjing.core.graph.config import GraphConfig, TensorSpec
 from penjing.core.images.decode import MAX_PIXELS, arranged, decode_image, network_input
+from penjing.core.text.network_inputs import texts_of
 from penjing.serve.engine.config import BatchConfig
 from penjing.serve.families.base import Answer, Arrays
+from penjing.serve.families.encoder import TEXT, read_texts
 from penjing.serve.families.row_threads import RowThreads
 
 log = logging.getLogger(__name__)
@@ -46,6 +48,11 @@ class GraphSettings(BatchConfig):
     )
     max_image_pixels: int = Field(
         default=MAX_PIXELS, ge=1, description="Pixels of an encoded image; a larger one is refused and not decoded."
+    )
+    text_tokens: int = Field(
+        default=128,
+        ge=1,
+        description="Tokens of a text at most, as data.text_tokens of its calibration; longer ones are cut.",
     )
 
 
@@ -88,6 +95,7 @@ class GraphModel:
         self._config, self._settings = self._artifact.config, settings
         self._threads = RowThreads(self._artifact.session, settings.threads)
         self._recorded = recorded_inputs(self._artifact.parity, self._config)
+        self._texts = texts_of(folder, self._config.inputs)
         self._largest: dict[str, int] = {}
         for spec in self._config.inputs:
             for axis, size in zip(spec.shape, self._recorded[spec.name].shape, strict=True):
@@ -103,6 +111,11 @@ class GraphModel:
 
     def prepare(self, inputs: Arrays) -> GraphRequest:
         """See `BatchModel`."""
+        if self._texts is not None and (name := text_input(self._config)) in inputs:
+            if others := [each for each in inputs if each != name]:
+                raise RequestError(f"{name} takes the place of all inputs; leave {others[0]} out")
+            texts = read_texts(inputs[name], name)
+            return self.prepare(self._texts.arrays(texts, self._settings.text_tokens))
         first, *others = self._config.inputs
         names = image_inputs(self._config)
         given = [name for name in (first.name, *names) if name in inputs]
@@ -268,6 +281,11 @@ def image_inputs(config: GraphConfig) -> tuple[str, ...]:
         return ()
     own = {spec.name for spec in config.inputs}
     return tuple(name if name not in own else f"penjing_{name}" for name in (PIXELS, IMAGE))
+
+
+def text_input(config: GraphConfig) -> str:
+    """The name by which texts may be given in place of all inputs, where the network has a tokenizer."""
+    return TEXT if TEXT not in {spec.name for spec in config.inputs} else f"penjing_{TEXT}"
 
 
 def pixel_spec(config: GraphConfig) -> TensorSpec:

@@ -14,10 +14,10 @@ from numpy.typing import NDArray
 from penjing.core.errors import InputError
 from penjing.core.graph.config import GraphConfig, Pixels, TensorSpec
 from penjing.core.images.decode import arranged, network_input
+from penjing.core.text.network_inputs import Texts, texts_of
 from penjing.train.sources.decoders import decoded
 from penjing.train.sources.settings import SourceSettings
 from penjing.train.sources.source import Source, Values
-from penjing.train.sources.texts import Texts, texts_of
 
 NO_CLASS = -1
 Change = Callable[[NDArray[np.uint8]], NDArray[np.uint8]]

@@ -14,7 +14,6 @@ from penjing.core.text.records import arrow_module
 from penjing.train.sources.folder import RECORDING, SUFFIXES
 from penjing.train.sources.settings import SourceSettings
 from penjing.train.sources.source import Label, Source, Values, content_digest
-from penjing.train.sources.texts import text_at
 
 _IMAGES = ("image", "img", "images", "png", "jpg", "jpeg", "pixels", "picture", "photo", "file_name", "path")
 _TEXTS = ("text", "sentence", "content")
@@ -214,4 +213,15 @@ def _label(path: Path, value: Any, names: Sequence[str]) -> Label:
         if not 0 <= value < len(names):
             raise InputError(f"{path} holds class {value}, its metadata name {len(names)}; get it again")
         return names[value]
+    return value
+
+
+def text_at(value: Any, where: str) -> str:
+    """The text that a cell of a table holds.
+
+    Raises:
+        InputError: it holds none.
+    """
+    if not isinstance(value, str) or not value.strip():
+        raise InputError(f"{where} holds no text{'' if isinstance(value, str) else f' but {type(value).__name__}'}")
     return value

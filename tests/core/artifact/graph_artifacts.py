@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import onnx
 from onnx import NodeProto, TensorProto, helper, numpy_helper
+from tokenizers import Tokenizer, models, pre_tokenizers
 
 from penjing.core.artifact.base import MODEL_FILE, QUANTIZATION_FILE
 from penjing.core.artifact.onnx import ONNX_RUNTIME, Quantization
@@ -24,6 +25,7 @@ from penjing.core.artifact.parity import FAKE_QUANTIZED, Bound, Parity, write_pa
 from penjing.core.files import atomic_write_text, publish_folder
 from penjing.core.graph.config import GraphConfig, Pixels, TensorSpec
 from penjing.core.manifest import write_manifest
+from penjing.core.text.text_tokenizer import TOKENIZER
 
 OPSET = 17
 LABELS = ("ash", "oak", "elm")
@@ -84,6 +86,37 @@ def image_network(folder: Path) -> Path:
     return write_artifact(folder, config, nodes, {"kernel": rng.standard_normal((3, 3, 3, 3), np.float32)}, example)
 
 
+WORDS = ("[PAD]", "small", "trees", "grow", "slowly", "in", "pots")
+
+
+def token_network(folder: Path) -> Path:
+    """`input_ids` and `attention_mask` int64 (batch, length) give `words` (batch, length, 4) and `sum` (batch, 4);
+    words of `WORDS` are tokens."""
+    rng = np.random.default_rng(2)
+    nodes = [
+        helper.make_node("Gather", ["table", "input_ids"], ["rows"]),
+        helper.make_node("Cast", ["attention_mask"], ["floating"], to=TensorProto.FLOAT),
+        helper.make_node("Unsqueeze", ["floating", "last"], ["column"]),
+        helper.make_node("Mul", ["rows", "column"], ["words"]),
+        helper.make_node("ReduceSum", ["words", "axes"], ["sum"], keepdims=0),
+    ]
+    shape = ("batch", "length")
+    config = GraphConfig(
+        inputs=tuple(TensorSpec(name=name, dtype="int64", shape=shape) for name in ("input_ids", "attention_mask")),
+        outputs=(
+            TensorSpec(name="words", dtype="float32", shape=(*shape, 4)),
+            TensorSpec(name="sum", dtype="float32", shape=("batch", 4)),
+        ),
+    )
+    stored = {
+        "table": rng.standard_normal((len(WORDS), 4), np.float32), "last": np.array([2]), "axes": np.array([1])
+    }  # fmt: skip
+    example = {"input_ids": rng.integers(0, len(WORDS), (4, 5)), "attention_mask": np.ones((4, 5), np.int64)}
+    made = Tokenizer(models.WordLevel({word: place for place, word in enumerate(WORDS)}, unk_token="[PAD]"))
+    made.pre_tokenizer = pre_tokenizers.Whitespace()
+    return write_artifact(folder, config, nodes, stored, example, made.to_str())
+
+
 def lengths_apart(folder: Path) -> Path:
     """`sequence` float16 (length, 2), without a batch, gives `total` (2,) and `turned` (2, length)."""
     nodes = [
@@ -102,7 +135,12 @@ def lengths_apart(folder: Path) -> Path:
 
 
 def write_artifact(
-    folder: Path, config: GraphConfig, nodes: Sequence[NodeProto], stored: dict[str, Any], example: Tensors
+    folder: Path,
+    config: GraphConfig,
+    nodes: Sequence[NodeProto],
+    stored: dict[str, Any],
+    example: Tensors,
+    tokenizer: str = "",
 ) -> Path:
     """A published folder; its record holds `example` and what ONNX Runtime answers to it."""
     inputs, outputs = (
@@ -128,5 +166,7 @@ def write_artifact(
         write_parity(
             partial, Parity(family="graph", inputs=record, outputs=outputs, differences=differences, bound=bound)
         )
+        if tokenizer:
+            atomic_write_text(partial / TOKENIZER, tokenizer)
         write_manifest(partial, "artifact", {"command": "test"})
     return folder

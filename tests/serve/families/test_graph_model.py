@@ -21,7 +21,14 @@ from penjing.core.images.decode import network_input
 from penjing.serve.families.base import family_at
 from penjing.serve.families.graph_model import GraphModel, GraphSettings
 from penjing.serve.supervisor.export import export_repository
-from tests.core.artifact.graph_artifacts import LABELS, image_network, lengths_apart, two_inputs, write_artifact
+from tests.core.artifact.graph_artifacts import (
+    LABELS,
+    image_network,
+    lengths_apart,
+    token_network,
+    two_inputs,
+    write_artifact,
+)
 
 
 def model(folder: Path, write: Callable[[Path], Path], **settings: Any) -> GraphModel:
@@ -182,3 +189,43 @@ def test_a_checkpoint_is_not_served_but_what_to_do_is_said(tmp_path: Path) -> No
     family = family_at(tmp_path)
     with pytest.raises(InputError, match="checkpoint of a graph"):
         family.check(tmp_path, GraphSettings())
+
+
+def test_texts_are_tokens_of_the_artifacts_own_tokenizer(tmp_path: Path) -> None:
+    graph = model(tmp_path, token_network, text_tokens=4)
+    asked = [["small trees", "trees grow"], ["pots"], ["trees grow slowly in pots"]]
+    requests = [graph.prepare({"text": _column(texts)}) for texts in asked]
+    answers = graph.start(requests, lambda: None)()
+    tokens = [[[1, 2], [2, 3]], [[6]], [[2, 3, 4, 5]]]  # the last text is cut
+    for ids, answer in zip(tokens, answers, strict=True):
+        given = np.array(ids)
+        expected = local(tmp_path, {"input_ids": given, "attention_mask": np.ones_like(given)})
+        assert isinstance(answer, dict)
+        assert {name: value.tolist() for name, value in answer.items()} == {
+            name: value.tolist() for name, value in expected.items()
+        }
+    padded = graph.prepare({"text": _column(["pots", "small trees"])})
+    assert padded.arrays["attention_mask"].tolist() == [[1, 0], [1, 1]]
+
+
+@pytest.mark.parametrize(
+    ("inputs", "message"),
+    [
+        ({"text": np.array([["a"]], object), "input_ids": np.zeros((1, 2), np.int64)}, "leave input_ids out"),
+        ({"text": np.array(["a"], object)}, "one text a row"),
+        ({"text": np.array([[b"\xff"]], object)}, r"text\[0\] is not UTF-8"),
+        ({"text": np.array([["a"]] * 9, object)}, "has 9 in axis 'batch', 1 to 8 are taken"),
+    ],
+)
+def test_texts_that_do_not_fit_are_refused(inputs: dict[str, np.ndarray], message: str, tmp_path: Path) -> None:
+    with pytest.raises(RequestError, match=message):
+        model(tmp_path, token_network, max_batch_size=8).prepare(inputs)
+
+
+def test_a_network_without_a_tokenizer_takes_no_texts(tmp_path: Path) -> None:
+    with pytest.raises(RequestError, match="give one of"):
+        model(tmp_path, two_inputs).prepare({"text": _column(["a"])})
+
+
+def _column(texts: list[str]) -> np.ndarray:
+    return np.array([[text.encode()] for text in texts], object)

@@ -16,7 +16,7 @@ from penjing.core.errors import PenjingError, RequestError, ServerError
 from penjing.core.images.decode import arranged, decode_image, network_input
 from penjing.serve.bench.batched import bench_batched
 from penjing.serve.parity import served_parity
-from tests.core.artifact.graph_artifacts import image_network, lengths_apart, two_inputs
+from tests.core.artifact.graph_artifacts import image_network, lengths_apart, token_network, two_inputs
 from tests.serve.triton.classifiers import ServedClassifier, serving_classifier
 
 pytestmark = [pytest.mark.server, pytest.mark.xdist_group("triton")]
@@ -90,6 +90,24 @@ def test_images_are_decoded_in_the_server(tmp_path: Path) -> None:
                 client.infer({"image": [photo.getvalue(), bad]})
         assert client.infer({"image": [photo.getvalue()] * 3})["logits"].shape == (3, 3)
         assert client.is_ready()
+
+
+def test_texts_become_tokens_in_the_server(tmp_path: Path) -> None:
+    folder = token_network(tmp_path / "net")
+    opened = open_graph_artifact(folder)
+    ids = np.array([[1, 2, 0, 0, 0], [2, 3, 4, 5, 6]])
+    expected = run_graph(opened.session(1), opened.config, {"input_ids": ids, "attention_mask": (ids > 0).astype(int)})
+    with serving_classifier(folder, max_batch_size=16, threads=1) as served, served.client() as client:
+        assert client.is_ready()
+        found = client.infer({"text": ["small trees", "trees grow slowly in pots"]})
+        assert {name: value.tolist() for name, value in found.items()} == {
+            name: value.tolist() for name, value in expected.items()
+        }
+        assert client.infer({"text": "pots"})["words"].shape == (1, 1, 4)
+        sent = {"input_ids": ids, "attention_mask": np.ones_like(ids)}
+        assert client.infer(sent)["sum"].shape == (2, 4)
+        with pytest.raises(RequestError, match="leave input_ids out"):
+            client.infer({"text": ["a", "b"], **sent})
 
 
 def test_a_network_without_a_batch(tmp_path: Path) -> None:

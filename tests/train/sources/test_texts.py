@@ -15,10 +15,10 @@ import penjing
 from penjing.core.errors import InputError
 from penjing.core.graph.config import TensorSpec
 from penjing.core.imports.graph import GraphOptions, import_graph
+from penjing.core.text.network_inputs import roles_of, texts_of
 from penjing.train.sources.open import open_source
 from penjing.train.sources.reader import Form, Reader
 from penjing.train.sources.settings import SourceSettings
-from penjing.train.sources.texts import roles_of, texts_of
 
 WORDS = ("[PAD]", "small", "trees", "grow", "slowly", "in", "pots")
 SHAPE = ("batch", "length")

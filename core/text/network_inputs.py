@@ -11,7 +11,6 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer as Backend
 
-from penjing.core.errors import InputError
 from penjing.core.graph.config import TensorSpec
 from penjing.core.text.text_tokenizer import TOKENIZER
 from penjing.core.text.tokenizer import read_backend
@@ -92,14 +91,3 @@ def roles_of(inputs: Sequence[TensorSpec]) -> dict[str, Role] | None:
             return None
         roles[spec.name] = word
     return roles if list(roles.values()).count("ids") == 1 else None
-
-
-def text_at(value: Any, where: str) -> str:
-    """The text that a cell of a table holds.
-
-    Raises:
-        InputError: it holds none.
-    """
-    if not isinstance(value, str) or not value.strip():
-        raise InputError(f"{where} holds no text{'' if isinstance(value, str) else f' but {type(value).__name__}'}")
-    return value
