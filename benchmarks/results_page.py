@@ -99,7 +99,7 @@ SHOWN = {  # metrics that are not folded, where not all are shown
     "int8_quality": "*accuracy *points*",
     "int8_peers": "*accuracy *agreement *kl *bytes *milliseconds",
     "prune_quality": "*_dense_* *healed* *points* smollm2*",
-    "prune_decoder": "*worst* *decode",
+    "prune_decoder": "*worst* *decode published*",
     "attention": "*_16384",
     "parallel": "error* traffic* memory:*processes* step:*process step:*[0-9] bubble:*sleeping* overlap* recovery*",
 }
@@ -353,7 +353,7 @@ def _on_gpu(row: Row) -> bool:
 
 
 def _device(row: Row) -> str:
-    return f"{row.device}, {row.cores} cores"
+    return row.device if row.cores == 1 else f"{row.device}, {row.cores} cores"
 
 
 def _day(row: Row) -> str:

@@ -4,11 +4,13 @@
     python benchmarks/run_prune_decoder.py --heal --int8                     # … healed, and then in INT8
     python benchmarks/run_prune_decoder.py --variants channels --windows 4 --rounds 0
     python benchmarks/run_prune_decoder.py --texts-of-its-own build/texts    # calibrate on these too
+    python benchmarks/run_prune_decoder.py --heal finetune                   # without a teacher; lora: by an adapter
+    python benchmarks/run_prune_decoder.py --published                       # what papers report, copied from them
 
 A variant is the prune step of a recipe with settings of its own. Rows are VARIANT/STAGE/TEXT_rise in percent, with the
-ends of the 95 % interval over the same windows, where the stage is removed, healed or int8; VARIANT/STAGE/worst_rise is
-the largest. VARIANT/decode is the speed of greedy answers in our engine, the checkpoint taking turns. What is complete
-in build/prune-decoder is neither made nor judged again.
+ends of the 95 % interval over the same windows, where the stage is removed, healed (healed-finetune, healed-lora) or
+int8; VARIANT/STAGE/worst_rise is the largest. VARIANT/decode is the speed of greedy answers in our engine, the
+checkpoint taking turns. What is complete in build/prune-decoder is neither made nor judged again.
 """
 
 from __future__ import annotations
@@ -64,6 +66,23 @@ WEIGHTS = {  # settings of the step prune_weights
     for name, measure in (("2:4", {"pattern": "2:4"}), ("half", {"ratio": 0.5}))
     for method in ("magnitude", "wanda", "sparsegpt")
 }
+HEALS: dict[str, dict[str, Any]] = {  # of --heal: changes to the recipes' second step, which distills
+    "distill": {},
+    "finetune": {"kind": "finetune"},
+    "lora": {"adapter": {"rank": 16}},
+}
+SLEB = "LLaMA-2 7B on C4, perplexity 7.26, not healed (arXiv 2402.09025, table 1)"
+MINITRON = "the whole Llama 3.1 8B; its halves were distilled (arXiv 2407.14679)"
+PUBLISHED = [  # metric, value, unit, of what, what that has
+    ("SLEB, 10 % of the layers/rise", 28.65, "%", SLEB, None),
+    ("SLEB, 20 % of the layers/rise", 69.7, "%", SLEB, None),
+    ("LLM-Pruner, 20 % of the channels/rise", 68.73, "%", SLEB, None),
+    ("SliceGPT, 20 % of the channels/rise", 258.95, "%", SLEB, None),
+    ("SparseGPT, 2:4/rise", 86.5, "%", SLEB, None),
+    ("Wanda, 2:4/rise", 114.46, "%", SLEB, None),
+    ("Minitron, widths/MMLU", 60.5, "points", MINITRON, 65.3),
+    ("Minitron, layers/MMLU", 58.7, "points", MINITRON, 65.3),
+]
 ANY_LOSS = {"perplexity_ratio": 1e12, "retries": 0}
 PROMPT_TOKENS, NEW_TOKENS = 128, 32
 
@@ -78,7 +97,8 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, help="of calibration, in place of the recipes'")
     parser.add_argument("--texts-of-its-own", type=Path, help="a folder that 'penjing generate --samples' wrote")
     parser.add_argument("--ratio", type=float, help="of the channels, in place of the recipe's")
-    parser.add_argument("--heal", action="store_true", help="by the recipes' second step")
+    parser.add_argument("--heal", nargs="?", const="distill", choices=HEALS, help="by the recipes' second step")
+    parser.add_argument("--published", action="store_true", help="append what papers report, and measure nothing")
     parser.add_argument("--steps", type=int, help="updates of healing, in place of the recipes'")
     parser.add_argument("--peak", type=float, default=3e-4, help="learning rate of healing")
     parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32", help="of healing")
@@ -88,6 +108,9 @@ def main() -> int:
     parser.add_argument("--work", type=Path, default=ROOT / "build" / "prune-decoder")
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the rows")
     arguments = parser.parse_args()
+    if arguments.published:
+        append(BENCHMARK, [published_row(*each) for each in PUBLISHED], arguments.results)
+        return 0
     if unknown := sorted(set(arguments.variants) - VARIANTS.keys() - WEIGHTS.keys()):
         raise ConfigError(f"--variants {unknown[0]}: there is none; take {', '.join([*VARIANTS, *WEIGHTS])}")
     rows: list[Row] = []
@@ -105,10 +128,16 @@ def main() -> int:
                 rows = rise_rows(f"{name}/{stage}", before, after, versions)
                 if record is not None:
                     rows += size_rows(name, record)
-                if arguments.rounds and stage != "healed":  # healing changes no shape
+                if arguments.rounds and not stage.startswith("healed"):  # healing changes no shape
                     rows.append(decode_row(f"{name}/{stage}", [arguments.model, folder], arguments.rounds))
                 append(BENCHMARK, rows, arguments.results)
     return 0
+
+
+def published_row(metric: str, value: float, unit: str, of: str, whole: float | None) -> Row:
+    """A figure of a paper, which was measured by its authors."""
+    row = new_row(BENCHMARK, f"published: {metric}", value, unit, runs=1, baseline=of, baseline_value=whole)
+    return row.model_copy(update={"device": "as published", "cores": 1, "versions": {}})
 
 
 def judged(name: str, folder: Path, windows: dict[str, Tensor], work: Path, progress: Progress) -> dict[str, Quality]:
@@ -141,13 +170,16 @@ def stages(
         values: dict[str, Any] = read_recipe(source, [])
         heal = values["steps"][-1] | {"teacher": str(arguments.model), "precision": {"mode": arguments.precision}}
         heal |= {"learning_rate": {"peak": arguments.peak, "warmup": 0.1}}
-        heal |= {"steps": arguments.steps} if arguments.steps else {}
+        heal |= ({"steps": arguments.steps} if arguments.steps else {}) | HEALS[arguments.heal]
+        if heal["kind"] == "finetune":
+            del heal["teacher"]
         if arguments.texts_of_its_own is not None:
             heal["sources"] = [str(arguments.texts_of_its_own)]
-        values |= {"model": str(removed), "output": str(work / f"{name}-healed"), "steps": [heal], "guard": ANY_LOSS}
+        stage = "healed" if arguments.heal == "distill" else f"healed-{arguments.heal}"
+        values |= {"model": str(removed), "output": str(work / f"{name}-{stage}"), "steps": [heal], "guard": ANY_LOSS}
         values |= {"measure": {"rounds": 0}, "evaluate": {"prose_tokens": 512, "code_tokens": 0}}
         small = run_recipe(values, progress=progress)
-        yield "healed", small, None
+        yield stage, small, None
     if arguments.int8:
         int8 = work / f"{small.name}-int8"
         calibrated = read_recipe(ROOT / "recipes" / "smollm2-int8.toml", [])
