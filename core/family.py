@@ -28,7 +28,8 @@ FAMILIES: dict[FamilyName, str] = {
 }
 """The families of penjing itself, and what messages call one of their networks."""
 GROUP, KEY = "penjing.families", "penjing_family"
-SEEING = ("idefics3", "smolvlm", "llava")  # `model_type` of decoders with a vision transformer; two name one network
+OWN_SEEING = "penjing_sight"  # `model_type` of decoders that see, of a shape that no folder of Hugging Face holds
+SEEING = ("idefics3", "smolvlm", "llava", OWN_SEEING)  # two of them name one network
 PAIRED = ("clip", "siglip")  # `model_type` of two towers
 EYES = "sight"  # folder of an artifact with what a decoder sees with
 BERT = "bert"  # `model_type` of the text encoders that penjing knows

@@ -18,8 +18,9 @@ from penjing.core.artifact.parity import Bound, Difference, gate
 from penjing.core.checkpoint.load import load_model
 from penjing.core.models.decoder import Decoder
 from penjing.core.runtime.quantized import Int8Linear
+from penjing.core.vision.graph_eyes import GraphEyesConfig
 from penjing.core.vision.sight import Sight
-from penjing.core.vision.vit import ViTConfig
+from penjing.core.vision.vit import VisionTransformer, ViTConfig
 
 PICTURES = 3
 SIGHT_LAYERS, SIGHT_ROWS, SIGHT_LOGITS = "sight_layer_outputs", "sight_rows", "sight_logits"
@@ -72,7 +73,7 @@ def _imitated(sight: Sight) -> Sight:
     return made
 
 
-def _picture(config: ViTConfig, seed: int) -> NDArray[np.uint8]:
+def _picture(config: ViTConfig | GraphEyesConfig, seed: int) -> NDArray[np.uint8]:
     """A smooth picture with noise, (height, width, channels)."""
     random, side = np.random.default_rng(seed), config.image_size
     waves = np.sin(np.arange(side)[:, None] * random.uniform(0.02, 0.5) + np.arange(side) * random.uniform(0.02, 0.5))
@@ -84,14 +85,20 @@ def _layer_gaps(imitated: Sight, runtime: Sight, pictures: list[NDArray[np.uint8
     gaps, handles = list[Tensor](), []
 
     def compare(place: int, layer: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-        gaps.append(_relative(output, runtime.vision.encoder.layers[place](inputs[0])).flatten())
+        gaps.append(_relative(output, _layers(runtime)[place](inputs[0])).flatten())
 
-    for place, layer in enumerate(imitated.vision.encoder.layers):
+    for place, layer in enumerate(_layers(imitated)):
         handles.append(layer.register_forward_hook(lambda *each, place=place: compare(place, *each)))
     imitated.rows_of(pictures)
     for handle in handles:
         handle.remove()
     return torch.cat(gaps)
+
+
+def _layers(sight: Sight) -> list[nn.Module]:
+    """Those that are compared; of an encoder that is a graph and stays in floats, the projection."""
+    vision = sight.vision
+    return list(vision.encoder.layers) if isinstance(vision, VisionTransformer) else [sight.projector]
 
 
 def _relative(wanted: Tensor, found: Tensor) -> Tensor:

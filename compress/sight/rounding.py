@@ -3,7 +3,7 @@ patch, as in the decoder that reads their rows.
 
 What a norm or the values give is divided channel by channel where the next weights can take that up (SmoothQuant);
 weights are rounded so that their errors make up for each other on calibration images (GPTQ). Without images, weights
-are rounded to nearest and nothing is smoothed.
+are rounded to nearest and nothing is smoothed. Of an encoder that is a graph, the projection alone is rounded.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from penjing.core.runtime.quantized import Int8Linear
 from penjing.core.vision.projector import linears
 from penjing.core.vision.sight import Sight, is_above
 from penjing.core.vision.vision_language import pixel_shuffle
-from penjing.core.vision.vit import ViTLayer
+from penjing.core.vision.vit import VisionTransformer, ViTLayer
 
 MOST_ROWS = 4096  # patches that calibrate a layer, evenly spread
 ERROR_ROWS = 256  # of which a layer's error is told
@@ -62,9 +62,13 @@ def round_sight(
     """
     made = _Rounding(copy.deepcopy(sight), compensate)
     vision = made.sight.vision
-    progress.start("compressing what it sees with", len(vision.encoder.layers) + 1)
-    hidden = [] if images is None else [vision.embedded(batch) for batch in images.split(BATCH)]
-    for place, layer in enumerate(vision.encoder.layers):
+    layers = list(vision.encoder.layers) if isinstance(vision, VisionTransformer) else []
+    progress.start("compressing what it sees with", len(layers) + 1)
+    hidden = list[Tensor]()
+    if images is not None:
+        begun = vision.embedded if isinstance(vision, VisionTransformer) else vision
+        hidden = [begun(batch) for batch in images.split(BATCH)]
+    for place, layer in enumerate(layers):
         assert isinstance(layer, ViTLayer)
         prefix = f"vision.encoder.layers.{place}."
         if hidden and alpha:
@@ -79,7 +83,9 @@ def round_sight(
     if hidden:
         if alpha:
             _smooth_projection(made.sight, hidden, alpha)
-        rows = [pixel_shuffle(vision.finished(each), sight.config.scale_factor) for each in hidden]
+        if isinstance(vision, VisionTransformer):
+            hidden = [vision.finished(each) for each in hidden]
+        rows = [pixel_shuffle(each, sight.config.scale_factor) for each in hidden]
     for name, _ in linears(made.sight.projector):
         x_MK = _input(made.sight.projector, name, rows) if rows else None
         made.round(".".join(filter(None, ("projector", name))), x_MK)
@@ -137,11 +143,12 @@ def _smooth(layer: ViTLayer, hidden: Sequence[Tensor], alpha: float) -> None:
 
 def _smooth_projection(sight: Sight, hidden: Sequence[Tensor], alpha: float) -> None:
     """The last norm into the projector, whose first layer reads each of its channels once for each patch of a row."""
-    norm, projector = sight.vision.post_layernorm, sight.projector
-    if not isinstance(norm, nn.LayerNorm):
-        return  # what is read is the residual stream itself, which nothing can divide
+    vision, projector = sight.vision, sight.projector
+    norm = vision.post_layernorm if isinstance(vision, VisionTransformer) else None
+    if not (isinstance(vision, VisionTransformer) and isinstance(norm, nn.LayerNorm)):
+        return  # what is read is the residual stream itself, or a graph's result, which nothing can divide
     weight = linears(projector)[0][1].weight
-    x_ME = _rows([sight.vision.finished(each) for each in hidden])
+    x_ME = _rows([vision.finished(each) for each in hidden])
     size = x_ME.shape[1]
     magnitude_E = input_magnitude(weight).view(-1, size).amax(0)
     scale_E = smoothing_scale(channel_magnitude(x_ME), magnitude_E, alpha)

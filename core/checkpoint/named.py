@@ -16,7 +16,10 @@ WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
 def named_tensors(
-    folder: Path, wanted: Mapping[str, torch.Size], unused: Collection[str] = ()
+    folder: Path,
+    wanted: Mapping[str, torch.Size],
+    unused: Collection[str] = (),
+    integers: Mapping[str, torch.dtype] | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
     """The tensors of `wanted`, each checked, in float32, in the order of the files; all names are compared first.
 
@@ -24,6 +27,7 @@ def named_tensors(
         wanted: shape of each tensor by its name in the file.
         unused: names of tensors that may be there too, and are left out; one that ends with a dot stands for all that
             begin so.
+        integers: the types of those that are no floating numbers; the others come in float32.
 
     Raises:
         InputError: missing, damaged, a pickle, not finite, or with other tensors than these.
@@ -38,7 +42,11 @@ def named_tensors(
         with safe_open(folder / file_name, framework="pt") as file:
             for name in [name for name, place in places.items() if place == file_name and name in wanted]:
                 tensor, shape = file.get_tensor(name), tuple(wanted[name])
-                fits = tuple(tensor.shape) == shape and tensor.is_floating_point()
+                dtype = (integers or {}).get(name)
+                if dtype is not None and tuple(tensor.shape) == shape and tensor.dtype == dtype:
+                    yield name, tensor
+                    continue
+                fits = tuple(tensor.shape) == shape and tensor.is_floating_point() and dtype is None
                 if not fits or not bool(tensor.isfinite().all()):
                     raise InputError(
                         f"{folder}: {name} has shape {tuple(tensor.shape)} and {tensor.dtype}, finite floating "

@@ -28,7 +28,7 @@ from penjing.core.runtime.quantized import apply_quantized
 from penjing.core.runtime.schemes import INT8, INT8_ABOVE, Scheme
 from penjing.core.vision.projector import build_projector
 from penjing.core.vision.sight import Sight, SightConfig, is_above
-from penjing.core.vision.vit import VisionTransformer
+from penjing.core.vision.vision_language import build_encoder
 
 _CONFIG, _WEIGHTS = "config.json", "model.safetensors"
 
@@ -77,7 +77,7 @@ def load_sight(folder: Path, decoder: DecoderConfig) -> Sight | None:
             f"it has {decoder.hidden_size} and {decoder.vocab_size} tokens: make the artifact again"
         )
     inner = config.vision.hidden_size * config.scale_factor**2
-    sight = Sight(config, VisionTransformer(config.vision), build_projector(config.projector, inner, config.width))
+    sight = Sight(config, build_encoder(config.vision), build_projector(config.projector, inner, config.width))
     try:
         stored = load_file(place / _WEIGHTS)
     except (SafetensorError, OSError, ValueError) as error:

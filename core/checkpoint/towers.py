@@ -20,7 +20,6 @@ from penjing.core.errors import InputError
 from penjing.core.files import atomic_write_text
 from penjing.core.manifest import MANIFEST_NAME, verify, write_manifest
 from penjing.core.text.text_tokenizer import LIMITS
-from penjing.core.vision.paired_config import ImageTransformerConfig
 from penjing.core.vision.towers import TwoTowers
 from penjing.core.vision.towers_config import TowersConfig
 
@@ -43,7 +42,7 @@ def save_towers(
     """Fill `folder`, not yet published (see `publish_folder`); longer texts than `max_tokens` are cut."""
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()}
     save_beside(folder, config, tokenizer_from, max_tokens)
-    if isinstance(config.image, ImageTransformerConfig):
+    if config.is_paired:
         tensors = _paired_tensors(config, tensors)
     save_tensors(tensors, folder / WEIGHTS, metadata={"format": "pt"})
     write_manifest(folder, "checkpoint", created_by)
@@ -63,7 +62,7 @@ def load_towers(folder: Path) -> TwoTowers:
         InputError: missing, damaged, or of another kind.
     """
     config = towers_config(folder)
-    paired = isinstance(config.image, ImageTransformerConfig)
+    paired = config.is_paired
     if not paired or (folder / MANIFEST_NAME).exists():
         verify(folder)
     if paired:

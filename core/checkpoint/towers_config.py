@@ -63,7 +63,7 @@ def towers_config(folder: Path) -> TowersConfig:
 
 def save_towers_config(folder: Path, config: TowersConfig) -> None:
     """Write what `towers_config` reads; where the towers are CLIP's or SigLIP's, transformers reads it too."""
-    if isinstance(config.image, ImageTransformerConfig):
+    if config.is_paired:
         _save_paired_config(folder, config)
     else:
         atomic_write_text(folder / "config.json", json.dumps(config.model_dump(), indent=2) + "\n")

@@ -1,21 +1,23 @@
 """Checkpoint folders of decoders that see, in Hugging Face's layouts of Idefics3, which SmolVLM's is by another name,
-and of LLaVA: `config.json`, safetensors, tokenizer files, `preprocessor_config.json`, `penjing.json`."""
+and of LLaVA, or in penjing's own where these cannot hold one: `config.json`, safetensors, tokenizer files,
+`preprocessor_config.json`, `penjing.json`."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from penjing.core.checkpoint.decoder import copy_tokenizer
 from penjing.core.checkpoint.named import named_tensors, stored_names
 from penjing.core.checkpoint.safetensors_writer import MAX_SHARD_BYTES, SafetensorsWriter
 from penjing.core.config import parse_config
 from penjing.core.errors import ConfigError, InputError
-from penjing.core.family import SEEING
+from penjing.core.family import OWN_SEEING, SEEING
 from penjing.core.files import atomic_write_text
 from penjing.core.images.processor import (
     PREPROCESSOR,
@@ -27,10 +29,11 @@ from penjing.core.images.processor import (
 )
 from penjing.core.manifest import MANIFEST_NAME, read_json_object, verify, write_manifest
 from penjing.core.models.hf_config import decoder_config_from_hf, decoder_config_to_hf
+from penjing.core.vision.graph_eyes import GraphEyesConfig
 from penjing.core.vision.layout import Names, names_found, names_written, text_config
 from penjing.core.vision.sight import HALF, pixels_of
 from penjing.core.vision.vision_language import VisionLanguage, VisionLanguageConfig
-from penjing.core.vision.vit import ACTIVATIONS
+from penjing.core.vision.vit import ACTIVATIONS, ViTConfig
 
 # What Hugging Face's classes take where config.json leaves a field out.
 _VISION: dict[str, dict[str, Any]] = {
@@ -52,20 +55,15 @@ _ARCHITECTURES = {"idefics3": "Idefics3ForConditionalGeneration", "llava": "Llav
 
 
 def layout_of(config: VisionLanguageConfig) -> str:
-    """The `model_type` of the folders that hold such a model.
-
-    Raises:
-        ConfigError: there is none.
-    """
+    """The `model_type` of the folders that hold such a model: Hugging Face's where there is one, or else our own."""
     vision, projector = config.vision, config.projector
+    if isinstance(vision, GraphEyesConfig):
+        return OWN_SEEING
     if vision.last_norm and not vision.class_token and projector.kind == "linear" and not projector.bias:
         return "idefics3"
     if not vision.last_norm and projector.kind == "mlp" and config.scale_factor == 1:
         return "llava"
-    raise ConfigError(
-        "no folder of Hugging Face holds such a model: take a linear projector without bias, a last norm and no class "
-        "token, as Idefics3, or an mlp with scale_factor 1 and without the last norm, as LLaVA"
-    )
+    return OWN_SEEING
 
 
 def vision_language_config(folder: Path) -> VisionLanguageConfig:
@@ -80,6 +78,14 @@ def vision_language_config(folder: Path) -> VisionLanguageConfig:
     if kind not in SEEING:
         raise InputError(f"{folder} is no decoder that sees: its config.json has model_type {kind!r}")
     text, vision = text_config(values, str(path)), values.get("vision_config")
+    if kind == OWN_SEEING:
+        own = values.get("penjing")
+        try:
+            decoder = decoder_config_from_hf(text, str(path)).model_dump()
+            parts = {**own, "decoder": decoder} if isinstance(own, dict) else {"decoder": decoder}
+            return parse_config(VisionLanguageConfig, parts, str(path))
+        except ConfigError as error:
+            raise InputError(f"{error}; the file is damaged: make it again") from None
     if not isinstance(vision, dict):
         raise InputError(f"{path} needs the objects text_config and vision_config; get the model again")
     tower = vision.get("model_type", "clip_vision_model") if kind == "llava" else "idefics3"
@@ -192,29 +198,40 @@ def save_vision_language(
     """
     kind = layout_of(config)
     values = {
-        "architectures": [_ARCHITECTURES[kind]],
+        "architectures": [_ARCHITECTURES.get(kind, "PenjingVisionLanguage")],
         "model_type": kind,
         "tie_word_embeddings": config.decoder.tie_word_embeddings,
         "text_config": decoder_config_to_hf(config.decoder),
-        **(_idefics3_values if kind == "idefics3" else _llava_values)(config),
+        **_VALUES[kind](config),
     }
     atomic_write_text(folder / "config.json", json.dumps(values, indent=2) + "\n")
-    seen = (_idefics3_seen if kind == "idefics3" else _llava_seen)(config)
-    atomic_write_text(folder / PREPROCESSOR, json.dumps(seen, indent=2) + "\n")
+    if kind in _SEEN:
+        atomic_write_text(folder / PREPROCESSOR, json.dumps(_SEEN[kind](config), indent=2) + "\n")
     copy_tokenizer(tokenizer_from, folder)
     for name, content in (("tokenizer.json", tokenizer), ("chat_template.jinja", template)):
         if content is not None:
             atomic_write_text(folder / name, content)
     with SafetensorsWriter(folder, MAX_SHARD_BYTES) as writer:
-        for name, tensor in model.named_parameters():  # a tied head comes once, as the embedding
+        for name, tensor in _stored(model):
             writer.add(names_written(kind).stored(name), tensor.detach().cpu().contiguous())
-        if not config.vision.last_norm:  # transformers has the norm, and reads what comes before it
+        if kind == "llava":  # transformers has the norm, and reads what comes before it
             for name, fill in (("weight", torch.ones), ("bias", torch.zeros)):
                 writer.add(names_written(kind).stored(f"vision.post_layernorm.{name}"), fill(config.vision.hidden_size))
     write_manifest(folder, "checkpoint", created_by)
 
 
+def _stored(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Parameters, of which a tied head comes once, as the embedding, and the buffers of an encoder that is a graph."""
+    yield from model.named_parameters()
+    yield from ((name, tensor) for name, tensor in model.named_buffers() if name.startswith("vision.graph."))
+
+
+def _own_values(config: VisionLanguageConfig) -> dict[str, Any]:
+    return {"penjing": config.model_dump(exclude={"decoder"})}
+
+
 def _sizes(config: VisionLanguageConfig) -> dict[str, Any]:
+    assert isinstance(config.vision, ViTConfig), "what Hugging Face's layouts hold"
     values = config.vision.model_dump(exclude={"activation", "class_token", "last_norm"})
     return {**values, "hidden_act": config.vision.activation}
 
@@ -240,6 +257,7 @@ def _idefics3_seen(config: VisionLanguageConfig) -> dict[str, Any]:
 
 
 def _llava_values(config: VisionLanguageConfig) -> dict[str, Any]:
+    assert isinstance(config.vision, ViTConfig), "what Hugging Face's layouts hold"
     has_class = config.vision.class_token
     tower = {"model_type": "clip_vision_model"} if has_class else {"model_type": "siglip_vision_model"}
     return {
@@ -254,8 +272,13 @@ def _llava_values(config: VisionLanguageConfig) -> dict[str, Any]:
 
 
 def _llava_seen(config: VisionLanguageConfig) -> dict[str, Any]:
+    assert isinstance(config.vision, ViTConfig), "what Hugging Face's layouts hold"
     kind = "CLIPImageProcessor" if config.vision.class_token else "SiglipImageProcessor"
     return {**written_pixels(pixels_of(config)), "image_processor_type": kind}
+
+
+_VALUES = {"idefics3": _idefics3_values, "llava": _llava_values, OWN_SEEING: _own_values}
+_SEEN = {"idefics3": _idefics3_seen, "llava": _llava_seen}
 
 
 def load_vision_language(folder: Path) -> VisionLanguage:
@@ -270,10 +293,11 @@ def load_vision_language(folder: Path) -> VisionLanguage:
     model = VisionLanguage(config)
     kind = str(read_json_object(folder / "config.json")["model_type"])
     names = names_found(kind, stored_names(folder))
-    wanted = {names.stored(name): parameter for name, parameter in model.named_parameters()}
+    wanted = {names.stored(name): tensor for name, tensor in _stored(model)}
     shapes = {name: parameter.shape for name, parameter in wanted.items()}
+    integers = {name: tensor.dtype for name, tensor in wanted.items() if not tensor.is_floating_point()}
     with torch.no_grad():
-        for name, tensor in named_tensors(folder, shapes, _unused(folder, names, config)):
+        for name, tensor in named_tensors(folder, shapes, _unused(folder, names, config), integers):
             wanted[name].copy_(tensor)
     return model.eval()
 
@@ -282,7 +306,7 @@ def _unused(folder: Path, names: Names, config: VisionLanguageConfig) -> tuple[s
     """Tensors that a folder may have beside those of the model: a tied head, and of a vision tower whose last layers
     are not looked at these, what stands behind them, and the numbers of the positions."""
     head = f"{names.head}weight"
-    if config.vision.last_norm:
+    if not isinstance(config.vision, ViTConfig) or config.vision.last_norm:
         return (head,)
     stored = read_json_object(folder / "config.json")["vision_config"]
     layers = stored.get("num_hidden_layers", config.vision.num_hidden_layers)

@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from penjing.core.vision.graph_eyes import GraphEyes
 from penjing.kernels.linear import linear
 
 
@@ -46,9 +47,16 @@ class ImageConv2d(nn.Conv2d):
         return torch.cat([super(ImageConv2d, self).forward(each) for each in input.split(1)])
 
 
+class ImageGraphEyes(GraphEyes):
+    """`GraphEyes` that computes images one by one."""
+
+    def forward(self, images: Tensor) -> Tensor:
+        return torch.cat([super(ImageGraphEyes, self).forward(each) for each in images.split(1)])
+
+
 def apply_image_invariance(model: nn.Module) -> None:
-    """Turn every plain `nn.Linear` and `nn.Conv2d` of a network of images into one that computes each image by itself,
-    with the same parameters, in place."""
-    kinds: dict[type, type] = {nn.Linear: ImageLinear, nn.Conv2d: ImageConv2d}
+    """Turn every plain `nn.Linear`, `nn.Conv2d` and graph of a network of images into one that computes each image by
+    itself, with the same parameters, in place."""
+    kinds: dict[type, type] = {nn.Linear: ImageLinear, nn.Conv2d: ImageConv2d, GraphEyes: ImageGraphEyes}
     for layer in model.modules():
         layer.__class__ = kinds.get(type(layer), type(layer))

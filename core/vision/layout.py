@@ -1,5 +1,5 @@
 """Where the parts of a decoder that sees lie in Hugging Face's folders, by `model_type`: Idefics3's, which SmolVLM's
-are by another name, and LLaVA's, whose tensors have had several names; without torch."""
+are by another name, LLaVA's, whose tensors have had several names, and penjing's own; without torch."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from penjing.core.errors import InputError
+from penjing.core.family import OWN_SEEING
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,8 @@ _IDEFICS3 = Names("model.vision_model.", "model.connector.modality_projection.pr
 _LLAVA = Names(
     "vision_tower.vision_model.", "multi_modal_projector.", "language_model.model.", "language_model.lm_head."
 )
-_WRITTEN = {"idefics3": _IDEFICS3, "smolvlm": _IDEFICS3, "llava": _LLAVA}
+_OWN = Names("vision.", "projector.", "model.text_model.", "lm_head.")
+_WRITTEN = {"idefics3": _IDEFICS3, "smolvlm": _IDEFICS3, "llava": _LLAVA, OWN_SEEING: _OWN}
 # Of LLaVA's tensors, the names in files of transformers before 4.52, and of several versions since.
 _ALSO = {
     "vision": ("model.vision_tower.vision_model.", "vision_tower.", "model.vision_tower."),

@@ -28,9 +28,10 @@ from penjing.core.images.decode import (
 from penjing.core.images.sound import spectrogram
 from penjing.core.images.tiles import UNCUT, Grid, Look, grid_of
 from penjing.core.text.tokenizer import Tokenizer
+from penjing.core.vision.graph_eyes import GraphEyes
 from penjing.core.vision.projector import ProjectorConfig
-from penjing.core.vision.vision_language import VisionLanguage, VisionLanguageConfig, pixel_shuffle
-from penjing.core.vision.vit import VisionTransformer, ViTConfig
+from penjing.core.vision.vision_language import Encoder, VisionLanguage, VisionLanguageConfig, pixel_shuffle
+from penjing.core.vision.vit import VisionTransformer
 
 HALF = 0.5  # where nothing is said, an image enters as (pixel / 255 - 0.5) / 0.5, as SigLIP's do
 AROUND, WHOLE = "<fake_token_around_image>", "<global-img>"
@@ -41,7 +42,7 @@ _ABOVE = (".mlp.fc2", "projector.linear_2")
 class SightConfig(Config):
     """Everything that fixes the computation of a `Sight`."""
 
-    vision: ViTConfig = Field(description="The vision transformer.")
+    vision: Encoder = Field(description="What sees: a vision transformer, or any network of images as a graph.")
     scale_factor: int = Field(gt=0, description="So many rows and columns of patches become one row.")
     projector: ProjectorConfig = Field(default=ProjectorConfig(), description="What makes rows of joined patches.")
     image_token_id: int = Field(ge=0, description="The token in whose place a row of an image stands.")
@@ -70,12 +71,12 @@ class SightConfig(Config):
 
 
 class Sight(nn.Module):
-    """A vision transformer, pixel shuffle and the projector behind them.
+    """An encoder of images, pixel shuffle and the projector behind them.
 
     `apply_image_invariance` makes the bits of an image's rows depend on nothing but the image and the threads of torch.
     """
 
-    def __init__(self, config: SightConfig, vision: VisionTransformer, projector: nn.Module) -> None:
+    def __init__(self, config: SightConfig, vision: VisionTransformer | GraphEyes, projector: nn.Module) -> None:
         super().__init__()
         self.config, self.vision, self.projector = config, vision, projector
 

@@ -14,8 +14,9 @@ from penjing.core.models.encoder import Encoder
 from penjing.core.models.encoder_config import EncoderConfig
 from penjing.core.models.resnet import ResNet
 from penjing.core.models.resnet_config import ResNetConfig
+from penjing.core.vision.graph_eyes import GraphTower, GraphTowerConfig
 from penjing.core.vision.paired import ImageTransformer, TextTransformer
-from penjing.core.vision.paired_config import TextTransformerConfig
+from penjing.core.vision.paired_config import ImageTransformerConfig, TextTransformerConfig
 from penjing.core.vision.towers_config import TowersConfig
 
 LARGEST_SCALE = math.log(100.0)  # of the softmax's logits, as CLIP bounds it
@@ -38,7 +39,7 @@ class TwoTowers(nn.Module):
         super().__init__()
         self.config = config
         image = config.image
-        self.image = ResNet(image) if isinstance(image, ResNetConfig) else ImageTransformer(image)
+        self.image = image_network_of(image)
         self.text = text_tower(config.text)
         filled = isinstance(config.text, TextTransformerConfig) and config.text.pooling == "last"
         self.text_projection = nn.Linear(config.text.hidden_size, config.dimension, bias=filled)
@@ -67,6 +68,13 @@ class TwoTowers(nn.Module):
     def of_features(self, features_NH: Tensor) -> Tensor:
         """(N, D) vectors of what the text tower says."""
         return _unit(self.text_projection(features_NH))
+
+
+def image_network_of(config: ResNetConfig | ImageTransformerConfig | GraphTowerConfig) -> nn.Module:
+    """The network of images, whose vectors have any length."""
+    if isinstance(config, ResNetConfig):
+        return ResNet(config)
+    return GraphTower(config) if isinstance(config, GraphTowerConfig) else ImageTransformer(config)
 
 
 def text_tower(config: EncoderConfig | TextTransformerConfig) -> Encoder | TextTransformer:

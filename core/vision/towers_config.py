@@ -10,6 +10,7 @@ from penjing.core.config import Config
 from penjing.core.graph.config import Filter, Fit, Pixels
 from penjing.core.models.encoder_config import EncoderConfig
 from penjing.core.models.resnet_config import ResNetConfig
+from penjing.core.vision.graph_eyes import GraphTowerConfig
 from penjing.core.vision.paired_config import ImageTransformerConfig, TextTransformerConfig
 
 
@@ -20,7 +21,7 @@ class TowersConfig(Config):
     """
 
     penjing_family: Literal["towers"] = Field(default="towers", description="What kind of network it is.")
-    image: ResNetConfig | ImageTransformerConfig = Field(
+    image: ResNetConfig | ImageTransformerConfig | GraphTowerConfig = Field(
         description="The image tower; a ResNet's classes are the numbers of a vector."
     )
     image_size: tuple[int, int] = Field(description="Height and width of an image in pixels.")
@@ -40,7 +41,13 @@ class TowersConfig(Config):
     @property
     def channels(self) -> int:
         """Channels of an image."""
-        return self.image.in_channels if isinstance(self.image, ResNetConfig) else self.image.num_channels
+        image = self.image.eyes if isinstance(self.image, GraphTowerConfig) else self.image
+        return image.in_channels if isinstance(image, ResNetConfig) else image.num_channels
+
+    @property
+    def is_paired(self) -> bool:
+        """Whether the towers are those of CLIP or SigLIP, and their folder is in Hugging Face's layout."""
+        return isinstance(self.text, TextTransformerConfig)
 
     @property
     def pixels(self) -> Pixels:

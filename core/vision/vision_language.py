@@ -7,21 +7,38 @@ Shapes: N images, R rows of each, B texts of T tokens, E hidden of the decoder.
 
 from __future__ import annotations
 
-from pydantic import Field, model_validator
+from typing import Annotated, Any
+
+from pydantic import Discriminator, Field, Tag, model_validator
 from torch import Tensor, nn
 
 from penjing.core.config import Config
 from penjing.core.images.tiles import MOST_A_SIDE, Look
 from penjing.core.models.config import DecoderConfig
 from penjing.core.models.decoder import Decoder
+from penjing.core.vision.graph_eyes import GraphEyes, GraphEyesConfig
 from penjing.core.vision.projector import ProjectorConfig, build_projector
 from penjing.core.vision.vit import VisionTransformer, ViTConfig
+
+
+def _kind(value: Any) -> str:
+    found = value.get("kind", "vit") if isinstance(value, dict) else getattr(value, "kind", "vit")
+    return "graph" if found == "graph" else "vit"
+
+
+Encoder = Annotated[Annotated[ViTConfig, Tag("vit")] | Annotated[GraphEyesConfig, Tag("graph")], Discriminator(_kind)]
+"""A vision transformer of ours, or any network as a graph."""
+
+
+def build_encoder(config: ViTConfig | GraphEyesConfig) -> VisionTransformer | GraphEyes:
+    """The network (N, C, H, W) → (N, P, E) that `config` describes."""
+    return VisionTransformer(config) if isinstance(config, ViTConfig) else GraphEyes(config)
 
 
 class VisionLanguageConfig(Config):
     """Everything that fixes the computation of a `VisionLanguage`."""
 
-    vision: ViTConfig = Field(description="The vision transformer.")
+    vision: Encoder = Field(description="What sees: a vision transformer, or any network of images as a graph.")
     decoder: DecoderConfig = Field(description="The decoder; its vocabulary has the image token.")
     scale_factor: int = Field(gt=0, description="So many rows and columns of patches become one row.")
     projector: ProjectorConfig = Field(default=ProjectorConfig(), description="What makes rows of joined patches.")
@@ -30,6 +47,14 @@ class VisionLanguageConfig(Config):
 
     @model_validator(mode="after")
     def _fits(self) -> VisionLanguageConfig:
+        if isinstance(self.vision, GraphEyesConfig):
+            if not self.vision.side or self.vision.image_size != self.vision.image_width:
+                raise ValueError(
+                    f"the encoder makes {self.vision.places} places of an image of {self.vision.image_size} x "
+                    f"{self.vision.image_width} pixels; both must be squares"
+                )
+            if self.look.tiles:
+                raise ValueError("an encoder that is a graph sees whole images; set tiles to 0")
         if self.vision.side % self.scale_factor:
             raise ValueError(
                 f"{self.vision.side} patches of a side cannot be joined {self.scale_factor} at a time; "
@@ -60,7 +85,7 @@ class VisionLanguage(nn.Module):
     def __init__(self, config: VisionLanguageConfig):
         super().__init__()
         self.config = config
-        self.vision = VisionTransformer(config.vision)
+        self.vision = build_encoder(config.vision)
         inner = config.vision.hidden_size * config.scale_factor**2
         self.projector = build_projector(config.projector, inner, config.decoder.hidden_size)
         self.decoder = Decoder(config.decoder)

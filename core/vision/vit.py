@@ -172,8 +172,9 @@ class VisionTransformer(nn.Module):
 
 
 @torch.no_grad()
-def initialize_vit(model: VisionTransformer) -> None:
-    """Normal weights of deviation 1 / √inputs, positions of 0.02; norms are one, biases zero."""
+def initialize_vit(model: nn.Module) -> None:
+    """A transformer of images: normal weights of deviation 1 / √inputs, positions of 0.02; norms are one, biases
+    zero."""
     for module in model.modules():
         if isinstance(module, nn.Linear | nn.Conv2d):
             nn.init.normal_(module.weight, 0.0, module.weight[0].numel() ** -0.5)
@@ -181,6 +182,7 @@ def initialize_vit(model: VisionTransformer) -> None:
                 nn.init.zeros_(module.bias)
         elif isinstance(module, nn.LayerNorm):
             module.reset_parameters()
-    nn.init.normal_(model.embeddings.position_embedding.weight, 0.0, 0.02)
-    if model.embeddings.class_embedding is not None:
-        nn.init.normal_(model.embeddings.class_embedding, 0.0, 0.02)
+        elif isinstance(module, Patches):
+            nn.init.normal_(module.position_embedding.weight, 0.0, 0.02)
+            if module.class_embedding is not None:
+                nn.init.normal_(module.class_embedding, 0.0, 0.02)

@@ -16,25 +16,31 @@ from torch import Tensor, nn
 from penjing.core.checkpoint.encoder import load_encoder
 from penjing.core.checkpoint.towers import load_towers, save_towers
 from penjing.core.checkpoint.towers_config import towers_config
+from penjing.core.config import parse_config
 from penjing.core.errors import ConfigError, InputError
 from penjing.core.graph.config import TensorSpec
-from penjing.core.models.encoder_config import EncoderConfig
 from penjing.core.models.resnet import ResNet
+from penjing.core.models.resnet_config import ResNetConfig
 from penjing.core.progress import Progress
 from penjing.core.text.text_tokenizer import TextTokenizer, encoder_config, pad
+from penjing.core.vision.graph_eyes import GraphTower, GraphTowerConfig, colours_of
+from penjing.core.vision.paired_config import ImageTransformerConfig
 from penjing.core.vision.towers import LARGEST_SCALE, TwoTowers, text_tower
 from penjing.core.vision.towers_config import TowersConfig
+from penjing.core.vision.vit import initialize_vit
 from penjing.train.chat.held_out import held_out_places
 from penjing.train.data.emoji import BUILTIN, emoji_pairs
 from penjing.train.data.images import normalise
 from penjing.train.data.stream import Draw, Stream, shuffled
 from penjing.train.families.base import Family
 from penjing.train.families.classifier import initialize_resnet, resnet_config
+from penjing.train.families.eyes import tower_of
 from penjing.train.objective.contrastive import Contrastive
 from penjing.train.objective.objective import Batch, TaskObjective
 from penjing.train.processes.world import World
 from penjing.train.recipe.data import PairData
-from penjing.train.recipe.model import TowersModel
+from penjing.train.recipe.model import GraphTower as GraphTowerModel
+from penjing.train.recipe.model import ResNetModel, TowersModel, ViTTower
 from penjing.train.recipe.recipe import RunRecipe, TrainRecipe
 from penjing.train.sources.pairs import open_pairs
 from penjing.train.sources.reader import Form, Reader
@@ -97,12 +103,22 @@ class TowerTraining:
     Args:
         config: what is trained.
         text: a folder with the tokenizer, and with the text tower unless `recipe.initial` has it.
+        weights: of the image tower, where it does not begin anew.
     """
 
     unit = "pairs"
 
-    def __init__(self, recipe: RunRecipe, config: TowersConfig, text: Path, data: PairData, progress: Progress) -> None:
+    def __init__(
+        self,
+        recipe: RunRecipe,
+        config: TowersConfig,
+        text: Path,
+        data: PairData,
+        progress: Progress,
+        weights: dict[str, Tensor] | None = None,
+    ) -> None:
         _check_run(recipe)
+        self._weights = weights
         self._recipe, self._data, self.config, self._text = recipe, data, config, text
         self._tokenizer = TextTokenizer(text, config.text)
         source = _open(data.sources, data, progress)
@@ -154,14 +170,23 @@ class TowerTraining:
             check_finite(given, f"initial = {self._recipe.initial}")
             model.load_state_dict(given)
             return
-        assert isinstance(model.image, ResNet), "a recipe without initial has one"
-        initialize_resnet(model.image)
+        self._initialize_image(model.image)
         nn.init.normal_(model.text_projection.weight, 0.0, self.config.text.hidden_size**-0.5)
         kind = self.config.loss
         model.logit_scale.fill_(-math.log(self._recipe.objective.temperature or _TEMPERATURE[kind]))
         if model.logit_bias is not None:
             model.logit_bias.fill_(_FIRST_BIAS)
         model.text.load_state_dict(load_encoder(self._text).state_dict())
+
+    def _initialize_image(self, image: nn.Module) -> None:
+        if isinstance(image, ResNet):
+            initialize_resnet(image)
+        elif isinstance(image, GraphTower):
+            assert self._weights is not None, "a graph comes with its weights"
+            image.eyes.load_state_dict(self._weights)
+            nn.init.normal_(image.projection.weight, 0.0, image.projection.in_features**-0.5)
+        else:
+            initialize_vit(image)
 
     def weights(self) -> None:
         """See `Task`."""
@@ -254,19 +279,44 @@ def _new_task(recipe: TrainRecipe, progress: Progress) -> TowerTraining:
     model, data = recipe.model, recipe.data
     assert isinstance(model, TowersModel)
     assert isinstance(data, PairData)
-    config = _config(model, encoder_config(model.text), data, recipe)
-    return TowerTraining(recipe, config, model.text, data, progress)
-
-
-def _config(model: TowersModel, text: EncoderConfig, data: PairData, recipe: TrainRecipe) -> TowersConfig:
-    return TowersConfig(
-        image=resnet_config(model.image, model.dimension, data.channels),
-        image_size=(data.height, data.width),
-        mean=(_HALF,) * data.channels,
-        std=(_HALF,) * data.channels,
-        text=text,
-        loss="siglip" if recipe.objective.kind == "siglip" else "clip",
+    weights, size = None, (data.height, data.width)
+    half = (_HALF,) * data.channels
+    if isinstance(model.image, GraphTowerModel):
+        eyes, pixels = tower_of(model.image.folder, model.image.node)
+        image = GraphTowerConfig(eyes=eyes.config, dimension=model.dimension)
+        if (own := (pixels.height, pixels.width, len(pixels.mean))) != (*size, data.channels):
+            raise ConfigError(
+                f"{model.image.folder} takes images of {own[0]} x {own[1]} pixels and {own[2]} channels; set "
+                f"data.height = {own[0]}, data.width = {own[1]} and data.channels = {own[2]}"
+            )
+        weights, (mean, std) = eyes.state_dict(), colours_of(pixels)
+        look = {"mean": mean, "std": std, "fit": pixels.fit, "resize": pixels.resize, "filter": pixels.filter}
+    else:
+        image = _new_image(model.image, model.dimension, data)
+        look = {"mean": half, "std": half}
+    config = TowersConfig.model_validate(
+        {
+            "image": image,
+            "image_size": size,
+            "text": encoder_config(model.text),
+            "loss": "siglip" if recipe.objective.kind == "siglip" else "clip",
+            **look,
+        }
     )
+    return TowerTraining(recipe, config, model.text, data, progress, weights)
+
+
+def _new_image(model: ResNetModel | ViTTower, dimension: int, data: PairData) -> ResNetConfig | ImageTransformerConfig:
+    if isinstance(model, ResNetModel):
+        return resnet_config(model, dimension, data.channels)
+    if data.height != data.width:
+        raise ConfigError(f"model.image: a vision transformer sees squares; set data.width = {data.height}")
+    sizes = model.model_dump(exclude={"architecture"})
+    given = {
+        **sizes, "image_size": data.height, "num_channels": data.channels, "dimension": dimension, "pooling": "class",
+        "layer_norm_eps": 1e-5, "activation": "gelu",
+    }  # fmt: skip
+    return parse_config(ImageTransformerConfig, given, "model.image")
 
 
 def _checkpoint_task(folder: Path, recipe: RunRecipe, progress: Progress) -> TowerTraining:

@@ -20,19 +20,20 @@ from penjing.core.checkpoint.vision_language import (
     vision_language_config,
 )
 from penjing.core.errors import ConfigError, InputError
-from penjing.core.images.tiles import Look
+from penjing.core.family import OWN_SEEING
 from penjing.core.progress import Progress
 from penjing.core.text.tokenizer import Tokenizer
 from penjing.core.vision.projector import linears
 from penjing.core.vision.sight import picture_of, pixels_of
 from penjing.core.vision.vision_language import VisionLanguage, VisionLanguageConfig
-from penjing.core.vision.vit import initialize_vit
+from penjing.core.vision.vit import VisionTransformer, initialize_vit
 from penjing.train.chat.held_out import held_out_places
 from penjing.train.chat.rows import Row, take_rows
 from penjing.train.chat.sighted import Sighted, SightedRows, SightTokens
 from penjing.train.chat.tokens import ChatTokens
 from penjing.train.data.stream import Draw, Stream, one_pass, shuffled
 from penjing.train.families.base import Family
+from penjing.train.families.eyes import encoder_of
 from penjing.train.objective.answers import Answers
 from penjing.train.objective.objective import Batch, TaskObjective
 from penjing.train.processes.world import World
@@ -53,6 +54,7 @@ class SightTuning:
         config: what is trained.
         decoder: a folder with the tokenizer, and with the decoder unless `recipe.initial` has it.
         token: what the tokenizer calls `config.image_token_id`; it is added where it is new.
+        weights: of the encoder, where it does not begin anew.
     """
 
     unit = "tokens"
@@ -65,9 +67,11 @@ class SightTuning:
         token: str,
         data: SightData,
         progress: Progress,
+        weights: dict[str, Tensor] | None = None,
     ) -> None:
         _check_run(recipe, config, data)
         self._recipe, self._data, self.config, self._decoder = recipe, data, config, decoder
+        self._weights = weights
         writer = ChatTokens.from_folder(decoder, data.template, data.learn)
         image_token(writer.tokenizer, token)
         self._tokenizer = writer.tokenizer
@@ -110,7 +114,11 @@ class SightTuning:
             model.load_state_dict(given)
             return
         torch.manual_seed(self._recipe.seed)
-        initialize_vit(model.vision)
+        if isinstance(model.vision, VisionTransformer):
+            initialize_vit(model.vision)
+        else:
+            assert self._weights is not None, "a graph comes with its weights"
+            model.vision.load_state_dict(self._weights)
         for _, layer in linears(model.projector):
             nn.init.normal_(layer.weight, 0.0, layer.in_features**-0.5)
             if layer.bias is not None:
@@ -164,7 +172,8 @@ class SightTuning:
         for name in (each for each in sources if each in SCENES):
             if self.config.vision.image_size != SIDE or self.config.look.sound is not None:
                 raise ConfigError(
-                    f"{name} has images of {SIDE} pixels; set model.vision.image_size = {SIDE}, and no model.sound"
+                    f"{name} has images of {SIDE} pixels, the encoder of {self.config.vision.image_size}; set "
+                    f"model.vision.image_size = {SIDE}, or take an encoder of such images, and no model.sound"
                 )
             rows += self._writer.questions((scene.picture, scene.turns) for scene in scenes(name, progress))
         return rows
@@ -226,15 +235,17 @@ def _new_task(recipe: TrainRecipe, progress: Progress) -> SightTuning:
         raise InputError(f"model.decoder = {model.decoder} is quantized; take the checkpoint that it was made from")
     token = image_token(Tokenizer.from_folder(model.decoder), model.image_token)
     decoder = checkpoint.config.model_copy(update={"vocab_size": max(checkpoint.config.vocab_size, token + 1)})
+    vision, look, weights = encoder_of(model, recipe.seed)
     try:
         config = VisionLanguageConfig(
-            vision=model.vision, decoder=decoder, scale_factor=model.scale_factor, projector=model.projector,
-            image_token_id=token, look=Look(sound=model.sound),
+            vision=vision, decoder=decoder, scale_factor=model.scale_factor, projector=model.projector,
+            image_token_id=token, look=look.model_copy(update={"sound": model.sound}),
         )  # fmt: skip
     except ValidationError as error:
         raise ConfigError(f"model: {error.errors()[0]['msg'].removeprefix('Value error, ')}") from None
-    layout_of(config)
-    return SightTuning(recipe, config, model.decoder, model.image_token, data, progress)
+    if layout_of(config) == OWN_SEEING:
+        progress.note("no folder of Hugging Face holds such a network: the checkpoint is in a layout of penjing's own")
+    return SightTuning(recipe, config, model.decoder, model.image_token, data, progress, weights)
 
 
 def _checkpoint_task(folder: Path, recipe: RunRecipe, progress: Progress) -> SightTuning:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from penjing.core.config import Config
 from penjing.core.family import FamilyName
@@ -44,13 +44,41 @@ class ResNetModel(Config):
     )
 
 
+class ViTTower(Config):
+    """A vision transformer as CLIP has it, which begins anew."""
+
+    architecture: Literal["vit"] = Field(description="A vision transformer, which begins anew.")
+    patch_size: int = Field(gt=0, description="Rows and columns of a patch in pixels.")
+    hidden_size: int = Field(gt=0, description="Size of a patch's hidden state.")
+    intermediate_size: int = Field(gt=0, description="Inner width of the MLP.")
+    num_hidden_layers: int = Field(gt=0, le=1024, description="Layers.")
+    num_attention_heads: int = Field(gt=0, description="Heads.")
+
+
+class GraphTower(Config):
+    """Any network of images, with its weights."""
+
+    architecture: Literal["graph"] = Field(description="Any network of images, with the weights that it came with.")
+    folder: Path = Field(
+        description="A network that 'penjing import' made, or a classifier's checkpoint; data.height, width and "
+        "channels are its own."
+    )
+    node: str | None = Field(
+        default=None,
+        description="Whose result it ends in, by the name that 'penjing graph' shows; places and tokens are averaged. "
+        "none: its output.",
+    )
+
+
 class TowersModel(Config):
     """An image network and a text encoder whose vectors of what belongs together lie close."""
 
     family: ClassVar[FamilyName] = "towers"
 
     architecture: Literal["towers"] = Field(description="An image network beside a text encoder.")
-    image: ResNetModel = Field(description="The image network; it ends in a vector in place of classes.")
+    image: Annotated[ResNetModel | ViTTower | GraphTower, Field(discriminator="architecture")] = Field(
+        description="The image network; it ends in a vector in place of classes."
+    )
     text: Path = Field(
         description="A checkpoint of a text encoder, whose weights the text tower begins with; freeze = ['text.*'] "
         "keeps them, and its vectors are then computed once."
@@ -65,7 +93,21 @@ class VisionLanguageModel(Config):
 
     architecture: Literal["vision-language"] = Field(description="A decoder beside a vision transformer.")
     decoder: Path = Field(description="A checkpoint of a decoder, whose weights and tokenizer it begins with.")
-    vision: ViTConfig = Field(description="The vision transformer, which begins anew.")
+    vision: ViTConfig | None = Field(default=None, description="A vision transformer, which begins anew.")
+    resnet: ResNetModel | None = Field(
+        default=None, description="In place of vision: a residual network, which begins anew, of images of resnet_size."
+    )
+    resnet_size: int = Field(default=56, gt=0, description="Rows and columns of the images of `resnet`.")
+    graph: Path | None = Field(
+        default=None,
+        description="In place of vision: any network of images that 'penjing import' made, or a classifier's "
+        "checkpoint, with its weights.",
+    )
+    node: str | None = Field(
+        default=None,
+        description="Of graph: whose result becomes rows, by the name that 'penjing graph' shows; none: the last one "
+        "with rows and columns or tokens.",
+    )
     scale_factor: int = Field(
         default=2, gt=0, description="So many rows and columns of patches become one row for the decoder."
     )
@@ -80,3 +122,14 @@ class VisionLanguageModel(Config):
     image_token: str = Field(
         default="<image>", min_length=1, description="What the tokenizer calls an image's rows; added if it is new."
     )
+
+    @model_validator(mode="after")
+    def _one_encoder(self) -> VisionLanguageModel:
+        given = [name for name in ("vision", "resnet", "graph") if getattr(self, name) is not None]
+        if len(given) != 1:
+            raise ValueError(
+                f"one of vision, resnet and graph is what it sees with; got {' and '.join(given) or 'none'}"
+            )
+        if self.node is not None and self.graph is None:
+            raise ValueError("node names a result of graph; leave it out")
+        return self

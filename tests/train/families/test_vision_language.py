@@ -161,7 +161,6 @@ def test_micro_batches_change_nothing(recipe: Path, tmp_path: Path, settings: li
     [
         (["model.scale_factor=3"], ConfigError, "2 patches of a side cannot be joined 3 at a time"),
         (["data.sequence_length=1000000"], ConfigError, "is more than the .* tokens that it sees"),
-        (["model.projector.bias=true"], ConfigError, "no folder of Hugging Face holds such a model"),
         (["model.decoder=nowhere"], InputError, "nowhere"),
         (["model.vision.patch_size=3"], ConfigError, "image_size=8 is not divisible by patch_size=3"),
         (["data.sources=['builtin:scenes']"], ConfigError, "set model.vision.image_size = 56"),
