@@ -34,7 +34,7 @@ from penjing.train.optim.clip import ClipConfig
 from penjing.train.optim.optimizer import OptimizerConfig
 from penjing.train.optim.schedule import LearningRate
 from penjing.train.processes.devices import choose_device
-from penjing.train.recipe.data import FashionData, SampleData, TextData
+from penjing.train.recipe.data import FashionData, SampleData, SightData, TextData
 from penjing.train.recipe.recipe import CheckpointConfig, EvaluationConfig, MemoryConfig, ObjectiveConfig, RunRecipe
 from penjing.train.run import train_task
 
@@ -70,7 +70,11 @@ class TrainingSettings(Config):
     sources: tuple[str, ...] = Field(
         default=(),
         description="Text of a decoder: folders, files, builtin:calibration, builtin:prose, builtin:code, and "
-        "builtin:own, texts that its teacher (else the recipe's model) writes, as [data.own_texts] says.",
+        "builtin:own, texts that its teacher (else the recipe's model) writes, as [data.own_texts] says; of one that "
+        "sees rows with images: JSON lines, Parquet, or builtin:scenes.",
+    )
+    images: Path = Field(
+        default=Path(), description="Folder of the images that `sources` name, of a decoder that sees."
     )
     sequence_length: int = Field(default=256, gt=0, description="Tokens of a sample, of a decoder.")
     document_mask: bool = Field(default=False, description="Keep attention inside each document, of a decoder.")
@@ -108,7 +112,7 @@ class Training:
             own way; None: by `architecture` and `teacher`, the way of networks that give logits.
     """
 
-    data: Callable[[Path, TrainingSettings, DataSettings], TextData | FashionData | SampleData]
+    data: Callable[[Path, TrainingSettings, DataSettings], TextData | FashionData | SampleData | SightData]
     evaluation_samples: int
     architecture: Callable[[Path], DecoderConfig | ResNetConfig] | None = None
     teacher: Callable[[Path, Path, TrainingSettings], nn.Module] | None = None

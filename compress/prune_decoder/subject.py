@@ -147,19 +147,19 @@ class DecoderSubject:
 
     def write(self, partial: Path, config: Any, cuts: Mapping[str, Cut], created_by: dict[str, Any]) -> None:
         """See `Subject`; each tensor stays in its stored type."""
-        gain = math.sqrt(self._config.hidden_size / config.hidden_size)
-
-        def tensors() -> Iterator[tuple[str, Tensor]]:
-            for name in tensor_shapes(config):
-                tensor = self.weights(name)
-                assert tensor is not None
-                tensor = cuts[name].of(tensor) if name in cuts else tensor
-                over_hidden = name.endswith(("layernorm.weight", "model.norm.weight", "output_norm.weight"))
-                yield name, tensor * gain if over_hidden and gain != 1 else tensor
-
         dtype = DTYPES[self._checkpoint.dtype(EMBEDDING)]
-        save_checkpoint(partial, config, tensors(), tokenizer_from=self.folder, dtype=dtype)
+        save_checkpoint(partial, config, self.smaller(config, cuts), tokenizer_from=self.folder, dtype=dtype)
         write_manifest(partial, "checkpoint", created_by)
+
+    def smaller(self, config: DecoderConfig, cuts: Mapping[str, Cut]) -> Iterator[tuple[str, Tensor]]:
+        """The tensors of the decoder that is left."""
+        gain = math.sqrt(self._config.hidden_size / config.hidden_size)
+        for name in tensor_shapes(config):
+            tensor = self.weights(name)
+            assert tensor is not None
+            tensor = cuts[name].of(tensor) if name in cuts else tensor
+            over_hidden = name.endswith(("layernorm.weight", "model.norm.weight", "output_norm.weight"))
+            yield name, tensor * gain if over_hidden and gain != 1 else tensor
 
     def _stored(self, name: str) -> str:
         """The name in the checkpoint of a tensor of `model`."""

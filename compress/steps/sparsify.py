@@ -62,6 +62,10 @@ class Sparsify(TrainedStep):
     def check(self, context: Context) -> None:
         """See `Step`."""
         super().check(context)
+        if context.family.name == "vision_language":
+            raise ConfigError(
+                f"sparsify is not for {context.family.said} so far; prune {context.model} and let it learn"
+            )
         check_parts(self.parts, context)
         if self.protect:
             check_protected(self.protect, context.model, context.family.skeleton(context.model).model)

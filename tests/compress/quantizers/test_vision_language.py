@@ -177,5 +177,3 @@ def test_what_is_damaged_or_not_done_is_refused(folder: Path, tmp_path: Path) ->
     few = {"rows": [str(folder / "rows.jsonl")], "row_images": str(folder), "questions": []}
     with pytest.raises(ConfigError, match="tokens, and a window 64"):
         run_recipe(recipe(folder, tmp_path / "other", **few))
-    with pytest.raises(ConfigError, match="prune"):
-        run_recipe(recipe(folder, tmp_path / "other") | {"steps": [{"kind": "prune", "ratio": 0.2}]})
