@@ -92,15 +92,15 @@ def test_a_target_is_the_step_s(checkpoints: dict[FamilyName, Path], tmp_path: P
     [
         (
             {"kind": "prune", "ratio": 0.3},
-            "a text encoder cannot be pruned; a decoder, an image classifier, a graph can",
+            "a text encoder cannot be pruned; a decoder, an image classifier, a graph, a decoder that sees can",
         ),
         (
             {"kind": "finetune", "steps": 2},
-            "a text encoder cannot be trained; a decoder, an image classifier, a graph can",
+            "a text encoder cannot be trained; a decoder, an image classifier, a graph, a decoder that sees can",
         ),
         (
             {"kind": "distill", "steps": 2, "teacher": "encoder"},
-            "a text encoder cannot be trained; a decoder, an image classifier, a graph can",
+            "a text encoder cannot be trained; a decoder, an image classifier, a graph, a decoder that sees can",
         ),
     ],
 )
@@ -119,7 +119,8 @@ def test_what_a_family_cannot_is_one_error_that_says_who_can(
 
 def test_each_part_that_a_family_lacks_names_the_families_that_have_it() -> None:
     with pytest.raises(
-        ConfigError, match=r"^a text encoder cannot be pruned; a decoder, an image classifier, a graph can$"
+        ConfigError,
+        match=r"^a text encoder cannot be pruned; a decoder, an image classifier, a graph, a decoder that sees can$",
     ):
         family("encoder").need("pruner", "pruned")
     for name in ("decoder", "classifier", "encoder"):
