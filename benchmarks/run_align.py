@@ -65,7 +65,8 @@ LENGTH = 64  # tokens of a row
 UPDATES = 20  # of grpo
 PAIRED = 8  # steps of dpo and reward, of 4 pairs
 JUDGED = 72  # steps of judge, of 32 pairs
-TRIED = 40  # updates of ppo, two from each 32 answers
+TRIED = 30  # updates of ppo, two from each 32 answers
+HALF = ["model.embed_tokens.*", "model.layers.?.*", "model.layers.1[0-4].*"]  # what judge and ppo freeze
 POINTS = 5  # of the curves of ppo, each the mean of as many updates as the others
 LONGEST = {"sums": 4, "things": 24}  # tokens of an answer
 
@@ -137,7 +138,7 @@ class Bench:
         """A model that scores sums."""
         values = {
             "steps": JUDGED,
-            "freeze": ["model.embed_tokens.*", "model.layers.?.*", "model.layers.1[0-4].*"],  # half of the layers
+            "freeze": HALF,
             "objective": {"kind": "reward", "centring": 0.01},
             "data": self.rows("preference", "compared", 32, HELD_OUT),
             "learning_rate": {"kind": "constant", "peak": 1e-4},
@@ -149,11 +150,12 @@ class Bench:
         """The model of `start` after learning from what `judge` says."""
         values = {
             "steps": TRIED,
+            "freeze": HALF,
             "prompts": self.asked(),
             "data": {"kind": "rollouts", "batch_size": 16, "samples": 2, "max_tokens": LONGEST["sums"]},
             "algorithm": {"kind": "ppo", "updates": 2, "kl": 0.02},
             "reward": {"kind": "model", "folder": str(self.judge()), "gold": "exact"},
-            "learning_rate": {"kind": "constant", "peak": 2e-5},
+            "learning_rate": {"kind": "constant", "peak": 4e-5},
             "evaluation": {"every": TRIED // 2, "samples": 40},
         }
         return self.run("ppo", self.start(), values)

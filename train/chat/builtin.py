@@ -10,10 +10,11 @@ from penjing.core.errors import InputError
 from penjing.train.chat.questions import questions
 from penjing.train.data.corpora import name_place
 
-BUILTIN = ("builtin:sums", "builtin:questions")
+BUILTIN = ("builtin:sums", "builtin:sums-compared", "builtin:questions")
 SUMS = 512  # of the 1 600 of two numbers from 1 to 40: a pass takes minutes on two cores
 _LARGEST = 40
 _ASKED = ("What is {a} + {b}?", "Add {a} and {b}.", "How much are {a} and {b} together?")
+COMPARED = 4  # wrong answers to each sum
 _OFF = (-10, -2, -1, 1, 2, 10)  # a wrong answer is as long as the right one, or nearly
 
 
@@ -23,7 +24,9 @@ def builtin_rows(source: str, section: str = "data") -> Iterator[dict[str, Any]]
 
     Args:
         source: "builtin:sums": "What is 17 + 25?" and "17 + 25 = 42", which is chosen, or "17 + 25 = 41", rejected;
-            the answer is "42". "builtin:questions": see `penjing.train.chat.questions`; only "prompt".
+            the answer is "42". "builtin:sums-compared": each of these four times, every time with the answer of another
+            sum as the wrong one, which is more easily told from the right one. "builtin:questions": see
+            `penjing.train.chat.questions`; only "prompt".
         section: of the recipe, which messages name.
 
     Raises:
@@ -32,15 +35,26 @@ def builtin_rows(source: str, section: str = "data") -> Iterator[dict[str, Any]]
     if source == "builtin:questions":
         yield from questions()
         return
-    if source != "builtin:sums":
+    if source not in BUILTIN:
         raise InputError(f"{section}.sources: {source!r} is unknown; choose {', '.join(BUILTIN)}, a file or a folder")
     numbers = range(1, _LARGEST + 1)
     chosen = sorted(product(numbers, numbers), key=lambda each: name_place(f"order {each}"))[:SUMS]
     for a, b in chosen:
         question = _ASKED[int(name_place(f"question {a, b}") * len(_ASKED))].format(a=a, b=b)
-        off = [each for each in _OFF if a + b + each > 0]
-        wrong = a + b + off[int(name_place(f"answer {a, b}") * len(off))]
         prompt = [{"role": "user", "content": question}]
-        right, other = ([{"role": "assistant", "content": f"{a} + {b} = {said}"}] for said in (a + b, wrong))
-        pair = {"prompt": prompt, "chosen": right, "rejected": other}
-        yield {"messages": [*prompt, *right], **pair, "answer": str(a + b)}
+        for wrong in _near(a, b) if source == "builtin:sums" else _of_others(a, b):
+            right, other = ([{"role": "assistant", "content": f"{a} + {b} = {said}"}] for said in (a + b, wrong))
+            pair = {"prompt": prompt, "chosen": right, "rejected": other}
+            yield {"messages": [*prompt, *right], **pair, "answer": str(a + b)}
+
+
+def _near(a: int, b: int) -> list[int]:
+    """A wrong answer near the right one."""
+    off = [each for each in _OFF if a + b + each > 0]
+    return [a + b + off[int(name_place(f"answer {a, b}") * len(off))]]
+
+
+def _of_others(a: int, b: int) -> list[int]:
+    """Answers of other sums, in an order that looks drawn."""
+    others = [each for each in range(2, 2 * _LARGEST + 1) if each != a + b]
+    return sorted(others, key=lambda each: name_place(f"wrong {a, b, each}"))[:COMPARED]

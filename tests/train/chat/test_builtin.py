@@ -11,7 +11,7 @@ import pytest
 
 from penjing.core.errors import InputError
 from penjing.core.progress import Silent
-from penjing.train.chat.builtin import SUMS, builtin_rows
+from penjing.train.chat.builtin import COMPARED, SUMS, builtin_rows
 from penjing.train.chat.rows import take_rows
 from penjing.train.chat.tokens import ChatTokens
 
@@ -43,6 +43,21 @@ def test_the_chosen_answer_is_right_and_the_rejected_one_wrong() -> None:
         assert int(wrong[3]) > 0
 
 
+def test_a_sum_is_compared_with_answers_of_others() -> None:
+    rows, sums = list(builtin_rows("builtin:sums-compared")), list(builtin_rows("builtin:sums"))
+    assert [row["prompt"] for row in rows[::COMPARED]] == [row["prompt"] for row in sums]
+    wrong: dict[str, set[str]] = {}
+    for row in rows:
+        assert row["chosen"] == [row["messages"][-1]]
+        said = row["rejected"][0]["content"]
+        assert said.rpartition(" = ")[0] == row["chosen"][0]["content"].rpartition(" = ")[0]
+        wrong.setdefault(row["chosen"][0]["content"], set()).add(said)
+    assert all(len(some) == COMPARED and right not in some for right, some in wrong.items())
+    numbers = [int(said.rpartition(" ")[2]) for some in wrong.values() for said in some]
+    assert min(numbers) == 2
+    assert max(numbers) == 80
+
+
 def test_they_are_conversations_and_pairs(tiny_checkpoint: Path) -> None:
     writer = ChatTokens.from_folder(tiny_checkpoint)
     texts, taken = take_rows(["builtin:sums"], writer.masked, 0.0, Silent())
@@ -54,7 +69,8 @@ def test_they_are_conversations_and_pairs(tiny_checkpoint: Path) -> None:
 
 def test_a_name_that_is_unknown_is_refused_with_those_that_are_known() -> None:
     with pytest.raises(
-        InputError, match=r"'builtin:prose' is unknown; choose builtin:sums, builtin:questions, a file or a folder"
+        InputError,
+        match=r"'builtin:prose' is unknown; choose builtin:sums, builtin:sums-compared, builtin:questions, a file or",
     ):
         take_rows(["builtin:prose"], dict, 0.0, Silent())
     with pytest.raises(InputError, match=r"chats.jsonl does not exist; .*, or builtin:sums"):
