@@ -20,6 +20,7 @@ stopped goes on, and one that is complete is kept: delete its folder below --wor
 - `judge` is the share of pairs of a right and a wrong sum whose right one gets the higher score, by a reward model
   that the model of `start` becomes; the sums are none of those that it learnt from. `near_misses` are those whose wrong
   sum is off by one or two. `chosen_right` is the share of these sums whose right answer scores higher than all others.
+- `recipe` is the same share of the reward model that recipes/smollm2-reward.toml makes, of the pairs that it held out.
 - `ppo` lets the model of `start` learn by PPO from that reward model, which never sees whether an answer is right: the
   learnt reward and the share of right answers (`gold`), among those that are sampled and of held-out sums, over the
   distance from the model that it began as. `gold_peak` is the highest share of right answers in the mean of five
@@ -335,6 +336,13 @@ def judge_rows(bench: Bench) -> list[Row]:
     return [new_row("align", f"judge/{name}", share, "share", runs=1) for name, share in shares.items()]
 
 
+def recipe_rows(_: Bench) -> list[Row]:
+    folder = ROOT / "build/smollm2-reward"
+    if not (folder / MANIFEST_NAME).exists():
+        raise InputError(f"{folder} is missing; run: penjing train recipes/smollm2-reward.toml")
+    return [new_row("align", "recipe/ordered_sums", evaluated(folder)["preference_accuracy"], "share", runs=1)]
+
+
 def ppo_rows(bench: Bench) -> list[Row]:
     model = bench.ppo()
     lines = (bench.work / "ppo-run/metrics.jsonl").read_text(encoding="utf-8").splitlines()
@@ -368,6 +376,7 @@ PARTS: dict[str, Callable[[Bench], list[Row]]] = {
     "dpo": dpo_rows,
     "reward": reward_rows,
     "judge": judge_rows,
+    "recipe": recipe_rows,
     "ppo": ppo_rows,
 }
 
