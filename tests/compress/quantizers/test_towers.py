@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import shutil
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -36,27 +39,40 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "pairs.jsonl"
 
 
-def towers(folder: Path, kind: str) -> Path:
-    if kind == "resnet":
-        return write_resnet_towers(folder)
-    write_paired(folder / "source", "clip" if kind == "clip" else "siglip")
-    return import_model(str(folder / "source"), folder / "made")
+Made = Callable[[str], tuple[Path, Path]]
 
 
-def recipe(model: Path, output: Path, pairs: Path | None, **step: Any) -> dict[str, Any]:
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory, pairs: Path) -> Made:
+    """Towers of a kind and the artifact that they become, made once: an export takes seconds. Only those of a ResNet
+    are timed, which exports them a second time."""
+
+    @cache
+    def of(kind: str) -> tuple[Path, Path]:
+        folder = tmp_path_factory.mktemp(kind)
+        if kind == "resnet":
+            model = write_resnet_towers(folder)
+        else:
+            write_paired(folder / "source", "clip" if kind == "clip" else "siglip", layers=1)
+            model = import_model(str(folder / "source"), folder / "made")
+        return model, run_recipe(recipe(model, folder / "int8", pairs, timed=kind == "resnet"))
+
+    return of
+
+
+def recipe(model: Path, output: Path, pairs: Path | None, *, timed: bool = False) -> dict[str, Any]:
     return {
         "model": str(model), "output": str(output),
         "data": {} if pairs is None else {"source": str(pairs), "held_out": 0.4, "batch_images": 8},
-        "measure": {"rounds": 1, "seconds": 0, "batches": [1], "texts": 2},
+        "measure": {"rounds": int(timed), "seconds": 0, "batches": [1], "texts": 2},
         "guard": {"accuracy_points": 100},
-        "steps": [{"kind": "quantize", "target": "onnxruntime-cpu", **step}],
+        "steps": [{"kind": "quantize", "target": "onnxruntime-cpu"}],
     }  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", ["resnet", "clip", "siglip"])
-def test_both_towers_become_integers_and_embed_nearly_as_before(tmp_path: Path, pairs: Path, kind: str) -> None:
-    model = towers(tmp_path, kind)
-    artifact = run_recipe(recipe(model, tmp_path / "int8", pairs))
+def test_both_towers_become_integers_and_embed_nearly_as_before(made: Made, pairs: Path, kind: str) -> None:
+    model, artifact = made(kind)
     verify(artifact)
     assert family_of(artifact) == "towers"
     before, after = load_embedder(model), penjing.load(artifact)
@@ -82,13 +98,13 @@ def test_both_towers_become_integers_and_embed_nearly_as_before(tmp_path: Path, 
     assert np.array_equal(alone.embed_texts(WORDS[:1])[0], after.embed_texts(WORDS)[0])
 
 
-def test_what_is_found_is_counted(tmp_path: Path, pairs: Path) -> None:
+def test_what_is_found_is_counted(made: Made, pairs: Path) -> None:
     """The share is that of the vectors themselves, over the held-out texts."""
     from penjing.compress.measure.evaluate import EvaluateSettings
     from penjing.compress.measure.towers import evaluate_towers
     from penjing.core.progress import Silent
 
-    model = towers(tmp_path, "resnet")
+    model, _ = made("resnet")
     found = evaluate_towers(model, model, EvaluateSettings(source=str(pairs)), Silent())
     embedder = load_embedder(model)
     images = embedder.embed_images([(pairs.parent / f"{place}.png").read_bytes() for place in range(24)])
@@ -97,13 +113,13 @@ def test_what_is_found_is_counted(tmp_path: Path, pairs: Path) -> None:
     assert found.samples == 24
 
 
-def test_what_does_not_fit_is_one_line(tmp_path: Path, pairs: Path) -> None:
-    model = towers(tmp_path, "resnet")
+def test_what_does_not_fit_is_one_line(tmp_path: Path, made: Made, pairs: Path) -> None:
+    model, whole = made("resnet")
     with pytest.raises(ConfigError, match=r"name them, as data\.source"):
         run_recipe(recipe(model, tmp_path / "int8", None))
     with pytest.raises(ConfigError, match="two towers cannot be pruned"):
         run_recipe(recipe(model, tmp_path / "int8", pairs) | {"steps": [{"kind": "prune", "ratio": 0.2}]})
-    artifact = run_recipe(recipe(model, tmp_path / "int8", pairs))
+    artifact = shutil.copytree(whole, tmp_path / "copy")
     with pytest.raises(InputError, match="is quantized already"):
         run_recipe(recipe(artifact, tmp_path / "other", pairs))
     graph = artifact / "text" / "model.onnx"

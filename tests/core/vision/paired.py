@@ -21,17 +21,17 @@ Kind = Literal["clip", "siglip"]
 SIDE, LONGEST, END, PAD = 16, 12, 31, 1
 
 
-def write_paired(folder: Path, kind: Kind, *, end: int = END, side: int = SIDE) -> Any:
+def write_paired(folder: Path, kind: Kind, *, end: int = END, side: int = SIDE, layers: int = 2) -> Any:
     """The model, whose folder `folder` becomes."""
     from transformers import CLIPConfig, CLIPModel, SiglipConfig, SiglipModel
 
     torch.manual_seed(0)
     text = {
-        "vocab_size": 32, "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 2, "num_attention_heads": 2,
-        "max_position_embeddings": LONGEST, "bos_token_id": 30, "eos_token_id": end, "pad_token_id": PAD,
+        "vocab_size": 32, "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": layers,
+        "num_attention_heads": 2, "max_position_embeddings": LONGEST, "bos_token_id": 30, "eos_token_id": end, "pad_token_id": PAD,
     }  # fmt: skip
     vision = {
-        "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": layers, "num_attention_heads": 4,
         "image_size": side, "patch_size": 4,
     }  # fmt: skip
     if kind == "clip":
