@@ -71,14 +71,26 @@ def test_normalisation_is_of_each_channel_in_either_layout() -> None:
     assert np.allclose(found[0].transpose(1, 2, 0), expected, atol=1e-3)
 
 
+def png(width: int, height: int, depth: int, kind: int, body: bytes) -> bytes:
+    """A PNG of raw rows, each behind a zero."""
+
+    def chunk(name: bytes, data: bytes) -> bytes:
+        return struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
+
+    header = struct.pack(">IIBBBBB", width, height, depth, kind, 0, 0, 0)
+    parts = chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(body)) + chunk(b"IEND", b"")
+    return b"\x89PNG\r\n\x1a\n" + parts
+
+
 def huge(width: int, height: int) -> bytes:
     """A PNG that says it is huge, with nothing in it."""
+    return png(width, height, 8, 2, b"")
 
-    def chunk(kind: bytes, data: bytes) -> bytes:
-        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
 
-    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
-    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(b"")) + chunk(b"IEND", b"")
+def bare_jpeg(width: int, height: int) -> bytes:
+    """The head of a JPEG of such a size, with nothing behind it."""
+    frame = struct.pack(">BHHB", 8, height, width, 3) + bytes([1, 17, 0, 2, 17, 0, 3, 17, 0])
+    return b"\xff\xd8\xff\xc0" + struct.pack(">H", len(frame) + 2) + frame + b"\xff\xd9"
 
 
 @pytest.mark.parametrize(
@@ -86,10 +98,15 @@ def huge(width: int, height: int) -> bytes:
     [
         (b"", "no JPEG or PNG image"),
         (b"not an image", "no JPEG or PNG image"),
-        (encoded(COLOURS, "BMP"), "no JPEG or PNG image"),
+        *((encoded(COLOURS, form), "no JPEG or PNG image") for form in ("BMP", "GIF", "TIFF", "WEBP", "PPM", "ICO")),
+        (b"<svg xmlns='http://www.w3.org/2000/svg'/>", "no JPEG or PNG image"),
         (encoded(np.zeros((50, 50, 3), np.uint8), "JPEG")[:-200], "broken image"),
         (encoded(COLOURS)[:45], "broken image"),
         (huge(2, 3), "broken image"),
+        (huge(0, 3), "no JPEG or PNG image|broken image"),
+        (huge(3, 0), "no JPEG or PNG image|broken image"),
+        (bare_jpeg(0, 0), "no JPEG or PNG image|broken image"),
+        (bare_jpeg(65_000, 65_000), "too large|65000 x 65000"),
         (huge(9000, 9000), "9000 x 9000 pixels"),
         (huge(10_000, 10_000), "too large"),
         (huge(200_000, 200_000), "too large"),
@@ -98,6 +115,32 @@ def huge(width: int, height: int) -> bytes:
 def test_what_is_no_image_broken_or_a_bomb_is_refused(data: bytes, message: str) -> None:
     with pytest.raises(InputError, match=message):
         decode_image(data, WANTED)
+
+
+@pytest.mark.parametrize("form", ["PNG", "JPEG"])
+def test_a_file_that_is_cut_off_anywhere_is_one_error(form: str) -> None:
+    noise = np.random.default_rng(2).integers(0, 256, (24, 24, 3), np.uint8)
+    whole = encoded(noise, form)
+    ends = {"PNG": 20, "JPEG": 2}[form]  # where all pixels are there, sums and marks of the end may be missing
+    for length in range(0, len(whole) - ends, 41):
+        with pytest.raises(InputError, match=r"no JPEG or PNG image|broken image"):
+            decode_image(whole[:length], WANTED)
+
+
+@pytest.mark.parametrize(("mode", "channels"), [("LA", 2), ("RGBA", 4), ("I;16", 1), ("RGB;16", 3)])
+def test_channels_and_depths_that_a_network_does_not_have_are_converted(mode: str, channels: int) -> None:
+    """Grey with transparency, colours with it, and 16 bits of each: what is seen is the colour on black or its upper
+    bits."""
+    values = np.full((4, 5, channels), 200, np.uint8)
+    if mode.endswith(";16"):
+        kind, rows = {1: 0, 3: 2}[channels], np.full((4, 5 * channels), 200 * 257, ">u2")
+        body = b"".join(b"\0" + row.tobytes() for row in rows)
+        data = png(5, 4, 16, kind, body)
+    else:
+        values[..., -1] = 255
+        data = encoded(values.squeeze(), mode=mode)
+    found = decode_image(data, WANTED)
+    assert np.abs(found.astype(int) - 200).max() <= 1
 
 
 def test_how_large_an_image_may_be_is_a_setting() -> None:

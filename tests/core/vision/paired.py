@@ -28,7 +28,8 @@ def write_paired(folder: Path, kind: Kind, *, end: int = END, side: int = SIDE, 
     torch.manual_seed(0)
     text = {
         "vocab_size": 32, "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": layers,
-        "num_attention_heads": 2, "max_position_embeddings": LONGEST, "bos_token_id": 30, "eos_token_id": end, "pad_token_id": PAD,
+        "num_attention_heads": 2, "max_position_embeddings": LONGEST,
+        "bos_token_id": 30, "eos_token_id": end, "pad_token_id": PAD,
     }  # fmt: skip
     vision = {
         "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": layers, "num_attention_heads": 4,
