@@ -21,10 +21,11 @@ stopped goes on, and one that is complete is kept: delete its folder below --wor
   that the model of `start` becomes; the sums are none of those that it learnt from. `near_misses` are those whose wrong
   sum is off by one or two. `chosen_right` is the share of these sums whose right answer scores higher than all others.
 - `recipe` is the same share of the reward model that recipes/smollm2-reward.toml makes, of the pairs that it held out.
-- `ppo` lets the model of `start` learn by PPO from that reward model, which never sees whether an answer is right: the
-  learnt reward and the share of right answers (`gold`), among those that are sampled and of held-out sums, over the
-  distance from the model that it began as. `gold_peak` is the highest share of right answers in the mean of five
-  updates, `kl_at_gold_peak` the distance there.
+- `ppo` lets the model of `start` learn by PPO from the reward model of `judge`, which never sees whether an answer is
+  right: the learnt reward and the share of right answers (`gold`), among those that are sampled and of held-out sums,
+  over the distance from the model that it began as. That is estimated from the model's own answers, so that of the two
+  updates from the same answers the first counts. `gold_peak` is the highest share of right answers in the mean of three
+  rollouts, `kl_at_gold_peak` the distance there.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ PAIRED = 8  # steps of dpo and reward, of 4 pairs
 JUDGED = 72  # steps of judge, of 32 pairs
 TRIED = 30  # updates of ppo, two from each 32 answers
 HALF = ["model.embed_tokens.*", "model.layers.?.*", "model.layers.1[0-4].*"]  # what judge and ppo freeze
-POINTS = 5  # of the curves of ppo, each the mean of as many updates as the others
+POINTS = 5  # of the curves of ppo, each the mean of as many rollouts as the others
 LONGEST = {"sums": 4, "things": 24}  # tokens of an answer
 
 
@@ -346,7 +347,7 @@ def recipe_rows(_: Bench) -> list[Row]:
 def ppo_rows(bench: Bench) -> list[Row]:
     model = bench.ppo()
     lines = (bench.work / "ppo-run/metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    records = [record for record in map(json.loads, lines) if "gold" in record and "loss" in record]
+    records = [record for record in map(json.loads, lines) if "gold" in record and "loss" in record][::2]
     rows = before_and_after("ppo/right_sums", bench.right_sums(bench.start()), bench.right_sums(model))
     size = len(records) // POINTS
     for point in range(POINTS):
@@ -355,7 +356,7 @@ def ppo_rows(bench: Bench) -> list[Row]:
             value = mean(record[name] for record in some)
             rows.append(new_row("align", f"ppo/{name}_of_fifth_{point + 1}", value, unit, runs=1))
     gold, kl = (
-        [mean(record[name] for record in records[begin : begin + 5]) for begin in range(len(records) - 4)]
+        [mean(record[name] for record in records[begin : begin + 3]) for begin in range(len(records) - 2)]
         for name in ("gold", "kl")
     )
     best = max(range(len(gold)), key=gold.__getitem__)
