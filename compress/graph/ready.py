@@ -1,4 +1,4 @@
-"""A floating graph made ready for quantizers: one form, equalised, and a budget of bits resolved."""
+"""A floating graph made ready for quantizers: one form, equalised and smoothed, and a budget of bits resolved."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import TypeVar
 from penjing.compress.graph.bits import within_bits
 from penjing.compress.graph.equalize import equalize
 from penjing.compress.graph.prepare import prepared
+from penjing.compress.graph.smooth import smooth
 from penjing.compress.quantize.targets import GraphSettings
 from penjing.compress.samples.data import Samples
 from penjing.core.graph.network import Network
@@ -25,5 +26,7 @@ def ready(network: Network, settings: S, samples: Samples) -> tuple[Network, S]:
     made = prepared(network)
     if settings.equalize:
         equalize(made, samples.inputs())
+    if settings.smooth:
+        smooth(made, samples.inputs(), settings)
     resolved = within_bits(made, settings, samples.inputs)
     return made, settings.model_copy(update=resolved.model_dump(include={"keep", "effective_bits"}))

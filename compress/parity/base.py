@@ -17,9 +17,10 @@ from torch import Tensor
 from penjing.compress.graph.integers import IntegerRun
 from penjing.compress.graph.roundings import roundings
 from penjing.compress.quantize.targets import NO_TENSORRT
+from penjing.compress.rounding.modes import set_mode
 from penjing.core.artifact.base import MODEL_FILE
 from penjing.core.artifact.onnx import ONNX_RUNTIME, OnnxArtifact, Quantization, gate_onnx
-from penjing.core.artifact.parity import FAKE_QUANTIZED, Bound, Difference, Parity
+from penjing.core.artifact.parity import FAKE_QUANTIZED, FLOATING, Bound, Difference, Parity, is_within
 from penjing.core.graph.network import Network
 from penjing.core.progress import Progress
 
@@ -51,7 +52,7 @@ class OnnxParity(ABC, Generic[T, A]):
     @classmethod
     @abstractmethod
     def of(cls, artifact: T) -> tuple[Self, A]:
-        """The inputs of an artifact's record, and what the fake-quantized network answered.
+        """The inputs of an artifact's record, and the answers that its bound starts from.
 
         Raises:
             InputError: the record is damaged.
@@ -77,13 +78,23 @@ class OnnxParity(ABC, Generic[T, A]):
             InputError: NaN or infinity.
         """
 
-    def measure(self, wanted: A, file: Path, quantization: Quantization, bound: float) -> Parity:
+    def measure(
+        self,
+        wanted: A,
+        file: Path,
+        quantization: Quantization,
+        bound: float,
+        floating: A | None = None,
+        share: float = 0.0,
+    ) -> Parity:
         """The record of an artifact that is being made.
 
         Args:
             wanted: what the fake-quantized network answers.
             file: the artifact's.
             bound: of `statistic` of `quantity`, in ONNX Runtime with the options that the artifact asks for.
+            floating: what the network answers that does not round, if ONNX Runtime may be held to that beyond `bound`.
+            share: by which it may be further from `floating` than the fake-quantized network is.
 
         Raises:
             InputError: the bound is exceeded (an artifact that does so is refused), or there is NaN.
@@ -93,11 +104,21 @@ class OnnxParity(ABC, Generic[T, A]):
         )
         found = self._answers(file, quantization)
         kept = {FAKE_QUANTIZED: wanted} | (found if self.keeps_all else {})
+        differences = self._between(FAKE_QUANTIZED, wanted, found)
+        if floating is not None and not is_within(differences, limit):
+            moved = self.differences((FLOATING, FAKE_QUANTIZED), floating, wanted)[0]
+            value = (1 + share) * getattr(moved, self.statistic)
+            wider = limit.model_copy(update={"between": (FLOATING, ONNX_RUNTIME), "value": value})
+            beside = self._between(FLOATING, floating, found)
+            if is_within(beside, wider):
+                limit, kept = wider, kept | {FLOATING: floating}
+                differences = (*beside, moved, *differences)
+        gate_onnx(differences, limit, self.hint)
         return Parity(
             family=self.family,
             inputs=self.inputs(),
             outputs={name: self.stored(answers) for name, answers in kept.items()},
-            differences=self._gated(wanted, found, limit),
+            differences=differences,
             bound=limit,
             unmeasured={"tensorrt": NO_TENSORRT} if quantization.target == "tensorrt" else {},
         )
@@ -110,7 +131,10 @@ class OnnxParity(ABC, Generic[T, A]):
             InputError: the record is damaged, or its bound is exceeded.
         """
         parity, wanted = cls.of(artifact)
-        return parity._gated(wanted, parity._answers(file, quantization), artifact.parity.bound)
+        bound = artifact.parity.bound
+        differences = parity._between(bound.between[0], wanted, parity._answers(file, quantization))
+        gate_onnx(differences, bound, cls.hint)
+        return differences
 
     @classmethod
     def rerun(cls, folder: Path, progress: Progress) -> tuple[Difference, ...]:
@@ -129,14 +153,12 @@ class OnnxParity(ABC, Generic[T, A]):
     def _answers(self, file: Path, quantization: Quantization) -> dict[str, A]:
         return {name: self.run(file, entries, optimise) for name, (entries, optimise) in quantization.ways().items()}
 
-    def _gated(self, wanted: A, found: dict[str, A], bound: Bound) -> tuple[Difference, ...]:
-        differences = tuple(
+    def _between(self, name: str, wanted: A, found: dict[str, A]) -> tuple[Difference, ...]:
+        return tuple(
             difference
-            for name, answers in found.items()
-            for difference in self.differences((FAKE_QUANTIZED, name), wanted, answers)
+            for other, answers in found.items()
+            for difference in self.differences((name, other), wanted, answers)
         )
-        gate_onnx(differences, bound, self.hint)
-        return differences
 
 
 class NetworkParity(OnnxParity[T, A]):
@@ -152,7 +174,13 @@ class NetworkParity(OnnxParity[T, A]):
 
     @torch.no_grad()
     def measure_network(
-        self, network: Network, stored: Network, file: Path, quantization: Quantization, bound: float
+        self,
+        network: Network,
+        stored: Network,
+        file: Path,
+        quantization: Quantization,
+        bound: float,
+        share: float | None = None,
     ) -> tuple[Parity, Difference]:
         """Run the inputs through `stored`, whose sums are exact (`IntegerRun`), and through `file`, and hold `network`
         to it layer by layer (`roundings`).
@@ -161,6 +189,8 @@ class NetworkParity(OnnxParity[T, A]):
             network: calibrated or trained, in evaluation mode.
             stored: what was made of it for the file.
             bound: see `measure`.
+            share: where given, ONNX Runtime may also answer beyond `bound`, if it is at most so much further from the
+                network that does not round than `network` is; see `measure`.
 
         Returns:
             The artifact's record, and how far the layers of `network` are from it.
@@ -172,4 +202,9 @@ class NetworkParity(OnnxParity[T, A]):
         reference = IntegerRun(stored)
         wanted = self.read(reference.run(*inputs))
         held = roundings(network, reference.codes, inputs)
-        return self.measure(wanted, file, quantization, bound), held
+        floating = None
+        if share is not None:
+            set_mode(network.module, "off")
+            floating = self.read(network(*inputs))
+            set_mode(network.module, "on")
+        return self.measure(wanted, file, quantization, bound, floating, share or 0.0), held

@@ -24,7 +24,7 @@ from penjing.core.artifact.onnx_graph import (
     run_graph,
     tensors_to_record,
 )
-from penjing.core.artifact.parity import FAKE_QUANTIZED, Difference
+from penjing.core.artifact.parity import Difference
 from penjing.core.graph.config import GraphConfig
 from penjing.core.graph.network import Network
 
@@ -66,7 +66,7 @@ class GraphParity(NetworkParity[GraphArtifact, Tensors]):
     @classmethod
     def of(cls, artifact: GraphArtifact) -> tuple[Self, Tensors]:
         record, config = artifact.parity, artifact.config
-        return cls(recorded_inputs(record, config), config), recorded_outputs(record, config, FAKE_QUANTIZED)
+        return cls(recorded_inputs(record, config), config), recorded_outputs(record, config, record.bound.between[0])
 
     def inputs(self) -> dict[str, Any]:
         return tensors_to_record(self._tensors)

@@ -134,6 +134,10 @@ class GraphSettings(NetworkSettings):
         default="float32", description="Of tables that rows are looked up in: INT8 with a scale a row, or floating."
     )
     attention: bool = Field(default=False, description="Whether products of two activations are rounded, too.")
+    smooth: bool = Field(
+        default=True,
+        description="Divide channels of what linear layers of sequences read, where that lowers the error of rounding.",
+    )
 
 
 def resolve(target_name: TargetName, settings: QuantizeSettings) -> tuple[Engine, FormatName, FormatName]:

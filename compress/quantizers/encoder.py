@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -13,11 +13,12 @@ from torch import Tensor
 from penjing.compress.export.onnx_graph import export_network
 from penjing.compress.graph.calibrate import calibrate_graph
 from penjing.compress.graph.own import encoder_network
-from penjing.compress.graph.place import apply_quantization
+from penjing.compress.graph.place import place_quantizers
+from penjing.compress.graph.prepare import prepared
+from penjing.compress.graph.smooth import smooth
 from penjing.compress.graph.stored import stored
 from penjing.compress.parity.encoder import EncoderParity
 from penjing.compress.quantize.biases import absorb_biases
-from penjing.compress.quantize.smooth import smooth
 from penjing.compress.quantize.targets import EncoderSettings, GraphSettings, resolve
 from penjing.compress.quantizers.onnx import quantization_for, said_of_network, said_of_parity, write_records
 from penjing.compress.samples.data import DataSettings, text_samples
@@ -81,9 +82,7 @@ def quantize(places: Places, step: EncoderQuantize, data: DataSettings, _: Path,
 
     progress.start("calibrating", len(samples.texts) * (1 + step.smooth))
     absorb_biases(model)
-    if step.smooth:
-        smooth(model, watched(), step)
-    network = calibrated_encoder(model, step, watched())
+    network = calibrated_encoder(model, step, watched)
     export_network(stored(network, step.target), partial / MODEL_FILE, {}, step.target)
     probe = retrieval_set(PARITY_TEXTS)
     progress.start("checking the artifact", 1)
@@ -104,14 +103,19 @@ def quantize(places: Places, step: EncoderQuantize, data: DataSettings, _: Path,
     return {"kind": "quantize", "quantized": quantized}
 
 
-def calibrated_encoder(model: Encoder, settings: EncoderSettings, batches: Iterable[tuple[Tensor, ...]]) -> Network:
-    """`model` as a graph that rounds as the target will, its ranges found on `batches` of ids and masks.
+def calibrated_encoder(
+    model: Encoder, settings: EncoderSettings, batches: Callable[[], Iterable[tuple[Tensor, ...]]]
+) -> Network:
+    """`model` as a graph that rounds as the target will, smoothed and its ranges found on `batches` of ids and masks.
 
     Raises:
         ConfigError: the target cannot express the settings.
         InputError: a weight or an activation is not finite.
     """
-    shared = settings.model_dump(include=set(GraphSettings.model_fields))
-    network = apply_quantization(encoder_network(model), GraphSettings(**shared))
-    calibrate_graph(network, batches)
+    shared = GraphSettings(**settings.model_dump(include=set(GraphSettings.model_fields)))
+    network = prepared(encoder_network(model))
+    if settings.smooth:
+        smooth(network, batches(), shared)
+    place_quantizers(network, shared)
+    calibrate_graph(network, batches())
     return network

@@ -48,6 +48,14 @@ class GateSettings(GraphSettings):
         description="Mean difference between an output of the fake-quantized network and of ONNX Runtime, in units of "
         "how much outputs vary from sample to sample.",
     )
+    parity_share: float = Field(
+        default=0.1,
+        ge=0,
+        lt=1,
+        description="Beyond parity_bound ONNX Runtime may answer too, if it is at most by this share further from the "
+        "network that does not round than the fake-quantized network is: numbers that fall the other way are enlarged "
+        "by layers as all roundings are, and make answers other, not worse. 0: by parity_bound alone.",
+    )
     parity_samples: int = Field(default=16, ge=2, description="Samples that are compared and kept for `verify`.")
     fall_back: float = Field(
         default=0.25,
@@ -197,7 +205,8 @@ def write_graph_artifact(
     export_network(made, partial / MODEL_FILE, {}, settings.target)
     shown = probe(floating, next(iter(samples.inputs())), settings.parity_samples)
     comparison = GraphParity.with_inputs(shown, network.config)
-    parity, held = comparison.measure_network(network, made, partial / MODEL_FILE, quantization, settings.parity_bound)
+    file, bound, share = partial / MODEL_FILE, settings.parity_bound, settings.parity_share or None
+    parity, held = comparison.measure_network(network, made, file, quantization, bound, share)
     save_skeleton(partial, floating)
     save_tokenizer(partial, floating)
     atomic_write_text(partial / "config.json", json.dumps(network.config.model_dump(), indent=2) + "\n")

@@ -21,7 +21,7 @@ from penjing.core.errors import ConfigError, InputError
 from penjing.core.files import atomic_write_text
 from penjing.core.manifest import read_json_object
 
-FAKE_QUANTIZED, SERVED = "fake_quantized", "served_endpoint"
+FLOATING, FAKE_QUANTIZED, SERVED = "floating", "fake_quantized", "served_endpoint"
 C = TypeVar("C", bound=Config)
 
 

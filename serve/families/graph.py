@@ -20,7 +20,7 @@ from penjing.core.artifact.onnx_graph import (
     run_graph,
     tensors_to_record,
 )
-from penjing.core.artifact.parity import FAKE_QUANTIZED, SERVED
+from penjing.core.artifact.parity import SERVED
 from penjing.core.errors import InputError, RequestError, ServerError
 from penjing.core.graph import config as graph
 from penjing.core.text.network_inputs import texts_of
@@ -152,9 +152,10 @@ def parity(folder: Path, client: Client) -> Served:
     served = answers[0]
     if config.batched:
         served = {name: np.concatenate([each[name] for each in answers]) for name in names}
-    known = recorded_outputs(artifact.parity, config, FAKE_QUANTIZED)
+    reference = artifact.parity.bound.between[0]
+    known = recorded_outputs(artifact.parity, config, reference)
     differences = (
-        *graph_differences((FAKE_QUANTIZED, SERVED), known, served, config),
+        *graph_differences((reference, SERVED), known, served, config),
         *graph_differences((ONNX_RUNTIME, SERVED), local, served, config),
     )
     same = all(np.array_equal(local[name], served[name]) for name in names)

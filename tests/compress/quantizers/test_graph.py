@@ -16,8 +16,9 @@ from penjing.compress.parity.graph import GraphParity
 from penjing.compress.quantizers.graph import GraphQuantize, quantize
 from penjing.compress.samples.data import DataSettings
 from penjing.core.artifact import onnx as onnx_artifact
+from penjing.core.artifact.onnx import ONNX_RUNTIME
 from penjing.core.artifact.onnx_graph import open_graph_artifact, run_graph
-from penjing.core.artifact.parity import DriftError
+from penjing.core.artifact.parity import FAKE_QUANTIZED, FLOATING, DriftError
 from penjing.core.checkpoint.graph import graph_skeleton, save_graph
 from penjing.core.errors import ConfigError, InputError
 from penjing.core.graph.network import Network
@@ -76,7 +77,33 @@ def test_an_artifact_is_exported_for_its_own_target(places: Places) -> None:
 def test_what_onnx_runtime_answers_too_differently_is_refused(places: Places, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(onnx_artifact, "has_vnni", lambda: True)  # or the hint would be about sums that saturate
     with pytest.raises(InputError, match=r"parity: onnxruntime differs.*raise parity_bound"):
-        _quantize(places, parity_bound=1e-12)
+        _quantize(places, parity_bound=1e-12, parity_share=0)
+
+
+def test_what_answers_otherwise_but_no_worse_is_held_to_the_floating_network(
+    places: Places, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = _quantize(places, parity_bound=1e-12)
+    between = (FLOATING, ONNX_RUNTIME)
+    found = {each["between"]: each["mean"] for each in reversed(said["differences"])}  # type: ignore[call-overload]
+    assert said["bound"]["between"] == between  # type: ignore[index]
+    assert said["bound"]["value"] == pytest.approx(1.1 * found[FLOATING, FAKE_QUANTIZED])  # type: ignore[index]
+    parity = open_graph_artifact(places.partial).parity
+    assert FLOATING in parity.outputs
+    again = GraphParity.rerun(places.partial, Silent())
+    assert next(each.mean for each in again if each.between == between) == found[between]
+
+    run = GraphParity.run
+
+    def worse(self: GraphParity, *rest: Any) -> dict[str, Any]:
+        answers = run(self, *rest)
+        return {name: value + 0.2 * value.std() * (-1) ** np.arange(value.shape[-1]) for name, value in answers.items()}
+
+    monkeypatch.setattr(GraphParity, "run", worse)
+    with pytest.raises(InputError, match="onnxruntime differs from floating"):
+        GraphParity.rerun(places.partial, Silent())
+    with pytest.raises(InputError, match=r"onnxruntime differs from fake_quantized .* bound is 1e-12"):
+        _quantize(places, parity_bound=1e-12, fall_back=0)
 
 
 def test_the_first_layers_stay_floating_where_onnx_runtime_drifts_otherwise(
