@@ -138,7 +138,10 @@ def compress_sensitivity(
     data: Annotated[Literal["calibration", "held-out"], typer.Option(help="What is measured on.")] = "calibration",
     ratios: Annotated[str, typer.Option(help="Shares of a group's units to remove.")] = "0.1,0.3,0.5",
     method: Annotated[Literal["l1", "l2", "random"], typer.Option(help="Which units go first.")] = "l1",
-    images: Annotated[int, typer.Option(min=1, help="Of a classifier's data.")] = 512,
+    source: Annotated[
+        str | None, typer.Option(help="Samples of a graph, as data.source of a recipe; its own example if left out.")
+    ] = None,
+    images: Annotated[int, typer.Option(min=1, help="Images of a classifier's data, or samples of a graph's.")] = 512,
     windows: Annotated[int, typer.Option(min=1, help="Of 256 tokens, of a decoder's data.")] = 8,
     bits: Annotated[bool, typer.Option("--bits", help="Round each layer instead of pruning it.")] = False,
     widths: Annotated[str, typer.Option(help="In bits, with --bits.")] = "8,6,4",
@@ -155,6 +158,7 @@ def compress_sensitivity(
     from penjing.compress.sensitivity.command import run_sensitivity
 
     flags = {"data": data, "ratios": ratios, "method": method, "images": images, "windows": windows, "widths": widths}
+    flags["source"] = source
     result = run_sensitivity(checkpoint, flags, bits=bits, out=out, force=force)
     write_json(result, json_file)
 

@@ -18,7 +18,7 @@ TEMPLATE = """<p>{{ result.quality | capitalize }} on {{ samples }} ({{ result.s
 <p>Most sensitive at {{ last }}: {% for name in worst %}<code>{{ name }}</code>{{ ", " if not loop.last }}{% endfor %}.
 </p>
 <div class="wide"><table><tr><th>{{ part }}</th><th>{{ size }}</th>
-{% for step in steps %}<th>{{ step }}</th>{% if estimate %}<th>{{ estimate }}</th>{% endif %}
+{% for step in steps %}<th>{{ step }}</th>{% if estimate %}<th>{{ heading }}</th>{% endif %}
 {% endfor %}</tr>{% for row in result.rows %}<tr><td><code>{{ row.name }}</code></td><td>{{ row.size }}</td>
 {% for cell in row.cells %}<td>{{ shown(cell) }}</td>
 {% if estimate %}<td>{{ "%.2g" | format(cell[estimate]) }}</td>{% endif %}{% endfor %}</tr>
@@ -38,13 +38,25 @@ PARTS = {"pruning": ("group", "units"), "bits": ("layer", "weights")}
 HOW = {
     ("pruning", "accuracy"): "each group pruned alone, without training afterwards",
     ("pruning", "perplexity"): "each group pruned alone, without training afterwards",
+    (
+        "pruning",
+        "similarity",
+    ): "each group zeroed alone, without training afterwards; cosine of the outputs to those of "
+    "the whole network, and their squared error relative to their size",
+    ("bits", "similarity"): "weights of each layer rounded alone, with one scale an output channel, everything else "
+    "floating; cosine of the outputs to those of the whole network, and their squared error relative to their size",
     ("bits", "accuracy"): "weights of each layer rounded alone, with one scale an output channel, everything else "
     "floating; divergence of the answers from the floating network's in nats an image",
     ("bits", "perplexity"): "each layer rounded alone, weights by row and activations by token, after the transforms "
     "of a recipe; score: predicted rise of the loss in nats",
 }
-ESTIMATES = {("bits", "accuracy"): "divergence", ("bits", "perplexity"): "score"}
-"""What a cell of a study says besides `value` and `loss`, in nats: shown in a column of its own."""
+ESTIMATES = {
+    ("bits", "accuracy"): "divergence", ("bits", "perplexity"): "score",
+    ("bits", "similarity"): "loss", ("pruning", "similarity"): "loss",
+}  # fmt: skip
+"""What a cell of a study says besides its `value`: shown in a column of its own. In nats, but that a graph's loss is a
+share of the outputs' size."""
+_HEADINGS = {"loss": "error"}
 SMALLEST = 1e-9  # nats: what is below is drawn there, for a logarithm has no zero
 
 
@@ -58,7 +70,7 @@ def study_page(result: dict[str, Any]) -> str:
         "how": HOW[_of(result)][0].upper() + HOW[_of(result)][1:] + ".",
         "figures": [
             figure(lambda axes, rows=rows, key=key: _draw(axes, result, rows, key), 9.5, 3.6)
-            for key in ("value", *(["divergence"] if _estimate(result) == "divergence" else []))
+            for key in _drawn(result)
             for rows in _alike(result)
         ],
         "part": PARTS[result["kind"]][0],
@@ -67,6 +79,7 @@ def study_page(result: dict[str, Any]) -> str:
         "last": _steps(result)[-1],
         "worst": most_sensitive(result)[:5],
         "estimate": _estimate(result),
+        "heading": _HEADINGS.get(_estimate(result), _estimate(result)),
         "value": lambda cell: _value(result, cell),
         "shown": lambda cell: _shown(result, cell),
         "linears": sorted(result.get("linears", []), key=lambda row: -row["scores"][first] / row["parameters"]),
@@ -88,7 +101,7 @@ def print_study(result: dict[str, Any]) -> None:
     for step in _steps(result):
         table.add_column(step, justify="right")
         if estimate:
-            table.add_column(estimate, justify="right")
+            table.add_column(_HEADINGS.get(estimate, estimate), justify="right")
     for row in result["rows"]:
         texts = [Text(row["name"]), str(row["size"])]
         for cell in row["cells"]:
@@ -118,7 +131,16 @@ def _samples(result: dict[str, Any]) -> str:
     count = result["baseline"]["samples"]
     if result["quality"] == "accuracy":
         return f"{count} images"
+    if result["quality"] == "similarity":
+        return f"{count} samples"
     return f"{count} windows of {result['settings']['window']} tokens"
+
+
+def _drawn(result: dict[str, Any]) -> list[str]:
+    """What a figure shows: cosines near 1 are told apart by their error alone."""
+    if result["quality"] == "similarity":
+        return ["loss"]
+    return ["value", *(["divergence"] if _estimate(result) == "divergence" else [])]
 
 
 def _steps(result: dict[str, Any]) -> list[str]:
@@ -130,7 +152,7 @@ def _steps(result: dict[str, Any]) -> list[str]:
 
 def _command(result: dict[str, Any]) -> str:
     settings = result["settings"]
-    samples = "images" if result["quality"] == "accuracy" else "windows"
+    samples = "windows" if result["quality"] == "perplexity" else "images"
     if result["kind"] == "bits":
         steps = f"--bits --widths {','.join(map(str, settings['widths']))}"
     else:
@@ -138,11 +160,14 @@ def _command(result: dict[str, Any]) -> str:
     return (
         f"penjing compress sensitivity {result['checkpoint']} {steps}\n"
         f" --data {settings['data']} --{samples} {settings[samples]}"
+        + (f" --source {settings['source']}" if settings.get("source") else "")
     )
 
 
 def _value(result: dict[str, Any], cell: dict[str, Any]) -> str:
-    return f"{100 * cell['value']:.2f} %" if result["quality"] == "accuracy" else f"{cell['value']:.4g}"
+    if result["quality"] == "accuracy":
+        return f"{100 * cell['value']:.2f} %"
+    return f"{cell['value']:.4f}" if result["quality"] == "similarity" else f"{cell['value']:.4g}"
 
 
 def _shown(result: dict[str, Any], cell: dict[str, Any]) -> str:
@@ -150,6 +175,8 @@ def _shown(result: dict[str, Any], cell: dict[str, Any]) -> str:
     before, after = result["baseline"]["value"], cell["value"]
     if result["quality"] == "accuracy":
         change = f"{100 * (after - before):+.2f}"
+    elif result["quality"] == "similarity":
+        change = f"{after - before:+.4f}"
     else:
         change = f"{100 * (after / before - 1):+.2f} %" if result["kind"] == "bits" else f"{after / before:.3f}×"
     return f"{_value(result, cell)} ({change})"
@@ -183,7 +210,8 @@ def _draw(axes: Axes, result: dict[str, Any], rows: Sequence[dict[str, Any]], ke
     if result["kind"] == "bits":
         names = [name.removeprefix("model.") for name in names]
     axes.set_xticks(range(len(rows)), names, rotation=90, fontsize=6)
-    axes.set_ylabel(f"{key}, nats" if key != "value" else "accuracy, %" if accuracy else "perplexity")
+    named = {"value": "accuracy, %" if accuracy else "perplexity", "loss": "squared error, relative"}
+    axes.set_ylabel(named.get(key, f"{key}, nats"))
     if not accuracy:
         axes.set_yscale("log")
     axes.legend(frameon=False, fontsize=8)

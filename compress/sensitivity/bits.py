@@ -36,9 +36,7 @@ from penjing.compress.prune.resnet_subject import ResNetSubject
 from penjing.compress.quantize.bits import GROUPED
 from penjing.compress.samples.data import DataSettings, ImageData, token_samples
 from penjing.compress.sensitivity.study import (
-    Measure,
     Samples,
-    Sensitivity,
     Study,
     check_context,
     cut,
@@ -103,7 +101,7 @@ def round_groups(weight_NK: Tensor) -> Tensor:
     return round_rows(weight_NK.unflatten(1, (-1, group)), 4).flatten(1)
 
 
-def _decoder(folder: Path, settings: DecoderBits, work: WorkFolder, progress: Progress) -> Study:
+def decoder_bits(folder: Path, settings: DecoderBits, work: WorkFolder, progress: Progress) -> Study:
     check_context(folder, settings.window)
     check_context(folder, settings.calibration.window, "calibration.window")
     seen_WT = token_samples(folder, settings.calibration, progress).windows
@@ -227,7 +225,7 @@ class Answers:
     labels: Tensor
 
 
-def _classifier(folder: Path, settings: ClassifierBits, work: WorkFolder, progress: Progress) -> Study:
+def classifier_bits(folder: Path, settings: ClassifierBits, work: WorkFolder, progress: Progress) -> Study:
     model = ResNetSubject(folder).network()
     data = study_images(folder, settings.data, settings.images, progress)
     labels = torch.from_numpy(data.images.labels.astype(np.int64))
@@ -288,17 +286,3 @@ def judge_answers(log_probabilities: Tensor, answers: Answers) -> dict[str, floa
 @torch.no_grad()
 def _log_probabilities(model: nn.Module, data: ImageData) -> Tensor:
     return torch.cat([model(images).log_softmax(1) for (images,) in data.inputs()])
-
-
-TO_BITS = Sensitivity(
-    "bits",
-    "bits",
-    ("widths", int),
-    "rounding",
-    {
-        "decoder": Measure(DecoderBits, ("data", "windows", "widths"), _decoder),
-        "classifier": Measure(ClassifierBits, ("data", "images", "widths"), _classifier),
-    },
-)
-"""Cells of decoders have a `score`, those of classifiers a `divergence`, in nats; records of decoders have `linears`
-[{name, parameters, scores: {width: score}}] besides."""

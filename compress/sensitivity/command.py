@@ -6,8 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from penjing.compress.report.study_page import print_study
-from penjing.compress.sensitivity.bits import TO_BITS
-from penjing.compress.sensitivity.pruning import TO_PRUNING
+from penjing.compress.sensitivity.kinds import TO_BITS, TO_PRUNING
 from penjing.core.progress import progress_bar
 
 

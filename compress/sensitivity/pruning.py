@@ -28,9 +28,8 @@ from penjing.compress.prune.subject import Subject
 from penjing.compress.prune.surgery import Selection, mask
 from penjing.compress.samples.data import ImageData, TokenData
 from penjing.compress.sensitivity.study import (
-    Measure,
+    Quality,
     Samples,
-    Sensitivity,
     Study,
     check_context,
     cut,
@@ -45,8 +44,8 @@ from penjing.core.text.tokenizer import Tokenizer
 from penjing.core.work import WorkFolder
 
 
-class PruningSettings(Config):
-    """What is removed, and on what the network is judged then."""
+class Ratios(Config):
+    """What is removed, and on which kind of samples the network is judged then."""
 
     ratios: tuple[float, ...] = Field(
         default=(0.1, 0.3, 0.5), min_length=1, description="Shares of a group's units that are removed, growing."
@@ -57,9 +56,6 @@ class PruningSettings(Config):
         description='"calibration" images or text, so that the choice of what to prune does not see what is evaluated '
         'on; or "held-out" ones.',
     )
-    images: int = Field(default=512, ge=1, description="Images that a classifier is judged on.")
-    windows: int = Field(default=8, ge=1, description="Windows of text that a decoder is judged on.")
-    window: int = Field(default=256, ge=16, description="Tokens of a window.")
     seed: int = Field(default=0, ge=0, description='Decides what the method "random" removes.')
 
     @field_validator("ratios")
@@ -70,10 +66,18 @@ class PruningSettings(Config):
         return values
 
 
+class PruningSettings(Ratios):
+    """How many samples a classifier or a decoder is judged on."""
+
+    images: int = Field(default=512, ge=1, description="Images that a classifier is judged on.")
+    windows: int = Field(default=8, ge=1, description="Windows of text that a decoder is judged on.")
+    window: int = Field(default=256, ge=16, description="Tokens of a window.")
+
+
 Judge = Callable[[nn.Module], dict[str, Any]]
 
 
-def _study(
+def study_of(
     judge_of: Callable[[Path, PruningSettings, Progress], Judge],
     folder: Path,
     settings: PruningSettings,
@@ -84,6 +88,18 @@ def _study(
     subject: Subject = family_at(folder).need("pruner", "pruned").open(folder, (), (), progress)
     progress.start("analysing the network", 1)
     groups = dependency_graph(subject.model, subject.example).groups
+    quality: Quality = "accuracy" if subject.unit == "image" else "perplexity"
+    return pruning_study(subject, groups, judge, quality, settings, work)
+
+
+def pruning_study(
+    subject: Subject, groups: Sequence[Group], judge: Judge, quality: Quality, settings: Ratios, work: WorkFolder
+) -> Study:
+    """Each of `groups` pruned alone; cells have `removed`, how many units left.
+
+    Raises:
+        InputError: there are no groups, or the network is damaged.
+    """
     if not groups:
         raise InputError(f"{subject.folder}: nothing of this network can be pruned")
     scores = dict(zip((group.name for group in groups), _scores(subject, groups, settings), strict=True))
@@ -98,14 +114,14 @@ def _study(
             with masked(model, choice):
                 found = judge(model)
         removed = sum(len(units) for _, units in choice)
-        return {"removed": removed, "value": found["value"], "loss": cut(found["loss"])}
+        more = {name: value for name, value in found.items() if name != "samples"}
+        return {"removed": removed, **more, "loss": cut(found["loss"])}
 
     sizes = {name: len(group) for name, group in named.items()}
-    quality = "accuracy" if subject.unit == "image" else "perplexity"
     return Study(quality, baseline, sizes, settings.ratios, cell, {})
 
 
-def _scores(subject: Subject, groups: Sequence[Group], settings: PruningSettings) -> Scores:
+def _scores(subject: Subject, groups: Sequence[Group], settings: Ratios) -> Scores:
     if settings.method == "random":
         return random(groups, settings.seed)
     return magnitude(subject.weights, groups, 1 if settings.method == "l1" else 2)
@@ -158,23 +174,9 @@ def judge_images(data: ImageData, model: nn.Module) -> dict[str, Any]:
     return {"value": right / samples, "loss": loss / samples, "samples": samples}
 
 
-def _by_text(folder: Path, settings: PruningSettings, _: Progress) -> Judge:
+def by_text(folder: Path, settings: PruningSettings, _: Progress) -> Judge:
     return partial(judge_text, _text(folder, settings))
 
 
-def _by_images(folder: Path, settings: PruningSettings, progress: Progress) -> Judge:
+def by_images(folder: Path, settings: PruningSettings, progress: Progress) -> Judge:
     return partial(judge_images, study_images(folder, settings.data, settings.images, progress))
-
-
-FLAGS = ("data", "ratios", "method", "images", "windows")
-TO_PRUNING = Sensitivity(
-    "pruning",
-    "sensitivity",
-    ("ratios", float),
-    "pruning",
-    {
-        "decoder": Measure(PruningSettings, FLAGS, partial(_study, _by_text)),
-        "classifier": Measure(PruningSettings, FLAGS, partial(_study, _by_images)),
-    },
-)
-"""Cells have `removed`, how many units left."""

@@ -34,6 +34,7 @@ PAGE_FILE = "sensitivity.html"
 SCHEMA = 2
 BATCH_IMAGES = 256
 Samples = Literal["calibration", "held-out"]
+Quality = Literal["accuracy", "perplexity", "similarity"]
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,7 @@ class Study:
         more: further entries of the record.
     """
 
-    quality: Literal["accuracy", "perplexity"]
+    quality: Quality
     baseline: dict[str, Any]
     sizes: Mapping[str, int]
     steps: tuple[float, ...]

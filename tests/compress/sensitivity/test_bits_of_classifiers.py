@@ -13,7 +13,8 @@ from penjing.compress.quantizers.classifier import ArtifactSettings, quantize_ch
 from penjing.compress.report.study_page import most_sensitive
 from penjing.compress.samples import data
 from penjing.compress.sensitivity import bits as module
-from penjing.compress.sensitivity.bits import TO_BITS, ClassifierBits, weighted_layers
+from penjing.compress.sensitivity.bits import ClassifierBits, weighted_layers
+from penjing.compress.sensitivity.kinds import TO_BITS
 from penjing.core import cli
 from penjing.core.checkpoint.classifier import load_classifier, save_classifier
 from penjing.core.errors import ConfigError, InputError

@@ -17,7 +17,8 @@ from penjing.compress.decoder.weights import fake_quantize_activation, quantize_
 from penjing.compress.quantize.bits import GROUPED, choose_kept, kept_by_budget
 from penjing.compress.run import run_recipe
 from penjing.compress.sensitivity import bits as module
-from penjing.compress.sensitivity.bits import TO_BITS, DecoderBits, round_rows, rounded, width_scores
+from penjing.compress.sensitivity.bits import DecoderBits, round_rows, rounded, width_scores
+from penjing.compress.sensitivity.kinds import TO_BITS
 from penjing.core.checkpoint.decoder import open_checkpoint
 from penjing.core.checkpoint.load import load_model
 from penjing.core.errors import ConfigError, InputError

@@ -17,8 +17,8 @@ from penjing.compress.prune.resnet_subject import ResNetSubject
 from penjing.compress.prune.surgery import remove
 from penjing.compress.samples import data
 from penjing.compress.sensitivity import pruning as module
-from penjing.compress.sensitivity.bits import TO_BITS
-from penjing.compress.sensitivity.pruning import TO_PRUNING, PruningSettings, masked
+from penjing.compress.sensitivity.kinds import TO_BITS, TO_PRUNING
+from penjing.compress.sensitivity.pruning import PruningSettings, masked
 from penjing.compress.steps.prune import Prune, prune_checkpoint
 from penjing.core import cli
 from penjing.core.checkpoint.classifier import load_classifier
