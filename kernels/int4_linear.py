@@ -21,9 +21,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from penjing.kernels.cpu.packing import LEAST_GROUP, SCALE_DTYPES
-from penjing.kernels.dispatch import cpu_extension
+from penjing.kernels.dispatch import cpu_extension, gpu_kernels
 from penjing.kernels.int8_linear import int8_matmul
-from penjing.kernels.quantize import quantize_per_token_torch
+from penjing.kernels.quantize import quantize_per_token, quantize_per_token_torch
 
 if TYPE_CHECKING:
     from penjing.kernels.cpu.packing import Int4Part, Panels
@@ -52,6 +52,22 @@ class PackedInt4:
         cpp = extension()
         assert cpp is not None  # asked for by the extension's own path
         return cpp.prepack_int4([self.part], self.group)
+
+    @property
+    def activation_groups(self) -> int:
+        """Scales of a token's activations."""
+        return 1 if self.offset_NG is None else self.scale_NG.shape[1]
+
+    @property
+    def activation_group(self) -> int:
+        """Inputs that share a scale of activations."""
+        return self.in_features // self.activation_groups
+
+    @cached_property
+    def device_layout(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """What a GPU reads: (N, K / 2) uint8, a view, and copies (G, N) of scales and offsets."""
+        offset_GN = None if self.offset_NG is None else self.offset_NG.t().contiguous()
+        return self.packed_NK8.view(torch.uint8), self.scale_NG.t().contiguous(), offset_GN
 
     @property
     def part(self) -> Int4Part:
@@ -160,34 +176,94 @@ def int4_linear(x_MK: torch.Tensor, packed: PackedInt4) -> torch.Tensor:
         )
     if x_MK.device != packed.packed_NK8.device:
         raise ValueError(f"x_MK is on {x_MK.device}, the weight on {packed.packed_NK8.device}")
+    if gpu_kernels("int4_matmul", x_MK, packed.packed_NK8) is not None:
+        return scaled_int4_matmul(*quantize_for_int4(x_MK, packed), packed)
     extension = cpu_extension(x_MK)
     return int4_linear_torch(x_MK, packed) if extension is None else extension.int4_linear(x_MK, packed.panels)
 
 
 def int4_linear_torch(x_MK: torch.Tensor, packed: PackedInt4) -> torch.Tensor:
     """The reference of `int4_linear`."""
-    if packed.offset_NG is not None:
-        return _with_offsets(x_MK, packed, packed.offset_NG.to(torch.float32))
-    q_MK, scale_M = quantize_per_token_torch(x_MK)
-    weight_NK, scale_NG = unpack_int4(packed.packed_NK8), packed.scale_NG.to(torch.float32)
-    y_MN = torch.zeros(len(x_MK), packed.out_features, device=x_MK.device)
-    for index in range(scale_NG.shape[1]):
-        part = slice(index * packed.group, (index + 1) * packed.group)
-        acc_MN = int8_matmul(q_MK[:, part].contiguous(), weight_NK[:, part].contiguous())
-        y_MN.add_(acc_MN.to(torch.float32).mul_(scale_NG[:, index]))
-    y_MN.mul_(scale_M[:, None])
-    return y_MN if packed.bias_N is None else y_MN.add_(packed.bias_N)
+    q_RK, scale_R = quantize_per_token_torch(x_MK.reshape(-1, packed.activation_group))
+    return _product(q_RK.view(x_MK.shape), scale_R.view(len(x_MK), packed.activation_groups), packed)
 
 
-def _with_offsets(x_MK: torch.Tensor, packed: PackedInt4, offset_NG: torch.Tensor) -> torch.Tensor:
+def quantize_for_int4(x_MK: torch.Tensor, packed: PackedInt4) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes (M, K) int8 of `x_MK` and their scales, float32: (M, G) for a weight with offsets, else (M, 1)."""
+    q_RK, scale_R = quantize_per_token(x_MK.reshape(-1, packed.activation_group))
+    return q_RK.view(x_MK.shape), scale_R.view(len(x_MK), packed.activation_groups)
+
+
+def scaled_int4_matmul(
+    q_MK: torch.Tensor,
+    scale_MG: torch.Tensor,
+    packed: PackedInt4,
+    *,
+    residual_MN: torch.Tensor | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> torch.Tensor:
+    """The layer at the head of this file of activations that are rounded already, in one pass on a GPU.
+
+    Args:
+        q_MK, scale_MG: of `quantize_for_int4`.
+        residual_MN: added to the result in float32; of type `dtype`.
+        dtype: of the result, float32, float16 or bfloat16.
+
+    Returns:
+        (M, N) of `dtype`.
+
+    Raises:
+        ValueError: a wrong shape, dtype or device.
+    """
+    _check_scaled(q_MK, scale_MG, packed, residual_MN, dtype)
+    gpu = gpu_kernels("int4_matmul", q_MK, packed.packed_NK8)
+    if gpu is not None and gpu.takes(q_MK, packed.group):
+        residual = None if residual_MN is None else residual_MN.contiguous()
+        vectors = scale_MG.contiguous(), *packed.device_layout, packed.bias_N
+        return gpu.scaled_int4_matmul(q_MK.contiguous(), *vectors, residual, packed.group, dtype)
+    y_MN = _product(q_MK, scale_MG, packed)
+    return (y_MN if residual_MN is None else y_MN + residual_MN).to(dtype)
+
+
+def _check_scaled(
+    q_MK: torch.Tensor,
+    scale_MG: torch.Tensor,
+    packed: PackedInt4,
+    residual_MN: torch.Tensor | None,
+    dtype: torch.dtype,
+) -> None:
+    rows, groups = len(q_MK), packed.activation_groups
+    if q_MK.dtype != torch.int8 or q_MK.dim() != 2 or q_MK.shape[1] != packed.in_features:
+        raise ValueError(f"q_MK is {tuple(q_MK.shape)} {q_MK.dtype}; int8 (M, {packed.in_features}) is needed")
+    if dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        raise ValueError(f"dtype is {dtype}; float32, float16 or bfloat16 is needed")
+    wanted = [("scale_MG", scale_MG, (rows, groups), torch.float32)]
+    if residual_MN is not None:
+        wanted.append(("residual_MN", residual_MN, (rows, packed.out_features), dtype))
+    for name, tensor, shape, kind in wanted:
+        if tensor.shape != shape or tensor.dtype != kind or tensor.device != q_MK.device:
+            raise ValueError(
+                f"{name} is {tuple(tensor.shape)} {tensor.dtype} on {tensor.device}; {shape} {kind} on "
+                f"{q_MK.device} is needed"
+            )
+
+
+def _product(q_MK: torch.Tensor, scale_MG: torch.Tensor, packed: PackedInt4) -> torch.Tensor:
+    """(M, N) float32, group by group as the kernels add them."""
     weight_NK, scale_NG = unpack_int4(packed.packed_NK8), packed.scale_NG.to(torch.float32)
-    y_MN = torch.zeros(len(x_MK), packed.out_features, device=x_MK.device)
+    offset_NG = None if packed.offset_NG is None else packed.offset_NG.to(torch.float32)
+    y_MN = torch.zeros(len(q_MK), packed.out_features, device=q_MK.device)
     for index in range(scale_NG.shape[1]):
         part = slice(index * packed.group, (index + 1) * packed.group)
-        q_MG, scale_M = quantize_per_token_torch(x_MK[:, part])
+        q_MG = q_MK[:, part].contiguous()
+        acc_MN = int8_matmul(q_MG, weight_NK[:, part].contiguous())
+        if offset_NG is None:
+            y_MN.add_(acc_MN.to(torch.float32).mul_(scale_NG[:, index]))
+            continue
         sum_M1 = q_MG.sum(dim=1, keepdim=True, dtype=torch.int32)
-        acc_MN = int8_matmul(q_MG.contiguous(), weight_NK[:, part].contiguous()) + OFFSET * sum_M1
-        term_MN = acc_MN.to(torch.float32).mul_(scale_NG[:, index])
+        term_MN = (acc_MN + OFFSET * sum_M1).to(torch.float32).mul_(scale_NG[:, index])
         term_MN.add_(sum_M1.to(torch.float32) * offset_NG[:, index])
-        y_MN.add_(term_MN.mul_(scale_M[:, None]))
+        y_MN.add_(term_MN.mul_(scale_MG[:, index, None]))
+    if offset_NG is None:
+        y_MN.mul_(scale_MG)
     return y_MN if packed.bias_N is None else y_MN.add_(packed.bias_N)

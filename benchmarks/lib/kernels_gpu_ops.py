@@ -20,6 +20,7 @@ from lib.rows import Row, new_row
 from penjing.kernels.block_sparse_attention import block_sparse_attention
 from penjing.kernels.cross_entropy import linear_cross_entropy
 from penjing.kernels.dispatch import cuda_refusal, force_torch
+from penjing.kernels.int4_linear import prepack_int4, quantize_for_int4, scaled_int4_matmul
 from penjing.kernels.int8_linear import int8_matmul, int8_weight_linear, prepack_int8, scaled_int8_matmul
 from penjing.kernels.moe import experts_mlp
 from penjing.kernels.quantize import quantize_per_token
@@ -47,7 +48,16 @@ class Case:
 
 def cases(device: str, small: bool = False) -> Iterator[Case]:
     """All cases, one after the other, so that only one holds memory; `small` shapes to try them."""
-    for group in (rows_cases, rotary_cases, int8_cases, loss_cases, moe_cases, sparse_cases, gradient_cases):
+    for group in (
+        rows_cases,
+        rotary_cases,
+        int8_cases,
+        int4_cases,
+        loss_cases,
+        moe_cases,
+        sparse_cases,
+        gradient_cases,
+    ):
         yield from group(device, small)
 
 
@@ -149,6 +159,25 @@ def int8_cases(device: str, small: bool) -> Iterator[Case]:
         if rows <= 16:
             run = lambda x=x: int8_weight_linear(x, packed)  # noqa: E731
             yield Case(f"int8_weight_linear_{rows}_rows", float(n * k), COPY, run, plain)
+
+
+def int4_cases(device: str, small: bool) -> Iterator[Case]:
+    """Beside bfloat16 products of the same shape; few rows read half a byte a weight and the groups' scales."""
+    n, k = (64, 64) if small else (28672, 8192)
+    packed_NK8 = torch.randint(-(2**31), 2**31 - 1, (n, k // 8), dtype=torch.int32, device=device)
+    wide = draw(n, k, device=device)
+    for group, offsets in ((64, False), (32, True)):
+        scale = torch.rand(n, k // group, device=device, dtype=torch.float16) * 0.01
+        packed = prepack_int4(packed_NK8, scale, None, -8 * scale if offsets else None)
+        label = f"groups of {group}{' with offsets' if offsets else ''}"
+        num_bytes = n * k / 2 + (2 if offsets else 1) * 2 * scale.numel()
+        for rows in (1, 16, 64, 4096):
+            x = draw(2 if small else rows, k, device=device)
+            q, s = quantize_for_int4(x, packed)
+            run = lambda q=q, s=s, p=packed: scaled_int4_matmul(q, s, p, dtype=torch.bfloat16)  # noqa: E731
+            plain = lambda x=x: F.linear(x, wide)  # noqa: E731
+            work, limit = (2.0 * rows * n * k, INT8_PRODUCT) if rows > 64 else (num_bytes, COPY)
+            yield Case(f"int4_matmul_{rows}_rows, {label}", work, limit, run, plain)
 
 
 def loss_cases(device: str, small: bool) -> Iterator[Case]:

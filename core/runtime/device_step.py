@@ -1,4 +1,5 @@
 """A decoder's step on a device as a row of fused launches: nine a layer for INT8 weights, none of which waits.
+Weights of 4 bits take a launch more for each gate, and for codes in groups.
 
 Residuals are added and gates applied where the products are made, INT8 codes where the norms are; rotation and the
 write to the cache are one launch. Nothing depends on the values, so a step can be captured in a CUDA graph. Every
@@ -20,9 +21,10 @@ from penjing.core.models.norm import RMSNorm
 from penjing.core.models.rope import yarn_magnitudes
 from penjing.core.runtime.batch_invariant import BatchInvariantLinear
 from penjing.core.runtime.embedding import Int8Embedding
-from penjing.core.runtime.quantized import Int8Linear
+from penjing.core.runtime.quantized import Int4Linear, Int8Linear, moved
 from penjing.kernels.gpu.registry import MAX_HEAD_DIM
 from penjing.kernels.hadamard import hadamard
+from penjing.kernels.int4_linear import PackedInt4, prepack_int4, quantize_for_int4, scaled_int4_matmul
 from penjing.kernels.int8_linear import PackedInt8, prepack_int8, scaled_above, scaled_int8_matmul
 from penjing.kernels.linear import linear
 from penjing.kernels.paged_attention import paged_attention
@@ -30,6 +32,8 @@ from penjing.kernels.quantize import quantize_per_token
 from penjing.kernels.rms_norm import rms_norm, rms_norm_quantize
 from penjing.kernels.rotary import rotary_cos_sin, rotary_write_kv
 from penjing.kernels.swiglu import swiglu
+
+_PROJECTIONS = (nn.Linear, BatchInvariantLinear, Int8Linear, Int4Linear)
 
 
 def unsupported(model: Decoder) -> str | None:
@@ -45,7 +49,7 @@ def unsupported(model: Decoder) -> str | None:
                 return f"layer {index} has a {type(part).__name__}"
     for name, module in model.named_modules():
         projection = name.endswith("_proj") or name == "lm_head"
-        if projection and type(module) not in (nn.Linear, BatchInvariantLinear, Int8Linear):
+        if projection and type(module) not in _PROJECTIONS:
             return f"{name} is a {type(module).__name__}"
     return None
 
@@ -80,6 +84,28 @@ class _Int8:
 
 
 @dataclass(frozen=True)
+class _Int4:
+    """The same of 4-bit weights."""
+
+    packed: PackedInt4
+    dtype: torch.dtype
+    swiglu: bool = False
+
+    def __call__(self, x_MK: Tensor, residual_MN: Tensor | None = None) -> Tensor:
+        return self._product(*quantize_for_int4(x_MK, self.packed), residual_MN)
+
+    def of_norm(self, x_MK: Tensor, weight_K: Tensor, eps: float) -> Tensor:
+        if self.packed.offset_NG is not None:  # a scale for each group, which the fused norm has not
+            return self(rms_norm(x_MK, weight_K, eps))
+        codes_MK, scale_M, _ = rms_norm_quantize(x_MK, weight_K, eps)
+        return self._product(codes_MK, scale_M[:, None], None)
+
+    def _product(self, codes_MK: Tensor, scale_MG: Tensor, residual_MN: Tensor | None) -> Tensor:
+        y_MN = scaled_int4_matmul(codes_MK, scale_MG, self.packed, residual_MN=residual_MN, dtype=self.dtype)
+        return swiglu(*y_MN.chunk(2, dim=1)) if self.swiglu else y_MN
+
+
+@dataclass(frozen=True)
 class _Float:
     """The same in a float type."""
 
@@ -96,11 +122,14 @@ class _Float:
         return self(rms_norm(x_MK, weight_K, eps))
 
 
+_One = _Int8 | _Int4 | _Float
+
+
 @dataclass(frozen=True)
 class _Mixed:
-    """Layers of one input of which some are INT8 and some are not."""
+    """Layers of one input that are not all of one kind."""
 
-    parts: list[_Int8 | _Float]
+    parts: list[_One]
     swiglu: bool = False
 
     def of_norm(self, x_MK: Tensor, weight_K: Tensor, eps: float) -> Tensor:
@@ -110,10 +139,10 @@ class _Mixed:
 
 @dataclass(frozen=True)
 class _Layer:
-    qkv: _Int8 | _Float | _Mixed
-    out: _Int8 | _Float
-    gate_up: _Int8 | _Float | _Mixed
-    down: _Int8 | _Float
+    qkv: _One | _Mixed
+    out: _One
+    gate_up: _One | _Mixed
+    down: _One
     hadamard: int
     input_norm: Tensor
     post_norm: Tensor
@@ -141,7 +170,7 @@ class DeviceStep:
         every = torch.arange(model.config.vocab_size)
         self._embedding = self._move(table(every) if eight else table.weight).to(dtype)
         if isinstance(head, nn.Linear) and not eight and head.weight is table.weight:
-            self._head: _Int8 | _Float = _Float(self._embedding, None, torch.float32)
+            self._head: _One = _Float(self._embedding, None, torch.float32)
         else:
             self._head = self._projection(head, torch.float32)
         self._norm = self._norm_before(self._head, backbone.norm)
@@ -218,27 +247,29 @@ class DeviceStep:
             window=model.config.layer_window(index),
         )
 
-    def _norm_before(self, reader: _Int8 | _Float | _Mixed, norm: RMSNorm | None) -> Tensor:
-        """The weight in float32 before INT8 codes, else in `dtype`, which it would promote the result to."""
+    def _norm_before(self, reader: _One | _Mixed, norm: RMSNorm | None) -> Tensor:
+        """The weight in float32 before codes, else in `dtype`, which it would promote the result to."""
         assert norm is not None  # unsupported() has looked
-        return self._move(norm.weight).to(torch.float32 if isinstance(reader, _Int8) else self.dtype)
+        return self._move(norm.weight).to(torch.float32 if isinstance(reader, (_Int8, _Int4)) else self.dtype)
 
-    def _projection(self, module: nn.Module, dtype: torch.dtype | None = None) -> _Int8 | _Float:
+    def _projection(self, module: nn.Module, dtype: torch.dtype | None = None) -> _One:
+        if isinstance(module, Int4Linear):
+            return _Int4(moved(module.packed, self._move), dtype or self.dtype)
         if isinstance(module, Int8Linear):
-            old = module.packed
-            bias = None if old.bias_N is None else self._move(old.bias_N)
-            packed = prepack_int8(self._move(old.weight_NK), self._move(old.scale_N), bias)
-            return _Int8(packed, dtype or self.dtype)
+            return _Int8(moved(module.packed, self._move), dtype or self.dtype)
         assert isinstance(module, nn.Linear)
         bias = None if module.bias is None else self._move(module.bias).to(self.dtype)
         return _Float(self._move(module.weight).to(self.dtype).contiguous(), bias, dtype or self.dtype)
 
-    def _group(self, modules: Sequence[nn.Module], swiglu: bool = False) -> _Int8 | _Float | _Mixed:
+    def _group(self, modules: Sequence[nn.Module], swiglu: bool = False) -> _One | _Mixed:
         """Layers of one input as one product, their outputs one behind the other."""
         parts = [self._projection(module) for module in modules]
         int8 = [part for part in parts if isinstance(part, _Int8)]
+        int4 = [part for part in parts if isinstance(part, _Int4)]
         floats = [part for part in parts if isinstance(part, _Float)]
-        if len(int8) == len(parts):
+        if len(int4) == len(parts) and len({_form(part.packed) for part in int4}) == 1:
+            return _Int4(_joined_int4([part.packed for part in int4]), self.dtype, swiglu)
+        if len(int8) == len(parts) and not any(part.packed.zero_points for part in int8):
             packed = [part.packed for part in int8]
             weight = torch.cat([one.weight_NK for one in packed])
             bias = _joined([one.bias_N for one in packed], [one.out_features for one in packed])
@@ -256,3 +287,18 @@ def _joined(vectors: Sequence[Tensor | None], lengths: Sequence[int]) -> Tensor 
         return None
     pairs = zip(vectors, lengths, strict=True)
     return torch.cat([some.new_zeros(length) if vector is None else vector for vector, length in pairs])
+
+
+def _form(packed: PackedInt4) -> tuple[int, torch.dtype, bool]:
+    """What layers have in common that are one product."""
+    return packed.group, packed.scale_NG.dtype, packed.offset_NG is not None
+
+
+def _joined_int4(packed: Sequence[PackedInt4]) -> PackedInt4:
+    offsets = [one.offset_NG for one in packed if one.offset_NG is not None]
+    return prepack_int4(
+        torch.cat([one.packed_NK8 for one in packed]),
+        torch.cat([one.scale_NG for one in packed]),
+        _joined([one.bias_N for one in packed], [one.out_features for one in packed]),
+        torch.cat(offsets) if offsets else None,
+    )

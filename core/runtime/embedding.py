@@ -13,6 +13,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from penjing.core.runtime.quantized import moved
 from penjing.core.runtime.schemes import EMBEDDING_MODULE
 from penjing.kernels.step_layers import Int8Table
 
@@ -20,11 +21,16 @@ CHANNEL = f"{EMBEDDING_MODULE}.weight_channel"
 
 
 class Int8Embedding(nn.Module):
-    """(…) int64 token ids → (…, E) float32. It has no parameters."""
+    """(…) int64 token ids → (…, E) float32. It has no parameters; `table` goes where the module is moved."""
 
     def __init__(self, table: Int8Table):
         super().__init__()
         self.table = table
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Int8Embedding:
+        super()._apply(fn, recurse)
+        self.table = moved(self.table, fn)
+        return self
 
     def forward(self, token_ids: Tensor) -> Tensor:
         return self.table.rows(token_ids)

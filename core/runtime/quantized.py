@@ -13,6 +13,8 @@ runs, per token or, beside offsets, per token and group (W8A8, `kernels.int8_lin
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import fields, replace
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -22,11 +24,24 @@ from penjing.core.runtime.schemes import Scheme
 from penjing.kernels.int4_linear import OFFSET, PackedInt4, int4_linear, prepack_int4, unpack_int4
 from penjing.kernels.int8_linear import PackedInt8, int8_linear, prepack_int8
 
+Packed = TypeVar("Packed")
+
+
+def moved(packed: Packed, fn: Callable[[Tensor], Tensor]) -> Packed:
+    """`packed`, a dataclass of tensors, where `fn` moves them; types stay as they are."""
+    found = {}
+    for field in fields(packed):  # type: ignore[arg-type]
+        value = getattr(packed, field.name)
+        if isinstance(value, Tensor):
+            found[field.name] = value.to(fn(value).device)
+    still = all(getattr(packed, name) is value for name, value in found.items())
+    return packed if still else replace(packed, **found)  # type: ignore[type-var]
+
 
 class Int8Linear(nn.Module):
     """A linear layer with INT8 weights; (…, in_features) floating → (…, out_features) float32.
 
-    It has no parameters: `packed` is made for the device that the weight lies on.
+    It has no parameters; `packed` goes where the module is moved.
     """
 
     def __init__(
@@ -35,6 +50,11 @@ class Int8Linear(nn.Module):
         super().__init__()
         self.packed: PackedInt8 = prepack_int8(weight_NK, scale_N, bias_N, zero_points)
         self.in_features, self.out_features = self.packed.in_features, self.packed.out_features
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Int8Linear:
+        super()._apply(fn, recurse)
+        self.packed = moved(self.packed, fn)
+        return self
 
     def forward(self, x: Tensor) -> Tensor:
         y_MN = int8_linear(x.reshape(-1, self.in_features), self.packed)
@@ -47,7 +67,7 @@ class Int8Linear(nn.Module):
 class Int4Linear(nn.Module):
     """A linear layer with 4-bit weights in groups; (…, in_features) floating → (…, out_features) float32.
 
-    It has no parameters: `packed` is made for the device that the weight lies on.
+    It has no parameters; `packed` goes where the module is moved.
     """
 
     def __init__(
@@ -56,6 +76,11 @@ class Int4Linear(nn.Module):
         super().__init__()
         self.packed: PackedInt4 = prepack_int4(packed_NK8, scale_NG, bias_N, offset_NG)
         self.in_features, self.out_features = self.packed.in_features, self.packed.out_features
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Int4Linear:
+        super()._apply(fn, recurse)
+        self.packed = moved(self.packed, fn)
+        return self
 
     def forward(self, x: Tensor) -> Tensor:
         y_MN = int4_linear(x.reshape(-1, self.in_features), self.packed)

@@ -74,7 +74,11 @@ def compile_variant(operation: str, variant: Variant, arch: int = ARCH) -> Usage
     }
     source = ASTSource(variant.kernel, signature=signature, constexprs=dict(variant.constants), attrs=aligned)
     start = time.perf_counter()
-    options = {"num_warps": variant.num_warps, "num_stages": variant.num_stages}
+    options = {
+        "num_warps": variant.num_warps,
+        "num_stages": variant.num_stages,
+        "enable_fp_fusion": variant.fused_multiply_add,
+    }
     kernel = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
     seconds = time.perf_counter() - start
     registers, spill_bytes = _resources(kernel.asm["cubin"])

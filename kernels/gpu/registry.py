@@ -12,6 +12,7 @@ OPERATIONS: tuple[str, ...] = (  # modules of this folder with `variants()`
     "cross_entropy",
     "flash_attention",
     "flash_attention_backward",
+    "int4_matmul",
     "int8_matmul",
     "linear",
     "moe",
@@ -39,6 +40,7 @@ class Variant:
         constants: argument → value of every `tl.constexpr`, and None for a pointer that is not passed.
         num_warps, num_stages: of the launch.
         hot: on the fast path: a spilled register fails the tests.
+        fused_multiply_add: whether the compiler may round a product and a sum once instead of twice.
         full: compiled only by `make test-full` and `--full`, to keep the default check short.
     """
 
@@ -50,6 +52,7 @@ class Variant:
     num_stages: int = 3
     hot: bool = False
     full: bool = False
+    fused_multiply_add: bool = True
 
 
 def variants(operation: str) -> Iterator[Variant]:

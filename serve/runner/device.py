@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
+from torch import nn
 
 from penjing.core.checkpoint.dtypes import DTYPES
 from penjing.core.errors import ConfigError
 from penjing.core.models.config import DecoderConfig
-from penjing.core.runtime.quantized import Int8Linear
+from penjing.core.runtime.quantized import Int4Linear, Int8Linear
 from penjing.kernels.dispatch import cuda_refusal
 from penjing.kernels.gpu.registry import MAX_HEAD_DIM
 from penjing.serve.engine.config import Device, EngineConfig
@@ -64,6 +65,16 @@ def free_device_memory(model: Decoder, config: EngineConfig) -> int:
     """Bytes of the CUDA device that remain for the KV cache when `model` has been moved there."""
     free, _ = torch.cuda.mem_get_info()
     floats = sum(parameter.numel() for parameter in model.parameters()) * DTYPES[config.dtype].itemsize
-    linears = (module for module in model.modules() if isinstance(module, Int8Linear))
-    int8 = sum((linear.in_features + SCALE_AND_BIAS_BYTES) * linear.out_features for linear in linears)
-    return max(0, free - floats - int8 - WORKSPACE_BYTES)
+    integers = sum(_stored_bytes(module) for module in model.modules())
+    return max(0, free - floats - integers - WORKSPACE_BYTES)
+
+
+def _stored_bytes(module: nn.Module) -> int:
+    """Bytes of a layer in integers; its scales of 4 bits lie there twice, in the order of the product too."""
+    if isinstance(module, Int8Linear):
+        return (module.in_features + SCALE_AND_BIAS_BYTES) * module.out_features
+    if isinstance(module, Int4Linear):
+        packed = module.packed
+        scales = sum(2 * x.nbytes for x in (packed.scale_NG, packed.offset_NG) if x is not None)
+        return packed.packed_NK8.nbytes + scales + SCALE_AND_BIAS_BYTES * module.out_features
+    return 0

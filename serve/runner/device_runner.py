@@ -11,7 +11,6 @@ from penjing.core.checkpoint.dtypes import DTYPES
 from penjing.core.errors import ConfigError
 from penjing.core.models.decoder import Decoder
 from penjing.core.runtime.device_step import DeviceStep, unsupported
-from penjing.core.runtime.quantized import Int4Linear
 from penjing.kernels.low_rank import Pairs
 from penjing.serve.engine.config import EngineConfig
 from penjing.serve.engine.sequence import Batch, Sequence
@@ -36,12 +35,7 @@ class DeviceRunner:
         Args:
             config: resolved, see `penjing.serve.runner.kv_pool.resolve`.
             device: "cuda"; tests run the kernels on "cpu" in the interpreter.
-
-        Raises:
-            ConfigError: a layer with 4-bit weights, for which a device has no kernel.
         """
-        if any(isinstance(module, Int4Linear) for module in model.modules()):
-            raise ConfigError("4-bit weights run on the processor alone so far: set device=cpu")
         assert config.num_blocks is not None
         assert config.max_model_len is not None
         self.device, self.block_size = device, config.block_size

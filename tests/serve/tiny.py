@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,8 +15,9 @@ from penjing.core.models.config import DecoderConfig
 from penjing.core.models.decoder import Decoder
 from penjing.core.runtime.batch_invariant import apply_batch_invariance
 from penjing.core.runtime.quantized import apply_quantized
-from penjing.core.runtime.schemes import INT8
+from penjing.core.runtime.schemes import INT8, Scheme
 from penjing.core.text.tokenizer import Tokenizer
+from penjing.kernels.int4_linear import pack_int4
 from penjing.serve.engine.config import EngineConfig
 from penjing.serve.engine.engine import LLMEngine
 from penjing.serve.engine.request import Request, RequestOutput
@@ -75,6 +77,34 @@ def tiny_model(seed: int = 0, int8: bool = False, **changes: Any) -> LoadedModel
         apply_quantized(model, dict.fromkeys(names, INT8), tensors.__getitem__)
     apply_batch_invariance(model)
     return LoadedModel(model, config, byte_tokenizer(), None, None, "int8" if int8 else "fp32")
+
+
+def tiny_int4_model(offsets: bool = False, group: int = 32, eight: tuple[str, ...] = (), **changes: Any) -> LoadedModel:
+    """Every linear layer in 4 bits, but in 8 those whose name ends with one of `eight`."""
+    loaded = tiny_model(intermediate_size=64, **changes)
+    tensors, schemes = dict[str, torch.Tensor](), dict[str, Scheme]()
+    for name, layer in loaded.model.named_modules():
+        if not isinstance(layer, torch.nn.Linear):
+            continue
+        weight = layer.weight
+        if layer.bias is not None:
+            tensors[f"{name}.bias"] = layer.bias
+        if eight and name.endswith(eight):
+            scale = weight.abs().amax(1, keepdim=True) / 127
+            tensors |= {f"{name}.weight": (weight / scale).round().to(torch.int8), f"{name}.weight_scale": scale}
+            schemes[name] = INT8
+            continue
+        parts = weight.unflatten(1, (-1, group))
+        low, high = (parts.amin(2), parts.amax(2)) if offsets else (-parts.abs().amax(2), parts.abs().amax(2))
+        scale = (high - low) / 15
+        codes = ((parts - low[..., None]) / scale[..., None]).round().clamp(0, 15).flatten(1) - 8
+        tensors |= {f"{name}.weight_packed": pack_int4(codes.to(torch.int8)), f"{name}.weight_scale": scale}
+        tensors |= {f"{name}.weight_shape": torch.tensor(weight.shape)}
+        if offsets:
+            tensors[f"{name}.weight_offset"] = low
+        schemes[name] = Scheme(4, group, offsets)
+    apply_quantized(loaded.model, schemes, tensors.__getitem__)
+    return replace(loaded, scheme="int4")
 
 
 def tiny_engine(loaded: LoadedModel | None = None, **settings: Any) -> LLMEngine:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -14,9 +15,8 @@ import torch
 from penjing.core.checkpoint.load import LoadedModel
 from penjing.core.cli import main
 from penjing.core.errors import ConfigError
-from penjing.core.runtime.quantized import Int4Linear
+from penjing.core.runtime.quantized import Int4Linear, Int8Linear
 from penjing.kernels.dispatch import force_triton_language
-from penjing.kernels.int4_linear import pack_int4
 from penjing.serve.engine.config import EngineConfig
 from penjing.serve.engine.engine import LLMEngine
 from penjing.serve.engine.request import Request
@@ -25,7 +25,7 @@ from penjing.serve.runner.device_runner import DeviceRunner, _scores
 from penjing.serve.sampling.choice import NOT_FINITE, choose_rows
 from penjing.serve.sampling.params import SamplingParams
 from tests.kernels.gpu.conftest import repair_interpreter
-from tests.serve.tiny import ids_of, run_all, tiny_engine, tiny_model
+from tests.serve.tiny import ids_of, run_all, tiny_engine, tiny_int4_model, tiny_model
 
 pytest.importorskip("triton")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -274,8 +274,59 @@ def test_the_command_line_says_that_there_is_no_gpu(
     assert error.count("\n") == 1
 
 
-def test_four_bit_weights_are_refused() -> None:
-    model = tiny_model().model
-    model.set_submodule("lm_head", Int4Linear(pack_int4(torch.zeros(8, 64, dtype=torch.int8)), torch.ones(8, 1)))
-    with pytest.raises(ConfigError, match="4-bit weights run on the processor alone so far: set device=cpu"):
-        DeviceRunner(model, EngineConfig(), DEVICE)
+@pytest.mark.parametrize(
+    ("how", "settings"),
+    [
+        ({"num_hidden_layers": 1}, {"kv_dtype": "int8"}),
+        ({"offsets": True, "attention_bias": True, "qk_norm": True, "num_hidden_layers": 1}, {}),
+        ({"offsets": True, "eight": ("v_proj", "down_proj"), "num_hidden_layers": 1}, {}),
+    ],
+    ids=["a scale a token", "offsets, biases, head norms", "some layers in 8 bits"],
+)
+def test_four_bit_weights_answer_as_on_the_processor(how: dict[str, Any], settings: dict[str, Any]) -> None:
+    loaded = tiny_int4_model(**how)
+    expected_engine = tiny_engine(loaded, **SETTINGS | settings)
+    expected = record(expected_engine)
+    tokens = answers(expected_engine, PROMPTS)
+    engine = device_engine(loaded, **settings)
+    assert isinstance(engine.runner, DeviceRunner)
+    assert engine.runner._fused is not None
+    found = record(engine)
+    assert answers(engine, PROMPTS) == tokens
+    torch.testing.assert_close(torch.stack(found), torch.stack(expected), rtol=0, atol=0.05)  # see INT8 above
+
+
+def test_zero_points_of_eight_bits_are_kept() -> None:
+    loaded = tiny_model(int8=True, num_hidden_layers=1)
+    down = loaded.model.get_submodule("model.layers.0.mlp.down_proj")
+    assert isinstance(down, Int8Linear)
+    down.packed = replace(down.packed, zero_points=True)
+    runner = device_engine(loaded).runner
+    assert isinstance(runner, DeviceRunner)
+    assert runner._fused is not None
+    assert cast(Any, runner._fused._layers[0].down).packed.zero_points
+
+
+def test_integers_go_where_their_model_goes() -> None:
+    """Where no fused step takes a model, its own layers are moved: what they hold goes along."""
+    for loaded in (tiny_model(int8=True), tiny_int4_model(offsets=True)):
+        moved = loaded.model.to("meta")
+        packed = [module.packed for module in moved.modules() if isinstance(module, (Int8Linear, Int4Linear))]
+        tensors = [value for each in packed for value in vars(each).values() if isinstance(value, torch.Tensor)]
+        assert len(packed) == 15
+        assert {tensor.device.type for tensor in tensors} == {"meta"}
+
+
+@pytest.mark.parametrize("four", [False, True])
+def test_guessed_tokens_change_nothing(four: bool) -> None:
+    """Guesses are rows of a step, which no graph takes; what is right is accepted, what is wrong is forgotten."""
+    loaded = tiny_int4_model(num_hidden_layers=1) if four else tiny_model(int8=True, num_hidden_layers=1)
+    params = {"logit_bias": {8: 40.0, 9: 40.0}, "temperature": 0.8, "seed": 3, "max_tokens": 8}
+    prompt = [8, 9, 8, 8, 9, 9]
+    expected = answers(device_engine(loaded), [prompt], **params)
+    engine = device_engine(loaded, speculate="lookup")
+    assert engine.speculation is not None
+    engine.speculation.costs.seconds[:] = [1.0 + 0.01 * rows for rows in engine.speculation.costs.rows]
+    assert answers(engine, [prompt], **params) == expected
+    stats = engine.stats()
+    assert 0 < stats.spec_decode_num_accepted_tokens < stats.spec_decode_num_draft_tokens
