@@ -42,7 +42,7 @@ def generate(
     ] = None,
     kv_dtype: KvDtype = "auto",
     device: Device = "cpu",
-    speculate: Speculate = "off",
+    speculate: Speculate = "forced",
     overrides: EngineSet = None,
     samples: Annotated[int, typer.Option(min=0, help="Write so many texts to --out, each sampled by itself.")] = 0,
     out: Annotated[Path | None, typer.Option(help="Folder of the --samples: a source of training text.")] = None,
@@ -240,7 +240,7 @@ def bench_engine(
     runs: Runs = 5,
     kv_dtype: KvDtype = "auto",
     device: Device = "cpu",
-    speculate: Speculate = "off",
+    speculate: Speculate = "forced",
     overrides: EngineSet = None,
     json_file: Json = None,
 ) -> None:

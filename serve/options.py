@@ -14,7 +14,7 @@ KvDtype = Annotated[
     typer.Option(help="How the KV cache is kept: int8 holds nearly four times the tokens, long contexts run faster."),
 ]
 Speculate = Annotated[
-    Literal["off", "lookup"],
+    Literal["off", "forced", "lookup"],
     typer.Option(help="Guess tokens that stood in prompt or answer before, and check several at once; none changes."),
 ]
 Device = Annotated[

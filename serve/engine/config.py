@@ -12,7 +12,7 @@ from penjing.core.config import Config
 AdapterName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_-]{0,62}$")]
 KvDtype = Literal["auto", "float32", "float16", "bfloat16", "int8"]
 Device = Literal["auto", "cpu", "cuda"]
-Speculate = Literal["off", "lookup", "draft"]
+Speculate = Literal["off", "forced", "lookup", "draft"]
 AttentionKind = Literal["full", "window+blocks"]
 
 
@@ -102,9 +102,10 @@ class EngineConfig(Config):
     )
 
     speculate: Speculate = Field(
-        default="off",
-        description="Guess the next tokens of answers and check several in one step; no token changes. lookup: what "
-        "followed the same tokens in prompt or answer before, and what the form of a guided answer forces. draft: "
+        default="forced",
+        description="Guess the next tokens of answers and check several in one step; no token changes. forced: what "
+        "the form of a guided answer leaves no choice about, on a CPU. lookup: also what followed the same tokens in "
+        "prompt or answer before. draft: "
         "also what the network in `draft` guesses where these know nothing better. How many are checked follows from "
         "what they cost and how often they come true, none where that does not pay.",
     )

@@ -237,11 +237,11 @@ class LLMEngine:
         )
 
     def _compute(self, batch: Batch) -> list[RequestOutput]:
-        masks = self._start_masks(batch)
+        held, masks = self._start_masks(batch)
         try:
             scores, ready = self.runner.run(batch, self._largest_suffices(batch))
         finally:
-            errors = {sequence: future.exception() for sequence, future in masks.items()}
+            errors = dict(zip(held, masks.result(), strict=True)) if masks is not None else {}
         numbers, checked = without_drafts(ready)
         ready = [ready[number] for number in numbers]
         choices = choose_rows(self._wanted(ready), scores, numbers)
@@ -323,15 +323,15 @@ class LLMEngine:
                 wanted.append(answer.wanted())
         return wanted
 
-    def _start_masks(self, batch: Batch) -> dict[Sequence, Future[None]]:
-        """Compute on another thread what may come next in the answers of `batch` that are held to a form."""
+    def _start_masks(self, batch: Batch) -> tuple[list[Sequence], Future[list[RequestError | None]] | None]:
+        """The sequences of `batch` that are held to a form; what may come next there is computed on another thread."""
         wanted = {
             sequence: constraint
             for sequence, num_tokens in batch.chunks
             if (constraint := self._answers[sequence].constraint) is not None
             and sequence.num_computed_tokens + num_tokens == len(sequence.token_ids)
         }
-        return dict(zip(wanted, self.constraints.start(list(wanted.values())), strict=True)) if wanted else {}
+        return list(wanted), self.constraints.start(list(wanted.values())) if wanted else None
 
     def _largest_suffices(self, batch: Batch) -> bool:
         """Whether the largest logit of each row is all that `batch` needs."""

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Protocol
 
 from penjing.serve.engine.answer import Answer
 from penjing.serve.engine.sequence import Sequence
 from penjing.serve.speculate.acceptance import Acceptance, Shares
-from penjing.serve.speculate.drafter import FIRST_CONFIDENCE, NO_DRAFT, Draft, Drafter
+from penjing.serve.speculate.drafter import FIRST_CONFIDENCE, NO_DRAFT, Draft, Drafter, Silent
 from penjing.serve.speculate.forced import ForcedDrafter
 from penjing.serve.speculate.lookup import LookupDrafter
 from penjing.serve.speculate.rows import StepCosts, share_rows
@@ -22,7 +22,7 @@ MOST_OF_NETWORK = 6  # it was trained to guess some tokens ahead
 AGAIN = 0.5  # of guesses that follow a right one are right, by the network of SmolLM2
 SURE = 1.0  # tokens that an answer's own words promise, above which the network is not asked
 
-DRAFTERS = {"lookup": LookupDrafter}
+DRAFTERS: dict[str, Callable[[list[int]], Drafter]] = {"lookup": LookupDrafter, "forced": lambda _: Silent()}
 
 
 class Network(Protocol):
@@ -41,34 +41,38 @@ class Speculation:
         costs: of steps on this machine.
         network: guesses too, for answers that are free; what an answer's own tokens or form tell goes before where it
             is likelier.
+        lookup: guess by an answer's own tokens; else only what forms force.
     """
 
-    def __init__(self, costs: StepCosts, network: Network | None = None) -> None:
+    def __init__(self, costs: StepCosts, network: Network | None = None, *, lookup: bool = True) -> None:
         self.costs = costs
+        self._lookup = lookup
         self._network, self._worth = network, Worth()
         self._hidden: dict[Sequence, Tensor] = {}
-        self._make = DRAFTERS["lookup"]
         # Greedy answers repeat themselves more than sampled ones.
         self._shares = {True: Shares(), False: Shares()}
         self._guessing: dict[Sequence, _Guessing] = {}
 
     def propose(self, running: Iterable[Sequence], answer_of: Mapping[Sequence, Answer]) -> dict[Sequence, list[int]]:
         """Tokens to check behind the last one of those of `running` that have begun and lack their next token alone."""
-        answers = [
+        writing = [
             answer_of[sequence]
             for sequence in running
             if sequence.num_output_tokens and sequence.num_computed_tokens + 1 == len(sequence.token_ids)
         ]
+        answers = writing if self._lookup else [answer for answer in writing if answer.constraint is not None]
+        if not answers:
+            return {}
         guessing = [self._guessing.get(answer.sequence) or self._begin(answer) for answer in answers]
         chances = [
             each.guess(min(answer.room - 1, MOST_GUESSES)) for each, answer in zip(guessing, answers, strict=True)
         ]
         unsure = [answer for answer, row in zip(answers, chances, strict=True) if sum(row) < SURE]
-        offered, seconds = self._ask_network(unsure, len(answers))
+        offered, seconds = self._ask_network(unsure, len(writing))
         for number, (answer, each) in enumerate(zip(answers, guessing, strict=True)):
             if answer.sequence in offered:
                 chances[number] = each.weigh(offered[answer.sequence], chances[number], answer.room - 1)
-        counts = share_rows(chances, len(answers), self.costs) if any(chances) else [0] * len(answers)
+        counts = share_rows(chances, len(writing), self.costs) if any(chances) else [0] * len(answers)
         if offered:
             taken = [
                 chance
@@ -76,7 +80,7 @@ class Speculation:
                 if each.draft.kinds and each.draft.kinds[0] >= FIRST_CONFIDENCE
                 for chance in row[:count]
             ]
-            self._worth.note(saved_seconds(taken, len(answers), self.costs), seconds)
+            self._worth.note(saved_seconds(taken, len(writing), self.costs), seconds)
         return {
             answer.sequence: each.draft.token_ids[:count]
             for answer, each, count in zip(answers, guessing, counts, strict=True)
@@ -111,7 +115,7 @@ class Speculation:
         return dict(zip(free, drafts, strict=True)), once * len(drafts[0].token_ids)
 
     def _begin(self, answer: Answer) -> _Guessing:
-        drafter: Drafter = self._make(answer.sequence.token_ids)
+        drafter = DRAFTERS["lookup" if self._lookup else "forced"](answer.sequence.token_ids)
         if answer.constraint is not None:
             drafter = ForcedDrafter(answer.constraint, drafter)
         made = self._guessing[answer.sequence] = _Guessing(

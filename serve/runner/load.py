@@ -24,6 +24,7 @@ from penjing.serve.runner.parallel_runner import ParallelRunner, cached_model, c
 from penjing.serve.runner.ranks import Workers
 from penjing.serve.runner.runner import Runner
 from penjing.serve.speculate.network import DraftNetwork, head_rows
+from penjing.serve.speculate.rows import USUAL_COSTS
 
 
 def load_engine(folder: Path, config: EngineConfig | None = None) -> LLMEngine:
@@ -70,8 +71,14 @@ def make_engine(
     config = resolve(config, cached_model(config, loaded.config), available)
     runner = make_runner(loaded.model, config, adapters, workers)
     network = None if config.draft is None else load_network(config.draft, loaded, runner)
-    speculation = None if config.speculate == "off" else Speculation(measure_costs(runner, config), network)
-    return LLMEngine(loaded, config, runner, speculation)
+    return LLMEngine(loaded, config, runner, _speculation(config, runner, network))
+
+
+def _speculation(config: EngineConfig, runner: ModelRunner, network: DraftNetwork | None) -> Speculation | None:
+    if config.speculate in ("lookup", "draft"):
+        return Speculation(measure_costs(runner, config), network)
+    # On a device steps of one row an answer are replayed from a graph; whether others pay there is not known.
+    return Speculation(USUAL_COSTS, lookup=False) if config.speculate == "forced" and config.device == "cpu" else None
 
 
 def load_network(folder: Path, loaded: LoadedModel, runner: ModelRunner) -> DraftNetwork:

@@ -32,3 +32,10 @@ class Drafter(Protocol):
     def draft(self, most: int) -> Draft:
         """At most `most` tokens that may follow the answer's last one; NO_DRAFT where nothing is likely."""
         ...
+
+
+class Silent:
+    """Guesses nothing."""
+
+    def draft(self, most: int) -> Draft:
+        return NO_DRAFT

@@ -177,7 +177,8 @@ def test_lookup_checks_several_tokens_a_step_where_the_answer_repeats_itself(loa
     assert stats.spec_decode_num_accepted_tokens > 10
 
 
-def test_forced_tokens_of_a_form_are_checked_in_one_step() -> None:
+@pytest.mark.parametrize("speculate", ["forced", "lookup"])
+def test_forced_tokens_of_a_form_are_checked_in_one_step(speculate: str) -> None:
     pytest.importorskip("llguidance")
     schema = {
         "type": "object",
@@ -187,9 +188,10 @@ def test_forced_tokens_of_a_form_are_checked_in_one_step() -> None:
     }
     params = {"guided": {"kind": "json_schema", "value": schema}, "max_tokens": 200}
     loaded = tiny_model()
-    plain, engine = tiny_engine(loaded), tiny_engine(loaded, speculate="lookup")
+    plain, engine = tiny_engine(loaded, speculate="off"), tiny_engine(loaded, speculate=speculate)
     assert engine.speculation is not None
-    engine.speculation.costs.seconds[:] = [1.0 + 0.01 * rows for rows in engine.speculation.costs.rows]
+    if speculate == "lookup":
+        engine.speculation.costs.seconds[:] = [1.0 + 0.01 * rows for rows in engine.speculation.costs.rows]
     for choice in ({"temperature": 0.0}, {"seed": 3}, {"seed": 4, "n": 2, "logprobs": 2}):
         sampling = SamplingParams.from_json(params | choice)
         expected, found = (answers_of(each, [Request("r", [1, 2], sampling)]) for each in (plain, engine))
@@ -198,6 +200,13 @@ def test_forced_tokens_of_a_form_are_checked_in_one_step() -> None:
     stats = engine.stats()
     assert stats.spec_decode_num_accepted_tokens > 0.6 * stats.generation_tokens
     assert stats.num_steps < 0.6 * plain.stats().num_steps
+
+
+def test_by_default_only_what_a_form_forces_is_guessed(loaded: LoadedModel) -> None:
+    engine = tiny_engine(loaded)
+    generate(engine, [5, 6, 7], temperature=0.0, max_tokens=60, ignore_eos=True, logit_bias={8: 40.0, 9: 40.0})
+    assert engine.stats().spec_decode_num_draft_tokens == 0
+    assert tiny_engine(loaded, speculate="off").speculation is None
 
 
 def always_guessing(monkeypatch: pytest.MonkeyPatch, guessed: list[int], **settings: Any) -> LLMEngine:
