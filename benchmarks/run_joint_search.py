@@ -9,9 +9,9 @@
     python benchmarks/run_joint_search.py --width 8 --training 600 --images 1024 --healing 100 --heal 4 --random 0 \\
         --combinations 24 --test-images 4000 --folder build/joint       # three seeds, also of the training; short
 
-    python benchmarks/run_joint_search.py --width 8 --training 300 --images 512 --healing 60 --heal 3 --random 0 \\
-        --combinations 24 --widths 0.875 0.75 0.625 0.5 0.375 --round-to 1 --budget 0.24 --only-bits 8 \\
-        --folder build/joint                            # three seeds beside uniform pruning and uniform INT8 alone
+    python benchmarks/run_joint_search.py --width 8 --training 300 --images 512 --healing 40 --heal 1 --second 0 \\
+        --random 0 --combinations 16 --widths 0.875 0.75 0.625 0.5 0.375 --round-to 1 --budget 0.24 --only-bits 8 \\
+        --test-images 4000 --folder build/joint         # three seeds beside uniform pruning and uniform INT8 alone
 
 With `--heal N` the search itself heals N points, uniform choices and what it finds beside them, and goes round again
 ([heal]); the search's best is then chosen by what it measured after healing.
@@ -70,6 +70,7 @@ def main() -> int:
     parser.add_argument("--images", type=int, default=2048, help="training images; half of them judge")
     parser.add_argument("--healing", type=int, default=2814, help="steps of distillation; INT8 is calibrated after it")
     parser.add_argument("--heal", type=int, default=0, help="points that the search heals in each round; 0: none")
+    parser.add_argument("--second", type=int, help="points of the second round, in place of as many; 0: no such round")
     parser.add_argument("--width", type=int, help="of networks that are trained here, one for each seed")
     parser.add_argument("--training", type=int, default=5625, help="steps of their training")
     parser.add_argument("--test-images", type=int, default=10_000, help="that accuracy is measured on")
@@ -142,7 +143,8 @@ def measure(model: Path, folder: Path, arguments: argparse.Namespace, seed: int)
     if arguments.budget:
         search["budget"] = arguments.budget
     if arguments.heal:
-        counts = {"points": arguments.heal, "second": arguments.heal, "steps": arguments.healing}
+        second = arguments.heal if arguments.second is None else arguments.second
+        counts = {"points": arguments.heal, "second": second, "steps": arguments.healing}
         search["heal"] = counts | {"uniform": True}
     path = folder / f"{arguments.cost}-{seed}.toml"
     path.write_text(dump_toml(search))

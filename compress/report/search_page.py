@@ -92,16 +92,7 @@ COSTS = {
 KINDS = {"width": "widths", "bits": "bits", "layer": "layers and their widths", "attention": "attention"}
 ROW_CELLS = """<td>{{ share }}</td><td>{{ measured }}</td><td>{{ predicted }}</td>
 {% if healed is not none %}<td>{{ healed }}</td>{% endif %}{% for each in options %}<td>{{ each }}</td>{% endfor %}"""
-ALONE = {
-    "of_8_bits": "layers of 8 bits",
-    "of_4_bits": "layers of 4 bits",
-    "of_attention": "attentions",
-    "convolutions_32": "floating convolutions",
-    "convolutions_8": "convolutions of 8 bits",
-    "linear_32": "floating linear layers",
-    "linear_8": "linear layers of 8 bits",
-}
-BORDERS = {"to_integers": "becomes an integer", "from_integers": "ceases to be one"}
+ALONE = {"of_its_time": "the layers", "of_attention": "attentions"}
 MOST_COLUMNS = 24  # choices; where there are more, a row names those that are not the network as it is
 SMALLEST = 1e-6  # what is below is drawn there, for a logarithm has no zero
 
@@ -195,7 +186,7 @@ def _coefficient(name: str, value: float) -> str:
         return f"{_milliseconds(value)} ms a layer"
     if name in ALONE:
         return f"{_number(value)} times what {ALONE[name]} take alone"
-    return f"{_number(1e9 * value)} ns for each number that {BORDERS[name]}"
+    return f"{_number(1e9 * value)} ns for each number that becomes an integer or ceases to be one"
 
 
 def _milliseconds(seconds: float) -> str:

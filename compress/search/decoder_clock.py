@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from penjing.compress.decoder.settings import Int8Settings
-from penjing.compress.search.latency import Choice, TimedLayer, clock_of
-from penjing.compress.search.recipe import GONE, PACKED, STORED, Workload
+from penjing.compress.search.latency import LAYERS, Choice, TimedLayer, clock_of
+from penjing.compress.search.recipe import GONE, PACKED, Workload
 from penjing.compress.search.space import OfLayer, Space
 from penjing.core.errors import ConfigError, SetupError
 from penjing.core.models.config import DecoderConfig
@@ -35,8 +35,7 @@ from penjing.kernels.step_layers import LayerWeights
 
 K = TypeVar("K")
 LAYER = "a_layer"  # what is around the products of a layer that stays
-KINDS = {STORED: "of_8_bits", PACKED: "of_4_bits", None: "of_attention"}
-"""Bits of a layer, None for attention → the coefficient of its seconds alone."""
+ATTENTION = "of_attention"
 BLOCK = 16  # tokens of a block of the key-value cache, as the engine's default
 
 
@@ -122,11 +121,11 @@ class DecoderClock:
         parts = []
         for variables, of in zip(self.variables, cases, strict=True):
             sizes = [len(self.space.variables[each].options) for each in variables.scope]
-            kinds = {name: np.zeros(sizes) for name in KINDS.values()} | {LAYER: np.zeros(sizes)}
+            kinds = {name: np.zeros(sizes) for name in (LAYERS, ATTENTION, LAYER)}
             for case, shape in of.items():
                 if shape is not None:
-                    kinds[KINDS[shape.bits]][case] = sum(linear[shape.inner, shape.bits].values())
-                    kinds[KINDS[None]][case], kinds[LAYER][case] = attention[self._keys(shape)], 1.0
+                    kinds[LAYERS][case] = sum(linear[shape.inner, shape.bits].values())
+                    kinds[ATTENTION][case], kinds[LAYER][case] = attention[self._keys(shape)], 1.0
             parts.append(TimedLayer(variables.scope, kinds))
         entries = [
             {"layer": name, "inner": inner, "bits": bits, "keys": None, "seconds": value}

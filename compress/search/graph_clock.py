@@ -34,7 +34,7 @@ from penjing.compress.prune.subject import Subject
 from penjing.compress.quantize.targets import GraphSettings
 from penjing.compress.quantizers.onnx import quantization_for
 from penjing.compress.samples.data import Samples
-from penjing.compress.search.latency import Choice, TimedLayer, clock_of
+from penjing.compress.search.latency import BORDERS, LAYERS, Choice, TimedLayer, clock_of
 from penjing.compress.search.recipe import STORED, Workload
 from penjing.compress.search.space import Space, Weighted
 from penjing.core.errors import InputError
@@ -44,8 +44,6 @@ from penjing.core.runtime.onnx_runtime import open_graph
 from penjing.core.runtime.timing import interleaved
 
 OPSET = 21
-TO_INTEGERS, FROM_INTEGERS = "to_integers", "from_integers"
-KINDS = ("convolutions_32", "convolutions_8", "linear_32", "linear_8")
 TURN = 0.002  # seconds that a layer is called for in each round: one call is too short to be told from the clock
 
 
@@ -112,10 +110,10 @@ class GraphClock:
         seconds = self._alone(singles, rounds, progress)
         parts = []
         for scope, cases in found:
-            kinds = {name: np.zeros([len(self.space.variables[each].options) for each in scope]) for name in KINDS}
+            taken = np.zeros([len(self.space.variables[each].options) for each in scope])
             for case, single in cases.items():
-                kinds[_kind(single)][case] = seconds[single]
-            parts.append(TimedLayer(scope, kinds))
+                taken[case] = seconds[single]
+            parts.append(TimedLayer(scope, {LAYERS: taken}))
         parts += self._borders(network, layers)
         entries = [
             {"weight": "×".join(map(str, each.weight)), "bits": each.bits, "seconds": seconds[each]} for each in singles
@@ -211,15 +209,16 @@ class GraphClock:
                     continue
                 scope = tuple(sorted({layer.bits, other.bits, *layer.columns}))
                 numbers = float(read.meta["val"].numel()) * layer.inputs_left(self.space.variables, scope)
-                reads, makes = (self._eight(each, scope) for each in (layer.bits, other.bits))
-                kinds = {TO_INTEGERS: numbers * (reads & ~makes), FROM_INTEGERS: numbers * (makes & ~reads)}
-                parts.append(TimedLayer(scope, kinds))
+                parts.append(TimedLayer(scope, {BORDERS: numbers * self._apart(layer.bits, other.bits, scope)}))
         return parts
 
-    def _eight(self, variable: int, scope: tuple[int, ...]) -> NDArray[np.bool_]:
-        """Whether a layer has 8 bits, along the axis of its variable."""
-        bits = np.array(self.space.variables[variable].options)
-        return np.reshape(bits == STORED, [-1 if each == variable else 1 for each in scope])
+    def _apart(self, one: int, other: int, scope: tuple[int, ...]) -> NDArray[np.bool_]:
+        """Whether two layers differ in their bits, along the axes of their variables."""
+        bits = [
+            np.reshape(self.space.variables[number].options, [-1 if each == number else 1 for each in scope])
+            for number in (one, other)
+        ]
+        return np.asarray(bits[0] != bits[1])
 
     def _alone(self, singles: Sequence[Single], rounds: int, progress: Progress) -> dict[Single, float]:
         """Median seconds of each, without what a call of the runtime takes by itself."""
@@ -232,10 +231,6 @@ class GraphClock:
         times = interleaved(calls, rounds=rounds, seconds=TURN, now=self.now, done=progress.advance)
         empty, *own = map(median, times)
         return {single: max(each - empty, 0.0) for single, each in zip(singles, own, strict=True)}
-
-
-def _kind(single: Single) -> str:
-    return f"{'convolutions' if single.stride else 'linear'}_{single.bits}"
 
 
 def _made_by(node: Node, owners: Mapping[Node, Weighted]) -> list[Weighted]:

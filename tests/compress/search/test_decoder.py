@@ -173,8 +173,7 @@ def test_a_step_has_the_layers_of_its_combination(
     assert parts[1].scope == (1, 5)
     kinds = parts[1].kinds
     assert all((values[gone] == 0).all() for values in kinds.values())
-    assert (kinds["of_8_bits"][:gone] == [4, 0]).all()
-    assert (kinds["of_4_bits"][:gone] == [0, 4]).all()
+    assert (kinds["of_its_time"][:gone] == 4).all()
     assert (kinds["of_attention"][:gone] == 1).all()
     assert (kinds["a_layer"][:, 0] == [*([1] * gone), 0]).all()
     choice = (0, gone, 1, 0, 0, 0, 1, 1)

@@ -95,9 +95,8 @@ def test_windows_are_timed_by_the_keys_that_are_read(
     parts, table = clock.parts(3, Silent())
     assert [entry["keys"] for entry in table["entries"] if entry["layer"] == "attention"] == [41, 24, 8]
     assert [part.scope for part in parts] == [(0,), (1,), (2,), (3,)]
-    assert (parts[0].seconds == 4).all()
-    assert parts[0].attention is not None
-    assert (parts[0].attention == 1).all()
+    assert (parts[0].kinds["of_its_time"] == 4).all()
+    assert (parts[0].kinds["of_attention"] == 1).all()
     shapes = [clock.shape(layer, (0, 1, 2, 0)) for layer in range(4)]
     assert [shape.window for shape in shapes if shape is not None] == [None, 24, 8, None]
     logits, ids = clock.network((0, 1, 2, 0))()  # type: ignore[misc]

@@ -12,8 +12,9 @@ from penjing.compress.families.base import family_at
 from penjing.compress.graph.place import products
 from penjing.compress.graph.prepare import prepared
 from penjing.compress.recipe import load_recipe
-from penjing.compress.search import latency
-from penjing.compress.search.graph_clock import FROM_INTEGERS, TO_INTEGERS, GraphClock, Single, _model
+from penjing.compress.search import latency, search
+from penjing.compress.search.graph_clock import GraphClock, Single, _model
+from penjing.compress.search.latency import BORDERS
 from penjing.compress.search.recipe import Choices, Workload
 from penjing.compress.search.search import run_joint_search
 from penjing.compress.search.trial import Trials
@@ -50,12 +51,11 @@ def test_layers_have_the_shapes_of_the_pruned_network(
     first = next(single for single in timed if single.weight == (8, 3, 3, 3))
     assert first.inputs == (3, 3, 12, 12)
     assert (first.stride, first.padding, first.dilation) == ((1, 1), (0, 0), (1, 1))
-    border = next(part for part in parts if TO_INTEGERS in part.kinds and {2, 3} <= {*part.scope})
+    border = next(part for part in parts if BORDERS in part.kinds and {2, 3} <= {*part.scope})
     assert border.scope == (0, 2, 3)
-    whole, half = border.kinds[TO_INTEGERS]
-    assert whole.tolist() == [[0, 2400], [0, 0]]  # 3 images of 8 channels of 10 × 10, then of 4
-    assert half.tolist() == [[0, 1200], [0, 0]]
-    assert border.kinds[FROM_INTEGERS][0].tolist() == [[0, 0], [2400, 0]]
+    whole, half = border.kinds[BORDERS]
+    assert whole.tolist() == [[0, 2400], [2400, 0]]  # 3 images of 8 channels of 10 × 10, then of 4
+    assert half.tolist() == [[0, 1200], [1200, 0]]
 
 
 def test_layers_alone_and_whole_networks_run(tmp_path: Path, network: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -81,10 +81,18 @@ def test_a_layer_of_8_bits_is_computed_on_integers(tmp_path: Path) -> None:
 
 
 def test_a_graph_is_searched_by_latency(tmp_path: Path, network: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(latency, "DRAWN", 3)
+    def alone(clock: GraphClock, singles: list[Single], *_: object) -> dict[Single, float]:
+        return {each: 1e-9 * each.bits * np.prod(each.weight) for each in singles}
+
+    def timed(clock: GraphClock, choice: tuple[int, ...], *_: object) -> dict[str, float]:
+        return {"ratio": 1 - 0.05 * sum(choice), "start": 1e-3}
+
+    monkeypatch.setattr(GraphClock, "_alone", alone)
+    for module in (latency, search):
+        monkeypatch.setattr(module, "time_network", timed)
     lines = {"space": SPACE.replace("0.75, ", ""), "cost": '"latency"', "workload": "{ rounds = 3 }"}
     result = run_joint_search(write(tmp_path, network, combinations="8", **lines))
-    known = {"once", "convolutions_32", "convolutions_8", "linear_32", "linear_8", "to_integers", "from_integers"}
+    known = {"once", "of_its_time", "a_border"}
     assert result["latency"]["coefficients"].keys() == known
     assert result["whole"] > 0
     assert "The layers alone" in (tmp_path / "search/report.html").read_text()
