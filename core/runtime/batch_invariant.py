@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from penjing.core.vision.graph_eyes import GraphEyes
@@ -29,17 +28,6 @@ def apply_batch_invariance(model: nn.Module) -> None:
             model.set_submodule(name, invariant)
 
 
-class ImageLinear(nn.Linear):
-    """`nn.Linear` on (N, rows, in_features): each of the N is a product of its own.
-
-    A BLAS picks its loop order by the number of rows. Images have equally many, so that the bits of one are those that
-    it has alone, on as many threads; `kernels.linear`, which needs no such rule, takes 1.3 times as long.
-    """
-
-    def forward(self, input: Tensor) -> Tensor:
-        return torch.stack([F.linear(each, self.weight, self.bias) for each in input])
-
-
 class ImageConv2d(nn.Conv2d):
     """`nn.Conv2d` that computes images one by one."""
 
@@ -55,8 +43,9 @@ class ImageGraphEyes(GraphEyes):
 
 
 def apply_image_invariance(model: nn.Module) -> None:
-    """Turn every plain `nn.Linear`, `nn.Conv2d` and graph of a network of images into one that computes each image by
-    itself, with the same parameters, in place."""
-    kinds: dict[type, type] = {nn.Linear: ImageLinear, nn.Conv2d: ImageConv2d, GraphEyes: ImageGraphEyes}
+    """Make the bits of each image's result those that it has alone, with the same parameters, in place. Where no part
+    of the network is a graph, they do not depend on the number of torch's threads either: a BLAS may add up in another
+    order on two threads, `kernels.linear`, which takes 1.3 times as long on one, does not."""
+    kinds: dict[type, type] = {nn.Linear: BatchInvariantLinear, nn.Conv2d: ImageConv2d, GraphEyes: ImageGraphEyes}
     for layer in model.modules():
         layer.__class__ = kinds.get(type(layer), type(layer))

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from penjing.core.vision.graph_eyes import GraphEyes
 from penjing.core.vision.sight import Sight
 
 PART = 8  # pictures that go through the network at once on one thread: more gain nothing and take more memory
@@ -20,7 +21,8 @@ Rows = torch.Tensor
 
 
 class Eyes:
-    """A batch is shared out among threads, each of which computes its pictures in one pass of its own.
+    """A batch is shared out among threads, each of which computes its pictures in one pass of its own; a few pictures
+    share them all, unless the encoder is a graph.
 
     A picture's rows have the same bits in any company and on any number of threads.
 
@@ -37,11 +39,12 @@ class Eyes:
     def start(self, pictures: Sequence[Picture]) -> Sequence[Future[Rows]]:
         """Begin to compute (height, width, channels) uint8 each → (R, E) float32 each."""
         size = min(PART, -(-len(pictures) // self._threads))
+        alone = isinstance(self._sight.vision, GraphEyes)
         parts = [pictures[at : at + size] for at in range(0, len(pictures), size)] if pictures else []
         found = list[Future[Rows]]()
         for part in parts:
             waiting = [Future[Rows]() for _ in part]
-            self._pool.submit(self._compute, part, waiting)
+            self._pool.submit(self._compute, part, waiting, 1 if alone else max(1, self._threads // len(parts)))
             found += waiting
         return found
 
@@ -53,8 +56,9 @@ class Eyes:
         """The rows of each picture."""
         return [each.result() for each in self.start(pictures)]
 
-    def _compute(self, part: Sequence[Picture], waiting: Sequence[Future[Rows]]) -> None:
+    def _compute(self, part: Sequence[Picture], waiting: Sequence[Future[Rows]], threads: int) -> None:
         try:
+            torch.set_num_threads(threads)  # torch counts threads for each thread that asks it
             for future, rows in zip(waiting, self._sight.rows_of(part), strict=True):
                 future.set_result(rows.clone())  # no view, which would keep the others' memory
         except Exception as error:
@@ -64,6 +68,5 @@ class Eyes:
 
 
 def _begin_thread(nice: int) -> None:
-    torch.set_num_threads(1)  # torch counts threads for each thread that asks it
     with suppress(OSError):  # Linux has a priority for each thread; a machine may forbid to change it
         os.nice(nice)

@@ -147,9 +147,10 @@ def test_a_batch_has_the_bits_of_each_picture_alone(folder: Path) -> None:
     sight = load_sight_of(folder)
     pictures = [np.asarray(picture(seed)) for seed in range(11)]
     alone = [Eyes(sight, 1)([each])[0] for each in pictures]
-    for threads in (1, 2, 3):
+    for threads in (1, 2, 3, 16):  # of which one picture may use all
         together = Eyes(sight, threads)(pictures)
         assert all(one.equal(other) for one, other in zip(alone, together, strict=True))
+        assert Eyes(sight, threads)(pictures[:1])[0].equal(alone[0])
     assert Eyes(sight)([]) == []
     loaded = load_model(folder).sight
     assert loaded is not None
