@@ -14,6 +14,8 @@ from penjing.train.data.augment import coloured, erased, moved, zoomed
 from penjing.train.data.stream import Draw
 from penjing.train.objective.objective import IGNORED, Batch
 
+_TOGETHER = 1024
+
 
 @dataclass(frozen=True)
 class ImageSet:
@@ -44,8 +46,16 @@ class ImageSet:
 
     def statistics(self) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
         """Mean and standard deviation of each channel, (C,) each, of values in [0, 1]."""
-        values = self.images.astype(np.float32) / 255
-        return values.mean((0, 2, 3)), values.std((0, 2, 3))
+        channels = self.images.shape[1]
+        counts = np.zeros((channels, 256))  # of each value: exact, and no copy of all images as floats
+        for begin in range(0, len(self.images), _TOGETHER):
+            part = self.images[begin : begin + _TOGETHER]
+            for channel in range(channels):
+                counts[channel] += np.bincount(part[:, channel].ravel(), minlength=256)
+        shares, values = counts / counts.sum(1, keepdims=True), np.arange(256) / 255
+        mean = shares @ values
+        std = np.sqrt((shares * (values - mean[:, None]) ** 2).sum(1))
+        return mean.astype(np.float32), std.astype(np.float32)
 
 
 @dataclass(frozen=True)

@@ -1,12 +1,17 @@
-"""All images of a source in memory, as our own classifiers learn and are judged."""
+"""All images of a source at a network's size, as our own classifiers learn and are judged: decoded once, in memory, or
+in a file without a name where they would take more than half of what is free."""
 
 from __future__ import annotations
 
+import tempfile
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
-from penjing.core.errors import InputError, SetupError
+from penjing.core.cache import cache_dir
+from penjing.core.errors import InputError
+from penjing.core.files import check_room, writing
 from penjing.core.graph.config import Pixels, TensorSpec
 from penjing.core.memory import available_bytes
 from penjing.core.progress import Progress, megabytes
@@ -51,7 +56,7 @@ def load_images(
 
     Raises:
         InputError: see `open_source` and `Reader`; or it has no classes.
-        SetupError: the images do not fit into memory.
+        SetupError: the images fit neither into half of the memory nor on the disk.
     """
     source = open_source(settings)
     names = wanted.names or class_names(settings)
@@ -66,14 +71,9 @@ def load_images(
     if reader.targets is None:
         raise InputError(f"{source.where} has no classes, which a classifier needs; make a folder for each class")
     count = min(most, len(reader))
-    if (size := count * channels * height * width) > 0.5 * available_bytes():
-        raise SetupError(
-            f"{count} images of {height} × {width} take {megabytes(size)} of memory, "
-            f"{megabytes(available_bytes())} are available; take fewer or smaller ones"
-        )
     order = permute(np.arange(count, dtype=np.uint64), len(reader), 0)
     progress.start(f"reading images of {source.where}", -(-count // _TOGETHER))
-    images = np.empty((count, channels, height, width), np.uint8)
+    images = _room((count, channels, height, width), progress)
     labels = np.empty(count, np.int64)
     for begin in range(0, count, _TOGETHER):
         found, targets = reader.images(order[begin : begin + _TOGETHER])
@@ -81,3 +81,25 @@ def load_images(
         labels[begin : begin + len(found)] = targets
         progress.advance()
     return ImageSet(images, labels, len(names))
+
+
+def _room(shape: tuple[int, ...], progress: Progress) -> NDArray[np.uint8]:
+    """Room for images (N, C, H, W): memory, or a file that vanishes with this process.
+
+    Raises:
+        SetupError: the disk is full.
+    """
+    size = int(np.prod(shape))
+    if size <= 0.5 * available_bytes():
+        return np.empty(shape, np.uint8)
+    folder = cache_dir() / "images"
+    progress.note(
+        f"{shape[0]} images of {shape[2]} × {shape[3]} take {megabytes(size)}, more than half of the free memory: "
+        f"they are kept in a file in {folder}, which vanishes at the end"
+    )
+    with writing(folder / "images"):
+        folder.mkdir(parents=True, exist_ok=True)
+        check_room(folder / "images", size)
+        with tempfile.TemporaryFile(dir=folder) as file:
+            file.truncate(size)
+            return np.memmap(file, np.uint8, "r+", shape=shape)

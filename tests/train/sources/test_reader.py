@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
+from penjing.core import files
 from penjing.core.checkpoint.classifier_config import fitted_pixels
 from penjing.core.errors import ConfigError, InputError, SetupError
 from penjing.core.graph.config import Fit, Pixels, TensorSpec
@@ -24,7 +26,7 @@ from penjing.train.data.order import Order
 from penjing.train.data.stream import Draw, OrderedStream, one_pass, shuffled
 from penjing.train.objective.mixture import OTHERS, SHARES
 from penjing.train.objective.outputs import REAL
-from penjing.train.sources import decoders
+from penjing.train.sources import decoders, images
 from penjing.train.sources.images import Wanted, load_images
 from penjing.train.sources.mix import MixedSamples
 from penjing.train.sources.open import open_source
@@ -299,3 +301,22 @@ def test_samples_are_cut_out_of_their_files(tmp_path: Path) -> None:
     assert torch.equal(cut, again)
     alone = ReadSamples(reader, Augment(scale=0.3)).batch(Draw(np.arange(2, 3), np.ones(1, bool), random[2:3]))
     assert torch.equal(alone["input.0"], cut[2:3])
+
+
+def test_images_that_take_too_much_memory_lie_in_a_file_without_a_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PENJING_CACHE", str(tmp_path / "cache"))
+    given = SourceSettings(source=str(folder_of(tmp_path / "photos", {"cat": 5, "dog": 4})))
+    wanted = Wanted(fitted_pixels((10, 12), 3, "stretch", None, "bilinear"))
+    held = load_images(given, wanted, 0.0, "train", 9, Silent())
+    monkeypatch.setattr(images, "available_bytes", lambda: 100)
+    found = load_images(given, wanted, 0.0, "train", 9, Silent())
+    assert isinstance(found.images, np.memmap)
+    assert not isinstance(held.images, np.memmap)
+    assert np.array_equal(found.images, held.images)
+    assert np.array_equal(found.labels, held.labels)
+    assert list((tmp_path / "cache" / "images").iterdir()) == []
+    monkeypatch.setattr(files.shutil, "disk_usage", lambda _: SimpleNamespace(free=1000))
+    with pytest.raises(SetupError, match="the disk is full"):
+        load_images(given, wanted, 0.0, "train", 9, Silent())
