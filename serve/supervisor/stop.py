@@ -40,11 +40,12 @@ def stop(grpc_port: int = 8001, *, timeout: float = 30.0) -> None:
             if not any(map(state.is_running, ports)) and not (found.fleet_pid and state.lives(found.fleet_pid)):
                 for port in ports:
                     state.clean_up(port)
-                print(f"{_servers(ports)} has stopped", file=sys.stderr)
+                print(f"{_servers(ports)} {'has' if len(ports) == 1 else 'have'} stopped", file=sys.stderr)
                 return
             time.sleep(POLL_SECONDS)
-    raise ServerError(f"{_servers(ports)} (process {pid}) does not end; kill it")
+    raise ServerError(f"process {pid} of {_servers(ports)} does not end; kill it")
 
 
 def _servers(ports: list[int]) -> str:
-    return f"the server on gRPC port {', '.join(map(str, ports))}"
+    kind = "server on gRPC port" if len(ports) == 1 else "servers on gRPC ports"
+    return f"the {kind} {', '.join(map(str, ports))}"

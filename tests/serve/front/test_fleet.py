@@ -215,7 +215,7 @@ def test_a_supervisor_that_dies_is_started_again(fleet: ServedFleet) -> None:
     wait_until(lambda: (found := fleet.state) and found.models["llm:2"]["restarts"], 20, "the count of restarts")
 
 
-def test_a_stop_by_any_port_drains_all(fleet: ServedFleet) -> None:
+def test_a_stop_by_any_port_drains_all(fleet: ServedFleet, capsys: pytest.CaptureFixture[str]) -> None:
     ports = [model.config.grpc_port for model in fleet.plan.models]
     wait_until(fleet.is_ready, START_SECONDS, "readiness of all")
     with fleet.client("llm:1") as client:
@@ -227,6 +227,7 @@ def test_a_stop_by_any_port_drains_all(fleet: ServedFleet) -> None:
             pass
         assert stream.result.num_output_tokens == 2000
     ending.join(60)
+    assert f"the servers on gRPC ports {', '.join(map(str, sorted(ports)))} have stopped" in capsys.readouterr().err
     wait_until(lambda: fleet.process.poll() is not None, 30, "the end")
     assert fleet.process.returncode == 0
     assert not fleet_path(fleet.plan.port).exists()
