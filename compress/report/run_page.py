@@ -139,7 +139,8 @@ weight error is that of the weight alone. {% if q.layers | length > worst %}The 
 {% if q.differences %}
 <h3>Parity</h3>
 <p>The same inputs went through every implementation: “fake_quantized” is the network in floating point with every
-number rounded as the artifact rounds it, the others run the artifact itself.</p>
+number rounded as the artifact rounds it, “floating” (where it is listed) the same network without rounding; the others
+run the artifact itself.</p>
 <div class="wide"><table><tr><th>parity between</th><th>quantity</th><th>values</th><th>largest</th><th>mean</th>
 <th>same choice</th></tr>
 {% for row in q.differences %}<tr><td>{{ row.between | join(", ") }}</td><td>{{ row.quantity }}</td>
