@@ -102,6 +102,10 @@ def architecture_fields(config: DecoderConfig, source: str) -> dict[str, Any]:
     if config.model_type in ("mistral", "mixtral") and config.sliding_window is not None:
         values["attention.sliding_window"] = config.sliding_window
     scaling = config.rope_scaling
+    if scaling.rope_type == "longrope":
+        raise InputError(
+            f"{source}: rotary scaling 'longrope' is not written as GGUF; penjing serves the artifact as it is"
+        )
     if scaling.rope_type == "linear":
         values |= {"rope.scaling.type": "linear", "rope.scaling.factor": float(scaling.factor)}
     if scaling.rope_type == "yarn":

@@ -11,6 +11,7 @@ from penjing.core.checkpoint.decoder import Checkpoint
 from penjing.core.errors import InputError
 from penjing.core.folded.families import Fold, fold_from_hf
 from penjing.core.models.config import DecoderConfig
+from penjing.core.models.rope import yarn_magnitudes
 
 _QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 _MLP = ("mlp.gate_proj", "mlp.up_proj")
@@ -55,7 +56,10 @@ class FoldedCheckpoint(Checkpoint):
         heads = leaf.startswith(("self_attn.q_", "self_attn.k_"))
         if heads and self._order is not None:
             many = 1 if norm and config.qk_norm_over == "head" else -1
-            wide = wide.reshape(many, config.head_dim, *wide.shape[1:])[:, self._order].reshape(wide.shape)
+            split = wide.reshape(many, config.head_dim, *wide.shape[1:])[:, self._order]
+            # What a scaling multiplies rotated queries and keys by reaches the dimensions that stand still, too.
+            split[:, self._order >= (fold.rotary or config.head_dim)] /= yarn_magnitudes(config.rope_scaling)[0]
+            wide = split.reshape(wide.shape)
         factor = 1.0
         if leaf == ("self_attn.q_norm.weight" if config.qk_norm else "self_attn.q_proj.weight") or (
             leaf == "self_attn.q_proj.bias" and not config.qk_norm

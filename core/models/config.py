@@ -24,19 +24,17 @@ Flag = Annotated[bool, Strict()]
 
 
 class RopeScaling(Config):
-    """Rotary frequency scaling: Llama 3 (`llama3`), `linear`, `yarn`, or none (`default`)."""
+    """Rotary frequency scaling: Llama 3 (`llama3`), `linear`, `yarn`, `longrope`, or none (`default`)."""
 
-    rope_type: Literal["default", "linear", "llama3", "yarn"] = Field(default="default", description="Kind of scaling.")
+    rope_type: Literal["default", "linear", "llama3", "yarn", "longrope"] = Field(
+        default="default", description="Kind of scaling."
+    )
     factor: Number = Field(default=1.0, gt=0, description="By how much the context grows.")
     low_freq_factor: Number = Field(
-        default=1.0,
-        gt=0,
-        description="Of llama3: the original context over this is the wavelength from which all is divided.",
+        default=1.0, gt=0, description="Of llama3: from the original context over this on, all is divided."
     )
     high_freq_factor: Number = Field(
-        default=4.0,
-        gt=0,
-        description="Of llama3: the original context over this is the wavelength up to which nothing changes.",
+        default=4.0, gt=0, description="Of llama3: up to the original context over this, nothing changes."
     )
     original_max_position_embeddings: Whole = Field(default=8192, gt=0, description="Context in tokens before scaling.")
     beta_fast: Number = Field(
@@ -52,11 +50,12 @@ class RopeScaling(Config):
     attention_factor: Number | None = Field(
         default=None,
         ge=0,
-        description="Of yarn: what rotated queries and keys are multiplied by. When left out: it follows from factor.",
+        description="Of yarn, longrope: what rotated queries and keys are multiplied by. Left out: by factor; 1.",
     )
     truncate: Flag = Field(
         default=True, description="Of yarn: whether the pairs between which it blends are rounded to whole ones."
     )
+    short_factor: tuple[Number, ...] = Field(default=(), description="Of longrope: divisors of the pairs' frequencies.")
 
 
 class MoEConfig(Config):
@@ -256,6 +255,8 @@ class DecoderConfig(Config):
             )
         if self.head_dim % 2:
             raise ValueError(f"head_dim={self.head_dim} must be even for the rotary embedding")
+        if self.rope_scaling.rope_type == "longrope" and min(self.rope_scaling.short_factor, default=0) <= 0:
+            raise ValueError("short_factor must be numbers above 0, one for each pair of dimensions")
         return self
 
     @model_validator(mode="after")

@@ -85,6 +85,7 @@ _SCALING_FIELDS = {
         "attention_factor",
         "truncate",
     ),
+    "longrope": ("short_factor", "original_max_position_embeddings", "attention_factor"),
 }
 _SCALING_OPTIONAL = ("beta_fast", "beta_slow", "mscale", "mscale_all_dim", "attention_factor", "truncate")
 
@@ -299,6 +300,11 @@ def _rope_scaling(rope: dict[str, Any], source: str) -> dict[str, Any]:
     if not isinstance(rope_type, str) or rope_type not in _SCALING_FIELDS:
         known = ", ".join(_SCALING_FIELDS)
         raise InputError(f"{source}: rotary scaling {rope_type!r} is not supported; supported: {known}")
+    if rope_type == "longrope" and rope.get("long_factor") != rope.get("short_factor"):
+        raise InputError(
+            f"{source}: long_factor differs from short_factor: longrope is served within its original context alone, "
+            "which 'penjing import' makes of Phi-3"
+        )
     given = {name for name in rope if rope[name] is not None}
     used = [name for name in _SCALING_FIELDS[rope_type] if name in given or name not in _SCALING_OPTIONAL]
     if missing := [name for name in used if name not in given]:
@@ -310,7 +316,8 @@ def _rope_scaling_to_hf(scaling: RopeScaling) -> dict[str, Any]:
     used = _SCALING_FIELDS[scaling.rope_type]
     optional = [name for name in _SCALING_OPTIONAL if not name.startswith("beta_")]  # those have one default everywhere
     left_out = {name for name in optional if getattr(scaling, name) == getattr(RopeScaling(), name)}
-    return {"rope_type": scaling.rope_type, **{name: getattr(scaling, name) for name in used if name not in left_out}}
+    values = {"rope_type": scaling.rope_type, **{name: getattr(scaling, name) for name in used if name not in left_out}}
+    return values | ({"long_factor": scaling.short_factor} if scaling.rope_type == "longrope" else {})
 
 
 def _window(values: dict[str, Any], model_type: str, source: str) -> dict[str, Any]:

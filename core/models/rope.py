@@ -8,6 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from penjing.core.errors import InputError
 from penjing.core.models.config import DecoderConfig, RopeScaling, Rotary
 from penjing.kernels.rotary import rotary_cos_sin
 
@@ -21,7 +22,8 @@ def inverse_frequencies(config: DecoderConfig) -> torch.Tensor:
 
     `linear` divides all by the factor. `llama3` (Llama 3.1, https://arxiv.org/abs/2407.21783) and `yarn`
     (https://arxiv.org/abs/2309.00071) divide only those whose wavelength is long against the original context, and
-    blend between: by the number of turns, or by the index of the pair.
+    blend between: by the number of turns, or by the index of the pair. `longrope` (https://arxiv.org/abs/2402.13753)
+    divides each by a number of its own, here by those of the original context.
     """
     if config.layer_rotary is None:
         return _filled(config, _main_frequencies(config))
@@ -61,6 +63,11 @@ def _main_frequencies(config: DecoderConfig) -> Tensor:
         return frequency
     if scaling.rope_type == "linear":
         return frequency / scaling.factor
+    if scaling.rope_type == "longrope":
+        if len(scaling.short_factor) != len(frequency):
+            many = len(scaling.short_factor)
+            raise InputError(f"short_factor of longrope has {many} numbers for {len(frequency)} pairs of dimensions")
+        return frequency / torch.tensor(scaling.short_factor, dtype=torch.float32, device="cpu")
     if scaling.rope_type == "yarn":
         kept = _yarn_kept(config, size)
     else:
@@ -89,8 +96,10 @@ def _yarn_kept(config: DecoderConfig, size: int) -> torch.Tensor:
 
 
 def yarn_magnitudes(scaling: RopeScaling) -> tuple[float, float]:
-    """(factor of rotated queries and keys, factor of all queries) under `yarn`; ones otherwise. The second is for
-    latent attention alone."""
+    """(factor of rotated queries and keys, factor of all queries) under `yarn` and `longrope`; ones otherwise. The
+    second is for latent attention alone."""
+    if scaling.rope_type == "longrope":
+        return scaling.attention_factor or 1.0, 1.0
     if scaling.rope_type != "yarn":
         return 1.0, 1.0
 

@@ -234,6 +234,7 @@ def dequantized(checkpoint: Checkpoint) -> Decoder:
         ),
         ({"rope_scaling": YARN | {"attention_factor": 1.0}}, "'yarn' with attention_factor=1.0 has no place in GGUF"),
         ({"rope_scaling": YARN | {"truncate": False}}, "with truncate=False"),
+        ({"rope_scaling": {"rope_type": "longrope", "short_factor": (1.0,) * 8}}, "'longrope' is not written as GGUF"),
     ],
 )
 def test_what_gguf_cannot_say_is_refused_by_name(tmp_path: Path, overrides: dict[str, Any], message: str) -> None:

@@ -37,6 +37,13 @@ YARN = {
     "original_max_position_embeddings": 64,
     "attention_factor": 1.2,
 }
+LONGROPE: dict[str, Any] = {
+    "rope_type": "longrope",
+    "rope_theta": 1e4,
+    "short_factor": [1.0, 1.1, 1.25, 1.5, 2.0, 2.5],
+    "long_factor": [1.5, 2.0, 4.0, 8.0, 16.0, 30.0],
+    "original_max_position_embeddings": 64,
+}
 PARTIAL = {"rope_theta": 10000.0, "rope_type": "default", "partial_rotary_factor": 0.5}
 CASES: dict[str, tuple[str, dict[str, Any], str]] = {
     "gemma3": ("gemma3_text", {"head_dim": 16, "sliding_window": 12, "sliding_window_pattern": 3}, "penjing"),
@@ -85,6 +92,17 @@ CASES: dict[str, tuple[str, dict[str, Any], str]] = {
     ),
     "phi3": ("phi3", {}, "llama"),
     "phi3_window": ("phi3", {"sliding_window": 11}, "mistral"),
+    "phi3_longrope": ("phi3", {"rope_parameters": LONGROPE, "original_max_position_embeddings": 64}, "llama"),
+    "phi3_longrope_partial": (
+        "phi3",
+        {
+            "rope_parameters": LONGROPE
+            | {name: LONGROPE[name][:3] for name in ("short_factor", "long_factor")}
+            | {"partial_rotary_factor": 0.5},
+            "original_max_position_embeddings": 64,
+        },
+        "penjing",
+    ),
     "phi3_partial": ("phi3", {"rope_parameters": PARTIAL}, "penjing"),
     "exaone4": ("exaone4", {"sliding_window": 10}, "penjing"),
     "exaone4_full": ("exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 4}, "penjing"),
@@ -146,7 +164,12 @@ def test_what_transformers_reads_again_is_the_same(tmp_path: Path, tiny_checkpoi
         ("gemma3", {"hidden_activation": "silu"}, "activation 'silu' of gemma3_text is not supported"),
         ("gemma3", {"architectures": ["Gemma3TextModel"]}, "take a Gemma3ForCausalLM folder"),
         ("granite", {"logits_scaling": 0}, "logits_scaling must be a positive number"),
-        ("phi3", {"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4}}, "'longrope' is not supported"),
+        (
+            "phi3",
+            {"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4}},
+            "lacks short_factor",
+        ),
+        ("phi3_longrope", {"rope_parameters": LONGROPE | {"short_factor": [1.0, 2.0]}}, "short_factor has 2 numbers"),
         ("smollm3", {"no_rope_layers": [1]}, "no_rope_layers must have a number for each of 4"),
         ("glm4", {"rope_parameters": None, "partial_rotary_factor": 0.1}, "is no even number"),
         ("olmo3", {"layer_types": ["linear_attention"] * 4}, "layer_types must name"),

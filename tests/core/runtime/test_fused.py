@@ -30,6 +30,13 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "biases": {"attention_bias": True, "attention_output_bias": True, "mlp_bias": True},
     "window": {"model_type": "mistral", "sliding_window": 20},
     "yarn": {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}},
+    "longrope": {
+        "rope_scaling": {
+            "rope_type": "longrope",
+            "short_factor": tuple(1 + step / 4 for step in range(8)),
+            "attention_factor": 1.2,
+        }
+    },
     "hadamard": {"model_type": "penjing", "mlp_hadamard": 32},
     "windows": {
         "model_type": "qwen2",
