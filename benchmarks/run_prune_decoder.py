@@ -56,6 +56,8 @@ VARIANTS = {  # recipe, settings of its prune step
     "channels": ("smollm2-pruned", {"reconstruct": True, "ratio": TENTH}),
     "obs-plain": ("smollm2-pruned", {"method": "obs", "ratio": TENTH}),
     "obs": ("smollm2-pruned", {"method": "obs", "reconstruct": True, "ratio": TENTH}),
+    "obs-own": ("smollm2-pruned", {"method": "obs", "reconstruct": True, "reconstruct_to": "layer", "ratio": TENTH}),
+    "channels-own": ("smollm2-pruned", {"reconstruct": True, "reconstruct_to": "layer", "ratio": TENTH}),
     "obs-global": ("smollm2-pruned", {"method": "obs", "reconstruct": True, "rank": "global", "ratio": TENTH}),
     "layers-plain": ("smollm2-shallow", {"reconstruct": False, "layers_by": "influence"}),
     "layers-fitted": ("smollm2-shallow", {"reconstruct": True, "layers_by": "influence"}),

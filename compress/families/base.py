@@ -45,7 +45,7 @@ class Needs:
 
 DepthChoice = Literal["influence", "trials"]
 OneByOne = Callable[[Subject, Sequence[Group], Samples, Progress], Scores]
-Reconstruct = Callable[[Path, Path, Path, Sequence[int], Samples, Progress], list[dict[str, Any]]]
+Reconstruct = Callable[[Path, Path, Path, Sequence[int], Samples, Progress, bool], list[dict[str, Any]]]
 
 
 @dataclass(frozen=True)
@@ -57,8 +57,8 @@ class Pruner:
         open: (checkpoint, parts, dropped layers, progress) → the subject.
         depth: (checkpoint, how many, how they are chosen, samples, progress) → the layers that leave, ascending, and
             the record of why; None: no layer leaves as a whole.
-        reconstruct: (checkpoint, the same as it was cut, a folder, dropped layers, samples, progress)
-            writes the cut one with fitted weights into the folder; its record. None: nothing is fitted.
+        reconstruct: (checkpoint, the same as it was cut, a folder, dropped layers, samples, progress, whether each
+            layer is fitted to its own output) writes the cut one with fitted weights into the folder; its record. None: nothing is fitted.
         obs: (subject, groups, samples, progress) → how important units are, if those that stay are corrected for what
             left. None: the method is not there.
         zero_weights: (checkpoint, a folder, method, share, pattern, samples, progress) writes it with zeros into the

@@ -71,8 +71,9 @@ def _reconstruct(
     dropped: Sequence[int],
     samples: Samples,
     progress: Progress,
+    own: bool,
 ) -> list[dict[str, Any]]:
-    return reconstruct(whole, cut, into, dropped, _windows(samples), progress)
+    return reconstruct(whole, cut, into, dropped, _windows(samples), progress, own=own)
 
 
 def _obs(subject: Subject, groups: Sequence[Group], samples: Samples, progress: Progress) -> Scores:

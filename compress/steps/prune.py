@@ -89,6 +89,10 @@ class Prune(Step):
         description="Fit the weights of a decoder that read what left, and those before layers that left, to what the "
         "whole network computes on the calibration text, by least squares.",
     )
+    reconstruct_to: Literal["network", "layer"] = Field(
+        default="network",
+        description="What reconstruct fits to: the whole network's, or what the whole layer itself made.",
+    )
     seed: int = Field(default=0, ge=0, lt=2**31, description='Of the method "random".')
     rounds: int = Field(
         default=1, ge=1, le=100, description="Equal shares, each followed by the steps up to the next that heals."
@@ -235,7 +239,8 @@ def prune_checkpoint(
         assert pruner.reconstruct is not None
         with tempfile.TemporaryDirectory(dir=partial) as folder:
             subject.write(cut := Path(folder), config, cuts, made)
-            found |= {"reconstructed": pruner.reconstruct(source, cut, partial, dropped, data, progress)}
+            own = step.reconstruct_to == "layer"
+            found |= {"reconstructed": pruner.reconstruct(source, cut, partial, dropped, data, progress, own)}
         write_manifest(partial, "checkpoint", made)
     else:
         subject.write(partial, config, cuts, made)

@@ -104,21 +104,25 @@ def test_channels_that_others_can_stand_for_are_made_up_for_exactly(
 
 
 @pytest.mark.parametrize(
-    ("settings", "fitted"),
+    ("settings", "fitted", "to"),
     [
-        ({"parts": ["heads"], "method": "l1", "ratio": 0.3}, ["0.o", "1.o", "2.o"]),
-        ({"parts": ["ffn", "heads"], "method": "l1", "ratio": 0.3}, ["0.o", "0.d", "1.o", "1.d", "2.o", "2.d"]),
-        ({"parts": ["layers"], "layers": [1]}, ["0.d"]),
-        ({"parts": ["layers"], "layers": [0]}, []),
-        ({"parts": ["ffn", "layers"], "layers": [1], "method": "l1", "ratio": 0.3}, ["0.d", "1.d"]),
+        ({"parts": ["heads"], "method": "l1", "ratio": 0.3}, ["0.o", "1.o", "2.o"], "network"),
+        (
+            {"parts": ["ffn", "heads"], "method": "l1", "ratio": 0.3},
+            ["0.o", "0.d", "1.o", "1.d", "2.o", "2.d"],
+            "layer",
+        ),
+        ({"parts": ["layers"], "layers": [1]}, ["0.d"], "layer"),
+        ({"parts": ["layers"], "layers": [0]}, [], "network"),
+        ({"parts": ["ffn", "layers"], "layers": [1], "method": "l1", "ratio": 0.3}, ["0.d", "1.d"], "network"),
     ],
 )
 def test_what_reads_the_removed_comes_nearer_to_the_whole_network(
-    tmp_path: Path, settings: dict[str, Any], fitted: list[str]
+    tmp_path: Path, settings: dict[str, Any], fitted: list[str], to: str
 ) -> None:
     decoder(tmp_path / "dense", torch.bfloat16)
     prune(tmp_path / "dense", tmp_path / "cut", text(), **settings)
-    record = prune(tmp_path / "dense", tmp_path / "fitted", text(), reconstruct=True, **settings)
+    record = prune(tmp_path / "dense", tmp_path / "fitted", text(), reconstruct=True, reconstruct_to=to, **settings)
     short = {"self_attn.o_proj.weight": "o", "mlp.down_proj.weight": "d"}
     names = [row["tensor"].split(".", 3)[2:] for row in record["reconstructed"]]
     assert [f"{layer}.{short[rest]}" for layer, rest in names] == fitted
@@ -131,6 +135,40 @@ def test_what_reads_the_removed_comes_nearer_to_the_whole_network(
         assert (near - expected).square().mean() < 0.8 * (cut - expected).square().mean()
     else:
         torch.testing.assert_close(near, cut)
+
+
+def test_a_layer_is_fitted_to_what_the_whole_layer_makes_of_the_same_inputs(tmp_path: Path) -> None:
+    decoder(tmp_path / "dense")
+    settings: dict[str, Any] = {"parts": ["ffn"], "method": "l1", "ratio": 0.3}
+    prune(tmp_path / "dense", tmp_path / "cut", text(), **settings)
+    prune(tmp_path / "dense", tmp_path / "fitted", text(), reconstruct=True, reconstruct_to="layer", **settings)
+    whole, cut, fitted = (LayerStream(open_checkpoint(tmp_path / name)) for name in ("dense", "cut", "fitted"))
+    hidden_WTE = fitted.embed(TEXT)
+    for layer in range(3):
+        layers = [each.float_layer(layer, each.weights(layer)) for each in (whole, cut, fitted)]
+        (attends, reads), (_, lacks), (_, ends) = (
+            stream.halves(each, TEXT.shape[1]) for stream, each in zip((whole, cut, fitted), layers, strict=True)
+        )
+        with torch.no_grad():
+            stream_WTE = torch.cat([attends(window[None]) for window in hidden_WTE])
+            wanted, left, hidden_WTE = (
+                torch.cat([half(each[None]) for each in stream_WTE]) for half in (reads, lacks, ends)
+            )
+        down, old = (each.get_submodule("mlp.down_proj") for each in (layers[2], layers[1]))
+        seen: list[Tensor] = []
+        handle = old.register_forward_pre_hook(lambda _, inputs, seen=seen: seen.append(inputs[0]))
+        with torch.no_grad():
+            for each in stream_WTE:
+                lacks(each[None])
+        handle.remove()
+        scale_M1 = wanted.flatten(0, 1).square().mean(-1, keepdim=True).rsqrt().double()
+        inputs_MK = torch.cat(seen).flatten(0, 1).double() * scale_M1
+        lacking_MN = (wanted - left).flatten(0, 1).double() * scale_M1
+        ridge = (module.OWN_DAMPING * inputs_MK.square().sum(0).mean()).sqrt() * torch.eye(inputs_MK.shape[1]).double()
+        rows, zeros = torch.cat([inputs_MK, ridge]), torch.zeros(len(ridge), lacking_MN.shape[1]).double()
+        expected_KN = torch.linalg.lstsq(rows, torch.cat([lacking_MN, zeros])).solution
+        change_NK = (down.weight - old.weight).detach().double()  # type: ignore[operator]
+        torch.testing.assert_close(change_NK, expected_KN.t(), atol=1e-5, rtol=1e-3)
 
 
 def test_trials_count_the_loss_without_each_layer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
