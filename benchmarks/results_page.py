@@ -77,7 +77,7 @@ SECTIONS = {  # a title and what "This measures"
     "train": "Training: training steps of penjing beside plain PyTorch loops.",
     "precision": "Precision of training: one recipe trained in each precision from the same start.",
     "search": "Search for settings: the learning rate that successive halving chose, beside a full grid's best.",
-    "search_latency": "Latency that a search predicts: how far it is off for networks that it was not fitted to.",
+    "search_latency": "Latency of a search: how far predictions are off for networks that nothing was fitted to.",
     "joint_search": "Joint search: widths and bits chosen together, how predictions rank, and beside uniform ones.",
     "decoder_search": "Search over a decoder: its layers, widths and bits for each speed; not healed, busy machine.",
     "window_search": "How far back each layer sees: what windows save in a step behind each context; busy machine.",
