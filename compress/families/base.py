@@ -58,7 +58,8 @@ class Pruner:
         depth: (checkpoint, how many, how they are chosen, samples, progress) → the layers that leave, ascending, and
             the record of why; None: no layer leaves as a whole.
         reconstruct: (checkpoint, the same as it was cut, a folder, dropped layers, samples, progress, whether each
-            layer is fitted to its own output) writes the cut one with fitted weights into the folder; its record. None: nothing is fitted.
+            layer is fitted to its own output) writes the cut one with fitted weights into the folder; its record.
+            None: nothing is fitted.
         obs: (subject, groups, samples, progress) → how important units are, if those that stay are corrected for what
             left. None: the method is not there.
         zero_weights: (checkpoint, a folder, method, share, pattern, samples, progress) writes it with zeros into the
