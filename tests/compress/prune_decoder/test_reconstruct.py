@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -137,6 +137,21 @@ def test_what_reads_the_removed_comes_nearer_to_the_whole_network(
         torch.testing.assert_close(near, cut)
 
 
+def inputs_of(linear: torch.nn.Module, half: Callable[[Tensor], Tensor], stream_WTE: Tensor) -> list[Tensor]:
+    """What a layer reads while `half` runs."""
+    seen: list[Tensor] = []
+
+    def look(_: torch.nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        seen.append(inputs[0])
+
+    handle = linear.register_forward_pre_hook(look)
+    with torch.no_grad():
+        for each in stream_WTE:
+            half(each[None])
+    handle.remove()
+    return seen
+
+
 def test_a_layer_is_fitted_to_what_the_whole_layer_makes_of_the_same_inputs(tmp_path: Path) -> None:
     decoder(tmp_path / "dense")
     settings: dict[str, Any] = {"parts": ["ffn"], "method": "l1", "ratio": 0.3}
@@ -155,12 +170,7 @@ def test_a_layer_is_fitted_to_what_the_whole_layer_makes_of_the_same_inputs(tmp_
                 torch.cat([half(each[None]) for each in stream_WTE]) for half in (reads, lacks, ends)
             )
         down, old = (each.get_submodule("mlp.down_proj") for each in (layers[2], layers[1]))
-        seen: list[Tensor] = []
-        handle = old.register_forward_pre_hook(lambda _, inputs, seen=seen: seen.append(inputs[0]))
-        with torch.no_grad():
-            for each in stream_WTE:
-                lacks(each[None])
-        handle.remove()
+        seen = inputs_of(old, lacks, stream_WTE)
         scale_M1 = wanted.flatten(0, 1).square().mean(-1, keepdim=True).rsqrt().double()
         inputs_MK = torch.cat(seen).flatten(0, 1).double() * scale_M1
         lacking_MN = (wanted - left).flatten(0, 1).double() * scale_M1
