@@ -167,7 +167,7 @@ class DecoderConfig(Config):
     intermediate_sizes: tuple[Whole, ...] | None = Field(
         default=None, description="Inner width of each layer's MLP, as pruning leaves them; none: all alike."
     )
-    num_hidden_layers: Whole = Field(gt=0, description="Layers.")
+    num_hidden_layers: Whole = Field(gt=0, description="How many layers it has.")
     num_attention_heads: Whole = Field(gt=0, description="Heads of queries.")
     num_key_value_heads: Whole = Field(gt=0, description="Heads of keys and values, which queries share in groups.")
     head_dim: Whole = Field(gt=0, le=MAX_HEAD_DIM, description="Dimensions of a head.")

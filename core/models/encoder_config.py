@@ -24,7 +24,7 @@ class EncoderConfig(Config):
 
     vocab_size: int = Field(gt=0, description="Tokens of the vocabulary.")
     hidden_size: int = Field(gt=0, description="Size of a token's hidden state.")
-    num_hidden_layers: int = Field(gt=0, description="Layers.")
+    num_hidden_layers: int = Field(gt=0, description="How many layers it has.")
     num_attention_heads: int = Field(gt=0, description="Heads.")
     intermediate_size: int = Field(gt=0, description="Inner width of the MLP.")
     max_position_embeddings: int = Field(gt=0, description="Longest text in tokens.")

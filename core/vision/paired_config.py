@@ -16,7 +16,7 @@ class TransformerConfig(Config):
 
     hidden_size: int = Field(gt=0, description="Size of a hidden state.")
     intermediate_size: int = Field(gt=0, description="Inner width of the MLP.")
-    num_hidden_layers: int = Field(gt=0, le=1024, description="Layers.")
+    num_hidden_layers: int = Field(gt=0, le=1024, description="How many layers it has.")
     num_attention_heads: int = Field(gt=0, description="Heads.")
     layer_norm_eps: float = Field(gt=0, description="Added to the variance before its root.")
     activation: Activation = Field(description="Between the two layers of the MLP.")

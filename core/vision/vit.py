@@ -47,7 +47,7 @@ class ViTConfig(Config):
     num_channels: int = Field(default=3, gt=0, description="Channels of an image.")
     hidden_size: int = Field(gt=0, description="Size of a patch's hidden state.")
     intermediate_size: int = Field(gt=0, description="Inner width of the MLP.")
-    num_hidden_layers: int = Field(gt=0, le=1024, description="Layers.")
+    num_hidden_layers: int = Field(gt=0, le=1024, description="How many layers it has.")
     num_attention_heads: int = Field(gt=0, description="Heads.")
     layer_norm_eps: float = Field(default=1e-6, gt=0, description="Added to the variance before its root.")
     activation: Activation = Field(default="gelu_pytorch_tanh", description="Between the two layers of the MLP.")
