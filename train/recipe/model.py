@@ -52,7 +52,7 @@ class ViTTower(Config):
     hidden_size: int = Field(gt=0, description="Size of a patch's hidden state.")
     intermediate_size: int = Field(gt=0, description="Inner width of the MLP.")
     num_hidden_layers: int = Field(gt=0, le=1024, description="How many layers it has.")
-    num_attention_heads: int = Field(gt=0, description="Heads.")
+    num_attention_heads: int = Field(gt=0, description="Heads of attention in each layer.")
 
 
 class GraphTower(Config):
