@@ -96,8 +96,11 @@ def publish_folder(final: Path, *, replace: bool = False, marker: str = "penjing
         os.close(lock)
 
 
-def atomic_write_bytes(path: Path, data: bytes) -> None:
+def atomic_write_bytes(path: Path, data: bytes, mode: int = 0o666) -> None:
     """Write `data` to `path` so that a reader sees the old content or all of the new.
+
+    Args:
+        mode: permissions, less those that the umask takes. A secret has 0o600: the umask itself belongs to all threads.
 
     Raises:
         SetupError: disk full, no permission.
@@ -106,7 +109,7 @@ def atomic_write_bytes(path: Path, data: bytes) -> None:
     with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
-            with open(partial, "xb") as file:
+            with open(partial, "xb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
                 file.write(data)
                 file.flush()
                 os.fsync(file.fileno())
@@ -116,9 +119,9 @@ def atomic_write_bytes(path: Path, data: bytes) -> None:
             partial.unlink(missing_ok=True)
 
 
-def atomic_write_text(path: Path, text: str) -> None:
+def atomic_write_text(path: Path, text: str, mode: int = 0o666) -> None:
     """`atomic_write_bytes` of `text` as UTF-8."""
-    atomic_write_bytes(path, text.encode("utf-8"))
+    atomic_write_bytes(path, text.encode("utf-8"), mode)
 
 
 def sha256_file(path: Path) -> str:

@@ -190,11 +190,7 @@ def _change(path: Path, change: Callable[[KeyFile], KeyFile]) -> None:
     with _locked(path):
         keys = read_keys(path) if path.exists() else KeyFile()
         changed = change(keys)
-        mask = os.umask(0o077)
-        try:
-            atomic_write_text(path, dump_toml(changed.model_dump(mode="json", exclude_none=True)))
-        finally:
-            os.umask(mask)
+        atomic_write_text(path, dump_toml(changed.model_dump(mode="json", exclude_none=True)), 0o600)
 
 
 @contextmanager

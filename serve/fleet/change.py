@@ -65,11 +65,7 @@ def ask_for(port: int, pid: int, **change: object) -> str:
     """
     wanted = Change.model_validate(change | {"id": secrets.token_hex(8)})
     with alone(run_folder() / f"{port}.change.lock"):
-        mask = os.umask(0o077)
-        try:
-            atomic_write_text(change_path(port), wanted.model_dump_json())
-        finally:
-            os.umask(mask)
+        atomic_write_text(change_path(port), wanted.model_dump_json(), 0o600)
         while (found := _outcome(port)) is None or found.id != wanted.id:
             if not lives(pid):
                 raise ServerError("the process that keeps the models has ended; its log says why")

@@ -44,6 +44,22 @@ def test_the_file_has_no_secret_and_one_reader(path: Path) -> None:
     assert add_key(path, "bob", {}) != secret
 
 
+def test_files_that_others_make_meanwhile_keep_their_modes(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The umask belongs to all threads: two that changed it and put it back could leave each other's."""
+    before, during = path.with_name("before"), path.with_name("during")
+    before.touch()
+    sync = os.fsync
+
+    def touch_and_sync(descriptor: int) -> None:
+        during.touch()
+        sync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", touch_and_sync)
+    add_key(path, "alice", {})
+    assert during.stat().st_mode == before.stat().st_mode
+    assert path.stat().st_mode & 0o777 == 0o600
+
+
 @pytest.mark.parametrize("mode", [0o644, 0o640, 0o604, 0o620])
 def test_a_file_that_others_can_read_or_change_is_refused(path: Path, mode: int) -> None:
     secret = add_key(path, "alice", {})
