@@ -20,7 +20,8 @@ SENTENCES = ["The list of values is sorted.", "A class has attributes, and so ha
 @pytest.fixture(scope="module")
 def converted(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
     """The converted folder, and what it makes of `SENTENCES` as transformers' tokenizer cuts them."""
-    pytest.importorskip("ctranslate2")
+    for package in ("ctranslate2", "sentencepiece"):
+        pytest.importorskip(package)
     import ctranslate2.converters
     import sentencepiece
     import transformers
