@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import logging.handlers
-import os
 import time
 from pathlib import Path
 
@@ -18,7 +17,6 @@ log = logging.getLogger("penjing.front")
 
 def open_log(path: Path) -> None:
     """Write to `path`; a disk that is full costs lines and nothing else."""
-    os.umask(0o077)
     logging.raiseExceptions = False
     handler = logging.handlers.RotatingFileHandler(path, maxBytes=FILE_BYTES, backupCount=FILES, delay=True)
     handler.setFormatter(_Lines())

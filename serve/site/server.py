@@ -81,6 +81,7 @@ async def _run(job: FrontJob) -> None:
 def main() -> None:
     """Run the job that the environment names."""
     job = FrontJob.model_validate_json(os.environ[VARIABLE])
+    os.umask(0o077)  # what this process writes is its owner's
     open_log(job.log)
     uvloop.run(_run(job))
 
