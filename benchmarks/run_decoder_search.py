@@ -8,7 +8,10 @@ does disturbs little. `latency_error` is the median of how far predicted times o
 the sum was not fitted to. `rank_random` is Spearman's correlation of measured divergences of fresh random combinations
 with what was predicted of them, beside plain sums of single changes. `front_NN/speed` is tokens a second of a point's
 artifact in the serving engine over those of the whole network in INT8, beside the predicted ratio.
-`front_NN/perplexity` is that of held-out prose, nothing healed, beside the INT8 one's.
+`front_NN/perplexity` is that of held-out prose, nothing healed, beside the INT8 one's. `front_NN/through_triton` is the
+same speed through Triton server, beside the predicted ratio, and `front_NN/tokens_a_second` are its tokens for each
+second of the processors' time that the server and the model behind it use for them, beside those of the whole network.
+Each point has a server of its own, all of them stand at once, and they answer in turns.
 """
 
 from __future__ import annotations
@@ -17,12 +20,16 @@ import argparse
 import json
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from lib.models import say
+from lib.processor_time import below, seconds
 from lib.rows import RESULTS, Row, append, new_row
 from run_joint_search import random_ranks
 
@@ -38,15 +45,35 @@ from penjing.core.config import dump_toml, read_recipe
 from penjing.core.progress import PlainProgress
 from penjing.core.runtime.timing import interleaved
 from penjing.core.text.corpus import heldout_tokens
+from penjing.core.text.tokenizer import Tokenizer
 from penjing.core.work import Tasks
 from penjing.serve.bench.engine import run_prompts
+from penjing.serve.client.client import Client
 from penjing.serve.engine.config import EngineConfig
 from penjing.serve.engine.engine import LLMEngine
 from penjing.serve.runner.load import load_engine
+from penjing.serve.supervisor.state import read_state
+from penjing.serve.supervisor.temporary import temporary_server
 
 BASE = "smollm2-narrow-int4"
 RANDOM_SEED = 1000  # of the fresh combinations, which no search draws
 NEW_TOKENS = 33
+SERVED_TOKENS = 129  # of an answer through Triton server
+
+
+@dataclass(frozen=True)
+class Point:
+    """A network that was made: the whole one in INT8, or one of the front."""
+
+    title: str
+    folder: Path
+    cost: float  # predicted seconds of a step
+
+    @property
+    def perplexity(self) -> float:
+        """Of held-out prose, as the report has it."""
+        quality = json.loads((self.folder / "report.json").read_text())["stages"][-1]["quality"]
+        return float(quality["value"])
 
 
 def main() -> int:
@@ -63,7 +90,7 @@ def main() -> int:
     parser.add_argument("--served", default="all", help="which of them, as 2,4,6")
     parser.add_argument("--evaluated", type=int, default=8192, help="tokens of held-out prose, and half of code")
     parser.add_argument("--rounds", type=int, default=7, help="in which all engines take turns")
-    parser.add_argument("--only", choices=("search", "random", "serve"), help="one part; the search is kept")
+    parser.add_argument("--only", choices=("search", "random", "serve", "triton"), help="one part; the search is kept")
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the rows")
     arguments = parser.parse_args()
     arguments.folder.mkdir(parents=True, exist_ok=True)
@@ -108,48 +135,113 @@ def main() -> int:
         rank, plain = random_ranks(trials, result, arguments.random, RANDOM_SEED)
         rows.append(new_row("decoder_search", f"{name}rank_random", rank, "Spearman", runs=arguments.random,
                             baseline="plain sums of single changes", baseline_value=plain))  # fmt: skip
-    if arguments.only in (None, "serve"):
-        rows += served(result, output, arguments, name)
+    if arguments.only in (None, "serve", "triton"):
+        points = made_points(result, output, arguments)
+        rows += [
+            new_row("decoder_search", f"{name}{point.title}/perplexity", point.perplexity, "perplexity", runs=1,
+                    baseline="the whole network in INT8", baseline_value=points[0].perplexity)
+            for point in points[1:]
+        ]  # fmt: skip
+        if arguments.only != "triton":
+            rows += in_engine(points, arguments, name)
+        if arguments.only != "serve":
+            rows += through_triton(points, arguments, name)
     append("decoder_search", rows, arguments.results)
     return 0
 
 
-def served(result: dict[str, Any], output: Path, arguments: argparse.Namespace, name: str) -> list[Row]:
-    """Make the front's points without healing, and time them in the engine beside the whole network in INT8."""
-    made: list[tuple[str, Path, float, float]] = []
-    first = result["front"][0]["recipe"]
-    whole = read_recipe(output / first)
+def made_points(result: dict[str, Any], output: Path, arguments: argparse.Namespace) -> list[Point]:
+    """The whole network in INT8 and the front's points, without healing; what was made before is kept."""
+    whole = read_recipe(output / result["front"][0]["recipe"])
     whole["steps"] = [step for step in whole["steps"] if step["kind"] == "quantize"]
     for key in ("weights_bits", "group", "offsets", "keep_int8"):
         whole["steps"][0].pop(key, None)
     whole["output"] = str(arguments.folder / "int8")
-    recipes = [("int8", whole, result["latency"]["start"], 0.0)]
+    recipes = [("int8", whole, float(result["latency"]["start"]))]
     wanted = None if arguments.served == "all" else {int(each) for each in arguments.served.split(",")}
     for number, entry in enumerate(result["front"], 1):
         if wanted is not None and number not in wanted:
             continue
         values = read_recipe(output / entry["recipe"])
         values["steps"] = [step for step in values["steps"] if step["kind"] not in HEALING]
-        row = result["rows"][entry["row"]]
-        recipes.append((f"front_{number:02d}", values, row["cost"], row["divergence"]))
-    for title, values, cost, divergence in recipes:
-        held_out = {"prose_tokens": arguments.evaluated, "code_tokens": arguments.evaluated // 2}
-        values["evaluate"] = values["evaluate"] | held_out
-        run_recipe(values, progress=PlainProgress())
-        made.append((title, Path(values["output"]), cost, divergence))
-        say(f"{title}: {perplexity(Path(values['output'])):.2f}, predicted {1e3 * cost:.2f} ms")
-    engines = [Streams(folder, arguments.streams) for _, folder, _, _ in made]
+        recipes.append((f"front_{number:02d}", values, result["rows"][entry["row"]]["cost"]))
+    made: list[Point] = []
+    for title, values, cost in recipes:
+        point = Point(title, Path(values["output"]), cost)
+        if not (point.folder / "report.json").exists():
+            held_out = {"prose_tokens": arguments.evaluated, "code_tokens": arguments.evaluated // 2}
+            values["evaluate"] = values["evaluate"] | held_out
+            run_recipe(values, progress=PlainProgress())
+        say(f"{title}: perplexity {point.perplexity:.2f}, predicted {1e3 * cost:.2f} ms a step")
+        made.append(point)
+    return made
+
+
+def in_engine(points: list[Point], arguments: argparse.Namespace, name: str) -> list[Row]:
+    """Their speed in the engine, in this process."""
+    engines = [Streams(point.folder, arguments.streams) for point in points]
     calls = [partial(engine.run, tokens) for engine in engines for tokens in (NEW_TOKENS, 1)]  # less the prompt
     both = interleaved(calls, rounds=arguments.rounds, seconds=0.0, now=time.thread_time)
     times = [[a - b for a, b in zip(*pair, strict=True)] for pair in zip(both[::2], both[1::2], strict=True)]
-    rows, base = [], perplexity(made[0][1])
-    for (title, folder, cost, _), own in zip(made[1:], times[1:], strict=True):
+    rows: list[Row] = []
+    for point, own in zip(points[1:], times[1:], strict=True):
         speed = median(whole_s / own_s for whole_s, own_s in zip(times[0], own, strict=True))
-        rows.append(new_row("decoder_search", f"{name}{title}/speed", speed, "of INT8's tokens a second",
-                            runs=arguments.rounds, baseline="predicted", baseline_value=made[0][2] / cost))  # fmt: skip
-        rows.append(new_row("decoder_search", f"{name}{title}/perplexity", perplexity(folder), "perplexity", runs=1,
-                            baseline="the whole network in INT8", baseline_value=base))  # fmt: skip
+        rows.append(new_row("decoder_search", f"{name}{point.title}/speed", speed, "of INT8's tokens a second",
+                            runs=arguments.rounds, baseline="predicted",
+                            baseline_value=points[0].cost / point.cost))  # fmt: skip
     return rows
+
+
+def through_triton(points: list[Point], arguments: argparse.Namespace, name: str) -> list[Row]:
+    """Their speed behind Triton server, one stream each."""
+    with ExitStack() as servers:
+        served = [servers.enter_context(Served.standing(point.folder)) for point in points]
+        times: list[list[float]] = [[] for _ in points]
+        for turn in range(arguments.rounds + 1):
+            for one, own in zip(served, times, strict=True):
+                used = one.seconds(SERVED_TOKENS) - one.seconds(1)  # less the prompt
+                if turn:  # the first turn warms up
+                    own.append(used / (SERVED_TOKENS - 1))
+            say(f"round {turn}: " + ", ".join(f"{1e3 * own[-1]:.2f} ms" for own in times if own))
+    rows: list[Row] = []
+    for point, own in zip(points[1:], times[1:], strict=True):
+        speed = median(whole_s / own_s for whole_s, own_s in zip(times[0], own, strict=True))
+        rows.append(new_row("decoder_search", f"{name}{point.title}/through_triton", speed, "of INT8's tokens a second",
+                            runs=arguments.rounds, baseline="predicted",
+                            baseline_value=points[0].cost / point.cost))  # fmt: skip
+        rows.append(new_row("decoder_search", f"{name}{point.title}/tokens_a_second", 1 / median(own),
+                            "tok/s of processor time", runs=arguments.rounds,
+                            baseline="the whole network in INT8", baseline_value=1 / median(times[0])))  # fmt: skip
+    return rows
+
+
+class Served:
+    """A point behind a Triton server, and a client of it."""
+
+    def __init__(self, client: Client, pid: int, prompt: str) -> None:
+        self._client, self._pid, self._prompt = client, pid, prompt
+
+    @classmethod
+    @contextmanager
+    def standing(cls, folder: Path) -> Iterator[Served]:
+        """For as long as the context lasts."""
+        tokenizer = Tokenizer.from_folder(folder)
+        prompt = tokenizer.decode(heldout_tokens(tokenizer, 128).tolist())
+        engine = ["enable_prefix_caching=false", "max_num_sequences=1", f"kv_cache_bytes={64 << 20}"]
+        with temporary_server(folder, engine) as address, Client(address) as client:
+            state = read_state(int(address.rpartition(":")[2]))
+            assert state is not None
+            yield cls(client, state.server_pid, prompt)
+
+    def seconds(self, tokens: int) -> float:
+        """What the server and its children compute for an answer of as many tokens."""
+        before = self._used()
+        answer = self._client.generate(self._prompt, max_tokens=tokens, temperature=0.0, ignore_eos=True)
+        assert answer.num_output_tokens == tokens
+        return self._used() - before
+
+    def _used(self) -> float:
+        return sum(seconds(below(self._pid)).values())
 
 
 class Streams:
@@ -164,12 +256,6 @@ class Streams:
     def run(self, tokens: int) -> None:
         """As many new tokens of each."""
         run_prompts(self.engine, self.prompts, tokens)
-
-
-def perplexity(folder: Path) -> float:
-    """Of held-out prose, as the report has it."""
-    quality = json.loads((folder / "report.json").read_text())["stages"][-1]["quality"]
-    return float(quality["value"])
 
 
 if __name__ == "__main__":

@@ -50,8 +50,12 @@ def load_reward(folder: Path) -> RewardModel:
     (architecture,) = values.get("architectures") or [""]
     labels = len(values.get("id2label") or {"0": "", "1": ""})
     if not architecture.endswith(_CLASSIFIER) or labels != 1:
+        called = architecture or "no architecture"
+        if architecture.endswith(_CLASSIFIER):
+            called += f" with {labels} labels"
         raise InputError(
-            f"{folder} is no reward model: its config.json names {architecture or 'nothing'} of {labels} labels"
+            f"{folder} is no reward model: its config.json names {called}, and a reward model is one of "
+            f"…{_CLASSIFIER} with one label; train one with objective.kind = 'reward'"
         )
     values = values | {"architectures": [architecture.replace(_CLASSIFIER, "ForCausalLM")]}
     model = RewardModel(decoder_config_from_hf(values, str(path)))

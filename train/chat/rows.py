@@ -38,6 +38,17 @@ class Taken:
     too_long: int = 0
     bad: list[tuple[str, str]] = field(default_factory=list)
 
+    def places(self) -> str:
+        """Where the first bad rows are, each reason once, with the number of further rows of the same."""
+        reasons = Counter(reason for _, reason in self.bad)
+        first = {reason: where for where, reason in reversed(self.bad)}
+        said = list[str]()
+        for reason, count in list(reasons.items())[:_SHOWN]:
+            said.append(f"{first[reason]}{f' and {count - 1:,} more' if count > 1 else ''}: {reason}")
+        if len(reasons) > _SHOWN:
+            said.append(f"and {len(reasons) - _SHOWN} other reasons")
+        return "; ".join(said)
+
     def __str__(self) -> str:
         parts = [f"{self.count:,} rows"]
         if self.too_long:
@@ -88,9 +99,8 @@ def take_rows(
     taken.count = len(kept)
     read = taken.count + taken.too_long + len(taken.bad)
     if taken.bad and len(taken.bad) > most_bad * read:
-        first = "; ".join(f"{where}: {reason}" for where, reason in taken.bad[:_SHOWN])
         raise InputError(
-            f"{named}: {len(taken.bad)} of {read} rows are bad: {first}; correct them, or raise "
+            f"{named}: {len(taken.bad)} of {read} rows are bad: {taken.places()}; correct them, or raise "
             f"{section}.most_damaged to leave them out"
         )
     if not kept:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, field_validator
+from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from penjing.core.config import Config
 from penjing.core.graph.config import FIT, RESIZE, Filter, Fit
@@ -157,6 +157,17 @@ class RolloutData(DataConfig):
     temperature: float = Field(
         default=1.0, gt=0, le=10, description="Logits are divided by it, when answers are sampled and when learnt."
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_all_tokens(cls, values: dict[str, Any]) -> dict[str, Any]:
+        for name in ("top_p", "top_k", "min_p"):
+            if name in values:
+                raise ValueError(
+                    f"{name} would sample from a part of the tokens, whose probabilities are not those that are "
+                    "learnt, so that their ratio means nothing; leave it out, or lower temperature"
+                )
+        return values
 
 
 class SampleData(DataConfig, TrainingSource, Augment, Mixed):

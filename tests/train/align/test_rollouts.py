@@ -332,6 +332,8 @@ def test_a_function_of_other_parameters_is_refused_before_anything_is_sampled(re
         (["data={kind='chat', sources=['x'], batch_size=1, sequence_length=9}"],
          "prompts: .*is of data.kind = 'rollouts', not of 'chat'"),
         (["data.samples=0"], "data.rollouts.samples|data.samples"),
+        (["data.top_p=0.9"], "data: .*top_p would sample from a part of the tokens, .*leave it out"),
+        (["data.temperature=0"], "data.temperature: .*greater than 0"),
         (["data.max_tokens=512"], "leaves no room for a prompt in the 512 tokens"),
         (["prompts.held_out=0.0", "evaluation.every=1"], "prompts.held_out = 0 leaves nothing to evaluate on"),
         (["prompts.sources=['nowhere']"], "prompts.sources: nowhere does not exist"),

@@ -160,6 +160,9 @@ def test_bad_and_long_rows_are_counted_and_too_many_stop(chat: ChatTokens, tmp_p
     assert "(2 × the role 'a: b' is unknown; roles are" in str(take_rows(named, take, 0.5, Silent())[1])
     with pytest.raises(InputError, match=r"2 of 11 rows are bad: .*a.jsonl, line 9: it is no JSON .*data.most_damaged"):
         take_rows(sources, take, 0.1, Silent())
+    said = r"c.jsonl, line 9 and 1 more: the role 'a: b' is unknown; .*; .*c.jsonl, line 10: the role 'a: c' is unknown"
+    with pytest.raises(InputError, match=said):
+        take_rows(named, take, 0.1, Silent())
     with pytest.raises(InputError, match="leave nothing to learn from: 0 rows; 1 left out because they are longer"):
         take_rows(write(tmp_path / "b.jsonl", [{"messages": turns("q" * 99, "b")}]), take, 0.1, Silent())
     with pytest.raises(InputError, match="does not exist"):

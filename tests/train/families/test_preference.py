@@ -86,7 +86,7 @@ def test_a_reward_model_orders_unseen_pairs_and_loads_elsewhere(recipe: Path, tm
         for row, last in enumerate(batch["last"].tolist()):
             text = batch["tokens"][row : row + 1, : last - row * width + 1]
             assert theirs(text).logits.item() == pytest.approx(scores[row].item(), abs=1e-4)
-    with pytest.raises(InputError, match="is no reward model"):
+    with pytest.raises(InputError, match="names LlamaForCausalLM, and a reward model is one of …"):
         load_reward(load_train_recipe(recipe).initial or tmp_path)
 
 
