@@ -209,9 +209,11 @@ def _taken(checkpoint: Checkpoint, name: str, parameter: Tensor) -> Tensor:
 def _check_run(recipe: RunRecipe, config: VisionLanguageConfig, data: SightData) -> None:
     if recipe.objective != ObjectiveConfig():
         raise ConfigError("[objective] is not for data.kind = 'image-chat', whose answers are learnt; leave it out")
-    if not recipe.parallel.is_data_parallel:
+    parallel = recipe.parallel
+    if parallel.pp * parallel.cp * parallel.ep > 1 or parallel.sequence:
         raise ConfigError(
-            "data.kind = 'image-chat' takes data parallelism and ZeRO alone; set parallel.tp, pp, cp and ep to 1"
+            "data.kind = 'image-chat' takes data parallelism, ZeRO and parallel.tp; set parallel.pp, cp and ep to 1, "
+            "and parallel.sequence to false"
         )
     if recipe.compile:
         raise ConfigError("compile = true is not for data.kind = 'image-chat', whose texts differ in length")

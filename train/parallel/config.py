@@ -134,7 +134,12 @@ class ParallelConfig(Config):
 
 
 def check_parallel(
-    config: ParallelConfig, model: object, world_size: int, sequence_length: int | None, compiled: bool
+    config: ParallelConfig,
+    model: object,
+    world_size: int,
+    sequence_length: int | None,
+    compiled: bool,
+    any_vocabulary: bool = False,
 ) -> None:
     """Refuse a mesh that the model or the number of processes does not allow.
 
@@ -142,6 +147,7 @@ def check_parallel(
         model: the recipe's model; anything but a `DecoderConfig` allows data parallelism and ZeRO alone.
         sequence_length: tokens of a sample; None without tokens.
         compiled: torch.compile is wanted.
+        any_vocabulary: the loss takes all logits together, so that `tp` may share out a vocabulary unevenly.
 
     Raises:
         ConfigError: names the setting of [parallel] and the one that it collides with.
@@ -174,7 +180,7 @@ def check_parallel(
         )
         raise ConfigError(f"parallel.{why}; change that, or set compile = false")
     if isinstance(model, DecoderConfig):
-        _check_decoder(config, model, dp, sequence_length or 0)
+        _check_decoder(config, model, dp, sequence_length or 0, any_vocabulary)
     elif config.tp * config.pp * config.cp * config.ep > 1:
         raise ConfigError("parallel.tp, pp, cp and ep are for decoders; this model takes parallel.dp and parallel.zero")
 
@@ -194,10 +200,11 @@ def _check_shares(config: ParallelConfig, model: object) -> None:
         )
 
 
-def _check_decoder(config: ParallelConfig, model: DecoderConfig, dp: int, length: int) -> None:
+def _check_decoder(config: ParallelConfig, model: DecoderConfig, dp: int, length: int, any_vocabulary: bool) -> None:
     tp, pp, cp, ep = config.tp, config.pp, config.cp, config.ep
     if tp > 1:
-        for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size"):
+        split = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
+        for name in split if any_vocabulary else (*split, "vocab_size"):
             _divides("tp", tp, f"model.{name}", getattr(model, name))
         if model.latent_attention is not None:
             raise ConfigError(f"parallel.tp={tp}: latent attention is not split by it; use zero = 3")

@@ -99,8 +99,9 @@ def apply_tensor_parallel(
     for module in model.modules():
         if isinstance(module, nn.Linear | nn.Embedding):
             module.register_forward_hook(lambda module, inputs, output: _arrived_output(output))
-    if hasattr(model, "tie_weights"):
-        model.tie_weights()  # pyright: ignore[reportCallIssue]
+    for module in model.modules():  # a decoder that sees has its decoder inside
+        if hasattr(module, "tie_weights"):
+            module.tie_weights()  # pyright: ignore[reportCallIssue]
     norms = ("norm.weight",) if sequence else ("q_norm.weight", "k_norm.weight")
     whole = [name for name, parameter in model.named_parameters() if _is_whole(parameter)]
     partial = [name for name in whole if name.endswith(norms)]

@@ -5,13 +5,16 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from penjing.core.checkpoint.decoder import open_checkpoint
+from penjing.core.checkpoint.vision_language import vision_language_config
 from penjing.core.errors import ConfigError
 from penjing.core.models.config import DecoderConfig
 from penjing.train.numerics.precision import GROUPS
 from penjing.train.parallel.config import ParallelConfig, check_parallel
 from penjing.train.pipeline.shape import decoder_shape
 from penjing.train.plan.memory import STATE_PER_PARAMETER, ParallelMemory, Run, parallel_memory, show_bytes
-from penjing.train.recipe.data import TextData
+from penjing.train.recipe.data import SightData, TextData
+from penjing.train.recipe.model import VisionLanguageModel
 from penjing.train.recipe.recipe import RunRecipe, TrainRecipe
 
 
@@ -45,7 +48,8 @@ def check_recipe(recipe: RunRecipe, world_size: int) -> None:
     if recipe.parallel.pp > 1 and recipe.freeze:
         raise ConfigError("freeze is not for pipelines; set parallel.pp = 1, or leave freeze out")
     length = getattr(recipe.data, "sequence_length", None)
-    check_parallel(recipe.parallel, getattr(recipe, "model", None), world_size, length, recipe.compile)
+    sees = isinstance(recipe.data, SightData)  # the image token makes its vocabulary odd
+    check_parallel(recipe.parallel, _spread(recipe), world_size, length, recipe.compile, any_vocabulary=sees)
     if recipe.parallel.cp > 1 and getattr(recipe.data, "document_mask", False):
         raise ConfigError("data.document_mask = true is not for parallel.cp above 1; set one of them back")
     if recipe.optimizer.name == "muon" and not recipe.parallel.is_plain:
@@ -71,6 +75,16 @@ def check_recipe(recipe: RunRecipe, world_size: int) -> None:
         )
     if not recipe.parallel.is_plain and recipe.data.micro_batch == "auto":
         raise ConfigError("data.micro_batch = 'auto' is measured on a whole model; give a number with this [parallel]")
+
+
+def _spread(recipe: RunRecipe) -> object:
+    """What [parallel] spreads: the recipe's model, or the decoder of one that sees."""
+    model = getattr(recipe, "model", None)
+    if not isinstance(recipe.data, SightData):
+        return model
+    if isinstance(model, VisionLanguageModel):
+        return open_checkpoint(model.decoder).config
+    return None if recipe.initial is None else vision_language_config(recipe.initial).decoder
 
 
 def recipe_run(recipe: TrainRecipe, processes: int) -> Run:

@@ -26,6 +26,7 @@ from penjing.serve.runner.load import load_engine
 from penjing.serve.sampling.params import SamplingParams
 from penjing.train.data.images import ImageSet
 from penjing.train.families import vision_language
+from penjing.train.plan.preflight import check_recipe
 from penjing.train.recipe.recipe import TrainRecipe
 from penjing.train.run import train
 from penjing.train.sources import scenes as scenes_module
@@ -174,12 +175,18 @@ def test_what_does_not_fit_is_one_line(recipe: Path, settings: list[str], error:
         train(recipe, settings)
 
 
-@pytest.mark.parametrize("axis", ["tp", "pp", "cp", "ep"])
-def test_parts_of_the_network_stay_together(recipe: Path, axis: str) -> None:
+@pytest.mark.parametrize("setting", ["pp=2", "cp=2", "ep=2", "sequence=true"])
+def test_parts_of_the_network_stay_together(recipe: Path, setting: str) -> None:
     """Whoever runs it: one process alone is told that it is too few first."""
-    given = load_recipe(TrainRecipe, recipe, [f"parallel.{axis}=2"])
-    with pytest.raises(ConfigError, match="takes data parallelism and ZeRO alone"):
+    given = load_recipe(TrainRecipe, recipe, [f"parallel.{setting}"])
+    with pytest.raises(ConfigError, match=r"takes data parallelism, ZeRO and parallel\.tp"):
         vision_language._check_run(given, cast(Any, None), cast(Any, None))
+
+
+def test_heads_of_the_decoder_divide_among_processes_and_tokens_need_not(recipe: Path) -> None:
+    check_recipe(load_recipe(TrainRecipe, recipe, ["parallel.tp=2"]), 2)  # 321 tokens with that of images
+    with pytest.raises(ConfigError, match=r"parallel\.tp=3 does not divide model\.num_attention_heads=4"):
+        check_recipe(load_recipe(TrainRecipe, recipe, ["parallel.tp=3"]), 3)
 
 
 def test_scenes_say_what_lies_where(monkeypatch: pytest.MonkeyPatch) -> None:
