@@ -233,10 +233,11 @@ def export(
     artifact: Artifact,
     out: Annotated[Path, typer.Argument(help="The file or folder to write.", show_default=False)],
     to: Annotated[
-        Literal["onnx", "tensorrt", "compressed-tensors", "gguf", "model-repository"],
+        Literal["onnx", "tensorrt", "compressed-tensors", "compressed-tensors-weights", "gguf", "model-repository"],
         typer.Option(
             help="onnx: of a classifier a file, of a decoder a folder; tensorrt: engine of a classifier; "
-            "compressed-tensors: of a decoder, for vLLM and transformers; gguf: Q8_0 of a decoder; "
+            "compressed-tensors: of a decoder, for vLLM and transformers; compressed-tensors-weights: the same with "
+            "activations in floating point (W4A16, W8A16); gguf: Q8_0, Q4_0, Q4_1 or Q4_K of a decoder; "
             "model-repository: a folder for `tritonserver`."
         ),
     ],
@@ -264,6 +265,7 @@ def export(
     - `penjing export build/resnet-fashion-int8 resnet.onnx --to onnx --target tensorrt` for trtexec
     - `penjing export build/smollm2-int8 build/smollm2-onnx --to onnx` for ONNX Runtime, with keys and values
     - `penjing export build/smollm2-int8 build/smollm2-vllm --to compressed-tensors` for vLLM and transformers
+    - `penjing export build/smollm2-int8 build/smollm2-w8a16 --to compressed-tensors-weights`
     - `penjing export build/smollm2-int8 smollm2.gguf --to gguf` for llama.cpp
     - `penjing export build/resnet-fashion-int8 models --to model-repository --set max_batch_size=128`, then
       `tritonserver --model-repository=models`

@@ -16,8 +16,8 @@ def export_artifact(
 ) -> ExportRecord:
     """Write the artifact in `folder` as `form` to `out`, which appears when it is complete and has passed its gate.
 
-    A form is a file, with a record beside it (`OUT.json`), or a folder that holds the record: "onnx" of a decoder, and
-    "compressed-tensors".
+    A form is a file, with a record beside it (`OUT.json`), or a folder that holds the record: "onnx" of a decoder,
+    "compressed-tensors" and "compressed-tensors-weights".
 
     Args:
         target: the engine that an ONNX file is for; None takes the artifact's own, for a decoder a form that is exact

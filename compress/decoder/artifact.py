@@ -143,7 +143,7 @@ class _Layers:
             kv_scales=kv_scales,
             group=group,
             eight=eight,
-            offsets=self.settings.offsets,
+            offsets=bool(self.settings.offsets),
             embedding=self.settings.embedding_dtype == "int8",
             above=[name for name in linears if name not in keep and self.settings.above(name)],
         )

@@ -71,6 +71,41 @@ class Grid:
         return scale_N, self.offset_N.to(torch.float32) + OFFSET * scale_N
 
 
+def whole_range(weight_NK: Tensor, importance_K: Tensor) -> Grid:
+    """A `Fit`: as `group_range`, but an offset is −z × scale for a whole z from 0 to 15: zero is on the grid, and
+    other programs can store z. Scales have 7 bits, so that the product is exact in float16.
+
+    Raises:
+        InputError: a weight is beyond float16.
+    """
+    least_N, most_N = torch.aminmax(weight_NK, dim=1)
+    most_N, least_N = most_N.clamp(min=0), least_N.clamp(max=0)  # zero is on the grid
+    if not (most_N - least_N < torch.finfo(torch.float16).max / 2).all():  # a rounded offset is above the least weight
+        raise InputError(
+            f"a weight is {float(weight_NK.abs().max()):g}, beyond float16, as offsets are stored: take offsets=false"
+        )
+    scale_N, zero_N = torch.full_like(least_N, LEAST_SCALE), torch.zeros_like(least_N)
+    lost_N = torch.full_like(least_N, torch.inf)
+    width_N = most_N - least_N
+    for share in INWARD:
+        new_scale_N = _seven_bits(width_N * (1 - 2 * share) / STEPS).clamp(min=LEAST_SCALE)
+        middle_N = (-(least_N + share * width_N) / new_scale_N).round()
+        for step in (-1, 0, 1):
+            new_zero_N = (middle_N + step).clamp(0, STEPS)
+            steps_NK = ((weight_NK / new_scale_N[:, None]).round_() + new_zero_N[:, None]).clamp_(0, STEPS)
+            error_NK = weight_NK - (steps_NK - new_zero_N[:, None]) * new_scale_N[:, None]
+            new_lost_N = error_NK.square_() @ importance_K
+            better_N = new_lost_N < lost_N
+            for best_N, new_N in ((scale_N, new_scale_N), (zero_N, new_zero_N), (lost_N, new_lost_N)):
+                best_N[better_N] = new_N[better_N]
+    return Grid(scale_N.to(torch.float16), (-zero_N * scale_N).to(torch.float16))
+
+
+def _seven_bits(x: Tensor) -> Tensor:
+    mantissa, exponent = torch.frexp(x)
+    return torch.ldexp((mantissa * 128).round() / 128, exponent)
+
+
 Fit = Callable[[Tensor, Tensor], Grid]
 """weight_NK (N, K) float32 of one group, importance_K (K,) how much a squared error of each input counts → its grid."""
 

@@ -17,6 +17,7 @@ from penjing.compress.decoder.int4 import (
     group_scale,
     quantize_grouped,
     quantize_grouped_compensated,
+    whole_range,
 )
 from penjing.compress.decoder.parts import is_routed, mlps, same_input
 from penjing.compress.decoder.rotate import rotate_layer, rotation_matrix
@@ -184,7 +185,7 @@ def int8_rule(settings: Int8Settings, x_MK: Tensor, above: bool = False) -> Call
 
 def int4_rule(settings: Int8Settings, x_MK: Tensor) -> Callable[[Tensor], GroupedWeight]:
     """How the settings round the 4-bit weights that read the activations `x_MK`."""
-    fit = group_range if settings.offsets else group_scale
+    fit = (whole_range if settings.offsets == "whole" else group_range) if settings.offsets else group_scale
     if settings.rounding == "nearest":
         importance_K = x_MK.square().mean(dim=0)
         return lambda weight_NK: quantize_grouped(weight_NK, settings.group, importance_K, fit)

@@ -176,6 +176,13 @@ def run_fake_quantized(stream: LayerStream, layer: int, hidden: Iterable[Tensor]
         stream.run(module, hidden_WTE, rounded)
 
 
+def run_dequantized(stream: LayerStream, layer: int, hidden: Iterable[Tensor]) -> None:
+    """Send each of `hidden`, (W, T, E) float32, through a layer whose weights alone are rounded, in place."""
+    module = stream.float_layer(layer, stream.weights(layer))
+    for hidden_WTE in hidden:
+        stream.run(module, hidden_WTE)
+
+
 def _continue_greedily(model: Decoder, ids: list[int]) -> list[int]:
     for _ in range(CONTINUATION):
         logits_RV = model(torch.tensor([ids]), logit_rows=torch.tensor([len(ids) - 1]))

@@ -64,10 +64,11 @@ class Int8Settings(Config):
         multiple_of=32,
         description="Inputs that share a scale where weights have 4 bits; it divides the inputs of each such layer.",
     )
-    offsets: bool = Field(
+    offsets: bool | Literal["whole"] = Field(
         default=False,
         description="A group of 4-bit weights also has an offset, and activations have a scale for each group: "
-        "Q4_1's weights, exact where a model lies on such a grid already. Only penjing reads them.",
+        'Q4_1\'s weights, exact where a model lies on such a grid already. "whole" takes offsets of whole steps, which '
+        "compressed-tensors has as zero points: `penjing export --to compressed-tensors-weights` writes them.",
     )
     keep_int8: tuple[str, ...] = Field(
         default=(),

@@ -36,13 +36,8 @@ def write_compressed_tensors(artifact: DecoderArtifact, folder: Path) -> None:
     Raises:
         InputError: an architecture that only penjing reads.
     """
-    source = artifact.checkpoint.folder
-    if artifact.checkpoint.config.model_type == "penjing":
-        raise InputError(
-            f"{source} is an architecture that transformers does not know (layers of different widths, or another "
-            "combination of its own); serve it with penjing, or prune with uniform widths"
-        )
-    checkpoint = artifact.checkpoint
+    source, checkpoint = artifact.checkpoint.folder, artifact.checkpoint
+    check_architecture(checkpoint)
     if has_int8_embedding(checkpoint.quantization):
         _write_floating_embedding(checkpoint, folder)
         return
@@ -52,6 +47,15 @@ def write_compressed_tensors(artifact: DecoderArtifact, folder: Path) -> None:
     for name in ["config.json", *names, *TOKENIZER_FILES]:
         if (source / name).is_file():
             shutil.copyfile(source / name, folder / name)
+
+
+def check_architecture(checkpoint: Checkpoint) -> None:
+    """Raise InputError where only penjing reads the architecture."""
+    if checkpoint.config.model_type == "penjing":
+        raise InputError(
+            f"{checkpoint.folder} is an architecture that transformers does not know (layers of different widths, or "
+            "another combination of its own); serve it with penjing, or prune with uniform widths"
+        )
 
 
 def _write_floating_embedding(checkpoint: Checkpoint, folder: Path) -> None:
@@ -72,6 +76,13 @@ def _write_floating_embedding(checkpoint: Checkpoint, folder: Path) -> None:
 def can_read() -> bool:
     """Whether the loader is installed."""
     return find_spec("transformers") is not None and find_spec("compressed_tensors") is not None
+
+
+def cannot_read(checkpoint: Checkpoint) -> str | None:
+    """Why the loader cannot read what is written of `checkpoint` here; None: it can."""
+    if checkpoint.config.moe is not None:
+        return EXPERTS
+    return None if can_read() else NOT_INSTALLED
 
 
 @torch.no_grad()

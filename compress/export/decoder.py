@@ -11,17 +11,20 @@ from penjing.compress.export import gate as decoder_gate
 from penjing.compress.export.decoder_runtime import read_layers
 from penjing.compress.export.onnx_decoder import write_decoder_onnx
 from penjing.compress.export.record import RECORD_FILE, ExportRecord, Form, publish_file, source_of, write_record
+from penjing.compress.export.weights_only import ZERO_POINTS, write_weights_only
 from penjing.compress.gguf.architecture import context_length
-from penjing.compress.gguf.write import BLOCK, write_gguf
+from penjing.compress.gguf.write import write_gguf
 from penjing.compress.quantize.targets import TARGETS, TargetName
-from penjing.core.artifact.decoder import DecoderArtifact, open_decoder_artifact
+from penjing.core.artifact.decoder import DecoderArtifact, open_decoder_artifact, open_decoder_weights
 from penjing.core.artifact.onnx import ONNX_RUNTIME
-from penjing.core.checkpoint.decoder import copy_tokenizer
+from penjing.core.checkpoint.decoder import Checkpoint, copy_tokenizer
 from penjing.core.errors import InputError
 from penjing.core.files import atomic_write_text, publish_folder
 from penjing.core.progress import Progress
 from penjing.core.runtime.schemes import INT8_FORMAT, has_int8_embedding, offset_group
 
+WEIGHTS_ONLY: Form = "compressed-tensors-weights"
+FOLDERS: tuple[Form, ...] = ("onnx", "compressed-tensors", WEIGHTS_ONLY)
 EXACT_EVERYWHERE: TargetName = "onnxruntime-avx2"  # the default: right with any session options, any processor
 
 
@@ -38,40 +41,38 @@ def export_decoder(
             exists.
         SetupError: disk full, no permission.
     """
-    artifact = open_decoder_artifact(folder)
-    quantization = artifact.checkpoint.quantization
-    _check_four_bits(folder, form, quantization)
-    if form != "onnx" and artifact.checkpoint.config.mlp_hadamard:
+    checkpoint, _ = open_decoder_weights(folder)
+    _check_four_bits(folder, form, checkpoint.quantization)
+    if form != "onnx" and checkpoint.config.mlp_hadamard:
         raise InputError(
             f"{folder} has a Hadamard transform, which {form} does not: penjing and its ONNX files compute it. For "
             "another engine compress with transform.hadamard_down=0"
         )
     if form == "gguf":
-        return _gguf(artifact, out, progress)
+        return _gguf(checkpoint, out, progress)
+    artifact = None if form == WEIGHTS_ONLY else open_decoder_artifact(folder)
     with publish_folder(out, replace=force, marker=RECORD_FILE) as partial:
-        make = _decoder_onnx if form == "onnx" else _compressed_tensors
-        record = make(artifact, target or EXACT_EVERYWHERE, partial, progress)
+        if artifact is None:
+            record = _weights_only(checkpoint, partial, progress)
+        else:
+            make = _decoder_onnx if form == "onnx" else _compressed_tensors
+            record = make(artifact, target or EXACT_EVERYWHERE, partial, progress)
         write_record(partial / RECORD_FILE, record)
     return record
 
 
 def _check_four_bits(folder: Path, form: Form, quantization: dict[str, Any] | None) -> None:
-    group = offset_group(quantization)
-    if group and form != "gguf":
+    if form in ("gguf", WEIGHTS_ONLY):
+        return
+    if offset_group(quantization):
         raise InputError(
-            f"{folder} has 4-bit weights with offsets, which are not written as {form}: export --to gguf, or compress "
-            "with offsets=false"
+            f"{folder} has 4-bit weights with offsets, whose activations have a scale for each group; {form} does not "
+            f"have that: export --to gguf or {WEIGHTS_ONLY}, or compress with offsets=false"
         )
-    if group not in (0, BLOCK):
+    if form == "onnx" and quantization is not None and quantization.get("format") != INT8_FORMAT:
         raise InputError(
-            f"{folder} has offsets for groups of {group} inputs, and GGUF's Q4_1 has groups of {BLOCK}: compress with "
-            f"group={BLOCK}"
-        )
-    four = quantization is not None and quantization.get("format") != INT8_FORMAT
-    if four and not group and form != "compressed-tensors":
-        raise InputError(
-            f"{folder} has 4-bit weights, which are not written as {form}: export --to compressed-tensors, or compress "
-            "with weights_bits=8"
+            f"{folder} has 4-bit weights, which are not written as onnx: export --to compressed-tensors, "
+            f"{WEIGHTS_ONLY} or gguf, or compress with weights_bits=8"
         )
 
 
@@ -102,8 +103,8 @@ def _compressed_tensors(artifact: DecoderArtifact, _: TargetName, partial: Path,
     compressed_tensors.write_compressed_tensors(artifact, partial)
     bound = artifact.parity.bound.of(compressed_tensors.LOADER)
     record = ExportRecord(form="compressed-tensors", **source_of(artifact.checkpoint.folder), bound=bound)
-    why = compressed_tensors.EXPERTS if artifact.checkpoint.config.moe is not None else compressed_tensors.NOT_INSTALLED
-    if why == compressed_tensors.EXPERTS or not compressed_tensors.can_read():
+    why = compressed_tensors.cannot_read(artifact.checkpoint)
+    if why is not None:
         return record.model_copy(update={"unmeasured": {compressed_tensors.LOADER: why}})
     progress.start("parity", 1)
     readings = compressed_tensors.read_sequences(partial, decoder_gate.sequences(artifact))
@@ -112,22 +113,37 @@ def _compressed_tensors(artifact: DecoderArtifact, _: TargetName, partial: Path,
     return record.model_copy(update={"differences": differences})
 
 
-def _gguf(artifact: DecoderArtifact, out: Path, progress: Progress) -> ExportRecord:
-    config = artifact.checkpoint.config
+def _weights_only(checkpoint: Checkpoint, partial: Path, progress: Progress) -> ExportRecord:
+    zero_points = write_weights_only(checkpoint, partial)
+    bound = decoder_gate.WEIGHTS_BOUND.of(compressed_tensors.LOADER)
+    note = "activations stay in floating point, where penjing rounds them to 8 bits"
+    record = ExportRecord(form=WEIGHTS_ONLY, **source_of(checkpoint.folder), bound=bound, notes=(note,))
+    why = ZERO_POINTS if zero_points else compressed_tensors.cannot_read(checkpoint)
+    if why is not None:
+        return record.model_copy(update={"unmeasured": {compressed_tensors.LOADER: why}})
+    progress.start("parity", 1)
+    readings = compressed_tensors.read_sequences(partial, decoder_gate.prompt_ids(checkpoint))
+    difference = decoder_gate.measure_weights(checkpoint, compressed_tensors.LOADER, readings)
+    progress.advance()
+    return record.model_copy(update={"differences": (difference,)})
+
+
+def _gguf(checkpoint: Checkpoint, out: Path, progress: Progress) -> ExportRecord:
+    config = checkpoint.config
     shorter = context_length(config) < config.max_position_embeddings
     cut = f"the context is cut to the window of {context_length(config)} tokens: llama.cpp has no windows here"
     rounded = "the table of embedding and LM head is rounded once more: to blocks of 32, without the smoothing"
-    table = has_int8_embedding(artifact.checkpoint.quantization) and config.tie_word_embeddings
+    table = has_int8_embedding(checkpoint.quantization) and config.tie_word_embeddings
     record = ExportRecord(
         form="gguf",
-        **source_of(artifact.checkpoint.folder),
+        **source_of(checkpoint.folder),
         unmeasured={"llama.cpp": "it is not part of penjing; the gguf package read the file back"},
         notes=(
-            "integers are the artifact's, scales rounded to float16",
+            "integers are the artifact's; scales of 8-bit layers are rounded to float16, those of 4 bits are exact",
             "llama.cpp rounds activations to 8 bits block by block, not token by token",
             *((cut,) if shorter else ()),
             *((rounded,) if table else ()),
         ),
     )
-    publish_file(out, record, lambda partial: write_gguf(artifact.checkpoint, partial, progress))
+    publish_file(out, record, lambda partial: write_gguf(checkpoint, partial, progress))
     return record

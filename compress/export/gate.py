@@ -6,12 +6,19 @@ the loader fed to it goes through the fake-quantized layer too, and both outputs
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from penjing.compress.decoder.parity import greedy_answer, run_fake_quantized, tensor_difference
+from penjing.compress.decoder.parity import (
+    PROMPTS,
+    greedy_answer,
+    run_dequantized,
+    run_fake_quantized,
+    tensor_difference,
+)
 from penjing.compress.decoder.stream import LayerStream
 from penjing.core.artifact.decoder import (
     INT8_RUNTIME,
@@ -21,9 +28,14 @@ from penjing.core.artifact.decoder import (
     recorded_answers,
     recorded_prompts,
 )
-from penjing.core.artifact.parity import FAKE_QUANTIZED, Difference, gate
+from penjing.core.artifact.parity import FAKE_QUANTIZED, Bound, Difference, gate
+from penjing.core.checkpoint.decoder import Checkpoint
+from penjing.core.text.tokenizer import Tokenizer
 
 HINT = "nothing was exported. Is the artifact damaged? 'penjing compress verify' says how far the INT8 runtime is"
+DEQUANTIZED = "dequantized"
+# The same weights and floating activations on both sides: what is left is the order of sums in float32.
+WEIGHTS_BOUND = Bound(between=(DEQUANTIZED, ""), quantity=LAYER_OUTPUTS, statistic="mean", value=1e-4)
 
 
 @dataclass(frozen=True)
@@ -39,11 +51,46 @@ class Computed:
     logits_TV: Tensor  # noqa: N815
 
 
+def prompt_ids(checkpoint: Checkpoint) -> list[tuple[list[int], int]]:
+    """(token ids, their number) of each prompt, of an artifact that has no record of them."""
+    tokenizer = Tokenizer.from_folder(checkpoint.folder)
+    encoded = [tokenizer.encode(text) for text in PROMPTS]
+    return [(list(ids), len(ids)) for ids in encoded]
+
+
 def sequences(artifact: DecoderArtifact) -> list[tuple[list[int], int]]:
     """(token ids, length of the prompt) of each input of the artifact's record with what the INT8 runtime answered."""
     record = artifact.parity
     pairs = zip(recorded_prompts(record), recorded_answers(record, INT8_RUNTIME), strict=True)
     return [([*prompt.token_ids, *answer.token_ids], len(prompt.token_ids)) for prompt, answer in pairs]
+
+
+@torch.no_grad()
+def measure_weights(checkpoint: Checkpoint, loader: str, readings: list[Computed]) -> Difference:
+    """How far the layers of `loader` are from layers with the artifact's weights and floating activations.
+
+    Raises:
+        InputError: the mean difference is beyond `WEIGHTS_BOUND`, or there is NaN.
+    """
+    gaps = _gaps(LayerStream(checkpoint), readings, run_dequantized)
+    bound = WEIGHTS_BOUND.of(loader)
+    layers = tensor_difference(bound.between, LAYER_OUTPUTS, gaps)
+    gate([layers], bound, HINT)
+    return layers
+
+
+def _gaps(
+    stream: LayerStream, readings: list[Computed], run: Callable[[LayerStream, int, Iterable[Tensor]], None]
+) -> Tensor:
+    """Distances of each layer's outputs from what `run` makes of the same inputs, relative to the size of a token."""
+    gaps: list[Tensor] = []
+    for layer in range(stream.config.num_hidden_layers):
+        expected = [reading.hidden[layer][None].clone() for reading in readings]
+        run(stream, layer, expected)
+        for reading, wanted_1TE in zip(readings, expected, strict=True):
+            size_T1 = wanted_1TE[0].square().mean(dim=-1, keepdim=True).sqrt()
+            gaps.append(((reading.hidden[layer + 1] - wanted_1TE[0]).abs() / size_T1).flatten())
+    return torch.cat(gaps)
 
 
 @torch.no_grad()
@@ -56,15 +103,8 @@ def measure(artifact: DecoderArtifact, loader: str, readings: list[Computed]) ->
     Raises:
         InputError: the layers' mean difference is beyond the bound of the artifact's record, or there is NaN.
     """
-    stream = LayerStream(artifact.checkpoint)
-    gaps: list[Tensor] = []
-    for layer in range(stream.config.num_hidden_layers):
-        expected = [reading.hidden[layer][None].clone() for reading in readings]
-        run_fake_quantized(stream, layer, expected)
-        for reading, wanted_1TE in zip(readings, expected, strict=True):
-            size_T1 = wanted_1TE[0].square().mean(dim=-1, keepdim=True).sqrt()
-            gaps.append(((reading.hidden[layer + 1] - wanted_1TE[0]).abs() / size_T1).flatten())
-    layers = tensor_difference((FAKE_QUANTIZED, loader), LAYER_OUTPUTS, torch.cat(gaps))
+    gaps = _gaps(LayerStream(artifact.checkpoint), readings, run_fake_quantized)
+    layers = tensor_difference((FAKE_QUANTIZED, loader), LAYER_OUTPUTS, gaps)
     gate([layers], artifact.parity.bound.of(loader), HINT)
     answers = tuple(
         greedy_answer(reading.logits_TV[begin - 1 : len(ids) - 1])

@@ -18,7 +18,7 @@ from penjing.core.info import versions
 from penjing.core.manifest import MANIFEST_NAME
 
 RECORD_FILE = "export.json"
-Form = Literal["onnx", "tensorrt", "compressed-tensors", "gguf"]
+Form = Literal["onnx", "tensorrt", "compressed-tensors", "compressed-tensors-weights", "gguf"]
 
 
 class ExportRecord(Config):

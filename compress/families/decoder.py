@@ -12,7 +12,7 @@ from torch import Tensor
 from penjing.compress.decoder.check import check_model, checkpoint_hashes
 from penjing.compress.decoder.parity import rerun
 from penjing.compress.distill.decoder import TRAINING
-from penjing.compress.export.decoder import export_decoder
+from penjing.compress.export.decoder import FOLDERS, export_decoder
 from penjing.compress.families.base import Asker, DepthChoice, Exporter, Family, Needs, Pruner, Quantizer
 from penjing.compress.measure.answers import answered, questions_for, scores
 from penjing.compress.measure.cost import decoder_calls
@@ -130,5 +130,5 @@ FAMILY = Family(
     training=TRAINING,
     quantizer=Quantizer(quantizer.DecoderQuantize, quantizer.check, quantizer.quantize, _needs),
     rerun=_rerun,
-    exporter=Exporter(("onnx", "compressed-tensors", "gguf"), ("onnx", "compressed-tensors"), export_decoder),
+    exporter=Exporter((*FOLDERS, "gguf"), FOLDERS, export_decoder),
 )

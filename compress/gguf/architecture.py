@@ -20,7 +20,6 @@ from penjing.core.models.rope import inverse_frequencies, yarn_magnitudes
 ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3", **EXPERTS}
 """`model_type` → GGUF architecture."""
 _UNEVEN = "deci"  # computes as llama, with widths of each layer's own
-_Q8_0_FILE = 7  # general.file_type: mostly Q8_0
 
 
 def architecture_of(config: DecoderConfig, source: str) -> str:
@@ -116,7 +115,6 @@ def architecture_fields(config: DecoderConfig, source: str) -> dict[str, Any]:
         values |= {f"rope.scaling.{name}": getattr(scaling, ours) for name, ours in LLAMA3_FIELDS.items()}
     return {
         "general.quantization_version": 2,
-        "general.file_type": _Q8_0_FILE,
         **{f"{architecture}.{name}": value for name, value in values.items()},
     }
 

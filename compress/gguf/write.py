@@ -1,5 +1,5 @@
-"""A decoder artifact as GGUF for llama.cpp: INT8 layers as Q8_0, 4-bit layers with offsets as Q4_1, with the artifact's
-own integers.
+"""A decoder artifact as GGUF for llama.cpp: INT8 layers as Q8_0, 4-bit layers as `four_bits` has them, with the
+artifact's own integers.
 
 Q8_0 stores 32 values a block with a float16 scale. A row's scale is repeated for each of its blocks, so the integers
 are those of the artifact; only scales are rounded, to 11 bits (small ones to 9). Activations are llama.cpp's affair: it
@@ -18,6 +18,7 @@ import torch
 from numpy.typing import NDArray
 
 from penjing.compress.gguf.architecture import architecture_fields, architecture_of, rotary_divisors
+from penjing.compress.gguf.four_bits import four_bit_blocks
 from penjing.compress.gguf.tokenizer import tokenizer_fields
 from penjing.core.checkpoint.decoder import Checkpoint
 from penjing.core.errors import InputError
@@ -30,9 +31,9 @@ from penjing.core.runtime.schemes import has_int8_embedding
 BLOCK = 32
 EMBEDDING, FINAL_NORM = "model.embed_tokens.weight", "model.norm.weight"
 BESIDE = ("_scale", "_shape", "_offset", "_channel")  # what the names of tensors that belong to a weight end with
-SMALLEST_SCALE = (
-    2.0**-16
-)  # subnormal, but within 2⁻⁹ of a float16: SmolLM2's first v_proj, its norm folded in, has 2.4e-5
+# Subnormal, but within 2⁻⁹ of a float16: SmolLM2's first v_proj, its norm folded in, has 2.4e-5.
+SMALLEST_SCALE = 2.0**-16
+FILE_TYPES = {"Q8_0": 7, "Q4_0": 2, "Q4_1": 3, "Q4_K": 15}  # general.file_type: what most of the bytes are
 
 
 def write_gguf(checkpoint: Checkpoint, out: Path, progress: Progress) -> None:
@@ -49,9 +50,12 @@ def write_gguf(checkpoint: Checkpoint, out: Path, progress: Progress) -> None:
     for key, value in fields.items():
         _add(writer, key, value)
     progress.start("writing GGUF", len(checkpoint.tensor_names))
+    sizes = dict.fromkeys(FILE_TYPES, 0)
     for name, data, kind in _tensors(checkpoint):
         writer.add_tensor(name, data, raw_dtype=kind)
+        sizes[kind.name] = sizes.get(kind.name, 0) + data.nbytes
         progress.advance()
+    writer.add_file_type(FILE_TYPES[max(FILE_TYPES, key=lambda kind: sizes[kind])])
     check_room(out, sum(tensor.nbytes for part in writer.tensors for tensor in part.values()))
     try:
         writer.write_header_to_file()
@@ -142,19 +146,6 @@ def _without_smoothing(checkpoint: Checkpoint, name: str) -> tuple[NDArray[Any],
     return np.concatenate([quantize(table.rows(part).numpy(), kind) for part in rows]), kind
 
 
-def q4_1(packed: NDArray[np.int32], scale: NDArray[np.float16], offset: NDArray[np.float16]) -> NDArray[np.uint8]:
-    """(rows, K / 8) words of `kernels.int4_linear.pack_int4` and (rows, K / 32) each → (rows, K / 32 · 20) bytes of
-    Q4_1 blocks: float16 scale and offset, then 16 bytes whose low halves are the first 16 values."""
-    rows, words = packed.shape
-    pairs = packed.view(np.uint8).reshape(rows, words // 4, 16)  # a byte has two neighbours, the first one low
-    values = np.stack([pairs & 15, pairs >> 4], axis=3).reshape(rows, words // 4, BLOCK)
-    blocks = np.empty((rows, words // 4, 20), np.uint8)
-    blocks[:, :, :2] = scale.view(np.uint8).reshape(rows, -1, 2)
-    blocks[:, :, 2:4] = offset.view(np.uint8).reshape(rows, -1, 2)
-    blocks[:, :, 4:] = values[:, :, :16] | values[:, :, 16:] << 4
-    return blocks.reshape(rows, -1)
-
-
 def _experts(checkpoint: Checkpoint, stacked: str) -> tuple[NDArray[Any], Any]:
     """(experts, rows, …) bytes of the experts of a layer, whose names have ANY for their number, and their type."""
     assert checkpoint.config.moe is not None
@@ -179,10 +170,11 @@ def _tensor(checkpoint: Checkpoint, name: str, turned: bool) -> tuple[NDArray[An
         order = order.view(heads, 2, -1).transpose(1, 2).reshape(-1)  # rotated halves → interleaved pairs
     weight = weight[order]
     if four:
-        scale, offset = (checkpoint.get(f"{name}_{end}")[order].contiguous() for end in ("scale", "offset"))
-        if scale.dtype != torch.float16 or offset.dtype != torch.float16:
-            raise InputError(f"{checkpoint.folder}: {name} has scales in {scale.dtype}; Q4_1 stores them in float16")
-        return q4_1(weight.contiguous().numpy(), scale.numpy(), offset.numpy()), gguf.GGMLQuantizationType.Q4_1
+        ends = [end for end in ("scale", "offset") if f"{name}_{end}" in checkpoint.tensor_names]
+        scale, *offset = (checkpoint.get(f"{name}_{end}")[order].to(torch.float32).numpy() for end in ends)
+        said = f"{checkpoint.folder}: {name}"
+        data, kind = four_bit_blocks(weight.contiguous().numpy(), scale, offset[0] if offset else None, said)
+        return data, gguf.GGMLQuantizationType[kind]
     if weight.dtype == torch.int8:
         scale = checkpoint.get(f"{name}_scale").to(torch.float32).flatten()[order]
         return q8_0(weight.contiguous().numpy(), scale.numpy()), gguf.GGMLQuantizationType.Q8_0

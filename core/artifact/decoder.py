@@ -41,6 +41,7 @@ from penjing.core.runtime.schemes import (
     WEIGHT_FIELDS,
 )
 
+QUANT_METHOD = "compressed-tensors"
 INT8_RUNTIME = "int8_runtime"
 LAYER_OUTPUTS, LOGITS, LOGPROBS = "layer_outputs", "logits", "logprobs"
 """What is compared: the output of each layer when both get the same input, relative to the root mean square of the
@@ -88,16 +89,26 @@ def open_decoder_artifact(folder: Path) -> DecoderArtifact:
     Raises:
         InputError: missing or damaged files, or a folder of another kind.
     """
+    checkpoint, manifest = open_decoder_weights(folder)
+    if not (folder / PARITY_FILE).is_file():
+        raise InputError(
+            f"{folder} has no parity record: it was imported with the integers of another program, and is served, or "
+            "exported as gguf or compressed-tensors-weights. 'penjing import --dequantize' makes floating weights of "
+            "its source, which 'penjing compress' takes"
+        )
+    return DecoderArtifact(checkpoint, manifest, read_report_file(folder), read_parity(folder))
+
+
+def open_decoder_weights(folder: Path) -> tuple[Checkpoint, Manifest]:
+    """Open an artifact, with records or without, and check every hash.
+
+    Raises:
+        InputError: missing or damaged files, or a folder of another kind.
+    """
     checkpoint = open_checkpoint(folder)
     if checkpoint.manifest is None or checkpoint.manifest.kind != "artifact":
         raise InputError(f"{folder} is not an artifact; 'penjing compress' makes one from a checkpoint")
-    manifest = verify(folder)
-    if not (folder / PARITY_FILE).is_file():
-        raise InputError(
-            f"{folder} has no parity record: it was imported with the integers of another program, and is served only. "
-            "'penjing import --dequantize' makes floating weights of its source, which 'penjing compress' takes"
-        )
-    return DecoderArtifact(checkpoint, manifest, read_report_file(folder), read_parity(folder))
+    return checkpoint, verify(folder)
 
 
 def quantization_config(
@@ -137,7 +148,7 @@ def quantization_config(
         table = _config_group([EMBEDDING_MODULE], WEIGHT_FIELDS)
         groups["group_table"] = table | {"input_activations": None, "format": INT8_FORMAT}
     return {
-        "quant_method": "compressed-tensors",
+        "quant_method": QUANT_METHOD,
         "format": layout,
         "quantization_status": "compressed",
         "kv_cache_scheme": KV_CACHE_FIELDS if kv_scales else None,
