@@ -8,10 +8,10 @@ does disturbs little. `latency_error` is the median of how far predicted times o
 the sum was not fitted to. `rank_random` is Spearman's correlation of measured divergences of fresh random combinations
 with what was predicted of them, beside plain sums of single changes. `front_NN/speed` is tokens a second of a point's
 artifact in the serving engine over those of the whole network in INT8, beside the predicted ratio.
-`front_NN/perplexity` is that of held-out prose, nothing healed, beside the INT8 one's. `front_NN/through_triton` is the
-same speed through Triton server, beside the predicted ratio, and `front_NN/tokens_a_second` are its tokens for each
-second of the processors' time that the server and the model behind it use for them, beside those of the whole network.
-Each point has a server of its own, all of them stand at once, and they answer in turns.
+`front_NN/perplexity` is that of held-out prose, nothing healed, beside the INT8 one's. With `--only triton` the points
+stand behind Triton servers, one each and all at once, that answer in turns: `served/front_NN/speed` is the speed there,
+beside the predicted ratio, and `served/front_NN/tokens` are tokens for each second of processor time that the server
+and the model behind it use for them, beside those of the whole network.
 """
 
 from __future__ import annotations
@@ -137,15 +137,14 @@ def main() -> int:
                             baseline="plain sums of single changes", baseline_value=plain))  # fmt: skip
     if arguments.only in (None, "serve", "triton"):
         points = made_points(result, output, arguments)
+        name = f"{name}served/" if arguments.only == "triton" else name
         rows += [
             new_row("decoder_search", f"{name}{point.title}/perplexity", point.perplexity, "perplexity", runs=1,
                     baseline="the whole network in INT8", baseline_value=points[0].perplexity)
             for point in points[1:]
         ]  # fmt: skip
-        if arguments.only != "triton":
-            rows += in_engine(points, arguments, name)
-        if arguments.only != "serve":
-            rows += through_triton(points, arguments, name)
+        measured = through_triton if arguments.only == "triton" else in_engine
+        rows += measured(points, arguments, name)
     append("decoder_search", rows, arguments.results)
     return 0
 
@@ -157,7 +156,8 @@ def made_points(result: dict[str, Any], output: Path, arguments: argparse.Namesp
     for key in ("weights_bits", "group", "offsets", "keep_int8"):
         whole["steps"][0].pop(key, None)
     whole["output"] = str(arguments.folder / "int8")
-    recipes = [("int8", whole, float(result["latency"]["start"]))]
+    start = next(row["cost"] for row in result["rows"] if row["kind"] == "start")  # predicted, as theirs are
+    recipes = [("int8", whole, float(start))]
     wanted = None if arguments.served == "all" else {int(each) for each in arguments.served.split(",")}
     for number, entry in enumerate(result["front"], 1):
         if wanted is not None and number not in wanted:
@@ -206,10 +206,10 @@ def through_triton(points: list[Point], arguments: argparse.Namespace, name: str
     rows: list[Row] = []
     for point, own in zip(points[1:], times[1:], strict=True):
         speed = median(whole_s / own_s for whole_s, own_s in zip(times[0], own, strict=True))
-        rows.append(new_row("decoder_search", f"{name}{point.title}/through_triton", speed, "of INT8's tokens a second",
+        rows.append(new_row("decoder_search", f"{name}{point.title}/speed", speed, "of INT8's tokens a second",
                             runs=arguments.rounds, baseline="predicted",
                             baseline_value=points[0].cost / point.cost))  # fmt: skip
-        rows.append(new_row("decoder_search", f"{name}{point.title}/tokens_a_second", 1 / median(own),
+        rows.append(new_row("decoder_search", f"{name}{point.title}/tokens", 1 / median(own),
                             "tok/s of processor time", runs=arguments.rounds,
                             baseline="the whole network in INT8", baseline_value=1 / median(times[0])))  # fmt: skip
     return rows
