@@ -66,6 +66,7 @@ SECTIONS = {  # a title and what "This measures"
     "int8_peers": "INT8 quantizers: one classifier quantized by penjing, ONNX Runtime and NNCF.",
     "graph": "INT8 of imported networks: trained networks of other makers, quantized by penjing and two others.",
     "graph_chain": "The whole chain: imported networks pruned, taught from their own answers, in INT8 and served.",
+    "teaching": "Teaching: a pruned network learns its own answers again, judged on pictures that no run saw.",
     "prune": "Pruning: time and memory of pruning a checkpoint, and how much faster the pruned network runs.",
     "prune_quality": "Quality after pruning: accuracy and perplexity of pruned networks, before and after healing.",
     "prune_decoder": "A tenth of a decoder: SmolLM2 on other texts, cut, healed and in INT8, on a busy machine.",

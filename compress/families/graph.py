@@ -26,6 +26,7 @@ from penjing.core.errors import InputError
 from penjing.core.family import FAMILIES
 from penjing.core.graph.network import Network
 from penjing.core.manifest import verify
+from penjing.core.memory import keep_freed_memory
 from penjing.core.progress import Progress
 
 
@@ -42,6 +43,7 @@ def _held_out(settings: EvaluateSettings) -> int:
 
 
 def _open(folder: Path, _: Sequence[str], __: Sequence[int], progress: Progress) -> GraphSubject:
+    keep_freed_memory()  # gradients of images go through it for each group of samples
     return GraphSubject(folder, progress)
 
 

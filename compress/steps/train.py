@@ -118,9 +118,9 @@ class Distill(TrainedStep):
         "teacher and student see the mixture.",
     )
     batch_norms: Literal["learn", "keep"] = Field(
-        default="learn",
-        description='Of a graph: "learn" measures each batch; "keep" trains with the statistics that there are, and '
-        "drops nothing out, which is how the network will answer. A few images measure mostly chance.",
+        default="keep",
+        description='Of a graph: "keep" trains with the statistics that there are, and drops nothing out, which is how '
+        'the network will answer; "learn" measures each batch, for long trainings with large ones.',
     )
     relation_heads: int | None = Field(
         default=None, gt=0, description="Heads of weights.relations; none given: as many as fit."
@@ -151,9 +151,7 @@ class Distill(TrainedStep):
         """See `Step`."""
         super().check(context)
         training = context.family.need("training", "trained")
-        if training.taught is None and (
-            self.loss != "auto" or self.features or self.mix or self.batch_norms != "learn"
-        ):
+        if training.taught is None and (self.loss != "auto" or self.features or self.mix or self.batch_norms != "keep"):
             raise ConfigError(
                 f"loss, features, mix and batch_norms are for graphs, and {context.model} is none; leave them out"
             )

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from penjing.compress.families.base import family
 from penjing.compress.report.schema import read_report
@@ -18,7 +19,9 @@ from penjing.core.family import FamilyName
 from penjing.core.imports.importer import import_model
 from penjing.core.manifest import read_manifest
 from penjing.core.progress import Silent
+from tests.compress.graphs import graph_folder
 from tests.compress.quantize.folders import image_set, vision_folder
+from tests.core.graph.networks import Residual
 from tests.core.models.encoders import write_sentence_transformer
 
 FEW: dict[FamilyName, list[str]] = {
@@ -138,3 +141,11 @@ def test_an_encoder_beyond_its_guard_is_not_published_and_goes_on_with_a_larger_
     written = (made / "model.onnx").stat().st_ino
     quantize(checkpoints["encoder"], tmp_path / "int8", *small, "guard.similarity_loss=0.1")
     assert (tmp_path / "int8/model.onnx").stat().st_ino == written  # linked, not made again
+
+
+def test_a_graph_is_pruned_in_memory_that_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept: list[str] = []
+    monkeypatch.setattr("penjing.compress.families.graph.keep_freed_memory", lambda: kept.append("kept"))
+    folder = graph_folder(tmp_path / "net", Residual(), torch.randn(4, 3, 16, 16))
+    family("graph").need("pruner", "pruned").open(folder, (), (), Silent())
+    assert kept == ["kept"]
