@@ -33,7 +33,7 @@ from penjing.core.checkpoint.graph import load_network
 from penjing.core.cli import guarded
 from penjing.core.config import dump_toml
 from penjing.core.errors import SetupError
-from penjing.train.families.graph import laid_out
+from penjing.train.families.graph import laid_out, rebuilt
 
 JUDGED = ("agreement", "kl")
 BATCH = 25
@@ -133,7 +133,7 @@ def rows_of(arguments: argparse.Namespace, networks: dict[str, Path], held: Path
 @torch.no_grad()
 def answers(folder: Path, images: Values) -> Values:
     """(N, classes) of a checkpoint, in evaluation mode."""
-    model = laid_out(load_network(folder).module, torch.device("cpu")).eval()
+    model = laid_out(rebuilt(load_network(folder)), torch.device("cpu")).eval()
     parts = torch.from_numpy(images).split(BATCH)
     return np.concatenate([model(part.contiguous(memory_format=torch.channels_last))[0].numpy() for part in parts])
 
