@@ -65,6 +65,10 @@ def import_command(app: typer.Typer) -> None:
             bool,
             typer.Option("--dequantize", help="Make floating weights of a folder that is quantized."),
         ] = False,
+        keep_integers: Annotated[
+            bool,
+            typer.Option("--keep-integers", help="Of a `.gguf` file: an artifact of its own integers, where they fit."),
+        ] = False,
         force: Force = False,
     ) -> None:
         """Turn a model into a penjing checkpoint (safetensors, hashed).
@@ -100,6 +104,8 @@ def import_command(app: typer.Typer) -> None:
             if kind_of(source) is not None:
                 if dequantize:
                     raise ConfigError("--dequantize is for folders of Hugging Face; leave it out")
+                if keep_integers:
+                    raise ConfigError("--keep-integers is for .gguf files; leave it out")
                 import_graph(source, out, graph_options(**given), force=force, progress=progress)  # type: ignore[arg-type]
                 return
             if given:
@@ -107,4 +113,6 @@ def import_command(app: typer.Typer) -> None:
                 raise ConfigError(f"--{option} is for .onnx files and modules; {source} needs no more than a folder")
             from penjing.core.imports.importer import import_model
 
-            import_model(source, out, force=force, progress=progress, dequantize=dequantize)
+            import_model(
+                source, out, force=force, progress=progress, dequantize=dequantize, keep_integers=keep_integers
+            )

@@ -75,24 +75,37 @@ class GgufFile:
         Raises:
             InputError: a tensor has a quantization type that the gguf package cannot read (named).
         """
+        return ((name, self.get(name)) for name in self._gguf_name)
+
+    def get(self, name: str) -> torch.Tensor:
+        """The tensor of that Hugging Face name in float32; raises as `tensors`."""
         import gguf
 
-        for name, gguf_name in self._gguf_name.items():
-            tensor, (_, expert) = self._tensors[gguf_name], expert_of(name)
-            data = tensor.data if expert is None else tensor.data[expert]
-            try:
-                values = gguf.dequantize(data, tensor.tensor_type)
-            except NotImplementedError:
-                kind = tensor.tensor_type.name
-                raise InputError(
-                    f"{self.path}: {gguf_name} has the type {kind}, which the gguf package cannot dequantize; "
-                    "get the file in another type, for example Q8_0 or F16"
-                ) from None
-            # a copy: F32 data is a view of the read-only map
-            weight = torch.from_numpy(np.array(values, dtype=np.float32))
-            if name.endswith(".shared_expert_gate.weight"):
-                weight = weight.view(1, -1)  # a vector there
-            yield name, self._unpermute(name, self._scaled(name, weight))
+        gguf_name, (_, expert) = self._gguf_name[name], expert_of(name)
+        tensor = self._tensors[gguf_name]
+        data = tensor.data if expert is None else tensor.data[expert]
+        try:
+            values = gguf.dequantize(data, tensor.tensor_type)
+        except NotImplementedError:
+            kind = tensor.tensor_type.name
+            raise InputError(
+                f"{self.path}: {gguf_name} has the type {kind}, which the gguf package cannot dequantize; "
+                "get the file in another type, for example Q8_0 or F16"
+            ) from None
+        # a copy: F32 data is a view of the read-only map
+        weight = torch.from_numpy(np.array(values, dtype=np.float32))
+        if name.endswith(".shared_expert_gate.weight"):
+            weight = weight.view(1, -1)  # a vector there
+        return self._unpermute(name, self._scaled(name, weight))
+
+    def kind(self, name: str) -> str:
+        """The type in which the tensor of that Hugging Face name is stored, such as "Q4_K"."""
+        return self._tensors[self._gguf_name[name]].tensor_type.name
+
+    def rows(self, name: str) -> torch.Tensor:
+        """(N, bytes) uint8: the rows of a quantized matrix as they are stored, in the order that they have here."""
+        data = self._tensors[self._gguf_name[name]].data
+        return self._unpermute(name, torch.from_numpy(np.array(data)))
 
     def _scaled(self, name: str, weight: torch.Tensor) -> torch.Tensor:
         """Gemma's factors, which llama.cpp applies as it computes, in the weights (see `core.folded`)."""

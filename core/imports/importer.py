@@ -21,6 +21,7 @@ from penjing.core.folded.families import folds
 from penjing.core.folded.weights import FoldedCheckpoint
 from penjing.core.foreign.folder import FoldedForeignCheckpoint, ForeignCheckpoint
 from penjing.core.foreign.keep import Kept, runs_as_it_is, said_of_integers
+from penjing.core.foreign.keep_blocks import KeptBlocks
 from penjing.core.imports.encoder import import_encoder
 from penjing.core.imports.gguf import GgufFile
 from penjing.core.imports.gguf_tokenizer import tokenizer_from_gguf
@@ -64,6 +65,7 @@ def import_model(
     progress: Progress | None = None,
     dtype: Dtype = "float32",
     dequantize: bool = False,
+    keep_integers: bool = False,
 ) -> Path:
     """Make the checkpoint folder `out` from `source`, one tensor at a time; `out` appears only when it is complete.
 
@@ -75,6 +77,8 @@ def import_model(
         dtype: of the stored weights of a decoder; those of other families are float32.
         dequantize: make floating weights of a folder that is quantized, also where its integers could be kept. Kept,
             they become an artifact, which is served; see `core.foreign.keep`.
+        keep_integers: make such an artifact of a `.gguf` file too, which becomes floating otherwise; see
+            `core.foreign.keep_blocks`.
 
     Raises:
         ConfigError: another dtype than these.
@@ -103,6 +107,12 @@ def import_model(
         if not isinstance(model, _FolderSource) or model.foreign is None:
             raise ConfigError(f"{source} is not quantized: leave --dequantize out")
         created_by["dequantize"] = True
+    if keep_integers:
+        if not isinstance(model, _GgufSource):
+            raise ConfigError(
+                f"{source} is no .gguf file: leave --keep-integers out, since those of a folder are kept where they fit"
+            )
+        created_by["keep_integers"] = True
     if not force and _is_complete(out, created_by):
         progress.note(f"{out} already holds {source}: kept (--force makes it again)")
         return out
@@ -121,14 +131,20 @@ def import_model(
                 "the files do not belong together"
             )
         progress.start(f"importing {source}", model.num_tensors)
-        kept = model.kept(dequantize) if isinstance(model, _FolderSource) else None
+        kept = None
+        if isinstance(model, _FolderSource):
+            kept = model.kept(dequantize)
+        elif keep_integers and isinstance(model, _GgufSource):
+            kept = KeptBlocks(model.file, dtype)
         if kept is not None and kept.reason is None:
             total = _save_kept(partial, model, kept, progress)
             write_manifest(partial, "artifact", created_by)
         else:
             total = save_checkpoint(partial, model.config, _converted(model, DTYPES[dtype], progress), dtype=dtype)
             write_manifest(partial, "checkpoint", created_by)
-    if isinstance(model, _FolderSource) and model.foreign is not None:
+    if isinstance(kept, KeptBlocks):
+        progress.note(kept.said())
+    elif isinstance(model, _FolderSource) and model.foreign is not None:
         progress.note(said_of_integers(kept, model.foreign, dtype))
     progress.note(f"{out}: {model.num_tensors} tensors, {total / 1e6:.0f} MB, license {created_by['license']}")
     return out
@@ -169,7 +185,7 @@ def _converted(model: _Source, dtype: torch.dtype, progress: Progress) -> Iterat
         progress.advance()
 
 
-def _save_kept(folder: Path, model: _Source, kept: Kept, progress: Progress) -> int:
+def _save_kept(folder: Path, model: _Source, kept: Kept | KeptBlocks, progress: Progress) -> int:
     def counted() -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in kept.tensors():
             yield name, tensor
@@ -185,28 +201,29 @@ class _GgufSource:
         self._described = described
 
     @cached_property
-    def _file(self) -> GgufFile:
+    def file(self) -> GgufFile:
+        """The file, read and checked when it is first asked for."""
         return GgufFile(self._path)
 
     def identity(self) -> dict[str, Any]:
         return {"source": self._described, "source_format": "gguf", "source_sha256": sha256_file(self._path)}
 
     def facts(self) -> dict[str, Any]:
-        return {"source_name": str(self._file.fields.get("general.name", "")), "license": self._file.license}
+        return {"source_name": str(self.file.fields.get("general.name", "")), "license": self.file.license}
 
     @property
     def config(self) -> DecoderConfig:
-        return self._file.config
+        return self.file.config
 
     @property
     def num_tensors(self) -> int:
-        return self._file.num_tensors
+        return self.file.num_tensors
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        return self._file.tensors()
+        return self.file.tensors()
 
     def write_tokenizer(self, folder: Path) -> None:
-        for name, text in tokenizer_from_gguf(self._file.fields, str(self._file.path)).items():
+        for name, text in tokenizer_from_gguf(self.file.fields, str(self.file.path)).items():
             atomic_write_text(folder / name, text)
 
 
