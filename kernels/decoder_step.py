@@ -14,6 +14,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from penjing.kernels.activation import ACTIVATIONS
 from penjing.kernels.cpu import library as abi
 from penjing.kernels.cpu.checks import float_linear
 from penjing.kernels.cpu.functions import CpuExtension
@@ -30,6 +31,7 @@ from penjing.kernels.step_layers import (
     LayerWeights,
     Packer,
     check_layers,
+    gate_up,
     groups_of,
     size,
 )
@@ -71,6 +73,8 @@ class DecoderStep:
         inverse_frequency_F: Tensor,
         max_positions: int,
         rotary_scale: float = 1.0,
+        attention_cap: float | None = None,
+        logit_cap: float | None = None,
     ):
         """Pack the weights.
 
@@ -81,6 +85,7 @@ class DecoderStep:
             inverse_frequency_F: (head_dim / 2,) float32, radians a token, or a row for each way that layers rotate.
             max_positions: positions 0 … max_positions − 1 may occur.
             rotary_scale: by what queries and keys that the first row rotates grow, as YaRN does it.
+            attention_cap, logit_cap: scores and logits become cap × tanh(score / cap); None: they stay.
 
         Raises:
             ValueError: shapes or dtypes that do not fit.
@@ -116,6 +121,8 @@ class DecoderStep:
             head_dim=head_dim,
             eps=eps,
             attention_scale=head_dim**-0.5,
+            attention_cap=attention_cap or 0.0,
+            logit_cap=logit_cap or 0.0,
         )
         self._set_embedding(model, embedding_VE, lm_head)
         # Of a tied table the packed head has a copy.
@@ -126,7 +133,10 @@ class DecoderStep:
         ]
         self.weight_bytes = packer.used + sum(linear.weight_NK.nbytes for linear in floats)
         """Bytes of weights that a step reads at least."""
-        shapes = [{name: size(getattr(layer, name)) for name in PROJECTIONS} for layer in layers]
+        shapes = [
+            {name: size(linear) for name in PROJECTIONS if (linear := getattr(layer, name)) is not None}
+            for layer in layers
+        ]
         self.adapters = StepAdapters(shapes, self._extension.empty_pages)
         """Low-rank adapters that rows of a step may name."""
         self.seconds = 0.0
@@ -342,7 +352,9 @@ class DecoderStep:
     def _fill_layer(self, out: abi.Layer, layer: LayerWeights, packer: Packer) -> None:
         out.num_qkv = packer.fill(out.qkv, (layer.q, layer.k, layer.v))
         out.out = packer.pack([layer.out])
-        out.num_gate_up = packer.fill(out.gate_up, (layer.gate, layer.up), layer.gelu)
+        out.num_gate_up = packer.fill(out.gate_up, gate_up(layer), layer.activation == "gelu_tanh")
+        out.activation, out.gated = ACTIVATIONS.index(layer.activation), layer.up is not None
+        out.parallel = layer.parallel
         out.down = packer.pack([layer.down])
         for name in ("input_norm", "post_norm", "out_norm", "down_norm"):
             setattr(out, name, self._optional(getattr(layer, name), self.hidden))
@@ -351,7 +363,7 @@ class DecoderStep:
         out.k_norm = self._optional(layer.k_norm, size(layer.k)[0] if whole else head_dim)
         if whole and (layer.q_norm is None or layer.k_norm is None):
             raise ValueError("whole_norm needs q_norm and k_norm")
-        out.whole_norm, out.gelu, out.rotary = whole, layer.gelu, layer.rotary
+        out.whole_norm, out.rotary = whole, layer.rotary
         if layer.window is not None and layer.window < 1:
             raise ValueError(f"window={layer.window}: at least 1 key is needed")
         out.window = layer.window or 0

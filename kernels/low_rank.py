@@ -70,9 +70,9 @@ class StepAdapters:
         rows = (abi.LowRank * (len(layers) * len(PROJECTIONS)))()
         kept: list[_Group] = []
         for index, pairs in enumerate(layers):
-            if unknown := pairs.keys() - set(PROJECTIONS):
+            if unknown := pairs.keys() - self._shapes[index].keys():
                 raise ValueError(
-                    f"layer {index}: {min(unknown)!r} is no projection; those are {', '.join(PROJECTIONS)}"
+                    f"layer {index}: {min(unknown)!r} is no projection; those are {', '.join(self._shapes[index])}"
                 )
             for names in _ONE_INPUT:
                 kept.append([])

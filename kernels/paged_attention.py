@@ -13,6 +13,7 @@ from itertools import pairwise, takewhile
 
 import torch
 
+from penjing.kernels.capped_attention import soft_cap_
 from penjing.kernels.cpu.kv_layout import LayerCache, check_cache, is_native
 from penjing.kernels.dispatch import cpu_extension, gpu_kernels
 from penjing.kernels.selected_attention import selected_attention_torch
@@ -36,6 +37,7 @@ def paged_attention(
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
     selected_SN: torch.Tensor | None = None,
+    cap: float | None = None,
 ) -> torch.Tensor:
     """Attention of the newest tokens of S sequences to their cached keys.
 
@@ -54,6 +56,7 @@ def paged_attention(
         selected_SN: (S, N) int32, with a window: blocks of each sequence, by their place in its row of the block table,
             whose keys before the window are seen too; −1 for none. A block stands once in a row and, where it holds
             keys before the window, has a page.
+        cap: scores become cap × tanh(score / cap); not beside selected_SN.
 
     On CUDA the Triton language computes it (pages of q's dtype or INT8, head sizes up to 256; torch does the rest) and
     the host does not wait: lengths are not checked there; a row beyond the block table, and one that sees a block id
@@ -68,10 +71,12 @@ def paged_attention(
     check_cache(k_cache, v_cache, k_scale, v_scale)
     if selected_SN is not None:
         _check_selected(selected_SN, block_table_SB, window)
+        if cap is not None:
+            raise ValueError("scores are not capped where blocks are selected; leave out cap or selected_SN")
     gpu = gpu_kernels("paged_attention", q_THD, k_cache, cu_query_S1, context_len_S, block_table_SB)
     if gpu is not None:
         _check_shapes(q_THD, k_cache, cu_query_S1, context_len_S, block_table_SB, window)
-        if gpu.supports(q_THD, k_cache):
+        if cap is None and gpu.supports(q_THD, k_cache):
             lengths = cu_query_S1.contiguous(), context_len_S.contiguous(), block_table_SB
             return gpu.paged_attention(q_THD, k_cache, v_cache, *lengths, scale, window, k_scale, v_scale, selected_SN)
     cu_query, context_len = _check_sequences(q_THD, k_cache, cu_query_S1, context_len_S, block_table_SB, window)
@@ -84,9 +89,9 @@ def paged_attention(
     if extension is not None and q_THD.dtype == torch.float32 and is_native(k_cache):
         lengths = cu_query_S1.contiguous(), context_len_S.contiguous(), block_table_SB.contiguous()
         return extension.paged_attention(
-            q_THD.detach().contiguous(), k_cache, v_cache, *lengths, scale, window, k_scale, v_scale
+            q_THD.detach().contiguous(), k_cache, v_cache, *lengths, scale, window, k_scale, v_scale, cap=cap
         )
-    return paged_attention_torch(q_THD, cache, cu_query, context_len, block_table_SB, scale, window)
+    return paged_attention_torch(q_THD, cache, cu_query, context_len, block_table_SB, scale, window, cap)
 
 
 def paged_attention_torch(
@@ -97,6 +102,7 @@ def paged_attention_torch(
     block_table_SB: torch.Tensor,
     scale: float,
     window: int | None,
+    cap: float | None = None,
 ) -> torch.Tensor:
     """`paged_attention` on torch, after its checks; float32 inside, blocks that no row sees are not read."""
     out_THD = torch.empty_like(q_THD)
@@ -113,10 +119,10 @@ def paged_attention_torch(
         if len(tiles) == 1:
             short += tiles
         elif tiles:
-            _attend(tiles, True, q_THD, out_THD, cache, block_table_SB, tile_queries, scale, window)
+            _attend(tiles, True, q_THD, out_THD, cache, block_table_SB, tile_queries, scale, window, cap)
     if short:
         short.sort(key=lambda tile: -tile.last)
-        _attend(short, False, q_THD, out_THD, cache, block_table_SB, tile_queries, scale, window)
+        _attend(short, False, q_THD, out_THD, cache, block_table_SB, tile_queries, scale, window, cap)
     return out_THD
 
 
@@ -152,6 +158,7 @@ def _attend(
     tile_queries: int,
     scale: float,
     window: int | None,
+    cap: float | None,
 ) -> None:
     """Fill the rows of `out_THD` that `tiles` cover; they come in falling order of their last position."""
     device, (_, num_heads, head_dim), num_kv_heads = q_THD.device, q_THD.shape, cache.k.shape[1]
@@ -185,12 +192,12 @@ def _attend(
         for tile in range(begin, tiles[0].last // TILE_KEYS + 1)
     ]
     if one_sequence:
-        heads = [_walk(q[:, head], position_IR, steps, pages.head(head), window) for head in range(num_kv_heads)]
+        heads = [_walk(q[:, head], position_IR, steps, pages.head(head), window, cap) for head in range(num_kv_heads)]
         out = torch.stack(heads, dim=1)
     else:
         position_PR = position_IR.repeat_interleave(num_kv_heads, dim=0)
         steps = [_Step(s.first_key, s.count * num_kv_heads, s.clear * num_kv_heads) for s in steps]
-        out = _walk(q.flatten(0, 1), position_PR, steps, pages.all_heads(), window)
+        out = _walk(q.flatten(0, 1), position_PR, steps, pages.all_heads(), window, cap)
     out = out.view(len(tiles), num_kv_heads, tile_queries, group, head_dim).transpose(1, 2)
     out_THD[row_IQ[new_IQ]] = out.reshape(len(tiles), tile_queries, num_heads, head_dim)[new_IQ].to(out_THD.dtype)
 
@@ -235,7 +242,12 @@ class _Pages:
 
 
 def _walk(
-    q_PRD: torch.Tensor, position_PR: torch.Tensor, steps: list[_Step], key_tile: KeyTile, window: int | None
+    q_PRD: torch.Tensor,
+    position_PR: torch.Tensor,
+    steps: list[_Step],
+    key_tile: KeyTile,
+    window: int | None,
+    cap: float | None,
 ) -> torch.Tensor:
     """Online softmax of P problems over the key tiles `steps`; problem p has the rows position_PR[p]."""
     num_problems, num_rows, _ = q_PRD.shape
@@ -245,6 +257,8 @@ def _walk(
         count = step.count
         k, v = key_tile(tile, count)
         score = torch.bmm(q_PRD[:count], k.expand(count, -1, -1).transpose(1, 2))
+        if cap is not None:
+            soft_cap_(score, cap)
         if step.clear < count:
             position_K = torch.arange(step.first_key, step.first_key + TILE_KEYS, device=q_PRD.device)
             position_PR1 = position_PR[step.clear : count, :, None]

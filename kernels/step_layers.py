@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from penjing.kernels.activation import Activation
 from penjing.kernels.cpu import library as abi
 from penjing.kernels.cpu.checks import float_linear
 from penjing.kernels.cpu.functions import CpuExtension
@@ -52,7 +53,8 @@ class LayerWeights:
     v: AnyLinear
     out: AnyLinear
     gate: AnyLinear
-    up: AnyLinear
+    up: AnyLinear | None
+    """None: the MLP is down(activation(gate(x)))."""
     down: AnyLinear
     input_norm: Tensor | None
     post_norm: Tensor | None
@@ -66,8 +68,10 @@ class LayerWeights:
     """Both or none: norms of what attention and MLP add to the residual."""
     whole_norm: bool = False
     """Whether the head norms span all heads of a token."""
-    gelu: bool = False
-    """Whether the gate's activation is gelu by its tanh formula; else silu."""
+    activation: Activation = "silu"
+    """Of the gate; with `up` silu or gelu_tanh."""
+    parallel: bool = False
+    """Whether the MLP reads what attention reads, and both are added."""
     rotary: int = 0
     """Row of the frequencies that the layer rotates by."""
 
@@ -146,7 +150,12 @@ def joins(group: Sequence[AnyLinear]) -> bool:
 def groups_of(layers: Sequence[LayerWeights]) -> Iterable[Sequence[AnyLinear]]:
     """Layers of the same input, layer by layer."""
     for layer in layers:
-        yield from ((layer.q, layer.k, layer.v), (layer.gate, layer.up), (layer.out,), (layer.down,))
+        yield from ((layer.q, layer.k, layer.v), gate_up(layer), (layer.out,), (layer.down,))
+
+
+def gate_up(layer: LayerWeights) -> Sequence[AnyLinear]:
+    """What of the MLP reads the residual."""
+    return (layer.gate,) if layer.up is None else (layer.gate, layer.up)
 
 
 def size(linear: AnyLinear) -> tuple[int, int]:
@@ -164,6 +173,10 @@ def check_layers(layers: Sequence[LayerWeights], hidden: int, q_size: int, kv_si
         inner = size(layer.gate)[0]
         if (layer.out_norm is None) != (layer.down_norm is None):
             raise ValueError(f"layer {index}: of out_norm and down_norm one is missing")
+        if layer.up is not None and layer.activation not in ("silu", "gelu_tanh"):
+            raise ValueError(f"layer {index}: {layer.activation} of a gate; silu or gelu_tanh is possible")
+        if layer.parallel and layer.out_norm is not None:
+            raise ValueError(f"layer {index}: parallel, with norms behind attention and MLP")
         shapes = {
             "q": (q_size, hidden),
             "k": (kv_size, hidden),
@@ -174,7 +187,8 @@ def check_layers(layers: Sequence[LayerWeights], hidden: int, q_size: int, kv_si
             "down": (hidden, inner),
         }
         for name, shape in shapes.items():
-            if size(getattr(layer, name)) != shape:
+            linear = getattr(layer, name)
+            if linear is not None and size(linear) != shape:
                 raise ValueError(f"layer {index}: {name} has shape {size(getattr(layer, name))}; {shape} is needed")
         for group in groups_of([layer]):
             fours = [linear for linear in group if isinstance(linear, PackedInt4)]

@@ -12,7 +12,7 @@ from penjing.compress.decoder.layer import ERROR_ROWS, Rotations, int8_rule, qua
 from penjing.compress.decoder.rotate import rotate_input
 from penjing.compress.decoder.settings import Int8Settings
 from penjing.compress.decoder.smooth import channel_magnitude, input_magnitude, smoothing_scale
-from penjing.compress.decoder.stream import EMBEDDING, FINAL_NORM, HEAD, LayerStream, Weights
+from penjing.compress.decoder.stream import EMBEDDING, FINAL_NORM, HEAD, HEAD_BIAS, LayerStream, Weights
 from penjing.compress.decoder.weights import (
     ROWS_AT_ONCE,
     ErrorMeter,
@@ -121,6 +121,8 @@ def compress_head(
         magnitude_E = torch.stack([input_magnitude(rows(start)) for start in starts]).amax(dim=0)
         scale_E = smoothing_scale(channel_magnitude(x_ME), magnitude_E, alpha)
     tensors: Weights = {FINAL_NORM: new_norm_E / scale_E}
+    if (bias_V := stream.head_bias()) is not None:
+        tensors[HEAD_BIAS] = bias_V
     if not tied and not unties(settings) and stream.config.tie_word_embeddings:
         return CompressedHead(tensors, None)
     if settings.keeps("lm_head"):

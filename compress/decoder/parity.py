@@ -25,7 +25,7 @@ from penjing.core.artifact.decoder import (
 from penjing.core.artifact.parity import FAKE_QUANTIZED, Bound, Difference, Parity, gate, measured
 from penjing.core.checkpoint.decoder import Checkpoint, open_checkpoint
 from penjing.core.checkpoint.load import load_model
-from penjing.core.models.decoder import Decoder
+from penjing.core.models.decoder import Decoder, capped_logits
 from penjing.core.progress import Progress, Silent
 from penjing.core.runtime.quantized import dequantized
 
@@ -152,7 +152,13 @@ def fake_quantized_logits(
         run_fake_quantized(stream, layer, (hidden_WTE,))
         if each_layer is not None:
             each_layer(layer, before_WTE, hidden_WTE)
-    x_WTE = stream.final_norm(hidden_WTE)
+    logits_WTV = _head_logits(stream, stream.final_norm(hidden_WTE))
+    if (bias_V := stream.head_bias()) is not None:
+        logits_WTV += bias_V
+    return capped_logits(logits_WTV, stream.config)
+
+
+def _head_logits(stream: LayerStream, x_WTE: Tensor) -> Tensor:
     if not stream.is_quantized("lm_head"):
         return F.linear(x_WTE, stream.head_weight().to(torch.float32))
     scheme = stream.schemes["lm_head"]

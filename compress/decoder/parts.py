@@ -18,6 +18,12 @@ def mlps(names: Iterable[str]) -> list[str]:
     return [name.removesuffix(_DOWN) for name in names if name.endswith(_DOWN)]
 
 
+def gate_up(names: Iterable[str], mlp: str) -> tuple[str, ...]:
+    """The linear layers of `mlp` that read its input: no up_proj where it has no gate to be multiplied by."""
+    both = (f"{mlp}.gate_proj", f"{mlp}.up_proj")
+    return both if f"{both[1]}.weight" in names else both[:1]
+
+
 def is_routed(name: str) -> bool:
     """Whether the MLP or linear layer `name` sees only the tokens that a router sends it."""
     return name.startswith("mlp.experts.")
@@ -28,7 +34,7 @@ def norm_readers(names: Iterable[str]) -> dict[str, tuple[str, ...]]:
     Calibration sees the input of the first of them."""
     names = set(names)
     routers = [name for name in ROUTERS if f"{name}.weight" in names]
-    inner = [f"{mlp}.{part}" for mlp in sorted(mlps(names)) for part in ("gate_proj", "up_proj")]
+    inner = [linear for mlp in sorted(mlps(names)) for linear in gate_up(names, mlp)]
     readers = {
         "input_layernorm": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
         "post_attention_layernorm": (*routers, *inner),
@@ -42,7 +48,8 @@ def same_input(names: Iterable[str]) -> dict[str, tuple[str, ...]]:
         "self_attn.q_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
         "self_attn.o_proj": ("self_attn.o_proj",),
     }
+    names = set(names)
     for mlp in mlps(names):
-        groups[f"{mlp}.gate_proj"] = (f"{mlp}.gate_proj", f"{mlp}.up_proj")
+        groups[f"{mlp}.gate_proj"] = gate_up(names, mlp)
         groups[f"{mlp}.down_proj"] = (f"{mlp}.down_proj",)
     return groups

@@ -24,7 +24,9 @@ class Transform(Config):
         le=1,
         description="SmoothQuant's alpha behind the norms; 0 leaves it out.",
     )
-    smooth_down: float = Field(default=0.6, ge=0, le=1, description="Alpha from up_proj into down_proj.")
+    smooth_down: float = Field(
+        default=0.6, ge=0, le=1, description="Alpha from up_proj into down_proj; nothing in an MLP without a gate."
+    )
     smooth_output: float = Field(default=0.6, ge=0, le=1, description="Alpha from v_proj into o_proj.")
     hadamard_down: int = Field(
         default=0,

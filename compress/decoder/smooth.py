@@ -1,8 +1,8 @@
 """SmoothQuant (https://arxiv.org/abs/2211.10438): move the spread of activation channels into the weights, absorbed.
 
 A linear computes (x / s)·(W × s)ᵀ for any positive s, one value an input channel. Dividing by s costs nothing where
-what produces x can absorb it: a norm's weight, the rows of `up_proj` (the gated product is linear in it), the rows of
-`v_proj` (attention mixes positions, not channels).
+what produces x can absorb it: a norm's weight, the rows of `up_proj` (the gated product is linear in it; an MLP without
+a gate absorbs nothing), the rows of `v_proj` (attention mixes positions, not channels).
 """
 
 from __future__ import annotations
@@ -133,6 +133,8 @@ def smooth_linears(
             scales |= dict.fromkeys(readers, scale_K)
     if transform.smooth_down > 0:
         for mlp in mlps(weights):
+            if f"{mlp}.up_proj.weight" not in weights:
+                continue  # what an activation gives is not linear in anything before it
             down, rule = f"{mlp}.down_proj", find_routed if is_routed(mlp) else find_down or find
             scale_K = rule(samples[down], weights[f"{down}.weight"], transform.smooth_down, None)
             _divide_outputs(weights, f"{mlp}.up_proj", scale_K)

@@ -11,8 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from penjing.core.checkpoint.decoder import Checkpoint, open_checkpoint
+from penjing.core.errors import ConfigError
 from penjing.core.models.attention import Attend, causal_attention
-from penjing.core.models.decoder import Decoder, DecoderLayer
+from penjing.core.models.decoder import Decoder, DecoderLayer, capped_logits
 from penjing.core.models.rope import inverse_frequencies, layer_angles
 from penjing.core.runtime.embedding import stored_table, tied_name
 from penjing.core.runtime.quantized import apply_quantized, dequantized, quantized_linear
@@ -20,6 +21,7 @@ from penjing.core.runtime.schemes import Scheme, has_int8_embedding, quantized_m
 from penjing.kernels.rms_norm import rms_norm
 
 EMBEDDING, FINAL_NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
+HEAD_BIAS = "lm_head.bias"
 LOGIT_ROWS = 128  # rows of logits at a time: 128 × 49 152 float32 are 25 MB
 
 Weights = dict[str, Tensor]  # a layer's tensors by their names inside the layer: "self_attn.q_proj.weight"
@@ -125,7 +127,16 @@ class LayerStream:
                 handle.remove()
 
     def halves(self, module: DecoderLayer, num_tokens: int) -> tuple[Half, Half]:
-        """Attention and MLP of a layer, each with its norm and added to the residual stream."""
+        """Attention and MLP of a layer, each with its norm and added to the residual stream.
+
+        Raises:
+            ConfigError: they are no halves, since both read what enters the layer.
+        """
+        if module.parallel:
+            raise ConfigError(
+                f"{self.checkpoint.folder}: attention and MLP of a layer run beside each other (parallel=true), and "
+                "method='obs' and reconstruct correct one behind the other; take method='activation', not reconstruct"
+            )
         attend = causal_attention(self._decoder.config)
         cos, sin = self._angles(module, num_tokens)
         return lambda x_1TE: module.with_attention(x_1TE, cos, sin, attend), module.with_mlp
@@ -141,8 +152,14 @@ class LayerStream:
     def stored_head(self) -> Callable[[Tensor], Tensor]:
         """The LM head as it runs: (R, E) float32 → (R, V) float32."""
         if self.is_quantized("lm_head"):
-            return quantized_linear("lm_head", self.schemes["lm_head"], self.stored)
-        return partial(F.linear, weight=self.head_weight().to(torch.float32))
+            head = quantized_linear("lm_head", self.schemes["lm_head"], self.stored)
+        else:
+            head = partial(F.linear, weight=self.head_weight().to(torch.float32), bias=self.head_bias())
+        return lambda x_RE: capped_logits(head(x_RE), self.config)
+
+    def head_bias(self) -> Tensor | None:
+        """(V,) float32 of the LM head, if it has one."""
+        return self.stored(HEAD_BIAS).to(torch.float32) if self.config.head_bias else None
 
     def final_norm(self, hidden_TE: Tensor) -> Tensor:
         """The last norm, (…, E) → (…, E)."""

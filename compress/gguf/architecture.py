@@ -13,7 +13,8 @@ from numpy.typing import NDArray
 
 from penjing.core.errors import InputError
 from penjing.core.imports.gguf_names import EXPERTS, LLAMA3_FIELDS, YARN_FIELDS
-from penjing.core.models.config import DecoderConfig, RopeScaling
+from penjing.core.layers.settings import RopeScaling
+from penjing.core.models.config import DecoderConfig
 from penjing.core.models.hf_config import NATIVE, decoder_config_to_hf
 from penjing.core.models.rope import inverse_frequencies, yarn_magnitudes
 

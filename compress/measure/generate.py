@@ -125,5 +125,5 @@ def log_likelihoods(model: Decoder, texts: Sequence[tuple[Sequence[int], int]]) 
     for hidden_TE, (ids, context) in zip(hidden_RTE, texts, strict=True):
         rows, targets = hidden_TE[context - 1 : len(ids) - 1], torch.tensor(list(ids[context:]))
         pairs = zip(rows.split(LOGIT_ROWS), targets.split(LOGIT_ROWS), strict=True)
-        found.append(-sum(float(F.cross_entropy(model.lm_head(x), y, reduction="sum")) for x, y in pairs))
+        found.append(-sum(float(F.cross_entropy(model.logits(x), y, reduction="sum")) for x, y in pairs))
     return found

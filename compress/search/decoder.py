@@ -19,7 +19,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from penjing.compress.decoder.artifact import make_weights
@@ -143,7 +142,7 @@ class DecoderTrials:
             self._entering.append(hidden_WTE.clone())
             self._run(index, self.space.start, hidden_WTE)
             progress.advance()
-        self._head = stream.head_weight().to(torch.float32)
+        self._head = stream.stored_head()
         self._answers = [each.log_softmax(-1) for each in self._logits(hidden_WTE)]
 
     @torch.no_grad()
@@ -210,7 +209,7 @@ class DecoderTrials:
     def _logits(self, hidden_WTE: Tensor) -> Sequence[Tensor]:
         """(≤ ROWS, V) at a time, of every fourth token."""
         hidden_RE = self._stream.final_norm(hidden_WTE[:, ::STRIDE].flatten(0, 1))
-        return [F.linear(rows_RE, self._head) for rows_RE in hidden_RE.split(ROWS)]
+        return [self._head(rows_RE) for rows_RE in hidden_RE.split(ROWS)]
 
     def _staying(self, index: int) -> list[Tensor | None]:
         width = self.of_layer[index].width

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,8 @@ from penjing.core.models.rope import yarn_magnitudes
 
 _QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 _MLP = ("mlp.gate_proj", "mlp.up_proj")
+_WRITERS = ("self_attn.o_proj", "mlp.down_proj")
+_BIASES = {"q_proj": "qkv", "k_proj": "qkv", "v_proj": "qkv", "o_proj": "out", "lm_head": "head"}
 
 
 class FoldedCheckpoint(Checkpoint):
@@ -22,6 +25,9 @@ class FoldedCheckpoint(Checkpoint):
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder, self._read)
+        self._there = frozenset(self.tensor_names)
+        if "lm_head" in self._fold.outside and f"{self._fold.outside['lm_head']}.weight" not in self._there:
+            del self._fold.outside["lm_head"]  # transformers writes its own name since version 5
         self.tensor_names = tuple(part for name in self.tensor_names for part in self._parts_of(name))
         self._order = _rotary_order(self._fold)
 
@@ -31,20 +37,61 @@ class FoldedCheckpoint(Checkpoint):
 
     def get(self, name: str) -> torch.Tensor:
         """See `Checkpoint`; in float32 where it is changed."""
-        theirs, rows = self._place(name)
-        tensor = super().get(theirs)
-        tensor = tensor if rows is None else tensor[rows[0] : rows[1]].clone()
-        return self._changed(name, tensor)
+        return self._centred(name) if self._fold.centred else self._plain(name)
 
     def shape(self, name: str) -> tuple[int, ...]:
         """See `Checkpoint`."""
+        if not self._holds(name):
+            module, _, kind = name.rpartition(".")
+            return (self.shape(f"{module}.weight")[0],) if kind == "bias" else (self.config.hidden_size,)
         theirs, rows = self._place(name)
         first, *others = super().shape(theirs)
-        return (first if rows is None else max(0, min(rows[1], first) - rows[0]), *others)
+        return (first if rows is None else rows.count(first), *others)
 
     def dtype(self, name: str) -> str:
         """See `Checkpoint`."""
-        return super().dtype(self._place(name)[0])
+        if self._holds(name):
+            return super().dtype(self._place(name)[0])
+        module, _, kind = name.rpartition(".")
+        return self.dtype(f"{module}.weight" if kind == "bias" else "model.embed_tokens.weight")
+
+    def _holds(self, name: str) -> bool:
+        """Whether the folder holds the tensor `name`; of one with centred norms the others are 1 or 0 at first."""
+        if not self._fold.centred:
+            return True
+        module, _, kind = name.rpartition(".")
+        if module.endswith("norm"):
+            part = "norm" if kind == "weight" else "shift"
+        elif kind == "weight":
+            return True
+        else:
+            part = _BIASES.get(module.rpartition(".")[2], "mlp")
+        return part in self._fold.stored
+
+    def _plain(self, name: str) -> torch.Tensor:
+        """The tensor without what centred norms need."""
+        theirs, rows = self._place(name)
+        tensor = super().get(theirs)
+        return self._changed(name, tensor if rows is None else rows.of(tensor).clone())
+
+    def _centred(self, name: str) -> torch.Tensor:
+        module, _, kind = name.rpartition(".")
+        if module.endswith("norm") and not self._holds(name):
+            return self._changed(name, torch.ones(self.config.hidden_size))
+        if kind == "weight" and not module.endswith((*_WRITERS, "embed_tokens")):
+            return self._plain(name)
+        wide = self._plain(name).double() if self._holds(name) else torch.zeros(self.shape(name), dtype=torch.float64)
+        if module.endswith((*_WRITERS, "embed_tokens")):
+            wide -= wide.mean(dim=1 if module.endswith("embed_tokens") else 0, keepdim=True)
+        elif "shift" in self._fold.stored:
+            layer, leaf = _split(name)
+            norm = "model.norm" if layer is None else f"model.layers.{layer}.{_norm_before(leaf)}"
+            wide += self._plain(f"{module}.weight").double() @ self._shift(norm)
+        return wide.to(torch.float32)
+
+    def _shift(self, norm: str) -> torch.Tensor:
+        """(E,) float64: what a norm of ours adds there, and its factors with it."""
+        return super().get(self._place(f"{norm}.bias")[0]).double()
 
     def _changed(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         fold, config = self._fold, self.config
@@ -75,39 +122,73 @@ class FoldedCheckpoint(Checkpoint):
             return tensor
         return (wide * factor).to(torch.float32)
 
-    def _place(self, name: str) -> tuple[str, tuple[int, int] | None]:
+    def _place(self, name: str) -> tuple[str, _Rows | None]:
         """The name in the folder of the tensor `name`, and its rows where it is a part of one."""
         fold, config = self._fold, self.config
         layer, leaf = _split(name)
-        if layer is None:
-            return name, None
-        prefix = f"model.layers.{layer}."
         module, _, kind = leaf.rpartition(".")
+        if layer is None:
+            module = "model.embed_tokens" if fold.tied and fold.centred and module == "lm_head" else module
+            return f"{fold.outside.get(module, module)}.{kind}", None
+        rows = None
         query, key = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
         if fold.fused and module in _QKV:
-            begin = {_QKV[0]: 0, _QKV[1]: query, _QKV[2]: query + key}[module]
-            return f"{prefix}self_attn.qkv_proj.{kind}", (begin, begin + (query if begin == 0 else key))
-        if fold.fused_mlp and module in _MLP:
+            at = _QKV.index(module)
+            begin = (0, query, query + key)[at]
+            rows = _Rows(begin, begin + (key if at else query), fold.fused_heads, config.head_dim)
+            module = "self_attn.qkv_proj"
+        elif fold.fused_mlp and module in _MLP:
             inner = config.ffn_size(layer)
             begin = inner * _MLP.index(module)
-            return f"{prefix}mlp.gate_up_proj.{kind}", (begin, begin + inner)
-        return f"{prefix}{fold.names.get(module, module)}.{kind}", None
+            module, rows = "mlp.gate_up_proj", _Rows(begin, begin + inner)
+        return f"{fold.layers}{layer}.{fold.names.get(module, module)}.{kind}", rows
 
     def _parts_of(self, stored: str) -> list[str]:
         """Our names of what the tensor `stored` holds."""
-        layer, leaf = _split(stored)
-        if layer is None:
-            return [stored]
-        module, _, kind = leaf.rpartition(".")
-        modules: tuple[str, ...] = (module,)
+        fold = self._fold
+        module, _, kind = stored.rpartition(".")
+        if stored.endswith(fold.unused) or (kind == "bias" and "shift" in fold.stored and module.endswith("norm")):
+            return []
+        number, _, leaf = module.removeprefix(fold.layers).partition(".")
+        if not module.startswith(fold.layers) or not number.isdecimal():
+            return [f"{ours}.{kind}" for ours in _named_so(module, fold.outside)]
+        found = [f"model.layers.{number}.{each}" for ours in _named_so(leaf, fold.names) for each in self._fused(ours)]
+        return [f"{each}.{kind}" for each in found]
+
+    def _fused(self, module: str) -> tuple[str, ...]:
         if self._fold.fused and module == "self_attn.qkv_proj":
-            modules = _QKV
-        elif self._fold.fused_mlp and module == "mlp.gate_up_proj":
-            modules = _MLP
-        elif self._fold.names:
-            back = {theirs: ours for ours, theirs in self._fold.names.items()}
-            modules = (back.get(module, module),)
-        return [f"model.layers.{layer}.{each}.{kind}" for each in modules]
+            return _QKV
+        return _MLP if self._fold.fused_mlp and module == "mlp.gate_up_proj" else (module,)
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """Rows of a matrix; with `heads` begin and end count as if the parts were whole, and each head of `size` has its
+    queries, keys and values behind each other."""
+
+    begin: int
+    end: int
+    heads: bool = False
+    size: int = 0
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+        if not self.heads:
+            return tensor[self.begin : self.end]
+        at = self.begin // (self.end - self.begin)
+        return tensor.unflatten(0, (-1, 3, self.size))[:, at].flatten(0, 1)
+
+    def count(self, rows: int) -> int:
+        """How many they are of a matrix of so many."""
+        return rows // 3 if self.heads else max(0, min(self.end, rows) - self.begin)
+
+
+def _named_so(theirs: str, names: dict[str, str]) -> list[str]:
+    """Our names of the module `theirs`."""
+    return [ours for ours, name in names.items() if name == theirs] or [theirs]
+
+
+def _norm_before(leaf: str) -> str:
+    return "input_layernorm" if leaf.startswith("self_attn.") else "post_attention_layernorm"
 
 
 def _split(name: str) -> tuple[int | None, str]:

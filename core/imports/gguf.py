@@ -27,7 +27,8 @@ from penjing.core.imports.gguf_names import (
     expert_of,
     model_name_of,
 )
-from penjing.core.models.config import DecoderConfig, RopeScaling
+from penjing.core.layers.settings import RopeScaling
+from penjing.core.models.config import DecoderConfig
 from penjing.core.models.hf_config import NATIVE
 from penjing.core.models.tensor_names import check_layers, tensor_shapes
 

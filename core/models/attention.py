@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from penjing.core.models.config import DecoderConfig
 from penjing.core.models.norm import RMSNorm
 from penjing.core.models.rope import yarn_magnitudes
+from penjing.kernels.capped_attention import capped_attention
 from penjing.kernels.dispatch import gpu_kernels
 from penjing.kernels.flash_attention import flash_attention, flash_attention_packed
 from penjing.kernels.lsh_attention import lsh_attention, rotations
@@ -73,12 +74,15 @@ def causal_attention(config: DecoderConfig, documents: Tensor | None = None) -> 
 
     def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         leading = q.shape[:-3]
-        if _on_gpu(config, layer, q, k, v):
+        cap = config.attention_cap
+        if cap is None and _on_gpu(config, layer, q, k, v):
             rows = (x.reshape(-1, *x.shape[-3:]) for x in (q, k, v))
             return flash_attention(*rows, window=config.layer_window(layer)).view(q.shape)
         q, k, v = (x.transpose(-3, -2).reshape(-1, x.shape[-2], x.shape[-3], x.shape[-1]) for x in (q, k, v))
         window = config.layer_window(layer)
-        if window is not None:
+        if cap is not None:
+            out = capped_attention(q, k, v, cap, window)
+        elif window is not None:
             out = sliding_attention(q, k, v, window)
         elif config.layer_type(layer) == "lsh_attention":
             lsh = config.lsh
@@ -97,7 +101,7 @@ def causal_attention(config: DecoderConfig, documents: Tensor | None = None) -> 
     ends = ends.to(documents.device, torch.int32)
 
     def attend_inside(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        if _on_gpu(config, layer, q, k, v):
+        if config.attention_cap is None and _on_gpu(config, layer, q, k, v):
             q_TH, k_TK, v_TK = (x.flatten(0, -3) for x in (q, k, v))
             window = config.layer_window(layer)
             out = flash_attention_packed(q_TH, k_TK, v_TK, ends, ends, longest, longest, window=window)

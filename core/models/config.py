@@ -2,146 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-from pydantic import AfterValidator, Field, Strict, model_validator
+from pydantic import Field, model_validator
 
 from penjing.core.config import Config
-
-MAX_HEAD_DIM = 2**16  # no model comes near; the rotary frequencies are computed before any weight is looked at
-
-
-def _no_absurd_size(value: int) -> int:
-    if abs(value) >= 2**31:
-        raise ValueError(f"no model has {value}; the file is damaged")
-    return value
-
-
-# Exact types: a "yes" for true or a "2048" for 2048 is damage, or another program's format.
-Whole = Annotated[int, Strict(), AfterValidator(_no_absurd_size)]
-Number = Annotated[float, Strict()]
-Flag = Annotated[bool, Strict()]
-
-
-class RopeScaling(Config):
-    """Rotary frequency scaling: Llama 3 (`llama3`), `linear`, `yarn`, `longrope`, or none (`default`)."""
-
-    rope_type: Literal["default", "linear", "llama3", "yarn", "longrope"] = Field(
-        default="default", description="Kind of scaling."
-    )
-    factor: Number = Field(default=1.0, gt=0, description="By how much the context grows.")
-    low_freq_factor: Number = Field(
-        default=1.0, gt=0, description="Of llama3: from the original context over this on, all is divided."
-    )
-    high_freq_factor: Number = Field(
-        default=4.0, gt=0, description="Of llama3: up to the original context over this, nothing changes."
-    )
-    original_max_position_embeddings: Whole = Field(default=8192, gt=0, description="Context in tokens before scaling.")
-    beta_fast: Number = Field(
-        default=32.0, gt=0, description="Of yarn: turns within the original context from which nothing changes."
-    )
-    beta_slow: Number = Field(default=1.0, gt=0, description="Of yarn: turns up to which all is divided by the factor.")
-    mscale: Number = Field(
-        default=0.0, ge=0, description="Of yarn: growth of rotated queries and keys with log(factor)."
-    )
-    mscale_all_dim: Number = Field(
-        default=0.0, ge=0, description="Of yarn: growth of the logits' scale with log(factor)."
-    )
-    attention_factor: Number | None = Field(
-        default=None,
-        ge=0,
-        description="Of yarn, longrope: what rotated queries and keys are multiplied by. Left out: by factor; 1.",
-    )
-    truncate: Flag = Field(
-        default=True, description="Of yarn: whether the pairs between which it blends are rounded to whole ones."
-    )
-    short_factor: tuple[Number, ...] = Field(default=(), description="Of longrope: divisors of the pairs' frequencies.")
-
-
-class MoEConfig(Config):
-    """Routed experts in place of a layer's MLP.
-
-    A router scores all experts for each token and sends it to `num_experts_per_tok` of them; the sum of their outputs
-    is weighted by their scores. Mixtral: https://arxiv.org/abs/2401.04088, DeepSeek-V3: https://arxiv.org/abs/2412.19437.
-    """
-
-    num_experts: Whole = Field(gt=0, le=4096, description="Experts of a layer.")
-    num_experts_per_tok: Whole = Field(gt=0, description="Experts that a token is sent to.")
-    moe_intermediate_size: Whole = Field(gt=0, description="Inner width of one expert.")
-    scoring_func: Literal["softmax", "sigmoid"] = Field(
-        default="softmax", description="How the router's outputs become scores."
-    )
-    norm_topk_prob: Flag = Field(default=True, description="Whether the chosen scores are divided by their sum.")
-    routed_scaling_factor: Number = Field(default=1.0, gt=0, description="Factor of the chosen scores.")
-    n_group: Whole = Field(default=1, gt=0, description="Groups in which the experts stand.")
-    topk_group: Whole = Field(default=1, gt=0, description="Groups that a token looks at.")
-    shared_expert_intermediate_size: Whole = Field(
-        default=0, ge=0, description="Inner width of an MLP that every token takes; 0: none."
-    )
-    shared_expert_gate: Flag = Field(
-        default=False, description="Whether its output is multiplied by sigmoid(gate · x) (Qwen2-MoE)."
-    )
-    router_bias: Flag = Field(
-        default=False,
-        description="Whether a bias is added to scores for the choice alone; load balancing moves it (DeepSeek-V3).",
-    )
-    mlp_only_layers: tuple[Whole, ...] = Field(default=(), description="Layers that keep the plain MLP.")
-
-    @model_validator(mode="after")
-    def _choices_exist(self) -> MoEConfig:
-        if self.num_experts_per_tok > self.num_experts:
-            raise ValueError(f"num_experts_per_tok={self.num_experts_per_tok} is above num_experts={self.num_experts}")
-        if self.num_experts % self.n_group or self.topk_group > self.n_group:
-            raise ValueError(
-                f"n_group={self.n_group} must divide num_experts={self.num_experts}, and topk_group={self.topk_group} "
-                "must not be above it"
-            )
-        in_group = self.num_experts // self.n_group
-        if self.topk_group * in_group < self.num_experts_per_tok or (self.n_group > 1 and in_group < 2):
-            raise ValueError(
-                f"{self.topk_group} groups of {in_group} experts are too few to choose {self.num_experts_per_tok}; "
-                "raise topk_group or lower n_group"
-            )
-        if self.shared_expert_gate and not self.shared_expert_intermediate_size:
-            raise ValueError("shared_expert_gate needs a shared_expert_intermediate_size above 0")
-        return self
-
-
-class LatentAttentionConfig(Config):
-    """Multi-head latent attention (DeepSeek-V2, https://arxiv.org/abs/2405.04434): keys and values come from one small
-    vector a token, and the position is carried by extra dimensions that all heads share."""
-
-    kv_lora_rank: Whole = Field(gt=0, description="Size of the vector that keys and values come from.")
-    q_lora_rank: Whole | None = Field(
-        default=None,
-        gt=0,
-        description="Size of the vector that queries come from; none: from the hidden state directly.",
-    )
-    qk_nope_head_dim: Whole = Field(gt=0, description="Dimensions of a head's queries and keys that carry no position.")
-    qk_rope_head_dim: Whole = Field(
-        gt=0, le=MAX_HEAD_DIM, description="Dimensions of a head's queries and keys that carry the position."
-    )
-    v_head_dim: Whole = Field(gt=0, description="Dimensions of a head's values.")
-    rope_interleave: Flag = Field(
-        default=True, description="Whether dimensions 2i and 2i + 1 rotate together, not i and i + D/2."
-    )
-
+from penjing.core.layers.settings import (
+    LSH,
+    MAX_HEAD_DIM,
+    Flag,
+    LatentAttentionConfig,
+    MoEConfig,
+    Number,
+    RopeScaling,
+    Whole,
+)
 
 LayerType = Literal["full_attention", "sliding_attention", "lsh_attention"]
 Rotary = Literal["main", "local", "none"]
-
-
-class LSH(Config):
-    """Attention among tokens whose keys hash alike (`kernels/lsh_attention.py`)."""
-
-    chunk_size: Whole = Field(default=64, gt=0, description="Tokens that attend together, and to the chunk before.")
-    rounds: Whole = Field(default=2, gt=0, description="Hashings; a pair attends when one of them brings it together.")
-    seed: Whole = Field(
-        default=0,
-        ge=0,
-        lt=2**15,
-        description="Of the random rotations, which differ from layer to layer and are fixed.",
-    )
 
 
 class DecoderConfig(Config):
@@ -196,9 +74,24 @@ class DecoderConfig(Config):
         description="Where attention and MLP have an RMSNorm: before them, before and after them (Gemma 3), or after "
         "them alone (OLMo 2); what comes after is applied to what is added to the residual.",
     )
-    activation: Literal["silu", "gelu_tanh"] = Field(
-        default="silu", description="Of the MLP's gate; gelu_tanh is GELU by its tanh formula (Gemma)."
+    activation: Literal["silu", "gelu_tanh", "gelu", "relu2"] = Field(
+        default="silu",
+        description="Of the MLP's gate; gelu_tanh is GELU by its tanh formula (Gemma). Without a gate also gelu and "
+        "relu2, the square of what is positive.",
     )
+    mlp_gated: Flag = Field(
+        default=True,
+        description="Whether the MLP is down(activation(gate(x)) × up(x)); else it has no up (StarCoder2, Phi-2).",
+    )
+    parallel: Flag = Field(
+        default=False,
+        description="Whether a layer's MLP reads what its attention reads, and both are added (GPT-NeoX, Cohere).",
+    )
+    head_bias: Flag = Field(default=False, description="Whether the output layer has a bias (Phi-2).")
+    attention_cap: Number | None = Field(
+        default=None, gt=0, description="Scores of attention become cap × tanh(score / cap) (Gemma 2); none: they stay."
+    )
+    logit_cap: Number | None = Field(default=None, gt=0, description="The same of the logits.")
     layer_rotary: tuple[Rotary, ...] | None = Field(
         default=None,
         description="How each layer rotates queries and keys: main as rope_theta and rope_scaling say, local by "
@@ -332,12 +225,29 @@ class DecoderConfig(Config):
             )
         if self.qk_norm_over == "all" and not self.qk_norm:
             raise ValueError("qk_norm_over='all' needs qk_norm")
+        if self.mlp_gated and self.activation not in ("silu", "gelu_tanh"):
+            raise ValueError(f"activation={self.activation!r} is of an MLP without a gate: set mlp_gated=false")
+        if self.parallel and self.norms != "before":
+            raise ValueError(f"parallel layers have their norms before them, not norms={self.norms!r}")
+        if self.head_bias and self.tie_word_embeddings:
+            raise ValueError("head_bias is of an output layer of its own: set tie_word_embeddings=false")
         return self
 
     def departures(self) -> list[str]:
         """Where a layer departs from Llama's in ways that no Hugging Face type of `hf_config` has, as NAME=VALUE.
         Whatever computes a layer knows each of them or refuses it by this name."""
-        names = ("qk_norm_over", "norms", "activation", "layer_rotary", "rotary_pairs")
+        names = (
+            "qk_norm_over",
+            "norms",
+            "activation",
+            "mlp_gated",
+            "parallel",
+            "head_bias",
+            "attention_cap",
+            "logit_cap",
+            "layer_rotary",
+            "rotary_pairs",
+        )
         usual = {name: type(self).model_fields[name].default for name in names}
         found = {name: value for name in names if (value := getattr(self, name)) != usual[name]}
         if (kinds := found.get("layer_rotary")) is not None:

@@ -1,5 +1,5 @@
 """The decoder on one device: Llama 2/3, SmolLM2, Mistral, Qwen2/2.5, Qwen3; Mixtral, Qwen2/3-MoE, dots.llm1,
-DeepSeek-V2/V3; and what `core.folded` makes of Gemma 3, Granite, SmolLM3, OLMo 2 and Phi-3.
+DeepSeek-V2/V3; and what `core.folded` makes of Gemma 3, Granite, SmolLM3, OLMo 2, Phi-3, Cohere and others.
 
 Parameter names are those of Hugging Face checkpoints, up to `tensor_names.stored_name`. Shapes: B sequences, T tokens,
 E hidden, H heads, KV key-value heads, D head_dim, V vocabulary. Leading dimensions are free: (B, T) for a batch, (T,)
@@ -9,6 +9,7 @@ for the flat tokens of many sequences, whose keys and values an `Attend` keeps e
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from penjing.core.models.attention import Attend, Attention, causal_attention, document_positions
@@ -18,11 +19,13 @@ from penjing.core.models.mlp import MLP
 from penjing.core.models.moe import MoE
 from penjing.core.models.norm import RMSNorm
 from penjing.core.models.rope import inverse_frequencies, layer_angles
+from penjing.kernels.capped_attention import soft_cap
 from penjing.kernels.cross_entropy import linear_cross_entropy
 
 
 class DecoderLayer(nn.Module):
-    """Attention and MLP (or experts), each behind a norm, before one or between two, and added to the residual."""
+    """Attention and MLP (or experts), each behind a norm, before one or between two, and added to the residual; with
+    `parallel` both read the residual as it enters the layer."""
 
     def __init__(self, config: DecoderConfig, layer: int):
         super().__init__()
@@ -31,9 +34,8 @@ class DecoderLayer(nn.Module):
         if config.moe is not None and config.is_moe(layer):
             self.mlp = MoE(config.hidden_size, config.moe)
         else:
-            self.mlp = MLP(
-                config.hidden_size, config.ffn_size(layer), config.mlp_bias, config.mlp_hadamard, config.activation
-            )
+            sizes = config.hidden_size, config.ffn_size(layer)
+            self.mlp = MLP(*sizes, config.mlp_bias, config.mlp_hadamard, config.activation, config.mlp_gated)
 
         def norm(there: bool) -> RMSNorm | None:
             return RMSNorm(config.hidden_size, config.rms_norm_eps) if there else None
@@ -41,6 +43,7 @@ class DecoderLayer(nn.Module):
         before, after = config.norms != "after", config.norms != "before"
         self.input_layernorm, self.post_attention_layernorm = norm(before), norm(before)
         self.attention_output_norm, self.mlp_output_norm = norm(after), norm(after)
+        self.parallel = config.parallel
 
     @property
     def dtype(self) -> torch.dtype:
@@ -50,19 +53,24 @@ class DecoderLayer(nn.Module):
         return norm.weight.dtype
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
+        if self.parallel:
+            return self.with_mlp(x) + self._attended(x, cos, sin, attend)
         return self.with_mlp(self.with_attention(x, cos, sin, attend))
 
     def with_attention(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
         """The first half: attention with its norms, added to `x`."""
-        read = x if self.input_layernorm is None else self.input_layernorm(x)
-        made = self.self_attn(read, cos, sin, attend)
-        return x + (made if self.attention_output_norm is None else self.attention_output_norm(made))
+        return x + self._attended(x, cos, sin, attend)
 
     def with_mlp(self, x: Tensor) -> Tensor:
         """The second half: the MLP likewise."""
         read = x if self.post_attention_layernorm is None else self.post_attention_layernorm(x)
         made = self.mlp(read)
         return x + (made if self.mlp_output_norm is None else self.mlp_output_norm(made))
+
+    def _attended(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
+        read = x if self.input_layernorm is None else self.input_layernorm(x)
+        made = self.self_attn(read, cos, sin, attend)
+        return made if self.attention_output_norm is None else self.attention_output_norm(made)
 
 
 class Backbone(nn.Module):
@@ -94,7 +102,7 @@ class Decoder(nn.Module):
         super().__init__()
         self.config = config
         self.model = Backbone(config)
-        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=config.head_bias)
         self.tie_weights()
 
     def tie_weights(self) -> None:
@@ -154,7 +162,19 @@ class Decoder(nn.Module):
         hidden = self.model(token_ids, positions, attend, *seen)
         if logit_rows is not None:
             hidden = hidden.flatten(0, -2)[logit_rows]
+        if targets is not None and (self.config.head_bias or self.config.logit_cap is not None):
+            logits = self.logits(hidden).flatten(0, -2).float()
+            return F.cross_entropy(logits, targets.flatten(), reduction="sum", label_smoothing=label_smoothing)
         if targets is not None:
             rows, weight = hidden.flatten(0, -2), self.lm_head.weight
             return linear_cross_entropy(rows, weight, targets.flatten(), label_smoothing=label_smoothing)
-        return self.lm_head(hidden)
+        return self.logits(hidden)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """(…, E) what the last norm gives → (…, V)."""
+        return capped_logits(self.lm_head(hidden), self.config)
+
+
+def capped_logits(logits: Tensor, config: DecoderConfig) -> Tensor:
+    """What the head gives, within the network's `logit_cap` if it has one; (…, V)."""
+    return logits if config.logit_cap is None else soft_cap(logits, config.logit_cap)

@@ -7,7 +7,8 @@ from typing import Any
 
 from penjing.core.config import parse_config
 from penjing.core.errors import ConfigError, InputError
-from penjing.core.models.config import DecoderConfig, RopeScaling
+from penjing.core.layers.settings import RopeScaling
+from penjing.core.models.config import DecoderConfig
 from penjing.core.models.hf_variants import (
     LATENT_TYPES,
     MOE_TYPES,
@@ -48,6 +49,16 @@ FOLDED = {
     "ernie4_5": "Ernie4_5ForCausalLM",
     "ministral": "MinistralForCausalLM",
     "seed_oss": "SeedOssForCausalLM",
+    "gemma2": "Gemma2ForCausalLM",
+    "arcee": "ArceeForCausalLM",
+    "starcoder2": "Starcoder2ForCausalLM",
+    "phi": "PhiForCausalLM",
+    "gpt_neox": "GPTNeoXForCausalLM",
+    "cohere": "CohereForCausalLM",
+    "cohere2": "Cohere2ForCausalLM",
+    "stablelm": "StableLmForCausalLM",
+    "nemotron": "NemotronForCausalLM",
+    "olmo": "OlmoForCausalLM",
 }
 """Types that `penjing import` turns into one of those above (`core.folded`)."""
 # What transformers assumes when a config.json leaves the field out.

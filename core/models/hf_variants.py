@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from penjing.core.errors import InputError
-from penjing.core.models.config import DecoderConfig, LatentAttentionConfig, MoEConfig
+from penjing.core.layers.settings import LatentAttentionConfig, MoEConfig
+from penjing.core.models.config import DecoderConfig
 
 LATENT_TYPES = ("deepseek_v2", "deepseek_v3")
 _DEEPSEEK_MOE = ("dots1", *LATENT_TYPES)  # names of the fields are DeepSeek's

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from penjing.core.models.config import MoEConfig
+from penjing.core.layers.settings import MoEConfig
 from penjing.core.models.mlp import MLP
 from penjing.kernels.dispatch import gpu_kernels
 from penjing.kernels.moe import experts_mlp, one_by_one, sorted_by_expert

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from penjing.core.errors import InputError
-from penjing.core.models.config import DecoderConfig, RopeScaling, Rotary
+from penjing.core.layers.settings import RopeScaling
+from penjing.core.models.config import DecoderConfig, Rotary
 from penjing.kernels.rotary import rotary_cos_sin
 
 ROTARIES: tuple[Rotary, ...] = ("main", "local", "none")

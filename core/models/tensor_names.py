@@ -69,7 +69,7 @@ def tensor_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
         shapes |= {f"model.layers.{layer}.{name}": shape for name, shape in ordered.items()}
     shapes["model.norm.weight"] = (hidden,)
     if not config.tie_word_embeddings:
-        shapes["lm_head.weight"] = (config.vocab_size, hidden)
+        shapes |= _linear("lm_head", config.vocab_size, hidden, config.head_bias)
     return shapes
 
 
@@ -109,7 +109,8 @@ def _attention_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
 def _mlp_shapes(config: DecoderConfig, layer: int) -> dict[str, tuple[int, ...]]:
     hidden = config.hidden_size
     if config.moe is None or not config.is_moe(layer):
-        return _gated("mlp", hidden, config.ffn_size(layer), config.mlp_bias)
+        dense = _gated("mlp", hidden, config.ffn_size(layer), config.mlp_bias)
+        return {name: shape for name, shape in dense.items() if config.mlp_gated or "up_proj" not in name}
     moe = config.moe
     shapes: dict[str, tuple[int, ...]] = {"mlp.gate.weight": (moe.num_experts, hidden)}
     if moe.router_bias:

@@ -50,6 +50,8 @@ def fuse_decoder(model: Decoder) -> DecoderStep | None:
         inverse_frequency_F=backbone.inverse_frequency,
         max_positions=config.max_position_embeddings,
         rotary_scale=yarn_magnitudes(config.rope_scaling)[0],
+        attention_cap=config.attention_cap,
+        logit_cap=config.logit_cap,
     )
 
 
@@ -92,14 +94,15 @@ def _layer_weights(model: Decoder, index: int) -> LayerWeights:
         v=_linear(attention.v_proj),
         out=_linear(attention.o_proj),
         gate=_linear(mlp.gate_proj),
-        up=_linear(mlp.up_proj),
+        up=_linear(mlp.up_proj) if mlp.gated else None,
         down=_linear(mlp.down_proj),
         input_norm=_norm(layer.input_layernorm),
         post_norm=_norm(layer.post_attention_layernorm),
         out_norm=_norm(layer.attention_output_norm),
         down_norm=_norm(layer.mlp_output_norm),
         whole_norm=attention.whole_norm,
-        gelu=mlp.activation == "gelu_tanh",
+        activation=mlp.activation,
+        parallel=layer.parallel,
         rotary=0 if kinds is None else ROTARIES.index(kinds[index]),
         q_norm=attention.q_norm.weight if attention.qk_norm else None,
         k_norm=attention.k_norm.weight if attention.qk_norm else None,

@@ -53,9 +53,11 @@ struct PjLayer {
     int64_t hadamard;          // block of the Hadamard transform before `down`, see ops.h; 0: none
     int32_t num_qkv;           // 1 or 3
     int32_t num_gate_up;       // 1 or 2
-    int32_t gelu;              // the gate's activation: gelu by its tanh formula, not silu
+    int32_t activation;        // of the gate: 0 silu, 1 gelu by its tanh formula; without `gated` also 2 gelu, 3 relu²
     int32_t whole_norm;        // q_norm and k_norm span all heads
     int32_t rotary;            // which of the tables of cos and sin
+    int32_t gated;             // 0: gate_up has the gate alone, which is activated and not multiplied
+    int32_t parallel;          // the MLP reads what attention reads; out_norm and down_norm are null
     int32_t unused;
 };
 
@@ -77,6 +79,8 @@ struct PjModel {
     int64_t num_positions;  // rows of cos and sin
     float eps;
     float attention_scale;
+    float attention_cap;  // scores become cap × tanh(score / cap); 0: they stay
+    float logit_cap;      // the same of logits
     int32_t embedding_dtype;
     int32_t unused;
 };

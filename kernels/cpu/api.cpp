@@ -15,7 +15,7 @@
 using namespace penjing;
 
 // Raised with every change of a structure or a function below.
-PJ_API int32_t pj_abi_version() { return 17; }
+PJ_API int32_t pj_abi_version() { return 18; }
 
 // Bytes of a structure, so that a test can hold Python's copy against it.
 PJ_API uint64_t pj_struct_bytes(int32_t which) {
@@ -120,6 +120,10 @@ PJ_API void pj_rms_norm(const float* x, const float* weight, int64_t rows, int64
 PJ_API void pj_geglu(const float* gate, const float* up, int64_t count, float* out) {
     ops().geglu_row(gate, up, count, out);
 }
+PJ_API void pj_activate(const float* x, int64_t count, int32_t kind, float* out) {
+    ops().activate_row(x, kind, count, out);
+}
+PJ_API void pj_soft_cap(float* x, int64_t count, float cap) { ops().soft_cap_row(x, cap, count); }
 PJ_API void pj_swiglu(const float* gate, const float* up, int64_t count, float* out) {
     ops().swiglu_row(gate, up, count, out);
 }
@@ -147,10 +151,10 @@ PJ_API void pj_write_kv(const float* k, const float* v, const int64_t* slots, in
 }
 
 PJ_API int32_t pj_attention(const float* q, float* out, const PjPages* pages, const PjSequences* sequences,
-                            int64_t num_heads, float scale, int64_t window, const PjSelection* selection,
+                            int64_t num_heads, float scale, float cap, int64_t window, const PjSelection* selection,
                             const int64_t* slots, uint8_t* masks) {
-    return run_attention(q, out, *pages, *sequences, {num_heads, pages->num_kv_heads, pages->head_dim}, scale, window,
-                         selection, slots, masks);
+    return run_attention(q, out, *pages, *sequences, {num_heads, pages->num_kv_heads, pages->head_dim}, scale, cap,
+                         window, selection, slots, masks);
 }
 
 PJ_API void* pj_make_decoder(const PjModel* model) { return make_decoder(*model); }

@@ -229,7 +229,7 @@ void attend(const Ops& ops, const AttentionPlan& plan, const AttentionCall& call
         const char* q = static_cast<const char*>(w.q) + row * head_dim * query_bytes(call.pages);
         ops.attend_tile({q, w.q_scale + row, w.keys, int8 ? rows.k_scale : nullptr, rows.v_scale, rows.v, ahead,
                          w.low + row, w.high + row, call.masks ? w.chosen + row : nullptr, peak + row, total + row,
-                         out + row * head_dim, static_cast<int>((last - first) * group), head_dim});
+                         out + row * head_dim, static_cast<int>((last - first) * group), head_dim, call.cap * LOG2_E});
         first = last;
     }
 }

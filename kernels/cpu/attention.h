@@ -70,6 +70,7 @@ struct AttentionCall {
     std::atomic<int32_t>* unfinished;       // (units) pieces left; equal to `pieces` before and after
     const uint8_t* masks;                   // (rows, num_kv_heads, mask_stride), see SelectionPlan; null: all keys
     int64_t mask_stride;
+    float cap;  // scores become cap × tanh(score / cap); 0: they stay
 };
 
 // Floats of working memory for one member.

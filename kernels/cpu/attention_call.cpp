@@ -37,7 +37,7 @@ void attention_member(const Team& team, void* context) {
 }  // namespace
 
 int run_attention(const float* q, float* out, const PjPages& pages, const PjSequences& sequences,
-                  const AttentionShape& shape, float scale, int64_t window, const PjSelection* selection,
+                  const AttentionShape& shape, float scale, float cap, int64_t window, const PjSelection* selection,
                   const int64_t* slots, uint8_t* masks) {
     const int threads = num_threads();
     AttentionPlan plan;
@@ -60,7 +60,7 @@ int run_attention(const float* q, float* out, const PjPages& pages, const PjSequ
     for (size_t i = 0; i < unfinished.size(); ++i) unfinished[i].store(plan.units()[i].pieces);
     const int64_t stride = shape.num_heads * shape.head_dim;
     const AttentionCall call{q, out, stride, stride, pages, scale, window, memory + own * static_cast<size_t>(threads),
-                             unfinished.data(), bytes, choice.tiles()};
+                             unfinished.data(), bytes, choice.tiles(), cap};
     Call context{ops(), plan, choice, call, memory, own, bytes};
     run_team(attention_member, &context, threads);
     if (masks && bytes) memcpy(masks, bytes, choice.mask_bytes());

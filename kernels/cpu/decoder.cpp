@@ -80,6 +80,10 @@ private:
     void head(const Team& team, int64_t layer, int64_t row, int64_t count, const Buffers& b);
     void tail(const Team& team, int64_t layer, float* hidden, const float* attended, const int32_t* who, int64_t count,
               const Buffers& b, const PjLinear& after);
+    void project(const Team& team, int64_t layer, float* hidden, const float* attended, const int32_t* who,
+                 int64_t count, const Buffers& b, const PjLinear& after);
+    void mlp(const Team& team, int64_t layer, float* hidden, const int32_t* who, int64_t count, const Buffers& b,
+             const PjLinear& after);
     void adapt(const Team& team, int64_t layer, const int32_t* who, int64_t count, const float* x, int64_t ldx,
                float* low, std::initializer_list<LowRankOut> outs) const;
     void add_normed(const Team& team, const float* norm, float* made, int64_t count, float* hidden,
@@ -283,7 +287,7 @@ void Decoder::attention(const Team& team, int64_t layer) {
     const bool last = layer + 1 == model_.num_layers, choosing = chooses(layer) && choice_.mask_bytes() > 0;
     const AttentionCall call{qkv_, attended_, qkv_size(), q_size(), pages(layer), model_.attention_scale,
                              layers_[static_cast<size_t>(layer)].window, partial_, unfinished_.data(),
-                             choosing ? masks_ : nullptr, choice_.tiles()};
+                             choosing ? masks_ : nullptr, choice_.tiles(), model_.attention_cap};
     float* scratch = attention_scratch_[static_cast<size_t>(team.member)];
     if (chooses(layer) && !choice_.completed().empty()) {
         summarize_blocks(choice_, call.pages, team);
@@ -393,23 +397,46 @@ void Decoder::add_normed(const Team& team, const float* norm, float* made, int64
     sync(team, after);
 }
 
-// Output projection, norm and MLP, each added to `hidden`. Ends with a barrier.
+// Output projection and MLP, each added to `hidden`; the order changes nothing where both are of one input. Ends with a
+// barrier.
 void Decoder::tail(const Team& team, int64_t index, float* hidden, const float* attended, const int32_t* who,
                    int64_t count, const Buffers& b, const PjLinear& after) {
     const PjLayer& layer = layers_[static_cast<size_t>(index)];
-    const int64_t width = model_.hidden, inner = layer.down.k, heads = q_size();
+    if (layer.parallel) {
+        mlp(team, index, hidden, who, count, b, layer.out);
+        project(team, index, hidden, attended, who, count, b, after);
+    } else {
+        project(team, index, hidden, attended, who, count, b, layer.gate_up[0]);
+        mlp(team, index, hidden, who, count, b, after);
+    }
+}
+
+// What attention gives, added to `hidden`. Ends with a barrier.
+void Decoder::project(const Team& team, int64_t index, float* hidden, const float* attended, const int32_t* who,
+                      int64_t count, const Buffers& b, const PjLinear& after) {
+    const PjLayer& layer = layers_[static_cast<size_t>(index)];
+    const int64_t width = model_.hidden, heads = q_size();
     each_row(team, count, layer.out, [&](int64_t i) { enter(layer.out, b.rows, i, attended + i * heads); });
     const bool after_norm = layer.out_norm != nullptr;
     float* made = after_norm ? b.made : hidden;
     apply_linear(*ops_, layer.out, b.rows, count, team.member, team.members, made, width, !after_norm);
     adapt(team, index, who, count, attended, heads, b.low, {{PROJ_OUT, made, width, 16}});
-    sync(team, layer.gate_up[0]);
-    if (after_norm) add_normed(team, layer.out_norm, made, count, hidden, layer.gate_up[0]);
+    sync(team, after);
+    if (after_norm) add_normed(team, layer.out_norm, made, count, hidden, after);
+}
+
+// Norm and MLP, added to `hidden`. Ends with a barrier.
+void Decoder::mlp(const Team& team, int64_t index, float* hidden, const int32_t* who, int64_t count, const Buffers& b,
+                  const PjLinear& after) {
+    const PjLayer& layer = layers_[static_cast<size_t>(index)];
+    const int64_t width = model_.hidden, inner = layer.down.k;
+    const bool after_norm = layer.down_norm != nullptr;
+    float* made = after_norm ? b.made : hidden;
     each_row(team, count, layer.gate_up[0], [&](int64_t i) {
         enter_norm(layer.post_norm, b.rows, i, hidden + i * width);
         quantize(layer.gate_up, layer.num_gate_up, b.rows, i);
     });
-    const bool whole = layer.num_gate_up == 1, opened = whole && rank_ > 0;
+    const bool pair = layer.gated != 0, whole = layer.num_gate_up == 1, opened = pair && whole && rank_ > 0;
     PjLinear first = layer.gate_up[0];
     if (opened) {  // adapters add to gate and up: the pair's columns as they are packed, and the product afterwards
         first.n = padded_columns(first);
@@ -419,17 +446,19 @@ void Decoder::tail(const Team& team, int64_t index, float* hidden, const float* 
     apply_linear(*ops_, first, b.rows, count, team.member, team.members, b.act, stride, false);
     if (!whole)
         apply_linear(*ops_, layer.gate_up[1], b.rows, count, team.member, team.members, b.act + inner, stride, false);
-    adapt(team, index, who, count, b.rows.x, width, b.low,
-          {{PROJ_GATE, b.act, stride, opened ? 32 : 16},
-           {PROJ_UP, b.act + (opened ? 16 : inner), stride, opened ? 32 : 16}});
+    const LowRankOut gate{PROJ_GATE, b.act, stride, opened ? 32 : 16};
+    const LowRankOut up{PROJ_UP, b.act + (opened ? 16 : inner), stride, opened ? 32 : 16};
+    if (pair) adapt(team, index, who, count, b.rows.x, width, b.low, {gate, up});
+    else adapt(team, index, who, count, b.rows.x, width, b.low, {gate});
     sync(team, layer.down);
-    const auto gated = layer.gelu ? ops_->geglu_row : ops_->swiglu_row;
+    const auto product = layer.activation ? ops_->geglu_row : ops_->swiglu_row;
     each_row(team, count, layer.down, [&](int64_t i) {
         const float* act = b.act + i * stride;
-        if (!whole || opened) {
+        if (!pair || !whole || opened) {
             float* to = (rank_ > 0 ? b.gated : b.rows.x) + i * inner;
-            if (opened) open_gated_row(gated, act, inner, to);
-            else gated(act, act + inner, inner, to);
+            if (!pair) ops_->activate_row(act, layer.activation, inner, to);
+            else if (opened) open_gated_row(product, act, inner, to);
+            else product(act, act + inner, inner, to);
             act = to;
         }
         if (layer.hadamard > 0) {
@@ -466,13 +495,20 @@ void Decoder::logits(const Team& team, const Buffers& own) {
     });
     if (in_.top == 0) {
         apply_linear(*ops_, model_.head, b.rows, count, team.member, team.members, in_.logits, model_.vocab, false);
+        if (model_.logit_cap > 0) {
+            team.sync();
+            for (int64_t i = share(count, team.member, team.members); i < share(count, team.member + 1, team.members); ++i)
+                ops_->soft_cap_row(in_.logits + i * model_.vocab, model_.logit_cap, model_.vocab);
+        }
         return;
     }
     const int k = static_cast<int>(in_.top);
     top_of_columns(*ops_, model_.head, b.rows, count, team.member, team.members, k, top_[static_cast<size_t>(team.member)]);
     team.sync();
-    for (int64_t i = share(count, team.member, team.members); i < share(count, team.member + 1, team.members); ++i)
+    for (int64_t i = share(count, team.member, team.members); i < share(count, team.member + 1, team.members); ++i) {
         merge_top(top_.data(), team.members, i, k, in_.logits + i * k, in_.top_ids + i * k);
+        if (model_.logit_cap > 0) ops_->soft_cap_row(in_.logits + i * k, model_.logit_cap, k);
+    }
 }
 
 Decoder* make_decoder(const PjModel& model) { return new (std::nothrow) Decoder(model); }

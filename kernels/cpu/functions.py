@@ -234,6 +234,20 @@ class CpuExtension:
         self.library.pj_swiglu(gate.data_ptr(), up.data_ptr(), gate.numel(), out.data_ptr())
         return out
 
+    def activate(self, x: Tensor, kind: int) -> Tensor:
+        """The activation of this number (`kernels.activation`), element by element, float32."""
+        check("x", x, torch.float32, tuple(x.shape))
+        out = torch.empty_like(x)
+        self.library.pj_activate(x.data_ptr(), x.numel(), kind, out.data_ptr())
+        return out
+
+    def soft_cap(self, x: Tensor, cap: float) -> Tensor:
+        """cap × tanh(x / cap), element by element, float32."""
+        out = x.clone(memory_format=torch.contiguous_format)
+        check("x", out, torch.float32, tuple(x.shape))
+        self.library.pj_soft_cap(out.data_ptr(), out.numel(), cap)
+        return out
+
     def geglu(self, gate: Tensor, up: Tensor) -> Tensor:
         """gelu(gate) × up with the tanh formula, element by element, float32."""
         check("gate", gate, torch.float32, tuple(up.shape))
@@ -293,6 +307,7 @@ class CpuExtension:
         k_scale: Tensor | None = None,
         v_scale: Tensor | None = None,
         chooses: LayerBlocks | None = None,
+        cap: float | None = None,
     ) -> Tensor:
         """(T, num_heads, head_dim) float32; see `kernels.paged_attention`, and `kernels.key_blocks` for `chooses`."""
         pages = pages_of(k_cache, v_cache, k_scale, v_scale)
@@ -312,6 +327,7 @@ class CpuExtension:
                 ctypes.byref(sequences),
                 q_THD.shape[1],
                 scale,
+                cap or 0.0,
                 window or 0,
                 *self._chosen(pages, chooses, (q_THD.shape[0], num_kv_heads, int(context_len_S.max()))),
             )

@@ -8,7 +8,7 @@ from ctypes import POINTER, c_char_p, c_double, c_float, c_int32, c_int64, c_uin
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
-ABI_VERSION = 17
+ABI_VERSION = 18
 DTYPES = {"float32": 0, "bfloat16": 1, "float16": 2, "int8": 3, "int4": 4}
 
 
@@ -55,9 +55,11 @@ class Layer(ctypes.Structure):
         ("hadamard", c_int64),
         ("num_qkv", c_int32),
         ("num_gate_up", c_int32),
-        ("gelu", c_int32),
+        ("activation", c_int32),
         ("whole_norm", c_int32),
         ("rotary", c_int32),
+        ("gated", c_int32),
+        ("parallel", c_int32),
         ("unused", c_int32),
     )
 
@@ -83,6 +85,8 @@ class Model(ctypes.Structure):
         ("num_positions", c_int64),
         ("eps", c_float),
         ("attention_scale", c_float),
+        ("attention_cap", c_float),
+        ("logit_cap", c_float),
         ("embedding_dtype", c_int32),
         ("unused", c_int32),
     )
@@ -261,6 +265,8 @@ _FUNCTIONS = {
     "pj_swiglu_quantize": (None, [c_void_p, c_void_p, c_int64, c_int64, c_void_p, c_int32, c_void_p, c_void_p]),
     "pj_rms_norm": (None, [c_void_p, c_void_p, c_int64, c_int64, c_float, c_void_p]),
     "pj_geglu": (None, [c_void_p, c_void_p, c_int64, c_void_p]),
+    "pj_soft_cap": (None, [c_void_p, c_int64, c_float]),
+    "pj_activate": (None, [c_void_p, c_int64, c_int32, c_void_p]),
     "pj_swiglu": (None, [c_void_p, c_void_p, c_int64, c_void_p]),
     "pj_hadamard": (None, [c_void_p, c_int64, c_int64, c_int64, c_void_p]),
     "pj_rotate": (None, [c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_int64]),
@@ -268,7 +274,7 @@ _FUNCTIONS = {
     "pj_attention": (
         c_int32,
         [
-            *(c_void_p, c_void_p, POINTER(Pages), POINTER(Sequences), c_int64, c_float, c_int64),
+            *(c_void_p, c_void_p, POINTER(Pages), POINTER(Sequences), c_int64, c_float, c_float, c_int64),
             *(POINTER(Selection), c_void_p, c_void_p),
         ],
     ),

@@ -64,6 +64,7 @@ struct AttentionTile {
     float* out;                 // (rows, head_dim) running weighted sum, not yet divided by total
     int rows;
     int head_dim;
+    float cap;  // scores, times log2(e), become cap × tanh(score / cap); 0: they stay
 };
 
 struct Ops {
@@ -96,6 +97,9 @@ struct Ops {
     void (*rotate_head)(float* x, const float* cos, const float* sin, int64_t head_dim);
     void (*swiglu_row)(const float* gate, const float* up, int64_t n, float* out);
     void (*geglu_row)(const float* gate, const float* up, int64_t n, float* out);
+    // The activation of a PjLayer without a gate's product; out may be x.
+    void (*activate_row)(const float* x, int32_t kind, int64_t n, float* out);
+    void (*soft_cap_row)(float* x, float cap, int64_t n);
     // x · H in blocks of `block` (a power of two up to MAX_HADAMARD that divides k), H orthogonal; out may be x.
     void (*hadamard_row)(const float* x, int64_t k, int64_t block, float* out);
     void (*widen_row)(const void* x, int32_t dtype, int64_t k, float* out);

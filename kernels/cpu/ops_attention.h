@@ -255,6 +255,10 @@ inline void attend_rows(const AttentionTile& tile, int row) {
         for (int range = 0; range < seen.ranges; ++range) {
             for (int group = seen.begin[range] / W; group * W < seen.end[range]; ++group) {
                 V score = v_load(p + group * W);
+                if (tile.cap > 0.0f) {
+                    score = v_soft_cap(score, tile.cap);
+                    v_store(p + group * W, score);
+                }
                 if (!(chosen >> (group * W / CHOICE_KEYS) & 1)) {
                     score = v_set(-INFINITY);
                     v_store(p + group * W, score);

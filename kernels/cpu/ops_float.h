@@ -228,6 +228,27 @@ inline void geglu_row(const float* gate, const float* up, int64_t n, float* out)
     }
 }
 
+// `kind`: PjLayer's activation.
+inline void activate_row(const float* x, int32_t kind, int64_t n, float* out) {
+    const V one = v_set(1.0f);
+    for (int64_t i = 0; i < n; i += W) {
+        const int count = n - i < W ? static_cast<int>(n - i) : W;
+        const V value = v_load_n(x + i, count), positive = v_max(v_zero(), value);
+        const V made = kind == 0   ? v_silu_mul(value, one)
+                       : kind == 1 ? v_gelu_mul(value, one)
+                       : kind == 2 ? v_gelu(value)
+                                   : v_mul(positive, positive);
+        v_store_n(out + i, made, count);
+    }
+}
+
+inline void soft_cap_row(float* x, float cap, int64_t n) {
+    for (int64_t i = 0; i < n; i += W) {
+        const int count = n - i < W ? static_cast<int>(n - i) : W;
+        v_store_n(x + i, v_soft_cap(v_load_n(x + i, count), cap), count);
+    }
+}
+
 // One stage: pairs that lie `half` apart become their sum and their difference.
 template <int HALF>
 inline void butterfly(float* x, int64_t block) {

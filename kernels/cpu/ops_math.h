@@ -30,4 +30,24 @@ inline V v_gelu_mul(V gate, V up) {
     return v_mul(v_div(gate, v_add(v_set(1.0f), exponential)), up);
 }
 
+// gelu(x) = x Φ(x): Φ(−|x|) is half of erfc(|x| / √2), to 1.5e-7 (Abramowitz and Stegun, 7.1.26).
+inline V v_gelu(V x) {
+    const V size = v_max(x, v_sub(v_zero(), x));
+    const V t = v_div(v_set(1.0f), v_fma(size, v_set(0.231641888f), v_set(1.0f)));  // 0.3275911 / √2
+    V p = v_set(1.061405429f);
+    p = v_fma(p, t, v_set(-1.453152027f));
+    p = v_fma(p, t, v_set(1.421413741f));
+    p = v_fma(p, t, v_set(-0.284496736f));
+    p = v_fma(p, t, v_set(0.254829592f));
+    const V tail = v_mul(v_mul(p, t), v_exp2(v_mul(v_mul(x, x), v_set(-0.72134752f))));
+    return v_sub(v_max(v_zero(), x), v_mul(v_mul(size, v_set(0.5f)), tail));
+}
+
+// cap × tanh(x / cap); tanh(z) = 1 − 2 / (1 + exp(2 z)).
+inline V v_soft_cap(V x, float cap) {
+    const V exponential = v_exp2(v_mul(x, v_set(2.88539008f / cap)));
+    const V gap = v_div(v_set(2.0f * cap), v_add(v_set(1.0f), exponential));
+    return v_sub(v_set(cap), gap);
+}
+
 }  // namespace

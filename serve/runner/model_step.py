@@ -36,9 +36,8 @@ class ModelStep:
             k_cache, v_cache = kv_pool[layer]
             k_scale, v_scale = (None, None) if kv_scale is None else kv_scale[layer]
             write_kv(k_TKD, v_TKD, k_cache, v_cache, tensors.slots, k_scale, v_scale)
-            return paged_attention(
-                q_THD, k_cache, v_cache, *lengths, self._scale, self._windows[layer], k_scale, v_scale
-            )
+            sees = self._scale, self._windows[layer], k_scale, v_scale
+            return paged_attention(q_THD, k_cache, v_cache, *lengths, *sees, cap=self.model.config.attention_cap)
 
         rows = tensors.logit_rows.long()
         with torch.inference_mode():

@@ -33,4 +33,4 @@ class ActorCritic(Decoder):
         assert logit_rows is not None, "values are of certain rows"
         positions = torch.arange(token_ids.shape[-1], device=token_ids.device).expand(token_ids.shape)
         hidden = self.model(token_ids, positions, causal_attention(self.config)).flatten(0, -2)[logit_rows]
-        return self.lm_head(hidden), self.value(hidden)[:, 0]
+        return self.logits(hidden), self.value(hidden)[:, 0]

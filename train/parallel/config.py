@@ -212,6 +212,9 @@ def _check_decoder(config: ParallelConfig, model: DecoderConfig, dp: int, length
             raise ConfigError(
                 f"parallel.tp={tp}: model.qk_norm_over='all' spans the heads that it splits; use zero = 3"
             )
+        names = ("mlp_gated", "parallel", "head_bias", "logit_cap")
+        if found := [each for each in model.departures() if each.startswith(names)]:
+            raise ConfigError(f"parallel.tp={tp}: it does not split a model with {', '.join(found)}; use zero = 3")
         if model.moe is not None:
             for name in ("moe_intermediate_size", "shared_expert_intermediate_size"):
                 _divides("tp", tp, f"model.moe.{name}", getattr(model.moe, name) or 0)
@@ -252,6 +255,8 @@ def _check_decoder(config: ParallelConfig, model: DecoderConfig, dp: int, length
                 "parallel.balance = true resizes micro-batches, and the load of experts is judged in each; set it to "
                 "false"
             )
+    if cp > 1 and model.attention_cap is not None:
+        raise ConfigError(f"parallel.cp={cp}: it does not know a model.attention_cap; leave cp = 1")
     if cp > 1:
         _divides("2 × cp", 2 * cp, "data.sequence_length", length)
         if config.sequence:

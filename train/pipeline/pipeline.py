@@ -24,7 +24,7 @@ from torch.distributed.pipelining.schedules import (
 
 from penjing.core.errors import ConfigError
 from penjing.core.models.attention import causal_attention, document_positions
-from penjing.core.models.decoder import Decoder
+from penjing.core.models.decoder import Decoder, capped_logits
 from penjing.core.models.moe import watch_routing
 from penjing.core.models.rope import layer_angles
 from penjing.train.numerics.gradients import gradients_of
@@ -100,7 +100,9 @@ class DecoderStage(nn.Module):
                 x = layer(x, *angles(index), attend)
         if self.balancing is not None and counted is not None:
             x = self.balancing(x, routings, counted.flatten())
-        return self.lm_head(self.model.norm(x)) if self.is_last else x  # pyright: ignore[reportCallIssue]
+        if not self.is_last:
+            return x
+        return capped_logits(self.lm_head(self.model.norm(x)), self.config)  # pyright: ignore[reportCallIssue]
 
 
 class LocalStages(nn.Module):

@@ -105,7 +105,8 @@ def _layer(model: DecoderConfig, index: int) -> LayerShape:
     experts = active = 0
     if moe is None:
         inner = model.ffn_size(index)
-        dense += 3 * hidden * inner + (2 * inner + hidden if model.mlp_bias else 0)
+        readers = 2 if model.mlp_gated else 1
+        dense += (readers + 1) * hidden * inner + (readers * inner + hidden if model.mlp_bias else 0)
     else:
         shared = moe.shared_expert_intermediate_size
         dense += hidden * moe.num_experts + 3 * hidden * shared + (hidden if moe.shared_expert_gate else 0)

@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 import torch
 
+from penjing.compress.decoder.stream import LayerStream
 from penjing.compress.run import run_recipe
 from penjing.compress.verify import verify_artifact
+from penjing.core.checkpoint.decoder import open_checkpoint
 from penjing.core.checkpoint.load import load_model
 from penjing.core.cli import _run
 from penjing.core.errors import ConfigError
@@ -30,6 +32,19 @@ GEMMA: dict[str, Any] = {
 }
 OLMO: dict[str, Any] = {"model_type": "penjing", "norms": "after", "qk_norm": True, "qk_norm_over": "all"}
 STILL: dict[str, Any] = {"model_type": "penjing", "layer_rotary": ("main", "none"), "rotary_pairs": 5}
+NEOX: dict[str, Any] = {
+    "model_type": "penjing",
+    "mlp_gated": False,
+    "activation": "gelu",
+    "parallel": True,
+    "head_bias": True,
+    "tie_word_embeddings": False,
+    "attention_bias": True,
+    "attention_output_bias": True,
+    "mlp_bias": True,
+}
+GEMMA2: dict[str, Any] = GEMMA | {"qk_norm": False, "layer_rotary": None, "attention_cap": 3.0, "logit_cap": 5.0}
+CASES = {"gemma": GEMMA, "olmo": OLMO, "still": STILL, "neox": NEOX, "gemma2": GEMMA2}
 UNROTATED = "steps.0.transform.rotate=false"
 FOUR = ["steps.0.weights_bits=4", "steps.0.group=32", "steps.0.embedding_dtype=int8", UNROTATED]
 
@@ -44,7 +59,7 @@ def answers(folder: Path, checkpoint: Path) -> float:
     return float((ours - floating).square().mean().sqrt() / floating.std())
 
 
-@pytest.mark.parametrize("fields", [GEMMA, OLMO, STILL], ids=["gemma", "olmo", "still"])
+@pytest.mark.parametrize("fields", CASES.values(), ids=CASES)
 @pytest.mark.parametrize(("changes", "bound"), [([UNROTATED], 0.1), (FOUR, 0.5)], ids=["int8", "int4"])
 def test_the_artifact_answers_nearly_as_the_model(
     fields: dict[str, Any], changes: list[str], bound: float, tmp_path: Path, make_tiny_checkpoint: Callable[..., Path]
@@ -53,6 +68,20 @@ def test_the_artifact_answers_nearly_as_the_model(
     out = run_recipe(write_recipe(tmp_path, checkpoint, tmp_path / "out"), changes)
     assert answers(out, checkpoint) < bound
     verify_artifact(out)
+
+
+def test_parallel_layers_without_a_gate_are_rotated(tmp_path: Path, make_tiny_checkpoint: Callable[..., Path]) -> None:
+    checkpoint = make_tiny_checkpoint(**NEOX)
+    out = run_recipe(write_recipe(tmp_path, checkpoint, tmp_path / "out"), ["steps.0.transform.rotate=true"])
+    assert answers(out, checkpoint) < 0.1
+
+
+def test_halves_of_a_parallel_layer_are_not_corrected(
+    tmp_path: Path, make_tiny_checkpoint: Callable[..., Path]
+) -> None:
+    stream = LayerStream(open_checkpoint(make_tiny_checkpoint(**NEOX)))
+    with pytest.raises(ConfigError, match=r"parallel=true.*take method='activation'"):
+        stream.halves(stream.float_layer(0, stream.weights(0)), 8)
 
 
 def test_what_does_not_take_it_says_so(
@@ -67,7 +96,7 @@ def test_what_does_not_take_it_says_so(
         assert "activation=gelu_tanh" in " ".join(capsys.readouterr().err.split())
 
 
-@pytest.mark.parametrize("fields", [GEMMA, OLMO, STILL], ids=["gemma", "olmo", "still"])
+@pytest.mark.parametrize("fields", CASES.values(), ids=CASES)
 def test_gradients_are_those_of_the_function(fields: dict[str, Any]) -> None:
     """Along the gradient itself, in float32."""
     torch.manual_seed(0)

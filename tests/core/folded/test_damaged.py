@@ -17,14 +17,16 @@ FIELDS = (
     "attention_bias", "attention_out_bias", "use_bias", "rope_theta", "rope_scaling", "rope_parameters",
     "rope_local_base_freq", "partial_rotary_factor", "layer_types", "sliding_window", "sliding_window_pattern",
     "use_sliding_window", "no_rope_layers", "no_rope_layer_interval", "query_pre_attn_scalar", "embedding_multiplier",
-    "logits_scaling", "attention_multiplier", "residual_multiplier",
+    "logits_scaling", "attention_multiplier", "residual_multiplier", "final_logit_softcapping",
+    "attn_logit_softcapping", "layer_norm_eps", "norm_epsilon", "norm_eps", "rotary_pct", "rotary_emb_base",
+    "use_parallel_residual", "use_qkv_bias", "qk_layernorm", "use_qk_norm", "logit_scale", "clip_qkv", "mlp_bias",
 )  # fmt: skip
 SECTIONS = ("full_attention", "sliding_attention", "rope_theta", "rope_type", "partial_rotary_factor", "factor")
 
 
 @pytest.mark.parametrize("kind", sorted(FOLDED))
 def test_any_damaged_value_is_read_or_refused(kind: str) -> None:
-    whole: dict[str, Any] = SMALL | {"model_type": kind, "head_dim": 12, "architectures": [FOLDED[kind]]}
+    whole: dict[str, Any] = SMALL | {"model_type": kind, "head_dim": 16, "architectures": [FOLDED[kind]]}
     fold_from_hf(whole | {"attention_bias": False}, "config.json")
     changes: list[dict[str, Any]] = [{name: odd} for name in FIELDS for odd in ODD]
     for section in ("rope_parameters", "rope_scaling"):

@@ -17,6 +17,7 @@ from penjing.core.errors import InputError
 from penjing.core.imports.importer import import_model
 from penjing.core.models.hf_config import FOLDED
 
+PLUS_ONE = ("gemma2", "gemma3_text", "nemotron")
 SMALL: dict[str, Any] = {
     "vocab_size": 320,
     "hidden_size": 48,
@@ -45,6 +46,7 @@ LONGROPE: dict[str, Any] = {
     "original_max_position_embeddings": 64,
 }
 PARTIAL = {"rope_theta": 10000.0, "rope_type": "default", "partial_rotary_factor": 0.5}
+CAPS = {"final_logit_softcapping": 1.5, "attn_logit_softcapping": 2.0}
 CASES: dict[str, tuple[str, dict[str, Any], str]] = {
     "gemma3": ("gemma3_text", {"head_dim": 16, "sliding_window": 12, "sliding_window_pattern": 3}, "penjing"),
     "gemma3_scaled": (
@@ -112,6 +114,31 @@ CASES: dict[str, tuple[str, dict[str, Any], str]] = {
     "ernie4_5": ("ernie4_5", {"head_dim": 12}, "llama"),
     "ministral": ("ministral", {"sliding_window": 9, "head_dim": 12}, "mistral"),
     "seed_oss": ("seed_oss", {"head_dim": 12}, "qwen2"),
+    "gemma2": ("gemma2", {"head_dim": 16, "sliding_window": 12, "query_pre_attn_scalar": 20} | CAPS, "penjing"),
+    "gemma2_uncapped": (
+        "gemma2",
+        {"head_dim": 16, "final_logit_softcapping": None, "attn_logit_softcapping": None},
+        "penjing",
+    ),
+    "arcee": ("arcee", {"mlp_bias": True}, "penjing"),
+    "starcoder2": ("starcoder2", {"sliding_window": 11}, "penjing"),
+    "starcoder2_untied": ("starcoder2", {"tie_word_embeddings": False, "use_bias": False}, "penjing"),
+    "phi": ("phi", {"rope_parameters": PARTIAL}, "penjing"),
+    "gpt_neox": ("gpt_neox", {"num_key_value_heads": 4, "rope_parameters": PARTIAL}, "penjing"),
+    "gpt_neox_in_turn": (
+        "gpt_neox",
+        {"num_key_value_heads": 4, "use_parallel_residual": False, "attention_bias": False, "hidden_act": "gelu_new"}
+        | {"rope_parameters": PARTIAL},
+        "penjing",
+    ),
+    "cohere": ("cohere", {"logit_scale": 0.5, "attention_bias": True}, "penjing"),
+    "cohere2": ("cohere2", {"sliding_window": 9, "logit_scale": 0.25}, "penjing"),
+    "stablelm": ("stablelm", {"rope_parameters": PARTIAL, "use_qkv_bias": True}, "penjing"),
+    "stablelm_parallel": ("stablelm", {"rope_parameters": PARTIAL, "use_parallel_residual": True}, "penjing"),
+    "nemotron": ("nemotron", {"rope_parameters": PARTIAL}, "penjing"),
+    "nemotron_bias": ("nemotron", {"rope_parameters": PARTIAL, "attention_bias": True, "mlp_bias": True}, "penjing"),
+    "olmo": ("olmo", {"tie_word_embeddings": True}, "llama"),
+    "olmo_bias": ("olmo", {"attention_bias": True}, "llama"),
 }
 
 
@@ -123,7 +150,7 @@ def save(folder: Path, tokenizer: Path, kind: str, changes: dict[str, Any]) -> A
     )
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            plain = 1.0 if "norm" in name and "gemma3" not in kind else 0.0
+            plain = 1.0 if "norm" in name and name.endswith("weight") and kind not in PLUS_ONE else 0.0
             parameter.copy_(plain + torch.randn_like(parameter) * (0.2 if parameter.dim() == 1 else 0.15))
     model.save_pretrained(folder)
     AutoTokenizer.from_pretrained(tokenizer).save_pretrained(folder)
@@ -172,6 +199,12 @@ def test_what_transformers_reads_again_is_the_same(tmp_path: Path, tiny_checkpoi
         ("phi3_longrope", {"rope_parameters": LONGROPE | {"short_factor": [1.0, 2.0]}}, "short_factor has 2 numbers"),
         ("smollm3", {"no_rope_layers": [1]}, "no_rope_layers must have a number for each of 4"),
         ("glm4", {"rope_parameters": None, "partial_rotary_factor": 0.1}, "is no even number"),
+        ("phi", {"qk_layernorm": True}, "qk_layernorm=True is not supported"),
+        ("phi", {"hidden_act": "relu"}, "activation 'relu' of phi is not supported; gelu_new"),
+        ("cohere", {"use_qk_norm": True}, "use_qk_norm=True is not supported"),
+        ("olmo", {"clip_qkv": 8.0}, "clip_qkv=8.0 is not supported"),
+        ("gpt_neox", {"use_parallel_residual": "yes"}, "use_parallel_residual must be true or false"),
+        ("gemma2", {"attn_logit_softcapping": -1.0}, "attn_logit_softcapping must be a positive number"),
         ("olmo3", {"layer_types": ["linear_attention"] * 4}, "layer_types must name"),
     ],
 )

@@ -19,7 +19,7 @@ from penjing.core.checkpoint.decoder import open_checkpoint
 from penjing.core.errors import InputError
 from penjing.core.imports.gguf import GgufFile
 from penjing.core.imports.importer import import_model
-from penjing.core.models.config import RopeScaling
+from penjing.core.layers.settings import RopeScaling
 from penjing.core.packages import PACKAGES, fetch_package
 from penjing.core.progress import Silent
 from tests.conftest import random_tensors, tiny_config, tiny_tokenizer_fields

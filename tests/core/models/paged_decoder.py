@@ -36,6 +36,7 @@ class Pages:
             k_cache, v_cache = self.pool[layer]
             write_kv(k, v, k_cache, v_cache, slots)
             window = self.config.layer_window(layer)
-            return paged_attention(q, k_cache, v_cache, cu_query, context, table, q.shape[-1] ** -0.5, window)
+            lengths, scale, cap = (cu_query, context, table), q.shape[-1] ** -0.5, self.config.attention_cap
+            return paged_attention(q, k_cache, v_cache, *lengths, scale, window, cap=cap)
 
         return model(torch.cat([ids for ids, _, _ in steps]), torch.cat(positions), pad_values(attend))

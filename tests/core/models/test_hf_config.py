@@ -17,7 +17,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, MistralC
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from penjing.core.errors import InputError
-from penjing.core.models.config import DecoderConfig, RopeScaling
+from penjing.core.layers.settings import RopeScaling
+from penjing.core.models.config import DecoderConfig
 from penjing.core.models.hf_config import SUPPORTED_MODEL_TYPES, decoder_config_from_hf, decoder_config_to_hf
 from penjing.core.models.rope import yarn_magnitudes
 from penjing.core.models.tensor_names import tensor_shapes

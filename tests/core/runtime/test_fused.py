@@ -57,6 +57,27 @@ CONFIGS: dict[str, dict[str, Any]] = {
     },
     "olmo": {"model_type": "penjing", "norms": "after", "qk_norm": True, "qk_norm_over": "all"},
     "still": {"model_type": "penjing", "layer_rotary": ("main", "none"), "rotary_pairs": 5},
+    "neox": {
+        "model_type": "penjing",
+        "mlp_gated": False,
+        "activation": "gelu",
+        "parallel": True,
+        "head_bias": True,
+        "tie_word_embeddings": False,
+        "attention_bias": True,
+        "attention_output_bias": True,
+        "mlp_bias": True,
+    },
+    "arcee": {"model_type": "penjing", "mlp_gated": False, "activation": "relu2"},
+    "gemma2": {
+        "model_type": "penjing",
+        "norms": "around",
+        "activation": "gelu_tanh",
+        "sliding_window": 20,
+        "layer_types": ("sliding_attention", "full_attention"),
+        "attention_cap": 1.5,
+        "logit_cap": 2.0,
+    },
     "odd": {
         "hidden_size": 50,
         "intermediate_size": 75,
@@ -77,7 +98,7 @@ def make(make_tiny_checkpoint: MakeCheckpoint, folder: Path, name: str, scheme: 
         scales = torch.float16 if scheme == "int4-half" else torch.bfloat16
         return load_model(write_int4_artifact(checkpoint, folder / "int4", eight=eight, scale_dtype=scales)).model
     half = torch.bfloat16 if scheme == "int8-half" else torch.float32
-    quantize_head = scheme != "int8" and name != "untied"  # the helper makes an INT8 head of a tied one
+    quantize_head = scheme != "int8" and name not in ("untied", "neox")  # the helper makes an INT8 head of a tied one
     ignore, groups = (
         [] if quantize_head else ["lm_head"],
         above_zero_points("re:.*down_proj", "re:.*self_attn.[qkv]_proj"),

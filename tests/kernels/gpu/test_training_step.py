@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from penjing.core.models.config import DecoderConfig, MoEConfig
+from penjing.core.layers.settings import MoEConfig
+from penjing.core.models.config import DecoderConfig
 from penjing.core.models.decoder import Decoder
 from penjing.kernels.dispatch import force_torch
 from penjing.train.objective.objective import IGNORED, CrossEntropy, makes_loss_itself

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from penjing.core import cli
 from penjing.core.config import load_recipe
 from penjing.core.errors import ConfigError
-from penjing.core.models.config import MoEConfig
+from penjing.core.layers.settings import MoEConfig
 from penjing.core.models.decoder import Decoder
 from penjing.train.numerics.precision import Precision, PrecisionConfig
 from penjing.train.numerics.recompute import apply_recompute

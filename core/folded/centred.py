@@ -1,0 +1,206 @@
+"""Families whose norms subtract the mean of a token's channels.
+
+What is added to the residual stream is centred where it is written, in the embedding and in the linear layers that
+write: then the mean is 0 and LayerNorm is RMSNorm, exactly (so begins SliceGPT, https://arxiv.org/abs/2401.15024).
+What a norm adds goes through the linear layers that read it and becomes their bias. A head that is tied to the
+embedding keeps rows that are not centred, and is a matrix of its own from then on, unless the last norm has no weight.
+"""
+
+from __future__ import annotations
+
+from penjing.core.errors import InputError
+from penjing.core.folded.fold import Family, Fold, Values, config_of, number_of, partial_of, sliding_of
+
+_GELUS = {"gelu": "gelu"} | dict.fromkeys(("gelu_new", "gelu_pytorch_tanh", "gelu_fast"), "gelu_tanh")
+_TANH_FIRST = ("gelu_new", "gelu_pytorch_tanh", "gelu_fast", "gelu")
+_ONE_NORM = {"post_attention_layernorm": "input_layernorm"}
+
+
+def _starcoder2(values: Values, source: str) -> Fold:
+    bias = ("qkv", "out", "mlp") if _flag(values, "use_bias", source) else ()
+    changes, how = _centred(values, source, "norm", "shift", *bias)
+    changes["sliding_window"] = values.get("sliding_window")
+    names = {"mlp.gate_proj": "mlp.c_fc", "mlp.down_proj": "mlp.c_proj"}
+    return Fold(config_of(_named(values, "norm_epsilon"), source, **changes, **_gateless(values)), names, **how)
+
+
+def _phi(values: Values, source: str) -> Fold:
+    _refuse(values, source, "qk_layernorm")
+    changes, how = _centred(values, source, "norm", "shift", "qkv", "out", "mlp", "head")
+    config, rotary = partial_of(_named(values, "layer_norm_eps"), source, **changes, **_gateless(values), parallel=True)
+    names = {"self_attn.o_proj": "self_attn.dense", "mlp.gate_proj": "mlp.fc1", "mlp.down_proj": "mlp.fc2"}
+    return Fold(config, names | _ONE_NORM, {"model.norm": "model.final_layernorm"}, rotary=rotary, **how)
+
+
+def _gpt_neox(values: Values, source: str) -> Fold:
+    bias = ("qkv", "out") if _flag(values, "attention_bias", source) else ()
+    changes, how = _centred(values, source, "norm", "shift", "mlp", *bias)
+    named = _named(values, "layer_norm_eps")
+    for theirs, ours in (("rotary_emb_base", "rope_theta"), ("rotary_pct", "partial_rotary_factor")):
+        if theirs in values:
+            named[ours] = values[theirs]
+    parallel = _flag(values, "use_parallel_residual", source)
+    config, rotary = partial_of(named, source, **changes, **_gateless(values), parallel=parallel)
+    return Fold(
+        config,
+        {
+            "self_attn.qkv_proj": "attention.query_key_value",
+            "self_attn.o_proj": "attention.dense",
+            "mlp.gate_proj": "mlp.dense_h_to_4h",
+            "mlp.down_proj": "mlp.dense_4h_to_h",
+        },
+        {"model.embed_tokens": "gpt_neox.embed_in", "model.norm": "gpt_neox.final_layer_norm", "lm_head": "embed_out"},
+        "gpt_neox.layers.",
+        fused=True,
+        fused_heads=True,
+        rotary=rotary,
+        unused=(".attention.bias", ".attention.masked_bias"),
+        **how,
+    )
+
+
+def _cohere(values: Values, source: str) -> Fold:
+    _refuse(values, source, "use_qk_norm")
+    bias = ("qkv", "out") if _flag(values, "attention_bias", source) else ()
+    changes, how = _centred(values, source, "norm", *bias)
+    if values["model_type"] == "cohere2":
+        changes |= sliding_of(values, source, values.get("sliding_window_pattern", 4))
+        changes["layer_rotary"] = ["none" if kind == "full_attention" else "main" for kind in changes["layer_types"]]
+    config = config_of(_named(values, "layer_norm_eps"), source, **changes, parallel=True)
+    return Fold(config, _ONE_NORM, final=number_of(values, "logit_scale", source), interleaved=True, **how)
+
+
+def _stablelm(values: Values, source: str) -> Fold:
+    _refuse(values, source, "qk_layernorm")
+    bias = ("qkv",) if _flag(values, "use_qkv_bias", source) else ()
+    parallel = _flag(values, "use_parallel_residual", source)
+    changes, how = _centred(values, source, "norm", "shift", *bias)
+    config, rotary = partial_of(_named(values, "layer_norm_eps"), source, **changes, parallel=parallel)
+    return Fold(config, _ONE_NORM if parallel else {}, rotary=rotary, **how)
+
+
+def _nemotron(values: Values, source: str) -> Fold:
+    bias = ("qkv", "out") if _flag(values, "attention_bias", source) else ()
+    bias += ("mlp",) if _flag(values, "mlp_bias", source) else ()
+    changes, how = _centred(values, source, "norm", "shift", *bias)
+    gateless: Values = {"mlp_gated": False, "activation": "relu2"}
+    config, rotary = partial_of(_named(values, "norm_eps"), source, **changes, **gateless)
+    return Fold(config, {"mlp.gate_proj": "mlp.up_proj"}, plus_one=True, rotary=rotary, **how)
+
+
+def _olmo(values: Values, source: str) -> Fold:
+    _refuse(values, source, "clip_qkv")
+    bias = ("qkv", "out") if _flag(values, "attention_bias", source) else ()
+    tied = _flag(values, "tie_word_embeddings", source)
+    changes, how = _centred(values | {"tie_word_embeddings": False}, source, *bias)
+    changes["tie_word_embeddings"] = tied
+    config = config_of(values | {"rms_norm_eps": 1e-5}, source, **changes)
+    return Fold(config, **how)
+
+
+def _centred(values: Values, source: str, *stored: str) -> tuple[Values, Values]:
+    """Fields of the network, and of its `Fold`, where the folder holds what `stored` names."""
+    shift, tied = "shift" in stored, _flag(values, "tie_word_embeddings", source)
+    changes = {
+        "attention_bias": shift or "qkv" in stored,
+        "attention_output_bias": "out" in stored,
+        "mlp_bias": shift or "mlp" in stored,
+        "head_bias": shift or "head" in stored,
+        "tie_word_embeddings": False,
+    }
+    return changes, {"centred": True, "stored": frozenset(stored), "tied": tied}
+
+
+def _gateless(values: Values) -> Values:
+    return {"mlp_gated": False, "activation": _GELUS[values["hidden_act"]]}
+
+
+def _named(values: Values, eps: str) -> Values:
+    """`values` with what the norms add to the variance under our name."""
+    return values | {"rms_norm_eps": values[eps]}
+
+
+def _refuse(values: Values, source: str, *names: str) -> None:
+    for name in names:
+        if values.get(name):
+            raise InputError(f"{source}: {name}={values[name]!r} is not supported")
+
+
+def _flag(values: Values, name: str, source: str) -> bool:
+    value = values[name]
+    if not isinstance(value, bool):
+        raise InputError(f"{source}: {name} must be true or false (got {value!r})")
+    return value
+
+
+_COHERE: Values = {
+    "max_position_embeddings": 8192,
+    "layer_norm_eps": 1e-5,
+    "logit_scale": 0.0625,
+    "tie_word_embeddings": True,
+    "attention_bias": False,
+    "rope_theta": 10000.0,
+}
+# What transformers assumes when a config.json leaves the field out.
+CENTRED: dict[str, Family] = {
+    "starcoder2": Family(
+        _starcoder2,
+        {
+            "max_position_embeddings": 4096,
+            "num_key_value_heads": 2,
+            "norm_epsilon": 1e-5,
+            "use_bias": True,
+            "tie_word_embeddings": True,
+        },
+        ("gelu_pytorch_tanh", "gelu_new", "gelu_fast", "gelu"),
+    ),
+    "phi": Family(
+        _phi,
+        {
+            "max_position_embeddings": 2048,
+            "layer_norm_eps": 1e-5,
+            "partial_rotary_factor": 0.5,
+            "tie_word_embeddings": False,
+        },
+        _TANH_FIRST,
+    ),
+    "gpt_neox": Family(
+        _gpt_neox,
+        {
+            "max_position_embeddings": 2048,
+            "layer_norm_eps": 1e-5,
+            "partial_rotary_factor": 0.25,
+            "use_parallel_residual": True,
+            "attention_bias": True,
+            "tie_word_embeddings": False,
+        },
+        ("gelu", "gelu_new", "gelu_pytorch_tanh", "gelu_fast"),
+    ),
+    "cohere": Family(_cohere, _COHERE | {"rope_theta": 500000.0}),
+    "cohere2": Family(_cohere, _COHERE | {"sliding_window": 4096}),
+    "stablelm": Family(
+        _stablelm,
+        {
+            "max_position_embeddings": 4096,
+            "num_key_value_heads": 32,
+            "layer_norm_eps": 1e-5,
+            "partial_rotary_factor": 0.25,
+            "use_qkv_bias": False,
+            "use_parallel_residual": False,
+            "tie_word_embeddings": False,
+        },
+    ),
+    "nemotron": Family(
+        _nemotron,
+        {
+            "max_position_embeddings": 4096,
+            "norm_eps": 1e-5,
+            "partial_rotary_factor": 0.5,
+            "attention_bias": False,
+            "mlp_bias": False,
+            "tie_word_embeddings": False,
+        },
+        ("relu2",),
+    ),
+    "olmo": Family(_olmo, {"max_position_embeddings": 2048, "attention_bias": False, "tie_word_embeddings": False}),
+}

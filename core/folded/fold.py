@@ -1,0 +1,187 @@
+"""How a network of another family is stored, and the fields of `config.json` that such families share."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from penjing.core.config import parse_config
+from penjing.core.errors import ConfigError, InputError
+from penjing.core.models.config import DecoderConfig
+from penjing.core.models.hf_config import NATIVE, decoder_config_from_hf, decoder_config_to_hf
+
+Values = dict[str, Any]
+LARGEST = 1e18  # of a factor: its square is still a float32, and an integer of hundreds of digits is none
+_PLAIN_TYPES = ("llama", "mistral", "qwen2", "qwen3")
+
+
+@dataclass(frozen=True)
+class Fold:
+    """A network as it is stored and how its tensors become those of `config`.
+
+    Attributes:
+        names: module of ours in a layer → its name in the folder, where that is another.
+        outside: the same of modules outside layers.
+        layers: what the names of a layer's tensors begin with there.
+        fused: q, k, v are one matrix `self_attn.qkv_proj` there.
+        fused_heads: so they are, with q, k and v of one head behind each other.
+        fused_mlp: gate and up are one matrix `gate_up_proj` there.
+        plus_one: norms multiply by 1 + w.
+        embedding, final: factors of the embedding and of the last norm.
+        query: factor of the queries.
+        residual: factor of what attention and MLP add.
+        rotary: dimensions of a head that rotate, the first ones.
+        interleaved: 2i and 2i + 1 rotate together there; else i and i + rotary / 2.
+        centred: norms subtract the mean there (see `FoldedCheckpoint`).
+        stored: of a folder with centred norms what it holds of "norm" (weights of norms), "shift" (their biases) and
+            biases of "qkv", "out", "mlp", "head". What it does not hold is 1 or 0.
+        tied: the head is the embedding there.
+        unused: ends of names of tensors that older checkpoints store and nothing reads.
+    """
+
+    config: DecoderConfig
+    names: dict[str, str] = field(default_factory=dict)
+    outside: dict[str, str] = field(default_factory=dict)
+    layers: str = "model.layers."
+    fused: bool = False
+    fused_heads: bool = False
+    fused_mlp: bool = False
+    plus_one: bool = False
+    embedding: float = 1.0
+    final: float = 1.0
+    query: float = 1.0
+    residual: float = 1.0
+    rotary: int = 0
+    interleaved: bool = False
+    centred: bool = False
+    stored: frozenset[str] = frozenset()
+    tied: bool = False
+    unused: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Family:
+    """How a type of folder is read.
+
+    Attributes:
+        defaults: what transformers assumes when a config.json leaves the field out.
+        activations: what it may name; the first is assumed.
+    """
+
+    read: Callable[[Values, str], Fold]
+    defaults: Values
+    activations: tuple[str, ...] = ("silu", "swish")
+
+
+def config_of(values: Values, source: str, rope: Values | None = None, **changes: Any) -> DecoderConfig:
+    """The common fields as Llama reads them, and `changes`; of a type that others read where one has it."""
+    apart = ("model_type", "architectures", "hidden_act", "hidden_activation", "layer_types", "rope_local_base_freq")
+    ropes = ("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor")
+    plain = {
+        name: value for name, value in values.items() if name not in (*apart, *(ropes if rope is not None else ()))
+    }
+    base = decoder_config_from_hf(plain | (rope or {}) | {"model_type": "llama"}, source)
+    try:
+        made = parse_config(DecoderConfig, base.model_dump() | {"model_type": NATIVE} | changes, source)
+    except ConfigError as error:
+        raise InputError(str(error)) from None
+    for kind in () if made.departures() else _PLAIN_TYPES:
+        candidate = made.model_copy(update={"model_type": kind})
+        try:
+            decoder_config_to_hf(candidate)
+        except InputError:
+            continue
+        return candidate
+    return made
+
+
+def sliding_of(values: Values, source: str, pattern: Any) -> Values:
+    """`layer_types` and `sliding_window` where every `pattern`-th layer sees all; 0: none does."""
+    layers, window = count_of(values, "num_hidden_layers", source), values.get("sliding_window")
+    if isinstance(pattern, bool) or not isinstance(pattern, int) or pattern < 0:
+        raise InputError(f"{source}: sliding_window_pattern must be a whole number (got {pattern!r})")
+    types = values.get("layer_types")
+    if types is None:
+        full = [pattern > 0 and (layer + 1) % pattern == 0 for layer in range(layers)]
+        types = ["full_attention" if each or window is None else "sliding_attention" for each in full]
+    known = ("sliding_attention", "full_attention")
+    if not isinstance(types, list) or len(types) != layers or any(kind not in known for kind in types):
+        raise InputError(f"{source}: layer_types must name sliding_attention or full_attention for {layers} layers")
+    slides = "sliding_attention" in types
+    return {"layer_types": types, "sliding_window": window if slides else None}
+
+
+def ropes_of(values: Values, source: str, main: float, local: float) -> tuple[Values, float]:
+    """Rotary settings of full layers as Llama spells them, and the base of sliding layers."""
+    rope = values.get("rope_parameters")
+    rope = rope if isinstance(rope, dict) else {}
+    if "full_attention" in rope or "sliding_attention" in rope:
+        sections = [rope.get(name) or {} for name in ("full_attention", "sliding_attention")]
+        if not all(isinstance(section, dict) for section in sections):
+            raise InputError(f"{source}: rope_parameters must have rotary settings for each kind of layer")
+        whole, near = (dict(section) for section in sections)
+        if near.get("rope_type", "default") != "default":
+            raise InputError(f"{source}: rotary scaling of sliding layers is not supported")
+        whole.setdefault("rope_theta", values.get("rope_theta", main))
+        theta = near.get("rope_theta", values.get("rope_local_base_freq", local))
+        return {"rope_parameters": whole}, number_of({"rope_theta": theta}, "rope_theta", source)
+    theta = values.get("rope_theta", main)
+    made = {"rope_theta": theta, "rope_scaling": values.get("rope_scaling"), "rope_parameters": rope or None}
+    return made, number_of({"rope_local_base_freq": local} | values, "rope_local_base_freq", source)
+
+
+def partial_of(values: Values, source: str, **changes: Any) -> tuple[DecoderConfig, int]:
+    """The network of which the first dimensions of a head rotate, and how many."""
+    rope = {name: values[name] for name in ("rope_theta", "rope_scaling", "rope_parameters") if name in values}
+    sections = [dict(rope[name]) for name in ("rope_scaling", "rope_parameters") if isinstance(rope.get(name), dict)]
+    share = values.get("partial_rotary_factor", 1.0)
+    for section in sections:
+        share = section.pop("partial_rotary_factor", share)
+    merged: Values = {"rope_theta": rope.get("rope_theta", 10000.0)}
+    for section in sections:
+        merged |= section
+    plain = {name: value for name, value in values.items() if name not in rope}
+    if merged.get("rope_type", merged.get("type")) == "longrope":
+        merged = _within_original(merged, values, source)
+        plain["max_position_embeddings"] = merged["original_max_position_embeddings"]
+    whole = config_of(plain, source, {"rope_parameters": {"rope_theta": merged["rope_theta"]}}, **changes)
+    rotary = int(whole.head_dim * number_of({"partial_rotary_factor": share}, "partial_rotary_factor", source))
+    divisors = merged.get("short_factor")
+    if isinstance(divisors, list) and len(divisors) != rotary // 2:
+        raise InputError(f"{source}: short_factor has {len(divisors)} numbers for {rotary // 2} pairs of dimensions")
+    if rotary == whole.head_dim:
+        return config_of(plain, source, {"rope_parameters": merged}, **changes), 0
+    if rotary < 2 or rotary % 2 or rotary > whole.head_dim:
+        raise InputError(f"{source}: partial_rotary_factor {share} of {whole.head_dim} dimensions is no even number")
+    return config_of(plain, source, {"rope_parameters": merged}, **changes, rotary_pairs=rotary // 2), rotary
+
+
+def _within_original(rope: Values, values: Values, source: str) -> Values:
+    """longrope's settings within the original context, where its frequencies do not depend on the length. Rotated
+    queries and keys grow with the whole context all the same, as in transformers."""
+    original = rope.get("original_max_position_embeddings", values.get("original_max_position_embeddings"))
+    if isinstance(original, bool) or not isinstance(original, int) or original < 2:
+        raise InputError(f"{source}: longrope needs original_max_position_embeddings, a context (got {original!r})")
+    growth = number_of(values, "max_position_embeddings", source) / original
+    attention = rope.get("attention_factor")
+    if attention is None:
+        attention = math.sqrt(1 + math.log(growth) / math.log(original)) if growth > 1 else 1.0
+    short = rope.get("short_factor")
+    made = {"rope_theta": rope["rope_theta"], "rope_type": "longrope", "short_factor": short, "long_factor": short}
+    return made | {"original_max_position_embeddings": original, "attention_factor": attention}
+
+
+def number_of(values: Values, name: str, source: str) -> float:
+    value = values.get(name)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < LARGEST:
+        raise InputError(f"{source}: {name} must be a positive number (got {value!r})")
+    return float(value)
+
+
+def count_of(values: Values, name: str, source: str) -> int:
+    value = values.get(name)
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 < value <= 10_000:
+        raise InputError(f"{source}: {name} must be a positive whole number (got {value!r})")
+    return value

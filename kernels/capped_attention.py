@@ -1,0 +1,57 @@
+"""Causal attention whose scores are capped softly, cap × tanh(score / cap) (Gemma 2, https://arxiv.org/abs/2408.00118).
+
+Some queries are taken at a time, so that scores never exist all at once.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from penjing.kernels.dispatch import cpu_extension
+
+_ROWS = 128  # queries
+
+
+def capped_attention(q_BHTD: Tensor, k_BKTD: Tensor, v_BKTD: Tensor, cap: float, window: int | None = None) -> Tensor:
+    """Attention of each token to itself and the tokens before it, with a window to the nearest window − 1 of them.
+    Scores are scaled by 1/√D; differentiable; scores and softmax in float32 or wider.
+
+    Args:
+        q_BHTD: (B, H, T, D) floating.
+        k_BKTD, v_BKTD: (B, KV, T, D) and (B, KV, T, any); H is a multiple of KV.
+        cap: above 0.
+
+    Returns:
+        (B, H, T, D) of v's last size.
+    """
+    q = q_BHTD.unflatten(1, (k_BKTD.shape[1], -1)) * q_BHTD.shape[-1] ** -0.5
+    k, v = k_BKTD.unsqueeze(2), v_BKTD.unsqueeze(2)
+    tokens = q.shape[3]
+    made: list[Tensor] = []
+    for begin in range(0, tokens, _ROWS):
+        end = min(begin + _ROWS, tokens)
+        first = 0 if window is None else max(0, begin - window + 1)
+        score = q[..., begin:end, :] @ k[..., first:end, :].mT
+        score = cap * torch.tanh(score.to(torch.promote_types(score.dtype, torch.float32)) / cap)
+        row, key = torch.arange(begin, end, device=q.device)[:, None], torch.arange(first, end, device=q.device)
+        hidden = key > row if window is None else (key > row) | (key <= row - window)
+        probability = score.masked_fill(hidden, -torch.inf).softmax(-1).to(v.dtype)
+        made.append(probability @ v[..., first:end, :])
+    return torch.cat(made, dim=3).flatten(1, 2)
+
+
+def soft_cap(x: Tensor, cap: float) -> Tensor:
+    """cap × tanh(x / cap) of each element; shape and dtype of `x`, differentiable."""
+    if torch.is_grad_enabled() and x.requires_grad:
+        return cap * torch.tanh(x / cap)
+    extension = cpu_extension(x)
+    if extension is not None and x.dtype == torch.float32:
+        return extension.soft_cap(x.detach(), cap)
+    return soft_cap_(x.to(torch.float32, copy=True), cap).to(x.dtype)
+
+
+def soft_cap_(x: Tensor, cap: float) -> Tensor:
+    """cap × tanh(x / cap) in place, float32; the operations round alike wherever an element lies."""
+    exponential = torch.exp(x.mul_(2 / cap))
+    return x.copy_(torch.div(-2 * cap, exponential.add_(1)).add_(cap))

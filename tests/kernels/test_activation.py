@@ -1,0 +1,68 @@
+"""Activations without a gate, and soft caps, against float64; attention within caps against its formula."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from penjing.kernels.activation import ACTIVATIONS, Activation, activate
+from penjing.kernels.capped_attention import capped_attention, soft_cap
+from penjing.kernels.paged_attention import paged_attention
+from tests.kernels.paging import Cache, draw_sequence
+
+pytestmark = pytest.mark.usefixtures("implementation")
+WIDE = {
+    "silu": F.silu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "gelu": F.gelu,
+    "relu2": lambda x: F.relu(x).square(),
+}
+
+
+@pytest.mark.parametrize("kind", ACTIVATIONS)
+def test_each_activation(kind: Activation) -> None:
+    x = torch.cat((torch.linspace(-14, 14, 4003), torch.tensor([0.0, -200.0, 200.0, torch.inf, torch.nan])))
+    found, expected = activate(x, kind), WIDE[kind](x.double())
+    assert found[-1].isnan()
+    torch.testing.assert_close(found[:-2].double(), expected[:-2], rtol=5e-7, atol=5e-7)
+    assert torch.equal(activate(x[1000:1007], kind), found[1000:1007])  # wherever an element lies
+
+
+@pytest.mark.parametrize("kind", ACTIVATIONS)
+def test_gradients_of_activations(kind: Activation) -> None:
+    x = torch.linspace(-3, 3, 7, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda x: activate(x, kind), (x,))
+
+
+def test_soft_cap() -> None:
+    x = torch.cat((torch.linspace(-90, 90, 1001), torch.tensor([1e6, -1e6])))
+    torch.testing.assert_close(soft_cap(x, 30.0).double(), 30 * torch.tanh(x.double() / 30), rtol=1e-6, atol=4e-6)
+
+
+def capped(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cap: float, window: int | None) -> torch.Tensor:
+    """(T, H, D) in float64, by the formula."""
+    q, k, v = (x.double().transpose(0, 1) for x in (q, k, v))
+    group = q.shape[0] // k.shape[0]
+    k, v = k.repeat_interleave(group, 0), v.repeat_interleave(group, 0)
+    score = cap * torch.tanh(q @ k.mT / q.shape[-1] ** 0.5 / cap)
+    place = torch.arange(q.shape[1])
+    apart = place[:, None] - place
+    hidden = (apart < 0) | (apart >= (window or len(place)))
+    return (score.masked_fill(hidden, -torch.inf).softmax(-1) @ v).transpose(0, 1)
+
+
+@pytest.mark.parametrize("window", [None, 60])
+def test_attention_within_caps(window: int | None) -> None:
+    sequence = draw_sequence(300, 300, 4, 2, 24, seed=1)
+    q = sequence.q * 3
+    expected = capped(q, sequence.k, sequence.v, 1.5, window)
+    q_BHTD, k_BKTD, v_BKTD = (x.transpose(0, 1)[None] for x in (q, sequence.k, sequence.v))
+    found = capped_attention(q_BHTD, k_BKTD, v_BKTD, 1.5, window)[0].transpose(0, 1)
+    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)
+    for int8, bound in ((False, 1e-5), (True, 0.03)):
+        cache = Cache([sequence], 16, seed=2, int8=int8)
+        lengths = torch.tensor([0, 300]).int(), torch.tensor([300]).int()
+        scales = dict(zip(("k_scale", "v_scale"), cache.scales, strict=False))
+        paged = paged_attention(q, cache.k, cache.v, *lengths, cache.table, 24**-0.5, window, cap=1.5, **scales)
+        torch.testing.assert_close(paged.double(), expected, rtol=bound, atol=bound)
