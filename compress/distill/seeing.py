@@ -109,8 +109,30 @@ def taught_by_sight(task: Task, recipe: RunRecipe, student: Path, teacher: Path,
         InputError: the teacher sees images otherwise, or has other tokens.
     """
     named = unused(step, {"loss", "features", "mix", "batch_norms", "relation_heads"})
-    if wrong := [*named, *(name for name in ("hidden", "relations") if getattr(step.weights, name))]:
+    if wrong := [*named, *hidden_weights(step.weights)]:
         raise ConfigError(f"{student} sees; a teacher's logits alone teach it: leave {', '.join(wrong)} out")
+    return learning_from(task, recipe, student, teacher, step.weights, step.temperature, step.label_smoothing)
+
+
+def hidden_weights(weights: DistillWeights) -> list[str]:
+    """Those of the weights that ask for hidden states, which nothing compares here."""
+    return [name for name in ("hidden", "relations") if getattr(weights, name)]
+
+
+def learning_from(
+    task: Task,
+    recipe: RunRecipe,
+    student: Path,
+    teacher: Path,
+    weights: DistillWeights,
+    temperature: float,
+    smoothing: float = 0.0,
+) -> Task:
+    """`task`, of the network in `student`, which learns the answers of `teacher` too.
+
+    Raises:
+        InputError: the teacher sees images otherwise, or has other tokens.
+    """
     check_decoder(student, teacher)
     ours, theirs = vision_language_config(student), vision_language_config(teacher)
     for name in ("image_token_id", "rows", "look"):
@@ -122,8 +144,7 @@ def taught_by_sight(task: Task, recipe: RunRecipe, student: Path, teacher: Path,
     check_finite(network.state_dict(), f"teacher = {teacher}")
     device = choose_device(recipe.device)
     Precision(network.to(device), PrecisionConfig(mode=recipe.precision.mode), device)
-    objective = SightDistillation(network, step.weights, step.temperature, step.label_smoothing)
-    return _TaughtSight(task, objective)
+    return _TaughtSight(task, SightDistillation(network, weights, temperature, smoothing))
 
 
 TRAINING = Training(data=conversations, evaluation_samples=256, taught=taught_by_sight)

@@ -7,7 +7,7 @@ begins with, or of another teacher.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -25,7 +25,14 @@ from penjing.compress.decoder.stream import EMBEDDING
 from penjing.compress.distill.decoder import TRAINING
 from penjing.compress.distill.objective import DistillWeights
 from penjing.compress.distill.task import WrappedTask
-from penjing.compress.distill.training import TrainingSettings, run_recipe_of, taught, train_checkpoint, writer_of
+from penjing.compress.distill.training import (
+    Training,
+    TrainingSettings,
+    run_recipe_of,
+    taught,
+    train_checkpoint,
+    writer_of,
+)
 from penjing.compress.quantize.bits import FLOAT_BITS, STORED_BITS, kept_by_budget
 from penjing.compress.samples.data import DataSettings, check_window, token_samples
 from penjing.core.artifact.decoder import quantization_config
@@ -60,8 +67,16 @@ class DecoderQuantize(TrainingSettings, Int8Settings):
     distill: DistillWeights = Field(default=DistillWeights(), description="Weights of the parts of the loss.")
 
 
-def check(source: Path, step: DecoderQuantize, data: DataSettings) -> None:
+Learn = Callable[[Path, Path, Int8Settings], dict[str, Any]]
+"""(transformed checkpoint, artifact that was calibrated, its settings) → the record of the training that has filled the
+artifact to be."""
+
+
+def check(source: Path, step: DecoderQuantize, data: DataSettings, training: Training = TRAINING) -> None:
     """Refuse settings that do not fit the model, before anything is done.
+
+    Args:
+        training: how its family learns.
 
     Raises:
         ConfigError: a `keep` pattern that matches nothing, a window longer than the context, a transform that does not
@@ -74,7 +89,7 @@ def check(source: Path, step: DecoderQuantize, data: DataSettings) -> None:
     check_settings(kept_by_budget(step, source), open_checkpoint(source).config)
     check_window(source, data)
     if step.steps:
-        run_recipe_of(source, step, TRAINING, data, source)
+        run_recipe_of(source, step, training, data, source)
 
 
 def needed(source: Path, step: DecoderQuantize, data: DataSettings) -> tuple[int, int, int]:
@@ -90,6 +105,7 @@ def quantize(
     model: Path,
     progress: Progress,
     seen: tuple[Tensor, Tensor] | None = None,
+    learn: Learn | None = None,
 ) -> dict[str, Any]:
     """Fill `places.partial`, not yet published, with the artifact of the decoder in `places.source`.
 
@@ -99,6 +115,7 @@ def quantize(
         model: what the run began with, which is learnt from unless the step names a teacher.
         seen: windows of tokens that calibrate beside the text, and the rows of images that tokens beyond the vocabulary
             point into; (windows, tokens) int64 and (rows, hidden) float32.
+        learn: trains in INT8 where the step says so; None: as text teaches a decoder.
 
     Returns:
         What it decided and measured, JSON-ready.
@@ -115,6 +132,17 @@ def quantize(
         windows_WT, rows_RE = torch.cat([windows_WT, seen[0]]), seen[1]
     calibrated, records = make_weights(source, settings, windows_WT, _tasks(scratch / "int8"), progress, rows_RE)
     facts: dict[str, Any] = {}
+
+    def text_teaches(floating: Path, calibrated: Path, settings: Int8Settings) -> dict[str, Any]:
+        teacher = step.teacher or model
+
+        def wrap(task: Task, run: RunRecipe) -> Task:
+            learning = taught(task, run, TRAINING, floating, teacher, step, step.distill, step.temperature)
+            return Int8Task(learning, floating, calibrated, settings)
+
+        names = {"student": floating, "calibrated": calibrated, "teacher": teacher} | writer_of(step, teacher)
+        return train_checkpoint(floating, partial, step, TRAINING, data, scratch, progress, wrap, names)
+
     if step.steps == 0:
         for path in sorted(calibrated.rglob("*")):
             if path.is_file() and path.name != MANIFEST_NAME:
@@ -130,14 +158,7 @@ def quantize(
             rounding="nearest",
         )
         floating, _ = make_weights(source, floats, windows_WT, _tasks(scratch / "floating"), progress)
-        teacher = step.teacher or model
-
-        def wrap(task: Task, run: RunRecipe) -> Task:
-            learning = taught(task, run, TRAINING, floating, teacher, step, step.distill, step.temperature)
-            return Int8Task(learning, floating, calibrated, settings)
-
-        names = {"student": floating, "calibrated": calibrated, "teacher": teacher} | writer_of(step, teacher)
-        facts["training"] = train_checkpoint(floating, partial, step, TRAINING, data, scratch, progress, wrap, names)
+        facts["training"] = (learn or text_teaches)(floating, calibrated, settings)
         if (calibrated / FILE).exists():  # what was learnt is in the same basis
             _take(calibrated / FILE, partial / FILE)
         created_by = read_manifest(partial).created_by
@@ -226,32 +247,50 @@ class Int8Task(WrappedTask):
 
     def __init__(self, task: Task, floating: Path, calibrated: Path, quantize: Int8Settings) -> None:
         super().__init__(task)
-        self._floating, self._calibrated, self._quantize = floating, calibrated, quantize
-        config = open_checkpoint(floating).config
-        self._kept = [name for name in linear_modules(config) if quantize.keeps(name)]
-        self._names = [name for name in linear_modules(config) if not quantize.keeps(name)]
+        self._decoder = RoundedDecoder(floating, calibrated, quantize)
 
     def build_model(self) -> nn.Module:
         """See `Task`."""
         model = super().build_model()
-        apply_fake_int8(model, self._names, self._quantize.above)
+        apply_fake_int8(model, self._decoder.names, self._decoder.settings.above)
         return model
 
     def initialize(self, model: nn.Module) -> None:
         """See `Task`: rounded, the network is the calibrated artifact."""
         plain = super().build_model()
         super().initialize(plain)
-        begin_all(model, plain, lambda name: open_checkpoint(self._calibrated).get(name))
+        begin_all(model, plain, self._decoder.stored)
 
     def export(self, model: nn.Module, folder: Path, created_by: dict[str, Any]) -> None:
         """See `Task`."""
         assert isinstance(model, Decoder)
-        above = [name for name in self._names if self._quantize.above(name)]
-        kv_scales = self._quantize.kv_cache == "int8"
-        extra = {"quantization_config": quantization_config(self._kept, kv_scales=kv_scales, above=above)}
-        tensors = self._tensors(model)
-        save_checkpoint(folder, model.config, tensors, tokenizer_from=self._floating, extra_config=extra)
+        self._decoder.save(folder, model)
         write_manifest(folder, "artifact", created_by)
+
+
+class RoundedDecoder:
+    """What training in INT8 knows of a decoder: where it begins, which layers are rounded, and how it is written.
+
+    Args:
+        floating, calibrated, settings: see `Learn`.
+    """
+
+    def __init__(self, floating: Path, calibrated: Path, settings: Int8Settings) -> None:
+        self.floating, self.calibrated, self.settings = floating, calibrated, settings
+        config = open_checkpoint(floating).config
+        self._kept = [name for name in linear_modules(config) if settings.keeps(name)]
+        self.names = [name for name in linear_modules(config) if not settings.keeps(name)]
+
+    def stored(self, name: str) -> Tensor:
+        """The calibrated tensor `name`."""
+        return open_checkpoint(self.calibrated).get(name)
+
+    def save(self, folder: Path, model: Decoder) -> None:
+        """Write the artifact of `model`, whose linear layers were replaced, without a manifest."""
+        above = [name for name in self.names if self.settings.above(name)]
+        kv_scales = self.settings.kv_cache == "int8"
+        extra = {"quantization_config": quantization_config(self._kept, kv_scales=kv_scales, above=above)}
+        save_checkpoint(folder, model.config, self._tensors(model), tokenizer_from=self.floating, extra_config=extra)
 
     def _tensors(self, model: Decoder) -> Iterator[tuple[str, Tensor]]:
         layers, parameters = fake_int8_layers(model), dict(model.named_parameters())
@@ -263,11 +302,11 @@ class Int8Task(WrappedTask):
                 yield f"{name}_scale", quantized.scale_N1.cpu()
             else:
                 half = name == EMBEDDING or name == "lm_head.weight"
-                kept = self._quantize.keep_dtype if module in self._kept else "float32"
-                dtype = DTYPES[self._quantize.embedding_dtype if half else kept]
+                kept = self.settings.keep_dtype if module in self._kept else "float32"
+                dtype = DTYPES[self.settings.embedding_dtype if half else kept]
                 yield name, parameters[name].detach().to("cpu", dtype)
-        if self._quantize.kv_cache == "int8":  # as calibrated: training moves keys and values little
-            calibrated = open_checkpoint(self._calibrated)
+        if self.settings.kv_cache == "int8":  # as calibrated: training moves keys and values little
+            calibrated = open_checkpoint(self.calibrated)
             for layer in range(model.config.num_hidden_layers):
                 for scale in ("k_scale", "v_scale"):
                     name = f"model.layers.{layer}.self_attn.{scale}"

@@ -13,10 +13,15 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
+from penjing.compress.decoder.settings import Int8Settings
+from penjing.compress.distill.seeing import TRAINING, hidden_weights, learning_from
+from penjing.compress.distill.training import train_checkpoint
 from penjing.compress.quantizers import decoder
+from penjing.compress.quantizers.decoder import RoundedDecoder
+from penjing.compress.quantizers.sight_training import SightInt8Task
 from penjing.compress.samples.data import DataSettings
 from penjing.compress.sight.parity import measure_sight
-from penjing.compress.sight.rounding import round_sight
+from penjing.compress.sight.rounding import RoundedSight, round_sight
 from penjing.compress.sight.rows import BATCH, images_of, read_rows, seen_text
 from penjing.core.artifact.parity import read_parity, write_parity
 from penjing.core.artifact.transform import read_transforms
@@ -29,9 +34,12 @@ from penjing.core.models.decoder import Decoder
 from penjing.core.progress import Progress
 from penjing.core.vision.projector import linears
 from penjing.core.vision.sight import Sight
+from penjing.core.vision.vision_language import VisionLanguage
 from penjing.core.work import Places
 from penjing.train.chat.sighted import SightedRows
 from penjing.train.data.stream import one_pass
+from penjing.train.families.base import Task
+from penjing.train.recipe.recipe import RunRecipe
 from penjing.train.sources.scenes import SCENES, SIDE
 
 RESIDUAL = "model.layers.0.mlp.down_proj"  # a layer whose output goes into the residual stream, as rows of images do
@@ -85,15 +93,15 @@ class Seeing(nn.Module):
 
 
 def check(source: Path, step: SightQuantize, data: DataSettings) -> None:
-    """See `decoder.check`; training in INT8 is refused."""
-    if step.steps:
-        raise ConfigError("a decoder that sees is calibrated and not trained in INT8; take steps = 0")
+    """See `decoder.check`."""
+    if step.steps and (wrong := hidden_weights(step.distill)):
+        raise ConfigError(f"{source} sees; a teacher's logits alone teach it: leave distill.{wrong[0]} out")
     size = vision_language_config(source).vision.image_size
-    if size != SIDE and (named := [name for name in (*step.questions, *step.rows) if name in SCENES]):
+    if size != SIDE and (named := [name for name in (*step.questions, *step.rows, *step.sources) if name in SCENES]):
         raise ConfigError(f"{named[0]} has images of {SIDE} pixels, the model of {size}; take other rows")
-    if shared := sorted(set(step.questions) & set(step.rows)):
-        raise ConfigError(f"{shared[0]} would calibrate and judge; take other rows for one of them")
-    decoder.check(source, step, data)
+    if shared := sorted(set(step.questions) & {*step.rows, *step.sources}):
+        raise ConfigError(f"{shared[0]} would teach or calibrate, and judge; take other rows for one of them")
+    decoder.check(source, step, data, TRAINING)
 
 
 def quantize(
@@ -106,27 +114,39 @@ def quantize(
         rows = read_rows(places.source, whole, step.rows, step.row_images, step.most_rows, progress)
         images = images_of(rows)
         seen = seen_text(rows, images, sight, whole.config.decoder.vocab_size, data.window)
-    record = decoder.quantize(places, step, data, model, progress, seen)
-    transforms = read_transforms(places.partial, whole.config.decoder)
-    if transforms is not None:
-        projector = copy.deepcopy(whole.projector)
-        last = linears(projector)[-1][1]
-        last.weight = nn.Parameter(transforms.giving(RESIDUAL, last.weight.detach()).to(torch.float32))
-        if last.bias is not None:
-            turned = transforms.giving(RESIDUAL, last.bias.detach()[:, None])[:, 0]
-            last.bias = nn.Parameter(turned.to(torch.float32))
-        sight = Sight(sight.config, sight.vision, projector)
-    if step.sight == "int8":
-        made = round_sight(sight, images, step.sight_alpha, step.rounding == "compensated", progress)
-        save_sight(places.partial, made.sight, made.tensors)
+    eyes: RoundedSight | None = None
+
+    def rounded(folder: Path) -> tuple[Sight, RoundedSight | None]:
+        """The eyes in the basis of the artifact in `folder`, and in INT8."""
+        turned = _turned(sight, whole, folder)
+        if step.sight == "float32":
+            return turned, None
+        return turned, round_sight(turned, images, step.sight_alpha, step.rounding == "compensated", progress)
+
+    def learn(floating: Path, calibrated: Path, settings: Int8Settings) -> dict[str, Any]:
+        nonlocal eyes
+        turned, eyes = rounded(calibrated)
+        teacher, begun = step.teacher or model, RoundedDecoder(floating, calibrated, settings)
+
+        def wrap(task: Task, run: RunRecipe) -> Task:
+            learning = learning_from(task, run, places.source, teacher, step.distill, step.temperature)
+            return SightInt8Task(learning, begun, turned, eyes)
+
+        names = {"student": places.source, "calibrated": calibrated, "teacher": teacher}
+        paths = places.source, places.partial
+        return train_checkpoint(*paths, step, TRAINING, data, places.scratch, progress, wrap, names)
+
+    record = decoder.quantize(places, step, data, model, progress, seen, learn)
+    if not step.steps:
+        turned, eyes = rounded(places.partial)
+        save_sight(places.partial, turned if eyes is None else eyes.sight, None if eyes is None else eyes.tensors)
+    if eyes is not None:
         differences = measure_sight(places.partial)
         parity = read_parity(places.partial)
         write_parity(places.partial, parity.model_copy(update={"differences": parity.differences + differences}))
         quantized = record["quantized"]
-        quantized["layers"] += made.layers
+        quantized["layers"] += eyes.layers
         quantized["differences"] += [each.model_dump() for each in differences]
-    else:
-        save_sight(places.partial, sight)
     manifest = read_manifest(places.partial)
     write_manifest(places.partial, "artifact", manifest.created_by, manifest.extra)
     if not step.questions:
@@ -135,6 +155,20 @@ def quantize(
     loaded = load_model(places.partial)
     assert loaded.sight is not None
     return record | {"images": compared(whole, Seeing(loaded.model, loaded.sight), asked, progress)}
+
+
+def _turned(sight: Sight, whole: VisionLanguage, folder: Path) -> Sight:
+    """`sight`, whose rows are turned as the artifact in `folder` turns the decoder's residual stream."""
+    transforms = read_transforms(folder, whole.config.decoder)
+    if transforms is None:
+        return sight
+    projector = copy.deepcopy(whole.projector)
+    last = linears(projector)[-1][1]
+    last.weight = nn.Parameter(transforms.giving(RESIDUAL, last.weight.detach()).to(torch.float32))
+    if last.bias is not None:
+        turned = transforms.giving(RESIDUAL, last.bias.detach()[:, None])[:, 0]
+        last.bias = nn.Parameter(turned.to(torch.float32))
+    return Sight(sight.config, sight.vision, projector)
 
 
 @torch.inference_mode()

@@ -38,11 +38,12 @@ READERS = (
 
 @dataclass(frozen=True)
 class RoundedSight:
-    """`sight` runs in integers. `tensors` are what is stored of its linear layers; `layers` are rows of the
-    report, none without images."""
+    """`sight` runs in integers. `tensors` are what is stored of its linear layers, `floating` their smoothed weights
+    before they were rounded; `layers` are rows of the report, none without images."""
 
     sight: Sight
     tensors: dict[str, Tensor]
+    floating: dict[str, Tensor]
     layers: list[dict[str, Any]]
 
 
@@ -90,13 +91,14 @@ def round_sight(
         x_MK = _input(made.sight.projector, name, rows) if rows else None
         made.round(".".join(filter(None, ("projector", name))), x_MK)
     progress.advance()
-    return RoundedSight(made.sight, made.tensors, made.layers)
+    return RoundedSight(made.sight, made.tensors, made.floating, made.layers)
 
 
 class _Rounding:
     def __init__(self, sight: Sight, compensate: bool) -> None:
         self.sight, self._compensate = sight, compensate
         self.tensors: dict[str, Tensor] = {}
+        self.floating: dict[str, Tensor] = {}
         self.layers: list[dict[str, Any]] = []
 
     def round(self, name: str, x_MK: Tensor | None) -> None:
@@ -118,6 +120,7 @@ class _Rounding:
             self.layers.append({"name": f"sight.{name}", "format": "int8", **error})
         bias_N = None if layer.bias is None else layer.bias.detach()
         self.sight.set_submodule(name, Int8Linear(rounded.weight_NK, rounded.scale_N1, bias_N, above))
+        self.floating[f"{name}.weight"] = weight_NK
         self.tensors |= {f"{name}.weight": rounded.weight_NK, f"{name}.weight_scale": rounded.scale_N1}
         if bias_N is not None:
             self.tensors[f"{name}.bias"] = bias_N

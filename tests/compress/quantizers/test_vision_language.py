@@ -118,6 +118,53 @@ def test_eyes_in_int8_see_nearly_as_they_did(folder: Path, tmp_path: Path, calib
     answered(artifact)
 
 
+def learning(folder: Path, rate: float) -> dict[str, Any]:
+    rows = [
+        {"prompt": f"<image>what {count}?", "completion": " a bag", "images": [f"{count % 3}.png"]}
+        for count in range(12)
+    ]
+    (folder / "taught.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n")
+    return {
+        "steps": 8, "batch_size": 4, "sources": [str(folder / "taught.jsonl")], "images": str(folder), "held_out": 0.5,
+        "sequence_length": 32, "learning_rate": {"peak": rate}, "transform": CHANGES | {"rotate": True},
+    }  # fmt: skip
+
+
+def test_training_in_int8_begins_with_what_was_calibrated(folder: Path, tmp_path: Path) -> None:
+    """Decoder, transformer and projection; turned, so that the head has weights of its own."""
+    taught = learning(folder, 1e-9) | {"steps": 1, "questions": []}
+    made = [
+        run_recipe(recipe(folder, tmp_path / name, **step))
+        for name, step in (("calibrated", {"transform": taught["transform"], "questions": []}), ("trained", taught))
+    ]
+    losses = read_report_file(made[1])["stages"][-1]["record"]["training"]["losses"]
+    assert losses["first"]["divergence"] < 0.01
+    found = [load_model(artifact) for artifact in made]
+    torch.testing.assert_close(*rows_of_both(*found), atol=1e-5, rtol=1e-5)
+    tokens = torch.tensor([[5, 6, 7]])
+    torch.testing.assert_close(*(each.model(tokens) for each in found), atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("sight", ["int8", "float32"])
+def test_trained_in_int8_it_learns_the_answers(folder: Path, tmp_path: Path, sight: str) -> None:
+    step = learning(folder, 1e-3) | {"distill": {"logits": 0.01, "cross_entropy": 1.0}}
+    artifact = run_recipe(
+        recipe(folder, tmp_path / "int8", sight=sight, **step) | {"guard": {"perplexity_ratio": 10.0}}
+    )
+    verify(artifact)
+    record = read_report_file(artifact)["stages"][-1]["record"]
+    losses = record["training"]["losses"]
+    assert losses["last"]["cross_entropy"] < 0.8 * losses["first"]["cross_entropy"]
+    assert record["images"]["questions"] == 3
+    stored = load_file(artifact / "sight" / "model.safetensors")
+    assert sum(tensor.dtype == torch.int8 for tensor in stored.values()) == (13 if sight == "int8" else 0)
+    eyes, begun = load_sight(artifact, open_checkpoint(artifact).config), load_vision_language(folder).vision
+    assert eyes is not None
+    patches = "embeddings.patch_embedding.weight"
+    assert not torch.equal(eyes.vision.get_parameter(patches), begun.get_parameter(patches))  # it has learnt
+    answered(artifact)
+
+
 @pytest.mark.parametrize("rotate", [True, False])
 def test_a_llava_becomes_integers_too(tmp_path: Path, rotate: bool) -> None:
     write_llava(tmp_path)
@@ -168,11 +215,13 @@ def test_what_is_damaged_or_not_done_is_refused(folder: Path, tmp_path: Path) ->
     config.write_text(json.dumps(json.loads(config.read_text()) | {"width": 64}))
     with pytest.raises(InputError, match="64 numbers"):
         load_sight(artifact, open_checkpoint(artifact).config)
-    with pytest.raises(ConfigError, match="not trained in INT8"):
+    with pytest.raises(ConfigError, match=r"leave distill\.hidden out"):
+        run_recipe(recipe(folder, tmp_path / "other", **learning(folder, 1e-3) | {"distill": {"hidden": 1.0}}))
+    with pytest.raises(ConfigError, match="give the step sources = rows with images"):
         run_recipe(recipe(folder, tmp_path / "other", steps=5))
     with pytest.raises(ConfigError, match="56 pixels"):
         run_recipe(recipe(folder, tmp_path / "other", questions=["builtin:scenes-test"]))
-    with pytest.raises(ConfigError, match="calibrate and judge"):
+    with pytest.raises(ConfigError, match="would teach or calibrate, and judge"):
         run_recipe(recipe(folder, tmp_path / "other", rows=[str(folder / "rows.jsonl")]))
     few = {"rows": [str(folder / "rows.jsonl")], "row_images": str(folder), "questions": []}
     with pytest.raises(ConfigError, match="tokens, and a window 64"):
