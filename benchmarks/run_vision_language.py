@@ -55,7 +55,7 @@ from penjing.train.data.emoji import emoji_pairs
 from penjing.train.run import train
 
 RECIPES = ("clip-emoji", "vlm-tiny")
-DRAWN = 1860  # emoji that the third vendor draws, each with a name of its own
+DRAWN = 1860  # emoji that the vendor draws that is never seen, each with a name of its own
 ANSWER = 8  # tokens
 IMAGE_ID = 5  # a token of SmolLM2 that no text has
 _NUMBERS = itertools.count()
@@ -115,7 +115,7 @@ def trained(name: str, output: str, *settings: str) -> Path:
 
 def nearest_pixels() -> Row:
     """How often the drawing of a known vendor that is nearest in pixels, of 16 x 16 and their mean removed, has the
-    name of the third vendor's."""
+    name of the drawing of the one that is never seen."""
     pixels = Pixels(height=16, width=16, mean=(0.5,) * 3, std=(0.5,) * 3, filter="bilinear")
 
     def vendor(name: str) -> tuple[NDArray[np.float32], list[str]]:
@@ -127,7 +127,7 @@ def nearest_pixels() -> Row:
         return vectors / np.linalg.norm(vectors, axis=1, keepdims=True), [each["text"] for each in drawn]
 
     unseen, wanted = vendor("facebook")
-    known = [vendor(name) for name in ("google", "twitter")]
+    known = [vendor(name) for name in ("apple", "google", "twitter")]
     nearest = (unseen @ np.concatenate([vectors for vectors, _ in known]).T).argmax(1)
     names = [name for _, each in known for name in each]
     right = float(np.mean([names[place] == name for place, name in zip(nearest, wanted, strict=True)]))

@@ -1,8 +1,10 @@
-"""Emoji as three vendors draw them, with their names: npm's packages emoji-datasource-google, -twitter and -facebook.
+"""Emoji as four vendors draw them, with their names: npm's packages emoji-datasource-apple, -google, -twitter and
+-facebook.
 
-1 911 drawings of 64 × 64 with Unicode's names (Facebook draws 1 860); skin tones are left out, as near duplicates.
+1 911 drawings of 64 × 64 with Unicode's names (Apple draws 1 908, Facebook 1 860); skin tones are left out, as they
+are near duplicates.
 https://github.com/iamcal/emoji-data (MIT; the drawings have licences of their own: Noto's is Apache 2.0, Twemoji's
-CC BY 4.0, Facebook's may not be passed on).
+CC BY 4.0, Apple's and Facebook's may not be passed on).
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ _REGISTRY = "https://registry.npmjs.org"
 _TABLE = "pairs.jsonl"
 # npm's "integrity" of each package: SHA-512 in base64.
 VENDORS = {
+    "apple": "dVYjsK0FnCry9F+PBtnivhG2K0xdwlmqYaSgiUtztUdAGPYiHYhZcVKvNBqC791g2qyEcFNTBO6utg4eQ3uLTw==",
     "google": "ZRexfzs7MVoLnmzZmNsO4TKhnAJp5D++Vm6PpUpH/jEQQlemp3l88CjZ+DoZ2faM9R4QxZkOPJCoT8DlPhfQ3A==",
     "twitter": "7F+uCuHH+7Qnrc15P5tnbvKkg9E6tlzi4MnT2uW1RlN4pLYTza6cP/dstIfSDMtpjFLWuZewWg8jBbuL2eyELQ==",
     "facebook": "b9ZxJdB7nMWGckH1vyCjPSosaa6MJYuojPPFiQ0LmDIZS8vlG454XKcmTFKrXIMAA72O4MRJMYFhvWI8pjyciQ==",

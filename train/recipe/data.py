@@ -192,7 +192,8 @@ class PairData(DataConfig, Augment):
     sources: tuple[str, ...] = Field(
         min_length=1,
         description="Tables (.jsonl, .parquet, .arrow) with an image and a text a row, .tar files as WebDataset writes "
-        "them, folders of such or of images with a .txt each; or 'builtin:emoji-google', '-twitter' and '-facebook'.",
+        "them, folders of such or of images with a .txt each; or 'builtin:emoji-apple', '-google', '-twitter' and "
+        "'-facebook'.",
     )
     held_out_sources: tuple[str, ...] = Field(
         default=(), description="Pairs to evaluate on; by default a share of `sources` is held out."
