@@ -12,7 +12,9 @@ A cell's value is a number of the result; a row without a value has the reason. 
 `import`: operators of the graph. `prune`: what stays of the parameters without 30 % of the units, after each result was
 compared with the network whose units are zero. `train`: one update of the pruned network. `onnx`: the pruned network's
 largest difference in ONNX Runtime, relative to its outputs. `int8`: how far the pruned network in INT8, behind its
-parity gate, is from the one in floating point, in units of how much outputs vary.
+parity gate, is from the one in floating point, in units of how much outputs vary. `int8_drift`: how far ONNX Runtime is
+from the network that rounds in torch, in the same units; beyond 0.02 the gate let it pass because it is hardly further
+from the floating network (`parity_share`).
 
 A peer gets what it takes. `torch_pruning` (the torch module): what it leaves of the parameters at 30 %, where the
 result runs and gives the same shapes. `torch_pruning_train`: one update of that. `onnxruntime_int8` and `nncf_int8`

@@ -24,8 +24,10 @@ from penjing.compress.families.base import family_at
 from penjing.compress.quantizers.graph import GraphQuantize, quantize
 from penjing.compress.samples.data import DataSettings
 from penjing.compress.steps.prune import Prune, prune_checkpoint
-from penjing.core.artifact.base import MODEL_FILE
+from penjing.core.artifact.base import MODEL_FILE, PARITY_FILE
+from penjing.core.artifact.parity import Parity
 from penjing.core.checkpoint.graph import load_network
+from penjing.core.config import parse_config
 from penjing.core.files import publish_folder
 from penjing.core.graph.network import Network
 from penjing.core.imports.graph import GraphOptions, import_graph
@@ -38,6 +40,7 @@ OURS = {
     "train": "loss",
     "onnx": "of the largest output",
     "int8": "of the outputs' spread",
+    "int8_drift": "of the outputs' spread",
 }
 UNITS = OURS | {
     "torch_pruning": "of the parameters",
@@ -46,7 +49,14 @@ UNITS = OURS | {
     "nncf_int8": "of the outputs' spread",
 }
 COLUMNS = tuple(UNITS)
-NEEDS = {"prune": "import", "train": "prune", "onnx": "prune", "int8": "prune", "torch_pruning_train": "torch_pruning"}
+NEEDS = {
+    "prune": "import",
+    "train": "prune",
+    "onnx": "prune",
+    "int8": "prune",
+    "int8_drift": "int8",
+    "torch_pruning_train": "torch_pruning",
+}
 SHARE = 0.3
 Arrays = dict[str, NDArray[Any]]
 
@@ -135,6 +145,11 @@ class Entry:
         places = Places(source=self.pruned, partial=artifact, scratch=self.place / "scratch")
         quantize(places, GraphQuantize(parity_samples=2), DataSettings(), self.pruned, Silent())
         return spread_apart(load_network(self.pruned), artifact / MODEL_FILE)
+
+    def do_int8_drift(self) -> float:
+        parity = parse_config(Parity, json.loads((self.place / "int8" / PARITY_FILE).read_text()), PARITY_FILE)
+        pairs = ({"onnxruntime", "fake_quantized"}, "outputs")
+        return max(each.mean for each in parity.differences if (set(each.between), each.quantity) == pairs)
 
     @cached_property
     def _torch_pruned(self) -> tuple[torch.nn.Module, tuple[Any, ...], float]:
