@@ -41,10 +41,10 @@ from penjing.core.checkpoint.classifier import load_classifier
 from penjing.core.cli import guarded
 from penjing.core.errors import SetupError
 from penjing.core.files import publish_folder
+from penjing.core.images.normalise import normalise
 from penjing.core.progress import Silent
 from penjing.core.runtime.onnx_runtime import INPUT, open_session
 from penjing.core.runtime.timing import interleaved
-from penjing.train.data.images import normalise
 from penjing.train.run import train
 
 PEERS = Path(__file__).resolve().parent / "peers"

@@ -25,11 +25,12 @@ from penjing.core.artifact.onnx_classifier import ClassifierArtifact, open_class
 from penjing.core.checkpoint.classifier import ClassifierConfig, load_classifier
 from penjing.core.checkpoint.decoder import open_checkpoint
 from penjing.core.errors import ConfigError, InputError
+from penjing.core.images.normalise import normalise
 from penjing.core.manifest import verify
 from penjing.core.progress import Progress, Silent
 from penjing.core.runtime.onnx_runtime import run_session
 from penjing.core.text.tokenizer import Tokenizer
-from penjing.train.data.images import ImageSet, normalise
+from penjing.train.data.images import ImageSet
 from penjing.train.sources.open import open_source
 from penjing.train.sources.settings import SourceSettings
 

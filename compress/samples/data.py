@@ -25,10 +25,11 @@ from penjing.compress.samples.text import decoder_windows
 from penjing.core.checkpoint.classifier import ClassifierConfig, classifier_config
 from penjing.core.checkpoint.decoder import open_checkpoint
 from penjing.core.errors import ConfigError, InputError
+from penjing.core.images.normalise import normalise
 from penjing.core.progress import Progress
 from penjing.core.text.text_tokenizer import TextTokenizer, encoder_config
 from penjing.train.data.fashion import load_fashion
-from penjing.train.data.images import ImageSet, normalise
+from penjing.train.data.images import ImageSet
 from penjing.train.objective.cross_entropy import cross_entropy_sum
 from penjing.train.objective.objective import IGNORED
 from penjing.train.sources.images import Wanted, load_images

@@ -17,11 +17,11 @@ from penjing.core.artifact.towers import IMAGE, TEXT
 from penjing.core.checkpoint.towers_config import towers_config
 from penjing.core.errors import ConfigError
 from penjing.core.graph.config import GraphConfig, TensorSpec
+from penjing.core.images.normalise import normalise
 from penjing.core.progress import Progress
 from penjing.core.text.text_tokenizer import TextTokenizer, pad
 from penjing.core.vision.towers_config import TowersConfig
 from penjing.train.chat.held_out import held_out_places
-from penjing.train.data.images import normalise
 from penjing.train.data.order import permute
 from penjing.train.sources.open import built_in
 from penjing.train.sources.pairs import open_pairs

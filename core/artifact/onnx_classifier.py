@@ -19,6 +19,7 @@ from penjing.core.artifact.onnx import OnnxArtifact, open_onnx_artifact
 from penjing.core.artifact.parity import Difference, Parity, measured
 from penjing.core.checkpoint.classifier_config import ClassifierConfig, classifier_config
 from penjing.core.errors import InputError
+from penjing.core.images.normalise import normalise
 from penjing.core.runtime.onnx_runtime import open_session, run_session
 
 QUANTITY = "logits"
@@ -55,8 +56,7 @@ def open_classifier_artifact(folder: Path) -> ClassifierArtifact:
 
 def normalised(pixels: NDArray[np.uint8], config: ClassifierConfig) -> NDArray[np.float32]:
     """(N, C, H, W) uint8 → float32 (value / 255 − mean) / std, per channel."""
-    mean, std = (np.array(values, np.float32).reshape(1, -1, 1, 1) for values in (config.mean, config.std))
-    return (pixels.astype(np.float32) / np.float32(255) - mean) / std
+    return normalise(pixels, config.mean, config.std)
 
 
 def images_to_record(pixels: NDArray[np.uint8]) -> dict[str, Any]:

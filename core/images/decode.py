@@ -12,6 +12,7 @@ from PIL import Image, ImageOps
 
 from penjing.core.errors import InputError
 from penjing.core.graph.config import Pixels
+from penjing.core.images.normalise import normalise
 from penjing.core.images.tiles import cut
 
 FORMATS = ("JPEG", "PNG")
@@ -122,9 +123,8 @@ def _ordered(image: Image.Image, pixels: Pixels) -> NDArray[np.uint8]:
 def network_input(images: NDArray[np.uint8], pixels: Pixels, dtype: str = "float32") -> NDArray[Any]:
     """uint8 (…, height, width, channels), or (…, channels, height, width) where `pixels.layout` is NCHW, as the
     network's input: (value / scale - mean) / std, channel by channel, in the same axes."""
-    shape = (-1, 1, 1) if pixels.layout == "NCHW" else (-1,)
-    mean, std = (np.array(values, np.float32).reshape(shape) for values in (pixels.mean, pixels.std))
-    return ((images.astype(np.float32) / np.float32(pixels.scale) - mean) / std).astype(dtype, copy=False)
+    axis = -3 if pixels.layout == "NCHW" else -1
+    return normalise(images, pixels.mean, pixels.std, scale=pixels.scale, axis=axis).astype(dtype, copy=False)
 
 
 def arranged(image: NDArray[np.uint8], pixels: Pixels) -> NDArray[np.uint8]:

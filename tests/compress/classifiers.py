@@ -9,10 +9,11 @@ import torch
 
 from penjing.core.checkpoint.classifier import ClassifierConfig, save_classifier
 from penjing.core.files import publish_folder
+from penjing.core.images.normalise import normalise
 from penjing.core.models.resnet import ResNet
 from penjing.core.models.resnet_config import ResNetConfig, cifar_resnet
 from penjing.train.data.fashion import CLASSES
-from penjing.train.data.images import ImageSet, normalise
+from penjing.train.data.images import ImageSet
 
 SIDE = 12
 MEAN, STD = 0.5, 0.25

@@ -24,8 +24,9 @@ from penjing.core.checkpoint.load import load_model
 from penjing.core.cli import app
 from penjing.core.errors import ConfigError, InputError, SetupError
 from penjing.core.family import FamilyName
+from penjing.core.images.normalise import normalise
 from penjing.core.manifest import read_manifest, verify
-from penjing.train.data.images import ImageSet, normalise
+from penjing.train.data.images import ImageSet
 from penjing.train.families import classifier as vision
 from penjing.train.run import train
 from tests.compress.fakes import tiny_classifier

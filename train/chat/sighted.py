@@ -13,10 +13,10 @@ from numpy.typing import NDArray
 
 from penjing.core.errors import InputError
 from penjing.core.graph.config import Pixels
+from penjing.core.images.normalise import normalise
 from penjing.core.vision.sight import image_text
 from penjing.train.chat.rows import Row, RowError, TooLongError
 from penjing.train.chat.tokens import ChatTokens, Masked
-from penjing.train.data.images import normalise
 from penjing.train.data.stream import Draw
 from penjing.train.objective.objective import IGNORED, Batch
 from penjing.train.sources.tables import encoded_image

@@ -10,6 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from penjing.core.errors import InputError
+from penjing.core.images.normalise import normalise
 from penjing.train.data.augment import coloured, erased, moved, zoomed
 from penjing.train.data.stream import Draw
 from penjing.train.objective.objective import IGNORED, Batch
@@ -102,9 +103,3 @@ class Images:
         targets = np.where(draw.real, self.data.labels[draw.samples].astype(np.int64), IGNORED)
         # Copied even where numpy sees one layout: strides of a single channel tell torch channels last.
         return {"images": torch.from_numpy(np.array(values, order="C")), "targets": torch.from_numpy(targets)}
-
-
-def normalise(images: NDArray[np.uint8], mean: NDArray[np.float32], std: NDArray[np.float32]) -> NDArray[np.float32]:
-    """uint8 → float32 (value / 255 - mean) / std, per channel."""
-    shape = (1, -1, 1, 1)
-    return (images.astype(np.float32) / np.float32(255) - mean.reshape(shape)) / std.reshape(shape)

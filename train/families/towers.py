@@ -19,6 +19,7 @@ from penjing.core.checkpoint.towers_config import towers_config
 from penjing.core.config import parse_config
 from penjing.core.errors import ConfigError, InputError
 from penjing.core.graph.config import TensorSpec
+from penjing.core.images.normalise import normalise
 from penjing.core.models.resnet import ResNet
 from penjing.core.models.resnet_config import ResNetConfig
 from penjing.core.progress import Progress
@@ -30,7 +31,6 @@ from penjing.core.vision.towers_config import TowersConfig
 from penjing.core.vision.vit import initialize_vit
 from penjing.train.chat.held_out import held_out_places
 from penjing.train.data.emoji import BUILTIN, emoji_pairs
-from penjing.train.data.images import normalise
 from penjing.train.data.stream import Draw, Stream, shuffled
 from penjing.train.families.base import Family
 from penjing.train.families.classifier import initialize_resnet, resnet_config

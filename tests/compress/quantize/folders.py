@@ -12,8 +12,9 @@ import torch.nn.functional as F
 from penjing.compress.samples.data import ImageData
 from penjing.core.checkpoint.classifier import ClassifierConfig, save_classifier
 from penjing.core.files import publish_folder
+from penjing.core.images.normalise import normalise
 from penjing.core.models.resnet import ResNet
-from penjing.train.data.images import ImageSet, normalise
+from penjing.train.data.images import ImageSet
 from tests.compress.quantize.networks import basic
 
 MEAN, STD = 0.4, 0.25

@@ -19,8 +19,8 @@ from penjing.core import cli
 from penjing.core.checkpoint.classifier import load_classifier, save_classifier
 from penjing.core.errors import ConfigError, InputError
 from penjing.core.files import publish_folder
+from penjing.core.images.normalise import normalise
 from penjing.core.models.resnet import ResNet
-from penjing.train.data.images import normalise
 from tests.compress.classifiers import MEAN, STD, made_up_images, write_classifier
 
 SMALL = ClassifierBits(widths=(8, 4), images=96)

@@ -24,10 +24,10 @@ from penjing.core import cli
 from penjing.core.checkpoint.classifier import load_classifier
 from penjing.core.checkpoint.load import load_model
 from penjing.core.errors import ConfigError, InputError
+from penjing.core.images.normalise import normalise
 from penjing.core.progress import Silent
 from penjing.core.text.corpus import calibration_tokens
 from penjing.core.text.tokenizer import Tokenizer
-from penjing.train.data.images import normalise
 from tests.compress.classifiers import made_up_images, write_classifier
 
 SMALL = PruningSettings(ratios=(0.25, 0.5), images=96, windows=2, window=32)
