@@ -7,7 +7,7 @@ import pytest
 
 from penjing.core.images.normalise import normalise
 
-MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+MEAN, STD = np.array([0.485, 0.456, 0.406], np.float32), np.array([0.229, 0.224, 0.225], np.float32)
 
 
 @pytest.mark.parametrize(("shape", "axis"), [((2, 3, 5, 4), 1), ((2, 3, 5, 4), -3), ((5, 4, 3), -1)])
@@ -15,7 +15,7 @@ def test_it_is_the_formula(shape: tuple[int, ...], axis: int) -> None:
     images = np.random.default_rng(0).integers(0, 256, shape, np.uint8)
     before = images.copy()
     found = np.moveaxis(normalise(images, MEAN, STD, axis=axis), axis, -1)
-    expected = (np.moveaxis(before, axis, -1).astype(np.float32) / np.float32(255) - np.float32(MEAN)) / np.float32(STD)
+    expected = (np.moveaxis(before, axis, -1).astype(np.float32) / np.float32(255) - MEAN) / STD
     assert found.dtype == np.float32
     assert np.array_equal(found, expected)
     assert np.array_equal(images, before)
