@@ -503,12 +503,11 @@ void Decoder::logits(const Team& team, const Buffers& own) {
         return;
     }
     const int k = static_cast<int>(in_.top);
-    top_of_columns(*ops_, model_.head, b.rows, count, team.member, team.members, k, top_[static_cast<size_t>(team.member)]);
+    top_of_columns(*ops_, model_.head, b.rows, count, team.member, team.members, k, model_.logit_cap,
+                   top_[static_cast<size_t>(team.member)]);
     team.sync();
-    for (int64_t i = share(count, team.member, team.members); i < share(count, team.member + 1, team.members); ++i) {
+    for (int64_t i = share(count, team.member, team.members); i < share(count, team.member + 1, team.members); ++i)
         merge_top(top_.data(), team.members, i, k, in_.logits + i * k, in_.top_ids + i * k);
-        if (model_.logit_cap > 0) ops_->soft_cap_row(in_.logits + i * k, model_.logit_cap, k);
-    }
 }
 
 Decoder* make_decoder(const PjModel& model) { return new (std::nothrow) Decoder(model); }

@@ -54,7 +54,7 @@ TopBuffer carve_top(Carver& carver, int64_t rows, int k) {
 }
 
 void top_of_columns(const Ops& ops, const PjLinear& linear, const Rows& rows, int64_t count, int member, int members,
-                    int k, const TopBuffer& buffer) {
+                    int k, float cap, const TopBuffer& buffer) {
     for (int64_t row = 0; row < count; ++row) {
         TopList{buffer.value + row * k, buffer.id + row * k, k}.clear();
         buffer.nan[row] = 0;
@@ -68,7 +68,8 @@ void top_of_columns(const Ops& ops, const PjLinear& linear, const Rows& rows, in
         const int64_t end = std::min(begin + step, last), width = end - begin;
         apply_linear(ops, columns_of(linear, begin, end), rows, count, 0, 1, buffer.tile, TILE, false);
         for (int64_t row = 0; row < count; ++row) {
-            const float* x = buffer.tile + row * TILE;
+            float* x = buffer.tile + row * TILE;
+            if (cap > 0) ops.soft_cap_row(x, cap, width);
             TopList list{buffer.value + row * k, buffer.id + row * k, k};
             if (!exceeds(x, width, list.value[k - 1])) continue;
             for (int64_t i = 0; i < width; ++i) list.add(x[i], static_cast<int32_t>(begin + i));

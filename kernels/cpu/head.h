@@ -26,9 +26,10 @@ struct TopBuffer {
 };
 TopBuffer carve_top(Carver& carver, int64_t rows, int k);
 
-// The member's share of the outputs for `count` rows: computed a tile at a time, kept where among the largest.
+// The member's share of the outputs for `count` rows: computed a tile at a time, kept where among the largest. With a
+// cap above 0 they become cap × tanh(output / cap) before, since rounding then makes equals of neighbours.
 void top_of_columns(const Ops& ops, const PjLinear& linear, const Rows& rows, int64_t count, int member, int members,
-                    int k, const TopBuffer& buffer);
+                    int k, float cap, const TopBuffer& buffer);
 
 // Merges the members' lists of one row, in their order; a NaN anywhere becomes the row's largest value.
 void merge_top(const TopBuffer* buffers, int members, int64_t row, int k, float* value, int32_t* id);

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,11 +18,22 @@ from tests.kernels.cpu import needs_extension, the_extension
 pytestmark = needs_extension
 VOCAB, HIDDEN, INNER, HEADS, KV_HEADS, HEAD_DIM, LAYERS = 100, 48, 80, 4, 2, 8, 3
 BLOCK_SIZE, NUM_BLOCKS = 4, 64
+STYLES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "neox": {"up": None, "activation": "gelu", "parallel": True},
+    "arcee": {"up": None, "activation": "relu2"},
+    "gemma2": {"activation": "gelu_tanh", "out_norm": torch.ones(HIDDEN), "down_norm": torch.ones(HIDDEN)},
+}
+"""What layers of a kind have; gemma2 has caps too."""
 INT8_POOL = torch.ones(LAYERS, 2, NUM_BLOCKS, KV_HEADS, BLOCK_SIZE, HEAD_DIM, dtype=torch.int8)
 
 
 def make_step(
-    int8: bool, windows: tuple[int | None, ...] = (None, 11, 5), vocab_repeats: int = 1, **changes: Any
+    int8: bool,
+    windows: tuple[int | None, ...] = (None, 11, 5),
+    vocab_repeats: int = 1,
+    style: str = "llama",
+    **changes: Any,
 ) -> DecoderStep:
     """A random step; with `vocab_repeats` the rows of the LM head repeat, so that logits tie."""
     generator = torch.Generator().manual_seed(0)
@@ -39,7 +51,8 @@ def make_step(
         q_size, kv_size = HEADS * HEAD_DIM, KV_HEADS * HEAD_DIM
         qkv = linear(q_size, HIDDEN), linear(kv_size, HIDDEN), linear(kv_size, HIDDEN)
         mlp = linear(INNER, HIDDEN), linear(INNER, HIDDEN), linear(HIDDEN, INNER)
-        return LayerWeights(*qkv, linear(HIDDEN, q_size), *mlp, torch.ones(HIDDEN), torch.ones(HIDDEN), window=window)
+        norms = torch.ones(HIDDEN), torch.ones(HIDDEN)
+        return replace(LayerWeights(*qkv, linear(HIDDEN, q_size), *mlp, *norms, window=window), **STYLES[style])
 
     arguments: dict[str, Any] = {
         "layers": [layer(window) for window in windows],
@@ -53,6 +66,8 @@ def make_step(
         "inverse_frequency_F": 10000.0 ** -(torch.arange(HEAD_DIM // 2) / (HEAD_DIM // 2)),
         "max_positions": 10_000,
     }
+    if style == "gemma2":
+        arguments |= {"attention_cap": 1.5, "logit_cap": 2.0}
     return DecoderStep(the_extension(), **(arguments | changes))
 
 
@@ -82,11 +97,12 @@ def draw_ids(count: int, seed: int = 0) -> Tensor:
     return torch.randint(0, VOCAB, (count,), generator=torch.Generator().manual_seed(seed))
 
 
+@pytest.mark.parametrize("style", STYLES)
 @pytest.mark.parametrize("int8", [True, False], ids=["int8", "float"])
 def test_logits_do_not_depend_on_chunks_company_blocks_or_threads(
-    isa: CpuExtension, threads: CpuExtension, int8: bool
+    isa: CpuExtension, threads: CpuExtension, int8: bool, style: str
 ) -> None:
-    step, ids, other = make_step(int8), draw_ids(120), draw_ids(40, seed=1)
+    step, ids, other = make_step(int8, style=style), draw_ids(120), draw_ids(40, seed=1)
     whole = step.step(**inputs([(ids, 0, list(range(30)))], new_pool())).clone()
     assert whole.isfinite().all()
     for chunk, count in ((1, 1), (7, 2), (50, 3), (96, 1)):
@@ -255,13 +271,30 @@ def test_largest_logits_are_those_of_all(isa: CpuExtension, threads: CpuExtensio
         assert (tokens[:, known:] == -1).all()
 
 
-def test_a_row_with_a_nan_says_so_first() -> None:
+@pytest.mark.parametrize("int8", [True, False], ids=["int8", "float"])
+def test_logits_that_a_cap_makes_equal_tie(isa: CpuExtension, threads: CpuExtension, int8: bool) -> None:
+    """Whether a row's logits are asked for, or the largest alone, its first token is the same."""
+    step = make_step(int8, style="gemma2", logit_cap=0.02)
+    arguments = inputs([(draw_ids(30), 0, list(range(8)))], new_pool())
+    for count in (1, 2):
+        threads.set_num_threads(count)
+        every = step.step(**arguments).clone()
+        assert (every == every.amax(1, keepdim=True)).sum(1).max() > 1
+        order = every.sort(dim=1, descending=True, stable=True)
+        values, tokens = step.step_top(7, *arguments.values())
+        assert torch.equal(values, order.values[:, :7])
+        assert torch.equal(tokens.long(), order.indices[:, :7])
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_a_row_with_a_nan_says_so_first(isa: CpuExtension, style: str) -> None:
     embedding = torch.randn(VOCAB, HIDDEN, generator=torch.Generator().manual_seed(0))
     embedding[7] = torch.nan
-    step = make_step(True, embedding_VE=embedding)
+    step = make_step(True, style=style, embedding_VE=embedding)
     arguments = inputs([(torch.tensor([token]), 0, [block]) for block, token in enumerate((3, 7, 4))], new_pool())
     values, _ = step.step_top(4, *arguments.values())
     assert values[:, 0].isnan().tolist() == [False, True, False]
+    assert step.step(**arguments).isnan().any(1).tolist() == [False, True, False]
     with pytest.raises(ValueError, match="top=0"):
         step.step_top(0, *arguments.values())
 

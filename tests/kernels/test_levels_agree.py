@@ -11,10 +11,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from penjing.kernels.activation import ACTIVATIONS, Activation, activate_torch
 from penjing.kernels.cpu.functions import ISAS, CpuExtension
 from penjing.kernels.cpu.packing import Panels
 from penjing.kernels.int4_linear import pack_int4
 from tests.kernels.cpu import needs_extension, the_extension
+from tests.kernels.test_decoder_step import STYLES, draw_ids, inputs, make_step, new_pool
 
 pytestmark = needs_extension
 
@@ -115,6 +117,41 @@ def test_inputs_of_many_tiles(levels: list[str]) -> None:
     same_on_each(kernels, levels, torch.randn(75, 5184, generator=g), whole, 9)
     panels = kernels.prepack_int8(weight, torch.rand(40, generator=g))
     same_on_each(kernels, levels, torch.randn(75, 5184, generator=g), panels, 9)
+
+
+@pytest.mark.parametrize("kind", ACTIVATIONS)
+def test_activations(levels: list[str], kind: Activation) -> None:
+    special = torch.tensor([0.0, -200.0, 200.0, -torch.inf, torch.nan])
+    x = torch.cat((torch.linspace(-14, 14, 1003), special))
+    for level in levels:
+        the_extension().select_isa(level)
+        found = the_extension().activate(x, ACTIVATIONS.index(kind))
+        assert found[-1].isnan(), level
+        wide = activate_torch(x.double(), kind)
+        torch.testing.assert_close(found[:-2], wide[:-2].float(), rtol=5e-7, atol=5e-7)
+
+
+def test_soft_caps(levels: list[str]) -> None:
+    x = torch.cat((torch.linspace(-90, 90, 1001), torch.tensor([1e30, -1e30, torch.inf, -torch.inf, torch.nan])))
+    for level in levels:
+        the_extension().select_isa(level)
+        found = the_extension().soft_cap(x, 30.0)
+        torch.testing.assert_close(
+            found, (30 * torch.tanh(x.double() / 30)).float(), rtol=1e-6, atol=4e-6, equal_nan=True
+        )
+
+
+@pytest.mark.parametrize(("int8", "bound"), [(True, 0.05), (False, 1e-5)], ids=["int8", "float"])
+@pytest.mark.parametrize("style", STYLES)
+def test_whole_steps(levels: list[str], style: str, int8: bool, bound: float) -> None:
+    """Rounded activations may fall to the other side of a half, so that of INT8 steps are only close."""
+    arguments = inputs([(draw_ids(60), 0, list(range(15)))], new_pool())
+    found = []
+    for level in levels:
+        the_extension().select_isa(level)
+        found.append(make_step(int8, style=style).step(**arguments).clone())
+    for level, logits in zip(levels, found, strict=True):
+        assert (logits - found[0]).abs().max() < bound * found[0].std(), level
 
 
 # Refuses what asks Linux for room for tiles (arch_prctl with ARCH_REQ_XCOMP_PERM), as a system without it does.

@@ -94,12 +94,15 @@ def test_the_transform_before_down_does_not_reach_the_adapter(isa: CpuExtension)
     assert (run(step, ids, slots) - expected).abs().max() < 2e-4 * expected.std()
 
 
+@pytest.mark.parametrize("style", ["llama", "neox"])
 @pytest.mark.parametrize("int8", [True, False], ids=["int8", "float"])
-def test_rows_keep_their_bits_in_any_company(isa: CpuExtension, threads: CpuExtension, int8: bool) -> None:
+def test_rows_keep_their_bits_in_any_company(isa: CpuExtension, threads: CpuExtension, int8: bool, style: str) -> None:
     """Alone, beside other adapters and none, in chunks, by rows and by columns; rows without one as in a step that
     knows of none."""
-    step = make_step(int8)  # of INT8 the gate and up projections are one
+    step = make_step(int8, style=style)  # of INT8 the gate and up projections are one
     shapes = SHAPES | {"gate": (80, 48), "up": (80, 48), "down": (48, 80)}
+    if style == "neox":
+        del shapes["up"]
     generator = torch.Generator().manual_seed(3)
 
     def pair(shape: tuple[int, int], rank: int) -> LowRank:
