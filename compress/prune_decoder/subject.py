@@ -76,8 +76,9 @@ class DecoderSubject:
             )
         with torch.device("meta"):
             self.dense: nn.Module = self.build(whole)
-            # Windows decide which tokens meet, not which channels: full attention has all the couplings.
-            plain = {"layer_types": None, "sliding_window": None, "sliding_windows": None}
+            # Windows decide which tokens meet, not which channels: full attention has all the couplings. A soft cap
+            # changes each score by itself.
+            plain = {"layer_types": None, "sliding_window": None, "sliding_windows": None, "attention_cap": None}
             self.model: nn.Module = self.build(self._config.model_copy(update=plain))
             self.example = (torch.zeros(BATCH, TOKENS, dtype=torch.int64),)
 
@@ -153,13 +154,19 @@ class DecoderSubject:
 
     def smaller(self, config: DecoderConfig, cuts: Mapping[str, Cut]) -> Iterator[tuple[str, Tensor]]:
         """The tensors of the decoder that is left."""
-        gain = math.sqrt(self._config.hidden_size / config.hidden_size)
+        whole = self._config
+        gain = math.sqrt(whole.hidden_size / config.hidden_size)
+        # A norm over all heads counts those that left as zeros, as the norms over the hidden width do. Its epsilon
+        # stays as it is, because the network has one for all norms.
+        heads_gain = math.sqrt(whole.num_key_value_heads / config.num_key_value_heads)
+        over_heads = ("q_norm.weight", "k_norm.weight") if whole.qk_norm_over == "all" else ()
         for name in tensor_shapes(config):
             tensor = self.weights(name)
             assert tensor is not None
             tensor = cuts[name].of(tensor) if name in cuts else tensor
             over_hidden = name.endswith(("layernorm.weight", "model.norm.weight", "output_norm.weight"))
-            yield name, tensor * gain if over_hidden and gain != 1 else tensor
+            factor = gain if over_hidden else heads_gain if name.endswith(over_heads) else 1.0
+            yield name, tensor * factor if factor != 1 else tensor
 
     def _stored(self, name: str) -> str:
         """The name in the checkpoint of a tensor of `model`."""

@@ -77,6 +77,25 @@ def test_a_pruned_decoder_is_the_masked_one(tmp_path: Path, parts: tuple[str, ..
     json.dumps(record)
 
 
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"norms": "around", "activation": "gelu_tanh", "attention_cap": 1.5, "logit_cap": 2.0},
+        {"mlp_gated": False, "activation": "gelu", "parallel": True, "head_bias": True, "tie_word_embeddings": False},
+        {"norms": "after", "qk_norm": True, "qk_norm_over": "all", "rms_norm_eps": 1e-9},
+    ],
+    ids=["caps", "parallel", "norms-over-heads"],
+)
+def test_decoders_of_other_layers_are_the_masked_ones(tmp_path: Path, changed: dict[str, Any]) -> None:
+    """A soft cap changes each score by itself, so that heads leave as they do without one."""
+    dense = decoder(tmp_path / "dense", model_type="penjing", **changed)
+    record = prune(tmp_path / "dense", tmp_path / "pruned", tokens(), parts=["ffn", "heads", "hidden"], ratio=0.3)
+    assert {row["part"] for row in record["groups"]} == {"ffn", "heads", "hidden"}
+    groups = graph_of(Decoder(dense.config.model_copy(update={"attention_cap": None})))
+    expected = output(masked(dense, record, groups), PROMPT)
+    assert (output(load(tmp_path / "pruned"), PROMPT) - expected).abs().max() <= 1e-5 * expected.abs().max()
+
+
 @pytest.mark.parametrize("changed", [{}, {"tie_word_embeddings": False}, {"model_type": "qwen3", "qk_norm": True}])
 def test_uniform_widths_load_in_transformers(tmp_path: Path, changed: dict[str, Any]) -> None:
     decoder(tmp_path / "dense", **changed)
