@@ -105,20 +105,23 @@ def test_awkward_activations_give_positive_finite_scales(x: torch.Tensor) -> Non
 
 
 def test_where_tokens_have_zero_points_signs_gather_what_sticks_out_on_one_side() -> None:
-    x, weight = heavy_tailed(1024, 64)
-    x[:, ::2] = x[:, ::2].abs() * torch.tensor([1.0, -1.0]).repeat(16)  # half of the channels have one side
-    tokens = torch.ones(512)
-    plain, signed = (Search(tokens, steps=60, above=above)(x[:512], weight, 0.5, None) for above in (False, True))
-
-    def error(scale: torch.Tensor) -> float:
-        stored = quantize_per_channel(weight * scale).dequantize()
-        rounded = fake_quantize_activation(x[512:] / scale, above=True) @ stored.t()
-        return float((rounded - x[512:] @ weight.t()).square().sum())
-
-    assert (plain > 0).all()
-    assert (signed < 0).any()
-    assert error(signed) < 0.98 * error(plain)
-    assert error(signed) < 0.75 * measured(x[512:], weight, plain)
+    """Summed over four orders of the channels: a single search ends elsewhere on another processor, and may lose."""
+    columns, tokens = 64, torch.ones(512)
+    lost = dict.fromkeys(("plain", "signed", "without zero points"), 0.0)
+    for seed in range(4):
+        order = torch.randperm(columns, generator=torch.Generator().manual_seed(seed))
+        x, weight = (values[:, order] for values in heavy_tailed(1024, columns))
+        x[:, ::2] = x[:, ::2].abs() * torch.tensor([1.0, -1.0]).repeat(columns // 4)  # half have one side
+        plain, signed = (Search(tokens, steps=60, above=above)(x[:512], weight, 0.5, None) for above in (False, True))
+        assert (plain > 0).all()
+        assert (signed < 0).any()
+        for name, scale in (("plain", plain), ("signed", signed)):
+            stored = quantize_per_channel(weight * scale).dequantize()
+            rounded = fake_quantize_activation(x[512:] / scale, above=True) @ stored.t()
+            lost[name] += float((rounded - x[512:] @ weight.t()).square().sum())
+        lost["without zero points"] += measured(x[512:], weight, plain)
+    assert lost["signed"] < 0.95 * lost["plain"]
+    assert lost["signed"] < 0.75 * lost["without zero points"]
 
 
 def test_signs_never_widen_a_range() -> None:
