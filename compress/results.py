@@ -7,6 +7,7 @@ NN-KIND-KEY.json, its record, which comes last.
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 from dataclasses import asdict, dataclass
@@ -18,7 +19,7 @@ from penjing.compress.plan import Planned
 from penjing.compress.recipe import Recipe
 from penjing.compress.samples.own import OWN
 from penjing.compress.samples.text import CALIBRATE, EVALUATE
-from penjing.compress.steps.base import Context
+from penjing.compress.steps.base import Context, Step
 from penjing.core.config import key_of
 from penjing.core.files import publish_folder
 from penjing.core.work import Places, StepRecord, WorkFolder, check_kept
@@ -82,7 +83,7 @@ class Results:
         return Result(name, folder, key, record, self._quality(name, folder))
 
     def _run(self, planned: Planned, source: Result, folder: Path) -> dict[str, Any]:
-        self.progress.note(f"{planned.name}: {_said(planned)}")
+        self.progress.note(f"{planned.name}: {changed_settings(planned.step)}")
         scratch = self._scratch(folder)
         scratch.mkdir(exist_ok=True)
         if any(scratch.iterdir()):
@@ -127,6 +128,11 @@ def num_complete(work: WorkFolder) -> int:
     return sum(1 for path in work.path.glob("*.json") if _RESULT.fullmatch(path.stem))
 
 
-def _said(planned: Planned) -> str:
-    values = planned.step.model_dump(mode="json", exclude={"kind", "guard", "rounds"}, exclude_defaults=True)
-    return ", ".join(f"{name} {value}" for name, value in values.items()) or "default settings"
+def changed_settings(step: Step) -> str:
+    """What a step has other than by default, such as "transform.rotate false, lm_head int8"."""
+    values = step.model_dump(mode="json", exclude={"kind", "guard", "rounds"}, exclude_defaults=True)
+    flat: dict[str, Any] = {}
+    for name, value in values.items():
+        flat |= {f"{name}.{key}": inner for key, inner in value.items()} if isinstance(value, dict) else {name: value}
+    said = [f"{name} {value if isinstance(value, str) else json.dumps(value)}" for name, value in flat.items()]
+    return ", ".join(said) or "default settings"
