@@ -154,7 +154,7 @@ def test_defaults_of_a_sparse_config_are_those_of_transformers() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model_type": "gemma2", "architectures": ["Gemma2ForCausalLM"]}, r"'gemma2' \(Gemma2ForCausalLM\)"),
+        ({"model_type": "opt", "architectures": ["OPTForCausalLM"]}, r"'opt' \(OPTForCausalLM\)"),
         ({"model_type": None}, "architecture None is not supported; supported: llama, mistral, qwen2, qwen3"),
         ({"model_type": ["llama"]}, "is not supported"),
         ({"architectures": ["LlamaForSequenceClassification"]}, r"take a \.\.\.ForCausalLM checkpoint"),

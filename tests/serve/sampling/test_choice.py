@@ -87,7 +87,10 @@ PARAMS: list[dict[str, Any]] = [
 def test_kernels_choose_what_the_reference_chooses(
     kernels: CpuExtension, isa: str, vocab: int, masked: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    kernels.select_isa(isa)
+    try:
+        kernels.select_isa(isa)
+    except ValueError as missing:
+        pytest.skip(str(missing))
     rng = np.random.default_rng(vocab)
     for scale, ties in ((3.0, False), (2.0, True)):
         choosers = []

@@ -101,7 +101,11 @@ def test_texts_are_held_out_with_all_their_images(recipe: Path) -> None:
         (["parallel.zero=2"], ConfigError, "takes data parallelism alone"),
         (["compile=true"], ConfigError, "whose texts differ in length"),
         (["model.text=nowhere"], InputError, "nowhere"),
-        (["data.sources=['builtin:emoji-none']"], InputError, "there is no builtin:emoji-none; take builtin:emoji-goo"),
+        (
+            ["data.sources=['builtin:emoji-none']"],
+            InputError,
+            "there is no builtin:emoji-none; take builtin:emoji-apple",
+        ),
         (["data.held_out_sources=[]", "data.held_out=0"], ConfigError, "leaves nothing to evaluate on"),
         (["model.image.depth=9"], ConfigError, "depth"),
     ],
