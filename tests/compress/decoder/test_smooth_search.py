@@ -107,7 +107,7 @@ def test_awkward_activations_give_positive_finite_scales(x: torch.Tensor) -> Non
 def test_where_tokens_have_zero_points_signs_gather_what_sticks_out_on_one_side() -> None:
     """Summed over four orders of the channels: a single search ends elsewhere on another processor, and may lose."""
     columns, tokens = 64, torch.ones(512)
-    lost = dict.fromkeys(("plain", "signed", "without zero points"), 0.0)
+    lost: dict[str, float] = dict.fromkeys(("plain", "signed", "without zero points"), 0.0)
     for seed in range(4):
         order = torch.randperm(columns, generator=torch.Generator().manual_seed(seed))
         x, weight = (values[:, order] for values in heavy_tailed(1024, columns))
