@@ -63,6 +63,7 @@ class Cache:
     def attend(self, queries: list[tuple[int, Tensor, int]], window: int | None) -> list[Tensor]:
         """One call for `queries`: (row of the table, q (n, H, D), keys of the sequence so far)."""
         lengths = torch.tensor([0] + [len(q) for _, q, _ in queries])
+        k_scale, v_scale = self.scales or (None, None)
         out = paged_attention(
             torch.cat([q for _, q, _ in queries]),
             self.k,
@@ -72,7 +73,8 @@ class Cache:
             self.table[[row for row, _, _ in queries]],
             self.k.shape[3] ** -0.5,
             window,
-            *self.scales,
+            k_scale,
+            v_scale,
         )
         return list(out.split(lengths[1:].tolist()))
 
