@@ -183,6 +183,11 @@ def in_engine(points: list[Point], arguments: argparse.Namespace, name: str) -> 
     calls = [partial(engine.run, tokens) for engine in engines for tokens in (NEW_TOKENS, 1)]  # less the prompt
     both = interleaved(calls, rounds=arguments.rounds, seconds=0.0, now=time.thread_time)
     times = [[a - b for a, b in zip(*pair, strict=True)] for pair in zip(both[::2], both[1::2], strict=True)]
+    return speeds(points, times, arguments, name)
+
+
+def speeds(points: list[Point], times: list[list[float]], arguments: argparse.Namespace, name: str) -> list[Row]:
+    """How many times as fast as the first point the others are, by turns, beside what was predicted."""
     rows: list[Row] = []
     for point, own in zip(points[1:], times[1:], strict=True):
         speed = median(whole_s / own_s for whole_s, own_s in zip(times[0], own, strict=True))
@@ -203,12 +208,8 @@ def through_triton(points: list[Point], arguments: argparse.Namespace, name: str
                 if turn:  # the first turn warms up
                     own.append(used / (SERVED_TOKENS - 1))
             say(f"round {turn}: " + ", ".join(f"{1e3 * own[-1]:.2f} ms" for own in times if own))
-    rows: list[Row] = []
+    rows = speeds(points, times, arguments, name)
     for point, own in zip(points[1:], times[1:], strict=True):
-        speed = median(whole_s / own_s for whole_s, own_s in zip(times[0], own, strict=True))
-        rows.append(new_row("decoder_search", f"{name}{point.title}/speed", speed, "of INT8's tokens a second",
-                            runs=arguments.rounds, baseline="predicted",
-                            baseline_value=points[0].cost / point.cost))  # fmt: skip
         rows.append(new_row("decoder_search", f"{name}{point.title}/tokens", 1 / median(own),
                             "tok/s of processor time", runs=arguments.rounds,
                             baseline="the whole network in INT8", baseline_value=1 / median(times[0])))  # fmt: skip

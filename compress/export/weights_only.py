@@ -34,7 +34,7 @@ from penjing.core.runtime.schemes import (
     quantized_modules,
 )
 
-ZERO_POINTS = "transformers 5 does not load packed zero points, as compressed-tensors stores them; vLLM reads them"
+ZERO_POINTS = "transformers 5 does not load packed zero points; no other loader was tried"
 MIDDLE = 8  # what a stored code of 4 bits lies above −8
 
 

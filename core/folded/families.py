@@ -21,6 +21,7 @@ from penjing.core.folded.fold import (
     ropes_of,
     sliding_of,
 )
+from penjing.core.models.config import DecoderConfig
 from penjing.core.models.hf_config import FOLDED
 
 _AROUND = {
@@ -72,6 +73,20 @@ def _gemma3(values: Values, source: str) -> Fold:
     kinds = ["local" if kind == "sliding_attention" else "main" for kind in sliding["layer_types"]]
     changes = {"norms": "around", "qk_norm": True, "activation": "gelu_tanh", "layer_rotary": kinds}
     config = config_of(values, source, rope, **changes, **sliding, rope_local_theta=local)
+    return _gemma(config, values, source)
+
+
+def _gemma2(values: Values, source: str) -> Fold:
+    if values.get("use_bidirectional_attention"):
+        raise InputError(f"{source}: use_bidirectional_attention is not supported")
+    caps = {"final_logit_softcapping": "logit_cap", "attn_logit_softcapping": "attention_cap"}
+    capped = {ours: number_of(values, name, source) for name, ours in caps.items() if values[name] is not None}
+    changes: Values = capped | sliding_of(values, source, 2)
+    config = config_of(values, source, norms="around", activation="gelu_tanh", **changes)
+    return _gemma(config, values, source)
+
+
+def _gemma(config: DecoderConfig, values: Values, source: str) -> Fold:
     scale = number_of(values, "query_pre_attn_scalar", source)
     return Fold(
         config,
@@ -156,24 +171,6 @@ def _interleaved(values: Values, source: str) -> Fold:
         changes = dict.fromkeys(("attention_bias", "attention_output_bias", "mlp_bias"), bool(values.get("use_bias")))
     config = config_of(values, source, **changes)
     return Fold(config, interleaved=True)
-
-
-def _gemma2(values: Values, source: str) -> Fold:
-    if values.get("use_bidirectional_attention"):
-        raise InputError(f"{source}: use_bidirectional_attention is not supported")
-    caps = {"final_logit_softcapping": "logit_cap", "attn_logit_softcapping": "attention_cap"}
-    capped = {ours: number_of(values, name, source) for name, ours in caps.items() if values[name] is not None}
-    changes: Values = capped | sliding_of(values, source, 2)
-    config = config_of(values, source, norms="around", activation="gelu_tanh", **changes)
-    scale = number_of(values, "query_pre_attn_scalar", source)
-    return Fold(
-        config,
-        _AROUND,
-        plus_one=True,
-        embedding=config.hidden_size**0.5,
-        final=config.hidden_size**-0.5 if config.tie_word_embeddings else 1.0,
-        query=(config.head_dim / scale) ** 0.5,
-    )
 
 
 def _arcee(values: Values, source: str) -> Fold:

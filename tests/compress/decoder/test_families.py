@@ -20,6 +20,7 @@ from penjing.core.models.decoder import Decoder
 from penjing.core.runtime.fused import fuse_decoder
 from tests.compress.conftest import write_recipe
 from tests.conftest import tiny_config
+from tests.core.runtime.test_fused import CONFIGS
 
 GEMMA: dict[str, Any] = {
     "model_type": "penjing",
@@ -32,17 +33,7 @@ GEMMA: dict[str, Any] = {
 }
 OLMO: dict[str, Any] = {"model_type": "penjing", "norms": "after", "qk_norm": True, "qk_norm_over": "all"}
 STILL: dict[str, Any] = {"model_type": "penjing", "layer_rotary": ("main", "none"), "rotary_pairs": 5}
-NEOX: dict[str, Any] = {
-    "model_type": "penjing",
-    "mlp_gated": False,
-    "activation": "gelu",
-    "parallel": True,
-    "head_bias": True,
-    "tie_word_embeddings": False,
-    "attention_bias": True,
-    "attention_output_bias": True,
-    "mlp_bias": True,
-}
+NEOX = CONFIGS["neox"]
 GEMMA2: dict[str, Any] = GEMMA | {"qk_norm": False, "layer_rotary": None, "attention_cap": 3.0, "logit_cap": 5.0}
 CASES = {"gemma": GEMMA, "olmo": OLMO, "still": STILL, "neox": NEOX, "gemma2": GEMMA2}
 UNROTATED = "steps.0.transform.rotate=false"
