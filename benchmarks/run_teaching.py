@@ -11,7 +11,9 @@ expects pixels of -1 to 1, as the mean and the deviation say.
 The pruned network and what each setting makes of it lie in `--work` and are not made anew; training goes on from its
 last state. Both are judged on the held-out eighth of the pictures, which no run sees: `agreement` is the share of
 classes that are as the whole network says, `kl` the mean divergence from its probabilities, with a row for the network
-that was not taught. A row's name says how it was taught: rate, updates, and whether batch norms learnt.
+that was not taught. A row's name says how it was taught: rate, updates, and whether batch norms learnt. The rate was
+chosen on those pictures, so `--sources` judges on photographs of other packages too, by which nothing was chosen
+(`…_on_photographs`).
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from lib.models import say
-from lib.photos import cut_pictures
+from lib.photos import cut_photos, cut_pictures
 from lib.rows import RESULTS, Row, append, new_row
 from run_graph import UNITS, Values, inputs_of, quality
 
@@ -43,6 +45,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, required=True, help="a folder of 'penjing import' that knows its pixels")
     parser.add_argument("--pictures", type=Path, nargs="+", default=[], help="folders of pictures, cut once")
+    parser.add_argument("--sources", type=Path, help="unpacked packages with photographs, to judge on too")
     parser.add_argument("--work", type=Path, default=Path("build/teaching"), help="folder of the runs")
     parser.add_argument("--ratio", type=float, default=0.2, help="share of the channels that leaves")
     parser.add_argument("--seen", type=int, default=192, help="pictures that choose channels and estimate batch norms")
@@ -66,7 +69,15 @@ def main() -> int:
     said = f"{arguments.updates}-updates-{arguments.rate:g}-{arguments.batch_norms}-seed-{arguments.seed}"
     taught = arguments.work / f"{pruned.name}-{said}"
     compress(pruned, taught, seen, lessons(arguments), arguments.seen)
-    append("teaching", rows_of(arguments, {"pruned": pruned, said: taught}, pictures / "held"), arguments.results)
+    networks = {"pruned": pruned, said: taught}
+    rows = rows_of(arguments, networks, pictures / "held")
+    if arguments.sources is not None:
+        photographs = arguments.work / "photographs"
+        if not photographs.exists():
+            cut_photos(arguments.sources, partly := arguments.work / "photographs.partial")
+            partly.rename(photographs)
+        rows += rows_of(arguments, networks, photographs / "held", "_on_photographs")
+    append("teaching", rows, arguments.results)
     return 0
 
 
@@ -114,7 +125,7 @@ def compress(model: Path, output: Path, seen: Path, step: dict[str, object], ima
         raise SetupError(f"'{' '.join(command)}' failed; the same call of this script goes on from there")
 
 
-def rows_of(arguments: argparse.Namespace, networks: dict[str, Path], held: Path) -> list[Row]:
+def rows_of(arguments: argparse.Namespace, networks: dict[str, Path], held: Path, where: str = "") -> list[Row]:
     """Rows of each network beside the whole one, on the pictures in `held`."""
     count = sum(1 for _ in held.iterdir())
     data = DataSettings(source=str(held), images=count, held_out=0.0, batch_images=BATCH, workers=1)
@@ -124,7 +135,7 @@ def rows_of(arguments: argparse.Namespace, networks: dict[str, Path], held: Path
     found = {name: quality(wanted, answers(folder, images)) for name, folder in networks.items()}
     case = f"{arguments.model.name}-{arguments.ratio:g}"
     return [
-        new_row("teaching", f"{case}/{name}/{figure}", each[figure], UNITS[figure], runs=1)
+        new_row("teaching", f"{case}/{name}/{figure}{where}", each[figure], UNITS[figure], runs=1)
         for name, each in found.items()
         for figure in JUDGED
     ]
