@@ -10,19 +10,27 @@ for each group too, as its Q8_1:
 
 The sum of a group is exact. The groups are added in float32 in their order, each product rounded before it is added.
 Every implementation does just that: results are equal bit by bit on every processor and for every batch.
+
+Of W4A16 (`activation_bits` = 16) activations are h = bfloat16(x), rounded half to even:
+
+    y[m, n] = Σ_g ((Σ_{k in g} h[m, k] · w[n, k]) × scale[n, g] + (Σ_{k in g} h[m, k]) × middle[n, g]) + bias[n]
+
+with w in [−8, 7] and middle = offset + 8 × scale, 0 without offsets. The C++ kernels add the products in the order of
+AVX-512's BF16 instruction, so that every instruction set gives the same bits. torch multiplies by widened weights.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import torch
 
 from penjing.kernels.cpu.packing import LEAST_GROUP, SCALE_DTYPES
 from penjing.kernels.dispatch import cpu_extension, gpu_kernels
 from penjing.kernels.int8_linear import int8_matmul
+from penjing.kernels.linear import linear_torch
 from penjing.kernels.quantize import quantize_per_token, quantize_per_token_torch
 
 if TYPE_CHECKING:
@@ -30,6 +38,9 @@ if TYPE_CHECKING:
 
 VALUES_A_WORD = 8
 OFFSET = 8
+FLOATING = 16
+"""Bits of activations in bfloat16."""
+ActivationBits = Literal[8, 16]
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,6 +54,7 @@ class PackedInt4:
     in_features: int
     out_features: int
     group: int
+    activation_bits: ActivationBits = 8
 
     @cached_property
     def panels(self) -> Panels:
@@ -51,7 +63,15 @@ class PackedInt4:
 
         cpp = extension()
         assert cpp is not None  # asked for by the extension's own path
-        return cpp.prepack_int4([self.part], self.group)
+        return cpp.prepack_int4([self.part], self.group, half_inputs=self.activation_bits == FLOATING)
+
+    def dequantize(self) -> torch.Tensor:
+        """(N, K) float32."""
+        scale_NK = self.scale_NG.to(torch.float32).repeat_interleave(self.group, dim=1)
+        weight_NK = unpack_int4(self.packed_NK8).to(torch.float32)
+        if self.offset_NG is None:
+            return weight_NK.mul_(scale_NK)
+        return (weight_NK + OFFSET).mul_(scale_NK).add_(self.offset_NG.float().repeat_interleave(self.group, dim=1))
 
     @property
     def activation_groups(self) -> int:
@@ -106,6 +126,7 @@ def prepack_int4(
     scale_NG: torch.Tensor,
     bias_N: torch.Tensor | None = None,
     offset_NG: torch.Tensor | None = None,
+    activation_bits: ActivationBits = 8,
 ) -> PackedInt4:
     """Check a 4-bit weight for `int4_linear`.
 
@@ -114,6 +135,7 @@ def prepack_int4(
         scale_NG: (N, G) floating, each of K / G inputs that follow each other, a multiple of 32.
         bias_N: (N,) floating or None.
         offset_NG: as `scale_NG`, what each weight of a group lies above; None for values around zero.
+        activation_bits: 8, or 16 for activations in bfloat16.
 
     Raises:
         ValueError: a wrong shape, dtype or device, a scale or an offset that is NaN or infinite, or groups that do not
@@ -155,11 +177,13 @@ def prepack_int4(
         in_features=in_features,
         out_features=out_features,
         group=in_features // num_groups,
+        activation_bits=activation_bits,
     )
 
 
 def int4_linear(x_MK: torch.Tensor, packed: PackedInt4) -> torch.Tensor:
-    """The layer at the head of this file, with q, scale_M = quantize_per_token(x), with offsets of each group of x.
+    """The layer at the head of this file, with q, scale_M = quantize_per_token(x), with offsets of each group of x, or
+    with x in bfloat16.
 
     Args:
         x_MK: (M, in_features) floating; M may be 0.
@@ -176,7 +200,8 @@ def int4_linear(x_MK: torch.Tensor, packed: PackedInt4) -> torch.Tensor:
         )
     if x_MK.device != packed.packed_NK8.device:
         raise ValueError(f"x_MK is on {x_MK.device}, the weight on {packed.packed_NK8.device}")
-    if gpu_kernels("int4_matmul", x_MK, packed.packed_NK8) is not None:
+    codes = packed.activation_bits != FLOATING
+    if codes and gpu_kernels("int4_matmul", x_MK, packed.packed_NK8) is not None:
         return scaled_int4_matmul(*quantize_for_int4(x_MK, packed), packed)
     extension = cpu_extension(x_MK)
     return int4_linear_torch(x_MK, packed) if extension is None else extension.int4_linear(x_MK, packed.panels)
@@ -184,12 +209,20 @@ def int4_linear(x_MK: torch.Tensor, packed: PackedInt4) -> torch.Tensor:
 
 def int4_linear_torch(x_MK: torch.Tensor, packed: PackedInt4) -> torch.Tensor:
     """The reference of `int4_linear`."""
+    if packed.activation_bits == FLOATING:
+        return linear_torch(x_MK.to(torch.bfloat16).to(torch.float32), packed.dequantize(), packed.bias_N)
     q_RK, scale_R = quantize_per_token_torch(x_MK.reshape(-1, packed.activation_group))
     return _product(q_RK.view(x_MK.shape), scale_R.view(len(x_MK), packed.activation_groups), packed)
 
 
 def quantize_for_int4(x_MK: torch.Tensor, packed: PackedInt4) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes (M, K) int8 of `x_MK` and their scales, float32: (M, G) for a weight with offsets, else (M, 1)."""
+    """Codes (M, K) int8 of `x_MK` and their scales, float32: (M, G) for a weight with offsets, else (M, 1).
+
+    Raises:
+        ValueError: activations beside the weight are floating.
+    """
+    if packed.activation_bits == FLOATING:
+        raise ValueError("activations beside this weight are floating: it has no product of codes")
     q_RK, scale_R = quantize_per_token(x_MK.reshape(-1, packed.activation_group))
     return q_RK.view(x_MK.shape), scale_R.view(len(x_MK), packed.activation_groups)
 

@@ -14,7 +14,7 @@ from penjing.kernels.cpu import library as abi
 from penjing.kernels.cpu.checks import float_linear
 from penjing.kernels.cpu.functions import CpuExtension
 from penjing.kernels.cpu.packing import Panels
-from penjing.kernels.int4_linear import PackedInt4
+from penjing.kernels.int4_linear import FLOATING, PackedInt4
 from penjing.kernels.int8_linear import PackedInt8
 
 
@@ -103,7 +103,9 @@ class Packer:
         if isinstance(first, PackedInt4):
             fours = [linear for linear in group if isinstance(linear, PackedInt4)]
             parts = [linear.part for linear in fours]
-            return self.extension.prepack_int4(parts, first.group, swiglu=swiglu, memory=memory).linear
+            floats = first.activation_bits == FLOATING
+            packed = self.extension.prepack_int4(parts, first.group, swiglu=swiglu, memory=memory, half_inputs=floats)
+            return packed.linear
         eights = [linear for linear in group if isinstance(linear, PackedInt8)]
         parts = [(linear.weight_NK, linear.scale_N, linear.bias_N) for linear in eights]
         above = eights[0].zero_points
@@ -138,7 +140,7 @@ def pack_together(extension: CpuExtension, linears: Sequence[PackedInt8 | Packed
 
 def joins(group: Sequence[AnyLinear]) -> bool:
     """Whether layers of one input are packed as one: all INT8, or all INT4 with the same groups, type of scales and
-    offsets or none."""
+    offsets or none. Activations of INT4 layers have as many bits, which `check_layers` has seen."""
     eights = [linear for linear in group if isinstance(linear, PackedInt8)]
     if len(eights) == len(group):
         return True  # `check_layers` has seen that all have zero points or none has
@@ -198,3 +200,5 @@ def check_layers(layers: Sequence[LayerWeights], hidden: int, q_size: int, kv_si
                 raise ValueError(f"layer {index}: of INT8 layers of one input some have zero points and some have none")
             if len({linear.offset_NG is None for linear in fours}) > 1:
                 raise ValueError(f"layer {index}: of INT4 layers of one input some have offsets and some have none")
+            if len({linear.activation_bits for linear in fours}) > 1:
+                raise ValueError(f"layer {index}: INT4 layers of one input read INT8 and bfloat16")

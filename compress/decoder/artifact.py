@@ -146,6 +146,7 @@ class _Layers:
             offsets=bool(self.settings.offsets),
             embedding=self.settings.embedding_dtype == "int8",
             above=[name for name in linears if name not in keep and self.settings.above(name)],
+            activation_bits=self.settings.activations_bits,
         )
         quantized = {} if keep == linears else {"quantization_config": scheme}
         tied = self.config.tie_word_embeddings and not unties(self.settings)

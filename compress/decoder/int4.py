@@ -110,13 +110,6 @@ Fit = Callable[[Tensor, Tensor], Grid]
 """weight_NK (N, K) float32 of one group, importance_K (K,) how much a squared error of each input counts → its grid."""
 
 
-def activation_group(quantized: object) -> int:
-    """Inputs of a weight that share a scale of activations; 0: all."""
-    if not isinstance(quantized, GroupedWeight) or quantized.offset_NG is None:
-        return 0
-    return quantized.weight_NK.shape[1] // quantized.scale_NG.shape[1]
-
-
 def group_range(weight_NK: Tensor, importance_K: Tensor) -> Grid:
     """A `Fit`: of each row the float16 scale and offset that lose least.
 

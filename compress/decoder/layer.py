@@ -12,7 +12,6 @@ from torch import Tensor
 from penjing.compress.decoder.compensate import error_spread, quantize_compensated
 from penjing.compress.decoder.int4 import (
     GroupedWeight,
-    activation_group,
     group_range,
     group_scale,
     quantize_grouped,
@@ -163,10 +162,11 @@ def compress_layer(
             bits: int8_rule(settings, x_MK, above) if bits == 8 else int4_rule(settings, x_MK) for bits in formats
         }
         for linear in quantized_here:
-            quantized = rules_of[settings.bits(f"model.layers.{layer}.{linear}")](weights[f"{linear}.weight"])
+            bits = settings.bits(f"model.layers.{layer}.{linear}")
+            quantized = rules_of[bits](weights[f"{linear}.weight"])
             few_MK = x_MK[:: max(1, len(x_MK) // ERROR_ROWS)]
             errors[linear] = linear_error(
-                weights[f"{linear}.weight"], quantized, few_MK, activation_group(quantized), above
+                weights[f"{linear}.weight"], quantized, few_MK, settings.activation_group(bits), above
             )
             del tensors[f"{linear}.weight"]
             tensors |= quantized_tensors(linear, quantized)
@@ -189,7 +189,7 @@ def int4_rule(settings: Int8Settings, x_MK: Tensor) -> Callable[[Tensor], Groupe
     if settings.rounding == "nearest":
         importance_K = x_MK.square().mean(dim=0)
         return lambda weight_NK: quantize_grouped(weight_NK, settings.group, importance_K, fit)
-    spread_KK = error_spread(fake_quantize_activation(x_MK, settings.group if settings.offsets else 0))
+    spread_KK = error_spread(fake_quantize_activation(x_MK, settings.activation_group(4)))
     return lambda weight_NK: quantize_grouped_compensated(weight_NK, settings.group, spread_KK, fit)
 
 
@@ -198,7 +198,7 @@ def _rule(settings: Int8Settings, hidden_ME: Tensor, above: bool = False) -> Fin
     if settings.transform.search_steps == 0:
         return by_alpha
     token_M = 1 / hidden_ME.square().mean(dim=1).clamp(min=torch.finfo(torch.float32).tiny)
-    return Search(token_M / token_M.mean(), settings.transform.search_steps, _group(settings), above)
+    return Search(token_M / token_M.mean(), settings.transform.search_steps, _group(settings), above, _rounds(settings))
 
 
 def _routed_rule(settings: Int8Settings) -> FindScale:
@@ -208,13 +208,18 @@ def _routed_rule(settings: Int8Settings) -> FindScale:
         return by_alpha
 
     def find(x_MK: Tensor, weight_NK: Tensor, alpha: float, heads: Heads | None) -> Tensor:
-        return Search(torch.ones(len(x_MK)), steps, _group(settings))(x_MK, weight_NK, alpha, heads)
+        search = Search(torch.ones(len(x_MK)), steps, _group(settings), rounds=_rounds(settings))
+        return search(x_MK, weight_NK, alpha, heads)
 
     return find
 
 
 def _group(settings: Int8Settings) -> int:
     return settings.group if settings.weights_bits == 4 else 0
+
+
+def _rounds(settings: Int8Settings) -> bool:
+    return settings.activations_bits == 8
 
 
 def _fill_up(samples: dict[str, Tensor], weights: Weights) -> dict[int, int]:

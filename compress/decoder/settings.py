@@ -72,6 +72,11 @@ class Int8Settings(Config):
         'Q4_1\'s weights, exact where a model lies on such a grid already. "whole" takes offsets of whole steps, which '
         "compressed-tensors has as zero points: `penjing export --to compressed-tensors-weights` writes them.",
     )
+    activations_bits: Literal[8, 16] = Field(
+        default=8,
+        description="Of what layers of 4-bit weights read; 16 is bfloat16, as other engines compute with such weights. "
+        "Layers in 8 bits, and the LM head, always read 8.",
+    )
     keep_int8: tuple[str, ...] = Field(
         default=(),
         description='Shell patterns of linear layers that stay in 8 bits where others get 4, such as "*.down_proj".',
@@ -123,6 +128,8 @@ class Int8Settings(Config):
             raise ValueError('embedding_dtype="int8" needs lm_head="int8" and no pattern in keep that names the head')
         if self.weights_bits == 8 and self.offsets:
             raise ValueError("offsets are of groups of 4-bit weights: leave them out, or take weights_bits=4")
+        if self.weights_bits == 8 and self.activations_bits == 16:
+            raise ValueError("activations_bits=16 is of layers of 4-bit weights: leave it out, or take weights_bits=4")
         if self.weights_bits == 4 and self.zero_points:
             raise ValueError("zero_points are of activations in 8-bit networks: leave them out where weights_bits is 4")
         if self.weights_bits == 8 and self.keep_int8:
@@ -134,6 +141,15 @@ class Int8Settings(Config):
         if self.weights_bits == 8 or module == "lm_head":
             return 8
         return 8 if any(fnmatchcase(module, pattern) for pattern in self.keep_int8) else 4
+
+    def activation_group(self, bits: int) -> int | None:
+        """Inputs that share a scale of the activations beside weights of so many bits; 0: all of a token; None:
+        activations are bfloat16."""
+        if bits == 8:
+            return 0
+        if self.activations_bits == 16:
+            return None
+        return self.group if self.offsets else 0
 
     def above(self, module: str) -> bool:
         """Whether the activations of the quantized linear layer `module` have a zero point a token."""

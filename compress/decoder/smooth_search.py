@@ -8,7 +8,7 @@ the noise of the outputs follows from amplitudes alone, without a pass through t
 
 Where a token has a zero point, half of its range stands for the maximum in the first line, and a scale may be negative
 (`compress/rounding/signs.py`). With 4-bit weights the second line has a step for each group of a row, 127 / 7 times as
-long; it sums over groups.
+long; it sums over groups. Beside them activations may be bfloat16: then the first line is left out.
 
 It is differentiable in s, so that Adam finds scales better than any alpha of SmoothQuant, from whose best it starts.
 """
@@ -78,9 +78,19 @@ class RoundingNoise:
         token_M: (M,) u, how much each token's error counts.
         group: inputs that share a step of a 4-bit weight; 0: 8 bits, a step a row.
         above: tokens have zero points.
+        rounds: activations are rounded to 8 bits.
     """
 
-    def __init__(self, x_MK: Tensor, weight_NK: Tensor, token_M: Tensor, group: int = 0, above: bool = False) -> None:
+    def __init__(
+        self,
+        x_MK: Tensor,
+        weight_NK: Tensor,
+        token_M: Tensor,
+        group: int = 0,
+        above: bool = False,
+        rounds: bool = True,
+    ) -> None:
+        self._rounds = rounds
         self._group, self._coarser = group or weight_NK.shape[1], INT4_STEP**2 if group else 1.0
         self._weights = _Largest(weight_NK.abs().unflatten(1, (-1, self._group)))
         self._energy_K = weight_NK.square().sum(dim=0)
@@ -112,12 +122,15 @@ class RoundingNoise:
     def __call__(self, scale_K: Tensor) -> Tensor:
         """A scalar that can be differentiated by the positive `scale_K`."""
         inverse_K = 1 / scale_K
+        input_G = (self._input_K * inverse_K.square()).view(-1, self._group).sum(dim=1)
+        of_weights = self._coarser * (self._weights(scale_K).square().sum(dim=0) * input_G).sum()
+        if not self._rounds:
+            return of_weights
         token_M = self._sides[0](inverse_K)[:, 0]
         if self._above:  # 0 is always in the range
             token_M = (token_M.clamp(min=0) + self._sides[1](inverse_K)[:, 0].clamp(min=0)) / 2
         activation = (token_M.square() * self._token_M).sum() * (self._energy_K * scale_K.square()).sum()
-        input_G = (self._input_K * inverse_K.square()).view(-1, self._group).sum(dim=1)
-        return activation + self._coarser * (self._weights(scale_K).square().sum(dim=0) * input_G).sum()
+        return activation + of_weights
 
     def _of_tokens(self, x_MK: Tensor, token_M: Tensor) -> None:
         sides = (x_MK, -x_MK) if self._above else (x_MK.abs(),)
@@ -137,13 +150,14 @@ class Search:
     Attributes:
         token_M: (M,) how much each token's error counts.
         steps: of Adam after the best of ALPHAS.
-        group, above: see `RoundingNoise`; with `above` scales have the signs that fit.
+        group, above, rounds: see `RoundingNoise`; with `above` scales have the signs that fit.
     """
 
     token_M: Tensor  # noqa: N815
     steps: int
     group: int = 0
     above: bool = False
+    rounds: bool = True
 
     def __call__(self, x_MK: Tensor, weight_NK: Tensor, alpha: float, heads: Heads | None) -> Tensor:
         """See `FindScale`."""
@@ -155,7 +169,7 @@ class Search:
 
     def _search(self, x_MK: Tensor, weight_NK: Tensor, heads: Heads | None) -> Tensor:
         every = max(1, x_MK.shape[0] // SEARCH_ROWS)
-        whole = RoundingNoise(x_MK, weight_NK, self.token_M, self.group, self.above)
+        whole = RoundingNoise(x_MK, weight_NK, self.token_M, self.group, self.above, self.rounds)
         parts = [whole.part(slice(first, None, every)) for first in range(every)] if every > 1 else [whole]
 
         def wide(scale: Tensor) -> Tensor:

@@ -39,13 +39,15 @@ def quantize_per_channel(weight_NK: Tensor) -> QuantizedWeight:
     return QuantizedWeight(quantized, scale_N1)
 
 
-def fake_quantize_activation(x: Tensor, group: int = 0, above: bool = False) -> Tensor:
+def fake_quantize_activation(x: Tensor, group: int | None = 0, above: bool = False) -> Tensor:
     """Quantize each token of `x` (…, K) as the INT8 runtime does and widen it again; float32.
 
     Args:
-        group: neighbours that share a scale; 0: all K.
+        group: neighbours that share a scale; 0: all K; None: bfloat16.
         above: tokens have zero points.
     """
+    if group is None:
+        return x.detach().to(torch.bfloat16).to(torch.float32)
     rows_MK = x.detach().reshape(-1, x.shape[-1] if above else group or x.shape[-1])
     found_MK = torch.empty(rows_MK.shape)
     for part_MK, into_MK in zip(rows_MK.split(TOKENS_AT_ONCE), found_MK.split(TOKENS_AT_ONCE), strict=True):
@@ -85,7 +87,7 @@ class ErrorMeter:
         group, above: of `fake_quantize_activation`.
     """
 
-    def __init__(self, group: int = 0, above: bool = False) -> None:
+    def __init__(self, group: int | None = 0, above: bool = False) -> None:
         self._group, self._above = group, above
         self._squares = torch.zeros(4, dtype=torch.float64)  # weight error, weight, output error, output
 
@@ -104,7 +106,7 @@ class ErrorMeter:
 
 
 def linear_error(
-    weight_NK: Tensor, quantized: Approximation, x_MK: Tensor, group: int = 0, above: bool = False
+    weight_NK: Tensor, quantized: Approximation, x_MK: Tensor, group: int | None = 0, above: bool = False
 ) -> LinearError:
     """How far the stored weight with INT8 activations is from the float layer on the sample `x_MK` (M, K) float32.
 

@@ -57,7 +57,7 @@ SCALE_BITS = 16  # of a group of 4-bit weights, and as many of its offset
 
 
 class DecoderQuantize(TrainingSettings, Int8Settings):
-    """INT8 for a decoder, or 4-bit weights with INT8 activations."""
+    """INT8 for a decoder, or 4-bit weights with activations in INT8 or bfloat16."""
 
     learns_from_model: ClassVar[bool] = True  # where no teacher is named
 
@@ -193,6 +193,8 @@ def _formats(settings: Int8Settings) -> dict[str, str]:
         activations = f"{ACTIVATIONS}, and a zero point of {', '.join(settings.zero_points)}"
     if settings.offsets:
         activations = f"int8, a scale for each {settings.group} inputs, where weights have 8 bits a scale a token"
+    if settings.activations_bits == 16:
+        activations = "bfloat16, where weights have 8 bits int8, a scale a token"
     return {"weights": weights, "activations": activations}
 
 

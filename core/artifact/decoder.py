@@ -40,6 +40,7 @@ from penjing.core.runtime.schemes import (
     OFFSET_WEIGHT_FIELDS,
     WEIGHT_FIELDS,
 )
+from penjing.kernels.int4_linear import FLOATING, ActivationBits
 
 QUANT_METHOD = "compressed-tensors"
 INT8_RUNTIME = "int8_runtime"
@@ -120,8 +121,9 @@ def quantization_config(
     offsets: bool = False,
     embedding: bool = False,
     above: list[str] | None = None,
+    activation_bits: ActivationBits = 8,
 ) -> dict[str, Any]:
-    """`quantization_config` of `config.json`: W8A8 or W4A8 for every linear layer but the modules `keep`.
+    """`quantization_config` of `config.json`: W8A8, W4A8 or W4A16 for every linear layer but the modules `keep`.
 
     Args:
         kv_scales: each layer has calibrated `self_attn.k_scale` and `self_attn.v_scale`.
@@ -130,6 +132,7 @@ def quantization_config(
         offsets: groups have offsets too, and activations a scale for each group.
         embedding: the embedding is in INT8, a scale a row.
         above: without groups, the modules whose activations have a zero point a token.
+        activation_bits: with groups, of the activations beside 4-bit weights; 16: bfloat16.
     """
     if not group:
         layout, groups = INT8_FORMAT, {"group_0": _config_group(["Linear"], WEIGHT_FIELDS)}
@@ -139,7 +142,9 @@ def quantization_config(
         layout, size = OFFSET_FORMAT if offsets else INT4_FORMAT, {"group_size": group}
         weights = (OFFSET_WEIGHT_FIELDS if offsets else INT4_WEIGHT_FIELDS) | size
         groups = {"group_0": _config_group(["Linear"], weights)}
-        if offsets:
+        if activation_bits == FLOATING:
+            groups["group_0"]["input_activations"] = None
+        elif offsets:
             groups["group_0"]["input_activations"] = OFFSET_ACTIVATION_FIELDS | size
         if eight:
             groups["group_0"]["format"], layout = layout, MIXED_FORMAT

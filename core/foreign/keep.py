@@ -1,8 +1,9 @@
 """What another program quantized becomes an artifact with the very same integers, where penjing has such a form.
 
 Of 4 bits that is weight = code × scale + offset for groups of inputs that lie together, offset = −zero × scale, which
-float32 holds exactly (of zeros in the middle, −8 × scale, any type does). Activations, which such folders leave in 16
-bits, get 8 bits and a scale for each group. Of 8 bits it is W8A8: symmetric, one scale a channel.
+float32 holds exactly; where all zeros are in the middle no offsets are needed. Activations, which such folders leave in
+16 bits, become bfloat16 (W4A16), or get 8 bits and a scale for each group (W4A8), for which there always are offsets.
+Of 8 bits it is W8A8: symmetric, one scale a channel.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from penjing.core.foreign.layer import Grouped, num_groups
 from penjing.core.models.tensor_names import tensor_shapes
 from penjing.core.runtime.schemes import quantized_modules
 from penjing.kernels.cpu.packing import LEAST_GROUP
-from penjing.kernels.int4_linear import OFFSET, pack_int4
+from penjing.kernels.int4_linear import FLOATING, OFFSET, ActivationBits, pack_int4
 
 EMBEDDING = "model.embed_tokens.weight"
 _DTYPES = {"BF16": "bfloat16", "F16": "float16"}
@@ -32,19 +33,24 @@ class Kept:
     """The tensors and the quantization_config of the artifact that `checkpoint` becomes.
 
     Attributes:
+        activation_bits: of what the 4-bit layers read.
         group: inputs of a group of the 4-bit layers, which divides the folder's own: scales are repeated.
         four, eight: how many layers have that many bits.
         dtype: of the embedding, which stays as it was stored, as `config.json` says it.
         reason: why the integers cannot be kept; None: they can.
     """
 
-    def __init__(self, checkpoint: ForeignCheckpoint) -> None:
+    def __init__(self, checkpoint: ForeignCheckpoint, activation_bits: ActivationBits | None = None) -> None:
         """Look at each layer, one in memory at a time.
+
+        Args:
+            activation_bits: None: 8 where the folder rounds activations, else 16.
 
         Raises:
             InputError: damaged.
         """
         self._checkpoint = checkpoint
+        self.activation_bits: ActivationBits = activation_bits or (8 if _rounds(checkpoint) else FLOATING)
         self.reason = _reason(checkpoint)
         self._symmetric, self._eight, self.four, self.group = True, list[str](), 0, 0
         for name in checkpoint.modules if self.reason is None else ():
@@ -68,7 +74,10 @@ class Kept:
         keep = sorted((linear | {"lm_head"}) - set(self._checkpoint.modules))
         if not self.four:
             return quantization_config(keep)
-        return quantization_config(keep, group=self.group, eight=self._eight, offsets=True)
+        bits = self.activation_bits
+        return quantization_config(
+            keep, group=self.group, eight=self._eight, offsets=self._offsets, activation_bits=bits
+        )
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Name and tensor of everything stored, one layer in memory at a time."""
@@ -86,7 +95,12 @@ class Kept:
             yield f"{module}.weight_packed", pack_int4(layer.code_NK.to(torch.int8) - OFFSET)
             yield f"{module}.weight_shape", torch.tensor(layer.code_NK.shape)
             yield f"{module}.weight_scale", scale_NG
-            yield f"{module}.weight_offset", offset_NG
+            if self._offsets:
+                yield f"{module}.weight_offset", offset_NG
+
+    @property
+    def _offsets(self) -> bool:
+        return not (self._symmetric and self.activation_bits == FLOATING)
 
     def _scales(self, layer: Grouped) -> tuple[Tensor, Tensor]:
         """(N, K / group) scales and offsets; in their own type where every zero of the folder is the middle."""
@@ -94,6 +108,12 @@ class Kept:
         scale_NG = layer.scale_NG if self._symmetric else layer.scale_NG.to(torch.float32)
         offset_NG = scale_NG * -layer.zero_NG.to(scale_NG.dtype)
         return scale_NG[:, group_G].contiguous(), offset_NG[:, group_G].contiguous()
+
+
+def _rounds(checkpoint: ForeignCheckpoint) -> bool:
+    """Whether the program that made the folder rounds activations."""
+    groups = (checkpoint.quantization or {}).get("config_groups") or {}
+    return any(group.get("input_activations") is not None for group in groups.values())
 
 
 def _reason(checkpoint: ForeignCheckpoint) -> str | None:
@@ -137,17 +157,23 @@ def said_of_integers(kept: Kept | None, checkpoint: ForeignCheckpoint, dtype: st
         return f"{name}: {len(checkpoint.modules)} layers are made {dtype}{why}; 'penjing compress' rounds them again"
     four = f"{kept.four} layers of 4 bits keep their integers, in groups of {kept.group}" if kept.four else ""
     eight = f"{kept.eight} layers of 8 bits keep theirs, with a scale a channel" if kept.eight else ""
-    where = "group of 4-bit weights" if kept.four else "token"
-    return (
-        f"{name}: {' and '.join(part for part in (four, eight) if part)}; activations will be rounded to 8 bits with a "
-        f"scale for each {where}"
-    )
+    said = f"{name}: {' and '.join(part for part in (four, eight) if part)}; "
+    if not kept.four:
+        return f"{said}activations will be rounded to 8 bits with a scale for each token"
+    if kept.activation_bits != FLOATING:
+        return f"{said}activations will be rounded to 8 bits with a scale for each group of 4-bit weights"
+    rounded = ", those of layers of 8 bits to 8 bits with a scale for each token" if kept.eight else ""
+    return f"{said}activations will be bfloat16{rounded} (--activations 8 rounds them to 8 bits, which is faster)"
 
 
 def runs_as_it_is(checkpoint: ForeignCheckpoint) -> bool:
-    """Whether penjing runs the folder without an import: its layers are W8A8 or W4A8 of compressed-tensors."""
+    """Whether penjing runs the folder without an import: its layers are W8A8 or W4A8 of compressed-tensors.
+
+    One of W4A16 it runs too, but an import chooses whether its activations are rounded.
+    """
     assert checkpoint.quantization is not None
     try:
-        return bool(quantized_modules(checkpoint.quantization, checkpoint.modules))
+        schemes = quantized_modules(checkpoint.quantization, checkpoint.modules)
+        return bool(schemes) and all(scheme.activation_bits != FLOATING for scheme in schemes.values())
     except InputError:
         return False

@@ -20,7 +20,7 @@ from penjing.core.errors import InputError
 from penjing.core.foreign.gguf_blocks import GROUP, MIDDLE, BlockWeight, read_blocks
 from penjing.core.models.config import DecoderConfig
 from penjing.core.models.tensor_names import tensor_shapes
-from penjing.kernels.int4_linear import pack_int4
+from penjing.kernels.int4_linear import FLOATING, ActivationBits, pack_int4
 
 EMBEDDING = "model.embed_tokens"
 
@@ -47,13 +47,17 @@ class KeptBlocks:
         reason: why no integers are kept; None: some are.
     """
 
-    def __init__(self, file: File, dtype: str) -> None:
+    def __init__(self, file: File, dtype: str, activation_bits: ActivationBits = 8) -> None:
         """Look at each layer, one in memory at a time.
+
+        Args:
+            activation_bits: of what the 4-bit layers read; 8, as llama.cpp has them.
 
         Raises:
             InputError: scales that are no numbers.
         """
         self._file, self.dtype = file, dtype
+        self._activation_bits: ActivationBits = activation_bits
         self.four, self.eight = list[str](), list[str]()
         shapes = tensor_shapes(file.config)
         linear = [name.removesuffix(".weight") for name in shapes if name.endswith("_proj.weight")]
@@ -74,7 +78,9 @@ class KeptBlocks:
         keep = sorted({*self._linear, "lm_head"} - set(self.four) - set(self.eight))
         if not self.four:
             return quantization_config(keep)
-        return quantization_config(keep, group=GROUP, eight=self.eight, offsets=True)
+        return quantization_config(
+            keep, group=GROUP, eight=self.eight, offsets=True, activation_bits=self._activation_bits
+        )
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Name and tensor of everything stored, one layer in memory at a time."""
@@ -108,6 +114,8 @@ class KeptBlocks:
         if floating:
             parts.append(f"{len(floating)} layers ({self._kinds(floating)}) are made {self.dtype}")
         parts.append(f"the embedding ({self._kinds([EMBEDDING])}) is made {self.dtype}")
+        if self.four and self._activation_bits == FLOATING:
+            return f"GGUF: {', '.join(parts)}; activations beside 4 bits will be bfloat16"
         where = "group of 32 inputs" if self.four else "token"
         return f"GGUF: {', '.join(parts)}; activations will be rounded to 8 bits with a scale for each {where}"
 

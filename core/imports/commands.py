@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -69,6 +69,13 @@ def import_command(app: typer.Typer) -> None:
             bool,
             typer.Option("--keep-integers", help="Of a `.gguf` file: an artifact of its own integers, where they fit."),
         ] = False,
+        activations: Annotated[
+            Literal["8", "16"] | None,
+            typer.Option(
+                help="Bits of what 4-bit layers read, where integers are kept; 16 is bfloat16. If left out, 16 for a "
+                "folder whose activations were not rounded to 8, else 8."
+            ),
+        ] = None,
         force: Force = False,
     ) -> None:
         """Turn a model into a penjing checkpoint (safetensors, hashed).
@@ -106,6 +113,8 @@ def import_command(app: typer.Typer) -> None:
                     raise ConfigError("--dequantize is for folders of Hugging Face; leave it out")
                 if keep_integers:
                     raise ConfigError("--keep-integers is for .gguf files; leave it out")
+                if activations is not None:
+                    raise ConfigError("--activations is for folders and .gguf files with 4-bit weights; leave it out")
                 import_graph(source, out, graph_options(**given), force=force, progress=progress)  # type: ignore[arg-type]
                 return
             if given:
@@ -114,5 +123,11 @@ def import_command(app: typer.Typer) -> None:
             from penjing.core.imports.importer import import_model
 
             import_model(
-                source, out, force=force, progress=progress, dequantize=dequantize, keep_integers=keep_integers
+                source,
+                out,
+                force=force,
+                progress=progress,
+                dequantize=dequantize,
+                keep_integers=keep_integers,
+                activations=None if activations is None else 8 if activations == "8" else 16,
             )

@@ -33,6 +33,7 @@ from penjing.core.models.tensor_names import tensor_shapes
 from penjing.core.packages import PACKAGES, fetch_package
 from penjing.core.progress import Progress, Silent
 from penjing.core.text.tokenizer import Tokenizer
+from penjing.kernels.int4_linear import ActivationBits
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 _FLOATING = (Checkpoint, FoldedCheckpoint)
@@ -66,6 +67,7 @@ def import_model(
     dtype: Dtype = "float32",
     dequantize: bool = False,
     keep_integers: bool = False,
+    activations: ActivationBits | None = None,
 ) -> Path:
     """Make the checkpoint folder `out` from `source`, one tensor at a time; `out` appears only when it is complete.
 
@@ -79,9 +81,11 @@ def import_model(
             they become an artifact, which is served; see `core.foreign.keep`.
         keep_integers: make such an artifact of a `.gguf` file too, which becomes floating otherwise; see
             `core.foreign.keep_blocks`.
+        activations: bits of what the 4-bit layers of such an artifact read; None: as the source was made for, 16 in a
+            folder whose activations are floating, and 8 elsewhere.
 
     Raises:
-        ConfigError: another dtype than these.
+        ConfigError: another dtype than these, or options that say nothing of the source.
         InputError: the source is missing, damaged, not a model, or of another architecture; `out` holds something else.
         SetupError: no network for a package, disk full, no permission.
     """
@@ -113,6 +117,10 @@ def import_model(
                 f"{source} is no .gguf file: leave --keep-integers out, since those of a folder are kept where they fit"
             )
         created_by["keep_integers"] = True
+    if activations is not None:
+        if not (keep_integers or (isinstance(model, _FolderSource) and model.foreign is not None and not dequantize)):
+            raise ConfigError(f"activations={activations} is of integers that are kept, and {source} becomes floating")
+        created_by["activations"] = activations
     if not force and _is_complete(out, created_by):
         progress.note(f"{out} already holds {source}: kept (--force makes it again)")
         return out
@@ -133,9 +141,9 @@ def import_model(
         progress.start(f"importing {source}", model.num_tensors)
         kept = None
         if isinstance(model, _FolderSource):
-            kept = model.kept(dequantize)
+            kept = model.kept(dequantize, activations)
         elif keep_integers and isinstance(model, _GgufSource):
-            kept = KeptBlocks(model.file, dtype)
+            kept = KeptBlocks(model.file, dtype, activations or 8)
         if kept is not None and kept.reason is None:
             total = _save_kept(partial, model, kept, progress)
             write_manifest(partial, "artifact", created_by)
@@ -250,9 +258,9 @@ class _FolderSource:
         self._shapes = tensor_shapes(self.config)
         self._check_tensors()
 
-    def kept(self, dequantize: bool) -> Kept | None:
+    def kept(self, dequantize: bool, activations: ActivationBits | None) -> Kept | None:
         """What becomes of the folder's integers; None: it has none, or floating weights are wanted."""
-        return None if self.foreign is None or dequantize else Kept(self.foreign)
+        return None if self.foreign is None or dequantize else Kept(self.foreign, activations)
 
     def identity(self) -> dict[str, Any]:
         return _folder_identity(self._folder, self._folder.resolve().name)

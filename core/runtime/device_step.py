@@ -24,7 +24,7 @@ from penjing.core.runtime.embedding import Int8Embedding
 from penjing.core.runtime.quantized import Int4Linear, Int8Linear, moved
 from penjing.kernels.gpu.registry import MAX_HEAD_DIM
 from penjing.kernels.hadamard import hadamard
-from penjing.kernels.int4_linear import PackedInt4, prepack_int4, quantize_for_int4, scaled_int4_matmul
+from penjing.kernels.int4_linear import FLOATING, PackedInt4, prepack_int4, quantize_for_int4, scaled_int4_matmul
 from penjing.kernels.int8_linear import PackedInt8, prepack_int8, scaled_above, scaled_int8_matmul
 from penjing.kernels.linear import linear
 from penjing.kernels.paged_attention import paged_attention
@@ -253,6 +253,10 @@ class DeviceStep:
         return self._move(norm.weight).to(torch.float32 if isinstance(reader, (_Int8, _Int4)) else self.dtype)
 
     def _projection(self, module: nn.Module, dtype: torch.dtype | None = None) -> _One:
+        if isinstance(module, Int4Linear) and module.packed.activation_bits == FLOATING:  # no kernel: widened once
+            packed = module.packed
+            bias = None if packed.bias_N is None else self._move(packed.bias_N).to(self.dtype)
+            return _Float(self._move(packed.dequantize()).to(self.dtype), bias, dtype or self.dtype)
         if isinstance(module, Int4Linear):
             return _Int4(moved(module.packed, self._move), dtype or self.dtype)
         if isinstance(module, Int8Linear):

@@ -8,6 +8,7 @@ An artifact stores, for each quantized linear layer X, `X.weight_scale` and
 as compressed-tensors' int-quantized and pack-quantized formats have them. Weights of 4 bits with offsets have
 `X.weight_offset` too, as the scale, and both are float16 in what penjing writes. Activations are quantized while it
 runs, per token or, beside offsets, per token and group (W8A8, `kernels.int8_linear`, and W4A8, `kernels.int4_linear`).
+Beside 4-bit weights they may become bfloat16 instead (W4A16).
 """
 
 from __future__ import annotations
@@ -21,7 +22,14 @@ from torch import Tensor, nn
 
 from penjing.core.errors import InputError
 from penjing.core.runtime.schemes import Scheme
-from penjing.kernels.int4_linear import OFFSET, PackedInt4, int4_linear, prepack_int4, unpack_int4
+from penjing.kernels.int4_linear import (
+    OFFSET,
+    ActivationBits,
+    PackedInt4,
+    int4_linear,
+    prepack_int4,
+    unpack_int4,
+)
 from penjing.kernels.int8_linear import PackedInt8, int8_linear, prepack_int8
 
 Packed = TypeVar("Packed")
@@ -71,10 +79,15 @@ class Int4Linear(nn.Module):
     """
 
     def __init__(
-        self, packed_NK8: Tensor, scale_NG: Tensor, bias_N: Tensor | None = None, offset_NG: Tensor | None = None
+        self,
+        packed_NK8: Tensor,
+        scale_NG: Tensor,
+        bias_N: Tensor | None = None,
+        offset_NG: Tensor | None = None,
+        activation_bits: ActivationBits = 8,
     ):
         super().__init__()
-        self.packed: PackedInt4 = prepack_int4(packed_NK8, scale_NG, bias_N, offset_NG)
+        self.packed: PackedInt4 = prepack_int4(packed_NK8, scale_NG, bias_N, offset_NG, activation_bits)
         self.in_features, self.out_features = self.packed.in_features, self.packed.out_features
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Int4Linear:
@@ -135,7 +148,7 @@ def quantized_linear(
     if scheme.bits == 8:
         return Int8Linear(tensor(f"{name}.weight"), scale, bias_N, scheme.zero_points)
     offset = tensor(f"{name}.weight_offset") if scheme.offsets else None
-    layer = Int4Linear(tensor(f"{name}.weight_packed"), scale, bias_N, offset)
+    layer = Int4Linear(tensor(f"{name}.weight_packed"), scale, bias_N, offset, scheme.activation_bits)
     if layer.packed.group != scheme.group:
         raise InputError(
             f"{name} has scales for groups of {layer.packed.group} inputs, config.json says {scheme.group}"

@@ -9,11 +9,13 @@ from typing import Any, Literal, TypeVar
 
 from penjing.core.errors import InputError
 from penjing.kernels.cpu.packing import LEAST_GROUP
+from penjing.kernels.int4_linear import FLOATING, ActivationBits
 
 INT8_FORMAT, INT4_FORMAT, MIXED_FORMAT = "int-quantized", "pack-quantized", "mixed-precision"
 # Not one of compressed-tensors: its zero points are integers, while a group's offset here is any number, as in Q4_1.
 OFFSET_FORMAT = "penjing-q4_1"
-# The fields of a compressed-tensors scheme that W8A8 and W4A8 fix; anything else is another computation.
+# The fields of a compressed-tensors scheme that W8A8, W4A8 and W4A16 fix; anything else is another computation. Without
+# input_activations 4-bit weights are W4A16, computed with bfloat16.
 WEIGHT_FIELDS = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel", "dynamic": False}
 INT4_WEIGHT_FIELDS = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "dynamic": False}
 ACTIVATION_FIELDS = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
@@ -43,17 +45,21 @@ class Scheme:
     """How a linear layer is stored: 8 bits with a scale a channel, or 4 bits with one for each `group` inputs.
 
     With offsets a group also has what its weights lie above, and activations have a scale for each group. With zero
-    points, of 8-bit weights, activations have one a token beside the scale.
+    points, of 8-bit weights, activations have one a token beside the scale. Beside 4-bit weights activations may have
+    16 bits: bfloat16.
     """
 
     bits: Literal[4, 8]
     group: int = 0
     offsets: bool = False
     zero_points: bool = False
+    activation_bits: ActivationBits = 8
 
     @property
-    def activation_group(self) -> int:
-        """Inputs that share a scale of activations; 0: all of a token."""
+    def activation_group(self) -> int | None:
+        """Inputs that share a scale of activations; 0: all of a token; None: they are bfloat16."""
+        if self.activation_bits == FLOATING:
+            return None
         return self.group if self.offsets else 0
 
     def tensor_names(self, module: str) -> tuple[str, ...]:
@@ -67,7 +73,7 @@ INT8, INT8_ABOVE = Scheme(8), Scheme(8, zero_points=True)
 
 
 def quantized_modules(quantization_config: dict[str, Any], linear_names: Iterable[str]) -> dict[str, Scheme]:
-    """Which of `linear_names` a compressed-tensors `quantization_config` quantizes to W8A8 or W4A8.
+    """Which of `linear_names` a compressed-tensors `quantization_config` quantizes to W8A8, W4A8 or W4A16.
 
     Raises:
         InputError: another method, format or scheme; it names the field and the value that penjing runs.
@@ -76,7 +82,7 @@ def quantized_modules(quantization_config: dict[str, Any], linear_names: Iterabl
     if method != "compressed-tensors" or layout not in (*_FORMATS, MIXED_FORMAT):
         raise InputError(
             f"quant_method {method!r} with format {layout!r}: penjing runs compressed-tensors {INT8_FORMAT} (W8A8), "
-            f"{INT4_FORMAT} (W4A8), its own {OFFSET_FORMAT}, and {MIXED_FORMAT} of these"
+            f"{INT4_FORMAT} (W4A8, W4A16), its own {OFFSET_FORMAT}, and {MIXED_FORMAT} of these"
         )
     if quantization_config.get("kv_cache_scheme") is not None:
         _require("kv_cache_scheme", quantization_config["kv_cache_scheme"], KV_CACHE_FIELDS)
@@ -145,7 +151,9 @@ def _scheme(name: str, group: dict[str, Any], layout: str) -> Scheme:
     weights, activations = group.get("weights"), group.get("input_activations")
     _require(f"{name}.weights", weights, _FORMATS[stored][0])
     above = stored == INT8_FORMAT and isinstance(activations, dict) and activations.get("symmetric") is False
-    _require(f"{name}.input_activations", activations, ABOVE_FIELDS if above else _FORMATS[stored][1])
+    floating = stored != INT8_FORMAT and activations is None
+    if not floating:
+        _require(f"{name}.input_activations", activations, ABOVE_FIELDS if above else _FORMATS[stored][1])
     if group.get("output_activations") is not None:
         raise InputError(f"{name}.output_activations is set: penjing leaves outputs in float32")
     if stored == INT8_FORMAT:
@@ -155,9 +163,9 @@ def _scheme(name: str, group: dict[str, Any], layout: str) -> Scheme:
         raise InputError(f"{name}.weights.group_size is {size!r}: penjing runs multiples of {LEAST_GROUP}")
     if isinstance(weights, dict) and weights.get("actorder") not in (None, "static", "weight"):
         raise InputError(f"{name}.weights.actorder is {weights['actorder']!r}: penjing runs groups that lie together")
-    if stored == OFFSET_FORMAT:
+    if stored == OFFSET_FORMAT and not floating:
         _require(f"{name}.input_activations", activations, {"group_size": size})
-    return Scheme(4, size, offsets=stored == OFFSET_FORMAT)
+    return Scheme(4, size, offsets=stored == OFFSET_FORMAT, activation_bits=FLOATING if floating else 8)
 
 
 def _names(where: str, value: Any) -> list[str]:
@@ -168,7 +176,7 @@ def _names(where: str, value: Any) -> list[str]:
 
 def _require(where: str, scheme: Any, fields: dict[str, Any]) -> None:
     if not isinstance(scheme, dict):
-        raise InputError(f"{where} is missing: penjing runs W8A8 and W4A8, activations in INT8")
+        raise InputError(f"{where} is missing: penjing runs W8A8, W4A8 and W4A16")
     for key, wanted in fields.items():
         value = scheme.get(key, False if key == "dynamic" else None)
         if value != wanted:

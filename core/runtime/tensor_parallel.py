@@ -219,7 +219,7 @@ def _part(module: nn.Module, rows: slice) -> nn.Module:
     if isinstance(module, Int4Linear):
         four = module.packed
         bias_N, offset_NG = (None if x is None else x[rows] for x in (four.bias_N, four.offset_NG))
-        return Int4Linear(four.packed_NK8[rows], four.scale_NG[rows], bias_N, offset_NG)
+        return Int4Linear(four.packed_NK8[rows], four.scale_NG[rows], bias_N, offset_NG, four.activation_bits)
     assert isinstance(module, nn.Linear)
     count = rows.stop - rows.start
     made = BatchInvariantLinear(module.in_features, count, bias=module.bias is not None, device="meta")

@@ -25,7 +25,7 @@ struct PjLinear {
     int32_t scale_dtype;  // INT4: PjDtype of the groups' scales, one of the floats
     int32_t offsets;      // INT4: a group also has an offset, and activations have a scale for each group of inputs
     int32_t zero_points;  // INT8: activations have a zero point a token, not zero in the middle of their range
-    int32_t unused;
+    int32_t half_inputs;  // INT4: activations are rounded to bfloat16, not to 8 bits
 };
 
 // Rows of a weight as they are stored, one of the layers that are packed as one.

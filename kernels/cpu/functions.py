@@ -25,7 +25,7 @@ from penjing.kernels.cpu.packing import Int4Part, Int8Part, Panels, pack_int4, p
 from penjing.kernels.cpu.pages import empty_pages
 from penjing.kernels.cpu.threads import default_threads
 
-ISAS = ("amx", "avx512_vnni", "avx2", "scalar")
+ISAS = ("amx", "avx512_bf16", "avx512_vnni", "avx2", "scalar")
 
 
 class CpuExtension:
@@ -122,7 +122,13 @@ class CpuExtension:
         return pack_int8(self.library, parts, swiglu, memory, zero_points)
 
     def prepack_int4(
-        self, parts: Sequence[Int4Part], group: int, *, swiglu: bool = False, memory: Tensor | None = None
+        self,
+        parts: Sequence[Int4Part],
+        group: int,
+        *,
+        swiglu: bool = False,
+        memory: Tensor | None = None,
+        half_inputs: bool = False,
     ) -> Panels:
         """Lay out INT4 weights of one input for `int4_linear`, as `prepack_parts` does INT8 ones.
 
@@ -130,11 +136,12 @@ class CpuExtension:
             parts: (packed_NK8, scale_NG, offset_NG, bias_N) of each; see `kernels.int4_linear`.
             group: inputs that share a scale, a multiple of 32 that divides K.
             memory: (packed_int4_bytes,) uint8 to fill, 64-byte aligned; allocated if None.
+            half_inputs: activations are rounded to bfloat16, not to 8 bits.
 
         Raises:
             ValueError: a wrong shape, dtype or layout.
         """
-        return pack_int4(self.library, parts, group, swiglu, memory)
+        return pack_int4(self.library, parts, group, swiglu, memory, half_inputs)
 
     def packed_int4_bytes(
         self,
@@ -156,7 +163,7 @@ class CpuExtension:
         return y_MN
 
     def int4_linear(self, x_MK: Tensor, panels: Panels) -> Tensor:
-        """(M, N) float32 = x_MK, quantized per token, times the packed weight; see `kernels.int4_linear`."""
+        """(M, N) float32 = x_MK, rounded as the layer wants it, times the packed weight; see `kernels.int4_linear`."""
         return self.int8_linear(x_MK, panels)
 
     def linear(self, x_MK: Tensor, weight_NK: Tensor, bias_N: Tensor | None = None) -> Tensor:

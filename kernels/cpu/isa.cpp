@@ -45,6 +45,9 @@ bool runs(const char* name) {
                __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
                __builtin_cpu_supports("avx512vnni");
     }
+#if defined(PJ_HAS_BF16)
+    if (!strcmp(name, "avx512_bf16")) return runs("avx512_vnni") && __builtin_cpu_supports("avx512bf16");
+#endif
 #if defined(PJ_HAS_AMX)
     if (!strcmp(name, "amx")) return runs("avx512_vnni") && amx_permitted();
 #endif
@@ -57,6 +60,9 @@ const Ops* table(const char* name) {
 #if defined(__x86_64__)
     if (!strcmp(name, "avx2")) return &avx2_ops();
     if (!strcmp(name, "avx512_vnni")) return &avx512_ops();
+#if defined(PJ_HAS_BF16)
+    if (!strcmp(name, "avx512_bf16")) return &bf16_ops();
+#endif
 #if defined(PJ_HAS_AMX)
     if (!strcmp(name, "amx")) return &amx_ops();
 #endif
@@ -65,13 +71,13 @@ const Ops* table(const char* name) {
 }
 
 bool known(const char* name) {
-    for (const char* other : {"amx", "avx512_vnni", "avx2", "scalar"})
+    for (const char* other : {"amx", "avx512_bf16", "avx512_vnni", "avx2", "scalar"})
         if (!strcmp(name, other)) return true;
     return false;
 }
 
 const Ops* best() {
-    for (const char* name : {"amx", "avx512_vnni", "avx2"})
+    for (const char* name : {"amx", "avx512_bf16", "avx512_vnni", "avx2"})
         if (runs(name)) return table(name);
     return table("scalar");
 }

@@ -8,7 +8,7 @@ from ctypes import POINTER, c_char_p, c_double, c_float, c_int32, c_int64, c_uin
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
-ABI_VERSION = 18
+ABI_VERSION = 19
 DTYPES = {"float32": 0, "bfloat16": 1, "float16": 2, "int8": 3, "int4": 4}
 
 
@@ -33,7 +33,7 @@ class Linear(ctypes.Structure):
         ("scale_dtype", c_int32),
         ("offsets", c_int32),
         ("zero_points", c_int32),
-        ("unused", c_int32),
+        ("half_inputs", c_int32),
     )
 
 

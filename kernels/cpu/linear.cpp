@@ -146,6 +146,7 @@ Rows carve_rows(Carver& carver, int64_t rows, int64_t k) {
     found.row_scale = carver.take<float>(r);
     found.zero = carver.take<int32_t>(r);
     found.q4 = carver.take<int8_t>(r * static_cast<size_t>(k));
+    found.half = carver.take<uint16_t>(r * static_cast<size_t>(k));
     found.start = carver.take<int32_t>(r * static_cast<size_t>(k / LEAST_GROUP + 1));
     found.group_sum = carver.take<float>((r + MORE_ROWS) * static_cast<size_t>(k / LEAST_GROUP + 1));
     found.group_scale = carver.take<float>((r + MORE_ROWS) * static_cast<size_t>(k / LEAST_GROUP + 1));
@@ -155,12 +156,13 @@ Rows carve_rows(Carver& carver, int64_t rows, int64_t k) {
 Rows rows_from(const Rows& rows, const PjLinear& linear, int64_t row) {
     const int64_t k = linear.k, groups = linear.dtype == PJ_INT4 ? k / linear.group : 0;
     return {rows.x + row * k, rows.q + row * padded_k(k), rows.row_scale + row, rows.zero + row,
-            rows.q4 + row * k, rows.start + row * groups, rows.group_sum + row * groups, rows.group_scale + row * groups};
+            rows.q4 + row * k, rows.half + row * k, rows.start + row * groups, rows.group_sum + row * groups, rows.group_scale + row * groups};
 }
 
 void quantize_row_for(const Ops& ops, const PjLinear& linear, const float* x, const Rows& rows, int64_t row) {
     if (!in_panels(linear)) return;
     const Rows at = rows_from(rows, linear, row);
+    if (linear.half_inputs) return halve_row(x, linear.k, linear.group, at.half, linear.offsets ? at.group_sum : nullptr);
     if (linear.dtype == PJ_INT8 && linear.zero_points) quantize_above(ops, x, linear.k, at.q, at.row_scale, at.zero);
     else if (linear.dtype == PJ_INT8) quantize_for_panels(ops, x, linear.k, at.q, at.row_scale);
     else if (linear.offsets) quantize_each_group(ops, x, linear.k, linear.group, at.q4, at.group_sum, at.group_scale);
@@ -178,9 +180,10 @@ void apply_linear(const Ops& ops, const PjLinear& linear, const Rows& rows, int6
     }
     if (linear.dtype == PJ_INT4) {
         const int64_t panels = num_panels(linear);
-        const Int4Rows task{rows.q4, rows.start, rows.row_scale, rows.group_sum, rows.group_scale, out, linear.k, linear.k / linear.group, ldo,
+        const Int4Rows task{rows.q4, rows.half, rows.start, rows.row_scale, rows.group_sum, rows.group_scale, out, linear.k, linear.k / linear.group, ldo,
                             static_cast<int>(count), add};
-        ops.int4_panels(linear, share(panels, member, members), share(panels, member + 1, members), task);
+        const auto product = linear.half_inputs ? ops.half_int4_panels : ops.int4_panels;
+        product(linear, share(panels, member, members), share(panels, member + 1, members), task);
         return;
     }
     // Shares of whole cache lines of output.

@@ -16,6 +16,7 @@ struct Rows {
     float* row_scale; // (rows)
     int32_t* zero;    // (rows) what stands for 0 in q, for INT8 layers with zero points
     int8_t* q4;       // (rows, k) quantized, and (rows, k / group) where sums of groups start, for INT4 layers
+    uint16_t* half;   // (rows, k) bfloat16, for INT4 layers with half_inputs, see halve_row
     int32_t* start;
     float* group_sum;    // (rows, k / group), for INT4 layers with offsets in place of `start`
     float* group_scale;  // (rows, k / group) of activations, likewise

@@ -1,5 +1,5 @@
-// What an instruction set provides: the inner kernels behind a table of functions, one table each for AMX, AVX-512
-// VNNI, AVX2 and plain C++. Everything above the table (threads, blocking, paging) is compiled once for any processor.
+// What an instruction set provides: the inner kernels behind a table of functions, one table each for AMX, AVX-512 with
+// BF16, AVX-512 VNNI, AVX2 and plain C++. Everything above the table (threads, blocking, paging) is compiled once for any processor.
 #pragma once
 
 #include "abi.h"
@@ -28,10 +28,12 @@ struct Int8Rows {
 // Where the rows of an INT4 product go.
 struct Int4Rows {
     const int8_t* x;           // (rows, k) activations
+    const uint16_t* half;      // (rows, k) the same in bfloat16, of a layer that rounds them so; see halve_row
     const int32_t* start;      // (rows, groups) −8 × the sum of each group
     const float* row_scale;    // (rows)
     const float* group_sum;    // with offsets (rows + 15, groups), in place of start: the sum of each group, and
-    const float* group_scale;  // in place of row_scale; what stands behind the rows is read, and does not matter
+    const float* group_scale;  // in place of row_scale, where activations are rounded; what stands behind the rows is
+                               // read, and does not matter
     float* out;                // (rows, n)
     int64_t ldx;
     int64_t lds;
@@ -82,6 +84,7 @@ struct Ops {
 
     // The same of an INT4 layer; start[g] = factor × the sum of group g of a row's bytes.
     void (*int4_panels)(const PjLinear& linear, int64_t begin, int64_t end, const Int4Rows& rows);
+    void (*half_int4_panels)(const PjLinear& linear, int64_t begin, int64_t end, const Int4Rows& rows);  // half_inputs
     void (*group_starts)(const int8_t* q, int64_t k, int64_t group, int32_t factor, int32_t* start);
 
     // Outputs [n0, n1) of a float linear layer.
@@ -144,6 +147,8 @@ const Ops& avx512_ops();
 #if defined(__clang__) ? __clang_major__ >= 12 : __GNUC__ >= 11
 #define PJ_HAS_AMX 1
 const Ops& amx_ops();  // what AVX-512 does, with linear layers of several rows by tiles
+#define PJ_HAS_BF16 1
+const Ops& bf16_ops();  // what AVX-512 does, with products of bfloat16
 #endif
 #endif
 
@@ -198,6 +203,31 @@ inline void quantize_each_group(const Ops& ops, const float* x, int64_t k, int64
         ops.quantize_row(x + at, group, reinterpret_cast<uint8_t*>(q + at), scale++, 0);
         ops.group_starts(q + at, group, group, 1, &whole);
         *sum++ = static_cast<float>(whole);
+    }
+}
+
+// One row in the form that half_int4_panel reads: bfloat16, rounded half to even, and of each eight inputs those whose
+// weights share a word's shift side by side: 0 2, 4 6, 1 3, 5 7. With `sum` also the sum of each group of them, added up in
+// eight parts, so that every compiler and processor gives the same bits.
+inline void halve_row(const float* x, int64_t k, int64_t group, uint16_t* half, float* sum) {
+    constexpr int input_of[8] = {0, 2, 4, 6, 1, 3, 5, 7};
+    float part[8];
+    for (int64_t at = 0; at < k; at += 8) {
+        if (at % group == 0)
+            for (float& each : part) each = 0.0f;
+        for (int lane = 0; lane < 8; ++lane) {
+            uint32_t bits;
+            __builtin_memcpy(&bits, x + at + input_of[lane], 4);
+            const bool nan = (bits & 0x7fffffffu) > 0x7f800000u;
+            bits = nan ? bits | 0x400000u : bits + 0x7fffu + ((bits >> 16) & 1u);
+            half[at + lane] = static_cast<uint16_t>(bits >> 16);
+            bits &= 0xffff0000u;
+            float rounded;
+            __builtin_memcpy(&rounded, &bits, 4);
+            part[lane] += rounded;
+        }
+        if (sum && (at + 8) % group == 0)
+            *sum++ = ((part[0] + part[4]) + (part[2] + part[6])) + ((part[1] + part[5]) + (part[3] + part[7]));
     }
 }
 

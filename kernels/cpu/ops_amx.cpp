@@ -104,7 +104,7 @@ namespace penjing {
 
 const Ops& amx_ops() {
     static const Ops table = [] {
-        Ops ops = avx512_ops();
+        Ops ops = __builtin_cpu_supports("avx512bf16") ? bf16_ops() : avx512_ops();
         ops.name = "amx";
         ops.int8_panels = ::int8_panels;
         ops.int4_panels = ::int4_panels;

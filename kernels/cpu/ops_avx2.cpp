@@ -110,6 +110,7 @@ inline void int4_block(int rows, const Int4Block& b, const int8_t* x, const int3
 }
 
 constexpr int FLOAT_ROWS = 3, FLOAT_COLUMNS = 4;
+constexpr int HALF_INT4_ROWS = 3, HALF_INT4_VECTORS = 2;
 constexpr int ATTENTION_ROWS = 6, ATTENTION_VECTORS = 2;
 
 }  // namespace

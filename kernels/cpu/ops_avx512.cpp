@@ -202,6 +202,7 @@ inline void int4_block(int rows, const Int4Block& b, const int8_t* x, const int3
 }
 
 constexpr int FLOAT_ROWS = 6, FLOAT_COLUMNS = 4;  // accumulators of a float micro-tile
+constexpr int HALF_INT4_ROWS = 4, HALF_INT4_VECTORS = 4;
 constexpr int ATTENTION_ROWS = 6, ATTENTION_VECTORS = 4;
 
 }  // namespace

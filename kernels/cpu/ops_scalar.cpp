@@ -50,6 +50,7 @@ inline void int4_block(int, const Int4Block& b, const int8_t* x, const int32_t* 
 }
 
 constexpr int FLOAT_ROWS = 1, FLOAT_COLUMNS = 4;
+constexpr int HALF_INT4_ROWS = 1, HALF_INT4_VECTORS = 1;
 constexpr int ATTENTION_ROWS = 4, ATTENTION_VECTORS = 4;
 
 }  // namespace

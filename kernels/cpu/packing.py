@@ -63,7 +63,12 @@ def pack_int8(
 
 
 def pack_int4(
-    library: ctypes.CDLL, parts: Sequence[Int4Part], group: int, swiglu: bool, memory: Tensor | None
+    library: ctypes.CDLL,
+    parts: Sequence[Int4Part],
+    group: int,
+    swiglu: bool,
+    memory: Tensor | None,
+    half_inputs: bool = False,
 ) -> Panels:
     """Lay out INT4 weights of one input as one layer; see `CpuExtension.prepack_int4`.
 
@@ -93,6 +98,7 @@ def pack_int4(
     linear, scale_dtype = Linear(), _code(dtype)
     sizes = out_features, in_features, swiglu, group, scale_dtype
     library.pj_pack_int4(_parts(parts), len(parts), *sizes, memory.data_ptr(), ctypes.byref(linear))
+    linear.half_inputs = int(half_inputs)
     return Panels(linear, memory, in_features, out_features)
 
 

@@ -25,6 +25,7 @@ inline V v_sub(V a, V b) { return _mm256_sub_ps(a, b); }
 inline V v_mul(V a, V b) { return _mm256_mul_ps(a, b); }
 inline V v_div(V a, V b) { return _mm256_div_ps(a, b); }
 inline V v_fma(V a, V b, V c) { return _mm256_fmadd_ps(a, b, c); }
+inline V v_fused(V a, V b, V c) { return _mm256_fmadd_ps(a, b, c); }  // on every processor rounded once
 inline V v_max(V a, V b) { return _mm256_max_ps(a, b); }  // b where either is NaN
 inline V v_min(V a, V b) { return _mm256_min_ps(a, b); }
 inline V v_round(V x) { return _mm256_round_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
@@ -105,6 +106,13 @@ inline int v_pack(V x, V least, int32_t first, float* value, int32_t* id) {
         found += lanes[lane] >= bound[lane];
     }
     return found;
+}
+
+// The four bits of each word from bit BIT on, minus 8.
+template <int BIT>
+inline V v_four_bits(const void* words) {
+    const VI word = _mm256_srli_epi32(_mm256_loadu_si256(reinterpret_cast<const VI*>(words)), BIT);
+    return _mm256_cvtepi32_ps(_mm256_sub_epi32(_mm256_and_si256(word, _mm256_set1_epi32(15)), _mm256_set1_epi32(8)));
 }
 
 inline V v_load_int8(const int8_t* p) {

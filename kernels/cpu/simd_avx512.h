@@ -20,6 +20,7 @@ inline V v_sub(V a, V b) { return _mm512_sub_ps(a, b); }
 inline V v_mul(V a, V b) { return _mm512_mul_ps(a, b); }
 inline V v_div(V a, V b) { return _mm512_div_ps(a, b); }
 inline V v_fma(V a, V b, V c) { return _mm512_fmadd_ps(a, b, c); }
+inline V v_fused(V a, V b, V c) { return _mm512_fmadd_ps(a, b, c); }  // on every processor rounded once
 inline V v_max(V a, V b) { return _mm512_max_ps(a, b); }  // b where either is NaN
 inline V v_min(V a, V b) { return _mm512_min_ps(a, b); }
 inline V v_round(V x) { return _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
@@ -79,6 +80,14 @@ inline int v_pack(V x, V least, int32_t first, float* value, int32_t* id) {
     _mm512_storeu_ps(value, _mm512_maskz_compress_ps(kept, x));
     _mm512_storeu_si512(id, _mm512_maskz_compress_epi32(kept, _mm512_add_epi32(lane, _mm512_set1_epi32(first))));
     return __builtin_popcount(kept);
+}
+
+// The four bits of each word from bit BIT on, minus 8.
+template <int BIT>
+inline V v_four_bits(const void* words) {
+    const V values = _mm512_setr_ps(-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7);
+    const VI word = _mm512_loadu_si512(words);
+    return _mm512_permutexvar_ps(BIT ? _mm512_srli_epi32(word, BIT) : word, values);
 }
 
 inline V v_load_int8(const int8_t* p) {

@@ -32,6 +32,7 @@ inline V v_sub(V a, V b) { PJ_LANES(V, a.lane[i] - b.lane[i]); }
 inline V v_mul(V a, V b) { PJ_LANES(V, a.lane[i] * b.lane[i]); }
 inline V v_div(V a, V b) { PJ_LANES(V, a.lane[i] / b.lane[i]); }
 inline V v_fma(V a, V b, V c) { PJ_LANES(V, a.lane[i] * b.lane[i] + c.lane[i]); }
+inline V v_fused(V a, V b, V c) { PJ_LANES(V, fmaf(a.lane[i], b.lane[i], c.lane[i])); }  // rounded once, at any cost
 inline V v_max(V a, V b) { PJ_LANES(V, a.lane[i] > b.lane[i] ? a.lane[i] : b.lane[i]); }  // b where either is NaN
 inline V v_min(V a, V b) { PJ_LANES(V, a.lane[i] < b.lane[i] ? a.lane[i] : b.lane[i]); }
 inline V v_round(V x) { PJ_LANES(V, nearbyintf(x.lane[i])); }
@@ -131,6 +132,13 @@ inline int v_pack(V x, V least, int32_t first, float* value, int32_t* id) {
         found += lanes[lane] >= bound[lane];
     }
     return found;
+}
+
+// The four bits of each word from bit BIT on, minus 8.
+template <int BIT>
+inline V v_four_bits(const void* words) {
+    const VI word = vi_load(words);
+    PJ_LANES(V, static_cast<float>(static_cast<int>(static_cast<uint32_t>(word.lane[i]) >> (BIT) & 15u) - 8));
 }
 
 inline V v_load_int8(const int8_t* p) { PJ_LANES(V, static_cast<float>(p[i])); }

@@ -13,6 +13,7 @@ from penjing.core.models.config import DecoderConfig
 from penjing.core.runtime.quantized import Int4Linear, Int8Linear
 from penjing.kernels.dispatch import cuda_refusal
 from penjing.kernels.gpu.registry import MAX_HEAD_DIM
+from penjing.kernels.int4_linear import FLOATING
 from penjing.serve.engine.config import Device, EngineConfig
 
 if TYPE_CHECKING:
@@ -65,16 +66,19 @@ def free_device_memory(model: Decoder, config: EngineConfig) -> int:
     """Bytes of the CUDA device that remain for the KV cache when `model` has been moved there."""
     free, _ = torch.cuda.mem_get_info()
     floats = sum(parameter.numel() for parameter in model.parameters()) * DTYPES[config.dtype].itemsize
-    integers = sum(_stored_bytes(module) for module in model.modules())
+    integers = sum(_stored_bytes(module, DTYPES[config.dtype].itemsize) for module in model.modules())
     return max(0, free - floats - integers - WORKSPACE_BYTES)
 
 
-def _stored_bytes(module: nn.Module) -> int:
-    """Bytes of a layer in integers; its scales of 4 bits lie there twice, in the order of the product too."""
+def _stored_bytes(module: nn.Module, float_bytes: int) -> int:
+    """Bytes of a layer in integers; its scales of 4 bits lie there twice, in the order of the product too. One whose
+    activations are floating lies there in floats."""
     if isinstance(module, Int8Linear):
         return (module.in_features + SCALE_AND_BIAS_BYTES) * module.out_features
     if isinstance(module, Int4Linear):
         packed = module.packed
+        if packed.activation_bits == FLOATING:
+            return float_bytes * (module.in_features + 1) * module.out_features
         scales = sum(2 * x.nbytes for x in (packed.scale_NG, packed.offset_NG) if x is not None)
         return packed.packed_NK8.nbytes + scales + SCALE_AND_BIAS_BYTES * module.out_features
     return 0

@@ -79,7 +79,9 @@ def tiny_model(seed: int = 0, int8: bool = False, **changes: Any) -> LoadedModel
     return LoadedModel(model, config, byte_tokenizer(), None, None, "int8" if int8 else "fp32")
 
 
-def tiny_int4_model(offsets: bool = False, group: int = 32, eight: tuple[str, ...] = (), **changes: Any) -> LoadedModel:
+def tiny_int4_model(
+    offsets: bool = False, group: int = 32, eight: tuple[str, ...] = (), activation_bits: Any = 8, **changes: Any
+) -> LoadedModel:
     """Every linear layer in 4 bits, but in 8 those whose name ends with one of `eight`."""
     loaded = tiny_model(intermediate_size=64, **changes)
     tensors, schemes = dict[str, torch.Tensor](), dict[str, Scheme]()
@@ -102,7 +104,7 @@ def tiny_int4_model(offsets: bool = False, group: int = 32, eight: tuple[str, ..
         tensors |= {f"{name}.weight_shape": torch.tensor(weight.shape)}
         if offsets:
             tensors[f"{name}.weight_offset"] = low
-        schemes[name] = Scheme(4, group, offsets)
+        schemes[name] = Scheme(4, group, offsets, activation_bits=activation_bits)
     apply_quantized(loaded.model, schemes, tensors.__getitem__)
     return replace(loaded, scheme="int4")
 

@@ -15,6 +15,7 @@ from penjing.core.models.decoder import Decoder
 from penjing.core.runtime.fused import fuse_decoder, why_not_fused
 from penjing.kernels.decoder_step import DecoderStep
 from penjing.kernels.dispatch import force_torch
+from tests.core.artifact.int4_artifact import quantization_config as int4_config
 from tests.core.artifact.int4_artifact import write_int4_artifact
 from tests.core.artifact.int8_artifact import above_zero_points, quantization_config, write_int8_artifact
 from tests.core.models.paged_decoder import Pages
@@ -95,8 +96,14 @@ def make(make_tiny_checkpoint: MakeCheckpoint, folder: Path, name: str, scheme: 
         return load_model(checkpoint).model
     if scheme.startswith("int4"):
         eight = ("v_proj", "gate_proj", "down_proj") if scheme == "int4-mixed" else ()
+        eight = ("k_proj", "up_proj") if scheme == "int4-bf16" and name == "llama" else eight
         scales = torch.float16 if scheme == "int4-half" else torch.bfloat16
-        return load_model(write_int4_artifact(checkpoint, folder / "int4", eight=eight, scale_dtype=scales)).model
+        quantization = int4_config([f"re:.*{end}$" for end in eight])
+        if scheme == "int4-bf16":
+            quantization["config_groups"]["group_0"]["input_activations"] = None
+        out = folder / "int4"
+        write_int4_artifact(checkpoint, out, eight=eight, scale_dtype=scales, quantization=quantization)
+        return load_model(out).model
     half = torch.bfloat16 if scheme == "int8-half" else torch.float32
     quantize_head = scheme != "int8" and name not in ("untied", "neox")  # the helper makes an INT8 head of a tied one
     ignore, groups = (
@@ -142,7 +149,7 @@ def draw_ids(count: int, seed: int) -> Tensor:
     ("name", "scheme"),
     [
         *((name, scheme) for name in CONFIGS for scheme in ("fp32", "int8", "int8-head", "int8-half", "int8-above")),
-        *((name, scheme) for name in CONFIGS if name != "odd" for scheme in ("int4", "int4-mixed")),
+        *((name, scheme) for name in CONFIGS if name != "odd" for scheme in ("int4", "int4-mixed", "int4-bf16")),
         ("llama", "int4-half"),
     ],
 )

@@ -77,10 +77,22 @@ def test_other_layouts_are_refused_by_name(field: str, value: Any, message: str)
         quantized_modules(config, [UP])
 
 
-def test_weights_alone_in_4_bits_are_another_computation() -> None:
+def test_without_input_activations_they_are_bfloat16(make_tiny_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
     config = quantization_config([])
     config["config_groups"]["group_0"]["input_activations"] = None
-    with pytest.raises(InputError, match="input_activations is missing: penjing runs W8A8 and W4A8"):
+    assert quantized_modules(config, [UP]) == {UP: Scheme(4, GROUP, activation_bits=16)}
+    folder = write_int4_artifact(make_tiny_checkpoint(), tmp_path / "half", quantization=config)
+    layer = load_model(folder).model.get_submodule(UP)
+    assert isinstance(layer, Int4Linear)
+    x = torch.randn(5, layer.in_features, generator=torch.Generator().manual_seed(1))
+    expected = x.bfloat16().double() @ layer.packed.dequantize().double().t()
+    torch.testing.assert_close(layer(x).double(), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_weights_alone_in_8_bits_are_another_computation() -> None:
+    config = quantization_config(["re:.*"])
+    config["config_groups"]["group_1"]["input_activations"] = None
+    with pytest.raises(InputError, match="input_activations is missing: penjing runs W8A8, W4A8 and W4A16"):
         quantized_modules(config, [UP])
 
 

@@ -280,8 +280,9 @@ def test_the_command_line_says_that_there_is_no_gpu(
         ({"num_hidden_layers": 1}, {"kv_dtype": "int8"}),
         ({"offsets": True, "attention_bias": True, "qk_norm": True, "num_hidden_layers": 1}, {}),
         ({"offsets": True, "eight": ("v_proj", "down_proj"), "num_hidden_layers": 1}, {}),
+        ({"offsets": True, "activation_bits": 16, "attention_bias": True, "num_hidden_layers": 1}, {}),
     ],
-    ids=["a scale a token", "offsets, biases, head norms", "some layers in 8 bits"],
+    ids=["a scale a token", "offsets, biases, head norms", "some layers in 8 bits", "activations in bfloat16"],
 )
 def test_four_bit_weights_answer_as_on_the_processor(how: dict[str, Any], settings: dict[str, Any]) -> None:
     loaded = tiny_int4_model(**how)

@@ -29,7 +29,7 @@ from penjing.serve.runner.ranks import Channel, GlooGather, Workers, c10d, decod
 from penjing.serve.runner.step_inputs import StepTensors
 from penjing.serve.runner.worker import follow
 from penjing.serve.sampling.params import SamplingParams
-from tests.core.artifact.int4_artifact import write_int4_artifact
+from tests.core.artifact.int4_artifact import quantization_config, write_int4_artifact
 from tests.serve.tiny import DEFAULTS, run_all, tiny_config, tiny_engine, tiny_model
 
 SECONDS = 20.0
@@ -128,9 +128,13 @@ def test_tokens_and_logprobs_are_those_of_one_process(case: str) -> None:
     workers.end()
 
 
-def test_four_bits_in_two_processes(make_tiny_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+@pytest.mark.parametrize("half", [False, True])
+def test_four_bits_in_two_processes(make_tiny_checkpoint: Callable[..., Path], tmp_path: Path, half: bool) -> None:
     checkpoint = make_tiny_checkpoint(hidden_size=64, intermediate_size=96, num_attention_heads=4, head_dim=16)
-    folder = write_int4_artifact(checkpoint, tmp_path / "int4", eight=("down_proj",))
+    quantization = quantization_config(["re:.*down_proj$"])
+    if half:
+        quantization["config_groups"]["group_0"]["input_activations"] = None
+    folder = write_int4_artifact(checkpoint, tmp_path / "int4", eight=("down_proj",), quantization=quantization)
     given = [
         Request("0", list(range(3, 30)), SamplingParams(temperature=0, max_tokens=10, logprobs=2, ignore_eos=True))
     ]
