@@ -66,8 +66,8 @@ def _check_four_bits(folder: Path, form: Form, quantization: dict[str, Any] | No
         return
     if offset_group(quantization):
         raise InputError(
-            f"{folder} has 4-bit weights with offsets, whose activations have a scale for each group; {form} does not "
-            f"have that: export --to gguf or {WEIGHTS_ONLY}, or compress with offsets=false"
+            f"{folder} has 4-bit weights with offsets of any size; {form} does not have that: export --to gguf or "
+            f"{WEIGHTS_ONLY}, or compress with offsets=false"
         )
     if form == "onnx" and quantization is not None and quantization.get("format") != INT8_FORMAT:
         raise InputError(
@@ -116,7 +116,7 @@ def _compressed_tensors(artifact: DecoderArtifact, _: TargetName, partial: Path,
 def _weights_only(checkpoint: Checkpoint, partial: Path, progress: Progress) -> ExportRecord:
     zero_points = write_weights_only(checkpoint, partial)
     bound = decoder_gate.WEIGHTS_BOUND.of(compressed_tensors.LOADER)
-    note = "activations stay in floating point, where penjing rounds them to 8 bits"
+    note = "activations stay in floating point, also where penjing rounds them to 8 bits"
     record = ExportRecord(form=WEIGHTS_ONLY, **source_of(checkpoint.folder), bound=bound, notes=(note,))
     why = ZERO_POINTS if zero_points else compressed_tensors.cannot_read(checkpoint)
     if why is not None:

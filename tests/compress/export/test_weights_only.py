@@ -124,7 +124,7 @@ def test_what_was_imported_with_its_integers_goes_out_again(
     found = open_checkpoint(import_model(str(tmp_path / "out"), tmp_path / "floats", dequantize=True))
     for name, weight in weights.items():
         assert torch.equal(found.get(name), weight), name
-    with pytest.raises(InputError, match="export --to gguf or compressed-tensors-weights"):
+    with pytest.raises(InputError, match=r"export --to .*compressed-tensors-weights"):
         export_artifact(ours, "onnx", tmp_path / "no", force=False, progress=Silent())
 
 

@@ -20,6 +20,7 @@ from penjing.core.imports.importer import import_model
 from penjing.core.manifest import read_manifest
 from penjing.core.runtime.quantized import dequantized
 from penjing.core.runtime.schemes import Scheme, quantized_modules
+from penjing.kernels.int4_linear import ActivationBits
 from penjing.serve.runner.load import load_engine
 from tests.core.foreign.folders import AWQ, GPTQ, Tensors, awq, compressed, gptq, packed, plain, write
 from tests.core.imports.test_importer import Recorder
@@ -85,7 +86,8 @@ def test_activations_are_as_the_folder_has_them_or_as_asked_for(tiny_checkpoint:
         quantization, pack, how = KEPT[case]
         weights = write(tiny_checkpoint, tmp_path / case, quantization, pack, **how)
         wanted, lost = _floating(tiny_checkpoint, weights)(IDS), list[float]()
-        for activations, bits in ((None, 16), (16, 16), (8, 8)):
+        choices: tuple[tuple[ActivationBits | None, ActivationBits], ...] = ((None, 16), (16, 16), (8, 8))
+        for activations, bits in choices:
             recorder = Recorder()
             out = tmp_path / f"{case}-{activations}"
             import_model(str(tmp_path / case), out, progress=recorder, activations=activations)
