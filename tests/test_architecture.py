@@ -101,30 +101,28 @@ def module_name(path: Path) -> str:
     return ".".join(("penjing", *parts)).removesuffix(".__init__")
 
 
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"), str(path))
+
+
 @cache
 def imports(path: Path) -> list[tuple[str, bool]]:
     """(imported module or name, whether the import stands at the top level) of each import in a file."""
-    tree = ast.parse(path.read_text(encoding="utf-8"), str(path))
-    lazy = {
-        id(node)
-        for function in ast.walk(tree)
-        if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
-        for node in ast.walk(function)
-    }
-    typing_only = {
-        id(node)
-        for block in ast.walk(tree)
-        if isinstance(block, ast.If) and ast.unparse(block.test).endswith("TYPE_CHECKING")
-        for node in ast.walk(block)
-    }
-    found = []
-    for node in ast.walk(tree):
-        top_level = id(node) not in lazy and id(node) not in typing_only
+    found: list[tuple[str, bool]] = []
+
+    def visit(node: ast.AST, top_level: bool) -> None:
         if isinstance(node, ast.Import):
-            found += [(alias.name, top_level) for alias in node.names]
+            found.extend((alias.name, top_level) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}:{node.lineno}: relative import; write the full name"
-            found += [(f"{node.module}.{alias.name}", top_level) for alias in node.names]
+            found.extend((f"{node.module}.{alias.name}", top_level) for alias in node.names)
+        lazy = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        typing_only = isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING")
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.stmt | ast.excepthandler | ast.match_case):  # no expression imports
+                visit(child, top_level and not lazy and not typing_only)
+
+    visit(parsed(path), True)
     return found
 
 
@@ -140,15 +138,21 @@ def own_modules(path: Path, top_level_only: bool = False) -> set[str]:
     return found
 
 
-@pytest.mark.parametrize("module", MODULES)
-def test_imports_point_down(module: str) -> None:
-    path = MODULES[module]
-    stage = module.split(".")[1]
-    beside = BESIDE.get(relative(path.parent), ())
-    for imported in own_modules(path):
-        assert imported in MODULES, f"{path}: {imported} does not exist, or is the door, which nothing else imports"
-        if module != COMMAND_LINE and not imported.startswith(beside):
-            assert imported.split(".")[1] in MAY_IMPORT[stage], f"{path} imports {imported}: imports point down"
+def test_imports_point_down() -> None:
+    faults: list[str] = []
+    for module, path in MODULES.items():
+        stage = module.split(".")[1]
+        beside = BESIDE.get(relative(path.parent), ())
+        for imported in own_modules(path):
+            if imported not in MODULES:
+                faults.append(f"{path}: {imported} does not exist, or is the door, which nothing else imports")
+            elif (
+                module != COMMAND_LINE
+                and not imported.startswith(beside)
+                and imported.split(".")[1] not in MAY_IMPORT[stage]
+            ):
+                faults.append(f"{path} imports {imported}: imports point down")
+    assert not faults, "\n".join(faults)
 
 
 def test_the_door_opens_on_modules_that_exist() -> None:
@@ -164,7 +168,7 @@ def test_command_lines_import_what_does_the_work_lazily() -> None:
 
 
 def test_the_command_line_reaches_up_in_named_functions_alone() -> None:
-    tree = ast.parse(MODULES[COMMAND_LINE].read_text(encoding="utf-8"))
+    tree = parsed(MODULES[COMMAND_LINE])
     functions = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
     found = {
         name
@@ -193,18 +197,24 @@ def test_modules_import_in_no_circle() -> None:
         visit(module, ())
 
 
-@pytest.mark.parametrize("path", sources(*MAY_IMPORT, DOOR, *SCRIPTS), ids=lambda path: str(path.relative_to(ROOT)))
-def test_no_bare_imports(path: Path) -> None:
-    for name, _ in imports(path):
-        first = name.split(".")[0]
-        assert first not in (*MAY_IMPORT, DOOR), f"{path} imports {name}: write penjing.{name}"
-        assert first not in ("pickle", "cloudpickle", "dill"), f"{path} imports {first}: no pickle is read"
+def test_no_bare_imports() -> None:
+    faults: list[str] = []
+    for path in sources(*MAY_IMPORT, DOOR, *SCRIPTS):
+        for name, _ in imports(path):
+            first = name.split(".")[0]
+            if first in (*MAY_IMPORT, DOOR):
+                faults.append(f"{path} imports {name}: write penjing.{name}")
+            if first in ("pickle", "cloudpickle", "dill"):
+                faults.append(f"{path} imports {first}: no pickle is read")
+    assert not faults, "\n".join(faults)
 
 
-@pytest.mark.parametrize("path", sources(*MAY_IMPORT, DOOR), ids=lambda path: str(path.relative_to(ROOT)))
-def test_files_are_short(path: Path) -> None:
-    limit = MAX_ADAPTER_LINES if path.match("model_repository/*/1/model.py") else MAX_LINES
-    assert len(path.read_text(encoding="utf-8").splitlines()) <= limit
+def test_files_are_short() -> None:
+    def limit(path: Path) -> int:
+        return MAX_ADAPTER_LINES if path.match("model_repository/*/1/model.py") else MAX_LINES
+
+    lengths = {path: len(path.read_text(encoding="utf-8").splitlines()) for path in sources(*MAY_IMPORT, DOOR)}
+    assert not {str(path): length for path, length in lengths.items() if length > limit(path)}
 
 
 def test_models_know_one_device_and_no_quantization() -> None:
@@ -228,13 +238,14 @@ def relative(path: Path) -> str:
     return path.relative_to(ROOT).as_posix()
 
 
+@cache
 def models() -> list[type[BaseModel]]:
     """Every pydantic class of the product."""
     found: dict[str, type[BaseModel]] = {}
     for module, path in MODULES.items():
         if path.name == "__main__.py" or path.match("model_repository/*/1/model.py"):
             continue
-        tree = ast.parse(path.read_text(encoding="utf-8"))
+        tree = parsed(path)
         if not any(isinstance(node, ast.ClassDef) for node in tree.body) or relative(path).startswith("kernels/gpu"):
             continue
         for each in vars(import_module(module)).values():
@@ -277,16 +288,16 @@ def test_folders_are_small() -> None:
         )
 
 
-@pytest.mark.parametrize("path", sources(*MAY_IMPORT, DOOR), ids=relative)
-def test_the_family_of_a_folder_is_asked_in_one_place(path: Path) -> None:
-    if relative(path) == FAMILY_FILE:
-        return
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
-        found = ASKS_THE_FAMILY.search(line)
-        assert found is None, (
-            f"{relative(path)}:{number} says {found and found[0]!r}: ask family_of in {FAMILY_FILE}, and put what "
-            "differs into the families' tables"
-        )
+def test_the_family_of_a_folder_is_asked_in_one_place() -> None:
+    faults = [
+        f"{relative(path)}:{number} says {found[0]!r}"
+        for path in sources(*MAY_IMPORT, DOOR)
+        if relative(path) != FAMILY_FILE
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
+        if (found := ASKS_THE_FAMILY.search(line))
+    ]
+    rule = f"ask family_of in {FAMILY_FILE}, and put what differs into the families' tables"
+    assert not faults, "\n".join([*faults, rule])
 
 
 def test_a_kind_of_page_has_one_template() -> None:
@@ -316,7 +327,7 @@ def test_a_public_name_has_one_meaning_in_a_stage(stage: str) -> None:
     for path in sources(stage):
         if relative(path) in DOORS:
             continue
-        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        for node in parsed(path).body:
             if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and not node.name.startswith(
                 "_"
             ):
