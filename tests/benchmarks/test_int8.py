@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+import pytest
 from run_int8 import narrower, shape_rows
 
 from penjing.core.models.resnet_config import imagenet_resnet
@@ -22,6 +23,7 @@ def test_rows_of_a_small_network(tmp_path: Path) -> None:
     assert rows["tiny/onnxruntime-avx2/fold_quantize_export"].unit == "s"
 
 
+@pytest.mark.full  # the same files as above, made again
 def test_sizes_alone(tmp_path: Path) -> None:
     rows = shape_rows(tmp_path, argparse.Namespace(tiny=True, sizes=True, rounds=1, seconds=0.0, batch=2, threads=1))
     assert {row.unit for row in rows} == {"B"}

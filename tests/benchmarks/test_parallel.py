@@ -42,6 +42,7 @@ def test_a_running_pipeline_resizes_itself_and_its_bubble_shrinks():
     assert settled(found["seconds"]) < found["seconds"][1]
 
 
+@pytest.mark.full  # four processes; what is packed has tests of its own
 def test_a_quarter_of_the_bytes_leaves_with_8_bits():
     plain, packed = (
         run_ranks(2, {"kind": "traffic", "parallel": {"zero": 2, "gradients": way}})["bytes"]

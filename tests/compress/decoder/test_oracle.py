@@ -50,7 +50,7 @@ def switch_activation_quantization_off(model: nn.Module) -> None:
 
 
 @pytest.mark.timeout(900)  # whoever comes first compresses SmolLM2, on one core
-@pytest.mark.parametrize("fixture", ["tiny_int8", "smollm2_int8"])
+@pytest.mark.parametrize("fixture", ["tiny_int8", pytest.param("smollm2_int8", marks=pytest.mark.full)])
 def test_weights_and_logits_without_activation_quantization_are_equal(
     fixture: str, request: pytest.FixtureRequest
 ) -> None:

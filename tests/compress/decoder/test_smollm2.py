@@ -1,4 +1,5 @@
-"""The real model through the recipe of the repository: quality, size, memory, parity."""
+"""The real model through the recipe of the repository: quality, size, memory, parity. Long, so that it is not in the
+default suite: `make demo` takes the same way, with its guard and its parity gate, in every check."""
 
 from __future__ import annotations
 
@@ -12,6 +13,8 @@ from penjing.compress.report.schema import read_report
 from penjing.core.artifact.decoder import INT8_RUNTIME, open_decoder_artifact
 from penjing.core.artifact.parity import FAKE_QUANTIZED
 from penjing.core.checkpoint.load import load_model
+
+pytestmark = pytest.mark.full
 
 
 def test_int8_costs_at_most_three_percent_perplexity(smollm2_int8: Path) -> None:

@@ -31,7 +31,7 @@ def artifact(tmp_path_factory: pytest.TempPathFactory) -> EncoderArtifact:
     return open_encoder_artifact(run_recipe(small_recipe(checkpoint, folder / "small-int8")))
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")  # not longer: an idle server takes time too
 def front(tiny_long: Path) -> Iterator[Fronted]:
     """The front of a Triton server with the tiny model: 8 sequences run at once, 8 may wait."""
     limits = {"header_timeout": HEADER_TIMEOUT, "body_timeout": HEADER_TIMEOUT}

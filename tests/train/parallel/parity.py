@@ -18,6 +18,11 @@ def variants(meshes: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
     return cases
 
 
+def by_default(cases: dict[str, dict[str, Any]], float32: tuple[str, ...]) -> dict[str, dict[str, Any]]:
+    """The exact form of each mesh among `cases`, and the other form of the meshes of `float32`."""
+    return {name: case for name, case in cases.items() if not name.endswith(", float32") or name[:-9] in float32}
+
+
 def layered(cases: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
     """Each case with two layers, or three in a pipeline of two stages, of which one then has two."""
     return {

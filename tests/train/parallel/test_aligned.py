@@ -4,6 +4,7 @@ losses, metrics, evaluation and weights of one process, and goes on in every bit
 from __future__ import annotations
 
 import json
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from penjing.train.recipe.load import load_train_recipe
 from tests.conftest import write_tiny_checkpoint
 from tests.train.parallel.worlds import run_world
 
-pytestmark = pytest.mark.xdist_group("aligned")  # one world for all
+pytestmark = pytest.mark.xdist_group("aligned")  # one world for all that runs by default
 
 LIMIT = 1e-5  # that of float32 in parity.py
 ROUNDED = 1e-3  # where a last bit may round an activation to the next of 255 integers
@@ -105,6 +106,20 @@ STILL = {
     "dpo, adapter": _BESIDE[:2],
     "grpo, adapter": _BESIDE[:2],
 }
+# Each objective on a mesh, each mesh with several objectives: the others are long variants.
+BY_DEFAULT = (
+    "chat on pp 2",
+    "chat, frozen on tp 2",
+    "adapter on dp 2",
+    "adapter, int8 on zero 3",
+    "dpo on tp 2",
+    "dpo, adapter on zero 3",
+    "reward on zero 3",
+    "grpo on dp 2",
+    "grpo, adapter on tp 2",
+    "ppo on zero 3",
+    "distill on tp 2",
+)
 # What an objective is refused on is below.
 CASES: dict[str, dict[str, Any]] = {
     (name := f"{objective} on {mesh}"): {
@@ -149,18 +164,25 @@ def prepare(folder: Path) -> None:
         (folder / f"{kind}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-@pytest.fixture(scope="session")
-def aligned(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    folder = tmp_path_factory.mktemp("aligned")
+def results(folder: Path, names: Collection[str]) -> dict[str, Any]:
     prepare(folder)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PENJING_CACHE", str(folder / "cache"))
-        return run_world(folder, 2, CASES, script=SCRIPT)
+        return run_world(folder, 2, {name: CASES[name] for name in names}, script=SCRIPT)
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_two_processes_learn_as_one(aligned: dict[str, Any], name: str) -> None:
-    result, limit = aligned[name], ROUNDED if "int8" in name else LIMIT
+@pytest.fixture(scope="session")
+def aligned(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return results(tmp_path_factory.mktemp("aligned"), BY_DEFAULT)
+
+
+@pytest.fixture(scope="session")
+def more(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return results(tmp_path_factory.mktemp("more-aligned"), CASES.keys() - set(BY_DEFAULT))
+
+
+def check(result: dict[str, Any], name: str) -> None:
+    limit = ROUNDED if "int8" in name else LIMIT
     records = result["records"]
     assert {"loss", "gradient_norm"} <= records.keys()
     assert max(records.values()) <= limit, records
@@ -171,11 +193,19 @@ def test_two_processes_learn_as_one(aligned: dict[str, Any], name: str) -> None:
         still = any(part in parameter for part in STILL.get(name.rpartition(" on ")[0], ()))
         assert (distance == 0.0) == still, parameter
     assert max(result["moved"].values()) > 1e-3  # so that the limit means something
+    if name in RESUMED:
+        assert result["resumed"] == {"evaluation": True, "records": True, "weights": True}
 
 
-@pytest.mark.parametrize("name", RESUMED)
-def test_a_run_that_was_stopped_goes_on_in_every_bit(aligned: dict[str, Any], name: str) -> None:
-    assert aligned[name]["resumed"] == {"evaluation": True, "records": True, "weights": True}
+@pytest.mark.parametrize("name", BY_DEFAULT)
+def test_two_processes_learn_as_one_and_go_on_in_every_bit(aligned: dict[str, Any], name: str) -> None:
+    check(aligned[name], name)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", sorted(CASES.keys() - set(BY_DEFAULT)))
+def test_more_of_two_processes_learn_as_one_and_go_on_in_every_bit(more: dict[str, Any], name: str) -> None:
+    check(more[name], name)
 
 
 REFUSED = {

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.train.parallel.parity import faults, layered, variants
+from tests.train.parallel.parity import by_default, faults, layered, variants
 from tests.train.parallel.worlds import run_world
 
 pytestmark = pytest.mark.xdist_group("parity")  # one world for all
@@ -29,6 +29,8 @@ TWO: dict[str, dict[str, Any]] = {
     "tp 2 with sequence": {"parallel": {"tp": 2, "sequence": True}},
     "tp 2, smoothed": {"parallel": {"tp": 2}, "smoothing": 0.1, "model": {"tie_word_embeddings": False}},
 }
+TWO_FIRST = by_default(variants(TWO), ("cp 2, zero 3, sliding", "pp 2, resized", "zero 3", "tp 2 with sequence"))
+TWO_MORE = {name: case for name, case in variants(TWO).items() if name not in TWO_FIRST}
 # Stopped on one mesh after two steps, resumed on another.
 MOVED: dict[str, dict[str, Any]] = {
     "zero 3 to tp 2": {"saved_by": {"zero": 3}, "parallel": {"tp": 2}, "optimizer": "adamw"},
@@ -89,7 +91,12 @@ EIGHT: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="session")
 def two(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    return run_world(tmp_path_factory.mktemp("two"), 2, layered(variants(TWO) | MOVED))
+    return run_world(tmp_path_factory.mktemp("two"), 2, layered(TWO_FIRST | MOVED))
+
+
+@pytest.fixture(scope="session")
+def two_more(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return run_world(tmp_path_factory.mktemp("two-more"), 2, layered(TWO_MORE))
 
 
 @pytest.fixture(scope="session")
@@ -107,9 +114,15 @@ def eight(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return run_world(tmp_path_factory.mktemp("eight"), 8, variants(EIGHT))
 
 
-@pytest.mark.parametrize("name", variants(TWO))
+@pytest.mark.parametrize("name", TWO_FIRST)
 def test_two_processes_are_as_one(two: dict[str, Any], name: str) -> None:
-    assert not faults(two[name], variants(TWO)[name])
+    assert not faults(two[name], TWO_FIRST[name])
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", TWO_MORE)
+def test_two_processes_in_float32_are_as_one(two_more: dict[str, Any], name: str) -> None:
+    assert not faults(two_more[name], TWO_MORE[name])
 
 
 @pytest.mark.parametrize("name", MOVED)
