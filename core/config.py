@@ -169,7 +169,7 @@ def _explain(config_type: type[BaseModel], entry: Any, prefix: str) -> str:
     if entry["type"].startswith("union_tag_"):
         return _explain_kind(forms, entry, where)
     if entry["type"] != "extra_forbidden":
-        message = entry["msg"][:1].lower() + entry["msg"][1:]
+        message = entry["msg"][:1].lower() + entry["msg"][1:].replace("a valid tuple", "a list")  # as TOML calls it
         return f"{where}: {message}" + ("" if entry["type"] == "missing" else f" (got {_short(entry['input'])})")
     valid = sorted(owner.model_fields) if owner is not None else []
     near = difflib.get_close_matches(where.rpartition(".")[2], valid, n=1)

@@ -82,6 +82,7 @@ def test_override_reaches_into_lists(listed):
             r"steps.0.kind: 'trimm' is unknown; did you mean 'trim'\? Choose one of trim, teach, tune$",
         ),
         ("steps.0.kind=cut", r"steps.0.kind: 'cut' is unknown. Choose one of trim, teach, tune$"),
+        ('steps={kind="trim"}', "steps: input should be a list \\(got "),
         ("steps.0={ratio=1.0}", "steps.0.kind: field required; choose one of trim, teach, tune$"),
     ],
 )

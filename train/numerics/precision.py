@@ -92,6 +92,11 @@ class PrecisionConfig(Config):
             raise ValueError(f"schedule ends at {ends}; each phase must end after the one before it")
         return self
 
+    def widens_softmax(self) -> bool:
+        """Whether softmax has a format of its own in any update."""
+        modes = {self.mode, *(phase.mode for phase in self.schedule)}
+        return "hybrid" in modes or any(rule.match == "softmax" for rule in self.policy)
+
     def mode_at(self, step: int, steps: int) -> Mode:
         """The mode of update `step` of `steps`."""
         for phase in self.schedule:

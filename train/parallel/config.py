@@ -258,9 +258,9 @@ def _check_decoder(config: ParallelConfig, model: DecoderConfig, dp: int, length
     if cp > 1 and model.attention_cap is not None:
         raise ConfigError(f"parallel.cp={cp}: it does not know a model.attention_cap; leave cp = 1")
     if cp > 1:
-        _divides("2 × cp", 2 * cp, "data.sequence_length", length)
+        _check_pieces("2 × parallel.cp", 2 * cp, length)
         if config.sequence:
-            _divides("cp × tp", cp * tp, "data.sequence_length (parallel.sequence)", length)
+            _check_pieces("parallel.cp × parallel.tp", cp * tp, length)
         if "lsh_attention" in (model.layer_types or ()):
             raise ConfigError(f"parallel.cp={cp}: lsh_attention hashes the whole sequence; use cp = 1")
     if ep > 1:
@@ -276,3 +276,13 @@ def _divides(name: str, parts: int, whole_name: str, whole: int) -> None:
     if whole % parts:
         fitting = ", ".join(str(size) for size in range(1, min(whole, 64) + 1) if whole % size == 0)
         raise ConfigError(f"parallel.{name}={parts} does not divide {whole_name}={whole}; take one of {fitting}")
+
+
+def _check_pieces(name: str, pieces: int, length: int) -> None:
+    if length % pieces:
+        below, above = length // pieces * pieces, -(-length // pieces) * pieces
+        lengths = f"{below} or {above}" if below else str(above)
+        raise ConfigError(
+            f"data.sequence_length={length} is cut into {name} = {pieces} pieces, and is no multiple of that; "
+            f"take {lengths}"
+        )

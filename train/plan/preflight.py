@@ -57,6 +57,12 @@ def check_recipe(recipe: RunRecipe, world_size: int) -> None:
             "optimizer.name = 'muon' needs whole matrices, and this [parallel] splits them: use data parallelism alone "
             "(parallel.zero = 0, tp = pp = cp = ep = 1), or 'adamw'"
         )
+    if recipe.compile and recipe.parallel.tp > 1 and recipe.precision.widens_softmax():
+        raise ConfigError(
+            "compile = true with parallel.tp above 1 cannot compute softmax alone in fp32, which torch's compiler does "
+            "not get through; set precision.mode = 'bf16' (in precision.schedule too) and leave softmax out of "
+            "precision.policy, or set compile = false"
+        )
     groups = ", ".join(GROUPS)
     if recipe.parallel.pp * recipe.parallel.ep > 1 and any(
         rule.match not in GROUPS for rule in recipe.precision.policy

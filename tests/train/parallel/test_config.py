@@ -22,6 +22,7 @@ MOE = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
         ({"tp": 4}, {}, 4, r"parallel\.tp=4 does not divide model\.num_key_value_heads=2"),
         ({"tp": 2}, {"vocab_size": 321}, 2, r"parallel\.tp=2 does not divide model\.vocab_size=321"),
         ({"tp": 2, "sequence": True}, {}, 2, r"parallel\.tp=2 does not divide data\.sequence_length"),
+        ({"cp": 2}, {}, 2, r"sequence_length=25 is cut into 2 × parallel\.cp = 4 pieces, .*; take 24 or 28"),
         ({"sequence": True}, {}, 2, r"set parallel\.tp above 1"),
         ({"pp": 3}, {}, 3, r"parallel\.pp=3 \(3 stages with schedule '1f1b'\) is more than .*=2; take pp = 2 or less"),
         ({"pp": 2, "schedule": "interleaved"}, {}, 2, r"parallel\.pp=2 \(4 stages .* take pp = 1 or less"),

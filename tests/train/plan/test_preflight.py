@@ -14,7 +14,7 @@ from penjing.train import run
 from penjing.train.checks import check_machine
 from penjing.train.launch.launch import launch
 from penjing.train.plan.planner import plan_recipe
-from penjing.train.plan.preflight import check_rank_memory, recipe_run
+from penjing.train.plan.preflight import check_rank_memory, check_recipe, recipe_run
 from penjing.train.processes.world import World
 from penjing.train.recipe.recipe import TrainRecipe
 
@@ -46,6 +46,20 @@ def test_what_does_not_fit_is_one_line(overrides, processes, limit, message):
     with pytest.raises(ConfigError, match=message.replace(".", r"\.")) as caught:
         check_rank_memory(recipe, processes, limit)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "precision",
+    ["precision.mode=hybrid", 'precision.policy=[{match="softmax", compute="fp32"}]'],
+)
+def test_a_softmax_of_its_own_is_not_compiled_with_tensor_parallelism(precision):
+    alone, compiled = (
+        load_recipe(TrainRecipe, LARGE, ["precision.mode=bf16", precision, *more])
+        for more in (["parallel.tp=2"], ["parallel.tp=2", "compile=true"])
+    )
+    check_recipe(alone, 2)
+    with pytest.raises(ConfigError, match=r"parallel\.tp above 1 cannot compute softmax alone .* compile = false"):
+        check_recipe(compiled, 2)
 
 
 def test_only_text_is_counted():
