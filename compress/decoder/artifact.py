@@ -75,6 +75,7 @@ class _Layers:
     def make(self) -> list[StepRecord]:
         """Fill the folder `artifact`."""
         num_layers, records = self.config.num_hidden_layers, []
+        self._say_unsmoothed()
         self.tasks.run("check", self._check)
         self.progress.start("compressing layers", num_layers)
         for layer in range(num_layers):
@@ -86,6 +87,14 @@ class _Layers:
         self._say_few(records)
         records += [self.tasks.run(name, step) for name, step in (("head", self._head), ("assemble", self._assemble))]
         return records
+
+    def _say_unsmoothed(self) -> None:
+        alpha = self.settings.transform.smooth_down
+        if alpha > 0 and not self.config.mlp_gated:
+            self.progress.note(
+                f"transform.smooth_down={alpha:g} does nothing here: the MLPs of {self.source} have no gate, so "
+                "nothing before down_proj can absorb a scale; with 0 it is not said"
+            )
 
     def _say_few(self, records: list[StepRecord]) -> None:
         moe = self.config.moe

@@ -20,6 +20,7 @@ from penjing.core.models.decoder import Decoder
 from penjing.core.runtime.fused import fuse_decoder
 from tests.compress.conftest import write_recipe
 from tests.conftest import tiny_config
+from tests.core.imports.test_importer import Recorder
 from tests.core.runtime.test_fused import CONFIGS
 
 GEMMA: dict[str, Any] = {
@@ -65,6 +66,19 @@ def test_parallel_layers_without_a_gate_are_rotated(tmp_path: Path, make_tiny_ch
     checkpoint = make_tiny_checkpoint(**NEOX)
     out = run_recipe(write_recipe(tmp_path, checkpoint, tmp_path / "out"), ["steps.0.transform.rotate=true"])
     assert answers(out, checkpoint) < 0.1
+
+
+@pytest.mark.parametrize(("alpha", "said"), [("0.6", True), ("0", False)])
+def test_smoothing_that_an_mlp_without_a_gate_cannot_absorb_is_said(
+    tmp_path: Path, make_tiny_checkpoint: Callable[..., Path], alpha: str, said: bool
+) -> None:
+    notes = Recorder()
+    recipe = write_recipe(tmp_path, make_tiny_checkpoint(**CONFIGS["arcee"]), tmp_path / "out")
+    run_recipe(recipe, [UNROTATED, f"steps.0.transform.smooth_down={alpha}"], progress=notes)
+    found = [
+        note for note in notes.notes if note.startswith("transform.smooth_down=0.6 does nothing here: the MLPs of")
+    ]
+    assert len(found) == said
 
 
 def test_halves_of_a_parallel_layer_are_not_corrected(
