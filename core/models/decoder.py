@@ -19,6 +19,7 @@ from penjing.core.models.mlp import MLP
 from penjing.core.models.moe import MoE
 from penjing.core.models.norm import RMSNorm
 from penjing.core.models.rope import inverse_frequencies, layer_angles
+from penjing.core.models.shared_prefix import positions_and_attention
 from penjing.kernels.capped_attention import soft_cap
 from penjing.kernels.cross_entropy import linear_cross_entropy
 
@@ -125,6 +126,7 @@ class Decoder(nn.Module):
         targets: Tensor | None = None,
         label_smoothing: float = 0.0,
         embedded: Tensor | None = None,
+        paths: Tensor | None = None,
     ) -> Tensor:
         """Logits of the next token, or with `targets` their summed loss, for which logits never exist all at once.
 
@@ -139,6 +141,8 @@ class Decoder(nn.Module):
             targets: (…, T) or, with `logit_rows`, (R,) int64 next tokens, −100 for none.
             label_smoothing: of the loss.
             embedded: (…, T, E) what enters the first layer in place of the tokens' embeddings.
+            paths: (N, W) int64, which of the tokens N sequences are made of that share their beginnings, in place of
+                `positions`, `attend` and `documents`; see `core.models.shared_prefix`.
 
         Returns:
             (…, T, V), or (R, V) with `logit_rows`; dtype of the parameters. With `targets` a float32 scalar.
@@ -150,7 +154,9 @@ class Decoder(nn.Module):
             raise ValueError(f"token_ids has shape {tuple(token_ids.shape)}; at least one token is needed")
         if documents is not None and documents.shape != token_ids.shape:
             raise ValueError(f"documents has shape {tuple(documents.shape)}, token_ids {tuple(token_ids.shape)}")
-        if positions is None and documents is not None:
+        if paths is not None:
+            positions, attend = positions_and_attention(self.config, token_ids, paths)
+        elif positions is None and documents is not None:
             positions = document_positions(documents)
         elif positions is None:
             positions = torch.arange(token_ids.shape[-1], device=token_ids.device).expand(token_ids.shape)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor, nn
 
-from penjing.core.models.attention import Attend, causal_attention
+from penjing.core.models.attention import Attend
 from penjing.core.models.config import DecoderConfig
 from penjing.core.models.decoder import Decoder
+from penjing.core.models.shared_prefix import positions_and_attention
 
 
 class ActorCritic(Decoder):
@@ -24,13 +24,14 @@ class ActorCritic(Decoder):
         attend: Attend | None = None,
         logit_rows: Tensor | None = None,
         *,
+        paths: Tensor | None = None,
         valued: bool = False,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """As `Decoder`. If `valued`, the logits (R, V) and the expected rewards (R,) of `logit_rows`, of each of which
         the tokens up to it are seen."""
         if not valued:
-            return super().forward(token_ids, positions, attend, logit_rows)
+            return super().forward(token_ids, positions, attend, logit_rows, paths=paths)
         assert logit_rows is not None, "values are of certain rows"
-        positions = torch.arange(token_ids.shape[-1], device=token_ids.device).expand(token_ids.shape)
-        hidden = self.model(token_ids, positions, causal_attention(self.config)).flatten(0, -2)[logit_rows]
+        seen = positions_and_attention(self.config, token_ids, paths)
+        hidden = self.model(token_ids, *seen).flatten(0, -2)[logit_rows]
         return self.logits(hidden), self.value(hidden)[:, 0]

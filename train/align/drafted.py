@@ -7,9 +7,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from penjing.core.models.attention import Attend, causal_attention
+from penjing.core.models.attention import Attend
 from penjing.core.models.config import DecoderConfig
 from penjing.core.models.decoder import Decoder
+from penjing.core.models.shared_prefix import positions_and_attention
 from penjing.core.runtime.draft import Draft, DraftConfig, known_numbers
 
 
@@ -49,6 +50,7 @@ class Drafted(Decoder):
         attend: Attend | None = None,
         logit_rows: Tensor | None = None,
         *,
+        paths: Tensor | None = None,
         following: Tensor | None = None,
         owner: Tensor | None = None,
         guesses: int = 0,
@@ -64,10 +66,10 @@ class Drafted(Decoder):
             states: what `only_states` gave for the same texts; by default it is computed.
         """
         if not (guesses or only_states):
-            return super().forward(token_ids, positions, attend, logit_rows)
+            return super().forward(token_ids, positions, attend, logit_rows, paths=paths)
         assert logit_rows is not None
         if states is None:
-            states = self._states(token_ids, logit_rows)
+            states = self._states(token_ids, logit_rows, paths)
         if only_states:
             return states
         assert following is not None
@@ -85,6 +87,6 @@ class Drafted(Decoder):
         return found
 
     @torch.no_grad()
-    def _states(self, token_ids: Tensor, rows: Tensor) -> Tensor:
-        positions = torch.arange(token_ids.shape[-1], device=token_ids.device).expand(token_ids.shape)
-        return self.model(token_ids, positions, causal_attention(self.config)).flatten(0, -2)[rows]
+    def _states(self, token_ids: Tensor, rows: Tensor, paths: Tensor | None) -> Tensor:
+        seen = positions_and_attention(self.config, token_ids, paths)
+        return self.model(token_ids, *seen).flatten(0, -2)[rows]

@@ -28,7 +28,7 @@ from penjing.train.align.sampler import EngineSampler
 from penjing.train.data.order import Order
 from penjing.train.objective.actor_critic import valued_tokens
 from penjing.train.objective.objective import Batch
-from penjing.train.objective.policy import answer_tokens
+from penjing.train.objective.policy import answer_inputs, answer_tokens
 from penjing.train.processes.world import World
 from penjing.train.recipe.align import AlgorithmConfig
 from penjing.train.recipe.data import RolloutData
@@ -43,28 +43,34 @@ float64, how many answers were sampled in each place, and "reward sum" and the l
 def answer_batch(
     prompts: Sequence[Sequence[int]],
     answers: Sequence[Sequence[int]],
-    pad: int,
     of_answers: dict[str, Tensor],
     of_tokens: dict[str, Sequence[Sequence[float]]] | None = None,
 ) -> Batch:
-    """The batch that `penjing.train.objective.policy` describes, of B prompts and an answer to each.
+    """The batch that `penjing.train.objective.policy` describes, of B prompts and an answer to each; answers that stand
+    side by side share their prompt if it is the same.
 
     Args:
-        pad: fills rows up at their end.
         of_answers: numbers of the answers, (B,).
         of_tokens: numbers of the answers' tokens, as many as each has.
     """
-    width = max(len(prompt) + len(answer) for prompt, answer in zip(prompts, answers, strict=True))
-    tokens = np.full((len(prompts), width), pad, np.int64)
+    tokens, paths, begin = list[int](), list[np.ndarray](), 0
+    for place, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
+        if place == 0 or prompt != prompts[place - 1]:
+            begin = len(tokens)
+            tokens += prompt
+        asked, said = (np.arange(first, first + len(some)) for first, some in ((begin, prompt), (len(tokens), answer)))
+        paths.append(np.concatenate((asked, said)))
+        tokens += answer
+    width = max(map(len, paths))
     sizes = [len(answer) for answer in answers]
-    owner = np.repeat(np.arange(len(prompts)), sizes)
-    places = list[np.ndarray]()
-    for row, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
-        tokens[row, : len(prompt) + len(answer)] = [*prompt, *answer]
-        places.append(row * width + len(prompt) - 1 + np.arange(len(answer)))
-    rows = np.concatenate(places)
-    batch = {"tokens": tokens, "rows": rows, "next": tokens.reshape(-1)[rows + 1], "answer": owner}
-    found = {name: torch.from_numpy(each) for name, each in batch.items()} | of_answers
+    batch = {
+        "tokens": [tokens],
+        "paths": np.stack([np.pad(path, (0, width - len(path)), "edge") for path in paths]),
+        "rows": np.concatenate([path[-size - 1 : -1] for path, size in zip(paths, sizes, strict=True)]),
+        "next": [token for answer in answers for token in answer],
+        "answer": np.repeat(np.arange(len(prompts)), sizes),
+    }
+    found = {name: torch.from_numpy(np.asarray(each, np.int64)) for name, each in batch.items()} | of_answers
     for name, values in (of_tokens or {}).items():
         found[name] = torch.tensor([each for row in values for each in row], dtype=torch.float32)
     return found
@@ -85,14 +91,17 @@ class Learner:
         """`batch` with the logits of the teacher, if there is one."""
         if self.teacher is None:
             return batch
-        device = next(self.teacher.parameters()).device
-        return batch | {"teacher": self.teacher(batch["tokens"].to(device), logit_rows=batch["rows"].to(device))}
+        return batch | {"teacher": self.teacher(**_inputs(batch, self.teacher))}
 
     @torch.no_grad()
     def states(self, batch: Batch) -> Tensor:
         """(R, E): what the decoder below a draft network makes of `batch`; the same after an update."""
-        device = next(self.model.parameters()).device
-        return self.model(batch["tokens"].to(device), logit_rows=batch["rows"].to(device), only_states=True)
+        return self.model(**_inputs(batch, self.model), only_states=True)
+
+
+def _inputs(batch: Batch, model: nn.Module) -> Batch:
+    device = next(model.parameters()).device
+    return {name: each.to(device) for name, each in answer_inputs(batch).items()}
 
 
 class RolloutStream:
@@ -111,14 +120,13 @@ class RolloutStream:
         rewards: Rewards,
         learner: Callable[[], Learner],
         decode: Callable[[list[int]], str],
-        pad: int,
         *,
         micro_batch: int,
         world: World,
         seed: int,
     ) -> None:
         self._prompts, self._data, self._algorithm, self._rewards = prompts, data, algorithm, rewards
-        self._learner, self._decode, self._pad, self._seed = learner, decode, pad, seed
+        self._learner, self._decode, self._seed = learner, decode, seed
         self._micro_batch, self._world = micro_batch, world
         self._order = Order(len(prompts), data.batch_size, data.batch_size, 0, 1, seed)
         self._rollout: Rollout | None = None
@@ -301,7 +309,7 @@ class RolloutStream:
         kept = [*more, *(name for name in ("old", "reference") if name in rollout and self._is_learnt(name))]
         if self._data.temperature == 1:
             kept.append("engine")
-        return answer_batch(prompts, cut("tokens"), self._pad, of_answers, {name: cut(name) for name in kept})
+        return answer_batch(prompts, cut("tokens"), of_answers, {name: cut(name) for name in kept})
 
     def _is_learnt(self, name: str) -> bool:
         """Whether an update needs these log-probabilities, and not the advantages alone."""

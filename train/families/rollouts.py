@@ -106,6 +106,8 @@ class RolloutTuning(DecoderTask):
     def example(self, micro_batch: int) -> Batch:
         """See `Task`: the longest prompt, with answers of full length."""
         answers = micro_batch * self._data.samples
+        rest = [self._pad] * (self._longest - 1)  # of prompts that are not the same, so that none is shared
+        prompts = [[place // self._data.samples % self.config.vocab_size, *rest] for place in range(answers)]
         tokens = [[self._pad] * self._data.max_tokens] * answers
         zeros = torch.zeros(answers)
         kept = ["old"] * (self._algorithm.updates > 1 and self._algorithm.kind != "distill") + ["reference"] * (
@@ -117,7 +119,7 @@ class RolloutTuning(DecoderTask):
         else:
             of_answers += ["advantage", "silent"]
         batch = answer_batch(
-            [[self._pad] * self._longest] * answers, tokens, self._pad, dict.fromkeys(of_answers, zeros),
+            prompts, tokens, dict.fromkeys(of_answers, zeros),
             {name: [[0.0] * self._data.max_tokens] * answers for name in kept},
         )  # fmt: skip
         if self._algorithm.kind == "distill":
@@ -127,7 +129,7 @@ class RolloutTuning(DecoderTask):
     def stream(self, micro_batch: int, world: World) -> Stream:
         """See `Task`; a batch can be asked for once `after_update` has been called."""
         return RolloutStream(
-            self._learnt, self._data, self._algorithm, self._rewards, self._bound, self._text, self._pad,
+            self._learnt, self._data, self._algorithm, self._rewards, self._bound, self._text,
             micro_batch=micro_batch, world=world, seed=self._recipe.seed,
         )  # fmt: skip
 
@@ -161,7 +163,7 @@ class RolloutTuning(DecoderTask):
                 of_answers["gold"] = torch.tensor([0.0 if place is None else golden[place] for place in some])
             prompts = [self._held[place or 0].tokens for place in some]
             tokens = [[self._pad] if place is None else answers[place].tokens for place in some]
-            yield learner.taught(answer_batch(prompts, tokens, self._pad, of_answers))
+            yield learner.taught(answer_batch(prompts, tokens, of_answers))
 
     def after_update(self, model: nn.Module, world: World) -> tuple[Callable[[int], None], ...]:
         """See `Task`; the model is what answers from now on."""

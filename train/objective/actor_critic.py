@@ -17,6 +17,7 @@ from penjing.train.objective.objective import Batch, Loss
 from penjing.train.objective.policy import (
     Aggregate,
     AnswerRewards,
+    answer_inputs,
     answer_metrics,
     answer_sums,
     clipped_cost,
@@ -94,6 +95,6 @@ class ProximalPolicy:
 def valued_tokens(model: nn.Module, batch: Batch, temperature: float = 1.0) -> tuple[Tensor, Tensor, Tensor]:
     """The log-probability of each token of the answers, the entropy before it and the reward that is expected there,
     each (R,) float32."""
-    logits, values = model(batch["tokens"], logit_rows=batch["rows"], valued=True)
+    logits, values = model(**answer_inputs(batch), valued=True)
     found, entropy = token_logprobs(logits, batch["next"], temperature)
     return found, entropy, values.to(found.dtype)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from penjing.train.objective.objective import Batch, Loss
-from penjing.train.objective.policy import count_of, weighted_mean
+from penjing.train.objective.policy import answer_inputs, count_of, weighted_mean
 
 
 @dataclass(frozen=True)
@@ -38,8 +38,7 @@ class DraftDistillation:
         """See the class; `model` is a `Drafted`."""
         following, owner = batch["next"], batch["answer"]
         found = model(
-            batch["tokens"], logit_rows=batch["rows"], following=following, owner=owner, guesses=self.guesses,
-            states=batch.get("states"),
+            **answer_inputs(batch), following=following, owner=owner, guesses=self.guesses, states=batch.get("states"),
         )  # fmt: skip
         real = batch["real"][owner].float()
         total = torch.zeros((), device=real.device)

@@ -19,6 +19,7 @@ from penjing.train.objective.logprobs import token_logprobs
 from penjing.train.objective.objective import Batch, Loss
 from penjing.train.objective.policy import (
     Aggregate,
+    answer_inputs,
     answer_metrics,
     answer_sums,
     count_of,
@@ -53,7 +54,7 @@ class OnPolicyDistillation:
 
     def __call__(self, model: nn.Module, batch: Batch) -> Loss:
         """See the class."""
-        logits = model(batch["tokens"], logit_rows=batch["rows"])
+        logits = model(**answer_inputs(batch))
         each = divergences(logits, batch["teacher"], self.divergence, self.temperature)
         real = batch["real"].to(each.dtype)
         weights = token_weights(self.aggregate, answer_sums(torch.ones_like(each), batch), self.most)

@@ -1,7 +1,9 @@
 """What a model learns from answers that it has sampled itself, each weighed by how much better it was than others.
 
-The batch is one of answers: "tokens" (B, T) int64; "rows" (R,) int64, the places in the flattened tokens whose next
-token is part of an answer, "next" (R,) int64, that token, and "answer" (R,) int64, the row in B of each; "advantage",
+The batch is one of B answers: "tokens" (1, T) int64, each prompt once and the answers to it behind it; "paths" (B, W)
+int64, which of the tokens each prompt and answer is made of, see `penjing.core.models.shared_prefix`, without which
+"tokens" is (B, T) with a prompt and an answer in each row; "rows" (R,) int64, the places in the flattened tokens that
+a token of an answer follows, "next" (R,) int64, that token, and "answer" (R,) int64, the answer of each; "advantage",
 "reward", "ended" and "silent", of a group of equal rewards, (B,) float32; "real" (B,) bool, which answers count. Where
 there is "asked" (B,) float32, "reward", "ended" and "gold" are sums over so many answers, with those that were given
 first and replaced. "old",
@@ -111,8 +113,14 @@ class AnswerRewards:
 
 def answer_tokens(model: nn.Module, batch: Batch, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
     """The log-probability of each token of the answers and the entropy before it, each (R,) float32."""
-    logits = model(batch["tokens"], logit_rows=batch["rows"])
+    logits = model(**answer_inputs(batch))
     return token_logprobs(logits, batch["next"], temperature)
+
+
+def answer_inputs(batch: Batch) -> dict[str, Tensor]:
+    """What a decoder is given for logits of the answers' tokens, and of no others."""
+    shared = {"paths": batch["paths"]} if "paths" in batch else {}
+    return {"token_ids": batch["tokens"], "logit_rows": batch["rows"]} | shared
 
 
 def count_of(aggregate: Aggregate, batch: Batch) -> int:
@@ -141,8 +149,8 @@ def clipped_cost(
 
 def answer_sums(values_R: Tensor, batch: Batch) -> Tensor:
     """(B,), the sum of each answer's tokens."""
-    rows = batch["tokens"].shape[0]
-    return torch.zeros(rows, dtype=values_R.dtype, device=values_R.device).index_add(0, batch["answer"], values_R)
+    answers = len(batch["real"])
+    return torch.zeros(answers, dtype=values_R.dtype, device=values_R.device).index_add(0, batch["answer"], values_R)
 
 
 def weighted_mean(values: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:

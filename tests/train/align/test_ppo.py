@@ -29,7 +29,7 @@ class Said(nn.Module):
         super().__init__()
         self.logits, self.values = nn.Parameter(logits), nn.Parameter(values)
 
-    def forward(self, tokens: Tensor, logit_rows: Tensor, valued: bool) -> tuple[Tensor, Tensor]:
+    def forward(self, token_ids: Tensor, logit_rows: Tensor, valued: bool) -> tuple[Tensor, Tensor]:
         assert valued
         return self.logits, self.values
 
