@@ -82,6 +82,7 @@ OBJECTIVES: dict[str, dict[str, Any]] = {
     "grpo, adapter": {
         "recipe": "rollouts.toml", "settings": ["algorithm={kind='grpo', redraws=1}", "adapter={rank=4}"],
     },
+    "rloo": {"recipe": "rollouts.toml", "settings": ["algorithm={kind='rloo', kl=0.02, updates=2}"]},
     "ppo": {"recipe": "rollouts.toml", "settings": ["algorithm={kind='ppo', kl=0.05, updates=2}"]},
     "distill": {"recipe": "rollouts.toml", "settings": ["algorithm={kind='distill', teacher='other'}"]},
 }  # fmt: skip
@@ -135,6 +136,7 @@ CASES: dict[str, dict[str, Any]] = {
         "reward": ("dp 2", "zero 3", "tp 2"),
         "grpo": ("dp 2", "zero 3", "tp 2"),
         "grpo, adapter": ("zero 3", "tp 2"),
+        "rloo": ("dp 2",),
         "ppo": ("dp 2", "zero 3", "tp 2"),
         "distill": ("zero 3", "tp 2"),
     }.items()
