@@ -12,14 +12,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from penjing.core.models.attention import Attend, Attention, causal_attention, document_positions
+from penjing.core.models.attention import (
+    Attend,
+    Attention,
+    causal_attention,
+    document_positions,
+    positions_and_attention,
+)
 from penjing.core.models.config import DecoderConfig
 from penjing.core.models.latent_attention import LatentAttention
 from penjing.core.models.mlp import MLP
 from penjing.core.models.moe import MoE
 from penjing.core.models.norm import RMSNorm
 from penjing.core.models.rope import inverse_frequencies, layer_angles
-from penjing.core.models.shared_prefix import positions_and_attention
 from penjing.kernels.capped_attention import soft_cap
 from penjing.kernels.cross_entropy import linear_cross_entropy
 
@@ -142,7 +147,7 @@ class Decoder(nn.Module):
             label_smoothing: of the loss.
             embedded: (…, T, E) what enters the first layer in place of the tokens' embeddings.
             paths: (N, W) int64, which of the tokens N sequences are made of that share their beginnings, in place of
-                `positions`, `attend` and `documents`; see `core.models.shared_prefix`.
+                `positions`, `attend` and `documents`; see `positions_and_attention`.
 
         Returns:
             (…, T, V), or (R, V) with `logit_rows`; dtype of the parameters. With `targets` a float32 scalar.

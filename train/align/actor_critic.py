@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from penjing.core.models.attention import Attend
+from penjing.core.models.attention import Attend, positions_and_attention
 from penjing.core.models.config import DecoderConfig
 from penjing.core.models.decoder import Decoder
-from penjing.core.models.shared_prefix import positions_and_attention
 
 
 class ActorCritic(Decoder):

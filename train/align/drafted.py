@@ -7,10 +7,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from penjing.core.models.attention import Attend
+from penjing.core.models.attention import Attend, positions_and_attention
 from penjing.core.models.config import DecoderConfig
 from penjing.core.models.decoder import Decoder
-from penjing.core.models.shared_prefix import positions_and_attention
 from penjing.core.runtime.draft import Draft, DraftConfig, known_numbers
 
 

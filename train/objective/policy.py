@@ -1,14 +1,14 @@
 """What a model learns from answers that it has sampled itself, each weighed by how much better it was than others.
 
 The batch is one of B answers: "tokens" (1, T) int64, each prompt once and the answers to it behind it; "paths" (B, W)
-int64, which of the tokens each prompt and answer is made of, see `penjing.core.models.shared_prefix`, without which
+int64, which of the tokens each prompt and answer is made of, as `positions_and_attention` takes them, without which
 "tokens" is (B, T) with a prompt and an answer in each row; "rows" (R,) int64, the places in the flattened tokens that
 a token of an answer follows, "next" (R,) int64, that token, and "answer" (R,) int64, the answer of each; "advantage",
 "reward", "ended" and "silent", of a group of equal rewards, (B,) float32; "real" (B,) bool, which answers count. Where
 there is "asked" (B,) float32, "reward", "ended" and "gold" are sums over so many answers, with those that were given
-first and replaced. "old",
-"reference" and "engine" (R,) float32, the tokens' log-probabilities before the first update from these answers, by the
-reference and by the engine that sampled them, may be there; and "gold" (B,) float32, rewards that are only recorded.
+first and replaced. "old", "reference" and "engine" (R,) float32, the tokens' log-probabilities before the first update
+from these answers, by the reference and by the engine that sampled them, may be there; and "gold" (B,) float32, rewards
+that are only recorded.
 """
 
 from __future__ import annotations

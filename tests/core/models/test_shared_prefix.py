@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from penjing.core.models.attention import positions_and_attention
 from penjing.core.models.decoder import Decoder
-from penjing.core.models.shared_prefix import positions_and_attention
 from tests.conftest import random_tensors, tiny_config
 
 # Two prompts, of 5 and 2 tokens, with two answers and one; the answers have 3, 1 and 4 tokens.
