@@ -7,7 +7,8 @@
 All read the same held-out tokens. An artifact of ours runs in our INT8 runtime, with rounded activations. A file of
 llama.cpp is read into floats and runs in floating point: that is the quality of its weights alone, and a little better
 than llama.cpp's, which rounds activations in blocks of 32. `rise_…` is the rise of perplexity over the model that all
-were made of, of prose and code together; `size_…` the bytes of the weights' file.
+were made of, of prose and code together; `size_…` the bytes of the weights' file. `rise_…_weights` is that of
+the artifact's weights alone, with activations in floating point.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ KINDS = ("Q4_0", "Q4_K_M")
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("artifacts", type=Path, nargs="*", help="of ours, made of the checkpoint")
+    parser.add_argument("--apart", type=Path, nargs="+", default=[], help="artifacts whose weights are judged alone")
     parser.add_argument("--checkpoint", type=Path, default=CHECKPOINT, help="what all were made of")
     parser.add_argument("--quantizer", type=Path, help="a Python with cyllama; without it no rows of llama.cpp")
     parser.add_argument("--kinds", nargs="+", default=KINDS, help="of llama.cpp's files")
@@ -60,6 +62,10 @@ def main() -> int:
 
     for artifact in arguments.artifacts:
         judge(artifact.name, artifact, sum(path.stat().st_size for path in artifact.glob("*.safetensors")))
+    for artifact in arguments.apart:
+        rise = 100 * math.expm1(mean_loss(artifact, windows, weights_alone=True) - before)
+        say(f"{artifact.name}, weights alone: {rise:+.2f} %")
+        rows.append(new_row("int4_quality", f"rise_{artifact.name}_weights", rise, "%", runs=1))
     if arguments.quantizer is not None:
         with tempfile.TemporaryDirectory() as scratch:
             halves, folder = Path(scratch) / "f16.gguf", Path(scratch) / "imported"
@@ -76,9 +82,9 @@ def main() -> int:
     return 0
 
 
-def mean_loss(folder: Path, windows: dict[str, Tensor]) -> float:
+def mean_loss(folder: Path, windows: dict[str, Tensor], weights_alone: bool = False) -> float:
     """Nats a token over all windows of all texts."""
-    losses = streamed_losses(LayerStream(open_checkpoint(folder)), windows)
+    losses = streamed_losses(LayerStream(open_checkpoint(folder)), windows, weights_alone=weights_alone)
     every = [loss for part in losses.values() for loss in part]
     return math.fsum(every) / len(every)
 

@@ -157,6 +157,15 @@ class LayerStream:
             head = partial(F.linear, weight=self.head_weight().to(torch.float32), bias=self.head_bias())
         return lambda x_RE: capped_logits(head(x_RE), self.config)
 
+    def floating_head(self) -> Callable[[Tensor], Tensor]:
+        """`stored_head` with its weight widened, so that what it reads is not rounded."""
+        if self.is_quantized("lm_head"):
+            weight_VE = dequantized("lm_head", self.schemes["lm_head"], self.stored)
+        else:
+            weight_VE = self.head_weight().to(torch.float32)
+        bias_V, config = self.head_bias(), self.config
+        return lambda x_RE: capped_logits(F.linear(x_RE, weight_VE, bias_V), config)
+
     def head_bias(self) -> Tensor | None:
         """(V,) float32 of the LM head, if it has one."""
         return self.stored(HEAD_BIAS).to(torch.float32) if self.config.head_bias else None

@@ -70,7 +70,10 @@ def streamed_perplexity(
 
 @torch.no_grad()
 def streamed_losses(
-    stream: LayerStream, windows: dict[str, Tensor], progress: Progress | None = None
+    stream: LayerStream,
+    windows: dict[str, Tensor],
+    progress: Progress | None = None,
+    weights_alone: bool = False,
 ) -> dict[str, list[float]]:
     """Mean negative log-likelihood a token of each window, of a checkpoint or of an artifact in the INT8 runtime, with
     one layer in memory at a time.
@@ -79,6 +82,7 @@ def streamed_losses(
 
     Args:
         windows: text name → (W, T) int64, T ≥ 2 and the same for all.
+        weights_alone: activations stay floating, weights are as the artifact has them.
 
     Returns:
         Text name → W losses in nats.
@@ -87,9 +91,10 @@ def streamed_losses(
     windows_WT = torch.cat(list(windows.values()))
     hidden_WTE = stream.embed(windows_WT)
     for layer in range(stream.config.num_hidden_layers):
-        stream.run(stream.stored_layer(layer), hidden_WTE)
+        module = stream.float_layer(layer, stream.weights(layer)) if weights_alone else stream.stored_layer(layer)
+        stream.run(module, hidden_WTE)
         progress.advance()
-    head = stream.stored_head()
+    head = stream.floating_head() if weights_alone else stream.stored_head()
     losses = [
         _negative_log_likelihood(stream.final_norm(hidden_TE), window_T, head) / (len(window_T) - 1)
         for hidden_TE, window_T in zip(hidden_WTE, windows_WT, strict=True)

@@ -7,12 +7,15 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 from transformers import AutoModelForCausalLM
 
 from penjing.compress.decoder.stream import LayerStream
-from penjing.compress.measure.perplexity import evaluation_windows, streamed_perplexity
+from penjing.compress.measure.perplexity import evaluation_windows, streamed_losses, streamed_perplexity
 from penjing.core.checkpoint.decoder import open_checkpoint
+from penjing.core.checkpoint.load import load_model
 from penjing.core.errors import InputError
+from penjing.core.runtime.quantized import Int8Linear
 from penjing.core.text.corpus import calibration_text, code_text, heldout_text
 from penjing.core.text.tokenizer import Tokenizer
 
@@ -31,6 +34,22 @@ def test_perplexity_equals_transformers(tiny_checkpoint: Path) -> None:
     for name, part in windows.items():
         wanted = transformers_perplexity(tiny_checkpoint, part)
         assert math.isclose(streamed[name], wanted, rel_tol=1e-5)
+
+
+def test_weights_alone_are_those_of_the_artifact_beside_floating_activations(tiny_int8: Path) -> None:
+    windows = evaluation_windows(Tokenizer.from_folder(tiny_int8), 384, 0, 64)
+    model = load_model(tiny_int8).model
+    for module in model.modules():
+        if isinstance(module, Int8Linear):
+            widened = module.packed.weight_NK.float() * module.packed.scale_N[:, None]
+            module.forward = lambda x, weight=widened: F.linear(x, weight)  # type: ignore[method-assign]
+    with torch.no_grad():
+        logits = model(windows["prose"])[:, :-1].flatten(0, 1)
+    wanted = float(F.cross_entropy(logits, windows["prose"][:, 1:].flatten()))
+    stream = LayerStream(open_checkpoint(tiny_int8))
+    alone, both = (streamed_losses(stream, windows, weights_alone=alone)["prose"] for alone in (True, False))
+    assert math.fsum(alone) / len(alone) == pytest.approx(wanted, rel=1e-5)
+    assert math.fsum(both) / len(both) != pytest.approx(wanted, rel=1e-5)
 
 
 def test_windows_longer_than_one_block_of_logits_count_every_token(tiny_checkpoint: Path) -> None:
