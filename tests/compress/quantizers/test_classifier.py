@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -24,9 +25,16 @@ from penjing.core.progress import Silent
 from tests.compress.quantize.folders import image_data, image_set, vision_folder
 
 
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("made")
+    return make(folder / "int8", vision_folder(folder / "fp32"))
+
+
 @pytest.fixture
-def artifact(tmp_path: Path) -> Path:
-    return make(tmp_path / "int8", vision_folder(tmp_path / "fp32"))
+def artifact(made: Path, tmp_path: Path) -> Path:
+    """A copy, which a test may change."""
+    return shutil.copytree(made, tmp_path / "int8")
 
 
 def make(out: Path, source: Path, settings: ArtifactSettings | None = None) -> Path:
