@@ -47,7 +47,7 @@ MIXED: dict[str, dict[str, Any]] = {
         "parallel": {"zero": zero}, "precision": {"mode": mode}, "accumulation": 3, "recompute": recompute,
         "optimizer": "adamw",
     }
-    for zero, mode, recompute in ((3, "bf16", "full"), (3, "hybrid", "none"), (2, "bf16", "none"), (1, "bf16", "none"))
+    for zero, mode, recompute in ((3, "bf16", "full"), (3, "hybrid", "none"))
 } | {
     "zero 3, first in float32, then in bf16, one product wide": {
         "parallel": {"zero": 3}, "accumulation": 3,
@@ -57,6 +57,12 @@ MIXED: dict[str, dict[str, Any]] = {
         },
     },
     "tp 2 in bf16": {"parallel": {"tp": 2}, "precision": {"mode": "bf16"}, "accumulation": 1, "limit": 2e-2},
+}  # fmt: skip
+MORE_MIXED: dict[str, dict[str, Any]] = {
+    f"zero {zero} in bf16": {
+        "parallel": {"zero": zero}, "precision": {"mode": "bf16"}, "accumulation": 3, "optimizer": "adamw",
+    }
+    for zero in (1, 2)
 }  # fmt: skip
 _MOE = {"num_experts": 8, "num_experts_per_tok": 1, "moe_intermediate_size": 16}
 FOUR_MIXED: dict[str, dict[str, Any]] = {
@@ -85,10 +91,10 @@ FOUR_MIXED: dict[str, dict[str, Any]] = {
 # Nothing is compiled in the one process.
 COMPILED: dict[str, dict[str, Any]] = {
     "zero 3 in bf16, compiled": {"parallel": {"zero": 3}, "precision": {"mode": "bf16"}, "optimizer": "adamw"},
-    "zero 2, recomputed, compiled": {"parallel": {"zero": 2}, "recompute": "full"},
     "tp 2 with sequence, compiled": {"parallel": {"tp": 2, "sequence": True}},
 }
 MORE_COMPILED: dict[str, dict[str, Any]] = {
+    "zero 2, recomputed, compiled": {"parallel": {"zero": 2}, "recompute": "full"},
     "zero 3, partly recomputed, compiled": {"parallel": {"zero": 3}, "recompute": "selective"},
     "zero 3, compiled by inductor": {"parallel": {"zero": 3}, "compile": "inductor"},
     "tp 2, recomputed, compiled by inductor": {"parallel": {"tp": 2}, "recompute": "full", "compile": "inductor"},
@@ -111,7 +117,7 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 @pytest.fixture(scope="session")
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    return run_world(tmp_path_factory.mktemp("compiled"), 2, MORE_COMPILED)
+    return run_world(tmp_path_factory.mktemp("compiled"), 2, MORE_COMPILED | layered(MORE_MIXED))
 
 
 @pytest.fixture(scope="session")
@@ -137,16 +143,26 @@ def test_two_processes_with_means_in_8_bits_are_as_one(two: dict[str, Any], name
     assert not faults(two[name], NARROW[name])
 
 
-@pytest.mark.parametrize("name", MIXED)
-def test_parameters_are_collected_in_the_format_that_they_are_read_in(two: dict[str, Any], name: str) -> None:
-    result = dict(two[name])
+def check_formats(result: dict[str, Any], name: str) -> None:
     read = {kind: {f for n, formats in result["read"].items() if kind in n for f in formats} for kind in KINDS}
     for kind in ("norm", "lm_head", "embed_tokens"):
         assert read[kind] == {"torch.float32"}
     assert "torch.bfloat16" in read["q_proj"]
     assert read["o_proj"] == ({"torch.float32"} if "wide" in name else read["q_proj"])
     assert ("torch.float32" in read["q_proj"]) == ("first in float32" in name)
-    assert not faults(result, MIXED[name])
+
+
+@pytest.mark.parametrize("name", MIXED)
+def test_parameters_are_collected_in_the_format_that_they_are_read_in(two: dict[str, Any], name: str) -> None:
+    check_formats(two[name], name)
+    assert not faults(two[name], MIXED[name])
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", MORE_MIXED)
+def test_parameters_that_are_not_split_are_read_in_16_bits_too(compiled: dict[str, Any], name: str) -> None:
+    check_formats(compiled[name], name)
+    assert not faults(compiled[name], MORE_MIXED[name])
 
 
 @pytest.mark.full
