@@ -22,6 +22,7 @@ from penjing.train.objective.policy import (
     answer_sums,
     clipped_cost,
     count_of,
+    distance,
     token_weights,
     weighted_mean,
 )
@@ -79,8 +80,7 @@ class ProximalPolicy:
         with torch.no_grad():
             of_tokens = {"clipped": clipped, "value": values, "value_error": (values - batch["return"]) ** 2}
             if "reference" in batch:
-                ahead = batch["reference"] - found
-                of_tokens["kl"] = ahead.exp() - ahead - 1
+                of_tokens["kl"] = distance(found, batch)
             if "engine" in batch:
                 of_tokens["gap"] = (found - batch["engine"]).abs()
             counted = answer_metrics(batch, entropy)

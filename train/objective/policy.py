@@ -86,7 +86,7 @@ class PolicyGradient:
             counted = answer_metrics(batch, entropy)
             counted |= {"clipped": weighted_mean(clipped, counts), "silent": weighted_mean(batch["silent"], real)}
             if away is not None:
-                counted["kl"] = weighted_mean(away, real[owner])
+                counted["kl"] = weighted_mean(distance(found, batch), real[owner])
             if "engine" in batch:
                 counted["gap"] = weighted_mean((found - batch["engine"]).abs(), real[owner])
         return Loss((each * weight).sum(), counted=counted)
@@ -145,6 +145,19 @@ def clipped_cost(
     with torch.no_grad():
         beyond = ((ratio < 1 - low) & (advantage < 0)) | ((ratio > 1 + high) & (advantage > 0))
     return cost, beyond
+
+
+@torch.no_grad()
+def distance(logprobs_R: Tensor, batch: Batch) -> Tensor:
+    """(R,), of which the mean estimates how far the model is from the reference, in nats a token.
+
+    With the log-ratio d of the reference to the model it is exp(d) − d − 1, which is right of tokens that the model
+    samples. After an update from the same answers it samples others, so each counts by how much likelier the model
+    makes it than when it was sampled. Without that, a token that has become rare would count exp(d), however large.
+    """
+    ahead = batch["reference"] - logprobs_R
+    away = ahead.exp() - ahead - 1
+    return away * (logprobs_R - batch["old"]).exp() if "old" in batch else away
 
 
 def answer_sums(values_R: Tensor, batch: Batch) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,8 @@ from penjing.core.errors import ConfigError, InputError
 from penjing.train.align.advantages import generalized_advantages, whitened
 from penjing.train.objective.actor_critic import ProximalPolicy
 from penjing.train.objective.logprobs import token_logprobs
+from penjing.train.objective.objective import Objective
+from penjing.train.objective.policy import PolicyGradient
 from penjing.train.run import train
 from tests.train.align.test_rollouts import recipe, records  # noqa: F401
 from tests.train.reference import cases
@@ -29,9 +32,8 @@ class Said(nn.Module):
         super().__init__()
         self.logits, self.values = nn.Parameter(logits), nn.Parameter(values)
 
-    def forward(self, token_ids: Tensor, logit_rows: Tensor, valued: bool) -> tuple[Tensor, Tensor]:
-        assert valued
-        return self.logits, self.values
+    def forward(self, token_ids: Tensor, logit_rows: Tensor, valued: bool = False) -> Tensor | tuple[Tensor, Tensor]:
+        return (self.logits, self.values) if valued else self.logits
 
 
 def sampled() -> tuple[Said, dict[str, Tensor]]:
@@ -127,3 +129,19 @@ def test_what_cannot_be_meant_is_one_error(recipe: Path, tmp_path: Path, setting
     (tmp_path / "odd.jsonl").write_text('{"prompt": "Say it.", "answer": "("}\n')
     with pytest.raises((ConfigError, InputError), match=says):
         train(recipe, [each.format(folder=tmp_path) for each in settings])
+
+
+@pytest.mark.parametrize("objective", [ProximalPolicy(), PolicyGradient(), PolicyGradient(whole=True)])
+def test_the_distance_of_a_later_update_is_that_of_the_model_as_it_is(objective: Objective) -> None:
+    size = 7  # each token of the vocabulary was sampled once, all being as likely
+    draw = torch.Generator().manual_seed(0)
+    logits, reference = torch.randn(2, size, generator=draw, dtype=torch.float64)
+    logits[3] = -12.0  # has become rare
+    model, zeros = Said(logits.expand(size, -1).clone(), torch.zeros(size)), torch.zeros(size)
+    batch = {
+        "tokens": zeros[:1], "rows": torch.arange(size), "next": torch.arange(size), "old": zeros - math.log(size),
+        "answer": torch.arange(size), "reference": reference.log_softmax(0), "real": torch.ones(size, dtype=torch.bool),
+    } | dict.fromkeys(("value", "advantage", "return", "reward", "ended", "silent"), zeros)  # fmt: skip
+    total, count = objective(model, batch).counted["kl"]
+    ours, theirs = (each.log_softmax(0) for each in (logits, reference))
+    assert float(total / count) == pytest.approx(float((ours.exp() * (ours - theirs)).sum()))
