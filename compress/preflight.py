@@ -23,6 +23,7 @@ from penjing.core.progress import clock, megabytes
 from penjing.core.text.documents import text_files
 from penjing.train.monitor.flops import peak_flops
 from penjing.train.sources.open import fingerprint
+from penjing.train.sources.scenes import SCENES
 
 USE = 0.4  # of the rate of a large matrix product: training reached 0.3 to 0.6 of it, SmolLM2 with its teacher 0.6
 
@@ -48,6 +49,12 @@ def input_hashes(recipe: Recipe, context: Context) -> dict[str, dict[str, str]]:
             )
         found[str(teacher)] = other.hashes(teacher)
     found |= _own_texts(recipe)
+    for setting, said, named in (
+        (CALIBRATE, "data.rows", recipe.data.rows),
+        (EVALUATE, "evaluate.questions", recipe.evaluate.questions),
+    ):
+        for file in (file for name in named if name not in SCENES for file in text_files(Path(name), said)):
+            found.setdefault(setting, {})[str(file)] = sha256_file(file)
     for setting, settings in ((CALIBRATE, recipe.data), (EVALUATE, recipe.evaluate)):
         if settings.source is not None:
             found[setting] = found.get(setting, {}) | fingerprint(settings)
@@ -86,6 +93,11 @@ def check_fit(recipe: Recipe, context: Context) -> None:
     """
     if recipe.output.resolve() == recipe.model.resolve():
         raise ConfigError(f"output = {recipe.output} is the model itself; choose another output")
+    for name, given in (("data.rows", recipe.data.rows), ("evaluate.questions", recipe.evaluate.questions)):
+        if given and not context.family.sees:
+            raise ConfigError(f"{name} = {list(given)}: {recipe.model} is {context.family.said}; leave it out")
+    if shared := sorted(set(recipe.data.rows) & set(recipe.evaluate.questions)):
+        raise ConfigError(f"{shared[0]} would calibrate (data.rows) and judge (evaluate.questions); name other rows")
     for place, step in enumerate(recipe.steps):
         try:
             step.check(context)
@@ -168,7 +180,8 @@ def _budget(recipe: Recipe, context: Context) -> str:
         "similarity": f"{cosine} below that of",
         "score": f"a score {guard.score_loss:g} below that of",
     }
-    quality, metric = context.family.quality, recipe.evaluate.metric
+    metric = recipe.evaluate.metric
+    quality = "accuracy" if recipe.evaluate.questions else context.family.quality
     most = said[quality if metric == "auto" else "score" if ".py:" in metric else metric]
     if metric == "auto" and quality == "similarity" and recipe.evaluate.source is not None:
         most = f"{points} (without classes {cosine}) below that of"

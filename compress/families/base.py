@@ -143,6 +143,7 @@ class Family:
         exporter: for `penjing export`.
         as_graph: (checkpoint, its network as pruning takes it) → the same as a graph, which shares the weights; what
             is searched needs it.
+        sees: whether rows with images are samples and questions for it.
     """
 
     name: FamilyName
@@ -161,6 +162,7 @@ class Family:
     rerun: Callable[[Path, Progress], tuple[Difference, ...]] | None = None
     exporter: Exporter | None = None
     as_graph: Callable[[Path, nn.Module], Network] | None = None
+    sees: bool = False
 
     def need(self, part: str, what: str) -> Any:
         """The entry `part`, for `what`, such as "pruned".

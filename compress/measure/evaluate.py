@@ -70,6 +70,13 @@ class EvaluateSettings(SourceSettings):
         ge=8,
         description="Held-out paragraphs, for a text encoder, and at most so many of each text of your own.",
     )
+    questions: tuple[str, ...] = Field(
+        default=(),
+        description="Of a decoder that sees: rows with images that it is judged by, in place of text: the share that "
+        "it answers exactly. JSON lines or Parquet as for training, or builtin:scenes-test.",
+    )
+    question_images: Path = Field(default=Path(), description="Folder of the images that these rows name.")
+    most_questions: int = Field(default=200, ge=1, description="So many of these rows, at most.")
     resamples: int = Field(default=2000, ge=100, description="Resamples of the bootstrap that gives the intervals.")
     seed: int = Field(default=0, ge=0, description="Seed of the bootstrap.")
 

@@ -17,13 +17,17 @@ from penjing.core.artifact.base import is_artifact
 from penjing.core.checkpoint.classifier import classifier_config, classifier_skeleton
 from penjing.core.checkpoint.decoder import open_checkpoint
 from penjing.core.checkpoint.graph import graph_skeleton
+from penjing.core.checkpoint.sight import read_sight_config
 from penjing.core.checkpoint.towers_config import towers_config
+from penjing.core.checkpoint.vision_language import vision_language_config
 from penjing.core.graph.network import operator_name
 from penjing.core.models.decoder import Decoder
 from penjing.core.models.encoder import Encoder
 from penjing.core.models.resnet import ResNet
 from penjing.core.text.text_tokenizer import encoder_config
+from penjing.core.vision.graph_eyes import GraphEyesConfig
 from penjing.core.vision.towers import TwoTowers
+from penjing.core.vision.vision_language import VisionLanguage, VisionLanguageConfig
 
 _WIDE = ("linear", "conv1d", "conv2d", "conv3d", "convolution", "addmm")  # the first axis of their weight are outputs
 BATCH, TOKENS = 2, 16  # what the analysis runs on; sizes of 1 would be mistaken for broadcasts
@@ -66,6 +70,32 @@ def skeleton_of_decoder(folder: Path) -> Skeleton:
         model = Decoder(checkpoint.config).to("meta").eval()
         example = (torch.zeros(BATCH, TOKENS, dtype=torch.int64),)
     return Skeleton(model, example, BATCH * TOKENS, "token")
+
+
+def skeleton_of_seeing(folder: Path) -> Skeleton:
+    """Of the checkpoint or artifact of a decoder that sees; a question counts, of one image and some tokens.
+
+    Raises:
+        InputError: damaged, or the decoder's stored tensors are not those of `config.json`.
+    """
+    checkpoint = open_checkpoint(folder)
+    if is_artifact(folder):
+        config = read_sight_config(folder).whole(checkpoint.config)
+    else:
+        check_model(checkpoint)
+        config = vision_language_config(folder)
+    return Skeleton(*seeing_skeleton(config), BATCH, "question")
+
+
+def seeing_skeleton(config: VisionLanguageConfig) -> tuple[VisionLanguage, tuple[Tensor, ...]]:
+    """A decoder that sees without storage, and `BATCH` questions of one image each."""
+    vision, length = config.vision, min(config.rows + TOKENS, config.decoder.max_position_embeddings)
+    width = vision.image_width if isinstance(vision, GraphEyesConfig) else vision.image_size
+    with torch.device("meta"):
+        model = VisionLanguage(config).to("meta").eval()
+        tokens = torch.zeros(BATCH, length, dtype=torch.int64)
+        images = torch.zeros(BATCH, vision.num_channels, vision.image_size, width)
+    return model, (tokens, images)
 
 
 def skeleton_of_encoder(folder: Path) -> Skeleton:

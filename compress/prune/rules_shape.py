@@ -254,6 +254,19 @@ def index(labeler: Labeler, call: Call) -> Label:
     return labeler.tidy(result)
 
 
+@rule("masked_scatter")
+def masked_scatter(labeler: Labeler, call: Call) -> Label:
+    """Whole rows stand in place of others: the same index of both goes. What tells which rows is fixed."""
+    x, mask, rows = call.arg(0), call.arg(1), call.arg(2)
+    wide, size = len(call.shape(x)), call.shape(x)[-1]
+    if call.shape(mask)[-1] != 1 or call.shape(rows)[-1] != size:
+        raise UnknownOperation("numbers of a row that are told apart")
+    source = labeler.pinned(call.label(rows), range(len(call.shape(rows)) - 1))
+    ends = tuple(factor.reshape([1] * (wide - 1) + [-1]) for factor in source)
+    x_label = labeler.pinned(call.label(x), range(wide - 1))
+    return labeler.broadcast([x_label, ends], [call.shape(x), [1] * (wide - 1) + [size]])
+
+
 @rule("index_select")
 def index_select(labeler: Labeler, call: Call) -> Label:
     return labeler.pinned(call.label(call.arg(0)), [call.arg(1) % len(call.shape())])

@@ -12,7 +12,7 @@ from penjing.compress.prune.graph import Group
 from penjing.compress.prune.ranking import Choice
 from penjing.compress.prune.surgery import Cut
 
-Part = Literal["channels", "ffn", "heads", "hidden"]
+Part = Literal["channels", "ffn", "heads", "hidden", "vision_ffn", "vision_heads"]
 Shapes = Mapping[str, Sequence[int]]
 
 

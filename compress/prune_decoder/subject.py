@@ -57,6 +57,8 @@ class DecoderSubject:
 
     unit: str = "token"
     inputs = BATCH * TOKENS
+    config: DecoderConfig
+    """Of `model`."""
 
     def __init__(self, folder: Path, parts: Sequence[str], dropped: Sequence[int], progress: Progress) -> None:
         self.folder, self._parts, self.dropped = folder, parts, tuple(dropped)
@@ -69,7 +71,7 @@ class DecoderSubject:
         check_finite(self._checkpoint, progress)
         whole = self._checkpoint.config
         self._kept = kept_layers(whole, dropped)
-        self._config = _without_layers(whole, self._kept)
+        self.config = _without_layers(whole, self._kept)
         if "heads" in parts and any(whole.layer_type(layer) == "lsh_attention" for layer in self._kept):
             raise InputError(
                 f"{folder} has lsh_attention, whose hashing is drawn for its heads: leave 'heads' out of parts"
@@ -79,7 +81,7 @@ class DecoderSubject:
             # Windows decide which tokens meet, not which channels: full attention has all the couplings. A soft cap
             # changes each score by itself.
             plain = {"layer_types": None, "sliding_window": None, "sliding_windows": None, "attention_cap": None}
-            self.model: nn.Module = self.build(self._config.model_copy(update=plain))
+            self.model: nn.Module = self.build(self.config.model_copy(update=plain))
             self.example = (torch.zeros(BATCH, TOKENS, dtype=torch.int64),)
 
     def weights(self, name: str) -> Tensor | None:
@@ -90,7 +92,7 @@ class DecoderSubject:
         """See `Subject`."""
         release_unused()  # what the analysis held: 0.3 of SmolLM2-135M
         with torch.device("meta"):
-            model = self.build(self._config)
+            model = self.build(self.config)
         for name, _ in list(model.named_parameters()):
             owner, _, leaf = name.rpartition(".")
             value = self.weights(name)
@@ -98,7 +100,7 @@ class DecoderSubject:
             setattr(model.get_submodule(owner), leaf, nn.Parameter(value.to(torch.float32, copy=True)))
         assert isinstance(model, Decoder)
         model.tie_weights()
-        model.model.inverse_frequency = inverse_frequencies(self._config)
+        model.model.inverse_frequency = inverse_frequencies(self.config)
         return model
 
     def parts(self, groups: Sequence[Group]) -> dict[Part, list[Group]]:
@@ -118,7 +120,7 @@ class DecoderSubject:
 
     def config_of(self, shapes: Shapes, choice: Choice) -> DecoderConfig:
         """See `Subject`."""
-        config, layers = self._config, range(self._config.num_hidden_layers)
+        config, layers = self.config, range(self.config.num_hidden_layers)
         hidden = shapes[EMBEDDING][1]
         kv_heads = shapes["model.layers.0.self_attn.k_proj.weight"][0] // config.head_dim
         inner = tuple(shapes[f"model.layers.{layer}.mlp.gate_proj.weight"][0] for layer in layers)
@@ -154,7 +156,7 @@ class DecoderSubject:
 
     def smaller(self, config: DecoderConfig, cuts: Mapping[str, Cut]) -> Iterator[tuple[str, Tensor]]:
         """The tensors of the decoder that is left."""
-        whole = self._config
+        whole = self.config
         gain = math.sqrt(whole.hidden_size / config.hidden_size)
         # A norm over all heads counts those that left as zeros, as the norms over the hidden width do. Its epsilon
         # stays as it is, because the network has one for all norms.
@@ -170,7 +172,7 @@ class DecoderSubject:
 
     def _stored(self, name: str) -> str:
         """The name in the checkpoint of a tensor of `model`."""
-        if name == HEAD and self._config.tie_word_embeddings:
+        if name == HEAD and self.config.tie_word_embeddings:
             return EMBEDDING
         prefix, layers, rest = name.partition("model.layers.")
         if prefix or not layers:

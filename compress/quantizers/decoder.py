@@ -80,13 +80,20 @@ def check(source: Path, step: DecoderQuantize, data: DataSettings, training: Tra
 
     Raises:
         ConfigError: a `keep` pattern that matches nothing, a window longer than the context, a transform that does not
-            fit, no text to train on, training in 4 bits.
+            fit, no text to train on, training in 4 bits or with one tensor for embedding and LM head.
     """
     if step.steps and step.weights_bits == 4:
         raise ConfigError("training is in 8 bits: with weights_bits=4 take steps=0, which calibrates")
     if step.steps and step.embedding_dtype == "int8":
         raise ConfigError('training keeps a floating embedding: with embedding_dtype="int8" take steps=0')
-    check_settings(kept_by_budget(step, source), open_checkpoint(source).config)
+    config = open_checkpoint(source).config
+    turned = step.transform.rotate or step.transform.smooth_norm > 0
+    if step.steps and config.tie_word_embeddings and step.lm_head == "int8" and not turned:
+        raise ConfigError(
+            f"training rounds the LM head apart from the embedding, and {source} has one tensor for both, which "
+            'transform.rotate=true would part: with rotate=false take lm_head="keep", or steps=0'
+        )
+    check_settings(kept_by_budget(step, source), config)
     check_window(source, data)
     if step.steps:
         run_recipe_of(source, step, training, data, source)
@@ -157,7 +164,7 @@ def quantize(
             zero_points=step.zero_points,  # they choose scales and signs
             rounding="nearest",
         )
-        floating, _ = make_weights(source, floats, windows_WT, _tasks(scratch / "floating"), progress)
+        floating, _ = make_weights(source, floats, windows_WT, _tasks(scratch / "floating"), progress, rows_RE)
         facts["training"] = (learn or text_teaches)(floating, calibrated, settings)
         if (calibrated / FILE).exists():  # what was learnt is in the same basis
             _take(calibrated / FILE, partial / FILE)

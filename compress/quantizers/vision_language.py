@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import torch
 from pydantic import Field
-from torch import Tensor, nn
+from torch import nn
 
 from penjing.compress.decoder.settings import Int8Settings
 from penjing.compress.distill.seeing import TRAINING, hidden_weights, learning_from
@@ -20,17 +20,16 @@ from penjing.compress.quantizers import decoder
 from penjing.compress.quantizers.decoder import RoundedDecoder
 from penjing.compress.quantizers.sight_training import SightInt8Task
 from penjing.compress.samples.data import DataSettings
+from penjing.compress.sight.network import load_seeing
 from penjing.compress.sight.parity import measure_sight
 from penjing.compress.sight.rounding import RoundedSight, round_sight
-from penjing.compress.sight.rows import BATCH, images_of, read_rows, seen_text
+from penjing.compress.sight.rows import BATCH, check_scenes, images_of, read_rows, seen_text
 from penjing.core.artifact.parity import read_parity, write_parity
 from penjing.core.artifact.transform import read_transforms
-from penjing.core.checkpoint.load import load_model
 from penjing.core.checkpoint.sight import save_sight
 from penjing.core.checkpoint.vision_language import load_vision_language, vision_language_config
 from penjing.core.errors import ConfigError
 from penjing.core.manifest import read_manifest, write_manifest
-from penjing.core.models.decoder import Decoder
 from penjing.core.progress import Progress
 from penjing.core.vision.projector import linears
 from penjing.core.vision.sight import Sight
@@ -40,7 +39,6 @@ from penjing.train.chat.sighted import SightedRows
 from penjing.train.data.stream import one_pass
 from penjing.train.families.base import Task
 from penjing.train.recipe.recipe import RunRecipe
-from penjing.train.sources.scenes import SCENES, SIDE
 
 RESIDUAL = "model.layers.0.mlp.down_proj"  # a layer whose output goes into the residual stream, as rows of images do
 
@@ -61,7 +59,8 @@ class SightQuantize(decoder.DecoderQuantize):
     rows: tuple[str, ...] = Field(
         default=(),
         description="Of a decoder that sees: rows with images that calibrate it beside the text, JSON lines or Parquet "
-        "as for training, or builtin:scenes. Without them its eyes are rounded to nearest.",
+        "as for training, or builtin:scenes. None named: those of [data]; without these its eyes are rounded to "
+        "nearest.",
     )
     row_images: Path = Field(default=Path(), description="Folder of the images that these rows name.")
     most_rows: int = Field(default=128, ge=1, description="So many rows calibrate, at most.")
@@ -74,32 +73,12 @@ class SightQuantize(decoder.DecoderQuantize):
     most_questions: int = Field(default=200, ge=1, description="So many rows are asked, at most.")
 
 
-class Seeing(nn.Module):
-    """A decoder and its eyes, called as `VisionLanguage` is."""
-
-    def __init__(self, decoder: Decoder, sight: Sight) -> None:
-        super().__init__()
-        self.decoder, self.sight = decoder, sight
-
-    def forward(
-        self, tokens_BT: Tensor, images: Tensor, logit_rows: Tensor | None = None, seen: Tensor | None = None
-    ) -> Tensor:
-        """See `VisionLanguage`."""
-        embedded = self.decoder.model.embed_tokens(tokens_BT).to(torch.float32)
-        here = (tokens_BT == self.sight.config.image_token_id)[..., None]
-        rows = self.sight(images)
-        rows = rows if seen is None else rows[seen]
-        return self.decoder(tokens_BT, logit_rows=logit_rows, embedded=embedded.masked_scatter(here, rows))
-
-
 def check(source: Path, step: SightQuantize, data: DataSettings) -> None:
     """See `decoder.check`."""
     if step.steps and (wrong := hidden_weights(step.distill)):
         raise ConfigError(f"{source} sees; a teacher's logits alone teach it: leave distill.{wrong[0]} out")
-    size = vision_language_config(source).vision.image_size
-    if size != SIDE and (named := [name for name in (*step.questions, *step.rows, *step.sources) if name in SCENES]):
-        raise ConfigError(f"{named[0]} has images of {SIDE} pixels, the model of {size}; take other rows")
-    if shared := sorted(set(step.questions) & {*step.rows, *step.sources}):
+    check_scenes(source, vision_language_config(source), (*step.questions, *step.rows, *step.sources))
+    if shared := sorted(set(step.questions) & {*(step.rows or data.rows), *step.sources}):
         raise ConfigError(f"{shared[0]} would teach or calibrate, and judge; take other rows for one of them")
     decoder.check(source, step, data, TRAINING)
 
@@ -110,8 +89,10 @@ def quantize(
     """See `decoder.quantize`; the record has `images`, what was asked before and after, where there are questions."""
     whole = load_vision_language(places.source)
     sight, images, seen = Sight.of(whole), None, None
-    if step.rows:
-        rows = read_rows(places.source, whole, step.rows, step.row_images, step.most_rows, progress)
+    calibrating = step if step.rows else data
+    if calibrating.rows:
+        named = calibrating.rows, calibrating.row_images, calibrating.most_rows
+        rows = read_rows(places.source, whole.config, *named, progress)
         images = images_of(rows)
         seen = seen_text(rows, images, sight, whole.config.decoder.vocab_size, data.window)
     eyes: RoundedSight | None = None
@@ -151,10 +132,8 @@ def quantize(
     write_manifest(places.partial, "artifact", manifest.created_by, manifest.extra)
     if not step.questions:
         return record
-    asked = read_rows(places.source, whole, step.questions, step.question_images, step.most_questions, progress)
-    loaded = load_model(places.partial)
-    assert loaded.sight is not None
-    return record | {"images": compared(whole, Seeing(loaded.model, loaded.sight), asked, progress)}
+    asked = read_rows(places.source, whole.config, step.questions, step.question_images, step.most_questions, progress)
+    return record | {"images": compared(whole, load_seeing(places.partial), asked, progress)}
 
 
 def _turned(sight: Sight, whole: VisionLanguage, folder: Path) -> Sight:

@@ -63,6 +63,13 @@ class DataSettings(TrainingSource):
     own_texts: OwnTexts = Field(default=OwnTexts(), description='What a decoder writes for "builtin:own".')
     batch_windows: int = Field(default=4, ge=1, description="Windows that run at a time.")
     texts: int = Field(default=128, ge=8, description="Paragraphs, for a text encoder.")
+    rows: tuple[str, ...] = Field(
+        default=(),
+        description="Of a decoder that sees: rows with images by which it is chosen what leaves, in place of text, and "
+        "which calibrate it; JSON lines or Parquet as for training, or builtin:scenes.",
+    )
+    row_images: Path = Field(default=Path(), description="Folder of the images that these rows name.")
+    most_rows: int = Field(default=128, ge=1, description="So many of these rows, at most.")
 
     @model_validator(mode="after")
     def _whole_windows(self) -> DataSettings:

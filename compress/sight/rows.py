@@ -14,33 +14,35 @@ from penjing.core.errors import ConfigError
 from penjing.core.progress import Progress
 from penjing.core.text.tokenizer import Tokenizer
 from penjing.core.vision.sight import Sight, picture_of, pixels_of
-from penjing.core.vision.vision_language import VisionLanguage
+from penjing.core.vision.vision_language import VisionLanguageConfig
 from penjing.train.chat.rows import take_rows
 from penjing.train.chat.sighted import Sighted, SightedRows, SightTokens
 from penjing.train.chat.tokens import ChatTokens
 from penjing.train.data.stream import Draw, one_pass
 from penjing.train.sources.decoders import FORMATS
-from penjing.train.sources.scenes import SCENES, scenes
+from penjing.train.sources.scenes import SCENES, SIDE, scenes
 
 BATCH = 8  # images at a time
 
 
 def read_rows(
-    folder: Path, whole: VisionLanguage, named: Sequence[str], images: Path, most: int, progress: Progress
+    folder: Path, config: VisionLanguageConfig, named: Sequence[str], images: Path, most: int, progress: Progress
 ) -> SightedRows:
     """The first `most` of the rows with images that `named` names, in the tokens of the model in `folder`.
 
     Raises:
+        ConfigError: scenes for a model that takes images of another size.
         InputError: a source is missing or damaged, or too many of its rows are bad.
     """
-    token = Tokenizer.from_folder(folder).id_to_token(whole.config.image_token_id)
+    check_scenes(folder, config, named)
+    token = Tokenizer.from_folder(folder).id_to_token(config.image_token_id)
     assert token is not None
-    context = whole.config.decoder.max_position_embeddings
+    context = config.decoder.max_position_embeddings
     writer = SightTokens(
         ChatTokens.from_folder(folder, None, "assistant"),
         token,
-        whole.config.rows,
-        partial(picture_of, whole.config, formats=FORMATS),
+        config.rows,
+        partial(picture_of, config, formats=FORMATS),
         images,
         context,
     )
@@ -49,7 +51,18 @@ def read_rows(
         rows += take_rows(files, writer.row, 0.0, progress)[0]
     for name in (each for each in named if each in SCENES):
         rows += writer.questions((scene.picture, scene.turns) for scene in scenes(name, progress)[:most])
-    return SightedRows(rows[:most], 0, pixels_of(whole.config))
+    return SightedRows(rows[:most], 0, pixels_of(config))
+
+
+def check_scenes(folder: Path, config: VisionLanguageConfig, named: Sequence[str]) -> None:
+    """Refuse scenes for a model that takes images of another size.
+
+    Raises:
+        ConfigError: it does.
+    """
+    size = config.vision.image_size
+    if size != SIDE and (wrong := [name for name in named if name in SCENES]):
+        raise ConfigError(f"{wrong[0]} has images of {SIDE} pixels, {folder} takes {size}; take other rows")
 
 
 def images_of(rows: SightedRows) -> Tensor:

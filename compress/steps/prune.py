@@ -11,7 +11,7 @@ import tempfile
 import time
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 from pydantic import Field, field_validator, model_validator
@@ -43,14 +43,16 @@ from penjing.core.progress import Progress
 from penjing.core.work import Places
 
 SAID_BELOW = 0.02  # of the units fewer than asked for: more is said
-DECODER_PARTS = ("ffn", "heads", "hidden", "layers")
+DecoderPart = Literal["ffn", "heads", "hidden", "layers", "vision_ffn", "vision_heads"]
+DECODER_PARTS = get_args(DecoderPart)
 
 
 class Prune(Step):
     """Removal of channels, heads or layers.
 
     A classifier loses channels everywhere. Of a decoder, `parts` says what: MLP channels ("ffn"), key-value heads with
-    the queries that read them ("heads"), the residual width ("hidden"), whole layers ("layers").
+    the queries that read them ("heads"), the residual width ("hidden"), whole layers ("layers"), and of the vision
+    transformer before it MLP channels ("vision_ffn") and heads ("vision_heads").
     """
 
     kind: Literal["prune"] = Field(default="prune", description="Remove units of the network.")
@@ -73,9 +75,7 @@ class Prune(Step):
     protect: tuple[str, ...] = Field(
         default=(), description='Shell patterns of parameters, such as "stem.*", whose units stay.'
     )
-    parts: tuple[Literal["ffn", "heads", "hidden", "layers"], ...] | None = Field(
-        default=None, description='What a decoder loses; none given: "ffn".'
-    )
+    parts: tuple[DecoderPart, ...] | None = Field(default=None, description='What a decoder loses; none given: "ffn".')
     layers: int | tuple[int, ...] | None = Field(
         default=None, description="Layers to drop: how many (those that change least), or which."
     )
@@ -371,7 +371,7 @@ def _choose(
 
 
 def _scope(part: Part, step: Prune) -> Scope:
-    return step.rank if part in ("channels", "ffn") else "local"
+    return step.rank if part in ("channels", "ffn", "vision_ffn") else "local"
 
 
 def _summary(values: np.ndarray, removed: list[int]) -> dict[str, float]:

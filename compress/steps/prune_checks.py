@@ -13,12 +13,15 @@ from penjing.core.errors import ConfigError
 
 
 def check_parts(parts: tuple[str, ...] | None, context: Context) -> None:
-    """Refuse `parts` of a family that has none.
+    """Refuse `parts` that the family does not have.
 
     Raises:
-        ConfigError: it has none.
+        ConfigError: it has none, or others.
     """
-    if parts is not None and not context.family.need("pruner", "pruned").parts:
+    known = context.family.need("pruner", "pruned").parts
+    if known and (wrong := [part for part in parts or () if part not in known]):
+        raise ConfigError(f"parts: {context.model} is {context.family.said}, which has no {wrong[0]!r}; leave it out")
+    if parts is not None and not known:
         raise ConfigError(
             f"parts={list(parts)}: decoders have parts, {context.model} is {context.family.said}; leave them out"
         )

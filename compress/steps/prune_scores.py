@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch import nn
 
 from penjing.compress.families.base import OneByOne
 from penjing.compress.prune.graph import Group
@@ -13,7 +14,9 @@ from penjing.compress.prune.importance import Kind, Scores, activation, magnitud
 from penjing.compress.prune.subject import Subject
 from penjing.compress.samples.data import Samples
 from penjing.core.errors import ConfigError
+from penjing.core.models.decoder import Decoder
 from penjing.core.progress import Progress
+from penjing.core.vision.vision_language import VisionLanguage
 from penjing.train.numerics.recompute import apply_recompute, blocks
 
 LOGIT_STRIDE = 64
@@ -49,15 +52,21 @@ def unit_scores(
         return obs(subject, groups, data, progress)
     model = subject.network()
     if method == "activation":
-        return activation(model, groups, _few_logits(data) if subject.unit == "token" else data.inputs())
+        speaks = isinstance(model, Decoder | VisionLanguage)
+        return activation(model, groups, _few_logits(model, data) if speaks else data.inputs())
     if blocks(model):
         apply_recompute(model, "full")  # what a whole network keeps for its gradients can be ten times its size
     return taylor(model, groups, data.losses(model))
 
 
-def _few_logits(data: Samples) -> Iterator[tuple[Any, ...]]:
+def _few_logits(model: nn.Module, data: Samples) -> Iterator[tuple[Any, ...]]:
     """Arguments of a decoder, one window at a time with one row of logits in 64: those of 2048 tokens would be 0.7 of
-    SmolLM2's size."""
-    for (tokens_BT,) in data.inputs():
+    SmolLM2's size. Questions about images ask for those of their answers alone."""
+    others = (None,) if isinstance(model, VisionLanguage) else (None, None)
+    for inputs in data.inputs():
+        tokens_BT, *seen = inputs
+        if seen:
+            yield inputs
+            continue
         for window_1T in tokens_BT.split(1):
-            yield window_1T, None, None, torch.arange(0, window_1T.numel(), LOGIT_STRIDE)
+            yield window_1T, *others, torch.arange(0, window_1T.numel(), LOGIT_STRIDE)

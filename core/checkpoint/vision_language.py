@@ -57,7 +57,7 @@ _ARCHITECTURES = {"idefics3": "Idefics3ForConditionalGeneration", "llava": "Llav
 def layout_of(config: VisionLanguageConfig) -> str:
     """The `model_type` of the folders that hold such a model: Hugging Face's where there is one, or else our own."""
     vision, projector = config.vision, config.projector
-    if isinstance(vision, GraphEyesConfig):
+    if isinstance(vision, GraphEyesConfig) or vision.head_dim or vision.intermediate_sizes:
         return OWN_SEEING
     if vision.last_norm and not vision.class_token and projector.kind == "linear" and not projector.bias:
         return "idefics3"
@@ -232,7 +232,8 @@ def _own_values(config: VisionLanguageConfig) -> dict[str, Any]:
 
 def _sizes(config: VisionLanguageConfig) -> dict[str, Any]:
     assert isinstance(config.vision, ViTConfig), "what Hugging Face's layouts hold"
-    values = config.vision.model_dump(exclude={"activation", "class_token", "last_norm"})
+    own = {"activation", "class_token", "last_norm", "head_dim", "intermediate_sizes"}
+    values = config.vision.model_dump(exclude=own)
     return {**values, "hidden_act": config.vision.activation}
 
 
@@ -308,7 +309,7 @@ def _unused(folder: Path, names: Names, config: VisionLanguageConfig) -> tuple[s
     head = f"{names.head}weight"
     if not isinstance(config.vision, ViTConfig) or config.vision.last_norm:
         return (head,)
-    stored = read_json_object(folder / "config.json")["vision_config"]
+    stored = read_json_object(folder / "config.json").get("vision_config", {})
     layers = stored.get("num_hidden_layers", config.vision.num_hidden_layers)
     behind = range(config.vision.num_hidden_layers, layers if type(layers) is int else 0)
     parts = ("post_layernorm.", "head.", "embeddings.position_ids", *(f"encoder.layers.{each}." for each in behind))

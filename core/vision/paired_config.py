@@ -29,6 +29,11 @@ class TransformerConfig(Config):
             )
         return self
 
+    @property
+    def attention_size(self) -> int:
+        """Numbers of all heads of a token."""
+        return self.hidden_size
+
 
 class ImageTransformerConfig(TransformerConfig):
     """Everything that fixes the computation of an `ImageTransformer`."""

@@ -27,6 +27,7 @@ from penjing.core.images.decode import (
 )
 from penjing.core.images.sound import spectrogram
 from penjing.core.images.tiles import UNCUT, Grid, Look, grid_of
+from penjing.core.models.config import DecoderConfig
 from penjing.core.text.tokenizer import Tokenizer
 from penjing.core.vision.graph_eyes import GraphEyes
 from penjing.core.vision.projector import ProjectorConfig
@@ -56,6 +57,17 @@ class SightConfig(Config):
     def rows(self) -> int:
         """Tokens that an image takes."""
         return (self.vision.side // self.scale_factor) ** 2
+
+    def whole(self, decoder: DecoderConfig) -> VisionLanguageConfig:
+        """That of the whole model before `decoder`."""
+        return VisionLanguageConfig(
+            vision=self.vision,
+            decoder=decoder,
+            scale_factor=self.scale_factor,
+            projector=self.projector,
+            image_token_id=self.image_token_id,
+            look=self.look,
+        )
 
     @classmethod
     def of(cls, whole: VisionLanguageConfig) -> SightConfig:

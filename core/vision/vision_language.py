@@ -95,15 +95,21 @@ class VisionLanguage(nn.Module):
         return self.projector(pixel_shuffle(self.vision(images), self.config.scale_factor))
 
     def forward(
-        self, tokens_BT: Tensor, images: Tensor, logit_rows: Tensor | None = None, seen: Tensor | None = None
+        self,
+        tokens_BT: Tensor,
+        images: Tensor | None = None,
+        logit_rows: Tensor | None = None,
+        seen: Tensor | None = None,
     ) -> Tensor:
         """
         Args:
             tokens_BT: int64, with `image_token_id` R times for each image that a text has.
-            images: (N, C, H, W), in the dtype of the parameters.
+            images: (N, C, H, W), in the dtype of the parameters; None: the texts have none.
             logit_rows: see `Decoder`.
             seen: (M,) int64, which of the images stands there each time; all N in their order when None.
         """
+        if images is None:
+            return self.decoder(tokens_BT, logit_rows=logit_rows)
         rows = self.see(images)
         rows = rows if seen is None else rows[seen]
         return self.decoder(tokens_BT, logit_rows=logit_rows, embedded=self.merged(tokens_BT, rows))

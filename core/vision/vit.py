@@ -36,6 +36,8 @@ class LayerSizes(Protocol):
     @property
     def num_attention_heads(self) -> int: ...
     @property
+    def attention_size(self) -> int: ...
+    @property
     def layer_norm_eps(self) -> float: ...
 
 
@@ -49,6 +51,12 @@ class ViTConfig(Config):
     intermediate_size: int = Field(gt=0, description="Inner width of the MLP.")
     num_hidden_layers: int = Field(gt=0, le=1024, description="How many layers it has.")
     num_attention_heads: int = Field(gt=0, description="Heads.")
+    head_dim: int | None = Field(
+        default=None, gt=0, description="Numbers of a head; none given: hidden_size / num_attention_heads."
+    )
+    intermediate_sizes: tuple[int, ...] | None = Field(
+        default=None, description="Inner width of the MLP of each layer, where they differ."
+    )
     layer_norm_eps: float = Field(default=1e-6, gt=0, description="Added to the variance before its root.")
     activation: Activation = Field(default="gelu_pytorch_tanh", description="Between the two layers of the MLP.")
     class_token: bool = Field(
@@ -61,9 +69,25 @@ class ViTConfig(Config):
     @model_validator(mode="after")
     def _parts_divide(self) -> ViTConfig:
         for whole, part in (("image_size", "patch_size"), ("hidden_size", "num_attention_heads")):
-            if getattr(self, whole) % getattr(self, part):
+            given = self.head_dim is not None and whole == "hidden_size"
+            if not given and getattr(self, whole) % getattr(self, part):
                 raise ValueError(f"{whole}={getattr(self, whole)} is not divisible by {part}={getattr(self, part)}")
+        widths = self.intermediate_sizes
+        if widths is not None and (len(widths) != self.num_hidden_layers or min(widths, default=0) < 1):
+            raise ValueError(f"intermediate_sizes={widths} needs a width of 1 or more for each layer")
         return self
+
+    @property
+    def attention_size(self) -> int:
+        """Numbers of all heads of a patch."""
+        return self.num_attention_heads * (self.head_dim or self.hidden_size // self.num_attention_heads)
+
+    def layer(self, index: int) -> ViTConfig:
+        """That of a transformer all of whose layers are as this one."""
+        if self.intermediate_sizes is None:
+            return self
+        own = {"intermediate_size": self.intermediate_sizes[index], "intermediate_sizes": None}
+        return self.model_copy(update=own)
 
     @property
     def side(self) -> int:
@@ -94,13 +118,14 @@ class Patches(nn.Module):
 class _Attention(nn.Module):
     def __init__(self, config: LayerSizes, causal: bool):
         super().__init__()
-        size = config.hidden_size
-        self.num_heads, self.causal = config.num_attention_heads, causal
-        self.q_proj, self.k_proj, self.v_proj, self.out_proj = (nn.Linear(size, size) for _ in range(4))
+        size, inner = config.hidden_size, config.attention_size
+        self.head_dim, self.causal = inner // config.num_attention_heads, causal
+        self.q_proj, self.k_proj, self.v_proj = (nn.Linear(size, inner) for _ in range(3))
+        self.out_proj = nn.Linear(inner, size)
 
     def forward(self, x_NPE: Tensor) -> Tensor:
         q, k, v = (
-            layer(x_NPE).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
+            layer(x_NPE).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
             for layer in (self.q_proj, self.k_proj, self.v_proj)
         )
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=self.causal)
@@ -140,7 +165,9 @@ class ViTLayer(nn.Module):
 class _Layers(nn.Module):
     def __init__(self, config: ViTConfig):
         super().__init__()
-        self.layers = nn.ModuleList(ViTLayer(config, config.activation) for _ in range(config.num_hidden_layers))
+        self.layers = nn.ModuleList(
+            ViTLayer(config.layer(index), config.activation) for index in range(config.num_hidden_layers)
+        )
 
 
 class VisionTransformer(nn.Module):
