@@ -4,11 +4,12 @@
     python benchmarks/run_prune_decoder.py --heal --int8                     # … healed, and then in INT8
     python benchmarks/run_prune_decoder.py --variants channels --windows 4 --rounds 0
     python benchmarks/run_prune_decoder.py --texts-of-its-own build/texts    # calibrate on these too
-    python benchmarks/run_prune_decoder.py --heal finetune                   # without a teacher; lora: by an adapter
+    python benchmarks/run_prune_decoder.py --heal finetune                   # without a teacher; lora: by an adapter;
+                                                                             # features: from hidden states as well
     python benchmarks/run_prune_decoder.py --published                       # what papers report, copied from them
 
 A variant is the prune step of a recipe with settings of its own. Rows are VARIANT/STAGE/TEXT_rise in percent, with the
-ends of the 95 % interval over the same windows, where the stage is removed, healed (healed-finetune, healed-lora) or
+ends of the 95 % interval over the same windows, where the stage is removed, healed (healed-finetune, …) or
 int8; VARIANT/STAGE/worst_rise is the largest. VARIANT/decode is the speed of greedy answers in our engine, the
 checkpoint taking turns. What is complete in build/prune-decoder is neither made nor judged again.
 """
@@ -72,6 +73,7 @@ HEALS: dict[str, dict[str, Any]] = {  # of --heal: changes to the recipes' secon
     "distill": {},
     "finetune": {"kind": "finetune"},
     "lora": {"adapter": {"rank": 16}},
+    "features": {"weights": {"logits": 1.0, "hidden": 1.0}},
 }
 SLEB = "LLaMA-2 7B on C4, perplexity 7.26, not healed (arXiv 2402.09025, table 1)"
 MINITRON = "the whole Llama 3.1 8B; its halves were distilled (arXiv 2407.14679)"
@@ -170,13 +172,7 @@ def stages(
     small = removed
     if arguments.heal:
         values: dict[str, Any] = read_recipe(source, [])
-        heal = values["steps"][-1] | {"teacher": str(arguments.model), "precision": {"mode": arguments.precision}}
-        heal |= {"learning_rate": {"peak": arguments.peak, "warmup": 0.1}}
-        heal |= ({"steps": arguments.steps} if arguments.steps else {}) | HEALS[arguments.heal]
-        if heal["kind"] == "finetune":
-            del heal["teacher"]
-        if arguments.texts_of_its_own is not None:
-            heal["sources"] = [str(arguments.texts_of_its_own)]
+        heal = healing(values["steps"][-1], arguments)
         stage = "healed" if arguments.heal == "distill" else f"healed-{arguments.heal}"
         values |= {"model": str(removed), "output": str(work / f"{name}-{stage}"), "steps": [heal], "guard": ANY_LOSS}
         values |= {"measure": {"rounds": 0}, "evaluate": {"prose_tokens": 512, "code_tokens": 0}}
@@ -188,6 +184,18 @@ def stages(
         values = calibrated | {"model": str(small), "output": str(int8), "measure": {"rounds": 0}, "guard": ANY_LOSS}
         values |= {"evaluate": {"prose_tokens": 512, "code_tokens": 0}}
         yield "int8", run_recipe(values, progress=progress), None
+
+
+def healing(step: dict[str, Any], arguments: argparse.Namespace) -> dict[str, Any]:
+    """A recipe's `distill` as the command line wants it."""
+    heal = step | {"teacher": str(arguments.model), "precision": {"mode": arguments.precision}}
+    heal |= {"learning_rate": {"peak": arguments.peak, "warmup": 0.1}}
+    heal |= ({"steps": arguments.steps} if arguments.steps else {}) | HEALS[arguments.heal]
+    if heal["kind"] == "finetune":
+        del heal["teacher"]
+    if arguments.texts_of_its_own is not None:
+        heal["sources"] = [str(arguments.texts_of_its_own)]
+    return heal
 
 
 def remove(

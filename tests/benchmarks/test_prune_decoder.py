@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
-from run_prune_decoder import ROOT, VARIANTS, decode_row, rise_rows, size_rows
+from run_prune_decoder import HEALS, ROOT, VARIANTS, decode_row, healing, rise_rows, size_rows
 
 from penjing.compress.measure.evaluate import EvaluateSettings, Quality, perplexity
 from penjing.compress.recipe import load_recipe
 from penjing.compress.steps.prune import Prune
+from penjing.compress.steps.train import TrainedStep
+from penjing.core.config import read_recipe
 
 
 def quality(name: str, losses: list[float]) -> Quality:
@@ -22,6 +25,16 @@ def test_every_variant_is_a_prune_step_of_a_recipe(tiny_checkpoint: Path) -> Non
         step = load_recipe(ROOT / "recipes" / f"{recipe}.toml", [f"model={tiny_checkpoint}"]).steps[0]
         steps.append(Prune.model_validate(step.model_dump() | settings))
     assert len({step.model_dump_json() for step in steps}) == len(VARIANTS)
+
+
+@pytest.mark.parametrize("name", HEALS)
+def test_every_healing_is_a_step_of_a_recipe(tiny_checkpoint: Path, tmp_path: Path, name: str) -> None:
+    values = read_recipe(ROOT / "recipes" / "smollm2-pruned.toml", [])
+    options = {"model": tiny_checkpoint, "precision": "bf16", "peak": 3e-4, "steps": 4}
+    step = healing(values["steps"][-1], Namespace(**options, heal=name, texts_of_its_own=tmp_path))
+    last = load_recipe(values | {"model": tiny_checkpoint, "steps": [step]}).steps[-1]
+    assert isinstance(last, TrainedStep)
+    assert (last.steps, last.sources, last.precision.mode) == (4, (str(tmp_path),), "bf16")
 
 
 def test_rises_are_paired_and_the_worst_is_the_largest() -> None:
