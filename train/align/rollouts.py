@@ -172,12 +172,13 @@ class RolloutStream:
         mine = [place for some in self._mine() for place in some.tolist() if place < data.batch_size]
         for place in mine:
             rollout["place"][place] = int(self._places[place])
+        spare = self._spare(taken)
         for draw in range(1 + self._algorithm.redraws):
             # The first draw has the seeds of a run without redraws.
             seeds = [answer_seed(self._seed, taken, place, *([draw] if draw else [])) for place in mine]
             if draw:
-                for place, seed in zip(mine, seeds, strict=True):
-                    rollout["place"][place] = answer_seed(seed) % len(self._prompts)
+                for place in mine:
+                    rollout["place"][place] = int(spare[((draw - 1) * data.batch_size + place) % len(spare)])
             prompts = [self._prompts[int(rollout["place"][place])].tokens for place in mine]
             found = learner.sampler.sample(prompts, seeds, data.samples, data.max_tokens, data.temperature)
             for place, answers in zip(mine, found, strict=True):
@@ -200,6 +201,14 @@ class RolloutStream:
         if learner.reference is not None:
             (rollout["reference"],) = self._asked(rollout, learner.reference)
         return rollout
+
+    def _spare(self, taken: int) -> np.ndarray:
+        """The prompts that may replace others of this step, in an order of chance; the same in every process, so that
+        none of them comes twice while there are enough."""
+        others = np.setdiff1d(np.arange(len(self._prompts)), self._places)
+        return np.random.default_rng(answer_seed(self._seed, taken)).permutation(
+            others if len(others) else self._places
+        )
 
     def _judge(self, rollout: Rollout, place: int, answers: Sequence[Sampled]) -> None:
         """Put the answers to a prompt, and what they are worth, where others may have stood."""

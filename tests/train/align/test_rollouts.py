@@ -20,6 +20,7 @@ from penjing.core.models.reward import RewardModel
 from penjing.core.progress import Silent
 from penjing.train.align.prompts import Answer, Prompt, Sampled
 from penjing.train.align.rewards import ModelReward, Rewards, Verifier, number
+from penjing.train.align.rollouts import RolloutStream
 from penjing.train.align.user_reward import UserReward
 from penjing.train.chat.tokens import ChatTokens
 from penjing.train.families.base import build_task
@@ -165,6 +166,28 @@ def test_prompts_whose_answers_are_worth_the_same_are_replaced(recipe: Path, tmp
     assert max(record["asked"] for record in found) > 1
     # What was replaced counts in the mean reward, which else would be higher than the model deserves.
     assert all(0 <= record["reward"] <= 1 for record in found)
+
+
+def test_no_prompt_comes_twice_where_others_are_left(recipe: Path, tmp_path: Path) -> None:
+    # All answers are worth the same, so that every prompt is replaced twice: 4 × 3 of the 16 prompts are asked.
+    kind = f"reward.kind={tmp_path}/reward.py:same"
+    task = build_task(load_train_recipe(recipe, [kind, "algorithm.redraws=2"]), Silent())
+    assert isinstance(task, RolloutTuning)
+    model = task.build_model()
+    task.initialize(model)
+    task.after_update(model, World())
+    stream, asked = task.stream(4, World()), list[tuple[int, ...]]()
+    assert isinstance(stream, RolloutStream)
+    sampler = task._bound().sampler
+    sample = sampler.sample
+
+    def heard(prompts: Any, *more: Any) -> Any:
+        asked.extend(map(tuple, prompts))
+        return sample(prompts, *more)
+
+    sampler.sample = heard
+    next(stream)
+    assert len(asked) == len(set(asked)) == 12
 
 
 def test_the_first_of_several_updates_has_ratios_of_one_and_no_distance(recipe: Path, tmp_path: Path) -> None:
