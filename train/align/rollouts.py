@@ -206,9 +206,8 @@ class RolloutStream:
         """The prompts that may replace others of this step, in an order of chance; the same in every process, so that
         none of them comes twice while there are enough."""
         others = np.setdiff1d(np.arange(len(self._prompts)), self._places)
-        return np.random.default_rng(answer_seed(self._seed, taken)).permutation(
-            others if len(others) else self._places
-        )
+        chance = np.random.default_rng(answer_seed(self._seed, taken))
+        return chance.permutation(others if len(others) else self._places)
 
     def _judge(self, rollout: Rollout, place: int, answers: Sequence[Sampled]) -> None:
         """Put the answers to a prompt, and what they are worth, where others may have stood."""

@@ -168,7 +168,9 @@ def test_prompts_whose_answers_are_worth_the_same_are_replaced(recipe: Path, tmp
     assert all(0 <= record["reward"] <= 1 for record in found)
 
 
-def test_no_prompt_comes_twice_where_others_are_left(recipe: Path, tmp_path: Path) -> None:
+def test_no_prompt_comes_twice_where_others_are_left(
+    recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     # All answers are worth the same, so that every prompt is replaced twice: 4 × 3 of the 16 prompts are asked.
     kind = f"reward.kind={tmp_path}/reward.py:same"
     task = build_task(load_train_recipe(recipe, [kind, "algorithm.redraws=2"]), Silent())
@@ -185,7 +187,7 @@ def test_no_prompt_comes_twice_where_others_are_left(recipe: Path, tmp_path: Pat
         asked.extend(map(tuple, prompts))
         return sample(prompts, *more)
 
-    sampler.sample = heard
+    monkeypatch.setattr(sampler, "sample", heard)
     next(stream)
     assert len(asked) == len(set(asked)) == 12
 
