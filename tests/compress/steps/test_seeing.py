@@ -16,14 +16,9 @@ from penjing.core.artifact.base import read_report_file
 from penjing.core.checkpoint.vision_language import load_vision_language
 from penjing.core.errors import ConfigError
 from penjing.core.family import family_of
-from penjing.serve.engine.config import EngineConfig
-from penjing.serve.engine.request import Request
-from penjing.serve.runner.load import load_engine
-from penjing.serve.sampling.params import SamplingParams
 from penjing.train.objective.answers import Answers
 from penjing.train.objective.objective import IGNORED
-from tests.serve.seeing import ROWS, TOKEN, TOKEN_ID, encoded, picture, write_seeing
-from tests.serve.tiny import DEFAULTS, run_all
+from tests.serve.seeing import ROWS, TOKEN_ID, encoded, picture, write_seeing
 
 
 @pytest.fixture(scope="module")
@@ -89,21 +84,6 @@ def test_a_smaller_one_is_read_by_transformers_and_sees_as_the_whole_without_wha
             torch.testing.assert_close(rows, before[..., kept])
             embedding = whole.decoder.model.embed_tokens.weight[:, kept]
             torch.testing.assert_close(small.decoder.model.embed_tokens.weight, embedding)
-
-
-def test_pruned_taught_and_rounded_it_answers(folder: Path, tmp_path: Path) -> None:
-    prune = {"kind": "prune", "method": "activation", "ratio": 0.3}
-    step = {"kind": "quantize", "questions": [str(folder / "rows.jsonl")], "question_images": str(folder)}
-    taught = learning(folder, learning_rate={"peak": 3e-4})
-    artifact = compressed(folder, tmp_path / "int8", prune, taught, step)
-    stages = read_report_file(artifact)["stages"]
-    losses = stages[2]["record"]["losses"]
-    assert losses["last"]["divergence"] < losses["first"]["divergence"]
-    assert stages[-1]["record"]["images"]["questions"] == 8
-    engine = load_engine(artifact, EngineConfig.model_validate(DEFAULTS))
-    params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
-    (outputs,) = run_all(engine, [Request("0", f"{TOKEN}what?", params, images=[encoded(picture(1))])]).values()
-    assert outputs[-1].num_output_tokens == 4
 
 
 def test_finetuning_learns_the_answers(folder: Path, tmp_path: Path) -> None:

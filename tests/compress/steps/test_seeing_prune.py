@@ -227,6 +227,8 @@ def test_pruned_taught_trained_in_int8_and_rounded_it_is_served(folder: Path, tm
             "learning_rate": {"peak": 1e-4},
             "transform": {"rotate": False},
             "lm_head": "keep",
+            "questions": [str(folder / "asked.jsonl")],
+            "question_images": str(folder),
         },
     )
     artifact = run_recipe(values(folder, tmp_path / "int8", *steps, model=str(whole)))
@@ -237,6 +239,8 @@ def test_pruned_taught_trained_in_int8_and_rounded_it_is_served(folder: Path, tm
     assert rounded["size"]["bytes"] < 0.75 * first["size"]["bytes"]
     assert taught["record"]["losses"]["last"]["divergence"] < 0.5 * taught["record"]["losses"]["first"]["divergence"]
     assert rounded["record"]["training"]["losses"]["last"]["divergence"] < 0.05
+    assert rounded["record"]["images"]["questions"] == 4
+    assert rounded["record"]["images"]["exact"]["after"] == rounded["quality"]["value"]
     eyes = {layer["name"] for layer in rounded["quantized"]["layers"] if layer["name"].startswith("sight.")}
     assert {"sight.projector", "sight.vision.encoder.layers.1.mlp.fc2"} <= eyes
     engine = load_engine(artifact, EngineConfig.model_validate(DEFAULTS))
