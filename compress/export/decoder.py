@@ -66,8 +66,8 @@ def _check_four_bits(folder: Path, form: Form, quantization: dict[str, Any] | No
         return
     if offset_group(quantization):
         raise InputError(
-            f"{folder} has 4-bit weights with offsets of any size; {form} does not have that: export --to gguf or "
-            f"{WEIGHTS_ONLY}, or compress with offsets=false"
+            f"{folder} has 4-bit weights with offsets, which {form} does not have: export --to gguf, or --to "
+            f'{WEIGHTS_ONLY} if they were made with offsets="whole", or compress with offsets=false'
         )
     if form == "onnx" and quantization is not None and quantization.get("format") != INT8_FORMAT:
         raise InputError(

@@ -133,7 +133,7 @@ def test_offsets_that_are_no_whole_steps_are_refused(tiny_checkpoint: Path, tmp_
     artifact = run_recipe(recipe, [*FOUR, "steps.0.offsets=true"])
     with pytest.raises(InputError, match=r"q_proj has offsets that are no whole multiples .* offsets=\"whole\""):
         export_artifact(artifact, FORM, tmp_path / "out", force=False, progress=Silent())
-    with pytest.raises(InputError, match="compressed-tensors does not have that: export --to gguf or"):
+    with pytest.raises(InputError, match="which compressed-tensors does not have: export --to gguf, or"):
         export_artifact(artifact, "compressed-tensors", tmp_path / "out", force=False, progress=Silent())
     assert not (tmp_path / "out").exists()
 
