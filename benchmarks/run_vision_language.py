@@ -10,6 +10,8 @@
                                                                 # about one that was seen; a checkpoint, its artifact
     python benchmarks/run_vision_language.py --large build/smollm2 build/smollm2-int8 --rounds 5    # the same with
                                                                 # eyes of SmolVLM-256M's shape, of random weights
+    python benchmarks/run_vision_language.py --beside build/smollm2-int8 --rounds 5     # what images cost the answers
+                                                                # of others, behind a Triton server, with such eyes
 
 The figures are of the recipe's last evaluation: retrieval of a vendor's emoji by two towers, and exact answers about
 scenes of Fashion-MNIST. Each stands beside what guessing reaches. Times are processor time of the whole process, which
@@ -23,6 +25,7 @@ import io
 import itertools
 import json
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -30,11 +33,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from lib.image_cost import cost_rows, measure
+from lib.models import warn_if_busy
+from lib.random_eyes import SMOLVLM_256M, random_eyes, rounded, seeing_artifact
 from lib.rows import RESULTS, Row, append, new_row
 from numpy.typing import NDArray
 from PIL import Image
 
-from penjing.compress.sight.rounding import round_sight
 from penjing.core.artifact.base import read_report_file
 from penjing.core.checkpoint.load import load_model
 from penjing.core.cli import guarded
@@ -43,9 +48,6 @@ from penjing.core.images.decode import decode_image
 from penjing.core.manifest import read_manifest
 from penjing.core.progress import Silent
 from penjing.core.runtime.batch_invariant import apply_image_invariance
-from penjing.core.vision.projector import build_projector
-from penjing.core.vision.sight import Sight, SightConfig
-from penjing.core.vision.vit import VisionTransformer, ViTConfig, initialize_vit
 from penjing.serve.engine.config import EngineConfig
 from penjing.serve.engine.engine import LLMEngine
 from penjing.serve.engine.request import Request
@@ -57,7 +59,7 @@ from penjing.train.run import train
 RECIPES = ("clip-emoji", "vlm-tiny")
 DRAWN = 1860  # emoji that the vendor draws that is never seen, each with a name of its own
 ANSWER = 8  # tokens
-IMAGE_ID = 5  # a token of SmolLM2 that no text has
+PHASE_SECONDS = 8.0
 _NUMBERS = itertools.count()
 DIGITS = 10
 OTHERS = 9  # classes of Fashion-MNIST that a thing's neighbour may be of
@@ -72,6 +74,7 @@ def main() -> int:
     parser.add_argument("--int8", type=Path, help="artifact whose recipe asked questions")
     parser.add_argument("--times", type=Path, nargs=2, help="a checkpoint that sees and its artifact")
     parser.add_argument("--large", type=Path, nargs=2, help="a decoder and its artifact, which get random eyes")
+    parser.add_argument("--beside", type=Path, help="an INT8 artifact of a decoder, which gets random eyes")
     parser.add_argument("--rounds", type=int, default=15, help="requests of each kind that are timed")
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the rows")
     arguments = parser.parse_args()
@@ -88,6 +91,13 @@ def main() -> int:
         append(
             "vision_language", time_rows(large(*arguments.large), "smolvlm-256m", arguments.rounds), arguments.results
         )
+        return 0
+    if arguments.beside:
+        warn_if_busy()
+        with tempfile.TemporaryDirectory() as scratch:
+            model = seeing_artifact(arguments.beside, Path(scratch) / "model")
+            found = measure(model, SMOLVLM_256M.image_size, PHASE_SECONDS, arguments.rounds)
+        append("vision_language", cost_rows("smolvlm-256m/int8", found), arguments.results)
         return 0
     if arguments.pixels:
         append("vision_language", [nearest_pixels()], arguments.results)
@@ -158,16 +168,8 @@ def large(checkpoint: Path, artifact: Path) -> dict[str, LLMEngine]:
     """A decoder in both forms, with a vision transformer and a projection of SmolVLM-256M's shape before it whose
     weights are random: what they cost does not depend on them."""
     loaded = {name: load_model(folder) for name, folder in (("fp32", checkpoint), ("int8", artifact))}
-    vision = ViTConfig(
-        image_size=512, patch_size=16, hidden_size=768, intermediate_size=3072, num_hidden_layers=12,
-        num_attention_heads=12,
-    )  # fmt: skip
-    width = loaded["fp32"].config.hidden_size
-    config = SightConfig(vision=vision, scale_factor=4, image_token_id=IMAGE_ID, width=width)
-    eyes = Sight(config, VisionTransformer(vision), build_projector(config.projector, 16 * vision.hidden_size, width))
-    initialize_vit(eyes)
-    eyes = eyes.requires_grad_(False).eval()
-    sights = {"int8": round_sight(eyes, None, 0.0, False, Silent()).sight, "fp32": eyes}
+    eyes = random_eyes(loaded["fp32"].config.hidden_size)
+    sights = {"int8": rounded(eyes).sight, "fp32": eyes}
     settings = EngineConfig(max_model_len=512)
     for sight in sights.values():
         apply_image_invariance(sight)
